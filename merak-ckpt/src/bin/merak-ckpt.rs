@@ -1,0 +1,2 @@
+//! The `merak-ckpt` command.
+fn main() {}

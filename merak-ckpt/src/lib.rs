@@ -1,0 +1,1 @@
+//! Checkpoints that outlive their topology, and text generation

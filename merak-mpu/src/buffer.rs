@@ -1,0 +1,100 @@
+//! The memory that collectives and sends move.
+
+use crate::{DType, Element, Error, Result};
+use std::{any::Any, fmt};
+
+/// Flat memory of one element type that a collective can read and write.
+///
+/// The trait is what this crate, `merak-zero` and the tensor backends share: a backend implements it for
+/// its own storage, so that a gradient bucket is reduced where it lies. Host memory is reached inside a
+/// closure, which lets an implementation hold whatever lock its storage needs for just that long.
+///
+/// `Vec<T>` is a buffer for every [`Element`] type.
+///
+/// ```
+/// use merak_mpu::{Buffer, DType};
+/// let buffer: Box<dyn Buffer> = Box::new(vec![1.0_f32, 2.0]);
+/// assert_eq!((buffer.dtype(), buffer.len()), (DType::F32, 2));
+/// assert_eq!(merak_mpu::into_vec::<f32>(buffer)?, [1.0, 2.0]);
+/// # Ok::<(), merak_mpu::Error>(())
+/// ```
+pub trait Buffer: Any + Send + Sync + fmt::Debug {
+    /// The type of the elements.
+    fn dtype(&self) -> DType;
+
+    /// The number of elements.
+    fn len(&self) -> usize;
+
+    /// Whether the buffer has no elements.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Calls `f` once with the bytes of the buffer, aligned for the element type.
+    fn read(&self, f: &mut dyn FnMut(&[u8]));
+
+    /// Calls `f` once with the bytes of the buffer for writing, aligned for the element type.
+    fn write(&mut self, f: &mut dyn FnMut(&mut [u8]));
+
+    /// Turns the box into one that can be downcast to the implementing type.
+    fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync>;
+}
+
+impl<T: Element> Buffer for Vec<T> {
+    fn dtype(&self) -> DType {
+        T::DTYPE
+    }
+
+    fn len(&self) -> usize {
+        Vec::len(self)
+    }
+
+    fn read(&self, f: &mut dyn FnMut(&[u8])) {
+        f(bytemuck::cast_slice(self));
+    }
+
+    fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
+        f(bytemuck::cast_slice_mut(self));
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {
+        self
+    }
+}
+
+/// Takes the elements out of a buffer, without a copy when it is a `Vec<T>`.
+///
+/// # Errors
+/// [`Error::DTypeMismatch`] when the elements are not of type `T`.
+pub fn into_vec<T: Element>(buffer: Box<dyn Buffer>) -> Result<Vec<T>> {
+    if buffer.dtype() != T::DTYPE {
+        return Err(Error::DTypeMismatch {
+            expected: T::DTYPE,
+            found: buffer.dtype(),
+        });
+    }
+    // An upcast first, so that the copy below still has the buffer when the types differ.
+    let any: &dyn Any = &*buffer;
+    if any.is::<Vec<T>>() {
+        return Ok(*buffer
+            .into_any()
+            .downcast::<Vec<T>>()
+            .expect("the type was just checked"));
+    }
+    let mut out = Vec::new();
+    buffer.read(&mut |bytes| out = bytemuck::cast_slice(bytes).to_vec());
+    Ok(out)
+}
+
+/// Makes a zeroed host buffer of `len` elements.
+pub fn zeros(dtype: DType, len: usize) -> Box<dyn Buffer> {
+    match dtype {
+        DType::F64 => Box::new(vec![0.0_f64; len]),
+        DType::F32 => Box::new(vec![0.0_f32; len]),
+        DType::BF16 => Box::new(vec![half::bf16::ZERO; len]),
+        DType::F16 => Box::new(vec![half::f16::ZERO; len]),
+        DType::I64 => Box::new(vec![0_i64; len]),
+        DType::U32 => Box::new(vec![0_u32; len]),
+        DType::U8 => Box::new(vec![0_u8; len]),
+    }
+}

@@ -1,0 +1,144 @@
+//! What every engine offers to the members of a group.
+
+use crate::{Buffer, DType, Result};
+use std::fmt;
+
+/// How the elements of several ranks become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// Addition, in ascending group rank: `((x0 + x1) + x2) + ...` in f32 for 16-bit floats.
+    Sum,
+    /// The largest element; a NaN on any rank gives NaN.
+    Max,
+    /// The smallest element; a NaN on any rank gives NaN.
+    Min,
+}
+
+/// One tensor of a point-to-point [`Message`]: its shape travels with it.
+#[derive(Debug)]
+pub struct Packet {
+    /// Sizes of the dimensions, slowest first.
+    pub shape: Vec<usize>,
+    /// The elements in row-major order.
+    pub data: Box<dyn Buffer>,
+}
+
+impl Packet {
+    /// The type of the elements.
+    pub fn dtype(&self) -> DType {
+        self.data.dtype()
+    }
+}
+
+/// All tensors of one hop, sent as one batch.
+pub type Message = Vec<Packet>;
+
+/// A started operation that owns its buffer until [`Pending::wait`] gives it back.
+///
+/// Dropping it does not cancel the operation: the peers still complete it, and its result is lost.
+#[must_use = "a started operation must be waited for"]
+pub struct Pending<T> {
+    finish: Box<dyn FnOnce() -> Result<T> + Send>,
+}
+
+impl<T> Pending<T> {
+    /// Wraps the blocking half of an operation.
+    pub fn new(finish: impl FnOnce() -> Result<T> + Send + 'static) -> Self {
+        Self {
+            finish: Box::new(finish),
+        }
+    }
+
+    /// Blocks until the operation is complete and returns its result.
+    ///
+    /// # Errors
+    /// [`Error::Aborted`](crate::Error::Aborted) when the group was poisoned,
+    /// [`Error::Timeout`](crate::Error::Timeout) when a peer did not come before the deadline.
+    pub fn wait(self) -> Result<T> {
+        (self.finish)()
+    }
+}
+
+impl<T> fmt::Debug for Pending<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pending").finish_non_exhaustive()
+    }
+}
+
+/// One rank's handle on a group of ranks, offered by every engine.
+///
+/// Every member must start the same collectives in the same order; they may be waited for in any order.
+/// Group ranks count from 0 in ascending world rank. A reduction has one fixed order of summation, so
+/// every member gets the same bits, however many threads run. `N` is the world size of the group.
+pub trait Communicator: Send + Sync + fmt::Debug {
+    /// This member's rank within the group.
+    fn rank(&self) -> usize;
+
+    /// The number of members.
+    fn world_size(&self) -> usize;
+
+    /// Reduces `[L]` element by element; every member gets the `[L]` result in its own buffer.
+    ///
+    /// # Errors
+    /// When the group is poisoned, or (debug builds) the members call different operations.
+    fn start_all_reduce(
+        &self,
+        buffer: Box<dyn Buffer>,
+        op: ReduceOp,
+    ) -> Result<Pending<Box<dyn Buffer>>>;
+
+    /// Reduces `[N * L]`; member `r` gets the `r`-th `[L]`.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_reduce`]; also when the length is no multiple of `N`.
+    fn start_reduce_scatter(
+        &self,
+        buffer: Box<dyn Buffer>,
+        op: ReduceOp,
+    ) -> Result<Pending<Box<dyn Buffer>>>;
+
+    /// Joins one `[L]` of each member, in rank order, to `[N * L]` on every member.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_reduce`].
+    fn start_all_gather(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>>;
+
+    /// Copies the `[L]` of member `root` to every member.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_reduce`]; also when `root` is not a member.
+    fn start_broadcast(
+        &self,
+        buffer: Box<dyn Buffer>,
+        root: usize,
+    ) -> Result<Pending<Box<dyn Buffer>>>;
+
+    /// Sends the `p`-th `[L]` of `[N * L]` to member `p`, and gets `[N * L]` with one `[L]` from each.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_reduce`]; also when the length is no multiple of `N`.
+    fn start_all_to_all(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>>;
+
+    /// Waits until every member has come here.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_reduce`].
+    fn barrier(&self) -> Result<()>;
+
+    /// Sends a message to member `to`; never waits for the receiver. Messages with one `(from, to, tag)`
+    /// arrive in the order in which they were sent.
+    ///
+    /// # Errors
+    /// When the group is poisoned or `to` is not a member.
+    fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>>;
+
+    /// Posts the receipt of the next message of `(from, tag)`.
+    ///
+    /// # Errors
+    /// When the group is poisoned or `from` is not a member.
+    fn start_recv(&self, from: usize, tag: u64) -> Result<Pending<Message>>;
+
+    /// Poisons the group and the world it belongs to: each pending and later call of every member
+    /// returns [`Error::Aborted`](crate::Error::Aborted) with this rank and `reason`.
+    fn abort(&self, reason: &str);
+}

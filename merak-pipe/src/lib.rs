@@ -1,0 +1,1 @@
+//! Pipeline schedules as data: generate, validate, simulate, draw and run them

@@ -1,0 +1,1 @@
+//! Tensor-parallel rewriting of a traced model: placements propagate, collectives are inserted

@@ -1,0 +1,1 @@
+//! A typed graph of a model: symbolic tracing, autodiff, backends and model definitions

@@ -1,0 +1,2 @@
+//! The `merak` command.
+fn main() {}
