@@ -1,0 +1,276 @@
+//! Actions: what a rank does next, as a few characters.
+
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
+
+/// Number of a stage in model order, from 0; prints as the bare number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct StageId(pub usize);
+
+/// Number of a microbatch within a step, from 0; prints as the bare number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct MicrobatchId(pub usize);
+
+impl fmt::Display for StageId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Display for MicrobatchId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// What an [`Action`] computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// `F`: the forward pass.
+    Forward,
+    /// `R`: the forward pass again, to have its activations when the gradient comes.
+    Recompute,
+    /// `B`: the full backward pass, [`Kind::InputGrad`] and [`Kind::WeightGrad`] in one.
+    Backward,
+    /// `I`: the gradient of the stage's input, which earlier stages wait for.
+    InputGrad,
+    /// `W`: the gradients of the weights, which nobody waits for.
+    WeightGrad,
+}
+
+impl Kind {
+    /// Every kind, in the order in which one microbatch can meet them.
+    pub const ALL: [Self; 5] = [
+        Self::Forward,
+        Self::Recompute,
+        Self::Backward,
+        Self::InputGrad,
+        Self::WeightGrad,
+    ];
+
+    /// The letter in the printed form.
+    pub const fn letter(self) -> char {
+        match self {
+            Self::Forward => 'F',
+            Self::Recompute => 'R',
+            Self::Backward => 'B',
+            Self::InputGrad => 'I',
+            Self::WeightGrad => 'W',
+        }
+    }
+
+    fn from_letter(letter: char) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.letter() == letter)
+    }
+
+    /// Whether the action waits for a gradient and passes one on: `B` and `I`.
+    pub const fn moves_gradient(self) -> bool {
+        matches!(self, Self::Backward | Self::InputGrad)
+    }
+
+    /// Whether the action adds to the gradients of the weights, and so ends its microbatch: `B` and `W`.
+    pub const fn ends_microbatch(self) -> bool {
+        matches!(self, Self::Backward | Self::WeightGrad)
+    }
+}
+
+/// One computation of one stage on one microbatch, written `<stage><kind><microbatch>`.
+///
+/// ```
+/// use merak_pipe::{Action, Kind, MicrobatchId, StageId};
+/// let action: Action = "1I3".parse()?;
+/// assert_eq!(action, Action::new(StageId(1), Kind::InputGrad, MicrobatchId(3)));
+/// assert_eq!(action.to_string(), "1I3");
+/// # Ok::<(), merak_pipe::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Action {
+    /// The stage that computes.
+    pub stage: StageId,
+    /// What it computes.
+    pub kind: Kind,
+    /// The microbatch it computes on.
+    pub microbatch: MicrobatchId,
+}
+
+impl Action {
+    /// Makes an action of its three parts.
+    pub const fn new(stage: StageId, kind: Kind, microbatch: MicrobatchId) -> Self {
+        Self {
+            stage,
+            kind,
+            microbatch,
+        }
+    }
+
+    /// The message that the action waits for, in a pipeline of `stages`.
+    ///
+    /// A forward waits for the activation of the stage before, a backward or input gradient for the
+    /// gradient of the stage behind. The ends of the pipeline and the other kinds wait for nothing.
+    pub fn input(self, stages: usize) -> Option<Tag> {
+        let stage = self.stage.0;
+        let from = match self.kind {
+            Kind::Forward => stage.checked_sub(1)?,
+            Kind::Backward | Kind::InputGrad => Some(stage + 1).filter(|next| *next < stages)?,
+            Kind::Recompute | Kind::WeightGrad => return None,
+        };
+        Some(Tag {
+            from: StageId(from),
+            to: self.stage,
+            microbatch: self.microbatch,
+        })
+    }
+
+    /// The message that the action produces, in a pipeline of `stages`.
+    pub fn output(self, stages: usize) -> Option<Tag> {
+        let stage = self.stage.0;
+        let to = match self.kind {
+            Kind::Forward => Some(stage + 1).filter(|next| *next < stages)?,
+            Kind::Backward | Kind::InputGrad => stage.checked_sub(1)?,
+            Kind::Recompute | Kind::WeightGrad => return None,
+        };
+        Some(Tag {
+            from: self.stage,
+            to: StageId(to),
+            microbatch: self.microbatch,
+        })
+    }
+}
+
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}{}", self.stage, self.kind.letter(), self.microbatch)
+    }
+}
+
+impl FromStr for Action {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        parse(text).ok_or_else(|| Error::ParseAction { found: text.into() })
+    }
+}
+
+fn parse(text: &str) -> Option<Action> {
+    let at = text.find(|c: char| !c.is_ascii_digit())?;
+    let letter = text[at..].chars().next()?;
+    let kind = Kind::from_letter(letter)?;
+    // Digits only: `usize` alone would also take a plus sign.
+    let digits = &text[at + letter.len_utf8()..];
+    if !digits.bytes().all(|b| b.is_ascii_digit()) {
+        return None;
+    }
+    Some(Action {
+        stage: StageId(text[..at].parse().ok()?),
+        kind,
+        microbatch: MicrobatchId(digits.parse().ok()?),
+    })
+}
+
+impl Serialize for Action {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Action {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?
+            .parse()
+            .map_err(serde::de::Error::custom)
+    }
+}
+
+/// The address of one message between stages: an activation when it goes to a later stage, a gradient
+/// when it goes to an earlier one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Tag {
+    /// The stage that computed the message.
+    pub from: StageId,
+    /// The stage that needs it.
+    pub to: StageId,
+    /// The microbatch it belongs to.
+    pub microbatch: MicrobatchId,
+}
+
+impl Tag {
+    /// Whether the message is an activation, on its way to a later stage.
+    pub fn is_activation(self) -> bool {
+        self.from < self.to
+    }
+
+    /// The tag as one number: 16 bits for each stage, 32 for the microbatch, so that it is distinct for
+    /// pipelines of up to 65,536 stages.
+    pub fn to_u64(self) -> u64 {
+        let stage = |id: StageId| (id.0 as u64) & 0xffff;
+        stage(self.from) << 48 | stage(self.to) << 32 | (self.microbatch.0 as u64) & 0xffff_ffff
+    }
+}
+
+impl fmt::Display for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = if self.is_activation() {
+            "activation"
+        } else {
+            "gradient"
+        };
+        write!(
+            f,
+            "{what} of microbatch {} from stage {} to stage {}",
+            self.microbatch, self.from, self.to
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_survives_print_and_parse() {
+        for kind in Kind::ALL {
+            let action = Action::new(StageId(12), kind, MicrobatchId(345));
+            assert_eq!(action.to_string().parse::<Action>().unwrap(), action);
+        }
+    }
+
+    #[test]
+    fn malformed_actions_are_refused_with_the_text() {
+        for text in [
+            "",
+            "F0",
+            "0F",
+            "0X1",
+            "0F+1",
+            "0f1",
+            "1F2 ",
+            "é",
+            "0é1",
+            "99999999999999999999F0",
+        ] {
+            let error = text.parse::<Action>().unwrap_err();
+            assert!(error.to_string().contains(&format!("{text:?}")), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_ends_of_the_pipeline_wait_for_nothing() {
+        let action = |text: &str| text.parse::<Action>().unwrap();
+        assert_eq!(action("0F1").input(3), None);
+        assert_eq!(action("2B1").input(3), None);
+        assert_eq!(action("2F1").output(3), None);
+        assert_eq!(action("0I1").output(3), None);
+        let tag = action("1F4").input(3).unwrap();
+        assert_eq!(
+            tag.to_string(),
+            "activation of microbatch 4 from stage 0 to stage 1"
+        );
+        assert_eq!(
+            action("1I4").output(3).unwrap().to_string(),
+            "gradient of microbatch 4 from stage 1 to stage 0"
+        );
+    }
+}

@@ -1,0 +1,248 @@
+//! The engine: carries out one rank's actions.
+
+mod link;
+mod module;
+mod threads;
+
+pub use link::Link;
+pub use module::StageModule;
+pub use threads::{ThreadLink, run_threads, threads};
+
+use crate::{Action, Error, Kind, Result, Schedule, Span, Tag, timeline::Recorder};
+use std::{collections::BTreeMap, time::Instant};
+
+/// Receives that are posted beyond the one that is waited for.
+const POSTED_AHEAD: usize = 2;
+
+/// One rank's part of a schedule, ready to run any number of steps.
+///
+/// The engine keeps the order of the rank's actions. Before an action it takes the message that the action
+/// needs, from the link or, between two stages of one rank, from its own hands; after the action it passes
+/// on what the stage returned. Sends do not wait, and the next receives are posted ahead, so that
+/// communication runs under the computation. What the validator proves is not checked again: a schedule
+/// that it would refuse ends in an error here, at the latest when the link's deadline passes.
+///
+/// Schedules without backwards run in the same way, for evaluation and generation.
+///
+/// # Communication
+/// One message for each microbatch, direction and pair of neighbouring stages on different ranks.
+#[derive(Debug, Clone)]
+pub struct Engine {
+    rank: usize,
+    steps: Vec<Step>,
+    /// The messages from other ranks, in the order in which the actions take them.
+    receives: Vec<(usize, Tag)>,
+    epoch: Option<Instant>,
+}
+
+/// An action and where its messages come from and go to.
+#[derive(Debug, Clone, Copy)]
+struct Step {
+    action: Action,
+    input: Option<Route>,
+    output: Option<Route>,
+}
+
+/// A message and the rank at its other end, which can be the rank itself.
+#[derive(Debug, Clone, Copy)]
+struct Route {
+    tag: Tag,
+    peer: usize,
+}
+
+impl Engine {
+    /// Prepares the actions of `rank`.
+    ///
+    /// # Errors
+    /// When the rank does not exist, or the schedule's actions do not fit its size.
+    pub fn new(schedule: &Schedule, rank: usize) -> Result<Self> {
+        let placement = schedule.placement()?;
+        let stages = placement.len();
+        let actions = schedule.actions.get(rank).ok_or(Error::NoSuchRank {
+            rank,
+            ranks: schedule.size.ranks,
+        })?;
+        let steps: Vec<Step> = actions
+            .iter()
+            .map(|&action| Step {
+                action,
+                input: action.input(stages).map(|tag| Route {
+                    tag,
+                    peer: placement[tag.from.0],
+                }),
+                output: action.output(stages).map(|tag| Route {
+                    tag,
+                    peer: placement[tag.to.0],
+                }),
+            })
+            .collect();
+        let inputs = steps.iter().filter_map(|step| step.input);
+        let remote = inputs.filter(|route| route.peer != rank);
+        Ok(Self {
+            rank,
+            receives: remote.map(|route| (route.peer, route.tag)).collect(),
+            steps,
+            epoch: None,
+        })
+    }
+
+    /// Records times since `epoch` instead of the start of each run, so that ranks share one time axis.
+    #[must_use]
+    pub fn with_epoch(mut self, epoch: Instant) -> Self {
+        self.epoch = Some(epoch);
+        self
+    }
+
+    /// Runs every action once and returns when each one started and ended, in seconds.
+    ///
+    /// # Errors
+    /// When the stage or the link fails. The link's other ranks are then made to fail too.
+    pub fn run<M, L>(&self, module: &mut M, link: &mut L) -> Result<Vec<Span>>
+    where
+        M: StageModule,
+        L: Link<M::Payload>,
+    {
+        let outcome = Run {
+            engine: self,
+            local: BTreeMap::new(),
+            posted: 0,
+            taken: 0,
+        }
+        .all(module, link);
+        match &outcome {
+            Ok(_) | Err(Error::Aborted { .. }) => {}
+            Err(error) => link.abort(&chain(error)),
+        }
+        outcome
+    }
+}
+
+/// Runs one rank of a schedule once; [`Engine`] is cheaper for many steps.
+///
+/// # Errors
+/// As [`Engine::new`] and [`Engine::run`].
+pub fn run<M, L>(
+    schedule: &Schedule,
+    rank: usize,
+    module: &mut M,
+    link: &mut L,
+) -> Result<Vec<Span>>
+where
+    M: StageModule,
+    L: Link<M::Payload>,
+{
+    Engine::new(schedule, rank)?.run(module, link)
+}
+
+/// The state of one run.
+struct Run<'a, P> {
+    engine: &'a Engine,
+    /// Messages between two stages of this rank.
+    local: BTreeMap<Tag, P>,
+    /// Receives that were posted and taken so far.
+    posted: usize,
+    taken: usize,
+}
+
+impl<P: Send> Run<'_, P> {
+    fn all<M, L>(mut self, module: &mut M, link: &mut L) -> Result<Vec<Span>>
+    where
+        M: StageModule<Payload = P>,
+        L: Link<P>,
+    {
+        let steps = &self.engine.steps;
+        let mut recorder = Recorder::new(self.engine.epoch, steps.len());
+        self.post(link)?;
+        for &step in steps {
+            let input = self.take(step, link)?;
+            recorder.begin();
+            let output = self.compute(step.action, input, module)?;
+            recorder.end(step.action);
+            self.pass_on(step, output, link)?;
+        }
+        link.finish()?;
+        Ok(recorder.into_spans())
+    }
+
+    fn post<L: Link<P>>(&mut self, link: &mut L) -> Result<()> {
+        let until = (self.taken + POSTED_AHEAD).min(self.engine.receives.len());
+        for &(peer, tag) in &self.engine.receives[self.posted.min(until)..until] {
+            link.post(peer, tag)?;
+        }
+        self.posted = self.posted.max(until);
+        Ok(())
+    }
+
+    fn take<L: Link<P>>(&mut self, step: Step, link: &mut L) -> Result<Option<P>> {
+        let Some(Route { tag, peer }) = step.input else {
+            return Ok(None);
+        };
+        let rank = self.engine.rank;
+        if peer == rank {
+            let message = self.local.remove(&tag);
+            return message.map(Some).ok_or(Error::NotYetComputed {
+                rank,
+                action: step.action,
+                tag,
+            });
+        }
+        self.taken += 1;
+        self.post(link)?;
+        link.recv(peer, tag).map(Some)
+    }
+
+    fn compute<M>(&self, action: Action, input: Option<P>, module: &mut M) -> Result<Option<P>>
+    where
+        M: StageModule<Payload = P>,
+    {
+        let rank = self.engine.rank;
+        let (stage, microbatch) = (action.stage.0, action.microbatch.0);
+        tracing::trace!(rank, stage, microbatch, kind = %action.kind.letter(), "action");
+        let outcome = match action.kind {
+            Kind::Forward => module.forward(action, input),
+            Kind::Backward => module.backward(action, input),
+            Kind::InputGrad => module.backward_input(action, input),
+            Kind::WeightGrad => module.backward_weight(action).map(|()| None),
+            Kind::Recompute => module.recompute(action).map(|()| None),
+        };
+        outcome.map_err(|source| Error::Stage {
+            rank,
+            action,
+            source: source.into(),
+        })
+    }
+
+    fn pass_on<L: Link<P>>(&mut self, step: Step, output: Option<P>, link: &mut L) -> Result<()> {
+        let Step { action, .. } = step;
+        let rank = self.engine.rank;
+        match (step.output, output) {
+            (Some(Route { tag, peer }), Some(payload)) if peer == rank => {
+                self.local.insert(tag, payload);
+                Ok(())
+            }
+            (Some(Route { tag, peer }), Some(payload)) => link.send(peer, tag, payload),
+            (Some(Route { tag, .. }), None) => Err(Error::NoOutput { rank, action, tag }),
+            (None, Some(_)) => Err(Error::UnexpectedOutput { rank, action }),
+            (None, None) => Ok(()),
+        }
+    }
+}
+
+/// The error and everything below it, in one line for the other ranks.
+fn chain(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(below) = cause {
+        text.push_str(": ");
+        text.push_str(&below.to_string());
+        cause = below.source();
+    }
+    text
+}
+
+/// Says what a panic said.
+fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("no message").into()
+}

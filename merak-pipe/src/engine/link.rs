@@ -1,0 +1,41 @@
+//! What carries payloads between ranks.
+
+use crate::{Result, Tag};
+
+/// One rank's connection to the other ranks of its pipeline.
+///
+/// Messages with one tag between two ranks arrive in the order in which they were sent, step after step. A
+/// wait ends with an error when a rank failed or a deadline passed, and never lasts for ever.
+pub trait Link<P> {
+    /// Hands a message over without waiting for its receiver.
+    ///
+    /// # Errors
+    /// When a rank failed or the link is broken.
+    fn send(&mut self, to: usize, tag: Tag, payload: P) -> Result<()>;
+
+    /// Waits for a message.
+    ///
+    /// # Errors
+    /// When a rank failed, the sender is gone, or the deadline passed.
+    fn recv(&mut self, from: usize, tag: Tag) -> Result<P>;
+
+    /// Announces a receive, which will follow later. Links that need no announcement ignore it.
+    ///
+    /// # Errors
+    /// When a rank failed or the link is broken.
+    fn post(&mut self, from: usize, tag: Tag) -> Result<()> {
+        let _ = (from, tag);
+        Ok(())
+    }
+
+    /// Waits until everything that was sent has left this rank's hands, at the end of a step.
+    ///
+    /// # Errors
+    /// When a rank failed or the link is broken.
+    fn finish(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Makes each pending and later wait of all ranks fail with this rank and the reason.
+    fn abort(&mut self, reason: &str);
+}

@@ -1,0 +1,303 @@
+//! What can go wrong with a schedule and while one runs.
+
+use crate::{Action, MicrobatchId, StageId, Tag};
+use std::time::Duration;
+
+/// The result of an operation of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Any error that a user's stage returned.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// A schedule that cannot be made, read, proved or carried out.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A text is no action.
+    #[error(
+        "expected an action such as 0F3 (stage, one of F R B I W, microbatch), found {found:?}"
+    )]
+    ParseAction {
+        /// The text.
+        found: String,
+    },
+    /// A cell of a schedule file is no action.
+    #[error("line {line}, cell {cell} is no action")]
+    Cell {
+        /// Line of the file, from 1.
+        line: usize,
+        /// Cell of the line, from 1.
+        cell: usize,
+        /// Why not.
+        source: Box<Error>,
+    },
+    /// No schedule has this name.
+    #[error("unknown schedule {name:?}; did you mean {nearest:?}? (one of {known})")]
+    UnknownSchedule {
+        /// The name that was asked for.
+        name: String,
+        /// The most similar name.
+        nearest: &'static str,
+        /// All names, separated by commas.
+        known: String,
+    },
+    /// A count is zero or too large to be meant.
+    #[error("a schedule has 1 to {max} {what}, found {found}")]
+    Count {
+        /// What is counted.
+        what: &'static str,
+        /// The largest legal count.
+        max: usize,
+        /// The count.
+        found: usize,
+    },
+    /// A schedule that runs one stage per rank was asked for more.
+    #[error("{name} runs 1 chunk per rank, found {found}")]
+    Chunks {
+        /// The schedule.
+        name: &'static str,
+        /// Chunks that were asked for.
+        found: usize,
+    },
+    /// A schedule was asked for fewer microbatches than it needs.
+    #[error("{name} needs gradient_accumulation_steps >= {needed} ({why}), got {found}")]
+    TooFewMicrobatches {
+        /// The schedule.
+        name: &'static str,
+        /// The smallest legal number.
+        needed: usize,
+        /// Where the number comes from.
+        why: String,
+        /// The number that was asked for.
+        found: usize,
+    },
+    /// The lists of actions are not one per rank.
+    #[error("expected one list of actions for each of {expected} ranks, found {found}")]
+    RankCount {
+        /// Ranks of the schedule.
+        expected: usize,
+        /// Lists.
+        found: usize,
+    },
+    /// A stage is run by no rank.
+    #[error("no rank runs stage {stage}")]
+    StageWithoutActions {
+        /// The stage.
+        stage: StageId,
+    },
+    /// An action breaks a rule.
+    #[error("rank {rank}, position {position}: {action} {rule}")]
+    Invalid {
+        /// The rank.
+        rank: usize,
+        /// Index in its list of actions.
+        position: usize,
+        /// The action.
+        action: Action,
+        /// The rule, in words that follow the action.
+        rule: Violation,
+    },
+    /// An action that must be there is not.
+    #[error("rank {rank} never runs {action}")]
+    MissingAction {
+        /// The rank that runs the stage.
+        rank: usize,
+        /// The action.
+        action: Action,
+    },
+    /// The lists of actions wait for each other in a circle.
+    #[error(
+        "deadlock with {sends} sends: rank {rank} waits at position {position} ({action}) for the {needs}"
+    )]
+    Deadlock {
+        /// `buffered` or `blocking`.
+        sends: &'static str,
+        /// The first rank that waits for ever.
+        rank: usize,
+        /// Index of the action in its list.
+        position: usize,
+        /// The action it cannot pass.
+        action: Action,
+        /// What never comes, or is never taken.
+        needs: Tag,
+    },
+    /// A run was asked for a rank outside the schedule.
+    #[error("the schedule has ranks 0 to {}, found {rank}", ranks - 1)]
+    NoSuchRank {
+        /// The rank.
+        rank: usize,
+        /// Ranks of the schedule.
+        ranks: usize,
+    },
+    /// A stage returned an error.
+    #[error("rank {rank} failed in {action} (stage {}, microbatch {})", action.stage, action.microbatch)]
+    Stage {
+        /// The rank.
+        rank: usize,
+        /// What it was doing.
+        action: Action,
+        /// What the stage returned.
+        source: BoxError,
+    },
+    /// A stage returned no payload where a neighbour waits for one.
+    #[error("rank {rank}: {action} returned nothing, expected the {tag}")]
+    NoOutput {
+        /// The rank.
+        rank: usize,
+        /// What it did.
+        action: Action,
+        /// The message that is missing.
+        tag: Tag,
+    },
+    /// A stage at the end of the pipeline returned a payload that nobody takes.
+    #[error("rank {rank}: {action} returned a payload, but no stage follows it")]
+    UnexpectedOutput {
+        /// The rank.
+        rank: usize,
+        /// What it did.
+        action: Action,
+    },
+    /// An action takes a message between two stages of one rank before it was made.
+    #[error("rank {rank}: {action} comes before the {tag}")]
+    NotYetComputed {
+        /// The rank.
+        rank: usize,
+        /// What it was about to do.
+        action: Action,
+        /// What it needs.
+        tag: Tag,
+    },
+    /// Another rank failed, and this one with it.
+    #[error("rank {by} failed: {reason}")]
+    Aborted {
+        /// The culprit.
+        by: usize,
+        /// What happened there.
+        reason: String,
+    },
+    /// A message did not come in time.
+    #[error("rank {rank} waited {waited:?} for the {tag} of rank {from}")]
+    Timeout {
+        /// The rank that waited.
+        rank: usize,
+        /// The rank that should have sent.
+        from: usize,
+        /// The message.
+        tag: Tag,
+        /// How long it waited.
+        waited: Duration,
+    },
+    /// A rank ended without sending what another one needs.
+    #[error("rank {from} ended without sending the {tag}, for which rank {rank} waits")]
+    PeerLeft {
+        /// The rank that waited.
+        rank: usize,
+        /// The rank that ended.
+        from: usize,
+        /// The message.
+        tag: Tag,
+    },
+    /// A thread of a run panicked.
+    #[error("rank {rank} panicked: {message}")]
+    Panicked {
+        /// The rank.
+        rank: usize,
+        /// The panic's message.
+        message: String,
+    },
+    /// The modules given to a run are not one per rank.
+    #[error("expected one stage module for each of {expected} ranks, found {found}")]
+    ModuleCount {
+        /// Ranks of the schedule.
+        expected: usize,
+        /// Modules.
+        found: usize,
+    },
+    /// A link could not carry a message.
+    #[error("rank {rank} could not exchange the {tag} with rank {peer}")]
+    Link {
+        /// The rank.
+        rank: usize,
+        /// The other end.
+        peer: usize,
+        /// The message.
+        tag: Tag,
+        /// Why not.
+        source: BoxError,
+    },
+}
+
+/// A rule that an action of a schedule breaks, in words that follow the action.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Violation {
+    /// The stage does not exist.
+    #[error("names a stage beyond the {stages} of the schedule")]
+    StageOutOfRange {
+        /// Stages of the schedule.
+        stages: usize,
+    },
+    /// The microbatch does not exist.
+    #[error("names a microbatch beyond the {microbatches} of the schedule")]
+    MicrobatchOutOfRange {
+        /// Microbatches of the schedule.
+        microbatches: usize,
+    },
+    /// The stage is run by two ranks.
+    #[error("belongs to a stage that rank {owner} runs")]
+    StageOfAnotherRank {
+        /// The rank that runs it.
+        owner: usize,
+    },
+    /// The action comes twice.
+    #[error("comes a second time")]
+    Repeated,
+    /// The action comes before one that it needs.
+    #[error("comes before {needs}")]
+    TooEarly {
+        /// The earlier action.
+        needs: Action,
+    },
+    /// A recompute comes after the backward that it was for.
+    #[error("comes after {backward}, which needs it")]
+    TooLate {
+        /// The backward.
+        backward: Action,
+    },
+    /// A full backward and one of its halves are both there.
+    #[error("repeats a part of {other}: a full backward is an input and a weight gradient")]
+    BackwardTwice {
+        /// The other action.
+        other: Action,
+    },
+    /// Weight gradients of a stage add up in another order than the microbatches'.
+    #[error("adds its weight gradients after those of microbatch {after}; the order must ascend")]
+    WeightOrder {
+        /// The microbatch that came before.
+        after: MicrobatchId,
+    },
+    /// A stage recomputes that never does in this schedule.
+    #[error("recomputes on a stage that keeps its activations in this schedule")]
+    NeverRecomputes,
+    /// The buffer of the microbatch still holds another one.
+    #[error("overwrites microbatch {live} in buffer {buffer} of {buffers}")]
+    BufferInUse {
+        /// The microbatch that is still needed.
+        live: MicrobatchId,
+        /// The buffer.
+        buffer: usize,
+        /// Buffers of the stage.
+        buffers: usize,
+    },
+    /// The two ends of a hop order its messages differently.
+    #[error("takes the {found} where the other end sends the {expected}")]
+    MessageOrder {
+        /// What the sender sends at this place.
+        expected: Tag,
+        /// What the receiver takes.
+        found: Tag,
+    },
+    /// The list of buffer counts does not fit.
+    #[error("runs on a stage without buffers")]
+    NoBuffers,
+}

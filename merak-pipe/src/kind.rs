@@ -1,0 +1,216 @@
+//! The registry of schedules by name.
+
+use crate::{Error, Result, Schedule, Size, generate};
+use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
+
+/// The schedules that this crate generates, under the names that users write.
+///
+/// Step times are for `F = 1`, `B = 2`, a recompute of 1 on every stage and free communication, where the
+/// ideal is `4M`; `P` ranks, `M` microbatches.
+///
+/// | schedule | step time | peak live microbatches on stage `s` | needs |
+/// |---|---|---|---|
+/// | `gpipe` | `4(M+P-1)` | `M` | |
+/// | `1f1b`, `ds_default` | `4(M+P-1)` | `min(P-s, M)` | |
+/// | `pre_recompute_1f1b` | `4(M+P-1) - (P-1)` | `P-s` | `M >= P` |
+/// | `last_no_recompute_1f1b` | `4(M+P-1) - (P+1)` | `P-s` | `M >= max(P, 3)` |
+/// | `shifted_critical_path` | `4(M+P-1) - (P+2)` | `P-s`, but 3 on stage `P-2` | `M >= max(P, 4)` |
+///
+/// ```
+/// use merak_pipe::ScheduleKind;
+/// assert_eq!("1f1b".parse::<ScheduleKind>()?, ScheduleKind::OneFOneB);
+/// assert!("1fb1".parse::<ScheduleKind>().unwrap_err().to_string().contains("did you mean \"1f1b\"?"));
+/// # Ok::<(), merak_pipe::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "&'static str")]
+#[non_exhaustive]
+pub enum ScheduleKind {
+    /// `gpipe`: all forwards, then all backwards.
+    Gpipe,
+    /// `1f1b`: one forward, one backward.
+    OneFOneB,
+    /// `ds_default`: the computation of `1f1b`, with sends and receives kept apart.
+    DsDefault,
+    /// `pre_recompute_1f1b`: `1f1b` that recomputes while it waits for gradients in the cooldown.
+    PreRecompute,
+    /// `last_no_recompute_1f1b`: besides, the last stage keeps its activations.
+    LastNoRecompute,
+    /// `shifted_critical_path`: besides, the last stage but one runs three forwards first.
+    ShiftedCriticalPath,
+    /// `inference`: forwards alone.
+    Inference,
+}
+
+impl ScheduleKind {
+    /// Every schedule, simplest first.
+    pub const ALL: [Self; 7] = [
+        Self::Gpipe,
+        Self::OneFOneB,
+        Self::DsDefault,
+        Self::PreRecompute,
+        Self::LastNoRecompute,
+        Self::ShiftedCriticalPath,
+        Self::Inference,
+    ];
+
+    /// Other names that users may write.
+    const ALIASES: [(&'static str, Self); 1] =
+        [("full_critical_path_1f1b", Self::ShiftedCriticalPath)];
+
+    /// The name that users write.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Gpipe => "gpipe",
+            Self::OneFOneB => "1f1b",
+            Self::DsDefault => "ds_default",
+            Self::PreRecompute => "pre_recompute_1f1b",
+            Self::LastNoRecompute => "last_no_recompute_1f1b",
+            Self::ShiftedCriticalPath => "shifted_critical_path",
+            Self::Inference => "inference",
+        }
+    }
+
+    /// Whether the schedule has backward passes.
+    pub const fn is_training(self) -> bool {
+        !matches!(self, Self::Inference)
+    }
+
+    /// Generates the schedule; the result passes [`Schedule::validate`].
+    ///
+    /// # Errors
+    /// When a count is zero or the schedule needs more microbatches or fewer chunks.
+    pub fn generate(self, size: Size) -> Result<Schedule> {
+        size.check()?;
+        if size.chunks != 1 {
+            return Err(Error::Chunks {
+                name: self.as_str(),
+                found: size.chunks,
+            });
+        }
+        self.check_microbatches(size)?;
+        Ok(match self {
+            Self::Gpipe => generate::gpipe(size),
+            Self::OneFOneB => generate::one_f_one_b(size),
+            Self::DsDefault => generate::ds_default(size),
+            Self::PreRecompute => generate::pre_recompute(size),
+            Self::LastNoRecompute => generate::last_no_recompute(size),
+            Self::ShiftedCriticalPath => generate::shifted_critical_path(size),
+            Self::Inference => generate::inference(size),
+        })
+    }
+
+    /// The smallest number of microbatches that the schedule takes on `ranks` ranks.
+    pub fn min_microbatches(self, ranks: usize) -> usize {
+        if ranks == 1 {
+            return 1;
+        }
+        match self {
+            Self::PreRecompute => ranks,
+            Self::LastNoRecompute => ranks.max(3),
+            Self::ShiftedCriticalPath => ranks.max(4),
+            Self::Gpipe | Self::OneFOneB | Self::DsDefault | Self::Inference => 1,
+        }
+    }
+
+    fn check_microbatches(self, size: Size) -> Result<()> {
+        let needed = self.min_microbatches(size.ranks);
+        if size.microbatches >= needed {
+            return Ok(());
+        }
+        let ranks = size.ranks;
+        Err(Error::TooFewMicrobatches {
+            name: self.as_str(),
+            needed,
+            why: match self {
+                Self::LastNoRecompute => format!("max of pp {ranks} and 3"),
+                Self::ShiftedCriticalPath => format!("max of pp {ranks} and 4"),
+                _ => format!("pp {ranks}"),
+            },
+            found: size.microbatches,
+        })
+    }
+}
+
+impl fmt::Display for ScheduleKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+impl FromStr for ScheduleKind {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let names = Self::ALL.map(|kind| (kind.as_str(), kind));
+        let mut names = names.into_iter().chain(Self::ALIASES);
+        if let Some((_, kind)) = names.clone().find(|(known, _)| *known == name) {
+            return Ok(kind);
+        }
+        let similarity = |known: &str| strsim::jaro_winkler(known, name);
+        let first = names.next().expect("the registry is not empty").0;
+        let nearest = names.fold(first, |best, (known, _)| {
+            if similarity(known) > similarity(best) {
+                known
+            } else {
+                best
+            }
+        });
+        Err(Error::UnknownSchedule {
+            name: name.into(),
+            nearest,
+            known: Self::ALL.map(Self::as_str).join(", "),
+        })
+    }
+}
+
+impl TryFrom<String> for ScheduleKind {
+    type Error = Error;
+
+    fn try_from(name: String) -> Result<Self> {
+        name.parse()
+    }
+}
+
+impl From<ScheduleKind> for &'static str {
+    fn from(kind: ScheduleKind) -> Self {
+        kind.as_str()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_finds_its_schedule() {
+        for kind in ScheduleKind::ALL {
+            assert_eq!(kind.as_str().parse::<ScheduleKind>().unwrap(), kind);
+            let json = serde_json::to_string(&kind).unwrap();
+            assert_eq!(serde_json::from_str::<ScheduleKind>(&json).unwrap(), kind);
+        }
+        let alias = "full_critical_path_1f1b".parse::<ScheduleKind>().unwrap();
+        assert_eq!(alias, ScheduleKind::ShiftedCriticalPath);
+    }
+
+    #[test]
+    fn errors_say_what_would_do() {
+        let unknown = "shifted_critcal_path".parse::<ScheduleKind>().unwrap_err();
+        insta::assert_snapshot!(unknown, @r#"unknown schedule "shifted_critcal_path"; did you mean "shifted_critical_path"? (one of gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, inference)"#);
+        let few = ScheduleKind::ShiftedCriticalPath
+            .generate(Size::new(2, 3))
+            .unwrap_err();
+        insta::assert_snapshot!(few, @"shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 2 and 4), got 3");
+        let few = ScheduleKind::PreRecompute
+            .generate(Size::new(4, 3))
+            .unwrap_err();
+        insta::assert_snapshot!(few, @"pre_recompute_1f1b needs gradient_accumulation_steps >= 4 (pp 4), got 3");
+        let chunks = ScheduleKind::OneFOneB
+            .generate(Size::new(4, 8).with_chunks(2))
+            .unwrap_err();
+        insta::assert_snapshot!(chunks, @"1f1b runs 1 chunk per rank, found 2");
+        let none = ScheduleKind::Gpipe.generate(Size::new(4, 0)).unwrap_err();
+        insta::assert_snapshot!(none, @"a schedule has 1 to 16777216 microbatches, found 0");
+    }
+}

@@ -1,0 +1,306 @@
+//! The schedule: every action of every rank, in order.
+
+use crate::{Action, Error, Kind, MicrobatchId, Result, StageId};
+use serde::{Deserialize, Serialize};
+use std::{collections::BTreeSet, fmt::Write as _};
+
+/// The extent of a schedule.
+///
+/// ```
+/// let size = merak_pipe::Size::new(4, 8);
+/// assert_eq!((size.ranks, size.microbatches, size.chunks, size.stages()), (4, 8, 1, 4));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Size {
+    /// Pipeline ranks, `P`.
+    pub ranks: usize,
+    /// Microbatches of one step, `M`.
+    pub microbatches: usize,
+    /// Stages that each rank runs, `v`.
+    pub chunks: usize,
+}
+
+impl Size {
+    /// A pipeline with one stage per rank.
+    pub const fn new(ranks: usize, microbatches: usize) -> Self {
+        Self {
+            ranks,
+            microbatches,
+            chunks: 1,
+        }
+    }
+
+    /// The same pipeline with `chunks` stages per rank.
+    #[must_use]
+    pub const fn with_chunks(mut self, chunks: usize) -> Self {
+        self.chunks = chunks;
+        self
+    }
+
+    /// The number of stages, `P * v`.
+    pub const fn stages(self) -> usize {
+        self.ranks.saturating_mul(self.chunks)
+    }
+
+    /// Checks that there is something to do and that its size fits the address space.
+    pub(crate) fn check(self) -> Result<()> {
+        let counts = [
+            ("ranks", self.ranks),
+            ("microbatches", self.microbatches),
+            ("chunks", self.chunks),
+        ];
+        for (what, found) in counts {
+            if !(1..=MAX_COUNT).contains(&found) {
+                return Err(Error::Count {
+                    what,
+                    max: MAX_COUNT,
+                    found,
+                });
+            }
+        }
+        let actions = self.stages().saturating_mul(self.microbatches);
+        if actions > MAX_MICROBATCHES_TIMES_STAGES {
+            return Err(Error::Count {
+                what: "stages times microbatches",
+                max: MAX_MICROBATCHES_TIMES_STAGES,
+                found: actions,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Most ranks, chunks or microbatches of a schedule.
+const MAX_COUNT: usize = 1 << 24;
+/// Most pairs of a stage and a microbatch: tables over them stay within a few GiB.
+const MAX_MICROBATCHES_TIMES_STAGES: usize = 1 << 26;
+
+/// How the two directions of one hop are written in the instruction stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exchanges {
+    /// A send and a receive that both neighbours do back to back become one exchange.
+    Merged,
+    /// Nothing is merged: activations go before gradients.
+    Split,
+    /// Forward only: each step sends what the previous one computed.
+    Staggered,
+}
+
+/// Every action of every rank, in execution order, and what goes with it.
+///
+/// This is plain data: anybody can build or change one, so it need not be valid. [`Schedule::validate`]
+/// proves it; the engine and the simulator return an error on one that cannot be carried out.
+///
+/// ```
+/// use merak_pipe::{ScheduleKind, Size};
+/// let schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 3))?;
+/// assert_eq!(schedule.to_csv(), "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n");
+/// # Ok::<(), merak_pipe::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Schedule {
+    /// Name as users write it, such as `1f1b`.
+    pub name: String,
+    /// Ranks, microbatches and chunks.
+    pub size: Size,
+    /// For each rank its actions, first to last.
+    pub actions: Vec<Vec<Action>>,
+    /// For each stage the number of activation buffers; microbatch `m` uses buffer `m` modulo that number.
+    pub buffers: Vec<usize>,
+    /// How the instruction stream writes exchanges.
+    pub exchanges: Exchanges,
+    /// Stages that keep their activations whatever the recomputation settings say.
+    pub no_recompute: Vec<StageId>,
+}
+
+impl Schedule {
+    /// Makes a schedule of actions, with merged exchanges and as many buffers as the actions need.
+    pub fn new(name: impl Into<String>, size: Size, actions: Vec<Vec<Action>>) -> Self {
+        let forward_only = actions.iter().flatten().all(|a| a.kind == Kind::Forward);
+        Self {
+            name: name.into(),
+            size,
+            buffers: buffers_needed(size, &actions),
+            actions,
+            exchanges: if forward_only {
+                Exchanges::Staggered
+            } else {
+                Exchanges::Merged
+            },
+            no_recompute: Vec::new(),
+        }
+    }
+
+    /// Whether the schedule has forwards alone, as for evaluation and generation.
+    pub fn is_forward_only(&self) -> bool {
+        let mut actions = self.actions.iter().flatten();
+        actions.all(|action| action.kind == Kind::Forward)
+    }
+
+    /// For each stage the rank that runs it.
+    ///
+    /// # Errors
+    /// When the counts do not fit each other, an action lies outside them, or a stage has two ranks or none.
+    pub fn placement(&self) -> Result<Vec<usize>> {
+        self.size.check()?;
+        let Size { ranks, .. } = self.size;
+        let stages = self.size.stages();
+        if self.actions.len() != ranks {
+            return Err(Error::RankCount {
+                expected: ranks,
+                found: self.actions.len(),
+            });
+        }
+        let mut placement = vec![None; stages];
+        for (rank, actions) in self.actions.iter().enumerate() {
+            for (position, &action) in actions.iter().enumerate() {
+                let invalid = |rule| Error::Invalid {
+                    rank,
+                    position,
+                    action,
+                    rule,
+                };
+                if action.stage.0 >= stages {
+                    return Err(invalid(crate::Violation::StageOutOfRange { stages }));
+                }
+                if action.microbatch.0 >= self.size.microbatches {
+                    let microbatches = self.size.microbatches;
+                    return Err(invalid(crate::Violation::MicrobatchOutOfRange {
+                        microbatches,
+                    }));
+                }
+                match placement[action.stage.0].get_or_insert(rank) {
+                    owner if *owner == rank => {}
+                    owner => {
+                        return Err(invalid(crate::Violation::StageOfAnotherRank {
+                            owner: *owner,
+                        }));
+                    }
+                }
+            }
+        }
+        let owners = placement.into_iter().enumerate();
+        owners
+            .map(|(stage, owner)| {
+                owner.ok_or(Error::StageWithoutActions {
+                    stage: StageId(stage),
+                })
+            })
+            .collect()
+    }
+
+    /// Reads a schedule from comma-separated values: one line per rank, one cell per action; blank cells
+    /// are skipped.
+    ///
+    /// # Errors
+    /// When a cell is no action or the lines are not one per rank. The order of the actions is checked
+    /// by [`Schedule::validate`].
+    pub fn from_csv(name: impl Into<String>, text: &str, size: Size) -> Result<Self> {
+        size.check()?;
+        let mut actions = Vec::new();
+        for (line, row) in text.trim_end().lines().enumerate() {
+            let cells = row.split(',').enumerate();
+            let filled = cells.filter(|(_, cell)| !cell.trim().is_empty());
+            let parsed = filled.map(|(cell, text)| {
+                text.trim().parse().map_err(|source| Error::Cell {
+                    line: line + 1,
+                    cell: cell + 1,
+                    source: Box::new(source),
+                })
+            });
+            actions.push(parsed.collect::<Result<Vec<Action>>>()?);
+        }
+        if actions.len() != size.ranks {
+            return Err(Error::RankCount {
+                expected: size.ranks,
+                found: actions.len(),
+            });
+        }
+        let schedule = Self::new(name, size, actions);
+        schedule.placement()?;
+        Ok(schedule)
+    }
+
+    /// Writes the schedule as comma-separated values, one line per rank.
+    pub fn to_csv(&self) -> String {
+        let mut text = String::new();
+        for actions in &self.actions {
+            for (position, action) in actions.iter().enumerate() {
+                let comma = if position == 0 { "" } else { "," };
+                write!(text, "{comma}{action}").expect("a String takes every write");
+            }
+            text.push('\n');
+        }
+        text
+    }
+}
+
+/// For each stage the smallest ring of buffers in which no live microbatch is overwritten, at least two:
+/// the widest range of microbatches that are between their forward and their last backward action.
+fn buffers_needed(size: Size, actions: &[Vec<Action>]) -> Vec<usize> {
+    if size.check().is_err() {
+        return Vec::new();
+    }
+    let mut live: Vec<BTreeSet<MicrobatchId>> = vec![BTreeSet::new(); size.stages()];
+    let mut needed = vec![2; size.stages()];
+    let known = |action: &&Action| action.stage.0 < size.stages();
+    for action in actions.iter().flatten().filter(known) {
+        let stage = action.stage.0;
+        if action.kind == Kind::Forward {
+            live[stage].insert(action.microbatch);
+            if let (Some(first), Some(last)) = (live[stage].first(), live[stage].last()) {
+                needed[stage] = needed[stage].max(last.0 - first.0 + 1);
+            }
+        } else if action.kind.ends_microbatch() {
+            live[stage].remove(&action.microbatch);
+        }
+    }
+    let forward_only = actions.iter().flatten().all(|a| a.kind == Kind::Forward);
+    if forward_only {
+        return vec![2; size.stages()];
+    }
+    needed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn csv_errors_name_line_and_cell() {
+        let error = Schedule::from_csv("mine", "0F0,0B0\n1F0,oops\n", Size::new(2, 1)).unwrap_err();
+        assert_eq!(error.to_string(), "line 2, cell 2 is no action");
+        let error = Schedule::from_csv("mine", "0F0,0B0\n", Size::new(2, 1)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "expected one list of actions for each of 2 ranks, found 1"
+        );
+    }
+
+    #[test]
+    fn blank_cells_are_idle_slots() {
+        let schedule =
+            Schedule::from_csv("mine", "0F0,,0B0,\n,1F0,1B0\n", Size::new(2, 1)).unwrap();
+        assert_eq!(schedule.to_csv(), "0F0,0B0\n1F0,1B0\n");
+        assert_eq!(schedule.placement().unwrap(), [0, 1]);
+    }
+
+    #[test]
+    fn buffers_follow_the_live_range() {
+        let csv = "0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n";
+        let schedule = Schedule::from_csv("mine", csv, Size::new(2, 4)).unwrap();
+        assert_eq!(schedule.buffers, [3, 2]);
+    }
+
+    #[test]
+    fn absurd_sizes_are_refused_before_any_table_is_made() {
+        for size in [
+            Size::new(0, 1),
+            Size::new(1, 0),
+            Size::new(usize::MAX, 2),
+            Size::new(1 << 20, 1 << 20),
+        ] {
+            assert!(Schedule::from_csv("mine", "0F0\n", size).is_err());
+        }
+    }
+}
