@@ -1,1 +1,12 @@
 //! The full stack: configuration, data, the training loop, metrics and the merak command
+
+mod config;
+mod error;
+
+pub use config::{
+    Backend, Boundaries, CheckedArguments, ComputeArguments, Config, DataArguments, DataFormat,
+    Device, DistributedArguments, Engine, InputPath, Key, MerakArguments, ModelArguments, Optim,
+    Origin, PartitionMethod, Recompute, ReportTo, SplitMethod, ThreadsPerRank, TokenizerSource,
+    TpLayerListArguments, TraceMethod, ZeroStage, keys,
+};
+pub use error::{Error, Result};

@@ -1,0 +1,290 @@
+//! Configuration: keys, their layers, and the checks that make them agree.
+//!
+//! ```text
+//! defaults < file < environment MERAK_* < command line      one value and one origin per key
+//!                         │ Config::check
+//!                         ▼
+//!                 CheckedArguments
+//! ```
+
+mod arguments;
+mod check;
+mod checked;
+mod choice;
+mod file;
+mod key;
+mod layer;
+mod nearest;
+mod origin;
+mod reserved;
+mod setting;
+mod special;
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write as _,
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+
+pub use self::{
+    arguments::{
+        ComputeArguments, DataArguments, DistributedArguments, MerakArguments, ModelArguments,
+        TpLayerListArguments, keys,
+    },
+    checked::CheckedArguments,
+    choice::{
+        Backend, DataFormat, Device, Engine, Optim, PartitionMethod, Recompute, ReportTo,
+        SplitMethod, TraceMethod,
+    },
+    key::Key,
+    origin::Origin,
+    setting::InputPath,
+    special::{Boundaries, ThreadsPerRank, TokenizerSource, ZeroStage},
+};
+use self::{
+    key::Raw,
+    layer::{Entry, base_of},
+    nearest::nearest,
+    reserved::{NO_EFFECT, RESERVED, sets_nothing},
+    setting::Refusal,
+};
+use crate::error::{Error, Result};
+
+/// The arguments of a run, and where each value came from.
+///
+/// # Examples
+///
+/// ```
+/// let line = ["--tp", "2", "--learning-rate=3e-4", "--save"].map(String::from);
+/// let environment = [("MERAK_PP".to_owned(), "2".to_owned())];
+/// let config = merak_trainer::Config::load(None, environment, &line)?;
+/// assert_eq!((config.arguments().tp, config.arguments().pp), (2, 2));
+/// assert_eq!(config.origin("pp").to_string(), "environment MERAK_PP");
+/// # Ok::<(), merak_trainer::Error>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct Config {
+    arguments: MerakArguments,
+    origins: BTreeMap<&'static str, Origin>,
+    file: Option<PathBuf>,
+}
+
+impl Config {
+    /// Resolves the layers: defaults, then `file`, then the `MERAK_*` of `environment`, then the
+    /// options of `command_line`.
+    ///
+    /// # Errors
+    ///
+    /// An unreadable file, an unknown key, a value of the wrong type, and a key or value that this
+    /// version lacks, each with its place.
+    pub fn load(
+        file: Option<&Path>,
+        environment: impl IntoIterator<Item = (String, String)>,
+        command_line: &[String],
+    ) -> Result<Self> {
+        let mut config = Self {
+            file: file.map(Path::to_path_buf),
+            ..Self::default()
+        };
+        if let Some(path) = file {
+            config.apply(file::read(path)?)?;
+        }
+        config.apply(layer::from_environment(environment)?)?;
+        config.apply(layer::from_command_line(command_line)?)?;
+        Ok(config)
+    }
+
+    /// The values.
+    pub fn arguments(&self) -> &MerakArguments {
+        &self.arguments
+    }
+
+    /// The configuration file, if there was one.
+    pub fn file(&self) -> Option<&Path> {
+        self.file.as_deref()
+    }
+
+    /// Where the value of a key came from, by the key's full name.
+    pub fn origin(&self, key: &str) -> &Origin {
+        self.origins.get(key).unwrap_or(&Origin::Default)
+    }
+
+    /// Checks the values against each other.
+    ///
+    /// # Errors
+    ///
+    /// The first illegal value, with its place and the legal ones.
+    pub fn check(&self) -> Result<CheckedArguments> {
+        check::check(&self.arguments, &|key| self.origin(key).to_string())
+    }
+
+    /// The content of `config.resolved.toml`: every key that has a value. Loading it gives the same
+    /// arguments.
+    pub fn to_toml(&self) -> String {
+        let mut text = String::new();
+        let mut section = "";
+        for key in keys() {
+            let value = self.arguments.get(key.name).unwrap_or_default();
+            let (prefix, name) = key.name.rsplit_once('.').unwrap_or(("", key.name));
+            let Some(value) = toml_of_json(&value) else {
+                continue;
+            };
+            if prefix != section {
+                section = prefix;
+                let _ = writeln!(text, "\n[{section}]");
+            }
+            let _ = writeln!(text, "{name} = {value}");
+        }
+        text
+    }
+
+    /// The resolved configuration as a table for people: key, value, origin.
+    pub fn explain(&self) -> String {
+        let rows: Vec<_> = keys()
+            .map(|key| {
+                let value = self.arguments.get(key.name).unwrap_or_default();
+                (key.name, shown(&value), self.origin(key.name).to_string())
+            })
+            .collect();
+        let width = |column: fn(&(&str, String, String)) -> usize| rows.iter().map(column).max();
+        let names = width(|row| row.0.len()).unwrap_or(0);
+        let values = width(|row| row.1.chars().count().min(40)).unwrap_or(0);
+        let mut text = String::new();
+        for (name, value, origin) in rows {
+            let _ = writeln!(text, "{name:names$}  {value:values$}  {origin}");
+        }
+        text
+    }
+
+    /// The resolved configuration as data: `{"tp": {"value": 2, "origin": "merak.toml:3"}, ..}`.
+    pub fn to_json(&self) -> Value {
+        let entry = |key: &'static Key| {
+            let value = self.arguments.get(key.name).unwrap_or_default();
+            let origin = self.origin(key.name).to_string();
+            (
+                key.name.to_owned(),
+                serde_json::json!({"value": value, "origin": origin}),
+            )
+        };
+        Value::Object(keys().map(entry).collect())
+    }
+
+    fn apply(&mut self, entries: Vec<Entry>) -> Result<()> {
+        entries
+            .into_iter()
+            .try_for_each(|entry| self.apply_one(&entry))
+    }
+
+    fn apply_one(&mut self, entry: &Entry) -> Result<()> {
+        let place = || entry.origin.to_string();
+        if let Some(key) = keys().find(|key| key.name == entry.name) {
+            let base = base_of(&entry.origin);
+            if let Some(Err(refusal)) = self.arguments.set(key.name, &entry.raw, &base) {
+                return Err(refused(key.name, refusal, (key.expected)(), entry));
+            }
+            self.origins.insert(key.name, entry.origin.clone());
+            return Ok(());
+        }
+        if let Some(key) = RESERVED.iter().find(|key| key.name == entry.name) {
+            let refused = |refusal| refused(key.name, refusal, String::new(), entry);
+            return key.check(&entry.raw).map_err(refused);
+        }
+        if let Some((key, instead)) = NO_EFFECT.iter().find(|(key, _)| *key == entry.name) {
+            if sets_nothing(&entry.raw) {
+                return Ok(());
+            }
+            let advice = match *instead {
+                "" => "remove it".to_owned(),
+                instead => format!("see {instead}"),
+            };
+            return Err(Error::WithoutEffect {
+                key,
+                place: place(),
+                advice,
+            });
+        }
+        let known = keys()
+            .map(|key| key.name)
+            .chain(RESERVED.iter().map(|key| key.name));
+        Err(Error::UnknownKey {
+            key: entry.name.clone(),
+            place: place(),
+            nearest: nearest(&entry.name, known).map(Into::into),
+        })
+    }
+}
+
+impl MerakArguments {
+    /// Checks the values against each other, for arguments that were set in code.
+    ///
+    /// # Errors
+    ///
+    /// The first illegal value, with the legal ones.
+    pub fn check(&self) -> Result<CheckedArguments> {
+        check::check(self, &|_| "set in code".into())
+    }
+}
+
+/// A refusal with its key, value and place.
+fn refused(key: &'static str, refusal: Refusal, expected: String, entry: &Entry) -> Error {
+    let found = match &entry.raw {
+        Raw::Typed(value) => shown(value),
+        // Text is quoted unless it is a number or a flag.
+        Raw::Text(text) => match serde_json::from_str(text) {
+            Ok(value @ (Value::Number(_) | Value::Bool(_))) => shown(&value),
+            _ => format!("\"{text}\""),
+        },
+    };
+    let place = entry.origin.to_string();
+    match refusal {
+        Refusal::Type => Error::WrongType {
+            key: key.to_owned(),
+            expected,
+            found,
+            place,
+        },
+        Refusal::Choice { choices, nearest } => Error::UnknownChoice {
+            key,
+            choices,
+            found,
+            place,
+            nearest,
+        },
+        Refusal::NotAvailable { instead } => Error::NotAvailable {
+            key,
+            found,
+            place,
+            instead,
+        },
+    }
+}
+
+/// A value as people read it.
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Null => "none".into(),
+        value => value.to_string(),
+    }
+}
+
+/// A value in TOML's spelling; `None` where it is absent, for which TOML has no word.
+fn toml_of_json(value: &Value) -> Option<toml::Value> {
+    Some(match value {
+        Value::Null => return None,
+        Value::Bool(flag) => toml::Value::Boolean(*flag),
+        Value::Number(number) => match number.as_i64() {
+            Some(number) => toml::Value::Integer(number),
+            None => toml::Value::Float(number.as_f64()?),
+        },
+        Value::String(text) => toml::Value::String(text.clone()),
+        Value::Array(items) => toml::Value::Array(items.iter().filter_map(toml_of_json).collect()),
+        Value::Object(table) => toml::Value::Table(
+            table
+                .iter()
+                .filter_map(|(key, value)| Some((key.clone(), toml_of_json(value)?)))
+                .collect(),
+        ),
+    })
+}

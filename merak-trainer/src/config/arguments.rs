@@ -1,0 +1,256 @@
+//! Every key of this version: name, type, default and meaning.
+
+use std::path::PathBuf;
+
+use serde_json::{Map, Value};
+
+use super::{
+    choice::{
+        Backend, DataFormat, Device, Engine, Optim, PartitionMethod, Recompute, ReportTo,
+        SplitMethod, TraceMethod,
+    },
+    key::{Key, settings},
+    setting::InputPath,
+    special::{Boundaries, ThreadsPerRank, TokenizerSource, ZeroStage},
+};
+
+settings! {
+    /// The arguments of a run: what a configuration file holds, as values.
+    ///
+    /// Fields carry the names of their keys. The values have the right types and nothing more:
+    /// [`MerakArguments::check`] turns them into [`CheckedArguments`](crate::CheckedArguments), whose values agree with each
+    /// other.
+    MerakArguments under "" {
+        /// Folder that the run writes; required for training.
+        output_dir: Option<PathBuf> = None,
+        /// Data-parallel replicas.
+        dp: usize = 1,
+        /// Tensor-parallel ranks per replica and stage.
+        tp: usize = 1,
+        /// Pipeline stages.
+        pp: usize = 1,
+        /// Order of the microbatches' forwards and backwards on each stage.
+        train_schedule: String = "1f1b".into(),
+        /// Rule that gives shards to stages.
+        partition_method: PartitionMethod = PartitionMethod::Uniform,
+        /// Boundaries of `partition_method = "custom"`: pp + 1 of them, from 0 to the number of shards.
+        custom_partition: Option<Boundaries> = None,
+        /// Rule that cuts the graph into shards.
+        split_method: SplitMethod = SplitMethod::FarthestMinDeps,
+        /// Module or parameter names that start a shard; only with `split_method = "layer_split"`.
+        custom_split_points: Option<Vec<String>> = None,
+        /// Shards that `farthest_min_deps` aims at; unset: twice the layers.
+        shard_count: Option<usize> = None,
+        /// How the model becomes a graph.
+        trace_method: TraceMethod = TraceMethod::Fx,
+        /// Standard deviation of the normal that initialises weight matrices.
+        init_method_std: f64 = 0.02,
+        /// Whether activations are recomputed in the backward.
+        activation_checkpointing: bool = true,
+        /// Shards per recomputed chunk; 0 is off.
+        checkpoint_num_layers: usize = 1,
+        /// What recomputation drops.
+        recompute: Recompute = Recompute::Full,
+        /// Layers; unset: from the model's config.
+        num_layers: Option<usize> = None,
+        /// Longest sequence, in tokens; unset: from the model's config.
+        seq_length: Option<usize> = None,
+        /// Width of hidden states; unset: from the model's config.
+        hidden_size: Option<usize> = None,
+        /// Attention heads; unset: from the model's config.
+        num_heads: Option<usize> = None,
+        /// Whether tied weights become independent copies.
+        no_tie_modules: bool = false,
+        /// What ZeRO shards over the replicas: 0 nothing, 1 optimizer state.
+        zero_stage: ZeroStage = ZeroStage::One,
+        /// Elements per all-gather of updated parameters.
+        zero_allgather_bucket_size: usize = 500_000_000,
+        /// Elements per reduction of gradients.
+        zero_reduce_bucket_size: usize = 500_000_000,
+        /// Whether gradients are divided before their reduction.
+        prescale_gradients: bool = false,
+        /// Part of that division done before the reduction; 1: all of it.
+        gradient_predivide_factor: f64 = 1.0,
+        /// Whether checkpoints are written.
+        save: bool = false,
+        /// Steps between checkpoints.
+        save_steps: usize = 500,
+        /// Newest checkpoints kept; 0 or less keeps all.
+        save_total_limit: i64 = -1,
+        /// Whether only weights are loaded, and training starts at step 0.
+        finetune: bool = false,
+        /// Whether checkpoints leave random state out.
+        no_save_rng: bool = false,
+        /// Whether checkpoints leave optimizer state out.
+        no_save_optim: bool = false,
+        /// Whether random state is not restored.
+        no_load_rng: bool = false,
+        /// Whether optimizer state is not restored.
+        no_load_optim: bool = false,
+        /// Checkpoint to go on from: a path, `latest` or `auto`.
+        resume_from_checkpoint: Option<String> = None,
+        /// Whether a resumed run starts its epoch again.
+        ignore_data_skip: bool = false,
+        /// Whether to train; the command `train` implies it.
+        do_train: bool = false,
+        /// Whether to evaluate, during training too.
+        do_eval: bool = false,
+        /// Steps between evaluations; unset: at each epoch's end.
+        eval_steps: Option<usize> = None,
+        /// Evaluation iterations, each of `gradient_accumulation_steps` microbatches per replica; unset: the whole set.
+        eval_iters: Option<usize> = None,
+        /// Seed of all randomness.
+        seed: u64 = 42,
+        /// Seed of the order of samples; unset: `seed`.
+        data_seed: Option<u64> = None,
+        /// Samples per microbatch and replica in training.
+        per_device_train_batch_size: usize = 8,
+        /// Samples per microbatch and replica in evaluation.
+        per_device_eval_batch_size: usize = 8,
+        /// Microbatches per step and replica.
+        gradient_accumulation_steps: usize = 1,
+        /// Prefetch threads for samples; 0: samples are read when they are needed.
+        dataloader_num_workers: usize = 0,
+        /// Whether evaluation drops its last partial batch.
+        dataloader_drop_last: bool = false,
+        /// Passes over the training data; may be a fraction.
+        num_train_epochs: f64 = 3.0,
+        /// Steps to train; more than 0 wins over `num_train_epochs`.
+        max_steps: i64 = -1,
+        /// Optimizer.
+        optim: Optim = Optim::AdamW,
+        /// Learning rate after warmup.
+        learning_rate: f64 = 5e-5,
+        /// Decoupled weight decay; none on biases and norm weights.
+        weight_decay: f64 = 0.0,
+        /// Decay of Adam's first moment.
+        adam_beta1: f64 = 0.9,
+        /// Decay of Adam's second moment.
+        adam_beta2: f64 = 0.999,
+        /// Adam's denominator offset.
+        adam_epsilon: f64 = 1e-8,
+        /// Momentum of `optim = "sgd"`.
+        sgd_momentum: f64 = 0.0,
+        /// Whether that momentum is Nesterov's.
+        nesterov: bool = false,
+        /// Largest global gradient norm; 0 or less switches clipping off.
+        max_grad_norm: f64 = 1.0,
+        /// Shape of the learning rate over the run.
+        lr_scheduler_type: String = "linear".into(),
+        /// Parameters of that shape.
+        lr_scheduler_kwargs: Map<String, Value> = Map::new(),
+        /// Steps of warmup; more than 0 wins over `warmup_ratio`.
+        warmup_steps: usize = 0,
+        /// Warmup as a share of all steps.
+        warmup_ratio: f64 = 0.0,
+        /// Share of the target spread over all tokens in the loss.
+        label_smoothing_factor: f64 = 0.0,
+        /// Steps between log lines.
+        logging_steps: usize = 500,
+        /// Where metrics go besides `metrics.jsonl`.
+        report_to: ReportTo = ReportTo::None,
+        /// Most new tokens per prompt in generation.
+        out_seq_length: usize = 1024,
+        /// The same under its Hugging Face name; unset: `out_seq_length`.
+        max_new_tokens: Option<usize> = None,
+        /// Sampling temperature; 0 is greedy.
+        temperature: f64 = 0.9,
+        /// Sampling keeps the k likeliest tokens; 0 keeps all.
+        top_k: usize = 0,
+        /// Sampling keeps the likeliest tokens up to this probability.
+        top_p: f64 = 0.9,
+        /// Sampling drops tokens less likely than this share of the likeliest.
+        min_p: f64 = 0.0,
+        /// Divisor of the positive logits of tokens already present; 1 is off.
+        repetition_penalty: f64 = 1.0,
+        /// Token that ends a generated row; unset: from the model's config.
+        eos_token_id: Option<usize> = None,
+        /// Token that fills finished rows; unset: from the model's config.
+        pad_token_id: Option<usize> = None,
+    }
+    sections {
+        /// The model.
+        model: ModelArguments,
+        /// The data set.
+        data: DataArguments,
+        /// The ranks.
+        distributed: DistributedArguments,
+        /// The computation on a rank.
+        compute: ComputeArguments,
+        /// Which layers are split over tensor-parallel ranks, instead of the model family's default.
+        tp_layer_lists: TpLayerListArguments,
+    }
+}
+
+settings! {
+    /// Section `[model]`.
+    ModelArguments under "model." {
+        /// A Hugging Face config.json, which names the family and the sizes.
+        config: Option<InputPath> = None,
+    }
+}
+
+settings! {
+    /// Section `[data]`.
+    DataArguments under "data." {
+        /// File or folder of text; unset: the sources of the crates in Cargo.lock.
+        path: Option<InputPath> = None,
+        /// What the files hold.
+        format: DataFormat = DataFormat::Text,
+        /// How text becomes tokens: `bytes`, or the path of a tokenizer.json.
+        tokenizer: TokenizerSource = TokenizerSource::Bytes,
+        /// Share of the tokens, at the end, that validation takes.
+        validation_fraction: f64 = 0.05,
+        /// Most bytes of text that are read; unset: all of `path`, or 8 MiB of the crates' sources.
+        max_bytes: Option<usize> = None,
+    }
+}
+
+settings! {
+    /// Section `[distributed]`.
+    DistributedArguments under "distributed." {
+        /// How ranks reach each other.
+        engine: Engine = Engine::Auto,
+        /// Seconds after which a wait for a peer ends as an error.
+        timeout_s: f64 = 600.0,
+    }
+}
+
+settings! {
+    /// Section `[compute]`.
+    ComputeArguments under "compute." {
+        /// Library that executes the graph's nodes.
+        backend: Backend = Backend::Candle,
+        /// What they are executed on.
+        device: Device = Device::Cpu,
+        /// Compute threads of each rank: `auto` divides the cores.
+        threads_per_rank: ThreadsPerRank = ThreadsPerRank::Auto,
+    }
+}
+
+settings! {
+    /// Section `[tp_layer_lists]`.
+    TpLayerListArguments under "tp_layer_lists." {
+        /// Names of linear layers whose output features are split.
+        col_para_list: Option<Vec<String>> = None,
+        /// Names of linear layers whose input features are split.
+        row_para_list: Option<Vec<String>> = None,
+    }
+}
+
+/// The sections of a configuration file.
+pub(crate) const SECTIONS: &[&str] = &["model", "data", "distributed", "compute", "tp_layer_lists"];
+
+/// Every key of this version, in the order of the documentation.
+pub fn keys() -> impl Iterator<Item = &'static Key> {
+    [
+        MerakArguments::KEYS,
+        ModelArguments::KEYS,
+        DataArguments::KEYS,
+        DistributedArguments::KEYS,
+        ComputeArguments::KEYS,
+        TpLayerListArguments::KEYS,
+    ]
+    .into_iter()
+    .flatten()
+}

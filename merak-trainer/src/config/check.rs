@@ -1,0 +1,353 @@
+//! Whether the values of the keys are legal, each by itself and beside the others.
+
+use std::fmt::Display;
+
+use super::{
+    arguments::MerakArguments,
+    checked::CheckedArguments,
+    choice::{PartitionMethod, SplitMethod, one_of},
+    nearest::nearest,
+};
+use crate::error::{Error, Result};
+
+/// The checks, with the places of keys for their messages.
+struct Checker<'a> {
+    place: &'a dyn Fn(&str) -> String,
+}
+
+impl Checker<'_> {
+    fn require(
+        &self,
+        legal: bool,
+        key: &'static str,
+        found: impl Display,
+        expected: impl Display,
+    ) -> Result<()> {
+        if legal {
+            return Ok(());
+        }
+        Err(Error::IllegalValue {
+            key,
+            found: found.to_string(),
+            place: (self.place)(key),
+            expected: expected.to_string(),
+        })
+    }
+
+    fn at_least_1(&self, values: &[(&'static str, usize)]) -> Result<()> {
+        values
+            .iter()
+            .try_for_each(|&(key, value)| self.require(value >= 1, key, value, "at least 1"))
+    }
+
+    fn at_least_1_if_set(&self, values: &[(&'static str, Option<usize>)]) -> Result<()> {
+        values
+            .iter()
+            .filter_map(|&(key, value)| Some((key, value?)))
+            .try_for_each(|(key, value)| self.require(value >= 1, key, value, "at least 1"))
+    }
+
+    fn not_negative(&self, values: &[(&'static str, f64)]) -> Result<()> {
+        values
+            .iter()
+            .try_for_each(|&(key, value)| self.require(value >= 0.0, key, value, "at least 0"))
+    }
+
+    fn positive(&self, values: &[(&'static str, f64)]) -> Result<()> {
+        values
+            .iter()
+            .try_for_each(|&(key, value)| self.require(value > 0.0, key, value, "more than 0"))
+    }
+
+    /// Fractions in 0..1, the end excluded.
+    fn fraction(&self, values: &[(&'static str, f64)]) -> Result<()> {
+        values.iter().try_for_each(|&(key, value)| {
+            self.require(
+                (0.0..1.0).contains(&value),
+                key,
+                value,
+                "at least 0 and less than 1",
+            )
+        })
+    }
+}
+
+/// Checks the arguments; `place` tells where a key was set.
+pub(crate) fn check(
+    arguments: &MerakArguments,
+    place: &dyn Fn(&str) -> String,
+) -> Result<CheckedArguments> {
+    let checker = Checker { place };
+    check_degrees(arguments, &checker)?;
+    check_graph(arguments, &checker)?;
+    check_schedule(arguments, &checker)?;
+    check_optimization(arguments, &checker)?;
+    check_intervals(arguments, &checker)?;
+    check_generation(arguments, &checker)?;
+    checker.positive(&[("distributed.timeout_s", arguments.distributed.timeout_s)])?;
+    checker.fraction(&[(
+        "data.validation_fraction",
+        arguments.data.validation_fraction,
+    )])?;
+    checker.at_least_1_if_set(&[("data.max_bytes", arguments.data.max_bytes)])?;
+    Ok(CheckedArguments::of(arguments.clone()))
+}
+
+fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    checker.at_least_1(&[
+        ("dp", a.dp),
+        ("tp", a.tp),
+        ("pp", a.pp),
+        ("per_device_train_batch_size", a.per_device_train_batch_size),
+        ("per_device_eval_batch_size", a.per_device_eval_batch_size),
+        ("gradient_accumulation_steps", a.gradient_accumulation_steps),
+    ])?;
+    let product = |factors: &[usize]| {
+        factors
+            .iter()
+            .try_fold(1_usize, |product, factor| product.checked_mul(*factor))
+            .is_some()
+    };
+    checker.require(
+        product(&[a.dp, a.tp, a.pp]),
+        "dp",
+        a.dp,
+        "small enough to count the ranks",
+    )?;
+    let batch = [
+        a.per_device_train_batch_size,
+        a.gradient_accumulation_steps,
+        a.dp,
+    ];
+    checker.require(
+        product(&batch),
+        "gradient_accumulation_steps",
+        a.gradient_accumulation_steps,
+        "small enough to count the samples of a step",
+    )?;
+    if let Some(heads) = a.num_heads {
+        checker.require(
+            heads.is_multiple_of(a.tp),
+            "num_heads",
+            heads,
+            format_args!("a multiple of \"tp\", which is {}", a.tp),
+        )?;
+    }
+    Ok(())
+}
+
+fn check_graph(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    checker.at_least_1_if_set(&[
+        ("num_layers", a.num_layers),
+        ("seq_length", a.seq_length),
+        ("hidden_size", a.hidden_size),
+        ("num_heads", a.num_heads),
+        ("shard_count", a.shard_count),
+    ])?;
+    checker.positive(&[("init_method_std", a.init_method_std)])?;
+    if let Some(shards) = a.shard_count {
+        let expected = format_args!("at least \"pp\", which is {}", a.pp);
+        checker.require(shards >= a.pp, "shard_count", shards, expected)?;
+    }
+    if let Some(points) = &a.custom_split_points {
+        checker.require(
+            a.split_method == SplitMethod::LayerSplit,
+            "custom_split_points",
+            format_args!("{points:?}"),
+            format_args!(
+                "unset unless \"split_method\" is \"{}\"",
+                SplitMethod::LayerSplit
+            ),
+        )?;
+        checker.require(
+            !points.is_empty(),
+            "custom_split_points",
+            "[]",
+            "a list with a name in it",
+        )?;
+    }
+    check_boundaries(a, checker)
+}
+
+fn check_boundaries(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let wants_custom = a.partition_method == PartitionMethod::Custom;
+    let Some(boundaries) = &a.custom_partition else {
+        if wants_custom {
+            let advice =
+                "\"partition_method\" custom needs the boundaries, such as [0, 6, 12]".into();
+            return Err(Error::MissingKey {
+                key: "custom_partition",
+                advice,
+            });
+        }
+        return Ok(());
+    };
+    let boundaries = &boundaries.0;
+    let require = |legal, expected: &dyn Display| {
+        checker.require(
+            legal,
+            "custom_partition",
+            format_args!("{boundaries:?}"),
+            expected,
+        )
+    };
+    require(
+        wants_custom,
+        &"unset unless \"partition_method\" is \"custom\"",
+    )?;
+    let length = a.pp.saturating_add(1);
+    require(
+        boundaries.len() == length,
+        &format_args!("{length} boundaries, because \"pp\" is {}", a.pp),
+    )?;
+    let rises = boundaries.windows(2).all(|pair| pair[0] < pair[1]);
+    require(boundaries[0] == 0 && rises, &"strictly rising from 0")
+}
+
+/// Schedules of this version, as configurations name them.
+const SCHEDULES: &[&str] = &["1f1b", "gpipe"];
+
+/// Schedules that a later version brings.
+const LATER_SCHEDULES: &[&str] = &[
+    "pre_recompute_1f1b",
+    "ds_default",
+    "last_no_recompute_1f1b",
+    "shifted_critical_path",
+    "full_critical_path_1f1b",
+    "interleaved_1f1b",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dualpipe_v",
+    "auto",
+];
+
+/// Shapes of the learning rate.
+const LR_SCHEDULERS: &[&str] = &[
+    "linear",
+    "cosine",
+    "constant",
+    "constant_with_warmup",
+    "polynomial",
+    "wsd",
+    "warmup_stable_decay",
+    "cosine_with_restarts",
+    "inverse_sqrt",
+];
+
+fn check_schedule(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    check_name(
+        checker,
+        "train_schedule",
+        &a.train_schedule,
+        SCHEDULES,
+        LATER_SCHEDULES,
+    )?;
+    check_name(
+        checker,
+        "lr_scheduler_type",
+        &a.lr_scheduler_type,
+        LR_SCHEDULERS,
+        &[],
+    )
+}
+
+fn check_name(
+    checker: &Checker<'_>,
+    key: &'static str,
+    name: &str,
+    built: &[&str],
+    later: &[&str],
+) -> Result<()> {
+    let (found, place) = (format!("\"{name}\""), (checker.place)(key));
+    if built.contains(&name) {
+        Ok(())
+    } else if later.contains(&name) {
+        Err(Error::NotAvailable {
+            key,
+            found,
+            place,
+            instead: one_of(built),
+        })
+    } else {
+        let nearest = nearest(name, built.iter().copied()).map(Into::into);
+        Err(Error::UnknownChoice {
+            key,
+            choices: one_of(built),
+            found,
+            place,
+            nearest,
+        })
+    }
+}
+
+fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    checker.at_least_1(&[
+        ("zero_allgather_bucket_size", a.zero_allgather_bucket_size),
+        ("zero_reduce_bucket_size", a.zero_reduce_bucket_size),
+    ])?;
+    checker.not_negative(&[
+        ("learning_rate", a.learning_rate),
+        ("weight_decay", a.weight_decay),
+        ("adam_epsilon", a.adam_epsilon),
+        ("sgd_momentum", a.sgd_momentum),
+    ])?;
+    checker.fraction(&[
+        ("adam_beta1", a.adam_beta1),
+        ("adam_beta2", a.adam_beta2),
+        ("label_smoothing_factor", a.label_smoothing_factor),
+    ])?;
+    checker.require(
+        (0.0..=1.0).contains(&a.warmup_ratio),
+        "warmup_ratio",
+        a.warmup_ratio,
+        "from 0 to 1",
+    )?;
+    checker.require(
+        !a.nesterov || a.sgd_momentum > 0.0,
+        "nesterov",
+        a.nesterov,
+        "false unless \"sgd_momentum\" is more than 0",
+    )?;
+    checker.positive(&[("gradient_predivide_factor", a.gradient_predivide_factor)])?;
+    let undivided = (a.gradient_predivide_factor - 1.0).abs() < f64::EPSILON;
+    checker.require(
+        undivided || a.prescale_gradients,
+        "gradient_predivide_factor",
+        a.gradient_predivide_factor,
+        "1 unless \"prescale_gradients\" is true",
+    )
+}
+
+fn check_intervals(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    checker.at_least_1(&[
+        ("logging_steps", a.logging_steps),
+        ("save_steps", a.save_steps),
+    ])?;
+    checker.at_least_1_if_set(&[("eval_steps", a.eval_steps), ("eval_iters", a.eval_iters)])?;
+    if a.max_steps <= 0 {
+        checker.positive(&[("num_train_epochs", a.num_train_epochs)])?;
+    }
+    Ok(())
+}
+
+fn check_generation(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    checker.at_least_1(&[("out_seq_length", a.out_seq_length)])?;
+    checker.at_least_1_if_set(&[("max_new_tokens", a.max_new_tokens)])?;
+    checker.not_negative(&[("temperature", a.temperature)])?;
+    checker.positive(&[("repetition_penalty", a.repetition_penalty)])?;
+    checker.require(
+        a.top_p > 0.0 && a.top_p <= 1.0,
+        "top_p",
+        a.top_p,
+        "more than 0 and at most 1",
+    )?;
+    checker.require(
+        (0.0..=1.0).contains(&a.min_p),
+        "min_p",
+        a.min_p,
+        "from 0 to 1",
+    )
+}

@@ -1,0 +1,226 @@
+//! Keys whose value is one of a few names.
+
+use std::fmt;
+
+use serde_json::Value;
+
+use super::{
+    nearest::nearest,
+    setting::{Refusal, Setting},
+};
+
+/// Declares an enum whose variants are documented names, with the names that a later version will add.
+macro_rules! choices {
+    (
+        $(#[doc = $doc:literal])+
+        $name:ident {
+            $( #[doc = $variant_doc:literal] $variant:ident = $text:literal, )+
+        }
+        later [$($later:literal),*]
+    ) => {
+        $(#[doc = $doc])+
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub enum $name {
+            $( #[doc = $variant_doc] $variant, )+
+        }
+
+        impl $name {
+            const BUILT: &'static [(&'static str, Self)] = &[$(($text, Self::$variant)),+];
+            const LATER: &'static [&'static str] = &[$($later),*];
+
+            /// The name that configurations use.
+            pub fn as_str(self) -> &'static str {
+                match self { $(Self::$variant => $text),+ }
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.as_str())
+            }
+        }
+
+        impl Setting for $name {
+            fn expected() -> String {
+                let names: Vec<_> = Self::BUILT.iter().map(|(name, _)| *name).collect();
+                one_of(&names)
+            }
+
+            fn from_value(value: &Value) -> Result<Self, Refusal> {
+                Self::from_text(value.as_str().ok_or(Refusal::Type)?)
+            }
+
+            fn from_text(text: &str) -> Result<Self, Refusal> {
+                match Self::BUILT.iter().find(|(name, _)| *name == text) {
+                    Some(&(_, choice)) => Ok(choice),
+                    None => Err(refuse(text, Self::BUILT.iter().map(|(name, _)| *name), Self::LATER)),
+                }
+            }
+
+            fn to_value(&self) -> Value {
+                Value::from(self.as_str())
+            }
+        }
+    };
+}
+
+choices! {
+    /// Which rule gives the shards to the pipeline stages.
+    PartitionMethod {
+        /// Equal counts of shards; the first stages take the remainder.
+        Uniform = "uniform",
+        /// Equal counts of shards; the first stage never takes an extra one.
+        UniformFloor = "uniform_floor",
+        /// Smallest possible maximum of parameters per stage.
+        Parameters = "parameters",
+        /// The boundaries of `custom_partition`.
+        Custom = "custom",
+    }
+    later ["autopipe", "exact"]
+}
+
+choices! {
+    /// Which rule cuts the graph into shards.
+    SplitMethod {
+        /// Cut where one value crosses, as far on as a parameter budget allows.
+        FarthestMinDeps = "farthest_min_deps",
+        /// Cut at named modules.
+        LayerSplit = "layer_split",
+    }
+    later ["nearest_min_deps"]
+}
+
+choices! {
+    /// How the model becomes a graph.
+    TraceMethod {
+        /// The model's forward runs once on symbolic tensors.
+        Fx = "fx",
+    }
+    later ["dynamo", "none"]
+}
+
+choices! {
+    /// What recomputation drops and runs again in the backward.
+    Recompute {
+        /// Everything inside chunks of `checkpoint_num_layers` shards.
+        Full = "full",
+    }
+    later ["selective", "budget"]
+}
+
+choices! {
+    /// The optimizer.
+    Optim {
+        /// Adam with decoupled weight decay.
+        AdamW = "adamw_torch",
+        /// Adam, weight decay added to the gradient.
+        Adam = "adam",
+        /// Stochastic gradient descent.
+        Sgd = "sgd",
+    }
+    later ["adafactor", "lion", "lamb", "muon"]
+}
+
+choices! {
+    /// Where metrics go besides `metrics.jsonl`.
+    ReportTo {
+        /// Nowhere.
+        None = "none",
+    }
+    later ["tensorboard"]
+}
+
+choices! {
+    /// What the files of `data.path` hold.
+    DataFormat {
+        /// Text, read as bytes.
+        Text = "text",
+    }
+    later ["jsonl", "parquet", "tokens", "images"]
+}
+
+choices! {
+    /// How ranks reach each other.
+    Engine {
+        /// The best engine for the way the run was started.
+        Auto = "auto",
+        /// Ranks are threads of one process.
+        Threads = "threads",
+    }
+    later ["tcp", "mpi", "nccl"]
+}
+
+choices! {
+    /// Which library executes the graph's nodes.
+    Backend {
+        /// candle-core tensors with kernels of our own.
+        Candle = "candle",
+    }
+    later ["tch"]
+}
+
+choices! {
+    /// What the nodes are executed on.
+    Device {
+        /// The processor.
+        Cpu = "cpu",
+    }
+    later ["cuda"]
+}
+
+/// The refusal of a name that is not built: either a later version's, or nobody's.
+pub(crate) fn refuse<'a>(
+    text: &str,
+    built: impl Iterator<Item = &'a str>,
+    later: &[&str],
+) -> Refusal {
+    let built: Vec<&str> = built.collect();
+    if later.contains(&text) {
+        return Refusal::NotAvailable {
+            instead: one_of(&built),
+        };
+    }
+    Refusal::Choice {
+        choices: one_of(&built),
+        nearest: nearest(text, built.iter().copied()).map(Into::into),
+    }
+}
+
+/// `a`, `a or b`, `a, b or c`.
+pub(crate) fn one_of(names: &[&str]) -> String {
+    match names {
+        [] => String::new(),
+        [only] => (*only).to_owned(),
+        [head @ .., last] => format!("{} or {last}", head.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_name_is_built_or_later_or_unknown() {
+        assert_eq!(
+            PartitionMethod::from_text("custom"),
+            Ok(PartitionMethod::Custom)
+        );
+        let choices = "uniform, uniform_floor, parameters or custom".to_owned();
+        assert_eq!(
+            PartitionMethod::from_text("autopipe"),
+            Err(Refusal::NotAvailable {
+                instead: choices.clone()
+            })
+        );
+        assert_eq!(
+            PartitionMethod::from_text("unifrom"),
+            Err(Refusal::Choice {
+                choices,
+                nearest: Some("uniform".into())
+            })
+        );
+        assert_eq!(PartitionMethod::from_value(&json!(3)), Err(Refusal::Type));
+    }
+}

@@ -1,0 +1,204 @@
+//! A layer of the configuration: the entries that a file, the environment or the command line gives.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::{
+    arguments::{SECTIONS, keys},
+    key::Raw,
+    origin::Origin,
+    reserved::RESERVED,
+    setting::Setting,
+};
+use crate::error::{Error, Result};
+
+/// One key with its value, not yet looked up.
+#[derive(Debug, Clone)]
+pub(crate) struct Entry {
+    /// Full name with underscores: `data.path`.
+    pub(crate) name: String,
+    /// The value.
+    pub(crate) raw: Raw,
+    /// Where it stands.
+    pub(crate) origin: Origin,
+}
+
+/// The folder that an entry's relative input paths start from.
+pub(crate) fn base_of(origin: &Origin) -> PathBuf {
+    match origin {
+        Origin::File { path, .. } => path.parent().map(Path::to_path_buf).unwrap_or_default(),
+        _ => PathBuf::new(),
+    }
+}
+
+/// The prefix of our variables in the environment.
+const PREFIX: &str = "MERAK_";
+
+/// Entries of the environment: `MERAK_TP`, `MERAK_DATA__PATH`; `MERAK_LOG` is the log filter's.
+pub(crate) fn from_environment(
+    environment: impl IntoIterator<Item = (String, String)>,
+) -> Result<Vec<Entry>> {
+    let mut variables: Vec<_> = environment
+        .into_iter()
+        .filter(|(variable, _)| variable.starts_with(PREFIX) && variable != "MERAK_LOG")
+        .collect();
+    // The order of the environment is the operating system's affair.
+    variables.sort();
+    let mut entries = Vec::new();
+    for (variable, text) in variables {
+        let name = variable[PREFIX.len()..]
+            .to_ascii_lowercase()
+            .replace("__", ".");
+        push_text(&mut entries, name, text, Origin::Environment { variable })?;
+    }
+    Ok(entries)
+}
+
+/// Entries of the command line: `--key value`, `--key=value`, `--set key=value`, a bare `--flag`.
+pub(crate) fn from_command_line(arguments: &[String]) -> Result<Vec<Entry>> {
+    let mut entries = Vec::new();
+    let mut rest = arguments.iter().peekable();
+    while let Some(argument) = rest.next() {
+        let Some(option) = argument
+            .strip_prefix("--")
+            .filter(|option| !option.is_empty())
+        else {
+            return Err(Error::UnexpectedArgument {
+                argument: argument.clone(),
+            });
+        };
+        let (key, attached) = match option.split_once('=') {
+            Some((key, value)) => (key, Some(value.to_owned())),
+            None => (option, None),
+        };
+        let is_word = |next: &&String| !next.starts_with("--");
+        if key == "set" {
+            let pair = attached.or_else(|| rest.next_if(is_word).cloned());
+            let (key, value) = split_pair(pair)?;
+            let origin = Origin::CommandLine {
+                option: format!("--set {key}"),
+            };
+            push_text(&mut entries, spelled(&key), value, origin)?;
+            continue;
+        }
+        let (name, option) = (spelled(key), format!("--{key}"));
+        let belongs =
+            |next: &&String| is_word(next) && (!is_flag(&name) || bool::from_text(next).is_ok());
+        let text = match attached.or_else(|| rest.next_if(belongs).cloned()) {
+            Some(text) => text,
+            None if needs_value(&name) => {
+                let example = format!("{option} VALUE");
+                return Err(Error::MissingValue { option, example });
+            }
+            None => "true".into(),
+        };
+        push_text(&mut entries, name, text, Origin::CommandLine { option })?;
+    }
+    Ok(entries)
+}
+
+/// The two halves of what follows `--set`.
+fn split_pair(pair: Option<String>) -> Result<(String, String)> {
+    let Some(pair) = pair else {
+        return Err(Error::MissingValue {
+            option: "--set".into(),
+            example: "--set tp=2".into(),
+        });
+    };
+    match pair.split_once('=') {
+        Some((key, value)) => Ok((key.to_owned(), value.to_owned())),
+        None => Err(Error::MissingValue {
+            option: format!("--set {pair}"),
+            example: format!("--set {pair}=VALUE"),
+        }),
+    }
+}
+
+/// A key as its name is spelled: with underscores.
+fn spelled(key: &str) -> String {
+    key.replace('-', "_")
+}
+
+fn is_flag(name: &str) -> bool {
+    keys().any(|key| key.name == name && key.is_flag)
+        || RESERVED.iter().any(|key| key.name == name && key.is_flag())
+}
+
+/// Whether the option needs a value: not so for flags, nor for unknown keys, which get their own error.
+fn needs_value(name: &str) -> bool {
+    keys().any(|key| key.name == name && !key.is_flag)
+        || RESERVED
+            .iter()
+            .any(|key| key.name == name && !key.is_flag())
+        || SECTIONS.contains(&name)
+}
+
+fn push_text(entries: &mut Vec<Entry>, name: String, text: String, origin: Origin) -> Result<()> {
+    if SECTIONS.contains(&name.as_str()) {
+        // A whole section, as a JSON object.
+        let value = serde_json::from_str(&text).unwrap_or(Value::String(text));
+        return push_section(entries, &name, value, &origin);
+    }
+    entries.push(Entry {
+        name: full_name(name),
+        raw: Raw::Text(text),
+        origin,
+    });
+    Ok(())
+}
+
+/// Adds a typed value, a section key by key.
+pub(crate) fn push_value(
+    entries: &mut Vec<Entry>,
+    name: String,
+    value: Value,
+    origin: Origin,
+) -> Result<()> {
+    if SECTIONS.contains(&name.as_str()) {
+        return push_section(entries, &name, value, &origin);
+    }
+    entries.push(Entry {
+        name: full_name(name),
+        raw: Raw::Typed(value),
+        origin,
+    });
+    Ok(())
+}
+
+fn push_section(entries: &mut Vec<Entry>, name: &str, value: Value, origin: &Origin) -> Result<()> {
+    let Value::Object(table) = value else {
+        return Err(Error::WrongType {
+            key: name.to_owned(),
+            expected: "a table".into(),
+            found: value.to_string(),
+            place: origin.to_string(),
+        });
+    };
+    for (key, value) in table {
+        let name = format!("{name}.{key}");
+        entries.push(Entry {
+            name,
+            raw: Raw::Typed(value),
+            origin: origin.clone(),
+        });
+    }
+    Ok(())
+}
+
+/// The full name of a key: the tensor-parallel lists may stand outside their table.
+fn full_name(name: String) -> String {
+    const LISTS: &[&str] = &[
+        "col_para_list",
+        "row_para_list",
+        "input_output_mapping",
+        "weight_change_list",
+        "tp_attr_list",
+        "conv_para_list",
+    ];
+    if LISTS.contains(&name.as_str()) {
+        format!("tp_layer_lists.{name}")
+    } else {
+        name
+    }
+}

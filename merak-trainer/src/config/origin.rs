@@ -1,0 +1,43 @@
+//! Where a value came from.
+
+use std::{fmt, path::PathBuf};
+
+/// The layer, and the place in it, that set a key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Origin {
+    /// No layer set the key.
+    Default,
+    /// A configuration file.
+    File {
+        /// The file, as it was named.
+        path: PathBuf,
+        /// Line of the key, where the format tells (TOML).
+        line: Option<usize>,
+    },
+    /// The environment.
+    Environment {
+        /// The variable.
+        variable: String,
+    },
+    /// The command line.
+    CommandLine {
+        /// The option as it was written, without its value.
+        option: String,
+    },
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => f.write_str("default"),
+            Self::File {
+                path,
+                line: Some(line),
+            } => write!(f, "{}:{line}", path.display()),
+            Self::File { path, line: None } => write!(f, "{}", path.display()),
+            Self::Environment { variable } => write!(f, "environment {variable}"),
+            Self::CommandLine { option } => write!(f, "command line {option}"),
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Keys whose values have a shape of their own.
+
+use std::{
+    num::NonZeroUsize,
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+
+use super::setting::{Refusal, Setting, absolute};
+
+/// What the ZeRO optimizer shards over the data-parallel replicas.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ZeroStage {
+    /// Nothing (also written `none`).
+    Zero,
+    /// Optimizer state.
+    One,
+}
+
+impl ZeroStage {
+    /// The number that configurations use.
+    pub fn number(self) -> u8 {
+        match self {
+            Self::Zero => 0,
+            Self::One => 1,
+        }
+    }
+}
+
+impl Setting for ZeroStage {
+    fn expected() -> String {
+        "0 or 1".into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        match Option::<usize>::from_value(value)? {
+            None | Some(0) => Ok(Self::Zero),
+            Some(1) => Ok(Self::One),
+            Some(2 | 3) => Err(Refusal::NotAvailable {
+                instead: Self::expected(),
+            }),
+            Some(_) => Err(Refusal::Type),
+        }
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        Self::from_value(&Option::<usize>::from_text(text)?.to_value())
+    }
+
+    fn to_value(&self) -> Value {
+        Value::from(self.number())
+    }
+}
+
+/// How text becomes token ids.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TokenizerSource {
+    /// One token per byte, and one that ends a document.
+    Bytes,
+    /// A Hugging Face `tokenizer.json`; a file names it relative to itself.
+    File(PathBuf),
+}
+
+impl Setting for TokenizerSource {
+    fn expected() -> String {
+        r#""bytes" or the path of a tokenizer.json"#.into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        match value {
+            Value::String(text) => Self::from_text(text),
+            Value::Object(table) if table.contains_key("train_bpe") => Err(Refusal::NotAvailable {
+                instead: Self::expected(),
+            }),
+            _ => Err(Refusal::Type),
+        }
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        match text {
+            "bytes" => Ok(Self::Bytes),
+            "" => Err(Refusal::Type),
+            table if table.starts_with('{') => {
+                Self::from_value(&serde_json::from_str(table).map_err(|_| Refusal::Type)?)
+            }
+            path => Ok(Self::File(path.into())),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        match self {
+            Self::Bytes => Value::from("bytes"),
+            Self::File(path) => path.to_value(),
+        }
+    }
+
+    fn rebase(&mut self, base: &Path) {
+        if let Self::File(path) = self {
+            *path = absolute(base, path);
+        }
+    }
+}
+
+/// How many compute threads each rank has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ThreadsPerRank {
+    /// The machine's cores divided by the ranks on it.
+    Auto,
+    /// This many.
+    Count(NonZeroUsize),
+}
+
+impl Setting for ThreadsPerRank {
+    fn expected() -> String {
+        r#""auto" or an integer of at least 1"#.into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        if value.as_str() == Some("auto") {
+            return Ok(Self::Auto);
+        }
+        NonZeroUsize::new(usize::from_value(value)?)
+            .map(Self::Count)
+            .ok_or(Refusal::Type)
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            _ => Self::from_value(&usize::from_text(text)?.to_value()),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        match self {
+            Self::Auto => Value::from("auto"),
+            Self::Count(count) => Value::from(count.get()),
+        }
+    }
+}
+
+/// Shard boundaries of the stages, as integers in a list, in text (`"0,6,12"`), or in a list of text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Boundaries(pub Vec<usize>);
+
+impl Setting for Boundaries {
+    fn expected() -> String {
+        r#"a list of integers, such as [0, 6, 12] or "0,6,12""#.into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        let mut boundaries = Vec::new();
+        for item in value.as_array().unwrap_or(&vec![value.clone()]) {
+            match item {
+                Value::String(text) => boundaries.extend(Vec::<usize>::from_text(text)?),
+                _ if value.is_array() => boundaries.push(usize::from_value(item)?),
+                _ => return Err(Refusal::Type),
+            }
+        }
+        Ok(Self(boundaries))
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        match serde_json::from_str(text) {
+            Ok(list @ Value::Array(_)) => Self::from_value(&list),
+            _ => Self::from_value(&Value::from(text)),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        self.0.to_value()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn boundaries_have_three_spellings() {
+        let expected = Ok(Boundaries(vec![0, 6, 12]));
+        assert_eq!(Boundaries::from_value(&json!([0, 6.0, 12])), expected);
+        assert_eq!(Boundaries::from_value(&json!("0,6,12")), expected);
+        assert_eq!(Boundaries::from_value(&json!(["0, 6,12"])), expected);
+        assert_eq!(Boundaries::from_text("[0,6,12]"), expected);
+        assert_eq!(Boundaries::from_text("0,6,12"), expected);
+        assert_eq!(Boundaries::from_text("0;6"), Err(Refusal::Type));
+        assert_eq!(Boundaries::from_value(&json!(6)), Err(Refusal::Type));
+    }
+
+    #[test]
+    fn zero_stage_none_is_stage_0() {
+        assert_eq!(ZeroStage::from_text("none"), Ok(ZeroStage::Zero));
+        assert_eq!(ZeroStage::from_value(&json!(1.0)), Ok(ZeroStage::One));
+        assert!(matches!(
+            ZeroStage::from_text("2"),
+            Err(Refusal::NotAvailable { .. })
+        ));
+        assert_eq!(ZeroStage::from_text("4"), Err(Refusal::Type));
+    }
+
+    #[test]
+    fn a_tokenizer_to_train_is_a_later_version() {
+        let train = json!({"train_bpe": 4096});
+        assert!(matches!(
+            TokenizerSource::from_value(&train),
+            Err(Refusal::NotAvailable { .. })
+        ));
+        assert!(matches!(
+            TokenizerSource::from_text(r#"{"train_bpe": 4096}"#),
+            Err(Refusal::NotAvailable { .. })
+        ));
+    }
+}

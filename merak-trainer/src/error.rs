@@ -1,0 +1,227 @@
+//! Everything that can go wrong in this crate.
+
+use std::{io, path::PathBuf};
+
+/// The result of this crate's functions.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a run could not start or go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A key that no version knows.
+    #[error("unknown key \"{key}\" ({place}){}", did_you_mean(nearest.as_deref()))]
+    UnknownKey {
+        /// The key as it was written.
+        key: String,
+        /// Where it stands.
+        place: String,
+        /// The most similar known key.
+        nearest: Option<String>,
+    },
+    /// A value of another type than its key's.
+    #[error("\"{key}\" expects {expected}, found {found} ({place})")]
+    WrongType {
+        /// The key.
+        key: String,
+        /// What the key accepts.
+        expected: String,
+        /// The value.
+        found: String,
+        /// Where it stands.
+        place: String,
+    },
+    /// A name that is none of a key's choices.
+    #[error("\"{key}\" expects {choices}, found {found} ({place}){}", did_you_mean(nearest.as_deref()))]
+    UnknownChoice {
+        /// The key.
+        key: &'static str,
+        /// The names it knows.
+        choices: String,
+        /// The value.
+        found: String,
+        /// Where it stands.
+        place: String,
+        /// The most similar choice.
+        nearest: Option<String>,
+    },
+    /// A legal value whose feature this version lacks.
+    #[error("\"{key}\" {found} ({place}) is not available in this version: choose {instead}")]
+    NotAvailable {
+        /// The key.
+        key: &'static str,
+        /// The value.
+        found: String,
+        /// Where it stands.
+        place: String,
+        /// What is available.
+        instead: String,
+    },
+    /// A Hugging Face training argument that has no meaning here.
+    #[error("\"{key}\" ({place}) is a Hugging Face argument without effect here: {advice}")]
+    WithoutEffect {
+        /// The key.
+        key: &'static str,
+        /// Where it stands.
+        place: String,
+        /// What to do instead.
+        advice: String,
+    },
+    /// A value that has the right type, and is not legal by itself or beside the others.
+    #[error("\"{key}\" is {found} ({place}), but must be {expected}")]
+    IllegalValue {
+        /// The key.
+        key: &'static str,
+        /// The value.
+        found: String,
+        /// Where it stands.
+        place: String,
+        /// The legal values.
+        expected: String,
+    },
+    /// A key that the command needs and no layer sets.
+    #[error("\"{key}\" is not set: {advice}")]
+    MissingKey {
+        /// The key.
+        key: &'static str,
+        /// How to set it.
+        advice: String,
+    },
+    /// Degrees whose product is not the number of ranks.
+    #[error("dp {dp} x tp {tp} x pp {pp} x sp 1 = {product}, but the world has {world} ranks")]
+    WorldSize {
+        /// Data-parallel degree.
+        dp: usize,
+        /// Tensor-parallel degree.
+        tp: usize,
+        /// Pipeline degree.
+        pp: usize,
+        /// Their product.
+        product: usize,
+        /// Ranks of the world.
+        world: usize,
+    },
+    /// An option at the end of the command line.
+    #[error("the option {option} has no value: write {example}")]
+    MissingValue {
+        /// The option.
+        option: String,
+        /// How it is written.
+        example: String,
+    },
+    /// A word on the command line that belongs to no option.
+    #[error("unexpected argument \"{argument}\": keys are given as --KEY VALUE or --set KEY=VALUE")]
+    UnexpectedArgument {
+        /// The word.
+        argument: String,
+    },
+    /// A configuration file whose name tells no format.
+    #[error("cannot tell the format of the configuration {}: name it .toml, .yaml, .yml or .json", path.display())]
+    ConfigFormat {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A configuration file that its parser refuses.
+    #[error("cannot parse the configuration {}: {message}", path.display())]
+    ConfigSyntax {
+        /// The file.
+        path: PathBuf,
+        /// What the parser says, with the line where it knows it.
+        message: String,
+    },
+    /// An input file or folder that cannot be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file or folder.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+    /// An output file or folder that cannot be written.
+    #[error("cannot write {}", path.display())]
+    Write {
+        /// The file or folder.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+    /// A data path without a byte of text.
+    #[error("no text in {}: \"data.path\" needs a file or folder with text", path.display())]
+    NoText {
+        /// The path.
+        path: PathBuf,
+    },
+    /// No data path is given and the sources of the crates cannot be found either.
+    #[error("no text to train on, because {reason}: set \"data.path\" to a file or folder of text")]
+    NoDefaultText {
+        /// What is missing.
+        reason: String,
+    },
+    /// A tokenizer file that cannot be used.
+    #[error("cannot use the tokenizer {}: {message}", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// Less training data than one step needs.
+    #[error(
+        "{samples} samples are fewer than one global batch of {global_batch} \
+         (per_device_train_batch_size {batch} x gradient_accumulation_steps {microbatches} x dp {dp}): \
+         give more data or a smaller batch"
+    )]
+    TooFewSamples {
+        /// Samples of the data set.
+        samples: usize,
+        /// Samples of a step.
+        global_batch: usize,
+        /// Samples of a microbatch.
+        batch: usize,
+        /// Microbatches of a step and replica.
+        microbatches: usize,
+        /// Replicas.
+        dp: usize,
+    },
+    /// Samples whose tensors cannot be laid side by side.
+    #[error(
+        "the tensor \"{name}\" of sample {sample} is {found}, but must be {expected} as in the batch's first sample"
+    )]
+    UnlikeSamples {
+        /// The tensor's name.
+        name: String,
+        /// The sample's index in the data set.
+        sample: usize,
+        /// Its shape, or that it is absent.
+        found: String,
+        /// The shape in the first sample.
+        expected: String,
+    },
+    /// A record of the metrics file that cannot be read back.
+    #[error("line {line} of {} is no metrics record: {message}", path.display())]
+    DamagedMetrics {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// What the parser says.
+        message: String,
+    },
+    /// A prefetch thread that ended before its samples were read.
+    #[error("a data thread ended before it delivered its samples")]
+    DataThread,
+}
+
+impl Error {
+    /// Whether the command line, the configuration or an input is at fault (exit status 2), and not
+    /// the run (exit status 1).
+    pub fn is_user_error(&self) -> bool {
+        !matches!(self, Self::Write { .. } | Self::DataThread)
+    }
+}
+
+fn did_you_mean(nearest: Option<&str>) -> String {
+    nearest
+        .map(|name| format!("; did you mean \"{name}\"?"))
+        .unwrap_or_default()
+}

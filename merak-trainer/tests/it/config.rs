@@ -1,0 +1,421 @@
+//! Layers, keys, messages and checks of the configuration.
+
+use std::{fs, path::PathBuf};
+
+use insta::assert_snapshot;
+use merak_trainer::{Config, Error, MerakArguments, TokenizerSource, keys};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// A configuration file in a folder of its own.
+struct ConfigFile {
+    _folder: TempDir,
+    path: PathBuf,
+}
+
+fn file(name: &str, text: &str) -> ConfigFile {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join(name);
+    fs::write(&path, text).expect("a writable folder");
+    ConfigFile {
+        _folder: folder,
+        path,
+    }
+}
+
+fn load_file(name: &str, text: &str) -> Result<Config, Error> {
+    Config::load(Some(&file(name, text).path), [], &[])
+}
+
+fn load_line(line: &str) -> Result<Config, Error> {
+    let words: Vec<String> = line.split_whitespace().map(Into::into).collect();
+    Config::load(None, [], &words)
+}
+
+fn load_environment(variable: &str, value: &str) -> Result<Config, Error> {
+    Config::load(None, [(variable.to_owned(), value.to_owned())], &[])
+}
+
+/// The error of a configuration, with the folder of its file left out.
+fn message(result: Result<Config, Error>) -> String {
+    let Err(error) = result.and_then(|config| config.check()) else {
+        return "no error".into();
+    };
+    assert!(error.is_user_error());
+    let text = error.to_string();
+    let Some(start) = text.find("/tmp") else {
+        return text;
+    };
+    let end = text.rfind('/').expect("a slash at least there");
+    format!("{}{}", &text[..start], &text[end + 1..])
+}
+
+/// A legal value of a key other than its default.
+fn other_value(name: &str) -> Value {
+    match name {
+        "train_schedule" => json!("gpipe"),
+        "partition_method" => json!("parameters"),
+        "custom_partition" => json!([0, 3, 6]),
+        "split_method" => json!("layer_split"),
+        "optim" => json!("sgd"),
+        "zero_stage" => json!(0),
+        "lr_scheduler_type" => json!("cosine"),
+        "lr_scheduler_kwargs" => json!({"num_cycles": 1}),
+        "resume_from_checkpoint" => json!("latest"),
+        "data.tokenizer" => json!("/data/tokenizer.json"),
+        "output_dir" | "data.path" | "model.config" => json!("/data/some"),
+        "custom_split_points" | "tp_layer_lists.col_para_list" | "tp_layer_lists.row_para_list" => {
+            json!(["c_attn", "c_fc"])
+        }
+        "distributed.engine" => json!("threads"),
+        "compute.threads_per_rank" => json!(3),
+        _ => {
+            let key = keys().find(|key| key.name == name).expect("a known key");
+            match (key.default)() {
+                Value::Bool(flag) => json!(!flag),
+                Value::Number(number) if number.is_f64() => json!(0.25),
+                _ => json!(7),
+            }
+        }
+    }
+}
+
+/// Keys with a single choice in this version: there is no other value to set.
+const SINGLE_CHOICE: &[&str] = &[
+    "trace_method",
+    "recompute",
+    "report_to",
+    "data.format",
+    "compute.backend",
+    "compute.device",
+];
+
+#[test]
+fn every_key_is_reached_from_file_environment_and_command_line() {
+    for key in keys().filter(|key| !SINGLE_CHOICE.contains(&key.name)) {
+        let value = other_value(key.name);
+        assert_ne!(value, (key.default)(), "{} needs another value", key.name);
+        let nested = match key.name.split_once('.') {
+            Some((section, name)) => json!({ section: { name: value } }),
+            None => json!({ key.name: value }),
+        };
+        let text = value.as_str().map_or_else(|| value.to_string(), Into::into);
+        let variable = format!("MERAK_{}", key.name.replace('.', "__").to_uppercase());
+        let option = format!("--{}", key.name.replace('_', "-"));
+        let set = format!("{}={text}", key.name);
+        let configs = [
+            load_file("merak.json", &nested.to_string()),
+            load_file("merak.yaml", &nested.to_string()),
+            load_environment(&variable, &text),
+            Config::load(None, [], &[option, text.clone()]),
+            Config::load(None, [], &["--set".into(), set]),
+        ];
+        for config in configs {
+            let config = config.unwrap_or_else(|error| panic!("{}: {error}", key.name));
+            let explained = &config.to_json()[key.name];
+            assert_eq!(explained["value"], value, "{}", key.name);
+            assert_ne!(explained["origin"], "default", "{}", key.name);
+            assert_ne!(
+                config.arguments(),
+                &MerakArguments::default(),
+                "{}",
+                key.name
+            );
+        }
+    }
+}
+
+#[test]
+fn the_resolved_file_gives_the_same_arguments() {
+    let mut line = Vec::new();
+    for key in keys().filter(|key| !SINGLE_CHOICE.contains(&key.name)) {
+        let value = other_value(key.name);
+        line.push(format!("--{}", key.name));
+        line.push(value.as_str().map_or_else(|| value.to_string(), Into::into));
+    }
+    let config = Config::load(None, [], &line).unwrap();
+    let again = load_file("config.resolved.toml", &config.to_toml()).unwrap();
+    assert_eq!(again.arguments(), config.arguments());
+    assert_eq!(again.to_toml(), config.to_toml());
+}
+
+#[test]
+fn defaults_are_the_documented_ones() {
+    let defaults: Vec<String> = keys()
+        .map(|key| format!("{} = {}", key.name, (key.default)()))
+        .collect();
+    assert_snapshot!(defaults.join("\n"), @r#"
+output_dir = null
+dp = 1
+tp = 1
+pp = 1
+train_schedule = "1f1b"
+partition_method = "uniform"
+custom_partition = null
+split_method = "farthest_min_deps"
+custom_split_points = null
+shard_count = null
+trace_method = "fx"
+init_method_std = 0.02
+activation_checkpointing = true
+checkpoint_num_layers = 1
+recompute = "full"
+num_layers = null
+seq_length = null
+hidden_size = null
+num_heads = null
+no_tie_modules = false
+zero_stage = 1
+zero_allgather_bucket_size = 500000000
+zero_reduce_bucket_size = 500000000
+prescale_gradients = false
+gradient_predivide_factor = 1.0
+save = false
+save_steps = 500
+save_total_limit = -1
+finetune = false
+no_save_rng = false
+no_save_optim = false
+no_load_rng = false
+no_load_optim = false
+resume_from_checkpoint = null
+ignore_data_skip = false
+do_train = false
+do_eval = false
+eval_steps = null
+eval_iters = null
+seed = 42
+data_seed = null
+per_device_train_batch_size = 8
+per_device_eval_batch_size = 8
+gradient_accumulation_steps = 1
+dataloader_num_workers = 0
+dataloader_drop_last = false
+num_train_epochs = 3.0
+max_steps = -1
+optim = "adamw_torch"
+learning_rate = 0.00005
+weight_decay = 0.0
+adam_beta1 = 0.9
+adam_beta2 = 0.999
+adam_epsilon = 1e-8
+sgd_momentum = 0.0
+nesterov = false
+max_grad_norm = 1.0
+lr_scheduler_type = "linear"
+lr_scheduler_kwargs = {}
+warmup_steps = 0
+warmup_ratio = 0.0
+label_smoothing_factor = 0.0
+logging_steps = 500
+report_to = "none"
+out_seq_length = 1024
+max_new_tokens = null
+temperature = 0.9
+top_k = 0
+top_p = 0.9
+min_p = 0.0
+repetition_penalty = 1.0
+eos_token_id = null
+pad_token_id = null
+model.config = null
+data.path = null
+data.format = "text"
+data.tokenizer = "bytes"
+data.validation_fraction = 0.05
+data.max_bytes = null
+distributed.engine = "auto"
+distributed.timeout_s = 600.0
+compute.backend = "candle"
+compute.device = "cpu"
+compute.threads_per_rank = "auto"
+tp_layer_lists.col_para_list = null
+tp_layer_lists.row_para_list = null
+"#);
+}
+
+#[test]
+fn a_later_layer_wins_and_each_value_keeps_its_origin() {
+    let file = file(
+        "merak.toml",
+        "# comment\ntp = 2\npp = 2\ndp = 2\n\n[data]\nmax_bytes = 5e8\n",
+    );
+    let environment = [
+        ("MERAK_PP", "4"),
+        ("MERAK_TP", "4"),
+        ("MERAK_LOG", "debug"),
+        ("PATH", "/bin"),
+    ]
+    .map(|(key, value)| (key.to_owned(), value.to_owned()));
+    let line = ["--tp=8", "--save"].map(String::from);
+    let config = Config::load(Some(&file.path), environment, &line).unwrap();
+    let arguments = config.arguments();
+    assert_eq!(
+        (arguments.dp, arguments.pp, arguments.tp, arguments.save),
+        (2, 4, 8, true)
+    );
+    assert_eq!(arguments.data.max_bytes, Some(500_000_000));
+    let origin = |key| config.origin(key).to_string();
+    assert!(origin("dp").ends_with("merak.toml:4"));
+    assert!(origin("data.max_bytes").ends_with("merak.toml:7"));
+    assert_eq!(origin("pp"), "environment MERAK_PP");
+    assert_eq!(origin("tp"), "command line --tp");
+    assert_eq!(origin("seed"), "default");
+    assert!(
+        config
+            .explain()
+            .lines()
+            .any(|line| line.starts_with("pp ") && line.ends_with("MERAK_PP"))
+    );
+}
+
+#[test]
+fn input_paths_are_relative_to_the_file_that_names_them() {
+    let text = "output_dir = 'runs'\n[data]\npath = 'text'\ntokenizer = 'tokenizer.json'\n";
+    let file = file("merak.toml", text);
+    let folder = file.path.parent().unwrap().to_path_buf();
+    let config = Config::load(Some(&file.path), [], &[]).unwrap();
+    let arguments = config.arguments();
+    assert_eq!(arguments.data.path.as_ref().unwrap().0, folder.join("text"));
+    assert_eq!(
+        arguments.data.tokenizer,
+        TokenizerSource::File(folder.join("tokenizer.json"))
+    );
+    assert_eq!(arguments.output_dir, Some("runs".into()));
+    let line = load_line("--data.path text").unwrap();
+    let expected = std::path::absolute("text").unwrap();
+    assert_eq!(line.arguments().data.path.as_ref().unwrap().0, expected);
+}
+
+#[test]
+fn bare_flags_and_lists_are_read_from_the_command_line() {
+    let config = load_line(
+        "--save --do-eval false --max_steps -1 --custom-split-points h.1,h.2 --col_para_list=[\"c_fc\"]",
+    )
+    .unwrap();
+    let arguments = config.arguments();
+    assert!(arguments.save && !arguments.do_eval);
+    assert_eq!(arguments.max_steps, -1);
+    assert_eq!(
+        arguments.custom_split_points,
+        Some(vec!["h.1".into(), "h.2".into()])
+    );
+    assert_eq!(
+        arguments.tp_layer_lists.col_para_list,
+        Some(vec!["c_fc".into()])
+    );
+}
+
+#[test]
+fn an_unknown_key_names_its_place_and_the_nearest_key() {
+    assert_snapshot!(message(load_file("merak.toml", "\n\ntrain_shedule = '1f1b'\n")), @r#"unknown key "train_shedule" (merak.toml:3); did you mean "train_schedule"?"#);
+    assert_snapshot!(message(load_file("merak.toml", "[data]\npth = 'x'\n")), @r#"unknown key "data.pth" (merak.toml:2); did you mean "data.path"?"#);
+    assert_snapshot!(message(load_file("merak.yaml", "learning_rat: 1e-3\n")), @r#"unknown key "learning_rat" (merak.yaml); did you mean "learning_rate"?"#);
+    assert_snapshot!(message(load_environment("MERAK_ZERO_STAGES", "1")), @r#"unknown key "zero_stages" (environment MERAK_ZERO_STAGES); did you mean "zero_stage"?"#);
+    assert_snapshot!(message(load_line("--weigth-decay 0.1")), @r#"unknown key "weigth_decay" (command line --weigth-decay); did you mean "weight_decay"?"#);
+    assert_snapshot!(message(load_line("--full-speed --tp 2")), @r#"unknown key "full_speed" (command line --full-speed)"#);
+    assert_snapshot!(message(load_line("--set xyzzy=1")), @r#"unknown key "xyzzy" (command line --set xyzzy)"#);
+}
+
+#[test]
+fn a_wrong_type_names_the_expected_one() {
+    assert_snapshot!(message(load_file("merak.toml", "tp = 'two'\n")), @r#""tp" expects an integer of at least 0, found "two" (merak.toml:1)"#);
+    assert_snapshot!(message(load_file("merak.toml", "tp = 1.5\n")), @r#""tp" expects an integer of at least 0, found 1.5 (merak.toml:1)"#);
+    assert_snapshot!(message(load_file("merak.toml", "learning_rate = inf\n")), @r#""learning_rate" expects a number, found "inf" (merak.toml:1)"#);
+    assert_snapshot!(message(load_file("merak.json", r#"{"save": "yes"}"#)), @r#""save" expects true or false, found "yes" (merak.json)"#);
+    assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table, found 3 (merak.toml:1)"#);
+    assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 0, found "many" (environment MERAK_PP)"#);
+    assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam or sgd, found "adamw" (command line --optim); did you mean "adam"?"#);
+    assert_snapshot!(message(load_line("--train-schedule 1f1")), @r#""train_schedule" expects 1f1b or gpipe, found "1f1" (command line --train-schedule); did you mean "1f1b"?"#);
+}
+
+#[test]
+fn a_feature_of_a_later_version_is_refused_by_name() {
+    assert_snapshot!(message(load_file("merak.toml", "zero_stage = 2\n")), @r#""zero_stage" 2 (merak.toml:1) is not available in this version: choose 0 or 1"#);
+    assert_snapshot!(message(load_line("--bf16")), @r#""bf16" true (command line --bf16) is not available in this version: choose false"#);
+    assert_snapshot!(message(load_line("--sp 2")), @r#""sp" 2 (command line --sp) is not available in this version: choose 1"#);
+    assert_snapshot!(message(load_line("--partition-method autopipe")), @r#""partition_method" "autopipe" (command line --partition-method) is not available in this version: choose uniform, uniform_floor, parameters or custom"#);
+    assert_snapshot!(message(load_line("--train-schedule zb_h1")), @r#""train_schedule" "zb_h1" (command line --train-schedule) is not available in this version: choose 1f1b or gpipe"#);
+    assert_snapshot!(message(load_line("--lora_config lora.json")), @r#""lora_config" "lora.json" (command line --lora_config) is not available in this version: choose none"#);
+    assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @r#""data.tokenizer" {"train_bpe":4096} (merak.toml:1) is not available in this version: choose "bytes" or the path of a tokenizer.json"#);
+    assert_snapshot!(message(load_line("--sp 1 --bf16 false --virtual-stages 1 --lora-config none")), @"no error");
+}
+
+#[test]
+fn a_hugging_face_argument_without_effect_is_refused_when_set() {
+    assert_snapshot!(message(load_file("merak.toml", "deepspeed = 'ds.json'\n")), @r#""deepspeed" (merak.toml:1) is a Hugging Face argument without effect here: see "zero_stage""#);
+    assert_snapshot!(message(load_line("--push_to_hub")), @r#""push_to_hub" (command line --push_to_hub) is a Hugging Face argument without effect here: remove it"#);
+    assert_snapshot!(message(load_line("--push_to_hub=false")), @"no error");
+}
+
+#[test]
+fn a_damaged_command_line_or_file_is_one_clear_message() {
+    assert_snapshot!(message(load_line("--tp")), @"the option --tp has no value: write --tp VALUE");
+    assert_snapshot!(message(load_line("--tp --pp 2")), @"the option --tp has no value: write --tp VALUE");
+    assert_snapshot!(message(load_line("--set tp")), @"the option --set tp has no value: write --set tp=VALUE");
+    assert_snapshot!(message(load_line("tp=2")), @r#"unexpected argument "tp=2": keys are given as --KEY VALUE or --set KEY=VALUE"#);
+    assert_snapshot!(message(load_file("merak.ini", "tp=2")), @"cannot tell the format of the configuration merak.ini: name it .toml, .yaml, .yml or .json");
+    assert_snapshot!(message(load_file("merak.toml", "tp = 2\npp = \n")), @"cannot parse the configuration merak.toml: line 2: string values must be quoted, expected literal string");
+    assert_snapshot!(message(load_file("merak.toml", "tp = 2\ntp = 3\n")), @"cannot parse the configuration merak.toml: line 2: duplicate key");
+    assert_snapshot!(message(load_file("merak.json", "[1]")), @"cannot parse the configuration merak.json: the file holds no table of keys");
+    assert_snapshot!(message(load_file("merak.yaml", "tp: [1\n")), @"cannot parse the configuration merak.yaml: while parsing a flow sequence, expected ',' or ']' at byte 7 line 2 column 1");
+    assert_snapshot!(message(Config::load(Some("/nowhere/merak.toml".as_ref()), [], &[])), @"cannot read /nowhere/merak.toml");
+}
+
+#[test]
+fn an_illegal_value_names_the_legal_ones() {
+    assert_snapshot!(message(load_file("merak.toml", "\ntp = 0\n")), @r#""tp" is 0 (merak.toml:2), but must be at least 1"#);
+    assert_snapshot!(message(load_line("--init_method_std 0")), @r#""init_method_std" is 0 (command line --init_method_std), but must be more than 0"#);
+    assert_snapshot!(message(load_line("--num_heads 6 --tp 4")), @r#""num_heads" is 6 (command line --num_heads), but must be a multiple of "tp", which is 4"#);
+    assert_snapshot!(message(load_line("--shard_count 2 --pp 4")), @r#""shard_count" is 2 (command line --shard_count), but must be at least "pp", which is 4"#);
+    assert_snapshot!(message(load_line("--gradient_predivide_factor 2")), @r#""gradient_predivide_factor" is 2 (command line --gradient_predivide_factor), but must be 1 unless "prescale_gradients" is true"#);
+    assert_snapshot!(message(load_line("--gradient_predivide_factor 2 --prescale_gradients")), @"no error");
+    assert_snapshot!(message(load_line("--custom_split_points h.1")), @r#""custom_split_points" is ["h.1"] (command line --custom_split_points), but must be unset unless "split_method" is "layer_split""#);
+    assert_snapshot!(message(load_line("--partition_method custom")), @r#""custom_partition" is not set: "partition_method" custom needs the boundaries, such as [0, 6, 12]"#);
+    assert_snapshot!(message(load_line("--custom_partition 0,2")), @r#""custom_partition" is [0, 2] (command line --custom_partition), but must be unset unless "partition_method" is "custom""#);
+    let custom = |text| {
+        message(load_line(&format!(
+            "--pp 2 --partition_method custom {text}"
+        )))
+    };
+    assert_snapshot!(custom("--custom_partition 0,2"), @r#""custom_partition" is [0, 2] (command line --custom_partition), but must be 3 boundaries, because "pp" is 2"#);
+    assert_snapshot!(custom("--custom_partition 0,4,2"), @r#""custom_partition" is [0, 4, 2] (command line --custom_partition), but must be strictly rising from 0"#);
+    assert_snapshot!(custom("--custom_partition 0,2,4"), @"no error");
+    assert_snapshot!(message(load_line("--num_train_epochs 0")), @r#""num_train_epochs" is 0 (command line --num_train_epochs), but must be more than 0"#);
+    assert_snapshot!(message(load_line("--num_train_epochs 0 --max_steps 5")), @"no error");
+    assert_snapshot!(message(load_line("--top_p 0")), @r#""top_p" is 0 (command line --top_p), but must be more than 0 and at most 1"#);
+    assert_snapshot!(message(load_line("--adam_beta2 1")), @r#""adam_beta2" is 1 (command line --adam_beta2), but must be at least 0 and less than 1"#);
+    assert_snapshot!(message(load_line("--data.validation_fraction 1")), @r#""data.validation_fraction" is 1 (command line --data.validation_fraction), but must be at least 0 and less than 1"#);
+    assert_snapshot!(message(load_line("--dp 99999999999 --tp 99999999999")), @r#""dp" is 99999999999 (command line --dp), but must be small enough to count the ranks"#);
+}
+
+#[test]
+fn degrees_that_do_not_fill_the_world_are_refused() {
+    let checked = load_line("--dp 2 --tp 2 --pp 2").unwrap().check().unwrap();
+    checked.check_world(8).unwrap();
+    assert_snapshot!(checked.check_world(4).unwrap_err(), @"dp 2 x tp 2 x pp 2 x sp 1 = 8, but the world has 4 ranks");
+}
+
+#[test]
+fn derived_values_follow_the_formulas() {
+    let checked = load_line(
+        "--dp 2 --per_device_train_batch_size 3 --gradient_accumulation_steps 4 --num_train_epochs 2.5 --seed 7",
+    )
+    .unwrap()
+    .check()
+    .unwrap();
+    assert_eq!(checked.global_batch(), 24);
+    assert_eq!(checked.data_seed(), 7);
+    assert_eq!(checked.total_steps(3), 8);
+    assert_eq!(checked.checkpoints_kept(), None);
+    let fixed = load_line(
+        "--max_steps 5 --warmup_ratio 0.3 --activation_checkpointing false --save_total_limit 2",
+    )
+    .unwrap()
+    .check()
+    .unwrap();
+    assert_eq!(fixed.total_steps(3), 5);
+    assert_eq!(fixed.warmup(5), 2);
+    assert_eq!(fixed.recompute_chunk(), None);
+    assert_eq!(fixed.checkpoints_kept().map(usize::from), Some(2));
+}

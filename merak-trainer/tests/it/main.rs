@@ -1,0 +1,3 @@
+//! Integration tests of merak-trainer.
+
+mod config; // layers, keys, messages, checks
