@@ -1,0 +1,59 @@
+//! Small operations on files and folders, with the path in their errors.
+
+use crate::Result;
+use crate::error::{Damage, Problem, io_error};
+use crate::manifest::FileEntry;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write};
+use std::path::Path;
+
+/// Whether the file is there in full length.
+pub(crate) fn check_length(folder: &Path, entry: &FileEntry) -> Result<(), Damage> {
+    let damage = |problem| Damage {
+        file: entry.name.clone(),
+        tensor: None,
+        problem,
+    };
+    let found = match fs::metadata(folder.join(&entry.name)) {
+        Ok(metadata) if metadata.is_file() => metadata.len(),
+        Ok(_) => return Err(damage(Problem::Missing)),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Err(damage(Problem::Missing)),
+        Err(error) => {
+            return Err(damage(Problem::Unreadable {
+                reason: error.to_string(),
+            }));
+        }
+    };
+    if found != entry.length {
+        return Err(damage(Problem::Length {
+            expected: entry.length,
+            found,
+        }));
+    }
+    Ok(())
+}
+
+pub(crate) fn write_synced(path: &Path, content: &[u8]) -> Result<()> {
+    let mut file = File::create(path).map_err(io_error("create", path))?;
+    file.write_all(content).map_err(io_error("write", path))?;
+    file.sync_all().map_err(io_error("sync", path))
+}
+
+pub(crate) fn sync_folder(path: &Path) -> Result<()> {
+    File::open(path)
+        .and_then(|folder| folder.sync_all())
+        .map_err(io_error("sync", path))
+}
+
+pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
+    fs::rename(from, to).map_err(io_error("rename", from))
+}
+
+pub(crate) fn remove(path: &Path) -> Result<()> {
+    let removed = if path.is_dir() {
+        fs::remove_dir_all(path)
+    } else {
+        fs::remove_file(path)
+    };
+    removed.map_err(io_error("remove", path))
+}

@@ -1,0 +1,153 @@
+//! Element types, as files name them.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// The element type of a stored tensor.
+///
+/// The names are those of `merak_mpu::DType` where both have the type, so a caller converts by
+/// name: `"bf16".parse::<DType>()`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum DType {
+    /// 64-bit float.
+    F64,
+    /// 32-bit float.
+    F32,
+    /// 16-bit brain float.
+    BF16,
+    /// 16-bit IEEE float.
+    F16,
+    /// 64-bit signed integer.
+    I64,
+    /// 32-bit signed integer.
+    I32,
+    /// 16-bit signed integer.
+    I16,
+    /// 8-bit signed integer.
+    I8,
+    /// 64-bit unsigned integer.
+    U64,
+    /// 32-bit unsigned integer.
+    U32,
+    /// 16-bit unsigned integer.
+    U16,
+    /// 8-bit unsigned integer.
+    U8,
+    /// One byte, 0 or 1.
+    Bool,
+}
+
+impl DType {
+    /// Every element type.
+    pub const ALL: [Self; 13] = [
+        Self::F64,
+        Self::F32,
+        Self::BF16,
+        Self::F16,
+        Self::I64,
+        Self::I32,
+        Self::I16,
+        Self::I8,
+        Self::U64,
+        Self::U32,
+        Self::U16,
+        Self::U8,
+        Self::Bool,
+    ];
+
+    /// Bytes of one element.
+    pub const fn size_bytes(self) -> usize {
+        match self {
+            Self::F64 | Self::I64 | Self::U64 => 8,
+            Self::F32 | Self::I32 | Self::U32 => 4,
+            Self::BF16 | Self::F16 | Self::I16 | Self::U16 => 2,
+            Self::I8 | Self::U8 | Self::Bool => 1,
+        }
+    }
+
+    /// The lower-case name, as in `f32`.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::F64 => "f64",
+            Self::F32 => "f32",
+            Self::BF16 => "bf16",
+            Self::F16 => "f16",
+            Self::I64 => "i64",
+            Self::I32 => "i32",
+            Self::I16 => "i16",
+            Self::I8 => "i8",
+            Self::U64 => "u64",
+            Self::U32 => "u32",
+            Self::U16 => "u16",
+            Self::U8 => "u8",
+            Self::Bool => "bool",
+        }
+    }
+
+    /// The same type in the words of a safetensors header.
+    pub(crate) const fn to_safetensors(self) -> safetensors::Dtype {
+        match self {
+            Self::F64 => safetensors::Dtype::F64,
+            Self::F32 => safetensors::Dtype::F32,
+            Self::BF16 => safetensors::Dtype::BF16,
+            Self::F16 => safetensors::Dtype::F16,
+            Self::I64 => safetensors::Dtype::I64,
+            Self::I32 => safetensors::Dtype::I32,
+            Self::I16 => safetensors::Dtype::I16,
+            Self::I8 => safetensors::Dtype::I8,
+            Self::U64 => safetensors::Dtype::U64,
+            Self::U32 => safetensors::Dtype::U32,
+            Self::U16 => safetensors::Dtype::U16,
+            Self::U8 => safetensors::Dtype::U8,
+            Self::Bool => safetensors::Dtype::BOOL,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+/// A name that is no [`DType`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "unknown element type `{found}`, expected one of f64, f32, bf16, f16, i64, i32, i16, i8, u64, u32, u16, u8, bool"
+)]
+pub struct UnknownDType {
+    /// The name.
+    pub found: String,
+}
+
+impl FromStr for DType {
+    type Err = UnknownDType;
+
+    fn from_str(text: &str) -> Result<Self, UnknownDType> {
+        Self::ALL
+            .into_iter()
+            .find(|dtype| dtype.as_str() == text)
+            .ok_or_else(|| UnknownDType {
+                found: text.to_owned(),
+            })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_sizes_agree_with_parsing_and_with_safetensors() {
+        for dtype in DType::ALL {
+            assert_eq!(dtype.as_str().parse(), Ok(dtype));
+            assert_eq!(dtype.to_safetensors().bitsize(), 8 * dtype.size_bytes());
+            let json = serde_json::to_string(&dtype).unwrap();
+            assert_eq!(json, format!("\"{dtype}\""));
+        }
+        assert!("F32".parse::<DType>().is_err());
+    }
+}

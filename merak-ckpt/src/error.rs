@@ -1,0 +1,327 @@
+//! What can go wrong with checkpoints and generation.
+
+use crate::{Checksum, DType, Kind};
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The result of an operation of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error whose type only its maker knows: that of a [`TokenSource`](crate::TokenSource).
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// A failed save, load or generation.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The operating system refused something.
+    #[error("cannot {action} {}", path.display())]
+    Io {
+        /// What was tried, as in `create`.
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The operating system's reason.
+        source: io::Error,
+    },
+    /// Nothing lies at the path.
+    #[error("no checkpoint at {}: the path does not exist", path.display())]
+    NotFound {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The path is neither a checkpoint nor a folder that holds some.
+    #[error("no checkpoint at {}: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`{}", path.display(), hint(found.as_deref()))]
+    NotACheckpoint {
+        /// The path.
+        path: PathBuf,
+        /// The newest complete checkpoint in it, where there is one that `latest` does not name.
+        found: Option<PathBuf>,
+    },
+    /// A newer version of the crate wrote the checkpoint.
+    #[error("{} has format version {found}, this program reads versions up to {supported}", path.display())]
+    NewerVersion {
+        /// The manifest.
+        path: PathBuf,
+        /// Its version.
+        found: u64,
+        /// The newest version that can be read.
+        supported: u64,
+    },
+    /// A checkpoint is damaged.
+    #[error("checkpoint {} is damaged: {damage}; {}", path.display(), older_hint(older.as_deref()))]
+    Damaged {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// What is wrong.
+        damage: Damage,
+        /// The newest complete older checkpoint.
+        older: Option<PathBuf>,
+    },
+    /// The shards that were to be committed do not make a checkpoint.
+    #[error("the shards of step {step} make no complete checkpoint: {damage}")]
+    IncompleteShards {
+        /// The step to be saved.
+        step: u64,
+        /// What is wrong.
+        damage: Damage,
+    },
+    /// The checkpoint has no such tensor.
+    #[error("checkpoint {} has no {kind} `{name}`{}", path.display(), nearest_hint(nearest.as_deref()))]
+    MissingTensor {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// What was asked for.
+        kind: Kind,
+        /// The tensor's name.
+        name: String,
+        /// The most similar name among tensors of this kind.
+        nearest: Option<String>,
+    },
+    /// A tensor has another shape than the model.
+    #[error("{kind} `{name}` in {} has shape {found:?}, expected {expected:?}", path.display())]
+    ShapeMismatch {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// What the tensor is.
+        kind: Kind,
+        /// Its name.
+        name: String,
+        /// The shape that was asked for.
+        expected: Vec<usize>,
+        /// The shape in the checkpoint.
+        found: Vec<usize>,
+    },
+    /// A tensor has another element type than the model.
+    #[error("{kind} `{name}` in {} has elements of type {found}, expected {expected}", path.display())]
+    DTypeMismatch {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// What the tensor is.
+        kind: Kind,
+        /// Its name.
+        name: String,
+        /// The type that was asked for.
+        expected: DType,
+        /// The type in the checkpoint.
+        found: DType,
+    },
+    /// A caller's buffer does not fit what it should hold.
+    #[error("the buffer of {kind} `{name}` has {found} bytes, expected {expected}")]
+    BufferLength {
+        /// What the tensor is.
+        kind: Kind,
+        /// Its name.
+        name: String,
+        /// Bytes that the layout and range need.
+        expected: usize,
+        /// Bytes of the buffer.
+        found: usize,
+    },
+    /// A layout contradicts itself.
+    #[error("invalid layout of a tensor of shape {shape:?}: {reason}")]
+    InvalidLayout {
+        /// The global shape.
+        shape: Vec<usize>,
+        /// What does not fit.
+        reason: String,
+    },
+    /// A name cannot be stored.
+    #[error("invalid {what} `{name}`: {rule}")]
+    InvalidName {
+        /// What was to be named.
+        what: &'static str,
+        /// The name.
+        name: String,
+        /// What names look like.
+        rule: &'static str,
+    },
+    /// A generation option is out of range.
+    #[error("`{key}` is {found}, expected {expected}")]
+    InvalidOption {
+        /// The option.
+        key: &'static str,
+        /// Its value.
+        found: String,
+        /// The legal values.
+        expected: &'static str,
+    },
+    /// A prompt is empty or leaves no room for a new token.
+    #[error("prompt {prompt} has {length} tokens, expected 1 to {}", seq_length.saturating_sub(1))]
+    PromptLength {
+        /// Index of the prompt.
+        prompt: u64,
+        /// Its tokens.
+        length: usize,
+        /// The longest sequence that the model takes, prompt and new tokens together.
+        seq_length: usize,
+    },
+    /// The logits name no next token.
+    #[error("the logits of prompt {prompt} at position {position} {reason}")]
+    BadLogits {
+        /// Index of the prompt.
+        prompt: u64,
+        /// Position of the token that was to be chosen.
+        position: usize,
+        /// What is wrong with them.
+        reason: &'static str,
+    },
+    /// A token source answered for another number of sequences than it was asked about.
+    #[error("the token source answered for {found} sequences, expected {expected}")]
+    SourceLength {
+        /// Sequences asked about.
+        expected: usize,
+        /// Answers.
+        found: usize,
+    },
+    /// The model behind the generation failed.
+    #[error("the model failed to give the next tokens")]
+    Source(#[source] BoxError),
+}
+
+impl Error {
+    /// Whether the command line or an input file is to blame (exit status 2), rather than the run.
+    pub fn is_user_error(&self) -> bool {
+        match self {
+            Self::Io { source, .. } => {
+                matches!(
+                    source.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied
+                )
+            }
+            Self::NotFound { .. }
+            | Self::NotACheckpoint { .. }
+            | Self::NewerVersion { .. }
+            | Self::Damaged { .. }
+            | Self::MissingTensor { .. }
+            | Self::ShapeMismatch { .. }
+            | Self::DTypeMismatch { .. }
+            | Self::InvalidName { .. }
+            | Self::InvalidOption { .. }
+            | Self::PromptLength { .. } => true,
+            Self::IncompleteShards { .. }
+            | Self::BufferLength { .. }
+            | Self::InvalidLayout { .. }
+            | Self::BadLogits { .. }
+            | Self::SourceLength { .. }
+            | Self::Source(_) => false,
+        }
+    }
+}
+
+/// What is wrong with a checkpoint, and where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Damage {
+    /// Name of the file in the checkpoint's folder.
+    pub file: String,
+    /// The tensor, where it is one tensor's damage.
+    pub tensor: Option<String>,
+    /// What is wrong.
+    pub problem: Problem,
+}
+
+impl fmt::Display for Damage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            file,
+            tensor,
+            problem,
+        } = self;
+        match tensor {
+            Some(tensor) => write!(f, "{file}, tensor `{tensor}`: {problem}"),
+            None => write!(f, "{file}: {problem}"),
+        }
+    }
+}
+
+/// A kind of damage.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Problem {
+    /// A file is not there.
+    #[error("the file is missing")]
+    Missing,
+    /// A file cannot be read.
+    #[error("the file cannot be read ({reason})")]
+    Unreadable {
+        /// The operating system's reason.
+        reason: String,
+    },
+    /// A file has another length than the manifest says.
+    #[error("the file has {found} bytes, expected {expected}")]
+    Length {
+        /// Bytes by the manifest.
+        expected: u64,
+        /// Bytes on disk.
+        found: u64,
+    },
+    /// Bytes are not those that were written.
+    #[error("checksum {found}, expected {expected}")]
+    Checksum {
+        /// By the manifest.
+        expected: Checksum,
+        /// Of the bytes on disk.
+        found: Checksum,
+    },
+    /// The manifest or a header is not what the format asks for.
+    #[error("{reason}")]
+    Malformed {
+        /// What is wrong.
+        reason: String,
+    },
+    /// A limit of the format is exceeded.
+    #[error("{found} {what}, the limit is {limit}")]
+    TooLarge {
+        /// What there is too much of.
+        what: &'static str,
+        /// How much.
+        found: u64,
+        /// The most that the format allows.
+        limit: u64,
+    },
+    /// Slices do not cover their tensor.
+    #[error("the slices hold {found} of {expected} elements")]
+    Incomplete {
+        /// Elements of the tensor.
+        expected: usize,
+        /// Elements in slices.
+        found: usize,
+    },
+    /// Two slices hold the same elements.
+    #[error("slices {first} and {second} overlap")]
+    Overlap {
+        /// One slice.
+        first: String,
+        /// The other.
+        second: String,
+    },
+}
+
+/// Adds what was tried on which path to an I/O error.
+pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::Io {
+        action,
+        path: path.to_owned(),
+        source,
+    }
+}
+
+fn hint(found: Option<&Path>) -> String {
+    found.map_or_else(String::new, |path| {
+        format!("; the newest complete one is {}", path.display())
+    })
+}
+
+fn older_hint(older: Option<&Path>) -> String {
+    older.map_or_else(
+        || "there is no complete older one".to_owned(),
+        |path| format!("the newest complete older one is {}", path.display()),
+    )
+}
+
+fn nearest_hint(nearest: Option<&str>) -> String {
+    nearest.map_or_else(String::new, |name| {
+        format!("; the nearest name is `{name}`")
+    })
+}

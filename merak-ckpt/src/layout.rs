@@ -1,0 +1,299 @@
+//! How a rank's local tensor lies in the global one.
+
+use crate::copy::{Side, for_each_run};
+use crate::region::{Region, num_elements};
+use crate::{Error, Result};
+use std::convert::Infallible;
+use std::ops::Range;
+
+/// How a local tensor (what a rank holds, row-major) lies in the global one.
+///
+/// A local tensor is made of [`Part`]s, boxes of the global tensor. Mostly there is one; a fused
+/// `[q k v]` weight under tensor parallelism has three. Elements of the local tensor that are in
+/// no part (the padding of a vocabulary) are neither written nor read.
+///
+/// ```
+/// use merak_ckpt::Layout;
+///
+/// # fn main() -> Result<(), merak_ckpt::Error> {
+/// // Rank 1 of tp = 2 of a fused q, k, v weight [8, 12]: columns 2..4, 6..8 and 10..12.
+/// let layout = Layout::along(&[8, 12], 1, &[2..4, 6..8, 10..12])?;
+/// assert_eq!(layout.local_shape(), [8, 6]);
+/// assert_eq!(layout.parts().len(), 3);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    shape: Vec<usize>,
+    local_shape: Vec<usize>,
+    parts: Vec<Part>,
+}
+
+/// One box of the global tensor and where it lies in the local one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// The box of the global tensor.
+    pub region: Region,
+    /// Where the first element of the box lies in the local tensor, per dim.
+    pub local_offset: Vec<usize>,
+}
+
+/// What a flat range of a local tensor holds of one part.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct PartRange<'a> {
+    pub(crate) part: &'a Part,
+    /// Flat range within the part's box.
+    pub(crate) range: Range<usize>,
+}
+
+impl Layout {
+    /// A local tensor that is the whole global tensor.
+    pub fn whole(shape: &[usize]) -> Self {
+        Self {
+            shape: shape.to_vec(),
+            local_shape: shape.to_vec(),
+            parts: vec![Part {
+                region: Region::whole(shape),
+                local_offset: vec![0; shape.len()],
+            }],
+        }
+    }
+
+    /// A local tensor that is one box of the global tensor of this shape.
+    ///
+    /// # Errors
+    /// [`Error::InvalidLayout`] where the box does not lie in the tensor.
+    pub fn region(shape: &[usize], region: Region) -> Result<Self> {
+        let local_shape = region.size.clone();
+        let local_offset = vec![0; local_shape.len()];
+        Self::new(
+            shape,
+            &local_shape,
+            vec![Part {
+                region,
+                local_offset,
+            }],
+        )
+    }
+
+    /// A local tensor that is the concatenation of `ranges` of dim `dim` of the global tensor.
+    ///
+    /// One range is an ordinary shard; several are a fused tensor split per part.
+    ///
+    /// # Errors
+    /// [`Error::InvalidLayout`] where `dim` or a range is out of bounds, or ranges overlap.
+    pub fn along(shape: &[usize], dim: usize, ranges: &[Range<usize>]) -> Result<Self> {
+        if dim >= shape.len() {
+            return Err(invalid(shape, format!("it has no dim {dim}")));
+        }
+        let mut local_shape = shape.to_vec();
+        local_shape[dim] = 0;
+        let mut parts = Vec::with_capacity(ranges.len());
+        for range in ranges {
+            if range.start > range.end || range.end > shape[dim] {
+                return Err(invalid(shape, format!("dim {dim} has no range {range:?}")));
+            }
+            let mut region = Region::whole(shape);
+            region.offset[dim] = range.start;
+            region.size[dim] = range.len();
+            let mut local_offset = vec![0; shape.len()];
+            local_offset[dim] = local_shape[dim];
+            local_shape[dim] += range.len();
+            parts.push(Part {
+                region,
+                local_offset,
+            });
+        }
+        Self::new(shape, &local_shape, parts)
+    }
+
+    /// A local tensor of any parts.
+    ///
+    /// # Errors
+    /// [`Error::InvalidLayout`] where a part does not lie in both tensors, two parts overlap in
+    /// either, or a tensor has more elements than memory can hold.
+    pub fn new(shape: &[usize], local_shape: &[usize], parts: Vec<Part>) -> Result<Self> {
+        for sizes in [shape, local_shape] {
+            if num_elements(sizes).is_none_or(|n| n > isize::MAX as usize / 16) {
+                return Err(invalid(shape, format!("shape {sizes:?} is too large")));
+            }
+        }
+        let locals: Vec<Region> = parts.iter().map(Part::local_region).collect();
+        for (part, local) in parts.iter().zip(&locals) {
+            if !part.region.is_within(shape) || !local.is_within(local_shape) {
+                let Part { region, .. } = part;
+                let reason = format!(
+                    "part {region} at {local} is out of bounds of the local shape {local_shape:?}"
+                );
+                return Err(invalid(shape, reason));
+            }
+        }
+        for (i, j) in (0..parts.len()).flat_map(|j| (0..j).map(move |i| (i, j))) {
+            let (a, b) = (&parts[i].region, &parts[j].region);
+            if a.intersection(b)
+                .or(locals[i].intersection(&locals[j]))
+                .is_some()
+            {
+                return Err(invalid(shape, format!("parts {a} and {b} overlap")));
+            }
+        }
+        Ok(Self {
+            shape: shape.to_vec(),
+            local_shape: local_shape.to_vec(),
+            parts,
+        })
+    }
+
+    /// The shape of the global tensor.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The shape of the local tensor.
+    pub fn local_shape(&self) -> &[usize] {
+        &self.local_shape
+    }
+
+    /// The boxes of the global tensor that the local one holds.
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
+    }
+
+    /// Number of elements of the local tensor.
+    pub fn num_local_elements(&self) -> usize {
+        self.local_shape.iter().product()
+    }
+
+    /// What the flat range `range` of the local tensor holds of each part, empty ones left out.
+    ///
+    /// Row-major order of the local tensor restricted to a part is row-major order of its box,
+    /// so a flat range of one is a flat range of the other.
+    pub(crate) fn part_ranges(&self, range: &Range<usize>) -> Vec<PartRange<'_>> {
+        self.parts
+            .iter()
+            .map(|part| PartRange {
+                part,
+                range: self.count_before(part, range.start)..self.count_before(part, range.end),
+            })
+            .filter(|found| !found.range.is_empty())
+            .collect()
+    }
+
+    /// Number of elements of `part` that lie before flat index `end` of the local tensor.
+    fn count_before(&self, part: &Part, end: usize) -> usize {
+        let size = &part.region.size;
+        if end >= self.num_local_elements() {
+            return size.iter().product();
+        }
+        let (mut count, mut rest, mut stride) = (0, end, self.num_local_elements());
+        let mut inner: usize = size.iter().product();
+        for dim in 0..size.len() {
+            stride /= self.local_shape[dim];
+            inner = inner.checked_div(size[dim]).unwrap_or(0);
+            let index = rest / stride;
+            rest %= stride;
+            let Some(local) = index.checked_sub(part.local_offset[dim]) else {
+                return count;
+            };
+            count += local.min(size[dim]) * inner;
+            if local >= size[dim] {
+                return count;
+            }
+        }
+        count
+    }
+}
+
+impl Part {
+    fn local_region(&self) -> Region {
+        Region::new(self.local_offset.clone(), self.region.size.clone())
+    }
+}
+
+impl PartRange<'_> {
+    /// Calls `copy(local, part, len)` for each run of elements that is contiguous both in the
+    /// local tensor and in the part's box; `local` counts from `local_start`, `part` from the
+    /// start of the part's range.
+    pub(crate) fn for_each_run(
+        &self,
+        local_shape: &[usize],
+        local_range: &Range<usize>,
+        mut copy: impl FnMut(usize, usize, usize),
+    ) {
+        let size = &self.part.region.size;
+        let local = Side {
+            shape: local_shape,
+            start: &self.part.local_offset,
+            window: local_range.clone(),
+        };
+        let part = Side {
+            shape: size,
+            start: &vec![0; size.len()],
+            window: self.range.clone(),
+        };
+        let Ok(()) = for_each_run::<Infallible>(size, &local, &part, &mut |from, to, len| {
+            copy(from, to, len);
+            Ok(())
+        });
+    }
+}
+
+fn invalid(shape: &[usize], reason: String) -> Error {
+    Error::InvalidLayout {
+        shape: shape.to_vec(),
+        reason,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flat_range_of_a_fused_tensor_is_a_flat_range_of_each_part() {
+        let layout = Layout::along(&[2, 6], 1, &[1..2, 3..4, 5..6]).unwrap();
+        assert_eq!(layout.local_shape(), [2, 3]);
+        // Local elements 1..5 are k and v of row 0, q and k of row 1.
+        let ranges: Vec<_> = layout
+            .part_ranges(&(1..5))
+            .into_iter()
+            .map(|p| p.range)
+            .collect();
+        assert_eq!(ranges, [1..2, 0..2, 0..1]);
+    }
+
+    #[test]
+    fn counting_agrees_with_enumeration() {
+        let part = Part {
+            region: Region::new([1, 2], [2, 2]),
+            local_offset: vec![1, 1],
+        };
+        let layout = Layout::new(&[4, 5], &[4, 4], vec![part.clone()]).unwrap();
+        let inside = |flat: usize| (1..3).contains(&(flat / 4)) && (1..3).contains(&(flat % 4));
+        for end in 0..=16 {
+            let expected = (0..end).filter(|&flat| inside(flat)).count();
+            assert_eq!(layout.count_before(&part, end), expected, "before {end}");
+        }
+    }
+
+    #[test]
+    fn a_scalar_has_one_element() {
+        let layout = Layout::whole(&[]);
+        assert_eq!(layout.num_local_elements(), 1);
+        assert_eq!(layout.part_ranges(&(0..1))[0].range, 0..1);
+    }
+
+    #[test]
+    fn wrong_layouts_are_refused_with_a_reason() {
+        let message = |result: Result<Layout>| result.unwrap_err().to_string();
+        insta::assert_snapshot!(message(Layout::along(&[4, 4], 2, &[0..1])),
+            @"invalid layout of a tensor of shape [4, 4]: it has no dim 2");
+        insta::assert_snapshot!(message(Layout::along(&[4, 4], 1, &[3..5])),
+            @"invalid layout of a tensor of shape [4, 4]: dim 1 has no range 3..5");
+        insta::assert_snapshot!(message(Layout::along(&[4, 4], 1, &[0..3, 2..4])),
+            @"invalid layout of a tensor of shape [4, 4]: parts [0:4,0:3] and [0:4,2:4] overlap");
+        insta::assert_snapshot!(message(Layout::region(&[4], Region::new([3], [2]))),
+            @"invalid layout of a tensor of shape [4]: part [3:5] at [0:2] is out of bounds of the local shape [2]");
+    }
+}

@@ -1,0 +1,137 @@
+//! The manifest as text, and back.
+
+use super::{FileEntry, Header, Manifest, TensorEntry, Topology};
+use crate::Checksum;
+use crate::error::{Damage, Problem};
+use crate::format;
+use serde::{Deserialize, Serialize};
+
+/// Bytes of the text after the stretch that the checksum covers.
+const TAIL_BYTES: usize = "\"checksum\": \"0123456789abcdef\"\n}\n".len();
+
+/// Why a text is no manifest of ours.
+#[derive(Debug)]
+pub(crate) enum Refused {
+    Newer { found: u64 },
+    Damaged(Damage),
+}
+
+/// Enough to tell the version of any manifest, also of later ones.
+#[derive(Deserialize)]
+struct Probe {
+    format: String,
+    version: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Document {
+    #[expect(dead_code, reason = "the probe has looked at it")]
+    format: String,
+    #[expect(dead_code, reason = "the probe has looked at it")]
+    version: u64,
+    step: u64,
+    topology: Topology,
+    model: serde_json::Value,
+    state: serde_json::Value,
+    files: Vec<FileEntry>,
+    tensors: Vec<TensorEntry>,
+    checksum: Checksum,
+}
+
+impl Manifest {
+    /// The text of `manifest.json`: one line per file and tensor, and a checksum of it all.
+    pub(crate) fn to_text(&self) -> String {
+        let Header {
+            step,
+            topology,
+            model,
+            state,
+        } = &self.header;
+        let mut text = String::from("{\n");
+        text.push_str(&member("format", &format::NAME));
+        text.push_str(&member("version", &format::VERSION));
+        text.push_str(&member("step", step));
+        text.push_str(&member("topology", topology));
+        text.push_str(&member("model", &sorted(model)));
+        text.push_str(&member("state", &sorted(state)));
+        text.push_str(&list("files", &self.files));
+        text.push_str(&list("tensors", &self.tensors));
+        let checksum = Checksum::of(text.as_bytes());
+        text.push_str(&format!("\"checksum\": \"{checksum}\"\n}}\n"));
+        text
+    }
+
+    /// Reads and checks the text of `manifest.json`.
+    pub(crate) fn from_text(text: &[u8]) -> Result<Self, Refused> {
+        let probe: Probe = serde_json::from_slice(text).map_err(|error| malformed(&error))?;
+        if probe.format != format::NAME {
+            return Err(malformed(&format!(
+                "the format is `{}`, expected `{}`",
+                probe.format,
+                format::NAME
+            )));
+        }
+        if probe.version > format::VERSION {
+            return Err(Refused::Newer {
+                found: probe.version,
+            });
+        }
+        let document: Document = serde_json::from_slice(text).map_err(|error| malformed(&error))?;
+        let found = Checksum::of(&text[..text.len().saturating_sub(TAIL_BYTES)]);
+        if found != document.checksum {
+            let expected = document.checksum;
+            return Err(damaged(Problem::Checksum { expected, found }));
+        }
+        let manifest = Self {
+            header: Header {
+                step: document.step,
+                topology: document.topology,
+                model: document.model,
+                state: document.state,
+            },
+            files: document.files,
+            tensors: document.tensors,
+        };
+        manifest.check().map_err(Refused::Damaged)?;
+        Ok(manifest)
+    }
+}
+
+/// `"key": value,` on a line of its own.
+fn member(key: &str, value: &impl Serialize) -> String {
+    format!("\"{key}\": {},\n", json(value))
+}
+
+/// A list with an item a line.
+fn list<T: Serialize>(key: &str, items: &[T]) -> String {
+    let lines: Vec<_> = items.iter().map(json).collect();
+    match lines.is_empty() {
+        true => format!("\"{key}\": [],\n"),
+        false => format!("\"{key}\": [\n{}\n],\n", lines.join(",\n")),
+    }
+}
+
+fn json(value: &impl Serialize) -> String {
+    serde_json::to_string(value).expect("these values have text keys and write to memory")
+}
+
+fn sorted(value: &serde_json::Value) -> serde_json::Value {
+    let mut value = value.clone();
+    value.sort_all_objects();
+    value
+}
+
+fn malformed(reason: &impl ToString) -> Refused {
+    damaged(Problem::Malformed {
+        reason: reason.to_string(),
+    })
+}
+
+fn damaged(problem: Problem) -> Refused {
+    Refused::Damaged(Damage {
+        file: format::MANIFEST.to_owned(),
+        tensor: None,
+        problem,
+    })
+}

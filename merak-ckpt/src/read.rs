@@ -1,0 +1,160 @@
+//! Reading the wanted elements of one slice, block by block, checking it on the way.
+
+use crate::checkpoint::mark;
+use crate::copy::{Side, for_each_run};
+use crate::error::Problem;
+use crate::layout::PartRange;
+use crate::manifest::SliceEntry;
+use crate::{Checksum, Piece};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use xxhash_rust::xxh3::Xxh3;
+
+/// Most bytes that are read at once.
+const BLOCK_BYTES: usize = 1 << 20;
+
+/// A slice and where its bytes are.
+pub(crate) struct SliceReader<'a> {
+    pub(crate) file: &'a File,
+    pub(crate) entry: &'a SliceEntry,
+    /// Bytes of an element.
+    pub(crate) width: usize,
+    /// Whether the checksum has been found right before.
+    pub(crate) verified: &'a AtomicBool,
+}
+
+/// A walk through the bytes of a slice, forwards, one block in memory at a time.
+struct Blocks<'a> {
+    slice: &'a SliceReader<'a>,
+    block: Vec<u8>,
+    /// Offset of the block in the slice.
+    begin: usize,
+    /// Present while the slice has yet to be checked: then no block is skipped.
+    hasher: Option<Box<Xxh3>>,
+}
+
+/// Copies what the slice and the wanted part have in common to its place in `out`.
+pub(crate) fn read_slice(
+    slice: &SliceReader<'_>,
+    part: &PartRange<'_>,
+    piece: &Piece<'_>,
+    out: &mut [u8],
+) -> Result<(), Problem> {
+    let stored = slice.entry.region();
+    let Some(common) = stored.intersection(&part.part.region) else {
+        return Ok(());
+    };
+    let from_start: Vec<_> = difference(&common.offset, &stored.offset).collect();
+    let to_start: Vec<_> = difference(&common.offset, &part.part.region.offset)
+        .zip(&part.part.local_offset)
+        .map(|(within, offset)| within + offset)
+        .collect();
+    let from = Side {
+        shape: &stored.size,
+        start: &from_start,
+        window: slice.entry.flat_range(),
+    };
+    let to = Side {
+        shape: piece.layout.local_shape(),
+        start: &to_start,
+        window: piece.flat_range(),
+    };
+    let mut blocks = None;
+    for_each_run(&common.size, &from, &to, &mut |from, to, len| {
+        let blocks = blocks.get_or_insert_with(|| Blocks::new(slice));
+        let [from, to, len] = [from, to, len].map(|elements| elements * slice.width);
+        blocks.copy(from, &mut out[to..to + len])
+    })?;
+    blocks.map_or(Ok(()), Blocks::finish)
+}
+
+impl SliceReader<'_> {
+    /// Checks the slice, unless that has been done.
+    pub(crate) fn verify(&self) -> Result<(), Problem> {
+        Blocks::new(self).finish()
+    }
+
+    /// Length in bytes.
+    fn len(&self) -> usize {
+        (self.entry.bytes[1] - self.entry.bytes[0]) as usize
+    }
+}
+
+impl<'a> Blocks<'a> {
+    fn new(slice: &'a SliceReader<'a>) -> Self {
+        let verified = slice.verified.load(Ordering::Relaxed);
+        Self {
+            slice,
+            block: Vec::new(),
+            begin: 0,
+            hasher: (!verified).then(|| Box::new(Xxh3::new())),
+        }
+    }
+
+    /// Copies the slice's bytes from `at` on; `at` never decreases from call to call.
+    fn copy(&mut self, mut at: usize, mut out: &mut [u8]) -> Result<(), Problem> {
+        while !out.is_empty() {
+            let available = self.seek(at)?;
+            let n = available.len().min(out.len());
+            let (head, rest) = out.split_at_mut(n);
+            head.copy_from_slice(&available[..n]);
+            (at, out) = (at + n, rest);
+        }
+        Ok(())
+    }
+
+    /// Reads the remaining blocks where the slice has yet to be checked, and checks it.
+    fn finish(mut self) -> Result<(), Problem> {
+        if self.hasher.is_some() {
+            while self.begin + self.block.len() < self.slice.len() {
+                self.load(self.begin + self.block.len())?;
+            }
+        }
+        let Some(hasher) = self.hasher else {
+            return Ok(());
+        };
+        let (expected, found) = (self.slice.entry.checksum, Checksum(hasher.digest()));
+        if expected != found {
+            return Err(Problem::Checksum { expected, found });
+        }
+        mark(self.slice.verified);
+        Ok(())
+    }
+
+    /// The bytes from `at` to the end of its block.
+    fn seek(&mut self, at: usize) -> Result<&[u8], Problem> {
+        while at >= self.begin + self.block.len() {
+            let next = self.begin + self.block.len();
+            let skips = self.hasher.is_none();
+            self.load(if skips {
+                at / BLOCK_BYTES * BLOCK_BYTES
+            } else {
+                next
+            })?;
+        }
+        Ok(&self.block[at - self.begin..])
+    }
+
+    fn load(&mut self, begin: usize) -> Result<(), Problem> {
+        self.begin = begin;
+        self.block
+            .resize(BLOCK_BYTES.min(self.slice.len() - begin), 0);
+        let offset = self.slice.entry.bytes[0] + begin as u64;
+        self.slice
+            .file
+            .read_exact_at(&mut self.block, offset)
+            .map_err(|error: io::Error| Problem::Unreadable {
+                reason: error.to_string(),
+            })?;
+        if let Some(hasher) = &mut self.hasher {
+            hasher.update(&self.block);
+        }
+        Ok(())
+    }
+}
+
+fn difference<'a>(a: &'a [usize], b: &'a [usize]) -> impl Iterator<Item = usize> + 'a {
+    a.iter().zip(b).map(|(a, b)| a - b)
+}

@@ -1,0 +1,283 @@
+//! Writing one rank's tensors.
+
+use crate::checksum::HashingWriter;
+use crate::error::io_error;
+use crate::format;
+use crate::layout::PartRange;
+use crate::manifest::{FileEntry, SliceEntry, TensorEntry, check_tensor_name};
+use crate::{Checksum, DType, Error, Kind, Layout, Result};
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::ops::Range;
+use std::path::Path;
+
+/// Names a rank's piece of a tensor: the whole local tensor, or a flat range of it.
+#[derive(Debug, Clone)]
+pub struct Piece<'a> {
+    /// What the tensor is.
+    pub kind: &'a Kind,
+    /// Its name.
+    pub name: &'a str,
+    /// Element type.
+    pub dtype: DType,
+    /// How the local tensor lies in the global one.
+    pub layout: &'a Layout,
+    /// Flat range of the **local** tensor (a ZeRO part), where it is not all of it.
+    pub range: Option<Range<usize>>,
+}
+
+/// Which of a checkpoint's files a shard is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ShardKind {
+    /// `model-00000.safetensors`: parameters.
+    Model,
+    /// `optim-00000.safetensors`: optimizer state.
+    Optimizer,
+}
+
+/// What a rank has written: it travels to the rank that commits.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shard {
+    pub(crate) files: Vec<FileEntry>,
+    pub(crate) tensors: Vec<TensorEntry>,
+}
+
+/// A slice on its way into a file.
+struct Outgoing<'a> {
+    /// Position of the piece.
+    index: usize,
+    piece: &'a Piece<'a>,
+    bytes: &'a [u8],
+    part: PartRange<'a>,
+    slice: SliceEntry,
+}
+
+impl Piece<'_> {
+    /// The flat range of the local tensor.
+    pub fn flat_range(&self) -> Range<usize> {
+        self.range
+            .clone()
+            .unwrap_or(0..self.layout.num_local_elements())
+    }
+
+    /// Bytes of a buffer that holds the piece.
+    pub fn num_bytes(&self) -> usize {
+        self.flat_range().len() * self.dtype.size_bytes()
+    }
+
+    pub(crate) fn check_buffer(&self, found: usize) -> Result<()> {
+        let range = self.flat_range();
+        if range.start > range.end || range.end > self.layout.num_local_elements() {
+            return Err(Error::InvalidLayout {
+                shape: self.layout.shape().to_vec(),
+                reason: format!(
+                    "the local shape {:?} has no range {range:?}",
+                    self.layout.local_shape()
+                ),
+            });
+        }
+        if found != self.num_bytes() {
+            return Err(Error::BufferLength {
+                kind: self.kind.clone(),
+                name: self.name.to_owned(),
+                expected: self.num_bytes(),
+                found,
+            });
+        }
+        Ok(())
+    }
+}
+
+impl ShardKind {
+    /// The file name of the shard with this index.
+    pub fn file_name(self, index: usize) -> String {
+        match self {
+            Self::Model => format!("model-{index:05}.safetensors"),
+            Self::Optimizer => format!("optim-{index:05}.safetensors"),
+        }
+    }
+}
+
+impl Shard {
+    /// Adds what another call has written.
+    pub fn append(&mut self, mut other: Self) {
+        self.files.append(&mut other.files);
+        self.tensors.append(&mut other.tensors);
+    }
+}
+
+/// Writes pieces into `folder/file` and brings them to the disk.
+pub(crate) fn write(folder: &Path, file: &str, pieces: &[(Piece<'_>, &[u8])]) -> Result<Shard> {
+    for (piece, bytes) in pieces {
+        check(piece)?;
+        piece.check_buffer(bytes.len())?;
+    }
+    if pieces.is_empty() {
+        return Ok(Shard::default());
+    }
+    let mut outgoing = slices(file, pieces);
+    let header = place(&mut outgoing)?;
+    let path = folder.join(file);
+    let (length, checksum) = write_file(&path, &header, &mut outgoing)?;
+    let mut tensors: Vec<TensorEntry> = pieces.iter().map(|(piece, _)| entry(piece)).collect();
+    for Outgoing { index, slice, .. } in outgoing {
+        tensors[index].slices.push(slice);
+    }
+    let files = vec![FileEntry {
+        name: file.to_owned(),
+        length,
+        checksum,
+    }];
+    Ok(Shard { files, tensors })
+}
+
+fn check(piece: &Piece<'_>) -> Result<()> {
+    if !piece.kind.is_valid() {
+        return Err(Error::InvalidName {
+            what: "kind of optimizer state",
+            name: piece.kind.to_string(),
+            rule: "expected 1 to 64 of the characters a-z, 0-9, `_` and `.`, other than `parameter`",
+        });
+    }
+    check_tensor_name(piece.name)
+}
+
+fn entry(piece: &Piece<'_>) -> TensorEntry {
+    TensorEntry {
+        kind: piece.kind.clone(),
+        name: piece.name.to_owned(),
+        dtype: piece.dtype,
+        shape: piece.layout.shape().to_vec(),
+        slices: Vec::new(),
+    }
+}
+
+/// Cuts pieces into slices, in file order: widest elements first, so that all are aligned.
+fn slices<'a>(file: &str, pieces: &'a [(Piece<'a>, &'a [u8])]) -> Vec<Outgoing<'a>> {
+    let mut outgoing = Vec::new();
+    for (index, (piece, bytes)) in pieces.iter().enumerate() {
+        for part in piece.layout.part_ranges(&piece.flat_range()) {
+            let region = &part.part.region;
+            let volume = region.size.iter().product();
+            let is_all = part.range == (0..volume);
+            let slice = SliceEntry {
+                offset: region.offset.clone(),
+                size: region.size.clone(),
+                range: (!is_all).then_some([part.range.start, part.range.end]),
+                file: file.to_owned(),
+                bytes: [0, 0],
+                checksum: Checksum(0),
+            };
+            outgoing.push(Outgoing {
+                index,
+                piece,
+                bytes,
+                part,
+                slice,
+            });
+        }
+    }
+    outgoing.sort_by_cached_key(|Outgoing { piece, slice, .. }| {
+        let order = (slice.offset.clone(), slice.size.clone(), slice.range);
+        (
+            std::cmp::Reverse(piece.dtype.size_bytes()),
+            piece.kind,
+            piece.name,
+            order,
+        )
+    });
+    outgoing
+}
+
+/// Gives each slice its bytes of the file; returns the file's header.
+fn place(outgoing: &mut [Outgoing<'_>]) -> Result<Vec<u8>> {
+    let mut infos = Vec::with_capacity(outgoing.len());
+    let mut keys = BTreeSet::new();
+    let mut end = 0;
+    for Outgoing {
+        piece, part, slice, ..
+    } in outgoing.iter_mut()
+    {
+        let begin = end;
+        end += part.range.len() * piece.dtype.size_bytes();
+        slice.bytes = [begin as u64, end as u64];
+        let key = slice.key(piece.kind, piece.name, piece.layout.shape());
+        if !keys.insert(key.clone()) {
+            return Err(Error::InvalidName {
+                what: "shard, since it holds twice the slice",
+                name: key,
+                rule: "each slice has one owner",
+            });
+        }
+        let dtype = piece.dtype.to_safetensors();
+        let shape = slice.stored_shape();
+        infos.push((
+            key,
+            TensorInfo {
+                dtype,
+                shape,
+                data_offsets: (begin, end),
+            },
+        ));
+    }
+    let metadata = Metadata::new(Some([("format".into(), "pt".into())].into()), infos)
+        .expect("offsets follow one another and agree with shapes");
+    let mut header = serde_json::to_vec(&metadata).expect("a header has text keys");
+    let data_start = (8 + header.len()).next_multiple_of(format::ALIGNMENT);
+    header.resize(data_start - 8, b' ');
+    for Outgoing { slice, .. } in outgoing {
+        slice.bytes = slice.bytes.map(|offset| offset + data_start as u64);
+    }
+    Ok(header)
+}
+
+fn write_file(
+    path: &Path,
+    header: &[u8],
+    outgoing: &mut [Outgoing<'_>],
+) -> Result<(u64, Checksum)> {
+    let file = File::create_new(path).map_err(io_error("create", path))?;
+    let mut writer = HashingWriter::new(BufWriter::with_capacity(1 << 20, file));
+    let mut write = |bytes: &[u8]| writer.write_all(bytes).map_err(io_error("write", path));
+    write(&(header.len() as u64).to_le_bytes())?;
+    write(header)?;
+    for item in outgoing {
+        let bytes = item.gather();
+        write(&bytes)?;
+        let checksum = Checksum::of(&bytes);
+        drop(bytes);
+        item.slice.checksum = checksum;
+    }
+    let (writer, length, checksum) = writer.finish();
+    let file = writer
+        .into_inner()
+        .map_err(|error| io_error("write", path)(error.into_error()))?;
+    file.sync_all().map_err(io_error("sync", path))?;
+    Ok((length, checksum))
+}
+
+impl Outgoing<'_> {
+    /// The slice's bytes in order; borrowed where they lie in one stretch.
+    fn gather(&self) -> Cow<'_, [u8]> {
+        let width = self.piece.dtype.size_bytes();
+        let total = self.part.range.len() * width;
+        let mut gathered = Vec::new();
+        let mut single = None;
+        let local_shape = self.piece.layout.local_shape();
+        self.part
+            .for_each_run(local_shape, &self.piece.flat_range(), |local, _, len| {
+                let run = &self.bytes[local * width..(local + len) * width];
+                if run.len() == total {
+                    single = Some(run);
+                } else {
+                    gathered.extend_from_slice(run);
+                }
+            });
+        single.map_or(Cow::Owned(gathered), Cow::Borrowed)
+    }
+}

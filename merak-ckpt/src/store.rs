@@ -1,0 +1,230 @@
+//! The folder of checkpoints of a run: names, leftovers, rotation.
+
+use crate::disk::{remove, rename, sync_folder, write_synced};
+use crate::error::io_error;
+use crate::{Checkpoint, Draft, Error, Result, format};
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+/// The folder of checkpoints of a run, as in `OUTPUT_DIR/checkpoints`.
+///
+/// A handle is a path: making one touches nothing, and every rank makes its own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Store {
+    folder: PathBuf,
+}
+
+/// How the name of anything unfinished begins.
+pub(crate) const DRAFT: &str = ".tmp-";
+/// How the name of a checkpoint begins that a new one of the same step is replacing.
+pub(crate) const ASIDE: &str = ".replaced-";
+
+impl Store {
+    /// The store in this folder, which need not exist yet.
+    pub fn new(folder: impl Into<PathBuf>) -> Self {
+        Self {
+            folder: folder.into(),
+        }
+    }
+
+    /// The store of an output folder.
+    pub fn in_output_dir(output_dir: impl AsRef<Path>) -> Self {
+        Self::new(output_dir.as_ref().join(format::CHECKPOINTS))
+    }
+
+    /// The folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The steps that have a checkpoint, complete or not, ascending.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the folder exists but cannot be listed.
+    pub fn steps(&self) -> Result<Vec<u64>> {
+        let mut steps: Vec<u64> = self
+            .names()?
+            .iter()
+            .filter_map(|name| format::parse_step_name(name.strip_prefix(ASIDE).unwrap_or(name)))
+            .collect();
+        steps.sort_unstable();
+        steps.dedup();
+        Ok(steps)
+    }
+
+    /// The folder of a step's checkpoint.
+    pub fn path_of(&self, step: u64) -> PathBuf {
+        let name = format::step_name(step);
+        let aside = self.folder.join(format!("{ASIDE}{name}"));
+        let path = self.folder.join(name);
+        if !path.exists() && aside.exists() {
+            aside
+        } else {
+            path
+        }
+    }
+
+    /// The folder that `latest` names.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the file exists but cannot be read, [`Error::InvalidName`] where it
+    /// names no checkpoint.
+    pub fn latest(&self) -> Result<Option<PathBuf>> {
+        Ok(self
+            .read_pointer(format::LATEST)?
+            .map(|step| self.path_of(step)))
+    }
+
+    /// The folder that `best` names.
+    ///
+    /// # Errors
+    /// As for [`Store::latest`].
+    pub fn best(&self) -> Result<Option<PathBuf>> {
+        Ok(self
+            .read_pointer(format::BEST)?
+            .map(|step| self.path_of(step)))
+    }
+
+    /// Makes `best` name a step's checkpoint, atomically.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the file cannot be written, [`Error::NotFound`] where there is no such
+    /// checkpoint.
+    pub fn set_best(&self, step: u64) -> Result<()> {
+        let path = self.path_of(step);
+        if !path.exists() {
+            return Err(Error::NotFound { path });
+        }
+        self.write_pointer(format::BEST, step)
+    }
+
+    /// The newest checkpoint (by number) that is complete: its manifest is sound and its files
+    /// have the right lengths. With `before`, only lower steps count.
+    ///
+    /// Incomplete ones are passed over with a warning in the log.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the folder exists but cannot be listed.
+    pub fn newest_complete(&self, before: Option<u64>) -> Result<Option<Checkpoint>> {
+        for step in self.steps()?.into_iter().rev() {
+            if before.is_some_and(|before| step >= before) {
+                continue;
+            }
+            match Checkpoint::load(&self.path_of(step)) {
+                Ok(checkpoint) => return Ok(Some(checkpoint)),
+                Err(reason) => {
+                    tracing::warn!(step, %reason, "passing over an incomplete checkpoint")
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Starts a checkpoint: removes what a crashed save has left, and makes an empty folder under
+    /// a temporary name. One rank calls it; the others call [`Store::draft`] afterwards.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the folder cannot be changed.
+    pub fn begin(&self, step: u64) -> Result<Draft> {
+        fs::create_dir_all(&self.folder).map_err(io_error("create", &self.folder))?;
+        self.recover()?;
+        let draft = self.draft(step);
+        let path = draft.path();
+        fs::create_dir(&path).map_err(io_error("create", &path))?;
+        Ok(draft)
+    }
+
+    /// The checkpoint that [`Store::begin`] has started; touches nothing.
+    pub fn draft(&self, step: u64) -> Draft {
+        Draft::new(self.clone(), step)
+    }
+
+    /// Deletes checkpoints beyond the newest `save_total_limit` by number, and returns their
+    /// steps; a limit of zero or less keeps all. Steps in `keep` (the best one, the one being
+    /// loaded) and the one that `latest` names are never deleted. One rank calls it.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the folder cannot be listed or changed.
+    pub fn rotate(&self, save_total_limit: i64, keep: &[u64]) -> Result<Vec<u64>> {
+        let Some(limit) = usize::try_from(save_total_limit)
+            .ok()
+            .filter(|&limit| limit > 0)
+        else {
+            return Ok(Vec::new());
+        };
+        let latest = self.read_pointer(format::LATEST)?;
+        let steps = self.steps()?;
+        let (old, _) = steps.split_at(steps.len().saturating_sub(limit));
+        let mut deleted = Vec::new();
+        for &step in old {
+            if keep.contains(&step) || latest == Some(step) {
+                continue;
+            }
+            // Under a temporary name first, so that a crash leaves no half of a checkpoint.
+            let doomed = self.folder.join(format!("{DRAFT}delete-{step}"));
+            rename(&self.path_of(step), &doomed)?;
+            fs::remove_dir_all(&doomed).map_err(io_error("remove", &doomed))?;
+            deleted.push(step);
+        }
+        Ok(deleted)
+    }
+
+    /// Removes leftovers of crashed saves; gives a checkpoint that was set aside its name back.
+    fn recover(&self) -> Result<()> {
+        for name in self.names()? {
+            let path = self.folder.join(&name);
+            if name.starts_with(DRAFT) {
+                remove(&path)?;
+            } else if let Some(step_name) = name.strip_prefix(ASIDE) {
+                let named = self.folder.join(step_name);
+                if named.exists() {
+                    remove(&path)?
+                } else {
+                    rename(&path, &named)?
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Names of the folder's entries, sorted; none where it does not exist.
+    fn names(&self) -> Result<Vec<String>> {
+        let entries = match fs::read_dir(&self.folder) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(io_error("list", &self.folder)(error)),
+        };
+        let mut names = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(io_error("list", &self.folder))?;
+            names.extend(entry.file_name().into_string());
+        }
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    fn read_pointer(&self, file: &'static str) -> Result<Option<u64>> {
+        let path = self.folder.join(file);
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(io_error("read", &path)(error)),
+        };
+        let name = text.trim();
+        let step = format::parse_step_name(name).ok_or_else(|| Error::InvalidName {
+            what: "checkpoint name in a `latest` or `best` file",
+            name: name.chars().take(80).collect(),
+            rule: "expected one like step-00001000",
+        })?;
+        Ok(Some(step))
+    }
+
+    pub(crate) fn write_pointer(&self, file: &'static str, step: u64) -> Result<()> {
+        let temporary = self.folder.join(format!("{DRAFT}{file}"));
+        let text = format!("{}\n", format::step_name(step));
+        write_synced(&temporary, text.as_bytes())?;
+        rename(&temporary, &self.folder.join(file))?;
+        sync_folder(&self.folder)
+    }
+}
