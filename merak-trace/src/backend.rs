@@ -1,0 +1,128 @@
+//! What executes nodes and moves bytes.
+
+use crate::{Op, Param, Result, TensorType, Value, value::MemoryMeter};
+use merak_mpu::{Axis, Buffer, DType};
+use std::{fmt, sync::Arc};
+
+/// What the nodes of one microbatch may ask about the run around them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RunContext {
+    /// Seed of all random numbers.
+    pub seed: u64,
+    /// The optimizer step; masks differ from step to step.
+    pub step: u64,
+    /// Global index of the microbatch's first sample; sample `i` is `sample_base + i`.
+    pub sample_base: u64,
+    /// Whether dropout is active.
+    pub training: bool,
+    /// Position of the first element of a sequence.
+    pub position_offset: usize,
+    /// This rank's coordinate on the tensor axis.
+    pub tensor_rank: usize,
+    /// This rank's coordinate on the sequence axis.
+    pub sequence_rank: usize,
+}
+
+impl RunContext {
+    /// This rank's coordinate on an axis along which tensors are cut.
+    pub fn coordinate(&self, axis: Axis) -> usize {
+        match axis {
+            Axis::Tensor => self.tensor_rank,
+            Axis::Sequence => self.sequence_rank,
+            Axis::Pipeline | Axis::Data => 0,
+        }
+    }
+}
+
+/// A node as a backend sees it.
+#[derive(Debug, Clone, Copy)]
+pub struct Call<'a> {
+    /// The node's name, for messages.
+    pub name: &'a str,
+    /// What to compute.
+    pub op: &'a Op,
+    /// Types of the results.
+    pub results: &'a [TensorType],
+    /// The run around the node.
+    pub context: &'a RunContext,
+}
+
+/// Where gradients accumulate: flat buffers, and a range of one of them for each gradient of a program.
+#[derive(Debug, Default)]
+pub struct GradStore {
+    /// The flat buffers.
+    pub buffers: Vec<Box<dyn Buffer>>,
+    /// For each entry of [`StageProgram::grads`](crate::StageProgram::grads), its buffer and range.
+    pub slots: Vec<GradSlot>,
+}
+
+/// A range of a flat gradient buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GradSlot {
+    /// Which buffer.
+    pub buffer: usize,
+    /// First element.
+    pub offset: usize,
+    /// Number of elements.
+    pub len: usize,
+}
+
+/// Flat parameter memory and the tensors that are views of it.
+#[derive(Debug)]
+pub struct ParamStore {
+    /// All parameters end to end; writing it changes the views.
+    pub flat: Box<dyn Buffer>,
+    /// One value per parameter of a program, in its order.
+    pub views: Vec<Value>,
+}
+
+/// Executes nodes, one at a time. The methods take and return row-major tensors.
+pub trait Backend: fmt::Debug + Send + Sync {
+    /// The name in configurations and messages.
+    fn name(&self) -> &'static str;
+
+    /// The account of the bytes of all values that the backend made.
+    fn memory(&self) -> &MemoryMeter;
+
+    /// Computes a node. An operand given away (not shared) may be overwritten.
+    ///
+    /// # Errors
+    /// When the backend lacks the operation for these types, or operand values are out of range.
+    fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>>;
+
+    /// Computes a node and adds its results to the given slots of a store.
+    ///
+    /// # Errors
+    /// As [`Backend::run`].
+    fn accumulate(&self, call: Call<'_>, inputs: Vec<Value>, store: &mut GradStore, slots: &[usize]) -> Result<()>;
+
+    /// Makes a value from the bytes of row-major elements.
+    ///
+    /// # Errors
+    /// When there are not as many bytes as the type needs.
+    fn from_bytes(&self, ty: &TensorType, bytes: &[u8]) -> Result<Value>;
+
+    /// Makes a value from a buffer, without a copy where it is the backend's own.
+    ///
+    /// # Errors
+    /// When the buffer does not hold the elements of the type.
+    fn from_buffer(&self, ty: &TensorType, buffer: Box<dyn Buffer>) -> Result<Value>;
+
+    /// Turns a value into a buffer, without a copy where nothing else shares it.
+    ///
+    /// # Errors
+    /// When the tensor library fails.
+    fn into_buffer(&self, value: Value) -> Result<Box<dyn Buffer>>;
+
+    /// Makes a zeroed buffer for gradients.
+    fn grad_buffer(&self, dtype: DType, len: usize) -> Box<dyn Buffer>;
+
+    /// Lays out parameters at the given offsets of one flat buffer of `len` elements, filled with zeros.
+    ///
+    /// # Errors
+    /// When a parameter does not fit the buffer or element types are mixed.
+    fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore>;
+}
+
+/// A shared backend.
+pub type SharedBackend = Arc<dyn Backend>;

@@ -1,0 +1,122 @@
+//! What can go wrong when a graph is built, differentiated or run.
+
+/// The result of an operation of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A failed trace, rewrite or run.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The operands of an operation do not fit.
+    #[error("{scope}: {op}: {reason}")]
+    Operands {
+        /// Path of the module that called the operation.
+        scope: String,
+        /// Name of the operation.
+        op: &'static str,
+        /// What does not fit, with the types.
+        reason: String,
+    },
+    /// Two parameters of one name differ.
+    #[error("parameter {name} was first {first}, then {second}")]
+    ParamConflict {
+        /// Name of the parameter.
+        name: String,
+        /// Its type where it was first used.
+        first: String,
+        /// Its type where it was used again.
+        second: String,
+    },
+    /// The model's configuration lacks a field or has an unusable one.
+    #[error("model configuration: {field}: {reason}")]
+    ModelConfig {
+        /// Name of the field.
+        field: String,
+        /// What was found and expected.
+        reason: String,
+    },
+    /// No builder is registered for a model type.
+    #[error("model type \"{found}\" is not known; known are {known}")]
+    UnknownModel {
+        /// The `model_type` or class name that was asked for.
+        found: String,
+        /// All known ones.
+        known: String,
+    },
+    /// An operation has no gradient with respect to an operand that needs one.
+    #[error("{scope}: {op} has no gradient")]
+    NoGradient {
+        /// Path of the module that called the operation.
+        scope: String,
+        /// Name of the operation.
+        op: &'static str,
+    },
+    /// Stage borders do not rise from the first node to the last.
+    #[error("stage borders {bounds:?} do not rise from 0 to the {num_nodes} nodes of the model")]
+    Cuts {
+        /// The borders.
+        bounds: Vec<usize>,
+        /// Nodes of the model.
+        num_nodes: usize,
+    },
+    /// A node stands before one whose result it uses.
+    #[error("{value} is used before it is computed")]
+    Order {
+        /// Name of the value.
+        value: String,
+    },
+    /// A backend cannot run an operation on these types.
+    #[error("backend {backend} cannot run {op} on {types}")]
+    Unsupported {
+        /// Name of the backend.
+        backend: &'static str,
+        /// Name of the operation.
+        op: &'static str,
+        /// Types of the operands.
+        types: String,
+    },
+    /// A kernel refused its operands' values.
+    #[error("{node}: {source}")]
+    Kernel {
+        /// Name of the node.
+        node: String,
+        /// The cause.
+        source: crate::KernelError,
+    },
+    /// The tensor library failed.
+    #[error("{node}: {reason}")]
+    Backend {
+        /// Name of the node.
+        node: String,
+        /// What the library said.
+        reason: String,
+    },
+    /// A value that a program needs was not given.
+    #[error("input \"{name}\" of type {expected} was not given; the batch has {given}")]
+    MissingInput {
+        /// Name of the input.
+        name: String,
+        /// Its type.
+        expected: String,
+        /// Names that were given.
+        given: String,
+    },
+    /// A given value has another type than the program expects.
+    #[error("\"{name}\" should be {expected}, found {found}")]
+    InputType {
+        /// Name of the value.
+        name: String,
+        /// The type that the program was built for.
+        expected: String,
+        /// The type that was given.
+        found: String,
+    },
+    /// A collective failed.
+    #[error("{node}: {source}")]
+    Collective {
+        /// Name of the node.
+        node: String,
+        /// The cause.
+        source: merak_mpu::Error,
+    },
+}

@@ -1,0 +1,298 @@
+//! Symbolic tracing: ordinary Rust code runs once on values that have a type and no storage.
+//!
+//! ```
+//! use merak_trace::{DType, Init, ParamRole, TensorType, fx, op::{Activation, WeightLayout}};
+//!
+//! let graph = fx::trace(DType::F32, |module| {
+//!     let x = module.input("x", TensorType::new([4, 8], DType::F32));
+//!     let hidden = module.sub("up").linear(&x, 16, WeightLayout::OutIn, true, Init::Normal(0.02))?;
+//!     let hidden = module.activation(&hidden, Activation::GeluTanh)?;
+//!     let y = module.sub("down").linear(&hidden, 8, WeightLayout::OutIn, true, Init::Normal(0.02))?;
+//!     module.output("y", &y);
+//!     Ok(())
+//! })?;
+//! assert_eq!(graph.params()[0].name, "up.weight");
+//! assert_eq!(graph.num_elements(), 8 * 16 + 16 + 16 * 8 + 8);
+//! # Ok::<(), merak_trace::Error>(())
+//! ```
+
+use crate::{
+    Graph, Init, Op, Param, ParamRole, Result, TensorType, ValueId,
+    op::{Activation, Attention, Dropout, Rope, WeightLayout},
+};
+use merak_mpu::DType;
+use std::{cell::RefCell, rc::Rc, sync::Arc};
+
+use crate::hash::name_hash;
+
+/// Runs `model` once on symbolic values and returns the graph of what it did.
+///
+/// `dtype` is the element type of the parameters and float constants.
+///
+/// # Errors
+/// Those of `model`: operands that do not fit, with the path of the module.
+pub fn trace(dtype: DType, model: impl FnOnce(&Module) -> Result<()>) -> Result<Graph> {
+    let graph = Rc::new(RefCell::new(Graph::new()));
+    model(&Module { graph: Rc::clone(&graph), path: "".into(), dtype })?;
+    Ok(graph.take())
+}
+
+/// A value while the model is traced: it has a type, and no elements to branch on.
+#[derive(Debug, Clone)]
+pub struct Symbol {
+    id: ValueId,
+    ty: TensorType,
+}
+
+impl Symbol {
+    /// Its place in the graph.
+    pub fn id(&self) -> ValueId {
+        self.id
+    }
+
+    /// Shape and element type.
+    pub fn ty(&self) -> &TensorType {
+        &self.ty
+    }
+
+    /// Sizes of the dimensions.
+    pub fn shape(&self) -> &[usize] {
+        &self.ty.shape
+    }
+}
+
+/// A module that is being traced: a path below which parameters and nodes are named.
+#[derive(Debug, Clone)]
+pub struct Module {
+    graph: Rc<RefCell<Graph>>,
+    path: Arc<str>,
+    dtype: DType,
+}
+
+impl Module {
+    /// The module of that name within this one; dots make further levels.
+    #[must_use]
+    pub fn sub(&self, name: &str) -> Self {
+        Self { graph: Rc::clone(&self.graph), path: self.qualified(name).into(), dtype: self.dtype }
+    }
+
+    /// The element type of parameters.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Declares an input of the whole model.
+    pub fn input(&self, name: &str, ty: TensorType) -> Symbol {
+        let id = self.graph.borrow_mut().add_input(name, ty.clone());
+        Symbol { id, ty }
+    }
+
+    /// Declares an output of the whole model.
+    pub fn output(&self, name: &str, value: &Symbol) {
+        self.graph.borrow_mut().add_output(name, value.id);
+    }
+
+    /// A parameter of this module.
+    ///
+    /// # Errors
+    /// When it was declared before with another type or initialiser.
+    pub fn param(&self, name: &str, shape: &[usize], init: Init, role: ParamRole) -> Result<Symbol> {
+        let ty = TensorType::new(shape, self.dtype);
+        let id = self.graph.borrow_mut().add_param(Param::new(self.qualified(name), ty.clone(), init, role))?;
+        Ok(Symbol { id, ty })
+    }
+
+    /// Notes that a parameter is also known as `alias`, a path from the root (a tied weight).
+    pub fn alias(&self, param: &Symbol, alias: &str) {
+        let mut graph = self.graph.borrow_mut();
+        if let Some(id) = graph.param_of(param.id) {
+            graph.param_mut(id).aliases.push(alias.to_owned());
+        }
+    }
+
+    /// Adds any operation.
+    ///
+    /// # Errors
+    /// When the operands do not fit it.
+    pub fn apply(&self, op: Op, inputs: &[&Symbol]) -> Result<Vec<Symbol>> {
+        let mut graph = self.graph.borrow_mut();
+        let ids = graph.add_node(&self.path, op, inputs.iter().map(|symbol| symbol.id).collect())?;
+        Ok(ids.into_iter().map(|id| Symbol { id, ty: graph.ty(id).clone() }).collect())
+    }
+
+    fn apply1(&self, op: Op, inputs: &[&Symbol]) -> Result<Symbol> {
+        Ok(self.apply(op, inputs)?.swap_remove(0))
+    }
+
+    fn qualified(&self, name: &str) -> String {
+        if self.path.is_empty() { name.to_owned() } else { format!("{}.{name}", self.path) }
+    }
+
+    /// Adds an operation that draws a dropout mask; the mask's key is the hash of the node's name.
+    fn apply_random(&self, op: impl FnOnce(Option<Dropout>) -> Op, p: f64, inputs: &[&Symbol]) -> Result<Symbol> {
+        if p <= 0.0 {
+            return self.apply1(op(None), inputs);
+        }
+        let mut graph = self.graph.borrow_mut();
+        let name = graph.unique_name(&self.path, "dropout");
+        let op = op(Some(Dropout { p, key: name_hash(&name), slice: None }));
+        let ids = graph.add_named_node(name, &self.path, op, inputs.iter().map(|symbol| symbol.id).collect())?;
+        Ok(Symbol { id: ids[0], ty: graph.ty(ids[0]).clone() })
+    }
+}
+
+/// Layers: the parameters of this module and the operation that uses them.
+impl Module {
+    /// `y = x W (+ b)` with parameters `weight` and `bias`; `x: [.., in]`, `y: [.., out]`.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn linear(&self, x: &Symbol, out: usize, layout: WeightLayout, bias: bool, init: Init) -> Result<Symbol> {
+        let mut shape = [0; 2];
+        shape[layout.in_dim()] = x.ty.last_dim();
+        shape[layout.out_dim()] = out;
+        let weight = self.param("weight", &shape, init, ParamRole::Weight)?;
+        if bias {
+            let bias = self.param("bias", &[out], Init::Constant(0.0), ParamRole::Bias)?;
+            self.apply1(Op::Linear { layout, bias: true }, &[x, &weight, &bias])
+        } else {
+            self.apply1(Op::Linear { layout, bias: false }, &[x, &weight])
+        }
+    }
+
+    /// Rows of the parameter `weight`, `[rows, width]`, and that parameter, which another layer may tie to.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn embedding(&self, ids: &Symbol, rows: usize, width: usize, init: Init) -> Result<(Symbol, Symbol)> {
+        let table = self.param("weight", &[rows, width], init, ParamRole::Embedding)?;
+        Ok((self.apply1(Op::Embedding, &[ids, &table])?, table))
+    }
+
+    /// Layer normalisation over the last dimension, with parameters `weight` and `bias`
+    /// ([Ba et al.](https://arxiv.org/abs/1607.06450)).
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn layer_norm(&self, x: &Symbol, eps: f64) -> Result<Symbol> {
+        let width = x.ty.last_dim();
+        let weight = self.param("weight", &[width], Init::Constant(1.0), ParamRole::Norm)?;
+        let bias = self.param("bias", &[width], Init::Constant(0.0), ParamRole::Norm)?;
+        self.apply1(Op::LayerNorm { eps }, &[x, &weight, &bias])
+    }
+
+    /// Root-mean-square normalisation over the last dimension, with parameter `weight`
+    /// ([Zhang and Sennrich](https://arxiv.org/abs/1910.07467)).
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn rms_norm(&self, x: &Symbol, eps: f64) -> Result<Symbol> {
+        let weight = self.param("weight", &[x.ty.last_dim()], Init::Constant(1.0), ParamRole::Norm)?;
+        self.apply1(Op::RmsNorm { eps }, &[x, &weight])
+    }
+}
+
+/// Operations without parameters.
+impl Module {
+    /// `y = x W` with a parameter of another module (a tied head).
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn linear_with(&self, x: &Symbol, weight: &Symbol, layout: WeightLayout) -> Result<Symbol> {
+        self.apply1(Op::Linear { layout, bias: false }, &[x, weight])
+    }
+
+    /// The position of each element of a sequence, `[len]` i64.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn positions(&self, len: usize) -> Result<Symbol> {
+        self.apply1(Op::Positions { len }, &[])
+    }
+
+    /// Attention over packed heads; `dropout` is the probability of zeroing a weight.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn attention(&self, q: &Symbol, k: &Symbol, v: &Symbol, spec: Attention, dropout: f64) -> Result<Symbol> {
+        self.apply_random(|dropout| Op::Attention(Attention { dropout, ..spec }), dropout, &[q, k, v])
+    }
+
+    /// Rotary position embedding of packed heads.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn rope(&self, x: &Symbol, positions: &Symbol, rope: Rope) -> Result<Symbol> {
+        self.apply1(Op::Rope(rope), &[x, positions])
+    }
+
+    /// An elementwise function.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn activation(&self, x: &Symbol, kind: Activation) -> Result<Symbol> {
+        self.apply1(Op::Activation(kind), &[x])
+    }
+
+    /// `silu(gate) * up`.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn silu_mul(&self, gate: &Symbol, up: &Symbol) -> Result<Symbol> {
+        self.apply1(Op::SiluMul, &[gate, up])
+    }
+
+    /// Zeroes elements with probability `p`; no node when `p` is 0.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn dropout(&self, x: &Symbol, p: f64) -> Result<Symbol> {
+        if p <= 0.0 {
+            return Ok(x.clone());
+        }
+        self.apply_random(|spec| spec.map_or(Op::Identity, Op::Dropout), p, &[x])
+    }
+
+    /// `a + b`, `b` repeated over the leading dimensions of `a`.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn add(&self, a: &Symbol, b: &Symbol) -> Result<Symbol> {
+        self.apply1(Op::Add, &[a, b])
+    }
+
+    /// `a * b`, `b` repeated over the leading dimensions of `a`.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn mul(&self, a: &Symbol, b: &Symbol) -> Result<Symbol> {
+        self.apply1(Op::Mul, &[a, b])
+    }
+
+    /// Pieces of `x` along `dim`.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn split(&self, x: &Symbol, dim: usize, sizes: &[usize]) -> Result<Vec<Symbol>> {
+        self.apply(Op::Split { dim, sizes: sizes.to_vec() }, &[x])
+    }
+
+    /// The same elements in another shape.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn reshape(&self, x: &Symbol, shape: &[usize]) -> Result<Symbol> {
+        self.apply1(Op::Reshape { shape: shape.to_vec() }, &[x])
+    }
+
+    /// The sum of the token losses of `logits: [.., V]` against `labels: [..]`; -100 is ignored.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn cross_entropy(&self, logits: &Symbol, labels: &Symbol, label_smoothing: f64) -> Result<Symbol> {
+        self.apply1(Op::CrossEntropy { ignore_index: IGNORE_INDEX, label_smoothing }, &[logits, labels])
+    }
+}
+
+/// The label of positions that do not count in a loss.
+pub const IGNORE_INDEX: i64 = -100;

@@ -1,0 +1,297 @@
+//! The graph of a model: typed values in single-assignment form, parameters by name.
+
+use crate::{Error, Op, Param, Result, TensorType, infer::infer};
+use serde::{Deserialize, Serialize};
+use std::{collections::BTreeMap, fmt, sync::Arc};
+
+macro_rules! id {
+    ($(#[$doc:meta])* $name:ident, $prefix:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        pub struct $name(pub u32);
+
+        impl $name {
+            /// The position in the graph's table.
+            pub const fn index(self) -> usize {
+                self.0 as usize
+            }
+
+            pub(crate) fn at(index: usize) -> Self {
+                Self(u32::try_from(index).expect("a graph has fewer than 2^32 entries"))
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!($prefix, "{}"), self.0)
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Display::fmt(self, f)
+            }
+        }
+    };
+}
+id!(
+    /// A value of a graph; prints as `%3`.
+    ValueId,
+    "%"
+);
+id!(
+    /// A node of a graph; prints as `n3`.
+    NodeId,
+    "n"
+);
+id!(
+    /// A parameter of a graph; prints as `p3`.
+    ParamId,
+    "p"
+);
+
+/// Where a value comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// Given from outside under the name at this position of [`Graph::inputs`].
+    Input(usize),
+    /// Read from a parameter.
+    Param(ParamId),
+    /// A result of a node.
+    Node {
+        /// The node.
+        node: NodeId,
+        /// Which of its results.
+        result: usize,
+    },
+}
+
+/// What is known of a value before anything runs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ValueInfo {
+    /// Shape and element type.
+    pub ty: TensorType,
+    /// Where it comes from.
+    pub source: Source,
+}
+
+/// One operation of a graph.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Node {
+    /// Unique name: the module path, the operation and, where needed, a number.
+    pub name: Arc<str>,
+    /// Path of the module that called the operation, as `transformer.h.3.attn`.
+    pub scope: Arc<str>,
+    /// What it computes.
+    pub op: Op,
+    /// Operands.
+    pub inputs: Vec<ValueId>,
+    /// Results.
+    pub outputs: Vec<ValueId>,
+}
+
+/// A named value at the border of a graph.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Port {
+    /// The name by which data is bound.
+    pub name: String,
+    /// The value.
+    pub value: ValueId,
+}
+
+/// A model, or a rank's part of one, as a list of nodes in an order in which they can run.
+///
+/// Every value is assigned once, before its first use. The types of all results are inferred and the
+/// operands checked when a node is added, so a graph that exists is well typed. It owns no storage:
+/// a graph of 175 billion parameters takes a few megabytes.
+#[derive(Debug, Clone, Default)]
+pub struct Graph {
+    nodes: Vec<Node>,
+    values: Vec<ValueInfo>,
+    params: Vec<Param>,
+    param_values: Vec<ValueId>,
+    param_ids: BTreeMap<String, ParamId>,
+    inputs: Vec<Port>,
+    outputs: Vec<Port>,
+    names: BTreeMap<Arc<str>, u32>,
+}
+
+impl Graph {
+    /// Makes an empty graph.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The nodes, in an order in which they can run.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// One node.
+    pub fn node(&self, id: NodeId) -> &Node {
+        &self.nodes[id.index()]
+    }
+
+    /// The ids of all nodes, in order.
+    pub fn node_ids(&self) -> impl DoubleEndedIterator<Item = NodeId> + ExactSizeIterator + use<> {
+        (0..self.nodes.len()).map(NodeId::at)
+    }
+
+    /// What is known of a value.
+    pub fn value(&self, id: ValueId) -> &ValueInfo {
+        &self.values[id.index()]
+    }
+
+    /// The type of a value.
+    pub fn ty(&self, id: ValueId) -> &TensorType {
+        &self.values[id.index()].ty
+    }
+
+    /// The number of values.
+    pub fn num_values(&self) -> usize {
+        self.values.len()
+    }
+
+    /// The parameters, in the order of their first use.
+    pub fn params(&self) -> &[Param] {
+        &self.params
+    }
+
+    /// One parameter.
+    pub fn param(&self, id: ParamId) -> &Param {
+        &self.params[id.index()]
+    }
+
+    /// One parameter, to be placed or re-initialised by a rewrite.
+    pub fn param_mut(&mut self, id: ParamId) -> &mut Param {
+        &mut self.params[id.index()]
+    }
+
+    /// The parameter of that name.
+    pub fn find_param(&self, name: &str) -> Option<ParamId> {
+        self.param_ids.get(name).copied()
+    }
+
+    /// The parameter that a value reads, if it does.
+    pub fn param_of(&self, value: ValueId) -> Option<ParamId> {
+        match self.value(value).source {
+            Source::Param(id) => Some(id),
+            Source::Input(_) | Source::Node { .. } => None,
+        }
+    }
+
+    /// The node that produces a value, if one does.
+    pub fn producer(&self, value: ValueId) -> Option<NodeId> {
+        match self.value(value).source {
+            Source::Node { node, .. } => Some(node),
+            Source::Input(_) | Source::Param(_) => None,
+        }
+    }
+
+    /// The named inputs.
+    pub fn inputs(&self) -> &[Port] {
+        &self.inputs
+    }
+
+    /// The named outputs.
+    pub fn outputs(&self) -> &[Port] {
+        &self.outputs
+    }
+
+    /// The output of that name.
+    pub fn output(&self, name: &str) -> Option<ValueId> {
+        self.outputs.iter().find(|port| port.name == name).map(|port| port.value)
+    }
+
+    /// Elements of all parameters together, tied ones once.
+    pub fn num_elements(&self) -> usize {
+        self.params.iter().map(|param| param.full.numel()).sum()
+    }
+
+    /// The nodes that use each value, in order; a node that uses it twice stands there twice.
+    pub fn users(&self) -> Vec<Vec<NodeId>> {
+        let mut users = vec![Vec::new(); self.values.len()];
+        for (index, node) in self.nodes.iter().enumerate() {
+            for input in &node.inputs {
+                users[input.index()].push(NodeId::at(index));
+            }
+        }
+        users
+    }
+
+    /// Adds a named input.
+    pub fn add_input(&mut self, name: impl Into<String>, ty: TensorType) -> ValueId {
+        let value = self.new_value(ty, Source::Input(self.inputs.len()));
+        self.inputs.push(Port { name: name.into(), value });
+        value
+    }
+
+    /// Adds a named output.
+    pub fn add_output(&mut self, name: impl Into<String>, value: ValueId) {
+        self.outputs.push(Port { name: name.into(), value });
+    }
+
+    /// Adds a parameter, or finds it again by its name.
+    ///
+    /// # Errors
+    /// [`Error::ParamConflict`] when a parameter of that name has another type or initialiser.
+    pub fn add_param(&mut self, param: Param) -> Result<ValueId> {
+        if let Some(&id) = self.param_ids.get(&param.name) {
+            let first = &self.params[id.index()];
+            if first.full != param.full || first.init != param.init {
+                return Err(Error::ParamConflict {
+                    name: param.name,
+                    first: format!("{} ({:?})", first.full, first.init),
+                    second: format!("{} ({:?})", param.full, param.init),
+                });
+            }
+            return Ok(self.param_values[id.index()]);
+        }
+        let id = ParamId::at(self.params.len());
+        let value = self.new_value(param.local.clone(), Source::Param(id));
+        self.param_ids.insert(param.name.clone(), id);
+        self.params.push(param);
+        self.param_values.push(value);
+        Ok(value)
+    }
+
+    /// Adds a node and returns its results.
+    ///
+    /// # Errors
+    /// [`Error::Operands`] naming the module path, the operation and the types when they do not fit.
+    pub fn add_node(&mut self, scope: &Arc<str>, op: Op, inputs: Vec<ValueId>) -> Result<Vec<ValueId>> {
+        let name = self.unique_name(scope, op.name());
+        self.add_named_node(name, scope, op, inputs)
+    }
+
+    /// The name that the next node of this scope and operation gets.
+    pub(crate) fn unique_name(&mut self, scope: &str, op: &str) -> Arc<str> {
+        let base: Arc<str> = if scope.is_empty() { op.into() } else { format!("{scope}.{op}").into() };
+        let count = self.names.entry(Arc::clone(&base)).or_insert(0);
+        *count += 1;
+        if *count == 1 { base } else { format!("{base}_{count}").into() }
+    }
+
+    /// Adds a node under a name that the caller keeps unique.
+    pub(crate) fn add_named_node(&mut self, name: Arc<str>, scope: &Arc<str>, op: Op, inputs: Vec<ValueId>) -> Result<Vec<ValueId>> {
+        let types: Vec<_> = inputs.iter().map(|&value| self.ty(value).clone()).collect();
+        let results = infer(&op, &types).map_err(|reason| Error::Operands { scope: scope.to_string(), op: op.name(), reason })?;
+        let node = NodeId::at(self.nodes.len());
+        let outputs: Vec<_> =
+            results.into_iter().enumerate().map(|(result, ty)| self.new_value(ty, Source::Node { node, result })).collect();
+        self.nodes.push(Node { name, scope: Arc::clone(scope), op, inputs, outputs: outputs.clone() });
+        Ok(outputs)
+    }
+
+    /// Replaces the operands of a node by others of the same types.
+    pub(crate) fn set_inputs(&mut self, node: NodeId, inputs: Vec<ValueId>) {
+        debug_assert!(inputs.iter().zip(&self.nodes[node.index()].inputs).all(|(a, b)| self.ty(*a) == self.ty(*b)));
+        self.nodes[node.index()].inputs = inputs;
+    }
+
+    fn new_value(&mut self, ty: TensorType, source: Source) -> ValueId {
+        let id = ValueId::at(self.values.len());
+        self.values.push(ValueInfo { ty, source });
+        id
+    }
+}

@@ -1,0 +1,299 @@
+//! Result types of operations, and the checks of their operands.
+
+use crate::{
+    Op, TensorType,
+    op::{Attention, WeightLayout},
+    param::Shard,
+};
+use merak_mpu::DType;
+
+/// Why operands do not fit an operation.
+pub(crate) type Reason = String;
+type Types = Result<Vec<TensorType>, Reason>;
+
+/// The result types of `op` on operands of the given types.
+pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
+    match op {
+        Op::Positions { len } => {
+            operands::<0>(inputs)?;
+            Ok(vec![TensorType::new([*len], DType::I64)])
+        }
+        Op::Zeros { shape, dtype } => {
+            operands::<0>(inputs)?;
+            Ok(vec![TensorType::new(shape.clone(), *dtype)])
+        }
+        Op::Linear { layout, bias } => linear(*layout, *bias, inputs),
+        Op::LinearGradInput { layout } => {
+            let [dy, w] = operands(inputs)?;
+            matches_dim(dy.last_dim(), w, layout.out_dim())?;
+            Ok(vec![dy.with_dim(dy.ndim() - 1, w.shape[layout.in_dim()])])
+        }
+        Op::LinearGradWeight { layout } => {
+            let [x, dy] = operands(inputs)?;
+            ensure(x.rows() == dy.rows(), || format!("{x} and {dy} have different rows"))?;
+            let mut shape = vec![0; 2];
+            shape[layout.in_dim()] = x.last_dim();
+            shape[layout.out_dim()] = dy.last_dim();
+            Ok(vec![x.with_shape(shape)])
+        }
+        Op::MatMul { transpose_a, transpose_b } => matmul(*transpose_a, *transpose_b, inputs),
+        Op::Embedding => {
+            let [ids, table] = operands(inputs)?;
+            is_ids(ids)?;
+            has_ndim(table, 2)?;
+            let mut shape = ids.shape.clone();
+            shape.push(table.shape[1]);
+            Ok(vec![table.with_shape(shape)])
+        }
+        Op::EmbeddingGrad { rows } => {
+            let [ids, dy] = operands(inputs)?;
+            is_ids(ids)?;
+            ensure(ids.shape[..] == dy.shape[..dy.ndim() - 1], || format!("ids {ids} do not index {dy}"))?;
+            Ok(vec![dy.with_shape([*rows, dy.last_dim()])])
+        }
+        Op::LayerNorm { .. } => {
+            let [x, w, b] = operands(inputs)?;
+            is_vector_of(w, x.last_dim())?;
+            is_vector_of(b, x.last_dim())?;
+            Ok(vec![x.clone(), rows_of(x), rows_of(x)])
+        }
+        Op::LayerNormGradInput => {
+            let [dy, x, w, _, _] = operands(inputs)?;
+            same(dy, x)?;
+            is_vector_of(w, x.last_dim())?;
+            Ok(vec![x.clone()])
+        }
+        Op::LayerNormGradParams => {
+            let [dy, x, _, _] = operands(inputs)?;
+            same(dy, x)?;
+            Ok(vec![x.with_shape([x.last_dim()]); 2])
+        }
+        Op::RmsNorm { .. } => {
+            let [x, w] = operands(inputs)?;
+            is_vector_of(w, x.last_dim())?;
+            Ok(vec![x.clone(), rows_of(x)])
+        }
+        Op::RmsNormGradInput => {
+            let [dy, x, w, _] = operands(inputs)?;
+            same(dy, x)?;
+            is_vector_of(w, x.last_dim())?;
+            Ok(vec![x.clone()])
+        }
+        Op::RmsNormGradParams => {
+            let [dy, x, _] = operands(inputs)?;
+            same(dy, x)?;
+            Ok(vec![x.with_shape([x.last_dim()])])
+        }
+        Op::Attention(spec) => attention(spec, operands(inputs)?),
+        Op::AttentionGrad(spec) => {
+            let [dout, q, k, v, _, _] = operands(inputs)?;
+            attention(spec, [q, k, v])?;
+            same(dout, q)?;
+            Ok(vec![q.clone(), k.clone(), v.clone()])
+        }
+        Op::Rope(rope) => {
+            let [x, positions] = operands(inputs)?;
+            has_ndim(x, 3)?;
+            ensure(x.last_dim().is_multiple_of(rope.head_dim), || format!("{x} does not consist of heads of {}", rope.head_dim))?;
+            ensure(2 * rope.inv_freq.len() <= rope.head_dim, || format!("{} rotated pairs do not fit a head of {}", rope.inv_freq.len(), rope.head_dim))?;
+            ensure(positions.shape == [x.shape[1]] && positions.dtype == DType::I64, || format!("positions {positions} do not number the sequence of {x}"))?;
+            Ok(vec![x.clone()])
+        }
+        Op::Activation(_) | Op::Softmax | Op::Dropout(_) | Op::Scale { .. } => {
+            let [x] = operands(inputs)?;
+            is_float(x)?;
+            Ok(vec![x.clone()])
+        }
+        Op::Identity | Op::CopyTo { .. } | Op::AllReduce { .. } => {
+            let [x] = operands(inputs)?;
+            Ok(vec![x.clone()])
+        }
+        Op::ActivationGrad(_) | Op::SoftmaxGrad | Op::SiluMul => {
+            let [x, dy] = operands(inputs)?;
+            same(x, dy)?;
+            Ok(vec![x.clone()])
+        }
+        Op::SiluMulGrad => {
+            let [gate, up, dy] = operands(inputs)?;
+            same(gate, up)?;
+            same(gate, dy)?;
+            Ok(vec![gate.clone(); 2])
+        }
+        Op::CrossEntropy { .. } => {
+            let [logits, labels] = operands(inputs)?;
+            labels_fit(logits, labels)?;
+            Ok(vec![TensorType::scalar(DType::F64), rows_of(logits)])
+        }
+        Op::CrossEntropyGrad { .. } => {
+            let [logits, labels, _, dloss] = operands(inputs)?;
+            labels_fit(logits, labels)?;
+            is_f64_scalar(dloss)?;
+            Ok(vec![logits.clone()])
+        }
+        Op::Add | Op::Mul => {
+            let [a, b] = operands(inputs)?;
+            ensure(a.dtype == b.dtype && a.shape.ends_with(&b.shape), || format!("{b} does not repeat over {a}"))?;
+            Ok(vec![a.clone()])
+        }
+        Op::SumLeading { shape } => {
+            let [x] = operands(inputs)?;
+            ensure(x.shape.ends_with(shape), || format!("{shape:?} are not the last dimensions of {x}"))?;
+            Ok(vec![x.with_shape(shape.clone())])
+        }
+        Op::SumAll => {
+            let [x] = operands(inputs)?;
+            is_float(x)?;
+            Ok(vec![TensorType::scalar(DType::F64)])
+        }
+        Op::SumAllGrad => {
+            let [x, dy] = operands(inputs)?;
+            is_f64_scalar(dy)?;
+            Ok(vec![x.clone()])
+        }
+        Op::Cast { dtype } => {
+            let [x] = operands(inputs)?;
+            Ok(vec![TensorType::new(x.shape.clone(), *dtype)])
+        }
+        Op::Reshape { shape } => {
+            let [x] = operands(inputs)?;
+            ensure(x.numel() == shape.iter().product::<usize>(), || format!("{x} has not as many elements as {shape:?}"))?;
+            Ok(vec![x.with_shape(shape.clone())])
+        }
+        Op::Transpose { perm } => {
+            let [x] = operands(inputs)?;
+            let mut sorted = perm.clone();
+            sorted.sort_unstable();
+            ensure(sorted.iter().copied().eq(0..x.ndim()), || format!("{perm:?} does not order the dimensions of {x}"))?;
+            Ok(vec![x.with_shape(perm.iter().map(|&d| x.shape[d]).collect::<Vec<_>>())])
+        }
+        Op::Split { dim, sizes } => {
+            let [x] = operands(inputs)?;
+            has_dim(x, *dim)?;
+            ensure(x.shape[*dim] == sizes.iter().sum::<usize>(), || format!("pieces {sizes:?} do not make up dimension {dim} of {x}"))?;
+            Ok(sizes.iter().map(|&size| x.with_dim(*dim, size)).collect())
+        }
+        Op::Concat { dim } => concat(*dim, inputs),
+        Op::AllGather { shard, .. } => {
+            let [x] = operands(inputs)?;
+            divides(x, shard, |local, full| local != 0 && full % local == 0)?;
+            Ok(vec![x.with_dim(shard.dim, shard.parts.iter().sum())])
+        }
+        Op::Scatter { local, shard, .. } => {
+            let [x] = operands(inputs)?;
+            divides(x, shard, |whole, full| whole == full)?;
+            Ok(vec![x.with_dim(shard.dim, *local)])
+        }
+    }
+}
+
+fn linear(layout: WeightLayout, bias: bool, inputs: &[TensorType]) -> Types {
+    let (x, w) = if bias {
+        let [x, w, b] = operands(inputs)?;
+        has_ndim(w, 2)?;
+        is_vector_of(b, w.shape[layout.out_dim()])?;
+        (x, w)
+    } else {
+        let [x, w] = operands(inputs)?;
+        (x, w)
+    };
+    has_ndim(w, 2)?;
+    ensure(x.ndim() >= 1 && x.dtype == w.dtype, || format!("{x} cannot be multiplied by {w}"))?;
+    matches_dim(x.last_dim(), w, layout.in_dim())?;
+    Ok(vec![x.with_dim(x.ndim() - 1, w.shape[layout.out_dim()])])
+}
+
+fn matmul(transpose_a: bool, transpose_b: bool, inputs: &[TensorType]) -> Types {
+    let [a, b] = operands(inputs)?;
+    let n = a.ndim();
+    ensure(n >= 2 && b.ndim() == n && a.dtype == b.dtype, || format!("{a} cannot be multiplied by {b}"))?;
+    ensure(a.shape[..n - 2] == b.shape[..n - 2], || format!("the batches of {a} and {b} differ"))?;
+    let swap = |ty: &TensorType, t: bool| if t { (ty.shape[n - 1], ty.shape[n - 2]) } else { (ty.shape[n - 2], ty.shape[n - 1]) };
+    let ((rows, k), (k2, cols)) = (swap(a, transpose_a), swap(b, transpose_b));
+    ensure(k == k2, || format!("the inner dimensions {k} and {k2} of {a} and {b} differ"))?;
+    Ok(vec![a.with_dim(n - 2, rows).with_dim(n - 1, cols)])
+}
+
+fn attention(spec: &Attention, [q, k, v]: [&TensorType; 3]) -> Types {
+    has_ndim(q, 3)?;
+    has_ndim(k, 3)?;
+    same(k, v)?;
+    ensure(spec.kv_heads > 0 && spec.heads.is_multiple_of(spec.kv_heads), || {
+        format!("{} query heads cannot share {} key/value heads", spec.heads, spec.kv_heads)
+    })?;
+    ensure(q.last_dim() == spec.heads * spec.head_dim, || format!("{q} does not hold {} heads of {}", spec.heads, spec.head_dim))?;
+    ensure(k.last_dim() == spec.kv_heads * spec.head_dim, || format!("{k} does not hold {} heads of {}", spec.kv_heads, spec.head_dim))?;
+    ensure(q.shape[0] == k.shape[0] && q.dtype == k.dtype, || format!("the batches of {q} and {k} differ"))?;
+    ensure(q.shape[1] <= k.shape[1], || format!("{} queries see only {} keys", q.shape[1], k.shape[1]))?;
+    Ok(vec![q.clone(), q.with_shape([q.shape[0], spec.heads, q.shape[1]])])
+}
+
+fn concat(dim: usize, inputs: &[TensorType]) -> Types {
+    let first = inputs.first().ok_or("nothing to join")?;
+    has_dim(first, dim)?;
+    let mut total = 0;
+    for ty in inputs {
+        ensure(ty.ndim() == first.ndim() && ty.with_dim(dim, 0) == first.with_dim(dim, 0), || {
+            format!("{first} and {ty} differ outside dimension {dim}")
+        })?;
+        total += ty.shape[dim];
+    }
+    Ok(vec![first.with_dim(dim, total)])
+}
+
+/// The operands as an array, if there are `N`.
+fn operands<const N: usize>(inputs: &[TensorType]) -> Result<[&TensorType; N], Reason> {
+    let refs: Vec<_> = inputs.iter().collect();
+    refs.try_into().map_err(|_| format!("takes {N} operands, got {}", inputs.len()))
+}
+
+fn ensure(holds: bool, reason: impl FnOnce() -> Reason) -> Result<(), Reason> {
+    if holds { Ok(()) } else { Err(reason()) }
+}
+
+fn same(a: &TensorType, b: &TensorType) -> Result<(), Reason> {
+    ensure(a == b, || format!("{a} and {b} differ"))
+}
+
+fn is_float(x: &TensorType) -> Result<(), Reason> {
+    ensure(x.dtype.is_float(), || format!("{x} is not of a float type"))
+}
+
+fn is_ids(ids: &TensorType) -> Result<(), Reason> {
+    ensure(ids.dtype == DType::I64, || format!("ids are {ids}, not i64"))
+}
+
+fn is_f64_scalar(x: &TensorType) -> Result<(), Reason> {
+    same(&TensorType::scalar(DType::F64), x)
+}
+
+fn has_ndim(x: &TensorType, ndim: usize) -> Result<(), Reason> {
+    ensure(x.ndim() == ndim, || format!("{x} has not {ndim} dimensions"))
+}
+
+fn has_dim(x: &TensorType, dim: usize) -> Result<(), Reason> {
+    ensure(dim < x.ndim(), || format!("{x} has no dimension {dim}"))
+}
+
+fn is_vector_of(x: &TensorType, len: usize) -> Result<(), Reason> {
+    ensure(x.shape == [len], || format!("expected a vector of {len}, found {x}"))
+}
+
+fn matches_dim(features: usize, w: &TensorType, dim: usize) -> Result<(), Reason> {
+    ensure(w.shape.get(dim) == Some(&features), || format!("{features} features do not match dimension {dim} of {w}"))
+}
+
+fn labels_fit(logits: &TensorType, labels: &TensorType) -> Result<(), Reason> {
+    is_ids(labels)?;
+    ensure(logits.ndim() >= 1 && logits.shape[..logits.ndim() - 1] == labels.shape[..], || format!("labels {labels} do not align with logits {logits}"))
+}
+
+fn rows_of(x: &TensorType) -> TensorType {
+    x.with_shape([x.rows()])
+}
+
+/// Checks that `shard` describes dimension `shard.dim` of `x`.
+fn divides(x: &TensorType, shard: &Shard, fits: impl Fn(usize, usize) -> bool) -> Result<(), Reason> {
+    has_dim(x, shard.dim)?;
+    let full = shard.parts.iter().sum();
+    ensure(fits(x.shape[shard.dim], full), || format!("dimension {} of {x} is no slice of {full}", shard.dim))
+}

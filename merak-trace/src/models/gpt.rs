@@ -1,0 +1,104 @@
+//! The plain pre-norm GPT that the benchmarks train: separate projections, learned positions, an untied head.
+
+use super::{
+    Model, ModelInfo, TraceOptions, check_seq,
+    fields::{Fields, head_dim},
+    gpt2::{finish, lm_head},
+};
+use crate::{
+    Graph, Init, Result, TensorType,
+    fx::{self, Module, Symbol},
+    op::{Activation, Attention, WeightLayout},
+};
+use merak_mpu::DType;
+
+/// The configuration of a plain GPT.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Gpt {
+    vocab_size: usize,
+    seq: usize,
+    hidden: usize,
+    layers: usize,
+    heads: usize,
+    dropout: f64,
+    tie: bool,
+    std: Option<f64>,
+}
+
+impl Gpt {
+    /// Reads `vocab_size`, `max_position_embeddings`, `hidden_size`, `num_hidden_layers`,
+    /// `num_attention_heads`, `dropout`, `tie_word_embeddings` and `initializer_range`.
+    pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
+        let hidden = f.size("hidden_size")?;
+        let heads = f.size("num_attention_heads")?;
+        head_dim(hidden, heads, "num_attention_heads")?;
+        Ok(Self {
+            vocab_size: f.size("vocab_size")?,
+            seq: f.size("max_position_embeddings")?,
+            hidden,
+            layers: f.size("num_hidden_layers")?,
+            heads,
+            dropout: f.probability("dropout", 0.0)?,
+            tie: f.flag_or("tie_word_embeddings", false)?,
+            std: f.opt_number("initializer_range")?,
+        })
+    }
+
+    fn block(&self, block: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
+        let linear = |module: Module, x: &Symbol, out| module.linear(x, out, WeightLayout::OutIn, true, Init::Normal(std));
+        let attn = block.sub("attn");
+        let normed = block.sub("ln1").layer_norm(x, 1e-5)?;
+        let [q, k, v] = [attn.sub("q"), attn.sub("k"), attn.sub("v")].map(|module| linear(module, &normed, self.hidden));
+        let head_dim = self.hidden / self.heads;
+        let spec = Attention {
+            heads: self.heads,
+            kv_heads: self.heads,
+            head_dim,
+            scale: 1.0 / (head_dim as f64).sqrt(),
+            causal: true,
+            window: None,
+            dropout: None,
+        };
+        let mixed = attn.attention(&q?, &k?, &v?, spec, self.dropout)?;
+        let mixed = attn.dropout(&linear(attn.sub("proj"), &mixed, self.hidden)?, self.dropout)?;
+        let x = block.add(&mixed, x)?;
+        let mlp = block.sub("mlp");
+        let normed = block.sub("ln2").layer_norm(&x, 1e-5)?;
+        let hidden = mlp.activation(&linear(mlp.sub("fc"), &normed, 4 * self.hidden)?, Activation::GeluTanh)?;
+        let hidden = mlp.dropout(&linear(mlp.sub("proj"), &hidden, self.hidden)?, self.dropout)?;
+        block.add(&hidden, &x)
+    }
+}
+
+impl Model for Gpt {
+    fn info(&self) -> ModelInfo {
+        ModelInfo {
+            family: "gpt",
+            num_layers: self.layers,
+            hidden_size: self.hidden,
+            num_heads: self.heads,
+            num_kv_heads: self.heads,
+            max_seq: self.seq,
+            vocab_size: self.vocab_size,
+            eos_token_id: None,
+        }
+    }
+
+    fn trace(&self, options: &TraceOptions) -> Result<Graph> {
+        check_seq(options.seq, self.seq, "max_position_embeddings")?;
+        let std = self.std.unwrap_or(options.init_std);
+        fx::trace(options.dtype, |root| {
+            let ids = root.input("input_ids", TensorType::new([options.batch, options.seq], DType::I64));
+            let (x, wte) = root.sub("wte").embedding(&ids, self.vocab_size, self.hidden, Init::Normal(std))?;
+            let positions = root.positions(options.seq)?;
+            let (wpe, _) = root.sub("wpe").embedding(&positions, self.seq, self.hidden, Init::Normal(std))?;
+            let mut x = root.dropout(&root.add(&x, &wpe)?, self.dropout)?;
+            for index in 0..self.layers {
+                x = self.block(&root.sub(&format!("h.{index}")), &x, std)?;
+            }
+            let x = root.sub("ln_f").layer_norm(&x, 1e-5)?;
+            let logits = lm_head(root, &x, (self.tie && !options.untie).then_some(&wte), self.vocab_size, std)?;
+            finish(root, &logits, options)
+        })
+    }
+}

@@ -1,0 +1,159 @@
+//! GPT-2 ([Radford et al. 2019](https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf)).
+
+use super::{
+    Head, Model, ModelInfo, TraceOptions, check_seq,
+    fields::{Fields, head_dim},
+};
+use crate::{
+    Graph, Init, ParamRole, Result, TensorType,
+    fx::{self, Module, Symbol},
+    op::{Activation, Attention, WeightLayout},
+};
+use merak_mpu::DType;
+use serde_json::json;
+
+/// The configuration of a GPT-2 language model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Gpt2 {
+    vocab_size: usize,
+    n_positions: usize,
+    n_embd: usize,
+    n_layer: usize,
+    n_head: usize,
+    n_inner: usize,
+    activation: Activation,
+    resid_pdrop: f64,
+    embd_pdrop: f64,
+    attn_pdrop: f64,
+    layer_norm_epsilon: f64,
+    initializer_range: Option<f64>,
+    tie_word_embeddings: bool,
+    scale_attn_weights: bool,
+    scale_attn_by_inverse_layer_idx: bool,
+    eos_token_id: Option<u32>,
+}
+
+impl Gpt2 {
+    /// Reads the configuration; absent fields have the defaults of `transformers`.
+    pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
+        f.refuse("add_cross_attention", &[json!(false)])?;
+        let n_embd = f.size_or("n_embd", 768)?;
+        let n_head = f.size_or("n_head", 12)?;
+        head_dim(n_embd, n_head, "n_head")?;
+        Ok(Self {
+            vocab_size: f.size_or("vocab_size", 50257)?,
+            n_positions: f.size_or("n_positions", 1024)?,
+            n_embd,
+            n_layer: f.size_or("n_layer", 12)?,
+            n_head,
+            n_inner: f.size_or("n_inner", 4 * n_embd)?,
+            activation: f.activation("activation_function", "gelu_new")?,
+            resid_pdrop: f.probability("resid_pdrop", 0.1)?,
+            embd_pdrop: f.probability("embd_pdrop", 0.1)?,
+            attn_pdrop: f.probability("attn_pdrop", 0.1)?,
+            layer_norm_epsilon: f.number_or("layer_norm_epsilon", 1e-5)?,
+            initializer_range: f.opt_number("initializer_range")?,
+            tie_word_embeddings: f.flag_or("tie_word_embeddings", true)?,
+            scale_attn_weights: f.flag_or("scale_attn_weights", true)?,
+            scale_attn_by_inverse_layer_idx: f.flag_or("scale_attn_by_inverse_layer_idx", false)?,
+            eos_token_id: f.token_id("eos_token_id"),
+        })
+    }
+
+    /// The inverse of the score divisor of layer `index`.
+    fn attention_scale(&self, index: usize) -> f64 {
+        let dim = if self.scale_attn_weights { ((self.n_embd / self.n_head) as f64).sqrt() } else { 1.0 };
+        let layer = if self.scale_attn_by_inverse_layer_idx { (index + 1) as f64 } else { 1.0 };
+        1.0 / (dim * layer)
+    }
+
+    fn block(&self, block: &Module, x: &Symbol, index: usize, std: f64) -> Result<Symbol> {
+        let (normal, output) = (Init::Normal(std), Init::Normal(std / ((2 * self.n_layer) as f64).sqrt()));
+        let linear = |module: &Module, x: &Symbol, out, init| module.linear(x, out, WeightLayout::InOut, true, init);
+
+        let attn = block.sub("attn");
+        let normed = block.sub("ln_1").layer_norm(x, self.layer_norm_epsilon)?;
+        let qkv = linear(&attn.sub("c_attn"), &normed, 3 * self.n_embd, normal)?;
+        let parts = attn.split(&qkv, 2, &[self.n_embd; 3])?;
+        let spec = Attention {
+            heads: self.n_head,
+            kv_heads: self.n_head,
+            head_dim: self.n_embd / self.n_head,
+            scale: self.attention_scale(index),
+            causal: true,
+            window: None,
+            dropout: None,
+        };
+        let mixed = attn.attention(&parts[0], &parts[1], &parts[2], spec, self.attn_pdrop)?;
+        let mixed = linear(&attn.sub("c_proj"), &mixed, self.n_embd, output)?;
+        let x = block.add(&attn.dropout(&mixed, self.resid_pdrop)?, x)?;
+
+        let mlp = block.sub("mlp");
+        let normed = block.sub("ln_2").layer_norm(&x, self.layer_norm_epsilon)?;
+        let hidden = linear(&mlp.sub("c_fc"), &normed, self.n_inner, normal)?;
+        let hidden = mlp.activation(&hidden, self.activation)?;
+        let hidden = linear(&mlp.sub("c_proj"), &hidden, self.n_embd, output)?;
+        block.add(&mlp.dropout(&hidden, self.resid_pdrop)?, &x)
+    }
+}
+
+impl Model for Gpt2 {
+    fn info(&self) -> ModelInfo {
+        ModelInfo {
+            family: "gpt2",
+            num_layers: self.n_layer,
+            hidden_size: self.n_embd,
+            num_heads: self.n_head,
+            num_kv_heads: self.n_head,
+            max_seq: self.n_positions,
+            vocab_size: self.vocab_size,
+            eos_token_id: self.eos_token_id,
+        }
+    }
+
+    fn trace(&self, options: &TraceOptions) -> Result<Graph> {
+        check_seq(options.seq, self.n_positions, "n_positions")?;
+        let std = self.initializer_range.unwrap_or(options.init_std);
+        fx::trace(options.dtype, |root| {
+            let transformer = root.sub("transformer");
+            let ids = root.input("input_ids", TensorType::new([options.batch, options.seq], DType::I64));
+            let (x, wte) = transformer.sub("wte").embedding(&ids, self.vocab_size, self.n_embd, Init::Normal(std))?;
+            let positions = transformer.positions(options.seq)?;
+            let (wpe, _) = transformer.sub("wpe").embedding(&positions, self.n_positions, self.n_embd, Init::Normal(std))?;
+            let x = transformer.add(&x, &wpe)?;
+            let mut x = transformer.dropout(&x, self.embd_pdrop)?;
+            for index in 0..self.n_layer {
+                x = self.block(&transformer.sub(&format!("h.{index}")), &x, index, std)?;
+            }
+            let x = transformer.sub("ln_f").layer_norm(&x, self.layer_norm_epsilon)?;
+            let tied = self.tie_word_embeddings && !options.untie;
+            let logits = lm_head(root, &x, tied.then_some(&wte), self.vocab_size, std)?;
+            finish(root, &logits, options)
+        })
+    }
+}
+
+/// The output projection `lm_head`, tied to the embedding table where one is given.
+pub(super) fn lm_head(root: &Module, x: &Symbol, tied: Option<&Symbol>, vocab: usize, std: f64) -> Result<Symbol> {
+    let head = root.sub("lm_head");
+    let weight = if let Some(table) = tied {
+        root.alias(table, "lm_head.weight");
+        table.clone()
+    } else {
+        head.param("weight", &[vocab, x.ty().last_dim()], Init::Normal(std), ParamRole::Weight)?
+    };
+    head.linear_with(x, &weight, WeightLayout::OutIn)
+}
+
+/// The end that the options ask for: a loss or the logits.
+pub(super) fn finish(root: &Module, logits: &Symbol, options: &TraceOptions) -> Result<()> {
+    match options.head {
+        Head::Logits => root.output("logits", logits),
+        Head::Loss { label_smoothing } => {
+            let labels = root.input("labels", TensorType::new([options.batch, options.seq], DType::I64));
+            let loss = root.sub("loss").cross_entropy(logits, &labels, label_smoothing)?;
+            root.output("loss", &loss);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,169 @@
+//! What one rank runs for its stage: the forward, what it keeps, and both halves of the backward.
+
+mod cut;
+mod recompute;
+
+use crate::{
+    Graph, NodeId, Param, ParamId, Port, Result, TensorType, ValueId,
+    autodiff::{Phase, differentiate},
+};
+use std::{collections::BTreeMap, ops::Range};
+
+pub use cut::{StageCuts, TiedParam};
+
+/// A value that passes from one stage to the next.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Hop {
+    /// The name of the value in the whole model.
+    pub name: String,
+    /// The value in the stage's graph.
+    pub value: ValueId,
+    /// Its type.
+    pub ty: TensorType,
+    /// Its gradient, which passes the other way, where one flows.
+    pub grad: Option<ValueId>,
+}
+
+/// A gradient that the stage accumulates.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GradPort {
+    /// The parameter, in the stage's graph.
+    pub param: ParamId,
+    /// Which use of the parameter this is, counted over the whole model. Uses of a tied weight accumulate
+    /// apart and are added in this order at the end of a step, on one rank too.
+    pub use_index: usize,
+    /// The value that holds the gradient of one microbatch.
+    pub value: ValueId,
+}
+
+/// The program of one stage: one graph, and which of its nodes run when.
+///
+/// ```text
+///   recv ─┐                      ┌─ send            forward: F nodes in order
+///  inputs ┴─► F ─┬─► saved ──┐   └─ outputs
+///                │   (R)     ▼
+///  recv.grad ◄── I ◄─────────┴──── send.grad, loss_grad
+///                └─► W ─► grads                     backward: R, I and W nodes, each before its use
+/// ```
+///
+/// A value of the forward that a later phase uses is kept until its last use. Nodes of the recompute phase
+/// are copies of forward nodes whose results are not kept.
+#[derive(Debug, Clone)]
+pub struct StageProgram {
+    /// All nodes and values, gradients included.
+    pub graph: Graph,
+    /// The phase of each node.
+    pub phases: Vec<Phase>,
+    /// Nodes of the forward, in order.
+    pub forward: Vec<NodeId>,
+    /// Nodes of the other phases, in an order in which all of them can run.
+    pub backward: Vec<NodeId>,
+    /// Data that the stage loads.
+    pub inputs: Vec<Port>,
+    /// Values that come from the stage before.
+    pub recv: Vec<Hop>,
+    /// Values that go to the next stage.
+    pub send: Vec<Hop>,
+    /// Outputs of the model that this stage computes.
+    pub outputs: Vec<Port>,
+    /// Where the gradient of output `loss` enters.
+    pub loss_grad: Option<ValueId>,
+    /// Gradients of parameters, one per use, in graph order of the uses.
+    pub grads: Vec<GradPort>,
+}
+
+/// Which nodes of a stage keep nothing but their inputs.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct RecomputePlan {
+    /// Ranges of nodes of the whole model, each recomputed as one chunk.
+    pub chunks: Vec<Range<usize>>,
+}
+
+impl StageProgram {
+    /// The forward alone, for evaluation and generation.
+    ///
+    /// # Errors
+    /// Never for a graph whose nodes are in order; kept fallible with [`StageProgram::training`].
+    pub fn inference(model: &Graph, cuts: &StageCuts, stage: usize) -> Result<Self> {
+        let part = cut::extract(model, cuts, stage)?;
+        let phases = vec![Phase::Forward; part.graph.nodes().len()];
+        let forward = part.graph.node_ids().collect();
+        Ok(Self {
+            phases,
+            forward,
+            backward: Vec::new(),
+            inputs: part.inputs,
+            recv: part.recv,
+            send: part.send,
+            outputs: part.outputs,
+            loss_grad: None,
+            grads: Vec::new(),
+            graph: part.graph,
+        })
+    }
+
+    /// Forward and backward of one stage.
+    ///
+    /// # Errors
+    /// [`Error::NoGradient`](crate::Error::NoGradient) when an operation on the way has none.
+    pub fn training(model: &Graph, cuts: &StageCuts, stage: usize, recompute: &RecomputePlan) -> Result<Self> {
+        let mut part = cut::extract(model, cuts, stage)?;
+        let num_forward = part.graph.nodes().len();
+
+        let mut seeds = Vec::new();
+        for hop in part.send.iter_mut().filter(|hop| part.flows.contains(&hop.value)) {
+            let grad = part.graph.add_input(format!("grad({})", hop.name), hop.ty.clone());
+            hop.grad = Some(grad);
+            seeds.push((hop.value, grad));
+        }
+        let loss_grad = part.outputs.iter().find(|port| port.name == "loss").map(|port| port.value).map(|loss| {
+            let ty = part.graph.ty(loss).clone();
+            let grad = part.graph.add_input("grad(loss)", ty);
+            seeds.push((loss, grad));
+            grad
+        });
+        let wanted: Vec<_> = part.recv.iter().map(|hop| hop.value).filter(|value| part.flows.contains(value)).collect();
+        let found = differentiate(&mut part.graph, &seeds, &wanted)?;
+        let of_recv: BTreeMap<_, _> = wanted.iter().copied().zip(found.wanted).collect();
+        for hop in &mut part.recv {
+            hop.grad = of_recv.get(&hop.value).copied();
+        }
+
+        let mut phases = found.phases;
+        let backward = (num_forward..part.graph.nodes().len()).map(NodeId::at).collect();
+        let chunks: Vec<_> =
+            recompute.chunks.iter().map(|chunk| part.local_range(chunk)).filter(|chunk| !chunk.is_empty()).collect();
+        let pinned: Vec<_> = part.send.iter().map(|hop| hop.value).collect();
+        let backward = recompute::rewrite(&mut part.graph, &mut phases, backward, &chunks, &pinned)?;
+        Ok(Self {
+            forward: (0..num_forward).map(NodeId::at).collect(),
+            backward,
+            grads: cut::grad_ports(&part.uses_before, &found.params),
+            phases,
+            inputs: part.inputs,
+            recv: part.recv,
+            send: part.send,
+            outputs: part.outputs,
+            loss_grad,
+            graph: part.graph,
+        })
+    }
+
+    /// The parameters that the stage holds.
+    pub fn params(&self) -> &[Param] {
+        self.graph.params()
+    }
+
+    /// How often each value is read: by nodes, by sends and as an output.
+    pub fn use_counts(&self) -> Vec<u32> {
+        let mut uses = vec![0; self.graph.num_values()];
+        let mut count = |value: ValueId| uses[value.index()] += 1;
+        for node in self.graph.nodes() {
+            node.inputs.iter().copied().for_each(&mut count);
+        }
+        self.send.iter().for_each(|hop| count(hop.value));
+        self.outputs.iter().for_each(|port| count(port.value));
+        self.recv.iter().filter_map(|hop| hop.grad).for_each(&mut count);
+        uses
+    }
+}
