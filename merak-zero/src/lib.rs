@@ -1,1 +1,104 @@
-//! Sharded optimizers over flat buckets: ZeRO, clipping by the true global norm, learning-rate schedules
+//! Sharded optimizers over flat buckets: ZeRO, clipping by the true global norm, learning-rate schedules.
+//!
+//! In 3D parallelism this is the tail of a step. Each rank holds a tensor-parallel slice of one pipeline
+//! stage; ranks that differ in their data or sequence coordinate alone hold the same parameters. Their
+//! gradients are averaged here, clipped by the norm of the whole model, and applied.
+//!
+//! ```
+//! use merak_mpu::threads;
+//! use merak_zero::{GlobalParams, ParamSpec, ZeroConfig, ZeroGroups, ZeroOptimizer};
+//! use std::error::Error;
+//!
+//! // Two replicas of a model with one weight of four elements, each with gradients of its own.
+//! let replicas = threads::run(2, threads::WorldOptions::default(), |member| {
+//!     let groups = ZeroGroups {
+//!         data_sequence: member.world_group()?,
+//!         model: member.group("model", &[member.rank()])?,
+//!     };
+//!     let model = GlobalParams::new([("weight", 4)]);
+//!     let params = vec![ParamSpec::new("weight", &[2, 2], 0)];
+//!     let mut optimizer = ZeroOptimizer::new(params, model, ZeroConfig::default(), groups)?;
+//!
+//!     let mut weights = vec![1.0_f32; optimizer.layout().len()];
+//!     let mut grads = vec![member.rank().0 as f32; optimizer.layout().len()];
+//!     let report = optimizer.step(&mut weights, &mut grads, 0.1)?;
+//!     assert_eq!(report.grad_norm, 1.0); // of four averages of 0.5
+//!     Ok::<_, Box<dyn Error + Send + Sync>>(weights)
+//! })?;
+//! assert_eq!(replicas[0], replicas[1]);
+//! assert!((replicas[0][0] - 0.9).abs() < 1e-6);
+//! # Ok::<(), Box<dyn Error>>(())
+//! ```
+//!
+//! # Main types
+//! - [`ZeroOptimizer`] reduces, clips and steps the flat parameters of one rank, as [`ZeroConfig`] says.
+//! - [`FlatLayout`] says where each [`ParamSpec`] lies, and cuts buckets and parts; [`GlobalParams`] lists the
+//!   parameters of the whole model, so that every rank adds the norm in one order.
+//! - [`OptimizerConfig`] chooses the rule; [`adam_update`] and [`sgd_update`] are the rules themselves, over
+//!   plain slices.
+//! - [`OwnedState`] is what a checkpoint saves, [`Progress`] how far the optimizer has come.
+//! - [`LrSchedule`] turns the number of steps done into a learning rate.
+//!
+//! # One step
+//! ```text
+//! gradients, flat    | bucket 0          | bucket 1          |      summed over microbatches, on every rank
+//! stage 0            all-reduce          all-reduce                 last bucket first, x 1/N
+//! stage 1            reduce-scatter      reduce-scatter             rank r gets part r of each, x 1/N
+//! norm               sums of squares of whole blocks -> one vector -> model order -> square root
+//! not finite         skip: nothing changes, the report names the parameter
+//! update             stage 0: all        stage 1: part r            gradient x clip factor
+//! stage 1            all-gather of the parts
+//! ```
+//!
+//! With `L` elements on a rank, `N` ranks in its data x sequence group and `k` state values per element:
+//!
+//! | stage | state of a rank | bytes sent by a rank |
+//! |---|---|---|
+//! | 0 | `4 k L` bytes | `8 L (N - 1) / N`: an all-reduce |
+//! | 1 | `4 k L / N` bytes | the same: a reduce-scatter and an all-gather |
+//!
+//! # Guarantees
+//! - Stage 1 gives the same bits as stage 0 where the group reduces in a fixed order, as the threads engine does.
+//! - The norm does not depend on where the pipeline is cut, nor on the stage, bucket sizes or thread count, in
+//!   any bit; nor does the update.
+//! - The norm counts each logical element once: slices of all tensor ranks, replicated parameters on one, tied
+//!   weights on one stage.
+//! - Either all ranks of the model update or none does.
+//!
+//! This version steps f32 parameters with f32 gradients in stages 0 and 1; asking for more is an error.
+//!
+//! # Papers
+//! [ZeRO](https://arxiv.org/abs/1910.02054) (the stages, section 5), [AdamW](https://arxiv.org/abs/1711.05101),
+//! [Adam](https://arxiv.org/abs/1412.6980), [clipping](https://arxiv.org/abs/1211.5063), [SGDR](https://arxiv.org/abs/1608.03983)
+//! (cosine schedules), [WSD](https://arxiv.org/abs/2404.06395). Unlike ZeRO's own code, part borders lie on
+//! norm-block borders, so that the norm of divided gradients has the bits of the undivided ones.
+
+mod blocks;
+mod error;
+mod exchange;
+mod flat;
+mod layout;
+mod norm;
+mod optimizer;
+mod params;
+mod schedule;
+mod stage;
+mod state;
+mod zero_config;
+mod zero_optimizer;
+
+pub use blocks::{Block, NORM_BLOCK, sum_of_squares};
+pub use error::{Error, Result};
+pub use layout::{Bucket, FlatLayout, Part};
+pub use norm::GradNorm;
+pub use optimizer::{AdamStep, OptimizerConfig, OptimizerKind, SgdStep, adam_update, sgd_update};
+pub use params::{GlobalParams, ParamSpec};
+pub use schedule::{DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, warmup_steps};
+pub use stage::ZeroStage;
+pub use state::{OwnedState, StateSlice};
+pub use zero_config::{ZeroConfig, ZeroGroups};
+pub use zero_optimizer::{Progress, StepReport, ZeroOptimizer};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

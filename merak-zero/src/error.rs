@@ -1,0 +1,131 @@
+//! What can go wrong with an optimizer.
+
+use merak_mpu::DType;
+
+/// The result of an operation of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A setting that cannot be used, a buffer that does not fit, or a failed group.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A number outside its legal range.
+    #[error("`{key}` is {found}, expected {expected}")]
+    OutOfRange {
+        /// The setting.
+        key: &'static str,
+        /// The value that was given.
+        found: String,
+        /// The legal values, in words.
+        expected: &'static str,
+    },
+    /// A legal choice that this version does not have.
+    #[error("`{key}` {found} is not available in this version: choose {available}")]
+    NotAvailable {
+        /// The setting.
+        key: &'static str,
+        /// The value that was given.
+        found: String,
+        /// The values that can be used.
+        available: &'static str,
+    },
+    /// A name that is none of the known ones.
+    #[error("`{key}` has no value \"{found}\": choose one of {known}")]
+    UnknownName {
+        /// The setting.
+        key: &'static str,
+        /// The name that was given.
+        found: String,
+        /// Every known name.
+        known: String,
+    },
+    /// A schedule was given a keyword argument that it does not take.
+    #[error("`lr_scheduler_kwargs` has `{kwarg}`, but the {schedule} schedule takes {takes}")]
+    ForeignKwarg {
+        /// The keyword argument.
+        kwarg: &'static str,
+        /// Name of the schedule.
+        schedule: &'static str,
+        /// What that schedule takes.
+        takes: &'static str,
+    },
+    /// A parameter of this rank is not in the table of the whole model.
+    #[error(
+        "parameter `{param}` has global index {index}, but the model has {num_params} parameters"
+    )]
+    UnknownParam {
+        /// Name of the parameter.
+        param: String,
+        /// Its global index.
+        index: usize,
+        /// Length of the table.
+        num_params: usize,
+    },
+    /// The table of the whole model has another parameter at this index.
+    #[error(
+        "parameter `{param}` with {found} elements does not match entry {index} of the model, `{expected_param}` with {expected} elements"
+    )]
+    ParamMismatch {
+        /// Name of the parameter.
+        param: String,
+        /// Its number of local elements.
+        found: usize,
+        /// Its global index.
+        index: usize,
+        /// Name in the table.
+        expected_param: String,
+        /// Number of local elements in the table.
+        expected: usize,
+    },
+    /// One rank lists a parameter twice.
+    #[error("parameter `{param}` is listed twice on one rank")]
+    DuplicateParam {
+        /// Name of the parameter.
+        param: String,
+    },
+    /// A flat buffer has another length than the layout.
+    #[error("the {what} buffer has {found} elements, the layout has {expected}")]
+    BufferLength {
+        /// Which buffer.
+        what: &'static str,
+        /// Length of the layout.
+        expected: usize,
+        /// Length of the buffer.
+        found: usize,
+    },
+    /// A flat buffer has another element type than this version can step.
+    #[error("the {what} buffer has elements of type {found}, expected f32")]
+    BufferType {
+        /// Which buffer.
+        what: &'static str,
+        /// Type of the buffer.
+        found: DType,
+    },
+    /// A bucket was started twice in one step, or does not exist.
+    #[error("bucket {bucket} of {num_buckets} cannot be started now: {reason}")]
+    BucketOrder {
+        /// The bucket.
+        bucket: usize,
+        /// Number of buckets.
+        num_buckets: usize,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// The gradients of one step were reduced a second time.
+    #[error("the gradients of this step are averages already: step before the next reduction")]
+    ReducedTwice,
+    /// A collective failed.
+    #[error("{during} failed")]
+    Communication {
+        /// What was being done.
+        during: &'static str,
+        /// What the group reports.
+        source: merak_mpu::Error,
+    },
+}
+
+impl Error {
+    pub(crate) fn communication(during: &'static str) -> impl FnOnce(merak_mpu::Error) -> Self {
+        move |source| Self::Communication { during, source }
+    }
+}

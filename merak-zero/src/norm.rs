@@ -1,0 +1,73 @@
+//! The global gradient norm.
+
+use crate::{Block, Error, FlatLayout, GlobalParams, Result, flat, sum_of_squares};
+use merak_mpu::{Group, ReduceOp};
+
+/// The norm of all gradients of the model, the same bits on every rank.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GradNorm {
+    /// Square root of the sum of the squares over each logical element once.
+    pub norm: f64,
+    /// The first parameter, in model order, with a gradient that is infinite or not a number.
+    pub non_finite: Option<String>,
+}
+
+impl GradNorm {
+    /// The factor that brings the norm down to `max_grad_norm`, at most 1; 1 when that is 0 or less.
+    ///
+    /// ```
+    /// use merak_zero::GradNorm;
+    /// let norm = GradNorm { norm: 4.0, non_finite: None };
+    /// assert!((norm.clip_factor(1.0) - 0.25).abs() < 1e-6);
+    /// assert_eq!((norm.clip_factor(5.0), norm.clip_factor(0.0)), (1.0, 1.0));
+    /// ```
+    pub fn clip_factor(&self, max_grad_norm: f64) -> f64 {
+        if max_grad_norm <= 0.0 {
+            return 1.0;
+        }
+        (max_grad_norm / (self.norm + 1e-6)).min(1.0)
+    }
+}
+
+/// The sums of squares of this rank's `blocks`, each at its place among the blocks of the whole model.
+pub(crate) fn block_sums(
+    layout: &FlatLayout,
+    model: &GlobalParams,
+    blocks: &[Block],
+    grads: &[f32],
+    threads: usize,
+) -> Vec<f64> {
+    let mut own = vec![0.0; blocks.len()];
+    let jobs = own.iter_mut().zip(blocks).collect();
+    flat::for_each(threads, jobs, |(sum, block): (&mut f64, &Block)| {
+        *sum = sum_of_squares(&grads[block.flat.clone()]);
+    });
+    let mut all = vec![0.0; model.num_blocks()];
+    for (sum, block) in own.into_iter().zip(blocks) {
+        let spec = &layout.params()[block.param];
+        if spec.counts_in_norm {
+            all[model.first_block(spec.global_index) + block.index()] = sum;
+        }
+    }
+    all
+}
+
+/// Adds the vectors of block sums of all members; places that one member alone fills stay exact.
+pub(crate) fn sum_over(group: &Group, sums: Vec<f64>) -> Result<Vec<f64>> {
+    group
+        .all_reduce_vec(sums, ReduceOp::Sum)
+        .map_err(Error::communication("sum of the gradient norm"))
+}
+
+/// Adds the blocks of each parameter, then the parameters, in model order.
+pub(crate) fn combine(model: &GlobalParams, sums: &[f64]) -> GradNorm {
+    let total: f64 = model
+        .block_ranges()
+        .map(|blocks| sums[blocks].iter().sum::<f64>())
+        .sum();
+    let bad = sums.iter().position(|sum| !sum.is_finite());
+    GradNorm {
+        norm: total.sqrt(),
+        non_finite: bad.map(|block| model.param_of_block(block).to_owned()),
+    }
+}

@@ -1,0 +1,48 @@
+//! The ZeRO stages.
+
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// What the ranks of the data x sequence group divide among themselves, as a number in a configuration.
+///
+/// Stage numbers are those of [ZeRO](https://arxiv.org/abs/1910.02054), section 5. Stages 2 and 3, which also
+/// divide gradients and parameters, are legal choices that this version refuses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(try_from = "u8", into = "u8")]
+pub enum ZeroStage {
+    /// Stage 0: nothing; gradients are all-reduced once per step.
+    Replicated,
+    /// Stage 1: the optimizer state; gradients are reduce-scattered and parameters all-gathered once per step.
+    #[default]
+    OptimizerState,
+}
+
+impl TryFrom<u8> for ZeroStage {
+    type Error = Error;
+
+    fn try_from(stage: u8) -> Result<Self> {
+        match stage {
+            0 => Ok(Self::Replicated),
+            1 => Ok(Self::OptimizerState),
+            2 | 3 => Err(Error::NotAvailable {
+                key: "zero_stage",
+                found: stage.to_string(),
+                available: "0 or 1",
+            }),
+            _ => Err(Error::OutOfRange {
+                key: "zero_stage",
+                found: stage.to_string(),
+                expected: "0, 1, 2 or 3",
+            }),
+        }
+    }
+}
+
+impl From<ZeroStage> for u8 {
+    fn from(stage: ZeroStage) -> Self {
+        match stage {
+            ZeroStage::Replicated => 0,
+            ZeroStage::OptimizerState => 1,
+        }
+    }
+}

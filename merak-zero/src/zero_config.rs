@@ -1,0 +1,114 @@
+//! How an optimizer reduces, clips and steps, and with whom.
+
+use crate::{Error, OptimizerConfig, Result, ZeroStage};
+use merak_mpu::Group;
+
+/// How an optimizer reduces, clips and steps, under the names of a configuration.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ZeroConfig {
+    /// What the data x sequence group divides.
+    pub zero_stage: ZeroStage,
+    /// The update rule.
+    pub optimizer: OptimizerConfig,
+    /// Largest global norm of the gradients; 0 or less switches clipping off.
+    pub max_grad_norm: f64,
+    /// Most elements of one gradient reduction.
+    pub zero_reduce_bucket_size: usize,
+    /// Most elements of one gathering of parameters.
+    pub zero_allgather_bucket_size: usize,
+    /// Whether gradients are divided before the sum over ranks, not only after it.
+    pub prescale_gradients: bool,
+    /// The divisor before the sum; 1 stands for the number of ranks.
+    pub gradient_predivide_factor: f64,
+    /// Threads that this rank may use for updates and norms; the results do not depend on it.
+    pub threads: usize,
+}
+
+impl Default for ZeroConfig {
+    fn default() -> Self {
+        Self {
+            zero_stage: ZeroStage::OptimizerState,
+            optimizer: OptimizerConfig::default(),
+            max_grad_norm: 1.0,
+            zero_reduce_bucket_size: 500_000_000,
+            zero_allgather_bucket_size: 500_000_000,
+            prescale_gradients: false,
+            gradient_predivide_factor: 1.0,
+            threads: 1,
+        }
+    }
+}
+
+impl ZeroConfig {
+    /// Checks the range of every number.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] naming the first bad one.
+    #[expect(clippy::float_cmp, reason = "1 is the value that stands for unset")]
+    pub fn validate(&self) -> Result<()> {
+        self.optimizer.validate()?;
+        let factor = self.gradient_predivide_factor;
+        let factor_legal = factor > 0.0 && factor.is_finite();
+        let factor_used = self.prescale_gradients || factor == 1.0;
+        let (reduce, gather) = (
+            self.zero_reduce_bucket_size,
+            self.zero_allgather_bucket_size,
+        );
+        for (key, found, legal, expected) in [
+            (
+                "zero_reduce_bucket_size",
+                reduce as f64,
+                reduce > 0,
+                "at least 1",
+            ),
+            (
+                "zero_allgather_bucket_size",
+                gather as f64,
+                gather > 0,
+                "at least 1",
+            ),
+            (
+                "threads",
+                self.threads as f64,
+                self.threads > 0,
+                "at least 1",
+            ),
+            (
+                "max_grad_norm",
+                self.max_grad_norm,
+                !self.max_grad_norm.is_nan(),
+                "a number",
+            ),
+            (
+                "gradient_predivide_factor",
+                factor,
+                factor_legal,
+                "a finite number above 0",
+            ),
+            (
+                "gradient_predivide_factor",
+                factor,
+                factor_used,
+                "1 without `prescale_gradients`",
+            ),
+        ] {
+            if !legal {
+                return Err(Error::OutOfRange {
+                    key,
+                    found: found.to_string(),
+                    expected,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The groups that an optimizer speaks to.
+#[derive(Debug, Clone)]
+pub struct ZeroGroups {
+    /// The ranks that hold the same parameters: gradients are averaged and ZeRO divides over them.
+    pub data_sequence: Group,
+    /// The ranks that hold one replica of the model: the norm is summed over them.
+    pub model: Group,
+}

@@ -1,0 +1,287 @@
+//! The optimizer of one rank.
+
+use crate::{
+    Block, Error, FlatLayout, GlobalParams, GradNorm, ParamSpec, Result, ZeroConfig, ZeroGroups,
+    exchange::Exchange, flat, norm, optimizer::Rule, state::OwnedState,
+};
+use merak_mpu::{Buffer, Group};
+use serde::{Deserialize, Serialize};
+
+/// How far an optimizer has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Progress {
+    /// Updates done: the `t` of bias corrections and of learning-rate schedules.
+    pub steps: u64,
+    /// Steps skipped since the beginning.
+    pub skipped: u64,
+    /// Steps skipped since the last update.
+    pub skipped_in_a_row: u64,
+}
+
+/// What a step did, the same on every rank.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepReport {
+    /// The global norm of the averaged gradients, before clipping.
+    pub grad_norm: f64,
+    /// The factor that gradients were multiplied by.
+    pub clip_factor: f64,
+    /// The first parameter with a non-finite gradient, because of which nothing was updated.
+    pub skipped: Option<String>,
+}
+
+/// Reduces, clips and steps the flat parameters of one rank.
+///
+/// The caller owns two flat f32 buffers, parameters and gradients, laid out by [`ZeroOptimizer::layout`];
+/// the optimizer owns its state, for the blocks that this rank owns alone: all of them in stage 0, one part
+/// of each bucket in stage 1. Every rank of the model builds one and steps it at the same time.
+#[derive(Debug)]
+pub struct ZeroOptimizer {
+    layout: FlatLayout,
+    model: GlobalParams,
+    config: ZeroConfig,
+    model_group: Group,
+    exchange: Exchange,
+    state: OwnedState,
+    progress: Progress,
+    /// Whether the gradients of the step in hand are averages already.
+    reduced: bool,
+}
+
+impl ZeroOptimizer {
+    /// Builds the optimizer of this rank, with zeroed state.
+    ///
+    /// `params` are this rank's trainable parameters in the order in which they shall lie, the same on all
+    /// ranks of `groups.data_sequence`; `model` is the same on all ranks.
+    ///
+    /// # Errors
+    /// When a number of `config` is out of range, or `params` and `model` do not fit together.
+    pub fn new(
+        params: Vec<ParamSpec>,
+        model: GlobalParams,
+        config: ZeroConfig,
+        groups: ZeroGroups,
+    ) -> Result<Self> {
+        config.validate()?;
+        params.iter().try_for_each(|spec| model.check(spec))?;
+        let ZeroGroups {
+            data_sequence,
+            model: model_group,
+        } = groups;
+        let num_ranks = data_sequence.world_size();
+        let layout = FlatLayout::new(params, config.zero_reduce_bucket_size, num_ranks)?;
+        let exchange = Exchange::new(data_sequence, &config, layout.buckets().len());
+        let blocks = if exchange.is_sharded() {
+            owned_blocks(&layout, exchange.group().rank())
+        } else {
+            layout.blocks().to_vec()
+        };
+        Ok(Self {
+            state: OwnedState::new(blocks, config.optimizer.state_names()),
+            layout,
+            model,
+            config,
+            model_group,
+            exchange,
+            progress: Progress::default(),
+            reduced: false,
+        })
+    }
+
+    /// Where each parameter lies in the flat buffers.
+    pub fn layout(&self) -> &FlatLayout {
+        &self.layout
+    }
+
+    /// The settings in use.
+    pub fn config(&self) -> &ZeroConfig {
+        &self.config
+    }
+
+    /// What this rank keeps for each element that it owns.
+    pub fn state(&self) -> &OwnedState {
+        &self.state
+    }
+
+    /// What this rank keeps for each element that it owns, to be filled from a checkpoint.
+    pub fn state_mut(&mut self) -> &mut OwnedState {
+        &mut self.state
+    }
+
+    /// How many updates were done and skipped.
+    pub fn progress(&self) -> Progress {
+        self.progress
+    }
+
+    /// Continues from a checkpoint.
+    pub fn set_progress(&mut self, progress: Progress) {
+        self.progress = progress;
+    }
+
+    /// Starts the reduction of one bucket while the backward pass works on others.
+    ///
+    /// The gradients of the bucket must be complete: later changes are lost. Every rank of the data x sequence
+    /// group starts the same buckets in the same order; [`ZeroOptimizer::reduce_gradients`] starts the rest.
+    ///
+    /// # Communication
+    /// As [`ZeroOptimizer::reduce_gradients`], for one bucket.
+    ///
+    /// # Errors
+    /// When the bucket was started before, `grads` does not fit the layout, or the group fails.
+    pub fn start_bucket(&mut self, bucket: usize, grads: &dyn Buffer) -> Result<()> {
+        flat::check("gradient", grads, self.layout.len())?;
+        let num_buckets = self.layout.buckets().len();
+        let reason = match bucket {
+            _ if self.reduced => Some("the gradients of this step are reduced already"),
+            _ if bucket >= num_buckets => Some("there is no such bucket"),
+            _ if self.exchange.is_started(bucket) => Some("it was started before"),
+            _ => None,
+        };
+        if let Some(reason) = reason {
+            return Err(Error::BucketOrder {
+                bucket,
+                num_buckets,
+                reason,
+            });
+        }
+        if self.exchange.is_alone() {
+            return Ok(());
+        }
+        let range = &self.layout.buckets()[bucket];
+        flat::read(grads, |g| self.exchange.start_reduce(bucket, range, g))
+    }
+
+    /// Replaces the gradients of what this rank owns by their average over the data x sequence group.
+    ///
+    /// What other ranks own is left as it was. [`ZeroOptimizer::step`] calls this when the caller did not.
+    ///
+    /// # Communication
+    /// With `L` elements over `N` ranks: an all-reduce of `4 L` bytes in stage 0, a reduce-scatter of `4 L` bytes
+    /// in stage 1, bucket by bucket from the last, one bucket ahead of the copy back.
+    ///
+    /// # Errors
+    /// When the gradients of this step were reduced before, `grads` does not fit the layout, or the group fails.
+    pub fn reduce_gradients(&mut self, grads: &mut dyn Buffer) -> Result<()> {
+        flat::check("gradient", grads, self.layout.len())?;
+        if self.reduced {
+            return Err(Error::ReducedTwice);
+        }
+        if !self.exchange.is_alone() {
+            let num_buckets = self.layout.buckets().len();
+            for bucket in (0..num_buckets).rev() {
+                for ahead in [Some(bucket), bucket.checked_sub(1)].into_iter().flatten() {
+                    if !self.exchange.is_started(ahead) {
+                        self.start_bucket(ahead, grads)?;
+                    }
+                }
+                let sum = self.exchange.wait(bucket)?;
+                let range = &self.layout.buckets()[bucket];
+                flat::write(grads, |g| self.exchange.finish_reduce(range, sum, g));
+            }
+        }
+        self.reduced = true;
+        Ok(())
+    }
+
+    /// The norm of the averaged gradients of the whole model.
+    ///
+    /// Sums of squares of norm blocks, in f64, are added by parameter and then over the parameters in model
+    /// order, so the cut into pipeline stages and the ZeRO stage change no bit of it.
+    ///
+    /// # Communication
+    /// An all-reduce of 8 bytes per norm block of the whole model over the model group, in stage 1 also over the
+    /// data x sequence group.
+    ///
+    /// # Errors
+    /// When `grads` does not fit the layout or a group fails.
+    pub fn grad_norm(&self, grads: &dyn Buffer) -> Result<GradNorm> {
+        flat::check("gradient", grads, self.layout.len())?;
+        let (blocks, threads) = (self.state.blocks(), self.config.threads);
+        let mut sums = flat::read(grads, |g| {
+            norm::block_sums(&self.layout, &self.model, blocks, g, threads)
+        });
+        if self.exchange.is_sharded() {
+            sums = norm::sum_over(self.exchange.group(), sums)?;
+        }
+        sums = norm::sum_over(&self.model_group, sums)?;
+        Ok(norm::combine(&self.model, &sums))
+    }
+
+    /// Reduces, clips and applies the gradients with learning rate `lr`, and gathers the parameters.
+    ///
+    /// A gradient that is not finite, on whatever rank, skips the step on all: parameters, state and the step
+    /// count stay as they were.
+    ///
+    /// # Communication
+    /// [`ZeroOptimizer::reduce_gradients`] unless done before, [`ZeroOptimizer::grad_norm`], and in stage 1 an
+    /// all-gather of `4 L / N` bytes from each of the `N` ranks.
+    ///
+    /// # Errors
+    /// When a buffer does not fit the layout, `lr` is negative or not finite, or a group fails.
+    pub fn step(
+        &mut self,
+        params: &mut dyn Buffer,
+        grads: &mut dyn Buffer,
+        lr: f64,
+    ) -> Result<StepReport> {
+        flat::check("parameter", params, self.layout.len())?;
+        if lr < 0.0 || !lr.is_finite() {
+            return Err(Error::OutOfRange {
+                key: "learning_rate",
+                found: lr.to_string(),
+                expected: "a finite number of at least 0",
+            });
+        }
+        if !self.reduced {
+            self.reduce_gradients(grads)?;
+        }
+        let norm = self.grad_norm(grads)?;
+        self.reduced = false;
+        let clip_factor = norm.clip_factor(self.config.max_grad_norm);
+        if let Some(param) = &norm.non_finite {
+            tracing::warn!(%param, step = self.progress.steps, "step skipped: gradient is not finite");
+            self.progress.skipped += 1;
+            self.progress.skipped_in_a_row += 1;
+        } else {
+            self.progress.steps += 1;
+            self.progress.skipped_in_a_row = 0;
+            let rule = self
+                .config
+                .optimizer
+                .rule(lr, self.progress.steps, clip_factor);
+            flat::write(params, |p| flat::read(grads, |g| self.update(&rule, p, g)));
+            self.exchange.gather_params(&self.layout, params)?;
+        }
+        Ok(StepReport {
+            grad_norm: norm.norm,
+            clip_factor,
+            skipped: norm.non_finite,
+        })
+    }
+
+    /// Applies the rule to every block that this rank owns.
+    fn update(&mut self, rule: &Rule, params: &mut [f32], grads: &[f32]) {
+        let specs = self.layout.params();
+        let (blocks, state) = self.state.blocks_and_values();
+        let params = flat::carve(params, blocks.iter().map(|b| b.flat.clone()));
+        let jobs = blocks.iter().zip(params).zip(state).collect();
+        flat::for_each(
+            self.config.threads,
+            jobs,
+            |((block, param), state): ((&Block, &mut [f32]), _)| {
+                let grad = &grads[block.flat.clone()];
+                rule.apply(specs[block.param].decay, param, grad, state);
+            },
+        );
+    }
+}
+
+/// The blocks in this rank's part of each bucket.
+fn owned_blocks(layout: &FlatLayout, rank: usize) -> Vec<Block> {
+    let parts = layout
+        .buckets()
+        .iter()
+        .map(|b| b.parts[rank].blocks.clone());
+    parts
+        .flat_map(|range| layout.blocks()[range].iter().cloned())
+        .collect()
+}

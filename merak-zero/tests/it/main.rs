@@ -1,0 +1,18 @@
+//! Integration tests, by what they prove:
+//!
+//! - `layout`: the laws of offsets, buckets and parts, over random models
+//! - `kernels`: update rules against PyTorch's numbers, an f64 reference and themselves in pieces
+//! - `schedules`: learning-rate factors against Hugging Face's numbers
+//! - `stages`: worlds of 1, 2 and 4 ranks; stage 1, stage 0 and one serial rank give the same bits
+//! - `norms`: the global norm under tensor and pipeline splits; clipping; skipped steps
+//! - `resume`: state out and in again, on another number of ranks too
+//! - `errors`: what a wrong setting or buffer says
+
+mod errors;
+mod fixture;
+mod kernels;
+mod layout;
+mod norms;
+mod resume;
+mod schedules;
+mod stages;

@@ -1,0 +1,99 @@
+//! State out and in again, on another number of ranks too.
+
+use crate::fixture::{config, data_parallel, grads, len, lr, noises, params, world};
+use merak_zero::{Progress, ZeroOptimizer, ZeroStage};
+use std::collections::BTreeMap;
+
+/// Optimizer state by parameter, kind and element, as a checkpoint would hold it.
+type Saved = BTreeMap<(String, &'static str), Vec<f32>>;
+
+fn save(parts: &[(usize, &'static str, std::ops::Range<usize>, Vec<f32>)]) -> Saved {
+    let mut saved = Saved::new();
+    for (param, name, local, values) in parts {
+        let spec = &params()[*param];
+        let whole = saved
+            .entry((spec.name.clone(), name))
+            .or_insert_with(|| vec![f32::NAN; spec.numel()]);
+        whole[local.clone()].copy_from_slice(values);
+    }
+    assert!(
+        saved.values().flatten().all(|x| !x.is_nan()),
+        "every element is owned"
+    );
+    saved
+}
+
+fn load(optimizer: &mut ZeroOptimizer, saved: &Saved) {
+    for slice in optimizer.state_mut().slices_mut() {
+        let whole = &saved[&(params()[slice.param].name.clone(), slice.name)];
+        slice.values.copy_from_slice(&whole[slice.local]);
+    }
+}
+
+fn run(optimizer: &mut ZeroOptimizer, weights: &mut Vec<f32>, steps: std::ops::Range<u64>) {
+    for t in steps {
+        // Every data rank has the same gradients, so that the number of ranks changes no bit.
+        optimizer.step(weights, &mut grads(t, 0), lr(t)).unwrap();
+    }
+}
+
+#[test]
+fn a_run_resumed_on_any_number_of_ranks_and_stage_equals_the_unbroken_one() {
+    let unbroken = world(1, |member| {
+        let mut optimizer = data_parallel(&member, config(ZeroStage::Replicated));
+        let mut weights = noises(1, len());
+        run(&mut optimizer, &mut weights, 0..5);
+        weights
+    });
+    let at_three = world(4, |member| {
+        let mut optimizer = data_parallel(&member, config(ZeroStage::OptimizerState));
+        let mut weights = noises(1, len());
+        run(&mut optimizer, &mut weights, 0..3);
+        let slices = optimizer.state().slices();
+        let parts: Vec<_> = slices
+            .map(|s| (s.param, s.name, s.local, s.values.to_vec()))
+            .collect();
+        (weights, parts, optimizer.progress())
+    });
+    let parts: Vec<_> = at_three
+        .iter()
+        .flat_map(|(_, parts, _)| parts.clone())
+        .collect();
+    let saved = save(&parts);
+    assert_eq!(saved.len(), 2 * params().len());
+    for (num_ranks, stage) in [
+        (1, ZeroStage::Replicated),
+        (2, ZeroStage::OptimizerState),
+        (4, ZeroStage::OptimizerState),
+        (2, ZeroStage::Replicated),
+    ] {
+        let resumed = world(num_ranks, |member| {
+            let mut optimizer = data_parallel(&member, config(stage));
+            let (mut weights, progress) = (at_three[0].0.clone(), at_three[0].2);
+            load(&mut optimizer, &saved);
+            optimizer.set_progress(progress);
+            run(&mut optimizer, &mut weights, 3..5);
+            weights
+        });
+        for weights in resumed {
+            assert!(weights == unbroken[0], "{num_ranks} ranks, {stage:?}");
+        }
+    }
+}
+
+#[test]
+fn a_resume_without_its_progress_is_another_run() {
+    let differs = world(1, |member| {
+        let mut optimizer = data_parallel(&member, config(ZeroStage::Replicated));
+        let mut weights = noises(1, len());
+        run(&mut optimizer, &mut weights, 0..2);
+        let mut forgetful = weights.clone();
+        let state = optimizer.state().clone();
+        run(&mut optimizer, &mut weights, 2..3);
+        *optimizer.state_mut() = state;
+        optimizer.set_progress(Progress::default());
+        run(&mut optimizer, &mut forgetful, 2..3);
+        weights != forgetful
+    });
+    assert_eq!(differs, [true]);
+}
