@@ -67,19 +67,19 @@ impl<T: Element> Buffer for Vec<T> {
 /// # Errors
 /// [`Error::DTypeMismatch`] when the elements are not of type `T`.
 pub fn into_vec<T: Element>(buffer: Box<dyn Buffer>) -> Result<Vec<T>> {
+    let mismatch = Error::DTypeMismatch {
+        expected: T::DTYPE,
+        found: buffer.dtype(),
+    };
     if buffer.dtype() != T::DTYPE {
-        return Err(Error::DTypeMismatch {
-            expected: T::DTYPE,
-            found: buffer.dtype(),
-        });
+        return Err(mismatch);
     }
-    // An upcast first, so that the copy below still has the buffer when the types differ.
     let any: &dyn Any = &*buffer;
     if any.is::<Vec<T>>() {
-        return Ok(*buffer
-            .into_any()
-            .downcast::<Vec<T>>()
-            .expect("the type was just checked"));
+        return match buffer.into_any().downcast::<Vec<T>>() {
+            Ok(vec) => Ok(*vec),
+            Err(_) => Err(mismatch),
+        };
     }
     let mut out = Vec::new();
     buffer.read(&mut |bytes| out = bytemuck::cast_slice(bytes).to_vec());

@@ -7,11 +7,22 @@ use std::fmt;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// Addition, in ascending group rank: `((x0 + x1) + x2) + ...` in f32 for 16-bit floats.
+    /// Integers wrap around.
     Sum,
     /// The largest element; a NaN on any rank gives NaN.
     Max,
     /// The smallest element; a NaN on any rank gives NaN.
     Min,
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Sum => "sum",
+            Self::Max => "max",
+            Self::Min => "min",
+        })
+    }
 }
 
 /// One tensor of a point-to-point [`Message`]: its shape travels with it.
@@ -36,6 +47,14 @@ pub type Message = Vec<Packet>;
 /// A started operation that owns its buffer until [`Pending::wait`] gives it back.
 ///
 /// Dropping it does not cancel the operation: the peers still complete it, and its result is lost.
+/// It can be waited for once:
+///
+/// ```compile_fail,E0382
+/// let pending = merak_mpu::Pending::ready(1);
+/// pending.wait()?;
+/// pending.wait()?; // use of moved value
+/// # Ok::<(), merak_mpu::Error>(())
+/// ```
 #[must_use = "a started operation must be waited for"]
 pub struct Pending<T> {
     finish: Box<dyn FnOnce() -> Result<T> + Send>,
@@ -47,6 +66,22 @@ impl<T> Pending<T> {
         Self {
             finish: Box::new(finish),
         }
+    }
+
+    /// An operation that is complete already.
+    pub fn ready(value: T) -> Self
+    where
+        T: Send + 'static,
+    {
+        Self::new(move || Ok(value))
+    }
+
+    /// Applies `f` to the result, on the thread that waits.
+    pub fn map<U>(self, f: impl FnOnce(T) -> Result<U> + Send + 'static) -> Pending<U>
+    where
+        T: 'static,
+    {
+        Pending::new(move || f(self.wait()?))
     }
 
     /// Blocks until the operation is complete and returns its result.

@@ -72,6 +72,7 @@ impl fmt::Display for DType {
 }
 
 mod sealed {
+    #[expect(unnameable_types, reason = "so that other crates cannot implement it")]
     pub trait Sealed {}
 }
 

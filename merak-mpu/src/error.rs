@@ -1,6 +1,7 @@
 //! What can go wrong between ranks.
 
-use crate::DType;
+use crate::{Axis, DType, Degrees, Wait};
+use std::time::Duration;
 
 /// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -25,4 +26,167 @@ pub enum Error {
         /// What happened there.
         reason: String,
     },
+    /// A peer did not come before the deadline.
+    #[error("no answer within {after:?}: {wait}{}", also(.others))]
+    Timeout {
+        /// How long this rank waited.
+        after: Duration,
+        /// What it waited for.
+        wait: Box<Wait>,
+        /// What the other ranks were waiting for at that moment.
+        others: Vec<Wait>,
+    },
+    /// Two members of a group called different operations where the same was due.
+    #[error(
+        "operation {sequence} of group {group} differs: rank {first} called {first_call}, rank {second} called {second_call}"
+    )]
+    Mismatch {
+        /// The group, with its members.
+        group: String,
+        /// Which operation of the group, counted from 0.
+        sequence: u64,
+        /// World rank that came first.
+        first: usize,
+        /// Its operation, element type, length and reduction or root.
+        first_call: String,
+        /// World rank that came with another operation.
+        second: usize,
+        /// Its operation.
+        second_call: String,
+    },
+    /// The degrees do not multiply to the number of ranks.
+    #[error("{degrees} = {}, but the world has {world_size} ranks{}", .degrees.world_size(), fitting(.nearest.as_ref()))]
+    WorldSize {
+        /// The degrees as given.
+        degrees: Degrees,
+        /// The number of ranks there are.
+        world_size: usize,
+        /// The closest degrees that do fit.
+        nearest: Option<Degrees>,
+    },
+    /// A degree is zero.
+    #[error("{} is 0, but a degree is at least 1", .axis.degree_name())]
+    ZeroDegree {
+        /// The axis of the degree.
+        axis: Axis,
+    },
+    /// The world was set up with other degrees before.
+    #[error("this world was set up with {first}, so it cannot be set up with {second}")]
+    OtherDegrees {
+        /// The degrees in use.
+        first: Degrees,
+        /// The degrees of the later call.
+        second: Degrees,
+    },
+    /// A coordinate lies outside its axis.
+    #[error("{} {index} does not exist: {} is {degree}, so the last is {}", .axis, .axis.degree_name(), .degree - 1)]
+    NoSuchCoordinate {
+        /// The axis.
+        axis: Axis,
+        /// The index asked for.
+        index: usize,
+        /// The degree of the axis.
+        degree: usize,
+    },
+    /// A rank lies outside its group or world.
+    #[error("rank {rank} does not exist in {group}, which has {size} ranks")]
+    NoSuchRank {
+        /// The rank asked for.
+        rank: usize,
+        /// The group or world.
+        group: String,
+        /// The number of its ranks.
+        size: usize,
+    },
+    /// A list of ranks is not the members of a group.
+    #[error("{members:?} cannot be group {name}: {reason}")]
+    BadGroup {
+        /// The name of the group.
+        name: String,
+        /// The members asked for, as world ranks.
+        members: Vec<usize>,
+        /// What is wrong with them.
+        reason: String,
+    },
+    /// A buffer cannot be cut into one part for each member.
+    #[error("{op} over {parts} ranks needs a multiple of {parts} elements, found {len}; nearest is {}", nearest_multiple(*.len, *.parts))]
+    UnevenLength {
+        /// The operation.
+        op: &'static str,
+        /// The number of elements.
+        len: usize,
+        /// The number of members.
+        parts: usize,
+    },
+    /// A tied group was asked for that nobody created.
+    #[error("no tied group is named {key:?}; there are {known:?}")]
+    UnknownTiedGroup {
+        /// The key asked for.
+        key: String,
+        /// The keys that exist.
+        known: Vec<String>,
+    },
+    /// A tied group was created twice.
+    #[error("tied group {key:?} exists already")]
+    TiedGroupExists {
+        /// The key of the group.
+        key: String,
+    },
+    /// A buffer did not show the memory that its length and element type promise.
+    #[error("a buffer of {len} {dtype} on rank {rank} did not open as {expected} aligned bytes")]
+    BadBuffer {
+        /// World rank of the owner.
+        rank: usize,
+        /// The number of elements it claims.
+        len: usize,
+        /// Its element type.
+        dtype: DType,
+        /// The number of bytes that makes.
+        expected: usize,
+    },
+    /// A launcher's environment variable cannot be read.
+    #[error("{variable} is {value:?}, but should be {expected}")]
+    BadVariable {
+        /// The name of the variable.
+        variable: &'static str,
+        /// Its value.
+        value: String,
+        /// What it should be.
+        expected: String,
+    },
+    /// The environment asks for one process per rank, which no engine of this build can connect.
+    #[error(
+        "{variable} asks for {world_size} processes, but this build has no engine between processes: \
+         start one process, whose ranks are threads, and unset {variable}"
+    )]
+    NoProcessEngine {
+        /// The variable that gave the world size.
+        variable: &'static str,
+        /// The number of processes.
+        world_size: usize,
+    },
+}
+
+fn also(others: &[Wait]) -> String {
+    let mut text = String::new();
+    for wait in others {
+        text.push_str("; ");
+        text.push_str(&wait.to_string());
+    }
+    text
+}
+
+fn fitting(nearest: Option<&Degrees>) -> String {
+    nearest.map_or_else(String::new, |degrees| {
+        format!("; nearest that fits: {degrees}")
+    })
+}
+
+fn nearest_multiple(len: usize, parts: usize) -> usize {
+    let below = len - len % parts;
+    if below > 0 && len - below <= below + parts - len {
+        below
+    } else {
+        below + parts
+    }
 }

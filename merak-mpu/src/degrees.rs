@@ -1,0 +1,178 @@
+//! The four parallel degrees.
+
+use crate::{Axis, Error, Result};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// How many ways the work is split along each axis; their product is the number of ranks.
+///
+/// ```
+/// use merak_mpu::Degrees;
+/// let degrees = Degrees { tp: 2, pp: 2, ..Degrees::default() };
+/// assert_eq!(degrees.world_size(), 4);
+/// assert_eq!(degrees.to_string(), "dp 1 x tp 2 x pp 2 x sp 1");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Degrees {
+    /// Data parallel degree: replicas of the model that see different samples.
+    pub dp: usize,
+    /// Tensor parallel degree: ranks that share each layer.
+    pub tp: usize,
+    /// Pipeline parallel degree: stages.
+    pub pp: usize,
+    /// Sequence parallel degree: ranks that share each sample.
+    pub sp: usize,
+}
+
+impl Default for Degrees {
+    fn default() -> Self {
+        Self {
+            dp: 1,
+            tp: 1,
+            pp: 1,
+            sp: 1,
+        }
+    }
+}
+
+impl Degrees {
+    /// The number of ranks, `dp * tp * pp * sp`; saturates.
+    pub fn world_size(&self) -> usize {
+        [self.tp, self.pp, self.sp]
+            .into_iter()
+            .fold(self.dp, usize::saturating_mul)
+    }
+
+    /// The degree along one axis.
+    pub fn get(&self, axis: Axis) -> usize {
+        match axis {
+            Axis::Pipeline => self.pp,
+            Axis::Data => self.dp,
+            Axis::Sequence => self.sp,
+            Axis::Tensor => self.tp,
+        }
+    }
+
+    /// Checks that every degree is at least 1.
+    ///
+    /// # Errors
+    /// [`Error::ZeroDegree`] otherwise.
+    pub fn check(&self) -> Result<()> {
+        match Axis::ALL.into_iter().find(|&axis| self.get(axis) == 0) {
+            Some(axis) => Err(Error::ZeroDegree { axis }),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that every degree is at least 1 and that they multiply to `world_size`.
+    ///
+    /// # Errors
+    /// [`Error::ZeroDegree`] or [`Error::WorldSize`], which names the closest degrees that fit.
+    ///
+    /// ```
+    /// use merak_mpu::Degrees;
+    /// let error = Degrees { dp: 2, tp: 2, pp: 2, sp: 1 }.check_world(4).unwrap_err();
+    /// assert_eq!(
+    ///     error.to_string(),
+    ///     "dp 2 x tp 2 x pp 2 x sp 1 = 8, but the world has 4 ranks; \
+    ///      nearest that fits: dp 1 x tp 2 x pp 2 x sp 1",
+    /// );
+    /// ```
+    pub fn check_world(&self, world_size: usize) -> Result<()> {
+        self.check()?;
+        if self.world_size() == world_size {
+            return Ok(());
+        }
+        Err(Error::WorldSize {
+            degrees: *self,
+            world_size,
+            nearest: self.nearest(world_size),
+        })
+    }
+
+    /// The degrees of `world_size` ranks that change the fewest of these, by the smallest factor,
+    /// and data before pipeline before tensor before sequence parallelism.
+    pub fn nearest(&self, world_size: usize) -> Option<Self> {
+        let mut best: Option<((usize, u64, usize), Self)> = None;
+        for dp in divisors(world_size) {
+            for tp in divisors(world_size / dp) {
+                for pp in divisors(world_size / dp / tp) {
+                    let sp = world_size / dp / tp / pp;
+                    let fitting = Self { dp, tp, pp, sp };
+                    let distance = self.distance(&fitting);
+                    if best.is_none_or(|(least, _)| distance < least) {
+                        best = Some((distance, fitting));
+                    }
+                }
+            }
+        }
+        best.map(|(_, degrees)| degrees)
+    }
+
+    /// Number of changed degrees, the factors by which they change, and how unwelcome each change is.
+    fn distance(&self, other: &Self) -> (usize, u64, usize) {
+        let unwelcome = [
+            (Axis::Data, 1),
+            (Axis::Pipeline, 2),
+            (Axis::Tensor, 4),
+            (Axis::Sequence, 8),
+        ];
+        let mut distance = (0, 0, 0);
+        for (axis, weight) in unwelcome {
+            let (from, to) = (self.get(axis), other.get(axis));
+            if from != to {
+                let log_factor = (to as f64 / from as f64).ln().abs();
+                distance.0 += 1;
+                distance.1 += (log_factor * 1e6).round() as u64;
+                distance.2 += weight;
+            }
+        }
+        distance
+    }
+}
+
+impl fmt::Display for Degrees {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { dp, tp, pp, sp } = self;
+        write!(f, "dp {dp} x tp {tp} x pp {pp} x sp {sp}")
+    }
+}
+
+fn divisors(n: usize) -> Vec<usize> {
+    (1..=n).filter(|d| n.is_multiple_of(*d)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn degrees(dp: usize, tp: usize, pp: usize, sp: usize) -> Degrees {
+        Degrees { dp, tp, pp, sp }
+    }
+
+    #[test]
+    fn the_nearest_degrees_keep_as_many_as_possible() {
+        let cases = [
+            (degrees(2, 2, 2, 1), 4, degrees(1, 2, 2, 1)),
+            (degrees(1, 2, 2, 1), 8, degrees(2, 2, 2, 1)),
+            (degrees(1, 8, 1, 1), 4, degrees(1, 4, 1, 1)),
+            (degrees(1, 2, 3, 1), 8, degrees(1, 2, 4, 1)),
+        ];
+        for (asked, world, expected) in cases {
+            assert_eq!(asked.nearest(world), Some(expected), "{asked} in {world}");
+        }
+        assert_eq!(degrees(1, 1, 1, 1).nearest(0), None);
+    }
+
+    #[test]
+    fn a_zero_degree_is_named() {
+        let error = degrees(1, 0, 1, 1).check().unwrap_err();
+        assert_eq!(error.to_string(), "tp is 0, but a degree is at least 1");
+    }
+
+    #[test]
+    fn a_product_too_large_for_a_number_is_still_an_error() {
+        assert!(degrees(usize::MAX, 2, 2, 1).check_world(4).is_err());
+    }
+}

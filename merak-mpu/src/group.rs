@@ -1,0 +1,347 @@
+//! A group of ranks as its members use it.
+
+use crate::{
+    Buffer, Communicator, Element, Error, Message, Pending, Rank, ReduceOp, Result, into_vec,
+};
+use std::sync::Arc;
+
+/// One rank's handle on a group: who is in it, and every collective in blocking and pending form.
+///
+/// Clones are the same member. `N` is the number of members and `L` a length in elements. The pending
+/// forms are those of [`Communicator`], which a group implements; `*_vec` forms take and give a `Vec`
+/// of any [`Element`] type without a copy. A group of one rank returns each buffer as it is, at once.
+/// A group that is dropped while its thread panics poisons the world.
+///
+/// ```
+/// use merak_mpu::{Communicator, ReduceOp, into_vec, threads};
+/// threads::run(2, threads::WorldOptions::default(), |member| {
+///     let group = member.world_group()?;
+///     let sum = group.start_all_reduce(Box::new(vec![1.0_f32]), ReduceOp::Sum)?;
+///     let names = group.all_gather_bytes(format!("rank {}", group.rank()).into_bytes())?;
+///     assert_eq!(names, [b"rank 0", b"rank 1"]);
+///     assert_eq!(into_vec::<f32>(sum.wait()?)?, [2.0]);
+///     Ok::<_, merak_mpu::Error>(())
+/// })?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Group {
+    name: Arc<str>,
+    members: Arc<[Rank]>,
+    communicator: Arc<dyn Communicator>,
+}
+
+impl Group {
+    pub(crate) fn new(name: &str, members: &[Rank], communicator: Arc<dyn Communicator>) -> Self {
+        Self {
+            name: name.into(),
+            members: members.into(),
+            communicator,
+        }
+    }
+
+    /// The name, as in `tensor`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The members as world ranks, ascending; a group rank is an index into them.
+    pub fn members(&self) -> &[Rank] {
+        &self.members
+    }
+
+    /// This member's rank within the group.
+    pub fn rank(&self) -> usize {
+        self.communicator.rank()
+    }
+
+    /// The number of members.
+    pub fn world_size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Whether this rank is alone in the group.
+    pub fn is_single(&self) -> bool {
+        self.members.len() == 1
+    }
+
+    /// The group rank of a world rank, if it is a member.
+    pub fn rank_of(&self, rank: Rank) -> Option<usize> {
+        self.members.binary_search(&rank).ok()
+    }
+
+    /// Reduces `[L]` element by element; every member gets the `[L]` result in its own buffer.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_reduce`] and [`Pending::wait`].
+    pub fn all_reduce(&self, buffer: Box<dyn Buffer>, op: ReduceOp) -> Result<Box<dyn Buffer>> {
+        self.start_all_reduce(buffer, op)?.wait()
+    }
+
+    /// [`Group::all_reduce`] of a `Vec`.
+    ///
+    /// # Errors
+    /// As [`Group::all_reduce`].
+    pub fn all_reduce_vec<T: Element>(&self, data: Vec<T>, op: ReduceOp) -> Result<Vec<T>> {
+        into_vec(self.all_reduce(Box::new(data), op)?)
+    }
+
+    /// [`Group::all_reduce`] of one number.
+    ///
+    /// # Errors
+    /// As [`Group::all_reduce`].
+    pub fn all_reduce_scalar<T: Element>(&self, value: T, op: ReduceOp) -> Result<T> {
+        Ok(self.all_reduce_vec(vec![value], op)?[0])
+    }
+
+    /// Reduces `[N * L]`; member `r` gets the `r`-th `[L]`.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_reduce_scatter`] and [`Pending::wait`].
+    pub fn reduce_scatter(&self, buffer: Box<dyn Buffer>, op: ReduceOp) -> Result<Box<dyn Buffer>> {
+        self.start_reduce_scatter(buffer, op)?.wait()
+    }
+
+    /// [`Group::reduce_scatter`] of a `Vec`.
+    ///
+    /// # Errors
+    /// As [`Group::reduce_scatter`].
+    pub fn reduce_scatter_vec<T: Element>(&self, data: Vec<T>, op: ReduceOp) -> Result<Vec<T>> {
+        into_vec(self.reduce_scatter(Box::new(data), op)?)
+    }
+
+    /// Joins one `[L]` of each member, in rank order, to `[N * L]` on every member.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_gather`] and [`Pending::wait`].
+    pub fn all_gather(&self, buffer: Box<dyn Buffer>) -> Result<Box<dyn Buffer>> {
+        self.start_all_gather(buffer)?.wait()
+    }
+
+    /// [`Group::all_gather`] of a `Vec`.
+    ///
+    /// # Errors
+    /// As [`Group::all_gather`].
+    pub fn all_gather_vec<T: Element>(&self, data: Vec<T>) -> Result<Vec<T>> {
+        into_vec(self.all_gather(Box::new(data))?)
+    }
+
+    /// Copies the `[L]` of member `root` to every member.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_broadcast`] and [`Pending::wait`].
+    pub fn broadcast(&self, buffer: Box<dyn Buffer>, root: usize) -> Result<Box<dyn Buffer>> {
+        self.start_broadcast(buffer, root)?.wait()
+    }
+
+    /// [`Group::broadcast`] of a `Vec`, which must be of one length on all members.
+    ///
+    /// # Errors
+    /// As [`Group::broadcast`].
+    pub fn broadcast_vec<T: Element>(&self, data: Vec<T>, root: usize) -> Result<Vec<T>> {
+        into_vec(self.broadcast(Box::new(data), root)?)
+    }
+
+    /// Sends the `p`-th `[L]` of `[N * L]` to member `p`, and gets `[N * L]` with one `[L]` from each.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_to_all`] and [`Pending::wait`].
+    pub fn all_to_all(&self, buffer: Box<dyn Buffer>) -> Result<Box<dyn Buffer>> {
+        self.start_all_to_all(buffer)?.wait()
+    }
+
+    /// [`Group::all_to_all`] of a `Vec`.
+    ///
+    /// # Errors
+    /// As [`Group::all_to_all`].
+    pub fn all_to_all_vec<T: Element>(&self, data: Vec<T>) -> Result<Vec<T>> {
+        into_vec(self.all_to_all(Box::new(data))?)
+    }
+
+    /// Gathers one byte string of any length from each member, in rank order, on every member.
+    ///
+    /// # Communication
+    /// An all-gather of the lengths, then one of the strings padded to the longest.
+    ///
+    /// # Errors
+    /// As [`Group::all_gather`].
+    pub fn all_gather_bytes(&self, mut bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        let lengths = self.all_gather_vec(vec![length(&bytes)])?;
+        let longest = lengths.iter().copied().max().unwrap_or(0) as usize;
+        if longest == 0 {
+            return Ok(vec![Vec::new(); self.world_size()]);
+        }
+        bytes.resize(longest, 0);
+        let joined = self.all_gather_vec(bytes)?;
+        Ok(joined
+            .chunks(longest)
+            .zip(lengths)
+            .map(|(part, length)| part[..length as usize].to_vec())
+            .collect())
+    }
+
+    /// Copies the byte string of member `root`, whose length the others need not know, to every member.
+    ///
+    /// # Communication
+    /// A broadcast of the length, then one of the string.
+    ///
+    /// # Errors
+    /// As [`Group::broadcast`].
+    pub fn broadcast_bytes(&self, mut bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
+        let length = self.broadcast_vec(vec![length(&bytes)], root)?[0];
+        if self.rank() != root {
+            bytes.resize(length as usize, 0);
+        }
+        self.broadcast_vec(bytes, root)
+    }
+
+    /// Waits until every member has come here.
+    ///
+    /// # Errors
+    /// As [`Communicator::barrier`].
+    pub fn barrier(&self) -> Result<()> {
+        Communicator::barrier(self)
+    }
+
+    /// Sends a message to group rank `to`; never waits for the receiver.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_send`].
+    pub fn send(&self, to: usize, tag: u64, message: Message) -> Result<()> {
+        self.start_send(to, tag, message)?.wait()
+    }
+
+    /// Waits for the next message of `tag` from group rank `from`.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_recv`] and [`Pending::wait`].
+    pub fn recv(&self, from: usize, tag: u64) -> Result<Message> {
+        self.start_recv(from, tag)?.wait()
+    }
+
+    /// Poisons the group and the world it belongs to, with this rank as the culprit.
+    pub fn abort(&self, reason: &str) {
+        self.communicator.abort(reason);
+    }
+
+    fn check_rank(&self, rank: usize) -> Result<()> {
+        if rank < self.world_size() {
+            return Ok(());
+        }
+        Err(Error::NoSuchRank {
+            rank,
+            group: describe(&self.name, &self.members),
+            size: self.world_size(),
+        })
+    }
+
+    fn check_even(&self, op: &'static str, len: usize) -> Result<()> {
+        if len.is_multiple_of(self.world_size()) {
+            return Ok(());
+        }
+        Err(Error::UnevenLength {
+            op,
+            len,
+            parts: self.world_size(),
+        })
+    }
+}
+
+/// Checks the arguments, and leaves the engine alone in a group of one.
+impl Communicator for Group {
+    fn rank(&self) -> usize {
+        self.communicator.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.members.len()
+    }
+
+    fn start_all_reduce(
+        &self,
+        buffer: Box<dyn Buffer>,
+        op: ReduceOp,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        if self.is_single() {
+            return Ok(Pending::ready(buffer));
+        }
+        self.communicator.start_all_reduce(buffer, op)
+    }
+
+    fn start_reduce_scatter(
+        &self,
+        buffer: Box<dyn Buffer>,
+        op: ReduceOp,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        if self.is_single() {
+            return Ok(Pending::ready(buffer));
+        }
+        self.check_even("reduce_scatter", buffer.len())?;
+        self.communicator.start_reduce_scatter(buffer, op)
+    }
+
+    fn start_all_gather(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
+        if self.is_single() {
+            return Ok(Pending::ready(buffer));
+        }
+        self.communicator.start_all_gather(buffer)
+    }
+
+    fn start_broadcast(
+        &self,
+        buffer: Box<dyn Buffer>,
+        root: usize,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        self.check_rank(root)?;
+        if self.is_single() {
+            return Ok(Pending::ready(buffer));
+        }
+        self.communicator.start_broadcast(buffer, root)
+    }
+
+    fn start_all_to_all(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
+        if self.is_single() {
+            return Ok(Pending::ready(buffer));
+        }
+        self.check_even("all_to_all", buffer.len())?;
+        self.communicator.start_all_to_all(buffer)
+    }
+
+    fn barrier(&self) -> Result<()> {
+        if self.is_single() {
+            return Ok(());
+        }
+        self.communicator.barrier()
+    }
+
+    fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {
+        self.check_rank(to)?;
+        self.communicator.start_send(to, tag, message)
+    }
+
+    fn start_recv(&self, from: usize, tag: u64) -> Result<Pending<Message>> {
+        self.check_rank(from)?;
+        self.communicator.start_recv(from, tag)
+    }
+
+    fn abort(&self, reason: &str) {
+        self.communicator.abort(reason);
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.communicator.abort("panicked");
+        }
+    }
+}
+
+fn length(bytes: &[u8]) -> i64 {
+    i64::try_from(bytes.len()).expect("memory is shorter than i64::MAX bytes")
+}
+
+/// A group as messages name it: `tensor [0, 1]`.
+pub(crate) fn describe(name: &str, members: &[Rank]) -> String {
+    format!("{name} {members:?}")
+}

@@ -1,0 +1,88 @@
+//! The number of a rank, and what it may be waiting for.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// A rank of the world: the number of one participant, from 0.
+///
+/// A place within a smaller group is a plain `usize` and called group rank.
+///
+/// ```
+/// use merak_mpu::Rank;
+/// assert_eq!(format!("{} {:?}", Rank(3), [Rank(0), Rank(8)]), "3 [0, 8]");
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Rank(pub usize);
+
+impl From<usize> for Rank {
+    fn from(rank: usize) -> Self {
+        Self(rank)
+    }
+}
+
+impl PartialEq<usize> for Rank {
+    fn eq(&self, other: &usize) -> bool {
+        self.0 == *other
+    }
+}
+
+impl fmt::Display for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Debug for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// One rank waiting for others: who, where, for whom.
+///
+/// ```
+/// use merak_mpu::{Rank, Wait};
+/// let wait = Wait {
+///     rank: Rank(2),
+///     op: "all_reduce".into(),
+///     group: "tensor [2, 3]".into(),
+///     sequence: 7,
+///     missing: vec![Rank(3)],
+/// };
+/// assert_eq!(wait.to_string(), "rank 2 waits in all_reduce 7 of group tensor [2, 3] for rank 3");
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wait {
+    /// The rank that waits.
+    pub rank: Rank,
+    /// The operation it waits in.
+    pub op: String,
+    /// The name and members of the group.
+    pub group: String,
+    /// The number of the operation within its group, from 0; for a receipt within its sender and tag.
+    pub sequence: u64,
+    /// The ranks that have not come; empty when all came and the result is being computed.
+    pub missing: Vec<Rank>,
+}
+
+impl fmt::Display for Wait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            rank,
+            op,
+            group,
+            sequence,
+            missing,
+        } = self;
+        write!(
+            f,
+            "rank {rank} waits in {op} {sequence} of group {group} for "
+        )?;
+        match missing.as_slice() {
+            [] => f.write_str("the result"),
+            [one] => write!(f, "rank {one}"),
+            many => write!(f, "ranks {many:?}"),
+        }
+    }
+}

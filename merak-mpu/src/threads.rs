@@ -1,0 +1,98 @@
+//! Ranks as threads of one process: the engine that needs nothing but std.
+//!
+//! Messages move by pointer: the box that one rank sends is the box that the other receives. A
+//! collective has no messages at all. Each member deposits its buffer; the first to wait once all have
+//! come opens every buffer, cuts the work into chunks of 32 KiB, and all members that wait share them:
+//!
+//! ```text
+//! rank 0  start ─ deposit ┐             ┌ wait: opens all buffers ─ chunk 0 ─ chunk 2 ─ closes ─ takes its own
+//! rank 1  start ─ deposit ┴─ all here ──┴ wait: ··················· chunk 1 ─ chunk 3 ·········· takes its own
+//! ```
+//!
+//! The arithmetic of an element never depends on who computes its chunk, so results are the same bits
+//! in every run. Nobody needs a peer's thread to make progress once all have deposited, so pending
+//! operations may be waited for in any order, or by some members only.
+//!
+//! A wait spins for some tens of microseconds, then sleeps. It ends with the result, with
+//! [`Error::Aborted`](crate::Error::Aborted) as soon as any rank fails, or with
+//! [`Error::Timeout`](crate::Error::Timeout), which names the missing ranks. That all members call the
+//! same operation is checked in every build, since here it costs one comparison.
+
+mod collective;
+mod communicator;
+mod kernel;
+mod mailbox;
+mod plan;
+mod wait;
+mod world;
+
+use crate::{Member, RunError, run::run_members};
+use std::{fmt::Display, sync::Arc, time::Duration};
+
+/// How a world of threads behaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorldOptions {
+    /// Longest wait for a peer; ten minutes unless told.
+    pub timeout: Duration,
+    /// Stack of each thread that [`run`] starts; 8 MiB unless told.
+    pub stack_bytes: usize,
+}
+
+impl Default for WorldOptions {
+    fn default() -> Self {
+        Self {
+            timeout: Duration::from_mins(10),
+            stack_bytes: 8 << 20,
+        }
+    }
+}
+
+/// Makes a world of `n` ranks whose members are then moved to a thread each.
+///
+/// ```
+/// use merak_mpu::threads;
+/// let members = threads::world(2, threads::WorldOptions::default());
+/// std::thread::scope(|scope| {
+///     for member in members {
+///         scope.spawn(move || member.world_group()?.barrier());
+///     }
+/// });
+/// ```
+pub fn world(n: usize, options: WorldOptions) -> Vec<Member> {
+    let world = Arc::new(world::World::new(n, options.timeout));
+    (0..n)
+        .map(|rank| Member::new(Arc::new(world::Rank::new(Arc::clone(&world), rank))))
+        .collect()
+}
+
+/// Runs `body` once for each rank of a new world, each on its own thread, and returns the results by rank.
+///
+/// The first rank that returns an error or panics poisons the world, so that the others leave their waits
+/// with [`Error::Aborted`](crate::Error::Aborted). A rank that returns while others still wait for it ends
+/// those waits too. All threads are joined before this returns.
+///
+/// # Errors
+/// The cause on the rank that failed first.
+///
+/// ```
+/// use merak_mpu::threads;
+/// let failed = threads::run(2, threads::WorldOptions::default(), |member| {
+///     if member.rank() == 1 {
+///         return Err(format!("no data for rank {}", member.rank()));
+///     }
+///     let world = member.world_group().map_err(|e| e.to_string())?;
+///     world.barrier().map_err(|e| e.to_string())
+/// });
+/// assert_eq!(failed.unwrap_err().to_string(), "rank 1 failed: no data for rank 1");
+/// ```
+pub fn run<T, E>(
+    n: usize,
+    options: WorldOptions,
+    body: impl Fn(Member) -> Result<T, E> + Sync,
+) -> Result<Vec<T>, RunError<E>>
+where
+    T: Send,
+    E: Display + Send,
+{
+    run_members(world(n, options), options.stack_bytes, body)
+}

@@ -1,0 +1,319 @@
+//! One collective in flight: members deposit buffers, and those that wait share the work.
+#![expect(
+    unsafe_code,
+    reason = "threads work on disjoint chunks of buffers that one of them holds open"
+)]
+
+use super::{
+    plan::{Fingerprint, Footprint, Plan},
+    world::lock,
+};
+use crate::{Buffer, DType, zeros};
+use std::{
+    hint, mem,
+    sync::{
+        Mutex, OnceLock,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+/// What a member brings: its buffer, and room for the result where the call does not work in place.
+struct Deposit {
+    input: Box<dyn Buffer>,
+    output: Option<Box<dyn Buffer>>,
+}
+
+/// A collective from its first call to its last result.
+///
+/// ```text
+/// gathering ──(n-th deposit)──> full ──(one member leads)──> working ──(last chunk)──> done
+/// ```
+pub(super) struct Collective {
+    fingerprint: Fingerprint,
+    /// Group rank whose fingerprint that is.
+    first: usize,
+    deposits: Mutex<Vec<Option<Deposit>>>,
+    full: AtomicBool,
+    led: AtomicBool,
+    work: OnceLock<Work>,
+    results: Mutex<Vec<Option<Box<dyn Buffer>>>>,
+    done: AtomicBool,
+}
+
+/// A buffer that did not open as it should: its number, length and dtype.
+pub(super) struct Unopened {
+    pub(super) rank: usize,
+    pub(super) len: usize,
+    pub(super) dtype: DType,
+}
+
+impl Collective {
+    /// Starts gathering for `n` members; `first` is the group rank that came first.
+    pub(super) fn new(fingerprint: Fingerprint, first: usize, n: usize) -> Self {
+        Self {
+            fingerprint,
+            first,
+            deposits: Mutex::new((0..n).map(|_| None).collect()),
+            full: AtomicBool::new(false),
+            led: AtomicBool::new(false),
+            work: OnceLock::new(),
+            results: Mutex::default(),
+            done: AtomicBool::new(false),
+        }
+    }
+
+    /// The member that came first, and what it called.
+    pub(super) fn first(&self) -> (usize, Fingerprint) {
+        (self.first, self.fingerprint)
+    }
+
+    /// Leaves the buffer of member `rank`, whose fingerprint is that of the first. Returns whether all have come.
+    pub(super) fn deposit(&self, rank: usize, input: Box<dyn Buffer>) -> bool {
+        let mut deposits = lock(&self.deposits);
+        let output = Plan::output_len(self.fingerprint, deposits.len())
+            .map(|len| zeros(self.fingerprint.dtype, len));
+        deposits[rank] = Some(Deposit { input, output });
+        let full = deposits.iter().all(Option::is_some);
+        if full {
+            self.full.store(true, Ordering::Release);
+        }
+        full
+    }
+
+    /// Whether all members have come.
+    pub(super) fn is_full(&self) -> bool {
+        self.full.load(Ordering::Acquire)
+    }
+
+    /// The members that have not come.
+    pub(super) fn missing(&self) -> Vec<usize> {
+        if self.is_full() {
+            return Vec::new();
+        }
+        let deposits = lock(&self.deposits);
+        (0..deposits.len())
+            .filter(|&rank| deposits[rank].is_none())
+            .collect()
+    }
+
+    /// Whether the results are there.
+    pub(super) fn is_done(&self) -> bool {
+        self.done.load(Ordering::Acquire)
+    }
+
+    /// Whether a member that does not lead has something to do.
+    pub(super) fn can_help(&self) -> bool {
+        self.is_done() || self.work.get().is_some()
+    }
+
+    /// Makes the caller the leader, unless there is one.
+    pub(super) fn claim_lead(&self) -> bool {
+        !self.led.swap(true, Ordering::AcqRel)
+    }
+
+    /// Opens all buffers in ascending rank, works until all is computed, and puts the results out.
+    pub(super) fn lead(&self) -> Result<(), Unopened> {
+        let deposits: Vec<Deposit> = mem::take(&mut *lock(&self.deposits))
+            .into_iter()
+            .flatten()
+            .collect();
+        let plan = Plan::new(self.fingerprint, deposits.len());
+        let mut buffers = Vec::with_capacity(2 * deposits.len());
+        let mut outputs = Vec::new();
+        for deposit in deposits {
+            buffers.push(deposit.input);
+            outputs.extend(deposit.output);
+        }
+        let n = buffers.len();
+        let in_place = outputs.is_empty();
+        buffers.append(&mut outputs);
+        if plan.num_chunks() > 0 {
+            self.work_on(plan, &mut buffers)
+                .map_err(|number| Unopened {
+                    rank: number % n,
+                    len: buffers[number].len(),
+                    dtype: buffers[number].dtype(),
+                })?;
+        }
+        let results = buffers.split_off(if in_place { 0 } else { n });
+        *lock(&self.results) = results.into_iter().map(Some).collect();
+        self.done.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Works on chunks while there are any left.
+    pub(super) fn help(&self) {
+        if let Some(work) = self.work.get() {
+            work.help();
+        }
+    }
+
+    /// Takes the result of member `rank` once it is done.
+    pub(super) fn take(&self, rank: usize) -> Option<Box<dyn Buffer>> {
+        lock(&self.results).get_mut(rank)?.take()
+    }
+
+    /// Returns the number of the first buffer that did not open.
+    fn work_on(&self, plan: Plan, buffers: &mut [Box<dyn Buffer>]) -> Result<(), usize> {
+        let mut regions = Vec::with_capacity(buffers.len());
+        let expected: Vec<(usize, DType)> = buffers
+            .iter()
+            .map(|buffer| (buffer.len(), buffer.dtype()))
+            .collect();
+        let mut plan = Some(plan);
+        let mut outcome = Err(0);
+        open(buffers, &mut regions, &mut |regions| {
+            let Some(plan) = plan.take() else { return };
+            let unopened = regions
+                .iter()
+                .zip(&expected)
+                .position(|(region, &(len, dtype))| !region.holds(len, dtype));
+            if let Some(number) = unopened {
+                outcome = Err(number);
+                return;
+            }
+            let work = self.work.get_or_init(|| Work::new(plan, regions.to_vec()));
+            let _closing = Closing(work);
+            work.help();
+            outcome = Ok(());
+        });
+        // A buffer that was never opened has no region, and the ones before it do.
+        outcome.map_err(|number| {
+            if plan.is_some() {
+                regions.len()
+            } else {
+                number
+            }
+        })
+    }
+}
+
+/// Holds all buffers open at once, in order, and calls `f` with their memory.
+fn open(buffers: &mut [Box<dyn Buffer>], regions: &mut Vec<Region>, f: &mut dyn FnMut(&[Region])) {
+    match buffers.split_first_mut() {
+        None => f(regions),
+        Some((first, rest)) => {
+            let depth = regions.len();
+            first.write(&mut |bytes| {
+                regions.truncate(depth);
+                regions.push(Region {
+                    start: bytes.as_mut_ptr(),
+                    len: bytes.len(),
+                });
+                open(rest, regions, f);
+            });
+        }
+    }
+}
+
+/// The memory of an open buffer.
+#[derive(Clone, Copy)]
+struct Region {
+    start: *mut u8,
+    len: usize,
+}
+
+// SAFETY: a region is only dereferenced through `Work::memory`, whose callers hold different chunks.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+impl Region {
+    fn holds(&self, len: usize, dtype: DType) -> bool {
+        let align = match dtype {
+            DType::F64 | DType::I64 => align_of::<u64>(),
+            DType::F32 | DType::U32 => align_of::<u32>(),
+            DType::BF16 | DType::F16 => align_of::<u16>(),
+            DType::U8 => 1,
+        };
+        self.len == len * dtype.size_bytes() && self.start.addr().is_multiple_of(align)
+    }
+}
+
+/// The chunks of an opened collective, and who is at them.
+///
+/// Invariant: the regions are valid, and nobody else touches them, until `next` is past the last chunk
+/// and as many chunks are `finished` as were claimed. [`Closing`] keeps the buffers open until then.
+struct Work {
+    plan: Plan,
+    regions: Vec<Region>,
+    next: AtomicUsize,
+    finished: AtomicUsize,
+}
+
+impl Work {
+    fn new(plan: Plan, regions: Vec<Region>) -> Self {
+        Self {
+            plan,
+            regions,
+            next: AtomicUsize::new(0),
+            finished: AtomicUsize::new(0),
+        }
+    }
+
+    fn help(&self) {
+        while let Some(claim) = self.claim() {
+            let footprint = self.plan.footprint(claim.chunk);
+            // SAFETY: the claim is ours alone, and the buffers stay open until it is dropped.
+            let mut memory = unsafe { self.memory(footprint) };
+            self.plan.compute(&mut memory);
+        }
+    }
+
+    fn claim(&self) -> Option<Claim<'_>> {
+        let chunk = self.next.fetch_add(1, Ordering::Relaxed);
+        (chunk < self.plan.num_chunks()).then_some(Claim { work: self, chunk })
+    }
+
+    /// # Safety
+    /// The caller holds the claim on the chunk of this footprint.
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "a claim is exclusive, and chunks are disjoint"
+    )]
+    unsafe fn memory(&self, footprint: Footprint) -> Vec<&mut [u8]> {
+        footprint
+            .into_iter()
+            .map(|(buffer, range)| {
+                let region = self.regions[buffer];
+                assert!(range.start <= range.end && range.end <= region.len);
+                // SAFETY: the range was just checked to lie within the region.
+                let start = unsafe { region.start.add(range.start) };
+                // SAFETY: the region is valid and ours for the time of the claim; footprints of different
+                // chunks, and the parts of one, do not overlap (tested in `plan.rs`).
+                unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
+            })
+            .collect()
+    }
+}
+
+/// One chunk, for the one who works on it; dropping it says that the work is over.
+struct Claim<'a> {
+    work: &'a Work,
+    chunk: usize,
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        self.work.finished.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// Keeps the leader from closing the buffers, even in a panic, while somebody works on a chunk.
+struct Closing<'a>(&'a Work);
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        let total = self.0.plan.num_chunks();
+        let claimed = self.0.next.swap(total, Ordering::Relaxed).min(total);
+        let mut rounds = 0_u32;
+        while self.0.finished.load(Ordering::Acquire) < claimed {
+            rounds += 1;
+            if rounds.is_multiple_of(64) {
+                thread::yield_now();
+            }
+            hint::spin_loop();
+        }
+    }
+}

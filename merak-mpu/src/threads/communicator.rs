@@ -1,0 +1,283 @@
+//! The communicator of a group of threads.
+
+use super::{
+    collective::Collective,
+    mailbox::Mailbox,
+    plan::{Call, Fingerprint},
+    wait::{self, Bell},
+    world::{World, lock},
+};
+use crate::{
+    Buffer, Communicator, Error, Message, Pending, Rank, ReduceOp, Result, Wait, group::describe,
+};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+/// Shared by the members of a group.
+pub(super) struct GroupState {
+    name: String,
+    members: Vec<Rank>,
+    /// Rings when a collective is full, and when it is done.
+    bell: Bell,
+    /// Collectives that still miss members, by number.
+    gathering: Mutex<BTreeMap<u64, Arc<Collective>>>,
+    /// By the group rank of the receiver.
+    mailboxes: Vec<Mailbox>,
+}
+
+impl GroupState {
+    pub(super) fn new(name: &str, members: &[Rank]) -> Self {
+        Self {
+            name: name.to_owned(),
+            members: members.to_vec(),
+            bell: Bell::default(),
+            gathering: Mutex::default(),
+            mailboxes: members.iter().map(|_| Mailbox::default()).collect(),
+        }
+    }
+
+    /// Wakes every sleeping member.
+    pub(super) fn wake_all(&self) {
+        self.bell.ring();
+        for mailbox in &self.mailboxes {
+            mailbox.bell.ring();
+        }
+    }
+}
+
+/// One member's place in a group.
+struct Seat {
+    world: Arc<World>,
+    group: Arc<GroupState>,
+    /// Group rank.
+    rank: usize,
+}
+
+/// One member's handle on a group.
+pub(super) struct Handle {
+    seat: Arc<Seat>,
+    /// The number of collectives that this member has started.
+    started: AtomicU64,
+}
+
+impl Handle {
+    pub(super) fn new(world: Arc<World>, group: Arc<GroupState>, rank: usize) -> Self {
+        Self {
+            seat: Arc::new(Seat { world, group, rank }),
+            started: AtomicU64::new(0),
+        }
+    }
+
+    /// Deposits the buffer; the wait does the work.
+    fn start(&self, call: Call, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
+        let Seat { world, group, rank } = &*self.seat;
+        world.check()?;
+        let sequence = self.started.fetch_add(1, Ordering::Relaxed);
+        let fingerprint = Fingerprint {
+            call,
+            dtype: buffer.dtype(),
+            len: buffer.len(),
+        };
+        let collective = {
+            let mut gathering = lock(&group.gathering);
+            let collective = gathering.entry(sequence).or_insert_with(|| {
+                let n = group.members.len();
+                Arc::new(Collective::new(fingerprint, *rank, n))
+            });
+            Arc::clone(collective)
+        };
+        self.seat.compare(&collective, sequence, fingerprint)?;
+        if collective.deposit(*rank, buffer) {
+            lock(&group.gathering).remove(&sequence);
+            group.bell.ring();
+        }
+        let seat = Arc::clone(&self.seat);
+        Ok(Pending::new(move || seat.finish(&collective, sequence)))
+    }
+}
+
+impl Seat {
+    fn world_rank(&self) -> Rank {
+        self.group.members[self.rank]
+    }
+
+    fn describe_group(&self) -> String {
+        describe(&self.group.name, &self.group.members)
+    }
+
+    /// Fails the world when this member calls something else than the first did.
+    fn compare(&self, collective: &Collective, sequence: u64, own: Fingerprint) -> Result<()> {
+        let (first, expected) = collective.first();
+        if own == expected {
+            return Ok(());
+        }
+        let error = Error::Mismatch {
+            group: self.describe_group(),
+            sequence,
+            first: self.group.members[first].0,
+            first_call: expected.to_string(),
+            second: self.world_rank().0,
+            second_call: own.to_string(),
+        };
+        self.fail(&error);
+        Err(error)
+    }
+
+    fn fail(&self, error: &Error) {
+        let rank = self.world_rank().0;
+        self.world.fail(rank, rank, &error.to_string());
+    }
+
+    fn finish(&self, collective: &Collective, sequence: u64) -> Result<Box<dyn Buffer>> {
+        self.wait_for(collective, sequence, &|| collective.is_full())?;
+        if collective.claim_lead() {
+            let led = collective.lead();
+            if let Err(unopened) = led {
+                let error = Error::BadBuffer {
+                    rank: self.group.members[unopened.rank].0,
+                    len: unopened.len,
+                    dtype: unopened.dtype,
+                    expected: unopened.len * unopened.dtype.size_bytes(),
+                };
+                self.fail(&error);
+                return Err(error);
+            }
+            self.group.bell.ring();
+        } else {
+            self.wait_for(collective, sequence, &|| collective.can_help())?;
+            collective.help();
+            self.wait_for(collective, sequence, &|| collective.is_done())?;
+        }
+        Ok(collective
+            .take(self.rank)
+            .expect("a pending value is waited for once, and the results are there"))
+    }
+
+    fn wait_for(
+        &self,
+        collective: &Collective,
+        sequence: u64,
+        ready: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        wait::wait(&self.world, &self.group.bell, ready, &|| {
+            let missing = collective.missing();
+            Wait {
+                rank: self.world_rank(),
+                op: collective.first().1.call.name().to_owned(),
+                group: self.describe_group(),
+                sequence,
+                missing: missing
+                    .into_iter()
+                    .map(|rank| self.group.members[rank])
+                    .collect(),
+            }
+        })
+    }
+
+    fn receive(&self, from: usize, tag: u64, number: u64) -> Result<Message> {
+        let mailbox = &self.group.mailboxes[self.rank];
+        let ready = || mailbox.has(from, tag, number);
+        wait::wait(&self.world, &mailbox.bell, &ready, &|| Wait {
+            rank: self.world_rank(),
+            op: format!("recv(tag {tag})"),
+            group: self.describe_group(),
+            sequence: number,
+            missing: vec![self.group.members[from]],
+        })?;
+        Ok(mailbox
+            .take(from, tag, number)
+            .expect("the number of a receipt is its own, and the message is there"))
+    }
+
+    fn check_peer(&self, rank: usize) -> Result<()> {
+        if rank < self.group.members.len() {
+            return Ok(());
+        }
+        Err(Error::NoSuchRank {
+            rank,
+            group: self.describe_group(),
+            size: self.group.members.len(),
+        })
+    }
+}
+
+impl Communicator for Handle {
+    fn rank(&self) -> usize {
+        self.seat.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.seat.group.members.len()
+    }
+
+    fn start_all_reduce(
+        &self,
+        buffer: Box<dyn Buffer>,
+        op: ReduceOp,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        self.start(Call::AllReduce(op), buffer)
+    }
+
+    fn start_reduce_scatter(
+        &self,
+        buffer: Box<dyn Buffer>,
+        op: ReduceOp,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        self.start(Call::ReduceScatter(op), buffer)
+    }
+
+    fn start_all_gather(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
+        self.start(Call::AllGather, buffer)
+    }
+
+    fn start_broadcast(
+        &self,
+        buffer: Box<dyn Buffer>,
+        root: usize,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        self.seat.check_peer(root)?;
+        self.start(Call::Broadcast { root }, buffer)
+    }
+
+    fn start_all_to_all(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
+        self.start(Call::AllToAll, buffer)
+    }
+
+    fn barrier(&self) -> Result<()> {
+        let nothing: Box<dyn Buffer> = Box::new(Vec::<u8>::new());
+        self.start(Call::Barrier, nothing)?.wait().map(drop)
+    }
+
+    fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {
+        self.seat.world.check()?;
+        self.seat.check_peer(to)?;
+        self.seat.group.mailboxes[to].put(self.seat.rank, tag, message);
+        Ok(Pending::ready(()))
+    }
+
+    fn start_recv(&self, from: usize, tag: u64) -> Result<Pending<Message>> {
+        self.seat.world.check()?;
+        self.seat.check_peer(from)?;
+        let number = self.seat.group.mailboxes[self.seat.rank].post(from, tag);
+        let seat = Arc::clone(&self.seat);
+        Ok(Pending::new(move || seat.receive(from, tag, number)))
+    }
+
+    fn abort(&self, reason: &str) {
+        let rank = self.seat.world_rank().0;
+        self.seat.world.fail(rank, rank, reason);
+    }
+}
+
+impl fmt::Debug for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let group = self.seat.describe_group();
+        write!(f, "member {} of {group}", self.seat.rank)
+    }
+}

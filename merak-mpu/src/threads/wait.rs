@@ -1,0 +1,169 @@
+//! Waiting: spin, then sleep, until ready, poisoned, deserted or late.
+
+use super::world::{World, lock};
+use crate::{Error, Rank, Result, Wait};
+use std::{
+    hint,
+    sync::{Condvar, Mutex, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// A sleep costs some microseconds to start and to end, so waits that end sooner never sleep.
+const SPIN: Duration = Duration::from_micros(40);
+
+/// Wakes the sleeping members of a group.
+///
+/// Whoever changes what others wait for does so before it rings; a sleeper looks again between taking
+/// the lock and sleeping. So either the sleeper sees the change or the ringer sees the sleeper.
+#[derive(Debug, Default)]
+pub(super) struct Bell {
+    sleepers: Mutex<usize>,
+    condvar: Condvar,
+}
+
+impl Bell {
+    /// Wakes all sleepers.
+    pub(super) fn ring(&self) {
+        let sleepers = *lock(&self.sleepers);
+        if sleepers > 0 {
+            self.condvar.notify_all();
+        }
+    }
+
+    /// Sleeps until `awake`, or the deadline.
+    fn sleep(&self, deadline: Instant, awake: &dyn Fn() -> bool) {
+        let mut sleepers = lock(&self.sleepers);
+        *sleepers += 1;
+        while !awake() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            sleepers = self
+                .condvar
+                .wait_timeout(sleepers, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        *sleepers -= 1;
+    }
+}
+
+/// Waits until `ready`, at most as long as the world allows.
+///
+/// `describe` says who waits for whom; it is called only when the wait is a long one.
+///
+/// # Errors
+/// [`Error::Aborted`] when the world is poisoned or a missing rank has ended, [`Error::Timeout`].
+pub(super) fn wait(
+    world: &World,
+    bell: &Bell,
+    ready: &dyn Fn() -> bool,
+    describe: &dyn Fn() -> Wait,
+) -> Result<()> {
+    world.check()?;
+    if ready() || spin(world, ready) {
+        return world.check();
+    }
+    let deadline = Instant::now() + world.timeout();
+    let note = world.note_wait(describe());
+    // An ended rank deposited whatever it had to before it ended, so `ended` is read before `ready`.
+    let deserter = || {
+        let ended = world.ended();
+        if ended.is_empty() || ready() {
+            return None;
+        }
+        describe()
+            .missing
+            .into_iter()
+            .find(|rank| ended.contains(rank))
+    };
+    bell.sleep(deadline, &|| {
+        ready() || world.check().is_err() || deserter().is_some()
+    });
+    let others = world.waits();
+    world.forget_wait(note);
+    world.check()?;
+    if ready() {
+        return Ok(());
+    }
+    let wait = describe();
+    let reporter = wait.rank.0;
+    if let Some(deserter) = deserter() {
+        let reason = format!("it ended before it came ({wait})");
+        world.fail(deserter.0, reporter, &reason);
+        return world.check();
+    }
+    let culprit = culprit(&wait, &others);
+    let error = Error::Timeout {
+        after: world.timeout(),
+        others: others.into_iter().filter(|other| *other != wait).collect(),
+        wait: Box::new(wait),
+    };
+    world.fail(culprit.0, reporter, &error.to_string());
+    Err(error)
+}
+
+fn spin(world: &World, ready: &dyn Fn() -> bool) -> bool {
+    let start = Instant::now();
+    while start.elapsed() < SPIN {
+        for _ in 0..16 {
+            if world.is_crowded() {
+                thread::yield_now();
+            } else {
+                hint::spin_loop();
+            }
+        }
+        if ready() {
+            return true;
+        }
+        if world.check().is_err() {
+            return true;
+        }
+    }
+    false
+}
+
+/// Follows who waits for whom to a rank that waits for nobody; in a circle, the one that reports it.
+fn culprit(wait: &Wait, others: &[Wait]) -> Rank {
+    let mut seen = vec![wait.rank];
+    let mut missing = &wait.missing;
+    while let Some(rank) = missing.iter().find(|rank| !seen.contains(rank)) {
+        match others.iter().find(|other| other.rank == *rank) {
+            None => return *rank,
+            Some(other) => {
+                seen.push(*rank);
+                missing = &other.missing;
+            }
+        }
+    }
+    wait.rank
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn waits(rank: usize, missing: &[usize]) -> Wait {
+        Wait {
+            rank: Rank(rank),
+            op: "barrier".into(),
+            group: "world".into(),
+            sequence: 0,
+            missing: missing.iter().copied().map(Rank).collect(),
+        }
+    }
+
+    #[test]
+    fn the_culprit_is_the_rank_at_the_end_of_the_chain() {
+        let others = [waits(0, &[1]), waits(1, &[2])];
+        assert_eq!(culprit(&others[0], &others), Rank(2));
+    }
+
+    #[test]
+    fn in_a_circle_the_reporter_is_named() {
+        let others = [waits(0, &[1]), waits(1, &[0])];
+        assert_eq!(culprit(&others[0], &others), Rank(0));
+    }
+}

@@ -1,0 +1,196 @@
+//! The state that all ranks of a world share: its groups, and whether it is poisoned.
+
+use super::communicator::{GroupState, Handle};
+use crate::{Communicator, Engine, Error, Rank as WorldRank, Result, Wait};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+/// Name, members, and how many groups of this name and members the member made before.
+type GroupKey = (String, Vec<WorldRank>, usize);
+
+/// Who failed first. The culprit may be a rank that never came, named by the one that missed it.
+#[derive(Debug)]
+struct Poison {
+    culprit: usize,
+    reporter: usize,
+    reason: String,
+}
+
+/// Shared by all ranks.
+pub(super) struct World {
+    size: usize,
+    timeout: Duration,
+    /// More ranks than cores: a spinning wait then gives its core to the peer it waits for.
+    crowded: bool,
+    poison: OnceLock<Poison>,
+    groups: Mutex<BTreeMap<GroupKey, Arc<GroupState>>>,
+    ended: Vec<AtomicBool>,
+    waits: Mutex<BTreeMap<usize, Wait>>,
+    next_wait: AtomicUsize,
+}
+
+impl World {
+    pub(super) fn new(size: usize, timeout: Duration) -> Self {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            size,
+            timeout,
+            crowded: size > cores,
+            poison: OnceLock::new(),
+            groups: Mutex::default(),
+            ended: (0..size).map(|_| AtomicBool::new(false)).collect(),
+            waits: Mutex::default(),
+            next_wait: AtomicUsize::new(0),
+        }
+    }
+
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    pub(super) fn is_crowded(&self) -> bool {
+        self.crowded
+    }
+
+    /// The error that every call returns once the world is poisoned.
+    pub(super) fn check(&self) -> Result<()> {
+        match self.poison.get() {
+            None => Ok(()),
+            Some(poison) => Err(Error::Aborted {
+                by: poison.culprit,
+                reason: poison.reason.clone(),
+            }),
+        }
+    }
+
+    /// Fails the world for good, unless it has failed before, and wakes everybody.
+    pub(super) fn fail(&self, culprit: usize, reporter: usize, reason: &str) {
+        let poison = Poison {
+            culprit,
+            reporter,
+            reason: reason.to_owned(),
+        };
+        if self.poison.set(poison).is_ok() {
+            self.wake_all();
+        }
+    }
+
+    /// The ranks that will start nothing more.
+    pub(super) fn ended(&self) -> Vec<WorldRank> {
+        let has_ended = |&rank: &usize| self.ended[rank].load(Ordering::Acquire);
+        (0..self.size).filter(has_ended).map(WorldRank).collect()
+    }
+
+    /// Notes that a rank sleeps; the number takes the note back.
+    pub(super) fn note_wait(&self, wait: Wait) -> usize {
+        let number = self.next_wait.fetch_add(1, Ordering::Relaxed);
+        lock(&self.waits).insert(number, wait);
+        number
+    }
+
+    pub(super) fn forget_wait(&self, number: usize) {
+        lock(&self.waits).remove(&number);
+    }
+
+    /// What everybody waits for now, by rank.
+    pub(super) fn waits(&self) -> Vec<Wait> {
+        let mut waits: Vec<Wait> = lock(&self.waits).values().cloned().collect();
+        waits.sort_by_key(|wait| wait.rank);
+        waits
+    }
+
+    fn wake_all(&self) {
+        let groups: Vec<_> = lock(&self.groups).values().cloned().collect();
+        for group in groups {
+            group.wake_all();
+        }
+    }
+}
+
+/// One rank's handle on the world.
+pub(super) struct Rank {
+    world: Arc<World>,
+    number: usize,
+    /// How many groups of a name and members this rank has made.
+    made: Mutex<BTreeMap<(String, Vec<WorldRank>), usize>>,
+}
+
+impl Rank {
+    pub(super) fn new(world: Arc<World>, number: usize) -> Self {
+        Self {
+            world,
+            number,
+            made: Mutex::default(),
+        }
+    }
+}
+
+impl fmt::Debug for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "thread rank {} of {}", self.number, self.world.size)
+    }
+}
+
+impl Engine for Rank {
+    fn rank(&self) -> WorldRank {
+        WorldRank(self.number)
+    }
+
+    fn world_size(&self) -> usize {
+        self.world.size
+    }
+
+    fn communicator(&self, name: &str, members: &[WorldRank]) -> Result<Arc<dyn Communicator>> {
+        self.world.check()?;
+        let place = members
+            .iter()
+            .position(|&member| member == self.number)
+            .ok_or_else(|| Error::NoSuchRank {
+                rank: self.number,
+                group: crate::group::describe(name, members),
+                size: members.len(),
+            })?;
+        let nth = {
+            let mut made = lock(&self.made);
+            let count = made.entry((name.to_owned(), members.to_vec())).or_default();
+            *count += 1;
+            *count - 1
+        };
+        let key = (name.to_owned(), members.to_vec(), nth);
+        let state = Arc::clone(
+            lock(&self.world.groups)
+                .entry(key)
+                .or_insert_with(|| Arc::new(GroupState::new(name, members))),
+        );
+        Ok(Arc::new(Handle::new(Arc::clone(&self.world), state, place)))
+    }
+
+    fn abort(&self, reason: &str) {
+        self.world.fail(self.number, self.number, reason);
+    }
+
+    fn end(&self) {
+        self.world.ended[self.number].store(true, Ordering::Release);
+        self.world.wake_all();
+    }
+
+    fn first_failure(&self) -> Option<WorldRank> {
+        self.world
+            .poison
+            .get()
+            .map(|poison| WorldRank(poison.reporter))
+    }
+}
+
+/// Locks state that stays consistent when a holder panics: each critical section is one update.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
