@@ -1,0 +1,88 @@
+//! Fused CPU kernels as pure functions on slices.
+//!
+//! The `candle` backend runs the nodes of a graph with these functions. They know nothing of graphs:
+//! a kernel reads slices, writes slices that the caller owns, and has the same result for any number
+//! of threads.
+//!
+//! | group | functions |
+//! |---|---|
+//! | products | [`gemm`], [`gemm_batched`] |
+//!
+//! Letters in shapes: B samples, S positions (Sq of queries, Sk of keys), H heads (Hq, Hkv), D width
+//! of a head, V vocabulary, R rows and C columns of a matrix whose rows are contiguous.
+//!
+//! # Guarantees
+//!
+//! - **Bits.** Work is cut into pieces by constants of each kernel, sums run over lanes and blocks of
+//!   fixed size in a fixed order, and no sum is shared between threads. The thread count changes no
+//!   bit of a result; neither does the instruction set, products apart.
+//! - **NaN and infinity** go where PyTorch lets them go.
+//! - Lengths that do not fit each other are a caller's bug and panic; what a user's data can get
+//!   wrong (labels, token ids) is a [`KernelError`].
+
+mod activation;
+mod dropout;
+mod elementwise;
+mod float;
+mod gemm;
+mod mat;
+mod norm;
+mod philox;
+mod simd;
+#[cfg(test)]
+mod testing;
+mod threads;
+
+pub use activation::{Activation, activation, activation_grad, silu_mul, silu_mul_grad};
+pub use dropout::{Dropout, DropoutKey, SampleSlice, dropout};
+pub use elementwise::{add, add_assign, add_suffix, mul, scale, transpose_middle};
+pub use float::Float;
+pub use gemm::{Write, gemm, gemm_batched};
+pub use mat::{MatMut, MatRef};
+pub use norm::{
+    layer_norm, layer_norm_grad_input, layer_norm_grad_params, rms_norm, rms_norm_grad_input,
+    rms_norm_grad_params, sum_rows,
+};
+pub use threads::Threads;
+
+/// What a caller's data can get wrong.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum KernelError {
+    /// The operating system refused to start compute threads.
+    #[error("could not start {num_threads} compute threads")]
+    StartThreads {
+        /// Number of threads asked for.
+        num_threads: usize,
+        /// What the thread pool reports.
+        source: rayon::ThreadPoolBuildError,
+    },
+    /// A label is no class and does not say "ignore" either.
+    #[error(
+        "label {label} at position {position} is out of range, expected 0 to {} or {ignored} to ignore it",
+        classes.saturating_sub(1)
+    )]
+    Label {
+        /// The label found.
+        label: i64,
+        /// Its index in the labels.
+        position: usize,
+        /// Number of classes.
+        classes: usize,
+        /// The label that is skipped.
+        ignored: i64,
+    },
+    /// A token id has no row in the table.
+    #[error(
+        "id {id} at position {position} is out of range, expected 0 to {}",
+        rows.saturating_sub(1)
+    )]
+    Id {
+        /// The id found.
+        id: i64,
+        /// Its index in the ids.
+        position: usize,
+        /// Number of rows of the table.
+        rows: usize,
+    },
+}

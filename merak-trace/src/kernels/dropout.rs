@@ -1,0 +1,244 @@
+//! Dropout whose masks any rank can draw for its own slice.
+#![expect(
+    clippy::inline_always,
+    reason = "the mask vectorises only where it is inlined into a dispatched loop"
+)]
+
+use super::philox::{self, Key};
+use super::simd::vectorize;
+use super::{Float, Threads};
+
+/// Elements per unit of parallel work.
+const CHUNK: usize = 16 * 1024;
+
+/// What the mask of a dropout node in one step is drawn from, besides the sample and the element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DropoutKey {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Optimizer step.
+    pub step: u64,
+    /// Hash of the node's name, see [`name_hash`](super::name_hash).
+    pub node: u64,
+}
+
+/// Dropout with probability `p`: an element is zero, or kept and divided by `1 - p`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Dropout {
+    /// Where the mask comes from.
+    pub key: DropoutKey,
+    /// Probability of zero; zero keeps everything and one (or more) nothing.
+    pub p: f64,
+}
+
+/// Where a slice lies in its logical tensor `[samples, outer, dim, inner]`.
+///
+/// The slice holds whole samples and `dim_local` of the `dim_full` indices of one dimension. Element
+/// `(s, o, d, i)` of the slice is drawn as element `(o dim_full + dim_start + d) inner + i` of sample
+/// `first_sample + s`, so slices of one tensor draw the matching pieces of one mask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SampleSlice {
+    /// Global index of the first sample.
+    pub first_sample: u64,
+    /// Product of the dimensions between sample and `dim`.
+    pub outer: usize,
+    /// Size of the divided dimension in the logical tensor.
+    pub dim_full: usize,
+    /// First index of it in the slice.
+    pub dim_start: usize,
+    /// Number of its indices in the slice.
+    pub dim_local: usize,
+    /// Product of the dimensions behind it.
+    pub inner: usize,
+}
+
+impl SampleSlice {
+    /// Whole samples of `elements` elements each.
+    pub fn whole(first_sample: u64, elements: usize) -> Self {
+        Self {
+            first_sample,
+            outer: 1,
+            dim_full: elements,
+            dim_start: 0,
+            dim_local: elements,
+            inner: 1,
+        }
+    }
+
+    /// Calls `f(sample, first element, range)` for the contiguous runs of `start .. start + len`.
+    fn for_each_run(&self, start: usize, len: usize, mut f: impl FnMut(u64, u64, (usize, usize))) {
+        let run_len = self.dim_local * self.inner;
+        let mut done = 0;
+        while done < len {
+            let (run, skip) = ((start + done) / run_len, (start + done) % run_len);
+            let (sample, outer) = (run / self.outer, run % self.outer);
+            let element = (outer * self.dim_full + self.dim_start) * self.inner + skip;
+            let count = (run_len - skip).min(len - done);
+            let sample = self.first_sample + sample as u64;
+            f(sample, element as u64, (done, done + count));
+            done += count;
+        }
+    }
+}
+
+/// Applies dropout to a slice; the same call on the output's gradient gives the input's.
+///
+/// A dropped NaN or infinity stays NaN, as zero times it is.
+///
+/// # Shapes
+///
+/// `x` and `y`: `[samples, outer, dim_local, inner]` of `slice`.
+///
+/// # Panics
+///
+/// The lengths differ or are no whole number of samples.
+pub fn dropout<T: Float>(
+    threads: &Threads,
+    dropout: Dropout,
+    slice: SampleSlice,
+    x: &[T],
+    y: &mut [T],
+) {
+    assert_eq!(x.len(), y.len(), "dropout keeps the length");
+    let sample_len = slice.outer * slice.dim_local * slice.inner;
+    assert!(
+        x.is_empty() || (sample_len > 0 && x.len().is_multiple_of(sample_len)),
+        "{} elements are no whole number of samples of {sample_len}",
+        x.len()
+    );
+    let mask = Mask::new(dropout);
+    let chunks = x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)).enumerate();
+    threads.for_each(chunks, |(chunk, (x, y))| {
+        vectorize(
+            #[inline(always)]
+            || {
+                y.copy_from_slice(x);
+                slice.for_each_run(chunk * CHUNK, y.len(), |sample, element, (from, to)| {
+                    mask.apply(sample, element, &mut y[from..to]);
+                });
+            },
+        );
+    });
+}
+
+/// A dropout made ready to be drawn.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Mask<T> {
+    key: Key,
+    /// A word below it keeps its element; none is drawn where everything is kept.
+    threshold: Option<u32>,
+    scale: T,
+}
+
+impl<T: Float> Mask<T> {
+    pub(super) fn new(dropout: Dropout) -> Self {
+        let DropoutKey { seed, step, node } = dropout.key;
+        let keep = (1.0 - dropout.p).clamp(0.0, 1.0);
+        let threshold = (keep * 4_294_967_296.0).round() as u64;
+        Self {
+            key: Key::derive(seed, step, node),
+            threshold: u32::try_from(threshold).ok(),
+            scale: T::from_f64(if threshold == 0 { 0.0 } else { 1.0 / keep }),
+        }
+    }
+
+    /// Multiplies values, the first of which is element `first` of the sample, by the mask.
+    #[inline(always)]
+    pub(super) fn apply(&self, sample: u64, first: u64, values: &mut [T]) {
+        let Some(threshold) = self.threshold else {
+            return;
+        };
+        philox::for_each_run(self.key, sample, first, values.len(), |start, words| {
+            for (value, &word) in values[start..].iter_mut().zip(words) {
+                *value *= if word < threshold { self.scale } else { T::ZERO };
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::on_any_threads;
+    use super::*;
+
+    const KEY: DropoutKey = DropoutKey {
+        seed: 1,
+        step: 2,
+        node: 3,
+    };
+
+    fn mask_of(p: f64, slice: SampleSlice, len: usize) -> Vec<f32> {
+        on_any_threads(|threads| {
+            let mut y = vec![0.0; len];
+            dropout(threads, Dropout { key: KEY, p }, slice, &vec![1.0; len], &mut y);
+            y
+        })
+    }
+
+    #[test]
+    fn keeps_the_right_share_and_scales_it() {
+        let n = 200_000;
+        let y = mask_of(0.1, SampleSlice::whole(0, n), n);
+        let kept = y.iter().filter(|&&y| y > 0.0).count() as f64;
+        // Four standard deviations.
+        let deviation = (n as f64 * 0.09).sqrt();
+        assert!((kept - 0.9 * n as f64).abs() < 4.0 * deviation, "{kept}");
+        assert!(y.iter().all(|&y| y == 0.0 || (y - 1.0 / 0.9).abs() < 1e-6));
+    }
+
+    #[test]
+    fn slices_draw_the_matching_piece_of_the_whole_mask() {
+        let (samples, outer, dim, inner) = (3, 4, 10, 3);
+        let slice = |first_sample, dim_start, dim_local| SampleSlice {
+            first_sample,
+            outer,
+            dim_full: dim,
+            dim_start,
+            dim_local,
+            inner,
+        };
+        let whole = mask_of(0.5, slice(5, 0, dim), samples * outer * dim * inner);
+        let flat = SampleSlice::whole(5, outer * dim * inner);
+        assert_eq!(whole, mask_of(0.5, flat, whole.len()));
+        for (sample, start, local) in [(0, 0, 4), (1, 4, 5), (2, 9, 1)] {
+            let part = mask_of(0.5, slice(5 + sample as u64, start, local), outer * local * inner);
+            for (i, &value) in part.iter().enumerate() {
+                let (o, rest) = (i / (local * inner), i % (local * inner));
+                let at = ((sample * outer + o) * dim + start) * inner + rest;
+                assert_eq!(value, whole[at]);
+            }
+        }
+    }
+
+    #[test]
+    fn another_step_node_seed_or_sample_draws_another_mask() {
+        let whole = SampleSlice::whole(0, 256);
+        let draw = |key, slice| {
+            let mut y = vec![0.0_f64; 256];
+            dropout(&Threads::one(), Dropout { key, p: 0.5 }, slice, &[1.0; 256], &mut y);
+            y
+        };
+        let first = draw(KEY, whole);
+        assert_ne!(first, draw(DropoutKey { seed: 2, ..KEY }, whole));
+        assert_ne!(first, draw(DropoutKey { step: 3, ..KEY }, whole));
+        assert_ne!(first, draw(DropoutKey { node: 4, ..KEY }, whole));
+        assert_ne!(first, draw(KEY, SampleSlice::whole(1, 256)));
+    }
+
+    #[test]
+    fn the_ends_of_the_range_keep_all_or_nothing() {
+        let whole = SampleSlice::whole(0, 100);
+        assert_eq!(mask_of(0.0, whole, 100), [1.0; 100]);
+        assert_eq!(mask_of(1.0, whole, 100), [0.0; 100]);
+        assert_eq!(mask_of(0.5, whole, 0), []);
+    }
+
+    #[test]
+    fn a_dropped_nan_stays_nan() {
+        let mut y = [0.0_f32; 64];
+        let all = Dropout { key: KEY, p: 1.0 };
+        let slice = SampleSlice::whole(0, 64);
+        dropout(&Threads::one(), all, slice, &[f32::NAN; 64], &mut y);
+        assert!(y.iter().all(|y| y.is_nan()));
+    }
+}

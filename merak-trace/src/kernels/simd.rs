@@ -1,0 +1,92 @@
+//! Plain loops, compiled for the processor that runs them.
+//!
+//! A kernel's inner loop is a closure (or an `inline(always)` function) given to [`vectorize`]: it
+//! is compiled once per instruction set and the best one is picked at run time. Sums run over a
+//! fixed number of lanes, so the order of additions, and with it the result, is the same for every
+//! instruction set; multiply-adds are fused on all of them.
+#![expect(
+    clippy::inline_always,
+    reason = "a body is compiled for an instruction set only where it is inlined into its dispatch"
+)]
+
+use std::array;
+
+use super::Float;
+
+/// Lanes of a reduction: four registers of f32 with AVX-512, which hides the latency of an add.
+const LANES: usize = 64;
+
+/// Runs `body` as compiled for the best instruction set of this processor.
+#[inline]
+pub(super) fn vectorize<R>(body: impl FnOnce() -> R) -> R {
+    pulp::Arch::new().dispatch(body)
+}
+
+/// Folds the elements of slices of one length: lane `j` takes the elements j, j + 64, ..
+/// and the lanes are then combined pairwise, in an order that depends on the length alone.
+#[inline(always)]
+fn fold<T: Float, const N: usize>(
+    slices: [&[T]; N],
+    start: T,
+    step: impl Fn(T, [T; N]) -> T,
+    combine: impl Fn(T, T) -> T,
+) -> T {
+    let len = slices[0].len();
+    let slices = slices.map(|slice| &slice[..len]);
+    let mut lanes = [start; LANES];
+    let full = len / LANES * LANES;
+    for base in (0..full).step_by(LANES) {
+        let blocks = slices.map(|slice| &slice[base..base + LANES]);
+        for (lane, acc) in lanes.iter_mut().enumerate() {
+            *acc = step(*acc, array::from_fn(|s| blocks[s][lane]));
+        }
+    }
+    for (lane, i) in (full..len).enumerate() {
+        lanes[lane] = step(lanes[lane], array::from_fn(|s| slices[s][i]));
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        let (low, high) = lanes.split_at_mut(width);
+        for (low, high) in low.iter_mut().zip(high) {
+            *low = combine(*low, *high);
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// Sum of `term` over the elements of slices of one length.
+#[inline(always)]
+pub(super) fn sum<T: Float, const N: usize>(slices: [&[T]; N], term: impl Fn([T; N]) -> T) -> T {
+    fold(slices, T::ZERO, |acc, x| acc + term(x), |a, b| a + b)
+}
+
+/// Sum of products of two slices of one length.
+#[inline(always)]
+pub(super) fn dot<T: Float>(x: &[T], y: &[T]) -> T {
+    fold([x, y], T::ZERO, |acc, [x, y]| x.fma(y, acc), |a, b| a + b)
+}
+
+/// Largest element, minus infinity for none; a NaN is passed over.
+#[inline(always)]
+pub(super) fn max<T: Float>(x: &[T]) -> T {
+    let larger = |a: T, b: T| if b > a { b } else { a };
+    fold([x], T::NEG_INFINITY, |acc, [x]| larger(acc, x), larger)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folds_cover_each_element_once_at_every_length() {
+        for len in [0, 1, 63, 64, 65, 129, 1000] {
+            let x: Vec<f64> = (0..len).map(f64::from).collect();
+            let n = f64::from(len);
+            assert_eq!(sum([&x], |[x]| x), n * (n - 1.0) / 2.0);
+            assert_eq!(dot(&x, &x), (n - 1.0) * n * (2.0 * n - 1.0) / 6.0);
+            let expected = if len == 0 { f64::NEG_INFINITY } else { n - 1.0 };
+            assert_eq!(max(&x), expected);
+        }
+    }
+}

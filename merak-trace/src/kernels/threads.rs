@@ -1,0 +1,155 @@
+//! The threads of one rank.
+
+use std::sync::Arc;
+
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
+
+use super::KernelError;
+
+/// A handle on the compute threads of one rank.
+///
+/// Work is handed over as items that own their piece of the output. Who makes the items decides the
+/// borders, and never by [`num_threads`](Self::num_threads): so a kernel's result has the same bits
+/// for any number of threads. One thread runs items in order on the caller, without a pool.
+///
+/// A call from outside the pool wakes a thread of it; a call from inside (see
+/// [`install`](Self::install)) does not, so a training step runs as a whole inside.
+///
+/// # Examples
+///
+/// ```
+/// use merak_trace::kernels::Threads;
+///
+/// let mut squares = vec![0_usize; 1000];
+/// let threads = Threads::new(2)?;
+/// threads.for_each(squares.chunks_mut(64).enumerate(), |(chunk, out)| {
+///     for (i, out) in out.iter_mut().enumerate() {
+///         *out = (chunk * 64 + i).pow(2);
+///     }
+/// });
+/// assert_eq!(squares[999], 998_001);
+/// # Ok::<(), merak_trace::kernels::KernelError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Threads {
+    pool: Option<Arc<rayon::ThreadPool>>,
+}
+
+impl Threads {
+    /// Starts a pool of `num_threads` threads; one thread (or zero) needs no pool.
+    ///
+    /// # Errors
+    ///
+    /// The operating system refused to start a thread.
+    pub fn new(num_threads: usize) -> Result<Self, KernelError> {
+        if num_threads <= 1 {
+            return Ok(Self::one());
+        }
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(num_threads)
+            .thread_name(|i| format!("merak-compute-{i}"))
+            .build()
+            .map_err(|source| KernelError::StartThreads {
+                num_threads,
+                source,
+            })?;
+        Ok(Self {
+            pool: Some(Arc::new(pool)),
+        })
+    }
+
+    /// The calling thread alone.
+    pub fn one() -> Self {
+        Self { pool: None }
+    }
+
+    /// Number of threads that run items.
+    pub fn num_threads(&self) -> usize {
+        self.pool
+            .as_ref()
+            .map_or(1, |pool| pool.current_num_threads())
+    }
+
+    /// Runs `work` on a thread of the pool, so that the kernels called in it need no hand-over.
+    pub fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        match &self.pool {
+            Some(pool) => pool.install(work),
+            None => work(),
+        }
+    }
+
+    /// Calls `f` once for each chunk index below `num_chunks`.
+    pub fn for_each_chunk(&self, num_chunks: usize, f: impl Fn(usize) + Send + Sync) {
+        self.for_each(0..num_chunks, f);
+    }
+
+    /// Calls `f` once for each item, in any order and on any thread.
+    pub fn for_each<I>(&self, items: I, f: impl Fn(I::Item) + Send + Sync)
+    where
+        I: IntoIterator<Item: Send>,
+    {
+        self.for_each_with(items, || (), |(), item| f(item));
+    }
+
+    /// Calls `f` once for each item with a scratch value that is made by `scratch` and reused for
+    /// several items; `f` must not read what an earlier item left in it.
+    pub fn for_each_with<I, S>(
+        &self,
+        items: I,
+        scratch: impl Fn() -> S + Send + Sync,
+        f: impl Fn(&mut S, I::Item) + Send + Sync,
+    ) where
+        I: IntoIterator<Item: Send>,
+    {
+        let Some(pool) = &self.pool else {
+            let mut scratch = scratch();
+            items.into_iter().for_each(|item| f(&mut scratch, item));
+            return;
+        };
+        let mut items: Vec<I::Item> = items.into_iter().collect();
+        if items.len() <= 1 {
+            if let Some(item) = items.pop() {
+                f(&mut scratch(), item);
+            }
+            return;
+        }
+        pool.install(|| items.into_par_iter().for_each_init(scratch, f));
+    }
+}
+
+impl Default for Threads {
+    fn default() -> Self {
+        Self::one()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_item_is_seen_once_for_any_number_of_threads() {
+        for num_threads in [0, 1, 2, 3] {
+            let threads = Threads::new(num_threads).unwrap();
+            assert_eq!(threads.num_threads(), num_threads.max(1));
+            let mut seen = vec![0_u8; 101];
+            threads.for_each(seen.chunks_mut(7), |chunk| {
+                chunk.iter_mut().for_each(|x| *x += 1);
+            });
+            assert!(seen.iter().all(|&x| x == 1));
+        }
+    }
+
+    #[test]
+    fn no_items_and_nested_calls_are_fine() {
+        let threads = Threads::new(2).unwrap();
+        threads.for_each_chunk(0, |_| unreachable!("there is no chunk"));
+        let total = std::sync::atomic::AtomicUsize::new(0);
+        threads.install(|| {
+            threads.for_each_chunk(10, |i| {
+                total.fetch_add(i, std::sync::atomic::Ordering::Relaxed);
+            });
+        });
+        assert_eq!(total.into_inner(), 45);
+    }
+}
