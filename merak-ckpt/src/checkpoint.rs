@@ -96,8 +96,8 @@ impl Checkpoint {
                 path: self.folder.clone(),
                 kind: piece.kind.clone(),
                 name: piece.name.to_owned(),
-                expected: piece.layout.shape().to_vec(),
-                found: tensor.shape.clone(),
+                expected: piece.layout.shape().into(),
+                found: tensor.shape.as_slice().into(),
             });
         }
         if tensor.dtype != piece.dtype {
@@ -147,7 +147,7 @@ impl Checkpoint {
     pub(crate) fn load(folder: &Path) -> Result<Self> {
         let damaged = |damage| Error::Damaged {
             path: folder.to_owned(),
-            damage,
+            damage: Box::new(damage),
             older: None,
         };
         let text = read_manifest(folder)?;
@@ -234,7 +234,7 @@ impl Checkpoint {
         };
         Error::Damaged {
             path: self.folder.clone(),
-            damage,
+            damage: Box::new(damage),
             older: None,
         }
         .with_older()
@@ -308,11 +308,11 @@ fn read_manifest(folder: &Path) -> Result<Vec<u8>> {
     let path = folder.join(format::MANIFEST);
     let damaged = |problem| Error::Damaged {
         path: folder.to_owned(),
-        damage: Damage {
+        damage: Box::new(Damage {
             file: format::MANIFEST.to_owned(),
             tensor: None,
             problem,
-        },
+        }),
         older: None,
     };
     let length = match fs::metadata(&path) {

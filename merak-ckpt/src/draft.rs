@@ -134,7 +134,7 @@ impl Draft {
         };
         let incomplete = |damage| Error::IncompleteShards {
             step: self.step,
-            damage,
+            damage: Box::new(damage),
         };
         let mut manifest = merge(shards, header).map_err(incomplete)?;
         for entry in &manifest.files {

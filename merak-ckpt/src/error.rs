@@ -55,7 +55,7 @@ pub enum Error {
         /// The checkpoint's folder.
         path: PathBuf,
         /// What is wrong.
-        damage: Damage,
+        damage: Box<Damage>,
         /// The newest complete older checkpoint.
         older: Option<PathBuf>,
     },
@@ -65,7 +65,7 @@ pub enum Error {
         /// The step to be saved.
         step: u64,
         /// What is wrong.
-        damage: Damage,
+        damage: Box<Damage>,
     },
     /// The checkpoint has no such tensor.
     #[error("checkpoint {} has no {kind} `{name}`{}", path.display(), nearest_hint(nearest.as_deref()))]
@@ -89,9 +89,9 @@ pub enum Error {
         /// Its name.
         name: String,
         /// The shape that was asked for.
-        expected: Vec<usize>,
+        expected: Box<[usize]>,
         /// The shape in the checkpoint.
-        found: Vec<usize>,
+        found: Box<[usize]>,
     },
     /// A tensor has another element type than the model.
     #[error("{kind} `{name}` in {} has elements of type {found}, expected {expected}", path.display())]
@@ -123,7 +123,7 @@ pub enum Error {
     #[error("invalid layout of a tensor of shape {shape:?}: {reason}")]
     InvalidLayout {
         /// The global shape.
-        shape: Vec<usize>,
+        shape: Box<[usize]>,
         /// What does not fit.
         reason: String,
     },
@@ -147,9 +147,15 @@ pub enum Error {
         /// The legal values.
         expected: &'static str,
     },
-    /// A prompt is empty or leaves no room for a new token.
-    #[error("prompt {prompt} has {length} tokens, expected 1 to {}", seq_length.saturating_sub(1))]
-    PromptLength {
+    /// A prompt is empty.
+    #[error("prompt {prompt} is empty, expected at least one token")]
+    EmptyPrompt {
+        /// Index of the prompt.
+        prompt: u64,
+    },
+    /// A prompt leaves no room for a new token.
+    #[error("prompt {prompt} has {length} tokens, expected 1 to {} so that there is room for a new one", seq_length.saturating_sub(1))]
+    PromptTooLong {
         /// Index of the prompt.
         prompt: u64,
         /// Its tokens.
@@ -199,7 +205,8 @@ impl Error {
             | Self::DTypeMismatch { .. }
             | Self::InvalidName { .. }
             | Self::InvalidOption { .. }
-            | Self::PromptLength { .. } => true,
+            | Self::EmptyPrompt { .. }
+            | Self::PromptTooLong { .. } => true,
             Self::IncompleteShards { .. }
             | Self::BufferLength { .. }
             | Self::InvalidLayout { .. }

@@ -241,7 +241,7 @@ impl PartRange<'_> {
 
 fn invalid(shape: &[usize], reason: String) -> Error {
     Error::InvalidLayout {
-        shape: shape.to_vec(),
+        shape: shape.into(),
         reason,
     }
 }

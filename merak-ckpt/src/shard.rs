@@ -74,7 +74,7 @@ impl Piece<'_> {
         let range = self.flat_range();
         if range.start > range.end || range.end > self.layout.num_local_elements() {
             return Err(Error::InvalidLayout {
-                shape: self.layout.shape().to_vec(),
+                shape: self.layout.shape().into(),
                 reason: format!(
                     "the local shape {:?} has no range {range:?}",
                     self.layout.local_shape()

@@ -4,8 +4,10 @@
 //! - `topologies`: what any topology saves, any other reads back
 //! - `store`: names, `latest`, rotation, leftovers
 //! - `damage`: damaged and hostile files give errors that name them
+//! - `generation`: the decode loop over toy models
 
 mod damage;
+mod generation;
 mod store;
 mod support;
 mod topologies;

@@ -1,0 +1,390 @@
+//! The decode loop.
+
+use crate::{BoxError, Error, Result, Sampler};
+use serde::{Deserialize, Serialize};
+use std::ops::ControlFlow;
+
+/// How to continue prompts. The names are those of the configuration keys.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GenerateOptions {
+    /// Most new tokens per prompt, at least 1.
+    pub max_new_tokens: usize,
+    /// The longest sequence that the model takes, prompt and new tokens together; `None` where
+    /// there is no such limit.
+    pub seq_length: Option<usize>,
+    /// Divides the logits; 0 takes the likeliest token.
+    pub temperature: f64,
+    /// Draw from the k likeliest tokens only; 0 is off.
+    pub top_k: usize,
+    /// Draw from the fewest likeliest tokens whose probabilities reach this sum; 1 is off.
+    pub top_p: f64,
+    /// Draw from tokens with at least this share of the likeliest one's probability; 0 is off.
+    pub min_p: f64,
+    /// Divides positive logits (multiplies negative ones) of tokens that occurred; 1 is off.
+    pub repetition_penalty: f64,
+    /// Tokens that end a sequence.
+    pub eos_token_ids: Vec<u32>,
+    /// Seed of the draws.
+    pub seed: u64,
+    /// Index of the first prompt, for replicas that share a list of prompts: a draw depends on
+    /// the prompt's index in the whole list.
+    pub first_prompt: u64,
+}
+
+/// A sequence that waits for its next token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Row<'a> {
+    /// Index of the prompt. From one call to the next the tokens of a prompt grow at the end
+    /// only, so that a cache may be kept per prompt; a prompt that is no longer asked about is done.
+    pub prompt: u64,
+    /// The prompt and what was generated so far, never empty.
+    pub tokens: &'a [u32],
+}
+
+/// Gives the next token of sequences: the seam between the decode loop and a model.
+///
+/// Whoever can give logits implements [`LogitsSource`] and has this for free. A model that is
+/// spread over ranks implements this one: every rank runs the same loop, the source computes the
+/// logits together with the other ranks, the rank that has them calls [`Sampler::pick`], and the
+/// tokens are broadcast, so that every rank returns the same.
+pub trait TokenSource {
+    /// The next token of each row, in order.
+    ///
+    /// # Errors
+    /// Whatever keeps the model from answering.
+    fn next_tokens(&mut self, rows: &[Row<'_>], sampler: &Sampler) -> Result<Vec<u32>, BoxError>;
+}
+
+/// Gives the logits of the next token of sequences.
+///
+/// ```
+/// use merak_ckpt::{BoxError, GenerateOptions, LogitsSource, Reason, Row, generate};
+///
+/// /// Counts upwards; 5 ends a sequence.
+/// struct Counter;
+///
+/// impl LogitsSource for Counter {
+///     fn next_logits(&mut self, rows: &[Row<'_>]) -> Result<Vec<Vec<f32>>, BoxError> {
+///         let next = |row: &Row<'_>| row.tokens[row.tokens.len() - 1] + 1;
+///         let one_hot = |hot: u32| (0..6).map(|id| f32::from(u8::from(id == hot))).collect();
+///         Ok(rows.iter().map(|row| one_hot(next(row))).collect())
+///     }
+/// }
+///
+/// # fn main() -> Result<(), merak_ckpt::Error> {
+/// let options = GenerateOptions {
+///     max_new_tokens: 3,
+///     temperature: 0.0,
+///     eos_token_ids: vec![5],
+///     ..Default::default()
+/// };
+/// let completions = generate(&mut Counter, &[vec![0], vec![7, 3]], &options)?;
+/// assert_eq!((completions[0].ids.as_slice(), completions[0].reason), (&[1, 2, 3][..], Reason::Length));
+/// assert_eq!((completions[1].ids.as_slice(), completions[1].reason), (&[4, 5][..], Reason::Eos));
+/// # Ok(())
+/// # }
+/// ```
+pub trait LogitsSource {
+    /// The logits of the next token of each row, in order.
+    ///
+    /// # Shapes
+    /// One `[V]` per row: the whole vocabulary, in f32; padded entries are minus infinity.
+    ///
+    /// # Errors
+    /// Whatever keeps the model from answering.
+    fn next_logits(&mut self, rows: &[Row<'_>]) -> Result<Vec<Vec<f32>>, BoxError>;
+}
+
+/// Why a sequence ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Reason {
+    /// The model gave an end token.
+    Eos,
+    /// There is no room for another token.
+    Length,
+    /// The caller's callback ended it (a stop string was seen).
+    Stop,
+}
+
+/// A prompt and its continuation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Completion {
+    /// The prompt.
+    pub prompt_ids: Vec<u32>,
+    /// The new tokens; an end token is the last of them.
+    pub ids: Vec<u32>,
+    /// Why there are no more.
+    pub reason: Reason,
+}
+
+/// A token that has just been chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NewToken {
+    /// Index of the prompt.
+    pub prompt: u64,
+    /// Position in the sequence; the first token of the prompt has position 0.
+    pub position: usize,
+    /// The token.
+    pub id: u32,
+}
+
+/// The state of a decode loop, without a model: which sequences wait for a token, and what
+/// happens when they get one.
+///
+/// [`generate`] drives it in lockstep. A pipeline that keeps several groups of prompts in flight
+/// drives it itself.
+#[derive(Debug, Clone)]
+pub struct Decoding {
+    first_prompt: u64,
+    eos_token_ids: Vec<u32>,
+    sequences: Vec<Sequence>,
+}
+
+#[derive(Debug, Clone)]
+struct Sequence {
+    tokens: Vec<u32>,
+    prompt_length: usize,
+    /// Tokens when it is full.
+    limit: usize,
+    reason: Option<Reason>,
+}
+
+impl Default for GenerateOptions {
+    fn default() -> Self {
+        Self {
+            max_new_tokens: 1024,
+            seq_length: None,
+            temperature: 0.9,
+            top_k: 0,
+            top_p: 0.9,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            eos_token_ids: Vec::new(),
+            seed: 42,
+            first_prompt: 0,
+        }
+    }
+}
+
+impl GenerateOptions {
+    pub(crate) fn check(&self) -> Result<()> {
+        let check = |is_legal: bool, key, found: String, expected| match is_legal {
+            true => Ok(()),
+            false => Err(Error::InvalidOption {
+                key,
+                found,
+                expected,
+            }),
+        };
+        let Self {
+            max_new_tokens,
+            temperature,
+            top_p,
+            min_p,
+            repetition_penalty,
+            ..
+        } = self;
+        check(
+            *max_new_tokens > 0,
+            "max_new_tokens",
+            max_new_tokens.to_string(),
+            "at least 1",
+        )?;
+        let is_temperature = temperature.is_finite() && *temperature >= 0.0;
+        check(
+            is_temperature,
+            "temperature",
+            temperature.to_string(),
+            "0 or more",
+        )?;
+        check(
+            *top_p > 0.0 && *top_p <= 1.0,
+            "top_p",
+            top_p.to_string(),
+            "more than 0, at most 1",
+        )?;
+        check(
+            (0.0..=1.0).contains(min_p),
+            "min_p",
+            min_p.to_string(),
+            "0 to 1",
+        )?;
+        let is_penalty = repetition_penalty.is_finite() && *repetition_penalty > 0.0;
+        check(
+            is_penalty,
+            "repetition_penalty",
+            repetition_penalty.to_string(),
+            "more than 0",
+        )
+    }
+}
+
+impl<T: LogitsSource + ?Sized> TokenSource for T {
+    fn next_tokens(&mut self, rows: &[Row<'_>], sampler: &Sampler) -> Result<Vec<u32>, BoxError> {
+        let logits = self.next_logits(rows)?;
+        let picks = rows
+            .iter()
+            .zip(&logits)
+            .map(|(row, logits)| sampler.pick(logits, row.prompt, row.tokens));
+        Ok(picks.collect::<Result<_>>()?)
+    }
+}
+
+impl Decoding {
+    /// The state before the first token.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`] for an option that is out of range; [`Error::EmptyPrompt`]
+    /// and [`Error::PromptTooLong`] where a prompt is empty or leaves no room for a new token.
+    pub fn new(prompts: &[Vec<u32>], options: &GenerateOptions) -> Result<Self> {
+        options.check()?;
+        let seq_length = options.seq_length.unwrap_or(usize::MAX);
+        let mut sequences = Vec::with_capacity(prompts.len());
+        for (prompt, tokens) in (options.first_prompt..).zip(prompts) {
+            let length = tokens.len();
+            if length == 0 {
+                return Err(Error::EmptyPrompt { prompt });
+            }
+            if length >= seq_length {
+                return Err(Error::PromptTooLong {
+                    prompt,
+                    length,
+                    seq_length,
+                });
+            }
+            sequences.push(Sequence {
+                tokens: tokens.clone(),
+                prompt_length: length,
+                limit: length
+                    .saturating_add(options.max_new_tokens)
+                    .min(seq_length),
+                reason: None,
+            });
+        }
+        Ok(Self {
+            first_prompt: options.first_prompt,
+            eos_token_ids: options.eos_token_ids.clone(),
+            sequences,
+        })
+    }
+
+    /// The sequences that wait for a token, in order of prompts.
+    pub fn rows(&self) -> Vec<Row<'_>> {
+        let waiting = (self.first_prompt..).zip(&self.sequences);
+        waiting
+            .filter(|(_, sequence)| sequence.reason.is_none())
+            .map(|(prompt, Sequence { tokens, .. })| Row { prompt, tokens })
+            .collect()
+    }
+
+    /// Appends a token to a waiting sequence.
+    ///
+    /// # Panics
+    /// Where the prompt is unknown or done.
+    pub fn push(&mut self, prompt: u64, id: u32) -> NewToken {
+        let sequence = &mut self.sequences[(prompt - self.first_prompt) as usize];
+        assert!(sequence.reason.is_none(), "prompt {prompt} is done");
+        let position = sequence.tokens.len();
+        sequence.tokens.push(id);
+        if self.eos_token_ids.contains(&id) {
+            sequence.reason = Some(Reason::Eos);
+        } else if sequence.tokens.len() >= sequence.limit {
+            sequence.reason = Some(Reason::Length);
+        }
+        NewToken {
+            prompt,
+            position,
+            id,
+        }
+    }
+
+    /// Ends a sequence for a reason of the caller's; one that has ended keeps its reason, unless
+    /// that is its length.
+    ///
+    /// # Panics
+    /// Where the prompt is unknown.
+    pub fn stop(&mut self, prompt: u64) {
+        let reason = &mut self.sequences[(prompt - self.first_prompt) as usize].reason;
+        if *reason != Some(Reason::Eos) {
+            *reason = Some(Reason::Stop);
+        }
+    }
+
+    /// The results, in order of prompts; a sequence that still waits counts as stopped.
+    pub fn finish(self) -> Vec<Completion> {
+        let complete = |mut sequence: Sequence| Completion {
+            ids: sequence.tokens.split_off(sequence.prompt_length),
+            prompt_ids: sequence.tokens,
+            reason: sequence.reason.unwrap_or(Reason::Stop),
+        };
+        self.sequences.into_iter().map(complete).collect()
+    }
+}
+
+/// Continues prompts until each has ended.
+///
+/// # Communication
+/// None of its own. Under several ranks each calls it with equal arguments; see [`TokenSource`].
+///
+/// # Errors
+/// [`Error::InvalidOption`], [`Error::EmptyPrompt`] and [`Error::PromptTooLong`] for wrong arguments; [`Error::Source`]
+/// and [`Error::SourceLength`] where the model fails.
+pub fn generate(
+    source: &mut dyn TokenSource,
+    prompts: &[Vec<u32>],
+    options: &GenerateOptions,
+) -> Result<Vec<Completion>> {
+    generate_with(source, prompts, options, &mut |_| ControlFlow::Continue(()))
+}
+
+/// Continues prompts, showing each token to `on_token` as it is chosen; [`ControlFlow::Break`]
+/// ends that sequence. Under several ranks every rank's callback must decide alike.
+///
+/// # Errors
+/// As for [`generate`].
+pub fn generate_with(
+    source: &mut dyn TokenSource,
+    prompts: &[Vec<u32>],
+    options: &GenerateOptions,
+    on_token: &mut dyn FnMut(NewToken) -> ControlFlow<()>,
+) -> Result<Vec<Completion>> {
+    let sampler = Sampler::new(options)?;
+    let mut decoding = Decoding::new(prompts, options)?;
+    loop {
+        let rows = decoding.rows();
+        if rows.is_empty() {
+            return Ok(decoding.finish());
+        }
+        let tokens = source.next_tokens(&rows, &sampler).map_err(Error::Source)?;
+        let prompts: Vec<u64> = rows.iter().map(|row| row.prompt).collect();
+        if tokens.len() != prompts.len() {
+            return Err(Error::SourceLength {
+                expected: prompts.len(),
+                found: tokens.len(),
+            });
+        }
+        for (prompt, id) in prompts.into_iter().zip(tokens) {
+            let token = decoding.push(prompt, id);
+            if on_token(token).is_break() {
+                decoding.stop(prompt);
+            }
+        }
+    }
+}
+
+/// The new tokens as rows of equal length, shorter ones filled up with `pad_token_id`.
+pub fn pad_completions(completions: &[Completion], pad_token_id: u32) -> Vec<Vec<u32>> {
+    let length = completions
+        .iter()
+        .map(|completion| completion.ids.len())
+        .max()
+        .unwrap_or(0);
+    let pad = |completion: &Completion| {
+        let mut ids = completion.ids.clone();
+        ids.resize(length, pad_token_id);
+        ids
+    };
+    completions.iter().map(pad).collect()
+}

@@ -1,0 +1,274 @@
+//! From logits to a token.
+
+use crate::philox::uniform;
+use crate::{Error, GenerateOptions, Result};
+use std::cmp::Ordering;
+use std::collections::BTreeSet;
+
+/// Chooses the next token of a sequence from its logits.
+///
+/// The choice depends on the logits, the options, the prompt's index and the token's position
+/// only, so it does not matter with which other prompts, on how many ranks, or with which cache
+/// the logits were computed. The order of operations is: repetition penalty, temperature, top-k,
+/// top-p, min-p, draw. Temperature 0 takes the greatest logit, the lowest id among equals.
+///
+/// ```
+/// use merak_ckpt::{GenerateOptions, Sampler};
+///
+/// # fn main() -> Result<(), merak_ckpt::Error> {
+/// let sampler = Sampler::new(&GenerateOptions { temperature: 0.0, ..Default::default() })?;
+/// assert_eq!(sampler.pick(&[0.5, 2.0, 2.0, -1.0], 0, &[3])?, 1);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    temperature: f64,
+    top_k: usize,
+    top_p: f64,
+    min_p: f64,
+    repetition_penalty: f32,
+    seed: u64,
+}
+
+/// A token that may be drawn. Its weight is its probability over that of the likeliest.
+#[derive(Debug, Clone, Copy)]
+struct Candidate {
+    id: u32,
+    logit: f32,
+    weight: f64,
+}
+
+impl Sampler {
+    /// A sampler with these options.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`] for an option that is out of range.
+    pub fn new(options: &GenerateOptions) -> Result<Self> {
+        options.check()?;
+        Ok(Self {
+            temperature: options.temperature,
+            top_k: options.top_k,
+            top_p: options.top_p,
+            min_p: options.min_p,
+            repetition_penalty: options.repetition_penalty as f32,
+            seed: options.seed,
+        })
+    }
+
+    /// The token that follows `tokens` (the prompt and what was generated so far).
+    ///
+    /// # Shapes
+    /// `logits: [V]`, the whole vocabulary; padded entries are minus infinity.
+    ///
+    /// # Errors
+    /// [`Error::BadLogits`] where a logit is not a number or plus infinity, or none is finite.
+    pub fn pick(&self, logits: &[f32], prompt: u64, tokens: &[u32]) -> Result<u32> {
+        let position = tokens.len();
+        let bad = |reason| Error::BadLogits {
+            prompt,
+            position,
+            reason,
+        };
+        if logits
+            .iter()
+            .any(|logit| logit.is_nan() || *logit == f32::INFINITY)
+        {
+            return Err(bad("hold a value that is not a number, or infinite"));
+        }
+        let mut candidates: Vec<Candidate> = logits
+            .iter()
+            .zip(0..)
+            .map(|(&logit, id)| Candidate {
+                id,
+                logit,
+                weight: 0.0,
+            })
+            .collect();
+        self.penalise(&mut candidates, tokens);
+        candidates.retain(|candidate| candidate.logit > f32::NEG_INFINITY);
+        let best = *candidates
+            .iter()
+            .min_by(|a, b| likelier(a, b))
+            .ok_or_else(|| bad("leave no token possible"))?;
+        if self.temperature == 0.0 {
+            return Ok(best.id);
+        }
+        self.weigh(&mut candidates, best.logit);
+        self.cut(&mut candidates);
+        Ok(draw(
+            &candidates,
+            uniform(self.seed, prompt, position as u64),
+        ))
+    }
+
+    /// Makes tokens that have occurred less likely: positive logits are divided by the penalty,
+    /// negative ones multiplied ([CTRL](https://arxiv.org/abs/1909.05858), section 4.1).
+    fn penalise(&self, candidates: &mut [Candidate], tokens: &[u32]) {
+        if self.repetition_penalty == 1.0 {
+            return;
+        }
+        for id in tokens.iter().collect::<BTreeSet<_>>() {
+            if let Some(Candidate { logit, .. }) = candidates.get_mut(*id as usize) {
+                let penalty = self.repetition_penalty;
+                *logit = if *logit < 0.0 {
+                    *logit * penalty
+                } else {
+                    *logit / penalty
+                };
+            }
+        }
+    }
+
+    fn weigh(&self, candidates: &mut [Candidate], best: f32) {
+        for candidate in candidates {
+            let below = f64::from(candidate.logit) - f64::from(best);
+            candidate.weight = (below / self.temperature).exp();
+        }
+    }
+
+    /// Sorts candidates, likeliest first, and keeps those that top-k, top-p and min-p allow; the
+    /// likeliest is always among them.
+    fn cut(&self, candidates: &mut Vec<Candidate>) {
+        candidates.sort_unstable_by(likelier);
+        if self.top_k > 0 {
+            candidates.truncate(self.top_k);
+        }
+        if self.top_p < 1.0 {
+            let enough = self.top_p * total(candidates);
+            let mut sum = 0.0;
+            let kept = candidates.iter().take_while(|candidate| {
+                let is_needed = sum < enough;
+                sum += candidate.weight;
+                is_needed
+            });
+            candidates.truncate(kept.count().max(1));
+        }
+        let kept = candidates
+            .iter()
+            .take_while(|candidate| candidate.weight >= self.min_p);
+        candidates.truncate(kept.count().max(1));
+    }
+}
+
+/// Greater logits first, then lower ids.
+fn likelier(a: &Candidate, b: &Candidate) -> Ordering {
+    let by_logit = b.logit.partial_cmp(&a.logit).unwrap_or(Ordering::Equal);
+    by_logit.then(a.id.cmp(&b.id))
+}
+
+fn total(candidates: &[Candidate]) -> f64 {
+    candidates.iter().map(|candidate| candidate.weight).sum()
+}
+
+/// The candidate in whose share of the unit interval `at` lies.
+fn draw(candidates: &[Candidate], at: f64) -> u32 {
+    let target = at * total(candidates);
+    let mut sum = 0.0;
+    let hit = candidates.iter().find(|candidate| {
+        sum += candidate.weight;
+        target < sum
+    });
+    hit.or(candidates.last())
+        .expect("the likeliest is never cut")
+        .id
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sampler(change: impl FnOnce(&mut GenerateOptions)) -> Sampler {
+        let mut options = GenerateOptions {
+            temperature: 1.0,
+            top_p: 1.0,
+            ..Default::default()
+        };
+        change(&mut options);
+        Sampler::new(&options).unwrap()
+    }
+
+    /// How often each of five tokens is drawn, in 20,000 draws.
+    fn shares(sampler: &Sampler) -> [f64; 5] {
+        let logits: [f32; 5] = [0.4_f32, 0.1, 0.3, 0.15, 0.05].map(f32::ln);
+        let mut counts = [0.0; 5];
+        for prompt in 0..20_000 {
+            counts[sampler.pick(&logits, prompt, &[1]).unwrap() as usize] += 1.0 / 20_000.0;
+        }
+        counts
+    }
+
+    fn assert_near(found: [f64; 5], expected: [f64; 5]) {
+        // Four standard deviations of a share of 20,000 draws are at most 0.0142.
+        let near = found
+            .iter()
+            .zip(&expected)
+            .all(|(a, b)| (a - b).abs() < 0.015);
+        assert!(near, "{found:?}, expected {expected:?}");
+    }
+
+    #[test]
+    fn draws_follow_the_distribution() {
+        assert_near(shares(&sampler(|_| ())), [0.4, 0.1, 0.3, 0.15, 0.05]);
+    }
+
+    #[test]
+    fn temperature_raises_probabilities_to_its_inverse() {
+        let total = 0.16 + 0.01 + 0.09 + 0.0225 + 0.0025;
+        let expected = [0.16, 0.01, 0.09, 0.0225, 0.0025].map(|p: f64| p / total);
+        assert_near(shares(&sampler(|o| o.temperature = 0.5)), expected);
+    }
+
+    #[test]
+    fn top_k_keeps_the_k_likeliest() {
+        let found = shares(&sampler(|o| o.top_k = 2));
+        assert_near(found, [4.0 / 7.0, 0.0, 3.0 / 7.0, 0.0, 0.0]);
+        assert_eq!(found[1], 0.0);
+    }
+
+    #[test]
+    fn top_p_keeps_the_fewest_tokens_that_reach_it() {
+        let found = shares(&sampler(|o| o.top_p = 0.75));
+        assert_near(found, [0.4 / 0.85, 0.0, 0.3 / 0.85, 0.15 / 0.85, 0.0]);
+        assert_eq!((found[1], found[4]), (0.0, 0.0));
+        // 0.4 alone reaches 0.3.
+        assert_eq!(shares(&sampler(|o| o.top_p = 0.3))[2], 0.0);
+    }
+
+    #[test]
+    fn top_p_counts_what_top_k_has_left() {
+        // Of 0.4 and 0.3 the first is 0.57 of the rest, so 0.5 is reached by it alone.
+        let found = shares(&sampler(|o| (o.top_k, o.top_p) = (2, 0.5)));
+        assert_near(found, [1.0, 0.0, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn min_p_keeps_tokens_near_the_likeliest() {
+        let found = shares(&sampler(|o| o.min_p = 0.3));
+        assert_near(found, [0.4 / 0.85, 0.0, 0.3 / 0.85, 0.15 / 0.85, 0.0]);
+    }
+
+    #[test]
+    fn greedy_takes_the_lowest_id_among_equals_even_signed_zeros() {
+        let sampler = sampler(|o| o.temperature = 0.0);
+        assert_eq!(sampler.pick(&[-1.0, -0.0, 0.0], 0, &[]).unwrap(), 1);
+        assert_eq!(sampler.pick(&[f32::NEG_INFINITY, -9.0], 0, &[]).unwrap(), 1);
+    }
+
+    #[test]
+    fn the_repetition_penalty_lowers_positive_and_negative_logits_once() {
+        let sampler = sampler(|o| (o.temperature, o.repetition_penalty) = (0.0, 2.0));
+        assert_eq!(sampler.pick(&[3.0, 2.0, 1.6], 0, &[0, 0]).unwrap(), 1);
+        assert_eq!(sampler.pick(&[-1.0, -1.5], 0, &[0]).unwrap(), 1);
+    }
+
+    #[test]
+    fn useless_logits_are_refused() {
+        let sampler = sampler(|_| ());
+        let message = |logits: &[f32]| sampler.pick(logits, 3, &[1, 2]).unwrap_err().to_string();
+        insta::assert_snapshot!(message(&[0.0, f32::NAN]),
+            @"the logits of prompt 3 at position 2 hold a value that is not a number, or infinite");
+        insta::assert_snapshot!(message(&[f32::NEG_INFINITY]),
+            @"the logits of prompt 3 at position 2 leave no token possible");
+    }
+}
