@@ -46,10 +46,10 @@ pub(crate) fn write<R>(buffer: &mut dyn Buffer, f: impl FnOnce(&mut [f32]) -> R)
 }
 
 /// Cuts ascending, disjoint ranges out of a slice.
-pub(crate) fn carve<'a>(
-    slice: &'a mut [f32],
+pub(crate) fn carve(
+    slice: &mut [f32],
     ranges: impl Iterator<Item = Range<usize>>,
-) -> Vec<&'a mut [f32]> {
+) -> Vec<&mut [f32]> {
     let mut rest = slice;
     let mut rest_start = 0;
     ranges

@@ -68,13 +68,13 @@ fn six_steps_of_every_rule_give_the_numbers_of_pytorch() {
 }
 
 /// AdamW as its paper writes it, in f64.
-fn reference(param: &mut f64, grad: f64, m: &mut f64, v: &mut f64, t: i32, decay: f64) {
+fn reference(param: &mut f64, grad: f64, m: &mut f64, v: &mut f64, t: f64, decay: f64) {
     let (lr, beta1, beta2, epsilon) = (0.003, 0.9, 0.999, 1e-8);
     *m = beta1 * *m + (1.0 - beta1) * grad;
     *v = beta2 * *v + (1.0 - beta2) * grad * grad;
     let (m_hat, v_hat) = (
-        *m / (1.0 - f64::powi(beta1, t)),
-        *v / (1.0 - f64::powi(beta2, t)),
+        *m / (1.0 - f64::powf(beta1, t)),
+        *v / (1.0 - f64::powf(beta2, t)),
     );
     *param -= lr * (m_hat / (v_hat.sqrt() + epsilon) + decay * *param);
 }
@@ -90,7 +90,7 @@ proptest! {
             let step = AdamStep::new(&config, 0.003, t as u64 + 1, 1.0);
             let step = if decays { step } else { step.without_decay() };
             adam_update(&mut p, &[g], &mut m, &mut v, &step);
-            reference(&mut p64, f64::from(g), &mut m64, &mut v64, t as i32 + 1, decay);
+            reference(&mut p64, f64::from(g), &mut m64, &mut v64, (t + 1) as f64, decay);
         }
         // Twenty steps of at most 0.003 each, rounded in f32.
         prop_assert!((f64::from(p[0]) - p64).abs() < 3e-6, "{} for {}", p[0], p64);

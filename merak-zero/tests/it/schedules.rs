@@ -1,4 +1,5 @@
 //! Learning-rate factors against Hugging Face's numbers.
+#![expect(clippy::float_cmp, reason = "these values are exact")]
 
 use merak_zero::{DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType};
 
