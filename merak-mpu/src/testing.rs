@@ -4,6 +4,8 @@
     reason = "a test helper reports a failed test by panicking"
 )]
 
+pub mod suite;
+
 use crate::{Member, threads};
 use std::{convert::Infallible, time::Duration};
 

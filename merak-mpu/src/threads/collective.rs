@@ -263,7 +263,11 @@ impl Work {
 
     fn claim(&self) -> Option<Claim<'_>> {
         let chunk = self.next.fetch_add(1, Ordering::Relaxed);
-        (chunk < self.plan.num_chunks()).then_some(Claim { work: self, chunk })
+        // Made only for a chunk that exists, as dropping it counts one as finished.
+        if chunk >= self.plan.num_chunks() {
+            return None;
+        }
+        Some(Claim { work: self, chunk })
     }
 
     /// # Safety

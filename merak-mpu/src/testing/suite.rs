@@ -1,0 +1,37 @@
+//! What every engine must do: the same checks for threads, sockets, MPI and NCCL.
+//!
+//! A check is a function that all ranks of a world call together; it makes its own groups and panics
+//! where an engine is wrong. [`CHECKS`] are those for a healthy world of any size, to be run under any
+//! launcher. [`faults`] breaks worlds on purpose, so it needs a function that makes new ones.
+//!
+//! ```
+//! use merak_mpu::testing::{suite, world};
+//! for (_, check) in suite::CHECKS {
+//!     world(2, |member| check(&member));
+//! }
+//! ```
+
+mod collectives;
+mod faults;
+mod messages;
+
+use crate::Member;
+
+pub use collectives::{
+    collectives_of_all_types, groups_side_by_side, single_groups, waits_in_any_order,
+};
+pub use faults::faults;
+pub use messages::{message_order, ring_exchange};
+
+/// A check that all ranks of a world run together.
+pub type Check = fn(&Member);
+
+/// All checks for a healthy world, with their names.
+pub const CHECKS: &[(&str, Check)] = &[
+    ("collectives_of_all_types", collectives_of_all_types),
+    ("waits_in_any_order", waits_in_any_order),
+    ("groups_side_by_side", groups_side_by_side),
+    ("single_groups", single_groups),
+    ("ring_exchange", ring_exchange),
+    ("message_order", message_order),
+];

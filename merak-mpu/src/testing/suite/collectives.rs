@@ -1,0 +1,197 @@
+//! Collectives against the serial definition of each.
+
+use crate::{
+    Buffer, Communicator, DType, Element, Group, Member, Pending, Rank, ReduceOp, into_vec,
+};
+use half::{bf16, f16};
+
+/// Empty, one, odd, a whole number of cache lines, and more than one chunk of work.
+const LENGTHS: [usize; 5] = [0, 1, 7, 64, 40_001];
+
+const OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
+
+/// Each collective gives what its serial definition gives, for each type, length and operator.
+///
+/// # Panics
+/// When the engine is wrong.
+pub fn collectives_of_all_types(member: &Member) {
+    let group = member.world_group().expect("the world is healthy");
+    for dtype in DType::ALL {
+        match dtype {
+            DType::F64 => collectives_of(&group, |x| x, |x: f64| x),
+            DType::F32 => collectives_of(&group, |x| x as f32, f64::from),
+            DType::BF16 => collectives_of(&group, bf16::from_f64, bf16::to_f64),
+            DType::F16 => collectives_of(&group, f16::from_f64, f16::to_f64),
+            DType::I64 => collectives_of(&group, |x| x as i64, |x| x as f64),
+            DType::U32 => collectives_of(&group, |x| x as u32, f64::from),
+            DType::U8 => collectives_of(&group, |x| x as u8, f64::from),
+        }
+    }
+}
+
+/// Small whole numbers, so that every type holds their sums exactly.
+fn row<T>(rank: usize, len: usize, make: impl Fn(f64) -> T) -> Vec<T> {
+    (0..len)
+        .map(|index| make(((index * 5 + rank * 3) % 8) as f64))
+        .collect()
+}
+
+fn collectives_of<T: Element + PartialEq>(
+    group: &Group,
+    make: impl Fn(f64) -> T + Copy,
+    value: impl Fn(T) -> f64 + Copy,
+) {
+    let (n, rank) = (group.world_size(), group.rank());
+    let same = |what: &str, actual: crate::Result<Vec<T>>, expected: Vec<T>| {
+        let actual = actual.unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert!(
+            actual == expected,
+            "{what} of {} {} over {n} ranks is wrong on rank {rank}",
+            expected.len(),
+            T::DTYPE
+        );
+    };
+    let rows = |len: usize| (0..n).map(move |rank| row(rank, len, make));
+    for len in LENGTHS {
+        for op in OPS {
+            same(
+                "all_reduce",
+                group.all_reduce_vec(row(rank, len, make), op),
+                fold(op, rows(len), value).map(make).collect(),
+            );
+            let whole = fold(op, rows(len * n), value).map(make);
+            same(
+                "reduce_scatter",
+                group.reduce_scatter_vec(row(rank, len * n, make), op),
+                whole.skip(rank * len).take(len).collect(),
+            );
+        }
+        same(
+            "all_gather",
+            group.all_gather_vec(row(rank, len, make)),
+            rows(len).flatten().collect(),
+        );
+        let root = n / 2;
+        same(
+            "broadcast",
+            group.broadcast_vec(row(rank, len, make), root),
+            row(root, len, make),
+        );
+        let columns = rows(len * n).flat_map(|row| row.into_iter().skip(rank * len).take(len));
+        same(
+            "all_to_all",
+            group.all_to_all_vec(row(rank, len * n, make)),
+            columns.collect(),
+        );
+        group.barrier().expect("all ranks come to the barrier");
+    }
+}
+
+fn fold<T>(
+    op: ReduceOp,
+    rows: impl Iterator<Item = Vec<T>>,
+    value: impl Fn(T) -> f64 + Copy,
+) -> impl Iterator<Item = f64> {
+    let wide = rows.map(|row| row.into_iter().map(value).collect::<Vec<f64>>());
+    let folded = wide.reduce(|mut sum, row| {
+        for (sum, x) in sum.iter_mut().zip(row) {
+            *sum = match op {
+                ReduceOp::Sum => *sum + x,
+                ReduceOp::Max => sum.max(x),
+                ReduceOp::Min => sum.min(x),
+            };
+        }
+        sum
+    });
+    folded.unwrap_or_default().into_iter()
+}
+
+/// Operations that are started in one order may be waited for in another on each rank, or dropped.
+///
+/// # Panics
+/// When the engine is wrong.
+pub fn waits_in_any_order(member: &Member) {
+    const STARTED: usize = 6;
+    let group = member.world_group().expect("the world is healthy");
+    let (n, rank) = (group.world_size(), group.rank());
+    let mut pending: Vec<(usize, Pending<Box<dyn Buffer>>)> = (0..STARTED)
+        .map(|number| {
+            let buffer: Box<dyn Buffer> = Box::new(vec![number as f32; 1000]);
+            let started = group.start_all_reduce(buffer, ReduceOp::Sum);
+            (number, started.expect("the world is healthy"))
+        })
+        .collect();
+    pending.rotate_left(rank % STARTED);
+    if rank % 2 == 1 {
+        pending.reverse();
+    }
+    if rank == 0 {
+        // Nobody else is held up by a result that is not wanted.
+        drop(pending.pop());
+    }
+    for (number, pending) in pending {
+        let buffer = pending.wait().expect("all ranks have started it");
+        let sum: Vec<f32> = into_vec(buffer).expect("the type is kept");
+        assert_eq!(sum, vec![(number * n) as f32; 1000]);
+    }
+    group.barrier().expect("all ranks come to the barrier");
+}
+
+/// Collectives of overlapping groups do not mix, whatever the order in which ranks use them.
+///
+/// # Panics
+/// When the engine is wrong.
+pub fn groups_side_by_side(member: &Member) {
+    let world = member.world_group().expect("the world is healthy");
+    let me = member.rank().0;
+    let parity: Vec<Rank> = (me % 2..member.world_size()).step_by(2).map(Rank).collect();
+    let group = |name: &str| member.group(name, &parity).expect("the world is healthy");
+    // Groups of one name and members are told apart by the order in which they were made.
+    let (first, second) = (group("parity"), group("parity"));
+    let start = |group: &Group, value: u32| {
+        group
+            .start_all_gather(Box::new(vec![value]))
+            .expect("the world is healthy")
+    };
+    let (a, b, c) = if (me / 2).is_multiple_of(2) {
+        let a = start(&first, 10);
+        let b = start(&second, 20);
+        (a, b, start(&world, 30))
+    } else {
+        let c = start(&world, 30);
+        let b = start(&second, 20);
+        (start(&first, 10), b, c)
+    };
+    let everybody = world.world_size();
+    for (pending, value, n) in [
+        (c, 30, everybody),
+        (b, 20, parity.len()),
+        (a, 10, parity.len()),
+    ] {
+        let buffer = pending.wait().expect("all ranks have started it");
+        let gathered: Vec<u32> = into_vec(buffer).expect("the type is kept");
+        assert_eq!(gathered, vec![value; n]);
+    }
+}
+
+/// A group of one returns its buffer as it is.
+///
+/// # Panics
+/// When the engine is wrong.
+pub fn single_groups(member: &Member) {
+    let alone = member
+        .group("alone", &[member.rank()])
+        .expect("the world is healthy");
+    let data = vec![1.5_f32, 2.5];
+    let place = data.as_ptr();
+    let data = alone
+        .all_reduce_vec(data, ReduceOp::Sum)
+        .and_then(|data| alone.all_gather_vec(data))
+        .and_then(|data| alone.reduce_scatter_vec(data, ReduceOp::Max))
+        .and_then(|data| alone.broadcast_vec(data, 0))
+        .and_then(|data| alone.all_to_all_vec(data))
+        .expect("nobody else takes part");
+    assert_eq!(data, [1.5, 2.5]);
+    assert_eq!(data.as_ptr(), place, "a group of one copies nothing");
+    assert!(alone.broadcast_vec(data, 1).is_err());
+}

@@ -1,0 +1,76 @@
+//! Point-to-point messages.
+
+use crate::{Communicator, Group, Member, Message, Packet, into_vec};
+
+/// Every rank sends two tensors of different types to the next one, before it receives.
+///
+/// # Panics
+/// When the engine is wrong.
+pub fn ring_exchange(member: &Member) {
+    let group = member.world_group().expect("the world is healthy");
+    let (n, rank) = (group.world_size(), group.rank());
+    let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
+    let message = vec![
+        Packet {
+            shape: vec![2, 3],
+            data: Box::new(vec![rank as f32; 6]),
+        },
+        Packet {
+            shape: vec![0, 4],
+            data: Box::new(Vec::<i64>::new()),
+        },
+    ];
+    group.send(next, 1, message).expect("sends do not wait");
+    let mut received = group.recv(previous, 1).expect("the previous rank sends");
+    assert_eq!(received.len(), 2);
+    let empty = received.pop().expect("there are two");
+    assert_eq!(empty.shape, [0, 4]);
+    assert_eq!(into_vec::<i64>(empty.data).expect("the type is kept"), []);
+    let full = received.pop().expect("there are two");
+    assert_eq!(full.shape, [2, 3]);
+    let data: Vec<f32> = into_vec(full.data).expect("the type is kept");
+    assert_eq!(data, [previous as f32; 6]);
+    let outside = group.send(n, 0, Vec::new());
+    assert!(outside.is_err(), "there is no rank {n}");
+}
+
+/// Messages of one tag keep their order, tags do not mix, and receipts may be waited for in any order.
+///
+/// # Panics
+/// When the engine is wrong.
+pub fn message_order(member: &Member) {
+    let group = member.world_group().expect("the world is healthy");
+    let (n, rank) = (group.world_size(), group.rank());
+    let target = (rank + n / 2) % n;
+    let source = (rank + n - n / 2) % n;
+    for number in 0..3_u32 {
+        send_number(&group, target, 7, number * 10 + 7);
+        send_number(&group, target, 8, number * 10 + 8);
+    }
+    let receipts: Vec<_> = [8, 7, 7, 8, 8, 7]
+        .into_iter()
+        .map(|tag| group.start_recv(source, tag).expect("the world is healthy"))
+        .collect();
+    let mut numbers: Vec<u32> = receipts
+        .into_iter()
+        .rev()
+        .map(|receipt| number_in(receipt.wait().expect("the source has sent it")))
+        .collect();
+    numbers.reverse();
+    assert_eq!(numbers, [8, 7, 17, 18, 28, 27]);
+}
+
+fn send_number(group: &Group, to: usize, tag: u64, number: u32) {
+    let packet = Packet {
+        shape: vec![],
+        data: Box::new(vec![number]),
+    };
+    group
+        .send(to, tag, vec![packet])
+        .expect("sends do not wait");
+}
+
+fn number_in(mut message: Message) -> u32 {
+    let packet = message.pop().expect("there is one packet");
+    into_vec::<u32>(packet.data).expect("the type is kept")[0]
+}

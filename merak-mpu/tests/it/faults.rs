@@ -1,0 +1,190 @@
+use merak_mpu::{
+    Buffer, DType, Error, Group, Member, Rank, ReduceOp, RunError,
+    testing::world,
+    threads::{self, WorldOptions},
+};
+use std::{any::Any, time::Duration};
+
+fn within(milliseconds: u64) -> WorldOptions {
+    WorldOptions {
+        timeout: Duration::from_millis(milliseconds),
+        ..WorldOptions::default()
+    }
+}
+
+fn world_of(member: &Member) -> Group {
+    member.world_group().expect("the world is new")
+}
+
+#[test]
+fn a_timeout_says_who_waits_for_whom() {
+    // Rank 0 waits for rank 1, which waits for a message of rank 2, which has other work.
+    let failure = threads::run(3, within(300), |member| {
+        let world = world_of(&member);
+        let pair = [Rank(0), Rank(1)];
+        match member.rank().0 {
+            0 => {
+                std::thread::sleep(Duration::from_millis(30));
+                member.group("pair", &pair)?.barrier()
+            }
+            1 => world.recv(2, 5).map(drop),
+            _ => {
+                std::thread::sleep(Duration::from_millis(600));
+                Ok(())
+            }
+        }
+    });
+    assert_eq!(
+        failure.unwrap_err().to_string(),
+        "rank 1 failed: no answer within 300ms: \
+         rank 1 waits in recv(tag 5) 0 of group world [0, 1, 2] for rank 2; \
+         rank 0 waits in barrier 0 of group pair [0, 1] for rank 1"
+    );
+}
+
+#[test]
+fn the_first_of_several_failures_is_reported() {
+    let failure = threads::run(4, WorldOptions::default(), |member| {
+        let world = world_of(&member);
+        if member.rank() == 2 {
+            return Err("disk full".to_owned());
+        }
+        world.barrier().map_err(|error| error.to_string())
+    });
+    match failure {
+        Err(RunError::Failed { rank, cause }) => {
+            assert_eq!((rank, cause.as_str()), (Rank(2), "disk full"));
+        }
+        other => panic!("expected a failure, found {other:?}"),
+    }
+}
+
+#[test]
+fn an_abort_ends_a_wait_at_once_and_names_its_reason() {
+    let heard = world(2, |member| {
+        let world = world_of(&member);
+        if member.rank() == 1 {
+            world.abort("loss is NaN at step 3");
+        }
+        world.barrier().unwrap_err().to_string()
+    });
+    assert_eq!(heard, ["rank 1 failed: loss is NaN at step 3"; 2]);
+}
+
+#[test]
+fn a_thread_that_panics_with_a_group_poisons_the_world() {
+    let mut members = threads::world(2, within(20_000));
+    let (second, first) = (members.pop().unwrap(), members.pop().unwrap());
+    let thread = std::thread::spawn(move || {
+        let _world = world_of(&second);
+        panic!("this panic is part of a test");
+    });
+    let error = world_of(&first).barrier().unwrap_err();
+    assert_eq!(error.to_string(), "rank 1 failed: panicked");
+    assert!(thread.join().is_err());
+}
+
+#[test]
+fn different_operations_are_named_on_both_sides() {
+    let heard = world(2, |member| {
+        let world = world_of(&member);
+        world.barrier().unwrap();
+        let error = if member.rank() == 0 {
+            world.all_reduce_vec(vec![0_u8; 4], ReduceOp::Max).map(drop)
+        } else {
+            std::thread::sleep(Duration::from_millis(20));
+            world.broadcast_vec(vec![0.0_f32; 2], 1).map(drop)
+        };
+        error.unwrap_err().to_string()
+    });
+    let message = "operation 1 of group world [0, 1] differs: \
+                   rank 0 called all_reduce(max) of 4 u8, rank 1 called broadcast(root 1) of 2 f32";
+    assert_eq!(heard, [format!("rank 1 failed: {message}"), message.into()]);
+}
+
+#[test]
+fn arguments_are_checked_before_anything_is_sent() {
+    world(2, |member| {
+        let world = world_of(&member);
+        let text = |error: Error| error.to_string();
+        assert_eq!(
+            world
+                .reduce_scatter_vec(vec![0_u8; 7], ReduceOp::Sum)
+                .map_err(text),
+            Err(
+                "reduce_scatter over 2 ranks needs a multiple of 2 elements, found 7; nearest is 6"
+                    .into()
+            )
+        );
+        assert_eq!(
+            world.broadcast_vec(vec![0_u8; 7], 2).map_err(text),
+            Err("rank 2 does not exist in world [0, 1], which has 2 ranks".into())
+        );
+        let group = |members: &[usize]| {
+            let members: Vec<Rank> = members.iter().copied().map(Rank).collect();
+            member.group("odd", &members).map(drop).map_err(text)
+        };
+        assert_eq!(
+            group(&[1, 0]),
+            Err("[1, 0] cannot be group odd: members must ascend".into())
+        );
+        assert_eq!(
+            group(&[0, 1, 2]),
+            Err("[0, 1, 2] cannot be group odd: the world has 2 ranks".into())
+        );
+        assert_eq!(
+            group(&[]),
+            Err(format!(
+                "[] cannot be group odd: rank {} is not among them",
+                member.rank()
+            ))
+        );
+        world.barrier().unwrap();
+    });
+}
+
+/// A buffer that shows fewer bytes than it promises.
+#[derive(Debug)]
+struct Short;
+
+impl Buffer for Short {
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+
+    fn len(&self) -> usize {
+        8
+    }
+
+    fn read(&self, f: &mut dyn FnMut(&[u8])) {
+        f(&[]);
+    }
+
+    fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
+        f(&mut []);
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {
+        self
+    }
+}
+
+#[test]
+fn a_buffer_that_breaks_its_promise_is_an_error_on_every_rank() {
+    let heard = world(2, |member| {
+        let world = world_of(&member);
+        let buffer: Box<dyn Buffer> = if member.rank() == 1 {
+            Box::new(Short)
+        } else {
+            Box::new(vec![0.0_f32; 8])
+        };
+        let error = world.all_reduce(buffer, ReduceOp::Sum).unwrap_err();
+        error.to_string()
+    });
+    for message in heard {
+        assert!(
+            message.ends_with("a buffer of 8 f32 on rank 1 did not open as 32 aligned bytes"),
+            "{message}"
+        );
+    }
+}

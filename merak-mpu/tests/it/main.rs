@@ -1,0 +1,12 @@
+//! merak-mpu from outside.
+
+/// Failures of ranks and what the others hear.
+mod faults;
+/// Collectives equal their serial definition, for random types, lengths and values.
+mod laws;
+/// Places, neighbours and groups of every rank of a 2 x 2 x 2 x 2 world.
+mod mpu;
+/// The threads engine passes the suite of all engines.
+mod suite;
+/// Which types may cross threads, and which traits are dyn-safe.
+mod types;
