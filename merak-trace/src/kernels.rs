@@ -21,8 +21,11 @@
 //!   wrong (labels, token ids) is a [`KernelError`].
 
 mod activation;
+mod attention;
+mod cross_entropy;
 mod dropout;
 mod elementwise;
+mod embedding;
 mod float;
 mod gemm;
 mod mat;
@@ -34,8 +37,14 @@ mod testing;
 mod threads;
 
 pub use activation::{Activation, activation, activation_grad, silu_mul, silu_mul_grad};
+pub use attention::{
+    AttentionDropout, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec, Strided,
+    attention, attention_grad,
+};
+pub use cross_entropy::{IGNORED_LABEL, cross_entropy, cross_entropy_grad};
 pub use dropout::{Dropout, DropoutKey, SampleSlice, dropout};
 pub use elementwise::{add, add_assign, add_suffix, mul, scale, transpose_middle};
+pub use embedding::{TableRows, embedding, embedding_grad};
 pub use float::Float;
 pub use gemm::{Write, gemm, gemm_batched};
 pub use mat::{MatMut, MatRef};

@@ -1,0 +1,272 @@
+//! The backward pass.
+#![expect(
+    clippy::inline_always,
+    reason = "a body is compiled for an instruction set only where it is inlined into its dispatch"
+)]
+
+use std::ops::Range;
+
+use super::super::gemm::{Write, gemm_inline};
+use super::super::simd::{dot, vectorize};
+use super::forward::finite_or_zero;
+use super::{
+    AttentionDropout, AttentionSpec, Float, KEYS, Mask, MatMut, MatRef, QUERIES, Strided, clip,
+    per_head,
+};
+use crate::kernels::Threads;
+
+/// Where the gradients of an attention go; each is replaced.
+#[derive(Debug)]
+pub struct AttentionGrads<'a, T> {
+    /// `[B Sq, Hq D]`.
+    pub dq: MatMut<'a, T>,
+    /// `[B Sk, Hkv D]`.
+    pub dk: MatMut<'a, T>,
+    /// `[B Sk, Hkv D]`.
+    pub dv: MatMut<'a, T>,
+}
+
+/// Computes the gradients of [`attention`](super::attention) by queries, keys and values.
+///
+/// Probabilities are recomputed tile by tile from `lse`:
+/// `dv = p^T dout`, `ds = p (dout v^T - rowsum(dout out))`, `dq = scale ds k`, `dk = scale ds^T q`.
+///
+/// # Shapes
+///
+/// As in [`attention`](super::attention), with `out` and `dout`: `[B, Sq, Hq D]`.
+///
+/// # Panics
+///
+/// The shapes do not fit.
+pub fn attention_grad<T: Float>(
+    threads: &Threads,
+    spec: &AttentionSpec<'_, T>,
+    [q, k, v]: [Strided<'_, T>; 3],
+    [out, dout]: [Strided<'_, T>; 2],
+    lse: &[T],
+    grads: AttentionGrads<'_, T>,
+) {
+    let shape = spec.shape;
+    shape.check();
+    let AttentionGrads { dq, dk, dv } = grads;
+    let expected = [
+        (shape.batch * shape.q_len, shape.q_width()),
+        (shape.batch * shape.k_len, shape.kv_width()),
+        (shape.batch * shape.k_len, shape.kv_width()),
+    ];
+    let found = [&dq, &dk, &dv].map(|grad| (grad.rows(), grad.cols()));
+    assert_eq!(found, expected, "gradients have the shapes of their tensors");
+    assert_eq!(
+        lse.len(),
+        shape.batch * shape.q_heads * shape.q_len,
+        "one sum per query and head"
+    );
+    let dropout = spec.mask_draw();
+    let group_width = shape.q_heads / shape.kv_heads * shape.head_dim;
+    let inputs = Inputs {
+        spec,
+        dropout: dropout.as_ref(),
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+    };
+    // Without queries (or keys) there is no block of them to go with the others.
+    let mut dq = per_head(dq, shape.q_len, group_width);
+    let mut dk = per_head(dk, shape.k_len, shape.head_dim);
+    let mut dv = per_head(dv, shape.k_len, shape.head_dim);
+    let items = (0..shape.batch * shape.kv_heads).map(|i| Head {
+        batch: i / shape.kv_heads,
+        kv_head: i % shape.kv_heads,
+        dq: dq.next(),
+        dkv: dk.next().zip(dv.next()),
+    });
+    threads.for_each_with(items, Scratch::new, |scratch, head| {
+        head.compute(&inputs, scratch);
+    });
+}
+
+/// What all heads read.
+struct Inputs<'a, T> {
+    spec: &'a AttentionSpec<'a, T>,
+    dropout: Option<&'a (Mask<T>, AttentionDropout)>,
+    q: Strided<'a, T>,
+    k: Strided<'a, T>,
+    v: Strided<'a, T>,
+    out: Strided<'a, T>,
+    dout: Strided<'a, T>,
+    lse: &'a [T],
+}
+
+/// A key-value head of a sample, with the query heads that it serves.
+struct Head<'a, T> {
+    batch: usize,
+    kv_head: usize,
+    dq: Option<MatMut<'a, T>>,
+    dkv: Option<(MatMut<'a, T>, MatMut<'a, T>)>,
+}
+
+/// One tile of scores, which become probabilities, and of their gradients.
+struct Scratch<T> {
+    scores: Vec<T>,
+    grads: Vec<T>,
+    dropped: Vec<T>,
+}
+
+impl<T: Float> Scratch<T> {
+    fn new() -> Self {
+        Self {
+            scores: vec![T::ZERO; QUERIES * KEYS],
+            grads: vec![T::ZERO; QUERIES * KEYS],
+            dropped: vec![T::ZERO; KEYS],
+        }
+    }
+}
+
+impl<T: Float> Head<'_, T> {
+    fn compute(self, inputs: &Inputs<'_, T>, scratch: &mut Scratch<T>) {
+        let shape = inputs.spec.shape;
+        let (mut dk, mut dv) = match self.dkv {
+            Some(dkv) => dkv,
+            None => {
+                // No keys: the output is zero whatever the queries are.
+                self.dq.into_iter().for_each(|mut dq| dq.fill(T::ZERO));
+                return;
+            }
+        };
+        dk.fill(T::ZERO);
+        dv.fill(T::ZERO);
+        let Some(dq) = self.dq else { return };
+        let first_head = self.kv_head * (shape.q_heads / shape.kv_heads);
+        for (i, dq) in dq.col_blocks(shape.head_dim).enumerate() {
+            for (block, dq) in dq.row_blocks(QUERIES).enumerate() {
+                let first = block * QUERIES;
+                let block = Block {
+                    batch: self.batch,
+                    head: first_head + i,
+                    kv_col: self.kv_head * shape.head_dim,
+                    queries: first..first + dq.rows(),
+                };
+                block.compute(inputs, dq, [&mut dk, &mut dv], scratch);
+            }
+        }
+    }
+}
+
+/// A block of queries of one head.
+struct Block {
+    batch: usize,
+    head: usize,
+    kv_col: usize,
+    queries: Range<usize>,
+}
+
+impl Block {
+    fn compute<T: Float>(
+        &self,
+        inputs: &Inputs<'_, T>,
+        mut dq: MatMut<'_, T>,
+        [dk, dv]: [&mut MatMut<'_, T>; 2],
+        scratch: &mut Scratch<T>,
+    ) {
+        let (spec, dim) = (inputs.spec, inputs.spec.shape.head_dim);
+        let (rows, col) = (self.queries.len(), self.head * dim);
+        let q = inputs.q.block(self.batch, self.queries.clone(), col, dim);
+        let dout = inputs.dout.block(self.batch, self.queries.clone(), col, dim);
+        let delta = self.delta(inputs);
+        let scale = T::from_f64(spec.scale);
+        let mut write = Write::Replace;
+        for keys in spec.tiles(&self.queries) {
+            let k = inputs.k.block(self.batch, keys.clone(), self.kv_col, dim);
+            let v = inputs.v.block(self.batch, keys.clone(), self.kv_col, dim);
+            let scores = MatMut::with_row_stride(&mut scratch.scores, rows, keys.len(), KEYS);
+            gemm_inline(scale, q, k.transposed(), Write::Replace, scores);
+            let grads = MatMut::with_row_stride(&mut scratch.grads, rows, keys.len(), KEYS);
+            gemm_inline(T::ONE, dout, v.transposed(), Write::Replace, grads);
+            vectorize(
+                #[inline(always)]
+                || self.softmax_grad(inputs, &keys, &delta, scratch),
+            );
+            let p = MatRef::with_row_stride(&scratch.scores, rows, keys.len(), KEYS);
+            let ds = MatRef::with_row_stride(&scratch.grads, rows, keys.len(), KEYS);
+            let (_, dk) = dk.reborrow().split_rows(keys.start);
+            let (dk, _) = dk.split_rows(keys.len());
+            let (_, dv) = dv.reborrow().split_rows(keys.start);
+            let (dv, _) = dv.split_rows(keys.len());
+            gemm_inline(T::ONE, p.transposed(), dout, Write::Add, dv);
+            gemm_inline(T::ONE, ds.transposed(), q, Write::Add, dk);
+            gemm_inline(T::ONE, ds, k, write, dq.reborrow());
+            write = Write::Add;
+        }
+        if write == Write::Replace {
+            dq.fill(T::ZERO);
+        }
+    }
+
+    /// `rowsum(dout out)`, which is also `sum over keys of p dp`.
+    fn delta<T: Float>(&self, inputs: &Inputs<'_, T>) -> [T; QUERIES] {
+        let dim = inputs.spec.shape.head_dim;
+        let mut delta = [T::ZERO; QUERIES];
+        vectorize(
+            #[inline(always)]
+            || {
+                for (delta, query) in delta.iter_mut().zip(self.queries.clone()) {
+                    let out = inputs.out.row(self.batch, query, self.head * dim, dim);
+                    let dout = inputs.dout.row(self.batch, query, self.head * dim, dim);
+                    *delta = dot(out, dout);
+                }
+            },
+        );
+        delta
+    }
+
+    /// Turns scores into (dropped) probabilities, and gradients by these into gradients by the
+    /// products of queries and keys.
+    #[inline(always)]
+    fn softmax_grad<T: Float>(
+        &self,
+        inputs: &Inputs<'_, T>,
+        tile: &Range<usize>,
+        delta: &[T; QUERIES],
+        scratch: &mut Scratch<T>,
+    ) {
+        let (spec, shape) = (inputs.spec, inputs.spec.shape);
+        let scale = T::from_f64(spec.scale);
+        let lse = &inputs.lse[(self.batch * shape.q_heads + self.head) * shape.q_len..];
+        for (i, query) in self.queries.clone().enumerate() {
+            let seen = clip(&spec.visible(query), tile);
+            let keys = tile.start + seen.start..tile.start + seen.end;
+            let scores = &mut scratch.scores[i * KEYS..][..tile.len()];
+            let grads = &mut scratch.grads[i * KEYS..][..tile.len()];
+            for row in [&mut *scores, &mut *grads] {
+                row[..seen.start].fill(T::ZERO);
+                row[seen.end..].fill(T::ZERO);
+            }
+            let (scores, grads) = (&mut scores[seen.clone()], &mut grads[seen]);
+            if let Some(mask) = spec.mask {
+                let mask = mask.row(self.batch, self.head, query, keys.clone());
+                for (score, &mask) in scores.iter_mut().zip(mask) {
+                    *score += mask;
+                }
+            }
+            let (shift, delta) = (finite_or_zero(lse[query]), delta[i]);
+            let Some(dropout) = inputs.dropout else {
+                for (score, grad) in scores.iter_mut().zip(grads) {
+                    *score = Float::exp(*score - shift);
+                    *grad = *score * (*grad - delta) * scale;
+                }
+                continue;
+            };
+            let factors = &mut scratch.dropped[..scores.len()];
+            factors.fill(T::ONE);
+            spec.drop_row(dropout, (self.batch, self.head, query), keys.start, factors);
+            for ((score, grad), &factor) in scores.iter_mut().zip(grads).zip(&*factors) {
+                let p = Float::exp(*score - shift);
+                *score = p * factor;
+                *grad = p * grad.fma(factor, -delta) * scale;
+            }
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! The forward pass.
+#![expect(
+    clippy::inline_always,
+    reason = "a body is compiled for an instruction set only where it is inlined into its dispatch"
+)]
+
+use std::ops::Range;
+
+use super::super::gemm::{Write, gemm_inline};
+use super::super::simd::{max, sum, vectorize};
+use super::{
+    AttentionDropout, AttentionSpec, Float, KEYS, Mask, MatMut, QUERIES, Strided, clip, per_head,
+};
+use crate::kernels::Threads;
+
+/// Computes attention.
+///
+/// A query that sees no key, or only keys with a mask of minus infinity, gives zeros.
+///
+/// # Shapes
+///
+/// `q`: `[B, Sq, Hq D]`; `k`, `v`: `[B, Sk, Hkv D]`; `out`: `[B Sq, Hq D]`; `lse`: `[B, Hq, Sq]`, the
+/// logarithms of the softmax denominators (minus infinity where no key is seen), kept for
+/// [`attention_grad`](super::attention_grad).
+///
+/// # Panics
+///
+/// The shapes do not fit.
+pub fn attention<T: Float>(
+    threads: &Threads,
+    spec: &AttentionSpec<'_, T>,
+    q: Strided<'_, T>,
+    k: Strided<'_, T>,
+    v: Strided<'_, T>,
+    out: MatMut<'_, T>,
+    lse: &mut [T],
+) {
+    let shape = spec.shape;
+    shape.check();
+    assert_eq!(out.rows(), shape.batch * shape.q_len, "one row per query");
+    assert_eq!(out.cols(), shape.q_width(), "one column per element of the heads");
+    assert_eq!(lse.len(), out.rows() * shape.q_heads, "one sum per query and head");
+    if lse.is_empty() {
+        return;
+    }
+    let dropout = spec.mask_draw();
+    let heads = per_head(out, shape.q_len, shape.head_dim).zip(lse.chunks_mut(shape.q_len));
+    let items = heads.enumerate().flat_map(|(i, (out, lse))| {
+        let place = (i / shape.q_heads, i % shape.q_heads);
+        out.row_blocks(QUERIES)
+            .zip(lse.chunks_mut(QUERIES))
+            .enumerate()
+            .map(move |(block, (out, lse))| Block {
+                place,
+                first: block * QUERIES,
+                out,
+                lse,
+            })
+    });
+    threads.for_each_with(items, Scratch::new, |scratch, block| {
+        block.compute(spec, dropout.as_ref(), [q, k, v], scratch);
+    });
+}
+
+/// A block of queries of one head.
+struct Block<'a, T> {
+    place: (usize, usize),
+    first: usize,
+    out: MatMut<'a, T>,
+    lse: &'a mut [T],
+}
+
+/// One tile of scores, and the softmax so far of each query.
+struct Scratch<T> {
+    scores: Vec<T>,
+    maximum: [T; QUERIES],
+    sum: [T; QUERIES],
+}
+
+impl<T: Float> Scratch<T> {
+    fn new() -> Self {
+        Self {
+            scores: vec![T::ZERO; QUERIES * KEYS],
+            maximum: [T::NEG_INFINITY; QUERIES],
+            sum: [T::ZERO; QUERIES],
+        }
+    }
+}
+
+impl<T: Float> Block<'_, T> {
+    fn compute(
+        mut self,
+        spec: &AttentionSpec<'_, T>,
+        dropout: Option<&(Mask<T>, AttentionDropout)>,
+        [q, k, v]: [Strided<'_, T>; 3],
+        scratch: &mut Scratch<T>,
+    ) {
+        let shape = spec.shape;
+        let (dim, (batch, head)) = (shape.head_dim, self.place);
+        let queries = self.first..self.first + self.lse.len();
+        let kv_col = head / (shape.q_heads / shape.kv_heads) * dim;
+        let q = q.block(batch, queries.clone(), head * dim, dim);
+        scratch.maximum.fill(T::NEG_INFINITY);
+        scratch.sum.fill(T::ZERO);
+        let mut write = Write::Replace;
+        for keys in spec.tiles(&queries) {
+            let tile_keys = k.block(batch, keys.clone(), kv_col, dim).transposed();
+            let scores =
+                MatMut::with_row_stride(&mut scratch.scores, queries.len(), keys.len(), KEYS);
+            let scale = T::from_f64(spec.scale);
+            gemm_inline(scale, q, tile_keys, Write::Replace, scores);
+            vectorize(
+                #[inline(always)]
+                || self.softmax_step(spec, dropout, &keys, scratch),
+            );
+            let probabilities = super::MatRef::with_row_stride(
+                &scratch.scores,
+                queries.len(),
+                keys.len(),
+                KEYS,
+            );
+            let values = v.block(batch, keys, kv_col, dim);
+            gemm_inline(T::ONE, probabilities, values, write, self.out.reborrow());
+            write = Write::Add;
+        }
+        if write == Write::Replace {
+            self.out.fill(T::ZERO);
+        }
+        vectorize(
+            #[inline(always)]
+            || self.finish(scratch),
+        );
+    }
+
+    /// Turns the scores of a tile into probabilities relative to the new running maximum, and brings
+    /// what was summed so far to it.
+    #[inline(always)]
+    fn softmax_step(
+        &mut self,
+        spec: &AttentionSpec<'_, T>,
+        dropout: Option<&(Mask<T>, AttentionDropout)>,
+        tile: &Range<usize>,
+        scratch: &mut Scratch<T>,
+    ) {
+        let (batch, head) = self.place;
+        for i in 0..self.lse.len() {
+            let query = self.first + i;
+            let seen = clip(&spec.visible(query), tile);
+            let (first_key, past_key) = (tile.start + seen.start, tile.start + seen.end);
+            let scores = &mut scratch.scores[i * KEYS..][..tile.len()];
+            scores[..seen.start].fill(T::ZERO);
+            scores[seen.end..].fill(T::ZERO);
+            let scores = &mut scores[seen];
+            if let Some(mask) = spec.mask {
+                let mask = mask.row(batch, head, query, first_key..past_key);
+                for (score, &mask) in scores.iter_mut().zip(mask) {
+                    *score += mask;
+                }
+            }
+            let (old, here) = (scratch.maximum[i], max(scores));
+            let new = if here > old { here } else { old };
+            let shift = finite_or_zero(new);
+            for score in &mut *scores {
+                *score = Float::exp(*score - shift);
+            }
+            let correction = Float::exp(old - shift);
+            scratch.sum[i] = scratch.sum[i].fma(correction, sum([scores], |[p]| p));
+            scratch.maximum[i] = new;
+            if old > T::NEG_INFINITY && new > old {
+                for out in self.out.row_mut(i) {
+                    *out *= correction;
+                }
+            }
+            if let Some(dropout) = dropout {
+                spec.drop_row(dropout, (batch, head, query), first_key, scores);
+            }
+        }
+    }
+
+    /// Divides by the sums and stores their logarithms.
+    #[inline(always)]
+    fn finish(&mut self, scratch: &Scratch<T>) {
+        for i in 0..self.lse.len() {
+            let sum = scratch.sum[i];
+            self.lse[i] = finite_or_zero(scratch.maximum[i]) + Float::ln(sum);
+            if sum != T::ZERO {
+                let inverse = T::ONE / sum;
+                for out in self.out.row_mut(i) {
+                    *out *= inverse;
+                }
+            }
+        }
+    }
+}
+
+/// Zero for minus infinity: the maximum of no scores, which must not meet itself in a difference.
+#[inline(always)]
+pub(super) fn finite_or_zero<T: Float>(x: T) -> T {
+    if x == T::NEG_INFINITY { T::ZERO } else { x }
+}
