@@ -18,20 +18,13 @@ pub struct Draft {
     step: u64,
 }
 
-/// How far a commit goes, in order; a crash after any of them loses no checkpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum CommitStep {
-    /// The caller's files and the manifest are on the disk, under the temporary name.
-    Written,
-    /// An older checkpoint of the same step is set aside.
-    SetAside,
-    /// The checkpoint has its name.
-    Named,
-    /// `latest` names it.
-    Latest,
-    /// What was set aside is removed.
-    Cleaned,
-}
+/// What gives a written draft its name, in order; a crash between any two loses no checkpoint.
+const NAMING: [fn(&Draft) -> Result<()>; 4] = [
+    Draft::set_predecessor_aside,
+    Draft::take_name,
+    Draft::become_latest,
+    Draft::remove_predecessor,
+];
 
 impl Draft {
     pub(crate) fn new(store: Store, step: u64) -> Self {
@@ -83,7 +76,9 @@ impl Draft {
         header: Header,
         files: &[(&str, &[u8])],
     ) -> Result<PathBuf> {
-        self.commit_until(CommitStep::Cleaned, shards, header, files)
+        self.write_manifest(shards, header, files)?;
+        NAMING.iter().try_for_each(|step| step(self))?;
+        Ok(self.named())
     }
 
     /// Removes the draft.
@@ -94,31 +89,40 @@ impl Draft {
         remove(&self.path())
     }
 
-    fn commit_until(
-        &self,
-        last: CommitStep,
-        shards: Vec<Shard>,
-        header: Header,
-        files: &[(&str, &[u8])],
-    ) -> Result<PathBuf> {
-        let folder = self.store.folder();
+    /// The folder under its own name.
+    fn named(&self) -> PathBuf {
+        self.store.folder().join(format::step_name(self.step))
+    }
+
+    /// Where an older checkpoint of the same step goes while this one takes its name.
+    fn aside(&self) -> PathBuf {
         let name = format::step_name(self.step);
-        let (named, aside) = (folder.join(&name), folder.join(format!("{ASIDE}{name}")));
-        self.write_manifest(shards, header, files)?;
-        if last >= CommitStep::SetAside && named.exists() {
-            rename(&named, &aside)?;
+        self.store.folder().join(format!("{ASIDE}{name}"))
+    }
+
+    fn set_predecessor_aside(&self) -> Result<()> {
+        if self.named().exists() {
+            rename(&self.named(), &self.aside())
+        } else {
+            Ok(())
         }
-        if last >= CommitStep::Named {
-            rename(&self.path(), &named)?;
-            sync_folder(folder)?;
+    }
+
+    fn take_name(&self) -> Result<()> {
+        rename(&self.path(), &self.named())?;
+        sync_folder(self.store.folder())
+    }
+
+    fn become_latest(&self) -> Result<()> {
+        self.store.write_pointer(format::LATEST, self.step)
+    }
+
+    fn remove_predecessor(&self) -> Result<()> {
+        if self.aside().exists() {
+            remove(&self.aside())
+        } else {
+            Ok(())
         }
-        if last >= CommitStep::Latest {
-            self.store.write_pointer(format::LATEST, self.step)?;
-        }
-        if last >= CommitStep::Cleaned && aside.exists() {
-            remove(&aside)?;
-        }
-        Ok(named)
     }
 
     fn write_manifest(
@@ -194,4 +198,152 @@ fn merge(shards: Vec<Shard>, header: Header) -> Result<Manifest, Damage> {
         files,
         tensors,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Checkpoint, DType, Layout};
+    use std::fs;
+
+    fn write(store: &Store, step: u64, value: u8) -> (Draft, Vec<Shard>) {
+        let draft = store.begin(step).unwrap();
+        let layout = Layout::whole(&[4]);
+        let piece = Piece {
+            kind: &Kind::Parameter,
+            name: "w",
+            dtype: DType::U8,
+            layout: &layout,
+            range: None,
+        };
+        let shard = draft
+            .write_shard(ShardKind::Model, 0, &[(piece, &[value; 4])])
+            .unwrap();
+        (draft, vec![shard])
+    }
+
+    /// What a run finds that starts now: the values in the latest and in the newest checkpoint.
+    fn found(store: &Store) -> (u8, u8) {
+        let latest = Checkpoint::open(store.folder()).unwrap();
+        let newest = Checkpoint::open_newest(store.folder()).unwrap().unwrap();
+        let value =
+            |checkpoint: Checkpoint| checkpoint.read_whole(&Kind::Parameter, "w").unwrap()[0];
+        (value(latest), value(newest))
+    }
+
+    #[test]
+    fn a_crash_between_any_two_operations_leaves_a_good_checkpoint() {
+        for (step, replaces) in [(2, false), (1, true)] {
+            for done in 0..=NAMING.len() {
+                let folder = tempfile::tempdir().unwrap();
+                let store = Store::new(folder.path());
+                let (draft, shards) = write(&store, 1, 10);
+                draft.commit(shards, Header::default(), &[]).unwrap();
+                let (draft, shards) = write(&store, step, 20);
+                draft
+                    .write_manifest(shards, Header::default(), &[("config.json", b"{}")])
+                    .unwrap();
+                for operation in &NAMING[..done] {
+                    operation(&draft).unwrap();
+                }
+                let new = if done >= 2 { 20 } else { 10 };
+                let latest = if replaces || done >= 3 { new } else { 10 };
+                assert_eq!(
+                    found(&store),
+                    (latest, new),
+                    "step {step}, {done} operations done"
+                );
+
+                // The next save removes what is left over and works as ever.
+                let (draft, shards) = write(&store, 3, 30);
+                draft.commit(shards, Header::default(), &[]).unwrap();
+                assert_eq!(found(&store), (30, 30));
+                let hidden =
+                    |entry: &fs::DirEntry| entry.file_name().to_string_lossy().starts_with('.');
+                let left = fs::read_dir(folder.path())
+                    .unwrap()
+                    .filter(|e| hidden(e.as_ref().unwrap()));
+                assert_eq!(left.count(), 0, "step {step}, {done} operations done");
+                let survivor = Checkpoint::open(store.path_of(1)).unwrap();
+                survivor.read_whole(&Kind::Parameter, "w").unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_crash_while_files_are_written_leaves_the_older_checkpoint() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path());
+        let (draft, shards) = write(&store, 1, 10);
+        draft.commit(shards, Header::default(), &[]).unwrap();
+        let (draft, shards) = write(&store, 2, 20);
+        draft
+            .write_manifest(shards, Header::default(), &[])
+            .unwrap();
+        let contents = ["model-00000.safetensors", format::MANIFEST].map(|name| {
+            let path = draft.path().join(name);
+            let content = fs::read(&path).unwrap();
+            fs::remove_file(&path).unwrap();
+            (path, content)
+        });
+        for (path, content) in contents {
+            for length in 0..=content.len() {
+                fs::write(&path, &content[..length]).unwrap();
+                assert_eq!(found(&store), (10, 10));
+            }
+        }
+    }
+
+    #[test]
+    fn shards_that_do_not_fit_together_are_not_committed() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path());
+        let mut rank = 0;
+        let mut shard = |draft: &Draft, region: (usize, usize), dtype: DType| {
+            rank += 1;
+            let layout = Layout::along(&[4], 0, &[region.0..region.1]).unwrap();
+            let bytes = vec![0; layout.num_local_elements() * dtype.size_bytes()];
+            let piece = Piece {
+                kind: &Kind::Parameter,
+                name: "w",
+                dtype,
+                layout: &layout,
+                range: None,
+            };
+            draft
+                .write_shard(ShardKind::Model, rank, &[(piece, &bytes)])
+                .unwrap()
+        };
+        let draft = store.begin(1).unwrap();
+        let halves = [
+            shard(&draft, (0, 2), DType::U8),
+            shard(&draft, (2, 4), DType::U8),
+        ];
+        let middle = shard(&draft, (1, 3), DType::U8);
+        let other_type = shard(&draft, (2, 4), DType::I8);
+        let message = |shards: &[&Shard]| {
+            let shards = shards.iter().copied().cloned().collect();
+            draft
+                .commit(shards, Header::default(), &[])
+                .unwrap_err()
+                .to_string()
+        };
+        let messages = [
+            message(&[&halves[0]]),
+            message(&[&halves[0], &halves[1], &middle]),
+            message(&[&halves[0], &halves[0]]),
+            message(&[&halves[0], &other_type]),
+        ];
+        insta::assert_snapshot!(messages.join("\n"), @"
+        the shards of step 1 make no complete checkpoint: manifest.json, tensor `w`: the slices hold 2 of 4 elements
+        the shards of step 1 make no complete checkpoint: manifest.json, tensor `w`: slices [0:2] and [1:3] overlap
+        the shards of step 1 make no complete checkpoint: model-00001.safetensors: files are not in order, or not unique
+        the shards of step 1 make no complete checkpoint: manifest.json, tensor `w`: ranks disagree: u8 [4] and i8 [4]
+        ");
+        assert!(store.steps().unwrap().is_empty());
+        draft
+            .commit(halves.to_vec(), Header::default(), &[])
+            .unwrap();
+        assert_eq!(store.steps().unwrap(), [1]);
+    }
 }

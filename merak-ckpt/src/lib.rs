@@ -3,6 +3,7 @@
 mod checkpoint;
 mod checksum;
 mod copy;
+mod diff;
 mod disk;
 mod draft;
 mod dtype;
@@ -18,9 +19,11 @@ mod region;
 mod sampler;
 mod shard;
 mod store;
+mod verify;
 
 pub use checkpoint::Checkpoint;
 pub use checksum::Checksum;
+pub use diff::{DiffReport, Difference, TensorDiff, Tolerance, ValueDiff, diff};
 pub use draft::Draft;
 pub use dtype::{DType, UnknownDType};
 pub use error::{BoxError, Damage, Error, Problem, Result};
@@ -35,3 +38,4 @@ pub use region::Region;
 pub use sampler::Sampler;
 pub use shard::{Piece, Shard, ShardKind};
 pub use store::Store;
+pub use verify::VerifyReport;

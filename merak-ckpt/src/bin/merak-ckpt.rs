@@ -1,2 +1,0 @@
-//! The `merak-ckpt` command.
-fn main() {}

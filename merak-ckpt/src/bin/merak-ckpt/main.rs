@@ -1,0 +1,183 @@
+//! The `merak-ckpt` command: looks at checkpoints, checks them, compares them.
+#![expect(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a command prints its results and errors"
+)]
+
+mod inspect;
+
+use clap::{Parser, Subcommand};
+use merak_ckpt::{Checkpoint, Difference, Error, Result, Tolerance, diff};
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Looks at checkpoints, checks them, compares them.
+///
+/// PATH is a checkpoint's folder (checkpoints/step-00001000), or an output folder, which stands for its latest checkpoint.
+///
+/// Exit status: 0 done, 1 the checkpoints differ or the run failed, 2 the command line or a checkpoint is wrong.
+#[derive(Parser)]
+#[command(name = "merak-ckpt", version)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Shows what is inside: step, topology that wrote it, tensors, shapes, element types, sizes
+    Inspect {
+        /// Checkpoint or output folder
+        path: PathBuf,
+        /// Print one JSON document
+        #[arg(long)]
+        json: bool,
+    },
+    /// Checks every checksum, slice and header, and names what is damaged
+    Verify {
+        /// Checkpoint or output folder
+        path: PathBuf,
+    },
+    /// Compares two checkpoints tensor by tensor, whatever their topology
+    Diff {
+        /// First checkpoint
+        a: PathBuf,
+        /// Second checkpoint
+        b: PathBuf,
+        /// Relative tolerance of floating-point values
+        #[arg(long, default_value_t = 0.0, value_parser = tolerance)]
+        rtol: f64,
+        /// Absolute tolerance of floating-point values
+        #[arg(long, default_value_t = 0.0, value_parser = tolerance)]
+        atol: f64,
+    },
+}
+
+/// What a command prints, and its exit status.
+struct Outcome {
+    text: String,
+    status: u8,
+}
+
+fn main() -> ExitCode {
+    let outcome = match Arguments::parse().command {
+        Command::Inspect { path, json } => inspect(&path, json),
+        Command::Verify { path } => verify(&path),
+        Command::Diff { a, b, rtol, atol } => compare(&a, &b, Tolerance { rtol, atol }),
+    };
+    match outcome {
+        Ok(Outcome { text, status }) => {
+            // A closed pipe (`| head`) is the reader's choice.
+            let _ = io::stdout().write_all(text.as_bytes());
+            ExitCode::from(status)
+        }
+        Err(error) => {
+            eprintln!("merak-ckpt: {}", with_sources(&error));
+            ExitCode::from(if error.is_user_error() { 2 } else { 1 })
+        }
+    }
+}
+
+fn inspect(path: &PathBuf, json: bool) -> Result<Outcome> {
+    let checkpoint = Checkpoint::open(path)?;
+    let text = if json {
+        inspect::json(&checkpoint)
+    } else {
+        inspect::text(&checkpoint)
+    };
+    Ok(Outcome { text, status: 0 })
+}
+
+fn verify(path: &PathBuf) -> Result<Outcome> {
+    let checkpoint = Checkpoint::open(path)?;
+    let report = checkpoint.verify();
+    if report.damage.is_empty() {
+        let text = format!(
+            "{}: good; {} files, {} tensors, {} slices, {} bytes\n",
+            checkpoint.path().display(),
+            report.files,
+            report.tensors,
+            report.slices,
+            report.bytes
+        );
+        return Ok(Outcome { text, status: 0 });
+    }
+    let mut text = format!("{}: damaged\n", checkpoint.path().display());
+    for damage in &report.damage {
+        line(&mut text, format_args!("  {damage}"));
+    }
+    match checkpoint.older()? {
+        Some(older) => line(
+            &mut text,
+            format_args!(
+                "the newest complete older one is {}",
+                older.path().display()
+            ),
+        ),
+        None => line(&mut text, format_args!("there is no complete older one")),
+    }
+    Ok(Outcome { text, status: 2 })
+}
+
+fn compare(a: &PathBuf, b: &PathBuf, tolerance: Tolerance) -> Result<Outcome> {
+    let (a, b) = (Checkpoint::open(a)?, Checkpoint::open(b)?);
+    let report = diff(&a, &b, tolerance)?;
+    let mut text = String::new();
+    for tensor in &report.different {
+        let what = match &tensor.difference {
+            Difference::OnlyInFirst => format!("only in {}", a.path().display()),
+            Difference::OnlyInSecond => format!("only in {}", b.path().display()),
+            Difference::Shape { first, second } => format!("shape {first:?} and {second:?}"),
+            Difference::DType { first, second } => format!("type {first} and {second}"),
+            Difference::Values(values) => format!(
+                "{} of {} elements differ, at most {:.3e} absolute, {:.3e} relative",
+                values.beyond, values.elements, values.max_absolute, values.max_relative
+            ),
+            other => format!("{other:?}"),
+        };
+        line(
+            &mut text,
+            format_args!("{} `{}`: {what}", tensor.kind, tensor.name),
+        );
+    }
+    line(
+        &mut text,
+        format_args!(
+            "{} tensors equal, {} different",
+            report.equal,
+            report.different.len()
+        ),
+    );
+    Ok(Outcome {
+        text,
+        status: u8::from(!report.different.is_empty()),
+    })
+}
+
+fn tolerance(text: &str) -> Result<f64, String> {
+    let value: f64 = text
+        .parse()
+        .map_err(|_| format!("`{text}` is not a number"))?;
+    let is_legal = value.is_finite() && value >= 0.0;
+    is_legal
+        .then_some(value)
+        .ok_or_else(|| format!("expected 0 or more, found {text}"))
+}
+
+/// Appends a line to a text in memory.
+fn line(text: &mut String, content: std::fmt::Arguments<'_>) {
+    writeln!(text, "{content}").expect("a string takes every text");
+}
+
+fn with_sources(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        write!(text, ": {cause}").expect("a string takes every text");
+        source = cause.source();
+    }
+    text
+}
