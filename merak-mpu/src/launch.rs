@@ -103,8 +103,7 @@ impl Launch {
 /// assert!(mpu.tied_group("head")?.is_some());
 /// # Ok::<(), merak_mpu::Error>(())
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InitOptions {
     /// Data parallel degree.
     pub dp: usize,

@@ -1,5 +1,60 @@
 //! Ranks, process groups and collectives for data, tensor, pipeline and sequence parallelism.
+//!
+//! A training run splits its work along four axes: copies of the model that see different samples (data),
+//! parts of each layer (tensor), consecutive stages of layers (pipeline) and parts of each sample
+//! (sequence). This crate says which rank stands where, which ranks form a group, and carries what the
+//! members of a group tell each other. It knows nothing of models, so any Rust program can use it.
+//!
+//! ```
+//! use merak_mpu::{Degrees, Mpu, ReduceOp, threads};
+//!
+//! // Four ranks, each a thread: two stages of layers that are split in two.
+//! let degrees = Degrees { tp: 2, pp: 2, ..Degrees::default() };
+//! let sums = threads::run(4, threads::WorldOptions::default(), |member| {
+//!     let mpu = Mpu::new(member, degrees)?;
+//!     let partial = vec![mpu.rank().0 as f32; 3];
+//!     mpu.tensor_parallel_group().all_reduce_vec(partial, ReduceOp::Sum)
+//! })?;
+//! assert_eq!(sums, [[1.0; 3], [1.0; 3], [5.0; 3], [5.0; 3]]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Main types
+//! - [`Degrees`] and [`Topology`]: sizes of the axes; pure arithmetic between ranks, places and groups.
+//! - [`Mpu`]: one rank's place, its neighbours and all its groups. [`init`] makes it for a process.
+//! - [`Group`]: collectives and messages among some ranks, blocking or [`Pending`].
+//! - [`Buffer`]: memory of a [`DType`] that a collective reads and writes where it lies.
+//! - [`threads`]: the engine whose ranks are threads. Others implement [`Engine`] and [`Communicator`].
+//!
+//! # How it fits together
+//! ```text
+//!      Degrees ─────> Topology            who is where (pure)
+//!                        │
+//! threads::run ─> Member ─> Mpu ─> Group ─> dyn Communicator     one rank's handles
+//!                   │                           │
+//!              dyn Engine ──────────────────────┘                threads | your own
+//! ```
+//!
+//! # Guarantees
+//! - **Fixed order.** A sum runs in ascending group rank, in f32 for 16-bit floats, whatever the number
+//!   of threads, so every member and every run gets the same bits.
+//! - **No rank waits for ever.** An error or a panic on one rank poisons the world: every pending or later
+//!   call on the others returns [`Error::Aborted`], which names the culprit. A peer that never comes is an
+//!   [`Error::Timeout`], which names who waits for whom.
+//! - **No call is mistaken for another.** Members that call different operations, types or lengths get
+//!   [`Error::Mismatch`] with both sides.
+//! - **A started operation owns its buffer** until [`Pending::wait`] gives it back, once.
+//! - **No hidden state.** Worlds are values: two of them fit in one process. Only [`Launch::from_env`]
+//!   (under [`init`]) reads the environment.
+//!
+//! # Features
+//! - `testing`: worlds with deadlines, tolerances, and the suite that every engine must pass.
+//!
+//! # Papers
+//! The axes and their order follow [Megatron-LM](https://arxiv.org/abs/2104.04473), sections 2 and 3;
+//! the sequence axis is that of [DeepSpeed-Ulysses](https://arxiv.org/abs/2309.14509), section 3.
 
+mod axis;
 mod buffer;
 mod communicator;
 mod degrees;
@@ -16,6 +71,7 @@ pub mod testing;
 pub mod threads;
 mod topology;
 
+pub use axis::{Axis, Coord};
 pub use buffer::{Buffer, into_vec, zeros};
 pub use communicator::{Communicator, Message, Packet, Pending, ReduceOp};
 pub use degrees::Degrees;
@@ -27,4 +83,8 @@ pub use member::{Engine, Member};
 pub use mpu::{EMBEDDING, Mpu};
 pub use rank::{Rank, Wait};
 pub use run::{RunError, run_members};
-pub use topology::{Axis, Coord, GroupKind, Topology};
+pub use topology::{GroupKind, Topology};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -26,7 +26,8 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// Poisons the world: each pending and later call on any rank returns [`Error::Aborted`].
     fn abort(&self, reason: &str);
 
-    /// States that this rank will start nothing more, so that peers that wait for it fail at once.
+    /// States that this rank will start nothing more, so that peers that wait for it fail at once. What
+    /// it has started or sent before is still completed.
     fn end(&self);
 
     /// The rank whose call poisoned the world, if it is poisoned.

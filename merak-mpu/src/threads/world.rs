@@ -79,6 +79,7 @@ impl World {
             reason: reason.to_owned(),
         };
         if self.poison.set(poison).is_ok() {
+            tracing::warn!(rank = reporter, culprit, reason, "world poisoned");
             self.wake_all();
         }
     }

@@ -188,3 +188,21 @@ fn a_buffer_that_breaks_its_promise_is_an_error_on_every_rank() {
         );
     }
 }
+
+#[test]
+fn ranks_get_the_stack_that_was_asked_for() {
+    fn deep(levels: usize) -> usize {
+        let frame = std::hint::black_box([levels; 128]);
+        match levels {
+            0 => 0,
+            _ => frame[levels % 128] - levels + 1 + deep(levels - 1),
+        }
+    }
+    // 20,000 frames of a kibibyte are more than the eight mebibytes of the default.
+    let options = WorldOptions {
+        stack_bytes: 64 << 20,
+        ..WorldOptions::default()
+    };
+    let levels = threads::run(1, options, |_| Ok::<_, Error>(deep(20_000)));
+    assert_eq!(levels.unwrap(), [20_000]);
+}
