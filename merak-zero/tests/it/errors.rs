@@ -1,6 +1,7 @@
 //! What a wrong setting or buffer says.
 
-use crate::fixture::{alone, config, data_parallel, grads, len, world};
+use crate::fixture::{alone, config, data_parallel, grads, len};
+use merak_mpu::testing::world;
 use merak_zero::{
     Error, GlobalParams, OptimizerConfig, OptimizerKind, ParamSpec, ZeroConfig, ZeroGroups,
     ZeroOptimizer, ZeroStage,

@@ -1,14 +1,10 @@
 //! A small model, its numbers, and a naive optimizer to compare with.
 
-use merak_mpu::{
-    Group, Member, Rank,
-    threads::{self, WorldOptions},
-};
+use merak_mpu::{Group, Member, Rank};
 use merak_zero::{
     AdamStep, FlatLayout, GlobalParams, OptimizerConfig, ParamSpec, ZeroConfig, ZeroGroups,
     ZeroOptimizer, ZeroStage, adam_update,
 };
-use std::time::Duration;
 
 /// Parameters of one and of several norm blocks, of odd sizes, with and without decay.
 pub(crate) fn params() -> Vec<ParamSpec> {
@@ -128,13 +124,4 @@ fn norm(layout: &FlatLayout, grads: &[f32]) -> f64 {
         blocks.map(merak_zero::sum_of_squares).sum()
     };
     (0..layout.params().len()).map(of_param).sum::<f64>().sqrt()
-}
-
-/// Runs one function on each of `n` ranks and returns the results by rank.
-pub(crate) fn world<T: Send>(n: usize, body: impl Fn(Member) -> T + Sync) -> Vec<T> {
-    let options = WorldOptions {
-        timeout: Duration::from_secs(20),
-        ..WorldOptions::default()
-    };
-    threads::run(n, options, |member| Ok::<_, String>(body(member))).expect("no rank fails")
 }

@@ -1,10 +1,8 @@
 //! The global norm under tensor and pipeline splits, clipping, and skipped steps.
 #![expect(clippy::float_cmp, reason = "these values are exact")]
 
-use crate::fixture::{
-    alone, config, data_parallel, grads, group, len, lr, noise, noises, params, world,
-};
-use merak_mpu::Member;
+use crate::fixture::{alone, config, data_parallel, grads, group, len, lr, noise, noises, params};
+use merak_mpu::{Member, testing::world};
 use merak_zero::{GlobalParams, ParamSpec, ZeroConfig, ZeroGroups, ZeroOptimizer, ZeroStage};
 
 const ROWS: usize = 400;

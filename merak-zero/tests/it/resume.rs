@@ -1,6 +1,7 @@
 //! State out and in again, on another number of ranks too.
 
-use crate::fixture::{config, data_parallel, grads, len, lr, noises, params, world};
+use crate::fixture::{config, data_parallel, grads, len, lr, noises, params};
+use merak_mpu::testing::world;
 use merak_zero::{Progress, ZeroOptimizer, ZeroStage};
 use std::collections::BTreeMap;
 

@@ -1,6 +1,7 @@
 //! Stage 1, stage 0 and one serial rank give the same bits.
 
-use crate::fixture::{config, data_parallel, grads, len, lr, noises, serial, world};
+use crate::fixture::{config, data_parallel, grads, len, lr, noises, serial};
+use merak_mpu::testing::world;
 use merak_zero::{ZeroConfig, ZeroOptimizer, ZeroStage};
 
 const STAGES: [ZeroStage; 2] = [ZeroStage::Replicated, ZeroStage::OptimizerState];
