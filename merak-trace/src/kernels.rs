@@ -28,13 +28,17 @@ mod elementwise;
 mod embedding;
 mod float;
 mod gemm;
+mod init;
 mod mat;
 mod norm;
 mod philox;
+mod rope;
 mod simd;
+mod softmax;
 #[cfg(test)]
 mod testing;
 mod threads;
+mod trig;
 
 pub use activation::{Activation, activation, activation_grad, silu_mul, silu_mul_grad};
 pub use attention::{
@@ -47,11 +51,14 @@ pub use elementwise::{add, add_assign, add_suffix, mul, scale, transpose_middle}
 pub use embedding::{TableRows, embedding, embedding_grad};
 pub use float::Float;
 pub use gemm::{Write, gemm, gemm_batched};
+pub use init::{Distribution, InitKey, TensorBox, init};
 pub use mat::{MatMut, MatRef};
 pub use norm::{
     layer_norm, layer_norm_grad_input, layer_norm_grad_params, rms_norm, rms_norm_grad_input,
     rms_norm_grad_params, sum_rows,
 };
+pub use rope::rope;
+pub use softmax::{softmax, softmax_grad};
 pub use threads::Threads;
 
 /// What a caller's data can get wrong.

@@ -54,9 +54,15 @@ pub fn activation_grad<T: Float>(
     dx: &mut [T],
 ) {
     match kind {
-        Activation::Relu => map2(threads, x, dy, dx, |x, dy| {
-            if x <= T::ZERO { T::ZERO } else { dy }
-        }),
+        Activation::Relu => map2(
+            threads,
+            x,
+            dy,
+            dx,
+            |x, dy| {
+                if x <= T::ZERO { T::ZERO } else { dy }
+            },
+        ),
         Activation::GeluErf => map2(threads, x, dy, dx, |x, dy| {
             let (cdf, pdf) = x.normal_cdf_pdf();
             dy * x.fma(pdf, cdf)
@@ -101,7 +107,10 @@ pub fn silu_mul_grad<T: Float>(
     for len in [up.len(), dy.len(), dgate.len(), dup.len()] {
         assert_eq!(len, gate.len(), "all have one length");
     }
-    let inputs = gate.chunks(CHUNK).zip(up.chunks(CHUNK)).zip(dy.chunks(CHUNK));
+    let inputs = gate
+        .chunks(CHUNK)
+        .zip(up.chunks(CHUNK))
+        .zip(dy.chunks(CHUNK));
     let outputs = dgate.chunks_mut(CHUNK).zip(dup.chunks_mut(CHUNK));
     threads.for_each(inputs.zip(outputs), |(((gate, up), dy), (dgate, dup))| {
         vectorize(
@@ -136,7 +145,11 @@ fn gelu_argument<T: Float>(x: T) -> (T, T) {
 fn sigmoid_and_slope<T: Float>(x: T) -> (T, T) {
     let small = Float::exp(if x > T::ZERO { -x } else { x });
     let inverse = T::ONE / (T::ONE + small);
-    let value = if x > T::ZERO { inverse } else { small * inverse };
+    let value = if x > T::ZERO {
+        inverse
+    } else {
+        small * inverse
+    };
     (value, small * inverse * inverse)
 }
 
@@ -189,8 +202,7 @@ mod tests {
                     activation(threads, kind, &x, &mut y);
                     y
                 });
-                let expected: Vec<f64> =
-                    to_f64(&x).iter().map(|&x| definition(kind, x)).collect();
+                let expected: Vec<f64> = to_f64(&x).iter().map(|&x| definition(kind, x)).collect();
                 assert_close(&y, &expected, 1e-6);
             }
         }

@@ -121,8 +121,7 @@ pub struct AttentionMask<'a, T> {
 
 impl<'a, T> AttentionMask<'a, T> {
     fn row(&self, batch: usize, head: usize, query: usize, keys: Range<usize>) -> &'a [T] {
-        let start =
-            batch * self.batch_stride + head * self.head_stride + query * self.row_stride;
+        let start = batch * self.batch_stride + head * self.head_stride + query * self.row_stride;
         &self.data[start + keys.start..start + keys.end]
     }
 }
@@ -207,7 +206,10 @@ impl<T: Float> AttentionSpec<'_, T> {
     }
 
     /// Multiplies the probabilities of a row, the first of which is of key `first_key`.
-    #[expect(clippy::inline_always, reason = "vectorises only inside a dispatched loop")]
+    #[expect(
+        clippy::inline_always,
+        reason = "vectorises only inside a dispatched loop"
+    )]
     #[inline(always)]
     fn drop_row(
         &self,

@@ -41,7 +41,9 @@ pub fn cross_entropy<T: Float>(
     assert_eq!(lse.len(), labels.len(), "one sum per row");
     let rows = rows_per_chunk(classes);
     let mut losses = vec![0.0; labels.len()];
-    let inputs = logits.chunks((rows * classes).max(1)).zip(labels.chunks(rows));
+    let inputs = logits
+        .chunks((rows * classes).max(1))
+        .zip(labels.chunks(rows));
     let outputs = lse.chunks_mut(rows).zip(losses.chunks_mut(rows));
     threads.for_each(inputs.zip(outputs), |((logits, labels), (lse, losses))| {
         vectorize(
@@ -98,13 +100,17 @@ pub fn cross_entropy_grad<T: Float>(
     let chunk = (rows * classes).max(1);
     let at_label = scale * T::from_f64(1.0 - smoothing);
     let everywhere = scale * T::from_f64(smoothing / classes.max(1) as f64);
-    let inputs = logits.chunks(chunk).zip(labels.chunks(rows).zip(lse.chunks(rows)));
+    let inputs = logits
+        .chunks(chunk)
+        .zip(labels.chunks(rows).zip(lse.chunks(rows)));
     let items = inputs.zip(dlogits.chunks_mut(chunk));
     threads.for_each(items, |((logits, (labels, lse)), dlogits)| {
         vectorize(
             #[inline(always)]
             || {
-                let rows = logits.chunks_exact(classes).zip(dlogits.chunks_exact_mut(classes));
+                let rows = logits
+                    .chunks_exact(classes)
+                    .zip(dlogits.chunks_exact_mut(classes));
                 for ((logits, dlogits), (&label, &lse)) in rows.zip(labels.iter().zip(lse)) {
                     let Ok(label) = usize::try_from(label) else {
                         dlogits.fill(T::ZERO);
@@ -207,7 +213,7 @@ mod tests {
 
     #[test]
     fn gradients_match_finite_differences() {
-        for (rows, classes) in SHAPES {
+        for (rows, classes) in [(1, 1), (1, 3), (7, 130), (300, 65), (2, 33_000)] {
             for smoothing in [0.0, 0.1] {
                 let logits: Vec<f64> = noise(1, rows * classes);
                 let labels = labels(rows, classes);

@@ -18,7 +18,7 @@ pub struct DropoutKey {
     pub seed: u64,
     /// Optimizer step.
     pub step: u64,
-    /// Hash of the node's name, see [`name_hash`](super::name_hash).
+    /// Hash of the node's name.
     pub node: u64,
 }
 
@@ -150,7 +150,11 @@ impl<T: Float> Mask<T> {
         };
         philox::for_each_run(self.key, sample, first, values.len(), |start, words| {
             for (value, &word) in values[start..].iter_mut().zip(words) {
-                *value *= if word < threshold { self.scale } else { T::ZERO };
+                *value *= if word < threshold {
+                    self.scale
+                } else {
+                    T::ZERO
+                };
             }
         });
     }
@@ -170,7 +174,13 @@ mod tests {
     fn mask_of(p: f64, slice: SampleSlice, len: usize) -> Vec<f32> {
         on_any_threads(|threads| {
             let mut y = vec![0.0; len];
-            dropout(threads, Dropout { key: KEY, p }, slice, &vec![1.0; len], &mut y);
+            dropout(
+                threads,
+                Dropout { key: KEY, p },
+                slice,
+                &vec![1.0; len],
+                &mut y,
+            );
             y
         })
     }
@@ -201,7 +211,11 @@ mod tests {
         let flat = SampleSlice::whole(5, outer * dim * inner);
         assert_eq!(whole, mask_of(0.5, flat, whole.len()));
         for (sample, start, local) in [(0, 0, 4), (1, 4, 5), (2, 9, 1)] {
-            let part = mask_of(0.5, slice(5 + sample as u64, start, local), outer * local * inner);
+            let part = mask_of(
+                0.5,
+                slice(5 + sample as u64, start, local),
+                outer * local * inner,
+            );
             for (i, &value) in part.iter().enumerate() {
                 let (o, rest) = (i / (local * inner), i % (local * inner));
                 let at = ((sample * outer + o) * dim + start) * inner + rest;
@@ -215,7 +229,13 @@ mod tests {
         let whole = SampleSlice::whole(0, 256);
         let draw = |key, slice| {
             let mut y = vec![0.0_f64; 256];
-            dropout(&Threads::one(), Dropout { key, p: 0.5 }, slice, &[1.0; 256], &mut y);
+            dropout(
+                &Threads::one(),
+                Dropout { key, p: 0.5 },
+                slice,
+                &[1.0; 256],
+                &mut y,
+            );
             y
         };
         let first = draw(KEY, whole);

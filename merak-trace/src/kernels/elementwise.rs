@@ -58,7 +58,11 @@ pub fn scale<T: Float>(threads: &Threads, factor: T, x: &[T], out: &mut [T]) {
 pub fn add_suffix<T: Float>(threads: &Threads, x: &[T], rhs: &[T], out: &mut [T]) {
     assert_eq!(x.len(), out.len(), "sums have the length of their terms");
     let Some(block) = (!rhs.is_empty()).then_some(rhs.len()) else {
-        assert!(x.is_empty(), "an empty tensor is added to {} elements", x.len());
+        assert!(
+            x.is_empty(),
+            "an empty tensor is added to {} elements",
+            x.len()
+        );
         return;
     };
     assert!(x.len().is_multiple_of(block), "blocks of {block} elements");
@@ -68,7 +72,11 @@ pub fn add_suffix<T: Float>(threads: &Threads, x: &[T], rhs: &[T], out: &mut [T]
         while done < x.len() {
             let rhs = &rhs[(chunk * CHUNK + done) % block..];
             let len = rhs.len().min(x.len() - done);
-            add_slices(&x[done..done + len], &rhs[..len], &mut out[done..done + len]);
+            add_slices(
+                &x[done..done + len],
+                &rhs[..len],
+                &mut out[done..done + len],
+            );
             done += len;
         }
     });
@@ -97,7 +105,11 @@ fn add_slices<T: Float>(x: &[T], y: &[T], out: &mut [T]) {
 pub fn transpose_middle<T: Float>(threads: &Threads, dims: [usize; 4], x: &[T], out: &mut [T]) {
     let [_, rows, cols, inner] = dims;
     let len: usize = dims.iter().product();
-    assert_eq!((x.len(), out.len()), (len, len), "a tensor of shape {dims:?}");
+    assert_eq!(
+        (x.len(), out.len()),
+        (len, len),
+        "a tensor of shape {dims:?}"
+    );
     if len == 0 {
         return;
     }
@@ -154,7 +166,11 @@ pub(super) fn map2<T: Float>(
     f: impl Fn(T, T) -> T + Send + Sync,
 ) {
     assert_eq!(x.len(), y.len(), "both inputs have one length");
-    assert_eq!(x.len(), out.len(), "the result has the length of the inputs");
+    assert_eq!(
+        x.len(),
+        out.len(),
+        "the result has the length of the inputs"
+    );
     let chunks = x.chunks(CHUNK).zip(y.chunks(CHUNK));
     threads.for_each(chunks.zip(out.chunks_mut(CHUNK)), |((x, y), out)| {
         vectorize(
@@ -189,8 +205,14 @@ mod tests {
             };
             assert_eq!(run(add), expect(|x, y| x + y));
             assert_eq!(run(mul), expect(|x, y| x * y));
-            assert_eq!(run(|t, x, _, out| add_assign(t, x, out)), expect(|x, y| x + y));
-            assert_eq!(run(|t, x, _, out| scale(t, 3.0, x, out)), expect(|x, _| 3.0 * x));
+            assert_eq!(
+                run(|t, x, _, out| add_assign(t, x, out)),
+                expect(|x, y| x + y)
+            );
+            assert_eq!(
+                run(|t, x, _, out| scale(t, 3.0, x, out)),
+                expect(|x, _| 3.0 * x)
+            );
         }
     }
 

@@ -28,7 +28,8 @@ impl TableRows {
     }
 
     fn check(&self, ids: &[i64]) -> Result<(), KernelError> {
-        let wrong = |&(_, &id): &(usize, &i64)| !usize::try_from(id).is_ok_and(|id| id < self.total);
+        let wrong =
+            |&(_, &id): &(usize, &i64)| !usize::try_from(id).is_ok_and(|id| id < self.total);
         match ids.iter().enumerate().find(wrong) {
             Some((position, &id)) => Err(KernelError::Id {
                 id,
@@ -129,7 +130,11 @@ fn width(rows: &TableRows, table_len: usize, num_ids: usize, out_len: usize) -> 
         (0, ids) => out_len / ids,
         (rows, _) => table_len / rows,
     };
-    assert_eq!(table_len, rows.local.len() * width, "a whole number of rows");
+    assert_eq!(
+        table_len,
+        rows.local.len() * width,
+        "a whole number of rows"
+    );
     assert_eq!(out_len, num_ids * width, "one row per id");
     width
 }
@@ -197,12 +202,24 @@ mod tests {
     fn an_id_outside_the_table_is_named_with_its_position() {
         let rows = TableRows::all(3);
         for id in [3, -1] {
-            let error = embedding(&Threads::one(), &rows, &[0.0_f32; 3], &[0, id], &mut [0.0; 2]);
+            let error = embedding(
+                &Threads::one(),
+                &rows,
+                &[0.0_f32; 3],
+                &[0, id],
+                &mut [0.0; 2],
+            );
             assert_eq!(
                 error.unwrap_err().to_string(),
                 format!("id {id} at position 1 is out of range, expected 0 to 2")
             );
-            let error = embedding_grad(&Threads::one(), &rows, &[0.0; 2], &[0, id], &mut [0.0_f32; 3]);
+            let error = embedding_grad(
+                &Threads::one(),
+                &rows,
+                &[0.0; 2],
+                &[0, id],
+                &mut [0.0_f32; 3],
+            );
             assert!(error.is_err());
         }
     }

@@ -8,6 +8,8 @@ use std::fmt::Debug;
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub, SubAssign};
 
+use super::trig::ln_of_normal;
+
 /// An element type: `f32` to compute with, `f64` to check gradients by finite differences.
 ///
 /// The functions of `f32` are branch-free polynomials, good to about 1e-7 of the value, and made of
@@ -100,7 +102,13 @@ impl Float for f32 {
 
     #[inline(always)]
     fn ln(self) -> Self {
-        f32::ln(self)
+        // As f64, a subnormal is normal.
+        let value = if self > 0.0 && self < f32::INFINITY {
+            ln_of_normal(f64::from(self))
+        } else {
+            f64::from(self).ln()
+        };
+        value as f32
     }
 
     #[inline(always)]
@@ -190,9 +198,9 @@ impl Float for f64 {
         let pdf = (-0.5 * self * self).exp() / (2.0 * std::f64::consts::PI).sqrt();
         let x = self.abs();
         let tail = if x < 3.0 {
-            let series = (1..60).rev().fold(1.0, |inner, n| {
-                1.0 + x * x / f64::from(2 * n + 1) * inner
-            });
+            let series = (1..60)
+                .rev()
+                .fold(1.0, |inner, n| 1.0 + x * x / f64::from(2 * n + 1) * inner);
             0.5 - pdf * x * series
         } else {
             pdf / (1..200).rev().fold(x, |inner, n| x + f64::from(n) / inner)
@@ -316,6 +324,16 @@ mod tests {
             let actual = f64::normal_cdf_pdf(x).0;
             assert!((actual / expected - 1.0).abs() < 1e-12, "{x}: {actual}");
         }
+    }
+
+    #[test]
+    fn ln_is_exact_to_rounding_and_has_its_limits() {
+        assert!(worst_error(1e-3, 0.9, Float::ln, f64::ln) < 1e-7);
+        assert!(worst_error(1.1, 1e6, Float::ln, f64::ln) < 1e-7);
+        assert!((Float::ln(1e-45_f32) + 103.278_93).abs() < 1e-4);
+        assert_eq!(Float::ln(0.0_f32), f32::NEG_INFINITY);
+        assert_eq!(Float::ln(f32::INFINITY), f32::INFINITY);
+        assert!(Float::ln(-1.0_f32).is_nan() && Float::ln(f32::NAN).is_nan());
     }
 
     #[test]

@@ -208,7 +208,14 @@ mod tests {
                 };
                 let c = on_any_threads(|threads| {
                     let mut c = vec![f32::NAN; m * n];
-                    gemm(threads, 1.0, a, b, Write::Replace, MatMut::new(&mut c, m, n));
+                    gemm(
+                        threads,
+                        1.0,
+                        a,
+                        b,
+                        Write::Replace,
+                        MatMut::new(&mut c, m, n),
+                    );
                     c
                 });
                 assert_close(&c, &expected, 1e-4);

@@ -36,14 +36,19 @@ pub fn layer_norm<T: Float>(
     let cols = weight.len();
     check_lengths(cols, rstd.len(), [x.len(), y.len()]);
     assert_eq!(mean.len(), rstd.len(), "one mean per row");
-    assert!(bias.is_none_or(|bias| bias.len() == cols), "bias per column");
+    assert!(
+        bias.is_none_or(|bias| bias.len() == cols),
+        "bias per column"
+    );
     if cols == 0 {
         return;
     }
     let (eps, scale) = (T::from_f64(eps), T::from_f64(1.0 / cols as f64));
     let rows = rows_per_chunk(cols);
     let outputs = y.chunks_mut(rows * cols).zip(mean.chunks_mut(rows));
-    let items = x.chunks(rows * cols).zip(outputs.zip(rstd.chunks_mut(rows)));
+    let items = x
+        .chunks(rows * cols)
+        .zip(outputs.zip(rstd.chunks_mut(rows)));
     threads.for_each(items, |(x, ((y, mean), rstd))| {
         vectorize(
             #[inline(always)]
@@ -231,7 +236,9 @@ pub fn rms_norm_grad_input<T: Float>(
     let scale = T::from_f64(1.0 / cols as f64);
     let rows = rows_per_chunk(cols);
     let inputs = dy.chunks(rows * cols).zip(x.chunks(rows * cols));
-    let items = dx.chunks_mut(rows * cols).zip(inputs.zip(rstd.chunks(rows)));
+    let items = dx
+        .chunks_mut(rows * cols)
+        .zip(inputs.zip(rstd.chunks(rows)));
     threads.for_each(items, |(dx, ((dy, x), rstd))| {
         vectorize(
             #[inline(always)]
@@ -421,7 +428,14 @@ mod tests {
 
     fn rms_norm_f64(x: &[f64], w: &[f64]) -> Vec<f64> {
         let mut y = vec![0.0; x.len()];
-        rms_norm(&Threads::one(), x, w, 1e-2, &mut y, &mut vec![0.0; x.len() / w.len()]);
+        rms_norm(
+            &Threads::one(),
+            x,
+            w,
+            1e-2,
+            &mut y,
+            &mut vec![0.0; x.len() / w.len()],
+        );
         y
     }
 
@@ -466,7 +480,16 @@ mod tests {
         x[3] = f32::NAN;
         let (mut y, mut mean, mut rstd) = ([0.0; 30], [0.0; 3], [0.0; 3]);
         let w = [1.0; 10];
-        layer_norm(&Threads::one(), &x, &w, None, 1e-5, &mut y, &mut mean, &mut rstd);
+        layer_norm(
+            &Threads::one(),
+            &x,
+            &w,
+            None,
+            1e-5,
+            &mut y,
+            &mut mean,
+            &mut rstd,
+        );
         assert!(y[..10].iter().all(|y| y.is_nan()));
         assert!(y[10..].iter().all(|y| y.is_finite()));
     }

@@ -1,5 +1,8 @@
 //! What the tests of the kernels share.
-#![expect(clippy::unwrap_used, reason = "a failure here fails the test that asked")]
+#![expect(
+    clippy::unwrap_used,
+    reason = "a failure here fails the test that asked"
+)]
 
 use super::{Float, Threads};
 

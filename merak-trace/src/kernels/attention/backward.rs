@@ -55,7 +55,10 @@ pub fn attention_grad<T: Float>(
         (shape.batch * shape.k_len, shape.kv_width()),
     ];
     let found = [&dq, &dk, &dv].map(|grad| (grad.rows(), grad.cols()));
-    assert_eq!(found, expected, "gradients have the shapes of their tensors");
+    assert_eq!(
+        found, expected,
+        "gradients have the shapes of their tensors"
+    );
     assert_eq!(
         lse.len(),
         shape.batch * shape.q_heads * shape.q_len,
@@ -174,7 +177,9 @@ impl Block {
         let (spec, dim) = (inputs.spec, inputs.spec.shape.head_dim);
         let (rows, col) = (self.queries.len(), self.head * dim);
         let q = inputs.q.block(self.batch, self.queries.clone(), col, dim);
-        let dout = inputs.dout.block(self.batch, self.queries.clone(), col, dim);
+        let dout = inputs
+            .dout
+            .block(self.batch, self.queries.clone(), col, dim);
         let delta = self.delta(inputs);
         let scale = T::from_f64(spec.scale);
         let mut write = Write::Replace;

@@ -38,8 +38,16 @@ pub fn attention<T: Float>(
     let shape = spec.shape;
     shape.check();
     assert_eq!(out.rows(), shape.batch * shape.q_len, "one row per query");
-    assert_eq!(out.cols(), shape.q_width(), "one column per element of the heads");
-    assert_eq!(lse.len(), out.rows() * shape.q_heads, "one sum per query and head");
+    assert_eq!(
+        out.cols(),
+        shape.q_width(),
+        "one column per element of the heads"
+    );
+    assert_eq!(
+        lse.len(),
+        out.rows() * shape.q_heads,
+        "one sum per query and head"
+    );
     if lse.is_empty() {
         return;
     }
@@ -113,12 +121,8 @@ impl<T: Float> Block<'_, T> {
                 #[inline(always)]
                 || self.softmax_step(spec, dropout, &keys, scratch),
             );
-            let probabilities = super::MatRef::with_row_stride(
-                &scratch.scores,
-                queries.len(),
-                keys.len(),
-                KEYS,
-            );
+            let probabilities =
+                super::MatRef::with_row_stride(&scratch.scores, queries.len(), keys.len(), KEYS);
             let values = v.block(batch, keys, kv_col, dim);
             gemm_inline(T::ONE, probabilities, values, write, self.out.reborrow());
             write = Write::Add;

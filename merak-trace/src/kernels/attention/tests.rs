@@ -79,9 +79,8 @@ fn naive(
         .flat_map(|(b, h)| (0..s.q_len).map(move |i| (b, h, i)))
     {
         let at = (b * s.q_len + i) * s.q_width() + h * s.head_dim;
-        let kv_at = |j: usize| {
-            (b * s.k_len + j) * s.kv_width() + h * s.kv_heads / s.q_heads * s.head_dim
-        };
+        let kv_at =
+            |j: usize| (b * s.k_len + j) * s.kv_width() + h * s.kv_heads / s.q_heads * s.head_dim;
         let position = (i + s.k_len) as i64 - s.q_len as i64;
         let scores: Vec<f64> = (0..s.k_len)
             .map(|j| {
@@ -184,7 +183,12 @@ fn single_precision_gradients_match_double() {
     let wide = run_grad(&Threads::one(), &spec, &x, &dout);
     let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<_>>();
     let spec = AttentionSpec::causal(spec.shape);
-    let single = run_grad(&Threads::one(), &spec, &x.each_ref().map(|x| narrow(x)), &narrow(&dout));
+    let single = run_grad(
+        &Threads::one(),
+        &spec,
+        &x.each_ref().map(|x| narrow(x)),
+        &narrow(&dout),
+    );
     for (actual, expected) in single.iter().zip(&wide) {
         assert_close(actual, expected, 2e-5);
     }
@@ -193,7 +197,8 @@ fn single_precision_gradients_match_double() {
 #[test]
 fn an_additive_mask_may_repeat_over_samples_heads_and_queries() {
     let shape = shape(2, (6, 9), (4, 2), 4);
-    for (batch_stride, head_stride, row_stride) in [(216, 54, 9), (54, 0, 9), (0, 54, 9), (9, 0, 0)] {
+    for (batch_stride, head_stride, row_stride) in [(216, 54, 9), (54, 0, 9), (0, 54, 9), (9, 0, 0)]
+    {
         let mut data = noise::<f64>(4, 2 * 216);
         data[3] = f64::NEG_INFINITY;
         let mask = AttentionMask {
@@ -291,7 +296,14 @@ fn packed_queries_keys_and_values_are_read_and_their_gradients_written_in_place(
     let (dq, rest) = MatMut::new(&mut grads, 2 * 67, 3 * width).split_cols(width);
     let (dk, dv) = rest.split_cols(width);
     let outputs = [&out[..], &dout].map(|x| Strided::contiguous(x, 67, width));
-    attention_grad(&one, &spec, inputs, outputs, &lse, AttentionGrads { dq, dk, dv });
+    attention_grad(
+        &one,
+        &spec,
+        inputs,
+        outputs,
+        &lse,
+        AttentionGrads { dq, dk, dv },
+    );
     let expected = run_grad(&one, &spec, &apart, &dout);
     for (row, grads) in grads.chunks(3 * width).enumerate() {
         for (i, grads) in grads.chunks(width).enumerate() {
