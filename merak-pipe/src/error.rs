@@ -106,20 +106,64 @@ pub enum Error {
         action: Action,
     },
     /// The lists of actions wait for each other in a circle.
-    #[error(
-        "deadlock with {sends} sends: rank {rank} waits at position {position} ({action}) for the {needs}"
-    )]
+    #[error("deadlock: rank {rank} waits at position {position} ({action}) for the {needs}")]
     Deadlock {
-        /// `buffered` or `blocking`.
-        sends: &'static str,
         /// The first rank that waits for ever.
         rank: usize,
         /// Index of the action in its list.
         position: usize,
-        /// The action it cannot pass.
+        /// The action it cannot begin.
         action: Action,
-        /// What never comes, or is never taken.
+        /// What never comes.
         needs: Tag,
+    },
+    /// The instruction streams wait for each other when a send waits for its receiver.
+    #[error(
+        "deadlock with blocking sends: rank {rank} waits at instruction {position} ({instruction}) to exchange the {needs}"
+    )]
+    BlockingDeadlock {
+        /// The first rank that waits for ever.
+        rank: usize,
+        /// Index of the instruction in its stream.
+        position: usize,
+        /// Name of the instruction it cannot pass.
+        instruction: &'static str,
+        /// The message that never moves.
+        needs: Tag,
+    },
+    /// A rank runs more or fewer stages than the others.
+    #[error("expected {expected} stages on rank {rank}, found {found}")]
+    StagesOfRank {
+        /// The rank.
+        rank: usize,
+        /// Chunks of the schedule.
+        expected: usize,
+        /// Stages of the rank.
+        found: usize,
+    },
+    /// A list of costs has an entry that is not one of its keys.
+    #[error("expected costs such as F=1,I=1,W=1,R=1,C=0, found {found:?}")]
+    ParseCosts {
+        /// The entry.
+        found: String,
+    },
+    /// A cost is negative or not finite.
+    #[error("the cost {key} must be finite and not negative, found {found}")]
+    CostValue {
+        /// Letter of the cost.
+        key: char,
+        /// Its value.
+        found: f64,
+    },
+    /// There are not costs for each stage and each hop.
+    #[error("expected costs of {expected} {what}, found {found}")]
+    CostCount {
+        /// `stages` or `hops`.
+        what: &'static str,
+        /// How many the schedule has.
+        expected: usize,
+        /// How many costs there are.
+        found: usize,
     },
     /// A run was asked for a rank outside the schedule.
     #[error("the schedule has ranks 0 to {}, found {rank}", ranks - 1)]

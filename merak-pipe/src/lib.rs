@@ -1,16 +1,90 @@
 //! Pipeline schedules as data: generate, validate, simulate, draw and run them.
+//!
+//! Pipeline parallelism gives every rank a *stage*, a consecutive part of the model, and sends each
+//! *microbatch* of a step through all stages, forward and back. In 3D parallelism it is the axis with the
+//! least traffic, one activation per hop, and so the one that spans hosts; what it costs is the *bubble*,
+//! the time in which ranks wait for each other. How large that is, and how many activations are kept, is
+//! decided by the *schedule*: for every rank the list of what it computes, in order.
+//!
+//! # Example
+//! ```
+//! use merak_pipe::{Costs, GridStyle, ScheduleKind, Size, UnitCosts, grid, simulate};
+//!
+//! let schedule = ScheduleKind::OneFOneB.generate(Size::new(3, 4))?;
+//! schedule.validate()?;
+//! let costs: UnitCosts = "F=1,I=1,W=1,R=0,C=0".parse()?;
+//! let simulation = simulate(&schedule, &Costs::uniform(costs, 3))?;
+//! let picture = "\
+//! rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
+//! rank 1  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .
+//! rank 2  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .
+//! ";
+//! assert_eq!(grid(&simulation.timeline, GridStyle::default()), picture);
+//! # Ok::<(), merak_pipe::Error>(())
+//! ```
+//!
+//! # Main types
+//! - [`Action`], such as `1F3`: stage 1 runs microbatch 3 forward. [`Kind`] also knows `B` backward, its
+//!   halves `I` (input gradient) and `W` (weight gradients), and `R` recompute.
+//! - [`Schedule`]: the actions of every rank, from a [`ScheduleKind`] or from CSV;
+//!   [`Schedule::validate`] proves it, [`Schedule::instructions`] adds the communication.
+//! - [`simulate`](fn@simulate): [`Costs`] in, makespan, bubble, memory and critical path out.
+//! - [`Engine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`]; [`run_threads`] runs
+//!   a whole pipeline in one process.
+//! - [`Timeline`]: what ran when, from the simulator or the engine; [`grid`](fn@grid) draws it.
+//!
+//! # How the parts meet
+//! ```text
+//! ScheduleKind + Size ──► Schedule ──► validate        once, before anything runs
+//!        CSV ─────────────┘  │ │ └───► simulate ──► Timeline (planned)  ──► grid, json
+//!                            │ └─────► instructions                    ──► json
+//!                            └► Engine + StageModule + Link ──► Timeline (recorded) ──► grid
+//! ```
+//!
+//! # Guarantees
+//! - Schedules, proofs, figures and pictures are pure functions: every rank computes the same ones alone.
+//! - A valid schedule cannot deadlock, whether sends are buffered or wait for their receiver.
+//! - Every valid schedule adds up the weight gradients of a stage in ascending order of the microbatches,
+//!   so the choice of schedule changes no bit of them.
+//! - A rank that fails ends all ranks with an error that names it; no wait outlasts the link's deadline.
+//!
+//! # Features
+//! - `mpu`: links over the process groups of `merak-mpu`.
+//!
+//! # Papers
+//! [GPipe](https://arxiv.org/abs/1811.06965), [PipeDream-Flush](https://arxiv.org/abs/2006.09503) and
+//! [Megatron-LM](https://arxiv.org/abs/2104.04473) for `gpipe` and `1f1b`;
+//! [Merak](https://arxiv.org/abs/2206.04959) for recomputation within the schedule;
+//! [Zero Bubble](https://arxiv.org/abs/2401.10241) for the split of `B` into `I` and `W` (which it writes
+//! B and W).
 
 mod action;
+mod costs;
+mod dataflow;
 mod engine;
 mod error;
 mod generate;
+mod instruction;
 mod kind;
+mod lower;
+mod render;
+mod rendezvous;
 mod schedule;
+mod simulate;
 mod timeline;
+mod validate;
 
 pub use action::{Action, Kind, MicrobatchId, StageId, Tag};
+pub use costs::{Costs, UnitCosts};
 pub use engine::{Engine, Link, StageModule, ThreadLink, run, run_threads, threads};
 pub use error::{BoxError, Error, Result, Violation};
+pub use instruction::{Instruction, Slot};
 pub use kind::ScheduleKind;
+pub use render::{GridStyle, grid, json};
 pub use schedule::{Exchanges, Schedule, Size};
+pub use simulate::{Simulation, simulate};
 pub use timeline::{Span, Timeline};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

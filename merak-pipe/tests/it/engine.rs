@@ -12,7 +12,8 @@ const DEADLINE: Duration = Duration::from_secs(20);
 /// activations are dropped after the forward, as with full recomputation.
 #[derive(Debug)]
 struct Stages {
-    stages: usize,
+    /// Stages of the whole model.
+    depth: usize,
     weights: BTreeMap<usize, f64>,
     weight_grads: BTreeMap<usize, f64>,
     inputs: BTreeMap<(usize, usize), f64>,
@@ -27,7 +28,7 @@ impl Stages {
     fn new(stages: usize, own: impl Iterator<Item = usize>) -> Self {
         let weights: BTreeMap<usize, f64> = own.map(|s| (s, 0.3 + 0.1 * s as f64)).collect();
         Self {
-            stages,
+            depth: stages,
             weight_grads: weights.keys().map(|s| (*s, 0.0)).collect(),
             weights,
             inputs: BTreeMap::new(),
@@ -66,7 +67,7 @@ impl StageModule for Stages {
             return Err("forward ran twice".into());
         }
         let output = self.run_forward(key(action));
-        if stage + 1 < self.stages {
+        if stage + 1 < self.depth {
             return Ok(Some(output));
         }
         self.losses.push((microbatch, output));

@@ -1,0 +1,169 @@
+//! What actions and messages cost.
+
+use crate::{Action, Error, Kind, Result, Schedule};
+use serde::{Serialize, Serializer, ser::SerializeMap};
+use std::str::FromStr;
+
+/// Costs that are the same on every stage, in any unit of time.
+///
+/// ```
+/// let costs: merak_pipe::UnitCosts = "F=1,W=0.5".parse()?;
+/// assert_eq!((costs.forward, costs.weight_grad, costs.input_grad), (1.0, 0.5, 1.0));
+/// assert!("F=1,X=2".parse::<merak_pipe::UnitCosts>().is_err());
+/// # Ok::<(), merak_pipe::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct UnitCosts {
+    /// `F`: a forward.
+    pub forward: f64,
+    /// `I`: an input gradient.
+    pub input_grad: f64,
+    /// `W`: the weight gradients.
+    pub weight_grad: f64,
+    /// `R`: a recompute, on its own or within a backward.
+    pub recompute: f64,
+    /// `C`: a message between two ranks.
+    pub hop: f64,
+}
+
+impl Default for UnitCosts {
+    /// One for every kind of computation, and free communication.
+    fn default() -> Self {
+        Self {
+            forward: 1.0,
+            input_grad: 1.0,
+            weight_grad: 1.0,
+            recompute: 1.0,
+            hop: 0.0,
+        }
+    }
+}
+
+impl FromStr for UnitCosts {
+    type Err = Error;
+
+    /// Reads `F=1,I=1,W=1,R=1,C=0`; what is not named keeps its default.
+    fn from_str(text: &str) -> Result<Self> {
+        let mut costs = Self::default();
+        for entry in text.split(',') {
+            let error = || Error::ParseCosts {
+                found: entry.into(),
+            };
+            let (key, value) = entry.split_once('=').ok_or_else(error)?;
+            let value: f64 = value.trim().parse().map_err(|_| error())?;
+            let (letter, place) = match key.trim() {
+                "F" => ('F', &mut costs.forward),
+                "I" => ('I', &mut costs.input_grad),
+                "W" => ('W', &mut costs.weight_grad),
+                "R" => ('R', &mut costs.recompute),
+                "C" => ('C', &mut costs.hop),
+                _ => return Err(error()),
+            };
+            check(letter, value)?;
+            *place = value;
+        }
+        Ok(costs)
+    }
+}
+
+/// Costs by stage and by hop, in any unit of time.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Costs {
+    /// For each stage its forward, `F`.
+    pub forward: Vec<f64>,
+    /// For each stage its input gradient, `I`.
+    pub input_grad: Vec<f64>,
+    /// For each stage its weight gradients, `W`.
+    pub weight_grad: Vec<f64>,
+    /// For each stage its recompute, `R`; zero where it keeps all activations.
+    pub recompute: Vec<f64>,
+    /// For each hop between stages `s` and `s + 1` the time of a message, either way: latency plus size
+    /// over bandwidth. A hop within a rank is free.
+    pub hop: Vec<f64>,
+}
+
+impl Costs {
+    /// The same costs on all `stages` and hops.
+    pub fn uniform(costs: UnitCosts, stages: usize) -> Self {
+        Self {
+            forward: vec![costs.forward; stages],
+            input_grad: vec![costs.input_grad; stages],
+            weight_grad: vec![costs.weight_grad; stages],
+            recompute: vec![costs.recompute; stages],
+            hop: vec![costs.hop; stages.saturating_sub(1)],
+        }
+    }
+
+    fn lists(&self) -> [(char, &[f64]); 5] {
+        [
+            ('F', &self.forward),
+            ('I', &self.input_grad),
+            ('W', &self.weight_grad),
+            ('R', &self.recompute),
+            ('C', &self.hop),
+        ]
+    }
+
+    /// Checks that there is one finite cost for everything in a schedule.
+    pub(crate) fn check(&self, schedule: &Schedule) -> Result<()> {
+        let stages = schedule.size.stages();
+        for (key, list) in self.lists() {
+            let (what, expected) = if key == 'C' {
+                ("hops", stages - 1)
+            } else {
+                ("stages", stages)
+            };
+            if list.len() != expected {
+                return Err(Error::CostCount {
+                    what,
+                    expected,
+                    found: list.len(),
+                });
+            }
+            list.iter().try_for_each(|value| check(key, *value))?;
+        }
+        Ok(())
+    }
+
+    /// The cost of an action; `recomputes` says whether its recompute is charged within it.
+    pub(crate) fn of(&self, action: Action, recomputes: bool) -> f64 {
+        let stage = action.stage.0;
+        let recompute = if recomputes {
+            self.recompute[stage]
+        } else {
+            0.0
+        };
+        match action.kind {
+            Kind::Forward => self.forward[stage],
+            Kind::Recompute => self.recompute[stage],
+            Kind::Backward => recompute + self.input_grad[stage] + self.weight_grad[stage],
+            Kind::InputGrad => recompute + self.input_grad[stage],
+            Kind::WeightGrad => self.weight_grad[stage],
+        }
+    }
+}
+
+impl Serialize for Costs {
+    /// One number for a cost that is the same everywhere, a list otherwise.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(5))?;
+        for (key, list) in self.lists() {
+            match list {
+                [] => map.serialize_entry(&key, &0.0)?,
+                [first, rest @ ..] if rest.iter().all(|value| value.total_cmp(first).is_eq()) => {
+                    map.serialize_entry(&key, first)?;
+                }
+                list => map.serialize_entry(&key, list)?,
+            }
+        }
+        map.end()
+    }
+}
+
+fn check(key: char, found: f64) -> Result<()> {
+    if found.is_finite() && found >= 0.0 {
+        Ok(())
+    } else {
+        Err(Error::CostValue { key, found })
+    }
+}

@@ -1,0 +1,62 @@
+//! The JSON document of a schedule.
+
+use crate::{Action, Costs, Instruction, Result, Schedule, simulate};
+use serde::Serialize;
+
+/// The document, in the order of its fields.
+#[derive(Serialize)]
+struct Document<'a> {
+    name: &'a str,
+    stages: usize,
+    ranks: usize,
+    microbatches: usize,
+    chunks: usize,
+    costs: &'a Costs,
+    actions: &'a [Vec<Action>],
+    instructions: Vec<Vec<Instruction>>,
+    makespan: f64,
+    bubble: f64,
+    longest_rank_time: f64,
+    bubble_by_rank: Vec<f64>,
+    peak_activations: Vec<f64>,
+    critical_path: Vec<Action>,
+}
+
+/// Writes a schedule, its instruction streams and its figures under the given costs as one JSON object on
+/// one line: `name`, `stages`, `ranks`, `microbatches`, `chunks`, `costs`, `actions`, `instructions`,
+/// `makespan`, `bubble`, `longest_rank_time`, `bubble_by_rank`, `peak_activations`, `critical_path`.
+///
+/// # Errors
+/// As [`simulate`](fn@simulate).
+///
+/// ```
+/// use merak_pipe::{Costs, ScheduleKind, Size, UnitCosts, json};
+/// let schedule = ScheduleKind::Gpipe.generate(Size::new(2, 1))?;
+/// let text = json(&schedule, &Costs::uniform(UnitCosts::default(), 2))?;
+/// assert!(text.contains(r#""actions":[["0F0","0B0"],["1F0","1B0"]]"#));
+/// # Ok::<(), merak_pipe::Error>(())
+/// ```
+#[expect(
+    clippy::missing_panics_doc,
+    reason = "numbers, names and lists are always JSON"
+)]
+pub fn json(schedule: &Schedule, costs: &Costs) -> Result<String> {
+    let simulation = simulate(schedule, costs)?;
+    let document = Document {
+        name: &schedule.name,
+        stages: schedule.size.stages(),
+        ranks: schedule.size.ranks,
+        microbatches: schedule.size.microbatches,
+        chunks: schedule.size.chunks,
+        costs,
+        actions: &schedule.actions,
+        instructions: schedule.instructions()?,
+        makespan: simulation.makespan,
+        bubble: simulation.bubble(),
+        longest_rank_time: simulation.longest_rank_time(),
+        bubble_by_rank: simulation.timeline.bubble_by_rank(),
+        peak_activations: simulation.peak_activations,
+        critical_path: simulation.critical_path,
+    };
+    Ok(serde_json::to_string(&document).expect("numbers, names and lists are JSON"))
+}

@@ -1,0 +1,97 @@
+//! What users read.
+
+use merak_pipe::{Costs, GridStyle, Schedule, ScheduleKind, Size, UnitCosts, grid, json, simulate};
+
+fn drawn(schedule: &Schedule, costs: &str, style: GridStyle) -> String {
+    let costs: UnitCosts = costs.parse().expect("the costs are well formed");
+    let costs = Costs::uniform(costs, schedule.size.stages());
+    let simulation = simulate(schedule, &costs).expect("the schedule is valid");
+    grid(&simulation.timeline, style)
+}
+
+#[test]
+fn the_grid_shows_who_waits() {
+    let schedule = ScheduleKind::ShiftedCriticalPath
+        .generate(Size::new(4, 4))
+        .unwrap();
+    insta::assert_snapshot!(drawn(&schedule, "F=1,R=1", GridStyle::default()), @"
+    rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0------ R1 B1--- R2 B2--- R3 B3---
+    rank 1  .  F0 F1 F2 R0 .  .  .  B0--- F3 B1------ R2 B2--- R3 B3--- .  .
+    rank 2  .  .  F0 F1 F2 R0 B0--- R1 B1--- F3 B2------ B3------ .  .  .  .
+    rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .  .  .  .
+    ");
+}
+
+#[test]
+fn the_grid_names_stages_where_a_rank_has_several() {
+    let csv = "0F0,3F0,3I0,3W0,0I0,0W0\n1F0,2F0,2I0,1I0,2W0,1W0\n";
+    let schedule = Schedule::from_csv("v", csv, Size::new(2, 1).with_chunks(2)).unwrap();
+    insta::assert_snapshot!(drawn(&schedule, "F=1", GridStyle::default()), @"
+    rank 0  0F0 .   .   3F0 3I0---- 3W0 .   .   .   0I0---- 0W0
+    rank 1  .   1F0 2F0 .   .   .   2I0---- 1I0---- 2W0 1W0 .
+    ");
+}
+
+#[test]
+fn a_long_run_gets_more_time_per_cell() {
+    let schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 100)).unwrap();
+    let style = GridStyle {
+        max_cells: 50,
+        ..GridStyle::default()
+    };
+    let text = drawn(&schedule, "F=1", style);
+    // Every action keeps a cell.
+    assert!(text.contains("F99") && text.contains("B99"), "{text}");
+}
+
+#[test]
+fn colour_is_asked_for() {
+    let schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 2)).unwrap();
+    let plain = drawn(&schedule, "R=0", GridStyle::default());
+    assert!(!plain.contains('\x1b'));
+    let colour = drawn(
+        &schedule,
+        "R=0",
+        GridStyle {
+            colour: true,
+            ..GridStyle::default()
+        },
+    );
+    let mut stripped = String::new();
+    for (index, part) in colour.split('\x1b').enumerate() {
+        let text = part.split_once('m').map_or(part, |(_, text)| text);
+        stripped.push_str(if index == 0 { part } else { text });
+    }
+    assert_eq!(stripped, plain);
+}
+
+#[test]
+fn the_json_document_has_the_fields_of_the_command_line() {
+    let schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 2)).unwrap();
+    let costs = Costs::uniform("R=0,C=0.5".parse().unwrap(), 2);
+    let text = json(&schedule, &costs).unwrap();
+    insta::assert_snapshot!(text, @r#"{"name":"1f1b","stages":2,"ranks":2,"microbatches":2,"chunks":1,"costs":{"F":1.0,"I":1.0,"W":1.0,"R":0.0,"C":0.5},"actions":[["0F0","0F1","0B0","0B1"],["1F0","1B0","1F1","1B1"]],"instructions":[[["LoadMicroBatch",{"buffer_id":0}],["ForwardPass",{"buffer_id":0}],["SendActivation",{"buffer_id":0}],["LoadMicroBatch",{"buffer_id":1}],["ForwardPass",{"buffer_id":1}],["SendActivationRecvGrad",{"buffer_id":[1,0]}],["BackwardPass",{"buffer_id":0}],["RecvGrad",{"buffer_id":1}],["BackwardPass",{"buffer_id":1}],["ReduceTiedGrads",{}],["ReduceGrads",{}],["OptimizerStep",{}]],[["RecvActivation",{"buffer_id":0}],["LoadMicroBatch",{"buffer_id":0}],["ForwardPass",{"buffer_id":0}],["BackwardPass",{"buffer_id":0}],["SendGradRecvActivation",{"buffer_id":[0,1]}],["LoadMicroBatch",{"buffer_id":1}],["ForwardPass",{"buffer_id":1}],["BackwardPass",{"buffer_id":1}],["SendGrad",{"buffer_id":1}],["ReduceTiedGrads",{}],["ReduceGrads",{}],["OptimizerStep",{}]]],"makespan":10.0,"bubble":0.4,"longest_rank_time":10.0,"bubble_by_rank":[0.4,0.0],"peak_activations":[2.0,1.0],"critical_path":["0F0","1F0","1B0","1F1","1B1","0B1"]}"#);
+}
+
+#[test]
+fn a_recorded_timeline_is_drawn_like_a_simulated_one() {
+    let span = |text: &str, start, end| merak_pipe::Span {
+        action: text.parse().unwrap(),
+        start,
+        end,
+    };
+    let timeline = merak_pipe::Timeline {
+        ranks: vec![
+            vec![span("0F0", 0.01, 0.019), span("0B0", 0.051, 0.07)],
+            vec![span("1F0", 0.021, 0.03), span("1B0", 0.0301, 0.0499)],
+        ],
+    };
+    insta::assert_snapshot!(grid(&timeline, GridStyle::default()), @"
+    rank 0  .  F0 .  .  .  .  B0---
+    rank 1  .  .  F0 B0------ .  .
+    ");
+    assert_eq!(
+        grid(&merak_pipe::Timeline::default(), GridStyle::default()),
+        ""
+    );
+}
