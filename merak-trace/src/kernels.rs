@@ -7,6 +7,11 @@
 //! | group | functions |
 //! |---|---|
 //! | products | [`gemm`], [`gemm_batched`] |
+//! | attention | [`attention`], [`attention_grad`], [`rope`] |
+//! | norms | [`layer_norm`], [`rms_norm`] and their gradients by input and by parameters |
+//! | rows | [`softmax`], [`cross_entropy`], [`embedding`] and their gradients, [`sum_rows`] |
+//! | elements | [`activation`], [`silu_mul`] and their gradients, [`add`], [`mul`], [`scale`], [`add_suffix`], [`transpose_middle`] |
+//! | random | [`dropout`], [`init`] |
 //!
 //! Letters in shapes: B samples, S positions (Sq of queries, Sk of keys), H heads (Hq, Hkv), D width
 //! of a head, V vocabulary, R rows and C columns of a matrix whose rows are contiguous.
@@ -19,6 +24,14 @@
 //! - **NaN and infinity** go where PyTorch lets them go.
 //! - Lengths that do not fit each other are a caller's bug and panic; what a user's data can get
 //!   wrong (labels, token ids) is a [`KernelError`].
+#![cfg_attr(
+    test,
+    expect(
+        clippy::float_cmp,
+        clippy::cast_possible_wrap,
+        reason = "tests compare numbers that must be exact, and count in small ones"
+    )
+)]
 
 mod activation;
 mod attention;

@@ -131,7 +131,7 @@ impl Float for f32 {
     fn normal_cdf_pdf(self) -> (Self, Self) {
         const Q: [f32; 10] = [
             0.282_061_43,
-            0.282_920_68,
+            0.282_920_7,
             0.238_084_57,
             0.228_289_06,
             -0.106_607_16,
@@ -243,7 +243,10 @@ fn split_exp(x: f32) -> (f32, i32, i32) {
         1.0 / 5040.0,
     ];
     let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
-    let power = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
+    let power = shifted
+        .to_bits()
+        .wrapping_sub(ROUND.to_bits())
+        .cast_signed();
     let rounded = shifted - ROUND;
     let r = rounded.mul_add(-LN_2_LOW, rounded.mul_add(-LN_2_HIGH, x));
     let fraction = (r * r).mul_add(polynomial(r, &TAYLOR), r);

@@ -8,6 +8,8 @@
     reason = "the rounds vectorise only where they are inlined into a dispatched loop"
 )]
 
+use std::array;
+
 /// Words made at once: sixteen counters side by side, four words each.
 pub(super) const GROUP: usize = 64;
 const LANES: usize = 16;
@@ -51,26 +53,24 @@ pub(super) fn for_each_run(
 #[inline(always)]
 pub(super) fn group(key: Key, stream: u64, index: u64) -> [u32; GROUP] {
     let [low, high] = halves(stream);
-    let mut counter = [[0; LANES], [0; LANES], [low; LANES], [high; LANES]];
-    for lane in 0..LANES {
-        let number = index.wrapping_mul(LANES as u64) + lane as u64;
-        [counter[0][lane], counter[1][lane]] = halves(number);
-    }
+    let numbers: [u64; LANES] =
+        array::from_fn(|lane| index.wrapping_mul(LANES as u64) + lane as u64);
+    // One array per word, so that a round is the same operation on neighbouring numbers.
+    let (mut a, mut b) = (
+        numbers.map(|number| halves(number)[0]),
+        numbers.map(|number| halves(number)[1]),
+    );
+    let (mut c, mut d) = ([low; LANES], [high; LANES]);
     let [mut k0, mut k1] = key.0;
     for _ in 0..ROUNDS {
-        let mut next = [[0; LANES]; 4];
-        for lane in 0..LANES {
-            let [a, b, c, d] = counter.map(|word| word[lane]);
-            let mixed = round([a, b, c, d], k0, k1);
-            for word in 0..4 {
-                next[word][lane] = mixed[word];
-            }
+        let low_words = a.iter_mut().zip(&mut b);
+        for ((a, b), (c, d)) in low_words.zip(c.iter_mut().zip(&mut d)) {
+            [*a, *b, *c, *d] = round([*a, *b, *c, *d], k0, k1);
         }
-        counter = next;
         (k0, k1) = next_round_key(k0, k1);
     }
     let mut words = [0; GROUP];
-    for (out, word) in words.chunks_exact_mut(LANES).zip(counter) {
+    for (out, word) in words.chunks_exact_mut(LANES).zip([a, b, c, d]) {
         out.copy_from_slice(&word);
     }
     words

@@ -1,8 +1,4 @@
 //! Softmax over rows.
-#![expect(
-    clippy::inline_always,
-    reason = "a body is compiled for an instruction set only where it is inlined into its dispatch"
-)]
 
 use super::simd::{dot, max, sum, vectorize};
 use super::{Float, Threads};

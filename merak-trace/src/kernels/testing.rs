@@ -1,9 +1,4 @@
 //! What the tests of the kernels share.
-#![expect(
-    clippy::unwrap_used,
-    reason = "a failure here fails the test that asked"
-)]
-
 use super::{Float, Threads};
 
 /// Values in -1 to 1 that look random and are the same everywhere.

@@ -132,9 +132,11 @@ mod tests {
         for num_threads in [0, 1, 2, 3] {
             let threads = Threads::new(num_threads).unwrap();
             assert_eq!(threads.num_threads(), num_threads.max(1));
-            let mut seen = vec![0_u8; 101];
+            let mut seen = [0_u8; 101];
             threads.for_each(seen.chunks_mut(7), |chunk| {
-                chunk.iter_mut().for_each(|x| *x += 1);
+                for x in chunk {
+                    *x += 1;
+                }
             });
             assert!(seen.iter().all(|&x| x == 1));
         }

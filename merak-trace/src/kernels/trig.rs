@@ -56,8 +56,8 @@ fn cos_series(r: f64) -> f64 {
 pub(super) fn ln_of_normal(x: f64) -> f64 {
     /// Bits of the square root of one half: mantissas are taken from there to twice it.
     const SQRT_HALF: u64 = 0x3fe6_a09e_667f_3bcd;
-    let exponent = (x.to_bits().wrapping_sub(SQRT_HALF) as i64) >> 52;
-    let mantissa = f64::from_bits(x.to_bits().wrapping_sub((exponent << 52) as u64));
+    let exponent = x.to_bits().wrapping_sub(SQRT_HALF).cast_signed() >> 52;
+    let mantissa = f64::from_bits(x.to_bits().wrapping_sub((exponent << 52).cast_unsigned()));
     // ln m = 2 artanh((m - 1) / (m + 1)), and the argument is at most 0.172.
     let s = (mantissa - 1.0) / (mantissa + 1.0);
     let square = s * s;

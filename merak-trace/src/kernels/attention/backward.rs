@@ -80,9 +80,9 @@ pub fn attention_grad<T: Float>(
     let mut dq = per_head(dq, shape.q_len, group_width);
     let mut dk = per_head(dk, shape.k_len, shape.head_dim);
     let mut dv = per_head(dv, shape.k_len, shape.head_dim);
-    let items = (0..shape.batch * shape.kv_heads).map(|i| Head {
+    let items = (0..shape.batch * shape.kv_heads).map(|i| KvHead {
         batch: i / shape.kv_heads,
-        kv_head: i % shape.kv_heads,
+        index: i % shape.kv_heads,
         dq: dq.next(),
         dkv: dk.next().zip(dv.next()),
     });
@@ -104,9 +104,9 @@ struct Inputs<'a, T> {
 }
 
 /// A key-value head of a sample, with the query heads that it serves.
-struct Head<'a, T> {
+struct KvHead<'a, T> {
     batch: usize,
-    kv_head: usize,
+    index: usize,
     dq: Option<MatMut<'a, T>>,
     dkv: Option<(MatMut<'a, T>, MatMut<'a, T>)>,
 }
@@ -128,28 +128,25 @@ impl<T: Float> Scratch<T> {
     }
 }
 
-impl<T: Float> Head<'_, T> {
+impl<T: Float> KvHead<'_, T> {
     fn compute(self, inputs: &Inputs<'_, T>, scratch: &mut Scratch<T>) {
         let shape = inputs.spec.shape;
-        let (mut dk, mut dv) = match self.dkv {
-            Some(dkv) => dkv,
-            None => {
-                // No keys: the output is zero whatever the queries are.
-                self.dq.into_iter().for_each(|mut dq| dq.fill(T::ZERO));
-                return;
-            }
+        let Some((mut dk, mut dv)) = self.dkv else {
+            // No keys: the output is zero whatever the queries are.
+            self.dq.into_iter().for_each(|mut dq| dq.fill(T::ZERO));
+            return;
         };
         dk.fill(T::ZERO);
         dv.fill(T::ZERO);
         let Some(dq) = self.dq else { return };
-        let first_head = self.kv_head * (shape.q_heads / shape.kv_heads);
+        let first_head = self.index * (shape.q_heads / shape.kv_heads);
         for (i, dq) in dq.col_blocks(shape.head_dim).enumerate() {
             for (block, dq) in dq.row_blocks(QUERIES).enumerate() {
                 let first = block * QUERIES;
                 let block = Block {
                     batch: self.batch,
                     head: first_head + i,
-                    kv_col: self.kv_head * shape.head_dim,
+                    kv_col: self.index * shape.head_dim,
                     queries: first..first + dq.rows(),
                 };
                 block.compute(inputs, dq, [&mut dk, &mut dv], scratch);
