@@ -69,7 +69,8 @@ pub fn world(n: usize, options: WorldOptions) -> Vec<Member> {
 ///
 /// The first rank that returns an error or panics poisons the world, so that the others leave their waits
 /// with [`Error::Aborted`](crate::Error::Aborted). A rank that returns while others still wait for it ends
-/// those waits too. All threads are joined before this returns.
+/// those waits too. All threads are joined before this returns; a rank that computes without ever calling
+/// this crate is not interrupted.
 ///
 /// # Errors
 /// The cause on the rank that failed first.
