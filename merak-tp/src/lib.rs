@@ -1,1 +1,73 @@
-//! Tensor-parallel rewriting of a traced model: placements propagate, collectives are inserted
+//! Splits a traced model over the ranks of the tensor axis.
+//!
+//! In 3D parallelism this is the step between tracing and cutting into stages: it reads a graph, which knows
+//! nothing of ranks, and returns the graph that every rank of a tensor-parallel group runs. Layers named by
+//! the user, or by the defaults of the model family, are split by columns or rows as in
+//! [Megatron-LM](https://arxiv.org/abs/1909.08053) (section 3); everything else follows from how their
+//! outputs lie.
+//!
+//! ```
+//! use merak_tp::{LayerLists, rewrite};
+//! use merak_trace::{DType, Init, TensorType, fx, op::{Activation, WeightLayout}};
+//!
+//! let mlp = fx::trace(DType::F32, |module| {
+//!     let x = module.input("x", TensorType::new([4, 8], DType::F32));
+//!     let up = module.sub("up").linear(&x, 32, WeightLayout::OutIn, true, Init::Normal(0.02))?;
+//!     let up = module.activation(&up, Activation::GeluTanh)?;
+//!     let y = module.sub("down").linear(&up, 8, WeightLayout::OutIn, true, Init::Normal(0.02))?;
+//!     module.output("y", &y);
+//!     Ok(())
+//! })?;
+//!
+//! let split = rewrite(&mlp, &LayerLists::col_row(["up"], ["down"]), 2)?;
+//! let ops: Vec<_> = split.graph.nodes().iter().map(|node| node.op.name()).collect();
+//! assert_eq!(ops, ["copy_to", "linear", "gelu_tanh", "linear", "all_reduce", "add"]);
+//! assert_eq!(split.graph.params()[0].local.shape, [16, 8]); // of [32, 8]
+//! assert!(split.report.gathers.is_empty());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! - [`LayerLists`] say which linear layers are split; [`default_lists`] has them for known families, and
+//!   [`set_tp_layer_lists`] keeps a user's for trainers that are built later.
+//! - [`rewrite`] makes the [`Rewritten`] graph, with a [`Report`].
+//!
+//! # The algorithm
+//!
+//! Nodes are visited in order. Every value has a [`Placement`](merak_trace::Placement) on the tensor axis; a
+//! rule per operation says how it needs its operands, what a rank runs, and how its results lie. Where need
+//! and placement differ, a conversion is inserted, a node that knows its own gradient:
+//!
+//! ```text
+//!   x ──────────► copy_to ──► linear [W₀|W₁] ──► gelu ──► linear [V₀;V₁] ──► all_reduce ──► add b ──► y
+//!   replicate                 column: shard(out)  shard    row: partial        replicate      once
+//!   backward: all_reduce                                                       identity
+//! ```
+//!
+//! A column layer whose output is cut into pieces (a fused query, key and value projection) is split piece by
+//! piece. Attention has `heads / T` heads per rank; fewer key and value heads than ranks are repeated.
+//!
+//! # Guarantees
+//!
+//! - Values are sliced, never made anew: forward, loss and gradients are those of one rank up to the order of
+//!   summation. Dropout draws each rank's part of the mask of the whole tensor.
+//! - An operation without a rule gets whole operands. What is gathered for it stands in the report.
+//! - The result depends on the arguments alone, so all ranks compute the same graph.
+
+mod convert;
+mod defaults;
+mod error;
+mod lists;
+mod matching;
+mod report;
+mod rewrite;
+mod rules;
+
+pub use defaults::default_lists;
+pub use error::{Error, Result};
+pub use lists::{LayerLists, Mapping, SplitKind, set_tp_layer_lists, tp_layer_lists};
+pub use report::{Gather, KeptWhole, Report, SplitModule, Traffic};
+pub use rewrite::{Rewritten, rewrite};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

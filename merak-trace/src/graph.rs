@@ -1,6 +1,6 @@
 //! The graph of a model: typed values in single-assignment form, parameters by name.
 
-use crate::{Error, Op, Param, Result, TensorType, infer::infer};
+use crate::{Error, Op, Param, Placement, Result, TensorType, infer::infer};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, sync::Arc};
 
@@ -255,6 +255,15 @@ impl Graph {
         Ok(value)
     }
 
+    /// Places a parameter on `degree` ranks, before any node uses it, and gives its value the local type.
+    pub fn place_param(&mut self, id: ParamId, placement: Placement, degree: usize) {
+        let value = self.param_values[id.index()];
+        debug_assert!(self.nodes.iter().all(|node| !node.inputs.contains(&value)), "the types of its users are inferred");
+        let param = &mut self.params[id.index()];
+        param.place(placement, degree);
+        self.values[value.index()].ty = param.local.clone();
+    }
+
     /// Adds a node and returns its results.
     ///
     /// # Errors
@@ -272,8 +281,11 @@ impl Graph {
         if *count == 1 { base } else { format!("{base}_{count}").into() }
     }
 
-    /// Adds a node under a name that the caller keeps unique.
-    pub(crate) fn add_named_node(&mut self, name: Arc<str>, scope: &Arc<str>, op: Op, inputs: Vec<ValueId>) -> Result<Vec<ValueId>> {
+    /// Adds a node under a name that the caller keeps unique, as a rewrite does that copies nodes.
+    ///
+    /// # Errors
+    /// As [`Graph::add_node`].
+    pub fn add_named_node(&mut self, name: Arc<str>, scope: &Arc<str>, op: Op, inputs: Vec<ValueId>) -> Result<Vec<ValueId>> {
         let types: Vec<_> = inputs.iter().map(|&value| self.ty(value).clone()).collect();
         let results = infer(&op, &types).map_err(|reason| Error::Operands { scope: scope.to_string(), op: op.name(), reason })?;
         let node = NodeId::at(self.nodes.len());

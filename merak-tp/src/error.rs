@@ -1,0 +1,114 @@
+//! What can stand against splitting a model.
+
+/// The result of an operation of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a model cannot be split over the tensor axis.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A size is no multiple of the degree.
+    #[error("{module}: {size} {what} cannot be split over tp = {degree} ({list})")]
+    Indivisible {
+        /// Path of the module.
+        module: String,
+        /// The size.
+        size: usize,
+        /// What it counts, as `output features`.
+        what: &'static str,
+        /// The tensor-parallel degree.
+        degree: usize,
+        /// The list and its entry that asked for the split.
+        list: String,
+    },
+    /// The ranks cannot share the query heads of an attention evenly.
+    #[error("{module}: {heads} attention heads cannot be split over tp = {degree}")]
+    Heads {
+        /// Path of the module.
+        module: String,
+        /// Its query heads.
+        heads: usize,
+        /// The tensor-parallel degree.
+        degree: usize,
+    },
+    /// The key and value heads can neither be shared out nor repeated.
+    #[error(
+        "{module}: {kv_heads} key/value heads can neither be split over tp = {degree} nor repeated on it"
+    )]
+    KvHeads {
+        /// Path of the module.
+        module: String,
+        /// Its key and value heads.
+        kv_heads: usize,
+        /// The tensor-parallel degree.
+        degree: usize,
+    },
+    /// A module is to be split both ways.
+    #[error("{module} is matched as col ({col}) and as row ({row})")]
+    BothKinds {
+        /// Path of the module.
+        module: String,
+        /// The entry that says col.
+        col: String,
+        /// The entry that says row.
+        row: String,
+    },
+    /// The lists name no module of the model.
+    #[error("tp = {degree} splits nothing: no linear layer of the model is matched by {patterns}")]
+    NothingMatched {
+        /// The tensor-parallel degree.
+        degree: usize,
+        /// All entries of the lists.
+        patterns: String,
+    },
+    /// The lists do not say how to split a model.
+    #[error(
+        "tp = {degree} needs col_para_list and row_para_list, or input_output_mapping; found {found}"
+    )]
+    IncompleteLists {
+        /// The tensor-parallel degree.
+        degree: usize,
+        /// Names of the lists that were given.
+        found: String,
+    },
+    /// Neither the user nor the table of defaults has lists for the model.
+    #[error(
+        "tp = {degree}: model type \"{family}\" has no default layer lists and none were set; defaults exist for {known}"
+    )]
+    NoLists {
+        /// The tensor-parallel degree.
+        degree: usize,
+        /// The model type.
+        family: String,
+        /// The model types of the table.
+        known: String,
+    },
+    /// A list of a kind that is not built yet.
+    #[error("{list} is not available; split linear layers with col_para_list and row_para_list")]
+    ListNotAvailable {
+        /// Name of the list.
+        list: &'static str,
+    },
+    /// The degree is no degree.
+    #[error("tp = 0 is no number of ranks, expected 1 or more")]
+    ZeroDegree,
+    /// The model was rewritten before.
+    #[error("{place} is split over the tensor axis already")]
+    AlreadySplit {
+        /// Name of the node or parameter.
+        place: String,
+    },
+    /// A rule made a value of another type than its placement says.
+    #[error("{node}: the rule gave {found}, its placement says {expected}")]
+    LocalType {
+        /// Name of the node.
+        node: String,
+        /// The type by the placement.
+        expected: String,
+        /// The type of the node that was made.
+        found: String,
+    },
+    /// The rewritten node does not check.
+    #[error(transparent)]
+    Graph(#[from] merak_trace::Error),
+}

@@ -1,0 +1,235 @@
+//! The lists by which a user says which layers are split.
+
+use crate::{Error, Result, default_lists, defaults::families};
+use serde::{Deserialize, Serialize};
+use std::{
+    fmt,
+    sync::{Mutex, PoisonError},
+};
+
+/// Which linear layers are split over the tensor axis, and how.
+///
+/// Names match when they occur anywhere in the qualified name of a linear layer, case-sensitively. An empty
+/// list is an unset one.
+///
+/// ```
+/// use merak_tp::LayerLists;
+/// let lists: LayerLists = serde_json::from_str(
+///     r#"{ "col_para_list": ["c_attn", "c_fc"], "row_para_list": ["c_proj"] }"#,
+/// )?;
+/// assert_eq!(lists, LayerLists::col_row(["c_attn", "c_fc"], ["c_proj"]));
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LayerLists {
+    /// Layers whose output features are split; the output stays split.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub col_para_list: Vec<String>,
+    /// Layers whose input features are split; partial outputs are summed, then the bias is added once.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub row_para_list: Vec<String>,
+    /// Layers by the ratio of their features; the first match wins.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub input_output_mapping: Vec<Mapping>,
+    /// Parameters to slice by name and dimension. Not available yet: setting it is an error.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub weight_change_list: Vec<(String, usize)>,
+    /// Size attributes of opaque modules. Head counts and split sizes of a traced graph follow from the
+    /// placements, so the list changes nothing there.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tp_attr_list: Vec<String>,
+    /// Convolutions whose input channels are split. Not available yet: setting it is an error.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub conv_para_list: Vec<String>,
+}
+
+/// Splits every linear layer with `in * output = out * input` features, but for the output head.
+///
+/// In files it is a triple, as `[1, 3, "col"]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "(usize, usize, SplitKind)", into = "(usize, usize, SplitKind)")]
+pub struct Mapping {
+    /// Proportion of the input features.
+    pub input: usize,
+    /// Proportion of the output features.
+    pub output: usize,
+    /// How such layers are split.
+    pub kind: SplitKind,
+}
+
+/// The two ways to split a linear layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SplitKind {
+    /// By output features.
+    Col,
+    /// By input features.
+    Row,
+}
+
+impl LayerLists {
+    /// Lists of column and row layers.
+    pub fn col_row<S: Into<String>>(
+        col: impl IntoIterator<Item = S>,
+        row: impl IntoIterator<Item = S>,
+    ) -> Self {
+        Self {
+            col_para_list: col.into_iter().map(Into::into).collect(),
+            row_para_list: row.into_iter().map(Into::into).collect(),
+            ..Self::default()
+        }
+    }
+
+    /// The lists for a model: those that were set, else the defaults of its family.
+    ///
+    /// # Errors
+    /// [`Error::NoLists`] when `degree` is above 1 and there are neither.
+    pub fn resolve(set: Option<&Self>, family: &str, degree: usize) -> Result<Self> {
+        if let Some(lists) = set {
+            return Ok(lists.clone());
+        }
+        match default_lists(family) {
+            Some(lists) => Ok(lists),
+            None if degree <= 1 => Ok(Self::default()),
+            None => Err(Error::NoLists {
+                degree,
+                family: family.to_owned(),
+                known: families().collect::<Vec<_>>().join(", "),
+            }),
+        }
+    }
+
+    /// Checks that the lists say how to split a model and ask for nothing that is not built.
+    pub(crate) fn check(&self, degree: usize) -> Result<()> {
+        if !self.weight_change_list.is_empty() {
+            return Err(Error::ListNotAvailable {
+                list: "weight_change_list",
+            });
+        }
+        if !self.conv_para_list.is_empty() {
+            return Err(Error::ListNotAvailable {
+                list: "conv_para_list",
+            });
+        }
+        let (col, row) = (
+            !self.col_para_list.is_empty(),
+            !self.row_para_list.is_empty(),
+        );
+        if (col && row) || !self.input_output_mapping.is_empty() {
+            return Ok(());
+        }
+        let found = match (col, row) {
+            (true, _) => "col_para_list alone",
+            (_, true) => "row_para_list alone",
+            _ => "none of them",
+        };
+        Err(Error::IncompleteLists {
+            degree,
+            found: found.to_owned(),
+        })
+    }
+}
+
+impl From<(usize, usize, SplitKind)> for Mapping {
+    fn from((input, output, kind): (usize, usize, SplitKind)) -> Self {
+        Self {
+            input,
+            output,
+            kind,
+        }
+    }
+}
+
+impl From<Mapping> for (usize, usize, SplitKind) {
+    fn from(mapping: Mapping) -> Self {
+        (mapping.input, mapping.output, mapping.kind)
+    }
+}
+
+impl fmt::Display for SplitKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Col => "col",
+            Self::Row => "row",
+        })
+    }
+}
+
+/// What [`set_tp_layer_lists`] set.
+static LISTS: Mutex<Option<LayerLists>> = Mutex::new(None);
+
+/// Sets the lists for trainers that are built later in this process.
+///
+/// A trainer copies [`tp_layer_lists`] when it is built, so a later call disturbs no existing one. Nothing
+/// else reads the setting: [`rewrite`](crate::rewrite) takes its lists as an argument.
+pub fn set_tp_layer_lists(lists: LayerLists) {
+    *LISTS.lock().unwrap_or_else(PoisonError::into_inner) = Some(lists);
+}
+
+/// A copy of the lists that were set last, if any.
+pub fn tp_layer_lists() -> Option<LayerLists> {
+    LISTS.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mapping_is_a_triple_in_files() {
+        let json = r#"{"input_output_mapping":[[1,3,"col"],[4,1,"row"]]}"#;
+        let lists: LayerLists = serde_json::from_str(json).unwrap();
+        assert_eq!(
+            lists.input_output_mapping[1],
+            Mapping {
+                input: 4,
+                output: 1,
+                kind: SplitKind::Row
+            }
+        );
+        assert_eq!(serde_json::to_string(&lists).unwrap(), json);
+    }
+
+    #[test]
+    fn an_unknown_list_is_refused() {
+        let error = serde_json::from_str::<LayerLists>(r#"{"col_list":[]}"#).unwrap_err();
+        assert!(
+            error.to_string().starts_with("unknown field `col_list`"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn set_lists_go_to_copies_that_later_calls_leave_alone() {
+        let first = LayerLists::col_row(["up"], ["down"]);
+        set_tp_layer_lists(first.clone());
+        let copy = tp_layer_lists();
+        set_tp_layer_lists(LayerLists::col_row(["in"], ["out"]));
+        assert_eq!(copy, Some(first));
+        assert_ne!(tp_layer_lists(), copy);
+    }
+
+    #[test]
+    fn set_lists_go_before_defaults() {
+        let own = LayerLists::col_row(["up"], ["down"]);
+        assert_eq!(LayerLists::resolve(Some(&own), "llama", 2).unwrap(), own);
+        assert_eq!(
+            Some(LayerLists::resolve(None, "llama", 2).unwrap()),
+            default_lists("llama")
+        );
+        assert_eq!(
+            LayerLists::resolve(None, "resnet", 1).unwrap(),
+            LayerLists::default()
+        );
+        let error = LayerLists::resolve(None, "resnet", 2)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with(
+                "tp = 2: model type \"resnet\" has no default layer lists and none were set"
+            ),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,222 @@
+//! What a rewrite did, for people.
+
+use crate::SplitKind;
+use merak_trace::{Axis, Graph, Op, Source, ValueId};
+use serde::Serialize;
+use std::fmt;
+
+/// What a rewrite split, gathered and communicates; its `Display` is a page of text.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+pub struct Report {
+    /// The tensor-parallel degree.
+    pub degree: usize,
+    /// The layers that are split, in graph order.
+    pub modules: Vec<SplitModule>,
+    /// Layers that are in the lists but stay whole, because their key or value heads are fewer than ranks.
+    pub kept_whole: Vec<KeptWhole>,
+    /// Split values that an operation needs whole.
+    pub gathers: Vec<Gather>,
+    /// Entries of the lists that match no layer: worth a warning.
+    pub unmatched: Vec<String>,
+    /// What one microbatch communicates over the tensor axis, by collective and direction.
+    pub traffic: Vec<Traffic>,
+}
+
+/// A layer that is split.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct SplitModule {
+    /// Path of the module.
+    pub module: String,
+    /// How it is split.
+    pub kind: SplitKind,
+    /// The list and its entry.
+    pub matched_by: String,
+    /// Input features of the whole layer.
+    pub in_features: usize,
+    /// Output features of the whole layer.
+    pub out_features: usize,
+    /// Parts of the output features that are split one by one: 3 in a fused query, key and value projection.
+    pub parts: usize,
+}
+
+/// A layer whose heads each rank needs whole.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct KeptWhole {
+    /// Path of the module.
+    pub module: String,
+    /// The key or value heads that it makes.
+    pub kv_heads: usize,
+}
+
+/// A split value that is made whole for an operation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Gather {
+    /// Name of the node, parameter or input.
+    pub value: String,
+    /// Name of the first node that needs it whole.
+    pub needed_by: String,
+    /// Bytes of the whole value.
+    pub bytes: usize,
+}
+
+/// The collectives of one kind and direction in one microbatch.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Traffic {
+    /// Name of the collective.
+    pub collective: &'static str,
+    /// Whether they run in the backward.
+    pub backward: bool,
+    /// How many there are.
+    pub count: usize,
+    /// Bytes of the whole values together. Over a ring of `T` ranks each sends `2(T-1)/T` of them in an
+    /// all-reduce and `(T-1)/T` in an all-gather.
+    pub bytes: usize,
+}
+
+impl Report {
+    pub(crate) fn new(degree: usize) -> Self {
+        Self {
+            degree,
+            ..Self::default()
+        }
+    }
+
+    /// Bytes of all collectives of one microbatch.
+    pub fn bytes(&self) -> usize {
+        self.traffic.iter().map(|traffic| traffic.bytes).sum()
+    }
+
+    /// Adds up the collectives of a rewritten graph and of its backward.
+    pub(crate) fn count_traffic(&mut self, graph: &Graph) {
+        let flows = gradient_flows(graph);
+        for node in graph.nodes() {
+            let bytes = |value: ValueId| graph.ty(value).size_bytes();
+            let flows = flows[node.inputs.first().map_or(0, |input| input.index())];
+            match &node.op {
+                Op::AllReduce { axis: Axis::Tensor } => {
+                    self.count("all_reduce", false, bytes(node.outputs[0]))
+                }
+                Op::AllGather {
+                    axis: Axis::Tensor, ..
+                } => self.count("all_gather", false, bytes(node.outputs[0])),
+                Op::CopyTo { axis: Axis::Tensor } if flows => {
+                    self.count("all_reduce", true, bytes(node.inputs[0]))
+                }
+                Op::Scatter {
+                    axis: Axis::Tensor, ..
+                } if flows => self.count("all_gather", true, bytes(node.inputs[0])),
+                _ => {}
+            }
+        }
+        self.traffic
+            .sort_by_key(|traffic| (traffic.backward, traffic.collective));
+    }
+
+    fn count(&mut self, collective: &'static str, backward: bool, bytes: usize) {
+        let known = self
+            .traffic
+            .iter()
+            .position(|traffic| traffic.collective == collective && traffic.backward == backward);
+        let index = known.unwrap_or_else(|| {
+            self.traffic.push(Traffic {
+                collective,
+                backward,
+                count: 0,
+                bytes: 0,
+            });
+            self.traffic.len() - 1
+        });
+        self.traffic[index].count += 1;
+        self.traffic[index].bytes += bytes;
+    }
+}
+
+/// For each value, whether it depends on a parameter, so that a gradient flows back through it.
+fn gradient_flows(graph: &Graph) -> Vec<bool> {
+    let mut flows = vec![false; graph.num_values()];
+    for node in graph.nodes() {
+        let is_param = |value: ValueId| matches!(graph.value(value).source, Source::Param(_));
+        let any = node
+            .inputs
+            .iter()
+            .any(|&input| is_param(input) || flows[input.index()]);
+        for &output in &node.outputs {
+            flows[output.index()] = any && graph.ty(output).dtype.is_float();
+        }
+        for &input in node.inputs.iter().filter(|&&input| is_param(input)) {
+            flows[input.index()] = true;
+        }
+    }
+    flows
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "tensor parallel over {} ranks: {} layers split",
+            self.degree,
+            self.modules.len()
+        )?;
+        let width = self
+            .modules
+            .iter()
+            .map(|module| module.module.len())
+            .max()
+            .unwrap_or(0);
+        for SplitModule {
+            module,
+            kind,
+            matched_by,
+            in_features,
+            out_features,
+            parts,
+        } in &self.modules
+        {
+            let parts = if *parts > 1 {
+                format!(" in {parts} parts")
+            } else {
+                String::new()
+            };
+            writeln!(
+                f,
+                "  {kind} {module:width$}  {in_features} -> {out_features}{parts}  ({matched_by})"
+            )?;
+        }
+        for KeptWhole { module, kv_heads } in &self.kept_whole {
+            writeln!(
+                f,
+                "  whole {module}: {kv_heads} key/value heads are repeated over {} ranks",
+                self.degree
+            )?;
+        }
+        for Gather {
+            value,
+            needed_by,
+            bytes,
+        } in &self.gathers
+        {
+            writeln!(
+                f,
+                "  gather {value}: {needed_by} needs it whole, {bytes} bytes"
+            )?;
+        }
+        for Traffic {
+            collective,
+            backward,
+            count,
+            bytes,
+        } in &self.traffic
+        {
+            let direction = if *backward { "backward" } else { "forward" };
+            writeln!(
+                f,
+                "  {direction} {collective}: {count} per microbatch, {bytes} bytes"
+            )?;
+        }
+        for entry in &self.unmatched {
+            writeln!(f, "  warning: {entry} matches no linear layer")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,310 @@
+//! The walk over a model that places every value and builds the graph of one rank.
+
+use crate::{
+    Error, LayerLists, Report, Result, SplitKind,
+    matching::{self, Role},
+    report::SplitModule,
+    rules::{self, Need, Site},
+};
+use merak_trace::{Axis, Graph, Node, NodeId, Op, Placement, Source, ValueId};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+/// A model as each rank of the tensor axis runs it.
+#[derive(Debug, Clone)]
+pub struct Rewritten {
+    /// Local types, placed parameters, collectives as nodes; the same on all ranks.
+    pub graph: Graph,
+    /// What was split, gathered and communicated.
+    pub report: Report,
+}
+
+/// Splits a model over `degree` ranks of the tensor axis by the given lists.
+///
+/// Names, scopes and random keys of the model's nodes stay; parameters keep their names, full types and
+/// initialisers and get a placement. Inputs and outputs are whole on every rank. A `degree` of 1 returns the
+/// graph unchanged.
+///
+/// # Communication
+/// Per microbatch and split region, forward one all-reduce (after the row layer) and backward one (before
+/// the column layers), each of the bytes of one activation; [`Report::traffic`] has the sums.
+///
+/// # Errors
+/// When the lists are incomplete, ask for what is not available, match nothing or one layer both ways; when
+/// features or heads are no multiple of `degree`; when the model was rewritten before.
+pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewritten> {
+    match degree {
+        0 => return Err(Error::ZeroDegree),
+        1 => {
+            return Ok(Rewritten {
+                graph: model.clone(),
+                report: Report::new(1),
+            });
+        }
+        _ => lists.check(degree)?,
+    }
+    refuse_rewritten(model)?;
+    let matches = matching::find(model, lists, degree)?;
+    let mut report = Report::new(degree);
+    report.kept_whole = matches.kept_whole;
+    report.unmatched = matches.unmatched;
+    let mut rewriter = Rewriter::new(model, degree, report)?;
+    for id in model.node_ids() {
+        rewriter.place(id, matches.roles.get(&id))?;
+    }
+    rewriter.finish()
+}
+
+/// A value of the model in the new graph.
+#[derive(Debug, Clone)]
+pub(crate) struct Placed {
+    pub(crate) value: ValueId,
+    pub(crate) placement: Placement,
+    /// Whether a node uses it as it lies, so that it has to stay so.
+    pub(crate) is_fixed: bool,
+    /// Other forms of it that were made already.
+    pub(crate) forms: Vec<(Need, ValueId)>,
+}
+
+impl Placed {
+    fn new(value: ValueId, placement: Placement) -> Self {
+        Self {
+            value,
+            placement,
+            is_fixed: false,
+            forms: Vec::new(),
+        }
+    }
+}
+
+/// The state of a rewrite.
+pub(crate) struct Rewriter<'a> {
+    pub(crate) model: &'a Graph,
+    pub(crate) degree: usize,
+    pub(crate) graph: Graph,
+    pub(crate) report: Report,
+    /// The counterpart of each value of the model that is known so far.
+    pub(crate) placed: BTreeMap<ValueId, Placed>,
+    /// Values of the model that something uses.
+    used: BTreeSet<ValueId>,
+    /// Names of all nodes, old and new.
+    names: BTreeSet<Arc<str>>,
+}
+
+impl<'a> Rewriter<'a> {
+    fn new(model: &'a Graph, degree: usize, report: Report) -> Result<Self> {
+        let mut used: BTreeSet<_> = model
+            .nodes()
+            .iter()
+            .flat_map(|node| node.inputs.iter().copied())
+            .collect();
+        used.extend(model.outputs().iter().map(|port| port.value));
+        let names = model
+            .nodes()
+            .iter()
+            .map(|node| Arc::clone(&node.name))
+            .collect();
+        let mut rewriter = Self {
+            model,
+            degree,
+            graph: Graph::new(),
+            report,
+            placed: BTreeMap::new(),
+            used,
+            names,
+        };
+        rewriter.copy_sources()?;
+        Ok(rewriter)
+    }
+
+    /// Adds the inputs and parameters of the model, whole and in its order.
+    fn copy_sources(&mut self) -> Result<()> {
+        let count = u32::try_from(self.model.num_values()).expect("value ids are u32");
+        for id in (0..count).map(ValueId) {
+            let value = match self.model.value(id).source {
+                Source::Input(index) => self.graph.add_input(
+                    self.model.inputs()[index].name.clone(),
+                    self.model.ty(id).clone(),
+                ),
+                Source::Param(param) => self.graph.add_param(self.model.param(param).clone())?,
+                Source::Node { .. } => continue,
+            };
+            self.placed
+                .insert(id, Placed::new(value, Placement::Replicate));
+        }
+        Ok(())
+    }
+
+    /// Adds the counterpart of a node, and the conversions before and after it.
+    fn place(&mut self, id: NodeId, role: Option<&Role>) -> Result<()> {
+        let model = self.model;
+        let node = model.node(id);
+        let plan = rules::plan(&self.site(node, role))?;
+        if let Some(role) = role {
+            self.report.modules.push(split_module(model, node, role));
+        }
+        let mut inputs = Vec::with_capacity(node.inputs.len());
+        for (&input, need) in node.inputs.iter().zip(&plan.needs) {
+            inputs.push(self.convert(input, need, &node.scope, &node.name)?);
+        }
+        let last = if plan.adds_last { inputs.pop() } else { None };
+        let values = self.graph.add_named_node(
+            Arc::clone(&node.name),
+            &node.scope,
+            plan.op.clone(),
+            inputs,
+        )?;
+        for ((&result, value), placement) in node.outputs.iter().zip(values).zip(&plan.results) {
+            self.check_local(node, result, value, placement)?;
+            let (value, placement) = match placement {
+                Placement::Partial => {
+                    (self.reduce(value, last, &node.scope)?, Placement::Replicate)
+                }
+                Placement::Replicate | Placement::Shard(_) => (value, placement.clone()),
+            };
+            self.placed.insert(result, Placed::new(value, placement));
+        }
+        Ok(())
+    }
+
+    /// What a rule reads.
+    fn site<'s>(&'s self, node: &'s Node, role: Option<&'s Role>) -> Site<'s> {
+        Site {
+            node,
+            types: node
+                .inputs
+                .iter()
+                .map(|&input| self.model.ty(input))
+                .collect(),
+            placements: node
+                .inputs
+                .iter()
+                .map(|input| &self.placed[input].placement)
+                .collect(),
+            results: node
+                .outputs
+                .iter()
+                .map(|&output| self.model.ty(output))
+                .collect(),
+            used: node
+                .outputs
+                .iter()
+                .map(|output| self.used.contains(output))
+                .collect(),
+            role,
+            degree: self.degree,
+        }
+    }
+
+    /// Sums the parts of all ranks, then adds what counts once.
+    fn reduce(
+        &mut self,
+        value: ValueId,
+        once: Option<ValueId>,
+        scope: &Arc<str>,
+    ) -> Result<ValueId> {
+        let sum = self.add(scope, Op::AllReduce { axis: Axis::Tensor }, vec![value])?[0];
+        match once {
+            Some(once) => Ok(self.add(scope, Op::Add, vec![sum, once])?[0]),
+            None => Ok(sum),
+        }
+    }
+
+    /// Adds a node that the model does not have.
+    pub(crate) fn add(
+        &mut self,
+        scope: &Arc<str>,
+        op: Op,
+        inputs: Vec<ValueId>,
+    ) -> Result<Vec<ValueId>> {
+        let base = if scope.is_empty() {
+            op.name().to_owned()
+        } else {
+            format!("{scope}.{}", op.name())
+        };
+        let numbered = (2..).map(|number| format!("{base}_{number}"));
+        let free = std::iter::once(base.clone())
+            .chain(numbered)
+            .find(|name| !self.names.contains(name.as_str()));
+        let name: Arc<str> = free.expect("numbers do not end").into();
+        self.names.insert(Arc::clone(&name));
+        Ok(self.graph.add_named_node(name, scope, op, inputs)?)
+    }
+
+    /// A rule's operation must make what its placement says.
+    fn check_local(
+        &self,
+        node: &Node,
+        result: ValueId,
+        value: ValueId,
+        placement: &Placement,
+    ) -> Result<()> {
+        let expected = placement.local_type(self.model.ty(result), self.degree);
+        let found = self.graph.ty(value);
+        if *found == expected {
+            return Ok(());
+        }
+        Err(Error::LocalType {
+            node: node.name.to_string(),
+            expected: expected.to_string(),
+            found: found.to_string(),
+        })
+    }
+
+    /// Makes the outputs whole and counts what is communicated.
+    fn finish(mut self) -> Result<Rewritten> {
+        let root: Arc<str> = "".into();
+        for port in self.model.outputs() {
+            let value = self.convert(
+                port.value,
+                &Need::Whole,
+                &root,
+                &format!("output {}", port.name),
+            )?;
+            self.graph.add_output(port.name.clone(), value);
+        }
+        self.report.count_traffic(&self.graph);
+        Ok(Rewritten {
+            graph: self.graph,
+            report: self.report,
+        })
+    }
+}
+
+fn split_module(model: &Graph, node: &Node, role: &Role) -> SplitModule {
+    let features = |value: ValueId| model.ty(value).last_dim();
+    SplitModule {
+        module: node.scope.to_string(),
+        kind: role.kind,
+        matched_by: role.list.clone(),
+        in_features: features(node.inputs[0]),
+        out_features: features(node.outputs[0]),
+        parts: if role.kind == SplitKind::Col {
+            role.parts.len()
+        } else {
+            1
+        },
+    }
+}
+
+/// A second rewrite would split what is split already.
+fn refuse_rewritten(model: &Graph) -> Result<()> {
+    let param = model
+        .params()
+        .iter()
+        .find(|param| param.placement != Placement::Replicate)
+        .map(|param| param.name.clone());
+    let node = model.nodes().iter().find(|node| match &node.op {
+        Op::CopyTo { axis }
+        | Op::AllReduce { axis }
+        | Op::AllGather { axis, .. }
+        | Op::Scatter { axis, .. } => *axis == Axis::Tensor,
+        _ => false,
+    });
+    match param.or_else(|| node.map(|node| node.name.to_string())) {
+        Some(place) => Err(Error::AlreadySplit { place }),
+        None => Ok(()),
+    }
+}

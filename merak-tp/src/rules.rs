@@ -1,0 +1,120 @@
+//! What each operation does with operands that are split.
+//!
+//! A rule reads the whole types and the placements of a node's operands and answers with a [`Plan`]: how it
+//! needs each operand, the operation that a rank runs on its part, and how the results lie. Which conversion
+//! turns a placement into a need is not its business.
+
+mod attention;
+mod elementwise;
+mod linear;
+mod norm;
+mod shape;
+
+use crate::{Result, matching::Role};
+use merak_trace::{Node, Op, Placement, Shard, TensorType};
+
+/// How a node needs an operand.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Need {
+    /// The whole value, with which every rank does the same.
+    Whole,
+    /// The whole value, with which each rank does its own part of the work: gradients are summed.
+    Copied,
+    /// A slice per rank.
+    Cut(Shard),
+    /// One of this many equal pieces of the last dimension per rank, each on neighbouring ranks.
+    Spread(usize),
+}
+
+/// A node that is to be placed.
+#[derive(Debug)]
+pub(crate) struct Site<'a> {
+    pub(crate) node: &'a Node,
+    /// Whole types of the operands.
+    pub(crate) types: Vec<&'a TensorType>,
+    /// How the operands lie; never partial.
+    pub(crate) placements: Vec<&'a Placement>,
+    /// Whole types of the results.
+    pub(crate) results: Vec<&'a TensorType>,
+    /// Whether each result is used.
+    pub(crate) used: Vec<bool>,
+    /// How the lists split the node.
+    pub(crate) role: Option<&'a Role>,
+    pub(crate) degree: usize,
+}
+
+/// How a node is placed.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Plan {
+    pub(crate) needs: Vec<Need>,
+    /// What a rank runs.
+    pub(crate) op: Op,
+    /// How the results lie; a partial one is reduced at once.
+    pub(crate) results: Vec<Placement>,
+    /// The last operand is no operand of `op` but is added to the reduced result.
+    pub(crate) adds_last: bool,
+}
+
+impl Plan {
+    fn new(needs: impl Into<Vec<Need>>, op: Op, results: impl Into<Vec<Placement>>) -> Self {
+        Self {
+            needs: needs.into(),
+            op,
+            results: results.into(),
+            adds_last: false,
+        }
+    }
+}
+
+impl Site<'_> {
+    /// How an operand is cut, if it is.
+    fn shard(&self, operand: usize) -> Option<&Shard> {
+        match self.placements[operand] {
+            Placement::Shard(shard) => Some(shard),
+            Placement::Replicate | Placement::Partial => None,
+        }
+    }
+
+    /// Every rank computes the same from whole operands.
+    fn whole(&self) -> Plan {
+        let needs = vec![Need::Whole; self.types.len()];
+        Plan::new(
+            needs,
+            self.node.op.clone(),
+            vec![Placement::Replicate; self.results.len()],
+        )
+    }
+}
+
+/// Decides how a node is placed. An operation without a rule gets whole operands.
+///
+/// # Errors
+/// When a size cannot be split as the lists ask for.
+pub(crate) fn plan(site: &Site<'_>) -> Result<Plan> {
+    let all_whole = (0..site.types.len()).all(|operand| site.shard(operand).is_none());
+    if all_whole && site.role.is_none() {
+        return Ok(site.whole());
+    }
+    Ok(match &site.node.op {
+        Op::Linear { layout, bias } => linear::linear(site, *layout, *bias)?,
+        Op::MatMul {
+            transpose_a,
+            transpose_b,
+        } => linear::matmul(site, *transpose_a, *transpose_b),
+        Op::Attention(spec) => attention::attention(site, spec)?,
+        Op::Rope(rope) => attention::rope(site, rope),
+        Op::LayerNorm { .. } | Op::RmsNorm { .. } | Op::Softmax => norm::over_last_dim(site),
+        Op::Activation(_) | Op::Scale { .. } | Op::Identity | Op::Cast { .. } => {
+            elementwise::unary(site)
+        }
+        Op::Dropout(dropout) => elementwise::dropout(site, dropout),
+        Op::Add | Op::Mul | Op::SiluMul => elementwise::binary(site),
+        Op::Reshape { shape } => shape::reshape(site, shape),
+        Op::Transpose { perm } => shape::transpose(site, perm),
+        Op::Split { dim, sizes } => shape::split(site, *dim, sizes),
+        Op::Concat { dim } => shape::concat(site, *dim),
+        Op::SumLeading { .. } => shape::sum_leading(site),
+        Op::SumAll => shape::sum_all(site),
+        _ => site.whole(),
+    })
+}

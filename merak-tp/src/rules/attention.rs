@@ -1,0 +1,87 @@
+//! Operations on packed heads.
+
+use super::{Need, Plan, Site};
+use crate::{Error, Result};
+use merak_trace::{
+    Axis, Op, Placement, Shard,
+    op::{Attention, AxisSlice, Dropout, Rope},
+};
+
+/// Dimension of the heads in `[B, S, heads * D]`.
+const PACKED: usize = 2;
+
+/// Each rank computes its share of the query heads.
+///
+/// Key and value heads are shared out likewise; where there are fewer than ranks, neighbouring ranks whose
+/// query heads share one get the same.
+pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<Plan> {
+    let degree = site.degree;
+    let by_heads =
+        (0..3).any(|operand| site.shard(operand).is_some_and(|shard| shard.dim == PACKED));
+    if !by_heads || spec.dropout.is_some_and(|dropout| dropout.slice.is_some()) {
+        return Ok(site.whole());
+    }
+    let module = || site.node.scope.to_string();
+    if !spec.heads.is_multiple_of(degree) {
+        return Err(Error::Heads {
+            module: module(),
+            heads: spec.heads,
+            degree,
+        });
+    }
+    let (keys, kv_heads) = if spec.kv_heads.is_multiple_of(degree) {
+        (cut(site.types[1].last_dim()), spec.kv_heads / degree)
+    } else if degree.is_multiple_of(spec.kv_heads) {
+        (Need::Spread(spec.kv_heads), 1)
+    } else {
+        return Err(Error::KvHeads {
+            module: module(),
+            kv_heads: spec.kv_heads,
+            degree,
+        });
+    };
+    let slice = Some(AxisSlice {
+        axis: Axis::Tensor,
+        dim: 1,
+        full: spec.heads,
+    });
+    let dropout = spec.dropout.map(|dropout| Dropout { slice, ..dropout });
+    let op = Op::Attention(Attention {
+        heads: spec.heads / degree,
+        kv_heads,
+        dropout,
+        ..spec.clone()
+    });
+    let width = site.types[0].last_dim();
+    let results = [
+        Placement::shard(PACKED, width),
+        Placement::shard(1, spec.heads),
+    ];
+    Ok(Plan::new([cut(width), keys.clone(), keys], op, results))
+}
+
+/// Turns whole heads, whichever a rank has.
+pub(super) fn rope(site: &Site<'_>, rope: &Rope) -> Plan {
+    let Some(shard) = site.shard(0) else {
+        return site.whole();
+    };
+    let whole_heads = shard
+        .parts
+        .iter()
+        .all(|part| (part / site.degree).is_multiple_of(rope.head_dim));
+    if shard.dim != PACKED || !whole_heads {
+        return site.whole();
+    }
+    Plan::new(
+        [Need::Cut(shard.clone()), Need::Whole],
+        site.node.op.clone(),
+        [Placement::Shard(shard.clone())],
+    )
+}
+
+fn cut(width: usize) -> Need {
+    Need::Cut(Shard {
+        dim: PACKED,
+        parts: vec![width],
+    })
+}

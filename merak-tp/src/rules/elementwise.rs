@@ -1,0 +1,68 @@
+//! Operations that treat every element alike.
+
+use super::{Need, Plan, Site};
+use merak_trace::{
+    Axis, Op, Placement, Shard,
+    op::{AxisSlice, Dropout},
+};
+
+/// Keeps the split of the operand.
+pub(super) fn unary(site: &Site<'_>) -> Plan {
+    match site.shard(0) {
+        Some(shard) => Plan::new(
+            [Need::Cut(shard.clone())],
+            site.node.op.clone(),
+            [Placement::Shard(shard.clone())],
+        ),
+        None => site.whole(),
+    }
+}
+
+/// Keeps the split and draws this rank's part of the whole mask.
+///
+/// The mask is a function of one global sample index per row, so samples stay together, and a slice is
+/// contiguous, so fused parts are joined first.
+pub(super) fn dropout(site: &Site<'_>, dropout: &Dropout) -> Plan {
+    let Some(shard) = site.shard(0) else {
+        return site.whole();
+    };
+    if shard.dim == 0 || shard.parts.len() > 1 || dropout.slice.is_some() {
+        return site.whole();
+    }
+    let slice = Some(AxisSlice {
+        axis: Axis::Tensor,
+        dim: shard.dim,
+        full: shard.parts[0],
+    });
+    let op = Op::Dropout(Dropout { slice, ..*dropout });
+    Plan::new(
+        [Need::Cut(shard.clone())],
+        op,
+        [Placement::Shard(shard.clone())],
+    )
+}
+
+/// Cuts both operands alike; the second may lack leading dimensions.
+pub(super) fn binary(site: &Site<'_>) -> Plan {
+    let missing = site.types[0].ndim() - site.types[1].ndim();
+    let shard = match (site.shard(0), site.shard(1)) {
+        (Some(shard), _) => shard.clone(),
+        (None, Some(shard)) => Shard {
+            dim: shard.dim + missing,
+            parts: shard.parts.clone(),
+        },
+        (None, None) => return site.whole(),
+    };
+    let second = match shard.dim.checked_sub(missing) {
+        Some(dim) => Need::Cut(Shard {
+            dim,
+            parts: shard.parts.clone(),
+        }),
+        None => Need::Copied,
+    };
+    Plan::new(
+        [Need::Cut(shard.clone()), second],
+        site.node.op.clone(),
+        [Placement::Shard(shard)],
+    )
+}

@@ -1,0 +1,171 @@
+//! Operations that rearrange or sum dimensions.
+
+use super::{Need, Plan, Site};
+use merak_trace::{Op, Placement, Shard};
+
+/// Keeps a split dimension that leads its group of merged or divided dimensions, as heads do.
+pub(super) fn reshape(site: &Site<'_>, to: &[usize]) -> Plan {
+    let from = &site.types[0].shape;
+    match site
+        .shard(0)
+        .and_then(|shard| Some((shard, reshaped(shard, from, to, site.degree)?)))
+    {
+        Some((shard, moved)) => {
+            let mut shape = to.to_vec();
+            shape[moved.dim] /= site.degree;
+            Plan::new(
+                [Need::Cut(shard.clone())],
+                Op::Reshape { shape },
+                [Placement::Shard(moved)],
+            )
+        }
+        None => site.whole(),
+    }
+}
+
+/// Where the cut of `from` lies in `to`, if slices stay slices.
+///
+/// The elements before the cut dimension must be those before some dimension of `to`, and every slice must
+/// hold whole steps of that dimension.
+fn reshaped(shard: &Shard, from: &[usize], to: &[usize], degree: usize) -> Option<Shard> {
+    let outer: usize = from[..shard.dim].iter().product();
+    let inner: usize = from[shard.dim + 1..].iter().product();
+    // Dimensions of size 1 have the same elements before them; the last of the candidates is the real one.
+    let dim = (0..to.len())
+        .rev()
+        .find(|&dim| to[..dim].iter().product::<usize>() == outer)?;
+    let step: usize = to[dim + 1..].iter().product();
+    let mut parts = Vec::with_capacity(shard.parts.len());
+    for part in &shard.parts {
+        if !(part / degree * inner).is_multiple_of(step) {
+            return None;
+        }
+        parts.push(part * inner / step);
+    }
+    (parts.iter().sum::<usize>() == to[dim]).then_some(Shard { dim, parts })
+}
+
+pub(super) fn transpose(site: &Site<'_>, perm: &[usize]) -> Plan {
+    let Some(shard) = site.shard(0) else {
+        return site.whole();
+    };
+    let moved = perm
+        .iter()
+        .position(|&dim| dim == shard.dim)
+        .expect("perm orders all dimensions");
+    let result = Shard {
+        dim: moved,
+        parts: shard.parts.clone(),
+    };
+    Plan::new(
+        [Need::Cut(shard.clone())],
+        site.node.op.clone(),
+        [Placement::Shard(result)],
+    )
+}
+
+/// Takes pieces that consist of whole parts; across a part the operand is needed whole.
+pub(super) fn split(site: &Site<'_>, dim: usize, sizes: &[usize]) -> Plan {
+    let Some(shard) = site.shard(0) else {
+        return site.whole();
+    };
+    let need = Need::Cut(shard.clone());
+    if shard.dim != dim {
+        return Plan::new(
+            [need],
+            site.node.op.clone(),
+            vec![Placement::Shard(shard.clone()); sizes.len()],
+        );
+    }
+    let Some(groups) = grouped(&shard.parts, sizes) else {
+        return site.whole();
+    };
+    let local = sizes.iter().map(|size| size / site.degree).collect();
+    let results: Vec<_> = groups
+        .into_iter()
+        .map(|parts| Placement::Shard(Shard { dim, parts }))
+        .collect();
+    Plan::new([need], Op::Split { dim, sizes: local }, results)
+}
+
+/// The parts that make up each piece, if pieces end where parts end.
+fn grouped(parts: &[usize], sizes: &[usize]) -> Option<Vec<Vec<usize>>> {
+    let mut rest = parts.iter().copied();
+    let mut groups = Vec::with_capacity(sizes.len());
+    for &size in sizes {
+        let mut group = Vec::new();
+        while group.iter().sum::<usize>() < size {
+            group.push(rest.next()?);
+        }
+        if group.iter().sum::<usize>() != size {
+            return None;
+        }
+        groups.push(group);
+    }
+    Some(groups)
+}
+
+/// Joins split operands part after part, or across a dimension that all of them share.
+pub(super) fn concat(site: &Site<'_>, dim: usize) -> Plan {
+    let Some(first) = (0..site.types.len()).find_map(|operand| site.shard(operand)) else {
+        return site.whole();
+    };
+    if first.dim != dim {
+        let needs = vec![Need::Cut(first.clone()); site.types.len()];
+        return Plan::new(
+            needs,
+            site.node.op.clone(),
+            [Placement::Shard(first.clone())],
+        );
+    }
+    let mut parts = Vec::new();
+    let mut needs = Vec::new();
+    for (operand, ty) in site.types.iter().enumerate() {
+        let own = match site.shard(operand) {
+            Some(shard) if shard.dim == dim => shard.clone(),
+            _ if ty.shape[dim].is_multiple_of(site.degree) => Shard {
+                dim,
+                parts: vec![ty.shape[dim]],
+            },
+            _ => return site.whole(),
+        };
+        parts.extend(&own.parts);
+        needs.push(Need::Cut(own));
+    }
+    Plan::new(
+        needs,
+        site.node.op.clone(),
+        [Placement::Shard(Shard { dim, parts })],
+    )
+}
+
+/// A split dimension that is summed away leaves partial sums.
+pub(super) fn sum_leading(site: &Site<'_>) -> Plan {
+    let Some(shard) = site.shard(0) else {
+        return site.whole();
+    };
+    let mut shape = site.results[0].shape.clone();
+    let summed = site.types[0].ndim() - shape.len();
+    let result = match shard.dim.checked_sub(summed) {
+        None => Placement::Partial,
+        Some(dim) => {
+            shape[dim] /= site.degree;
+            Placement::Shard(Shard {
+                dim,
+                parts: shard.parts.clone(),
+            })
+        }
+    };
+    Plan::new(
+        [Need::Cut(shard.clone())],
+        Op::SumLeading { shape },
+        [result],
+    )
+}
+
+pub(super) fn sum_all(site: &Site<'_>) -> Plan {
+    match site.shard(0) {
+        Some(shard) => Plan::new([Need::Cut(shard.clone())], Op::SumAll, [Placement::Partial]),
+        None => site.whole(),
+    }
+}

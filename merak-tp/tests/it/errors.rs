@@ -1,0 +1,146 @@
+//! What is refused, and in which words.
+
+use crate::support::{gpt2, input, linear, lists, llama, model, trace};
+use merak_tp::{LayerLists, Mapping, SplitKind, default_lists, rewrite};
+use merak_trace::{Graph, models::TraceOptions};
+use serde_json::json;
+
+fn refusal(graph: &Graph, lists: &LayerLists, degree: usize) -> String {
+    rewrite(graph, lists, degree)
+        .expect_err("it cannot be split")
+        .to_string()
+}
+
+fn mlp(hidden: usize) -> Graph {
+    trace(|module| {
+        let x = input(module, &[2, 8]);
+        let hidden = linear(module, "col", &x, hidden)?;
+        let y = linear(module, "row", &hidden, 8)?;
+        module.output("y", &y);
+        Ok(())
+    })
+}
+
+fn gpt2_of(width: usize, heads: usize) -> Graph {
+    let config = json!({ "model_type": "gpt2", "vocab_size": 11, "n_positions": 8, "n_embd": width, "n_layer": 1, "n_head": heads });
+    model(&config)
+        .trace(&TraceOptions::training(1, 4))
+        .expect("the sizes fit")
+}
+
+#[test]
+fn features_that_do_not_divide() {
+    let lists = LayerLists::col_row(["c_attn", "c_fc"], ["c_proj"]);
+    insta::assert_snapshot!(refusal(&gpt2_of(10, 2), &lists, 4),
+        @r#"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (col_para_list "c_attn")"#);
+    let lists = LayerLists {
+        row_para_list: vec!["row".into()],
+        ..LayerLists::col_row(["up"], ["-"])
+    };
+    let graph = trace(|module| {
+        let hidden = linear(module, "up", &input(module, &[2, 8]), 8)?;
+        let other = linear(module, "other", &hidden, 10)?;
+        module.output("y", &linear(module, "row", &other, 8)?);
+        Ok(())
+    });
+    insta::assert_snapshot!(refusal(&graph, &lists, 4), @r#"row: 10 input features cannot be split over tp = 4 (row_para_list "row")"#);
+    insta::assert_snapshot!(refusal(&gpt2_of(10, 2), &default_lists("gpt2").unwrap(), 4),
+        @"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (input_output_mapping (1, 3, col))");
+}
+
+#[test]
+fn heads_that_do_not_divide() {
+    insta::assert_snapshot!(refusal(&gpt2_of(12, 3), &default_lists("gpt2").unwrap(), 2),
+        @"transformer.h.0.attn: 3 attention heads cannot be split over tp = 2");
+    let mut config = llama(1, 3, 0.0);
+    config["num_attention_heads"] = json!(12);
+    config["hidden_size"] = json!(48);
+    let graph = model(&config).trace(&TraceOptions::training(1, 4)).unwrap();
+    insta::assert_snapshot!(refusal(&graph, &default_lists("llama").unwrap(), 2),
+        @"model.layers.0.self_attn: 3 key/value heads can neither be split over tp = 2 nor repeated on it");
+}
+
+#[test]
+fn a_module_in_both_lists() {
+    let lists = LayerLists::col_row(["col", "ro"], ["row"]);
+    insta::assert_snapshot!(refusal(&mlp(8), &lists, 2), @r#"row is matched as col (col_para_list "ro") and as row (row_para_list "row")"#);
+    let mapped = LayerLists {
+        input_output_mapping: vec![Mapping {
+            input: 1,
+            output: 2,
+            kind: SplitKind::Row,
+        }],
+        ..lists
+    };
+    insta::assert_snapshot!(refusal(&mlp(16), &mapped, 2),
+        @r#"col is matched as col (col_para_list "col") and as row (input_output_mapping (1, 2, row))"#);
+}
+
+#[test]
+fn lists_that_match_nothing() {
+    insta::assert_snapshot!(refusal(&mlp(8), &LayerLists::col_row(["q_proj"], ["o_proj"]), 2),
+        @r#"tp = 2 splits nothing: no linear layer of the model is matched by col_para_list "q_proj", row_para_list "o_proj""#);
+}
+
+#[test]
+fn lists_that_are_incomplete() {
+    let none: [&str; 0] = [];
+    insta::assert_snapshot!(refusal(&mlp(8), &LayerLists::default(), 2),
+        @"tp = 2 needs col_para_list and row_para_list, or input_output_mapping; found none of them");
+    insta::assert_snapshot!(refusal(&mlp(8), &LayerLists::col_row(vec!["col"], none.to_vec()), 2),
+        @"tp = 2 needs col_para_list and row_para_list, or input_output_mapping; found col_para_list alone");
+}
+
+#[test]
+fn lists_of_kinds_that_are_not_built() {
+    let change = LayerLists {
+        weight_change_list: vec![("table".into(), 1)],
+        ..lists()
+    };
+    insta::assert_snapshot!(refusal(&mlp(8), &change, 2),
+        @"weight_change_list is not available; split linear layers with col_para_list and row_para_list");
+    let conv = LayerLists {
+        conv_para_list: vec!["conv1".into()],
+        ..lists()
+    };
+    insta::assert_snapshot!(refusal(&mlp(8), &conv, 2),
+        @"conv_para_list is not available; split linear layers with col_para_list and row_para_list");
+}
+
+#[test]
+fn a_model_that_is_split_already() {
+    let split = rewrite(&mlp(8), &lists(), 2).unwrap();
+    insta::assert_snapshot!(refusal(&split.graph, &lists(), 2), @"col.weight is split over the tensor axis already");
+}
+
+#[test]
+fn no_ranks() {
+    insta::assert_snapshot!(refusal(&mlp(8), &lists(), 0), @"tp = 0 is no number of ranks, expected 1 or more");
+}
+
+#[test]
+fn the_output_head_and_embeddings_are_never_mapped() {
+    // With a vocabulary of 3 times the width the head has the ratio of a fused projection.
+    for tie in [true, false] {
+        let mut config = gpt2(1, 0.0, tie);
+        config["vocab_size"] = json!(48);
+        let graph = model(&config).trace(&TraceOptions::training(1, 4)).unwrap();
+        let report = rewrite(&graph, &default_lists("gpt2").unwrap(), 2)
+            .unwrap()
+            .report;
+        assert_eq!(report.modules.len(), 4);
+        assert!(report.modules.iter().all(|split| split.module != "lm_head"));
+    }
+}
+
+#[test]
+fn a_pattern_that_matches_nothing_is_reported() {
+    let lists = LayerLists::col_row(["col", "c_atn"], ["row"]);
+    let report = rewrite(&mlp(8), &lists, 2).unwrap().report;
+    assert_eq!(report.unmatched, [r#"col_para_list "c_atn""#]);
+    assert!(
+        report
+            .to_string()
+            .contains(r#"warning: col_para_list "c_atn" matches no linear layer"#)
+    );
+}
