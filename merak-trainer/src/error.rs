@@ -137,6 +137,16 @@ pub enum Error {
         /// The reason.
         source: io::Error,
     },
+    /// An input that a key names and that cannot be read.
+    #[error("cannot read {}, which \"{key}\" names", path.display())]
+    ReadInput {
+        /// The key.
+        key: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
     /// An output file or folder that cannot be written.
     #[error("cannot write {}", path.display())]
     Write {
@@ -165,13 +175,15 @@ pub enum Error {
         /// What is wrong with it.
         message: String,
     },
-    /// Less training data than one step needs.
+    /// Less data than one step needs.
     #[error(
-        "{samples} samples are fewer than one global batch of {global_batch} \
-         (per_device_train_batch_size {batch} x gradient_accumulation_steps {microbatches} x dp {dp}): \
+        "{samples} {split} samples are fewer than one global batch of {global_batch} \
+         ({batch} per microbatch x {microbatches} microbatches x dp {dp}): \
          give more data or a smaller batch"
     )]
     TooFewSamples {
+        /// `training` or `evaluation`.
+        split: &'static str,
         /// Samples of the data set.
         samples: usize,
         /// Samples of a step.
@@ -182,6 +194,19 @@ pub enum Error {
         microbatches: usize,
         /// Replicas.
         dp: usize,
+    },
+    /// Fewer tokens than one sample needs.
+    #[error(
+        "the {part} part of the data has {tokens} tokens, but one sample needs {needed}: \
+         give more data or a smaller \"seq_length\""
+    )]
+    TooFewTokens {
+        /// `training` or `validation`.
+        part: &'static str,
+        /// Tokens there are.
+        tokens: usize,
+        /// Tokens of a sample, `seq_length` + 1.
+        needed: usize,
     },
     /// Samples whose tensors cannot be laid side by side.
     #[error(
@@ -196,16 +221,6 @@ pub enum Error {
         found: String,
         /// The shape in the first sample.
         expected: String,
-    },
-    /// A record of the metrics file that cannot be read back.
-    #[error("line {line} of {} is no metrics record: {message}", path.display())]
-    DamagedMetrics {
-        /// The file.
-        path: PathBuf,
-        /// The line, from 1.
-        line: usize,
-        /// What the parser says.
-        message: String,
     },
     /// A prefetch thread that ended before its samples were read.
     #[error("a data thread ended before it delivered its samples")]

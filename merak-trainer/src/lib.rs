@@ -1,6 +1,7 @@
 //! The full stack: configuration, data, the training loop, metrics and the merak command
 
 mod config;
+pub mod data;
 mod error;
 
 pub use config::{

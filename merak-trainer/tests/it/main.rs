@@ -1,3 +1,4 @@
 //! Integration tests of merak-trainer.
 
 mod config; // layers, keys, messages, checks
+mod data; // text sources, corpora, loaders

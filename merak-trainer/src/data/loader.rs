@@ -1,0 +1,86 @@
+//! Reading batches ahead of their use.
+
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        mpsc::{Receiver, sync_channel},
+    },
+    thread,
+};
+
+use super::{
+    dataset::{Batch, Dataset, collate},
+    order::Microbatch,
+};
+use crate::error::{Error, Result};
+
+/// Which microbatch is the n-th to be read; `None` after the last.
+pub type Requests = Arc<dyn Fn(usize) -> Option<Microbatch> + Send + Sync>;
+
+/// Batches each worker keeps ready.
+const AHEAD: usize = 2;
+
+/// Delivers the batches of a list of microbatches in its order, whatever the number of workers:
+/// worker w of W reads the microbatches w, w + W, w + 2W, ..
+pub struct Loader {
+    dataset: Arc<dyn Dataset>,
+    requests: Requests,
+    workers: Vec<Receiver<Result<Batch>>>,
+    next: usize,
+}
+
+impl Loader {
+    /// Starts `workers` threads that read ahead; with none, a batch is read when it is asked for.
+    pub fn new(dataset: Arc<dyn Dataset>, requests: Requests, workers: usize) -> Self {
+        let start = |worker| {
+            let (sender, receiver) = sync_channel(AHEAD);
+            let (dataset, requests) = (Arc::clone(&dataset), Arc::clone(&requests));
+            thread::spawn(move || {
+                for number in (worker..).step_by(workers) {
+                    let Some(microbatch) = requests(number) else {
+                        return;
+                    };
+                    // The loader is gone when nobody receives: nothing is left to do.
+                    if sender.send(collate(dataset.as_ref(), microbatch)).is_err() {
+                        return;
+                    }
+                }
+            });
+            receiver
+        };
+        let workers = (0..workers).map(start).collect();
+        Self {
+            dataset,
+            requests,
+            workers,
+            next: 0,
+        }
+    }
+}
+
+impl Iterator for Loader {
+    type Item = Result<Batch>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let microbatch = (self.requests)(self.next)?;
+        let batch = if self.workers.is_empty() {
+            collate(self.dataset.as_ref(), microbatch)
+        } else {
+            let worker = &self.workers[self.next % self.workers.len()];
+            worker.recv().unwrap_or(Err(Error::DataThread))
+        };
+        self.next += 1;
+        Some(batch)
+    }
+}
+
+impl fmt::Debug for Loader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Loader")
+            .field("dataset", &self.dataset)
+            .field("workers", &self.workers.len())
+            .field("next", &self.next)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,83 @@
+//! A stream of tokens as a data set for causal language models.
+
+use std::sync::Arc;
+
+use super::dataset::{Dataset, IntTensor, LABELS, Sample};
+use crate::error::{Error, Result};
+
+/// Consecutive windows of a token stream.
+///
+/// Sample i is made of the S + 1 tokens from i·S on: `input_ids` are the first S of them, `labels` the
+/// last S, so labels align with the logits and each token is a target once.
+///
+/// # Shapes
+///
+/// `input_ids: [S]`, `labels: [S]`.
+#[derive(Debug, Clone)]
+pub struct TokenDataset {
+    tokens: Arc<[u32]>,
+    seq_length: usize,
+}
+
+impl TokenDataset {
+    /// Cuts `tokens` into samples of `seq_length` (S, at least 1); a rest is left out. `part` names
+    /// the stream in the error: `training` or `validation`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::TooFewTokens`] when they do not make one sample.
+    pub fn new(tokens: Arc<[u32]>, seq_length: usize, part: &'static str) -> Result<Self> {
+        if seq_length == 0 || tokens.len() <= seq_length {
+            return Err(Error::TooFewTokens {
+                part,
+                tokens: tokens.len(),
+                needed: seq_length + 1,
+            });
+        }
+        Ok(Self { tokens, seq_length })
+    }
+}
+
+impl Dataset for TokenDataset {
+    fn len(&self) -> usize {
+        (self.tokens.len() - 1) / self.seq_length
+    }
+
+    fn get(&self, index: usize) -> Result<Sample> {
+        let start = index * self.seq_length;
+        let window = &self.tokens[start..=start + self.seq_length];
+        let tensor = |tokens: &[u32]| {
+            IntTensor::vector(tokens.iter().map(|token| i64::from(*token)).collect())
+        };
+        Ok(Sample::from([
+            ("input_ids".to_owned(), tensor(&window[..self.seq_length])),
+            (LABELS.to_owned(), tensor(&window[1..])),
+        ]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_the_next_tokens_and_each_token_is_a_target_once() {
+        let data = TokenDataset::new((0..12).collect(), 4, "training").unwrap();
+        assert_eq!(data.len(), 2);
+        let sample = data.get(1).unwrap();
+        assert_eq!(sample["input_ids"].values(), [4, 5, 6, 7]);
+        assert_eq!(sample["labels"].values(), [5, 6, 7, 8]);
+    }
+
+    #[test]
+    fn a_stream_shorter_than_a_sample_is_refused() {
+        let error = TokenDataset::new((0..4).collect(), 4, "validation").unwrap_err();
+        insta::assert_snapshot!(error, @r#"the validation part of the data has 4 tokens, but one sample needs 5: give more data or a smaller "seq_length""#);
+        assert_eq!(
+            TokenDataset::new((0..5).collect(), 4, "validation")
+                .unwrap()
+                .len(),
+            1
+        );
+    }
+}

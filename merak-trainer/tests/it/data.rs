@@ -1,0 +1,276 @@
+//! Text sources, corpora and loaders.
+
+use std::{fs, path::Path, sync::Arc};
+
+use insta::assert_snapshot;
+use merak_trainer::{
+    DataArguments, Error, InputPath, TokenizerSource,
+    data::{
+        BatchShape, Corpus, CrateSources, DataPosition, Dataset, EvaluationOrder, Loader, Sample,
+        TokenDataset, Tokenizer, TrainingOrder,
+    },
+};
+use tempfile::{TempDir, tempdir};
+
+fn folder_with(files: &[(&str, &str)]) -> TempDir {
+    let folder = tempdir().expect("a temporary folder");
+    for (name, text) in files {
+        let path = folder.path().join(name);
+        fs::create_dir_all(path.parent().expect("a parent")).expect("a writable folder");
+        fs::write(path, text).expect("a writable folder");
+    }
+    folder
+}
+
+fn arguments(path: &Path) -> DataArguments {
+    let mut arguments = DataArguments::default();
+    arguments.path = Some(InputPath(path.to_path_buf()));
+    arguments.validation_fraction = 0.0;
+    arguments
+}
+
+fn text_of(corpus: &Corpus) -> String {
+    let bytes = |token: &u32| u8::try_from(*token).map_or('|', char::from);
+    corpus.train.iter().map(bytes).collect()
+}
+
+fn message(result: Result<Corpus, Error>, folder: &Path) -> String {
+    let error = result.expect_err("an error");
+    assert!(error.is_user_error());
+    error
+        .to_string()
+        .replace(&folder.display().to_string(), "FOLDER")
+}
+
+#[test]
+fn a_folder_is_read_in_the_order_of_its_paths() {
+    let folder = folder_with(&[
+        ("b.txt", "bb"),
+        ("a/z.txt", "az"),
+        ("a/b/c.txt", "abc"),
+        (".git/config", "hidden"),
+        ("empty.txt", ""),
+    ]);
+    let corpus = Corpus::load(&arguments(folder.path()), &CrateSources::default()).unwrap();
+    assert_eq!(text_of(&corpus), "abc|az|bb|");
+    let single = Corpus::load(
+        &arguments(&folder.path().join("b.txt")),
+        &CrateSources::default(),
+    );
+    assert_eq!(text_of(&single.unwrap()), "bb|");
+}
+
+#[test]
+fn the_byte_limit_and_the_validation_part_cut_at_the_end() {
+    let folder = folder_with(&[("a.txt", "0123456789"), ("b.txt", "0123456789")]);
+    let mut arguments = arguments(folder.path());
+    arguments.max_bytes = Some(14);
+    arguments.validation_fraction = 0.25;
+    let corpus = Corpus::load(&arguments, &CrateSources::default()).unwrap();
+    assert_eq!(text_of(&corpus), "0123456789|0");
+    assert_eq!(*corpus.validation, [49, 50, 51, 256]);
+    assert!(corpus.description.ends_with("2 files, 14 bytes"));
+}
+
+#[test]
+fn a_tokenizer_file_gives_its_own_tokens() {
+    let folder = folder_with(&[("text/a.txt", "hello")]);
+    let path = folder.path().join("tokenizer.json");
+    fs::write(&path, Tokenizer::bytes().to_json().unwrap()).unwrap();
+    let mut arguments = arguments(&folder.path().join("text"));
+    arguments.tokenizer = TokenizerSource::File(path);
+    let corpus = Corpus::load(&arguments, &CrateSources::default()).unwrap();
+    assert_eq!(text_of(&corpus), "hello|");
+}
+
+#[test]
+fn missing_or_empty_data_is_one_clear_message() {
+    let folder = folder_with(&[("empty/a.txt", ""), ("lock/Cargo.lock", "version = 4\n")]);
+    let load = |path: &str| {
+        let arguments = arguments(&folder.path().join(path));
+        message(
+            Corpus::load(&arguments, &CrateSources::default()),
+            folder.path(),
+        )
+    };
+    assert_snapshot!(load("none"), @r#"cannot read FOLDER/none, which "data.path" names"#);
+    assert_snapshot!(load("empty"), @r#"no text in FOLDER/empty: "data.path" needs a file or folder with text"#);
+    let by_default = |crates: CrateSources| {
+        message(
+            Corpus::load(&DataArguments::default(), &crates),
+            folder.path(),
+        )
+    };
+    let search = vec![folder.path().join("lock")];
+    let registry = Some(folder.path().join("registry"));
+    assert_snapshot!(by_default(CrateSources::default()), @r#"no text to train on, because there is no Cargo.lock: set "data.path" to a file or folder of text"#);
+    assert_snapshot!(by_default(CrateSources { registry: None, search: search.clone() }), @r#"no text to train on, because cargo's home folder is not known: set "data.path" to a file or folder of text"#);
+    assert_snapshot!(by_default(CrateSources { registry, search: search.clone() }), @r#"no text to train on, because FOLDER/registry cannot be listed: set "data.path" to a file or folder of text"#);
+    let registry = Some(folder.path().to_path_buf());
+    assert_snapshot!(by_default(CrateSources { registry, search }), @r#"no text to train on, because FOLDER/lock/Cargo.lock: it names no packages: set "data.path" to a file or folder of text"#);
+}
+
+const LOCK: &str = r#"
+version = 4
+[[package]]
+name = "zebra"
+version = "1.0.0"
+source = "registry+https://example.org"
+[[package]]
+name = "apple"
+version = "0.2.0"
+source = "registry+https://example.org"
+[[package]]
+name = "libc"
+version = "0.2.0"
+source = "registry+https://example.org"
+[[package]]
+name = "ours"
+version = "0.1.0"
+[[package]]
+name = "elsewhere"
+version = "0.1.0"
+source = "registry+https://example.org"
+"#;
+
+#[test]
+fn the_default_text_is_the_sources_of_the_locked_crates() {
+    let big = "x".repeat(200 << 10);
+    let folder = folder_with(&[
+        ("project/Cargo.lock", LOCK),
+        ("project/examples/configs/quickstart.toml", ""),
+        ("src/index/apple-0.2.0/src/lib.rs", "apple lib"),
+        ("src/index/apple-0.2.0/src/a/tables.rs", &big),
+        ("src/index/apple-0.2.0/src/a/core.rs", "apple core"),
+        ("src/index/apple-0.2.0/src/data.txt", "data"),
+        ("src/index/apple-0.2.0/tests/it.rs", "test"),
+        ("src/index/apple-0.3.0/src/lib.rs", "another version"),
+        ("src/index/libc-0.2.0/src/lib.rs", "bindings"),
+        ("src/index/ours-0.1.0/src/lib.rs", "ours"),
+        ("src/index/zebra-1.0.0/src/lib.rs", "zebra"),
+    ]);
+    let crates = CrateSources {
+        registry: Some(folder.path().join("src")),
+        search: vec![folder.path().join("project/examples/configs")],
+    };
+    let mut arguments = DataArguments::default();
+    arguments.validation_fraction = 0.0;
+    let corpus = Corpus::load(&arguments, &crates).unwrap();
+    assert_eq!(text_of(&corpus), "apple core|apple lib|zebra|");
+    arguments.max_bytes = Some(16);
+    assert_eq!(
+        text_of(&Corpus::load(&arguments, &crates).unwrap()),
+        "apple lib|zebra|"
+    );
+}
+
+fn numbers(samples: usize) -> Arc<dyn Dataset> {
+    let tokens = (0..=u32::try_from(4 * samples).expect("small")).collect();
+    Arc::new(TokenDataset::new(tokens, 4, "training").expect("enough tokens"))
+}
+
+#[test]
+fn workers_change_no_batch() {
+    let shape = BatchShape {
+        batch: 3,
+        microbatches: 2,
+        dp: 2,
+    };
+    let order = TrainingOrder::new(40, shape, 7).unwrap();
+    let load = |workers| -> Vec<_> {
+        let order = order.clone();
+        let requests = Arc::new(move |n| (n < 14).then(|| order.microbatch(n / 2, 1, n % 2)));
+        Loader::new(numbers(40), requests, workers)
+            .map(Result::unwrap)
+            .collect()
+    };
+    let alone = load(0);
+    assert_eq!(alone.len(), 14);
+    for workers in [1, 2, 3, 20] {
+        assert_eq!(load(workers), alone, "{workers} workers");
+    }
+}
+
+#[test]
+fn a_loader_that_is_dropped_early_ends_its_workers() {
+    let dataset = numbers(40);
+    let order = TrainingOrder::new(
+        40,
+        BatchShape {
+            batch: 1,
+            microbatches: 1,
+            dp: 1,
+        },
+        7,
+    )
+    .unwrap();
+    let requests = Arc::new(move |n| Some(order.microbatch(n, 0, 0)));
+    let mut loader = Loader::new(Arc::clone(&dataset), requests, 3);
+    loader.next().unwrap().unwrap();
+    drop(loader);
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while Arc::strong_count(&dataset) > 1 {
+        assert!(
+            std::time::Instant::now() < deadline,
+            "workers still hold the data set"
+        );
+        std::thread::yield_now();
+    }
+}
+
+#[derive(Debug)]
+struct Failing;
+
+impl Dataset for Failing {
+    fn len(&self) -> usize {
+        8
+    }
+
+    fn get(&self, index: usize) -> Result<Sample, Error> {
+        if index == 5 {
+            let source = std::io::Error::other("the disk is gone");
+            return Err(Error::Read {
+                path: "sample-5".into(),
+                source,
+            });
+        }
+        Ok(Sample::new())
+    }
+}
+
+#[test]
+fn a_sample_that_cannot_be_read_fails_its_own_batch() {
+    for workers in [0, 2] {
+        let order = EvaluationOrder::new(
+            8,
+            BatchShape {
+                batch: 2,
+                microbatches: 1,
+                dp: 1,
+            },
+            None,
+            false,
+        )
+        .unwrap();
+        let requests =
+            Arc::new(move |n| (n < order.iterations()).then(|| order.microbatch(n, 0, 0)));
+        let results: Vec<bool> = Loader::new(Arc::new(Failing), requests, workers)
+            .map(|batch| batch.is_ok())
+            .collect();
+        assert_eq!(results, [true, true, false, true]);
+    }
+}
+
+#[test]
+fn a_data_position_is_stored_as_plain_numbers() {
+    let position = DataPosition {
+        epoch: 1,
+        samples: 24,
+    };
+    let text = serde_json::to_string(&position).unwrap();
+    assert_eq!(text, r#"{"epoch":1,"samples":24}"#);
+    assert_eq!(
+        serde_json::from_str::<DataPosition>(&text).unwrap(),
+        position
+    );
+}
