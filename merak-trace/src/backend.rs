@@ -1,5 +1,7 @@
 //! What executes nodes and moves bytes.
 
+pub mod candle;
+
 use crate::{Op, Param, Result, TensorType, Value, value::MemoryMeter};
 use merak_mpu::{Axis, Buffer, DType};
 use std::{fmt, sync::Arc};

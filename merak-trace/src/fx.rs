@@ -129,12 +129,13 @@ impl Module {
     }
 
     /// Adds an operation that draws a dropout mask; the mask's key is the hash of the node's name.
-    fn apply_random(&self, op: impl FnOnce(Option<Dropout>) -> Op, p: f64, inputs: &[&Symbol]) -> Result<Symbol> {
+    fn apply_random(&self, op: impl Fn(Option<Dropout>) -> Op, p: f64, inputs: &[&Symbol]) -> Result<Symbol> {
+        let plain = op(None);
         if p <= 0.0 {
-            return self.apply1(op(None), inputs);
+            return self.apply1(plain, inputs);
         }
         let mut graph = self.graph.borrow_mut();
-        let name = graph.unique_name(&self.path, "dropout");
+        let name = graph.unique_name(&self.path, plain.name());
         let op = op(Some(Dropout { p, key: name_hash(&name), slice: None }));
         let ids = graph.add_named_node(name, &self.path, op, inputs.iter().map(|symbol| symbol.id).collect())?;
         Ok(Symbol { id: ids[0], ty: graph.ty(ids[0]).clone() })
@@ -215,7 +216,7 @@ impl Module {
     /// # Errors
     /// As [`Module::apply`].
     pub fn attention(&self, q: &Symbol, k: &Symbol, v: &Symbol, spec: Attention, dropout: f64) -> Result<Symbol> {
-        self.apply_random(|dropout| Op::Attention(Attention { dropout, ..spec }), dropout, &[q, k, v])
+        self.apply_random(|dropout| Op::Attention(Attention { dropout, ..spec.clone() }), dropout, &[q, k, v])
     }
 
     /// Rotary position embedding of packed heads.
@@ -250,7 +251,7 @@ impl Module {
         if p <= 0.0 {
             return Ok(x.clone());
         }
-        self.apply_random(|spec| spec.map_or(Op::Identity, Op::Dropout), p, &[x])
+        self.apply_random(|spec| Op::Dropout(spec.unwrap_or(Dropout { p, key: 0, slice: None })), p, &[x])
     }
 
     /// `a + b`, `b` repeated over the leading dimensions of `a`.
@@ -290,9 +291,6 @@ impl Module {
     /// # Errors
     /// As [`Module::apply`].
     pub fn cross_entropy(&self, logits: &Symbol, labels: &Symbol, label_smoothing: f64) -> Result<Symbol> {
-        self.apply1(Op::CrossEntropy { ignore_index: IGNORE_INDEX, label_smoothing }, &[logits, labels])
+        self.apply1(Op::CrossEntropy { label_smoothing }, &[logits, labels])
     }
 }
-
-/// The label of positions that do not count in a loss.
-pub const IGNORE_INDEX: i64 = -100;

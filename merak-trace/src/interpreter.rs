@@ -235,7 +235,12 @@ impl Interpreter {
         let slots: Vec<_> = node.outputs.iter().filter_map(|output| self.grad_slots.get(output).copied()).collect();
         let context = frame.context;
         let call = Call { name: &node.name, op: &node.op, results: &results, context: &context };
-        self.backend.accumulate(call, inputs, store, &slots)
+        if node.op.communicates().is_none() {
+            return self.backend.accumulate(call, inputs, store, &slots);
+        }
+        // The gradient of a whole parameter that sharded work used: summed over the ranks, then added.
+        let summed = self.execute(call, inputs)?;
+        self.backend.accumulate(Call { op: &Op::Identity, ..call }, summed, store, &slots)
     }
 
     fn execute(&self, call: Call<'_>, mut inputs: Vec<Value>) -> Result<Vec<Value>> {

@@ -8,7 +8,8 @@ mod graph;
 mod hash;
 mod infer;
 mod interpreter;
-mod kernels;
+mod materialise;
+pub mod kernels;
 pub mod models;
 pub mod op;
 mod param;
@@ -22,7 +23,9 @@ pub use backend::{Backend, Call, GradSlot, GradStore, ParamStore, RunContext, Sh
 pub use error::{Error, Result};
 pub use graph::{Graph, Node, NodeId, ParamId, Port, Source, ValueId, ValueInfo};
 pub use interpreter::{AxisGroups, Batch, Forwarded, Frame, Interpreter, SingleRank};
+
 pub use kernels::KernelError;
+pub use materialise::initial_values;
 pub use merak_mpu::{Axis, DType};
 pub use op::Op;
 pub use param::{Init, LocalBox, Param, ParamRole, Placement, Shard};

@@ -185,17 +185,13 @@ pub enum Op {
     /// `x -> y`; its gradient is the same operation. The identity outside training.
     Dropout(Dropout),
 
-    /// `logits [.., V], labels [..] i64 -> sum of token losses [] f64, lse [rows]`.
+    /// `logits [.., V], labels [..] i64 -> sum of token losses [] f64, lse [rows]`; label -100 does not count.
     CrossEntropy {
-        /// Label of positions that do not count.
-        ignore_index: i64,
         /// Share of probability spread over all classes.
         label_smoothing: f64,
     },
     /// `logits, labels, lse, dloss [] f64 -> dlogits`.
     CrossEntropyGrad {
-        /// Label of positions that do not count.
-        ignore_index: i64,
         /// Share of probability spread over all classes.
         label_smoothing: f64,
     },

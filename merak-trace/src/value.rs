@@ -15,13 +15,12 @@ use std::{
 pub struct Value {
     ty: TensorType,
     data: Arc<dyn Any + Send + Sync>,
-    lease: Option<Arc<Lease>>,
 }
 
 impl Value {
-    /// Wraps a backend's tensor; `lease` accounts for its bytes, and views share it.
-    pub fn new(ty: TensorType, data: Arc<dyn Any + Send + Sync>, lease: Option<Arc<Lease>>) -> Self {
-        Self { ty, data, lease }
+    /// Wraps a backend's tensor of the given type.
+    pub fn new(ty: TensorType, data: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { ty, data }
     }
 
     /// Shape and element type.
@@ -34,14 +33,9 @@ impl Value {
         self.data.downcast_ref()
     }
 
-    /// The account of the storage's bytes, for views.
-    pub fn lease(&self) -> Option<&Arc<Lease>> {
-        self.lease.as_ref()
-    }
-
-    /// Whether no other value shares the storage, so that it may be overwritten.
-    pub fn is_unshared(&self) -> bool {
-        self.lease.as_ref().is_some_and(|lease| Arc::strong_count(lease) == 1) && Arc::strong_count(&self.data) == 1
+    /// Takes the value apart.
+    pub fn into_data(self) -> (TensorType, Arc<dyn Any + Send + Sync>) {
+        (self.ty, self.data)
     }
 }
 

@@ -59,8 +59,8 @@ impl Rule<'_, '_> {
             Op::Activation(kind) => self.one(0, Op::ActivationGrad(*kind), &[x(0), dy]),
             Op::SiluMul => self.several(&[0, 1], Op::SiluMulGrad, &[x(0), x(1), dy]),
             Op::Softmax => self.one(0, Op::SoftmaxGrad, &[y(0), dy]),
-            Op::CrossEntropy { ignore_index, label_smoothing } => {
-                let op = Op::CrossEntropyGrad { ignore_index: *ignore_index, label_smoothing: *label_smoothing };
+            Op::CrossEntropy { label_smoothing } => {
+                let op = Op::CrossEntropyGrad { label_smoothing: *label_smoothing };
                 self.one(0, op, &[x(0), x(1), y(1), dy])
             }
             Op::Add => {

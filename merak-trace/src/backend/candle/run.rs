@@ -1,0 +1,409 @@
+//! One node at a time: which kernel computes which operation.
+
+use super::{Candle, Handle, Pooled, Scalar, at, elements, steal};
+use crate::{
+    Call, Error, Op, Result, TensorType, Value,
+    kernels::{self, Float, KernelError, MatMut, MatRef, TableRows, Write},
+    op::{self, Activation, WeightLayout},
+};
+use candle_core::Tensor;
+use merak_mpu::DType;
+
+/// An element type that the kernels compute with.
+pub(super) trait Number: Float + Pooled {}
+impl<T: Float + Pooled> Number for T {}
+
+/// Runs a node.
+pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
+    let node = Node { backend, call };
+    match call.op {
+        Op::Positions { len } => {
+            let start = call.context.position_offset;
+            let positions = (start..start + len).map(|i| i as i64).collect();
+            return Ok(vec![backend.wrap_once::<i64>(&call.results[0], positions)?]);
+        }
+        Op::Identity | Op::CopyTo { .. } => return Ok(inputs),
+        Op::Reshape { .. } => return node.reshape(&inputs[0]),
+        Op::Transpose { perm } => return node.transpose(&inputs[0], perm),
+        Op::Cast { dtype } => return node.cast(&inputs[0], *dtype),
+        Op::AllReduce { .. } | Op::AllGather { .. } | Op::Scatter { .. } => return Err(node.unsupported(&inputs)),
+        _ => {}
+    }
+    let float = match call.op {
+        // The loss is always f64; its operands decide.
+        Op::CrossEntropy { .. } | Op::SumAll => inputs[0].ty().dtype,
+        _ => call.results[0].dtype,
+    };
+    match float {
+        DType::F32 => node.run::<f32>(inputs),
+        DType::F64 => node.run::<f64>(inputs),
+        DType::I64 => node.move_data::<i64>(&inputs),
+        DType::BF16 | DType::F16 | DType::U32 | DType::U8 => Err(node.unsupported(&inputs)),
+    }
+}
+
+/// A node being computed.
+pub(super) struct Node<'a> {
+    pub(super) backend: &'a Candle,
+    pub(super) call: Call<'a>,
+}
+
+impl Node<'_> {
+    pub(super) fn unsupported(&self, inputs: &[Value]) -> Error {
+        let types: Vec<_> = inputs.iter().map(|value| value.ty().to_string()).collect();
+        Error::Unsupported { backend: "candle", op: self.call.op.name(), types: types.join(", ") }
+    }
+
+    pub(super) fn kernel_error(&self, source: KernelError) -> Error {
+        Error::Kernel { node: self.call.name.to_owned(), source }
+    }
+
+    fn ty(&self, result: usize) -> &TensorType {
+        &self.call.results[result]
+    }
+
+    pub(super) fn out<T: Number>(&self, result: usize) -> Vec<T> {
+        self.backend.result(self.ty(result))
+    }
+
+    /// Wraps the results, in their order.
+    pub(super) fn done<T: Number, const N: usize>(&self, results: [Vec<T>; N]) -> Result<Vec<Value>> {
+        results.into_iter().zip(self.call.results).map(|(data, ty)| self.backend.wrap(ty, data)).collect()
+    }
+
+    #[expect(clippy::too_many_lines, reason = "a table of operations and their kernels")]
+    fn run<T: Number>(&self, inputs: Vec<Value>) -> Result<Vec<Value>> {
+        let threads = &self.backend.threads;
+        let x = |i: usize| elements::<T>(&inputs[i]);
+        match self.call.op {
+            Op::Zeros { .. } => self.done([vec![T::ZERO; self.ty(0).numel()]]),
+            Op::Linear { layout, bias } => {
+                let mut y = self.out::<T>(0);
+                let write = if *bias {
+                    let b = x(2)?;
+                    y.chunks_exact_mut(b.len().max(1)).for_each(|row| row.copy_from_slice(&b));
+                    Write::Add
+                } else {
+                    Write::Replace
+                };
+                self.linear(*layout, &inputs[0], &inputs[1], write, &mut y)?;
+                self.done([y])
+            }
+            Op::LinearGradInput { layout } => {
+                let mut dx = self.out::<T>(0);
+                self.linear(flip(*layout), &inputs[0], &inputs[1], Write::Replace, &mut dx)?;
+                self.done([dx])
+            }
+            Op::LinearGradWeight { layout } => {
+                let mut dw = self.out::<T>(0);
+                self.weight_gradient(*layout, &inputs[0], &inputs[1], Write::Replace, &mut dw)?;
+                self.done([dw])
+            }
+            Op::MatMul { transpose_a, transpose_b } => self.matmul::<T>(*transpose_a, *transpose_b, &inputs),
+            Op::Embedding => {
+                let ids = elements::<i64>(&inputs[0])?;
+                let mut y = self.out::<T>(0);
+                kernels::embedding(threads, &TableRows::all(inputs[1].ty().shape[0]), &x(1)?, &ids, &mut y).map_err(|e| self.kernel_error(e))?;
+                self.done([y])
+            }
+            Op::LayerNorm { eps } => {
+                let (mut y, mut mean, mut rstd) = (self.out(0), self.out(1), self.out(2));
+                kernels::layer_norm::<T>(threads, &x(0)?, &x(1)?, Some(&x(2)?), *eps, &mut y, &mut mean, &mut rstd);
+                self.done([y, mean, rstd])
+            }
+            Op::LayerNormGradInput => {
+                let mut dx = self.out::<T>(0);
+                kernels::layer_norm_grad_input(threads, &x(0)?, &x(1)?, &x(2)?, &x(3)?, &x(4)?, &mut dx);
+                self.done([dx])
+            }
+            Op::RmsNorm { eps } => {
+                let (mut y, mut rstd) = (self.out(0), self.out(1));
+                kernels::rms_norm::<T>(threads, &x(0)?, &x(1)?, *eps, &mut y, &mut rstd);
+                self.done([y, rstd])
+            }
+            Op::RmsNormGradInput => {
+                let mut dx = self.out::<T>(0);
+                kernels::rms_norm_grad_input(threads, &x(0)?, &x(1)?, &x(2)?, &x(3)?, &mut dx);
+                self.done([dx])
+            }
+            Op::Activation(kind) => {
+                let mut y = self.out::<T>(0);
+                kernels::activation(threads, kernel_of(*kind), &x(0)?, &mut y);
+                self.done([y])
+            }
+            Op::ActivationGrad(kind) => {
+                let mut dx = self.out::<T>(0);
+                kernels::activation_grad(threads, kernel_of(*kind), &x(0)?, &x(1)?, &mut dx);
+                self.done([dx])
+            }
+            Op::SiluMul => {
+                let mut y = self.out::<T>(0);
+                kernels::silu_mul(threads, &x(0)?, &x(1)?, &mut y);
+                self.done([y])
+            }
+            Op::SiluMulGrad => {
+                let (mut dgate, mut dup) = (self.out::<T>(0), self.out::<T>(1));
+                kernels::silu_mul_grad(threads, &x(0)?, &x(1)?, &x(2)?, &mut dgate, &mut dup);
+                self.done([dgate, dup])
+            }
+            Op::Dropout(spec) => {
+                if !self.call.context.training {
+                    return Ok(inputs);
+                }
+                let mut y = self.out::<T>(0);
+                let slice = self.sample_slice(spec, &self.ty(0).shape);
+                kernels::dropout(threads, self.dropout(spec), slice, &x(0)?, &mut y);
+                self.done([y])
+            }
+            Op::Attention(spec) => self.attention::<T>(spec, &inputs),
+            Op::AttentionGrad(spec) => self.attention_grad::<T>(spec, &inputs),
+            Op::Softmax => {
+                let mut y = self.out::<T>(0);
+                kernels::softmax(threads, self.ty(0).last_dim(), &x(0)?, &mut y);
+                self.done([y])
+            }
+            Op::SoftmaxGrad => {
+                let mut dx = self.out::<T>(0);
+                kernels::softmax_grad(threads, self.ty(0).last_dim(), &x(0)?, &x(1)?, &mut dx);
+                self.done([dx])
+            }
+            Op::Rope(rope) => {
+                let positions = elements::<i64>(&inputs[1])?;
+                let mut y = self.out::<T>(0);
+                kernels::rope(threads, rope.head_dim, &rope.inv_freq, rope.inverse, &positions, self.ty(0).last_dim(), &x(0)?, &mut y);
+                self.done([y])
+            }
+            Op::CrossEntropy { label_smoothing } => {
+                let labels = elements::<i64>(&inputs[1])?;
+                let mut lse = self.out::<T>(1);
+                let loss = kernels::cross_entropy(threads, &x(0)?, &labels, *label_smoothing, &mut lse);
+                let loss = loss.map_err(|e| self.kernel_error(e))?;
+                Ok(vec![self.backend.wrap(self.ty(0), vec![loss])?, self.backend.wrap(self.ty(1), lse)?])
+            }
+            Op::CrossEntropyGrad { label_smoothing } => {
+                let (labels, scale) = (elements::<i64>(&inputs[1])?, <T as Float>::from_f64(elements::<f64>(&inputs[3])?[0]));
+                let mut dlogits = self.out::<T>(0);
+                kernels::cross_entropy_grad(threads, &x(0)?, &labels, *label_smoothing, &x(2)?, scale, &mut dlogits)
+                    .map_err(|e| self.kernel_error(e))?;
+                self.done([dlogits])
+            }
+            Op::Add => self.add::<T>(inputs),
+            Op::Mul => {
+                let mut y = self.out::<T>(0);
+                let (a, b) = (x(0)?, x(1)?);
+                if a.len() == b.len() {
+                    kernels::mul(threads, &a, &b, &mut y);
+                } else {
+                    let repeats = y.chunks_exact_mut(b.len().max(1)).zip(a.chunks_exact(b.len().max(1)));
+                    repeats.for_each(|(y, a)| kernels::mul(threads, a, &b, y));
+                }
+                self.done([y])
+            }
+            Op::Scale { factor } => {
+                let mut y = self.out::<T>(0);
+                kernels::scale(threads, <T as Float>::from_f64(*factor), &x(0)?, &mut y);
+                self.done([y])
+            }
+            Op::SumAll => {
+                let sum = x(0)?.iter().map(|&x| Float::to_f64(x)).sum::<f64>();
+                Ok(vec![self.backend.wrap(self.ty(0), vec![sum])?])
+            }
+            Op::SumAllGrad => {
+                let dy = elements::<f64>(&inputs[1])?[0];
+                self.done([vec![<T as Float>::from_f64(dy); self.ty(0).numel()]])
+            }
+            // Sums that accumulate start from zero here.
+            Op::LayerNormGradParams | Op::RmsNormGradParams | Op::SumLeading { .. } | Op::EmbeddingGrad { .. } => {
+                let mut sums: Vec<_> = self.call.results.iter().map(|ty| vec![T::ZERO; ty.numel()]).collect();
+                let mut parts: Vec<_> = sums.iter_mut().map(Vec::as_mut_slice).collect();
+                self.add_to::<T>(&inputs, &mut parts)?;
+                sums.into_iter().zip(self.call.results).map(|(data, ty)| self.backend.wrap(ty, data)).collect()
+            }
+            Op::Split { .. } | Op::Concat { .. } => self.move_data::<T>(&inputs),
+            Op::Positions { .. }
+            | Op::Identity
+            | Op::Cast { .. }
+            | Op::Reshape { .. }
+            | Op::Transpose { .. }
+            | Op::CopyTo { .. }
+            | Op::AllReduce { .. }
+            | Op::AllGather { .. }
+            | Op::Scatter { .. } => Err(self.unsupported(&inputs)),
+        }
+    }
+
+    /// `y (+)= x W` for any layout of `W`; `x: [.., in]`, `y: [.., out]`.
+    fn linear<T: Number>(&self, layout: WeightLayout, x: &Value, w: &Value, write: Write, y: &mut [T]) -> Result<()> {
+        let (rows, width) = (x.ty().rows(), x.ty().last_dim());
+        let (w_rows, w_cols) = (w.ty().shape[0], w.ty().shape[1]);
+        let (x, w) = (elements::<T>(x)?, elements::<T>(w)?);
+        let w = MatRef::new(&w, w_rows, w_cols);
+        let w = match layout {
+            WeightLayout::OutIn => w.transposed(),
+            WeightLayout::InOut => w,
+        };
+        let out = w.cols();
+        kernels::gemm(&self.backend.threads, T::ONE, MatRef::new(&x, rows, width), w, write, MatMut::new(y, rows, out));
+        Ok(())
+    }
+
+    /// `dw (+)= xᵀ dy`, laid out as `w` is.
+    pub(super) fn weight_gradient<T: Number>(&self, layout: WeightLayout, x: &Value, dy: &Value, write: Write, dw: &mut [T]) -> Result<()> {
+        let (rows, n_in, n_out) = (x.ty().rows(), x.ty().last_dim(), dy.ty().last_dim());
+        let (x, dy) = (elements::<T>(x)?, elements::<T>(dy)?);
+        let (x, dy) = (MatRef::new(&x, rows, n_in), MatRef::new(&dy, rows, n_out));
+        let threads = &self.backend.threads;
+        match layout {
+            WeightLayout::OutIn => kernels::gemm(threads, T::ONE, dy.transposed(), x, write, MatMut::new(dw, n_out, n_in)),
+            WeightLayout::InOut => kernels::gemm(threads, T::ONE, x.transposed(), dy, write, MatMut::new(dw, n_in, n_out)),
+        }
+        Ok(())
+    }
+
+    fn matmul<T: Number>(&self, ta: bool, tb: bool, inputs: &[Value]) -> Result<Vec<Value>> {
+        let shape_of = |value: &Value| {
+            let shape = &value.ty().shape;
+            (shape[shape.len() - 2], shape[shape.len() - 1])
+        };
+        let ((a_rows, a_cols), (b_rows, b_cols)) = (shape_of(&inputs[0]), shape_of(&inputs[1]));
+        let (a, b) = (elements::<T>(&inputs[0])?, elements::<T>(&inputs[1])?);
+        let mut c = self.out::<T>(0);
+        let (rows, cols) = (if ta { a_cols } else { a_rows }, if tb { b_rows } else { b_cols });
+        if !c.is_empty() {
+            let outs = c.chunks_exact_mut(rows * cols).map(|c| MatMut::new(c, rows, cols)).collect();
+            let a = |i: usize| oriented(MatRef::new(&a[i * a_rows * a_cols..], a_rows, a_cols), ta);
+            let b = |i: usize| oriented(MatRef::new(&b[i * b_rows * b_cols..], b_rows, b_cols), tb);
+            kernels::gemm_batched(&self.backend.threads, T::ONE, a, b, Write::Replace, outs);
+        }
+        self.done([c])
+    }
+
+    /// Adds in place where the first operand may be overwritten.
+    fn add<T: Number>(&self, mut inputs: Vec<Value>) -> Result<Vec<Value>> {
+        let threads = &self.backend.threads;
+        let (b, a) = (inputs.swap_remove(1), inputs.swap_remove(0));
+        let same = a.ty() == b.ty();
+        match steal::<T>(a) {
+            Ok(mut sum) if same => {
+                kernels::add_assign(threads, &elements::<T>(&b)?, &mut sum);
+                self.done([sum])
+            }
+            Ok(a) => {
+                let mut sum = self.out::<T>(0);
+                kernels::add_suffix(threads, &a, &elements::<T>(&b)?, &mut sum);
+                drop(self.backend.wrap(self.ty(0), a)?);
+                self.done([sum])
+            }
+            Err(a) => {
+                let mut sum = self.out::<T>(0);
+                let (a, b) = (elements::<T>(&a)?, elements::<T>(&b)?);
+                if same { kernels::add(threads, &a, &b, &mut sum) } else { kernels::add_suffix(threads, &a, &b, &mut sum) }
+                self.done([sum])
+            }
+        }
+    }
+
+    pub(super) fn dropout(&self, spec: &op::Dropout) -> kernels::Dropout {
+        let context = self.call.context;
+        kernels::Dropout { key: kernels::DropoutKey { seed: context.seed, step: context.step, node: spec.key }, p: spec.p }
+    }
+
+    /// Where a value of that shape lies in the logical tensor of its samples (dimension 0).
+    pub(super) fn sample_slice(&self, spec: &op::Dropout, shape: &[usize]) -> kernels::SampleSlice {
+        let first_sample = self.call.context.sample_base;
+        let Some(slice) = spec.slice else {
+            return kernels::SampleSlice::whole(first_sample, shape[1..].iter().product());
+        };
+        let local = shape[slice.dim];
+        kernels::SampleSlice {
+            first_sample,
+            outer: shape[1..slice.dim].iter().product(),
+            dim_full: slice.full,
+            dim_start: self.call.context.coordinate(slice.axis) * local,
+            dim_local: local,
+            inner: shape[slice.dim + 1..].iter().product(),
+        }
+    }
+
+    fn reshape(&self, x: &Value) -> Result<Vec<Value>> {
+        let handle = Handle::of(x)?;
+        let tensor = handle.tensor.reshape(self.ty(0).shape.as_slice()).map_err(at(self.call.name))?;
+        Ok(vec![handle.view(tensor).into_value(self.ty(0).clone())])
+    }
+
+    fn transpose(&self, x: &Value, perm: &[usize]) -> Result<Vec<Value>> {
+        let permuted = Handle::of(x)?.tensor.permute(perm).and_then(|tensor| tensor.contiguous());
+        self.from_candle(permuted)
+    }
+
+    fn cast(&self, x: &Value, dtype: DType) -> Result<Vec<Value>> {
+        if x.ty().dtype == dtype {
+            return Ok(vec![x.clone()]);
+        }
+        self.from_candle(Handle::of(x)?.tensor.to_dtype(super::storage::candle_dtype(dtype)))
+    }
+
+    /// The result of an operation of candle's own, in memory of its own.
+    fn from_candle(&self, tensor: candle_core::Result<Tensor>) -> Result<Vec<Value>> {
+        let tensor = tensor.map_err(at(self.call.name))?;
+        let lease = self.backend.memory.lease(self.ty(0).size_bytes());
+        Ok(vec![Handle::new(tensor, None, Some(lease)).into_value(self.ty(0).clone())])
+    }
+
+    /// Splits and joins, for any element type.
+    fn move_data<T: Scalar>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        match self.call.op {
+            Op::Split { dim, .. } => {
+                let outer = inputs[0].ty().outer(*dim);
+                let x = elements::<T>(&inputs[0])?;
+                let row = x.len() / outer.max(1);
+                let mut start = 0;
+                let mut pieces = Vec::with_capacity(self.call.results.len());
+                for ty in self.call.results {
+                    let len = ty.numel() / outer.max(1);
+                    let mut piece = Vec::with_capacity(ty.numel());
+                    (0..outer).for_each(|i| piece.extend_from_slice(&x[i * row + start..][..len]));
+                    start += len;
+                    pieces.push(self.backend.wrap_once(ty, piece)?);
+                }
+                Ok(pieces)
+            }
+            Op::Concat { dim } => {
+                let outer = self.ty(0).outer(*dim);
+                let pieces = inputs.iter().map(elements::<T>).collect::<Result<Vec<_>>>()?;
+                let mut joined = Vec::with_capacity(self.ty(0).numel());
+                for i in 0..outer {
+                    for piece in &pieces {
+                        let len = piece.len() / outer;
+                        joined.extend_from_slice(&piece[i * len..][..len]);
+                    }
+                }
+                Ok(vec![self.backend.wrap_once(self.ty(0), joined)?])
+            }
+            Op::Zeros { .. } => Ok(vec![self.backend.wrap_once(self.ty(0), vec![T::zero(); self.ty(0).numel()])?]),
+            _ => Err(self.unsupported(inputs)),
+        }
+    }
+}
+
+fn oriented<T: Float>(m: MatRef<'_, T>, transpose: bool) -> MatRef<'_, T> {
+    if transpose { m.transposed() } else { m }
+}
+
+/// The layout in which the transposed matrix multiplies.
+fn flip(layout: WeightLayout) -> WeightLayout {
+    match layout {
+        WeightLayout::OutIn => WeightLayout::InOut,
+        WeightLayout::InOut => WeightLayout::OutIn,
+    }
+}
+
+fn kernel_of(kind: Activation) -> kernels::Activation {
+    match kind {
+        Activation::GeluTanh => kernels::Activation::GeluTanh,
+        Activation::GeluErf => kernels::Activation::GeluErf,
+        Activation::Silu => kernels::Activation::Silu,
+        Activation::Relu => kernels::Activation::Relu,
+        Activation::Tanh => kernels::Activation::Tanh,
+    }
+}

@@ -1,0 +1,281 @@
+//! candle tensors as values: access to their elements, reuse of their memory, and flat parameters.
+
+use crate::{Error, Param, ParamStore, Result, TensorType, Value, value::Lease};
+use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Storage, Tensor, WithDType};
+use merak_mpu::{Buffer, DType, Element};
+use std::{
+    any::Any,
+    collections::BTreeMap,
+    fmt,
+    marker::PhantomData,
+    ops::{Deref, Range},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+/// An element type of both candle and this crate.
+pub(super) trait Scalar: Element + WithDType {}
+impl<T: Element + WithDType> Scalar for T {}
+
+/// The candle name of an element type.
+pub(super) fn candle_dtype(dtype: DType) -> candle_core::DType {
+    match dtype {
+        DType::F64 => candle_core::DType::F64,
+        DType::F32 => candle_core::DType::F32,
+        DType::BF16 => candle_core::DType::BF16,
+        DType::F16 => candle_core::DType::F16,
+        DType::I64 => candle_core::DType::I64,
+        DType::U32 => candle_core::DType::U32,
+        DType::U8 => candle_core::DType::U8,
+    }
+}
+
+/// A value of this backend: a contiguous tensor, and the allocation that it is a view of.
+///
+/// The tensor is declared first, so that it is gone when the last handle gives the allocation back.
+#[derive(Debug, Clone)]
+pub(super) struct Handle {
+    pub(super) tensor: Tensor,
+    root: Arc<Root>,
+}
+
+/// An allocation; its memory goes back to the pool with the last view.
+#[derive(Debug)]
+struct Root {
+    tensor: Tensor,
+    pool: Option<Pool>,
+    _lease: Option<Arc<Lease>>,
+}
+
+impl Drop for Root {
+    fn drop(&mut self) {
+        if let Some(pool) = &self.pool {
+            pool.put(take_storage(&self.tensor));
+        }
+    }
+}
+
+/// Memory of freed values, kept for the next value of the same length.
+#[derive(Clone, Default)]
+pub(super) struct Pool(Arc<Mutex<Shelves>>);
+
+#[derive(Default)]
+struct Shelves {
+    f32: BTreeMap<usize, Vec<Vec<f32>>>,
+    f64: BTreeMap<usize, Vec<Vec<f64>>>,
+}
+
+/// Element types whose memory is pooled.
+pub(super) trait Pooled: Scalar {
+    /// The shelf of this type.
+    fn shelf<'s>(shelves: &'s mut PoolGuard<'_>) -> &'s mut BTreeMap<usize, Vec<Vec<Self>>>;
+}
+
+/// Access to the shelves of a pool.
+pub(super) struct PoolGuard<'a>(std::sync::MutexGuard<'a, Shelves>);
+
+impl Pooled for f32 {
+    fn shelf<'s>(shelves: &'s mut PoolGuard<'_>) -> &'s mut BTreeMap<usize, Vec<Vec<Self>>> {
+        &mut shelves.0.f32
+    }
+}
+
+impl Pooled for f64 {
+    fn shelf<'s>(shelves: &'s mut PoolGuard<'_>) -> &'s mut BTreeMap<usize, Vec<Vec<Self>>> {
+        &mut shelves.0.f64
+    }
+}
+
+impl Pool {
+    fn lock(&self) -> PoolGuard<'_> {
+        PoolGuard(self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Memory for `len` elements with any contents; the caller writes all of it.
+    pub(super) fn take<T: Pooled>(&self, len: usize) -> Vec<T> {
+        let reused = T::shelf(&mut self.lock()).get_mut(&len).and_then(Vec::pop);
+        reused.unwrap_or_else(|| vec![T::zero(); len])
+    }
+
+    fn put(&self, storage: CpuStorage) {
+        fn shelve<T: Pooled>(pool: &Pool, memory: Vec<T>) {
+            if !memory.is_empty() {
+                T::shelf(&mut pool.lock()).entry(memory.len()).or_default().push(memory);
+            }
+        }
+        match storage {
+            CpuStorage::F32(memory) => shelve(self, memory),
+            CpuStorage::F64(memory) => shelve(self, memory),
+            _ => {}
+        }
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool").finish_non_exhaustive()
+    }
+}
+
+/// Replaces the storage of a tensor that nobody will read again.
+fn take_storage(tensor: &Tensor) -> CpuStorage {
+    struct Take(Mutex<CpuStorage>);
+    impl InplaceOp1 for Take {
+        fn name(&self) -> &'static str {
+            "take"
+        }
+        fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
+            std::mem::swap(storage, &mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
+            Ok(())
+        }
+    }
+    let take = Take(Mutex::new(CpuStorage::F32(Vec::new())));
+    // A tensor of the CPU always accepts an operation for the CPU; if not, its memory is simply freed.
+    let _ = tensor.inplace_op1(&take);
+    take.0.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Handle {
+    /// The handle of a value of this backend.
+    pub(super) fn of(value: &Value) -> Result<&Self> {
+        value.data::<Self>().ok_or_else(|| foreign(value.ty()))
+    }
+
+    /// Wraps fresh memory; `pool` gets it back, `lease` accounts for it.
+    pub(super) fn new(tensor: Tensor, pool: Option<Pool>, lease: Option<Arc<Lease>>) -> Self {
+        let root = Arc::new(Root { tensor: tensor.clone(), pool, _lease: lease });
+        Self { tensor, root }
+    }
+
+    /// Another tensor over the same allocation.
+    pub(super) fn view(&self, tensor: Tensor) -> Self {
+        Self { tensor, root: Arc::clone(&self.root) }
+    }
+
+    pub(super) fn into_value(self, ty: TensorType) -> Value {
+        Value::new(ty, Arc::new(self))
+    }
+}
+
+/// The elements of a value while it is borrowed.
+pub(super) struct Elements<G, T> {
+    guard: G,
+    range: Range<usize>,
+    element: PhantomData<T>,
+}
+
+impl<G: Deref<Target = Storage>, T: Scalar> Deref for Elements<G, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        match &*self.guard {
+            Storage::Cpu(storage) => &storage.as_slice::<T>().expect("the type was checked when borrowed")[self.range.clone()],
+            _ => &[],
+        }
+    }
+}
+
+/// Borrows the elements of a value.
+pub(super) fn elements<T: Scalar>(value: &Value) -> Result<Elements<impl Deref<Target = Storage> + '_, T>> {
+    if value.ty().dtype != <T as Element>::DTYPE {
+        return Err(foreign(value.ty()));
+    }
+    let (guard, layout) = Handle::of(value)?.tensor.storage_and_layout();
+    let start = layout.start_offset();
+    Ok(Elements { guard, range: start..start + value.ty().numel(), element: PhantomData })
+}
+
+/// Takes the memory of a value that nothing else shares; gives the value back otherwise.
+pub(super) fn steal<T: Scalar>(value: Value) -> Result<Vec<T>, Value> {
+    let stealable = value.ty().dtype == <T as Element>::DTYPE
+        && value.data::<Handle>().is_some_and(|handle| Arc::strong_count(&handle.root) == 1 && handle.root.pool.is_some());
+    if !stealable {
+        return Err(value);
+    }
+    let (ty, data) = value.into_data();
+    match Arc::try_unwrap(data.downcast::<Handle>().map_err(|data| Value::new(ty.clone(), data))?) {
+        Ok(handle) => {
+            let storage = take_storage(&handle.root.tensor);
+            Ok(T::cpu_storage_data(storage).expect("the type was just checked"))
+        }
+        Err(shared) => Err(Value::new(ty, shared)),
+    }
+}
+
+fn foreign(ty: &TensorType) -> Error {
+    Error::Backend { node: ty.to_string(), reason: "is no value of this backend and element type".to_owned() }
+}
+
+/// An error of candle, at a node.
+pub(super) fn at(node: &str) -> impl Fn(candle_core::Error) -> Error + '_ {
+    move |error| Error::Backend { node: node.to_owned(), reason: error.to_string() }
+}
+
+/// The flat memory of parameters; its views are parameters.
+#[derive(Debug)]
+struct FlatParams {
+    tensor: Tensor,
+    dtype: DType,
+}
+
+impl Buffer for FlatParams {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn len(&self) -> usize {
+        self.tensor.elem_count()
+    }
+
+    fn read(&self, f: &mut dyn FnMut(&[u8])) {
+        let (guard, _) = self.tensor.storage_and_layout();
+        match &*guard {
+            Storage::Cpu(CpuStorage::F32(data)) => f(bytemuck::cast_slice(data)),
+            Storage::Cpu(CpuStorage::F64(data)) => f(bytemuck::cast_slice(data)),
+            _ => f(&[]),
+        }
+    }
+
+    fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
+        struct Write<'a>(Mutex<&'a mut dyn FnMut(&mut [u8])>);
+        impl InplaceOp1 for Write<'_> {
+            fn name(&self) -> &'static str {
+                "write"
+            }
+            fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
+                let mut f = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+                match storage {
+                    CpuStorage::F32(data) => f(bytemuck::cast_slice_mut(data)),
+                    CpuStorage::F64(data) => f(bytemuck::cast_slice_mut(data)),
+                    _ => f(&mut []),
+                }
+                Ok(())
+            }
+        }
+        self.tensor.inplace_op1(&Write(Mutex::new(f))).expect("flat parameters lie in memory of the CPU");
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {
+        self
+    }
+}
+
+/// Lays out parameters in one flat tensor.
+pub(super) fn param_store(params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
+    let dtype = params.first().map_or(DType::F32, |param| param.local.dtype);
+    let refuse = |name: &str, reason: String| Error::Backend { node: name.to_owned(), reason };
+    if !matches!(dtype, DType::F32 | DType::F64) {
+        return Err(refuse("parameters", format!("are of type {dtype}; the candle backend trains in f32 or f64")));
+    }
+    let flat = Tensor::zeros(len, candle_dtype(dtype), &Device::Cpu).map_err(at("parameters"))?;
+    let whole = Handle::new(flat.clone(), None, None);
+    let mut views = Vec::with_capacity(params.len());
+    for (param, &offset) in params.iter().zip(offsets) {
+        let ty = &param.local;
+        if ty.dtype != dtype || offset + ty.numel() > len {
+            return Err(refuse(&param.name, format!("of type {ty} at {offset} does not fit {len} elements of {dtype}")));
+        }
+        let view = flat.narrow(0, offset, ty.numel()).and_then(|view| view.reshape(ty.shape.as_slice()));
+        views.push(whole.view(view.map_err(at(&param.name))?).into_value(ty.clone()));
+    }
+    Ok(ParamStore { flat: Box::new(FlatParams { tensor: flat, dtype }), views })
+}

@@ -1,0 +1,168 @@
+//! Stage cuts, recomputation and the halves of the backward change no bit.
+
+use crate::support::{backend, context, floats, grad_store, interpreter, loss_and_grads, numbers, params, value};
+use merak_trace::{
+    Batch, DType, Graph, Interpreter, RecomputePlan, SingleRank, StageCuts, StageProgram, Value,
+    models::{self, TraceOptions},
+};
+use serde_json::{Value as Json, json};
+use std::{collections::BTreeMap, sync::Arc};
+
+const BATCH: usize = 2;
+const SEQ: usize = 6;
+
+fn gpt2(tied: bool) -> Json {
+    json!({ "model_type": "gpt2", "vocab_size": 23, "n_positions": 8, "n_embd": 12, "n_layer": 3, "n_head": 3,
+        "tie_word_embeddings": tied })
+}
+
+fn trace(config: &Json) -> Graph {
+    models::from_config(config).and_then(|model| model.trace(&TraceOptions::training(BATCH, SEQ))).expect("a valid configuration")
+}
+
+fn batch(graph: &Graph) -> Batch {
+    let backend = backend(1);
+    let ids = |shift: usize| (0..BATCH * SEQ).map(|i| ((i * 7 + shift) % 23) as f64).collect::<Vec<_>>();
+    let inputs = graph.inputs().iter().enumerate();
+    inputs.map(|(i, port)| (port.name.clone(), value(&backend, graph.ty(port.value), &ids(i)))).collect()
+}
+
+/// Gradients by parameter name and use.
+type Grads = BTreeMap<(String, usize), Vec<f64>>;
+
+#[derive(Clone, Copy)]
+enum Backward {
+    Whole,
+    Halves,
+    RecomputeFirst,
+}
+
+/// Loss and gradients of a model cut into stages that run one after the other.
+fn run_stages(graph: &Graph, bounds: Vec<usize>, recompute: &RecomputePlan, mode: Backward) -> (f64, Grads) {
+    let backend = backend(1);
+    let batch = batch(graph);
+    let cuts = StageCuts::new(graph, bounds).expect("valid bounds");
+    let mut stages = Vec::new();
+    let mut sent: Vec<Value> = Vec::new();
+    let mut loss = 0.0;
+    for stage in 0..cuts.num_stages() {
+        let program = StageProgram::training(graph, &cuts, stage, recompute).expect("differentiable");
+        let runner = Interpreter::new(Arc::new(program), Arc::clone(&backend), Arc::new(SingleRank));
+        let params = params(&backend, &runner.program().graph);
+        let store = grad_store(&backend, runner.program());
+        let forwarded = runner.forward(&params.views, &batch, sent, context()).expect("runs forward");
+        sent = forwarded.send;
+        if let Some(output) = forwarded.outputs.first() {
+            loss = numbers(&backend, output)[0];
+        }
+        stages.push((runner, params, store, forwarded.frame));
+    }
+    let mut grads = Grads::new();
+    let mut returned = Vec::new();
+    for (runner, params, mut store, mut frame) in stages.into_iter().rev() {
+        let views = &params.views;
+        if matches!(mode, Backward::RecomputeFirst) {
+            runner.recompute(&mut frame, views).expect("recomputes");
+        }
+        returned = match mode {
+            Backward::Halves => {
+                let back = runner.backward_input(&mut frame, views, returned, 0.25).expect("input half");
+                runner.backward_weight(&mut frame, views, &mut store).expect("weight half");
+                back
+            }
+            Backward::Whole | Backward::RecomputeFirst => {
+                runner.backward(&mut frame, views, returned, 0.25, &mut store).expect("runs backward")
+            }
+        };
+        assert_eq!(frame.live_bytes(), 0, "a finished microbatch keeps nothing");
+        for (grad, buffer) in runner.program().grads.iter().zip(&store.buffers) {
+            let name = runner.program().graph.param(grad.param).name.clone();
+            grads.insert((name, grad.use_index), floats(DType::F32, &**buffer));
+        }
+    }
+    (loss, grads)
+}
+
+/// Bounds after the nodes whose names end so.
+fn cut_after(graph: &Graph, ends: &[&str]) -> Vec<usize> {
+    let position = |end: &&str| 1 + graph.nodes().iter().rposition(|node| node.name.ends_with(end)).expect("such a node");
+    let mut bounds = vec![0];
+    bounds.extend(ends.iter().map(position));
+    bounds.push(graph.nodes().len());
+    bounds
+}
+
+#[test]
+fn stages_recompute_and_halves_change_no_bit() {
+    for tied in [true, false] {
+        let graph = trace(&gpt2(tied));
+        let whole = vec![0, graph.nodes().len()];
+        let none = RecomputePlan::default();
+        let (loss, grads) = run_stages(&graph, whole.clone(), &none, Backward::Whole);
+        assert!(loss.is_finite() && grads.len() == graph.params().len() + usize::from(tied));
+
+        let three = cut_after(&graph, &["h.0.add_2", "h.1.add"]);
+        // A cut in the middle of a block sends the residual stream and the branch.
+        let inside = cut_after(&graph, &["h.0.attn.attention", "h.1.mlp.gelu_tanh"]);
+        let block = |i: usize| cut_after(&graph, &[&*format!("h.{i}.add_2")])[1];
+        let chunks = RecomputePlan { chunks: vec![block(0)..block(1), block(1)..block(2)] };
+        for bounds in [whole, three, inside] {
+            for (plan, mode) in [
+                (&none, Backward::Whole),
+                (&none, Backward::Halves),
+                (&chunks, Backward::Whole),
+                (&chunks, Backward::Halves),
+                (&chunks, Backward::RecomputeFirst),
+            ] {
+                let (other_loss, other) = run_stages(&graph, bounds.clone(), plan, mode);
+                assert_eq!(loss.to_bits(), other_loss.to_bits());
+                assert!(grads == other, "gradients differ with bounds {bounds:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn recomputation_keeps_less() {
+    let graph = trace(&gpt2(true));
+    let block = |i: usize| cut_after(&graph, &[&*format!("h.{i}.add_2")])[1];
+    let kept = |chunks| {
+        let program = StageProgram::training(&graph, &StageCuts::whole(&graph), 0, &RecomputePlan { chunks }).expect("differentiable");
+        let backend = backend(1);
+        let runner = Interpreter::new(Arc::new(program), Arc::clone(&backend), Arc::new(SingleRank));
+        let params = params(&backend, &runner.program().graph);
+        runner.forward(&params.views, &batch(&graph), Vec::new(), context()).expect("runs forward").frame.live_bytes()
+    };
+    let (all, some) = (kept(Vec::new()), kept(vec![block(0)..block(1), block(1)..block(2)]));
+    assert!(some * 2 < all, "{some} of {all} bytes are kept");
+}
+
+#[test]
+fn thread_counts_change_no_bit() {
+    let graph = trace(&gpt2(true));
+    let batch = batch(&graph);
+    let one = loss_and_grads(&graph, &batch, 1);
+    for threads in [2, 3] {
+        assert!(one == loss_and_grads(&graph, &batch, threads));
+    }
+}
+
+#[test]
+fn llama_runs_forward_and_backward() {
+    let config = json!({ "model_type": "llama", "vocab_size": 23, "hidden_size": 12, "intermediate_size": 20,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 8 });
+    let graph = trace(&config);
+    let (loss, grads) = loss_and_grads(&graph, &batch(&graph), 1);
+    assert!(loss.is_finite());
+    assert!(grads.iter().all(|grad| grad.iter().all(|x| x.is_finite()) && grad.iter().any(|&x| x != 0.0)));
+}
+
+#[test]
+fn a_batch_without_an_input_is_refused_by_name() {
+    let graph = trace(&gpt2(true));
+    let backend = backend(1);
+    let runner = interpreter(&backend, &graph);
+    let params = params(&backend, &runner.program().graph);
+    let error = runner.forward(&params.views, &Batch::new(), Vec::new(), context()).unwrap_err();
+    assert_eq!(error.to_string(), "input \"input_ids\" of type i64[2, 6] was not given; the batch has ");
+}
