@@ -28,7 +28,7 @@ pub use forward::attention;
 use super::dropout::Mask;
 use super::{Dropout, Float, MatMut, MatRef};
 
-/// Queries per block and keys per tile.
+/// Queries per block and keys per tile, a multiple of 64.
 const QUERIES: usize = 64;
 const KEYS: usize = 256;
 
@@ -230,6 +230,11 @@ fn clip(visible: &Range<usize>, tile: &Range<usize>) -> Range<usize> {
     let end = visible.end.clamp(tile.start, tile.end);
     let start = visible.start.clamp(tile.start, end);
     start - tile.start..end - tile.start
+}
+
+/// Length of a row of scores with hidden ones behind it, so that loops over rows have no remainder.
+fn padded(len: usize) -> usize {
+    len.next_multiple_of(64)
 }
 
 /// Cuts `[B * S, H * D]` into one block per (sample, head), in this order.

@@ -11,7 +11,7 @@ use super::super::simd::{dot, vectorize};
 use super::forward::finite_or_zero;
 use super::{
     AttentionDropout, AttentionSpec, Float, KEYS, Mask, MatMut, MatRef, QUERIES, Strided, clip,
-    per_head,
+    padded, per_head,
 };
 use crate::kernels::Threads;
 
@@ -240,16 +240,15 @@ impl Block {
         for (i, query) in self.queries.clone().enumerate() {
             let seen = clip(&spec.visible(query), tile);
             let keys = tile.start + seen.start..tile.start + seen.end;
-            let scores = &mut scratch.scores[i * KEYS..][..tile.len()];
-            let grads = &mut scratch.grads[i * KEYS..][..tile.len()];
-            for row in [&mut *scores, &mut *grads] {
-                row[..seen.start].fill(T::ZERO);
-                row[seen.end..].fill(T::ZERO);
-            }
-            let (scores, grads) = (&mut scores[seen.clone()], &mut grads[seen]);
+            let scores = &mut scratch.scores[i * KEYS..][..padded(tile.len())];
+            let grads = &mut scratch.grads[i * KEYS..][..padded(tile.len())];
+            scores[..seen.start].fill(T::NEG_INFINITY);
+            scores[seen.end..].fill(T::NEG_INFINITY);
+            grads[..seen.start].fill(T::ZERO);
+            grads[seen.end..].fill(T::ZERO);
             if let Some(mask) = spec.mask {
                 let mask = mask.row(self.batch, self.head, query, keys.clone());
-                for (score, &mask) in scores.iter_mut().zip(mask) {
+                for (score, &mask) in scores[seen.clone()].iter_mut().zip(mask) {
                     *score += mask;
                 }
             }
@@ -263,7 +262,8 @@ impl Block {
             };
             let factors = &mut scratch.dropped[..scores.len()];
             factors.fill(T::ONE);
-            spec.drop_row(dropout, (self.batch, self.head, query), keys.start, factors);
+            let place = (self.batch, self.head, query);
+            spec.drop_row(dropout, place, keys.start, &mut factors[seen]);
             for ((score, grad), &factor) in scores.iter_mut().zip(grads).zip(&*factors) {
                 let p = Float::exp(*score - shift);
                 *score = p * factor;

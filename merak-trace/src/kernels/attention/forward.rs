@@ -9,7 +9,8 @@ use std::ops::Range;
 use super::super::gemm::{Write, gemm_inline};
 use super::super::simd::{max, sum, vectorize};
 use super::{
-    AttentionDropout, AttentionSpec, Float, KEYS, Mask, MatMut, QUERIES, Strided, clip, per_head,
+    AttentionDropout, AttentionSpec, Float, KEYS, Mask, MatMut, QUERIES, Strided, clip, padded,
+    per_head,
 };
 use crate::kernels::Threads;
 
@@ -151,13 +152,12 @@ impl<T: Float> Block<'_, T> {
             let query = self.first + i;
             let seen = clip(&spec.visible(query), tile);
             let (first_key, past_key) = (tile.start + seen.start, tile.start + seen.end);
-            let scores = &mut scratch.scores[i * KEYS..][..tile.len()];
-            scores[..seen.start].fill(T::ZERO);
-            scores[seen.end..].fill(T::ZERO);
-            let scores = &mut scores[seen];
+            let scores = &mut scratch.scores[i * KEYS..][..padded(tile.len())];
+            scores[..seen.start].fill(T::NEG_INFINITY);
+            scores[seen.end..].fill(T::NEG_INFINITY);
             if let Some(mask) = spec.mask {
                 let mask = mask.row(batch, head, query, first_key..past_key);
-                for (score, &mask) in scores.iter_mut().zip(mask) {
+                for (score, &mask) in scores[seen.clone()].iter_mut().zip(mask) {
                     *score += mask;
                 }
             }
@@ -176,6 +176,7 @@ impl<T: Float> Block<'_, T> {
                 }
             }
             if let Some(dropout) = dropout {
+                let scores = &mut scores[seen];
                 spec.drop_row(dropout, (batch, head, query), first_key, scores);
             }
         }
