@@ -3,6 +3,7 @@
 use crate::{Checkpoint, DType, Kind, Layout, Piece, Result};
 use half::{bf16, f16};
 use serde::Serialize;
+use std::cmp::Ordering;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -177,7 +178,7 @@ impl ValueDiff {
 
     /// Whether two floats with different bits are too far apart.
     fn add_floats(&mut self, a: f64, b: f64, tolerance: Tolerance) -> bool {
-        if a.is_nan() && b.is_nan() || a == b {
+        if a.is_nan() && b.is_nan() || a.partial_cmp(&b) == Some(Ordering::Equal) {
             return false;
         }
         let distance = if (a - b).is_nan() {

@@ -301,7 +301,7 @@ mod tests {
         let mut rank = 0;
         let mut shard = |draft: &Draft, region: (usize, usize), dtype: DType| {
             rank += 1;
-            let layout = Layout::along(&[4], 0, &[region.0..region.1]).unwrap();
+            let layout = Layout::shard(&[4], 0, region.0..region.1).unwrap();
             let bytes = vec![0; layout.num_local_elements() * dtype.size_bytes()];
             let piece = Piece {
                 kind: &Kind::Parameter,

@@ -170,13 +170,15 @@ impl Default for GenerateOptions {
 
 impl GenerateOptions {
     pub(crate) fn check(&self) -> Result<()> {
-        let check = |is_legal: bool, key, found: String, expected| match is_legal {
-            true => Ok(()),
-            false => Err(Error::InvalidOption {
+        let check = |is_legal: bool, key, found: String, expected| {
+            if is_legal {
+                return Ok(());
+            }
+            Err(Error::InvalidOption {
                 key,
                 found,
                 expected,
-            }),
+            })
         };
         let Self {
             max_new_tokens,

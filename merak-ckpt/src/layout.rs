@@ -77,9 +77,16 @@ impl Layout {
         )
     }
 
-    /// A local tensor that is the concatenation of `ranges` of dim `dim` of the global tensor.
+    /// A local tensor that is the range `range` of dim `dim` of the global tensor.
     ///
-    /// One range is an ordinary shard; several are a fused tensor split per part.
+    /// # Errors
+    /// [`Error::InvalidLayout`] where `dim` or the range is out of bounds.
+    pub fn shard(shape: &[usize], dim: usize, range: Range<usize>) -> Result<Self> {
+        Self::along(shape, dim, std::slice::from_ref(&range))
+    }
+
+    /// A local tensor that is the concatenation of `ranges` of dim `dim` of the global tensor: a
+    /// fused tensor that is split per part.
     ///
     /// # Errors
     /// [`Error::InvalidLayout`] where `dim` or a range is out of bounds, or ranges overlap.
@@ -188,16 +195,16 @@ impl Layout {
         }
         let (mut count, mut rest, mut stride) = (0, end, self.num_local_elements());
         let mut inner: usize = size.iter().product();
-        for dim in 0..size.len() {
+        for (dim, &size) in size.iter().enumerate() {
             stride /= self.local_shape[dim];
-            inner = inner.checked_div(size[dim]).unwrap_or(0);
+            inner = inner.checked_div(size).unwrap_or(0);
             let index = rest / stride;
             rest %= stride;
             let Some(local) = index.checked_sub(part.local_offset[dim]) else {
                 return count;
             };
-            count += local.min(size[dim]) * inner;
-            if local >= size[dim] {
+            count += local.min(size) * inner;
+            if local >= size {
                 return count;
             }
         }
@@ -287,9 +294,9 @@ mod tests {
     #[test]
     fn wrong_layouts_are_refused_with_a_reason() {
         let message = |result: Result<Layout>| result.unwrap_err().to_string();
-        insta::assert_snapshot!(message(Layout::along(&[4, 4], 2, &[0..1])),
+        insta::assert_snapshot!(message(Layout::shard(&[4, 4], 2, 0..1)),
             @"invalid layout of a tensor of shape [4, 4]: it has no dim 2");
-        insta::assert_snapshot!(message(Layout::along(&[4, 4], 1, &[3..5])),
+        insta::assert_snapshot!(message(Layout::shard(&[4, 4], 1, 3..5)),
             @"invalid layout of a tensor of shape [4, 4]: dim 1 has no range 3..5");
         insta::assert_snapshot!(message(Layout::along(&[4, 4], 1, &[0..3, 2..4])),
             @"invalid layout of a tensor of shape [4, 4]: parts [0:4,0:3] and [0:4,2:4] overlap");

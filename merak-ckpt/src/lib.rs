@@ -1,4 +1,107 @@
 //! Checkpoints that outlive their topology, and text generation.
+//!
+//! In 3D parallelism no rank holds the model: tensor parallelism cuts a tensor into boxes, pipeline
+//! parallelism deals tensors out to stages, ZeRO cuts optimizer state into flat ranges over the
+//! data-parallel replicas. A checkpoint of this crate describes **global** tensors by name and the
+//! slices of them that each file holds, so nothing in it depends on the topology that wrote it, and
+//! a rank of any other topology reads the byte ranges that it needs.
+//!
+//! The crate stands on nothing else of Merak and on no tensor library: its seams are names, shapes
+//! and bytes.
+//!
+//! # Example
+//!
+//! ```
+//! use merak_ckpt::{Checkpoint, DType, Header, Kind, Layout, Piece, ShardKind, Store};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let folder = tempfile::tempdir()?;
+//! let store = Store::in_output_dir(folder.path());
+//! let whole = Layout::whole(&[2, 3]);
+//! let piece = |layout| Piece {
+//!     kind: &Kind::Parameter,
+//!     name: "wte.weight",
+//!     dtype: DType::U8,
+//!     layout,
+//!     range: None,
+//! };
+//!
+//! // Save on one rank ...
+//! let draft = store.begin(10)?;
+//! let shard = draft.write_shard(ShardKind::Model, 0, &[(piece(&whole), &[0, 1, 2, 3, 4, 5])])?;
+//! draft.commit(vec![shard], Header::default(), &[])?;
+//!
+//! // ... and load as a rank that holds the last column.
+//! let checkpoint = Checkpoint::open(folder.path())?;
+//! let layout = Layout::shard(&[2, 3], 1, 2..3)?;
+//! let mut local = [0; 2];
+//! checkpoint.read(&piece(&layout), &mut local)?;
+//! assert_eq!(local, [2, 5]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Saving with many ranks
+//!
+//! The ranks know each other through the caller only, whose part is two messages:
+//!
+//! ```text
+//! rank 0                          every rank                               rank 0
+//! store.begin(step)  ── barrier ─►  store.draft(step).write_shard(..) ─┐
+//!                                   Shard (serde) ── gather ───────────┴─►  draft.commit(shards, ..)
+//!                                                                           store.rotate(limit, ..)
+//!                                                                           ── barrier, or the path ─►
+//! ```
+//!
+//! Each rank writes what it owns under a file index of its own (its rank, say); of a tensor that
+//! several ranks hold, one writes. [`Draft::commit`] refuses shards that overlap or leave an element
+//! out, so a mistake in ownership is found when saving. Nobody else can see the folder before it is
+//! complete, synced and renamed.
+//!
+//! # Main types
+//!
+//! - [`Store`]: the folder of checkpoints; `latest`, `best`, rotation. [`Draft`]: one being written.
+//! - [`Layout`]: how a rank's local tensor lies in the global one, as boxes; [`Piece`] names a local
+//!   tensor or a flat range of it, for writing and reading alike.
+//! - [`Checkpoint`]: an open one: [`read`](Checkpoint::read), [`verify`](Checkpoint::verify), and
+//!   [`diff`] of two. [`Manifest`] is what it holds; [`mod@format`] specifies every byte.
+//! - [`generate`], [`TokenSource`], [`LogitsSource`], [`Sampler`], [`Decoding`]: the decode loop, which
+//!   knows no model and no ranks.
+//!
+//! # How a piece is read
+//!
+//! ```text
+//! wanted: local tensor            stored: slices in files
+//!   parts (boxes)        ┌─ box ∩ box ─► runs that are contiguous in both, in file order
+//!   flat range of it  ───┤                 │ clipped to both flat ranges
+//!                        └─ none: skip     ▼
+//!                                 file, a block of 1 MiB at a time ─► checksum ─► out[run]
+//! ```
+//!
+//! The first touch of a slice reads all of it, once, since its checksum covers all of it; later
+//! reads touch only the blocks that they need.
+//!
+//! # What holds
+//!
+//! - Any topology reads what any other wrote, bit for bit; reading needs a block of 1 MiB besides the
+//!   caller's buffer.
+//! - Equal states make equal bytes: sorted tables, no clock, no hash order.
+//! - A crash at any byte leaves the older checkpoints valid, and `latest` naming one of them.
+//! - Damage of any byte of a file is found by [`Checkpoint::verify`], and by [`Checkpoint::read`] in
+//!   the slices that it touches, and the error names file, tensor and the newest complete older
+//!   checkpoint. Hostile manifests and headers give errors as well.
+//! - The token drawn for a prompt depends on (logits, seed, prompt index, position) only.
+//!
+//! # Features
+//!
+//! - `cli` (default): the `merak-ckpt` command.
+//!
+//! # Papers
+//!
+//! Slices of global tensors instead of one file per rank follow the idea of
+//! [Universal Checkpointing](https://arxiv.org/abs/2406.18820); flat ranges are those of
+//! [ZeRO](https://arxiv.org/abs/1910.02054), section 5. Top-p is
+//! [nucleus sampling](https://arxiv.org/abs/1904.09751), section 3.1.
 
 mod checkpoint;
 mod checksum;
@@ -39,3 +142,7 @@ pub use sampler::Sampler;
 pub use shard::{Piece, Shard, ShardKind};
 pub use store::Store;
 pub use verify::VerifyReport;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

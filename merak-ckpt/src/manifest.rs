@@ -184,18 +184,20 @@ impl SliceEntry {
 
     /// The slice's key in its safetensors file: see the crate's format page.
     pub(crate) fn key(&self, kind: &Kind, name: &str, shape: &[usize]) -> String {
-        let mut key = match kind {
-            Kind::Parameter => name.to_owned(),
-            Kind::Optimizer(state) => format!("{state}/{name}"),
+        let prefix = match kind {
+            Kind::Parameter => String::new(),
+            Kind::Optimizer(state) => format!("{state}/"),
         };
         let region = self.region();
-        if !region.is_whole(shape) {
-            key.push_str(&region.to_string());
-        }
-        if let Some([begin, end]) = self.range {
-            key.push_str(&format!("#{begin}:{end}"));
-        }
-        key
+        let place = if region.is_whole(shape) {
+            String::new()
+        } else {
+            region.to_string()
+        };
+        let range = self
+            .range
+            .map_or_else(String::new, |[begin, end]| format!("#{begin}:{end}"));
+        [&prefix, name, &place, &range].concat()
     }
 
     /// The slice's shape in its safetensors file.

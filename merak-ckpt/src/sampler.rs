@@ -105,7 +105,7 @@ impl Sampler {
     /// Makes tokens that have occurred less likely: positive logits are divided by the penalty,
     /// negative ones multiplied ([CTRL](https://arxiv.org/abs/1909.05858), section 4.1).
     fn penalise(&self, candidates: &mut [Candidate], tokens: &[u32]) {
-        if self.repetition_penalty == 1.0 {
+        if tokens.is_empty() || (self.repetition_penalty - 1.0).abs() < f32::EPSILON {
             return;
         }
         for id in tokens.iter().collect::<BTreeSet<_>>() {
@@ -223,16 +223,16 @@ mod tests {
     fn top_k_keeps_the_k_likeliest() {
         let found = shares(&sampler(|o| o.top_k = 2));
         assert_near(found, [4.0 / 7.0, 0.0, 3.0 / 7.0, 0.0, 0.0]);
-        assert_eq!(found[1], 0.0);
+        assert!(found[1] <= 0.0);
     }
 
     #[test]
     fn top_p_keeps_the_fewest_tokens_that_reach_it() {
         let found = shares(&sampler(|o| o.top_p = 0.75));
         assert_near(found, [0.4 / 0.85, 0.0, 0.3 / 0.85, 0.15 / 0.85, 0.0]);
-        assert_eq!((found[1], found[4]), (0.0, 0.0));
+        assert!(found[1] + found[4] <= 0.0);
         // 0.4 alone reaches 0.3.
-        assert_eq!(shares(&sampler(|o| o.top_p = 0.3))[2], 0.0);
+        assert!(shares(&sampler(|o| o.top_p = 0.3))[2] <= 0.0);
     }
 
     #[test]

@@ -114,7 +114,7 @@ impl Store {
             match Checkpoint::load(&self.path_of(step)) {
                 Ok(checkpoint) => return Ok(Some(checkpoint)),
                 Err(reason) => {
-                    tracing::warn!(step, %reason, "passing over an incomplete checkpoint")
+                    tracing::warn!(step, %reason, "passing over an incomplete checkpoint");
                 }
             }
         }
@@ -179,9 +179,9 @@ impl Store {
             } else if let Some(step_name) = name.strip_prefix(ASIDE) {
                 let named = self.folder.join(step_name);
                 if named.exists() {
-                    remove(&path)?
+                    remove(&path)?;
                 } else {
-                    rename(&path, &named)?
+                    rename(&path, &named)?;
                 }
             }
         }

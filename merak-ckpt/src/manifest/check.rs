@@ -4,6 +4,7 @@ use super::{Manifest, SliceEntry, TensorEntry, check_file_name, check_tensor_nam
 use crate::error::{Damage, Problem};
 use crate::format;
 use crate::region::{Region, num_elements};
+use std::fmt;
 use std::ops::Range;
 
 impl Manifest {
@@ -29,7 +30,8 @@ impl Manifest {
     fn check_files(&self) -> Result<(), Damage> {
         limit("files", self.files.len(), format::MAX_FILES)?;
         for file in &self.files {
-            check_file_name(&file.name).map_err(|error| in_manifest(malformed(error)))?;
+            check_file_name(&file.name)
+                .map_err(|error| in_manifest(malformed(error.to_string())))?;
         }
         match self
             .files
@@ -46,7 +48,7 @@ impl Manifest {
     }
 
     fn check_tensor(&self, tensor: &TensorEntry) -> Result<(), Problem> {
-        check_tensor_name(&tensor.name).map_err(malformed)?;
+        check_tensor_name(&tensor.name).map_err(|error| malformed(error.to_string()))?;
         let too_large = || malformed(format!("shape {:?} is too large", tensor.shape));
         if tensor.shape.len() > format::MAX_NDIM {
             return Err(too_large());
@@ -188,7 +190,8 @@ fn check_ranges(
     for range in ranges {
         if range.start < end {
             let first = format!("{region} up to {end}");
-            return Err(overlap(first, format!("{region} from {}", range.start)));
+            let second = format!("{region} from {}", range.start);
+            return Err(overlap(&first, &second));
         }
         if range.start > end {
             return Err(malformed(format!(
@@ -206,16 +209,16 @@ fn check_ranges(
     Ok(())
 }
 
-fn overlap(first: impl ToString, second: impl ToString) -> Problem {
+fn overlap(first: &dyn fmt::Display, second: &dyn fmt::Display) -> Problem {
     Problem::Overlap {
         first: first.to_string(),
         second: second.to_string(),
     }
 }
 
-fn malformed(reason: impl ToString) -> Problem {
+fn malformed(reason: impl Into<String>) -> Problem {
     Problem::Malformed {
-        reason: reason.to_string(),
+        reason: reason.into(),
     }
 }
 

@@ -58,8 +58,7 @@ impl Manifest {
         text.push_str(&list("files", &self.files));
         text.push_str(&list("tensors", &self.tensors));
         let checksum = Checksum::of(text.as_bytes());
-        text.push_str(&format!("\"checksum\": \"{checksum}\"\n}}\n"));
-        text
+        text + &format!("\"checksum\": \"{checksum}\"\n}}\n")
     }
 
     /// Reads and checks the text of `manifest.json`.
@@ -106,10 +105,10 @@ fn member(key: &str, value: &impl Serialize) -> String {
 /// A list with an item a line.
 fn list<T: Serialize>(key: &str, items: &[T]) -> String {
     let lines: Vec<_> = items.iter().map(json).collect();
-    match lines.is_empty() {
-        true => format!("\"{key}\": [],\n"),
-        false => format!("\"{key}\": [\n{}\n],\n", lines.join(",\n")),
+    if lines.is_empty() {
+        return format!("\"{key}\": [],\n");
     }
+    format!("\"{key}\": [\n{}\n],\n", lines.join(",\n"))
 }
 
 fn json(value: &impl Serialize) -> String {

@@ -1,1 +1,462 @@
-//! .
+//! Damaged and hostile files give errors that name them.
+
+use crate::support::{save, topology};
+use merak_ckpt::{Checkpoint, Checksum, DType, Error, Kind, Layout, Piece, Result, Store};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// An output folder with a good checkpoint of step 1 and one of step 2 to be damaged.
+fn victim() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let store = Store::new(folder.path());
+    save(&store, 1, topology(1, 1, 1)).expect("it saves");
+    let path = save(&store, 2, topology(1, 2, 1)).expect("it saves");
+    (folder, path)
+}
+
+/// Reads everything; the first error.
+fn read_all(path: &Path) -> Result<()> {
+    let checkpoint = Checkpoint::open(path)?;
+    for tensor in &checkpoint.manifest().tensors {
+        checkpoint.read_whole(&tensor.kind, &tensor.name)?;
+    }
+    Ok(())
+}
+
+/// An error's text without the temporary folder's name.
+fn message(result: Result<()>, folder: &Path) -> String {
+    let error = result.expect_err("it is damaged");
+    assert!(error.is_user_error(), "{error}");
+    error
+        .to_string()
+        .replace(&folder.display().to_string(), "OUT")
+}
+
+#[test]
+fn a_flipped_byte_anywhere_is_found_and_its_file_is_named() {
+    let (_folder, path) = victim();
+    let mut names: Vec<_> = fs::read_dir(&path)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(names.len(), 8);
+    for name in names {
+        let file = path.join(&name);
+        let good = fs::read(&file).unwrap();
+        // Every byte of small files; of large ones, enough to hit every header field and slice.
+        for at in (0..good.len()).step_by(good.len() / 200 + 1) {
+            let mut bad = good.clone();
+            bad[at] ^= 0x10;
+            fs::write(&file, &bad).unwrap();
+            let found = match Checkpoint::open(&path) {
+                Ok(checkpoint) => checkpoint.verify().damage,
+                Err(Error::Damaged { damage, .. }) => vec![*damage],
+                Err(Error::NewerVersion { .. }) => continue,
+                Err(error) => panic!("{name} at {at}: {error}"),
+            };
+            assert!(!found.is_empty(), "{name} at {at}");
+            assert!(
+                found.iter().all(|damage| damage.file == name),
+                "{name} at {at}: {found:?}"
+            );
+        }
+        fs::write(&file, &good).unwrap();
+    }
+    assert!(Checkpoint::open(&path).unwrap().verify().damage.is_empty());
+}
+
+#[test]
+fn reading_finds_damage_in_the_slices_that_it_touches_and_names_an_older_checkpoint() {
+    let (folder, path) = victim();
+    let file = path.join("model-00001.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&file, &bytes).unwrap();
+    insta::assert_snapshot!(message(read_all(&path), folder.path()), @"checkpoint OUT/step-00000002 is damaged: model-00001.safetensors, tensor `wte.weight`: checksum 6e401e1a8817d0f8, expected 81b51451d5eff066; the newest complete older one is OUT/step-00000001");
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let untouched = Layout::shard(&[8, 6], 0, 0..4).unwrap();
+    let kind = Kind::Parameter;
+    let piece = Piece {
+        kind: &kind,
+        name: "wte.weight",
+        dtype: DType::F32,
+        layout: &untouched,
+        range: None,
+    };
+    checkpoint.read(&piece, &mut [0; 4 * 6 * 4]).unwrap();
+    // The same damage again: a slice that failed is not taken for checked.
+    for _ in 0..2 {
+        assert!(checkpoint.read_whole(&kind, "wte.weight").is_err());
+    }
+}
+
+#[test]
+fn missing_truncated_grown_and_swapped_files_are_named() {
+    let (folder, path) = victim();
+    let first = path.join("model-00000.safetensors");
+    let a = fs::read(&first).unwrap();
+    let mut messages = Vec::new();
+    let note = |messages: &mut Vec<String>| messages.push(message(read_all(&path), folder.path()));
+    fs::write(&first, &a[..a.len() - 1]).unwrap();
+    note(&mut messages);
+    fs::write(&first, [a.as_slice(), b"x"].concat()).unwrap();
+    note(&mut messages);
+    fs::remove_file(&first).unwrap();
+    note(&mut messages);
+    fs::create_dir(&first).unwrap();
+    note(&mut messages);
+    fs::remove_dir(&first).unwrap();
+    fs::write(&first, &a).unwrap();
+    let [first, second] =
+        ["optim-00000.safetensors", "optim-00100.safetensors"].map(|name| path.join(name));
+    let swap = path.join("swap");
+    fs::rename(&first, &swap).unwrap();
+    fs::rename(&second, &first).unwrap();
+    fs::rename(&swap, &second).unwrap();
+    note(&mut messages);
+    insta::assert_snapshot!(messages.join("\n"), @"
+    checkpoint OUT/step-00000002 is damaged: model-00000.safetensors: the file has 1707 bytes, expected 1708; the newest complete older one is OUT/step-00000001
+    checkpoint OUT/step-00000002 is damaged: model-00000.safetensors: the file has 1709 bytes, expected 1708; the newest complete older one is OUT/step-00000001
+    checkpoint OUT/step-00000002 is damaged: model-00000.safetensors: the file is missing; the newest complete older one is OUT/step-00000001
+    checkpoint OUT/step-00000002 is damaged: model-00000.safetensors: the file is missing; the newest complete older one is OUT/step-00000001
+    checkpoint OUT/step-00000002 is damaged: optim-00000.safetensors: the file has 1900 bytes, expected 1836; the newest complete older one is OUT/step-00000001
+    ");
+}
+
+#[test]
+fn a_checkpoint_of_another_model_is_refused_by_name() {
+    let (folder, path) = victim();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let read = |kind: Kind, name: &str, dtype: DType, shape: &[usize], bytes: usize| {
+        let layout = Layout::whole(shape);
+        let piece = Piece {
+            kind: &kind,
+            name,
+            dtype,
+            layout: &layout,
+            range: None,
+        };
+        checkpoint.read(&piece, &mut vec![0; bytes]).unwrap_err()
+    };
+    let text = |error: Error| {
+        error
+            .to_string()
+            .replace(&folder.path().display().to_string(), "OUT")
+    };
+    let messages = [
+        text(read(
+            Kind::Parameter,
+            "h.1.cov.weight",
+            DType::F32,
+            &[8, 6],
+            192,
+        )),
+        text(read(
+            Kind::optimizer("sgd.momentum"),
+            "wte.weight",
+            DType::F32,
+            &[8, 6],
+            192,
+        )),
+        text(read(
+            Kind::Parameter,
+            "wte.weight",
+            DType::F32,
+            &[8, 7],
+            224,
+        )),
+        text(read(
+            Kind::Parameter,
+            "wte.weight",
+            DType::BF16,
+            &[8, 6],
+            96,
+        )),
+        text(read(
+            Kind::Parameter,
+            "wte.weight",
+            DType::F32,
+            &[8, 6],
+            191,
+        )),
+    ];
+    insta::assert_snapshot!(messages.join("\n"), @"
+    checkpoint OUT/step-00000002 has no parameter `h.1.cov.weight`; the nearest name is `h.1.conv.weight`
+    checkpoint OUT/step-00000002 has no sgd.momentum `wte.weight`
+    parameter `wte.weight` in OUT/step-00000002 has shape [8, 6], expected [8, 7]
+    parameter `wte.weight` in OUT/step-00000002 has elements of type f32, expected bf16
+    the buffer of parameter `wte.weight` has 191 bytes, expected 192
+    ");
+}
+
+/// Changes the manifest and gives it a right checksum again, as a forger would.
+fn forge(path: &Path, change: impl FnOnce(&mut Value)) {
+    let file = path.join("manifest.json");
+    let mut manifest: Value =
+        serde_json::from_slice(&fs::read(&file).expect("it is there")).expect("it is JSON");
+    manifest
+        .as_object_mut()
+        .expect("an object")
+        .remove("checksum");
+    change(&mut manifest);
+    let text = manifest.to_string();
+    sign(&file, &text[..text.len() - 1]);
+}
+
+fn sign(file: &Path, body: &str) {
+    let body = format!("{body},\n");
+    let checksum = Checksum::of(body.as_bytes());
+    fs::write(file, format!("{body}\"checksum\": \"{checksum}\"\n}}\n"))
+        .expect("it can be written");
+}
+
+/// A name and what is done to the manifest.
+type Attack = (&'static str, fn(&mut Value));
+
+const ATTACKS: &[Attack] = &[
+    ("newer version", |m| m["version"] = json!(2)),
+    ("other format", |m| m["format"] = json!("torch")),
+    ("unknown field", |m| m["extra"] = json!(1)),
+    ("negative step", |m| m["step"] = json!(-1)),
+    ("fractional offset", |m| {
+        m["tensors"][7]["slices"][0]["offset"][0] = json!(0.5);
+    }),
+    ("enormous shape", |m| {
+        m["tensors"][3]["shape"] = json!([u64::MAX, u64::MAX]);
+    }),
+    ("too many dims", |m| {
+        m["tensors"][3]["shape"] = json!(vec![1; 17]);
+    }),
+    ("shape of other ndim", |m| {
+        m["tensors"][3]["shape"] = json!([48]);
+    }),
+    ("box beyond the tensor", |m| {
+        m["tensors"][3]["slices"][0]["offset"] = json!([1, 0]);
+    }),
+    ("box that overflows", |m| {
+        m["tensors"][3]["slices"][0]["offset"] = json!([u64::MAX, 1]);
+    }),
+    ("slice twice", |m| {
+        let slice = m["tensors"][7]["slices"][0].clone();
+        m["tensors"][7]["slices"]
+            .as_array_mut()
+            .expect("a list")
+            .push(slice);
+    }),
+    ("slice missing", |m| {
+        m["tensors"][7]["slices"]
+            .as_array_mut()
+            .expect("a list")
+            .pop();
+    }),
+    ("slices out of order", |m| {
+        m["tensors"][7]["slices"]
+            .as_array_mut()
+            .expect("a list")
+            .reverse();
+    }),
+    ("empty range", |m| {
+        m["tensors"][7]["slices"][0]["range"] = json!([3, 3]);
+    }),
+    ("range beyond the box", |m| {
+        m["tensors"][7]["slices"][0]["range"] = json!([0, u64::MAX]);
+    }),
+    ("range with a gap", |m| {
+        m["tensors"][7]["slices"][0]["range"] = json!([1, 24]);
+    }),
+    ("range with a gap, right length", |m| {
+        m["tensors"][7]["slices"][0]["range"] = json!([1, 24]);
+        let begin = m["tensors"][7]["slices"][0]["bytes"][0]
+            .as_u64()
+            .expect("a number");
+        m["tensors"][7]["slices"][0]["bytes"] = json!([begin, begin + 92]);
+    }),
+    ("bytes beyond the file", |m| {
+        m["tensors"][7]["slices"][0]["bytes"] = json!([1_000_000, 1_000_096]);
+    }),
+    ("bytes backwards", |m| {
+        m["tensors"][7]["slices"][0]["bytes"] = json!([96, 0]);
+    }),
+    ("bytes of another length", |m| {
+        m["tensors"][7]["slices"][0]["bytes"] = json!([64, 72]);
+    }),
+    ("bytes of another slice", |m| {
+        m["tensors"][7]["slices"][1]["bytes"] = m["tensors"][7]["slices"][0]["bytes"].clone();
+        m["tensors"][7]["slices"][1]["file"] = m["tensors"][7]["slices"][0]["file"].clone();
+    }),
+    ("unlisted file", |m| {
+        m["tensors"][7]["slices"][0]["file"] = json!("model-00009.safetensors");
+    }),
+    ("slice in config.json", |m| {
+        m["tensors"][7]["slices"][0]["file"] = json!("config.json");
+    }),
+    ("parent folder", |m| {
+        m["files"][0]["name"] = json!("../config.json");
+    }),
+    ("absolute path", |m| {
+        m["files"][0]["name"] = json!("/etc/passwd");
+    }),
+    ("absurd length", |m| {
+        m["files"][0]["length"] = json!(u64::MAX);
+    }),
+    ("file twice", |m| m["files"][1] = m["files"][0].clone()),
+    ("tensor twice", |m| {
+        m["tensors"][1] = m["tensors"][0].clone();
+    }),
+    ("unknown kind", |m| {
+        m["tensors"][0]["kind"] = json!("Exp Avg");
+    }),
+    ("unknown type", |m| m["tensors"][0]["dtype"] = json!("f8")),
+    ("name with a bracket", |m| {
+        m["tensors"][0]["name"] = json!("a[0:1]");
+    }),
+    ("short checksum", |m| {
+        m["tensors"][7]["slices"][0]["checksum"] = json!("12ab");
+    }),
+];
+
+#[test]
+fn forged_manifests_are_refused() {
+    let (folder, path) = victim();
+    let good = fs::read(path.join("manifest.json")).unwrap();
+    let mut messages = Vec::new();
+    for (name, attack) in ATTACKS {
+        fs::write(path.join("manifest.json"), &good).unwrap();
+        forge(&path, attack);
+        let message = message(read_all(&path), folder.path());
+        let start = message.find("damaged: ").map_or(0, |at| at + 9);
+        let short = message[start..]
+            .trim_end_matches("; the newest complete older one is OUT/step-00000001");
+        messages.push(format!("{name}: {short}"));
+    }
+    insta::assert_snapshot!(messages.join("\n"), @"
+    newer version: OUT/step-00000002/manifest.json has format version 2, this program reads versions up to 1
+    other format: manifest.json: the format is `torch`, expected `merak-checkpoint`
+    unknown field: manifest.json: unknown field `extra`, expected one of `format`, `version`, `step`, `topology`, `model`, `state`, `files`, `tensors`, `checksum` at line 1 column 9578
+    negative step: manifest.json: invalid value: integer `-1`, expected u64 at line 1 column 50
+    fractional offset: manifest.json: invalid type: floating point `0.5`, expected usize at line 1 column 3439
+    enormous shape: manifest.json, tensor `h.0.mlp.c_proj.weight`: shape [18446744073709551615, 18446744073709551615] is too large
+    too many dims: manifest.json, tensor `h.0.mlp.c_proj.weight`: shape [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] is too large
+    shape of other ndim: manifest.json, tensor `h.0.mlp.c_proj.weight`: box [0:4,0:6] is out of bounds of shape [48]
+    box beyond the tensor: manifest.json, tensor `h.0.mlp.c_proj.weight`: slices [1:5,0:6] and [4:8,0:6] overlap
+    box that overflows: manifest.json, tensor `h.0.mlp.c_proj.weight`: box [18446744073709551615:18446744073709551615,1:7] is out of bounds of shape [8, 6]
+    slice twice: manifest.json, tensor `wte.weight`: slices are not in order
+    slice missing: manifest.json, tensor `wte.weight`: the slices hold 24 of 48 elements
+    slices out of order: manifest.json, tensor `wte.weight`: slices are not in order
+    empty range: manifest.json, tensor `wte.weight`: range 3..3 is no proper part of box [0:4,0:6]
+    range beyond the box: manifest.json, tensor `wte.weight`: range 0..18446744073709551615 is no proper part of box [0:4,0:6]
+    range with a gap: manifest.json, tensor `wte.weight`: bytes 1612..1708 do not hold 92 bytes of model-00000.safetensors (1708 bytes)
+    range with a gap, right length: manifest.json, tensor `wte.weight`: elements 0..1 of box [0:4,0:6] are in no slice
+    bytes beyond the file: manifest.json, tensor `wte.weight`: bytes 1000000..1000096 do not hold 96 bytes of model-00000.safetensors (1708 bytes)
+    bytes backwards: manifest.json, tensor `wte.weight`: bytes 96..0 do not hold 96 bytes of model-00000.safetensors (1708 bytes)
+    bytes of another length: manifest.json, tensor `wte.weight`: bytes 64..72 do not hold 96 bytes of model-00000.safetensors (1708 bytes)
+    bytes of another slice: model-00000.safetensors, tensor `wte.weight`: slices 1612..1708 and 1612..1708 overlap
+    unlisted file: manifest.json, tensor `wte.weight`: `model-00009.safetensors` is no tensor file of the checkpoint
+    slice in config.json: manifest.json, tensor `wte.weight`: `config.json` is no tensor file of the checkpoint
+    parent folder: manifest.json: invalid file name `../config.json`: expected 1 to 128 of the characters a-z, A-Z, 0-9, `.`, `_` and `-`, not starting with a dot, other than manifest.json
+    absolute path: manifest.json: invalid file name `/etc/passwd`: expected 1 to 128 of the characters a-z, A-Z, 0-9, `.`, `_` and `-`, not starting with a dot, other than manifest.json
+    absurd length: config.json: the file has 14 bytes, expected 18446744073709551615
+    file twice: config.json: files are not in order, or not unique
+    tensor twice: manifest.json, tensor `empty`: tensors are not in order, or not unique
+    unknown kind: manifest.json: `Exp Avg` is no kind of tensor at line 1 column 767
+    unknown type: manifest.json: unknown variant `f8`, expected one of `f64`, `f32`, `bf16`, `f16`, `i64`, `i32`, `i16`, `i8`, `u64`, `u32`, `u16`, `u8`, `bool` at line 1 column 797
+    name with a bracket: manifest.json, tensor `a[0:1]`: invalid tensor name `a[0:1]`: expected 1 to 1024 bytes without control characters, `[`, `#` and `/`
+    short checksum: manifest.json: checksum `12ab` is not 16 hexadecimal digits at line 1 column 3525
+    ");
+}
+
+#[test]
+fn texts_that_are_no_manifest_are_refused() {
+    let (_folder, path) = victim();
+    let file = path.join("manifest.json");
+    let deep = format!("{{\"format\": {}", "[".repeat(100_000));
+    let texts: [&[u8]; 6] = [b"", b"{}", b"[1, 2", b"\xff\xfe", b"null", deep.as_bytes()];
+    for text in texts {
+        fs::write(&file, text).unwrap();
+        let error = Checkpoint::open(&path).unwrap_err();
+        assert!(
+            matches!(&error, Error::Damaged { damage, .. } if damage.file == "manifest.json"),
+            "{error}"
+        );
+    }
+    let sparse = fs::File::create(&file).unwrap();
+    sparse.set_len(1 << 40).unwrap();
+    let error = Checkpoint::open(&path).unwrap_err().to_string();
+    assert!(
+        error.contains("1099511627776 bytes, the limit is 268435456"),
+        "{error}"
+    );
+}
+
+/// A name and what is done to the file.
+type FileAttack = (&'static str, fn(&mut Vec<u8>));
+
+/// Changes a file and enters its new length and checksum in the manifest.
+fn forge_file(path: &Path, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
+    let mut bytes = fs::read(path.join(name)).expect("it is there");
+    change(&mut bytes);
+    fs::write(path.join(name), &bytes).expect("it can be written");
+    forge(path, |manifest| {
+        let files = manifest["files"].as_array_mut().expect("a list");
+        let entry = files
+            .iter_mut()
+            .find(|entry| entry["name"] == name)
+            .expect("it is listed");
+        entry["length"] = json!(bytes.len());
+        entry["checksum"] = json!(Checksum::of(&bytes));
+    });
+}
+
+#[test]
+fn headers_that_contradict_the_manifest_are_found() {
+    let attacks: [FileAttack; 5] = [
+        ("absurd header length", |bytes| bytes[7] = 0x7F),
+        ("no JSON", |bytes| bytes[8] = b'!'),
+        ("other name", |bytes| {
+            let at = bytes
+                .windows(3)
+                .position(|w| w == b"wte")
+                .expect("it is named");
+            bytes[at] = b'x';
+        }),
+        ("other type", |bytes| {
+            let at = bytes
+                .windows(3)
+                .position(|w| w == b"F32")
+                .expect("it is typed");
+            bytes[at] = b'I';
+        }),
+        ("other offsets", |bytes| {
+            let at = bytes
+                .windows(3)
+                .position(|w| w == b"[0,")
+                .expect("it begins");
+            bytes[at + 1] = b'1';
+        }),
+    ];
+    let mut messages = Vec::new();
+    for (name, attack) in attacks {
+        let (_folder, path) = victim();
+        forge_file(&path, "model-00000.safetensors", attack);
+        let report = Checkpoint::open(&path).unwrap().verify();
+        assert_eq!(report.damage.len(), 1, "{name}");
+        messages.push(format!("{name}: {}", report.damage[0]));
+    }
+    let (_folder, path) = victim();
+    forge_file(&path, "model-00000.safetensors", |bytes| {
+        bytes.extend([0; 8]);
+    });
+    let report = Checkpoint::open(&path).unwrap().verify();
+    messages.push(format!("longer: {}", report.damage[0]));
+    insta::assert_snapshot!(messages.join("\n"), @"
+    absurd header length: model-00000.safetensors: the header's length is 9151314442816848824
+    no JSON: model-00000.safetensors: the header is wrong: expected value at line 1 column 1
+    other name: model-00000.safetensors: the header and the manifest differ about `wte.weight[0:4,0:6]`
+    other type: model-00000.safetensors: the header and the manifest differ about `h.0.attn.c_attn.bias[0:4]`
+    other offsets: model-00000.safetensors: the header is wrong: invalid offset for tensor `h.0.attn.c_attn.bias[0:4]`
+    longer: model-00000.safetensors: the file has bytes that belong to no tensor
+    ");
+}

@@ -18,7 +18,7 @@ struct Toy {
 fn logits(tokens: &[u32]) -> Vec<f32> {
     let hash = tokens
         .iter()
-        .fold(17_u32, |h, &t| h.wrapping_mul(0x01000193) ^ (t + 1));
+        .fold(17_u32, |h, &t| h.wrapping_mul(0x0100_0193) ^ (t + 1));
     (0..VOCAB)
         .map(|id| (hash.wrapping_mul(2 * id + 1) >> 16) as f32 / 16384.0)
         .collect()

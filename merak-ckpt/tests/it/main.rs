@@ -3,9 +3,12 @@
 //! - `support`: a small made-up model, saved by any topology
 //! - `topologies`: what any topology saves, any other reads back
 //! - `store`: names, `latest`, rotation, leftovers
+//! - `command`: what `merak-ckpt` prints, and its exit status
 //! - `damage`: damaged and hostile files give errors that name them
 //! - `generation`: the decode loop over toy models
 
+#[cfg(feature = "cli")]
+mod command;
 mod damage;
 mod generation;
 mod store;

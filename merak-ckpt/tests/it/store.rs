@@ -1,1 +1,203 @@
-//! .
+//! Names, `latest`, rotation, leftovers.
+
+use crate::support::{save, topology};
+use merak_ckpt::{Checkpoint, Error, Header, Result, Store};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn store_with(steps: &[u64]) -> (tempfile::TempDir, Store) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let store = Store::in_output_dir(folder.path());
+    for &step in steps {
+        save(&store, step, topology(1, 1, 1)).expect("it saves");
+    }
+    (folder, store)
+}
+
+/// An error's text without the temporary folder's name.
+fn message<T: std::fmt::Debug>(result: Result<T>, folder: &Path) -> String {
+    let error = result.expect_err("it is wrong");
+    assert!(error.is_user_error(), "{error}");
+    error
+        .to_string()
+        .replace(&folder.display().to_string(), "OUT")
+}
+
+#[test]
+fn an_output_folder_stands_for_its_latest_checkpoint() {
+    let (folder, store) = store_with(&[100, 200]);
+    let expected = store.folder().join("step-00000200");
+    for path in [folder.path(), store.folder(), &expected] {
+        assert_eq!(Checkpoint::open(path).unwrap().path(), expected);
+    }
+    assert_eq!(
+        fs::read_to_string(store.folder().join("latest")).unwrap(),
+        "step-00000200\n"
+    );
+    let older = Checkpoint::open(folder.path())
+        .unwrap()
+        .older()
+        .unwrap()
+        .unwrap();
+    assert_eq!(older.manifest().header.step, 100);
+    assert!(older.older().unwrap().is_none());
+}
+
+#[test]
+fn a_missing_path_is_an_error_and_only_open_newest_starts_afresh() {
+    let (folder, store) = store_with(&[]);
+    let empty = folder.path();
+    let messages = [
+        message(Checkpoint::open(empty.join("nowhere")), empty),
+        message(Checkpoint::open(empty), empty),
+    ];
+    assert!(Checkpoint::open_newest(empty).unwrap().is_none());
+    assert!(
+        Checkpoint::open_newest(empty.join("nowhere"))
+            .unwrap()
+            .is_none()
+    );
+    save(&store, 5, topology(1, 1, 1)).unwrap();
+    fs::remove_file(store.folder().join("latest")).unwrap();
+    let without_latest = message(Checkpoint::open(empty), empty);
+    fs::write(store.folder().join("latest"), "../../etc\n").unwrap();
+    let wrong_latest = message(Checkpoint::open(empty), empty);
+    fs::write(store.folder().join("latest"), "step-00000009\n").unwrap();
+    let dangling_latest = message(Checkpoint::open(empty), empty);
+    insta::assert_snapshot!(
+        [&messages[..], &[without_latest, wrong_latest, dangling_latest]].concat().join("\n"), @"
+        no checkpoint at OUT/nowhere: the path does not exist
+        no checkpoint at OUT: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`
+        no checkpoint at OUT: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`; the newest complete one is OUT/checkpoints/step-00000005
+        invalid checkpoint name in a `latest` or `best` file `../../etc`: expected one like step-00001000
+        checkpoint OUT/checkpoints/step-00000009 is damaged: manifest.json: the file is missing; the newest complete older one is OUT/checkpoints/step-00000005
+        ");
+}
+
+#[test]
+fn the_newest_complete_checkpoint_passes_over_incomplete_ones() {
+    let (folder, store) = store_with(&[1, 2, 3]);
+    fs::remove_file(store.path_of(3).join("model-00000.safetensors")).unwrap();
+    fs::write(store.path_of(2).join("manifest.json"), "{}").unwrap();
+    let newest = Checkpoint::open_newest(folder.path()).unwrap().unwrap();
+    assert_eq!(newest.path(), store.path_of(1));
+    insta::assert_snapshot!(message(Checkpoint::open(folder.path()), folder.path()), @"checkpoint OUT/checkpoints/step-00000003 is damaged: model-00000.safetensors: the file is missing; the newest complete older one is OUT/checkpoints/step-00000001");
+}
+
+#[test]
+fn rotation_keeps_the_newest_the_latest_and_those_that_are_needed() {
+    let (_folder, store) = store_with(&[1, 2, 3, 4, 5]);
+    assert!(store.rotate(-1, &[]).unwrap().is_empty());
+    assert!(store.rotate(0, &[]).unwrap().is_empty());
+    assert_eq!(store.rotate(2, &[2]).unwrap(), [1, 3]);
+    assert_eq!(store.steps().unwrap(), [2, 4, 5]);
+    assert_eq!(store.rotate(2, &[]).unwrap(), [2]);
+    // A run that started afresh in this folder: its first checkpoint has a low number.
+    save(&store, 1, topology(1, 1, 1)).unwrap();
+    assert_eq!(store.rotate(1, &[]).unwrap(), [4]);
+    assert_eq!(store.steps().unwrap(), [1, 5]);
+}
+
+#[test]
+fn best_names_a_checkpoint_that_exists() {
+    let (_folder, store) = store_with(&[1, 2]);
+    assert_eq!(store.best().unwrap(), None);
+    store.set_best(1).unwrap();
+    assert_eq!(store.best().unwrap(), Some(store.path_of(1)));
+    assert!(matches!(store.set_best(7), Err(Error::NotFound { .. })));
+    assert_eq!(store.best().unwrap(), Some(store.path_of(1)));
+    assert_eq!(store.latest().unwrap(), Some(store.path_of(2)));
+}
+
+#[test]
+fn leftovers_of_a_crashed_save_are_removed_by_the_next() {
+    let (_folder, store) = store_with(&[1]);
+    let draft = store.begin(2).unwrap();
+    fs::write(draft.path().join("model-00000.safetensors"), "half").unwrap();
+    fs::write(store.folder().join(".tmp-latest"), "step-0000").unwrap();
+    let names = || -> Vec<PathBuf> {
+        let mut names: Vec<_> = fs::read_dir(store.folder())
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into())
+            .collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names().len(), 4);
+    save(&store, 3, topology(1, 1, 1)).unwrap();
+    assert_eq!(
+        names(),
+        ["latest", "step-00000001", "step-00000003"].map(PathBuf::from)
+    );
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_an_error_and_loses_nothing() {
+    let (folder, store) = store_with(&[1]);
+    // The draft's name is taken by a file that cannot be replaced by a folder while it is in use.
+    let other = Store::new(folder.path().join("config.toml"));
+    fs::write(other.folder(), "text").unwrap();
+    let error = other.begin(2).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Io {
+                action: "create",
+                ..
+            }
+        ),
+        "{error}"
+    );
+    let draft = store.draft(2);
+    let error = draft
+        .commit(Vec::new(), Header::default(), &[])
+        .unwrap_err();
+    assert!(matches!(error, Error::Io { .. }), "{error}");
+    assert_eq!(
+        Checkpoint::open(folder.path())
+            .unwrap()
+            .manifest()
+            .header
+            .step,
+        1
+    );
+}
+
+#[test]
+fn files_of_the_model_travel_along_but_may_not_leave_the_folder() {
+    let (_folder, store) = store_with(&[1]);
+    let config = fs::read(store.path_of(1).join("config.json")).unwrap();
+    assert_eq!(config, b"{\"n_layer\":2}\n");
+    for name in [
+        "../config.json",
+        "a/b",
+        "",
+        ".hidden",
+        "manifest.json",
+        "näme",
+    ] {
+        let draft = store.begin(2).unwrap();
+        let error = draft
+            .commit(Vec::new(), Header::default(), &[(name, b"")])
+            .unwrap_err();
+        assert!(matches!(error, Error::InvalidName { .. }), "{error}");
+        draft.abandon().unwrap();
+    }
+}
+
+#[test]
+fn the_state_comes_back_with_every_digit() {
+    let (_folder, store) = store_with(&[]);
+    let state =
+        serde_json::json!({"z": 0.1, "a": {"loss_scale": 65536.0, "lr": 1e-300}, "seed": u64::MAX});
+    let draft = store.begin(1).unwrap();
+    let header = Header {
+        state: state.clone(),
+        ..Header::default()
+    };
+    let path = draft.commit(Vec::new(), header, &[]).unwrap();
+    assert_eq!(
+        Checkpoint::open(path).unwrap().manifest().header.state,
+        state
+    );
+}

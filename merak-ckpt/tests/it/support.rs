@@ -97,7 +97,7 @@ pub(crate) fn layout(tensor: &Tensor, tp: usize, rank: usize) -> Layout {
     match tensor.cut {
         Cut::Replicated => Layout::whole(tensor.shape),
         Cut::Dim(dim) => {
-            Layout::along(tensor.shape, dim, &[share(0, tensor.shape[dim])]).expect("it divides")
+            Layout::shard(tensor.shape, dim, share(0, tensor.shape[dim])).expect("it divides")
         }
         Cut::Fused(dim) => {
             let third = tensor.shape[dim] / 3;

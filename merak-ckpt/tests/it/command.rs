@@ -1,0 +1,152 @@
+//! The `merak-ckpt` command: what it prints and its exit status.
+
+use crate::support::{save, topology};
+use merak_ckpt::{DType, Header, Kind, Layout, Piece, ShardKind, Store};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// Exit status, standard output and standard error, without the temporary folder's name.
+fn run(folder: &Path, arguments: &[&str]) -> (i32, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_merak-ckpt"))
+        .current_dir(folder)
+        .args(arguments)
+        .output()
+        .expect("the command starts");
+    let text = |bytes| String::from_utf8(bytes).expect("it prints text");
+    (
+        output.status.code().expect("it ends by itself"),
+        text(output.stdout),
+        text(output.stderr),
+    )
+}
+
+#[test]
+fn inspect_prints_a_table_and_json() {
+    let folder = tempfile::tempdir().unwrap();
+    save(&Store::in_output_dir(folder.path()), 3, topology(1, 2, 1)).unwrap();
+    let (status, table, errors) = run(folder.path(), &["inspect", "."]);
+    assert_eq!((status, errors.as_str()), (0, ""));
+    let head: Vec<_> = table.lines().take(12).collect();
+    insta::assert_snapshot!(head.join("\n"), @"
+    checkpoint  ./checkpoints/step-00000003
+    step        3
+    written by  dp=1 tp=2 pp=1 sp=1 zero_stage=0
+    files       7, 10.2 KiB
+    parameter                    8 tensors            367 elements  1.4 KiB
+    adamw.exp_avg                8 tensors            367 elements  1.4 KiB
+    adamw.exp_avg_sq             8 tensors            367 elements  1.4 KiB
+
+    kind                    name                    type  shape                 slices        size
+    parameter               empty                   f32   [0, 3]                     0         0 B
+    parameter               h.0.attn.c_attn.bias    f32   [24]                       6        96 B
+    parameter               h.0.attn.c_attn.weight  f32   [6, 24]                    6       576 B
+    ");
+    let (status, json, _) = run(folder.path(), &["inspect", ".", "--json"]);
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(
+        (status, &json["step"], &json["topology"]["tp"]),
+        (0, &3.into(), &2.into())
+    );
+    assert_eq!(
+        json["kinds"]["parameter"]["elements"],
+        48 + 144 + 24 + 48 + 96 + 6 + 1
+    );
+    assert_eq!(json["tensors"].as_array().unwrap().len(), 24);
+}
+
+#[test]
+fn verify_names_what_is_damaged_and_a_way_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::in_output_dir(folder.path());
+    save(&store, 1, topology(1, 1, 1)).unwrap();
+    let path = save(&store, 2, topology(1, 1, 1)).unwrap();
+    let (status, text, _) = run(folder.path(), &["verify", "."]);
+    assert_eq!(status, 0, "{text}");
+    let file = path.join("optim-00000.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&file, bytes).unwrap();
+    let (status, text, _) = run(folder.path(), &["verify", "."]);
+    assert_eq!(status, 2);
+    insta::assert_snapshot!(text, @"
+    ./checkpoints/step-00000002: damaged
+      optim-00000.safetensors: checksum 2a051b43eeabf745, expected d19aedbc675f0d62
+      optim-00000.safetensors, tensor `wte.weight`: checksum 3cd8d3572df804f3, expected 6a96231cc156e991
+    the newest complete older one is ./checkpoints/step-00000001
+    ");
+}
+
+#[test]
+fn diff_compares_values_whatever_the_topology() {
+    let folder = tempfile::tempdir().unwrap();
+    let stores = ["a", "b", "c"].map(|name| Store::in_output_dir(folder.path().join(name)));
+    save(&stores[0], 1, topology(1, 1, 1)).unwrap();
+    save(&stores[1], 1, topology(2, 2, 2)).unwrap();
+    let (status, text, _) = run(folder.path(), &["diff", "a", "b"]);
+    assert_eq!(
+        (status, text.as_str()),
+        (0, "24 tensors equal, 0 different\n")
+    );
+
+    let small = |store: &Store, values: &[f32], extra: &str| {
+        let draft = store.begin(9).unwrap();
+        let layout = Layout::whole(&[values.len()]);
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let piece = |name| Piece {
+            kind: &Kind::Parameter,
+            name,
+            dtype: DType::F32,
+            layout: &layout,
+            range: None,
+        };
+        let pieces = [(piece("w"), bytes.as_slice()), (piece(extra), &bytes)];
+        let shard = draft.write_shard(ShardKind::Model, 0, &pieces).unwrap();
+        draft.commit(vec![shard], Header::default(), &[]).unwrap();
+    };
+    small(&stores[0], &[1.0, 2.0, 3.0], "old");
+    small(&stores[1], &[1.0, 2.5, 3.0], "new");
+    small(&stores[2], &[1.0], "old");
+    let (status, text, _) = run(folder.path(), &["diff", "a", "b"]);
+    assert_eq!(status, 1);
+    insta::assert_snapshot!(text, @"
+    parameter `new`: only in b/checkpoints/step-00000009
+    parameter `old`: only in a/checkpoints/step-00000009
+    parameter `w`: 1 of 3 elements differ, at most 5.000e-1 absolute, 2.000e-1 relative
+    0 tensors equal, 3 different
+    ");
+    let (_, text, _) = run(
+        folder.path(),
+        &["diff", "a", "b", "--rtol", "0.1", "--atol", "0.25"],
+    );
+    assert!(
+        text.starts_with("parameter `new`") && text.ends_with("1 tensors equal, 2 different\n"),
+        "{text}"
+    );
+    let (_, text, _) = run(folder.path(), &["diff", "a", "c"]);
+    assert!(
+        text.contains("parameter `w`: shape [3] and [1]\n"),
+        "{text}"
+    );
+}
+
+#[test]
+fn mistakes_end_with_status_two_and_one_message() {
+    let folder = tempfile::tempdir().unwrap();
+    for arguments in [
+        &["verify", "nowhere"][..],
+        &["inspect", "."],
+        &["diff", ".", ".", "--rtol", "-1"],
+        &["frobnicate"],
+        &[],
+    ] {
+        let (status, output, errors) = run(folder.path(), arguments);
+        assert_eq!((status, output.as_str()), (2, ""), "{arguments:?}");
+        assert!(
+            !errors.is_empty() && !errors.contains("panicked"),
+            "{errors}"
+        );
+    }
+    insta::assert_snapshot!(run(folder.path(), &["verify", "nowhere"]).2, @"merak-ckpt: no checkpoint at nowhere: the path does not exist");
+}
