@@ -1,0 +1,124 @@
+//! What can go wrong when a model is cut into stages.
+
+/// The result of an operation of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A model that cannot be cut as asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The graph has no nodes.
+    #[error("the model has no nodes, so there is nothing to cut")]
+    EmptyModel,
+    /// No stages were asked for.
+    #[error("a pipeline has at least 1 stage, found 0")]
+    NoStages,
+    /// The wished number of segments is below the number of stages.
+    #[error("shard_count is {found}, expected at least {num_stages} for {num_stages} stages")]
+    ShardCount {
+        /// The wish.
+        found: usize,
+        /// Stages of the pipeline.
+        num_stages: usize,
+    },
+    /// The model has fewer segments than stages.
+    #[error(
+        "{method} cuts the model into {segments} segments, which is fewer than the {num_stages} stages; use at most {segments} stages"
+    )]
+    TooFewSegments {
+        /// What made the segments.
+        method: &'static str,
+        /// Their number.
+        segments: usize,
+        /// Stages of the pipeline.
+        num_stages: usize,
+    },
+    /// No segment can be cut further.
+    #[error(
+        "the model has legal cuts for {segments} segments only, which is fewer than the {num_stages} stages; use at most {segments} stages"
+    )]
+    NoLegalCut {
+        /// Segments when no legal cut was left.
+        segments: usize,
+        /// Stages of the pipeline.
+        num_stages: usize,
+    },
+    /// `layer_split` knows no split points of this family.
+    #[error(
+        "layer_split has no split points for model type \"{found}\"; set custom_split_points, or use one of {known}"
+    )]
+    UnknownFamily {
+        /// The model type, empty when it is not known.
+        found: String,
+        /// The families of the table.
+        known: String,
+    },
+    /// A split point matches no module or parameter.
+    #[error("split point \"{point}\" matches no module or parameter; the nearest is \"{nearest}\"")]
+    UnknownSplitPoint {
+        /// The split point.
+        point: String,
+        /// The most similar path of the model.
+        nearest: String,
+    },
+    /// None of a family's split points is in the model.
+    #[error(
+        "none of the split points of model type \"{family}\" ({points}) is in this model; set custom_split_points"
+    )]
+    NoSplitPoint {
+        /// The model type.
+        family: String,
+        /// Its split points.
+        points: String,
+    },
+    /// Given boundaries are no partition.
+    #[error("custom_partition {bounds:?} should be {} boundaries that rise strictly from 0 to {segments}", num_stages + 1)]
+    CustomPartition {
+        /// The boundaries.
+        bounds: Vec<usize>,
+        /// Segments of the model.
+        segments: usize,
+        /// Stages of the pipeline.
+        num_stages: usize,
+    },
+    /// No method has this name.
+    #[error("unknown {what} \"{found}\"; did you mean \"{nearest}\"? (one of {known})")]
+    UnknownMethod {
+        /// What kind of method.
+        what: &'static str,
+        /// The name that was asked for.
+        found: String,
+        /// The most similar name.
+        nearest: &'static str,
+        /// All names.
+        known: String,
+    },
+    /// A list with one entry per stage has another length.
+    #[error("expected one entry of {what} for each of {expected} stages, found {found}")]
+    PerStage {
+        /// The list.
+        what: &'static str,
+        /// Stages.
+        expected: usize,
+        /// Entries.
+        found: usize,
+    },
+    /// The segments do not belong to this graph.
+    #[error(
+        "the partition ends at node {bound}, but the graph has {num_nodes} nodes; cut the graph that is run"
+    )]
+    OtherGraph {
+        /// Last border of the partition.
+        bound: usize,
+        /// Nodes of the graph.
+        num_nodes: usize,
+    },
+    /// The program of a stage cannot be made.
+    #[error("stage {stage} has no training program")]
+    Program {
+        /// The stage.
+        stage: usize,
+        /// The cause.
+        source: merak_trace::Error,
+    },
+}

@@ -1,0 +1,107 @@
+//! The names of the methods.
+
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
+
+/// How a graph is cut into segments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum SplitMethod {
+    /// Where one value crosses, as far on as a budget of parameters allows.
+    #[default]
+    FarthestMinDeps,
+    /// Wherever the number of crossing values is lowest in its neighbourhood.
+    NearestMinDeps,
+    /// Before each layer, by module path.
+    LayerSplit,
+}
+
+impl SplitMethod {
+    /// Every method.
+    pub const ALL: [Self; 3] = [
+        Self::FarthestMinDeps,
+        Self::NearestMinDeps,
+        Self::LayerSplit,
+    ];
+
+    /// The name that users write.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::FarthestMinDeps => "farthest_min_deps",
+            Self::NearestMinDeps => "nearest_min_deps",
+            Self::LayerSplit => "layer_split",
+        }
+    }
+}
+
+impl fmt::Display for SplitMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for SplitMethod {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let unknown = || unknown_method("split method", name, Self::ALL.map(Self::as_str).to_vec());
+        Self::ALL
+            .into_iter()
+            .find(|method| method.as_str() == name)
+            .ok_or_else(unknown)
+    }
+}
+
+/// How segments are laid out over stages.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum StageMethod {
+    /// Equal counts; the first stages take what is left over.
+    #[default]
+    Uniform,
+    /// Equal counts; the stages behind the first take what is left over.
+    UniformFloor,
+    /// The smallest possible largest number of parameters.
+    Parameters,
+    /// These boundaries, in segments: one more than stages, from 0 to the number of segments.
+    Custom(Vec<usize>),
+}
+
+impl StageMethod {
+    /// The name that users write.
+    pub const fn as_str(&self) -> &'static str {
+        match self {
+            Self::Uniform => "uniform",
+            Self::UniformFloor => "uniform_floor",
+            Self::Parameters => "parameters",
+            Self::Custom(_) => "custom",
+        }
+    }
+}
+
+impl fmt::Display for StageMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+fn unknown_method(what: &'static str, found: &str, names: Vec<&'static str>) -> Error {
+    let nearest = nearest(found, names.iter().copied()).unwrap_or_default();
+    Error::UnknownMethod {
+        what,
+        found: found.to_owned(),
+        nearest,
+        known: names.join(", "),
+    }
+}
+
+/// The most similar of some names, the first among equals.
+pub(crate) fn nearest<'a>(found: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let scored = names.map(|name| (strsim::osa_distance(found, name), name));
+    scored
+        .reduce(|best, next| if next.0 < best.0 { next } else { best })
+        .map(|(_, name)| name)
+}

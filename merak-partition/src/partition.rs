@@ -1,0 +1,112 @@
+//! A graph cut into stages, and what each stage recomputes.
+
+use crate::{Error, Result, SegmentOptions, Segments, StageMethod, segment, stages};
+use merak_trace::{Graph, Node, Op, RecomputePlan, StageCuts};
+use std::ops::Range;
+
+/// Which nodes each stage runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Partition {
+    /// The pieces that stages are made of.
+    pub segments: Segments,
+    /// Stage `s` has segments `stage_bounds[s]..stage_bounds[s + 1]`.
+    pub stage_bounds: Vec<usize>,
+    /// What laid the segments out.
+    pub method: StageMethod,
+}
+
+impl Partition {
+    /// Cuts a graph into segments and lays them out over stages.
+    ///
+    /// # Errors
+    /// Those of [`segment`] and [`stages`].
+    pub fn new(graph: &Graph, options: &SegmentOptions, method: &StageMethod) -> Result<Self> {
+        let segments = segment(graph, options)?;
+        let stage_bounds = stages(&segments, method, options.num_stages)?;
+        Ok(Self {
+            segments,
+            stage_bounds,
+            method: method.clone(),
+        })
+    }
+
+    /// The number of stages.
+    pub fn num_stages(&self) -> usize {
+        self.stage_bounds.len() - 1
+    }
+
+    /// The segments of one stage.
+    pub fn segments_of(&self, stage: usize) -> Range<usize> {
+        self.stage_bounds[stage]..self.stage_bounds[stage + 1]
+    }
+
+    /// The nodes of one stage.
+    pub fn nodes_of(&self, stage: usize) -> Range<usize> {
+        let segments = self.segments_of(stage);
+        self.segments.bounds[segments.start]..self.segments.bounds[segments.end]
+    }
+
+    /// Elements of the parameters of one stage; a tied one counts at its first use.
+    pub fn params_of(&self, stage: usize) -> usize {
+        self.segments.params[self.segments_of(stage)].iter().sum()
+    }
+
+    /// The same cuts in the form that stage programs are made from.
+    ///
+    /// # Errors
+    /// [`Error::OtherGraph`] when the partition was made for another graph.
+    pub fn cuts(&self, graph: &Graph) -> Result<StageCuts> {
+        let bounds: Vec<_> = self
+            .stage_bounds
+            .iter()
+            .map(|&segment| self.segments.bounds[segment])
+            .collect();
+        let bound = bounds[bounds.len() - 1];
+        StageCuts::new(graph, bounds).map_err(|_| Error::OtherGraph {
+            bound,
+            num_nodes: graph.nodes().len(),
+        })
+    }
+}
+
+/// What a stage computes again in its backward instead of keeping: chunks of `checkpoint_num_layers`
+/// segments, counted from the stage's first; only what enters a chunk is kept
+/// ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)).
+///
+/// Kept as they are: a chunk without parameters, a chunk with an embedding lookup, and the last chunk of the
+/// last stage, whose backward starts at once. Nothing is recomputed when `enabled` is false or
+/// `checkpoint_num_layers` is 0.
+///
+/// `graph` is the graph that `partition` was made for.
+pub fn recompute_plan(
+    graph: &Graph,
+    partition: &Partition,
+    stage: usize,
+    checkpoint_num_layers: usize,
+    enabled: bool,
+) -> RecomputePlan {
+    if !enabled || checkpoint_num_layers == 0 {
+        return RecomputePlan::default();
+    }
+    let segments: Vec<_> = partition.segments_of(stage).collect();
+    let bounds = &partition.segments.bounds;
+    let mut chunks: Vec<_> = segments
+        .chunks(checkpoint_num_layers)
+        .map(|chunk| bounds[chunk[0]]..bounds[chunk[chunk.len() - 1] + 1])
+        .collect();
+    if stage + 1 == partition.num_stages() {
+        chunks.pop();
+    }
+    chunks.retain(|chunk| {
+        let nodes = &graph.nodes()[chunk.clone()];
+        nodes.iter().any(|node| reads_params(graph, node))
+            && !nodes.iter().any(|node| node.op == Op::Embedding)
+    });
+    RecomputePlan { chunks }
+}
+
+fn reads_params(graph: &Graph, node: &Node) -> bool {
+    node.inputs
+        .iter()
+        .any(|&input| graph.param_of(input).is_some())
+}

@@ -1,0 +1,102 @@
+//! Messages that users read.
+
+use insta::assert_snapshot;
+use merak_partition::{Partition, SegmentOptions, SplitMethod, StageMethod, segment};
+use merak_trace::{
+    DType, Graph, Init, TensorType, fx,
+    models::{self, TraceOptions},
+    op::WeightLayout,
+};
+use serde_json::json;
+
+fn gpt2() -> (Graph, SegmentOptions) {
+    let config = json!({ "model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 4 });
+    let model = models::from_config(&config).expect("the configuration is complete");
+    let graph = model
+        .trace(&TraceOptions::training(1, 4))
+        .expect("the model traces");
+    (graph, SegmentOptions::for_model(&model.info(), 2))
+}
+
+fn message(options: &SegmentOptions, method: &StageMethod) -> String {
+    Partition::new(&gpt2().0, options, method)
+        .expect_err("the options are wrong")
+        .to_string()
+}
+
+#[test]
+fn too_few_segments_say_how_many_there_are() {
+    let (_, options) = gpt2();
+    let options = SegmentOptions {
+        num_stages: 40,
+        ..options
+    };
+    assert_snapshot!(message(&options, &StageMethod::Uniform), @"the model has legal cuts for 31 segments only, which is fewer than the 40 stages; use at most 31 stages");
+    let options = SegmentOptions {
+        shard_count: Some(4),
+        ..options
+    };
+    assert_snapshot!(message(&options, &StageMethod::Uniform), @"shard_count is 4, expected at least 40 for 40 stages");
+    let options = SegmentOptions {
+        num_stages: 5,
+        ..gpt2().1
+    }
+    .with_method(SplitMethod::LayerSplit);
+    assert_snapshot!(message(&options, &StageMethod::Uniform), @"layer_split cuts the model into 4 segments, which is fewer than the 5 stages; use at most 4 stages");
+    let options = SegmentOptions {
+        num_stages: 0,
+        ..options
+    };
+    assert_snapshot!(message(&options, &StageMethod::Uniform), @"a pipeline has at least 1 stage, found 0");
+}
+
+#[test]
+fn an_unknown_split_point_names_the_nearest_path() {
+    let options = gpt2().1.with_method(SplitMethod::LayerSplit);
+    let with = |point: &str| SegmentOptions {
+        custom_split_points: vec![point.to_owned()],
+        ..options.clone()
+    };
+    assert_snapshot!(message(&with("transformers.h.1"), &StageMethod::Uniform), @r#"split point "transformers.h.1" matches no module or parameter; the nearest is "transformer.h.1""#);
+    assert_snapshot!(message(&with("transformer.h.1.mlp.c_fc.wieght"), &StageMethod::Uniform), @r#"split point "transformer.h.1.mlp.c_fc.wieght" matches no module or parameter; the nearest is "transformer.h.1.mlp.c_fc.weight""#);
+    assert_snapshot!(message(&with(""), &StageMethod::Uniform), @r#"split point "" matches no module or parameter; the nearest is "loss""#);
+}
+
+#[test]
+fn a_family_without_split_points_is_refused() {
+    let options = gpt2().1.with_method(SplitMethod::LayerSplit);
+    let with = |family: &str| SegmentOptions {
+        family: Some(family.to_owned()),
+        ..options.clone()
+    };
+    assert_snapshot!(message(&with("rwkv"), &StageMethod::Uniform), @r#"layer_split has no split points for model type "rwkv"; set custom_split_points, or use one of gpt, gpt2, gptj, llama, mistral, qwen2, qwen3, opt, trocr, bert, distilbert, mobilebert, deberta, t5, mt5, gpt_neox, m2m100, m2m_100, pegasus, marian, vit, dinov2, swin, resnet, clip, altclip, lxmert, wav2vec2"#);
+    assert_snapshot!(message(&with("llama"), &StageMethod::Uniform), @r#"none of the split points of model type "llama" (model.layers.{i}) is in this model; set custom_split_points"#);
+}
+
+#[test]
+fn a_custom_partition_says_what_it_should_be() {
+    let custom = |bounds: &[usize]| message(&gpt2().1, &StageMethod::Custom(bounds.to_vec()));
+    assert_snapshot!(custom(&[0, 3]), @"custom_partition [0, 3] should be 3 boundaries that rise strictly from 0 to 6");
+    assert_snapshot!(custom(&[0, 3, 7]), @"custom_partition [0, 3, 7] should be 3 boundaries that rise strictly from 0 to 6");
+    assert_snapshot!(custom(&[0, 0, 6]), @"custom_partition [0, 0, 6] should be 3 boundaries that rise strictly from 0 to 6");
+    assert_snapshot!(custom(&[]), @"custom_partition [] should be 3 boundaries that rise strictly from 0 to 6");
+}
+
+#[test]
+fn an_unknown_split_method_names_the_nearest() {
+    assert_snapshot!("farthest_min_dep".parse::<SplitMethod>().unwrap_err(), @r#"unknown split method "farthest_min_dep"; did you mean "farthest_min_deps"? (one of farthest_min_deps, nearest_min_deps, layer_split)"#);
+}
+
+#[test]
+fn an_empty_model_and_a_foreign_graph_are_refused() {
+    let (graph, options) = gpt2();
+    assert_snapshot!(segment(&Graph::new(), &options).unwrap_err(), @"the model has no nodes, so there is nothing to cut");
+    let partition = Partition::new(&graph, &options, &StageMethod::Uniform).unwrap();
+    let other = fx::trace(DType::F32, |module| {
+        let x = module.input("x", TensorType::new([2, 3], DType::F32));
+        let y = module.linear(&x, 3, WeightLayout::OutIn, true, Init::Normal(1.0))?;
+        module.output("y", &y);
+        Ok(())
+    });
+    assert_snapshot!(partition.cuts(&other.unwrap()).unwrap_err(), @"the partition ends at node 34, but the graph has 1 nodes; cut the graph that is run");
+}

@@ -1,0 +1,278 @@
+//! Segments and stages of real models.
+
+use merak_partition::{
+    Partition, SegmentOptions, Segments, SplitMethod, SplitRule, StageMethod, recompute_plan,
+    segment, stages,
+};
+use merak_trace::{
+    Graph, Op,
+    models::{self, Model, TraceOptions},
+};
+use serde_json::json;
+
+fn gpt2(layers: usize) -> Box<dyn Model> {
+    models::from_config(&json!({ "model_type": "gpt2", "n_layer": layers }))
+        .expect("the configuration is complete")
+}
+
+fn llama(layers: usize) -> Box<dyn Model> {
+    let config = json!({ "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 160,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "max_position_embeddings": 32 });
+    models::from_config(&config).expect("the configuration is complete")
+}
+
+fn trace(model: &dyn Model) -> Graph {
+    model
+        .trace(&TraceOptions::training(1, 32))
+        .expect("the model traces")
+}
+
+fn cut(graph: &Graph, model: &dyn Model, method: SplitMethod, num_stages: usize) -> Segments {
+    segment(
+        graph,
+        &SegmentOptions::for_model(&model.info(), num_stages).with_method(method),
+    )
+    .expect("the model is cut")
+}
+
+/// The scope of the first and the last node of a segment.
+fn ends<'a>(graph: &'a Graph, segments: &Segments, segment: usize) -> (&'a str, &'a str) {
+    let nodes = segments.nodes(segment);
+    (
+        &graph.nodes()[nodes.start].scope,
+        &graph.nodes()[nodes.end - 1].scope,
+    )
+}
+
+#[test]
+fn gpt2_small_has_26_segments_of_the_known_sizes() {
+    let model = gpt2(12);
+    let graph = trace(&*model);
+    let segments = cut(&graph, &*model, SplitMethod::FarthestMinDeps, 4);
+    assert!(
+        matches!(
+            segments.rule,
+            SplitRule::FarthestMinDeps {
+                shard_count: 24,
+                budget: 3_544_000,
+                ..
+            }
+        ),
+        "{:?}",
+        segments.rule
+    );
+    assert_eq!(segments.len(), 26);
+    assert_eq!(segments.params[0], 50_257 * 768 + 1024 * 768);
+    for layer in 0..12 {
+        assert_eq!(
+            segments.params[1 + 2 * layer..3 + 2 * layer],
+            [2_363_904, 4_723_968]
+        );
+    }
+    assert_eq!(
+        segments.params[25],
+        2 * 768,
+        "the tied head counts where the embeddings are"
+    );
+    assert_eq!(
+        ends(&graph, &segments, 0),
+        ("transformer.wte", "transformer")
+    );
+    assert_eq!(
+        ends(&graph, &segments, 1),
+        ("transformer.h.0.ln_1", "transformer.h.0")
+    );
+    assert_eq!(
+        ends(&graph, &segments, 2),
+        ("transformer.h.0.ln_2", "transformer.h.0")
+    );
+    assert_eq!(ends(&graph, &segments, 25), ("transformer.ln_f", "loss"));
+    assert!(
+        segments
+            .crossing(&graph)
+            .iter()
+            .all(|values| values.len() == 1)
+    );
+}
+
+#[test]
+fn an_untied_head_and_logits_as_output_give_the_same_segments() {
+    let model = gpt2(12);
+    let expected = cut(&trace(&*model), &*model, SplitMethod::FarthestMinDeps, 4).bounds;
+    let untied = TraceOptions {
+        untie: true,
+        ..TraceOptions::training(1, 32)
+    };
+    let segments = cut(
+        &model.trace(&untied).unwrap(),
+        &*model,
+        SplitMethod::FarthestMinDeps,
+        4,
+    );
+    assert_eq!(segments.bounds, expected);
+    let logits = TraceOptions::training(1, 32).with_head(models::Head::Logits);
+    let segments = cut(
+        &model.trace(&logits).unwrap(),
+        &*model,
+        SplitMethod::FarthestMinDeps,
+        4,
+    );
+    assert_eq!(segments.bounds[..26], expected[..26]);
+}
+
+#[test]
+fn nearest_min_deps_sets_the_final_norm_and_the_head_apart() {
+    let model = gpt2(12);
+    let graph = trace(&*model);
+    let segments = cut(&graph, &*model, SplitMethod::NearestMinDeps, 4);
+    assert_eq!(segments.len(), 27);
+    assert_eq!(
+        ends(&graph, &segments, 24),
+        ("transformer.h.11.ln_2", "transformer.h.11")
+    );
+    assert_eq!(
+        ends(&graph, &segments, 25),
+        ("transformer.ln_f", "transformer.ln_f")
+    );
+    assert_eq!(ends(&graph, &segments, 26), ("lm_head", "loss"));
+}
+
+#[test]
+fn layer_split_follows_the_table_of_the_family() {
+    let model = gpt2(3);
+    let graph = trace(&*model);
+    let segments = cut(&graph, &*model, SplitMethod::LayerSplit, 2);
+    let starts: Vec<_> = (0..segments.len())
+        .map(|s| ends(&graph, &segments, s).0)
+        .collect();
+    assert_eq!(
+        starts,
+        [
+            "transformer.wte",
+            "transformer.h.0.ln_1",
+            "transformer.h.1.ln_1",
+            "transformer.h.2.ln_1",
+            "transformer.ln_f"
+        ]
+    );
+
+    let model = llama(11);
+    let graph = trace(&*model);
+    let segments = cut(&graph, &*model, SplitMethod::LayerSplit, 2);
+    assert_eq!(segments.len(), 12, "layers 1 and 10 are different points");
+    assert_eq!(
+        ends(&graph, &segments, 11).0,
+        "model.layers.10.input_layernorm"
+    );
+}
+
+#[test]
+fn custom_split_points_are_modules_or_parameters() {
+    let model = gpt2(3);
+    let graph = trace(&*model);
+    let mut options =
+        SegmentOptions::for_model(&model.info(), 2).with_method(SplitMethod::LayerSplit);
+    options.custom_split_points = ["transformer.h.1.mlp.c_fc.weight", "lm_head.weight"]
+        .map(str::to_owned)
+        .to_vec();
+    let segments = segment(&graph, &options).unwrap();
+    let starts: Vec<_> = (0..segments.len())
+        .map(|s| ends(&graph, &segments, s).0)
+        .collect();
+    assert_eq!(
+        starts,
+        ["transformer.wte", "transformer.h.1.mlp.c_fc", "lm_head"]
+    );
+}
+
+#[test]
+fn llama_is_never_cut_right_after_its_embedding() {
+    let model = llama(4);
+    let graph = trace(&*model);
+    for method in [SplitMethod::FarthestMinDeps, SplitMethod::NearestMinDeps] {
+        let segments = cut(&graph, &*model, method, 8);
+        for &border in &segments.bounds[1..segments.len()] {
+            assert_ne!(graph.nodes()[border - 1].op, Op::Embedding, "{method}");
+        }
+    }
+}
+
+#[test]
+fn a_model_with_few_segments_is_refined_to_the_number_of_stages() {
+    let model = gpt2(1);
+    let graph = trace(&*model);
+    let segments = cut(&graph, &*model, SplitMethod::FarthestMinDeps, 6);
+    assert_eq!((segments.len(), segments.refined), (6, 2));
+    let reads = |node: usize| {
+        graph.nodes()[node]
+            .inputs
+            .iter()
+            .any(|&input| graph.param_of(input).is_some())
+    };
+    assert!(
+        (0..6).all(|s| segments.nodes(s).any(reads)),
+        "a stage without parameters only waits"
+    );
+}
+
+#[test]
+fn parameters_are_balanced_as_well_as_can_be() {
+    let model = gpt2(12);
+    let graph = trace(&*model);
+    let segments = cut(&graph, &*model, SplitMethod::FarthestMinDeps, 4);
+    // The embeddings outweigh a third of the blocks, so the first stage is the largest whatever the others do.
+    assert_eq!(
+        stages(&segments, &StageMethod::Parameters, 4).unwrap(),
+        [0, 1, 5, 15, 26]
+    );
+}
+
+#[test]
+fn stage_programs_can_be_made_from_the_cuts() {
+    let model = gpt2(4);
+    let graph = trace(&*model);
+    let options = SegmentOptions::for_model(&model.info(), 4);
+    let partition = Partition::new(&graph, &options, &StageMethod::Uniform).unwrap();
+    let cuts = partition.cuts(&graph).unwrap();
+    assert_eq!(
+        (0..4).map(|stage| cuts.nodes(stage)).collect::<Vec<_>>(),
+        (0..4)
+            .map(|stage| partition.nodes_of(stage))
+            .collect::<Vec<_>>()
+    );
+    assert_eq!(
+        (0..4)
+            .map(|stage| partition.params_of(stage))
+            .sum::<usize>(),
+        graph.num_elements()
+    );
+}
+
+#[test]
+fn recompute_spares_the_embeddings_and_the_last_chunk_of_the_last_stage() {
+    let model = gpt2(2);
+    let graph = trace(&*model);
+    let options = SegmentOptions::for_model(&model.info(), 2);
+    let partition = Partition::new(&graph, &options, &StageMethod::Uniform).unwrap();
+    let bounds = &partition.segments.bounds;
+    let plan =
+        |stage, chunk, enabled| recompute_plan(&graph, &partition, stage, chunk, enabled).chunks;
+    // Segments: embeddings, attention 0, MLP 0 | attention 1, MLP 1, head.
+    assert_eq!(
+        plan(0, 1, true),
+        [bounds[1]..bounds[2], bounds[2]..bounds[3]]
+    );
+    assert_eq!(
+        plan(1, 1, true),
+        [bounds[3]..bounds[4], bounds[4]..bounds[5]]
+    );
+    assert_eq!(
+        plan(0, 2, true),
+        [bounds[2]..bounds[3]],
+        "the first chunk has the embeddings"
+    );
+    assert_eq!(plan(1, 2, true), [bounds[3]..bounds[5]]);
+    assert!(
+        plan(1, 3, true).is_empty() && plan(0, 0, true).is_empty() && plan(0, 1, false).is_empty()
+    );
+}
