@@ -3,6 +3,7 @@
 mod config;
 pub mod data;
 mod error;
+pub mod metrics;
 
 pub use config::{
     Backend, Boundaries, CheckedArguments, ComputeArguments, Config, DataArguments, DataFormat,

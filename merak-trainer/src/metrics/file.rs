@@ -1,0 +1,209 @@
+//! `metrics.jsonl`: one JSON object per line.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+};
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+
+/// What a logged step reports. A number that is not finite is written as `null`.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub struct StepMetrics {
+    /// Optimizer steps done.
+    pub step: usize,
+    /// Training loss in nats per token, averaged over the steps since the last record.
+    pub loss: f64,
+    /// Global gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Tokens trained on since the run's first step, over all replicas.
+    pub tokens: u64,
+    /// Tokens per second since the last record.
+    pub tokens_per_s: f64,
+    /// Floating-point operations of the model per second, in units of 10^12, over all ranks.
+    pub tflops: Option<f64>,
+    /// Share of the machine's peak that this is.
+    pub mfu: Option<f64>,
+    /// Most bytes held by the tensors of a rank.
+    pub memory_bytes: Option<u64>,
+    /// Loss scale, where there is one.
+    pub loss_scale: Option<f64>,
+    /// Seconds since the run started.
+    pub time_s: f64,
+}
+
+/// What an evaluation reports.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub struct EvaluationMetrics {
+    /// Optimizer steps done.
+    pub step: usize,
+    /// Validation loss in nats per token.
+    pub eval_loss: f64,
+    /// Samples evaluated.
+    pub eval_samples: usize,
+    /// Seconds that the evaluation took.
+    pub eval_runtime: f64,
+}
+
+/// Records appended to a file, each handed to the operating system before the next step starts.
+///
+/// # Examples
+///
+/// ```
+/// use merak_trainer::metrics::{MetricsFile, StepMetrics};
+///
+/// let folder = tempfile::tempdir()?;
+/// let path = folder.path().join("metrics.jsonl");
+/// let mut file = MetricsFile::open(&path, 0)?;
+/// file.append(&StepMetrics { step: 1, loss: 5.5, ..StepMetrics::default() })?;
+/// assert!(std::fs::read_to_string(&path)?.starts_with(r#"{"step":1,"loss":5.5,"#));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct MetricsFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl MetricsFile {
+    /// Opens the file to go on after `steps` optimizer steps: records of later steps, left by a run
+    /// that is now resumed before them, are removed, and so is a last line that was cut off. With 0
+    /// steps the file starts empty.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be read or written.
+    pub fn open(path: &Path, steps: usize) -> Result<Self> {
+        let failed = |source| Error::Write {
+            path: path.to_path_buf(),
+            source,
+        };
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder).map_err(failed)?;
+        }
+        let earlier = match fs::read(path) {
+            Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
+            Err(source) => return Err(failed(source)),
+        };
+        let kept = records_until(&earlier, steps);
+        if kept != earlier {
+            replace(path, &kept).map_err(failed)?;
+        }
+        let file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)
+            .map_err(failed)?;
+        Ok(Self {
+            path: path.to_path_buf(),
+            file,
+        })
+    }
+
+    /// Appends one record as one line.
+    ///
+    /// # Errors
+    ///
+    /// When the line cannot be written.
+    pub fn append(&mut self, record: &impl Serialize) -> Result<()> {
+        let failed = |source| Error::Write {
+            path: self.path.clone(),
+            source,
+        };
+        let mut line = serde_json::to_vec(record).map_err(|error| failed(error.into()))?;
+        line.push(b'\n');
+        // One unbuffered write per line: a run that is killed leaves whole lines.
+        self.file.write_all(&line).map_err(failed)
+    }
+}
+
+/// The whole lines of records up to a step; none for a run that starts. Lines without a step are
+/// somebody else's and stay.
+fn records_until(text: &str, steps: usize) -> String {
+    if steps == 0 {
+        return String::new();
+    }
+    let is_kept = |line: &&str| {
+        let record: Value = serde_json::from_str(line).unwrap_or_default();
+        line.ends_with('\n')
+            && record["step"]
+                .as_u64()
+                .is_none_or(|step| step <= steps as u64)
+    };
+    text.split_inclusive('\n').filter(is_kept).collect()
+}
+
+/// Replaces a file's content at once, so that a crash leaves the old or the new one.
+fn replace(path: &Path, text: &str) -> io::Result<()> {
+    let temporary = path.with_extension("jsonl.new");
+    fs::write(&temporary, text)?;
+    fs::rename(&temporary, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(step: usize) -> StepMetrics {
+        StepMetrics {
+            step,
+            loss: 2.5,
+            ..StepMetrics::default()
+        }
+    }
+
+    fn steps(path: &Path) -> Vec<u64> {
+        let text = fs::read_to_string(path).expect("a metrics file");
+        let step = |line| serde_json::from_str::<Value>(line).expect("a record")["step"].as_u64();
+        text.lines()
+            .map(|line| step(line).expect("a step"))
+            .collect()
+    }
+
+    #[test]
+    fn a_resumed_run_leaves_no_step_twice() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run/metrics.jsonl");
+        let mut file = MetricsFile::open(&path, 0).unwrap();
+        for step in 1..=5 {
+            file.append(&record(step)).unwrap();
+        }
+        file.append(&EvaluationMetrics {
+            step: 5,
+            ..EvaluationMetrics::default()
+        })
+        .unwrap();
+        drop(file);
+        fs::write(
+            &path,
+            fs::read_to_string(&path).unwrap() + r#"{"step": 2, "lo"#,
+        )
+        .unwrap();
+        let mut resumed = MetricsFile::open(&path, 3).unwrap();
+        resumed.append(&record(4)).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3, 4]);
+        MetricsFile::open(&path, 0)
+            .unwrap()
+            .append(&record(1))
+            .unwrap();
+        assert_eq!(steps(&path), [1]);
+    }
+
+    #[test]
+    fn a_record_has_the_documented_fields_in_order() {
+        let record = StepMetrics {
+            step: 7,
+            loss: f64::NAN,
+            lr: 1e-3,
+            ..StepMetrics::default()
+        };
+        insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"step":7,"loss":null,"grad_norm":0.0,"lr":0.001,"tokens":0,"tokens_per_s":0.0,"tflops":null,"mfu":null,"memory_bytes":null,"loss_scale":null,"time_s":0.0}"#);
+    }
+}
