@@ -66,6 +66,7 @@ impl SampleSlice {
     }
 
     /// Calls `f(sample, first element, range)` for the contiguous runs of `start .. start + len`.
+    #[inline(always)]
     fn for_each_run(&self, start: usize, len: usize, mut f: impl FnMut(u64, u64, (usize, usize))) {
         let run_len = self.dim_local * self.inner;
         let mut done = 0;
@@ -113,9 +114,12 @@ pub fn dropout<T: Float>(
             #[inline(always)]
             || {
                 y.copy_from_slice(x);
-                slice.for_each_run(chunk * CHUNK, y.len(), |sample, element, (from, to)| {
-                    mask.apply(sample, element, &mut y[from..to]);
-                });
+                slice.for_each_run(
+                    chunk * CHUNK,
+                    y.len(),
+                    #[inline(always)]
+                    |sample, element, (from, to)| mask.apply(sample, element, &mut y[from..to]),
+                );
             },
         );
     });

@@ -52,15 +52,12 @@ pub(super) fn for_each_run(
 /// The words `64 index .. 64 (index + 1)` of a stream.
 #[inline(always)]
 pub(super) fn group(key: Key, stream: u64, index: u64) -> [u32; GROUP] {
-    let [low, high] = halves(stream);
-    let numbers: [u64; LANES] =
-        array::from_fn(|lane| index.wrapping_mul(LANES as u64) + lane as u64);
-    // One array per word, so that a round is the same operation on neighbouring numbers.
-    let (mut a, mut b) = (
-        numbers.map(|number| halves(number)[0]),
-        numbers.map(|number| halves(number)[1]),
-    );
-    let (mut c, mut d) = ([low; LANES], [high; LANES]);
+    // One array per word, so that a round is the same operation on neighbouring numbers, and 64 bits
+    // per word, as the multiplication wants them; what is in the high halves does not matter.
+    let mut a: [u64; LANES] =
+        array::from_fn(|lane| index.wrapping_mul(16).wrapping_add(lane as u64));
+    let mut b = a.map(|number| number >> 32);
+    let (mut c, mut d) = ([stream; LANES], [stream >> 32; LANES]);
     let [mut k0, mut k1] = key.0;
     for _ in 0..ROUNDS {
         let low_words = a.iter_mut().zip(&mut b);
@@ -71,7 +68,9 @@ pub(super) fn group(key: Key, stream: u64, index: u64) -> [u32; GROUP] {
     }
     let mut words = [0; GROUP];
     for (out, word) in words.chunks_exact_mut(LANES).zip([a, b, c, d]) {
-        out.copy_from_slice(&word);
+        for (out, word) in out.iter_mut().zip(word) {
+            *out = word as u32;
+        }
     }
     words
 }
@@ -79,20 +78,27 @@ pub(super) fn group(key: Key, stream: u64, index: u64) -> [u32; GROUP] {
 const ROUNDS: usize = 10;
 
 /// One block, word by word.
-fn block(key: Key, mut counter: [u32; 4]) -> [u32; 4] {
+fn block(key: Key, counter: [u32; 4]) -> [u32; 4] {
+    let mut counter = counter.map(u64::from);
     let [mut k0, mut k1] = key.0;
     for _ in 0..ROUNDS {
         counter = round(counter, k0, k1);
         (k0, k1) = next_round_key(k0, k1);
     }
-    counter
+    counter.map(|word| word as u32)
 }
 
+/// One round on the low halves of four words.
 #[inline(always)]
-fn round([a, b, c, d]: [u32; 4], k0: u32, k1: u32) -> [u32; 4] {
-    let [low_a, high_a] = halves(u64::from(a) * 0xd251_1f53);
-    let [low_c, high_c] = halves(u64::from(c) * 0xcd9e_8d57);
-    [high_c ^ b ^ k0, low_c, high_a ^ d ^ k1, low_a]
+fn round([a, b, c, d]: [u64; 4], k0: u32, k1: u32) -> [u64; 4] {
+    let product_a = u64::from(a as u32) * 0xd251_1f53;
+    let product_c = u64::from(c as u32) * 0xcd9e_8d57;
+    [
+        product_c >> 32 ^ b ^ u64::from(k0),
+        product_c,
+        product_a >> 32 ^ d ^ u64::from(k1),
+        product_a,
+    ]
 }
 
 #[inline(always)]
