@@ -296,6 +296,11 @@ fn store_of(path: &Path) -> Store {
 }
 
 fn older_than(folder: &Path) -> Result<Option<Checkpoint>> {
+    // A path like `.` has no name of its own.
+    let folder = match folder.file_name() {
+        Some(_) => folder.to_owned(),
+        None => folder.canonicalize().map_err(io_error("find", folder))?,
+    };
     let name = folder.file_name().and_then(|name| name.to_str());
     let step = name.and_then(format::parse_step_name);
     let (Some(parent), Some(step)) = (folder.parent(), step) else {

@@ -169,7 +169,7 @@ impl Layout {
 
     /// Number of elements of the local tensor.
     pub fn num_local_elements(&self) -> usize {
-        self.local_shape.iter().product()
+        num_elements(&self.local_shape).unwrap_or(usize::MAX)
     }
 
     /// What the flat range `range` of the local tensor holds of each part, empty ones left out.
@@ -191,7 +191,7 @@ impl Layout {
     fn count_before(&self, part: &Part, end: usize) -> usize {
         let size = &part.region.size;
         if end >= self.num_local_elements() {
-            return size.iter().product();
+            return num_elements(size).unwrap_or(usize::MAX);
         }
         let (mut count, mut rest, mut stride) = (0, end, self.num_local_elements());
         let mut inner: usize = size.iter().product();

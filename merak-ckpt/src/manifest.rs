@@ -5,6 +5,7 @@ mod text;
 
 pub(crate) use text::Refused;
 
+use crate::region::num_elements;
 use crate::{Checksum, DType, Error, Kind, Region};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -161,12 +162,12 @@ impl Manifest {
 impl TensorEntry {
     /// Number of elements; a sound manifest has none that overflow.
     pub fn num_elements(&self) -> usize {
-        self.shape.iter().product()
+        num_elements(&self.shape).unwrap_or(usize::MAX)
     }
 
     /// Bytes of all elements.
     pub fn num_bytes(&self) -> usize {
-        self.num_elements() * self.dtype.size_bytes()
+        self.num_elements().saturating_mul(self.dtype.size_bytes())
     }
 }
 
@@ -178,8 +179,10 @@ impl SliceEntry {
 
     /// Flat range within the box.
     pub fn flat_range(&self) -> Range<usize> {
-        self.range
-            .map_or_else(|| 0..self.size.iter().product(), |[begin, end]| begin..end)
+        self.range.map_or_else(
+            || 0..num_elements(&self.size).unwrap_or(usize::MAX),
+            |[begin, end]| begin..end,
+        )
     }
 
     /// The slice's key in its safetensors file: see the crate's format page.

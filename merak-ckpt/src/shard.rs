@@ -67,7 +67,9 @@ impl Piece<'_> {
 
     /// Bytes of a buffer that holds the piece.
     pub fn num_bytes(&self) -> usize {
-        self.flat_range().len() * self.dtype.size_bytes()
+        self.flat_range()
+            .len()
+            .saturating_mul(self.dtype.size_bytes())
     }
 
     pub(crate) fn check_buffer(&self, found: usize) -> Result<()> {
@@ -163,7 +165,7 @@ fn slices<'a>(file: &str, pieces: &'a [(Piece<'a>, &'a [u8])]) -> Vec<Outgoing<'
     for (index, (piece, bytes)) in pieces.iter().enumerate() {
         for part in piece.layout.part_ranges(&piece.flat_range()) {
             let region = &part.part.region;
-            let volume = region.size.iter().product();
+            let volume = region.num_elements().unwrap_or(usize::MAX);
             let is_all = part.range == (0..volume);
             let slice = SliceEntry {
                 offset: region.offset.clone(),

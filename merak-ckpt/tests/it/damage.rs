@@ -2,9 +2,11 @@
 
 use crate::support::{save, topology};
 use merak_ckpt::{Checkpoint, Checksum, DType, Error, Kind, Layout, Piece, Result, Store};
+use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// An output folder with a good checkpoint of step 1 and one of step 2 to be damaged.
 fn victim() -> (tempfile::TempDir, PathBuf) {
@@ -459,4 +461,72 @@ fn headers_that_contradict_the_manifest_are_found() {
     other offsets: model-00000.safetensors: the header is wrong: invalid offset for tensor `h.0.attn.c_attn.bias[0:4]`
     longer: model-00000.safetensors: the file has bytes that belong to no tensor
     ");
+}
+
+/// Replaces the `nth` number of a text.
+fn replace_number(text: &str, nth: usize, number: &str) -> String {
+    let is_digit = |b: &u8| b.is_ascii_digit();
+    let bytes = text.as_bytes();
+    let starts: Vec<usize> = (1..bytes.len())
+        .filter(|&at| is_digit(&bytes[at]) && !bytes[at - 1].is_ascii_alphanumeric())
+        .collect();
+    let start = starts[nth % starts.len()];
+    let length = bytes[start..].iter().take_while(|&b| is_digit(b)).count();
+    [&text[..start], number, &text[start + length..]].concat()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+    #[test]
+    fn any_forged_manifest_gives_an_answer(
+        numbers in prop::collection::vec((0_usize..2000, 0_usize..8), 0..3),
+        line in 0_usize..200,
+        line_change in 0_usize..3,
+    ) {
+        let (_folder, path) = FORGED.get_or_init(victim);
+        let file = path.join("manifest.json");
+        let good = GOOD.get_or_init(|| fs::read_to_string(&file).expect("it is there"));
+        let mut body = good[..good.rfind(",\n\"checksum\"").expect("it is signed")].to_owned();
+        for (nth, extreme) in numbers {
+            let extremes = ["0", "1", "2", "17", "2147483648", "9223372036854775807", "18446744073709551615", "[]"];
+            body = replace_number(&body, nth, extremes[extreme]);
+        }
+        let mut lines: Vec<&str> = body.lines().collect();
+        let line = line % lines.len();
+        match line_change {
+            0 => {}
+            1 => drop(lines.remove(line)),
+            _ => lines.insert(line, lines[line]),
+        }
+        sign(&file, &lines.join("\n"));
+        // Either way it must come to an end without a panic; what opens is sound.
+        if let Ok(checkpoint) = Checkpoint::open(path) {
+            let report = checkpoint.verify();
+            for tensor in &checkpoint.manifest().tensors {
+                let read = checkpoint.read_whole(&tensor.kind, &tensor.name);
+                prop_assert!(read.is_ok() || !report.damage.is_empty());
+            }
+        }
+    }
+}
+
+static FORGED: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
+static GOOD: OnceLock<String> = OnceLock::new();
+
+#[test]
+fn shapes_without_elements_may_have_enormous_dims() {
+    let (_folder, path) = victim();
+    forge(&path, |manifest| {
+        let empty = &mut manifest["tensors"][0];
+        assert_eq!(empty["name"], "empty");
+        empty["shape"] = json!([u64::MAX, u64::MAX, 0]);
+    });
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    assert!(
+        checkpoint
+            .read_whole(&Kind::Parameter, "empty")
+            .unwrap()
+            .is_empty()
+    );
+    assert!(checkpoint.verify().damage.is_empty());
 }

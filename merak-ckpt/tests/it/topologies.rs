@@ -133,6 +133,19 @@ fn padding_is_neither_written_nor_read() {
     assert_eq!(local, [6, 7, 8, 9, 0xFF, 0xFF]);
 }
 
+#[test]
+fn ranks_that_are_threads_may_share_an_open_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    save(&Store::new(folder.path()), 1, topology(2, 2, 1)).unwrap();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    std::thread::scope(|scope| {
+        for tp in [1, 2, 4] {
+            let checkpoint = &checkpoint;
+            scope.spawn(move || check(checkpoint, topology(3, tp, 1)));
+        }
+    });
+}
+
 /// Cuts each dim of a shape into ranges: the grid's cells tile the tensor.
 fn grid(shape: &[usize], cuts: &[Vec<usize>]) -> Vec<Region> {
     let mut cells = vec![Region::new([], [])];
