@@ -42,10 +42,12 @@ mod embedding;
 mod float;
 mod gemm;
 mod init;
+mod layer_norm;
 mod mat;
-mod norm;
 mod philox;
+mod rms_norm;
 mod rope;
+mod rows;
 mod simd;
 mod softmax;
 #[cfg(test)]
@@ -65,12 +67,11 @@ pub use embedding::{TableRows, embedding, embedding_grad};
 pub use float::Float;
 pub use gemm::{Write, gemm, gemm_batched};
 pub use init::{Distribution, InitKey, TensorBox, init};
+pub use layer_norm::{layer_norm, layer_norm_grad_input, layer_norm_grad_params};
 pub use mat::{MatMut, MatRef};
-pub use norm::{
-    layer_norm, layer_norm_grad_input, layer_norm_grad_params, rms_norm, rms_norm_grad_input,
-    rms_norm_grad_params, sum_rows,
-};
+pub use rms_norm::{rms_norm, rms_norm_grad_input, rms_norm_grad_params};
 pub use rope::rope;
+pub use rows::sum_rows;
 pub use softmax::{softmax, softmax_grad};
 pub use threads::Threads;
 

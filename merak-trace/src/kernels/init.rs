@@ -268,7 +268,7 @@ mod tests {
             draw(Distribution::Constant(4.0), TensorBox::whole(&[], &[])),
             [4.0]
         );
-        assert_eq!(draw(NORMAL, TensorBox::whole(&[0, 3], &[0, 0])), []);
+        assert!(draw(NORMAL, TensorBox::whole(&[0, 3], &[0, 0])).is_empty());
     }
 
     #[test]
