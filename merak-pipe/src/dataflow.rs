@@ -46,6 +46,20 @@ impl Slots {
 pub(crate) fn walk(
     schedule: &Schedule,
     placement: &[usize],
+    visit: impl FnMut(Visit),
+) -> Result<()> {
+    let stages = placement.len();
+    walk_with(schedule, placement, |action| action.input(stages), visit)
+}
+
+/// [`walk`] for actions that wait for the messages that `input` says.
+///
+/// # Errors
+/// As [`walk`].
+pub(crate) fn walk_with(
+    schedule: &Schedule,
+    placement: &[usize],
+    input: impl Fn(Action) -> Option<Tag>,
     mut visit: impl FnMut(Visit),
 ) -> Result<()> {
     let stages = placement.len();
@@ -53,10 +67,8 @@ pub(crate) fn walk(
     let mut arrived = vec![false; slots.count()];
     let mut cursors = vec![0; schedule.actions.len()];
     let mut queue = Worklist::all(schedule.actions.len());
-    let missing = |action: Action, arrived: &[bool]| {
-        let input = action.input(stages);
-        input.filter(|tag| !arrived[slots.of(*tag)])
-    };
+    let missing =
+        |action: Action, arrived: &[bool]| input(action).filter(|tag| !arrived[slots.of(*tag)]);
     while let Some(rank) = queue.pop() {
         while let Some(&action) = schedule.actions[rank].get(cursors[rank]) {
             if missing(action, &arrived).is_some() {

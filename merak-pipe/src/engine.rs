@@ -2,10 +2,14 @@
 
 mod link;
 mod module;
+#[cfg(feature = "mpu")]
+mod mpu;
 mod threads;
 
 pub use link::Link;
 pub use module::StageModule;
+#[cfg(feature = "mpu")]
+pub use mpu::GroupLink;
 pub use threads::{ThreadLink, run_threads, threads};
 
 use crate::{Action, Error, Kind, Result, Schedule, Span, Tag, timeline::Recorder};
@@ -111,7 +115,7 @@ impl Engine {
         .all(module, link);
         match &outcome {
             Ok(_) | Err(Error::Aborted { .. }) => {}
-            Err(error) => link.abort(&chain(error)),
+            Err(error) => link.abort(&reason(error)),
         }
         outcome
     }
@@ -228,9 +232,12 @@ impl<P: Send> Run<'_, P> {
     }
 }
 
-/// The error and everything below it, in one line for the other ranks.
-fn chain(error: &Error) -> String {
-    let mut text = error.to_string();
+/// The error and everything below it, in one line for the other ranks, which are told the rank besides.
+fn reason(error: &Error) -> String {
+    let mut text = match error {
+        Error::Stage { action, .. } => action.to_string(),
+        other => other.to_string(),
+    };
     let mut cause = std::error::Error::source(error);
     while let Some(below) = cause {
         text.push_str(": ");

@@ -49,7 +49,7 @@
 //! - A rank that fails ends all ranks with an error that names it; no wait outlasts the link's deadline.
 //!
 //! # Features
-//! - `mpu`: links over the process groups of `merak-mpu`.
+//! - `mpu`: `GroupLink`, a link over the process groups of `merak-mpu`.
 //!
 //! # Papers
 //! [GPipe](https://arxiv.org/abs/1811.06965), [PipeDream-Flush](https://arxiv.org/abs/2006.09503) and
@@ -76,6 +76,8 @@ mod validate;
 
 pub use action::{Action, Kind, MicrobatchId, StageId, Tag};
 pub use costs::{Costs, UnitCosts};
+#[cfg(feature = "mpu")]
+pub use engine::GroupLink;
 pub use engine::{Engine, Link, StageModule, ThreadLink, run, run_threads, threads};
 pub use error::{BoxError, Error, Result, Violation};
 pub use instruction::{Instruction, Slot};

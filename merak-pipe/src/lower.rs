@@ -8,8 +8,11 @@
 //!    one exchange. With [`Exchanges::Split`] both go the same way first: activations, then gradients.
 //! 2. Elsewhere the later stage keeps its natural order, and the earlier stage holds an activation back
 //!    until it has taken all gradients that the later stage sends first.
-//! 3. A schedule of forwards alone is staggered: even stages send the last result before they receive,
+//! 3. Where ranks run several stages, all messages keep one order in time: see `lower/chunked.rs`.
+//! 4. A schedule of forwards alone is staggered: even stages send the last result before they receive,
 //!    odd stages receive first.
+
+mod chunked;
 
 use crate::{
     Action, Exchanges, Instruction, Kind, Result, Schedule, Slot, StageId, Tag, dataflow::Slots,
@@ -39,25 +42,27 @@ impl Schedule {
     /// As [`Schedule::instructions`].
     pub fn instructions_loading(&self, loading: &[StageId]) -> Result<Vec<Vec<Instruction>>> {
         let placement = self.placement()?;
-        Ok(lower(self, &placement, loading))
+        lower(self, &placement, loading)
     }
 }
 
 /// Lowers a schedule whose actions lie within its size.
+///
+/// # Errors
+/// When the ranks of a schedule with several stages per rank wait for each other.
 pub(crate) fn lower(
     schedule: &Schedule,
     placement: &[usize],
     loading: &[StageId],
-) -> Vec<Vec<Instruction>> {
+) -> Result<Vec<Vec<Instruction>>> {
     let lowering = Lowering::new(schedule, placement, loading);
-    let staggered = schedule.exchanges == Exchanges::Staggered
-        && schedule.size.chunks == 1
-        && schedule.is_forward_only();
     let ranks = 0..schedule.actions.len();
-    if staggered {
-        ranks.map(|rank| lowering.staggered(rank)).collect()
+    if schedule.size.chunks > 1 {
+        lowering.chunked()
+    } else if schedule.exchanges == Exchanges::Staggered && schedule.is_forward_only() {
+        Ok(ranks.map(|rank| lowering.staggered(rank)).collect())
     } else {
-        ranks.map(|rank| lowering.rank(rank)).collect()
+        Ok(ranks.map(|rank| lowering.natural(rank)).collect())
     }
 }
 
@@ -70,8 +75,10 @@ struct Lowering<'a> {
     loads: Vec<bool>,
     /// By stage: its index among its rank's stages.
     chunks: Vec<usize>,
-    /// By stage and microbatch: whether an `R` is there.
-    recomputed: Vec<bool>,
+    /// By stage and microbatch: where its `R` stands in its rank's list.
+    recomputes: Vec<Option<usize>>,
+    /// By rank: where its last forward stands; what is recomputed before it is recomputed early.
+    last_forwards: Vec<usize>,
     /// By message that is sent: the message received back to back with it.
     partners: Vec<Option<Tag>>,
     /// By activation: the gradients that its receiver sends before it.
@@ -94,14 +101,21 @@ impl<'a> Lowering<'a> {
             slots,
             loads: (0..stages).map(loads).collect(),
             chunks: placement.iter().map(&mut chunk).collect(),
-            recomputed: vec![false; stages * schedule.size.microbatches],
+            recomputes: vec![None; stages * schedule.size.microbatches],
+            last_forwards: vec![0; schedule.actions.len()],
             partners: vec![None; slots.count()],
             gradients_before: vec![0; slots.count()],
         };
-        for action in schedule.actions.iter().flatten() {
-            if action.kind == Kind::Recompute {
-                let index = lowering.index(*action);
-                lowering.recomputed[index] = true;
+        for (rank, actions) in schedule.actions.iter().enumerate() {
+            for (position, &action) in actions.iter().enumerate() {
+                match action.kind {
+                    Kind::Recompute => {
+                        let index = lowering.index(action);
+                        lowering.recomputes[index] = Some(position);
+                    }
+                    Kind::Forward => lowering.last_forwards[rank] = position,
+                    Kind::Backward | Kind::InputGrad | Kind::WeightGrad => {}
+                }
             }
         }
         lowering.find_partners();
@@ -113,8 +127,9 @@ impl<'a> Lowering<'a> {
         action.stage.0 * self.schedule.size.microbatches + action.microbatch.0
     }
 
-    fn recomputed(&self, action: Action) -> bool {
-        self.recomputed[self.index(action)]
+    /// Where the `R` of the action's stage and microbatch stands.
+    fn recompute(&self, action: Action) -> Option<usize> {
+        self.recomputes[self.index(action)]
     }
 
     /// The message to another rank that follows an action.
@@ -126,7 +141,7 @@ impl<'a> Lowering<'a> {
     /// The message from another rank directly before an action; a gradient that comes with `R` is not.
     fn received(&self, action: Action) -> Option<Tag> {
         let tag = action.input(self.placement.len());
-        let with_recompute = action.kind.moves_gradient() && self.recomputed(action);
+        let with_recompute = action.kind.moves_gradient() && self.recompute(action).is_some();
         tag.filter(|tag| self.is_remote(*tag) && !with_recompute)
     }
 
@@ -185,32 +200,72 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    fn rank(&self, rank: usize) -> Vec<Instruction> {
-        let actions = &self.schedule.actions[rank];
-        let is = |kind| move |action: &Action| action.kind == kind;
-        let mut stream = Stream {
-            lowering: self,
-            out: Vec::with_capacity(3 * actions.len() + 4),
-            last_forward: actions.iter().rposition(is(Kind::Forward)).unwrap_or(0),
-            held_back: vec![VecDeque::new(); self.placement.len()],
-            gradients: vec![0; self.placement.len()],
+    /// The instructions of the computation alone.
+    fn computation(&self, action: Action) -> impl Iterator<Item = Instruction> {
+        let slot = self.slot(action);
+        let last_forward = self.last_forwards[self.placement[action.stage.0]];
+        let recompute = self.recompute(action);
+        let early = recompute.is_some_and(|position| position < last_forward);
+        let loads = action.kind == Kind::Forward && self.loads[action.stage.0];
+        let (compute, restores) = match action.kind {
+            Kind::Forward if recompute.is_some() => {
+                (Instruction::PreCheckpointForwardPass(slot), early)
+            }
+            Kind::Forward => (Instruction::ForwardPass(slot), false),
+            // Its restore comes after the sends that waited for its gradient.
+            Kind::Recompute => (Instruction::RecomputeRecvGrad(slot), false),
+            Kind::Backward => (Instruction::BackwardPass(slot), false),
+            Kind::InputGrad => (Instruction::BackwardInput(slot), false),
+            Kind::WeightGrad => (Instruction::BackwardWeight(slot), false),
         };
-        for (position, &action) in actions.iter().enumerate() {
-            stream.receive(action);
-            stream.compute(action, position, actions);
-            stream.send(action, actions.get(position + 1).copied());
-        }
-        let mut out = stream.out;
-        if actions.iter().any(is(Kind::Recompute)) {
+        let load = loads.then_some(Instruction::LoadMicroBatch(slot));
+        let restore = restores.then_some(Instruction::RestoreRecomputeStatus);
+        load.into_iter().chain([compute]).chain(restore)
+    }
+
+    /// Whether an action is an `R` before its rank's last forward.
+    fn is_early_recompute(&self, rank: usize, position: usize) -> bool {
+        let action = self.schedule.actions[rank][position];
+        action.kind == Kind::Recompute && position < self.last_forwards[rank]
+    }
+
+    /// What ends a rank's step.
+    fn closing(&self, rank: usize) -> Vec<Instruction> {
+        let mut out = Vec::new();
+        let mut actions = self.schedule.actions[rank].iter();
+        if actions.any(|action| action.kind == Kind::Recompute) {
             out.push(Instruction::RestoreRecomputeStatus);
         }
         if !self.schedule.is_forward_only() {
-            out.extend([
-                Instruction::ReduceTiedGrads,
-                Instruction::ReduceGrads,
-                Instruction::OptimizerStep,
-            ]);
+            out.push(Instruction::ReduceTiedGrads);
+            out.push(Instruction::ReduceGrads);
+            out.push(Instruction::OptimizerStep);
         }
+        out
+    }
+
+    /// The stream of a rank with one stage.
+    fn natural(&self, rank: usize) -> Vec<Instruction> {
+        let actions = &self.schedule.actions[rank];
+        let mut stream = Stream {
+            lowering: self,
+            out: Vec::with_capacity(3 * actions.len() + 4),
+            held_back: VecDeque::new(),
+            gradients: 0,
+        };
+        for (position, &action) in actions.iter().enumerate() {
+            stream.receive(action);
+            stream.out.extend(self.computation(action));
+            if action.kind == Kind::Recompute {
+                stream.gradient_received();
+            }
+            if self.is_early_recompute(rank, position) {
+                stream.out.push(Instruction::RestoreRecomputeStatus);
+            }
+            stream.send(action, actions.get(position + 1).copied());
+        }
+        let mut out = stream.out;
+        out.extend(self.closing(rank));
         out
     }
 
@@ -245,16 +300,14 @@ impl<'a> Lowering<'a> {
     }
 }
 
-/// The stream of one rank while it is written.
+/// The stream of a rank with one stage while it is written.
 struct Stream<'a> {
     lowering: &'a Lowering<'a>,
     out: Vec<Instruction>,
-    /// Position of the rank's last forward: what is recomputed before it is recomputed early.
-    last_forward: usize,
-    /// By stage: activations that wait until so many gradients were received.
-    held_back: Vec<VecDeque<(usize, Slot)>>,
-    /// By stage: gradients received so far.
-    gradients: Vec<usize>,
+    /// Activations that wait until so many gradients were received.
+    held_back: VecDeque<(usize, Slot)>,
+    /// Gradients received so far.
+    gradients: usize,
 }
 
 impl Stream<'_> {
@@ -270,46 +323,8 @@ impl Stream<'_> {
             self.out.push(Instruction::RecvActivation(slot));
         } else {
             self.out.push(Instruction::RecvGrad(slot));
-            self.gradient_received(action.stage);
+            self.gradient_received();
         }
-    }
-
-    fn compute(&mut self, action: Action, position: usize, actions: &[Action]) {
-        let slot = self.lowering.slot(action);
-        let early = position < self.last_forward;
-        match action.kind {
-            Kind::Forward => {
-                if self.lowering.loads[action.stage.0] {
-                    self.out.push(Instruction::LoadMicroBatch(slot));
-                }
-                if self.lowering.recomputed(action) {
-                    self.out.push(Instruction::PreCheckpointForwardPass(slot));
-                    if self.recompute_is_early(action, position, actions) {
-                        self.out.push(Instruction::RestoreRecomputeStatus);
-                    }
-                } else {
-                    self.out.push(Instruction::ForwardPass(slot));
-                }
-            }
-            Kind::Recompute => {
-                self.out.push(Instruction::RecomputeRecvGrad(slot));
-                self.gradient_received(action.stage);
-                if early {
-                    self.out.push(Instruction::RestoreRecomputeStatus);
-                }
-            }
-            Kind::Backward => self.out.push(Instruction::BackwardPass(slot)),
-            Kind::InputGrad => self.out.push(Instruction::BackwardInput(slot)),
-            Kind::WeightGrad => self.out.push(Instruction::BackwardWeight(slot)),
-        }
-    }
-
-    /// Whether the `R` of a forward comes before the rank's last forward.
-    fn recompute_is_early(&self, forward: Action, position: usize, actions: &[Action]) -> bool {
-        let kind = Kind::Recompute;
-        let recompute = Action { kind, ..forward };
-        let until = self.last_forward.max(position);
-        actions[position..until].contains(&recompute)
     }
 
     fn send(&mut self, action: Action, next: Option<Action>) {
@@ -321,8 +336,8 @@ impl Stream<'_> {
             self.exchange(tag, sent, self.lowering.slot(next));
         } else if tag.is_activation() {
             let needed = self.lowering.gradients_before[self.lowering.slots.of(tag)];
-            self.held_back[action.stage.0].push_back((needed, sent));
-            self.release(action.stage);
+            self.held_back.push_back((needed, sent));
+            self.release();
         } else {
             self.out.push(Instruction::SendGrad(sent));
         }
@@ -347,20 +362,20 @@ impl Stream<'_> {
             ]),
         }
         if tag.is_activation() {
-            self.gradient_received(tag.from);
+            self.gradient_received();
         }
     }
 
-    fn gradient_received(&mut self, stage: StageId) {
-        self.gradients[stage.0] += 1;
-        self.release(stage);
+    /// Counts a gradient and sends the activations that need wait no longer.
+    fn gradient_received(&mut self) {
+        self.gradients += 1;
+        self.release();
     }
 
-    /// Sends the activations of a stage that need wait no longer.
-    fn release(&mut self, stage: StageId) {
-        let received = self.gradients[stage.0];
-        let waiting = &mut self.held_back[stage.0];
-        while let Some((_, slot)) = waiting.pop_front_if(|(needed, _)| *needed <= received) {
+    fn release(&mut self) {
+        let received = self.gradients;
+        let is_due = |(needed, _): &mut (usize, Slot)| *needed <= received;
+        while let Some((_, slot)) = self.held_back.pop_front_if(is_due) {
             self.out.push(Instruction::SendActivation(slot));
         }
     }

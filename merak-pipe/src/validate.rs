@@ -35,7 +35,7 @@ impl Schedule {
         check_actions(self, &placement)?;
         check_message_order(self)?;
         dataflow::walk(self, &placement, |_| ())?;
-        let streams = lower::lower(self, &placement, &[]);
+        let streams = lower::lower(self, &placement, &[])?;
         rendezvous::check(self, &placement, &streams)
     }
 }

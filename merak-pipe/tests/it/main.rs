@@ -4,8 +4,10 @@
 //! - `validator`: what it proves, and what it refuses.
 //! - `render`: what users read.
 //! - `engine`: every schedule gives the bits of a plain sequential run, and a fault ends all ranks.
+//! - `played`: random schedules of any shape, for the laws of the others.
 
 mod engine;
+mod played;
 mod render;
 mod schedules;
 mod validator;

@@ -1,5 +1,6 @@
 //! What the validator proves, and what it refuses.
 
+use crate::played::played;
 use merak_pipe::{Action, Kind, Schedule, ScheduleKind, Size};
 use proptest::prelude::*;
 
@@ -100,6 +101,12 @@ fn split(schedule: &Schedule, delay: usize) -> Schedule {
 }
 
 proptest! {
+    #[test]
+    fn whatever_a_pipeline_can_play_is_valid(schedule in played()) {
+        let outcome = schedule.validate();
+        prop_assert!(outcome.is_ok(), "{}\n{:?}", schedule.to_csv(), outcome);
+    }
+
     #[test]
     fn text_and_back_is_the_identity(schedule in schedules(), delay in 0_usize..4) {
         for schedule in [split(&schedule, delay), schedule] {

@@ -1,0 +1,110 @@
+//! Streams of ranks that run several stages.
+//!
+//! A rank then talks to a neighbour for several hops at once, and the natural places of sends and receives
+//! can wait for each other. Here all ranks agree on one order of everything instead: actions by the time
+//! at which they start when each takes one unit, and each message directly before the action that takes
+//! it. Both ends put the message at that place, so the first thing that is not yet done in the common order
+//! can always be done.
+
+use super::Lowering;
+use crate::{
+    Action, Instruction, Kind, Result, Tag,
+    dataflow::{Visit, walk_with},
+};
+
+/// Place in the common order: time, then rank of the action; the action's message comes before it.
+type Place = (usize, usize, bool);
+
+impl Lowering<'_> {
+    /// The streams of all ranks.
+    ///
+    /// # Errors
+    /// When the ranks wait for each other.
+    pub(super) fn chunked(&self) -> Result<Vec<Vec<Instruction>>> {
+        let times = self.times()?;
+        let mut streams: Vec<Vec<(Place, Instruction)>> = vec![Vec::new(); times.len()];
+        for (rank, actions) in self.schedule.actions.iter().enumerate() {
+            for (position, &action) in actions.iter().enumerate() {
+                let time = times[rank][position];
+                if let Some(tag) = self.taken(action) {
+                    let place = (time, rank, false);
+                    let sender = self.placement[tag.from.0];
+                    streams[sender].push((place, self.sending(tag)));
+                    if action.kind != Kind::Recompute {
+                        streams[rank].push((place, self.receiving(tag)));
+                    }
+                }
+                let place = (time, rank, true);
+                let computation = self.computation(action);
+                streams[rank].extend(computation.map(|instruction| (place, instruction)));
+                if self.is_early_recompute(rank, position) {
+                    streams[rank].push((place, Instruction::RestoreRecomputeStatus));
+                }
+            }
+        }
+        let finished = streams.into_iter().enumerate().map(|(rank, mut stream)| {
+            stream.sort_by_key(|(place, _)| *place);
+            let ordered = stream.into_iter().map(|(_, instruction)| instruction);
+            ordered.chain(self.closing(rank)).collect()
+        });
+        Ok(finished.collect())
+    }
+
+    /// When each action of each rank starts.
+    fn times(&self) -> Result<Vec<Vec<usize>>> {
+        let schedule = self.schedule;
+        let stages = self.placement.len();
+        let mut times: Vec<Vec<usize>> = vec![Vec::new(); schedule.actions.len()];
+        let mut arrivals = vec![0; self.slots.count()];
+        // An `R` that receives its gradient has to wait for it.
+        let input = |action: Action| self.taken(action).or_else(|| action.input(stages));
+        let visit = |visit: Visit| {
+            let free = times[visit.rank].last().map_or(0, |time| time + 1);
+            let arrival = input(visit.action).map_or(0, |tag| arrivals[self.slots.of(tag)]);
+            let time = free.max(arrival);
+            times[visit.rank].push(time);
+            if let Some(tag) = visit.action.output(stages) {
+                arrivals[self.slots.of(tag)] = time + 1;
+            }
+        };
+        walk_with(schedule, self.placement, input, visit)?;
+        Ok(times)
+    }
+
+    /// The message from another rank that comes with an action: an `R` takes that of its backward.
+    fn taken(&self, action: Action) -> Option<Tag> {
+        if action.kind != Kind::Recompute {
+            return self.received(action);
+        }
+        let backward = Action {
+            kind: Kind::Backward,
+            ..action
+        };
+        let tag = backward.input(self.placement.len());
+        tag.filter(|tag| self.is_remote(*tag))
+    }
+
+    fn sending(&self, tag: Tag) -> Instruction {
+        if tag.is_activation() {
+            Instruction::SendActivation(self.slot(Action::new(
+                tag.from,
+                Kind::Forward,
+                tag.microbatch,
+            )))
+        } else {
+            Instruction::SendGrad(self.slot(Action::new(tag.from, Kind::Backward, tag.microbatch)))
+        }
+    }
+
+    fn receiving(&self, tag: Tag) -> Instruction {
+        if tag.is_activation() {
+            Instruction::RecvActivation(self.slot(Action::new(
+                tag.to,
+                Kind::Forward,
+                tag.microbatch,
+            )))
+        } else {
+            Instruction::RecvGrad(self.slot(Action::new(tag.to, Kind::Backward, tag.microbatch)))
+        }
+    }
+}
