@@ -1,9 +1,7 @@
 //! Every schedule gives the bits of a plain sequential run, and a fault ends all ranks.
 
-use merak_mpu::{Message, Packet, into_vec, testing};
 use merak_pipe::{
-    Action, Engine, Error, GroupLink, Kind, Schedule, ScheduleKind, Size, StageModule, run_threads,
-    threads,
+    Action, Engine, Error, Kind, Schedule, ScheduleKind, Size, StageModule, run_threads, threads,
 };
 use proptest::prelude::*;
 use std::{collections::BTreeMap, thread, time::Duration};
@@ -13,7 +11,7 @@ const DEADLINE: Duration = Duration::from_secs(20);
 /// The stages of one rank: `y = tanh(w * x)`, where a recompute must happen at most once per backward and
 /// activations are dropped after the forward, as with full recomputation.
 #[derive(Debug)]
-struct Stages {
+pub(crate) struct Stages {
     /// Stages of the whole model.
     depth: usize,
     weights: BTreeMap<usize, f64>,
@@ -21,9 +19,9 @@ struct Stages {
     inputs: BTreeMap<(usize, usize), f64>,
     outputs: BTreeMap<(usize, usize), f64>,
     pending: BTreeMap<(usize, usize), f64>,
-    losses: Vec<(usize, f64)>,
+    pub(crate) losses: Vec<(usize, f64)>,
     /// The action that fails, if any.
-    fault: Option<Action>,
+    pub(crate) fault: Option<Action>,
 }
 
 impl Stages {
@@ -109,7 +107,7 @@ impl StageModule for Stages {
     }
 }
 
-fn modules(schedule: &Schedule) -> Vec<Stages> {
+pub(crate) fn modules(schedule: &Schedule) -> Vec<Stages> {
     let placement = schedule.placement().expect("the schedule fits its size");
     let stages = placement.len();
     let module = |rank| {
@@ -120,7 +118,7 @@ fn modules(schedule: &Schedule) -> Vec<Stages> {
 }
 
 /// Losses by microbatch and weight gradients by stage, as bits.
-fn results(modules: &[Stages]) -> (BTreeMap<usize, u64>, BTreeMap<usize, u64>) {
+pub(crate) fn results(modules: &[Stages]) -> (BTreeMap<usize, u64>, BTreeMap<usize, u64>) {
     let losses = modules
         .iter()
         .flat_map(|m| &m.losses)
@@ -133,7 +131,7 @@ fn results(modules: &[Stages]) -> (BTreeMap<usize, u64>, BTreeMap<usize, u64>) {
 }
 
 /// The same model on one rank, microbatch after microbatch, by hand.
-fn sequential(
+pub(crate) fn sequential(
     stages: usize,
     microbatches: usize,
     backward: bool,
@@ -185,7 +183,7 @@ proptest! {
 }
 
 /// Two chunks per rank, split backwards, and a hop between two stages of one rank (1 to 2, a V).
-fn v_shape() -> Schedule {
+pub(crate) fn v_shape() -> Schedule {
     let csv = "0F0,0F1,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0W0,0I1,0W1\n1F0,2F0,1F1,2F1,2I0,1I0,2W0,1W0,2B1,1B1\n";
     Schedule::from_csv("v", csv, Size::new(2, 2).with_chunks(2)).expect("the text is well formed")
 }
@@ -352,124 +350,4 @@ fn a_rank_that_leaves_is_noticed_at_once() {
         error.to_string(),
         "rank 0 ended without sending the activation of microbatch 0 from stage 0 to stage 1, for which rank 1 waits"
     );
-}
-
-/// A payload of one number that travels as a message of a process group.
-#[derive(Debug)]
-struct Number(f64);
-
-impl From<Number> for Message {
-    fn from(number: Number) -> Self {
-        let data = Box::new(vec![number.0]);
-        vec![Packet {
-            shape: Vec::new(),
-            data,
-        }]
-    }
-}
-
-impl TryFrom<Message> for Number {
-    type Error = String;
-
-    fn try_from(mut message: Message) -> Result<Self, String> {
-        let packet = message.pop().ok_or("the message is empty")?;
-        let values = into_vec::<f64>(packet.data).map_err(|e| e.to_string())?;
-        values
-            .first()
-            .map(|x| Self(*x))
-            .ok_or_else(|| "no number".into())
-    }
-}
-
-/// [`Stages`] that send [`Number`]s.
-struct OverGroups(Stages);
-
-impl StageModule for OverGroups {
-    type Payload = Number;
-    type Error = String;
-
-    fn forward(&mut self, action: Action, input: Option<Number>) -> Result<Option<Number>, String> {
-        Ok(self.0.forward(action, input.map(|x| x.0))?.map(Number))
-    }
-
-    fn backward_input(
-        &mut self,
-        action: Action,
-        grad: Option<Number>,
-    ) -> Result<Option<Number>, String> {
-        Ok(self
-            .0
-            .backward_input(action, grad.map(|x| x.0))?
-            .map(Number))
-    }
-
-    fn backward_weight(&mut self, action: Action) -> Result<(), String> {
-        self.0.backward_weight(action)
-    }
-
-    fn recompute(&mut self, action: Action) -> Result<(), String> {
-        self.0.recompute(action)
-    }
-}
-
-/// Runs `steps` steps of a schedule on a world of merak-mpu.
-fn run_over_groups(
-    schedule: &Schedule,
-    fault: Option<Action>,
-    steps: usize,
-) -> Vec<Result<Stages, String>> {
-    testing::world(schedule.size.ranks, |member| {
-        let rank = member.rank().0;
-        let mut module = OverGroups(modules(schedule).swap_remove(rank));
-        module.0.fault = fault;
-        let mut link = GroupLink::new(member.world_group().map_err(|e| e.to_string())?);
-        let engine = Engine::new(schedule, rank).map_err(|e| e.to_string())?;
-        for _ in 0..steps {
-            engine
-                .run(&mut module, &mut link)
-                .map_err(|e| e.to_string())?;
-        }
-        Ok(module.0)
-    })
-}
-
-#[test]
-fn process_groups_carry_every_schedule() {
-    for kind in ScheduleKind::ALL {
-        let schedule = kind.generate(Size::new(3, 5)).unwrap();
-        let ranks: Result<Vec<Stages>, String> =
-            run_over_groups(&schedule, None, 1).into_iter().collect();
-        assert_eq!(
-            results(&ranks.unwrap()),
-            sequential(3, 5, kind.is_training()),
-            "{kind}"
-        );
-    }
-    let ranks: Result<Vec<Stages>, String> =
-        run_over_groups(&v_shape(), None, 1).into_iter().collect();
-    assert_eq!(results(&ranks.unwrap()), sequential(4, 2, true));
-}
-
-#[test]
-fn process_groups_carry_step_after_step() {
-    let schedule = ScheduleKind::OneFOneB.generate(Size::new(3, 4)).unwrap();
-    for rank in run_over_groups(&schedule, None, 3) {
-        let losses = rank.unwrap().losses;
-        assert!(losses.is_empty() || losses[..4] == losses[8..]);
-    }
-}
-
-#[test]
-fn a_fault_poisons_the_process_group_and_names_the_culprit() {
-    let schedule = ScheduleKind::OneFOneB.generate(Size::new(3, 4)).unwrap();
-    let fault = "1B0".parse().ok();
-    let errors: Vec<String> = run_over_groups(&schedule, fault, 1)
-        .into_iter()
-        .map(|r| r.unwrap_err())
-        .collect();
-    insta::assert_snapshot!(errors.join("\n"), @"
-    rank 1 failed: 1B0: the loss is NaN
-    rank 1 failed in 1B0 (stage 1, microbatch 0)
-    rank 1 failed: 1B0: the loss is NaN
-    ");
 }

@@ -4,9 +4,11 @@
 //! - `validator`: what it proves, and what it refuses.
 //! - `render`: what users read.
 //! - `engine`: every schedule gives the bits of a plain sequential run, and a fault ends all ranks.
+//! - `groups`: the same over process groups of merak-mpu.
 //! - `played`: random schedules of any shape, for the laws of the others.
 
 mod engine;
+mod groups;
 mod played;
 mod render;
 mod schedules;
