@@ -166,6 +166,8 @@ impl<T: Float> Mask<T> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::super::testing::on_any_threads;
     use super::*;
 
@@ -225,6 +227,34 @@ mod tests {
                 let at = ((sample * outer + o) * dim + start) * inner + rest;
                 assert_eq!(value, whole[at]);
             }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_cut_of_any_dimension_joins_to_the_whole_mask(
+            (outer, dim, inner) in (1_usize..5, 2_usize..40, 1_usize..40),
+            (cut, samples, p) in (0.0..1.0, 1_usize..4, 0.1..0.9),
+        ) {
+            let cut = ((dim as f64 * cut) as usize).clamp(1, dim - 1);
+            let place = |dim_start, dim_local| SampleSlice {
+                first_sample: 7,
+                outer,
+                dim_full: dim,
+                dim_start,
+                dim_local,
+                inner,
+            };
+            let draw = |slice: SampleSlice| {
+                let len = samples * outer * slice.dim_local * inner;
+                let mut y = vec![0.0_f64; len];
+                dropout(&Threads::one(), Dropout { key: KEY, p }, slice, &vec![1.0; len], &mut y);
+                y
+            };
+            let (low, high) = (draw(place(0, cut)), draw(place(cut, dim - cut)));
+            let rows = low.chunks(cut * inner).zip(high.chunks((dim - cut) * inner));
+            let joined: Vec<f64> = rows.flat_map(|(low, high)| [low, high].concat()).collect();
+            prop_assert_eq!(joined, draw(place(0, dim)));
         }
     }
 

@@ -173,6 +173,8 @@ fn unit(word: u32) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::super::testing::on_any_threads;
     use super::*;
 
@@ -259,6 +261,31 @@ mod tests {
                     assert_eq!(*value, whole[(a * 7 + b) * 33 + c]);
                 }
             }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_cut_of_any_dimension_joins_to_the_whole_tensor(
+            full in proptest::collection::vec(2_usize..12, 1..4),
+            (dim, cut, normal) in (0_usize..3, 0.0..1.0, any::<bool>()),
+        ) {
+            let dim = dim % full.len();
+            let cut = ((full[dim] as f64 * cut) as usize).clamp(1, full[dim] - 1);
+            let fill = |from: usize, len: usize| {
+                let (mut start, mut local) = (vec![0; full.len()], full.clone());
+                (start[dim], local[dim]) = (from, len);
+                let place = TensorBox { full: &full, start: &start, local: &local };
+                let mut out = vec![0.0_f64; local.iter().product()];
+                let distribution = if normal { NORMAL } else { UNIFORM };
+                init(&Threads::one(), KEY, distribution, place, &mut out);
+                out
+            };
+            let inner: usize = full[dim + 1..].iter().product();
+            let (low, high) = (fill(0, cut), fill(cut, full[dim] - cut));
+            let rows = low.chunks(cut * inner).zip(high.chunks((full[dim] - cut) * inner));
+            let joined: Vec<f64> = rows.flat_map(|(low, high)| [low, high].concat()).collect();
+            prop_assert_eq!(joined, fill(0, full[dim]));
         }
     }
 

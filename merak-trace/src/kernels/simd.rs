@@ -33,16 +33,24 @@ fn fold<T: Float, const N: usize>(
 ) -> T {
     let len = slices[0].len();
     let slices = slices.map(|slice| &slice[..len]);
-    let mut lanes = [start; LANES];
+    let mut body = [start; LANES];
     let full = len / LANES * LANES;
     for base in (0..full).step_by(LANES) {
-        let blocks = slices.map(|slice| &slice[base..base + LANES]);
-        for (lane, acc) in lanes.iter_mut().enumerate() {
-            *acc = step(*acc, array::from_fn(|s| blocks[s][lane]));
-        }
+        let blocks: [&[T; LANES]; N] = slices.map(|slice| {
+            let block = &slice[base..base + LANES];
+            block
+                .try_into()
+                .expect("a block has the length of the lanes")
+        });
+        body = array::from_fn(
+            #[inline(always)]
+            |lane| step(body[lane], array::from_fn(|s| blocks[s][lane])),
+        );
     }
-    for (lane, i) in (full..len).enumerate() {
-        lanes[lane] = step(lanes[lane], array::from_fn(|s| slices[s][i]));
+    // A copy, so that the lanes of the loop above stay in registers.
+    let mut lanes = body;
+    for (lane, i) in lanes.iter_mut().zip(full..len) {
+        *lane = step(*lane, array::from_fn(|s| slices[s][i]));
     }
     let mut width = LANES / 2;
     while width > 0 {
