@@ -57,15 +57,15 @@ impl Rewriter<'_> {
         let made = match need {
             Need::Whole => self.gather(value, scope, user)?,
             Need::Copied => {
-                let whole = self.convert(value, &Need::Whole, scope, user)?;
+                let whole = self.whole(value, scope, user)?;
                 self.add(scope, Op::CopyTo { axis: Axis::Tensor }, vec![whole])?[0]
             }
             Need::Cut(shard) => {
-                let whole = self.convert(value, &Need::Whole, scope, user)?;
+                let whole = self.whole(value, scope, user)?;
                 self.scatter(whole, shard, scope)?
             }
             Need::Spread(pieces) => {
-                let whole = self.convert(value, &Need::Whole, scope, user)?;
+                let whole = self.whole(value, scope, user)?;
                 self.spread(whole, *pieces, scope)?
             }
         };
@@ -75,12 +75,27 @@ impl Rewriter<'_> {
         Ok(made)
     }
 
+    /// The whole of a value, as the operand of a conversion.
+    fn whole(&mut self, value: ValueId, scope: &Arc<str>, user: &str) -> Result<ValueId> {
+        let whole = self.convert(value, &Need::Whole, scope, user)?;
+        self.not_param(whole, scope)
+    }
+
+    /// A value that is no parameter. The gradient of a conversion may communicate, and what computes the
+    /// gradient of a parameter directly belongs to the half of the backward that waits for nobody.
+    fn not_param(&mut self, value: ValueId, scope: &Arc<str>) -> Result<ValueId> {
+        match self.graph.param_of(value) {
+            Some(_) => Ok(self.add(scope, Op::Identity, vec![value])?[0]),
+            None => Ok(value),
+        }
+    }
+
     fn gather(&mut self, value: ValueId, scope: &Arc<str>, user: &str) -> Result<ValueId> {
         let placed = &self.placed[&value];
         let Placement::Shard(shard) = placed.placement.clone() else {
             return Ok(placed.value);
         };
-        let local = placed.value;
+        let local = self.not_param(placed.value, scope)?;
         let bytes = self.model.ty(value).size_bytes();
         self.report.gathers.push(Gather {
             value: self.name_of(value),

@@ -80,24 +80,8 @@ pub(crate) fn find(model: &Graph, lists: &LayerLists, degree: usize) -> Result<M
 
 /// The entries of all lists, names before ratios.
 fn entries(lists: &LayerLists) -> Vec<Entry<'_>> {
-    let named = |kind, list: &'static str, names: &'_ [String]| -> Vec<(SplitKind, String)> {
-        names
-            .iter()
-            .map(|name| (kind, format!("{list} {name:?}")))
-            .collect()
-    };
-    let mut shown = named(SplitKind::Col, "col_para_list", &lists.col_para_list);
-    shown.extend(named(SplitKind::Row, "row_para_list", &lists.row_para_list));
-    let names = lists.col_para_list.iter().chain(&lists.row_para_list);
-    let mut entries: Vec<_> = shown
-        .into_iter()
-        .zip(names)
-        .map(|((kind, shown), name)| Entry {
-            kind,
-            shown,
-            test: Test::Name(name),
-        })
-        .collect();
+    let mut entries = named(SplitKind::Col, "col_para_list", &lists.col_para_list);
+    entries.extend(named(SplitKind::Row, "row_para_list", &lists.row_para_list));
     entries.extend(lists.input_output_mapping.iter().map(|mapping| Entry {
         kind: mapping.kind,
         shown: format!(
@@ -110,6 +94,15 @@ fn entries(lists: &LayerLists) -> Vec<Entry<'_>> {
         },
     }));
     entries
+}
+
+fn named<'a>(kind: SplitKind, list: &str, names: &'a [String]) -> Vec<Entry<'a>> {
+    let entry = |name: &'a String| Entry {
+        kind,
+        shown: format!("{list} {name:?}"),
+        test: Test::Name(name),
+    };
+    names.iter().map(entry).collect()
 }
 
 /// All linear layers, in order.

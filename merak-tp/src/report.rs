@@ -90,22 +90,19 @@ impl Report {
     pub(crate) fn count_traffic(&mut self, graph: &Graph) {
         let flows = gradient_flows(graph);
         for node in graph.nodes() {
-            let bytes = |value: ValueId| graph.ty(value).size_bytes();
-            let flows = flows[node.inputs.first().map_or(0, |input| input.index())];
-            match &node.op {
-                Op::AllReduce { axis: Axis::Tensor } => {
-                    self.count("all_reduce", false, bytes(node.outputs[0]))
-                }
+            let (collective, backward, value) = match &node.op {
+                Op::AllReduce { axis: Axis::Tensor } => ("all_reduce", false, node.outputs[0]),
                 Op::AllGather {
                     axis: Axis::Tensor, ..
-                } => self.count("all_gather", false, bytes(node.outputs[0])),
-                Op::CopyTo { axis: Axis::Tensor } if flows => {
-                    self.count("all_reduce", true, bytes(node.inputs[0]))
-                }
+                } => ("all_gather", false, node.outputs[0]),
+                Op::CopyTo { axis: Axis::Tensor } => ("all_reduce", true, node.inputs[0]),
                 Op::Scatter {
                     axis: Axis::Tensor, ..
-                } if flows => self.count("all_gather", true, bytes(node.inputs[0])),
-                _ => {}
+                } => ("all_gather", true, node.inputs[0]),
+                _ => continue,
+            };
+            if !backward || flows[value.index()] {
+                self.count(collective, backward, graph.ty(value).size_bytes());
             }
         }
         self.traffic

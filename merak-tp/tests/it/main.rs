@@ -1,6 +1,9 @@
 //! Splitting models over the tensor axis.
 
+mod chains; // random chains of layers against one rank
+mod differential; // GPT-2, GPT and Llama against one rank
 mod errors; // what is refused, and in which words
 mod models; // GPT-2 and Llama as each rank runs them
 mod propagation; // one small graph per rule
+mod run; // forward and backward on threads
 mod support; // rewriting in one line, graphs as short text

@@ -9,32 +9,94 @@ use merak_trace::{
     render::{self, Format},
 };
 
-/// The lines of the first block.
-fn first_block(graph: &Graph, block: &str) -> String {
+/// The lines of one block, without its name.
+fn block(graph: &Graph, name: &str) -> String {
     let text = render::graph(graph, Format::Text);
-    let in_block = |line: &&str| {
-        line.split_once('#')
-            .is_some_and(|(_, scope)| scope.trim().starts_with(block))
-    };
-    text.lines()
-        .filter(in_block)
-        .map(str::to_owned)
-        .collect::<Vec<_>>()
-        .join("\n")
+    let lines = text.lines().filter_map(|line| line.split_once(" # "));
+    let own = lines.filter(|(_, scope)| scope.trim().starts_with(name));
+    let short = own.map(|(line, _)| line.trim_end().replace(&format!("{name}."), ""));
+    short.collect::<Vec<_>>().join("\n")
 }
 
 #[test]
 fn a_gpt2_block_has_one_all_reduce_per_half() {
     let split = split_model(&gpt2(1, 0.1, true), &TraceOptions::training(2, 8), 2);
-    insta::assert_snapshot!(first_block(&split.graph, "transformer.h.0"), @"");
-    insta::assert_snapshot!(split.report.to_string(), @"");
+    insta::assert_snapshot!(block(&split.graph, "transformer.h.0"), @"
+    %23: f32[2, 8, 16], %24: f32[16], %25: f32[16] = layer_norm(%22, ln_1.weight[16], ln_1.bias[16])
+    %26: f32[2, 8, 16] = copy_to(%23)
+    %27: f32[2, 8, 24] = linear(%26, attn.c_attn.weight[16, 24], attn.c_attn.bias[24])
+    %28: f32[2, 8, 8], %29: f32[2, 8, 8], %30: f32[2, 8, 8] = split(%27)
+    %31: f32[2, 8, 8], %32: f32[2, 2, 8] = attention(%28, %29, %30)
+    %33: f32[2, 8, 16] = linear(%31, attn.c_proj.weight[8, 16])
+    %34: f32[2, 8, 16] = all_reduce(%33)
+    %35: f32[2, 8, 16] = add(%34, attn.c_proj.bias[16])
+    %36: f32[2, 8, 16] = dropout(%35)
+    %37: f32[2, 8, 16] = add(%36, %22)
+    %38: f32[2, 8, 16], %39: f32[16], %40: f32[16] = layer_norm(%37, ln_2.weight[16], ln_2.bias[16])
+    %41: f32[2, 8, 16] = copy_to(%38)
+    %42: f32[2, 8, 32] = linear(%41, mlp.c_fc.weight[16, 32], mlp.c_fc.bias[32])
+    %43: f32[2, 8, 32] = gelu_tanh(%42)
+    %44: f32[2, 8, 16] = linear(%43, mlp.c_proj.weight[32, 16])
+    %45: f32[2, 8, 16] = all_reduce(%44)
+    %46: f32[2, 8, 16] = add(%45, mlp.c_proj.bias[16])
+    %47: f32[2, 8, 16] = dropout(%46)
+    %48: f32[2, 8, 16] = add(%47, %37)
+    ");
+    insta::assert_snapshot!(split.report.to_string(), @"
+    tensor parallel over 2 ranks: 4 layers split
+      col transformer.h.0.attn.c_attn  16 -> 48 in 3 parts  (input_output_mapping (1, 3, col))
+      row transformer.h.0.attn.c_proj  16 -> 16  (input_output_mapping (1, 1, row))
+      col transformer.h.0.mlp.c_fc     16 -> 64  (input_output_mapping (1, 4, col))
+      row transformer.h.0.mlp.c_proj   64 -> 16  (input_output_mapping (4, 1, row))
+      forward all_reduce: 2 per microbatch, 2048 bytes
+      backward all_reduce: 2 per microbatch, 2048 bytes
+    ");
 }
 
 #[test]
 fn a_llama_layer_repeats_key_and_value_heads_that_are_fewer_than_ranks() {
     let split = split_model(&llama(1, 2, 0.0), &TraceOptions::training(2, 8), 4);
-    insta::assert_snapshot!(first_block(&split.graph, "model.layers.0"), @"");
-    insta::assert_snapshot!(split.report.to_string(), @"");
+    insta::assert_snapshot!(block(&split.graph, "model.layers.0"), @"
+    %15: f32[2, 8, 16], %16: f32[16] = rms_norm(%14, input_layernorm.weight[16])
+    %17: f32[2, 8, 16] = copy_to(%15)
+    %18: f32[2, 8, 4] = linear(%17, self_attn.q_proj.weight[4, 16])
+    %19: f32[2, 8, 8] = linear(%15, self_attn.k_proj.weight[8, 16])
+    %20: f32[2, 8, 8] = linear(%15, self_attn.v_proj.weight[8, 16])
+    %21: i64[8] = positions()
+    %22: f32[2, 8, 4] = rope(%18, %21)
+    %23: f32[2, 8, 8] = rope(%19, %21)
+    %24: f32[2, 8, 4], %25: f32[2, 8, 4] = split(%23)
+    %26: f32[2, 8, 16] = concat(%24, %24, %25, %25)
+    %27: f32[2, 8, 4] = scatter(%26)
+    %28: f32[2, 8, 4], %29: f32[2, 8, 4] = split(%20)
+    %30: f32[2, 8, 16] = concat(%28, %28, %29, %29)
+    %31: f32[2, 8, 4] = scatter(%30)
+    %32: f32[2, 8, 4], %33: f32[2, 1, 8] = attention(%22, %27, %31)
+    %34: f32[2, 8, 16] = linear(%32, self_attn.o_proj.weight[16, 4])
+    %35: f32[2, 8, 16] = all_reduce(%34)
+    %36: f32[2, 8, 16] = add(%35, %14)
+    %37: f32[2, 8, 16], %38: f32[16] = rms_norm(%36, post_attention_layernorm.weight[16])
+    %39: f32[2, 8, 16] = copy_to(%37)
+    %40: f32[2, 8, 6] = linear(%39, mlp.gate_proj.weight[6, 16])
+    %41: f32[2, 8, 6] = linear(%39, mlp.up_proj.weight[6, 16])
+    %42: f32[2, 8, 6] = silu_mul(%40, %41)
+    %43: f32[2, 8, 16] = linear(%42, mlp.down_proj.weight[16, 6])
+    %44: f32[2, 8, 16] = all_reduce(%43)
+    %45: f32[2, 8, 16] = add(%44, %36)
+    ");
+    insta::assert_snapshot!(split.report.to_string(), @r#"
+    tensor parallel over 4 ranks: 5 layers split
+      col model.layers.0.self_attn.q_proj  16 -> 16  (col_para_list "self_attn.q_proj")
+      row model.layers.0.self_attn.o_proj  16 -> 16  (row_para_list "self_attn.o_proj")
+      col model.layers.0.mlp.gate_proj     16 -> 24  (col_para_list "gate_proj")
+      col model.layers.0.mlp.up_proj       16 -> 24  (col_para_list "up_proj")
+      row model.layers.0.mlp.down_proj     24 -> 16  (row_para_list "down_proj")
+      whole model.layers.0.self_attn.k_proj: 2 key/value heads are repeated over 4 ranks
+      whole model.layers.0.self_attn.v_proj: 2 key/value heads are repeated over 4 ranks
+      forward all_reduce: 2 per microbatch, 2048 bytes
+      backward all_gather: 2 per microbatch, 2048 bytes
+      backward all_reduce: 2 per microbatch, 2048 bytes
+    "#);
 }
 
 #[test]
@@ -72,8 +134,8 @@ fn split_heads_draw_their_part_of_the_mask_under_the_same_key() {
         .graph;
     let random = |graph: &Graph| -> Vec<_> {
         let masks = graph.nodes().iter().filter_map(|node| match &node.op {
-            Op::Attention(spec) => Some((node.name.clone(), spec.dropout?)),
-            Op::Dropout(dropout) => Some((node.name.clone(), *dropout)),
+            Op::Attention(spec) => Some((node.name.to_string(), spec.dropout?)),
+            Op::Dropout(dropout) => Some((node.name.to_string(), *dropout)),
             _ => None,
         });
         masks.collect()
@@ -118,8 +180,11 @@ fn inputs_outputs_and_parameters_keep_names_order_and_full_types() {
                 .collect()
         };
         assert_eq!(params(&whole), params(&split));
-        let names: std::collections::BTreeSet<_> =
-            split.nodes().iter().map(|node| node.name.clone()).collect();
+        let names: std::collections::BTreeSet<_> = split
+            .nodes()
+            .iter()
+            .map(|node| node.name.to_string())
+            .collect();
         assert_eq!(names.len(), split.nodes().len());
     }
 }
@@ -171,5 +236,6 @@ fn a_gpt3_of_175_billion_parameters_is_rewritten_without_storage() {
     };
     assert!(elements(false) > 174_000_000_000);
     assert!(elements(true) < 23_000_000_000);
-    assert_eq!(shapes(&split.graph)[5], "copy_to [1, 2048, 12288]");
+    let shapes = shapes(&split.graph);
+    assert!(shapes.contains(&"linear [1, 2048, 4608]".to_owned()));
 }

@@ -1,0 +1,192 @@
+//! Random chains of layers: what many ranks compute is what one does.
+
+use crate::{
+    run::assert_same,
+    support::{apply, linear, lists},
+};
+use merak_tp::rewrite;
+use merak_trace::{
+    DType, Graph, Init, Op, ParamRole, Result, TensorType,
+    fx::{self, Module, Symbol},
+    op::{Activation, Attention, Rope, WeightLayout},
+};
+use proptest::prelude::*;
+
+/// A link of a random chain; every one maps `[2, 3, 8]` to `[2, 3, 8]`.
+#[derive(Debug, Clone, Copy)]
+enum Link {
+    Mlp(Activation, bool),
+    Column,
+    Row,
+    Plain,
+    Norm,
+    Gated,
+    Fused,
+    Dropout,
+    Scale,
+    Heads,
+    Scores,
+    HeadNorm,
+    /// A matrix that is first used whole, then split, or the other way round.
+    Tied(bool),
+    /// Query, key and value projections with so many key heads of 4.
+    Attention(usize),
+    /// One projection for all three, with two key heads.
+    FusedAttention,
+}
+
+fn links() -> impl Strategy<Value = Vec<Link>> {
+    let link = prop_oneof![
+        Just(Link::Mlp(Activation::GeluTanh, true)),
+        Just(Link::Mlp(Activation::Tanh, false)),
+        Just(Link::Column),
+        Just(Link::Row),
+        Just(Link::Plain),
+        Just(Link::Norm),
+        Just(Link::Gated),
+        Just(Link::Fused),
+        Just(Link::Dropout),
+        Just(Link::Scale),
+        Just(Link::Heads),
+        Just(Link::Scores),
+        Just(Link::HeadNorm),
+        any::<bool>().prop_map(Link::Tied),
+        prop_oneof![Just(1), Just(2), Just(4)].prop_map(Link::Attention),
+        Just(Link::FusedAttention),
+    ];
+    proptest::collection::vec(link, 1..7)
+}
+
+impl Link {
+    fn add(self, module: &Module, x: &Symbol) -> Result<Symbol> {
+        match self {
+            Self::Mlp(activation, residual) => {
+                let hidden = module.activation(&linear(module, "col", x, 16)?, activation)?;
+                let y = linear(module, "row", &module.dropout(&hidden, 0.2)?, 8)?;
+                if residual { module.add(&y, x) } else { Ok(y) }
+            }
+            Self::Column => linear(module, "col", x, 8),
+            Self::Row => linear(module, "row", x, 8),
+            Self::Plain => linear(module, "plain", x, 8),
+            Self::Norm => module.sub("norm").layer_norm(x, 1e-5),
+            Self::Gated => {
+                let gate = linear(module, "col.gate", x, 8)?;
+                let hidden = module.silu_mul(&gate, &linear(module, "col.up", x, 8)?)?;
+                linear(module, "row", &hidden, 8)
+            }
+            Self::Fused => {
+                let pieces = module.split(&linear(module, "col", x, 20)?, 2, &[4, 8, 8])?;
+                let product = module.mul(&pieces[1], &pieces[2])?;
+                let joined = apply(module, Op::Concat { dim: 2 }, &[&product, &pieces[0]])?;
+                linear(module, "row", &joined, 8)
+            }
+            Self::Dropout => module.dropout(x, 0.3),
+            Self::Scale => apply(module, Op::Scale { factor: 0.7 }, &[x]),
+            Self::Heads => {
+                let turned = swap_heads(module, &module.reshape(x, &[2, 3, 4, 2])?)?;
+                let turned = apply(module, Op::Softmax, &[&turned])?;
+                module.reshape(&swap_heads(module, &turned)?, &[2, 3, 8])
+            }
+            Self::Scores => {
+                let op = |transpose_b: bool| Op::MatMul {
+                    transpose_a: !transpose_b,
+                    transpose_b,
+                };
+                let scores = apply(module, op(true), &[x, x])?;
+                let scores = apply(module, Op::Softmax, &[&scores])?;
+                apply(module, op(false), &[&scores, x])
+            }
+            Self::HeadNorm => {
+                let heads = module.reshape(&linear(module, "col", x, 16)?, &[2, 3, 4, 4])?;
+                let heads = module.sub("norm").rms_norm(&heads, 1e-5)?;
+                let heads = linear(module, "plain", &heads, 4)?;
+                linear(module, "row", &module.reshape(&heads, &[2, 3, 16])?, 8)
+            }
+            Self::Tied(whole_first) => {
+                let weight =
+                    module.param("weight", &[8, 8], Init::Normal(0.5), ParamRole::Weight)?;
+                let names = if whole_first {
+                    ["plain", "col"]
+                } else {
+                    ["col", "plain"]
+                };
+                let [first, second] = names.map(|name| module.sub(name));
+                let hidden = first.linear_with(x, &weight, WeightLayout::OutIn)?;
+                second.linear_with(&hidden, &weight, WeightLayout::OutIn)
+            }
+            Self::Attention(kv_heads) => separate_attention(module, x, kv_heads),
+            Self::FusedAttention => {
+                let pieces = module.split(&linear(module, "col", x, 16)?, 2, &[8, 4, 4])?;
+                module.attention(&pieces[0], &pieces[1], &pieces[2], heads(2), 0.2)
+            }
+        }
+    }
+}
+
+fn separate_attention(module: &Module, x: &Symbol, kv_heads: usize) -> Result<Symbol> {
+    let rope = Rope {
+        head_dim: 2,
+        inv_freq: vec![0.5],
+        inverse: false,
+    };
+    let positions = module.positions(3)?;
+    let q = module.rope(&linear(module, "col.q", x, 8)?, &positions, rope.clone())?;
+    let k = module.rope(&linear(module, "col.k", x, 2 * kv_heads)?, &positions, rope)?;
+    let v = linear(module, "col.v", x, 2 * kv_heads)?;
+    linear(
+        module,
+        "row",
+        &module.attention(&q, &k, &v, heads(kv_heads), 0.2)?,
+        8,
+    )
+}
+
+fn swap_heads(module: &Module, x: &Symbol) -> Result<Symbol> {
+    apply(
+        module,
+        Op::Transpose {
+            perm: vec![0, 2, 1, 3],
+        },
+        &[x],
+    )
+}
+
+fn heads(kv_heads: usize) -> Attention {
+    Attention {
+        heads: 4,
+        kv_heads,
+        head_dim: 2,
+        scale: 0.7,
+        causal: true,
+        window: None,
+        dropout: None,
+    }
+}
+
+/// A chain of links that ends in a sum of weighted elements.
+fn chain(links: &[Link]) -> Graph {
+    let model = |module: &Module| {
+        let x = module.input("x", TensorType::new([2, 3, 8], DType::F64));
+        let mut x = linear(module, "first.plain", &x, 8)?;
+        for (index, link) in links.iter().enumerate() {
+            x = link.add(&module.sub(&format!("{index}")), &x)?;
+        }
+        // Something to split in every chain.
+        let x = Link::Mlp(Activation::GeluErf, false).add(&module.sub("last"), &x)?;
+        let weighted = module.mul(&x, &module.input("weights", x.ty().clone()))?;
+        module.output("loss", &apply(module, Op::SumAll, &[&weighted])?);
+        Ok(())
+    };
+    fx::trace(DType::F64, model).expect("the operands fit")
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_chain_computes_on_many_ranks_what_it_does_on_one(links in links(), degree in prop_oneof![Just(2), Just(4)]) {
+        let whole = chain(&links);
+        let split = rewrite(&whole, &lists(), degree).expect("all sizes are multiples of 4");
+        assert_same(&whole, &split.graph, degree);
+    }
+}

@@ -1,0 +1,102 @@
+//! Split graphs against one rank: loss and gradients, dropout on, f64.
+
+use crate::{
+    run::{assert_same, on_ranks},
+    support::{gpt2, llama, model},
+};
+use merak_tp::{LayerLists, default_lists, rewrite};
+use merak_trace::{DType, models::TraceOptions};
+use serde_json::{Value as Json, json};
+
+fn options() -> TraceOptions {
+    TraceOptions {
+        dtype: DType::F64,
+        ..TraceOptions::training(2, 8)
+    }
+}
+
+fn check_model(config: &Json, degrees: &[usize]) {
+    let model = model(config);
+    let whole = model.trace(&options()).expect("the sizes fit");
+    let lists = default_lists(model.info().family).expect("the family has defaults");
+    for &degree in degrees {
+        let split = rewrite(&whole, &lists, degree).expect("the model can be split");
+        assert_same(&whole, &split.graph, degree);
+    }
+}
+
+#[test]
+fn gpt2_with_dropout_and_a_tied_head() {
+    check_model(&gpt2(2, 0.1, true), &[2, 4]);
+}
+
+#[test]
+fn gpt2_with_an_untied_head() {
+    check_model(&gpt2(1, 0.0, false), &[2]);
+}
+
+#[test]
+fn gpt_with_separate_projections() {
+    let config = json!({ "model_type": "gpt", "vocab_size": 101, "max_position_embeddings": 16, "hidden_size": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "dropout": 0.1 });
+    check_model(&config, &[2, 4]);
+}
+
+#[test]
+fn llama_with_as_many_key_heads_as_query_heads() {
+    check_model(&llama(2, 4, 0.1), &[2, 4]);
+}
+
+#[test]
+fn llama_with_grouped_key_heads_fewer_than_ranks() {
+    check_model(&llama(2, 2, 0.1), &[2, 4]);
+    check_model(&llama(1, 1, 0.1), &[4]);
+}
+
+#[test]
+fn lists_that_suit_the_model_badly() {
+    let mut config = gpt2(1, 0.1, true);
+    config["vocab_size"] = json!(102);
+    let whole = model(&config).trace(&options()).unwrap();
+    let lists = LayerLists::col_row(["attn.c_proj", "lm_head"], ["mlp.c_fc"]);
+    let split = rewrite(&whole, &lists, 2).unwrap();
+    let needed_by: Vec<_> = split
+        .report
+        .gathers
+        .iter()
+        .map(|gather| gather.needed_by.as_str())
+        .collect();
+    assert_eq!(
+        needed_by,
+        [
+            "transformer.h.0.ln_2.layer_norm",
+            "transformer.ln_f.layer_norm",
+            "loss.cross_entropy"
+        ]
+    );
+    assert_same(&whole, &split.graph, 2);
+}
+
+#[test]
+fn replicated_parameters_get_the_same_gradient_bits_on_all_ranks() {
+    let config = gpt2(2, 0.1, true);
+    let whole = model(&config).trace(&options()).unwrap();
+    let split = rewrite(&whole, &default_lists("gpt2").unwrap(), 2)
+        .unwrap()
+        .graph;
+    let steps = on_ranks(&split, 2);
+    for param in split
+        .params()
+        .iter()
+        .filter(|param| param.local == param.full)
+    {
+        let bits = |rank: usize| -> Vec<_> {
+            steps[rank].grads[&param.name]
+                .iter()
+                .map(|x| x.to_bits())
+                .collect()
+        };
+        assert_eq!(bits(0), bits(1), "{}", param.name);
+    }
+    assert_eq!(steps[0].loss.to_bits(), steps[1].loss.to_bits());
+}

@@ -1,0 +1,211 @@
+//! Runs a graph forward and backward, on one rank or as slices on several.
+
+use merak_mpu::{Group, into_vec, testing::world};
+use merak_trace::{
+    Axis, AxisGroups, Batch, DType, GradSlot, GradStore, Graph, Init, Interpreter, Param,
+    RecomputePlan, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram, TensorType,
+    backend::candle::Candle,
+};
+use std::{collections::BTreeMap, sync::Arc};
+
+/// What one rank computes in one microbatch, dropout on.
+#[derive(Debug, Clone)]
+pub(crate) struct Step {
+    pub(crate) loss: f64,
+    /// The gradient of what the rank holds of each parameter, all uses together.
+    pub(crate) grads: BTreeMap<String, Vec<f64>>,
+}
+
+/// Runs a graph that nothing is split in.
+pub(crate) fn on_one_rank(graph: &Graph) -> Step {
+    step(graph, 0, 1, Arc::new(SingleRank))
+}
+
+/// Runs a split graph on `degree` ranks.
+pub(crate) fn on_ranks(graph: &Graph, degree: usize) -> Vec<Step> {
+    world(degree, |member| {
+        let group = member.world_group().expect("every rank is in the world");
+        step(graph, group.rank(), degree, Arc::new(TensorGroup(group)))
+    })
+}
+
+/// Asserts that all ranks of a split graph compute what one rank does of the whole one.
+///
+/// In f64 sums in another order differ by some 1e-15 of the largest summand.
+#[track_caller]
+pub(crate) fn assert_same(whole: &Graph, split: &Graph, degree: usize) {
+    let expected = on_one_rank(whole);
+    let norm = |grad: &[f64]| grad.iter().map(|x| x * x).sum::<f64>().sqrt();
+    let floor = 1e-6
+        * expected
+            .grads
+            .values()
+            .map(|grad| norm(grad).powi(2))
+            .sum::<f64>()
+            .sqrt();
+    for (rank, step) in on_ranks(split, degree).iter().enumerate() {
+        let off = (step.loss - expected.loss).abs() / expected.loss.abs();
+        assert!(
+            off < 1e-10,
+            "rank {rank}: loss {}, expected {}",
+            step.loss,
+            expected.loss
+        );
+        for param in split.params() {
+            let wanted = slice(param, &expected.grads[&param.name], rank, degree);
+            let found = &step.grads[&param.name];
+            let difference: Vec<_> = found.iter().zip(&wanted).map(|(a, b)| a - b).collect();
+            let off = norm(&difference) / norm(&wanted).max(floor);
+            assert!(
+                off < 1e-10 && found.len() == wanted.len(),
+                "rank {rank}: gradient of {} is off by {off:e}",
+                param.name
+            );
+        }
+    }
+}
+
+/// The ranks of a world as the tensor axis.
+#[derive(Debug)]
+struct TensorGroup(Group);
+
+impl AxisGroups for TensorGroup {
+    fn along(&self, axis: Axis) -> Option<Group> {
+        (axis == Axis::Tensor).then(|| self.0.clone())
+    }
+}
+
+fn step(graph: &Graph, rank: usize, degree: usize, groups: Arc<dyn AxisGroups>) -> Step {
+    let backend: SharedBackend = Arc::new(Candle::new(1).expect("threads start"));
+    let program = StageProgram::training(
+        graph,
+        &StageCuts::whole(graph),
+        0,
+        &RecomputePlan::default(),
+    );
+    let runner = Interpreter::new(
+        Arc::new(program.expect("differentiable")),
+        Arc::clone(&backend),
+        groups,
+    );
+    let program = runner.program();
+    let params: Vec<_> = program
+        .params()
+        .iter()
+        .map(|param| {
+            let data = slice(param, &start(param), rank, degree);
+            backend
+                .from_bytes(&param.local, &bytes_of(&data))
+                .expect("as many as the type needs")
+        })
+        .collect();
+    let mut store = GradStore::default();
+    for (buffer, grad) in program.grads.iter().enumerate() {
+        let len = program.graph.param(grad.param).local.numel();
+        store.buffers.push(backend.grad_buffer(DType::F64, len));
+        store.slots.push(GradSlot {
+            buffer,
+            offset: 0,
+            len,
+        });
+    }
+    let context = RunContext {
+        seed: 1234,
+        step: 3,
+        sample_base: 4,
+        training: true,
+        tensor_rank: rank,
+        ..RunContext::default()
+    };
+    let mut forwarded = runner
+        .forward(&params, &batch(&backend, graph), Vec::new(), context)
+        .expect("runs forward");
+    let loss = backend
+        .into_buffer(forwarded.outputs.swap_remove(0))
+        .expect("a value of this backend");
+    let loss = into_vec::<f64>(loss).expect("f64")[0];
+    runner
+        .backward(&mut forwarded.frame, &params, Vec::new(), 1.0, &mut store)
+        .expect("runs backward");
+
+    let mut grads = BTreeMap::new();
+    for (grad, buffer) in program.grads.iter().zip(store.buffers) {
+        let own = into_vec::<f64>(buffer).expect("f64");
+        let sum: &mut Vec<f64> = grads
+            .entry(program.graph.param(grad.param).name.clone())
+            .or_insert_with(|| vec![0.0; own.len()]);
+        sum.iter_mut().zip(own).for_each(|(sum, x)| *sum += x);
+    }
+    Step { loss, grads }
+}
+
+/// The whole of a parameter: noise of its name around its initial constant.
+fn start(param: &Param) -> Vec<f64> {
+    let seed = param.name.bytes().fold(7_u64, |hash, byte| {
+        hash.wrapping_mul(31).wrapping_add(u64::from(byte))
+    });
+    let shift = if let Init::Constant(value) = param.init {
+        value
+    } else {
+        0.0
+    };
+    noise(seed, param.full.numel())
+        .into_iter()
+        .map(|x| shift + 0.4 * x)
+        .collect()
+}
+
+/// What a rank holds of a whole parameter, or of its gradient.
+fn slice(param: &Param, whole: &[f64], rank: usize, degree: usize) -> Vec<f64> {
+    let mut local = vec![0.0; param.local.numel()];
+    for part in param.placement.local_boxes(&param.full, rank, degree) {
+        let (outer, inner) = (param.full.outer(part.dim), param.full.inner(part.dim));
+        let (from_size, to_size) = (param.full.shape[part.dim], param.local.shape[part.dim]);
+        for row in 0..outer {
+            for index in 0..part.size[part.dim] {
+                let from = (row * from_size + part.offset[part.dim] + index) * inner;
+                let to = (row * to_size + part.local_start + index) * inner;
+                local[to..to + inner].copy_from_slice(&whole[from..from + inner]);
+            }
+        }
+    }
+    local
+}
+
+/// Token ids and labels, or noise for float inputs.
+fn batch(backend: &SharedBackend, graph: &Graph) -> Batch {
+    let value = |name: &str, ty: &TensorType| {
+        let noise = noise(name.len() as u64, ty.numel());
+        let bytes = match ty.dtype {
+            DType::I64 => noise
+                .iter()
+                .flat_map(|x| (((x + 1.0) * 50.0) as i64).to_ne_bytes())
+                .collect(),
+            _ => bytes_of(&noise),
+        };
+        backend
+            .from_bytes(ty, &bytes)
+            .expect("as many as the type needs")
+    };
+    graph
+        .inputs()
+        .iter()
+        .map(|port| (port.name.clone(), value(&port.name, graph.ty(port.value))))
+        .collect()
+}
+
+fn bytes_of(data: &[f64]) -> Vec<u8> {
+    data.iter().flat_map(|x| x.to_ne_bytes()).collect()
+}
+
+/// Numbers in [-1, 1) that depend on a seed alone.
+fn noise(seed: u64, len: usize) -> Vec<f64> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 11) as f64 / (1_u64 << 53) as f64
+    };
+    (0..len).map(|_| 2.0 * next() - 1.0).collect()
+}
