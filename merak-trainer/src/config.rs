@@ -12,6 +12,7 @@ mod check;
 mod checked;
 mod choice;
 mod file;
+mod foreign;
 mod key;
 mod layer;
 mod nearest;
@@ -35,13 +36,13 @@ pub use self::{
     },
     checked::CheckedArguments,
     choice::{
-        Backend, DataFormat, Device, Engine, Optim, PartitionMethod, Recompute, ReportTo,
-        SplitMethod, TraceMethod,
+        Backend, DataFormat, Device, Engine, PartitionMethod, Recompute, ReportTo, SplitMethod,
+        TraceMethod,
     },
     key::Key,
     origin::Origin,
     setting::InputPath,
-    special::{Boundaries, ThreadsPerRank, TokenizerSource, ZeroStage},
+    special::{Boundaries, ThreadsPerRank, TokenizerSource},
 };
 use self::{
     key::Raw,

@@ -87,6 +87,12 @@ pub enum Error {
         /// How to set it.
         advice: String,
     },
+    /// A schedule that does not fit the microbatches or stages.
+    #[error(transparent)]
+    Schedule(#[from] merak_pipe::Error),
+    /// An optimizer or learning-rate setting that is not legal.
+    #[error(transparent)]
+    Optimizer(#[from] merak_zero::Error),
     /// Degrees whose product is not the number of ranks.
     #[error("dp {dp} x tp {tp} x pp {pp} x sp 1 = {product}, but the world has {world} ranks")]
     WorldSize {

@@ -7,8 +7,8 @@ pub mod metrics;
 
 pub use config::{
     Backend, Boundaries, CheckedArguments, ComputeArguments, Config, DataArguments, DataFormat,
-    Device, DistributedArguments, Engine, InputPath, Key, MerakArguments, ModelArguments, Optim,
-    Origin, PartitionMethod, Recompute, ReportTo, SplitMethod, ThreadsPerRank, TokenizerSource,
-    TpLayerListArguments, TraceMethod, ZeroStage, keys,
+    Device, DistributedArguments, Engine, InputPath, Key, MerakArguments, ModelArguments, Origin,
+    PartitionMethod, Recompute, ReportTo, SplitMethod, ThreadsPerRank, TokenizerSource,
+    TpLayerListArguments, TraceMethod, keys,
 };
 pub use error::{Error, Result};

@@ -2,16 +2,17 @@
 
 use std::path::PathBuf;
 
-use serde_json::{Map, Value};
+use merak_pipe::ScheduleKind;
+use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
 
 use super::{
     choice::{
-        Backend, DataFormat, Device, Engine, Optim, PartitionMethod, Recompute, ReportTo,
-        SplitMethod, TraceMethod,
+        Backend, DataFormat, Device, Engine, PartitionMethod, Recompute, ReportTo, SplitMethod,
+        TraceMethod,
     },
     key::{Key, settings},
     setting::InputPath,
-    special::{Boundaries, ThreadsPerRank, TokenizerSource, ZeroStage},
+    special::{Boundaries, ThreadsPerRank, TokenizerSource},
 };
 
 settings! {
@@ -30,7 +31,7 @@ settings! {
         /// Pipeline stages.
         pp: usize = 1,
         /// Order of the microbatches' forwards and backwards on each stage.
-        train_schedule: String = "1f1b".into(),
+        train_schedule: ScheduleKind = ScheduleKind::OneFOneB,
         /// Rule that gives shards to stages.
         partition_method: PartitionMethod = PartitionMethod::Uniform,
         /// Boundaries of `partition_method = "custom"`: pp + 1 of them, from 0 to the number of shards.
@@ -62,7 +63,7 @@ settings! {
         /// Whether tied weights become independent copies.
         no_tie_modules: bool = false,
         /// What ZeRO shards over the replicas: 0 nothing, 1 optimizer state.
-        zero_stage: ZeroStage = ZeroStage::One,
+        zero_stage: ZeroStage = ZeroStage::OptimizerState,
         /// Elements per all-gather of updated parameters.
         zero_allgather_bucket_size: usize = 500_000_000,
         /// Elements per reduction of gradients.
@@ -118,7 +119,7 @@ settings! {
         /// Steps to train; more than 0 wins over `num_train_epochs`.
         max_steps: i64 = -1,
         /// Optimizer.
-        optim: Optim = Optim::AdamW,
+        optim: OptimizerKind = OptimizerKind::AdamW,
         /// Learning rate after warmup.
         learning_rate: f64 = 5e-5,
         /// Decoupled weight decay; none on biases and norm weights.
@@ -136,9 +137,9 @@ settings! {
         /// Largest global gradient norm; 0 or less switches clipping off.
         max_grad_norm: f64 = 1.0,
         /// Shape of the learning rate over the run.
-        lr_scheduler_type: String = "linear".into(),
+        lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
         /// Parameters of that shape.
-        lr_scheduler_kwargs: Map<String, Value> = Map::new(),
+        lr_scheduler_kwargs: LrSchedulerKwargs = LrSchedulerKwargs::default(),
         /// Steps of warmup; more than 0 wins over `warmup_ratio`.
         warmup_steps: usize = 0,
         /// Warmup as a share of all steps.

@@ -2,11 +2,13 @@
 
 use std::fmt::Display;
 
+use merak_pipe::Size;
+use merak_zero::LrSchedule;
+
 use super::{
     arguments::MerakArguments,
     checked::CheckedArguments,
-    choice::{PartitionMethod, SplitMethod, one_of},
-    nearest::nearest,
+    choice::{PartitionMethod, SplitMethod},
 };
 use crate::error::{Error, Result};
 
@@ -80,8 +82,8 @@ pub(crate) fn check(
     let checker = Checker { place };
     check_degrees(arguments, &checker)?;
     check_graph(arguments, &checker)?;
-    check_schedule(arguments, &checker)?;
     check_optimization(arguments, &checker)?;
+    check_schedule(arguments)?;
     check_intervals(arguments, &checker)?;
     check_generation(arguments, &checker)?;
     checker.positive(&[("distributed.timeout_s", arguments.distributed.timeout_s)])?;
@@ -204,83 +206,21 @@ fn check_boundaries(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     require(boundaries[0] == 0 && rises, &"strictly rising from 0")
 }
 
-/// Schedules of this version, as configurations name them.
-const SCHEDULES: &[&str] = &["1f1b", "gpipe"];
-
-/// Schedules that a later version brings.
-const LATER_SCHEDULES: &[&str] = &[
-    "pre_recompute_1f1b",
-    "ds_default",
-    "last_no_recompute_1f1b",
-    "shifted_critical_path",
-    "full_critical_path_1f1b",
-    "interleaved_1f1b",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-    "v_half",
-    "v_min",
-    "dualpipe_v",
-    "auto",
-];
-
-/// Shapes of the learning rate.
-const LR_SCHEDULERS: &[&str] = &[
-    "linear",
-    "cosine",
-    "constant",
-    "constant_with_warmup",
-    "polynomial",
-    "wsd",
-    "warmup_stable_decay",
-    "cosine_with_restarts",
-    "inverse_sqrt",
-];
-
-fn check_schedule(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
-    check_name(
-        checker,
-        "train_schedule",
-        &a.train_schedule,
-        SCHEDULES,
-        LATER_SCHEDULES,
-    )?;
-    check_name(
-        checker,
-        "lr_scheduler_type",
-        &a.lr_scheduler_type,
-        LR_SCHEDULERS,
-        &[],
-    )
-}
-
-fn check_name(
-    checker: &Checker<'_>,
-    key: &'static str,
-    name: &str,
-    built: &[&str],
-    later: &[&str],
-) -> Result<()> {
-    let (found, place) = (format!("\"{name}\""), (checker.place)(key));
-    if built.contains(&name) {
-        Ok(())
-    } else if later.contains(&name) {
-        Err(Error::NotAvailable {
-            key,
-            found,
-            place,
-            instead: one_of(built),
-        })
-    } else {
-        let nearest = nearest(name, built.iter().copied()).map(Into::into);
-        Err(Error::UnknownChoice {
-            key,
-            choices: one_of(built),
-            found,
-            place,
-            nearest,
-        })
+fn check_schedule(a: &MerakArguments) -> Result<()> {
+    let found = a.gradient_accumulation_steps;
+    if found < a.train_schedule.min_microbatches(a.pp) {
+        // The crate that knows the condition words it.
+        a.train_schedule.generate(Size::new(a.pp, found))?;
     }
+    LrSchedule::new(
+        a.lr_scheduler_type,
+        &a.lr_scheduler_kwargs,
+        a.learning_rate,
+        a.warmup_steps as u64,
+        // How long the run is depends on the data; the number of decay steps is checked there.
+        u64::MAX,
+    )?;
+    Ok(())
 }
 
 fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {

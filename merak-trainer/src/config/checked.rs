@@ -2,6 +2,8 @@
 
 use std::{num::NonZeroUsize, ops::Deref};
 
+use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
+
 use super::arguments::MerakArguments;
 use crate::error::{Error, Result};
 
@@ -79,11 +81,43 @@ impl CheckedArguments {
         }
     }
 
-    /// Steps of warmup, when the run has `total` steps.
-    pub fn warmup(&self, total: usize) -> usize {
-        match self.warmup_steps {
-            0 => (self.warmup_ratio * total as f64).ceil() as usize,
-            steps => steps,
+    /// The learning rate over a run of `total` steps.
+    ///
+    /// # Errors
+    ///
+    /// When its parameters do not fit a run of that length.
+    pub fn lr_schedule(&self, total: usize) -> Result<LrSchedule> {
+        let total = total as u64;
+        let warmup = warmup_steps(self.warmup_steps as u64, self.warmup_ratio, total);
+        let kwargs = &self.lr_scheduler_kwargs;
+        Ok(LrSchedule::new(
+            self.lr_scheduler_type,
+            kwargs,
+            self.learning_rate,
+            warmup,
+            total,
+        )?)
+    }
+
+    /// How gradients are reduced and weights updated, with `threads` compute threads on each rank.
+    pub fn zero_config(&self, threads: usize) -> ZeroConfig {
+        ZeroConfig {
+            zero_stage: self.zero_stage,
+            optimizer: OptimizerConfig {
+                optim: self.optim,
+                weight_decay: self.weight_decay,
+                adam_beta1: self.adam_beta1,
+                adam_beta2: self.adam_beta2,
+                adam_epsilon: self.adam_epsilon,
+                sgd_momentum: self.sgd_momentum,
+                nesterov: self.nesterov,
+            },
+            max_grad_norm: self.max_grad_norm,
+            zero_reduce_bucket_size: self.zero_reduce_bucket_size,
+            zero_allgather_bucket_size: self.zero_allgather_bucket_size,
+            prescale_gradients: self.prescale_gradients,
+            gradient_predivide_factor: self.gradient_predivide_factor,
+            threads,
         }
     }
 
@@ -92,11 +126,6 @@ impl CheckedArguments {
         usize::try_from(self.save_total_limit)
             .ok()
             .and_then(NonZeroUsize::new)
-    }
-
-    /// Largest global gradient norm; `None` switches clipping off.
-    pub fn clip_norm(&self) -> Option<f64> {
-        (self.max_grad_norm > 0.0).then_some(self.max_grad_norm)
     }
 
     /// Most new tokens per prompt.

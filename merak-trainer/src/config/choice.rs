@@ -110,19 +110,6 @@ choices! {
 }
 
 choices! {
-    /// The optimizer.
-    Optim {
-        /// Adam with decoupled weight decay.
-        AdamW = "adamw_torch",
-        /// Adam, weight decay added to the gradient.
-        Adam = "adam",
-        /// Stochastic gradient descent.
-        Sgd = "sgd",
-    }
-    later ["adafactor", "lion", "lamb", "muon"]
-}
-
-choices! {
     /// Where metrics go besides `metrics.jsonl`.
     ReportTo {
         /// Nowhere.

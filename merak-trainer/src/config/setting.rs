@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 /// Why a value was refused; the place and the key are added by whoever knows them.
 #[derive(Debug, Clone, PartialEq)]
@@ -72,7 +72,7 @@ impl Setting for bool {
 const LARGEST_EXACT: f64 = 9_007_199_254_740_992.0;
 
 /// A number as a whole one: integers as they are, floats when they are integral (`5e8`).
-fn whole(value: &Value) -> Option<i128> {
+pub(crate) fn whole(value: &Value) -> Option<i128> {
     if let Some(number) = value.as_u64() {
         return Some(i128::from(number));
     }
@@ -280,20 +280,6 @@ impl<T: Setting> Setting for Vec<T> {
 
     fn to_value(&self) -> Value {
         self.iter().map(T::to_value).collect()
-    }
-}
-
-impl Setting for Map<String, Value> {
-    fn expected() -> String {
-        "a table".into()
-    }
-
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        value.as_object().cloned().ok_or(Refusal::Type)
-    }
-
-    fn to_value(&self) -> Value {
-        Value::Object(self.clone())
     }
 }
 

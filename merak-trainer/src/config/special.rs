@@ -9,51 +9,6 @@ use serde_json::Value;
 
 use super::setting::{Refusal, Setting, absolute};
 
-/// What the ZeRO optimizer shards over the data-parallel replicas.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ZeroStage {
-    /// Nothing (also written `none`).
-    Zero,
-    /// Optimizer state.
-    One,
-}
-
-impl ZeroStage {
-    /// The number that configurations use.
-    pub fn number(self) -> u8 {
-        match self {
-            Self::Zero => 0,
-            Self::One => 1,
-        }
-    }
-}
-
-impl Setting for ZeroStage {
-    fn expected() -> String {
-        "0 or 1".into()
-    }
-
-    fn from_value(value: &Value) -> Result<Self, Refusal> {
-        match Option::<usize>::from_value(value)? {
-            None | Some(0) => Ok(Self::Zero),
-            Some(1) => Ok(Self::One),
-            Some(2 | 3) => Err(Refusal::NotAvailable {
-                instead: Self::expected(),
-            }),
-            Some(_) => Err(Refusal::Type),
-        }
-    }
-
-    fn from_text(text: &str) -> Result<Self, Refusal> {
-        Self::from_value(&Option::<usize>::from_text(text)?.to_value())
-    }
-
-    fn to_value(&self) -> Value {
-        Value::from(self.number())
-    }
-}
-
 /// How text becomes token ids.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -190,17 +145,6 @@ mod tests {
         assert_eq!(Boundaries::from_text("0,6,12"), expected);
         assert_eq!(Boundaries::from_text("0;6"), Err(Refusal::Type));
         assert_eq!(Boundaries::from_value(&json!(6)), Err(Refusal::Type));
-    }
-
-    #[test]
-    fn zero_stage_none_is_stage_0() {
-        assert_eq!(ZeroStage::from_text("none"), Ok(ZeroStage::Zero));
-        assert_eq!(ZeroStage::from_value(&json!(1.0)), Ok(ZeroStage::One));
-        assert!(matches!(
-            ZeroStage::from_text("2"),
-            Err(Refusal::NotAvailable { .. })
-        ));
-        assert_eq!(ZeroStage::from_text("4"), Err(Refusal::Type));
     }
 
     #[test]

@@ -59,8 +59,8 @@ fn other_value(name: &str) -> Value {
         "split_method" => json!("layer_split"),
         "optim" => json!("sgd"),
         "zero_stage" => json!(0),
-        "lr_scheduler_type" => json!("cosine"),
-        "lr_scheduler_kwargs" => json!({"num_cycles": 1}),
+        "lr_scheduler_type" => json!("constant"),
+        "lr_scheduler_kwargs" => json!({"num_cycles": 1.5}),
         "resume_from_checkpoint" => json!("latest"),
         "data.tokenizer" => json!("/data/tokenizer.json"),
         "output_dir" | "data.path" | "model.config" => json!("/data/some"),
@@ -326,7 +326,7 @@ fn a_wrong_type_names_the_expected_one() {
     assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table, found 3 (merak.toml:1)"#);
     assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 0, found "many" (environment MERAK_PP)"#);
     assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam or sgd, found "adamw" (command line --optim); did you mean "adam"?"#);
-    assert_snapshot!(message(load_line("--train-schedule 1f1")), @r#""train_schedule" expects 1f1b or gpipe, found "1f1" (command line --train-schedule); did you mean "1f1b"?"#);
+    assert_snapshot!(message(load_line("--train-schedule 1f1")), @r#""train_schedule" expects gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b or shifted_critical_path, found "1f1" (command line --train-schedule); did you mean "1f1b"?"#);
 }
 
 #[test]
@@ -335,7 +335,7 @@ fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_line("--bf16")), @r#""bf16" true (command line --bf16) is not available in this version: choose false"#);
     assert_snapshot!(message(load_line("--sp 2")), @r#""sp" 2 (command line --sp) is not available in this version: choose 1"#);
     assert_snapshot!(message(load_line("--partition-method autopipe")), @r#""partition_method" "autopipe" (command line --partition-method) is not available in this version: choose uniform, uniform_floor, parameters or custom"#);
-    assert_snapshot!(message(load_line("--train-schedule zb_h1")), @r#""train_schedule" "zb_h1" (command line --train-schedule) is not available in this version: choose 1f1b or gpipe"#);
+    assert_snapshot!(message(load_line("--train-schedule zb_h1")), @r#""train_schedule" "zb_h1" (command line --train-schedule) is not available in this version: choose gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b or shifted_critical_path"#);
     assert_snapshot!(message(load_line("--lora_config lora.json")), @r#""lora_config" "lora.json" (command line --lora_config) is not available in this version: choose none"#);
     assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @r#""data.tokenizer" {"train_bpe":4096} (merak.toml:1) is not available in this version: choose "bytes" or the path of a tokenizer.json"#);
     assert_snapshot!(message(load_line("--sp 1 --bf16 false --virtual-stages 1 --lora-config none")), @"no error");
@@ -381,6 +381,10 @@ fn an_illegal_value_names_the_legal_ones() {
     assert_snapshot!(custom("--custom_partition 0,2"), @r#""custom_partition" is [0, 2] (command line --custom_partition), but must be 3 boundaries, because "pp" is 2"#);
     assert_snapshot!(custom("--custom_partition 0,4,2"), @r#""custom_partition" is [0, 4, 2] (command line --custom_partition), but must be strictly rising from 0"#);
     assert_snapshot!(custom("--custom_partition 0,2,4"), @"no error");
+    assert_snapshot!(message(load_line("--train_schedule shifted_critical_path --pp 2 --gradient_accumulation_steps 3")), @"shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 2 and 4), got 3");
+    assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"power\":2}")), @"`lr_scheduler_kwargs` has `power`, but the linear schedule takes none");
+    assert_snapshot!(message(load_line("--lr_scheduler_type polynomial --lr_scheduler_kwargs={\"power\":0}")), @"`power` is 0, expected more than 0");
+    assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"cycles\":2}")), @r#""lr_scheduler_kwargs" expects a table of num_cycles, power, lr_end, timescale, num_decay_steps, min_lr_ratio and decay_type, found "{"cycles":2}" (command line --lr_scheduler_kwargs)"#);
     assert_snapshot!(message(load_line("--num_train_epochs 0")), @r#""num_train_epochs" is 0 (command line --num_train_epochs), but must be more than 0"#);
     assert_snapshot!(message(load_line("--num_train_epochs 0 --max_steps 5")), @"no error");
     assert_snapshot!(message(load_line("--top_p 0")), @r#""top_p" is 0 (command line --top_p), but must be more than 0 and at most 1"#);
@@ -415,7 +419,7 @@ fn derived_values_follow_the_formulas() {
     .check()
     .unwrap();
     assert_eq!(fixed.total_steps(3), 5);
-    assert_eq!(fixed.warmup(5), 2);
+    assert_eq!(fixed.lr_schedule(5).unwrap().warmup(), 2);
     assert_eq!(fixed.recompute_chunk(), None);
     assert_eq!(fixed.checkpoints_kept().map(usize::from), Some(2));
 }

@@ -1,0 +1,163 @@
+//! Keys whose type belongs to the crate that acts on it.
+
+use merak_pipe::ScheduleKind;
+use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
+use serde_json::{Map, Value};
+
+use super::{
+    choice::{one_of, refuse},
+    setting::{Refusal, Setting, whole},
+};
+
+/// Reads and writes a key by the names of a foreign enum.
+macro_rules! named_setting {
+    ($type:ty: $names:expr, $parse:expr, later $later:expr) => {
+        impl Setting for $type {
+            fn expected() -> String {
+                one_of(&$names)
+            }
+
+            fn from_value(value: &Value) -> Result<Self, Refusal> {
+                Self::from_text(value.as_str().ok_or(Refusal::Type)?)
+            }
+
+            fn from_text(text: &str) -> Result<Self, Refusal> {
+                let parsed: Option<Self> = $parse(text);
+                parsed.ok_or_else(|| refuse(text, $names.into_iter(), $later))
+            }
+
+            fn to_value(&self) -> Value {
+                Value::from(self.as_str())
+            }
+        }
+    };
+}
+
+/// Schedules that train; the others are for evaluation.
+fn training_schedules() -> Vec<&'static str> {
+    let training = ScheduleKind::ALL
+        .into_iter()
+        .filter(|kind| kind.is_training());
+    training.map(ScheduleKind::as_str).collect()
+}
+
+named_setting!(
+    ScheduleKind: training_schedules(),
+    |text: &str| text.parse().ok().filter(|kind: &ScheduleKind| kind.is_training()),
+    later &["interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "auto"]
+);
+
+named_setting!(
+    OptimizerKind: OptimizerKind::ALL.map(Self::as_str),
+    |text: &str| text.parse().ok(),
+    later &["adafactor", "lion", "lamb", "muon"]
+);
+
+named_setting!(
+    LrSchedulerType: LrSchedulerType::ALL.map(Self::as_str),
+    |text: &str| serde_json::from_value(Value::from(text)).ok(),
+    later &[]
+);
+
+/// `none` is stage 0.
+impl Setting for ZeroStage {
+    fn expected() -> String {
+        "0 or 1".into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        match Option::<usize>::from_value(value)? {
+            None | Some(0) => Ok(Self::Replicated),
+            Some(1) => Ok(Self::OptimizerState),
+            Some(2 | 3) => Err(Refusal::NotAvailable {
+                instead: Self::expected(),
+            }),
+            Some(_) => Err(Refusal::Type),
+        }
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        Self::from_value(&Option::<usize>::from_text(text)?.to_value())
+    }
+
+    fn to_value(&self) -> Value {
+        Value::from(u8::from(*self))
+    }
+}
+
+impl Setting for LrSchedulerKwargs {
+    fn expected() -> String {
+        "a table of num_cycles, power, lr_end, timescale, num_decay_steps, min_lr_ratio and decay_type"
+            .into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        let table = value.as_object().ok_or(Refusal::Type)?;
+        let integral = |value: &Value| match whole(value) {
+            Some(number) => i64::try_from(number).map_or_else(|_| value.clone(), Value::from),
+            None => value.clone(),
+        };
+        let table: Map<_, _> = table
+            .iter()
+            .map(|(name, value)| (name.clone(), integral(value)))
+            .collect();
+        serde_json::from_value(Value::Object(table)).map_err(|_| Refusal::Type)
+    }
+
+    fn to_value(&self) -> Value {
+        let mut table = serde_json::to_value(self).expect("a struct of numbers is JSON");
+        if let Some(table) = table.as_object_mut() {
+            table.retain(|_, value| !value.is_null());
+        }
+        table
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn zero_stage_none_is_stage_0() {
+        assert_eq!(ZeroStage::from_text("none"), Ok(ZeroStage::Replicated));
+        assert_eq!(
+            ZeroStage::from_value(&json!(1.0)),
+            Ok(ZeroStage::OptimizerState)
+        );
+        assert!(matches!(
+            ZeroStage::from_text("2"),
+            Err(Refusal::NotAvailable { .. })
+        ));
+        assert_eq!(ZeroStage::from_text("4"), Err(Refusal::Type));
+    }
+
+    #[test]
+    fn a_second_name_of_a_schedule_means_the_same() {
+        let critical_path = ScheduleKind::from_text("full_critical_path_1f1b");
+        assert_eq!(critical_path, Ok(ScheduleKind::ShiftedCriticalPath));
+        assert_eq!(
+            LrSchedulerType::from_text("warmup_stable_decay"),
+            Ok(LrSchedulerType::Wsd)
+        );
+        assert!(matches!(
+            ScheduleKind::from_text("inference"),
+            Err(Refusal::Choice { .. })
+        ));
+    }
+
+    #[test]
+    fn scheduler_parameters_are_read_back_without_those_unset() {
+        let value = json!({"num_decay_steps": 5.0, "decay_type": "linear"});
+        let kwargs = LrSchedulerKwargs::from_value(&value).unwrap();
+        assert_eq!(kwargs.num_decay_steps, Some(5));
+        assert_eq!(
+            kwargs.to_value(),
+            json!({"num_decay_steps": 5, "decay_type": "linear"})
+        );
+        assert_eq!(
+            LrSchedulerKwargs::from_value(&json!({"cycles": 1})),
+            Err(Refusal::Type)
+        );
+    }
+}
