@@ -119,6 +119,6 @@ pub enum Error {
         /// The stage.
         stage: usize,
         /// The cause.
-        source: merak_trace::Error,
+        source: Box<merak_trace::Error>,
     },
 }

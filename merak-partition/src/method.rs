@@ -46,7 +46,7 @@ impl FromStr for SplitMethod {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let unknown = || unknown_method("split method", name, Self::ALL.map(Self::as_str).to_vec());
+        let unknown = || unknown_method("split method", name, &Self::ALL.map(Self::as_str));
         Self::ALL
             .into_iter()
             .find(|method| method.as_str() == name)
@@ -88,7 +88,7 @@ impl fmt::Display for StageMethod {
     }
 }
 
-fn unknown_method(what: &'static str, found: &str, names: Vec<&'static str>) -> Error {
+fn unknown_method(what: &'static str, found: &str, names: &[&'static str]) -> Error {
     let nearest = nearest(found, names.iter().copied()).unwrap_or_default();
     Error::UnknownMethod {
         what,

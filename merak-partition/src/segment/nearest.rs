@@ -77,9 +77,15 @@ mod tests {
 
     #[test]
     fn valleys_are_lower_than_both_sides_and_ends_count_as_walls() {
-        assert_eq!(valleys(&[1, 1, 2, 1, 3, 2, 2, 4]), [0..2, 3..4, 5..7]);
-        assert_eq!(valleys(&[1, 1, 1]), [0..3]);
-        assert_eq!(valleys(&[1, 2, 3]), [0..1]);
-        assert_eq!(valleys(&[]), Vec::<Range<usize>>::new());
+        let ends = |live| {
+            valleys(live)
+                .iter()
+                .map(|run| (run.start, run.end))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(ends(&[1, 1, 2, 1, 3, 2, 2, 4]), [(0, 2), (3, 4), (5, 7)]);
+        assert_eq!(ends(&[1, 1, 1]), [(0, 3)]);
+        assert_eq!(ends(&[1, 2, 3]), [(0, 1)]);
+        assert_eq!(ends(&[]), []);
     }
 }

@@ -86,14 +86,17 @@ fn options(method: SplitMethod, num_stages: usize, shard_count: usize) -> Segmen
 
 /// Segments of a graph, or none where it has too few.
 fn cut(graph: &Graph, options: &SegmentOptions) -> Option<Segments> {
-    match segment(graph, options) {
-        Ok(segments) => Some(segments),
-        Err(
-            Error::TooFewSegments { .. }
+    let result = segment(graph, options);
+    let too_few = matches!(
+        result,
+        Err(Error::TooFewSegments { .. }
             | Error::NoLegalCut { .. }
-            | Error::UnknownSplitPoint { .. },
-        ) => None,
-        Err(error) => panic!("{error}"),
+            | Error::UnknownSplitPoint { .. })
+    );
+    if too_few {
+        None
+    } else {
+        Some(result.expect("nothing else is wrong with the options"))
     }
 }
 

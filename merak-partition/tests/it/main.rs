@@ -1,8 +1,12 @@
 //! Tests of the public interface:
 //! - `models`: segments and stages of real models;
 //! - `graphs`: laws over random graphs;
+//! - `tensor_parallel`: no cut through a sum over ranks;
+//! - `report`: the table and its figures;
 //! - `errors`: messages that users read.
 
 mod errors;
 mod graphs;
 mod models;
+mod report;
+mod tensor_parallel;

@@ -5,7 +5,7 @@ use merak_partition::{
     segment, stages,
 };
 use merak_trace::{
-    Graph, Op,
+    Graph, Op, RecomputePlan, StageProgram,
     models::{self, Model, TraceOptions},
 };
 use serde_json::json;
@@ -254,25 +254,59 @@ fn recompute_spares_the_embeddings_and_the_last_chunk_of_the_last_stage() {
     let graph = trace(&*model);
     let options = SegmentOptions::for_model(&model.info(), 2);
     let partition = Partition::new(&graph, &options, &StageMethod::Uniform).unwrap();
-    let bounds = &partition.segments.bounds;
-    let plan =
-        |stage, chunk, enabled| recompute_plan(&graph, &partition, stage, chunk, enabled).chunks;
-    // Segments: embeddings, attention 0, MLP 0 | attention 1, MLP 1, head.
-    assert_eq!(
-        plan(0, 1, true),
-        [bounds[1]..bounds[2], bounds[2]..bounds[3]]
-    );
-    assert_eq!(
-        plan(1, 1, true),
-        [bounds[3]..bounds[4], bounds[4]..bounds[5]]
-    );
+    // Chunks by the segments at their ends: embeddings, attention 0, MLP 0 | attention 1, MLP 1, head.
+    let plan = |stage, chunk, enabled| {
+        let chunks = recompute_plan(&graph, &partition, stage, chunk, enabled).chunks;
+        let segment = |node| {
+            partition
+                .segments
+                .bounds
+                .iter()
+                .position(|&bound| bound == node)
+                .expect("chunks end with segments")
+        };
+        chunks
+            .iter()
+            .map(|chunk| (segment(chunk.start), segment(chunk.end)))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(plan(0, 1, true), [(1, 2), (2, 3)]);
+    assert_eq!(plan(1, 1, true), [(3, 4), (4, 5)]);
     assert_eq!(
         plan(0, 2, true),
-        [bounds[2]..bounds[3]],
+        [(2, 3)],
         "the first chunk has the embeddings"
     );
-    assert_eq!(plan(1, 2, true), [bounds[3]..bounds[5]]);
-    assert!(
-        plan(1, 3, true).is_empty() && plan(0, 0, true).is_empty() && plan(0, 1, false).is_empty()
+    assert_eq!(plan(1, 2, true), [(3, 5)]);
+    assert_eq!(
+        [plan(1, 3, true), plan(0, 0, true), plan(0, 1, false)],
+        [const { Vec::new() }; 3]
     );
+}
+
+#[test]
+fn programs_grow_linearly_with_the_layers() {
+    let nodes = |layers, num_stages| {
+        let model = gpt2(layers);
+        let graph = trace(&*model);
+        let partition = Partition::new(
+            &graph,
+            &SegmentOptions::for_model(&model.info(), num_stages),
+            &StageMethod::Uniform,
+        );
+        let cuts = partition
+            .expect("the model is cut")
+            .cuts(&graph)
+            .expect("the cuts are the graph's own");
+        let program = |stage| {
+            StageProgram::training(&graph, &cuts, stage, &RecomputePlan::default())
+                .expect("it differentiates")
+        };
+        (0..num_stages)
+            .map(|stage| program(stage).graph.nodes().len())
+            .sum::<usize>()
+    };
+    let (one, two, four) = (nodes(8, 4), nodes(16, 4), nodes(32, 4));
+    assert_eq!(four - two, 2 * (two - one));
+    assert_eq!(nodes(32, 16), four, "no node is in two stages");
 }

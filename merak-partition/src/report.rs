@@ -1,0 +1,297 @@
+//! What is in each stage, what it costs, and why the cuts are where they are.
+
+mod modules;
+mod table;
+
+use crate::{Error, Partition, Result, cost, cost::Cost};
+use merak_trace::{Graph, Hop, Phase, RecomputePlan, Source, StageProgram, TiedParam, ValueId};
+use modules::ModuleRanges;
+use serde::Serialize;
+use std::collections::BTreeSet;
+
+/// What the report takes from the rest of a run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ReportOptions {
+    /// For each stage, the most microbatches whose activations it holds at once; the schedule knows.
+    pub live_microbatches: Vec<usize>,
+    /// For each stage, what it computes again; empty when nothing is.
+    pub recompute: Vec<RecomputePlan>,
+    /// Bytes of gradient per element of a parameter on the rank.
+    pub grad_bytes_per_param: f64,
+    /// Bytes of optimizer state per element of a parameter on the rank, master weights included.
+    pub optimizer_bytes_per_param: f64,
+}
+
+impl ReportOptions {
+    /// `1f1b` with `num_microbatches`, gradients in f32, two f32 moments on every rank, no recomputation.
+    pub fn one_f_one_b(num_stages: usize, num_microbatches: usize) -> Self {
+        Self {
+            live_microbatches: (0..num_stages)
+                .map(|stage| (num_stages - stage).min(num_microbatches))
+                .collect(),
+            recompute: Vec::new(),
+            grad_bytes_per_param: 4.0,
+            optimizer_bytes_per_param: 8.0,
+        }
+    }
+}
+
+/// Bytes that pass between two stages for each microbatch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Traffic {
+    /// Values of the forward.
+    pub activation_bytes: usize,
+    /// Their gradients, which pass the other way.
+    pub gradient_bytes: usize,
+}
+
+/// One stage of a [`PartitionReport`]. Sizes are those of one rank; work and traffic are per microbatch.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct StageReport {
+    /// The stage.
+    pub stage: usize,
+    /// Segments that it is made of.
+    pub segments: usize,
+    /// Paths of its modules in order, as `transformer.h.0-3`.
+    pub modules: Vec<String>,
+    /// Elements of its parameters in the whole model; a tied one counts on its owner.
+    pub parameters: usize,
+    /// Elements of parameters that a rank holds: its slices, and copies of tied ones.
+    pub local_parameters: usize,
+    /// Work of the forward.
+    pub forward: Cost,
+    /// Work of the backward, without what is computed again.
+    pub backward: Cost,
+    /// Work that is done again.
+    pub recompute: Cost,
+    /// What it sends: activations to the next stage, gradients to the one before.
+    pub sent: Traffic,
+    /// What it receives: activations from the stage before, gradients from the next.
+    pub received: Traffic,
+    /// Bytes of the forward's values that its backward uses.
+    pub kept_bytes: usize,
+    /// Most microbatches whose values it keeps at once.
+    pub live_microbatches: usize,
+    /// Bytes of weights, gradients, optimizer state and kept values, without temporaries.
+    pub memory_bytes: usize,
+    /// Names of the data that it loads.
+    pub inputs: Vec<String>,
+}
+
+/// A parameter that several stages use.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct TiedReport {
+    /// Name of the parameter.
+    pub name: String,
+    /// The stage that owns it.
+    pub owner: usize,
+    /// The stages that hold a copy.
+    pub copies: Vec<usize>,
+}
+
+/// The stages of a partition; prints as a table.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PartitionReport {
+    /// The stages in order.
+    pub stages: Vec<StageReport>,
+    /// Parameters that several stages use.
+    pub tied: Vec<TiedReport>,
+    /// What decided the segments.
+    pub split: String,
+    /// What decided the stages.
+    pub layout: String,
+}
+
+/// Looks at the program of every stage.
+///
+/// # Errors
+/// [`Error::PerStage`] when a list of the options does not have one entry per stage; [`Error::OtherGraph`];
+/// [`Error::Program`] when a stage cannot be differentiated.
+pub fn report(
+    graph: &Graph,
+    partition: &Partition,
+    options: &ReportOptions,
+) -> Result<PartitionReport> {
+    let num_stages = partition.num_stages();
+    check_length(
+        "live_microbatches",
+        options.live_microbatches.len(),
+        num_stages,
+    )?;
+    if !options.recompute.is_empty() {
+        check_length("recompute", options.recompute.len(), num_stages)?;
+    }
+    let cuts = partition.cuts(graph)?;
+    let ranges = ModuleRanges::of(graph);
+    let nothing = RecomputePlan::default();
+    let mut stages = Vec::with_capacity(num_stages);
+    for stage in 0..num_stages {
+        let recompute = options.recompute.get(stage).unwrap_or(&nothing);
+        let program = StageProgram::training(graph, &cuts, stage, recompute).map_err(|source| {
+            Error::Program {
+                stage,
+                source: Box::new(source),
+            }
+        })?;
+        let mut entry = of_program(&program, options, options.live_microbatches[stage]);
+        entry.stage = stage;
+        entry.segments = partition.segments_of(stage).len();
+        entry.modules = ranges.names(graph, partition.nodes_of(stage));
+        entry.parameters = partition.params_of(stage);
+        stages.push(entry);
+    }
+    let layout = layout(partition, &stages);
+    Ok(PartitionReport {
+        stages,
+        tied: cuts.tied(graph).into_iter().map(tied).collect(),
+        split: split(partition),
+        layout,
+    })
+}
+
+fn check_length(what: &'static str, found: usize, expected: usize) -> Result<()> {
+    if found == expected {
+        Ok(())
+    } else {
+        Err(Error::PerStage {
+            what,
+            expected,
+            found,
+        })
+    }
+}
+
+/// What the program of a stage tells.
+fn of_program(
+    program: &StageProgram,
+    options: &ReportOptions,
+    live_microbatches: usize,
+) -> StageReport {
+    let in_phases = |wanted: &[Phase]| {
+        let nodes = program.graph.nodes().iter().zip(&program.phases);
+        nodes
+            .filter(|(_, phase)| wanted.contains(phase))
+            .map(|(node, _)| cost::node(&program.graph, node))
+            .sum()
+    };
+    let local_parameters = program
+        .params()
+        .iter()
+        .map(|param| param.local.numel())
+        .sum();
+    let weight_bytes: usize = program
+        .params()
+        .iter()
+        .map(|param| param.local.size_bytes())
+        .sum();
+    let state_bytes = local_parameters as f64
+        * (options.grad_bytes_per_param + options.optimizer_bytes_per_param);
+    let kept_bytes = kept_bytes(program);
+    StageReport {
+        stage: 0,
+        segments: 0,
+        modules: Vec::new(),
+        parameters: 0,
+        local_parameters,
+        forward: in_phases(&[Phase::Forward]),
+        backward: in_phases(&[Phase::BackwardInput, Phase::BackwardWeight]),
+        recompute: in_phases(&[Phase::Recompute]),
+        sent: Traffic {
+            activation_bytes: activation_bytes(&program.send),
+            gradient_bytes: gradient_bytes(&program.recv),
+        },
+        received: Traffic {
+            activation_bytes: activation_bytes(&program.recv),
+            gradient_bytes: gradient_bytes(&program.send),
+        },
+        kept_bytes,
+        live_microbatches,
+        memory_bytes: weight_bytes + state_bytes.round() as usize + kept_bytes * live_microbatches,
+        inputs: program
+            .inputs
+            .iter()
+            .map(|port| port.name.clone())
+            .collect(),
+    }
+}
+
+fn activation_bytes(hops: &[Hop]) -> usize {
+    hops.iter().map(|hop| hop.ty.size_bytes()).sum()
+}
+
+fn gradient_bytes(hops: &[Hop]) -> usize {
+    hops.iter()
+        .filter(|hop| hop.grad.is_some())
+        .map(|hop| hop.ty.size_bytes())
+        .sum()
+}
+
+/// Bytes of received, loaded and computed values of the forward that a later phase reads.
+fn kept_bytes(program: &StageProgram) -> usize {
+    let graph = &program.graph;
+    let given: BTreeSet<_> = program
+        .recv
+        .iter()
+        .map(|hop| hop.value)
+        .chain(program.inputs.iter().map(|port| port.value))
+        .collect();
+    let of_forward = |value: &ValueId| match graph.value(*value).source {
+        Source::Node { node, .. } => program.phases[node.index()] == Phase::Forward,
+        Source::Input(_) => given.contains(value),
+        Source::Param(_) => false,
+    };
+    let read = program
+        .backward
+        .iter()
+        .flat_map(|&id| &graph.node(id).inputs);
+    let kept: BTreeSet<_> = read.copied().filter(of_forward).collect();
+    kept.into_iter()
+        .map(|value| graph.ty(value).size_bytes())
+        .sum()
+}
+
+fn tied(param: TiedParam) -> TiedReport {
+    TiedReport {
+        name: param.name,
+        owner: param.stages[0],
+        copies: param.stages[1..].to_vec(),
+    }
+}
+
+fn split(partition: &Partition) -> String {
+    let segments = &partition.segments;
+    match segments.refined {
+        0 => segments.rule.to_string(),
+        more => format!(
+            "{}; {more} cuts added, as there were fewer segments than stages",
+            segments.rule
+        ),
+    }
+}
+
+fn layout(partition: &Partition, stages: &[StageReport]) -> String {
+    let counts: Vec<_> = stages
+        .iter()
+        .map(|stage| stage.segments.to_string())
+        .collect();
+    let flops: Vec<_> = stages
+        .iter()
+        .map(|stage| stage.forward.flops as f64)
+        .collect();
+    let mean = flops.iter().sum::<f64>() / flops.len() as f64;
+    let largest = flops.iter().copied().fold(0.0, f64::max);
+    let balance = if mean > 0.0 {
+        format!(
+            "; the longest forward is {:.2} times the mean",
+            largest / mean
+        )
+    } else {
+        String::new()
+    };
+    format!(
+        "{}: {} segments as {}{balance}",
+        partition.method,
+        partition.segments.len(),
+        counts.join(" + ")
+    )
+}
