@@ -60,7 +60,9 @@ pub use attention::{
     AttentionDropout, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec, Strided,
     attention, attention_grad,
 };
-pub use cross_entropy::{IGNORED_LABEL, cross_entropy, cross_entropy_grad};
+pub use cross_entropy::{
+    IGNORED_LABEL, cross_entropy, cross_entropy_grad, cross_entropy_grad_in_place,
+};
 pub use dropout::{Dropout, DropoutKey, SampleSlice, dropout};
 pub use elementwise::{add, add_assign, add_suffix, mul, scale, transpose_middle};
 pub use embedding::{TableRows, embedding, embedding_grad};

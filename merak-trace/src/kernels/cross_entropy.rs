@@ -93,31 +93,76 @@ pub fn cross_entropy_grad<T: Float>(
     scale: T,
     dlogits: &mut [T],
 ) -> Result<(), KernelError> {
-    let classes = check(logits.len(), labels)?;
-    assert_eq!(lse.len(), labels.len(), "one sum per row");
     assert_eq!(dlogits.len(), logits.len(), "a gradient per logit");
+    let logits = Some(logits);
+    grad_chunks(threads, logits, labels, smoothing, lse, scale, dlogits)
+}
+
+/// Replaces the logits by what [`cross_entropy_grad`] gives, for callers that need them no more.
+///
+/// # Shapes
+///
+/// `logits`: `[R, V]`; `labels`, `lse`: `[R]`.
+///
+/// # Errors
+///
+/// A label is neither below V nor [`IGNORED_LABEL`].
+///
+/// # Panics
+///
+/// The lengths do not fit.
+pub fn cross_entropy_grad_in_place<T: Float>(
+    threads: &Threads,
+    labels: &[i64],
+    smoothing: f64,
+    lse: &[T],
+    scale: T,
+    logits: &mut [T],
+) -> Result<(), KernelError> {
+    grad_chunks(threads, None, labels, smoothing, lse, scale, logits)
+}
+
+/// Turns the logits (those in `dlogits`, unless they are elsewhere) into gradients, row by row.
+fn grad_chunks<T: Float>(
+    threads: &Threads,
+    logits: Option<&[T]>,
+    labels: &[i64],
+    smoothing: f64,
+    lse: &[T],
+    scale: T,
+    dlogits: &mut [T],
+) -> Result<(), KernelError> {
+    let classes = check(dlogits.len(), labels)?;
+    assert_eq!(lse.len(), labels.len(), "one sum per row");
+    if classes == 0 {
+        return Ok(());
+    }
     let rows = rows_per_chunk(classes);
-    let chunk = (rows * classes).max(1);
     let at_label = scale * T::from_f64(1.0 - smoothing);
-    let everywhere = scale * T::from_f64(smoothing / classes.max(1) as f64);
-    let inputs = logits
-        .chunks(chunk)
-        .zip(labels.chunks(rows).zip(lse.chunks(rows)));
-    let items = inputs.zip(dlogits.chunks_mut(chunk));
-    threads.for_each(items, |((logits, (labels, lse)), dlogits)| {
+    let everywhere = scale * T::from_f64(smoothing / classes as f64);
+    let inputs = labels.chunks(rows).zip(lse.chunks(rows)).enumerate();
+    let items = inputs.zip(dlogits.chunks_mut(rows * classes));
+    threads.for_each(items, |((chunk, (labels, lse)), dlogits)| {
+        let first_row = chunk * rows;
         vectorize(
             #[inline(always)]
             || {
-                let rows = logits
-                    .chunks_exact(classes)
-                    .zip(dlogits.chunks_exact_mut(classes));
-                for ((logits, dlogits), (&label, &lse)) in rows.zip(labels.iter().zip(lse)) {
+                let grads = dlogits.chunks_exact_mut(classes).enumerate();
+                for ((row, dlogits), (&label, &lse)) in grads.zip(labels.iter().zip(lse)) {
                     let Ok(label) = usize::try_from(label) else {
                         dlogits.fill(T::ZERO);
                         continue;
                     };
-                    for (dlogit, &logit) in dlogits.iter_mut().zip(logits) {
-                        *dlogit = Float::exp(logit - lse).fma(scale, -everywhere);
+                    let grad = |logit: T| Float::exp(logit - lse).fma(scale, -everywhere);
+                    if let Some(logits) = logits {
+                        let logits = &logits[(first_row + row) * classes..][..classes];
+                        for (dlogit, &logit) in dlogits.iter_mut().zip(logits) {
+                            *dlogit = grad(logit);
+                        }
+                    } else {
+                        for logit in &mut *dlogits {
+                            *logit = grad(*logit);
+                        }
                     }
                     dlogits[label] -= at_label;
                 }
@@ -227,6 +272,11 @@ mod tests {
                     result.unwrap();
                     grad
                 });
+                let mut in_place = logits.clone();
+                let one = Threads::one();
+                cross_entropy_grad_in_place(&one, &labels, smoothing, &lse, 0.25, &mut in_place)
+                    .unwrap();
+                assert_eq!(in_place, grad);
                 let f = |logits: &[f64]| vec![0.25 * definition(logits, &labels, smoothing)];
                 assert_gradient(&logits, &[1.0], f, &grad);
             }
