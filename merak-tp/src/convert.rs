@@ -10,7 +10,7 @@
 //! Each form of a value is made once and shared by all of its users, so the query, key and value projections
 //! of a layer have one `copy_to` and one all-reduce backward.
 
-use crate::{Result, report::Gather, rewrite::Rewriter, rules::Need};
+use crate::{Result, report::Gather, rewriter::Rewriter, rules::Need};
 use merak_trace::{Axis, Op, Placement, Shard, Source, ValueId};
 use std::sync::Arc;
 

@@ -59,14 +59,14 @@ mod error;
 mod lists;
 mod matching;
 mod report;
-mod rewrite;
+mod rewriter;
 mod rules;
 
 pub use defaults::default_lists;
 pub use error::{Error, Result};
 pub use lists::{LayerLists, Mapping, SplitKind, set_tp_layer_lists, tp_layer_lists};
 pub use report::{Gather, KeptWhole, Report, SplitModule, Traffic};
-pub use rewrite::{Rewritten, rewrite};
+pub use rewriter::{Rewritten, rewrite};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -59,21 +59,18 @@ pub(crate) fn find(model: &Graph, lists: &LayerLists, degree: usize) -> Result<M
             matches.roles.insert(layer.id, Role { kind, list, parts });
         }
     }
-    let shown = |keep: &dyn Fn(usize) -> bool| -> Vec<String> {
-        entries
-            .iter()
-            .enumerate()
-            .filter(|(index, _)| keep(*index))
-            .map(|(_, entry)| entry.shown.clone())
-            .collect()
-    };
     if matches.roles.is_empty() {
+        let patterns: Vec<_> = entries.into_iter().map(|entry| entry.shown).collect();
         return Err(Error::NothingMatched {
             degree,
-            patterns: shown(&|_| true).join(", "),
+            patterns: patterns.join(", "),
         });
     }
-    matches.unmatched = shown(&|index| !used.contains(&index));
+    let unused = entries
+        .into_iter()
+        .enumerate()
+        .filter(|(index, _)| !used.contains(index));
+    matches.unmatched = unused.map(|(_, entry)| entry.shown).collect();
     keep_shared_heads_whole(model, degree, &mut matches);
     Ok(matches)
 }
