@@ -25,13 +25,13 @@ pub enum Phase {
 
 /// The gradient of one use of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ParamGrad {
+pub(crate) struct ParamGrad {
     /// The parameter.
-    pub param: ParamId,
+    pub(crate) param: ParamId,
     /// The node whose operand it was.
-    pub used_by: NodeId,
+    pub(crate) used_by: NodeId,
     /// The value that holds the gradient.
-    pub value: ValueId,
+    pub(crate) value: ValueId,
 }
 
 /// What [`differentiate`] found.

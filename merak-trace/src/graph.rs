@@ -2,7 +2,11 @@
 
 use crate::{Error, Op, Param, Placement, Result, TensorType, infer::infer};
 use serde::{Deserialize, Serialize};
-use std::{collections::BTreeMap, fmt, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    sync::Arc,
+};
 
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident, $prefix:literal) => {
@@ -113,7 +117,9 @@ pub struct Graph {
     param_ids: BTreeMap<String, ParamId>,
     inputs: Vec<Port>,
     outputs: Vec<Port>,
-    names: BTreeMap<Arc<str>, u32>,
+    names: BTreeSet<Arc<str>>,
+    /// How often each base name was asked for.
+    name_counts: BTreeMap<Arc<str>, u32>,
 }
 
 impl Graph {
@@ -276,9 +282,14 @@ impl Graph {
     /// The name that the next node of this scope and operation gets.
     pub(crate) fn unique_name(&mut self, scope: &str, op: &str) -> Arc<str> {
         let base: Arc<str> = if scope.is_empty() { op.into() } else { format!("{scope}.{op}").into() };
-        let count = self.names.entry(Arc::clone(&base)).or_insert(0);
-        *count += 1;
-        if *count == 1 { base } else { format!("{base}_{count}").into() }
+        let count = self.name_counts.entry(Arc::clone(&base)).or_insert(0);
+        loop {
+            *count += 1;
+            let name = if *count == 1 { Arc::clone(&base) } else { format!("{base}_{count}").into() };
+            if !self.names.contains(&name) {
+                return name;
+            }
+        }
     }
 
     /// Adds a node under a name that the caller keeps unique, as a rewrite does that copies nodes.
@@ -291,6 +302,7 @@ impl Graph {
         let node = NodeId::at(self.nodes.len());
         let outputs: Vec<_> =
             results.into_iter().enumerate().map(|(result, ty)| self.new_value(ty, Source::Node { node, result })).collect();
+        self.names.insert(Arc::clone(&name));
         self.nodes.push(Node { name, scope: Arc::clone(scope), op, inputs, outputs: outputs.clone() });
         Ok(outputs)
     }

@@ -235,10 +235,10 @@ impl Interpreter {
         let slots: Vec<_> = node.outputs.iter().filter_map(|output| self.grad_slots.get(output).copied()).collect();
         let context = frame.context;
         let call = Call { name: &node.name, op: &node.op, results: &results, context: &context };
-        if node.op.communicates().is_none() {
+        if !node.op.is_region() {
             return self.backend.accumulate(call, inputs, store, &slots);
         }
-        // The gradient of a whole parameter that sharded work used: summed over the ranks, then added.
+        // A parameter that sharded work used whole: its gradient crosses the region's border first.
         let summed = self.execute(call, inputs)?;
         self.backend.accumulate(Call { op: &Op::Identity, ..call }, summed, store, &slots)
     }

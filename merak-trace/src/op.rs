@@ -342,6 +342,11 @@ impl Op {
         }
     }
 
+    /// Whether the operation is a border between whole and sharded work, which the interpreter runs itself.
+    pub fn is_region(&self) -> bool {
+        matches!(self, Self::CopyTo { .. } | Self::AllReduce { .. } | Self::AllGather { .. } | Self::Scatter { .. })
+    }
+
     /// The mesh axis that this operation communicates over, forward.
     pub fn communicates(&self) -> Option<Axis> {
         match self {

@@ -228,6 +228,67 @@ pub enum Error {
         /// The shape in the first sample.
         expected: String,
     },
+    /// The model's configuration file is no JSON.
+    #[error("cannot parse the model configuration {}: {message}", path.display())]
+    ModelSyntax {
+        /// The file.
+        path: PathBuf,
+        /// What the parser says.
+        message: String,
+    },
+    /// A checkpoint holds other tensors than the model.
+    #[error("the checkpoint {} is of another model: {difference}", path.display())]
+    OtherModel {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The first difference.
+        difference: String,
+    },
+    /// A checkpoint lacks a part that was not excused.
+    #[error("the checkpoint {} has no {part}: set \"{flag}\" to go on without it", path.display())]
+    MissingPart {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What is missing.
+        part: &'static str,
+        /// The key that skips it.
+        flag: &'static str,
+    },
+    /// The model's vocabulary has no room for the tokenizer's.
+    #[error(
+        "the tokenizer has {tokens} tokens, but the model's vocabulary only {vocab}: use a model configuration with \"vocab_size\" of at least {tokens}"
+    )]
+    Vocabulary {
+        /// Tokens of the tokenizer.
+        tokens: usize,
+        /// Size of the model's vocabulary.
+        vocab: usize,
+    },
+    /// The model or its configuration cannot be used, or a node failed.
+    #[error(transparent)]
+    Model(#[from] merak_trace::Error),
+    /// The tensor-parallel rewrite refused.
+    #[error(transparent)]
+    TensorParallel(#[from] merak_tp::Error),
+    /// The model cannot be cut as asked.
+    #[error(transparent)]
+    Partition(#[from] merak_partition::Error),
+    /// A checkpoint could not be read or written, or generation failed.
+    #[error(transparent)]
+    Checkpoint(#[from] merak_ckpt::Error),
+    /// A collective or a group failed.
+    #[error(transparent)]
+    Group(#[from] merak_mpu::Error),
+    /// A rank failed, and the run with it.
+    #[error("rank {rank} failed: {cause}")]
+    Rank {
+        /// The rank that failed first.
+        rank: usize,
+        /// What happened there, with its causes.
+        cause: String,
+        /// Whether the configuration or an input was at fault.
+        user: bool,
+    },
     /// A prefetch thread that ended before its samples were read.
     #[error("a data thread ended before it delivered its samples")]
     DataThread,
@@ -237,7 +298,30 @@ impl Error {
     /// Whether the command line, the configuration or an input is at fault (exit status 2), and not
     /// the run (exit status 1).
     pub fn is_user_error(&self) -> bool {
-        !matches!(self, Self::Write { .. } | Self::DataThread)
+        match self {
+            Self::Write { .. }
+            | Self::DataThread
+            | Self::Schedule(
+                merak_pipe::Error::Stage { .. }
+                | merak_pipe::Error::Link { .. }
+                | merak_pipe::Error::Timeout { .. }
+                | merak_pipe::Error::Aborted { .. }
+                | merak_pipe::Error::PeerLeft { .. },
+            )
+            | Self::Optimizer(merak_zero::Error::Communication { .. })
+            | Self::Model(
+                merak_trace::Error::Collective { .. }
+                | merak_trace::Error::Kernel { .. }
+                | merak_trace::Error::Backend { .. },
+            ) => false,
+            Self::Group(error) => matches!(
+                error,
+                merak_mpu::Error::WorldSize { .. } | merak_mpu::Error::ZeroDegree { .. }
+            ),
+            Self::Checkpoint(error) => error.is_user_error(),
+            Self::Rank { user, .. } => *user,
+            _ => true,
+        }
     }
 }
 

@@ -4,6 +4,10 @@ mod config;
 pub mod data;
 mod error;
 pub mod metrics;
+mod plan;
+mod stage;
+mod trainer;
+mod world;
 
 pub use config::{
     Backend, Boundaries, CheckedArguments, ComputeArguments, Config, DataArguments, DataFormat,
@@ -12,3 +16,6 @@ pub use config::{
     TpLayerListArguments, TraceMethod, keys,
 };
 pub use error::{Error, Result};
+pub use plan::Plan;
+pub use world::{chain, run_world, threads_per_rank};
+pub use trainer::{Callback, LoadedCheckpoint, MerakTrainer, StepReport, TrainOutput, TrainerParts};

@@ -1,2 +1,64 @@
 //! The `merak` command.
-fn main() {}
+
+mod commands;
+
+use clap::{CommandFactory, Parser, Subcommand};
+use merak_trainer::chain;
+use std::process::ExitCode;
+use tracing_subscriber::EnvFilter;
+
+/// Trains and fine-tunes transformer models with data, tensor and pipeline parallelism.
+#[derive(Debug, Parser)]
+#[command(name = "merak", version, about, max_term_width = 100)]
+struct Cli {
+    /// What to log, as a tracing filter: `info`, `merak_trainer=debug`.
+    #[arg(long, global = true, env = "MERAK_LOG", default_value = "warn", value_name = "FILTER")]
+    log: String,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Train(commands::train::Args),
+    Trace(commands::trace::Args),
+    Schedule(commands::schedule::Args),
+    Config(commands::config::Args),
+    Generate(commands::generate::Args),
+    /// Measures this machine.
+    #[command(subcommand)]
+    Bench(commands::bench::Bench),
+    /// Prints a completion script.
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = EnvFilter::try_from_env("RUST_LOG").or_else(|_| EnvFilter::try_new(&cli.log)).unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let outcome = match cli.command {
+        Command::Train(args) => commands::train::run(&args),
+        Command::Trace(args) => commands::trace::run(&args),
+        Command::Schedule(args) => commands::schedule::run(&args),
+        Command::Config(args) => commands::config::run(&args),
+        Command::Generate(args) => commands::generate::run(&args),
+        Command::Bench(bench) => commands::bench::run(&bench),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "merak", &mut std::io::stdout());
+            Ok(ExitCode::SUCCESS)
+        }
+    };
+    outcome.unwrap_or_else(|failure| {
+        eprint_line(&format!("error: {}", chain(failure.0.as_ref())));
+        ExitCode::from(failure.exit_status())
+    })
+}
+
+/// Writes a line to standard error; a closed one is no reason to fail.
+#[expect(clippy::print_stderr, reason = "the command speaks to its user")]
+fn eprint_line(line: &str) {
+    eprintln!("{line}");
+}

@@ -1,11 +1,13 @@
 //! What a run reports: records on disk, progress on the screen.
 
 mod file;
+mod memory;
 mod progress;
 mod times;
 
 pub use self::{
     file::{EvaluationMetrics, MetricsFile, StepMetrics},
+    memory::{peak_resident_bytes, resident_bytes},
     progress::Progress,
     times::{Readable, StepTimes},
 };

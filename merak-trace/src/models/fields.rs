@@ -5,7 +5,7 @@ use serde_json::{Map, Value as Json};
 
 /// The fields of one configuration.
 #[derive(Debug)]
-pub struct Fields<'a>(&'a Map<String, Json>);
+pub(super) struct Fields<'a>(&'a Map<String, Json>);
 
 impl<'a> Fields<'a> {
     /// Wraps a JSON object.

@@ -170,6 +170,7 @@ fn reductions() {
 fn shapes() {
     check("reshape", &[t(&[2, 6])], &[], apply(Op::Reshape { shape: vec![3, 4] }));
     check("transpose", &[t(&[2, 3, 4])], &[], apply(Op::Transpose { perm: vec![2, 0, 1] }));
+    check("transpose of a dimension of size 1", &[t(&[2, 3, 1, 2])], &[], apply(Op::Transpose { perm: vec![0, 2, 1, 3] }));
     check("split", &[t(&[2, 6])], &[], apply(Op::Split { dim: 1, sizes: vec![1, 3, 2] }));
     check("split with an unused piece", &[t(&[2, 6])], &[], |module, params, _| {
         Ok(module.apply(Op::Split { dim: 1, sizes: vec![4, 2] }, &[&params[0]])?.into_iter().take(1).collect())

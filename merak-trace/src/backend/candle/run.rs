@@ -332,8 +332,13 @@ impl Node<'_> {
     }
 
     fn transpose(&self, x: &Value, perm: &[usize]) -> Result<Vec<Value>> {
-        let permuted = Handle::of(x)?.tensor.permute(perm).and_then(|tensor| tensor.contiguous());
-        self.from_candle(permuted)
+        let handle = Handle::of(x)?;
+        let permuted = handle.tensor.permute(perm).map_err(at(self.call.name))?;
+        if permuted.is_contiguous() {
+            // Only dimensions of size 1 moved: the storage stays the operand's.
+            return Ok(vec![handle.view(permuted).into_value(self.ty(0).clone())]);
+        }
+        self.from_candle(permuted.contiguous())
     }
 
     fn cast(&self, x: &Value, dtype: DType) -> Result<Vec<Value>> {

@@ -1,0 +1,15 @@
+//! The subcommands of `merak`.
+
+pub(crate) mod bench;
+pub(crate) mod config;
+pub(crate) mod generate;
+pub(crate) mod schedule;
+pub(crate) mod trace;
+pub(crate) mod train;
+
+mod environment;
+mod failure;
+mod model;
+mod output;
+
+pub(crate) use failure::{Failure, Outcome};

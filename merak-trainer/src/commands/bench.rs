@@ -1,0 +1,176 @@
+//! `merak bench`: measurements of this machine.
+
+use super::{Outcome, output};
+use clap::{Args as ClapArgs, Subcommand};
+use merak_trace::models;
+use merak_trainer::{
+    CheckedArguments, Config, MerakTrainer, Plan, Result, TrainerParts,
+    data::{Dataset, IntTensor, LABELS, Sample},
+    metrics::peak_resident_bytes,
+    run_world, threads_per_rank,
+};
+use serde_json::json;
+use std::{process::ExitCode, sync::Arc};
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Bench {
+    Gpt(Gpt),
+}
+
+/// Times training steps of a GPT on made-up tokens and prints one JSON line.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Gpt {
+    /// Data-parallel replicas.
+    #[arg(long, default_value_t = 1)]
+    dp: usize,
+    /// Tensor-parallel ranks.
+    #[arg(long, default_value_t = 1)]
+    tp: usize,
+    /// Pipeline stages.
+    #[arg(long, default_value_t = 1)]
+    pp: usize,
+    /// ZeRO stage.
+    #[arg(long, default_value_t = 0)]
+    zero: usize,
+    /// Transformer layers.
+    #[arg(long, default_value_t = 8)]
+    layers: usize,
+    /// Width of the hidden states.
+    #[arg(long, default_value_t = 512)]
+    hidden: usize,
+    /// Attention heads.
+    #[arg(long, default_value_t = 8)]
+    heads: usize,
+    /// Length of the sequences.
+    #[arg(long, default_value_t = 256)]
+    seq: usize,
+    /// Vocabulary.
+    #[arg(long, default_value_t = 8192)]
+    vocab: usize,
+    /// Samples of a step over all replicas.
+    #[arg(long, default_value_t = 16)]
+    batch: usize,
+    /// Microbatches of a step over all replicas.
+    #[arg(long, default_value_t = 8)]
+    microbatches: usize,
+    /// Steps that are timed.
+    #[arg(long, default_value_t = 5)]
+    steps: usize,
+    /// Steps before them.
+    #[arg(long, default_value_t = 2)]
+    warmup: usize,
+    /// Compute threads of each rank; unset: the cores shared out.
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Pipeline schedule.
+    #[arg(long, default_value = "1f1b")]
+    schedule: String,
+    /// Library that executes the graph's nodes.
+    #[arg(long, default_value = "candle")]
+    backend: String,
+    /// Element type.
+    #[arg(long, default_value = "f32")]
+    dtype: String,
+}
+
+pub(crate) fn run(bench: &Bench) -> Outcome {
+    let Bench::Gpt(gpt) = bench;
+    output::print(&gpt.run()?.to_string())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Gpt {
+    fn run(&self) -> Result<serde_json::Value, super::Failure> {
+        if self.dtype != "f32" {
+            return Err(format!("--dtype {} is not available in this version: choose f32", self.dtype).into());
+        }
+        if self.steps == 0 {
+            return Err("--steps is 0, expected at least 1".into());
+        }
+        let args = self.arguments()?;
+        let model = models::from_config(&json!({
+            "model_type": "gpt", "vocab_size": self.vocab, "max_position_embeddings": self.seq, "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+        }))?;
+        let plan = Arc::new(Plan::new(model.into(), &args)?);
+        let data: Arc<dyn Dataset> = Arc::new(MadeUp { samples: self.batch * (self.steps + self.warmup), seq: self.seq, vocab: self.vocab });
+        let results = run_world(&args, |member| {
+            let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
+            let parts = TrainerParts { train_data: Some(Arc::clone(&data)), num_threads: threads_per_rank(&args), ..TrainerParts::default() };
+            let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?;
+            (0..self.warmup + self.steps).map(|_| trainer.train_step()).collect::<Result<Vec<_>>>()
+        })?;
+        let reports = &results[0];
+        let mut times: Vec<_> = reports[self.warmup..].iter().map(|report| report.time.as_secs_f64()).collect();
+        times.sort_by(f64::total_cmp);
+        let median = times[times.len() / 2];
+        Ok(json!({
+            "mode": self.mode(),
+            "tokens_per_s": (self.batch * self.seq) as f64 / median,
+            "ms_per_step": median * 1e3,
+            "params": plan.graph.num_elements(),
+            "first_loss": reports[0].loss,
+            "last_loss": reports[reports.len() - 1].loss,
+            "peak_bytes": peak_resident_bytes(),
+        }))
+    }
+
+    /// The same run as a configuration.
+    fn arguments(&self) -> Result<CheckedArguments, super::Failure> {
+        let batches = |what: &str, number: usize, by: usize| {
+            let divides = by != 0 && number != 0 && number.is_multiple_of(by);
+            if divides { Ok(number / by) } else { Err(format!("{what} {number} is no multiple of {by}")) }
+        };
+        let mut keys = vec![
+            ("dp", self.dp.to_string()),
+            ("tp", self.tp.to_string()),
+            ("pp", self.pp.to_string()),
+            ("zero_stage", self.zero.to_string()),
+            ("train_schedule", self.schedule.clone()),
+            ("gradient_accumulation_steps", batches("--microbatches", self.microbatches, self.dp)?.to_string()),
+            ("per_device_train_batch_size", batches("--batch", self.batch, self.microbatches)?.to_string()),
+            ("activation_checkpointing", "false".to_owned()),
+            ("learning_rate", "3e-4".to_owned()),
+            ("lr_scheduler_type", "constant".to_owned()),
+            ("weight_decay", "0.01".to_owned()),
+            ("max_grad_norm", "0".to_owned()),
+            ("num_train_epochs", "1".to_owned()),
+            ("compute.backend", self.backend.clone()),
+        ];
+        keys.extend(self.threads.map(|threads| ("compute.threads_per_rank", threads.to_string())));
+        let line: Vec<_> = keys.into_iter().flat_map(|(key, value)| [format!("--{key}"), value]).collect();
+        Ok(Config::load(None, [], &line)?.check()?)
+    }
+
+    fn mode(&self) -> String {
+        let degrees = [("dp", self.dp), ("tp", self.tp), ("pp", self.pp)];
+        let parts: Vec<_> = degrees.iter().filter(|(_, degree)| *degree > 1).map(|(name, degree)| format!("{name}{degree}")).collect();
+        if parts.is_empty() { "single".to_owned() } else { parts.join("x") }
+    }
+}
+
+/// Random tokens: sample and position decide each.
+#[derive(Debug)]
+struct MadeUp {
+    samples: usize,
+    seq: usize,
+    vocab: usize,
+}
+
+impl Dataset for MadeUp {
+    fn len(&self) -> usize {
+        self.samples
+    }
+
+    fn get(&self, index: usize) -> Result<Sample> {
+        let token = |position: usize| {
+            // SplitMix64 over the position in the data set.
+            let mut z = ((index * (self.seq + 1) + position) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            ((z ^ (z >> 31)) % self.vocab as u64) as i64
+        };
+        let window = |start: usize| IntTensor::vector((start..start + self.seq).map(token).collect());
+        Ok(Sample::from([("input_ids".to_owned(), window(0)), (LABELS.to_owned(), window(1))]))
+    }
+}

@@ -1,0 +1,83 @@
+//! `merak schedule`: a pipeline schedule and its figures.
+
+use super::{Outcome, output};
+use clap::{Args as ClapArgs, ValueEnum};
+use merak_pipe::{Costs, GridStyle, Schedule, ScheduleKind, Size, UnitCosts, grid, json, simulate};
+use std::{fs, io::IsTerminal, path::PathBuf, process::ExitCode};
+
+/// Prints a schedule and its figures, or checks one that is given as CSV.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Args {
+    /// Name of the schedule, as in `train_schedule`.
+    #[arg(required_unless_present = "check")]
+    name: Option<String>,
+    /// Ranks of the pipeline.
+    #[arg(short = 'p', long, value_name = "RANKS")]
+    ranks: usize,
+    /// Microbatches of a step.
+    #[arg(short = 'm', long, value_name = "MICROBATCHES")]
+    microbatches: usize,
+    /// Stages per rank.
+    #[arg(short = 'v', long, default_value_t = 1, value_name = "CHUNKS")]
+    chunks: usize,
+    /// Time of each kind of action of one stage, and of a hop (C).
+    #[arg(long, default_value = "F=1,I=1,W=1,R=1,C=0")]
+    costs: String,
+    /// What to print.
+    #[arg(long, value_enum, default_value_t = Format::Grid)]
+    format: Format,
+    /// Writes to a file instead of standard output.
+    #[arg(short = 'o', long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Checks the schedule in this CSV file instead: one line per rank, cells such as 0F3.
+    #[arg(long, value_name = "FILE")]
+    check: Option<PathBuf>,
+}
+
+/// What to print of a schedule.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Format {
+    /// A text grid of the simulated times.
+    Grid,
+    /// One line of actions per rank.
+    Csv,
+    /// One document with actions, instructions and figures.
+    Json,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let size = Size::new(args.ranks, args.microbatches).with_chunks(args.chunks);
+    let unit: UnitCosts = args.costs.parse()?;
+    let schedule = match (&args.check, &args.name) {
+        (Some(path), _) => {
+            let text = fs::read_to_string(path).map_err(|source| merak_trainer::Error::Read { path: path.clone(), source })?;
+            let schedule = Schedule::from_csv(path.display().to_string(), &text, size)?;
+            schedule.validate()?;
+            schedule
+        }
+        (None, name) => name.as_deref().unwrap_or_default().parse::<ScheduleKind>()?.generate(size)?,
+    };
+    let costs = Costs::uniform(unit, size.ranks * size.chunks);
+    let text = match args.format {
+        Format::Csv => schedule.to_csv(),
+        Format::Json => format!("{:#}", json(&schedule, &costs)?),
+        Format::Grid => {
+            let simulation = simulate(&schedule, &costs)?;
+            let colour = args.output.is_none() && std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+            let drawn = grid(&simulation.timeline, GridStyle { colour, ..GridStyle::default() });
+            let peaks: Vec<_> = simulation.peak_activations.iter().map(ToString::to_string).collect();
+            format!(
+                "{drawn}\n{}: makespan {}, bubble {:.1} %, peak activations per rank {}\n",
+                schedule.name,
+                simulation.makespan,
+                100.0 * simulation.bubble(),
+                peaks.join(" "),
+            )
+        }
+    };
+    match &args.output {
+        None => output::print(&text)?,
+        Some(path) => fs::write(path, text).map_err(|source| merak_trainer::Error::Write { path: path.clone(), source })?,
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,29 @@
+//! What the system says of this process's memory.
+
+/// The most bytes of memory that this process ever held, where the system tells.
+pub fn peak_resident_bytes() -> Option<u64> {
+    status("VmHWM:")
+}
+
+/// Bytes of memory that this process holds now, where the system tells.
+pub fn resident_bytes() -> Option<u64> {
+    status("VmRSS:")
+}
+
+/// A line of `/proc/self/status`, which counts in KiB.
+fn status(name: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_peak_is_no_less_than_what_is_held() {
+        let held = resident_bytes().unwrap();
+        assert!(held > 0 && peak_resident_bytes().unwrap() >= held);
+    }
+}

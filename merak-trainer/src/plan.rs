@@ -1,0 +1,168 @@
+//! What every rank decides alone and alike, before anything runs: the graph, the cut, the schedule.
+
+use crate::{CheckedArguments, Error, PartitionMethod, Result, SplitMethod};
+use merak_mpu::Degrees;
+use merak_partition::{Partition, PartitionReport, ReportOptions, SegmentOptions, StageMethod, recompute_plan};
+use merak_pipe::{Costs, Schedule, Size, StageId, UnitCosts, simulate};
+use merak_tp::{LayerLists, rewrite};
+use merak_trace::{
+    Graph, RecomputePlan, StageCuts, StageProgram,
+    models::{Head, Model, ModelInfo, TraceOptions},
+};
+use merak_zero::ZeroStage;
+use std::sync::Arc;
+
+/// A model, cut over the ranks of a run.
+///
+/// Making a plan is pure: no clock, no environment, no storage for weights. Every rank makes the same one.
+#[derive(Debug)]
+pub struct Plan {
+    /// The model.
+    pub model: Arc<dyn Model>,
+    /// Its sizes.
+    pub info: ModelInfo,
+    /// The degrees.
+    pub degrees: Degrees,
+    /// Length of the training sequences.
+    pub seq_length: usize,
+    /// What one rank of the tensor axis computes for a microbatch.
+    pub graph: Graph,
+    /// How tensor parallelism split it.
+    pub tensor: merak_tp::Report,
+    /// Which part of it runs on which stage.
+    pub partition: Partition,
+    /// The same in the form that programs are made from.
+    pub cuts: StageCuts,
+    /// The order of the microbatches on each stage.
+    pub schedule: Schedule,
+    lists: LayerLists,
+    recompute_chunk: usize,
+    trace: TraceOptions,
+}
+
+impl Plan {
+    /// Traces, rewrites and cuts a model as the arguments say.
+    ///
+    /// # Errors
+    /// When the model cannot be split or cut that way, or the schedule needs other sizes.
+    pub fn new(model: Arc<dyn Model>, args: &CheckedArguments) -> Result<Self> {
+        let info = model.info();
+        let degrees = Degrees { dp: args.dp, tp: args.tp, pp: args.pp, sp: 1 };
+        let seq_length = args.seq_length.unwrap_or(info.max_seq);
+        let trace = TraceOptions {
+            head: Head::Loss { label_smoothing: args.label_smoothing_factor },
+            untie: args.no_tie_modules,
+            init_std: args.init_method_std,
+            ..TraceOptions::training(args.per_device_train_batch_size, seq_length)
+        };
+        let lists = layer_lists(args, info.family)?;
+        let rewritten = rewrite(&model.trace(&trace)?, &lists, args.tp)?;
+        let options = SegmentOptions {
+            method: split_method(args.split_method),
+            shard_count: args.shard_count,
+            custom_split_points: args.custom_split_points.clone().unwrap_or_default(),
+            num_layers: args.num_layers.or(Some(info.num_layers)),
+            ..SegmentOptions::for_model(&info, args.pp)
+        };
+        let partition = Partition::new(&rewritten.graph, &options, &stage_method(args)?)?;
+        let cuts = partition.cuts(&rewritten.graph)?;
+        let schedule = args.train_schedule.generate(Size { ranks: args.pp, microbatches: args.gradient_accumulation_steps, chunks: 1 })?;
+        Ok(Self {
+            model,
+            info,
+            degrees,
+            seq_length,
+            graph: rewritten.graph,
+            tensor: rewritten.report,
+            partition,
+            cuts,
+            schedule,
+            lists,
+            recompute_chunk: args.recompute_chunk().map_or(0, std::num::NonZeroUsize::get),
+            trace,
+        })
+    }
+
+    /// The program that a stage trains with.
+    ///
+    /// # Errors
+    /// When an operation has no gradient.
+    pub fn training_program(&self, stage: usize) -> Result<StageProgram> {
+        Ok(StageProgram::training(&self.graph, &self.cuts, stage, &self.recompute(stage))?)
+    }
+
+    /// The forward alone, for another batch or sequence, with the stages' parameters as in training.
+    ///
+    /// # Errors
+    /// When the sequence is longer than the model takes.
+    pub fn inference_program(&self, stage: usize, batch: usize, seq: usize, logits: bool) -> Result<StageProgram> {
+        let head = if logits { Head::Logits } else { Head::Loss { label_smoothing: 0.0 } };
+        let options = TraceOptions { batch, seq, ..self.trace.clone().with_head(head) };
+        let graph = rewrite(&self.model.trace(&options)?, &self.lists, self.degrees.tp)?.graph;
+        // The same nodes in the same order, but for the loss at the end.
+        let last = self.cuts.num_stages() - 1;
+        let mut bounds: Vec<_> = (0..=last).map(|stage| self.cuts.nodes(stage).start).collect();
+        bounds.push(graph.nodes().len());
+        let cuts = StageCuts::new(&graph, bounds)?;
+        Ok(StageProgram::inference(&graph, &cuts, stage)?)
+    }
+
+    /// What each stage holds, runs and exchanges.
+    ///
+    /// # Errors
+    /// When a stage cannot be differentiated.
+    pub fn partition_report(&self, args: &CheckedArguments) -> Result<PartitionReport> {
+        let stages = self.cuts.num_stages();
+        let peaks = simulate(&self.schedule, &Costs::uniform(UnitCosts::default(), stages))?.peak_activations;
+        let divided = if args.zero_stage == ZeroStage::Replicated { 1 } else { args.dp };
+        let options = ReportOptions {
+            live_microbatches: peaks.iter().map(|peak| peak.ceil() as usize).collect(),
+            recompute: (0..stages).map(|stage| self.recompute(stage)).collect(),
+            optimizer_bytes_per_param: 8.0 / divided as f64,
+            ..ReportOptions::one_f_one_b(stages, self.schedule.size.microbatches)
+        };
+        Ok(merak_partition::report(&self.graph, &self.partition, &options)?)
+    }
+
+    fn recompute(&self, stage: usize) -> RecomputePlan {
+        let recomputes = !self.schedule.no_recompute.contains(&StageId(stage));
+        recompute_plan(&self.graph, &self.partition, stage, self.recompute_chunk, recomputes)
+    }
+
+    /// Floating-point operations per token, forward and backward, by the usual count of six per parameter
+    /// (attention scores left out).
+    pub fn flops_per_token(&self) -> f64 {
+        6.0 * self.graph.num_elements() as f64
+    }
+}
+
+fn layer_lists(args: &CheckedArguments, family: &str) -> Result<LayerLists> {
+    let given = &args.tp_layer_lists;
+    let set = (given.col_para_list.is_some() || given.row_para_list.is_some()).then(|| {
+        let list = |list: &Option<Vec<String>>| list.clone().unwrap_or_default();
+        LayerLists::col_row(list(&given.col_para_list), list(&given.row_para_list))
+    });
+    Ok(LayerLists::resolve(set.or_else(merak_tp::tp_layer_lists).as_ref(), family, args.tp)?)
+}
+
+fn split_method(method: SplitMethod) -> merak_partition::SplitMethod {
+    match method {
+        SplitMethod::FarthestMinDeps => merak_partition::SplitMethod::FarthestMinDeps,
+        SplitMethod::LayerSplit => merak_partition::SplitMethod::LayerSplit,
+    }
+}
+
+fn stage_method(args: &CheckedArguments) -> Result<StageMethod> {
+    Ok(match args.partition_method {
+        PartitionMethod::Uniform => StageMethod::Uniform,
+        PartitionMethod::UniformFloor => StageMethod::UniformFloor,
+        PartitionMethod::Parameters => StageMethod::Parameters,
+        PartitionMethod::Custom => {
+            let missing = || Error::MissingKey {
+                key: "custom_partition",
+                advice: "partition_method = \"custom\" needs its boundaries".to_owned(),
+            };
+            StageMethod::Custom(args.custom_partition.clone().ok_or_else(missing)?.0)
+        }
+    })
+}

@@ -1,0 +1,120 @@
+//! Gradients of weights that are used more than once.
+//!
+//! Each use accumulates apart, and the uses are added in model order at the end of a step, on one rank as on
+//! many: so neither the cut into stages nor the schedule changes a bit of the sum.
+
+use crate::{Plan, Result};
+use merak_mpu::{Buffer, Group, Mpu, ReduceOp};
+use merak_trace::{GradStore, StageProgram, TiedParam};
+
+/// How the uses of this stage's parameters become one gradient each.
+#[derive(Debug)]
+pub(super) struct TiedGrads {
+    weights: Vec<TiedWeight>,
+    /// Weights whose first use is on another stage.
+    borrowed: Vec<String>,
+}
+
+#[derive(Debug)]
+struct TiedWeight {
+    /// Slots of this stage's uses, in model order; the first is the one in the flat buffer.
+    slots: Vec<usize>,
+    /// Where the weight spans stages: their group, and for every use in model order the group rank that has it.
+    shared: Option<(Group, Vec<usize>)>,
+}
+
+impl TiedGrads {
+    /// Finds the parameters of a stage with several uses in the model.
+    pub(super) fn new(plan: &Plan, program: &StageProgram, mpu: &Mpu) -> Result<Self> {
+        let tied = plan.cuts.tied(&plan.graph);
+        let mut weights = Vec::new();
+        let mut borrowed = Vec::new();
+        for (index, param) in program.params().iter().enumerate() {
+            let of_param = program.grads.iter().enumerate().filter(|(_, port)| port.param.index() == index);
+            let slots: Vec<_> = of_param.map(|(slot, _)| slot).collect();
+            let across = tied.iter().find(|tied| tied.name == param.name);
+            if let Some(tied) = across {
+                if tied.stages[0] != mpu.pipeline_parallel_rank() {
+                    borrowed.push(param.name.clone());
+                }
+                let group = mpu.tied_group(&tied.name)?.expect("a stage that uses a weight is in its group").clone();
+                weights.push(TiedWeight { slots, shared: Some((group, owners_of_uses(plan, tied))) });
+            } else if slots.len() > 1 {
+                weights.push(TiedWeight { slots, shared: None });
+            }
+        }
+        Ok(Self { weights, borrowed })
+    }
+
+    /// Whether the parameter counts on this stage: its first use is here.
+    pub(super) fn owns(&self, name: &str) -> bool {
+        !self.borrowed.iter().any(|borrowed| borrowed == name)
+    }
+
+    /// Leaves the sum over all uses in the flat buffer, on every stage that has one.
+    ///
+    /// # Communication
+    /// For each weight that spans stages, an all-reduce over its group when each stage has one use, else a
+    /// broadcast per use.
+    pub(super) fn sum(&self, grads: &mut GradStore) -> Result<()> {
+        for weight in &self.weights {
+            let mut uses: Vec<_> = weight.slots.iter().map(|&slot| take(grads, slot)).collect();
+            let sum = match &weight.shared {
+                None => fold(uses),
+                Some((group, owners)) if owners.len() == group.world_size() => {
+                    group.all_reduce_vec(uses.swap_remove(0), ReduceOp::Sum)?
+                }
+                Some((group, owners)) => {
+                    let mut own = uses.into_iter();
+                    let mut all = Vec::with_capacity(owners.len());
+                    for &owner in owners {
+                        let len = grads.slots[weight.slots[0]].len;
+                        let mine = if owner == group.rank() { own.next() } else { None };
+                        all.push(group.broadcast_vec(mine.unwrap_or_else(|| vec![0.0; len]), owner)?);
+                    }
+                    fold(all)
+                }
+            };
+            put(grads, weight.slots[0], &sum);
+            // The uses are in the sum now: a second call must not add them again.
+            for &slot in &weight.slots[1..] {
+                put(grads, slot, &vec![0.0; sum.len()]);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The group rank that has each use of a weight, in model order.
+fn owners_of_uses(plan: &Plan, tied: &TiedParam) -> Vec<usize> {
+    let graph = &plan.graph;
+    let stage_rank = |stage| tied.stages.binary_search(&stage).expect("uses are on the weight's stages");
+    let nodes = graph.node_ids().flat_map(|id| graph.node(id).inputs.iter().map(move |&input| (id, input)));
+    let uses = nodes.filter(|&(_, input)| graph.param_of(input).is_some_and(|param| graph.param(param).name == tied.name));
+    uses.map(|(id, _)| stage_rank(plan.cuts.stage_of(id))).collect()
+}
+
+/// `((u0 + u1) + u2) + ..`
+fn fold(uses: Vec<Vec<f32>>) -> Vec<f32> {
+    let mut uses = uses.into_iter();
+    let mut sum = uses.next().unwrap_or_default();
+    for next in uses {
+        sum.iter_mut().zip(next).for_each(|(sum, x)| *sum += x);
+    }
+    sum
+}
+
+fn take(grads: &GradStore, slot: usize) -> Vec<f32> {
+    let slot = grads.slots[slot];
+    let mut out = Vec::new();
+    let buffer: &dyn Buffer = &*grads.buffers[slot.buffer];
+    buffer.read(&mut |bytes| out = bytemuck::cast_slice::<u8, f32>(bytes)[slot.offset..slot.offset + slot.len].to_vec());
+    out
+}
+
+fn put(grads: &mut GradStore, slot: usize, values: &[f32]) {
+    let slot = grads.slots[slot];
+    grads.buffers[slot.buffer].write(&mut |bytes| {
+        bytemuck::cast_slice_mut::<u8, f32>(bytes)[slot.offset..slot.offset + slot.len].copy_from_slice(values);
+    });
+}

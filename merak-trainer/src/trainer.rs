@@ -1,0 +1,268 @@
+//! One rank's trainer: the loop, evaluation, checkpoints and generation.
+
+mod checkpoint;
+mod evaluation;
+mod generation;
+mod step;
+
+pub use checkpoint::LoadedCheckpoint;
+pub use step::StepReport;
+
+use crate::{
+    CheckedArguments, Error, Plan, Result,
+    data::{BatchShape, DataPosition, Dataset, Loader, TrainingOrder},
+    metrics::EvaluationMetrics,
+    stage::Stage,
+};
+use merak_mpu::{Mpu, ReduceOp};
+use merak_pipe::{Engine, GroupLink, Span};
+use merak_zero::LrSchedule;
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicI64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// Is told what a run does, on the rank that it was given to. Every method is optional.
+pub trait Callback: Send {
+    /// An optimizer step ended.
+    fn on_step(&mut self, report: &StepReport) {
+        let _ = report;
+    }
+
+    /// An evaluation ended.
+    fn on_evaluate(&mut self, metrics: &EvaluationMetrics) {
+        let _ = metrics;
+    }
+
+    /// A checkpoint was written.
+    fn on_save(&mut self, path: &Path) {
+        let _ = path;
+    }
+}
+
+/// What a trainer is made of besides the plan and the arguments.
+#[derive(Default)]
+pub struct TrainerParts {
+    /// Samples to train on.
+    pub train_data: Option<Arc<dyn Dataset>>,
+    /// Samples to evaluate on.
+    pub eval_data: Option<Arc<dyn Dataset>>,
+    /// The model's `config.json`, tokenizer and the like, which travel with checkpoints.
+    pub model_files: Vec<(String, Vec<u8>)>,
+    /// Set to a signal's number, it ends training after the step in hand.
+    pub stop: Arc<AtomicI64>,
+    /// Compute threads of this rank.
+    pub num_threads: usize,
+    /// Who is told what happens.
+    pub callbacks: Vec<Box<dyn Callback>>,
+}
+
+impl fmt::Debug for TrainerParts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TrainerParts").field("num_threads", &self.num_threads).finish_non_exhaustive()
+    }
+}
+
+/// What [`MerakTrainer::train`] returns, the same on every rank.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainOutput {
+    /// Optimizer steps done since the beginning of the run, resumed parts included.
+    pub global_step: usize,
+    /// Mean of the losses of the steps that this call made.
+    pub training_loss: f64,
+    /// Steps that were skipped because a gradient was not finite.
+    pub skipped_steps: u64,
+    /// Passes over the data, the last one as a fraction.
+    pub epoch: f64,
+    /// How long training took.
+    pub train_runtime: Duration,
+    /// Tokens that were trained on.
+    pub tokens: u64,
+    /// The signal that ended training early.
+    pub stopped_by: Option<i64>,
+}
+
+/// One rank's part of a training run; every rank makes one and calls the same methods.
+pub struct MerakTrainer {
+    args: CheckedArguments,
+    stage: Stage,
+    engine: Engine,
+    link: GroupLink,
+    schedule: LrSchedule,
+    order: Option<TrainingOrder>,
+    loader: Option<Loader>,
+    parts: TrainerParts,
+    global_step: usize,
+    total_steps: usize,
+    programs: generation::Programs,
+    timeline: Vec<Span>,
+    last_saved: Option<usize>,
+}
+
+impl fmt::Debug for MerakTrainer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rank = self.stage.mpu.rank();
+        f.debug_struct("MerakTrainer").field("rank", &rank).field("global_step", &self.global_step).finish_non_exhaustive()
+    }
+}
+
+impl MerakTrainer {
+    /// Makes this rank's trainer, with fresh weights; resumes when the arguments say so.
+    ///
+    /// # Communication
+    /// None for a fresh start; when resuming, a barrier.
+    ///
+    /// # Errors
+    /// When the data are too few, an argument does not fit the model, or the checkpoint cannot be loaded.
+    pub fn new(plan: Arc<Plan>, mpu: Mpu, args: &CheckedArguments, parts: TrainerParts) -> Result<Self> {
+        let mpu = Arc::new(tie(mpu, &plan)?);
+        let engine = Engine::new(&plan.schedule, mpu.pipeline_parallel_rank())?;
+        let link = GroupLink::new(mpu.pipeline_parallel_group().clone());
+        let shape = BatchShape { batch: args.per_device_train_batch_size, microbatches: args.gradient_accumulation_steps, dp: args.dp };
+        let order = parts.train_data.as_ref().map(|data| TrainingOrder::new(data.len(), shape, args.data_seed())).transpose()?;
+        let total_steps = order.as_ref().map_or(1, |order| args.total_steps(order.steps_per_epoch()));
+        let schedule = args.lr_schedule(total_steps)?;
+        let stage = Stage::new(plan, mpu, args, parts.num_threads)?;
+        let mut trainer = Self {
+            args: args.clone(),
+            stage,
+            engine,
+            link,
+            schedule,
+            order,
+            loader: None,
+            parts,
+            global_step: 0,
+            total_steps,
+            programs: generation::Programs::default(),
+            timeline: Vec::new(),
+            last_saved: None,
+        };
+        if let Some(from) = args.resume_from_checkpoint.clone() {
+            trainer.resume(&from)?;
+        }
+        Ok(trainer)
+    }
+
+    /// This rank's place in the run.
+    pub fn mpu(&self) -> &Mpu {
+        &self.stage.mpu
+    }
+
+    /// The plan.
+    pub fn plan(&self) -> &Plan {
+        &self.stage.plan
+    }
+
+    /// Optimizer steps done, skipped ones included.
+    pub fn global_step(&self) -> usize {
+        self.global_step
+    }
+
+    /// Steps that the whole run makes.
+    pub fn total_steps(&self) -> usize {
+        self.total_steps
+    }
+
+    /// What this rank ran in its last step, and when, in seconds since the start of the step.
+    pub fn timeline(&self) -> &[Span] {
+        &self.timeline
+    }
+
+    /// The most bytes of activations that were alive at once on this rank.
+    pub fn peak_activation_bytes(&self) -> usize {
+        self.stage.peak_activation_bytes()
+    }
+
+    /// Trains until the last step, evaluating and saving on the way as the arguments say.
+    ///
+    /// # Errors
+    /// When a rank fails, which ends the run on all of them.
+    pub fn train(&mut self) -> Result<TrainOutput> {
+        let start = Instant::now();
+        let first_step = self.global_step;
+        let (mut loss_sum, mut tokens, mut stopped_by) = (0.0, 0, None);
+        while self.global_step < self.total_steps {
+            let report = self.train_step()?;
+            loss_sum += report.loss;
+            tokens += report.tokens;
+            for callback in &mut self.parts.callbacks {
+                callback.on_step(&report);
+            }
+            self.after_step()?;
+            stopped_by = self.agreed_stop()?;
+            if stopped_by.is_some() {
+                break;
+            }
+        }
+        if self.args.save && self.last_saved != Some(self.global_step) {
+            self.save_checkpoint()?;
+        }
+        let steps = self.global_step - first_step;
+        Ok(TrainOutput {
+            global_step: self.global_step,
+            training_loss: if steps == 0 { 0.0 } else { loss_sum / steps as f64 },
+            skipped_steps: self.stage.optimizer.progress().skipped,
+            epoch: self.order.as_ref().map_or(0.0, |order| order.epochs_after(self.global_step)),
+            train_runtime: start.elapsed(),
+            tokens,
+            stopped_by,
+        })
+    }
+
+    /// Evaluates and saves where a step is due for it.
+    fn after_step(&mut self) -> Result<()> {
+        let done = self.global_step;
+        let ends_epoch = self.order.as_ref().is_some_and(|order| order.ends_epoch(done - 1));
+        let is_last = done == self.total_steps;
+        let evaluates = match self.args.eval_steps {
+            Some(steps) => done.is_multiple_of(steps),
+            None => ends_epoch,
+        };
+        // The end of a run is evaluated by whoever runs it.
+        if self.args.do_eval && evaluates && !is_last && self.parts.eval_data.is_some() {
+            self.evaluate()?;
+        }
+        if self.args.save && (done.is_multiple_of(self.args.save_steps) || ends_epoch) {
+            self.save_checkpoint()?;
+        }
+        Ok(())
+    }
+
+    /// The signal that asks to stop, if any rank has seen one.
+    ///
+    /// # Communication
+    /// An all-reduce of 8 bytes over the world.
+    fn agreed_stop(&self) -> Result<Option<i64>> {
+        let seen = self.parts.stop.load(Ordering::Relaxed);
+        let agreed = self.stage.mpu.world_group().all_reduce_scalar(seen, ReduceOp::Max)?;
+        Ok((agreed != 0).then_some(agreed))
+    }
+
+    /// How far the run has come in its data.
+    fn position(&self) -> DataPosition {
+        self.order.as_ref().map(|order| order.position_after(self.global_step)).unwrap_or_default()
+    }
+
+    /// The order of training, for what needs training data.
+    fn order(&self) -> Result<&TrainingOrder> {
+        self.order.as_ref().ok_or(Error::MissingKey { key: "data.path", advice: "training needs data".to_owned() })
+    }
+
+    /// The folder that the run writes.
+    fn output_dir(&self) -> Result<PathBuf> {
+        let missing = || Error::MissingKey { key: "output_dir", advice: "name the folder that the run writes".to_owned() };
+        self.args.output_dir.clone().ok_or_else(missing)
+    }
+}
+
+/// Joins the group of every weight that several stages use.
+fn tie(mpu: Mpu, plan: &Plan) -> Result<Mpu> {
+    let tied = plan.cuts.tied(&plan.graph);
+    Ok(tied.iter().try_fold(mpu, |mpu, weight| mpu.with_tied(&weight.name, &weight.stages))?)
+}

@@ -1,0 +1,275 @@
+//! Saving and loading a run.
+
+use super::MerakTrainer;
+use crate::{Error, Result, data::DataPosition};
+use merak_ckpt::{Checkpoint, DType, Header, Kind, Layout, Piece, Region, Shard, ShardKind, Store, Topology};
+use merak_trace::{Param, Placement};
+use merak_zero::Progress;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// What a resumed run needs besides tensors.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct RunState {
+    global_step: usize,
+    /// Updates done and skipped: the time of the learning rate and of the optimizer.
+    progress: Progress,
+    position: DataPosition,
+    seed: u64,
+    data_seed: u64,
+    global_batch: usize,
+    /// Whether the random state above is to be trusted, and whether there is optimizer state.
+    has_rng: bool,
+    has_optimizer: bool,
+}
+
+/// What was found in a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoadedCheckpoint {
+    /// The checkpoint.
+    pub path: PathBuf,
+    /// Steps done when it was saved.
+    pub global_step: usize,
+    /// Samples used of the epoch in hand.
+    pub consumed_samples: usize,
+    /// The degrees that saved it.
+    pub topology: Topology,
+}
+
+impl MerakTrainer {
+    /// Writes a checkpoint of the run as it stands; returns its folder.
+    ///
+    /// Each element is written by one rank. A crash leaves the older checkpoints as they were.
+    ///
+    /// # Communication
+    /// Two barriers, and the gathering of the shards' tables over the world.
+    ///
+    /// # Errors
+    /// When a file cannot be written on some rank.
+    pub fn save_checkpoint(&mut self) -> Result<PathBuf> {
+        let store = Store::in_output_dir(self.output_dir()?);
+        let step = self.global_step as u64;
+        let mpu = std::sync::Arc::clone(&self.stage.mpu);
+        let world = mpu.world_group();
+        if mpu.is_rank_0() {
+            store.begin(step)?;
+        }
+        world.barrier()?;
+        let draft = store.draft(step);
+        let shards = self.write_shards(&draft)?;
+        let encoded = serde_json::to_vec(&shards).expect("a table of slices is plain data");
+        let gathered = world.all_gather_bytes(encoded)?;
+        if mpu.is_rank_0() {
+            let decode = |bytes: &Vec<u8>| serde_json::from_slice::<Vec<Shard>>(bytes).expect("a rank's own table");
+            let shards = gathered.iter().flat_map(decode).collect();
+            let files: Vec<_> = self.parts.model_files.iter().map(|(name, content)| (name.as_str(), content.as_slice())).collect();
+            draft.commit(shards, self.header(), &files)?;
+            store.rotate(self.args.save_total_limit, &[])?;
+        }
+        world.barrier()?;
+        let path = store.path_of(step);
+        self.last_saved = Some(self.global_step);
+        for callback in &mut self.parts.callbacks {
+            callback.on_save(&path);
+        }
+        Ok(path)
+    }
+
+    fn header(&self) -> Header {
+        let args = &self.args;
+        let state = RunState {
+            global_step: self.global_step,
+            progress: self.stage.optimizer.progress(),
+            position: self.position(),
+            seed: args.seed,
+            data_seed: args.data_seed(),
+            global_batch: args.global_batch(),
+            has_rng: !args.no_save_rng,
+            has_optimizer: !args.no_save_optim,
+        };
+        let info = &self.stage.plan.info;
+        Header {
+            step: self.global_step as u64,
+            topology: Topology { dp: args.dp, tp: args.tp, pp: args.pp, sp: 1, zero_stage: u8::from(args.zero_stage).into() },
+            model: serde_json::json!({
+                "family": info.family, "num_layers": info.num_layers, "hidden_size": info.hidden_size,
+                "num_heads": info.num_heads, "vocab_size": info.vocab_size, "max_seq": info.max_seq,
+                "seq_length": self.stage.plan.seq_length,
+            }),
+            state: serde_json::to_value(state).expect("plain numbers"),
+        }
+    }
+
+    /// Writes what this rank owns.
+    fn write_shards(&self, draft: &merak_ckpt::Draft) -> Result<Vec<Shard>> {
+        let rank = self.stage.mpu.rank().0;
+        let params = self.stage.interpreter.program().params();
+        let layouts = params.iter().map(|param| self.layout(param)).collect::<Result<Vec<_>>>()?;
+        let layout = self.stage.optimizer.layout();
+        let holders: Vec<_> = layout.params().iter().map(|spec| spec.counts_in_norm).collect();
+        let is_first_replica = self.stage.mpu.data_sequence_parallel_rank() == 0;
+
+        let mut shards = Vec::new();
+        let mut outcome = Ok(Shard::default());
+        self.stage.params.flat.read(&mut |bytes| {
+            let owned = params.iter().enumerate().filter(|(index, _)| is_first_replica && holders[*index]);
+            let pieces: Vec<_> = owned
+                .map(|(index, param)| {
+                    let range = layout.range(index);
+                    (piece(&Kind::Parameter, param, &layouts[index], None), &bytes[range.start * 4..range.end * 4])
+                })
+                .collect();
+            outcome = draft.write_shard(ShardKind::Model, rank, &pieces);
+        });
+        shards.push(outcome?);
+
+        // Undivided state is the same on all replicas; of divided state every replica writes its own.
+        let divided = self.stage.optimizer.config().zero_stage != merak_zero::ZeroStage::Replicated && self.args.dp > 1;
+        if !self.args.no_save_optim && (divided || is_first_replica) {
+            let state = self.stage.optimizer.state();
+            let kinds: Vec<_> = state.names().iter().map(|name| (*name, Kind::optimizer(*name))).collect();
+            let slices = state.slices().filter(|slice| holders[slice.param]);
+            let pieces: Vec<_> = slices
+                .map(|slice| {
+                    let kind = &kinds.iter().find(|(name, _)| *name == slice.name).expect("a slice has one of the names").1;
+                    let piece = piece(kind, &params[slice.param], &layouts[slice.param], Some(slice.local.clone()));
+                    (piece, bytemuck::cast_slice::<f32, u8>(slice.values))
+                })
+                .collect();
+            shards.push(draft.write_shard(ShardKind::Optimizer, rank, &pieces)?);
+        }
+        Ok(shards)
+    }
+
+    /// How this rank's slice of a parameter lies in the whole.
+    fn layout(&self, param: &Param) -> Result<Layout> {
+        let (rank, degree) = (self.stage.mpu.tensor_parallel_rank(), self.stage.mpu.tensor_parallel_world_size());
+        let boxes = param.placement.local_boxes(&param.full, rank, degree);
+        let Placement::Shard(shard) = &param.placement else {
+            return Ok(Layout::region(&param.full.shape, Region::whole(&param.full.shape))?);
+        };
+        let ranges: Vec<_> = boxes.iter().map(|piece| piece.offset[shard.dim]..piece.offset[shard.dim] + piece.size[shard.dim]).collect();
+        Ok(Layout::along(&param.full.shape, shard.dim, &ranges)?)
+    }
+
+    /// Resumes as `resume_from_checkpoint` says.
+    pub(super) fn resume(&mut self, from: &str) -> Result<()> {
+        let found = match from {
+            "auto" => Store::in_output_dir(self.output_dir()?).newest_complete(None)?,
+            "latest" => Some(Checkpoint::open(self.output_dir()?)?),
+            path => Some(Checkpoint::open(path)?),
+        };
+        if let Some(checkpoint) = found {
+            self.load(&checkpoint)?;
+        }
+        Ok(())
+    }
+
+    /// Loads a checkpoint, whatever topology saved it; each rank reads its slices only.
+    ///
+    /// With `finetune` the weights alone are loaded. No weight changes unless every rank could read its part.
+    ///
+    /// # Communication
+    /// A barrier over the world.
+    ///
+    /// # Errors
+    /// When it is damaged, of another model, or lacks a part that no flag excuses.
+    pub fn load_checkpoint(&mut self, path: &Path) -> Result<LoadedCheckpoint> {
+        self.load(&Checkpoint::open(path)?)
+    }
+
+    fn load(&mut self, checkpoint: &Checkpoint) -> Result<LoadedCheckpoint> {
+        let header = &checkpoint.manifest().header;
+        let state: RunState = serde_json::from_value(header.state.clone()).map_err(|error| Error::OtherModel {
+            path: checkpoint.path().to_owned(),
+            difference: format!("its run state cannot be read: {error}"),
+        })?;
+        self.check_model(checkpoint)?;
+        let weights = self.read_weights(checkpoint)?;
+        let restores_optimizer = !self.args.finetune && !self.args.no_load_optim;
+        let optimizer = if restores_optimizer { Some(self.read_optimizer(checkpoint, &state)?) } else { None };
+        if !self.args.finetune && !self.args.no_load_rng && !state.has_rng {
+            return Err(Error::MissingPart { path: checkpoint.path().to_owned(), part: "random state", flag: "no_load_rng" });
+        }
+        // Everything could be read here; nothing changes before that holds on every rank.
+        self.stage.mpu.world_group().barrier()?;
+
+        self.stage.params.flat.write(&mut |bytes| bytes.copy_from_slice(&weights));
+        if let Some(values) = optimizer {
+            let slices = self.stage.optimizer.state_mut().slices_mut();
+            slices.zip(values).for_each(|(slice, values)| slice.values.copy_from_slice(&values));
+        }
+        if !self.args.finetune {
+            self.stage.optimizer.set_progress(state.progress);
+            self.global_step = state.global_step;
+            let position = if self.args.ignore_data_skip { DataPosition { samples: 0, ..state.position } } else { state.position };
+            if let Some(order) = &mut self.order {
+                order.resume(state.global_step, position);
+            }
+        }
+        self.loader = None;
+        Ok(LoadedCheckpoint {
+            path: checkpoint.path().to_owned(),
+            global_step: state.global_step,
+            consumed_samples: state.position.samples,
+            topology: header.topology,
+        })
+    }
+
+    /// Compares the checkpoint's parameters with the whole model's.
+    fn check_model(&self, checkpoint: &Checkpoint) -> Result<()> {
+        let other = |difference: String| Error::OtherModel { path: checkpoint.path().to_owned(), difference };
+        let manifest = checkpoint.manifest();
+        let params = self.stage.plan.graph.params();
+        for param in params {
+            let Some(entry) = manifest.tensor(&Kind::Parameter, &param.name) else {
+                return Err(other(format!("it has no parameter {}", param.name)));
+            };
+            if entry.shape != param.full.shape || entry.dtype != DType::F32 {
+                let found = format!("{} has shape {:?} there", param.name, entry.shape);
+                return Err(other(format!("{found}, but {:?} in the model", param.full.shape)));
+            }
+        }
+        let known = |name: &str| params.iter().any(|param| param.name == name);
+        match manifest.tensors_of(&Kind::Parameter).find(|entry| !known(&entry.name)) {
+            Some(extra) => Err(other(format!("the model has no parameter {}", extra.name))),
+            None => Ok(()),
+        }
+    }
+
+    /// This rank's flat parameters.
+    fn read_weights(&self, checkpoint: &Checkpoint) -> Result<Vec<u8>> {
+        let layout = self.stage.optimizer.layout();
+        let mut flat = vec![0; layout.len() * 4];
+        for (index, param) in self.stage.interpreter.program().params().iter().enumerate() {
+            let range = layout.range(index);
+            let place = self.layout(param)?;
+            checkpoint.read(&piece(&Kind::Parameter, param, &place, None), &mut flat[range.start * 4..range.end * 4])?;
+        }
+        Ok(flat)
+    }
+
+    /// The optimizer state that this rank owns, in the order of its slices.
+    fn read_optimizer(&self, checkpoint: &Checkpoint, saved: &RunState) -> Result<Vec<Vec<f32>>> {
+        let state = self.stage.optimizer.state();
+        if !saved.has_optimizer && !state.names().is_empty() {
+            let path = checkpoint.path().to_owned();
+            return Err(Error::MissingPart { path, part: "optimizer state", flag: "no_load_optim" });
+        }
+        let params = self.stage.interpreter.program().params();
+        let read = |slice: merak_zero::StateSlice<&[f32]>| {
+            let param = &params[slice.param];
+            let place = self.layout(param)?;
+            let kind = Kind::optimizer(slice.name);
+            let mut values = vec![0.0_f32; slice.values.len()];
+            checkpoint.read(&piece(&kind, param, &place, Some(slice.local)), bytemuck::cast_slice_mut(&mut values))?;
+            Ok(values)
+        };
+        state.slices().map(read).collect()
+    }
+}
+
+/// A rank's slice of a parameter, or of the optimizer state that belongs to it.
+fn piece<'a>(kind: &'a Kind, param: &'a Param, layout: &'a Layout, range: Option<std::ops::Range<usize>>) -> Piece<'a> {
+    Piece { kind, name: &param.name, dtype: DType::F32, layout, range }
+}

@@ -1,0 +1,73 @@
+//! The loss on held-out samples.
+
+use super::MerakTrainer;
+use crate::{
+    Result,
+    data::{Batch, BatchShape, EvaluationOrder, collate},
+    metrics::EvaluationMetrics,
+    stage::{StepInputs, StepModule, count_labels},
+};
+use merak_mpu::ReduceOp;
+use merak_pipe::{Engine, ScheduleKind, Size};
+use std::{sync::Arc, time::Instant};
+
+impl MerakTrainer {
+    /// The mean loss over the evaluation data, each sample once; the same on every rank.
+    ///
+    /// # Communication
+    /// Per microbatch the pipeline's forward hops; at the end an all-reduce over the data group and a
+    /// broadcast over the pipeline.
+    ///
+    /// # Errors
+    /// When there are no samples to evaluate or a rank fails.
+    pub fn evaluate(&mut self) -> Result<EvaluationMetrics> {
+        let start = Instant::now();
+        let Some(data) = self.parts.eval_data.clone() else {
+            return Err(crate::Error::MissingKey { key: "data.path", advice: "evaluation needs data".to_owned() });
+        };
+        let args = &self.args;
+        let (batch, microbatches) = (args.per_device_eval_batch_size, args.gradient_accumulation_steps);
+        let shape = BatchShape { batch, microbatches, dp: args.dp };
+        let order = EvaluationOrder::new(data.len(), shape, args.eval_iters, args.dataloader_drop_last)?;
+        let seq = self.stage.plan.seq_length;
+        let program = self.programs.get(&self.stage, batch, seq, false)?;
+        let (mpu, mut sums) = (Arc::clone(&self.stage.mpu), (0.0, 0_i64));
+        for iteration in 0..order.iterations() {
+            let microbatches = order.microbatches(iteration);
+            let size = Size { ranks: mpu.pipeline_parallel_world_size(), microbatches, chunks: 1 };
+            let engine = Engine::new(&ScheduleKind::Inference.generate(size)?, mpu.pipeline_parallel_rank())?;
+            let mut batches = Vec::new();
+            if !program.program().inputs.is_empty() {
+                for microbatch in 0..microbatches {
+                    batches.push(collate(&*data, order.microbatch(iteration, mpu.data_parallel_rank(), microbatch))?);
+                }
+            }
+            let contexts = vec![self.stage.context(0, 0, false); microbatches];
+            sums.1 += batches.iter().map(|batch: &Batch| count_labels(batch)).sum::<i64>();
+            let inputs = StepInputs { contexts, batches, loss_grad: 0.0 };
+            let mut module = StepModule::inference(&mut self.stage, &program, inputs);
+            engine.run(&mut module, &mut self.link)?;
+            let result = module.finish();
+            sums.0 += self.loss_sum(&result)?;
+        }
+        let mut eval_loss = 0.0;
+        if mpu.is_last_stage() {
+            let group = mpu.data_sequence_parallel_group();
+            let loss = group.all_reduce_scalar(sums.0, ReduceOp::Sum)?;
+            let labels = group.all_reduce_scalar(sums.1, ReduceOp::Sum)?;
+            eval_loss = if labels == 0 { 0.0 } else { loss / labels as f64 };
+        }
+        let last = mpu.pipeline_parallel_world_size() - 1;
+        let eval_loss = mpu.pipeline_parallel_group().broadcast_vec(vec![eval_loss], last)?[0];
+        let metrics = EvaluationMetrics {
+            step: self.global_step,
+            eval_loss,
+            eval_samples: order.samples(),
+            eval_runtime: start.elapsed().as_secs_f64(),
+        };
+        for callback in &mut self.parts.callbacks {
+            callback.on_evaluate(&metrics);
+        }
+        Ok(metrics)
+    }
+}

@@ -1,0 +1,145 @@
+//! One optimizer step.
+
+use super::MerakTrainer;
+use crate::{
+    Result,
+    data::{Batch, Loader, Requests},
+    stage::{StepInputs, StepModule, StepResult, count_labels},
+};
+use merak_mpu::{ReduceOp, into_vec};
+use merak_trace::Value;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// What a step did, the same on every rank but for the times.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepReport {
+    /// Steps done with this one.
+    pub step: usize,
+    /// Mean loss over the labels of the global batch.
+    pub loss: f64,
+    /// Norm of the averaged gradients before clipping.
+    pub grad_norm: f64,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Tokens of the global batch.
+    pub tokens: u64,
+    /// The first parameter with a gradient that is not finite, because of which nothing was updated.
+    pub skipped: Option<String>,
+    /// How long the step took on this rank.
+    pub time: Duration,
+}
+
+impl MerakTrainer {
+    /// Makes one optimizer step.
+    ///
+    /// # Communication
+    /// The pipeline's hops, the collectives of the tensor-parallel graph, those of the optimizer, an
+    /// all-reduce of the count of labels over the data group and a broadcast of the loss over the pipeline.
+    ///
+    /// # Errors
+    /// When a rank fails.
+    pub fn train_step(&mut self) -> Result<StepReport> {
+        let start = Instant::now();
+        let step = self.global_step;
+        self.backward_step(step).and_then(|(loss, tokens)| {
+            let lr = self.schedule.lr(self.stage.optimizer.progress().steps);
+            let update = self.stage.update(lr)?;
+            self.global_step += 1;
+            Ok(StepReport {
+                step: self.global_step,
+                loss,
+                grad_norm: update.grad_norm,
+                lr,
+                tokens,
+                skipped: update.skipped,
+                time: start.elapsed(),
+            })
+        })
+    }
+
+    /// The gradients of one step's global batch without an update, summed over the uses of tied weights and
+    /// not yet reduced over replicas; the loss beside them. For tests and tools.
+    ///
+    /// # Errors
+    /// When a rank fails.
+    pub fn gradients(&mut self) -> Result<(f64, Vec<(String, Vec<f32>)>)> {
+        let (loss, _) = self.backward_step(self.global_step)?;
+        Ok((loss, self.stage.gradients()?))
+    }
+
+    /// Runs the schedule over a global batch: loss and tokens, the gradients being left in the store.
+    fn backward_step(&mut self, step: usize) -> Result<(f64, u64)> {
+        let batches = self.next_batches(step)?;
+        let (labels, loss_grad) = self.loss_scale(&batches)?;
+        let dp_rank = self.stage.mpu.data_parallel_rank();
+        let order = self.order()?;
+        let first_samples = (0..self.args.gradient_accumulation_steps).map(|m| order.microbatch(step, dp_rank, m).first_position);
+        let contexts = first_samples.map(|first| self.stage.context(step, first, true)).collect();
+        let inputs = StepInputs { contexts, batches, loss_grad };
+        let mut module = StepModule::training(&mut self.stage, inputs);
+        self.timeline = self.engine.run(&mut module, &mut self.link)?;
+        let result = module.finish();
+        let loss = self.mean_loss(&result, labels)?;
+        let tokens = self.args.global_batch() * self.stage.plan.seq_length;
+        Ok((loss, tokens as u64))
+    }
+
+    /// The step's batches, where the stage reads data.
+    fn next_batches(&mut self, step: usize) -> Result<Vec<Batch>> {
+        if self.stage.interpreter.program().inputs.is_empty() {
+            return Ok(Vec::new());
+        }
+        let microbatches = self.args.gradient_accumulation_steps;
+        if self.loader.is_none() {
+            let (order, dp_rank) = (self.order()?.clone(), self.stage.mpu.data_parallel_rank());
+            let total = self.total_steps;
+            let request = move |n: usize| {
+                let step = step + n / microbatches;
+                (step < total).then(|| order.microbatch(step, dp_rank, n % microbatches))
+            };
+            let data = Arc::clone(self.parts.train_data.as_ref().expect("an order is made of training data"));
+            self.loader = Some(Loader::new(data, Arc::new(request) as Requests, self.args.dataloader_num_workers));
+        }
+        let loader = self.loader.as_mut().expect("it was just made");
+        loader.take(microbatches).collect()
+    }
+
+    /// Labels of the global batch, and the gradient of each loss that makes the average over replicas the
+    /// mean over all labels: `N / labels`. Zero on stages without labels, which need neither.
+    fn loss_scale(&self, batches: &[Batch]) -> Result<(f64, f64)> {
+        let mpu = &self.stage.mpu;
+        if !mpu.is_last_stage() {
+            return Ok((0.0, 0.0));
+        }
+        let group = mpu.data_sequence_parallel_group();
+        let labels = group.all_reduce_scalar(batches.iter().map(count_labels).sum::<i64>(), ReduceOp::Sum)? as f64;
+        let grad = if labels == 0.0 { 0.0 } else { group.world_size() as f64 / labels };
+        Ok((labels, grad))
+    }
+
+    /// The mean loss, on every rank.
+    fn mean_loss(&self, result: &StepResult, labels: f64) -> Result<f64> {
+        let mpu = &self.stage.mpu;
+        let mut loss = 0.0;
+        if mpu.is_last_stage() {
+            let sum = self.loss_sum(result)?;
+            let sum = mpu.data_sequence_parallel_group().all_reduce_scalar(sum, ReduceOp::Sum)?;
+            loss = if labels == 0.0 { 0.0 } else { sum / labels };
+        }
+        let last = mpu.pipeline_parallel_world_size() - 1;
+        Ok(mpu.pipeline_parallel_group().broadcast_vec(vec![loss], last)?[0])
+    }
+
+    /// The losses of this rank's microbatches, added in their order.
+    pub(super) fn loss_sum(&self, result: &StepResult) -> Result<f64> {
+        result.outputs.values().map(|outputs| self.scalar(&outputs[0])).sum()
+    }
+
+    fn scalar(&self, value: &Value) -> Result<f64> {
+        let buffer = self.stage.interpreter.backend().into_buffer(value.clone())?;
+        Ok(into_vec::<f64>(buffer)?[0])
+    }
+}

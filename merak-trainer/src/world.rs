@@ -1,0 +1,58 @@
+//! Starting the ranks of a run.
+
+use crate::{CheckedArguments, Error, Result, ThreadsPerRank};
+use merak_mpu::{Member, RunError, threads};
+use std::{error::Error as StdError, fmt, time::Duration};
+
+/// Runs `body` on every rank of the arguments' world, as threads of this process, and returns the results
+/// by rank.
+///
+/// # Errors
+/// [`Error::Rank`] with the rank that failed first and its cause; all other ranks were ended.
+pub fn run_world<T: Send>(args: &CheckedArguments, body: impl Fn(Member) -> Result<T> + Sync) -> Result<Vec<T>> {
+    let options = threads::WorldOptions { timeout: Duration::from_secs_f64(args.distributed.timeout_s), ..Default::default() };
+    let outcome = threads::run(args.world_size(), options, |member| body(member).map_err(Cause));
+    outcome.map_err(|error| match error {
+        // One rank alone has no rank to speak of.
+        RunError::Failed { cause: Cause(cause), .. } if args.world_size() == 1 => cause,
+        RunError::Failed { rank, cause } => Error::Rank { rank: rank.0, cause: cause.to_string(), user: cause.0.is_user_error() },
+        other => Error::Rank { rank: other.rank().0, cause: other.to_string(), user: false },
+    })
+}
+
+/// Compute threads of each rank: as configured, or the machine's cores shared out.
+pub fn threads_per_rank(args: &CheckedArguments) -> usize {
+    match args.compute.threads_per_rank {
+        ThreadsPerRank::Count(count) => count.get(),
+        ThreadsPerRank::Auto => {
+            let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+            (cores / args.world_size()).max(1)
+        }
+    }
+}
+
+/// An error with its causes in one line, as other ranks will read it.
+#[derive(Debug)]
+struct Cause(Error);
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&chain(&self.0))
+    }
+}
+
+/// An error and its causes, outermost first, separated by colons.
+pub fn chain(error: &dyn StdError) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        // A transparent error repeats its source.
+        if !text.ends_with(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        source = cause.source();
+    }
+    text
+}
