@@ -71,10 +71,20 @@ pub(crate) fn needs_grad(graph: &Graph, wanted: &[ValueId]) -> Vec<bool> {
 ///
 /// # Errors
 /// [`Error::NoGradient`](crate::Error::NoGradient) when an operation on the way has none.
-pub(crate) fn differentiate(graph: &mut Graph, seeds: &[(ValueId, ValueId)], wanted: &[ValueId]) -> Result<Gradients> {
+pub(crate) fn differentiate(
+    graph: &mut Graph,
+    seeds: &[(ValueId, ValueId)],
+    wanted: &[ValueId],
+) -> Result<Gradients> {
     let needs = needs_grad(graph, wanted);
     let num_forward = graph.nodes().len();
-    let mut tape = Tape { graph, needs, grads: Vec::new(), phases: vec![Phase::Forward; num_forward], params: Vec::new() };
+    let mut tape = Tape {
+        graph,
+        needs,
+        grads: Vec::new(),
+        phases: vec![Phase::Forward; num_forward],
+        params: Vec::new(),
+    };
     tape.grads.resize(tape.graph.num_values(), None);
     for &(value, grad) in seeds {
         tape.grads[value.index()] = Some(grad);
@@ -82,9 +92,16 @@ pub(crate) fn differentiate(graph: &mut Graph, seeds: &[(ValueId, ValueId)], wan
     for index in (0..num_forward).rev() {
         tape.visit(NodeId::at(index))?;
     }
-    let wanted = wanted.iter().map(|&value| tape.grad_or_zeros(value)).collect::<Result<_>>()?;
+    let wanted = wanted
+        .iter()
+        .map(|&value| tape.grad_or_zeros(value))
+        .collect::<Result<_>>()?;
     tape.params.reverse();
-    Ok(Gradients { phases: tape.phases, wanted, params: tape.params })
+    Ok(Gradients {
+        phases: tape.phases,
+        wanted,
+        params: tape.params,
+    })
 }
 
 /// The state of a differentiation.
@@ -105,7 +122,11 @@ impl Tape<'_> {
     /// Adds the gradient of one forward node.
     fn visit(&mut self, id: NodeId) -> Result<()> {
         let node = self.graph.node(id).clone();
-        let douts: Vec<_> = node.outputs.iter().map(|value| self.grads[value.index()]).collect();
+        let douts: Vec<_> = node
+            .outputs
+            .iter()
+            .map(|value| self.grads[value.index()])
+            .collect();
         let wanted = node.inputs.iter().any(|input| self.needs[input.index()]);
         if !wanted || douts.iter().all(Option::is_none) {
             return Ok(());
@@ -118,7 +139,11 @@ impl Tape<'_> {
             let input = node.inputs[operand];
             if let Some(param) = self.graph.param_of(input) {
                 let value = self.leaf(value, &node.scope, first_new)?;
-                self.params.push(ParamGrad { param, used_by: id, value });
+                self.params.push(ParamGrad {
+                    param,
+                    used_by: id,
+                    value,
+                });
             }
         }
         for (operand, value) in contributions {
@@ -131,11 +156,20 @@ impl Tape<'_> {
     }
 
     /// Gradient nodes whose results are gradients of parameters and nothing else belong to the weight half.
-    fn mark_weight_gradients(&mut self, inputs: &[ValueId], contributions: &Contributions, first_new: usize) {
+    fn mark_weight_gradients(
+        &mut self,
+        inputs: &[ValueId],
+        contributions: &Contributions,
+        first_new: usize,
+    ) {
         for index in first_new..self.graph.nodes().len() {
             let outputs = &self.graph.nodes()[index].outputs;
-            let mut uses = contributions.iter().filter(|(_, value)| outputs.contains(value)).peekable();
-            let is_param = |&(operand, _): &(usize, ValueId)| self.graph.param_of(inputs[operand]).is_some();
+            let mut uses = contributions
+                .iter()
+                .filter(|(_, value)| outputs.contains(value))
+                .peekable();
+            let is_param =
+                |&(operand, _): &(usize, ValueId)| self.graph.param_of(inputs[operand]).is_some();
             if uses.peek().is_some() && uses.all(is_param) {
                 self.phases[index] = Phase::BackwardWeight;
             }
@@ -147,7 +181,12 @@ impl Tape<'_> {
         let is_leaf = self.graph.producer(value).is_some_and(|node| {
             node.index() >= first_new
                 && self.phases[node.index()] == Phase::BackwardWeight
-                && !self.params.iter().rev().take(8).any(|grad| grad.value == value)
+                && !self
+                    .params
+                    .iter()
+                    .rev()
+                    .take(8)
+                    .any(|grad| grad.value == value)
         });
         if is_leaf {
             return Ok(value);
@@ -172,7 +211,14 @@ impl Tape<'_> {
             return Ok(grad);
         }
         let ty = self.graph.ty(value).clone();
-        Ok(self.emit(&"".into(), Op::Zeros { shape: ty.shape, dtype: ty.dtype }, vec![])?[0])
+        Ok(self.emit(
+            &"".into(),
+            Op::Zeros {
+                shape: ty.shape,
+                dtype: ty.dtype,
+            },
+            vec![],
+        )?[0])
     }
 
     /// Appends a node of the input half.

@@ -79,6 +79,10 @@ pub struct ParamStore {
 }
 
 /// Executes nodes, one at a time. The methods take and return row-major tensors.
+#[expect(
+    clippy::wrong_self_convention,
+    reason = "a backend makes values from bytes and buffers"
+)]
 pub trait Backend: fmt::Debug + Send + Sync {
     /// The name in configurations and messages.
     fn name(&self) -> &'static str;
@@ -96,7 +100,13 @@ pub trait Backend: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`Backend::run`].
-    fn accumulate(&self, call: Call<'_>, inputs: Vec<Value>, store: &mut GradStore, slots: &[usize]) -> Result<()>;
+    fn accumulate(
+        &self,
+        call: Call<'_>,
+        inputs: Vec<Value>,
+        store: &mut GradStore,
+        slots: &[usize],
+    ) -> Result<()>;
 
     /// Makes a value from the bytes of row-major elements.
     ///

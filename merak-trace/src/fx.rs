@@ -33,7 +33,11 @@ use crate::hash::name_hash;
 /// Those of `model`: operands that do not fit, with the path of the module.
 pub fn trace(dtype: DType, model: impl FnOnce(&Module) -> Result<()>) -> Result<Graph> {
     let graph = Rc::new(RefCell::new(Graph::new()));
-    model(&Module { graph: Rc::clone(&graph), path: "".into(), dtype })?;
+    model(&Module {
+        graph: Rc::clone(&graph),
+        path: "".into(),
+        dtype,
+    })?;
     Ok(graph.take())
 }
 
@@ -73,7 +77,11 @@ impl Module {
     /// The module of that name within this one; dots make further levels.
     #[must_use]
     pub fn sub(&self, name: &str) -> Self {
-        Self { graph: Rc::clone(&self.graph), path: self.qualified(name).into(), dtype: self.dtype }
+        Self {
+            graph: Rc::clone(&self.graph),
+            path: self.qualified(name).into(),
+            dtype: self.dtype,
+        }
     }
 
     /// The element type of parameters.
@@ -96,9 +104,20 @@ impl Module {
     ///
     /// # Errors
     /// When it was declared before with another type or initialiser.
-    pub fn param(&self, name: &str, shape: &[usize], init: Init, role: ParamRole) -> Result<Symbol> {
+    pub fn param(
+        &self,
+        name: &str,
+        shape: &[usize],
+        init: Init,
+        role: ParamRole,
+    ) -> Result<Symbol> {
         let ty = TensorType::new(shape, self.dtype);
-        let id = self.graph.borrow_mut().add_param(Param::new(self.qualified(name), ty.clone(), init, role))?;
+        let id = self.graph.borrow_mut().add_param(Param::new(
+            self.qualified(name),
+            ty.clone(),
+            init,
+            role,
+        ))?;
         Ok(Symbol { id, ty })
     }
 
@@ -116,8 +135,18 @@ impl Module {
     /// When the operands do not fit it.
     pub fn apply(&self, op: Op, inputs: &[&Symbol]) -> Result<Vec<Symbol>> {
         let mut graph = self.graph.borrow_mut();
-        let ids = graph.add_node(&self.path, op, inputs.iter().map(|symbol| symbol.id).collect())?;
-        Ok(ids.into_iter().map(|id| Symbol { id, ty: graph.ty(id).clone() }).collect())
+        let ids = graph.add_node(
+            &self.path,
+            op,
+            inputs.iter().map(|symbol| symbol.id).collect(),
+        )?;
+        Ok(ids
+            .into_iter()
+            .map(|id| Symbol {
+                id,
+                ty: graph.ty(id).clone(),
+            })
+            .collect())
     }
 
     fn apply1(&self, op: Op, inputs: &[&Symbol]) -> Result<Symbol> {
@@ -125,20 +154,41 @@ impl Module {
     }
 
     fn qualified(&self, name: &str) -> String {
-        if self.path.is_empty() { name.to_owned() } else { format!("{}.{name}", self.path) }
+        if self.path.is_empty() {
+            name.to_owned()
+        } else {
+            format!("{}.{name}", self.path)
+        }
     }
 
     /// Adds an operation that draws a dropout mask; the mask's key is the hash of the node's name.
-    fn apply_random(&self, op: impl Fn(Option<Dropout>) -> Op, p: f64, inputs: &[&Symbol]) -> Result<Symbol> {
+    fn apply_random(
+        &self,
+        op: impl Fn(Option<Dropout>) -> Op,
+        p: f64,
+        inputs: &[&Symbol],
+    ) -> Result<Symbol> {
         let plain = op(None);
         if p <= 0.0 {
             return self.apply1(plain, inputs);
         }
         let mut graph = self.graph.borrow_mut();
         let name = graph.unique_name(&self.path, plain.name());
-        let op = op(Some(Dropout { p, key: name_hash(&name), slice: None }));
-        let ids = graph.add_named_node(name, &self.path, op, inputs.iter().map(|symbol| symbol.id).collect())?;
-        Ok(Symbol { id: ids[0], ty: graph.ty(ids[0]).clone() })
+        let op = op(Some(Dropout {
+            p,
+            key: name_hash(&name),
+            slice: None,
+        }));
+        let ids = graph.add_named_node(
+            name,
+            &self.path,
+            op,
+            inputs.iter().map(|symbol| symbol.id).collect(),
+        )?;
+        Ok(Symbol {
+            id: ids[0],
+            ty: graph.ty(ids[0]).clone(),
+        })
     }
 }
 
@@ -148,7 +198,14 @@ impl Module {
     ///
     /// # Errors
     /// As [`Module::apply`].
-    pub fn linear(&self, x: &Symbol, out: usize, layout: WeightLayout, bias: bool, init: Init) -> Result<Symbol> {
+    pub fn linear(
+        &self,
+        x: &Symbol,
+        out: usize,
+        layout: WeightLayout,
+        bias: bool,
+        init: Init,
+    ) -> Result<Symbol> {
         let mut shape = [0; 2];
         shape[layout.in_dim()] = x.ty.last_dim();
         shape[layout.out_dim()] = out;
@@ -157,7 +214,13 @@ impl Module {
             let bias = self.param("bias", &[out], Init::Constant(0.0), ParamRole::Bias)?;
             self.apply1(Op::Linear { layout, bias: true }, &[x, &weight, &bias])
         } else {
-            self.apply1(Op::Linear { layout, bias: false }, &[x, &weight])
+            self.apply1(
+                Op::Linear {
+                    layout,
+                    bias: false,
+                },
+                &[x, &weight],
+            )
         }
     }
 
@@ -165,7 +228,13 @@ impl Module {
     ///
     /// # Errors
     /// As [`Module::apply`].
-    pub fn embedding(&self, ids: &Symbol, rows: usize, width: usize, init: Init) -> Result<(Symbol, Symbol)> {
+    pub fn embedding(
+        &self,
+        ids: &Symbol,
+        rows: usize,
+        width: usize,
+        init: Init,
+    ) -> Result<(Symbol, Symbol)> {
         let table = self.param("weight", &[rows, width], init, ParamRole::Embedding)?;
         Ok((self.apply1(Op::Embedding, &[ids, &table])?, table))
     }
@@ -188,7 +257,12 @@ impl Module {
     /// # Errors
     /// As [`Module::apply`].
     pub fn rms_norm(&self, x: &Symbol, eps: f64) -> Result<Symbol> {
-        let weight = self.param("weight", &[x.ty.last_dim()], Init::Constant(1.0), ParamRole::Norm)?;
+        let weight = self.param(
+            "weight",
+            &[x.ty.last_dim()],
+            Init::Constant(1.0),
+            ParamRole::Norm,
+        )?;
         self.apply1(Op::RmsNorm { eps }, &[x, &weight])
     }
 }
@@ -200,7 +274,13 @@ impl Module {
     /// # Errors
     /// As [`Module::apply`].
     pub fn linear_with(&self, x: &Symbol, weight: &Symbol, layout: WeightLayout) -> Result<Symbol> {
-        self.apply1(Op::Linear { layout, bias: false }, &[x, weight])
+        self.apply1(
+            Op::Linear {
+                layout,
+                bias: false,
+            },
+            &[x, weight],
+        )
     }
 
     /// The position of each element of a sequence, `[len]` i64.
@@ -215,8 +295,24 @@ impl Module {
     ///
     /// # Errors
     /// As [`Module::apply`].
-    pub fn attention(&self, q: &Symbol, k: &Symbol, v: &Symbol, spec: Attention, dropout: f64) -> Result<Symbol> {
-        self.apply_random(|dropout| Op::Attention(Attention { dropout, ..spec.clone() }), dropout, &[q, k, v])
+    pub fn attention(
+        &self,
+        q: &Symbol,
+        k: &Symbol,
+        v: &Symbol,
+        spec: &Attention,
+        dropout: f64,
+    ) -> Result<Symbol> {
+        self.apply_random(
+            |dropout| {
+                Op::Attention(Attention {
+                    dropout,
+                    ..spec.clone()
+                })
+            },
+            dropout,
+            &[q, k, v],
+        )
     }
 
     /// Rotary position embedding of packed heads.
@@ -251,7 +347,17 @@ impl Module {
         if p <= 0.0 {
             return Ok(x.clone());
         }
-        self.apply_random(|spec| Op::Dropout(spec.unwrap_or(Dropout { p, key: 0, slice: None })), p, &[x])
+        self.apply_random(
+            |spec| {
+                Op::Dropout(spec.unwrap_or(Dropout {
+                    p,
+                    key: 0,
+                    slice: None,
+                }))
+            },
+            p,
+            &[x],
+        )
     }
 
     /// `a + b`, `b` repeated over the leading dimensions of `a`.
@@ -275,7 +381,13 @@ impl Module {
     /// # Errors
     /// As [`Module::apply`].
     pub fn split(&self, x: &Symbol, dim: usize, sizes: &[usize]) -> Result<Vec<Symbol>> {
-        self.apply(Op::Split { dim, sizes: sizes.to_vec() }, &[x])
+        self.apply(
+            Op::Split {
+                dim,
+                sizes: sizes.to_vec(),
+            },
+            &[x],
+        )
     }
 
     /// The same elements in another shape.
@@ -283,14 +395,24 @@ impl Module {
     /// # Errors
     /// As [`Module::apply`].
     pub fn reshape(&self, x: &Symbol, shape: &[usize]) -> Result<Symbol> {
-        self.apply1(Op::Reshape { shape: shape.to_vec() }, &[x])
+        self.apply1(
+            Op::Reshape {
+                shape: shape.to_vec(),
+            },
+            &[x],
+        )
     }
 
     /// The sum of the token losses of `logits: [.., V]` against `labels: [..]`; -100 is ignored.
     ///
     /// # Errors
     /// As [`Module::apply`].
-    pub fn cross_entropy(&self, logits: &Symbol, labels: &Symbol, label_smoothing: f64) -> Result<Symbol> {
+    pub fn cross_entropy(
+        &self,
+        logits: &Symbol,
+        labels: &Symbol,
+        label_smoothing: f64,
+    ) -> Result<Symbol> {
         self.apply1(Op::CrossEntropy { label_smoothing }, &[logits, labels])
     }
 }

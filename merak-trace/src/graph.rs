@@ -206,7 +206,10 @@ impl Graph {
 
     /// The output of that name.
     pub fn output(&self, name: &str) -> Option<ValueId> {
-        self.outputs.iter().find(|port| port.name == name).map(|port| port.value)
+        self.outputs
+            .iter()
+            .find(|port| port.name == name)
+            .map(|port| port.value)
     }
 
     /// Elements of all parameters together, tied ones once.
@@ -228,13 +231,19 @@ impl Graph {
     /// Adds a named input.
     pub fn add_input(&mut self, name: impl Into<String>, ty: TensorType) -> ValueId {
         let value = self.new_value(ty, Source::Input(self.inputs.len()));
-        self.inputs.push(Port { name: name.into(), value });
+        self.inputs.push(Port {
+            name: name.into(),
+            value,
+        });
         value
     }
 
     /// Adds a named output.
     pub fn add_output(&mut self, name: impl Into<String>, value: ValueId) {
-        self.outputs.push(Port { name: name.into(), value });
+        self.outputs.push(Port {
+            name: name.into(),
+            value,
+        });
     }
 
     /// Adds a parameter, or finds it again by its name.
@@ -264,7 +273,10 @@ impl Graph {
     /// Places a parameter on `degree` ranks, before any node uses it, and gives its value the local type.
     pub fn place_param(&mut self, id: ParamId, placement: Placement, degree: usize) {
         let value = self.param_values[id.index()];
-        debug_assert!(self.nodes.iter().all(|node| !node.inputs.contains(&value)), "the types of its users are inferred");
+        debug_assert!(
+            self.nodes.iter().all(|node| !node.inputs.contains(&value)),
+            "the types of its users are inferred"
+        );
         let param = &mut self.params[id.index()];
         param.place(placement, degree);
         self.values[value.index()].ty = param.local.clone();
@@ -274,18 +286,31 @@ impl Graph {
     ///
     /// # Errors
     /// [`Error::Operands`] naming the module path, the operation and the types when they do not fit.
-    pub fn add_node(&mut self, scope: &Arc<str>, op: Op, inputs: Vec<ValueId>) -> Result<Vec<ValueId>> {
+    pub fn add_node(
+        &mut self,
+        scope: &Arc<str>,
+        op: Op,
+        inputs: Vec<ValueId>,
+    ) -> Result<Vec<ValueId>> {
         let name = self.unique_name(scope, op.name());
         self.add_named_node(name, scope, op, inputs)
     }
 
     /// The name that the next node of this scope and operation gets.
     pub(crate) fn unique_name(&mut self, scope: &str, op: &str) -> Arc<str> {
-        let base: Arc<str> = if scope.is_empty() { op.into() } else { format!("{scope}.{op}").into() };
+        let base: Arc<str> = if scope.is_empty() {
+            op.into()
+        } else {
+            format!("{scope}.{op}").into()
+        };
         let count = self.name_counts.entry(Arc::clone(&base)).or_insert(0);
         loop {
             *count += 1;
-            let name = if *count == 1 { Arc::clone(&base) } else { format!("{base}_{count}").into() };
+            let name = if *count == 1 {
+                Arc::clone(&base)
+            } else {
+                format!("{base}_{count}").into()
+            };
             if !self.names.contains(&name) {
                 return name;
             }
@@ -296,20 +321,44 @@ impl Graph {
     ///
     /// # Errors
     /// As [`Graph::add_node`].
-    pub fn add_named_node(&mut self, name: Arc<str>, scope: &Arc<str>, op: Op, inputs: Vec<ValueId>) -> Result<Vec<ValueId>> {
+    pub fn add_named_node(
+        &mut self,
+        name: Arc<str>,
+        scope: &Arc<str>,
+        op: Op,
+        inputs: Vec<ValueId>,
+    ) -> Result<Vec<ValueId>> {
         let types: Vec<_> = inputs.iter().map(|&value| self.ty(value).clone()).collect();
-        let results = infer(&op, &types).map_err(|reason| Error::Operands { scope: scope.to_string(), op: op.name(), reason })?;
+        let results = infer(&op, &types).map_err(|reason| Error::Operands {
+            scope: scope.to_string(),
+            op: op.name(),
+            reason,
+        })?;
         let node = NodeId::at(self.nodes.len());
-        let outputs: Vec<_> =
-            results.into_iter().enumerate().map(|(result, ty)| self.new_value(ty, Source::Node { node, result })).collect();
+        let outputs: Vec<_> = results
+            .into_iter()
+            .enumerate()
+            .map(|(result, ty)| self.new_value(ty, Source::Node { node, result }))
+            .collect();
         self.names.insert(Arc::clone(&name));
-        self.nodes.push(Node { name, scope: Arc::clone(scope), op, inputs, outputs: outputs.clone() });
+        self.nodes.push(Node {
+            name,
+            scope: Arc::clone(scope),
+            op,
+            inputs,
+            outputs: outputs.clone(),
+        });
         Ok(outputs)
     }
 
     /// Replaces the operands of a node by others of the same types.
     pub(crate) fn set_inputs(&mut self, node: NodeId, inputs: Vec<ValueId>) {
-        debug_assert!(inputs.iter().zip(&self.nodes[node.index()].inputs).all(|(a, b)| self.ty(*a) == self.ty(*b)));
+        debug_assert!(
+            inputs
+                .iter()
+                .zip(&self.nodes[node.index()].inputs)
+                .all(|(a, b)| self.ty(*a) == self.ty(*b))
+        );
         self.nodes[node.index()].inputs = inputs;
     }
 

@@ -12,6 +12,10 @@ pub(crate) type Reason = String;
 type Types = Result<Vec<TensorType>, Reason>;
 
 /// The result types of `op` on operands of the given types.
+#[expect(
+    clippy::too_many_lines,
+    reason = "a table with one entry per operation"
+)]
 pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
     match op {
         Op::Positions { len } => {
@@ -30,13 +34,18 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         }
         Op::LinearGradWeight { layout } => {
             let [x, dy] = operands(inputs)?;
-            ensure(x.rows() == dy.rows(), || format!("{x} and {dy} have different rows"))?;
+            ensure(x.rows() == dy.rows(), || {
+                format!("{x} and {dy} have different rows")
+            })?;
             let mut shape = vec![0; 2];
             shape[layout.in_dim()] = x.last_dim();
             shape[layout.out_dim()] = dy.last_dim();
             Ok(vec![x.with_shape(shape)])
         }
-        Op::MatMul { transpose_a, transpose_b } => matmul(*transpose_a, *transpose_b, inputs),
+        Op::MatMul {
+            transpose_a,
+            transpose_b,
+        } => matmul(*transpose_a, *transpose_b, inputs),
         Op::Embedding => {
             let [ids, table] = operands(inputs)?;
             is_ids(ids)?;
@@ -48,7 +57,9 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         Op::EmbeddingGrad { rows } => {
             let [ids, dy] = operands(inputs)?;
             is_ids(ids)?;
-            ensure(ids.shape[..] == dy.shape[..dy.ndim() - 1], || format!("ids {ids} do not index {dy}"))?;
+            ensure(ids.shape[..] == dy.shape[..dy.ndim() - 1], || {
+                format!("ids {ids} do not index {dy}")
+            })?;
             Ok(vec![dy.with_shape([*rows, dy.last_dim()])])
         }
         Op::LayerNorm { .. } => {
@@ -94,9 +105,20 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         Op::Rope(rope) => {
             let [x, positions] = operands(inputs)?;
             has_ndim(x, 3)?;
-            ensure(x.last_dim().is_multiple_of(rope.head_dim), || format!("{x} does not consist of heads of {}", rope.head_dim))?;
-            ensure(2 * rope.inv_freq.len() <= rope.head_dim, || format!("{} rotated pairs do not fit a head of {}", rope.inv_freq.len(), rope.head_dim))?;
-            ensure(positions.shape == [x.shape[1]] && positions.dtype == DType::I64, || format!("positions {positions} do not number the sequence of {x}"))?;
+            ensure(x.last_dim().is_multiple_of(rope.head_dim), || {
+                format!("{x} does not consist of heads of {}", rope.head_dim)
+            })?;
+            ensure(2 * rope.inv_freq.len() <= rope.head_dim, || {
+                format!(
+                    "{} rotated pairs do not fit a head of {}",
+                    rope.inv_freq.len(),
+                    rope.head_dim
+                )
+            })?;
+            ensure(
+                positions.shape == [x.shape[1]] && positions.dtype == DType::I64,
+                || format!("positions {positions} do not number the sequence of {x}"),
+            )?;
             Ok(vec![x.clone()])
         }
         Op::Activation(_) | Op::Softmax | Op::Dropout(_) | Op::Scale { .. } => {
@@ -132,12 +154,16 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         }
         Op::Add | Op::Mul => {
             let [a, b] = operands(inputs)?;
-            ensure(a.dtype == b.dtype && a.shape.ends_with(&b.shape), || format!("{b} does not repeat over {a}"))?;
+            ensure(a.dtype == b.dtype && a.shape.ends_with(&b.shape), || {
+                format!("{b} does not repeat over {a}")
+            })?;
             Ok(vec![a.clone()])
         }
         Op::SumLeading { shape } => {
             let [x] = operands(inputs)?;
-            ensure(x.shape.ends_with(shape), || format!("{shape:?} are not the last dimensions of {x}"))?;
+            ensure(x.shape.ends_with(shape), || {
+                format!("{shape:?} are not the last dimensions of {x}")
+            })?;
             Ok(vec![x.with_shape(shape.clone())])
         }
         Op::SumAll => {
@@ -156,20 +182,28 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         }
         Op::Reshape { shape } => {
             let [x] = operands(inputs)?;
-            ensure(x.numel() == shape.iter().product::<usize>(), || format!("{x} has not as many elements as {shape:?}"))?;
+            ensure(x.numel() == shape.iter().product::<usize>(), || {
+                format!("{x} has not as many elements as {shape:?}")
+            })?;
             Ok(vec![x.with_shape(shape.clone())])
         }
         Op::Transpose { perm } => {
             let [x] = operands(inputs)?;
             let mut sorted = perm.clone();
             sorted.sort_unstable();
-            ensure(sorted.iter().copied().eq(0..x.ndim()), || format!("{perm:?} does not order the dimensions of {x}"))?;
-            Ok(vec![x.with_shape(perm.iter().map(|&d| x.shape[d]).collect::<Vec<_>>())])
+            ensure(sorted.iter().copied().eq(0..x.ndim()), || {
+                format!("{perm:?} does not order the dimensions of {x}")
+            })?;
+            Ok(vec![x.with_shape(
+                perm.iter().map(|&d| x.shape[d]).collect::<Vec<_>>(),
+            )])
         }
         Op::Split { dim, sizes } => {
             let [x] = operands(inputs)?;
             has_dim(x, *dim)?;
-            ensure(x.shape[*dim] == sizes.iter().sum::<usize>(), || format!("pieces {sizes:?} do not make up dimension {dim} of {x}"))?;
+            ensure(x.shape[*dim] == sizes.iter().sum::<usize>(), || {
+                format!("pieces {sizes:?} do not make up dimension {dim} of {x}")
+            })?;
             Ok(sizes.iter().map(|&size| x.with_dim(*dim, size)).collect())
         }
         Op::Concat { dim } => concat(*dim, inputs),
@@ -197,7 +231,9 @@ fn linear(layout: WeightLayout, bias: bool, inputs: &[TensorType]) -> Types {
         (x, w)
     };
     has_ndim(w, 2)?;
-    ensure(x.ndim() >= 1 && x.dtype == w.dtype, || format!("{x} cannot be multiplied by {w}"))?;
+    ensure(x.ndim() >= 1 && x.dtype == w.dtype, || {
+        format!("{x} cannot be multiplied by {w}")
+    })?;
     matches_dim(x.last_dim(), w, layout.in_dim())?;
     Ok(vec![x.with_dim(x.ndim() - 1, w.shape[layout.out_dim()])])
 }
@@ -205,11 +241,23 @@ fn linear(layout: WeightLayout, bias: bool, inputs: &[TensorType]) -> Types {
 fn matmul(transpose_a: bool, transpose_b: bool, inputs: &[TensorType]) -> Types {
     let [a, b] = operands(inputs)?;
     let n = a.ndim();
-    ensure(n >= 2 && b.ndim() == n && a.dtype == b.dtype, || format!("{a} cannot be multiplied by {b}"))?;
-    ensure(a.shape[..n - 2] == b.shape[..n - 2], || format!("the batches of {a} and {b} differ"))?;
-    let swap = |ty: &TensorType, t: bool| if t { (ty.shape[n - 1], ty.shape[n - 2]) } else { (ty.shape[n - 2], ty.shape[n - 1]) };
+    ensure(n >= 2 && b.ndim() == n && a.dtype == b.dtype, || {
+        format!("{a} cannot be multiplied by {b}")
+    })?;
+    ensure(a.shape[..n - 2] == b.shape[..n - 2], || {
+        format!("the batches of {a} and {b} differ")
+    })?;
+    let swap = |ty: &TensorType, t: bool| {
+        if t {
+            (ty.shape[n - 1], ty.shape[n - 2])
+        } else {
+            (ty.shape[n - 2], ty.shape[n - 1])
+        }
+    };
     let ((rows, k), (k2, cols)) = (swap(a, transpose_a), swap(b, transpose_b));
-    ensure(k == k2, || format!("the inner dimensions {k} and {k2} of {a} and {b} differ"))?;
+    ensure(k == k2, || {
+        format!("the inner dimensions {k} and {k2} of {a} and {b} differ")
+    })?;
     Ok(vec![a.with_dim(n - 2, rows).with_dim(n - 1, cols)])
 }
 
@@ -217,14 +265,37 @@ fn attention(spec: &Attention, [q, k, v]: [&TensorType; 3]) -> Types {
     has_ndim(q, 3)?;
     has_ndim(k, 3)?;
     same(k, v)?;
-    ensure(spec.kv_heads > 0 && spec.heads.is_multiple_of(spec.kv_heads), || {
-        format!("{} query heads cannot share {} key/value heads", spec.heads, spec.kv_heads)
+    ensure(
+        spec.kv_heads > 0 && spec.heads.is_multiple_of(spec.kv_heads),
+        || {
+            format!(
+                "{} query heads cannot share {} key/value heads",
+                spec.heads, spec.kv_heads
+            )
+        },
+    )?;
+    ensure(q.last_dim() == spec.heads * spec.head_dim, || {
+        format!(
+            "{q} does not hold {} heads of {}",
+            spec.heads, spec.head_dim
+        )
     })?;
-    ensure(q.last_dim() == spec.heads * spec.head_dim, || format!("{q} does not hold {} heads of {}", spec.heads, spec.head_dim))?;
-    ensure(k.last_dim() == spec.kv_heads * spec.head_dim, || format!("{k} does not hold {} heads of {}", spec.kv_heads, spec.head_dim))?;
-    ensure(q.shape[0] == k.shape[0] && q.dtype == k.dtype, || format!("the batches of {q} and {k} differ"))?;
-    ensure(q.shape[1] <= k.shape[1], || format!("{} queries see only {} keys", q.shape[1], k.shape[1]))?;
-    Ok(vec![q.clone(), q.with_shape([q.shape[0], spec.heads, q.shape[1]])])
+    ensure(k.last_dim() == spec.kv_heads * spec.head_dim, || {
+        format!(
+            "{k} does not hold {} heads of {}",
+            spec.kv_heads, spec.head_dim
+        )
+    })?;
+    ensure(q.shape[0] == k.shape[0] && q.dtype == k.dtype, || {
+        format!("the batches of {q} and {k} differ")
+    })?;
+    ensure(q.shape[1] <= k.shape[1], || {
+        format!("{} queries see only {} keys", q.shape[1], k.shape[1])
+    })?;
+    Ok(vec![
+        q.clone(),
+        q.with_shape([q.shape[0], spec.heads, q.shape[1]]),
+    ])
 }
 
 fn concat(dim: usize, inputs: &[TensorType]) -> Types {
@@ -232,9 +303,10 @@ fn concat(dim: usize, inputs: &[TensorType]) -> Types {
     has_dim(first, dim)?;
     let mut total = 0;
     for ty in inputs {
-        ensure(ty.ndim() == first.ndim() && ty.with_dim(dim, 0) == first.with_dim(dim, 0), || {
-            format!("{first} and {ty} differ outside dimension {dim}")
-        })?;
+        ensure(
+            ty.ndim() == first.ndim() && ty.with_dim(dim, 0) == first.with_dim(dim, 0),
+            || format!("{first} and {ty} differ outside dimension {dim}"),
+        )?;
         total += ty.shape[dim];
     }
     Ok(vec![first.with_dim(dim, total)])
@@ -243,7 +315,8 @@ fn concat(dim: usize, inputs: &[TensorType]) -> Types {
 /// The operands as an array, if there are `N`.
 fn operands<const N: usize>(inputs: &[TensorType]) -> Result<[&TensorType; N], Reason> {
     let refs: Vec<_> = inputs.iter().collect();
-    refs.try_into().map_err(|_| format!("takes {N} operands, got {}", inputs.len()))
+    refs.try_into()
+        .map_err(|_| format!("takes {N} operands, got {}", inputs.len()))
 }
 
 fn ensure(holds: bool, reason: impl FnOnce() -> Reason) -> Result<(), Reason> {
@@ -259,7 +332,9 @@ fn is_float(x: &TensorType) -> Result<(), Reason> {
 }
 
 fn is_ids(ids: &TensorType) -> Result<(), Reason> {
-    ensure(ids.dtype == DType::I64, || format!("ids are {ids}, not i64"))
+    ensure(ids.dtype == DType::I64, || {
+        format!("ids are {ids}, not i64")
+    })
 }
 
 fn is_f64_scalar(x: &TensorType) -> Result<(), Reason> {
@@ -267,7 +342,9 @@ fn is_f64_scalar(x: &TensorType) -> Result<(), Reason> {
 }
 
 fn has_ndim(x: &TensorType, ndim: usize) -> Result<(), Reason> {
-    ensure(x.ndim() == ndim, || format!("{x} has not {ndim} dimensions"))
+    ensure(x.ndim() == ndim, || {
+        format!("{x} has not {ndim} dimensions")
+    })
 }
 
 fn has_dim(x: &TensorType, dim: usize) -> Result<(), Reason> {
@@ -275,16 +352,23 @@ fn has_dim(x: &TensorType, dim: usize) -> Result<(), Reason> {
 }
 
 fn is_vector_of(x: &TensorType, len: usize) -> Result<(), Reason> {
-    ensure(x.shape == [len], || format!("expected a vector of {len}, found {x}"))
+    ensure(x.shape == [len], || {
+        format!("expected a vector of {len}, found {x}")
+    })
 }
 
 fn matches_dim(features: usize, w: &TensorType, dim: usize) -> Result<(), Reason> {
-    ensure(w.shape.get(dim) == Some(&features), || format!("{features} features do not match dimension {dim} of {w}"))
+    ensure(w.shape.get(dim) == Some(&features), || {
+        format!("{features} features do not match dimension {dim} of {w}")
+    })
 }
 
 fn labels_fit(logits: &TensorType, labels: &TensorType) -> Result<(), Reason> {
     is_ids(labels)?;
-    ensure(logits.ndim() >= 1 && logits.shape[..logits.ndim() - 1] == labels.shape[..], || format!("labels {labels} do not align with logits {logits}"))
+    ensure(
+        logits.ndim() >= 1 && logits.shape[..logits.ndim() - 1] == labels.shape[..],
+        || format!("labels {labels} do not align with logits {logits}"),
+    )
 }
 
 fn rows_of(x: &TensorType) -> TensorType {
@@ -292,8 +376,14 @@ fn rows_of(x: &TensorType) -> TensorType {
 }
 
 /// Checks that `shard` describes dimension `shard.dim` of `x`.
-fn divides(x: &TensorType, shard: &Shard, fits: impl Fn(usize, usize) -> bool) -> Result<(), Reason> {
+fn divides(
+    x: &TensorType,
+    shard: &Shard,
+    fits: impl Fn(usize, usize) -> bool,
+) -> Result<(), Reason> {
     has_dim(x, shard.dim)?;
     let full = shard.parts.iter().sum();
-    ensure(fits(x.shape[shard.dim], full), || format!("dimension {} of {x} is no slice of {full}", shard.dim))
+    ensure(fits(x.shape[shard.dim], full), || {
+        format!("dimension {} of {x} is no slice of {full}", shard.dim)
+    })
 }

@@ -61,10 +61,25 @@ pub struct Forwarded {
 
 impl Interpreter {
     /// Prepares a program to run on a backend.
-    pub fn new(program: Arc<StageProgram>, backend: SharedBackend, groups: Arc<dyn AxisGroups>) -> Self {
+    pub fn new(
+        program: Arc<StageProgram>,
+        backend: SharedBackend,
+        groups: Arc<dyn AxisGroups>,
+    ) -> Self {
         let use_counts = program.use_counts().into();
-        let grad_slots = program.grads.iter().enumerate().map(|(slot, grad)| (grad.value, slot)).collect();
-        Self { program, backend, groups, use_counts, grad_slots: Arc::new(grad_slots) }
+        let grad_slots = program
+            .grads
+            .iter()
+            .enumerate()
+            .map(|(slot, grad)| (grad.value, slot))
+            .collect();
+        Self {
+            program,
+            backend,
+            groups,
+            use_counts,
+            grad_slots: Arc::new(grad_slots),
+        }
     }
 
     /// The program.
@@ -84,7 +99,13 @@ impl Interpreter {
     ///
     /// # Errors
     /// When an input is missing or of another type, or a node fails.
-    pub fn forward(&self, params: &[Value], batch: &Batch, received: Vec<Value>, context: RunContext) -> Result<Forwarded> {
+    pub fn forward(
+        &self,
+        params: &[Value],
+        batch: &Batch,
+        received: Vec<Value>,
+        context: RunContext,
+    ) -> Result<Forwarded> {
         let mut frame = Frame {
             slots: vec![None; self.program.graph.num_values()],
             remaining: self.use_counts.to_vec(),
@@ -93,7 +114,9 @@ impl Interpreter {
         };
         for port in &self.program.inputs {
             let ty = self.program.graph.ty(port.value);
-            let value = batch.get(&port.name).ok_or_else(|| missing(&port.name, ty, batch))?;
+            let value = batch
+                .get(&port.name)
+                .ok_or_else(|| missing(&port.name, ty, batch))?;
             self.bind(&mut frame, port.value, &port.name, value.clone())?;
         }
         for (hop, value) in self.program.recv.iter().zip(received) {
@@ -102,9 +125,23 @@ impl Interpreter {
         for &node in &self.program.forward {
             self.step(&mut frame, params, node)?;
         }
-        let send = self.program.send.iter().map(|hop| self.take(&mut frame, params, hop.value)).collect::<Result<_>>()?;
-        let outputs = self.program.outputs.iter().map(|port| self.take(&mut frame, params, port.value)).collect::<Result<_>>()?;
-        Ok(Forwarded { frame, send, outputs })
+        let send = self
+            .program
+            .send
+            .iter()
+            .map(|hop| self.take(&mut frame, params, hop.value))
+            .collect::<Result<_>>()?;
+        let outputs = self
+            .program
+            .outputs
+            .iter()
+            .map(|port| self.take(&mut frame, params, port.value))
+            .collect::<Result<_>>()?;
+        Ok(Forwarded {
+            frame,
+            send,
+            outputs,
+        })
     }
 
     /// Computes again what the forward did not keep, before the gradient arrives.
@@ -133,7 +170,11 @@ impl Interpreter {
         store: &mut GradStore,
     ) -> Result<Vec<Value>> {
         self.bind_grads(frame, grads, loss_grad)?;
-        let phases = [Phase::Recompute, Phase::BackwardInput, Phase::BackwardWeight];
+        let phases = [
+            Phase::Recompute,
+            Phase::BackwardInput,
+            Phase::BackwardWeight,
+        ];
         self.run_phases(frame, params, &phases, Some(store))?;
         self.take_input_grads(frame, params)
     }
@@ -142,9 +183,20 @@ impl Interpreter {
     ///
     /// # Errors
     /// As [`Interpreter::backward`].
-    pub fn backward_input(&self, frame: &mut Frame, params: &[Value], grads: Vec<Value>, loss_grad: f64) -> Result<Vec<Value>> {
+    pub fn backward_input(
+        &self,
+        frame: &mut Frame,
+        params: &[Value],
+        grads: Vec<Value>,
+        loss_grad: f64,
+    ) -> Result<Vec<Value>> {
         self.bind_grads(frame, grads, loss_grad)?;
-        self.run_phases(frame, params, &[Phase::Recompute, Phase::BackwardInput], None)?;
+        self.run_phases(
+            frame,
+            params,
+            &[Phase::Recompute, Phase::BackwardInput],
+            None,
+        )?;
         self.take_input_grads(frame, params)
     }
 
@@ -152,18 +204,31 @@ impl Interpreter {
     ///
     /// # Errors
     /// When a node fails.
-    pub fn backward_weight(&self, frame: &mut Frame, params: &[Value], store: &mut GradStore) -> Result<()> {
+    pub fn backward_weight(
+        &self,
+        frame: &mut Frame,
+        params: &[Value],
+        store: &mut GradStore,
+    ) -> Result<()> {
         self.run_phases(frame, params, &[Phase::BackwardWeight], Some(store))
     }
 
-    fn run_phases(&self, frame: &mut Frame, params: &[Value], phases: &[Phase], mut store: Option<&mut GradStore>) -> Result<()> {
+    fn run_phases(
+        &self,
+        frame: &mut Frame,
+        params: &[Value],
+        phases: &[Phase],
+        mut store: Option<&mut GradStore>,
+    ) -> Result<()> {
         for &node in &self.program.backward {
             let phase = self.program.phases[node.index()];
             if !phases.contains(&phase) || (phase == Phase::Recompute && frame.recomputed) {
                 continue;
             }
             match (phase, store.as_deref_mut()) {
-                (Phase::BackwardWeight, Some(store)) => self.accumulate(frame, params, node, store)?,
+                (Phase::BackwardWeight, Some(store)) => {
+                    self.accumulate(frame, params, node, store)?;
+                }
                 _ => self.step(frame, params, node)?,
             }
         }
@@ -173,9 +238,14 @@ impl Interpreter {
     fn bind_grads(&self, frame: &mut Frame, grads: Vec<Value>, loss_grad: f64) -> Result<()> {
         if let Some(seed) = self.program.loss_grad {
             let ty = self.program.graph.ty(seed).clone();
-            frame.slots[seed.index()] = Some(self.backend.from_bytes(&ty, &loss_grad.to_ne_bytes())?);
+            frame.slots[seed.index()] =
+                Some(self.backend.from_bytes(&ty, &loss_grad.to_ne_bytes())?);
         }
-        let hops = self.program.send.iter().filter_map(|hop| hop.grad.map(|grad| (hop, grad)));
+        let hops = self
+            .program
+            .send
+            .iter()
+            .filter_map(|hop| hop.grad.map(|grad| (hop, grad)));
         for ((hop, slot), value) in hops.zip(grads) {
             self.bind(frame, slot, &hop.name, value)?;
         }
@@ -183,13 +253,22 @@ impl Interpreter {
     }
 
     fn take_input_grads(&self, frame: &mut Frame, params: &[Value]) -> Result<Vec<Value>> {
-        self.program.recv.iter().filter_map(|hop| hop.grad).map(|grad| self.take(frame, params, grad)).collect()
+        self.program
+            .recv
+            .iter()
+            .filter_map(|hop| hop.grad)
+            .map(|grad| self.take(frame, params, grad))
+            .collect()
     }
 
     fn bind(&self, frame: &mut Frame, slot: ValueId, name: &str, value: Value) -> Result<()> {
         let expected = self.program.graph.ty(slot);
         if value.ty() != expected {
-            return Err(Error::InputType { name: name.to_owned(), expected: expected.to_string(), found: value.ty().to_string() });
+            return Err(Error::InputType {
+                name: name.to_owned(),
+                expected: expected.to_string(),
+                found: value.ty().to_string(),
+            });
         }
         if frame.remaining[slot.index()] > 0 {
             frame.slots[slot.index()] = Some(value);
@@ -205,20 +284,42 @@ impl Interpreter {
         let remaining = &mut frame.remaining[id.index()];
         *remaining = remaining.saturating_sub(1);
         let slot = &mut frame.slots[id.index()];
-        let value = if *remaining == 0 { slot.take() } else { slot.clone() };
-        value.ok_or_else(|| Error::Order { value: self.describe(id) })
+        let value = if *remaining == 0 {
+            slot.take()
+        } else {
+            slot.clone()
+        };
+        value.ok_or_else(|| Error::Order {
+            value: self.describe(id),
+        })
     }
 
     fn describe(&self, id: ValueId) -> String {
-        self.program.graph.producer(id).map_or_else(|| id.to_string(), |node| self.program.graph.node(node).name.to_string())
+        self.program.graph.producer(id).map_or_else(
+            || id.to_string(),
+            |node| self.program.graph.node(node).name.to_string(),
+        )
     }
 
     fn step(&self, frame: &mut Frame, params: &[Value], id: NodeId) -> Result<()> {
         let node = self.program.graph.node(id);
-        let inputs = node.inputs.iter().map(|&input| self.take(frame, params, input)).collect::<Result<Vec<_>>>()?;
-        let results: Vec<_> = node.outputs.iter().map(|&output| self.program.graph.ty(output).clone()).collect();
+        let inputs = node
+            .inputs
+            .iter()
+            .map(|&input| self.take(frame, params, input))
+            .collect::<Result<Vec<_>>>()?;
+        let results: Vec<_> = node
+            .outputs
+            .iter()
+            .map(|&output| self.program.graph.ty(output).clone())
+            .collect();
         let context = frame.context;
-        let call = Call { name: &node.name, op: &node.op, results: &results, context: &context };
+        let call = Call {
+            name: &node.name,
+            op: &node.op,
+            results: &results,
+            context: &context,
+        };
         let values = self.execute(call, inputs)?;
         for (&output, value) in node.outputs.iter().zip(values) {
             if frame.remaining[output.index()] > 0 {
@@ -228,19 +329,50 @@ impl Interpreter {
         Ok(())
     }
 
-    fn accumulate(&self, frame: &mut Frame, params: &[Value], id: NodeId, store: &mut GradStore) -> Result<()> {
+    fn accumulate(
+        &self,
+        frame: &mut Frame,
+        params: &[Value],
+        id: NodeId,
+        store: &mut GradStore,
+    ) -> Result<()> {
         let node = self.program.graph.node(id);
-        let inputs = node.inputs.iter().map(|&input| self.take(frame, params, input)).collect::<Result<Vec<_>>>()?;
-        let results: Vec<_> = node.outputs.iter().map(|&output| self.program.graph.ty(output).clone()).collect();
-        let slots: Vec<_> = node.outputs.iter().filter_map(|output| self.grad_slots.get(output).copied()).collect();
+        let inputs = node
+            .inputs
+            .iter()
+            .map(|&input| self.take(frame, params, input))
+            .collect::<Result<Vec<_>>>()?;
+        let results: Vec<_> = node
+            .outputs
+            .iter()
+            .map(|&output| self.program.graph.ty(output).clone())
+            .collect();
+        let slots: Vec<_> = node
+            .outputs
+            .iter()
+            .filter_map(|output| self.grad_slots.get(output).copied())
+            .collect();
         let context = frame.context;
-        let call = Call { name: &node.name, op: &node.op, results: &results, context: &context };
+        let call = Call {
+            name: &node.name,
+            op: &node.op,
+            results: &results,
+            context: &context,
+        };
         if !node.op.is_region() {
             return self.backend.accumulate(call, inputs, store, &slots);
         }
         // A parameter that sharded work used whole: its gradient crosses the region's border first.
         let summed = self.execute(call, inputs)?;
-        self.backend.accumulate(Call { op: &Op::Identity, ..call }, summed, store, &slots)
+        self.backend.accumulate(
+            Call {
+                op: &Op::Identity,
+                ..call
+            },
+            summed,
+            store,
+            &slots,
+        )
     }
 
     fn execute(&self, call: Call<'_>, mut inputs: Vec<Value>) -> Result<Vec<Value>> {
@@ -248,75 +380,160 @@ impl Interpreter {
             Op::CopyTo { .. } | Op::Identity => Ok(inputs),
             Op::AllReduce { axis } => {
                 let value = inputs.swap_remove(0);
-                let Some(group) = self.groups.along(*axis) else { return Ok(vec![value]) };
+                let Some(group) = self.groups.along(*axis) else {
+                    return Ok(vec![value]);
+                };
                 let buffer = self.backend.into_buffer(value)?;
                 let reduced = group.all_reduce(buffer, ReduceOp::Sum);
-                let reduced = reduced.map_err(|source| Error::Collective { node: call.name.to_owned(), source })?;
+                let reduced = reduced.map_err(|source| Error::Collective {
+                    node: call.name.to_owned(),
+                    source,
+                })?;
                 Ok(vec![self.backend.from_buffer(&call.results[0], reduced)?])
             }
             Op::AllGather { axis, shard } => {
                 let value = inputs.swap_remove(0);
-                let Some(group) = self.groups.along(*axis) else { return Ok(vec![value]) };
+                let Some(group) = self.groups.along(*axis) else {
+                    return Ok(vec![value]);
+                };
                 Ok(vec![self.all_gather(call, value, &group, shard)?])
             }
             Op::Scatter { axis, shard, .. } => {
                 let value = inputs.swap_remove(0);
-                let Some(group) = self.groups.along(*axis) else { return Ok(vec![value]) };
-                Ok(vec![self.own_slice(call, value, shard, group.rank(), group.world_size())?])
+                let Some(group) = self.groups.along(*axis) else {
+                    return Ok(vec![value]);
+                };
+                Ok(vec![self.own_slice(
+                    call,
+                    value,
+                    shard,
+                    group.rank(),
+                    group.world_size(),
+                )?])
             }
             _ => self.backend.run(call, inputs),
         }
     }
 
     /// Joins the slices of all ranks: rank-major as they arrive, then part by part.
-    fn all_gather(&self, call: Call<'_>, value: Value, group: &Group, shard: &Shard) -> Result<Value> {
+    fn all_gather(
+        &self,
+        call: Call<'_>,
+        value: Value,
+        group: &Group,
+        shard: &Shard,
+    ) -> Result<Value> {
         let (degree, local) = (group.world_size(), value.ty().clone());
         let buffer = self.backend.into_buffer(value)?;
         let gathered = group.all_gather(buffer);
-        let gathered = gathered.map_err(|source| Error::Collective { node: call.name.to_owned(), source })?;
+        let gathered = gathered.map_err(|source| Error::Collective {
+            node: call.name.to_owned(),
+            source,
+        })?;
         let mut stacked = vec![degree];
         stacked.extend(&local.shape);
-        let stacked = self.backend.from_buffer(&local.with_shape(stacked), gathered)?;
+        let stacked = self
+            .backend
+            .from_buffer(&local.with_shape(stacked), gathered)?;
         let slices = self.split(call, stacked, 0, &vec![1; degree])?;
         let part_sizes: Vec<_> = shard.parts.iter().map(|part| part / degree).collect();
         let mut by_rank = Vec::with_capacity(degree);
         for slice in slices {
-            let reshape = Op::Reshape { shape: local.shape.clone() };
-            let slice = self.run_op(call, &reshape, std::slice::from_ref(&local), vec![slice])?.swap_remove(0);
+            let reshape = Op::Reshape {
+                shape: local.shape.clone(),
+            };
+            let slice = self
+                .run_op(call, &reshape, std::slice::from_ref(&local), vec![slice])?
+                .swap_remove(0);
             by_rank.push(self.split(call, slice, shard.dim, &part_sizes)?);
         }
-        let pieces = (0..part_sizes.len()).flat_map(|part| by_rank.iter().map(move |parts| parts[part].clone())).collect();
-        Ok(self.run_op(call, &Op::Concat { dim: shard.dim }, call.results, pieces)?.swap_remove(0))
+        let pieces = (0..part_sizes.len())
+            .flat_map(|part| by_rank.iter().map(move |parts| parts[part].clone()))
+            .collect();
+        Ok(self
+            .run_op(call, &Op::Concat { dim: shard.dim }, call.results, pieces)?
+            .swap_remove(0))
     }
 
     /// The slice that rank `rank` of `degree` holds.
-    fn own_slice(&self, call: Call<'_>, value: Value, shard: &Shard, rank: usize, degree: usize) -> Result<Value> {
-        let sizes: Vec<_> = shard.parts.iter().flat_map(|part| vec![part / degree; degree]).collect();
+    fn own_slice(
+        &self,
+        call: Call<'_>,
+        value: Value,
+        shard: &Shard,
+        rank: usize,
+        degree: usize,
+    ) -> Result<Value> {
+        let sizes: Vec<_> = shard
+            .parts
+            .iter()
+            .flat_map(|part| vec![part / degree; degree])
+            .collect();
         let pieces = self.split(call, value, shard.dim, &sizes)?;
         let own: Vec<_> = pieces.into_iter().skip(rank).step_by(degree).collect();
-        Ok(self.run_op(call, &Op::Concat { dim: shard.dim }, call.results, own)?.swap_remove(0))
+        Ok(self
+            .run_op(call, &Op::Concat { dim: shard.dim }, call.results, own)?
+            .swap_remove(0))
     }
 
-    fn split(&self, call: Call<'_>, value: Value, dim: usize, sizes: &[usize]) -> Result<Vec<Value>> {
-        let types: Vec<TensorType> = sizes.iter().map(|&size| value.ty().with_dim(dim, size)).collect();
-        self.run_op(call, &Op::Split { dim, sizes: sizes.to_vec() }, &types, vec![value])
+    fn split(
+        &self,
+        call: Call<'_>,
+        value: Value,
+        dim: usize,
+        sizes: &[usize],
+    ) -> Result<Vec<Value>> {
+        let types: Vec<TensorType> = sizes
+            .iter()
+            .map(|&size| value.ty().with_dim(dim, size))
+            .collect();
+        self.run_op(
+            call,
+            &Op::Split {
+                dim,
+                sizes: sizes.to_vec(),
+            },
+            &types,
+            vec![value],
+        )
     }
 
-    fn run_op(&self, call: Call<'_>, op: &Op, results: &[TensorType], inputs: Vec<Value>) -> Result<Vec<Value>> {
-        self.backend.run(Call { op, results, ..call }, inputs)
+    fn run_op(
+        &self,
+        call: Call<'_>,
+        op: &Op,
+        results: &[TensorType],
+        inputs: Vec<Value>,
+    ) -> Result<Vec<Value>> {
+        self.backend.run(
+            Call {
+                op,
+                results,
+                ..call
+            },
+            inputs,
+        )
     }
 }
 
 impl Frame {
     /// Bytes of the values that are alive, each storage counted for every value that shares it.
     pub fn live_bytes(&self) -> usize {
-        self.slots.iter().flatten().map(|value| value.ty().size_bytes()).sum()
+        self.slots
+            .iter()
+            .flatten()
+            .map(|value| value.ty().size_bytes())
+            .sum()
     }
 }
 
 fn missing(name: &str, ty: &TensorType, batch: &Batch) -> Error {
     let given = batch.keys().cloned().collect::<Vec<_>>().join(", ");
-    Error::MissingInput { name: name.to_owned(), expected: ty.to_string(), given }
+    Error::MissingInput {
+        name: name.to_owned(),
+        expected: ty.to_string(),
+        given,
+    }
 }
 
 impl AxisGroups for Mpu {

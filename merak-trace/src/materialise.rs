@@ -24,17 +24,39 @@ use crate::{
 ///
 /// # Panics
 /// When `out` has not as many elements as the local tensor.
-pub fn initial_values<T: Float>(threads: &Threads, seed: u64, param: &Param, rank: usize, degree: usize, out: &mut [T]) {
-    assert_eq!(out.len(), param.local.numel(), "one value per element of {}", param.name);
+pub fn initial_values<T: Float>(
+    threads: &Threads,
+    seed: u64,
+    param: &Param,
+    rank: usize,
+    degree: usize,
+    out: &mut [T],
+) {
+    assert_eq!(
+        out.len(),
+        param.local.numel(),
+        "one value per element of {}",
+        param.name
+    );
     let distribution = match param.init {
         Init::Normal(std) => Distribution::Normal { mean: 0.0, std },
-        Init::Uniform(bound) => Distribution::Uniform { low: -bound, high: bound },
+        Init::Uniform(bound) => Distribution::Uniform {
+            low: -bound,
+            high: bound,
+        },
         Init::Constant(value) => Distribution::Constant(value),
     };
-    let key = InitKey { seed, name: name_hash(&param.name) };
+    let key = InitKey {
+        seed,
+        name: name_hash(&param.name),
+    };
     for piece in param.placement.local_boxes(&param.full, rank, degree) {
         let mut values = vec![T::ZERO; piece.size.iter().product()];
-        let place = TensorBox { full: &param.full.shape, start: &piece.offset, local: &piece.size };
+        let place = TensorBox {
+            full: &param.full.shape,
+            start: &piece.offset,
+            local: &piece.size,
+        };
         kernels::init(threads, key, distribution, place, &mut values);
         put(&piece, &param.local.shape, &values, out);
     }
@@ -46,7 +68,11 @@ fn put<T: Copy>(piece: &LocalBox, local: &[usize], values: &[T], out: &mut [T]) 
         return;
     }
     let inner: usize = local.iter().skip(piece.dim + 1).product();
-    let (run, stride) = if local.is_empty() { (1, 1) } else { (piece.size[piece.dim] * inner, local[piece.dim] * inner) };
+    let (run, stride) = if local.is_empty() {
+        (1, 1)
+    } else {
+        (piece.size[piece.dim] * inner, local[piece.dim] * inner)
+    };
     let rows = values.chunks_exact(run).zip(out.chunks_exact_mut(stride));
     rows.for_each(|(from, to)| to[piece.local_start * inner..][..run].copy_from_slice(from));
 }
@@ -63,14 +89,23 @@ mod tests {
         let mut param = Param::new("c_attn.weight", full, Init::Normal(1.0), ParamRole::Weight);
         let mut whole = vec![0.0_f64; 24];
         initial_values(&Threads::one(), 1, &param, 0, 1, &mut whole);
-        param.place(Placement::Shard(Shard { dim: 1, parts: vec![4, 2, 2] }), 2);
+        param.place(
+            Placement::Shard(Shard {
+                dim: 1,
+                parts: vec![4, 2, 2],
+            }),
+            2,
+        );
         for rank in 0..2 {
             let mut local = vec![0.0_f64; 12];
             initial_values(&Threads::one(), 1, &param, rank, 2, &mut local);
             let columns = [[0, 1, 4, 6], [2, 3, 5, 7]][rank];
             for row in 0..3 {
                 for (i, column) in columns.into_iter().enumerate() {
-                    assert_eq!(local[row * 4 + i].to_bits(), whole[row * 8 + column].to_bits());
+                    assert_eq!(
+                        local[row * 4 + i].to_bits(),
+                        whole[row * 8 + column].to_bits()
+                    );
                 }
             }
         }

@@ -47,7 +47,16 @@ pub struct TraceOptions {
 impl TraceOptions {
     /// Training in f32 on `batch` sequences of length `seq`.
     pub fn training(batch: usize, seq: usize) -> Self {
-        Self { batch, seq, dtype: DType::F32, head: Head::Loss { label_smoothing: 0.0 }, untie: false, init_std: 0.02 }
+        Self {
+            batch,
+            seq,
+            dtype: DType::F32,
+            head: Head::Loss {
+                label_smoothing: 0.0,
+            },
+            untie: false,
+            init_std: 0.02,
+        }
     }
 
     /// The same model with `logits` as its output.
@@ -123,17 +132,23 @@ pub fn known_families() -> impl Iterator<Item = &'static str> {
 pub fn from_config(config: &Json) -> Result<Box<dyn Model>> {
     let fields = Fields::new(config)?;
     let family = fields.string("model_type")?;
-    let (_, build) = FAMILIES.iter().find(|(name, _)| *name == family).ok_or_else(|| Error::UnknownModel {
-        found: family.clone(),
-        known: known_families().collect::<Vec<_>>().join(", "),
-    })?;
+    let (_, build) = FAMILIES
+        .iter()
+        .find(|(name, _)| *name == family)
+        .ok_or_else(|| Error::UnknownModel {
+            found: family.clone(),
+            known: known_families().collect::<Vec<_>>().join(", "),
+        })?;
     build(&fields)
 }
 
 /// Checks a sequence length against the model's longest.
 fn check_seq(seq: usize, max: usize, field: &str) -> Result<()> {
     if seq == 0 || seq > max {
-        return Err(Error::ModelConfig { field: field.to_owned(), reason: format!("allows sequences of 1 to {max}, not {seq}") });
+        return Err(Error::ModelConfig {
+            field: field.to_owned(),
+            reason: format!("allows sequences of 1 to {max}, not {seq}"),
+        });
     }
     Ok(())
 }

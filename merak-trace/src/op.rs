@@ -344,7 +344,13 @@ impl Op {
 
     /// Whether the operation is a border between whole and sharded work, which the interpreter runs itself.
     pub fn is_region(&self) -> bool {
-        matches!(self, Self::CopyTo { .. } | Self::AllReduce { .. } | Self::AllGather { .. } | Self::Scatter { .. })
+        matches!(
+            self,
+            Self::CopyTo { .. }
+                | Self::AllReduce { .. }
+                | Self::AllGather { .. }
+                | Self::Scatter { .. }
+        )
     }
 
     /// The mesh axis that this operation communicates over, forward.

@@ -80,7 +80,10 @@ pub struct LocalBox {
 impl Placement {
     /// A plain cut of dimension `dim`, of size `size` in the full tensor.
     pub fn shard(dim: usize, size: usize) -> Self {
-        Self::Shard(Shard { dim, parts: vec![size] })
+        Self::Shard(Shard {
+            dim,
+            parts: vec![size],
+        })
     }
 
     /// The local type of a tensor of type `full` on one of `degree` ranks.
@@ -98,7 +101,12 @@ impl Placement {
     pub fn local_boxes(&self, full: &TensorType, rank: usize, degree: usize) -> Vec<LocalBox> {
         let zeros = vec![0; full.ndim()];
         let Self::Shard(shard) = self else {
-            return vec![LocalBox { offset: zeros, size: full.shape.clone(), local_start: 0, dim: 0 }];
+            return vec![LocalBox {
+                offset: zeros,
+                size: full.shape.clone(),
+                local_start: 0,
+                dim: 0,
+            }];
         };
         let (mut part_start, mut local_start) = (0, 0);
         let mut boxes = Vec::with_capacity(shard.parts.len());
@@ -107,7 +115,12 @@ impl Placement {
             let mut offset = zeros.clone();
             offset[shard.dim] = part_start + rank * len;
             let size = full.with_dim(shard.dim, len).shape;
-            boxes.push(LocalBox { offset, size, local_start, dim: shard.dim });
+            boxes.push(LocalBox {
+                offset,
+                size,
+                local_start,
+                dim: shard.dim,
+            });
             part_start += part;
             local_start += len;
         }
@@ -142,7 +155,15 @@ impl Param {
     /// Makes an unplaced parameter.
     pub fn new(name: impl Into<String>, full: TensorType, init: Init, role: ParamRole) -> Self {
         let local = full.clone();
-        Self { name: name.into(), aliases: Vec::new(), full, local, init, role, placement: Placement::Replicate }
+        Self {
+            name: name.into(),
+            aliases: Vec::new(),
+            full,
+            local,
+            init,
+            role,
+            placement: Placement::Replicate,
+        }
     }
 
     /// Places the parameter on `degree` ranks and sets its local type.
@@ -160,16 +181,26 @@ mod tests {
     #[test]
     fn a_fused_projection_is_cut_per_part() {
         let full = TensorType::new([4, 12], DType::F32);
-        let placement = Placement::Shard(Shard { dim: 1, parts: vec![4, 4, 4] });
+        let placement = Placement::Shard(Shard {
+            dim: 1,
+            parts: vec![4, 4, 4],
+        });
         assert_eq!(placement.local_type(&full, 2).shape, [4, 6]);
-        let starts: Vec<_> = placement.local_boxes(&full, 1, 2).iter().map(|b| (b.offset[1], b.local_start)).collect();
+        let starts: Vec<_> = placement
+            .local_boxes(&full, 1, 2)
+            .iter()
+            .map(|b| (b.offset[1], b.local_start))
+            .collect();
         assert_eq!(starts, [(2, 0), (6, 2), (10, 4)]);
     }
 
     #[test]
     fn the_boxes_of_all_ranks_cover_the_tensor_once() {
         let full = TensorType::new([6, 5], DType::F32);
-        let placement = Placement::Shard(Shard { dim: 0, parts: vec![2, 4] });
+        let placement = Placement::Shard(Shard {
+            dim: 0,
+            parts: vec![2, 4],
+        });
         let mut seen = [0; 6];
         for rank in 0..2 {
             for b in placement.local_boxes(&full, rank, 2) {

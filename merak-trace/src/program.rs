@@ -106,23 +106,44 @@ impl StageProgram {
     ///
     /// # Errors
     /// [`Error::NoGradient`](crate::Error::NoGradient) when an operation on the way has none.
-    pub fn training(model: &Graph, cuts: &StageCuts, stage: usize, recompute: &RecomputePlan) -> Result<Self> {
+    pub fn training(
+        model: &Graph,
+        cuts: &StageCuts,
+        stage: usize,
+        recompute: &RecomputePlan,
+    ) -> Result<Self> {
         let mut part = cut::extract(model, cuts, stage)?;
         let num_forward = part.graph.nodes().len();
 
         let mut seeds = Vec::new();
-        for hop in part.send.iter_mut().filter(|hop| part.flows.contains(&hop.value)) {
-            let grad = part.graph.add_input(format!("grad({})", hop.name), hop.ty.clone());
+        for hop in part
+            .send
+            .iter_mut()
+            .filter(|hop| part.flows.contains(&hop.value))
+        {
+            let grad = part
+                .graph
+                .add_input(format!("grad({})", hop.name), hop.ty.clone());
             hop.grad = Some(grad);
             seeds.push((hop.value, grad));
         }
-        let loss_grad = part.outputs.iter().find(|port| port.name == "loss").map(|port| port.value).map(|loss| {
-            let ty = part.graph.ty(loss).clone();
-            let grad = part.graph.add_input("grad(loss)", ty);
-            seeds.push((loss, grad));
-            grad
-        });
-        let wanted: Vec<_> = part.recv.iter().map(|hop| hop.value).filter(|value| part.flows.contains(value)).collect();
+        let loss_grad = part
+            .outputs
+            .iter()
+            .find(|port| port.name == "loss")
+            .map(|port| port.value)
+            .map(|loss| {
+                let ty = part.graph.ty(loss).clone();
+                let grad = part.graph.add_input("grad(loss)", ty);
+                seeds.push((loss, grad));
+                grad
+            });
+        let wanted: Vec<_> = part
+            .recv
+            .iter()
+            .map(|hop| hop.value)
+            .filter(|value| part.flows.contains(value))
+            .collect();
         let found = differentiate(&mut part.graph, &seeds, &wanted)?;
         let of_recv: BTreeMap<_, _> = wanted.iter().copied().zip(found.wanted).collect();
         for hop in &mut part.recv {
@@ -130,11 +151,18 @@ impl StageProgram {
         }
 
         let mut phases = found.phases;
-        let backward = (num_forward..part.graph.nodes().len()).map(NodeId::at).collect();
-        let chunks: Vec<_> =
-            recompute.chunks.iter().map(|chunk| part.local_range(chunk)).filter(|chunk| !chunk.is_empty()).collect();
+        let backward = (num_forward..part.graph.nodes().len())
+            .map(NodeId::at)
+            .collect();
+        let chunks: Vec<_> = recompute
+            .chunks
+            .iter()
+            .map(|chunk| part.local_range(chunk))
+            .filter(|chunk| !chunk.is_empty())
+            .collect();
         let pinned: Vec<_> = part.send.iter().map(|hop| hop.value).collect();
-        let backward = recompute::rewrite(&mut part.graph, &mut phases, backward, &chunks, &pinned)?;
+        let backward =
+            recompute::rewrite(&mut part.graph, &mut phases, backward, &chunks, &pinned)?;
         Ok(Self {
             forward: (0..num_forward).map(NodeId::at).collect(),
             backward,
@@ -163,7 +191,10 @@ impl StageProgram {
         }
         self.send.iter().for_each(|hop| count(hop.value));
         self.outputs.iter().for_each(|port| count(port.value));
-        self.recv.iter().filter_map(|hop| hop.grad).for_each(&mut count);
+        self.recv
+            .iter()
+            .filter_map(|hop| hop.grad)
+            .for_each(&mut count);
         uses
     }
 }

@@ -40,18 +40,53 @@ pub fn graph(graph: &Graph, format: Format) -> String {
 fn text(graph: &Graph) -> String {
     let mut out = String::new();
     for port in graph.inputs() {
-        let _ = writeln!(out, "input  {}: {} = \"{}\"", port.value, graph.ty(port.value), port.name);
+        let _ = writeln!(
+            out,
+            "input  {}: {} = \"{}\"",
+            port.value,
+            graph.ty(port.value),
+            port.name
+        );
     }
     for node in graph.nodes() {
-        let results: Vec<_> = node.outputs.iter().map(|&id| format!("{id}: {}", graph.ty(id))).collect();
+        let results: Vec<_> = node
+            .outputs
+            .iter()
+            .map(|&id| format!("{id}: {}", graph.ty(id)))
+            .collect();
         let operands: Vec<_> = node.inputs.iter().map(|&id| operand(graph, id)).collect();
-        let line = format!("{} = {}({})", results.join(", "), node.op.name(), operands.join(", "));
-        let _ = writeln!(out, "{line:<96} # {}", if node.scope.is_empty() { "(root)" } else { &node.scope });
+        let line = format!(
+            "{} = {}({})",
+            results.join(", "),
+            node.op.name(),
+            operands.join(", ")
+        );
+        let _ = writeln!(
+            out,
+            "{line:<96} # {}",
+            if node.scope.is_empty() {
+                "(root)"
+            } else {
+                &node.scope
+            }
+        );
     }
     for port in graph.outputs() {
-        let _ = writeln!(out, "output {}: {} = \"{}\"", port.value, graph.ty(port.value), port.name);
+        let _ = writeln!(
+            out,
+            "output {}: {} = \"{}\"",
+            port.value,
+            graph.ty(port.value),
+            port.name
+        );
     }
-    let _ = writeln!(out, "# {} nodes, {} parameters with {} elements", graph.nodes().len(), graph.params().len(), graph.num_elements());
+    let _ = writeln!(
+        out,
+        "# {} nodes, {} parameters with {} elements",
+        graph.nodes().len(),
+        graph.params().len(),
+        graph.num_elements()
+    );
     out
 }
 
@@ -67,23 +102,55 @@ fn operand(graph: &Graph, id: ValueId) -> String {
 }
 
 fn dot(graph: &Graph) -> String {
-    let mut out = String::from("digraph model {\n  rankdir=TB;\n  node [shape=box, fontname=\"monospace\", fontsize=10];\n");
+    let mut out = String::from(
+        "digraph model {\n  rankdir=TB;\n  node [shape=box, fontname=\"monospace\", fontsize=10];\n",
+    );
     for port in graph.inputs() {
-        let _ = writeln!(out, "  \"{}\" [shape=ellipse, label=\"{}\\n{}\"];", port.value, escape(&port.name), graph.ty(port.value));
+        let _ = writeln!(
+            out,
+            "  \"{}\" [shape=ellipse, label=\"{}\\n{}\"];",
+            port.value,
+            escape(&port.name),
+            graph.ty(port.value)
+        );
     }
     for node in graph.nodes() {
-        let ty = node.outputs.first().map(|&id| graph.ty(id).to_string()).unwrap_or_default();
-        let style = if node.op.communicates().is_some() { ", style=filled, fillcolor=lightgoldenrod" } else { "" };
-        let _ = writeln!(out, "  \"{}\" [label=\"{}\\n{}\\n{ty}\"{style}];", escape(&node.name), node.op.name(), escape(&node.scope));
+        let ty = node
+            .outputs
+            .first()
+            .map(|&id| graph.ty(id).to_string())
+            .unwrap_or_default();
+        let style = if node.op.communicates().is_some() {
+            ", style=filled, fillcolor=lightgoldenrod"
+        } else {
+            ""
+        };
+        let _ = writeln!(
+            out,
+            "  \"{}\" [label=\"{}\\n{}\\n{ty}\"{style}];",
+            escape(&node.name),
+            node.op.name(),
+            escape(&node.scope)
+        );
         for &input in &node.inputs {
             if let Some(from) = source_name(graph, input) {
-                let _ = writeln!(out, "  \"{}\" -> \"{}\";", escape(&from), escape(&node.name));
+                let _ = writeln!(
+                    out,
+                    "  \"{}\" -> \"{}\";",
+                    escape(&from),
+                    escape(&node.name)
+                );
             }
         }
     }
     for port in graph.outputs() {
         if let Some(from) = source_name(graph, port.value) {
-            let _ = writeln!(out, "  \"output {}\" [shape=ellipse];\n  \"{}\" -> \"output {0}\";", escape(&port.name), escape(&from));
+            let _ = writeln!(
+                out,
+                "  \"output {}\" [shape=ellipse];\n  \"{}\" -> \"output {0}\";",
+                escape(&port.name),
+                escape(&from)
+            );
         }
     }
     out.push_str("}\n");
@@ -95,7 +162,10 @@ fn source_name(graph: &Graph, value: ValueId) -> Option<String> {
     if graph.param_of(value).is_some() {
         return None;
     }
-    Some(graph.producer(value).map_or_else(|| value.to_string(), |node| graph.node(node).name.to_string()))
+    Some(graph.producer(value).map_or_else(
+        || value.to_string(),
+        |node| graph.node(node).name.to_string(),
+    ))
 }
 
 fn escape(text: &str) -> String {
@@ -117,7 +187,15 @@ fn node_json(graph: &Graph, node: &Node) -> Json {
         Ok(Json::Object(mut map)) => map.values_mut().next().map_or(Json::Null, Json::take),
         _ => Json::Null,
     };
-    let operands: Vec<_> = node.inputs.iter().map(|&id| graph.param_of(id).map_or(json!(id), |p| json!(graph.param(p).name))).collect();
+    let operands: Vec<_> = node
+        .inputs
+        .iter()
+        .map(|&id| {
+            graph
+                .param_of(id)
+                .map_or(json!(id), |p| json!(graph.param(p).name))
+        })
+        .collect();
     json!({
         "name": &*node.name,
         "scope": &*node.scope,

@@ -23,7 +23,10 @@ pub struct TensorType {
 impl TensorType {
     /// Makes a type from its shape and element type.
     pub fn new(shape: impl Into<Vec<usize>>, dtype: DType) -> Self {
-        Self { shape: shape.into(), dtype }
+        Self {
+            shape: shape.into(),
+            dtype,
+        }
     }
 
     /// Makes the type of a single number.
@@ -53,7 +56,9 @@ impl TensorType {
 
     /// The number of rows when the last dimension counts as columns.
     pub fn rows(&self) -> usize {
-        self.shape.split_last().map_or(1, |(_, rest)| rest.iter().product())
+        self.shape
+            .split_last()
+            .map_or(1, |(_, rest)| rest.iter().product())
     }
 
     /// The same element type with another shape.

@@ -60,7 +60,10 @@ impl MemoryMeter {
     pub fn lease(&self, bytes: usize) -> Arc<Lease> {
         let live = self.0.live.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.0.peak.fetch_max(live, Ordering::Relaxed);
-        Arc::new(Lease { bytes, meter: self.clone() })
+        Arc::new(Lease {
+            bytes,
+            meter: self.clone(),
+        })
     }
 
     /// Bytes that are alive now.

@@ -89,10 +89,10 @@ pub enum Error {
     },
     /// A schedule that does not fit the microbatches or stages.
     #[error(transparent)]
-    Schedule(#[from] merak_pipe::Error),
+    Schedule(Box<merak_pipe::Error>),
     /// An optimizer or learning-rate setting that is not legal.
     #[error(transparent)]
-    Optimizer(#[from] merak_zero::Error),
+    Optimizer(Box<merak_zero::Error>),
     /// Degrees whose product is not the number of ranks.
     #[error("dp {dp} x tp {tp} x pp {pp} x sp 1 = {product}, but the world has {world} ranks")]
     WorldSize {
@@ -266,19 +266,19 @@ pub enum Error {
     },
     /// The model or its configuration cannot be used, or a node failed.
     #[error(transparent)]
-    Model(#[from] merak_trace::Error),
+    Model(Box<merak_trace::Error>),
     /// The tensor-parallel rewrite refused.
     #[error(transparent)]
-    TensorParallel(#[from] merak_tp::Error),
+    TensorParallel(Box<merak_tp::Error>),
     /// The model cannot be cut as asked.
     #[error(transparent)]
-    Partition(#[from] merak_partition::Error),
+    Partition(Box<merak_partition::Error>),
     /// A checkpoint could not be read or written, or generation failed.
     #[error(transparent)]
-    Checkpoint(#[from] merak_ckpt::Error),
+    Checkpoint(Box<merak_ckpt::Error>),
     /// A collective or a group failed.
     #[error(transparent)]
-    Group(#[from] merak_mpu::Error),
+    Group(Box<merak_mpu::Error>),
     /// A rank failed, and the run with it.
     #[error("rank {rank} failed: {cause}")]
     Rank {
@@ -299,23 +299,12 @@ impl Error {
     /// the run (exit status 1).
     pub fn is_user_error(&self) -> bool {
         match self {
-            Self::Write { .. }
-            | Self::DataThread
-            | Self::Schedule(
-                merak_pipe::Error::Stage { .. }
-                | merak_pipe::Error::Link { .. }
-                | merak_pipe::Error::Timeout { .. }
-                | merak_pipe::Error::Aborted { .. }
-                | merak_pipe::Error::PeerLeft { .. },
-            )
-            | Self::Optimizer(merak_zero::Error::Communication { .. })
-            | Self::Model(
-                merak_trace::Error::Collective { .. }
-                | merak_trace::Error::Kernel { .. }
-                | merak_trace::Error::Backend { .. },
-            ) => false,
+            Self::Write { .. } | Self::DataThread => false,
+            Self::Schedule(error) => !pipeline_failed(error),
+            Self::Optimizer(error) => !matches!(**error, merak_zero::Error::Communication { .. }),
+            Self::Model(error) => !node_failed(error),
             Self::Group(error) => matches!(
-                error,
+                **error,
                 merak_mpu::Error::WorldSize { .. } | merak_mpu::Error::ZeroDegree { .. }
             ),
             Self::Checkpoint(error) => error.is_user_error(),
@@ -324,6 +313,48 @@ impl Error {
         }
     }
 }
+
+/// Whether a schedule was under way when it failed.
+fn pipeline_failed(error: &merak_pipe::Error) -> bool {
+    use merak_pipe::Error as E;
+    matches!(
+        error,
+        E::Stage { .. }
+            | E::Link { .. }
+            | E::Timeout { .. }
+            | E::Aborted { .. }
+            | E::PeerLeft { .. }
+    )
+}
+
+/// Whether a node was running when it failed.
+fn node_failed(error: &merak_trace::Error) -> bool {
+    use merak_trace::Error as E;
+    matches!(
+        error,
+        E::Collective { .. } | E::Kernel { .. } | E::Backend { .. }
+    )
+}
+
+/// Errors of the crates below are boxed, so that the results of this one stay small.
+macro_rules! from_crates {
+    ($($variant:ident: $error:ty),* $(,)?) => {$(
+        impl From<$error> for Error {
+            fn from(error: $error) -> Self {
+                Self::$variant(Box::new(error))
+            }
+        }
+    )*};
+}
+from_crates!(
+    Schedule: merak_pipe::Error,
+    Optimizer: merak_zero::Error,
+    Model: merak_trace::Error,
+    TensorParallel: merak_tp::Error,
+    Partition: merak_partition::Error,
+    Checkpoint: merak_ckpt::Error,
+    Group: merak_mpu::Error,
+);
 
 fn did_you_mean(nearest: Option<&str>) -> String {
     nearest

@@ -1,4 +1,57 @@
-//! The full stack: configuration, data, the training loop, metrics and the merak command
+//! The full stack: configuration, data, the training loop, metrics and the `merak` command.
+//!
+//! The trainer composes the other crates: it traces a model (merak-trace), splits it over tensor ranks
+//! (merak-tp), cuts it into stages (merak-partition), drives the pipeline (merak-pipe) over process groups
+//! (merak-mpu), steps a sharded optimizer (merak-zero) and writes checkpoints that any other topology reads
+//! (merak-ckpt). The user names a model and three degrees.
+//!
+//! # Example
+//!
+//! Four ranks, as threads: two pipeline stages of two tensor-parallel ranks each.
+//!
+//! ```
+//! use merak_trainer::{Config, MerakTrainer, Plan, TrainerParts, data::TokenDataset, run_world};
+//! use std::sync::Arc;
+//!
+//! let line = ["--tp=2", "--pp=2", "--gradient_accumulation_steps=2", "--per_device_train_batch_size=1",
+//!     "--max_steps=2", "--learning_rate=1e-3"].map(String::from);
+//! let args = Config::load(None, [], &line)?.check()?;
+//! let model = merak_trace::models::from_config(&serde_json::json!({ "model_type": "gpt2", "vocab_size": 32,
+//!     "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2 }))?;
+//! let plan = Arc::new(Plan::new(model.into(), &args)?);
+//! let tokens: Arc<[u32]> = (0..200).map(|i| i % 32).collect();
+//! let data = Arc::new(TokenDataset::new(tokens, plan.seq_length, "training")?);
+//!
+//! let losses = run_world(&args, |member| {
+//!     let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
+//!     let parts = TrainerParts { train_data: Some(data.clone()), num_threads: 1, ..TrainerParts::default() };
+//!     Ok(MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?.train()?.training_loss)
+//! })?;
+//! assert!(losses.iter().all(|loss| loss.to_bits() == losses[0].to_bits()));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Main types
+//!
+//! - [`Config`], [`MerakArguments`], [`CheckedArguments`]: layers of configuration, the values, and values
+//!   that agree with each other.
+//! - [`Plan`]: what every rank decides alone and alike before anything runs.
+//! - [`MerakTrainer`]: one rank's trainer; [`run_world`] starts the ranks. [`Callback`]s are told what happens.
+//! - [`data`]: data sets, their order, tokenizers. [`metrics`]: records and progress.
+//!
+//! # One step of a rank
+//!
+//! ```text
+//! batches ─► schedule (F, B of each microbatch, hops between stages) ─► gradients of all uses
+//!        ─► uses of tied weights added ─► averaged over replicas ─► norm, clip ─► optimizer ─► weights
+//! ```
+//!
+//! # Guarantees
+//!
+//! - The pipeline's schedule, cut and recomputation change no bit of a loss, gradient or weight; data and
+//!   tensor parallelism and ZeRO change them by the order of summation only.
+//! - The loss is the mean over all labels of the global batch, on every rank.
+//! - A rank that fails ends the run on all ranks within the deadline, with its cause.
 
 mod config;
 pub mod data;
@@ -17,5 +70,11 @@ pub use config::{
 };
 pub use error::{Error, Result};
 pub use plan::Plan;
+pub use trainer::{
+    Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepReport, TrainOutput, TrainerParts,
+};
 pub use world::{chain, run_world, threads_per_rank};
-pub use trainer::{Callback, LoadedCheckpoint, MerakTrainer, StepReport, TrainOutput, TrainerParts};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

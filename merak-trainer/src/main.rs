@@ -12,7 +12,13 @@ use tracing_subscriber::EnvFilter;
 #[command(name = "merak", version, about, max_term_width = 100)]
 struct Cli {
     /// What to log, as a tracing filter: `info`, `merak_trainer=debug`.
-    #[arg(long, global = true, env = "MERAK_LOG", default_value = "warn", value_name = "FILTER")]
+    #[arg(
+        long,
+        global = true,
+        env = "MERAK_LOG",
+        default_value = "warn",
+        value_name = "FILTER"
+    )]
     log: String,
     #[command(subcommand)]
     command: Command,
@@ -37,8 +43,13 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let filter = EnvFilter::try_from_env("RUST_LOG").or_else(|_| EnvFilter::try_new(&cli.log)).unwrap_or_else(|_| EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let filter = EnvFilter::try_from_env("RUST_LOG")
+        .or_else(|_| EnvFilter::try_new(&cli.log))
+        .unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
     let outcome = match cli.command {
         Command::Train(args) => commands::train::run(&args),
         Command::Trace(args) => commands::trace::run(&args),

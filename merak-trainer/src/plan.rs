@@ -2,7 +2,9 @@
 
 use crate::{CheckedArguments, Error, PartitionMethod, Result, SplitMethod};
 use merak_mpu::Degrees;
-use merak_partition::{Partition, PartitionReport, ReportOptions, SegmentOptions, StageMethod, recompute_plan};
+use merak_partition::{
+    Partition, PartitionReport, ReportOptions, SegmentOptions, StageMethod, recompute_plan,
+};
 use merak_pipe::{Costs, Schedule, Size, StageId, UnitCosts, simulate};
 use merak_tp::{LayerLists, rewrite};
 use merak_trace::{
@@ -47,10 +49,17 @@ impl Plan {
     /// When the model cannot be split or cut that way, or the schedule needs other sizes.
     pub fn new(model: Arc<dyn Model>, args: &CheckedArguments) -> Result<Self> {
         let info = model.info();
-        let degrees = Degrees { dp: args.dp, tp: args.tp, pp: args.pp, sp: 1 };
+        let degrees = Degrees {
+            dp: args.dp,
+            tp: args.tp,
+            pp: args.pp,
+            sp: 1,
+        };
         let seq_length = args.seq_length.unwrap_or(info.max_seq);
         let trace = TraceOptions {
-            head: Head::Loss { label_smoothing: args.label_smoothing_factor },
+            head: Head::Loss {
+                label_smoothing: args.label_smoothing_factor,
+            },
             untie: args.no_tie_modules,
             init_std: args.init_method_std,
             ..TraceOptions::training(args.per_device_train_batch_size, seq_length)
@@ -66,7 +75,11 @@ impl Plan {
         };
         let partition = Partition::new(&rewritten.graph, &options, &stage_method(args)?)?;
         let cuts = partition.cuts(&rewritten.graph)?;
-        let schedule = args.train_schedule.generate(Size { ranks: args.pp, microbatches: args.gradient_accumulation_steps, chunks: 1 })?;
+        let schedule = args.train_schedule.generate(Size {
+            ranks: args.pp,
+            microbatches: args.gradient_accumulation_steps,
+            chunks: 1,
+        })?;
         Ok(Self {
             model,
             info,
@@ -78,7 +91,9 @@ impl Plan {
             cuts,
             schedule,
             lists,
-            recompute_chunk: args.recompute_chunk().map_or(0, std::num::NonZeroUsize::get),
+            recompute_chunk: args
+                .recompute_chunk()
+                .map_or(0, std::num::NonZeroUsize::get),
             trace,
         })
     }
@@ -88,20 +103,43 @@ impl Plan {
     /// # Errors
     /// When an operation has no gradient.
     pub fn training_program(&self, stage: usize) -> Result<StageProgram> {
-        Ok(StageProgram::training(&self.graph, &self.cuts, stage, &self.recompute(stage))?)
+        Ok(StageProgram::training(
+            &self.graph,
+            &self.cuts,
+            stage,
+            &self.recompute(stage),
+        )?)
     }
 
     /// The forward alone, for another batch or sequence, with the stages' parameters as in training.
     ///
     /// # Errors
     /// When the sequence is longer than the model takes.
-    pub fn inference_program(&self, stage: usize, batch: usize, seq: usize, logits: bool) -> Result<StageProgram> {
-        let head = if logits { Head::Logits } else { Head::Loss { label_smoothing: 0.0 } };
-        let options = TraceOptions { batch, seq, ..self.trace.clone().with_head(head) };
+    pub fn inference_program(
+        &self,
+        stage: usize,
+        batch: usize,
+        seq: usize,
+        logits: bool,
+    ) -> Result<StageProgram> {
+        let head = if logits {
+            Head::Logits
+        } else {
+            Head::Loss {
+                label_smoothing: 0.0,
+            }
+        };
+        let options = TraceOptions {
+            batch,
+            seq,
+            ..self.trace.clone().with_head(head)
+        };
         let graph = rewrite(&self.model.trace(&options)?, &self.lists, self.degrees.tp)?.graph;
         // The same nodes in the same order, but for the loss at the end.
         let last = self.cuts.num_stages() - 1;
-        let mut bounds: Vec<_> = (0..=last).map(|stage| self.cuts.nodes(stage).start).collect();
+        let mut bounds: Vec<_> = (0..=last)
+            .map(|stage| self.cuts.nodes(stage).start)
+            .collect();
         bounds.push(graph.nodes().len());
         let cuts = StageCuts::new(&graph, bounds)?;
         Ok(StageProgram::inference(&graph, &cuts, stage)?)
@@ -113,20 +151,38 @@ impl Plan {
     /// When a stage cannot be differentiated.
     pub fn partition_report(&self, args: &CheckedArguments) -> Result<PartitionReport> {
         let stages = self.cuts.num_stages();
-        let peaks = simulate(&self.schedule, &Costs::uniform(UnitCosts::default(), stages))?.peak_activations;
-        let divided = if args.zero_stage == ZeroStage::Replicated { 1 } else { args.dp };
+        let peaks = simulate(
+            &self.schedule,
+            &Costs::uniform(UnitCosts::default(), stages),
+        )?
+        .peak_activations;
+        let divided = if args.zero_stage == ZeroStage::Replicated {
+            1
+        } else {
+            args.dp
+        };
         let options = ReportOptions {
             live_microbatches: peaks.iter().map(|peak| peak.ceil() as usize).collect(),
             recompute: (0..stages).map(|stage| self.recompute(stage)).collect(),
             optimizer_bytes_per_param: 8.0 / divided as f64,
             ..ReportOptions::one_f_one_b(stages, self.schedule.size.microbatches)
         };
-        Ok(merak_partition::report(&self.graph, &self.partition, &options)?)
+        Ok(merak_partition::report(
+            &self.graph,
+            &self.partition,
+            &options,
+        )?)
     }
 
     fn recompute(&self, stage: usize) -> RecomputePlan {
         let recomputes = !self.schedule.no_recompute.contains(&StageId(stage));
-        recompute_plan(&self.graph, &self.partition, stage, self.recompute_chunk, recomputes)
+        recompute_plan(
+            &self.graph,
+            &self.partition,
+            stage,
+            self.recompute_chunk,
+            recomputes,
+        )
     }
 
     /// Floating-point operations per token, forward and backward, by the usual count of six per parameter
@@ -142,7 +198,11 @@ fn layer_lists(args: &CheckedArguments, family: &str) -> Result<LayerLists> {
         let list = |list: &Option<Vec<String>>| list.clone().unwrap_or_default();
         LayerLists::col_row(list(&given.col_para_list), list(&given.row_para_list))
     });
-    Ok(LayerLists::resolve(set.or_else(merak_tp::tp_layer_lists).as_ref(), family, args.tp)?)
+    Ok(LayerLists::resolve(
+        set.or_else(merak_tp::tp_layer_lists).as_ref(),
+        family,
+        args.tp,
+    )?)
 }
 
 fn split_method(method: SplitMethod) -> merak_partition::SplitMethod {

@@ -5,11 +5,11 @@ mod tied;
 
 pub(crate) use module::{StepInputs, StepModule, StepResult, count_labels};
 
-use crate::{CheckedArguments, Plan, Result};
-use merak_mpu::{DType, Mpu};
+use crate::{CheckedArguments, Plan, Result, trainer::NamedTensors};
+use merak_mpu::{Buffer, DType, Mpu};
 use merak_trace::{
-    GradSlot, GradStore, Interpreter, ParamStore, Placement, RunContext, SharedBackend, backend::candle::Candle,
-    initial_values, kernels::Threads,
+    GradSlot, GradStore, Interpreter, ParamStore, Placement, RunContext, SharedBackend,
+    backend::candle::Candle, initial_values, kernels::Threads,
 };
 use merak_zero::{GlobalParams, ParamSpec, ZeroGroups, ZeroOptimizer};
 use std::sync::Arc;
@@ -29,7 +29,12 @@ pub(crate) struct Stage {
 
 impl Stage {
     /// Builds the rank's part of the plan, with the starting values of its parameters.
-    pub(crate) fn new(plan: Arc<Plan>, mpu: Arc<Mpu>, args: &CheckedArguments, num_threads: usize) -> Result<Self> {
+    pub(crate) fn new(
+        plan: Arc<Plan>,
+        mpu: Arc<Mpu>,
+        args: &CheckedArguments,
+        num_threads: usize,
+    ) -> Result<Self> {
         let backend: SharedBackend = Arc::new(Candle::new(num_threads)?);
         let stage = mpu.pipeline_parallel_rank();
         let program = Arc::new(plan.training_program(stage)?);
@@ -39,42 +44,79 @@ impl Stage {
         };
         let tied = tied::TiedGrads::new(&plan, &program, &mpu)?;
         let specs = param_specs(&plan, &program, &mpu, &tied);
-        let model = GlobalParams::new(plan.graph.params().iter().map(|param| (param.name.clone(), param.local.numel())));
+        let model = GlobalParams::new(
+            plan.graph
+                .params()
+                .iter()
+                .map(|param| (param.name.clone(), param.local.numel())),
+        );
         let optimizer = ZeroOptimizer::new(specs, model, args.zero_config(num_threads), groups)?;
 
         let layout = optimizer.layout();
-        let offsets: Vec<_> = (0..program.params().len()).map(|param| layout.range(param).start).collect();
+        let offsets: Vec<_> = (0..program.params().len())
+            .map(|param| layout.range(param).start)
+            .collect();
         let params = backend.param_store(program.params(), &offsets, layout.len())?;
-        let mut grads = GradStore { buffers: vec![backend.grad_buffer(DType::F32, layout.len())], slots: Vec::new() };
+        let mut grads = GradStore {
+            buffers: vec![backend.grad_buffer(DType::F32, layout.len())],
+            slots: Vec::new(),
+        };
         for port in &program.grads {
             let param = port.param.index();
             let len = program.params()[param].local.numel();
             // The first use of a parameter on this stage accumulates in the flat buffer, further ones apart.
-            let is_first = program.grads.iter().find(|other| other.param == port.param) == Some(port);
+            let is_first =
+                program.grads.iter().find(|other| other.param == port.param) == Some(port);
             let (buffer, offset) = if is_first {
                 (0, offsets[param])
             } else {
                 grads.buffers.push(backend.grad_buffer(DType::F32, len));
                 (grads.buffers.len() - 1, 0)
             };
-            grads.slots.push(GradSlot { buffer, offset, len });
+            grads.slots.push(GradSlot {
+                buffer,
+                offset,
+                len,
+            });
         }
         let interpreter = Interpreter::new(program, backend, Arc::clone(&mpu) as _);
-        let mut stage = Self { plan, mpu, interpreter, params, optimizer, grads, tied, seed: args.seed };
+        let mut stage = Self {
+            plan,
+            mpu,
+            interpreter,
+            params,
+            optimizer,
+            grads,
+            tied,
+            seed: args.seed,
+        };
         stage.initialise(num_threads)?;
         Ok(stage)
     }
 
     /// Gives every parameter its starting values.
     fn initialise(&mut self, num_threads: usize) -> Result<()> {
-        let threads = Threads::new(num_threads).map_err(|source| merak_trace::Error::Kernel { node: "initialisation".into(), source })?;
-        let (tp_rank, tp) = (self.mpu.tensor_parallel_rank(), self.mpu.tensor_parallel_world_size());
+        let threads = Threads::new(num_threads).map_err(|source| merak_trace::Error::Kernel {
+            node: "initialisation".into(),
+            source,
+        })?;
+        let (tp_rank, tp) = (
+            self.mpu.tensor_parallel_rank(),
+            self.mpu.tensor_parallel_world_size(),
+        );
         let layout = self.optimizer.layout();
         let params = self.interpreter.program().params();
         self.params.flat.write(&mut |bytes| {
             let flat = bytemuck::cast_slice_mut::<u8, f32>(bytes);
             for (index, param) in params.iter().enumerate() {
-                initial_values(&threads, self.seed, param, tp_rank, tp, &mut flat[layout.range(index)]);
+                initial_values(
+                    &threads,
+                    self.seed,
+                    param,
+                    tp_rank,
+                    tp,
+                    &mut flat[layout.range(index)],
+                );
             }
         });
         Ok(())
@@ -83,10 +125,10 @@ impl Stage {
     /// Adds up the uses of tied weights, then reduces, clips and applies the gradients, and clears them.
     pub(crate) fn update(&mut self, lr: f64) -> Result<merak_zero::StepReport> {
         self.tied.sum(&mut self.grads)?;
-        let report = self.optimizer.step(&mut *self.params.flat, &mut *self.grads.buffers[0], lr)?;
-        for buffer in &mut self.grads.buffers {
-            buffer.write(&mut |bytes| bytes.fill(0));
-        }
+        let report =
+            self.optimizer
+                .step(&mut *self.params.flat, &mut *self.grads.buffers[0], lr)?;
+        self.clear_gradients();
         Ok(report)
     }
 
@@ -109,27 +151,54 @@ impl Stage {
     }
 
     /// A copy of the gradients of this rank's parameters, by name, before they are reduced.
-    pub(crate) fn gradients(&mut self) -> Result<Vec<(String, Vec<f32>)>> {
+    pub(crate) fn gradients(&mut self) -> Result<NamedTensors> {
         self.tied.sum(&mut self.grads)?;
+        Ok(self.named(&*self.grads.buffers[0]))
+    }
+
+    /// Makes the next step start from zero.
+    pub(crate) fn clear_gradients(&mut self) {
+        for buffer in &mut self.grads.buffers {
+            buffer.write(&mut |bytes| bytes.fill(0));
+        }
+    }
+
+    /// A copy of a flat buffer, cut into the rank's parameters.
+    pub(crate) fn named(&self, flat: &dyn Buffer) -> NamedTensors {
         let layout = self.optimizer.layout();
         let mut out = Vec::new();
-        self.grads.buffers[0].read(&mut |bytes| {
+        flat.read(&mut |bytes| {
             let flat = bytemuck::cast_slice::<u8, f32>(bytes);
             let params = layout.params().iter().enumerate();
-            out = params.map(|(index, param)| (param.name.clone(), flat[layout.range(index)].to_vec())).collect();
+            out = params
+                .map(|(index, param)| (param.name.clone(), flat[layout.range(index)].to_vec()))
+                .collect();
         });
-        Ok(out)
+        out
     }
 }
 
 /// The optimizer's view of the stage's parameters.
-fn param_specs(plan: &Plan, program: &merak_trace::StageProgram, mpu: &Mpu, tied: &tied::TiedGrads) -> Vec<ParamSpec> {
+fn param_specs(
+    plan: &Plan,
+    program: &merak_trace::StageProgram,
+    mpu: &Mpu,
+    tied: &tied::TiedGrads,
+) -> Vec<ParamSpec> {
     let specs = program.params().iter().map(|param| {
-        let global = plan.graph.find_param(&param.name).expect("a stage's parameters are the model's");
+        let global = plan
+            .graph
+            .find_param(&param.name)
+            .expect("a stage's parameters are the model's");
         let is_sharded = matches!(param.placement, Placement::Shard(_));
         let counts = (is_sharded || mpu.tensor_parallel_rank() == 0) && tied.owns(&param.name);
-        let spec = ParamSpec::new(param.name.clone(), &param.local.shape, global.index()).with_norm(counts);
-        if param.role.decays() { spec } else { spec.without_decay() }
+        let spec = ParamSpec::new(param.name.clone(), &param.local.shape, global.index())
+            .with_norm(counts);
+        if param.role.decays() {
+            spec
+        } else {
+            spec.without_decay()
+        }
     });
     specs.collect()
 }

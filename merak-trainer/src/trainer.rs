@@ -6,7 +6,7 @@ mod generation;
 mod step;
 
 pub use checkpoint::LoadedCheckpoint;
-pub use step::StepReport;
+pub use step::{NamedTensors, StepReport};
 
 use crate::{
     CheckedArguments, Error, Plan, Result,
@@ -64,7 +64,9 @@ pub struct TrainerParts {
 
 impl fmt::Debug for TrainerParts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TrainerParts").field("num_threads", &self.num_threads).finish_non_exhaustive()
+        f.debug_struct("TrainerParts")
+            .field("num_threads", &self.num_threads)
+            .finish_non_exhaustive()
     }
 }
 
@@ -107,7 +109,10 @@ pub struct MerakTrainer {
 impl fmt::Debug for MerakTrainer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let rank = self.stage.mpu.rank();
-        f.debug_struct("MerakTrainer").field("rank", &rank).field("global_step", &self.global_step).finish_non_exhaustive()
+        f.debug_struct("MerakTrainer")
+            .field("rank", &rank)
+            .field("global_step", &self.global_step)
+            .finish_non_exhaustive()
     }
 }
 
@@ -119,13 +124,28 @@ impl MerakTrainer {
     ///
     /// # Errors
     /// When the data are too few, an argument does not fit the model, or the checkpoint cannot be loaded.
-    pub fn new(plan: Arc<Plan>, mpu: Mpu, args: &CheckedArguments, parts: TrainerParts) -> Result<Self> {
+    pub fn new(
+        plan: Arc<Plan>,
+        mpu: Mpu,
+        args: &CheckedArguments,
+        parts: TrainerParts,
+    ) -> Result<Self> {
         let mpu = Arc::new(tie(mpu, &plan)?);
         let engine = Engine::new(&plan.schedule, mpu.pipeline_parallel_rank())?;
         let link = GroupLink::new(mpu.pipeline_parallel_group().clone());
-        let shape = BatchShape { batch: args.per_device_train_batch_size, microbatches: args.gradient_accumulation_steps, dp: args.dp };
-        let order = parts.train_data.as_ref().map(|data| TrainingOrder::new(data.len(), shape, args.data_seed())).transpose()?;
-        let total_steps = order.as_ref().map_or(1, |order| args.total_steps(order.steps_per_epoch()));
+        let shape = BatchShape {
+            batch: args.per_device_train_batch_size,
+            microbatches: args.gradient_accumulation_steps,
+            dp: args.dp,
+        };
+        let order = parts
+            .train_data
+            .as_ref()
+            .map(|data| TrainingOrder::new(data.len(), shape, args.data_seed()))
+            .transpose()?;
+        let total_steps = order
+            .as_ref()
+            .map_or(1, |order| args.total_steps(order.steps_per_epoch()));
         let schedule = args.lr_schedule(total_steps)?;
         let stage = Stage::new(plan, mpu, args, parts.num_threads)?;
         let mut trainer = Self {
@@ -206,9 +226,16 @@ impl MerakTrainer {
         let steps = self.global_step - first_step;
         Ok(TrainOutput {
             global_step: self.global_step,
-            training_loss: if steps == 0 { 0.0 } else { loss_sum / steps as f64 },
+            training_loss: if steps == 0 {
+                0.0
+            } else {
+                loss_sum / steps as f64
+            },
             skipped_steps: self.stage.optimizer.progress().skipped,
-            epoch: self.order.as_ref().map_or(0.0, |order| order.epochs_after(self.global_step)),
+            epoch: self
+                .order
+                .as_ref()
+                .map_or(0.0, |order| order.epochs_after(self.global_step)),
             train_runtime: start.elapsed(),
             tokens,
             stopped_by,
@@ -218,7 +245,10 @@ impl MerakTrainer {
     /// Evaluates and saves where a step is due for it.
     fn after_step(&mut self) -> Result<()> {
         let done = self.global_step;
-        let ends_epoch = self.order.as_ref().is_some_and(|order| order.ends_epoch(done - 1));
+        let ends_epoch = self
+            .order
+            .as_ref()
+            .is_some_and(|order| order.ends_epoch(done - 1));
         let is_last = done == self.total_steps;
         let evaluates = match self.args.eval_steps {
             Some(steps) => done.is_multiple_of(steps),
@@ -240,23 +270,36 @@ impl MerakTrainer {
     /// An all-reduce of 8 bytes over the world.
     fn agreed_stop(&self) -> Result<Option<i64>> {
         let seen = self.parts.stop.load(Ordering::Relaxed);
-        let agreed = self.stage.mpu.world_group().all_reduce_scalar(seen, ReduceOp::Max)?;
+        let agreed = self
+            .stage
+            .mpu
+            .world_group()
+            .all_reduce_scalar(seen, ReduceOp::Max)?;
         Ok((agreed != 0).then_some(agreed))
     }
 
     /// How far the run has come in its data.
     fn position(&self) -> DataPosition {
-        self.order.as_ref().map(|order| order.position_after(self.global_step)).unwrap_or_default()
+        self.order
+            .as_ref()
+            .map(|order| order.position_after(self.global_step))
+            .unwrap_or_default()
     }
 
     /// The order of training, for what needs training data.
     fn order(&self) -> Result<&TrainingOrder> {
-        self.order.as_ref().ok_or(Error::MissingKey { key: "data.path", advice: "training needs data".to_owned() })
+        self.order.as_ref().ok_or(Error::MissingKey {
+            key: "data.path",
+            advice: "training needs data".to_owned(),
+        })
     }
 
     /// The folder that the run writes.
     fn output_dir(&self) -> Result<PathBuf> {
-        let missing = || Error::MissingKey { key: "output_dir", advice: "name the folder that the run writes".to_owned() };
+        let missing = || Error::MissingKey {
+            key: "output_dir",
+            advice: "name the folder that the run writes".to_owned(),
+        };
         self.args.output_dir.clone().ok_or_else(missing)
     }
 }
@@ -264,5 +307,7 @@ impl MerakTrainer {
 /// Joins the group of every weight that several stages use.
 fn tie(mpu: Mpu, plan: &Plan) -> Result<Mpu> {
     let tied = plan.cuts.tied(&plan.graph);
-    Ok(tied.iter().try_fold(mpu, |mpu, weight| mpu.with_tied(&weight.name, &weight.stages))?)
+    Ok(tied.iter().try_fold(mpu, |mpu, weight| {
+        mpu.with_tied(&weight.name, &weight.stages)
+    })?)
 }

@@ -9,14 +9,33 @@ use std::{error::Error as StdError, fmt, time::Duration};
 ///
 /// # Errors
 /// [`Error::Rank`] with the rank that failed first and its cause; all other ranks were ended.
-pub fn run_world<T: Send>(args: &CheckedArguments, body: impl Fn(Member) -> Result<T> + Sync) -> Result<Vec<T>> {
-    let options = threads::WorldOptions { timeout: Duration::from_secs_f64(args.distributed.timeout_s), ..Default::default() };
-    let outcome = threads::run(args.world_size(), options, |member| body(member).map_err(Cause));
+pub fn run_world<T: Send>(
+    args: &CheckedArguments,
+    body: impl Fn(Member) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let options = threads::WorldOptions {
+        timeout: Duration::from_secs_f64(args.distributed.timeout_s),
+        ..Default::default()
+    };
+    let outcome = threads::run(args.world_size(), options, |member| {
+        body(member).map_err(Cause)
+    });
     outcome.map_err(|error| match error {
         // One rank alone has no rank to speak of.
-        RunError::Failed { cause: Cause(cause), .. } if args.world_size() == 1 => cause,
-        RunError::Failed { rank, cause } => Error::Rank { rank: rank.0, cause: cause.to_string(), user: cause.0.is_user_error() },
-        other => Error::Rank { rank: other.rank().0, cause: other.to_string(), user: false },
+        RunError::Failed {
+            cause: Cause(cause),
+            ..
+        } if args.world_size() == 1 => cause,
+        RunError::Failed { rank, cause } => Error::Rank {
+            rank: rank.0,
+            cause: cause.to_string(),
+            user: cause.0.is_user_error(),
+        },
+        other => Error::Rank {
+            rank: other.rank().0,
+            cause: other.to_string(),
+            user: false,
+        },
     })
 }
 

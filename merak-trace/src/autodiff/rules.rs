@@ -4,12 +4,18 @@ use super::{Contributions, Tape};
 use crate::{Error, Node, Op, Result, ValueId, op::Rope};
 
 /// Adds the nodes that compute the gradients of the operands of `node` that need one.
-pub(super) fn gradient(tape: &mut Tape<'_>, node: &Node, douts: &[Option<ValueId>]) -> Result<Contributions> {
+pub(super) fn gradient(
+    tape: &mut Tape<'_>,
+    node: &Node,
+    douts: &[Option<ValueId>],
+) -> Result<Contributions> {
     let rule = Rule { tape, node };
     if let Op::Split { dim, sizes } = &node.op {
         return rule.split(*dim, sizes, douts);
     }
-    let Some(dy) = douts[0] else { return Ok(Vec::new()) };
+    let Some(dy) = douts[0] else {
+        return Ok(Vec::new());
+    };
     rule.of_first_result(dy)
 }
 
@@ -21,6 +27,10 @@ struct Rule<'a, 't> {
 
 impl Rule<'_, '_> {
     /// The gradient of all operations of which only the first result is differentiable.
+    #[expect(
+        clippy::too_many_lines,
+        reason = "a table with one entry per operation"
+    )]
     fn of_first_result(mut self, dy: ValueId) -> Result<Contributions> {
         let x = |i: usize| self.node.inputs[i];
         let y = |i: usize| self.node.outputs[i];
@@ -29,18 +39,31 @@ impl Rule<'_, '_> {
                 let mut out = self.one(0, Op::LinearGradInput { layout: *layout }, &[dy, x(1)])?;
                 out.extend(self.one(1, Op::LinearGradWeight { layout: *layout }, &[x(0), dy])?);
                 if *bias {
-                    out.extend(self.one(2, Op::SumLeading { shape: self.shape(x(2)) }, &[dy])?);
+                    out.extend(self.one(
+                        2,
+                        Op::SumLeading {
+                            shape: self.shape(x(2)),
+                        },
+                        &[dy],
+                    )?);
                 }
                 Ok(out)
             }
-            Op::MatMul { transpose_a, transpose_b } => self.matmul(*transpose_a, *transpose_b, dy),
+            Op::MatMul {
+                transpose_a,
+                transpose_b,
+            } => self.matmul(*transpose_a, *transpose_b, dy),
             Op::Embedding => {
                 let rows = self.shape(x(1))[0];
                 self.one(1, Op::EmbeddingGrad { rows }, &[x(0), dy])
             }
             Op::LayerNorm { .. } => {
                 let mut out = self.one(0, Op::LayerNormGradInput, &[dy, x(0), x(1), y(1), y(2)])?;
-                out.extend(self.several(&[1, 2], Op::LayerNormGradParams, &[dy, x(0), y(1), y(2)])?);
+                out.extend(self.several(
+                    &[1, 2],
+                    Op::LayerNormGradParams,
+                    &[dy, x(0), y(1), y(2)],
+                )?);
                 Ok(out)
             }
             Op::RmsNorm { .. } => {
@@ -53,14 +76,19 @@ impl Rule<'_, '_> {
                 self.several(&[0, 1, 2], op, &[dy, x(0), x(1), x(2), y(0), y(1)])
             }
             Op::Rope(rope) => {
-                let op = Op::Rope(Rope { inverse: !rope.inverse, ..rope.clone() });
+                let op = Op::Rope(Rope {
+                    inverse: !rope.inverse,
+                    ..rope.clone()
+                });
                 self.one(0, op, &[dy, x(1)])
             }
             Op::Activation(kind) => self.one(0, Op::ActivationGrad(*kind), &[x(0), dy]),
             Op::SiluMul => self.several(&[0, 1], Op::SiluMulGrad, &[x(0), x(1), dy]),
             Op::Softmax => self.one(0, Op::SoftmaxGrad, &[y(0), dy]),
             Op::CrossEntropy { label_smoothing } => {
-                let op = Op::CrossEntropyGrad { label_smoothing: *label_smoothing };
+                let op = Op::CrossEntropyGrad {
+                    label_smoothing: *label_smoothing,
+                };
                 self.one(0, op, &[x(0), x(1), y(1), dy])
             }
             Op::Add => {
@@ -75,12 +103,34 @@ impl Rule<'_, '_> {
             Op::CopyTo { axis } => self.one(0, Op::AllReduce { axis: *axis }, &[dy]),
             Op::AllGather { axis, shard } => {
                 let local = self.shape(x(0))[shard.dim];
-                self.one(0, Op::Scatter { axis: *axis, shard: shard.clone(), local }, &[dy])
+                self.one(
+                    0,
+                    Op::Scatter {
+                        axis: *axis,
+                        shard: shard.clone(),
+                        local,
+                    },
+                    &[dy],
+                )
             }
-            Op::Scatter { axis, shard, .. } => self.one(0, Op::AllGather { axis: *axis, shard: shard.clone() }, &[dy]),
+            Op::Scatter { axis, shard, .. } => self.one(
+                0,
+                Op::AllGather {
+                    axis: *axis,
+                    shard: shard.clone(),
+                },
+                &[dy],
+            ),
             Op::SumLeading { .. } => {
                 let ty = self.tape.graph.ty(x(0)).clone();
-                let zeros = self.tape.emit(&self.node.scope, Op::Zeros { shape: ty.shape, dtype: ty.dtype }, vec![])?[0];
+                let zeros = self.tape.emit(
+                    &self.node.scope,
+                    Op::Zeros {
+                        shape: ty.shape,
+                        dtype: ty.dtype,
+                    },
+                    vec![],
+                )?[0];
                 self.one(0, Op::Add, &[zeros, dy])
             }
             Op::SumAll => self.one(0, Op::SumAllGrad, &[x(0), dy]),
@@ -88,14 +138,27 @@ impl Rule<'_, '_> {
                 let dtype = self.tape.graph.ty(x(0)).dtype;
                 self.one(0, Op::Cast { dtype }, &[dy])
             }
-            Op::Reshape { .. } => self.one(0, Op::Reshape { shape: self.shape(x(0)) }, &[dy]),
+            Op::Reshape { .. } => self.one(
+                0,
+                Op::Reshape {
+                    shape: self.shape(x(0)),
+                },
+                &[dy],
+            ),
             Op::Transpose { perm } => {
                 let mut inverse = vec![0; perm.len()];
-                perm.iter().enumerate().for_each(|(to, &from)| inverse[from] = to);
+                perm.iter()
+                    .enumerate()
+                    .for_each(|(to, &from)| inverse[from] = to);
                 self.one(0, Op::Transpose { perm: inverse }, &[dy])
             }
             Op::Concat { dim } => {
-                let sizes = self.node.inputs.iter().map(|&piece| self.shape(piece)[*dim]).collect();
+                let sizes = self
+                    .node
+                    .inputs
+                    .iter()
+                    .map(|&piece| self.shape(piece)[*dim])
+                    .collect();
                 let operands: Vec<_> = (0..self.node.inputs.len()).collect();
                 self.several(&operands, Op::Split { dim: *dim, sizes }, &[dy])
             }
@@ -114,15 +177,29 @@ impl Rule<'_, '_> {
             | Op::SiluMulGrad
             | Op::SoftmaxGrad
             | Op::CrossEntropyGrad { .. }
-            | Op::SumAllGrad => Err(Error::NoGradient { scope: self.node.scope.to_string(), op: self.node.op.name() }),
+            | Op::SumAllGrad => Err(Error::NoGradient {
+                scope: self.node.scope.to_string(),
+                op: self.node.op.name(),
+            }),
         }
     }
 
     fn matmul(&mut self, ta: bool, tb: bool, dy: ValueId) -> Result<Contributions> {
         let (a, b) = (self.node.inputs[0], self.node.inputs[1]);
-        let op = |transpose_a, transpose_b| Op::MatMul { transpose_a, transpose_b };
-        let mut out = if ta { self.one(0, op(tb, true), &[b, dy])? } else { self.one(0, op(false, !tb), &[dy, b])? };
-        out.extend(if tb { self.one(1, op(true, ta), &[dy, a])? } else { self.one(1, op(!ta, false), &[a, dy])? });
+        let op = |transpose_a, transpose_b| Op::MatMul {
+            transpose_a,
+            transpose_b,
+        };
+        let mut out = if ta {
+            self.one(0, op(tb, true), &[b, dy])?
+        } else {
+            self.one(0, op(false, !tb), &[dy, b])?
+        };
+        out.extend(if tb {
+            self.one(1, op(true, ta), &[dy, a])?
+        } else {
+            self.one(1, op(!ta, false), &[a, dy])?
+        });
         Ok(out)
     }
 
@@ -145,22 +222,33 @@ impl Rule<'_, '_> {
         self.one(operand, Op::SumLeading { shape }, &[dy])
     }
 
-    fn split(self, dim: usize, sizes: &[usize], douts: &[Option<ValueId>]) -> Result<Contributions> {
+    fn split(
+        self,
+        dim: usize,
+        sizes: &[usize],
+        douts: &[Option<ValueId>],
+    ) -> Result<Contributions> {
         if !self.needs(0) {
             return Ok(Vec::new());
         }
         let ty = self.tape.graph.ty(self.node.inputs[0]).clone();
         let mut pieces = Vec::with_capacity(sizes.len());
         for (&size, dout) in sizes.iter().zip(douts) {
-            pieces.push(match dout {
-                Some(grad) => *grad,
-                None => {
-                    let zeros = Op::Zeros { shape: ty.with_dim(dim, size).shape, dtype: ty.dtype };
-                    self.tape.emit(&self.node.scope, zeros, vec![])?[0]
-                }
-            });
+            let piece = if let Some(grad) = dout {
+                *grad
+            } else {
+                let shape = ty.with_dim(dim, size).shape;
+                let zeros = Op::Zeros {
+                    shape,
+                    dtype: ty.dtype,
+                };
+                self.tape.emit(&self.node.scope, zeros, vec![])?[0]
+            };
+            pieces.push(piece);
         }
-        let dx = self.tape.emit(&self.node.scope, Op::Concat { dim }, pieces)?[0];
+        let dx = self
+            .tape
+            .emit(&self.node.scope, Op::Concat { dim }, pieces)?[0];
         Ok(vec![(0, dx)])
     }
 
@@ -174,7 +262,11 @@ impl Rule<'_, '_> {
 
     /// The gradient of an operand is `value` itself.
     fn pass(&self, operand: usize, value: ValueId) -> Contributions {
-        if self.needs(operand) { vec![(operand, value)] } else { Vec::new() }
+        if self.needs(operand) {
+            vec![(operand, value)]
+        } else {
+            Vec::new()
+        }
     }
 
     /// The gradient of one operand is the result of `op`, if it needs one.
@@ -188,6 +280,11 @@ impl Rule<'_, '_> {
             return Ok(Vec::new());
         }
         let results = self.tape.emit(&self.node.scope, op, inputs.to_vec())?;
-        Ok(operands.iter().zip(results).filter(|(operand, _)| self.needs(**operand)).map(|(&operand, value)| (operand, value)).collect())
+        Ok(operands
+            .iter()
+            .zip(results)
+            .filter(|(operand, _)| self.needs(**operand))
+            .map(|(&operand, value)| (operand, value))
+            .collect())
     }
 }

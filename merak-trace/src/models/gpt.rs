@@ -45,10 +45,13 @@ impl Gpt {
     }
 
     fn block(&self, block: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
-        let linear = |module: Module, x: &Symbol, out| module.linear(x, out, WeightLayout::OutIn, true, Init::Normal(std));
+        let linear = |module: Module, x: &Symbol, out| {
+            module.linear(x, out, WeightLayout::OutIn, true, Init::Normal(std))
+        };
         let attn = block.sub("attn");
         let normed = block.sub("ln1").layer_norm(x, 1e-5)?;
-        let [q, k, v] = [attn.sub("q"), attn.sub("k"), attn.sub("v")].map(|module| linear(module, &normed, self.hidden));
+        let [q, k, v] = [attn.sub("q"), attn.sub("k"), attn.sub("v")]
+            .map(|module| linear(module, &normed, self.hidden));
         let head_dim = self.hidden / self.heads;
         let spec = Attention {
             heads: self.heads,
@@ -59,13 +62,22 @@ impl Gpt {
             window: None,
             dropout: None,
         };
-        let mixed = attn.attention(&q?, &k?, &v?, spec, self.dropout)?;
-        let mixed = attn.dropout(&linear(attn.sub("proj"), &mixed, self.hidden)?, self.dropout)?;
+        let mixed = attn.attention(&q?, &k?, &v?, &spec, self.dropout)?;
+        let mixed = attn.dropout(
+            &linear(attn.sub("proj"), &mixed, self.hidden)?,
+            self.dropout,
+        )?;
         let x = block.add(&mixed, x)?;
         let mlp = block.sub("mlp");
         let normed = block.sub("ln2").layer_norm(&x, 1e-5)?;
-        let hidden = mlp.activation(&linear(mlp.sub("fc"), &normed, 4 * self.hidden)?, Activation::GeluTanh)?;
-        let hidden = mlp.dropout(&linear(mlp.sub("proj"), &hidden, self.hidden)?, self.dropout)?;
+        let hidden = mlp.activation(
+            &linear(mlp.sub("fc"), &normed, 4 * self.hidden)?,
+            Activation::GeluTanh,
+        )?;
+        let hidden = mlp.dropout(
+            &linear(mlp.sub("proj"), &hidden, self.hidden)?,
+            self.dropout,
+        )?;
         block.add(&hidden, &x)
     }
 }
@@ -88,16 +100,29 @@ impl Model for Gpt {
         check_seq(options.seq, self.seq, "max_position_embeddings")?;
         let std = self.std.unwrap_or(options.init_std);
         fx::trace(options.dtype, |root| {
-            let ids = root.input("input_ids", TensorType::new([options.batch, options.seq], DType::I64));
-            let (x, wte) = root.sub("wte").embedding(&ids, self.vocab_size, self.hidden, Init::Normal(std))?;
+            let ids = root.input(
+                "input_ids",
+                TensorType::new([options.batch, options.seq], DType::I64),
+            );
+            let (x, wte) =
+                root.sub("wte")
+                    .embedding(&ids, self.vocab_size, self.hidden, Init::Normal(std))?;
             let positions = root.positions(options.seq)?;
-            let (wpe, _) = root.sub("wpe").embedding(&positions, self.seq, self.hidden, Init::Normal(std))?;
+            let (wpe, _) =
+                root.sub("wpe")
+                    .embedding(&positions, self.seq, self.hidden, Init::Normal(std))?;
             let mut x = root.dropout(&root.add(&x, &wpe)?, self.dropout)?;
             for index in 0..self.layers {
                 x = self.block(&root.sub(&format!("h.{index}")), &x, std)?;
             }
             let x = root.sub("ln_f").layer_norm(&x, 1e-5)?;
-            let logits = lm_head(root, &x, (self.tie && !options.untie).then_some(&wte), self.vocab_size, std)?;
+            let logits = lm_head(
+                root,
+                &x,
+                (self.tie && !options.untie).then_some(&wte),
+                self.vocab_size,
+                std,
+            )?;
             finish(root, &logits, options)
         })
     }

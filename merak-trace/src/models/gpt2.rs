@@ -62,14 +62,27 @@ impl Gpt2 {
 
     /// The inverse of the score divisor of layer `index`.
     fn attention_scale(&self, index: usize) -> f64 {
-        let dim = if self.scale_attn_weights { ((self.n_embd / self.n_head) as f64).sqrt() } else { 1.0 };
-        let layer = if self.scale_attn_by_inverse_layer_idx { (index + 1) as f64 } else { 1.0 };
+        let dim = if self.scale_attn_weights {
+            ((self.n_embd / self.n_head) as f64).sqrt()
+        } else {
+            1.0
+        };
+        let layer = if self.scale_attn_by_inverse_layer_idx {
+            (index + 1) as f64
+        } else {
+            1.0
+        };
         1.0 / (dim * layer)
     }
 
     fn block(&self, block: &Module, x: &Symbol, index: usize, std: f64) -> Result<Symbol> {
-        let (normal, output) = (Init::Normal(std), Init::Normal(std / ((2 * self.n_layer) as f64).sqrt()));
-        let linear = |module: &Module, x: &Symbol, out, init| module.linear(x, out, WeightLayout::InOut, true, init);
+        let (normal, output) = (
+            Init::Normal(std),
+            Init::Normal(std / ((2 * self.n_layer) as f64).sqrt()),
+        );
+        let linear = |module: &Module, x: &Symbol, out, init| {
+            module.linear(x, out, WeightLayout::InOut, true, init)
+        };
 
         let attn = block.sub("attn");
         let normed = block.sub("ln_1").layer_norm(x, self.layer_norm_epsilon)?;
@@ -84,7 +97,7 @@ impl Gpt2 {
             window: None,
             dropout: None,
         };
-        let mixed = attn.attention(&parts[0], &parts[1], &parts[2], spec, self.attn_pdrop)?;
+        let mixed = attn.attention(&parts[0], &parts[1], &parts[2], &spec, self.attn_pdrop)?;
         let mixed = linear(&attn.sub("c_proj"), &mixed, self.n_embd, output)?;
         let x = block.add(&attn.dropout(&mixed, self.resid_pdrop)?, x)?;
 
@@ -116,16 +129,31 @@ impl Model for Gpt2 {
         let std = self.initializer_range.unwrap_or(options.init_std);
         fx::trace(options.dtype, |root| {
             let transformer = root.sub("transformer");
-            let ids = root.input("input_ids", TensorType::new([options.batch, options.seq], DType::I64));
-            let (x, wte) = transformer.sub("wte").embedding(&ids, self.vocab_size, self.n_embd, Init::Normal(std))?;
+            let ids = root.input(
+                "input_ids",
+                TensorType::new([options.batch, options.seq], DType::I64),
+            );
+            let (x, wte) = transformer.sub("wte").embedding(
+                &ids,
+                self.vocab_size,
+                self.n_embd,
+                Init::Normal(std),
+            )?;
             let positions = transformer.positions(options.seq)?;
-            let (wpe, _) = transformer.sub("wpe").embedding(&positions, self.n_positions, self.n_embd, Init::Normal(std))?;
+            let (wpe, _) = transformer.sub("wpe").embedding(
+                &positions,
+                self.n_positions,
+                self.n_embd,
+                Init::Normal(std),
+            )?;
             let x = transformer.add(&x, &wpe)?;
             let mut x = transformer.dropout(&x, self.embd_pdrop)?;
             for index in 0..self.n_layer {
                 x = self.block(&transformer.sub(&format!("h.{index}")), &x, index, std)?;
             }
-            let x = transformer.sub("ln_f").layer_norm(&x, self.layer_norm_epsilon)?;
+            let x = transformer
+                .sub("ln_f")
+                .layer_norm(&x, self.layer_norm_epsilon)?;
             let tied = self.tie_word_embeddings && !options.untie;
             let logits = lm_head(root, &x, tied.then_some(&wte), self.vocab_size, std)?;
             finish(root, &logits, options)
@@ -134,13 +162,24 @@ impl Model for Gpt2 {
 }
 
 /// The output projection `lm_head`, tied to the embedding table where one is given.
-pub(super) fn lm_head(root: &Module, x: &Symbol, tied: Option<&Symbol>, vocab: usize, std: f64) -> Result<Symbol> {
+pub(super) fn lm_head(
+    root: &Module,
+    x: &Symbol,
+    tied: Option<&Symbol>,
+    vocab: usize,
+    std: f64,
+) -> Result<Symbol> {
     let head = root.sub("lm_head");
     let weight = if let Some(table) = tied {
         root.alias(table, "lm_head.weight");
         table.clone()
     } else {
-        head.param("weight", &[vocab, x.ty().last_dim()], Init::Normal(std), ParamRole::Weight)?
+        head.param(
+            "weight",
+            &[vocab, x.ty().last_dim()],
+            Init::Normal(std),
+            ParamRole::Weight,
+        )?
     };
     head.linear_with(x, &weight, WeightLayout::OutIn)
 }
@@ -150,8 +189,13 @@ pub(super) fn finish(root: &Module, logits: &Symbol, options: &TraceOptions) -> 
     match options.head {
         Head::Logits => root.output("logits", logits),
         Head::Loss { label_smoothing } => {
-            let labels = root.input("labels", TensorType::new([options.batch, options.seq], DType::I64));
-            let loss = root.sub("loss").cross_entropy(logits, &labels, label_smoothing)?;
+            let labels = root.input(
+                "labels",
+                TensorType::new([options.batch, options.seq], DType::I64),
+            );
+            let loss = root
+                .sub("loss")
+                .cross_entropy(logits, &labels, label_smoothing)?;
             root.output("loss", &loss);
         }
     }

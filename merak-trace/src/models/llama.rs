@@ -55,14 +55,20 @@ impl Llama {
         let num_heads = f.size_or("num_attention_heads", 32)?;
         let num_kv_heads = f.size_or("num_key_value_heads", num_heads)?;
         if !num_heads.is_multiple_of(num_kv_heads) {
-            return Err(error("num_key_value_heads", &format!("is {num_kv_heads}, which does not divide {num_heads} heads")));
+            return Err(error(
+                "num_key_value_heads",
+                &format!("is {num_kv_heads}, which does not divide {num_heads} heads"),
+            ));
         }
         let head_dim = match f.opt_size("head_dim")? {
             Some(dim) => dim,
             None => head_dim(hidden_size, num_heads, "num_attention_heads")?,
         };
         if !head_dim.is_multiple_of(2) {
-            return Err(error("head_dim", &format!("is {head_dim}, expected an even number")));
+            return Err(error(
+                "head_dim",
+                &format!("is {head_dim}, expected an even number"),
+            ));
         }
         Ok(Self {
             vocab_size: f.size_or("vocab_size", 32000)?,
@@ -86,21 +92,37 @@ impl Llama {
 
     fn rope(&self) -> Rope {
         let pairs = self.head_dim / 2;
-        let inv_freq = (0..pairs).map(|i| self.rope_theta.powf(-(i as f64) / pairs as f64) as f32).collect();
-        Rope { head_dim: self.head_dim, inv_freq, inverse: false }
+        let inv_freq = (0..pairs)
+            .map(|i| self.rope_theta.powf(-(i as f64) / pairs as f64) as f32)
+            .collect();
+        Rope {
+            head_dim: self.head_dim,
+            inv_freq,
+            inverse: false,
+        }
     }
 
     fn layer(&self, layer: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
-        let linear = |module: Module, x: &Symbol, out, bias| module.linear(x, out, WeightLayout::OutIn, bias, Init::Normal(std));
-        let (q_width, kv_width) = (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim);
+        let linear = |module: Module, x: &Symbol, out, bias| {
+            module.linear(x, out, WeightLayout::OutIn, bias, Init::Normal(std))
+        };
+        let (q_width, kv_width) = (
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        );
 
         let attn = layer.sub("self_attn");
-        let normed = layer.sub("input_layernorm").rms_norm(x, self.rms_norm_eps)?;
+        let normed = layer
+            .sub("input_layernorm")
+            .rms_norm(x, self.rms_norm_eps)?;
         let q = linear(attn.sub("q_proj"), &normed, q_width, self.attention_bias)?;
         let k = linear(attn.sub("k_proj"), &normed, kv_width, self.attention_bias)?;
         let v = linear(attn.sub("v_proj"), &normed, kv_width, self.attention_bias)?;
         let positions = attn.positions(x.shape()[1])?;
-        let (q, k) = (attn.rope(&q, &positions, self.rope())?, attn.rope(&k, &positions, self.rope())?);
+        let (q, k) = (
+            attn.rope(&q, &positions, self.rope())?,
+            attn.rope(&k, &positions, self.rope())?,
+        );
         let spec = Attention {
             heads: self.num_heads,
             kv_heads: self.num_kv_heads,
@@ -110,16 +132,38 @@ impl Llama {
             window: None,
             dropout: None,
         };
-        let mixed = attn.attention(&q, &k, &v, spec, self.attention_dropout)?;
-        let mixed = linear(attn.sub("o_proj"), &mixed, self.hidden_size, self.attention_bias)?;
+        let mixed = attn.attention(&q, &k, &v, &spec, self.attention_dropout)?;
+        let mixed = linear(
+            attn.sub("o_proj"),
+            &mixed,
+            self.hidden_size,
+            self.attention_bias,
+        )?;
         let x = layer.add(&mixed, x)?;
 
         let mlp = layer.sub("mlp");
-        let normed = layer.sub("post_attention_layernorm").rms_norm(&x, self.rms_norm_eps)?;
-        let gate = linear(mlp.sub("gate_proj"), &normed, self.intermediate_size, self.mlp_bias)?;
-        let up = linear(mlp.sub("up_proj"), &normed, self.intermediate_size, self.mlp_bias)?;
+        let normed = layer
+            .sub("post_attention_layernorm")
+            .rms_norm(&x, self.rms_norm_eps)?;
+        let gate = linear(
+            mlp.sub("gate_proj"),
+            &normed,
+            self.intermediate_size,
+            self.mlp_bias,
+        )?;
+        let up = linear(
+            mlp.sub("up_proj"),
+            &normed,
+            self.intermediate_size,
+            self.mlp_bias,
+        )?;
         let hidden = mlp.silu_mul(&gate, &up)?;
-        let hidden = linear(mlp.sub("down_proj"), &hidden, self.hidden_size, self.mlp_bias)?;
+        let hidden = linear(
+            mlp.sub("down_proj"),
+            &hidden,
+            self.hidden_size,
+            self.mlp_bias,
+        )?;
         layer.add(&hidden, &x)
     }
 }
@@ -143,8 +187,16 @@ impl Model for Llama {
         let std = self.initializer_range.unwrap_or(options.init_std);
         fx::trace(options.dtype, |root| {
             let model = root.sub("model");
-            let ids = root.input("input_ids", TensorType::new([options.batch, options.seq], DType::I64));
-            let (mut x, table) = model.sub("embed_tokens").embedding(&ids, self.vocab_size, self.hidden_size, Init::Normal(std))?;
+            let ids = root.input(
+                "input_ids",
+                TensorType::new([options.batch, options.seq], DType::I64),
+            );
+            let (mut x, table) = model.sub("embed_tokens").embedding(
+                &ids,
+                self.vocab_size,
+                self.hidden_size,
+                Init::Normal(std),
+            )?;
             for index in 0..self.num_layers {
                 x = self.layer(&model.sub(&format!("layers.{index}")), &x, std)?;
             }

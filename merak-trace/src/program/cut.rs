@@ -2,12 +2,13 @@
 
 use super::{GradPort, Hop};
 use crate::{
-    Error, Graph, NodeId, ParamId, Port, Result, Source, ValueId,
+    Error, Graph, Node, NodeId, Param, ParamId, Port, Result, Source, ValueId,
     autodiff::{ParamGrad, needs_grad},
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
     ops::Range,
+    sync::Arc,
 };
 
 /// Where a model is cut: stage `s` has nodes `bounds[s]..bounds[s + 1]`.
@@ -28,7 +29,9 @@ pub struct TiedParam {
 impl StageCuts {
     /// The whole model as one stage.
     pub fn whole(model: &Graph) -> Self {
-        Self { bounds: vec![0, model.nodes().len()] }
+        Self {
+            bounds: vec![0, model.nodes().len()],
+        }
     }
 
     /// Cuts before the nodes `bounds[1..]`, the first bound being 0 and the last the number of nodes.
@@ -63,12 +66,26 @@ impl StageCuts {
     pub fn tied(&self, model: &Graph) -> Vec<TiedParam> {
         let mut stages = vec![BTreeSet::new(); model.params().len()];
         for id in model.node_ids() {
-            for param in model.node(id).inputs.iter().filter_map(|&input| model.param_of(input)) {
+            for param in model
+                .node(id)
+                .inputs
+                .iter()
+                .filter_map(|&input| model.param_of(input))
+            {
                 stages[param.index()].insert(self.stage_of(id));
             }
         }
-        let shared = model.params().iter().zip(stages).filter(|(_, stages)| stages.len() > 1);
-        shared.map(|(param, stages)| TiedParam { name: param.name.clone(), stages: stages.into_iter().collect() }).collect()
+        let shared = model
+            .params()
+            .iter()
+            .zip(stages)
+            .filter(|(_, stages)| stages.len() > 1);
+        shared
+            .map(|(param, stages)| TiedParam {
+                name: param.name.clone(),
+                stages: stages.into_iter().collect(),
+            })
+            .collect()
     }
 }
 
@@ -97,59 +114,73 @@ impl Part {
 /// Takes one stage out of a model. A value that a later stage uses is handed from stage to stage.
 pub(super) fn extract(model: &Graph, cuts: &StageCuts, stage: usize) -> Result<Part> {
     let range = cuts.nodes(stage);
-    let needs = needs_grad(model, &[]);
-    let last_use = last_uses(model);
-    // A node's result is alive at the border before `at` when it is made before and used behind it.
-    let crosses = |at: usize, value: ValueId| {
-        model.producer(value).is_some_and(|node| node.index() < at) && last_use[value.index()].is_some_and(|user| user >= at)
+    let mut build = Build {
+        model,
+        graph: Graph::new(),
+        local: BTreeMap::new(),
+        inputs: Vec::new(),
     };
-    let crossing = |at: usize| -> Vec<_> { (0..model.num_values()).map(ValueId::at).filter(|&value| crosses(at, value)).collect() };
-    let received = if stage == 0 { Vec::new() } else { crossing(range.start) };
-    let sent = if stage + 1 == cuts.num_stages() { Vec::new() } else { crossing(range.end) };
+    let recv = crossing(model, cuts, range.start);
+    let recv = recv.into_iter().map(|value| build.receive(value)).collect();
+    for node in &model.nodes()[range.clone()] {
+        build.copy(node)?;
+    }
+    let sent = crossing(model, cuts, range.end);
+    let send = sent
+        .into_iter()
+        .map(|value| build.send(value))
+        .collect::<Result<_>>()?;
+    let made_here = |port: &&Port| {
+        let producer = model.producer(port.value);
+        producer.is_some_and(|node| range.contains(&node.index()))
+    };
+    let outputs = model.outputs().iter().filter(made_here).map(|port| Port {
+        name: port.name.clone(),
+        value: build.local[&port.value],
+    });
+    let outputs = outputs.collect();
+    let needs = needs_grad(model, &[]);
+    let flows = build.local.iter().filter(|(value, _)| needs[value.index()]);
+    Ok(Part {
+        flows: flows.map(|(_, &local)| local).collect(),
+        uses_before: build.uses_before(range.start),
+        graph: build.graph,
+        inputs: build.inputs,
+        recv,
+        send,
+        outputs,
+        range,
+    })
+}
 
-    let mut build = Build { model, graph: Graph::new(), local: BTreeMap::new(), inputs: Vec::new() };
-    let mut flows = BTreeSet::new();
-    let mut recv = Vec::new();
-    for value in received {
-        let (name, ty) = (hop_name(model, value), model.ty(value).clone());
-        let local = build.graph.add_input(format!("recv({name})"), ty.clone());
-        build.local.insert(value, local);
-        recv.push(Hop { name, value: local, ty, grad: None });
+/// The results of nodes that are made before the border `at` and used behind it.
+fn crossing(model: &Graph, cuts: &StageCuts, at: usize) -> Vec<ValueId> {
+    if at == 0 || at == cuts.nodes(cuts.num_stages() - 1).end {
+        return Vec::new();
     }
-    let mut uses_before = BTreeMap::new();
-    for index in range.clone() {
-        let node = &model.nodes()[index];
-        let inputs = node.inputs.iter().map(|&input| build.operand(input)).collect::<Result<_>>()?;
-        let outputs = build.graph.add_named_node(node.name.clone(), &node.scope, node.op.clone(), inputs)?;
-        build.local.extend(node.outputs.iter().copied().zip(outputs));
+    let mut used = BTreeSet::new();
+    for node in &model.nodes()[at..] {
+        used.extend(node.inputs.iter().copied());
     }
-    let before = uses_of_params(model, range.start);
-    for (index, param) in build.graph.params().iter().enumerate() {
-        let id = model.find_param(&param.name).expect("the stage's parameters are the model's");
-        uses_before.insert(ParamId::at(index), before[id.index()]);
-    }
-    let mut send = Vec::new();
-    for value in sent {
-        let local = build.local.get(&value).copied().ok_or_else(|| Error::Order { value: hop_name(model, value) })?;
-        send.push(Hop { name: hop_name(model, value), value: local, ty: model.ty(value).clone(), grad: None });
-    }
-    let outputs = model.outputs().iter().filter(|port| model.producer(port.value).is_some_and(|node| range.contains(&node.index())));
-    let outputs = outputs.map(|port| Port { name: port.name.clone(), value: build.local[&port.value] }).collect();
-    for (value, local) in &build.local {
-        if needs[value.index()] {
-            flows.insert(*local);
-        }
-    }
-    Ok(Part { graph: build.graph, inputs: build.inputs, recv, send, outputs, flows, uses_before, range })
+    let made_before =
+        |value: &ValueId| model.producer(*value).is_some_and(|node| node.index() < at);
+    used.into_iter().filter(made_before).collect()
 }
 
 /// Numbers the uses of each parameter over the whole model.
-pub(super) fn grad_ports(uses_before: &BTreeMap<ParamId, usize>, grads: &[ParamGrad]) -> Vec<GradPort> {
+pub(super) fn grad_ports(
+    uses_before: &BTreeMap<ParamId, usize>,
+    grads: &[ParamGrad],
+) -> Vec<GradPort> {
     let mut next = uses_before.clone();
     let mut ports = Vec::with_capacity(grads.len());
     for grad in grads {
         let count = next.entry(grad.param).or_default();
-        ports.push(GradPort { param: grad.param, use_index: *count, value: grad.value });
+        ports.push(GradPort {
+            param: grad.param,
+            use_index: *count,
+            value: grad.value,
+        });
         *count += 1;
     }
     ports
@@ -164,6 +195,64 @@ struct Build<'a> {
 }
 
 impl Build<'_> {
+    /// Takes a value from the stage before.
+    fn receive(&mut self, value: ValueId) -> Hop {
+        let (name, ty) = (hop_name(self.model, value), self.model.ty(value).clone());
+        let local = self.graph.add_input(format!("recv({name})"), ty.clone());
+        self.local.insert(value, local);
+        Hop {
+            name,
+            value: local,
+            ty,
+            grad: None,
+        }
+    }
+
+    /// Hands a value to the next stage.
+    fn send(&self, value: ValueId) -> Result<Hop> {
+        let (name, ty) = (hop_name(self.model, value), self.model.ty(value).clone());
+        match self.local.get(&value) {
+            Some(&value) => Ok(Hop {
+                name,
+                value,
+                ty,
+                grad: None,
+            }),
+            None => Err(Error::Order { value: name }),
+        }
+    }
+
+    fn copy(&mut self, node: &Node) -> Result<()> {
+        let inputs = node.inputs.iter().map(|&input| self.operand(input));
+        let inputs = inputs.collect::<Result<_>>()?;
+        let name = Arc::clone(&node.name);
+        let outputs = self
+            .graph
+            .add_named_node(name, &node.scope, node.op.clone(), inputs)?;
+        self.local.extend(node.outputs.iter().copied().zip(outputs));
+        Ok(())
+    }
+
+    /// For each parameter of the stage, how often the model's first `end` nodes use it.
+    fn uses_before(&self, end: usize) -> BTreeMap<ParamId, usize> {
+        let mut uses = vec![0; self.model.params().len()];
+        for input in self.model.nodes()[..end]
+            .iter()
+            .flat_map(|node| &node.inputs)
+        {
+            if let Some(param) = self.model.param_of(*input) {
+                uses[param.index()] += 1;
+            }
+        }
+        let params = self.graph.params().iter().enumerate();
+        let count = |(index, param): (usize, &Param)| {
+            let id = self.model.find_param(&param.name);
+            let id = id.expect("the stage's parameters are the model's");
+            (ParamId::at(index), uses[id.index()])
+        };
+        params.map(count).collect()
+    }
+
     fn operand(&mut self, value: ValueId) -> Result<ValueId> {
         if let Some(&local) = self.local.get(&value) {
             return Ok(local);
@@ -172,37 +261,24 @@ impl Build<'_> {
             Source::Param(id) => self.graph.add_param(self.model.param(id).clone())?,
             Source::Input(index) => {
                 let name = &self.model.inputs()[index].name;
-                let local = self.graph.add_input(name.clone(), self.model.ty(value).clone());
-                self.inputs.push(Port { name: name.clone(), value: local });
+                let local = self
+                    .graph
+                    .add_input(name.clone(), self.model.ty(value).clone());
+                self.inputs.push(Port {
+                    name: name.clone(),
+                    value: local,
+                });
                 local
             }
-            Source::Node { .. } => return Err(Error::Order { value: hop_name(self.model, value) }),
+            Source::Node { .. } => {
+                return Err(Error::Order {
+                    value: hop_name(self.model, value),
+                });
+            }
         };
         self.local.insert(value, local);
         Ok(local)
     }
-}
-
-/// How often the first `end` nodes use each parameter.
-fn uses_of_params(model: &Graph, end: usize) -> Vec<usize> {
-    let mut uses = vec![0; model.params().len()];
-    for input in model.nodes()[..end].iter().flat_map(|node| &node.inputs) {
-        if let Some(param) = model.param_of(*input) {
-            uses[param.index()] += 1;
-        }
-    }
-    uses
-}
-
-/// The last node that uses each value.
-fn last_uses(model: &Graph) -> Vec<Option<usize>> {
-    let mut last = vec![None; model.num_values()];
-    for (index, node) in model.nodes().iter().enumerate() {
-        for input in &node.inputs {
-            last[input.index()] = Some(index);
-        }
-    }
-    last
 }
 
 /// The name of a node's result, with its number where there are several.

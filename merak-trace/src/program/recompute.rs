@@ -21,12 +21,22 @@ pub(super) fn rewrite(
     if chunks.is_empty() {
         return Ok(backward);
     }
-    let mut plan = Plan { graph, phases, kept: BTreeSet::new(), chunks, copies: BTreeMap::new(), order: Vec::new() };
+    let mut plan = Plan {
+        graph,
+        phases,
+        kept: BTreeSet::new(),
+        chunks,
+        copies: BTreeMap::new(),
+        order: Vec::new(),
+    };
     plan.kept.extend(pinned);
     plan.keep_values_that_leave_their_chunk(backward.first().map_or(0, |node| node.index()));
     for node in backward {
         let inputs = plan.graph.node(node).inputs.clone();
-        let inputs = inputs.into_iter().map(|value| plan.available(value)).collect::<Result<_>>()?;
+        let inputs = inputs
+            .into_iter()
+            .map(|value| plan.available(value))
+            .collect::<Result<_>>()?;
         plan.graph.set_inputs(node, inputs);
         plan.order.push(node);
     }
@@ -46,14 +56,20 @@ struct Plan<'a> {
 
 impl Plan<'_> {
     fn chunk_of(&self, node: NodeId) -> Option<usize> {
-        self.chunks.iter().position(|chunk| chunk.contains(&node.index()))
+        self.chunks
+            .iter()
+            .position(|chunk| chunk.contains(&node.index()))
     }
 
     fn keep_values_that_leave_their_chunk(&mut self, num_forward: usize) {
         for user in (0..num_forward).map(NodeId::at) {
             let chunk = self.chunk_of(user);
             let inputs = self.graph.node(user).inputs.clone();
-            let outside = |value: &ValueId| self.graph.producer(*value).is_some_and(|node| self.chunk_of(node) != chunk);
+            let outside = |value: &ValueId| {
+                self.graph
+                    .producer(*value)
+                    .is_some_and(|node| self.chunk_of(node) != chunk)
+            };
             let leaving: Vec<_> = inputs.into_iter().filter(outside).collect();
             self.kept.extend(leaving);
         }
@@ -64,15 +80,23 @@ impl Plan<'_> {
         if let Some(&copy) = self.copies.get(&value) {
             return Ok(copy);
         }
-        let Some(node) = self.graph.producer(value) else { return Ok(value) };
+        let Some(node) = self.graph.producer(value) else {
+            return Ok(value);
+        };
         let is_forward = self.phases[node.index()] == Phase::Forward;
         if !is_forward || self.kept.contains(&value) || self.chunk_of(node).is_none() {
             return Ok(value);
         }
         let original = self.graph.node(node).clone();
-        let inputs = original.inputs.iter().map(|&input| self.available(input)).collect::<Result<_>>()?;
+        let inputs = original
+            .inputs
+            .iter()
+            .map(|&input| self.available(input))
+            .collect::<Result<_>>()?;
         let name = self.graph.unique_name(&original.name, "recompute");
-        let outputs = self.graph.add_named_node(name, &original.scope, original.op, inputs)?;
+        let outputs = self
+            .graph
+            .add_named_node(name, &original.scope, original.op, inputs)?;
         self.phases.push(Phase::Recompute);
         self.order.push(NodeId::at(self.graph.nodes().len() - 1));
         for (old, &new) in original.outputs.iter().zip(&outputs) {

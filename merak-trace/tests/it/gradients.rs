@@ -1,6 +1,8 @@
 //! Every operation's gradient against central finite differences in f64.
 
-use crate::support::{backend, context, floats, grad_store, interpreter, noise, numbers, params, value, write};
+use crate::support::{
+    backend, context, floats, grad_store, interpreter, noise, numbers, params, value, write,
+};
 use merak_trace::{
     Batch, DType, Init, Op, ParamRole, Result, TensorType,
     fx::{self, Module, Symbol},
@@ -10,14 +12,29 @@ use merak_trace::{
 const STEP: f64 = 1e-5;
 
 /// Checks the gradients of `sum(weights * op(operands))`, every float operand being a parameter.
-fn check(name: &str, operands: &[TensorType], ids: &[(&str, TensorType, &[i64])], build: impl Fn(&Module, &[Symbol], &[Symbol]) -> Result<Vec<Symbol>>) {
+fn check(
+    name: &str,
+    operands: &[TensorType],
+    ids: &[(&str, TensorType, &[i64])],
+    build: impl Fn(&Module, &[Symbol], &[Symbol]) -> Result<Vec<Symbol>>,
+) {
     let graph = fx::trace(DType::F64, |module| {
         let params: Vec<_> = operands
             .iter()
             .enumerate()
-            .map(|(i, ty)| module.param(&format!("operand{i}"), &ty.shape, Init::Normal(1.0), ParamRole::Weight))
+            .map(|(i, ty)| {
+                module.param(
+                    &format!("operand{i}"),
+                    &ty.shape,
+                    Init::Normal(1.0),
+                    ParamRole::Weight,
+                )
+            })
             .collect::<Result<_>>()?;
-        let ids: Vec<_> = ids.iter().map(|(name, ty, _)| module.input(name, ty.clone())).collect();
+        let ids: Vec<_> = ids
+            .iter()
+            .map(|(name, ty, _)| module.input(name, ty.clone()))
+            .collect();
         let mut total = None;
         for (i, y) in build(module, &params, &ids)?.into_iter().enumerate() {
             // A weight for each element, so that no gradient is hidden by symmetry.
@@ -36,7 +53,7 @@ fn check(name: &str, operands: &[TensorType], ids: &[(&str, TensorType, &[i64])]
         module.output("loss", &total.expect("an operation has a result"));
         Ok(())
     })
-    .unwrap_or_else(|error| panic!("{name}: {error}"));
+    .expect(name);
 
     let backend = backend(1);
     let runner = interpreter(&backend, &graph);
@@ -44,19 +61,28 @@ fn check(name: &str, operands: &[TensorType], ids: &[(&str, TensorType, &[i64])]
     let mut batch = Batch::new();
     for port in graph.inputs() {
         let ty = graph.ty(port.value);
-        let data = ids.iter().find(|(name, _, _)| *name == port.name).map_or_else(
-            || noise(17 + port.value.0 as u64, ty.numel()),
-            |(_, _, data)| data.iter().map(|&x| x as f64).collect(),
-        );
+        let data = ids
+            .iter()
+            .find(|(name, _, _)| *name == port.name)
+            .map_or_else(
+                || noise(17 + u64::from(port.value.0), ty.numel()),
+                |(_, _, data)| data.iter().map(|&x| x as f64).collect(),
+            );
         batch.insert(port.name.clone(), value(&backend, ty, &data));
     }
     let loss = |store: &merak_trace::ParamStore| {
-        let out = runner.forward(&store.views, &batch, Vec::new(), context()).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let out = runner
+            .forward(&store.views, &batch, Vec::new(), context())
+            .expect(name);
         numbers(&backend, &out.outputs[0])[0]
     };
     let mut grads = grad_store(&backend, runner.program());
-    let mut out = runner.forward(&store.views, &batch, Vec::new(), context()).expect("runs as above");
-    runner.backward(&mut out.frame, &store.views, Vec::new(), 1.0, &mut grads).unwrap_or_else(|error| panic!("{name}: {error}"));
+    let mut out = runner
+        .forward(&store.views, &batch, Vec::new(), context())
+        .expect("runs as above");
+    runner
+        .backward(&mut out.frame, &store.views, Vec::new(), 1.0, &mut grads)
+        .expect(name);
 
     let base = floats(DType::F64, &*store.flat);
     let mut offset = 0;
@@ -65,7 +91,10 @@ fn check(name: &str, operands: &[TensorType], ids: &[(&str, TensorType, &[i64])]
         let mut analytic = vec![0.0; param.local.numel()];
         for (grad, buffer) in runner.program().grads.iter().zip(&grads.buffers) {
             if grad.param.index() == index {
-                analytic.iter_mut().zip(floats(DType::F64, &**buffer)).for_each(|(sum, x)| *sum += x);
+                analytic
+                    .iter_mut()
+                    .zip(floats(DType::F64, &**buffer))
+                    .for_each(|(sum, x)| *sum += x);
             }
         }
         let scale = analytic.iter().fold(1e-3_f64, |max, x| max.max(x.abs()));
@@ -98,12 +127,20 @@ fn apply(op: Op) -> impl Fn(&Module, &[Symbol], &[Symbol]) -> Result<Vec<Symbol>
     move |module, params, ids| {
         let operands: Vec<_> = params.iter().chain(ids).collect();
         // Statistics that an operation returns beside its result take part in no loss.
-        Ok(module.apply(op.clone(), &operands)?.into_iter().take(results(&op)).collect())
+        Ok(module
+            .apply(op.clone(), &operands)?
+            .into_iter()
+            .take(results(&op))
+            .collect())
     }
 }
 
 fn results(op: &Op) -> usize {
-    if let Op::Split { sizes, .. } = op { sizes.len() } else { 1 }
+    if let Op::Split { sizes, .. } = op {
+        sizes.len()
+    } else {
+        1
+    }
 }
 
 fn ids<'a>(name: &'a str, shape: &[usize], data: &'a [i64]) -> (&'a str, TensorType, &'a [i64]) {
@@ -115,77 +152,232 @@ fn products() {
     for layout in [WeightLayout::OutIn, WeightLayout::InOut] {
         let mut w = [0; 2];
         (w[layout.in_dim()], w[layout.out_dim()]) = (5, 3);
-        check("linear", &[t(&[2, 4, 5]), t(&w)], &[], apply(Op::Linear { layout, bias: false }));
-        check("linear with bias", &[t(&[4, 5]), t(&w), t(&[3])], &[], apply(Op::Linear { layout, bias: true }));
+        check(
+            "linear",
+            &[t(&[2, 4, 5]), t(&w)],
+            &[],
+            apply(Op::Linear {
+                layout,
+                bias: false,
+            }),
+        );
+        check(
+            "linear with bias",
+            &[t(&[4, 5]), t(&w), t(&[3])],
+            &[],
+            apply(Op::Linear { layout, bias: true }),
+        );
     }
     for (transpose_a, transpose_b) in [(false, false), (false, true), (true, false), (true, true)] {
-        let a = if transpose_a { t(&[2, 4, 3]) } else { t(&[2, 3, 4]) };
-        let b = if transpose_b { t(&[2, 5, 4]) } else { t(&[2, 4, 5]) };
-        check("matmul", &[a, b], &[], apply(Op::MatMul { transpose_a, transpose_b }));
+        let a = if transpose_a {
+            t(&[2, 4, 3])
+        } else {
+            t(&[2, 3, 4])
+        };
+        let b = if transpose_b {
+            t(&[2, 5, 4])
+        } else {
+            t(&[2, 4, 5])
+        };
+        check(
+            "matmul",
+            &[a, b],
+            &[],
+            apply(Op::MatMul {
+                transpose_a,
+                transpose_b,
+            }),
+        );
     }
 }
 
 #[test]
 fn lookups() {
-    check("embedding", &[t(&[7, 3])], &[ids("ids", &[2, 3], &[1, 0, 6, 1, 1, 5])], |module, params, ids| {
-        module.apply(Op::Embedding, &[&ids[0], &params[0]])
-    });
+    check(
+        "embedding",
+        &[t(&[7, 3])],
+        &[ids("ids", &[2, 3], &[1, 0, 6, 1, 1, 5])],
+        |module, params, ids| module.apply(Op::Embedding, &[&ids[0], &params[0]]),
+    );
 }
 
 #[test]
 fn norms() {
     for width in [1, 5, 16] {
         if width > 1 {
-            check("layer_norm", &[t(&[3, width]), t(&[width]), t(&[width])], &[], apply(Op::LayerNorm { eps: 1e-5 }));
+            check(
+                "layer_norm",
+                &[t(&[3, width]), t(&[width]), t(&[width])],
+                &[],
+                apply(Op::LayerNorm { eps: 1e-5 }),
+            );
         }
-        check("rms_norm", &[t(&[2, 3, width]), t(&[width])], &[], apply(Op::RmsNorm { eps: 1e-5 }));
+        check(
+            "rms_norm",
+            &[t(&[2, 3, width]), t(&[width])],
+            &[],
+            apply(Op::RmsNorm { eps: 1e-5 }),
+        );
     }
 }
 
 #[test]
 fn elementwise_functions() {
-    for kind in [Activation::GeluTanh, Activation::GeluErf, Activation::Silu, Activation::Relu, Activation::Tanh] {
-        check("activation", &[t(&[3, 7])], &[], apply(Op::Activation(kind)));
+    for kind in [
+        Activation::GeluTanh,
+        Activation::GeluErf,
+        Activation::Silu,
+        Activation::Relu,
+        Activation::Tanh,
+    ] {
+        check(
+            "activation",
+            &[t(&[3, 7])],
+            &[],
+            apply(Op::Activation(kind)),
+        );
     }
-    check("silu_mul", &[t(&[3, 7]), t(&[3, 7])], &[], apply(Op::SiluMul));
-    check("dropout", &[t(&[3, 7])], &[], apply(Op::Dropout(Dropout { p: 0.3, key: 99, slice: None })));
+    check(
+        "silu_mul",
+        &[t(&[3, 7]), t(&[3, 7])],
+        &[],
+        apply(Op::SiluMul),
+    );
+    check(
+        "dropout",
+        &[t(&[3, 7])],
+        &[],
+        apply(Op::Dropout(Dropout {
+            p: 0.3,
+            key: 99,
+            slice: None,
+        })),
+    );
     check("add", &[t(&[2, 3, 4]), t(&[3, 4])], &[], apply(Op::Add));
-    check("add of equal shapes", &[t(&[3, 4]), t(&[3, 4])], &[], apply(Op::Add));
+    check(
+        "add of equal shapes",
+        &[t(&[3, 4]), t(&[3, 4])],
+        &[],
+        apply(Op::Add),
+    );
     check("mul", &[t(&[2, 3, 4]), t(&[3, 4])], &[], apply(Op::Mul));
-    check("mul of equal shapes", &[t(&[3, 4]), t(&[3, 4])], &[], apply(Op::Mul));
+    check(
+        "mul of equal shapes",
+        &[t(&[3, 4]), t(&[3, 4])],
+        &[],
+        apply(Op::Mul),
+    );
     check("scale", &[t(&[5])], &[], apply(Op::Scale { factor: -1.5 }));
     check("identity", &[t(&[5])], &[], apply(Op::Identity));
-    check("cast", &[t(&[5])], &[], apply(Op::Cast { dtype: DType::F64 }));
-    check("x * x", &[t(&[4])], &[], |module, params, _| module.apply(Op::Mul, &[&params[0], &params[0]]));
+    check(
+        "cast",
+        &[t(&[5])],
+        &[],
+        apply(Op::Cast { dtype: DType::F64 }),
+    );
+    check("x * x", &[t(&[4])], &[], |module, params, _| {
+        module.apply(Op::Mul, &[&params[0], &params[0]])
+    });
 }
 
 #[test]
 fn reductions() {
-    check("sum_leading", &[t(&[2, 3, 4])], &[], apply(Op::SumLeading { shape: vec![4] }));
+    check(
+        "sum_leading",
+        &[t(&[2, 3, 4])],
+        &[],
+        apply(Op::SumLeading { shape: vec![4] }),
+    );
     check("sum_all", &[t(&[2, 3])], &[], apply(Op::SumAll));
     check("softmax", &[t(&[3, 7])], &[], apply(Op::Softmax));
 }
 
 #[test]
 fn shapes() {
-    check("reshape", &[t(&[2, 6])], &[], apply(Op::Reshape { shape: vec![3, 4] }));
-    check("transpose", &[t(&[2, 3, 4])], &[], apply(Op::Transpose { perm: vec![2, 0, 1] }));
-    check("transpose of a dimension of size 1", &[t(&[2, 3, 1, 2])], &[], apply(Op::Transpose { perm: vec![0, 2, 1, 3] }));
-    check("split", &[t(&[2, 6])], &[], apply(Op::Split { dim: 1, sizes: vec![1, 3, 2] }));
-    check("split with an unused piece", &[t(&[2, 6])], &[], |module, params, _| {
-        Ok(module.apply(Op::Split { dim: 1, sizes: vec![4, 2] }, &[&params[0]])?.into_iter().take(1).collect())
-    });
-    check("concat", &[t(&[2, 1, 2]), t(&[2, 3, 2])], &[], apply(Op::Concat { dim: 1 }));
+    check(
+        "reshape",
+        &[t(&[2, 6])],
+        &[],
+        apply(Op::Reshape { shape: vec![3, 4] }),
+    );
+    check(
+        "transpose",
+        &[t(&[2, 3, 4])],
+        &[],
+        apply(Op::Transpose {
+            perm: vec![2, 0, 1],
+        }),
+    );
+    check(
+        "transpose of a dimension of size 1",
+        &[t(&[2, 3, 1, 2])],
+        &[],
+        apply(Op::Transpose {
+            perm: vec![0, 2, 1, 3],
+        }),
+    );
+    check(
+        "split",
+        &[t(&[2, 6])],
+        &[],
+        apply(Op::Split {
+            dim: 1,
+            sizes: vec![1, 3, 2],
+        }),
+    );
+    check(
+        "split with an unused piece",
+        &[t(&[2, 6])],
+        &[],
+        |module, params, _| {
+            Ok(module
+                .apply(
+                    Op::Split {
+                        dim: 1,
+                        sizes: vec![4, 2],
+                    },
+                    &[&params[0]],
+                )?
+                .into_iter()
+                .take(1)
+                .collect())
+        },
+    );
+    check(
+        "concat",
+        &[t(&[2, 1, 2]), t(&[2, 3, 2])],
+        &[],
+        apply(Op::Concat { dim: 1 }),
+    );
 }
 
 #[test]
 fn attention() {
-    for (heads, kv_heads, causal, window, dropout) in
-        [(2, 2, true, None, 0.0), (4, 2, true, None, 0.2), (2, 1, false, None, 0.0), (2, 2, true, Some(3), 0.1)]
-    {
-        let dropout = (dropout > 0.0).then_some(Dropout { p: dropout, key: 5, slice: None });
-        let spec = Attention { heads, kv_heads, head_dim: 3, scale: 0.7, causal, window, dropout };
-        let operands = [t(&[2, 5, heads * 3]), t(&[2, 5, kv_heads * 3]), t(&[2, 5, kv_heads * 3])];
+    for (heads, kv_heads, causal, window, dropout) in [
+        (2, 2, true, None, 0.0),
+        (4, 2, true, None, 0.2),
+        (2, 1, false, None, 0.0),
+        (2, 2, true, Some(3), 0.1),
+    ] {
+        let dropout = (dropout > 0.0).then_some(Dropout {
+            p: dropout,
+            key: 5,
+            slice: None,
+        });
+        let spec = Attention {
+            heads,
+            kv_heads,
+            head_dim: 3,
+            scale: 0.7,
+            causal,
+            window,
+            dropout,
+        };
+        let operands = [
+            t(&[2, 5, heads * 3]),
+            t(&[2, 5, kv_heads * 3]),
+            t(&[2, 5, kv_heads * 3]),
+        ];
         check("attention", &operands, &[], apply(Op::Attention(spec)));
     }
 }
@@ -193,22 +385,47 @@ fn attention() {
 #[test]
 fn rotary_positions() {
     for pairs in [1, 2] {
-        let rope = Rope { head_dim: 4, inv_freq: vec![1.0, 0.1][..pairs].to_vec(), inverse: false };
-        check("rope", &[t(&[2, 3, 8])], &[ids("positions", &[3], &[0, 5, 2])], apply(Op::Rope(rope)));
+        let rope = Rope {
+            head_dim: 4,
+            inv_freq: vec![1.0, 0.1][..pairs].to_vec(),
+            inverse: false,
+        };
+        check(
+            "rope",
+            &[t(&[2, 3, 8])],
+            &[ids("positions", &[3], &[0, 5, 2])],
+            apply(Op::Rope(rope)),
+        );
     }
 }
 
 #[test]
 fn losses() {
     for label_smoothing in [0.0, 0.1] {
-        check("cross_entropy", &[t(&[4, 7])], &[ids("labels", &[4], &[0, 6, -100, 3])], apply(Op::CrossEntropy { label_smoothing }));
+        check(
+            "cross_entropy",
+            &[t(&[4, 7])],
+            &[ids("labels", &[4], &[0, 6, -100, 3])],
+            apply(Op::CrossEntropy { label_smoothing }),
+        );
     }
 }
 
 #[test]
 fn a_parameter_used_twice_gets_both_gradients_apart() {
-    check("tied", &[t(&[4, 3])], &[ids("ids", &[2], &[3, 1])], |module, params, ids| {
-        let x = module.apply(Op::Embedding, &[&ids[0], &params[0]])?.swap_remove(0);
-        Ok(vec![module.linear_with(&x, &params[0], WeightLayout::OutIn)?])
-    });
+    check(
+        "tied",
+        &[t(&[4, 3])],
+        &[ids("ids", &[2], &[3, 1])],
+        |module, params, ids| {
+            let x = module
+                .apply(Op::Embedding, &[&ids[0], &params[0]])?
+                .swap_remove(0);
+            Ok(vec![module.linear_with(
+                &x,
+                &params[0],
+                WeightLayout::OutIn,
+            )?])
+        },
+    );
 }

@@ -1,6 +1,8 @@
 //! Stage cuts, recomputation and the halves of the backward change no bit.
 
-use crate::support::{backend, context, floats, grad_store, interpreter, loss_and_grads, numbers, params, value};
+use crate::support::{
+    backend, context, floats, grad_store, interpreter, loss_and_grads, numbers, params, value,
+};
 use merak_trace::{
     Batch, DType, Graph, Interpreter, RecomputePlan, SingleRank, StageCuts, StageProgram, Value,
     models::{self, TraceOptions},
@@ -17,14 +19,27 @@ fn gpt2(tied: bool) -> Json {
 }
 
 fn trace(config: &Json) -> Graph {
-    models::from_config(config).and_then(|model| model.trace(&TraceOptions::training(BATCH, SEQ))).expect("a valid configuration")
+    models::from_config(config)
+        .and_then(|model| model.trace(&TraceOptions::training(BATCH, SEQ)))
+        .expect("a valid configuration")
 }
 
 fn batch(graph: &Graph) -> Batch {
     let backend = backend(1);
-    let ids = |shift: usize| (0..BATCH * SEQ).map(|i| ((i * 7 + shift) % 23) as f64).collect::<Vec<_>>();
+    let ids = |shift: usize| {
+        (0..BATCH * SEQ)
+            .map(|i| ((i * 7 + shift) % 23) as f64)
+            .collect::<Vec<_>>()
+    };
     let inputs = graph.inputs().iter().enumerate();
-    inputs.map(|(i, port)| (port.name.clone(), value(&backend, graph.ty(port.value), &ids(i)))).collect()
+    inputs
+        .map(|(i, port)| {
+            (
+                port.name.clone(),
+                value(&backend, graph.ty(port.value), &ids(i)),
+            )
+        })
+        .collect()
 }
 
 /// Gradients by parameter name and use.
@@ -38,7 +53,12 @@ enum Backward {
 }
 
 /// Loss and gradients of a model cut into stages that run one after the other.
-fn run_stages(graph: &Graph, bounds: Vec<usize>, recompute: &RecomputePlan, mode: Backward) -> (f64, Grads) {
+fn run_stages(
+    graph: &Graph,
+    bounds: Vec<usize>,
+    recompute: &RecomputePlan,
+    mode: Backward,
+) -> (f64, Grads) {
     let backend = backend(1);
     let batch = batch(graph);
     let cuts = StageCuts::new(graph, bounds).expect("valid bounds");
@@ -46,11 +66,18 @@ fn run_stages(graph: &Graph, bounds: Vec<usize>, recompute: &RecomputePlan, mode
     let mut sent: Vec<Value> = Vec::new();
     let mut loss = 0.0;
     for stage in 0..cuts.num_stages() {
-        let program = StageProgram::training(graph, &cuts, stage, recompute).expect("differentiable");
-        let runner = Interpreter::new(Arc::new(program), Arc::clone(&backend), Arc::new(SingleRank));
+        let program =
+            StageProgram::training(graph, &cuts, stage, recompute).expect("differentiable");
+        let runner = Interpreter::new(
+            Arc::new(program),
+            Arc::clone(&backend),
+            Arc::new(SingleRank),
+        );
         let params = params(&backend, &runner.program().graph);
         let store = grad_store(&backend, runner.program());
-        let forwarded = runner.forward(&params.views, &batch, sent, context()).expect("runs forward");
+        let forwarded = runner
+            .forward(&params.views, &batch, sent, context())
+            .expect("runs forward");
         sent = forwarded.send;
         if let Some(output) = forwarded.outputs.first() {
             loss = numbers(&backend, output)[0];
@@ -66,13 +93,17 @@ fn run_stages(graph: &Graph, bounds: Vec<usize>, recompute: &RecomputePlan, mode
         }
         returned = match mode {
             Backward::Halves => {
-                let back = runner.backward_input(&mut frame, views, returned, 0.25).expect("input half");
-                runner.backward_weight(&mut frame, views, &mut store).expect("weight half");
+                let back = runner
+                    .backward_input(&mut frame, views, returned, 0.25)
+                    .expect("input half");
+                runner
+                    .backward_weight(&mut frame, views, &mut store)
+                    .expect("weight half");
                 back
             }
-            Backward::Whole | Backward::RecomputeFirst => {
-                runner.backward(&mut frame, views, returned, 0.25, &mut store).expect("runs backward")
-            }
+            Backward::Whole | Backward::RecomputeFirst => runner
+                .backward(&mut frame, views, returned, 0.25, &mut store)
+                .expect("runs backward"),
         };
         assert_eq!(frame.live_bytes(), 0, "a finished microbatch keeps nothing");
         for (grad, buffer) in runner.program().grads.iter().zip(&store.buffers) {
@@ -85,7 +116,13 @@ fn run_stages(graph: &Graph, bounds: Vec<usize>, recompute: &RecomputePlan, mode
 
 /// Bounds after the nodes whose names end so.
 fn cut_after(graph: &Graph, ends: &[&str]) -> Vec<usize> {
-    let position = |end: &&str| 1 + graph.nodes().iter().rposition(|node| node.name.ends_with(end)).expect("such a node");
+    let position = |end: &&str| {
+        1 + graph
+            .nodes()
+            .iter()
+            .rposition(|node| node.name.ends_with(end))
+            .expect("such a node")
+    };
     let mut bounds = vec![0];
     bounds.extend(ends.iter().map(position));
     bounds.push(graph.nodes().len());
@@ -105,7 +142,9 @@ fn stages_recompute_and_halves_change_no_bit() {
         // A cut in the middle of a block sends the residual stream and the branch.
         let inside = cut_after(&graph, &["h.0.attn.attention", "h.1.mlp.gelu_tanh"]);
         let block = |i: usize| cut_after(&graph, &[&*format!("h.{i}.add_2")])[1];
-        let chunks = RecomputePlan { chunks: vec![block(0)..block(1), block(1)..block(2)] };
+        let chunks = RecomputePlan {
+            chunks: vec![block(0)..block(1), block(1)..block(2)],
+        };
         for bounds in [whole, three, inside] {
             for (plan, mode) in [
                 (&none, Backward::Whole),
@@ -127,13 +166,30 @@ fn recomputation_keeps_less() {
     let graph = trace(&gpt2(true));
     let block = |i: usize| cut_after(&graph, &[&*format!("h.{i}.add_2")])[1];
     let kept = |chunks| {
-        let program = StageProgram::training(&graph, &StageCuts::whole(&graph), 0, &RecomputePlan { chunks }).expect("differentiable");
+        let program = StageProgram::training(
+            &graph,
+            &StageCuts::whole(&graph),
+            0,
+            &RecomputePlan { chunks },
+        )
+        .expect("differentiable");
         let backend = backend(1);
-        let runner = Interpreter::new(Arc::new(program), Arc::clone(&backend), Arc::new(SingleRank));
+        let runner = Interpreter::new(
+            Arc::new(program),
+            Arc::clone(&backend),
+            Arc::new(SingleRank),
+        );
         let params = params(&backend, &runner.program().graph);
-        runner.forward(&params.views, &batch(&graph), Vec::new(), context()).expect("runs forward").frame.live_bytes()
+        runner
+            .forward(&params.views, &batch(&graph), Vec::new(), context())
+            .expect("runs forward")
+            .frame
+            .live_bytes()
     };
-    let (all, some) = (kept(Vec::new()), kept(vec![block(0)..block(1), block(1)..block(2)]));
+    let (all, some) = (
+        kept(Vec::new()),
+        kept(vec![block(0)..block(1), block(1)..block(2)]),
+    );
     assert!(some * 2 < all, "{some} of {all} bytes are kept");
 }
 
@@ -154,7 +210,11 @@ fn llama_runs_forward_and_backward() {
     let graph = trace(&config);
     let (loss, grads) = loss_and_grads(&graph, &batch(&graph), 1);
     assert!(loss.is_finite());
-    assert!(grads.iter().all(|grad| grad.iter().all(|x| x.is_finite()) && grad.iter().any(|&x| x != 0.0)));
+    assert!(
+        grads
+            .iter()
+            .all(|grad| grad.iter().all(|x| x.is_finite()) && grad.iter().any(|&x| x != 0.0))
+    );
 }
 
 #[test]
@@ -163,6 +223,11 @@ fn a_batch_without_an_input_is_refused_by_name() {
     let backend = backend(1);
     let runner = interpreter(&backend, &graph);
     let params = params(&backend, &runner.program().graph);
-    let error = runner.forward(&params.views, &Batch::new(), Vec::new(), context()).unwrap_err();
-    assert_eq!(error.to_string(), "input \"input_ids\" of type i64[2, 6] was not given; the batch has ");
+    let error = runner
+        .forward(&params.views, &Batch::new(), Vec::new(), context())
+        .unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "input \"input_ids\" of type i64[2, 6] was not given; the batch has "
+    );
 }

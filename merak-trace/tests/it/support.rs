@@ -2,8 +2,9 @@
 
 use merak_mpu::{Buffer, into_vec};
 use merak_trace::{
-    Batch, DType, Graph, GradSlot, GradStore, Init, Interpreter, ParamStore, RecomputePlan, RunContext, SharedBackend, SingleRank,
-    StageCuts, StageProgram, TensorType, Value, backend::candle::Candle,
+    Batch, DType, GradSlot, GradStore, Graph, Init, Interpreter, ParamStore, RecomputePlan,
+    RunContext, SharedBackend, SingleRank, StageCuts, StageProgram, TensorType, Value,
+    backend::candle::Candle,
 };
 use std::sync::Arc;
 
@@ -26,16 +27,24 @@ pub(crate) fn noise(seed: u64, len: usize) -> Vec<f64> {
 pub(crate) fn value(backend: &SharedBackend, ty: &TensorType, data: &[f64]) -> Value {
     let bytes: Vec<u8> = match ty.dtype {
         DType::F64 => bytemuck::cast_slice(data).to_vec(),
-        DType::F32 => bytemuck::cast_slice(&data.iter().map(|&x| x as f32).collect::<Vec<_>>()).to_vec(),
-        DType::I64 => bytemuck::cast_slice(&data.iter().map(|&x| x as i64).collect::<Vec<_>>()).to_vec(),
+        DType::F32 => {
+            bytemuck::cast_slice(&data.iter().map(|&x| x as f32).collect::<Vec<_>>()).to_vec()
+        }
+        DType::I64 => {
+            bytemuck::cast_slice(&data.iter().map(|&x| x as i64).collect::<Vec<_>>()).to_vec()
+        }
         other => unreachable!("tests use no {other}"),
     };
-    backend.from_bytes(ty, &bytes).expect("as many bytes as the type needs")
+    backend
+        .from_bytes(ty, &bytes)
+        .expect("as many bytes as the type needs")
 }
 
 pub(crate) fn numbers(backend: &SharedBackend, value: &Value) -> Vec<f64> {
     let dtype = value.ty().dtype;
-    let buffer = backend.into_buffer(value.clone()).expect("a value of this backend");
+    let buffer = backend
+        .into_buffer(value.clone())
+        .expect("a value of this backend");
     floats(dtype, &*buffer)
 }
 
@@ -43,7 +52,12 @@ pub(crate) fn floats(dtype: DType, buffer: &dyn Buffer) -> Vec<f64> {
     let mut out = Vec::new();
     buffer.read(&mut |bytes| match dtype {
         DType::F64 => out = bytemuck::cast_slice(bytes).to_vec(),
-        DType::F32 => out = bytemuck::cast_slice::<u8, f32>(bytes).iter().map(|&x| f64::from(x)).collect(),
+        DType::F32 => {
+            out = bytemuck::cast_slice::<u8, f32>(bytes)
+                .iter()
+                .map(|&x| f64::from(x))
+                .collect();
+        }
         other => unreachable!("tests read no {other}"),
     });
     out
@@ -57,17 +71,23 @@ pub(crate) fn params(backend: &SharedBackend, graph: &Graph) -> ParamStore {
         offsets.push(len);
         len += param.local.numel();
     }
-    let mut store = backend.param_store(graph.params(), &offsets, len).expect("a valid layout");
+    let mut store = backend
+        .param_store(graph.params(), &offsets, len)
+        .expect("a valid layout");
     let data: Vec<f64> = graph
         .params()
         .iter()
         .flat_map(|param| {
-            let seed = param.name.bytes().fold(7_u64, |hash, byte| hash.wrapping_mul(31).wrapping_add(u64::from(byte)));
+            let seed = param.name.bytes().fold(7_u64, |hash, byte| {
+                hash.wrapping_mul(31).wrapping_add(u64::from(byte))
+            });
             let (shift, scale) = match param.init {
                 Init::Constant(value) => (value, 0.1),
                 Init::Normal(_) | Init::Uniform(_) => (0.0, 0.5),
             };
-            noise(seed, param.local.numel()).into_iter().map(move |x| shift + scale * x)
+            noise(seed, param.local.numel())
+                .into_iter()
+                .map(move |x| shift + scale * x)
         })
         .collect();
     write(&mut *store.flat, &data);
@@ -78,7 +98,10 @@ pub(crate) fn write(buffer: &mut dyn Buffer, data: &[f64]) {
     let dtype = buffer.dtype();
     buffer.write(&mut |bytes| match dtype {
         DType::F64 => bytemuck::cast_slice_mut(bytes).copy_from_slice(data),
-        _ => bytemuck::cast_slice_mut::<u8, f32>(bytes).iter_mut().zip(data).for_each(|(to, &from)| *to = from as f32),
+        _ => bytemuck::cast_slice_mut::<u8, f32>(bytes)
+            .iter_mut()
+            .zip(data)
+            .for_each(|(to, &from)| *to = from as f32),
     });
 }
 
@@ -87,21 +110,39 @@ pub(crate) fn grad_store(backend: &SharedBackend, program: &StageProgram) -> Gra
     let mut store = GradStore::default();
     for (buffer, grad) in program.grads.iter().enumerate() {
         let ty = &program.graph.param(grad.param).local;
-        store.buffers.push(backend.grad_buffer(ty.dtype, ty.numel()));
-        store.slots.push(GradSlot { buffer, offset: 0, len: ty.numel() });
+        store
+            .buffers
+            .push(backend.grad_buffer(ty.dtype, ty.numel()));
+        store.slots.push(GradSlot {
+            buffer,
+            offset: 0,
+            len: ty.numel(),
+        });
     }
     store
 }
 
 /// The whole model on one rank.
 pub(crate) fn interpreter(backend: &SharedBackend, graph: &Graph) -> Interpreter {
-    let program = StageProgram::training(graph, &StageCuts::whole(graph), 0, &RecomputePlan::default()).expect("differentiable");
+    let program = StageProgram::training(
+        graph,
+        &StageCuts::whole(graph),
+        0,
+        &RecomputePlan::default(),
+    )
+    .expect("differentiable");
     Interpreter::new(Arc::new(program), Arc::clone(backend), Arc::new(SingleRank))
 }
 
 /// A context with dropout on.
 pub(crate) fn context() -> RunContext {
-    RunContext { seed: 1234, step: 3, sample_base: 4, training: true, ..RunContext::default() }
+    RunContext {
+        seed: 1234,
+        step: 3,
+        sample_base: 4,
+        training: true,
+        ..RunContext::default()
+    }
 }
 
 /// Loss and gradients, one list per use of a parameter.
@@ -110,12 +151,26 @@ pub(crate) fn loss_and_grads(graph: &Graph, batch: &Batch, threads: usize) -> (f
     let runner = interpreter(&backend, graph);
     let params = params(&backend, &runner.program().graph);
     let mut store = grad_store(&backend, runner.program());
-    let mut forwarded = runner.forward(&params.views, batch, Vec::new(), context()).expect("runs forward");
+    let mut forwarded = runner
+        .forward(&params.views, batch, Vec::new(), context())
+        .expect("runs forward");
     let loss = numbers(&backend, &forwarded.outputs[0])[0];
-    runner.backward(&mut forwarded.frame, &params.views, Vec::new(), 1.0, &mut store).expect("runs backward");
+    runner
+        .backward(
+            &mut forwarded.frame,
+            &params.views,
+            Vec::new(),
+            1.0,
+            &mut store,
+        )
+        .expect("runs backward");
     let grads = store.buffers.into_iter().map(|buffer| {
         let dtype = buffer.dtype();
-        if dtype == DType::F64 { into_vec(buffer).expect("f64") } else { floats(dtype, &*buffer) }
+        if dtype == DType::F64 {
+            into_vec(buffer).expect("f64")
+        } else {
+            floats(dtype, &*buffer)
+        }
     });
     (loss, grads.collect())
 }

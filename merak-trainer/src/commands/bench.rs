@@ -82,7 +82,11 @@ pub(crate) fn run(bench: &Bench) -> Outcome {
 impl Gpt {
     fn run(&self) -> Result<serde_json::Value, super::Failure> {
         if self.dtype != "f32" {
-            return Err(format!("--dtype {} is not available in this version: choose f32", self.dtype).into());
+            return Err(format!(
+                "--dtype {} is not available in this version: choose f32",
+                self.dtype
+            )
+            .into());
         }
         if self.steps == 0 {
             return Err("--steps is 0, expected at least 1".into());
@@ -93,15 +97,28 @@ impl Gpt {
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
         }))?;
         let plan = Arc::new(Plan::new(model.into(), &args)?);
-        let data: Arc<dyn Dataset> = Arc::new(MadeUp { samples: self.batch * (self.steps + self.warmup), seq: self.seq, vocab: self.vocab });
+        let data: Arc<dyn Dataset> = Arc::new(MadeUp {
+            samples: self.batch * (self.steps + self.warmup),
+            seq: self.seq,
+            vocab: self.vocab,
+        });
         let results = run_world(&args, |member| {
             let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
-            let parts = TrainerParts { train_data: Some(Arc::clone(&data)), num_threads: threads_per_rank(&args), ..TrainerParts::default() };
+            let parts = TrainerParts {
+                train_data: Some(Arc::clone(&data)),
+                num_threads: threads_per_rank(&args),
+                ..TrainerParts::default()
+            };
             let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?;
-            (0..self.warmup + self.steps).map(|_| trainer.train_step()).collect::<Result<Vec<_>>>()
+            (0..self.warmup + self.steps)
+                .map(|_| trainer.train_step())
+                .collect::<Result<Vec<_>>>()
         })?;
         let reports = &results[0];
-        let mut times: Vec<_> = reports[self.warmup..].iter().map(|report| report.time.as_secs_f64()).collect();
+        let mut times: Vec<_> = reports[self.warmup..]
+            .iter()
+            .map(|report| report.time.as_secs_f64())
+            .collect();
         times.sort_by(f64::total_cmp);
         let median = times[times.len() / 2];
         Ok(json!({
@@ -119,7 +136,11 @@ impl Gpt {
     fn arguments(&self) -> Result<CheckedArguments, super::Failure> {
         let batches = |what: &str, number: usize, by: usize| {
             let divides = by != 0 && number != 0 && number.is_multiple_of(by);
-            if divides { Ok(number / by) } else { Err(format!("{what} {number} is no multiple of {by}")) }
+            if divides {
+                Ok(number / by)
+            } else {
+                Err(format!("{what} {number} is no multiple of {by}"))
+            }
         };
         let mut keys = vec![
             ("dp", self.dp.to_string()),
@@ -127,8 +148,14 @@ impl Gpt {
             ("pp", self.pp.to_string()),
             ("zero_stage", self.zero.to_string()),
             ("train_schedule", self.schedule.clone()),
-            ("gradient_accumulation_steps", batches("--microbatches", self.microbatches, self.dp)?.to_string()),
-            ("per_device_train_batch_size", batches("--batch", self.batch, self.microbatches)?.to_string()),
+            (
+                "gradient_accumulation_steps",
+                batches("--microbatches", self.microbatches, self.dp)?.to_string(),
+            ),
+            (
+                "per_device_train_batch_size",
+                batches("--batch", self.batch, self.microbatches)?.to_string(),
+            ),
             ("activation_checkpointing", "false".to_owned()),
             ("learning_rate", "3e-4".to_owned()),
             ("lr_scheduler_type", "constant".to_owned()),
@@ -137,15 +164,29 @@ impl Gpt {
             ("num_train_epochs", "1".to_owned()),
             ("compute.backend", self.backend.clone()),
         ];
-        keys.extend(self.threads.map(|threads| ("compute.threads_per_rank", threads.to_string())));
-        let line: Vec<_> = keys.into_iter().flat_map(|(key, value)| [format!("--{key}"), value]).collect();
+        keys.extend(
+            self.threads
+                .map(|threads| ("compute.threads_per_rank", threads.to_string())),
+        );
+        let line: Vec<_> = keys
+            .into_iter()
+            .flat_map(|(key, value)| [format!("--{key}"), value])
+            .collect();
         Ok(Config::load(None, [], &line)?.check()?)
     }
 
     fn mode(&self) -> String {
         let degrees = [("dp", self.dp), ("tp", self.tp), ("pp", self.pp)];
-        let parts: Vec<_> = degrees.iter().filter(|(_, degree)| *degree > 1).map(|(name, degree)| format!("{name}{degree}")).collect();
-        if parts.is_empty() { "single".to_owned() } else { parts.join("x") }
+        let parts: Vec<_> = degrees
+            .iter()
+            .filter(|(_, degree)| *degree > 1)
+            .map(|(name, degree)| format!("{name}{degree}"))
+            .collect();
+        if parts.is_empty() {
+            "single".to_owned()
+        } else {
+            parts.join("x")
+        }
     }
 }
 
@@ -165,12 +206,17 @@ impl Dataset for MadeUp {
     fn get(&self, index: usize) -> Result<Sample> {
         let token = |position: usize| {
             // SplitMix64 over the position in the data set.
-            let mut z = ((index * (self.seq + 1) + position) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let mut z =
+                ((index * (self.seq + 1) + position) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
             z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            ((z ^ (z >> 31)) % self.vocab as u64) as i64
+            ((z ^ (z >> 31)) % self.vocab as u64).cast_signed()
         };
-        let window = |start: usize| IntTensor::vector((start..start + self.seq).map(token).collect());
-        Ok(Sample::from([("input_ids".to_owned(), window(0)), (LABELS.to_owned(), window(1))]))
+        let window =
+            |start: usize| IntTensor::vector((start..start + self.seq).map(token).collect());
+        Ok(Sample::from([
+            ("input_ids".to_owned(), window(0)),
+            (LABELS.to_owned(), window(1)),
+        ]))
     }
 }

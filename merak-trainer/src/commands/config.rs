@@ -14,7 +14,11 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     /// Keys as `--set KEY=VALUE` or `--KEY VALUE`.
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "KEYS")]
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "KEYS"
+    )]
     keys: Vec<String>,
 }
 
@@ -24,7 +28,11 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let json = args.json || take_flag(&mut keys, "--json");
     let config = Config::load(Some(&args.config), environment::variables(), &keys)?;
     config.check()?;
-    output::print(&if json { format!("{:#}", config.to_json()) } else { config.explain() })?;
+    output::print(&if json {
+        format!("{:#}", config.to_json())
+    } else {
+        config.explain()
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -5,13 +5,24 @@ use std::path::{Path, PathBuf};
 
 /// The environment's variables.
 pub(crate) fn variables() -> impl Iterator<Item = (String, String)> {
-    std::env::vars_os().filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?)))
+    std::env::vars_os()
+        .filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?)))
 }
 
 /// Where cargo unpacks the sources of crates, and where to look for a `Cargo.lock`.
 pub(crate) fn crate_sources(config: Option<&Path>) -> CrateSources {
-    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from).or_else(|| std::env::home_dir().map(|home| home.join(".cargo")));
-    let beside = config.and_then(|path| path.canonicalize().ok()).and_then(|path| path.parent().map(Path::to_path_buf));
-    let search = beside.into_iter().chain(std::env::current_dir().ok()).collect();
-    CrateSources { registry: home.map(|home| home.join("registry").join("src")), search }
+    let home = std::env::var_os("CARGO_HOME")
+        .map(PathBuf::from)
+        .or_else(|| std::env::home_dir().map(|home| home.join(".cargo")));
+    let beside = config
+        .and_then(|path| path.canonicalize().ok())
+        .and_then(|path| path.parent().map(Path::to_path_buf));
+    let search = beside
+        .into_iter()
+        .chain(std::env::current_dir().ok())
+        .collect();
+    CrateSources {
+        registry: home.map(|home| home.join("registry").join("src")),
+        search,
+    }
 }

@@ -12,7 +12,10 @@ pub(crate) type Outcome = Result<ExitCode, Failure>;
 impl Failure {
     /// 2 where the command line, the configuration or an input is at fault, 1 where the run failed.
     pub(crate) fn exit_status(&self) -> u8 {
-        let run_failed = match (self.0.downcast_ref::<merak_trainer::Error>(), self.0.downcast_ref::<std::io::Error>()) {
+        let run_failed = match (
+            self.0.downcast_ref::<merak_trainer::Error>(),
+            self.0.downcast_ref::<std::io::Error>(),
+        ) {
             (Some(error), _) => !error.is_user_error(),
             (None, io) => io.is_some(),
         };

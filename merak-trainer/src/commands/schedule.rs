@@ -50,12 +50,19 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let unit: UnitCosts = args.costs.parse()?;
     let schedule = match (&args.check, &args.name) {
         (Some(path), _) => {
-            let text = fs::read_to_string(path).map_err(|source| merak_trainer::Error::Read { path: path.clone(), source })?;
+            let text = fs::read_to_string(path).map_err(|source| merak_trainer::Error::Read {
+                path: path.clone(),
+                source,
+            })?;
             let schedule = Schedule::from_csv(path.display().to_string(), &text, size)?;
             schedule.validate()?;
             schedule
         }
-        (None, name) => name.as_deref().unwrap_or_default().parse::<ScheduleKind>()?.generate(size)?,
+        (None, name) => name
+            .as_deref()
+            .unwrap_or_default()
+            .parse::<ScheduleKind>()?
+            .generate(size)?,
     };
     let costs = Costs::uniform(unit, size.ranks * size.chunks);
     let text = match args.format {
@@ -63,9 +70,21 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Format::Json => format!("{:#}", json(&schedule, &costs)?),
         Format::Grid => {
             let simulation = simulate(&schedule, &costs)?;
-            let colour = args.output.is_none() && std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-            let drawn = grid(&simulation.timeline, GridStyle { colour, ..GridStyle::default() });
-            let peaks: Vec<_> = simulation.peak_activations.iter().map(ToString::to_string).collect();
+            let colour = args.output.is_none()
+                && std::io::stdout().is_terminal()
+                && std::env::var_os("NO_COLOR").is_none();
+            let drawn = grid(
+                &simulation.timeline,
+                GridStyle {
+                    colour,
+                    ..GridStyle::default()
+                },
+            );
+            let peaks: Vec<_> = simulation
+                .peak_activations
+                .iter()
+                .map(ToString::to_string)
+                .collect();
             format!(
                 "{drawn}\n{}: makespan {}, bubble {:.1} %, peak activations per rank {}\n",
                 schedule.name,
@@ -77,7 +96,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
     };
     match &args.output {
         None => output::print(&text)?,
-        Some(path) => fs::write(path, text).map_err(|source| merak_trainer::Error::Write { path: path.clone(), source })?,
+        Some(path) => fs::write(path, text).map_err(|source| merak_trainer::Error::Write {
+            path: path.clone(),
+            source,
+        })?,
     }
     Ok(ExitCode::SUCCESS)
 }

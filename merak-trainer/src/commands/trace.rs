@@ -39,7 +39,10 @@ enum Format {
 pub(crate) fn run(args: &Args) -> Outcome {
     let hf_config = match &args.source {
         folder if folder.is_dir() => Some(folder.join("config.json")),
-        file => model::read(file).ok().filter(|json| json.get("model_type").is_some()).map(|_| file.clone()),
+        file => model::read(file)
+            .ok()
+            .filter(|json| json.get("model_type").is_some())
+            .map(|_| file.clone()),
     };
     let mut keys = Vec::new();
     for (key, value) in [("--tp", args.tp), ("--pp", args.pp)] {
@@ -75,5 +78,12 @@ pub(crate) fn run(args: &Args) -> Outcome {
 
 fn check_stage(stage: usize, cuts: &StageCuts) -> Result<(), String> {
     let stages = cuts.num_stages();
-    if stage < stages { Ok(()) } else { Err(format!("--stage {stage} does not exist: with --pp {stages} stages are 0 to {}", stages - 1)) }
+    if stage < stages {
+        Ok(())
+    } else {
+        Err(format!(
+            "--stage {stage} does not exist: with --pp {stages} stages are 0 to {}",
+            stages - 1
+        ))
+    }
 }

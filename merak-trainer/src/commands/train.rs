@@ -5,7 +5,8 @@ use clap::Args as ClapArgs;
 use merak_ckpt::{Completion, GenerateOptions};
 use merak_mpu::Member;
 use merak_trainer::{
-    Callback, CheckedArguments, Config, Error, MerakTrainer, Plan, Result, StepReport, TrainOutput, TrainerParts,
+    Callback, CheckedArguments, Config, Error, MerakTrainer, Plan, Result, StepReport, TrainOutput,
+    TrainerParts,
     data::{Corpus, Dataset, TokenDataset, bigram_loss},
     metrics::{EvaluationMetrics, MetricsFile, Progress, StepMetrics},
     run_world, threads_per_rank,
@@ -28,8 +29,10 @@ const SAMPLE_TOKENS: usize = 120;
 
 /// Trains a model.
 #[derive(Debug, ClapArgs)]
-#[command(after_help = "Any configuration key may be given as --set KEY=VALUE or --KEY VALUE, for example --tp 2.\n\
-    --resume PATH|latest|auto continues from a checkpoint; --dry-run stops after the plan.")]
+#[command(
+    after_help = "Any configuration key may be given as --set KEY=VALUE or --KEY VALUE, for example --tp 2.\n\
+    --resume PATH|latest|auto continues from a checkpoint; --dry-run stops after the plan."
+)]
 pub(crate) struct Args {
     /// The configuration file (.toml, .yaml or .json).
     config: PathBuf,
@@ -37,7 +40,11 @@ pub(crate) struct Args {
     #[arg(long)]
     dry_run: bool,
     /// Configuration keys.
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "KEYS")]
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "KEYS"
+    )]
     keys: Vec<String>,
 }
 
@@ -46,7 +53,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let dry_run = args.dry_run | take_flag(&mut keys, "--dry-run");
     for key in &mut keys {
         // The short name of the contract for `resume_from_checkpoint`.
-        if let Some(value) = key.strip_prefix("--resume") && (value.is_empty() || value.starts_with('=')) {
+        if let Some(value) = key.strip_prefix("--resume")
+            && (value.is_empty() || value.starts_with('='))
+        {
             *key = format!("--resume_from_checkpoint{value}");
         }
     }
@@ -61,17 +70,31 @@ pub(crate) fn run(args: &Args) -> Outcome {
         return Ok(ExitCode::SUCCESS);
     }
     let output_dir = checked.output_dir.clone().ok_or_else(missing_output_dir)?;
-    fs::create_dir_all(&output_dir).map_err(|source| Error::Write { path: output_dir.clone(), source })?;
+    fs::create_dir_all(&output_dir).map_err(|source| Error::Write {
+        path: output_dir.clone(),
+        source,
+    })?;
     let resolved = output_dir.join("config.resolved.toml");
-    fs::write(&resolved, config.to_toml()).map_err(|source| Error::Write { path: resolved, source })?;
+    fs::write(&resolved, config.to_toml()).map_err(|source| Error::Write {
+        path: resolved,
+        source,
+    })?;
     let stop = Arc::new(AtomicI64::new(0));
     for signal in [SIGINT, SIGTERM, SIGUSR1] {
         watch(signal, &stop)?;
     }
     let results = run_world(&checked, |member| run.on_rank(member, &output_dir, &stop))?;
-    let finished = results.into_iter().next().expect("a world has a first rank");
+    let finished = results
+        .into_iter()
+        .next()
+        .expect("a world has a first rank");
     output::print(&run.summary(&finished, &output_dir))?;
-    Ok(finished.output.stopped_by.map_or(ExitCode::SUCCESS, |signal| ExitCode::from((128 + signal) as u8)))
+    Ok(finished
+        .output
+        .stopped_by
+        .map_or(ExitCode::SUCCESS, |signal| {
+            ExitCode::from((128 + signal) as u8)
+        }))
 }
 
 /// Notes a signal's number; the trainer looks at it after each step. A second one ends the process.
@@ -90,7 +113,10 @@ fn watch(signal: i32, stop: &Arc<AtomicI64>) -> io::Result<()> {
 }
 
 fn missing_output_dir() -> Error {
-    Error::MissingKey { key: "output_dir", advice: "name the folder that the run writes".to_owned() }
+    Error::MissingKey {
+        key: "output_dir",
+        advice: "name the folder that the run writes".to_owned(),
+    }
 }
 
 /// What all ranks of a run share.
@@ -113,13 +139,22 @@ struct Finished {
 }
 
 impl<'a> Run<'a> {
-    fn new(args: &'a CheckedArguments, plan: Arc<Plan>, corpus: Corpus, model_json: &serde_json::Value) -> Result<Self> {
+    fn new(
+        args: &'a CheckedArguments,
+        plan: Arc<Plan>,
+        corpus: Corpus,
+        model_json: &serde_json::Value,
+    ) -> Result<Self> {
         let (tokens, vocab) = (corpus.tokenizer.vocab_size(), plan.info.vocab_size);
         if tokens > vocab {
             return Err(Error::Vocabulary { tokens, vocab });
         }
         let seq = plan.seq_length;
-        let train = Arc::new(TokenDataset::new(Arc::clone(&corpus.train), seq, "training")?);
+        let train = Arc::new(TokenDataset::new(
+            Arc::clone(&corpus.train),
+            seq,
+            "training",
+        )?);
         let validation = if corpus.validation.is_empty() {
             None
         } else {
@@ -127,67 +162,137 @@ impl<'a> Run<'a> {
             Some(Arc::new(data) as Arc<dyn Dataset>)
         };
         // The configuration in use, overrides included, so that a checkpoint alone makes the model again.
-        let mut files = vec![("config.json".to_owned(), format!("{model_json:#}\n").into_bytes())];
-        files.push(("tokenizer.json".to_owned(), corpus.tokenizer.to_json()?.into_bytes()));
-        Ok(Self { args, plan, corpus, train, validation, model_files: files })
+        let mut files = vec![(
+            "config.json".to_owned(),
+            format!("{model_json:#}\n").into_bytes(),
+        )];
+        files.push((
+            "tokenizer.json".to_owned(),
+            corpus.tokenizer.to_json()?.into_bytes(),
+        ));
+        Ok(Self {
+            args,
+            plan,
+            corpus,
+            train,
+            validation,
+            model_files: files,
+        })
     }
 
     /// The plan, for people.
     fn describe(&self) -> Result<String> {
         let (args, plan) = (self.args, &self.plan);
         let mut text = String::new();
-        let _ = writeln!(text, "model     {}: {} parameters, {} layers", plan.info.family, plan.graph.num_elements(), plan.info.num_layers);
+        let _ = writeln!(
+            text,
+            "model     {}: {} parameters, {} layers",
+            plan.info.family,
+            plan.graph.num_elements(),
+            plan.info.num_layers
+        );
         let (train, validation) = (self.corpus.train.len(), self.corpus.validation.len());
-        let _ = writeln!(text, "data      {} ({train} training tokens, {validation} validation tokens)", self.corpus.description);
+        let _ = writeln!(
+            text,
+            "data      {} ({train} training tokens, {validation} validation tokens)",
+            self.corpus.description
+        );
         let _ = writeln!(
             text,
             "ranks     {} = dp {} x tp {} x pp {}, {} compute threads each",
-            args.world_size(), args.dp, args.tp, args.pp, threads_per_rank(args)
+            args.world_size(),
+            args.dp,
+            args.tp,
+            args.pp,
+            threads_per_rank(args)
         );
         let _ = writeln!(
             text,
             "batch     {} samples of {} tokens = {} per microbatch x {} microbatches x dp {}",
-            args.global_batch(), plan.seq_length, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.dp
+            args.global_batch(),
+            plan.seq_length,
+            args.per_device_train_batch_size,
+            args.gradient_accumulation_steps,
+            args.dp
         );
         let _ = writeln!(text, "schedule  {}\n", plan.schedule.name);
         for unmatched in &plan.tensor.unmatched {
-            let _ = writeln!(text, "warning: the tensor-parallel pattern \"{unmatched}\" matches nothing");
+            let _ = writeln!(
+                text,
+                "warning: the tensor-parallel pattern \"{unmatched}\" matches nothing"
+            );
         }
         let _ = write!(text, "{}", plan.partition_report(args)?);
         Ok(text)
     }
 
     /// The whole run of one rank.
-    fn on_rank(&self, member: Member, output_dir: &Path, stop: &Arc<AtomicI64>) -> Result<Finished> {
+    fn on_rank(
+        &self,
+        member: Member,
+        output_dir: &Path,
+        stop: &Arc<AtomicI64>,
+    ) -> Result<Finished> {
         let is_first = member.rank().0 == 0;
         let mpu = merak_mpu::Mpu::new(member, self.plan.degrees)?;
-        let reporter = if is_first { Some(Arc::new(Mutex::new(Reporter::default()))) } else { None };
+        let reporter = if is_first {
+            Some(Arc::new(Mutex::new(Reporter::default())))
+        } else {
+            None
+        };
         let parts = TrainerParts {
             train_data: Some(Arc::clone(&self.train)),
             eval_data: self.validation.clone(),
             model_files: self.model_files.clone(),
             stop: Arc::clone(stop),
             num_threads: threads_per_rank(self.args),
-            callbacks: reporter.iter().map(|shared| Box::new(Shared(Arc::clone(shared))) as Box<dyn Callback>).collect(),
+            callbacks: reporter
+                .iter()
+                .map(|shared| Box::new(Shared(Arc::clone(shared))) as Box<dyn Callback>)
+                .collect(),
         };
         let mut trainer = MerakTrainer::new(Arc::clone(&self.plan), mpu, self.args, parts)?;
         if let Some(reporter) = &reporter {
             let total = trainer.total_steps();
             let reporter = &mut *lock(reporter);
-            reporter.start(output_dir, trainer.global_step(), total, self.args, &self.plan)?;
+            reporter.start(
+                output_dir,
+                trainer.global_step(),
+                total,
+                self.args,
+                &self.plan,
+            )?;
         }
         let output = trainer.train()?;
         if let Some(reporter) = &reporter {
             lock(reporter).finish();
         }
-        let evaluation = if self.validation.is_some() { Some(trainer.evaluate()?) } else { None };
+        let evaluation = if self.validation.is_some() {
+            Some(trainer.evaluate()?)
+        } else {
+            None
+        };
         if let (Some(reporter), Some(evaluation)) = (&reporter, &evaluation) {
             lock(reporter).record(evaluation)?;
         }
-        let checkpoint = self.args.save.then(|| output_dir.join("checkpoints").join(format!("step-{:08}", output.global_step)));
-        let sample = if output.stopped_by.is_none() { self.sample(&mut trainer)? } else { None };
+        let checkpoint = self.args.save.then(|| {
+            output_dir
+                .join("checkpoints")
+                .join(format!("step-{:08}", output.global_step))
+        });
+        let sample = if output.stopped_by.is_none() {
+            self.sample(&mut trainer)?
+        } else {
+            None
+        };
         let peak_activation_bytes = trainer.peak_activation_bytes();
-        Ok(Finished { output, evaluation, checkpoint, sample, peak_activation_bytes })
+        Ok(Finished {
+            output,
+            evaluation,
+            checkpoint,
+            sample,
+            peak_activation_bytes,
+        })
     }
 
     /// Continues the beginning of the validation text.
@@ -199,7 +304,9 @@ impl<'a> Run<'a> {
         }
         let prompt = self.corpus.validation[..prompt_len].to_vec();
         let options = GenerateOptions {
-            max_new_tokens: SAMPLE_TOKENS.min(room - prompt_len).min(self.args.new_token_limit()),
+            max_new_tokens: SAMPLE_TOKENS
+                .min(room - prompt_len)
+                .min(self.args.new_token_limit()),
             ..super::generate::options_of(self.args)
         };
         Ok(trainer.generate(&[prompt], &options)?.into_iter().next())
@@ -217,24 +324,52 @@ impl<'a> Run<'a> {
             output.global_step, output.epoch, output.training_loss
         );
         if output.skipped_steps > 0 {
-            let _ = writeln!(text, "skipped   {} steps with gradients that were not finite", output.skipped_steps);
+            let _ = writeln!(
+                text,
+                "skipped   {} steps with gradients that were not finite",
+                output.skipped_steps
+            );
         }
         if let Some(evaluation) = &finished.evaluation {
-            let _ = writeln!(text, "validated loss {:.4} over {} samples", evaluation.eval_loss, evaluation.eval_samples);
+            let _ = writeln!(
+                text,
+                "validated loss {:.4} over {} samples",
+                evaluation.eval_loss, evaluation.eval_samples
+            );
             let vocab = self.corpus.tokenizer.vocab_size();
             if let Some(bigram) = bigram_loss(&self.corpus.train, &self.corpus.validation, vocab) {
-                let _ = writeln!(text, "bigram    loss {bigram:.4}: what counting pairs of tokens reaches on the same data");
+                let _ = writeln!(
+                    text,
+                    "bigram    loss {bigram:.4}: what counting pairs of tokens reaches on the same data"
+                );
             }
         }
-        let _ = writeln!(text, "memory    {} bytes of activations at most on rank 0", finished.peak_activation_bytes);
+        let _ = writeln!(
+            text,
+            "memory    {} bytes of activations at most on rank 0",
+            finished.peak_activation_bytes
+        );
         if let Some(sample) = &finished.sample {
             let decode = |ids: &[u32]| self.corpus.tokenizer.decode(ids).unwrap_or_default();
-            let _ = writeln!(text, "\nsample    the model continues >>>\n{}>>>{}<<<\n", decode(&sample.prompt_ids), decode(&sample.ids));
+            let _ = writeln!(
+                text,
+                "\nsample    the model continues >>>\n{}>>>{}<<<\n",
+                decode(&sample.prompt_ids),
+                decode(&sample.ids)
+            );
         }
-        let _ = writeln!(text, "metrics   {}", output_dir.join("metrics.jsonl").display());
+        let _ = writeln!(
+            text,
+            "metrics   {}",
+            output_dir.join("metrics.jsonl").display()
+        );
         if let Some(checkpoint) = &finished.checkpoint {
             let _ = writeln!(text, "saved     {}", checkpoint.display());
-            let _ = writeln!(text, "continue  merak generate {} --prompt TEXT", checkpoint.display());
+            let _ = writeln!(
+                text,
+                "continue  merak generate {} --prompt TEXT",
+                checkpoint.display()
+            );
         }
         text
     }
@@ -260,7 +395,14 @@ fn lock(reporter: &Mutex<Reporter>) -> std::sync::MutexGuard<'_, Reporter> {
 }
 
 impl Reporter {
-    fn start(&mut self, output_dir: &Path, done: usize, total: usize, args: &CheckedArguments, plan: &Plan) -> Result<()> {
+    fn start(
+        &mut self,
+        output_dir: &Path,
+        done: usize,
+        total: usize,
+        args: &CheckedArguments,
+        plan: &Plan,
+    ) -> Result<()> {
         self.metrics = Some(MetricsFile::open(&output_dir.join("metrics.jsonl"), done)?);
         self.progress = Some(if io::stderr().is_terminal() {
             Progress::bar(total, done)
@@ -273,7 +415,9 @@ impl Reporter {
     }
 
     fn record(&mut self, record: &impl serde::Serialize) -> Result<()> {
-        self.metrics.as_mut().map_or(Ok(()), |metrics| metrics.append(record))
+        self.metrics
+            .as_mut()
+            .map_or(Ok(()), |metrics| metrics.append(record))
     }
 
     fn finish(&mut self) {
@@ -284,10 +428,18 @@ impl Reporter {
 
     fn step(&mut self, report: &StepReport) -> Result<()> {
         self.seconds += report.time.as_secs_f64();
-        let is_logged = report.step.is_multiple_of(self.logging_steps) || report.step == self.total_steps || report.step == self.first_step + 1;
+        let is_logged = report.step.is_multiple_of(self.logging_steps)
+            || report.step == self.total_steps
+            || report.step == self.first_step + 1;
         if let Some(progress) = &mut self.progress {
             // A closed standard error does not end the training.
-            let _ = progress.step(report.step, report.loss, report.tokens as usize, report.time, is_logged);
+            let _ = progress.step(
+                report.step,
+                report.loss,
+                report.tokens as usize,
+                report.time,
+                is_logged,
+            );
         }
         if !is_logged {
             return Ok(());
@@ -323,7 +475,10 @@ impl Callback for Shared {
     fn on_evaluate(&mut self, metrics: &EvaluationMetrics) {
         let reporter = &mut *lock(&self.0);
         if let Some(progress) = &mut reporter.progress {
-            let _ = progress.say(&format!("step {}: validation loss {:.4}", metrics.step, metrics.eval_loss));
+            let _ = progress.say(&format!(
+                "step {}: validation loss {:.4}",
+                metrics.step, metrics.eval_loss
+            ));
             if let Err(error) = reporter.record(metrics) {
                 tracing::error!(%error, "metrics are no longer written");
             }

@@ -3,7 +3,7 @@
 use super::Stage;
 use crate::{
     Result,
-    data::{Batch, LABELS},
+    data::{Batch, IGNORED_LABEL, IntTensor, LABELS},
 };
 use merak_mpu::{DType, Message, Packet};
 use merak_pipe::{Action, StageModule};
@@ -43,12 +43,25 @@ pub(crate) struct StepModule<'a> {
 impl<'a> StepModule<'a> {
     /// A training step.
     pub(crate) fn training(stage: &'a mut Stage, inputs: StepInputs) -> Self {
-        Self { stage, forward_only: None, inputs, frames: BTreeMap::new(), result: StepResult::default() }
+        Self {
+            stage,
+            forward_only: None,
+            inputs,
+            frames: BTreeMap::new(),
+            result: StepResult::default(),
+        }
     }
 
     /// Forwards of another program over the same parameters.
-    pub(crate) fn inference(stage: &'a mut Stage, program: &'a Interpreter, inputs: StepInputs) -> Self {
-        Self { forward_only: Some(program), ..Self::training(stage, inputs) }
+    pub(crate) fn inference(
+        stage: &'a mut Stage,
+        program: &'a Interpreter,
+        inputs: StepInputs,
+    ) -> Self {
+        Self {
+            forward_only: Some(program),
+            ..Self::training(stage, inputs)
+        }
     }
 
     /// What the step computed.
@@ -63,24 +76,42 @@ impl<'a> StepModule<'a> {
     /// The inputs of a microbatch as tensors.
     fn batch(&self, microbatch: usize) -> Result<merak_trace::Batch, TraceError> {
         let program = self.interpreter().program();
-        let Some(batch) = self.inputs.batches.get(microbatch) else { return Ok(BTreeMap::new()) };
-        let wanted = batch.tensors.iter().filter(|(name, _)| program.inputs.iter().any(|port| port.name == **name));
-        let backend = self.interpreter().backend();
-        let value = |tensor: &crate::data::IntTensor| {
-            backend.from_bytes(&TensorType::new(tensor.shape(), DType::I64), bytemuck::cast_slice(tensor.values()))
+        let Some(batch) = self.inputs.batches.get(microbatch) else {
+            return Ok(BTreeMap::new());
         };
-        wanted.map(|(name, tensor)| Ok((name.clone(), value(tensor)?))).collect()
+        let wanted = batch
+            .tensors
+            .iter()
+            .filter(|(name, _)| program.inputs.iter().any(|port| port.name == **name));
+        let backend = self.interpreter().backend();
+        let value = |tensor: &IntTensor| {
+            backend.from_bytes(
+                &TensorType::new(tensor.shape(), DType::I64),
+                bytemuck::cast_slice(tensor.values()),
+            )
+        };
+        wanted
+            .map(|(name, tensor)| Ok((name.clone(), value(tensor)?)))
+            .collect()
     }
 
     /// The values that a message carries, checked against the hops.
-    fn unpack<'h>(&self, message: Option<Message>, hops: impl Iterator<Item = &'h Hop>) -> Result<Vec<Value>, TraceError> {
+    fn unpack<'h>(
+        &self,
+        message: Option<Message>,
+        hops: impl Iterator<Item = &'h Hop>,
+    ) -> Result<Vec<Value>, TraceError> {
         let backend = self.interpreter().backend();
         let packets = message.unwrap_or_default();
         let values = packets.into_iter().zip(hops).map(|(packet, hop)| {
             let found = TensorType::new(packet.shape.clone(), packet.dtype());
             if found != hop.ty {
                 let (expected, found) = (hop.ty.to_string(), found.to_string());
-                return Err(TraceError::InputType { name: hop.name.clone(), expected, found });
+                return Err(TraceError::InputType {
+                    name: hop.name.clone(),
+                    expected,
+                    found,
+                });
             }
             backend.from_buffer(&hop.ty, packet.data)
         });
@@ -91,13 +122,20 @@ impl<'a> StepModule<'a> {
         let backend = self.interpreter().backend();
         let packets = values.into_iter().map(|value| {
             let shape = value.ty().shape.clone();
-            Ok(Packet { shape, data: backend.into_buffer(value)? })
+            Ok(Packet {
+                shape,
+                data: backend.into_buffer(value)?,
+            })
         });
         packets.collect::<Result<_, _>>().map(Some)
     }
 
     fn frame(&mut self, microbatch: usize) -> Result<Frame, TraceError> {
-        self.frames.remove(&microbatch).ok_or_else(|| TraceError::Order { value: format!("the forward of microbatch {microbatch}") })
+        self.frames
+            .remove(&microbatch)
+            .ok_or_else(|| TraceError::Order {
+                value: format!("the forward of microbatch {microbatch}"),
+            })
     }
 }
 
@@ -105,14 +143,24 @@ impl StageModule for StepModule<'_> {
     type Payload = Message;
     type Error = TraceError;
 
-    fn forward(&mut self, action: Action, input: Option<Message>) -> Result<Option<Message>, TraceError> {
+    fn forward(
+        &mut self,
+        action: Action,
+        input: Option<Message>,
+    ) -> Result<Option<Message>, TraceError> {
         let microbatch = action.microbatch.0;
         let program = self.interpreter().program();
         let received = self.unpack(input, program.recv.iter())?;
         let is_last = program.send.is_empty();
         let batch = self.batch(microbatch)?;
         let context = self.inputs.contexts[microbatch];
-        let Forwarded { frame, send, outputs } = self.interpreter().forward(&self.stage.params.views, &batch, received, context)?;
+        let Forwarded {
+            frame,
+            send,
+            outputs,
+        } = self
+            .interpreter()
+            .forward(&self.stage.params.views, &batch, received, context)?;
         if self.forward_only.is_none() {
             self.frames.insert(microbatch, frame);
         }
@@ -124,33 +172,66 @@ impl StageModule for StepModule<'_> {
 
     fn recompute(&mut self, action: Action) -> Result<(), TraceError> {
         let mut frame = self.frame(action.microbatch.0)?;
-        self.stage.interpreter.recompute(&mut frame, &self.stage.params.views)?;
+        self.stage
+            .interpreter
+            .recompute(&mut frame, &self.stage.params.views)?;
         self.frames.insert(action.microbatch.0, frame);
         Ok(())
     }
 
-    fn backward_input(&mut self, action: Action, grad: Option<Message>) -> Result<Option<Message>, TraceError> {
+    fn backward_input(
+        &mut self,
+        action: Action,
+        grad: Option<Message>,
+    ) -> Result<Option<Message>, TraceError> {
         let mut frame = self.frame(action.microbatch.0)?;
         let interpreter = self.stage.interpreter.clone();
         let grads = self.unpack(grad, with_grads(&interpreter.program().send))?;
-        let back = interpreter.backward_input(&mut frame, &self.stage.params.views, grads, self.inputs.loss_grad)?;
+        let back = interpreter.backward_input(
+            &mut frame,
+            &self.stage.params.views,
+            grads,
+            self.inputs.loss_grad,
+        )?;
         self.frames.insert(action.microbatch.0, frame);
-        if interpreter.program().recv.is_empty() { Ok(None) } else { self.pack(back) }
+        if interpreter.program().recv.is_empty() {
+            Ok(None)
+        } else {
+            self.pack(back)
+        }
     }
 
     fn backward_weight(&mut self, action: Action) -> Result<(), TraceError> {
         let mut frame = self.frame(action.microbatch.0)?;
-        let Stage { interpreter, params, grads, .. } = &mut *self.stage;
+        let Stage {
+            interpreter,
+            params,
+            grads,
+            ..
+        } = &mut *self.stage;
         interpreter.backward_weight(&mut frame, &params.views, grads)
     }
 
-    fn backward(&mut self, action: Action, grad: Option<Message>) -> Result<Option<Message>, TraceError> {
+    fn backward(
+        &mut self,
+        action: Action,
+        grad: Option<Message>,
+    ) -> Result<Option<Message>, TraceError> {
         let mut frame = self.frame(action.microbatch.0)?;
         let received = self.unpack(grad, with_grads(&self.stage.interpreter.program().send))?;
         let loss_grad = self.inputs.loss_grad;
-        let Stage { interpreter, params, grads, .. } = &mut *self.stage;
+        let Stage {
+            interpreter,
+            params,
+            grads,
+            ..
+        } = &mut *self.stage;
         let back = interpreter.backward(&mut frame, &params.views, received, loss_grad, grads)?;
-        if self.stage.interpreter.program().recv.is_empty() { Ok(None) } else { self.pack(back) }
+        if self.stage.interpreter.program().recv.is_empty() {
+            Ok(None)
+        } else {
+            self.pack(back)
+        }
     }
 }
 
@@ -161,6 +242,9 @@ fn with_grads(hops: &[Hop]) -> impl Iterator<Item = &Hop> {
 
 /// Labels of a batch that count in a loss.
 pub(crate) fn count_labels(batch: &Batch) -> i64 {
-    let labels = batch.tensors.get(LABELS);
-    labels.map_or(0, |labels| labels.values().iter().filter(|&&label| label != crate::data::IGNORED_LABEL).count() as i64)
+    let labels = batch.tensors.get(LABELS).map_or(&[][..], IntTensor::values);
+    labels
+        .iter()
+        .map(|&label| i64::from(label != IGNORED_LABEL))
+        .sum()
 }

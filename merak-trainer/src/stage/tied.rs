@@ -30,17 +30,30 @@ impl TiedGrads {
         let mut weights = Vec::new();
         let mut borrowed = Vec::new();
         for (index, param) in program.params().iter().enumerate() {
-            let of_param = program.grads.iter().enumerate().filter(|(_, port)| port.param.index() == index);
+            let of_param = program
+                .grads
+                .iter()
+                .enumerate()
+                .filter(|(_, port)| port.param.index() == index);
             let slots: Vec<_> = of_param.map(|(slot, _)| slot).collect();
             let across = tied.iter().find(|tied| tied.name == param.name);
             if let Some(tied) = across {
                 if tied.stages[0] != mpu.pipeline_parallel_rank() {
                     borrowed.push(param.name.clone());
                 }
-                let group = mpu.tied_group(&tied.name)?.expect("a stage that uses a weight is in its group").clone();
-                weights.push(TiedWeight { slots, shared: Some((group, owners_of_uses(plan, tied))) });
+                let group = mpu
+                    .tied_group(&tied.name)?
+                    .expect("a stage that uses a weight is in its group")
+                    .clone();
+                weights.push(TiedWeight {
+                    slots,
+                    shared: Some((group, owners_of_uses(plan, tied))),
+                });
             } else if slots.len() > 1 {
-                weights.push(TiedWeight { slots, shared: None });
+                weights.push(TiedWeight {
+                    slots,
+                    shared: None,
+                });
             }
         }
         Ok(Self { weights, borrowed })
@@ -69,8 +82,14 @@ impl TiedGrads {
                     let mut all = Vec::with_capacity(owners.len());
                     for &owner in owners {
                         let len = grads.slots[weight.slots[0]].len;
-                        let mine = if owner == group.rank() { own.next() } else { None };
-                        all.push(group.broadcast_vec(mine.unwrap_or_else(|| vec![0.0; len]), owner)?);
+                        let mine = if owner == group.rank() {
+                            own.next()
+                        } else {
+                            None
+                        };
+                        all.push(
+                            group.broadcast_vec(mine.unwrap_or_else(|| vec![0.0; len]), owner)?,
+                        );
                     }
                     fold(all)
                 }
@@ -88,10 +107,21 @@ impl TiedGrads {
 /// The group rank that has each use of a weight, in model order.
 fn owners_of_uses(plan: &Plan, tied: &TiedParam) -> Vec<usize> {
     let graph = &plan.graph;
-    let stage_rank = |stage| tied.stages.binary_search(&stage).expect("uses are on the weight's stages");
-    let nodes = graph.node_ids().flat_map(|id| graph.node(id).inputs.iter().map(move |&input| (id, input)));
-    let uses = nodes.filter(|&(_, input)| graph.param_of(input).is_some_and(|param| graph.param(param).name == tied.name));
-    uses.map(|(id, _)| stage_rank(plan.cuts.stage_of(id))).collect()
+    let stage_rank = |stage| {
+        tied.stages
+            .binary_search(&stage)
+            .expect("uses are on the weight's stages")
+    };
+    let nodes = graph
+        .node_ids()
+        .flat_map(|id| graph.node(id).inputs.iter().map(move |&input| (id, input)));
+    let uses = nodes.filter(|&(_, input)| {
+        graph
+            .param_of(input)
+            .is_some_and(|param| graph.param(param).name == tied.name)
+    });
+    uses.map(|(id, _)| stage_rank(plan.cuts.stage_of(id)))
+        .collect()
 }
 
 /// `((u0 + u1) + u2) + ..`
@@ -108,13 +138,16 @@ fn take(grads: &GradStore, slot: usize) -> Vec<f32> {
     let slot = grads.slots[slot];
     let mut out = Vec::new();
     let buffer: &dyn Buffer = &*grads.buffers[slot.buffer];
-    buffer.read(&mut |bytes| out = bytemuck::cast_slice::<u8, f32>(bytes)[slot.offset..slot.offset + slot.len].to_vec());
+    buffer.read(&mut |bytes| {
+        out = bytemuck::cast_slice::<u8, f32>(bytes)[slot.offset..slot.offset + slot.len].to_vec();
+    });
     out
 }
 
 fn put(grads: &mut GradStore, slot: usize, values: &[f32]) {
     let slot = grads.slots[slot];
     grads.buffers[slot.buffer].write(&mut |bytes| {
-        bytemuck::cast_slice_mut::<u8, f32>(bytes)[slot.offset..slot.offset + slot.len].copy_from_slice(values);
+        bytemuck::cast_slice_mut::<u8, f32>(bytes)[slot.offset..slot.offset + slot.len]
+            .copy_from_slice(values);
     });
 }

@@ -2,7 +2,9 @@
 
 use super::MerakTrainer;
 use crate::{Error, Result, data::DataPosition};
-use merak_ckpt::{Checkpoint, DType, Header, Kind, Layout, Piece, Region, Shard, ShardKind, Store, Topology};
+use merak_ckpt::{
+    Checkpoint, DType, Header, Kind, Layout, Piece, Region, Shard, ShardKind, Store, Topology,
+};
 use merak_trace::{Param, Placement};
 use merak_zero::Progress;
 use serde::{Deserialize, Serialize};
@@ -46,6 +48,9 @@ impl MerakTrainer {
     ///
     /// # Errors
     /// When a file cannot be written on some rank.
+    ///
+    /// # Panics
+    /// Never: the tables of slices are plain data.
     pub fn save_checkpoint(&mut self) -> Result<PathBuf> {
         let store = Store::in_output_dir(self.output_dir()?);
         let step = self.global_step as u64;
@@ -60,9 +65,16 @@ impl MerakTrainer {
         let encoded = serde_json::to_vec(&shards).expect("a table of slices is plain data");
         let gathered = world.all_gather_bytes(encoded)?;
         if mpu.is_rank_0() {
-            let decode = |bytes: &Vec<u8>| serde_json::from_slice::<Vec<Shard>>(bytes).expect("a rank's own table");
+            let decode = |bytes: &Vec<u8>| {
+                serde_json::from_slice::<Vec<Shard>>(bytes).expect("a rank's own table")
+            };
             let shards = gathered.iter().flat_map(decode).collect();
-            let files: Vec<_> = self.parts.model_files.iter().map(|(name, content)| (name.as_str(), content.as_slice())).collect();
+            let files: Vec<_> = self
+                .parts
+                .model_files
+                .iter()
+                .map(|(name, content)| (name.as_str(), content.as_slice()))
+                .collect();
             draft.commit(shards, self.header(), &files)?;
             store.rotate(self.args.save_total_limit, &[])?;
         }
@@ -90,7 +102,13 @@ impl MerakTrainer {
         let info = &self.stage.plan.info;
         Header {
             step: self.global_step as u64,
-            topology: Topology { dp: args.dp, tp: args.tp, pp: args.pp, sp: 1, zero_stage: u8::from(args.zero_stage).into() },
+            topology: Topology {
+                dp: args.dp,
+                tp: args.tp,
+                pp: args.pp,
+                sp: 1,
+                zero_stage: u8::from(args.zero_stage).into(),
+            },
             model: serde_json::json!({
                 "family": info.family, "num_layers": info.num_layers, "hidden_size": info.hidden_size,
                 "num_heads": info.num_heads, "vocab_size": info.vocab_size, "max_seq": info.max_seq,
@@ -104,19 +122,32 @@ impl MerakTrainer {
     fn write_shards(&self, draft: &merak_ckpt::Draft) -> Result<Vec<Shard>> {
         let rank = self.stage.mpu.rank().0;
         let params = self.stage.interpreter.program().params();
-        let layouts = params.iter().map(|param| self.layout(param)).collect::<Result<Vec<_>>>()?;
+        let layouts = params
+            .iter()
+            .map(|param| self.layout(param))
+            .collect::<Result<Vec<_>>>()?;
         let layout = self.stage.optimizer.layout();
-        let holders: Vec<_> = layout.params().iter().map(|spec| spec.counts_in_norm).collect();
+        let holders: Vec<_> = layout
+            .params()
+            .iter()
+            .map(|spec| spec.counts_in_norm)
+            .collect();
         let is_first_replica = self.stage.mpu.data_sequence_parallel_rank() == 0;
 
         let mut shards = Vec::new();
         let mut outcome = Ok(Shard::default());
         self.stage.params.flat.read(&mut |bytes| {
-            let owned = params.iter().enumerate().filter(|(index, _)| is_first_replica && holders[*index]);
+            let owned = params
+                .iter()
+                .enumerate()
+                .filter(|(index, _)| is_first_replica && holders[*index]);
             let pieces: Vec<_> = owned
                 .map(|(index, param)| {
                     let range = layout.range(index);
-                    (piece(&Kind::Parameter, param, &layouts[index], None), &bytes[range.start * 4..range.end * 4])
+                    (
+                        piece(&Kind::Parameter, param, &layouts[index], None),
+                        &bytes[range.start * 4..range.end * 4],
+                    )
                 })
                 .collect();
             outcome = draft.write_shard(ShardKind::Model, rank, &pieces);
@@ -124,15 +155,29 @@ impl MerakTrainer {
         shards.push(outcome?);
 
         // Undivided state is the same on all replicas; of divided state every replica writes its own.
-        let divided = self.stage.optimizer.config().zero_stage != merak_zero::ZeroStage::Replicated && self.args.dp > 1;
+        let divided = self.stage.optimizer.config().zero_stage != merak_zero::ZeroStage::Replicated
+            && self.args.dp > 1;
         if !self.args.no_save_optim && (divided || is_first_replica) {
             let state = self.stage.optimizer.state();
-            let kinds: Vec<_> = state.names().iter().map(|name| (*name, Kind::optimizer(*name))).collect();
+            let kinds: Vec<_> = state
+                .names()
+                .iter()
+                .map(|name| (*name, Kind::optimizer(*name)))
+                .collect();
             let slices = state.slices().filter(|slice| holders[slice.param]);
             let pieces: Vec<_> = slices
                 .map(|slice| {
-                    let kind = &kinds.iter().find(|(name, _)| *name == slice.name).expect("a slice has one of the names").1;
-                    let piece = piece(kind, &params[slice.param], &layouts[slice.param], Some(slice.local.clone()));
+                    let kind = &kinds
+                        .iter()
+                        .find(|(name, _)| *name == slice.name)
+                        .expect("a slice has one of the names")
+                        .1;
+                    let piece = piece(
+                        kind,
+                        &params[slice.param],
+                        &layouts[slice.param],
+                        Some(slice.local.clone()),
+                    );
                     (piece, bytemuck::cast_slice::<f32, u8>(slice.values))
                 })
                 .collect();
@@ -143,12 +188,21 @@ impl MerakTrainer {
 
     /// How this rank's slice of a parameter lies in the whole.
     fn layout(&self, param: &Param) -> Result<Layout> {
-        let (rank, degree) = (self.stage.mpu.tensor_parallel_rank(), self.stage.mpu.tensor_parallel_world_size());
+        let (rank, degree) = (
+            self.stage.mpu.tensor_parallel_rank(),
+            self.stage.mpu.tensor_parallel_world_size(),
+        );
         let boxes = param.placement.local_boxes(&param.full, rank, degree);
         let Placement::Shard(shard) = &param.placement else {
-            return Ok(Layout::region(&param.full.shape, Region::whole(&param.full.shape))?);
+            return Ok(Layout::region(
+                &param.full.shape,
+                Region::whole(&param.full.shape),
+            )?);
         };
-        let ranges: Vec<_> = boxes.iter().map(|piece| piece.offset[shard.dim]..piece.offset[shard.dim] + piece.size[shard.dim]).collect();
+        let ranges: Vec<_> = boxes
+            .iter()
+            .map(|piece| piece.offset[shard.dim]..piece.offset[shard.dim] + piece.size[shard.dim])
+            .collect();
         Ok(Layout::along(&param.full.shape, shard.dim, &ranges)?)
     }
 
@@ -180,29 +234,50 @@ impl MerakTrainer {
 
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<LoadedCheckpoint> {
         let header = &checkpoint.manifest().header;
-        let state: RunState = serde_json::from_value(header.state.clone()).map_err(|error| Error::OtherModel {
-            path: checkpoint.path().to_owned(),
-            difference: format!("its run state cannot be read: {error}"),
-        })?;
+        let state: RunState =
+            serde_json::from_value(header.state.clone()).map_err(|error| Error::OtherModel {
+                path: checkpoint.path().to_owned(),
+                difference: format!("its run state cannot be read: {error}"),
+            })?;
         self.check_model(checkpoint)?;
         let weights = self.read_weights(checkpoint)?;
         let restores_optimizer = !self.args.finetune && !self.args.no_load_optim;
-        let optimizer = if restores_optimizer { Some(self.read_optimizer(checkpoint, &state)?) } else { None };
+        let optimizer = if restores_optimizer {
+            Some(self.read_optimizer(checkpoint, &state)?)
+        } else {
+            None
+        };
         if !self.args.finetune && !self.args.no_load_rng && !state.has_rng {
-            return Err(Error::MissingPart { path: checkpoint.path().to_owned(), part: "random state", flag: "no_load_rng" });
+            return Err(Error::MissingPart {
+                path: checkpoint.path().to_owned(),
+                part: "random state",
+                flag: "no_load_rng",
+            });
         }
         // Everything could be read here; nothing changes before that holds on every rank.
         self.stage.mpu.world_group().barrier()?;
 
-        self.stage.params.flat.write(&mut |bytes| bytes.copy_from_slice(&weights));
+        self.stage
+            .params
+            .flat
+            .write(&mut |bytes| bytes.copy_from_slice(&weights));
         if let Some(values) = optimizer {
             let slices = self.stage.optimizer.state_mut().slices_mut();
-            slices.zip(values).for_each(|(slice, values)| slice.values.copy_from_slice(&values));
+            slices
+                .zip(values)
+                .for_each(|(slice, values)| slice.values.copy_from_slice(&values));
         }
         if !self.args.finetune {
             self.stage.optimizer.set_progress(state.progress);
             self.global_step = state.global_step;
-            let position = if self.args.ignore_data_skip { DataPosition { samples: 0, ..state.position } } else { state.position };
+            let position = if self.args.ignore_data_skip {
+                DataPosition {
+                    samples: 0,
+                    ..state.position
+                }
+            } else {
+                state.position
+            };
             if let Some(order) = &mut self.order {
                 order.resume(state.global_step, position);
             }
@@ -218,7 +293,10 @@ impl MerakTrainer {
 
     /// Compares the checkpoint's parameters with the whole model's.
     fn check_model(&self, checkpoint: &Checkpoint) -> Result<()> {
-        let other = |difference: String| Error::OtherModel { path: checkpoint.path().to_owned(), difference };
+        let other = |difference: String| Error::OtherModel {
+            path: checkpoint.path().to_owned(),
+            difference,
+        };
         let manifest = checkpoint.manifest();
         let params = self.stage.plan.graph.params();
         for param in params {
@@ -227,11 +305,17 @@ impl MerakTrainer {
             };
             if entry.shape != param.full.shape || entry.dtype != DType::F32 {
                 let found = format!("{} has shape {:?} there", param.name, entry.shape);
-                return Err(other(format!("{found}, but {:?} in the model", param.full.shape)));
+                return Err(other(format!(
+                    "{found}, but {:?} in the model",
+                    param.full.shape
+                )));
             }
         }
         let known = |name: &str| params.iter().any(|param| param.name == name);
-        match manifest.tensors_of(&Kind::Parameter).find(|entry| !known(&entry.name)) {
+        match manifest
+            .tensors_of(&Kind::Parameter)
+            .find(|entry| !known(&entry.name))
+        {
             Some(extra) => Err(other(format!("the model has no parameter {}", extra.name))),
             None => Ok(()),
         }
@@ -244,7 +328,10 @@ impl MerakTrainer {
         for (index, param) in self.stage.interpreter.program().params().iter().enumerate() {
             let range = layout.range(index);
             let place = self.layout(param)?;
-            checkpoint.read(&piece(&Kind::Parameter, param, &place, None), &mut flat[range.start * 4..range.end * 4])?;
+            checkpoint.read(
+                &piece(&Kind::Parameter, param, &place, None),
+                &mut flat[range.start * 4..range.end * 4],
+            )?;
         }
         Ok(flat)
     }
@@ -254,7 +341,11 @@ impl MerakTrainer {
         let state = self.stage.optimizer.state();
         if !saved.has_optimizer && !state.names().is_empty() {
             let path = checkpoint.path().to_owned();
-            return Err(Error::MissingPart { path, part: "optimizer state", flag: "no_load_optim" });
+            return Err(Error::MissingPart {
+                path,
+                part: "optimizer state",
+                flag: "no_load_optim",
+            });
         }
         let params = self.stage.interpreter.program().params();
         let read = |slice: merak_zero::StateSlice<&[f32]>| {
@@ -262,7 +353,10 @@ impl MerakTrainer {
             let place = self.layout(param)?;
             let kind = Kind::optimizer(slice.name);
             let mut values = vec![0.0_f32; slice.values.len()];
-            checkpoint.read(&piece(&kind, param, &place, Some(slice.local)), bytemuck::cast_slice_mut(&mut values))?;
+            checkpoint.read(
+                &piece(&kind, param, &place, Some(slice.local)),
+                bytemuck::cast_slice_mut(&mut values),
+            )?;
             Ok(values)
         };
         state.slices().map(read).collect()
@@ -270,6 +364,17 @@ impl MerakTrainer {
 }
 
 /// A rank's slice of a parameter, or of the optimizer state that belongs to it.
-fn piece<'a>(kind: &'a Kind, param: &'a Param, layout: &'a Layout, range: Option<std::ops::Range<usize>>) -> Piece<'a> {
-    Piece { kind, name: &param.name, dtype: DType::F32, layout, range }
+fn piece<'a>(
+    kind: &'a Kind,
+    param: &'a Param,
+    layout: &'a Layout,
+    range: Option<std::ops::Range<usize>>,
+) -> Piece<'a> {
+    Piece {
+        kind,
+        name: &param.name,
+        dtype: DType::F32,
+        layout,
+        range,
+    }
 }

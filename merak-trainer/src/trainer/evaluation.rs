@@ -23,28 +23,60 @@ impl MerakTrainer {
     pub fn evaluate(&mut self) -> Result<EvaluationMetrics> {
         let start = Instant::now();
         let Some(data) = self.parts.eval_data.clone() else {
-            return Err(crate::Error::MissingKey { key: "data.path", advice: "evaluation needs data".to_owned() });
+            return Err(crate::Error::MissingKey {
+                key: "data.path",
+                advice: "evaluation needs data".to_owned(),
+            });
         };
         let args = &self.args;
-        let (batch, microbatches) = (args.per_device_eval_batch_size, args.gradient_accumulation_steps);
-        let shape = BatchShape { batch, microbatches, dp: args.dp };
-        let order = EvaluationOrder::new(data.len(), shape, args.eval_iters, args.dataloader_drop_last)?;
+        let (batch, microbatches) = (
+            args.per_device_eval_batch_size,
+            args.gradient_accumulation_steps,
+        );
+        let shape = BatchShape {
+            batch,
+            microbatches,
+            dp: args.dp,
+        };
+        let order = EvaluationOrder::new(
+            data.len(),
+            shape,
+            args.eval_iters,
+            args.dataloader_drop_last,
+        )?;
         let seq = self.stage.plan.seq_length;
         let program = self.programs.get(&self.stage, batch, seq, false)?;
         let (mpu, mut sums) = (Arc::clone(&self.stage.mpu), (0.0, 0_i64));
         for iteration in 0..order.iterations() {
             let microbatches = order.microbatches(iteration);
-            let size = Size { ranks: mpu.pipeline_parallel_world_size(), microbatches, chunks: 1 };
-            let engine = Engine::new(&ScheduleKind::Inference.generate(size)?, mpu.pipeline_parallel_rank())?;
+            let size = Size {
+                ranks: mpu.pipeline_parallel_world_size(),
+                microbatches,
+                chunks: 1,
+            };
+            let engine = Engine::new(
+                &ScheduleKind::Inference.generate(size)?,
+                mpu.pipeline_parallel_rank(),
+            )?;
             let mut batches = Vec::new();
             if !program.program().inputs.is_empty() {
                 for microbatch in 0..microbatches {
-                    batches.push(collate(&*data, order.microbatch(iteration, mpu.data_parallel_rank(), microbatch))?);
+                    batches.push(collate(
+                        &*data,
+                        order.microbatch(iteration, mpu.data_parallel_rank(), microbatch),
+                    )?);
                 }
             }
             let contexts = vec![self.stage.context(0, 0, false); microbatches];
-            sums.1 += batches.iter().map(|batch: &Batch| count_labels(batch)).sum::<i64>();
-            let inputs = StepInputs { contexts, batches, loss_grad: 0.0 };
+            sums.1 += batches
+                .iter()
+                .map(|batch: &Batch| count_labels(batch))
+                .sum::<i64>();
+            let inputs = StepInputs {
+                contexts,
+                batches,
+                loss_grad: 0.0,
+            };
             let mut module = StepModule::inference(&mut self.stage, &program, inputs);
             engine.run(&mut module, &mut self.link)?;
             let result = module.finish();
@@ -55,10 +87,16 @@ impl MerakTrainer {
             let group = mpu.data_sequence_parallel_group();
             let loss = group.all_reduce_scalar(sums.0, ReduceOp::Sum)?;
             let labels = group.all_reduce_scalar(sums.1, ReduceOp::Sum)?;
-            eval_loss = if labels == 0 { 0.0 } else { loss / labels as f64 };
+            eval_loss = if labels == 0 {
+                0.0
+            } else {
+                loss / labels as f64
+            };
         }
         let last = mpu.pipeline_parallel_world_size() - 1;
-        let eval_loss = mpu.pipeline_parallel_group().broadcast_vec(vec![eval_loss], last)?[0];
+        let eval_loss = mpu
+            .pipeline_parallel_group()
+            .broadcast_vec(vec![eval_loss], last)?[0];
         let metrics = EvaluationMetrics {
             step: self.global_step,
             eval_loss,

@@ -21,12 +21,21 @@ pub(super) struct Programs(BTreeMap<(usize, usize, bool), Interpreter>);
 
 impl Programs {
     /// The program for these sizes, built at its first use.
-    pub(super) fn get(&mut self, stage: &Stage, batch: usize, seq: usize, logits: bool) -> Result<Interpreter> {
+    pub(super) fn get(
+        &mut self,
+        stage: &Stage,
+        batch: usize,
+        seq: usize,
+        logits: bool,
+    ) -> Result<Interpreter> {
         let key = (batch, seq, logits);
         if let Some(found) = self.0.get(&key) {
             return Ok(found.clone());
         }
-        let program = stage.plan.inference_program(stage.mpu.pipeline_parallel_rank(), batch, seq, logits)?;
+        let program =
+            stage
+                .plan
+                .inference_program(stage.mpu.pipeline_parallel_rank(), batch, seq, logits)?;
         let backend = Arc::clone(stage.interpreter.backend());
         let interpreter = Interpreter::new(Arc::new(program), backend, Arc::clone(&stage.mpu) as _);
         self.0.insert(key, interpreter.clone());
@@ -44,11 +53,27 @@ impl MerakTrainer {
     ///
     /// # Errors
     /// When an option is out of range, a prompt is empty or leaves no room, or a rank fails.
-    pub fn generate(&mut self, prompts: &[Vec<u32>], options: &GenerateOptions) -> Result<Vec<Completion>> {
+    pub fn generate(
+        &mut self,
+        prompts: &[Vec<u32>],
+        options: &GenerateOptions,
+    ) -> Result<Vec<Completion>> {
         let max_seq = self.stage.plan.info.max_seq;
-        let seq_length = Some(options.seq_length.map_or(max_seq, |limit| limit.min(max_seq)));
-        let options = GenerateOptions { seq_length, ..options.clone() };
-        Ok(merak_ckpt::generate_with(self, prompts, &options, &mut |_| std::ops::ControlFlow::Continue(()))?)
+        let seq_length = Some(
+            options
+                .seq_length
+                .map_or(max_seq, |limit| limit.min(max_seq)),
+        );
+        let options = GenerateOptions {
+            seq_length,
+            ..options.clone()
+        };
+        Ok(merak_ckpt::generate_with(
+            self,
+            prompts,
+            &options,
+            &mut |_| std::ops::ControlFlow::Continue(()),
+        )?)
     }
 
     /// Logits `[rows, seq, V]` of padded sequences on the last stage; `None` elsewhere.
@@ -60,33 +85,72 @@ impl MerakTrainer {
             // A causal model does not look at what follows, so any padding does.
             ids.resize(ids.len() + seq - row.tokens.len(), 0);
         }
-        let tensor = IntTensor::new(vec![rows.len(), seq], ids).expect("every row was padded to the length");
-        let microbatch = Microbatch { first_position: 0, indices: Vec::new(), rows: rows.len() };
-        let batches = vec![Batch { microbatch, tensors: BTreeMap::from([("input_ids".to_owned(), tensor)]) }];
+        let tensor =
+            IntTensor::new(vec![rows.len(), seq], ids).expect("every row was padded to the length");
+        let microbatch = Microbatch {
+            first_position: 0,
+            indices: Vec::new(),
+            rows: rows.len(),
+        };
+        let batches = vec![Batch {
+            microbatch,
+            tensors: BTreeMap::from([("input_ids".to_owned(), tensor)]),
+        }];
         let contexts = vec![self.stage.context(0, 0, false)];
         let mpu = Arc::clone(&self.stage.mpu);
-        let size = Size { ranks: mpu.pipeline_parallel_world_size(), microbatches: 1, chunks: 1 };
-        let engine = Engine::new(&ScheduleKind::Inference.generate(size)?, mpu.pipeline_parallel_rank())?;
-        let mut module = StepModule::inference(&mut self.stage, &interpreter, StepInputs { contexts, batches, loss_grad: 0.0 });
+        let size = Size {
+            ranks: mpu.pipeline_parallel_world_size(),
+            microbatches: 1,
+            chunks: 1,
+        };
+        let engine = Engine::new(
+            &ScheduleKind::Inference.generate(size)?,
+            mpu.pipeline_parallel_rank(),
+        )?;
+        let mut module = StepModule::inference(
+            &mut self.stage,
+            &interpreter,
+            StepInputs {
+                contexts,
+                batches,
+                loss_grad: 0.0,
+            },
+        );
         engine.run(&mut module, &mut self.link)?;
-        let Some(outputs) = module.finish().outputs.remove(&0) else { return Ok(None) };
-        let logits = self.stage.interpreter.backend().into_buffer(outputs.into_iter().next().expect("the program ends in logits"))?;
+        let Some(outputs) = module.finish().outputs.remove(&0) else {
+            return Ok(None);
+        };
+        let logits = self.stage.interpreter.backend().into_buffer(
+            outputs
+                .into_iter()
+                .next()
+                .expect("the program ends in logits"),
+        )?;
         Ok(Some(into_vec(logits)?))
     }
 
     fn next_tokens_of(&mut self, rows: &[Row<'_>], sampler: &Sampler) -> Result<Vec<u32>> {
         let longest = rows.iter().map(|row| row.tokens.len()).max().unwrap_or(1);
-        let seq = longest.next_multiple_of(LENGTH_STEP).min(self.stage.plan.info.max_seq);
+        let seq = longest
+            .next_multiple_of(LENGTH_STEP)
+            .min(self.stage.plan.info.max_seq);
         let vocab = self.stage.plan.info.vocab_size;
         let mut tokens = vec![0_u32; rows.len()];
         if let Some(logits) = self.logits(rows, seq)? {
-            for ((row, sequence), token) in rows.iter().zip(logits.chunks_exact(seq * vocab)).zip(&mut tokens) {
+            for ((row, sequence), token) in rows
+                .iter()
+                .zip(logits.chunks_exact(seq * vocab))
+                .zip(&mut tokens)
+            {
                 let last = row.tokens.len() - 1;
-                *token = sampler.pick(&sequence[last * vocab..][..vocab], row.prompt, row.tokens)?;
+                *token =
+                    sampler.pick(&sequence[last * vocab..][..vocab], row.prompt, row.tokens)?;
             }
         }
         let mpu = &self.stage.mpu;
-        Ok(mpu.pipeline_parallel_group().broadcast_vec(tokens, mpu.pipeline_parallel_world_size() - 1)?)
+        Ok(mpu
+            .pipeline_parallel_group()
+            .broadcast_vec(tokens, mpu.pipeline_parallel_world_size() - 1)?)
     }
 }
 

@@ -13,6 +13,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// This rank's slices of parameters, or their gradients, by the parameters' names.
+pub type NamedTensors = Vec<(String, Vec<f32>)>;
+
 /// What a step did, the same on every rank but for the times.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepReport {
@@ -60,14 +63,23 @@ impl MerakTrainer {
         })
     }
 
-    /// The gradients of one step's global batch without an update, summed over the uses of tied weights and
-    /// not yet reduced over replicas; the loss beside them. For tests and tools.
+    /// The gradients of the next step's global batch, summed over the uses of tied weights and not yet reduced
+    /// over replicas; the loss beside them. The run stands afterwards where it stood. For tests and tools.
     ///
     /// # Errors
     /// When a rank fails.
-    pub fn gradients(&mut self) -> Result<(f64, Vec<(String, Vec<f32>)>)> {
+    pub fn gradients(&mut self) -> Result<(f64, NamedTensors)> {
         let (loss, _) = self.backward_step(self.global_step)?;
-        Ok((loss, self.stage.gradients()?))
+        let gradients = self.stage.gradients()?;
+        // The step itself is still to come: its batches are read again, its gradients start from zero.
+        self.loader = None;
+        self.stage.clear_gradients();
+        Ok((loss, gradients))
+    }
+
+    /// This rank's slices of the parameters. For tests and tools.
+    pub fn parameters(&self) -> NamedTensors {
+        self.stage.named(&*self.stage.params.flat)
     }
 
     /// Runs the schedule over a global batch: loss and tokens, the gradients being left in the store.
@@ -76,9 +88,16 @@ impl MerakTrainer {
         let (labels, loss_grad) = self.loss_scale(&batches)?;
         let dp_rank = self.stage.mpu.data_parallel_rank();
         let order = self.order()?;
-        let first_samples = (0..self.args.gradient_accumulation_steps).map(|m| order.microbatch(step, dp_rank, m).first_position);
-        let contexts = first_samples.map(|first| self.stage.context(step, first, true)).collect();
-        let inputs = StepInputs { contexts, batches, loss_grad };
+        let first_samples = (0..self.args.gradient_accumulation_steps)
+            .map(|m| order.microbatch(step, dp_rank, m).first_position);
+        let contexts = first_samples
+            .map(|first| self.stage.context(step, first, true))
+            .collect();
+        let inputs = StepInputs {
+            contexts,
+            batches,
+            loss_grad,
+        };
         let mut module = StepModule::training(&mut self.stage, inputs);
         self.timeline = self.engine.run(&mut module, &mut self.link)?;
         let result = module.finish();
@@ -100,8 +119,17 @@ impl MerakTrainer {
                 let step = step + n / microbatches;
                 (step < total).then(|| order.microbatch(step, dp_rank, n % microbatches))
             };
-            let data = Arc::clone(self.parts.train_data.as_ref().expect("an order is made of training data"));
-            self.loader = Some(Loader::new(data, Arc::new(request) as Requests, self.args.dataloader_num_workers));
+            let data = Arc::clone(
+                self.parts
+                    .train_data
+                    .as_ref()
+                    .expect("an order is made of training data"),
+            );
+            self.loader = Some(Loader::new(
+                data,
+                Arc::new(request) as Requests,
+                self.args.dataloader_num_workers,
+            ));
         }
         let loader = self.loader.as_mut().expect("it was just made");
         loader.take(microbatches).collect()
@@ -115,8 +143,14 @@ impl MerakTrainer {
             return Ok((0.0, 0.0));
         }
         let group = mpu.data_sequence_parallel_group();
-        let labels = group.all_reduce_scalar(batches.iter().map(count_labels).sum::<i64>(), ReduceOp::Sum)? as f64;
-        let grad = if labels == 0.0 { 0.0 } else { group.world_size() as f64 / labels };
+        let labels = group
+            .all_reduce_scalar(batches.iter().map(count_labels).sum::<i64>(), ReduceOp::Sum)?
+            as f64;
+        let grad = if labels == 0.0 {
+            0.0
+        } else {
+            group.world_size() as f64 / labels
+        };
         Ok((labels, grad))
     }
 
@@ -126,20 +160,32 @@ impl MerakTrainer {
         let mut loss = 0.0;
         if mpu.is_last_stage() {
             let sum = self.loss_sum(result)?;
-            let sum = mpu.data_sequence_parallel_group().all_reduce_scalar(sum, ReduceOp::Sum)?;
+            let sum = mpu
+                .data_sequence_parallel_group()
+                .all_reduce_scalar(sum, ReduceOp::Sum)?;
             loss = if labels == 0.0 { 0.0 } else { sum / labels };
         }
         let last = mpu.pipeline_parallel_world_size() - 1;
-        Ok(mpu.pipeline_parallel_group().broadcast_vec(vec![loss], last)?[0])
+        Ok(mpu
+            .pipeline_parallel_group()
+            .broadcast_vec(vec![loss], last)?[0])
     }
 
     /// The losses of this rank's microbatches, added in their order.
     pub(super) fn loss_sum(&self, result: &StepResult) -> Result<f64> {
-        result.outputs.values().map(|outputs| self.scalar(&outputs[0])).sum()
+        result
+            .outputs
+            .values()
+            .map(|outputs| self.scalar(&outputs[0]))
+            .sum()
     }
 
     fn scalar(&self, value: &Value) -> Result<f64> {
-        let buffer = self.stage.interpreter.backend().into_buffer(value.clone())?;
+        let buffer = self
+            .stage
+            .interpreter
+            .backend()
+            .into_buffer(value.clone())?;
         Ok(into_vec::<f64>(buffer)?[0])
     }
 }
