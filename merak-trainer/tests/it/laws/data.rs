@@ -1,0 +1,1 @@
+//! Samples: their order, their names, their evaluation.

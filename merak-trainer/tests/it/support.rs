@@ -1,0 +1,458 @@
+//! Small trainings on any topology, and the whole tensors of what they computed.
+
+use std::{collections::BTreeMap, path::Path, sync::Arc};
+
+use merak_mpu::Mpu;
+use merak_trace::models;
+use merak_trainer::{
+    CheckedArguments, Config, Error, MerakTrainer, Plan, Result, StepReport, TrainerParts,
+    data::{Dataset, IGNORED_LABEL, IntTensor, LABELS, Sample},
+    run_world,
+};
+use serde_json::{Value, json};
+
+/// Length of the sequences.
+pub(crate) const SEQ: usize = 8;
+
+/// Tokens of the models; 2 does not divide it.
+pub(crate) const VOCAB: usize = 101;
+
+/// Tensors by name.
+pub(crate) type Tensors = BTreeMap<String, Vec<f32>>;
+
+/// A training: model, data, keys of the configuration.
+#[derive(Debug, Clone)]
+pub(crate) struct Case {
+    pub(crate) model: Value,
+    pub(crate) data: Arc<dyn Dataset>,
+    keys: BTreeMap<String, String>,
+    /// Microbatches of a step over all replicas.
+    microbatches: usize,
+    num_threads: usize,
+}
+
+/// What a training came to.
+#[derive(Debug)]
+pub(crate) struct Run {
+    pub(crate) reports: Vec<StepReport>,
+    /// The weights after the steps.
+    pub(crate) weights: Tensors,
+    /// The gradients of the step after them, averaged over replicas.
+    pub(crate) gradients: Tensors,
+}
+
+impl Case {
+    /// A GPT-2 of 4 layers: fused q, k, v, learned positions, a tied head, no dropout.
+    pub(crate) fn gpt2() -> Self {
+        Self::of(json!({
+            "model_type": "gpt2", "vocab_size": VOCAB, "n_positions": 2 * SEQ, "n_embd": 32, "n_layer": 4,
+            "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        }))
+    }
+
+    /// A Llama of 4 layers: rotary positions, RMS norms, two query heads for each key head, an untied head.
+    pub(crate) fn llama() -> Self {
+        Self::of(json!({
+            "model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 2 * SEQ, "hidden_size": 32,
+            "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "tie_word_embeddings": false, "attention_dropout": 0.0,
+        }))
+    }
+
+    fn of(model: Value) -> Self {
+        Self {
+            model,
+            data: Arc::new(Tokens { samples: 37 }),
+            keys: BTreeMap::new(),
+            microbatches: 4,
+            num_threads: 1,
+        }
+        .with("seq_length", SEQ)
+        .with("seed", 1234)
+        .with("per_device_train_batch_size", 2)
+        .with("per_device_eval_batch_size", 2)
+        .with("max_steps", 24)
+        .with("learning_rate", 1e-3)
+        .with("weight_decay", 0.1)
+        .with("warmup_steps", 2)
+        .with("distributed.timeout_s", 20)
+    }
+
+    /// Sets a key of the configuration.
+    pub(crate) fn with(mut self, key: &str, value: impl ToString) -> Self {
+        self.keys.insert(key.to_owned(), value.to_string());
+        self
+    }
+
+    /// Sets a field of the model's configuration.
+    pub(crate) fn with_model(mut self, field: &str, value: impl Into<Value>) -> Self {
+        self.model[field] = value.into();
+        self
+    }
+
+    /// Sets every dropout that the model has.
+    pub(crate) fn with_dropout(mut self, probability: f64) -> Self {
+        let names: &[&str] = match self.model["model_type"].as_str() {
+            Some("gpt2") => &["resid_pdrop", "embd_pdrop", "attn_pdrop"],
+            _ => &["attention_dropout"],
+        };
+        for name in names {
+            self.model[*name] = probability.into();
+        }
+        self
+    }
+
+    /// Ties the head to the embedding, or not.
+    pub(crate) fn with_tied(self, tied: bool) -> Self {
+        self.with_model("tie_word_embeddings", tied)
+    }
+
+    /// Replaces the samples.
+    pub(crate) fn with_data(mut self, data: impl Dataset + 'static) -> Self {
+        self.data = Arc::new(data);
+        self
+    }
+
+    /// Compute threads of each rank.
+    pub(crate) fn with_threads(mut self, num_threads: usize) -> Self {
+        self.num_threads = num_threads;
+        self
+    }
+
+    /// Microbatches of a step over all replicas.
+    pub(crate) fn with_microbatches(mut self, microbatches: usize) -> Self {
+        self.microbatches = microbatches;
+        self
+    }
+
+    /// Degrees; the global batch stays what it is.
+    pub(crate) fn on(self, (dp, tp, pp): (usize, usize, usize)) -> Self {
+        self.with("dp", dp).with("tp", tp).with("pp", pp)
+    }
+
+    /// The folder that the run writes.
+    pub(crate) fn writing(self, folder: &Path) -> Self {
+        self.with("output_dir", folder.display())
+    }
+
+    /// The checked configuration.
+    pub(crate) fn arguments(&self) -> CheckedArguments {
+        self.config()
+            .check()
+            .expect("the configuration of a test is legal")
+    }
+
+    /// The configuration.
+    pub(crate) fn config(&self) -> Config {
+        let dp: usize = self
+            .keys
+            .get("dp")
+            .map_or(1, |dp| dp.parse().expect("a degree is a number"));
+        let line: Vec<_> = self
+            .keys
+            .iter()
+            .map(|(key, value)| format!("--{key}={value}"))
+            .chain([format!(
+                "--gradient_accumulation_steps={}",
+                self.microbatches / dp
+            )])
+            .collect();
+        Config::load(None, [], &line).expect("the configuration of a test is legal")
+    }
+
+    /// The plan.
+    pub(crate) fn plan(&self) -> Arc<Plan> {
+        let model = models::from_config(&self.model).expect("the model of a test is legal");
+        Arc::new(Plan::new(model.into(), &self.arguments()).expect("the case can be planned"))
+    }
+
+    /// Runs `body` with every rank's trainer.
+    pub(crate) fn try_on_ranks<T: Send>(
+        &self,
+        body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
+        let (plan, args) = (self.plan(), self.arguments());
+        run_world(&args, |member| {
+            let mpu = Mpu::new(member, plan.degrees)?;
+            let parts = TrainerParts {
+                train_data: Some(Arc::clone(&self.data)),
+                eval_data: Some(Arc::clone(&self.data)),
+                num_threads: self.num_threads,
+                model_files: vec![(
+                    "config.json".to_owned(),
+                    self.model.to_string().into_bytes(),
+                )],
+                ..TrainerParts::default()
+            };
+            body(&mut MerakTrainer::new(
+                Arc::clone(&plan),
+                mpu,
+                &args,
+                parts,
+            )?)
+        })
+    }
+
+    /// Runs `body` with every rank's trainer, which must succeed.
+    pub(crate) fn on_ranks<T: Send>(
+        &self,
+        body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
+    ) -> Vec<T> {
+        self.try_on_ranks(body)
+            .unwrap_or_else(|error| panic!("{error} in {self:?}"))
+    }
+
+    /// Trains for `steps` steps and looks at the gradients of the next one.
+    pub(crate) fn run(&self, steps: usize) -> Run {
+        let plan = self.plan();
+        let mut ranks = self.on_ranks(|trainer| {
+            let reports = (0..steps)
+                .map(|_| trainer.train_step())
+                .collect::<Result<Vec<_>>>()?;
+            let place = Place::of(trainer);
+            let weights = trainer.parameters();
+            let (_, gradients) = trainer.gradients()?;
+            Ok((reports, place, weights, gradients))
+        });
+        let dp = plan.degrees.dp as f32;
+        let weights = whole(&plan, ranks.iter().map(|rank| (rank.1, &rank.2)), 1.0);
+        let gradients = whole(&plan, ranks.iter().map(|rank| (rank.1, &rank.3)), dp);
+        for (reports, ..) in &ranks {
+            assert_eq!(
+                numbers(reports),
+                numbers(&ranks[0].0),
+                "all ranks report the same"
+            );
+        }
+        let (reports, ..) = ranks.swap_remove(0);
+        Run {
+            reports,
+            weights,
+            gradients,
+        }
+    }
+}
+
+/// A rank's coordinates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) dp: usize,
+    pub(crate) tp: usize,
+    pub(crate) pp: usize,
+}
+
+impl Place {
+    pub(crate) fn of(trainer: &MerakTrainer) -> Self {
+        let mpu = trainer.mpu();
+        Self {
+            dp: mpu.data_parallel_rank(),
+            tp: mpu.tensor_parallel_rank(),
+            pp: mpu.pipeline_parallel_rank(),
+        }
+    }
+}
+
+/// Losses and norms of steps, as bits.
+pub(crate) fn numbers(reports: &[StepReport]) -> Vec<(u64, u64, u64)> {
+    let bits = |report: &StepReport| {
+        (
+            report.loss.to_bits(),
+            report.grad_norm.to_bits(),
+            report.lr.to_bits(),
+        )
+    };
+    reports.iter().map(bits).collect()
+}
+
+/// Lays the ranks' slices together; the replicas' are added and divided by `replicas`, or must be the same
+/// where that is 1.
+fn whole<'a>(
+    plan: &Plan,
+    ranks: impl Iterator<Item = (Place, &'a Vec<(String, Vec<f32>)>)>,
+    replicas: f32,
+) -> Tensors {
+    let mut tensors = Tensors::new();
+    let mut seen = BTreeMap::<(String, Vec<usize>, usize), Vec<f32>>::new();
+    for (place, slices) in ranks {
+        for (name, values) in slices {
+            let param = plan.graph.param(
+                plan.graph
+                    .find_param(name)
+                    .expect("a parameter of the model"),
+            );
+            let tensor = tensors
+                .entry(name.clone())
+                .or_insert_with(|| vec![0.0; param.full.numel()]);
+            for piece in param
+                .placement
+                .local_boxes(&param.full, place.tp, plan.degrees.tp)
+            {
+                let local = box_rows(
+                    &param.local.shape,
+                    piece.dim,
+                    piece.local_start,
+                    piece.size.get(piece.dim).copied(),
+                );
+                let full = box_rows(
+                    &param.full.shape,
+                    piece.dim,
+                    piece.offset.get(piece.dim).copied().unwrap_or(0),
+                    piece.size.get(piece.dim).copied(),
+                );
+                let part: Vec<f32> = local.flat_map(|range| &values[range]).copied().collect();
+                // Ranks of one replica that hold the same box hold the same bits, on whichever stage.
+                let key = (name.clone(), piece.offset.clone(), place.dp);
+                if let Some(twin) = seen.get(&key) {
+                    assert_eq!(bits(twin), bits(&part), "{name} differs on {place:?}");
+                    continue;
+                }
+                let elements = full.flatten();
+                if replicas == 1.0 && place.dp > 0 {
+                    let first: Vec<f32> = elements.map(|index| tensor[index]).collect();
+                    assert_eq!(bits(&first), bits(&part), "{name} differs on {place:?}");
+                } else {
+                    // The first replica finds nothing yet, and -0 + 0 would lose its sign.
+                    let add = |(index, x): (usize, &f32)| match place.dp {
+                        0 => tensor[index] = x / replicas,
+                        _ => tensor[index] += x / replicas,
+                    };
+                    elements.zip(&part).for_each(add);
+                }
+                seen.insert(key, part);
+            }
+        }
+    }
+    assert_eq!(
+        tensors.len(),
+        plan.graph.params().len(),
+        "every parameter lies on some rank"
+    );
+    tensors
+}
+
+/// The contiguous ranges of the elements `start..start + len` of dimension `dim`.
+fn box_rows(
+    shape: &[usize],
+    dim: usize,
+    start: usize,
+    len: Option<usize>,
+) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let inner: usize = shape.iter().skip(dim + 1).product();
+    let size = shape.get(dim).copied().unwrap_or(1);
+    let outer: usize = shape.iter().take(dim).product();
+    let len = len.unwrap_or(1);
+    (0..outer).map(move |row| {
+        let from = (row * size + start) * inner;
+        from..from + len * inner
+    })
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| x.to_bits()).collect()
+}
+
+/// Demands the same bits of every number of two trainings.
+pub(crate) fn assert_same_bits(actual: &Run, expected: &Run, what: &str) {
+    assert_eq!(
+        numbers(&actual.reports),
+        numbers(&expected.reports),
+        "losses and norms, {what}"
+    );
+    assert_same_tensors(
+        &actual.weights,
+        &expected.weights,
+        &format!("weights, {what}"),
+    );
+    assert_same_tensors(
+        &actual.gradients,
+        &expected.gradients,
+        &format!("gradients, {what}"),
+    );
+}
+
+/// Demands the same bits of every tensor.
+pub(crate) fn assert_same_tensors(actual: &Tensors, expected: &Tensors, what: &str) {
+    assert!(actual.keys().eq(expected.keys()), "names, {what}");
+    for (name, values) in actual {
+        assert!(bits(values) == bits(&expected[name]), "{name}: {what}");
+    }
+}
+
+/// The norm of a tensor.
+pub(crate) fn norm(values: impl IntoIterator<Item = f32>) -> f64 {
+    values
+        .into_iter()
+        .map(|x| f64::from(x).powi(2))
+        .sum::<f64>()
+        .sqrt()
+}
+
+/// Demands equality up to the order of summation: the difference of each tensor within `tolerance` of its
+/// norm, or of a millionth of all tensors' norm where that is larger, because a gradient that vanishes in
+/// exact arithmetic is all rounding.
+pub(crate) fn assert_close_tensors(
+    actual: &Tensors,
+    expected: &Tensors,
+    tolerance: f64,
+    what: &str,
+) {
+    assert!(actual.keys().eq(expected.keys()), "names, {what}");
+    let all = norm(expected.values().flatten().copied());
+    for (name, values) in actual {
+        let expected = &expected[name];
+        let gap = norm(values.iter().zip(expected).map(|(a, b)| a - b));
+        let size = norm(expected.iter().copied()).max(1e-6 * all);
+        assert!(
+            gap <= tolerance * size,
+            "{name}: gap {gap:e} of {size:e}, {what}"
+        );
+    }
+}
+
+/// Demands losses that agree within a relative tolerance.
+pub(crate) fn assert_close_losses(
+    actual: &[StepReport],
+    expected: &[StepReport],
+    tolerance: f64,
+    what: &str,
+) {
+    assert_eq!(actual.len(), expected.len(), "steps, {what}");
+    for (actual, expected) in actual.iter().zip(expected) {
+        let gap = (actual.loss / expected.loss - 1.0).abs();
+        assert!(
+            gap <= tolerance,
+            "step {}: loss {} against {}, {what}",
+            actual.step,
+            actual.loss,
+            expected.loss
+        );
+    }
+}
+
+/// Sequences that a model can learn a little of, some positions without a label, so that microbatches count
+/// differently many.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tokens {
+    pub(crate) samples: usize,
+}
+
+impl Dataset for Tokens {
+    fn len(&self) -> usize {
+        self.samples
+    }
+
+    fn get(&self, index: usize) -> Result<Sample, Error> {
+        let token = |position: usize| ((7 * index + (position + index) * position) % VOCAB) as i64;
+        let ids = (0..SEQ).map(token).collect();
+        let label = |position: usize| match position {
+            1 if index % 3 == 0 => IGNORED_LABEL,
+            position if position > 5 && index % 5 == 0 => IGNORED_LABEL,
+            position => token(position + 1),
+        };
+        let labels = (0..SEQ).map(label).collect();
+        Ok(Sample::from([
+            ("input_ids".to_owned(), IntTensor::vector(ids)),
+            (LABELS.to_owned(), IntTensor::vector(labels)),
+        ]))
+    }
+}
