@@ -1,7 +1,6 @@
 //! Comparing two checkpoints, whichever topologies wrote them.
 
 use crate::{Checkpoint, DType, Kind, Layout, Piece, Result};
-use half::{bf16, f16};
 use serde::Serialize;
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
@@ -168,7 +167,7 @@ impl ValueDiff {
             if a == b {
                 continue;
             }
-            let is_beyond = match (float(dtype, a), float(dtype, b)) {
+            let is_beyond = match (dtype.to_f64(a), dtype.to_f64(b)) {
                 (Some(a), Some(b)) => self.add_floats(a, b, tolerance),
                 _ => true,
             };
@@ -191,25 +190,6 @@ impl ValueDiff {
         // Infinite allowances (of an infinite `b`) allow nothing.
         let allowed = tolerance.atol + tolerance.rtol * b.abs();
         !allowed.is_finite() || distance > allowed
-    }
-}
-
-/// A floating-point element as `f64`, or `None` for other types.
-fn float(dtype: DType, bytes: &[u8]) -> Option<f64> {
-    match dtype {
-        DType::F64 => bytes.try_into().ok().map(f64::from_le_bytes),
-        DType::F32 => bytes.try_into().ok().map(|b| f32::from_le_bytes(b).into()),
-        DType::BF16 => bytes.try_into().ok().map(|b| bf16::from_le_bytes(b).into()),
-        DType::F16 => bytes.try_into().ok().map(|b| f16::from_le_bytes(b).into()),
-        DType::I64
-        | DType::I32
-        | DType::I16
-        | DType::I8
-        | DType::U64
-        | DType::U32
-        | DType::U16
-        | DType::U8
-        | DType::Bool => None,
     }
 }
 

@@ -5,7 +5,7 @@ use crate::error::{Damage, Problem};
 use crate::manifest::{FileEntry, Header, Manifest, TensorEntry, check_file_name};
 use crate::shard::{self, Piece, Shard, ShardKind};
 use crate::store::{ASIDE, DRAFT};
-use crate::{Checksum, Error, Kind, Result, Store, format};
+use crate::{Checksum, Cut, Error, Kind, Result, Store, format};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -173,11 +173,7 @@ fn merge(shards: Vec<Shard>, header: Header) -> Result<Manifest, Damage> {
                 tensors.insert(key, tensor);
                 continue;
             };
-            if (known.dtype, &known.shape) != (tensor.dtype, &tensor.shape) {
-                let reason = format!(
-                    "ranks disagree: {} {:?} and {} {:?}",
-                    known.dtype, known.shape, tensor.dtype, tensor.shape
-                );
+            if let Some(reason) = disagreement(known, &tensor) {
                 return Err(Damage {
                     file: format::MANIFEST.to_owned(),
                     tensor: Some(tensor.name),
@@ -197,6 +193,24 @@ fn merge(shards: Vec<Shard>, header: Header) -> Result<Manifest, Damage> {
         header,
         files,
         tensors,
+    })
+}
+
+/// How what two ranks say about one tensor differs.
+fn disagreement(first: &TensorEntry, second: &TensorEntry) -> Option<String> {
+    if (first.dtype, &first.shape) != (second.dtype, &second.shape) {
+        return Some(format!(
+            "ranks disagree: {} {:?} and {} {:?}",
+            first.dtype, first.shape, second.dtype, second.shape
+        ));
+    }
+    let text = |cut: &Option<Cut>| {
+        let cut = cut.as_ref();
+        cut.map_or_else(|| "no cut".to_owned(), ToString::to_string)
+    };
+    (first.cut != second.cut).then(|| {
+        let (first, second) = (text(&first.cut), text(&second.cut));
+        format!("ranks disagree: {first} and {second}")
     })
 }
 

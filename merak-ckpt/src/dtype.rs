@@ -1,5 +1,6 @@
 //! Element types, as files name them.
 
+use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -84,6 +85,30 @@ impl DType {
             Self::U16 => "u16",
             Self::U8 => "u8",
             Self::Bool => "bool",
+        }
+    }
+
+    /// Whether it is a floating-point type.
+    pub const fn is_float(self) -> bool {
+        matches!(self, Self::F64 | Self::F32 | Self::BF16 | Self::F16)
+    }
+
+    /// A floating-point element as `f64`, or `None` for other types.
+    pub(crate) fn to_f64(self, bytes: &[u8]) -> Option<f64> {
+        match self {
+            Self::F64 => bytes.try_into().ok().map(f64::from_le_bytes),
+            Self::F32 => bytes.try_into().ok().map(|b| f32::from_le_bytes(b).into()),
+            Self::BF16 => bytes.try_into().ok().map(|b| bf16::from_le_bytes(b).into()),
+            Self::F16 => bytes.try_into().ok().map(|b| f16::from_le_bytes(b).into()),
+            Self::I64
+            | Self::I32
+            | Self::I16
+            | Self::I8
+            | Self::U64
+            | Self::U32
+            | Self::U16
+            | Self::U8
+            | Self::Bool => None,
         }
     }
 

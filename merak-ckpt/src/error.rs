@@ -31,6 +31,12 @@ pub enum Error {
         /// The path.
         path: PathBuf,
     },
+    /// Something lies where a result was to go.
+    #[error("{} exists already: name another destination, or remove it", path.display())]
+    AlreadyExists {
+        /// The path.
+        path: PathBuf,
+    },
     /// The path is neither a checkpoint nor a folder that holds some.
     #[error("no checkpoint at {}: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`{}", path.display(), hint(found.as_deref()))]
     NotACheckpoint {
@@ -137,7 +143,7 @@ pub enum Error {
         /// What names look like.
         rule: &'static str,
     },
-    /// A generation option is out of range.
+    /// An option is out of range.
     #[error("`{key}` is {found}, expected {expected}")]
     InvalidOption {
         /// The option.
@@ -197,6 +203,7 @@ impl Error {
                 )
             }
             Self::NotFound { .. }
+            | Self::AlreadyExists { .. }
             | Self::NotACheckpoint { .. }
             | Self::NewerVersion { .. }
             | Self::Damaged { .. }

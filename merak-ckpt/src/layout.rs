@@ -2,7 +2,7 @@
 
 use crate::copy::{Side, for_each_run};
 use crate::region::{Region, num_elements};
-use crate::{Error, Result};
+use crate::{Cut, Error, Result};
 use std::convert::Infallible;
 use std::ops::Range;
 
@@ -28,6 +28,7 @@ pub struct Layout {
     shape: Vec<usize>,
     local_shape: Vec<usize>,
     parts: Vec<Part>,
+    cut: Option<Cut>,
 }
 
 /// One box of the global tensor and where it lies in the local one.
@@ -57,6 +58,7 @@ impl Layout {
                 region: Region::whole(shape),
                 local_offset: vec![0; shape.len()],
             }],
+            cut: None,
         }
     }
 
@@ -149,7 +151,28 @@ impl Layout {
             shape: shape.to_vec(),
             local_shape: local_shape.to_vec(),
             parts,
+            cut: None,
         })
+    }
+
+    /// Adds how tensor parallelism cuts the tensor, for the manifest: what
+    /// [`reshard`](crate::reshard) goes by when it cuts for another degree. A writer of one rank
+    /// notes it as well; a tensor that every rank holds whole has none.
+    ///
+    /// # Errors
+    /// [`Error::InvalidLayout`] where the cut does not fit the global shape.
+    pub fn with_cut(self, cut: Cut) -> Result<Self> {
+        cut.check(&self.shape)
+            .map_err(|reason| invalid(&self.shape, reason))?;
+        Ok(Self {
+            cut: Some(cut),
+            ..self
+        })
+    }
+
+    /// How tensor parallelism cuts the tensor, where that was noted.
+    pub fn cut(&self) -> Option<&Cut> {
+        self.cut.as_ref()
     }
 
     /// The shape of the global tensor.

@@ -105,7 +105,9 @@
 
 mod checkpoint;
 mod checksum;
+mod convert;
 mod copy;
+mod cut;
 mod diff;
 mod disk;
 mod draft;
@@ -117,8 +119,11 @@ mod kind;
 mod layout;
 mod manifest;
 mod philox;
+mod plan;
 mod read;
 mod region;
+mod reshard;
+mod rewrite;
 mod sampler;
 mod shard;
 mod store;
@@ -126,6 +131,7 @@ mod verify;
 
 pub use checkpoint::Checkpoint;
 pub use checksum::Checksum;
+pub use cut::Cut;
 pub use diff::{DiffReport, Difference, TensorDiff, Tolerance, ValueDiff, diff};
 pub use draft::Draft;
 pub use dtype::{DType, UnknownDType};
@@ -137,7 +143,10 @@ pub use generate::{
 pub use kind::Kind;
 pub use layout::{Layout, Part};
 pub use manifest::{FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};
+pub use plan::Stages;
 pub use region::Region;
+pub use reshard::{ReshardOptions, reshard};
+pub use rewrite::DEFAULT_MAX_MEMORY;
 pub use sampler::Sampler;
 pub use shard::{Piece, Shard, ShardKind};
 pub use store::Store;

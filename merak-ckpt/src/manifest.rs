@@ -6,7 +6,7 @@ mod text;
 pub(crate) use text::Refused;
 
 use crate::region::num_elements;
-use crate::{Checksum, DType, Error, Kind, Region};
+use crate::{Checksum, Cut, DType, Error, Kind, Region};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -97,6 +97,9 @@ pub struct TensorEntry {
     pub dtype: DType,
     /// Global shape.
     pub shape: Vec<usize>,
+    /// How tensor parallelism cuts it, where the writer said so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cut: Option<Cut>,
     /// The pieces, sorted by box, then range.
     pub slices: Vec<SliceEntry>,
 }

@@ -8,12 +8,12 @@ use crate::manifest::{FileEntry, SliceEntry, TensorEntry, check_tensor_name};
 use crate::{Checksum, DType, Error, Kind, Layout, Result};
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
-use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::path::Path;
+use xxhash_rust::xxh3::Xxh3;
 
 /// Names a rank's piece of a tensor: the whole local tensor, or a flat range of it.
 #[derive(Debug, Clone)]
@@ -48,14 +48,25 @@ pub struct Shard {
 }
 
 /// A slice on its way into a file.
-struct Outgoing<'a> {
+pub(crate) struct Outgoing<'a> {
     /// Position of the piece.
     index: usize,
-    piece: &'a Piece<'a>,
-    bytes: &'a [u8],
-    part: PartRange<'a>,
+    pub(crate) piece: &'a Piece<'a>,
+    pub(crate) part: PartRange<'a>,
     slice: SliceEntry,
 }
+
+/// Where the bytes of slices come from.
+pub(crate) trait Supply {
+    /// Passes all bytes of a slice to `sink`, in order, in as many calls as it likes.
+    fn supply(&self, slice: &Outgoing<'_>, sink: &mut Sink<'_>) -> Result<()>;
+}
+
+/// What takes the bytes of a slice.
+pub(crate) type Sink<'a> = dyn FnMut(&[u8]) -> Result<()> + 'a;
+
+/// Supplies slices from buffers that hold the pieces, in the order of the pieces.
+struct Buffers<'a>(Vec<&'a [u8]>);
 
 impl Piece<'_> {
     /// The flat range of the local tensor.
@@ -113,20 +124,32 @@ impl Shard {
     }
 }
 
-/// Writes pieces into `folder/file` and brings them to the disk.
+/// Writes pieces that lie in memory into `folder/file` and brings them to the disk.
 pub(crate) fn write(folder: &Path, file: &str, pieces: &[(Piece<'_>, &[u8])]) -> Result<Shard> {
     for (piece, bytes) in pieces {
-        check(piece)?;
         piece.check_buffer(bytes.len())?;
     }
+    let buffers = Buffers(pieces.iter().map(|(_, bytes)| *bytes).collect());
+    let pieces: Vec<_> = pieces.iter().map(|(piece, _)| piece).collect();
+    write_from(folder, file, &pieces, &buffers)
+}
+
+/// Writes pieces into `folder/file`, as their bytes are supplied, and brings them to the disk.
+pub(crate) fn write_from(
+    folder: &Path,
+    file: &str,
+    pieces: &[&Piece<'_>],
+    supply: &dyn Supply,
+) -> Result<Shard> {
+    pieces.iter().try_for_each(|piece| check(piece))?;
     if pieces.is_empty() {
         return Ok(Shard::default());
     }
     let mut outgoing = slices(file, pieces);
     let header = place(&mut outgoing)?;
     let path = folder.join(file);
-    let (length, checksum) = write_file(&path, &header, &mut outgoing)?;
-    let mut tensors: Vec<TensorEntry> = pieces.iter().map(|(piece, _)| entry(piece)).collect();
+    let (length, checksum) = write_file(&path, &header, &mut outgoing, supply)?;
+    let mut tensors: Vec<TensorEntry> = pieces.iter().map(|piece| entry(piece)).collect();
     for Outgoing { index, slice, .. } in outgoing {
         tensors[index].slices.push(slice);
     }
@@ -155,14 +178,15 @@ fn entry(piece: &Piece<'_>) -> TensorEntry {
         name: piece.name.to_owned(),
         dtype: piece.dtype,
         shape: piece.layout.shape().to_vec(),
+        cut: piece.layout.cut().cloned(),
         slices: Vec::new(),
     }
 }
 
 /// Cuts pieces into slices, in file order: widest elements first, so that all are aligned.
-fn slices<'a>(file: &str, pieces: &'a [(Piece<'a>, &'a [u8])]) -> Vec<Outgoing<'a>> {
+fn slices<'a>(file: &str, pieces: &[&'a Piece<'a>]) -> Vec<Outgoing<'a>> {
     let mut outgoing = Vec::new();
-    for (index, (piece, bytes)) in pieces.iter().enumerate() {
+    for (index, &piece) in pieces.iter().enumerate() {
         for part in piece.layout.part_ranges(&piece.flat_range()) {
             let region = &part.part.region;
             let volume = region.num_elements().unwrap_or(usize::MAX);
@@ -178,7 +202,6 @@ fn slices<'a>(file: &str, pieces: &'a [(Piece<'a>, &'a [u8])]) -> Vec<Outgoing<'
             outgoing.push(Outgoing {
                 index,
                 piece,
-                bytes,
                 part,
                 slice,
             });
@@ -242,6 +265,7 @@ fn write_file(
     path: &Path,
     header: &[u8],
     outgoing: &mut [Outgoing<'_>],
+    supply: &dyn Supply,
 ) -> Result<(u64, Checksum)> {
     let file = File::create_new(path).map_err(io_error("create", path))?;
     let mut writer = HashingWriter::new(BufWriter::with_capacity(1 << 20, file));
@@ -249,11 +273,12 @@ fn write_file(
     write(&(header.len() as u64).to_le_bytes())?;
     write(header)?;
     for item in outgoing {
-        let bytes = item.gather();
-        write(&bytes)?;
-        let checksum = Checksum::of(&bytes);
-        drop(bytes);
-        item.slice.checksum = checksum;
+        let mut hasher = Xxh3::new();
+        supply.supply(item, &mut |bytes| {
+            hasher.update(bytes);
+            write(bytes)
+        })?;
+        item.slice.checksum = Checksum(hasher.digest());
     }
     let (writer, length, checksum) = writer.finish();
     let file = writer
@@ -263,23 +288,28 @@ fn write_file(
     Ok((length, checksum))
 }
 
-impl Outgoing<'_> {
-    /// The slice's bytes in order; borrowed where they lie in one stretch.
-    fn gather(&self) -> Cow<'_, [u8]> {
-        let width = self.piece.dtype.size_bytes();
-        let total = self.part.range.len() * width;
+impl Supply for Buffers<'_> {
+    fn supply(&self, slice: &Outgoing<'_>, sink: &mut Sink<'_>) -> Result<()> {
+        let Outgoing {
+            index, piece, part, ..
+        } = slice;
+        let width = piece.dtype.size_bytes();
+        let total = part.range.len() * width;
+        let bytes = self.0[*index];
         let mut gathered = Vec::new();
         let mut single = None;
-        let local_shape = self.piece.layout.local_shape();
-        self.part
-            .for_each_run(local_shape, &self.piece.flat_range(), |local, _, len| {
-                let run = &self.bytes[local * width..(local + len) * width];
+        part.for_each_run(
+            piece.layout.local_shape(),
+            &piece.flat_range(),
+            |local, _, len| {
+                let run = &bytes[local * width..(local + len) * width];
                 if run.len() == total {
                     single = Some(run);
                 } else {
                     gathered.extend_from_slice(run);
                 }
-            });
-        single.map_or(Cow::Owned(gathered), Cow::Borrowed)
+            },
+        );
+        sink(single.unwrap_or(&gathered))
     }
 }

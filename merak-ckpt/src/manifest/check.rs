@@ -59,6 +59,9 @@ impl Manifest {
         for slice in &tensor.slices {
             self.check_slice(tensor, slice)?;
         }
+        if let Some(cut) = &tensor.cut {
+            cut.check(&tensor.shape).map_err(malformed)?;
+        }
         let found = boxes(tensor)?
             .iter()
             .try_fold(0_usize, |n, region| n.checked_add(region.num_elements()?));

@@ -132,6 +132,25 @@ fn diff_compares_values_whatever_the_topology() {
 }
 
 #[test]
+fn reshard_prints_where_the_new_checkpoint_is() {
+    let folder = tempfile::tempdir().unwrap();
+    save(&Store::in_output_dir(folder.path()), 3, topology(1, 2, 1)).unwrap();
+    let arguments = "reshard . new --dp 2 --tp 2 --pp 2 --zero 1 --max-memory 8MiB";
+    let arguments: Vec<_> = arguments.split(' ').collect();
+    let (status, text, errors) = run(folder.path(), &arguments);
+    assert_eq!((status, errors.as_str()), (0, ""));
+    assert_eq!(text, "new/checkpoints/step-00000003\n");
+    let (status, text, _) = run(folder.path(), &["diff", ".", "new"]);
+    assert_eq!(
+        (status, text.as_str()),
+        (0, "24 tensors equal, 0 different\n")
+    );
+    let (status, text, errors) = run(folder.path(), &arguments);
+    assert_eq!((status, text.as_str()), (2, ""));
+    insta::assert_snapshot!(errors, @"merak-ckpt: new/checkpoints/step-00000003 exists already: name another destination, or remove it");
+}
+
+#[test]
 fn mistakes_end_with_status_two_and_one_message() {
     let folder = tempfile::tempdir().unwrap();
     for arguments in [

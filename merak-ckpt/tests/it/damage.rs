@@ -235,6 +235,15 @@ const ATTACKS: &[Attack] = &[
     ("shape of other ndim", |m| {
         m["tensors"][3]["shape"] = json!([48]);
     }),
+    ("cut of a dim that is not there", |m| {
+        m["tensors"][3]["cut"]["dim"] = json!(2);
+    }),
+    ("cut that overflows", |m| {
+        m["tensors"][3]["cut"]["parts"] = json!([u64::MAX, 9]);
+    }),
+    ("cut into too many parts", |m| {
+        m["tensors"][3]["cut"]["parts"] = json!(vec![0; 100_000]);
+    }),
     ("box beyond the tensor", |m| {
         m["tensors"][3]["slices"][0]["offset"] = json!([1, 0]);
     }),
@@ -337,12 +346,15 @@ fn forged_manifests_are_refused() {
     insta::assert_snapshot!(messages.join("\n"), @"
     newer version: OUT/step-00000002/manifest.json has format version 2, this program reads versions up to 1
     other format: manifest.json: the format is `torch`, expected `merak-checkpoint`
-    unknown field: manifest.json: unknown field `extra`, expected one of `format`, `version`, `step`, `topology`, `model`, `state`, `files`, `tensors`, `checksum` at line 1 column 9578
+    unknown field: manifest.json: unknown field `extra`, expected one of `format`, `version`, `step`, `topology`, `model`, `state`, `files`, `tensors`, `checksum` at line 1 column 10022
     negative step: manifest.json: invalid value: integer `-1`, expected u64 at line 1 column 50
-    fractional offset: manifest.json: invalid type: floating point `0.5`, expected usize at line 1 column 3439
+    fractional offset: manifest.json: invalid type: floating point `0.5`, expected usize at line 1 column 3587
     enormous shape: manifest.json, tensor `h.0.mlp.c_proj.weight`: shape [18446744073709551615, 18446744073709551615] is too large
     too many dims: manifest.json, tensor `h.0.mlp.c_proj.weight`: shape [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] is too large
     shape of other ndim: manifest.json, tensor `h.0.mlp.c_proj.weight`: box [0:4,0:6] is out of bounds of shape [48]
+    cut of a dim that is not there: manifest.json, tensor `h.0.mlp.c_proj.weight`: cut of dim 2 as 8, but it has no dim 2
+    cut that overflows: manifest.json, tensor `h.0.mlp.c_proj.weight`: cut of dim 0 as 18446744073709551615+9, expected at most 64 parts with the sum 8
+    cut into too many parts: manifest.json, tensor `h.0.mlp.c_proj.weight`: cut of dim 0 as 0+0+0+0+.., expected at most 64 parts with the sum 8
     box beyond the tensor: manifest.json, tensor `h.0.mlp.c_proj.weight`: slices [1:5,0:6] and [4:8,0:6] overlap
     box that overflows: manifest.json, tensor `h.0.mlp.c_proj.weight`: box [18446744073709551615:18446744073709551615,1:7] is out of bounds of shape [8, 6]
     slice twice: manifest.json, tensor `wte.weight`: slices are not in order
@@ -366,7 +378,7 @@ fn forged_manifests_are_refused() {
     unknown kind: manifest.json: `Exp Avg` is no kind of tensor at line 1 column 767
     unknown type: manifest.json: unknown variant `f8`, expected one of `f64`, `f32`, `bf16`, `f16`, `i64`, `i32`, `i16`, `i8`, `u64`, `u32`, `u16`, `u8`, `bool` at line 1 column 797
     name with a bracket: manifest.json, tensor `a[0:1]`: invalid tensor name `a[0:1]`: expected 1 to 1024 bytes without control characters, `[`, `#` and `/`
-    short checksum: manifest.json: checksum `12ab` is not 16 hexadecimal digits at line 1 column 3525
+    short checksum: manifest.json: checksum `12ab` is not 16 hexadecimal digits at line 1 column 3673
     ");
 }
 

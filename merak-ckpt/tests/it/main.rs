@@ -2,6 +2,7 @@
 //!
 //! - `support`: a small made-up model, saved by any topology
 //! - `topologies`: what any topology saves, any other reads back
+//! - `reshard`: files rewritten for other topologies, there and back
 //! - `store`: names, `latest`, rotation, leftovers
 //! - `command`: what `merak-ckpt` prints, and its exit status
 //! - `damage`: damaged and hostile files give errors that name them
@@ -11,6 +12,7 @@
 mod command;
 mod damage;
 mod generation;
+mod reshard;
 mod store;
 mod support;
 mod topologies;

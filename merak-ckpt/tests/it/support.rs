@@ -1,7 +1,7 @@
 //! A made-up model, saved and loaded by a made-up topology.
 
 use merak_ckpt::{
-    Checkpoint, DType, Header, Kind, Layout, Piece, Result, ShardKind, Store, Topology,
+    Checkpoint, Cut as Rule, DType, Header, Kind, Layout, Piece, Result, ShardKind, Store, Topology,
 };
 use serde_json::json;
 use std::ops::Range;
@@ -94,17 +94,23 @@ pub(crate) fn whole(kind: &Kind, tensor: &Tensor) -> Vec<u8> {
 pub(crate) fn layout(tensor: &Tensor, tp: usize, rank: usize) -> Layout {
     let share =
         |begin: usize, size: usize| begin + size / tp * rank..begin + size / tp * (rank + 1);
-    match tensor.cut {
-        Cut::Replicated => Layout::whole(tensor.shape),
+    let whole = Layout::whole(tensor.shape);
+    let (layout, rule) = match tensor.cut {
+        Cut::Replicated => return whole,
         Cut::Dim(dim) => {
-            Layout::shard(tensor.shape, dim, share(0, tensor.shape[dim])).expect("it divides")
+            let size = tensor.shape[dim];
+            let layout = Layout::shard(tensor.shape, dim, share(0, size));
+            (layout, Rule::new(dim, [size]))
         }
         Cut::Fused(dim) => {
             let third = tensor.shape[dim] / 3;
             let ranges = [0, 1, 2].map(|part| share(part * third, third));
-            Layout::along(tensor.shape, dim, &ranges).expect("it divides")
+            let layout = Layout::along(tensor.shape, dim, &ranges);
+            (layout, Rule::new(dim, [third; 3]))
         }
-    }
+    };
+    let layout = layout.expect("it divides");
+    layout.with_cut(rule).expect("it fits")
 }
 
 /// The flat range of a local tensor that a replica's ZeRO part holds: uneven on purpose.

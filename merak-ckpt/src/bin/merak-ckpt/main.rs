@@ -1,7 +1,8 @@
-//! The `merak-ckpt` command: looks at checkpoints, checks them, compares them.
+//! The `merak-ckpt` command: looks at checkpoints, checks, compares and rewrites them.
 #![expect(clippy::print_stderr, reason = "a command reports its errors")]
 
 mod inspect;
+mod rewrite;
 
 use clap::{Parser, Subcommand};
 use merak_ckpt::{Checkpoint, Difference, Error, Result, Tolerance, diff};
@@ -10,7 +11,7 @@ use std::io::{self, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Looks at checkpoints, checks them, compares them.
+/// Looks at checkpoints, checks, compares and rewrites them.
 ///
 /// PATH is a checkpoint's folder (checkpoints/step-00001000), or an output folder, which stands for its latest checkpoint.
 ///
@@ -50,6 +51,8 @@ enum Command {
         #[arg(long, default_value_t = 0.0, value_parser = tolerance)]
         atol: f64,
     },
+    /// Rewrites a checkpoint for another topology, and prints the new one's folder
+    Reshard(rewrite::Reshard),
 }
 
 /// What a command prints, and its exit status.
@@ -63,6 +66,7 @@ fn main() -> ExitCode {
         Command::Inspect { path, json } => inspect(&path, json),
         Command::Verify { path } => verify(&path),
         Command::Diff { a, b, rtol, atol } => compare(&a, &b, Tolerance { rtol, atol }),
+        Command::Reshard(command) => command.run(),
     };
     match outcome {
         Ok(Outcome { text, status }) => {

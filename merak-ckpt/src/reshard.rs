@@ -1,0 +1,150 @@
+//! Rewriting a checkpoint for another topology.
+
+use crate::plan::plan;
+use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, copy_other_files, write_planned};
+use crate::{Checkpoint, Draft, Error, Header, Result, Shard, Stages, Store, Topology, format};
+use std::path::{Path, PathBuf};
+
+/// The topology to rewrite a checkpoint for, and the means.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReshardOptions {
+    /// The topology: all degrees are 1 or more, the ZeRO stage at most 3.
+    pub topology: Topology,
+    /// Which stage holds which tensor.
+    pub stages: Stages,
+    /// Bytes of tensors in memory at a time, at least 4 MiB.
+    pub max_memory: usize,
+}
+
+impl Default for ReshardOptions {
+    /// One rank, [`DEFAULT_MAX_MEMORY`].
+    fn default() -> Self {
+        Self {
+            topology: Topology::default(),
+            stages: Stages::Even,
+            max_memory: DEFAULT_MAX_MEMORY,
+        }
+    }
+}
+
+/// Rewrites a checkpoint as ranks of another topology would have written it: returns the folder
+/// of the new one, which holds the same tensors, state and files.
+///
+/// Readers need no resharding, since any topology reads what any other wrote. It is for files that fit a
+/// cluster: a file for each rank on its own disk, or one for all.
+///
+/// `destination` is an output folder, a `checkpoints` folder, or the new checkpoint's own folder
+/// (`step-…`, with the step of the source). Each element is written by one rank:
+///
+/// - its **stage** is that of [`ReshardOptions::stages`];
+/// - along **tp** a tensor is cut by its [`Cut`](crate::Cut), which the writer of the source noted
+///   in the manifest; a tensor without one is written whole by the first rank;
+/// - along **dp**, ZeRO 1 and 2 divide the optimizer state, ZeRO 3 the parameters as well: the
+///   local tensors, in order of their names, are one flat sequence that is dealt out in even
+///   ranges. Otherwise the first replica writes everything.
+///
+/// So the result depends on the tensors, the notes and the options only, not on the topology of the source:
+/// from one rank's checkpoint there and back gives the same bytes.
+///
+/// # Errors
+/// [`Error::InvalidOption`] for degrees or stages that cannot be, [`Error::AlreadyExists`] where
+/// the destination has a checkpoint of this step, [`Error::Damaged`] where the source is
+/// damaged. Nothing is left at the destination then.
+///
+/// # Examples
+/// ```
+/// use merak_ckpt::{
+///     Checkpoint, Cut, DType, Header, Kind, Piece, ReshardOptions, ShardKind, Store, Topology, reshard,
+/// };
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let folder = tempfile::tempdir()?;
+/// let store = Store::in_output_dir(folder.path().join("one"));
+/// let layout = Cut::new(1, [3]).layout(&[2, 3], 0, 1)?;
+/// let piece = Piece {
+///     kind: &Kind::Parameter,
+///     name: "w",
+///     dtype: DType::U8,
+///     layout: &layout,
+///     range: None,
+/// };
+/// let shard = store.begin(7)?.write_shard(ShardKind::Model, 0, &[(piece, &[0, 1, 2, 3, 4, 5])])?;
+/// let one = store.draft(7).commit(vec![shard], Header::default(), &[])?;
+///
+/// let options = ReshardOptions {
+///     topology: Topology { tp: 3, ..Topology::default() },
+///     ..ReshardOptions::default()
+/// };
+/// let three = reshard(&Checkpoint::open(one)?, folder.path().join("three"), &options)?;
+/// let three = Checkpoint::open(three)?;
+/// assert_eq!(three.manifest().files.len(), 3);
+/// assert_eq!(three.read_whole(&Kind::Parameter, "w")?, [0, 1, 2, 3, 4, 5]);
+/// # Ok(())
+/// # }
+/// ```
+pub fn reshard(
+    source: &Checkpoint,
+    destination: impl AsRef<Path>,
+    options: &ReshardOptions,
+) -> Result<PathBuf> {
+    let budget = Budget::new(options.max_memory)?;
+    let tensors = &source.manifest().tensors;
+    let planned = plan(tensors, options.topology, &options.stages)?;
+    let files: Vec<_> = planned
+        .iter()
+        .map(|file| (file.kind.file_name(file.rank), file))
+        .collect();
+    let header = &source.manifest().header;
+    let draft = start(destination.as_ref(), header.step)?;
+    finish(&draft, || {
+        let folder = draft.path();
+        let mut shards = write_planned(source, tensors, &files, &folder, budget)?;
+        shards.push(Shard {
+            files: copy_other_files(source, &folder)?,
+            tensors: Vec::new(),
+        });
+        let header = Header {
+            topology: options.topology,
+            ..header.clone()
+        };
+        Ok((shards, header))
+    })
+}
+
+/// Starts the checkpoint of a step at a destination that a user has named.
+pub(crate) fn start(destination: &Path, step: u64) -> Result<Draft> {
+    let name = destination.file_name().and_then(|name| name.to_str());
+    let store = match name.map(|name| (name, format::parse_step_name(name))) {
+        Some((_, Some(named))) if named == step => {
+            Store::new(destination.parent().unwrap_or(Path::new("")))
+        }
+        Some((name, Some(_))) => {
+            return Err(Error::InvalidName {
+                what: "destination of this checkpoint",
+                name: name.to_owned(),
+                rule: "expected the name of its own step, or an output folder",
+            });
+        }
+        Some((format::CHECKPOINTS, _)) => Store::new(destination),
+        _ => Store::in_output_dir(destination),
+    };
+    let path = store.path_of(step);
+    if path.exists() {
+        return Err(Error::AlreadyExists { path });
+    }
+    store.begin(step)
+}
+
+/// Commits what `write` has written, or removes the draft.
+pub(crate) fn finish(
+    draft: &Draft,
+    write: impl FnOnce() -> Result<(Vec<Shard>, Header)>,
+) -> Result<PathBuf> {
+    let outcome = write().and_then(|(shards, header)| draft.commit(shards, header, &[]));
+    if outcome.is_err()
+        && let Err(error) = draft.abandon()
+    {
+        tracing::warn!(%error, "an unfinished checkpoint could not be removed");
+    }
+    outcome
+}
