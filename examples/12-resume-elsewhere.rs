@@ -1,0 +1,106 @@
+//! Saves a run of dp 2 x tp 1 x pp 2 ranks and goes on with it as another topology (merak-trainer).
+//!
+//! `cargo run -p merak-examples --example 12-resume-elsewhere [DP [TP [PP]]]`, the ranks that go on, 1, 2 and 1 unless
+//! told.
+#![expect(clippy::print_stdout, reason = "an example prints")]
+
+use anyhow::{Result, ensure};
+use merak_examples::count;
+use merak_mpu::Mpu;
+use merak_trace::models;
+use merak_trainer::{
+    CheckedArguments, MerakArguments, MerakTrainer, Plan, TrainerParts, data::TokenDataset,
+    run_world, threads_per_rank,
+};
+use std::{path::Path, sync::Arc};
+
+/// Samples of a step, whatever the topology.
+const GLOBAL_BATCH: usize = 8;
+const MICROBATCHES: usize = 2;
+const SAVED_AFTER: usize = 4;
+const STEPS: i64 = 8;
+
+fn main() -> Result<()> {
+    let elsewhere = [count(1, "DP", 1)?, count(2, "TP", 2)?, count(3, "PP", 1)?];
+    let here = [2, 1, 2];
+    let folder = tempfile::tempdir()?;
+
+    // This run saves after step 4 and goes on; two others start from what it saved.
+    let mut args = arguments(here, folder.path())?.into_arguments();
+    args.save = true;
+    args.save_steps = SAVED_AFTER;
+    let uninterrupted = losses(&args.check()?)?;
+
+    let resumed = |degrees| -> Result<Vec<f64>> {
+        let mut args = arguments(degrees, folder.path())?.into_arguments();
+        let path = folder
+            .path()
+            .join(format!("checkpoints/step-{SAVED_AFTER:08}"));
+        args.resume_from_checkpoint = Some(path.display().to_string());
+        losses(&args.check()?)
+    };
+    let (same, other) = (resumed(here)?, resumed(elsewhere)?);
+    println!("step  uninterrupted  resumed at {here:?}  resumed at {elsewhere:?}");
+    let rest = &uninterrupted[SAVED_AFTER..];
+    for (step, ((expected, same), other)) in rest.iter().zip(&same).zip(&other).enumerate() {
+        let step = step + SAVED_AFTER + 1;
+        println!("{step:>4}  {expected:<13.8}  {same:<20.8}  {other:.8}");
+    }
+    ensure!(same == rest, "the same topology goes on with the same bits");
+    ensure!(other.len() == rest.len());
+    for (expected, other) in rest.iter().zip(&other) {
+        ensure!(
+            (expected - other).abs() < 1e-4 * expected,
+            "another one up to the order of sums"
+        );
+    }
+    Ok(())
+}
+
+/// The same global batch, however it is divided over replicas.
+fn arguments([dp, tp, pp]: [usize; 3], output: &Path) -> Result<CheckedArguments> {
+    ensure!(
+        (GLOBAL_BATCH / MICROBATCHES).is_multiple_of(dp),
+        "DP divides the batch"
+    );
+    let mut args = MerakArguments::default();
+    (args.dp, args.tp, args.pp) = (dp, tp, pp);
+    args.per_device_train_batch_size = GLOBAL_BATCH / MICROBATCHES / dp;
+    args.gradient_accumulation_steps = MICROBATCHES;
+    args.output_dir = Some(output.to_owned());
+    args.seq_length = Some(16);
+    args.max_steps = STEPS;
+    args.learning_rate = 3e-3;
+    Ok(args.check()?)
+}
+
+/// Trains on made-up tokens, with dropout; returns the losses of the steps that were made.
+fn losses(args: &CheckedArguments) -> Result<Vec<f64>> {
+    let config = serde_json::json!({
+        "model_type": "gpt2", "vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4,
+        "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+    });
+    let plan = Arc::new(Plan::new(models::from_config(&config)?.into(), args)?);
+    let tokens: Arc<[u32]> = (0..2000_u32).map(|i| i * i / 7 % 32).collect();
+    let data = Arc::new(TokenDataset::new(tokens, 16, "training")?);
+    let by_rank = run_world(args, |member| {
+        let mpu = Mpu::new(member, plan.degrees)?;
+        let data = Arc::clone(&data);
+        let parts = TrainerParts {
+            train_data: Some(data),
+            num_threads: threads_per_rank(args),
+            ..TrainerParts::default()
+        };
+        let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, args, parts)?;
+        let mut losses = Vec::new();
+        // `train` does the same and tells callbacks; here the loop is ours.
+        while trainer.global_step() < trainer.total_steps() {
+            losses.push(trainer.train_step()?.loss);
+            if args.save && trainer.global_step() == args.save_steps {
+                trainer.save_checkpoint()?;
+            }
+        }
+        Ok(losses)
+    })?;
+    Ok(by_rank.into_iter().next().unwrap_or_default())
+}
