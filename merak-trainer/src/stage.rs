@@ -24,7 +24,7 @@ pub(crate) struct Stage {
     pub(crate) optimizer: ZeroOptimizer,
     grads: GradStore,
     tied: tied::TiedGrads,
-    seed: u64,
+    pub(crate) seed: u64,
 }
 
 impl Stage {

@@ -133,11 +133,7 @@ impl MerakTrainer {
         let mpu = Arc::new(tie(mpu, &plan)?);
         let engine = Engine::new(&plan.schedule, mpu.pipeline_parallel_rank())?;
         let link = GroupLink::new(mpu.pipeline_parallel_group().clone());
-        let shape = BatchShape {
-            batch: args.per_device_train_batch_size,
-            microbatches: args.gradient_accumulation_steps,
-            dp: args.dp,
-        };
+        let shape = batch_shape(args);
         let order = parts
             .train_data
             .as_ref()
@@ -301,6 +297,15 @@ impl MerakTrainer {
             advice: "name the folder that the run writes".to_owned(),
         };
         self.args.output_dir.clone().ok_or_else(missing)
+    }
+}
+
+/// How the arguments cut a global batch.
+fn batch_shape(args: &CheckedArguments) -> BatchShape {
+    BatchShape {
+        batch: args.per_device_train_batch_size,
+        microbatches: args.gradient_accumulation_steps,
+        dp: args.dp,
     }
 }
 

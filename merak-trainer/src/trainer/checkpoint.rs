@@ -1,10 +1,14 @@
 //! Saving and loading a run.
 
-use super::MerakTrainer;
-use crate::{Error, Result, data::DataPosition};
+use super::{MerakTrainer, batch_shape};
+use crate::{
+    Error, Result,
+    data::{DataPosition, TrainingOrder},
+};
 use merak_ckpt::{
     Checkpoint, DType, Header, Kind, Layout, Piece, Region, Shard, ShardKind, Store, Topology,
 };
+use merak_mpu::ReduceOp;
 use merak_trace::{Param, Placement};
 use merak_zero::Progress;
 use serde::{Deserialize, Serialize};
@@ -23,6 +27,13 @@ struct RunState {
     /// Whether the random state above is to be trusted, and whether there is optimizer state.
     has_rng: bool,
     has_optimizer: bool,
+}
+
+/// A rank's part of a checkpoint, before anything changes.
+struct ReadState {
+    weights: Vec<u8>,
+    optimizer: Option<Vec<Vec<f32>>>,
+    state: RunState,
 }
 
 /// What was found in a checkpoint.
@@ -206,15 +217,20 @@ impl MerakTrainer {
         Ok(Layout::along(&param.full.shape, shard.dim, &ranges)?)
     }
 
-    /// Resumes as `resume_from_checkpoint` says.
+    /// Resumes as `resume_from_checkpoint` says. Only `auto` goes on to an older checkpoint where the newest
+    /// one is damaged, and to a fresh start where there is none.
     pub(super) fn resume(&mut self, from: &str) -> Result<()> {
-        let found = match from {
+        let mut candidate = match from {
             "auto" => Store::in_output_dir(self.output_dir()?).newest_complete(None)?,
             "latest" => Some(Checkpoint::open(self.output_dir()?)?),
             path => Some(Checkpoint::open(path)?),
         };
-        if let Some(checkpoint) = found {
-            self.load(&checkpoint)?;
+        while let Some(checkpoint) = candidate {
+            if let Some(read) = self.read_on_all_ranks(&checkpoint, from == "auto")? {
+                self.apply(&checkpoint, read)?;
+                return Ok(());
+            }
+            candidate = checkpoint.older()?;
         }
         Ok(())
     }
@@ -224,43 +240,82 @@ impl MerakTrainer {
     /// With `finetune` the weights alone are loaded. No weight changes unless every rank could read its part.
     ///
     /// # Communication
-    /// A barrier over the world.
+    /// An all-reduce of 8 bytes over the world.
     ///
     /// # Errors
-    /// When it is damaged, of another model, or lacks a part that no flag excuses.
+    /// When it is damaged, of another model, or lacks a part that no flag excuses, on any rank.
     pub fn load_checkpoint(&mut self, path: &Path) -> Result<LoadedCheckpoint> {
-        self.load(&Checkpoint::open(path)?)
+        let checkpoint = Checkpoint::open(path)?;
+        let read = self.read_on_all_ranks(&checkpoint, false)?;
+        let elsewhere = || Error::Rank {
+            rank: self.stage.mpu.rank().0,
+            cause: "another rank could not read the checkpoint".to_owned(),
+            user: true,
+        };
+        let read = read.ok_or_else(elsewhere)?;
+        self.apply(&checkpoint, read)
     }
 
-    fn load(&mut self, checkpoint: &Checkpoint) -> Result<LoadedCheckpoint> {
+    /// This rank's part of a checkpoint if every rank could read its own. Otherwise `None` where that is
+    /// tolerated; else the error of the rank that could not, which ends the others too.
+    fn read_on_all_ranks(
+        &self,
+        checkpoint: &Checkpoint,
+        tolerated: bool,
+    ) -> Result<Option<ReadState>> {
+        let read = self.read(checkpoint);
+        let world = self.stage.mpu.world_group();
+        if world.all_reduce_scalar(i64::from(read.is_ok()), ReduceOp::Min)? == 1 {
+            return read.map(Some);
+        }
+        if tolerated {
+            tracing::warn!(path = %checkpoint.path().display(), error = ?read.err(), "checkpoint passed over");
+            return Ok(None);
+        }
+        read?;
+        world.barrier()?;
+        Ok(None)
+    }
+
+    /// This rank's part of a checkpoint; changes nothing.
+    fn read(&self, checkpoint: &Checkpoint) -> Result<ReadState> {
         let header = &checkpoint.manifest().header;
-        let state: RunState =
-            serde_json::from_value(header.state.clone()).map_err(|error| Error::OtherModel {
-                path: checkpoint.path().to_owned(),
-                difference: format!("its run state cannot be read: {error}"),
-            })?;
+        let path = || checkpoint.path().to_owned();
+        let state = serde_json::from_value(header.state.clone());
+        let state: RunState = state.map_err(|error| Error::OtherModel {
+            path: path(),
+            difference: format!("its run state cannot be read: {error}"),
+        })?;
         self.check_model(checkpoint)?;
-        let weights = self.read_weights(checkpoint)?;
-        let restores_optimizer = !self.args.finetune && !self.args.no_load_optim;
-        let optimizer = if restores_optimizer {
-            Some(self.read_optimizer(checkpoint, &state)?)
-        } else {
-            None
-        };
-        if !self.args.finetune && !self.args.no_load_rng && !state.has_rng {
+        let restores = |switched_off: bool| !self.args.finetune && !switched_off;
+        if restores(self.args.no_load_rng) && !state.has_rng {
             return Err(Error::MissingPart {
-                path: checkpoint.path().to_owned(),
+                path: path(),
                 part: "random state",
                 flag: "no_load_rng",
             });
         }
-        // Everything could be read here; nothing changes before that holds on every rank.
-        self.stage.mpu.world_group().barrier()?;
+        let optimizer = if restores(self.args.no_load_optim) {
+            Some(self.read_optimizer(checkpoint, &state)?)
+        } else {
+            None
+        };
+        Ok(ReadState {
+            weights: self.read_weights(checkpoint)?,
+            optimizer,
+            state,
+        })
+    }
 
-        self.stage
-            .params
-            .flat
-            .write(&mut |bytes| bytes.copy_from_slice(&weights));
+    /// Goes on from what was read.
+    fn apply(&mut self, checkpoint: &Checkpoint, read: ReadState) -> Result<LoadedCheckpoint> {
+        let ReadState {
+            weights,
+            optimizer,
+            state,
+        } = read;
+        let flat = &mut self.stage.params.flat;
+        flat.write(&mut |bytes| bytes.copy_from_slice(&weights));
         if let Some(values) = optimizer {
             let slices = self.stage.optimizer.state_mut().slices_mut();
             slices
@@ -268,27 +323,46 @@ impl MerakTrainer {
                 .for_each(|(slice, values)| slice.values.copy_from_slice(&values));
         }
         if !self.args.finetune {
-            self.stage.optimizer.set_progress(state.progress);
-            self.global_step = state.global_step;
-            let position = if self.args.ignore_data_skip {
-                DataPosition {
-                    samples: 0,
-                    ..state.position
-                }
-            } else {
-                state.position
-            };
-            if let Some(order) = &mut self.order {
-                order.resume(state.global_step, position);
-            }
+            self.restore_position(&state)?;
         }
         self.loader = None;
         Ok(LoadedCheckpoint {
             path: checkpoint.path().to_owned(),
             global_step: state.global_step,
             consumed_samples: state.position.samples,
-            topology: header.topology,
+            topology: checkpoint.manifest().header.topology,
         })
+    }
+
+    /// Restores step, seeds and the place in the data.
+    fn restore_position(&mut self, state: &RunState) -> Result<()> {
+        self.stage.optimizer.set_progress(state.progress);
+        self.global_step = state.global_step;
+        if !self.args.no_load_rng {
+            self.stage.seed = state.seed;
+        }
+        let Some(data) = &self.parts.train_data else {
+            return Ok(());
+        };
+        let data_seed = if self.args.no_load_rng {
+            self.args.data_seed()
+        } else {
+            state.data_seed
+        };
+        let mut order = TrainingOrder::new(data.len(), batch_shape(&self.args), data_seed)?;
+        let mut position = state.position;
+        if self.args.ignore_data_skip {
+            position.samples = 0;
+        }
+        let unused = order.resume(state.global_step, position);
+        if unused > 0 && self.stage.mpu.is_rank_0() {
+            tracing::warn!(
+                unused,
+                "the global batch changed: training goes on at the next whole one"
+            );
+        }
+        self.order = Some(order);
+        Ok(())
     }
 
     /// Compares the checkpoint's parameters with the whole model's.
