@@ -58,84 +58,73 @@ impl LogitsSource for Chain {
 fn main() -> Result<()> {
     let mut model = Chain::learn(TEXT);
     let prompts: Vec<_> = ["the rank ", "a stage ", "the batch "].map(tokens).into();
-    let options = GenerateOptions {
+    sample(&mut model, &prompts)?;
+    take_the_likeliest(&mut model, &prompts)?;
+    stop_at_the_full_stop(&mut model, &prompts)
+}
+
+/// A draw depends on the seed, the prompt's index and the position: not on the batch around it.
+fn sample(model: &mut Chain, prompts: &[Vec<u32>]) -> Result<()> {
+    let mut options = GenerateOptions {
         max_new_tokens: 60,
         temperature: 1.0,
         top_p: 0.95,
         ..GenerateOptions::default()
     };
-
-    let sampled = generate(&mut model, &prompts, &options)?;
+    let sampled = generate(model, prompts, &options)?;
     for completion in &sampled {
-        println!(
-            "sampled  {}|{}",
-            text(&completion.prompt_ids),
-            text(&completion.ids)
-        );
+        show("sampled", completion);
     }
-    // A draw depends on the seed, the prompt's index and the position: not on the batch around it.
-    let options_of_last = GenerateOptions {
-        first_prompt: 2,
-        ..options.clone()
-    };
-    let alone = generate(&mut model, &prompts[2..], &options_of_last)?;
-    ensure!(
-        alone[0] == sampled[2],
-        "the same text alone as in the batch"
-    );
-    let reseeded = GenerateOptions {
-        seed: 43,
-        ..options.clone()
-    };
-    ensure!(
-        generate(&mut model, &prompts, &reseeded)? != sampled,
-        "another seed, another text"
-    );
+    options.first_prompt = 2;
+    let alone = generate(model, &prompts[2..], &options)?;
+    ensure!(alone == sampled[2..], "the same alone as in the batch");
+    (options.first_prompt, options.seed) = (0, 43);
+    let others = generate(model, prompts, &options)?;
+    ensure!(others != sampled, "another seed, another text");
+    Ok(())
+}
 
-    // Temperature 0 takes the likeliest token.
-    let greedy = GenerateOptions {
+/// Temperature 0 draws nothing.
+fn take_the_likeliest(model: &mut Chain, prompts: &[Vec<u32>]) -> Result<()> {
+    let mut options = GenerateOptions {
+        max_new_tokens: 60,
         temperature: 0.0,
-        ..options.clone()
+        ..GenerateOptions::default()
     };
-    let likeliest = generate(&mut model, &prompts, &greedy)?;
-    println!(
-        "greedy   {}|{}",
-        text(&likeliest[0].prompt_ids),
-        text(&likeliest[0].ids)
-    );
-    ensure!(likeliest == generate(&mut model, &prompts, &GenerateOptions { seed: 7, ..greedy })?);
+    let likeliest = generate(model, prompts, &options)?;
+    show("likeliest", &likeliest[0]);
+    options.seed = 7;
+    let again = generate(model, prompts, &options)?;
+    ensure!(again == likeliest, "the seed does not matter");
+    Ok(())
+}
 
-    // A callback sees each token as it is chosen, to show it or to end a sequence: here at a full stop.
-    let mut shown = String::new();
+/// A callback sees each token as it is chosen, to print it at once or to end a sequence.
+fn stop_at_the_full_stop(model: &mut Chain, prompts: &[Vec<u32>]) -> Result<()> {
+    let full_stop = u32::from(b'.');
+    let mut seen = Vec::new();
     let mut on_token = |token: NewToken| {
         if token.prompt == 0 {
-            shown.push_str(&text(&[token.id]));
+            seen.push(token.id);
         }
-        if token.id == u32::from(b'.') {
-            ControlFlow::Break(())
-        } else {
-            ControlFlow::Continue(())
+        if token.id == full_stop {
+            return ControlFlow::Break(());
         }
+        ControlFlow::Continue(())
     };
-    let long = GenerateOptions {
-        max_new_tokens: 1000,
-        ..options
-    };
-    let sentences = generate_with(&mut model, &prompts, &long, &mut on_token)?;
-    for Completion {
-        prompt_ids,
-        ids,
-        reason,
-    } in &sentences
-    {
-        println!("sentence {}|{} ({reason:?})", text(prompt_ids), text(ids));
-        ensure!(*reason == Reason::Stop && ids.last() == Some(&u32::from(b'.')));
+    let options = GenerateOptions::default();
+    let sentences = generate_with(model, prompts, &options, &mut on_token)?;
+    for sentence in &sentences {
+        show("sentence", sentence);
+        ensure!(sentence.reason == Reason::Stop && sentence.ids.ends_with(&[full_stop]));
     }
-    ensure!(
-        shown == text(&sentences[0].ids),
-        "the callback saw every token"
-    );
+    ensure!(seen == sentences[0].ids, "the callback saw every token");
     Ok(())
+}
+
+fn show(how: &str, completion: &Completion) {
+    let (prompt, new) = (text(&completion.prompt_ids), text(&completion.ids));
+    println!("{how:<9}  {prompt}|{new}");
 }
 
 fn tokens(text: &str) -> Vec<u32> {

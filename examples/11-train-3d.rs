@@ -60,7 +60,7 @@ impl Callback for Print {
                 lr,
                 ..
             } = report;
-            println!("step {step:>3}  loss {loss:.4}  gradient norm {grad_norm:.3}  lr {lr:.5}");
+            println!("step {step:>3}  loss {loss:.4}  gradient norm {grad_norm:.3}  lr {lr:.1e}");
         }
     }
 }
