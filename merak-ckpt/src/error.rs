@@ -65,6 +65,14 @@ pub enum Error {
         /// The newest complete older checkpoint.
         older: Option<PathBuf>,
     },
+    /// A file of another program cannot be used.
+    #[error("cannot read {}: {reason}", path.display())]
+    Foreign {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+    },
     /// The shards that were to be committed do not make a checkpoint.
     #[error("the shards of step {step} make no complete checkpoint: {damage}")]
     IncompleteShards {
@@ -207,6 +215,7 @@ impl Error {
             | Self::NotACheckpoint { .. }
             | Self::NewerVersion { .. }
             | Self::Damaged { .. }
+            | Self::Foreign { .. }
             | Self::MissingTensor { .. }
             | Self::ShapeMismatch { .. }
             | Self::DTypeMismatch { .. }

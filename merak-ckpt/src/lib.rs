@@ -65,6 +65,9 @@
 //!   tensor or a flat range of it, for writing and reading alike.
 //! - [`Checkpoint`]: an open one: [`read`](Checkpoint::read), [`verify`](Checkpoint::verify), and
 //!   [`diff`] of two. [`Manifest`] is what it holds; [`mod@format`] specifies every byte.
+//! - [`reshard`]: a checkpoint's files rewritten for another topology, as [`ReshardOptions`] say;
+//!   [`Cut`] is how tensor parallelism cuts a tensor at any degree.
+//! - [`HfFolder`]: a Hugging Face folder, read by slices like a checkpoint; [`import_hf`], [`export_hf`].
 //! - [`generate`], [`TokenSource`], [`LogitsSource`], [`Sampler`], [`Decoding`]: the decode loop, which
 //!   knows no model and no ranks.
 //!
@@ -83,6 +86,8 @@
 //!
 //! # What holds
 //!
+//! - Resharding streams: it holds [`DEFAULT_MAX_MEMORY`] bytes of tensors, or as few as 4 MiB.
+//! - Weights from pickles (`pytorch_model.bin`) are read without running anything of them.
 //! - Any topology reads what any other wrote, bit for bit; reading needs a block of 1 MiB besides the
 //!   caller's buffer.
 //! - Equal states make equal bytes: sorted tables, no clock, no hash order.
@@ -115,6 +120,7 @@ mod dtype;
 mod error;
 pub mod format;
 mod generate;
+mod hf;
 mod kind;
 mod layout;
 mod manifest;
@@ -140,6 +146,7 @@ pub use generate::{
     Completion, Decoding, GenerateOptions, LogitsSource, NewToken, Reason, Row, TokenSource,
     generate, generate_with, pad_completions,
 };
+pub use hf::{ExportOptions, HfFolder, ImportOptions, export_hf, import_hf};
 pub use kind::Kind;
 pub use layout::{Layout, Part};
 pub use manifest::{FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};

@@ -151,6 +151,25 @@ fn reshard_prints_where_the_new_checkpoint_is() {
 }
 
 #[test]
+fn hugging_face_folders_come_in_and_go_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/goldens/hf/gpt2-zip");
+    let arguments = ["import-hf", golden, "run", "--tp", "2", "--pp", "2"];
+    let (status, text, errors) = run(folder.path(), &arguments);
+    assert_eq!((status, errors.as_str()), (0, ""));
+    assert_eq!(text, "run/checkpoints/step-00000000\n");
+    let export = "export-hf run out --dtype bf16 --max-shard-size 1KB";
+    let (status, text, errors) = run(folder.path(), &export.split(' ').collect::<Vec<_>>());
+    assert_eq!((status, text.as_str(), errors.as_str()), (0, "out\n", ""));
+    let config = fs::read_to_string(folder.path().join("out/config.json")).unwrap();
+    assert!(config.contains("\"dtype\": \"bfloat16\""), "{config}");
+    let evil = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/goldens/hf/evil");
+    let (status, _, errors) = run(folder.path(), &["import-hf", evil, "no"]);
+    assert_eq!(status, 2);
+    assert!(errors.contains("it asks for `posix.system`"), "{errors}");
+}
+
+#[test]
 fn mistakes_end_with_status_two_and_one_message() {
     let folder = tempfile::tempdir().unwrap();
     for arguments in [

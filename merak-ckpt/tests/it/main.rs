@@ -2,6 +2,7 @@
 //!
 //! - `support`: a small made-up model, saved by any topology
 //! - `topologies`: what any topology saves, any other reads back
+//! - `hf`: Hugging Face folders in and out, pickles that are refused
 //! - `reshard`: files rewritten for other topologies, there and back
 //! - `store`: names, `latest`, rotation, leftovers
 //! - `command`: what `merak-ckpt` prints, and its exit status
@@ -12,6 +13,7 @@
 mod command;
 mod damage;
 mod generation;
+mod hf;
 mod reshard;
 mod store;
 mod support;

@@ -53,6 +53,10 @@ enum Command {
     },
     /// Rewrites a checkpoint for another topology, and prints the new one's folder
     Reshard(rewrite::Reshard),
+    /// Makes a checkpoint of a Hugging Face folder, and prints its folder
+    ImportHf(rewrite::ImportHf),
+    /// Makes a Hugging Face folder of a checkpoint
+    ExportHf(rewrite::ExportHf),
 }
 
 /// What a command prints, and its exit status.
@@ -67,6 +71,8 @@ fn main() -> ExitCode {
         Command::Verify { path } => verify(&path),
         Command::Diff { a, b, rtol, atol } => compare(&a, &b, Tolerance { rtol, atol }),
         Command::Reshard(command) => command.run(),
+        Command::ImportHf(command) => command.run(),
+        Command::ExportHf(command) => command.run(),
     };
     match outcome {
         Ok(Outcome { text, status }) => {

@@ -3,7 +3,8 @@
 use crate::Outcome;
 use clap::Args;
 use merak_ckpt::{
-    Checkpoint, DEFAULT_MAX_MEMORY, ReshardOptions, Result, Stages, Topology, reshard,
+    Checkpoint, DEFAULT_MAX_MEMORY, DType, ExportOptions, HfFolder, ImportOptions, ReshardOptions,
+    Result, Stages, Topology, export_hf, import_hf, reshard,
 };
 use std::path::{Path, PathBuf};
 
@@ -21,6 +22,20 @@ pub(crate) struct Degrees {
     pp: usize,
 }
 
+/// How much memory to take.
+#[derive(Args)]
+pub(crate) struct Memory {
+    /// Bytes of tensors in memory, as in 256MiB
+    #[arg(long, default_value_t = DEFAULT_MAX_MEMORY as u64, value_parser = bytes, value_name = "BYTES")]
+    max_memory: u64,
+}
+
+impl Memory {
+    fn bytes(&self) -> usize {
+        usize::try_from(self.max_memory).unwrap_or(usize::MAX)
+    }
+}
+
 #[derive(Args)]
 pub(crate) struct Reshard {
     /// Checkpoint or output folder
@@ -32,9 +47,8 @@ pub(crate) struct Reshard {
     /// ZeRO stage: from 1 on the optimizer state is divided over dp, at 3 the parameters as well
     #[arg(long, default_value_t = 0, value_name = "K")]
     zero: usize,
-    /// Bytes of tensors in memory, as in 256MiB
-    #[arg(long, default_value_t = DEFAULT_MAX_MEMORY as u64, value_parser = bytes, value_name = "BYTES")]
-    max_memory: u64,
+    #[command(flatten)]
+    memory: Memory,
 }
 
 impl Degrees {
@@ -54,10 +68,67 @@ impl Reshard {
         let options = ReshardOptions {
             topology: self.degrees.topology(self.zero),
             stages: Stages::Even,
-            max_memory: usize::try_from(self.max_memory).unwrap_or(usize::MAX),
+            max_memory: self.memory.bytes(),
         };
         let path = reshard(&Checkpoint::open(&self.src)?, &self.dst, &options)?;
         Ok(written(&path))
+    }
+}
+
+#[derive(Args)]
+pub(crate) struct ImportHf {
+    /// Folder with config.json and weights, safetensors or PyTorch, one file or indexed
+    hf_dir: PathBuf,
+    /// Output folder for the checkpoint, which is that of step 0
+    dst: PathBuf,
+    #[command(flatten)]
+    degrees: Degrees,
+    /// Floating-point type of the checkpoint
+    #[arg(long, default_value_t = DType::F32, value_name = "D")]
+    dtype: DType,
+    #[command(flatten)]
+    memory: Memory,
+}
+
+#[derive(Args)]
+pub(crate) struct ExportHf {
+    /// Checkpoint or output folder
+    src: PathBuf,
+    /// Folder to make
+    hf_dir: PathBuf,
+    /// Floating-point type of the weights [default: as they are]
+    #[arg(long, value_name = "D")]
+    dtype: Option<DType>,
+    /// Most bytes in one file, as in 5GB
+    #[arg(long, default_value_t = 5_000_000_000, value_parser = bytes, value_name = "S")]
+    max_shard_size: u64,
+    #[command(flatten)]
+    memory: Memory,
+}
+
+impl ImportHf {
+    pub(crate) fn run(&self) -> Result<Outcome> {
+        let options = ImportOptions {
+            topology: self.degrees.topology(0),
+            stages: Stages::Even,
+            dtype: Some(self.dtype),
+            max_memory: self.memory.bytes(),
+        };
+        let folder = HfFolder::open(&self.hf_dir)?;
+        let path = import_hf(&folder, &self.dst, &options)?;
+        Ok(written(&path))
+    }
+}
+
+impl ExportHf {
+    pub(crate) fn run(&self) -> Result<Outcome> {
+        let options = ExportOptions {
+            dtype: self.dtype,
+            max_shard_size: self.max_shard_size,
+            max_memory: self.memory.bytes(),
+        };
+        export_hf(&Checkpoint::open(&self.src)?, &self.hf_dir, &options)?;
+        Ok(written(&self.hf_dir))
     }
 }
 

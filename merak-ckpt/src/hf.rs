@@ -1,0 +1,292 @@
+//! Folders of Hugging Face models: weights under global names beside a `config.json`.
+
+mod export;
+mod family;
+mod import;
+mod pickle;
+mod safe;
+mod torch;
+
+pub use export::{ExportOptions, export_hf};
+pub use import::{ImportOptions, import_hf};
+
+use crate::error::io_error;
+use crate::manifest::{FileEntry, check_file_name, check_tensor_name};
+use crate::region::num_elements;
+use crate::{
+    Checkpoint, Checksum, DType, Error, Header, Kind, Manifest, Piece, Result, SliceEntry,
+    TensorEntry, format,
+};
+use family::Family;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::Path;
+
+/// Largest `config.json` or index that is read.
+const MAX_JSON_BYTES: u64 = 64 << 20;
+const CONFIG: &str = "config.json";
+
+/// What a folder may hold besides weights that belongs to the model.
+const COMPANIONS: [&str; 16] = [
+    CONFIG,
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+];
+
+/// An open folder of a Hugging Face model, from which any rank reads its slices.
+///
+/// The weights are, in this order of preference, `model.safetensors`, the files of
+/// `model.safetensors.index.json`, `pytorch_model.bin`, the files of
+/// `pytorch_model.bin.index.json`. The last two are pickles: they are read by an interpreter that
+/// knows tensors and plain containers, runs nothing, and refuses everything else by name.
+///
+/// Names are those of the model with its head: where a folder holds the bare model (`wte.weight`),
+/// the prefix of its `model_type` is added (`transformer.wte.weight`). Left out are causal masks and
+/// other buffers that models make up themselves, and a head that the configuration ties to the embedding.
+#[derive(Debug)]
+pub struct HfFolder {
+    /// The weights as slices of files, without checksums.
+    weights: Checkpoint,
+    config: Value,
+    left_out: Vec<String>,
+}
+
+/// A tensor in a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Found {
+    name: String,
+    dtype: DType,
+    shape: Vec<usize>,
+    /// Bytes of the file, row-major and little-endian.
+    bytes: [u64; 2],
+}
+
+/// The name of a file, and which of its tensors are wanted where an index says so.
+type WeightFile = (String, FileKind, Option<BTreeSet<String>>);
+
+/// How a file keeps tensors.
+#[derive(Debug, Clone, Copy)]
+enum FileKind {
+    Safetensors,
+    Torch,
+}
+
+impl HfFolder {
+    /// Opens a folder: reads its `config.json` and the headers of its weights.
+    ///
+    /// # Errors
+    /// [`Error::Foreign`] where the folder does not exist, lacks `config.json` or weights, or a file
+    /// is not what it should be.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        if !path.is_dir() {
+            return Err(foreign(path, "the folder does not exist"));
+        }
+        let config = read_json(&path.join(CONFIG))?;
+        let family = family_of(&config);
+        let (mut files, mut found, mut left_out) = (Vec::new(), Vec::new(), Vec::new());
+        for (name, kind, wanted) in weight_files(path)? {
+            let file = path.join(&name);
+            let mut tensors = match kind {
+                FileKind::Safetensors => safe::tensors(&file)?,
+                FileKind::Torch => torch::tensors(&file)?,
+            };
+            if let Some(wanted) = wanted {
+                tensors.retain(|tensor| wanted.contains(&tensor.name));
+                let missing = wanted
+                    .iter()
+                    .find(|&name| tensors.iter().all(|t| t.name != *name));
+                if let Some(missing) = missing {
+                    return Err(foreign(
+                        &file,
+                        format!("it lacks tensor `{missing}` of the index"),
+                    ));
+                }
+            }
+            let length = fs::metadata(&file)
+                .map_err(io_error("look at", &file))?
+                .len();
+            files.push(FileEntry {
+                name: name.clone(),
+                length,
+                checksum: Checksum(0),
+            });
+            found.extend(tensors.into_iter().map(|tensor| (name.clone(), tensor)));
+        }
+        if let Some(family) = family {
+            family.normalise(&config, &mut found, &mut left_out);
+        }
+        files.sort_by(|a, b| a.name.cmp(&b.name));
+        let manifest = Manifest {
+            header: Header::default(),
+            files,
+            tensors: table(path, found, family)?,
+        };
+        Ok(Self {
+            weights: Checkpoint::over(path, manifest, true),
+            config,
+            left_out,
+        })
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        self.weights.path()
+    }
+
+    /// The content of `config.json`.
+    pub fn config(&self) -> &Value {
+        &self.config
+    }
+
+    /// The tensors, by name; all are of kind [`Kind::Parameter`]. Their slices have no checksums.
+    pub fn tensors(&self) -> &[TensorEntry] {
+        &self.weights.manifest().tensors
+    }
+
+    /// Names of tensors that no model needs: buffers, and a tied head.
+    pub fn left_out(&self) -> &[String] {
+        &self.left_out
+    }
+
+    /// Reads a piece, converting it where the folder has another floating-point type: see
+    /// [`Checkpoint::read_as`]. Only the byte ranges that hold some of it are read.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::read`], but for checksums, which such folders do not have.
+    pub fn read_as(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<()> {
+        self.weights.read_as(piece, out)
+    }
+
+    /// Names of the files beside the weights that belong to the model.
+    pub fn companions(&self) -> Vec<&'static str> {
+        let is_there = |name: &&str| self.path().join(name).is_file();
+        COMPANIONS.into_iter().filter(is_there).collect()
+    }
+}
+
+/// The family of a configuration's model, where it is known.
+fn family_of(config: &Value) -> Option<&'static Family> {
+    family::of(config.get("model_type")?.as_str()?)
+}
+
+/// The files of weights.
+fn weight_files(folder: &Path) -> Result<Vec<WeightFile>> {
+    for (single, kind) in [
+        ("model.safetensors", FileKind::Safetensors),
+        ("pytorch_model.bin", FileKind::Torch),
+    ] {
+        if folder.join(single).is_file() {
+            return Ok(vec![(single.to_owned(), kind, None)]);
+        }
+        let index = folder.join(format!("{single}.index.json"));
+        if index.is_file() {
+            let files = indexed_files(&index)?;
+            let files = files.into_iter();
+            return Ok(files
+                .map(|(name, wanted)| (name, kind, Some(wanted)))
+                .collect());
+        }
+    }
+    Err(foreign(
+        folder,
+        "it has no model.safetensors, model.safetensors.index.json, pytorch_model.bin or \
+         pytorch_model.bin.index.json",
+    ))
+}
+
+fn indexed_files(index: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {
+    let json = read_json(index)?;
+    let map = json.get("weight_map").and_then(Value::as_object);
+    let map = map.ok_or_else(|| foreign(index, "it has no `weight_map`"))?;
+    let mut files: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for (tensor, file) in map {
+        let file = file.as_str().unwrap_or_default();
+        check_file_name(file).map_err(|error| foreign(index, error.to_string()))?;
+        files
+            .entry(file.to_owned())
+            .or_default()
+            .insert(tensor.clone());
+    }
+    Ok(files)
+}
+
+/// The table of a manifest for tensors that are each one stretch of a file.
+fn table(
+    folder: &Path,
+    found: Vec<(String, Found)>,
+    family: Option<&Family>,
+) -> Result<Vec<TensorEntry>> {
+    let mut tensors: BTreeMap<String, TensorEntry> = BTreeMap::new();
+    for (file, tensor) in found {
+        check_tensor_name(&tensor.name)
+            .map_err(|error| foreign(&folder.join(&file), error.to_string()))?;
+        let whole = SliceEntry {
+            offset: vec![0; tensor.shape.len()],
+            size: tensor.shape.clone(),
+            range: None,
+            file,
+            bytes: tensor.bytes,
+            checksum: Checksum(0),
+        };
+        let is_empty = tensor.shape.contains(&0);
+        let entry = TensorEntry {
+            kind: Kind::Parameter,
+            name: tensor.name.clone(),
+            dtype: tensor.dtype,
+            cut: family.and_then(|family| family.cut(&tensor.name, &tensor.shape)),
+            shape: tensor.shape,
+            slices: if is_empty { Vec::new() } else { vec![whole] },
+        };
+        if tensors.insert(tensor.name.clone(), entry).is_some() {
+            return Err(foreign(
+                folder,
+                format!("tensor `{}` is there twice", tensor.name),
+            ));
+        }
+    }
+    Ok(tensors.into_values().collect())
+}
+
+/// Bytes of a tensor of this shape, within the limits of the format.
+fn checked_bytes(dtype: DType, shape: &[usize]) -> Option<usize> {
+    let elements = num_elements(shape).filter(|&n| n <= isize::MAX as usize / 16)?;
+    (shape.len() <= format::MAX_NDIM).then_some(elements * dtype.size_bytes())
+}
+
+fn read_json(path: &Path) -> Result<Value> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return Err(foreign(path, "the file is missing"));
+        }
+        Err(error) => return Err(io_error("open", path)(error)),
+    };
+    let mut text = Vec::new();
+    file.take(MAX_JSON_BYTES)
+        .read_to_end(&mut text)
+        .map_err(io_error("read", path))?;
+    serde_json::from_slice(&text).map_err(|error| foreign(path, error.to_string()))
+}
+
+fn foreign(path: &Path, reason: impl Into<String>) -> Error {
+    Error::Foreign {
+        path: path.to_owned(),
+        reason: reason.into(),
+    }
+}

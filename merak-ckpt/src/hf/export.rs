@@ -1,0 +1,264 @@
+//! Making a Hugging Face folder of a checkpoint.
+
+use super::{CONFIG, family_of, foreign, read_json};
+use crate::disk::{remove, rename, sync_folder, write_synced};
+use crate::error::io_error;
+use crate::plan::{PlannedFile, PlannedPiece, natural_order};
+use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, copy_other_files, write_planned};
+use crate::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, Shard, ShardKind, TensorEntry};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// How a checkpoint becomes a Hugging Face folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExportOptions {
+    /// Floating-point type to convert weights to; `None` keeps theirs.
+    pub dtype: Option<DType>,
+    /// Most bytes of tensors in one file; a larger tensor has a file of its own.
+    pub max_shard_size: u64,
+    /// Bytes of tensors in memory at a time, at least 4 MiB.
+    pub max_memory: usize,
+}
+
+impl Default for ExportOptions {
+    /// Types as they are, files of 5 GB, [`DEFAULT_MAX_MEMORY`].
+    fn default() -> Self {
+        Self {
+            dtype: None,
+            max_shard_size: 5_000_000_000,
+            max_memory: DEFAULT_MAX_MEMORY,
+        }
+    }
+}
+
+/// Writes the parameters of a checkpoint as a Hugging Face folder, whole and under their names:
+/// `model.safetensors`, or several files and `model.safetensors.index.json`; beside them the
+/// checkpoint's other files (`config.json`, tokenizer).
+///
+/// In `config.json`, `dtype` (or `torch_dtype`) is set to the type of the weights, and for a known
+/// `model_type`, `tie_word_embeddings` to whether the folder has a head of its own, so that
+/// `transformers` finds every weight it asks for and none besides. A head that equals the embedding bit by
+/// bit, under a configuration that ties the two, is not written.
+///
+/// `folder` must not exist, or be empty; it gets its name when it is complete.
+///
+/// # Errors
+/// [`Error::AlreadyExists`] for a folder with content, [`Error::Foreign`] where the checkpoint has
+/// no `config.json`, [`Error::InvalidOption`] for a type that is no floating-point type,
+/// [`Error::Damaged`] for a damaged checkpoint.
+pub fn export_hf(
+    source: &Checkpoint,
+    folder: impl AsRef<Path>,
+    options: &ExportOptions,
+) -> Result<()> {
+    let folder = folder.as_ref();
+    let budget = Budget::new(options.max_memory)?;
+    if let Some(dtype) = options.dtype.filter(|dtype| !dtype.is_float()) {
+        return Err(Error::InvalidOption {
+            key: "dtype",
+            found: dtype.to_string(),
+            expected: "f64, f32, bf16 or f16",
+        });
+    }
+    let is_taken = match fs::read_dir(folder) {
+        Ok(mut entries) => entries.next().is_some(),
+        Err(_) => folder.exists(),
+    };
+    if is_taken {
+        return Err(Error::AlreadyExists {
+            path: folder.to_owned(),
+        });
+    }
+    let config = read_json(&source.path().join(CONFIG))?;
+    let tensors = exported(source, &config, options)?;
+    let draft = draft_of(folder)?;
+    if draft.exists() {
+        remove(&draft)?;
+    }
+    fs::create_dir_all(&draft).map_err(io_error("create", &draft))?;
+    let outcome = write(source, &draft, &tensors, config, options, budget)
+        .and_then(|()| rename(&draft, folder));
+    if outcome.is_err()
+        && let Err(error) = remove(&draft)
+    {
+        tracing::warn!(%error, "an unfinished folder could not be removed");
+    }
+    outcome
+}
+
+/// The name under which a folder is written.
+fn draft_of(folder: &Path) -> Result<PathBuf> {
+    let name = folder.file_name().ok_or_else(|| Error::AlreadyExists {
+        path: folder.to_owned(),
+    })?;
+    let mut draft = std::ffi::OsString::from(".tmp-");
+    draft.push(name);
+    Ok(folder.with_file_name(draft))
+}
+
+/// The parameters to write, in natural order of their names, with the types to write.
+fn exported(
+    source: &Checkpoint,
+    config: &Value,
+    options: &ExportOptions,
+) -> Result<Vec<TensorEntry>> {
+    let mut tensors: Vec<_> = source
+        .manifest()
+        .tensors_of(&Kind::Parameter)
+        .cloned()
+        .collect();
+    if let Some(family) = family_of(config)
+        && family.is_tied(config)
+        && is_same(source, family.head, family.embedding())?
+    {
+        tensors.retain(|tensor| tensor.name != family.head);
+    }
+    if tensors.is_empty() {
+        return Err(foreign(source.path(), "it has no parameters"));
+    }
+    for tensor in tensors.iter_mut().filter(|tensor| tensor.dtype.is_float()) {
+        tensor.dtype = options.dtype.unwrap_or(tensor.dtype);
+    }
+    tensors.sort_by(|a, b| natural_order(&a.name, &b.name));
+    Ok(tensors)
+}
+
+/// Whether the checkpoint has both parameters and they are equal.
+fn is_same(source: &Checkpoint, first: &str, second: &str) -> Result<bool> {
+    const BLOCK_ELEMENTS: usize = 1 << 18;
+    let entry = |name| source.manifest().tensor(&Kind::Parameter, name);
+    let (Some(a), Some(b)) = (entry(first), entry(second)) else {
+        return Ok(false);
+    };
+    if (a.dtype, &a.shape) != (b.dtype, &b.shape) {
+        return Ok(false);
+    }
+    let layout = Layout::whole(&a.shape);
+    for begin in (0..a.num_elements()).step_by(BLOCK_ELEMENTS) {
+        let end = a.num_elements().min(begin + BLOCK_ELEMENTS);
+        let read = |name| {
+            let mut out = vec![0; (end - begin) * a.dtype.size_bytes()];
+            let piece = Piece {
+                kind: &Kind::Parameter,
+                name,
+                dtype: a.dtype,
+                layout: &layout,
+                range: Some(begin..end),
+            };
+            source.read(&piece, &mut out).map(|()| out)
+        };
+        if read(first)? != read(second)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn write(
+    source: &Checkpoint,
+    folder: &Path,
+    tensors: &[TensorEntry],
+    config: Value,
+    options: &ExportOptions,
+    budget: Budget,
+) -> Result<()> {
+    let planned = shards(tensors, options.max_shard_size);
+    let count = planned.len();
+    let name = |number: usize| match count {
+        1 => "model.safetensors".to_owned(),
+        _ => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
+    };
+    let files: Vec<_> = planned.iter().map(|file| (name(file.rank), file)).collect();
+    let written = write_planned(source, tensors, &files, folder, budget)?;
+    if count > 1 {
+        let path = folder.join("model.safetensors.index.json");
+        write_synced(&path, index(tensors, &written).as_bytes())?;
+    }
+    copy_other_files(source, folder)?;
+    if let Some(config) = adapted(config, tensors) {
+        let path = folder.join(CONFIG);
+        write_synced(&path, format!("{config:#}\n").as_bytes())?;
+    }
+    sync_folder(folder)
+}
+
+/// Fills files in order of the tensors.
+fn shards(tensors: &[TensorEntry], max_bytes: u64) -> Vec<PlannedFile> {
+    let mut files: Vec<PlannedFile> = Vec::new();
+    let mut filled = 0_u64;
+    for (index, tensor) in tensors.iter().enumerate() {
+        let size = tensor.num_bytes() as u64;
+        if files.is_empty() || filled > 0 && filled.saturating_add(size) > max_bytes {
+            files.push(PlannedFile {
+                kind: ShardKind::Model,
+                rank: files.len(),
+                pieces: Vec::new(),
+            });
+            filled = 0;
+        }
+        filled += size;
+        let piece = PlannedPiece {
+            tensor: index,
+            layout: Layout::whole(&tensor.shape),
+            range: None,
+        };
+        files.last_mut().expect("one was pushed").pieces.push(piece);
+    }
+    files
+}
+
+/// Which file has which tensor.
+fn index(tensors: &[TensorEntry], written: &[Shard]) -> String {
+    let total: u64 = tensors.iter().map(|tensor| tensor.num_bytes() as u64).sum();
+    let mut map = BTreeMap::new();
+    for shard in written {
+        let names = shard.tensors.iter().map(|tensor| &tensor.name);
+        map.extend(names.map(|name| (name, &shard.files[0].name)));
+    }
+    let index = json!({"metadata": {"total_size": total}, "weight_map": map});
+    format!("{index:#}\n")
+}
+
+/// The configuration with what the weights say, where that is not in it.
+fn adapted(mut config: Value, tensors: &[TensorEntry]) -> Option<Value> {
+    let original = config.clone();
+    let family = family_of(&config);
+    let fields = config.as_object_mut()?;
+    let mut floats = tensors
+        .iter()
+        .map(|tensor| tensor.dtype)
+        .filter(|dtype| dtype.is_float());
+    if let Some(first) = floats.next()
+        && floats.all(|dtype| dtype == first)
+    {
+        set_dtype(fields, first);
+    }
+    if let Some(family) = family {
+        let has_head = tensors.iter().any(|tensor| tensor.name == family.head);
+        if family.is_tied(&original) == has_head {
+            fields.insert("tie_word_embeddings".to_owned(), json!(!has_head));
+        }
+    }
+    (config != original).then_some(config)
+}
+
+fn set_dtype(fields: &mut Map<String, Value>, dtype: DType) {
+    let name = match dtype {
+        DType::F64 => "float64",
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        _ => "float32",
+    };
+    let keys = ["dtype", "torch_dtype"];
+    let present = keys.into_iter().filter(|&key| fields.contains_key(key));
+    let mut present: Vec<_> = present.collect();
+    if present.is_empty() {
+        // Read by every version of transformers.
+        present.push("torch_dtype");
+    }
+    for key in present {
+        fields.insert(key.to_owned(), json!(name));
+    }
+}

@@ -1,0 +1,144 @@
+//! What the families of models have in common that files do not say.
+
+use super::Found;
+use crate::Cut;
+use serde_json::Value;
+
+/// A family of causal language models.
+#[derive(Debug)]
+pub(crate) struct Family {
+    model_type: &'static str,
+    /// Module of the model without its head.
+    prefix: &'static str,
+    /// The input embedding.
+    embedding: &'static str,
+    /// The head, which may be the embedding.
+    pub(crate) head: &'static str,
+    /// Whether it is where the configuration does not say.
+    tied: bool,
+    /// Ends of names, the dim that tensor parallelism cuts, and its equal parts.
+    cuts: &'static [(&'static str, usize, usize)],
+}
+
+const LLAMA_CUTS: &[(&str, usize, usize)] = &[
+    (".q_proj.weight", 0, 1),
+    (".q_proj.bias", 0, 1),
+    (".k_proj.weight", 0, 1),
+    (".k_proj.bias", 0, 1),
+    (".v_proj.weight", 0, 1),
+    (".v_proj.bias", 0, 1),
+    (".o_proj.weight", 1, 1),
+    (".gate_proj.weight", 0, 1),
+    (".up_proj.weight", 0, 1),
+    (".down_proj.weight", 1, 1),
+];
+
+const LLAMA: Family = Family {
+    model_type: "llama",
+    prefix: "model.",
+    embedding: "model.embed_tokens.weight",
+    head: "lm_head.weight",
+    tied: false,
+    cuts: LLAMA_CUTS,
+};
+
+const FAMILIES: [Family; 5] = [
+    // Its linear weights are stored `[in, out]`.
+    Family {
+        model_type: "gpt2",
+        prefix: "transformer.",
+        embedding: "transformer.wte.weight",
+        head: "lm_head.weight",
+        tied: true,
+        cuts: &[
+            (".attn.c_attn.weight", 1, 3),
+            (".attn.c_attn.bias", 0, 3),
+            (".attn.c_proj.weight", 0, 1),
+            (".mlp.c_fc.weight", 1, 1),
+            (".mlp.c_fc.bias", 0, 1),
+            (".mlp.c_proj.weight", 0, 1),
+        ],
+    },
+    LLAMA,
+    Family {
+        model_type: "mistral",
+        ..LLAMA
+    },
+    Family {
+        model_type: "qwen2",
+        ..LLAMA
+    },
+    Family {
+        model_type: "qwen3",
+        ..LLAMA
+    },
+];
+
+/// The family of this `model_type`.
+pub(crate) fn of(model_type: &str) -> Option<&'static Family> {
+    FAMILIES
+        .iter()
+        .find(|family| family.model_type == model_type)
+}
+
+impl Family {
+    /// Whether the head is the embedding.
+    pub(crate) fn is_tied(&self, config: &Value) -> bool {
+        let said = config.get("tie_word_embeddings").and_then(Value::as_bool);
+        said.unwrap_or(self.tied)
+    }
+
+    /// The name of the embedding.
+    pub(crate) fn embedding(&self) -> &'static str {
+        self.embedding
+    }
+
+    /// How tensor parallelism cuts a parameter.
+    pub(crate) fn cut(&self, name: &str, shape: &[usize]) -> Option<Cut> {
+        let (_, dim, parts) = self.cuts.iter().find(|(end, ..)| name.ends_with(end))?;
+        let size = shape.get(*dim)?;
+        size.is_multiple_of(*parts)
+            .then(|| Cut::new(*dim, vec![size / parts; *parts]))
+    }
+
+    /// Gives tensors the names of the model with its head, and takes out what it has no
+    /// parameter for; the names of these go to `left_out`.
+    pub(super) fn normalise(
+        &self,
+        config: &Value,
+        found: &mut Vec<(String, Found)>,
+        left_out: &mut Vec<String>,
+    ) {
+        let is_bare = found
+            .iter()
+            .all(|(_, tensor)| !tensor.name.starts_with(self.prefix));
+        if is_bare {
+            for (_, tensor) in found
+                .iter_mut()
+                .filter(|(_, tensor)| tensor.name != self.head)
+            {
+                tensor.name.insert_str(0, self.prefix);
+            }
+        }
+        let has_embedding = found
+            .iter()
+            .any(|(_, tensor)| tensor.name == self.embedding);
+        let tied_head = self.is_tied(config) && has_embedding;
+        found.retain(|(_, tensor)| {
+            let is_head = tied_head && tensor.name == self.head;
+            let is_needed = !is_head && !is_buffer(tensor);
+            if !is_needed {
+                left_out.push(tensor.name.clone());
+            }
+            is_needed
+        });
+    }
+}
+
+/// Whether a tensor is one that older versions saved though it follows from the configuration.
+fn is_buffer(tensor: &Found) -> bool {
+    let name = tensor.name.as_str();
+    name.ends_with(".attn.bias") && tensor.shape.len() == 4
+        || name.ends_with(".attn.masked_bias")
+        || name.ends_with(".rotary_emb.inv_freq")
+}

@@ -1,0 +1,88 @@
+//! Making a checkpoint of a Hugging Face folder.
+
+use super::{HfFolder, family_of};
+use crate::plan::plan;
+use crate::reshard::{finish, start};
+use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, copy_file, write_planned};
+use crate::{DType, Header, Result, Shard, Stages, Topology};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+
+/// How a Hugging Face folder becomes a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImportOptions {
+    /// The topology to write for.
+    pub topology: Topology,
+    /// Which stage holds which tensor.
+    pub stages: Stages,
+    /// Floating-point type to convert weights to; `None` keeps theirs.
+    pub dtype: Option<DType>,
+    /// Bytes of tensors in memory at a time, at least 4 MiB.
+    pub max_memory: usize,
+}
+
+impl Default for ImportOptions {
+    /// One rank, `f32`, [`DEFAULT_MAX_MEMORY`].
+    fn default() -> Self {
+        Self {
+            topology: Topology::default(),
+            stages: Stages::Even,
+            dtype: Some(DType::F32),
+            max_memory: DEFAULT_MAX_MEMORY,
+        }
+    }
+}
+
+/// Makes a checkpoint of step 0 from a Hugging Face folder: weights under the folder's names, its
+/// `config.json`, tokenizer and the like, no optimizer state. Returns the checkpoint's folder.
+///
+/// `destination` and the topology are those of [`reshard`](crate::reshard); tensor parallelism cuts by the
+/// rules of the configuration's `model_type` where it is `gpt2`, `llama`, `mistral`, `qwen2` or `qwen3`. The state of
+/// the run is `null`, the model's description `{"model_type": …, "source": "hugging_face"}`.
+///
+/// # Errors
+/// [`Error::InvalidOption`](crate::Error::InvalidOption) for a topology that cannot be,
+/// [`Error::AlreadyExists`](crate::Error::AlreadyExists) where the destination has a checkpoint of
+/// step 0, [`Error::Io`](crate::Error::Io) where the disk refuses.
+pub fn import_hf(
+    source: &HfFolder,
+    destination: impl AsRef<Path>,
+    options: &ImportOptions,
+) -> Result<PathBuf> {
+    let budget = Budget::new(options.max_memory)?;
+    let mut tensors = source.tensors().to_vec();
+    for tensor in tensors.iter_mut().filter(|tensor| tensor.dtype.is_float()) {
+        tensor.dtype = options.dtype.unwrap_or(tensor.dtype);
+    }
+    let planned = plan(&tensors, options.topology, &options.stages)?;
+    let files: Vec<_> = planned
+        .iter()
+        .map(|file| (file.kind.file_name(file.rank), file))
+        .collect();
+    let draft = start(destination.as_ref(), 0)?;
+    finish(&draft, || {
+        let folder = draft.path();
+        let mut shards = write_planned(&source.weights, &tensors, &files, &folder, budget)?;
+        let companions = source.companions();
+        let copied = companions
+            .iter()
+            .map(|name| copy_file(source.path(), &folder, name));
+        shards.push(Shard {
+            files: copied.collect::<Result<_>>()?,
+            tensors: Vec::new(),
+        });
+        let model_type = source.config().get("model_type");
+        if family_of(source.config()).is_none() {
+            tracing::warn!(
+                ?model_type,
+                "tensors of this type of model are not cut over tp"
+            );
+        }
+        let header = Header {
+            topology: options.topology,
+            model: json!({"model_type": model_type, "source": "hugging_face"}),
+            ..Header::default()
+        };
+        Ok((shards, header))
+    })
+}

@@ -1,0 +1,535 @@
+//! A pickle interpreter that knows tensors and plain containers, and runs nothing.
+//!
+//! A pickle is a program for a stack machine that may name any function of any Python module and
+//! have it called. This interpreter has a list of the few names that a table of tensors needs, each of which is a
+//! case of an enum here; every other name, and every opcode that such tables do not use, is an error
+//! that says which. Containers live in an arena and values are small and `Copy`, so that a
+//! deeply nested pickle costs no call stack, and the number of values is bounded.
+
+use crate::DType;
+use std::collections::BTreeMap;
+
+/// Most values that a pickle may make.
+const MAX_VALUES: usize = 1 << 22;
+
+/// A value on the stack.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Value<'a> {
+    None,
+    Bool(bool),
+    Int(i64),
+    /// A number of another kind, which no table of tensors looks at.
+    Number,
+    Text(&'a str),
+    /// A list or tuple: its place in the arena.
+    Items(usize),
+    Dict(usize),
+    Storage(usize),
+    Tensor(usize),
+    Callable(Callable),
+}
+
+/// What a pickle may call, and the names of types that it may mention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Callable {
+    OrderedDict,
+    RebuildTensor,
+    RebuildParameter,
+    StorageType(DType),
+}
+
+/// Bytes that tensors are views of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Storage {
+    pub(super) key: String,
+    pub(super) dtype: DType,
+    /// Elements.
+    pub(super) len: usize,
+}
+
+/// A view of a storage.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct View {
+    pub(super) storage: usize,
+    /// First element in the storage.
+    pub(super) offset: usize,
+    pub(super) shape: Vec<usize>,
+    pub(super) strides: Vec<usize>,
+}
+
+/// What a pickle has made.
+#[derive(Debug, Default)]
+pub(super) struct Heap<'a> {
+    items: Vec<Vec<Value<'a>>>,
+    dicts: Vec<Vec<(Value<'a>, Value<'a>)>>,
+    pub(super) storages: Vec<Storage>,
+    pub(super) views: Vec<View>,
+}
+
+/// The machine that runs one pickle.
+struct Machine<'a> {
+    bytes: &'a [u8],
+    at: usize,
+    heap: Heap<'a>,
+    stack: Vec<Value<'a>>,
+    /// Heights of the stack at the open marks.
+    marks: Vec<usize>,
+    memo: BTreeMap<u32, Value<'a>>,
+    /// Values pushed so far.
+    pushed: usize,
+}
+
+type Outcome<T> = Result<T, String>;
+
+/// Runs the pickle at the start of `bytes`: its value, what it has made, and its length.
+pub(super) fn run(bytes: &[u8]) -> Outcome<(Value<'_>, Heap<'_>, usize)> {
+    let mut machine = Machine {
+        bytes,
+        at: 0,
+        heap: Heap::default(),
+        stack: Vec::new(),
+        marks: Vec::new(),
+        memo: BTreeMap::new(),
+        pushed: 0,
+    };
+    loop {
+        let at = machine.at;
+        let opcode = machine.byte()?;
+        if opcode == b'.' {
+            let value = machine.pop()?;
+            return Ok((value, machine.heap, machine.at));
+        }
+        machine
+            .step(opcode)
+            .map_err(|reason| format!("{reason} (byte {at} of the pickle)"))?;
+    }
+}
+
+impl<'a> Heap<'a> {
+    /// The entries of a dictionary; a later entry of the same key has replaced the earlier one
+    /// for Python, so callers look at the last.
+    pub(super) fn dict(&self, value: Value<'a>) -> Option<&[(Value<'a>, Value<'a>)]> {
+        match value {
+            Value::Dict(index) => Some(&self.dicts[index]),
+            _ => None,
+        }
+    }
+
+    /// The members of a list or tuple.
+    pub(super) fn items(&self, value: Value<'a>) -> Option<&[Value<'a>]> {
+        match value {
+            Value::Items(index) => Some(&self.items[index]),
+            _ => None,
+        }
+    }
+
+    fn sizes(&self, value: Value<'a>) -> Outcome<Vec<usize>> {
+        let items = self.items(value).ok_or("a shape is no tuple")?;
+        items.iter().map(|&item| size(item)).collect()
+    }
+}
+
+impl<'a> Machine<'a> {
+    fn step(&mut self, opcode: u8) -> Outcome<()> {
+        match opcode {
+            // PROTO and FRAME: nothing to do.
+            0x80 => self.take(1).map(drop),
+            0x95 => self.take(8).map(drop),
+            b'(' => {
+                self.count()?;
+                self.marks.push(self.stack.len());
+                Ok(())
+            }
+            b'0' => self.pop().map(drop),
+            b'}' => self.new_dict(),
+            b']' | b')' => self.new_items(Vec::new()),
+            b't' => {
+                let items = self.pop_to_mark()?;
+                self.new_items(items)
+            }
+            0x85..=0x87 => {
+                let count = usize::from(opcode - 0x84);
+                let items = self.pop_many(count)?;
+                self.new_items(items)
+            }
+            b'a' => {
+                let item = self.pop()?;
+                self.append(vec![item])
+            }
+            b'e' => {
+                let items = self.pop_to_mark()?;
+                self.append(items)
+            }
+            b's' => {
+                let items = self.pop_many(2)?;
+                self.insert(&items)
+            }
+            b'u' => {
+                let items = self.pop_to_mark()?;
+                self.insert(&items)
+            }
+            b'q' => {
+                let index = self.byte()?;
+                self.remember(index.into())
+            }
+            b'r' => {
+                let index = u32::from_le_bytes(self.array()?);
+                self.remember(index)
+            }
+            0x94 => self.remember(self.memo.len() as u32),
+            b'h' => {
+                let index = self.byte()?;
+                self.recall(index.into())
+            }
+            b'j' => {
+                let index = u32::from_le_bytes(self.array()?);
+                self.recall(index)
+            }
+            b'c' => {
+                let (module, name) = (self.line()?, self.line()?);
+                self.push(Value::Callable(callable(module, name)?))
+            }
+            0x93 => match self.pop_many(2)?[..] {
+                [Value::Text(module), Value::Text(name)] => {
+                    self.push(Value::Callable(callable(module, name)?))
+                }
+                _ => Err("a name is no text".to_owned()),
+            },
+            b'Q' => self.storage(),
+            b'R' => self.call(),
+            // BUILD: attributes of a dictionary (`_metadata`), which tensors do not need.
+            b'b' => match self.pop_many(2)?[..] {
+                [Value::Dict(dict), _] => self.push(Value::Dict(dict)),
+                _ => Err("it sets attributes of something else than a dictionary".to_owned()),
+            },
+            _ => self.literal(opcode),
+        }
+    }
+
+    /// Opcodes that push a number, a text or the like.
+    fn literal(&mut self, opcode: u8) -> Outcome<()> {
+        match opcode {
+            b'N' => self.push(Value::None),
+            0x88 => self.push(Value::Bool(true)),
+            0x89 => self.push(Value::Bool(false)),
+            b'J' => {
+                let value = i32::from_le_bytes(self.array()?);
+                self.push(Value::Int(value.into()))
+            }
+            b'K' => {
+                let value = self.byte()?;
+                self.push(Value::Int(value.into()))
+            }
+            b'M' => {
+                let value = u16::from_le_bytes(self.array()?);
+                self.push(Value::Int(value.into()))
+            }
+            0x8A => self.long(),
+            b'G' => {
+                self.take(8)?;
+                self.push(Value::Number)
+            }
+            b'X' => {
+                let length = u32::from_le_bytes(self.array()?);
+                self.text(length as usize)
+            }
+            // SHORT_BINUNICODE and SHORT_BINSTRING
+            0x8C | b'U' => {
+                let length = self.byte()?;
+                self.text(length.into())
+            }
+            _ => Err(format!(
+                "opcode 0x{opcode:02x} is not one that tables of tensors use"
+            )),
+        }
+    }
+
+    fn count(&mut self) -> Outcome<()> {
+        self.pushed += 1;
+        if self.pushed > MAX_VALUES {
+            return Err(format!("it makes more than {MAX_VALUES} values"));
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, value: Value<'a>) -> Outcome<()> {
+        self.count()?;
+        self.stack.push(value);
+        Ok(())
+    }
+
+    fn pop(&mut self) -> Outcome<Value<'a>> {
+        let floor = self.marks.last().copied().unwrap_or(0);
+        if self.stack.len() <= floor {
+            return Err("it takes more values than there are".to_owned());
+        }
+        self.stack
+            .pop()
+            .ok_or_else(|| "the stack is empty".to_owned())
+    }
+
+    fn pop_many(&mut self, count: usize) -> Outcome<Vec<Value<'a>>> {
+        let floor = self.marks.last().copied().unwrap_or(0);
+        match self.stack.len().checked_sub(count) {
+            Some(start) if start >= floor => Ok(self.stack.split_off(start)),
+            _ => Err("it takes more values than there are".to_owned()),
+        }
+    }
+
+    fn pop_to_mark(&mut self) -> Outcome<Vec<Value<'a>>> {
+        let mark = self.marks.pop().ok_or("there is no mark")?;
+        Ok(self.stack.split_off(mark))
+    }
+
+    fn take(&mut self, count: usize) -> Outcome<&'a [u8]> {
+        let rest = &self.bytes[self.at..];
+        let taken = rest.get(..count).ok_or("the pickle ends too early")?;
+        self.at += count;
+        Ok(taken)
+    }
+
+    fn byte(&mut self) -> Outcome<u8> {
+        self.take(1).map(|bytes| bytes[0])
+    }
+
+    fn array<const N: usize>(&mut self) -> Outcome<[u8; N]> {
+        let bytes = self.take(N)?;
+        Ok(bytes.try_into().expect("as many were taken"))
+    }
+
+    fn line(&mut self) -> Outcome<&'a str> {
+        let rest = &self.bytes[self.at..];
+        let end = rest.iter().take(1024).position(|&byte| byte == b'\n');
+        let line = self.take(end.ok_or("a name has no end")?)?;
+        self.at += 1;
+        std::str::from_utf8(line).map_err(|_| "a name is not UTF-8".to_owned())
+    }
+
+    fn text(&mut self, length: usize) -> Outcome<()> {
+        let text = std::str::from_utf8(self.take(length)?);
+        self.push(Value::Text(text.map_err(|_| "a text is not UTF-8")?))
+    }
+
+    /// A number of any length; those beyond 64 bits are noted as such.
+    fn long(&mut self) -> Outcome<()> {
+        let length = self.byte()?;
+        let bytes = self.take(length.into())?;
+        let sign = bytes
+            .last()
+            .map_or(0, |byte| if byte & 0x80 == 0 { 0 } else { 0xFF });
+        let mut wide = [sign; 8];
+        if bytes.len() > wide.len() {
+            return self.push(Value::Number);
+        }
+        wide[..bytes.len()].copy_from_slice(bytes);
+        self.push(Value::Int(i64::from_le_bytes(wide)))
+    }
+
+    fn new_items(&mut self, items: Vec<Value<'a>>) -> Outcome<()> {
+        self.heap.items.push(items);
+        self.push(Value::Items(self.heap.items.len() - 1))
+    }
+
+    fn new_dict(&mut self) -> Outcome<()> {
+        self.heap.dicts.push(Vec::new());
+        self.push(Value::Dict(self.heap.dicts.len() - 1))
+    }
+
+    fn append(&mut self, items: Vec<Value<'a>>) -> Outcome<()> {
+        match self.stack.last() {
+            Some(&Value::Items(index)) => {
+                self.heap.items[index].extend(items);
+                Ok(())
+            }
+            _ => Err("it appends to something else than a list".to_owned()),
+        }
+    }
+
+    fn insert(&mut self, items: &[Value<'a>]) -> Outcome<()> {
+        let (pairs, rest) = items.as_chunks::<2>();
+        match self.stack.last() {
+            Some(&Value::Dict(index)) if rest.is_empty() => {
+                self.heap.dicts[index].extend(pairs.iter().map(|&[key, value]| (key, value)));
+                Ok(())
+            }
+            _ => Err("it inserts into something else than a dictionary".to_owned()),
+        }
+    }
+
+    fn remember(&mut self, index: u32) -> Outcome<()> {
+        self.count()?;
+        let value = *self.stack.last().ok_or("there is nothing to remember")?;
+        self.memo.insert(index, value);
+        Ok(())
+    }
+
+    fn recall(&mut self, index: u32) -> Outcome<()> {
+        let value = self.memo.get(&index).copied();
+        self.push(value.ok_or_else(|| format!("nothing is remembered as {index}"))?)
+    }
+
+    /// BINPERSID: `("storage", type, key, location, elements)`, in old files with a sixth
+    /// member, which says that the storage is a part of another.
+    fn storage(&mut self) -> Outcome<()> {
+        let id = self.pop()?;
+        let members = self.heap.items(id).ok_or("a persistent id is no tuple")?;
+        let (key, dtype, len) = match *members {
+            [
+                Value::Text("storage"),
+                Value::Callable(Callable::StorageType(dtype)),
+                Value::Text(key),
+                _,
+                len,
+            ]
+            | [
+                Value::Text("storage"),
+                Value::Callable(Callable::StorageType(dtype)),
+                Value::Text(key),
+                _,
+                len,
+                Value::None,
+            ] => (key.to_owned(), dtype, size(len)?),
+            _ => return Err("a persistent id names no storage".to_owned()),
+        };
+        self.heap.storages.push(Storage { key, dtype, len });
+        self.push(Value::Storage(self.heap.storages.len() - 1))
+    }
+
+    /// REDUCE: one of the calls that make a tensor or a dictionary.
+    fn call(&mut self) -> Outcome<()> {
+        let called = self.pop_many(2)?;
+        let arguments = self.heap.items(called[1]).ok_or("arguments are no tuple")?;
+        match (called[0], arguments) {
+            (Value::Callable(Callable::OrderedDict), []) => self.new_dict(),
+            (
+                Value::Callable(Callable::RebuildTensor),
+                &[Value::Storage(storage), offset, shape, strides, ..],
+            ) => {
+                let view = View {
+                    storage,
+                    offset: size(offset)?,
+                    shape: self.heap.sizes(shape)?,
+                    strides: self.heap.sizes(strides)?,
+                };
+                self.heap.views.push(view);
+                self.push(Value::Tensor(self.heap.views.len() - 1))
+            }
+            (Value::Callable(Callable::RebuildParameter), &[Value::Tensor(tensor), ..]) => {
+                self.push(Value::Tensor(tensor))
+            }
+            (called, _) => Err(format!("it calls {called:?} with other arguments")),
+        }
+    }
+}
+
+/// What a name stands for, where it is one of the few.
+fn callable(module: &str, name: &str) -> Outcome<Callable> {
+    let storage = |dtype| Ok(Callable::StorageType(dtype));
+    match (module, name) {
+        ("collections", "OrderedDict") => Ok(Callable::OrderedDict),
+        ("torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor") => Ok(Callable::RebuildTensor),
+        ("torch._utils", "_rebuild_parameter") => Ok(Callable::RebuildParameter),
+        ("torch", "DoubleStorage") => storage(DType::F64),
+        ("torch", "FloatStorage") => storage(DType::F32),
+        ("torch", "BFloat16Storage") => storage(DType::BF16),
+        ("torch", "HalfStorage") => storage(DType::F16),
+        ("torch", "LongStorage") => storage(DType::I64),
+        ("torch", "IntStorage") => storage(DType::I32),
+        ("torch", "ShortStorage") => storage(DType::I16),
+        ("torch", "CharStorage") => storage(DType::I8),
+        ("torch", "ByteStorage") => storage(DType::U8),
+        ("torch", "BoolStorage") => storage(DType::Bool),
+        _ => {
+            let shown: String = format!("{module}.{name}").chars().take(80).collect();
+            Err(format!(
+                "it asks for `{shown}`, which no table of tensors needs"
+            ))
+        }
+    }
+}
+
+fn size(value: Value<'_>) -> Outcome<usize> {
+    match value {
+        Value::Int(value) => {
+            usize::try_from(value).map_err(|_| format!("a size or offset is {value}"))
+        }
+        _ => Err("a size or offset is no whole number".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(bytes: &[u8]) -> String {
+        run(bytes).map(|(value, ..)| value).unwrap_err()
+    }
+
+    #[test]
+    fn names_outside_the_list_are_refused_and_nothing_is_called() {
+        let messages = [
+            refusal(b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R."),
+            refusal(b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93."),
+            refusal(b"cbuiltins\ngetattr\n."),
+            refusal(b"(ios\nsystem\n."),
+            refusal(b"\x80\x02ccollections\nOrderedDict\n)\x81."),
+        ];
+        insta::assert_snapshot!(messages.join("\n"), @"
+        it asks for `os.system`, which no table of tensors needs (byte 2 of the pickle)
+        it asks for `builtins.eval`, which no table of tensors needs (byte 18 of the pickle)
+        it asks for `builtins.getattr`, which no table of tensors needs (byte 0 of the pickle)
+        opcode 0x69 is not one that tables of tensors use (byte 1 of the pickle)
+        opcode 0x81 is not one that tables of tensors use (byte 28 of the pickle)
+        ");
+    }
+
+    #[test]
+    fn broken_programs_are_refused() {
+        for bytes in [
+            &b""[..],
+            b".",
+            b"(.",
+            b"N(0.",
+            b"h\x00.",
+            b"q\x00.",
+            b"u.",
+            b"]Ns.",
+            b"}(Nu.",
+            b"X\xff\xff\xff\xffabc.",
+            b"\x8a\x09abc.",
+            b"cos",
+            b"NQ.",
+            b"NNR.",
+            b"NNb.",
+            b"\x86.",
+        ] {
+            assert!(run(bytes).is_err(), "{bytes:?}");
+        }
+    }
+
+    #[test]
+    fn nesting_of_any_depth_and_cycles_cost_no_call_stack() {
+        let deep = [&b")"[..], &b"\x85".repeat(1 << 20), b"."].concat();
+        assert!(matches!(run(&deep), Ok((Value::Items(_), ..))));
+        // A list that holds itself.
+        assert!(matches!(run(b"]q\x00h\x00a."), Ok((Value::Items(0), ..))));
+    }
+
+    #[test]
+    fn a_pickle_that_would_fill_memory_is_refused() {
+        let flood = b"N".repeat(MAX_VALUES + 1);
+        assert!(refusal(&flood).contains("more than 4194304 values"));
+    }
+
+    #[test]
+    fn whole_numbers_of_any_length_keep_their_sign() {
+        let value = |bytes: &[u8]| match run(bytes) {
+            Ok((Value::Int(value), ..)) => value,
+            other => unreachable!("{other:?}"),
+        };
+        assert_eq!(value(b"\x8a\x00."), 0);
+        assert_eq!(value(b"\x8a\x01\xff."), -1);
+        assert_eq!(value(b"\x8a\x03\x00\x00\x01."), 65536);
+        assert_eq!(value(b"J\xfe\xff\xff\xff."), -2);
+    }
+}

@@ -1,0 +1,79 @@
+"""Makes the folders beside this script that the tests import.
+
+Written with torch 2.13.0, transformers 5.23.0, safetensors 0.8.0, Python 3.11:
+
+    python make.py
+
+- gpt2-safetensors  GPT-2 with its head tied, one model.safetensors
+- gpt2-zip          the bare model (no `transformer.` prefix) as pytorch_model.bin, a zip archive, with causal masks
+- gpt2-old          the same in the format before PyTorch 1.6
+- llama-indexed     Llama in bf16, head of its own, several files and an index
+- evil              a pytorch_model.bin that would run a command
+- expected.json     for each folder and tensor, the shape and the f64 sum of the values
+"""
+
+import json
+import os
+import pathlib
+import shutil
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+here = pathlib.Path(__file__).parent
+
+
+def folder(name):
+    path = here / name
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    return path
+
+
+def described(state):
+    return {
+        name: {"shape": list(value.shape), "sum": value.double().sum().item(), "last": value.double().flatten()[-1].item()}
+        for name, value in sorted(state.items())
+    }
+
+
+torch.manual_seed(7)
+expected = {}
+
+config = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=8, vocab_size=20, bos_token_id=0, eos_token_id=1)
+gpt2 = GPT2LMHeadModel(config)
+for parameter in gpt2.parameters():
+    torch.nn.init.normal_(parameter)
+gpt2.save_pretrained(folder("gpt2-safetensors"))
+state = {name: value for name, value in gpt2.state_dict().items() if name != "lm_head.weight"}
+expected["gpt2-safetensors"] = described(state)
+
+bare = dict(gpt2.transformer.state_dict())
+for layer in range(2):
+    bare[f"h.{layer}.attn.bias"] = torch.tril(torch.ones(8, 8, dtype=torch.bool)).view(1, 1, 8, 8)
+    bare[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+for name, new in [("gpt2-zip", True), ("gpt2-old", False)]:
+    path = folder(name)
+    config.save_pretrained(path)
+    torch.save(bare, path / "pytorch_model.bin", _use_new_zipfile_serialization=new)
+    expected[name] = described(state)
+
+config = LlamaConfig(
+    hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    vocab_size=20, max_position_embeddings=16, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
+)
+llama = LlamaForCausalLM(config).to(torch.bfloat16)
+llama.save_pretrained(folder("llama-indexed"), max_shard_size="2KB")
+expected["llama-indexed"] = described(llama.state_dict())
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/merak-was-here",)
+
+
+path = folder("evil")
+config.save_pretrained(path)
+torch.save({"w": Evil()}, path / "pytorch_model.bin")
+
+(here / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")

@@ -1,0 +1,366 @@
+//! Hugging Face folders: what comes in goes out again, and hostile files are refused.
+//!
+//! `tests/goldens/hf` has the folders, the script that made them and the one that loads what we export.
+
+use crate::support::topology;
+use merak_ckpt::{
+    Checkpoint, Cut, DType, Error, ExportOptions, Header, HfFolder, ImportOptions, Kind, Layout,
+    Piece, ShardKind, Store, TensorEntry, Topology, export_hf, import_hf,
+};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const FOLDERS: [&str; 4] = ["gpt2-safetensors", "gpt2-zip", "gpt2-old", "llama-indexed"];
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/goldens/hf")
+        .join(name)
+}
+
+fn json(path: &Path) -> Value {
+    let text = fs::read(path).expect("it can be read");
+    serde_json::from_slice(&text).expect("it is JSON")
+}
+
+/// The tensor's values, whole, in this type.
+fn read(folder: &HfFolder, tensor: &TensorEntry, dtype: DType) -> Vec<u8> {
+    let layout = Layout::whole(&tensor.shape);
+    let mut out = vec![0; tensor.num_elements() * dtype.size_bytes()];
+    let piece = Piece {
+        kind: &Kind::Parameter,
+        name: &tensor.name,
+        dtype,
+        layout: &layout,
+        range: None,
+    };
+    folder.read_as(&piece, &mut out).expect("it reads");
+    out
+}
+
+/// Every tensor with its type, shape and bytes.
+fn content(folder: &HfFolder) -> Vec<(String, DType, Vec<usize>, Vec<u8>)> {
+    let all = folder.tensors().iter();
+    all.map(|t| {
+        let bytes = read(folder, t, t.dtype);
+        (t.name.clone(), t.dtype, t.shape.clone(), bytes)
+    })
+    .collect()
+}
+
+/// A copy of a golden folder that a test may spoil.
+fn copy(name: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    for entry in fs::read_dir(golden(name)).expect("the goldens are there") {
+        let path = entry.expect("an entry").path();
+        let to = folder.path().join(path.file_name().expect("a name"));
+        fs::copy(&path, to).expect("it can be copied");
+    }
+    folder
+}
+
+fn refusal(folder: &Path) -> String {
+    let error = HfFolder::open(folder).map(|_| ()).unwrap_err();
+    assert!(error.is_user_error(), "{error}");
+    error
+        .to_string()
+        .replace(&folder.display().to_string(), "HF")
+}
+
+#[test]
+fn every_format_gives_the_tensors_that_torch_saved() {
+    let expected = json(&golden("expected.json"));
+    for name in FOLDERS {
+        let folder = HfFolder::open(golden(name)).unwrap();
+        let expected = expected[name].as_object().unwrap();
+        let names: Vec<_> = folder.tensors().iter().map(|t| &t.name).collect();
+        assert_eq!(names, expected.keys().collect::<Vec<_>>(), "{name}");
+        for tensor in folder.tensors() {
+            let values: Vec<f64> = read(&folder, tensor, DType::F64)
+                .chunks_exact(8)
+                .map(|bytes| f64::from_le_bytes(bytes.try_into().unwrap()))
+                .collect();
+            let expected = &expected[&tensor.name];
+            assert_eq!(serde_json::json!(tensor.shape), expected["shape"]);
+            assert_eq!(values.last().copied(), expected["last"].as_f64());
+            let (sum, expected) = (values.iter().sum::<f64>(), expected["sum"].as_f64());
+            assert!((sum - expected.unwrap()).abs() < 1e-9, "{}", tensor.name);
+        }
+    }
+    let old = HfFolder::open(golden("gpt2-old")).unwrap();
+    assert_eq!(
+        content(&old),
+        content(&HfFolder::open(golden("gpt2-safetensors")).unwrap())
+    );
+    assert_eq!(
+        old.left_out(),
+        [
+            "transformer.h.0.attn.bias",
+            "transformer.h.0.attn.masked_bias",
+            "transformer.h.1.attn.bias",
+            "transformer.h.1.attn.masked_bias"
+        ]
+    );
+}
+
+#[test]
+fn import_and_export_is_the_identity_for_any_topology() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, (dp, tp, pp)) in
+        FOLDERS
+            .into_iter()
+            .zip([(1, 1, 1), (2, 2, 2), (1, 4, 1), (1, 2, 4)])
+    {
+        let original = HfFolder::open(golden(name)).unwrap();
+        let options = ImportOptions {
+            topology: Topology {
+                zero_stage: 3,
+                ..topology(dp, tp, pp)
+            },
+            ..ImportOptions::default()
+        };
+        let imported = import_hf(&original, folder.path().join(name), &options).unwrap();
+        let checkpoint = Checkpoint::open(&imported).unwrap();
+        assert_eq!(checkpoint.verify().damage, []);
+        let types = checkpoint.manifest().tensors.iter().map(|t| t.dtype);
+        assert!(types.into_iter().all(|dtype| dtype == DType::F32));
+
+        let exported = folder.path().join(format!("{name}-out"));
+        let options = ExportOptions {
+            dtype: Some(original.tensors()[0].dtype),
+            max_shard_size: if tp > 1 { 1000 } else { u64::MAX },
+            ..ExportOptions::default()
+        };
+        export_hf(&checkpoint, &exported, &options).unwrap();
+        let back = HfFolder::open(&exported).unwrap();
+        assert!(content(&back) == content(&original), "{name}");
+        assert_eq!(back.config(), original.config());
+        assert_eq!(back.companions(), original.companions());
+        let is_indexed = exported.join("model.safetensors.index.json").exists();
+        assert_eq!(is_indexed, tp > 1);
+        if is_indexed {
+            assert!(!exported.join("model.safetensors").exists());
+            let index = json(&exported.join("model.safetensors.index.json"));
+            let bytes: usize = original.tensors().iter().map(TensorEntry::num_bytes).sum();
+            assert_eq!(index["metadata"]["total_size"], bytes);
+        }
+        let error = export_hf(&checkpoint, &exported, &options).unwrap_err();
+        assert!(matches!(error, Error::AlreadyExists { .. }), "{error}");
+    }
+}
+
+#[test]
+fn fused_and_transposed_weights_are_cut_by_their_meaning() {
+    let gpt2 = HfFolder::open(golden("gpt2-old")).unwrap();
+    let llama = HfFolder::open(golden("llama-indexed")).unwrap();
+    let cut = |folder: &HfFolder, name: &str| {
+        let tensor = folder.tensors().iter().find(|t| t.name == name);
+        tensor.expect("it is there").cut.clone()
+    };
+    let c_attn = cut(&gpt2, "transformer.h.1.attn.c_attn.weight");
+    assert_eq!(c_attn, Some(Cut::new(1, [8, 8, 8])));
+    let c_proj = cut(&gpt2, "transformer.h.1.mlp.c_proj.weight");
+    assert_eq!(c_proj, Some(Cut::new(0, [32])));
+    assert_eq!(cut(&gpt2, "transformer.ln_f.weight"), None);
+    let down = cut(&llama, "model.layers.0.mlp.down_proj.weight");
+    assert_eq!(down, Some(Cut::new(1, [12])));
+}
+
+/// A checkpoint with a GPT-2 configuration and these parameters, one value each.
+fn checkpoint(folder: &Path, parameters: &[(&str, f32)], config: &[u8]) -> Checkpoint {
+    let store = Store::in_output_dir(folder);
+    let draft = store.begin(1).expect("it begins");
+    let layout = Layout::whole(&[1]);
+    let bytes: Vec<_> = parameters.iter().map(|(_, v)| v.to_le_bytes()).collect();
+    let pieces: Vec<_> = parameters
+        .iter()
+        .zip(&bytes)
+        .map(|((name, _), bytes)| {
+            let piece = Piece {
+                kind: &Kind::Parameter,
+                name,
+                dtype: DType::F32,
+                layout: &layout,
+                range: None,
+            };
+            (piece, bytes.as_slice())
+        })
+        .collect();
+    let shard = draft
+        .write_shard(ShardKind::Model, 0, &pieces)
+        .expect("it writes");
+    let path = draft.commit(vec![shard], Header::default(), &[("config.json", config)]);
+    Checkpoint::open(path.expect("it commits")).expect("it opens")
+}
+
+#[test]
+fn the_configuration_says_whether_there_is_a_head() {
+    let config =
+        br#"{"model_type": "gpt2", "torch_dtype": "bfloat16", "tie_word_embeddings": true}"#;
+    let (wte, head) = ("transformer.wte.weight", "lm_head.weight");
+    let export = |parameters: &[(&str, f32)], config: &[u8]| {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let source = checkpoint(folder.path(), parameters, config);
+        let out = folder.path().join("out");
+        export_hf(&source, &out, &ExportOptions::default()).expect("it exports");
+        let written = fs::read(out.join("model.safetensors")).expect("it is there");
+        let tensors = safetensors::SafeTensors::deserialize(&written).expect("it is sound");
+        let mut names: Vec<_> = tensors.names().into_iter().map(str::to_owned).collect();
+        names.sort();
+        (names, json(&out.join("config.json")))
+    };
+    // Tied and equal: one tensor, as transformers has it.
+    let (names, out) = export(&[(wte, 1.5), (head, 1.5)], config);
+    assert_eq!(
+        (names, &out["tie_word_embeddings"]),
+        (vec![wte.to_owned()], &true.into())
+    );
+    assert_eq!(out["torch_dtype"], "float32");
+    // Trained apart: two, and the configuration no longer ties them.
+    let (names, out) = export(&[(wte, 1.5), (head, 2.5)], config);
+    assert_eq!(
+        (names.len(), &out["tie_word_embeddings"]),
+        (2, &false.into())
+    );
+    // A Llama without a head of its own is tied, which is not its default.
+    let (_, out) = export(
+        &[("model.embed_tokens.weight", 1.0)],
+        br#"{"model_type": "llama"}"#,
+    );
+    assert_eq!(out["tie_word_embeddings"], true);
+    // Of a model of another type nothing is known.
+    let (names, out) = export(&[(wte, 1.5), (head, 1.5)], br#"{"model_type": "gpt"}"#);
+    assert_eq!((names.len(), out.get("tie_word_embeddings")), (2, None));
+}
+
+#[test]
+fn a_pickle_that_would_run_something_is_refused_by_name() {
+    let folder = golden("evil");
+    insta::assert_snapshot!(refusal(&folder), @"cannot read HF/pytorch_model.bin: it asks for `posix.system`, which no table of tensors needs (byte 13 of the pickle)");
+    assert!(!Path::new("/tmp/merak-was-here").exists());
+}
+
+#[test]
+fn folders_that_are_no_models_are_refused_with_a_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    let mut messages = vec![refusal(&path.join("nowhere")), refusal(path)];
+    fs::write(path.join("config.json"), "{").unwrap();
+    messages.push(refusal(path));
+    fs::write(path.join("config.json"), "{\"model_type\": \"gpt2\"}").unwrap();
+    messages.push(refusal(path));
+    let index = path.join("model.safetensors.index.json");
+    for text in [
+        "{}",
+        r#"{"weight_map": {"w": "../w"}}"#,
+        r#"{"weight_map": {"w": "w.safetensors"}}"#,
+    ] {
+        fs::write(&index, text).unwrap();
+        messages.push(refusal(path));
+    }
+    fs::copy(
+        golden("gpt2-safetensors/model.safetensors"),
+        path.join("w.safetensors"),
+    )
+    .unwrap();
+    messages.push(refusal(path));
+    insta::assert_snapshot!(messages.join("\n"), @"
+    cannot read HF: the folder does not exist
+    cannot read HF/config.json: the file is missing
+    cannot read HF/config.json: EOF while parsing an object at line 1 column 1
+    cannot read HF: it has no model.safetensors, model.safetensors.index.json, pytorch_model.bin or pytorch_model.bin.index.json
+    cannot read HF/model.safetensors.index.json: it has no `weight_map`
+    cannot read HF/model.safetensors.index.json: invalid file name `../w`: expected 1 to 128 of the characters a-z, A-Z, 0-9, `.`, `_` and `-`, not starting with a dot, other than manifest.json
+    cannot open HF/w.safetensors
+    cannot read HF/w.safetensors: it lacks tensor `w` of the index
+    ");
+}
+
+#[test]
+fn every_truncation_and_many_flipped_bits_give_an_error_or_tensors() {
+    for (name, file) in [
+        ("gpt2-safetensors", "model.safetensors"),
+        ("gpt2-zip", "pytorch_model.bin"),
+        ("gpt2-old", "pytorch_model.bin"),
+    ] {
+        let folder = copy(name);
+        let path = folder.path().join(file);
+        let bytes = fs::read(&path).unwrap();
+        for length in (0..bytes.len()).step_by(251) {
+            fs::write(&path, &bytes[..length]).unwrap();
+            refusal(folder.path());
+        }
+        let mut refused = 0;
+        for at in (0..bytes.len()).step_by(97) {
+            let mut bytes = bytes.clone();
+            bytes[at] ^= 1 << (at % 8);
+            fs::write(&path, bytes).unwrap();
+            match HfFolder::open(folder.path()) {
+                // What is left of a table may still be sound; then all of it can be read.
+                Ok(folder) => drop(content(&folder)),
+                Err(error) => {
+                    assert!(error.is_user_error(), "{error}");
+                    refused += 1;
+                }
+            }
+        }
+        assert!(refused > 3, "{name}: {refused}");
+    }
+}
+
+#[test]
+fn headers_that_lie_are_refused() {
+    let file = |header: &str, data: usize| {
+        let length = (header.len() as u64).to_le_bytes();
+        [&length[..], header.as_bytes(), &vec![0; data]].concat()
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    fs::write(path.join("config.json"), "{}").unwrap();
+    let mut messages = Vec::new();
+    for bytes in [
+        u64::MAX.to_le_bytes().to_vec(),
+        file(
+            r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#,
+            4,
+        ),
+        file(
+            r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}}"#,
+            8,
+        ),
+        file(
+            r#"{"w":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}"#,
+            0,
+        ),
+        file(
+            r#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"v":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}"#,
+            6,
+        ),
+        file(
+            r#"{"w":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}"#,
+            4,
+        ),
+        file(
+            r#"{"a/b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#,
+            4,
+        ),
+        file(
+            r#"{"w":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}}"#,
+            1,
+        ),
+    ] {
+        fs::write(path.join("model.safetensors"), bytes).unwrap();
+        messages.push(refusal(path));
+    }
+    insta::assert_snapshot!(messages.join("\n"), @"
+    cannot read HF/model.safetensors: its header has 18446744073709551615 bytes, expected at most 0
+    cannot read HF/model.safetensors: it has 66 bytes, by its header it should have 70
+    cannot read HF/model.safetensors: its header is wrong: invalid offset for tensor `w`
+    cannot read HF/model.safetensors: its header is wrong: overflow computing buffer size from shape and/or element type
+    cannot read HF/model.safetensors: its header is wrong: invalid offset for tensor `v`
+    cannot read HF/model.safetensors: tensor `w` of type F8_E4M3 and shape [4] cannot be read
+    cannot read HF/model.safetensors: invalid tensor name `a/b`: expected 1 to 1024 bytes without control characters, `[`, `#` and `/`
+    cannot read HF/model.safetensors: tensor `w` of type U8 and shape [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] cannot be read
+    ");
+}
