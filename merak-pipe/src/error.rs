@@ -51,11 +51,13 @@ pub enum Error {
         /// The count.
         found: usize,
     },
-    /// A schedule that runs one stage per rank was asked for more.
-    #[error("{name} runs 1 chunk per rank, found {found}")]
+    /// A schedule was asked for a number of stages per rank that it cannot have.
+    #[error("{name} runs {expected} {} per rank, found {found}", if *expected == 1 { "chunk" } else { "chunks" })]
     Chunks {
         /// The schedule.
         name: &'static str,
+        /// Chunks that it runs.
+        expected: usize,
         /// Chunks that were asked for.
         found: usize,
     },

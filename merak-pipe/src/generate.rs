@@ -2,15 +2,23 @@
 //!
 //! Each takes a checked size (see `ScheduleKind::generate`) and lists the actions of every rank.
 
+mod dualpipe_v;
 mod gpipe;
 mod inference;
+mod interleaved;
 mod one_f_one_b;
 mod recompute;
+mod v_shape;
+mod zero_bubble;
 
+pub(crate) use dualpipe_v::dualpipe_v;
 pub(crate) use gpipe::gpipe;
 pub(crate) use inference::inference;
+pub(crate) use interleaved::interleaved;
 pub(crate) use one_f_one_b::{ds_default, one_f_one_b};
 pub(crate) use recompute::{last_no_recompute, pre_recompute, shifted_critical_path};
+pub(crate) use v_shape::{v_half, v_min, zb_v};
+pub(crate) use zero_bubble::{zb_h1, zb_h2};
 
 use crate::{Action, Kind, MicrobatchId, Size, StageId};
 
@@ -27,6 +35,14 @@ impl Stage {
         self.action(Kind::Backward, microbatch)
     }
 
+    fn input_grad(self, microbatch: usize) -> Action {
+        self.action(Kind::InputGrad, microbatch)
+    }
+
+    fn weight_grad(self, microbatch: usize) -> Action {
+        self.action(Kind::WeightGrad, microbatch)
+    }
+
     fn recompute(self, microbatch: usize) -> Action {
         self.action(Kind::Recompute, microbatch)
     }
@@ -41,4 +57,13 @@ impl Stage {
 fn alternating_buffers(size: Size) -> Vec<usize> {
     let buffers = |stage: usize| (size.ranks - stage + 1).min(size.microbatches).max(2);
     (0..size.ranks).map(buffers).collect()
+}
+
+/// The same order without microbatches from `microbatches` on. What is left waits for nothing that is
+/// gone, since microbatches never wait for each other but through the order of a rank.
+fn only_microbatches(mut actions: Vec<Vec<Action>>, microbatches: usize) -> Vec<Vec<Action>> {
+    for order in &mut actions {
+        order.retain(|action| action.microbatch.0 < microbatches);
+    }
+    actions
 }

@@ -17,6 +17,19 @@ use std::{fmt, str::FromStr};
 /// | `last_no_recompute_1f1b` | `4(M+P-1) - (P+1)` | `P-s` | `M >= max(P, 3)` |
 /// | `shifted_critical_path` | `4(M+P-1) - (P+2)` | `P-s`, but 3 on stage `P-2` | `M >= max(P, 4)` |
 ///
+/// For the others, extra time over the ideal `3M` with `F = I = W = 1` on a whole rank, `M >= 2P` and free
+/// communication; `v` chunks per rank. Memory is in microbatches of a whole rank.
+///
+/// | schedule | extra time | peak live microbatches | chunks |
+/// |---|---|---|---|
+/// | `interleaved_1f1b` | `3(P-1)/v` | `P + (P-1)/v` on the first rank | any |
+/// | `zb_h1` | `P-1` | `P` | 1 |
+/// | `zb_h2` | `P-1`, no rank waits | `2P-1` | 1 |
+/// | `zb_v` | `(P-1)/2` | `P` | 2 |
+/// | `v_half` | at most `1.5(P-1)` | `(P+2)/2` | 2 |
+/// | `v_min` | `2(P-1) - 1/2` | `(P+4)/3`, rounded up to a chunk | 2 |
+/// | `dualpipe_v` | `P-1` | `P + 1/2` | 2 |
+///
 /// ```
 /// use merak_pipe::ScheduleKind;
 /// assert_eq!("1f1b".parse::<ScheduleKind>()?, ScheduleKind::OneFOneB);
@@ -39,19 +52,40 @@ pub enum ScheduleKind {
     LastNoRecompute,
     /// `shifted_critical_path`: besides, the last stage but one runs three forwards first.
     ShiftedCriticalPath,
+    /// `interleaved_1f1b`: `1f1b` over several chunks of the model per rank.
+    Interleaved,
+    /// `zb_h1`: split backwards; the memory of `1f1b`.
+    ZbH1,
+    /// `zb_h2`: split backwards, with enough forwards ahead that no rank waits.
+    ZbH2,
+    /// `zb_v`: two stages per rank in a V; the memory of `1f1b`, and no rank waits.
+    ZbV,
+    /// `v_half`: two stages per rank in a V; half the memory.
+    VHalf,
+    /// `v_min`: two stages per rank in a V; a third of the memory.
+    VMin,
+    /// `dualpipe_v`: two stages per rank in a V, a forward of one beside a backward of the other.
+    DualPipeV,
     /// `inference`: forwards alone.
     Inference,
 }
 
 impl ScheduleKind {
     /// Every schedule, simplest first.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 14] = [
         Self::Gpipe,
         Self::OneFOneB,
         Self::DsDefault,
         Self::PreRecompute,
         Self::LastNoRecompute,
         Self::ShiftedCriticalPath,
+        Self::Interleaved,
+        Self::ZbH1,
+        Self::ZbH2,
+        Self::ZbV,
+        Self::VHalf,
+        Self::VMin,
+        Self::DualPipeV,
         Self::Inference,
     ];
 
@@ -68,6 +102,13 @@ impl ScheduleKind {
             Self::PreRecompute => "pre_recompute_1f1b",
             Self::LastNoRecompute => "last_no_recompute_1f1b",
             Self::ShiftedCriticalPath => "shifted_critical_path",
+            Self::Interleaved => "interleaved_1f1b",
+            Self::ZbH1 => "zb_h1",
+            Self::ZbH2 => "zb_h2",
+            Self::ZbV => "zb_v",
+            Self::VHalf => "v_half",
+            Self::VMin => "v_min",
+            Self::DualPipeV => "dualpipe_v",
             Self::Inference => "inference",
         }
     }
@@ -83,9 +124,10 @@ impl ScheduleKind {
     /// When a count is zero or the schedule needs more microbatches or fewer chunks.
     pub fn generate(self, size: Size) -> Result<Schedule> {
         size.check()?;
-        if size.chunks != 1 {
+        if let Some(expected) = self.fixed_chunks().filter(|chunks| *chunks != size.chunks) {
             return Err(Error::Chunks {
                 name: self.as_str(),
+                expected,
                 found: size.chunks,
             });
         }
@@ -97,8 +139,25 @@ impl ScheduleKind {
             Self::PreRecompute => generate::pre_recompute(size),
             Self::LastNoRecompute => generate::last_no_recompute(size),
             Self::ShiftedCriticalPath => generate::shifted_critical_path(size),
+            Self::Interleaved => generate::interleaved(size),
+            Self::ZbH1 => generate::zb_h1(size),
+            Self::ZbH2 => generate::zb_h2(size),
+            Self::ZbV => generate::zb_v(size),
+            Self::VHalf => generate::v_half(size),
+            Self::VMin => generate::v_min(size),
+            Self::DualPipeV => generate::dualpipe_v(size),
             Self::Inference => generate::inference(size),
         })
+    }
+
+    /// The stages that each rank must run: two for the V shapes, one for most others, and any number
+    /// (`None`) for `interleaved_1f1b`.
+    pub const fn fixed_chunks(self) -> Option<usize> {
+        match self {
+            Self::Interleaved => None,
+            Self::ZbV | Self::VHalf | Self::VMin | Self::DualPipeV => Some(2),
+            _ => Some(1),
+        }
     }
 
     /// The smallest number of microbatches that the schedule takes on `ranks` ranks.
@@ -110,7 +169,7 @@ impl ScheduleKind {
             Self::PreRecompute => ranks,
             Self::LastNoRecompute => ranks.max(3),
             Self::ShiftedCriticalPath => ranks.max(4),
-            Self::Gpipe | Self::OneFOneB | Self::DsDefault | Self::Inference => 1,
+            _ => 1,
         }
     }
 
@@ -197,7 +256,7 @@ mod tests {
     #[test]
     fn errors_say_what_would_do() {
         let unknown = "shifted_critcal_path".parse::<ScheduleKind>().unwrap_err();
-        insta::assert_snapshot!(unknown, @r#"unknown schedule "shifted_critcal_path"; did you mean "shifted_critical_path"? (one of gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, inference)"#);
+        insta::assert_snapshot!(unknown, @r#"unknown schedule "shifted_critcal_path"; did you mean "shifted_critical_path"? (one of gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, inference)"#);
         let few = ScheduleKind::ShiftedCriticalPath
             .generate(Size::new(2, 3))
             .unwrap_err();

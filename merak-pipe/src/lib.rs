@@ -56,7 +56,9 @@
 //! [Megatron-LM](https://arxiv.org/abs/2104.04473) for `gpipe` and `1f1b`;
 //! [Merak](https://arxiv.org/abs/2206.04959) for recomputation within the schedule;
 //! [Zero Bubble](https://arxiv.org/abs/2401.10241) for the split of `B` into `I` and `W` (which it writes
-//! B and W).
+//! B and W), `zb_h1`, `zb_h2` and `zb_v`;
+//! [Controllable Memory](https://arxiv.org/abs/2405.15362) for `v_half` and `v_min`;
+//! [DeepSeek-V3](https://arxiv.org/abs/2412.19437) for `dualpipe_v`.
 
 mod action;
 mod costs;

@@ -156,18 +156,19 @@ pub(crate) fn sequential(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(96))]
     #[test]
     fn every_schedule_gives_the_bits_of_a_sequential_run(
         kind in proptest::sample::select(ScheduleKind::ALL.to_vec()), ranks in 1usize..=5, extra in 0usize..=7,
     ) {
         let microbatches = kind.min_microbatches(ranks) + extra;
-        let schedule = kind.generate(Size::new(ranks, microbatches)).unwrap();
+        let size = Size::new(ranks, microbatches).with_chunks(kind.fixed_chunks().unwrap_or(3));
+        let schedule = kind.generate(size).unwrap();
         let mut modules = modules(&schedule);
         let timeline = run_threads(&schedule, &mut modules, DEADLINE).unwrap();
         let ran: Vec<Vec<Action>> = timeline.ranks.iter().map(|r| r.iter().map(|s| s.action).collect()).collect();
         prop_assert_eq!(&ran, &schedule.actions);
-        prop_assert_eq!(results(&modules), sequential(ranks, microbatches, kind.is_training()));
+        prop_assert_eq!(results(&modules), sequential(size.stages(), microbatches, kind.is_training()));
     }
 }
 
@@ -199,20 +200,22 @@ fn chunks_of_one_rank_pass_messages_without_the_link() {
 #[test]
 fn recorded_times_respect_every_dependency() {
     for kind in ScheduleKind::ALL {
-        let schedule = kind.generate(Size::new(4, 6)).unwrap();
+        let size = Size::new(4, 6).with_chunks(kind.fixed_chunks().unwrap_or(2));
+        let schedule = kind.generate(size).unwrap();
+        let stages = size.stages();
         let timeline = run_threads(&schedule, &mut modules(&schedule), DEADLINE).unwrap();
         let sent = timeline
             .ranks
             .iter()
             .flatten()
-            .filter_map(|span| Some((span.action.output(4)?, span.end)));
+            .filter_map(|span| Some((span.action.output(stages)?, span.end)));
         let sent: BTreeMap<_, _> = sent.collect();
         for spans in &timeline.ranks {
             assert!(spans.iter().all(|span| span.start <= span.end));
             assert!(spans.windows(2).all(|pair| pair[0].end <= pair[1].start));
             let inputs = spans
                 .iter()
-                .filter_map(|span| Some((span.action.input(4)?, span.start)));
+                .filter_map(|span| Some((span.action.input(stages)?, span.start)));
             for (tag, start) in inputs {
                 assert!(sent[&tag] <= start, "{kind}: the {tag}");
             }

@@ -86,12 +86,13 @@ fn run_over_groups(
 #[test]
 fn process_groups_carry_every_schedule() {
     for kind in ScheduleKind::ALL {
-        let schedule = kind.generate(Size::new(3, 5)).unwrap();
+        let size = Size::new(3, 5).with_chunks(kind.fixed_chunks().unwrap_or(2));
+        let schedule = kind.generate(size).unwrap();
         let ranks: Result<Vec<Stages>, String> =
             run_over_groups(&schedule, None, 1).into_iter().collect();
         assert_eq!(
             results(&ranks.unwrap()),
-            sequential(3, 5, kind.is_training()),
+            sequential(size.stages(), 5, kind.is_training()),
             "{kind}"
         );
     }

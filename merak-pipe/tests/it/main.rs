@@ -1,6 +1,7 @@
 //! The crate through its public door.
 //!
 //! - `schedules`: the generated orders, instruction streams and figures, for many sizes.
+//! - `shapes`: bubbles and memory of split backwards and several stages per rank.
 //! - `validator`: what it proves, and what it refuses.
 //! - `render`: what users read.
 //! - `engine`: every schedule gives the bits of a plain sequential run, and a fault ends all ranks.
@@ -12,4 +13,5 @@ mod groups;
 mod played;
 mod render;
 mod schedules;
+mod shapes;
 mod validator;

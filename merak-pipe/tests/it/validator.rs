@@ -71,13 +71,19 @@ fn schedules() -> impl Strategy<Value = Schedule> {
     let kinds = proptest::sample::select(ScheduleKind::ALL.to_vec());
     (kinds, 1_usize..=6, 0_usize..=8).prop_map(|(kind, ranks, extra)| {
         let microbatches = kind.min_microbatches(ranks) + extra;
-        kind.generate(Size::new(ranks, microbatches))
+        let chunks = kind.fixed_chunks().unwrap_or(2);
+        kind.generate(Size::new(ranks, microbatches).with_chunks(chunks))
             .expect("the size is legal")
     })
 }
 
-/// The schedule with each full backward in two halves, the weight gradient `delay` actions later.
+/// The schedule with each full backward in two halves, the weight gradient `delay` actions later. One that
+/// has halves already stays as it is.
 fn split(schedule: &Schedule, delay: usize) -> Schedule {
+    let mut all = schedule.actions.iter().flatten();
+    if all.any(|action| action.kind == Kind::WeightGrad) {
+        return schedule.clone();
+    }
     let halves = |actions: &Vec<Action>| {
         let mut out = Vec::new();
         let mut waiting = std::collections::VecDeque::new();
@@ -148,7 +154,8 @@ proptest! {
         let rank = rank.index(schedule.size.ranks);
         let actions = &mut schedule.actions[rank];
         let at = at.index(actions.len());
-        let next = (at + 1..actions.len()).find(|next| actions[*next].kind == actions[at].kind);
+        let alike = |a: Action, b: Action| (a.stage, a.kind) == (b.stage, b.kind);
+        let next = (at + 1..actions.len()).find(|next| alike(actions[*next], actions[at]));
         let Some(next) = next.filter(|_| actions[at].kind != Kind::Recompute) else { return Ok(()) };
         actions.swap(at, next);
         // One rank may take forwards in any order, as nobody else has to agree.
@@ -167,6 +174,8 @@ proptest! {
         let costs = merak_pipe::Costs::uniform(merak_pipe::UnitCosts::default(), schedule.size.stages());
         let simulated = merak_pipe::simulate(&schedule, &costs).is_ok();
         prop_assert!(simulated || !verdict, "what is valid can be simulated");
-        prop_assert!(schedule.instructions().is_ok());
+        // The order of messages between ranks of several stages follows from an order of the actions.
+        let ordered = verdict || schedule.size.chunks == 1;
+        prop_assert!(!ordered || schedule.instructions().is_ok());
     }
 }
