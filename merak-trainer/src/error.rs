@@ -1,5 +1,6 @@
 //! Everything that can go wrong in this crate.
 
+use merak_pipe::Action;
 use std::{io, path::PathBuf};
 
 /// The result of this crate's functions.
@@ -286,8 +287,32 @@ pub enum Error {
         rank: usize,
         /// What happened there, with its causes.
         cause: String,
-        /// Whether the configuration or an input was at fault.
-        user: bool,
+    },
+    /// A training step failed.
+    #[error("in step {step}")]
+    Step {
+        /// The step, counted from 1.
+        step: usize,
+        /// The reason.
+        source: Box<Error>,
+    },
+    /// A stage failed at one of the actions of its schedule.
+    #[error("{action} failed (stage {}, microbatch {})", action.stage, action.microbatch)]
+    Stage {
+        /// The action.
+        action: Action,
+        /// The reason.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A prompt with a token that the model does not know.
+    #[error("prompt {prompt} has the token {token}, but the model knows 0 to {} only", vocab - 1)]
+    PromptToken {
+        /// The prompt's number, from 0.
+        prompt: usize,
+        /// The token.
+        token: u32,
+        /// Size of the model's vocabulary.
+        vocab: usize,
     },
     /// A prefetch thread that ended before its samples were read.
     #[error("a data thread ended before it delivered its samples")]
@@ -299,7 +324,11 @@ impl Error {
     /// the run (exit status 1).
     pub fn is_user_error(&self) -> bool {
         match self {
-            Self::Write { .. } | Self::DataThread => false,
+            Self::Write { .. }
+            | Self::DataThread
+            | Self::Rank { .. }
+            | Self::Step { .. }
+            | Self::Stage { .. } => false,
             Self::Schedule(error) => !pipeline_failed(error),
             Self::Optimizer(error) => !matches!(**error, merak_zero::Error::Communication { .. }),
             Self::Model(error) => !node_failed(error),
@@ -308,7 +337,6 @@ impl Error {
                 merak_mpu::Error::WorldSize { .. } | merak_mpu::Error::ZeroDegree { .. }
             ),
             Self::Checkpoint(error) => error.is_user_error(),
-            Self::Rank { user, .. } => *user,
             _ => true,
         }
     }
@@ -319,11 +347,7 @@ fn pipeline_failed(error: &merak_pipe::Error) -> bool {
     use merak_pipe::Error as E;
     matches!(
         error,
-        E::Stage { .. }
-            | E::Link { .. }
-            | E::Timeout { .. }
-            | E::Aborted { .. }
-            | E::PeerLeft { .. }
+        E::Link { .. } | E::Timeout { .. } | E::Aborted { .. } | E::PeerLeft { .. }
     )
 }
 
@@ -334,6 +358,16 @@ fn node_failed(error: &merak_trace::Error) -> bool {
         error,
         E::Collective { .. } | E::Kernel { .. } | E::Backend { .. }
     )
+}
+
+impl From<merak_pipe::Error> for Error {
+    fn from(error: merak_pipe::Error) -> Self {
+        match error {
+            // The rank is told by whoever runs the world; the pipeline's own numbers count stages.
+            merak_pipe::Error::Stage { action, source, .. } => Self::Stage { action, source },
+            other => Self::Schedule(Box::new(other)),
+        }
+    }
 }
 
 /// Errors of the crates below are boxed, so that the results of this one stay small.
@@ -347,7 +381,6 @@ macro_rules! from_crates {
     )*};
 }
 from_crates!(
-    Schedule: merak_pipe::Error,
     Optimizer: merak_zero::Error,
     Model: merak_trace::Error,
     TensorParallel: merak_tp::Error,

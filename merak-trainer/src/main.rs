@@ -4,19 +4,19 @@ mod commands;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use merak_trainer::chain;
-use std::process::ExitCode;
+use std::{io::IsTerminal, process::ExitCode};
 use tracing_subscriber::EnvFilter;
 
 /// Trains and fine-tunes transformer models with data, tensor and pipeline parallelism.
 #[derive(Debug, Parser)]
-#[command(name = "merak", version, about, max_term_width = 100)]
+#[command(name = "merak", version, max_term_width = 100)]
 struct Cli {
     /// What to log, as a tracing filter: `info`, `merak_trainer=debug`.
     #[arg(
         long,
         global = true,
         env = "MERAK_LOG",
-        default_value = "warn",
+        default_value = "warn,merak_mpu=error",
         value_name = "FILTER"
     )]
     log: String,
@@ -48,6 +48,7 @@ fn main() -> ExitCode {
         .unwrap_or_else(|_| EnvFilter::new("warn"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
+        .with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
         .with_writer(std::io::stderr)
         .init();
     let outcome = match cli.command {

@@ -8,7 +8,8 @@ use std::{error::Error as StdError, fmt, time::Duration};
 /// by rank.
 ///
 /// # Errors
-/// [`Error::Rank`] with the rank that failed first and its cause; all other ranks were ended.
+/// [`Error::Rank`] with the rank that failed first and its cause, or the cause itself where the configuration
+/// or an input is at fault; all other ranks were ended.
 pub fn run_world<T: Send>(
     args: &CheckedArguments,
     body: impl Fn(Member) -> Result<T> + Sync,
@@ -21,20 +22,22 @@ pub fn run_world<T: Send>(
         body(member).map_err(Cause)
     });
     outcome.map_err(|error| match error {
-        // One rank alone has no rank to speak of.
+        // One rank alone has no rank to speak of, and a mistake of the user's is the same on all.
         RunError::Failed {
             cause: Cause(cause),
             ..
-        } if args.world_size() == 1 => cause,
+        } if args.world_size() == 1 || cause.is_user_error() => cause,
         RunError::Failed { rank, cause } => Error::Rank {
             rank: rank.0,
             cause: cause.to_string(),
-            user: cause.0.is_user_error(),
+        },
+        RunError::Panicked { rank, message } => Error::Rank {
+            rank: rank.0,
+            cause: format!("panicked: {message}"),
         },
         other => Error::Rank {
             rank: other.rank().0,
             cause: other.to_string(),
-            user: false,
         },
     })
 }

@@ -29,7 +29,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 128)]
     max_new_tokens: usize,
     /// Sampling temperature; 0 takes the likeliest token.
-    #[arg(long, default_value_t = 0.9)]
+    #[arg(long, default_value_t = 0.9, allow_negative_numbers = true)]
     temperature: f64,
     /// Draws from the K likeliest tokens only; 0 is off.
     #[arg(long, default_value_t = 0, value_name = "K")]

@@ -46,7 +46,11 @@ impl Corpus {
         let held_out = (tokens.len() as f64 * arguments.validation_fraction) as usize;
         let (train, validation) = tokens.split_at(tokens.len() - held_out);
         let bytes: usize = documents.iter().map(|document| document.text.len()).sum();
-        let description = format!("{source}: {} files, {bytes} bytes", documents.len());
+        let count = match documents.len() {
+            1 => "1 file".to_owned(),
+            many => format!("{many} files"),
+        };
+        let description = format!("{source}: {count}, {bytes} bytes");
         tracing::info!(
             files = documents.len(),
             bytes,

@@ -79,6 +79,15 @@ impl<'a> StepModule<'a> {
         let Some(batch) = self.inputs.batches.get(microbatch) else {
             return Ok(BTreeMap::new());
         };
+        let absent = |name: &str| !batch.tensors.contains_key(name);
+        if let Some(port) = program.inputs.iter().find(|port| absent(&port.name)) {
+            let given: Vec<_> = batch.tensors.keys().map(String::as_str).collect();
+            return Err(TraceError::MissingInput {
+                name: port.name.clone(),
+                expected: program.graph.ty(port.value).to_string(),
+                given: given.join(", "),
+            });
+        }
         let wanted = batch
             .tensors
             .iter()

@@ -250,7 +250,6 @@ impl MerakTrainer {
         let elsewhere = || Error::Rank {
             rank: self.stage.mpu.rank().0,
             cause: "another rank could not read the checkpoint".to_owned(),
-            user: true,
         };
         let read = read.ok_or_else(elsewhere)?;
         self.apply(&checkpoint, read)

@@ -2,7 +2,7 @@
 
 use super::MerakTrainer;
 use crate::{
-    Result,
+    Error, Result,
     data::{Batch, IntTensor, Microbatch},
     stage::{Stage, StepInputs, StepModule},
 };
@@ -52,13 +52,26 @@ impl MerakTrainer {
     /// Per token the pipeline's forward hops and a broadcast of the tokens from the last stage.
     ///
     /// # Errors
-    /// When an option is out of range, a prompt is empty or leaves no room, or a rank fails.
+    /// When an option is out of range, a prompt is empty, leaves no room or has an unknown token, or a rank
+    /// fails.
     pub fn generate(
         &mut self,
         prompts: &[Vec<u32>],
         options: &GenerateOptions,
     ) -> Result<Vec<Completion>> {
-        let max_seq = self.stage.plan.info.max_seq;
+        let (max_seq, vocab) = (
+            self.stage.plan.info.max_seq,
+            self.stage.plan.info.vocab_size,
+        );
+        for (prompt, tokens) in prompts.iter().enumerate() {
+            if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocab) {
+                return Err(Error::PromptToken {
+                    prompt,
+                    token,
+                    vocab,
+                });
+            }
+        }
         let seq_length = Some(
             options
                 .seq_length

@@ -2,7 +2,7 @@
 
 use super::MerakTrainer;
 use crate::{
-    Result,
+    Error, Result,
     data::{Batch, Loader, Requests},
     stage::{StepInputs, StepModule, StepResult, count_labels},
 };
@@ -45,21 +45,28 @@ impl MerakTrainer {
     /// # Errors
     /// When a rank fails.
     pub fn train_step(&mut self) -> Result<StepReport> {
+        self.order()?;
+        let step = self.global_step + 1;
+        self.step().map_err(|error| Error::Step {
+            step,
+            source: Box::new(error),
+        })
+    }
+
+    fn step(&mut self) -> Result<StepReport> {
         let start = Instant::now();
-        let step = self.global_step;
-        self.backward_step(step).and_then(|(loss, tokens)| {
-            let lr = self.schedule.lr(self.stage.optimizer.progress().steps);
-            let update = self.stage.update(lr)?;
-            self.global_step += 1;
-            Ok(StepReport {
-                step: self.global_step,
-                loss,
-                grad_norm: update.grad_norm,
-                lr,
-                tokens,
-                skipped: update.skipped,
-                time: start.elapsed(),
-            })
+        let (loss, tokens) = self.backward_step(self.global_step)?;
+        let lr = self.schedule.lr(self.stage.optimizer.progress().steps);
+        let update = self.stage.update(lr)?;
+        self.global_step += 1;
+        Ok(StepReport {
+            step: self.global_step,
+            loss,
+            grad_norm: update.grad_norm,
+            lr,
+            tokens,
+            skipped: update.skipped,
+            time: start.elapsed(),
         })
     }
 
