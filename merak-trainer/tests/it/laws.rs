@@ -1,5 +1,8 @@
 //! What no topology, schedule or interruption may change.
 
-mod data; // samples and their order
+mod data; // samples: their order, their names, their evaluation
+mod generation; // N20: the same tokens from every topology
 mod pipeline; // L1: the pipeline changes no bit
+mod resume; // L3, L5: resumed runs and equal bytes
 mod topology; // L2: the degrees change the order of summation only
+mod update; // N18: what a step may touch

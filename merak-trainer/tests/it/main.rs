@@ -1,6 +1,8 @@
 //! Integration tests of merak-trainer.
 
+mod cli; // the merak command: statuses, messages, documents
 mod config; // layers, keys, messages, checks
 mod data; // text sources, corpora, loaders
+mod faults; // failing ranks, damaged files
 mod laws; // what no topology, schedule or interruption may change
 mod support; // small trainings on any topology

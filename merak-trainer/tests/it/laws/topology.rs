@@ -1,6 +1,8 @@
 //! L2: dp, tp and ZeRO change numbers by the order of summation only.
 
-use crate::support::{Case, assert_close_losses, assert_close_tensors};
+use proptest::{prelude::*, test_runner::RngSeed};
+
+use crate::support::{Case, assert_close_losses, assert_close_tensors, assert_same_bits, numbers};
 
 /// Degrees (dp, tp, pp) that sum in another order than one rank.
 const TOPOLOGIES: [(usize, usize, usize); 6] = [
@@ -33,4 +35,114 @@ fn every_topology_trains_a_gpt2_like_one_rank() {
 #[test]
 fn every_topology_trains_a_llama_like_one_rank() {
     check(&Case::llama().with_dropout(0.1));
+}
+
+#[test]
+fn zero_1_has_the_bits_of_zero_0() {
+    for degrees in [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)] {
+        for tied in [true, false] {
+            let case = Case::gpt2().with_dropout(0.1).with_tied(tied).on(degrees);
+            let whole = case.clone().with("zero_stage", 0).run(4);
+            for bucket in [1000, 500_000_000] {
+                let case = case
+                    .clone()
+                    .with("zero_stage", 1)
+                    .with("zero_reduce_bucket_size", bucket)
+                    .with("zero_allgather_bucket_size", bucket);
+                let what = format!("{degrees:?} tied {tied} buckets of {bucket}");
+                assert_same_bits(&case.run(4), &whole, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn clipping_uses_the_norm_of_the_whole_model() {
+    for tied in [true, false] {
+        let case = Case::gpt2()
+            .with_tied(tied)
+            .with_dropout(0.1)
+            .with("max_grad_norm", 0.01);
+        let alone = case.run(20);
+        assert!(alone.reports.iter().all(|report| report.grad_norm > 0.01));
+        for degrees in [(1, 1, 2), (1, 2, 2), (2, 2, 2)] {
+            let run = case.clone().on(degrees).run(20);
+            let what = format!("{degrees:?} tied {tied}");
+            for (run, alone) in run.reports.iter().zip(&alone.reports) {
+                let gap = (run.grad_norm / alone.grad_norm - 1.0).abs();
+                let tolerance = if run.step == 1 { 1e-6 } else { 1e-3 };
+                assert!(
+                    gap < tolerance,
+                    "norm of step {}: {gap:e}, {what}",
+                    run.step
+                );
+            }
+            assert_close_losses(&run.reports, &alone.reports, 1e-4, &what);
+        }
+        // A clipped gradient moves an optimizer without normalisation less.
+        let free = case
+            .with("max_grad_norm", 0)
+            .with("optim", "sgd")
+            .with("warmup_steps", 0)
+            .with("learning_rate", 1e-2);
+        let moved = |case: &Case| case.run(2).reports[1].loss;
+        let clipped = free.clone().with("max_grad_norm", 0.01);
+        assert_ne!(moved(&free).to_bits(), moved(&clipped).to_bits());
+    }
+}
+
+#[test]
+fn division_before_the_reduction_changes_rounding_only() {
+    let case = Case::gpt2().on((2, 1, 2));
+    let after = case.run(4);
+    let before = case.with("prescale_gradients", true).run(4);
+    assert_close_losses(&before.reports, &after.reports, 1e-6, "prescaled");
+}
+
+#[test]
+fn the_seed_decides_weights_masks_and_order() {
+    let case = Case::gpt2().with_dropout(0.1).on((1, 2, 2));
+    let first = case.run(2);
+    assert_same_bits(&case.run(2), &first, "the same seed");
+    let other = case.clone().with("seed", 4321).run(0).weights;
+    assert_ne!(other, case.run(0).weights);
+    // Another order of the same samples.
+    let shuffled = case.with("data_seed", 7).run(2);
+    assert_ne!(numbers(&shuffled.reports), numbers(&first.reports));
+}
+
+proptest! {
+    // The grids above take one choice at a time; this draws them together, always the same 32.
+    #![proptest_config(ProptestConfig {
+        cases: 32,
+        rng_seed: RngSeed::Fixed(20_260_101),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+    #[test]
+    fn any_mixture_of_choices_trains_like_one_rank(
+        degrees in (prop::sample::select(vec![1, 2, 4]), prop::sample::select(vec![1, 2]), prop::sample::select(vec![1, 2, 4])),
+        (llama, tied, dropout) in (any::<bool>(), any::<bool>(), any::<bool>()),
+        (zero, recompute, workers) in (0..2, 0..3, 0..3),
+        schedule in prop::sample::select(vec!["gpipe", "1f1b", "ds_default"]),
+        method in prop::sample::select(vec!["uniform", "uniform_floor", "parameters"]),
+        threads in 1..4_usize,
+    ) {
+        let model = if llama { Case::llama() } else { Case::gpt2() };
+        let case = model.with_tied(tied).with_dropout(if dropout { 0.1 } else { 0.0 });
+        let alone = case.run(3);
+        let mixture = case
+            .on(degrees)
+            .with("zero_stage", zero)
+            .with("checkpoint_num_layers", recompute)
+            .with("dataloader_num_workers", workers)
+            .with("train_schedule", schedule)
+            .with("partition_method", method)
+            .with_threads(threads);
+        let run = mixture.run(3);
+        assert_close_losses(&run.reports, &alone.reports, 1e-5, "mixture");
+        if (degrees.0, degrees.1) == (1, 1) {
+            assert_same_bits(&run, &alone, "mixture");
+        }
+    }
 }

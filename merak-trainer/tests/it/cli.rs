@@ -1,0 +1,143 @@
+//! The `merak` command as its users meet it: exit statuses, messages, documents on standard output.
+
+mod mistakes; // status 2 and what to do about it
+mod output; // documents and formats
+mod training; // train, resume, generate, signals
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::support::without_checksums;
+
+/// A folder with a small model, a text and a configuration of two steps.
+struct Workplace {
+    folder: TempDir,
+}
+
+/// How a command ended.
+struct Ended {
+    status: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
+
+impl Workplace {
+    fn new() -> Self {
+        let workplace = Self {
+            folder: tempfile::tempdir().expect("a temporary folder"),
+        };
+        workplace.write("model.json", &model().to_string());
+        workplace.write("text/a.txt", &text());
+        workplace.write(
+            "merak.toml",
+            "output_dir = \"run\"\nseq_length = 16\nmax_steps = 5\nper_device_train_batch_size = 1\n\
+             gradient_accumulation_steps = 4\nlogging_steps = 1\nlearning_rate = 0.01\nsave = true\n\
+             max_new_tokens = 4\n\n[model]\nconfig = \"model.json\"\n\n[data]\npath = \"text\"\n\n\
+             [compute]\nthreads_per_rank = 1\n\n[distributed]\ntimeout_s = 20\n",
+        );
+        workplace
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn write(&self, name: &str, content: &str) {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().expect("a parent")).expect("a writable folder");
+        fs::write(path, content).expect("a writable folder");
+    }
+
+    /// The command with words separated by blanks; it runs in the folder and sees nothing of our environment.
+    fn command(&self, line: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_merak"));
+        command
+            .args(line.split_whitespace())
+            .current_dir(self.folder.path())
+            .env_clear();
+        command
+    }
+
+    fn merak(&self, line: &str) -> Ended {
+        let output = self.command(line).output().expect("the command starts");
+        self.ended(&output)
+    }
+
+    /// What a command wrote, without the folder's name.
+    fn ended(&self, output: &Output) -> Ended {
+        let folder = format!("{}/", self.folder.path().display());
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).replace(&folder, "");
+        Ended {
+            status: output.status.code(),
+            stdout: text(&output.stdout),
+            stderr: without_checksums(&text(&output.stderr)),
+        }
+    }
+
+    /// Runs a command that must succeed, and returns its standard output.
+    fn succeed(&self, line: &str) -> String {
+        let ended = self.merak(line);
+        assert_eq!(ended.status, Some(0), "merak {line}: {}", ended.stderr);
+        ended.stdout
+    }
+
+    /// Runs a command whose standard output must be one JSON document.
+    fn document(&self, line: &str) -> Value {
+        let text = self.succeed(line);
+        serde_json::from_str(&text)
+            .unwrap_or_else(|error| panic!("merak {line}: {error} in {text}"))
+    }
+
+    /// Runs a command that must end with status 2 and a message of one line, which it returns.
+    fn mistake(&self, line: &str) -> String {
+        let ended = self.merak(line);
+        assert_eq!(ended.status, Some(2), "merak {line}: {}", ended.stderr);
+        assert!(!ended.stderr.contains("panicked"), "{}", ended.stderr);
+        ended.stderr.trim_end().to_owned()
+    }
+}
+
+fn model() -> Value {
+    json!({
+        "model_type": "gpt2", "vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_layer": 4, "n_head": 2,
+        "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "eos_token_id": 256,
+    })
+}
+
+/// Some two thousand characters with words in them.
+fn text() -> String {
+    let words = [
+        "every", "rank", "waits", "for", "its", "peer", "and", "none", "for", "ever",
+    ];
+    (0..400)
+        .map(|i| words[(i * i + i / 7) % words.len()])
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+/// Every file below a folder, by its path there.
+fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        let name = path
+            .file_name()
+            .expect("a name")
+            .to_string_lossy()
+            .into_owned();
+        if path.is_dir() {
+            let below = files(&path).into_iter();
+            found.extend(below.map(|(file, bytes)| (format!("{name}/{file}"), bytes)));
+        } else {
+            found.push((name, fs::read(&path).expect("a readable file")));
+        }
+    }
+    found.sort();
+    found
+}

@@ -1,0 +1,146 @@
+//! Mistakes of users: status 2, one message that names the key or file, and what would be right.
+
+use std::fs;
+
+use insta::assert_snapshot;
+
+use super::{Workplace, model};
+
+#[test]
+fn degrees_that_do_not_fit_the_model_are_refused() {
+    let place = Workplace::new();
+    let train = |keys: &str| place.mistake(&format!("train merak.toml --dry-run {keys}"));
+    assert_snapshot!(train("--tp 4"), @"error: transformer.h.0.attn: 2 attention heads cannot be split over tp = 4");
+    assert_snapshot!(train("--pp 400"), @"error: the model has legal cuts for 57 segments only, which is fewer than the 400 stages; use at most 57 stages");
+    assert_snapshot!(train("--shard_count 4 --pp 8"), @r#"error: "shard_count" is 4 (command line --shard_count), but must be at least "pp", which is 8"#);
+    assert_snapshot!(train("--pp 2 --train_schedule shifted_critical_path --gradient_accumulation_steps 3"), @"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 2 and 4), got 3");
+    assert_snapshot!(train("--pp 4 --train_schedule pre_recompute_1f1b --gradient_accumulation_steps 2"), @"error: pre_recompute_1f1b needs gradient_accumulation_steps >= 4 (pp 4), got 2");
+    assert_snapshot!(train("--dp 0"), @r#"error: "dp" is 0 (command line --dp), but must be at least 1"#);
+    assert_snapshot!(train("--seq_length 64"), @"error: model configuration: n_positions: allows sequences of 1 to 32, not 64");
+}
+
+#[test]
+fn unknown_and_ill_typed_keys_name_the_nearest_in_every_layer() {
+    let place = Workplace::new();
+    place.write(
+        "bad.toml",
+        "output_dir = \"run\"\ngradient_acumulation_steps = 4\n",
+    );
+    place.write("typed.toml", "tp = \"two\"\n");
+    assert_snapshot!(place.mistake("train bad.toml"), @r#"error: unknown key "gradient_acumulation_steps" (bad.toml:2); did you mean "gradient_accumulation_steps"?"#);
+    assert_snapshot!(place.mistake("config typed.toml"), @r#"error: "tp" expects an integer of at least 0, found "two" (typed.toml:1)"#);
+    assert_snapshot!(place.mistake("train merak.toml --learing_rate 1"), @r#"error: unknown key "learing_rate" (command line --learing_rate); did you mean "learning_rate"?"#);
+    assert_snapshot!(place.mistake("train merak.toml --set data.pth=x"), @r#"error: unknown key "data.pth" (command line --set data.pth); did you mean "data.path"?"#);
+    assert_snapshot!(place.mistake("config merak.toml --max_steps many"), @r#"error: "max_steps" expects an integer, found "many" (command line --max_steps)"#);
+    let schedule = place.mistake("train merak.toml --train_schedule 1f1c");
+    let (start, end) = (
+        "error: \"train_schedule\" expects gpipe, 1f1b, ",
+        "found \"1f1c\" (command line --train_schedule); did you mean \"1f1b\"?",
+    );
+    assert!(
+        schedule.starts_with(start) && schedule.ends_with(end),
+        "{schedule}"
+    );
+    assert_snapshot!(place.mistake("train merak.toml --resume"), @"error: the option --resume_from_checkpoint has no value: write --resume_from_checkpoint VALUE");
+    let environment = place
+        .command("train merak.toml")
+        .env("MERAK_SEQ_LENGHT", "8")
+        .output()
+        .unwrap();
+    let ended = place.ended(&environment);
+    assert_eq!(ended.status, Some(2));
+    assert_snapshot!(ended.stderr, @r#"error: unknown key "seq_lenght" (environment MERAK_SEQ_LENGHT); did you mean "seq_length"?"#);
+}
+
+#[test]
+fn missing_and_unusable_files_are_named() {
+    let place = Workplace::new();
+    place.write("empty/a.txt", "");
+    place.write("short/a.txt", "0123456789");
+    place.write("broken.json", "{\"model_type\": ");
+    place.write("other.json", "{\"model_type\": \"gpt9\"}");
+    let mut small = model();
+    small["vocab_size"] = 100.into();
+    place.write("small.json", &small.to_string());
+    let train = |keys: &str| place.mistake(&format!("train merak.toml {keys}"));
+    assert_snapshot!(train("--data.path nowhere"), @r#"error: cannot read nowhere, which "data.path" names: No such file or directory (os error 2)"#);
+    assert_snapshot!(train("--data.path empty"), @r#"error: no text in empty: "data.path" needs a file or folder with text"#);
+    assert_snapshot!(train("--data.path short"), @r#"error: the training part of the data has 11 tokens, but one sample needs 17: give more data or a smaller "seq_length""#);
+    assert_snapshot!(train("--model.config nowhere.json"), @r#"error: cannot read nowhere.json, which "model.config" names: No such file or directory (os error 2)"#);
+    assert_snapshot!(train("--model.config broken.json"), @"error: cannot parse the model configuration broken.json: EOF while parsing a value at line 1 column 15");
+    assert_snapshot!(train("--model.config other.json"), @r#"error: model type "gpt9" is not known; known are gpt, gpt2, llama"#);
+    assert_snapshot!(train("--model.config small.json"), @r#"error: the tokenizer has 257 tokens, but the model's vocabulary only 100: use a model configuration with "vocab_size" of at least 257"#);
+    assert_snapshot!(train("--data.tokenizer model.json"), @"error: cannot use the tokenizer model.json: expected `,` or `}` at line 1 column 14");
+    assert_snapshot!(train("--per_device_train_batch_size 1000"), @"error: 116 training samples are fewer than one global batch of 4000 (1000 per microbatch x 4 microbatches x dp 1): give more data or a smaller batch");
+    assert_snapshot!(place.mistake("train nowhere.toml"), @"error: cannot read nowhere.toml: No such file or directory (os error 2)");
+    place.write("bare.toml", "max_steps = 1\n");
+    assert_snapshot!(place.mistake("train bare.toml"), @r#"error: "model.config" is not set: name a Hugging Face config.json"#);
+}
+
+#[test]
+fn checkpoints_that_do_not_fit_are_refused() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 2");
+    let mut wider = model();
+    wider["n_embd"] = 32.into();
+    place.write("wider.json", &wider.to_string());
+    let resume = |keys: &str| place.mistake(&format!("train merak.toml --max_steps 4 {keys}"));
+    assert_snapshot!(resume("--resume latest --model.config wider.json"), @"error: the checkpoint run/checkpoints/step-00000002 is of another model: transformer.wte.weight has shape [257, 16] there, but [257, 32] in the model");
+    assert_snapshot!(resume("--resume nowhere"), @"error: no checkpoint at nowhere: the path does not exist");
+    assert_snapshot!(place.mistake("generate nowhere --prompt a"), @"error: no checkpoint at nowhere: the path does not exist");
+    assert_snapshot!(place.mistake("generate text --prompt a"), @"error: no checkpoint at text: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`");
+
+    let weights = place.path("run/checkpoints/step-00000002/model-00000.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 0x40;
+    fs::write(&weights, bytes).unwrap();
+    assert_snapshot!(resume("--resume latest"), @"error: checkpoint run/checkpoints/step-00000002 is damaged: model-00000.safetensors, tensor `transformer.wte.weight`: checksum CHECKSUM, expected CHECKSUM; there is no complete older one");
+    let several = resume("--resume latest --tp 2 --pp 2");
+    assert!(several.contains("model-00000.safetensors"), "{several}");
+    assert_snapshot!(place.mistake("generate run --prompt-ids 1"), @"error: checkpoint run/checkpoints/step-00000002 is damaged: model-00000.safetensors, tensor `transformer.wte.weight`: checksum CHECKSUM, expected CHECKSUM; there is no complete older one");
+}
+
+#[test]
+fn generation_options_are_checked() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 1");
+    let generate = |options: &str| place.mistake(&format!("generate run {options}"));
+    assert_snapshot!(generate("--prompt-ids 5,x"), @r#"error: "x" in --prompt-ids is no token id: write ids as 5,17,3"#);
+    assert_snapshot!(generate("--prompt-ids 5 --top-p 2"), @"error: `top_p` is 2, expected more than 0, at most 1");
+    assert_snapshot!(generate("--prompt-ids 5 --temperature -1"), @"error: `temperature` is -1, expected 0 or more");
+    assert_snapshot!(generate("--prompt-ids 300"), @"error: prompt 0 has the token 300, but the model knows 0 to 256 only");
+    assert_snapshot!(generate("--prompt-file nowhere"), @"error: cannot read nowhere: No such file or directory (os error 2)");
+    assert_snapshot!(generate("--prompt-ids 5 --tp 4"), @"error: transformer.h.0.attn: 2 attention heads cannot be split over tp = 4");
+}
+
+#[test]
+fn other_commands_check_their_arguments() {
+    let place = Workplace::new();
+    let unknown = place.mistake("schedule 1f1c -p 2 -m 4");
+    let start = "error: unknown schedule \"1f1c\"; did you mean \"1f1b\"? (one of gpipe, 1f1b, ";
+    assert!(unknown.starts_with(start), "{unknown}");
+    assert_snapshot!(place.mistake("schedule 1f1b -p 0 -m 4"), @"error: a schedule has 1 to 16777216 ranks, found 0");
+    assert_snapshot!(place.mistake("schedule shifted_critical_path -p 4 -m 3"), @"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 4 and 4), got 3");
+    assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=x"), @r#"error: expected costs such as F=1,I=1,W=1,R=1,C=0, found "F=x""#);
+    assert_snapshot!(place.mistake("schedule --check nowhere.csv -p 2 -m 4"), @"error: cannot read nowhere.csv: No such file or directory (os error 2)");
+    place.write("wrong.csv", "0F0,0B0\n1B0,1F0\n");
+    assert_snapshot!(place.mistake("schedule --check wrong.csv -p 2 -m 1"), @"error: rank 1, position 0: 1B0 comes before 1F0");
+    assert_snapshot!(place.mistake("trace model.json --stage 3 --pp 2"), @"error: --stage 3 does not exist: with --pp 2 stages are 0 to 1");
+    assert_snapshot!(place.mistake("trace nowhere"), @"error: cannot read nowhere: No such file or directory (os error 2)");
+    assert_snapshot!(place.mistake("bench gpt --batch 7 --microbatches 2"), @"error: --batch 7 is no multiple of 2");
+    assert_snapshot!(place.mistake("bench gpt --hidden 30 --heads 4"), @"error: model configuration: num_attention_heads: is 4, which does not divide the width 30");
+    assert_snapshot!(place.mistake("bench gpt --dtype f64"), @"error: --dtype f64 is not available in this version: choose f32");
+    assert_snapshot!(place.mistake("bench gpt --backend tch"), @r#"error: "compute.backend" "tch" (command line --compute.backend) is not available in this version: choose candle"#);
+    assert_eq!(place.merak("trane").status, Some(2));
+    assert_eq!(place.merak("schedule").status, Some(2));
+}
+
+#[test]
+fn an_output_folder_that_cannot_be_written_is_a_failed_run() {
+    let place = Workplace::new();
+    place.write("file", "in the way");
+    let ended = place.merak("train merak.toml --output_dir file/run");
+    assert_eq!(ended.status, Some(1));
+    assert_snapshot!(ended.stderr, @"error: cannot write file/run: Not a directory (os error 20)");
+}

@@ -1,0 +1,186 @@
+//! Documents and formats on standard output.
+
+use insta::assert_snapshot;
+use serde_json::Value;
+
+use super::Workplace;
+
+fn keys(value: &Value) -> Vec<&str> {
+    let object = value.as_object().expect("an object");
+    object.keys().map(String::as_str).collect()
+}
+
+#[test]
+fn a_dry_run_prints_the_plan_and_writes_nothing() {
+    let place = Workplace::new();
+    let plan = place.succeed("train merak.toml --dry-run --tp 2 --pp 2");
+    assert_snapshot!(plan, @r#"
+    model     gpt2: 17776 parameters, 4 layers
+    data      text: 1 file, 1956 bytes (1860 training tokens, 97 validation tokens)
+    ranks     4 = dp 1 x tp 2 x pp 2, 1 compute threads each
+    batch     4 samples of 16 tokens = 1 per microbatch x 4 microbatches x dp 1
+    schedule  1f1b
+
+    stage  segments  parameters    forward   backward  sent (act + grad)  received (act + grad)      kept  live   memory  inputs     modules
+        0         5      11.2 k  133 kFLOP  352 kFLOP     1.00 KiB + 0 B         0 B + 1.00 KiB  4.25 KiB     2  134 KiB  input_ids  transformer.wte, transformer.wpe, transformer.h.0-1
+        1         5      6.59 k  283 kFLOP  635 kFLOP     0 B + 1.00 KiB         1.00 KiB + 0 B  22.4 KiB     1  140 KiB  labels     transformer.h.2-3, transformer.ln_f, lm_head, loss
+    segments by farthest_min_deps: 1644 parameters a segment for 8 segments, 11 candidate cuts
+    stages by uniform: 10 segments as 5 + 5; the longest forward is 1.36 times the mean
+    tied transformer.wte.weight: stage 0 owns it, copies on 1
+    "#);
+    assert!(!place.path("run").exists());
+    assert_eq!(
+        place.succeed("train merak.toml --tp=2 --pp=2 --dry-run"),
+        plan
+    );
+}
+
+#[test]
+fn a_schedule_is_printed_in_every_format_and_checked() {
+    let place = Workplace::new();
+    assert_snapshot!(place.succeed("schedule 1f1b -p 2 -m 3"), @r#"
+    rank 0  F0 F1 .  .  .  B0------ F2 B1------ .  B2------
+    rank 1  .  F0 B0------ F1 B1------ F2 B2------ .  .  .
+
+    1f1b: makespan 16, bubble 25.0 %, peak activations per rank 2 1
+    "#);
+    let csv = place.succeed("schedule pre_recompute_1f1b -p 2 -m 4 --format csv");
+    assert_snapshot!(csv, @r#"
+    0F0,0F1,0B0,0F2,0B1,0F3,0B2,0R3,0B3
+    1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3
+    "#);
+    place.write("given.csv", &csv);
+    place.succeed("schedule --check given.csv -p 2 -m 4");
+    let document =
+        place.document("schedule 1f1b -p 4 -m 8 --format json --costs F=1,I=1,W=1,R=1,C=0");
+    assert_eq!(keys(&document), SCHEDULE_KEYS);
+    assert_eq!(document["makespan"], 44.0);
+    place.succeed("schedule gpipe -p 2 -m 2 --format csv -o out.csv");
+    assert_eq!(
+        std::fs::read_to_string(place.path("out.csv")).unwrap(),
+        place.succeed("schedule gpipe -p 2 -m 2 --format csv")
+    );
+}
+
+const SCHEDULE_KEYS: [&str; 14] = [
+    "name",
+    "stages",
+    "ranks",
+    "microbatches",
+    "chunks",
+    "costs",
+    "actions",
+    "instructions",
+    "makespan",
+    "bubble",
+    "longest_rank_time",
+    "bubble_by_rank",
+    "peak_activations",
+    "critical_path",
+];
+
+#[test]
+fn a_graph_is_printed_in_every_format() {
+    let place = Workplace::new();
+    let text = place.succeed("trace merak.toml");
+    assert!(
+        text.contains("transformer.wte.weight") && text.contains("loss"),
+        "{text}"
+    );
+    assert!(!text.contains("all_reduce"));
+    let dot = place.succeed("trace model.json --format dot");
+    assert!(dot.starts_with("digraph"), "{dot}");
+    let whole = place.document("trace model.json --format json");
+    assert!(whole.is_object());
+    // The last of two stages, with the collectives of two tensor-parallel ranks, backward included.
+    let stage = place.succeed("trace merak.toml --tp 2 --pp 2 --stage 1");
+    assert!(
+        stage.contains("all_reduce") && stage.contains("transformer.h.3"),
+        "{stage}"
+    );
+    assert!(!stage.contains("transformer.h.0"), "{stage}");
+    place.write("hf/config.json", &super::model().to_string());
+    assert_eq!(place.succeed("trace hf"), place.succeed("trace model.json"));
+}
+
+#[test]
+fn the_bench_prints_one_line_of_json() {
+    let place = Workplace::new();
+    let gpt = "bench gpt --layers 2 --hidden 16 --heads 2 --seq 8 --vocab 31 --batch 4 --microbatches 2 \
+               --steps 2 --warmup 1 --threads 1";
+    let bench = |flags: &str| {
+        let text = place.succeed(&format!("{gpt} {flags}"));
+        assert_eq!(text.trim_end().lines().count(), 1, "{text}");
+        serde_json::from_str::<Value>(&text).unwrap()
+    };
+    let single = bench("");
+    assert_eq!(
+        keys(&single),
+        [
+            "mode",
+            "tokens_per_s",
+            "ms_per_step",
+            "params",
+            "first_loss",
+            "last_loss",
+            "peak_bytes"
+        ]
+    );
+    assert_eq!(single["mode"], "single");
+    let pipelined = bench("--pp 2");
+    assert_eq!(pipelined["mode"], "pp2");
+    assert_eq!(pipelined["first_loss"], single["first_loss"]);
+    assert_eq!(pipelined["last_loss"], single["last_loss"]);
+    assert_eq!(bench("--dp 2 --tp 2")["mode"], "dp2xtp2");
+}
+
+#[test]
+fn the_configuration_tells_where_each_value_came_from() {
+    let place = Workplace::new();
+    let document = place.document("config merak.toml --json --tp 2");
+    assert_eq!(document["tp"]["value"], 2);
+    assert_eq!(document["tp"]["origin"], "command line --tp");
+    assert_eq!(
+        document["seq_length"]["origin"].as_str().unwrap(),
+        "merak.toml:2"
+    );
+    assert_eq!(document["pp"]["origin"], "default");
+    assert_eq!(place.document("config merak.toml --tp 2 --json"), document);
+    let table = place.succeed("config merak.toml --tp 2");
+    let rows: Vec<_> = table
+        .lines()
+        .filter(|line| line.starts_with("tp ") || line.starts_with("max_steps "))
+        .collect();
+    assert_snapshot!(rows.join("\n"), @r#"
+    tp                            2                             command line --tp
+    max_steps                     5                             merak.toml:3
+    "#);
+}
+
+#[test]
+fn completions_and_help_are_printed() {
+    let place = Workplace::new();
+    let bash = place.succeed("completions bash");
+    assert!(bash.contains("_merak()") && bash.contains("--dry-run"));
+    assert_snapshot!(place.succeed("--help"), @r#"
+    Trains and fine-tunes transformer models with data, tensor and pipeline parallelism
+
+    Usage: merak [OPTIONS] <COMMAND>
+
+    Commands:
+      train        Trains a model
+      trace        Prints the graph of a model, as one rank runs it
+      schedule     Prints a schedule and its figures, or checks one that is given as CSV
+      config       Prints the resolved configuration and where each value came from
+      generate     Continues prompts with a trained model
+      bench        Measures this machine
+      completions  Prints a completion script
+      help         Print this message or the help of the given subcommand(s)
+
+    Options:
+          --log <FILTER>  What to log, as a tracing filter: `info`, `merak_trainer=debug` [env:
+                          MERAK_LOG=] [default: warn,merak_mpu=error]
+      -h, --help          Print help
+      -V, --version       Print version
+    "#);
+}

@@ -1,0 +1,353 @@
+//! Ranks that fail, files that are damaged: every run ends with a message, and what was saved stays good.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use insta::assert_snapshot;
+use merak_ckpt::{Checkpoint, Store};
+use merak_trainer::{
+    Error, MerakTrainer, Result, chain,
+    data::{Dataset, IntTensor, LABELS, Sample},
+};
+use tempfile::{TempDir, tempdir};
+
+use crate::support::{Case, Tokens, VOCAB, numbers, without_checksums};
+
+const TOKENS: Tokens = Tokens { samples: 37 };
+
+/// What happens to whoever reads the bad sample.
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    Unreadable,
+    Panic,
+    LabelOutOfRange,
+    TokenOutOfRange,
+    OtherShape,
+}
+
+/// Good samples but for one.
+#[derive(Debug, Clone, Copy)]
+struct Faulty {
+    fault: Fault,
+    bad: usize,
+}
+
+impl Dataset for Faulty {
+    fn len(&self) -> usize {
+        TOKENS.len()
+    }
+
+    fn get(&self, index: usize) -> Result<Sample> {
+        let mut sample = TOKENS.get(index)?;
+        if index != self.bad {
+            return Ok(sample);
+        }
+        let mut replace = |name: &str, values: Vec<i64>| {
+            sample.insert(name.to_owned(), IntTensor::vector(values));
+        };
+        let vocab = i64::try_from(VOCAB).expect("a small number");
+        match self.fault {
+            Fault::Unreadable => {
+                return Err(Error::Read {
+                    path: "sample-file".into(),
+                    source: io::Error::other("the disk is gone"),
+                });
+            }
+            Fault::Panic => panic!("sample {index} is cursed"),
+            Fault::LabelOutOfRange => replace(LABELS, vec![vocab; 8]),
+            Fault::TokenOutOfRange => replace("input_ids", vec![-1; 8]),
+            Fault::OtherShape => replace("input_ids", vec![1; 7]),
+        }
+        Ok(sample)
+    }
+}
+
+/// The sample that the last replica reads first in step `step`, counted from 0.
+fn sample_of_step(case: &Case, step: usize) -> usize {
+    let args = case.arguments();
+    let shape = merak_trainer::data::BatchShape {
+        batch: args.per_device_train_batch_size,
+        microbatches: args.gradient_accumulation_steps,
+        dp: args.dp,
+    };
+    let order = merak_trainer::data::TrainingOrder::new(TOKENS.len(), shape, args.data_seed());
+    order
+        .expect("enough samples")
+        .microbatch(step, args.dp - 1, 0)
+        .indices[0]
+}
+
+fn steps(trainer: &mut MerakTrainer, count: usize) -> Result<()> {
+    (0..count).try_for_each(|_| trainer.train_step().map(|_| ()))
+}
+
+/// The message, without the seconds and paths that differ from run to run.
+fn message(error: &Error, folder: &Path) -> String {
+    without_checksums(&chain(error).replace(&folder.display().to_string(), "OUT"))
+}
+
+/// Trains with a bad sample in step 3, a checkpoint having been saved after step 2: the run must end soon,
+/// the checkpoint be whole, and training go on from it with good data as if nothing had been.
+fn fails_in_step_3(degrees: (usize, usize, usize), fault: Fault) -> String {
+    let folder = tempdir().expect("a temporary folder");
+    let case = Case::gpt2()
+        .with_dropout(0.1)
+        .on(degrees)
+        .writing(folder.path());
+    let bad = sample_of_step(&case, 2);
+    let started = Instant::now();
+    let failure = case
+        .clone()
+        .with_data(Faulty { fault, bad })
+        .try_on_ranks(|trainer| {
+            steps(trainer, 2)?;
+            trainer.save_checkpoint()?;
+            steps(trainer, 3)
+        });
+    let error = failure.expect_err("a bad sample");
+    assert!(
+        started.elapsed() < Duration::from_secs(15),
+        "it waited for its deadline"
+    );
+
+    let saved = Checkpoint::open(folder.path()).expect("a checkpoint was saved");
+    let report = saved.verify();
+    assert!(report.damage.is_empty(), "it is whole: {report:?}");
+    assert_eq!(saved.manifest().header.step, 2);
+    let rest = case.clone().with("resume_from_checkpoint", "auto").run(2);
+    assert_eq!(numbers(&rest.reports), numbers(&case.run(4).reports[2..]));
+    message(&error, folder.path())
+}
+
+#[test]
+fn a_rank_that_cannot_read_its_sample_ends_the_run_on_all() {
+    // The last replica: rank 1 of two, and of the pipelines its first stage.
+    assert_snapshot!(fails_in_step_3((2, 1, 1), Fault::Unreadable), @"rank 1 failed: in step 3: cannot read sample-file: the disk is gone");
+    assert_snapshot!(fails_in_step_3((1, 1, 1), Fault::Unreadable), @"in step 3: cannot read sample-file: the disk is gone");
+    let everywhere = fails_in_step_3((2, 2, 2), Fault::Unreadable);
+    assert!(
+        everywhere.contains("cannot read sample-file: the disk is gone"),
+        "{everywhere}"
+    );
+}
+
+#[test]
+fn a_rank_that_panics_ends_the_run_on_all() {
+    assert_snapshot!(fails_in_step_3((2, 1, 1), Fault::Panic), @"rank 1 failed: panicked: sample 1 is cursed");
+}
+
+#[test]
+fn samples_that_fit_no_model_end_the_run_with_their_place() {
+    assert_snapshot!(fails_in_step_3((2, 1, 1), Fault::LabelOutOfRange), @"rank 1 failed: in step 3: 0F0 failed (stage 0, microbatch 0): loss.cross_entropy: label 101 at position 0 is out of range, expected 0 to 100 or -100 to ignore it");
+    assert_snapshot!(fails_in_step_3((1, 1, 2), Fault::LabelOutOfRange), @"rank 1 failed: in step 3: 1F0 failed (stage 1, microbatch 0): loss.cross_entropy: label 101 at position 0 is out of range, expected 0 to 100 or -100 to ignore it");
+    assert_snapshot!(fails_in_step_3((1, 1, 4), Fault::TokenOutOfRange), @"rank 0 failed: in step 3: 0F0 failed (stage 0, microbatch 0): transformer.wte.embedding: id -1 at position 0 is out of range, expected 0 to 100");
+    let shapes = fails_in_step_3((1, 1, 1), Fault::OtherShape);
+    let number = |c: char| if c.is_ascii_digit() { 'N' } else { c };
+    assert_snapshot!(shapes.chars().map(number).collect::<String>(), @r#"in step N: the tensor "input_ids" of sample NN is of shape [N], but must be of shape [N] as in the batch's first sample"#);
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named_when_the_deadline_has_passed() {
+    let case = Case::gpt2()
+        .on((2, 1, 1))
+        .with("distributed.timeout_s", 0.5);
+    let started = Instant::now();
+    let failure = case.try_on_ranks(|trainer| {
+        trainer.train_step()?;
+        if trainer.mpu().data_parallel_rank() == 1 {
+            std::thread::sleep(Duration::from_millis(1500));
+        }
+        trainer.train_step()
+    });
+    assert!(started.elapsed() < Duration::from_secs(10));
+    let text = chain(&failure.expect_err("rank 1 is late"));
+    assert!(
+        text.starts_with("rank 0 failed: ") && text.contains("rank 1"),
+        "{text}"
+    );
+}
+
+/// A run of two steps, saved.
+fn saved(case: &Case) -> TempDir {
+    let folder = tempdir().expect("a temporary folder");
+    case.clone().writing(folder.path()).on_ranks(|trainer| {
+        steps(trainer, 2)?;
+        trainer.save_checkpoint()
+    });
+    folder
+}
+
+fn checkpoint_file(folder: &Path, prefix: &str) -> PathBuf {
+    let step = Store::in_output_dir(folder).path_of(2);
+    let files = fs::read_dir(step).expect("a checkpoint");
+    let mut found: Vec<_> = files
+        .map(|entry| entry.expect("an entry").path())
+        .filter(|path| {
+            path.file_name()
+                .is_some_and(|name| name.to_string_lossy().starts_with(prefix))
+        })
+        .collect();
+    found.sort();
+    found.swap_remove(0)
+}
+
+fn edit(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
+    let mut bytes = fs::read(path).expect("a readable file");
+    change(&mut bytes);
+    fs::write(path, bytes).expect("a writable file");
+}
+
+/// Loads into fresh trainers that must keep their weights; returns the message.
+fn load_fails(case: &Case, folder: &Path) -> String {
+    let path = Store::in_output_dir(folder).path_of(2);
+    let before = case.run(0).weights;
+    let failure = case.try_on_ranks(|trainer| {
+        let fresh = trainer.parameters();
+        let outcome = trainer.load_checkpoint(&path);
+        assert!(outcome.is_err(), "no rank may load it");
+        assert_eq!(trainer.parameters(), fresh, "no weight may change");
+        assert_eq!(trainer.global_step(), 0);
+        outcome
+    });
+    assert_eq!(case.run(0).weights, before);
+    message(&failure.expect_err("a bad checkpoint"), folder)
+}
+
+#[test]
+fn a_damaged_checkpoint_is_refused_before_any_weight_changes() {
+    let case = Case::gpt2();
+    for prefix in ["model-", "optim-"] {
+        let folder = saved(&case);
+        edit(&checkpoint_file(folder.path(), prefix), |bytes| {
+            let last = bytes.len() - 5;
+            bytes[last] ^= 1;
+        });
+        let text = load_fails(&case, folder.path());
+        match prefix {
+            "model-" => {
+                assert_snapshot!(text, @"checkpoint OUT/checkpoints/step-00000002 is damaged: model-00000.safetensors, tensor `transformer.wte.weight`: checksum CHECKSUM, expected CHECKSUM; there is no complete older one")
+            }
+            _ => {
+                assert_snapshot!(text, @"checkpoint OUT/checkpoints/step-00000002 is damaged: optim-00000.safetensors, tensor `transformer.wte.weight`: checksum CHECKSUM, expected CHECKSUM; there is no complete older one")
+            }
+        }
+        // The damage lies in one file; the ranks that read others must not go on either.
+        for degrees in [(1, 1, 4), (2, 2, 1)] {
+            let text = load_fails(&case.clone().on(degrees), folder.path());
+            assert!(
+                text.contains("is damaged") && text.contains(prefix),
+                "{text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_truncated_file_and_a_missing_one_are_named() {
+    let case = Case::gpt2();
+    let folder = saved(&case);
+    let path = checkpoint_file(folder.path(), "model-");
+    edit(&path, |bytes| bytes.truncate(bytes.len() / 2));
+    assert_snapshot!(load_fails(&case, folder.path()), @"checkpoint OUT/checkpoints/step-00000002 is damaged: model-00000.safetensors: the file has 111680 bytes, expected 223360; there is no complete older one");
+    fs::remove_file(path).expect("a removable file");
+    assert_snapshot!(load_fails(&case, folder.path()), @"checkpoint OUT/checkpoints/step-00000002 is damaged: model-00000.safetensors: the file is missing; there is no complete older one");
+    edit(&checkpoint_file(folder.path(), "manifest"), |bytes| {
+        bytes.truncate(100)
+    });
+    assert_snapshot!(load_fails(&case, folder.path()), @"checkpoint OUT/checkpoints/step-00000002 is damaged: manifest.json: EOF while parsing a string at line 5 column 43; there is no complete older one");
+}
+
+#[test]
+fn auto_goes_on_from_the_newest_complete_checkpoint_or_starts_anew() {
+    let case = Case::gpt2();
+    let folder = tempdir().expect("a temporary folder");
+    let writing = case.clone().writing(folder.path());
+    let auto = writing.clone().with("resume_from_checkpoint", "auto");
+    let first_step = |case: &Case| case.on_ranks(|trainer| Ok(trainer.global_step()))[0];
+    assert_eq!(first_step(&auto), 0, "nothing is saved yet");
+    writing.on_ranks(|trainer| {
+        for _ in 0..2 {
+            steps(trainer, 1)?;
+            trainer.save_checkpoint()?;
+        }
+        Ok(())
+    });
+    assert_eq!(first_step(&auto), 2);
+    let newest = checkpoint_file(folder.path(), "model-");
+    edit(&newest, |bytes| bytes.truncate(bytes.len() - 1));
+    assert_eq!(first_step(&auto), 1, "the newest is damaged");
+    let text = load_fails(&case, folder.path());
+    assert!(text.contains("OUT/checkpoints/step-00000001"), "{text}");
+}
+
+#[test]
+fn a_checkpoint_of_another_model_is_refused() {
+    let folder = saved(&Case::gpt2());
+    let others = [
+        Case::gpt2().with_model("n_embd", 64),
+        Case::gpt2().with_model("n_layer", 3),
+        Case::gpt2().with_model("n_layer", 5),
+        Case::gpt2().with_tied(false),
+        Case::llama(),
+    ];
+    let texts: Vec<_> = others
+        .iter()
+        .map(|case| load_fails(case, folder.path()))
+        .collect();
+    assert_snapshot!(texts.join("\n"), @r#"
+    the checkpoint OUT/checkpoints/step-00000002 is of another model: transformer.wte.weight has shape [101, 32] there, but [101, 64] in the model
+    the checkpoint OUT/checkpoints/step-00000002 is of another model: the model has no parameter transformer.h.3.attn.c_attn.bias
+    the checkpoint OUT/checkpoints/step-00000002 is of another model: it has no parameter transformer.h.4.ln_1.weight
+    the checkpoint OUT/checkpoints/step-00000002 is of another model: it has no parameter lm_head.weight
+    the checkpoint OUT/checkpoints/step-00000002 is of another model: it has no parameter model.embed_tokens.weight
+    "#);
+}
+
+#[test]
+fn a_missing_part_names_the_flag_that_excuses_it() {
+    let case = Case::gpt2();
+    let optimizer = saved(&case.clone().with("no_save_optim", true));
+    assert_snapshot!(load_fails(&case, optimizer.path()), @r#"the checkpoint OUT/checkpoints/step-00000002 has no optimizer state: set "no_load_optim" to go on without it"#);
+    let random = saved(&case.clone().with("no_save_rng", true));
+    assert_snapshot!(load_fails(&case, random.path()), @r#"the checkpoint OUT/checkpoints/step-00000002 has no random state: set "no_load_rng" to go on without it"#);
+    for (folder, flag) in [(&optimizer, "no_load_optim"), (&random, "no_load_rng")] {
+        let path = folder.path().join("checkpoints/step-00000002");
+        let excused = case.clone().with(flag, true);
+        let loaded = excused.on_ranks(|trainer| trainer.load_checkpoint(&path));
+        assert_eq!(loaded[0].global_step, 2);
+    }
+}
+
+#[test]
+fn a_missing_checkpoint_is_no_silent_fresh_start() {
+    let folder = tempdir().expect("a temporary folder");
+    let case = Case::gpt2().writing(folder.path());
+    let fail = |from: &str| {
+        let from = from.replace("OUT", &folder.path().display().to_string());
+        let case = case.clone().with("resume_from_checkpoint", from);
+        let failure = case.try_on_ranks(|trainer| Ok(trainer.global_step()));
+        message(&failure.expect_err("nothing to resume"), folder.path())
+    };
+    assert_snapshot!(fail("latest"), @"no checkpoint at OUT: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`");
+    assert_snapshot!(fail("OUT/none"), @"no checkpoint at OUT/none: the path does not exist");
+}
+
+#[test]
+fn an_output_folder_that_cannot_be_written_is_named() {
+    let folder = tempdir().expect("a temporary folder");
+    let file = folder.path().join("file");
+    fs::write(&file, "in the way").expect("a writable folder");
+    for degrees in [(1, 1, 1), (1, 2, 2)] {
+        let case = Case::gpt2().on(degrees).writing(&file.join("run"));
+        let failure = case.try_on_ranks(MerakTrainer::save_checkpoint);
+        let text = message(&failure.expect_err("a file in the way"), folder.path());
+        if degrees == (1, 1, 1) {
+            assert_snapshot!(text, @"cannot create OUT/file/run/checkpoints: Not a directory (os error 20)");
+        } else {
+            assert!(text.contains("OUT/file/run"), "{text}");
+        }
+    }
+}

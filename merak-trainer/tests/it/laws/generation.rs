@@ -1,0 +1,68 @@
+//! N20: the tokens that a model generates do not depend on the ranks that hold it.
+
+use merak_ckpt::{Completion, GenerateOptions};
+
+use crate::support::Case;
+
+fn generate(case: &Case, prompts: &[Vec<u32>], options: &GenerateOptions) -> Vec<Completion> {
+    let ranks = case.on_ranks(|trainer| {
+        for _ in 0..3 {
+            trainer.train_step()?;
+        }
+        trainer.generate(prompts, options)
+    });
+    for rank in &ranks {
+        assert_eq!(*rank, ranks[0], "every rank has the same completions");
+    }
+    ranks.into_iter().next().expect("a first rank")
+}
+
+#[test]
+fn tokens_are_the_same_on_every_topology_and_alone_or_together() {
+    let prompts = vec![vec![5, 17, 3], vec![80], vec![1, 2, 3, 4, 5, 6, 7]];
+    let greedy = GenerateOptions {
+        max_new_tokens: 6,
+        temperature: 0.0,
+        ..GenerateOptions::default()
+    };
+    let drawn = GenerateOptions {
+        temperature: 0.9,
+        top_k: 20,
+        top_p: 0.9,
+        ..greedy.clone()
+    };
+    for case in [Case::gpt2(), Case::llama()] {
+        for options in [&greedy, &drawn] {
+            let alone = generate(&case, &prompts, options);
+            assert!(alone.iter().all(|completion| completion.ids.len() == 6));
+            for degrees in [(1, 1, 4), (1, 2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)] {
+                let case = case.clone().on(degrees);
+                assert_eq!(generate(&case, &prompts, options), alone, "{degrees:?}");
+            }
+            for (index, prompt) in prompts.iter().enumerate() {
+                let options = GenerateOptions {
+                    first_prompt: index as u64,
+                    ..options.clone()
+                };
+                let single = generate(&case, std::slice::from_ref(prompt), &options);
+                assert_eq!(single[0], alone[index]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_prompt_without_room_is_refused() {
+    let case = Case::gpt2();
+    let fail = |prompts: &[Vec<u32>]| {
+        let options = GenerateOptions {
+            max_new_tokens: 4,
+            ..GenerateOptions::default()
+        };
+        let outcome = case.try_on_ranks(|trainer| trainer.generate(prompts, &options));
+        merak_trainer::chain(&outcome.expect_err("no room"))
+    };
+    insta::assert_snapshot!(fail(&[vec![1; 16]]), @"prompt 0 has 16 tokens, expected 1 to 15 so that there is room for a new one");
+    insta::assert_snapshot!(fail(&[vec![]]), @"prompt 0 is empty, expected at least one token");
+    insta::assert_snapshot!(fail(&[vec![3, 101]]), @"prompt 0 has the token 101, but the model knows 0 to 100 only");
+}

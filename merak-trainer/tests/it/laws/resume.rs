@@ -1,0 +1,220 @@
+//! L3 and L5: interrupted runs go on as if nothing had been, and equal runs write equal bytes.
+
+use std::{collections::BTreeMap, fs, path::Path, thread, time::Duration};
+
+use merak_ckpt::{Checkpoint, Tolerance, diff};
+use merak_trainer::{
+    Result,
+    data::{Dataset, Sample},
+};
+use tempfile::tempdir;
+
+use crate::support::{Case, Tokens, assert_close_losses, assert_same_tensors, numbers};
+
+/// Trains and saves; the folder of the checkpoint lies in `folder`.
+fn train_and_save(case: &Case, steps: usize, folder: &Path) {
+    let case = case.clone().writing(folder);
+    case.on_ranks(|trainer| {
+        for _ in 0..steps {
+            trainer.train_step()?;
+        }
+        trainer.save_checkpoint()
+    });
+}
+
+/// The same case, picked up from the newest checkpoint of `folder`.
+fn resumed(case: &Case, folder: &Path) -> Case {
+    case.clone()
+        .writing(folder)
+        .with("resume_from_checkpoint", "latest")
+}
+
+fn with_dropout() -> [(&'static str, Case); 2] {
+    [
+        ("gpt2", Case::gpt2().with_dropout(0.1)),
+        ("llama", Case::llama().with_dropout(0.1)),
+    ]
+}
+
+#[test]
+fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
+    // 37 samples are 4 steps an epoch: the run stops within the first and ends within the second.
+    for (family, case) in with_dropout() {
+        for degrees in [
+            (1, 1, 1),
+            (2, 1, 1),
+            (1, 2, 1),
+            (1, 1, 4),
+            (2, 1, 2),
+            (2, 2, 2),
+        ] {
+            for zero in [0, 1] {
+                if zero == 1 && degrees.0 == 1 {
+                    continue; // one replica has nothing to divide
+                }
+                let case = case.clone().on(degrees).with("zero_stage", zero);
+                let what = format!("{family} {degrees:?} zero {zero}");
+                let folder = tempdir().expect("a temporary folder");
+                let straight = case.run(6);
+                train_and_save(&case, 3, folder.path());
+                let rest = resumed(&case, folder.path()).run(3);
+                assert_eq!(rest.reports[0].step, 4);
+                assert_eq!(
+                    numbers(&rest.reports),
+                    numbers(&straight.reports[3..]),
+                    "{what}"
+                );
+                assert_same_tensors(&rest.weights, &straight.weights, &what);
+                assert_same_tensors(&rest.gradients, &straight.gradients, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_resumed_elsewhere_follows_the_same_curve() {
+    let moves = [
+        ((2, 2, 2), (1, 1, 4)),
+        ((2, 2, 2), (1, 1, 1)),
+        ((1, 1, 1), (2, 2, 2)),
+        ((1, 2, 1), (2, 1, 2)),
+        ((1, 1, 4), (1, 2, 2)),
+        ((4, 1, 1), (2, 2, 1)),
+    ];
+    for (family, case) in with_dropout() {
+        for (zero, (from, to)) in moves.iter().enumerate() {
+            let case = case.clone().with("zero_stage", zero % 2);
+            let what = format!("{family} {from:?} to {to:?}");
+            let folder = tempdir().expect("a temporary folder");
+            train_and_save(&case.clone().on(*from), 3, folder.path());
+            let straight = case.clone().on(*from).run(12);
+            // The other ZeRO stage as well.
+            let case = case.on(*to).with("zero_stage", 1 - zero % 2);
+            let moved = resumed(&case, folder.path());
+            let saved = Checkpoint::open(folder.path()).unwrap();
+            for (name, values) in &moved.run(0).weights {
+                let bytes = saved
+                    .read_whole(&merak_ckpt::Kind::Parameter, name)
+                    .unwrap();
+                assert_eq!(
+                    bytes,
+                    bytemuck::cast_slice::<f32, u8>(values),
+                    "{name}: {what}"
+                );
+            }
+            assert_close_losses(&moved.run(9).reports, &straight.reports[3..], 1e-4, &what);
+        }
+    }
+}
+
+#[test]
+fn every_topology_writes_the_same_tensors_from_the_same_state() {
+    let folders = [(); 3].map(|()| tempdir().expect("a temporary folder"));
+    let case = Case::gpt2().with_dropout(0.1);
+    train_and_save(&case, 0, folders[0].path());
+    train_and_save(&case.clone().on((2, 2, 2)), 0, folders[1].path());
+    let elsewhere = resumed(&case.clone().on((1, 2, 2)), folders[1].path());
+    train_and_save(
+        &elsewhere
+            .writing(folders[2].path())
+            .with("resume_from_checkpoint", folders[1].path().display()),
+        0,
+        folders[2].path(),
+    );
+    let open = |index: usize| Checkpoint::open(folders[index].path()).unwrap();
+    for index in [1, 2] {
+        let exact = Tolerance {
+            rtol: 0.0,
+            atol: 0.0,
+        };
+        let report = diff(&open(0), &open(index), exact).unwrap();
+        assert!(report.different.is_empty(), "{:?}", report.different);
+        assert_eq!(report.equal, open(0).manifest().tensors.len());
+    }
+}
+
+/// Every file below a folder.
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        let name = path
+            .file_name()
+            .expect("a name")
+            .to_string_lossy()
+            .into_owned();
+        if path.is_dir() {
+            let below = files(&path).into_iter();
+            found.extend(below.map(|(file, bytes)| (format!("{name}/{file}"), bytes)));
+        } else {
+            found.insert(name, fs::read(&path).expect("a readable file"));
+        }
+    }
+    found
+}
+
+/// Samples that come late, each time by another time.
+#[derive(Debug)]
+struct Late;
+
+impl Dataset for Late {
+    fn len(&self) -> usize {
+        37
+    }
+
+    fn get(&self, index: usize) -> Result<Sample> {
+        thread::sleep(Duration::from_micros((index as u64 * 7919) % 3000));
+        Tokens { samples: 37 }.get(index)
+    }
+}
+
+#[test]
+fn equal_runs_write_equal_bytes_whatever_the_timing() {
+    for degrees in [(1, 1, 1), (2, 2, 2)] {
+        let case = Case::gpt2().with_dropout(0.1).on(degrees);
+        let write = |case: &Case| {
+            let folder = tempdir().expect("a temporary folder");
+            train_and_save(case, 3, folder.path());
+            files(folder.path())
+        };
+        let first = write(&case);
+        assert!(
+            first.contains_key("checkpoints/step-00000003/manifest.json"),
+            "{:?}",
+            first.keys()
+        );
+        assert!(write(&case) == first, "a second run");
+        let late = case
+            .clone()
+            .with_data(Late)
+            .with_threads(2)
+            .with("dataloader_num_workers", 2);
+        assert!(write(&late) == first, "late samples and more threads");
+        let cut = case
+            .with("train_schedule", "gpipe")
+            .with("activation_checkpointing", false);
+        assert!(write(&cut) == first, "another schedule");
+    }
+}
+
+#[test]
+fn order_goes_on_where_it_stopped_and_finetuning_starts_anew() {
+    let case = Case::gpt2();
+    let folder = tempdir().expect("a temporary folder");
+    train_and_save(&case, 5, folder.path());
+    let straight = case.run(6);
+    let first_of = |case: Case| case.run(1).reports.swap_remove(0);
+    let finetuned = first_of(resumed(&case, folder.path()).with("finetune", true));
+    assert_eq!(finetuned.step, 1);
+    assert_eq!(finetuned.lr.to_bits(), straight.reports[0].lr.to_bits());
+    assert!(
+        finetuned.loss < straight.reports[0].loss,
+        "it starts from the trained weights"
+    );
+    // The first batch of the epoch in hand instead of the next one.
+    let restarted = first_of(resumed(&case, folder.path()).with("ignore_data_skip", true));
+    assert_eq!(restarted.step, 6);
+    assert_ne!(restarted.loss.to_bits(), straight.reports[5].loss.to_bits());
+    let without = first_of(resumed(&case, folder.path()).with("no_load_optim", true));
+    assert_eq!(without.loss.to_bits(), straight.reports[5].loss.to_bits());
+}

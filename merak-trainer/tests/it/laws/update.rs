@@ -1,0 +1,101 @@
+//! What an optimizer step may touch.
+
+use merak_trainer::{
+    Result,
+    data::{Dataset, IGNORED_LABEL, IntTensor, LABELS, Sample},
+};
+
+use crate::support::{Case, Place, Tokens, assert_same_tensors};
+
+/// Samples in which no position has a label: the gradient is zero, so only decay moves a weight.
+#[derive(Debug)]
+struct NothingToLearn;
+
+impl Dataset for NothingToLearn {
+    fn len(&self) -> usize {
+        20
+    }
+
+    fn get(&self, index: usize) -> Result<Sample> {
+        let mut sample = Tokens { samples: 20 }.get(index)?;
+        let none = vec![IGNORED_LABEL; sample[LABELS].values().len()];
+        sample.insert(LABELS.to_owned(), IntTensor::vector(none));
+        Ok(sample)
+    }
+}
+
+#[test]
+fn norms_and_biases_do_not_decay() {
+    for (case, degrees) in [
+        (Case::gpt2(), (1, 1, 1)),
+        (Case::gpt2(), (1, 2, 2)),
+        (Case::llama(), (2, 1, 2)),
+    ] {
+        let case = case
+            .with_data(NothingToLearn)
+            .with("lr_scheduler_type", "constant")
+            .with("warmup_steps", 0)
+            .with("learning_rate", 0.5)
+            .with("weight_decay", 0.5)
+            .on(degrees);
+        let (before, after) = (case.run(0).weights, case.run(1));
+        assert_eq!(
+            (after.reports[0].loss, after.reports[0].grad_norm),
+            (0.0, 0.0)
+        );
+        for (name, values) in &after.weights {
+            let is_kept = name.ends_with("bias") || name.contains("ln_") || name.contains("norm");
+            for (now, then) in values.iter().zip(&before[name]) {
+                let expected = if is_kept { *then } else { then * 0.75 };
+                assert!(
+                    (now - expected).abs() <= 1e-6 * then.abs(),
+                    "{name}: {then} became {now}"
+                );
+            }
+        }
+        assert!(
+            after
+                .weights
+                .keys()
+                .any(|name| name.contains("norm") || name.contains("ln_"))
+        );
+    }
+}
+
+#[test]
+fn a_step_without_finite_gradients_leaves_weights_and_schedule_alone() {
+    // The first update throws the weights so far out that no later gradient is finite.
+    let case = Case::gpt2()
+        .with("warmup_steps", 0)
+        .with("lr_scheduler_type", "linear")
+        .with("learning_rate", 1e30)
+        .with("max_grad_norm", 0);
+    for degrees in [(1, 1, 1), (2, 2, 2)] {
+        let ranks = case.clone().on(degrees).on_ranks(|trainer| {
+            let first = trainer.train_step()?;
+            let weights = trainer.parameters();
+            let reports = [trainer.train_step()?, trainer.train_step()?];
+            Ok((
+                Place::of(trainer),
+                first,
+                reports,
+                weights,
+                trainer.parameters(),
+            ))
+        });
+        for (place, first, reports, before, after) in &ranks {
+            assert_eq!(first.skipped, None);
+            for report in reports {
+                assert!(report.skipped.is_some(), "{report:?} on {place:?}");
+                assert_eq!(report.skipped, ranks[0].2[0].skipped);
+                assert_eq!(report.lr.to_bits(), reports[0].lr.to_bits());
+            }
+            assert!(reports[0].lr < first.lr);
+            let (before, after) = (
+                before.iter().cloned().collect(),
+                after.iter().cloned().collect(),
+            );
+            assert_same_tensors(&after, &before, "skipped steps");
+        }
+    }
+}
