@@ -53,6 +53,9 @@
 //!                                                                           ── barrier, or the path ─►
 //! ```
 //!
+//! With [`Draft::write_shard_later`] a rank copies its tensors and trains on while a thread writes them; the
+//! gathering and the rest wait until [`PendingShard::wait`] has every rank's shard.
+//!
 //! Each rank writes what it owns under a file index of its own (its rank, say); of a tensor that
 //! several ranks hold, one writes. [`Draft::commit`] refuses shards that overlap or leave an element
 //! out, so a mistake in ownership is found when saving. Nobody else can see the folder before it is
@@ -124,6 +127,7 @@ mod hf;
 mod kind;
 mod layout;
 mod manifest;
+mod pending;
 mod philox;
 mod plan;
 mod read;
@@ -150,6 +154,7 @@ pub use hf::{ExportOptions, HfFolder, ImportOptions, export_hf, import_hf};
 pub use kind::Kind;
 pub use layout::{Layout, Part};
 pub use manifest::{FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};
+pub use pending::PendingShard;
 pub use plan::Stages;
 pub use region::Region;
 pub use reshard::{ReshardOptions, reshard};

@@ -61,7 +61,7 @@ fn copy(name: &str) -> tempfile::TempDir {
 }
 
 fn refusal(folder: &Path) -> String {
-    let error = HfFolder::open(folder).map(|_| ()).unwrap_err();
+    let error = HfFolder::open(folder).expect_err("it is wrong");
     assert!(error.is_user_error(), "{error}");
     error
         .to_string()
