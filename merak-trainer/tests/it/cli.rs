@@ -90,8 +90,9 @@ impl Workplace {
     /// Runs a command whose standard output must be one JSON document.
     fn document(&self, line: &str) -> Value {
         let text = self.succeed(line);
-        serde_json::from_str(&text)
-            .unwrap_or_else(|error| panic!("merak {line}: {error} in {text}"))
+        let document = serde_json::from_str(&text);
+        assert!(document.is_ok(), "merak {line}: {document:?} in {text}");
+        document.expect("it was just checked")
     }
 
     /// Runs a command that must end with status 2 and a message of one line, which it returns.

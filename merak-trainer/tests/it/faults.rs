@@ -35,6 +35,7 @@ struct Faulty {
     bad: usize,
 }
 
+#[expect(clippy::panic, reason = "a data set of a user's may panic")]
 impl Dataset for Faulty {
     fn len(&self) -> usize {
         TOKENS.len()
@@ -228,10 +229,10 @@ fn a_damaged_checkpoint_is_refused_before_any_weight_changes() {
         let text = load_fails(&case, folder.path());
         match prefix {
             "model-" => {
-                assert_snapshot!(text, @"checkpoint OUT/checkpoints/step-00000002 is damaged: model-00000.safetensors, tensor `transformer.wte.weight`: checksum CHECKSUM, expected CHECKSUM; there is no complete older one")
+                assert_snapshot!(text, @"checkpoint OUT/checkpoints/step-00000002 is damaged: model-00000.safetensors, tensor `transformer.wte.weight`: checksum CHECKSUM, expected CHECKSUM; there is no complete older one");
             }
             _ => {
-                assert_snapshot!(text, @"checkpoint OUT/checkpoints/step-00000002 is damaged: optim-00000.safetensors, tensor `transformer.wte.weight`: checksum CHECKSUM, expected CHECKSUM; there is no complete older one")
+                assert_snapshot!(text, @"checkpoint OUT/checkpoints/step-00000002 is damaged: optim-00000.safetensors, tensor `transformer.wte.weight`: checksum CHECKSUM, expected CHECKSUM; there is no complete older one");
             }
         }
         // The damage lies in one file; the ranks that read others must not go on either.
@@ -255,7 +256,7 @@ fn a_truncated_file_and_a_missing_one_are_named() {
     fs::remove_file(path).expect("a removable file");
     assert_snapshot!(load_fails(&case, folder.path()), @"checkpoint OUT/checkpoints/step-00000002 is damaged: model-00000.safetensors: the file is missing; there is no complete older one");
     edit(&checkpoint_file(folder.path(), "manifest"), |bytes| {
-        bytes.truncate(100)
+        bytes.truncate(100);
     });
     assert_snapshot!(load_fails(&case, folder.path()), @"checkpoint OUT/checkpoints/step-00000002 is damaged: manifest.json: EOF while parsing a string at line 5 column 43; there is no complete older one");
 }
