@@ -108,6 +108,16 @@ pub enum Error {
         /// Ranks of the world.
         world: usize,
     },
+    /// More ranks than one process runs as threads.
+    #[error(
+        "{world} ranks are more than the {limit} that one process runs as threads: choose smaller degrees"
+    )]
+    TooManyRanks {
+        /// Ranks that the degrees ask for.
+        world: usize,
+        /// The most.
+        limit: usize,
+    },
     /// An option at the end of the command line.
     #[error("the option {option} has no value: write {example}")]
     MissingValue {

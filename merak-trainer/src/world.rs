@@ -4,6 +4,9 @@ use crate::{CheckedArguments, Error, Result, ThreadsPerRank};
 use merak_mpu::{Member, RunError, threads};
 use std::{error::Error as StdError, fmt, time::Duration};
 
+/// Ranks as threads of one process: beyond this a system runs out of threads, and no machine has the cores.
+const MAX_RANKS: usize = 1024;
+
 /// Runs `body` on every rank of the arguments' world, as threads of this process, and returns the results
 /// by rank.
 ///
@@ -14,10 +17,22 @@ pub fn run_world<T: Send>(
     args: &CheckedArguments,
     body: impl Fn(Member) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
+    let timeout = args.distributed.timeout_s;
     let options = threads::WorldOptions {
-        timeout: Duration::from_secs_f64(args.distributed.timeout_s),
+        timeout: Duration::try_from_secs_f64(timeout).map_err(|_| Error::IllegalValue {
+            key: "distributed.timeout_s",
+            found: timeout.to_string(),
+            place: "a time in seconds".to_owned(),
+            expected: "a number of seconds that a clock can count".to_owned(),
+        })?,
         ..Default::default()
     };
+    if args.world_size() > MAX_RANKS {
+        return Err(Error::TooManyRanks {
+            world: args.world_size(),
+            limit: MAX_RANKS,
+        });
+    }
     let outcome = threads::run(args.world_size(), options, |member| {
         body(member).map_err(Cause)
     });

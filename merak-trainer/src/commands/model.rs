@@ -38,9 +38,9 @@ pub(crate) fn load(args: &CheckedArguments) -> Result<(Arc<dyn Model>, Value)> {
                 stated
             };
             tracing::debug!(key = name, size, "overrides the model's configuration");
-            names.into_iter().for_each(|alias| {
+            for alias in names {
                 fields.insert((*alias).to_owned(), size.into());
-            });
+            }
         }
     }
     Ok((models::from_config(&config)?.into(), config))

@@ -68,9 +68,12 @@ pub enum ThreadsPerRank {
     Count(NonZeroUsize),
 }
 
+/// More threads than any machine has cores are a slip of the keyboard.
+const MAX_THREADS: usize = 1024;
+
 impl Setting for ThreadsPerRank {
     fn expected() -> String {
-        r#""auto" or an integer of at least 1"#.into()
+        format!(r#""auto" or an integer of 1 to {MAX_THREADS}"#)
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {
@@ -78,6 +81,7 @@ impl Setting for ThreadsPerRank {
             return Ok(Self::Auto);
         }
         NonZeroUsize::new(usize::from_value(value)?)
+            .filter(|count| count.get() <= MAX_THREADS)
             .map(Self::Count)
             .ok_or(Refusal::Type)
     }
