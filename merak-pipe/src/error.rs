@@ -73,6 +73,22 @@ pub enum Error {
         /// The number that was asked for.
         found: usize,
     },
+    /// The limits of memory are not one per rank.
+    #[error("expected a limit of memory for each of {expected} ranks, found {found}")]
+    LimitCount {
+        /// Ranks of the schedule.
+        expected: usize,
+        /// Limits.
+        found: usize,
+    },
+    /// No named schedule keeps the limit of memory.
+    #[error(
+        "no schedule of this size keeps the limit of activations; the smallest one keeps {least} microbatches"
+    )]
+    MemoryLimit {
+        /// The peak of the schedule with the lowest one.
+        least: f64,
+    },
     /// The lists of actions are not one per rank.
     #[error("expected one list of actions for each of {expected} ranks, found {found}")]
     RankCount {

@@ -29,16 +29,18 @@
 //! - [`Schedule`]: the actions of every rank, from a [`ScheduleKind`] or from CSV;
 //!   [`Schedule::validate`] proves it, [`Schedule::instructions`] adds the communication.
 //! - [`simulate`](fn@simulate): [`Costs`] in, makespan, bubble, memory and critical path out.
+//! - [`auto`](fn@auto): a schedule searched for given costs and memory.
 //! - [`Engine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`]; [`run_threads`] runs
 //!   a whole pipeline in one process.
-//! - [`Timeline`]: what ran when, from the simulator or the engine; [`grid`](fn@grid) draws it.
+//! - [`Timeline`]: what ran when, from the simulator or the engine; [`grid`](fn@grid), [`svg`](fn@svg) and
+//!   [`trace`](fn@trace) draw it.
 //!
 //! # How the parts meet
 //! ```text
 //! ScheduleKind + Size ──► Schedule ──► validate        once, before anything runs
-//!        CSV ─────────────┘  │ │ └───► simulate ──► Timeline (planned)  ──► grid, json
+//!        CSV ─────────────┘  │ │ └───► simulate ──► Timeline (planned)  ──► grid, json, svg, trace
 //!                            │ └─────► instructions                    ──► json
-//!                            └► Engine + StageModule + Link ──► Timeline (recorded) ──► grid
+//!                            └► Engine + StageModule + Link ──► Timeline (recorded) ──► grid, trace
 //! ```
 //!
 //! # Guarantees
@@ -61,6 +63,7 @@
 //! [DeepSeek-V3](https://arxiv.org/abs/2412.19437) for `dualpipe_v`.
 
 mod action;
+mod auto;
 mod costs;
 mod dataflow;
 mod engine;
@@ -77,6 +80,7 @@ mod timeline;
 mod validate;
 
 pub use action::{Action, Kind, MicrobatchId, StageId, Tag};
+pub use auto::{Auto, AutoLimits, Stopped, auto};
 pub use costs::{Costs, UnitCosts};
 #[cfg(feature = "mpu")]
 pub use engine::GroupLink;
@@ -84,7 +88,7 @@ pub use engine::{Engine, Link, StageModule, ThreadLink, run, run_threads, thread
 pub use error::{BoxError, Error, Result, Violation};
 pub use instruction::{Instruction, Slot};
 pub use kind::ScheduleKind;
-pub use render::{GridStyle, grid, json};
+pub use render::{GridStyle, grid, html, json, svg, trace};
 pub use schedule::{Exchanges, Schedule, Size};
 pub use simulate::{Simulation, simulate};
 pub use timeline::{Span, Timeline};

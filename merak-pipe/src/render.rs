@@ -1,7 +1,13 @@
-//! Schedules and timelines as text.
+//! Schedules and timelines as text and pictures.
 
 mod grid;
+mod html;
 mod json;
+mod svg;
+mod trace;
 
 pub use grid::{GridStyle, grid};
+pub use html::html;
 pub use json::json;
+pub use svg::svg;
+pub use trace::trace;

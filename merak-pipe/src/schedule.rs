@@ -43,7 +43,10 @@ impl Size {
     }
 
     /// Checks that there is something to do and that its size fits the address space.
-    pub(crate) fn check(self) -> Result<()> {
+    ///
+    /// # Errors
+    /// When a count is zero or too large to be meant.
+    pub fn check(self) -> Result<()> {
         let counts = [
             ("ranks", self.ranks),
             ("microbatches", self.microbatches),

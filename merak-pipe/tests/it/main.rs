@@ -3,13 +3,17 @@
 //! - `schedules`: the generated orders, instruction streams and figures, for many sizes.
 //! - `shapes`: bubbles and memory of split backwards and several stages per rank.
 //! - `validator`: what it proves, and what it refuses.
+//! - `page`: the figures of the HTML page, by running its script.
 //! - `render`: what users read.
+//! - `auto`: the searched schedule against the named ones.
 //! - `engine`: every schedule gives the bits of a plain sequential run, and a fault ends all ranks.
 //! - `groups`: the same over process groups of merak-mpu.
 //! - `played`: random schedules of any shape, for the laws of the others.
 
+mod auto;
 mod engine;
 mod groups;
+mod page;
 mod played;
 mod render;
 mod schedules;

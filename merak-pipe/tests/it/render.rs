@@ -1,6 +1,8 @@
 //! What users read.
 
-use merak_pipe::{Costs, GridStyle, Schedule, ScheduleKind, Size, UnitCosts, grid, json, simulate};
+use merak_pipe::{
+    Costs, GridStyle, Schedule, ScheduleKind, Size, UnitCosts, grid, json, simulate, svg, trace,
+};
 
 fn drawn(schedule: &Schedule, costs: &str, style: GridStyle) -> String {
     let costs: UnitCosts = costs.parse().expect("the costs are well formed");
@@ -94,4 +96,42 @@ fn a_recorded_timeline_is_drawn_like_a_simulated_one() {
         grid(&merak_pipe::Timeline::default(), GridStyle::default()),
         ""
     );
+}
+
+#[test]
+fn a_picture_draws_every_action_once_and_names_the_schedule() {
+    let schedule = ScheduleKind::ZbV
+        .generate(Size::new(3, 6).with_chunks(2))
+        .unwrap();
+    let simulation = simulate(&schedule, &Costs::uniform(UnitCosts::default(), 6)).unwrap();
+    let picture = svg(&schedule, &simulation);
+    for action in schedule.actions.iter().flatten() {
+        let title = format!("<title>{action}: ");
+        assert_eq!(picture.matches(&title).count(), 1, "{action}");
+    }
+    // Each critical action is outlined.
+    let outlined = picture.matches("stroke=\"#c92a2a\"").count();
+    assert_eq!(outlined, simulation.critical_path.len());
+    let hostile = Schedule {
+        name: "<script>&".into(),
+        ..schedule
+    };
+    assert!(svg(&hostile, &simulation).contains("&lt;script&gt;&amp;"));
+}
+
+#[test]
+fn a_trace_has_an_event_for_every_action() {
+    let schedule = ScheduleKind::PreRecompute
+        .generate(Size::new(3, 4))
+        .unwrap();
+    let simulation = simulate(&schedule, &Costs::uniform(UnitCosts::default(), 3)).unwrap();
+    let text = trace(&simulation.timeline);
+    let document: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let events = document["traceEvents"].as_array().unwrap();
+    let spans: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
+    assert_eq!(spans.len(), schedule.actions.iter().flatten().count());
+    let end =
+        |event: &&serde_json::Value| event["ts"].as_f64().unwrap() + event["dur"].as_f64().unwrap();
+    let last = spans.iter().map(end).fold(0.0, f64::max);
+    assert!((last - 1e6 * simulation.makespan).abs() < 1.0);
 }

@@ -1,14 +1,17 @@
 //! `merak schedule`: a pipeline schedule and its figures.
 
-use super::{Outcome, output};
+use super::{Failure, Outcome, output};
 use clap::{Args as ClapArgs, ValueEnum};
-use merak_pipe::{Costs, GridStyle, Schedule, ScheduleKind, Size, UnitCosts, grid, json, simulate};
+use merak_pipe::{
+    AutoLimits, Costs, GridStyle, Schedule, ScheduleKind, Size, UnitCosts, auto, grid, html, json,
+    simulate, svg, trace,
+};
 use std::{fs, io::IsTerminal, path::PathBuf, process::ExitCode};
 
 /// Prints a schedule and its figures, or checks one that is given as CSV.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Args {
-    /// Name of the schedule, as in `train_schedule`.
+    /// Name of the schedule, as in `train_schedule`, or `auto` to search one for the costs.
     #[arg(required_unless_present = "check")]
     name: Option<String>,
     /// Ranks of the pipeline.
@@ -23,6 +26,9 @@ pub(crate) struct Args {
     /// Time of each kind of action of one stage, and of a hop (C).
     #[arg(long, default_value = "F=1,I=1,W=1,R=1,C=0")]
     costs: String,
+    /// Most microbatches whose activations a rank may keep, for `auto`.
+    #[arg(long, value_name = "MICROBATCHES")]
+    memory: Option<f64>,
     /// What to print.
     #[arg(long, value_enum, default_value_t = Format::Grid)]
     format: Format,
@@ -43,31 +49,26 @@ enum Format {
     Csv,
     /// One document with actions, instructions and figures.
     Json,
+    /// A picture of the simulated times.
+    Svg,
+    /// A page on which schedules and costs can be tried out.
+    Html,
+    /// The simulated times for chrome://tracing and Perfetto.
+    Trace,
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let size = Size::new(args.ranks, args.microbatches).with_chunks(args.chunks);
     let unit: UnitCosts = args.costs.parse()?;
-    let schedule = match (&args.check, &args.name) {
-        (Some(path), _) => {
-            let text = fs::read_to_string(path).map_err(|source| merak_trainer::Error::Read {
-                path: path.clone(),
-                source,
-            })?;
-            let schedule = Schedule::from_csv(path.display().to_string(), &text, size)?;
-            schedule.validate()?;
-            schedule
-        }
-        (None, name) => name
-            .as_deref()
-            .unwrap_or_default()
-            .parse::<ScheduleKind>()?
-            .generate(size)?,
-    };
-    let costs = Costs::uniform(unit, size.ranks * size.chunks);
+    size.check()?;
+    let costs = Costs::uniform(unit, size.stages());
+    let schedule = schedule(args, size, &costs)?;
     let text = match args.format {
         Format::Csv => schedule.to_csv(),
         Format::Json => format!("{:#}", json(&schedule, &costs)?),
+        Format::Html => html(&schedule, unit)?,
+        Format::Svg => svg(&schedule, &simulate(&schedule, &costs)?),
+        Format::Trace => trace(&simulate(&schedule, &costs)?.timeline),
         Format::Grid => {
             let simulation = simulate(&schedule, &costs)?;
             let colour = args.output.is_none()
@@ -102,4 +103,38 @@ pub(crate) fn run(args: &Args) -> Outcome {
         })?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The schedule in the file to check, the one that was named, or a searched one.
+fn schedule(args: &Args, size: Size, costs: &Costs) -> Result<Schedule, Failure> {
+    if let Some(path) = &args.check {
+        let text = fs::read_to_string(path).map_err(|source| merak_trainer::Error::Read {
+            path: path.clone(),
+            source,
+        })?;
+        let schedule = Schedule::from_csv(path.display().to_string(), &text, size)?;
+        schedule.validate()?;
+        return Ok(schedule);
+    }
+    let name = args.name.as_deref().unwrap_or_default();
+    if name != "auto" {
+        return Ok(name.parse::<ScheduleKind>()?.generate(size)?);
+    }
+    let limits = AutoLimits {
+        peak_activations: args
+            .memory
+            .map_or_else(Vec::new, |limit| vec![limit; size.ranks]),
+        ..AutoLimits::default()
+    };
+    let found = auto(size, costs, &limits)?;
+    tracing::info!(
+        start = %found.start.0,
+        start_makespan = found.start.1,
+        makespan = found.simulation.makespan,
+        bound = found.bound,
+        moves = found.moves,
+        stopped = %found.stopped,
+        "searched a schedule",
+    );
+    Ok(found.schedule)
 }

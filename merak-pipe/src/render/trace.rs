@@ -1,0 +1,107 @@
+//! A timeline as a trace that browsers and Perfetto show.
+
+use crate::{Kind, Timeline};
+use serde::Serialize;
+
+/// The document, in the [Trace Event Format].
+///
+/// [Trace Event Format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Document {
+    trace_events: Vec<Event>,
+    display_time_unit: &'static str,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Event {
+    Name {
+        ph: char,
+        name: &'static str,
+        pid: usize,
+        tid: usize,
+        args: Name,
+    },
+    Span {
+        ph: char,
+        name: String,
+        cat: &'static str,
+        pid: usize,
+        tid: usize,
+        ts: f64,
+        dur: f64,
+        args: Place,
+    },
+}
+
+#[derive(Serialize)]
+struct Name {
+    name: String,
+}
+
+#[derive(Serialize)]
+struct Place {
+    stage: usize,
+    microbatch: usize,
+}
+
+/// Writes a timeline as JSON for `chrome://tracing` and [Perfetto](https://ui.perfetto.dev): a track for each
+/// rank, an event for each action under its name in the schedule, such as `0F3`.
+///
+/// Times are taken for seconds and written in microseconds, so that a unit of a simulation is a second.
+///
+/// ```
+/// use merak_pipe::{Costs, ScheduleKind, Size, UnitCosts, simulate, trace};
+/// let schedule = ScheduleKind::Gpipe.generate(Size::new(2, 1))?;
+/// let simulation = simulate(&schedule, &Costs::uniform(UnitCosts::default(), 2))?;
+/// let text = trace(&simulation.timeline);
+/// assert!(text.contains(r#"{"ph":"X","name":"1F0","cat":"forward","pid":0,"tid":1,"ts":1000000.0,"dur":1000000.0,"#));
+/// # Ok::<(), merak_pipe::Error>(())
+/// ```
+#[expect(
+    clippy::missing_panics_doc,
+    reason = "numbers and names are always JSON"
+)]
+pub fn trace(timeline: &Timeline) -> String {
+    let mut trace_events = Vec::new();
+    for (rank, spans) in timeline.ranks.iter().enumerate() {
+        trace_events.push(Event::Name {
+            ph: 'M',
+            name: "thread_name",
+            pid: 0,
+            tid: rank,
+            args: Name {
+                name: format!("rank {rank}"),
+            },
+        });
+        trace_events.extend(spans.iter().map(|span| Event::Span {
+            ph: 'X',
+            name: span.action.to_string(),
+            cat: category(span.action.kind),
+            pid: 0,
+            tid: rank,
+            ts: span.start * 1e6,
+            dur: (span.end - span.start) * 1e6,
+            args: Place {
+                stage: span.action.stage.0,
+                microbatch: span.action.microbatch.0,
+            },
+        }));
+    }
+    let document = Document {
+        trace_events,
+        display_time_unit: "ms",
+    };
+    serde_json::to_string(&document).expect("numbers and names are JSON")
+}
+
+const fn category(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Forward => "forward",
+        Kind::Recompute => "recompute",
+        Kind::Backward => "backward",
+        Kind::InputGrad => "input gradient",
+        Kind::WeightGrad => "weight gradients",
+    }
+}

@@ -1,0 +1,98 @@
+//! The searched schedule against the named ones.
+
+use merak_pipe::{AutoLimits, Costs, ScheduleKind, Size, Stopped, UnitCosts, auto, simulate};
+use proptest::prelude::*;
+
+/// The makespan of the best named schedule that keeps the limit, by hand.
+fn best_named(size: Size, costs: &Costs, limit: f64) -> Option<f64> {
+    let fits = |kind: &ScheduleKind| {
+        let schedule = kind.generate(size).ok()?;
+        let simulation = simulate(&schedule, costs).ok()?;
+        let kept = simulation
+            .peak_activations
+            .iter()
+            .all(|peak| *peak <= limit + 1e-9);
+        kept.then_some(simulation.makespan)
+    };
+    let kinds = ScheduleKind::ALL.iter().filter(|kind| kind.is_training());
+    kinds.filter_map(fits).min_by(f64::total_cmp)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn auto_is_valid_and_at_least_as_good_as_every_named_schedule(
+        ranks in 1_usize..=4, extra in 0_usize..=6, chunks in 1_usize..=3, limit in 1_u8..=9,
+        times in proptest::collection::vec(0.25_f64..3.0, 60),
+    ) {
+        let size = Size::new(ranks, 1 + extra).with_chunks(chunks);
+        let stages = size.stages();
+        let mut times = times.chunks(12).map(|list| list[..stages].to_vec());
+        let mut next = || times.next().expect("five lists");
+        let mut costs = Costs {
+            forward: next(),
+            input_grad: next(),
+            weight_grad: next(),
+            recompute: next(),
+            hop: next(),
+        };
+        costs.hop.truncate(stages - 1);
+        let limits = AutoLimits { peak_activations: vec![f64::from(limit); ranks], moves: 60 };
+        let best = best_named(size, &costs, f64::from(limit));
+        match (auto(size, &costs, &limits), best) {
+            (Ok(found), Some(best)) => {
+                prop_assert!(found.schedule.validate().is_ok());
+                prop_assert!(found.simulation.makespan <= best + 1e-9);
+                prop_assert!(found.bound <= found.simulation.makespan + 1e-9);
+                let again = simulate(&found.schedule, &costs).unwrap();
+                prop_assert_eq!(&again, &found.simulation);
+                prop_assert!(again.peak_activations.iter().all(|peak| *peak <= f64::from(limit) + 1e-9));
+            }
+            (Err(error), None) => prop_assert!(error.to_string().contains("keeps the limit"), "{}", error),
+            (found, best) => prop_assert!(false, "{:?} {:?}", found.map(|f| f.start), best),
+        }
+    }
+}
+
+#[test]
+fn the_search_improves_on_every_named_schedule_where_stages_differ() {
+    let size = Size::new(4, 8);
+    let mut costs = Costs::uniform("F=1,I=1,W=1,R=0,C=0.2".parse().unwrap(), 4);
+    costs.forward[1] = 1.6;
+    costs.weight_grad[2] = 0.5;
+    let limits = AutoLimits {
+        peak_activations: vec![4.0; 4],
+        moves: 2000,
+    };
+    let found = auto(size, &costs, &limits).unwrap();
+    assert!(
+        found.simulation.makespan < found.start.1 - 0.05,
+        "{found:?}"
+    );
+    let again = auto(size, &costs, &limits).unwrap();
+    assert_eq!(found.schedule, again.schedule);
+}
+
+#[test]
+fn the_search_says_why_it_stopped() {
+    let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), 4);
+    let found = auto(Size::new(4, 8), &costs, &AutoLimits::default()).unwrap();
+    assert_eq!((found.stopped, found.moves), (Stopped::Optimal, 0));
+    let tight = AutoLimits {
+        peak_activations: vec![3.0; 4],
+        moves: 5,
+    };
+    let error = auto(Size::new(4, 8), &costs, &tight).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "no schedule of this size keeps the limit of activations; the smallest one keeps 4 microbatches"
+    );
+    let costs = Costs::uniform(UnitCosts::default(), 8);
+    let half = AutoLimits {
+        peak_activations: vec![3.0; 4],
+        moves: 5,
+    };
+    let found = auto(Size::new(4, 8).with_chunks(2), &costs, &half).unwrap();
+    assert_eq!((found.stopped, found.moves), (Stopped::Budget, 5));
+    assert_eq!(found.start.0, ScheduleKind::VHalf);
+}
