@@ -6,7 +6,7 @@
 //!
 //! | group | functions |
 //! |---|---|
-//! | products | [`gemm`], [`gemm_batched`] |
+//! | products | [`gemm`], [`gemm_bias`], [`gemm_batched`] |
 //! | attention | [`attention`], [`attention_grad`], [`rope`] |
 //! | norms | [`layer_norm`], [`rms_norm`] and their gradients by input and by parameters |
 //! | rows | [`softmax`], [`cross_entropy`], [`embedding`] and their gradients, [`sum_rows`] |
@@ -67,7 +67,7 @@ pub use dropout::{Dropout, DropoutKey, SampleSlice, dropout};
 pub use elementwise::{add, add_assign, add_suffix, mul, scale, transpose_middle};
 pub use embedding::{TableRows, embedding, embedding_grad};
 pub use float::Float;
-pub use gemm::{Write, gemm, gemm_batched};
+pub use gemm::{Write, gemm, gemm_batched, gemm_bias};
 pub use init::{Distribution, InitKey, TensorBox, init};
 pub use layer_norm::{layer_norm, layer_norm_grad_input, layer_norm_grad_params};
 pub use mat::{MatMut, MatRef};

@@ -1,5 +1,10 @@
 //! Matrix products.
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod packed;
+
 use faer::{Accum, Par};
 
 use super::{Float, MatMut, MatRef, Threads};
@@ -21,11 +26,32 @@ pub enum Write {
     Add,
 }
 
-impl From<Write> for Accum {
+/// What a product is added to.
+#[derive(Debug, Clone, Copy)]
+enum Start<'a, T> {
+    /// Nothing.
+    Zero,
+    /// What the output holds.
+    Output,
+    /// One number per column.
+    Row(&'a [T]),
+}
+
+impl<T> From<Write> for Start<'_, T> {
     fn from(write: Write) -> Self {
         match write {
-            Write::Replace => Accum::Replace,
-            Write::Add => Accum::Add,
+            Write::Replace => Start::Zero,
+            Write::Add => Start::Output,
+        }
+    }
+}
+
+impl<T> Start<'_, T> {
+    /// The part for `cols` columns from `col`.
+    fn columns(self, col: usize, cols: usize) -> Self {
+        match self {
+            Start::Row(row) => Start::Row(&row[col..][..cols]),
+            other => other,
         }
     }
 }
@@ -33,7 +59,7 @@ impl From<Write> for Accum {
 /// Computes `c = alpha a b`, or adds it to c.
 ///
 /// Each element is one sum over k, in an order that depends on the shapes alone; tiles of c are the
-/// unit of parallel work.
+/// unit of parallel work. f32 on x86 with AVX-512 has a kernel of its own, everything else is faer's.
 ///
 /// # Shapes
 ///
@@ -51,8 +77,44 @@ pub fn gemm<T: Float>(
     c: MatMut<'_, T>,
 ) {
     check_shapes(&a, &b, &c);
+    product(threads, alpha, a, b, write.into(), c);
+}
+
+/// Computes `c = a b + bias` with the bias added to every row.
+///
+/// # Shapes
+///
+/// `a: [M, K]`, `b: [K, N]`, `bias: [N]`, `c: [M, N]`.
+///
+/// # Panics
+///
+/// The shapes do not fit each other.
+pub fn gemm_bias<T: Float>(
+    threads: &Threads,
+    a: MatRef<'_, T>,
+    b: MatRef<'_, T>,
+    bias: &[T],
+    c: MatMut<'_, T>,
+) {
+    check_shapes(&a, &b, &c);
+    assert_eq!(bias.len(), c.cols(), "a bias has an element per column");
+    product(threads, T::ONE, a, b, Start::Row(bias), c);
+}
+
+fn product<T: Float>(
+    threads: &Threads,
+    alpha: T,
+    a: MatRef<'_, T>,
+    b: MatRef<'_, T>,
+    start: Start<'_, T>,
+    c: MatMut<'_, T>,
+) {
+    #[cfg(target_arch = "x86_64")]
+    let Some(c) = packed::product(threads, alpha, a, b, start, c) else {
+        return;
+    };
     threads.for_each_with(tiles(0, c), Vec::new, |scratch, tile| {
-        tile_product(alpha, a, b, write, tile, scratch);
+        tile_product(alpha, a, b, start, tile, scratch);
     });
 }
 
@@ -78,7 +140,14 @@ pub fn gemm_batched<'a, T: Float>(
         tiles(i, c)
     });
     threads.for_each_with(items, Vec::new, |scratch, tile| {
-        tile_product(alpha, a(tile.batch), b(tile.batch), write, tile, scratch);
+        tile_product(
+            alpha,
+            a(tile.batch),
+            b(tile.batch),
+            write.into(),
+            tile,
+            scratch,
+        );
     });
 }
 
@@ -91,9 +160,13 @@ pub(super) fn gemm_inline<T: Float>(
     write: Write,
     c: MatMut<'_, T>,
 ) {
+    let accumulate = match write {
+        Write::Replace => Accum::Replace,
+        Write::Add => Accum::Add,
+    };
     faer::linalg::matmul::matmul(
         c.into_faer(),
-        write.into(),
+        accumulate,
         a.into_faer(),
         b.into_faer(),
         alpha,
@@ -125,10 +198,18 @@ fn tile_product<T: Float>(
     alpha: T,
     a: MatRef<'_, T>,
     b: MatRef<'_, T>,
-    write: Write,
-    tile: Tile<'_, T>,
+    start: Start<'_, T>,
+    mut tile: Tile<'_, T>,
     scratch: &mut Vec<T>,
 ) {
+    let write = match start.columns(tile.col, tile.out.cols()) {
+        Start::Zero => Write::Replace,
+        Start::Output => Write::Add,
+        Start::Row(row) => {
+            (0..tile.out.rows()).for_each(|i| tile.out.row_mut(i).copy_from_slice(row));
+            Write::Add
+        }
+    };
     let a = a.sub_rows(tile.row, tile.out.rows());
     let b = b.sub_cols(tile.col, tile.out.cols());
     let a = if a.has_contiguous_cols() && a.rows() > 1 {
@@ -191,6 +272,8 @@ mod tests {
             (257, 33, 300),
             (513, 5, 2),
             (64, 64, 64),
+            (9, 1030, 33),
+            (601, 3, 65),
         ] {
             let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
             let (at, bt) = (transpose(m, k, &a), transpose(k, n, &b));
@@ -224,6 +307,11 @@ mod tests {
                 let out = MatMut::new(&mut c, m, n);
                 gemm(&Threads::one(), 2.0, a, b, Write::Add, out);
                 assert_close(&c, &twice_and_one, 1e-4);
+                let mut c = vec![f32::NAN; m * n];
+                let out = MatMut::new(&mut c, m, n);
+                gemm_bias(&Threads::one(), a, b, &vec![1.0; n], out);
+                let and_one: Vec<f64> = expected.iter().map(|x| x + 1.0).collect();
+                assert_close(&c, &and_one, 1e-4);
             }
         }
     }
