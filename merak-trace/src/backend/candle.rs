@@ -7,8 +7,7 @@ mod storage;
 
 use crate::{
     Backend, Call, Error, GradStore, Param, ParamStore, Result, TensorType, Value,
-    kernels::Threads,
-    value::MemoryMeter,
+    kernels::Threads, value::MemoryMeter,
 };
 use candle_core::{Device, Tensor};
 use merak_mpu::{Buffer, DType, into_vec, zeros};
@@ -30,21 +29,33 @@ impl Candle {
     /// # Errors
     /// When the operating system refuses to start the threads.
     pub fn new(num_threads: usize) -> Result<Self> {
-        let threads = Threads::new(num_threads).map_err(|source| Error::Kernel { node: "backend".to_owned(), source })?;
-        Ok(Self { threads, pool: Pool::default(), memory: MemoryMeter::default() })
+        let threads = Threads::new(num_threads).map_err(|source| Error::Kernel {
+            node: "backend".to_owned(),
+            source,
+        })?;
+        Ok(Self {
+            threads,
+            pool: Pool::default(),
+            memory: MemoryMeter::default(),
+        })
     }
 
     /// Wraps memory of the pool's element types.
     fn wrap<T: Pooled>(&self, ty: &TensorType, data: Vec<T>) -> Result<Value> {
         let lease = self.memory.lease(ty.size_bytes());
-        let tensor = Tensor::from_vec(data, ty.shape.as_slice(), &Device::Cpu).map_err(at("allocation"))?;
+        let tensor =
+            Tensor::from_vec(data, ty.shape.as_slice(), &Device::Cpu).map_err(at("allocation"))?;
         Ok(Handle::new(tensor, Some(self.pool.clone()), Some(lease)).into_value(ty.clone()))
     }
 
     /// Wraps memory that is freed after its last use.
     fn wrap_once<T: Scalar>(&self, ty: &TensorType, data: Vec<T>) -> Result<Value> {
-        let tensor = Tensor::from_vec(data, ty.shape.as_slice(), &Device::Cpu).map_err(at("allocation"))?;
-        Ok(Handle::new(tensor, None, Some(self.memory.lease(ty.size_bytes()))).into_value(ty.clone()))
+        let tensor =
+            Tensor::from_vec(data, ty.shape.as_slice(), &Device::Cpu).map_err(at("allocation"))?;
+        Ok(
+            Handle::new(tensor, None, Some(self.memory.lease(ty.size_bytes())))
+                .into_value(ty.clone()),
+        )
     }
 
     /// Memory for a result, with any contents.
@@ -73,13 +84,22 @@ impl Backend for Candle {
         run::run(self, call, inputs)
     }
 
-    fn accumulate(&self, call: Call<'_>, inputs: Vec<Value>, store: &mut GradStore, slots: &[usize]) -> Result<()> {
+    fn accumulate(
+        &self,
+        call: Call<'_>,
+        inputs: Vec<Value>,
+        store: &mut GradStore,
+        slots: &[usize],
+    ) -> Result<()> {
         accumulate::accumulate(self, call, inputs, store, slots)
     }
 
     fn from_bytes(&self, ty: &TensorType, bytes: &[u8]) -> Result<Value> {
         if bytes.len() != ty.size_bytes() {
-            return Err(Error::Backend { node: ty.to_string(), reason: format!("cannot be made of {} bytes", bytes.len()) });
+            return Err(Error::Backend {
+                node: ty.to_string(),
+                reason: format!("cannot be made of {} bytes", bytes.len()),
+            });
         }
         match ty.dtype {
             DType::F32 => self.wrap::<f32>(ty, bytemuck::pod_collect_to_vec(bytes)),
@@ -94,11 +114,21 @@ impl Backend for Candle {
 
     fn from_buffer(&self, ty: &TensorType, buffer: Box<dyn Buffer>) -> Result<Value> {
         if buffer.dtype() != ty.dtype || buffer.len() != ty.numel() {
-            let reason = format!("cannot be made of {} elements of {}", buffer.len(), buffer.dtype());
-            return Err(Error::Backend { node: ty.to_string(), reason });
+            let reason = format!(
+                "cannot be made of {} elements of {}",
+                buffer.len(),
+                buffer.dtype()
+            );
+            return Err(Error::Backend {
+                node: ty.to_string(),
+                reason,
+            });
         }
         let node = || ty.to_string();
-        let collective = |source| Error::Collective { node: node(), source };
+        let collective = |source| Error::Collective {
+            node: node(),
+            source,
+        };
         match ty.dtype {
             DType::F32 => self.wrap::<f32>(ty, into_vec(buffer).map_err(collective)?),
             DType::F64 => self.wrap::<f64>(ty, into_vec(buffer).map_err(collective)?),

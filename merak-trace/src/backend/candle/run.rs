@@ -19,14 +19,18 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
     match call.op {
         Op::Positions { len } => {
             let start = call.context.position_offset;
-            let positions = (start..start + len).map(|i| i as i64).collect();
+            let positions = (start..start + len)
+                .map(|i| i64::try_from(i).expect("a position fits an i64"))
+                .collect();
             return Ok(vec![backend.wrap_once::<i64>(&call.results[0], positions)?]);
         }
         Op::Identity | Op::CopyTo { .. } => return Ok(inputs),
         Op::Reshape { .. } => return node.reshape(&inputs[0]),
         Op::Transpose { perm } => return node.transpose(&inputs[0], perm),
         Op::Cast { dtype } => return node.cast(&inputs[0], *dtype),
-        Op::AllReduce { .. } | Op::AllGather { .. } | Op::Scatter { .. } => return Err(node.unsupported(&inputs)),
+        Op::AllReduce { .. } | Op::AllGather { .. } | Op::Scatter { .. } => {
+            return Err(node.unsupported(&inputs));
+        }
         _ => {}
     }
     let float = match call.op {
@@ -37,7 +41,11 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
     match float {
         DType::F32 => node.run::<f32>(inputs),
         DType::F64 => node.run::<f64>(inputs),
-        DType::I64 => node.move_data::<i64>(&inputs),
+        DType::I64 => node.move_data::<i64>(
+            &inputs,
+            |ty| vec![0; ty.numel()],
+            |ty, data| backend.wrap_once(ty, data),
+        ),
         DType::BF16 | DType::F16 | DType::U32 | DType::U8 => Err(node.unsupported(&inputs)),
     }
 }
@@ -51,11 +59,18 @@ pub(super) struct Node<'a> {
 impl Node<'_> {
     pub(super) fn unsupported(&self, inputs: &[Value]) -> Error {
         let types: Vec<_> = inputs.iter().map(|value| value.ty().to_string()).collect();
-        Error::Unsupported { backend: "candle", op: self.call.op.name(), types: types.join(", ") }
+        Error::Unsupported {
+            backend: "candle",
+            op: self.call.op.name(),
+            types: types.join(", "),
+        }
     }
 
     pub(super) fn kernel_error(&self, source: KernelError) -> Error {
-        Error::Kernel { node: self.call.name.to_owned(), source }
+        Error::Kernel {
+            node: self.call.name.to_owned(),
+            source,
+        }
     }
 
     fn ty(&self, result: usize) -> &TensorType {
@@ -67,31 +82,39 @@ impl Node<'_> {
     }
 
     /// Wraps the results, in their order.
-    pub(super) fn done<T: Number, const N: usize>(&self, results: [Vec<T>; N]) -> Result<Vec<Value>> {
-        results.into_iter().zip(self.call.results).map(|(data, ty)| self.backend.wrap(ty, data)).collect()
+    pub(super) fn done<T: Number, const N: usize>(
+        &self,
+        results: [Vec<T>; N],
+    ) -> Result<Vec<Value>> {
+        results
+            .into_iter()
+            .zip(self.call.results)
+            .map(|(data, ty)| self.backend.wrap(ty, data))
+            .collect()
     }
 
-    #[expect(clippy::too_many_lines, reason = "a table of operations and their kernels")]
+    #[expect(
+        clippy::too_many_lines,
+        reason = "a table of operations and their kernels"
+    )]
     fn run<T: Number>(&self, inputs: Vec<Value>) -> Result<Vec<Value>> {
         let threads = &self.backend.threads;
         let x = |i: usize| elements::<T>(&inputs[i]);
         match self.call.op {
-            Op::Zeros { .. } => self.done([vec![T::ZERO; self.ty(0).numel()]]),
+            Op::Zeros { .. } => {
+                let mut zeros = self.out::<T>(0);
+                zeros.fill(T::ZERO);
+                self.done([zeros])
+            }
             Op::Linear { layout, bias } => {
                 let mut y = self.out::<T>(0);
-                let write = if *bias {
-                    let b = x(2)?;
-                    y.chunks_exact_mut(b.len().max(1)).for_each(|row| row.copy_from_slice(&b));
-                    Write::Add
-                } else {
-                    Write::Replace
-                };
-                self.linear(*layout, &inputs[0], &inputs[1], write, &mut y)?;
+                let bias = if *bias { Some(x(2)?) } else { None };
+                self.linear(*layout, &inputs[0], &inputs[1], bias.as_deref(), &mut y)?;
                 self.done([y])
             }
             Op::LinearGradInput { layout } => {
                 let mut dx = self.out::<T>(0);
-                self.linear(flip(*layout), &inputs[0], &inputs[1], Write::Replace, &mut dx)?;
+                self.linear(flip(*layout), &inputs[0], &inputs[1], None, &mut dx)?;
                 self.done([dx])
             }
             Op::LinearGradWeight { layout } => {
@@ -99,21 +122,48 @@ impl Node<'_> {
                 self.weight_gradient(*layout, &inputs[0], &inputs[1], Write::Replace, &mut dw)?;
                 self.done([dw])
             }
-            Op::MatMul { transpose_a, transpose_b } => self.matmul::<T>(*transpose_a, *transpose_b, &inputs),
+            Op::MatMul {
+                transpose_a,
+                transpose_b,
+            } => self.matmul::<T>(*transpose_a, *transpose_b, &inputs),
             Op::Embedding => {
                 let ids = elements::<i64>(&inputs[0])?;
                 let mut y = self.out::<T>(0);
-                kernels::embedding(threads, &TableRows::all(inputs[1].ty().shape[0]), &x(1)?, &ids, &mut y).map_err(|e| self.kernel_error(e))?;
+                kernels::embedding(
+                    threads,
+                    &TableRows::all(inputs[1].ty().shape[0]),
+                    &x(1)?,
+                    &ids,
+                    &mut y,
+                )
+                .map_err(|e| self.kernel_error(e))?;
                 self.done([y])
             }
             Op::LayerNorm { eps } => {
                 let (mut y, mut mean, mut rstd) = (self.out(0), self.out(1), self.out(2));
-                kernels::layer_norm::<T>(threads, &x(0)?, &x(1)?, Some(&x(2)?), *eps, &mut y, &mut mean, &mut rstd);
+                kernels::layer_norm::<T>(
+                    threads,
+                    &x(0)?,
+                    &x(1)?,
+                    Some(&x(2)?),
+                    *eps,
+                    &mut y,
+                    &mut mean,
+                    &mut rstd,
+                );
                 self.done([y, mean, rstd])
             }
             Op::LayerNormGradInput => {
                 let mut dx = self.out::<T>(0);
-                kernels::layer_norm_grad_input(threads, &x(0)?, &x(1)?, &x(2)?, &x(3)?, &x(4)?, &mut dx);
+                kernels::layer_norm_grad_input(
+                    threads,
+                    &x(0)?,
+                    &x(1)?,
+                    &x(2)?,
+                    &x(3)?,
+                    &x(4)?,
+                    &mut dx,
+                );
                 self.done([dx])
             }
             Op::RmsNorm { eps } => {
@@ -170,21 +220,45 @@ impl Node<'_> {
             Op::Rope(rope) => {
                 let positions = elements::<i64>(&inputs[1])?;
                 let mut y = self.out::<T>(0);
-                kernels::rope(threads, rope.head_dim, &rope.inv_freq, rope.inverse, &positions, self.ty(0).last_dim(), &x(0)?, &mut y);
+                kernels::rope(
+                    threads,
+                    rope.head_dim,
+                    &rope.inv_freq,
+                    rope.inverse,
+                    &positions,
+                    self.ty(0).last_dim(),
+                    &x(0)?,
+                    &mut y,
+                );
                 self.done([y])
             }
             Op::CrossEntropy { label_smoothing } => {
                 let labels = elements::<i64>(&inputs[1])?;
                 let mut lse = self.out::<T>(1);
-                let loss = kernels::cross_entropy(threads, &x(0)?, &labels, *label_smoothing, &mut lse);
+                let loss =
+                    kernels::cross_entropy(threads, &x(0)?, &labels, *label_smoothing, &mut lse);
                 let loss = loss.map_err(|e| self.kernel_error(e))?;
-                Ok(vec![self.backend.wrap(self.ty(0), vec![loss])?, self.backend.wrap(self.ty(1), lse)?])
+                Ok(vec![
+                    self.backend.wrap(self.ty(0), vec![loss])?,
+                    self.backend.wrap(self.ty(1), lse)?,
+                ])
             }
             Op::CrossEntropyGrad { label_smoothing } => {
-                let (labels, scale) = (elements::<i64>(&inputs[1])?, <T as Float>::from_f64(elements::<f64>(&inputs[3])?[0]));
+                let (labels, scale) = (
+                    elements::<i64>(&inputs[1])?,
+                    <T as Float>::from_f64(elements::<f64>(&inputs[3])?[0]),
+                );
                 let mut dlogits = self.out::<T>(0);
-                kernels::cross_entropy_grad(threads, &x(0)?, &labels, *label_smoothing, &x(2)?, scale, &mut dlogits)
-                    .map_err(|e| self.kernel_error(e))?;
+                kernels::cross_entropy_grad(
+                    threads,
+                    &x(0)?,
+                    &labels,
+                    *label_smoothing,
+                    &x(2)?,
+                    scale,
+                    &mut dlogits,
+                )
+                .map_err(|e| self.kernel_error(e))?;
                 self.done([dlogits])
             }
             Op::Add => self.add::<T>(inputs),
@@ -194,7 +268,9 @@ impl Node<'_> {
                 if a.len() == b.len() {
                     kernels::mul(threads, &a, &b, &mut y);
                 } else {
-                    let repeats = y.chunks_exact_mut(b.len().max(1)).zip(a.chunks_exact(b.len().max(1)));
+                    let repeats = y
+                        .chunks_exact_mut(b.len().max(1))
+                        .zip(a.chunks_exact(b.len().max(1)));
                     repeats.for_each(|(y, a)| kernels::mul(threads, a, &b, y));
                 }
                 self.done([y])
@@ -213,13 +289,31 @@ impl Node<'_> {
                 self.done([vec![<T as Float>::from_f64(dy); self.ty(0).numel()]])
             }
             // Sums that accumulate start from zero here.
-            Op::LayerNormGradParams | Op::RmsNormGradParams | Op::SumLeading { .. } | Op::EmbeddingGrad { .. } => {
-                let mut sums: Vec<_> = self.call.results.iter().map(|ty| vec![T::ZERO; ty.numel()]).collect();
+            Op::LayerNormGradParams
+            | Op::RmsNormGradParams
+            | Op::SumLeading { .. }
+            | Op::EmbeddingGrad { .. } => {
+                let mut sums: Vec<_> = self
+                    .call
+                    .results
+                    .iter()
+                    .map(|ty| self.backend.result::<T>(ty))
+                    .collect();
+                for sum in &mut sums {
+                    sum.fill(T::ZERO);
+                }
                 let mut parts: Vec<_> = sums.iter_mut().map(Vec::as_mut_slice).collect();
                 self.add_to::<T>(&inputs, &mut parts)?;
-                sums.into_iter().zip(self.call.results).map(|(data, ty)| self.backend.wrap(ty, data)).collect()
+                sums.into_iter()
+                    .zip(self.call.results)
+                    .map(|(data, ty)| self.backend.wrap(ty, data))
+                    .collect()
             }
-            Op::Split { .. } | Op::Concat { .. } => self.move_data::<T>(&inputs),
+            Op::Split { .. } | Op::Concat { .. } => self.move_data::<T>(
+                &inputs,
+                |ty| self.backend.result(ty),
+                |ty, data| self.backend.wrap(ty, data),
+            ),
             Op::Positions { .. }
             | Op::Identity
             | Op::Cast { .. }
@@ -232,8 +326,15 @@ impl Node<'_> {
         }
     }
 
-    /// `y (+)= x W` for any layout of `W`; `x: [.., in]`, `y: [.., out]`.
-    fn linear<T: Number>(&self, layout: WeightLayout, x: &Value, w: &Value, write: Write, y: &mut [T]) -> Result<()> {
+    /// `y = x W (+ bias)` for any layout of `W`; `x: [.., in]`, `y: [.., out]`.
+    fn linear<T: Number>(
+        &self,
+        layout: WeightLayout,
+        x: &Value,
+        w: &Value,
+        bias: Option<&[T]>,
+        y: &mut [T],
+    ) -> Result<()> {
         let (rows, width) = (x.ty().rows(), x.ty().last_dim());
         let (w_rows, w_cols) = (w.ty().shape[0], w.ty().shape[1]);
         let (x, w) = (elements::<T>(x)?, elements::<T>(w)?);
@@ -242,20 +343,45 @@ impl Node<'_> {
             WeightLayout::OutIn => w.transposed(),
             WeightLayout::InOut => w,
         };
-        let out = w.cols();
-        kernels::gemm(&self.backend.threads, T::ONE, MatRef::new(&x, rows, width), w, write, MatMut::new(y, rows, out));
+        let (x, y) = (MatRef::new(&x, rows, width), MatMut::new(y, rows, w.cols()));
+        let threads = &self.backend.threads;
+        match bias {
+            Some(bias) => kernels::gemm_bias(threads, x, w, bias, y),
+            None => kernels::gemm(threads, T::ONE, x, w, Write::Replace, y),
+        }
         Ok(())
     }
 
     /// `dw (+)= xᵀ dy`, laid out as `w` is.
-    pub(super) fn weight_gradient<T: Number>(&self, layout: WeightLayout, x: &Value, dy: &Value, write: Write, dw: &mut [T]) -> Result<()> {
+    pub(super) fn weight_gradient<T: Number>(
+        &self,
+        layout: WeightLayout,
+        x: &Value,
+        dy: &Value,
+        write: Write,
+        dw: &mut [T],
+    ) -> Result<()> {
         let (rows, n_in, n_out) = (x.ty().rows(), x.ty().last_dim(), dy.ty().last_dim());
         let (x, dy) = (elements::<T>(x)?, elements::<T>(dy)?);
         let (x, dy) = (MatRef::new(&x, rows, n_in), MatRef::new(&dy, rows, n_out));
         let threads = &self.backend.threads;
         match layout {
-            WeightLayout::OutIn => kernels::gemm(threads, T::ONE, dy.transposed(), x, write, MatMut::new(dw, n_out, n_in)),
-            WeightLayout::InOut => kernels::gemm(threads, T::ONE, x.transposed(), dy, write, MatMut::new(dw, n_in, n_out)),
+            WeightLayout::OutIn => kernels::gemm(
+                threads,
+                T::ONE,
+                dy.transposed(),
+                x,
+                write,
+                MatMut::new(dw, n_out, n_in),
+            ),
+            WeightLayout::InOut => kernels::gemm(
+                threads,
+                T::ONE,
+                x.transposed(),
+                dy,
+                write,
+                MatMut::new(dw, n_in, n_out),
+            ),
         }
         Ok(())
     }
@@ -268,9 +394,15 @@ impl Node<'_> {
         let ((a_rows, a_cols), (b_rows, b_cols)) = (shape_of(&inputs[0]), shape_of(&inputs[1]));
         let (a, b) = (elements::<T>(&inputs[0])?, elements::<T>(&inputs[1])?);
         let mut c = self.out::<T>(0);
-        let (rows, cols) = (if ta { a_cols } else { a_rows }, if tb { b_rows } else { b_cols });
+        let (rows, cols) = (
+            if ta { a_cols } else { a_rows },
+            if tb { b_rows } else { b_cols },
+        );
         if !c.is_empty() {
-            let outs = c.chunks_exact_mut(rows * cols).map(|c| MatMut::new(c, rows, cols)).collect();
+            let outs = c
+                .chunks_exact_mut(rows * cols)
+                .map(|c| MatMut::new(c, rows, cols))
+                .collect();
             let a = |i: usize| oriented(MatRef::new(&a[i * a_rows * a_cols..], a_rows, a_cols), ta);
             let b = |i: usize| oriented(MatRef::new(&b[i * b_rows * b_cols..], b_rows, b_cols), tb);
             kernels::gemm_batched(&self.backend.threads, T::ONE, a, b, Write::Replace, outs);
@@ -297,7 +429,11 @@ impl Node<'_> {
             Err(a) => {
                 let mut sum = self.out::<T>(0);
                 let (a, b) = (elements::<T>(&a)?, elements::<T>(&b)?);
-                if same { kernels::add(threads, &a, &b, &mut sum) } else { kernels::add_suffix(threads, &a, &b, &mut sum) }
+                if same {
+                    kernels::add(threads, &a, &b, &mut sum);
+                } else {
+                    kernels::add_suffix(threads, &a, &b, &mut sum);
+                }
                 self.done([sum])
             }
         }
@@ -305,7 +441,14 @@ impl Node<'_> {
 
     pub(super) fn dropout(&self, spec: &op::Dropout) -> kernels::Dropout {
         let context = self.call.context;
-        kernels::Dropout { key: kernels::DropoutKey { seed: context.seed, step: context.step, node: spec.key }, p: spec.p }
+        kernels::Dropout {
+            key: kernels::DropoutKey {
+                seed: context.seed,
+                step: context.step,
+                node: spec.key,
+            },
+            p: spec.p,
+        }
     }
 
     /// Where a value of that shape lies in the logical tensor of its samples (dimension 0).
@@ -327,7 +470,10 @@ impl Node<'_> {
 
     fn reshape(&self, x: &Value) -> Result<Vec<Value>> {
         let handle = Handle::of(x)?;
-        let tensor = handle.tensor.reshape(self.ty(0).shape.as_slice()).map_err(at(self.call.name))?;
+        let tensor = handle
+            .tensor
+            .reshape(self.ty(0).shape.as_slice())
+            .map_err(at(self.call.name))?;
         Ok(vec![handle.view(tensor).into_value(self.ty(0).clone())])
     }
 
@@ -338,57 +484,99 @@ impl Node<'_> {
             // Only dimensions of size 1 moved: the storage stays the operand's.
             return Ok(vec![handle.view(permuted).into_value(self.ty(0).clone())]);
         }
-        self.from_candle(permuted.contiguous())
+        self.wrap_candle(permuted.contiguous())
     }
 
     fn cast(&self, x: &Value, dtype: DType) -> Result<Vec<Value>> {
         if x.ty().dtype == dtype {
             return Ok(vec![x.clone()]);
         }
-        self.from_candle(Handle::of(x)?.tensor.to_dtype(super::storage::candle_dtype(dtype)))
+        self.wrap_candle(
+            Handle::of(x)?
+                .tensor
+                .to_dtype(super::storage::candle_dtype(dtype)),
+        )
     }
 
     /// The result of an operation of candle's own, in memory of its own.
-    fn from_candle(&self, tensor: candle_core::Result<Tensor>) -> Result<Vec<Value>> {
+    fn wrap_candle(&self, tensor: candle_core::Result<Tensor>) -> Result<Vec<Value>> {
         let tensor = tensor.map_err(at(self.call.name))?;
         let lease = self.backend.memory.lease(self.ty(0).size_bytes());
-        Ok(vec![Handle::new(tensor, None, Some(lease)).into_value(self.ty(0).clone())])
+        Ok(vec![
+            Handle::new(tensor, None, Some(lease)).into_value(self.ty(0).clone()),
+        ])
     }
 
-    /// Splits and joins, for any element type.
-    fn move_data<T: Scalar>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+    /// Splits and joins, for any element type: `memory` gives room for a result, `wrap` makes it a value.
+    fn move_data<T: Scalar>(
+        &self,
+        inputs: &[Value],
+        memory: impl Fn(&TensorType) -> Vec<T>,
+        wrap: impl Fn(&TensorType, Vec<T>) -> Result<Value>,
+    ) -> Result<Vec<Value>> {
+        let threads = &self.backend.threads;
         match self.call.op {
             Op::Split { dim, .. } => {
                 let outer = inputs[0].ty().outer(*dim);
                 let x = elements::<T>(&inputs[0])?;
+                let x: &[T] = &x;
                 let row = x.len() / outer.max(1);
                 let mut start = 0;
                 let mut pieces = Vec::with_capacity(self.call.results.len());
                 for ty in self.call.results {
                     let len = ty.numel() / outer.max(1);
-                    let mut piece = Vec::with_capacity(ty.numel());
-                    (0..outer).for_each(|i| piece.extend_from_slice(&x[i * row + start..][..len]));
+                    let mut piece = memory(ty);
+                    let rows = rows_per_chunk(len);
+                    let chunks = piece.chunks_mut((rows * len).max(1)).enumerate();
+                    threads.for_each(chunks, |(chunk, out)| {
+                        for (i, out) in out.chunks_exact_mut(len).enumerate() {
+                            let from = (chunk * rows + i) * row + start;
+                            out.copy_from_slice(&x[from..][..len]);
+                        }
+                    });
                     start += len;
-                    pieces.push(self.backend.wrap_once(ty, piece)?);
+                    pieces.push(wrap(ty, piece)?);
                 }
                 Ok(pieces)
             }
             Op::Concat { dim } => {
-                let outer = self.ty(0).outer(*dim);
-                let pieces = inputs.iter().map(elements::<T>).collect::<Result<Vec<_>>>()?;
-                let mut joined = Vec::with_capacity(self.ty(0).numel());
-                for i in 0..outer {
-                    for piece in &pieces {
-                        let len = piece.len() / outer;
-                        joined.extend_from_slice(&piece[i * len..][..len]);
+                let outer = self.ty(0).outer(*dim).max(1);
+                let pieces = inputs
+                    .iter()
+                    .map(elements::<T>)
+                    .collect::<Result<Vec<_>>>()?;
+                let pieces: Vec<(&[T], usize)> = pieces
+                    .iter()
+                    .map(|piece| (&**piece, piece.len() / outer))
+                    .collect();
+                let len = self.ty(0).numel() / outer;
+                let mut joined = memory(self.ty(0));
+                let rows = rows_per_chunk(len);
+                let chunks = joined.chunks_mut((rows * len).max(1)).enumerate();
+                threads.for_each(chunks, |(chunk, out)| {
+                    for (i, mut out) in out.chunks_exact_mut(len).enumerate() {
+                        for &(piece, len) in &pieces {
+                            let (to, rest) = out.split_at_mut(len);
+                            to.copy_from_slice(&piece[(chunk * rows + i) * len..][..len]);
+                            out = rest;
+                        }
                     }
-                }
-                Ok(vec![self.backend.wrap_once(self.ty(0), joined)?])
+                });
+                Ok(vec![wrap(self.ty(0), joined)?])
             }
-            Op::Zeros { .. } => Ok(vec![self.backend.wrap_once(self.ty(0), vec![T::zero(); self.ty(0).numel()])?]),
+            Op::Zeros { .. } => {
+                let mut zeros = memory(self.ty(0));
+                zeros.fill(T::zero());
+                Ok(vec![wrap(self.ty(0), zeros)?])
+            }
             _ => Err(self.unsupported(inputs)),
         }
     }
+}
+
+/// Rows of `len` elements that one thread moves at a time.
+fn rows_per_chunk(len: usize) -> usize {
+    (16 * 1024 / len.max(1)).max(1)
 }
 
 fn oriented<T: Float>(m: MatRef<'_, T>, transpose: bool) -> MatRef<'_, T> {

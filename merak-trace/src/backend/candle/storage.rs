@@ -99,7 +99,10 @@ impl Pool {
     fn put(&self, storage: CpuStorage) {
         fn shelve<T: Pooled>(pool: &Pool, memory: Vec<T>) {
             if !memory.is_empty() {
-                T::shelf(&mut pool.lock()).entry(memory.len()).or_default().push(memory);
+                T::shelf(&mut pool.lock())
+                    .entry(memory.len())
+                    .or_default()
+                    .push(memory);
             }
         }
         match storage {
@@ -124,7 +127,10 @@ fn take_storage(tensor: &Tensor) -> CpuStorage {
             "take"
         }
         fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
-            std::mem::swap(storage, &mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
+            std::mem::swap(
+                storage,
+                &mut self.0.lock().unwrap_or_else(PoisonError::into_inner),
+            );
             Ok(())
         }
     }
@@ -142,13 +148,20 @@ impl Handle {
 
     /// Wraps fresh memory; `pool` gets it back, `lease` accounts for it.
     pub(super) fn new(tensor: Tensor, pool: Option<Pool>, lease: Option<Arc<Lease>>) -> Self {
-        let root = Arc::new(Root { tensor: tensor.clone(), pool, _lease: lease });
+        let root = Arc::new(Root {
+            tensor: tensor.clone(),
+            pool,
+            _lease: lease,
+        });
         Self { tensor, root }
     }
 
     /// Another tensor over the same allocation.
     pub(super) fn view(&self, tensor: Tensor) -> Self {
-        Self { tensor, root: Arc::clone(&self.root) }
+        Self {
+            tensor,
+            root: Arc::clone(&self.root),
+        }
     }
 
     pub(super) fn into_value(self, ty: TensorType) -> Value {
@@ -168,31 +181,44 @@ impl<G: Deref<Target = Storage>, T: Scalar> Deref for Elements<G, T> {
 
     fn deref(&self) -> &[T] {
         match &*self.guard {
-            Storage::Cpu(storage) => &storage.as_slice::<T>().expect("the type was checked when borrowed")[self.range.clone()],
+            Storage::Cpu(storage) => &storage
+                .as_slice::<T>()
+                .expect("the type was checked when borrowed")[self.range.clone()],
             _ => &[],
         }
     }
 }
 
 /// Borrows the elements of a value.
-pub(super) fn elements<T: Scalar>(value: &Value) -> Result<Elements<impl Deref<Target = Storage> + '_, T>> {
+pub(super) fn elements<T: Scalar>(
+    value: &Value,
+) -> Result<Elements<impl Deref<Target = Storage> + '_, T>> {
     if value.ty().dtype != <T as Element>::DTYPE {
         return Err(foreign(value.ty()));
     }
     let (guard, layout) = Handle::of(value)?.tensor.storage_and_layout();
     let start = layout.start_offset();
-    Ok(Elements { guard, range: start..start + value.ty().numel(), element: PhantomData })
+    Ok(Elements {
+        guard,
+        range: start..start + value.ty().numel(),
+        element: PhantomData,
+    })
 }
 
 /// Takes the memory of a value that nothing else shares; gives the value back otherwise.
 pub(super) fn steal<T: Scalar>(value: Value) -> Result<Vec<T>, Value> {
     let stealable = value.ty().dtype == <T as Element>::DTYPE
-        && value.data::<Handle>().is_some_and(|handle| Arc::strong_count(&handle.root) == 1 && handle.root.pool.is_some());
+        && value.data::<Handle>().is_some_and(|handle| {
+            Arc::strong_count(&handle.root) == 1 && handle.root.pool.is_some()
+        });
     if !stealable {
         return Err(value);
     }
     let (ty, data) = value.into_data();
-    match Arc::try_unwrap(data.downcast::<Handle>().map_err(|data| Value::new(ty.clone(), data))?) {
+    match Arc::try_unwrap(
+        data.downcast::<Handle>()
+            .map_err(|data| Value::new(ty.clone(), data))?,
+    ) {
         Ok(handle) => {
             let storage = take_storage(&handle.root.tensor);
             Ok(T::cpu_storage_data(storage).expect("the type was just checked"))
@@ -202,12 +228,18 @@ pub(super) fn steal<T: Scalar>(value: Value) -> Result<Vec<T>, Value> {
 }
 
 fn foreign(ty: &TensorType) -> Error {
-    Error::Backend { node: ty.to_string(), reason: "is no value of this backend and element type".to_owned() }
+    Error::Backend {
+        node: ty.to_string(),
+        reason: "is no value of this backend and element type".to_owned(),
+    }
 }
 
 /// An error of candle, at a node.
 pub(super) fn at(node: &str) -> impl Fn(candle_core::Error) -> Error + '_ {
-    move |error| Error::Backend { node: node.to_owned(), reason: error.to_string() }
+    move |error| Error::Backend {
+        node: node.to_owned(),
+        reason: error.to_string(),
+    }
 }
 
 /// The flat memory of parameters; its views are parameters.
@@ -236,7 +268,8 @@ impl Buffer for FlatParams {
     }
 
     fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
-        struct Write<'a>(Mutex<&'a mut dyn FnMut(&mut [u8])>);
+        type Writer<'a> = &'a mut dyn FnMut(&mut [u8]);
+        struct Write<'a>(Mutex<Writer<'a>>);
         impl InplaceOp1 for Write<'_> {
             fn name(&self) -> &'static str {
                 "write"
@@ -251,7 +284,9 @@ impl Buffer for FlatParams {
                 Ok(())
             }
         }
-        self.tensor.inplace_op1(&Write(Mutex::new(f))).expect("flat parameters lie in memory of the CPU");
+        self.tensor
+            .inplace_op1(&Write(Mutex::new(f)))
+            .expect("flat parameters lie in memory of the CPU");
     }
 
     fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {
@@ -262,9 +297,15 @@ impl Buffer for FlatParams {
 /// Lays out parameters in one flat tensor.
 pub(super) fn param_store(params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
     let dtype = params.first().map_or(DType::F32, |param| param.local.dtype);
-    let refuse = |name: &str, reason: String| Error::Backend { node: name.to_owned(), reason };
+    let refuse = |name: &str, reason: String| Error::Backend {
+        node: name.to_owned(),
+        reason,
+    };
     if !matches!(dtype, DType::F32 | DType::F64) {
-        return Err(refuse("parameters", format!("are of type {dtype}; the candle backend trains in f32 or f64")));
+        return Err(refuse(
+            "parameters",
+            format!("are of type {dtype}; the candle backend trains in f32 or f64"),
+        ));
     }
     let flat = Tensor::zeros(len, candle_dtype(dtype), &Device::Cpu).map_err(at("parameters"))?;
     let whole = Handle::new(flat.clone(), None, None);
@@ -272,10 +313,25 @@ pub(super) fn param_store(params: &[Param], offsets: &[usize], len: usize) -> Re
     for (param, &offset) in params.iter().zip(offsets) {
         let ty = &param.local;
         if ty.dtype != dtype || offset + ty.numel() > len {
-            return Err(refuse(&param.name, format!("of type {ty} at {offset} does not fit {len} elements of {dtype}")));
+            return Err(refuse(
+                &param.name,
+                format!("of type {ty} at {offset} does not fit {len} elements of {dtype}"),
+            ));
         }
-        let view = flat.narrow(0, offset, ty.numel()).and_then(|view| view.reshape(ty.shape.as_slice()));
-        views.push(whole.view(view.map_err(at(&param.name))?).into_value(ty.clone()));
+        let view = flat
+            .narrow(0, offset, ty.numel())
+            .and_then(|view| view.reshape(ty.shape.as_slice()));
+        views.push(
+            whole
+                .view(view.map_err(at(&param.name))?)
+                .into_value(ty.clone()),
+        );
     }
-    Ok(ParamStore { flat: Box::new(FlatParams { tensor: flat, dtype }), views })
+    Ok(ParamStore {
+        flat: Box::new(FlatParams {
+            tensor: flat,
+            dtype,
+        }),
+        views,
+    })
 }
