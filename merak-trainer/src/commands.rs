@@ -13,3 +13,9 @@ mod model;
 mod output;
 
 pub(crate) use failure::{Failure, Outcome};
+
+/// Writes a generated file to standard output.
+pub(crate) fn print_bytes(bytes: &[u8]) -> Outcome {
+    output::print(&String::from_utf8_lossy(bytes))?;
+    Ok(std::process::ExitCode::SUCCESS)
+}

@@ -4,7 +4,11 @@ mod commands;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use merak_trainer::chain;
-use std::{io::IsTerminal, process::ExitCode};
+use std::{
+    ffi::OsString,
+    io::{IsTerminal, Write as _},
+    process::ExitCode,
+};
 use tracing_subscriber::EnvFilter;
 
 /// Trains and fine-tunes transformer models with data, tensor and pipeline parallelism.
@@ -42,10 +46,15 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    let filter = EnvFilter::try_from_env("RUST_LOG")
-        .or_else(|_| EnvFilter::try_new(&cli.log))
-        .unwrap_or_else(|_| EnvFilter::new("warn"));
+    let cli = Cli::parse_from(arguments());
+    let filter = EnvFilter::try_from_env("RUST_LOG").or_else(|_| EnvFilter::try_new(&cli.log));
+    let filter = match filter {
+        Ok(filter) => filter,
+        Err(error) => {
+            eprint_line(&format!("error: --log \"{}\": {error}", cli.log));
+            return ExitCode::from(2);
+        }
+    };
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
@@ -59,8 +68,9 @@ fn main() -> ExitCode {
         Command::Generate(args) => commands::generate::run(&args),
         Command::Bench(bench) => commands::bench::run(&bench),
         Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut Cli::command(), "merak", &mut std::io::stdout());
-            Ok(ExitCode::SUCCESS)
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "merak", &mut script);
+            commands::print_bytes(&script)
         }
     };
     outcome.unwrap_or_else(|failure| {
@@ -69,8 +79,19 @@ fn main() -> ExitCode {
     })
 }
 
+/// The command line, with `--log FILTER` in front: behind CONFIG every option is a configuration key.
+fn arguments() -> Vec<OsString> {
+    let mut words: Vec<OsString> = std::env::args_os().collect();
+    if let Some(at) = words.iter().position(|word| word == "--log")
+        && at + 1 < words.len()
+    {
+        let log: Vec<_> = words.drain(at..at + 2).collect();
+        words.splice(1..1, log);
+    }
+    words
+}
+
 /// Writes a line to standard error; a closed one is no reason to fail.
-#[expect(clippy::print_stderr, reason = "the command speaks to its user")]
 fn eprint_line(line: &str) {
-    eprintln!("{line}");
+    let _ = writeln!(std::io::stderr(), "{line}");
 }

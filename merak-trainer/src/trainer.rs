@@ -142,6 +142,9 @@ impl MerakTrainer {
         let total_steps = order
             .as_ref()
             .map_or(1, |order| args.total_steps(order.steps_per_epoch()));
+        if let Some(data) = &parts.eval_data {
+            evaluation::order(args, data.len())?;
+        }
         let schedule = args.lr_schedule(total_steps)?;
         let stage = Stage::new(plan, mpu, args, parts.num_threads)?;
         let mut trainer = Self {
@@ -216,7 +219,9 @@ impl MerakTrainer {
                 break;
             }
         }
-        if self.args.save && self.last_saved != Some(self.global_step) {
+        // A run that had nothing left to do leaves the checkpoint that it came from alone.
+        let made_steps = self.global_step > first_step;
+        if self.args.save && made_steps && self.last_saved != Some(self.global_step) {
             self.save_checkpoint()?;
         }
         let steps = self.global_step - first_step;

@@ -118,7 +118,7 @@ impl Link {
             Self::Attention(kv_heads) => separate_attention(module, x, kv_heads),
             Self::FusedAttention => {
                 let pieces = module.split(&linear(module, "col", x, 16)?, 2, &[8, 4, 4])?;
-                module.attention(&pieces[0], &pieces[1], &pieces[2], heads(2), 0.2)
+                module.attention(&pieces[0], &pieces[1], &pieces[2], &heads(2), 0.2)
             }
         }
     }
@@ -137,7 +137,7 @@ fn separate_attention(module: &Module, x: &Symbol, kv_heads: usize) -> Result<Sy
     linear(
         module,
         "row",
-        &module.attention(&q, &k, &v, heads(kv_heads), 0.2)?,
+        &module.attention(&q, &k, &v, &heads(kv_heads), 0.2)?,
         8,
     )
 }

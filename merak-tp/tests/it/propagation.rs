@@ -399,7 +399,7 @@ fn attention_splits_heads_and_slices_whole_keys() {
             x,
             &module.input("k", x.ty().clone()),
             &module.input("v", x.ty().clone()),
-            spec(4, 4),
+            &spec(4, 4),
             0.1,
         )
     });
@@ -428,7 +428,7 @@ fn attention_splits_heads_and_slices_whole_keys() {
 fn attention_shares_a_key_head_among_ranks() {
     let lines = between(|module, x| {
         let kv = module.input("kv", x.ty().with_dim(2, 4));
-        module.attention(x, &kv, &kv, spec(4, 1), 0.0)
+        module.attention(x, &kv, &kv, &spec(4, 1), 0.0)
     });
     assert_eq!(
         lines,
@@ -454,7 +454,7 @@ fn key_layers_with_fewer_heads_than_ranks_stay_whole() {
         let q = module.rope(&linear(module, "col.q", &x, 16)?, &positions, rope.clone())?;
         let k = module.rope(&linear(module, "col.k", &x, 4)?, &positions, rope)?;
         let v = linear(module, "col.v", &x, 4)?;
-        let mixed = module.attention(&q, &k, &v, spec(4, 1), 0.0)?;
+        let mixed = module.attention(&q, &k, &v, &spec(4, 1), 0.0)?;
         module.output("y", &linear(module, "row", &mixed, 8)?);
         Ok(())
     });
@@ -477,7 +477,7 @@ fn key_layers_with_fewer_heads_than_ranks_stay_whole() {
 fn a_fused_projection_with_one_key_head_gathers_what_it_cannot_split() {
     let (split, _) = between_split(|module, x| {
         let pieces = module.split(x, 2, &[8, 4, 4])?;
-        let mixed = module.attention(&pieces[0], &pieces[1], &pieces[2], spec(2, 1), 0.0)?;
+        let mixed = module.attention(&pieces[0], &pieces[1], &pieces[2], &spec(2, 1), 0.0)?;
         linear(module, "col.up", &mixed, 16)
     });
     let gathers: Vec<_> = split

@@ -43,6 +43,12 @@ pub(crate) fn load(args: &CheckedArguments) -> Result<(Arc<dyn Model>, Value)> {
             }
         }
     }
+    if args.no_tie_modules
+        && let Some(fields) = config.as_object_mut()
+    {
+        // Part of the configuration, so that a checkpoint alone makes the same model again.
+        fields.insert("tie_word_embeddings".to_owned(), false.into());
+    }
     Ok((models::from_config(&config)?.into(), config))
 }
 

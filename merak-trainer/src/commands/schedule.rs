@@ -53,7 +53,7 @@ enum Format {
     Svg,
     /// A page on which schedules and costs can be tried out.
     Html,
-    /// The simulated times for chrome://tracing and Perfetto.
+    /// The simulated times, for Perfetto and the tracing page of Chrome.
     Trace,
 }
 

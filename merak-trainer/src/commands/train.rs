@@ -79,6 +79,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         path: resolved,
         source,
     })?;
+    warn_of_older_run(&checked, &output_dir)?;
     let stop = Arc::new(AtomicI64::new(0));
     for signal in [SIGINT, SIGTERM, SIGUSR1] {
         watch(signal, &stop)?;
@@ -95,6 +96,18 @@ pub(crate) fn run(args: &Args) -> Outcome {
         .map_or(ExitCode::SUCCESS, |signal| {
             ExitCode::from((128 + signal) as u8)
         }))
+}
+
+/// Says so when a fresh run writes into the folder of an older one.
+fn warn_of_older_run(args: &CheckedArguments, output_dir: &Path) -> Result<()> {
+    if args.save && args.resume_from_checkpoint.is_none() {
+        let steps = merak_ckpt::Store::in_output_dir(output_dir).steps()?;
+        if let Some(newest) = steps.last() {
+            let output_dir = output_dir.display();
+            tracing::warn!(%output_dir, newest, "the folder has checkpoints of an older run, which this one does not resume");
+        }
+    }
+    Ok(())
 }
 
 /// Notes a signal's number; the trainer looks at it after each step. A second one ends the process.
@@ -267,7 +280,9 @@ impl<'a> Run<'a> {
         if let Some(reporter) = &reporter {
             lock(reporter).finish();
         }
-        let evaluation = if self.validation.is_some() {
+        // After a signal there may be no time left.
+        let runs_on = output.stopped_by.is_none();
+        let evaluation = if self.validation.is_some() && runs_on {
             Some(trainer.evaluate()?)
         } else {
             None
@@ -280,7 +295,11 @@ impl<'a> Run<'a> {
                 .join("checkpoints")
                 .join(format!("step-{:08}", output.global_step))
         });
-        let sample = if output.stopped_by.is_none() {
+        // A model whose loss is not finite has no likeliest token.
+        let loss = evaluation
+            .as_ref()
+            .map_or(output.training_loss, |evaluation| evaluation.eval_loss);
+        let sample = if runs_on && loss.is_finite() {
             self.sample(&mut trainer)?
         } else {
             None

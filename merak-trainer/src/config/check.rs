@@ -147,6 +147,13 @@ fn check_graph(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         ("shard_count", a.shard_count),
     ])?;
     checker.positive(&[("init_method_std", a.init_method_std)])?;
+    checker.positive(&[("adam_epsilon", a.adam_epsilon)])?;
+    checker.require(
+        !a.finetune || a.resume_from_checkpoint.is_some(),
+        "finetune",
+        a.finetune,
+        "false unless \"resume_from_checkpoint\" names the weights to start from",
+    )?;
     if let Some(shards) = a.shard_count {
         let expected = format_args!("at least \"pp\", which is {}", a.pp);
         checker.require(shards >= a.pp, "shard_count", shards, expected)?;
@@ -231,7 +238,6 @@ fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.not_negative(&[
         ("learning_rate", a.learning_rate),
         ("weight_decay", a.weight_decay),
-        ("adam_epsilon", a.adam_epsilon),
         ("sgd_momentum", a.sgd_momentum),
     ])?;
     checker.fraction(&[

@@ -33,18 +33,20 @@ macro_rules! named_setting {
     };
 }
 
-/// Schedules that train; the others are for evaluation.
+/// Whether the trainer runs a schedule: one that trains, with one stage per rank.
+fn trains(kind: ScheduleKind) -> bool {
+    kind.is_training() && kind.fixed_chunks() == Some(1)
+}
+
 fn training_schedules() -> Vec<&'static str> {
-    let training = ScheduleKind::ALL
-        .into_iter()
-        .filter(|kind| kind.is_training());
+    let training = ScheduleKind::ALL.into_iter().filter(|kind| trains(*kind));
     training.map(ScheduleKind::as_str).collect()
 }
 
 named_setting!(
     ScheduleKind: training_schedules(),
-    |text: &str| text.parse().ok().filter(|kind: &ScheduleKind| kind.is_training()),
-    later &["interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "auto"]
+    |text: &str| text.parse().ok().filter(|kind| trains(*kind)),
+    later &["interleaved_1f1b", "zb_v", "v_half", "v_min", "dualpipe_v", "auto"]
 );
 
 named_setting!(

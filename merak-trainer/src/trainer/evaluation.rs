@@ -2,7 +2,7 @@
 
 use super::MerakTrainer;
 use crate::{
-    Result,
+    CheckedArguments, Result,
     data::{Batch, BatchShape, EvaluationOrder, collate},
     metrics::EvaluationMetrics,
     stage::{StepInputs, StepModule, count_labels},
@@ -28,22 +28,8 @@ impl MerakTrainer {
                 advice: "evaluation needs data".to_owned(),
             });
         };
-        let args = &self.args;
-        let (batch, microbatches) = (
-            args.per_device_eval_batch_size,
-            args.gradient_accumulation_steps,
-        );
-        let shape = BatchShape {
-            batch,
-            microbatches,
-            dp: args.dp,
-        };
-        let order = EvaluationOrder::new(
-            data.len(),
-            shape,
-            args.eval_iters,
-            args.dataloader_drop_last,
-        )?;
+        let order = order(&self.args, data.len())?;
+        let batch = self.args.per_device_eval_batch_size;
         let seq = self.stage.plan.seq_length;
         let program = self.programs.get(&self.stage, batch, seq, false)?;
         let (mpu, mut sums) = (Arc::clone(&self.stage.mpu), (0.0, 0_i64));
@@ -108,4 +94,14 @@ impl MerakTrainer {
         }
         Ok(metrics)
     }
+}
+
+/// How the samples are dealt.
+pub(super) fn order(args: &CheckedArguments, samples: usize) -> Result<EvaluationOrder> {
+    let shape = BatchShape {
+        batch: args.per_device_eval_batch_size,
+        microbatches: args.gradient_accumulation_steps,
+        dp: args.dp,
+    };
+    EvaluationOrder::new(samples, shape, args.eval_iters, args.dataloader_drop_last)
 }

@@ -326,7 +326,7 @@ fn a_wrong_type_names_the_expected_one() {
     assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table, found 3 (merak.toml:1)"#);
     assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 0, found "many" (environment MERAK_PP)"#);
     assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam or sgd, found "adamw" (command line --optim); did you mean "adam"?"#);
-    assert_snapshot!(message(load_line("--train-schedule 1f1")), @r#""train_schedule" expects gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b or shifted_critical_path, found "1f1" (command line --train-schedule); did you mean "1f1b"?"#);
+    assert_snapshot!(message(load_line("--train-schedule 1f1")), @r#""train_schedule" expects gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, zb_h1 or zb_h2, found "1f1" (command line --train-schedule); did you mean "1f1b"?"#);
 }
 
 #[test]
@@ -335,7 +335,7 @@ fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_line("--bf16")), @r#""bf16" true (command line --bf16) is not available in this version: choose false"#);
     assert_snapshot!(message(load_line("--sp 2")), @r#""sp" 2 (command line --sp) is not available in this version: choose 1"#);
     assert_snapshot!(message(load_line("--partition-method autopipe")), @r#""partition_method" "autopipe" (command line --partition-method) is not available in this version: choose uniform, uniform_floor, parameters or custom"#);
-    assert_snapshot!(message(load_line("--train-schedule zb_h1")), @r#""train_schedule" "zb_h1" (command line --train-schedule) is not available in this version: choose gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b or shifted_critical_path"#);
+    assert_snapshot!(message(load_line("--train-schedule zb_v")), @r#""train_schedule" "zb_v" (command line --train-schedule) is not available in this version: choose gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, zb_h1 or zb_h2"#);
     assert_snapshot!(message(load_line("--lora_config lora.json")), @r#""lora_config" "lora.json" (command line --lora_config) is not available in this version: choose none"#);
     assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @r#""data.tokenizer" {"train_bpe":4096} (merak.toml:1) is not available in this version: choose "bytes" or the path of a tokenizer.json"#);
     assert_snapshot!(message(load_line("--sp 1 --bf16 false --virtual-stages 1 --lora-config none")), @"no error");
