@@ -1,10 +1,5 @@
 //! Matrix products.
 
-#[cfg(target_arch = "x86_64")]
-mod avx512;
-#[cfg(target_arch = "x86_64")]
-mod packed;
-
 use faer::{Accum, Par};
 
 use super::{Float, MatMut, MatRef, Threads};
@@ -59,7 +54,7 @@ impl<T> Start<'_, T> {
 /// Computes `c = alpha a b`, or adds it to c.
 ///
 /// Each element is one sum over k, in an order that depends on the shapes alone; tiles of c are the
-/// unit of parallel work. f32 on x86 with AVX-512 has a kernel of its own, everything else is faer's.
+/// unit of parallel work.
 ///
 /// # Shapes
 ///
@@ -109,10 +104,6 @@ fn product<T: Float>(
     start: Start<'_, T>,
     c: MatMut<'_, T>,
 ) {
-    #[cfg(target_arch = "x86_64")]
-    let Some(c) = packed::product(threads, alpha, a, b, start, c) else {
-        return;
-    };
     threads.for_each_with(tiles(0, c), Vec::new, |scratch, tile| {
         tile_product(alpha, a, b, start, tile, scratch);
     });

@@ -85,11 +85,6 @@ impl<'a, T: Float> MatRef<'a, T> {
         self.view.row_stride() == 1
     }
 
-    #[cfg(target_arch = "x86_64")]
-    pub(super) fn from_faer(view: faer::MatRef<'a, T>) -> Self {
-        Self { view }
-    }
-
     pub(super) fn into_faer(self) -> faer::MatRef<'a, T> {
         self.view
     }
@@ -210,11 +205,6 @@ impl<'a, T: Float> MatMut<'a, T> {
         for row in 0..self.rows() {
             self.row_mut(row).fill(value);
         }
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    pub(super) fn from_faer(view: faer::MatMut<'a, T>) -> Self {
-        Self { view }
     }
 
     pub(super) fn into_faer(self) -> faer::MatMut<'a, T> {

@@ -21,7 +21,7 @@ impl EvaluationOrder {
     ///
     /// # Errors
     ///
-    /// [`Error::TooFewSamples`] when nothing is left to evaluate.
+    /// [`TooFewSamples`](crate::Error::TooFewSamples) when nothing is left to evaluate.
     pub fn new(
         samples: usize,
         shape: BatchShape,
