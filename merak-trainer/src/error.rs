@@ -108,6 +108,16 @@ pub enum Error {
         /// Ranks of the world.
         world: usize,
     },
+    /// Fewer layers than pipeline stages.
+    #[error(
+        "the model has {layers} layers, fewer than the {stages} stages that \"pp\" asks for: choose at most {layers}"
+    )]
+    FewerLayers {
+        /// Layers of the model.
+        layers: usize,
+        /// Stages.
+        stages: usize,
+    },
     /// More ranks than one process runs as threads.
     #[error(
         "{world} ranks are more than the {limit} that one process runs as threads: choose smaller degrees"

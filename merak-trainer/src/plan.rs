@@ -49,6 +49,12 @@ impl Plan {
     /// When the model cannot be split or cut that way, or the schedule needs other sizes.
     pub fn new(model: Arc<dyn Model>, args: &CheckedArguments) -> Result<Self> {
         let info = model.info();
+        if args.pp > info.num_layers {
+            return Err(Error::FewerLayers {
+                layers: info.num_layers,
+                stages: args.pp,
+            });
+        }
         let degrees = Degrees {
             dp: args.dp,
             tp: args.tp,

@@ -11,7 +11,7 @@ fn degrees_that_do_not_fit_the_model_are_refused() {
     let place = Workplace::new();
     let train = |keys: &str| place.mistake(&format!("train merak.toml --dry-run {keys}"));
     assert_snapshot!(train("--tp 4"), @"error: transformer.h.0.attn: 2 attention heads cannot be split over tp = 4");
-    assert_snapshot!(train("--pp 400"), @"error: the model has legal cuts for 57 segments only, which is fewer than the 400 stages; use at most 57 stages");
+    assert_snapshot!(train("--pp 400"), @r#"error: the model has 4 layers, fewer than the 400 stages that "pp" asks for: choose at most 4"#);
     assert_snapshot!(train("--shard_count 4 --pp 8"), @r#"error: "shard_count" is 4 (command line --shard_count), but must be at least "pp", which is 8"#);
     assert_snapshot!(train("--pp 2 --train_schedule shifted_critical_path --gradient_accumulation_steps 3"), @"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 2 and 4), got 3");
     assert_snapshot!(train("--pp 4 --train_schedule pre_recompute_1f1b --gradient_accumulation_steps 2"), @"error: pre_recompute_1f1b needs gradient_accumulation_steps >= 4 (pp 4), got 2");
