@@ -176,7 +176,7 @@ fn open_values(graph: &Graph) -> Vec<bool> {
 fn makes_partial_sum(graph: &Graph, node: &Node) -> bool {
     let summed = match node.op {
         Op::Linear { layout, .. } => layout.in_dim(),
-        Op::Embedding => 0,
+        Op::Embedding { .. } => 0,
         _ => return false,
     };
     let table = graph
@@ -213,7 +213,7 @@ fn borders_after_lookups(graph: &Graph, from_inputs: &[bool]) -> Vec<bool> {
             .iter()
             .all(|output| from_inputs[output.index()]);
         let passes = only_inputs || node.op.communicates().is_some();
-        after[index + 1] = node.op == Op::Embedding || (passes && after[index]);
+        after[index + 1] = matches!(node.op, Op::Embedding { .. }) || (passes && after[index]);
     }
     after
 }

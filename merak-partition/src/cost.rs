@@ -81,7 +81,7 @@ impl Shapes<'_> {
     fn flops(&self) -> usize {
         match &self.node.op {
             Op::Positions { .. }
-            | Op::Embedding
+            | Op::Embedding { .. }
             | Op::Identity
             | Op::Cast { .. }
             | Op::Reshape { .. }
@@ -151,7 +151,7 @@ impl Shapes<'_> {
         match self.node.op {
             Op::Identity | Op::Reshape { .. } | Op::CopyTo { .. } => 0,
             // Only the rows that are looked up.
-            Op::Embedding => size(&self.node.inputs[..1]) + 2 * written,
+            Op::Embedding { .. } => size(&self.node.inputs[..1]) + 2 * written,
             _ => read + written,
         }
     }
@@ -207,7 +207,11 @@ mod tests {
         let ids = graph.add_input("ids", TensorType::new([3], DType::I64));
         let table = graph.add_input("table", TensorType::new([1000, 4], DType::F32));
         let rows = graph
-            .add_node(&"".into(), Op::Embedding, vec![ids, table])
+            .add_node(
+                &"".into(),
+                Op::Embedding { padding: None },
+                vec![ids, table],
+            )
             .unwrap()[0];
         graph
             .add_node(&"".into(), Op::Reshape { shape: vec![12] }, vec![rows])

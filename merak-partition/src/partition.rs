@@ -100,7 +100,9 @@ pub fn recompute_plan(
     chunks.retain(|chunk| {
         let nodes = &graph.nodes()[chunk.clone()];
         nodes.iter().any(|node| reads_params(graph, node))
-            && !nodes.iter().any(|node| node.op == Op::Embedding)
+            && !nodes
+                .iter()
+                .any(|node| matches!(node.op, Op::Embedding { .. }))
     });
     RecomputePlan { chunks }
 }

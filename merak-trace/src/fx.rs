@@ -235,8 +235,26 @@ impl Module {
         width: usize,
         init: Init,
     ) -> Result<(Symbol, Symbol)> {
+        self.padded_embedding(ids, rows, width, None, init)
+    }
+
+    /// As [`Module::embedding`]; looking up the row `padding` does not train it.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn padded_embedding(
+        &self,
+        ids: &Symbol,
+        rows: usize,
+        width: usize,
+        padding: Option<usize>,
+        init: Init,
+    ) -> Result<(Symbol, Symbol)> {
         let table = self.param("weight", &[rows, width], init, ParamRole::Embedding)?;
-        Ok((self.apply1(Op::Embedding, &[ids, &table])?, table))
+        Ok((
+            self.apply1(Op::Embedding { padding }, &[ids, &table])?,
+            table,
+        ))
     }
 
     /// Layer normalisation over the last dimension, with parameters `weight` and `bias`
@@ -288,7 +306,15 @@ impl Module {
     /// # Errors
     /// As [`Module::apply`].
     pub fn positions(&self, len: usize) -> Result<Symbol> {
-        self.apply1(Op::Positions { len }, &[])
+        self.positions_from(0, len)
+    }
+
+    /// The same counted from `first`.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn positions_from(&self, first: usize, len: usize) -> Result<Symbol> {
+        self.apply1(Op::Positions { len, first }, &[])
     }
 
     /// Attention over packed heads; `dropout` is the probability of zeroing a weight.

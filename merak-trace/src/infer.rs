@@ -18,7 +18,7 @@ type Types = Result<Vec<TensorType>, Reason>;
 )]
 pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
     match op {
-        Op::Positions { len } => {
+        Op::Positions { len, .. } => {
             operands::<0>(inputs)?;
             Ok(vec![TensorType::new([*len], DType::I64)])
         }
@@ -46,17 +46,19 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             transpose_a,
             transpose_b,
         } => matmul(*transpose_a, *transpose_b, inputs),
-        Op::Embedding => {
+        Op::Embedding { padding } => {
             let [ids, table] = operands(inputs)?;
             is_ids(ids)?;
             has_ndim(table, 2)?;
+            is_row(*padding, table.shape[0])?;
             let mut shape = ids.shape.clone();
             shape.push(table.shape[1]);
             Ok(vec![table.with_shape(shape)])
         }
-        Op::EmbeddingGrad { rows } => {
+        Op::EmbeddingGrad { rows, padding } => {
             let [ids, dy] = operands(inputs)?;
             is_ids(ids)?;
+            is_row(*padding, *rows)?;
             ensure(ids.shape[..] == dy.shape[..dy.ndim() - 1], || {
                 format!("ids {ids} do not index {dy}")
             })?;
@@ -335,6 +337,15 @@ fn is_ids(ids: &TensorType) -> Result<(), Reason> {
     ensure(ids.dtype == DType::I64, || {
         format!("ids are {ids}, not i64")
     })
+}
+
+fn is_row(row: Option<usize>, rows: usize) -> Result<(), Reason> {
+    match row {
+        Some(row) if row >= rows => Err(format!(
+            "padding row {row} is not in a table of {rows} rows"
+        )),
+        _ => Ok(()),
+    }
 }
 
 fn is_f64_scalar(x: &TensorType) -> Result<(), Reason> {

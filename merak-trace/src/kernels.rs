@@ -72,7 +72,7 @@ pub use init::{Distribution, InitKey, TensorBox, init};
 pub use layer_norm::{layer_norm, layer_norm_grad_input, layer_norm_grad_params};
 pub use mat::{MatMut, MatRef};
 pub use rms_norm::{rms_norm, rms_norm_grad_input, rms_norm_grad_params};
-pub use rope::rope;
+pub use rope::{Turn, rope};
 pub use rows::sum_rows;
 pub use softmax::{softmax, softmax_grad};
 pub use threads::Threads;

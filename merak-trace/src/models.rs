@@ -1,9 +1,14 @@
 //! Model definitions, read from Hugging Face `config.json`, with Hugging Face parameter names.
 
+mod causal;
 mod fields;
 mod gpt;
 mod gpt2;
+mod gpt_neox;
+mod inert;
 mod llama;
+mod opt;
+mod rope;
 
 use crate::{Error, Graph, Result};
 use fields::Fields;
@@ -12,8 +17,10 @@ use serde_json::Value as Json;
 use std::fmt;
 
 pub use gpt::Gpt;
+pub use gpt_neox::GptNeoX;
 pub use gpt2::Gpt2;
 pub use llama::Llama;
+pub use opt::Opt;
 
 /// What the traced model ends in.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -100,25 +107,108 @@ pub trait Model: fmt::Debug + Send + Sync {
     fn trace(&self, options: &TraceOptions) -> Result<Graph>;
 }
 
-type Builder = fn(&Fields<'_>) -> Result<Box<dyn Model>>;
+/// A family of models: one row of [`FAMILIES`], and nothing else to register.
+struct Family {
+    /// `model_type` in `config.json`.
+    model_type: &'static str,
+    /// What its configuration calls the sizes that a run may override.
+    sizes: SizeFields,
+    /// Reads the configuration.
+    build: fn(&Fields<'_>) -> Result<Box<dyn Model>>,
+}
 
-/// Model types and their builders.
-const FAMILIES: [(&str, Builder); 3] = [
-    ("gpt", |f| Ok(Box::new(Gpt::from_fields(f)?))),
-    ("gpt2", |f| Ok(Box::new(Gpt2::from_fields(f)?))),
-    ("llama", |f| Ok(Box::new(Llama::from_fields(f)?))),
+/// Names that configurations of a family have for the same size, the family's own first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SizeFields {
+    /// Transformer layers.
+    pub layers: &'static [&'static str],
+    /// Width of the hidden states.
+    pub hidden: &'static [&'static str],
+    /// Attention heads.
+    pub heads: &'static [&'static str],
+}
+
+/// The names that most families use.
+const USUAL: SizeFields = SizeFields {
+    layers: &["num_hidden_layers"],
+    hidden: &["hidden_size"],
+    heads: &["num_attention_heads"],
+};
+
+/// The names of GPT-2, which also goes by the usual ones.
+const OF_GPT2: SizeFields = SizeFields {
+    layers: &["n_layer", "num_hidden_layers"],
+    hidden: &["n_embd", "hidden_size"],
+    heads: &["n_head", "num_attention_heads"],
+};
+
+/// Every family that can be traced.
+const FAMILIES: &[Family] = &[
+    Family {
+        model_type: "gpt",
+        sizes: USUAL,
+        build: |f| Ok(Box::new(Gpt::from_fields(f)?)),
+    },
+    Family {
+        model_type: "gpt2",
+        sizes: OF_GPT2,
+        build: |f| Ok(Box::new(Gpt2::from_fields(f)?)),
+    },
+    Family {
+        model_type: "gpt_neox",
+        sizes: USUAL,
+        build: |f| Ok(Box::new(GptNeoX::from_fields(f)?)),
+    },
+    Family {
+        model_type: "llama",
+        sizes: USUAL,
+        build: |f| Ok(Box::new(Llama::from_fields(f, &llama::LLAMA)?)),
+    },
+    Family {
+        model_type: "mistral",
+        sizes: USUAL,
+        build: |f| Ok(Box::new(Llama::from_fields(f, &llama::MISTRAL)?)),
+    },
+    Family {
+        model_type: "opt",
+        sizes: USUAL,
+        build: |f| Ok(Box::new(Opt::from_fields(f)?)),
+    },
+    Family {
+        model_type: "qwen2",
+        sizes: USUAL,
+        build: |f| Ok(Box::new(Llama::from_fields(f, &llama::QWEN2)?)),
+    },
+    Family {
+        model_type: "qwen3",
+        sizes: USUAL,
+        build: |f| Ok(Box::new(Llama::from_fields(f, &llama::QWEN3)?)),
+    },
 ];
 
 /// The model types that [`from_config`] knows.
 pub fn known_families() -> impl Iterator<Item = &'static str> {
-    FAMILIES.iter().map(|(name, _)| *name)
+    FAMILIES.iter().map(|family| family.model_type)
 }
 
-/// Builds a model from the contents of a Hugging Face `config.json`.
+/// What configurations of this `model_type` call their sizes; `None` for an unknown one.
+pub fn size_fields(model_type: &str) -> Option<SizeFields> {
+    family(model_type).map(|family| family.sizes)
+}
+
+fn family(model_type: &str) -> Option<&'static Family> {
+    FAMILIES
+        .iter()
+        .find(|family| family.model_type == model_type)
+}
+
+/// Builds a model from the contents of a Hugging Face `config.json`, as `transformers` 4 and 5 write it.
+///
+/// Every field is used, known to change no number, or refused.
 ///
 /// # Errors
 /// [`Error::UnknownModel`] for another `model_type`; [`Error::ModelConfig`] naming a field that is
-/// missing, ill-typed or asks for what is not supported.
+/// missing, ill-typed, unknown or asks for what is not supported.
 ///
 /// ```
 /// use merak_trace::models::{self, TraceOptions};
@@ -131,15 +221,15 @@ pub fn known_families() -> impl Iterator<Item = &'static str> {
 /// ```
 pub fn from_config(config: &Json) -> Result<Box<dyn Model>> {
     let fields = Fields::new(config)?;
-    let family = fields.string("model_type")?;
-    let (_, build) = FAMILIES
-        .iter()
-        .find(|(name, _)| *name == family)
-        .ok_or_else(|| Error::UnknownModel {
-            found: family.clone(),
-            known: known_families().collect::<Vec<_>>().join(", "),
-        })?;
-    build(&fields)
+    let model_type = fields.string("model_type")?;
+    let family = family(&model_type).ok_or_else(|| Error::UnknownModel {
+        known: known_families().collect::<Vec<_>>().join(", "),
+        found: model_type,
+    })?;
+    fields.check_dtype()?;
+    let model = (family.build)(&fields)?;
+    fields.finish()?;
+    Ok(model)
 }
 
 /// Checks a sequence length against the model's longest.

@@ -94,6 +94,8 @@ pub struct Rope {
     pub head_dim: usize,
     /// Angle per position for each pair of elements; `2 * inv_freq.len()` elements of a head are rotated.
     pub inv_freq: Vec<f32>,
+    /// Factor of the rotated elements, 1 for a plain turn.
+    pub scale: f64,
     /// Turns the other way, which is the gradient.
     pub inverse: bool,
 }
@@ -105,10 +107,13 @@ pub struct Rope {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Op {
-    /// `-> [len] i64`: the position of each element of a sequence, from the run's position offset on.
+    /// `-> [len] i64`: the position of each element of a sequence, counted from `first` plus the run's position
+    /// offset.
     Positions {
         /// Length of the sequence.
         len: usize,
+        /// Number of the first position.
+        first: usize,
     },
 
     /// `x [.., in], w, (b [out]) -> [.., out]`.
@@ -137,11 +142,16 @@ pub enum Op {
     },
 
     /// `ids [..] i64, table [rows, width] -> [.., width]`.
-    Embedding,
+    Embedding {
+        /// A row that looking it up does not train (`padding_idx` of `torch.nn.Embedding`).
+        padding: Option<usize>,
+    },
     /// `ids [..] i64, dy [.., width] -> [rows, width]`.
     EmbeddingGrad {
         /// Rows of the table.
         rows: usize,
+        /// The row whose gradient stays zero.
+        padding: Option<usize>,
     },
 
     /// `x [.., n], w [n], b [n] -> y [.., n], mean [rows], rstd [rows]`.
@@ -289,7 +299,7 @@ impl Op {
             Self::LinearGradInput { .. } => "linear_grad_input",
             Self::LinearGradWeight { .. } => "linear_grad_weight",
             Self::MatMul { .. } => "matmul",
-            Self::Embedding => "embedding",
+            Self::Embedding { .. } => "embedding",
             Self::EmbeddingGrad { .. } => "embedding_grad",
             Self::LayerNorm { .. } => "layer_norm",
             Self::LayerNormGradInput => "layer_norm_grad_input",

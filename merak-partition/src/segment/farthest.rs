@@ -39,7 +39,7 @@ fn weights(graph: &Graph, borders: &Borders, shard_count: usize) -> (Vec<usize>,
     let heads = output_heads(graph);
     let stands_apart: Vec<_> = graph
         .node_ids()
-        .map(|id| graph.node(id).op == Op::Embedding || heads.contains(&id))
+        .map(|id| matches!(graph.node(id).op, Op::Embedding { .. }) || heads.contains(&id))
         .collect();
     let mut apart = BTreeSet::new();
     for (node, _) in graph

@@ -128,6 +128,7 @@ fn separate_attention(module: &Module, x: &Symbol, kv_heads: usize) -> Result<Sy
     let rope = Rope {
         head_dim: 2,
         inv_freq: vec![0.5],
+        scale: 1.0,
         inverse: false,
     };
     let positions = module.positions(3)?;

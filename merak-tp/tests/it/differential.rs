@@ -21,6 +21,11 @@ fn check_model(config: &Json, degrees: &[usize]) {
     let lists = default_lists(model.info().family).expect("the family has defaults");
     for &degree in degrees {
         let split = rewrite(&whole, &lists, degree).expect("the model can be split");
+        assert!(
+            split.report.gathers.is_empty(),
+            "{:?}",
+            split.report.gathers
+        );
         assert_same(&whole, &split.graph, degree);
     }
 }
@@ -51,6 +56,53 @@ fn llama_with_as_many_key_heads_as_query_heads() {
 fn llama_with_grouped_key_heads_fewer_than_ranks() {
     check_model(&llama(2, 2, 0.1), &[2, 4]);
     check_model(&llama(1, 1, 0.1), &[4]);
+}
+
+#[test]
+fn relatives_of_llama_with_biases_windows_and_norms_of_heads() {
+    let relative = |family: &str, kv_heads| {
+        let mut config = llama(2, kv_heads, 0.1);
+        config["model_type"] = family.into();
+        config
+    };
+    let mut windowed = relative("qwen2", 4);
+    windowed["use_sliding_window"] = true.into();
+    windowed["sliding_window"] = 3.into();
+    windowed["max_window_layers"] = 1.into();
+    for config in [
+        relative("mistral", 2),
+        windowed,
+        relative("qwen3", 4),
+        relative("qwen3", 2),
+    ] {
+        check_model(&config, &[2, 4]);
+    }
+}
+
+/// OPT or GPT-NeoX with dropout everywhere.
+fn usual(family: &str) -> Json {
+    json!({ "model_type": family, "vocab_size": 101, "max_position_embeddings": 16, "hidden_size": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "attention_dropout": 0.1 })
+}
+
+#[test]
+fn opt_with_norms_before_and_after_and_a_narrow_embedding() {
+    let mut config = usual("opt");
+    config["ffn_dim"] = 24.into();
+    check_model(&config, &[2, 4]);
+    config["do_layer_norm_before"] = false.into();
+    config["word_embed_proj_dim"] = 6.into();
+    check_model(&config, &[2]);
+}
+
+#[test]
+fn gpt_neox_whose_projection_alternates_by_heads() {
+    let mut config = usual("gpt_neox");
+    config["intermediate_size"] = 24.into();
+    config["hidden_dropout"] = 0.1.into();
+    check_model(&config, &[2, 4]);
+    config["use_parallel_residual"] = false.into();
+    check_model(&config, &[2]);
 }
 
 #[test]

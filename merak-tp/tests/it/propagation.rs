@@ -449,6 +449,7 @@ fn key_layers_with_fewer_heads_than_ranks_stay_whole() {
         let rope = Rope {
             head_dim: 4,
             inv_freq: vec![1.0, 0.1],
+            scale: 1.0,
             inverse: false,
         };
         let q = module.rope(&linear(module, "col.q", &x, 16)?, &positions, rope.clone())?;
@@ -494,6 +495,7 @@ fn rotary_positions_need_whole_heads() {
     let rope = |head_dim: usize| Rope {
         head_dim,
         inv_freq: vec![1.0; head_dim / 2],
+        scale: 1.0,
         inverse: false,
     };
     let turned =

@@ -53,9 +53,12 @@ impl Rule<'_, '_> {
                 transpose_a,
                 transpose_b,
             } => self.matmul(*transpose_a, *transpose_b, dy),
-            Op::Embedding => {
-                let rows = self.shape(x(1))[0];
-                self.one(1, Op::EmbeddingGrad { rows }, &[x(0), dy])
+            Op::Embedding { padding } => {
+                let op = Op::EmbeddingGrad {
+                    rows: self.shape(x(1))[0],
+                    padding: *padding,
+                };
+                self.one(1, op, &[x(0), dy])
             }
             Op::LayerNorm { .. } => {
                 let mut out = self.one(0, Op::LayerNormGradInput, &[dy, x(0), x(1), y(1), y(2)])?;

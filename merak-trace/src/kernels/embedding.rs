@@ -16,6 +16,8 @@ pub struct TableRows {
     pub total: usize,
     /// Rows that are here; an id outside them gives zeros and takes no gradient.
     pub local: Range<usize>,
+    /// A row that takes no gradient though it is here.
+    pub padding: Option<usize>,
 }
 
 impl TableRows {
@@ -24,6 +26,7 @@ impl TableRows {
         Self {
             total,
             local: 0..total,
+            padding: None,
         }
     }
 
@@ -44,6 +47,12 @@ impl TableRows {
     fn local_row(&self, id: i64) -> Option<usize> {
         let row = usize::try_from(id).ok()?;
         self.local.contains(&row).then(|| row - self.local.start)
+    }
+
+    /// Row in the local table, if it takes a gradient.
+    fn trained_row(&self, id: i64) -> Option<usize> {
+        self.local_row(id)
+            .filter(|row| self.padding != Some(row + self.local.start))
     }
 }
 
@@ -85,7 +94,8 @@ pub fn embedding<T: Float>(
     Ok(())
 }
 
-/// Adds each row of `dy` to the row of its id in `dtable`, in the order of positions.
+/// Adds each row of `dy` to the row of its id in `dtable`, in the order of positions; those of the padding
+/// row are left out.
 ///
 /// # Shapes
 ///
@@ -111,7 +121,7 @@ pub fn embedding_grad<T: Float>(
     threads.for_each(table.col_blocks(COLS).enumerate(), |(block, mut table)| {
         vectorize(|| {
             for (position, &id) in ids.iter().enumerate() {
-                let Some(row) = rows.local_row(id) else {
+                let Some(row) = rows.trained_row(id) else {
                     continue;
                 };
                 let dy = &dy[position * width + block * COLS..];
@@ -182,7 +192,10 @@ mod tests {
         let (table, ids) = (noise::<f32>(1, 10 * 6), ids(30, 10));
         let one = Threads::one();
         let run = |local: Range<usize>| {
-            let rows = TableRows { total: 10, local };
+            let rows = TableRows {
+                local,
+                ..TableRows::all(10)
+            };
             let part = &table[rows.local.start * 6..rows.local.end * 6];
             let mut out = vec![1.0; 30 * 6];
             embedding(&one, &rows, part, &ids, &mut out).unwrap();
@@ -196,6 +209,24 @@ mod tests {
         let sum: Vec<f32> = first.iter().zip(&second).map(|(a, b)| a + b).collect();
         assert_eq!(sum, whole);
         assert_eq!([first_grad, second_grad].concat(), whole_grad);
+    }
+
+    #[test]
+    fn the_padding_row_is_looked_up_and_not_trained() {
+        let ids = [2, 0, 2, 1];
+        for local in [0..3, 1..3] {
+            let rows = TableRows {
+                local: local.clone(),
+                padding: Some(2),
+                ..TableRows::all(3)
+            };
+            let (mut out, mut grad) = ([0.0; 4], vec![0.0; local.len()]);
+            let table = [5.0, 6.0, 7.0];
+            embedding(&Threads::one(), &rows, &table[local], &ids, &mut out).unwrap();
+            embedding_grad(&Threads::one(), &rows, &[1.0; 4], &ids, &mut grad).unwrap();
+            assert_eq!((out[0], out[2]), (7.0, 7.0));
+            assert_eq!(grad.split_last(), Some((&0.0, &[1.0; 2][3 - grad.len()..])));
+        }
     }
 
     #[test]

@@ -11,13 +11,24 @@ use super::{Float, Threads};
 /// Elements per unit of parallel work.
 const CHUNK: usize = 16 * 1024;
 
+/// How far pairs of elements turn.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Turn<'a> {
+    /// Angle per position for each pair.
+    pub inv_freq: &'a [f32],
+    /// Factor of the turned elements.
+    pub scale: f64,
+    /// Turns the other way.
+    pub inverse: bool,
+}
+
 /// Turns pairs of elements of each head by angles proportional to the position
 /// ([`RoPE`](https://arxiv.org/abs/2104.09864), section 3.2.2, with the two halves of the rotated part
 /// as pairs, as Hugging Face stores weights).
 ///
 /// With `n = inv_freq.len()`, elements d and `d + n` of a head, `d < n`, are turned by
-/// `position * inv_freq[d]`; elements from `2 n` on stay. `inverse` turns back: the gradient by the
-/// input is the inverse turn of the gradient by the output.
+/// `position * inv_freq[d]` and multiplied by `scale`; elements from `2 n` on stay. The gradient by the input
+/// is the inverse turn of the gradient by the output, with the same scale.
 ///
 /// # Shapes
 ///
@@ -27,15 +38,10 @@ const CHUNK: usize = 16 * 1024;
 /// # Panics
 ///
 /// The lengths do not fit.
-#[expect(
-    clippy::too_many_arguments,
-    reason = "a table of frequencies and a tensor with its shape"
-)]
 pub fn rope<T: Float>(
     threads: &Threads,
     head_dim: usize,
-    inv_freq: &[f32],
-    inverse: bool,
+    turn: &Turn<'_>,
     positions: &[i64],
     width: usize,
     x: &[T],
@@ -45,7 +51,7 @@ pub fn rope<T: Float>(
     if x.is_empty() {
         return;
     }
-    let half = inv_freq.len();
+    let half = turn.inv_freq.len();
     assert!(
         2 * half <= head_dim && width.is_multiple_of(head_dim),
         "{half} pairs in heads of {head_dim} in rows of {width}"
@@ -66,10 +72,10 @@ pub fn rope<T: Float>(
                 let pairs = x.chunks_exact(width).zip(y.chunks_exact_mut(width));
                 for (row, (x, y)) in pairs.enumerate() {
                     let position = positions[(chunk * rows + row) % positions.len()] as f32;
-                    for (turn, &frequency) in table.iter_mut().zip(inv_freq) {
+                    for (entry, &frequency) in table.iter_mut().zip(turn.inv_freq) {
                         let (sin, cos) = sin_cos(f64::from(position * frequency));
-                        let sin = if inverse { -sin } else { sin };
-                        *turn = (T::from_f64(sin), T::from_f64(cos));
+                        let sin = if turn.inverse { -sin } else { sin };
+                        *entry = (T::from_f64(sin * turn.scale), T::from_f64(cos * turn.scale));
                     }
                     let heads = x.chunks_exact(head_dim).zip(y.chunks_exact_mut(head_dim));
                     for (x, y) in heads {
@@ -96,7 +102,7 @@ fn turn_head<T: Float>(table: &[(T, T)], x: &[T], y: &mut [T]) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{assert_close, noise, on_any_threads, to_f64};
+    use super::super::testing::{assert_close, noise, on_any_threads};
     use super::*;
 
     fn frequencies(half: usize) -> Vec<f32> {
@@ -116,23 +122,20 @@ mod tests {
             let x = noise::<f32>(1, samples * len * heads * dim);
             let inv_freq = frequencies(half);
             let positions: Vec<i64> = (0..len as i64).map(|i| 5 * i).collect();
-            let turn = |x: &[f32], inverse| {
+            let scale = 1.0 + half as f64;
+            let turned = |x: &[f32], inverse| {
+                let turn = Turn {
+                    inv_freq: &inv_freq,
+                    scale,
+                    inverse,
+                };
                 on_any_threads(|threads| {
                     let mut y = vec![0.0; x.len()];
-                    rope(
-                        threads,
-                        dim,
-                        &inv_freq,
-                        inverse,
-                        &positions,
-                        heads * dim,
-                        x,
-                        &mut y,
-                    );
+                    rope(threads, dim, &turn, &positions, heads * dim, x, &mut y);
                     y
                 })
             };
-            let y = turn(&x, false);
+            let y = turned(&x, false);
             let expected: Vec<f64> = (0..x.len())
                 .map(|i| {
                     let (d, position) = (i % dim, positions[i / (heads * dim) % len] as f32);
@@ -141,15 +144,26 @@ mod tests {
                         return at(d);
                     }
                     let (sin, cos) = f64::from(position * inv_freq[d % half]).sin_cos();
-                    if d < half {
-                        at(d) * cos - at(d + half) * sin
+                    let other = if d < half {
+                        -at(d + half)
                     } else {
-                        at(d) * cos + at(d - half) * sin
-                    }
+                        at(d - half)
+                    };
+                    scale * (at(d) * cos + other * sin)
                 })
                 .collect();
             assert_close(&y, &expected, 3e-7);
-            assert_close(&turn(&y, true), &to_f64(&x), 1e-6);
+            let turned_back: Vec<f64> = (0..x.len())
+                .map(|i| {
+                    let squared = if i % dim < 2 * half {
+                        scale * scale
+                    } else {
+                        1.0
+                    };
+                    squared * f64::from(x[i])
+                })
+                .collect();
+            assert_close(&turned(&y, true), &turned_back, 1e-6);
         }
     }
 
@@ -160,8 +174,11 @@ mod tests {
         rope(
             &Threads::one(),
             2,
-            &[1.0],
-            false,
+            &Turn {
+                inv_freq: &[1.0],
+                scale: 1.0,
+                inverse: false,
+            },
             &[0, 1, 0, 2],
             2,
             &x,

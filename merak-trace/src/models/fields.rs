@@ -1,39 +1,138 @@
 //! Typed access to the fields of a `config.json`.
 
+use super::inert::INERT;
 use crate::{Error, Result, op::Activation};
 use serde_json::{Map, Value as Json};
+use std::{cell::RefCell, collections::BTreeSet};
 
-/// The fields of one configuration.
+/// The fields of one configuration, which notes those that were asked for.
 #[derive(Debug)]
-pub(super) struct Fields<'a>(&'a Map<String, Json>);
+pub(super) struct Fields<'a> {
+    object: &'a Map<String, Json>,
+    /// What messages put before a name: the path of a nested object.
+    prefix: String,
+    asked: RefCell<BTreeSet<String>>,
+}
 
 impl<'a> Fields<'a> {
     /// Wraps a JSON object.
     pub(super) fn new(config: &'a Json) -> Result<Self> {
-        config
+        let object = config
             .as_object()
-            .map(Self)
-            .ok_or_else(|| error("(root)", "is no JSON object"))
+            .ok_or_else(|| error("(root)", "is no JSON object"))?;
+        Ok(Self::nested(object, String::new()))
+    }
+
+    fn nested(object: &'a Map<String, Json>, prefix: String) -> Self {
+        Self {
+            object,
+            prefix,
+            asked: RefCell::default(),
+        }
     }
 
     /// The field, unless it is absent or null.
     fn get(&self, name: &str) -> Option<&'a Json> {
-        self.0.get(name).filter(|value| !value.is_null())
+        self.asked.borrow_mut().insert(name.to_owned());
+        self.object.get(name).filter(|value| !value.is_null())
+    }
+
+    /// Whether the field is `true`.
+    pub(super) fn is_set(&self, name: &str) -> bool {
+        self.get(name)
+            .is_some_and(|value| value == &Json::Bool(true))
+    }
+
+    /// An error about a field of this object.
+    pub(super) fn error(&self, name: &str, reason: &str) -> Error {
+        error(&format!("{}{name}", self.prefix), reason)
+    }
+
+    fn wrong(&self, name: &str, expected: &str, found: &Json) -> Error {
+        self.error(name, &format!("is {found}, expected {expected}"))
+    }
+
+    /// Refuses fields that nobody asked for, unless they are known to change no number.
+    pub(super) fn finish(&self) -> Result<()> {
+        let asked = self.asked.borrow();
+        let is_known = |name: &str| asked.contains(name) || INERT.binary_search(&name).is_ok();
+        let mut set = self.object.iter().filter(|(_, value)| !value.is_null());
+        match set.find(|(name, _)| !is_known(name)) {
+            None => Ok(()),
+            Some((name, value)) => {
+                let shown = value.to_string();
+                let shown = if shown.len() > 60 { "set" } else { &shown };
+                let nearest = nearest(name, asked.iter().map(String::as_str));
+                let advice = nearest.map_or_else(String::new, |name| {
+                    format!("; the nearest known field is \"{name}\"")
+                });
+                let reason = format!("is {shown}, but this model has no such field{advice}");
+                Err(self.error(name, &reason))
+            }
+        }
+    }
+
+    /// Checks the element type in which the weights were saved; training has one of its own.
+    pub(super) fn check_dtype(&self) -> Result<()> {
+        for name in ["dtype", "torch_dtype"] {
+            if self.get(name).is_none() {
+                continue;
+            }
+            let dtype = self.string(name)?;
+            let known = ["float32", "float16", "bfloat16", "float64", "auto"];
+            if !known.contains(&dtype.strip_prefix("torch.").unwrap_or(&dtype)) {
+                let reason = format!("is \"{dtype}\", expected one of {}", known.join(", "));
+                return Err(self.error(name, &reason));
+            }
+        }
+        Ok(())
+    }
+
+    /// Which of two names of one field the configuration uses.
+    pub(super) fn renamed(&self, name: &'static str, other: &'static str) -> Result<&'static str> {
+        match (self.get(name), self.get(other)) {
+            (Some(a), Some(b)) if a != b => {
+                let reason = format!("is {b}, but {name}, which is the same, is {a}");
+                Err(self.error(other, &reason))
+            }
+            (None, Some(_)) => Ok(other),
+            _ => Ok(name),
+        }
     }
 
     /// A field of text.
     pub(super) fn string(&self, name: &str) -> Result<String> {
-        let value = self.get(name).ok_or_else(|| error(name, "is missing"))?;
+        let value = self
+            .get(name)
+            .ok_or_else(|| self.error(name, "is missing"))?;
         value
             .as_str()
             .map(str::to_owned)
-            .ok_or_else(|| wrong(name, "a string", value))
+            .ok_or_else(|| self.wrong(name, "a string", value))
+    }
+
+    /// A field of text, or a default.
+    pub(super) fn string_or(&self, name: &str, default: &str) -> Result<String> {
+        match self.get(name) {
+            Some(_) => self.string(name),
+            None => Ok(default.to_owned()),
+        }
+    }
+
+    /// A list of texts, empty where the field is absent.
+    pub(super) fn strings(&self, name: &str) -> Result<Vec<&'a str>> {
+        let Some(value) = self.get(name) else {
+            return Ok(Vec::new());
+        };
+        let list = value.as_array().map(Vec::as_slice);
+        list.and_then(|list| list.iter().map(Json::as_str).collect())
+            .ok_or_else(|| self.wrong(name, "a list of strings", value))
     }
 
     /// A positive integer.
     pub(super) fn size(&self, name: &str) -> Result<usize> {
         self.opt_size(name)?
-            .ok_or_else(|| error(name, "is missing"))
+            .ok_or_else(|| self.error(name, "is missing"))
     }
 
     /// A positive integer, or a default.
@@ -48,7 +147,52 @@ impl<'a> Fields<'a> {
         };
         match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
             Some(n) if n > 0 => Ok(Some(n)),
-            _ => Err(wrong(name, "a positive integer", value)),
+            _ => Err(self.wrong(name, "a positive integer", value)),
+        }
+    }
+
+    /// A positive integer: the default where it is absent, none where it is null.
+    pub(super) fn size_unless_null(
+        &self,
+        name: &str,
+        default: Option<usize>,
+    ) -> Result<Option<usize>> {
+        let default = default.filter(|_| !self.object.contains_key(name));
+        Ok(self.opt_size(name)?.or(default))
+    }
+
+    /// An integer, or a default.
+    pub(super) fn count_or(&self, name: &str, default: usize) -> Result<usize> {
+        Ok(self.count_unless_null(name, None)?.unwrap_or(default))
+    }
+
+    /// An integer: the default where it is absent, none where it is null.
+    pub(super) fn count_unless_null(
+        &self,
+        name: &str,
+        default: Option<usize>,
+    ) -> Result<Option<usize>> {
+        let default = default.filter(|_| !self.object.contains_key(name));
+        let Some(value) = self.get(name) else {
+            return Ok(default);
+        };
+        let count = value.as_u64().and_then(|n| usize::try_from(n).ok());
+        count
+            .map(Some)
+            .ok_or_else(|| self.wrong(name, "an integer of at least 0", value))
+    }
+
+    /// A positive number.
+    pub(super) fn positive(&self, name: &str) -> Result<f64> {
+        self.opt_positive(name)?
+            .ok_or_else(|| self.error(name, "is missing"))
+    }
+
+    /// A positive number, if the field is there.
+    pub(super) fn opt_positive(&self, name: &str) -> Result<Option<f64>> {
+        match self.opt_number(name)? {
+            Some(n) if n <= 0.0 => Err(self.error(name, &format!("is {n}, expected more than 0"))),
+            number => Ok(number),
         }
     }
 
@@ -66,7 +210,7 @@ impl<'a> Fields<'a> {
             .as_f64()
             .filter(|n| n.is_finite())
             .map(Some)
-            .ok_or_else(|| wrong(name, "a number", value))
+            .ok_or_else(|| self.wrong(name, "a number", value))
     }
 
     /// A probability below 1, 0 where it is absent.
@@ -75,10 +219,8 @@ impl<'a> Fields<'a> {
         if (0.0..1.0).contains(&p) {
             Ok(p)
         } else {
-            Err(error(
-                name,
-                &format!("is {p}, expected at least 0 and below 1"),
-            ))
+            let reason = format!("is {p}, expected at least 0 and below 1");
+            Err(self.error(name, &reason))
         }
     }
 
@@ -87,7 +229,7 @@ impl<'a> Fields<'a> {
         self.get(name).map_or(Ok(default), |value| {
             value
                 .as_bool()
-                .ok_or_else(|| wrong(name, "true or false", value))
+                .ok_or_else(|| self.wrong(name, "true or false", value))
         })
     }
 
@@ -97,8 +239,8 @@ impl<'a> Fields<'a> {
             .map(|value| {
                 value
                     .as_object()
-                    .map(Fields)
-                    .ok_or_else(|| wrong(name, "an object", value))
+                    .map(|object| Self::nested(object, format!("{}{name}.", self.prefix)))
+                    .ok_or_else(|| self.wrong(name, "an object", value))
             })
             .transpose()
     }
@@ -116,11 +258,7 @@ impl<'a> Fields<'a> {
 
     /// An activation by its Hugging Face name.
     pub(super) fn activation(&self, name: &str, default: &str) -> Result<Activation> {
-        let found = if self.get(name).is_some() {
-            self.string(name)?
-        } else {
-            default.to_owned()
-        };
+        let found = self.string_or(name, default)?;
         Ok(match found.as_str() {
             "gelu" => Activation::GeluErf,
             "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" => Activation::GeluTanh,
@@ -128,7 +266,7 @@ impl<'a> Fields<'a> {
             "silu" | "swish" => Activation::Silu,
             "tanh" => Activation::Tanh,
             _ => {
-                return Err(error(
+                return Err(self.error(
                     name,
                     &format!(
                         "is \"{found}\", expected gelu, gelu_new, gelu_pytorch_tanh, relu, silu or tanh"
@@ -142,7 +280,7 @@ impl<'a> Fields<'a> {
     pub(super) fn refuse(&self, name: &str, inactive: &[Json]) -> Result<()> {
         match self.get(name) {
             Some(value) if !inactive.contains(value) => {
-                Err(error(name, &format!("is {value}, which is not supported")))
+                Err(self.error(name, &format!("is {value}, which is not supported")))
             }
             _ => Ok(()),
         }
@@ -156,8 +294,14 @@ pub(super) fn error(field: &str, reason: &str) -> Error {
     }
 }
 
-fn wrong(field: &str, expected: &str, found: &Json) -> Error {
-    error(field, &format!("is {found}, expected {expected}"))
+/// The name that is most like a mistyped one, if any is like it.
+fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
+    let similarity = |other: &str| strsim::normalized_damerau_levenshtein(name, other);
+    known
+        .map(|other| (similarity(other), other))
+        .filter(|(similarity, _)| *similarity > 0.6)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, other)| other)
 }
 
 /// The size of a head, when the width divides by the number of heads.

@@ -1,16 +1,16 @@
 //! The plain pre-norm GPT that the benchmarks train: separate projections, learned positions, an untied head.
 
 use super::{
-    Model, ModelInfo, TraceOptions, check_seq,
+    Model, ModelInfo, TraceOptions,
+    causal::{finish, input_ids, lm_head},
+    check_seq,
     fields::{Fields, head_dim},
-    gpt2::{finish, lm_head},
 };
 use crate::{
-    Graph, Init, Result, TensorType,
+    Graph, Init, Result,
     fx::{self, Module, Symbol},
     op::{Activation, Attention, WeightLayout},
 };
-use merak_mpu::DType;
 
 /// The configuration of a plain GPT.
 #[derive(Debug, Clone, PartialEq)]
@@ -100,10 +100,7 @@ impl Model for Gpt {
         check_seq(options.seq, self.seq, "max_position_embeddings")?;
         let std = self.std.unwrap_or(options.init_std);
         fx::trace(options.dtype, |root| {
-            let ids = root.input(
-                "input_ids",
-                TensorType::new([options.batch, options.seq], DType::I64),
-            );
+            let ids = input_ids(root, options);
             let (x, wte) =
                 root.sub("wte")
                     .embedding(&ids, self.vocab_size, self.hidden, Init::Normal(std))?;
@@ -118,6 +115,7 @@ impl Model for Gpt {
             let x = root.sub("ln_f").layer_norm(&x, 1e-5)?;
             let logits = lm_head(
                 root,
+                "lm_head",
                 &x,
                 (self.tie && !options.untie).then_some(&wte),
                 self.vocab_size,

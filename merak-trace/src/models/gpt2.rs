@@ -1,15 +1,16 @@
 //! GPT-2 ([Radford et al. 2019](https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf)).
 
 use super::{
-    Head, Model, ModelInfo, TraceOptions, check_seq,
+    Model, ModelInfo, TraceOptions,
+    causal::{check_architecture, finish, input_ids, lm_head},
+    check_seq,
     fields::{Fields, head_dim},
 };
 use crate::{
-    Graph, Init, ParamRole, Result, TensorType,
+    Graph, Init, Result,
     fx::{self, Module, Symbol},
     op::{Activation, Attention, WeightLayout},
 };
-use merak_mpu::DType;
 use serde_json::json;
 
 /// The configuration of a GPT-2 language model.
@@ -36,15 +37,17 @@ pub struct Gpt2 {
 impl Gpt2 {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
+        check_architecture(f)?;
         f.refuse("add_cross_attention", &[json!(false)])?;
-        let n_embd = f.size_or("n_embd", 768)?;
-        let n_head = f.size_or("n_head", 12)?;
+        let n_embd = f.size_or(f.renamed("n_embd", "hidden_size")?, 768)?;
+        let n_head = f.size_or(f.renamed("n_head", "num_attention_heads")?, 12)?;
         head_dim(n_embd, n_head, "n_head")?;
+        let n_positions = f.renamed("n_positions", "max_position_embeddings")?;
         Ok(Self {
             vocab_size: f.size_or("vocab_size", 50257)?,
-            n_positions: f.size_or("n_positions", 1024)?,
+            n_positions: f.size_or(n_positions, 1024)?,
             n_embd,
-            n_layer: f.size_or("n_layer", 12)?,
+            n_layer: f.size_or(f.renamed("n_layer", "num_hidden_layers")?, 12)?,
             n_head,
             n_inner: f.size_or("n_inner", 4 * n_embd)?,
             activation: f.activation("activation_function", "gelu_new")?,
@@ -129,10 +132,7 @@ impl Model for Gpt2 {
         let std = self.initializer_range.unwrap_or(options.init_std);
         fx::trace(options.dtype, |root| {
             let transformer = root.sub("transformer");
-            let ids = root.input(
-                "input_ids",
-                TensorType::new([options.batch, options.seq], DType::I64),
-            );
+            let ids = input_ids(root, options);
             let (x, wte) = transformer.sub("wte").embedding(
                 &ids,
                 self.vocab_size,
@@ -155,49 +155,15 @@ impl Model for Gpt2 {
                 .sub("ln_f")
                 .layer_norm(&x, self.layer_norm_epsilon)?;
             let tied = self.tie_word_embeddings && !options.untie;
-            let logits = lm_head(root, &x, tied.then_some(&wte), self.vocab_size, std)?;
+            let logits = lm_head(
+                root,
+                "lm_head",
+                &x,
+                tied.then_some(&wte),
+                self.vocab_size,
+                std,
+            )?;
             finish(root, &logits, options)
         })
     }
-}
-
-/// The output projection `lm_head`, tied to the embedding table where one is given.
-pub(super) fn lm_head(
-    root: &Module,
-    x: &Symbol,
-    tied: Option<&Symbol>,
-    vocab: usize,
-    std: f64,
-) -> Result<Symbol> {
-    let head = root.sub("lm_head");
-    let weight = if let Some(table) = tied {
-        root.alias(table, "lm_head.weight");
-        table.clone()
-    } else {
-        head.param(
-            "weight",
-            &[vocab, x.ty().last_dim()],
-            Init::Normal(std),
-            ParamRole::Weight,
-        )?
-    };
-    head.linear_with(x, &weight, WeightLayout::OutIn)
-}
-
-/// The end that the options ask for: a loss or the logits.
-pub(super) fn finish(root: &Module, logits: &Symbol, options: &TraceOptions) -> Result<()> {
-    match options.head {
-        Head::Logits => root.output("logits", logits),
-        Head::Loss { label_smoothing } => {
-            let labels = root.input(
-                "labels",
-                TensorType::new([options.batch, options.seq], DType::I64),
-            );
-            let loss = root
-                .sub("loss")
-                .cross_entropy(logits, &labels, label_smoothing)?;
-            root.output("loss", &loss);
-        }
-    }
-    Ok(())
 }

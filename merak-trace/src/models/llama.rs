@@ -1,178 +1,148 @@
-//! Llama ([Touvron et al. 2023](https://arxiv.org/abs/2302.13971)): RMS norms, rotary positions, gated MLP,
-//! grouped-query heads.
+//! Llama ([Touvron et al. 2023](https://arxiv.org/abs/2302.13971)) and its relatives: RMS norms, rotary positions,
+//! gated MLP, grouped-query heads.
+//!
+//! | family | differs by |
+//! |---|---|
+//! | `llama` | biases as the configuration asks |
+//! | `mistral` ([Jiang et al. 2023](https://arxiv.org/abs/2310.06825)) | every layer sees a window of keys |
+//! | `qwen2` ([Yang et al. 2024](https://arxiv.org/abs/2407.10671)) | biases of q, k, v; windows in the later layers |
+//! | `qwen3` ([Yang et al. 2025](https://arxiv.org/abs/2505.09388)) | RMS norm of each query and key head |
+
+mod config;
 
 use super::{
-    Model, ModelInfo, TraceOptions, check_seq,
-    fields::{Fields, error, head_dim},
-    gpt2::{finish, lm_head},
+    Model, ModelInfo, TraceOptions,
+    causal::{finish, input_ids, lm_head},
+    check_seq,
+    rope::Rotary,
 };
 use crate::{
-    Graph, Init, Result, TensorType,
+    Graph, Init, Result,
     fx::{self, Module, Symbol},
-    op::{Activation, Attention, Rope, WeightLayout},
+    op::{Attention, WeightLayout},
 };
-use merak_mpu::DType;
-use serde_json::json;
 
-/// The configuration of a Llama language model.
+pub(super) use config::{LLAMA, MISTRAL, QWEN2, QWEN3};
+
+/// The configuration of a language model of the Llama kind.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Llama {
+    family: &'static str,
     vocab_size: usize,
     hidden_size: usize,
     intermediate_size: usize,
-    num_layers: usize,
     num_heads: usize,
     num_kv_heads: usize,
     head_dim: usize,
     max_seq: usize,
     rms_norm_eps: f64,
-    rope_theta: f64,
-    attention_bias: bool,
-    mlp_bias: bool,
+    rotary: Rotary,
+    /// Per layer, how many keys a query sees where it does not see all.
+    windows: Vec<Option<usize>>,
+    biases: Biases,
+    qk_norm: bool,
     attention_dropout: f64,
     tie_word_embeddings: bool,
     initializer_range: Option<f64>,
+    /// The token whose embedding is not trained by being looked up.
+    padding: Option<usize>,
     eos_token_id: Option<u32>,
 }
 
+/// Which linear layers have a bias.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Biases {
+    /// Query, key and value projections.
+    qkv: bool,
+    /// The projection behind the attention.
+    output: bool,
+    mlp: bool,
+}
+
 impl Llama {
-    /// Reads the configuration; absent fields have the defaults of `transformers`.
-    pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
-        if f.activation("hidden_act", "silu")? != Activation::Silu {
-            return Err(error("hidden_act", "is not supported, expected silu"));
-        }
-        f.refuse("rope_scaling", &[])?;
-        // transformers 5 nests the base of the rotary angles, transformers 4 does not.
-        let rope = f.object("rope_parameters")?;
-        if let Some(rope) = &rope {
-            rope.refuse("rope_type", &[json!("default")])?;
-        }
-        let rope_theta = match &rope {
-            Some(rope) => rope.number_or("rope_theta", 10_000.0)?,
-            None => f.number_or("rope_theta", 10_000.0)?,
-        };
-        let hidden_size = f.size_or("hidden_size", 4096)?;
-        let num_heads = f.size_or("num_attention_heads", 32)?;
-        let num_kv_heads = f.size_or("num_key_value_heads", num_heads)?;
-        if !num_heads.is_multiple_of(num_kv_heads) {
-            return Err(error(
-                "num_key_value_heads",
-                &format!("is {num_kv_heads}, which does not divide {num_heads} heads"),
-            ));
-        }
-        let head_dim = match f.opt_size("head_dim")? {
-            Some(dim) => dim,
-            None => head_dim(hidden_size, num_heads, "num_attention_heads")?,
-        };
-        if !head_dim.is_multiple_of(2) {
-            return Err(error(
-                "head_dim",
-                &format!("is {head_dim}, expected an even number"),
-            ));
-        }
-        Ok(Self {
-            vocab_size: f.size_or("vocab_size", 32000)?,
-            hidden_size,
-            intermediate_size: f.size_or("intermediate_size", 11008)?,
-            num_layers: f.size_or("num_hidden_layers", 32)?,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            max_seq: f.size_or("max_position_embeddings", 2048)?,
-            rms_norm_eps: f.number_or("rms_norm_eps", 1e-6)?,
-            rope_theta,
-            attention_bias: f.flag_or("attention_bias", false)?,
-            mlp_bias: f.flag_or("mlp_bias", false)?,
-            attention_dropout: f.probability("attention_dropout", 0.0)?,
-            tie_word_embeddings: f.flag_or("tie_word_embeddings", false)?,
-            initializer_range: f.opt_number("initializer_range")?,
-            eos_token_id: f.token_id("eos_token_id"),
-        })
+    fn linear(module: &Module, x: &Symbol, out: usize, bias: bool, std: f64) -> Result<Symbol> {
+        module.linear(x, out, WeightLayout::OutIn, bias, Init::Normal(std))
     }
 
-    fn rope(&self) -> Rope {
-        let pairs = self.head_dim / 2;
-        let inv_freq = (0..pairs)
-            .map(|i| self.rope_theta.powf(-(i as f64) / pairs as f64) as f32)
-            .collect();
-        Rope {
-            head_dim: self.head_dim,
-            inv_freq,
-            inverse: false,
-        }
-    }
-
-    fn layer(&self, layer: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
-        let linear = |module: Module, x: &Symbol, out, bias| {
-            module.linear(x, out, WeightLayout::OutIn, bias, Init::Normal(std))
-        };
-        let (q_width, kv_width) = (
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-        );
-
-        let attn = layer.sub("self_attn");
+    fn layer(&self, layer: &Module, x: &Symbol, index: usize, std: f64) -> Result<Symbol> {
         let normed = layer
             .sub("input_layernorm")
             .rms_norm(x, self.rms_norm_eps)?;
-        let q = linear(attn.sub("q_proj"), &normed, q_width, self.attention_bias)?;
-        let k = linear(attn.sub("k_proj"), &normed, kv_width, self.attention_bias)?;
-        let v = linear(attn.sub("v_proj"), &normed, kv_width, self.attention_bias)?;
-        let positions = attn.positions(x.shape()[1])?;
-        let (q, k) = (
-            attn.rope(&q, &positions, self.rope())?,
-            attn.rope(&k, &positions, self.rope())?,
-        );
+        let mixed = self.attention(&layer.sub("self_attn"), &normed, index, std)?;
+        let x = layer.add(&mixed, x)?;
+        let normed = layer
+            .sub("post_attention_layernorm")
+            .rms_norm(&x, self.rms_norm_eps)?;
+        layer.add(&self.mlp(&layer.sub("mlp"), &normed, std)?, &x)
+    }
+
+    fn attention(&self, attn: &Module, x: &Symbol, index: usize, std: f64) -> Result<Symbol> {
+        let project = |name, heads: usize| {
+            Self::linear(
+                &attn.sub(name),
+                x,
+                heads * self.head_dim,
+                self.biases.qkv,
+                std,
+            )
+        };
+        let q = project("q_proj", self.num_heads)?;
+        let k = project("k_proj", self.num_kv_heads)?;
+        let v = project("v_proj", self.num_kv_heads)?;
+        let seq = x.shape()[1];
+        let positions = attn.positions(seq)?;
+        let turn = |name, heads: &Symbol| {
+            let heads = self.norm_heads(attn, name, heads)?;
+            attn.rope(&heads, &positions, self.rotary.op(seq))
+        };
+        let (q, k) = (turn("q_norm", &q)?, turn("k_norm", &k)?);
         let spec = Attention {
             heads: self.num_heads,
             kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
             scale: 1.0 / (self.head_dim as f64).sqrt(),
             causal: true,
-            window: None,
+            window: self.windows[index],
             dropout: None,
         };
         let mixed = attn.attention(&q, &k, &v, &spec, self.attention_dropout)?;
-        let mixed = linear(
-            attn.sub("o_proj"),
+        Self::linear(
+            &attn.sub("o_proj"),
             &mixed,
             self.hidden_size,
-            self.attention_bias,
-        )?;
-        let x = layer.add(&mixed, x)?;
+            self.biases.output,
+            std,
+        )
+    }
 
-        let mlp = layer.sub("mlp");
-        let normed = layer
-            .sub("post_attention_layernorm")
-            .rms_norm(&x, self.rms_norm_eps)?;
-        let gate = linear(
-            mlp.sub("gate_proj"),
-            &normed,
-            self.intermediate_size,
-            self.mlp_bias,
-        )?;
-        let up = linear(
-            mlp.sub("up_proj"),
-            &normed,
-            self.intermediate_size,
-            self.mlp_bias,
-        )?;
-        let hidden = mlp.silu_mul(&gate, &up)?;
-        let hidden = linear(
-            mlp.sub("down_proj"),
-            &hidden,
-            self.hidden_size,
-            self.mlp_bias,
-        )?;
-        layer.add(&hidden, &x)
+    /// Normalises each head on its own, where the family does.
+    fn norm_heads(&self, attn: &Module, name: &str, x: &Symbol) -> Result<Symbol> {
+        if !self.qk_norm {
+            return Ok(x.clone());
+        }
+        let [batch, seq, width] = [x.shape()[0], x.shape()[1], x.shape()[2]];
+        let norm = attn.sub(name);
+        let heads = norm.reshape(x, &[batch, seq, width / self.head_dim, self.head_dim])?;
+        norm.reshape(
+            &norm.rms_norm(&heads, self.rms_norm_eps)?,
+            &[batch, seq, width],
+        )
+    }
+
+    fn mlp(&self, mlp: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
+        let linear =
+            |name, x: &Symbol, out| Self::linear(&mlp.sub(name), x, out, self.biases.mlp, std);
+        let gate = linear("gate_proj", x, self.intermediate_size)?;
+        let up = linear("up_proj", x, self.intermediate_size)?;
+        linear("down_proj", &mlp.silu_mul(&gate, &up)?, self.hidden_size)
     }
 }
 
 impl Model for Llama {
     fn info(&self) -> ModelInfo {
         ModelInfo {
-            family: "llama",
-            num_layers: self.num_layers,
+            family: self.family,
+            num_layers: self.windows.len(),
             hidden_size: self.hidden_size,
             num_heads: self.num_heads,
             num_kv_heads: self.num_kv_heads,
@@ -183,26 +153,29 @@ impl Model for Llama {
     }
 
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
-        check_seq(options.seq, self.max_seq, "max_position_embeddings")?;
+        check_seq(
+            options.seq,
+            self.rotary.longest(),
+            "max_position_embeddings",
+        )?;
         let std = self.initializer_range.unwrap_or(options.init_std);
         fx::trace(options.dtype, |root| {
             let model = root.sub("model");
-            let ids = root.input(
-                "input_ids",
-                TensorType::new([options.batch, options.seq], DType::I64),
-            );
-            let (mut x, table) = model.sub("embed_tokens").embedding(
+            let ids = input_ids(root, options);
+            let (mut x, table) = model.sub("embed_tokens").padded_embedding(
                 &ids,
                 self.vocab_size,
                 self.hidden_size,
+                self.padding,
                 Init::Normal(std),
             )?;
-            for index in 0..self.num_layers {
-                x = self.layer(&model.sub(&format!("layers.{index}")), &x, std)?;
+            for index in 0..self.windows.len() {
+                x = self.layer(&model.sub(&format!("layers.{index}")), &x, index, std)?;
             }
             let x = model.sub("norm").rms_norm(&x, self.rms_norm_eps)?;
             let tied = self.tie_word_embeddings && !options.untie;
-            let logits = lm_head(root, &x, tied.then_some(&table), self.vocab_size, std)?;
+            let tied = tied.then_some(&table);
+            let logits = lm_head(root, "lm_head", &x, tied, self.vocab_size, std)?;
             finish(root, &logits, options)
         })
     }

@@ -197,7 +197,7 @@ fn lookups() {
         "embedding",
         &[t(&[7, 3])],
         &[ids("ids", &[2, 3], &[1, 0, 6, 1, 1, 5])],
-        |module, params, ids| module.apply(Op::Embedding, &[&ids[0], &params[0]]),
+        |module, params, ids| module.apply(Op::Embedding { padding: None }, &[&ids[0], &params[0]]),
     );
 }
 
@@ -388,6 +388,7 @@ fn rotary_positions() {
         let rope = Rope {
             head_dim: 4,
             inv_freq: vec![1.0, 0.1][..pairs].to_vec(),
+            scale: 1.5,
             inverse: false,
         };
         check(
@@ -419,7 +420,7 @@ fn a_parameter_used_twice_gets_both_gradients_apart() {
         &[ids("ids", &[2], &[3, 1])],
         |module, params, ids| {
             let x = module
-                .apply(Op::Embedding, &[&ids[0], &params[0]])?
+                .apply(Op::Embedding { padding: None }, &[&ids[0], &params[0]])?
                 .swap_remove(0);
             Ok(vec![module.linear_with(
                 &x,

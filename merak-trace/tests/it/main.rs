@@ -1,9 +1,11 @@
 //! What the graph engine promises, tested from outside.
 //!
+//! - `families`: configurations of model families, both spellings, every field used or refused.
 //! - `gradients`: every operation's gradient against finite differences in f64.
 //! - `programs`: stage cuts, recomputation and the halves of the backward change no bit.
 //! - `support`: small graphs and what runs them.
 
+mod families;
 mod gradients;
 mod programs;
 mod support;

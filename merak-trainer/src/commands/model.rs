@@ -5,16 +5,6 @@ use merak_trainer::{CheckedArguments, Error, Result};
 use serde_json::Value;
 use std::{path::Path, sync::Arc};
 
-/// Sizes that a configuration may override, and the names that model configurations have for them.
-const ALIASES: [(&str, &[&str]); 3] = [
-    (
-        "num_layers",
-        &["num_hidden_layers", "n_layer", "n_layers", "num_layers"],
-    ),
-    ("hidden_size", &["hidden_size", "n_embd", "d_model", "dim"]),
-    ("num_heads", &["num_attention_heads", "n_head", "num_heads"]),
-];
-
 /// Reads the model's configuration, with the sizes that the arguments override.
 pub(crate) fn load(args: &CheckedArguments) -> Result<(Arc<dyn Model>, Value)> {
     let missing = || Error::MissingKey {
@@ -23,24 +13,24 @@ pub(crate) fn load(args: &CheckedArguments) -> Result<(Arc<dyn Model>, Value)> {
     };
     let path = &args.model.config.as_ref().ok_or_else(missing)?.0;
     let mut config = read(path)?;
-    let given = [args.num_layers, args.hidden_size, args.num_heads];
-    if let Some(fields) = config.as_object_mut() {
-        for ((name, aliases), size) in ALIASES.iter().zip(given) {
+    let names = config["model_type"].as_str().and_then(models::size_fields);
+    if let (Some(fields), Some(names)) = (config.as_object_mut(), names) {
+        let overrides = [
+            (names.layers, args.num_layers),
+            (names.hidden, args.hidden_size),
+            (names.heads, args.num_heads),
+        ];
+        for (names, size) in overrides {
             let Some(size) = size else { continue };
-            // The name that the file uses, or the usual ones of all families where it states none.
-            let stated: Vec<_> = aliases
-                .iter()
-                .filter(|alias| fields.contains_key(**alias))
-                .collect();
-            let names = if stated.is_empty() {
-                aliases.iter().collect()
-            } else {
-                stated
-            };
-            tracing::debug!(key = name, size, "overrides the model's configuration");
-            for alias in names {
-                fields.insert((*alias).to_owned(), size.into());
+            tracing::debug!(
+                field = names[0],
+                size,
+                "overrides the model's configuration"
+            );
+            for name in names {
+                fields.remove(*name);
             }
+            fields.insert(names[0].to_owned(), size.into());
         }
     }
     if args.no_tie_modules

@@ -132,9 +132,13 @@ impl Node<'_> {
             (Op::RmsNormGradParams, [dw]) => {
                 kernels::rms_norm_grad_params(threads, &x(0)?, &x(1)?, &x(2)?, dw);
             }
-            (Op::EmbeddingGrad { rows }, [table]) => {
+            (Op::EmbeddingGrad { rows, padding }, [table]) => {
                 let ids = elements::<i64>(&inputs[0])?;
-                kernels::embedding_grad(threads, &TableRows::all(*rows), &x(1)?, &ids, table)
+                let rows = TableRows {
+                    padding: *padding,
+                    ..TableRows::all(*rows)
+                };
+                kernels::embedding_grad(threads, &rows, &x(1)?, &ids, table)
                     .map_err(|e| self.kernel_error(e))?;
             }
             _ => return Err(self.unsupported(inputs)),

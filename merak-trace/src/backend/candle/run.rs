@@ -3,7 +3,7 @@
 use super::{Candle, Handle, Pooled, Scalar, at, elements, steal};
 use crate::{
     Call, Error, Op, Result, TensorType, Value,
-    kernels::{self, Float, KernelError, MatMut, MatRef, TableRows, Write},
+    kernels::{self, Float, KernelError, MatMut, MatRef, TableRows, Turn, Write},
     op::{self, Activation, WeightLayout},
 };
 use candle_core::Tensor;
@@ -17,8 +17,8 @@ impl<T: Float + Pooled> Number for T {}
 pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
     let node = Node { backend, call };
     match call.op {
-        Op::Positions { len } => {
-            let start = call.context.position_offset;
+        Op::Positions { len, first } => {
+            let start = call.context.position_offset + first;
             let positions = (start..start + len)
                 .map(|i| i64::try_from(i).expect("a position fits an i64"))
                 .collect();
@@ -126,7 +126,7 @@ impl Node<'_> {
                 transpose_a,
                 transpose_b,
             } => self.matmul::<T>(*transpose_a, *transpose_b, &inputs),
-            Op::Embedding => {
+            Op::Embedding { .. } => {
                 let ids = elements::<i64>(&inputs[0])?;
                 let mut y = self.out::<T>(0);
                 kernels::embedding(
@@ -223,8 +223,11 @@ impl Node<'_> {
                 kernels::rope(
                     threads,
                     rope.head_dim,
-                    &rope.inv_freq,
-                    rope.inverse,
+                    &Turn {
+                        inv_freq: &rope.inv_freq,
+                        scale: rope.scale,
+                        inverse: rope.inverse,
+                    },
                     &positions,
                     self.ty(0).last_dim(),
                     &x(0)?,

@@ -1,0 +1,97 @@
+//! What language models that predict the next token have in common.
+
+use super::{
+    Head, TraceOptions,
+    fields::{Fields, error},
+};
+use crate::{
+    ParamRole, Result, TensorType,
+    fx::{Module, Symbol},
+    op::WeightLayout,
+    param::Init,
+};
+use merak_mpu::DType;
+use serde_json::json;
+
+/// Refuses a configuration that names another task than predicting the next token.
+pub(super) fn check_architecture(f: &Fields<'_>) -> Result<()> {
+    f.refuse("is_encoder_decoder", &[json!(false)])?;
+    for name in f.strings("architectures")? {
+        let is_known = ["ForCausalLM", "LMHeadModel", "Model"]
+            .iter()
+            .any(|end| name.ends_with(end));
+        if !is_known || name.contains("DoubleHeads") {
+            return Err(error(
+                "architectures",
+                &format!("names {name}, expected a model for causal language modelling"),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The row of the embedding that looking it up does not train: `pad_token_id`, as `torch.nn.Embedding` has it.
+pub(super) fn padding(
+    f: &Fields<'_>,
+    default: Option<usize>,
+    vocab: usize,
+) -> Result<Option<usize>> {
+    let padding = f.count_unless_null("pad_token_id", default)?;
+    match padding {
+        Some(row) if row >= vocab => {
+            let reason = format!("is {row}, which is no token of {vocab}");
+            Err(error("pad_token_id", &reason))
+        }
+        _ => Ok(padding),
+    }
+}
+
+/// The input `input_ids: [B, S]`.
+pub(super) fn input_ids(root: &Module, options: &TraceOptions) -> Symbol {
+    root.input(
+        "input_ids",
+        TensorType::new([options.batch, options.seq], DType::I64),
+    )
+}
+
+/// The output projection `name`, tied to the embedding table where one is given.
+pub(super) fn lm_head(
+    root: &Module,
+    name: &str,
+    x: &Symbol,
+    tied: Option<&Symbol>,
+    vocab: usize,
+    std: f64,
+) -> Result<Symbol> {
+    let head = root.sub(name);
+    let weight = if let Some(table) = tied {
+        root.alias(table, &format!("{name}.weight"));
+        table.clone()
+    } else {
+        head.param(
+            "weight",
+            &[vocab, x.ty().last_dim()],
+            Init::Normal(std),
+            ParamRole::Weight,
+        )?
+    };
+    head.linear_with(x, &weight, WeightLayout::OutIn)
+}
+
+/// The end that the options ask for: a loss or the logits.
+pub(super) fn finish(root: &Module, logits: &Symbol, options: &TraceOptions) -> Result<()> {
+    match options.head {
+        Head::Logits => root.output("logits", logits),
+        Head::Loss { label_smoothing } => {
+            let labels = root.input(
+                "labels",
+                TensorType::new([options.batch, options.seq], DType::I64),
+            );
+            let loss = root
+                .sub("loss")
+                .cross_entropy(logits, &labels, label_smoothing)?;
+            root.output("loss", &loss);
+        }
+    }
+    Ok(())
+}

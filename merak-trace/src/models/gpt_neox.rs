@@ -1,0 +1,180 @@
+//! GPT-NeoX ([Black et al. 2022](https://arxiv.org/abs/2204.06745)): attention and MLP side by side, rotary positions
+//! on a part of each head, query, key and value of a head next to each other in one projection.
+
+use super::{
+    Model, ModelInfo, TraceOptions,
+    causal::{check_architecture, finish, input_ids, lm_head},
+    check_seq,
+    fields::{Fields, head_dim},
+    rope::{Rotary, RotaryFields},
+};
+use crate::{
+    Graph, Init, Result,
+    fx::{self, Module, Symbol},
+    op::{Activation, Attention, WeightLayout},
+};
+
+/// The configuration of a GPT-NeoX language model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GptNeoX {
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_layers: usize,
+    num_heads: usize,
+    head_dim: usize,
+    max_seq: usize,
+    layer_norm_eps: f64,
+    rotary: Rotary,
+    activation: Activation,
+    attention_bias: bool,
+    parallel_residual: bool,
+    hidden_dropout: f64,
+    attention_dropout: f64,
+    tie_word_embeddings: bool,
+    initializer_range: Option<f64>,
+    eos_token_id: Option<u32>,
+}
+
+impl GptNeoX {
+    /// Reads the configuration; absent fields have the defaults of `transformers`.
+    pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
+        check_architecture(f)?;
+        let hidden_size = f.size_or("hidden_size", 6144)?;
+        let num_heads = f.size_or("num_attention_heads", 64)?;
+        let head_dim = head_dim(hidden_size, num_heads, "num_attention_heads")?;
+        let max_seq = f.size_or("max_position_embeddings", 2048)?;
+        let share = f.renamed("rotary_pct", "partial_rotary_factor")?;
+        let names = RotaryFields {
+            theta: f.renamed("rotary_emb_base", "rope_theta")?,
+            share: Some((share, 0.25)),
+        };
+        Ok(Self {
+            vocab_size: f.size_or("vocab_size", 50_432)?,
+            hidden_size,
+            intermediate_size: f.size_or("intermediate_size", 24_576)?,
+            num_layers: f.size_or("num_hidden_layers", 44)?,
+            num_heads,
+            head_dim,
+            max_seq,
+            layer_norm_eps: f.number_or("layer_norm_eps", 1e-5)?,
+            rotary: Rotary::from_fields(f, names, head_dim, max_seq)?,
+            activation: f.activation("hidden_act", "gelu")?,
+            attention_bias: f.flag_or("attention_bias", true)?,
+            parallel_residual: f.flag_or("use_parallel_residual", true)?,
+            hidden_dropout: f.probability("hidden_dropout", 0.0)?,
+            attention_dropout: f.probability("attention_dropout", 0.0)?,
+            tie_word_embeddings: f.flag_or("tie_word_embeddings", false)?,
+            initializer_range: f.opt_number("initializer_range")?,
+            eos_token_id: f.token_id("eos_token_id"),
+        })
+    }
+
+    fn layer(&self, layer: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
+        let normed = layer
+            .sub("input_layernorm")
+            .layer_norm(x, self.layer_norm_eps)?;
+        let mixed = self.attention(&layer.sub("attention"), &normed, std)?;
+        let mixed = layer.dropout(&mixed, self.hidden_dropout)?;
+        let second = layer.sub("post_attention_layernorm");
+        if self.parallel_residual {
+            let hidden = self.mlp(layer, &second.layer_norm(x, self.layer_norm_eps)?, std)?;
+            return layer.add(&layer.add(&hidden, &mixed)?, x);
+        }
+        let x = layer.add(&mixed, x)?;
+        let hidden = self.mlp(layer, &second.layer_norm(&x, self.layer_norm_eps)?, std)?;
+        layer.add(&hidden, &x)
+    }
+
+    /// The MLP with its dropout.
+    fn mlp(&self, layer: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
+        let mlp = layer.sub("mlp");
+        let linear = |name, x: &Symbol, out| {
+            mlp.sub(name)
+                .linear(x, out, WeightLayout::OutIn, true, Init::Normal(std))
+        };
+        let hidden = linear("dense_h_to_4h", x, self.intermediate_size)?;
+        let hidden = mlp.activation(&hidden, self.activation)?;
+        let hidden = linear("dense_4h_to_h", &hidden, self.hidden_size)?;
+        layer.dropout(&hidden, self.hidden_dropout)
+    }
+
+    fn attention(&self, attn: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
+        let linear = |name, x: &Symbol, out| {
+            attn.sub(name).linear(
+                x,
+                out,
+                WeightLayout::OutIn,
+                self.attention_bias,
+                Init::Normal(std),
+            )
+        };
+        let fused = linear("query_key_value", x, 3 * self.hidden_size)?;
+        let [q, k, v] = self.heads(attn, &fused)?;
+        let seq = x.shape()[1];
+        let positions = attn.positions(seq)?;
+        let turn = |heads| attn.rope(heads, &positions, self.rotary.op(seq));
+        let spec = Attention {
+            heads: self.num_heads,
+            kv_heads: self.num_heads,
+            head_dim: self.head_dim,
+            scale: 1.0 / (self.head_dim as f64).sqrt(),
+            causal: true,
+            window: None,
+            dropout: None,
+        };
+        let mixed = attn.attention(&turn(&q)?, &turn(&k)?, &v, &spec, self.attention_dropout)?;
+        linear("dense", &mixed, self.hidden_size)
+    }
+
+    /// Query, key and value, `[B, S, H]` each, of a projection in which they alternate head by head.
+    fn heads(&self, attn: &Module, fused: &Symbol) -> Result<[Symbol; 3]> {
+        let [batch, seq] = [fused.shape()[0], fused.shape()[1]];
+        let by_head = attn.reshape(fused, &[batch, seq, self.num_heads, 3 * self.head_dim])?;
+        let parts = attn.split(&by_head, 3, &[self.head_dim; 3])?;
+        let packed = |part: &Symbol| attn.reshape(part, &[batch, seq, self.hidden_size]);
+        Ok([packed(&parts[0])?, packed(&parts[1])?, packed(&parts[2])?])
+    }
+}
+
+impl Model for GptNeoX {
+    fn info(&self) -> ModelInfo {
+        ModelInfo {
+            family: "gpt_neox",
+            num_layers: self.num_layers,
+            hidden_size: self.hidden_size,
+            num_heads: self.num_heads,
+            num_kv_heads: self.num_heads,
+            max_seq: self.max_seq,
+            vocab_size: self.vocab_size,
+            eos_token_id: self.eos_token_id,
+        }
+    }
+
+    fn trace(&self, options: &TraceOptions) -> Result<Graph> {
+        let longest = self.rotary.longest();
+        check_seq(options.seq, longest, "max_position_embeddings")?;
+        let std = self.initializer_range.unwrap_or(options.init_std);
+        fx::trace(options.dtype, |root| {
+            let model = root.sub("gpt_neox");
+            let ids = input_ids(root, options);
+            let (x, table) = model.sub("embed_in").embedding(
+                &ids,
+                self.vocab_size,
+                self.hidden_size,
+                Init::Normal(std),
+            )?;
+            let mut x = model.dropout(&x, self.hidden_dropout)?;
+            for index in 0..self.num_layers {
+                x = self.layer(&model.sub(&format!("layers.{index}")), &x, std)?;
+            }
+            let x = model
+                .sub("final_layer_norm")
+                .layer_norm(&x, self.layer_norm_eps)?;
+            let tied = self.tie_word_embeddings && !options.untie;
+            let tied = tied.then_some(&table);
+            let logits = lm_head(root, "embed_out", &x, tied, self.vocab_size, std)?;
+            finish(root, &logits, options)
+        })
+    }
+}

@@ -1,0 +1,269 @@
+//! Configurations of model families: both spellings, every field used or refused.
+
+use merak_trace::{
+    Graph, Op,
+    models::{self, TraceOptions},
+    render::{self, Format},
+};
+use serde_json::{Value as Json, json};
+
+const SEQ: usize = 8;
+
+fn trace(config: &Json) -> Graph {
+    let model = models::from_config(config).expect("the configuration is complete");
+    model
+        .trace(&TraceOptions::training(2, SEQ))
+        .expect("the sizes fit")
+}
+
+fn refusal(config: &Json) -> String {
+    match models::from_config(config) {
+        Err(error) => error.to_string(),
+        Ok(model) => format!("accepted as {:?}", model.info()),
+    }
+}
+
+/// A configuration with a few fields set.
+fn with(base: &Json, fields: Json) -> Json {
+    let mut config = base.clone();
+    if let (Some(config), Json::Object(fields)) = (config.as_object_mut(), fields) {
+        config.extend(fields);
+    }
+    config
+}
+
+fn small(family: &str) -> Json {
+    json!({ "model_type": family, "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 16 })
+}
+
+fn llama(family: &str) -> Json {
+    with(
+        &small(family),
+        json!({ "intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8 }),
+    )
+}
+
+fn text(config: &Json) -> String {
+    render::graph(&trace(config), Format::Json)
+}
+
+#[test]
+fn transformers_4_and_5_spell_the_same_models() {
+    let pairs = [
+        (
+            llama("llama"),
+            json!({ "rope_theta": 500.0, "rope_scaling": null, "torch_dtype": "bfloat16", "pretraining_tp": 1 }),
+            json!({ "rope_parameters": { "rope_theta": 500.0, "rope_type": "default" }, "dtype": "bfloat16" }),
+        ),
+        (
+            llama("llama"),
+            json!({ "rope_theta": 500.0, "rope_scaling": { "type": "linear", "factor": 2.0 } }),
+            json!({ "rope_parameters": { "rope_theta": 500.0, "rope_type": "linear", "factor": 2.0 } }),
+        ),
+        (
+            llama("qwen2"),
+            json!({ "rope_scaling": { "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4 },
+                "use_sliding_window": true, "sliding_window": 3, "max_window_layers": 1 }),
+            json!({ "rope_parameters": { "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4 },
+                "use_sliding_window": true, "sliding_window": 3,
+                "layer_types": ["full_attention", "sliding_attention"] }),
+        ),
+        (
+            small("gpt_neox"),
+            json!({ "rotary_pct": 0.5, "rotary_emb_base": 500 }),
+            json!({ "rope_parameters": { "partial_rotary_factor": 0.5, "rope_theta": 500.0, "rope_type": "default" } }),
+        ),
+        (
+            json!({ "model_type": "gpt2" }),
+            json!({ "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 31, "n_ctx": 16 }),
+            json!({ "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "max_position_embeddings": 16, "vocab_size": 31 }),
+        ),
+    ];
+    for (base, four, five) in pairs {
+        assert_eq!(
+            text(&with(&base, four.clone())),
+            text(&with(&base, five)),
+            "{four}"
+        );
+    }
+}
+
+#[test]
+fn windows_lie_where_each_family_has_them() {
+    let windows = |config: Json| -> Vec<_> {
+        let graph = trace(&config);
+        let nodes = graph.nodes().iter();
+        let windows = nodes.filter_map(|node| match &node.op {
+            Op::Attention(spec) => Some(spec.window),
+            _ => None,
+        });
+        windows.collect()
+    };
+    let sized = |family, fields| windows(with(&llama(family), fields));
+    assert_eq!(sized("llama", json!({})), [None; 2]);
+    assert_eq!(sized("mistral", json!({})), [Some(4096); 2]);
+    assert_eq!(
+        sized("mistral", json!({ "sliding_window": null })),
+        [None; 2]
+    );
+    assert_eq!(
+        sized("mistral", json!({ "sliding_window": 3 })),
+        [Some(3); 2]
+    );
+    assert_eq!(sized("qwen3", json!({ "sliding_window": 3 })), [None; 2]);
+    let used = json!({ "use_sliding_window": true, "sliding_window": 3, "max_window_layers": 1 });
+    assert_eq!(sized("qwen3", used), [None, Some(3)]);
+}
+
+#[test]
+fn a_base_that_grows_lets_sequences_grow() {
+    let config = with(
+        &llama("llama"),
+        json!({ "rope_scaling": { "rope_type": "dynamic", "factor": 2.0 } }),
+    );
+    let model = models::from_config(&config).unwrap();
+    let frequency = |seq| {
+        let graph = model.trace(&TraceOptions::training(1, seq)).unwrap();
+        let turn = graph.nodes().iter().find_map(|node| match &node.op {
+            Op::Rope(rope) => Some(rope.inv_freq[1]),
+            _ => None,
+        });
+        turn.expect("the model has rotary positions")
+    };
+    assert_eq!(frequency(4).to_bits(), frequency(16).to_bits());
+    assert!(frequency(17) < frequency(16));
+    let error = model.trace(&TraceOptions::training(1, 33)).unwrap_err();
+    insta::assert_snapshot!(error, @"model configuration: max_position_embeddings: allows sequences of 1 to 32, not 33");
+}
+
+#[test]
+fn padding_tokens_are_looked_up_and_not_trained() {
+    let padding = |config: Json| {
+        let graph = trace(&config);
+        let nodes = graph.nodes().iter();
+        let lookups = nodes.filter_map(|node| match node.op {
+            Op::Embedding { padding } => Some(padding),
+            _ => None,
+        });
+        lookups.collect::<Vec<_>>()
+    };
+    let opt = |fields| with(&with(&small("opt"), json!({ "ffn_dim": 24 })), fields);
+    assert_eq!(padding(opt(json!({}))), [Some(1), None]);
+    assert_eq!(padding(opt(json!({ "pad_token_id": null }))), [None, None]);
+    assert_eq!(
+        padding(with(&llama("qwen3"), json!({ "pad_token_id": 0 }))),
+        [Some(0)]
+    );
+    assert_eq!(
+        padding(with(&small("gpt_neox"), json!({ "pad_token_id": 0 }))),
+        [None]
+    );
+}
+
+#[test]
+fn what_is_not_supported_is_named() {
+    let cases = [
+        ("llama", json!({ "hidden_act": "gelu" })),
+        (
+            "llama",
+            json!({ "rope_scaling": { "rope_type": "longrope", "factor": 2.0 } }),
+        ),
+        ("llama", json!({ "rope_scaling": { "type": "linear" } })),
+        (
+            "llama",
+            json!({ "rope_scaling": { "type": "linear", "factor": 2.0, "facter": 3.0 } }),
+        ),
+        (
+            "llama",
+            json!({ "rope_theta": 10.0, "rope_parameters": { "rope_theta": 20.0 } }),
+        ),
+        ("llama", json!({ "partial_rotary_factor": 0.5 })),
+        ("llama", json!({ "head_dim": 7 })),
+        ("llama", json!({ "quantization_config": { "bits": 4 } })),
+        ("llama", json!({ "torch_dtype": "float8_e4m3fn" })),
+        ("llama", json!({ "tie_word_embedings": true })),
+        ("llama", json!({ "pad_token_id": -1 })),
+        (
+            "llama",
+            json!({ "architectures": ["LlamaForSequenceClassification"] }),
+        ),
+        ("mistral", json!({ "attention_bias": true })),
+        ("qwen2", json!({ "layer_types": ["full_attention"] })),
+        (
+            "qwen2",
+            json!({ "layer_types": ["sliding_attention", "full_attention"] }),
+        ),
+        (
+            "qwen2",
+            json!({ "layer_types": ["linear_attention", "full_attention"] }),
+        ),
+        ("opt", json!({ "layerdrop": 0.1 })),
+        ("opt", json!({ "layer_norm_elementwise_affine": false })),
+        ("gpt_neox", json!({ "rotary_pct": 1.5 })),
+        ("gpt_neox", json!({ "hidden_act": "quick_gelu" })),
+    ];
+    let messages: Vec<_> = cases
+        .into_iter()
+        .map(|(family, fields)| {
+            let base = match family {
+                "opt" | "gpt_neox" => small(family),
+                _ => with(&llama(family), json!({ "num_key_value_heads": 2 })),
+            };
+            refusal(&with(&base, fields))
+        })
+        .collect();
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    model configuration: hidden_act: is "gelu", which is not supported
+    model configuration: rope_scaling.rope_type: is "longrope", expected default, linear, dynamic, llama3 or yarn
+    model configuration: rope_scaling.factor: is missing
+    model configuration: rope_scaling.facter: is 3.0, but this model has no such field; the nearest known field is "factor"
+    model configuration: rope_theta: is 10, but 20 in the rope parameters
+    model configuration: partial_rotary_factor: is 0.5, expected 1
+    model configuration: head_dim: is 7, expected an even number
+    model configuration: quantization_config: is {"bits":4}, but this model has no such field
+    model configuration: torch_dtype: is "float8_e4m3fn", expected one of float32, float16, bfloat16, float64, auto
+    model configuration: tie_word_embedings: is true, but this model has no such field; the nearest known field is "tie_word_embeddings"
+    model configuration: pad_token_id: is -1, expected an integer of at least 0
+    model configuration: architectures: names LlamaForSequenceClassification, expected a model for causal language modelling
+    model configuration: attention_bias: is true, which is not supported
+    model configuration: layer_types: has 1 entries, but there are 2 layers
+    model configuration: layer_types: names sliding_attention, but use_sliding_window and sliding_window do not set a size
+    model configuration: layer_types: names linear_attention, expected full_attention or sliding_attention
+    model configuration: layerdrop: is 0.1, which is not supported
+    model configuration: layer_norm_elementwise_affine: is false, which is not supported
+    model configuration: rotary_pct: is 1.5, expected 0 to 1
+    model configuration: hidden_act: is "quick_gelu", expected gelu, gelu_new, gelu_pytorch_tanh, relu, silu or tanh
+    "#);
+}
+
+#[test]
+fn every_family_names_its_sizes() {
+    for family in models::known_families() {
+        let names = models::size_fields(family).expect("a known family");
+        let mut config = json!({ "model_type": family, "num_key_value_heads": null });
+        if family == "gpt" {
+            config = with(
+                &config,
+                json!({ "vocab_size": 31, "max_position_embeddings": 16 }),
+            );
+        }
+        for (names, size) in [(names.layers, 3), (names.hidden, 24), (names.heads, 4)] {
+            config[names[0]] = size.into();
+        }
+        let info = match models::from_config(&config) {
+            Ok(model) => model.info(),
+            Err(error) => unreachable!("{family}: {error}"),
+        };
+        assert_eq!(
+            (
+                info.family,
+                info.num_layers,
+                info.hidden_size,
+                info.num_heads
+            ),
+            (family, 3, 24, 4)
+        );
+    }
+}
