@@ -3,9 +3,11 @@
 use crate::disk::check_length;
 use crate::error::{Damage, Problem, io_error};
 use crate::format;
+use crate::header::{self, SlicePlaces, check_content, slices_by_file};
+use crate::locate::{older_than, resolve, store_of};
 use crate::manifest::{Manifest, Refused, TensorEntry};
 use crate::read::{SliceReader, read_slice};
-use crate::{Error, Kind, Piece, Result, Store};
+use crate::{Error, Kind, Piece, Result};
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -14,16 +16,27 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A complete checkpoint, open for reading.
 ///
-/// Its manifest is sound and its files have the right lengths; the content of a slice is checked
-/// when the first byte of it is read. Threads may share a handle.
+/// Its manifest is sound, its files have the right lengths, and those without tensors the right
+/// content; a tensor file's header and a slice's content are checked when the first byte of them is
+/// needed. Threads may share a handle.
 #[derive(Debug)]
 pub struct Checkpoint {
     folder: PathBuf,
     manifest: Manifest,
-    /// One per file of the manifest, opened when it is first needed.
-    files: Vec<OnceLock<File>>,
+    /// One per file of the manifest.
+    files: Vec<OpenFile>,
+    /// The slices of each file, computed when a header is first checked.
+    slices_by_file: OnceLock<Vec<SlicePlaces>>,
     /// For each tensor, one flag per slice: its checksum was found right.
     verified: Vec<Vec<AtomicBool>>,
+}
+
+/// A file, opened when it is first needed.
+#[derive(Debug)]
+struct OpenFile {
+    file: OnceLock<File>,
+    /// Whether its header was found right, or is not to be looked at.
+    has_sound_header: AtomicBool,
 }
 
 impl Checkpoint {
@@ -111,10 +124,14 @@ impl Checkpoint {
         }
         piece.check_buffer(out.len())?;
         for part in piece.layout.part_ranges(&piece.flat_range()) {
-            for slice in 0..tensor.slices.len() {
+            for (slice, entry) in tensor.slices.iter().enumerate() {
+                if entry.region().intersection(&part.part.region).is_none() {
+                    continue;
+                }
+                self.check_header_once(index, slice)?;
                 let reader = self.slice_reader(index, slice)?;
                 read_slice(&reader, &part, piece, out)
-                    .map_err(|problem| self.damaged(index, slice, problem))?;
+                    .map_err(|problem| self.damaged_slice(index, slice, problem))?;
             }
         }
         Ok(())
@@ -161,20 +178,29 @@ impl Checkpoint {
         })?;
         for file in &manifest.files {
             check_length(folder, file).map_err(damaged)?;
+            if !format::is_tensor_file(&file.name) {
+                check_content(folder, file)
+                    .map_err(|problem| damaged(Damage::of_file(&file.name, problem)))?;
+            }
         }
         Ok(Self::over(folder, manifest, false))
     }
 
-    /// A handle on the files that a sound manifest describes; `verified` says that its checksums
-    /// are not to be looked at.
+    /// A handle on the files that a sound manifest describes; `verified` says that checksums and
+    /// headers are not to be looked at.
     pub(crate) fn over(folder: &Path, manifest: Manifest, verified: bool) -> Self {
         let flags = |tensor: &TensorEntry| {
             let flag = |_| AtomicBool::new(verified);
             tensor.slices.iter().map(flag).collect()
         };
+        let file = || OpenFile {
+            file: OnceLock::new(),
+            has_sound_header: AtomicBool::new(verified),
+        };
         Self {
             folder: folder.to_owned(),
-            files: manifest.files.iter().map(|_| OnceLock::new()).collect(),
+            files: manifest.files.iter().map(|_| file()).collect(),
+            slices_by_file: OnceLock::new(),
             verified: manifest.tensors.iter().map(flags).collect(),
             manifest,
         }
@@ -188,6 +214,33 @@ impl Checkpoint {
                 reason: error.to_string(),
             })?;
         reader.verify()
+    }
+
+    /// Compares the header of a file with the manifest.
+    pub(crate) fn check_header(&self, file: usize) -> Result<(), Problem> {
+        let slices = self
+            .slices_by_file
+            .get_or_init(|| slices_by_file(&self.manifest));
+        let entry = &self.manifest.files[file];
+        let open = self.file(file).map_err(|error| Problem::Unreadable {
+            reason: error.to_string(),
+        })?;
+        header::check_header(open, entry, &self.manifest, &slices[file])
+    }
+
+    /// Checks the header of a slice's file, unless that has been done.
+    fn check_header_once(&self, tensor: usize, slice: usize) -> Result<()> {
+        let index = self.file_of(tensor, slice);
+        let flag = &self.files[index].has_sound_header;
+        if flag.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        self.check_header(index).map_err(|problem| {
+            let name = &self.manifest.files[index].name;
+            self.damaged(Damage::of_file(name, problem))
+        })?;
+        mark(flag);
+        Ok(())
     }
 
     fn tensor_index(&self, kind: &Kind, name: &str) -> Result<usize> {
@@ -206,20 +259,23 @@ impl Checkpoint {
 
     fn slice_reader(&self, tensor: usize, slice: usize) -> Result<SliceReader<'_>> {
         let entry = &self.manifest.tensors[tensor];
-        let index = self
-            .manifest
-            .file_index(&entry.slices[slice].file)
-            .expect("a sound manifest lists the files of its slices");
         Ok(SliceReader {
-            file: self.file(index)?,
+            file: self.file(self.file_of(tensor, slice))?,
             entry: &entry.slices[slice],
             width: entry.dtype.size_bytes(),
             verified: &self.verified[tensor][slice],
         })
     }
 
+    /// Position of the file that holds a slice.
+    fn file_of(&self, tensor: usize, slice: usize) -> usize {
+        self.manifest
+            .file_index(&self.manifest.tensors[tensor].slices[slice].file)
+            .expect("a sound manifest lists the files of its slices")
+    }
+
     fn file(&self, index: usize) -> Result<&File> {
-        let cell = &self.files[index];
+        let cell = &self.files[index].file;
         if let Some(file) = cell.get() {
             return Ok(file);
         }
@@ -228,13 +284,16 @@ impl Checkpoint {
         Ok(cell.get_or_init(|| file))
     }
 
-    fn damaged(&self, tensor: usize, slice: usize, problem: Problem) -> Error {
+    fn damaged_slice(&self, tensor: usize, slice: usize, problem: Problem) -> Error {
         let tensor = &self.manifest.tensors[tensor];
-        let damage = Damage {
+        self.damaged(Damage {
             file: tensor.slices[slice].file.clone(),
             tensor: Some(tensor.name.clone()),
             problem,
-        };
+        })
+    }
+
+    fn damaged(&self, damage: Damage) -> Error {
         Error::Damaged {
             path: self.folder.clone(),
             damage: Box::new(damage),
@@ -258,58 +317,6 @@ impl Error {
 /// Marks a slice as checked.
 pub(crate) fn mark(flag: &AtomicBool) {
     flag.store(true, Ordering::Relaxed);
-}
-
-/// The folder of the checkpoint that `path` stands for.
-fn resolve(path: &Path) -> Result<PathBuf> {
-    if !path.exists() {
-        return Err(Error::NotFound {
-            path: path.to_owned(),
-        });
-    }
-    let is_step = |name: &str| format::parse_step_name(name).is_some();
-    if path.join(format::MANIFEST).exists()
-        || path
-            .file_name()
-            .and_then(|name| name.to_str())
-            .is_some_and(is_step)
-    {
-        return Ok(path.to_owned());
-    }
-    let store = store_of(path);
-    match store.latest()? {
-        Some(latest) => Ok(latest),
-        None => Err(Error::NotACheckpoint {
-            path: path.to_owned(),
-            found: store
-                .newest_complete(None)?
-                .map(|checkpoint| checkpoint.folder),
-        }),
-    }
-}
-
-/// The store in an output folder, or in its `checkpoints` folder.
-fn store_of(path: &Path) -> Store {
-    let inner = path.join(format::CHECKPOINTS);
-    Store::new(if inner.is_dir() {
-        inner
-    } else {
-        path.to_owned()
-    })
-}
-
-fn older_than(folder: &Path) -> Result<Option<Checkpoint>> {
-    // A path like `.` has no name of its own.
-    let folder = match folder.file_name() {
-        Some(_) => folder.to_owned(),
-        None => folder.canonicalize().map_err(io_error("find", folder))?,
-    };
-    let name = folder.file_name().and_then(|name| name.to_str());
-    let step = name.and_then(format::parse_step_name);
-    let (Some(parent), Some(step)) = (folder.parent(), step) else {
-        return Ok(None);
-    };
-    Store::new(parent).newest_complete(Some(step))
 }
 
 fn read_manifest(folder: &Path) -> Result<Vec<u8>> {

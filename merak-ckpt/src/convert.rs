@@ -1,7 +1,6 @@
 //! Reading a piece in another element type than it is stored in.
 
 use crate::{Checkpoint, DType, Piece, Result};
-use half::{bf16, f16};
 
 /// Elements that are converted at once.
 const BLOCK_ELEMENTS: usize = 1 << 17;
@@ -48,27 +47,14 @@ fn convert(from: DType, values: &[u8], to: DType, out: &mut [u8]) {
     let values = values.chunks_exact(from.size_bytes());
     for (value, out) in values.zip(out.chunks_exact_mut(to.size_bytes())) {
         let value = from.to_f64(value).unwrap_or(f64::NAN);
-        match to {
-            DType::F64 => out.copy_from_slice(&value.to_le_bytes()),
-            DType::F32 => out.copy_from_slice(&(value as f32).to_le_bytes()),
-            DType::BF16 => out.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
-            DType::F16 => out.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
-            DType::I64
-            | DType::I32
-            | DType::I16
-            | DType::I8
-            | DType::U64
-            | DType::U32
-            | DType::U16
-            | DType::U8
-            | DType::Bool => unreachable!("only floating-point types are converted"),
-        }
+        to.put_f64(value, out);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::bf16;
 
     #[test]
     fn widening_and_back_is_the_identity_and_narrowing_rounds_to_even() {

@@ -112,6 +112,25 @@ impl DType {
         }
     }
 
+    /// Writes a floating-point element, rounded to nearest, ties to even.
+    pub(crate) fn put_f64(self, value: f64, out: &mut [u8]) {
+        match self {
+            Self::F64 => out.copy_from_slice(&value.to_le_bytes()),
+            Self::F32 => out.copy_from_slice(&(value as f32).to_le_bytes()),
+            Self::BF16 => out.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
+            Self::F16 => out.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
+            Self::I64
+            | Self::I32
+            | Self::I16
+            | Self::I8
+            | Self::U64
+            | Self::U32
+            | Self::U16
+            | Self::U8
+            | Self::Bool => unreachable!("only floating-point types are converted"),
+        }
+    }
+
     /// The same type in the words of a safetensors header.
     pub(crate) const fn to_safetensors(self) -> safetensors::Dtype {
         match self {

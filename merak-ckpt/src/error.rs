@@ -244,6 +244,17 @@ pub struct Damage {
     pub problem: Problem,
 }
 
+impl Damage {
+    /// Damage that is no single tensor's.
+    pub(crate) fn of_file(file: &str, problem: Problem) -> Self {
+        Self {
+            file: file.to_owned(),
+            tensor: None,
+            problem,
+        }
+    }
+}
+
 impl fmt::Display for Damage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {

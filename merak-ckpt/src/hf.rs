@@ -7,6 +7,7 @@ mod pickle;
 mod safe;
 mod torch;
 
+pub(crate) use export::{Content, exported, make};
 pub use export::{ExportOptions, export_hf};
 pub use import::{ImportOptions, import_hf};
 
@@ -22,7 +23,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Largest `config.json` or index that is read.
 const MAX_JSON_BYTES: u64 = 64 << 20;
@@ -68,8 +69,8 @@ pub struct HfFolder {
 
 /// A tensor in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Found {
-    name: String,
+pub(crate) struct Found {
+    pub(crate) name: String,
     dtype: DType,
     shape: Vec<usize>,
     /// Bytes of the file, row-major and little-endian.
@@ -118,14 +119,7 @@ impl HfFolder {
                     ));
                 }
             }
-            let length = fs::metadata(&file)
-                .map_err(io_error("look at", &file))?
-                .len();
-            files.push(FileEntry {
-                name: name.clone(),
-                length,
-                checksum: Checksum(0),
-            });
+            files.push(file_entry(path, &file)?);
             found.extend(tensors.into_iter().map(|tensor| (name.clone(), tensor)));
         }
         if let Some(family) = family {
@@ -142,6 +136,12 @@ impl HfFolder {
             config,
             left_out,
         })
+    }
+
+    /// Whether this is a folder of a model and no checkpoint: it has a `config.json` and no manifest.
+    pub fn is_one(path: impl AsRef<Path>) -> bool {
+        let has = |name: &str| path.as_ref().join(name).is_file();
+        has(CONFIG) && !has(format::MANIFEST)
     }
 
     /// The folder.
@@ -173,6 +173,11 @@ impl HfFolder {
         self.weights.read_as(piece, out)
     }
 
+    /// The weights as an open checkpoint.
+    pub(crate) fn weights(&self) -> &Checkpoint {
+        &self.weights
+    }
+
     /// Names of the files beside the weights that belong to the model.
     pub fn companions(&self) -> Vec<&'static str> {
         let is_there = |name: &&str| self.path().join(name).is_file();
@@ -181,7 +186,7 @@ impl HfFolder {
 }
 
 /// The family of a configuration's model, where it is known.
-fn family_of(config: &Value) -> Option<&'static Family> {
+pub(crate) fn family_of(config: &Value) -> Option<&'static Family> {
     family::of(config.get("model_type")?.as_str()?)
 }
 
@@ -224,6 +229,48 @@ fn indexed_files(index: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {
             .insert(tensor.clone());
     }
     Ok(files)
+}
+
+/// The weights of a PEFT folder: their file, and where its tensors are.
+pub(crate) fn adapter_tensors(folder: &Path) -> Result<(PathBuf, Vec<Found>)> {
+    let (safetensors, torch) = ("adapter_model.safetensors", "adapter_model.bin");
+    let file = folder.join(safetensors);
+    if file.is_file() {
+        let found = safe::tensors(&file)?;
+        return Ok((file, found));
+    }
+    let file = folder.join(torch);
+    if file.is_file() {
+        let found = torch::tensors(&file)?;
+        return Ok((file, found));
+    }
+    Err(foreign(
+        folder,
+        format!("it has no {safetensors} or {torch}"),
+    ))
+}
+
+/// A handle on the tensors of one file, under the names that they have there.
+pub(crate) fn as_checkpoint(folder: &Path, file: &Path, found: Vec<Found>) -> Result<Checkpoint> {
+    let entry = file_entry(folder, file)?;
+    let found = found.into_iter().map(|tensor| (entry.name.clone(), tensor));
+    let manifest = Manifest {
+        header: Header::default(),
+        tensors: table(folder, found.collect(), None)?,
+        files: vec![entry],
+    };
+    Ok(Checkpoint::over(folder, manifest, true))
+}
+
+/// A file of a folder, without a checksum.
+fn file_entry(folder: &Path, file: &Path) -> Result<FileEntry> {
+    let length = fs::metadata(file).map_err(io_error("look at", file))?.len();
+    let name = file.strip_prefix(folder).unwrap_or(file);
+    Ok(FileEntry {
+        name: name.to_string_lossy().into_owned(),
+        length,
+        checksum: Checksum(0),
+    })
 }
 
 /// The table of a manifest for tensors that are each one stretch of a file.
@@ -269,7 +316,7 @@ fn checked_bytes(dtype: DType, shape: &[usize]) -> Option<usize> {
     (shape.len() <= format::MAX_NDIM).then_some(elements * dtype.size_bytes())
 }
 
-fn read_json(path: &Path) -> Result<Value> {
+pub(crate) fn read_json(path: &Path) -> Result<Value> {
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -284,7 +331,7 @@ fn read_json(path: &Path) -> Result<Value> {
     serde_json::from_slice(&text).map_err(|error| foreign(path, error.to_string()))
 }
 
-fn foreign(path: &Path, reason: impl Into<String>) -> Error {
+pub(crate) fn foreign(path: &Path, reason: impl Into<String>) -> Error {
     Error::Foreign {
         path: path.to_owned(),
         reason: reason.into(),

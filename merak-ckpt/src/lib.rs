@@ -71,6 +71,7 @@
 //! - [`reshard`]: a checkpoint's files rewritten for another topology, as [`ReshardOptions`] say;
 //!   [`Cut`] is how tensor parallelism cuts a tensor at any degree.
 //! - [`HfFolder`]: a Hugging Face folder, read by slices like a checkpoint; [`import_hf`], [`export_hf`].
+//! - [`Adapter`]: a PEFT folder, merged into any slice of a weight; [`merge_lora`] writes the whole model.
 //! - [`generate`], [`TokenSource`], [`LogitsSource`], [`Sampler`], [`Decoding`]: the decode loop, which
 //!   knows no model and no ranks.
 //!
@@ -95,8 +96,9 @@
 //!   caller's buffer.
 //! - Equal states make equal bytes: sorted tables, no clock, no hash order.
 //! - A crash at any byte leaves the older checkpoints valid, and `latest` naming one of them.
-//! - Damage of any byte of a file is found by [`Checkpoint::verify`], and by [`Checkpoint::read`] in
-//!   the slices that it touches, and the error names file, tensor and the newest complete older
+//! - Damage of any byte of a file is found by [`Checkpoint::verify`]. Opening finds it in the manifest and in
+//!   the caller's files, [`Checkpoint::read`] in the slices that it touches and in the headers of their
+//!   files: what was loaded is what was saved. The error names file, tensor and the newest complete older
 //!   checkpoint. Hostile manifests and headers give errors as well.
 //! - The token drawn for a prompt depends on (logits, seed, prompt index, position) only.
 //!
@@ -108,7 +110,9 @@
 //!
 //! Slices of global tensors instead of one file per rank follow the idea of
 //! [Universal Checkpointing](https://arxiv.org/abs/2406.18820); flat ranges are those of
-//! [ZeRO](https://arxiv.org/abs/1910.02054), section 5. Top-p is
+//! [ZeRO](https://arxiv.org/abs/1910.02054), section 5. Adapters are those of
+//! [LoRA](https://arxiv.org/abs/2106.09685), section 4.1, scaled by the rank or by
+//! [its square root](https://arxiv.org/abs/2312.03732). Top-p is
 //! [nucleus sampling](https://arxiv.org/abs/1904.09751), section 3.1.
 
 mod checkpoint;
@@ -123,9 +127,12 @@ mod dtype;
 mod error;
 pub mod format;
 mod generate;
+mod header;
 mod hf;
 mod kind;
 mod layout;
+mod locate;
+mod lora;
 mod manifest;
 mod pending;
 mod philox;
@@ -153,6 +160,7 @@ pub use generate::{
 pub use hf::{ExportOptions, HfFolder, ImportOptions, export_hf, import_hf};
 pub use kind::Kind;
 pub use layout::{Layout, Part};
+pub use lora::{Adapter, merge_lora};
 pub use manifest::{FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};
 pub use pending::PendingShard;
 pub use plan::Stages;

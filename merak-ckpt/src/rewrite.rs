@@ -50,10 +50,22 @@ impl Budget {
     }
 }
 
+/// Where the values of planned pieces come from.
+pub(crate) trait Values: Sync {
+    /// Reads a piece, in the type that it is to be written in.
+    fn read_as(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<()>;
+}
+
+impl Values for Checkpoint {
+    fn read_as(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<()> {
+        Checkpoint::read_as(self, piece, out)
+    }
+}
+
 /// Writes the files of a plan into `folder`; `tensors` is the table that the plan was made for,
 /// and its element types are those that are written.
 pub(crate) fn write_planned(
-    source: &Checkpoint,
+    source: &dyn Values,
     tensors: &[TensorEntry],
     files: &[(String, &PlannedFile)],
     folder: &Path,
@@ -96,7 +108,7 @@ pub(crate) fn write_planned(
 
 /// Supplies slices from an open checkpoint.
 struct Stream<'a> {
-    source: &'a Checkpoint,
+    source: &'a dyn Values,
     buffer_bytes: usize,
 }
 

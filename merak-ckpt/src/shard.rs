@@ -15,6 +15,9 @@ use std::ops::Range;
 use std::path::Path;
 use xxhash_rust::xxh3::Xxh3;
 
+/// The one entry of a header's `__metadata__`, which `transformers` asks for.
+pub(crate) const METADATA: [&str; 2] = ["format", "pt"];
+
 /// Names a rank's piece of a tensor: the whole local tensor, or a flat range of it.
 #[derive(Debug, Clone)]
 pub struct Piece<'a> {
@@ -250,7 +253,7 @@ fn place(outgoing: &mut [Outgoing<'_>]) -> Result<Vec<u8>> {
             },
         ));
     }
-    let metadata = Metadata::new(Some([("format".into(), "pt".into())].into()), infos)
+    let metadata = Metadata::new(Some([METADATA.map(str::to_owned).into()].into()), infos)
         .expect("offsets follow one another and agree with shapes");
     let mut header = serde_json::to_vec(&metadata).expect("a header has text keys");
     let data_start = (8 + header.len()).next_multiple_of(format::ALIGNMENT);

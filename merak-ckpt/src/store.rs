@@ -99,8 +99,9 @@ impl Store {
         self.write_pointer(format::BEST, step)
     }
 
-    /// The newest checkpoint (by number) that is complete: its manifest is sound and its files
-    /// have the right lengths. With `before`, only lower steps count.
+    /// The newest checkpoint (by number) that is complete: its manifest is sound, its files have
+    /// the right lengths, and those without tensors the right content. With `before`, only lower
+    /// steps count.
     ///
     /// Incomplete ones are passed over with a warning in the log.
     ///

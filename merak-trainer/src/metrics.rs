@@ -3,11 +3,13 @@
 mod file;
 mod memory;
 mod progress;
+mod reporter;
 mod times;
 
 pub use self::{
     file::{EvaluationMetrics, MetricsFile, StepMetrics},
     memory::{peak_resident_bytes, resident_bytes},
     progress::Progress,
+    reporter::Reporter,
     times::{Readable, StepTimes},
 };

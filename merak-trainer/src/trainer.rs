@@ -100,6 +100,7 @@ pub struct MerakTrainer {
     loader: Option<Loader>,
     parts: TrainerParts,
     global_step: usize,
+    tokens: u64,
     total_steps: usize,
     programs: generation::Programs,
     timeline: Vec<Span>,
@@ -157,6 +158,7 @@ impl MerakTrainer {
             loader: None,
             parts,
             global_step: 0,
+            tokens: 0,
             total_steps,
             programs: generation::Programs::default(),
             timeline: Vec::new(),
@@ -181,6 +183,11 @@ impl MerakTrainer {
     /// Optimizer steps done, skipped ones included.
     pub fn global_step(&self) -> usize {
         self.global_step
+    }
+
+    /// Tokens of the global batches of these steps, whichever their sizes were.
+    pub fn tokens(&self) -> u64 {
+        self.tokens
     }
 
     /// Steps that the whole run makes.

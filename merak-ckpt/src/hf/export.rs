@@ -4,7 +4,7 @@ use super::{CONFIG, family_of, foreign, read_json};
 use crate::disk::{remove, rename, sync_folder, write_synced};
 use crate::error::io_error;
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
-use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, copy_other_files, write_planned};
+use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, copy_other_files, write_planned};
 use crate::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, Shard, ShardKind, TensorEntry};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -54,6 +54,29 @@ pub fn export_hf(
     options: &ExportOptions,
 ) -> Result<()> {
     let folder = folder.as_ref();
+    let config = read_json(&source.path().join(CONFIG))?;
+    let content = Content {
+        tensors: exported(source, &config, options, &|_| false)?,
+        values: source,
+        config,
+        others: &|folder| copy_other_files(source, folder).map(drop),
+    };
+    make(folder, &content, options)
+}
+
+/// What a Hugging Face folder is made of.
+pub(crate) struct Content<'a> {
+    /// The parameters, in the order and the types in which they are written.
+    pub(crate) tensors: Vec<TensorEntry>,
+    pub(crate) values: &'a dyn Values,
+    /// `config.json` of the model.
+    pub(crate) config: Value,
+    /// Copies the other files.
+    pub(crate) others: &'a dyn Fn(&Path) -> Result<()>,
+}
+
+/// Makes a folder, under a temporary name until it is complete.
+pub(crate) fn make(folder: &Path, content: &Content<'_>, options: &ExportOptions) -> Result<()> {
     let budget = Budget::new(options.max_memory)?;
     if let Some(dtype) = options.dtype.filter(|dtype| !dtype.is_float()) {
         return Err(Error::InvalidOption {
@@ -71,15 +94,12 @@ pub fn export_hf(
             path: folder.to_owned(),
         });
     }
-    let config = read_json(&source.path().join(CONFIG))?;
-    let tensors = exported(source, &config, options)?;
     let draft = draft_of(folder)?;
     if draft.exists() {
         remove(&draft)?;
     }
     fs::create_dir_all(&draft).map_err(io_error("create", &draft))?;
-    let outcome = write(source, &draft, &tensors, config, options, budget)
-        .and_then(|()| rename(&draft, folder));
+    let outcome = write(&draft, content, options, budget).and_then(|()| rename(&draft, folder));
     if outcome.is_err()
         && let Err(error) = remove(&draft)
     {
@@ -98,11 +118,13 @@ fn draft_of(folder: &Path) -> Result<PathBuf> {
     Ok(folder.with_file_name(draft))
 }
 
-/// The parameters to write, in natural order of their names, with the types to write.
-fn exported(
+/// The parameters to write, in natural order of their names, with the types to write; `changes` says
+/// which of them will have other values than `source` has.
+pub(crate) fn exported(
     source: &Checkpoint,
     config: &Value,
     options: &ExportOptions,
+    changes: &dyn Fn(&str) -> bool,
 ) -> Result<Vec<TensorEntry>> {
     let mut tensors: Vec<_> = source
         .manifest()
@@ -111,6 +133,8 @@ fn exported(
         .collect();
     if let Some(family) = family_of(config)
         && family.is_tied(config)
+        && !changes(family.head)
+        && !changes(family.embedding())
         && is_same(source, family.head, family.embedding())?
     {
         tensors.retain(|tensor| tensor.name != family.head);
@@ -157,13 +181,12 @@ fn is_same(source: &Checkpoint, first: &str, second: &str) -> Result<bool> {
 }
 
 fn write(
-    source: &Checkpoint,
     folder: &Path,
-    tensors: &[TensorEntry],
-    config: Value,
+    content: &Content<'_>,
     options: &ExportOptions,
     budget: Budget,
 ) -> Result<()> {
+    let tensors = &content.tensors;
     let planned = shards(tensors, options.max_shard_size);
     let count = planned.len();
     let name = |number: usize| match count {
@@ -171,13 +194,13 @@ fn write(
         _ => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
     };
     let files: Vec<_> = planned.iter().map(|file| (name(file.rank), file)).collect();
-    let written = write_planned(source, tensors, &files, folder, budget)?;
+    let written = write_planned(content.values, tensors, &files, folder, budget)?;
     if count > 1 {
         let path = folder.join("model.safetensors.index.json");
         write_synced(&path, index(tensors, &written).as_bytes())?;
     }
-    copy_other_files(source, folder)?;
-    if let Some(config) = adapted(config, tensors) {
+    (content.others)(folder)?;
+    if let Some(config) = adapted(content.config.clone(), tensors) {
         let path = folder.join(CONFIG);
         write_synced(&path, format!("{config:#}\n").as_bytes())?;
     }

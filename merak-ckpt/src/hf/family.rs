@@ -16,6 +16,8 @@ pub(crate) struct Family {
     pub(crate) head: &'static str,
     /// Whether it is where the configuration does not say.
     tied: bool,
+    /// Whether linear weights are stored `[in, out]`.
+    is_transposed: bool,
     /// Ends of names, the dim that tensor parallelism cuts, and its equal parts.
     cuts: &'static [(&'static str, usize, usize)],
 }
@@ -29,9 +31,7 @@ const LLAMA_CUTS: &[(&str, usize, usize)] = &[
     (".v_proj.bias", 0, 1),
     (".o_proj.weight", 1, 1),
     (".gate_proj.weight", 0, 1),
-    (".gate_proj.bias", 0, 1),
     (".up_proj.weight", 0, 1),
-    (".up_proj.bias", 0, 1),
     (".down_proj.weight", 1, 1),
 ];
 
@@ -41,17 +41,18 @@ const LLAMA: Family = Family {
     embedding: "model.embed_tokens.weight",
     head: "lm_head.weight",
     tied: false,
+    is_transposed: false,
     cuts: LLAMA_CUTS,
 };
 
-const FAMILIES: [Family; 7] = [
-    // Its linear weights are stored `[in, out]`.
+const FAMILIES: [Family; 5] = [
     Family {
         model_type: "gpt2",
         prefix: "transformer.",
         embedding: "transformer.wte.weight",
         head: "lm_head.weight",
         tied: true,
+        is_transposed: true,
         cuts: &[
             (".attn.c_attn.weight", 1, 3),
             (".attn.c_attn.bias", 0, 3),
@@ -74,41 +75,6 @@ const FAMILIES: [Family; 7] = [
         model_type: "qwen3",
         ..LLAMA
     },
-    Family {
-        model_type: "opt",
-        prefix: "model.",
-        embedding: "model.decoder.embed_tokens.weight",
-        head: "lm_head.weight",
-        tied: true,
-        cuts: &[
-            (".q_proj.weight", 0, 1),
-            (".q_proj.bias", 0, 1),
-            (".k_proj.weight", 0, 1),
-            (".k_proj.bias", 0, 1),
-            (".v_proj.weight", 0, 1),
-            (".v_proj.bias", 0, 1),
-            (".out_proj.weight", 1, 1),
-            (".fc1.weight", 0, 1),
-            (".fc1.bias", 0, 1),
-            (".fc2.weight", 1, 1),
-        ],
-    },
-    // Query, key and value alternate head by head, so slices are whole heads.
-    Family {
-        model_type: "gpt_neox",
-        prefix: "gpt_neox.",
-        embedding: "gpt_neox.embed_in.weight",
-        head: "embed_out.weight",
-        tied: false,
-        cuts: &[
-            (".query_key_value.weight", 0, 1),
-            (".query_key_value.bias", 0, 1),
-            (".attention.dense.weight", 1, 1),
-            (".dense_h_to_4h.weight", 0, 1),
-            (".dense_h_to_4h.bias", 0, 1),
-            (".dense_4h_to_h.weight", 1, 1),
-        ],
-    },
 ];
 
 /// The family of this `model_type`.
@@ -128,6 +94,16 @@ impl Family {
     /// The name of the embedding.
     pub(crate) fn embedding(&self) -> &'static str {
         self.embedding
+    }
+
+    /// What the names of the model without its head begin with in the model with it.
+    pub(crate) fn prefix(&self) -> &'static str {
+        self.prefix
+    }
+
+    /// Whether this linear weight is stored `[in, out]`.
+    pub(crate) fn is_transposed(&self, name: &str) -> bool {
+        self.is_transposed && self.cuts.iter().any(|(end, ..)| name.ends_with(end))
     }
 
     /// How tensor parallelism cuts a parameter.
@@ -175,8 +151,7 @@ impl Family {
 /// Whether a tensor is one that older versions saved though it follows from the configuration.
 fn is_buffer(tensor: &Found) -> bool {
     let name = tensor.name.as_str();
-    let is_mask = name.ends_with(".attn.bias") || name.ends_with(".attention.bias");
-    is_mask && tensor.shape.len() == 4
-        || name.ends_with(".masked_bias")
+    name.ends_with(".attn.bias") && tensor.shape.len() == 4
+        || name.ends_with(".attn.masked_bias")
         || name.ends_with(".rotary_emb.inv_freq")
 }

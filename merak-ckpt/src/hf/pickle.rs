@@ -6,65 +6,14 @@
 //! that says which. Containers live in an arena and values are small and `Copy`, so that a
 //! deeply nested pickle costs no call stack, and the number of values is bounded.
 
-use crate::DType;
+mod objects;
+
+pub(super) use objects::{Callable, Heap, Storage, Value, View};
+use objects::{callable, size};
 use std::collections::BTreeMap;
 
 /// Most values that a pickle may make.
 const MAX_VALUES: usize = 1 << 22;
-
-/// A value on the stack.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Value<'a> {
-    None,
-    Bool(bool),
-    Int(i64),
-    /// A number of another kind, which no table of tensors looks at.
-    Number,
-    Text(&'a str),
-    /// A list or tuple: its place in the arena.
-    Items(usize),
-    Dict(usize),
-    Storage(usize),
-    Tensor(usize),
-    Callable(Callable),
-}
-
-/// What a pickle may call, and the names of types that it may mention.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Callable {
-    OrderedDict,
-    RebuildTensor,
-    RebuildParameter,
-    StorageType(DType),
-}
-
-/// Bytes that tensors are views of.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Storage {
-    pub(super) key: String,
-    pub(super) dtype: DType,
-    /// Elements.
-    pub(super) len: usize,
-}
-
-/// A view of a storage.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct View {
-    pub(super) storage: usize,
-    /// First element in the storage.
-    pub(super) offset: usize,
-    pub(super) shape: Vec<usize>,
-    pub(super) strides: Vec<usize>,
-}
-
-/// What a pickle has made.
-#[derive(Debug, Default)]
-pub(super) struct Heap<'a> {
-    items: Vec<Vec<Value<'a>>>,
-    dicts: Vec<Vec<(Value<'a>, Value<'a>)>>,
-    pub(super) storages: Vec<Storage>,
-    pub(super) views: Vec<View>,
-}
 
 /// The machine that runs one pickle.
 struct Machine<'a> {
@@ -102,30 +51,6 @@ pub(super) fn run(bytes: &[u8]) -> Outcome<(Value<'_>, Heap<'_>, usize)> {
         machine
             .step(opcode)
             .map_err(|reason| format!("{reason} (byte {at} of the pickle)"))?;
-    }
-}
-
-impl<'a> Heap<'a> {
-    /// The entries of a dictionary; a later entry of the same key has replaced the earlier one
-    /// for Python, so callers look at the last.
-    pub(super) fn dict(&self, value: Value<'a>) -> Option<&[(Value<'a>, Value<'a>)]> {
-        match value {
-            Value::Dict(index) => Some(&self.dicts[index]),
-            _ => None,
-        }
-    }
-
-    /// The members of a list or tuple.
-    pub(super) fn items(&self, value: Value<'a>) -> Option<&[Value<'a>]> {
-        match value {
-            Value::Items(index) => Some(&self.items[index]),
-            _ => None,
-        }
-    }
-
-    fn sizes(&self, value: Value<'a>) -> Outcome<Vec<usize>> {
-        let items = self.items(value).ok_or("a shape is no tuple")?;
-        items.iter().map(|&item| size(item)).collect()
     }
 }
 
@@ -419,41 +344,6 @@ impl<'a> Machine<'a> {
             }
             (called, _) => Err(format!("it calls {called:?} with other arguments")),
         }
-    }
-}
-
-/// What a name stands for, where it is one of the few.
-fn callable(module: &str, name: &str) -> Outcome<Callable> {
-    let storage = |dtype| Ok(Callable::StorageType(dtype));
-    match (module, name) {
-        ("collections", "OrderedDict") => Ok(Callable::OrderedDict),
-        ("torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor") => Ok(Callable::RebuildTensor),
-        ("torch._utils", "_rebuild_parameter") => Ok(Callable::RebuildParameter),
-        ("torch", "DoubleStorage") => storage(DType::F64),
-        ("torch", "FloatStorage") => storage(DType::F32),
-        ("torch", "BFloat16Storage") => storage(DType::BF16),
-        ("torch", "HalfStorage") => storage(DType::F16),
-        ("torch", "LongStorage") => storage(DType::I64),
-        ("torch", "IntStorage") => storage(DType::I32),
-        ("torch", "ShortStorage") => storage(DType::I16),
-        ("torch", "CharStorage") => storage(DType::I8),
-        ("torch", "ByteStorage") => storage(DType::U8),
-        ("torch", "BoolStorage") => storage(DType::Bool),
-        _ => {
-            let shown: String = format!("{module}.{name}").chars().take(80).collect();
-            Err(format!(
-                "it asks for `{shown}`, which no table of tensors needs"
-            ))
-        }
-    }
-}
-
-fn size(value: Value<'_>) -> Outcome<usize> {
-    match value {
-        Value::Int(value) => {
-            usize::try_from(value).map_err(|_| format!("a size or offset is {value}"))
-        }
-        _ => Err("a size or offset is no whole number".to_owned()),
     }
 }
 

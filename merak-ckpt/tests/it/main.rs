@@ -3,17 +3,21 @@
 //! - `support`: a small made-up model, saved by any topology
 //! - `topologies`: what any topology saves, any other reads back
 //! - `hf`: Hugging Face folders in and out, pickles that are refused
+//! - `lora`: adapters of PEFT, merged
 //! - `reshard`: files rewritten for other topologies, there and back
 //! - `store`: names, `latest`, rotation, leftovers
 //! - `command`: what `merak-ckpt` prints, and its exit status
-//! - `damage`: damaged and hostile files give errors that name them
+//! - `damage`: damaged files give errors that name them, on loading too
+//! - `forged`: hostile manifests and headers with right checksums
 //! - `generation`: the decode loop over toy models
 
 #[cfg(feature = "cli")]
 mod command;
 mod damage;
+mod forged;
 mod generation;
 mod hf;
+mod lora;
 mod reshard;
 mod store;
 mod support;

@@ -5,10 +5,10 @@ use clap::Args as ClapArgs;
 use merak_ckpt::{Completion, GenerateOptions};
 use merak_mpu::Member;
 use merak_trainer::{
-    Callback, CheckedArguments, Config, Error, MerakTrainer, Plan, Result, StepReport, TrainOutput,
+    Callback, CheckedArguments, Config, Error, MerakTrainer, Plan, Result, TrainOutput,
     TrainerParts,
     data::{Corpus, Dataset, TokenDataset, bigram_loss},
-    metrics::{EvaluationMetrics, MetricsFile, Progress, StepMetrics},
+    metrics::{EvaluationMetrics, Progress, Reporter},
     run_world, threads_per_rank,
 };
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
@@ -19,7 +19,7 @@ use std::{
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicI64, Ordering},
     },
 };
@@ -248,11 +248,7 @@ impl<'a> Run<'a> {
     ) -> Result<Finished> {
         let is_first = member.rank().0 == 0;
         let mpu = merak_mpu::Mpu::new(member, self.plan.degrees)?;
-        let reporter = if is_first {
-            Some(Arc::new(Mutex::new(Reporter::default())))
-        } else {
-            None
-        };
+        let reporter = is_first.then(Reporter::default);
         let parts = TrainerParts {
             train_data: Some(Arc::clone(&self.train)),
             eval_data: self.validation.clone(),
@@ -261,24 +257,22 @@ impl<'a> Run<'a> {
             num_threads: threads_per_rank(self.args),
             callbacks: reporter
                 .iter()
-                .map(|shared| Box::new(Shared(Arc::clone(shared))) as Box<dyn Callback>)
+                .map(|reporter| Box::new(reporter.clone()) as Box<dyn Callback>)
                 .collect(),
         };
         let mut trainer = MerakTrainer::new(Arc::clone(&self.plan), mpu, self.args, parts)?;
         if let Some(reporter) = &reporter {
-            let total = trainer.total_steps();
-            let reporter = &mut *lock(reporter);
-            reporter.start(
-                output_dir,
-                trainer.global_step(),
-                total,
-                self.args,
-                &self.plan,
-            )?;
+            let (total, done) = (trainer.total_steps(), trainer.global_step());
+            let progress = if io::stderr().is_terminal() {
+                Progress::bar(total, done)
+            } else {
+                Progress::lines(total, Box::new(io::stderr()))
+            };
+            reporter.start(&trainer, self.args, output_dir, progress)?;
         }
         let output = trainer.train()?;
         if let Some(reporter) = &reporter {
-            lock(reporter).finish();
+            reporter.finish();
         }
         // After a signal there may be no time left.
         let runs_on = output.stopped_by.is_none();
@@ -287,9 +281,6 @@ impl<'a> Run<'a> {
         } else {
             None
         };
-        if let (Some(reporter), Some(evaluation)) = (&reporter, &evaluation) {
-            lock(reporter).record(evaluation)?;
-        }
         let checkpoint = self.args.save.then(|| {
             output_dir
                 .join("checkpoints")
@@ -391,122 +382,5 @@ impl<'a> Run<'a> {
             );
         }
         text
-    }
-}
-
-/// Progress and records, on rank 0.
-#[derive(Default)]
-struct Reporter {
-    progress: Option<Progress>,
-    metrics: Option<MetricsFile>,
-    logging_steps: usize,
-    total_steps: usize,
-    first_step: usize,
-    flops_per_token: f64,
-    seconds: f64,
-    failed: Option<Error>,
-}
-
-struct Shared(Arc<Mutex<Reporter>>);
-
-fn lock(reporter: &Mutex<Reporter>) -> std::sync::MutexGuard<'_, Reporter> {
-    reporter.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Reporter {
-    fn start(
-        &mut self,
-        output_dir: &Path,
-        done: usize,
-        total: usize,
-        args: &CheckedArguments,
-        plan: &Plan,
-    ) -> Result<()> {
-        self.metrics = Some(MetricsFile::open(&output_dir.join("metrics.jsonl"), done)?);
-        self.progress = Some(if io::stderr().is_terminal() {
-            Progress::bar(total, done)
-        } else {
-            Progress::lines(total, Box::new(io::stderr()))
-        });
-        (self.logging_steps, self.total_steps, self.first_step) = (args.logging_steps, total, done);
-        self.flops_per_token = plan.flops_per_token();
-        Ok(())
-    }
-
-    fn record(&mut self, record: &impl serde::Serialize) -> Result<()> {
-        self.metrics
-            .as_mut()
-            .map_or(Ok(()), |metrics| metrics.append(record))
-    }
-
-    fn finish(&mut self) {
-        if let Some(progress) = self.progress.take() {
-            progress.finish();
-        }
-    }
-
-    fn step(&mut self, report: &StepReport) -> Result<()> {
-        self.seconds += report.time.as_secs_f64();
-        let is_logged = report.step.is_multiple_of(self.logging_steps)
-            || report.step == self.total_steps
-            || report.step == self.first_step + 1;
-        if let Some(progress) = &mut self.progress {
-            // A closed standard error does not end the training.
-            let _ = progress.step(
-                report.step,
-                report.loss,
-                report.tokens as usize,
-                report.time,
-                is_logged,
-            );
-        }
-        if !is_logged {
-            return Ok(());
-        }
-        let tokens_per_s = report.tokens as f64 / report.time.as_secs_f64().max(f64::MIN_POSITIVE);
-        self.record(&StepMetrics {
-            step: report.step,
-            loss: report.loss,
-            grad_norm: report.grad_norm,
-            lr: report.lr,
-            tokens: report.tokens * report.step as u64,
-            tokens_per_s,
-            tflops: Some(tokens_per_s * self.flops_per_token / 1e12),
-            mfu: None,
-            memory_bytes: merak_trainer::metrics::resident_bytes(),
-            loss_scale: None,
-            time_s: self.seconds,
-        })
-    }
-}
-
-impl Callback for Shared {
-    fn on_step(&mut self, report: &StepReport) {
-        let reporter = &mut *lock(&self.0);
-        if reporter.failed.is_none() {
-            reporter.failed = reporter.step(report).err();
-            if let Some(error) = &reporter.failed {
-                tracing::error!(%error, "metrics are no longer written");
-            }
-        }
-    }
-
-    fn on_evaluate(&mut self, metrics: &EvaluationMetrics) {
-        let reporter = &mut *lock(&self.0);
-        if let Some(progress) = &mut reporter.progress {
-            let _ = progress.say(&format!(
-                "step {}: validation loss {:.4}",
-                metrics.step, metrics.eval_loss
-            ));
-            if let Err(error) = reporter.record(metrics) {
-                tracing::error!(%error, "metrics are no longer written");
-            }
-        }
-    }
-
-    fn on_save(&mut self, path: &Path) {
-        if let Some(progress) = &mut lock(&self.0).progress {
-            let _ = progress.say(&format!("saved {}", path.display()));
-        }
     }
 }

@@ -11,30 +11,37 @@ use serde_json::Value;
 
 use crate::error::{Error, Result};
 
-/// What a logged step reports. A number that is not finite is written as `null`.
+/// What a logged step reports: every `logging_steps` steps, the first step of a run or of its resumed part, and
+/// the last one. A number that is not finite is written as `null`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub struct StepMetrics {
-    /// Optimizer steps done.
+    /// Optimizer steps done, skipped ones included.
     pub step: usize,
-    /// Training loss in nats per token, averaged over the steps since the last record.
+    /// Training loss of this step in nats per token: the mean over the labels of its global batch, before its
+    /// update. It is no average over steps, so that it does not depend on `logging_steps` or on where a run
+    /// was resumed.
     pub loss: f64,
-    /// Global gradient norm before clipping.
+    /// Global gradient norm of this step before clipping.
     pub grad_norm: f64,
-    /// Learning rate of the step.
+    /// Learning rate of this step.
     pub lr: f64,
-    /// Tokens trained on since the run's first step, over all replicas.
+    /// Tokens of all global batches since the run's first step, padding included, over all replicas. It goes
+    /// on in a resumed run, also with another batch.
     pub tokens: u64,
-    /// Tokens per second since the last record.
+    /// Tokens per second over the steps since the last record; evaluating and saving do not count.
     pub tokens_per_s: f64,
-    /// Floating-point operations of the model per second, in units of 10^12, over all ranks.
+    /// Floating-point operations of the model per second at this speed, in units of 10^12, over all ranks: six
+    /// per parameter and token, whatever is recomputed.
     pub tflops: Option<f64>,
-    /// Share of the machine's peak that this is.
+    /// Share of the devices' peak that this is; `null` where the peak is not known, as on CPUs.
     pub mfu: Option<f64>,
-    /// Most bytes held by the tensors of a rank.
+    /// Resident bytes of the process of rank 0 when the record is written, with ranks as threads that of all
+    /// ranks; `null` where the system does not tell.
     pub memory_bytes: Option<u64>,
-    /// Loss scale, where there is one.
+    /// Loss scale; `null` where there is none, as in f32.
     pub loss_scale: Option<f64>,
-    /// Seconds since the run started.
+    /// Seconds since training started, evaluating and saving included. A resumed run goes on from the last
+    /// record that it keeps.
     pub time_s: f64,
 }
 
@@ -69,6 +76,7 @@ pub struct EvaluationMetrics {
 pub struct MetricsFile {
     path: PathBuf,
     file: File,
+    earlier_time_s: f64,
 }
 
 impl MetricsFile {
@@ -104,7 +112,13 @@ impl MetricsFile {
         Ok(Self {
             path: path.to_path_buf(),
             file,
+            earlier_time_s: last_time_s(&kept),
         })
+    }
+
+    /// `time_s` of the last record that was there when the file was opened; 0 without one.
+    pub fn earlier_time_s(&self) -> f64 {
+        self.earlier_time_s
     }
 
     /// Appends one record as one line.
@@ -140,6 +154,12 @@ fn records_until(text: &str, steps: usize) -> String {
     text.split_inclusive('\n').filter(is_kept).collect()
 }
 
+/// The time of the last record that has one.
+fn last_time_s(text: &str) -> f64 {
+    let time = |line: &str| serde_json::from_str::<Value>(line).ok()?["time_s"].as_f64();
+    text.lines().rev().find_map(time).unwrap_or(0.0)
+}
+
 /// Replaces a file's content at once, so that a crash leaves the old or the new one.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
     let temporary = path.with_extension("jsonl.new");
@@ -155,6 +175,7 @@ mod tests {
         StepMetrics {
             step,
             loss: 2.5,
+            time_s: step as f64 / 2.0,
             ..StepMetrics::default()
         }
     }
@@ -187,6 +208,7 @@ mod tests {
         )
         .unwrap();
         let mut resumed = MetricsFile::open(&path, 3).unwrap();
+        assert_eq!(resumed.earlier_time_s().to_string(), "1.5");
         resumed.append(&record(4)).unwrap();
         assert_eq!(steps(&path), [1, 2, 3, 4]);
         MetricsFile::open(&path, 0)

@@ -18,6 +18,8 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct RunState {
     global_step: usize,
+    /// Tokens of the global batches of these steps.
+    tokens: u64,
     /// Updates done and skipped: the time of the learning rate and of the optimizer.
     progress: Progress,
     position: DataPosition,
@@ -102,6 +104,7 @@ impl MerakTrainer {
         let args = &self.args;
         let state = RunState {
             global_step: self.global_step,
+            tokens: self.tokens,
             progress: self.stage.optimizer.progress(),
             position: self.position(),
             seed: args.seed,
@@ -337,6 +340,7 @@ impl MerakTrainer {
     fn restore_position(&mut self, state: &RunState) -> Result<()> {
         self.stage.optimizer.set_progress(state.progress);
         self.global_step = state.global_step;
+        self.tokens = state.tokens;
         if !self.args.no_load_rng {
             self.stage.seed = state.seed;
         }

@@ -59,6 +59,7 @@ impl MerakTrainer {
         let lr = self.schedule.lr(self.stage.optimizer.progress().steps);
         let update = self.stage.update(lr)?;
         self.global_step += 1;
+        self.tokens += tokens;
         Ok(StepReport {
             step: self.global_step,
             loss,

@@ -57,6 +57,8 @@ enum Command {
     ImportHf(rewrite::ImportHf),
     /// Makes a Hugging Face folder of a checkpoint
     ExportHf(rewrite::ExportHf),
+    /// Makes a Hugging Face folder of a model with a PEFT adapter folded into its weights
+    MergeLora(rewrite::MergeLora),
 }
 
 /// What a command prints, and its exit status.
@@ -73,6 +75,7 @@ fn main() -> ExitCode {
         Command::Reshard(command) => command.run(),
         Command::ImportHf(command) => command.run(),
         Command::ExportHf(command) => command.run(),
+        Command::MergeLora(command) => command.run(),
     };
     match outcome {
         Ok(Outcome { text, status }) => {

@@ -4,7 +4,7 @@ use crate::Outcome;
 use clap::Args;
 use merak_ckpt::{
     Checkpoint, DEFAULT_MAX_MEMORY, DType, ExportOptions, HfFolder, ImportOptions, ReshardOptions,
-    Result, Stages, Topology, export_hf, import_hf, reshard,
+    Result, Stages, Topology, export_hf, import_hf, merge_lora, reshard,
 };
 use std::path::{Path, PathBuf};
 
@@ -96,6 +96,13 @@ pub(crate) struct ExportHf {
     src: PathBuf,
     /// Folder to make
     hf_dir: PathBuf,
+    #[command(flatten)]
+    files: HfFiles,
+}
+
+/// How the weights of a Hugging Face folder are written.
+#[derive(Args)]
+pub(crate) struct HfFiles {
     /// Floating-point type of the weights [default: as they are]
     #[arg(long, value_name = "D")]
     dtype: Option<DType>,
@@ -104,6 +111,28 @@ pub(crate) struct ExportHf {
     max_shard_size: u64,
     #[command(flatten)]
     memory: Memory,
+}
+
+impl HfFiles {
+    fn options(&self) -> ExportOptions {
+        ExportOptions {
+            dtype: self.dtype,
+            max_shard_size: self.max_shard_size,
+            max_memory: self.memory.bytes(),
+        }
+    }
+}
+
+#[derive(Args)]
+pub(crate) struct MergeLora {
+    /// Hugging Face folder, checkpoint or output folder
+    base: PathBuf,
+    /// Folder of a PEFT adapter
+    adapter: PathBuf,
+    /// Hugging Face folder to make
+    dst: PathBuf,
+    #[command(flatten)]
+    files: HfFiles,
 }
 
 impl ImportHf {
@@ -122,13 +151,16 @@ impl ImportHf {
 
 impl ExportHf {
     pub(crate) fn run(&self) -> Result<Outcome> {
-        let options = ExportOptions {
-            dtype: self.dtype,
-            max_shard_size: self.max_shard_size,
-            max_memory: self.memory.bytes(),
-        };
-        export_hf(&Checkpoint::open(&self.src)?, &self.hf_dir, &options)?;
+        let source = Checkpoint::open(&self.src)?;
+        export_hf(&source, &self.hf_dir, &self.files.options())?;
         Ok(written(&self.hf_dir))
+    }
+}
+
+impl MergeLora {
+    pub(crate) fn run(&self) -> Result<Outcome> {
+        merge_lora(&self.base, &self.adapter, &self.dst, &self.files.options())?;
+        Ok(written(&self.dst))
     }
 }
 

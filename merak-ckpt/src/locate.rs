@@ -1,0 +1,58 @@
+//! Which checkpoint a path stands for.
+
+use crate::error::io_error;
+use crate::{Checkpoint, Error, Result, Store, format};
+use std::path::{Path, PathBuf};
+
+/// The folder of the checkpoint that `path` stands for.
+pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
+    if !path.exists() {
+        return Err(Error::NotFound {
+            path: path.to_owned(),
+        });
+    }
+    let is_step = |name: &str| format::parse_step_name(name).is_some();
+    if path.join(format::MANIFEST).exists()
+        || path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .is_some_and(is_step)
+    {
+        return Ok(path.to_owned());
+    }
+    let store = store_of(path);
+    match store.latest()? {
+        Some(latest) => Ok(latest),
+        None => Err(Error::NotACheckpoint {
+            path: path.to_owned(),
+            found: store
+                .newest_complete(None)?
+                .map(|checkpoint| checkpoint.path().to_owned()),
+        }),
+    }
+}
+
+/// The store in an output folder, or in its `checkpoints` folder.
+pub(crate) fn store_of(path: &Path) -> Store {
+    let inner = path.join(format::CHECKPOINTS);
+    Store::new(if inner.is_dir() {
+        inner
+    } else {
+        path.to_owned()
+    })
+}
+
+/// The newest complete checkpoint of a lower step beside this one.
+pub(crate) fn older_than(folder: &Path) -> Result<Option<Checkpoint>> {
+    // A path like `.` has no name of its own.
+    let folder = match folder.file_name() {
+        Some(_) => folder.to_owned(),
+        None => folder.canonicalize().map_err(io_error("find", folder))?,
+    };
+    let name = folder.file_name().and_then(|name| name.to_str());
+    let step = name.and_then(format::parse_step_name);
+    let (Some(parent), Some(step)) = (folder.parent(), step) else {
+        return Ok(None);
+    };
+    Store::new(parent).newest_complete(Some(step))
+}

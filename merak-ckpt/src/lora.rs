@@ -1,0 +1,370 @@
+//! Adapters in PEFT's format: low-rank updates of weights.
+//!
+//! ```text
+//! weight [out, in]                 W + scale · B · A        A [r, in], B [out, r]
+//! weight [in, out] (Conv1D)        W + scale · (B · A)ᵀ
+//! embedding [tokens, width]        W + scale · (B · A)ᵀ     A [r, tokens], B [width, r]
+//! ```
+
+mod config;
+mod merge;
+
+pub use merge::merge_lora;
+
+use crate::hf::{self, Found, foreign};
+use crate::layout::PartRange;
+use crate::{Checkpoint, DType, Kind, Layout, Piece, Result, TensorEntry};
+use config::Config;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// What PEFT puts before the names of a model's modules.
+const PREFIX: &str = "base_model.model.";
+
+/// An adapter for a certain base model.
+///
+/// It holds the factors of its low-rank updates in `f32`; tensors that an adapter replaces (biases,
+/// `modules_to_save`) stay in their file.
+#[derive(Debug)]
+pub struct Adapter {
+    path: PathBuf,
+    /// The adapter's tensors under their own names, without checksums.
+    tensors: Checkpoint,
+    updates: BTreeMap<String, Update>,
+}
+
+/// What an adapter does to a parameter.
+#[derive(Debug)]
+enum Update {
+    LowRank(LowRank),
+    /// Replaces it by its own tensor of this name.
+    Whole(String),
+}
+
+/// A product that is added to a parameter, seen as a matrix of its first dim by all others.
+#[derive(Debug)]
+struct LowRank {
+    rank: usize,
+    columns: usize,
+    /// `[rows, rank]`, scaled.
+    left: Vec<f32>,
+    /// `[rank, columns]`.
+    right: Vec<f32>,
+}
+
+/// The names of the two factors of a module, as far as they have been seen.
+#[derive(Debug, Default)]
+struct Factors {
+    a: Option<String>,
+    b: Option<String>,
+    is_embedding: bool,
+}
+
+impl Adapter {
+    /// Opens a PEFT folder: `adapter_config.json` beside `adapter_model.safetensors` (or
+    /// `adapter_model.bin`), for the base model with this `config.json` and these parameters.
+    ///
+    /// The names of modules are those of the base, or the same without its prefix (`transformer.`).
+    ///
+    /// # Errors
+    /// [`Error::Foreign`](crate::Error::Foreign) where a file is missing or not what it should be, the
+    /// configuration has an active field that is not supported, or a tensor fits no parameter of the base.
+    pub fn open(
+        folder: impl AsRef<Path>,
+        base_config: &Value,
+        base: &[TensorEntry],
+    ) -> Result<Self> {
+        let path = folder.as_ref();
+        let config = Config::read(&path.join(config::FILE))?;
+        let (file, found) = hf::adapter_tensors(path)?;
+        let family = hf::family_of(base_config);
+        let parameters: BTreeMap<_, _> = base
+            .iter()
+            .filter(|tensor| tensor.kind == Kind::Parameter)
+            .map(|tensor| (tensor.name.as_str(), tensor))
+            .collect();
+        let prefix = family.map_or("", |family| family.prefix());
+        let resolve = |name: &str| {
+            let longer = format!("{prefix}{name}");
+            let shorter = name.strip_prefix(prefix).unwrap_or(name);
+            let names = [name, longer.as_str(), shorter];
+            names
+                .into_iter()
+                .find_map(|name| parameters.get(name))
+                .copied()
+        };
+        let contents = Contents::of(&found, &file)?;
+        let mut updates = BTreeMap::new();
+        let tensors = hf::as_checkpoint(path, &file, found)?;
+        let unknown =
+            |name: &str| foreign(&file, format!("the base has no parameter for `{name}`"));
+        for (module, factors) in &contents.modules {
+            let weight = format!("{module}.weight");
+            let base = resolve(&weight).ok_or_else(|| unknown(&weight))?;
+            let transposed = config.fan_in_fan_out
+                || family.is_some_and(|family| family.is_transposed(&base.name));
+            let update = LowRank::read(&tensors, &file, factors, base, transposed, |rank| {
+                config.scale(module, rank)
+            })?;
+            updates.insert(base.name.clone(), Update::LowRank(update));
+        }
+        for (name, key) in contents.wholes {
+            let base = resolve(&name).ok_or_else(|| unknown(&name))?;
+            let entry = tensors.tensor(&Kind::Parameter, &key)?;
+            if entry.shape != base.shape {
+                let reason = format!("`{key}` is {:?}, in the base {:?}", entry.shape, base.shape);
+                return Err(foreign(&file, reason));
+            }
+            updates.insert(base.name.clone(), Update::Whole(key));
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            tensors,
+            updates,
+        })
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The parameters of the base that it changes, by name.
+    pub fn targets(&self) -> impl Iterator<Item = &str> {
+        self.updates.keys().map(String::as_str)
+    }
+
+    /// Merges the adapter into values of the base that were read for this piece. Each value is
+    /// computed in `f64` from the `f32` product and rounded once.
+    ///
+    /// # Errors
+    /// [`Error::Foreign`](crate::Error::Foreign) where a value is no longer finite, and what
+    /// [`Checkpoint::read_as`] says of the adapter's own tensors.
+    pub fn merge(&self, piece: &Piece<'_>, values: &mut [u8]) -> Result<()> {
+        let is_parameter = *piece.kind == Kind::Parameter;
+        match self.updates.get(piece.name).filter(|_| is_parameter) {
+            None => return Ok(()),
+            Some(Update::Whole(key)) => {
+                let own = Piece {
+                    name: key,
+                    ..piece.clone()
+                };
+                self.tensors.read_as(&own, values)?;
+            }
+            Some(Update::LowRank(update)) => {
+                for part in piece.layout.part_ranges(&piece.flat_range()) {
+                    update.add(piece, &part, values);
+                }
+            }
+        }
+        let mut values = values.chunks_exact(piece.dtype.size_bytes());
+        let is_finite = |value: &[u8]| piece.dtype.to_f64(value).is_none_or(f64::is_finite);
+        if values.all(is_finite) {
+            return Ok(());
+        }
+        let reason = format!("merged with it, `{}` is not finite", piece.name);
+        Err(foreign(&self.path, reason))
+    }
+}
+
+/// What the tensors of an adapter are for.
+#[derive(Debug, Default)]
+struct Contents {
+    /// Factors by module.
+    modules: BTreeMap<String, Factors>,
+    /// What is replaced: the name in the base, and the own one.
+    wholes: BTreeMap<String, String>,
+}
+
+impl Contents {
+    fn of(found: &[Found], file: &Path) -> Result<Self> {
+        let mut contents = Self::default();
+        for Found { name, .. } in found {
+            let Some(place) = name.strip_prefix(PREFIX) else {
+                let reason = format!("`{name}` does not begin with `{PREFIX}`");
+                return Err(foreign(file, reason));
+            };
+            if !contents.add_factor(place, name) && !contents.add_whole(place, name) {
+                return Err(foreign(file, format!("`{name}` is not supported")));
+            }
+        }
+        Ok(contents)
+    }
+
+    /// Notes a factor; whether it is one.
+    fn add_factor(&mut self, place: &str, name: &str) -> bool {
+        let ends = [
+            (".lora_A.weight", true, false),
+            (".lora_B.weight", false, false),
+            (".lora_embedding_A", true, true),
+            (".lora_embedding_B", false, true),
+        ];
+        let found = ends.into_iter().find_map(|(end, is_a, is_embedding)| {
+            Some((place.strip_suffix(end)?, is_a, is_embedding))
+        });
+        let Some((module, is_a, is_embedding)) = found else {
+            return false;
+        };
+        let factors = self.modules.entry(module.to_owned()).or_default();
+        factors.is_embedding |= is_embedding;
+        let slot = if is_a { &mut factors.a } else { &mut factors.b };
+        *slot = Some(name.to_owned());
+        true
+    }
+
+    /// Notes a tensor that replaces one of the base; false for what belongs to an unknown kind of adapter.
+    fn add_whole(&mut self, place: &str, name: &str) -> bool {
+        // Biases of adapted layers and of modules that are saved whole come with their wrappers' names;
+        // what such a wrapper replaced is of no use.
+        if place.contains(".original_module.") {
+            return true;
+        }
+        let plain = place
+            .replace(".base_layer.", ".")
+            .replace(".modules_to_save.", ".");
+        if plain == place {
+            self.wholes.insert(plain, name.to_owned());
+        } else {
+            self.wholes.entry(plain).or_insert_with(|| name.to_owned());
+        }
+        !place.contains(".lora_")
+    }
+}
+
+impl LowRank {
+    /// Reads the factors of a module and lays them as the base weight lies.
+    fn read(
+        tensors: &Checkpoint,
+        file: &Path,
+        factors: &Factors,
+        base: &TensorEntry,
+        transposed: bool,
+        scale: impl Fn(usize) -> f64,
+    ) -> Result<Self> {
+        let (Some(a), Some(b)) = (&factors.a, &factors.b) else {
+            let name = &base.name;
+            return Err(foreign(file, format!("one factor of `{name}` is missing")));
+        };
+        let shape = |name: &str| Ok(tensors.tensor(&Kind::Parameter, name)?.shape.clone());
+        let (a_shape, b_shape) = (shape(a)?, shape(b)?);
+        let misfit = || {
+            let shape = &base.shape;
+            let reason =
+                format!("`{a}` {a_shape:?} and `{b}` {b_shape:?} do not fit the base's {shape:?}");
+            foreign(file, reason)
+        };
+        let rows = *base.shape.first().ok_or_else(misfit)?;
+        let columns: usize = base.shape[1..].iter().product();
+        let (rank, into) = matrix(&a_shape).ok_or_else(misfit)?;
+        let (out, same) = matrix(&b_shape).ok_or_else(misfit)?;
+        let transposed = transposed || factors.is_embedding;
+        let fits = |transposed: bool| {
+            let expected = if transposed { (into, out) } else { (out, into) };
+            rank == same && rank > 0 && expected == (rows, columns)
+        };
+        // Where only one way fits, that is the one: configurations are not always right about it.
+        let transposed = if fits(transposed) {
+            transposed
+        } else {
+            !transposed
+        };
+        if !fits(transposed) || !base.dtype.is_float() {
+            return Err(misfit());
+        }
+        let scale = scale(rank);
+        let (a, mut b) = (
+            read_f32(tensors, a, &a_shape)?,
+            read_f32(tensors, b, &b_shape)?,
+        );
+        for b in &mut b {
+            *b = (f64::from(*b) * scale) as f32;
+        }
+        let (left, right) = if transposed {
+            (turned(&a, rank), turned(&b, out))
+        } else {
+            (b, a)
+        };
+        Ok(Self {
+            rank,
+            columns,
+            left,
+            right,
+        })
+    }
+
+    /// Adds the product to the values of one part of a piece.
+    fn add(&self, piece: &Piece<'_>, part: &PartRange<'_>, values: &mut [u8]) {
+        let region = &part.part.region;
+        let inner: usize = piece.layout.shape()[2.min(region.size.len())..]
+            .iter()
+            .product();
+        // Boxes are seen as matrices too, so they must hold all of the dims after the second.
+        let width = region.size.get(1).map_or(1, |size| size * inner);
+        let first = region.offset.get(1).map_or(0, |offset| offset * inner);
+        let size = piece.dtype.size_bytes();
+        let mut product = Vec::new();
+        part.for_each_run(
+            piece.layout.local_shape(),
+            &piece.flat_range(),
+            |mut local, run, mut len| {
+                let mut flat = part.range.start + run;
+                while len > 0 {
+                    let (row, column) = (flat / width, flat % width);
+                    let count = len.min(width - column);
+                    self.row(region.offset[0] + row, first + column, count, &mut product);
+                    let out = &mut values[local * size..(local + count) * size];
+                    for (value, product) in out.chunks_exact_mut(size).zip(&product) {
+                        let sum =
+                            piece.dtype.to_f64(value).unwrap_or(f64::NAN) + f64::from(*product);
+                        piece.dtype.put_f64(sum, value);
+                    }
+                    (flat, local, len) = (flat + count, local + count, len - count);
+                }
+            },
+        );
+    }
+
+    /// `count` elements of a row of the product, from `column` on.
+    fn row(&self, row: usize, column: usize, count: usize, product: &mut Vec<f32>) {
+        product.clear();
+        product.resize(count, 0.0);
+        for (k, factor) in self.left[row * self.rank..][..self.rank].iter().enumerate() {
+            let right = &self.right[k * self.columns + column..][..count];
+            for (sum, right) in product.iter_mut().zip(right) {
+                *sum += factor * right;
+            }
+        }
+    }
+}
+
+/// A factor's shape as a matrix: convolutions have further dims, which belong to the inputs.
+fn matrix(shape: &[usize]) -> Option<(usize, usize)> {
+    let (first, rest) = shape.split_first()?;
+    (!rest.is_empty()).then(|| (*first, rest.iter().product()))
+}
+
+fn read_f32(tensors: &Checkpoint, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+    let layout = Layout::whole(shape);
+    let mut bytes = vec![0; layout.num_local_elements() * 4];
+    let piece = Piece {
+        kind: &Kind::Parameter,
+        name,
+        dtype: DType::F32,
+        layout: &layout,
+        range: None,
+    };
+    tensors.read_as(&piece, &mut bytes)?;
+    let values = bytes.chunks_exact(4);
+    Ok(values
+        .map(|b| f32::from_le_bytes(b.try_into().expect("chunks of four")))
+        .collect())
+}
+
+/// The transpose of a matrix of so many rows.
+fn turned(values: &[f32], rows: usize) -> Vec<f32> {
+    let columns = values.len() / rows.max(1);
+    (0..values.len())
+        .map(|i| values[i % rows * columns + i / rows])
+        .collect()
+}

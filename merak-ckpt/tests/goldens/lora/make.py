@@ -1,0 +1,49 @@
+"""Makes the adapters beside this script, and what peft makes of their bases with them merged in.
+
+Written with peft 0.21.2, torch 2.13.0, transformers 5.23.0, Python 3.11; the bases are folders of ../hf:
+
+    python make.py
+
+- gpt2       on ../hf/gpt2-safetensors: Conv1D weights, patterns of rank and alpha, biases, a module saved whole
+- embedding  on ../hf/gpt2-safetensors: the token embedding, use_rslora, adapter_model.bin
+- llama      on ../hf/llama-indexed: every linear layer of a bf16 model
+
+Each has the adapter as peft saves it, and merged.safetensors.
+"""
+
+import pathlib
+import shutil
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+here = pathlib.Path(__file__).parent
+
+CASES = {
+    "gpt2": ("gpt2-safetensors", True, LoraConfig(
+        r=4, lora_alpha=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, bias="all",
+        rank_pattern={"h.1.attn.c_attn": 2}, alpha_pattern={"c_fc": 3, r"h\.0\.attn\..*": 5},
+        modules_to_save=["ln_f"], task_type="CAUSAL_LM",
+    )),
+    "embedding": ("gpt2-safetensors", False, LoraConfig(r=3, lora_alpha=6, target_modules=["wte"], use_rslora=True)),
+    "llama": ("llama-indexed", True, LoraConfig(r=2, lora_alpha=1, target_modules="all-linear")),
+}
+
+for name, (base, as_safetensors, config) in CASES.items():
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_pretrained(here / ".." / "hf" / base, dtype="auto")
+    adapted = get_peft_model(model, config)
+    adapted.peft_config["default"].base_model_name_or_path = f"../hf/{base}"
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    folder = here / name
+    shutil.rmtree(folder, ignore_errors=True)
+    adapted.save_pretrained(folder, safe_serialization=as_safetensors)
+    (folder / "README.md").unlink(missing_ok=True)
+    merged = adapted.merge_and_unload().state_dict()
+    if "wte" in config.target_modules or "gpt2" in base:
+        merged.pop("lm_head.weight")  # the embedding once more
+    save_file({key: value.contiguous() for key, value in merged.items()}, folder / "merged.safetensors")

@@ -1,0 +1,166 @@
+//! What a run tells while it trains.
+
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use serde::Serialize;
+
+use super::{EvaluationMetrics, MetricsFile, Progress, StepMetrics, resident_bytes};
+use crate::{Callback, CheckedArguments, MerakTrainer, Result, StepReport};
+
+/// Writes `metrics.jsonl` and shows progress, on the rank that it is given to.
+///
+/// Clones share their state: one goes to the trainer as a [`Callback`], another stays with whoever runs the
+/// trainer. Until [`Reporter::start`] it reports nothing.
+#[derive(Debug, Clone, Default)]
+pub struct Reporter(Arc<Mutex<Option<Report>>>);
+
+#[derive(Debug)]
+struct Report {
+    file: MetricsFile,
+    progress: Option<Progress>,
+    logging_steps: usize,
+    first_step: usize,
+    total_steps: usize,
+    flops_per_token: f64,
+    /// Tokens since the run's first step.
+    tokens: u64,
+    /// Seconds of earlier parts of the run.
+    earlier_s: f64,
+    start: Instant,
+    window: Window,
+    /// Whether the file could not be written.
+    has_failed: bool,
+}
+
+/// The steps since the last record.
+#[derive(Debug, Default)]
+struct Window {
+    tokens: u64,
+    time: Duration,
+}
+
+impl Reporter {
+    /// Starts to report a trainer's run, in `metrics.jsonl` of its output folder and on `progress`. After
+    /// resuming, the records of later steps are removed, and counts go on where they stood.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be read or written.
+    pub fn start(
+        &self,
+        trainer: &MerakTrainer,
+        args: &CheckedArguments,
+        output_dir: &Path,
+        progress: Progress,
+    ) -> Result<()> {
+        let first_step = trainer.global_step();
+        let file = MetricsFile::open(&output_dir.join("metrics.jsonl"), first_step)?;
+        *self.lock() = Some(Report {
+            earlier_s: file.earlier_time_s(),
+            file,
+            progress: Some(progress),
+            logging_steps: args.logging_steps,
+            first_step,
+            total_steps: trainer.total_steps(),
+            flops_per_token: trainer.plan().flops_per_token(),
+            tokens: trainer.tokens(),
+            start: Instant::now(),
+            window: Window::default(),
+            has_failed: false,
+        });
+        Ok(())
+    }
+
+    /// Ends the progress; records are still written.
+    pub fn finish(&self) {
+        if let Some(progress) = self
+            .lock()
+            .as_mut()
+            .and_then(|report| report.progress.take())
+        {
+            progress.finish();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Report>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Report {
+    fn step(&mut self, report: &StepReport) {
+        self.tokens += report.tokens;
+        self.window.tokens += report.tokens;
+        self.window.time += report.time;
+        let is_logged = report.step.is_multiple_of(self.logging_steps)
+            || report.step == self.total_steps
+            || report.step == self.first_step + 1;
+        if let Some(progress) = &mut self.progress {
+            let tokens = usize::try_from(report.tokens).unwrap_or(usize::MAX);
+            // A closed standard error does not end the training.
+            let _ = progress.step(report.step, report.loss, tokens, report.time, is_logged);
+        }
+        if !is_logged {
+            return;
+        }
+        let Window { tokens, time } = std::mem::take(&mut self.window);
+        let tokens_per_s = tokens as f64 / time.as_secs_f64().max(f64::MIN_POSITIVE);
+        self.record(&StepMetrics {
+            step: report.step,
+            loss: report.loss,
+            grad_norm: report.grad_norm,
+            lr: report.lr,
+            tokens: self.tokens,
+            tokens_per_s,
+            tflops: Some(tokens_per_s * self.flops_per_token / 1e12),
+            mfu: None,
+            memory_bytes: resident_bytes(),
+            loss_scale: None,
+            time_s: self.earlier_s + self.start.elapsed().as_secs_f64(),
+        });
+    }
+
+    /// A record that cannot be written costs the run no step, and is told once.
+    fn record(&mut self, record: &impl Serialize) {
+        if self.has_failed {
+            return;
+        }
+        if let Err(error) = self.file.append(record) {
+            self.has_failed = true;
+            let error: &dyn std::error::Error = &error;
+            tracing::error!(error, "metrics are no longer written");
+        }
+    }
+
+    fn say(&mut self, line: &str) {
+        if let Some(progress) = &mut self.progress {
+            let _ = progress.say(line);
+        }
+    }
+}
+
+impl Callback for Reporter {
+    fn on_step(&mut self, report: &StepReport) {
+        if let Some(this) = &mut *self.lock() {
+            this.step(report);
+        }
+    }
+
+    fn on_evaluate(&mut self, metrics: &EvaluationMetrics) {
+        if let Some(this) = &mut *self.lock() {
+            let (step, loss) = (metrics.step, metrics.eval_loss);
+            this.say(&format!("step {step}: validation loss {loss:.4}"));
+            this.record(metrics);
+        }
+    }
+
+    fn on_save(&mut self, path: &Path) {
+        if let Some(this) = &mut *self.lock() {
+            this.say(&format!("saved {}", path.display()));
+        }
+    }
+}

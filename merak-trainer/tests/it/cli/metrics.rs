@@ -1,0 +1,96 @@
+//! The records of a run, field by field.
+
+use std::fs;
+
+use serde_json::Value;
+
+use super::Workplace;
+
+/// The records of steps; those of evaluations have no `loss`.
+fn records(place: &Workplace) -> Vec<Value> {
+    let text = fs::read_to_string(place.path("run/metrics.jsonl")).expect("the records of a run");
+    text.lines()
+        .map(|line| serde_json::from_str::<Value>(line).expect("one object a line"))
+        .filter(|record| record.get("loss").is_some())
+        .collect()
+}
+
+fn numbers(records: &[Value], field: &str) -> Vec<f64> {
+    records
+        .iter()
+        .map(|record| record[field].as_f64().expect("a number"))
+        .collect()
+}
+
+/// Whether each number is greater than the one before.
+fn rises(numbers: &[f64]) -> bool {
+    numbers.is_sorted_by(|a, b| a < b)
+}
+
+#[test]
+fn records_say_what_is_documented_and_go_on_in_a_resumed_run() {
+    let place = Workplace::new();
+    // Five steps of 4 samples of 16 tokens; the learning rate falls by 0.01 / 8 a step.
+    let line = "train merak.toml --max_steps 8 --save_steps 5 --logging_steps";
+    place.succeed(&format!("{line} 1"));
+    let each = records(&place);
+    assert_eq!(numbers(&each, "step"), [1., 2., 3., 4., 5., 6., 7., 8.]);
+    fs::remove_dir_all(place.path("run")).expect("a removable folder");
+
+    place.succeed(&format!("{line} 2"));
+    let some = records(&place);
+    assert_eq!(numbers(&some, "step"), [1., 2., 4., 6., 8.]);
+    assert_eq!(numbers(&some, "tokens"), [64., 128., 256., 384., 512.]);
+    for record in &some {
+        let step = record["step"].as_u64().expect("a number");
+        let same = each.iter().find(|other| other["step"] == step);
+        // Figures of the step itself, however often steps are recorded.
+        for field in ["loss", "grad_norm", "lr", "tokens"] {
+            assert_eq!(
+                record[field],
+                same.expect("a record")[field],
+                "{field} of {step}"
+            );
+        }
+        let lr = 0.01 * (9 - step) as f64 / 8.0;
+        assert!((record["lr"].as_f64().expect("a number") - lr).abs() < 1e-12);
+        assert!(
+            record["memory_bytes"]
+                .as_u64()
+                .is_none_or(|bytes| bytes > 1 << 20)
+        );
+        assert!(record["mfu"].is_null() && record["loss_scale"].is_null());
+    }
+    let times = numbers(&some, "time_s");
+    assert!(rises(&times) && times[0] > 0.0, "{times:?}");
+    let (speeds, tokens) = (numbers(&some, "tokens_per_s"), numbers(&some, "tokens"));
+    for (n, speed) in speeds.iter().enumerate().skip(1) {
+        // The steps since the last record lie between the two.
+        let tokens = tokens[n] - tokens[n - 1];
+        let most = times[n] - times[n - 1];
+        assert!(
+            speed * most >= tokens,
+            "{tokens} tokens in {most} s at {speed}"
+        );
+    }
+    let flops: Vec<_> = numbers(&some, "tflops")
+        .iter()
+        .zip(&speeds)
+        .map(|(tflops, speed)| tflops * 1e12 / speed)
+        .collect();
+    assert!(
+        flops
+            .iter()
+            .all(|f| (f / flops[0] - 1.0).abs() < 1e-9 && *f > 0.0)
+    );
+
+    // From step 5 on with half the batch: what was counted stays, the rest is of the new size.
+    fs::remove_dir_all(place.path("run/checkpoints/step-00000008")).expect("a removable folder");
+    let resume = "--resume auto --gradient_accumulation_steps 2";
+    place.succeed(&format!("{line} 2 {resume}"));
+    let resumed = records(&place);
+    assert_eq!(numbers(&resumed, "step"), [1., 2., 4., 6., 8.]);
+    assert_eq!(numbers(&resumed, "tokens"), [64., 128., 256., 352., 416.]);
+    assert_eq!(resumed[..3], some[..3]);
+    assert!(rises(&numbers(&resumed, "time_s")));
+}
