@@ -90,6 +90,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// The account of the bytes of all values that the backend made.
     fn memory(&self) -> &MemoryMeter;
 
+    /// Calls `work`, which runs many nodes, on the thread from which the backend's kernels start fastest.
+    fn scope(&self, work: &mut (dyn FnMut() + Send)) {
+        work();
+    }
+
     /// Computes a node. An operand given away (not shared) may be overwritten.
     ///
     /// # Errors

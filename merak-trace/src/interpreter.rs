@@ -122,9 +122,12 @@ impl Interpreter {
         for (hop, value) in self.program.recv.iter().zip(received) {
             self.bind(&mut frame, hop.value, &hop.name, value)?;
         }
-        for &node in &self.program.forward {
-            self.step(&mut frame, params, node)?;
-        }
+        self.scope(|| {
+            self.program
+                .forward
+                .iter()
+                .try_for_each(|&node| self.step(&mut frame, params, node))
+        })?;
         let send = self
             .program
             .send
@@ -220,19 +223,28 @@ impl Interpreter {
         phases: &[Phase],
         mut store: Option<&mut GradStore>,
     ) -> Result<()> {
-        for &node in &self.program.backward {
-            let phase = self.program.phases[node.index()];
-            if !phases.contains(&phase) || (phase == Phase::Recompute && frame.recomputed) {
-                continue;
-            }
-            match (phase, store.as_deref_mut()) {
-                (Phase::BackwardWeight, Some(store)) => {
-                    self.accumulate(frame, params, node, store)?;
+        self.scope(|| {
+            for &node in &self.program.backward {
+                let phase = self.program.phases[node.index()];
+                if !phases.contains(&phase) || (phase == Phase::Recompute && frame.recomputed) {
+                    continue;
                 }
-                _ => self.step(frame, params, node)?,
+                match (phase, store.as_deref_mut()) {
+                    (Phase::BackwardWeight, Some(store)) => {
+                        self.accumulate(frame, params, node, store)?;
+                    }
+                    _ => self.step(frame, params, node)?,
+                }
             }
-        }
-        Ok(())
+            Ok(())
+        })
+    }
+
+    /// Runs nodes where the backend likes them to be run.
+    fn scope(&self, mut nodes: impl FnMut() -> Result<()> + Send) -> Result<()> {
+        let mut outcome = Ok(());
+        self.backend.scope(&mut || outcome = nodes());
+        outcome
     }
 
     fn bind_grads(&self, frame: &mut Frame, grads: Vec<Value>, loss_grad: f64) -> Result<()> {

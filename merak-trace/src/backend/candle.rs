@@ -80,6 +80,10 @@ impl Backend for Candle {
         &self.memory
     }
 
+    fn scope(&self, work: &mut (dyn FnMut() + Send)) {
+        self.threads.install(work);
+    }
+
     fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
         run::run(self, call, inputs)
     }

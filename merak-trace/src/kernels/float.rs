@@ -8,6 +8,7 @@ use std::fmt::Debug;
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub, SubAssign};
 
+use super::gemm::Lanes;
 use super::trig::ln_of_normal;
 
 /// An element type: `f32` to compute with, `f64` to check gradients by finite differences.
@@ -17,6 +18,7 @@ use super::trig::ln_of_normal;
 /// on every host. NaN and infinities behave as in the standard library.
 pub trait Float:
     faer::traits::ComplexField
+    + Lanes
     + Copy
     + Debug
     + Default

@@ -4,6 +4,24 @@ use faer::{Accum, Par};
 
 use super::{Float, MatMut, MatRef, Threads};
 
+#[cfg(target_arch = "x86_64")]
+mod blocked;
+#[cfg(target_arch = "x86_64")]
+mod lanes;
+#[cfg(target_arch = "x86_64")]
+mod pack;
+#[cfg(target_arch = "x86_64")]
+mod tile;
+
+#[cfg(target_arch = "x86_64")]
+pub use lanes::Lanes;
+
+/// An element type of products; the registers are those of x86 alone.
+#[cfg(not(target_arch = "x86_64"))]
+pub trait Lanes: bytemuck::Pod {}
+#[cfg(not(target_arch = "x86_64"))]
+impl<T: bytemuck::Pod> Lanes for T {}
+
 /// Height and width of the tiles of a product: the unit of parallel work. Measured best of 128 to
 /// 1024 for products of 512 to 8192: the last level of packing then stays in the second-level cache.
 const TILE: usize = 256;
@@ -104,6 +122,12 @@ fn product<T: Float>(
     start: Start<'_, T>,
     c: MatMut<'_, T>,
 ) {
+    #[cfg(target_arch = "x86_64")]
+    if blocked::pays(a.rows(), a.cols(), b.cols())
+        && let Some(simd) = pulp::x86::V4::try_new()
+    {
+        return blocked::product(simd, threads, alpha, (a, b), start, c);
+    }
     threads.for_each_with(tiles(0, c), Vec::new, |scratch, tile| {
         tile_product(alpha, a, b, start, tile, scratch);
     });

@@ -81,6 +81,10 @@ impl<'a, T: Float> MatRef<'a, T> {
             .as_slice()
     }
 
+    pub(super) fn has_contiguous_rows(&self) -> bool {
+        self.view.col_stride() == 1
+    }
+
     pub(super) fn has_contiguous_cols(&self) -> bool {
         self.view.row_stride() == 1
     }

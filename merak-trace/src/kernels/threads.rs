@@ -1,7 +1,8 @@
 //! The threads of one rank.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
+use bytemuck::Pod;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use super::KernelError;
@@ -33,7 +34,14 @@ use super::KernelError;
 #[derive(Debug, Clone)]
 pub struct Threads {
     pool: Option<Arc<rayon::ThreadPool>>,
+    scratch: Arc<Scratch>,
 }
+
+/// Memory that kernels used and will use again.
+type Scratch = Mutex<Vec<Vec<u64>>>;
+
+/// Bytes of a cache line.
+const CACHE_LINE: usize = 64;
 
 impl Threads {
     /// Starts a pool of `num_threads` threads; one thread (or zero) needs no pool.
@@ -55,12 +63,16 @@ impl Threads {
             })?;
         Ok(Self {
             pool: Some(Arc::new(pool)),
+            scratch: Arc::default(),
         })
     }
 
     /// The calling thread alone.
     pub fn one() -> Self {
-        Self { pool: None }
+        Self {
+            pool: None,
+            scratch: Arc::default(),
+        }
     }
 
     /// Number of threads that run items.
@@ -76,6 +88,23 @@ impl Threads {
             Some(pool) => pool.install(work),
             None => work(),
         }
+    }
+
+    /// Gives `f` memory for `len` elements, beginning at a cache line, with any contents.
+    ///
+    /// It is kept for later calls: a kernel that runs each microbatch allocates once.
+    pub(super) fn with_scratch<T: Pod, R>(&self, len: usize, f: impl FnOnce(&mut [T]) -> R) -> R {
+        let pool = || self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut memory = pool().pop().unwrap_or_default();
+        let bytes = len * size_of::<T>();
+        if size_of_val(&memory[..]) < bytes + CACHE_LINE {
+            memory = vec![0; (bytes + CACHE_LINE).div_ceil(size_of::<u64>())];
+        }
+        let aligned: &mut [u8] = bytemuck::cast_slice_mut(&mut memory);
+        let skipped = aligned.as_ptr().align_offset(CACHE_LINE);
+        let result = f(bytemuck::cast_slice_mut(&mut aligned[skipped..][..bytes]));
+        pool().push(memory);
+        result
     }
 
     /// Calls `f` once for each chunk index below `num_chunks`.

@@ -1,0 +1,221 @@
+//! Operands of a product, copied into the order in which the register tile reads them.
+#![expect(
+    clippy::inline_always,
+    reason = "an operand is turned in registers only where that is inlined into its dispatch"
+)]
+
+use pulp::x86::V4;
+
+use super::super::{Float, MatMut, MatRef, Threads};
+use super::tile::{DEPTH, STRIP};
+
+/// Elements between two rows of a strip: the depth and a cache line, so that rows do not fall into
+/// one set of the cache.
+pub(super) const ROW: usize = DEPTH + 16;
+
+/// Elements of a packed strip of the left operand.
+pub(super) const STRIP_LEN: usize = STRIP * ROW;
+
+/// In which order a packed strip holds its elements; the one that needs no turning of the operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Rows, each [`ROW`] elements after the last.
+    Rows,
+    /// Columns of [`STRIP`] elements.
+    Columns,
+}
+
+impl Order {
+    pub(super) fn of<T: Float>(a: &MatRef<'_, T>) -> Self {
+        if a.has_contiguous_rows() {
+            Order::Rows
+        } else {
+            Order::Columns
+        }
+    }
+
+    /// Where a row of a packed strip begins.
+    pub(super) fn offset(self, row: usize) -> usize {
+        match self {
+            Order::Rows => row * ROW,
+            Order::Columns => row,
+        }
+    }
+}
+
+/// Columns of a left operand that are packed together, as neighbours share a cache line and a page.
+const GROUP: usize = 8 * STRIP;
+
+/// Rows of a right operand that are packed together.
+const SLAB: usize = 16;
+
+/// A piece of an operand and where it goes.
+enum Job<'a, T> {
+    /// Rows of the left operand: whole strips.
+    Strips { first_row: usize, out: &'a mut [T] },
+    /// Columns of the right operand: a panel.
+    Panel { first_col: usize, out: &'a mut [T] },
+    /// Rows of the right operand: a part of every panel.
+    Slab {
+        first_row: usize,
+        out: MatMut<'a, T>,
+    },
+}
+
+/// Packs both operands of a product of depth [`DEPTH`] or less.
+///
+/// The left one becomes strips of [`STRIP`] rows with [`STRIP_LEN`] elements each, where what lies past
+/// the edges keeps any value; the right one panels of `width` columns, row by row, with zeros past
+/// the edge. Each job reads memory in its order.
+pub(super) fn pack<T: Float>(
+    simd: V4,
+    threads: &Threads,
+    (a, left): (MatRef<'_, T>, &mut [T]),
+    (b, right, width): (MatRef<'_, T>, &mut [T], usize),
+) {
+    let panel_len = b.rows() * width;
+    let strips = left.chunks_mut(GROUP / STRIP * STRIP_LEN).enumerate();
+    let mut jobs: Vec<_> = strips
+        .map(|(i, out)| Job::Strips {
+            first_row: i * GROUP,
+            out,
+        })
+        .collect();
+    if b.has_contiguous_rows() {
+        let panels = MatMut::new(right, b.cols().div_ceil(width), panel_len);
+        let slabs = panels.col_blocks(SLAB * width).enumerate();
+        jobs.extend(slabs.map(|(i, out)| Job::Slab {
+            first_row: i * SLAB,
+            out,
+        }));
+    } else {
+        let panels = right.chunks_mut(panel_len).enumerate();
+        jobs.extend(panels.map(|(i, out)| Job::Panel {
+            first_col: i * width,
+            out,
+        }));
+    }
+    threads.for_each(jobs, |job| match job {
+        Job::Strips { first_row, out } => {
+            let rows = GROUP.min(a.rows() - first_row);
+            pack_strips(a.sub_rows(first_row, rows), out);
+        }
+        Job::Panel { first_col, out } => {
+            let cols = width.min(b.cols() - first_col);
+            let columns = b.sub_cols(first_col, cols).transposed();
+            simd.vectorize(
+                #[inline(always)]
+                || turn(simd, columns, width, out),
+            );
+        }
+        Job::Slab { first_row, out } => {
+            let rows = SLAB.min(b.rows() - first_row);
+            pack_slab(b.sub_rows(first_row, rows), width, out);
+        }
+    });
+}
+
+fn pack_strips<T: Float>(a: MatRef<'_, T>, out: &mut [T]) {
+    match Order::of(&a) {
+        Order::Rows => {
+            let strips = out.chunks_mut(STRIP_LEN);
+            let rows = strips.flat_map(|strip| strip.chunks_exact_mut(ROW));
+            for (row, out) in rows.take(a.rows()).enumerate() {
+                out[..a.cols()].copy_from_slice(a.row(row));
+            }
+        }
+        Order::Columns => {
+            for k in 0..a.cols() {
+                let strips = out.chunks_mut(STRIP_LEN);
+                for (strip, column) in strips.zip(a.transposed().row(k).chunks(STRIP)) {
+                    let out = &mut strip[k * STRIP..][..STRIP];
+                    if let Ok(column) = <&[T; STRIP]>::try_from(column) {
+                        out.copy_from_slice(column);
+                    } else {
+                        out[..column.len()].copy_from_slice(column);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Packs rows of a right operand whose rows are contiguous: row `p` of `out` is their part of panel p.
+fn pack_slab<T: Float>(b: MatRef<'_, T>, width: usize, mut out: MatMut<'_, T>) {
+    for k in 0..b.rows() {
+        for (panel, row) in b.row(k).chunks(width).enumerate() {
+            let out = &mut out.row_mut(panel)[k * width..][..width];
+            if row.len() == width {
+                // By registers, as a call of memcpy takes longer than so short a copy.
+                let registers = T::registers_mut(out).iter_mut().zip(T::registers(row));
+                registers.for_each(|(out, &row)| *out = row);
+            } else {
+                out.fill(T::ZERO);
+                out[..row.len()].copy_from_slice(row);
+            }
+        }
+    }
+}
+
+/// Writes the columns of a matrix of at most `width` rows as rows of `width` elements, with zeros
+/// past the edge.
+#[inline(always)]
+fn turn<T: Float>(simd: V4, x: MatRef<'_, T>, width: usize, out: &mut [T]) {
+    let lanes = size_of::<T::Register>() / size_of::<T>();
+    let (squares, rest) = (x.cols() / lanes, x.cols() % lanes);
+    if x.rows() < width {
+        out.fill(T::ZERO);
+    }
+    for first in (0..x.rows()).step_by(lanes) {
+        if first + lanes > x.rows() {
+            turn_one_by_one(
+                x.sub_rows(first, x.rows() - first),
+                width,
+                &mut out[first..],
+            );
+            break;
+        }
+        let band = x.sub_rows(first, lanes);
+        for square in 0..squares {
+            let mut rows = [T::splat(simd, T::ZERO); 16];
+            for (i, row) in rows[..lanes].iter_mut().enumerate() {
+                *row = T::registers(&band.row(i)[square * lanes..])[0];
+            }
+            turn_square::<T>(simd, &mut rows[..lanes]);
+            for (i, &row) in rows[..lanes].iter().enumerate() {
+                let at = (square * lanes + i) * width + first;
+                T::registers_mut(&mut out[at..])[0] = row;
+            }
+        }
+        if rest > 0 {
+            let done = squares * lanes;
+            turn_one_by_one(
+                band.sub_cols(done, rest),
+                width,
+                &mut out[done * width + first..],
+            );
+        }
+    }
+}
+
+/// Turns as many registers as a register has lanes: each round deals the upper half in between the
+/// lower half.
+#[inline(always)]
+fn turn_square<T: Float>(simd: V4, rows: &mut [T::Register]) {
+    let half = rows.len() / 2;
+    for _ in 0..rows.len().ilog2() {
+        let mut dealt = [rows[0]; 16];
+        for i in 0..half {
+            [dealt[2 * i], dealt[2 * i + 1]] = T::interleave(simd, rows[i], rows[half + i]);
+        }
+        rows.copy_from_slice(&dealt[..2 * half]);
+    }
+}
+
+fn turn_one_by_one<T: Float>(x: MatRef<'_, T>, width: usize, out: &mut [T]) {
+    for row in 0..x.rows() {
+        for (&value, out) in x.row(row).iter().zip(out.chunks_mut(width)) {
+            out[row] = value;
+        }
+    }
+}
