@@ -5,4 +5,5 @@ mod config; // layers, keys, messages, checks
 mod data; // text sources, corpora, loaders
 mod faults; // failing ranks, damaged files
 mod laws; // what no topology, schedule or interruption may change
+mod parity; // numbers of transformers
 mod support; // small trainings on any topology

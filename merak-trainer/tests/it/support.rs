@@ -66,7 +66,49 @@ impl Case {
         }))
     }
 
-    fn of(model: Value) -> Self {
+    /// The other families that predict the next token, 4 layers each, with what sets them apart.
+    pub(crate) fn relatives() -> Vec<(&'static str, Self)> {
+        let relative_of_llama = |family: &str| Self::llama().with_model("model_type", family);
+        let usual = |family: &str| {
+            Self::of(json!({
+                "model_type": family, "vocab_size": VOCAB, "max_position_embeddings": 2 * SEQ, "hidden_size": 32,
+                "num_hidden_layers": 4, "num_attention_heads": 4,
+            }))
+            .with_dropout(0.0)
+        };
+        vec![
+            (
+                "mistral",
+                relative_of_llama("mistral").with_model("sliding_window", 3),
+            ),
+            (
+                "qwen2",
+                relative_of_llama("qwen2")
+                    .with_model("use_sliding_window", true)
+                    .with_model("sliding_window", 5)
+                    .with_model("max_window_layers", 2),
+            ),
+            (
+                "qwen3",
+                relative_of_llama("qwen3").with_model("head_dim", 12),
+            ),
+            ("opt", usual("opt").with_model("ffn_dim", 48)),
+            (
+                "opt post-norm",
+                usual("opt")
+                    .with_model("ffn_dim", 48)
+                    .with_model("do_layer_norm_before", false)
+                    .with_model("word_embed_proj_dim", 16),
+            ),
+            (
+                "gpt_neox",
+                usual("gpt_neox").with_model("intermediate_size", 48),
+            ),
+        ]
+    }
+
+    /// A training of a model on little data.
+    pub(crate) fn of(model: Value) -> Self {
         Self {
             model,
             data: Arc::new(Tokens { samples: 37 }),
@@ -102,6 +144,8 @@ impl Case {
     pub(crate) fn with_dropout(mut self, probability: f64) -> Self {
         let names: &[&str] = match self.model["model_type"].as_str() {
             Some("gpt2") => &["resid_pdrop", "embd_pdrop", "attn_pdrop"],
+            Some("opt") => &["dropout", "attention_dropout"],
+            Some("gpt_neox") => &["hidden_dropout", "attention_dropout"],
             _ => &["attention_dropout"],
         };
         for name in names {
@@ -208,7 +252,7 @@ impl Case {
         body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
     ) -> Vec<T> {
         self.try_on_ranks(body)
-            .unwrap_or_else(|error| panic!("{error} in {self:?}"))
+            .unwrap_or_else(|error| panic!("{} in {self:?}", merak_trainer::chain(&error)))
     }
 
     /// Trains for `steps` steps and looks at the gradients of the next one.

@@ -68,6 +68,18 @@ fn no_schedule_cut_or_recomputation_changes_a_bit() {
 }
 
 #[test]
+fn no_number_of_stages_changes_a_bit_of_any_family() {
+    for (family, case) in Case::relatives() {
+        let case = case.with_dropout(0.1);
+        let expected = reference(&case);
+        for pp in [2, 4] {
+            let what = format!("{family} pp {pp}");
+            assert_same_bits(&case.clone().on((1, 1, pp)).run(STEPS), &expected, &what);
+        }
+    }
+}
+
+#[test]
 fn one_rank_has_the_same_bits_under_every_schedule_and_recomputation() {
     let case = Case::gpt2().with_dropout(0.1).with_microbatches(5);
     let expected = reference(&case);

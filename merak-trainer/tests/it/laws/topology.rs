@@ -15,13 +15,20 @@ const TOPOLOGIES: [(usize, usize, usize); 6] = [
 ];
 
 fn check(case: &Case) {
-    let (first, all) = (case.run(0), case.run(20));
-    assert!(all.reports[19].loss < all.reports[0].loss, "it learns");
-    for degrees in TOPOLOGIES {
+    check_on(case, &TOPOLOGIES, 20);
+}
+
+fn check_on(case: &Case, topologies: &[(usize, usize, usize)], steps: usize) {
+    let (first, all) = (case.run(0), case.run(steps));
+    assert!(
+        all.reports[steps - 1].loss < all.reports[0].loss,
+        "it learns"
+    );
+    for &degrees in topologies {
         let case = case.clone().on(degrees);
         let what = format!("{degrees:?}");
         assert_close_tensors(&case.run(0).gradients, &first.gradients, 1e-5, &what);
-        let run = case.run(20);
+        let run = case.run(steps);
         assert_close_losses(&run.reports[..1], &all.reports[..1], 1e-6, &what);
         assert_close_losses(&run.reports, &all.reports, 1e-4, &what);
     }
@@ -35,6 +42,13 @@ fn every_topology_trains_a_gpt2_like_one_rank() {
 #[test]
 fn every_topology_trains_a_llama_like_one_rank() {
     check(&Case::llama().with_dropout(0.1));
+}
+
+#[test]
+fn tensor_parallel_ranks_train_every_family_like_one() {
+    for (_, case) in Case::relatives() {
+        check_on(&case.with_dropout(0.1), &[(1, 2, 1), (2, 2, 2)], 8);
+    }
 }
 
 #[test]

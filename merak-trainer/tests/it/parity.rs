@@ -1,0 +1,329 @@
+//! L4: logits and losses equal those of `transformers` on the same weights and data.
+//!
+//! `goldens/families` has the numbers and the script that made them. Weights come in through a folder as
+//! `transformers` writes it, so the names of parameters are held against its own too.
+
+mod formula;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use merak_ckpt::{
+    Checkpoint, DType, HfFolder, ImportOptions, Kind, Layout, Piece, ShardKind, Store, import_hf,
+};
+use merak_trace::{
+    Interpreter, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram,
+    backend::candle::Candle,
+    models::{self, Head, TraceOptions},
+};
+use merak_trainer::data::BatchShape;
+use safetensors::tensor::TensorView;
+use serde::Deserialize;
+use serde_json::Value;
+use tempfile::tempdir;
+
+use self::formula::{Samples, weight};
+use crate::support::Case;
+
+/// Steps of a training.
+const STEPS: usize = 10;
+
+/// Relative tolerance of law L4.
+const TOLERANCE: f64 = 1e-4;
+
+/// What `transformers` computed.
+#[derive(Debug, Deserialize)]
+struct Golden {
+    config: Value,
+    seq: usize,
+    parameters: BTreeMap<String, Vec<usize>>,
+    /// Of the first samples, at the positions that are not padding.
+    logits: Vec<Vec<f64>>,
+    losses: Vec<f64>,
+}
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/families")
+}
+
+impl Golden {
+    fn read(name: &str) -> Self {
+        let text = fs::read(folder().join(format!("{name}.json"))).expect("the golden is there");
+        serde_json::from_slice(&text).expect("the golden is as the script writes it")
+    }
+
+    fn samples(&self) -> Samples {
+        let shape = BatchShape {
+            batch: 2,
+            microbatches: 2,
+            dp: 1,
+        };
+        let pad = self.config["pad_token_id"].as_i64().unwrap_or(0);
+        Samples::new(STEPS, shape, 1234, self.seq, pad)
+    }
+
+    /// The configuration without dropout: the script trains the model that evaluates.
+    fn without_dropout(&self) -> Value {
+        let mut config = self.config.clone();
+        let fields = config
+            .as_object_mut()
+            .expect("a configuration is an object");
+        for (name, value) in fields {
+            if name.contains("drop") && value.is_number() {
+                *value = 0.into();
+            }
+        }
+        config
+    }
+
+    /// A training like the script's.
+    fn case(&self) -> Case {
+        Case::of(self.without_dropout())
+            .with_data(self.samples())
+            .with_microbatches(2)
+            .with("seq_length", self.seq)
+            .with("max_steps", STEPS + 1)
+            .with("learning_rate", 3e-3)
+            .with("lr_scheduler_type", "constant")
+            .with("warmup_steps", 0)
+    }
+
+    /// Writes the weights as `transformers` would.
+    fn write_hf(&self, to: &Path) {
+        let bytes: Vec<_> = self
+            .parameters
+            .iter()
+            .map(|(name, shape)| {
+                let values = weight(name, shape.iter().product());
+                (
+                    name,
+                    shape,
+                    bytemuck::cast_slice::<f32, u8>(&values).to_vec(),
+                )
+            })
+            .collect();
+        let tensors = bytes.iter().map(|(name, shape, bytes)| {
+            let view = TensorView::new(safetensors::Dtype::F32, (*shape).clone(), bytes);
+            (*name, view.expect("the shape fits the values"))
+        });
+        fs::create_dir_all(to).expect("a folder can be made");
+        let file = to.join("model.safetensors");
+        safetensors::serialize_to_file(tensors, None, &file).expect("it can be written");
+        fs::write(to.join("config.json"), self.config.to_string()).expect("it can be written");
+    }
+
+    /// A checkpoint of step 0 with these weights: what a fresh run writes, but for the tensors.
+    fn start(&self, folder: &Path) -> PathBuf {
+        let fresh = folder.join("fresh");
+        let case = self.case().writing(&fresh).with("no_save_optim", true);
+        let saved = case.on_ranks(merak_trainer::MerakTrainer::save_checkpoint);
+        let header = Checkpoint::open(&saved[0]).expect("it was just saved");
+        let header = header.manifest().header.clone();
+
+        self.write_hf(&folder.join("hf"));
+        let hf = HfFolder::open(folder.join("hf")).expect("a Hugging Face folder");
+        let imported = import_hf(&hf, folder.join("imported"), &ImportOptions::default());
+        let imported = Checkpoint::open(imported.expect("it imports")).expect("it opens");
+
+        let names: Vec<_> = self.parameters.keys().collect();
+        let layouts: Vec<_> = self
+            .parameters
+            .values()
+            .map(|shape| Layout::whole(shape))
+            .collect();
+        let piece = |index: usize| Piece {
+            kind: &Kind::Parameter,
+            name: names[index],
+            dtype: DType::F32,
+            layout: &layouts[index],
+            range: None,
+        };
+        let values: Vec<_> = self
+            .parameters
+            .values()
+            .enumerate()
+            .map(|(index, shape)| {
+                let mut bytes = vec![0; 4 * shape.iter().product::<usize>()];
+                imported
+                    .read(&piece(index), &mut bytes)
+                    .expect("it was imported");
+                bytes
+            })
+            .collect();
+        let pieces: Vec<_> = values
+            .iter()
+            .enumerate()
+            .map(|(index, bytes)| (piece(index), bytes.as_slice()))
+            .collect();
+        let draft = Store::in_output_dir(folder.join("start")).begin(0);
+        let draft = draft.expect("a draft begins");
+        let shard = draft.write_shard(ShardKind::Model, 0, &pieces);
+        let shards = vec![shard.expect("it writes")];
+        let config = self.config.to_string();
+        draft
+            .commit(shards, header, &[("config.json", config.as_bytes())])
+            .expect("it commits")
+    }
+
+    /// Logits of the first samples at their real positions, dropout off.
+    fn own_logits(&self) -> Vec<Vec<f64>> {
+        let model = models::from_config(&self.config).expect("the configuration is known");
+        let rows = self.logits.len();
+        let options = TraceOptions::training(rows, self.seq).with_head(Head::Logits);
+        let graph = model.trace(&options).expect("the model can be traced");
+        let shapes = graph.params().iter();
+        let shapes: BTreeMap<_, _> = shapes
+            .map(|param| (param.name.clone(), param.full.shape.clone()))
+            .collect();
+        assert_eq!(
+            shapes, self.parameters,
+            "names and shapes of the parameters"
+        );
+
+        let program = StageProgram::inference(&graph, &StageCuts::whole(&graph), 0);
+        let backend: SharedBackend = Arc::new(Candle::new(1).expect("threads start"));
+        let runner = Interpreter::new(
+            Arc::new(program.expect("the model can run")),
+            Arc::clone(&backend),
+            Arc::new(SingleRank),
+        );
+        let (mut offsets, mut values) = (Vec::new(), Vec::new());
+        for param in runner.program().params() {
+            offsets.push(values.len());
+            values.extend(weight(&param.name, param.full.numel()));
+        }
+        let params = backend.param_store(runner.program().params(), &offsets, values.len());
+        let mut params = params.expect("the layout fits");
+        params
+            .flat
+            .write(&mut |bytes| bytes.copy_from_slice(bytemuck::cast_slice(&values)));
+
+        let samples = self.samples();
+        let ids: Vec<_> = (0..rows).flat_map(|row| samples.sample(row).0).collect();
+        let port = &graph.inputs()[0];
+        let ids = backend.from_bytes(graph.ty(port.value), bytemuck::cast_slice(&ids));
+        let batch = [(port.name.clone(), ids.expect("the ids fit"))].into();
+        let forwarded = runner.forward(&params.views, &batch, Vec::new(), RunContext::default());
+        let logits = forwarded.expect("the model runs").outputs.swap_remove(0);
+        let vocab = logits.ty().last_dim();
+        let buffer = backend
+            .into_buffer(logits)
+            .expect("a value of this backend");
+        let logits: Vec<f32> = merak_mpu::into_vec(buffer).expect("logits are f32");
+        let row = |(row, logits): (usize, &[f32])| {
+            let real = &logits[..samples.real(row) * vocab];
+            real.iter().map(|&x| f64::from(x)).collect()
+        };
+        logits
+            .chunks(self.seq * vocab)
+            .enumerate()
+            .map(row)
+            .collect()
+    }
+}
+
+/// Holds models against their goldens: names, logits, losses on one rank and on four.
+fn check(names: &[&str]) {
+    let gaps: Vec<_> = names.iter().flat_map(|name| gaps(name)).collect();
+    assert!(gaps.is_empty(), "{}", gaps.join("\n"));
+}
+
+/// Where a model has other numbers than its golden.
+fn gaps(name: &str) -> Vec<String> {
+    let golden = Golden::read(name);
+    let mut gaps = Vec::new();
+    for (row, (own, expected)) in golden.own_logits().iter().zip(&golden.logits).enumerate() {
+        assert_eq!(own.len(), expected.len(), "logits of {name}");
+        let largest = expected.iter().fold(0.0, |max: f64, x| max.max(x.abs()));
+        let gap = own.iter().zip(expected).map(|(a, b)| (a - b).abs());
+        let gap = gap.fold(0.0, f64::max) / largest;
+        if gap > TOLERANCE {
+            gaps.push(format!("{name}: logits of sample {row} are off by {gap:e}"));
+        }
+    }
+    let folder = tempdir().expect("a temporary folder");
+    let start = golden.start(folder.path());
+    let case = golden
+        .case()
+        .with("resume_from_checkpoint", start.display())
+        .with("finetune", true);
+    for degrees in [(1, 1, 1), (1, 2, 2)] {
+        let run = case.clone().on(degrees).run(STEPS);
+        assert_eq!(run.reports.len(), golden.losses.len(), "steps of {name}");
+        for (report, expected) in run.reports.iter().zip(&golden.losses) {
+            let (step, loss) = (report.step, report.loss);
+            if (loss / expected - 1.0).abs() > TOLERANCE {
+                gaps.push(format!(
+                    "{name} on {degrees:?}: loss {loss} in step {step}, expected {expected}"
+                ));
+            }
+        }
+    }
+    gaps
+}
+
+#[test]
+fn every_golden_is_held_against() {
+    let files = fs::read_dir(folder()).expect("the goldens are there");
+    let mut found: Vec<_> = files
+        .map(|entry| entry.expect("an entry").path())
+        .filter(|path| path.extension().is_some_and(|end| end == "json"))
+        .map(|path| {
+            path.file_stem()
+                .expect("a name")
+                .to_string_lossy()
+                .into_owned()
+        })
+        .collect();
+    found.sort_unstable();
+    let mut checked = [GPT2, GPT_NEOX, LLAMA, MISTRAL, OPT, QWEN].concat();
+    checked.sort_unstable();
+    assert_eq!(found, checked);
+}
+
+const GPT2: &[&str] = &["gpt2", "gpt2-variant"];
+const GPT_NEOX: &[&str] = &["gpt_neox", "gpt_neox-sequential"];
+const LLAMA: &[&str] = &[
+    "llama",
+    "llama-3",
+    "llama-dynamic",
+    "llama-linear",
+    "llama-yarn",
+];
+const MISTRAL: &[&str] = &["mistral"];
+const OPT: &[&str] = &["opt", "opt-post-norm"];
+const QWEN: &[&str] = &["qwen2", "qwen3", "qwen3-windows"];
+
+#[test]
+fn gpt2_has_the_numbers_of_transformers() {
+    check(GPT2);
+}
+
+#[test]
+fn gpt_neox_has_the_numbers_of_transformers() {
+    check(GPT_NEOX);
+}
+
+#[test]
+fn llama_has_the_numbers_of_transformers_under_every_scaling_of_positions() {
+    check(LLAMA);
+}
+
+#[test]
+fn mistral_has_the_numbers_of_transformers() {
+    check(MISTRAL);
+}
+
+#[test]
+fn opt_has_the_numbers_of_transformers() {
+    check(OPT);
+}
+
+#[test]
+fn qwen_has_the_numbers_of_transformers() {
+    check(QWEN);
+}
