@@ -1,6 +1,6 @@
 //! The threads of one rank.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytemuck::Pod;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
@@ -94,17 +94,28 @@ impl Threads {
     ///
     /// It is kept for later calls: a kernel that runs each microbatch allocates once.
     pub(super) fn with_scratch<T: Pod, R>(&self, len: usize, f: impl FnOnce(&mut [T]) -> R) -> R {
-        let pool = || self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut memory = pool().pop().unwrap_or_default();
         let bytes = len * size_of::<T>();
-        if size_of_val(&memory[..]) < bytes + CACHE_LINE {
-            memory = vec![0; (bytes + CACHE_LINE).div_ceil(size_of::<u64>())];
-        }
+        let mut memory = self.take_scratch(bytes + CACHE_LINE);
         let aligned: &mut [u8] = bytemuck::cast_slice_mut(&mut memory);
         let skipped = aligned.as_ptr().align_offset(CACHE_LINE);
         let result = f(bytemuck::cast_slice_mut(&mut aligned[skipped..][..bytes]));
-        pool().push(memory);
+        self.scratch().push(memory);
         result
+    }
+
+    fn scratch(&self) -> MutexGuard<'_, Vec<Vec<u64>>> {
+        self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The smallest memory that suffices, or new one.
+    fn take_scratch(&self, bytes: usize) -> Vec<u64> {
+        let mut scratch = self.scratch();
+        let size = |memory: &Vec<u64>| size_of_val(&memory[..]);
+        let fitting = (0..scratch.len()).filter(|&i| size(&scratch[i]) >= bytes);
+        match fitting.min_by_key(|&i| size(&scratch[i])) {
+            Some(i) => scratch.swap_remove(i),
+            None => vec![0; bytes.div_ceil(size_of::<u64>())],
+        }
     }
 
     /// Calls `f` once for each chunk index below `num_chunks`.

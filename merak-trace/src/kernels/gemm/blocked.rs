@@ -2,8 +2,8 @@
 //!
 //! Blocked as in Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008),
 //! section 5: the operands are copied so that the innermost loop reads both in order. For each
-//! [`DEPTH`] of k, both are packed by all threads; then a thread takes blocks of the output, whose
-//! part of the right operand stays in the second-level cache.
+//! [`DEPTH`] of k, all threads pack the left operand; then each takes blocks of columns, packs their part
+//! of the right operand, which stays in its second-level cache, and multiplies all rows by it.
 //!
 //! Element (i, j) is a sum over k in blocks of [`DEPTH`], each in ascending order, whatever the
 //! other rows and columns are and however the work is shared.
@@ -17,14 +17,11 @@ use std::ops::Range;
 use pulp::x86::V4;
 
 use super::super::{Float, MatMut, MatRef, Threads};
-use super::pack::{Order, STRIP_LEN, pack};
+use super::pack::{Order, STRIP_LEN, pack_left, pack_right};
 use super::tile::{DEPTH, STRIP, finish, multiply};
 use super::{Lanes, Start};
 
-/// Strips of an output block, the unit of parallel work.
-const BLOCK_STRIPS: usize = 2;
-
-/// Panels of an output block: 1 MiB of the right operand.
+/// Panels of the right operand that a thread packs at once: 1 MiB, half of a second-level cache.
 const BLOCK_PANELS: usize = 16;
 
 /// Whether packing pays: the copies are made once, but used once per row and column.
@@ -42,40 +39,36 @@ pub(super) fn product<T: Float>(
     mut c: MatMut<'_, T>,
 ) {
     let width = columns::<T>();
-    let (strips, panels) = (a.rows().div_ceil(STRIP), b.cols().div_ceil(width));
+    let block_width = width * block_panels(b.cols().div_ceil(width), threads.num_threads());
     for k in (0..a.cols()).step_by(DEPTH) {
         let depth = DEPTH.min(a.cols() - k);
         let (a, b) = (a.sub_cols(k, depth), b.sub_rows(k, depth));
         let start = if k == 0 { start } else { Start::Output };
-        let (left_len, panel_len) = (strips * STRIP_LEN, depth * width);
-        threads.with_scratch(left_len + panels * panel_len, |scratch| {
-            let (left, right) = scratch.split_at_mut(left_len);
-            pack(simd, threads, (a, left), (b, right, width));
-            let order = Order::of(&a);
-            let blocks = blocks(c.reborrow(), BLOCK_STRIPS * STRIP, BLOCK_PANELS * width);
-            threads.for_each(blocks, |(row, col, out)| {
-                let start = start.columns(col, out.cols());
-                let strips = &left[row / STRIP * STRIP_LEN..];
-                let panels = &right[col * depth..];
-                simd.vectorize(
-                    #[inline(always)]
-                    || block(simd, order, alpha, strips, (panels, panel_len), start, out),
-                );
+        let order = Order::of(&a);
+        threads.with_scratch(a.rows().div_ceil(STRIP) * STRIP_LEN, |strips| {
+            pack_left(threads, a, strips);
+            let blocks = c.reborrow().col_blocks(block_width).enumerate();
+            threads.for_each(blocks, |(i, out)| {
+                let (col, cols) = (i * block_width, out.cols());
+                let start = start.columns(col, cols);
+                let panels_len = depth * cols.next_multiple_of(width);
+                threads.with_scratch(panels_len, |panels| {
+                    pack_right(simd, b.sub_cols(col, cols), width, panels);
+                    let panels = (&panels[..], depth * width);
+                    simd.vectorize(
+                        #[inline(always)]
+                        || block(simd, order, alpha, strips, panels, start, out),
+                    );
+                });
             });
         });
     }
 }
 
-/// The blocks of an output with their first row and column, those of the same columns in a row.
-fn blocks<T: Float>(
-    c: MatMut<'_, T>,
-    height: usize,
-    width: usize,
-) -> impl Iterator<Item = (usize, usize, MatMut<'_, T>)> {
-    c.col_blocks(width).enumerate().flat_map(move |(j, block)| {
-        let rows = block.row_blocks(height).enumerate();
-        rows.map(move |(i, out)| (i * height, j * width, out))
-    })
+/// Panels of a block, so that each thread gets as many blocks as the others.
+fn block_panels(panels: usize, num_threads: usize) -> usize {
+    let rounds = panels.div_ceil(num_threads * BLOCK_PANELS);
+    panels.div_ceil(num_threads * rounds).max(1)
 }
 
 #[inline(always)]

@@ -46,73 +46,32 @@ impl Order {
 /// Columns of a left operand that are packed together, as neighbours share a cache line and a page.
 const GROUP: usize = 8 * STRIP;
 
-/// Rows of a right operand that are packed together.
-const SLAB: usize = 16;
-
-/// A piece of an operand and where it goes.
-enum Job<'a, T> {
-    /// Rows of the left operand: whole strips.
-    Strips { first_row: usize, out: &'a mut [T] },
-    /// Columns of the right operand: a panel.
-    Panel { first_col: usize, out: &'a mut [T] },
-    /// Rows of the right operand: a part of every panel.
-    Slab {
-        first_row: usize,
-        out: MatMut<'a, T>,
-    },
+/// Packs a left operand of depth [`DEPTH`] or less, with all threads, into strips of [`STRIP`] rows with
+/// [`STRIP_LEN`] elements each; what lies past the edges keeps any value.
+pub(super) fn pack_left<T: Float>(threads: &Threads, a: MatRef<'_, T>, out: &mut [T]) {
+    let groups = out.chunks_mut(GROUP / STRIP * STRIP_LEN).enumerate();
+    threads.for_each(groups, |(i, out)| {
+        let rows = GROUP.min(a.rows() - i * GROUP);
+        pack_strips(a.sub_rows(i * GROUP, rows), out);
+    });
 }
 
-/// Packs both operands of a product of depth [`DEPTH`] or less.
-///
-/// The left one becomes strips of [`STRIP`] rows with [`STRIP_LEN`] elements each, where what lies past
-/// the edges keeps any value; the right one panels of `width` columns, row by row, with zeros past
-/// the edge. Each job reads memory in its order.
-pub(super) fn pack<T: Float>(
-    simd: V4,
-    threads: &Threads,
-    (a, left): (MatRef<'_, T>, &mut [T]),
-    (b, right, width): (MatRef<'_, T>, &mut [T], usize),
-) {
+/// Packs a right operand into panels of `width` columns, row by row, with zeros past the edge.
+pub(super) fn pack_right<T: Float>(simd: V4, b: MatRef<'_, T>, width: usize, out: &mut [T]) {
     let panel_len = b.rows() * width;
-    let strips = left.chunks_mut(GROUP / STRIP * STRIP_LEN).enumerate();
-    let mut jobs: Vec<_> = strips
-        .map(|(i, out)| Job::Strips {
-            first_row: i * GROUP,
-            out,
-        })
-        .collect();
     if b.has_contiguous_rows() {
-        let panels = MatMut::new(right, b.cols().div_ceil(width), panel_len);
-        let slabs = panels.col_blocks(SLAB * width).enumerate();
-        jobs.extend(slabs.map(|(i, out)| Job::Slab {
-            first_row: i * SLAB,
-            out,
-        }));
-    } else {
-        let panels = right.chunks_mut(panel_len).enumerate();
-        jobs.extend(panels.map(|(i, out)| Job::Panel {
-            first_col: i * width,
-            out,
-        }));
+        let panels = MatMut::new(out, b.cols().div_ceil(width), panel_len);
+        pack_rows(b, width, panels);
+        return;
     }
-    threads.for_each(jobs, |job| match job {
-        Job::Strips { first_row, out } => {
-            let rows = GROUP.min(a.rows() - first_row);
-            pack_strips(a.sub_rows(first_row, rows), out);
-        }
-        Job::Panel { first_col, out } => {
-            let cols = width.min(b.cols() - first_col);
-            let columns = b.sub_cols(first_col, cols).transposed();
-            simd.vectorize(
-                #[inline(always)]
-                || turn(simd, columns, width, out),
-            );
-        }
-        Job::Slab { first_row, out } => {
-            let rows = SLAB.min(b.rows() - first_row);
-            pack_slab(b.sub_rows(first_row, rows), width, out);
-        }
-    });
+    for (i, out) in out.chunks_exact_mut(panel_len).enumerate() {
+        let cols = width.min(b.cols() - i * width);
+        let columns = b.sub_cols(i * width, cols).transposed();
+        simd.vectorize(
+            #[inline(always)]
+            || turn(simd, columns, width, out),
+        );
+    }
 }
 
 fn pack_strips<T: Float>(a: MatRef<'_, T>, out: &mut [T]) {
@@ -140,8 +99,8 @@ fn pack_strips<T: Float>(a: MatRef<'_, T>, out: &mut [T]) {
     }
 }
 
-/// Packs rows of a right operand whose rows are contiguous: row `p` of `out` is their part of panel p.
-fn pack_slab<T: Float>(b: MatRef<'_, T>, width: usize, mut out: MatMut<'_, T>) {
+/// Packs a right operand whose rows are contiguous, in their order: row `p` of `out` is panel p.
+fn pack_rows<T: Float>(b: MatRef<'_, T>, width: usize, mut out: MatMut<'_, T>) {
     for k in 0..b.rows() {
         for (panel, row) in b.row(k).chunks(width).enumerate() {
             let out = &mut out.row_mut(panel)[k * width..][..width];
