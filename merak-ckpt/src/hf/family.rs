@@ -31,7 +31,9 @@ const LLAMA_CUTS: &[(&str, usize, usize)] = &[
     (".v_proj.bias", 0, 1),
     (".o_proj.weight", 1, 1),
     (".gate_proj.weight", 0, 1),
+    (".gate_proj.bias", 0, 1),
     (".up_proj.weight", 0, 1),
+    (".up_proj.bias", 0, 1),
     (".down_proj.weight", 1, 1),
 ];
 
@@ -45,7 +47,7 @@ const LLAMA: Family = Family {
     cuts: LLAMA_CUTS,
 };
 
-const FAMILIES: [Family; 5] = [
+const FAMILIES: [Family; 7] = [
     Family {
         model_type: "gpt2",
         prefix: "transformer.",
@@ -74,6 +76,43 @@ const FAMILIES: [Family; 5] = [
     Family {
         model_type: "qwen3",
         ..LLAMA
+    },
+    Family {
+        model_type: "opt",
+        is_transposed: false,
+        prefix: "model.",
+        embedding: "model.decoder.embed_tokens.weight",
+        head: "lm_head.weight",
+        tied: true,
+        cuts: &[
+            (".q_proj.weight", 0, 1),
+            (".q_proj.bias", 0, 1),
+            (".k_proj.weight", 0, 1),
+            (".k_proj.bias", 0, 1),
+            (".v_proj.weight", 0, 1),
+            (".v_proj.bias", 0, 1),
+            (".out_proj.weight", 1, 1),
+            (".fc1.weight", 0, 1),
+            (".fc1.bias", 0, 1),
+            (".fc2.weight", 1, 1),
+        ],
+    },
+    // Query, key and value alternate head by head, so slices are whole heads.
+    Family {
+        model_type: "gpt_neox",
+        is_transposed: false,
+        prefix: "gpt_neox.",
+        embedding: "gpt_neox.embed_in.weight",
+        head: "embed_out.weight",
+        tied: false,
+        cuts: &[
+            (".query_key_value.weight", 0, 1),
+            (".query_key_value.bias", 0, 1),
+            (".attention.dense.weight", 1, 1),
+            (".dense_h_to_4h.weight", 0, 1),
+            (".dense_h_to_4h.bias", 0, 1),
+            (".dense_4h_to_h.weight", 1, 1),
+        ],
     },
 ];
 
@@ -151,7 +190,8 @@ impl Family {
 /// Whether a tensor is one that older versions saved though it follows from the configuration.
 fn is_buffer(tensor: &Found) -> bool {
     let name = tensor.name.as_str();
-    name.ends_with(".attn.bias") && tensor.shape.len() == 4
-        || name.ends_with(".attn.masked_bias")
+    let is_mask = name.ends_with(".attn.bias") || name.ends_with(".attention.bias");
+    is_mask && tensor.shape.len() == 4
+        || name.ends_with(".masked_bias")
         || name.ends_with(".rotary_emb.inv_freq")
 }

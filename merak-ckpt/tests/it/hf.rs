@@ -167,6 +167,80 @@ fn fused_and_transposed_weights_are_cut_by_their_meaning() {
     assert_eq!(down, Some(Cut::new(1, [12])));
 }
 
+/// A folder with these tensors of zeros.
+fn written(config: &Value, tensors: &[(&str, &[usize])]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let zeros = vec![0; 4096];
+    let views = tensors.iter().map(|(name, shape)| {
+        let bytes = &zeros[..4 * shape.iter().product::<usize>()];
+        let view =
+            safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), bytes);
+        (*name, view.expect("as many bytes as the shape says"))
+    });
+    let file = folder.path().join("model.safetensors");
+    safetensors::serialize_to_file(views, None, &file).expect("it can be written");
+    fs::write(folder.path().join("config.json"), config.to_string()).expect("it can be written");
+    folder
+}
+
+#[test]
+fn bare_models_of_opt_and_gpt_neox_get_their_names_and_cuts() {
+    let opt = written(
+        &serde_json::json!({ "model_type": "opt" }),
+        &[
+            ("decoder.embed_tokens.weight", &[9, 4]),
+            ("decoder.layers.0.self_attn.out_proj.weight", &[4, 4]),
+            ("decoder.layers.0.fc1.bias", &[8]),
+            ("lm_head.weight", &[9, 4]),
+        ],
+    );
+    let opt = HfFolder::open(opt.path()).unwrap();
+    let named = |folder: &HfFolder| -> Vec<_> {
+        let all = folder.tensors().iter();
+        all.map(|t| (t.name.clone(), t.cut.clone())).collect()
+    };
+    assert_eq!(
+        named(&opt),
+        [
+            ("model.decoder.embed_tokens.weight".to_owned(), None),
+            (
+                "model.decoder.layers.0.fc1.bias".to_owned(),
+                Some(Cut::new(0, [8]))
+            ),
+            (
+                "model.decoder.layers.0.self_attn.out_proj.weight".to_owned(),
+                Some(Cut::new(1, [4]))
+            ),
+        ]
+    );
+    assert_eq!(opt.left_out(), ["lm_head.weight"]);
+
+    let neox = written(
+        &serde_json::json!({ "model_type": "gpt_neox" }),
+        &[
+            ("embed_in.weight", &[9, 4]),
+            ("layers.0.attention.bias", &[1, 1, 8, 8]),
+            ("layers.0.attention.masked_bias", &[1]),
+            ("layers.0.attention.query_key_value.bias", &[12]),
+            ("layers.0.attention.rotary_emb.inv_freq", &[2]),
+            ("embed_out.weight", &[9, 4]),
+        ],
+    );
+    let neox = HfFolder::open(neox.path()).unwrap();
+    assert_eq!(
+        named(&neox),
+        [
+            ("embed_out.weight".to_owned(), None),
+            ("gpt_neox.embed_in.weight".to_owned(), None),
+            (
+                "gpt_neox.layers.0.attention.query_key_value.bias".to_owned(),
+                Some(Cut::new(0, [12]))
+            ),
+        ]
+    );
+    assert_eq!(neox.left_out().len(), 3);
+}
+
 /// A checkpoint with a GPT-2 configuration and these parameters, one value each.
 fn checkpoint(folder: &Path, parameters: &[(&str, f32)], config: &[u8]) -> Checkpoint {
     let store = Store::in_output_dir(folder);

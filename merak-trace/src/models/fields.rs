@@ -276,6 +276,11 @@ impl<'a> Fields<'a> {
         })
     }
 
+    /// Refuses a number other than zero, which asks for something that is not built.
+    pub(super) fn refuse_unless_zero(&self, name: &str) -> Result<()> {
+        self.refuse(name, &[Json::from(0), Json::from(0.0)])
+    }
+
     /// Refuses a field that asks for something that is not built.
     pub(super) fn refuse(&self, name: &str, inactive: &[Json]) -> Result<()> {
         match self.get(name) {

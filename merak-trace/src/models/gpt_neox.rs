@@ -40,6 +40,8 @@ impl GptNeoX {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
         check_architecture(f)?;
+        f.refuse_unless_zero("attention_probs_dropout_prob")?;
+        f.refuse_unless_zero("hidden_dropout_prob")?;
         let hidden_size = f.size_or("hidden_size", 6144)?;
         let num_heads = f.size_or("num_attention_heads", 64)?;
         let head_dim = head_dim(hidden_size, num_heads, "num_attention_heads")?;

@@ -57,7 +57,8 @@ impl Opt {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
         check_architecture(f)?;
-        f.refuse("layerdrop", &[json!(0), json!(0.0)])?;
+        f.refuse_unless_zero("layerdrop")?;
+        f.refuse_unless_zero("activation_dropout")?;
         f.refuse("layer_norm_elementwise_affine", &[json!(true)])?;
         let hidden_size = f.size_or("hidden_size", 768)?;
         let num_heads = f.size_or("num_attention_heads", 12)?;

@@ -239,6 +239,43 @@ fn what_is_not_supported_is_named() {
 }
 
 #[test]
+fn what_published_configurations_carry_besides_is_accepted() {
+    let cases = [
+        (
+            llama("llama"),
+            json!({ "is_llama_config": true, "rope_interleaved": false, "pretraining_tp": 1, "eos_token_id": [2, 5],
+                "transformers.js_config": { "dtype": "q4" }, "use_cache": true }),
+        ),
+        (
+            llama("qwen2"),
+            json!({ "use_mrope": false, "use_sliding_window": false, "max_window_layers": 24,
+                "sliding_window": 32768, "num_key_value_heads": 2 }),
+        ),
+        (
+            small("opt"),
+            json!({ "ffn_dim": 24, "activation_dropout": 0.0, "layerdrop": 0.0, "prefix": "</s>",
+                "torch_dtype": "float16" }),
+        ),
+        (
+            small("gpt_neox"),
+            json!({ "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "rotary_emb_base": 10000,
+                "rotary_pct": 0.25 }),
+        ),
+        (
+            json!({ "model_type": "gpt2" }),
+            json!({ "n_ctx": 1024, "summary_type": "cls_index", "summary_use_proj": true,
+                "summary_proj_to_labels": true, "summary_first_dropout": 0.1, "summary_activation": null,
+                "task_specific_params": { "text-generation": { "do_sample": true, "max_length": 50 } } }),
+        ),
+    ];
+    for (base, fields) in cases {
+        let plain = models::from_config(&base).map(|model| model.info());
+        let model = models::from_config(&with(&base, fields.clone()));
+        assert!(plain.is_ok() && model.is_ok(), "{fields}: {model:?}");
+    }
+}
+
+#[test]
 fn every_family_names_its_sizes() {
     for family in models::known_families() {
         let names = models::size_fields(family).expect("a known family");

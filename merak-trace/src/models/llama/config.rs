@@ -100,6 +100,8 @@ impl Llama {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     pub(in crate::models) fn from_fields(f: &Fields<'_>, variant: &Variant) -> Result<Self> {
         check_architecture(f)?;
+        f.refuse("rope_interleaved", &[json!(false)])?;
+        f.refuse("use_mrope", &[json!(false)])?;
         f.refuse("hidden_act", &[json!("silu"), json!("swish")])?;
         let hidden_size = f.size_or("hidden_size", 4096)?;
         let num_heads = f.size_or("num_attention_heads", 32)?;
