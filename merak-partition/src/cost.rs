@@ -81,6 +81,7 @@ impl Shapes<'_> {
     fn flops(&self) -> usize {
         match &self.node.op {
             Op::Positions { .. }
+            | Op::RelativeBuckets(_)
             | Op::Embedding { .. }
             | Op::Identity
             | Op::Cast { .. }

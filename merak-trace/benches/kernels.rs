@@ -82,7 +82,12 @@ fn causal_attention_gradient<const LEN: usize>(bencher: Bencher<'_, '_>, num_thr
     run(bencher, num_threads, |threads| {
         let (dq, rest) = MatMut::new(&mut grads, ROWS * 2, 3 * WIDTH).split_cols(WIDTH);
         let (dk, dv) = rest.split_cols(WIDTH);
-        let grads = AttentionGrads { dq, dk, dv };
+        let grads = AttentionGrads {
+            dq,
+            dk,
+            dv,
+            dbias: None,
+        };
         attention_grad(threads, &spec, [q, k, v], outputs, &lse, grads);
     });
 }

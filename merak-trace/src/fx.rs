@@ -18,7 +18,7 @@
 
 use crate::{
     Graph, Init, Op, Param, ParamRole, Result, TensorType, ValueId,
-    op::{Activation, Attention, Dropout, Rope, WeightLayout},
+    op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
 };
 use merak_mpu::DType;
 use std::{cell::RefCell, rc::Rc, sync::Arc};
@@ -63,6 +63,15 @@ impl Symbol {
     pub fn shape(&self) -> &[usize] {
         &self.ty.shape
     }
+}
+
+/// What the scores of an attention may get added.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct AttentionTerms<'a> {
+    /// `[B, Sk]` i64, 0 for keys that no query sees.
+    pub seen: Option<&'a Symbol>,
+    /// A table `[R, heads]` and its row for each query and key, `[Sq, Sk]` i64.
+    pub bias: Option<[&'a Symbol; 2]>,
 }
 
 /// A module that is being traced: a path below which parameters and nodes are named.
@@ -329,6 +338,31 @@ impl Module {
         spec: &Attention,
         dropout: f64,
     ) -> Result<Symbol> {
+        self.attention_with([q, k, v], AttentionTerms::default(), spec, dropout)
+    }
+
+    /// The bucket of each query's distance to each key, `[Sq, Sk]` i64.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn relative_buckets(&self, spec: RelativeBuckets) -> Result<Symbol> {
+        self.apply1(Op::RelativeBuckets(spec), &[])
+    }
+
+    /// Attention of `[q, k, v]` with terms that are added to the scores.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn attention_with(
+        &self,
+        qkv: [&Symbol; 3],
+        terms: AttentionTerms<'_>,
+        spec: &Attention,
+        dropout: f64,
+    ) -> Result<Symbol> {
+        let mut inputs = qkv.to_vec();
+        inputs.extend(terms.seen);
+        inputs.extend(terms.bias.into_iter().flatten());
         self.apply_random(
             |dropout| {
                 Op::Attention(Attention {
@@ -337,7 +371,7 @@ impl Module {
                 })
             },
             dropout,
-            &[q, k, v],
+            &inputs,
         )
     }
 
@@ -414,6 +448,55 @@ impl Module {
             },
             &[x],
         )
+    }
+
+    /// `factor * x`.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn scale(&self, x: &Symbol, factor: f64) -> Result<Symbol> {
+        self.apply1(Op::Scale { factor }, &[x])
+    }
+
+    /// Pieces joined along `dim`.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn concat(&self, pieces: &[&Symbol], dim: usize) -> Result<Symbol> {
+        self.apply1(Op::Concat { dim }, pieces)
+    }
+
+    /// The dimensions in another order: `result.shape[i] = x.shape[perm[i]]`.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn transpose(&self, x: &Symbol, perm: &[usize]) -> Result<Symbol> {
+        let perm = perm.to_vec();
+        self.apply1(Op::Transpose { perm }, &[x])
+    }
+
+    /// `x` repeated over leading dimensions until it has this shape.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn repeated(&self, x: &Symbol, shape: &[usize]) -> Result<Symbol> {
+        let (shape, dtype) = (shape.to_vec(), x.ty.dtype);
+        let zeros = self.apply1(Op::Zeros { shape, dtype }, &[])?;
+        self.add(&zeros, x)
+    }
+
+    /// The first position of each sequence: `[B, S, ..] -> [B, ..]`.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn first(&self, x: &Symbol) -> Result<Symbol> {
+        let shape = x.shape();
+        let (len, kept) = (shape[1], [&shape[..1], &shape[2..]].concat());
+        if len == 1 {
+            return self.reshape(x, &kept);
+        }
+        let first = self.split(x, 1, &[1, len - 1])?.swap_remove(0);
+        self.reshape(&first, &kept)
     }
 
     /// The same elements in another shape.

@@ -2,7 +2,7 @@
 
 use crate::{
     Op, TensorType,
-    op::{Attention, WeightLayout},
+    op::{Attention, AttentionOptions, WeightLayout},
     param::Shard,
 };
 use merak_mpu::DType;
@@ -21,6 +21,16 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
         Op::Positions { len, .. } => {
             operands::<0>(inputs)?;
             Ok(vec![TensorType::new([*len], DType::I64)])
+        }
+        Op::RelativeBuckets(spec) => {
+            operands::<0>(inputs)?;
+            ensure(spec.is_valid(), || {
+                format!(
+                    "{} buckets cannot tell distances up to {} apart",
+                    spec.buckets, spec.max_distance
+                )
+            })?;
+            Ok(vec![TensorType::new([spec.q_len, spec.k_len], DType::I64)])
         }
         Op::Zeros { shape, dtype } => {
             operands::<0>(inputs)?;
@@ -97,12 +107,16 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             same(dy, x)?;
             Ok(vec![x.with_shape([x.last_dim()])])
         }
-        Op::Attention(spec) => attention(spec, operands(inputs)?),
+        Op::Attention(spec) => {
+            attention_options(spec, inputs, [0, 1], 3)?;
+            attention(spec, operands(&inputs[..inputs.len().min(3)])?)
+        }
         Op::AttentionGrad(spec) => {
-            let [dout, q, k, v, _, _] = operands(inputs)?;
+            let table = attention_options(spec, inputs, [1, 2], 6)?;
+            let [dout, q, k, v, _, _] = operands(&inputs[..inputs.len().min(6)])?;
             attention(spec, [q, k, v])?;
             same(dout, q)?;
-            Ok(vec![q.clone(), k.clone(), v.clone()])
+            Ok([q, k, v].into_iter().chain(table).cloned().collect())
         }
         Op::Rope(rope) => {
             let [x, positions] = operands(inputs)?;
@@ -291,13 +305,55 @@ fn attention(spec: &Attention, [q, k, v]: [&TensorType; 3]) -> Types {
     ensure(q.shape[0] == k.shape[0] && q.dtype == k.dtype, || {
         format!("the batches of {q} and {k} differ")
     })?;
-    ensure(q.shape[1] <= k.shape[1], || {
+    // Positions are counted from the ends of both, so the first queries would stand before the first key.
+    let by_position = spec.causal || spec.window.is_some();
+    ensure(!by_position || q.shape[1] <= k.shape[1], || {
         format!("{} queries see only {} keys", q.shape[1], k.shape[1])
     })?;
     Ok(vec![
         q.clone(),
         q.with_shape([q.shape[0], spec.heads, q.shape[1]]),
     ])
+}
+
+/// Checks the operands behind the `required` ones and returns the table, if there is one; `qk` are the
+/// positions of queries and keys.
+fn attention_options<'a>(
+    spec: &Attention,
+    inputs: &'a [TensorType],
+    [q, k]: [usize; 2],
+    required: usize,
+) -> Result<Option<&'a TensorType>, Reason> {
+    if inputs.len() <= required {
+        return Ok(None);
+    }
+    let (q, k) = (&inputs[q], &inputs[k]);
+    has_ndim(q, 3)?;
+    has_ndim(k, 3)?;
+    let options = AttentionOptions::find(inputs, required);
+    ensure(inputs.len() == required + options.count(), || {
+        format!("takes no {} operands", inputs.len())
+    })?;
+    if let Some(seen) = options.seen {
+        let seen = &inputs[seen];
+        ensure(
+            seen.dtype == DType::I64 && seen.shape == [k.shape[0], k.shape[1]],
+            || format!("{seen} does not say which keys of {k} are seen"),
+        )?;
+    }
+    let Some(table) = options.table else {
+        return Ok(None);
+    };
+    let (table, index) = (&inputs[table], &inputs[table + 1]);
+    ensure(
+        table.ndim() == 2 && table.shape[1] == spec.heads && table.dtype == q.dtype,
+        || format!("{table} has no bias for {} heads of {q}", spec.heads),
+    )?;
+    ensure(
+        index.dtype == DType::I64 && index.shape == [q.shape[1], k.shape[1]],
+        || format!("{index} does not pair the queries of {q} with the keys of {k}"),
+    )?;
+    Ok(Some(table))
 }
 
 fn concat(dim: usize, inputs: &[TensorType]) -> Types {

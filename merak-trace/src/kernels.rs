@@ -7,7 +7,7 @@
 //! | group | functions |
 //! |---|---|
 //! | products | [`gemm`], [`gemm_bias`], [`gemm_batched`] |
-//! | attention | [`attention`], [`attention_grad`], [`rope`] |
+//! | attention | [`attention`], [`attention_grad`], [`rope`], [`relative_bias`] and its gradient |
 //! | norms | [`layer_norm`], [`rms_norm`] and their gradients by input and by parameters |
 //! | rows | [`softmax`], [`cross_entropy`], [`embedding`] and their gradients, [`sum_rows`] |
 //! | elements | [`activation`], [`silu_mul`] and their gradients, [`add`], [`mul`], [`scale`], [`add_suffix`], [`transpose_middle`] |
@@ -45,6 +45,7 @@ mod init;
 mod layer_norm;
 mod mat;
 mod philox;
+mod relative_bias;
 mod rms_norm;
 mod rope;
 mod rows;
@@ -71,6 +72,7 @@ pub use gemm::{Lanes, Write, gemm, gemm_batched, gemm_bias};
 pub use init::{Distribution, InitKey, TensorBox, init};
 pub use layer_norm::{layer_norm, layer_norm_grad_input, layer_norm_grad_params};
 pub use mat::{MatMut, MatRef};
+pub use relative_bias::{relative_bias, relative_bias_grad};
 pub use rms_norm::{rms_norm, rms_norm_grad_input, rms_norm_grad_params};
 pub use rope::{Turn, rope};
 pub use rows::sum_rows;

@@ -1,6 +1,6 @@
 //! The operations that a node can be.
 
-use crate::param::Shard;
+use crate::{TensorType, param::Shard};
 use merak_mpu::{Axis, DType};
 use serde::{Deserialize, Serialize};
 
@@ -87,6 +87,102 @@ pub struct Attention {
     pub dropout: Option<Dropout>,
 }
 
+/// Which of the operands of an attention that may be left out are there, by their positions.
+///
+/// Behind the required operands may stand `seen [B, Sk] i64` (0 hides a key from all queries of its sample),
+/// then a pair of `table [R, heads]` and `index [Sq, Sk] i64`: the score of (head, query, key) gets
+/// `table[index[query, key], head]` added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AttentionOptions {
+    /// Position of `seen`.
+    pub seen: Option<usize>,
+    /// Position of `table`; `index` is the next.
+    pub table: Option<usize>,
+}
+
+impl AttentionOptions {
+    /// Finds them by their types behind the first `required` operands.
+    pub fn find<'a>(types: impl IntoIterator<Item = &'a TensorType>, required: usize) -> Self {
+        let mut found = Self::default();
+        let mut types = types.into_iter().enumerate().skip(required).peekable();
+        found.seen = types
+            .next_if(|(_, ty)| !ty.dtype.is_float())
+            .map(|(position, _)| position);
+        found.table = types.next().map(|(position, _)| position);
+        found
+    }
+
+    /// How many there are.
+    pub fn count(self) -> usize {
+        usize::from(self.seen.is_some()) + 2 * usize::from(self.table.is_some())
+    }
+}
+
+/// Buckets of relative positions: small distances have one each, larger ones share them by their logarithm
+/// ([Raffel et al. 2019](https://arxiv.org/abs/1910.10683), section 2.1).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RelativeBuckets {
+    /// Queries.
+    pub q_len: usize,
+    /// Keys.
+    pub k_len: usize,
+    /// Number of buckets.
+    pub buckets: usize,
+    /// Distances from here on share the last bucket.
+    pub max_distance: usize,
+    /// Whether keys behind the query have buckets of their own, which takes half of them; otherwise they
+    /// share bucket 0.
+    pub bidirectional: bool,
+}
+
+impl RelativeBuckets {
+    /// Buckets of one direction, half of which are for single distances.
+    fn of_direction(&self) -> usize {
+        self.buckets / if self.bidirectional { 2 } else { 1 }
+    }
+
+    /// Whether there are buckets for single and for shared distances.
+    pub fn is_valid(&self) -> bool {
+        self.of_direction() >= 2 && self.max_distance > self.of_direction() / 2
+    }
+
+    /// The bucket of each query, the first of which stands at position `offset`, and key: `[q_len, k_len]`.
+    pub fn indices(&self, offset: usize) -> Vec<i64> {
+        // A row of all distances, of which each query takes its part.
+        let last_query = (offset + self.q_len).saturating_sub(1);
+        let row: Vec<_> = (0..self.q_len + self.k_len)
+            .map(|key| self.bucket(key, last_query))
+            .collect();
+        (0..self.q_len)
+            .flat_map(|query| {
+                let start = self.q_len - 1 - query;
+                row[start..start + self.k_len].iter().copied()
+            })
+            .collect()
+    }
+
+    /// The bucket of a key at `key` for a query at `query`.
+    fn bucket(&self, key: usize, query: usize) -> i64 {
+        let of_direction = self.of_direction();
+        let (start, distance) = match key.checked_sub(query) {
+            Some(ahead) if ahead > 0 && self.bidirectional => (of_direction, ahead),
+            Some(_) => (0, 0),
+            None => (0, query - key),
+        };
+        let exact = of_direction / 2;
+        let within = if distance < exact {
+            distance
+        } else {
+            // In f32, so that borders fall where PyTorch has them.
+            let ratio = (distance as f32 / exact as f32).ln()
+                / (self.max_distance as f64 / exact as f64).ln() as f32;
+            let shared = (ratio * (of_direction - exact) as f32) as usize;
+            (exact + shared).min(of_direction - 1)
+        };
+        i64::try_from(start + within).expect("a bucket fits an i64")
+    }
+}
+
 /// Rotary position embedding, rotate-half convention.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Rope {
@@ -115,6 +211,8 @@ pub enum Op {
         /// Number of the first position.
         first: usize,
     },
+    /// `-> [Sq, Sk] i64`: the bucket of each query's distance to each key.
+    RelativeBuckets(RelativeBuckets),
 
     /// `x [.., in], w, (b [out]) -> [.., out]`.
     Linear {
@@ -173,9 +271,10 @@ pub enum Op {
     /// `dy, x, rstd -> dw [n]`.
     RmsNormGradParams,
 
-    /// `q [B, S, heads*D], k [B, S, kv_heads*D], v [B, S, kv_heads*D] -> out [B, S, heads*D], lse [B, heads, S]`.
+    /// `q [B, Sq, heads*D], k [B, Sk, kv_heads*D], v [B, Sk, kv_heads*D], (seen), (table, index) ->
+    /// out [B, Sq, heads*D], lse [B, heads, Sq]`; [`AttentionOptions`] says what may be left out.
     Attention(Attention),
-    /// `dout, q, k, v, out, lse -> dq, dk, dv`.
+    /// `dout, q, k, v, out, lse, (seen), (table, index) -> dq, dk, dv, (dtable)`.
     AttentionGrad(Attention),
     /// `x [B, S, H*D], positions [S] i64 -> x`.
     Rope(Rope),
@@ -295,6 +394,7 @@ impl Op {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Positions { .. } => "positions",
+            Self::RelativeBuckets(_) => "relative_buckets",
             Self::Linear { .. } => "linear",
             Self::LinearGradInput { .. } => "linear_grad_input",
             Self::LinearGradWeight { .. } => "linear_grad_weight",
@@ -369,5 +469,67 @@ impl Op {
             Self::AllReduce { axis } | Self::AllGather { axis, .. } => Some(*axis),
             _ => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The buckets of the keys up to `reach` before and behind a query.
+    fn around(buckets: usize, max_distance: usize, bidirectional: bool, reach: usize) -> Vec<i64> {
+        let spec = RelativeBuckets {
+            q_len: reach + 1,
+            k_len: 2 * reach + 1,
+            buckets,
+            max_distance,
+            bidirectional,
+        };
+        assert!(spec.is_valid());
+        spec.indices(0).split_off(reach * spec.k_len)
+    }
+
+    #[test]
+    fn near_keys_have_buckets_of_their_own_and_far_ones_share() {
+        // What T5Attention._relative_position_bucket of transformers 5.23 gives.
+        assert_eq!(
+            around(8, 6, true, 8),
+            [3, 3, 3, 3, 3, 2, 2, 1, 0, 5, 6, 6, 7, 7, 7, 7, 7]
+        );
+        let behind = [7; 11]
+            .into_iter()
+            .chain([6; 5])
+            .chain([5; 3])
+            .chain([4; 2]);
+        let expected: Vec<_> = behind.chain([3, 2, 1]).chain([0; 25]).collect();
+        assert_eq!(around(8, 20, false, 24), expected);
+        // Distances at which the usual buckets change, powers of two among them.
+        let borders = |bidirectional, side: fn(&i64) -> bool| -> Vec<i64> {
+            let found = around(32, 128, bidirectional, 200);
+            let changes = (1..401).filter(|&i| found[i] != found[i - 1]);
+            changes
+                .map(|i| i64::try_from(i).unwrap() - 200)
+                .filter(side)
+                .collect()
+        };
+        assert_eq!(borders(true, |&d| d > 7), [8, 12, 16, 23, 32, 46, 64, 91]);
+        assert_eq!(
+            borders(false, |&d| d < -15),
+            [
+                -112, -98, -86, -76, -66, -58, -51, -45, -39, -34, -30, -26, -23, -20, -18
+            ]
+        );
+    }
+
+    #[test]
+    fn a_later_query_sees_the_buckets_of_its_distances() {
+        let spec = |q_len| RelativeBuckets {
+            q_len,
+            k_len: 9,
+            buckets: 8,
+            max_distance: 6,
+            bidirectional: true,
+        };
+        assert_eq!(spec(2).indices(4)[9..], spec(6).indices(0)[5 * 9..]);
     }
 }

@@ -4,7 +4,7 @@ use super::{Need, Plan, Site};
 use crate::{Error, Result};
 use merak_trace::{
     Axis, Op, Placement, Shard,
-    op::{Attention, AxisSlice, Dropout, Rope},
+    op::{Attention, AttentionOptions, AxisSlice, Dropout, Rope},
 };
 
 /// Dimension of the heads in `[B, S, heads * D]`.
@@ -57,7 +57,18 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<Plan> {
         Placement::shard(PACKED, width),
         Placement::shard(1, spec.heads),
     ];
-    Ok(Plan::new([cut(width), keys.clone(), keys], op, results))
+    let mut needs = vec![cut(width), keys.clone(), keys];
+    let options = AttentionOptions::find(site.types.iter().copied(), 3);
+    needs.extend(options.seen.map(|_| Need::Whole));
+    if options.table.is_some() {
+        // Each rank has the biases of its heads.
+        let table = Shard {
+            dim: 1,
+            parts: vec![spec.heads],
+        };
+        needs.extend([Need::Cut(table), Need::Whole]);
+    }
+    Ok(Plan::new(needs, op, results))
 }
 
 /// Turns whole heads, whichever a rank has.

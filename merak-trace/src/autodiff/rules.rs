@@ -1,7 +1,10 @@
 //! The gradient of each operation.
 
 use super::{Contributions, Tape};
-use crate::{Error, Node, Op, Result, ValueId, op::Rope};
+use crate::{
+    Error, Node, Op, Result, ValueId,
+    op::{AttentionOptions, Rope},
+};
 
 /// Adds the nodes that compute the gradients of the operands of `node` that need one.
 pub(super) fn gradient(
@@ -76,7 +79,12 @@ impl Rule<'_, '_> {
             }
             Op::Attention(spec) => {
                 let op = Op::AttentionGrad(spec.clone());
-                self.several(&[0, 1, 2], op, &[dy, x(0), x(1), x(2), y(0), y(1)])
+                let options = &self.node.inputs[3..];
+                let types = self.node.inputs.iter().map(|&x| self.tape.graph.ty(x));
+                let table = AttentionOptions::find(types, 3).table;
+                let operands: Vec<_> = (0..3).chain(table).collect();
+                let inputs = [&[dy, x(0), x(1), x(2), y(0), y(1)], options].concat();
+                self.several(&operands, op, &inputs)
             }
             Op::Rope(rope) => {
                 let op = Op::Rope(Rope {
@@ -166,6 +174,7 @@ impl Rule<'_, '_> {
                 self.several(&operands, Op::Split { dim: *dim, sizes }, &[dy])
             }
             Op::Positions { .. }
+            | Op::RelativeBuckets(_)
             | Op::Zeros { .. }
             | Op::Split { .. }
             | Op::LinearGradInput { .. }

@@ -151,6 +151,8 @@ pub struct AttentionSpec<'a, T> {
     pub window: Option<usize>,
     /// Added to the scores.
     pub mask: Option<AttentionMask<'a, T>>,
+    /// Added to the scores as well; [`attention_grad`] can give its gradient.
+    pub bias: Option<AttentionMask<'a, T>>,
     /// Dropout of the probabilities.
     pub dropout: Option<AttentionDropout>,
 }
@@ -164,6 +166,7 @@ impl<T: Float> AttentionSpec<'_, T> {
             causal: false,
             window: None,
             mask: None,
+            bias: None,
             dropout: None,
         }
     }
@@ -190,6 +193,26 @@ impl<T: Float> AttentionSpec<'_, T> {
         };
         let end = end.min(k_len);
         past_self.saturating_sub(window).min(end)..end
+    }
+
+    /// Adds mask and bias to the scores of a query for `keys`.
+    #[expect(
+        clippy::inline_always,
+        reason = "vectorises only inside a dispatched loop"
+    )]
+    #[inline(always)]
+    fn add_terms(
+        &self,
+        (batch, head, query): (usize, usize, usize),
+        keys: &Range<usize>,
+        scores: &mut [T],
+    ) {
+        for term in [self.mask, self.bias].into_iter().flatten() {
+            let row = term.row(batch, head, query, keys.clone());
+            for (score, &term) in scores.iter_mut().zip(row) {
+                *score += term;
+            }
+        }
     }
 
     /// Keys that any of these queries sees, in tiles.

@@ -5,8 +5,8 @@ use crate::support::{
 };
 use merak_trace::{
     Batch, DType, Init, Op, ParamRole, Result, TensorType,
-    fx::{self, Module, Symbol},
-    op::{Activation, Attention, Dropout, Rope, WeightLayout},
+    fx::{self, AttentionTerms, Module, Symbol},
+    op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
 };
 
 const STEP: f64 = 1e-5;
@@ -379,6 +379,57 @@ fn attention() {
             t(&[2, 5, kv_heads * 3]),
         ];
         check("attention", &operands, &[], apply(Op::Attention(spec)));
+    }
+}
+
+#[test]
+fn attention_with_hidden_keys_and_a_table_of_relative_positions() {
+    let (batch, q_len, kv_heads) = (2, 4, 1);
+    for (k_len, heads, causal, dropout, seen, relative) in [
+        (6, 2, false, 0.0, true, false),
+        (3, 2, false, 0.0, true, true),
+        (4, 4, true, 0.2, false, true),
+    ] {
+        let spec = Attention {
+            heads,
+            kv_heads,
+            head_dim: 3,
+            scale: 0.7,
+            causal,
+            window: None,
+            dropout: None,
+        };
+        let buckets = RelativeBuckets {
+            q_len,
+            k_len,
+            buckets: 6,
+            max_distance: 5,
+            bidirectional: !causal,
+        };
+        let mut operands = vec![
+            t(&[batch, q_len, heads * 3]),
+            t(&[batch, k_len, kv_heads * 3]),
+            t(&[batch, k_len, kv_heads * 3]),
+        ];
+        operands.extend(relative.then(|| t(&[6, heads])));
+        // The last keys of each sample are padding, of the second all of them.
+        let mask: Vec<_> = (0..batch * k_len)
+            .map(|key| i64::from(key + 2 < k_len))
+            .collect();
+        let ids: &[_] = if seen {
+            &[ids("seen", &[batch, k_len], &mask)]
+        } else {
+            &[]
+        };
+        check("attention with terms", &operands, ids, |module, x, ids| {
+            let index = module.relative_buckets(buckets)?;
+            let terms = AttentionTerms {
+                seen: ids.first(),
+                bias: x.get(3).map(|table| [table, &index]),
+            };
+            let mixed = module.attention_with([&x[0], &x[1], &x[2]], terms, &spec, dropout)?;
+            Ok(vec![mixed])
+        });
     }
 }
 

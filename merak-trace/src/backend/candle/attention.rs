@@ -5,21 +5,32 @@ use super::{
     run::{Node, Number},
 };
 use crate::{
-    Result, Value,
+    Result, TensorType, Value,
     kernels::{
-        self, AttentionDropout, AttentionGrads, AttentionShape, AttentionSpec, MatMut, Strided,
+        self, AttentionDropout, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec,
+        MatMut, Strided,
     },
-    op,
+    op::{self, AttentionOptions},
 };
+use merak_mpu::Element;
+
+/// What is added to the scores of an attention, as numbers.
+struct Terms<T> {
+    /// `[B, Sk]`: minus infinity for keys that are hidden.
+    hidden: Option<Vec<T>>,
+    /// `[heads, Sq, Sk]`.
+    bias: Option<Vec<T>>,
+}
 
 impl Node<'_> {
-    /// `q, k, v -> out, lse`.
+    /// `q, k, v, (seen), (table, index) -> out, lse`.
     pub(super) fn attention<T: Number>(
         &self,
         spec: &op::Attention,
         inputs: &[Value],
     ) -> Result<Vec<Value>> {
-        let spec = self.attention_spec::<T>(spec, &inputs[0], &inputs[1]);
+        let terms = self.terms::<T>(spec, inputs, 3)?;
+        let spec = self.attention_spec::<T>(spec, &inputs[0], &inputs[1], &terms);
         let [q, k, v] = [&inputs[0], &inputs[1], &inputs[2]].map(elements::<T>);
         let (q, k, v) = (q?, k?, v?);
         let (mut out, mut lse) = (self.out::<T>(0), self.out::<T>(1));
@@ -27,16 +38,18 @@ impl Node<'_> {
         let rows = spec.shape.batch * spec.shape.q_len;
         let to = MatMut::new(&mut out, rows, spec.shape.q_heads * spec.shape.head_dim);
         kernels::attention(&self.backend.threads, &spec, q, k, v, to, &mut lse);
+        self.give_back(terms.bias)?;
         self.done([out, lse])
     }
 
-    /// `dout, q, k, v, out, lse -> dq, dk, dv`.
+    /// `dout, q, k, v, out, lse, (seen), (table, index) -> dq, dk, dv, (dtable)`.
     pub(super) fn attention_grad<T: Number>(
         &self,
         spec: &op::Attention,
         inputs: &[Value],
     ) -> Result<Vec<Value>> {
-        let spec = self.attention_spec::<T>(spec, &inputs[1], &inputs[2]);
+        let terms = self.terms::<T>(spec, inputs, 6)?;
+        let spec = self.attention_spec::<T>(spec, &inputs[1], &inputs[2], &terms);
         let x = |i: usize| elements::<T>(&inputs[i]);
         let (dout, q, k, v, out, lse) = (x(0)?, x(1)?, x(2)?, x(3)?, x(4)?, x(5)?);
         let (mut dq, mut dk, mut dv) = (self.out::<T>(0), self.out::<T>(1), self.out::<T>(2));
@@ -48,23 +61,79 @@ impl Node<'_> {
             kv_heads,
             head_dim,
         } = spec.shape;
+        let mut dbias = terms
+            .bias
+            .as_ref()
+            .map(|bias| self.backend.pool.take::<T>(bias.len()));
         let grads = AttentionGrads {
             dq: MatMut::new(&mut dq, batch * q_len, q_heads * head_dim),
             dk: MatMut::new(&mut dk, batch * k_len, kv_heads * head_dim),
             dv: MatMut::new(&mut dv, batch * k_len, kv_heads * head_dim),
+            dbias: dbias.as_deref_mut(),
         };
         let operands = [queries(&spec, &q), keys(&spec, &k), keys(&spec, &v)];
         let results = [queries(&spec, &out), queries(&spec, &dout)];
-        kernels::attention_grad(&self.backend.threads, &spec, operands, results, &lse, grads);
-        self.done([dq, dk, dv])
+        let threads = &self.backend.threads;
+        kernels::attention_grad(threads, &spec, operands, results, &lse, grads);
+        self.give_back(terms.bias)?;
+        let Some(dbias) = dbias else {
+            return self.done([dq, dk, dv]);
+        };
+        let index = elements::<i64>(&inputs[inputs.len() - 1])?;
+        let mut dtable = self.out::<T>(3);
+        kernels::relative_bias_grad(threads, (q_heads, k_len), &dbias, &index, &mut dtable)
+            .map_err(|e| self.kernel_error(e))?;
+        self.give_back(Some(dbias))?;
+        self.done([dq, dk, dv, dtable])
     }
 
-    fn attention_spec<T: Number>(
+    /// The terms that the operands behind the `required` ones stand for.
+    fn terms<T: Number>(
+        &self,
+        spec: &op::Attention,
+        inputs: &[Value],
+        required: usize,
+    ) -> Result<Terms<T>> {
+        let options = AttentionOptions::find(inputs.iter().map(Value::ty), required);
+        let hidden = match options.seen {
+            Some(seen) => {
+                let seen = elements::<i64>(&inputs[seen])?;
+                let term = |&seen: &i64| if seen == 0 { T::NEG_INFINITY } else { T::ZERO };
+                Some(seen.iter().map(term).collect())
+            }
+            None => None,
+        };
+        let bias = match options.table {
+            Some(table) => {
+                let index = elements::<i64>(&inputs[table + 1])?;
+                let table = elements::<T>(&inputs[table])?;
+                let mut bias = self.backend.pool.take(spec.heads * index.len());
+                let threads = &self.backend.threads;
+                kernels::relative_bias(threads, spec.heads, &table, &index, &mut bias)
+                    .map_err(|e| self.kernel_error(e))?;
+                Some(bias)
+            }
+            None => None,
+        };
+        Ok(Terms { hidden, bias })
+    }
+
+    /// Returns memory that was taken for the time of one node to the pool.
+    fn give_back<T: Number>(&self, memory: Option<Vec<T>>) -> Result<()> {
+        if let Some(memory) = memory {
+            let ty = TensorType::new([memory.len()], <T as Element>::DTYPE);
+            drop(self.backend.wrap(&ty, memory)?);
+        }
+        Ok(())
+    }
+
+    fn attention_spec<'t, T: Number>(
         &self,
         spec: &op::Attention,
         q: &Value,
         k: &Value,
-    ) -> AttentionSpec<'static, T> {
+        terms: &'t Terms<T>,
+    ) -> AttentionSpec<'t, T> {
         let shape = AttentionShape {
             batch: q.ty().shape[0],
             q_len: q.ty().shape[1],
@@ -84,12 +153,25 @@ impl Node<'_> {
                     (context.coordinate(slice.axis) * spec.heads) as u64
                 }),
             });
+        let mask = terms.hidden.as_ref().map(|hidden| AttentionMask {
+            data: &hidden[..],
+            batch_stride: shape.k_len,
+            head_stride: 0,
+            row_stride: 0,
+        });
+        let bias = terms.bias.as_ref().map(|bias| AttentionMask {
+            data: &bias[..],
+            batch_stride: 0,
+            head_stride: shape.q_len * shape.k_len,
+            row_stride: shape.k_len,
+        });
         AttentionSpec {
             shape,
             scale: spec.scale,
             causal: spec.causal,
             window: spec.window,
-            mask: None,
+            mask,
+            bias,
             dropout,
         }
     }

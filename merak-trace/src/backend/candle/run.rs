@@ -24,6 +24,10 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
                 .collect();
             return Ok(vec![backend.wrap_once::<i64>(&call.results[0], positions)?]);
         }
+        Op::RelativeBuckets(spec) => {
+            let indices = spec.indices(call.context.position_offset);
+            return Ok(vec![backend.wrap_once::<i64>(&call.results[0], indices)?]);
+        }
         Op::Identity | Op::CopyTo { .. } => return Ok(inputs),
         Op::Reshape { .. } => return node.reshape(&inputs[0]),
         Op::Transpose { perm } => return node.transpose(&inputs[0], perm),
@@ -318,6 +322,7 @@ impl Node<'_> {
                 |ty, data| self.backend.wrap(ty, data),
             ),
             Op::Positions { .. }
+            | Op::RelativeBuckets(_)
             | Op::Identity
             | Op::Cast { .. }
             | Op::Reshape { .. }

@@ -24,12 +24,15 @@ pub struct AttentionGrads<'a, T> {
     pub dk: MatMut<'a, T>,
     /// `[B Sk, Hkv D]`.
     pub dv: MatMut<'a, T>,
+    /// `[Hq, Sq, Sk]`: the gradient of the bias, summed over the samples, where it is asked for.
+    pub dbias: Option<&'a mut [T]>,
 }
 
 /// Computes the gradients of [`attention`](super::attention) by queries, keys and values.
 ///
 /// Probabilities are recomputed tile by tile from `lse`:
-/// `dv = p^T dout`, `ds = p (dout v^T - rowsum(dout out))`, `dq = scale ds k`, `dk = scale ds^T q`.
+/// `dv = p^T dout`, `ds = p (dout v^T - rowsum(dout out))`, `dq = scale ds k`, `dk = scale ds^T q`,
+/// `dbias = sum over samples of ds`. The samples of a head then run one after the other.
 ///
 /// # Shapes
 ///
@@ -48,7 +51,7 @@ pub fn attention_grad<T: Float>(
 ) {
     let shape = spec.shape;
     shape.check();
-    let AttentionGrads { dq, dk, dv } = grads;
+    let AttentionGrads { dq, dk, dv, dbias } = grads;
     let expected = [
         (shape.batch * shape.q_len, shape.q_width()),
         (shape.batch * shape.k_len, shape.kv_width()),
@@ -86,8 +89,33 @@ pub fn attention_grad<T: Float>(
         dq: dq.next(),
         dkv: dk.next().zip(dv.next()),
     });
-    threads.for_each_with(items, Scratch::new, |scratch, head| {
-        head.compute(&inputs, scratch);
+    let scores = shape.q_len * shape.k_len;
+    if let Some(dbias) = &dbias {
+        assert_eq!(
+            dbias.len(),
+            shape.q_heads * scores,
+            "one gradient per head, query and key"
+        );
+    }
+    let Some(dbias) = dbias.filter(|dbias| !dbias.is_empty()) else {
+        threads.for_each_with(items, Scratch::new, |scratch, head| {
+            head.compute(&inputs, &mut [], scratch);
+        });
+        return;
+    };
+    dbias.fill(T::ZERO);
+    // All samples of a key-value head, with the biases of its query heads.
+    let mut heads: Vec<(Vec<KvHead<'_, T>>, &mut [T])> = dbias
+        .chunks_mut(shape.q_heads / shape.kv_heads * scores)
+        .map(|dbias| (Vec::with_capacity(shape.batch), dbias))
+        .collect();
+    for item in items {
+        heads[item.index].0.push(item);
+    }
+    threads.for_each_with(heads, Scratch::new, |scratch, (samples, dbias)| {
+        for head in samples {
+            head.compute(&inputs, dbias, scratch);
+        }
     });
 }
 
@@ -129,7 +157,8 @@ impl<T: Float> Scratch<T> {
 }
 
 impl<T: Float> KvHead<'_, T> {
-    fn compute(self, inputs: &Inputs<'_, T>, scratch: &mut Scratch<T>) {
+    /// Adds to `dbias: [heads, Sq, Sk]` of the query heads served, unless it is empty.
+    fn compute(self, inputs: &Inputs<'_, T>, dbias: &mut [T], scratch: &mut Scratch<T>) {
         let shape = inputs.spec.shape;
         let Some((mut dk, mut dv)) = self.dkv else {
             // No keys: the output is zero whatever the queries are.
@@ -140,7 +169,9 @@ impl<T: Float> KvHead<'_, T> {
         dv.fill(T::ZERO);
         let Some(dq) = self.dq else { return };
         let first_head = self.index * (shape.q_heads / shape.kv_heads);
+        let mut dbias = dbias.chunks_mut((shape.q_len * shape.k_len).max(1));
         for (i, dq) in dq.col_blocks(shape.head_dim).enumerate() {
+            let dbias = dbias.next().unwrap_or_default();
             for (block, dq) in dq.row_blocks(QUERIES).enumerate() {
                 let first = block * QUERIES;
                 let block = Block {
@@ -149,7 +180,7 @@ impl<T: Float> KvHead<'_, T> {
                     kv_col: self.index * shape.head_dim,
                     queries: first..first + dq.rows(),
                 };
-                block.compute(inputs, dq, [&mut dk, &mut dv], scratch);
+                block.compute(inputs, dq, [&mut dk, &mut dv], dbias, scratch);
             }
         }
     }
@@ -169,6 +200,7 @@ impl Block {
         inputs: &Inputs<'_, T>,
         mut dq: MatMut<'_, T>,
         [dk, dv]: [&mut MatMut<'_, T>; 2],
+        dbias: &mut [T],
         scratch: &mut Scratch<T>,
     ) {
         let (spec, dim) = (inputs.spec, inputs.spec.shape.head_dim);
@@ -189,7 +221,14 @@ impl Block {
             gemm_inline(T::ONE, dout, v.transposed(), Write::Replace, grads);
             vectorize(
                 #[inline(always)]
-                || self.softmax_grad(inputs, &keys, &delta, scratch),
+                || {
+                    if dbias.is_empty() {
+                        self.softmax_grad(inputs, &keys, &delta, scale, scratch);
+                    } else {
+                        self.softmax_grad(inputs, &keys, &delta, T::ONE, scratch);
+                        self.add_and_scale(spec, &keys, dbias, scratch);
+                    }
+                },
             );
             let p = MatRef::with_row_stride(&scratch.scores, rows, keys.len(), KEYS);
             let ds = MatRef::with_row_stride(&scratch.grads, rows, keys.len(), KEYS);
@@ -225,17 +264,17 @@ impl Block {
     }
 
     /// Turns scores into (dropped) probabilities, and gradients by these into gradients by the
-    /// products of queries and keys.
+    /// scores, times `scale`.
     #[inline(always)]
     fn softmax_grad<T: Float>(
         &self,
         inputs: &Inputs<'_, T>,
         tile: &Range<usize>,
         delta: &[T; QUERIES],
+        scale: T,
         scratch: &mut Scratch<T>,
     ) {
         let (spec, shape) = (inputs.spec, inputs.spec.shape);
-        let scale = T::from_f64(spec.scale);
         let lse = &inputs.lse[(self.batch * shape.q_heads + self.head) * shape.q_len..];
         for (i, query) in self.queries.clone().enumerate() {
             let seen = clip(&spec.visible(query), tile);
@@ -246,12 +285,8 @@ impl Block {
             scores[seen.end..].fill(T::NEG_INFINITY);
             grads[..seen.start].fill(T::ZERO);
             grads[seen.end..].fill(T::ZERO);
-            if let Some(mask) = spec.mask {
-                let mask = mask.row(self.batch, self.head, query, keys.clone());
-                for (score, &mask) in scores[seen.clone()].iter_mut().zip(mask) {
-                    *score += mask;
-                }
-            }
+            let place = (self.batch, self.head, query);
+            spec.add_terms(place, &keys, &mut scores[seen.clone()]);
             let (shift, delta) = (finite_or_zero(lse[query]), delta[i]);
             let Some(dropout) = inputs.dropout else {
                 for (score, grad) in scores.iter_mut().zip(grads) {
@@ -262,12 +297,31 @@ impl Block {
             };
             let factors = &mut scratch.dropped[..scores.len()];
             factors.fill(T::ONE);
-            let place = (self.batch, self.head, query);
             spec.drop_row(dropout, place, keys.start, &mut factors[seen]);
             for ((score, grad), &factor) in scores.iter_mut().zip(grads).zip(&*factors) {
                 let p = Float::exp(*score - shift);
                 *score = p * factor;
                 *grad = p * grad.fma(factor, -delta) * scale;
+            }
+        }
+    }
+
+    /// Adds the gradients by the scores to those by the bias, then scales them.
+    #[inline(always)]
+    fn add_and_scale<T: Float>(
+        &self,
+        spec: &AttentionSpec<'_, T>,
+        tile: &Range<usize>,
+        dbias: &mut [T],
+        scratch: &mut Scratch<T>,
+    ) {
+        let scale = T::from_f64(spec.scale);
+        for (i, query) in self.queries.clone().enumerate() {
+            let grads = &mut scratch.grads[i * KEYS..][..tile.len()];
+            let row = &mut dbias[query * spec.shape.k_len..][tile.clone()];
+            for (grad, sum) in grads.iter_mut().zip(row) {
+                *sum += *grad;
+                *grad *= scale;
             }
         }
     }

@@ -155,12 +155,8 @@ impl<T: Float> Block<'_, T> {
             let scores = &mut scratch.scores[i * KEYS..][..padded(tile.len())];
             scores[..seen.start].fill(T::NEG_INFINITY);
             scores[seen.end..].fill(T::NEG_INFINITY);
-            if let Some(mask) = spec.mask {
-                let mask = mask.row(batch, head, query, first_key..past_key);
-                for (score, &mask) in scores[seen.clone()].iter_mut().zip(mask) {
-                    *score += mask;
-                }
-            }
+            let place = (batch, head, query);
+            spec.add_terms(place, &(first_key..past_key), &mut scores[seen.clone()]);
             let (old, here) = (scratch.maximum[i], max(scores));
             let new = if here > old { here } else { old };
             let shift = finite_or_zero(new);
@@ -177,7 +173,7 @@ impl<T: Float> Block<'_, T> {
             }
             if let Some(dropout) = dropout {
                 let scores = &mut scores[seen];
-                spec.drop_row(dropout, (batch, head, query), first_key, scores);
+                spec.drop_row(dropout, place, first_key, scores);
             }
         }
     }

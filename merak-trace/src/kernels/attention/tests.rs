@@ -50,6 +50,17 @@ fn run_grad<T: Float>(
     tensors: &[Vec<T>; 3],
     dout: &[T],
 ) -> [Vec<T>; 3] {
+    run_bias_grad(threads, spec, tensors, dout, None)
+}
+
+/// `[dq, dk, dv]`, the gradient of the bias beside them.
+fn run_bias_grad<T: Float>(
+    threads: &Threads,
+    spec: &AttentionSpec<'_, T>,
+    tensors: &[Vec<T>; 3],
+    dout: &[T],
+    dbias: Option<&mut [T]>,
+) -> [Vec<T>; 3] {
     let shape = spec.shape;
     let inputs = views(shape, tensors);
     let (out, lse) = run(threads, spec, inputs);
@@ -61,6 +72,7 @@ fn run_grad<T: Float>(
         dq: MatMut::new(dq, q_rows, shape.q_width()),
         dk: MatMut::new(dk, k_rows, shape.kv_width()),
         dv: MatMut::new(dv, k_rows, shape.kv_width()),
+        dbias,
     };
     attention_grad(threads, spec, inputs, outputs, &lse, views);
     grads
@@ -90,8 +102,11 @@ fn naive(
                     return f64::NEG_INFINITY;
                 }
                 let dot: f64 = (0..s.head_dim).map(|d| q[at + d] * k[kv_at(j) + d]).sum();
-                let mask = spec.mask.map_or(0.0, |mask| mask.row(b, h, i, j..j + 1)[0]);
-                spec.scale * dot + mask
+                let terms = [spec.mask, spec.bias].into_iter().flatten();
+                spec.scale * dot
+                    + terms
+                        .map(|term| term.row(b, h, i, j..j + 1)[0])
+                        .sum::<f64>()
             })
             .collect();
         let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -218,6 +233,73 @@ fn an_additive_mask_may_repeat_over_samples_heads_and_queries() {
     }
 }
 
+/// The same attention with a bias for all samples.
+fn biased<'a>(spec: AttentionSpec<'a, f64>, bias: &'a [f64]) -> AttentionSpec<'a, f64> {
+    let AttentionShape { q_len, k_len, .. } = spec.shape;
+    AttentionSpec {
+        bias: Some(AttentionMask {
+            data: bias,
+            batch_stride: 0,
+            head_stride: q_len * k_len,
+            row_stride: k_len,
+        }),
+        ..spec
+    }
+}
+
+#[test]
+fn the_gradient_of_a_bias_is_summed_over_samples_and_leaves_the_others_as_they_are() {
+    for (lens, heads, causal, scale) in [
+        ((5, 7), (4, 2), false, 0.7),
+        ((9, 4), (2, 2), false, 1.0),
+        ((70, 300), (2, 1), true, 0.0),
+    ] {
+        let shape = shape(3, lens, heads, 3);
+        let mut hidden = vec![0.0; 3 * lens.1];
+        hidden[lens.1 - 1] = f64::NEG_INFINITY;
+        let bias = noise::<f64>(6, heads.0 * lens.0 * lens.1);
+        let place = AttentionDropout {
+            dropout: Dropout {
+                key: DropoutKey {
+                    seed: 1,
+                    step: 2,
+                    node: 3,
+                },
+                p: 0.3,
+            },
+            first_sample: 0,
+            first_head: 0,
+        };
+        let spec = AttentionSpec {
+            causal,
+            scale,
+            mask: Some(AttentionMask {
+                data: &hidden,
+                batch_stride: lens.1,
+                head_stride: 0,
+                row_stride: 0,
+            }),
+            dropout: (heads.1 == 1).then_some(place),
+            ..AttentionSpec::full(shape)
+        };
+        let x = tensors::<f64>(shape);
+        let dout = noise::<f64>(9, x[0].len());
+        let dbias = on_any_threads(|threads| {
+            let mut dbias = vec![1.0; bias.len()];
+            let grads = run_bias_grad(threads, &biased(spec, &bias), &x, &dout, Some(&mut dbias));
+            let plain = run_grad(threads, &biased(spec, &bias), &x, &dout);
+            assert_eq!(grads, plain);
+            dbias
+        });
+        let f = |bias: &[f64]| run(&Threads::one(), &biased(spec, bias), views(shape, &x)).0;
+        assert_gradient(&bias, &dout, f, &dbias);
+        if spec.dropout.is_none() {
+            let (out, _) = run(&Threads::one(), &biased(spec, &bias), views(shape, &x));
+            assert_close(&out, &naive(&biased(spec, &bias), &x, everything), 1e-12);
+        }
+    }
+}
+
 #[test]
 fn dropout_draws_by_global_sample_and_head() {
     let all = shape(2, (70, 300), (4, 4), 4);
@@ -302,7 +384,12 @@ fn packed_queries_keys_and_values_are_read_and_their_gradients_written_in_place(
         inputs,
         outputs,
         &lse,
-        AttentionGrads { dq, dk, dv },
+        AttentionGrads {
+            dq,
+            dk,
+            dv,
+            dbias: None,
+        },
     );
     let expected = run_grad(&one, &spec, &apart, &dout);
     for (row, grads) in grads.chunks(3 * width).enumerate() {
