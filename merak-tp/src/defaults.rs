@@ -47,6 +47,18 @@ const TABLE: &[Defaults] = &[
         attr: &["num_heads", "num_key_value_heads"],
     },
     Defaults {
+        families: &["t5", "mt5"],
+        col: &[
+            "Attention.q",
+            "Attention.k",
+            "Attention.v",
+            "DenseReluDense.wi",
+        ],
+        row: &["Attention.o", "DenseReluDense.wo"],
+        mapping: &[],
+        attr: &["n_heads", "inner_dim"],
+    },
+    Defaults {
         families: &["gptj"],
         col: &["q_proj", "k_proj", "v_proj", "fc_in"],
         row: &["out_proj", "fc_out"],

@@ -1,5 +1,6 @@
 //! Model definitions, read from Hugging Face `config.json`, with Hugging Face parameter names.
 
+mod bert;
 mod causal;
 mod fields;
 mod gpt;
@@ -9,6 +10,8 @@ mod inert;
 mod llama;
 mod opt;
 mod rope;
+mod t5;
+mod vit;
 
 use crate::{Error, Graph, Result};
 use fields::Fields;
@@ -16,11 +19,14 @@ use merak_mpu::DType;
 use serde_json::Value as Json;
 use std::fmt;
 
+pub use bert::Bert;
 pub use gpt::Gpt;
 pub use gpt_neox::GptNeoX;
 pub use gpt2::Gpt2;
 pub use llama::Llama;
 pub use opt::Opt;
+pub use t5::T5;
+pub use vit::Vit;
 
 /// What the traced model ends in.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -41,6 +47,8 @@ pub struct TraceOptions {
     pub batch: usize,
     /// Length of a sequence.
     pub seq: usize,
+    /// Length of what a decoder makes of it, `seq` unless given; ignored by models without an encoder.
+    pub target_seq: Option<usize>,
     /// Element type of parameters and activations.
     pub dtype: DType,
     /// What the model ends in.
@@ -57,6 +65,7 @@ impl TraceOptions {
         Self {
             batch,
             seq,
+            target_seq: None,
             dtype: DType::F32,
             head: Head::Loss {
                 label_smoothing: 0.0,
@@ -95,12 +104,51 @@ pub struct ModelInfo {
     pub eos_token_id: Option<u32>,
 }
 
+/// What a model learns, which says what its data are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Objective {
+    /// The next token at each position: `input_ids`, `labels`.
+    CausalLm,
+    /// The tokens that were hidden: `input_ids`, `labels`.
+    MaskedLm,
+    /// A class for each sequence: `input_ids`, `labels: [B]`.
+    SequenceClassification,
+    /// A sequence for each sequence: `input_ids`, `decoder_input_ids`, `labels`.
+    SequenceToSequence,
+    /// A class for each image: `pixel_values`, `labels: [B]`.
+    ImageClassification,
+}
+
+impl fmt::Display for Objective {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::CausalLm => "causal language modelling",
+            Self::MaskedLm => "masked language modelling",
+            Self::SequenceClassification => "sequence classification",
+            Self::SequenceToSequence => "sequence-to-sequence learning",
+            Self::ImageClassification => "image classification",
+        })
+    }
+}
+
 /// A model that can be traced for any batch and sequence size.
 pub trait Model: fmt::Debug + Send + Sync {
     /// Sizes of the model.
     fn info(&self) -> ModelInfo;
 
-    /// Traces the model; inputs are `input_ids: [B, S] i64` and, for a loss, `labels: [B, S] i64`.
+    /// What it learns.
+    fn objective(&self) -> Objective {
+        Objective::CausalLm
+    }
+
+    /// Integer inputs that data need not have, with the number that then stands in all their elements.
+    fn optional_inputs(&self) -> &'static [(&'static str, i64)] {
+        &[]
+    }
+
+    /// Traces the model. Its inputs are the graph's, named as Hugging Face does: for language models
+    /// `input_ids: [B, S] i64` and, for a loss, `labels: [B, S] i64`.
     ///
     /// # Errors
     /// When the sequence is longer than the model allows or operands do not fit.
@@ -142,8 +190,20 @@ const OF_GPT2: SizeFields = SizeFields {
     heads: &["n_head", "num_attention_heads"],
 };
 
+/// The names of T5.
+const OF_T5: SizeFields = SizeFields {
+    layers: &["num_layers"],
+    hidden: &["d_model"],
+    heads: &["num_heads"],
+};
+
 /// Every family that can be traced.
 const FAMILIES: &[Family] = &[
+    Family {
+        model_type: "bert",
+        sizes: USUAL,
+        build: |f| Ok(Box::new(Bert::from_fields(f)?)),
+    },
     Family {
         model_type: "gpt",
         sizes: USUAL,
@@ -183,6 +243,16 @@ const FAMILIES: &[Family] = &[
         model_type: "qwen3",
         sizes: USUAL,
         build: |f| Ok(Box::new(Llama::from_fields(f, &llama::QWEN3)?)),
+    },
+    Family {
+        model_type: "t5",
+        sizes: OF_T5,
+        build: |f| Ok(Box::new(T5::from_fields(f)?)),
+    },
+    Family {
+        model_type: "vit",
+        sizes: USUAL,
+        build: |f| Ok(Box::new(Vit::from_fields(f)?)),
     },
 ];
 

@@ -106,6 +106,40 @@ fn gpt_neox_whose_projection_alternates_by_heads() {
 }
 
 #[test]
+fn bert_that_fills_in_tokens_or_classifies() {
+    for architecture in ["BertForMaskedLM", "BertForSequenceClassification"] {
+        let config = json!({ "model_type": "bert", "architectures": [architecture], "vocab_size": 101,
+            "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+            "max_position_embeddings": 16, "type_vocab_size": 101, "num_labels": 101 });
+        check_model(&config, &[2, 4]);
+    }
+}
+
+#[test]
+fn t5_whose_table_of_relative_positions_is_cut_by_heads() {
+    let config = json!({ "model_type": "t5", "vocab_size": 101, "d_model": 16, "d_kv": 6, "d_ff": 24,
+        "num_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 6, "feed_forward_proj": "gated-gelu" });
+    check_model(&config, &[2, 4]);
+    let whole = model(&config).trace(&options()).unwrap();
+    let split = rewrite(&whole, &default_lists("t5").unwrap(), 2).unwrap();
+    let table = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
+    let table = split.graph.find_param(table).unwrap();
+    assert_eq!(
+        split.graph.param(table).placement,
+        merak_trace::Placement::shard(1, 4)
+    );
+}
+
+#[test]
+fn vit_of_seven_patches_and_a_class_token() {
+    let config = json!({ "model_type": "vit", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 24, "image_size": [7, 2], "patch_size": [1, 2], "num_labels": 101,
+        "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1 });
+    check_model(&config, &[2, 4]);
+}
+
+#[test]
 fn lists_that_suit_the_model_badly() {
     let mut config = gpt2(1, 0.1, true);
     config["vocab_size"] = json!(102);

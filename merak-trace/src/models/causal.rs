@@ -80,13 +80,20 @@ pub(super) fn lm_head(
 
 /// The end that the options ask for: a loss or the logits.
 pub(super) fn finish(root: &Module, logits: &Symbol, options: &TraceOptions) -> Result<()> {
+    finish_with(root, logits, &[options.batch, options.seq], options)
+}
+
+/// The same with labels of another shape.
+pub(super) fn finish_with(
+    root: &Module,
+    logits: &Symbol,
+    labels: &[usize],
+    options: &TraceOptions,
+) -> Result<()> {
     match options.head {
         Head::Logits => root.output("logits", logits),
         Head::Loss { label_smoothing } => {
-            let labels = root.input(
-                "labels",
-                TensorType::new([options.batch, options.seq], DType::I64),
-            );
+            let labels = root.input("labels", TensorType::new(labels, DType::I64));
             let loss = root
                 .sub("loss")
                 .cross_entropy(logits, &labels, label_smoothing)?;

@@ -259,26 +259,77 @@ impl<'a> Fields<'a> {
     /// An activation by its Hugging Face name.
     pub(super) fn activation(&self, name: &str, default: &str) -> Result<Activation> {
         let found = self.string_or(name, default)?;
-        Ok(match found.as_str() {
+        Self::activation_named(&found).ok_or_else(|| {
+            let known = "gelu, gelu_new, gelu_pytorch_tanh, relu, silu or tanh";
+            self.error(name, &format!("is \"{found}\", expected {known}"))
+        })
+    }
+
+    /// The activation of a Hugging Face name.
+    pub(super) fn activation_named(name: &str) -> Option<Activation> {
+        Some(match name {
             "gelu" => Activation::GeluErf,
             "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" => Activation::GeluTanh,
             "relu" => Activation::Relu,
             "silu" | "swish" => Activation::Silu,
             "tanh" => Activation::Tanh,
-            _ => {
-                return Err(self.error(
-                    name,
-                    &format!(
-                        "is \"{found}\", expected gelu, gelu_new, gelu_pytorch_tanh, relu, silu or tanh"
-                    ),
-                ));
-            }
+            _ => return None,
         })
     }
 
     /// Refuses a number other than zero, which asks for something that is not built.
     pub(super) fn refuse_unless_zero(&self, name: &str) -> Result<()> {
         self.refuse(name, &[Json::from(0), Json::from(0.0)])
+    }
+
+    /// Notes fields that change no number of this model.
+    pub(super) fn ignore(&self, names: &[&str]) {
+        let names = names.iter().map(|&name| name.to_owned());
+        self.asked.borrow_mut().extend(names);
+    }
+
+    /// Which of the `known` classes the first of `architectures` is; the first one without that field.
+    pub(super) fn architecture(&self, known: &[&str]) -> Result<usize> {
+        let name = "architectures";
+        let found = self.strings(name)?;
+        let Some(first) = found.first() else {
+            return Ok(0);
+        };
+        let position = known.iter().position(|known| known == first);
+        position.ok_or_else(|| {
+            let reason = format!("names {first}, expected {}", known.join(" or "));
+            self.error(name, &reason)
+        })
+    }
+
+    /// The number of classes: `num_labels`, or the entries of `id2label`, or 2.
+    pub(super) fn num_labels(&self) -> Result<usize> {
+        self.refuse("problem_type", &["single_label_classification".into()])?;
+        let named = self.get("id2label").and_then(Json::as_object);
+        let classes = self.size_or("num_labels", named.map_or(2, Map::len))?;
+        if classes < 2 {
+            let reason = "is 1, which asks for a regression, expected at least 2 classes";
+            return Err(self.error("num_labels", reason));
+        }
+        Ok(classes)
+    }
+
+    /// Height and width, stated as one number for both or as a pair.
+    pub(super) fn pair_or(&self, name: &str, default: usize) -> Result<[usize; 2]> {
+        let Some(value) = self.get(name) else {
+            return Ok([default; 2]);
+        };
+        let size = |value: &Json| {
+            let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
+            size.filter(|&size| size > 0)
+        };
+        let pair = match value.as_array().map(Vec::as_slice) {
+            Some([height, width]) => size(height).zip(size(width)),
+            Some(_) => None,
+            None => size(value).map(|size| (size, size)),
+        };
+        pair.map(Into::into)
+            .ok_or_else(|| self.wrong(name, "a positive integer or a pair of them", value))
     }
 
     /// Refuses a field that asks for something that is not built.

@@ -293,6 +293,8 @@ fn every_family_names_its_sizes() {
             Ok(model) => model.info(),
             Err(error) => unreachable!("{family}: {error}"),
         };
+        // T5 has as many in its decoder.
+        let stacks = if family == "t5" { 2 } else { 1 };
         assert_eq!(
             (
                 info.family,
@@ -300,7 +302,38 @@ fn every_family_names_its_sizes() {
                 info.hidden_size,
                 info.num_heads
             ),
-            (family, 3, 24, 4)
+            (family, 3 * stacks, 24, 4)
         );
     }
+}
+
+#[test]
+fn what_a_model_was_not_made_for_is_refused_by_the_name_of_its_field() {
+    let refused = [
+        json!({ "model_type": "bert", "architectures": ["BertForQuestionAnswering"] }),
+        json!({ "model_type": "bert", "position_embedding_type": "relative_key" }),
+        json!({ "model_type": "bert", "architectures": ["BertForSequenceClassification"], "num_labels": 1 }),
+        json!({ "model_type": "bert", "architectures": ["BertForSequenceClassification"],
+            "problem_type": "multi_label_classification" }),
+        json!({ "model_type": "t5", "feed_forward_proj": "gated-mish" }),
+        json!({ "model_type": "t5", "relative_attention_num_buckets": 3 }),
+        json!({ "model_type": "vit", "patch_size": [16] }),
+        json!({ "model_type": "vit", "image_size": 8 }),
+        json!({ "model_type": "vit", "architectures": ["ViTForMaskedImageModeling"] }),
+    ];
+    let messages: Vec<_> = refused.iter().map(refusal).collect();
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    model configuration: architectures: names BertForQuestionAnswering, expected BertForMaskedLM or BertForSequenceClassification
+    model configuration: position_embedding_type: is "relative_key", which is not supported
+    model configuration: num_labels: is 1, which asks for a regression, expected at least 2 classes
+    model configuration: problem_type: is "multi_label_classification", which is not supported
+    model configuration: feed_forward_proj: is "gated-mish", expected relu, gelu, gated-gelu, gated-silu or the like
+    model configuration: relative_attention_num_buckets: is 3, too few to tell distances up to 128 (relative_attention_max_distance) apart
+    model configuration: patch_size: is [16], expected a positive integer or a pair of them
+    model configuration: patch_size: is [16, 16], larger than the image [8, 8]
+    model configuration: architectures: names ViTForMaskedImageModeling, expected ViTForImageClassification
+    "#);
+    let model = models::from_config(&json!({ "model_type": "vit" })).unwrap();
+    let error = model.trace(&TraceOptions::training(2, SEQ)).unwrap_err();
+    insta::assert_snapshot!(error, @"model configuration: image_size: makes sequences of 197, the class token and 196 patches, not of 8");
 }

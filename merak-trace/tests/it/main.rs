@@ -2,10 +2,12 @@
 //!
 //! - `families`: configurations of model families, both spellings, every field used or refused.
 //! - `gradients`: every operation's gradient against finite differences in f64.
+//! - `parity`: the numbers of `transformers` on the same weights and data.
 //! - `programs`: stage cuts, recomputation and the halves of the backward change no bit.
 //! - `support`: small graphs and what runs them.
 
 mod families;
 mod gradients;
+mod parity;
 mod programs;
 mod support;

@@ -1,0 +1,226 @@
+"""Logits and training losses of tiny models, by torch and transformers.
+
+Run with torch 2.13 and transformers 5.23: `python make.py [CASE ...]`. Each case becomes CASE.json beside this file:
+the configuration as transformers saves it, names and shapes of the parameters as they stand in model.safetensors,
+logits of the first batch, the losses of ten training steps, and the versions of the libraries.
+
+Weights and data are formulas that `tests/it/parity/formula.rs` computes too.
+"""
+
+import json
+import math
+import os
+import pathlib
+import sys
+import tempfile
+
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+
+BATCH, STEPS, VOCAB, SEQ, TARGET = 3, 10, 31, 8, 6
+LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
+
+
+def uniform(name, count):
+    """`count` numbers in [-1, 1): SplitMix64 from the FNV-1a hash of the name."""
+    state = 0xCBF29CE484222325
+    for byte in name.encode():
+        state = ((state ^ byte) * 0x100000001B3) % 2**64
+    with np.errstate(over="ignore"):
+        x = np.uint64(state) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
+
+
+def weight(name, shape):
+    """The starting values of a parameter."""
+    u = uniform(name, math.prod(shape))
+    if name.endswith("weight") and "norm" in name.lower():
+        u = 1.0 + 0.1 * u
+    elif name.endswith("bias"):
+        u = 0.1 * u
+    else:
+        u = 0.3 * u
+    return torch.from_numpy(u.astype(np.float32)).reshape(shape)
+
+
+def token(index, t):
+    return (7 * index + (t + index) * t) % VOCAB
+
+
+def real(index):
+    """Positions of a sample that are no padding."""
+    return SEQ - 2 if index % 3 == 1 else SEQ
+
+
+def text(index, pad):
+    ids = [token(index, t) if t < real(index) else pad for t in range(SEQ)]
+    return {"input_ids": ids, "attention_mask": [int(t < real(index)) for t in range(SEQ)]}
+
+
+def masked(index, pad):
+    """Every third token is to be found."""
+    sought = [(token(index, t) + 5) % VOCAB if (t + index) % 3 == 0 and t < real(index) else -100 for t in range(SEQ)]
+    return {**text(index, pad), "token_type_ids": [int(t >= SEQ // 2) for t in range(SEQ)], "labels": sought}
+
+
+def label(index, classes):
+    return -100 if index % 5 == 4 else index * index % classes
+
+
+def classified(index, pad, classes):
+    return {**masked(index, pad), "labels": label(index, classes)}
+
+
+def translated(index, pad):
+    target = [token(index + 3, t) if t + 1 < TARGET or index % 3 != 0 else -100 for t in range(TARGET)]
+    return {**text(index, pad), "labels": target}
+
+
+def image(index, shape, classes):
+    pixels = uniform(f"image {index}", math.prod(shape)).astype(np.float32).reshape(shape)
+    return {"pixel_values": pixels.tolist(), "labels": label(index, classes)}
+
+
+def samples(config):
+    pad, classes = getattr(config, "pad_token_id", None) or 0, config.num_labels
+    if config.model_type == "t5":
+        return lambda index: translated(index, pad)
+    if config.model_type == "vit":
+        size = config.image_size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return lambda index: image(index, (config.num_channels, height, width), classes)
+    if "Classification" in config.architectures[0]:
+        return lambda index: classified(index, pad, classes)
+    return lambda index: masked(index, pad)
+
+
+def batch(sample, step):
+    rows = [sample(step * BATCH + row) for row in range(BATCH)]
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
+def file_name(model_type, name):
+    """The name that model.safetensors has for a parameter."""
+    if model_type == "vit":
+        for module, file in [
+            (".layers.", ".encoder.layer."),
+            ("attention.q_proj", "attention.attention.query"),
+            ("attention.k_proj", "attention.attention.key"),
+            ("attention.v_proj", "attention.attention.value"),
+            ("attention.o_proj", "attention.output.dense"),
+            ("mlp.fc1", "intermediate.dense"),
+            ("mlp.fc2", "output.dense"),
+        ]:
+            name = name.replace(module, file)
+    return name
+
+
+def run(case, architecture, fields, untie=False):
+    builder = getattr(transformers, architecture)
+    config = builder.config_class(architectures=[architecture], **fields)
+    config._attn_implementation = "eager"
+    # Dropout is off throughout: what trains here is the model that evaluates.
+    model = builder(config).float().eval()
+    if untie:
+        # What a checkpoint of version 1.1 makes of it, whose head is a tensor of its own.
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    named = {file_name(config.model_type, name): p for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, p in named.items():
+            p.copy_(weight(name, tuple(p.shape)))
+    if not untie:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            with safe_open(pathlib.Path(folder, "model.safetensors"), "pt") as file:
+                assert set(file.keys()) == set(named), set(file.keys()) ^ set(named)
+    saved = config.to_dict()
+    saved.pop("_attn_implementation", None)
+    if untie:
+        saved["tie_word_embeddings"] = False
+
+    sample = samples(config)
+    with torch.no_grad():
+        logits = model(**batch(sample, 0)).logits
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-8, weight_decay=WEIGHT_DECAY)
+    losses = []
+    for step in range(STEPS):
+        loss = model(**batch(sample, step)).loss
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    golden = {
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "config": saved,
+        "parameters": {name: list(p.shape) for name, p in sorted(named.items())},
+        "logits": [float(f"{x:.7g}") for x in logits.flatten().tolist()],
+        "losses": [float(f"{x:.8g}") for x in losses],
+    }
+    path = pathlib.Path(__file__).with_name(f"{case}.json")
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in golden.items())
+    path.write_text("{\n" + lines + "\n}\n")
+    print(case, losses[0], losses[-1])
+
+
+BERT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 12,
+}
+T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 16,
+    "d_kv": 6,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 6,
+    "decoder_start_token_id": 0,
+}
+VIT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "image_size": 8,
+    "patch_size": 4,
+    "num_labels": 5,
+}
+
+CASES = {
+    "bert-masked": ("BertForMaskedLM", BERT),
+    "bert-masked-variant": (
+        "BertForMaskedLM",
+        {**BERT, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3, "pad_token_id": None, "type_vocab_size": 3},
+    ),
+    "bert-classes": ("BertForSequenceClassification", {**BERT, "num_labels": 3, "classifier_dropout": 0.2}),
+    "t5": ("T5ForConditionalGeneration", T5),
+    "t5-gated": (
+        "T5ForConditionalGeneration",
+        {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 3},
+        True,
+    ),
+    "t5-silu": ("T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-silu", "layer_norm_epsilon": 1e-3}),
+    "vit": ("ViTForImageClassification", VIT),
+    "vit-variant": (
+        "ViTForImageClassification",
+        {**VIT, "image_size": [7, 9], "patch_size": [3, 2], "num_channels": 2, "qkv_bias": False, "hidden_act": "relu"},
+    ),
+}
+
+
+if __name__ == "__main__":
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or CASES:
+        run(name, *CASES[name])
