@@ -11,7 +11,7 @@ use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
     Callback, MerakArguments, MerakTrainer, Plan, StepReport, TrainOutput, TrainerParts,
-    data::{Dataset, IntTensor, LABELS, Sample},
+    data::{Dataset, LABELS, Sample, SampleTensor},
     run_world, threads_per_rank,
 };
 use std::sync::Arc;
@@ -38,7 +38,7 @@ impl Dataset for Counting {
     fn get(&self, index: usize) -> merak_trainer::Result<Sample> {
         let tokens = |first: usize| {
             let tokens = (first..first + SEQ).map(|position| Self::token(index, position));
-            IntTensor::vector(tokens.map(|token| i64::from(token as u32)).collect())
+            SampleTensor::vector(tokens.map(|token| i64::from(token as u32)).collect())
         };
         Ok(Sample::from([
             ("input_ids".to_owned(), tokens(0)),

@@ -42,7 +42,7 @@ pub use self::{
     bigram::bigram_loss,
     corpus::Corpus,
     crates::CrateSources,
-    dataset::{Batch, Dataset, IGNORED_LABEL, IntTensor, LABELS, Sample, collate},
+    dataset::{Batch, Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor, collate},
     evaluation::EvaluationOrder,
     loader::{Loader, Requests},
     order::{BatchShape, DataPosition, Microbatch, TrainingOrder},

@@ -334,6 +334,19 @@ pub enum Error {
         /// Size of the model's vocabulary.
         vocab: usize,
     },
+    /// A model that was made for something else.
+    #[error(
+        "{what} needs a model for causal language modelling, but this {family} model is for {objective}, \
+         which a program trains with a data set of its own"
+    )]
+    OtherObjective {
+        /// What was asked for.
+        what: &'static str,
+        /// The model's family.
+        family: &'static str,
+        /// What it learns.
+        objective: String,
+    },
     /// A prefetch thread that ended before its samples were read.
     #[error("a data thread ended before it delivered its samples")]
     DataThread,

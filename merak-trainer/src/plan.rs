@@ -9,7 +9,7 @@ use merak_pipe::{Costs, Schedule, Size, StageId, UnitCosts, simulate};
 use merak_tp::{LayerLists, rewrite};
 use merak_trace::{
     Graph, RecomputePlan, StageCuts, StageProgram,
-    models::{Head, Model, ModelInfo, TraceOptions},
+    models::{Head, Model, ModelInfo, Objective, TraceOptions},
 };
 use merak_zero::ZeroStage;
 use std::sync::Arc;
@@ -178,6 +178,21 @@ impl Plan {
             &self.partition,
             &options,
         )?)
+    }
+
+    /// Checks that the model continues texts, which `what` needs.
+    ///
+    /// # Errors
+    /// [`Error::OtherObjective`] for a model that learns something else.
+    pub fn expect_causal(&self, what: &'static str) -> Result<()> {
+        match self.model.objective() {
+            Objective::CausalLm => Ok(()),
+            objective => Err(Error::OtherObjective {
+                what,
+                family: self.info.family,
+                objective: objective.to_string(),
+            }),
+        }
     }
 
     fn recompute(&self, stage: usize) -> RecomputePlan {

@@ -5,7 +5,7 @@ use clap::{Args as ClapArgs, Subcommand};
 use merak_trace::models;
 use merak_trainer::{
     CheckedArguments, Config, MerakTrainer, Plan, Result, TrainerParts,
-    data::{Dataset, IntTensor, LABELS, Sample},
+    data::{Dataset, LABELS, Sample, SampleTensor},
     metrics::peak_resident_bytes,
     run_world, threads_per_rank,
 };
@@ -213,7 +213,7 @@ impl Dataset for MadeUp {
             ((z ^ (z >> 31)) % self.vocab as u64).cast_signed()
         };
         let window =
-            |start: usize| IntTensor::vector((start..start + self.seq).map(token).collect());
+            |start: usize| SampleTensor::vector((start..start + self.seq).map(token).collect());
         Ok(Sample::from([
             ("input_ids".to_owned(), window(0)),
             (LABELS.to_owned(), window(1)),

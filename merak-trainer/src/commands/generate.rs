@@ -114,6 +114,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         ..GenerateOptions::default()
     };
     let plan = Arc::new(Plan::new(built, &checked)?);
+    plan.expect_causal("text generation")?;
     let results = run_world(&checked, |member| {
         let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
         let parts = TrainerParts {

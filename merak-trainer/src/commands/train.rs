@@ -158,6 +158,7 @@ impl<'a> Run<'a> {
         corpus: Corpus,
         model_json: &serde_json::Value,
     ) -> Result<Self> {
+        plan.expect_causal("training on text")?;
         let (tokens, vocab) = (corpus.tokenizer.vocab_size(), plan.info.vocab_size);
         if tokens > vocab {
             return Err(Error::Vocabulary { tokens, vocab });

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use merak_mpu::DType;
+
 use super::order::Microbatch;
 use crate::error::{Error, Result};
 
@@ -11,28 +13,42 @@ pub const LABELS: &str = "labels";
 /// The label of a position without a target.
 pub const IGNORED_LABEL: i64 = -100;
 
-/// Integers in row-major order.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct IntTensor {
+/// Numbers in row-major order: integers (tokens, labels, masks) or floats (pixels).
+#[derive(Debug, Clone, PartialEq)]
+pub struct SampleTensor {
     shape: Vec<usize>,
-    values: Vec<i64>,
+    values: Values,
 }
 
-impl IntTensor {
-    /// A vector.
+#[derive(Debug, Clone, PartialEq)]
+enum Values {
+    Ints(Vec<i64>),
+    Floats(Vec<f32>),
+}
+
+impl SampleTensor {
+    /// A vector of integers.
     pub fn vector(values: Vec<i64>) -> Self {
         Self {
             shape: vec![values.len()],
-            values,
+            values: Values::Ints(values),
         }
     }
 
-    /// A tensor of any shape; `None` unless `values` fill it exactly.
+    /// Integers of any shape; `None` unless `values` fill it exactly.
     pub fn new(shape: Vec<usize>, values: Vec<i64>) -> Option<Self> {
-        let count = shape
-            .iter()
-            .try_fold(1_usize, |count, size| count.checked_mul(*size))?;
-        (count == values.len()).then_some(Self { shape, values })
+        fills(&shape, values.len()).then_some(Self {
+            shape,
+            values: Values::Ints(values),
+        })
+    }
+
+    /// Floats of any shape; `None` unless `values` fill it exactly.
+    pub fn floats(shape: Vec<usize>, values: Vec<f32>) -> Option<Self> {
+        fills(&shape, values.len()).then_some(Self {
+            shape,
+            values: Values::Floats(values),
+        })
     }
 
     /// The sizes, outermost first.
@@ -40,19 +56,69 @@ impl IntTensor {
         &self.shape
     }
 
-    /// The values.
-    pub fn values(&self) -> &[i64] {
-        &self.values
+    /// The type of the elements.
+    pub fn dtype(&self) -> DType {
+        match self.values {
+            Values::Ints(_) => DType::I64,
+            Values::Floats(_) => DType::F32,
+        }
     }
 
-    /// The shape and the values.
-    pub fn into_parts(self) -> (Vec<usize>, Vec<i64>) {
-        (self.shape, self.values)
+    /// The integers; none of a tensor of floats.
+    pub fn ints(&self) -> &[i64] {
+        match &self.values {
+            Values::Ints(values) => values,
+            Values::Floats(_) => &[],
+        }
+    }
+
+    /// The bytes of the elements, in the machine's order.
+    pub fn as_bytes(&self) -> &[u8] {
+        match &self.values {
+            Values::Ints(values) => bytemuck::cast_slice(values),
+            Values::Floats(values) => bytemuck::cast_slice(values),
+        }
+    }
+
+    fn describe(&self) -> String {
+        format!("{} of shape {:?}", self.dtype(), self.shape)
+    }
+
+    /// Tensors like this one stacked along a new first dimension of `rows`, filled up with `padding`.
+    fn stack(&self, tensors: &[&Self], rows: usize, padding: i64) -> Self {
+        let len = rows * self.shape.iter().product::<usize>();
+        let values = match self.values {
+            Values::Ints(_) => {
+                let ints = tensors.iter().flat_map(|tensor| tensor.ints());
+                let mut ints: Vec<_> = ints.copied().collect();
+                ints.resize(len, padding);
+                Values::Ints(ints)
+            }
+            Values::Floats(_) => {
+                let mut all = Vec::with_capacity(len);
+                for tensor in tensors {
+                    if let Values::Floats(floats) = &tensor.values {
+                        all.extend_from_slice(floats);
+                    }
+                }
+                all.resize(len, 0.0);
+                Values::Floats(all)
+            }
+        };
+        Self {
+            shape: [&[rows], &self.shape[..]].concat(),
+            values,
+        }
     }
 }
 
-/// Tensors by name.
-pub type Sample = BTreeMap<String, IntTensor>;
+fn fills(shape: &[usize], len: usize) -> bool {
+    let mut sizes = shape.iter();
+    sizes.try_fold(1_usize, |count, size| count.checked_mul(*size)) == Some(len)
+}
+
+/// Tensors by name: the inputs of the model's graph that a sample gives, without the dimension of the samples.
+pub type Sample = BTreeMap<String, SampleTensor>;
 
 /// Samples by index. Ranks that need the same sample call this with the same index and get the same
 /// tensors.
@@ -78,12 +144,12 @@ pub trait Dataset: Send + Sync + std::fmt::Debug {
 /// # Shapes
 ///
 /// A tensor `[..]` of the samples is `[B, ..]` here, with B = `microbatch.rows`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Batch {
     /// Which samples these are.
     pub microbatch: Microbatch,
     /// The stacked tensors, by name.
-    pub tensors: BTreeMap<String, IntTensor>,
+    pub tensors: BTreeMap<String, SampleTensor>,
 }
 
 /// Reads the samples of a microbatch and stacks them by name. Missing rows are zeros, and
@@ -105,18 +171,15 @@ pub fn collate(dataset: &dyn Dataset, microbatch: Microbatch) -> Result<Batch> {
     };
     let mut tensors = BTreeMap::new();
     for (name, like) in &pattern {
-        let mut values = Vec::with_capacity(like.values.len() * microbatch.rows);
-        for (sample, index) in samples.iter().zip(&microbatch.indices) {
-            values.extend_from_slice(&matching(sample, *index, name, like)?.values);
-        }
+        let rows = samples.iter().zip(&microbatch.indices);
+        let rows = rows.map(|(sample, index)| matching(sample, *index, name, like));
+        let rows = rows.collect::<Result<Vec<_>>>()?;
         let padding = if name == LABELS { IGNORED_LABEL } else { 0 };
-        values.resize(like.values.len() * microbatch.rows, padding);
-        let shape = [&[microbatch.rows], like.shape()].concat();
-        tensors.insert(name.clone(), IntTensor { shape, values });
+        tensors.insert(name.clone(), like.stack(&rows, microbatch.rows, padding));
     }
     for (sample, index) in samples.iter().zip(&microbatch.indices) {
         if let Some(name) = sample.keys().find(|name| !pattern.contains_key(*name)) {
-            let found = format!("of shape {:?}", sample[name].shape());
+            let found = sample[name].describe();
             return Err(Error::UnlikeSamples {
                 name: name.clone(),
                 sample: *index,
@@ -135,18 +198,18 @@ fn matching<'a>(
     sample: &'a Sample,
     index: usize,
     name: &str,
-    like: &IntTensor,
-) -> Result<&'a IntTensor> {
+    like: &SampleTensor,
+) -> Result<&'a SampleTensor> {
     let tensor = sample.get(name);
+    let is_like =
+        |tensor: &SampleTensor| tensor.shape == like.shape && tensor.dtype() == like.dtype();
     match tensor {
-        Some(tensor) if tensor.shape == like.shape => Ok(tensor),
+        Some(tensor) if is_like(tensor) => Ok(tensor),
         _ => Err(Error::UnlikeSamples {
             name: name.to_owned(),
             sample: index,
-            found: tensor.map_or("absent".into(), |tensor| {
-                format!("of shape {:?}", tensor.shape)
-            }),
-            expected: format!("of shape {:?}", like.shape),
+            found: tensor.map_or("absent".into(), SampleTensor::describe),
+            expected: like.describe(),
         }),
     }
 }
@@ -171,7 +234,7 @@ mod tests {
     fn sample(tensors: &[(&str, &[i64])]) -> Sample {
         tensors
             .iter()
-            .map(|(name, values)| ((*name).to_owned(), IntTensor::vector(values.to_vec())))
+            .map(|(name, values)| ((*name).to_owned(), SampleTensor::vector(values.to_vec())))
             .collect()
     }
 
@@ -192,12 +255,12 @@ mod tests {
         let batch = collate(&data, take(&[1, 0], 3)).unwrap();
         let ids = &batch.tensors["input_ids"];
         assert_eq!(
-            (ids.shape(), ids.values()),
+            (ids.shape(), ids.ints()),
             (&[3, 2][..], &[4, 5, 1, 2, 0, 0][..])
         );
-        assert_eq!(batch.tensors["labels"].values(), [5, 6, 2, 3, -100, -100]);
+        assert_eq!(batch.tensors["labels"].ints(), [5, 6, 2, 3, -100, -100]);
         let empty = collate(&data, take(&[], 1)).unwrap();
-        assert_eq!(empty.tensors["labels"].values(), [-100, -100]);
+        assert_eq!(empty.tensors["labels"].ints(), [-100, -100]);
     }
 
     #[test]
@@ -209,15 +272,35 @@ mod tests {
             sample(&[("b", &[1])]),
         ]);
         let refuse = |second| collate(&data, take(&[0, second], 2)).unwrap_err();
-        insta::assert_snapshot!(refuse(1), @r#"the tensor "a" of sample 1 is of shape [1], but must be of shape [2] as in the batch's first sample"#);
-        insta::assert_snapshot!(refuse(2), @r#"the tensor "b" of sample 2 is of shape [1], but must be absent as in the batch's first sample"#);
-        insta::assert_snapshot!(refuse(3), @r#"the tensor "a" of sample 3 is absent, but must be of shape [2] as in the batch's first sample"#);
+        insta::assert_snapshot!(refuse(1), @r#"the tensor "a" of sample 1 is i64 of shape [1], but must be i64 of shape [2] as in the batch's first sample"#);
+        insta::assert_snapshot!(refuse(2), @r#"the tensor "b" of sample 2 is i64 of shape [1], but must be absent as in the batch's first sample"#);
+        insta::assert_snapshot!(refuse(3), @r#"the tensor "a" of sample 3 is absent, but must be i64 of shape [2] as in the batch's first sample"#);
     }
 
     #[test]
     fn a_tensor_is_filled_exactly() {
-        assert!(IntTensor::new(vec![2, 3], vec![0; 6]).is_some());
-        assert!(IntTensor::new(vec![2, 3], vec![0; 5]).is_none());
-        assert!(IntTensor::new(vec![usize::MAX, 2], vec![]).is_none());
+        assert!(SampleTensor::new(vec![2, 3], vec![0; 6]).is_some());
+        assert!(SampleTensor::new(vec![2, 3], vec![0; 5]).is_none());
+        assert!(SampleTensor::floats(vec![2, 3], vec![0.0; 5]).is_none());
+        assert!(SampleTensor::new(vec![usize::MAX, 2], vec![]).is_none());
+    }
+
+    #[test]
+    fn floats_are_stacked_beside_integers_and_filled_up_with_zeros() {
+        let image = |pixels| SampleTensor::floats(vec![1, 2], pixels).unwrap();
+        let samples = [vec![0.5, 1.5], vec![2.5, 3.5]]
+            .map(|pixels| Sample::from([("pixels".to_owned(), image(pixels))]));
+        let data = Samples(samples.to_vec());
+        let batch = collate(&data, take(&[1, 0], 3)).unwrap();
+        let expected = SampleTensor::floats(vec![3, 1, 2], vec![2.5, 3.5, 0.5, 1.5, 0.0, 0.0]);
+        assert_eq!(Some(&batch.tensors["pixels"]), expected.as_ref());
+
+        let mut mixed = samples.to_vec();
+        mixed[1].insert(
+            "pixels".to_owned(),
+            SampleTensor::new(vec![1, 2], vec![1, 2]).unwrap(),
+        );
+        let error = collate(&Samples(mixed), take(&[0, 1], 2)).unwrap_err();
+        insta::assert_snapshot!(error, @r#"the tensor "pixels" of sample 1 is i64 of shape [1, 2], but must be f32 of shape [1, 2] as in the batch's first sample"#);
     }
 }

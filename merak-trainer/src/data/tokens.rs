@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::dataset::{Dataset, IntTensor, LABELS, Sample};
+use super::dataset::{Dataset, LABELS, Sample, SampleTensor};
 use crate::error::{Error, Result};
 
 /// Consecutive windows of a token stream.
@@ -47,7 +47,7 @@ impl Dataset for TokenDataset {
         let start = index * self.seq_length;
         let window = &self.tokens[start..=start + self.seq_length];
         let tensor = |tokens: &[u32]| {
-            IntTensor::vector(tokens.iter().map(|token| i64::from(*token)).collect())
+            SampleTensor::vector(tokens.iter().map(|token| i64::from(*token)).collect())
         };
         Ok(Sample::from([
             ("input_ids".to_owned(), tensor(&window[..self.seq_length])),
@@ -65,8 +65,8 @@ mod tests {
         let data = TokenDataset::new((0..12).collect(), 4, "training").unwrap();
         assert_eq!(data.len(), 2);
         let sample = data.get(1).unwrap();
-        assert_eq!(sample["input_ids"].values(), [4, 5, 6, 7]);
-        assert_eq!(sample["labels"].values(), [5, 6, 7, 8]);
+        assert_eq!(sample["input_ids"].ints(), [4, 5, 6, 7]);
+        assert_eq!(sample["labels"].ints(), [5, 6, 7, 8]);
     }
 
     #[test]

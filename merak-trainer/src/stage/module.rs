@@ -3,12 +3,12 @@
 use super::Stage;
 use crate::{
     Result,
-    data::{Batch, IGNORED_LABEL, IntTensor, LABELS},
+    data::{Batch, IGNORED_LABEL, LABELS, SampleTensor},
 };
-use merak_mpu::{DType, Message, Packet};
+use merak_mpu::{Message, Packet};
 use merak_pipe::{Action, StageModule};
 use merak_trace::{
-    Error as TraceError, Forwarded, Frame, Hop, Interpreter, RunContext, TensorType, Value,
+    Error as TraceError, Forwarded, Frame, Hop, Interpreter, Port, RunContext, TensorType, Value,
 };
 use std::collections::BTreeMap;
 
@@ -73,35 +73,32 @@ impl<'a> StepModule<'a> {
         self.forward_only.unwrap_or(&self.stage.interpreter)
     }
 
-    /// The inputs of a microbatch as tensors.
+    /// The inputs of a microbatch as tensors: what the data give, and what the model puts where they do not.
     fn batch(&self, microbatch: usize) -> Result<merak_trace::Batch, TraceError> {
         let program = self.interpreter().program();
         let Some(batch) = self.inputs.batches.get(microbatch) else {
             return Ok(BTreeMap::new());
         };
-        let absent = |name: &str| !batch.tensors.contains_key(name);
-        if let Some(port) = program.inputs.iter().find(|port| absent(&port.name)) {
-            let given: Vec<_> = batch.tensors.keys().map(String::as_str).collect();
-            return Err(TraceError::MissingInput {
-                name: port.name.clone(),
-                expected: program.graph.ty(port.value).to_string(),
-                given: given.join(", "),
-            });
-        }
-        let wanted = batch
-            .tensors
-            .iter()
-            .filter(|(name, _)| program.inputs.iter().any(|port| port.name == **name));
         let backend = self.interpreter().backend();
-        let value = |tensor: &IntTensor| {
-            backend.from_bytes(
-                &TensorType::new(tensor.shape(), DType::I64),
-                bytemuck::cast_slice(tensor.values()),
-            )
+        let optional = self.stage.plan.model.optional_inputs();
+        let input = |port: &Port| {
+            let wanted = program.graph.ty(port.value);
+            let value = if let Some(tensor) = batch.tensors.get(&port.name) {
+                let ty = TensorType::new(tensor.shape(), tensor.dtype());
+                backend.from_bytes(&ty, tensor.as_bytes())
+            } else if let Some((_, fill)) = optional.iter().find(|(name, _)| *name == port.name) {
+                backend.from_bytes(wanted, &fill.to_ne_bytes().repeat(wanted.numel()))
+            } else {
+                let given: Vec<_> = batch.tensors.keys().map(String::as_str).collect();
+                Err(TraceError::MissingInput {
+                    name: port.name.clone(),
+                    expected: wanted.to_string(),
+                    given: given.join(", "),
+                })
+            };
+            Ok((port.name.clone(), value?))
         };
-        wanted
-            .map(|(name, tensor)| Ok((name.clone(), value(tensor)?)))
-            .collect()
+        program.inputs.iter().map(input).collect()
     }
 
     /// The values that a message carries, checked against the hops.
@@ -251,7 +248,10 @@ fn with_grads(hops: &[Hop]) -> impl Iterator<Item = &Hop> {
 
 /// Labels of a batch that count in a loss.
 pub(crate) fn count_labels(batch: &Batch) -> i64 {
-    let labels = batch.tensors.get(LABELS).map_or(&[][..], IntTensor::values);
+    let labels = batch
+        .tensors
+        .get(LABELS)
+        .map_or(&[][..], SampleTensor::ints);
     labels
         .iter()
         .map(|&label| i64::from(label != IGNORED_LABEL))

@@ -29,7 +29,10 @@ impl TiedGrads {
         let tied = plan.cuts.tied(&plan.graph);
         let mut weights = Vec::new();
         let mut borrowed = Vec::new();
-        for (index, param) in program.params().iter().enumerate() {
+        // In the model's order, which all stages share: groups that overlap would else wait for each other.
+        let mut params: Vec<_> = program.params().iter().enumerate().collect();
+        params.sort_by_key(|(_, param)| plan.graph.find_param(&param.name));
+        for (index, param) in params {
             let of_param = program
                 .grads
                 .iter()

@@ -3,7 +3,7 @@
 use super::MerakTrainer;
 use crate::{
     Error, Result,
-    data::{Batch, IntTensor, Microbatch},
+    data::{Batch, Microbatch, SampleTensor},
     stage::{Stage, StepInputs, StepModule},
 };
 use merak_ckpt::{BoxError, Completion, GenerateOptions, Row, Sampler, TokenSource};
@@ -59,6 +59,7 @@ impl MerakTrainer {
         prompts: &[Vec<u32>],
         options: &GenerateOptions,
     ) -> Result<Vec<Completion>> {
+        self.stage.plan.expect_causal("text generation")?;
         let (max_seq, vocab) = (
             self.stage.plan.info.max_seq,
             self.stage.plan.info.vocab_size,
@@ -98,8 +99,8 @@ impl MerakTrainer {
             // A causal model does not look at what follows, so any padding does.
             ids.resize(ids.len() + seq - row.tokens.len(), 0);
         }
-        let tensor =
-            IntTensor::new(vec![rows.len(), seq], ids).expect("every row was padded to the length");
+        let tensor = SampleTensor::new(vec![rows.len(), seq], ids)
+            .expect("every row was padded to the length");
         let microbatch = Microbatch {
             first_position: 0,
             indices: Vec::new(),

@@ -10,7 +10,7 @@ use insta::assert_snapshot;
 use merak_ckpt::{Checkpoint, Store};
 use merak_trainer::{
     Error, MerakTrainer, Result, chain,
-    data::{Dataset, IntTensor, LABELS, Sample},
+    data::{Dataset, LABELS, Sample, SampleTensor},
 };
 use tempfile::{TempDir, tempdir};
 
@@ -47,7 +47,7 @@ impl Dataset for Faulty {
             return Ok(sample);
         }
         let mut replace = |name: &str, values: Vec<i64>| {
-            sample.insert(name.to_owned(), IntTensor::vector(values));
+            sample.insert(name.to_owned(), SampleTensor::vector(values));
         };
         let vocab = i64::try_from(VOCAB).expect("a small number");
         match self.fault {

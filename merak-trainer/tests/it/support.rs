@@ -8,7 +8,7 @@ use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
     CheckedArguments, Config, Error, MerakTrainer, Plan, Result, StepReport, TrainerParts,
-    data::{Dataset, IGNORED_LABEL, IntTensor, LABELS, Sample},
+    data::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
     run_world,
 };
 use serde_json::{Value, json};
@@ -330,8 +330,8 @@ impl Dataset for Tokens {
         };
         let labels = (0..SEQ).map(label).collect();
         Ok(Sample::from([
-            ("input_ids".to_owned(), IntTensor::vector(ids)),
-            (LABELS.to_owned(), IntTensor::vector(labels)),
+            ("input_ids".to_owned(), SampleTensor::vector(ids)),
+            (LABELS.to_owned(), SampleTensor::vector(labels)),
         ]))
     }
 }

@@ -148,3 +148,14 @@ fn an_output_folder_that_cannot_be_written_is_a_failed_run() {
     assert_eq!(ended.status, Some(1));
     assert_snapshot!(ended.stderr, @"error: cannot write file/run: Not a directory (os error 20)");
 }
+
+#[test]
+fn text_is_no_data_for_models_that_do_not_continue_it() {
+    let place = Workplace::new();
+    place.write(
+        "model.json",
+        r#"{ "model_type": "bert", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "max_position_embeddings": 16 }"#,
+    );
+    assert_snapshot!(place.mistake("train merak.toml"), @"error: training on text needs a model for causal language modelling, but this bert model is for masked language modelling, which a program trains with a data set of its own");
+}

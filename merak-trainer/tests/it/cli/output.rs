@@ -184,3 +184,28 @@ fn completions_and_help_are_printed() {
       -V, --version       Print version
     "#);
 }
+
+#[test]
+fn encoders_are_traced_split_and_cut_by_their_config_alone() {
+    let place = Workplace::new();
+    let sizes = r#""hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24"#;
+    let bert = format!(r#"{{ "model_type": "bert", "vocab_size": 31, {sizes} }}"#);
+    let vit = format!(r#"{{ "model_type": "vit", "image_size": 8, "patch_size": 4, {sizes} }}"#);
+    let t5 = r#"{ "model_type": "t5", "vocab_size": 31, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2,
+        "num_heads": 2 }"#;
+    for (config, input) in [
+        (&*bert, "attention_mask"),
+        (&*vit, "pixel_values"),
+        (t5, "decoder_input_ids"),
+    ] {
+        place.write("encoder.json", config);
+        let whole = place.succeed("trace encoder.json --tp 2 --pp 2");
+        assert!(whole.contains(&format!("= \"{input}\"")), "{whole}");
+        assert!(whole.contains("all_reduce("), "{whole}");
+        let stage = place.succeed("trace encoder.json --tp 2 --pp 2 --stage 1");
+        assert!(
+            stage.contains("cross_entropy(") && stage.contains("recv("),
+            "{stage}"
+        );
+    }
+}

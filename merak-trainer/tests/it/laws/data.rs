@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use insta::assert_snapshot;
 use merak_trainer::{
     MerakTrainer, Result,
-    data::{Dataset, IntTensor, LABELS, Sample},
+    data::{Dataset, LABELS, Sample, SampleTensor},
 };
 
 use crate::support::{Case, Tokens, assert_close_losses, assert_same_bits, numbers};
@@ -104,7 +104,7 @@ impl Dataset for Crowded {
         let mut sample = TOKENS.get(index)?;
         for name in ["attention_mask", "hints", "zebra"] {
             let values = vec![7; 3];
-            sample.insert(name.to_owned(), IntTensor::vector(values));
+            sample.insert(name.to_owned(), SampleTensor::vector(values));
         }
         Ok(sample)
     }

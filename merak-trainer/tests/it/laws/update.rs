@@ -2,7 +2,7 @@
 
 use merak_trainer::{
     Result,
-    data::{Dataset, IGNORED_LABEL, IntTensor, LABELS, Sample},
+    data::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
 };
 
 use crate::support::{Case, Place, Tokens, assert_same_tensors};
@@ -18,8 +18,8 @@ impl Dataset for NothingToLearn {
 
     fn get(&self, index: usize) -> Result<Sample> {
         let mut sample = Tokens { samples: 20 }.get(index)?;
-        let none = vec![IGNORED_LABEL; sample[LABELS].values().len()];
-        sample.insert(LABELS.to_owned(), IntTensor::vector(none));
+        let none = vec![IGNORED_LABEL; sample[LABELS].ints().len()];
+        sample.insert(LABELS.to_owned(), SampleTensor::vector(none));
         Ok(sample)
     }
 }

@@ -2,7 +2,7 @@
 
 use merak_trainer::{
     Result,
-    data::{BatchShape, Dataset, IGNORED_LABEL, IntTensor, LABELS, Sample, TrainingOrder},
+    data::{BatchShape, Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor, TrainingOrder},
 };
 
 /// Tokens of the models.
@@ -95,8 +95,8 @@ impl Dataset for Samples {
     fn get(&self, index: usize) -> Result<Sample> {
         let (ids, labels) = self.sample(self.places[index]);
         Ok(Sample::from([
-            ("input_ids".to_owned(), IntTensor::vector(ids)),
-            (LABELS.to_owned(), IntTensor::vector(labels)),
+            ("input_ids".to_owned(), SampleTensor::vector(ids)),
+            (LABELS.to_owned(), SampleTensor::vector(labels)),
         ]))
     }
 }
