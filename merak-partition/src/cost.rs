@@ -36,8 +36,8 @@ impl Add for Cost {
 
     fn add(self, other: Self) -> Self {
         Self {
-            flops: self.flops + other.flops,
-            bytes: self.bytes + other.bytes,
+            flops: self.flops.saturating_add(other.flops),
+            bytes: self.bytes.saturating_add(other.bytes),
         }
     }
 }
@@ -48,15 +48,17 @@ impl Sum for Cost {
     }
 }
 
-/// The cost of one node.
+/// The cost of one node; counts beyond 64 bits are cut off there.
 pub fn node(graph: &Graph, node: &Node) -> Cost {
     let shapes = Shapes { graph, node };
+    let saturated = |count: u128| u64::try_from(count).unwrap_or(u64::MAX);
     Cost {
-        flops: shapes.flops() as u64,
-        bytes: shapes.bytes() as u64,
+        flops: saturated(shapes.flops()),
+        bytes: saturated(shapes.bytes()),
     }
 }
 
+/// Counts in 128 bits, so that products of the sizes of two tensors fit.
 struct Shapes<'a> {
     graph: &'a Graph,
     node: &'a Node,
@@ -64,21 +66,21 @@ struct Shapes<'a> {
 
 impl Shapes<'_> {
     /// Elements of an operand.
-    fn x(&self, operand: usize) -> usize {
-        self.graph.ty(self.node.inputs[operand]).numel()
+    fn x(&self, operand: usize) -> u128 {
+        self.graph.ty(self.node.inputs[operand]).numel() as u128
     }
 
     /// Elements of the first result.
-    fn y(&self) -> usize {
-        self.graph.ty(self.node.outputs[0]).numel()
+    fn y(&self) -> u128 {
+        self.graph.ty(self.node.outputs[0]).numel() as u128
     }
 
     /// The last dimension of an operand.
-    fn columns(&self, operand: usize) -> usize {
-        self.graph.ty(self.node.inputs[operand]).last_dim()
+    fn columns(&self, operand: usize) -> u128 {
+        self.graph.ty(self.node.inputs[operand]).last_dim() as u128
     }
 
-    fn flops(&self) -> usize {
+    fn flops(&self) -> u128 {
         match &self.node.op {
             Op::Positions { .. }
             | Op::RelativeBuckets(_)
@@ -102,12 +104,18 @@ impl Shapes<'_> {
             Op::LinearGradWeight { .. } => 2 * self.x(0) * self.columns(1),
             Op::MatMul { transpose_a, .. } => {
                 let a = &self.graph.ty(self.node.inputs[0]).shape;
-                2 * self.y() * a[a.len() - if *transpose_a { 2 } else { 1 }]
+                2 * self.y() * a[a.len() - if *transpose_a { 2 } else { 1 }] as u128
             }
             Op::EmbeddingGrad { .. } => self.x(1),
             // Two products forward, five backward, and the softmax of each score.
-            Op::Attention(spec) => self.scores(spec, 0) * (4 * spec.head_dim + 5),
-            Op::AttentionGrad(spec) => self.scores(spec, 1) * (10 * spec.head_dim + 8),
+            Op::Attention(spec) => {
+                let per_score = 4 * spec.head_dim as u128 + 5;
+                self.scores(spec, 0).saturating_mul(per_score)
+            }
+            Op::AttentionGrad(spec) => {
+                let per_score = 10 * spec.head_dim as u128 + 8;
+                self.scores(spec, 1).saturating_mul(per_score)
+            }
             // From here on, per element of the first operand.
             Op::Activation(kind) => per_element(*kind) * self.x(0),
             Op::ActivationGrad(kind) => 2 * per_element(*kind) * self.x(0),
@@ -127,26 +135,31 @@ impl Shapes<'_> {
     }
 
     /// Scores that queries and keys have in all heads; the queries are operand `q`, the keys the next.
-    fn scores(&self, spec: &Attention, q: usize) -> usize {
-        let queries = &self.graph.ty(self.node.inputs[q]).shape;
-        let keys = self.graph.ty(self.node.inputs[q + 1]).shape[1];
-        let seen = |query: usize| {
-            let back = if spec.causal {
-                (query + 1 + keys).saturating_sub(queries[1]).min(keys)
-            } else {
-                keys
-            };
-            spec.window.map_or(back, |window| back.min(window))
+    fn scores(&self, spec: &Attention, q: usize) -> u128 {
+        let size = |operand: usize, dim: usize| {
+            self.graph.ty(self.node.inputs[operand]).shape[dim] as u128
         };
-        queries[0] * spec.heads * (0..queries[1]).map(seen).sum::<usize>()
+        let (batch, queries, keys) = (size(q, 0), size(q, 1), size(q + 1, 1));
+        let most = spec.window.map_or(keys, |window| keys.min(window as u128));
+        let seen = if spec.causal {
+            // Query i of Q sees keys up to K - Q + i: sums of min(n, most) over the last Q numbers n up to K.
+            let up_to = |n: u128| {
+                let rising = n.min(most);
+                rising * (rising + 1) / 2 + (n - rising) * most
+            };
+            up_to(keys) - up_to(keys.saturating_sub(queries))
+        } else {
+            queries * most
+        };
+        (batch * spec.heads as u128).saturating_mul(seen)
     }
 
-    fn bytes(&self) -> usize {
+    fn bytes(&self) -> u128 {
         let size = |values: &[merak_trace::ValueId]| {
             values
                 .iter()
-                .map(|&value| self.graph.ty(value).size_bytes())
-                .sum::<usize>()
+                .map(|&value| self.graph.ty(value).size_bytes() as u128)
+                .sum::<u128>()
         };
         let (read, written) = (size(&self.node.inputs), size(&self.node.outputs));
         match self.node.op {
@@ -158,7 +171,7 @@ impl Shapes<'_> {
     }
 }
 
-fn per_element(kind: Activation) -> usize {
+fn per_element(kind: Activation) -> u128 {
     match kind {
         Activation::GeluTanh | Activation::GeluErf => 10,
         Activation::Silu | Activation::Tanh => 4,
@@ -196,10 +209,19 @@ mod tests {
         let per_score = 4 * 2 + 5;
         assert_eq!(attention(4, 4, false, None), 2 * 16 * per_score);
         assert_eq!(attention(4, 4, true, None), 2 * (1 + 2 + 3 + 4) * per_score);
+        assert_eq!(attention(2, 4, true, None), 2 * (3 + 4) * per_score);
+        assert_eq!(attention(4, 2, true, None), 2 * (1 + 2) * per_score);
+        assert_eq!(attention(2, 4, true, Some(3)), 2 * (3 + 3) * per_score);
         assert_eq!(
             attention(4, 4, true, Some(2)),
             2 * (1 + 2 + 2 + 2) * per_score
         );
+    }
+
+    #[test]
+    fn the_cost_of_any_size_is_a_number() {
+        let long = u32::MAX as usize;
+        assert_eq!(attention(long, long, true, None), u64::MAX);
     }
 
     #[test]

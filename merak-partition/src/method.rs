@@ -38,7 +38,7 @@ impl SplitMethod {
 
 impl fmt::Display for SplitMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+        f.pad(self.as_str())
     }
 }
 
@@ -84,7 +84,7 @@ impl StageMethod {
 
 impl fmt::Display for StageMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+        f.pad(self.as_str())
     }
 }
 

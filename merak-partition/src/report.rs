@@ -179,11 +179,12 @@ fn of_program(
         .iter()
         .map(|param| param.local.numel())
         .sum();
-    let weight_bytes: usize = program
-        .params()
-        .iter()
-        .map(|param| param.local.size_bytes())
-        .sum();
+    let weight_bytes = total(
+        program
+            .params()
+            .iter()
+            .map(|param| param.local.size_bytes()),
+    );
     let state_bytes = local_parameters as f64
         * (options.grad_bytes_per_param + options.optimizer_bytes_per_param);
     let kept_bytes = kept_bytes(program);
@@ -206,7 +207,11 @@ fn of_program(
         },
         kept_bytes,
         live_microbatches,
-        memory_bytes: weight_bytes + state_bytes.round() as usize + kept_bytes * live_microbatches,
+        memory_bytes: total([
+            weight_bytes,
+            state_bytes.round() as usize,
+            kept_bytes.saturating_mul(live_microbatches),
+        ]),
         inputs: program
             .inputs
             .iter()
@@ -215,15 +220,18 @@ fn of_program(
     }
 }
 
+/// The sum of sizes that may be absurd.
+fn total(sizes: impl IntoIterator<Item = usize>) -> usize {
+    sizes.into_iter().fold(0, usize::saturating_add)
+}
+
 fn activation_bytes(hops: &[Hop]) -> usize {
-    hops.iter().map(|hop| hop.ty.size_bytes()).sum()
+    total(hops.iter().map(|hop| hop.ty.size_bytes()))
 }
 
 fn gradient_bytes(hops: &[Hop]) -> usize {
-    hops.iter()
-        .filter(|hop| hop.grad.is_some())
-        .map(|hop| hop.ty.size_bytes())
-        .sum()
+    let with_grad = hops.iter().filter(|hop| hop.grad.is_some());
+    total(with_grad.map(|hop| hop.ty.size_bytes()))
 }
 
 /// Bytes of received, loaded and computed values of the forward that a later phase reads.
@@ -245,9 +253,7 @@ fn kept_bytes(program: &StageProgram) -> usize {
         .iter()
         .flat_map(|&id| &graph.node(id).inputs);
     let kept: BTreeSet<_> = read.copied().filter(of_forward).collect();
-    kept.into_iter()
-        .map(|value| graph.ty(value).size_bytes())
-        .sum()
+    total(kept.into_iter().map(|value| graph.ty(value).size_bytes()))
 }
 
 fn tied(param: TiedParam) -> TiedReport {

@@ -17,6 +17,14 @@ pub enum Error {
         /// What does not fit, with the types.
         reason: String,
     },
+    /// A parameter or value that no memory can hold.
+    #[error("{place}: {ty} is larger than any memory: choose smaller sizes")]
+    TooLarge {
+        /// Name of the parameter, or module path and operation.
+        place: String,
+        /// The type.
+        ty: String,
+    },
     /// Two parameters of one name differ.
     #[error("parameter {name} was first {first}, then {second}")]
     ParamConflict {

@@ -249,7 +249,8 @@ impl Graph {
     /// Adds a parameter, or finds it again by its name.
     ///
     /// # Errors
-    /// [`Error::ParamConflict`] when a parameter of that name has another type or initialiser.
+    /// [`Error::ParamConflict`] when a parameter of that name has another type or initialiser;
+    /// [`Error::TooLarge`].
     pub fn add_param(&mut self, param: Param) -> Result<ValueId> {
         if let Some(&id) = self.param_ids.get(&param.name) {
             let first = &self.params[id.index()];
@@ -262,6 +263,7 @@ impl Graph {
             }
             return Ok(self.param_values[id.index()]);
         }
+        check_size(&param.full, || format!("parameter {}", param.name))?;
         let id = ParamId::at(self.params.len());
         let value = self.new_value(param.local.clone(), Source::Param(id));
         self.param_ids.insert(param.name.clone(), id);
@@ -285,7 +287,8 @@ impl Graph {
     /// Adds a node and returns its results.
     ///
     /// # Errors
-    /// [`Error::Operands`] naming the module path, the operation and the types when they do not fit.
+    /// [`Error::Operands`] naming the module path, the operation and the types when they do not fit;
+    /// [`Error::TooLarge`].
     pub fn add_node(
         &mut self,
         scope: &Arc<str>,
@@ -329,11 +332,14 @@ impl Graph {
         inputs: Vec<ValueId>,
     ) -> Result<Vec<ValueId>> {
         let types: Vec<_> = inputs.iter().map(|&value| self.ty(value).clone()).collect();
+        let place = || format!("{scope}: {}", op.name());
+        types.iter().try_for_each(|ty| check_size(ty, place))?;
         let results = infer(&op, &types).map_err(|reason| Error::Operands {
             scope: scope.to_string(),
             op: op.name(),
             reason,
         })?;
+        results.iter().try_for_each(|ty| check_size(ty, place))?;
         let node = NodeId::at(self.nodes.len());
         let outputs: Vec<_> = results
             .into_iter()
@@ -367,4 +373,14 @@ impl Graph {
         self.values.push(ValueInfo { ty, source });
         id
     }
+}
+
+fn check_size(ty: &TensorType, place: impl Fn() -> String) -> Result<()> {
+    if ty.is_addressable() {
+        return Ok(());
+    }
+    Err(Error::TooLarge {
+        place: place(),
+        ty: ty.to_string(),
+    })
 }

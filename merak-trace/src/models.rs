@@ -299,8 +299,18 @@ pub fn from_config(config: &Json) -> Result<Box<dyn Model>> {
     fields.check_dtype()?;
     let model = (family.build)(&fields)?;
     fields.finish()?;
+    let layers = model.info().num_layers;
+    if layers > MAX_LAYERS {
+        return Err(Error::ModelConfig {
+            field: family.sizes.layers[0].to_owned(),
+            reason: format!("is {layers}, expected at most {MAX_LAYERS} layers"),
+        });
+    }
     Ok(model)
 }
+
+/// The most layers that are traced: a graph of more takes longer to plan than a model to train.
+const MAX_LAYERS: usize = 1 << 14;
 
 /// Checks a sequence length against the model's longest.
 fn check_seq(seq: usize, max: usize, field: &str) -> Result<()> {

@@ -1,6 +1,7 @@
 //! What one rank runs for its stage: the forward, what it keeps, and both halves of the backward.
 
 mod cut;
+mod live;
 mod recompute;
 
 use crate::{
@@ -10,6 +11,7 @@ use crate::{
 use std::{collections::BTreeMap, ops::Range};
 
 pub use cut::{StageCuts, TiedParam};
+pub use live::LiveBytes;
 
 /// A value that passes from one stage to the next.
 #[derive(Debug, Clone, PartialEq)]

@@ -49,6 +49,18 @@ impl TensorType {
         self.numel() * self.dtype.size_bytes()
     }
 
+    /// Whether a memory could hold it: at most 2^47 bytes, which is all that a process can address. Sums and
+    /// products of the sizes of a few such types do not overflow.
+    pub fn is_addressable(&self) -> bool {
+        let bytes = self
+            .shape
+            .iter()
+            .try_fold(self.dtype.size_bytes(), |bytes, &size| {
+                bytes.checked_mul(size)
+            });
+        bytes.is_some_and(|bytes| bytes <= isize::MAX as usize >> 16)
+    }
+
     /// The size of the last dimension, 1 for a scalar.
     pub fn last_dim(&self) -> usize {
         self.shape.last().copied().unwrap_or(1)
@@ -95,5 +107,18 @@ impl fmt::Display for TensorType {
 impl fmt::Debug for TensorType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_overflow_are_not_addressable() {
+        let addressable = |shape: &[usize]| TensorType::new(shape, DType::F32).is_addressable();
+        assert!(addressable(&[]) && addressable(&[1 << 20, 1 << 20]) && addressable(&[0, 8]));
+        assert!(!addressable(&[1 << 24, 1 << 24]));
+        assert!(!addressable(&[usize::MAX, 2]) && !addressable(&[usize::MAX / 4, 3, 5]));
     }
 }

@@ -140,13 +140,17 @@ impl<'a> Fields<'a> {
         Ok(self.opt_size(name)?.unwrap_or(default))
     }
 
-    /// A positive integer, if the field is there.
+    /// A positive integer of 32 bits, if the field is there: sizes may then be multiplied.
     pub(super) fn opt_size(&self, name: &str) -> Result<Option<usize>> {
         let Some(value) = self.get(name) else {
             return Ok(None);
         };
-        match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
-            Some(n) if n > 0 => Ok(Some(n)),
+        match value.as_u64().map(u32::try_from) {
+            Some(Ok(n)) if n > 0 => Ok(Some(n as usize)),
+            Some(Err(_)) => {
+                let expected = format!("a positive integer of at most {}", u32::MAX);
+                Err(self.wrong(name, &expected, value))
+            }
             _ => Err(self.wrong(name, "a positive integer", value)),
         }
     }
