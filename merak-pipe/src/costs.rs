@@ -104,7 +104,7 @@ impl Costs {
         ]
     }
 
-    /// Checks that there is one finite cost for everything in a schedule.
+    /// Checks that there is one legal cost for everything in a schedule.
     pub(crate) fn check(&self, schedule: &Schedule) -> Result<()> {
         let stages = schedule.size.stages();
         for (key, list) in self.lists() {
@@ -160,8 +160,11 @@ impl Serialize for Costs {
     }
 }
 
+/// No cost is larger: sums over the largest schedule stay finite and exact to a few digits.
+pub(crate) const MAX_COST: f64 = 1e15;
+
 fn check(key: char, found: f64) -> Result<()> {
-    if found.is_finite() && found >= 0.0 {
+    if (0.0..=MAX_COST).contains(&found) {
         Ok(())
     } else {
         Err(Error::CostValue { key, found })

@@ -165,8 +165,8 @@ pub enum Error {
         /// The entry.
         found: String,
     },
-    /// A cost is negative or not finite.
-    #[error("the cost {key} must be finite and not negative, found {found}")]
+    /// A cost is negative, not a number or too large to be added up.
+    #[error("the cost {key} must be from 0 to {max:e}, found {found:?}", max = crate::costs::MAX_COST)]
     CostValue {
         /// Letter of the cost.
         key: char,

@@ -8,7 +8,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// A size is no multiple of the degree.
-    #[error("{module}: {size} {what} cannot be split over tp = {degree} ({list})")]
+    #[error(
+        "{module}: {size} {what} cannot be split over tp = {degree} ({list}): choose \"tp\" among {}",
+        listed(legal)
+    )]
     Indivisible {
         /// Path of the module.
         module: String,
@@ -20,9 +23,14 @@ pub enum Error {
         degree: usize,
         /// The list and its entry that asked for the split.
         list: String,
+        /// The degrees that divide the size.
+        legal: Vec<usize>,
     },
     /// The ranks cannot share the query heads of an attention evenly.
-    #[error("{module}: {heads} attention heads cannot be split over tp = {degree}")]
+    #[error(
+        "{module}: {heads} attention heads cannot be split over tp = {degree}: choose \"tp\" among {}",
+        listed(legal)
+    )]
     Heads {
         /// Path of the module.
         module: String,
@@ -30,10 +38,14 @@ pub enum Error {
         heads: usize,
         /// The tensor-parallel degree.
         degree: usize,
+        /// The degrees that share out all heads.
+        legal: Vec<usize>,
     },
     /// The key and value heads can neither be shared out nor repeated.
     #[error(
-        "{module}: {kv_heads} key/value heads can neither be split over tp = {degree} nor repeated on it"
+        "{module}: {kv_heads} key/value heads can neither be split over tp = {degree} nor repeated on it: \
+         choose \"tp\" among {}",
+        listed(legal)
     )]
     KvHeads {
         /// Path of the module.
@@ -42,6 +54,8 @@ pub enum Error {
         kv_heads: usize,
         /// The tensor-parallel degree.
         degree: usize,
+        /// The degrees that share out all heads.
+        legal: Vec<usize>,
     },
     /// A module is to be split both ways.
     #[error("{module} is matched as col ({col}) and as row ({row})")]
@@ -111,4 +125,40 @@ pub enum Error {
     /// The rewritten node does not check.
     #[error(transparent)]
     Graph(#[from] merak_trace::Error),
+}
+
+/// The divisors of a size, ascending.
+pub(crate) fn divisors(size: usize) -> Vec<usize> {
+    let small = (1..=size.isqrt()).filter(|divisor| size.is_multiple_of(*divisor));
+    let mut all: Vec<_> = small
+        .flat_map(|divisor| [divisor, size / divisor])
+        .collect();
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+/// `1, 2, 4`, and dots behind more than a reader wants.
+fn listed(degrees: &[usize]) -> String {
+    const MOST: usize = 12;
+    let mut words: Vec<_> = degrees.iter().take(MOST).map(ToString::to_string).collect();
+    if degrees.len() > MOST {
+        words.push("..".to_owned());
+    }
+    words.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divisors_are_listed_in_order_and_not_without_end() {
+        assert_eq!(divisors(12), [1, 2, 3, 4, 6, 12]);
+        assert_eq!(divisors(9), [1, 3, 9]);
+        assert_eq!(
+            listed(&divisors(768)),
+            "1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, .."
+        );
+    }
 }

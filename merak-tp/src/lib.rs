@@ -66,7 +66,7 @@ pub use defaults::default_lists;
 pub use error::{Error, Result};
 pub use lists::{LayerLists, Mapping, SplitKind, set_tp_layer_lists, tp_layer_lists};
 pub use report::{Gather, KeptWhole, Report, SplitModule, Traffic};
-pub use rewriter::{Rewritten, rewrite};
+pub use rewriter::{Rewritten, cuts, rewrite};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -6,7 +6,7 @@ use crate::{
     report::SplitModule,
     rules::{self, Need, Site},
 };
-use merak_trace::{Axis, Graph, Node, NodeId, Op, Placement, Source, ValueId};
+use merak_trace::{Axis, Graph, Node, NodeId, Op, Placement, Shard, Source, ValueId};
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -55,6 +55,35 @@ pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewri
         rewriter.place(id, matches.roles.get(&id))?;
     }
     rewriter.finish()
+}
+
+/// How the lists cut each parameter, whatever the degree: the dimension and the sizes of its parts. What every
+/// rank keeps whole is not in it. For writers of checkpoints that another degree shall read.
+///
+/// # Errors
+/// As [`rewrite`], but where the lists say nothing or match nothing: then nothing is cut.
+pub fn cuts(model: &Graph, lists: &LayerLists) -> Result<BTreeMap<String, Shard>> {
+    if *lists == LayerLists::default() {
+        return Ok(BTreeMap::new());
+    }
+    lists.check(1)?;
+    refuse_rewritten(model)?;
+    let matches = match matching::find(model, lists, 1) {
+        Err(Error::NothingMatched { .. }) => return Ok(BTreeMap::new()),
+        matches => matches?,
+    };
+    // One rank divides everything, so no size stands in the way.
+    let mut rewriter = Rewriter::new(model, 1, Report::new(1))?;
+    for id in model.node_ids() {
+        rewriter.place(id, matches.roles.get(&id))?;
+    }
+    let params = rewriter.graph.params().iter();
+    Ok(params
+        .filter_map(|param| match &param.placement {
+            Placement::Shard(shard) => Some((param.name.clone(), shard.clone())),
+            Placement::Replicate | Placement::Partial => None,
+        })
+        .collect())
 }
 
 /// A value of the model in the new graph.

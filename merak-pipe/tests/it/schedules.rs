@@ -292,7 +292,7 @@ fn stages_may_cost_differently() {
     let error = simulate(&schedule, &costs).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the cost F must be finite and not negative, found NaN"
+        "the cost F must be from 0 to 1e15, found NaN"
     );
 }
 

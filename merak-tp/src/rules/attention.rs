@@ -1,7 +1,7 @@
 //! Operations on packed heads.
 
 use super::{Need, Plan, Site};
-use crate::{Error, Result};
+use crate::{Error, Result, error::divisors};
 use merak_trace::{
     Axis, Op, Placement, Shard,
     op::{Attention, AttentionOptions, AxisSlice, Dropout, Rope},
@@ -22,11 +22,20 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<Plan> {
         return Ok(site.whole());
     }
     let module = || site.node.scope.to_string();
+    let shares_keys = |degree: usize| {
+        spec.kv_heads.is_multiple_of(degree) || degree.is_multiple_of(spec.kv_heads)
+    };
+    let legal = || {
+        let mut degrees = divisors(spec.heads);
+        degrees.retain(|&degree| shares_keys(degree));
+        degrees
+    };
     if !spec.heads.is_multiple_of(degree) {
         return Err(Error::Heads {
             module: module(),
             heads: spec.heads,
             degree,
+            legal: legal(),
         });
     }
     let (keys, kv_heads) = if spec.kv_heads.is_multiple_of(degree) {
@@ -38,6 +47,7 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<Plan> {
             module: module(),
             kv_heads: spec.kv_heads,
             degree,
+            legal: legal(),
         });
     };
     let slice = Some(AxisSlice {

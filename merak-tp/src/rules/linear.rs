@@ -2,7 +2,7 @@
 //! [Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053), section 3.
 
 use super::{Need, Plan, Site};
-use crate::{Error, Result, SplitKind, matching::Role};
+use crate::{Error, Result, SplitKind, error::divisors, matching::Role};
 use merak_trace::{Op, Placement, Shard, op::WeightLayout};
 
 pub(super) fn linear(site: &Site<'_>, layout: WeightLayout, bias: bool) -> Result<Plan> {
@@ -91,6 +91,7 @@ fn divides(site: &Site<'_>, role: &Role, size: usize, what: &'static str) -> Res
         what,
         degree: site.degree,
         list: role.list.clone(),
+        legal: divisors(size),
     })
 }
 

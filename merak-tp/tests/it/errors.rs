@@ -32,7 +32,7 @@ fn gpt2_of(width: usize, heads: usize) -> Graph {
 fn features_that_do_not_divide() {
     let lists = LayerLists::col_row(["c_attn", "c_fc"], ["c_proj"]);
     insta::assert_snapshot!(refusal(&gpt2_of(10, 2), &lists, 4),
-        @r#"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (col_para_list "c_attn")"#);
+        @r#"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (col_para_list "c_attn"): choose "tp" among 1, 2, 5, 10"#);
     let lists = LayerLists {
         row_para_list: vec!["row".into()],
         ..LayerLists::col_row(["up"], ["-"])
@@ -43,21 +43,21 @@ fn features_that_do_not_divide() {
         module.output("y", &linear(module, "row", &other, 8)?);
         Ok(())
     });
-    insta::assert_snapshot!(refusal(&graph, &lists, 4), @r#"row: 10 input features cannot be split over tp = 4 (row_para_list "row")"#);
+    insta::assert_snapshot!(refusal(&graph, &lists, 4), @r#"row: 10 input features cannot be split over tp = 4 (row_para_list "row"): choose "tp" among 1, 2, 5, 10"#);
     insta::assert_snapshot!(refusal(&gpt2_of(10, 2), &default_lists("gpt2").unwrap(), 4),
-        @"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (input_output_mapping (1, 3, col))");
+        @r#"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (input_output_mapping (1, 3, col)): choose "tp" among 1, 2, 5, 10"#);
 }
 
 #[test]
 fn heads_that_do_not_divide() {
     insta::assert_snapshot!(refusal(&gpt2_of(12, 3), &default_lists("gpt2").unwrap(), 2),
-        @"transformer.h.0.attn: 3 attention heads cannot be split over tp = 2");
+        @r#"transformer.h.0.attn: 3 attention heads cannot be split over tp = 2: choose "tp" among 1, 3"#);
     let mut config = llama(1, 3, 0.0);
     config["num_attention_heads"] = json!(12);
     config["hidden_size"] = json!(48);
     let graph = model(&config).trace(&TraceOptions::training(1, 4)).unwrap();
     insta::assert_snapshot!(refusal(&graph, &default_lists("llama").unwrap(), 2),
-        @"model.layers.0.self_attn: 3 key/value heads can neither be split over tp = 2 nor repeated on it");
+        @r#"model.layers.0.self_attn: 3 key/value heads can neither be split over tp = 2 nor repeated on it: choose "tp" among 1, 3, 6, 12"#);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! GPT-2 and Llama as each rank runs them.
 
 use crate::support::{gpt2, llama, model, shapes, split_model};
-use merak_tp::{default_lists, rewrite};
+use merak_tp::{LayerLists, cuts, default_lists, rewrite};
 use merak_trace::{
     Graph, Op, Placement,
     models::TraceOptions,
@@ -238,4 +238,30 @@ fn a_gpt3_of_175_billion_parameters_is_rewritten_without_storage() {
     assert!(elements(true) < 23_000_000_000);
     let shapes = shapes(&split.graph);
     assert!(shapes.contains(&"linear [1, 2048, 4608]".to_owned()));
+}
+
+#[test]
+fn the_cuts_of_one_rank_are_those_of_several() {
+    for (family, config) in [("gpt2", gpt2(2, 0.1, true)), ("llama", llama(2, 2, 0.0))] {
+        let graph = model(&config).trace(&TraceOptions::training(2, 8)).unwrap();
+        let lists = default_lists(family).unwrap();
+        let cuts = cuts(&graph, &lists).unwrap();
+        assert!(!cuts.is_empty());
+        for param in rewrite(&graph, &lists, 2).unwrap().graph.params() {
+            let expected = match &param.placement {
+                Placement::Shard(shard) => Some(shard),
+                _ => None,
+            };
+            assert_eq!(cuts.get(&param.name), expected, "{}", param.name);
+        }
+    }
+    let graph = model(&gpt2(1, 0.0, true))
+        .trace(&TraceOptions::training(1, 4))
+        .unwrap();
+    for nothing in [
+        LayerLists::default(),
+        LayerLists::col_row(["other"], ["another"]),
+    ] {
+        assert!(cuts(&graph, &nothing).unwrap().is_empty());
+    }
 }
