@@ -2,6 +2,8 @@
 
 pub(crate) mod bench;
 pub(crate) mod config;
+pub(crate) mod doctor;
+pub(crate) mod evaluate;
 pub(crate) mod generate;
 pub(crate) mod schedule;
 pub(crate) mod trace;
@@ -9,8 +11,10 @@ pub(crate) mod train;
 
 mod environment;
 mod failure;
+mod keys;
 mod model;
 mod output;
+mod prepared;
 
 pub(crate) use failure::{Failure, Outcome};
 

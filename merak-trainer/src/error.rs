@@ -182,6 +182,14 @@ pub enum Error {
         /// The reason.
         source: io::Error,
     },
+    /// The folder that a run shall write.
+    #[error("cannot write into {}, which \"output_dir\" names", path.display())]
+    OutputDir {
+        /// The folder, or what stands in its way.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
     /// A data path without a byte of text.
     #[error("no text in {}: \"data.path\" needs a file or folder with text", path.display())]
     NoText {
@@ -225,7 +233,8 @@ pub enum Error {
     /// Fewer tokens than one sample needs.
     #[error(
         "the {part} part of the data has {tokens} tokens, but one sample needs {needed}: \
-         give more data or a smaller \"seq_length\""
+         give more data or a smaller \"seq_length\"{}",
+        other_share(part)
     )]
     TooFewTokens {
         /// `training` or `validation`.
@@ -257,6 +266,16 @@ pub enum Error {
         /// What the parser says.
         message: String,
     },
+    /// A token of the configuration that the model does not know.
+    #[error("\"{key}\" is {token}, but the model knows the tokens 0 to {} only", vocab - 1)]
+    UnknownToken {
+        /// The key.
+        key: &'static str,
+        /// The token.
+        token: u32,
+        /// Size of the model's vocabulary.
+        vocab: usize,
+    },
     /// A checkpoint holds other tensors than the model.
     #[error("the checkpoint {} is of another model: {difference}", path.display())]
     OtherModel {
@@ -275,6 +294,19 @@ pub enum Error {
         /// The key that skips it.
         flag: &'static str,
     },
+    /// A checkpoint was saved with another optimizer.
+    #[error(
+        "the checkpoint {} has the optimizer state of {found}, but \"optim\" is {expected}: choose the same \
+         \"optim\", or set \"no_load_optim\" to start with fresh state", path.display()
+    )]
+    OtherOptimizer {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What it was saved with.
+        found: String,
+        /// What the run uses.
+        expected: String,
+    },
     /// The model's vocabulary has no room for the tokenizer's.
     #[error(
         "the tokenizer has {tokens} tokens, but the model's vocabulary only {vocab}: use a model configuration with \"vocab_size\" of at least {tokens}"
@@ -285,6 +317,9 @@ pub enum Error {
         /// Size of the model's vocabulary.
         vocab: usize,
     },
+    /// A run that this machine's memory cannot hold.
+    #[error(transparent)]
+    Memory(Box<crate::MemoryShortage>),
     /// The model or its configuration cannot be used, or a node failed.
     #[error(transparent)]
     Model(Box<merak_trace::Error>),
@@ -421,6 +456,14 @@ from_crates!(
     Checkpoint: merak_ckpt::Error,
     Group: merak_mpu::Error,
 );
+
+/// What else gives a part of the data more tokens.
+fn other_share(part: &str) -> &'static str {
+    match part {
+        "validation" => ", or choose another \"data.validation_fraction\" (0 for no validation)",
+        _ => "",
+    }
+}
 
 fn did_you_mean(nearest: Option<&str>) -> String {
     nearest

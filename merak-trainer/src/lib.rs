@@ -56,6 +56,7 @@
 mod config;
 pub mod data;
 mod error;
+mod memory;
 pub mod metrics;
 mod plan;
 mod stage;
@@ -69,6 +70,7 @@ pub use config::{
     TpLayerListArguments, TraceMethod, keys,
 };
 pub use error::{Error, Result};
+pub use memory::{MemoryNeed, MemoryShortage, Workload, available_bytes};
 pub use plan::Plan;
 pub use trainer::{
     Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepReport, TrainOutput, TrainerParts,

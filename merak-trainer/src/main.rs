@@ -31,10 +31,12 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Train(commands::train::Args),
+    Evaluate(commands::evaluate::Args),
     Trace(commands::trace::Args),
     Schedule(commands::schedule::Args),
     Config(commands::config::Args),
     Generate(commands::generate::Args),
+    Doctor(commands::doctor::Args),
     /// Measures this machine.
     #[command(subcommand)]
     Bench(commands::bench::Bench),
@@ -61,11 +63,13 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .init();
     let outcome = match cli.command {
-        Command::Train(args) => commands::train::run(&args),
+        Command::Train(args) => commands::train::run(args),
+        Command::Evaluate(args) => commands::evaluate::run(args),
         Command::Trace(args) => commands::trace::run(&args),
         Command::Schedule(args) => commands::schedule::run(&args),
-        Command::Config(args) => commands::config::run(&args),
+        Command::Config(args) => commands::config::run(args),
         Command::Generate(args) => commands::generate::run(&args),
+        Command::Doctor(args) => commands::doctor::run(&args),
         Command::Bench(bench) => commands::bench::run(&bench),
         Command::Completions { shell } => {
             let mut script = Vec::new();

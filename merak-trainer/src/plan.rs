@@ -8,11 +8,11 @@ use merak_partition::{
 use merak_pipe::{Costs, Schedule, Size, StageId, UnitCosts, simulate};
 use merak_tp::{LayerLists, rewrite};
 use merak_trace::{
-    Graph, RecomputePlan, StageCuts, StageProgram,
+    Graph, Placement, RecomputePlan, Shard, StageCuts, StageProgram,
     models::{Head, Model, ModelInfo, Objective, TraceOptions},
 };
 use merak_zero::ZeroStage;
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 /// A model, cut over the ranks of a run.
 ///
@@ -54,6 +54,15 @@ impl Plan {
                 layers: info.num_layers,
                 stages: args.pp,
             });
+        }
+        for (key, token) in [
+            ("eos_token_id", args.eos_token_id),
+            ("pad_token_id", args.pad_token_id),
+        ] {
+            let vocab = info.vocab_size;
+            if let Some(token) = token.filter(|&token| token as usize >= vocab) {
+                return Err(Error::UnknownToken { key, token, vocab });
+            }
         }
         let degrees = Degrees {
             dp: args.dp,
@@ -180,6 +189,19 @@ impl Plan {
         )?)
     }
 
+    /// How tensor parallelism cuts parameters, with one tensor-parallel rank too.
+    pub(crate) fn param_cuts(&self) -> Result<BTreeMap<String, Shard>> {
+        if self.degrees.tp == 1 {
+            return Ok(merak_tp::cuts(&self.graph, &self.lists)?);
+        }
+        let params = self.graph.params().iter();
+        let cuts = params.filter_map(|param| match &param.placement {
+            Placement::Shard(shard) => Some((param.name.clone(), shard.clone())),
+            Placement::Replicate | Placement::Partial => None,
+        });
+        Ok(cuts.collect())
+    }
+
     /// Checks that the model continues texts, which `what` needs.
     ///
     /// # Errors
@@ -229,6 +251,7 @@ fn layer_lists(args: &CheckedArguments, family: &str) -> Result<LayerLists> {
 fn split_method(method: SplitMethod) -> merak_partition::SplitMethod {
     match method {
         SplitMethod::FarthestMinDeps => merak_partition::SplitMethod::FarthestMinDeps,
+        SplitMethod::NearestMinDeps => merak_partition::SplitMethod::NearestMinDeps,
         SplitMethod::LayerSplit => merak_partition::SplitMethod::LayerSplit,
     }
 }

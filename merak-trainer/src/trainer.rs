@@ -1,8 +1,9 @@
 //! One rank's trainer: the loop, evaluation, checkpoints and generation.
 
 mod checkpoint;
-mod evaluation;
+pub(crate) mod evaluation;
 mod generation;
+mod resume;
 mod step;
 
 pub use checkpoint::LoadedCheckpoint;
@@ -13,6 +14,7 @@ use crate::{
     data::{BatchShape, DataPosition, Dataset, Loader, TrainingOrder},
     metrics::EvaluationMetrics,
     stage::Stage,
+    threads_per_rank,
 };
 use merak_mpu::{Mpu, ReduceOp};
 use merak_pipe::{Engine, GroupLink, Span};
@@ -56,7 +58,7 @@ pub struct TrainerParts {
     pub model_files: Vec<(String, Vec<u8>)>,
     /// Set to a signal's number, it ends training after the step in hand.
     pub stop: Arc<AtomicI64>,
-    /// Compute threads of this rank.
+    /// Compute threads of this rank; 0 takes those that the arguments give to each rank.
     pub num_threads: usize,
     /// Who is told what happens.
     pub callbacks: Vec<Box<dyn Callback>>,
@@ -129,24 +131,19 @@ impl MerakTrainer {
         plan: Arc<Plan>,
         mpu: Mpu,
         args: &CheckedArguments,
-        parts: TrainerParts,
+        mut parts: TrainerParts,
     ) -> Result<Self> {
+        if parts.num_threads == 0 {
+            parts.num_threads = threads_per_rank(args);
+        }
         let mpu = Arc::new(tie(mpu, &plan)?);
         let engine = Engine::new(&plan.schedule, mpu.pipeline_parallel_rank())?;
         let link = GroupLink::new(mpu.pipeline_parallel_group().clone());
-        let shape = batch_shape(args);
-        let order = parts
-            .train_data
-            .as_ref()
-            .map(|data| TrainingOrder::new(data.len(), shape, args.data_seed()))
-            .transpose()?;
-        let total_steps = order
-            .as_ref()
-            .map_or(1, |order| args.total_steps(order.steps_per_epoch()));
-        if let Some(data) = &parts.eval_data {
-            evaluation::order(args, data.len())?;
-        }
-        let schedule = args.lr_schedule(total_steps)?;
+        let Course {
+            order,
+            total_steps,
+            schedule,
+        } = Course::new(args, &parts)?;
         let stage = Stage::new(plan, mpu, args, parts.num_threads)?;
         let mut trainer = Self {
             args: args.clone(),
@@ -168,6 +165,25 @@ impl MerakTrainer {
             trainer.resume(&from)?;
         }
         Ok(trainer)
+    }
+
+    /// Checks what [`MerakTrainer::new`] would refuse about the data: their number, and the course of the
+    /// learning rate over them. Needs neither model nor ranks.
+    ///
+    /// # Errors
+    /// When the data are too few.
+    pub fn check_data(args: &CheckedArguments, parts: &TrainerParts) -> Result<()> {
+        Course::new(args, parts).map(drop)
+    }
+
+    /// The checkpoint that a run with these arguments would go on from, checked to the last byte; `None` for a
+    /// fresh start.
+    ///
+    /// # Errors
+    /// When there is none where there must be one, or it is damaged, of another model, or lacks a part that no
+    /// flag excuses.
+    pub fn check_checkpoint(plan: &Plan, args: &CheckedArguments) -> Result<Option<PathBuf>> {
+        resume::find(plan, args)
     }
 
     /// This rank's place in the run.
@@ -301,14 +317,34 @@ impl MerakTrainer {
             advice: "training needs data".to_owned(),
         })
     }
+}
 
-    /// The folder that the run writes.
-    fn output_dir(&self) -> Result<PathBuf> {
-        let missing = || Error::MissingKey {
-            key: "output_dir",
-            advice: "name the folder that the run writes".to_owned(),
-        };
-        self.args.output_dir.clone().ok_or_else(missing)
+/// What the data decide about a run.
+struct Course {
+    order: Option<TrainingOrder>,
+    total_steps: usize,
+    schedule: LrSchedule,
+}
+
+impl Course {
+    fn new(args: &CheckedArguments, parts: &TrainerParts) -> Result<Self> {
+        let shape = batch_shape(args);
+        let order = parts
+            .train_data
+            .as_ref()
+            .map(|data| TrainingOrder::new(data.len(), shape, args.data_seed()))
+            .transpose()?;
+        let total_steps = order
+            .as_ref()
+            .map_or(1, |order| args.total_steps(order.steps_per_epoch()));
+        if let Some(data) = &parts.eval_data {
+            evaluation::order(args, data.len())?;
+        }
+        Ok(Self {
+            order,
+            total_steps,
+            schedule: args.lr_schedule(total_steps)?,
+        })
     }
 }
 

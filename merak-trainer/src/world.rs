@@ -17,14 +17,8 @@ pub fn run_world<T: Send>(
     args: &CheckedArguments,
     body: impl Fn(Member) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    let timeout = args.distributed.timeout_s;
     let options = threads::WorldOptions {
-        timeout: Duration::try_from_secs_f64(timeout).map_err(|_| Error::IllegalValue {
-            key: "distributed.timeout_s",
-            found: timeout.to_string(),
-            place: "a time in seconds".to_owned(),
-            expected: "a number of seconds that a clock can count".to_owned(),
-        })?,
+        timeout: Duration::from_secs_f64(args.distributed.timeout_s),
         ..Default::default()
     };
     if args.world_size() > MAX_RANKS {

@@ -1,13 +1,15 @@
 //! `merak bench`: measurements of this machine.
 
+mod collectives;
+
 use super::{Outcome, output};
 use clap::{Args as ClapArgs, Subcommand};
 use merak_trace::models;
 use merak_trainer::{
-    CheckedArguments, Config, MerakTrainer, Plan, Result, TrainerParts,
+    CheckedArguments, Config, MerakTrainer, Plan, Result, TrainerParts, Workload,
     data::{Dataset, LABELS, Sample, SampleTensor},
     metrics::peak_resident_bytes,
-    run_world, threads_per_rank,
+    run_world,
 };
 use serde_json::json;
 use std::{process::ExitCode, sync::Arc};
@@ -15,6 +17,7 @@ use std::{process::ExitCode, sync::Arc};
 #[derive(Debug, Subcommand)]
 pub(crate) enum Bench {
     Gpt(Gpt),
+    Collectives(collectives::Collectives),
 }
 
 /// Times training steps of a GPT on made-up tokens and prints one JSON line.
@@ -74,8 +77,12 @@ pub(crate) struct Gpt {
 }
 
 pub(crate) fn run(bench: &Bench) -> Outcome {
-    let Bench::Gpt(gpt) = bench;
-    output::print(&gpt.run()?.to_string())?;
+    let lines = match bench {
+        Bench::Gpt(gpt) => vec![gpt.run()?],
+        Bench::Collectives(collectives) => collectives.run()?,
+    };
+    let lines: Vec<_> = lines.iter().map(ToString::to_string).collect();
+    output::print(&lines.join("\n"))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -97,8 +104,14 @@ impl Gpt {
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
         }))?;
         let plan = Arc::new(Plan::new(model.into(), &args)?);
+        plan.check_memory(&args, &[Workload::Training])?;
+        let samples = self
+            .steps
+            .checked_add(self.warmup)
+            .and_then(|steps| steps.checked_mul(self.batch))
+            .ok_or("--steps, --warmup and --batch are more samples than can be counted")?;
         let data: Arc<dyn Dataset> = Arc::new(MadeUp {
-            samples: self.batch * (self.steps + self.warmup),
+            samples,
             seq: self.seq,
             vocab: self.vocab,
         });
@@ -106,7 +119,6 @@ impl Gpt {
             let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
             let parts = TrainerParts {
                 train_data: Some(Arc::clone(&data)),
-                num_threads: threads_per_rank(&args),
                 ..TrainerParts::default()
             };
             let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?;

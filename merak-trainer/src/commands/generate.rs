@@ -1,11 +1,11 @@
 //! `merak generate`: text from a checkpoint.
 
-use super::{Outcome, environment, model, output};
+use super::{Outcome, environment, model::Loaded, output};
 use clap::Args as ClapArgs;
 use merak_ckpt::{Checkpoint, Completion, GenerateOptions};
 use merak_trainer::{
-    CheckedArguments, Config, Error, MerakTrainer, Plan, Result, TrainerParts, data::Tokenizer,
-    run_world, threads_per_rank,
+    CheckedArguments, Config, Error, MerakTrainer, Origin, Plan, Result, TrainerParts, Workload,
+    data::Tokenizer, run_world,
 };
 use serde_json::json;
 use std::{fs, path::PathBuf, process::ExitCode, sync::Arc};
@@ -25,21 +25,21 @@ pub(crate) struct Args {
     /// A file with one prompt per line.
     #[arg(long, group = "prompts", value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// Most new tokens per prompt.
-    #[arg(long, default_value_t = 128)]
-    max_new_tokens: usize,
-    /// Sampling temperature; 0 takes the likeliest token.
-    #[arg(long, default_value_t = 0.9, allow_negative_numbers = true)]
-    temperature: f64,
-    /// Draws from the K likeliest tokens only; 0 is off.
-    #[arg(long, default_value_t = 0, value_name = "K")]
-    top_k: usize,
-    /// Draws from the likeliest tokens up to this probability.
-    #[arg(long, default_value_t = 0.9, value_name = "P")]
-    top_p: f64,
-    /// Seed of the draws.
-    #[arg(long, default_value_t = 42)]
-    seed: u64,
+    /// Most new tokens per prompt [default: 128, where the environment has no other].
+    #[arg(long)]
+    max_new_tokens: Option<usize>,
+    /// Sampling temperature; 0 takes the likeliest token [default: 0.9].
+    #[arg(long, allow_negative_numbers = true)]
+    temperature: Option<f64>,
+    /// Draws from the K likeliest tokens only; 0 is off [default: 0].
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Draws from the likeliest tokens up to this probability [default: 0.9].
+    #[arg(long, value_name = "P")]
+    top_p: Option<f64>,
+    /// Seed of the draws [default: 42].
+    #[arg(long)]
+    seed: Option<u64>,
     /// Tensor-parallel ranks.
     #[arg(long, default_value_t = 1)]
     tp: usize,
@@ -51,7 +51,10 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// The sampling options of a configuration.
+/// New tokens per prompt where nobody says how many: the whole sequence passes the model for each.
+const NEW_TOKENS: usize = 128;
+
+/// The sampling options of a configuration; where texts end is for the model and the tokenizer to say.
 pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
     GenerateOptions {
         max_new_tokens: args.new_token_limit(),
@@ -60,7 +63,6 @@ pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
         top_p: args.top_p,
         min_p: args.min_p,
         repetition_penalty: args.repetition_penalty,
-        eos_token_ids: args.eos_token_id.into_iter().map(|id| id as u32).collect(),
         seed: args.seed,
         ..GenerateOptions::default()
     }
@@ -68,59 +70,26 @@ pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
-    let folder = checkpoint.path().to_owned();
-    let tokenizer_file = folder.join("tokenizer.json");
+    let tokenizer_file = checkpoint.path().join("tokenizer.json");
     let tokenizer = if tokenizer_file.exists() {
         Some(Tokenizer::from_file(&tokenizer_file)?)
     } else {
         None
     };
     let prompts = prompts(args, tokenizer.as_ref())?;
-    let keys = [
-        (
-            "--model.config",
-            folder.join("config.json").display().to_string(),
-        ),
-        ("--resume_from_checkpoint", folder.display().to_string()),
-        ("--finetune", "true".to_owned()),
-        ("--output_dir", folder.display().to_string()),
-        ("--tp", args.tp.to_string()),
-        ("--pp", args.pp.to_string()),
-        ("--per_device_train_batch_size", "1".to_owned()),
-        (
-            "--seq_length",
-            checkpoint.manifest().header.model["seq_length"].to_string(),
-        ),
-    ];
-    let keys: Vec<_> = keys
-        .into_iter()
-        .flat_map(|(key, value)| [key.to_owned(), value])
-        .collect();
-    let checked = Config::load(None, environment::variables(), &keys)?.check()?;
-    let (built, _) = model::load(&checked)?;
-    let eos_token_ids = built
-        .info()
-        .eos_token_id
-        .into_iter()
-        .chain(tokenizer.as_ref().and_then(Tokenizer::end_of_document))
-        .collect();
+    let checked = args.configuration(&checkpoint)?;
+    let loaded = Loaded::of(&checked)?;
+    let checked = loaded.complete(checked)?;
     let options = GenerateOptions {
-        max_new_tokens: args.max_new_tokens,
-        temperature: args.temperature,
-        top_k: args.top_k,
-        top_p: args.top_p,
-        seed: args.seed,
-        eos_token_ids,
-        ..GenerateOptions::default()
+        eos_token_ids: loaded.ends(&checked, tokenizer.as_ref()),
+        ..options_of(&checked)
     };
-    let plan = Arc::new(Plan::new(built, &checked)?);
+    let plan = Arc::new(Plan::new(loaded.model, &checked)?);
+    plan.check_memory(&checked, &[Workload::Generation])?;
     plan.expect_causal("text generation")?;
     let results = run_world(&checked, |member| {
         let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
-        let parts = TrainerParts {
-            num_threads: threads_per_rank(&checked),
-            ..TrainerParts::default()
-        };
+        let parts = TrainerParts::default();
         MerakTrainer::new(Arc::clone(&plan), mpu, &checked, parts)?.generate(&prompts, &options)
     })?;
     let completions = results
@@ -129,6 +98,55 @@ pub(crate) fn run(args: &Args) -> Outcome {
         .expect("a world has a first rank");
     output::print(&show(&completions, tokenizer.as_ref(), args.json)?)?;
     Ok(ExitCode::SUCCESS)
+}
+
+impl Args {
+    /// The options as configuration keys, above those of the environment.
+    fn configuration(&self, checkpoint: &Checkpoint) -> Result<CheckedArguments> {
+        let folder = checkpoint.path();
+        let given = [
+            ("max-new-tokens", self.max_new_tokens.map(|n| n.to_string())),
+            ("temperature", self.temperature.map(|t| t.to_string())),
+            ("top-k", self.top_k.map(|k| k.to_string())),
+            ("top-p", self.top_p.map(|p| p.to_string())),
+            ("seed", self.seed.map(|seed| seed.to_string())),
+        ];
+        let mut keys = vec![
+            (
+                "model.config",
+                folder.join("config.json").display().to_string(),
+            ),
+            ("resume_from_checkpoint", folder.display().to_string()),
+            ("finetune", "true".to_owned()),
+            ("output_dir", folder.display().to_string()),
+            ("tp", self.tp.to_string()),
+            ("pp", self.pp.to_string()),
+            ("per_device_train_batch_size", "1".to_owned()),
+            (
+                "seq_length",
+                checkpoint.manifest().header.model["seq_length"].to_string(),
+            ),
+        ];
+        keys.extend(
+            given
+                .into_iter()
+                .filter_map(|(key, value)| Some((key, value?))),
+        );
+        let load = |keys: &[(&str, String)]| {
+            let words: Vec<_> = keys
+                .iter()
+                .map(|(key, value)| format!("--{key}={value}"))
+                .collect();
+            Config::load(None, environment::variables(), &words)
+        };
+        let config = load(&keys)?;
+        let is_open = |key: &str| *config.origin(key) == Origin::Default;
+        if is_open("max_new_tokens") && is_open("out_seq_length") {
+            keys.push(("max-new-tokens", NEW_TOKENS.to_string()));
+            return load(&keys)?.check();
+        }
+        config.check()
+    }
 }
 
 /// The prompts as token ids.
@@ -150,6 +168,11 @@ fn prompts(
                 .filter(|line| !line.is_empty())
                 .map(str::to_owned),
         );
+        if texts.is_empty() {
+            return Err(
+                format!("no prompt in {}: write one prompt per line", path.display()).into(),
+            );
+        }
     }
     let tokenizer =
         tokenizer.ok_or("the checkpoint has no tokenizer.json: give --prompt-ids instead")?;

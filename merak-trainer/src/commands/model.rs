@@ -1,45 +1,102 @@
 //! The model that a configuration names.
 
-use merak_trace::models::{self, Model};
-use merak_trainer::{CheckedArguments, Error, Result};
-use serde_json::Value;
+use merak_trace::models::{self, Model, SizeFields};
+use merak_trainer::{CheckedArguments, Error, Result, data::Tokenizer};
+use serde_json::{Map, Value};
 use std::{path::Path, sync::Arc};
 
-/// Reads the model's configuration, with the sizes that the arguments override.
-pub(crate) fn load(args: &CheckedArguments) -> Result<(Arc<dyn Model>, Value)> {
-    let missing = || Error::MissingKey {
-        key: "model.config",
-        advice: "name a Hugging Face config.json".to_owned(),
-    };
-    let path = &args.model.config.as_ref().ok_or_else(missing)?.0;
-    let mut config = read(path)?;
-    let names = config["model_type"].as_str().and_then(models::size_fields);
-    if let (Some(fields), Some(names)) = (config.as_object_mut(), names) {
-        let overrides = [
-            (names.layers, args.num_layers),
-            (names.hidden, args.hidden_size),
-            (names.heads, args.num_heads),
-        ];
-        for (names, size) in overrides {
-            let Some(size) = size else { continue };
-            tracing::debug!(
-                field = names[0],
-                size,
-                "overrides the model's configuration"
-            );
-            for name in names {
-                fields.remove(*name);
-            }
-            fields.insert(names[0].to_owned(), size.into());
+/// A model and the configuration that made it.
+#[derive(Debug, Clone)]
+pub(crate) struct Loaded {
+    pub(crate) model: Arc<dyn Model>,
+    /// The content of its `config.json`, overrides included.
+    pub(crate) json: Value,
+}
+
+impl Loaded {
+    /// Reads the model's configuration, with the sizes that the arguments override.
+    pub(crate) fn of(args: &CheckedArguments) -> Result<Self> {
+        let missing = || Error::MissingKey {
+            key: "model.config",
+            advice: "name a Hugging Face config.json".to_owned(),
+        };
+        let path = &args.model.config.as_ref().ok_or_else(missing)?.0;
+        let mut json = read(path)?;
+        let names = json["model_type"].as_str().and_then(models::size_fields);
+        if let (Some(fields), Some(names)) = (json.as_object_mut(), names) {
+            override_sizes(fields, names, args);
         }
+        if let Some(fields) = json.as_object_mut().filter(|_| args.no_tie_modules) {
+            // Part of the configuration, so that a checkpoint alone makes the same model again.
+            fields.insert("tie_word_embeddings".to_owned(), false.into());
+        }
+        Ok(Self {
+            model: models::from_config(&json)?.into(),
+            json,
+        })
     }
-    if args.no_tie_modules
-        && let Some(fields) = config.as_object_mut()
-    {
-        // Part of the configuration, so that a checkpoint alone makes the same model again.
-        fields.insert("tie_word_embeddings".to_owned(), false.into());
+
+    /// The arguments with what they leave to the model's configuration.
+    pub(crate) fn complete(&self, args: CheckedArguments) -> Result<CheckedArguments> {
+        let mut args = args.into_arguments();
+        if args.pad_token_id.is_none() {
+            args.pad_token_id = self.tokens("pad_token_id").first().copied();
+        }
+        args.check()
     }
-    Ok((models::from_config(&config)?.into(), config))
+
+    /// The tokens that end a text: the one that the arguments name, else the model's and the tokenizer's.
+    pub(crate) fn ends(&self, args: &CheckedArguments, tokenizer: Option<&Tokenizer>) -> Vec<u32> {
+        if let Some(end) = args.eos_token_id {
+            return vec![end];
+        }
+        let mut ends = self.tokens("eos_token_id");
+        ends.extend(tokenizer.and_then(Tokenizer::end_of_document));
+        ends
+    }
+
+    /// What the model's configuration says under a name: a token or a list of them. Negative ones stand for none.
+    fn tokens(&self, name: &str) -> Vec<u32> {
+        let stated = match self.json.get(name) {
+            Some(Value::Array(tokens)) => tokens.as_slice(),
+            Some(token) => std::slice::from_ref(token),
+            None => &[],
+        };
+        let vocab = self.model.info().vocab_size as u64;
+        let (known, unknown): (Vec<_>, Vec<_>) = stated
+            .iter()
+            .filter_map(Value::as_u64)
+            .partition(|&token| token < vocab);
+        if !unknown.is_empty() {
+            tracing::warn!(
+                name,
+                ?unknown,
+                vocab,
+                "the model's configuration names tokens beyond its vocabulary"
+            );
+        }
+        let ids = known
+            .into_iter()
+            .filter_map(|token| u32::try_from(token).ok());
+        ids.collect()
+    }
+}
+
+fn override_sizes(fields: &mut Map<String, Value>, names: SizeFields, args: &CheckedArguments) {
+    let overrides = [
+        (names.layers, args.num_layers),
+        (names.hidden, args.hidden_size),
+        (names.heads, args.num_heads),
+    ];
+    for (names, size) in overrides {
+        let Some(size) = size else { continue };
+        let field = names[0];
+        tracing::debug!(field, size, "overrides the model's configuration");
+        for name in names {
+            fields.remove(*name);
+        }
+        fields.insert(field.to_owned(), size.into());
+    }
 }
 
 /// Reads a model's `config.json`.

@@ -1,6 +1,10 @@
 //! `merak trace`: the graph of a model.
 
-use super::{Outcome, environment, model, output};
+use super::{
+    Outcome, environment,
+    model::{self, Loaded},
+    output,
+};
 use clap::{Args as ClapArgs, ValueEnum};
 use merak_trace::{StageCuts, StageProgram, render};
 use merak_trainer::{Config, Plan};
@@ -37,6 +41,13 @@ enum Format {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
+    if let (Some(stages), None) = (args.pp.filter(|&stages| stages > 1), args.stage) {
+        let last = stages - 1;
+        return Err(format!(
+            "--pp {stages} cuts the graph, but --stage does not say which part to print: add --stage K with K from 0 to {last}"
+        )
+        .into());
+    }
     let hf_config = match &args.source {
         folder if folder.is_dir() => Some(folder.join("config.json")),
         file => model::read(file)
@@ -57,7 +68,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Config::load(Some(&args.source), environment::variables(), &keys)?
     };
     let checked = config.check()?;
-    let plan = Plan::new(model::load(&checked)?.0, &checked)?;
+    let plan = Plan::new(Loaded::of(&checked)?.model, &checked)?;
     let program: StageProgram;
     let graph = match args.stage {
         None => &plan.graph,

@@ -1,15 +1,14 @@
 //! `merak train`: the whole way from a configuration to a trained model.
 
-use super::{Outcome, config::take_flag, environment, model, output};
+use super::{Outcome, keys::Keys, output, prepared::Prepared};
 use clap::Args as ClapArgs;
 use merak_ckpt::{Completion, GenerateOptions};
 use merak_mpu::Member;
 use merak_trainer::{
-    Callback, CheckedArguments, Config, Error, MerakTrainer, Plan, Result, TrainOutput,
-    TrainerParts,
-    data::{Corpus, Dataset, TokenDataset, bigram_loss},
+    Callback, CheckedArguments, Error, MerakTrainer, Result, TrainOutput, TrainerParts,
+    data::bigram_loss,
     metrics::{EvaluationMetrics, Progress, Reporter},
-    run_world, threads_per_rank,
+    run_world,
 };
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use std::{
@@ -39,52 +38,34 @@ pub(crate) struct Args {
     /// Stops after the plan and prints it.
     #[arg(long)]
     dry_run: bool,
-    /// Configuration keys.
-    #[arg(
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        value_name = "KEYS"
-    )]
-    keys: Vec<String>,
+    #[command(flatten)]
+    keys: Keys,
 }
 
-pub(crate) fn run(args: &Args) -> Outcome {
-    let mut keys = args.keys.clone();
-    let dry_run = args.dry_run | take_flag(&mut keys, "--dry-run");
-    for key in &mut keys {
-        // The short name of the contract for `resume_from_checkpoint`.
-        if let Some(value) = key.strip_prefix("--resume")
-            && (value.is_empty() || value.starts_with('='))
-        {
-            *key = format!("--resume_from_checkpoint{value}");
-        }
-    }
-    let config = Config::load(Some(&args.config), environment::variables(), &keys)?;
-    let checked = config.check()?;
-    let (built, model_json) = model::load(&checked)?;
-    let corpus = Corpus::load(&checked.data, &environment::crate_sources(config.file()))?;
-    let plan = Arc::new(Plan::new(built, &checked)?);
-    let run = Run::new(&checked, plan, corpus, &model_json)?;
-    output::print(&run.describe()?)?;
+pub(crate) fn run(mut args: Args) -> Outcome {
+    let dry_run = args.keys.take_flag("--dry-run") || args.dry_run;
+    let config = args.keys.load(&args.config)?;
+    let prepared = Prepared::to_train(&config)?;
+    let output_dir = prepared.args.run_folder()?;
+    check_folder(&output_dir)?;
+    let memory = prepared.check_memory();
     if dry_run {
-        return Ok(ExitCode::SUCCESS);
+        output::print(&prepared.describe()?)?;
+        let resumed = MerakTrainer::check_checkpoint(&prepared.plan, &prepared.args)?;
+        return foresee(resumed.as_deref(), memory);
     }
-    let output_dir = checked.output_dir.clone().ok_or_else(missing_output_dir)?;
-    fs::create_dir_all(&output_dir).map_err(|source| Error::Write {
-        path: output_dir.clone(),
-        source,
-    })?;
-    let resolved = output_dir.join("config.resolved.toml");
-    fs::write(&resolved, config.to_toml()).map_err(|source| Error::Write {
-        path: resolved,
-        source,
-    })?;
-    warn_of_older_run(&checked, &output_dir)?;
+    memory?;
+    output::print(&prepared.describe()?)?;
+    let run = Run(&prepared);
+    write_folder(&output_dir, &config.to_toml())?;
+    warn_of_older_run(&prepared.args, &output_dir)?;
     let stop = Arc::new(AtomicI64::new(0));
     for signal in [SIGINT, SIGTERM, SIGUSR1] {
         watch(signal, &stop)?;
     }
-    let results = run_world(&checked, |member| run.on_rank(member, &output_dir, &stop))?;
+    let results = run_world(&prepared.args, |member| {
+        run.on_rank(member, &output_dir, &stop)
+    })?;
     let finished = results
         .into_iter()
         .next()
@@ -96,6 +77,56 @@ pub(crate) fn run(args: &Args) -> Outcome {
         .map_or(ExitCode::SUCCESS, |signal| {
             ExitCode::from((128 + signal) as u8)
         }))
+}
+
+/// What a dry run says below the plan. A plan for a larger machine is a good plan.
+fn foresee(resumed: Option<&Path>, memory: Result<()>) -> Outcome {
+    let mut text = String::new();
+    if let Some(path) = resumed {
+        let _ = writeln!(text, "resumes   {}", path.display());
+    }
+    match memory {
+        Err(error @ Error::Memory(_)) => {
+            let _ = writeln!(text, "warning: {error}");
+        }
+        other => other?,
+    }
+    if !text.is_empty() {
+        output::print(&text)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Checks that the output folder can be made, without making it.
+fn check_folder(output_dir: &Path) -> Result<()> {
+    let refused = |path: &Path, source| Error::OutputDir {
+        path: path.to_owned(),
+        source,
+    };
+    // The nearest thing that is there already; a relative path starts from the current folder.
+    let there = output_dir
+        .ancestors()
+        .filter(|path| !path.as_os_str().is_empty())
+        .find_map(|path| Some((path, fs::metadata(path).ok()?)));
+    match there {
+        Some((path, found)) if !found.is_dir() => {
+            Err(refused(path, io::ErrorKind::NotADirectory.into()))
+        }
+        Some((path, found)) if found.permissions().readonly() => {
+            Err(refused(path, io::ErrorKind::PermissionDenied.into()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Makes the output folder and leaves the resolved configuration there.
+fn write_folder(output_dir: &Path, resolved: &str) -> Result<()> {
+    fs::create_dir_all(output_dir)
+        .and_then(|()| fs::write(output_dir.join("config.resolved.toml"), resolved))
+        .map_err(|source| Error::OutputDir {
+            path: output_dir.to_owned(),
+            source,
+        })
 }
 
 /// Says so when a fresh run writes into the folder of an older one.
@@ -125,21 +156,15 @@ fn watch(signal: i32, stop: &Arc<AtomicI64>) -> io::Result<()> {
     Ok(())
 }
 
-fn missing_output_dir() -> Error {
-    Error::MissingKey {
-        key: "output_dir",
-        advice: "name the folder that the run writes".to_owned(),
-    }
-}
+/// A prepared run that trains.
+struct Run<'a>(&'a Prepared);
 
-/// What all ranks of a run share.
-struct Run<'a> {
-    args: &'a CheckedArguments,
-    plan: Arc<Plan>,
-    corpus: Corpus,
-    train: Arc<dyn Dataset>,
-    validation: Option<Arc<dyn Dataset>>,
-    model_files: Vec<(String, Vec<u8>)>,
+impl std::ops::Deref for Run<'_> {
+    type Target = Prepared;
+
+    fn deref(&self) -> &Prepared {
+        self.0
+    }
 }
 
 /// What a rank returns.
@@ -151,95 +176,7 @@ struct Finished {
     peak_activation_bytes: usize,
 }
 
-impl<'a> Run<'a> {
-    fn new(
-        args: &'a CheckedArguments,
-        plan: Arc<Plan>,
-        corpus: Corpus,
-        model_json: &serde_json::Value,
-    ) -> Result<Self> {
-        plan.expect_causal("training on text")?;
-        let (tokens, vocab) = (corpus.tokenizer.vocab_size(), plan.info.vocab_size);
-        if tokens > vocab {
-            return Err(Error::Vocabulary { tokens, vocab });
-        }
-        let seq = plan.seq_length;
-        let train = Arc::new(TokenDataset::new(
-            Arc::clone(&corpus.train),
-            seq,
-            "training",
-        )?);
-        let validation = if corpus.validation.is_empty() {
-            None
-        } else {
-            let data = TokenDataset::new(Arc::clone(&corpus.validation), seq, "validation")?;
-            Some(Arc::new(data) as Arc<dyn Dataset>)
-        };
-        // The configuration in use, overrides included, so that a checkpoint alone makes the model again.
-        let mut files = vec![(
-            "config.json".to_owned(),
-            format!("{model_json:#}\n").into_bytes(),
-        )];
-        files.push((
-            "tokenizer.json".to_owned(),
-            corpus.tokenizer.to_json()?.into_bytes(),
-        ));
-        Ok(Self {
-            args,
-            plan,
-            corpus,
-            train,
-            validation,
-            model_files: files,
-        })
-    }
-
-    /// The plan, for people.
-    fn describe(&self) -> Result<String> {
-        let (args, plan) = (self.args, &self.plan);
-        let mut text = String::new();
-        let _ = writeln!(
-            text,
-            "model     {}: {} parameters, {} layers",
-            plan.info.family,
-            plan.graph.num_elements(),
-            plan.info.num_layers
-        );
-        let (train, validation) = (self.corpus.train.len(), self.corpus.validation.len());
-        let _ = writeln!(
-            text,
-            "data      {} ({train} training tokens, {validation} validation tokens)",
-            self.corpus.description
-        );
-        let _ = writeln!(
-            text,
-            "ranks     {} = dp {} x tp {} x pp {}, {} compute threads each",
-            args.world_size(),
-            args.dp,
-            args.tp,
-            args.pp,
-            threads_per_rank(args)
-        );
-        let _ = writeln!(
-            text,
-            "batch     {} samples of {} tokens = {} per microbatch x {} microbatches x dp {}",
-            args.global_batch(),
-            plan.seq_length,
-            args.per_device_train_batch_size,
-            args.gradient_accumulation_steps,
-            args.dp
-        );
-        let _ = writeln!(text, "schedule  {}\n", plan.schedule.name);
-        for unmatched in &plan.tensor.unmatched {
-            let _ = writeln!(
-                text,
-                "warning: the tensor-parallel pattern \"{unmatched}\" matches nothing"
-            );
-        }
-        let _ = write!(text, "{}", plan.partition_report(args)?);
-        Ok(text)
-    }
-
+impl Run<'_> {
     /// The whole run of one rank.
     fn on_rank(
         &self,
@@ -251,17 +188,14 @@ impl<'a> Run<'a> {
         let mpu = merak_mpu::Mpu::new(member, self.plan.degrees)?;
         let reporter = is_first.then(Reporter::default);
         let parts = TrainerParts {
-            train_data: Some(Arc::clone(&self.train)),
-            eval_data: self.validation.clone(),
-            model_files: self.model_files.clone(),
             stop: Arc::clone(stop),
-            num_threads: threads_per_rank(self.args),
             callbacks: reporter
                 .iter()
                 .map(|reporter| Box::new(reporter.clone()) as Box<dyn Callback>)
                 .collect(),
+            ..self.parts()
         };
-        let mut trainer = MerakTrainer::new(Arc::clone(&self.plan), mpu, self.args, parts)?;
+        let mut trainer = MerakTrainer::new(Arc::clone(&self.plan), mpu, &self.args, parts)?;
         if let Some(reporter) = &reporter {
             let (total, done) = (trainer.total_steps(), trainer.global_step());
             let progress = if io::stderr().is_terminal() {
@@ -269,7 +203,7 @@ impl<'a> Run<'a> {
             } else {
                 Progress::lines(total, Box::new(io::stderr()))
             };
-            reporter.start(&trainer, self.args, output_dir, progress)?;
+            reporter.start(&trainer, &self.args, output_dir, progress)?;
         }
         let output = trainer.train()?;
         if let Some(reporter) = &reporter {
@@ -277,7 +211,7 @@ impl<'a> Run<'a> {
         }
         // After a signal there may be no time left.
         let runs_on = output.stopped_by.is_none();
-        let evaluation = if self.validation.is_some() && runs_on {
+        let evaluation = if self.validates() && runs_on {
             Some(trainer.evaluate()?)
         } else {
             None
@@ -318,7 +252,8 @@ impl<'a> Run<'a> {
             max_new_tokens: SAMPLE_TOKENS
                 .min(room - prompt_len)
                 .min(self.args.new_token_limit()),
-            ..super::generate::options_of(self.args)
+            eos_token_ids: self.model.ends(&self.args, Some(&self.corpus.tokenizer)),
+            ..super::generate::options_of(&self.args)
         };
         Ok(trainer.generate(&[prompt], &options)?.into_iter().next())
     }

@@ -164,10 +164,10 @@ settings! {
         min_p: f64 = 0.0,
         /// Divisor of the positive logits of tokens already present; 1 is off.
         repetition_penalty: f64 = 1.0,
-        /// Token that ends a generated row; unset: from the model's config.
-        eos_token_id: Option<usize> = None,
-        /// Token that fills finished rows; unset: from the model's config.
-        pad_token_id: Option<usize> = None,
+        /// Token that ends a generated row; unset: those of the model's config and the tokenizer's.
+        eos_token_id: Option<u32> = None,
+        /// Token that fills shorter rows of a batch; unset: the one of the model's config.
+        pad_token_id: Option<u32> = None,
     }
     sections {
         /// The model.

@@ -1,6 +1,6 @@
 //! Whether the values of the keys are legal, each by itself and beside the others.
 
-use std::fmt::Display;
+use std::{fmt::Display, path::PathBuf};
 
 use merak_pipe::Size;
 use merak_zero::LrSchedule;
@@ -81,12 +81,13 @@ pub(crate) fn check(
 ) -> Result<CheckedArguments> {
     let checker = Checker { place };
     check_degrees(arguments, &checker)?;
+    check_folders(arguments, &checker)?;
     check_graph(arguments, &checker)?;
     check_optimization(arguments, &checker)?;
     check_schedule(arguments)?;
     check_intervals(arguments, &checker)?;
     check_generation(arguments, &checker)?;
-    checker.positive(&[("distributed.timeout_s", arguments.distributed.timeout_s)])?;
+    check_machine(arguments, &checker)?;
     checker.fraction(&[(
         "data.validation_fraction",
         arguments.data.validation_fraction,
@@ -116,17 +117,17 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         a.dp,
         "small enough to count the ranks",
     )?;
-    let batch = [
-        a.per_device_train_batch_size,
-        a.gradient_accumulation_steps,
-        a.dp,
-    ];
-    checker.require(
-        product(&batch),
-        "gradient_accumulation_steps",
-        a.gradient_accumulation_steps,
-        "small enough to count the samples of a step",
-    )?;
+    for (key, batch) in [
+        ("per_device_train_batch_size", a.per_device_train_batch_size),
+        ("per_device_eval_batch_size", a.per_device_eval_batch_size),
+    ] {
+        checker.require(
+            product(&[batch, a.gradient_accumulation_steps, a.dp]),
+            key,
+            batch,
+            "small enough to count the samples of a step",
+        )?;
+    }
     if let Some(heads) = a.num_heads {
         checker.require(
             heads.is_multiple_of(a.tp),
@@ -136,6 +137,44 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         )?;
     }
     Ok(())
+}
+
+/// More threads that read ahead than any machine has cores are a slip of the keyboard.
+const MAX_WORKERS: usize = 1024;
+
+/// Some thirty years, which any clock can add.
+const MAX_TIMEOUT_S: f64 = 1e9;
+
+fn check_machine(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let timeout = a.distributed.timeout_s;
+    checker.require(
+        timeout > 0.0 && timeout <= MAX_TIMEOUT_S,
+        "distributed.timeout_s",
+        format_args!("{timeout:?}"),
+        format_args!("more than 0 and at most {MAX_TIMEOUT_S:e}"),
+    )?;
+    checker.require(
+        a.dataloader_num_workers <= MAX_WORKERS,
+        "dataloader_num_workers",
+        a.dataloader_num_workers,
+        format_args!("at most {MAX_WORKERS}"),
+    )
+}
+
+fn check_folders(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let is_named = |folder: &PathBuf| !folder.as_os_str().is_empty();
+    checker.require(
+        a.output_dir.as_ref().is_none_or(is_named),
+        "output_dir",
+        "empty",
+        "the name of a folder",
+    )?;
+    checker.require(
+        !a.do_eval || a.data.validation_fraction > 0.0,
+        "do_eval",
+        a.do_eval,
+        "false while \"data.validation_fraction\" is 0, which leaves nothing to evaluate",
+    )
 }
 
 fn check_graph(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {

@@ -1,6 +1,6 @@
 //! Arguments that passed the checks, and what follows from them.
 
-use std::{num::NonZeroUsize, ops::Deref};
+use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
 
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
@@ -60,6 +60,18 @@ impl CheckedArguments {
     /// Samples of a step: microbatch · microbatches · dp.
     pub fn global_batch(&self) -> usize {
         self.per_device_train_batch_size * self.gradient_accumulation_steps * self.dp
+    }
+
+    /// The folder that the run writes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::MissingKey`] where `output_dir` is not set.
+    pub fn run_folder(&self) -> Result<PathBuf> {
+        self.output_dir.clone().ok_or_else(|| Error::MissingKey {
+            key: "output_dir",
+            advice: "name the folder that the run writes".to_owned(),
+        })
     }
 
     /// Seed of the order of samples.

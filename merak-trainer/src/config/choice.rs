@@ -37,7 +37,7 @@ macro_rules! choices {
 
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(self.as_str())
+                f.pad(self.as_str())
             }
         }
 
@@ -85,10 +85,12 @@ choices! {
     SplitMethod {
         /// Cut where one value crosses, as far on as a parameter budget allows.
         FarthestMinDeps = "farthest_min_deps",
+        /// Cut wherever the number of crossing values is lowest in its neighbourhood.
+        NearestMinDeps = "nearest_min_deps",
         /// Cut at named modules.
         LayerSplit = "layer_split",
     }
-    later ["nearest_min_deps"]
+    later []
 }
 
 choices! {

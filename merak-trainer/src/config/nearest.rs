@@ -3,15 +3,16 @@
 /// Names further away than this share of their length are no help.
 const LEAST_SIMILARITY: f64 = 0.6;
 
-/// The candidate that is most like `name`, if any is like it; the first one on ties.
+/// The candidate that is most like `name`, if any is like it; the first one on ties. Capitals make no difference.
 pub(crate) fn nearest<'a>(
     name: &str,
     candidates: impl Iterator<Item = &'a str>,
 ) -> Option<&'a str> {
+    let name = name.to_lowercase();
     let mut best = None;
     let mut best_similarity = LEAST_SIMILARITY;
     for candidate in candidates {
-        let similarity = strsim::normalized_damerau_levenshtein(name, candidate);
+        let similarity = strsim::normalized_damerau_levenshtein(&name, &candidate.to_lowercase());
         if similarity > best_similarity {
             best = Some(candidate);
             best_similarity = similarity;
@@ -31,6 +32,7 @@ mod tests {
             nearest("train_shedule", names.into_iter()),
             Some("train_schedule")
         );
+        assert_eq!(nearest("TP", names.into_iter()), Some("tp"));
         assert_eq!(nearest("zzz", names.into_iter()), None);
     }
 }

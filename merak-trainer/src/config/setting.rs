@@ -101,7 +101,11 @@ macro_rules! integer_setting {
     )+};
 }
 
-integer_setting!(usize: "an integer of at least 0", i64: "an integer");
+integer_setting!(
+    usize: "an integer of at least 0",
+    u32: "an integer from 0 to 4294967295",
+    i64: "an integer"
+);
 
 /// Seeds are limited to what a TOML file can hold.
 impl Setting for u64 {

@@ -17,7 +17,9 @@ pub struct BatchShape {
 impl BatchShape {
     /// Samples of a step, G = b · M · D.
     pub fn global_batch(&self) -> usize {
-        self.batch * self.microbatches * self.dp
+        self.batch
+            .saturating_mul(self.microbatches)
+            .saturating_mul(self.dp)
     }
 
     pub(super) fn too_few(&self, split: &'static str, samples: usize) -> Error {
@@ -124,6 +126,11 @@ impl TrainingOrder {
         self.start_step = step;
         self.start_batch = position.epoch * self.steps_per_epoch() + batch;
         (batch * global_batch).saturating_sub(position.samples)
+    }
+
+    /// The seed of the order.
+    pub fn seed(&self) -> u64 {
+        self.seed
     }
 
     /// Whole global batches of an epoch, E.

@@ -1,41 +1,48 @@
 //! Saving and loading a run.
 
-use super::{MerakTrainer, batch_shape};
+use super::{
+    MerakTrainer, batch_shape,
+    resume::{self, Candidates},
+};
 use crate::{
     Error, Result,
     data::{DataPosition, TrainingOrder},
 };
 use merak_ckpt::{
-    Checkpoint, DType, Header, Kind, Layout, Piece, Region, Shard, ShardKind, Store, Topology,
+    Checkpoint, Cut, DType, Header, Kind, Layout, Piece, Region, Shard, ShardKind, Store, Topology,
 };
 use merak_mpu::ReduceOp;
 use merak_trace::{Param, Placement};
-use merak_zero::Progress;
+use merak_zero::{OptimizerKind, Progress};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 /// What a resumed run needs besides tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct RunState {
+pub(super) struct RunState {
     global_step: usize,
     /// Tokens of the global batches of these steps.
     tokens: u64,
     /// Updates done and skipped: the time of the learning rate and of the optimizer.
     progress: Progress,
     position: DataPosition,
-    seed: u64,
-    data_seed: u64,
+    pub(super) seed: u64,
+    pub(super) data_seed: u64,
     global_batch: usize,
     /// Whether the random state above is to be trusted, and whether there is optimizer state.
-    has_rng: bool,
-    has_optimizer: bool,
+    pub(super) has_rng: bool,
+    pub(super) has_optimizer: bool,
+    /// What that state belongs to; absent in checkpoints of earlier versions.
+    #[serde(default)]
+    pub(super) optim: Option<OptimizerKind>,
 }
 
 /// A rank's part of a checkpoint, before anything changes.
 struct ReadState {
     weights: Vec<u8>,
     optimizer: Option<Vec<Vec<f32>>>,
-    state: RunState,
+    /// The run that saved it; `None` in a release.
+    state: Option<RunState>,
 }
 
 /// What was found in a checkpoint.
@@ -65,7 +72,7 @@ impl MerakTrainer {
     /// # Panics
     /// Never: the tables of slices are plain data.
     pub fn save_checkpoint(&mut self) -> Result<PathBuf> {
-        let store = Store::in_output_dir(self.output_dir()?);
+        let store = Store::in_output_dir(self.args.run_folder()?);
         let step = self.global_step as u64;
         let mpu = std::sync::Arc::clone(&self.stage.mpu);
         let world = mpu.world_group();
@@ -107,11 +114,16 @@ impl MerakTrainer {
             tokens: self.tokens,
             progress: self.stage.optimizer.progress(),
             position: self.position(),
-            seed: args.seed,
-            data_seed: args.data_seed(),
+            // Those in use: a resumed run goes on with the ones that it began with.
+            seed: self.stage.seed,
+            data_seed: self
+                .order
+                .as_ref()
+                .map_or_else(|| args.data_seed(), TrainingOrder::seed),
             global_batch: args.global_batch(),
             has_rng: !args.no_save_rng,
             has_optimizer: !args.no_save_optim,
+            optim: Some(args.optim),
         };
         let info = &self.stage.plan.info;
         Header {
@@ -136,10 +148,16 @@ impl MerakTrainer {
     fn write_shards(&self, draft: &merak_ckpt::Draft) -> Result<Vec<Shard>> {
         let rank = self.stage.mpu.rank().0;
         let params = self.stage.interpreter.program().params();
-        let layouts = params
-            .iter()
-            .map(|param| self.layout(param))
-            .collect::<Result<Vec<_>>>()?;
+        let cuts = self.stage.plan.param_cuts()?;
+        let noted = |param: &Param| {
+            let layout = self.layout(param)?;
+            // Whoever reshards goes by it, from one tensor-parallel rank on.
+            Ok(match cuts.get(&param.name) {
+                Some(shard) => layout.with_cut(Cut::new(shard.dim, shard.parts.clone()))?,
+                None => layout,
+            })
+        };
+        let layouts = params.iter().map(noted).collect::<Result<Vec<_>>>()?;
         let layout = self.stage.optimizer.layout();
         let holders: Vec<_> = layout
             .params()
@@ -220,27 +238,23 @@ impl MerakTrainer {
         Ok(Layout::along(&param.full.shape, shard.dim, &ranges)?)
     }
 
-    /// Resumes as `resume_from_checkpoint` says. Only `auto` goes on to an older checkpoint where the newest
-    /// one is damaged, and to a fresh start where there is none.
+    /// Resumes as `resume_from_checkpoint` says. Only `auto` goes on to another checkpoint where the one that
+    /// `latest` names is damaged, and to a fresh start where there is none.
     pub(super) fn resume(&mut self, from: &str) -> Result<()> {
-        let mut candidate = match from {
-            "auto" => Store::in_output_dir(self.output_dir()?).newest_complete(None)?,
-            "latest" => Some(Checkpoint::open(self.output_dir()?)?),
-            path => Some(Checkpoint::open(path)?),
-        };
-        while let Some(checkpoint) = candidate {
-            if let Some(read) = self.read_on_all_ranks(&checkpoint, from == "auto")? {
+        let tells = self.stage.mpu.is_rank_0();
+        let mut candidates = Candidates::new(from, || self.args.run_folder(), tells)?;
+        while let Some(checkpoint) = candidates.next().transpose()? {
+            if let Some(read) = self.read_on_all_ranks(&checkpoint, candidates.is_auto())? {
                 self.apply(&checkpoint, read)?;
                 return Ok(());
             }
-            candidate = checkpoint.older()?;
         }
         Ok(())
     }
 
     /// Loads a checkpoint, whatever topology saved it; each rank reads its slices only.
     ///
-    /// With `finetune` the weights alone are loaded. No weight changes unless every rank could read its part.
+    /// With `finetune`, or where it is a release without a run's state, the weights alone are loaded. No weight changes unless every rank could read its part.
     ///
     /// # Communication
     /// An all-reduce of 8 bytes over the world.
@@ -258,20 +272,23 @@ impl MerakTrainer {
         self.apply(&checkpoint, read)
     }
 
-    /// This rank's part of a checkpoint if every rank could read its own. Otherwise `None` where that is
+    /// This rank's part of a checkpoint if every rank could read its own. Otherwise `None` where damage is
     /// tolerated; else the error of the rank that could not, which ends the others too.
     fn read_on_all_ranks(
         &self,
         checkpoint: &Checkpoint,
         tolerated: bool,
     ) -> Result<Option<ReadState>> {
-        let read = self.read(checkpoint);
+        let state = resume::check(checkpoint, &self.stage.plan, &self.args)?;
+        let read = self.read(checkpoint, state);
         let world = self.stage.mpu.world_group();
         if world.all_reduce_scalar(i64::from(read.is_ok()), ReduceOp::Min)? == 1 {
             return read.map(Some);
         }
         if tolerated {
-            tracing::warn!(path = %checkpoint.path().display(), error = ?read.err(), "checkpoint passed over");
+            if let Err(error) = read {
+                resume::pass_over(&error);
+            }
             return Ok(None);
         }
         read?;
@@ -279,31 +296,15 @@ impl MerakTrainer {
         Ok(None)
     }
 
-    /// This rank's part of a checkpoint; changes nothing.
-    fn read(&self, checkpoint: &Checkpoint) -> Result<ReadState> {
-        let header = &checkpoint.manifest().header;
-        let path = || checkpoint.path().to_owned();
-        let state = serde_json::from_value(header.state.clone());
-        let state: RunState = state.map_err(|error| Error::OtherModel {
-            path: path(),
-            difference: format!("its run state cannot be read: {error}"),
-        })?;
-        self.check_model(checkpoint)?;
-        let restores = |switched_off: bool| !self.args.finetune && !switched_off;
-        if restores(self.args.no_load_rng) && !state.has_rng {
-            return Err(Error::MissingPart {
-                path: path(),
-                part: "random state",
-                flag: "no_load_rng",
-            });
-        }
-        let optimizer = if restores(self.args.no_load_optim) {
-            Some(self.read_optimizer(checkpoint, &state)?)
+    /// This rank's part of a checkpoint that fits; changes nothing.
+    fn read(&self, checkpoint: &Checkpoint, state: Option<RunState>) -> Result<ReadState> {
+        let optimizer = if state.is_some() && !self.args.finetune && !self.args.no_load_optim {
+            Some(self.read_optimizer(checkpoint)?)
         } else {
             None
         };
         Ok(ReadState {
-            weights: self.read_weights(checkpoint)?,
+            weights: self.read_weights(checkpoint, state.is_none())?,
             optimizer,
             state,
         })
@@ -324,15 +325,19 @@ impl MerakTrainer {
                 .zip(values)
                 .for_each(|(slice, values)| slice.values.copy_from_slice(&values));
         }
-        if !self.args.finetune {
-            self.restore_position(&state)?;
+        if let Some(state) = state.as_ref().filter(|_| !self.args.finetune) {
+            if !self.args.no_load_rng && self.stage.mpu.is_rank_0() {
+                resume::warn_of_seeds(&self.args, state, checkpoint.path());
+            }
+            self.restore_position(state)?;
         }
         self.loader = None;
+        let header = &checkpoint.manifest().header;
         Ok(LoadedCheckpoint {
             path: checkpoint.path().to_owned(),
-            global_step: state.global_step,
-            consumed_samples: state.position.samples,
-            topology: checkpoint.manifest().header.topology,
+            global_step: header.step as usize,
+            consumed_samples: state.map_or(0, |state| state.position.samples),
+            topology: header.topology,
         })
     }
 
@@ -368,62 +373,26 @@ impl MerakTrainer {
         Ok(())
     }
 
-    /// Compares the checkpoint's parameters with the whole model's.
-    fn check_model(&self, checkpoint: &Checkpoint) -> Result<()> {
-        let other = |difference: String| Error::OtherModel {
-            path: checkpoint.path().to_owned(),
-            difference,
-        };
-        let manifest = checkpoint.manifest();
-        let params = self.stage.plan.graph.params();
-        for param in params {
-            let Some(entry) = manifest.tensor(&Kind::Parameter, &param.name) else {
-                return Err(other(format!("it has no parameter {}", param.name)));
-            };
-            if entry.shape != param.full.shape || entry.dtype != DType::F32 {
-                let found = format!("{} has shape {:?} there", param.name, entry.shape);
-                return Err(other(format!(
-                    "{found}, but {:?} in the model",
-                    param.full.shape
-                )));
-            }
-        }
-        let known = |name: &str| params.iter().any(|param| param.name == name);
-        match manifest
-            .tensors_of(&Kind::Parameter)
-            .find(|entry| !known(&entry.name))
-        {
-            Some(extra) => Err(other(format!("the model has no parameter {}", extra.name))),
-            None => Ok(()),
-        }
-    }
-
     /// This rank's flat parameters.
-    fn read_weights(&self, checkpoint: &Checkpoint) -> Result<Vec<u8>> {
+    fn read_weights(&self, checkpoint: &Checkpoint, is_release: bool) -> Result<Vec<u8>> {
         let layout = self.stage.optimizer.layout();
         let mut flat = vec![0; layout.len() * 4];
         for (index, param) in self.stage.interpreter.program().params().iter().enumerate() {
             let range = layout.range(index);
             let place = self.layout(param)?;
-            checkpoint.read(
-                &piece(&Kind::Parameter, param, &place, None),
-                &mut flat[range.start * 4..range.end * 4],
-            )?;
+            let name = resume::stored_name(checkpoint.manifest(), &param.name, is_release);
+            let piece = Piece {
+                name: &name,
+                ..piece(&Kind::Parameter, param, &place, None)
+            };
+            checkpoint.read_as(&piece, &mut flat[range.start * 4..range.end * 4])?;
         }
         Ok(flat)
     }
 
     /// The optimizer state that this rank owns, in the order of its slices.
-    fn read_optimizer(&self, checkpoint: &Checkpoint, saved: &RunState) -> Result<Vec<Vec<f32>>> {
+    fn read_optimizer(&self, checkpoint: &Checkpoint) -> Result<Vec<Vec<f32>>> {
         let state = self.stage.optimizer.state();
-        if !saved.has_optimizer && !state.names().is_empty() {
-            let path = checkpoint.path().to_owned();
-            return Err(Error::MissingPart {
-                path,
-                part: "optimizer state",
-                flag: "no_load_optim",
-            });
-        }
         let params = self.stage.interpreter.program().params();
         let read = |slice: merak_zero::StateSlice<&[f32]>| {
             let param = &params[slice.param];

@@ -29,7 +29,7 @@ impl MerakTrainer {
             });
         };
         let order = order(&self.args, data.len())?;
-        let batch = self.args.per_device_eval_batch_size;
+        let batch = batch(&self.args, data.len());
         let seq = self.stage.plan.seq_length;
         let program = self.programs.get(&self.stage, batch, seq, false)?;
         let (mpu, mut sums) = (Arc::clone(&self.stage.mpu), (0.0, 0_i64));
@@ -96,10 +96,20 @@ impl MerakTrainer {
     }
 }
 
+/// Rows of a microbatch: no more than a replica has samples, as the rest would be padding. What counts as the
+/// last partial batch, to be dropped, is for the user to say.
+pub(crate) fn batch(args: &CheckedArguments, samples: usize) -> usize {
+    if args.dataloader_drop_last {
+        return args.per_device_eval_batch_size;
+    }
+    let most = samples.div_ceil(args.dp).max(1);
+    args.per_device_eval_batch_size.min(most)
+}
+
 /// How the samples are dealt.
 pub(super) fn order(args: &CheckedArguments, samples: usize) -> Result<EvaluationOrder> {
     let shape = BatchShape {
-        batch: args.per_device_eval_batch_size,
+        batch: batch(args, samples),
         microbatches: args.gradient_accumulation_steps,
         dp: args.dp,
     };

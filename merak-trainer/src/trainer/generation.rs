@@ -97,7 +97,8 @@ impl MerakTrainer {
         for row in rows {
             ids.extend(row.tokens.iter().map(|&token| i64::from(token)));
             // A causal model does not look at what follows, so any padding does.
-            ids.resize(ids.len() + seq - row.tokens.len(), 0);
+            let padding = i64::from(self.args.pad_token_id.unwrap_or(0));
+            ids.resize(ids.len() + seq - row.tokens.len(), padding);
         }
         let tensor = SampleTensor::new(vec![rows.len(), seq], ids)
             .expect("every row was padded to the length");

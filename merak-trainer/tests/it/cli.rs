@@ -4,6 +4,8 @@ mod checkpoints; // damaged files
 mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it
 mod output; // documents and formats
+mod settings; // every setting counts
+mod sizes; // sizes that no machine can hold
 mod training; // train, resume, generate, signals
 
 use std::{

@@ -135,6 +135,40 @@ fn the_bench_prints_one_line_of_json() {
 }
 
 #[test]
+fn the_bench_of_collectives_prints_a_line_per_operation_and_size() {
+    let place = Workplace::new();
+    let text = place.succeed("bench collectives --world 3 --bytes 1000,48 --steps 2");
+    let lines: Vec<Value> = text
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("one object a line"))
+        .collect();
+    let operations = |bytes: u64| {
+        let of_size = lines.iter().filter(|line| line["bytes"] == bytes);
+        let names = of_size.filter_map(|line| line["op"].as_str());
+        names.collect::<Vec<_>>()
+    };
+    // Whole numbers for each of three ranks.
+    assert_eq!(operations(996), operations(48));
+    assert_eq!(
+        operations(48),
+        [
+            "all_reduce",
+            "reduce_scatter",
+            "all_gather",
+            "broadcast",
+            "all_to_all",
+            "send_recv"
+        ]
+    );
+    for line in &lines {
+        assert_eq!(keys(line), ["op", "bytes", "us", "bus_bytes_per_s"]);
+        assert!(line["us"].as_f64() > Some(0.0) && line["bus_bytes_per_s"].as_f64() > Some(0.0));
+    }
+    assert_snapshot!(place.mistake("bench collectives --world 1"), @"error: --world is 1, expected 2 to 256 ranks");
+    assert_snapshot!(place.mistake("bench collectives --bytes 7"), @"error: --bytes has 7, expected 8 to 4294967296");
+}
+
+#[test]
 fn the_configuration_tells_where_each_value_came_from() {
     let place = Workplace::new();
     let document = place.document("config merak.toml --json --tp 2");
@@ -158,6 +192,41 @@ fn the_configuration_tells_where_each_value_came_from() {
 }
 
 #[test]
+fn the_doctor_tells_what_there_is_and_tries_it() {
+    let place = Workplace::new();
+    let found = place.document("doctor --json");
+    assert_eq!(found["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(found["trial"], "passed");
+    assert!(found["cores"].as_u64() >= Some(1) && found["memory_bytes"].as_u64() > Some(1 << 20));
+    let names = |key: &str| {
+        let names = found[key].as_array().expect("a list").iter();
+        names
+            .filter_map(|name| name.as_str().map(str::to_owned))
+            .collect::<Vec<_>>()
+    };
+    for (key, name) in [
+        ("engines", "threads"),
+        ("backends", "candle"),
+        ("devices", "cpu"),
+        ("optimizers", "adamw_torch"),
+        ("schedules", "1f1b"),
+        ("model_types", "gpt2"),
+    ] {
+        assert!(names(key).contains(&name.to_owned()), "{key}: {found}");
+    }
+    let table = place.succeed("doctor");
+    assert!(
+        table.contains("\nengines               auto, threads"),
+        "{table}"
+    );
+    assert!(
+        table
+            .lines()
+            .any(|line| line.starts_with("trial") && line.ends_with("passed"))
+    );
+}
+
+#[test]
 fn completions_and_help_are_printed() {
     let place = Workplace::new();
     let bash = place.succeed("completions bash");
@@ -169,10 +238,12 @@ fn completions_and_help_are_printed() {
 
     Commands:
       train        Trains a model
+      evaluate     Evaluates a checkpoint on the validation part of the data
       trace        Prints the graph of a model, as one rank runs it
       schedule     Prints a schedule and its figures, or checks one that is given as CSV
       config       Prints the resolved configuration and where each value came from
       generate     Continues prompts with a trained model
+      doctor       Prints what this machine and this build can do, after a trial of two ranks
       bench        Measures this machine
       completions  Prints a completion script
       help         Print this message or the help of the given subcommand(s)

@@ -7,7 +7,10 @@ use std::{
     thread,
 };
 
-use merak_ckpt::Checkpoint;
+use merak_ckpt::{
+    Checkpoint, ExportOptions, HfFolder, ImportOptions, Kind, ReshardOptions, Topology, export_hf,
+    import_hf, reshard,
+};
 use serde_json::Value;
 
 use super::{Workplace, files};
@@ -133,6 +136,133 @@ fn generation_is_the_same_on_every_topology() {
     let text =
         place.succeed("generate run --prompt-file prompts.txt --max-new-tokens 3 --temperature 0");
     assert!(text.starts_with("every rank"), "{text}");
+}
+
+/// The likeliest continuation of a text by the model at a path.
+fn continued(place: &Workplace, path: &str, ranks: &str) -> Value {
+    let options = "--prompt every --max-new-tokens 8 --temperature 0 --json";
+    place.document(&format!("generate {path} {options} {ranks}"))
+}
+
+#[test]
+fn an_evaluation_of_a_checkpoint_gives_the_loss_of_its_run() {
+    let place = Workplace::new();
+    let run = place.succeed("train merak.toml");
+    let evaluated = place.document("evaluate merak.toml run --json");
+    let loss = evaluated["eval_loss"].as_f64().unwrap();
+    let line = format!(
+        "validated loss {loss:.4} over {} samples",
+        evaluated["eval_samples"]
+    );
+    assert!(run.contains(&line), "{line} in {run}");
+    assert!((evaluated["perplexity"].as_f64().unwrap() - loss.exp()).abs() < 1e-9);
+    for options in ["--json --tp 2 --pp 2", "--tp 2 --dp 2 --json"] {
+        let elsewhere = place.document(&format!("evaluate merak.toml run {options}"));
+        let other = elsewhere["eval_loss"].as_f64().unwrap();
+        assert!((other / loss - 1.0).abs() < 1e-5, "{other} against {loss}");
+    }
+    let table = place.succeed("evaluate merak.toml run/checkpoints/step-00000005");
+    assert!(
+        table.starts_with(&format!("eval_loss                 {loss:.4}\n")),
+        "{table}"
+    );
+    let message = place.mistake("evaluate merak.toml nowhere");
+    assert!(message.contains("no checkpoint at nowhere"), "{message}");
+    let message = place.mistake("evaluate merak.toml run --data.validation_fraction 0");
+    assert!(message.contains("data.validation_fraction"), "{message}");
+}
+
+#[test]
+fn an_imported_model_is_a_release_that_training_starts_from() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 2");
+    let trained = Checkpoint::open(place.path("run")).unwrap();
+    export_hf(&trained, place.path("hf"), &ExportOptions::default()).unwrap();
+    let folder = HfFolder::open(place.path("hf")).unwrap();
+    import_hf(&folder, place.path("imported"), &ImportOptions::default()).unwrap();
+    assert_eq!(
+        continued(&place, "imported", ""),
+        continued(&place, "run", "")
+    );
+    assert_eq!(
+        continued(&place, "imported", "--tp 2"),
+        continued(&place, "run", "")
+    );
+    let train = "train merak.toml --max_steps 1 --output_dir fresh --learning_rate 0";
+    let release = place.succeed(&format!("{train} --resume imported"));
+    assert!(release.contains("trained   1 steps"), "{release}");
+    assert_eq!(continued(&place, "fresh", ""), continued(&place, "run", ""));
+}
+
+#[test]
+fn a_checkpoint_of_one_rank_is_cut_for_tensor_parallel_ranks() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 2");
+    let source = Checkpoint::open(place.path("run")).unwrap();
+    let topology = Topology {
+        tp: 2,
+        ..Topology::default()
+    };
+    let options = ReshardOptions {
+        topology,
+        ..ReshardOptions::default()
+    };
+    let cut = reshard(&source, place.path("cut"), &options).unwrap();
+    let cut = Checkpoint::open(cut).unwrap();
+    let slices = |name: &str| {
+        let name = format!("transformer.h.0.{name}.weight");
+        cut.tensor(&Kind::Parameter, &name).unwrap().slices.len()
+    };
+    // Each of q, k and v by its heads; rows of the projection behind; norms stay whole.
+    assert_eq!(
+        [slices("attn.c_attn"), slices("attn.c_proj"), slices("ln_1")],
+        [6, 2, 1]
+    );
+    assert_eq!(
+        continued(&place, "cut", "--tp 2"),
+        continued(&place, "run", "")
+    );
+    // Whoever saves, the notes are the same.
+    let noted = |checkpoint: &Checkpoint| {
+        let tensors = checkpoint.manifest().tensors.iter();
+        tensors.map(|tensor| tensor.cut.clone()).collect::<Vec<_>>()
+    };
+    place.succeed("train merak.toml --max_steps 3 --tp 2 --resume latest");
+    assert_eq!(
+        noted(&Checkpoint::open(place.path("run")).unwrap()),
+        noted(&source)
+    );
+}
+
+#[test]
+fn auto_follows_latest_in_a_reused_folder() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 4");
+    // A fresh run in the same folder ends earlier, so that the highest number is the older run's.
+    place.succeed("train merak.toml --max_steps 2 --seed 7");
+    let plan = |log: &str| {
+        let ended = place.merak(&format!("train merak.toml --dry-run --resume auto{log}"));
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        let resumed = ended.stdout.lines().last().expect("a plan").to_owned();
+        (resumed, ended.stderr)
+    };
+    let step = |number: usize| format!("resumes   run/checkpoints/step-{number:08}");
+    assert_eq!(plan("").0, step(2));
+    let latest = place.path("run/checkpoints/latest");
+    for content in [None, Some("no checkpoint")] {
+        fs::remove_file(&latest).unwrap();
+        if let Some(content) = content {
+            fs::write(&latest, content).unwrap();
+        }
+        let (resumed, warnings) = plan("");
+        assert_eq!(resumed, step(4));
+        assert!(warnings.contains("the highest step counts"), "{warnings}");
+        fs::write(&latest, "step-00000002\n").unwrap();
+    }
+    fs::remove_file(place.path("run/checkpoints/step-00000002/manifest.json")).unwrap();
+    let (resumed, warnings) = plan("");
+    assert_eq!(resumed, step(4));
+    assert!(warnings.contains("passed over"), "{warnings}");
 }
 
 #[test]

@@ -1,0 +1,150 @@
+//! `merak doctor`: what this machine and this build can do.
+
+use super::{Outcome, environment, output};
+use clap::Args as ClapArgs;
+use indicatif::BinaryBytes;
+use merak_pipe::ScheduleKind;
+use merak_trace::models;
+use merak_trainer::{
+    Config, MerakTrainer, Plan, Result, TrainerParts, available_bytes, chain,
+    data::{Dataset, TokenDataset},
+    keys, run_world,
+};
+use serde_json::{Value, json};
+use std::{env::consts, fmt::Write as _, process::ExitCode, sync::Arc, thread};
+
+/// Prints what this machine and this build can do, after a trial of two ranks.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Args {
+    /// Prints one JSON document.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let document = examine();
+    output::print(&if args.json {
+        format!("{document:#}")
+    } else {
+        table(&document)
+    })?;
+    Ok(if document["trial"] == "passed" {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+fn examine() -> Value {
+    let build = if cfg!(debug_assertions) {
+        "debug: training is much slower than with --release"
+    } else {
+        "release"
+    };
+    let schedules = ScheduleKind::ALL.map(ScheduleKind::as_str);
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "build": build,
+        "system": format!("{} {}", consts::OS, consts::ARCH),
+        "cores": thread::available_parallelism().map_or(1, std::num::NonZero::get),
+        "vector_instructions": vector_instructions(),
+        "memory_bytes": available_bytes(),
+        "engines": choices("distributed.engine"),
+        "backends": choices("compute.backend"),
+        "devices": choices("compute.device"),
+        "optimizers": choices("optim"),
+        "schedules": schedules,
+        "model_types": models::known_families().collect::<Vec<_>>(),
+        "checkpoint_format": merak_ckpt::format::VERSION,
+        "default_text": default_text(),
+        "trial": trial().map_or_else(|error| chain(&error), |()| "passed".to_owned()),
+    })
+}
+
+/// The names that a key of this build takes.
+fn choices(name: &str) -> Vec<String> {
+    let key = keys().find(|key| key.name == name);
+    let expected = key.map(|key| (key.expected)()).unwrap_or_default();
+    let names = expected.replace(" or ", ", ");
+    names.split(", ").map(str::to_owned).collect()
+}
+
+/// The vector instructions of this processor that kernels can use.
+fn vector_instructions() -> Vec<&'static str> {
+    #[cfg(target_arch = "x86_64")]
+    let found = [
+        ("avx", std::arch::is_x86_feature_detected!("avx")),
+        ("avx2", std::arch::is_x86_feature_detected!("avx2")),
+        ("fma", std::arch::is_x86_feature_detected!("fma")),
+        ("avx512f", std::arch::is_x86_feature_detected!("avx512f")),
+        ("avx512bw", std::arch::is_x86_feature_detected!("avx512bw")),
+        (
+            "avx512bf16",
+            std::arch::is_x86_feature_detected!("avx512bf16"),
+        ),
+    ];
+    #[cfg(target_arch = "aarch64")]
+    let found = [
+        ("neon", std::arch::is_aarch64_feature_detected!("neon")),
+        ("sve", std::arch::is_aarch64_feature_detected!("sve")),
+    ];
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let found: [(&str, bool); 0] = [];
+    found
+        .into_iter()
+        .filter_map(|(name, is_there)| is_there.then_some(name))
+        .collect()
+}
+
+/// Whether a run without `data.path` finds text.
+fn default_text() -> String {
+    match environment::crate_sources(None).registry {
+        Some(registry) if registry.is_dir() => registry.display().to_string(),
+        _ => "none: set \"data.path\" to a file or folder of text".to_owned(),
+    }
+}
+
+/// Trains a model of a few hundred weights for a step on two ranks, which takes every part of the stack.
+fn trial() -> Result<()> {
+    let line = [
+        "--pp=2",
+        "--gradient_accumulation_steps=2",
+        "--per_device_train_batch_size=1",
+    ];
+    let args = Config::load(None, [], &line.map(String::from))?.check()?;
+    let model = models::from_config(
+        &json!({ "model_type": "gpt2", "vocab_size": 8, "n_positions": 4,
+        "n_embd": 4, "n_layer": 2, "n_head": 2 }),
+    )?;
+    let plan = Arc::new(Plan::new(model.into(), &args)?);
+    let tokens: Arc<[u32]> = (0..64).map(|token| token % 8).collect();
+    let data: Arc<dyn Dataset> = Arc::new(TokenDataset::new(tokens, plan.seq_length, "training")?);
+    run_world(&args, |member| {
+        let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
+        let parts = TrainerParts {
+            train_data: Some(Arc::clone(&data)),
+            ..TrainerParts::default()
+        };
+        MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?.train_step()
+    })
+    .map(drop)
+}
+
+fn table(document: &Value) -> String {
+    let mut text = String::new();
+    for (name, value) in document.as_object().into_iter().flatten() {
+        let value = match value {
+            Value::Array(names) => {
+                let names: Vec<_> = names.iter().filter_map(Value::as_str).collect();
+                names.join(", ")
+            }
+            Value::String(words) => words.clone(),
+            Value::Number(bytes) if name == "memory_bytes" => {
+                BinaryBytes(bytes.as_u64().unwrap_or_default()).to_string()
+            }
+            other => other.to_string(),
+        };
+        let _ = writeln!(text, "{:20}  {value}", name.replace('_', " "));
+    }
+    text
+}

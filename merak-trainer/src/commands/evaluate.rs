@@ -1,0 +1,70 @@
+//! `merak evaluate`: the loss of a checkpoint on held-out data.
+
+use super::{Outcome, keys::Keys, output, prepared::Prepared};
+use clap::Args as ClapArgs;
+use merak_trainer::{MerakTrainer, data::bigram_loss, metrics::EvaluationMetrics, run_world};
+use serde_json::{Value, json};
+use std::{fmt::Write as _, path::PathBuf, process::ExitCode, sync::Arc};
+
+/// Evaluates a checkpoint on the validation part of the data.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Args {
+    /// The configuration file (.toml, .yaml or .json).
+    config: PathBuf,
+    /// A checkpoint, or the output folder of a run.
+    checkpoint: PathBuf,
+    /// Prints one JSON document.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    keys: Keys,
+}
+
+pub(crate) fn run(mut args: Args) -> Outcome {
+    let json = args.keys.take_flag("--json") || args.json;
+    let checkpoint = args.checkpoint.display().to_string();
+    args.keys.push("resume_from_checkpoint", checkpoint);
+    args.keys.push("finetune", "true");
+    args.keys.push("do_eval", "true");
+    let prepared = Prepared::to_evaluate(&args.keys.load(&args.config)?)?;
+    prepared.check_memory()?;
+    let results = run_world(&prepared.args, |member| {
+        let mpu = merak_mpu::Mpu::new(member, prepared.plan.degrees)?;
+        let plan = Arc::clone(&prepared.plan);
+        MerakTrainer::new(plan, mpu, &prepared.args, prepared.parts())?.evaluate()
+    })?;
+    let document = figures(&results[0], &prepared);
+    output::print(&if json {
+        format!("{document:#}")
+    } else {
+        table(&document)
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The measurements, and the loss of a bigram model beside them.
+fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Value {
+    let corpus = &prepared.corpus;
+    let speed = metrics.eval_samples as f64 / metrics.eval_runtime.max(f64::MIN_POSITIVE);
+    json!({
+        "eval_loss": metrics.eval_loss,
+        "perplexity": metrics.eval_loss.exp(),
+        "bigram_loss": bigram_loss(&corpus.train, &corpus.validation, corpus.tokenizer.vocab_size()),
+        "eval_samples": metrics.eval_samples,
+        "eval_runtime": metrics.eval_runtime,
+        "eval_samples_per_second": speed,
+    })
+}
+
+fn table(document: &Value) -> String {
+    let mut text = String::new();
+    let rows = document.as_object().into_iter().flatten();
+    for (name, value) in rows {
+        let value = match value.as_f64().filter(|_| value.is_f64()) {
+            Some(number) => format!("{number:.4}"),
+            None => value.to_string(),
+        };
+        let _ = writeln!(text, "{name:24}  {value}");
+    }
+    text
+}

@@ -1,0 +1,316 @@
+//! Whether a run fits into this machine, told before anything is allocated.
+
+use crate::{CheckedArguments, Error, Plan, Result, trainer::evaluation};
+use indicatif::BinaryBytes;
+use merak_pipe::{Costs, UnitCosts, simulate};
+use merak_trace::StageProgram;
+use merak_zero::ZeroStage;
+use sysinfo::{MemoryRefreshKind, Process, ProcessRefreshKind, ProcessesToUpdate, System};
+
+/// What a run does with its model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Workload {
+    /// Optimizer steps.
+    Training,
+    /// Losses of held-out samples.
+    Evaluation {
+        /// How many there are.
+        samples: usize,
+    },
+    /// One token after the other.
+    Generation,
+}
+
+/// The least bytes that a rank needs: what no backend gets around.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MemoryNeed {
+    /// Its parameters.
+    pub weights: usize,
+    /// Their gradients, one more for each further use of a tied one.
+    pub gradients: usize,
+    /// What the optimizer keeps.
+    pub optimizer: usize,
+    /// Batches and values of the graph that are alive at once, in the largest of the workloads.
+    pub activations: usize,
+    /// The workload that needs these.
+    pub largest: Option<Workload>,
+}
+
+impl MemoryNeed {
+    /// All of it.
+    pub fn total(&self) -> usize {
+        [
+            self.weights,
+            self.gradients,
+            self.optimizer,
+            self.activations,
+        ]
+        .into_iter()
+        .fold(0, usize::saturating_add)
+    }
+}
+
+/// Why a run does not fit: the least bytes of all ranks of this process.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the run needs at least {} of memory, but this process may use {}: of all ranks ({ranks}) weights take {}, \
+     gradients {}, optimizer state {} and activations {}; choose {advice}",
+    BinaryBytes(*needed), BinaryBytes(*available), BinaryBytes(*weights), BinaryBytes(*gradients),
+    BinaryBytes(*optimizer), BinaryBytes(*activations)
+)]
+pub struct MemoryShortage {
+    /// The ranks.
+    pub ranks: usize,
+    /// What they need together.
+    pub needed: u64,
+    /// Of that, parameters.
+    pub weights: u64,
+    /// Of that, gradients.
+    pub gradients: u64,
+    /// Of that, what the optimizer keeps.
+    pub optimizer: u64,
+    /// Of that, values of the graph.
+    pub activations: u64,
+    /// What the process may use.
+    pub available: u64,
+    /// What would need less.
+    pub advice: &'static str,
+}
+
+/// Tokens of a sequence that generation starts with at least.
+const FIRST_TOKENS: usize = 1;
+
+impl Plan {
+    /// The least memory that a rank of each stage needs for these workloads. Nothing is allocated.
+    ///
+    /// # Errors
+    /// When a stage has no program for a workload.
+    pub fn memory(
+        &self,
+        args: &CheckedArguments,
+        workloads: &[Workload],
+    ) -> Result<Vec<MemoryNeed>> {
+        (0..self.cuts.num_stages())
+            .map(|stage| self.stage_memory(args, workloads, stage))
+            .collect()
+    }
+
+    fn stage_memory(
+        &self,
+        args: &CheckedArguments,
+        workloads: &[Workload],
+        stage: usize,
+    ) -> Result<MemoryNeed> {
+        let program = self.training_program(stage)?;
+        let params = program.params();
+        let sizes = params.iter().map(|param| param.local.size_bytes());
+        let weights = sizes.fold(0, usize::saturating_add);
+        let config = args.zero_config(1);
+        let replicas = if config.zero_stage == ZeroStage::Replicated {
+            1
+        } else {
+            args.dp
+        };
+        // Parameters, gradients and state have four bytes an element each.
+        let state = weights.saturating_mul(config.optimizer.state_names().len()) / replicas;
+        let further_uses = program.grads.iter().enumerate().filter(|(place, port)| {
+            let before = &program.grads[..*place];
+            before.iter().any(|other| other.param == port.param)
+        });
+        let further = further_uses.map(|(_, port)| params[port.param.index()].local.size_bytes());
+        let mut need = MemoryNeed {
+            weights,
+            gradients: further.fold(weights, usize::saturating_add),
+            optimizer: state,
+            ..MemoryNeed::default()
+        };
+        for &workload in workloads {
+            let activations = match workload {
+                Workload::Training => self.training_bytes(&program, stage)?,
+                Workload::Evaluation { samples } => {
+                    let batch = evaluation::batch(args, samples);
+                    self.forward_bytes(stage, batch, self.seq_length, false)?
+                }
+                Workload::Generation => self.forward_bytes(stage, 1, FIRST_TOKENS, true)?,
+            };
+            if activations > need.activations {
+                (need.activations, need.largest) = (activations, Some(workload));
+            }
+        }
+        Ok(need)
+    }
+
+    /// Batches of a step, and the values of as many microbatches as the schedule has under way.
+    fn training_bytes(&self, program: &StageProgram, stage: usize) -> Result<usize> {
+        let stages = self.cuts.num_stages();
+        let costs = Costs::uniform(UnitCosts::default(), stages);
+        let peak = simulate(&self.schedule, &costs)?.peak_activations[stage];
+        let others = (peak.ceil() as usize).saturating_sub(1);
+        let live = program.live_bytes();
+        let batches = input_bytes(program).saturating_mul(self.schedule.size.microbatches);
+        let kept = live.kept.saturating_mul(others);
+        Ok(batches
+            .saturating_add(kept)
+            .saturating_add(live.forward.max(live.backward)))
+    }
+
+    fn forward_bytes(&self, stage: usize, batch: usize, seq: usize, logits: bool) -> Result<usize> {
+        let program = self.inference_program(stage, batch, seq, logits)?;
+        Ok(input_bytes(&program).saturating_add(program.live_bytes().forward))
+    }
+
+    /// Refuses a run whose ranks, all in this process, need more memory than this machine has.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] with the figures.
+    pub fn check_memory(&self, args: &CheckedArguments, workloads: &[Workload]) -> Result<()> {
+        self.check_memory_of(args, workloads, available_bytes())
+    }
+
+    fn check_memory_of(
+        &self,
+        args: &CheckedArguments,
+        workloads: &[Workload],
+        available: u64,
+    ) -> Result<()> {
+        let stages = self.memory(args, workloads)?;
+        let ranks_per_stage = (args.dp as u64).saturating_mul(args.tp as u64);
+        let of_all = |part: fn(&MemoryNeed) -> usize| {
+            let sum = stages
+                .iter()
+                .fold(0_u64, |sum, need| sum.saturating_add(part(need) as u64));
+            sum.saturating_mul(ranks_per_stage)
+        };
+        let needed = of_all(MemoryNeed::total);
+        if needed <= available {
+            return Ok(());
+        }
+        let activations = of_all(|need| need.activations);
+        let largest = stages.iter().max_by_key(|need| need.activations);
+        let workload = largest.and_then(|need| need.largest);
+        let advice = match workload {
+            _ if activations < needed - activations => {
+                "a smaller model or fewer ranks on this machine"
+            }
+            Some(Workload::Evaluation { .. }) => {
+                "a smaller \"per_device_eval_batch_size\" or \"seq_length\""
+            }
+            Some(Workload::Training) => {
+                "a smaller \"per_device_train_batch_size\" or \"seq_length\""
+            }
+            Some(Workload::Generation) | None => "a smaller model",
+        };
+        Err(Error::Memory(Box::new(MemoryShortage {
+            ranks: args.world_size(),
+            weights: of_all(|need| need.weights),
+            gradients: of_all(|need| need.gradients),
+            optimizer: of_all(|need| need.optimizer),
+            activations,
+            needed,
+            available,
+            advice,
+        })))
+    }
+}
+
+/// Bytes of a microbatch as it is loaded.
+fn input_bytes(program: &StageProgram) -> usize {
+    let sizes = program
+        .inputs
+        .iter()
+        .map(|port| program.graph.ty(port.value).size_bytes());
+    sizes.fold(0, usize::saturating_add)
+}
+
+/// What this process may fill: memory and swap of the machine, or less where a control group or a limit on
+/// the address space says so.
+pub fn available_bytes() -> u64 {
+    let Ok(mut system) = System::new() else {
+        // The system does not tell.
+        return address_space();
+    };
+    system.refresh_memory_specifics(MemoryRefreshKind::everything());
+    let machine = system.total_memory().saturating_add(system.total_swap());
+    let mut limits: Vec<_> = system.cgroup_limits().into_iter().collect();
+    if let Ok(id) = sysinfo::get_current_pid() {
+        let own = ProcessesToUpdate::Some(&[id]);
+        system.refresh_processes_specifics(own, false, ProcessRefreshKind::nothing());
+        limits.extend(system.process(id).and_then(Process::cgroup_limits));
+    }
+    let groups = limits
+        .iter()
+        .map(|group| group.total_memory.saturating_add(system.total_swap()));
+    let group = groups.min().unwrap_or(machine);
+    machine.min(group).min(address_space())
+}
+
+/// The limit on this process's address space, where the system has one and tells.
+fn address_space() -> u64 {
+    let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    let limit = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max address space"))
+        .and_then(|line| line.split_whitespace().next()?.parse().ok());
+    limit.unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Config;
+    use serde_json::json;
+
+    fn plan(keys: &[&str]) -> (Plan, CheckedArguments) {
+        let line: Vec<_> = keys.iter().map(|key| format!("--{key}")).collect();
+        let args = Config::load(None, [], &line).unwrap().check().unwrap();
+        let model =
+            merak_trace::models::from_config(&json!({ "model_type": "gpt2", "vocab_size": 32,
+            "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2 }));
+        (Plan::new(model.unwrap().into(), &args).unwrap(), args)
+    }
+
+    #[test]
+    fn the_need_follows_the_plan() {
+        let total = |keys: &[&str]| {
+            let (plan, args) = plan(keys);
+            plan.memory(
+                &args,
+                &[Workload::Training, Workload::Evaluation { samples: 2000 }],
+            )
+            .unwrap()[0]
+        };
+        let one = total(&["per_device_train_batch_size=2", "zero_stage=0"]);
+        let params = plan(&[]).0.graph.num_elements();
+        assert_eq!(one.weights, 4 * params);
+        assert_eq!(one.optimizer, 8 * params);
+        // The tied embedding is used twice.
+        assert_eq!(one.gradients, 4 * (params + 32 * 16));
+        let more = total(&["per_device_train_batch_size=20", "zero_stage=0"]);
+        assert!(more.activations > 9 * one.activations, "{one:?} {more:?}");
+        let divided = total(&["dp=2", "zero_stage=1", "per_device_train_batch_size=2"]);
+        assert_eq!(2 * divided.optimizer, one.optimizer);
+        let evaluated = total(&["per_device_eval_batch_size=1000"]);
+        assert_eq!(
+            evaluated.largest,
+            Some(Workload::Evaluation { samples: 2000 })
+        );
+        let plain = total(&["optim=sgd", "zero_stage=0"]);
+        assert_eq!(plain.optimizer, 0);
+    }
+
+    #[test]
+    fn what_cannot_fit_is_refused_with_the_figures() {
+        let (plan, args) = plan(&["dp=2", "per_device_train_batch_size=640"]);
+        let check = |available| plan.check_memory_of(&args, &[Workload::Training], available);
+        assert!(check(1 << 40).is_ok());
+        let text = check(1 << 20).unwrap_err().to_string();
+        let (start, middle, end) = (
+            "the run needs at least ",
+            " of memory, but this process may use 1.00 MiB: of all ranks (2) weights take ",
+            "; choose a smaller \"per_device_train_batch_size\" or \"seq_length\"",
+        );
+        assert!(text.starts_with(start) && text.contains(middle), "{text}");
+        assert!(text.ends_with(end), "{text}");
+        assert!(available_bytes() > 1 << 20);
+    }
+}

@@ -1,0 +1,275 @@
+//! Which checkpoint a run goes on from, and whether it fits: decided from files and the plan alone, so that
+//! every rank comes to the same answer.
+
+use super::checkpoint::RunState;
+use crate::{CheckedArguments, Error, Plan, Result};
+use merak_ckpt::{Checkpoint, DType, Error as CkptError, Kind, Manifest, Store, TensorEntry};
+use std::{
+    borrow::Cow,
+    collections::VecDeque,
+    path::{Path, PathBuf},
+};
+
+/// The checkpoints that `resume_from_checkpoint` names, best first, each opened when it is asked for.
+#[derive(Debug)]
+pub(super) enum Candidates {
+    /// One that the user named: it or nothing.
+    Named(Option<PathBuf>),
+    /// `auto`: the one that `latest` names, then the others from the highest step down; damaged ones are
+    /// passed over.
+    Auto(VecDeque<PathBuf>),
+}
+
+impl Candidates {
+    /// `tells` says whether this rank warns of a `latest` that cannot be followed.
+    pub(super) fn new(
+        from: &str,
+        output_dir: impl FnOnce() -> Result<PathBuf>,
+        tells: bool,
+    ) -> Result<Self> {
+        Ok(match from {
+            "auto" => Self::Auto(by_preference(&Store::in_output_dir(output_dir()?), tells)?),
+            "latest" => Self::Named(Some(output_dir()?)),
+            path => Self::Named(Some(path.into())),
+        })
+    }
+
+    /// Whether damage of one is no reason to give up.
+    pub(super) fn is_auto(&self) -> bool {
+        matches!(self, Self::Auto(_))
+    }
+}
+
+impl Iterator for Candidates {
+    type Item = Result<Checkpoint>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        match self {
+            Self::Named(path) => {
+                let path = path.take()?;
+                Some(Checkpoint::open(path).map_err(Into::into))
+            }
+            Self::Auto(paths) => loop {
+                match Checkpoint::open(paths.pop_front()?) {
+                    Ok(checkpoint) => return Some(Ok(checkpoint)),
+                    Err(error) => pass_over(&error),
+                }
+            },
+        }
+    }
+}
+
+/// Says that `auto` leaves a damaged checkpoint alone.
+pub(super) fn pass_over(error: &dyn std::error::Error) {
+    tracing::warn!(%error, "checkpoint passed over");
+}
+
+fn by_preference(store: &Store, tells: bool) -> Result<VecDeque<PathBuf>> {
+    let steps = store.steps()?;
+    let mut paths: VecDeque<_> = steps
+        .iter()
+        .rev()
+        .map(|&step| store.path_of(step))
+        .collect();
+    let reason = match store.latest() {
+        Ok(Some(latest)) => {
+            paths.retain(|path| *path != latest);
+            paths.push_front(latest);
+            return Ok(paths);
+        }
+        Ok(None) => "it is missing".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    if tells && !paths.is_empty() {
+        let folder = store.folder().display();
+        tracing::warn!(%folder, reason, "the file `latest` cannot be followed: the highest step counts");
+    }
+    Ok(paths)
+}
+
+/// The checkpoint that a run with these arguments goes on from, after every check that needs no rank, each
+/// checksum included; `None` for a fresh start. Changes nothing.
+///
+/// # Errors
+/// When there is none where there must be one, or it is damaged, of another model, or lacks a part that no
+/// flag excuses.
+pub(super) fn find(plan: &Plan, args: &CheckedArguments) -> Result<Option<PathBuf>> {
+    let Some(from) = &args.resume_from_checkpoint else {
+        return Ok(None);
+    };
+    let mut candidates = Candidates::new(from, || args.run_folder(), true)?;
+    while let Some(checkpoint) = candidates.next().transpose()? {
+        check(&checkpoint, plan, args)?;
+        let Some(damage) = checkpoint.verify().damage.into_iter().next() else {
+            return Ok(Some(checkpoint.path().to_owned()));
+        };
+        let error = CkptError::Damaged {
+            path: checkpoint.path().to_owned(),
+            damage: Box::new(damage),
+            older: checkpoint.older()?.map(|older| older.path().to_owned()),
+        };
+        if !candidates.is_auto() {
+            return Err(error.into());
+        }
+        pass_over(&error);
+    }
+    Ok(None)
+}
+
+/// Checks what the manifest tells: the model, the parts, the optimizer. Returns the state of the run that saved
+/// it; `None` where it is a release, weights without a run.
+pub(super) fn check(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    args: &CheckedArguments,
+) -> Result<Option<RunState>> {
+    let path = || checkpoint.path().to_owned();
+    let header = &checkpoint.manifest().header;
+    let state: Option<RunState> =
+        serde_json::from_value(header.state.clone()).map_err(|error| Error::OtherModel {
+            path: path(),
+            difference: format!("its run state cannot be read: {error}"),
+        })?;
+    check_model(checkpoint, plan, state.is_none())?;
+    if let Some(state) = state.as_ref().filter(|_| !args.finetune) {
+        if !args.no_load_rng && !state.has_rng {
+            return Err(Error::MissingPart {
+                path: path(),
+                part: "random state",
+                flag: "no_load_rng",
+            });
+        }
+        if !args.no_load_optim {
+            check_optimizer(checkpoint, args, state)?;
+        }
+    }
+    Ok(state)
+}
+
+/// Compares the checkpoint's parameters with the whole model's. A release may have more of them, and floats
+/// of any size.
+fn check_model(checkpoint: &Checkpoint, plan: &Plan, is_release: bool) -> Result<()> {
+    let other = |difference: String| Error::OtherModel {
+        path: checkpoint.path().to_owned(),
+        difference,
+    };
+    let manifest = checkpoint.manifest();
+    let params = plan.graph.params();
+    let mut known = Vec::with_capacity(params.len());
+    for param in params {
+        let name = stored_name(manifest, &param.name, is_release);
+        let Some(entry) = manifest.tensor(&Kind::Parameter, &name) else {
+            return Err(other(format!("it has no parameter {}", param.name)));
+        };
+        let is_legal = if is_release {
+            entry.dtype.is_float()
+        } else {
+            entry.dtype == DType::F32
+        };
+        if entry.shape != param.full.shape {
+            let found = format!("{} has shape {:?} there", param.name, entry.shape);
+            let expected = format!("{:?} in the model", param.full.shape);
+            return Err(other(format!("{found}, but {expected}")));
+        }
+        if !is_legal {
+            return Err(other(format!("{} is {} there", param.name, entry.dtype)));
+        }
+        known.push(name);
+    }
+    let is_known = |entry: &&TensorEntry| known.iter().any(|name| **name == entry.name);
+    let extra = manifest
+        .tensors_of(&Kind::Parameter)
+        .find(|entry| !is_known(entry));
+    match extra {
+        Some(extra) if is_release => {
+            tracing::warn!(
+                name = extra.name,
+                "the model does not use a tensor of the checkpoint"
+            );
+            Ok(())
+        }
+        Some(extra) => Err(other(format!("the model has no parameter {}", extra.name))),
+        None => Ok(()),
+    }
+}
+
+/// The name that a parameter has in a checkpoint. Only releases may leave the model's base prefix out, as in
+/// `wte.weight` for `transformer.wte.weight`, or have one more.
+pub(super) fn stored_name<'a>(
+    manifest: &'a Manifest,
+    name: &'a str,
+    is_release: bool,
+) -> Cow<'a, str> {
+    let has = |name: &str| manifest.tensor(&Kind::Parameter, name).is_some();
+    if !is_release || has(name) {
+        return name.into();
+    }
+    let without_first = |name: &'a str| name.split_once('.').map(|(_, rest)| rest);
+    if let Some(bare) = without_first(name).filter(|bare| has(bare)) {
+        return bare.into();
+    }
+    let longer = manifest
+        .tensors_of(&Kind::Parameter)
+        .find(|entry| without_first(&entry.name) == Some(name));
+    longer.map_or(name, |entry| &entry.name).into()
+}
+
+/// Checks that the optimizer finds its state.
+fn check_optimizer(
+    checkpoint: &Checkpoint,
+    args: &CheckedArguments,
+    saved: &RunState,
+) -> Result<()> {
+    let path = || checkpoint.path().to_owned();
+    let names = args.zero_config(1).optimizer.state_names();
+    if !saved.has_optimizer {
+        if names.is_empty() {
+            return Ok(());
+        }
+        return Err(Error::MissingPart {
+            path: path(),
+            part: "optimizer state",
+            flag: "no_load_optim",
+        });
+    }
+    let kinds = checkpoint.manifest().kinds().into_iter();
+    let found: Vec<_> = kinds
+        .filter(|kind| **kind != Kind::Parameter)
+        .map(Kind::as_str)
+        .collect();
+    let is_same = saved.optim.is_none_or(|optim| optim == args.optim);
+    if is_same && found == names {
+        return Ok(());
+    }
+    let described = |optim: &str, kept: &[&str]| match kept {
+        [] => format!("{optim} (which keeps nothing)"),
+        kept => format!("{optim} ({})", kept.join(", ")),
+    };
+    let saved = saved
+        .optim
+        .map_or("another optimizer", |optim| optim.as_str());
+    Err(Error::OtherOptimizer {
+        path: path(),
+        found: described(saved, &found),
+        expected: described(args.optim.as_str(), names),
+    })
+}
+
+/// Says so where the run goes on with seeds other than those that it was started with.
+pub(super) fn warn_of_seeds(args: &CheckedArguments, saved: &RunState, path: &Path) {
+    let seeds = [
+        ("seed", args.seed, saved.seed),
+        ("data_seed", args.data_seed(), saved.data_seed),
+    ];
+    for (key, given, kept) in seeds {
+        if given != kept {
+            tracing::warn!(
+                key,
+                given,
+                kept,
+                path = %path.display(),
+                "the run goes on with the checkpoint's seed; \"no_load_rng\" would take the given one"
+            );
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Settings that would be easy to ignore.
+
+use super::{Workplace, model};
+
+/// The tokens of each prompt's continuation.
+fn generated(place: &Workplace, options: &str, variables: &[(&str, &str)]) -> Vec<u64> {
+    let mut command = place.command(&format!("generate run --prompt-ids 101 --json {options}"));
+    command.envs(variables.iter().copied());
+    let ended = place.ended(&command.output().expect("the command starts"));
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    let document: serde_json::Value = serde_json::from_str(&ended.stdout).expect("a document");
+    let ids = document[0]["ids"].as_array().expect("a list of tokens");
+    ids.iter().map(|id| id.as_u64().expect("a token")).collect()
+}
+
+#[test]
+fn generation_takes_its_options_from_the_environment_too() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 1");
+    let greedy = generated(&place, "--temperature 0 --max-new-tokens 6", &[]);
+    let variables = [("MERAK_TEMPERATURE", "0"), ("MERAK_MAX_NEW_TOKENS", "6")];
+    assert_eq!(generated(&place, "", &variables), greedy);
+    let drawn = generated(&place, "--max-new-tokens 6", &[("MERAK_SEED", "7")]);
+    assert_eq!(drawn, generated(&place, "--max-new-tokens 6 --seed 7", &[]));
+    assert_ne!(drawn, greedy);
+    assert_eq!(
+        drawn,
+        generated(
+            &place,
+            "--seed 7 --max-new-tokens 6",
+            &[("MERAK_SEED", "8")]
+        )
+    );
+    let penalised = [
+        ("MERAK_REPETITION_PENALTY", "50"),
+        ("MERAK_TEMPERATURE", "0"),
+    ];
+    assert_ne!(generated(&place, "--max-new-tokens 6", &penalised), greedy);
+    // The first token of the greedy continuation ends it.
+    let end = greedy[0].to_string();
+    let variables = [("MERAK_TEMPERATURE", "0"), ("MERAK_EOS_TOKEN_ID", &*end)];
+    assert_eq!(generated(&place, "", &variables), greedy[..1]);
+}
+
+#[test]
+fn special_tokens_are_checked_against_the_vocabulary() {
+    let place = Workplace::new();
+    insta::assert_snapshot!(place.mistake("train merak.toml --eos_token_id 257"), @r#"error: "eos_token_id" is 257, but the model knows the tokens 0 to 256 only"#);
+    insta::assert_snapshot!(place.mistake("train merak.toml --pad_token_id 4294967296"), @r#"error: "pad_token_id" expects an integer from 0 to 4294967295 or none, found 4294967296 (command line --pad_token_id)"#);
+    let mut json = model();
+    json["pad_token_id"] = 300.into();
+    json["eos_token_id"] = serde_json::json!([256, 101]);
+    place.write("model.json", &json.to_string());
+    let ended = place.merak("train merak.toml --max_steps 1 --pad_token_id 0");
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    let ended = place.merak("train merak.toml --max_steps 1");
+    assert!(
+        ended.stderr.contains("tokens beyond its vocabulary"),
+        "{}",
+        ended.stderr
+    );
+}
+
+#[test]
+fn the_sample_at_the_end_of_a_training_ends_at_the_given_token() {
+    let place = Workplace::new();
+    let train = "train merak.toml --max_steps 1 --temperature 0 --max_new_tokens 8";
+    let sample = |text: &str| {
+        let (_, shown) = text.split_once(">>>\n").expect("a sample");
+        let (_, new) = shown
+            .split_once(">>>")
+            .expect("a prompt and a continuation");
+        new.split_once("<<<").expect("an end").0.to_owned()
+    };
+    let whole = sample(&place.succeed(train));
+    assert_eq!(whole.chars().count(), 8, "{whole:?}");
+    let first = u32::from(whole.chars().next().expect("a character"));
+    let ended = sample(&place.succeed(&format!("{train} --eos_token_id {first}")));
+    assert_eq!(ended.chars().count(), 1, "{ended:?}");
+}
+
+#[test]
+fn another_seed_at_a_resume_is_told() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 1");
+    let ended = place.merak("train merak.toml --max_steps 2 --resume latest --seed 7");
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    let told = [
+        "the run goes on with the checkpoint's seed",
+        "given=7",
+        "kept=42",
+    ];
+    assert!(
+        told.iter().all(|words| ended.stderr.contains(words)),
+        "{}",
+        ended.stderr
+    );
+    let silent = place.merak("train merak.toml --max_steps 3 --resume latest");
+    assert!(!silent.stderr.contains("seed"), "{}", silent.stderr);
+}
