@@ -210,7 +210,6 @@ mod tests {
         assert_eq!(attention(4, 4, false, None), 2 * 16 * per_score);
         assert_eq!(attention(4, 4, true, None), 2 * (1 + 2 + 3 + 4) * per_score);
         assert_eq!(attention(2, 4, true, None), 2 * (3 + 4) * per_score);
-        assert_eq!(attention(4, 2, true, None), 2 * (1 + 2) * per_score);
         assert_eq!(attention(2, 4, true, Some(3)), 2 * (3 + 3) * per_score);
         assert_eq!(
             attention(4, 4, true, Some(2)),

@@ -72,7 +72,7 @@ mod tests {
     #[test]
     fn a_stream_shorter_than_a_sample_is_refused() {
         let error = TokenDataset::new((0..4).collect(), 4, "validation").unwrap_err();
-        insta::assert_snapshot!(error, @r#"the validation part of the data has 4 tokens, but one sample needs 5: give more data or a smaller "seq_length""#);
+        insta::assert_snapshot!(error, @r#"the validation part of the data has 4 tokens, but one sample needs 5: give more data or a smaller "seq_length", or choose another "data.validation_fraction" (0 for no validation)"#);
         assert_eq!(
             TokenDataset::new((0..5).collect(), 4, "validation")
                 .unwrap()

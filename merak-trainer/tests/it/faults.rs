@@ -147,7 +147,7 @@ fn samples_that_fit_no_model_end_the_run_with_their_place() {
     assert_snapshot!(fails_in_step_3((1, 1, 4), Fault::TokenOutOfRange), @"rank 0 failed: in step 3: 0F0 failed (stage 0, microbatch 0): transformer.wte.embedding: id -1 at position 0 is out of range, expected 0 to 100");
     let shapes = fails_in_step_3((1, 1, 1), Fault::OtherShape);
     let number = |c: char| if c.is_ascii_digit() { 'N' } else { c };
-    assert_snapshot!(shapes.chars().map(number).collect::<String>(), @r#"in step N: the tensor "input_ids" of sample NN is of shape [N], but must be of shape [N] as in the batch's first sample"#);
+    assert_snapshot!(shapes.chars().map(number).collect::<String>(), @r#"in step N: the tensor "input_ids" of sample NN is iNN of shape [N], but must be iNN of shape [N] as in the batch's first sample"#);
 }
 
 #[test]

@@ -270,7 +270,7 @@ fn encoders_are_traced_split_and_cut_by_their_config_alone() {
         (t5, "decoder_input_ids"),
     ] {
         place.write("encoder.json", config);
-        let whole = place.succeed("trace encoder.json --tp 2 --pp 2");
+        let whole = place.succeed("trace encoder.json --tp 2");
         assert!(whole.contains(&format!("= \"{input}\"")), "{whole}");
         assert!(whole.contains("all_reduce("), "{whole}");
         let stage = place.succeed("trace encoder.json --tp 2 --pp 2 --stage 1");
