@@ -1,8 +1,15 @@
 //! What executes nodes and moves bytes.
 
 pub mod candle;
+#[cfg(feature = "tch")]
+pub mod tch;
 
-use crate::{Op, Param, Result, TensorType, Value, value::MemoryMeter};
+use crate::{
+    Op, Param, Result, TensorType, Value,
+    kernels::{self, SampleSlice},
+    op,
+    value::MemoryMeter,
+};
 use merak_mpu::{Axis, Buffer, DType};
 use std::{fmt, sync::Arc};
 
@@ -32,6 +39,35 @@ impl RunContext {
             Axis::Tensor => self.tensor_rank,
             Axis::Sequence => self.sequence_rank,
             Axis::Pipeline | Axis::Data => 0,
+        }
+    }
+
+    /// A dropout of this step.
+    pub(crate) fn dropout(&self, spec: &op::Dropout) -> kernels::Dropout {
+        kernels::Dropout {
+            key: kernels::DropoutKey {
+                seed: self.seed,
+                step: self.step,
+                node: spec.key,
+            },
+            p: spec.p,
+        }
+    }
+
+    /// Where a value of that shape lies in the logical tensor of its samples (dimension 0).
+    pub(crate) fn sample_slice(&self, spec: &op::Dropout, shape: &[usize]) -> SampleSlice {
+        let first_sample = self.sample_base;
+        let Some(slice) = spec.slice else {
+            return SampleSlice::whole(first_sample, shape[1..].iter().product());
+        };
+        let local = shape[slice.dim];
+        SampleSlice {
+            first_sample,
+            outer: shape[1..slice.dim].iter().product(),
+            dim_full: slice.full,
+            dim_start: self.coordinate(slice.axis) * local,
+            dim_local: local,
+            inner: shape[slice.dim + 1..].iter().product(),
         }
     }
 }

@@ -99,6 +99,14 @@ pub enum Error {
         /// What the library said.
         reason: String,
     },
+    /// The device that a backend should compute on is not there.
+    #[error("device {device} is not available: {reason}")]
+    NoDevice {
+        /// Name of the device.
+        device: String,
+        /// What was found instead.
+        reason: String,
+    },
     /// A value that a program needs was not given.
     #[error("input \"{name}\" of type {expected} was not given; the batch has {given}")]
     MissingInput {

@@ -312,7 +312,7 @@ fn attention(spec: &Attention, [q, k, v]: [&TensorType; 3]) -> Types {
     })?;
     Ok(vec![
         q.clone(),
-        q.with_shape([q.shape[0], spec.heads, q.shape[1]]),
+        TensorType::new([q.shape[0], spec.heads, q.shape[1]], stat_dtype(q)),
     ])
 }
 
@@ -438,8 +438,17 @@ fn labels_fit(logits: &TensorType, labels: &TensorType) -> Result<(), Reason> {
     )
 }
 
+/// One statistic per row.
 fn rows_of(x: &TensorType) -> TensorType {
-    x.with_shape([x.rows()])
+    TensorType::new([x.rows()], stat_dtype(x))
+}
+
+/// Statistics of 16-bit tensors are kept in `f32`.
+fn stat_dtype(x: &TensorType) -> DType {
+    match x.dtype {
+        DType::BF16 | DType::F16 => DType::F32,
+        other => other,
+    }
 }
 
 /// Checks that `shard` describes dimension `shard.dim` of `x`.

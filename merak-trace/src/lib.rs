@@ -53,7 +53,7 @@
 //! - [`Param`]: a name, a type, an initialiser, a [`Placement`]; [`initial_values`] fills a rank's slice.
 //! - [`StageCuts`] and [`StageProgram`]: one stage's forward, both halves of its backward, and what it keeps.
 //! - [`Interpreter`]: runs a program; [`Backend`] computes nodes, [`backend::candle`] is the default one, on
-//!   the fused [`kernels`].
+//!   the fused [`kernels`]; with the feature `tch` there is `backend::tch`, on libtorch.
 //!
 //! # From a model to a program
 //!

@@ -198,6 +198,8 @@ pub struct Rope {
 
 /// What a node computes. Operands and results are listed as `operands -> results`.
 ///
+/// Statistics (`mean`, `rstd`, `lse`) of 16-bit tensors are `f32`.
+///
 /// Composite operations stay whole, because fused kernels, placement rules and good gradients live there.
 /// Gradient operations are operations like any other, so that a differentiated program is a graph too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

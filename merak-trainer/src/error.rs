@@ -58,6 +58,22 @@ pub enum Error {
         /// What is available.
         instead: String,
     },
+    /// A legal value whose feature this build lacks.
+    #[error(
+        "\"{key}\" {found} ({place}) is not in this build: build with --features {feature}, or choose {instead}"
+    )]
+    NotBuilt {
+        /// The key.
+        key: &'static str,
+        /// The value.
+        found: String,
+        /// Where it stands.
+        place: String,
+        /// The feature of the crate that has it.
+        feature: &'static str,
+        /// What is in this build.
+        instead: &'static str,
+    },
     /// A Hugging Face training argument that has no meaning here.
     #[error("\"{key}\" ({place}) is a Hugging Face argument without effect here: {advice}")]
     WithoutEffect {

@@ -1,7 +1,7 @@
 //! What every rank decides alone and alike, before anything runs: the graph, the cut, the schedule.
 
 use crate::{CheckedArguments, Error, PartitionMethod, Result, SplitMethod};
-use merak_mpu::Degrees;
+use merak_mpu::{DType, Degrees};
 use merak_partition::{
     Partition, PartitionReport, ReportOptions, SegmentOptions, StageMethod, recompute_plan,
 };
@@ -77,6 +77,7 @@ impl Plan {
             },
             untie: args.no_tie_modules,
             init_std: args.init_method_std,
+            dtype: if args.bf16 { DType::BF16 } else { DType::F32 },
             ..TraceOptions::training(args.per_device_train_batch_size, seq_length)
         };
         let lists = layer_lists(args, info.family)?;

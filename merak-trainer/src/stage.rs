@@ -5,8 +5,8 @@ mod tied;
 
 pub(crate) use module::{StepInputs, StepModule, StepResult, count_labels};
 
-use crate::{CheckedArguments, Plan, Result, trainer::NamedTensors};
-use merak_mpu::{Buffer, DType, Mpu};
+use crate::{Backend, CheckedArguments, Device, Plan, Result, trainer::NamedTensors};
+use merak_mpu::{Buffer, DType, Mpu, Rank};
 use merak_trace::{
     GradSlot, GradStore, Interpreter, ParamStore, Placement, RunContext, SharedBackend,
     backend::candle::Candle, initial_values, kernels::Threads,
@@ -35,7 +35,7 @@ impl Stage {
         args: &CheckedArguments,
         num_threads: usize,
     ) -> Result<Self> {
-        let backend: SharedBackend = Arc::new(Candle::new(num_threads)?);
+        let backend = backend(args, mpu.rank(), num_threads)?;
         let stage = mpu.pipeline_parallel_rank();
         let program = Arc::new(plan.training_program(stage)?);
         let groups = ZeroGroups {
@@ -176,6 +176,41 @@ impl Stage {
         });
         out
     }
+}
+
+/// The library that executes a rank's nodes.
+fn backend(
+    args: &CheckedArguments,
+    rank: Rank,
+    num_threads: usize,
+) -> Result<SharedBackend, merak_trace::Error> {
+    match args.compute.backend {
+        Backend::Candle => Ok(Arc::new(Candle::new(num_threads)?)),
+        Backend::Tch => tch_backend(args.compute.device, rank, num_threads),
+    }
+}
+
+#[cfg(feature = "tch")]
+fn tch_backend(
+    device: Device,
+    rank: Rank,
+    num_threads: usize,
+) -> Result<SharedBackend, merak_trace::Error> {
+    use merak_trace::backend::tch::{Tch, TchDevice};
+    let device = match device {
+        Device::Cpu => TchDevice::Cpu,
+        // Neighbouring ranks share a device where there are fewer devices than ranks.
+        Device::Cuda => TchDevice::Cuda(rank.0 % Tch::num_cuda_devices().max(1)),
+    };
+    Ok(Arc::new(Tch::new(device, num_threads)?))
+}
+
+#[cfg(not(feature = "tch"))]
+fn tch_backend(device: Device, _: Rank, _: usize) -> Result<SharedBackend, merak_trace::Error> {
+    Err(merak_trace::Error::NoDevice {
+        device: device.to_string(),
+        reason: "this build is without the feature tch".to_owned(),
+    })
 }
 
 /// The optimizer's view of the stage's parameters.

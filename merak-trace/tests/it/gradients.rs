@@ -1,7 +1,10 @@
 //! Every operation's gradient against central finite differences in f64.
 
-use crate::support::{
-    backend, context, floats, grad_store, interpreter, noise, numbers, params, value, write,
+use crate::{
+    conformance::{Case, agree},
+    support::{
+        backend, context, floats, grad_store, interpreter, noise, numbers, params, value, write,
+    },
 };
 use merak_trace::{
     Batch, DType, Init, Op, ParamRole, Result, TensorType,
@@ -11,8 +14,24 @@ use merak_trace::{
 
 const STEP: f64 = 1e-5;
 
-/// Checks the gradients of `sum(weights * op(operands))`, every float operand being a parameter.
+/// Checks an operation's gradients by differences, and its results and gradients on every backend.
 fn check(
+    name: &str,
+    operands: &[TensorType],
+    ids: &[(&str, TensorType, &[i64])],
+    build: impl Fn(&Module, &[Symbol], &[Symbol]) -> Result<Vec<Symbol>>,
+) {
+    check_by_differences(name, operands, ids, &build);
+    agree(&Case {
+        name,
+        operands,
+        ids,
+        build: &build,
+    });
+}
+
+/// Checks the gradients of `sum(weights * op(operands))`, every float operand being a parameter.
+fn check_by_differences(
     name: &str,
     operands: &[TensorType],
     ids: &[(&str, TensorType, &[i64])],

@@ -1,11 +1,13 @@
 //! What the graph engine promises, tested from outside.
 //!
+//! - `conformance`: every operation, forward and gradient, in every element type, on every backend.
 //! - `families`: configurations of model families, both spellings, every field used or refused.
 //! - `gradients`: every operation's gradient against finite differences in f64.
 //! - `parity`: the numbers of `transformers` on the same weights and data.
 //! - `programs`: stage cuts, recomputation and the halves of the backward change no bit.
 //! - `support`: small graphs and what runs them.
 
+mod conformance;
 mod families;
 mod gradients;
 mod parity;

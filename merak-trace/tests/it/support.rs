@@ -33,6 +33,14 @@ pub(crate) fn value(backend: &SharedBackend, ty: &TensorType, data: &[f64]) -> V
         DType::I64 => {
             bytemuck::cast_slice(&data.iter().map(|&x| x as i64).collect::<Vec<_>>()).to_vec()
         }
+        DType::BF16 => {
+            let data = data.iter().map(|&x| half::bf16::from_f64(x));
+            bytemuck::cast_slice(&data.collect::<Vec<_>>()).to_vec()
+        }
+        DType::F16 => {
+            let data = data.iter().map(|&x| half::f16::from_f64(x));
+            bytemuck::cast_slice(&data.collect::<Vec<_>>()).to_vec()
+        }
         other => unreachable!("tests use no {other}"),
     };
     backend
@@ -110,9 +118,12 @@ pub(crate) fn grad_store(backend: &SharedBackend, program: &StageProgram) -> Gra
     let mut store = GradStore::default();
     for (buffer, grad) in program.grads.iter().enumerate() {
         let ty = &program.graph.param(grad.param).local;
-        store
-            .buffers
-            .push(backend.grad_buffer(ty.dtype, ty.numel()));
+        // Gradients of 16-bit parameters are summed in f32.
+        let dtype = match ty.dtype {
+            DType::BF16 | DType::F16 => DType::F32,
+            other => other,
+        };
+        store.buffers.push(backend.grad_buffer(dtype, ty.numel()));
         store.slots.push(GradSlot {
             buffer,
             offset: 0,

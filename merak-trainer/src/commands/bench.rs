@@ -71,7 +71,10 @@ pub(crate) struct Gpt {
     /// Library that executes the graph's nodes.
     #[arg(long, default_value = "candle")]
     backend: String,
-    /// Element type.
+    /// What it executes them on.
+    #[arg(long, default_value = "cpu")]
+    device: String,
+    /// Element type: f32, or bf16 with backend tch.
     #[arg(long, default_value = "f32")]
     dtype: String,
 }
@@ -88,13 +91,6 @@ pub(crate) fn run(bench: &Bench) -> Outcome {
 
 impl Gpt {
     fn run(&self) -> Result<serde_json::Value, super::Failure> {
-        if self.dtype != "f32" {
-            return Err(format!(
-                "--dtype {} is not available in this version: choose f32",
-                self.dtype
-            )
-            .into());
-        }
         if self.steps == 0 {
             return Err("--steps is 0, expected at least 1".into());
         }
@@ -146,6 +142,16 @@ impl Gpt {
 
     /// The same run as a configuration.
     fn arguments(&self) -> Result<CheckedArguments, super::Failure> {
+        let bf16 = match self.dtype.as_str() {
+            "f32" => false,
+            "bf16" => true,
+            "f16" => {
+                return Err(
+                    "--dtype f16 needs a loss scaler, which this version lacks: choose bf16".into(),
+                );
+            }
+            other => return Err(format!("--dtype expects f32 or bf16, found {other}").into()),
+        };
         let batches = |what: &str, number: usize, by: usize| {
             let divides = by != 0 && number != 0 && number.is_multiple_of(by);
             if divides {
@@ -175,6 +181,8 @@ impl Gpt {
             ("max_grad_norm", "0".to_owned()),
             ("num_train_epochs", "1".to_owned()),
             ("compute.backend", self.backend.clone()),
+            ("compute.device", self.device.clone()),
+            ("bf16", bf16.to_string()),
         ];
         keys.extend(
             self.threads

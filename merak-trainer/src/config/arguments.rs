@@ -60,6 +60,8 @@ settings! {
         hidden_size: Option<usize> = None,
         /// Attention heads; unset: from the model's config.
         num_heads: Option<usize> = None,
+        /// Whether weights and activations are bf16, with f32 masters and gradients.
+        bf16: bool = false,
         /// Whether tied weights become independent copies.
         no_tie_modules: bool = false,
         /// What ZeRO shards over the replicas: 0 nothing, 1 optimizer state.

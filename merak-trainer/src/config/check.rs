@@ -8,7 +8,7 @@ use merak_zero::LrSchedule;
 use super::{
     arguments::MerakArguments,
     checked::CheckedArguments,
-    choice::{PartitionMethod, SplitMethod},
+    choice::{Backend, Device, PartitionMethod, SplitMethod},
 };
 use crate::error::{Error, Result};
 
@@ -88,6 +88,7 @@ pub(crate) fn check(
     check_intervals(arguments, &checker)?;
     check_generation(arguments, &checker)?;
     check_machine(arguments, &checker)?;
+    check_compute(arguments, &checker)?;
     checker.fraction(&[(
         "data.validation_fraction",
         arguments.data.validation_fraction,
@@ -250,6 +251,32 @@ fn check_boundaries(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     )?;
     let rises = boundaries.windows(2).all(|pair| pair[0] < pair[1]);
     require(boundaries[0] == 0 && rises, &"strictly rising from 0")
+}
+
+fn check_compute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let compute = &a.compute;
+    if compute.backend == Backend::Tch && !cfg!(feature = "tch") {
+        let key = "compute.backend";
+        return Err(Error::NotBuilt {
+            key,
+            found: format!("\"{}\"", compute.backend),
+            place: (checker.place)(key),
+            feature: "tch",
+            instead: "candle",
+        });
+    }
+    checker.require(
+        compute.device == Device::Cpu || compute.backend == Backend::Tch,
+        "compute.device",
+        compute.device,
+        "cpu unless \"compute.backend\" is \"tch\"",
+    )?;
+    checker.require(
+        !a.bf16 || compute.backend == Backend::Tch,
+        "bf16",
+        a.bf16,
+        "false unless \"compute.backend\" is \"tch\"",
+    )
 }
 
 fn check_schedule(a: &MerakArguments) -> Result<()> {

@@ -145,8 +145,10 @@ choices! {
     Backend {
         /// candle-core tensors with kernels of our own.
         Candle = "candle",
+        /// libtorch, in builds with the feature `tch`.
+        Tch = "tch",
     }
-    later ["tch"]
+    later []
 }
 
 choices! {
@@ -154,8 +156,10 @@ choices! {
     Device {
         /// The processor.
         Cpu = "cpu",
+        /// CUDA devices, which ranks share out, through libtorch.
+        Cuda = "cuda",
     }
-    later ["cuda"]
+    later []
 }
 
 /// The refusal of a name that is not built: either a later version's, or nobody's.

@@ -60,7 +60,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("metric_for_best_model", &[r#""eval_loss""#, "null"]),
     reserved("greater_is_better", NONE),
     reserved("fp16", FALSE),
-    reserved("bf16", FALSE),
     reserved("half_precision_backend", NONE),
     // Memory is never pinned and every rank is a CPU rank: both values hold already.
     reserved("dataloader_pin_memory", &["true", "false"]),

@@ -7,7 +7,7 @@ use crate::{
     stage::{Stage, StepInputs, StepModule},
 };
 use merak_ckpt::{BoxError, Completion, GenerateOptions, Row, Sampler, TokenSource};
-use merak_mpu::into_vec;
+use merak_mpu::{Buffer, DType, into_vec};
 use merak_pipe::{Engine, ScheduleKind, Size};
 use merak_trace::Interpreter;
 use std::{collections::BTreeMap, sync::Arc};
@@ -141,7 +141,7 @@ impl MerakTrainer {
                 .next()
                 .expect("the program ends in logits"),
         )?;
-        Ok(Some(into_vec(logits)?))
+        Ok(Some(widened(logits)?))
     }
 
     fn next_tokens_of(&mut self, rows: &[Row<'_>], sampler: &Sampler) -> Result<Vec<u32>> {
@@ -173,4 +173,13 @@ impl TokenSource for MerakTrainer {
     fn next_tokens(&mut self, rows: &[Row<'_>], sampler: &Sampler) -> Result<Vec<u32>, BoxError> {
         Ok(self.next_tokens_of(rows, sampler)?)
     }
+}
+
+/// Numbers of a float type that models compute in, as `f32`.
+fn widened(buffer: Box<dyn Buffer>) -> Result<Vec<f32>, merak_mpu::Error> {
+    if buffer.dtype() == DType::BF16 {
+        let narrow = into_vec::<half::bf16>(buffer)?;
+        return Ok(narrow.into_iter().map(half::bf16::to_f32).collect());
+    }
+    into_vec(buffer)
 }

@@ -68,6 +68,8 @@ fn other_value(name: &str) -> Value {
             json!(["c_attn", "c_fc"])
         }
         "distributed.engine" => json!("threads"),
+        "compute.backend" => json!("tch"),
+        "compute.device" => json!("cuda"),
         "compute.threads_per_rank" => json!(3),
         _ => {
             let key = keys().find(|key| key.name == name).expect("a known key");
@@ -81,14 +83,7 @@ fn other_value(name: &str) -> Value {
 }
 
 /// Keys with a single choice in this version: there is no other value to set.
-const SINGLE_CHOICE: &[&str] = &[
-    "trace_method",
-    "recompute",
-    "report_to",
-    "data.format",
-    "compute.backend",
-    "compute.device",
-];
+const SINGLE_CHOICE: &[&str] = &["trace_method", "recompute", "report_to", "data.format"];
 
 #[test]
 fn every_key_is_reached_from_file_environment_and_command_line() {
@@ -164,6 +159,7 @@ num_layers = null
 seq_length = null
 hidden_size = null
 num_heads = null
+bf16 = false
 no_tie_modules = false
 zero_stage = 1
 zero_allgather_bucket_size = 500000000
@@ -332,7 +328,7 @@ fn a_wrong_type_names_the_expected_one() {
 #[test]
 fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_file("merak.toml", "zero_stage = 2\n")), @r#""zero_stage" 2 (merak.toml:1) is not available in this version: choose 0 or 1"#);
-    assert_snapshot!(message(load_line("--bf16")), @r#""bf16" true (command line --bf16) is not available in this version: choose false"#);
+    assert_snapshot!(message(load_line("--fp16")), @r#""fp16" true (command line --fp16) is not available in this version: choose false"#);
     assert_snapshot!(message(load_line("--sp 2")), @r#""sp" 2 (command line --sp) is not available in this version: choose 1"#);
     assert_snapshot!(message(load_line("--partition-method autopipe")), @r#""partition_method" "autopipe" (command line --partition-method) is not available in this version: choose uniform, uniform_floor, parameters or custom"#);
     assert_snapshot!(message(load_line("--train-schedule zb_v")), @r#""train_schedule" "zb_v" (command line --train-schedule) is not available in this version: choose gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, zb_h1 or zb_h2"#);

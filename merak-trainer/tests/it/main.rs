@@ -7,3 +7,5 @@ mod faults; // failing ranks, damaged files
 mod laws; // what no topology, schedule or interruption may change
 mod parity; // numbers of transformers
 mod support; // small trainings on any topology
+#[cfg(feature = "tch")]
+mod tch; // the libtorch backend against the default one

@@ -147,7 +147,7 @@ impl Node<'_> {
             .dropout
             .filter(|_| context.training)
             .map(|dropout| AttentionDropout {
-                dropout: self.dropout(&dropout),
+                dropout: context.dropout(&dropout),
                 first_sample: context.sample_base,
                 first_head: dropout.slice.map_or(0, |slice| {
                     (context.coordinate(slice.axis) * spec.heads) as u64

@@ -4,7 +4,7 @@ use super::{Candle, Handle, Pooled, Scalar, at, elements, steal};
 use crate::{
     Call, Error, Op, Result, TensorType, Value,
     kernels::{self, Float, KernelError, MatMut, MatRef, TableRows, Turn, Write},
-    op::{self, Activation, WeightLayout},
+    op::{Activation, WeightLayout},
 };
 use candle_core::Tensor;
 use merak_mpu::DType;
@@ -205,8 +205,9 @@ impl Node<'_> {
                     return Ok(inputs);
                 }
                 let mut y = self.out::<T>(0);
-                let slice = self.sample_slice(spec, &self.ty(0).shape);
-                kernels::dropout(threads, self.dropout(spec), slice, &x(0)?, &mut y);
+                let context = self.call.context;
+                let slice = context.sample_slice(spec, &self.ty(0).shape);
+                kernels::dropout(threads, context.dropout(spec), slice, &x(0)?, &mut y);
                 self.done([y])
             }
             Op::Attention(spec) => self.attention::<T>(spec, &inputs),
@@ -444,35 +445,6 @@ impl Node<'_> {
                 }
                 self.done([sum])
             }
-        }
-    }
-
-    pub(super) fn dropout(&self, spec: &op::Dropout) -> kernels::Dropout {
-        let context = self.call.context;
-        kernels::Dropout {
-            key: kernels::DropoutKey {
-                seed: context.seed,
-                step: context.step,
-                node: spec.key,
-            },
-            p: spec.p,
-        }
-    }
-
-    /// Where a value of that shape lies in the logical tensor of its samples (dimension 0).
-    pub(super) fn sample_slice(&self, spec: &op::Dropout, shape: &[usize]) -> kernels::SampleSlice {
-        let first_sample = self.call.context.sample_base;
-        let Some(slice) = spec.slice else {
-            return kernels::SampleSlice::whole(first_sample, shape[1..].iter().product());
-        };
-        let local = shape[slice.dim];
-        kernels::SampleSlice {
-            first_sample,
-            outer: shape[1..slice.dim].iter().product(),
-            dim_full: slice.full,
-            dim_start: self.call.context.coordinate(slice.axis) * local,
-            dim_local: local,
-            inner: shape[slice.dim + 1..].iter().product(),
         }
     }
 

@@ -145,8 +145,9 @@ fn other_commands_check_their_arguments() {
     assert_snapshot!(place.mistake("trace nowhere"), @"error: cannot read nowhere: No such file or directory (os error 2)");
     assert_snapshot!(place.mistake("bench gpt --batch 7 --microbatches 2"), @"error: --batch 7 is no multiple of 2");
     assert_snapshot!(place.mistake("bench gpt --hidden 30 --heads 4"), @"error: model configuration: num_attention_heads: is 4, which does not divide the width 30");
-    assert_snapshot!(place.mistake("bench gpt --dtype f64"), @"error: --dtype f64 is not available in this version: choose f32");
-    assert_snapshot!(place.mistake("bench gpt --backend tch"), @r#"error: "compute.backend" "tch" (command line --compute.backend) is not available in this version: choose candle"#);
+    assert_snapshot!(place.mistake("bench gpt --dtype f64"), @"error: --dtype expects f32 or bf16, found f64");
+    #[cfg(not(feature = "tch"))]
+    assert_snapshot!(place.mistake("bench gpt --backend tch"), @r#"error: "compute.backend" "tch" (command line --compute.backend) is not in this build: build with --features tch, or choose candle"#);
     assert_eq!(place.merak("trane").status, Some(2));
     assert_eq!(place.merak("schedule").status, Some(2));
 }

@@ -1,0 +1,26 @@
+//! Links libtorch into this crate's own tests: the shim over its headers, and the run path.
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    #[cfg(feature = "tch")]
+    link();
+}
+
+#[cfg(feature = "tch")]
+fn link() {
+    let lib = "DEP_TCH_LIBTORCH_LIB";
+    println!("cargo::rerun-if-env-changed={lib}");
+    let lib = std::env::var_os(lib).expect("torch-sys tells where libtorch is");
+    let lib = std::path::PathBuf::from(lib);
+    let shim = "src/backend/tch/shim.cpp";
+    println!("cargo::rerun-if-changed={shim}");
+    println!("cargo::rustc-link-arg=-Wl,-rpath,{}", lib.display());
+    cc::Build::new()
+        .cpp(true)
+        .std("c++17")
+        .warnings(false)
+        .include(lib.with_file_name("include"))
+        .define("_GLIBCXX_USE_CXX11_ABI", "1")
+        .file(shim)
+        .compile("merak_tch_shim");
+}

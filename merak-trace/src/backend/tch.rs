@@ -1,0 +1,229 @@
+//! The libtorch backend: ATen's kernels, on the processor or on a CUDA device.
+//!
+//! Values are libtorch tensors, which may be strided: a transpose, a split or a reshape is a view of its
+//! operand. Operations of the graph map to ATen's fused kernels, forward and backward (attention, layer
+//! norm, gelu, softmax, embeddings); what libtorch has no kernel for is composed of ATen operations. Dropout
+//! masks are drawn by this crate's own generator on the host, so that they are the masks of every backend.
+//!
+//! | element type | parameters | gradients, statistics of norms, sums |
+//! |---|---|---|
+//! | `f32`, `f64` | the same | the same |
+//! | `bf16`, `f16` | `f32` masters and a 16-bit copy that nodes read | `f32` |
+//!
+//! Results do not depend on which rank computes them, but libtorch gives no promise about the number of
+//! threads: runs are compared bit by bit at equal threads.
+//!
+//! ```no_run
+//! use merak_trace::{Backend, DType, TensorType, backend::tch::{Tch, TchDevice}};
+//! let backend = Tch::new(TchDevice::Cpu, 1)?;
+//! let ty = TensorType::new([2], DType::F32);
+//! let value = backend.from_buffer(&ty, Box::new(vec![1.0_f32, 2.0]))?;
+//! assert_eq!(merak_mpu::into_vec::<f32>(backend.into_buffer(value)?)?, [1.0, 2.0]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod accumulate;
+mod attention;
+mod dropout;
+mod elementwise;
+mod loss;
+mod norm;
+mod run;
+mod shim;
+mod storage;
+
+use crate::{
+    Backend, Call, Error, GradStore, Param, ParamStore, Result, TensorType, Value,
+    kernels::Threads, value::MemoryMeter,
+};
+use merak_mpu::{Buffer, DType};
+use std::{any::Any, cell::Cell};
+use storage::{Handle, TchBuffer, kind_of, shape_of};
+use tch::{Cuda, Device, Tensor};
+
+/// Where libtorch computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TchDevice {
+    /// The processor.
+    Cpu,
+    /// A CUDA device, by its index; several ranks may share one.
+    Cuda(usize),
+}
+
+/// Runs nodes on libtorch.
+#[derive(Debug)]
+pub struct Tch {
+    device: Device,
+    num_threads: usize,
+    /// Draws dropout masks.
+    threads: Threads,
+    memory: MemoryMeter,
+}
+
+impl Tch {
+    /// A backend that computes on a device, with `num_threads` threads per rank on the processor.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] when the device is not there; when the operating system refuses threads.
+    pub fn new(device: TchDevice, num_threads: usize) -> Result<Self> {
+        let device = match device {
+            TchDevice::Cpu => Device::Cpu,
+            TchDevice::Cuda(index) => cuda(index)?,
+        };
+        let threads = Threads::new(num_threads).map_err(|source| Error::Kernel {
+            node: "backend".to_owned(),
+            source,
+        })?;
+        Ok(Self {
+            device,
+            num_threads,
+            threads,
+            memory: MemoryMeter::default(),
+        })
+    }
+
+    /// How many CUDA devices there are; 0 where libtorch has no CUDA half or finds no driver.
+    pub fn num_cuda_devices() -> usize {
+        match shim::load_cuda() {
+            Ok(()) => usize::try_from(Cuda::device_count()).unwrap_or(0),
+            Err(_) => 0,
+        }
+    }
+
+    fn is_cpu(&self) -> bool {
+        self.device == Device::Cpu
+    }
+
+    /// Sets the calling thread's share of compute threads; OpenMP keeps the number per thread.
+    fn enter(&self) {
+        thread_local! {
+            static NUM_THREADS: Cell<usize> = const { Cell::new(0) };
+        }
+        if NUM_THREADS.replace(self.num_threads) != self.num_threads {
+            tch::set_num_threads(i32::try_from(self.num_threads).unwrap_or(i32::MAX));
+        }
+    }
+
+    /// A value over memory of its own.
+    fn wrap(&self, ty: &TensorType, tensor: Tensor) -> Value {
+        let lease = self.memory.lease(ty.size_bytes());
+        Handle::new(tensor, Some(lease)).into_value(ty.clone())
+    }
+
+    /// A tensor on the device from the bytes of its elements.
+    fn upload(&self, ty: &TensorType, bytes: &[u8]) -> Result<Tensor> {
+        let node = ty.to_string();
+        let at = at(&node);
+        let host = Tensor::f_from_data_size(bytes, &shape_of(ty), kind_of(ty)?).map_err(&at)?;
+        host.f_to_device(self.device).map_err(at)
+    }
+}
+
+fn cuda(index: usize) -> Result<Device> {
+    let absent = |reason| Error::NoDevice {
+        device: format!("cuda:{index}"),
+        reason,
+    };
+    shim::load_cuda().map_err(absent)?;
+    match Cuda::device_count() {
+        count if usize::try_from(count).is_ok_and(|count| index < count) => Ok(Device::Cuda(index)),
+        0 => Err(absent("libtorch finds no CUDA device".to_owned())),
+        count => Err(absent(format!("libtorch finds {count} CUDA devices"))),
+    }
+}
+
+/// An error of libtorch, at a node.
+fn at(node: &str) -> impl Fn(tch::TchError) -> Error + '_ {
+    move |error| {
+        let text = match error {
+            tch::TchError::Torch(text) => text,
+            other => other.to_string(),
+        };
+        // The rest is a stack trace.
+        let reason = text.lines().next().unwrap_or_default();
+        let reason = reason
+            .split("Exception raised from")
+            .next()
+            .unwrap_or(reason);
+        Error::Backend {
+            node: node.to_owned(),
+            reason: reason.trim_end().to_owned(),
+        }
+    }
+}
+
+impl Backend for Tch {
+    fn name(&self) -> &'static str {
+        "tch"
+    }
+
+    fn memory(&self) -> &MemoryMeter {
+        &self.memory
+    }
+
+    fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
+        self.enter();
+        run::run(self, call, inputs)
+    }
+
+    fn accumulate(
+        &self,
+        call: Call<'_>,
+        inputs: Vec<Value>,
+        store: &mut GradStore,
+        slots: &[usize],
+    ) -> Result<()> {
+        self.enter();
+        accumulate::accumulate(self, call, inputs, store, slots)
+    }
+
+    fn from_bytes(&self, ty: &TensorType, bytes: &[u8]) -> Result<Value> {
+        if bytes.len() != ty.size_bytes() {
+            return Err(Error::Backend {
+                node: ty.to_string(),
+                reason: format!("cannot be made of {} bytes", bytes.len()),
+            });
+        }
+        Ok(self.wrap(ty, self.upload(ty, bytes)?))
+    }
+
+    fn from_buffer(&self, ty: &TensorType, buffer: Box<dyn Buffer>) -> Result<Value> {
+        if buffer.dtype() != ty.dtype || buffer.len() != ty.numel() {
+            let reason = format!(
+                "cannot be made of {} elements of {}",
+                buffer.len(),
+                buffer.dtype()
+            );
+            return Err(Error::Backend {
+                node: ty.to_string(),
+                reason,
+            });
+        }
+        let any: &dyn Any = &*buffer;
+        let tensor = if let Some(own) = any.downcast_ref::<TchBuffer>() {
+            // The buffer is given away, so nobody else writes what the tensor shares with it.
+            own.tensor(self.device, ty)?
+        } else {
+            let mut tensor = None;
+            buffer.read(&mut |bytes| tensor = Some(self.upload(ty, bytes)));
+            tensor.expect("a buffer calls the closure once")?
+        };
+        Ok(self.wrap(ty, tensor))
+    }
+
+    fn into_buffer(&self, value: Value) -> Result<Box<dyn Buffer>> {
+        self.enter();
+        Ok(Box::new(TchBuffer::from_value(value)?))
+    }
+
+    fn grad_buffer(&self, dtype: DType, len: usize) -> Box<dyn Buffer> {
+        TchBuffer::zeros(dtype, len, self.device).map_or_else(
+            |_| merak_mpu::zeros(dtype, len),
+            |buffer| Box::new(buffer) as _,
+        )
+    }
+
+    fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
+        storage::param_store(self.device, params, offsets, len)
+    }
+}

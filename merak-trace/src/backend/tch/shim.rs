@@ -1,0 +1,107 @@
+//! Kernels of ATen that the tch crate does not bind.
+#![expect(unsafe_code, reason = "calls into C++")]
+
+use crate::{Error, Result};
+use std::ffi::{CStr, c_char};
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+unsafe extern "C" {
+    fn merak_tch_free(message: *mut c_char);
+    fn merak_tch_load_cuda() -> *mut c_char;
+    fn merak_tch_layer_norm_backward(
+        grad: *const C_tensor,
+        input: *const C_tensor,
+        mean: *const C_tensor,
+        rstd: *const C_tensor,
+        weight: *const C_tensor,
+        of_input: bool,
+        out: *mut *mut C_tensor,
+    ) -> *mut c_char;
+}
+
+/// Loads the half of libtorch that holds the kernels for CUDA.
+pub(super) fn load_cuda() -> Result<(), String> {
+    // SAFETY: the function takes nothing and returns null or a message of its own.
+    let message = unsafe { merak_tch_load_cuda() };
+    message_of(message).map_or(Ok(()), Err)
+}
+
+/// Operands of the backward of a layer norm, over rows of the last dimension.
+#[derive(Debug)]
+pub(super) struct LayerNorm<'a> {
+    /// `[.., n]`, the gradient of the result.
+    pub(super) grad: &'a Tensor,
+    /// `[.., n]`.
+    pub(super) input: &'a Tensor,
+    /// `[.., 1]`.
+    pub(super) mean: &'a Tensor,
+    /// `[.., 1]`.
+    pub(super) rstd: &'a Tensor,
+    /// `[n]`.
+    pub(super) weight: &'a Tensor,
+}
+
+impl LayerNorm<'_> {
+    /// The gradient of the input.
+    pub(super) fn of_input(&self, node: &str) -> Result<Tensor> {
+        let [dx, _, _] = self.backward(node, true)?;
+        dx.ok_or_else(|| nothing(node))
+    }
+
+    /// The gradients of the weight and the bias.
+    pub(super) fn of_params(&self, node: &str) -> Result<[Tensor; 2]> {
+        let [_, dw, db] = self.backward(node, false)?;
+        dw.zip(db).map(Into::into).ok_or_else(|| nothing(node))
+    }
+
+    fn backward(&self, node: &str, of_input: bool) -> Result<[Option<Tensor>; 3]> {
+        let mut out = [std::ptr::null_mut(); 3];
+        // SAFETY: all operands are live tensors, and `out` has room for the three results.
+        let message = unsafe {
+            merak_tch_layer_norm_backward(
+                self.grad.as_ptr(),
+                self.input.as_ptr(),
+                self.mean.as_ptr(),
+                self.rstd.as_ptr(),
+                self.weight.as_ptr(),
+                of_input,
+                out.as_mut_ptr(),
+            )
+        };
+        match message_of(message) {
+            Some(reason) => Err(Error::Backend {
+                node: node.to_owned(),
+                reason,
+            }),
+            None => Ok(out.map(adopt)),
+        }
+    }
+}
+
+fn nothing(node: &str) -> Error {
+    Error::Backend {
+        node: node.to_owned(),
+        reason: "libtorch returned no gradient".to_owned(),
+    }
+}
+
+/// Takes over a tensor that the shim allocated.
+fn adopt(tensor: *mut C_tensor) -> Option<Tensor> {
+    // SAFETY: a result that is not null was allocated for the caller, who gets it exactly once.
+    (!tensor.is_null()).then(|| unsafe { Tensor::from_ptr(tensor) })
+}
+
+/// Takes over a message of the shim, if there is one.
+fn message_of(message: *mut c_char) -> Option<String> {
+    if message.is_null() {
+        return None;
+    }
+    // SAFETY: the shim returns null or a string that ends in a zero byte.
+    let text = unsafe { CStr::from_ptr(message) }
+        .to_string_lossy()
+        .into_owned();
+    // SAFETY: the message is the shim's and is not used any more.
+    unsafe { merak_tch_free(message) };
+    Some(text)
+}

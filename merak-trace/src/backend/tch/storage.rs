@@ -1,0 +1,302 @@
+//! libtorch tensors as values and buffers, and flat parameters.
+#![expect(
+    unsafe_code,
+    reason = "reads and writes the memory of libtorch tensors as slices"
+)]
+
+use super::at;
+use crate::{Error, Param, ParamStore, Result, TensorType, Value, value::Lease};
+use merak_mpu::{Buffer, DType, Element};
+use std::{any::Any, sync::Arc};
+use tch::{Device, Kind, Tensor};
+
+/// libtorch's name of an element type.
+pub(super) fn kind_of(ty: &TensorType) -> Result<Kind> {
+    kind(ty.dtype).ok_or_else(|| Error::Backend {
+        node: ty.to_string(),
+        reason: format!("libtorch has no element type {}", ty.dtype),
+    })
+}
+
+pub(super) fn kind(dtype: DType) -> Option<Kind> {
+    match dtype {
+        DType::F64 => Some(Kind::Double),
+        DType::F32 => Some(Kind::Float),
+        DType::BF16 => Some(Kind::BFloat16),
+        DType::F16 => Some(Kind::Half),
+        DType::I64 => Some(Kind::Int64),
+        DType::U8 => Some(Kind::Uint8),
+        DType::U32 => None,
+    }
+}
+
+/// A size as libtorch counts.
+pub(super) fn int(size: usize) -> i64 {
+    i64::try_from(size).expect("a size fits an i64")
+}
+
+/// A shape as libtorch writes it.
+pub(super) fn ints(shape: &[usize]) -> Vec<i64> {
+    shape.iter().map(|&size| int(size)).collect()
+}
+
+pub(super) fn shape_of(ty: &TensorType) -> Vec<i64> {
+    ints(&ty.shape)
+}
+
+/// A value of this backend: a tensor, which may be a strided view, and the account of its memory.
+#[derive(Debug)]
+pub(super) struct Handle {
+    tensor: Tensor,
+    /// None where the memory is a parameter's.
+    lease: Option<Arc<Lease>>,
+}
+
+// SAFETY: a shared handle gives out `&Tensor` only, on which every operation that this backend calls reads;
+// libtorch allows concurrent reads of a tensor, and its reference counts are atomic.
+unsafe impl Sync for Handle {}
+
+impl Handle {
+    pub(super) fn new(tensor: Tensor, lease: Option<Arc<Lease>>) -> Self {
+        Self { tensor, lease }
+    }
+
+    /// The handle of a value of this backend.
+    pub(super) fn of(value: &Value) -> Result<&Self> {
+        value.data::<Self>().ok_or_else(|| foreign(value.ty()))
+    }
+
+    /// Another tensor over the same memory.
+    pub(super) fn view(&self, tensor: Tensor) -> Self {
+        Self::new(tensor, self.lease.clone())
+    }
+
+    pub(super) fn into_value(self, ty: TensorType) -> Value {
+        Value::new(ty, Arc::new(self))
+    }
+}
+
+/// The tensor of a value.
+pub(super) fn tensor(value: &Value) -> Result<&Tensor> {
+    Handle::of(value).map(|handle| &handle.tensor)
+}
+
+/// Takes the tensor of a value whose memory nothing else shares; gives the value back otherwise.
+pub(super) fn steal(value: Value) -> Result<Tensor, Value> {
+    let (ty, data) = value.into_data();
+    let handle = match data.downcast::<Handle>() {
+        Ok(handle) => handle,
+        Err(data) => return Err(Value::new(ty, data)),
+    };
+    match Arc::try_unwrap(handle) {
+        Ok(handle)
+            if handle
+                .lease
+                .as_ref()
+                .is_some_and(|lease| Arc::strong_count(lease) == 1) =>
+        {
+            Ok(handle.tensor)
+        }
+        Ok(handle) => Err(handle.into_value(ty)),
+        Err(shared) => Err(Value::new(ty, shared)),
+    }
+}
+
+fn foreign(ty: &TensorType) -> Error {
+    Error::Backend {
+        node: ty.to_string(),
+        reason: "is no value of this backend and element type".to_owned(),
+    }
+}
+
+/// The elements of a contiguous tensor in host memory.
+///
+/// # Panics
+/// When the tensor is on a device, strided, or of another element type.
+pub(super) fn elements<T: Element>(tensor: &Tensor) -> &[T] {
+    bytemuck::cast_slice(bytes(tensor, T::DTYPE))
+}
+
+/// The elements of a contiguous tensor in host memory, for writing.
+///
+/// # Panics
+/// As [`elements`].
+pub(super) fn elements_mut<T: Element>(tensor: &mut Tensor) -> &mut [T] {
+    bytemuck::cast_slice_mut(bytes_mut(tensor, T::DTYPE))
+}
+
+fn bytes(tensor: &Tensor, dtype: DType) -> &[u8] {
+    let (start, len) = memory(tensor, dtype);
+    if len == 0 {
+        return &[];
+    }
+    // SAFETY: `memory` checked that `len` bytes of initialised numbers lie there, which the tensor keeps
+    // alive; this backend writes a tensor's memory only where it holds it alone (see `bytes_mut`).
+    unsafe { std::slice::from_raw_parts(start, len) }
+}
+
+fn bytes_mut(tensor: &mut Tensor, dtype: DType) -> &mut [u8] {
+    let (start, len) = memory(tensor, dtype);
+    if len == 0 {
+        return &mut [];
+    }
+    // SAFETY: as in `bytes`; callers pass a tensor of their own making, a buffer that they own, or the flat
+    // parameters, which are written between steps, when no node that reads a view of them runs.
+    unsafe { std::slice::from_raw_parts_mut(start, len) }
+}
+
+/// Where the bytes of a contiguous tensor in host memory lie.
+fn memory(tensor: &Tensor, dtype: DType) -> (*mut u8, usize) {
+    assert!(
+        tensor.device() == Device::Cpu && tensor.is_contiguous(),
+        "only contiguous tensors in host memory are slices"
+    );
+    assert_eq!(Some(tensor.kind()), kind(dtype), "element types agree");
+    (
+        tensor.data_ptr().cast(),
+        tensor.numel() * dtype.size_bytes(),
+    )
+}
+
+/// A flat tensor as a buffer: in place on the processor, through a host copy from a device.
+#[derive(Debug)]
+pub(super) struct TchBuffer {
+    pub(super) flat: Tensor,
+    dtype: DType,
+    /// 16-bit copy of the buffer that is renewed whenever it is written.
+    copy: Option<Tensor>,
+}
+
+// SAFETY: a shared buffer only reads its tensors, as `Handle`.
+unsafe impl Sync for TchBuffer {}
+
+impl TchBuffer {
+    pub(super) fn zeros(dtype: DType, len: usize, device: Device) -> Result<Self> {
+        let ty = TensorType::new([len], dtype);
+        let flat = Tensor::f_zeros(int(len), (kind_of(&ty)?, device)).map_err(at("buffer"))?;
+        Ok(Self {
+            flat,
+            dtype,
+            copy: None,
+        })
+    }
+
+    /// The elements of a value, without a copy where nothing else shares its memory.
+    pub(super) fn from_value(value: Value) -> Result<Self> {
+        let ty = value.ty().clone();
+        let node = ty.to_string();
+        let flat = match steal(value) {
+            Ok(own) => own.f_reshape(-1),
+            Err(shared) => {
+                let shared = tensor(&shared)?;
+                let flat = shared.f_reshape(-1).map_err(at(&node))?;
+                if flat.data_ptr() == shared.data_ptr() {
+                    flat.f_empty_like().and_then(|mut own| {
+                        own.f_copy_(&flat)?;
+                        Ok(own)
+                    })
+                } else {
+                    Ok(flat)
+                }
+            }
+        };
+        Ok(Self {
+            flat: flat.map_err(at(&node))?,
+            dtype: ty.dtype,
+            copy: None,
+        })
+    }
+
+    /// The elements as a tensor of a type, over the same memory.
+    pub(super) fn tensor(&self, device: Device, ty: &TensorType) -> Result<Tensor> {
+        let node = ty.to_string();
+        let shaped = self.flat.f_reshape(shape_of(ty)).map_err(at(&node))?;
+        shaped.f_to_device(device).map_err(at(&node))
+    }
+
+    fn is_host(&self) -> bool {
+        self.flat.device() == Device::Cpu
+    }
+}
+
+impl Buffer for TchBuffer {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn len(&self) -> usize {
+        self.flat.numel()
+    }
+
+    fn read(&self, f: &mut dyn FnMut(&[u8])) {
+        if self.is_host() {
+            f(bytes(&self.flat, self.dtype));
+        } else {
+            f(bytes(&self.flat.to_device(Device::Cpu), self.dtype));
+        }
+    }
+
+    fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
+        if self.is_host() {
+            f(bytes_mut(&mut self.flat, self.dtype));
+        } else {
+            let mut host = self.flat.to_device(Device::Cpu);
+            f(bytes_mut(&mut host, self.dtype));
+            self.flat.copy_(&host);
+        }
+        if let Some(copy) = &mut self.copy {
+            copy.copy_(&self.flat);
+        }
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {
+        self
+    }
+}
+
+/// Lays out parameters in one flat tensor; 16-bit ones are views of a copy of `f32` masters.
+pub(super) fn param_store(
+    device: Device,
+    params: &[Param],
+    offsets: &[usize],
+    len: usize,
+) -> Result<ParamStore> {
+    let dtype = params.first().map_or(DType::F32, |param| param.local.dtype);
+    let refuse = |name: &str, reason: String| Error::Backend {
+        node: name.to_owned(),
+        reason,
+    };
+    let is_half = matches!(dtype, DType::BF16 | DType::F16);
+    if !dtype.is_float() {
+        return Err(refuse(
+            "parameters",
+            format!("are of type {dtype}; the tch backend trains in f32, f64, bf16 or f16"),
+        ));
+    }
+    let master = if is_half { DType::F32 } else { dtype };
+    let mut flat = TchBuffer::zeros(master, len, device)?;
+    let read = if is_half {
+        let copy = TchBuffer::zeros(dtype, len, device)?.flat;
+        flat.copy.insert(copy).shallow_clone()
+    } else {
+        flat.flat.shallow_clone()
+    };
+    let mut views = Vec::with_capacity(params.len());
+    for (param, &offset) in params.iter().zip(offsets) {
+        let ty = &param.local;
+        if ty.dtype != dtype || offset + ty.numel() > len {
+            return Err(refuse(
+                &param.name,
+                format!("of type {ty} at {offset} does not fit {len} elements of {dtype}"),
+            ));
+        }
+        let view = read
+            .f_narrow(0, int(offset), int(ty.numel()))
+            .and_then(|view| view.f_reshape(shape_of(ty)));
+        views.push(Handle::new(view.map_err(at(&param.name))?, None).into_value(ty.clone()));
+    }
+    Ok(ParamStore {
+        flat: Box::new(flat),
+        views,
+    })
+}

@@ -1,0 +1,480 @@
+//! One suite for every backend: each operation, forward and gradient, in every element type.
+//!
+//! The reference is the candle backend in f64, whose gradients the finite differences of `gradients` check;
+//! that module hands each of its cases on to [`agree`]. Here stand larger and odder sizes, and what is not a
+//! number.
+
+use crate::support::{backend, context, floats, grad_store, interpreter, noise, value, write};
+use merak_trace::{
+    Batch, DType, Init, Op, ParamRole, Result, SharedBackend, TensorType,
+    fx::{self, Module, Symbol},
+    op::{Activation, Attention, Dropout, Rope, WeightLayout},
+};
+use std::collections::BTreeMap;
+
+/// A backend, the element types that it computes in, and its threads.
+struct Candidate {
+    backend: SharedBackend,
+    dtypes: &'static [DType],
+}
+
+fn candidates() -> Vec<Candidate> {
+    let candle = Candidate {
+        backend: backend(2),
+        dtypes: &[DType::F64, DType::F32],
+    };
+    std::iter::once(candle).chain(libtorch()).collect()
+}
+
+#[cfg(feature = "tch")]
+fn libtorch() -> Vec<Candidate> {
+    use merak_trace::backend::tch::{Tch, TchDevice};
+    let mut devices = vec![TchDevice::Cpu];
+    devices.extend((Tch::num_cuda_devices() > 0).then_some(TchDevice::Cuda(0)));
+    let candidate = |device| Candidate {
+        backend: std::sync::Arc::new(Tch::new(device, 2).expect("the device is there")),
+        dtypes: &[DType::F64, DType::F32, DType::BF16, DType::F16],
+    };
+    devices.into_iter().map(candidate).collect()
+}
+
+#[cfg(not(feature = "tch"))]
+fn libtorch() -> Vec<Candidate> {
+    Vec::new()
+}
+
+/// Makes the nodes of a case from its operands and integers.
+type Build<'a> = dyn Fn(&Module, &[Symbol], &[Symbol]) -> Result<Vec<Symbol>> + 'a;
+
+/// An operation on float operands (parameters) and integers (inputs).
+pub(crate) struct Case<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) operands: &'a [TensorType],
+    pub(crate) ids: &'a [(&'a str, TensorType, &'a [i64])],
+    pub(crate) build: &'a Build<'a>,
+}
+
+/// Checks that every backend gives the reference's results and gradients, in each of its element types.
+pub(crate) fn agree(case: &Case<'_>) {
+    compare(case, None);
+}
+
+/// As [`agree`], with one element of the first operand replaced.
+fn compare(case: &Case<'_>, poison: Option<f64>) {
+    let reference = backend(1);
+    for candidate in candidates() {
+        for &dtype in candidate.dtypes {
+            let expected = measure(case, poison, &reference, DType::F64, dtype);
+            let found = measure(case, poison, &candidate.backend, dtype, dtype);
+            let place = format!("{} on {} in {dtype}", case.name, candidate.backend.name());
+            for (what, expected) in &expected {
+                near(
+                    &format!("{place}: {what}"),
+                    &found[what],
+                    expected,
+                    tolerance(dtype),
+                );
+            }
+        }
+    }
+}
+
+/// Rounding of the type, times what a chain of a few operations adds.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => 1e-9,
+        DType::F32 => 2e-5,
+        DType::F16 => 8e-3,
+        _ => 6e-2,
+    }
+}
+
+/// Numbers agree within rounding of the largest one. What is no number agrees with what is no number: an
+/// infinity may be NaN instead, as libtorch's own `f32` and `f64` kernels of one function disagree there.
+fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let finite = expected.iter().filter(|x| x.is_finite());
+    let scale = finite.fold(0.1_f64, |max, x| max.max(x.abs()));
+    for (i, (&found, &expected)) in found.iter().zip(expected).enumerate() {
+        let same = if expected.is_finite() {
+            (found - expected).abs() <= tolerance * scale
+        } else if expected.is_nan() {
+            !found.is_finite()
+        } else {
+            found.is_nan() || found.to_bits() == expected.to_bits()
+        };
+        assert!(same, "{what}: element {i} is {found}, expected {expected}");
+    }
+}
+
+/// Results, as gradients of the weights in `sum(weights * op(operands))`, and gradients of the operands.
+///
+/// Operands are rounded to `rounded`, so that the reference sees what a narrower type sees.
+fn measure(
+    case: &Case<'_>,
+    poison: Option<f64>,
+    backend: &SharedBackend,
+    dtype: DType,
+    rounded: DType,
+) -> BTreeMap<String, Vec<f64>> {
+    let graph = fx::trace(dtype, |module| trace(module, case)).expect(case.name);
+    let runner = interpreter(backend, &graph);
+    let params = runner.program().graph.params();
+    let (mut offsets, mut data) = (Vec::new(), Vec::new());
+    for (index, param) in params.iter().enumerate() {
+        offsets.push(data.len());
+        let seed = 31 + index as u64;
+        data.extend(
+            noise(seed, param.local.numel())
+                .iter()
+                .map(|&x| round(rounded, x)),
+        );
+    }
+    let first = params.iter().position(|param| param.name == "operand0");
+    if let (Some(poison), Some(first)) = (poison, first) {
+        data[offsets[first] + params[first].local.numel() / 2] = poison;
+    }
+    let store = backend.param_store(params, &offsets, data.len());
+    let mut store = store.expect(case.name);
+    write(&mut *store.flat, &data);
+
+    let mut batch = Batch::new();
+    for port in graph.inputs() {
+        let ids = case.ids.iter().find(|(name, _, _)| *name == port.name);
+        let (_, ty, ids) = ids.expect("integers are the only inputs");
+        let ids: Vec<_> = ids.iter().map(|&x| x as f64).collect();
+        batch.insert(port.name.clone(), value(backend, ty, &ids));
+    }
+    let mut grads = grad_store(backend, runner.program());
+    let out = runner.forward(&store.views, &batch, Vec::new(), context());
+    let mut out = out.expect(case.name);
+    let loss = crate::support::numbers(backend, &out.outputs[0]);
+    runner
+        .backward(&mut out.frame, &store.views, Vec::new(), 1.0, &mut grads)
+        .expect(case.name);
+
+    let mut measured = BTreeMap::new();
+    // Elsewhere the loss is a long sum that cancels, and the results themselves are compared.
+    if poison.is_none() && !params.iter().any(|param| param.name.starts_with("weights")) {
+        measured.insert("loss".to_owned(), loss);
+    }
+    for (grad, buffer) in runner.program().grads.iter().zip(&grads.buffers) {
+        let values = floats(buffer.dtype(), &**buffer);
+        let sum: &mut Vec<f64> = measured
+            .entry(params[grad.param.index()].name.clone())
+            .or_insert_with(|| vec![0.0; values.len()]);
+        sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
+    }
+    measured
+}
+
+fn trace(module: &Module, case: &Case<'_>) -> Result<()> {
+    let param = |name: String, shape: &[usize]| {
+        module.param(&name, shape, Init::Normal(1.0), ParamRole::Weight)
+    };
+    let operands = case.operands.iter().enumerate();
+    let operands: Vec<_> = operands
+        .map(|(i, ty)| param(format!("operand{i}"), &ty.shape))
+        .collect::<Result<_>>()?;
+    let ids: Vec<_> = case
+        .ids
+        .iter()
+        .map(|(name, ty, _)| module.input(name, ty.clone()))
+        .collect();
+    let mut total: Option<Symbol> = None;
+    for (i, y) in (case.build)(module, &operands, &ids)?
+        .into_iter()
+        .enumerate()
+    {
+        let loss = if y.ty() == &TensorType::scalar(DType::F64) {
+            y
+        } else {
+            let dtype = y.ty().dtype;
+            let weights = param(format!("weights{i}"), &y.ty().shape)?;
+            let weights = module
+                .apply(Op::Cast { dtype }, &[&weights])?
+                .swap_remove(0);
+            let weighted = module.mul(&y, &weights)?;
+            module.apply(Op::SumAll, &[&weighted])?.swap_remove(0)
+        };
+        total = Some(match total {
+            None => loss,
+            Some(sum) => module.add(&sum, &loss)?,
+        });
+    }
+    module.output("loss", &total.expect("an operation has a result"));
+    Ok(())
+}
+
+fn round(dtype: DType, x: f64) -> f64 {
+    match dtype {
+        DType::F32 => f64::from(x as f32),
+        DType::BF16 => half::bf16::from_f64(x).to_f64(),
+        DType::F16 => half::f16::from_f64(x).to_f64(),
+        _ => x,
+    }
+}
+
+fn t(shape: &[usize]) -> TensorType {
+    TensorType::new(shape, DType::F64)
+}
+
+/// The first result of one operation.
+fn check(name: &str, operands: &[TensorType], ids: &[(&str, TensorType, &[i64])], op: &Op) {
+    with(name, operands, ids, op, None);
+}
+
+fn with(
+    name: &str,
+    operands: &[TensorType],
+    ids: &[(&str, TensorType, &[i64])],
+    op: &Op,
+    poison: Option<f64>,
+) {
+    let build = |module: &Module, operands: &[Symbol], ids: &[Symbol]| {
+        let inputs: Vec<_> = match op {
+            Op::Embedding { .. } => ids.iter().chain(operands).collect(),
+            _ => operands.iter().chain(ids).collect(),
+        };
+        let mut results = module.apply(op.clone(), &inputs)?;
+        if !matches!(op, Op::Split { .. }) {
+            results.truncate(1);
+        }
+        Ok(results)
+    };
+    let case = Case {
+        name,
+        operands,
+        ids,
+        build: &build,
+    };
+    compare(&case, poison);
+}
+
+fn labels(rows: usize, classes: usize) -> Vec<i64> {
+    let label = |row: usize| ((row * 7 + 3) % classes).cast_signed() as i64;
+    let mut labels: Vec<_> = (0..rows).map(label).collect();
+    labels[rows / 2] = -100;
+    labels
+}
+
+const ACTIVATIONS: [Activation; 5] = [
+    Activation::GeluTanh,
+    Activation::GeluErf,
+    Activation::Silu,
+    Activation::Relu,
+    Activation::Tanh,
+];
+
+#[test]
+fn odd_sizes_agree_for_products() {
+    for (rows, n_in, n_out) in [(1, 1, 1), (7, 17, 33), (65, 31, 129)] {
+        for layout in [WeightLayout::OutIn, WeightLayout::InOut] {
+            let mut w = [0; 2];
+            (w[layout.in_dim()], w[layout.out_dim()]) = (n_in, n_out);
+            let operands = [t(&[1, rows, n_in]), t(&w), t(&[n_out])];
+            check("linear", &operands, &[], &Op::Linear { layout, bias: true });
+        }
+        let op = Op::MatMul {
+            transpose_a: true,
+            transpose_b: false,
+        };
+        check(
+            "matmul",
+            &[t(&[2, n_in, rows]), t(&[2, n_in, n_out])],
+            &[],
+            &op,
+        );
+    }
+}
+
+#[test]
+fn odd_sizes_agree_for_rows() {
+    for width in [1, 7, 33, 257] {
+        let (x, vector) = (t(&[5, width]), t(&[width]));
+        if width > 1 {
+            let operands = [x.clone(), vector.clone(), vector.clone()];
+            check("layer_norm", &operands, &[], &Op::LayerNorm { eps: 1e-5 });
+        }
+        check(
+            "rms_norm",
+            &[x.clone(), vector.clone()],
+            &[],
+            &Op::RmsNorm { eps: 1e-5 },
+        );
+        check("softmax", std::slice::from_ref(&x), &[], &Op::Softmax);
+        check(
+            "sum_leading",
+            std::slice::from_ref(&x),
+            &[],
+            &Op::SumLeading { shape: vec![width] },
+        );
+        check("add", &[x.clone(), vector.clone()], &[], &Op::Add);
+        check("mul", &[x.clone(), vector], &[], &Op::Mul);
+        for kind in ACTIVATIONS {
+            check(
+                &format!("{kind:?}"),
+                std::slice::from_ref(&x),
+                &[],
+                &Op::Activation(kind),
+            );
+        }
+        check("silu_mul", &[x.clone(), x.clone()], &[], &Op::SiluMul);
+        let dropout = Dropout {
+            p: 0.3,
+            key: 7,
+            slice: None,
+        };
+        check(
+            "dropout",
+            std::slice::from_ref(&x),
+            &[],
+            &Op::Dropout(dropout),
+        );
+        let labels = labels(5, width);
+        let ids = [("labels", TensorType::new([5], DType::I64), &labels[..])];
+        for label_smoothing in [0.0, 0.2] {
+            check(
+                "cross_entropy",
+                std::slice::from_ref(&x),
+                &ids,
+                &Op::CrossEntropy { label_smoothing },
+            );
+        }
+    }
+}
+
+#[test]
+fn odd_sizes_agree_for_attention_and_lookups() {
+    for (len, head_dim, kv_heads, causal, window, p) in [
+        (1, 4, 2, true, None, 0.0),
+        (33, 8, 1, true, None, 0.0),
+        (70, 5, 2, true, Some(9), 0.0),
+        (19, 6, 2, false, Some(4), 0.0),
+        (35, 8, 2, false, None, 0.0),
+        (21, 6, 1, true, None, 0.25),
+    ] {
+        let dropout = (p > 0.0).then_some(Dropout {
+            p,
+            key: 3,
+            slice: None,
+        });
+        let spec = Attention {
+            heads: 2,
+            kv_heads,
+            head_dim,
+            scale: 0.4,
+            causal,
+            window,
+            dropout,
+        };
+        let kv = t(&[2, len, kv_heads * head_dim]);
+        let operands = [t(&[2, len, 2 * head_dim]), kv.clone(), kv];
+        check("attention", &operands, &[], &Op::Attention(spec));
+
+        let positions: Vec<i64> = (5..).take(len).collect();
+        let positions = [(
+            "positions",
+            TensorType::new([len], DType::I64),
+            &positions[..],
+        )];
+        let rope = Rope {
+            head_dim,
+            inv_freq: vec![1.0, 0.05][..head_dim / 4].to_vec(),
+            scale: 1.25,
+            inverse: false,
+        };
+        check(
+            "rope",
+            &[t(&[2, len, 2 * head_dim])],
+            &positions,
+            &Op::Rope(rope),
+        );
+
+        let ids: Vec<i64> = (0_i64..).map(|i| i * i % 11).take(len).collect();
+        let ids = [("ids", TensorType::new([len], DType::I64), &ids[..])];
+        for padding in [None, Some(4)] {
+            let table = t(&[11, head_dim]);
+            check("embedding", &[table], &ids, &Op::Embedding { padding });
+        }
+    }
+}
+
+#[test]
+fn what_is_no_number_spreads_alike() {
+    for poison in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        let x = t(&[3, 9]);
+        let one = std::slice::from_ref(&x);
+        let poisoned = |name: &str, operands: &[TensorType], op: &Op| {
+            with(
+                &format!("{name} of {poison}"),
+                operands,
+                &[],
+                op,
+                Some(poison),
+            );
+        };
+        for kind in ACTIVATIONS {
+            poisoned(&format!("{kind:?}"), one, &Op::Activation(kind));
+        }
+        poisoned("softmax", one, &Op::Softmax);
+        poisoned("scale", one, &Op::Scale { factor: -2.0 });
+        poisoned("sum_leading", one, &Op::SumLeading { shape: vec![9] });
+        poisoned(
+            "layer_norm",
+            &[x.clone(), t(&[9]), t(&[9])],
+            &Op::LayerNorm { eps: 1e-5 },
+        );
+        poisoned(
+            "rms_norm",
+            &[x.clone(), t(&[9])],
+            &Op::RmsNorm { eps: 1e-5 },
+        );
+        poisoned("add", &[x.clone(), x.clone()], &Op::Add);
+        let linear = Op::Linear {
+            layout: WeightLayout::OutIn,
+            bias: false,
+        };
+        poisoned("linear", &[x.clone(), t(&[4, 9])], &linear);
+        let labels = [(
+            "labels",
+            TensorType::new([3], DType::I64),
+            &[0, 5, -100][..],
+        )];
+        let op = Op::CrossEntropy {
+            label_smoothing: 0.0,
+        };
+        with("cross_entropy", one, &labels, &op, Some(poison));
+    }
+}
+
+#[test]
+fn ids_out_of_range_are_refused() {
+    for candidate in candidates() {
+        for id in [11, -1] {
+            let graph = fx::trace(DType::F32, |module| {
+                let table =
+                    module.param("table", &[11, 2], Init::Normal(1.0), ParamRole::Weight)?;
+                let ids = module.input("ids", TensorType::new([1], DType::I64));
+                let y = module
+                    .apply(Op::Embedding { padding: None }, &[&ids, &table])?
+                    .swap_remove(0);
+                let sum = module.apply(Op::SumAll, &[&y])?.swap_remove(0);
+                module.output("loss", &sum);
+                Ok(())
+            })
+            .expect("a valid graph");
+            let runner = interpreter(&candidate.backend, &graph);
+            let params = crate::support::params(&candidate.backend, &runner.program().graph);
+            let ids = value(
+                &candidate.backend,
+                &TensorType::new([1], DType::I64),
+                &[f64::from(id)],
+            );
+            let batch = Batch::from([("ids".to_owned(), ids)]);
+            let outcome = runner.forward(&params.views, &batch, Vec::new(), context());
+            let error = outcome.expect_err("no such row").to_string();
+            assert!(error.contains("embedding"), "{error}");
+        }
+    }
+}
