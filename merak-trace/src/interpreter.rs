@@ -1,5 +1,9 @@
 //! Walks a stage's program: runs each node, frees a value after its last use.
 
+mod cache;
+
+pub use cache::KvCache;
+
 use crate::{
     Error, NodeId, Op, Result, SharedBackend, Source, StageProgram, TensorType, Value, ValueId,
     autodiff::Phase,
@@ -106,6 +110,18 @@ impl Interpreter {
         received: Vec<Value>,
         context: RunContext,
     ) -> Result<Forwarded> {
+        let mut frame = self.begin(batch, received, context)?;
+        self.scope(|| {
+            self.program
+                .forward
+                .iter()
+                .try_for_each(|&node| self.step(&mut frame, params, node))
+        })?;
+        self.end(frame, params)
+    }
+
+    /// The frame of a forward, with its inputs.
+    fn begin(&self, batch: &Batch, received: Vec<Value>, context: RunContext) -> Result<Frame> {
         let mut frame = Frame {
             slots: vec![None; self.program.graph.num_values()],
             remaining: self.use_counts.to_vec(),
@@ -122,12 +138,11 @@ impl Interpreter {
         for (hop, value) in self.program.recv.iter().zip(received) {
             self.bind(&mut frame, hop.value, &hop.name, value)?;
         }
-        self.scope(|| {
-            self.program
-                .forward
-                .iter()
-                .try_for_each(|&node| self.step(&mut frame, params, node))
-        })?;
+        Ok(frame)
+    }
+
+    /// What a forward that has run hands on.
+    fn end(&self, mut frame: Frame, params: &[Value]) -> Result<Forwarded> {
         let send = self
             .program
             .send

@@ -103,7 +103,7 @@ pub use autodiff::Phase;
 pub use backend::{Backend, Call, GradSlot, GradStore, ParamStore, RunContext, SharedBackend};
 pub use error::{Error, Result};
 pub use graph::{Graph, Node, NodeId, ParamId, Port, Source, ValueId, ValueInfo};
-pub use interpreter::{AxisGroups, Batch, Forwarded, Frame, Interpreter, SingleRank};
+pub use interpreter::{AxisGroups, Batch, Forwarded, Frame, Interpreter, KvCache, SingleRank};
 
 pub use kernels::KernelError;
 pub use materialise::initial_values;

@@ -1,6 +1,7 @@
 //! What the graph engine promises, tested from outside.
 //!
 //! - `conformance`: every operation, forward and gradient, in every element type, on every backend.
+//! - `decoding`: positions that pass one by one, with a cache, give what they give together.
 //! - `families`: configurations of model families, both spellings, every field used or refused.
 //! - `gradients`: every operation's gradient against finite differences in f64.
 //! - `parity`: the numbers of `transformers` on the same weights and data.
@@ -8,6 +9,7 @@
 //! - `support`: small graphs and what runs them.
 
 mod conformance;
+mod decoding;
 mod families;
 mod gradients;
 mod parity;

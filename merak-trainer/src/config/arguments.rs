@@ -164,6 +164,8 @@ settings! {
         top_p: f64 = 0.9,
         /// Sampling drops tokens less likely than this share of the likeliest.
         min_p: f64 = 0.0,
+        /// Whether generation keeps keys and values between tokens; changes no token, only the time.
+        use_cache: bool = true,
         /// Divisor of the positive logits of tokens already present; 1 is off.
         repetition_penalty: f64 = 1.0,
         /// Token that ends a generated row; unset: those of the model's config and the tokenizer's.

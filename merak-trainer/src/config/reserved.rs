@@ -71,8 +71,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("divergence_guard", FALSE),
     reserved("ema_decay", NONE),
     reserved("stop_strings", &["[]", "null"]),
-    // The cache changes no token, only the time that generation takes.
-    reserved("use_cache", FALSE),
     reserved("shift_labels", FALSE),
     reserved("model.hf_dir", NONE),
     reserved("tp_layer_lists.input_output_mapping", NONE),

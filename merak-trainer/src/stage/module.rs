@@ -8,7 +8,8 @@ use crate::{
 use merak_mpu::{Message, Packet};
 use merak_pipe::{Action, StageModule};
 use merak_trace::{
-    Error as TraceError, Forwarded, Frame, Hop, Interpreter, Port, RunContext, TensorType, Value,
+    Error as TraceError, Forwarded, Frame, Hop, Interpreter, KvCache, Port, RunContext, TensorType,
+    Value,
 };
 use std::collections::BTreeMap;
 
@@ -35,6 +36,8 @@ pub(crate) struct StepModule<'a> {
     stage: &'a mut Stage,
     /// Runs another program than training (evaluation, generation).
     forward_only: Option<&'a Interpreter>,
+    /// What that program's attentions have seen before, and how many positions it adds.
+    cache: Option<(&'a mut KvCache, usize)>,
     inputs: StepInputs,
     frames: BTreeMap<usize, Frame>,
     result: StepResult,
@@ -46,6 +49,7 @@ impl<'a> StepModule<'a> {
         Self {
             stage,
             forward_only: None,
+            cache: None,
             inputs,
             frames: BTreeMap::new(),
             result: StepResult::default(),
@@ -61,6 +65,19 @@ impl<'a> StepModule<'a> {
         Self {
             forward_only: Some(program),
             ..Self::training(stage, inputs)
+        }
+    }
+
+    /// The positions of one microbatch that follow those in a cache.
+    pub(crate) fn decoding(
+        stage: &'a mut Stage,
+        program: &'a Interpreter,
+        inputs: StepInputs,
+        cache: (&'a mut KvCache, usize),
+    ) -> Self {
+        Self {
+            cache: Some(cache),
+            ..Self::inference(stage, program, inputs)
         }
     }
 
@@ -160,13 +177,21 @@ impl StageModule for StepModule<'_> {
         let is_last = program.send.is_empty();
         let batch = self.batch(microbatch)?;
         let context = self.inputs.contexts[microbatch];
+        let params = &self.stage.params.views;
         let Forwarded {
             frame,
             send,
             outputs,
-        } = self
-            .interpreter()
-            .forward(&self.stage.params.views, &batch, received, context)?;
+        } = match &mut self.cache {
+            None => self
+                .interpreter()
+                .forward(params, &batch, received, context),
+            Some((cache, positions)) => {
+                let interpreter = self.forward_only.unwrap_or(&self.stage.interpreter);
+                let cache = (&mut **cache, *positions);
+                interpreter.forward_cached(params, &batch, received, context, cache)
+            }
+        }?;
         if self.forward_only.is_none() {
             self.frames.insert(microbatch, frame);
         }

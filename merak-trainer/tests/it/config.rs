@@ -211,6 +211,7 @@ temperature = 0.9
 top_k = 0
 top_p = 0.9
 min_p = 0.0
+use_cache = true
 repetition_penalty = 1.0
 eos_token_id = null
 pad_token_id = null

@@ -66,3 +66,38 @@ fn a_prompt_without_room_is_refused() {
     insta::assert_snapshot!(fail(&[vec![]]), @"prompt 0 is empty, expected at least one token");
     insta::assert_snapshot!(fail(&[vec![3, 101]]), @"prompt 0 has the token 101, but the model knows 0 to 100 only");
 }
+
+#[test]
+fn the_cache_changes_no_token() {
+    // Several of one length, some of which end before the others.
+    let prompts = vec![
+        vec![5, 17, 3],
+        vec![80],
+        vec![9, 9, 4],
+        vec![1, 2, 3, 4, 5, 6, 7],
+        vec![3, 1, 2],
+    ];
+    for (family, case) in [("gpt2", Case::gpt2()), ("llama", Case::llama())] {
+        for temperature in [0.0, 0.9] {
+            let options = GenerateOptions {
+                max_new_tokens: 8,
+                temperature,
+                eos_token_ids: (0..101).step_by(3).collect(),
+                ..GenerateOptions::default()
+            };
+            let without = generate(&case.clone().with("use_cache", false), &prompts, &options);
+            let lengths: Vec<_> = without
+                .iter()
+                .map(|completion| completion.ids.len())
+                .collect();
+            assert!(
+                lengths.iter().any(|&length| length != lengths[0]),
+                "{lengths:?}"
+            );
+            for degrees in [(1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)] {
+                let with = generate(&case.clone().on(degrees), &prompts, &options);
+                assert_eq!(with, without, "{family} at {temperature} on {degrees:?}");
+            }
+        }
+    }
+}
