@@ -7,7 +7,7 @@ use crate::header::{self, SlicePlaces, check_content, slices_by_file};
 use crate::locate::{older_than, resolve, store_of};
 use crate::manifest::{Manifest, Refused, TensorEntry};
 use crate::read::{SliceReader, read_slice};
-use crate::{Error, Kind, Piece, Result};
+use crate::{Error, HfFolder, Kind, Piece, Result};
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -23,6 +23,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub struct Checkpoint {
     folder: PathBuf,
     manifest: Manifest,
+    /// Whether the manifest knows checksums.
+    has_checksums: bool,
     /// One per file of the manifest.
     files: Vec<OpenFile>,
     /// The slices of each file, computed when a header is first checked.
@@ -48,6 +50,19 @@ impl Checkpoint {
     /// where it is incomplete, [`Error::NewerVersion`] where a newer version wrote it.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::load(&resolve(path.as_ref())?).map_err(Error::with_older)
+    }
+
+    /// Opens the checkpoint at `path`, or the Hugging Face folder there as one that holds weights only: its
+    /// state is `null`, and its slices have no checksums.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::open`] and [`HfFolder::open`](crate::HfFolder::open).
+    pub fn open_weights(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        if HfFolder::is_one(path) {
+            return Ok(HfFolder::open(path)?.into_weights());
+        }
+        Self::open(path)
     }
 
     /// Opens the newest complete checkpoint of an output folder or its `checkpoints` folder, or
@@ -201,9 +216,15 @@ impl Checkpoint {
             folder: folder.to_owned(),
             files: manifest.files.iter().map(|_| file()).collect(),
             slices_by_file: OnceLock::new(),
+            has_checksums: !verified,
             verified: manifest.tensors.iter().map(flags).collect(),
             manifest,
         }
+    }
+
+    /// Whether there are checksums to check.
+    pub(crate) fn has_checksums(&self) -> bool {
+        self.has_checksums
     }
 
     /// Checks the checksum of one slice.

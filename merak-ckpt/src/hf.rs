@@ -178,6 +178,11 @@ impl HfFolder {
         &self.weights
     }
 
+    /// The same without what the folder knows besides.
+    pub(crate) fn into_weights(self) -> Checkpoint {
+        self.weights
+    }
+
     /// Names of the files beside the weights that belong to the model.
     pub fn companions(&self) -> Vec<&'static str> {
         let is_there = |name: &&str| self.path().join(name).is_file();

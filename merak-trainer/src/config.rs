@@ -94,7 +94,22 @@ impl Config {
         }
         config.apply(layer::from_environment(environment)?)?;
         config.apply(layer::from_command_line(command_line)?)?;
+        config.take_tokenizer_of_model();
         Ok(config)
+    }
+
+    /// A model that starts from weights knows its tokens: where no layer sets a tokenizer, it is the one
+    /// beside the weights.
+    fn take_tokenizer_of_model(&mut self) {
+        let Some(folder) = &self.arguments.model.hf_dir else {
+            return;
+        };
+        let file = folder.0.join("tokenizer.json");
+        if *self.origin("data.tokenizer") == Origin::Default && file.is_file() {
+            self.arguments.data.tokenizer = TokenizerSource::File(file);
+            let origin = self.origin("model.hf_dir").clone();
+            self.origins.insert("data.tokenizer", origin);
+        }
     }
 
     /// The values.

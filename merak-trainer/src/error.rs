@@ -104,6 +104,11 @@ pub enum Error {
         /// How to set it.
         advice: String,
     },
+    /// A model described twice.
+    #[error(
+        "\"model.config\" and \"model.hf_dir\" are both set: the folder has a config.json of its own"
+    )]
+    TwoModels,
     /// A schedule that does not fit the microbatches or stages.
     #[error(transparent)]
     Schedule(Box<merak_pipe::Error>),

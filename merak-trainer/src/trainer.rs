@@ -120,10 +120,11 @@ impl fmt::Debug for MerakTrainer {
 }
 
 impl MerakTrainer {
-    /// Makes this rank's trainer, with fresh weights; resumes when the arguments say so.
+    /// Makes this rank's trainer, with fresh weights or those of `model.hf_dir`; resumes when the arguments say
+    /// so.
     ///
     /// # Communication
-    /// None for a fresh start; when resuming, a barrier.
+    /// None for a fresh start; when loading, an all-reduce of 8 bytes over the world.
     ///
     /// # Errors
     /// When the data are too few, an argument does not fit the model, or the checkpoint cannot be loaded.
@@ -161,8 +162,14 @@ impl MerakTrainer {
             timeline: Vec::new(),
             last_saved: None,
         };
-        if let Some(from) = args.resume_from_checkpoint.clone() {
-            trainer.resume(&from)?;
+        let resumed = match &args.resume_from_checkpoint {
+            Some(from) => trainer.resume(from)?,
+            None => false,
+        };
+        if let Some(folder) = &args.model.hf_dir
+            && !resumed
+        {
+            trainer.load_checkpoint(&folder.0)?;
         }
         Ok(trainer)
     }

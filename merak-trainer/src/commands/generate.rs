@@ -2,7 +2,7 @@
 
 use super::{Outcome, environment, model::Loaded, output};
 use clap::Args as ClapArgs;
-use merak_ckpt::{Checkpoint, Completion, GenerateOptions};
+use merak_ckpt::{Adapter, Checkpoint, Completion, GenerateOptions};
 use merak_trainer::{
     CheckedArguments, Config, Error, MerakTrainer, Origin, Plan, Result, TrainerParts, Workload,
     data::Tokenizer, run_world,
@@ -14,7 +14,7 @@ use std::{fs, path::PathBuf, process::ExitCode, sync::Arc};
 #[derive(Debug, ClapArgs)]
 #[command(group = clap::ArgGroup::new("prompts").required(true))]
 pub(crate) struct Args {
-    /// A checkpoint, or the output folder of a run.
+    /// A checkpoint, the output folder of a run, or a Hugging Face folder.
     checkpoint: PathBuf,
     /// A text to continue; may be repeated.
     #[arg(long, group = "prompts", value_name = "TEXT")]
@@ -25,6 +25,9 @@ pub(crate) struct Args {
     /// A file with one prompt per line.
     #[arg(long, group = "prompts", value_name = "FILE")]
     prompt_file: Option<PathBuf>,
+    /// A PEFT folder, whose adapter is merged into the weights first.
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// Most new tokens per prompt [default: 128, where the environment has no other].
     #[arg(long)]
     max_new_tokens: Option<usize>,
@@ -69,7 +72,7 @@ pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let checkpoint = Checkpoint::open(&args.checkpoint)?;
+    let checkpoint = Checkpoint::open_weights(&args.checkpoint)?;
     let tokenizer_file = checkpoint.path().join("tokenizer.json");
     let tokenizer = if tokenizer_file.exists() {
         Some(Tokenizer::from_file(&tokenizer_file)?)
@@ -84,13 +87,21 @@ pub(crate) fn run(args: &Args) -> Outcome {
         eos_token_ids: loaded.ends(&checked, tokenizer.as_ref()),
         ..options_of(&checked)
     };
+    let adapter = args.adapter.as_ref();
+    let adapter = adapter
+        .map(|folder| Adapter::open(folder, &loaded.json, &checkpoint.manifest().tensors))
+        .transpose()?;
     let plan = Arc::new(Plan::new(loaded.model, &checked)?);
     plan.check_memory(&checked, &[Workload::Generation])?;
     plan.expect_causal("text generation")?;
     let results = run_world(&checked, |member| {
         let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
         let parts = TrainerParts::default();
-        MerakTrainer::new(Arc::clone(&plan), mpu, &checked, parts)?.generate(&prompts, &options)
+        let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, &checked, parts)?;
+        if let Some(adapter) = &adapter {
+            trainer.merge_adapter(adapter)?;
+        }
+        trainer.generate(&prompts, &options)
     })?;
     let completions = results
         .into_iter()

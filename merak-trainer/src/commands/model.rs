@@ -1,9 +1,13 @@
 //! The model that a configuration names.
 
+use merak_ckpt::HfFolder;
 use merak_trace::models::{self, Model, SizeFields};
 use merak_trainer::{CheckedArguments, Error, Result, data::Tokenizer};
 use serde_json::{Map, Value};
-use std::{path::Path, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 /// A model and the configuration that made it.
 #[derive(Debug, Clone)]
@@ -16,12 +20,7 @@ pub(crate) struct Loaded {
 impl Loaded {
     /// Reads the model's configuration, with the sizes that the arguments override.
     pub(crate) fn of(args: &CheckedArguments) -> Result<Self> {
-        let missing = || Error::MissingKey {
-            key: "model.config",
-            advice: "name a Hugging Face config.json".to_owned(),
-        };
-        let path = &args.model.config.as_ref().ok_or_else(missing)?.0;
-        let mut json = read(path)?;
+        let mut json = read(&config_file(args)?)?;
         let names = json["model_type"].as_str().and_then(models::size_fields);
         if let (Some(fields), Some(names)) = (json.as_object_mut(), names) {
             override_sizes(fields, names, args);
@@ -97,6 +96,36 @@ fn override_sizes(fields: &mut Map<String, Value>, names: SizeFields, args: &Che
         }
         fields.insert(field.to_owned(), size.into());
     }
+}
+
+/// The file that describes the model.
+fn config_file(args: &CheckedArguments) -> Result<PathBuf> {
+    match (&args.model.config, &args.model.hf_dir) {
+        (Some(_), Some(_)) => Err(Error::TwoModels),
+        (Some(file), None) => Ok(file.0.clone()),
+        (None, Some(folder)) => Ok(folder.0.join("config.json")),
+        (None, None) => Err(Error::MissingKey {
+            key: "model.config",
+            advice: "name a Hugging Face config.json".to_owned(),
+        }),
+    }
+}
+
+/// What lies beside the weights of `model.hf_dir` and belongs to the model: it travels with checkpoints.
+pub(crate) fn companions(args: &CheckedArguments) -> Result<Vec<(String, Vec<u8>)>> {
+    let Some(folder) = &args.model.hf_dir else {
+        return Ok(Vec::new());
+    };
+    let folder = HfFolder::open(&folder.0)?;
+    let mut files = Vec::new();
+    // The configuration in use and the tokenizer in use are written by the run itself.
+    let kept = |name: &&str| !matches!(*name, "config.json" | "tokenizer.json");
+    for name in folder.companions().into_iter().filter(kept) {
+        let path = folder.path().join(name);
+        let content = std::fs::read(&path).map_err(|source| Error::Read { path, source })?;
+        files.push((name.to_owned(), content));
+    }
+    Ok(files)
 }
 
 /// Reads a model's `config.json`.

@@ -1,6 +1,9 @@
 //! A run before its ranks start: everything that the configuration names, read, checked and planned.
 
-use super::{environment, model::Loaded};
+use super::{
+    environment,
+    model::{Loaded, companions},
+};
 use merak_trainer::{
     CheckedArguments, Config, Error, MerakTrainer, Plan, Result, TrainerParts, Workload,
     data::{Corpus, Dataset, TokenDataset},
@@ -61,10 +64,11 @@ impl Prepared {
         // The configuration in use, overrides included, so that a checkpoint alone makes the model again.
         let model_json = format!("{:#}\n", model.json).into_bytes();
         let tokenizer = corpus.tokenizer.to_json()?.into_bytes();
-        let model_files = vec![
+        let mut model_files = vec![
             ("config.json".to_owned(), model_json),
             ("tokenizer.json".to_owned(), tokenizer),
         ];
+        model_files.extend(companions(&args)?);
         Ok(Self {
             args,
             model,

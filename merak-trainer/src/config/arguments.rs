@@ -192,6 +192,8 @@ settings! {
     ModelArguments under "model." {
         /// A Hugging Face config.json, which names the family and the sizes.
         config: Option<InputPath> = None,
+        /// A Hugging Face folder: its config.json, its weights to start from, its tokenizer where none is set.
+        hf_dir: Option<InputPath> = None,
     }
 }
 

@@ -72,7 +72,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("ema_decay", NONE),
     reserved("stop_strings", &["[]", "null"]),
     reserved("shift_labels", FALSE),
-    reserved("model.hf_dir", NONE),
     reserved("tp_layer_lists.input_output_mapping", NONE),
     reserved("tp_layer_lists.weight_change_list", NONE),
     reserved("tp_layer_lists.tp_attr_list", NONE),

@@ -9,7 +9,8 @@ use crate::{
     data::{DataPosition, TrainingOrder},
 };
 use merak_ckpt::{
-    Checkpoint, Cut, DType, Header, Kind, Layout, Piece, Region, Shard, ShardKind, Store, Topology,
+    Adapter, Checkpoint, Cut, DType, Header, Kind, Layout, Piece, Region, Shard, ShardKind, Store,
+    Topology,
 };
 use merak_mpu::ReduceOp;
 use merak_trace::{Param, Placement};
@@ -218,6 +219,33 @@ impl MerakTrainer {
         Ok(shards)
     }
 
+    /// Merges a PEFT adapter into this rank's weights, whatever slices of them it holds.
+    ///
+    /// # Communication
+    /// None.
+    ///
+    /// # Errors
+    /// When a weight is no longer finite.
+    pub fn merge_adapter(&mut self, adapter: &Adapter) -> Result<()> {
+        let params = self.stage.interpreter.program().params();
+        let layouts = params
+            .iter()
+            .map(|param| self.layout(param))
+            .collect::<Result<Vec<_>>>()?;
+        let ranges: Vec<_> = (0..params.len())
+            .map(|index| self.stage.optimizer.layout().range(index))
+            .collect();
+        let mut outcome = Ok(());
+        self.stage.params.flat.write(&mut |bytes| {
+            let mut pieces = params.iter().zip(&layouts).zip(&ranges);
+            outcome = pieces.try_for_each(|((param, layout), range)| {
+                let piece = piece(&Kind::Parameter, param, layout, None);
+                adapter.merge(&piece, &mut bytes[range.start * 4..range.end * 4])
+            });
+        });
+        Ok(outcome?)
+    }
+
     /// How this rank's slice of a parameter lies in the whole.
     fn layout(&self, param: &Param) -> Result<Layout> {
         let (rank, degree) = (
@@ -240,21 +268,23 @@ impl MerakTrainer {
 
     /// Resumes as `resume_from_checkpoint` says. Only `auto` goes on to another checkpoint where the one that
     /// `latest` names is damaged, and to a fresh start where there is none.
-    pub(super) fn resume(&mut self, from: &str) -> Result<()> {
+    /// Returns whether there was one.
+    pub(super) fn resume(&mut self, from: &str) -> Result<bool> {
         let tells = self.stage.mpu.is_rank_0();
         let mut candidates = Candidates::new(from, || self.args.run_folder(), tells)?;
         while let Some(checkpoint) = candidates.next().transpose()? {
             if let Some(read) = self.read_on_all_ranks(&checkpoint, candidates.is_auto())? {
                 self.apply(&checkpoint, read)?;
-                return Ok(());
+                return Ok(true);
             }
         }
-        Ok(())
+        Ok(false)
     }
 
-    /// Loads a checkpoint, whatever topology saved it; each rank reads its slices only.
+    /// Loads a checkpoint, whatever topology saved it, or a Hugging Face folder; each rank reads its slices only.
     ///
-    /// With `finetune`, or where it is a release without a run's state, the weights alone are loaded. No weight changes unless every rank could read its part.
+    /// With `finetune`, or where it is a release without a run's state, the weights alone are loaded. No weight
+    /// changes unless every rank could read its part.
     ///
     /// # Communication
     /// An all-reduce of 8 bytes over the world.
@@ -262,7 +292,7 @@ impl MerakTrainer {
     /// # Errors
     /// When it is damaged, of another model, or lacks a part that no flag excuses, on any rank.
     pub fn load_checkpoint(&mut self, path: &Path) -> Result<LoadedCheckpoint> {
-        let checkpoint = Checkpoint::open(path)?;
+        let checkpoint = Checkpoint::open_weights(path)?;
         let read = self.read_on_all_ranks(&checkpoint, false)?;
         let elsewhere = || Error::Rank {
             rank: self.stage.mpu.rank().0,

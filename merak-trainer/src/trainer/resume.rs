@@ -47,7 +47,7 @@ impl Iterator for Candidates {
         match self {
             Self::Named(path) => {
                 let path = path.take()?;
-                Some(Checkpoint::open(path).map_err(Into::into))
+                Some(Checkpoint::open_weights(path).map_err(Into::into))
             }
             Self::Auto(paths) => loop {
                 match Checkpoint::open(paths.pop_front()?) {
@@ -94,9 +94,18 @@ fn by_preference(store: &Store, tells: bool) -> Result<VecDeque<PathBuf>> {
 /// When there is none where there must be one, or it is damaged, of another model, or lacks a part that no
 /// flag excuses.
 pub(super) fn find(plan: &Plan, args: &CheckedArguments) -> Result<Option<PathBuf>> {
-    let Some(from) = &args.resume_from_checkpoint else {
-        return Ok(None);
-    };
+    if let Some(from) = &args.resume_from_checkpoint
+        && let Some(found) = find_from(from, plan, args)?
+    {
+        return Ok(Some(found));
+    }
+    if let Some(folder) = &args.model.hf_dir {
+        check(&Checkpoint::open_weights(&folder.0)?, plan, args)?;
+    }
+    Ok(None)
+}
+
+fn find_from(from: &str, plan: &Plan, args: &CheckedArguments) -> Result<Option<PathBuf>> {
     let mut candidates = Candidates::new(from, || args.run_folder(), true)?;
     while let Some(checkpoint) = candidates.next().transpose()? {
         check(&checkpoint, plan, args)?;

@@ -7,6 +7,7 @@ mod output; // documents and formats
 mod settings; // every setting counts
 mod sizes; // sizes that no machine can hold
 mod training; // train, resume, generate, signals
+mod weights; // starting from Hugging Face folders
 
 use std::{
     fs,

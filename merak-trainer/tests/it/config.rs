@@ -63,7 +63,7 @@ fn other_value(name: &str) -> Value {
         "lr_scheduler_kwargs" => json!({"num_cycles": 1.5}),
         "resume_from_checkpoint" => json!("latest"),
         "data.tokenizer" => json!("/data/tokenizer.json"),
-        "output_dir" | "data.path" | "model.config" => json!("/data/some"),
+        "output_dir" | "data.path" | "model.config" | "model.hf_dir" => json!("/data/some"),
         "custom_split_points" | "tp_layer_lists.col_para_list" | "tp_layer_lists.row_para_list" => {
             json!(["c_attn", "c_fc"])
         }
@@ -216,6 +216,7 @@ repetition_penalty = 1.0
 eos_token_id = null
 pad_token_id = null
 model.config = null
+model.hf_dir = null
 data.path = null
 data.format = "text"
 data.tokenizer = "bytes"

@@ -1,0 +1,143 @@
+//! Runs that start from weights of another program.
+
+use std::fs;
+
+use merak_ckpt::{
+    Checkpoint, DType, ExportOptions, HfFolder, ImportOptions, export_hf, import_hf, merge_lora,
+};
+use serde_json::Value;
+
+use super::Workplace;
+
+/// A trained model in `run`, and the same as a Hugging Face folder in `hf`.
+fn with_folder(dtype: Option<DType>) -> Workplace {
+    let place = Workplace::new();
+    place.succeed("train merak.toml");
+    let options = ExportOptions {
+        dtype,
+        ..ExportOptions::default()
+    };
+    let checkpoint = Checkpoint::open(place.path("run")).expect("it opens");
+    export_hf(&checkpoint, place.path("hf"), &options).expect("it exports");
+    let config = fs::read_to_string(place.path("merak.toml")).expect("it is there");
+    let config = config.replace("config = \"model.json\"", "hf_dir = \"hf\"");
+    place.write("hf.toml", &config.replace("\"run\"", "\"tuned\""));
+    place
+}
+
+/// The records of steps in a folder.
+fn records(place: &Workplace, folder: &str) -> Vec<(u64, f64)> {
+    let text = fs::read_to_string(place.path(folder).join("metrics.jsonl")).expect("it is there");
+    text.lines()
+        .map(|line| serde_json::from_str::<Value>(line).expect("one object a line"))
+        .filter_map(|record| Some((record["step"].as_u64()?, record["loss"].as_f64()?)))
+        .collect()
+}
+
+#[test]
+fn training_starts_from_a_hugging_face_folder_on_any_topology() {
+    let place = with_folder(None);
+    let trained = records(&place, "run").last().expect("a record").1;
+    place.succeed("train hf.toml");
+    let tuned = records(&place, "tuned");
+    assert_eq!(tuned[0].0, 1);
+    assert!(tuned[0].1 < trained * 1.1, "{tuned:?} after {trained}");
+    let saved = place.path("tuned/checkpoints/step-00000005");
+    assert!(saved.join("tokenizer.json").is_file());
+    for ranks in ["--tp 2 --pp 2", "--pp 4"] {
+        fs::remove_dir_all(place.path("tuned")).expect("a removable folder");
+        place.succeed(&format!("train hf.toml {ranks}"));
+        for ((_, loss), (_, expected)) in records(&place, "tuned").iter().zip(&tuned) {
+            assert!(
+                (loss / expected - 1.0).abs() < 1e-4,
+                "{ranks}: {loss}, {expected}"
+            );
+        }
+    }
+    // An import of the folder, and the folder itself, are checkpoints with weights only.
+    let source = HfFolder::open(place.path("hf")).expect("it opens");
+    import_hf(&source, place.path("imported"), &ImportOptions::default()).expect("it imports");
+    for from in ["imported", "hf"] {
+        fs::remove_dir_all(place.path("tuned")).expect("a removable folder");
+        let line = format!("train merak.toml --output_dir tuned --resume {from}");
+        place.succeed(&line);
+        assert_eq!(records(&place, "tuned"), tuned, "{from}");
+    }
+    // A run that is picked up does not start over.
+    place.succeed("train hf.toml --max_steps 7 --resume auto");
+    assert_eq!(records(&place, "tuned").last().expect("a record").0, 7);
+    let both = place.mistake("train hf.toml --model.config model.json");
+    insta::assert_snapshot!(both, @r#"error: "model.config" and "model.hf_dir" are both set: the folder has a config.json of its own"#);
+}
+
+#[test]
+fn text_is_generated_from_a_folder_as_from_its_checkpoint() {
+    let place = with_folder(None);
+    let greedy = |from: &str| {
+        place.document(&format!(
+            "generate {from} --prompt every --max-new-tokens 12 --temperature 0 --json"
+        ))
+    };
+    assert_eq!(greedy("hf"), greedy("run"));
+    let place = with_folder(Some(DType::BF16));
+    place.succeed("generate hf --prompt every --max-new-tokens 3 --tp 2");
+    place.succeed("train hf.toml --max_steps 1");
+}
+
+/// A PEFT folder for the model, with numbers that matter.
+fn write_adapter(place: &Workplace) {
+    let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+    for (module, into, out) in [
+        ("transformer.h.0.attn.c_attn", 16, 48),
+        ("transformer.h.2.mlp.c_proj", 64, 16),
+        ("transformer.h.3.attn.c_proj", 16, 16),
+    ] {
+        for (factor, shape) in [("lora_A", [2, into]), ("lora_B", [out, 2])] {
+            let begin = data.len();
+            let values = (0..shape[0] * shape[1]).map(|n| ((n * n % 13) as f32 - 6.0) / 2.0);
+            data.extend(values.flat_map(f32::to_le_bytes));
+            let name = format!("base_model.model.{module}.{factor}.weight");
+            let entry = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [begin, data.len()]});
+            header.insert(name, entry);
+        }
+    }
+    let header = Value::Object(header).to_string();
+    let length = (header.len() as u64).to_le_bytes();
+    place.write(
+        "adapter/adapter_config.json",
+        r#"{"peft_type": "LORA", "lora_alpha": 3, "fan_in_fan_out": true}"#,
+    );
+    let file = place.path("adapter/adapter_model.safetensors");
+    let bytes = [&length[..], header.as_bytes(), &data].concat();
+    fs::write(file, bytes).expect("it can be written");
+}
+
+#[test]
+fn an_adapter_generates_as_the_folder_that_it_is_merged_into() {
+    let place = with_folder(None);
+    write_adapter(&place);
+    let options = ExportOptions::default();
+    merge_lora(
+        place.path("run"),
+        place.path("adapter"),
+        place.path("merged"),
+        &options,
+    )
+    .expect("it merges");
+    let greedy = |from: &str| {
+        place.document(&format!(
+            "generate {from} --prompt every --max-new-tokens 12 --temperature 0 --json"
+        ))
+    };
+    let merged = greedy("merged");
+    assert_ne!(merged, greedy("run"));
+    for from in ["run", "hf", "run --tp 2", "hf --pp 2", "run --tp 2 --pp 4"] {
+        assert_eq!(
+            greedy(&format!("{from} --adapter adapter")),
+            merged,
+            "{from}"
+        );
+    }
+    let refused = place.mistake("generate run --prompt-ids 1 --adapter hf");
+    insta::assert_snapshot!(refused, @"error: cannot read hf/adapter_config.json: the file is missing");
+}
