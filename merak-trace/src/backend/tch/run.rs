@@ -114,6 +114,9 @@ impl Node<'_> {
             Op::RmsNorm { eps } => self.at(norm::rms_norm([x(0)?, x(1)?], *eps)),
             Op::RmsNormGradInput => one(norm::rms_norm_grad_input([x(0)?, x(1)?, x(2)?, x(3)?])),
             Op::RmsNormGradParams => one(norm::rms_norm_grad_params([x(0)?, x(1)?, x(2)?])),
+            // Hidden keys and biases by relative position are not mapped to ATen yet.
+            Op::Attention(_) if inputs.len() > 3 => Err(self.unsupported(inputs)),
+            Op::AttentionGrad(_) if inputs.len() > 6 => Err(self.unsupported(inputs)),
             Op::Attention(spec) => self.attention(spec, [x(0)?, x(1)?, x(2)?]),
             Op::AttentionGrad(spec) => {
                 self.attention_grad(spec, [x(0)?, x(1)?, x(2)?, x(3)?, x(4)?, x(5)?])
