@@ -68,7 +68,7 @@ pub use dropout::{Dropout, DropoutKey, SampleSlice, dropout};
 pub use elementwise::{add, add_assign, add_suffix, mul, scale, transpose_middle};
 pub use embedding::{TableRows, embedding, embedding_grad};
 pub use float::Float;
-pub use gemm::{Lanes, Write, gemm, gemm_batched, gemm_bias};
+pub use gemm::{Lanes, Start, Write, gemm, gemm_batched, gemm_bias};
 pub use init::{Distribution, InitKey, TensorBox, init};
 pub use layer_norm::{layer_norm, layer_norm_grad_input, layer_norm_grad_params};
 pub use mat::{MatMut, MatRef};

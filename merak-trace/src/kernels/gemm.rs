@@ -4,6 +4,8 @@ use faer::{Accum, Par};
 
 use super::{Float, MatMut, MatRef, Threads};
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod blocked;
 #[cfg(target_arch = "x86_64")]
@@ -41,7 +43,7 @@ pub enum Write {
 
 /// What a product is added to.
 #[derive(Debug, Clone, Copy)]
-enum Start<'a, T> {
+pub enum Start<'a, T> {
     /// Nothing.
     Zero,
     /// What the output holds.
@@ -126,7 +128,10 @@ fn product<T: Float>(
     if blocked::pays(a.rows(), a.cols(), b.cols())
         && let Some(simd) = pulp::x86::V4::try_new()
     {
-        return blocked::product(simd, threads, alpha, (a, b), start, c);
+        if let Err(c) = T::product_on_tiles(simd, threads, alpha, (a, b), start, c) {
+            blocked::product(simd, threads, alpha, (a, b), start, c);
+        }
+        return;
     }
     threads.for_each_with(tiles(0, c), Vec::new, |scratch, tile| {
         tile_product(alpha, a, b, start, tile, scratch);
@@ -289,6 +294,8 @@ mod tests {
             (64, 64, 64),
             (9, 1030, 33),
             (601, 3, 65),
+            (97, 75, 70),
+            (130, 600, 290),
         ] {
             let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
             let (at, bt) = (transpose(m, k, &a), transpose(k, n, &b));

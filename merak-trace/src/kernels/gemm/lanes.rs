@@ -3,6 +3,9 @@
 use bytemuck::Pod;
 use pulp::{Simd, x86::V4};
 
+use super::super::{MatMut, MatRef, Threads};
+use super::Start;
+
 /// An element type with registers of AVX-512.
 pub trait Lanes: Pod {
     /// A register.
@@ -19,11 +22,53 @@ pub trait Lanes: Pod {
     fn registers(slice: &[Self]) -> &[Self::Register];
     /// Whole registers of a slice; what is left over is dropped.
     fn registers_mut(slice: &mut [Self]) -> &mut [Self::Register];
+
+    /// Computes `c = alpha a b + start` on the matrix units of the processor.
+    ///
+    /// # Errors
+    /// There are no such units for this type; `c` is as it was.
+    fn product_on_tiles<'c>(
+        simd: V4,
+        threads: &Threads,
+        alpha: Self,
+        operands: (MatRef<'_, Self>, MatRef<'_, Self>),
+        start: Start<'_, Self>,
+        c: MatMut<'c, Self>,
+    ) -> Result<(), MatMut<'c, Self>>;
+}
+
+/// [`Lanes::product_on_tiles`] of f32.
+#[cfg(target_os = "linux")]
+fn f32_on_tiles<'c>(
+    simd: V4,
+    threads: &Threads,
+    alpha: f32,
+    operands: (MatRef<'_, f32>, MatRef<'_, f32>),
+    start: Start<'_, f32>,
+    c: MatMut<'c, f32>,
+) -> Result<(), MatMut<'c, f32>> {
+    if !super::amx::available() {
+        return Err(c);
+    }
+    super::amx::product(simd, threads, alpha, operands, start, c);
+    Ok(())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn f32_on_tiles<'c>(
+    _: V4,
+    _: &Threads,
+    _: f32,
+    _: (MatRef<'_, f32>, MatRef<'_, f32>),
+    _: Start<'_, f32>,
+    c: MatMut<'c, f32>,
+) -> Result<(), MatMut<'c, f32>> {
+    Err(c)
 }
 
 macro_rules! lanes {
     ($type:ident, $register:ident, $splat:ident, $mul_add:ident, $as:ident, $as_mut:ident,
-     $permute:ident, $index:ident, $low:expr, $high:expr) => {
+     $permute:ident, $index:ident, $low:expr, $high:expr, $tiles:expr) => {
         impl Lanes for $type {
             type Register = pulp::$register;
 
@@ -61,6 +106,17 @@ macro_rules! lanes {
             fn registers_mut(slice: &mut [Self]) -> &mut [Self::Register] {
                 V4::$as_mut(slice).0
             }
+
+            fn product_on_tiles<'c>(
+                simd: V4,
+                threads: &Threads,
+                alpha: Self,
+                operands: (MatRef<'_, Self>, MatRef<'_, Self>),
+                start: Start<'_, Self>,
+                c: MatMut<'c, Self>,
+            ) -> Result<(), MatMut<'c, Self>> {
+                $tiles(simd, threads, alpha, operands, start, c)
+            }
         }
     };
 }
@@ -75,7 +131,8 @@ lanes!(
     _mm512_permutex2var_ps,
     u32,
     [0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23],
-    [8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31]
+    [8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31],
+    f32_on_tiles
 );
 lanes!(
     f64,
@@ -87,5 +144,6 @@ lanes!(
     _mm512_permutex2var_pd,
     u64,
     [0, 8, 1, 9, 2, 10, 3, 11],
-    [4, 12, 5, 13, 6, 14, 7, 15]
+    [4, 12, 5, 13, 6, 14, 7, 15],
+    |_, _, _, _, _, c| Err(c)
 );

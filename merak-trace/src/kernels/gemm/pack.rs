@@ -160,7 +160,7 @@ fn turn<T: Float>(simd: V4, x: MatRef<'_, T>, width: usize, out: &mut [T]) {
 /// Turns as many registers as a register has lanes: each round deals the upper half in between the
 /// lower half.
 #[inline(always)]
-fn turn_square<T: Float>(simd: V4, rows: &mut [T::Register]) {
+pub(super) fn turn_square<T: Float>(simd: V4, rows: &mut [T::Register]) {
     let half = rows.len() / 2;
     for _ in 0..rows.len().ilog2() {
         let mut dealt = [rows[0]; 16];

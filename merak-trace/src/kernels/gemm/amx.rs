@@ -1,0 +1,276 @@
+//! f32 products on the matrix units of a processor (AMX), which multiply bf16.
+//!
+//! An f32 is the exact sum of three bf16, `a = a1 + a2 + a3`, each about 256 times smaller than the one
+//! before. Of the nine products of two such sums the six largest are kept; what is dropped is below half a
+//! unit in the last place of `a b` on average, less than what summing in f32 rounds off. So a product is as
+//! exact as one of fused multiply-adds, at a sixth of the unit's speed for bf16, which is still more than
+//! twice that of AVX-512. The idea is that of Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial
+//! Intelligence Datatype For Higher-Precision Computations" (2019), section III.
+//!
+//! Parts below 2^-126 count as zero, so values below 2^-110 lose digits. Infinities and NaN cannot be split:
+//! a tile that depends on one is computed in f32.
+//!
+//! Element (i, j) is a sum over k in blocks of [`DEPTH`], in an order that depends on k alone, however the
+//! work is shared.
+#![expect(
+    clippy::inline_always,
+    reason = "packing and writing use registers only where they are inlined into their dispatch"
+)]
+
+use std::ops::Range;
+
+use pulp::{NullaryFnOnce, x86::V4};
+
+use super::super::{MatMut, MatRef, Threads};
+use super::tile::finish;
+use super::{Start, Write, gemm_inline};
+use pack::{GROUP, GROUP_LEN, LINES, Layout, MAX_PANELS, pack};
+use tiles::{Sums, Tiles, prefetch};
+
+mod pack;
+mod tiles;
+
+/// Depth of a block of k: long enough that writing the sums takes little of the time, short enough that a
+/// block of packed columns, of 768 KiB, stays in the second-level cache.
+const DEPTH: usize = 512;
+
+/// Columns of an output that a thread computes at once.
+const BLOCK: usize = MAX_PANELS * LINES;
+
+/// Rows of the left operand that are packed at a time: enough that neighbours along a column share pages
+/// and cache lines.
+const ROWS: usize = 4 * LINES;
+
+/// Whether there are matrix units that this process may use.
+pub(super) fn available() -> bool {
+    tiles::available()
+}
+
+/// Computes `c = alpha a b + start`.
+pub(super) fn product(
+    simd: V4,
+    threads: &Threads,
+    alpha: f32,
+    (a, b): (MatRef<'_, f32>, MatRef<'_, f32>),
+    start: Start<'_, f32>,
+    c: MatMut<'_, f32>,
+) {
+    let (height, width) = block_size(a.rows(), b.cols(), threads.num_threads());
+    let blocks = c.row_blocks(height).enumerate().flat_map(|(i, rows)| {
+        let blocks = rows.col_blocks(width).enumerate();
+        blocks.map(move |(j, out)| (i * height, j * width, out))
+    });
+    threads.for_each(blocks, |(row, col, out)| {
+        threads.with_scratch(panels_len(ROWS), |strips| {
+            threads.with_scratch(panels_len(out.cols()), |panels| {
+                simd.vectorize(Block {
+                    simd,
+                    alpha,
+                    a: a.sub_rows(row, out.rows()),
+                    b: b.sub_cols(col, out.cols()),
+                    start: start.columns(col, out.cols()),
+                    strips,
+                    panels,
+                    out,
+                });
+            });
+        });
+    });
+}
+
+/// Height and width of the blocks of an output, in whole panels, so that each thread gets as many as the
+/// others: the longer side is cut further.
+fn block_size(rows: usize, cols: usize, num_threads: usize) -> (usize, usize) {
+    let cut = |len: usize, parts: usize| len.div_ceil(parts).next_multiple_of(LINES);
+    let col_parts = cols.div_ceil(BLOCK);
+    if rows > cols {
+        (cut(rows, num_threads), cut(cols, col_parts))
+    } else {
+        (rows, cut(cols, col_parts.next_multiple_of(num_threads)))
+    }
+}
+
+/// Elements of packed memory for so many rows or columns.
+fn panels_len(lines: usize) -> usize {
+    lines.div_ceil(LINES) * DEPTH / GROUP * GROUP_LEN
+}
+
+/// A block of the output, for one thread, with memory for packed operands.
+struct Block<'a> {
+    simd: V4,
+    alpha: f32,
+    a: MatRef<'a, f32>,
+    b: MatRef<'a, f32>,
+    start: Start<'a, f32>,
+    strips: &'a mut [u32],
+    panels: &'a mut [u32],
+    out: MatMut<'a, f32>,
+}
+
+impl NullaryFnOnce for Block<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(mut self) {
+        let tiles = Tiles::configure();
+        for k in (0..self.a.cols()).step_by(DEPTH) {
+            self.add_depth(&tiles, k..self.a.cols().min(k + DEPTH));
+        }
+    }
+}
+
+impl Block<'_> {
+    /// Adds the products of a range of k.
+    #[inline(always)]
+    fn add_depth(&mut self, tiles: &Tiles, k: Range<usize>) {
+        let (simd, alpha) = (self.simd, self.alpha);
+        let start = if k.start == 0 {
+            self.start
+        } else {
+            Start::Output
+        };
+        let panel_len = k.len().div_ceil(GROUP) * GROUP_LEN;
+        let a = self.a.sub_cols(k.start, k.len());
+        let b = self.b.sub_rows(k.start, k.len());
+        let panels = &mut self.panels[..b.cols().div_ceil(LINES) * panel_len];
+        let finite_panels = pack(simd, b.transposed(), Layout::Pairs, panels);
+        for (i, out) in self.out.reborrow().row_blocks(ROWS).enumerate() {
+            let a = a.sub_rows(i * ROWS, out.rows());
+            let strips = &mut self.strips[..out.rows().div_ceil(LINES) * panel_len];
+            let finite_strips = pack(simd, a, Layout::Lines, strips);
+            let strips = strips.chunks_exact(panel_len).zip(finite_strips);
+            for (i, ((strip, finite), mut out)) in strips.zip(out.row_blocks(LINES)).enumerate() {
+                let a = a.sub_rows(i * LINES, out.rows());
+                let panels = panels.chunks_exact(panel_len).zip(finite_panels);
+                for (j, (panel, finite_panel)) in panels.enumerate() {
+                    let cols = j * LINES..out.cols().min((j + 1) * LINES);
+                    let start = start.columns(cols.start, cols.len());
+                    if finite && finite_panel {
+                        multiply(simd, tiles, alpha, (strip, panel), start, (&mut out, cols));
+                    } else {
+                        let b = b.sub_cols(cols.start, cols.len());
+                        multiply_in_f32(alpha, (a, b), start, (&mut out, cols));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Computes a tile of the output from packed operands.
+#[inline(always)]
+fn multiply(
+    simd: V4,
+    tiles: &Tiles,
+    alpha: f32,
+    (strip, panel): (&[u32], &[u32]),
+    start: Start<'_, f32>,
+    (out, cols): (&mut MatMut<'_, f32>, Range<usize>),
+) {
+    for row in 0..out.rows() {
+        prefetch(&out.row_mut(row)[cols.clone()]);
+    }
+    let mut sums = Sums::new();
+    tiles.multiply(strip, panel, &mut sums);
+    for row in 0..out.rows() {
+        let out = &mut out.row_mut(row)[cols.clone()];
+        finish::<f32>(simd, alpha, sums.row(row), start, out);
+    }
+}
+
+/// Computes a tile of the output that depends on infinities or NaN.
+#[cold]
+fn multiply_in_f32(
+    alpha: f32,
+    (a, b): (MatRef<'_, f32>, MatRef<'_, f32>),
+    start: Start<'_, f32>,
+    (out, cols): (&mut MatMut<'_, f32>, Range<usize>),
+) {
+    if let Start::Row(row) = start {
+        (0..out.rows()).for_each(|i| out.row_mut(i)[cols.clone()].copy_from_slice(row));
+    }
+    let write = match start {
+        Start::Zero => Write::Replace,
+        Start::Output | Start::Row(_) => Write::Add,
+    };
+    let (_, out) = out.reborrow().split_cols(cols.start);
+    let (out, _) = out.split_cols(cols.len());
+    gemm_inline(alpha, a, b, write, out);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::testing::{noise, on_any_threads, to_f64};
+    use super::super::blocked;
+    use super::*;
+
+    type Product =
+        fn(V4, &Threads, f32, (MatRef<'_, f32>, MatRef<'_, f32>), Start<'_, f32>, MatMut<'_, f32>);
+
+    const SHAPE: (usize, usize, usize) = (150, 1100, 330);
+
+    /// The product, or nothing on a processor that has no matrix units.
+    fn run(product: Product, threads: &Threads, a: &[f32], b: &[f32]) -> Option<Vec<f32>> {
+        let (m, k, n) = SHAPE;
+        let simd = V4::try_new().filter(|_| available())?;
+        let mut c = vec![f32::NAN; m * n];
+        let operands = (MatRef::new(a, m, k), MatRef::new(b, k, n));
+        let out = MatMut::new(&mut c, m, n);
+        product(simd, threads, 1.0, operands, Start::Zero, out);
+        Some(c)
+    }
+
+    fn root_mean_square(x: impl ExactSizeIterator<Item = f64>) -> f64 {
+        let len = x.len() as f64;
+        (x.map(|x| x * x).sum::<f64>() / len).sqrt()
+    }
+
+    #[test]
+    fn products_of_split_operands_are_as_exact_as_those_of_f32() {
+        let (m, k, n) = SHAPE;
+        let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
+        let (wide_a, wide_b) = (to_f64(&a), to_f64(&b));
+        let exact: Vec<f64> = (0..m * n)
+            .map(|i| {
+                (0..k)
+                    .map(|p| wide_a[i / n * k + p] * wide_b[p * n + i % n])
+                    .sum()
+            })
+            .collect();
+        let error = |product: Product| {
+            let c = run(product, &Threads::one(), &a, &b)?;
+            let errors = c.iter().zip(&exact);
+            Some(root_mean_square(errors.map(|(&c, x)| f64::from(c) - x)))
+        };
+        let (Some(split), Some(plain)) = (error(product), error(blocked::product)) else {
+            return eprintln!("skipped: no matrix units");
+        };
+        assert!(split < 1.2 * plain, "{split:e} against {plain:e}");
+    }
+
+    #[test]
+    fn infinities_reach_what_depends_on_them_on_any_number_of_threads() {
+        let (m, k, n) = SHAPE;
+        let (mut a, mut b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
+        a[40 * k + 700] = f32::INFINITY;
+        a[149 * k] = f32::NAN;
+        b[20 * n + 329] = f32::NEG_INFINITY;
+        let c = on_any_threads(|threads| run(product, threads, &a, &b).unwrap_or_default());
+        for (i, c) in c.into_iter().enumerate() {
+            let (row, col) = (i / n, i % n);
+            let sign = |x: f32| x.signum() * f32::INFINITY;
+            let expected = match (row, col) {
+                (149, _) => f32::NAN,
+                (40, 329) => sign(b[700 * n + col]) + sign(-a[row * k + 20]),
+                (40, _) => sign(b[700 * n + col]),
+                (_, 329) => sign(-a[row * k + 20]),
+                _ => {
+                    assert!(c.is_finite(), "{c} at ({row}, {col})");
+                    continue;
+                }
+            };
+            let same = c == expected || c.is_nan() && expected.is_nan();
+            assert!(same, "{c} instead of {expected} at ({row}, {col})");
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Operands of a product, split into bf16 parts and laid out as the matrix units read them.
+#![expect(
+    clippy::inline_always,
+    reason = "values are split in registers only where that is inlined into its dispatch"
+)]
+
+use pulp::{cast, f32x16, u32x16, x86::V4};
+
+use super::super::super::MatRef;
+use super::super::Lanes;
+use super::super::pack::turn_square;
+
+/// Rows of a left operand, or columns of a right one, that are multiplied together: two tiles.
+pub(super) const LINES: usize = 2 * SIDE;
+
+/// Depth of a tile.
+pub(super) const GROUP: usize = 2 * SIDE;
+
+/// Elements of a packed panel per depth of [`GROUP`]: three parts of two tiles.
+pub(super) const GROUP_LEN: usize = 3 * 2 * TILE;
+
+/// Lines of a tile, and pairs of bf16 along k in it.
+const SIDE: usize = 16;
+
+/// Elements of a tile: pairs of bf16.
+const TILE: usize = SIDE * SIDE;
+
+/// The halves of f32 that are bf16.
+const UPPER: u32 = 0xffff_0000;
+
+/// How a tile lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Layout {
+    /// Line by line, as the left operand is read.
+    Lines,
+    /// Pair by pair, as the right operand is read.
+    Pairs,
+}
+
+/// Panels that are packed by one call at most.
+pub(super) const MAX_PANELS: usize = 8;
+
+/// Packs lines of an operand (its rows on the left, its columns on the right), with zeros past the edges,
+/// into panels of [`LINES`]; says of each panel whether all its elements are finite.
+///
+/// A pair holds elements k and k + 16 of its group, as both operands do: whole registers are then split.
+///
+/// # Shapes
+///
+/// `x: [lines, depth]`; `out`: for each panel, each [`GROUP`] of the depth, each of three parts and each of
+/// two tiles, `[16, 16]`.
+#[inline(always)]
+pub(super) fn pack(
+    simd: V4,
+    x: MatRef<'_, f32>,
+    layout: Layout,
+    out: &mut [u32],
+) -> [bool; MAX_PANELS] {
+    let panel_len = x.cols().div_ceil(GROUP) * GROUP_LEN;
+    let mut checks = [simd.splat_f32x16(0.0); MAX_PANELS];
+    if x.has_contiguous_rows() {
+        let panels = out.chunks_exact_mut(panel_len).zip(&mut checks);
+        for (panel, (out, check)) in panels.enumerate() {
+            let lines = LINES.min(x.rows() - panel * LINES);
+            let x = x.sub_rows(panel * LINES, lines);
+            along(simd, x, layout, out, check);
+        }
+    } else {
+        across(simd, x.transposed(), layout, (out, panel_len), &mut checks);
+    }
+    checks.map(|check| cast::<_, [f32; SIDE]>(check).iter().all(|&x| x == 0.0))
+}
+
+/// Packs a panel whose lines are contiguous.
+#[inline(always)]
+fn along(simd: V4, x: MatRef<'_, f32>, layout: Layout, out: &mut [u32], check: &mut f32x16) {
+    for half in 0..2 {
+        let lines = SIDE.min(x.rows().saturating_sub(half * SIDE));
+        let mut rows = [&[][..]; SIDE];
+        for (i, row) in rows[..lines].iter_mut().enumerate() {
+            *row = x.row(half * SIDE + i);
+        }
+        for (group, out) in out.chunks_exact_mut(GROUP_LEN).enumerate() {
+            let k = group * GROUP..x.cols().min((group + 1) * GROUP);
+            let load = |i: usize| match rows[i].get(k.clone()) {
+                Some(row) if row.len() == GROUP => {
+                    let row = f32::registers(row);
+                    [row[0], row[1]]
+                }
+                row => padded(row.unwrap_or_default()),
+            };
+            tile(simd, load, layout == Layout::Pairs, half, out, check);
+        }
+    }
+}
+
+/// Packs all panels of an operand whose lines are interleaved: `x: [depth, lines]`.
+#[inline(always)]
+fn across(
+    simd: V4,
+    x: MatRef<'_, f32>,
+    layout: Layout,
+    (out, panel_len): (&mut [u32], usize),
+    checks: &mut [f32x16; MAX_PANELS],
+) {
+    for group in 0..x.rows().div_ceil(GROUP) {
+        let depth = GROUP.min(x.rows() - group * GROUP);
+        let mut rows = [&[][..]; GROUP];
+        for (i, row) in rows[..depth].iter_mut().enumerate() {
+            *row = x.row(group * GROUP + i);
+        }
+        let panels = out.chunks_exact_mut(panel_len).zip(&mut *checks);
+        for (panel, (out, check)) in panels.enumerate() {
+            let out = &mut out[group * GROUP_LEN..][..GROUP_LEN];
+            for half in 0..2 {
+                let first = panel * LINES + half * SIDE;
+                let lines = first.min(x.cols())..x.cols().min(first + SIDE);
+                let load = |k: usize| match rows[k].get(lines.clone()) {
+                    Some(row) if row.len() == SIDE => f32::registers(row)[0],
+                    row => padded(row.unwrap_or_default())[0],
+                };
+                let load = |k: usize| [load(k), load(k + SIDE)];
+                tile(simd, load, layout == Layout::Lines, half, out, check);
+            }
+        }
+    }
+}
+
+/// Registers of fewer elements than they hold.
+#[cold]
+fn padded(row: &[f32]) -> [f32x16; 2] {
+    let mut values = [0.0; GROUP];
+    values[..row.len()].copy_from_slice(row);
+    cast(values)
+}
+
+/// Writes the three parts of a tile, turned or as they are loaded.
+#[inline(always)]
+fn tile(
+    simd: V4,
+    load: impl Fn(usize) -> [f32x16; 2],
+    turned: bool,
+    half: usize,
+    out: &mut [u32],
+    check: &mut f32x16,
+) {
+    let (out, _) = pulp::as_arrays_mut::<SIDE, _>(out);
+    let mut parts = [[simd.splat_u32x16(0); SIDE]; 3];
+    for i in 0..SIDE {
+        let split = split(simd, load(i), check);
+        for part in 0..3 {
+            if turned {
+                parts[part][i] = split[part];
+            } else {
+                out[(2 * part + half) * SIDE + i] = cast(split[part]);
+            }
+        }
+    }
+    if turned {
+        for (part, rows) in parts.iter_mut().enumerate() {
+            let rows: &mut [f32x16; SIDE] = bytemuck::cast_mut(rows);
+            turn_square::<f32>(simd, rows);
+            for i in 0..SIDE {
+                out[(2 * part + half) * SIDE + i] = cast(rows[i]);
+            }
+        }
+    }
+}
+
+/// The bf16 parts of two registers, as pairs; `check` becomes NaN where an element is not finite.
+#[inline(always)]
+fn split(simd: V4, [low, high]: [f32x16; 2], check: &mut f32x16) -> [u32x16; 3] {
+    let (low, high) = (parts(simd, low, check), parts(simd, high, check));
+    [
+        pair(simd, low[0], high[0]),
+        pair(simd, low[1], high[1]),
+        pair(simd, low[2], high[2]),
+    ]
+}
+
+/// The bf16 parts of a register, in the upper halves of f32.
+#[inline(always)]
+fn parts(simd: V4, x: f32x16, check: &mut f32x16) -> [u32x16; 3] {
+    let upper = simd.splat_u32x16(UPPER);
+    let first = simd.and_u32x16(cast(x), upper);
+    let rest = simd.sub_f32x16(x, cast(first));
+    let second = simd.and_u32x16(cast(rest), upper);
+    let third = simd.sub_f32x16(rest, cast(second));
+    // Infinity minus infinity is NaN, and so is NaN times zero.
+    *check = simd.mul_add_f32x16(third, simd.splat_f32x16(0.0), *check);
+    [first, second, cast(third)]
+}
+
+/// The upper halves of two registers, the first below the second.
+#[inline(always)]
+fn pair(simd: V4, low: u32x16, high: u32x16) -> u32x16 {
+    let low = simd.avx512f._mm512_srli_epi32::<16>(cast(low));
+    let pair = simd
+        .avx512bw
+        ._mm512_mask_blend_epi16(0xaaaa_aaaa, low, cast(high));
+    cast(pair)
+}

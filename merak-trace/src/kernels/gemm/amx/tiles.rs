@@ -1,0 +1,226 @@
+//! The matrix units: their registers and the innermost loop on them.
+#![expect(
+    unsafe_code,
+    reason = "the standard library has no stable functions for these units"
+)]
+
+use std::arch::asm;
+use std::arch::x86_64::{__cpuid_count, _MM_HINT_T1, _mm_prefetch};
+use std::marker::PhantomData;
+use std::sync::OnceLock;
+
+use pulp::f32x16;
+
+use super::pack::{GROUP_LEN, LINES};
+
+/// Whether this processor has the units and the system lets this process use them.
+pub(super) fn available() -> bool {
+    static AVAILABLE: OnceLock<bool> = OnceLock::new();
+    *AVAILABLE.get_or_init(|| {
+        const TILE: u32 = 1 << 24;
+        const BF16: u32 = 1 << 22;
+        let features = __cpuid_count(7, 0).edx;
+        features & (TILE | BF16) == TILE | BF16 && permitted()
+    })
+}
+
+/// Asks the system for the registers of the units, as each process has to: they are large.
+fn permitted() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_int = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_ulong = 18;
+    // SAFETY: the call takes two numbers and changes nothing but what this process may use.
+    let status = unsafe {
+        libc::syscall(
+            libc::SYS_arch_prctl,
+            ARCH_REQ_XCOMP_PERM,
+            XFEATURE_XTILEDATA,
+        )
+    };
+    status == 0
+}
+
+/// Brings elements into the second-level cache.
+#[inline(always)]
+pub(super) fn prefetch(x: &[f32]) {
+    for line in x.chunks(CACHE_LINE) {
+        // SAFETY: the processor has the instruction, and it changes nothing but caches.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
+    }
+}
+
+/// Elements of a cache line.
+const CACHE_LINE: usize = 16;
+
+/// Shapes of the eight tile registers, as `ldtilecfg` reads them.
+#[repr(C, align(64))]
+struct Config {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+static EIGHT_FULL_TILES: Config = {
+    let mut config = Config {
+        palette: 1,
+        start_row: 0,
+        reserved: [0; 14],
+        row_bytes: [0; 16],
+        rows: [0; 16],
+    };
+    let mut tile = 0;
+    while tile < 8 {
+        config.row_bytes[tile] = 64;
+        config.rows[tile] = 16;
+        tile += 1;
+    }
+    config
+};
+
+/// The sums of 32 rows and 32 columns.
+#[repr(C, align(64))]
+#[derive(Debug)]
+pub(super) struct Sums([[f32x16; 2]; LINES]);
+
+impl Sums {
+    pub(super) fn new() -> Self {
+        Self(bytemuck::Zeroable::zeroed())
+    }
+
+    pub(super) fn row(&self, row: usize) -> &[f32x16; 2] {
+        &self.0[row]
+    }
+}
+
+/// The tile registers of this thread, configured until this is dropped.
+#[derive(Debug)]
+pub(super) struct Tiles {
+    /// They are those of a thread.
+    not_send: PhantomData<*const ()>,
+}
+
+impl Tiles {
+    /// # Panics
+    ///
+    /// The units are not [`available`].
+    pub(super) fn configure() -> Self {
+        assert!(available(), "the caller asks for tiles where there are any");
+        // SAFETY: the instruction exists, as was asserted, and the configuration is 64 bytes of palette 1.
+        unsafe {
+            asm!("ldtilecfg [{}]", in(reg) &raw const EIGHT_FULL_TILES, options(nostack, readonly));
+        }
+        Self {
+            not_send: PhantomData,
+        }
+    }
+
+    /// Multiplies a packed strip by a packed panel, which have the same depth.
+    ///
+    /// The five smaller products of parts are summed first, while the sums are small, then the largest.
+    ///
+    /// # Panics
+    ///
+    /// The operands are not whole groups of the same number.
+    #[expect(
+        clippy::unused_self,
+        reason = "holding it shows that the tiles are configured"
+    )]
+    pub(super) fn multiply(&self, left: &[u32], right: &[u32], sums: &mut Sums) {
+        let groups = left.len() / GROUP_LEN;
+        assert!(groups > 0 && left.len() == groups * GROUP_LEN && right.len() == left.len());
+        let bytes = size_of_val(left);
+        // SAFETY: the tiles are configured on this thread as long as `self` lives. The loops read `groups`
+        // times 6 KiB from both operands, which hold as much, and the last part writes the 4 KiB of `sums`.
+        // The registers of the tiles are used nowhere else. (a, b) below: part a of the left operand times
+        // part b of the right one.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "mov {n}, {groups}",
+                "2:",
+                // (3, 1)
+                "tileloadd tmm4, [{a} + {row} + 4096]",
+                "tileloadd tmm5, [{a} + {row} + 5120]",
+                "tileloadd tmm6, [{b} + {row}]",
+                "tileloadd tmm7, [{b} + {row} + 1024]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                // (2, 1)
+                "tileloadd tmm4, [{a} + {row} + 2048]",
+                "tileloadd tmm5, [{a} + {row} + 3072]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                // (2, 2)
+                "tileloadd tmm6, [{b} + {row} + 2048]",
+                "tileloadd tmm7, [{b} + {row} + 3072]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                // (1, 2)
+                "tileloadd tmm4, [{a} + {row}]",
+                "tileloadd tmm5, [{a} + {row} + 1024]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                // (1, 3)
+                "tileloadd tmm6, [{b} + {row} + 4096]",
+                "tileloadd tmm7, [{b} + {row} + 5120]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {a}, 6144",
+                "add {b}, 6144",
+                "dec {n}",
+                "jnz 2b",
+                "sub {a}, {bytes}",
+                "sub {b}, {bytes}",
+                "mov {n}, {groups}",
+                "3:",
+                // (1, 1)
+                "tileloadd tmm4, [{a} + {row}]",
+                "tileloadd tmm5, [{a} + {row} + 1024]",
+                "tileloadd tmm6, [{b} + {row}]",
+                "tileloadd tmm7, [{b} + {row} + 1024]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {a}, 6144",
+                "add {b}, 6144",
+                "dec {n}",
+                "jnz 3b",
+                "mov {row}, 128",
+                "tilestored [{c} + {row}], tmm0",
+                "tilestored [{c} + {row} + 64], tmm1",
+                "tilestored [{c} + {row} + 2048], tmm2",
+                "tilestored [{c} + {row} + 2112], tmm3",
+                a = inout(reg) left.as_ptr() => _,
+                b = inout(reg) right.as_ptr() => _,
+                c = in(reg) &raw mut *sums,
+                n = out(reg) _,
+                groups = in(reg) groups,
+                bytes = in(reg) bytes,
+                row = inout(reg) 64_usize => _,
+                options(nostack),
+            );
+        }
+    }
+}
+
+impl Drop for Tiles {
+    fn drop(&mut self) {
+        // SAFETY: tiles were configured, so the instruction exists; nobody uses them from here on.
+        unsafe { asm!("tilerelease", options(nomem, nostack)) };
+    }
+}
