@@ -329,30 +329,10 @@ impl Interpreter {
     }
 
     fn step(&self, frame: &mut Frame, params: &[Value], id: NodeId) -> Result<()> {
-        let node = self.program.graph.node(id);
-        let inputs = node
-            .inputs
-            .iter()
-            .map(|&input| self.take(frame, params, input))
-            .collect::<Result<Vec<_>>>()?;
-        let results: Vec<_> = node
-            .outputs
-            .iter()
-            .map(|&output| self.program.graph.ty(output).clone())
-            .collect();
-        let context = frame.context;
-        let call = Call {
-            name: &node.name,
-            op: &node.op,
-            results: &results,
-            context: &context,
-        };
-        let values = self.execute(call, inputs)?;
-        for (&output, value) in node.outputs.iter().zip(values) {
-            if frame.remaining[output.index()] > 0 {
-                frame.slots[output.index()] = Some(value);
-            }
-        }
+        let inputs = self.operands(frame, params, id)?;
+        let (results, context) = (self.result_types(id), frame.context);
+        let values = self.execute(self.call(id, &results, &context), inputs)?;
+        self.keep(frame, id, values);
         Ok(())
     }
 
@@ -364,28 +344,14 @@ impl Interpreter {
         store: &mut GradStore,
     ) -> Result<()> {
         let node = self.program.graph.node(id);
-        let inputs = node
-            .inputs
-            .iter()
-            .map(|&input| self.take(frame, params, input))
-            .collect::<Result<Vec<_>>>()?;
-        let results: Vec<_> = node
-            .outputs
-            .iter()
-            .map(|&output| self.program.graph.ty(output).clone())
-            .collect();
+        let inputs = self.operands(frame, params, id)?;
         let slots: Vec<_> = node
             .outputs
             .iter()
             .filter_map(|output| self.grad_slots.get(output).copied())
             .collect();
-        let context = frame.context;
-        let call = Call {
-            name: &node.name,
-            op: &node.op,
-            results: &results,
-            context: &context,
-        };
+        let results = self.result_types(id);
+        let call = self.call(id, &results, &frame.context);
         if !node.op.is_region() {
             return self.backend.accumulate(call, inputs, store, &slots);
         }
@@ -400,6 +366,46 @@ impl Interpreter {
             store,
             &slots,
         )
+    }
+
+    /// Reads the operands of a node.
+    fn operands(&self, frame: &mut Frame, params: &[Value], id: NodeId) -> Result<Vec<Value>> {
+        let inputs = self.program.graph.node(id).inputs.iter();
+        inputs
+            .map(|&input| self.take(frame, params, input))
+            .collect()
+    }
+
+    fn result_types(&self, id: NodeId) -> Vec<TensorType> {
+        let graph = &self.program.graph;
+        let outputs = graph.node(id).outputs.iter();
+        outputs.map(|&output| graph.ty(output).clone()).collect()
+    }
+
+    /// A node as the backend sees it.
+    fn call<'a>(
+        &'a self,
+        id: NodeId,
+        results: &'a [TensorType],
+        context: &'a RunContext,
+    ) -> Call<'a> {
+        let node = self.program.graph.node(id);
+        Call {
+            name: &node.name,
+            op: &node.op,
+            results,
+            context,
+        }
+    }
+
+    /// Keeps the results of a node that somebody will read.
+    fn keep(&self, frame: &mut Frame, id: NodeId, values: Vec<Value>) {
+        let outputs = &self.program.graph.node(id).outputs;
+        for (&output, value) in outputs.iter().zip(values) {
+            if frame.remaining[output.index()] > 0 {
+                frame.slots[output.index()] = Some(value);
+            }
+        }
     }
 
     fn execute(&self, call: Call<'_>, mut inputs: Vec<Value>) -> Result<Vec<Value>> {

@@ -1,7 +1,7 @@
 //! What decoding keeps between tokens.
 
 use super::{Batch, Forwarded, Frame, Interpreter};
-use crate::{Call, NodeId, Op, Result, RunContext, Value};
+use crate::{Call, Error, NodeId, Op, Result, RunContext, Value};
 
 /// Keys and values of the positions that have passed, for each attention of a stage of a causal model.
 ///
@@ -36,7 +36,8 @@ impl Interpreter {
     /// program is an inference one for sequences of that length; otherwise as [`Interpreter::forward`].
     ///
     /// # Errors
-    /// As for [`Interpreter::forward`]; the cache then is as it was.
+    /// As for [`Interpreter::forward`], and when an attention is not causal or hides or biases keys; the cache
+    /// then is as it was.
     pub fn forward_cached(
         &self,
         params: &[Value],
@@ -76,35 +77,26 @@ impl Interpreter {
         id: NodeId,
         past: Option<&[Value; 2]>,
     ) -> Result<[Value; 2]> {
-        let node = self.program.graph.node(id);
-        let [query, key, value] = [0, 1, 2].map(|i| self.take(frame, params, node.inputs[i]));
-        let own = [key?, value?];
-        let types: Vec<_> = node
-            .outputs
-            .iter()
-            .map(|&output| self.program.graph.ty(output).clone())
-            .collect();
-        let context = frame.context;
-        let call = Call {
-            name: &node.name,
-            op: &node.op,
-            results: &types,
-            context: &context,
+        let operands = self.operands(frame, params, id)?;
+        let (results, context) = (self.result_types(id), frame.context);
+        let call = self.call(id, &results, &context);
+        // What else an attention can take counts all positions, which pass apart here.
+        let causal = matches!(call.op, Op::Attention(spec) if spec.causal);
+        let (true, Ok([query, key, value])) = (causal, <[Value; 3]>::try_from(operands)) else {
+            return Err(Error::Backend {
+                node: call.name.to_owned(),
+                reason:
+                    "keeps no keys and values: only causal attention without further operands does"
+                        .to_owned(),
+            });
         };
         let all = match past {
-            None => own,
-            Some([keys, values]) => {
-                let [key, value] = own;
-                [self.join(call, keys, key)?, self.join(call, values, value)?]
-            }
+            None => [key, value],
+            Some([keys, values]) => [self.join(call, keys, key)?, self.join(call, values, value)?],
         };
-        let inputs = vec![query?, all[0].clone(), all[1].clone()];
-        let results = self.backend.run(call, inputs)?;
-        for (&output, value) in node.outputs.iter().zip(results) {
-            if frame.remaining[output.index()] > 0 {
-                frame.slots[output.index()] = Some(value);
-            }
-        }
+        let inputs = vec![query, all[0].clone(), all[1].clone()];
+        let values = self.backend.run(call, inputs)?;
+        self.keep(frame, id, values);
         Ok(all)
     }
 
