@@ -10,6 +10,7 @@ mod torch;
 pub(crate) use export::{Content, exported, make};
 pub use export::{ExportOptions, export_hf};
 pub use import::{ImportOptions, import_hf};
+pub use safe::stored_tensors;
 
 use crate::error::io_error;
 use crate::manifest::{FileEntry, check_file_name, check_tensor_name};
@@ -67,14 +68,17 @@ pub struct HfFolder {
     left_out: Vec<String>,
 }
 
-/// A tensor in a file.
+/// Where a tensor lies in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Found {
-    pub(crate) name: String,
-    dtype: DType,
-    shape: Vec<usize>,
-    /// Bytes of the file, row-major and little-endian.
-    bytes: [u64; 2],
+pub struct StoredTensor {
+    /// Its name.
+    pub name: String,
+    /// The type of its elements.
+    pub dtype: DType,
+    /// Its sizes, outermost first.
+    pub shape: Vec<usize>,
+    /// First byte in the file, and the one after the last; elements are row-major and little-endian.
+    pub bytes: [u64; 2],
 }
 
 /// The name of a file, and which of its tensors are wanted where an index says so.
@@ -104,7 +108,7 @@ impl HfFolder {
         for (name, kind, wanted) in weight_files(path)? {
             let file = path.join(&name);
             let mut tensors = match kind {
-                FileKind::Safetensors => safe::tensors(&file)?,
+                FileKind::Safetensors => stored_tensors(&file)?,
                 FileKind::Torch => torch::tensors(&file)?,
             };
             if let Some(wanted) = wanted {
@@ -237,11 +241,11 @@ fn indexed_files(index: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {
 }
 
 /// The weights of a PEFT folder: their file, and where its tensors are.
-pub(crate) fn adapter_tensors(folder: &Path) -> Result<(PathBuf, Vec<Found>)> {
+pub(crate) fn adapter_tensors(folder: &Path) -> Result<(PathBuf, Vec<StoredTensor>)> {
     let (safetensors, torch) = ("adapter_model.safetensors", "adapter_model.bin");
     let file = folder.join(safetensors);
     if file.is_file() {
-        let found = safe::tensors(&file)?;
+        let found = stored_tensors(&file)?;
         return Ok((file, found));
     }
     let file = folder.join(torch);
@@ -256,7 +260,11 @@ pub(crate) fn adapter_tensors(folder: &Path) -> Result<(PathBuf, Vec<Found>)> {
 }
 
 /// A handle on the tensors of one file, under the names that they have there.
-pub(crate) fn as_checkpoint(folder: &Path, file: &Path, found: Vec<Found>) -> Result<Checkpoint> {
+pub(crate) fn as_checkpoint(
+    folder: &Path,
+    file: &Path,
+    found: Vec<StoredTensor>,
+) -> Result<Checkpoint> {
     let entry = file_entry(folder, file)?;
     let found = found.into_iter().map(|tensor| (entry.name.clone(), tensor));
     let manifest = Manifest {
@@ -281,7 +289,7 @@ fn file_entry(folder: &Path, file: &Path) -> Result<FileEntry> {
 /// The table of a manifest for tensors that are each one stretch of a file.
 fn table(
     folder: &Path,
-    found: Vec<(String, Found)>,
+    found: Vec<(String, StoredTensor)>,
     family: Option<&Family>,
 ) -> Result<Vec<TensorEntry>> {
     let mut tensors: BTreeMap<String, TensorEntry> = BTreeMap::new();

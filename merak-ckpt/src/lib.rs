@@ -157,7 +157,9 @@ pub use generate::{
     Completion, Decoding, GenerateOptions, LogitsSource, NewToken, Reason, Row, TokenSource,
     generate, generate_with, pad_completions,
 };
-pub use hf::{ExportOptions, HfFolder, ImportOptions, export_hf, import_hf};
+pub use hf::{
+    ExportOptions, HfFolder, ImportOptions, StoredTensor, export_hf, import_hf, stored_tensors,
+};
 pub use kind::Kind;
 pub use layout::{Layout, Part};
 pub use lora::{Adapter, merge_lora};

@@ -11,7 +11,7 @@ mod merge;
 
 pub use merge::merge_lora;
 
-use crate::hf::{self, Found, foreign};
+use crate::hf::{self, StoredTensor, foreign};
 use crate::layout::PartRange;
 use crate::{Checkpoint, DType, Kind, Layout, Piece, Result, TensorEntry};
 use config::Config;
@@ -178,9 +178,9 @@ struct Contents {
 }
 
 impl Contents {
-    fn of(found: &[Found], file: &Path) -> Result<Self> {
+    fn of(found: &[StoredTensor], file: &Path) -> Result<Self> {
         let mut contents = Self::default();
-        for Found { name, .. } in found {
+        for StoredTensor { name, .. } in found {
             let Some(place) = name.strip_prefix(PREFIX) else {
                 let reason = format!("`{name}` does not begin with `{PREFIX}`");
                 return Err(foreign(file, reason));

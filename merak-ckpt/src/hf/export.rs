@@ -131,13 +131,13 @@ pub(crate) fn exported(
         .tensors_of(&Kind::Parameter)
         .cloned()
         .collect();
-    if let Some(family) = family_of(config)
-        && family.is_tied(config)
-        && !changes(family.head)
-        && !changes(family.embedding())
-        && is_same(source, family.head, family.embedding())?
+    if let Some(tie) = family_of(config).and_then(|family| family.tie(config))
+        && tie.is_one(config)
+        && !changes(tie.head)
+        && !changes(tie.embedding)
+        && is_same(source, tie.head, tie.embedding)?
     {
-        tensors.retain(|tensor| tensor.name != family.head);
+        tensors.retain(|tensor| tensor.name != tie.head);
     }
     if tensors.is_empty() {
         return Err(foreign(source.path(), "it has no parameters"));
@@ -247,7 +247,7 @@ fn index(tensors: &[TensorEntry], written: &[Shard]) -> String {
 /// The configuration with what the weights say, where that is not in it.
 fn adapted(mut config: Value, tensors: &[TensorEntry]) -> Option<Value> {
     let original = config.clone();
-    let family = family_of(&config);
+    let tie = family_of(&config).and_then(|family| family.tie(&original));
     let fields = config.as_object_mut()?;
     let mut floats = tensors
         .iter()
@@ -258,9 +258,9 @@ fn adapted(mut config: Value, tensors: &[TensorEntry]) -> Option<Value> {
     {
         set_dtype(fields, first);
     }
-    if let Some(family) = family {
-        let has_head = tensors.iter().any(|tensor| tensor.name == family.head);
-        if family.is_tied(&original) == has_head {
+    if let Some(tie) = tie {
+        let has_head = tensors.iter().any(|tensor| tensor.name == tie.head);
+        if tie.is_one(&original) == has_head {
             fields.insert("tie_word_embeddings".to_owned(), json!(!has_head));
         }
     }

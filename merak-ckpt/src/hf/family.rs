@@ -1,118 +1,182 @@
 //! What the families of models have in common that files do not say.
 
-use super::Found;
+use super::StoredTensor;
 use crate::Cut;
 use serde_json::Value;
 
-/// A family of causal language models.
+/// A family of models. Modules are named by the ends of their paths.
 #[derive(Debug)]
 pub(crate) struct Family {
-    model_type: &'static str,
-    /// Module of the model without its head.
+    model_types: &'static [&'static str],
+    /// Module of the model without its head; empty where names are the same with and without.
     prefix: &'static str,
-    /// The input embedding.
-    embedding: &'static str,
-    /// The head, which may be the embedding.
-    pub(crate) head: &'static str,
-    /// Whether it is where the configuration does not say.
-    tied: bool,
+    /// The output projection of a language model and what it may be tied to; none in other models.
+    tie: Option<Tie>,
     /// Whether linear weights are stored `[in, out]`.
     is_transposed: bool,
-    /// Ends of names, the dim that tensor parallelism cuts, and its equal parts.
-    cuts: &'static [(&'static str, usize, usize)],
+    /// Linear layers whose outputs tensor parallelism cuts, and the equal parts of these.
+    columns: &'static [(&'static str, usize)],
+    /// Linear layers whose inputs it cuts.
+    rows: &'static [&'static str],
+    /// Tables whose columns it cuts.
+    tables: &'static [&'static str],
+    /// Ends of names of tensors that files may have and models do without.
+    unused: &'static [&'static str],
 }
 
-const LLAMA_CUTS: &[(&str, usize, usize)] = &[
-    (".q_proj.weight", 0, 1),
-    (".q_proj.bias", 0, 1),
-    (".k_proj.weight", 0, 1),
-    (".k_proj.bias", 0, 1),
-    (".v_proj.weight", 0, 1),
-    (".v_proj.bias", 0, 1),
-    (".o_proj.weight", 1, 1),
-    (".gate_proj.weight", 0, 1),
-    (".gate_proj.bias", 0, 1),
-    (".up_proj.weight", 0, 1),
-    (".up_proj.bias", 0, 1),
-    (".down_proj.weight", 1, 1),
-];
+/// A head that may be the input embedding.
+#[derive(Debug)]
+pub(crate) struct Tie {
+    /// The head's weight.
+    pub(crate) head: &'static str,
+    /// The input embedding.
+    pub(crate) embedding: &'static str,
+    /// Whether they are one where the configuration does not say.
+    is_default: bool,
+    /// A parameter beside the head that files have under two names: the one in use where head and embedding
+    /// are one, and the one in use where they are not.
+    twin: Option<[&'static str; 2]>,
+}
 
-const LLAMA: Family = Family {
-    model_type: "llama",
-    prefix: "model.",
-    embedding: "model.embed_tokens.weight",
-    head: "lm_head.weight",
-    tied: false,
+/// What most families are.
+const PLAIN: Family = Family {
+    model_types: &[],
+    prefix: "",
+    tie: None,
     is_transposed: false,
-    cuts: LLAMA_CUTS,
+    columns: &[],
+    rows: &[],
+    tables: &[],
+    unused: &[],
+};
+
+/// The layers of BERT, by which those of ViT are named.
+const ENCODER: Family = Family {
+    columns: &[
+        ("attention.self.query", 1),
+        ("attention.self.key", 1),
+        ("attention.self.value", 1),
+        ("attention.attention.query", 1),
+        ("attention.attention.key", 1),
+        ("attention.attention.value", 1),
+        ("intermediate.dense", 1),
+    ],
+    rows: &["output.dense"],
+    ..PLAIN
 };
 
 const FAMILIES: [Family; 7] = [
     Family {
-        model_type: "gpt2",
+        model_types: &["gpt2"],
         prefix: "transformer.",
-        embedding: "transformer.wte.weight",
-        head: "lm_head.weight",
-        tied: true,
+        tie: Some(Tie {
+            head: "lm_head.weight",
+            embedding: "transformer.wte.weight",
+            is_default: true,
+            twin: None,
+        }),
         is_transposed: true,
-        cuts: &[
-            (".attn.c_attn.weight", 1, 3),
-            (".attn.c_attn.bias", 0, 3),
-            (".attn.c_proj.weight", 0, 1),
-            (".mlp.c_fc.weight", 1, 1),
-            (".mlp.c_fc.bias", 0, 1),
-            (".mlp.c_proj.weight", 0, 1),
-        ],
-    },
-    LLAMA,
-    Family {
-        model_type: "mistral",
-        ..LLAMA
+        columns: &[("attn.c_attn", 3), ("mlp.c_fc", 1)],
+        rows: &["attn.c_proj", "mlp.c_proj"],
+        ..PLAIN
     },
     Family {
-        model_type: "qwen2",
-        ..LLAMA
-    },
-    Family {
-        model_type: "qwen3",
-        ..LLAMA
-    },
-    Family {
-        model_type: "opt",
-        is_transposed: false,
+        model_types: &["llama", "mistral", "qwen2", "qwen3"],
         prefix: "model.",
-        embedding: "model.decoder.embed_tokens.weight",
-        head: "lm_head.weight",
-        tied: true,
-        cuts: &[
-            (".q_proj.weight", 0, 1),
-            (".q_proj.bias", 0, 1),
-            (".k_proj.weight", 0, 1),
-            (".k_proj.bias", 0, 1),
-            (".v_proj.weight", 0, 1),
-            (".v_proj.bias", 0, 1),
-            (".out_proj.weight", 1, 1),
-            (".fc1.weight", 0, 1),
-            (".fc1.bias", 0, 1),
-            (".fc2.weight", 1, 1),
+        tie: Some(Tie {
+            head: "lm_head.weight",
+            embedding: "model.embed_tokens.weight",
+            is_default: false,
+            twin: None,
+        }),
+        is_transposed: false,
+        columns: &[
+            ("q_proj", 1),
+            ("k_proj", 1),
+            ("v_proj", 1),
+            ("gate_proj", 1),
+            ("up_proj", 1),
         ],
+        rows: &["o_proj", "down_proj"],
+        ..PLAIN
+    },
+    Family {
+        model_types: &["opt"],
+        prefix: "model.",
+        tie: Some(Tie {
+            head: "lm_head.weight",
+            embedding: "model.decoder.embed_tokens.weight",
+            is_default: true,
+            twin: None,
+        }),
+        is_transposed: false,
+        columns: &[("q_proj", 1), ("k_proj", 1), ("v_proj", 1), ("fc1", 1)],
+        rows: &["out_proj", "fc2"],
+        ..PLAIN
     },
     // Query, key and value alternate head by head, so slices are whole heads.
     Family {
-        model_type: "gpt_neox",
-        is_transposed: false,
+        model_types: &["gpt_neox"],
         prefix: "gpt_neox.",
-        embedding: "gpt_neox.embed_in.weight",
-        head: "embed_out.weight",
-        tied: false,
-        cuts: &[
-            (".query_key_value.weight", 0, 1),
-            (".query_key_value.bias", 0, 1),
-            (".attention.dense.weight", 1, 1),
-            (".dense_h_to_4h.weight", 0, 1),
-            (".dense_h_to_4h.bias", 0, 1),
-            (".dense_4h_to_h.weight", 1, 1),
+        tie: Some(Tie {
+            head: "embed_out.weight",
+            embedding: "gpt_neox.embed_in.weight",
+            is_default: false,
+            twin: None,
+        }),
+        is_transposed: false,
+        columns: &[("query_key_value", 1), ("dense_h_to_4h", 1)],
+        rows: &["attention.dense", "dense_4h_to_h"],
+        ..PLAIN
+    },
+    Family {
+        model_types: &["bert"],
+        prefix: "bert.",
+        tie: Some(Tie {
+            head: "cls.predictions.decoder.weight",
+            embedding: "bert.embeddings.word_embeddings.weight",
+            is_default: true,
+            twin: Some(["cls.predictions.bias", "cls.predictions.decoder.bias"]),
+        }),
+        // Positions from 0 on, and the head for pairs of sentences.
+        unused: &[
+            "embeddings.position_ids",
+            "cls.seq_relationship.weight",
+            "cls.seq_relationship.bias",
         ],
+        ..ENCODER
+    },
+    Family {
+        model_types: &["vit"],
+        prefix: "vit.",
+        unused: &["vit.pooler.dense.weight", "vit.pooler.dense.bias"],
+        ..ENCODER
+    },
+    Family {
+        model_types: &["t5"],
+        tie: Some(Tie {
+            head: "lm_head.weight",
+            embedding: "shared.weight",
+            is_default: true,
+            twin: None,
+        }),
+        columns: &[
+            ("Attention.q", 1),
+            ("Attention.k", 1),
+            ("Attention.v", 1),
+            ("DenseReluDense.wi", 1),
+            ("DenseReluDense.wi_0", 1),
+            ("DenseReluDense.wi_1", 1),
+        ],
+        rows: &["Attention.o", "DenseReluDense.wo"],
+        tables: &["relative_attention_bias"],
+        // Other names of the embedding, and a table that attention to the encoder never used.
+        unused: &[
+            "encoder.embed_tokens.weight",
+            "decoder.embed_tokens.weight",
+            "EncDecAttention.relative_attention_bias.weight",
+        ],
+        ..PLAIN
     },
 ];
 
@@ -120,19 +184,15 @@ const FAMILIES: [Family; 7] = [
 pub(crate) fn of(model_type: &str) -> Option<&'static Family> {
     FAMILIES
         .iter()
-        .find(|family| family.model_type == model_type)
+        .find(|family| family.model_types.contains(&model_type))
 }
 
 impl Family {
-    /// Whether the head is the embedding.
-    pub(crate) fn is_tied(&self, config: &Value) -> bool {
-        let said = config.get("tie_word_embeddings").and_then(Value::as_bool);
-        said.unwrap_or(self.tied)
-    }
-
-    /// The name of the embedding.
-    pub(crate) fn embedding(&self) -> &'static str {
-        self.embedding
+    /// The head of a language model and the embedding.
+    pub(crate) fn tie(&self, config: &Value) -> Option<&Tie> {
+        let architecture = config.pointer("/architectures/0").and_then(Value::as_str);
+        let classifies = architecture.is_some_and(|name| name.ends_with("Classification"));
+        self.tie.as_ref().filter(|_| !classifies)
     }
 
     /// What the names of the model without its head begin with in the model with it.
@@ -142,15 +202,34 @@ impl Family {
 
     /// Whether this linear weight is stored `[in, out]`.
     pub(crate) fn is_transposed(&self, name: &str) -> bool {
-        self.is_transposed && self.cuts.iter().any(|(end, ..)| name.ends_with(end))
+        let weight = name.strip_suffix(".weight");
+        let is_linear = |module| self.column(module).is_some() || self.is_row(module);
+        self.is_transposed && weight.is_some_and(is_linear)
+    }
+
+    /// The parts of a layer whose outputs are cut.
+    fn column(&self, module: &str) -> Option<usize> {
+        let found = self.columns.iter().find(|(end, _)| module.ends_with(end));
+        found.map(|(_, parts)| *parts)
+    }
+
+    fn is_row(&self, module: &str) -> bool {
+        self.rows.iter().any(|end| module.ends_with(end))
     }
 
     /// How tensor parallelism cuts a parameter.
     pub(crate) fn cut(&self, name: &str, shape: &[usize]) -> Option<Cut> {
-        let (_, dim, parts) = self.cuts.iter().find(|(end, ..)| name.ends_with(end))?;
-        let size = shape.get(*dim)?;
-        size.is_multiple_of(*parts)
-            .then(|| Cut::new(*dim, vec![size / parts; *parts]))
+        let (module, kind) = name.rsplit_once('.')?;
+        let (dim, parts) = match (kind, self.column(module)) {
+            ("weight", Some(parts)) => (usize::from(self.is_transposed), parts),
+            ("bias", Some(parts)) => (0, parts),
+            ("weight", None) if self.is_row(module) => (usize::from(!self.is_transposed), 1),
+            ("weight", None) if self.tables.iter().any(|end| module.ends_with(end)) => (1, 1),
+            _ => return None,
+        };
+        let size = shape.get(dim)?;
+        size.is_multiple_of(parts)
+            .then(|| Cut::new(dim, vec![size / parts; parts]))
     }
 
     /// Gives tensors the names of the model with its head, and takes out what it has no
@@ -158,27 +237,34 @@ impl Family {
     pub(super) fn normalise(
         &self,
         config: &Value,
-        found: &mut Vec<(String, Found)>,
+        found: &mut Vec<(String, StoredTensor)>,
         left_out: &mut Vec<String>,
     ) {
+        let tie = self.tie(config);
         let is_bare = found
             .iter()
             .all(|(_, tensor)| !tensor.name.starts_with(self.prefix));
-        if is_bare {
-            for (_, tensor) in found
-                .iter_mut()
-                .filter(|(_, tensor)| tensor.name != self.head)
-            {
+        for (_, tensor) in &mut *found {
+            if is_bare && tie.is_none_or(|tie| tensor.name != tie.head) {
                 tensor.name.insert_str(0, self.prefix);
             }
+            // What the first checkpoints of BERT call the weights of their norms.
+            for (old, new) in [(".gamma", ".weight"), (".beta", ".bias")] {
+                if let Some(module) = tensor.name.strip_suffix(old) {
+                    tensor.name = format!("{module}{new}");
+                }
+            }
         }
-        let has_embedding = found
-            .iter()
-            .any(|(_, tensor)| tensor.name == self.embedding);
-        let tied_head = self.is_tied(config) && has_embedding;
+        let tied = tie.filter(|tie| {
+            let is_there = |(_, tensor): &(String, StoredTensor)| tensor.name == tie.embedding;
+            tie.is_one(config) && found.iter().any(is_there)
+        });
+        let twin = tie.and_then(|tie| Some(tie.twin?[usize::from(tie.is_one(config))]));
         found.retain(|(_, tensor)| {
-            let is_head = tied_head && tensor.name == self.head;
-            let is_needed = !is_head && !is_buffer(tensor);
+            let is_head = tied.is_some_and(|tie| tensor.name == tie.head);
+            let is_twin = twin == Some(tensor.name.as_str());
+            let is_unused = self.unused.iter().any(|end| tensor.name.ends_with(end));
+            let is_needed = !is_head && !is_twin && !is_unused && !is_buffer(tensor);
             if !is_needed {
                 left_out.push(tensor.name.clone());
             }
@@ -187,8 +273,16 @@ impl Family {
     }
 }
 
+impl Tie {
+    /// Whether head and embedding are one by the configuration.
+    pub(crate) fn is_one(&self, config: &Value) -> bool {
+        let said = config.get("tie_word_embeddings").and_then(Value::as_bool);
+        said.unwrap_or(self.is_default)
+    }
+}
+
 /// Whether a tensor is one that older versions saved though it follows from the configuration.
-fn is_buffer(tensor: &Found) -> bool {
+fn is_buffer(tensor: &StoredTensor) -> bool {
     let name = tensor.name.as_str();
     let is_mask = name.ends_with(".attn.bias") || name.ends_with(".attention.bias");
     is_mask && tensor.shape.len() == 4

@@ -37,8 +37,8 @@ impl Default for ImportOptions {
 /// `config.json`, tokenizer and the like, no optimizer state. Returns the checkpoint's folder.
 ///
 /// `destination` and the topology are those of [`reshard`](crate::reshard); tensor parallelism cuts by the
-/// rules of the configuration's `model_type` where it is `gpt2`, `llama`, `mistral`, `qwen2` or `qwen3`. The state of
-/// the run is `null`, the model's description `{"model_type": …, "source": "hugging_face"}`.
+/// rules of the configuration's `model_type` where it is one of those that merak-trace knows by names of Hugging Face. The
+/// state of the run is `null`, the model's description `{"model_type": …, "source": "hugging_face"}`.
 ///
 /// # Errors
 /// [`Error::InvalidOption`](crate::Error::InvalidOption) for a topology that cannot be,

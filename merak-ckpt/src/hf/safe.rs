@@ -1,6 +1,6 @@
 //! Where the tensors of a safetensors file are.
 
-use super::{Found, checked_bytes, foreign};
+use super::{StoredTensor, checked_bytes, foreign};
 use crate::error::io_error;
 use crate::{DType, Result, format};
 use safetensors::tensor::Metadata;
@@ -8,8 +8,13 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// The tensors of the file, in the order of their bytes.
-pub(super) fn tensors(path: &Path) -> Result<Vec<Found>> {
+/// The tensors of a safetensors file, in the order of their bytes; none of their elements is read.
+///
+/// # Errors
+/// [`Error::Foreign`](crate::Error::Foreign) where the file is not what its header says,
+/// [`Error::Io`](crate::Error::Io) where it cannot be read.
+#[expect(clippy::missing_panics_doc, reason = "a header's keys are its own")]
+pub fn stored_tensors(path: &Path) -> Result<Vec<StoredTensor>> {
     let file = File::open(path).map_err(io_error("open", path))?;
     let length = file.metadata().map_err(io_error("look at", path))?.len();
     let mut prefix = [0; 8];
@@ -46,7 +51,7 @@ pub(super) fn tensors(path: &Path) -> Result<Vec<Found>> {
             let (begin, end) = info.data_offsets;
             let fits = |dtype| checked_bytes(dtype, &info.shape) == Some(end - begin);
             match dtype.filter(|&dtype| end >= begin && fits(dtype)) {
-                Some(dtype) => Ok(Found {
+                Some(dtype) => Ok(StoredTensor {
                     name,
                     dtype,
                     shape: info.shape.clone(),

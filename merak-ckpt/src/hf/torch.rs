@@ -8,7 +8,7 @@
 //! ```
 
 use super::pickle::{self, Heap, Storage, Value, View};
-use super::{Found, checked_bytes, foreign};
+use super::{StoredTensor, checked_bytes, foreign};
 use crate::error::io_error;
 use crate::{DType, Result};
 use std::collections::BTreeMap;
@@ -27,7 +27,7 @@ const OLD_MAGIC: &[u8] = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.";
 type Place = [u64; 2];
 
 /// The tensors of the file, in the order of its table.
-pub(super) fn tensors(path: &Path) -> Result<Vec<Found>> {
+pub(super) fn tensors(path: &Path) -> Result<Vec<StoredTensor>> {
     let file = File::open(path).map_err(io_error("open", path))?;
     let mut start = [0; OLD_MAGIC.len()];
     let is_old = file.read_exact_at(&mut start, 0).is_ok() && start == OLD_MAGIC;
@@ -35,7 +35,7 @@ pub(super) fn tensors(path: &Path) -> Result<Vec<Found>> {
     found.map_err(|reason| foreign(path, reason))
 }
 
-fn zipped(file: &File) -> Result<Vec<Found>, String> {
+fn zipped(file: &File) -> Result<Vec<StoredTensor>, String> {
     let mut archive = ZipArchive::new(BufReader::new(file)).map_err(|error| error.to_string())?;
     let (prefix, table) = table_of(&mut archive)?;
     let (value, heap, _) = pickle::run(&table)?;
@@ -115,7 +115,7 @@ fn stored<R: Read + std::io::Seek>(
         .ok_or_else(|| format!("member `{name}` has no place in the file"))
 }
 
-fn old(file: &File) -> Result<Vec<Found>, String> {
+fn old(file: &File) -> Result<Vec<StoredTensor>, String> {
     let unreadable = |error: std::io::Error| error.to_string();
     let length = file.metadata().map_err(unreadable)?.len();
     let mut bytes = Vec::new();
@@ -180,7 +180,7 @@ fn views<'a>(
     heap: &Heap<'a>,
     places: &BTreeMap<String, Place>,
     length: u64,
-) -> Result<Vec<Found>, String> {
+) -> Result<Vec<StoredTensor>, String> {
     let entries = heap.dict(table).ok_or("its table is no dictionary")?;
     let mut found = Vec::with_capacity(entries.len());
     for &(key, value) in entries {
@@ -195,7 +195,7 @@ fn views<'a>(
         let bytes = stretch(view, storage, places)
             .filter(|[_, end]| *end <= length)
             .ok_or_else(|| format!("tensor `{name}` is not contiguous, or beyond its storage"))?;
-        found.push(Found {
+        found.push(StoredTensor {
             name: name.to_owned(),
             dtype: storage.dtype,
             shape: view.shape.clone(),
