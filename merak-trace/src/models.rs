@@ -2,6 +2,7 @@
 
 mod bert;
 mod causal;
+mod encoder;
 mod fields;
 mod gpt;
 mod gpt2;
@@ -296,7 +297,7 @@ pub fn from_config(config: &Json) -> Result<Box<dyn Model>> {
         known: known_families().collect::<Vec<_>>().join(", "),
         found: model_type,
     })?;
-    fields.check_dtype()?;
+    fields.check_common()?;
     let model = (family.build)(&fields)?;
     fields.finish()?;
     let layers = model.info().num_layers;

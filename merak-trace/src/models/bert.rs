@@ -5,12 +5,13 @@ use super::{
     Model, ModelInfo, Objective, TraceOptions,
     causal::{finish_with, padding},
     check_seq,
-    fields::{Fields, head_dim},
+    encoder::{Encoder, linear},
+    fields::Fields,
 };
 use crate::{
     Graph, Init, Op, ParamRole, Result, TensorType,
-    fx::{self, AttentionTerms, Module, Symbol},
-    op::{Activation, Attention, WeightLayout},
+    fx::{self, Module, Symbol},
+    op::{Activation, WeightLayout},
 };
 use merak_mpu::DType;
 use serde_json::json;
@@ -27,20 +28,12 @@ enum Task {
 /// The configuration of a BERT model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Bert {
+    encoder: Encoder,
     vocab_size: usize,
-    hidden_size: usize,
-    num_layers: usize,
-    num_heads: usize,
-    intermediate_size: usize,
-    activation: Activation,
-    hidden_dropout: f64,
-    attention_dropout: f64,
     max_positions: usize,
     type_vocab_size: usize,
-    layer_norm_eps: f64,
     padding: Option<usize>,
     tie_word_embeddings: bool,
-    initializer_range: Option<f64>,
     task: Task,
 }
 
@@ -58,43 +51,30 @@ impl Bert {
             "pooler_type",
         ]);
         f.refuse("is_decoder", &[json!(false)])?;
-        f.refuse("add_cross_attention", &[json!(false)])?;
         f.refuse("position_embedding_type", &[json!("absolute")])?;
-        f.refuse("pruned_heads", &[json!({})])?;
-        let hidden_size = f.size_or("hidden_size", 768)?;
-        let num_heads = f.size_or("num_attention_heads", 12)?;
-        head_dim(hidden_size, num_heads, "num_attention_heads")?;
-        let hidden_dropout = f.probability("hidden_dropout_prob", 0.1)?;
+        let encoder = Encoder::from_fields(f, 0.1)?;
         let task = match f.architecture(&["BertForMaskedLM", "BertForSequenceClassification"])? {
             0 => Task::MaskedLm,
             _ => Task::Classification {
                 num_labels: f.num_labels()?,
-                dropout: f.probability("classifier_dropout", hidden_dropout)?,
+                dropout: f.probability("classifier_dropout", encoder.hidden_dropout)?,
             },
         };
         let vocab_size = f.size_or("vocab_size", 30522)?;
         Ok(Self {
+            encoder,
             vocab_size,
-            hidden_size,
-            num_layers: f.size_or("num_hidden_layers", 12)?,
-            num_heads,
-            intermediate_size: f.size_or("intermediate_size", 3072)?,
-            activation: f.activation("hidden_act", "gelu")?,
-            hidden_dropout,
-            attention_dropout: f.probability("attention_probs_dropout_prob", 0.1)?,
             max_positions: f.size_or("max_position_embeddings", 512)?,
             type_vocab_size: f.size_or("type_vocab_size", 2)?,
-            layer_norm_eps: f.number_or("layer_norm_eps", 1e-12)?,
             padding: padding(f, Some(0), vocab_size)?,
             tie_word_embeddings: f.flag_or("tie_word_embeddings", true)?,
-            initializer_range: f.opt_number("initializer_range")?,
             task,
         })
     }
 
     /// Words, segments and positions; the table of the words beside them.
     fn embeddings(&self, module: &Module, ids: Ids<'_>, init: Init) -> Result<(Symbol, Symbol)> {
-        let width = self.hidden_size;
+        let width = self.encoder.hidden_size;
         let (x, table) = module.sub("word_embeddings").padded_embedding(
             ids.tokens,
             self.vocab_size,
@@ -116,43 +96,21 @@ impl Bert {
             init,
         )?;
         let x = module.add(&module.add(&x, &types)?, &positions)?;
-        let x = module
-            .sub("LayerNorm")
-            .layer_norm(&x, self.layer_norm_eps)?;
-        Ok((module.dropout(&x, self.hidden_dropout)?, table))
+        let x = self.encoder.norm(&module.sub("LayerNorm"), &x)?;
+        Ok((module.dropout(&x, self.encoder.hidden_dropout)?, table))
     }
 
+    /// A layer, whose norms come after the sums.
     fn layer(&self, layer: &Module, x: &Symbol, seen: &Symbol, init: Init) -> Result<Symbol> {
-        let (attn, width) = (layer.sub("attention.self"), self.hidden_size);
-        let [q, k, v] =
-            ["query", "key", "value"].map(|name| linear(&attn.sub(name), x, width, init));
-        let head_dim = width / self.num_heads;
-        let spec = Attention {
-            heads: self.num_heads,
-            kv_heads: self.num_heads,
-            head_dim,
-            scale: 1.0 / (head_dim as f64).sqrt(),
-            causal: false,
-            window: None,
-            dropout: None,
-        };
-        let terms = AttentionTerms {
-            seen: Some(seen),
-            bias: None,
-        };
-        let mixed = attn.attention_with([&q?, &k?, &v?], terms, &spec, self.attention_dropout)?;
-        let x = self.output(&layer.sub("attention.output"), &mixed, x, init)?;
-        let intermediate = layer.sub("intermediate");
-        let hidden = linear(&intermediate.sub("dense"), &x, self.intermediate_size, init)?;
-        let hidden = intermediate.activation(&hidden, self.activation)?;
-        self.output(&layer.sub("output"), &hidden, &x, init)
-    }
-
-    /// Projects back to the width of the model, adds what came in and normalises.
-    fn output(&self, module: &Module, x: &Symbol, residual: &Symbol, init: Init) -> Result<Symbol> {
-        let x = linear(&module.sub("dense"), x, self.hidden_size, init)?;
-        let x = module.add(&module.dropout(&x, self.hidden_dropout)?, residual)?;
-        module.sub("LayerNorm").layer_norm(&x, self.layer_norm_eps)
+        let encoder = &self.encoder;
+        let attn = layer.sub("attention.self");
+        let mixed = encoder.attention(&attn, x, Some(seen), (true, init))?;
+        let output = layer.sub("attention.output");
+        let x = output.add(&encoder.narrow(&output, &mixed, init)?, x)?;
+        let x = encoder.norm(&output.sub("LayerNorm"), &x)?;
+        let output = layer.sub("output");
+        let x = output.add(&encoder.feed_forward(layer, &x, init)?, &x)?;
+        encoder.norm(&output.sub("LayerNorm"), &x)
     }
 
     /// Logits of all tokens at all positions: `[B, S, V]`.
@@ -165,26 +123,25 @@ impl Bert {
     ) -> Result<Symbol> {
         let head = root.sub("cls.predictions");
         let transform = head.sub("transform");
-        let x = linear(&transform.sub("dense"), x, self.hidden_size, init)?;
-        let x = transform.activation(&x, self.activation)?;
-        let x = transform
-            .sub("LayerNorm")
-            .layer_norm(&x, self.layer_norm_eps)?;
+        let width = self.encoder.hidden_size;
+        let x = linear(&transform.sub("dense"), x, width, init)?;
+        let x = transform.activation(&x, self.encoder.activation)?;
+        let x = self.encoder.norm(&transform.sub("LayerNorm"), &x)?;
         let decoder = head.sub("decoder");
         let weight = if let Some(table) = tied {
             root.alias(table, "cls.predictions.decoder.weight");
             table.clone()
         } else {
-            let shape = [self.vocab_size, self.hidden_size];
+            let shape = [self.vocab_size, width];
             decoder.param("weight", &shape, init, ParamRole::Weight)?
         };
-        let bias = head.param(
-            "bias",
-            &[self.vocab_size],
-            Init::Constant(0.0),
-            ParamRole::Bias,
-        )?;
-        root.alias(&bias, "cls.predictions.decoder.bias");
+        // transformers ties the bias together with the weight; apart from each other, the decoder's is the one in use.
+        let owner = if tied.is_some() { &head } else { &decoder };
+        let shape = [self.vocab_size];
+        let bias = owner.param("bias", &shape, Init::Constant(0.0), ParamRole::Bias)?;
+        if tied.is_some() {
+            root.alias(&bias, "cls.predictions.decoder.bias");
+        }
         let op = Op::Linear {
             layout: WeightLayout::OutIn,
             bias: true,
@@ -202,7 +159,7 @@ impl Bert {
     ) -> Result<Symbol> {
         let pooler = root.sub("bert.pooler");
         let first = pooler.first(x)?;
-        let pooled = linear(&pooler.sub("dense"), &first, self.hidden_size, init)?;
+        let pooled = linear(&pooler.sub("dense"), &first, self.encoder.hidden_size, init)?;
         let pooled = pooler.activation(&pooled, Activation::Tanh)?;
         let classifier = root.sub("classifier");
         linear(
@@ -223,16 +180,8 @@ struct Ids<'a> {
 
 impl Model for Bert {
     fn info(&self) -> ModelInfo {
-        ModelInfo {
-            family: "bert",
-            num_layers: self.num_layers,
-            hidden_size: self.hidden_size,
-            num_heads: self.num_heads,
-            num_kv_heads: self.num_heads,
-            max_seq: self.max_positions,
-            vocab_size: self.vocab_size,
-            eos_token_id: None,
-        }
+        self.encoder
+            .info("bert", self.max_positions, self.vocab_size)
     }
 
     fn objective(&self) -> Objective {
@@ -248,7 +197,7 @@ impl Model for Bert {
 
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
         check_seq(options.seq, self.max_positions, "max_position_embeddings")?;
-        let init = Init::Normal(self.initializer_range.unwrap_or(options.init_std));
+        let init = self.encoder.init(options);
         fx::trace(options.dtype, |root| {
             let ids = |name| {
                 let ty = TensorType::new([options.batch, options.seq], DType::I64);
@@ -262,7 +211,7 @@ impl Model for Bert {
                 types: &types,
             };
             let (mut x, table) = self.embeddings(&bert.sub("embeddings"), inputs, init)?;
-            for index in 0..self.num_layers {
+            for index in 0..self.encoder.num_layers {
                 let layer = bert.sub(&format!("encoder.layer.{index}"));
                 x = self.layer(&layer, &x, &seen, init)?;
             }
@@ -282,8 +231,4 @@ impl Model for Bert {
             }
         })
     }
-}
-
-fn linear(module: &Module, x: &Symbol, out: usize, init: Init) -> Result<Symbol> {
-    module.linear(x, out, WeightLayout::OutIn, true, init)
 }

@@ -72,8 +72,16 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// Checks what a configuration of any family may say.
+    pub(super) fn check_common(&self) -> Result<()> {
+        self.refuse("add_cross_attention", &[false.into()])?;
+        self.refuse("tie_encoder_decoder", &[false.into()])?;
+        self.refuse("pruned_heads", &[Json::Object(Map::new())])?;
+        self.check_dtype()
+    }
+
     /// Checks the element type in which the weights were saved; training has one of its own.
-    pub(super) fn check_dtype(&self) -> Result<()> {
+    fn check_dtype(&self) -> Result<()> {
         for name in ["dtype", "torch_dtype"] {
             if self.get(name).is_none() {
                 continue;

@@ -11,7 +11,6 @@ use crate::{
     fx::{self, Module, Symbol},
     op::{Activation, Attention, WeightLayout},
 };
-use serde_json::json;
 
 /// The configuration of a GPT-2 language model.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,7 +37,6 @@ impl Gpt2 {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
         check_architecture(f)?;
-        f.refuse("add_cross_attention", &[json!(false)])?;
         let n_embd = f.size_or(f.renamed("n_embd", "hidden_size")?, 768)?;
         let n_head = f.size_or(f.renamed("n_head", "num_attention_heads")?, 12)?;
         head_dim(n_embd, n_head, "n_head")?;

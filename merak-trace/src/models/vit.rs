@@ -4,32 +4,25 @@
 use super::{
     Model, ModelInfo, Objective, TraceOptions,
     causal::finish_with,
-    fields::{Fields, error, head_dim},
+    encoder::{Encoder, linear},
+    fields::{Fields, error},
 };
 use crate::{
     Graph, Init, Op, ParamRole, Result, TensorType,
     fx::{self, Module, Symbol},
-    op::{Activation, Attention, WeightLayout},
+    op::WeightLayout,
 };
 
 /// The configuration of a vision transformer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Vit {
-    hidden_size: usize,
-    num_layers: usize,
-    num_heads: usize,
-    intermediate_size: usize,
-    activation: Activation,
-    hidden_dropout: f64,
-    attention_dropout: f64,
-    layer_norm_eps: f64,
+    encoder: Encoder,
     /// Height and width.
     image: [usize; 2],
     patch: [usize; 2],
     num_channels: usize,
     qkv_bias: bool,
     num_labels: usize,
-    initializer_range: Option<f64>,
 }
 
 impl Vit {
@@ -37,31 +30,26 @@ impl Vit {
     /// `transformers`.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
         f.architecture(&["ViTForImageClassification"])?;
-        // Of the decoder of masked images and of the pooler, which the classifier does without.
-        f.ignore(&["encoder_stride", "pooler_output_size", "pooler_act"]);
-        let hidden_size = f.size_or("hidden_size", 768)?;
-        let num_heads = f.size_or("num_attention_heads", 12)?;
-        head_dim(hidden_size, num_heads, "num_attention_heads")?;
+        // Of the decoder of masked images, of the pooler, which the classifier does without, and of words.
+        f.ignore(&[
+            "encoder_stride",
+            "pooler_output_size",
+            "pooler_act",
+            "tie_word_embeddings",
+        ]);
+        let encoder = Encoder::from_fields(f, 0.0)?;
         let (image, patch) = (f.pair_or("image_size", 224)?, f.pair_or("patch_size", 16)?);
         if image[0] < patch[0] || image[1] < patch[1] {
             let reason = format!("is {patch:?}, larger than the image {image:?}");
             return Err(error("patch_size", &reason));
         }
         Ok(Self {
-            hidden_size,
-            num_layers: f.size_or("num_hidden_layers", 12)?,
-            num_heads,
-            intermediate_size: f.size_or("intermediate_size", 3072)?,
-            activation: f.activation("hidden_act", "gelu")?,
-            hidden_dropout: f.probability("hidden_dropout_prob", 0.0)?,
-            attention_dropout: f.probability("attention_probs_dropout_prob", 0.0)?,
-            layer_norm_eps: f.number_or("layer_norm_eps", 1e-12)?,
+            encoder,
             image,
             patch,
             num_channels: f.size_or("num_channels", 3)?,
             qkv_bias: f.flag_or("qkv_bias", true)?,
             num_labels: f.num_labels()?,
-            initializer_range: f.opt_number("initializer_range")?,
         })
     }
 
@@ -87,11 +75,12 @@ impl Vit {
         let cut = module.reshape(&pixels, &[batch, channels, rows, height, cols, width])?;
         let cut = module.transpose(&cut, &[0, 2, 4, 1, 3, 5])?;
         let cut = module.reshape(&cut, &[batch, rows * cols, size])?;
-        let shape = [self.hidden_size, channels, height, width];
+        let hidden_size = self.encoder.hidden_size;
+        let shape = [hidden_size, channels, height, width];
         let weight = module.param("weight", &shape, init, ParamRole::Weight)?;
-        let bias = [self.hidden_size];
+        let bias = [hidden_size];
         let bias = module.param("bias", &bias, Init::Constant(0.0), ParamRole::Bias)?;
-        let weight = module.reshape(&weight, &[self.hidden_size, size])?;
+        let weight = module.reshape(&weight, &[hidden_size, size])?;
         let op = Op::Linear {
             layout: WeightLayout::OutIn,
             bias: true,
@@ -101,7 +90,7 @@ impl Vit {
 
     /// The class token before the patches, all with their positions.
     fn embeddings(&self, module: &Module, pixels: &Symbol, init: Init) -> Result<Symbol> {
-        let width = self.hidden_size;
+        let width = self.encoder.hidden_size;
         let class = module.param("cls_token", &[1, 1, width], init, ParamRole::Embedding)?;
         let positions = module.param(
             "position_embeddings",
@@ -114,64 +103,25 @@ impl Vit {
         let class = module.repeated(&class, &[pixels.shape()[0], 1, width])?;
         let x = module.concat(&[&class, &patches], 1)?;
         let positions = module.reshape(&positions, &[self.seq(), width])?;
-        module.dropout(&module.add(&x, &positions)?, self.hidden_dropout)
+        module.dropout(&module.add(&x, &positions)?, self.encoder.hidden_dropout)
     }
 
+    /// A layer, whose norms come before the parts.
     fn layer(&self, layer: &Module, x: &Symbol, init: Init) -> Result<Symbol> {
-        let linear = |module: &Module, x: &Symbol, out, bias| {
-            module.linear(x, out, WeightLayout::OutIn, bias, init)
-        };
-        let width = self.hidden_size;
-        let normed = layer
-            .sub("layernorm_before")
-            .layer_norm(x, self.layer_norm_eps)?;
+        let encoder = &self.encoder;
+        let normed = encoder.norm(&layer.sub("layernorm_before"), x)?;
         let attn = layer.sub("attention.attention");
-        let [q, k, v] = ["query", "key", "value"]
-            .map(|name| linear(&attn.sub(name), &normed, width, self.qkv_bias));
-        let head_dim = width / self.num_heads;
-        let spec = Attention {
-            heads: self.num_heads,
-            kv_heads: self.num_heads,
-            head_dim,
-            scale: 1.0 / (head_dim as f64).sqrt(),
-            causal: false,
-            window: None,
-            dropout: None,
-        };
-        let mixed = attn.attention(&q?, &k?, &v?, &spec, self.attention_dropout)?;
-        let output = layer.sub("attention.output");
-        let mixed = linear(&output.sub("dense"), &mixed, width, true)?;
-        let x = layer.add(&output.dropout(&mixed, self.hidden_dropout)?, x)?;
-
-        let normed = layer
-            .sub("layernorm_after")
-            .layer_norm(&x, self.layer_norm_eps)?;
-        let intermediate = layer.sub("intermediate");
-        let hidden = linear(
-            &intermediate.sub("dense"),
-            &normed,
-            self.intermediate_size,
-            true,
-        )?;
-        let hidden = intermediate.activation(&hidden, self.activation)?;
-        let output = layer.sub("output");
-        let hidden = linear(&output.sub("dense"), &hidden, width, true)?;
-        layer.add(&output.dropout(&hidden, self.hidden_dropout)?, &x)
+        let mixed = encoder.attention(&attn, &normed, None, (self.qkv_bias, init))?;
+        let mixed = encoder.narrow(&layer.sub("attention.output"), &mixed, init)?;
+        let x = layer.add(&mixed, x)?;
+        let normed = encoder.norm(&layer.sub("layernorm_after"), &x)?;
+        layer.add(&encoder.feed_forward(layer, &normed, init)?, &x)
     }
 }
 
 impl Model for Vit {
     fn info(&self) -> ModelInfo {
-        ModelInfo {
-            family: "vit",
-            num_layers: self.num_layers,
-            hidden_size: self.hidden_size,
-            num_heads: self.num_heads,
-            num_kv_heads: self.num_heads,
-            max_seq: self.seq(),
-            vocab_size: self.num_labels,
-            eos_token_id: None,
-        }
+        self.encoder.info("vit", self.seq(), self.num_labels)
     }
 
     fn objective(&self) -> Objective {
@@ -189,21 +139,20 @@ impl Model for Vit {
             );
             return Err(error("image_size", &reason));
         }
-        let init = Init::Normal(self.initializer_range.unwrap_or(options.init_std));
+        let init = self.encoder.init(options);
         fx::trace(options.dtype, |root| {
             let [height, width] = self.image;
             let shape = [options.batch, self.num_channels, height, width];
             let pixels = root.input("pixel_values", TensorType::new(shape, options.dtype));
             let vit = root.sub("vit");
             let mut x = self.embeddings(&vit.sub("embeddings"), &pixels, init)?;
-            for index in 0..self.num_layers {
+            for index in 0..self.encoder.num_layers {
                 x = self.layer(&vit.sub(&format!("encoder.layer.{index}")), &x, init)?;
             }
-            let x = vit.sub("layernorm").layer_norm(&x, self.layer_norm_eps)?;
+            let x = self.encoder.norm(&vit.sub("layernorm"), &x)?;
             let classifier = root.sub("classifier");
             let first = classifier.first(&x)?;
-            let layout = WeightLayout::OutIn;
-            let logits = classifier.linear(&first, self.num_labels, layout, true, init)?;
+            let logits = linear(&classifier, &first, self.num_labels, init)?;
             finish_with(root, &logits, &[options.batch], options)
         })
     }

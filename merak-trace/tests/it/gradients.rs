@@ -15,7 +15,7 @@ use merak_trace::{
 const STEP: f64 = 1e-5;
 
 /// Checks an operation's gradients by differences, and its results and gradients on every backend.
-fn check(
+pub(crate) fn check(
     name: &str,
     operands: &[TensorType],
     ids: &[(&str, TensorType, &[i64])],
@@ -138,11 +138,11 @@ fn check_by_differences(
     }
 }
 
-fn t(shape: &[usize]) -> TensorType {
+pub(crate) fn t(shape: &[usize]) -> TensorType {
     TensorType::new(shape, DType::F64)
 }
 
-fn apply(op: Op) -> impl Fn(&Module, &[Symbol], &[Symbol]) -> Result<Vec<Symbol>> {
+pub(crate) fn apply(op: Op) -> impl Fn(&Module, &[Symbol], &[Symbol]) -> Result<Vec<Symbol>> {
     move |module, params, ids| {
         let operands: Vec<_> = params.iter().chain(ids).collect();
         // Statistics that an operation returns beside its result take part in no loss.
@@ -162,7 +162,11 @@ fn results(op: &Op) -> usize {
     }
 }
 
-fn ids<'a>(name: &'a str, shape: &[usize], data: &'a [i64]) -> (&'a str, TensorType, &'a [i64]) {
+pub(crate) fn ids<'a>(
+    name: &'a str,
+    shape: &[usize],
+    data: &'a [i64],
+) -> (&'a str, TensorType, &'a [i64]) {
     (name, TensorType::new(shape, DType::I64), data)
 }
 

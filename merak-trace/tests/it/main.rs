@@ -1,17 +1,23 @@
 //! What the graph engine promises, tested from outside.
 //!
+//! - `configs`: configurations as transformers 4 and 5 write them, and fields that tell models apart.
 //! - `conformance`: every operation, forward and gradient, in every element type, on every backend.
 //! - `decoding`: positions that pass one by one, with a cache, give what they give together.
 //! - `families`: configurations of model families, both spellings, every field used or refused.
 //! - `gradients`: every operation's gradient against finite differences in f64.
+//! - `nonfinite`: NaN and infinity go through operations as in PyTorch.
+//! - `odd_sizes`: gradients at sizes that leave a tail, with hidden keys and shared heads.
 //! - `parity`: the numbers of `transformers` on the same weights and data.
 //! - `programs`: stage cuts, recomputation and the halves of the backward change no bit.
 //! - `support`: small graphs and what runs them.
 
+mod configs;
 mod conformance;
 mod decoding;
 mod families;
 mod gradients;
+mod nonfinite;
+mod odd_sizes;
 mod parity;
 mod programs;
 mod support;

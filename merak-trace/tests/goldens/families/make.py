@@ -4,48 +4,24 @@ Run with torch 2.13 and transformers 5.23: `python make.py [CASE ...]`. Each cas
 the configuration as transformers saves it, names and shapes of the parameters as they stand in model.safetensors,
 logits of the first batch, the losses of ten training steps, and the versions of the libraries.
 
-Weights and data are formulas that `tests/it/parity/formula.rs` computes too.
+Weights (`../formula.py`) and data are formulas that `tests/it/parity/formula.rs` computes too.
 """
 
-import json
 import math
 import os
 import pathlib
 import sys
 import tempfile
 
-import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from formula import rounded, start, uniform, write
+
 BATCH, STEPS, VOCAB, SEQ, TARGET = 3, 10, 31, 8, 6
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
-
-
-def uniform(name, count):
-    """`count` numbers in [-1, 1): SplitMix64 from the FNV-1a hash of the name."""
-    state = 0xCBF29CE484222325
-    for byte in name.encode():
-        state = ((state ^ byte) * 0x100000001B3) % 2**64
-    with np.errstate(over="ignore"):
-        x = np.uint64(state) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
-
-
-def weight(name, shape):
-    """The starting values of a parameter."""
-    u = uniform(name, math.prod(shape))
-    if name.endswith("weight") and "norm" in name.lower():
-        u = 1.0 + 0.1 * u
-    elif name.endswith("bias"):
-        u = 0.1 * u
-    else:
-        u = 0.3 * u
-    return torch.from_numpy(u.astype(np.float32)).reshape(shape)
 
 
 def token(index, t):
@@ -82,7 +58,7 @@ def translated(index, pad):
 
 
 def image(index, shape, classes):
-    pixels = uniform(f"image {index}", math.prod(shape)).astype(np.float32).reshape(shape)
+    pixels = uniform(f"image {index}", math.prod(shape)).astype("float32").reshape(shape)
     return {"pixel_values": pixels.tolist(), "labels": label(index, classes)}
 
 
@@ -130,9 +106,7 @@ def run(case, architecture, fields, untie=False):
         # What a checkpoint of version 1.1 makes of it, whose head is a tensor of its own.
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     named = {file_name(config.model_type, name): p for name, p in model.named_parameters()}
-    with torch.no_grad():
-        for name, p in named.items():
-            p.copy_(weight(name, tuple(p.shape)))
+    start(named)
     if not untie:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
@@ -156,16 +130,12 @@ def run(case, architecture, fields, untie=False):
         optimizer.step()
 
     golden = {
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "config": saved,
         "parameters": {name: list(p.shape) for name, p in sorted(named.items())},
-        "logits": [float(f"{x:.7g}") for x in logits.flatten().tolist()],
-        "losses": [float(f"{x:.8g}") for x in losses],
+        "logits": rounded(logits.flatten().tolist(), 7),
+        "losses": rounded(losses, 8),
     }
-    path = pathlib.Path(__file__).with_name(f"{case}.json")
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in golden.items())
-    path.write_text("{\n" + lines + "\n}\n")
-    print(case, losses[0], losses[-1])
+    write(__file__, case, golden)
 
 
 BERT = {

@@ -4,52 +4,23 @@ Run with torch 2.13 and transformers 5.23: `python make.py [CASE ...]`. Each cas
 the configuration as transformers saves it, names and shapes of the parameters as they stand in model.safetensors,
 logits of the first batch, the losses of ten training steps, and the versions of the libraries.
 
-Weights and data are formulas that `tests/it/parity/formula.rs` computes too.
+Weights (`formula.py` of merak-trace) and data are formulas that `tests/it/parity/formula.rs` computes too.
 """
 
 import json
-import math
 import os
 import pathlib
 import sys
 import tempfile
 
-import numpy as np
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[4] / "merak-trace/tests/goldens"))
+from formula import is_norm, rounded, start, write
 
 BATCH, STEPS, VOCAB = 4, 10, 31
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 3e-3, 0.1, 1.0
-
-
-def uniform(name, count):
-    """`count` numbers in [-1, 1): SplitMix64 from the FNV-1a hash of the name."""
-    state = 0xCBF29CE484222325
-    for byte in name.encode():
-        state = ((state ^ byte) * 0x100000001B3) % 2**64
-    with np.errstate(over="ignore"):
-        x = np.uint64(state) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
-
-
-def is_norm(name):
-    return name.endswith("weight") and ("norm" in name.lower() or ".ln_" in name)
-
-
-def weight(name, shape):
-    """The starting values of a parameter."""
-    u = uniform(name, math.prod(shape))
-    if is_norm(name):
-        u = 1.0 + 0.1 * u
-    elif name.endswith("bias"):
-        u = 0.1 * u
-    else:
-        u = 0.3 * u
-    return torch.from_numpy(u.astype(np.float32)).reshape(shape)
 
 
 def decays(name):
@@ -89,9 +60,7 @@ def run(case, fields, seq):
     model = AutoModelForCausalLM.from_config(config).float().eval()
     model_type = fields["model_type"]
     named = {file_name(model_type, name): p for name, p in model.named_parameters()}
-    with torch.no_grad():
-        for name, p in named.items():
-            p.copy_(weight(name, tuple(p.shape)))
+    start(named)
     pad = config.pad_token_id or 0
 
     first = batch(0, seq, pad)
@@ -118,17 +87,13 @@ def run(case, fields, seq):
         model.save_pretrained(folder)
         saved = json.loads(pathlib.Path(folder, "config.json").read_text())
     golden = {
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "config": saved,
         "seq": seq,
         "parameters": {name: list(p.shape) for name, p in sorted(named.items())},
-        "logits": [[float(f"{x:.7g}") for x in row] for row in rows],
-        "losses": [float(f"{x:.8g}") for x in losses],
+        "logits": [rounded(row, 7) for row in rows],
+        "losses": rounded(losses, 8),
     }
-    path = pathlib.Path(__file__).with_name(f"{case}.json")
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in golden.items())
-    path.write_text("{\n" + lines + "\n}\n")
-    print(case, losses[0], losses[-1])
+    write(__file__, case, golden)
 
 
 GPT2 = {"model_type": "gpt2", "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
