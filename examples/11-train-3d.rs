@@ -71,7 +71,7 @@ fn main() -> Result<()> {
     ensure!(4_usize.is_multiple_of(args.dp), "DP divides 4");
     args.per_device_train_batch_size = 4 / args.dp;
     args.gradient_accumulation_steps = 4; // microbatches, which fill the pipeline
-    args.seq_length = Some(SEQ);
+    args.seq_length = Some(SEQ.into());
     args.max_steps = 60;
     args.learning_rate = 5e-3;
     args.warmup_steps = 5;

@@ -68,7 +68,7 @@ fn arguments([dp, tp, pp]: [usize; 3], output: &Path) -> Result<CheckedArguments
     args.per_device_train_batch_size = GLOBAL_BATCH / MICROBATCHES / dp;
     args.gradient_accumulation_steps = MICROBATCHES;
     args.output_dir = Some(output.to_owned());
-    args.seq_length = Some(16);
+    args.seq_length = Some(16.into());
     args.max_steps = STEPS;
     args.learning_rate = 3e-3;
     Ok(args.check()?)

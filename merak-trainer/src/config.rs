@@ -42,7 +42,7 @@ pub use self::{
     key::Key,
     origin::Origin,
     setting::InputPath,
-    special::{Boundaries, ThreadsPerRank, TokenizerSource},
+    special::{Boundaries, SeqLength, ThreadsPerRank, TokenizerSource},
 };
 use self::{
     key::Raw,

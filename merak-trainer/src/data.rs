@@ -1,10 +1,13 @@
 //! Data: text, tokens, samples, and which rank takes which sample when.
 //!
 //! ```text
-//! files ── Corpus ──► tokens ── TokenDataset ──► samples ── Loader ──► batches
-//!            │                                                ▲
-//!         Tokenizer                     TrainingOrder, EvaluationOrder
+//! files ── Source ──► stream, records or tensors ── Dataset ──► samples ── Loader ──► batches
+//!            │                                                             ▲
+//!         Tokenizer                                  TrainingOrder, EvaluationOrder
 //! ```
+//!
+//! Samples are tensors by the names of the model's inputs ([`Dataset`]). [`Source`] says which data make samples
+//! for which models; a program may bring a data set of its own for any of them.
 //!
 //! The order is computed from (seed, epoch) on each rank alone and does not depend on the topology:
 //! with the same global batch every topology trains on the same samples in the same step.
@@ -26,27 +29,45 @@
 //! ```
 
 mod bigram;
+mod classes;
 mod corpus;
 mod crates;
 mod dataset;
 mod evaluation;
+mod inputs;
 mod loader;
+mod masked;
 mod order;
 mod permutation;
+mod records;
 mod rng;
+mod samples;
+mod source;
+mod spans;
+mod tensor_files;
+mod tensors;
 mod text;
 mod tokenizer;
 mod tokens;
+mod translation;
 
 pub use self::{
     bigram::bigram_loss,
+    classes::{ClassDataset, LabelledText},
     corpus::Corpus,
     crates::CrateSources,
-    dataset::{Batch, Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor, collate},
+    dataset::{Batch, Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor, Subset, collate},
     evaluation::EvaluationOrder,
+    inputs::{ModelInput, ModelInputs},
     loader::{Loader, Requests},
+    masked::{MaskedDataset, Masking},
     order::{BatchShape, DataPosition, Microbatch, TrainingOrder},
     permutation::Permutation,
-    tokenizer::Tokenizer,
+    source::{DataTokens, Datasets, Source},
+    spans::{Corruption, SpanCounts, SpanDataset, SpanTokens},
+    tensor_files::TensorFiles,
+    tensors::TensorDataset,
+    tokenizer::{Encoded, Tokenizer},
     tokens::TokenDataset,
+    translation::{PairDataset, PairShape},
 };

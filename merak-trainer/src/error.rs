@@ -1,5 +1,6 @@
 //! Everything that can go wrong in this crate.
 
+use crate::config::DataFormat;
 use merak_pipe::Action;
 use std::{io, path::PathBuf};
 
@@ -279,6 +280,151 @@ pub enum Error {
         /// The shape in the first sample.
         expected: String,
     },
+    /// Files of a kind that a model cannot learn from.
+    #[error(
+        "this {family} model is for {objective}, for which \"data.format\" {format} has nothing: choose {expected}"
+    )]
+    DataKind {
+        /// The model's family.
+        family: &'static str,
+        /// What it learns.
+        objective: String,
+        /// What the files hold.
+        format: DataFormat,
+        /// The formats that would do.
+        expected: &'static str,
+    },
+    /// A record of a file that is not as it should be.
+    #[error("{}:{line}: {reason}", path.display())]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
+        /// What was found and expected.
+        reason: String,
+    },
+    /// A file of tensors that cannot be used.
+    #[error("cannot use the tensors of {}: {reason}", path.display())]
+    TensorFile {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+    },
+    /// Data without a tensor that the model reads.
+    #[error(
+        "this {family} model for {objective} reads \"{name}\" ({expected}), but the data give only: {given}"
+    )]
+    MissingTensor {
+        /// The model's family.
+        family: &'static str,
+        /// What it learns.
+        objective: String,
+        /// The tensor.
+        name: String,
+        /// Its type and sizes.
+        expected: String,
+        /// What is there.
+        given: String,
+    },
+    /// A tensor of another type or size than the model reads.
+    #[error("the data give \"{name}\" as {found}, but this {family} model reads {expected}")]
+    TensorType {
+        /// The model's family.
+        family: &'static str,
+        /// The tensor.
+        name: String,
+        /// Its type and sizes in the model.
+        expected: String,
+        /// And in the data.
+        found: String,
+    },
+    /// An integer that the model cannot look up.
+    #[error(
+        "\"{name}\" of sample {sample} has the value {found}, but this {family} model takes {expected}"
+    )]
+    TensorValue {
+        /// The tensor.
+        name: String,
+        /// The sample, from 0.
+        sample: usize,
+        /// The value.
+        found: i64,
+        /// The model's family.
+        family: &'static str,
+        /// What would be right.
+        expected: String,
+    },
+    /// A tensor that would change the numbers, were it read.
+    #[error(
+        "the data give \"{name}\", which this {family} model does not read: leave it out of the files"
+    )]
+    UnreadTensor {
+        /// The tensor.
+        name: String,
+        /// The model's family.
+        family: &'static str,
+    },
+    /// Padding before tokens, for a model that reads no mask.
+    #[error(
+        "\"attention_mask\" of sample {sample} hides tokens before others, but this {family} model reads no mask: \
+         put padding behind the tokens, with labels of -100"
+    )]
+    LeftPadding {
+        /// The sample, from 0.
+        sample: usize,
+        /// The model's family.
+        family: &'static str,
+    },
+    /// Labels as Hugging Face has them, where they stand at the tokens that they are.
+    #[error(
+        "\"labels\" repeat \"input_ids\", but a label of this {family} model stands at the position that predicts \
+         it, one to the left: leave \"labels\" out, and they are made of \"input_ids\""
+    )]
+    UnshiftedLabels {
+        /// The model's family.
+        family: &'static str,
+    },
+    /// A tokenizer without tokens that the task needs, and a model without room for them.
+    #[error(
+        "the tokenizer has no {what}, and the model's vocabulary of {vocab} leaves no room behind its {tokens} \
+         tokens: use a tokenizer that has them, or a \"vocab_size\" of at least {needed}"
+    )]
+    SpareTokens {
+        /// What is missing.
+        what: String,
+        /// Tokens of the tokenizer.
+        tokens: usize,
+        /// Tokens of the model.
+        vocab: usize,
+        /// Tokens that the model should have.
+        needed: usize,
+    },
+    /// Two lengths for a model with one.
+    #[error("\"seq_length\" has two lengths, but this {family} model has no decoder: give one")]
+    TwoLengths {
+        /// The model's family.
+        family: &'static str,
+    },
+    /// A sequence too short to leave something out.
+    #[error("\"seq_length\" is {input}, but span corruption needs at least 3")]
+    ShortSpans {
+        /// The length.
+        input: usize,
+    },
+    /// A decoder too short for what span corruption asks of it.
+    #[error(
+        "\"seq_length\" gives the decoder {target} positions, but span corruption of an input of {input} needs {needed}"
+    )]
+    ShortTarget {
+        /// Length of the target.
+        target: usize,
+        /// Length that it needs.
+        needed: usize,
+        /// Length of the input.
+        input: usize,
+    },
     /// The model's configuration file is no JSON.
     #[error("cannot parse the model configuration {}: {message}", path.display())]
     ModelSyntax {
@@ -392,8 +538,7 @@ pub enum Error {
     },
     /// A model that was made for something else.
     #[error(
-        "{what} needs a model for causal language modelling, but this {family} model is for {objective}, \
-         which a program trains with a data set of its own"
+        "{what} needs a model for causal language modelling, but this {family} model is for {objective}"
     )]
     OtherObjective {
         /// What was asked for.

@@ -66,7 +66,7 @@ mod world;
 pub use config::{
     Backend, Boundaries, CheckedArguments, ComputeArguments, Config, DataArguments, DataFormat,
     Device, DistributedArguments, Engine, InputPath, Key, MerakArguments, ModelArguments, Origin,
-    PartitionMethod, Recompute, ReportTo, SplitMethod, ThreadsPerRank, TokenizerSource,
+    PartitionMethod, Recompute, ReportTo, SeqLength, SplitMethod, ThreadsPerRank, TokenizerSource,
     TpLayerListArguments, TraceMethod, keys,
 };
 pub use error::{Error, Result};

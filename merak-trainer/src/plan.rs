@@ -27,6 +27,8 @@ pub struct Plan {
     pub degrees: Degrees,
     /// Length of the training sequences.
     pub seq_length: usize,
+    /// Length of what a decoder makes of them, where it is another.
+    pub target_length: Option<usize>,
     /// What one rank of the tensor axis computes for a microbatch.
     pub graph: Graph,
     /// How tensor parallelism split it.
@@ -70,7 +72,8 @@ impl Plan {
             pp: args.pp,
             sp: 1,
         };
-        let seq_length = args.seq_length.unwrap_or(info.max_seq);
+        let lengths = args.seq_length.unwrap_or_else(|| info.max_seq.into());
+        let seq_length = lengths.input;
         let trace = TraceOptions {
             head: Head::Loss {
                 label_smoothing: args.label_smoothing_factor,
@@ -78,6 +81,7 @@ impl Plan {
             untie: args.no_tie_modules,
             init_std: args.init_method_std,
             dtype: if args.bf16 { DType::BF16 } else { DType::F32 },
+            target_seq: lengths.target,
             ..TraceOptions::training(args.per_device_train_batch_size, seq_length)
         };
         let lists = layer_lists(args, info.family)?;
@@ -101,6 +105,7 @@ impl Plan {
             info,
             degrees,
             seq_length,
+            target_length: lengths.target,
             graph: rewritten.graph,
             tensor: rewritten.report,
             partition,

@@ -42,18 +42,27 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The measurements, and the loss of a bigram model beside them.
+/// The measurements; for a model of the next token its perplexity, and the loss of a bigram model beside them.
 fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Value {
-    let corpus = &prepared.corpus;
     let speed = metrics.eval_samples as f64 / metrics.eval_runtime.max(f64::MIN_POSITIVE);
-    json!({
-        "eval_loss": metrics.eval_loss,
-        "perplexity": metrics.eval_loss.exp(),
-        "bigram_loss": bigram_loss(&corpus.train, &corpus.validation, corpus.tokenizer.vocab_size()),
+    let mut document = json!({ "eval_loss": metrics.eval_loss });
+    if prepared.is_language_model() {
+        document["perplexity"] = metrics.eval_loss.exp().into();
+    }
+    if let Some(corpus) = &prepared.corpus {
+        let vocab = corpus.tokenizer.vocab_size();
+        document["bigram_loss"] = bigram_loss(&corpus.train, &corpus.validation, vocab).into();
+    }
+    let rest = json!({
         "eval_samples": metrics.eval_samples,
         "eval_runtime": metrics.eval_runtime,
         "eval_samples_per_second": speed,
-    })
+    });
+    let rest = rest.as_object().into_iter().flatten();
+    for (name, value) in rest {
+        document[name] = value.clone();
+    }
+    document
 }
 
 fn table(document: &Value) -> String {

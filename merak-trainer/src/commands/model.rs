@@ -2,7 +2,10 @@
 
 use merak_ckpt::HfFolder;
 use merak_trace::models::{self, Model, SizeFields};
-use merak_trainer::{CheckedArguments, Error, Result, data::Tokenizer};
+use merak_trainer::{
+    CheckedArguments, Error, Result,
+    data::{DataTokens, Tokenizer},
+};
 use serde_json::{Map, Value};
 use std::{
     path::{Path, PathBuf},
@@ -42,6 +45,21 @@ impl Loaded {
             args.pad_token_id = self.tokens("pad_token_id").first().copied();
         }
         args.check()
+    }
+
+    /// What the configuration says about data; `args` are complete.
+    pub(crate) fn data_tokens(&self, args: &CheckedArguments) -> DataTokens {
+        let pad = args.pad_token_id.unwrap_or(0);
+        let start = self.tokens("decoder_start_token_id");
+        let classes = self.json.get("label2id").and_then(Value::as_object);
+        let classes = classes.into_iter().flatten();
+        DataTokens {
+            pad,
+            decoder_start: start.first().copied().unwrap_or(pad),
+            label2id: classes
+                .filter_map(|(name, class)| Some((name.clone(), class.as_i64()?)))
+                .collect(),
+        }
     }
 
     /// The tokens that end a text: the one that the arguments name, else the model's and the tokenizer's.

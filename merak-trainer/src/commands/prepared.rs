@@ -4,9 +4,10 @@ use super::{
     environment,
     model::{Loaded, companions},
 };
+use merak_trace::models::Objective;
 use merak_trainer::{
-    CheckedArguments, Config, Error, MerakTrainer, Plan, Result, TrainerParts, Workload,
-    data::{Corpus, Dataset, TokenDataset},
+    CheckedArguments, Config, MerakTrainer, Plan, Result, SeqLength, TrainerParts, Workload,
+    data::{Corpus, Dataset, Datasets, ModelInputs, Source, Tokenizer},
     threads_per_rank,
 };
 use std::{fmt::Write as _, sync::Arc};
@@ -16,9 +17,12 @@ pub(crate) struct Prepared {
     pub(crate) args: CheckedArguments,
     pub(crate) model: Loaded,
     pub(crate) plan: Arc<Plan>,
-    pub(crate) corpus: Corpus,
-    train: Option<Arc<dyn Dataset>>,
-    validation: Option<Arc<dyn Dataset>>,
+    /// What turns text into tokens, where there is text.
+    pub(crate) tokenizer: Option<Tokenizer>,
+    /// The text of which the next token is learned.
+    pub(crate) corpus: Option<Corpus>,
+    description: String,
+    datasets: Datasets,
     model_files: Vec<(String, Vec<u8>)>,
 }
 
@@ -37,45 +41,32 @@ impl Prepared {
         let checked = config.check()?;
         let model = Loaded::of(&checked)?;
         let args = model.complete(checked)?;
-        let corpus = Corpus::load(&args.data, &environment::crate_sources(config.file()))?;
-        let info = model.model.info();
-        let (tokens, vocab) = (corpus.tokenizer.vocab_size(), info.vocab_size);
-        if tokens > vocab {
-            return Err(Error::Vocabulary { tokens, vocab });
-        }
-        let seq = args.seq_length.unwrap_or(info.max_seq);
-        let cut = |tokens: &Arc<[u32]>, part| {
-            let data = TokenDataset::new(Arc::clone(tokens), seq, part)?;
-            Ok::<_, Error>(Arc::new(data) as Arc<dyn Dataset>)
-        };
-        let train = trains.then(|| cut(&corpus.train, "training")).transpose()?;
-        let validates = !trains || args.do_eval || !corpus.validation.is_empty();
-        let validation = validates
-            .then(|| cut(&corpus.validation, "validation"))
-            .transpose()?;
-        let parts = TrainerParts {
-            train_data: train.clone(),
-            eval_data: validation.clone(),
-            ..TrainerParts::default()
-        };
-        MerakTrainer::check_data(&args, &parts)?;
+        let crates = environment::crate_sources(config.file());
+        let source = Source::load(&args.data, &*model.model, &crates)?;
+        let lengths = source.lengths(&args, &*model.model)?;
+        let args = with_lengths(args, lengths)?;
+        let inputs = ModelInputs::of(&*model.model, lengths)?;
+        let (tokenizer, description) = (source.tokenizer.clone(), source.description.clone());
+        let tokens = model.data_tokens(&args);
+        let (datasets, corpus) = source.datasets(&inputs, &args, &tokens, trains)?;
+        check_data(&args, &inputs, &datasets)?;
         let plan = Arc::new(Plan::new(Arc::clone(&model.model), &args)?);
-        plan.expect_causal("training on text")?;
         // The configuration in use, overrides included, so that a checkpoint alone makes the model again.
         let model_json = format!("{:#}\n", model.json).into_bytes();
-        let tokenizer = corpus.tokenizer.to_json()?.into_bytes();
-        let mut model_files = vec![
-            ("config.json".to_owned(), model_json),
-            ("tokenizer.json".to_owned(), tokenizer),
-        ];
+        let mut model_files = vec![("config.json".to_owned(), model_json)];
+        if let Some(tokenizer) = &tokenizer {
+            let json = tokenizer.to_json()?.into_bytes();
+            model_files.push(("tokenizer.json".to_owned(), json));
+        }
         model_files.extend(companions(&args)?);
         Ok(Self {
             args,
+            corpus: corpus.filter(|_| plan.model.objective() == Objective::CausalLm),
             model,
             plan,
-            corpus,
-            train,
-            validation,
+            tokenizer,
+            description,
+            datasets,
             model_files,
         })
     }
@@ -83,26 +74,54 @@ impl Prepared {
     /// What each rank's trainer is made of.
     pub(crate) fn parts(&self) -> TrainerParts {
         TrainerParts {
-            train_data: self.train.clone(),
-            eval_data: self.validation.clone(),
+            train_data: self.datasets.train.clone(),
+            eval_data: self.datasets.validation.clone(),
             model_files: self.model_files.clone(),
             ..TrainerParts::default()
         }
     }
 
+    /// Whether the loss is one per token of text.
+    pub(crate) fn is_language_model(&self) -> bool {
+        use Objective as O;
+        let objective = self.plan.model.objective();
+        matches!(objective, O::CausalLm | O::MaskedLm | O::SequenceToSequence)
+    }
+
     /// Whether there is something to evaluate.
     pub(crate) fn validates(&self) -> bool {
-        self.validation.is_some()
+        self.datasets.validation.is_some()
     }
 
     /// Refuses what this machine's memory cannot hold.
     pub(crate) fn check_memory(&self) -> Result<()> {
-        let training = self.train.as_ref().map(|_| Workload::Training);
-        let evaluation = self.validation.as_ref().map(|data| Workload::Evaluation {
+        let Datasets { train, validation } = &self.datasets;
+        let training = train.as_ref().map(|_| Workload::Training);
+        let evaluation = validation.as_ref().map(|data| Workload::Evaluation {
             samples: data.len(),
         });
         let workloads: Vec<_> = training.into_iter().chain(evaluation).collect();
         self.plan.check_memory(&self.args, &workloads)
+    }
+
+    /// How much there is to train and to evaluate on, and in what it is counted.
+    fn amounts(&self) -> (usize, usize, &'static str) {
+        if let Some(corpus) = &self.corpus {
+            return (corpus.train.len(), corpus.validation.len(), "tokens");
+        }
+        let Datasets { train, validation } = &self.datasets;
+        let len = |data: &Option<Arc<dyn Dataset>>| data.as_ref().map_or(0, |data| data.len());
+        (len(train), len(validation), "samples")
+    }
+
+    /// What a sample is, for people.
+    fn sample_size(&self) -> String {
+        let plan = &self.plan;
+        match (plan.model.objective(), plan.target_length) {
+            (Objective::ImageClassification, _) => "an image".to_owned(),
+            (_, Some(target)) => format!("{} tokens and {target} to write", plan.seq_length),
+            _ => format!("{} tokens", plan.seq_length),
+        }
     }
 
     /// The plan, for people.
@@ -116,11 +135,11 @@ impl Prepared {
             plan.graph.num_elements(),
             plan.info.num_layers
         );
-        let (train, validation) = (self.corpus.train.len(), self.corpus.validation.len());
+        let (train, validation, what) = self.amounts();
         let _ = writeln!(
             text,
-            "data      {} ({train} training tokens, {validation} validation tokens)",
-            self.corpus.description
+            "data      {} ({train} training {what}, {validation} validation {what})",
+            self.description
         );
         let _ = writeln!(
             text,
@@ -133,9 +152,9 @@ impl Prepared {
         );
         let _ = writeln!(
             text,
-            "batch     {} samples of {} tokens = {} per microbatch x {} microbatches x dp {}",
+            "batch     {} samples of {} = {} per microbatch x {} microbatches x dp {}",
             args.global_batch(),
-            plan.seq_length,
+            self.sample_size(),
             args.per_device_train_batch_size,
             args.gradient_accumulation_steps,
             args.dp
@@ -150,4 +169,26 @@ impl Prepared {
         let _ = write!(text, "{}", plan.partition_report(args)?);
         Ok(text)
     }
+}
+
+/// Checks the number of the samples, and the first one of each part: the others have the same tensors.
+fn check_data(args: &CheckedArguments, inputs: &ModelInputs, datasets: &Datasets) -> Result<()> {
+    let Datasets { train, validation } = datasets;
+    let parts = TrainerParts {
+        train_data: train.clone(),
+        eval_data: validation.clone(),
+        ..TrainerParts::default()
+    };
+    MerakTrainer::check_data(args, &parts)?;
+    for data in [train, validation].into_iter().flatten() {
+        inputs.check(0, &data.get(0)?)?;
+    }
+    Ok(())
+}
+
+/// The arguments with the lengths that the data decide on.
+fn with_lengths(args: CheckedArguments, lengths: SeqLength) -> Result<CheckedArguments> {
+    let mut args = args.into_arguments();
+    args.seq_length = Some(lengths);
+    args.check()
 }

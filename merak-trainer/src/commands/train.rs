@@ -4,6 +4,7 @@ use super::{Outcome, keys::Keys, output, prepared::Prepared};
 use clap::Args as ClapArgs;
 use merak_ckpt::{Completion, GenerateOptions};
 use merak_mpu::Member;
+use merak_trace::models::Objective;
 use merak_trainer::{
     Callback, CheckedArguments, Error, MerakTrainer, Result, TrainOutput, TrainerParts,
     data::bigram_loss,
@@ -242,17 +243,20 @@ impl Run<'_> {
 
     /// Continues the beginning of the validation text.
     fn sample(&self, trainer: &mut MerakTrainer) -> Result<Option<Completion>> {
+        let Some(corpus) = &self.corpus else {
+            return Ok(None);
+        };
         let room = self.plan.info.max_seq;
-        let prompt_len = (room / 4).min(32).min(self.corpus.validation.len());
+        let prompt_len = (room / 4).min(32).min(corpus.validation.len());
         if prompt_len == 0 || room < 2 {
             return Ok(None);
         }
-        let prompt = self.corpus.validation[..prompt_len].to_vec();
+        let prompt = corpus.validation[..prompt_len].to_vec();
         let options = GenerateOptions {
             max_new_tokens: SAMPLE_TOKENS
                 .min(room - prompt_len)
                 .min(self.args.new_token_limit()),
-            eos_token_ids: self.model.ends(&self.args, Some(&self.corpus.tokenizer)),
+            eos_token_ids: self.model.ends(&self.args, Some(&corpus.tokenizer)),
             ..super::generate::options_of(&self.args)
         };
         Ok(trainer.generate(&[prompt], &options)?.into_iter().next())
@@ -282,8 +286,11 @@ impl Run<'_> {
                 "validated loss {:.4} over {} samples",
                 evaluation.eval_loss, evaluation.eval_samples
             );
-            let vocab = self.corpus.tokenizer.vocab_size();
-            if let Some(bigram) = bigram_loss(&self.corpus.train, &self.corpus.validation, vocab) {
+            let bigram = self.corpus.as_ref().and_then(|corpus| {
+                let vocab = corpus.tokenizer.vocab_size();
+                bigram_loss(&corpus.train, &corpus.validation, vocab)
+            });
+            if let Some(bigram) = bigram {
                 let _ = writeln!(
                     text,
                     "bigram    loss {bigram:.4}: what counting pairs of tokens reaches on the same data"
@@ -295,8 +302,8 @@ impl Run<'_> {
             "memory    {} bytes of activations at most on rank 0",
             finished.peak_activation_bytes
         );
-        if let Some(sample) = &finished.sample {
-            let decode = |ids: &[u32]| self.corpus.tokenizer.decode(ids).unwrap_or_default();
+        if let Some((sample, tokenizer)) = finished.sample.as_ref().zip(self.tokenizer.as_ref()) {
+            let decode = |ids: &[u32]| tokenizer.decode(ids).unwrap_or_default();
             let _ = writeln!(
                 text,
                 "\nsample    the model continues >>>\n{}>>>{}<<<\n",
@@ -311,11 +318,13 @@ impl Run<'_> {
         );
         if let Some(checkpoint) = &finished.checkpoint {
             let _ = writeln!(text, "saved     {}", checkpoint.display());
-            let _ = writeln!(
-                text,
-                "continue  merak generate {} --prompt TEXT",
-                checkpoint.display()
-            );
+            if self.plan.model.objective() == Objective::CausalLm {
+                let _ = writeln!(
+                    text,
+                    "continue  merak generate {} --prompt TEXT",
+                    checkpoint.display()
+                );
+            }
         }
         text
     }

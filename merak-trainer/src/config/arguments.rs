@@ -12,7 +12,7 @@ use super::{
     },
     key::{Key, settings},
     setting::InputPath,
-    special::{Boundaries, ThreadsPerRank, TokenizerSource},
+    special::{Boundaries, SeqLength, ThreadsPerRank, TokenizerSource},
 };
 
 settings! {
@@ -54,8 +54,8 @@ settings! {
         recompute: Recompute = Recompute::Full,
         /// Layers; unset: from the model's config.
         num_layers: Option<usize> = None,
-        /// Longest sequence, in tokens; unset: from the model's config.
-        seq_length: Option<usize> = None,
+        /// Longest sequence, in tokens, or a pair for encoder and decoder; unset: from the data's tensors or the model's config.
+        seq_length: Option<SeqLength> = None,
         /// Width of hidden states; unset: from the model's config.
         hidden_size: Option<usize> = None,
         /// Attention heads; unset: from the model's config.
@@ -200,16 +200,24 @@ settings! {
 settings! {
     /// Section `[data]`.
     DataArguments under "data." {
-        /// File or folder of text; unset: the sources of the crates in Cargo.lock.
+        /// File or folder; unset: the sources of the crates in Cargo.lock as text.
         path: Option<InputPath> = None,
         /// What the files hold.
         format: DataFormat = DataFormat::Text,
         /// How text becomes tokens: `bytes`, or the path of a tokenizer.json.
         tokenizer: TokenizerSource = TokenizerSource::Bytes,
-        /// Share of the tokens, at the end, that validation takes.
+        /// Share of the tokens or samples, at the end, that validation takes.
         validation_fraction: f64 = 0.05,
         /// Most bytes of text that are read; unset: all of `path`, or 8 MiB of the crates' sources.
         max_bytes: Option<usize> = None,
+        /// Share of a text's tokens that masked language modelling hides and span corruption leaves out.
+        mlm_probability: f64 = 0.15,
+        /// Share of the hidden tokens that the mask token replaces.
+        mask_replace_prob: f64 = 0.8,
+        /// Share of the hidden tokens that any token replaces; the rest stay as they are.
+        random_replace_prob: f64 = 0.1,
+        /// Mean length of the pieces that span corruption leaves out.
+        mean_noise_span_length: f64 = 3.0,
     }
 }
 

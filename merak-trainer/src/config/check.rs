@@ -8,7 +8,7 @@ use merak_zero::LrSchedule;
 use super::{
     arguments::MerakArguments,
     checked::CheckedArguments,
-    choice::{Backend, Device, PartitionMethod, SplitMethod},
+    choice::{Backend, DataFormat, Device, PartitionMethod, SplitMethod},
 };
 use crate::error::{Error, Result};
 
@@ -89,11 +89,7 @@ pub(crate) fn check(
     check_generation(arguments, &checker)?;
     check_machine(arguments, &checker)?;
     check_compute(arguments, &checker)?;
-    checker.fraction(&[(
-        "data.validation_fraction",
-        arguments.data.validation_fraction,
-    )])?;
-    checker.at_least_1_if_set(&[("data.max_bytes", arguments.data.max_bytes)])?;
+    check_data(arguments, &checker)?;
     Ok(CheckedArguments::of(arguments.clone()))
 }
 
@@ -181,7 +177,11 @@ fn check_folders(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 fn check_graph(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.at_least_1_if_set(&[
         ("num_layers", a.num_layers),
-        ("seq_length", a.seq_length),
+        ("seq_length", a.seq_length.map(|lengths| lengths.input)),
+        (
+            "seq_length",
+            a.seq_length.and_then(|lengths| lengths.target),
+        ),
         ("hidden_size", a.hidden_size),
         ("num_heads", a.num_heads),
         ("shard_count", a.shard_count),
@@ -330,6 +330,43 @@ fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "gradient_predivide_factor",
         a.gradient_predivide_factor,
         "1 unless \"prescale_gradients\" is true",
+    )
+}
+
+fn check_data(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let data = &a.data;
+    checker.fraction(&[
+        ("data.validation_fraction", data.validation_fraction),
+        ("data.mlm_probability", data.mlm_probability),
+    ])?;
+    checker.positive(&[("data.mlm_probability", data.mlm_probability)])?;
+    checker.at_least_1_if_set(&[("data.max_bytes", data.max_bytes)])?;
+    let is_text = data.format == DataFormat::Text;
+    checker.require(
+        is_text || data.max_bytes.is_none(),
+        "data.max_bytes",
+        data.max_bytes.unwrap_or_default(),
+        "unset unless \"data.format\" is \"text\"",
+    )?;
+    let (masked, random) = (data.mask_replace_prob, data.random_replace_prob);
+    checker.require(
+        (0.0..=1.0).contains(&masked),
+        "data.mask_replace_prob",
+        masked,
+        "from 0 to 1",
+    )?;
+    checker.require(
+        random >= 0.0 && masked + random <= 1.0,
+        "data.random_replace_prob",
+        random,
+        format_args!("at least 0 and, with \"data.mask_replace_prob\" {masked}, at most 1"),
+    )?;
+    let span = data.mean_noise_span_length;
+    checker.require(
+        span >= 1.0,
+        "data.mean_noise_span_length",
+        span,
+        "at least 1",
     )
 }
 

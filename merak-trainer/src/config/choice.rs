@@ -125,8 +125,16 @@ choices! {
     DataFormat {
         /// Text, read as bytes.
         Text = "text",
+        /// A JSON object a line: `text`; `text` and `label`; `source` and `target`.
+        Jsonl = "jsonl",
+        /// The same as a table with a header, cells parted by commas.
+        Csv = "csv",
+        /// The same, parted by tabs.
+        Tsv = "tsv",
+        /// Safetensors files: the inputs of the model by name, their first dimension counting samples.
+        Tensors = "tensors",
     }
-    later ["jsonl", "parquet", "tokens", "images"]
+    later ["parquet", "tokens", "images"]
 }
 
 choices! {

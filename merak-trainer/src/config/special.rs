@@ -134,6 +134,62 @@ impl Setting for Boundaries {
     }
 }
 
+/// Longest sequences: what a model reads, and what its decoder writes where that has a length of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SeqLength {
+    /// Tokens of an input.
+    pub input: usize,
+    /// Tokens that a decoder makes of it.
+    pub target: Option<usize>,
+}
+
+impl From<usize> for SeqLength {
+    fn from(input: usize) -> Self {
+        Self {
+            input,
+            target: None,
+        }
+    }
+}
+
+impl Setting for SeqLength {
+    fn expected() -> String {
+        "an integer of at least 0 or a pair of them, such as [512, 114]".into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        let of = |lengths: &[usize]| match *lengths {
+            [input] => Ok(Self {
+                input,
+                target: None,
+            }),
+            [input, target] => Ok(Self {
+                input,
+                target: Some(target),
+            }),
+            _ => Err(Refusal::Type),
+        };
+        match value {
+            Value::Array(_) => of(&Vec::<usize>::from_value(value)?),
+            _ => of(&[usize::from_value(value)?]),
+        }
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        match serde_json::from_str(text) {
+            Ok(value) => Self::from_value(&value),
+            Err(_) => Self::from_value(&Vec::<usize>::from_text(text)?.to_value()),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        match self.target {
+            Some(target) => vec![self.input, target].to_value(),
+            None => self.input.to_value(),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -149,6 +205,21 @@ mod tests {
         assert_eq!(Boundaries::from_text("0,6,12"), expected);
         assert_eq!(Boundaries::from_text("0;6"), Err(Refusal::Type));
         assert_eq!(Boundaries::from_value(&json!(6)), Err(Refusal::Type));
+    }
+
+    #[test]
+    fn a_length_is_one_number_or_two() {
+        let of = |input, target| Ok(SeqLength { input, target });
+        assert_eq!(SeqLength::from_text("512"), of(512, None));
+        assert_eq!(SeqLength::from_text("512,114"), of(512, Some(114)));
+        assert_eq!(SeqLength::from_text("[512, 114]"), of(512, Some(114)));
+        for wrong in ["1,2,3", "[]", "x", "-1"] {
+            assert_eq!(SeqLength::from_text(wrong), Err(Refusal::Type), "{wrong}");
+        }
+        for text in ["512", "512,114"] {
+            let length = SeqLength::from_text(text).unwrap();
+            assert_eq!(SeqLength::from_value(&length.to_value()), Ok(length));
+        }
     }
 
     #[test]

@@ -2,11 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{
-    crates::CrateSources,
-    text::{self, Document},
-    tokenizer::Tokenizer,
-};
+use super::{crates::CrateSources, source::count, text, tokenizer::Tokenizer};
 use crate::{config::DataArguments, error::Result};
 
 /// Tokens for training and validation.
@@ -42,21 +38,28 @@ impl Corpus {
                 "the sources of the crates in Cargo.lock".into(),
             ),
         };
-        let tokens = tokenize(&tokenizer, &documents)?;
-        let held_out = (tokens.len() as f64 * arguments.validation_fraction) as usize;
-        let (train, validation) = tokens.split_at(tokens.len() - held_out);
         let bytes: usize = documents.iter().map(|document| document.text.len()).sum();
-        let count = match documents.len() {
-            1 => "1 file".to_owned(),
-            many => format!("{many} files"),
-        };
+        let count = count(documents.len(), "file");
         let description = format!("{source}: {count}, {bytes} bytes");
-        tracing::info!(
-            files = documents.len(),
-            bytes,
-            tokens = tokens.len(),
-            "read the data"
-        );
+        let texts = documents.iter().map(|document| document.text.as_slice());
+        Self::of(tokenizer, texts, arguments.validation_fraction, description)
+    }
+
+    /// Tokenizes documents, each with the token that ends a document behind it.
+    pub(super) fn of<'t>(
+        tokenizer: Tokenizer,
+        texts: impl Iterator<Item = &'t [u8]>,
+        validation_fraction: f64,
+        description: String,
+    ) -> Result<Self> {
+        let mut tokens = Vec::new();
+        for text in texts {
+            tokens.extend(tokenizer.encode(text)?);
+            tokens.extend(tokenizer.end_of_document());
+        }
+        let held_out = (tokens.len() as f64 * validation_fraction) as usize;
+        let (train, validation) = tokens.split_at(tokens.len() - held_out);
+        tracing::info!(tokens = tokens.len(), description, "read the data");
         Ok(Self {
             tokenizer,
             train: train.into(),
@@ -64,14 +67,4 @@ impl Corpus {
             description,
         })
     }
-}
-
-fn tokenize(tokenizer: &Tokenizer, documents: &[Document]) -> Result<Vec<u32>> {
-    let mut tokens = Vec::new();
-    for document in documents {
-        tracing::trace!(path = %document.path.display(), "tokenize");
-        tokens.extend(tokenizer.encode(&document.text)?);
-        tokens.extend(tokenizer.end_of_document());
-    }
-    Ok(tokens)
 }

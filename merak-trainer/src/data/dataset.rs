@@ -1,7 +1,8 @@
 //! Data sets and the batches that are made of them.
 
-use std::collections::BTreeMap;
+use std::{borrow::Cow, collections::BTreeMap, sync::Arc};
 
+use half::{bf16, f16};
 use merak_mpu::DType;
 
 use super::order::Microbatch;
@@ -80,7 +81,25 @@ impl SampleTensor {
         }
     }
 
-    fn describe(&self) -> String {
+    /// The bytes of the elements, floats in another floating-point type where a model computes in that.
+    pub(crate) fn bytes_as(&self, dtype: DType) -> Cow<'_, [u8]> {
+        let Values::Floats(values) = &self.values else {
+            return Cow::Borrowed(self.as_bytes());
+        };
+        let values = values.iter();
+        match dtype {
+            DType::BF16 => values
+                .flat_map(|&x| bf16::from_f32(x).to_ne_bytes())
+                .collect(),
+            DType::F16 => values
+                .flat_map(|&x| f16::from_f32(x).to_ne_bytes())
+                .collect(),
+            DType::F64 => values.flat_map(|&x| f64::from(x).to_ne_bytes()).collect(),
+            _ => Cow::Borrowed(self.as_bytes()),
+        }
+    }
+
+    pub(crate) fn describe(&self) -> String {
         format!("{} of shape {:?}", self.dtype(), self.shape)
     }
 
@@ -137,6 +156,52 @@ pub trait Dataset: Send + Sync + std::fmt::Debug {
     ///
     /// When the sample cannot be read.
     fn get(&self, index: usize) -> Result<Sample>;
+
+    /// The sample as the pass `epoch` over the data sees it, for data sets that draw a part of their samples: what
+    /// is drawn depends on (seed, epoch, index) only.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Dataset::get`].
+    fn get_in_epoch(&self, index: usize, epoch: u64) -> Result<Sample> {
+        let _ = epoch;
+        self.get(index)
+    }
+}
+
+/// The samples of a data set from `first` on.
+#[derive(Debug, Clone)]
+pub struct Subset {
+    data: Arc<dyn Dataset>,
+    first: usize,
+    len: usize,
+}
+
+impl Subset {
+    /// Splits off the last `fraction` of the samples, rounded down.
+    pub fn split(data: &Arc<dyn Dataset>, fraction: f64) -> [Self; 2] {
+        let held_out = (data.len() as f64 * fraction) as usize;
+        let kept = data.len() - held_out;
+        [(0, kept), (kept, held_out)].map(|(first, len)| Self {
+            data: Arc::clone(data),
+            first,
+            len,
+        })
+    }
+}
+
+impl Dataset for Subset {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn get(&self, index: usize) -> Result<Sample> {
+        self.data.get(self.first + index)
+    }
+
+    fn get_in_epoch(&self, index: usize, epoch: u64) -> Result<Sample> {
+        self.data.get_in_epoch(self.first + index, epoch)
+    }
 }
 
 /// A microbatch with its tensors.
@@ -162,7 +227,7 @@ pub fn collate(dataset: &dyn Dataset, microbatch: Microbatch) -> Result<Batch> {
     let samples: Vec<Sample> = microbatch
         .indices
         .iter()
-        .map(|index| dataset.get(*index))
+        .map(|index| dataset.get_in_epoch(*index, microbatch.epoch))
         .collect::<Result<_>>()?;
     // An empty microbatch still needs the names and shapes.
     let pattern = match samples.first() {
@@ -243,6 +308,7 @@ mod tests {
             first_position: 0,
             indices: indices.to_vec(),
             rows,
+            epoch: 0,
         }
     }
 
@@ -275,6 +341,17 @@ mod tests {
         insta::assert_snapshot!(refuse(1), @r#"the tensor "a" of sample 1 is i64 of shape [1], but must be i64 of shape [2] as in the batch's first sample"#);
         insta::assert_snapshot!(refuse(2), @r#"the tensor "b" of sample 2 is i64 of shape [1], but must be absent as in the batch's first sample"#);
         insta::assert_snapshot!(refuse(3), @r#"the tensor "a" of sample 3 is absent, but must be i64 of shape [2] as in the batch's first sample"#);
+    }
+
+    #[test]
+    fn floats_come_in_the_type_that_a_model_computes_in() {
+        let tensor = SampleTensor::floats(vec![2], vec![0.5, -3.0]).unwrap();
+        let bytes = |values: [u16; 2]| values.map(u16::to_ne_bytes).concat();
+        assert_eq!(*tensor.bytes_as(DType::BF16), bytes([0x3f00, 0xc040]));
+        assert_eq!(*tensor.bytes_as(DType::F16), bytes([0x3800, 0xc200]));
+        assert_eq!(*tensor.bytes_as(DType::F32), *tensor.as_bytes());
+        let ints = SampleTensor::vector(vec![1, 2]);
+        assert_eq!(*ints.bytes_as(DType::BF16), *ints.as_bytes());
     }
 
     #[test]

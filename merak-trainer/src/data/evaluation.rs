@@ -76,6 +76,7 @@ impl EvaluationOrder {
             first_position,
             indices,
             rows,
+            epoch: 0,
         }
     }
 }

@@ -50,6 +50,8 @@ pub struct Microbatch {
     pub indices: Vec<usize>,
     /// Rows of the batch, b; those beyond `indices` are padding without labels.
     pub rows: usize,
+    /// The pass over the data, on which what is drawn in a sample depends; 0 in evaluation.
+    pub epoch: u64,
 }
 
 impl Microbatch {
@@ -191,6 +193,7 @@ impl TrainingOrder {
             first_position,
             indices,
             rows,
+            epoch: epoch as u64,
         }
     }
 }

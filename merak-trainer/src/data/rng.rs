@@ -14,6 +14,16 @@ pub(crate) fn hash(words: &[u64]) -> u64 {
     words.iter().fold(0, |state, word| mix(state ^ mix(*word)))
 }
 
+/// A number from 0 up to 1, the end excluded.
+pub(crate) fn unit(bits: u64) -> f64 {
+    (bits >> 11) as f64 / (1_u64 << 53) as f64
+}
+
+/// A number below `bound`, each about equally likely.
+pub(crate) fn below(bits: u64, bound: usize) -> usize {
+    ((u128::from(bits) * bound as u128) >> 64) as usize
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -29,6 +39,18 @@ mod tests {
         ];
         for (i, a) in all.iter().enumerate() {
             assert!(all[i + 1..].iter().all(|b| a != b));
+        }
+    }
+
+    #[test]
+    fn draws_stay_in_their_range() {
+        assert!(unit(u64::MAX) < 1.0 && unit(0).abs() < f64::EPSILON);
+        assert_eq!([0, u64::MAX].map(|bits| below(bits, 10)), [0, 9]);
+        let drawn: Vec<_> = (0..1000).map(|i| below(mix(i), 4)).collect();
+        for value in 0..4 {
+            // Binomial with mean 250 and standard deviation 14.
+            let count = drawn.iter().filter(|&&x| x == value).count();
+            assert!((190..310).contains(&count), "{value}: {count}");
         }
     }
 

@@ -32,6 +32,19 @@ const END_NAMES: &[&str] = &[
     "[SEP]",
 ];
 
+/// Names under which a tokenizer file may hold what stands for a hidden token.
+const MASK_NAMES: &[&str] = &["[MASK]", "<mask>", "<|mask|>"];
+
+/// Tokens of a text or a pair of texts with those that a model wants around them, and which of the two each
+/// belongs to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Encoded {
+    /// The tokens.
+    pub ids: Vec<u32>,
+    /// 0 for the first text, 1 for the second.
+    pub types: Vec<u32>,
+}
+
 /// A vocabulary with the rule that turns text into its tokens.
 #[derive(Clone)]
 pub struct Tokenizer(Kind);
@@ -75,7 +88,12 @@ impl Tokenizer {
             path: path.to_path_buf(),
             source,
         })?;
-        let inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| failure(path, &e))?;
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| failure(path, &e))?;
+        // How long samples are is for the run to say.
+        inner
+            .with_truncation(None)
+            .map_err(|e| failure(path, &e))?
+            .with_padding(None);
         let end = END_NAMES.iter().find_map(|name| inner.token_to_id(name));
         Ok(Self(Kind::File {
             path: path.to_path_buf(),
@@ -103,6 +121,76 @@ impl Tokenizer {
             Kind::Bytes => Some(BYTES_END),
             Kind::File { end, .. } => *end,
         }
+    }
+
+    /// What stands for a hidden token, where the vocabulary has such a token.
+    pub fn mask_token(&self) -> Option<u32> {
+        match &self.0 {
+            Kind::Bytes => None,
+            Kind::File { inner, .. } => {
+                let id = |name: &&str| inner.token_to_id(name);
+                MASK_NAMES.iter().find_map(id)
+            }
+        }
+    }
+
+    /// What stands for the pieces that span corruption leaves out, in their order: `<extra_id_0>` and so on, as many
+    /// as the vocabulary has.
+    pub fn sentinels(&self) -> Vec<u32> {
+        match &self.0 {
+            Kind::Bytes => Vec::new(),
+            Kind::File { inner, .. } => (0..)
+                .map_while(|number| inner.token_to_id(&format!("<extra_id_{number}>")))
+                .collect(),
+        }
+    }
+
+    /// Texts or pairs of texts, each with the special tokens that a tokenizer file puts around it, in at most
+    /// `max_len` tokens: the longer text of a pair is cut first. The byte vocabulary puts its end of a document
+    /// before the first text and behind each.
+    ///
+    /// # Errors
+    ///
+    /// When the tokenizer refuses a text, or `max_len` leaves no room for any.
+    pub fn encode_with_special(
+        &self,
+        texts: &[(&str, Option<&str>)],
+        max_len: usize,
+    ) -> Result<Vec<Encoded>> {
+        let Kind::File { path, inner, .. } = &self.0 else {
+            let encode =
+                |&(text, pair): &(&str, Option<&str>)| bytes_with_special(text, pair, max_len);
+            return Ok(texts.iter().map(encode).collect());
+        };
+        let special = inner.get_post_processor().map_or(0, |processor| {
+            tokenizers::PostProcessor::added_tokens(processor, true)
+        });
+        if max_len <= special {
+            let message = format!(
+                "it puts {special} special tokens around texts, which leaves no room in {max_len}"
+            );
+            return Err(failure(path, &message));
+        }
+        let mut inner = inner.clone();
+        let limit = tokenizers::TruncationParams {
+            max_length: max_len,
+            ..tokenizers::TruncationParams::default()
+        };
+        inner
+            .with_truncation(Some(limit))
+            .map_err(|e| failure(path, &e))?;
+        let encode = |&(text, pair): &(&str, Option<&str>)| {
+            let encoding = match pair {
+                Some(pair) => inner.encode((text, pair), true),
+                None => inner.encode(text, true),
+            };
+            let encoding = encoding.map_err(|e| failure(path, &e))?;
+            Ok(Encoded {
+                ids: encoding.get_ids().to_vec(),
+                types: encoding.get_type_ids().to_vec(),
+            })
+        };
+        texts.iter().map(encode).collect()
     }
 
     /// The tokens of a text, without special ones. Bytes that are not UTF-8 stay as they are in the byte
@@ -161,6 +249,39 @@ impl fmt::Debug for Tokenizer {
             Kind::File { path, .. } => write!(f, "Tokenizer({})", path.display()),
         }
     }
+}
+
+/// Lengths of two texts that make at most `room` together, the longer one cut first.
+fn cut([first, second]: [usize; 2], room: usize) -> [usize; 2] {
+    let half = room / 2;
+    if first + second <= room {
+        [first, second]
+    } else if first <= half {
+        [first, room - first]
+    } else if second <= room - half {
+        [room - second, second]
+    } else {
+        [half, room - half]
+    }
+}
+
+fn bytes_with_special(text: &str, pair: Option<&str>, max_len: usize) -> Encoded {
+    let special = 2 + usize::from(pair.is_some());
+    let lens = [text.len(), pair.map_or(0, str::len)];
+    let kept = cut(lens, max_len.saturating_sub(special));
+    let mut encoded = Encoded {
+        ids: vec![BYTES_END],
+        types: vec![0],
+    };
+    for (number, (text, kept)) in [Some(text), pair].iter().flatten().zip(kept).enumerate() {
+        let bytes = text.as_bytes()[..kept].iter();
+        encoded.ids.extend(bytes.map(|&byte| u32::from(byte)));
+        encoded.ids.push(BYTES_END);
+        encoded.types.resize(encoded.ids.len(), number as u32);
+    }
+    encoded.ids.truncate(max_len);
+    encoded.types.truncate(max_len);
+    encoded
 }
 
 fn failure(path: &Path, error: &dyn fmt::Display) -> Error {
@@ -233,6 +354,70 @@ mod tests {
             (tokenizer.vocab_size(), tokenizer.end_of_document()),
             (257, Some(256))
         );
+    }
+
+    #[test]
+    fn a_pair_of_texts_is_cut_to_its_length_longest_first() {
+        let bytes = Tokenizer::bytes();
+        let encode = |text, pair, len| {
+            let mut encoded = bytes.encode_with_special(&[(text, pair)], len).unwrap();
+            encoded.remove(0)
+        };
+        let encoded = encode("abc", Some("d"), 16);
+        assert_eq!(encoded.ids, [256, 97, 98, 99, 256, 100, 256]);
+        assert_eq!(encoded.types, [0, 0, 0, 0, 0, 1, 1]);
+        let encoded = encode("abcdef", Some("gh"), 7);
+        assert_eq!(encoded.ids, [256, 97, 98, 256, 103, 104, 256]);
+        assert_eq!(encode("abc", None, 2).ids, [256, 256]);
+        assert_eq!(cut([9, 9], 8), [4, 4]);
+        assert_eq!(cut([2, 9], 8), [2, 6]);
+        assert_eq!(cut([9, 0], 8), [8, 0]);
+    }
+
+    #[test]
+    fn a_tokenizer_file_puts_its_own_tokens_around_texts() {
+        let names = [
+            "[PAD]",
+            "[CLS]",
+            "[SEP]",
+            "[MASK]",
+            "a",
+            "b",
+            "<extra_id_0>",
+            "<extra_id_1>",
+        ];
+        let vocab: Map<String, Value> = (0..)
+            .zip(names)
+            .map(|(id, name)| (name.into(), Value::from(id)))
+            .collect();
+        let special = |name: &str, id: usize| json!({"id": name, "ids": [id], "tokens": [name]});
+        let piece = |name: &str, kind| json!({"SpecialToken": {"id": name, "type_id": kind}});
+        let text = |name: &str, kind| json!({"Sequence": {"id": name, "type_id": kind}});
+        let file = json!({
+            "version": "1.0", "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+            "padding": {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"},
+            "added_tokens": [], "normalizer": null, "pre_tokenizer": {"type": "Whitespace"}, "decoder": null,
+            "post_processor": {"type": "TemplateProcessing",
+                "single": [piece("[CLS]", 0), text("A", 0), piece("[SEP]", 0)],
+                "pair": [piece("[CLS]", 0), text("A", 0), piece("[SEP]", 0), text("B", 1), piece("[SEP]", 1)],
+                "special_tokens": {"[CLS]": special("[CLS]", 1), "[SEP]": special("[SEP]", 2)}},
+            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[PAD]"},
+        });
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        fs::write(&path, file.to_string()).unwrap();
+        let tokenizer = Tokenizer::from_file(&path).unwrap();
+        assert_eq!(tokenizer.mask_token(), Some(3));
+        assert_eq!(tokenizer.sentinels(), [6, 7]);
+        // What the file says about lengths does not cut documents.
+        assert_eq!(tokenizer.encode(b"a b a b a b").unwrap().len(), 6);
+        let texts = [("a b a", Some("b")), ("a", None)];
+        let encoded = tokenizer.encode_with_special(&texts, 6).unwrap();
+        assert_eq!(encoded[0].ids, [1, 4, 5, 2, 5, 2]);
+        assert_eq!(encoded[0].types, [0, 0, 0, 0, 1, 1]);
+        assert_eq!(encoded[1].ids, [1, 4, 2]);
+        let error = tokenizer.encode_with_special(&texts, 3).unwrap_err();
+        assert!(error.to_string().contains("no room in 3"), "{error}");
     }
 
     #[test]

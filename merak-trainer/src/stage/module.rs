@@ -5,7 +5,7 @@ use crate::{
     Result,
     data::{Batch, IGNORED_LABEL, LABELS, SampleTensor},
 };
-use merak_mpu::{Message, Packet};
+use merak_mpu::{DType, Message, Packet};
 use merak_pipe::{Action, StageModule};
 use merak_trace::{
     Error as TraceError, Forwarded, Frame, Hop, Interpreter, KvCache, Port, RunContext, TensorType,
@@ -101,8 +101,14 @@ impl<'a> StepModule<'a> {
         let input = |port: &Port| {
             let wanted = program.graph.ty(port.value);
             let value = if let Some(tensor) = batch.tensors.get(&port.name) {
-                let ty = TensorType::new(tensor.shape(), tensor.dtype());
-                backend.from_bytes(&ty, tensor.as_bytes())
+                let is_float = tensor.dtype() != DType::I64 && wanted.dtype != DType::I64;
+                let dtype = if is_float {
+                    wanted.dtype
+                } else {
+                    tensor.dtype()
+                };
+                let ty = TensorType::new(tensor.shape(), dtype);
+                backend.from_bytes(&ty, &tensor.bytes_as(dtype))
             } else if let Some((_, fill)) = optional.iter().find(|(name, _)| *name == port.name) {
                 backend.from_bytes(wanted, &fill.to_ne_bytes().repeat(wanted.numel()))
             } else {

@@ -130,6 +130,7 @@ impl MerakTrainer {
             first_position: 0,
             indices: Vec::new(),
             rows: count,
+            epoch: 0,
         };
         let batches = vec![Batch {
             microbatch,

@@ -1,6 +1,7 @@
 //! The `merak` command as its users meet it: exit statuses, messages, documents on standard output.
 
 mod checkpoints; // damaged files
+mod families; // every family on data of its kind
 mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it
 mod output; // documents and formats

@@ -62,6 +62,7 @@ fn other_value(name: &str) -> Value {
         "lr_scheduler_type" => json!("constant"),
         "lr_scheduler_kwargs" => json!({"num_cycles": 1.5}),
         "resume_from_checkpoint" => json!("latest"),
+        "data.format" => json!("tensors"),
         "data.tokenizer" => json!("/data/tokenizer.json"),
         "output_dir" | "data.path" | "model.config" | "model.hf_dir" => json!("/data/some"),
         "custom_split_points" | "tp_layer_lists.col_para_list" | "tp_layer_lists.row_para_list" => {
@@ -83,7 +84,7 @@ fn other_value(name: &str) -> Value {
 }
 
 /// Keys with a single choice in this version: there is no other value to set.
-const SINGLE_CHOICE: &[&str] = &["trace_method", "recompute", "report_to", "data.format"];
+const SINGLE_CHOICE: &[&str] = &["trace_method", "recompute", "report_to"];
 
 #[test]
 fn every_key_is_reached_from_file_environment_and_command_line() {
@@ -222,6 +223,10 @@ data.format = "text"
 data.tokenizer = "bytes"
 data.validation_fraction = 0.05
 data.max_bytes = null
+data.mlm_probability = 0.15
+data.mask_replace_prob = 0.8
+data.random_replace_prob = 0.1
+data.mean_noise_span_length = 3.0
 distributed.engine = "auto"
 distributed.timeout_s = 600.0
 compute.backend = "candle"

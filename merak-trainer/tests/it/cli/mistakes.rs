@@ -210,14 +210,3 @@ fn short_validation_data_name_their_share() {
     assert_snapshot!(place.mistake("train merak.toml --data.validation_fraction 0.002"), @r#"error: the validation part of the data has 3 tokens, but one sample needs 17: give more data or a smaller "seq_length", or choose another "data.validation_fraction" (0 for no validation)"#);
     assert_snapshot!(place.mistake("train merak.toml --do_eval --data.validation_fraction 0"), @r#"error: "do_eval" is true (command line --do_eval), but must be false while "data.validation_fraction" is 0, which leaves nothing to evaluate"#);
 }
-
-#[test]
-fn text_is_no_data_for_models_that_do_not_continue_it() {
-    let place = Workplace::new();
-    place.write(
-        "model.json",
-        r#"{ "model_type": "bert", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "max_position_embeddings": 16 }"#,
-    );
-    assert_snapshot!(place.mistake("train merak.toml"), @"error: training on text needs a model for causal language modelling, but this bert model is for masked language modelling, which a program trains with a data set of its own");
-}

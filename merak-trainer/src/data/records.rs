@@ -1,0 +1,228 @@
+//! Records of texts: JSON lines, or tables with a header.
+
+use std::{collections::BTreeMap, path::Path, sync::Arc};
+
+use serde_json::{Map, Value};
+
+use super::text::{self, Document};
+use crate::{
+    config::DataFormat,
+    error::{Error, Result},
+};
+
+/// One record: its fields, and where it stands.
+#[derive(Debug, Clone)]
+pub(crate) struct Record {
+    path: Arc<Path>,
+    /// Line of the file, from 1.
+    line: u64,
+    fields: Map<String, Value>,
+}
+
+/// Reads the records of a file, or of the files of a folder in the order of their paths.
+///
+/// # Errors
+///
+/// An unreadable path, one without text, or a line that is no record.
+pub(crate) fn read(path: &Path, format: DataFormat) -> Result<Vec<Record>> {
+    let mut records = Vec::new();
+    for document in text::read(path, None)? {
+        match format {
+            DataFormat::Csv => table(&document, b',', &mut records)?,
+            DataFormat::Tsv => table(&document, b'\t', &mut records)?,
+            _ => json_lines(&document, &mut records)?,
+        }
+    }
+    if records.is_empty() {
+        return Err(Error::NoText {
+            path: path.to_path_buf(),
+        });
+    }
+    Ok(records)
+}
+
+fn json_lines(document: &Document, records: &mut Vec<Record>) -> Result<()> {
+    let path: Arc<Path> = document.path.as_path().into();
+    for (number, line) in (1..).zip(document.text.split(|&byte| byte == b'\n')) {
+        if line.trim_ascii().is_empty() {
+            continue;
+        }
+        let wrong = |reason: String| wrong(&path, number, reason);
+        let value: Value = serde_json::from_slice(line)
+            .map_err(|error| wrong(format!("the line is no JSON: {error}")))?;
+        let Value::Object(fields) = value else {
+            return Err(wrong(format!("the line is {value}, expected an object")));
+        };
+        records.push(Record {
+            path: Arc::clone(&path),
+            line: number,
+            fields,
+        });
+    }
+    Ok(())
+}
+
+fn table(document: &Document, delimiter: u8, records: &mut Vec<Record>) -> Result<()> {
+    let path: Arc<Path> = document.path.as_path().into();
+    let mut reader = csv::ReaderBuilder::new()
+        .delimiter(delimiter)
+        .from_reader(document.text.as_slice());
+    let failed = |error: csv::Error| {
+        let line = error.position().map_or(1, csv::Position::line);
+        wrong(&path, line, error.to_string())
+    };
+    let names = reader.headers().map_err(failed)?.clone();
+    for row in reader.records() {
+        let row = row.map_err(failed)?;
+        let fields = names.iter().zip(&row);
+        let fields = fields.map(|(name, cell)| (name.trim().to_owned(), Value::from(cell)));
+        records.push(Record {
+            path: Arc::clone(&path),
+            line: row.position().map_or(0, csv::Position::line),
+            fields: fields.collect(),
+        });
+    }
+    Ok(())
+}
+
+fn wrong(path: &Path, line: u64, reason: String) -> Error {
+    Error::Record {
+        path: path.to_path_buf(),
+        line,
+        reason,
+    }
+}
+
+impl Record {
+    /// Whether it has a field.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.fields.contains_key(name)
+    }
+
+    /// A field of text, if it is there.
+    pub(crate) fn optional_text(&self, name: &str) -> Result<Option<&str>> {
+        match self.fields.get(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(other) => {
+                let reason = format!("the field \"{name}\" is {other}, expected a text");
+                Err(self.wrong(reason))
+            }
+        }
+    }
+
+    /// A field of text; `needs` are the fields that records must have.
+    pub(crate) fn text(&self, name: &str, needs: &str) -> Result<&str> {
+        self.optional_text(name)?
+            .ok_or_else(|| self.missing(name, needs))
+    }
+
+    /// The class in the field `label`: its number, or its name in the model's `label2id`.
+    pub(crate) fn label(
+        &self,
+        names: &BTreeMap<String, i64>,
+        classes: usize,
+        needs: &str,
+    ) -> Result<i64> {
+        let found = self.fields.get("label");
+        let found = found.ok_or_else(|| self.missing("label", needs))?;
+        let number = match found {
+            Value::String(name) => names
+                .get(name.as_str())
+                .copied()
+                .or_else(|| name.trim().parse().ok()),
+            other => other.as_i64(),
+        };
+        let is_class = |&label: &i64| usize::try_from(label).is_ok_and(|label| label < classes);
+        number.filter(is_class).ok_or_else(|| {
+            let mut expected = format!("a class from 0 to {}", classes.saturating_sub(1));
+            if !names.is_empty() {
+                let names: Vec<_> = names.keys().map(String::as_str).collect();
+                expected = format!("{expected} or one of {}", names.join(", "));
+            }
+            self.wrong(format!("the label is {found}, expected {expected}"))
+        })
+    }
+
+    fn missing(&self, name: &str, needs: &str) -> Error {
+        let found: Vec<_> = self
+            .fields
+            .keys()
+            .map(|name| format!("\"{name}\""))
+            .collect();
+        let found = if found.is_empty() {
+            "no fields".to_owned()
+        } else {
+            found.join(", ")
+        };
+        self.wrong(format!(
+            "the record has no \"{name}\": it has {found}, but records {needs}"
+        ))
+    }
+
+    fn wrong(&self, reason: String) -> Error {
+        wrong(&self.path, self.line, reason)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn records(name: &str, text: &str, format: DataFormat) -> Result<Vec<Record>, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        let place = format!("{}/", folder.path().display());
+        read(&path, format).map_err(|error| error.to_string().replace(&place, ""))
+    }
+
+    fn message(record: &Record, result: Result<impl std::fmt::Debug>) -> String {
+        let folder = format!("{}/", record.path.parent().unwrap().display());
+        result.unwrap_err().to_string().replace(&folder, "")
+    }
+
+    #[test]
+    fn lines_and_tables_give_the_same_records() {
+        let lines =
+            "{\"text\": \"a, b\", \"label\": 1}\n\n{\"text\": \"c\\n\", \"label\": \"good\"}";
+        let lines = records("a.jsonl", lines, DataFormat::Jsonl).unwrap();
+        let commas = "text,label\n\"a, b\",1\n\"c\n\",good\n";
+        let commas = records("a.csv", commas, DataFormat::Csv).unwrap();
+        let tabs = "text\tlabel\na, b\t1\n\"c\n\"\tgood\n";
+        let tabs = records("a.tsv", tabs, DataFormat::Tsv).unwrap();
+        let names = BTreeMap::from([("good".to_owned(), 2)]);
+        for found in [&lines, &commas, &tabs] {
+            let read: Vec<_> = found
+                .iter()
+                .map(|record| {
+                    let text = record.text("text", "").unwrap();
+                    (text, record.label(&names, 3, "").unwrap())
+                })
+                .collect();
+            assert_eq!(read, [("a, b", 1), ("c\n", 2)]);
+        }
+        assert_eq!(lines[1].line, 3);
+    }
+
+    #[test]
+    fn a_line_that_is_no_record_is_named() {
+        let read = |name, text, format| records(name, text, format).unwrap_err();
+        insta::assert_snapshot!(read("a.jsonl", "{}\n{\"a\": ", DataFormat::Jsonl), @"a.jsonl:2: the line is no JSON: EOF while parsing a value at line 1 column 6");
+        insta::assert_snapshot!(read("a.jsonl", "[1]", DataFormat::Jsonl), @"a.jsonl:1: the line is [1], expected an object");
+        insta::assert_snapshot!(read("a.csv", "text,label\na,1\nb\n", DataFormat::Csv), @"a.csv:3: CSV error: record 2 (line: 3, byte: 15): found record with 1 fields, but the previous record has 2 fields");
+        insta::assert_snapshot!(read("a.csv", "text,label\n", DataFormat::Csv), @r#"no text in a.csv: "data.path" needs a file or folder with text"#);
+    }
+
+    #[test]
+    fn a_field_that_is_missing_or_wrong_is_named_with_what_is_there() {
+        let line = "{\"txt\": \"a\", \"label\": 7, \"text_pair\": 3}";
+        let records = records("a.jsonl", line, DataFormat::Jsonl).unwrap();
+        let record = &records[0];
+        insta::assert_snapshot!(message(record, record.text("text", "need \"text\" and \"label\"")), @r#"a.jsonl:1: the record has no "text": it has "txt", "label", "text_pair", but records need "text" and "label""#);
+        insta::assert_snapshot!(message(record, record.optional_text("text_pair")), @r#"a.jsonl:1: the field "text_pair" is 3, expected a text"#);
+        insta::assert_snapshot!(message(record, record.label(&BTreeMap::new(), 2, "")), @"a.jsonl:1: the label is 7, expected a class from 0 to 1");
+        let names = BTreeMap::from([("bad".to_owned(), 0), ("good".to_owned(), 1)]);
+        insta::assert_snapshot!(message(record, record.label(&names, 2, "")), @"a.jsonl:1: the label is 7, expected a class from 0 to 1 or one of bad, good");
+    }
+}

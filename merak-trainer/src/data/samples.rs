@@ -1,0 +1,193 @@
+//! Samples of text, as a model learns from them.
+
+use std::sync::Arc;
+
+use merak_trace::models::Objective;
+
+use super::{
+    classes::{ClassDataset, LabelledText},
+    dataset::{Dataset, LABELS},
+    inputs::ModelInputs,
+    masked::{MaskedDataset, Masking},
+    records::Record,
+    source::DataTokens,
+    spans::{Corruption, SpanDataset, SpanTokens},
+    tokenizer::Tokenizer,
+    tokens::TokenDataset,
+    translation::{PairDataset, PairShape},
+};
+use crate::{
+    CheckedArguments,
+    config::DataArguments,
+    error::{Error, Result},
+};
+
+/// How much of a text span corruption leaves out.
+pub(super) fn corruption(data: &DataArguments) -> Corruption {
+    Corruption {
+        noise_density: data.mlm_probability,
+        mean_span_length: data.mean_noise_span_length,
+    }
+}
+
+/// Makes samples of text for one model.
+pub(super) struct Maker<'a> {
+    pub(super) model: &'a ModelInputs,
+    pub(super) args: &'a CheckedArguments,
+    pub(super) tokens: &'a DataTokens,
+}
+
+impl Maker<'_> {
+    /// Samples of a stream of tokens.
+    pub(super) fn stream(
+        &self,
+        tokens: Arc<[u32]>,
+        part: &'static str,
+        tokenizer: &Tokenizer,
+    ) -> Result<Arc<dyn Dataset>> {
+        let (seq, seed) = (self.model.lengths.input, self.args.data_seed());
+        Ok(match self.model.objective {
+            Objective::MaskedLm => {
+                let masking = self.masking(tokenizer)?;
+                Arc::new(MaskedDataset::new(tokens, seq, masking, seed, part)?)
+            }
+            Objective::SequenceToSequence => {
+                let shape = self.pair_shape();
+                let counts = corruption(&self.args.data).longest(shape.input);
+                let counts = counts.ok_or(Error::ShortSpans { input: shape.input })?;
+                if counts.target() > shape.target {
+                    return Err(Error::ShortTarget {
+                        target: shape.target,
+                        needed: counts.target(),
+                        input: shape.input,
+                    });
+                }
+                let special = SpanTokens {
+                    sentinels: self.sentinels(tokenizer, counts.spans)?,
+                    end: self.end(tokenizer)?,
+                };
+                let data = SpanDataset::new(tokens, counts, shape, special, seed, part)?;
+                Arc::new(data)
+            }
+            _ => Arc::new(TokenDataset::new(tokens, seq, part)?),
+        })
+    }
+
+    /// Samples of records.
+    pub(super) fn records(
+        &self,
+        records: &[Record],
+        tokenizer: &Tokenizer,
+    ) -> Result<Arc<dyn Dataset>> {
+        if self.model.objective == Objective::SequenceClassification {
+            self.classes(records, tokenizer)
+        } else {
+            self.pairs(records, tokenizer)
+        }
+    }
+
+    fn classes(&self, records: &[Record], tokenizer: &Tokenizer) -> Result<Arc<dyn Dataset>> {
+        let needs =
+            "of sequence classification need \"text\" and \"label\" and may have \"text_pair\"";
+        let labels = self.model.get(LABELS);
+        let classes = labels.and_then(|input| input.limit).unwrap_or_default();
+        let texts = records.iter().map(|record| {
+            Ok((
+                record.text("text", needs)?,
+                record.optional_text("text_pair")?,
+            ))
+        });
+        let texts = texts.collect::<Result<Vec<_>>>()?;
+        let labels = records
+            .iter()
+            .map(|record| record.label(&self.tokens.label2id, classes, needs));
+        let labels = labels.collect::<Result<Vec<_>>>()?;
+        let seq = self.model.lengths.input;
+        let encoded = tokenizer.encode_with_special(&texts, seq)?.into_iter();
+        let texts = encoded.zip(labels);
+        let texts = texts.map(|(text, label)| LabelledText { text, label });
+        let data = ClassDataset::new(texts.collect(), seq, self.tokens.pad);
+        Ok(Arc::new(data))
+    }
+
+    fn pairs(&self, records: &[Record], tokenizer: &Tokenizer) -> Result<Arc<dyn Dataset>> {
+        let needs = "of sequence-to-sequence learning need \"source\" and \"target\", or \"text\" for span corruption";
+        let (shape, end) = (self.pair_shape(), self.end(tokenizer)?);
+        let encode = |record: &Record, field, limit: usize| {
+            let mut ids = tokenizer.encode(record.text(field, needs)?.as_bytes())?;
+            ids.truncate(limit - 1);
+            ids.push(end);
+            Ok::<_, Error>(ids)
+        };
+        let pairs = records.iter().map(|record| {
+            let source = encode(record, "source", shape.input)?;
+            Ok([source, encode(record, "target", shape.target)?])
+        });
+        let pairs = pairs.collect::<Result<_>>()?;
+        Ok(Arc::new(PairDataset::new(pairs, shape)))
+    }
+
+    fn pair_shape(&self) -> PairShape {
+        PairShape {
+            input: self.model.lengths.input,
+            target: self.model.target(),
+            pad: self.tokens.pad,
+            start: self.tokens.decoder_start,
+        }
+    }
+
+    fn masking(&self, tokenizer: &Tokenizer) -> Result<Masking> {
+        let data = &self.args.data;
+        let mask_token = match tokenizer.mask_token() {
+            Some(mask) => mask,
+            None => self.spare(tokenizer, 1, "token for what is hidden, [MASK] or <mask>")?[0],
+        };
+        Ok(Masking {
+            mlm_probability: data.mlm_probability,
+            mask_replace_prob: data.mask_replace_prob,
+            random_replace_prob: data.random_replace_prob,
+            mask_token,
+            vocab_size: tokenizer.vocab_size(),
+            kept: tokenizer.end_of_document(),
+        })
+    }
+
+    fn sentinels(&self, tokenizer: &Tokenizer, count: usize) -> Result<Vec<u32>> {
+        let found = tokenizer.sentinels();
+        if found.len() >= count {
+            return Ok(found);
+        }
+        let what = format!("tokens for {count} left-out pieces, <extra_id_0> and so on");
+        self.spare(tokenizer, count, &what)
+    }
+
+    /// The last tokens of the model's vocabulary, the last one first, for what the tokenizer has no tokens for.
+    fn spare(&self, tokenizer: &Tokenizer, count: usize, what: &str) -> Result<Vec<u32>> {
+        let (tokens, vocab) = (tokenizer.vocab_size(), self.model.vocab_size);
+        if vocab < tokens.saturating_add(count) {
+            return Err(Error::SpareTokens {
+                what: what.to_owned(),
+                tokens,
+                vocab,
+                needed: tokens.saturating_add(count),
+            });
+        }
+        Ok((vocab - count..vocab)
+            .rev()
+            .map(|token| token as u32)
+            .collect())
+    }
+
+    /// What ends a sequence.
+    fn end(&self, tokenizer: &Tokenizer) -> Result<u32> {
+        let end = tokenizer.end_of_document();
+        let end = end.or_else(|| {
+            let end = self.args.eos_token_id.or(self.model.eos_token_id)?;
+            ((end as usize) < tokenizer.vocab_size()).then_some(end)
+        });
+        end.ok_or(Error::MissingKey {
+            key: "eos_token_id",
+            advice: "the tokenizer has no token that ends a text".to_owned(),
+        })
+    }
+}

@@ -1,0 +1,275 @@
+//! From what a configuration names to the samples that its model learns from.
+
+use std::{collections::BTreeMap, path::Path, sync::Arc};
+
+use merak_trace::models::{Model, Objective};
+
+use super::{
+    corpus::Corpus,
+    crates::CrateSources,
+    dataset::{Dataset, Subset},
+    inputs::ModelInputs,
+    records::{self, Record},
+    samples::{Maker, corruption},
+    tensor_files::TensorFiles,
+    tensors::TensorDataset,
+    tokenizer::Tokenizer,
+};
+use crate::{
+    CheckedArguments,
+    config::{DataArguments, DataFormat, SeqLength, TokenizerSource},
+    error::{Error, Result},
+};
+
+/// What a model's configuration says about data besides its sizes.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct DataTokens {
+    /// What fills shorter sequences up.
+    pub pad: u32,
+    /// What a decoder starts from.
+    pub decoder_start: u32,
+    /// The classes by name.
+    pub label2id: BTreeMap<String, i64>,
+}
+
+/// Data as they were read, before samples are made of them.
+///
+/// | `data.format` | next token | masked tokens | class of a text | sequence to sequence | class of an image |
+/// |---|---|---|---|---|---|
+/// | `text` | a stream | a stream | | span corruption of a stream | |
+/// | `jsonl`, `csv`, `tsv` | `text` | `text` | `text`, `label`; may have `text_pair` | `source`, `target`; or `text` | |
+/// | `tensors` | yes | yes | yes | yes | yes |
+///
+/// Each `text` of records is a document of a stream, but for classes.
+#[derive(Debug)]
+pub struct Source {
+    /// What turns text into tokens; none where there is no text and no tokenizer file.
+    pub tokenizer: Option<Tokenizer>,
+    /// Where the data came from, for people.
+    pub description: String,
+    content: Content,
+}
+
+#[derive(Debug)]
+enum Content {
+    Stream(Corpus),
+    Records(Vec<Record>, Tokenizer),
+    Tensors(TensorFiles),
+}
+
+/// The two parts of the data.
+#[derive(Debug, Default, Clone)]
+pub struct Datasets {
+    /// Samples to train on.
+    pub train: Option<Arc<dyn Dataset>>,
+    /// Samples to evaluate on.
+    pub validation: Option<Arc<dyn Dataset>>,
+}
+
+impl Source {
+    /// Reads what `arguments` name, for what `model` learns.
+    ///
+    /// # Errors
+    ///
+    /// Data that are missing, cannot be read, or do not have what the model learns from; a tokenizer that cannot be
+    /// used or has more tokens than the model.
+    pub fn load(
+        arguments: &DataArguments,
+        model: &dyn Model,
+        crates: &CrateSources,
+    ) -> Result<Self> {
+        let format = arguments.format;
+        check_kind(format, model)?;
+        let source = match (&arguments.path, format) {
+            (_, DataFormat::Text) => Self::of_stream(Corpus::load(arguments, crates)?),
+            (None, _) => {
+                return Err(Error::MissingKey {
+                    key: "data.path",
+                    advice: format!("\"data.format\" {format} needs a file or folder"),
+                });
+            }
+            (Some(path), DataFormat::Tensors) => Self::of_tensors(&path.0, &arguments.tokenizer)?,
+            (Some(path), _) => Self::of_records(&path.0, arguments, model.objective())?,
+        };
+        source.check_vocabulary(model)?;
+        Ok(source)
+    }
+
+    fn of_stream(corpus: Corpus) -> Self {
+        Self {
+            tokenizer: Some(corpus.tokenizer.clone()),
+            description: corpus.description.clone(),
+            content: Content::Stream(corpus),
+        }
+    }
+
+    fn of_tensors(path: &Path, tokenizer: &TokenizerSource) -> Result<Self> {
+        let files = TensorFiles::open(path)?;
+        let tokenizer = match tokenizer {
+            TokenizerSource::Bytes => None,
+            file @ TokenizerSource::File(_) => Some(Tokenizer::load(file)?),
+        };
+        let names: Vec<_> = files.names().collect();
+        let (path, count) = (path.display(), count(files.num_files(), "file"));
+        Ok(Self {
+            tokenizer,
+            description: format!("{path}: {count}, {}", names.join(", ")),
+            content: Content::Tensors(files),
+        })
+    }
+
+    fn of_records(path: &Path, arguments: &DataArguments, objective: Objective) -> Result<Self> {
+        let records = records::read(path, arguments.format)?;
+        let tokenizer = Tokenizer::load(&arguments.tokenizer)?;
+        let described = count(records.len(), "record");
+        let description = format!("{}: {described}", path.display());
+        let is_stream = match objective {
+            Objective::SequenceToSequence => !records[0].has("source") && records[0].has("text"),
+            Objective::SequenceClassification => false,
+            _ => true,
+        };
+        if !is_stream {
+            return Ok(Self {
+                tokenizer: Some(tokenizer.clone()),
+                description,
+                content: Content::Records(records, tokenizer),
+            });
+        }
+        let texts = records
+            .iter()
+            .map(|record| record.text("text", "need \"text\""));
+        let texts: Vec<_> = texts.collect::<Result<_>>()?;
+        let texts = texts.into_iter().map(str::as_bytes);
+        let fraction = arguments.validation_fraction;
+        let corpus = Corpus::of(tokenizer, texts, fraction, description)?;
+        Ok(Self::of_stream(corpus))
+    }
+
+    fn check_vocabulary(&self, model: &dyn Model) -> Result<()> {
+        let vocab = model.info().vocab_size;
+        match &self.tokenizer {
+            Some(tokenizer) if tokenizer.vocab_size() > vocab => Err(Error::Vocabulary {
+                tokens: tokenizer.vocab_size(),
+                vocab,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// The lengths of sequences: those of the arguments, else of tensors, else of the model.
+    ///
+    /// # Errors
+    ///
+    /// Two lengths for a model that has one, or one that is too short for span corruption.
+    pub fn lengths(&self, args: &CheckedArguments, model: &dyn Model) -> Result<SeqLength> {
+        let has_two = model.objective() == Objective::SequenceToSequence;
+        let given = args.seq_length;
+        if let Some(SeqLength {
+            target: Some(_), ..
+        }) = given
+            && !has_two
+        {
+            return Err(Error::TwoLengths {
+                family: model.info().family,
+            });
+        }
+        let stored = |name: &str| match &self.content {
+            Content::Tensors(files) => files.shape(name)?.first().copied(),
+            _ => None,
+        };
+        let input = given
+            .map(|given| given.input)
+            .or_else(|| stored("input_ids"))
+            .unwrap_or(model.info().max_seq);
+        let mut lengths = SeqLength::from(input);
+        if has_two {
+            lengths.target = match (given.and_then(|given| given.target), &self.content) {
+                (Some(target), _) => Some(target),
+                (None, Content::Stream(_)) => {
+                    let counts = corruption(&args.data).longest(input);
+                    let counts = counts.ok_or(Error::ShortSpans { input })?;
+                    Some(counts.target())
+                }
+                (None, _) => stored("labels").or(Some(input)),
+            };
+        }
+        Ok(lengths)
+    }
+
+    /// Makes samples for a model, for training too unless `trains` is false. The stream that they are cut
+    /// from comes along where there is one.
+    ///
+    /// # Errors
+    ///
+    /// Too little data, or data that the model cannot take.
+    pub fn datasets(
+        self,
+        model: &ModelInputs,
+        args: &CheckedArguments,
+        tokens: &DataTokens,
+        trains: bool,
+    ) -> Result<(Datasets, Option<Corpus>)> {
+        let maker = Maker {
+            model,
+            args,
+            tokens,
+        };
+        let fraction = args.data.validation_fraction;
+        let wants_validation = !trains || args.do_eval;
+        let whole: Arc<dyn Dataset> = match self.content {
+            Content::Stream(corpus) => {
+                let make = |tokens: &Arc<[u32]>, part| {
+                    maker.stream(Arc::clone(tokens), part, &corpus.tokenizer)
+                };
+                let train = trains
+                    .then(|| make(&corpus.train, "training"))
+                    .transpose()?;
+                let validates = wants_validation || !corpus.validation.is_empty();
+                let validation = validates
+                    .then(|| make(&corpus.validation, "validation"))
+                    .transpose()?;
+                return Ok((Datasets { train, validation }, Some(corpus)));
+            }
+            Content::Records(records, tokenizer) => maker.records(&records, &tokenizer)?,
+            Content::Tensors(files) => Arc::new(TensorDataset::new(
+                files,
+                model,
+                tokens.decoder_start,
+                tokens.pad,
+            )?),
+        };
+        let [train, validation] = Subset::split(&whole, fraction);
+        let validates = wants_validation || !validation.is_empty();
+        let datasets = Datasets {
+            train: trains.then(|| Arc::new(train) as Arc<dyn Dataset>),
+            validation: validates.then(|| Arc::new(validation) as Arc<dyn Dataset>),
+        };
+        Ok((datasets, None))
+    }
+}
+
+/// Checks that files of this format can have what a model learns from.
+fn check_kind(format: DataFormat, model: &dyn Model) -> Result<()> {
+    let objective = model.objective();
+    let expected = match (objective, format) {
+        (_, DataFormat::Tensors)
+        | (Objective::CausalLm | Objective::MaskedLm | Objective::SequenceToSequence, _)
+        | (
+            Objective::SequenceClassification,
+            DataFormat::Jsonl | DataFormat::Csv | DataFormat::Tsv,
+        ) => return Ok(()),
+        (Objective::SequenceClassification, _) => "jsonl, csv, tsv or tensors",
+        _ => "tensors",
+    };
+    Err(Error::DataKind {
+        family: model.info().family,
+        objective: objective.to_string(),
+        format,
+        expected,
+    })
+}
+
+pub(super) fn count(number: usize, what: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{number} {what}{plural}")
+}

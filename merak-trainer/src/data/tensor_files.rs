@@ -1,0 +1,221 @@
+//! Safetensors files whose tensors have one row for each sample.
+
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+use half::{bf16, f16};
+use merak_ckpt::{DType, StoredTensor, stored_tensors};
+
+use super::{dataset::SampleTensor, text};
+use crate::error::{Error, Result};
+
+/// Named tensors `[N, ..]` in one or several files, each with a part of the N samples.
+#[derive(Debug)]
+pub struct TensorFiles {
+    parts: Vec<Part>,
+    samples: usize,
+}
+
+#[derive(Debug)]
+struct Part {
+    path: PathBuf,
+    file: File,
+    samples: usize,
+    tensors: BTreeMap<String, StoredTensor>,
+}
+
+impl TensorFiles {
+    /// Opens a safetensors file, or those of a folder in the order of their names. Headers are read, elements
+    /// are not.
+    ///
+    /// # Errors
+    ///
+    /// A file that is none, or whose tensors do not agree in the number of samples, in names, types or sizes.
+    pub fn open(path: &Path) -> Result<Self> {
+        let files = if path.is_dir() {
+            let is_one = |path: &Path| path.extension().is_some_and(|end| end == "safetensors");
+            let files = text::list(path, &is_one)?.into_iter();
+            files.map(|file| file.path).collect()
+        } else {
+            vec![path.to_path_buf()]
+        };
+        let parts: Vec<_> = files
+            .iter()
+            .map(|path| Part::open(path))
+            .collect::<Result<_>>()?;
+        let Some(first) = parts.first() else {
+            return Err(unusable(path, "the folder has no .safetensors file"));
+        };
+        for other in &parts[1..] {
+            first.check_like(other)?;
+        }
+        let samples = parts.iter().map(|part| part.samples).sum();
+        Ok(Self { parts, samples })
+    }
+
+    /// Samples of all files.
+    pub fn samples(&self) -> usize {
+        self.samples
+    }
+
+    /// How many files there are.
+    pub(crate) fn num_files(&self) -> usize {
+        self.parts.len()
+    }
+
+    /// The names of the tensors.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.parts[0].tensors.keys().map(String::as_str)
+    }
+
+    /// The sizes of a tensor without the dimension of the samples.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        Some(&self.parts[0].tensors.get(name)?.shape[1..])
+    }
+
+    /// The type of a tensor's elements.
+    pub(super) fn dtype(&self, name: &str) -> Option<DType> {
+        Some(self.parts[0].tensors.get(name)?.dtype)
+    }
+
+    /// A tensor of one sample, as the model reads it.
+    pub(super) fn read(&self, name: &str, index: usize, as_floats: bool) -> Result<SampleTensor> {
+        let (mut part, mut row) = (0, index);
+        while row >= self.parts[part].samples {
+            row -= self.parts[part].samples;
+            part += 1;
+        }
+        let part = &self.parts[part];
+        let tensor = &part.tensors[name];
+        let numel: usize = tensor.shape[1..].iter().product();
+        let mut bytes = vec![0; numel * tensor.dtype.size_bytes()];
+        let from = tensor.bytes[0] + (row * bytes.len()) as u64;
+        part.file
+            .read_exact_at(&mut bytes, from)
+            .map_err(|source| text::cannot_read(&part.path, source))?;
+        let shape = tensor.shape[1..].to_vec();
+        let tensor = if as_floats {
+            SampleTensor::floats(shape, floats(tensor.dtype, &bytes))
+        } else {
+            SampleTensor::new(shape, ints(tensor.dtype, &bytes))
+        };
+        Ok(tensor.expect("as many elements as the shape has"))
+    }
+}
+
+impl Part {
+    fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|source| Error::ReadInput {
+            key: "data.path",
+            path: path.to_path_buf(),
+            source,
+        })?;
+        let tensors = stored_tensors(path)?;
+        let mut samples: Option<(usize, String)> = None;
+        for tensor in &tensors {
+            let Some(&rows) = tensor.shape.first() else {
+                let name = &tensor.name;
+                let reason =
+                    format!("the tensor \"{name}\" has no dimension that counts the samples");
+                return Err(unusable(path, reason));
+            };
+            match &samples {
+                Some((other, like)) if *other != rows => {
+                    let name = &tensor.name;
+                    let reason = format!(
+                        "the tensor \"{name}\" has {rows} samples, but \"{like}\" has {other}"
+                    );
+                    return Err(unusable(path, reason));
+                }
+                Some(_) => {}
+                None => samples = Some((rows, tensor.name.clone())),
+            }
+        }
+        let Some((samples, _)) = samples else {
+            return Err(unusable(path, "it has no tensors"));
+        };
+        let named = tensors
+            .into_iter()
+            .map(|tensor| (tensor.name.clone(), tensor));
+        Ok(Self {
+            path: path.to_path_buf(),
+            file,
+            samples,
+            tensors: named.collect(),
+        })
+    }
+
+    /// Checks that another file has the same tensors but for their number of samples.
+    fn check_like(&self, other: &Self) -> Result<()> {
+        let describe = |part: &Self, name: &String| {
+            let tensor = part.tensors.get(name);
+            tensor.map_or("absent".to_owned(), |tensor| {
+                format!(
+                    "{} of shape {:?} per sample",
+                    tensor.dtype,
+                    &tensor.shape[1..]
+                )
+            })
+        };
+        let names = self.tensors.keys().chain(other.tensors.keys());
+        for name in names {
+            let (expected, found) = (describe(self, name), describe(other, name));
+            if expected != found {
+                let reason = format!(
+                    "the tensor \"{name}\" is {found}, but {expected} in {}",
+                    self.path.display()
+                );
+                return Err(unusable(&other.path, reason));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn unusable(path: &Path, reason: impl Into<String>) -> Error {
+    Error::TensorFile {
+        path: path.to_path_buf(),
+        reason: reason.into(),
+    }
+}
+
+/// The elements of little-endian bytes, converted one by one.
+macro_rules! decode {
+    ($bytes:expr, $ty:ty, $convert:expr) => {
+        $bytes
+            .chunks_exact(size_of::<$ty>())
+            .map(|x| <$ty>::from_le_bytes(x.try_into().expect("a chunk of that size")))
+            .map($convert)
+            .collect()
+    };
+}
+
+/// Elements of any integer type; the caller has checked that it is one.
+fn ints(dtype: DType, bytes: &[u8]) -> Vec<i64> {
+    match dtype {
+        DType::I64 => decode!(bytes, i64, |x| x),
+        DType::I32 => decode!(bytes, i32, i64::from),
+        DType::I16 => decode!(bytes, i16, i64::from),
+        DType::I8 => decode!(bytes, i8, i64::from),
+        // What no i64 holds is no token and no class either.
+        DType::U64 => decode!(bytes, u64, |x| i64::try_from(x).unwrap_or(i64::MAX)),
+        DType::U32 => decode!(bytes, u32, i64::from),
+        DType::U16 => decode!(bytes, u16, i64::from),
+        _ => decode!(bytes, u8, i64::from),
+    }
+}
+
+/// Elements of any floating-point type, and pixels.
+fn floats(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    match dtype {
+        DType::F64 => decode!(bytes, f64, |x| x as f32),
+        DType::F32 => decode!(bytes, f32, |x| x),
+        DType::BF16 => decode!(bytes, bf16, f32::from),
+        DType::F16 => decode!(bytes, f16, f32::from),
+        _ => decode!(bytes, u8, |x| f32::from(x) / 127.5 - 1.0),
+    }
+}

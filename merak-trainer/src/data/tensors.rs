@@ -1,0 +1,227 @@
+//! Tensors from files as the samples of a model.
+
+use merak_ckpt::DType;
+use merak_trace::models::Objective;
+
+use super::{
+    dataset::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
+    inputs::{ATTENTION_MASK, ModelInput, ModelInputs},
+    tensor_files::TensorFiles,
+    translation::moved_right,
+};
+use crate::error::{Error, Result};
+
+/// What `transformers` would reckon with and these models do not read.
+const UNSUPPORTED: [&str; 4] = [
+    "position_ids",
+    "decoder_attention_mask",
+    "inputs_embeds",
+    "bool_masked_pos",
+];
+
+/// What a sample lacks and is made of the rest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Derived {
+    Nothing,
+    /// `labels`: the token after each.
+    NextTokens,
+    /// `decoder_input_ids`: the labels moved one to the right.
+    DecoderInputs {
+        start: u32,
+        pad: u32,
+    },
+}
+
+/// The samples of [`TensorFiles`] as a model reads them.
+///
+/// Integers of any width become 64-bit ones, floats `f32`; where a model reads floats, bytes (`u8`) are pixels and
+/// become `x / 127.5 - 1`, as `ViTImageProcessor` has them. Tensors that the model does not read are left out.
+///
+/// Labels of models that predict the next token stand at the position that predicts them; without labels they are made
+/// of `input_ids` (the next token, none behind the last). `decoder_input_ids` are made of `labels` where they
+/// are missing.
+#[derive(Debug)]
+pub struct TensorDataset {
+    files: TensorFiles,
+    /// Names, and whether floats are read.
+    read: Vec<(String, bool)>,
+    derived: Derived,
+}
+
+impl TensorDataset {
+    /// Checks the tensors against what a model reads, their integers one by one. `start` and `pad` are the
+    /// tokens from which a decoder starts and which fill sequences up.
+    ///
+    /// # Errors
+    ///
+    /// A tensor that is missing, of another type or size, or with a value that the model cannot take.
+    pub fn new(files: TensorFiles, model: &ModelInputs, start: u32, pad: u32) -> Result<Self> {
+        if let Some(name) = UNSUPPORTED
+            .into_iter()
+            .find(|name| files.shape(name).is_some())
+        {
+            return Err(Error::UnreadTensor {
+                name: name.to_owned(),
+                family: model.family,
+            });
+        }
+        let is_there = |name: &str| files.shape(name).is_some();
+        let derived = match model.objective {
+            Objective::CausalLm if !is_there(LABELS) => Derived::NextTokens,
+            Objective::SequenceToSequence if !is_there("decoder_input_ids") => {
+                Derived::DecoderInputs { start, pad }
+            }
+            _ => Derived::Nothing,
+        };
+        let mut read = Vec::new();
+        for input in &model.inputs {
+            let is_derived = match derived {
+                Derived::Nothing => false,
+                Derived::NextTokens => input.name == LABELS,
+                Derived::DecoderInputs { .. } => input.name == "decoder_input_ids",
+            };
+            if is_derived || input.is_optional && !is_there(&input.name) {
+                continue;
+            }
+            read.push((input.name.clone(), check_type(&files, model, input)?));
+        }
+        let unread: Vec<_> = files
+            .names()
+            .filter(|name| model.get(name).is_none())
+            .collect();
+        if !unread.is_empty() {
+            tracing::info!(?unread, "the model does not read these tensors of the data");
+        }
+        let data = Self {
+            files,
+            read,
+            derived,
+        };
+        data.check_values(model)?;
+        Ok(data)
+    }
+
+    /// Reads every integer once.
+    fn check_values(&self, model: &ModelInputs) -> Result<()> {
+        let is_read = |input: &&ModelInput| self.read.iter().any(|(name, _)| *name == input.name);
+        let limited = model.inputs.iter().filter(|input| input.limit.is_some());
+        for input in limited.filter(is_read) {
+            for sample in 0..self.files.samples() {
+                let tensor = self.files.read(&input.name, sample, false)?;
+                model.check_values(input, sample, tensor.ints())?;
+            }
+        }
+        if model.objective == Objective::CausalLm {
+            self.check_padding(model)?;
+            self.check_shift(model)?;
+        }
+        Ok(())
+    }
+
+    /// A model that reads no mask may have padding behind its tokens only, where nothing attends to it.
+    fn check_padding(&self, model: &ModelInputs) -> Result<()> {
+        if self.files.shape(ATTENTION_MASK).is_none() {
+            return Ok(());
+        }
+        let mask = ModelInput {
+            name: ATTENTION_MASK.to_owned(),
+            shape: vec![model.lengths.input],
+            dtype: merak_mpu::DType::I64,
+            limit: Some(2),
+            is_optional: true,
+        };
+        check_type(&self.files, model, &mask)?;
+        for sample in 0..self.files.samples() {
+            let mask = self.files.read(ATTENTION_MASK, sample, false)?;
+            if mask
+                .ints()
+                .windows(2)
+                .any(|pair| pair[0] == 0 && pair[1] != 0)
+            {
+                return Err(Error::LeftPadding {
+                    sample,
+                    family: model.family,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Labels that repeat the tokens, as Hugging Face has them, would teach a model to repeat its input.
+    fn check_shift(&self, model: &ModelInputs) -> Result<()> {
+        if self.derived == Derived::NextTokens || self.files.samples() == 0 {
+            return Ok(());
+        }
+        let ids = self.files.read("input_ids", 0, false)?;
+        let labels = self.files.read(LABELS, 0, false)?;
+        let repeats = |(id, label): (&i64, &i64)| label == id || *label == IGNORED_LABEL;
+        let is_labelled = labels.ints().iter().any(|&label| label != IGNORED_LABEL);
+        if is_labelled && ids.ints().len() > 1 && ids.ints().iter().zip(labels.ints()).all(repeats)
+        {
+            return Err(Error::UnshiftedLabels {
+                family: model.family,
+            });
+        }
+        Ok(())
+    }
+
+    /// The token after each, none where there is none or it is padding.
+    fn next_tokens(&self, sample: &Sample, index: usize) -> Result<SampleTensor> {
+        let ids = sample["input_ids"].ints();
+        let mut labels = ids.get(1..).unwrap_or_default().to_vec();
+        if self.files.shape(ATTENTION_MASK).is_some() {
+            let mask = self.files.read(ATTENTION_MASK, index, false)?;
+            for (label, &seen) in labels.iter_mut().zip(mask.ints().iter().skip(1)) {
+                if seen == 0 {
+                    *label = IGNORED_LABEL;
+                }
+            }
+        }
+        labels.push(IGNORED_LABEL);
+        Ok(SampleTensor::vector(labels))
+    }
+}
+
+impl Dataset for TensorDataset {
+    fn len(&self) -> usize {
+        self.files.samples()
+    }
+
+    fn get(&self, index: usize) -> Result<Sample> {
+        let mut sample = Sample::new();
+        for (name, as_floats) in &self.read {
+            sample.insert(name.clone(), self.files.read(name, index, *as_floats)?);
+        }
+        match self.derived {
+            Derived::Nothing => {}
+            Derived::NextTokens => {
+                let labels = self.next_tokens(&sample, index)?;
+                sample.insert(LABELS.to_owned(), labels);
+            }
+            Derived::DecoderInputs { start, pad } => {
+                let ids = moved_right(sample[LABELS].ints(), start, pad);
+                let ids = SampleTensor::vector(ids);
+                sample.insert("decoder_input_ids".to_owned(), ids);
+            }
+        }
+        Ok(sample)
+    }
+}
+
+/// Whether floats are read of a tensor, if it is what the model reads.
+fn check_type(files: &TensorFiles, model: &ModelInputs, input: &ModelInput) -> Result<bool> {
+    let (Some(dtype), Some(shape)) = (files.dtype(&input.name), files.shape(&input.name)) else {
+        return Err(model.missing(input, &files.names().collect::<Vec<_>>()));
+    };
+    let as_floats = input.dtype != merak_mpu::DType::I64;
+    let fits = if as_floats {
+        dtype.is_float() || dtype == DType::U8
+    } else {
+        !dtype.is_float()
+    };
+    if !fits || shape != input.shape {
+        let found = format!("{dtype} of shape {shape:?} per sample");
+        return Err(model.mistyped(input, found));
+    }
+    Ok(as_floats)
+}
