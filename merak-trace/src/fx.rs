@@ -21,7 +21,11 @@ use crate::{
     op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
 };
 use merak_mpu::DType;
-use std::{cell::RefCell, rc::Rc, sync::Arc};
+use std::{
+    cell::{OnceCell, RefCell},
+    rc::Rc,
+    sync::Arc,
+};
 
 use crate::hash::name_hash;
 
@@ -37,6 +41,7 @@ pub fn trace(dtype: DType, model: impl FnOnce(&Module) -> Result<()>) -> Result<
         graph: Rc::clone(&graph),
         path: "".into(),
         dtype,
+        seen: Rc::default(),
     })?;
     Ok(graph.take())
 }
@@ -80,6 +85,8 @@ pub struct Module {
     graph: Rc<RefCell<Graph>>,
     path: Arc<str>,
     dtype: DType,
+    /// Which keys every attention sees, unless it is told otherwise.
+    seen: Rc<OnceCell<Symbol>>,
 }
 
 impl Module {
@@ -90,7 +97,14 @@ impl Module {
             graph: Rc::clone(&self.graph),
             path: self.qualified(name).into(),
             dtype: self.dtype,
+            seen: Rc::clone(&self.seen),
         }
+    }
+
+    /// Hides the keys where `seen`, `[B, Sk]` i64, is 0 from every [`Module::attention`] of the model that follows.
+    pub fn hide_unseen(&self, seen: &Symbol) {
+        // The first mask stays.
+        let _ = self.seen.set(seen.clone());
     }
 
     /// The element type of parameters.
@@ -326,7 +340,7 @@ impl Module {
         self.apply1(Op::Positions { len, first }, &[])
     }
 
-    /// Attention over packed heads; `dropout` is the probability of zeroing a weight.
+    /// Attention over packed heads, to the keys that are not hidden; `dropout` is the probability of zeroing a weight.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -338,7 +352,11 @@ impl Module {
         spec: &Attention,
         dropout: f64,
     ) -> Result<Symbol> {
-        self.attention_with([q, k, v], AttentionTerms::default(), spec, dropout)
+        let terms = AttentionTerms {
+            seen: self.seen.get(),
+            bias: None,
+        };
+        self.attention_with([q, k, v], terms, spec, dropout)
     }
 
     /// The bucket of each query's distance to each key, `[Sq, Sk]` i64.

@@ -18,7 +18,7 @@ use crate::{Error, Graph, Result};
 use fields::Fields;
 use merak_mpu::DType;
 use serde_json::Value as Json;
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 pub use bert::Bert;
 pub use gpt::Gpt;
@@ -54,6 +54,9 @@ pub struct TraceOptions {
     pub dtype: DType,
     /// What the model ends in.
     pub head: Head,
+    /// Gives models of the next token an input `attention_mask: [B, S] i64`, whose zeros hide padding from all
+    /// attentions; only padding before the tokens needs that.
+    pub attention_mask: bool,
     /// Makes tied weights independent copies.
     pub untie: bool,
     /// Standard deviation of weight matrices where the configuration states none.
@@ -71,6 +74,7 @@ impl TraceOptions {
             head: Head::Loss {
                 label_smoothing: 0.0,
             },
+            attention_mask: false,
             untie: false,
             init_std: 0.02,
         }
@@ -154,6 +158,35 @@ pub trait Model: fmt::Debug + Send + Sync {
     /// # Errors
     /// When the sequence is longer than the model allows or operands do not fit.
     fn trace(&self, options: &TraceOptions) -> Result<Graph>;
+}
+
+/// The same model for data with padding before their tokens: for a loss it reads `attention_mask`.
+pub fn with_attention_mask(model: Arc<dyn Model>) -> Arc<dyn Model> {
+    Arc::new(Masked(model))
+}
+
+#[derive(Debug)]
+struct Masked(Arc<dyn Model>);
+
+impl Model for Masked {
+    fn info(&self) -> ModelInfo {
+        self.0.info()
+    }
+
+    fn objective(&self) -> Objective {
+        self.0.objective()
+    }
+
+    fn optional_inputs(&self) -> &'static [(&'static str, i64)] {
+        &[("attention_mask", 1)]
+    }
+
+    fn trace(&self, options: &TraceOptions) -> Result<Graph> {
+        self.0.trace(&TraceOptions {
+            attention_mask: matches!(options.head, Head::Loss { .. }),
+            ..options.clone()
+        })
+    }
 }
 
 /// A family of models: one row of [`FAMILIES`], and nothing else to register.

@@ -366,17 +366,6 @@ pub enum Error {
         /// The model's family.
         family: &'static str,
     },
-    /// Padding before tokens, for a model that reads no mask.
-    #[error(
-        "\"attention_mask\" of sample {sample} hides tokens before others, but this {family} model reads no mask: \
-         put padding behind the tokens, with labels of -100"
-    )]
-    LeftPadding {
-        /// The sample, from 0.
-        sample: usize,
-        /// The model's family.
-        family: &'static str,
-    },
     /// Labels as Hugging Face has them, where they stand at the tokens that they are.
     #[error(
         "\"labels\" repeat \"input_ids\", but a label of this {family} model stands at the position that predicts \

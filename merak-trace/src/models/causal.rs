@@ -46,12 +46,14 @@ pub(super) fn padding(
     }
 }
 
-/// The input `input_ids: [B, S]`.
+/// The input `input_ids: [B, S]`, and `attention_mask` where the options ask for it.
 pub(super) fn input_ids(root: &Module, options: &TraceOptions) -> Symbol {
-    root.input(
-        "input_ids",
-        TensorType::new([options.batch, options.seq], DType::I64),
-    )
+    let ty = TensorType::new([options.batch, options.seq], DType::I64);
+    let ids = root.input("input_ids", ty.clone());
+    if options.attention_mask {
+        root.hide_unseen(&root.input("attention_mask", ty));
+    }
+    ids
 }
 
 /// The output projection `name`, tied to the embedding table where one is given.

@@ -5,7 +5,7 @@ use super::{
     Model, ModelInfo, TraceOptions,
     causal::{check_architecture, finish, input_ids, lm_head, padding},
     check_seq,
-    fields::{Fields, head_dim},
+    fields::{Fields, error, head_dim},
 };
 use crate::{
     Graph, Init, Result,
@@ -183,6 +183,11 @@ impl Model for Opt {
 
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
         check_seq(options.seq, self.max_seq, "max_position_embeddings")?;
+        if options.attention_mask {
+            let reason =
+                "is opt, which counts positions by the attention mask: that is not supported";
+            return Err(error("model_type", reason));
+        }
         let std = self.init_std.unwrap_or(options.init_std);
         fx::trace(options.dtype, |root| {
             let decoder = root.sub("model.decoder");

@@ -124,8 +124,7 @@ fn fields_that_tell_models_apart_are_used_or_refused() {
         ("num_experts", fixed(json!(8))),
         ("tie_word_embeddings", flag("tie_word_embeddings")),
     ];
-    let mut table = String::new();
-    for (field, value) in &fields {
+    let table = fields.iter().map(|(field, value)| {
         let of = |wanted: Effect| {
             let mut names: Vec<_> = cases
                 .iter()
@@ -139,8 +138,9 @@ fn fields_that_tell_models_apart_are_used_or_refused() {
             names.join(" ")
         };
         let (used, none) = (of(Effect::Used), of(Effect::None));
-        table += &format!("{field}: used by [{used}], without effect on [{none}]\n");
-    }
+        format!("{field}: used by [{used}], without effect on [{none}]")
+    });
+    let table = table.collect::<Vec<_>>().join("\n");
     // The others refuse it. Without effect is what the family's defaults switch off, and a head that is not there.
     insta::assert_snapshot!(table, @r"
     attention_bias: used by [gpt_neox llama qwen3], without effect on []

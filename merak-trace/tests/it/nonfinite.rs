@@ -186,8 +186,7 @@ fn differences(what: &str, own: &[f64], expected: &[Number]) -> Vec<String> {
     let pairs = own.iter().zip(expected.iter().map(Number::value));
     let differs = |(own, expected): (&f64, f64)| {
         if expected.is_finite() {
-            // A NaN is within no distance.
-            !((own - expected).abs() <= 1e-5 * largest)
+            own.is_nan() || (own - expected).abs() > 1e-5 * largest
         } else {
             own.to_string() != expected.to_string()
         }

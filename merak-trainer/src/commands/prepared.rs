@@ -4,7 +4,7 @@ use super::{
     environment,
     model::{Loaded, companions},
 };
-use merak_trace::models::Objective;
+use merak_trace::models::{self, Objective};
 use merak_trainer::{
     CheckedArguments, Config, MerakTrainer, Plan, Result, SeqLength, TrainerParts, Workload,
     data::{Corpus, Dataset, Datasets, ModelInputs, Source, Tokenizer},
@@ -39,10 +39,13 @@ impl Prepared {
 
     fn new(config: &Config, trains: bool) -> Result<Self> {
         let checked = config.check()?;
-        let model = Loaded::of(&checked)?;
+        let mut model = Loaded::of(&checked)?;
         let args = model.complete(checked)?;
         let crates = environment::crate_sources(config.file());
         let source = Source::load(&args.data, &*model.model, &crates)?;
+        if model.model.objective() == Objective::CausalLm && source.pads_before_tokens()? {
+            model.model = models::with_attention_mask(model.model);
+        }
         let lengths = source.lengths(&args, &*model.model)?;
         let args = with_lengths(args, lengths)?;
         let inputs = ModelInputs::of(&*model.model, lengths)?;

@@ -8,7 +8,7 @@ use super::{
     corpus::Corpus,
     crates::CrateSources,
     dataset::{Dataset, Subset},
-    inputs::ModelInputs,
+    inputs::{ATTENTION_MASK, ModelInputs},
     records::{self, Record},
     samples::{Maker, corruption},
     tensor_files::TensorFiles,
@@ -153,6 +153,19 @@ impl Source {
                 vocab,
             }),
             _ => Ok(()),
+        }
+    }
+
+    /// Whether there is padding before tokens, which a model of the next token must be told of; behind them nothing
+    /// attends to it.
+    ///
+    /// # Errors
+    ///
+    /// When a file cannot be read.
+    pub fn pads_before_tokens(&self) -> Result<bool> {
+        match &self.content {
+            Content::Tensors(files) => files.hides_first(ATTENTION_MASK),
+            _ => Ok(false),
         }
     }
 

@@ -77,6 +77,22 @@ impl TensorFiles {
         Some(&self.parts[0].tensors.get(name)?.shape[1..])
     }
 
+    /// Whether some sample has a zero before a one in a tensor that is a mask of integers.
+    pub(super) fn hides_first(&self, mask: &str) -> Result<bool> {
+        let is_mask = self.dtype(mask).is_some_and(|dtype| !dtype.is_float());
+        if !is_mask {
+            return Ok(false);
+        }
+        for sample in 0..self.samples {
+            let values = self.read(mask, sample, false)?;
+            let rises = |pair: &[i64]| pair[0] == 0 && pair[1] != 0;
+            if values.ints().windows(2).any(rises) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// The type of a tensor's elements.
     pub(super) fn dtype(&self, name: &str) -> Option<DType> {
         Some(self.parts[0].tensors.get(name)?.dtype)

@@ -38,7 +38,7 @@ enum Derived {
 /// become `x / 127.5 - 1`, as `ViTImageProcessor` has them. Tensors that the model does not read are left out.
 ///
 /// Labels of models that predict the next token stand at the position that predicts them; without labels they are made
-/// of `input_ids` (the next token, none behind the last). `decoder_input_ids` are made of `labels` where they
+/// of `input_ids` (the next token, none behind the last or where one of the two is padding). `decoder_input_ids` are made of `labels` where they
 /// are missing.
 #[derive(Debug)]
 pub struct TensorDataset {
@@ -112,15 +112,15 @@ impl TensorDataset {
             }
         }
         if model.objective == Objective::CausalLm {
-            self.check_padding(model)?;
+            self.check_mask(model)?;
             self.check_shift(model)?;
         }
         Ok(())
     }
 
-    /// A model that reads no mask may have padding behind its tokens only, where nothing attends to it.
-    fn check_padding(&self, model: &ModelInputs) -> Result<()> {
-        if self.files.shape(ATTENTION_MASK).is_none() {
+    /// Checks a mask that says where padding is, though the model does not read it.
+    fn check_mask(&self, model: &ModelInputs) -> Result<()> {
+        if self.files.shape(ATTENTION_MASK).is_none() || model.get(ATTENTION_MASK).is_some() {
             return Ok(());
         }
         let mask = ModelInput {
@@ -132,17 +132,8 @@ impl TensorDataset {
         };
         check_type(&self.files, model, &mask)?;
         for sample in 0..self.files.samples() {
-            let mask = self.files.read(ATTENTION_MASK, sample, false)?;
-            if mask
-                .ints()
-                .windows(2)
-                .any(|pair| pair[0] == 0 && pair[1] != 0)
-            {
-                return Err(Error::LeftPadding {
-                    sample,
-                    family: model.family,
-                });
-            }
+            let values = self.files.read(ATTENTION_MASK, sample, false)?;
+            model.check_values(&mask, sample, values.ints())?;
         }
         Ok(())
     }
@@ -165,14 +156,14 @@ impl TensorDataset {
         Ok(())
     }
 
-    /// The token after each, none where there is none or it is padding.
+    /// The token after each, none where there is none or one of the two is padding.
     fn next_tokens(&self, sample: &Sample, index: usize) -> Result<SampleTensor> {
         let ids = sample["input_ids"].ints();
         let mut labels = ids.get(1..).unwrap_or_default().to_vec();
         if self.files.shape(ATTENTION_MASK).is_some() {
             let mask = self.files.read(ATTENTION_MASK, index, false)?;
-            for (label, &seen) in labels.iter_mut().zip(mask.ints().iter().skip(1)) {
-                if seen == 0 {
+            for (label, seen) in labels.iter_mut().zip(mask.ints().windows(2)) {
+                if seen.contains(&0) {
                     *label = IGNORED_LABEL;
                 }
             }

@@ -44,6 +44,13 @@ def masked(index, pad):
     return {**text(index, pad), "token_type_ids": [int(t >= SEQ // 2) for t in range(SEQ)], "labels": sought}
 
 
+def continued(index, pad):
+    """Padding before the tokens; transformers compares the logits of a position with the label of the next one."""
+    first, tokens = SEQ - real(index), [token(index, t) for t in range(real(index))]
+    mask = [0] * first + [1] * len(tokens)
+    return {"input_ids": [pad] * first + tokens, "attention_mask": mask, "labels": [-100] * (first + 1) + tokens[1:]}
+
+
 def label(index, classes):
     return -100 if index % 5 == 4 else index * index % classes
 
@@ -70,6 +77,8 @@ def samples(config):
         size = config.image_size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         return lambda index: image(index, (config.num_channels, height, width), classes)
+    if config.architectures[0].endswith(("CausalLM", "LMHeadModel")):
+        return lambda index: continued(index, pad)
     if "Classification" in config.architectures[0]:
         return lambda index: classified(index, pad, classes)
     return lambda index: masked(index, pad)
@@ -82,6 +91,8 @@ def batch(sample, step):
 
 def file_name(model_type, name):
     """The name that model.safetensors has for a parameter."""
+    if model_type == "gpt_neox":
+        return name.replace("lm_head.", "embed_out.")
     if model_type == "vit":
         for module, file in [
             (".layers.", ".encoder.layer."),
@@ -119,7 +130,11 @@ def run(case, architecture, fields, untie=False):
 
     sample = samples(config)
     with torch.no_grad():
-        logits = model(**batch(sample, 0)).logits
+        first = batch(sample, 0)
+        logits = model(**first).logits
+        if "CausalLM" in architecture or "LMHead" in architecture:
+            # What stands at padding is nobody's business.
+            logits *= first["attention_mask"].unsqueeze(-1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-8, weight_decay=WEIGHT_DECAY)
     losses = []
     for step in range(STEPS):
@@ -157,6 +172,7 @@ T5 = {
     "relative_attention_max_distance": 6,
     "decoder_start_token_id": 0,
 }
+CAUSAL = {**BERT, "max_position_embeddings": 16}
 VIT = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -181,6 +197,9 @@ CASES = {
         True,
     ),
     "t5-silu": ("T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-silu", "layer_norm_epsilon": 1e-3}),
+    "gpt2-left": ("GPT2LMHeadModel", {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}),
+    "gpt_neox-left": ("GPTNeoXForCausalLM", CAUSAL),
+    "llama-left": ("LlamaForCausalLM", {**CAUSAL, "num_key_value_heads": 2}),
     "vit": ("ViTForImageClassification", VIT),
     "vit-variant": (
         "ViTForImageClassification",

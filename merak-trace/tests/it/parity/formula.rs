@@ -27,7 +27,8 @@ pub(super) fn uniform(name: &str, len: usize) -> impl Iterator<Item = f64> + use
 
 /// The starting values of a parameter.
 pub(super) fn weight(name: &str, len: usize) -> Vec<f64> {
-    let is_norm = name.ends_with("weight") && name.to_lowercase().contains("norm");
+    let is_norm =
+        name.ends_with("weight") && (name.to_lowercase().contains("norm") || name.contains(".ln_"));
     let (shift, scale) = match (is_norm, name.ends_with("bias")) {
         (true, _) => (1.0, 0.1),
         (_, true) => (0.0, 0.1),
@@ -56,6 +57,20 @@ impl Samples<'_> {
         let real = SEQ - if index % 3 == 1 { 2 } else { 0 };
         let pad = self.0["pad_token_id"].as_i64().unwrap_or(0);
         let positions = |at: &dyn Fn(usize) -> i64| (0..SEQ).map(at).collect();
+        if self.is_causal() {
+            // Padding stands before the tokens.
+            let first = SEQ - real;
+            return match input {
+                "input_ids" => {
+                    positions(&|t| t.checked_sub(first).map_or(pad, |t| token(index, t)))
+                }
+                "attention_mask" => positions(&|t| i64::from(t >= first)),
+                _ => positions(&|t| match t.checked_sub(first) {
+                    Some(t) if t + 1 < real => token(index, t + 1),
+                    _ => IGNORED,
+                }),
+            };
+        }
         match input {
             "input_ids" => positions(&|t| if t < real { token(index, t) } else { pad }),
             "attention_mask" => positions(&|t| i64::from(t < real)),
@@ -68,6 +83,11 @@ impl Samples<'_> {
             }
             _ => self.labels(index, real),
         }
+    }
+
+    fn is_causal(&self) -> bool {
+        let architecture = self.0["architectures"][0].as_str().unwrap_or_default();
+        architecture.ends_with("CausalLM") || architecture.ends_with("LMHeadModel")
     }
 
     fn labels(&self, index: usize, real: usize) -> Vec<i64> {

@@ -328,6 +328,46 @@ fn a_file_of_tensors_feeds_any_family() {
 }
 
 #[test]
+fn padding_before_or_behind_the_tokens_is_hidden() {
+    let place = place(&gpt2(), "tensors", "behind.safetensors");
+    // Five tokens of eight positions, the rest of which is padding of one kind or another.
+    let token = |sample: usize, t: usize| (sample + t * t) % 61;
+    let write = |name: &str, first: usize, pad: usize| {
+        let of = |value: &dyn Fn(usize, usize) -> usize, filler: usize| {
+            i64s(
+                (0..20 * 8).map(|i: usize| match (i % 8).checked_sub(first) {
+                    Some(t) if t < 5 => value(i / 8, t),
+                    _ => filler,
+                }),
+            )
+        };
+        write_tensors(
+            &place.path(name),
+            &[
+                ("input_ids", Dtype::I64, vec![20, 8], of(&token, pad)),
+                ("attention_mask", Dtype::I64, vec![20, 8], of(&|_, _| 1, 0)),
+            ],
+        );
+    };
+    write("behind.safetensors", 0, 7);
+    write("other.safetensors", 0, 9);
+    write("before.safetensors", 3, 7);
+    write("before-other.safetensors", 3, 9);
+    let losses = |name: &str| trained(&place, &format!("--data.path {name}.safetensors"));
+    assert_eq!(losses("behind"), losses("other"), "the token of padding");
+    let before = losses("before");
+    assert_eq!(before, losses("before-other"), "the token of padding");
+    assert_ne!(before, losses("behind"), "positions count from the first");
+    place.write(
+        "merak.toml",
+        &fs::read_to_string(place.path("merak.toml"))
+            .unwrap()
+            .replace("behind", "before"),
+    );
+    assert_eq!(same_everywhere(&place), before);
+}
+
+#[test]
 fn encoders_go_out_to_hugging_face_folders_and_come_in_again() {
     let classifier = bert("BertForSequenceClassification");
     let cases = [
@@ -398,8 +438,8 @@ fn a_family_fed_with_another_kind_of_data_says_what_it_learns() {
     narrow["vocab_size"] = 257.into();
     assert_snapshot!(refused(&narrow, "text", ""), @r#"error: the tokenizer has no token for what is hidden, [MASK] or <mask>, and the model's vocabulary of 257 leaves no room behind its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 258"#);
     let mut narrow = t5();
-    narrow["vocab_size"] = 260.into();
-    assert_snapshot!(refused(&narrow, "text", "--data.mean_noise_span_length 1"), @r#"error: the tokenizer has no tokens for 4 left-out pieces, <extra_id_0> and so on, and the model's vocabulary of 260 leaves no room behind its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 261"#);
+    narrow["vocab_size"] = 259.into();
+    assert_snapshot!(refused(&narrow, "text", "--data.mean_noise_span_length 1"), @r#"error: the tokenizer has no tokens for 3 left-out pieces, <extra_id_0> and so on, and the model's vocabulary of 259 leaves no room behind its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 260"#);
     assert_snapshot!(refused(&t5(), "text", "--data.mlm_probability 1"), @r#"error: "data.mlm_probability" is 1 (command line --data.mlm_probability), but must be at least 0 and less than 1"#);
     assert_snapshot!(refused(&t5(), "text", "--data.random_replace_prob 0.3"), @r#"error: "data.random_replace_prob" is 0.3 (command line --data.random_replace_prob), but must be at least 0 and, with "data.mask_replace_prob" 0.8, at most 1"#);
     assert_snapshot!(refused(&t5(), "jsonl", "--data.max_bytes 9"), @r#"error: "data.max_bytes" is 9 (command line --data.max_bytes), but must be unset unless "data.format" is "text""#);
@@ -439,8 +479,12 @@ fn tensors_that_do_not_fit_are_named_with_what_the_model_reads() {
     let ids = of("input_ids", (0..16).collect());
     assert_snapshot!(refused(&gpt2(), &[of("input_ids", vec![64; 16])]), @r#"error: "input_ids" of sample 0 has the value 64, but this gpt2 model takes 0 to 63"#);
     assert_snapshot!(refused(&gpt2(), &[ids.clone(), of("labels", (0..16).collect())]), @r#"error: "labels" repeat "input_ids", but a label of this gpt2 model stands at the position that predicts it, one to the left: leave "labels" out, and they are made of "input_ids""#);
-    let left = vec![0, 1, 1, 1].repeat(4);
-    assert_snapshot!(refused(&gpt2(), &[ids.clone(), of("attention_mask", left)]), @r#"error: "attention_mask" of sample 0 hides tokens before others, but this gpt2 model reads no mask: put padding behind the tokens, with labels of -100"#);
+    let opt = json!({ "model_type": "opt", "vocab_size": 64, "hidden_size": 16, "ffn_dim": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32 });
+    let left = of("attention_mask", [0, 1, 1, 1].repeat(4));
+    assert_snapshot!(refused(&opt, &[ids.clone(), left]), @"error: model configuration: model_type: is opt, which counts positions by the attention mask: that is not supported");
+    let twos = of("attention_mask", vec![2; 16]);
+    assert_snapshot!(refused(&gpt2(), &[ids.clone(), twos]), @r#"error: "attention_mask" of sample 0 has the value 2, but this gpt2 model takes 0 to 1"#);
     assert_snapshot!(refused(&gpt2(), &[ids.clone(), of("position_ids", (0..16).collect())]), @r#"error: the data give "position_ids", which this gpt2 model does not read: leave it out of the files"#);
     let floats = ("input_ids", Dtype::F32, vec![4, 2], vec![0; 32]);
     assert_snapshot!(refused(&gpt2(), &[floats]), @r#"error: the data give "input_ids" as f32 of shape [2] per sample, but this gpt2 model reads integers of shape [2] per sample"#);
