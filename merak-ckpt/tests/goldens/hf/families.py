@@ -90,7 +90,7 @@ def check(command, case, architecture, fields, folder):
     with torch.no_grad():
         x, y = a(**inputs(a.config)).logits, b(**inputs(b.config)).logits
     assert torch.equal(x, y), (case, (x - y).abs().max())
-    print(f"{case}: no missing or unexpected key, {len(names(exported))} tensors, equal logits")
+    print(f"{case}: no {'other ' if unread else ''}missing or unexpected key, {len(names(exported))} tensors, equal logits")
 
 
 with tempfile.TemporaryDirectory() as folder:
