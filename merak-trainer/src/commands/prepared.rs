@@ -4,11 +4,12 @@ use super::{
     environment,
     model::{Loaded, companions},
 };
-use merak_trace::models::{self, Objective};
+use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
-    CheckedArguments, Config, MerakTrainer, Plan, Result, SeqLength, TrainerParts, Workload,
+    CheckedArguments, Config, DataFormat, Error, MerakTrainer, Plan, Result, SeqLength,
+    TrainerParts, Workload,
     data::{Corpus, Dataset, Datasets, ModelInputs, Source, Tokenizer},
-    threads_per_rank,
+    keys, threads_per_rank,
 };
 use std::{fmt::Write as _, sync::Arc};
 
@@ -41,6 +42,7 @@ impl Prepared {
         let checked = config.check()?;
         let mut model = Loaded::of(&checked)?;
         let args = model.complete(checked)?;
+        check_unused(config, &*model.model)?;
         let crates = environment::crate_sources(config.file());
         let source = Source::load(&args.data, &*model.model, &crates)?;
         if model.model.objective() == Objective::CausalLm && source.pads_before_tokens()? {
@@ -172,6 +174,42 @@ impl Prepared {
         let _ = write!(text, "{}", plan.partition_report(args)?);
         Ok(text)
     }
+}
+
+/// Keys about the tokens of a text that are hidden or left out, and the models that use them.
+const OF_HIDDEN_TOKENS: [(&str, &[Objective]); 4] = {
+    use Objective::{MaskedLm, SequenceToSequence};
+    [
+        ("data.mlm_probability", &[MaskedLm, SequenceToSequence]),
+        ("data.mask_replace_prob", &[MaskedLm]),
+        ("data.random_replace_prob", &[MaskedLm]),
+        ("data.mean_noise_span_length", &[SequenceToSequence]),
+    ]
+};
+
+/// Refuses values that would be ignored.
+fn check_unused(config: &Config, model: &dyn Model) -> Result<()> {
+    let values = config.to_json();
+    let has_text = config.arguments().data.format != DataFormat::Tensors;
+    for (name, users) in OF_HIDDEN_TOKENS {
+        let Some(key) = keys().find(|key| key.name == name) else {
+            continue;
+        };
+        let (value, default) = (&values[name]["value"], (key.default)());
+        let is_used = has_text && users.contains(&model.objective());
+        if !is_used && *value != default {
+            let (family, objective) = (model.info().family, model.objective());
+            return Err(Error::IllegalValue {
+                key: key.name,
+                found: value.to_string(),
+                place: config.origin(name).to_string(),
+                expected: format!(
+                    "{default}, its default: it does nothing for this {family} model for {objective} on such data"
+                ),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Checks the number of the samples, and the first one of each part: the others have the same tensors.

@@ -162,35 +162,42 @@ impl Tokenizer {
                 |&(text, pair): &(&str, Option<&str>)| bytes_with_special(text, pair, max_len);
             return Ok(texts.iter().map(encode).collect());
         };
-        let special = inner.get_post_processor().map_or(0, |processor| {
-            tokenizers::PostProcessor::added_tokens(processor, true)
-        });
-        if max_len <= special {
+        let special = |is_pair| {
+            let processor = inner.get_post_processor();
+            processor.map_or(0, |p| tokenizers::PostProcessor::added_tokens(p, is_pair))
+        };
+        if max_len <= special(true) {
             let message = format!(
-                "it puts {special} special tokens around texts, which leaves no room in {max_len}"
+                "it puts {} special tokens around texts, which leaves no room in {max_len}",
+                special(true)
             );
             return Err(failure(path, &message));
         }
-        let mut inner = inner.clone();
-        let limit = tokenizers::TruncationParams {
-            max_length: max_len,
-            ..tokenizers::TruncationParams::default()
-        };
-        inner
-            .with_truncation(Some(limit))
-            .map_err(|e| failure(path, &e))?;
-        let encode = |&(text, pair): &(&str, Option<&str>)| {
-            let encoding = match pair {
-                Some(pair) => inner.encode((text, pair), true),
-                None => inner.encode(text, true),
-            };
-            let encoding = encoding.map_err(|e| failure(path, &e))?;
+        // Texts are cut here: the library's own cut depends on its version.
+        let encode = |&(text, pair): &(&str, Option<&str>)| -> tokenizers::Result<Encoded> {
+            let mut first = inner.encode(text, false)?;
+            let mut second = pair.map(|pair| inner.encode(pair, false)).transpose()?;
+            let lens = [
+                first.len(),
+                second.as_ref().map_or(0, tokenizers::Encoding::len),
+            ];
+            let kept = cut(lens, max_len - special(pair.is_some()));
+            let right = tokenizers::TruncationDirection::Right;
+            first.truncate(kept[0], 0, right);
+            if let Some(second) = &mut second {
+                second.truncate(kept[1], 0, right);
+                second.set_type_ids(vec![1; second.len()]);
+            }
+            let encoding = inner.post_process(first, second, true)?;
             Ok(Encoded {
                 ids: encoding.get_ids().to_vec(),
                 types: encoding.get_type_ids().to_vec(),
             })
         };
-        texts.iter().map(encode).collect()
+        let encoded = texts.iter().map(encode);
+        encoded
+            .collect::<tokenizers::Result<_>>()
+            .map_err(|e| failure(path, &e))
     }
 
     /// The tokens of a text, without special ones. Bytes that are not UTF-8 stay as they are in the byte
@@ -251,18 +258,15 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
-/// Lengths of two texts that make at most `room` together, the longer one cut first.
+/// Lengths of two texts that make at most `room` together, the longer one cut first; where both are cut, the longer one
+/// keeps an odd token.
 fn cut([first, second]: [usize; 2], room: usize) -> [usize; 2] {
-    let half = room / 2;
-    if first + second <= room {
-        [first, second]
-    } else if first <= half {
-        [first, room - first]
-    } else if second <= room - half {
-        [room - second, second]
-    } else {
-        [half, room - half]
+    if first > second {
+        let [second, first] = cut([second, first], room);
+        return [first, second];
     }
+    let first = first.min(room / 2);
+    [first, second.min(room - first)]
 }
 
 fn bytes_with_special(text: &str, pair: Option<&str>, max_len: usize) -> Encoded {
@@ -369,9 +373,16 @@ mod tests {
         let encoded = encode("abcdef", Some("gh"), 7);
         assert_eq!(encoded.ids, [256, 97, 98, 256, 103, 104, 256]);
         assert_eq!(encode("abc", None, 2).ids, [256, 256]);
-        assert_eq!(cut([9, 9], 8), [4, 4]);
-        assert_eq!(cut([2, 9], 8), [2, 6]);
-        assert_eq!(cut([9, 0], 8), [8, 0]);
+        for (lens, kept) in [
+            ([9, 9], [4, 5]),
+            ([10, 9], [5, 4]),
+            ([2, 9], [2, 7]),
+            ([9, 0], [9, 0]),
+            ([10, 0], [9, 0]),
+            ([2, 3], [2, 3]),
+        ] {
+            assert_eq!(cut(lens, 9), kept, "{lens:?}");
+        }
     }
 
     #[test]
