@@ -3,6 +3,7 @@
 mod export;
 mod family;
 mod import;
+mod merak;
 mod pickle;
 mod safe;
 mod torch;
@@ -10,6 +11,7 @@ mod torch;
 pub(crate) use export::{Content, exported, make};
 pub use export::{ExportOptions, export_hf};
 pub use import::{ImportOptions, import_hf};
+pub use merak::import_merak;
 pub use safe::stored_tensors;
 
 use crate::error::io_error;

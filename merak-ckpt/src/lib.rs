@@ -70,8 +70,10 @@
 //!   [`diff`] of two. [`Manifest`] is what it holds; [`mod@format`] specifies every byte.
 //! - [`reshard`]: a checkpoint's files rewritten for another topology, as [`ReshardOptions`] say;
 //!   [`Cut`] is how tensor parallelism cuts a tensor at any degree.
-//! - [`HfFolder`]: a Hugging Face folder, read by slices like a checkpoint; [`import_hf`], [`export_hf`].
+//! - [`HfFolder`]: a Hugging Face folder, read by slices like a checkpoint; [`import_hf`], [`export_hf`], and
+//!   [`import_merak`] for weights of the original Python Merak.
 //! - [`Adapter`]: a PEFT folder, merged into any slice of a weight; [`merge_lora`] writes the whole model.
+//!   [`LoraConfig`] describes an adapter that is to be trained, [`extract_lora`] writes one that was.
 //! - [`generate`], [`TokenSource`], [`LogitsSource`], [`Sampler`], [`Decoding`]: the decode loop, which
 //!   knows no model and no ranks.
 //!
@@ -105,6 +107,7 @@
 //! # Features
 //!
 //! - `cli` (default): the `merak-ckpt` command.
+//! - `graph`: `adapt`, which puts an adapter into a graph of `merak-trace`, so that it is trained.
 //!
 //! # Papers
 //!
@@ -158,11 +161,14 @@ pub use generate::{
     generate, generate_with, pad_completions,
 };
 pub use hf::{
-    ExportOptions, HfFolder, ImportOptions, StoredTensor, export_hf, import_hf, stored_tensors,
+    ExportOptions, HfFolder, ImportOptions, StoredTensor, export_hf, import_hf, import_merak,
+    stored_tensors,
 };
 pub use kind::Kind;
 pub use layout::{Layout, Part};
-pub use lora::{Adapter, merge_lora};
+#[cfg(feature = "graph")]
+pub use lora::{AdaptError, Adapted, adapt};
+pub use lora::{Adapter, LoraConfig, extract_lora, merge_lora, replace_lora};
 pub use manifest::{FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};
 pub use pending::PendingShard;
 pub use plan::Stages;

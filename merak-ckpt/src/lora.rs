@@ -4,17 +4,24 @@
 //! weight [out, in]                 W + scale · B · A        A [r, in], B [out, r]
 //! weight [in, out] (Conv1D)        W + scale · (B · A)ᵀ
 //! embedding [tokens, width]        W + scale · (B · A)ᵀ     A [r, tokens], B [width, r]
+//! with magnitudes m [out]          m / |V| · V              V one of the above, |V| of what makes an output
 //! ```
 
 mod config;
+mod extract;
+#[cfg(feature = "graph")]
+mod graph;
 mod merge;
 
+pub use config::LoraConfig;
+pub use extract::{extract_lora, replace_lora};
+#[cfg(feature = "graph")]
+pub use graph::{AdaptError, Adapted, adapt};
 pub use merge::merge_lora;
 
 use crate::hf::{self, StoredTensor, foreign};
 use crate::layout::PartRange;
 use crate::{Checkpoint, DType, Kind, Layout, Piece, Result, TensorEntry};
-use config::Config;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -51,6 +58,17 @@ struct LowRank {
     left: Vec<f32>,
     /// `[rank, columns]`.
     right: Vec<f32>,
+    /// Where it has magnitudes (`use_dora`): those, and from [`Adapter::measure`] on the factors that give each
+    /// output its own.
+    magnitudes: Option<Magnitudes>,
+}
+
+#[derive(Debug)]
+struct Magnitudes {
+    wanted: Vec<f32>,
+    factors: Option<Vec<f64>>,
+    /// Whether an output is a column of the matrix, else a row.
+    of_columns: bool,
 }
 
 /// The names of the two factors of a module, as far as they have been seen.
@@ -58,6 +76,7 @@ struct LowRank {
 struct Factors {
     a: Option<String>,
     b: Option<String>,
+    magnitude: Option<String>,
     is_embedding: bool,
 }
 
@@ -76,7 +95,7 @@ impl Adapter {
         base: &[TensorEntry],
     ) -> Result<Self> {
         let path = folder.as_ref();
-        let config = Config::read(&path.join(config::FILE))?;
+        let config = LoraConfig::of_adapter(&path.join(config::FILE))?;
         let (file, found) = hf::adapter_tensors(path)?;
         let family = hf::family_of(base_config);
         let parameters: BTreeMap<_, _> = base
@@ -135,6 +154,20 @@ impl Adapter {
         self.updates.keys().map(String::as_str)
     }
 
+    /// Measures the weights of the base that the adapter gives magnitudes to (`use_dora`), which
+    /// [`Adapter::merge`] needs; reads nothing for other adapters.
+    ///
+    /// # Errors
+    /// What [`Checkpoint::read_as`] says of the base.
+    pub fn measure(&mut self, base: &Checkpoint) -> Result<()> {
+        for (name, update) in &mut self.updates {
+            if let Update::LowRank(update) = update {
+                update.measure(base, name)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Merges the adapter into values of the base that were read for this piece. Each value is
     /// computed in `f64` from the `f32` product and rounded once.
     ///
@@ -153,6 +186,13 @@ impl Adapter {
                 self.tensors.read_as(&own, values)?;
             }
             Some(Update::LowRank(update)) => {
+                if update.is_unmeasured() {
+                    let reason = format!(
+                        "it has magnitudes for `{}`, whose weights have to be measured first",
+                        piece.name
+                    );
+                    return Err(foreign(&self.path, reason));
+                }
                 for part in piece.layout.part_ranges(&piece.flat_range()) {
                     update.add(piece, &part, values);
                 }
@@ -194,6 +234,11 @@ impl Contents {
 
     /// Notes a factor; whether it is one.
     fn add_factor(&mut self, place: &str, name: &str) -> bool {
+        if let Some(module) = place.strip_suffix(".lora_magnitude_vector") {
+            let factors = self.modules.entry(module.to_owned()).or_default();
+            factors.magnitude = Some(name.to_owned());
+            return true;
+        }
         let ends = [
             (".lora_A.weight", true, false),
             (".lora_B.weight", false, false),
@@ -285,11 +330,82 @@ impl LowRank {
         } else {
             (b, a)
         };
+        let magnitudes = factors.magnitude.as_ref().map(|name| {
+            let found = shape(name)?;
+            if found != [out] {
+                return Err(foreign(
+                    file,
+                    format!("`{name}` is {found:?}, expected [{out}]"),
+                ));
+            }
+            Ok(Magnitudes {
+                wanted: read_f32(tensors, name, &found)?,
+                factors: None,
+                of_columns: transposed,
+            })
+        });
         Ok(Self {
             rank,
             columns,
             left,
             right,
+            magnitudes: magnitudes.transpose()?,
+        })
+    }
+
+    fn is_unmeasured(&self) -> bool {
+        let magnitudes = self.magnitudes.as_ref();
+        magnitudes.is_some_and(|magnitudes| magnitudes.factors.is_none())
+    }
+
+    /// Finds the factor of each output: its magnitude by the norm of its weights with the update.
+    fn measure(&mut self, base: &Checkpoint, name: &str) -> Result<()> {
+        const BLOCK_ELEMENTS: usize = 1 << 18;
+        let Some(magnitudes) = &self.magnitudes else {
+            return Ok(());
+        };
+        let shape = &base.tensor(&Kind::Parameter, name)?.shape;
+        let layout = Layout::whole(shape);
+        let rows: usize = shape[0];
+        let step = (BLOCK_ELEMENTS / self.columns.max(1)).max(1);
+        let mut squares = vec![0.0_f64; magnitudes.wanted.len()];
+        let (mut values, mut product) = (Vec::new(), Vec::new());
+        for first in (0..rows).step_by(step) {
+            let block = first..rows.min(first + step);
+            values.resize(block.len() * self.columns * 4, 0);
+            let piece = Piece {
+                kind: &Kind::Parameter,
+                name,
+                dtype: DType::F32,
+                layout: &layout,
+                range: Some(block.start * self.columns..block.end * self.columns),
+            };
+            base.read_as(&piece, &mut values)?;
+            for (row, values) in block.zip(values.chunks_exact(self.columns * 4)) {
+                self.row(row, 0, self.columns, &mut product);
+                let values = values.chunks_exact(4).zip(&product);
+                for (column, (value, product)) in values.enumerate() {
+                    let value = f32::from_le_bytes(value.try_into().expect("chunks of four"));
+                    let output = if magnitudes.of_columns { column } else { row };
+                    squares[output] += (f64::from(value) + f64::from(*product)).powi(2);
+                }
+            }
+        }
+        let factors = magnitudes.wanted.iter().zip(squares);
+        let factors = factors.map(|(wanted, squares)| f64::from(*wanted) / squares.sqrt());
+        let factors = Some(factors.collect());
+        if let Some(magnitudes) = &mut self.magnitudes {
+            magnitudes.factors = factors;
+        }
+        Ok(())
+    }
+
+    /// What the updated weight at a place is multiplied by.
+    fn factor(&self, row: usize, column: usize) -> f64 {
+        let magnitudes = self.magnitudes.as_ref();
+        magnitudes.map_or(1.0, |magnitudes| {
+            let output = if magnitudes.of_columns { column } else { row };
+            magnitudes.factors.as_ref().map_or(1.0, |all| all[output])
         })
     }
 
@@ -312,11 +428,14 @@ impl LowRank {
                 while len > 0 {
                     let (row, column) = (flat / width, flat % width);
                     let count = len.min(width - column);
-                    self.row(region.offset[0] + row, first + column, count, &mut product);
+                    let (at_row, at_column) = (region.offset[0] + row, first + column);
+                    self.row(at_row, at_column, count, &mut product);
                     let out = &mut values[local * size..(local + count) * size];
-                    for (value, product) in out.chunks_exact_mut(size).zip(&product) {
+                    let changed = out.chunks_exact_mut(size).zip(&product).enumerate();
+                    for (place, (value, product)) in changed {
                         let sum =
                             piece.dtype.to_f64(value).unwrap_or(f64::NAN) + f64::from(*product);
+                        let sum = sum * self.factor(at_row, at_column + place);
                         piece.dtype.put_f64(sum, value);
                     }
                     (flat, local, len) = (flat + count, local + count, len - count);

@@ -120,7 +120,7 @@ impl Shapes<'_> {
             Op::Activation(kind) => per_element(*kind) * self.x(0),
             Op::ActivationGrad(kind) => 2 * per_element(*kind) * self.x(0),
             Op::Add | Op::Mul | Op::Scale { .. } | Op::SumLeading { .. } | Op::SumAll => self.x(0),
-            Op::Dropout(_) => 2 * self.x(0),
+            Op::Dropout(_) | Op::InverseRoot => 2 * self.x(0),
             Op::Rope(_) | Op::RmsNormGradParams => 3 * self.x(0),
             Op::RmsNorm { .. }
             | Op::Softmax

@@ -185,8 +185,14 @@ fn of_program(
             .iter()
             .map(|param| param.local.size_bytes()),
     );
-    let state_bytes = local_parameters as f64
-        * (options.grad_bytes_per_param + options.optimizer_bytes_per_param);
+    let trained: usize = program
+        .params()
+        .iter()
+        .filter(|param| param.trainable)
+        .map(|param| param.local.numel())
+        .sum();
+    let state_bytes =
+        trained as f64 * (options.grad_bytes_per_param + options.optimizer_bytes_per_param);
     let kept_bytes = kept_bytes(program);
     StageReport {
         stage: 0,

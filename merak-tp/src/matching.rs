@@ -1,7 +1,7 @@
 //! Which linear layers of a model the lists split, and into which parts.
 
 use crate::{Error, LayerLists, Result, SplitKind, report::KeptWhole};
-use merak_trace::{Graph, Node, NodeId, Op, ParamRole, ValueId};
+use merak_trace::{Beside, Graph, Node, NodeId, Op, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// How one linear layer is split.
@@ -53,10 +53,21 @@ pub(crate) fn find(model: &Graph, lists: &LayerLists, degree: usize) -> Result<M
     let users = model.users();
     let mut matches = Matches::default();
     let mut used = BTreeSet::new();
+    let mut cut = BTreeMap::new();
     for layer in layers(model, &users) {
-        if let Some((kind, list)) = match_layer(&layer, &entries, &mut used)? {
-            let parts = parts(model, &users, &layer);
-            matches.roles.insert(layer.id, Role { kind, list, parts });
+        // A matrix is cut one way, however often it is used.
+        let matrix = layer.node.inputs[1];
+        let role = match cut.get(&matrix) {
+            Some(role) => Some(Role::clone(role)),
+            None => match_layer(&layer, &entries, &mut used)?.map(|(kind, list)| Role {
+                kind,
+                list,
+                parts: parts(model, &users, &layer),
+            }),
+        };
+        if let Some(role) = role {
+            cut.insert(matrix, role.clone());
+            matches.roles.insert(layer.id, role);
         }
     }
     if matches.roles.is_empty() {
@@ -72,6 +83,7 @@ pub(crate) fn find(model: &Graph, lists: &LayerLists, degree: usize) -> Result<M
         .filter(|(index, _)| !used.contains(index));
     matches.unmatched = unused.map(|(_, entry)| entry.shown).collect();
     keep_shared_heads_whole(model, degree, &mut matches);
+    follow(model, &mut matches);
     Ok(matches)
 }
 
@@ -107,7 +119,9 @@ fn layers<'a>(model: &'a Graph, users: &[Vec<NodeId>]) -> Vec<Layer<'a>> {
     let mut layers = Vec::new();
     for id in model.node_ids() {
         let node = model.node(id);
-        if let Op::Linear { layout, .. } = node.op {
+        if let Op::Linear { layout, .. } = node.op
+            && beside(model, node).is_none()
+        {
             let shape = &model.ty(node.inputs[1]).shape;
             let (inputs, outputs) = (shape[layout.in_dim()], shape[layout.out_dim()]);
             layers.push(Layer {
@@ -170,32 +184,74 @@ impl Test<'_> {
     }
 }
 
-/// Whether a layer makes the logits: what it computes reaches a loss or the model's outputs with nothing but
-/// changes of shape, type or scale between, or its matrix is a tied embedding table.
+/// Whether a layer, with its adapters, makes the logits.
 fn is_head(model: &Graph, users: &[Vec<NodeId>], node: &Node) -> bool {
-    let tied = model
-        .param_of(node.inputs[1])
-        .is_some_and(|param| model.param(param).role == ParamRole::Embedding);
-    tied || ends_model(model, users, node.outputs[0])
+    model.is_tied_head(node) || model.ends_model(users, adapted(model, users, node))
 }
 
-fn ends_model(model: &Graph, users: &[Vec<NodeId>], value: ValueId) -> bool {
-    model.outputs().iter().any(|port| port.value == value)
-        || users[value.index()]
-            .iter()
-            .map(|&user| model.node(user))
-            .any(|user| match user.op {
-                Op::CrossEntropy { .. } => true,
-                Op::Reshape { .. } | Op::Cast { .. } | Op::Scale { .. } | Op::Identity => {
-                    ends_model(model, users, user.outputs[0])
-                }
-                _ => false,
-            })
+/// What a layer makes together with its adapters: sums and products within its own module.
+fn adapted(model: &Graph, users: &[Vec<NodeId>], layer: &Node) -> ValueId {
+    let mut value = layer.outputs[0];
+    while let [user] = users[value.index()][..] {
+        let node = model.node(user);
+        let is_glue = matches!(node.op, Op::Add | Op::Mul) && node.scope == layer.scope;
+        if !is_glue || node.inputs[0] != value {
+            break;
+        }
+        value = node.outputs[0];
+    }
+    value
+}
+
+/// What the matrix of a linear layer stands beside, where the layer is half of an adapter.
+fn beside<'a>(model: &'a Graph, node: &Node) -> Option<&'a Beside> {
+    let weight = model.param_of(*node.inputs.get(1)?)?;
+    model.param(weight).beside.as_ref()
+}
+
+/// Splits the halves of adapters as their layers: where the features that a factor shares with the layer's matrix
+/// are cut, so is the factor.
+fn follow(model: &Graph, matches: &mut Matches) {
+    let mut cuts = BTreeMap::new();
+    for (id, role) in &matches.roles {
+        let node = model.node(*id);
+        if let (Op::Linear { layout, .. }, Some(weight)) =
+            (&node.op, model.param_of(node.inputs[1]))
+        {
+            let dim = match role.kind {
+                SplitKind::Col => layout.out_dim(),
+                SplitKind::Row => layout.in_dim(),
+            };
+            cuts.insert(model.param(weight).name.as_str(), (dim, role.clone()));
+        }
+    }
+    for id in model.node_ids() {
+        let node = model.node(id);
+        let (Op::Linear { layout, .. }, Some(beside)) = (&node.op, beside(model, node)) else {
+            continue;
+        };
+        let Some((_, role)) = cuts
+            .get(beside.param.as_str())
+            .filter(|(dim, _)| *dim == beside.of)
+        else {
+            continue;
+        };
+        let kind = if beside.dim == layout.out_dim() {
+            SplitKind::Col
+        } else {
+            SplitKind::Row
+        };
+        let role = Role {
+            kind,
+            ..role.clone()
+        };
+        matches.roles.insert(id, role);
+    }
 }
 
 /// The parts of a layer's output features: where its only user cuts them into pieces, those.
 fn parts(model: &Graph, users: &[Vec<NodeId>], layer: &Layer<'_>) -> Vec<usize> {
-    let output = layer.node.outputs[0];
+    let output = adapted(model, users, layer.node);
     if let [user] = users[output.index()][..]
         && let Op::Split { dim, sizes } = &model.node(user).op
         && dim + 1 == model.ty(output).ndim()
@@ -246,6 +302,9 @@ fn made_by(model: &Graph, value: ValueId) -> Option<NodeId> {
         | Op::Scale { .. }
         | Op::Cast { .. }
         | Op::Identity => made_by(model, node.inputs[0]),
+        Op::Add | Op::Mul => {
+            made_by(model, node.inputs[0]).filter(|&made| model.node(made).scope == node.scope)
+        }
         _ => None,
     }
 }

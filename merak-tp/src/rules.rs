@@ -104,7 +104,7 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<Plan> {
         Op::Attention(spec) => attention::attention(site, spec)?,
         Op::Rope(rope) => attention::rope(site, rope),
         Op::LayerNorm { .. } | Op::RmsNorm { .. } | Op::Softmax => norm::over_last_dim(site),
-        Op::Activation(_) | Op::Scale { .. } | Op::Identity | Op::Cast { .. } => {
+        Op::Activation(_) | Op::Scale { .. } | Op::InverseRoot | Op::Identity | Op::Cast { .. } => {
             elementwise::unary(site)
         }
         Op::Dropout(dropout) => elementwise::dropout(site, dropout),

@@ -45,18 +45,21 @@ pub(crate) struct Gradients {
     pub(crate) params: Vec<ParamGrad>,
 }
 
-/// For each value, whether a gradient flows through it: it depends on a parameter or a wanted value.
+/// For each value, whether a gradient flows through it: it depends on a parameter that
+/// is trained or a wanted value.
 pub(crate) fn needs_grad(graph: &Graph, wanted: &[ValueId]) -> Vec<bool> {
     let mut needs = vec![false; graph.num_values()];
     for id in wanted {
         needs[id.index()] = true;
     }
-    let values = (0..graph.num_values()).map(ValueId::at);
-    for value in values.filter(|&value| matches!(graph.value(value).source, Source::Param(_))) {
-        needs[value.index()] = graph.ty(value).dtype.is_float();
+    for value in (0..graph.num_values()).map(ValueId::at) {
+        if let Source::Param(id) = graph.value(value).source {
+            needs[value.index()] = graph.param(id).trainable && graph.ty(value).dtype.is_float();
+        }
     }
     for node in graph.nodes() {
-        let any = node.inputs.iter().any(|input| needs[input.index()]);
+        let any =
+            node.op != Op::InverseRoot && node.inputs.iter().any(|input| needs[input.index()]);
         for output in &node.outputs {
             needs[output.index()] = any && graph.ty(*output).dtype.is_float();
         }
@@ -170,7 +173,10 @@ impl Tape<'_> {
                 .peekable();
             let is_param =
                 |&(operand, _): &(usize, ValueId)| self.graph.param_of(inputs[operand]).is_some();
-            if uses.peek().is_some() && uses.all(is_param) {
+            // A result that nobody asked for, as where the other is of a frozen parameter, has no place to go.
+            let is_wanted =
+                |value: &ValueId| contributions.iter().any(|(_, wanted)| wanted == value);
+            if uses.peek().is_some() && uses.all(is_param) && outputs.iter().all(is_wanted) {
                 self.phases[index] = Phase::BackwardWeight;
             }
         }

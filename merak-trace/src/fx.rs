@@ -29,6 +29,10 @@ use std::{
 
 use crate::hash::name_hash;
 
+mod extend;
+
+pub use extend::{Copied, extend};
+
 /// Runs `model` once on symbolic values and returns the graph of what it did.
 ///
 /// `dtype` is the element type of the parameters and float constants.
@@ -105,6 +109,39 @@ impl Module {
     pub fn hide_unseen(&self, seen: &Symbol) {
         // The first mask stays.
         let _ = self.seen.set(seen.clone());
+    }
+
+    /// The same module with parameters of another element type.
+    #[must_use]
+    pub fn with_dtype(&self, dtype: DType) -> Self {
+        Self {
+            dtype,
+            ..self.clone()
+        }
+    }
+
+    /// The path from the root, with dots.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// Changes what was said of a parameter of the graph, but for its name and type.
+    pub fn declare(&self, param: &Symbol, change: impl FnOnce(&mut Param)) {
+        let mut graph = self.graph.borrow_mut();
+        if let Some(id) = graph.param_of(param.id) {
+            change(graph.param_mut(id));
+        }
+    }
+
+    /// `x` in another element type; no node where it has that type.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn cast(&self, x: &Symbol, dtype: DType) -> Result<Symbol> {
+        if x.ty.dtype == dtype {
+            return Ok(x.clone());
+        }
+        self.apply1(Op::Cast { dtype }, &[x])
     }
 
     /// The element type of parameters.

@@ -1,6 +1,6 @@
 //! The graph of a model: typed values in single-assignment form, parameters by name.
 
-use crate::{Error, Op, Param, Placement, Result, TensorType, infer::infer};
+use crate::{Error, Op, Param, ParamRole, Placement, Result, TensorType, infer::infer};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -297,6 +297,38 @@ impl Graph {
     ) -> Result<Vec<ValueId>> {
         let name = self.unique_name(scope, op.name());
         self.add_named_node(name, scope, op, inputs)
+    }
+
+    /// Keeps names free for nodes that come under them.
+    pub(crate) fn reserve_names<'a>(&mut self, names: impl Iterator<Item = &'a Arc<str>>) {
+        self.names.extend(names.cloned());
+    }
+
+    /// Whether a value is the model's result or goes into its loss, with nothing but changes of shape, type or
+    /// scale between. `users` are those of [`Graph::users`].
+    pub fn ends_model(&self, users: &[Vec<NodeId>], value: ValueId) -> bool {
+        self.outputs.iter().any(|port| port.value == value)
+            || users[value.index()]
+                .iter()
+                .map(|&user| self.node(user))
+                .any(|user| match user.op {
+                    Op::CrossEntropy { .. } => true,
+                    Op::Reshape { .. } | Op::Cast { .. } | Op::Scale { .. } | Op::Identity => {
+                        self.ends_model(users, user.outputs[0])
+                    }
+                    _ => false,
+                })
+    }
+
+    /// Whether a linear layer makes the logits: it ends the model, or its matrix is a tied embedding table.
+    pub fn is_head(&self, users: &[Vec<NodeId>], node: &Node) -> bool {
+        self.is_tied_head(node) || self.ends_model(users, node.outputs[0])
+    }
+
+    /// Whether the matrix of a linear layer is an embedding table.
+    pub fn is_tied_head(&self, node: &Node) -> bool {
+        let weight = node.inputs.get(1).and_then(|&weight| self.param_of(weight));
+        weight.is_some_and(|param| self.param(param).role == ParamRole::Embedding)
     }
 
     /// The name that the next node of this scope and operation gets.

@@ -137,7 +137,7 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             )?;
             Ok(vec![x.clone()])
         }
-        Op::Activation(_) | Op::Softmax | Op::Dropout(_) | Op::Scale { .. } => {
+        Op::Activation(_) | Op::Softmax | Op::InverseRoot | Op::Dropout(_) | Op::Scale { .. } => {
             let [x] = operands(inputs)?;
             is_float(x)?;
             Ok(vec![x.clone()])

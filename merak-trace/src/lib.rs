@@ -109,7 +109,7 @@ pub use kernels::KernelError;
 pub use materialise::initial_values;
 pub use merak_mpu::{Axis, DType};
 pub use op::Op;
-pub use param::{Init, LocalBox, Param, ParamRole, Placement, Shard};
+pub use param::{Beside, Init, LocalBox, Param, ParamRole, Placement, Shard};
 pub use program::{GradPort, Hop, LiveBytes, RecomputePlan, StageCuts, StageProgram, TiedParam};
 pub use types::TensorType;
 pub use value::{Lease, MemoryMeter, Value};

@@ -293,6 +293,8 @@ pub enum Op {
     Softmax,
     /// `y, dy -> dx`.
     SoftmaxGrad,
+    /// `x -> 1/√x`, elementwise. A constant to whoever differentiates: no gradient passes.
+    InverseRoot,
     /// `x -> y`; its gradient is the same operation. The identity outside training.
     Dropout(Dropout),
 
@@ -429,6 +431,7 @@ impl Op {
             },
             Self::SiluMul => "silu_mul",
             Self::SiluMulGrad => "silu_mul_grad",
+            Self::InverseRoot => "inverse_root",
             Self::Softmax => "softmax",
             Self::SoftmaxGrad => "softmax_grad",
             Self::Dropout(_) => "dropout",

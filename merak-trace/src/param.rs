@@ -146,6 +146,27 @@ pub struct Param {
     pub role: ParamRole,
     /// How it lies on the ranks of the tensor axis.
     pub placement: Placement,
+    /// Whether training changes it. A frozen parameter has no gradient.
+    #[serde(default = "yes")]
+    pub trainable: bool,
+    /// The parameter whose layer it adapts, where it is a factor of a low-rank update.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub beside: Option<Beside>,
+}
+
+/// What a factor of a low-rank update has in common with the parameter that is updated.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Beside {
+    /// The name of the other parameter.
+    pub param: String,
+    /// The dimension of this parameter that has the features of one of the other's.
+    pub dim: usize,
+    /// That dimension of the other parameter: where it is cut, this one is cut alike.
+    pub of: usize,
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl Param {
@@ -163,6 +184,8 @@ impl Param {
             init,
             role,
             placement: Placement::Replicate,
+            trainable: true,
+            beside: None,
         }
     }
 

@@ -488,6 +488,9 @@ pub enum Error {
     /// A checkpoint could not be read or written, or generation failed.
     #[error(transparent)]
     Checkpoint(Box<merak_ckpt::Error>),
+    /// A model that cannot get the adapter that is asked for.
+    #[error("\"lora_config\": {0}")]
+    Adapter(Box<merak_ckpt::AdaptError>),
     /// A collective or a group failed.
     #[error(transparent)]
     Group(Box<merak_mpu::Error>),
@@ -610,6 +613,7 @@ from_crates!(
     Partition: merak_partition::Error,
     Checkpoint: merak_ckpt::Error,
     Group: merak_mpu::Error,
+    Adapter: merak_ckpt::AdaptError,
 );
 
 /// What else gives a part of the data more tokens.

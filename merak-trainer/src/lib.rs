@@ -71,9 +71,10 @@ pub use config::{
 };
 pub use error::{Error, Result};
 pub use memory::{MemoryNeed, MemoryShortage, Workload, available_bytes};
-pub use plan::Plan;
+pub use plan::{Lora, Plan};
 pub use trainer::{
-    Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepReport, TrainOutput, TrainerParts,
+    ADAPTER_CONFIG, Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepReport,
+    TrainOutput, TrainerParts,
 };
 pub use world::{chain, run_world, threads_per_rank};
 

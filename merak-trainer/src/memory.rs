@@ -3,7 +3,7 @@
 use crate::{CheckedArguments, Error, Plan, Result, trainer::evaluation};
 use indicatif::BinaryBytes;
 use merak_pipe::{Costs, UnitCosts, simulate};
-use merak_trace::StageProgram;
+use merak_trace::{Param, StageProgram};
 use merak_zero::ZeroStage;
 use sysinfo::{MemoryRefreshKind, Process, ProcessRefreshKind, ProcessesToUpdate, System};
 
@@ -103,8 +103,12 @@ impl Plan {
     ) -> Result<MemoryNeed> {
         let program = self.training_program(stage)?;
         let params = program.params();
-        let sizes = params.iter().map(|param| param.local.size_bytes());
-        let weights = sizes.fold(0, usize::saturating_add);
+        let sum = |all: &mut dyn Iterator<Item = &Param>| {
+            let sizes = all.map(|param| param.local.size_bytes());
+            sizes.fold(0, usize::saturating_add)
+        };
+        let weights = sum(&mut params.iter());
+        let trained = sum(&mut params.iter().filter(|param| param.trainable));
         let config = args.zero_config(1);
         let replicas = if config.zero_stage == ZeroStage::Replicated {
             1
@@ -112,7 +116,7 @@ impl Plan {
             args.dp
         };
         // Parameters, gradients and state have four bytes an element each.
-        let state = weights.saturating_mul(config.optimizer.state_names().len()) / replicas;
+        let state = trained.saturating_mul(config.optimizer.state_names().len()) / replicas;
         let further_uses = program.grads.iter().enumerate().filter(|(place, port)| {
             let before = &program.grads[..*place];
             before.iter().any(|other| other.param == port.param)
@@ -120,7 +124,7 @@ impl Plan {
         let further = further_uses.map(|(_, port)| params[port.param.index()].local.size_bytes());
         let mut need = MemoryNeed {
             weights,
-            gradients: further.fold(weights, usize::saturating_add),
+            gradients: further.fold(trained, usize::saturating_add),
             optimizer: state,
             ..MemoryNeed::default()
         };

@@ -1,6 +1,7 @@
 //! What every rank decides alone and alike, before anything runs: the graph, the cut, the schedule.
 
 use crate::{CheckedArguments, Error, PartitionMethod, Result, SplitMethod};
+use merak_ckpt::{LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
 use merak_partition::{
     Partition, PartitionReport, ReportOptions, SegmentOptions, StageMethod, recompute_plan,
@@ -8,7 +9,7 @@ use merak_partition::{
 use merak_pipe::{Costs, Schedule, Size, StageId, UnitCosts, simulate};
 use merak_tp::{LayerLists, rewrite};
 use merak_trace::{
-    Graph, Placement, RecomputePlan, Shard, StageCuts, StageProgram,
+    Graph, Param, Placement, RecomputePlan, Shard, StageCuts, StageProgram,
     models::{Head, Model, ModelInfo, Objective, TraceOptions},
 };
 use merak_zero::ZeroStage;
@@ -39,13 +40,24 @@ pub struct Plan {
     pub cuts: StageCuts,
     /// The order of the microbatches on each stage.
     pub schedule: Schedule,
+    /// The adapter that is trained in place of the model, if one is.
+    pub lora: Option<Lora>,
     lists: LayerLists,
     recompute_chunk: usize,
     trace: TraceOptions,
 }
 
+/// An adapter of a model.
+#[derive(Debug, Clone)]
+pub struct Lora {
+    /// Its name.
+    pub name: String,
+    /// Which layers it stands beside; targets that were left open are filled in.
+    pub config: LoraConfig,
+}
+
 impl Plan {
-    /// Traces, rewrites and cuts a model as the arguments say.
+    /// Traces, rewrites and cuts a model as the arguments say, with the adapter that `lora_config` describes.
     ///
     /// # Errors
     /// When the model cannot be split or cut that way, or the schedule needs other sizes.
@@ -85,7 +97,9 @@ impl Plan {
             ..TraceOptions::training(args.per_device_train_batch_size, seq_length)
         };
         let lists = layer_lists(args, info.family)?;
-        let rewritten = rewrite(&model.trace(&trace)?, &lists, args.tp)?;
+        let lora = lora(args)?;
+        let (graph, lora) = with_adapter(model.trace(&trace)?, lora, info.family)?;
+        let rewritten = rewrite(&graph, &lists, args.tp)?;
         let options = SegmentOptions {
             method: split_method(args.split_method),
             shard_count: args.shard_count,
@@ -111,6 +125,7 @@ impl Plan {
             partition,
             cuts,
             schedule,
+            lora,
             lists,
             recompute_chunk: args
                 .recompute_chunk()
@@ -155,7 +170,9 @@ impl Plan {
             seq,
             ..self.trace.clone().with_head(head)
         };
-        let graph = rewrite(&self.model.trace(&options)?, &self.lists, self.degrees.tp)?.graph;
+        let model = self.model.trace(&options)?;
+        let (model, _) = with_adapter(model, self.lora.clone(), self.info.family)?;
+        let graph = rewrite(&model, &self.lists, self.degrees.tp)?.graph;
         // The same nodes in the same order, but for the loss at the end.
         let last = self.cuts.num_stages() - 1;
         let mut bounds: Vec<_> = (0..=last)
@@ -234,11 +251,39 @@ impl Plan {
         )
     }
 
-    /// Floating-point operations per token, forward and backward, by the usual count of six per parameter
-    /// (attention scores left out).
-    pub fn flops_per_token(&self) -> f64 {
-        6.0 * self.graph.num_elements() as f64
+    /// The parameters that are trained, in the order of the graph.
+    pub fn trained_params(&self) -> impl Iterator<Item = &Param> {
+        let params = self.graph.params().iter();
+        params.filter(|param| param.trainable)
     }
+
+    /// Floating-point operations per token, forward and backward, by the usual count of six per parameter, of which
+    /// frozen ones save the two for their gradient (attention scores left out).
+    pub fn flops_per_token(&self) -> f64 {
+        let trained: usize = self.trained_params().map(|param| param.full.numel()).sum();
+        4.0 * self.graph.num_elements() as f64 + 2.0 * trained as f64
+    }
+}
+
+/// What `lora_config` asks for.
+fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
+    let Some(path) = &args.lora_config else {
+        return Ok(None);
+    };
+    Ok(Some(Lora {
+        name: args.adapter_name.clone(),
+        config: LoraConfig::read(&path.0)?,
+    }))
+}
+
+/// A model's graph with an adapter in it, and what was left open of the adapter filled in.
+fn with_adapter(graph: Graph, lora: Option<Lora>, family: &str) -> Result<(Graph, Option<Lora>)> {
+    let Some(Lora { name, config }) = lora else {
+        return Ok((graph, None));
+    };
+    let adapted = adapt(&graph, &config, &name, family)?;
+    let config = adapted.config;
+    Ok((adapted.graph, Some(Lora { name, config })))
 }
 
 fn layer_lists(args: &CheckedArguments, family: &str) -> Result<LayerLists> {

@@ -1,14 +1,17 @@
 //! One rank's stage: its program, its parameters, its gradients, its optimizer.
 
+mod magnitudes;
 mod module;
+mod params;
 mod tied;
 
-pub(crate) use module::{StepInputs, StepModule, StepResult, count_labels};
+use self::params::StageParams;
+pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
 
 use crate::{Backend, CheckedArguments, Device, Plan, Result, trainer::NamedTensors};
-use merak_mpu::{Buffer, DType, Mpu, Rank};
+use merak_mpu::{DType, Mpu, Rank};
 use merak_trace::{
-    GradSlot, GradStore, Interpreter, ParamStore, Placement, RunContext, SharedBackend,
+    GradSlot, GradStore, Interpreter, Param, Placement, RunContext, SharedBackend, StageProgram,
     backend::candle::Candle, initial_values, kernels::Threads,
 };
 use merak_zero::{GlobalParams, ParamSpec, ZeroGroups, ZeroOptimizer};
@@ -20,7 +23,9 @@ pub(crate) struct Stage {
     pub(crate) plan: Arc<Plan>,
     pub(crate) mpu: Arc<Mpu>,
     pub(crate) interpreter: Interpreter,
-    pub(crate) params: ParamStore,
+    pub(crate) params: StageParams,
+    /// Which parameters of the program this rank answers for, as one of those that hold the same.
+    pub(crate) owned: Vec<bool>,
     pub(crate) optimizer: ZeroOptimizer,
     grads: GradStore,
     tied: tied::TiedGrads,
@@ -43,24 +48,20 @@ impl Stage {
             model: mpu.model_parallel_group().clone(),
         };
         let tied = tied::TiedGrads::new(&plan, &program, &mpu)?;
-        let specs = param_specs(&plan, &program, &mpu, &tied);
-        let model = GlobalParams::new(
-            plan.graph
-                .params()
-                .iter()
-                .map(|param| (param.name.clone(), param.local.numel())),
-        );
+        let owned = owned(&program, &mpu, &tied);
+        let specs = param_specs(&plan, &program, &owned);
+        let trained = plan.trained_params();
+        let model =
+            GlobalParams::new(trained.map(|param| (param.name.clone(), param.local.numel())));
         let optimizer = ZeroOptimizer::new(specs, model, args.zero_config(num_threads), groups)?;
 
         let layout = optimizer.layout();
-        let offsets: Vec<_> = (0..program.params().len())
-            .map(|param| layout.range(param).start)
-            .collect();
-        let params = backend.param_store(program.params(), &offsets, layout.len())?;
+        let params = StageParams::new(&*backend, program.params(), layout)?;
         let mut grads = GradStore {
             buffers: vec![backend.grad_buffer(DType::F32, layout.len())],
             slots: Vec::new(),
         };
+        let positions = trained_positions(&program);
         for port in &program.grads {
             let param = port.param.index();
             let len = program.params()[param].local.numel();
@@ -68,7 +69,7 @@ impl Stage {
             let is_first =
                 program.grads.iter().find(|other| other.param == port.param) == Some(port);
             let (buffer, offset) = if is_first {
-                (0, offsets[param])
+                (0, layout.range(positions[param]).start)
             } else {
                 grads.buffers.push(backend.grad_buffer(DType::F32, len));
                 (grads.buffers.len() - 1, 0)
@@ -85,12 +86,14 @@ impl Stage {
             mpu,
             interpreter,
             params,
+            owned,
             optimizer,
             grads,
             tied,
             seed: args.seed,
         };
         stage.initialise(num_threads)?;
+        stage.start_magnitudes()?;
         Ok(stage)
     }
 
@@ -104,20 +107,10 @@ impl Stage {
             self.mpu.tensor_parallel_rank(),
             self.mpu.tensor_parallel_world_size(),
         );
-        let layout = self.optimizer.layout();
         let params = self.interpreter.program().params();
-        self.params.flat.write(&mut |bytes| {
-            let flat = bytemuck::cast_slice_mut::<u8, f32>(bytes);
-            for (index, param) in params.iter().enumerate() {
-                initial_values(
-                    &threads,
-                    self.seed,
-                    param,
-                    tp_rank,
-                    tp,
-                    &mut flat[layout.range(index)],
-                );
-            }
+        self.params.write(&mut |index, bytes| {
+            let values = bytemuck::cast_slice_mut::<u8, f32>(bytes);
+            initial_values(&threads, self.seed, &params[index], tp_rank, tp, values);
         });
         Ok(())
     }
@@ -127,7 +120,7 @@ impl Stage {
         self.tied.sum(&mut self.grads)?;
         let report =
             self.optimizer
-                .step(&mut *self.params.flat, &mut *self.grads.buffers[0], lr)?;
+                .step(&mut *self.params.trained, &mut *self.grads.buffers[0], lr)?;
         self.clear_gradients();
         Ok(report)
     }
@@ -150,10 +143,41 @@ impl Stage {
         self.interpreter.backend().memory().peak_bytes()
     }
 
-    /// A copy of the gradients of this rank's parameters, by name, before they are reduced.
+    /// A copy of the gradients of this rank's trained parameters, by name, before they are reduced.
     pub(crate) fn gradients(&mut self) -> Result<NamedTensors> {
         self.tied.sum(&mut self.grads)?;
-        Ok(self.named(&*self.grads.buffers[0]))
+        let layout = self.optimizer.layout();
+        let mut out = Vec::new();
+        self.grads.buffers[0].read(&mut |bytes| {
+            let flat = bytemuck::cast_slice::<u8, f32>(bytes);
+            let params = layout.params().iter().enumerate();
+            out = params
+                .map(|(index, param)| (param.name.clone(), flat[layout.range(index)].to_vec()))
+                .collect();
+        });
+        Ok(out)
+    }
+
+    /// A copy of this rank's parameters, by name.
+    pub(crate) fn parameters(&self) -> NamedTensors {
+        let params = self.interpreter.program().params();
+        let mut out = Vec::new();
+        self.params.read(&mut |all| {
+            let named = params.iter().zip(all);
+            out = named
+                .map(|(param, bytes)| (param.name.clone(), bytemuck::cast_slice(bytes).to_vec()))
+                .collect();
+        });
+        out
+    }
+
+    /// The positions in the program of the parameters that are trained, in the order of the optimizer's layout.
+    pub(crate) fn trained(&self) -> Vec<usize> {
+        let params = self.interpreter.program().params().iter().enumerate();
+        params
+            .filter(|(_, param)| param.trainable)
+            .map(|(index, _)| index)
+            .collect()
     }
 
     /// Makes the next step start from zero.
@@ -161,20 +185,6 @@ impl Stage {
         for buffer in &mut self.grads.buffers {
             buffer.write(&mut |bytes| bytes.fill(0));
         }
-    }
-
-    /// A copy of a flat buffer, cut into the rank's parameters.
-    pub(crate) fn named(&self, flat: &dyn Buffer) -> NamedTensors {
-        let layout = self.optimizer.layout();
-        let mut out = Vec::new();
-        flat.read(&mut |bytes| {
-            let flat = bytemuck::cast_slice::<u8, f32>(bytes);
-            let params = layout.params().iter().enumerate();
-            out = params
-                .map(|(index, param)| (param.name.clone(), flat[layout.range(index)].to_vec()))
-                .collect();
-        });
-        out
     }
 }
 
@@ -213,22 +223,36 @@ fn tch_backend(device: Device, _: Rank, _: usize) -> Result<SharedBackend, merak
     })
 }
 
-/// The optimizer's view of the stage's parameters.
-fn param_specs(
-    plan: &Plan,
-    program: &merak_trace::StageProgram,
-    mpu: &Mpu,
-    tied: &tied::TiedGrads,
-) -> Vec<ParamSpec> {
-    let specs = program.params().iter().map(|param| {
-        let global = plan
-            .graph
-            .find_param(&param.name)
-            .expect("a stage's parameters are the model's");
+/// For each parameter of a program, how many trained ones stand before it.
+fn trained_positions(program: &StageProgram) -> Vec<usize> {
+    let mut next = 0;
+    let position = |param: &Param| {
+        let position = next;
+        next += usize::from(param.trainable);
+        position
+    };
+    program.params().iter().map(position).collect()
+}
+
+/// Of the ranks that hold the same slice of a parameter in one replica, one counts it and writes it.
+fn owned(program: &StageProgram, mpu: &Mpu, tied: &tied::TiedGrads) -> Vec<bool> {
+    let is_owned = |param: &Param| {
         let is_sharded = matches!(param.placement, Placement::Shard(_));
-        let counts = (is_sharded || mpu.tensor_parallel_rank() == 0) && tied.owns(&param.name);
-        let spec = ParamSpec::new(param.name.clone(), &param.local.shape, global.index())
-            .with_norm(counts);
+        (is_sharded || mpu.tensor_parallel_rank() == 0) && tied.owns(&param.name)
+    };
+    program.params().iter().map(is_owned).collect()
+}
+
+/// The optimizer's view of the stage's parameters: those that are trained.
+fn param_specs(plan: &Plan, program: &StageProgram, owned: &[bool]) -> Vec<ParamSpec> {
+    let trained = program.params().iter().zip(owned);
+    let trained = trained.filter(|(param, _)| param.trainable);
+    let specs = trained.map(|(param, &counts)| {
+        let global = plan
+            .trained_params()
+            .position(|other| other.name == param.name)
+            .expect("a stage's parameters are the model's");
+        let spec = ParamSpec::new(param.name.clone(), &param.local.shape, global).with_norm(counts);
         if param.role.decays() {
             spec
         } else {

@@ -4,9 +4,10 @@ mod checkpoint;
 pub(crate) mod evaluation;
 mod generation;
 mod resume;
+mod saving;
 mod step;
 
-pub use checkpoint::LoadedCheckpoint;
+pub use checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint};
 pub use step::{NamedTensors, StepReport};
 
 use crate::{
@@ -107,6 +108,7 @@ pub struct MerakTrainer {
     programs: generation::Programs,
     timeline: Vec<Span>,
     last_saved: Option<usize>,
+    pending_save: Option<saving::PendingSave>,
 }
 
 impl fmt::Debug for MerakTrainer {
@@ -161,6 +163,7 @@ impl MerakTrainer {
             programs: generation::Programs::default(),
             timeline: Vec::new(),
             last_saved: None,
+            pending_save: None,
         };
         let resumed = match &args.resume_from_checkpoint {
             Some(from) => trainer.resume(from)?,
@@ -243,12 +246,14 @@ impl MerakTrainer {
             for callback in &mut self.parts.callbacks {
                 callback.on_step(&report);
             }
+            self.finish_save_if_written()?;
             self.after_step()?;
             stopped_by = self.agreed_stop()?;
             if stopped_by.is_some() {
                 break;
             }
         }
+        self.finish_save()?;
         // A run that had nothing left to do leaves the checkpoint that it came from alone.
         let made_steps = self.global_step > first_step;
         if self.args.save && made_steps && self.last_saved != Some(self.global_step) {
@@ -290,7 +295,7 @@ impl MerakTrainer {
             self.evaluate()?;
         }
         if self.args.save && (done.is_multiple_of(self.args.save_steps) || ends_epoch) {
-            self.save_checkpoint()?;
+            self.save_on_the_way()?;
         }
         Ok(())
     }

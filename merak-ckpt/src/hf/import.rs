@@ -3,8 +3,8 @@
 use super::{HfFolder, family_of};
 use crate::plan::plan;
 use crate::reshard::{finish, start};
-use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, copy_file, write_planned};
-use crate::{DType, Header, Result, Shard, Stages, Topology};
+use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, copy_file, write_planned};
+use crate::{DType, Header, Result, Shard, Stages, TensorEntry, Topology};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
@@ -49,8 +49,20 @@ pub fn import_hf(
     destination: impl AsRef<Path>,
     options: &ImportOptions,
 ) -> Result<PathBuf> {
+    let tensors = source.tensors().to_vec();
+    let destination = destination.as_ref();
+    import(source, &source.weights, tensors, destination, options)
+}
+
+/// Makes a checkpoint of these tensors, whose values may be other than the folder's.
+pub(super) fn import(
+    source: &HfFolder,
+    values: &dyn Values,
+    mut tensors: Vec<TensorEntry>,
+    destination: &Path,
+    options: &ImportOptions,
+) -> Result<PathBuf> {
     let budget = Budget::new(options.max_memory)?;
-    let mut tensors = source.tensors().to_vec();
     for tensor in tensors.iter_mut().filter(|tensor| tensor.dtype.is_float()) {
         tensor.dtype = options.dtype.unwrap_or(tensor.dtype);
     }
@@ -59,10 +71,10 @@ pub fn import_hf(
         .iter()
         .map(|file| (file.kind.file_name(file.rank), file))
         .collect();
-    let draft = start(destination.as_ref(), 0)?;
+    let draft = start(destination, 0)?;
     finish(&draft, || {
         let folder = draft.path();
-        let mut shards = write_planned(&source.weights, &tensors, &files, &folder, budget)?;
+        let mut shards = write_planned(values, &tensors, &files, &folder, budget)?;
         let companions = source.companions();
         let copied = companions
             .iter()

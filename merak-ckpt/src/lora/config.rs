@@ -3,95 +3,235 @@
 use crate::Result;
 use crate::hf::{foreign, read_json};
 use regex::Regex;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::path::Path;
 
 /// Name of the file.
 pub(super) const FILE: &str = "adapter_config.json";
 
-/// Fields that say how an adapter is trained or where it came from, which its weights do not depend on.
-const OTHERS: [&str; 18] = [
+/// Fields that neither training nor merging depends on, kept when the file is written back.
+const OTHERS: [&str; 9] = [
     "auto_mapping",
     "base_model_name_or_path",
-    "bias",
     "ensure_weight_tying",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_dropout",
     "megatron_core",
-    "modules_to_save",
     "peft_version",
     "qalora_group_size",
-    "r",
     "revision",
     "runtime_config",
-    "target_modules",
     "task_type",
 ];
 
-/// Ways to initialise that leave the base weights as they are.
-const PLAIN_INITS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
+/// How the factors of a new adapter start.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum InitWeights {
+    /// The first uniform, the second zero: the model starts as it is.
+    Standard,
+    /// The same with a normal distribution.
+    Gaussian,
+    /// Both random.
+    Random,
+    /// Another way, under its name, that leaves the base weights as they are; not for training.
+    Other(String),
+}
 
-/// What merging asks the configuration about.
+/// Which biases train.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TrainedBias {
+    None,
+    All,
+    /// Those of adapted layers.
+    Adapted,
+}
+
+/// Names of modules, as PEFT writes them.
 #[derive(Debug, Clone)]
-pub(super) struct Config {
+pub(super) enum Names {
+    /// Whole names, or their ends from a dot on.
+    Listed(Vec<String>),
+    /// A pattern for the whole name.
+    Pattern(Regex),
+    /// All linear layers but the head.
+    AllLinear,
+}
+
+impl Names {
+    /// Whether a module is one of them.
+    pub(super) fn has(&self, module: &str) -> bool {
+        match self {
+            Self::Listed(names) => names.iter().any(|name| ends_with(module, name)),
+            Self::Pattern(pattern) => pattern.is_match(module),
+            Self::AllLinear => true,
+        }
+    }
+}
+
+/// Whether a module's name is `end`, or ends so after a dot.
+pub(super) fn ends_with(module: &str, end: &str) -> bool {
+    let rest = module.strip_suffix(end);
+    rest.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+}
+
+/// An `adapter_config.json` of PEFT: which layers get an adapter, and of which size.
+///
+/// ```
+/// let config = merak_ckpt::LoraConfig::from_json(&serde_json::json!({ "r": 4, "lora_alpha": 8 }))?;
+/// assert_eq!(config.to_json()["r"], 4);
+/// let error = merak_ckpt::LoraConfig::from_json(&serde_json::json!({ "rank": 4 })).unwrap_err();
+/// assert_eq!(error, "`rank` is 4, which is not supported");
+/// # Ok::<(), String>(())
+/// ```
+#[derive(Debug, Clone)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "the fields are those of the file"
+)]
+pub struct LoraConfig {
+    /// As they were given.
+    fields: Map<String, Value>,
+    rank: usize,
     alpha: f64,
+    rank_pattern: Vec<(Regex, f64)>,
     alpha_pattern: Vec<(Regex, f64)>,
     use_rslora: bool,
+    /// Whether each output of an adapted layer has a magnitude of its own.
+    pub(super) use_dora: bool,
+    pub(super) dropout: f64,
+    pub(super) targets: Option<Names>,
+    pub(super) excluded: Option<Names>,
+    pub(super) layers: Option<Vec<usize>>,
+    layers_patterns: Vec<Regex>,
+    pub(super) saved_modules: Vec<String>,
+    pub(super) bias: TrainedBias,
+    pub(super) init: InitWeights,
+    pub(super) is_frozen: bool,
     /// Whether adapted weights are stored `[in, out]`.
     pub(super) fan_in_fan_out: bool,
 }
 
-impl Config {
-    /// Reads the file and refuses what would be merged wrongly: fields that are active and unknown here.
-    pub(super) fn read(path: &Path) -> Result<Self> {
-        let json = read_json(path)?;
-        let fields = json.as_object();
-        let fields = fields.ok_or_else(|| foreign(path, "it is no JSON object"))?;
-        Self::from_fields(fields).map_err(|reason| foreign(path, reason))
+impl LoraConfig {
+    /// Reads a file that describes an adapter that is to be trained. What is left out has PEFT's default.
+    ///
+    /// # Errors
+    /// [`Error::Foreign`](crate::Error::Foreign) where the file is missing, is no JSON object, or has an active
+    /// field that is unknown or not supported.
+    pub fn read(path: &Path) -> Result<Self> {
+        Self::from_json(&read_json(path)?).map_err(|reason| foreign(path, reason))
+    }
+
+    /// The same from the content of a file.
+    ///
+    /// # Errors
+    /// What is wrong, in a sentence.
+    pub fn from_json(json: &Value) -> Result<Self, String> {
+        let fields = json.as_object().ok_or("it is no JSON object")?;
+        Self::from_fields(fields)
+    }
+
+    /// Reads the file of an adapter that exists and says what it is.
+    pub(super) fn of_adapter(path: &Path) -> Result<Self> {
+        let config = Self::read(path)?;
+        if !config.fields.contains_key("peft_type") {
+            return Err(foreign(path, "it has no `peft_type`, expected `LORA`"));
+        }
+        Ok(config)
     }
 
     fn from_fields(fields: &Map<String, Value>) -> Result<Self, String> {
         let mut config = Self {
+            fields: fields.clone(),
+            rank: 8,
             alpha: 8.0,
+            rank_pattern: Vec::new(),
             alpha_pattern: Vec::new(),
             use_rslora: false,
+            use_dora: false,
+            dropout: 0.0,
+            targets: None,
+            excluded: None,
+            layers: None,
+            layers_patterns: Vec::new(),
+            saved_modules: Vec::new(),
+            bias: TrainedBias::None,
+            init: InitWeights::Standard,
+            is_frozen: false,
             fan_in_fan_out: false,
         };
-        let mut is_lora = false;
         for (name, value) in fields {
-            let wrong = |expected: &str| format!("`{name}` is {value}, expected {expected}");
-            let number = || value.as_f64().ok_or_else(|| wrong("a number"));
-            let flag = || value.as_bool().ok_or_else(|| wrong("true or false"));
-            match name.as_str() {
-                "peft_type" if value == "LORA" => is_lora = true,
-                "peft_type" => return Err(wrong("`LORA`, the one kind of adapter that is read")),
-                "lora_alpha" => config.alpha = number()?,
-                "use_rslora" => config.use_rslora = flag()?,
-                "fan_in_fan_out" => config.fan_in_fan_out = flag()?,
-                "alpha_pattern" => config.alpha_pattern = patterns(name, value)?,
-                // The shapes of the factors tell their ranks.
-                "rank_pattern" => drop(patterns(name, value)?),
-                "init_lora_weights" => {
-                    let is_plain = value
-                        .as_str()
-                        .is_none_or(|init| PLAIN_INITS.contains(&init));
-                    if !is_plain {
+            config.set(name, value)?;
+        }
+        Ok(config)
+    }
+
+    fn set(&mut self, name: &str, value: &Value) -> Result<(), String> {
+        let wrong = |expected: &str| format!("`{name}` is {value}, expected {expected}");
+        let number = || value.as_f64().ok_or_else(|| wrong("a number"));
+        let flag = || value.as_bool().ok_or_else(|| wrong("true or false"));
+        match name {
+            "peft_type" if value == "LORA" => {}
+            "peft_type" => return Err(wrong("`LORA`, the one kind of adapter that is read")),
+            "r" => {
+                let rank = value.as_u64().and_then(|rank| usize::try_from(rank).ok());
+                let rank = rank.filter(|rank| *rank > 0);
+                self.rank = rank.ok_or_else(|| wrong("a whole number from 1 on"))?;
+            }
+            "lora_alpha" => self.alpha = number()?,
+            "lora_dropout" => {
+                self.dropout = number()?;
+                if !(0.0..1.0).contains(&self.dropout) {
+                    return Err(wrong("a number from 0 to less than 1"));
+                }
+            }
+            "use_rslora" => self.use_rslora = flag()?,
+            "use_dora" => self.use_dora = flag()?,
+            "inference_mode" => self.is_frozen = flag()?,
+            "fan_in_fan_out" => self.fan_in_fan_out = flag()?,
+            "rank_pattern" => self.rank_pattern = patterns(name, value)?,
+            "alpha_pattern" => self.alpha_pattern = patterns(name, value)?,
+            "target_modules" => self.targets = names(name, value)?,
+            "exclude_modules" => self.excluded = names(name, value)?,
+            "modules_to_save" => self.saved_modules = strings(name, value)?,
+            "layers_to_transform" => {
+                self.layers = layers(value)
+                    .map_err(|()| wrong("a layer's number or a list of them, counted from 0"))?;
+            }
+            "layers_pattern" => {
+                let patterns = strings(name, value)?.into_iter();
+                let pattern =
+                    |text: String| regex(name, &text, &format!(r"(?:^|\.)(?:{text})\.(\d+)\."));
+                self.layers_patterns = patterns.map(pattern).collect::<Result<_, _>>()?;
+            }
+            "bias" => {
+                self.bias = match value.as_str() {
+                    Some("none") => TrainedBias::None,
+                    Some("all") => TrainedBias::All,
+                    Some("lora_only") => TrainedBias::Adapted,
+                    _ => return Err(wrong("none, all or lora_only")),
+                }
+            }
+            "init_lora_weights" => {
+                self.init = match (value, value.as_str()) {
+                    (Value::Bool(true), _) => InitWeights::Standard,
+                    (Value::Bool(false), _) => InitWeights::Random,
+                    (_, Some("gaussian")) => InitWeights::Gaussian,
+                    (_, Some(name @ ("eva" | "orthogonal"))) => InitWeights::Other(name.to_owned()),
+                    _ => {
                         return Err(wrong(
                             "true, false, gaussian, eva or orthogonal: others change the base weights",
                         ));
                     }
                 }
-                name if OTHERS.contains(&name) || is_inactive(value) => {}
-                _ => return Err(format!("`{name}` is {value}, which is not supported")),
             }
+            name if OTHERS.contains(&name) || is_inactive(value) => {}
+            _ => return Err(format!("`{name}` is {value}, which is not supported")),
         }
-        if !is_lora {
-            return Err("it has no `peft_type`, expected `LORA`".to_owned());
-        }
-        Ok(config)
+        Ok(())
+    }
+
+    /// The rank of a module's adapter.
+    pub(super) fn rank(&self, module: &str) -> usize {
+        let own = self.rank_pattern.iter().find(|(p, _)| p.is_match(module));
+        own.map_or(self.rank, |(_, rank)| (*rank as usize).max(1))
     }
 
     /// The factor of a module's product: alpha / rank, or alpha / sqrt(rank).
@@ -100,6 +240,124 @@ impl Config {
         let alpha = own.map_or(self.alpha, |(_, alpha)| *alpha);
         let rank = rank as f64;
         alpha / if self.use_rslora { rank.sqrt() } else { rank }
+    }
+
+    /// Whether a parameter of the base is trained itself. `is_adapted` tells layers that have an adapter.
+    pub(super) fn trains_whole(&self, param: &str, is_adapted: impl Fn(&str) -> bool) -> bool {
+        let Some((module, end)) = param.rsplit_once('.') else {
+            return false;
+        };
+        let trains_bias = match self.bias {
+            TrainedBias::None => false,
+            TrainedBias::All => true,
+            TrainedBias::Adapted => is_adapted(module),
+        };
+        let is_classifier = matches!(
+            self.fields.get("task_type").and_then(Value::as_str),
+            Some("SEQ_CLS" | "TOKEN_CLS")
+        );
+        let heads: &[&str] = if is_classifier {
+            &["classifier", "score"]
+        } else {
+            &[]
+        };
+        let saved = self.saved_modules.iter().map(String::as_str);
+        let mut saved = saved.chain(heads.iter().copied());
+        // The module itself, or one that it is a part of.
+        let parts = module.match_indices('.').map(|(dot, _)| &module[..dot]);
+        let modules: Vec<_> = parts.chain([module]).collect();
+        let is_saved = saved.any(|saved| modules.iter().any(|module| ends_with(module, saved)));
+        end == "bias" && trains_bias || is_saved
+    }
+
+    /// The factor of the product of a module's adapter.
+    pub fn scale_of(&self, module: &str) -> f64 {
+        self.scale(module, self.rank(module))
+    }
+
+    /// Whether the layers to transform have a module of this name.
+    pub(super) fn is_in_layers(&self, module: &str) -> bool {
+        let Some(layers) = &self.layers else {
+            return true;
+        };
+        let number = if self.layers_patterns.is_empty() {
+            module.split('.').find_map(|part| part.parse().ok())
+        } else {
+            let mut found = self
+                .layers_patterns
+                .iter()
+                .filter_map(|p| p.captures(module));
+            found.next().and_then(|captures| captures[1].parse().ok())
+        };
+        number.is_some_and(|number| layers.contains(&number))
+    }
+
+    /// The file, with what was left to defaults.
+    pub fn to_json(&self) -> Value {
+        let mut fields = self.fields.clone();
+        let mut default = |name: &str, value: Value| {
+            fields.entry(name).or_insert(value);
+        };
+        default("peft_type", json!("LORA"));
+        default("task_type", Value::Null);
+        default("base_model_name_or_path", Value::Null);
+        default("r", json!(self.rank));
+        default("lora_alpha", json!(self.alpha));
+        default("lora_dropout", json!(self.dropout));
+        default("bias", json!("none"));
+        default("fan_in_fan_out", json!(false));
+        default("init_lora_weights", json!(true));
+        default("inference_mode", json!(false));
+        Value::Object(fields)
+    }
+
+    /// The same configuration with some fields replaced.
+    ///
+    /// # Errors
+    /// As [`LoraConfig::from_json`].
+    pub fn with(&self, name: &str, value: Value) -> Result<Self, String> {
+        let mut fields = self.fields.clone();
+        fields.insert(name.to_owned(), value);
+        Self::from_fields(&fields)
+    }
+}
+
+/// A name or a list of names; null is none.
+fn strings(name: &str, value: &Value) -> Result<Vec<String>, String> {
+    let text = |item: &Value| item.as_str().map(str::to_owned);
+    let found = match value {
+        Value::Null => Some(Vec::new()),
+        Value::Array(items) => items.iter().map(text).collect(),
+        one => text(one).map(|one| vec![one]),
+    };
+    found.ok_or_else(|| format!("`{name}` is {value}, expected a name or a list of names"))
+}
+
+/// Modules: a list of ends, a pattern, or `all-linear`; null leaves them to the family.
+fn names(name: &str, value: &Value) -> Result<Option<Names>, String> {
+    Ok(Some(match value {
+        Value::Null => return Ok(None),
+        Value::String(text) if text == "all-linear" => Names::AllLinear,
+        Value::String(text) => Names::Pattern(regex(name, text, &format!("^(?:{text})$"))?),
+        _ => Names::Listed(strings(name, value)?),
+    }))
+}
+
+fn regex(name: &str, text: &str, whole: &str) -> Result<Regex, String> {
+    Regex::new(whole).map_err(|_| format!("`{text}` in `{name}` is no regular expression"))
+}
+
+/// A layer or a list of layers; null is all of them.
+fn layers(value: &Value) -> Result<Option<Vec<usize>>, ()> {
+    let number = |value: &Value| {
+        let number = value.as_u64().ok_or(())?;
+        usize::try_from(number).map_err(drop)
+    };
+    match value {
+        Value::Null => Ok(None),
+        Value::Array(items) if items.is_empty() => Ok(None),
+        Value::Array(items) => items.iter().map(number).collect::<Result<_, _>>().map(Some),
+        one => number(one).map(|one| Some(vec![one])),
     }
 }
 
@@ -111,9 +369,8 @@ fn patterns(name: &str, value: &Value) -> Result<Vec<(Regex, f64)>, String> {
     let wrong = || format!("`{name}` is {value}, expected patterns and numbers");
     let pattern = |(pattern, number): (&String, &Value)| {
         let number = number.as_f64().ok_or_else(wrong)?;
-        let regex = Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$"))
-            .map_err(|_| format!("`{pattern}` in `{name}` is no regular expression"))?;
-        Ok((regex, number))
+        let whole = format!(r"^(?:.*\.)?(?:{pattern})$");
+        Ok((regex(name, pattern, &whole)?, number))
     };
     value
         .as_object()
@@ -140,8 +397,8 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn config(fields: &Value) -> Result<Config, String> {
-        Config::from_fields(fields.as_object().expect("an object"))
+    fn config(fields: &Value) -> Result<LoraConfig, String> {
+        LoraConfig::from_json(fields)
     }
 
     #[test]
@@ -159,7 +416,7 @@ mod tests {
         ]
         .map(|module| config.scale(module, 4));
         assert_eq!(format!("{scales:?}"), "[1.0, 2.0, 4.0, 4.0]");
-        let root = Config {
+        let root = LoraConfig {
             use_rslora: true,
             ..config
         };
@@ -175,21 +432,17 @@ mod tests {
         };
         let messages = [
             refusal("peft_type", json!("IA3")),
-            refusal("use_dora", json!(true)),
             refusal("layer_replication", json!([[0, 2]])),
             refusal("init_lora_weights", json!("pissa_niter_16")),
             refusal("lora_alpha", json!("x")),
             refusal("alpha_pattern", json!({"(": 1})),
-            config(&json!({})).unwrap_err(),
         ];
         insta::assert_snapshot!(messages.join("\n"), @r#"
         `peft_type` is "IA3", expected `LORA`, the one kind of adapter that is read
-        `use_dora` is true, which is not supported
         `layer_replication` is [[0,2]], which is not supported
         `init_lora_weights` is "pissa_niter_16", expected true, false, gaussian, eva or orthogonal: others change the base weights
         `lora_alpha` is "x", expected a number
         `(` in `alpha_pattern` is no regular expression
-        it has no `peft_type`, expected `LORA`
         "#);
     }
 }

@@ -55,7 +55,8 @@ fn merge(
     others: &dyn Fn(&Path) -> Result<()>,
 ) -> Result<()> {
     let config = read_json(&base.path().join("config.json"))?;
-    let adapter = Adapter::open(adapter, &config, &base.manifest().tensors)?;
+    let mut adapter = Adapter::open(adapter, &config, &base.manifest().tensors)?;
+    adapter.measure(base)?;
     let changes = |name: &str| adapter.targets().any(|target| target == name);
     let content = Content {
         tensors: exported(base, &config, options, &changes)?,

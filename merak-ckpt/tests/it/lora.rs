@@ -162,7 +162,6 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
         text.replace(&adapter.display().to_string(), "LORA")
     };
     let gpt2 = "gpt2-safetensors";
-    let dora = changed("gpt2", |config| config["use_dora"] = json!(true));
     let enormous = changed("gpt2", |config| config["lora_alpha"] = json!(1e39));
     let lost = changed("gpt2", |_| ());
     fs::remove_file(lost.path().join("adapter_model.safetensors")).unwrap();
@@ -174,7 +173,6 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
         refusal(gpt2, &folder.path().join("nowhere")),
         refusal("llama-indexed", &golden("lora/gpt2")),
         refusal(gpt2, &golden("lora/llama")),
-        refusal(gpt2, dora.path()),
         refusal(gpt2, enormous.path()),
         refusal(gpt2, lost.path()),
         refusal(gpt2, cut.path()),
@@ -183,7 +181,6 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
     cannot read LORA/adapter_config.json: the file is missing
     cannot read LORA/adapter_model.safetensors: the base has no parameter for `transformer.h.0.attn.c_attn.weight`
     cannot read LORA/adapter_model.safetensors: the base has no parameter for `model.layers.0.mlp.down_proj.weight`
-    cannot read LORA/adapter_config.json: `use_dora` is true, which is not supported
     cannot read LORA: merged with it, `transformer.h.0.mlp.c_proj.weight` is not finite
     cannot read LORA: it has no adapter_model.safetensors or adapter_model.bin
     cannot read LORA/adapter_model.safetensors: it has 8327 bytes, by its header it should have 8328

@@ -4,6 +4,7 @@
 //! - `topologies`: what any topology saves, any other reads back
 //! - `hf`: Hugging Face folders in and out, pickles that are refused
 //! - `lora`: adapters of PEFT, merged
+//! - `merak`: weights of the original Merak, imported
 //! - `reshard`: files rewritten for other topologies, there and back
 //! - `store`: names, `latest`, rotation, leftovers
 //! - `command`: what `merak-ckpt` prints, and its exit status
@@ -18,6 +19,7 @@ mod forged;
 mod generation;
 mod hf;
 mod lora;
+mod merak;
 mod reshard;
 mod store;
 mod support;

@@ -95,6 +95,7 @@ impl Rule<'_, '_> {
             }
             Op::Activation(kind) => self.one(0, Op::ActivationGrad(*kind), &[x(0), dy]),
             Op::SiluMul => self.several(&[0, 1], Op::SiluMulGrad, &[x(0), x(1), dy]),
+            Op::InverseRoot => Ok(Vec::new()),
             Op::Softmax => self.one(0, Op::SoftmaxGrad, &[y(0), dy]),
             Op::CrossEntropy { label_smoothing } => {
                 let op = Op::CrossEntropyGrad {

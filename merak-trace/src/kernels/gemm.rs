@@ -13,6 +13,8 @@ mod lanes;
 #[cfg(target_arch = "x86_64")]
 mod pack;
 #[cfg(target_arch = "x86_64")]
+mod rows;
+#[cfg(target_arch = "x86_64")]
 mod tile;
 
 #[cfg(target_arch = "x86_64")]
@@ -132,6 +134,12 @@ fn product<T: Float>(
             blocked::product(simd, threads, alpha, (a, b), start, c);
         }
         return;
+    }
+    #[cfg(target_arch = "x86_64")]
+    if rows::pays(&a, &b)
+        && let Some(simd) = pulp::x86::V4::try_new()
+    {
+        return rows::product(simd, threads, alpha, (a, b), start, c);
     }
     threads.for_each_with(tiles(0, c), Vec::new, |scratch, tile| {
         tile_product(alpha, a, b, start, tile, scratch);
@@ -296,6 +304,9 @@ mod tests {
             (601, 3, 65),
             (97, 75, 70),
             (130, 600, 290),
+            (1, 1030, 133),
+            (3, 129, 300),
+            (8, 500, 70),
         ] {
             let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
             let (at, bt) = (transpose(m, k, &a), transpose(k, n, &b));

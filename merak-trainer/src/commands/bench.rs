@@ -1,6 +1,8 @@
 //! `merak bench`: measurements of this machine.
 
 mod collectives;
+mod generate;
+mod save;
 
 use super::{Outcome, output};
 use clap::{Args as ClapArgs, Subcommand};
@@ -18,6 +20,8 @@ use std::{process::ExitCode, sync::Arc};
 pub(crate) enum Bench {
     Gpt(Gpt),
     Collectives(collectives::Collectives),
+    Generate(generate::Generate),
+    Save(save::Save),
 }
 
 /// Times training steps of a GPT on made-up tokens and prints one JSON line.
@@ -83,6 +87,8 @@ pub(crate) fn run(bench: &Bench) -> Outcome {
     let lines = match bench {
         Bench::Gpt(gpt) => vec![gpt.run()?],
         Bench::Collectives(collectives) => collectives.run()?,
+        Bench::Generate(generate) => vec![generate.run()?],
+        Bench::Save(save) => vec![save.run()?],
     };
     let lines: Vec<_> = lines.iter().map(ToString::to_string).collect();
     output::print(&lines.join("\n"))?;

@@ -2,13 +2,15 @@
 
 use super::{Outcome, environment, model::Loaded, output};
 use clap::Args as ClapArgs;
-use merak_ckpt::{Adapter, Checkpoint, Completion, GenerateOptions};
+use merak_ckpt::{Adapter, Checkpoint, Completion, GenerateOptions, NewToken};
 use merak_trainer::{
-    CheckedArguments, Config, Error, MerakTrainer, Origin, Plan, Result, TrainerParts, Workload,
-    data::Tokenizer, run_world,
+    ADAPTER_CONFIG, CheckedArguments, Config, Error, MerakTrainer, Origin, Plan, Result,
+    TrainerParts, Workload, data::Tokenizer, run_world,
 };
 use serde_json::json;
-use std::{fs, path::PathBuf, process::ExitCode, sync::Arc};
+use std::{
+    collections::BTreeMap, fs, ops::ControlFlow, path::PathBuf, process::ExitCode, sync::Arc,
+};
 
 /// Continues prompts with a trained model.
 #[derive(Debug, ClapArgs)]
@@ -40,6 +42,18 @@ pub(crate) struct Args {
     /// Draws from the likeliest tokens up to this probability [default: 0.9].
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
+    /// Draws from tokens with at least this share of the likeliest one's probability; 0 is off [default: 0].
+    #[arg(long, value_name = "P")]
+    min_p: Option<f64>,
+    /// Divides the positive logits of tokens that are already there; 1 is off [default: 1].
+    #[arg(long, value_name = "F")]
+    repetition_penalty: Option<f64>,
+    /// Ends a text after this string; may be repeated.
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Prints the text as it comes; for one prompt.
+    #[arg(long, conflicts_with = "json")]
+    stream: bool,
     /// Seed of the draws [default: 42].
     #[arg(long)]
     seed: Option<u64>,
@@ -80,6 +94,15 @@ pub(crate) fn run(args: &Args) -> Outcome {
         None
     };
     let prompts = prompts(args, tokenizer.as_ref())?;
+    if args.stream && (prompts.len() != 1 || tokenizer.is_none()) {
+        return Err("--stream prints the text of one prompt, and needs a tokenizer".into());
+    }
+    if !args.stop.is_empty() && tokenizer.is_none() {
+        return Err("--stop looks for text: the checkpoint has no tokenizer.json".into());
+    }
+    if args.stop.iter().any(String::is_empty) {
+        return Err("--stop is empty: every text ends so".into());
+    }
     let checked = args.configuration(&checkpoint)?;
     let loaded = Loaded::of(&checked)?;
     let checked = loaded.complete(checked)?;
@@ -89,7 +112,11 @@ pub(crate) fn run(args: &Args) -> Outcome {
     };
     let adapter = args.adapter.as_ref();
     let adapter = adapter
-        .map(|folder| Adapter::open(folder, &loaded.json, &checkpoint.manifest().tensors))
+        .map(|folder| {
+            let tensors = &checkpoint.manifest().tensors;
+            let mut adapter = Adapter::open(folder, &loaded.json, tensors)?;
+            adapter.measure(&checkpoint).map(|()| adapter)
+        })
         .transpose()?;
     let plan = Arc::new(Plan::new(loaded.model, &checked)?);
     plan.check_memory(&checked, &[Workload::Generation])?;
@@ -101,14 +128,75 @@ pub(crate) fn run(args: &Args) -> Outcome {
         if let Some(adapter) = &adapter {
             trainer.merge_adapter(adapter)?;
         }
-        trainer.generate(&prompts, &options)
+        let mut watch = Watch {
+            tokenizer: tokenizer.as_ref(),
+            stops: &args.stop,
+            streams: args.stream && trainer.mpu().is_rank_0(),
+            texts: BTreeMap::new(),
+        };
+        watch.begin(&prompts);
+        trainer.generate_with(&prompts, &options, &mut |token| watch.see(token))
     })?;
     let completions = results
         .into_iter()
         .next()
         .expect("a world has a first rank");
-    output::print(&show(&completions, tokenizer.as_ref(), args.json)?)?;
+    if args.stream {
+        output::print("")?;
+    } else {
+        output::print(&show(&completions, tokenizer.as_ref(), args.json)?)?;
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Follows texts as they grow.
+struct Watch<'a> {
+    tokenizer: Option<&'a Tokenizer>,
+    stops: &'a [String],
+    /// Whether what is new is printed at once.
+    streams: bool,
+    /// The new tokens of each prompt, and how much of their text was printed.
+    texts: BTreeMap<u64, (Vec<u32>, usize)>,
+}
+
+impl Watch<'_> {
+    /// Prints the prompt itself.
+    fn begin(&self, prompts: &[Vec<u32>]) {
+        if self.streams
+            && let Some(Ok(text)) = self
+                .tokenizer
+                .map(|tokenizer| tokenizer.decode(&prompts[0]))
+        {
+            output::stream(&text);
+        }
+    }
+
+    /// Takes note of a token; breaks where its text has come to a stop.
+    fn see(&mut self, token: NewToken) -> ControlFlow<()> {
+        let Some(tokenizer) = self.tokenizer else {
+            return ControlFlow::Continue(());
+        };
+        let (ids, printed) = self.texts.entry(token.prompt).or_default();
+        ids.push(token.id);
+        if self.streams
+            && let Ok(text) = tokenizer.decode(ids)
+        {
+            // A character may be spread over several tokens: it waits for the last of them.
+            let whole = text.trim_end_matches(char::REPLACEMENT_CHARACTER);
+            if let Some(new) = whole.get(*printed..) {
+                output::stream(new);
+                *printed = whole.len();
+            }
+        }
+        // A token has a byte at least, so a stop lies within as many of the last tokens.
+        let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
+        let last = &ids[ids.len().saturating_sub(longest)..];
+        let text = tokenizer.decode(last).unwrap_or_default();
+        if self.stops.iter().any(|stop| text.contains(stop.as_str())) {
+            return ControlFlow::Break(());
+        }
+        ControlFlow::Continue(())
+    }
 }
 
 impl Args {
@@ -120,6 +208,11 @@ impl Args {
             ("temperature", self.temperature.map(|t| t.to_string())),
             ("top-k", self.top_k.map(|k| k.to_string())),
             ("top-p", self.top_p.map(|p| p.to_string())),
+            ("min-p", self.min_p.map(|p| p.to_string())),
+            (
+                "repetition-penalty",
+                self.repetition_penalty.map(|factor| factor.to_string()),
+            ),
             ("seed", self.seed.map(|seed| seed.to_string())),
         ];
         let mut keys = vec![
@@ -138,6 +231,12 @@ impl Args {
                 checkpoint.manifest().header.model["seq_length"].to_string(),
             ),
         ];
+        if folder.join(ADAPTER_CONFIG).is_file() {
+            let name = checkpoint.manifest().header.model["adapter_name"].as_str();
+            let file = folder.join(ADAPTER_CONFIG).display().to_string();
+            keys.push(("lora_config", file));
+            keys.push(("adapter_name", name.unwrap_or("default").to_owned()));
+        }
         keys.extend(
             given
                 .into_iter()

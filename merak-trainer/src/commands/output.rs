@@ -17,3 +17,10 @@ pub(crate) fn print(text: &str) -> io::Result<()> {
         outcome => outcome,
     }
 }
+
+/// Writes a piece of a result that is still coming; whether it arrived is told when the end is written.
+pub(crate) fn stream(text: &str) {
+    let mut out = io::stdout().lock();
+    // A reader that went away is told at the end.
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}

@@ -78,6 +78,8 @@ settings! {
         save: bool = false,
         /// Steps between checkpoints.
         save_steps: usize = 500,
+        /// Whether training goes on while a checkpoint is written, from a copy of the tensors.
+        async_save: bool = false,
         /// Newest checkpoints kept; 0 or less keeps all.
         save_total_limit: i64 = -1,
         /// Whether only weights are loaded, and training starts at step 0.
@@ -94,6 +96,10 @@ settings! {
         resume_from_checkpoint: Option<String> = None,
         /// Whether a resumed run starts its epoch again.
         ignore_data_skip: bool = false,
+        /// JSON file with PEFT's fields of a LoRA adapter, which is trained in place of the model.
+        lora_config: Option<InputPath> = None,
+        /// Name of that adapter.
+        adapter_name: String = "default".to_owned(),
         /// Whether to train; the command `train` implies it.
         do_train: bool = false,
         /// Whether to evaluate, during training too.

@@ -49,8 +49,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("hysteresis", &["2"]),
     reserved("min_loss_scale", &["1"]),
     reserved("text_generation", FALSE),
-    reserved("lora_config", NONE),
-    reserved("adapter_name", &[r#""default""#]),
     reserved("do_predict", FALSE),
     reserved("adafactor", FALSE),
     reserved("autopipe", NONE),

@@ -30,14 +30,24 @@ pub(crate) struct StepResult {
     pub(crate) outputs: BTreeMap<usize, Vec<Value>>,
 }
 
+/// A group of sequences whose next positions pass as one microbatch.
+#[derive(Debug)]
+pub(crate) struct Decoded<'a> {
+    pub(crate) program: Interpreter,
+    /// What its attentions have seen before.
+    pub(crate) cache: &'a mut KvCache,
+    /// How many positions it adds.
+    pub(crate) positions: usize,
+}
+
 /// One run of a schedule: the frames of the microbatches that are under way.
 #[derive(Debug)]
 pub(crate) struct StepModule<'a> {
     stage: &'a mut Stage,
     /// Runs another program than training (evaluation, generation).
     forward_only: Option<&'a Interpreter>,
-    /// What that program's attentions have seen before, and how many positions it adds.
-    cache: Option<(&'a mut KvCache, usize)>,
+    /// Runs a program of its own for each microbatch.
+    decoded: Vec<Decoded<'a>>,
     inputs: StepInputs,
     frames: BTreeMap<usize, Frame>,
     result: StepResult,
@@ -49,7 +59,7 @@ impl<'a> StepModule<'a> {
         Self {
             stage,
             forward_only: None,
-            cache: None,
+            decoded: Vec::new(),
             inputs,
             frames: BTreeMap::new(),
             result: StepResult::default(),
@@ -68,16 +78,15 @@ impl<'a> StepModule<'a> {
         }
     }
 
-    /// The positions of one microbatch that follow those in a cache.
+    /// For each microbatch, the positions of a group that follow those in its cache.
     pub(crate) fn decoding(
         stage: &'a mut Stage,
-        program: &'a Interpreter,
+        groups: Vec<Decoded<'a>>,
         inputs: StepInputs,
-        cache: (&'a mut KvCache, usize),
     ) -> Self {
         Self {
-            cache: Some(cache),
-            ..Self::inference(stage, program, inputs)
+            decoded: groups,
+            ..Self::training(stage, inputs)
         }
     }
 
@@ -86,17 +95,20 @@ impl<'a> StepModule<'a> {
         self.result
     }
 
-    fn interpreter(&self) -> &Interpreter {
+    fn interpreter(&self, microbatch: usize) -> &Interpreter {
+        if let Some(group) = self.decoded.get(microbatch) {
+            return &group.program;
+        }
         self.forward_only.unwrap_or(&self.stage.interpreter)
     }
 
     /// The inputs of a microbatch as tensors: what the data give, and what the model puts where they do not.
     fn batch(&self, microbatch: usize) -> Result<merak_trace::Batch, TraceError> {
-        let program = self.interpreter().program();
+        let program = self.interpreter(microbatch).program();
         let Some(batch) = self.inputs.batches.get(microbatch) else {
             return Ok(BTreeMap::new());
         };
-        let backend = self.interpreter().backend();
+        let backend = self.stage.interpreter.backend();
         let optional = self.stage.plan.model.optional_inputs();
         let input = |port: &Port| {
             let wanted = program.graph.ty(port.value);
@@ -130,7 +142,7 @@ impl<'a> StepModule<'a> {
         message: Option<Message>,
         hops: impl Iterator<Item = &'h Hop>,
     ) -> Result<Vec<Value>, TraceError> {
-        let backend = self.interpreter().backend();
+        let backend = self.stage.interpreter.backend();
         let packets = message.unwrap_or_default();
         let values = packets.into_iter().zip(hops).map(|(packet, hop)| {
             let found = TensorType::new(packet.shape.clone(), packet.dtype());
@@ -148,7 +160,7 @@ impl<'a> StepModule<'a> {
     }
 
     fn pack(&self, values: Vec<Value>) -> Result<Option<Message>, TraceError> {
-        let backend = self.interpreter().backend();
+        let backend = self.stage.interpreter.backend();
         let packets = values.into_iter().map(|value| {
             let shape = value.ty().shape.clone();
             Ok(Packet {
@@ -178,7 +190,7 @@ impl StageModule for StepModule<'_> {
         input: Option<Message>,
     ) -> Result<Option<Message>, TraceError> {
         let microbatch = action.microbatch.0;
-        let program = self.interpreter().program();
+        let program = self.interpreter(microbatch).program();
         let received = self.unpack(input, program.recv.iter())?;
         let is_last = program.send.is_empty();
         let batch = self.batch(microbatch)?;
@@ -188,17 +200,15 @@ impl StageModule for StepModule<'_> {
             frame,
             send,
             outputs,
-        } = match &mut self.cache {
-            None => self
-                .interpreter()
-                .forward(params, &batch, received, context),
-            Some((cache, positions)) => {
-                let interpreter = self.forward_only.unwrap_or(&self.stage.interpreter);
-                let cache = (&mut **cache, *positions);
-                interpreter.forward_cached(params, &batch, received, context, cache)
-            }
+        } = if let Some(group) = self.decoded.get_mut(microbatch) {
+            let cache = (&mut *group.cache, group.positions);
+            let program = &group.program;
+            program.forward_cached(params, &batch, received, context, cache)
+        } else {
+            let program = self.forward_only.unwrap_or(&self.stage.interpreter);
+            program.forward(params, &batch, received, context)
         }?;
-        if self.forward_only.is_none() {
+        if self.forward_only.is_none() && self.decoded.is_empty() {
             self.frames.insert(microbatch, frame);
         }
         if !outputs.is_empty() {

@@ -44,6 +44,9 @@ impl TiedGrads {
                 if tied.stages[0] != mpu.pipeline_parallel_rank() {
                     borrowed.push(param.name.clone());
                 }
+                if !param.trainable {
+                    continue;
+                }
                 let group = mpu
                     .tied_group(&tied.name)?
                     .expect("a stage that uses a weight is in its group")

@@ -9,14 +9,17 @@ use crate::{
     data::{DataPosition, TrainingOrder},
 };
 use merak_ckpt::{
-    Adapter, Checkpoint, Cut, DType, Header, Kind, Layout, Piece, Region, Shard, ShardKind, Store,
-    Topology,
+    Adapter, Checkpoint, Cut, DType, Draft, Header, Kind, Layout, Piece, Region, Shard, ShardKind,
+    Store, Topology, replace_lora,
 };
 use merak_mpu::ReduceOp;
 use merak_trace::{Param, Placement};
 use merak_zero::{OptimizerKind, Progress};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+
+/// Under which name a checkpoint has the description of its adapter.
+pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 
 /// What a resumed run needs besides tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -40,7 +43,8 @@ pub(super) struct RunState {
 
 /// A rank's part of a checkpoint, before anything changes.
 struct ReadState {
-    weights: Vec<u8>,
+    /// The bytes of each parameter of this rank; `None` leaves it as it is.
+    weights: Vec<Option<Vec<u8>>>,
     optimizer: Option<Vec<Vec<f32>>>,
     /// The run that saved it; `None` in a release.
     state: Option<RunState>,
@@ -73,42 +77,67 @@ impl MerakTrainer {
     /// # Panics
     /// Never: the tables of slices are plain data.
     pub fn save_checkpoint(&mut self) -> Result<PathBuf> {
+        self.finish_save()?;
+        let draft = self.begin_draft()?;
+        let write = |kind: ShardKind, rank: usize, pieces: &[(Piece<'_>, &[u8])]| {
+            draft.write_shard(kind, rank, pieces)
+        };
+        let shards = self.write_shards(write)?;
+        let header = self.header();
+        self.commit(&draft, &shards, header)
+    }
+
+    /// A draft of this step's checkpoint, on every rank.
+    pub(super) fn begin_draft(&self) -> Result<Draft> {
         let store = Store::in_output_dir(self.args.run_folder()?);
         let step = self.global_step as u64;
-        let mpu = std::sync::Arc::clone(&self.stage.mpu);
-        let world = mpu.world_group();
-        if mpu.is_rank_0() {
+        if self.stage.mpu.is_rank_0() {
             store.begin(step)?;
         }
-        world.barrier()?;
-        let draft = store.draft(step);
-        let shards = self.write_shards(&draft)?;
-        let encoded = serde_json::to_vec(&shards).expect("a table of slices is plain data");
+        self.stage.mpu.world_group().barrier()?;
+        Ok(store.draft(step))
+    }
+
+    /// Makes a checkpoint of the shards that all ranks have written.
+    pub(super) fn commit(
+        &mut self,
+        draft: &Draft,
+        shards: &[Shard],
+        header: Header,
+    ) -> Result<PathBuf> {
+        let store = Store::in_output_dir(self.args.run_folder()?);
+        let mpu = std::sync::Arc::clone(&self.stage.mpu);
+        let world = mpu.world_group();
+        let path = store.path_of(draft.step());
+        let encoded = serde_json::to_vec(shards).expect("a table of slices is plain data");
         let gathered = world.all_gather_bytes(encoded)?;
         if mpu.is_rank_0() {
             let decode = |bytes: &Vec<u8>| {
                 serde_json::from_slice::<Vec<Shard>>(bytes).expect("a rank's own table")
             };
             let shards = gathered.iter().flat_map(decode).collect();
-            let files: Vec<_> = self
-                .parts
-                .model_files
-                .iter()
-                .map(|(name, content)| (name.as_str(), content.as_slice()))
-                .collect();
-            draft.commit(shards, self.header(), &files)?;
+            let adapter = self.stage.plan.lora.as_ref();
+            let adapter = adapter.map(|lora| format!("{:#}\n", lora.config.to_json()));
+            let files = self.parts.model_files.iter();
+            let files = files.map(|(name, content)| (name.as_str(), content.as_slice()));
+            let adapter_file = adapter.iter().map(|json| (ADAPTER_CONFIG, json.as_bytes()));
+            let files: Vec<_> = files.chain(adapter_file).collect();
+            draft.commit(shards, header, &files)?;
             store.rotate(self.args.save_total_limit, &[])?;
+            if adapter.is_some() {
+                let saved = Checkpoint::open(&path)?;
+                replace_lora(&saved, self.args.run_folder()?.join("adapter"))?;
+            }
         }
         world.barrier()?;
-        let path = store.path_of(step);
-        self.last_saved = Some(self.global_step);
+        self.last_saved = Some(draft.step() as usize);
         for callback in &mut self.parts.callbacks {
             callback.on_save(&path);
         }
         Ok(path)
     }
 
-    fn header(&self) -> Header {
+    pub(super) fn header(&self) -> Header {
         let args = &self.args;
         let state = RunState {
             global_step: self.global_step,
@@ -140,13 +169,17 @@ impl MerakTrainer {
                 "family": info.family, "num_layers": info.num_layers, "hidden_size": info.hidden_size,
                 "num_heads": info.num_heads, "vocab_size": info.vocab_size, "max_seq": info.max_seq,
                 "seq_length": self.stage.plan.seq_length,
+                "adapter_name": self.stage.plan.lora.as_ref().map(|lora| &lora.name),
             }),
             state: serde_json::to_value(state).expect("plain numbers"),
         }
     }
 
-    /// Writes what this rank owns.
-    fn write_shards(&self, draft: &merak_ckpt::Draft) -> Result<Vec<Shard>> {
+    /// Hands what this rank owns to `write`, with the kind of the shard and its number.
+    pub(super) fn write_shards<T>(
+        &self,
+        mut write: impl FnMut(ShardKind, usize, &[(Piece<'_>, &[u8])]) -> merak_ckpt::Result<T>,
+    ) -> Result<Vec<T>> {
         let rank = self.stage.mpu.rank().0;
         let params = self.stage.interpreter.program().params();
         let cuts = self.stage.plan.param_cuts()?;
@@ -159,33 +192,22 @@ impl MerakTrainer {
             })
         };
         let layouts = params.iter().map(noted).collect::<Result<Vec<_>>>()?;
-        let layout = self.stage.optimizer.layout();
-        let holders: Vec<_> = layout
-            .params()
-            .iter()
-            .map(|spec| spec.counts_in_norm)
-            .collect();
+        let owned = &self.stage.owned;
         let is_first_replica = self.stage.mpu.data_sequence_parallel_rank() == 0;
 
         let mut shards = Vec::new();
-        let mut outcome = Ok(Shard::default());
-        self.stage.params.flat.read(&mut |bytes| {
-            let owned = params
-                .iter()
-                .enumerate()
-                .filter(|(index, _)| is_first_replica && holders[*index]);
-            let pieces: Vec<_> = owned
-                .map(|(index, param)| {
-                    let range = layout.range(index);
-                    (
-                        piece(&Kind::Parameter, param, &layouts[index], None),
-                        &bytes[range.start * 4..range.end * 4],
-                    )
+        let mut outcome = None;
+        self.stage.params.read(&mut |all| {
+            let mine = (0..params.len()).filter(|&index| is_first_replica && owned[index]);
+            let pieces: Vec<_> = mine
+                .map(|index| {
+                    let piece = piece(&Kind::Parameter, &params[index], &layouts[index], None);
+                    (piece, all[index])
                 })
                 .collect();
-            outcome = draft.write_shard(ShardKind::Model, rank, &pieces);
+            outcome = Some(write(ShardKind::Model, rank, &pieces));
         });
-        shards.push(outcome?);
+        shards.push(outcome.expect("parameters were shown")?);
 
         // Undivided state is the same on all replicas; of divided state every replica writes its own.
         let divided = self.stage.optimizer.config().zero_stage != merak_zero::ZeroStage::Replicated
@@ -197,7 +219,8 @@ impl MerakTrainer {
                 .iter()
                 .map(|name| (*name, Kind::optimizer(*name)))
                 .collect();
-            let slices = state.slices().filter(|slice| holders[slice.param]);
+            let trained = self.stage.trained();
+            let slices = state.slices().filter(|slice| owned[trained[slice.param]]);
             let pieces: Vec<_> = slices
                 .map(|slice| {
                     let kind = &kinds
@@ -207,14 +230,14 @@ impl MerakTrainer {
                         .1;
                     let piece = piece(
                         kind,
-                        &params[slice.param],
-                        &layouts[slice.param],
+                        &params[trained[slice.param]],
+                        &layouts[trained[slice.param]],
                         Some(slice.local.clone()),
                     );
                     (piece, bytemuck::cast_slice::<f32, u8>(slice.values))
                 })
                 .collect();
-            shards.push(draft.write_shard(ShardKind::Optimizer, rank, &pieces)?);
+            shards.push(write(ShardKind::Optimizer, rank, &pieces)?);
         }
         Ok(shards)
     }
@@ -232,16 +255,12 @@ impl MerakTrainer {
             .iter()
             .map(|param| self.layout(param))
             .collect::<Result<Vec<_>>>()?;
-        let ranges: Vec<_> = (0..params.len())
-            .map(|index| self.stage.optimizer.layout().range(index))
-            .collect();
         let mut outcome = Ok(());
-        self.stage.params.flat.write(&mut |bytes| {
-            let mut pieces = params.iter().zip(&layouts).zip(&ranges);
-            outcome = pieces.try_for_each(|((param, layout), range)| {
-                let piece = piece(&Kind::Parameter, param, layout, None);
-                adapter.merge(&piece, &mut bytes[range.start * 4..range.end * 4])
-            });
+        self.stage.params.write(&mut |index, values| {
+            let piece = piece(&Kind::Parameter, &params[index], &layouts[index], None);
+            if outcome.is_ok() {
+                outcome = adapter.merge(&piece, values);
+            }
         });
         Ok(outcome?)
     }
@@ -347,8 +366,14 @@ impl MerakTrainer {
             optimizer,
             state,
         } = read;
-        let flat = &mut self.stage.params.flat;
-        flat.write(&mut |bytes| bytes.copy_from_slice(&weights));
+        self.stage.params.write(&mut |index, bytes| {
+            if let Some(values) = &weights[index] {
+                bytes.copy_from_slice(values);
+            }
+        });
+        if weights.iter().any(Option::is_none) {
+            self.stage.start_magnitudes()?;
+        }
         if let Some(values) = optimizer {
             let slices = self.stage.optimizer.state_mut().slices_mut();
             slices
@@ -403,29 +428,39 @@ impl MerakTrainer {
         Ok(())
     }
 
-    /// This rank's flat parameters.
-    fn read_weights(&self, checkpoint: &Checkpoint, is_release: bool) -> Result<Vec<u8>> {
-        let layout = self.stage.optimizer.layout();
-        let mut flat = vec![0; layout.len() * 4];
-        for (index, param) in self.stage.interpreter.program().params().iter().enumerate() {
-            let range = layout.range(index);
+    /// This rank's parameters, but for those of an adapter that a base does not have.
+    fn read_weights(
+        &self,
+        checkpoint: &Checkpoint,
+        is_release: bool,
+    ) -> Result<Vec<Option<Vec<u8>>>> {
+        let manifest = checkpoint.manifest();
+        let starts_adapter = resume::lacks_adapter(manifest);
+        let read = |param: &Param| {
+            if starts_adapter && param.beside.is_some() {
+                return Ok(None);
+            }
             let place = self.layout(param)?;
-            let name = resume::stored_name(checkpoint.manifest(), &param.name, is_release);
+            let name = resume::stored_name(manifest, &param.name, is_release);
             let piece = Piece {
                 name: &name,
                 ..piece(&Kind::Parameter, param, &place, None)
             };
-            checkpoint.read_as(&piece, &mut flat[range.start * 4..range.end * 4])?;
-        }
-        Ok(flat)
+            let mut values = vec![0; param.local.numel() * 4];
+            checkpoint.read_as(&piece, &mut values)?;
+            Ok(Some(values))
+        };
+        let params = self.stage.interpreter.program().params();
+        params.iter().map(read).collect()
     }
 
     /// The optimizer state that this rank owns, in the order of its slices.
     fn read_optimizer(&self, checkpoint: &Checkpoint) -> Result<Vec<Vec<f32>>> {
         let state = self.stage.optimizer.state();
         let params = self.stage.interpreter.program().params();
+        let trained = self.stage.trained();
         let read = |slice: merak_zero::StateSlice<&[f32]>| {
-            let param = &params[slice.param];
+            let param = &params[trained[slice.param]];
             let place = self.layout(param)?;
             let kind = Kind::optimizer(slice.name);
             let mut values = vec![0.0_f32; slice.values.len()];

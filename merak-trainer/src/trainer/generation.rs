@@ -4,13 +4,13 @@ use super::MerakTrainer;
 use crate::{
     Error, Result,
     data::{Batch, Microbatch, SampleTensor},
-    stage::{Stage, StepInputs, StepModule},
+    stage::{Decoded, Stage, StepInputs, StepModule},
 };
-use merak_ckpt::{BoxError, Completion, GenerateOptions, Row, Sampler, TokenSource};
+use merak_ckpt::{BoxError, Completion, GenerateOptions, NewToken, Row, Sampler, TokenSource};
 use merak_mpu::{Buffer, DType, into_vec};
 use merak_pipe::{Engine, ScheduleKind, Size};
 use merak_trace::{Interpreter, KvCache};
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, ops::ControlFlow, sync::Arc};
 
 /// What generation keeps: forward programs by batch, length and whether they end in logits, and the prompts
 /// that are under way.
@@ -51,8 +51,9 @@ impl Programs {
         Ok(interpreter)
     }
 
-    /// Puts new prompts into groups by their lengths, and lets go of groups that are done.
-    fn regroup(&mut self, rows: &[Row<'_>]) {
+    /// Puts new prompts into groups by their lengths, those of one length into as many as there are stages to keep
+    /// busy, and lets go of groups that are done.
+    fn regroup(&mut self, rows: &[Row<'_>], stages: usize) {
         let is_waiting = |prompt: &u64| rows.iter().any(|row| row.prompt == *prompt);
         self.groups
             .retain(|group| group.prompts.iter().any(is_waiting));
@@ -67,7 +68,14 @@ impl Programs {
                 group.prompts.push(row.prompt);
             }
         }
-        self.groups.extend(new.into_values());
+        for group in new.into_values() {
+            let size = group.prompts.len().div_ceil(stages);
+            let parts = group.prompts.chunks(size).map(|prompts| Group {
+                prompts: prompts.to_vec(),
+                cache: KvCache::default(),
+            });
+            self.groups.extend(parts);
+        }
     }
 }
 
@@ -75,11 +83,12 @@ impl MerakTrainer {
     /// Continues prompts; every rank calls it and gets the same.
     ///
     /// A prompt passes the model once, then one token at a time: each stage keeps the keys and values of its own
-    /// layers and heads. Prompts of one length pass together, and those of them that are done come along until
-    /// all are. Without `use_cache` the whole sequence passes again for each token.
+    /// layers and heads. Prompts of one length pass together, in as many groups as there are stages, which follow
+    /// each other through the pipeline; those of them that are done come along until all of their group are.
+    /// Without `use_cache` the whole sequence passes again for each token.
     ///
     /// # Communication
-    /// Per token the pipeline's forward hops for each length of prompts, and a broadcast of the tokens from the last
+    /// Per token the pipeline's forward hops for each group of prompts, and a broadcast of the tokens from the last
     /// stage.
     ///
     /// # Errors
@@ -89,6 +98,21 @@ impl MerakTrainer {
         &mut self,
         prompts: &[Vec<u32>],
         options: &GenerateOptions,
+    ) -> Result<Vec<Completion>> {
+        let mut go_on = |_| ControlFlow::Continue(());
+        self.generate_with(prompts, options, &mut go_on)
+    }
+
+    /// The same; `on_token` sees each token as it is chosen, and ends its sequence where it breaks. On every rank it
+    /// must decide alike.
+    ///
+    /// # Errors
+    /// As [`MerakTrainer::generate`].
+    pub fn generate_with(
+        &mut self,
+        prompts: &[Vec<u32>],
+        options: &GenerateOptions,
+        on_token: &mut dyn FnMut(NewToken) -> ControlFlow<()>,
     ) -> Result<Vec<Completion>> {
         self.stage.plan.expect_causal("text generation")?;
         let (max_seq, vocab) = (
@@ -114,33 +138,39 @@ impl MerakTrainer {
             ..options.clone()
         };
         self.programs.groups.clear();
-        let mut go_on = |_| std::ops::ControlFlow::Continue(());
-        let completions = merak_ckpt::generate_with(self, prompts, &options, &mut go_on);
+        let completions = merak_ckpt::generate_with(self, prompts, &options, on_token);
         self.programs.groups.clear();
         Ok(completions?)
     }
 
-    /// Logits `[rows, seq, V]` of the next `seq` positions of a group on the last stage; `None` elsewhere. `ids`
-    /// are their tokens.
-    fn logits(&mut self, group: &mut Group, seq: usize, ids: Vec<i64>) -> Result<Option<Vec<f32>>> {
-        let count = group.prompts.len();
-        let interpreter = self.programs.get(&self.stage, count, seq, true)?;
-        let tensor = SampleTensor::new(vec![count, seq], ids).expect("every row has the length");
-        let microbatch = Microbatch {
-            first_position: 0,
-            indices: Vec::new(),
-            rows: count,
-            epoch: 0,
-        };
-        let batches = vec![Batch {
-            microbatch,
-            tensors: BTreeMap::from([("input_ids".to_owned(), tensor)]),
-        }];
-        let contexts = vec![self.stage.context(0, 0, false)];
+    /// Logits of the next positions of groups on the last stage, `[rows, seq, V]` each; nothing elsewhere. The
+    /// groups follow each other through the pipeline.
+    fn logits(&mut self, groups: &mut [Group], next: Vec<Next>) -> Result<Vec<Vec<f32>>> {
+        let mut decoded = Vec::with_capacity(groups.len());
+        let mut batches = Vec::with_capacity(groups.len());
+        let contexts = vec![self.stage.context(0, 0, false); groups.len()];
+        for (group, Next { seq, ids, .. }) in groups.iter_mut().zip(next) {
+            let rows = group.prompts.len();
+            decoded.push(Decoded {
+                program: self.programs.get(&self.stage, rows, seq, true)?,
+                cache: &mut group.cache,
+                positions: seq,
+            });
+            let tensor = SampleTensor::new(vec![rows, seq], ids).expect("every row has the length");
+            batches.push(Batch {
+                microbatch: Microbatch {
+                    first_position: 0,
+                    indices: Vec::new(),
+                    rows,
+                    epoch: 0,
+                },
+                tensors: BTreeMap::from([("input_ids".to_owned(), tensor)]),
+            });
+        }
         let mpu = Arc::clone(&self.stage.mpu);
         let size = Size {
             ranks: mpu.pipeline_parallel_world_size(),
-            microbatches: 1,
+            microbatches: decoded.len(),
             chunks: 1,
         };
         let engine = Engine::new(
@@ -152,57 +182,59 @@ impl MerakTrainer {
             batches,
             loss_grad: 0.0,
         };
-        let cache = (&mut group.cache, seq);
-        let mut module = StepModule::decoding(&mut self.stage, &interpreter, inputs, cache);
+        let mut module = StepModule::decoding(&mut self.stage, decoded, inputs);
         engine.run(&mut module, &mut self.link)?;
-        let Some(outputs) = module.finish().outputs.remove(&0) else {
-            return Ok(None);
-        };
-        let logits = self.stage.interpreter.backend().into_buffer(
-            outputs
-                .into_iter()
-                .next()
-                .expect("the program ends in logits"),
-        )?;
-        Ok(Some(widened(logits)?))
+        let outputs = module.finish().outputs.into_values();
+        let backend = self.stage.interpreter.backend();
+        let logits = outputs.map(|mut outputs| {
+            let logits = outputs.swap_remove(0);
+            Ok(widened(backend.into_buffer(logits)?)?)
+        });
+        logits.collect()
     }
 
     fn next_tokens_of(&mut self, rows: &[Row<'_>], sampler: &Sampler) -> Result<Vec<u32>> {
-        self.programs.regroup(rows);
-        let mut tokens = vec![0_u32; rows.len()];
+        let stages = self.stage.mpu.pipeline_parallel_world_size();
+        self.programs.regroup(rows, stages);
         let mut groups = std::mem::take(&mut self.programs.groups);
-        for group in &mut groups {
-            self.advance(group, rows, sampler, &mut tokens)?;
-        }
+        let next: Vec<_> = groups
+            .iter_mut()
+            .map(|group| self.next_of(group, rows))
+            .collect();
+        let places: Vec<_> = next
+            .iter()
+            .map(|next| (next.seq, next.rows.clone()))
+            .collect();
+        let logits = self.logits(&mut groups, next)?;
         self.programs.groups = groups;
+        let vocab = self.stage.plan.info.vocab_size;
+        let mut tokens = vec![0_u32; rows.len()];
+        for ((seq, places), logits) in places.iter().zip(logits) {
+            for (row, sequence) in places.iter().zip(logits.chunks_exact(seq * vocab)) {
+                if let Some(row) = *row {
+                    let last = &sequence[(seq - 1) * vocab..];
+                    tokens[row] = sampler.pick(last, rows[row].prompt, rows[row].tokens)?;
+                }
+            }
+        }
         let mpu = &self.stage.mpu;
         Ok(mpu
             .pipeline_parallel_group()
-            .broadcast_vec(tokens, mpu.pipeline_parallel_world_size() - 1)?)
+            .broadcast_vec(tokens, stages - 1)?)
     }
 
-    /// Passes the next positions of a group; the last stage enters the tokens of its rows.
-    fn advance(
-        &mut self,
-        group: &mut Group,
-        rows: &[Row<'_>],
-        sampler: &Sampler,
-        tokens: &mut [u32],
-    ) -> Result<()> {
+    /// The next positions of a group.
+    fn next_of(&self, group: &mut Group, rows: &[Row<'_>]) -> Next {
         if !self.args.use_cache {
             group.cache = KvCache::default();
         }
         let row_of = |prompt: &u64| rows.iter().position(|row| row.prompt == *prompt);
         let waiting: Vec<_> = group.prompts.iter().map(row_of).collect();
         let past = group.cache.positions();
-        let Some(length) = waiting
-            .iter()
-            .flatten()
-            .map(|&row| rows[row].tokens.len())
+        let lengths = waiting.iter().flatten().map(|&row| rows[row].tokens.len());
+        let length = lengths
             .max()
-        else {
-            return Ok(());
-        };
+            .expect("a group that is kept waits for a token");
         let seq = length - past;
         let padding = i64::from(self.args.pad_token_id.unwrap_or(0));
         let mut ids = Vec::with_capacity(waiting.len() * seq);
@@ -212,18 +244,23 @@ impl MerakTrainer {
                 None => ids.extend(std::iter::repeat_n(padding, seq)),
             }
         }
-        let Some(logits) = self.logits(group, seq, ids)? else {
-            return Ok(());
-        };
-        let vocab = self.stage.plan.info.vocab_size;
-        for (row, sequence) in waiting.iter().zip(logits.chunks_exact(seq * vocab)) {
-            if let Some(row) = *row {
-                let last = &sequence[(seq - 1) * vocab..];
-                tokens[row] = sampler.pick(last, rows[row].prompt, rows[row].tokens)?;
-            }
+        Next {
+            seq,
+            ids,
+            rows: waiting,
         }
-        Ok(())
     }
+}
+
+/// The positions of a group that pass next.
+#[derive(Debug)]
+struct Next {
+    /// How many of each sequence.
+    seq: usize,
+    /// Their tokens, sequence by sequence.
+    ids: Vec<i64>,
+    /// Which row of the decode loop each sequence is; `None` for one that is done.
+    rows: Vec<Option<usize>>,
 }
 
 impl TokenSource for MerakTrainer {

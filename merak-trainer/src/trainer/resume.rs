@@ -139,7 +139,7 @@ pub(super) fn check(
             path: path(),
             difference: format!("its run state cannot be read: {error}"),
         })?;
-    check_model(checkpoint, plan, state.is_none())?;
+    check_model(checkpoint, plan, state.is_none(), args.finetune)?;
     if let Some(state) = state.as_ref().filter(|_| !args.finetune) {
         if !args.no_load_rng && !state.has_rng {
             return Err(Error::MissingPart {
@@ -156,8 +156,13 @@ pub(super) fn check(
 }
 
 /// Compares the checkpoint's parameters with the whole model's. A release may have more of them, and floats
-/// of any size.
-fn check_model(checkpoint: &Checkpoint, plan: &Plan, is_release: bool) -> Result<()> {
+/// of any size. An adapter starts on a release or another base that has none.
+fn check_model(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    is_release: bool,
+    is_base: bool,
+) -> Result<()> {
     let other = |difference: String| Error::OtherModel {
         path: checkpoint.path().to_owned(),
         difference,
@@ -165,7 +170,11 @@ fn check_model(checkpoint: &Checkpoint, plan: &Plan, is_release: bool) -> Result
     let manifest = checkpoint.manifest();
     let params = plan.graph.params();
     let mut known = Vec::with_capacity(params.len());
+    let starts_adapter = (is_release || is_base) && lacks_adapter(manifest);
     for param in params {
+        if starts_adapter && param.beside.is_some() {
+            continue;
+        }
         let name = stored_name(manifest, &param.name, is_release);
         let Some(entry) = manifest.tensor(&Kind::Parameter, &name) else {
             return Err(other(format!("it has no parameter {}", param.name)));
@@ -200,6 +209,12 @@ fn check_model(checkpoint: &Checkpoint, plan: &Plan, is_release: bool) -> Result
         Some(extra) => Err(other(format!("the model has no parameter {}", extra.name))),
         None => Ok(()),
     }
+}
+
+/// Whether a checkpoint has no parameters of adapters.
+pub(super) fn lacks_adapter(manifest: &Manifest) -> bool {
+    let mut params = manifest.tensors_of(&Kind::Parameter);
+    !params.any(|entry| entry.name.contains(".lora_"))
 }
 
 /// The name that a parameter has in a checkpoint. Only releases may leave the model's base prefix out, as in

@@ -87,7 +87,7 @@ impl MerakTrainer {
 
     /// This rank's slices of the parameters. For tests and tools.
     pub fn parameters(&self) -> NamedTensors {
-        self.stage.named(&*self.stage.params.flat)
+        self.stage.parameters()
     }
 
     /// Runs the schedule over a global batch: loss and tokens, the gradients being left in the store.

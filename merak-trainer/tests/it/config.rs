@@ -64,7 +64,10 @@ fn other_value(name: &str) -> Value {
         "resume_from_checkpoint" => json!("latest"),
         "data.format" => json!("tensors"),
         "data.tokenizer" => json!("/data/tokenizer.json"),
-        "output_dir" | "data.path" | "model.config" | "model.hf_dir" => json!("/data/some"),
+        "output_dir" | "data.path" | "model.config" | "model.hf_dir" | "lora_config" => {
+            json!("/data/some")
+        }
+        "adapter_name" => json!("mine"),
         "custom_split_points" | "tp_layer_lists.col_para_list" | "tp_layer_lists.row_para_list" => {
             json!(["c_attn", "c_fc"])
         }
@@ -136,6 +139,7 @@ fn the_resolved_file_gives_the_same_arguments() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a line per key")]
 fn defaults_are_the_documented_ones() {
     let defaults: Vec<String> = keys()
         .map(|key| format!("{} = {}", key.name, (key.default)()))
@@ -169,6 +173,7 @@ prescale_gradients = false
 gradient_predivide_factor = 1.0
 save = false
 save_steps = 500
+async_save = false
 save_total_limit = -1
 finetune = false
 no_save_rng = false
@@ -177,6 +182,8 @@ no_load_rng = false
 no_load_optim = false
 resume_from_checkpoint = null
 ignore_data_skip = false
+lora_config = null
+adapter_name = "default"
 do_train = false
 do_eval = false
 eval_steps = null
@@ -339,7 +346,6 @@ fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_line("--sp 2")), @r#""sp" 2 (command line --sp) is not available in this version: choose 1"#);
     assert_snapshot!(message(load_line("--partition-method autopipe")), @r#""partition_method" "autopipe" (command line --partition-method) is not available in this version: choose uniform, uniform_floor, parameters or custom"#);
     assert_snapshot!(message(load_line("--train-schedule zb_v")), @r#""train_schedule" "zb_v" (command line --train-schedule) is not available in this version: choose gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, zb_h1 or zb_h2"#);
-    assert_snapshot!(message(load_line("--lora_config lora.json")), @r#""lora_config" "lora.json" (command line --lora_config) is not available in this version: choose none"#);
     assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @r#""data.tokenizer" {"train_bpe":4096} (merak.toml:1) is not available in this version: choose "bytes" or the path of a tokenizer.json"#);
     assert_snapshot!(message(load_line("--sp 1 --bf16 false --virtual-stages 1 --lora-config none")), @"no error");
 }

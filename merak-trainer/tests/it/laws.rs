@@ -3,6 +3,7 @@
 mod data; // samples: their order, their names, their evaluation
 mod encoders; // L1, L2: masked tokens, classes, translations, images
 mod generation; // N20: the same tokens from every topology
+mod lora;
 mod pipeline; // L1: the pipeline changes no bit
 mod resume; // L3, L5: resumed runs and equal bytes
 mod topology; // L2: the degrees change the order of summation only

@@ -4,6 +4,7 @@
 //! `transformers` writes it, so the names of parameters are held against its own too.
 
 mod formula;
+mod lora;
 
 use std::{
     collections::BTreeMap,
@@ -13,10 +14,11 @@ use std::{
 };
 
 use merak_ckpt::{
-    Checkpoint, DType, HfFolder, ImportOptions, Kind, Layout, Piece, ShardKind, Store, import_hf,
+    Checkpoint, DType, Header, HfFolder, ImportOptions, Kind, Layout, Piece, ShardKind, Store,
+    import_hf,
 };
 use merak_trace::{
-    Interpreter, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram,
+    Graph, Interpreter, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram,
     backend::candle::Candle,
     models::{self, Head, TraceOptions},
 };
@@ -129,44 +131,27 @@ impl Golden {
         let imported = import_hf(&hf, folder.join("imported"), &ImportOptions::default());
         let imported = Checkpoint::open(imported.expect("it imports")).expect("it opens");
 
-        let names: Vec<_> = self.parameters.keys().collect();
-        let layouts: Vec<_> = self
-            .parameters
-            .values()
-            .map(|shape| Layout::whole(shape))
-            .collect();
-        let piece = |index: usize| Piece {
-            kind: &Kind::Parameter,
-            name: names[index],
-            dtype: DType::F32,
-            layout: &layouts[index],
-            range: None,
-        };
-        let values: Vec<_> = self
-            .parameters
-            .values()
-            .enumerate()
-            .map(|(index, shape)| {
-                let mut bytes = vec![0; 4 * shape.iter().product::<usize>()];
-                imported
-                    .read(&piece(index), &mut bytes)
-                    .expect("it was imported");
-                bytes
-            })
-            .collect();
-        let pieces: Vec<_> = values
-            .iter()
-            .enumerate()
-            .map(|(index, bytes)| (piece(index), bytes.as_slice()))
-            .collect();
-        let draft = Store::in_output_dir(folder.join("start")).begin(0);
-        let draft = draft.expect("a draft begins");
-        let shard = draft.write_shard(ShardKind::Model, 0, &pieces);
-        let shards = vec![shard.expect("it writes")];
+        let values = self.parameters.iter().map(|(name, shape)| {
+            let layout = Layout::whole(shape);
+            let piece = Piece {
+                kind: &Kind::Parameter,
+                name,
+                dtype: DType::F32,
+                layout: &layout,
+                range: None,
+            };
+            let mut bytes = vec![0; 4 * shape.iter().product::<usize>()];
+            imported.read(&piece, &mut bytes).expect("it was imported");
+            (name.clone(), shape.clone(), bytes)
+        });
         let config = self.config.to_string();
-        draft
-            .commit(shards, header, &[("config.json", config.as_bytes())])
-            .expect("it commits")
+        let files = [("config.json", config.as_bytes())];
+        write_checkpoint(
+            &folder.join("start"),
+            header,
+            &values.collect::<Vec<_>>(),
+            &files,
+        )
     }
 
     /// Logits of the first samples at their real positions, dropout off.
@@ -184,46 +169,110 @@ impl Golden {
             "names and shapes of the parameters"
         );
 
-        let program = StageProgram::inference(&graph, &StageCuts::whole(&graph), 0);
-        let backend: SharedBackend = Arc::new(Candle::new(1).expect("threads start"));
-        let runner = Interpreter::new(
-            Arc::new(program.expect("the model can run")),
-            Arc::clone(&backend),
-            Arc::new(SingleRank),
-        );
-        let (mut offsets, mut values) = (Vec::new(), Vec::new());
-        for param in runner.program().params() {
-            offsets.push(values.len());
-            values.extend(weight(&param.name, param.full.numel()));
-        }
-        let params = backend.param_store(runner.program().params(), &offsets, values.len());
-        let mut params = params.expect("the layout fits");
-        params
-            .flat
-            .write(&mut |bytes| bytes.copy_from_slice(bytemuck::cast_slice(&values)));
-
-        let samples = self.samples();
-        let ids: Vec<_> = (0..rows).flat_map(|row| samples.sample(row).0).collect();
-        let port = &graph.inputs()[0];
-        let ids = backend.from_bytes(graph.ty(port.value), bytemuck::cast_slice(&ids));
-        let batch = [(port.name.clone(), ids.expect("the ids fit"))].into();
-        let forwarded = runner.forward(&params.views, &batch, Vec::new(), RunContext::default());
-        let logits = forwarded.expect("the model runs").outputs.swap_remove(0);
-        let vocab = logits.ty().last_dim();
-        let buffer = backend
-            .into_buffer(logits)
-            .expect("a value of this backend");
-        let logits: Vec<f32> = merak_mpu::into_vec(buffer).expect("logits are f32");
-        let row = |(row, logits): (usize, &[f32])| {
-            let real = &logits[..samples.real(row) * vocab];
-            real.iter().map(|&x| f64::from(x)).collect()
-        };
-        logits
-            .chunks(self.seq * vocab)
-            .enumerate()
-            .map(row)
-            .collect()
+        logits_of(&graph, &self.samples(), self.seq, rows)
     }
+}
+
+/// Writes a checkpoint with these parameters.
+fn write_checkpoint(
+    folder: &Path,
+    header: Header,
+    values: &[(String, Vec<usize>, Vec<u8>)],
+    files: &[(&str, &[u8])],
+) -> PathBuf {
+    let layouts: Vec<_> = values
+        .iter()
+        .map(|(_, shape, _)| Layout::whole(shape))
+        .collect();
+    let pieces = values
+        .iter()
+        .zip(&layouts)
+        .map(|((name, _, bytes), layout)| {
+            let piece = Piece {
+                kind: &Kind::Parameter,
+                name,
+                dtype: DType::F32,
+                layout,
+                range: None,
+            };
+            (piece, bytes.as_slice())
+        });
+    let draft = Store::in_output_dir(folder).begin(0);
+    let draft = draft.expect("a draft begins");
+    let shard = draft.write_shard(ShardKind::Model, 0, &pieces.collect::<Vec<_>>());
+    let shards = vec![shard.expect("it writes")];
+    draft.commit(shards, header, files).expect("it commits")
+}
+
+/// Logits of the first samples at their real positions, of a model with the weights of the formula.
+fn logits_of(graph: &Graph, samples: &Samples, seq: usize, rows: usize) -> Vec<Vec<f64>> {
+    let program = StageProgram::inference(graph, &StageCuts::whole(graph), 0);
+    let backend: SharedBackend = Arc::new(Candle::new(1).expect("threads start"));
+    let runner = Interpreter::new(
+        Arc::new(program.expect("the model can run")),
+        Arc::clone(&backend),
+        Arc::new(SingleRank),
+    );
+    let (mut offsets, mut values) = (Vec::new(), Vec::new());
+    for param in runner.program().params() {
+        offsets.push(values.len());
+        values.extend(weight(&param.name, param.full.numel()));
+    }
+    let params = backend.param_store(runner.program().params(), &offsets, values.len());
+    let mut params = params.expect("the layout fits");
+    params
+        .flat
+        .write(&mut |bytes| bytes.copy_from_slice(bytemuck::cast_slice(&values)));
+
+    let ids: Vec<_> = (0..rows).flat_map(|row| samples.sample(row).0).collect();
+    let port = &graph.inputs()[0];
+    let ids = backend.from_bytes(graph.ty(port.value), bytemuck::cast_slice(&ids));
+    let batch = [(port.name.clone(), ids.expect("the ids fit"))].into();
+    let forwarded = runner.forward(&params.views, &batch, Vec::new(), RunContext::default());
+    let logits = forwarded.expect("the model runs").outputs.swap_remove(0);
+    let vocab = logits.ty().last_dim();
+    let buffer = backend
+        .into_buffer(logits)
+        .expect("a value of this backend");
+    let logits: Vec<f32> = merak_mpu::into_vec(buffer).expect("logits are f32");
+    let row = |(row, logits): (usize, &[f32])| {
+        let real = &logits[..samples.real(row) * vocab];
+        real.iter().map(|&x| f64::from(x)).collect()
+    };
+    logits.chunks(seq * vocab).enumerate().map(row).collect()
+}
+
+/// Where logits are not the expected ones.
+fn logit_gaps(name: &str, own: &[Vec<f64>], expected: &[Vec<f64>]) -> Vec<String> {
+    let mut gaps = Vec::new();
+    for (row, (own, expected)) in own.iter().zip(expected).enumerate() {
+        assert_eq!(own.len(), expected.len(), "logits of {name}");
+        let largest = expected.iter().fold(0.0, |max: f64, x| max.max(x.abs()));
+        let gap = own.iter().zip(expected).map(|(a, b)| (a - b).abs());
+        let gap = gap.fold(0.0, f64::max) / largest;
+        if gap > TOLERANCE {
+            gaps.push(format!("{name}: logits of sample {row} are off by {gap:e}"));
+        }
+    }
+    gaps
+}
+
+/// Where losses on one rank and on four are not the expected ones.
+fn loss_gaps(name: &str, case: &Case, losses: &[f64]) -> Vec<String> {
+    let mut gaps = Vec::new();
+    for degrees in [(1, 1, 1), (1, 2, 2)] {
+        let run = case.clone().on(degrees).run(STEPS);
+        assert_eq!(run.reports.len(), losses.len(), "steps of {name}");
+        for (report, expected) in run.reports.iter().zip(losses) {
+            let (step, loss) = (report.step, report.loss);
+            if (loss / expected - 1.0).abs() > TOLERANCE {
+                gaps.push(format!(
+                    "{name} on {degrees:?}: loss {loss} in step {step}, expected {expected}"
+                ));
+            }
+        }
+    }
+    gaps
 }
 
 /// Holds models against their goldens: names, logits, losses on one rank and on four.
@@ -235,34 +284,14 @@ fn check(names: &[&str]) {
 /// Where a model has other numbers than its golden.
 fn gaps(name: &str) -> Vec<String> {
     let golden = Golden::read(name);
-    let mut gaps = Vec::new();
-    for (row, (own, expected)) in golden.own_logits().iter().zip(&golden.logits).enumerate() {
-        assert_eq!(own.len(), expected.len(), "logits of {name}");
-        let largest = expected.iter().fold(0.0, |max: f64, x| max.max(x.abs()));
-        let gap = own.iter().zip(expected).map(|(a, b)| (a - b).abs());
-        let gap = gap.fold(0.0, f64::max) / largest;
-        if gap > TOLERANCE {
-            gaps.push(format!("{name}: logits of sample {row} are off by {gap:e}"));
-        }
-    }
+    let mut gaps = logit_gaps(name, &golden.own_logits(), &golden.logits);
     let folder = tempdir().expect("a temporary folder");
     let start = golden.start(folder.path());
     let case = golden
         .case()
         .with("resume_from_checkpoint", start.display())
         .with("finetune", true);
-    for degrees in [(1, 1, 1), (1, 2, 2)] {
-        let run = case.clone().on(degrees).run(STEPS);
-        assert_eq!(run.reports.len(), golden.losses.len(), "steps of {name}");
-        for (report, expected) in run.reports.iter().zip(&golden.losses) {
-            let (step, loss) = (report.step, report.loss);
-            if (loss / expected - 1.0).abs() > TOLERANCE {
-                gaps.push(format!(
-                    "{name} on {degrees:?}: loss {loss} in step {step}, expected {expected}"
-                ));
-            }
-        }
-    }
+    gaps.extend(loss_gaps(name, &case, &golden.losses));
     gaps
 }
 

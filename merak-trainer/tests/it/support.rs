@@ -159,6 +159,13 @@ impl Case {
         self.with_model("tie_word_embeddings", tied)
     }
 
+    /// Trains an adapter in place of the model; its description is written into `folder`.
+    pub(crate) fn with_lora(self, folder: &Path, config: &Value) -> Self {
+        let file = folder.join("lora.json");
+        std::fs::write(&file, config.to_string()).expect("the folder can be written");
+        self.with("lora_config", file.display())
+    }
+
     /// Replaces the samples.
     pub(crate) fn with_data(mut self, data: impl Dataset + 'static) -> Self {
         self.data = Arc::new(data);

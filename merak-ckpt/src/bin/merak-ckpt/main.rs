@@ -55,10 +55,14 @@ enum Command {
     Reshard(rewrite::Reshard),
     /// Makes a checkpoint of a Hugging Face folder, and prints its folder
     ImportHf(rewrite::ImportHf),
+    /// Makes a checkpoint of weights of the original Python Merak, after its conversion to safetensors
+    ImportMerak(rewrite::ImportMerak),
     /// Makes a Hugging Face folder of a checkpoint
     ExportHf(rewrite::ExportHf),
     /// Makes a Hugging Face folder of a model with a PEFT adapter folded into its weights
     MergeLora(rewrite::MergeLora),
+    /// Writes the adapters of a checkpoint as a PEFT folder
+    ExtractLora(rewrite::ExtractLora),
 }
 
 /// What a command prints, and its exit status.
@@ -74,8 +78,10 @@ fn main() -> ExitCode {
         Command::Diff { a, b, rtol, atol } => compare(&a, &b, Tolerance { rtol, atol }),
         Command::Reshard(command) => command.run(),
         Command::ImportHf(command) => command.run(),
+        Command::ImportMerak(command) => command.run(),
         Command::ExportHf(command) => command.run(),
         Command::MergeLora(command) => command.run(),
+        Command::ExtractLora(command) => command.run(),
     };
     match outcome {
         Ok(Outcome { text, status }) => {

@@ -4,7 +4,8 @@ use crate::Outcome;
 use clap::Args;
 use merak_ckpt::{
     Checkpoint, DEFAULT_MAX_MEMORY, DType, ExportOptions, HfFolder, ImportOptions, ReshardOptions,
-    Result, Stages, Topology, export_hf, import_hf, merge_lora, reshard,
+    Result, Stages, Topology, export_hf, extract_lora, import_hf, import_merak, merge_lora,
+    reshard,
 };
 use std::path::{Path, PathBuf};
 
@@ -91,6 +92,37 @@ pub(crate) struct ImportHf {
 }
 
 #[derive(Args)]
+pub(crate) struct ImportMerak {
+    /// Folder that its conversion to safetensors wrote, with the model's config.json beside the weights
+    src: PathBuf,
+    /// Output folder for the checkpoint, which is that of step 0
+    dst: PathBuf,
+    /// Tensor-parallel ranks that trained the model, which its files do not tell
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    merak_tp: usize,
+    #[command(flatten)]
+    degrees: Degrees,
+    /// Floating-point type of the checkpoint
+    #[arg(long, default_value_t = DType::F32, value_name = "D")]
+    dtype: DType,
+    #[command(flatten)]
+    memory: Memory,
+}
+
+impl ImportMerak {
+    pub(crate) fn run(&self) -> Result<Outcome> {
+        let options = ImportOptions {
+            topology: self.degrees.topology(0),
+            stages: Stages::Even,
+            dtype: Some(self.dtype),
+            max_memory: self.memory.bytes(),
+        };
+        let path = import_merak(&self.src, &self.dst, self.merak_tp, &options)?;
+        Ok(written(&path))
+    }
+}
+
+#[derive(Args)]
 pub(crate) struct ExportHf {
     /// Checkpoint or output folder
     src: PathBuf,
@@ -133,6 +165,21 @@ pub(crate) struct MergeLora {
     dst: PathBuf,
     #[command(flatten)]
     files: HfFiles,
+}
+
+#[derive(Args)]
+pub(crate) struct ExtractLora {
+    /// Checkpoint or output folder of a run that trained an adapter
+    ckpt: PathBuf,
+    /// PEFT folder to make
+    dst: PathBuf,
+}
+
+impl ExtractLora {
+    pub(crate) fn run(&self) -> Result<Outcome> {
+        extract_lora(&Checkpoint::open(&self.ckpt)?, &self.dst)?;
+        Ok(written(&self.dst))
+    }
 }
 
 impl ImportHf {

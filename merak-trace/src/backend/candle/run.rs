@@ -283,6 +283,10 @@ impl Node<'_> {
                 }
                 self.done([y])
             }
+            Op::InverseRoot => {
+                let root = |&x: &T| <T as Float>::from_f64(1.0 / Float::to_f64(x).sqrt());
+                self.done([x(0)?.iter().map(root).collect()])
+            }
             Op::Scale { factor } => {
                 let mut y = self.out::<T>(0);
                 kernels::scale(threads, <T as Float>::from_f64(*factor), &x(0)?, &mut y);

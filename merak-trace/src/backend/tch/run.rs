@@ -129,6 +129,7 @@ impl Node<'_> {
                 one(x(0)?.f_silu().and_then(|gate| gate.f_mul(up)))
             }
             Op::SiluMulGrad => self.at(elementwise::silu_mul_grad([x(0)?, x(1)?, x(2)?])),
+            Op::InverseRoot => one(x(0)?.f_rsqrt()),
             Op::Softmax => one(x(0)?.f_softmax(-1, None)),
             Op::SoftmaxGrad => {
                 let (y, dy) = (x(0)?, x(1)?);

@@ -98,3 +98,22 @@ fn another_seed_at_a_resume_is_told() {
     let silent = place.merak("train merak.toml --max_steps 3 --resume latest");
     assert!(!silent.stderr.contains("seed"), "{}", silent.stderr);
 }
+
+#[test]
+fn a_text_ends_after_a_stop_and_may_be_shown_as_it_comes() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml");
+    let line = "generate run --prompt every --temperature 0 --max-new-tokens 12";
+    let whole = place.document(&format!("{line} --json"));
+    let text = whole[0]["text"].as_str().expect("a text").to_owned();
+    assert_eq!(
+        place.succeed(&format!("{line} --stream")).trim_end(),
+        format!("every{text}").trim_end()
+    );
+    let stop = text.split_whitespace().next().expect("a word").to_owned();
+    let stopped = place.document(&format!("{line} --json --stop {stop}"));
+    assert_eq!(stopped[0]["reason"], "stop");
+    let shorter = stopped[0]["text"].as_str().expect("a text");
+    assert!(shorter.ends_with(&stop) && text.starts_with(shorter));
+    insta::assert_snapshot!(place.mistake(&format!("{line} --prompt for --stream")), @"error: --stream prints the text of one prompt, and needs a tokenizer");
+}

@@ -3,7 +3,8 @@
 use std::fs;
 
 use merak_ckpt::{
-    Checkpoint, DType, ExportOptions, HfFolder, ImportOptions, export_hf, import_hf, merge_lora,
+    Checkpoint, DType, ExportOptions, HfFolder, ImportOptions, export_hf, extract_lora, import_hf,
+    merge_lora,
 };
 use serde_json::Value;
 
@@ -140,4 +141,39 @@ fn an_adapter_generates_as_the_folder_that_it_is_merged_into() {
     }
     let refused = place.mistake("generate run --prompt-ids 1 --adapter hf");
     insta::assert_snapshot!(refused, @"error: cannot read hf/adapter_config.json: the file is missing");
+}
+
+#[test]
+fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
+    let place = with_folder(None);
+    place.write(
+        "lora.json",
+        r#"{"r": 2, "lora_alpha": 4, "target_modules": ["c_attn", "c_proj"]}"#,
+    );
+    place.succeed("train hf.toml --lora_config lora.json --tp 2 --learning_rate 0.1");
+    // The run's own folder and the base with the adapter beside it say the same.
+    let line = "--prompt every --temperature 1 --seed 3 --max-new-tokens 12 --json";
+    let own = place.document(&format!("generate tuned {line}"));
+    let beside = place.document(&format!("generate hf --adapter tuned/adapter {line}"));
+    assert_eq!(own, beside);
+    assert_ne!(own, place.document(&format!("generate hf {line}")));
+    let saved = Checkpoint::open(place.path("tuned")).expect("it opens");
+    extract_lora(&saved, place.path("extracted")).expect("it has an adapter");
+    let extracted = super::files(&place.path("extracted"));
+    assert_eq!(extracted, super::files(&place.path("tuned/adapter")));
+    let names: Vec<_> = extracted.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["adapter_config.json", "adapter_model.safetensors"]);
+    let config: Value = serde_json::from_slice(&extracted[0].1).expect("it is JSON");
+    assert_eq!(config["fan_in_fan_out"], true);
+    // Picked up, it goes on; under another name it is another adapter.
+    place.succeed("train hf.toml --lora_config lora.json --max_steps 7 --resume auto");
+    assert_eq!(records(&place, "tuned").last().expect("a record").0, 7);
+    place.succeed("train hf.toml --lora_config lora.json --adapter_name mine --output_dir other");
+    assert!(
+        place
+            .path("other/adapter/mine/adapter_config.json")
+            .is_file()
+    );
+    insta::assert_snapshot!(place.mistake("train hf.toml --lora_config lora.json --adapter_name a.b"), @r#"error: "lora_config": "a.b" is no name for an adapter, expected one without dots that is not empty"#);
+    insta::assert_snapshot!(place.mistake("train hf.toml --lora_config nowhere.json"), @"error: cannot read nowhere.json: the file is missing");
 }

@@ -218,3 +218,32 @@ fn order_goes_on_where_it_stopped_and_finetuning_starts_anew() {
     let without = first_of(resumed(&case, folder.path()).with("no_load_optim", true));
     assert_eq!(without.loss.to_bits(), straight.reports[5].loss.to_bits());
 }
+
+#[test]
+fn a_checkpoint_written_while_training_goes_on_is_the_one_written_at_once() {
+    for degrees in [(1, 1, 1), (2, 2, 2)] {
+        let folder = tempdir().expect("a temporary folder");
+        let case = Case::gpt2()
+            .on(degrees)
+            .with("save", true)
+            .with("save_steps", 2);
+        let train = |name: &str, is_async: bool| {
+            let place = folder.path().join(name);
+            let case = case
+                .clone()
+                .writing(&place)
+                .with("async_save", is_async)
+                .with("max_steps", 5);
+            case.on_ranks(merak_trainer::MerakTrainer::train);
+            place.join("checkpoints")
+        };
+        let (at_once, later) = (train("now", false), train("later", true));
+        for step in [2, 4, 5] {
+            let open = |place: &Path| Checkpoint::open(place.join(format!("step-{step:08}")));
+            let [a, b] = [&at_once, &later].map(|place| open(place).expect("it was saved"));
+            let report = diff(&a, &b, Tolerance::default()).expect("both are sound");
+            assert!(report.different.is_empty(), "{report:?}");
+            assert_eq!(a.manifest().header, b.manifest().header);
+        }
+    }
+}

@@ -77,11 +77,12 @@ pub(super) fn whole<'a>(
             }
         }
     }
-    assert_eq!(
-        tensors.len(),
-        plan.graph.params().len(),
-        "every parameter lies on some rank"
-    );
+    // Gradients are those of what is trained.
+    let expected = match replicas {
+        None => plan.graph.params().len(),
+        Some(_) => plan.trained_params().count(),
+    };
+    assert_eq!(tensors.len(), expected, "every parameter lies on some rank");
     tensors
 }
 

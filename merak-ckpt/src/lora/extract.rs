@@ -1,0 +1,189 @@
+//! Writing the adapter of a checkpoint as a PEFT folder.
+
+use super::{LoraConfig, PREFIX, config};
+use crate::disk::{remove, rename, sync_folder, write_synced};
+use crate::error::io_error;
+use crate::hf::foreign;
+use crate::plan::{PlannedFile, PlannedPiece, natural_order};
+use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, write_planned};
+use crate::{Checkpoint, Error, Kind, Layout, Piece, Result, ShardKind, TensorEntry};
+use regex::Regex;
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The adapter that a folder itself holds; others have subfolders.
+const DEFAULT: &str = "default";
+
+/// Writes the adapters of a checkpoint as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`, for
+/// an adapter of another name than `default` in a subfolder of that name. Factors are whole, whatever topology
+/// wrote them; so are the biases and modules that were trained beside them.
+///
+/// `folder` must not exist, or be empty.
+///
+/// # Errors
+/// [`Error::AlreadyExists`] for a folder with content, [`Error::Foreign`] for a checkpoint without an adapter,
+/// [`Error::Damaged`] for a damaged one.
+pub fn extract_lora(source: &Checkpoint, folder: impl AsRef<Path>) -> Result<()> {
+    let folder = folder.as_ref();
+    let is_taken =
+        fs::read_dir(folder).map_or(folder.exists(), |mut entries| entries.next().is_some());
+    if is_taken {
+        return Err(Error::AlreadyExists {
+            path: folder.to_owned(),
+        });
+    }
+    write(source, folder)
+}
+
+/// The same in place of the folder that is there.
+///
+/// # Errors
+/// As [`extract_lora`], but for a folder with content.
+pub fn replace_lora(source: &Checkpoint, folder: impl AsRef<Path>) -> Result<()> {
+    write(source, folder.as_ref())
+}
+
+fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
+    let adapters = adapters(source)?;
+    let name = folder.file_name().ok_or_else(|| Error::AlreadyExists {
+        path: folder.to_owned(),
+    })?;
+    let beside = |prefix: &str| {
+        let mut beside = std::ffi::OsString::from(prefix);
+        beside.push(name);
+        folder.with_file_name(beside)
+    };
+    let (draft, old) = (beside(".tmp-"), beside(".old-"));
+    for left in [&draft, &old] {
+        if left.exists() {
+            remove(left)?;
+        }
+    }
+    let outcome = adapters.iter().try_for_each(|(name, tensors)| {
+        let folder = if name == DEFAULT {
+            draft.clone()
+        } else {
+            draft.join(name)
+        };
+        write_adapter(source, &folder, tensors)
+    });
+    if let Err(error) = outcome {
+        if let Err(error) = remove(&draft) {
+            tracing::warn!(%error, "an unfinished folder could not be removed");
+        }
+        return Err(error);
+    }
+    if folder.exists() {
+        rename(folder, &old)?;
+    }
+    rename(&draft, folder)?;
+    if old.exists() {
+        remove(&old)?;
+    }
+    Ok(())
+}
+
+/// The names that tensors have in PEFT's file, with those that they have in the checkpoint.
+type Tensors = BTreeMap<String, String>;
+
+/// The tensors of each adapter.
+fn adapters(source: &Checkpoint) -> Result<BTreeMap<String, Tensors>> {
+    let pattern =
+        r"^(.+)\.(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.([^.]+?)(\.weight)?$";
+    let factor = Regex::new(pattern).expect("the pattern is sound");
+    let mut adapters: BTreeMap<String, Tensors> = BTreeMap::new();
+    let mut modules = Vec::new();
+    let entries: Vec<_> = source.manifest().tensors_of(&Kind::Parameter).collect();
+    for entry in &entries {
+        if let Some(found) = factor.captures(&entry.name) {
+            let (module, half, name) = (&found[1], &found[2], &found[3]);
+            let end = if matches!(half, "lora_A" | "lora_B") {
+                ".weight"
+            } else {
+                ""
+            };
+            let key = format!("{PREFIX}{module}.{half}{end}");
+            let tensors = adapters.entry(name.to_owned()).or_default();
+            tensors.insert(key, entry.name.clone());
+            modules.push(module.to_owned());
+        }
+    }
+    if adapters.is_empty() {
+        return Err(foreign(source.path(), "it has no adapter"));
+    }
+    let config = LoraConfig::read(&source.path().join(config::FILE))?;
+    let is_adapted = |module: &str| modules.iter().any(|adapted| adapted == module);
+    for entry in entries {
+        let name = &entry.name;
+        if factor.is_match(name) || !config.trains_whole(name, is_adapted) {
+            continue;
+        }
+        // PEFT wraps a layer that it adapts.
+        let key = match name.strip_suffix(".bias") {
+            Some(module) if is_adapted(module) => format!("{PREFIX}{module}.base_layer.bias"),
+            _ => format!("{PREFIX}{name}"),
+        };
+        for tensors in adapters.values_mut() {
+            tensors.insert(key.clone(), name.clone());
+        }
+    }
+    Ok(adapters)
+}
+
+/// A checkpoint's tensors under other names.
+struct Renamed<'a> {
+    source: &'a Checkpoint,
+    names: &'a Tensors,
+}
+
+impl Values for Renamed<'_> {
+    fn read_as(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<()> {
+        let name = &self.names[piece.name];
+        let own = Piece {
+            name,
+            ..piece.clone()
+        };
+        self.source.read_as(&own, out)
+    }
+}
+
+fn write_adapter(source: &Checkpoint, folder: &Path, names: &Tensors) -> Result<()> {
+    fs::create_dir_all(folder).map_err(io_error("create", folder))?;
+    let entry = |(key, name): (&String, &String)| {
+        let entry = source.manifest().tensor(&Kind::Parameter, name);
+        TensorEntry {
+            name: key.clone(),
+            ..entry.expect("it was found there").clone()
+        }
+    };
+    let mut tensors: Vec<_> = names.iter().map(entry).collect();
+    tensors.sort_by(|a, b| natural_order(&a.name, &b.name));
+    let whole = |(tensor, entry): (usize, &TensorEntry)| PlannedPiece {
+        tensor,
+        layout: Layout::whole(&entry.shape),
+        range: None,
+    };
+    let file = PlannedFile {
+        kind: ShardKind::Model,
+        rank: 0,
+        pieces: tensors.iter().enumerate().map(whole).collect(),
+    };
+    let files = [("adapter_model.safetensors".to_owned(), &file)];
+    let values = Renamed { source, names };
+    write_planned(
+        &values,
+        &tensors,
+        &files,
+        folder,
+        Budget::new(DEFAULT_MAX_MEMORY)?,
+    )?;
+    let path: PathBuf = folder.join(config::FILE);
+    let config = LoraConfig::read(&source.path().join(config::FILE))?;
+    // As PEFT saves it: whoever loads it to train says so.
+    let config = config.with("inference_mode", json!(true));
+    let text = config.expect("a flag is legal").to_json();
+    write_synced(&path, format!("{text:#}\n").as_bytes())?;
+    sync_folder(folder)
+}

@@ -1,0 +1,530 @@
+//! Adapters in the graph of a model: a pass before any rank gets its part.
+//!
+//! ```text
+//!        ┌──────────── layer ────────────┐
+//!   x ───┤                               + ──► y
+//!        └─ dropout ─► A ─► B ─► scale ──┘
+//! ```
+//!
+//! The factors are ordinary parameters and their products ordinary nodes, so whatever comes after (tensor
+//! parallelism, the cut into stages, gradients) knows nothing of adapters but that a factor lies as its layer does.
+
+use super::LoraConfig;
+use super::config::{InitWeights, Names, ends_with};
+use merak_trace::fx::{Copied, Module, Symbol, extend};
+use merak_trace::op::WeightLayout;
+use merak_trace::{Beside, DType, Graph, Init, Op, ParamRole};
+use serde_json::json;
+use std::collections::BTreeSet;
+
+/// Targets where a configuration names none, by the model's `model_type`.
+const DEFAULT_TARGETS: &[(&[&str], &[&str])] = &[
+    (&["t5", "mt5"], &["q", "v"]),
+    (
+        &[
+            "bart", "opt", "gptj", "gpt_neo", "llama", "mistral", "mixtral", "stablelm", "gemma",
+            "qwen2", "qwen3",
+        ],
+        &["q_proj", "v_proj"],
+    ),
+    (&["gpt2", "gpt_bigcode"], &["c_attn"]),
+    (
+        &[
+            "bloom",
+            "gpt_neox",
+            "chatglm",
+            "falcon",
+            "RefinedWeb",
+            "RefinedWebModel",
+        ],
+        &["query_key_value"],
+    ),
+    (
+        &[
+            "bert",
+            "roberta",
+            "xlm-roberta",
+            "electra",
+            "layoutlm",
+            "vit",
+        ],
+        &["query", "value"],
+    ),
+    (&["deberta-v2"], &["query_proj", "value_proj"]),
+    (&["deberta"], &["in_proj"]),
+    (&["mpt"], &["Wqkv"]),
+    (&["codegen"], &["qkv_proj"]),
+    (&["btlm"], &["c_proj", "c_attn"]),
+    (&["phi"], &["q_proj", "v_proj", "fc1", "fc2"]),
+    (&["blip-2"], &["q", "v", "q_proj", "v_proj"]),
+];
+
+/// A model with an adapter.
+#[derive(Debug, Clone)]
+pub struct Adapted {
+    /// The model's graph with the adapter in it; whatever the adapter does not train is frozen.
+    pub graph: Graph,
+    /// The configuration, with the targets that were left to the model's family.
+    pub config: LoraConfig,
+    /// The layers that have an adapter, in the order of the graph.
+    pub modules: Vec<String>,
+}
+
+/// Why a model cannot get an adapter.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AdaptError {
+    /// A name that cannot be part of a parameter's.
+    #[error("\"{name}\" is no name for an adapter, expected one without dots that is not empty")]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// A family without default targets.
+    #[error(
+        "`target_modules` is not set, and there is no default for {model_type}: name the layers"
+    )]
+    NoDefault {
+        /// The model's family.
+        model_type: String,
+    },
+    /// No layer matches.
+    #[error(
+        "no layer is one of the `target_modules` {targets}{}: the model's layers are {layers}",
+        within.as_ref().map(|within| format!(" in layers {within:?}")).unwrap_or_default()
+    )]
+    NoTarget {
+        /// What was asked for.
+        targets: String,
+        /// Numbers of the layers that were to be transformed.
+        within: Option<Vec<usize>>,
+        /// Ends of the names of the layers that there are.
+        layers: String,
+    },
+    /// A table with a magnitude for each feature.
+    #[error("`use_dora` is true, which is not supported for the table {module}")]
+    Magnitudes {
+        /// The table.
+        module: String,
+    },
+    /// A way to start factors that needs the base weights.
+    #[error(
+        "`init_lora_weights` is \"{init}\", expected true, false or gaussian for a new adapter"
+    )]
+    Init {
+        /// The way.
+        init: String,
+    },
+    /// The graph does not take the nodes.
+    #[error(transparent)]
+    Graph(#[from] merak_trace::Error),
+}
+
+/// Puts an adapter into the graph of a model: for each target layer `y = W x`, `y + scale * B(A(dropout(x)))`, and
+/// for each target table the same without dropout ([Hu et al. 2021](https://arxiv.org/abs/2106.09685), section 4.1).
+///
+/// `name` is the adapter's, and part of the names of its parameters, as in PEFT
+/// (`h.0.attn.c_attn.lora_A.default.weight`); `model_type` decides the targets where the configuration names none.
+/// In a 16-bit model the factors are `f32`, and so is the arithmetic on them.
+///
+/// # Shapes
+/// Layer `x: [.., in]`, `y: [.., out]`: A `[r, in]`, B `[out, r]`. Table `[rows, width]`: A `[r, rows]`, B `[width, r]`.
+///
+/// # Errors
+/// When no layer is a target, or the configuration cannot be trained.
+pub fn adapt(
+    graph: &Graph,
+    config: &LoraConfig,
+    name: &str,
+    model_type: &str,
+) -> Result<Adapted, AdaptError> {
+    if name.is_empty() || name.contains('.') {
+        let name = name.to_owned();
+        return Err(AdaptError::Name { name });
+    }
+    if let InitWeights::Other(init) = &config.init {
+        let init = init.clone();
+        return Err(AdaptError::Init { init });
+    }
+    let config = with_defaults(config, model_type)?;
+    let layers = layers(graph);
+    let chosen: Vec<_> = layers
+        .iter()
+        .filter(|layer| is_target(&config, layer))
+        .collect();
+    if chosen.is_empty() {
+        return Err(no_target(&config, &layers));
+    }
+    if let Some(table) = chosen
+        .iter()
+        .find(|layer| config.use_dora && !layer.is_linear)
+    {
+        let module = table.module.clone();
+        return Err(AdaptError::Magnitudes { module });
+    }
+    let mut modules: Vec<String> = Vec::new();
+    for layer in &chosen {
+        if !modules.contains(&layer.module) {
+            modules.push(layer.module.clone());
+        }
+    }
+    let adapter = Adapter {
+        config: &config,
+        name,
+    };
+    let is_adapted = |module: &str| modules.iter().any(|adapted| adapted == module);
+    let extended = extend(
+        graph,
+        |param| {
+            let trains = config.trains_whole(&param.name, is_adapted);
+            param.trainable = trains && !config.is_frozen;
+        },
+        |copied| {
+            if !chosen.iter().any(|layer| layer.node == copied.node.name) {
+                return Ok(copied.outputs);
+            }
+            adapter.beside(graph, &copied).map(|value| vec![value])
+        },
+    )?;
+    Ok(Adapted {
+        graph: extended,
+        config: written(&config, &chosen, &layers, &modules),
+        modules,
+    })
+}
+
+/// A layer that an adapter may stand beside.
+struct Layer {
+    node: std::sync::Arc<str>,
+    module: String,
+    is_linear: bool,
+    is_head: bool,
+    is_transposed: bool,
+}
+
+fn layers(graph: &Graph) -> Vec<Layer> {
+    let users = graph.users();
+    let layer = |node: &merak_trace::Node| {
+        let is_linear = matches!(node.op, Op::Linear { .. });
+        let is_embedding = matches!(node.op, Op::Embedding { .. });
+        let weight = node
+            .inputs
+            .get(1)
+            .and_then(|&weight| graph.param_of(weight));
+        let is_layer = (is_linear || is_embedding) && weight.is_some();
+        is_layer.then(|| Layer {
+            node: std::sync::Arc::clone(&node.name),
+            module: node.scope.to_string(),
+            is_linear,
+            is_head: is_linear && graph.is_head(&users, node),
+            is_transposed: matches!(
+                node.op,
+                Op::Linear {
+                    layout: WeightLayout::InOut,
+                    ..
+                }
+            ),
+        })
+    };
+    graph.nodes().iter().filter_map(layer).collect()
+}
+
+fn is_target(config: &LoraConfig, layer: &Layer) -> bool {
+    let module = &layer.module;
+    let is_named = match &config.targets {
+        None => false,
+        Some(Names::AllLinear) => layer.is_linear && !layer.is_head,
+        Some(names) => names.has(module),
+    };
+    let is_excluded = config
+        .excluded
+        .as_ref()
+        .is_some_and(|names| names.has(module));
+    is_named && !is_excluded && config.is_in_layers(module)
+}
+
+fn with_defaults(config: &LoraConfig, model_type: &str) -> Result<LoraConfig, AdaptError> {
+    if config.targets.is_some() {
+        return Ok(config.clone());
+    }
+    let default = DEFAULT_TARGETS
+        .iter()
+        .find(|(families, _)| families.contains(&model_type));
+    let Some((_, targets)) = default else {
+        let model_type = model_type.to_owned();
+        return Err(AdaptError::NoDefault { model_type });
+    };
+    Ok(config
+        .with("target_modules", json!(targets))
+        .expect("a list of names is legal"))
+}
+
+fn no_target(config: &LoraConfig, layers: &[Layer]) -> AdaptError {
+    let ends: BTreeSet<_> = layers
+        .iter()
+        .map(|layer| layer.module.rsplit('.').next().unwrap_or_default())
+        .collect();
+    AdaptError::NoTarget {
+        targets: config.to_json()["target_modules"].to_string(),
+        within: config.layers.clone(),
+        layers: ends.into_iter().collect::<Vec<_>>().join(", "),
+    }
+}
+
+/// The configuration as PEFT would have to be given it for the same adapter.
+fn written(
+    config: &LoraConfig,
+    chosen: &[&Layer],
+    layers: &[Layer],
+    modules: &[String],
+) -> LoraConfig {
+    let mut written = config.clone();
+    if matches!(config.targets, Some(Names::AllLinear)) {
+        let ends: BTreeSet<_> = modules
+            .iter()
+            .map(|module| module.rsplit('.').next().unwrap_or_default())
+            .collect();
+        let is_same = layers.iter().all(|layer| {
+            let is_named = ends.iter().any(|end| ends_with(&layer.module, end));
+            is_named == modules.contains(&layer.module)
+        });
+        let targets = if is_same { json!(ends) } else { json!(modules) };
+        written = written
+            .with("target_modules", targets)
+            .expect("a list of names is legal");
+    }
+    if chosen.iter().any(|layer| layer.is_transposed) {
+        written = written
+            .with("fan_in_fan_out", json!(true))
+            .expect("a flag is legal");
+    }
+    written
+}
+
+/// What is put beside each target.
+struct Adapter<'a> {
+    config: &'a LoraConfig,
+    name: &'a str,
+}
+
+/// A factor that is to be declared.
+struct Factor<'a> {
+    name: String,
+    shape: Vec<usize>,
+    init: Init,
+    /// The layer's matrix, and the dims of factor and matrix that hold the same features.
+    shares: (&'a str, usize, usize),
+}
+
+/// What an adapter makes of a layer's input.
+struct Update {
+    /// `B A x`, before it is scaled.
+    value: Symbol,
+    factors: [Symbol; 2],
+    /// The input after dropout.
+    dropped: Symbol,
+}
+
+/// `1 / |V|` for each output of `V = W + scale * B A`.
+fn inverse_norms(
+    module: &Module,
+    matrix: &Symbol,
+    layout: WeightLayout,
+    scale: f64,
+    [a, b]: &[Symbol; 2],
+) -> Result<Symbol, AdaptError> {
+    let is_out_in = layout == WeightLayout::OutIn;
+    let product = Op::MatMul {
+        transpose_a: !is_out_in,
+        transpose_b: !is_out_in,
+    };
+    let operands = if is_out_in { [b, a] } else { [a, b] };
+    let product = module.apply(product, &operands)?.swap_remove(0);
+    let product = module.scale(&product, scale)?;
+    let matrix = module.cast(matrix, module.dtype())?;
+    let whole = module.add(&product, &matrix)?;
+    let mut squares = module.mul(&whole, &whole)?;
+    if is_out_in {
+        squares = module.transpose(&squares, &[1, 0])?;
+    }
+    let shape = vec![squares.shape()[1]];
+    let sums = module.apply(Op::SumLeading { shape }, &[&squares])?;
+    Ok(module.apply(Op::InverseRoot, &[&sums[0]])?.swap_remove(0))
+}
+
+impl Adapter<'_> {
+    /// The layer's result with the update added to it.
+    fn beside(&self, graph: &Graph, copied: &Copied<'_>) -> Result<Symbol, AdaptError> {
+        let (module, base) = (&copied.module, &copied.outputs[0]);
+        let weight = graph
+            .param_of(copied.node.inputs[1])
+            .expect("a layer has a matrix");
+        let weight = graph.param(weight).name.as_str();
+        let rank = self.config.rank(module.path());
+        let scale = self.config.scale(module.path(), rank);
+        let dtype = match module.dtype() {
+            DType::BF16 | DType::F16 => DType::F32,
+            dtype => dtype,
+        };
+        let wide = module.with_dtype(dtype);
+        let update = match &copied.node.op {
+            Op::Linear { layout, .. } => {
+                let update = self.of_linear(&wide, copied, rank, (weight, *layout))?;
+                if self.config.use_dora {
+                    return self.decomposed(&wide, copied, (weight, *layout), scale, &update);
+                }
+                update.value
+            }
+            op => self.of_embedding(&wide, copied, rank, (weight, op))?,
+        };
+        let update = wide.scale(&update, scale)?;
+        let update = wide.cast(&update, base.ty().dtype)?;
+        Ok(module.add(base, &update)?)
+    }
+
+    fn of_linear(
+        &self,
+        module: &Module,
+        copied: &Copied<'_>,
+        rank: usize,
+        (weight, layout): (&str, WeightLayout),
+    ) -> Result<Update, AdaptError> {
+        let (x, base) = (&copied.inputs[0], &copied.outputs[0]);
+        let (inputs, outputs) = (x.ty().last_dim(), base.ty().last_dim());
+        let dropout = module.sub(&format!("lora_dropout.{}", self.name));
+        let dropped = dropout.dropout(x, self.config.dropout)?;
+        let x = dropout.cast(&dropped, module.dtype())?;
+        let of_inputs = 1.0 / (inputs as f64).sqrt();
+        let (first, second) = match self.config.init {
+            InitWeights::Gaussian => (Init::Normal(1.0 / rank as f64), Init::Constant(0.0)),
+            InitWeights::Random => (
+                Init::Uniform(of_inputs),
+                Init::Uniform(1.0 / (rank as f64).sqrt()),
+            ),
+            _ => (Init::Uniform(of_inputs), Init::Constant(0.0)),
+        };
+        let factor = |half: &Module, shape, init, shares: (usize, usize)| {
+            let factor = Factor {
+                name: "weight".to_owned(),
+                shape,
+                init,
+                shares: (weight, shares.0, shares.1),
+            };
+            self.factor(half, &factor)
+        };
+        let half = |half: &str| module.sub(&format!("{half}.{}", self.name));
+        let (to_rank, from_rank) = (half("lora_A"), half("lora_B"));
+        let a = factor(&to_rank, vec![rank, inputs], first, (1, layout.in_dim()))?;
+        let b = factor(
+            &from_rank,
+            vec![outputs, rank],
+            second,
+            (0, layout.out_dim()),
+        )?;
+        let low = to_rank.linear_with(&x, &a, WeightLayout::OutIn)?;
+        let value = from_rank.linear_with(&low, &b, WeightLayout::OutIn)?;
+        Ok(Update {
+            value,
+            factors: [a, b],
+            dropped,
+        })
+    }
+
+    /// The adapted layer with a magnitude of its own for each output
+    /// ([Liu et al. 2024](https://arxiv.org/abs/2402.09353), equation 5): `m / |V| * V x` for `V = W + scale * B A`,
+    /// where the norms of the rows of `V` are constants to the gradient (section 4.3).
+    fn decomposed(
+        &self,
+        module: &Module,
+        copied: &Copied<'_>,
+        (weight, layout): (&str, WeightLayout),
+        scale: f64,
+        update: &Update,
+    ) -> Result<Symbol, AdaptError> {
+        let (matrix, base) = (&copied.inputs[1], &copied.outputs[0]);
+        let outputs = base.ty().last_dim();
+        let magnitude = Factor {
+            name: "weight".to_owned(),
+            shape: vec![outputs],
+            init: Init::Constant(1.0),
+            shares: (weight, 0, layout.out_dim()),
+        };
+        let own = module.sub(&format!("lora_magnitude_vector.{}", self.name));
+        let magnitude = self.factor(&own, &magnitude)?;
+        let norms = inverse_norms(&own, matrix, layout, scale, &update.factors)?;
+        let factor = own.mul(&magnitude, &norms)?;
+        let low = module.scale(&update.value, scale)?;
+
+        let has_dropout = self.config.dropout > 0.0;
+        let wide_base = module.cast(base, module.dtype())?;
+        let bias = copied
+            .inputs
+            .get(2)
+            .map(|bias| module.cast(bias, module.dtype()));
+        let bias = bias.transpose()?;
+        let y = if has_dropout {
+            // The layer itself has seen what the adapter has not.
+            let plain = module.linear_with(&update.dropped, matrix, layout)?;
+            let plain = module.cast(&plain, module.dtype())?;
+            let scaled = module.mul(&module.add(&low, &plain)?, &factor)?;
+            let change = module.add(&scaled, &module.scale(&plain, -1.0)?)?;
+            module.add(&wide_base, &change)?
+        } else {
+            let plain = match &bias {
+                Some(bias) => module.add(&wide_base, &module.scale(bias, -1.0)?)?,
+                None => wide_base,
+            };
+            let scaled = module.mul(&module.add(&plain, &low)?, &factor)?;
+            match &bias {
+                Some(bias) => module.add(&scaled, bias)?,
+                None => scaled,
+            }
+        };
+        Ok(module.cast(&y, base.ty().dtype)?)
+    }
+
+    fn of_embedding(
+        &self,
+        module: &Module,
+        copied: &Copied<'_>,
+        rank: usize,
+        (weight, op): (&str, &Op),
+    ) -> Result<Symbol, AdaptError> {
+        let (ids, table) = (&copied.inputs[0], &copied.inputs[1]);
+        let (rows, width) = (table.shape()[0], table.shape()[1]);
+        let first = match self.config.init {
+            InitWeights::Random => Init::Normal(1.0),
+            _ => Init::Constant(0.0),
+        };
+        let a = Factor {
+            name: format!("lora_embedding_A.{}", self.name),
+            shape: vec![rank, rows],
+            init: first,
+            shares: (weight, 1, 0),
+        };
+        let b = Factor {
+            name: format!("lora_embedding_B.{}", self.name),
+            shape: vec![width, rank],
+            init: Init::Normal(1.0),
+            shares: (weight, 0, 1),
+        };
+        let (a, b) = (self.factor(module, &a)?, self.factor(module, &b)?);
+        let table = module.transpose(&a, &[1, 0])?;
+        let looked_up = module.apply(op.clone(), &[ids, &table])?;
+        Ok(module.linear_with(&looked_up[0], &b, WeightLayout::OutIn)?)
+    }
+
+    fn factor(&self, module: &Module, factor: &Factor<'_>) -> Result<Symbol, AdaptError> {
+        let symbol = module.param(&factor.name, &factor.shape, factor.init, ParamRole::Weight)?;
+        module.declare(&symbol, |param| {
+            param.trainable = !self.config.is_frozen;
+            let (weight, dim, of) = factor.shares;
+            param.beside = Some(Beside {
+                param: weight.to_owned(),
+                dim,
+                of,
+            });
+        });
+        Ok(symbol)
+    }
+}

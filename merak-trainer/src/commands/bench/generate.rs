@@ -1,0 +1,130 @@
+//! `merak bench generate`: how fast a model continues prompts.
+
+use clap::Args as ClapArgs;
+use merak_ckpt::GenerateOptions;
+use merak_trace::models;
+use merak_trainer::{
+    CheckedArguments, Config, MerakTrainer, Plan, Result, TrainerParts, Workload, run_world,
+};
+use serde_json::{Value, json};
+use std::{sync::Arc, time::Instant};
+
+/// Times greedy decoding of a GPT-2 with random weights and made-up prompts; prints one JSON line.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Generate {
+    /// Tensor-parallel ranks.
+    #[arg(long, default_value_t = 1)]
+    tp: usize,
+    /// Pipeline stages.
+    #[arg(long, default_value_t = 1)]
+    pp: usize,
+    /// Transformer layers.
+    #[arg(long, default_value_t = 12)]
+    layers: usize,
+    /// Width of the hidden states.
+    #[arg(long, default_value_t = 768)]
+    hidden: usize,
+    /// Attention heads.
+    #[arg(long, default_value_t = 12)]
+    heads: usize,
+    /// Vocabulary.
+    #[arg(long, default_value_t = 50257)]
+    vocab: usize,
+    /// Prompts that are continued at once.
+    #[arg(long, default_value_t = 1)]
+    batch: usize,
+    /// Tokens of each prompt.
+    #[arg(long, default_value_t = 32)]
+    prompt: usize,
+    /// New tokens of each prompt, at least 2.
+    #[arg(long, default_value_t = 64)]
+    new_tokens: usize,
+    /// Times that all of it is done; the median counts.
+    #[arg(long, default_value_t = 3)]
+    steps: usize,
+    /// Compute threads of each rank; unset: the cores shared out.
+    #[arg(long)]
+    threads: Option<usize>,
+}
+
+impl Generate {
+    pub(super) fn run(&self) -> Result<Value, super::super::Failure> {
+        if self.new_tokens < 2 || self.prompt == 0 || self.batch == 0 || self.steps == 0 {
+            return Err(
+                "expected --new-tokens of at least 2, and --prompt, --batch and --steps of at least 1"
+                    .into(),
+            );
+        }
+        let length = self.prompt.saturating_add(self.new_tokens);
+        let args = self.arguments(length)?;
+        let model = models::from_config(&json!({
+            "model_type": "gpt2", "vocab_size": self.vocab, "n_positions": length, "n_embd": self.hidden,
+            "n_layer": self.layers, "n_head": self.heads,
+        }))?;
+        let plan = Arc::new(Plan::new(model.into(), &args)?);
+        plan.check_memory(&args, &[Workload::Generation])?;
+        let prompts: Vec<Vec<u32>> = (0..self.batch)
+            .map(|row| (0..self.prompt).map(|at| self.token(row, at)).collect())
+            .collect();
+        let times = run_world(&args, |member| {
+            let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
+            let parts = TrainerParts::default();
+            let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?;
+            let mut timed = |max_new_tokens: usize| {
+                let options = GenerateOptions {
+                    max_new_tokens,
+                    temperature: 0.0,
+                    ..GenerateOptions::default()
+                };
+                let start = Instant::now();
+                trainer.generate(&prompts, &options)?;
+                Ok::<_, merak_trainer::Error>(start.elapsed().as_secs_f64())
+            };
+            timed(2)?;
+            (0..self.steps)
+                .map(|_| Ok((timed(1)?, timed(self.new_tokens)?)))
+                .collect::<Result<Vec<_>>>()
+        })?;
+        let median = |of: &dyn Fn(&(f64, f64)) -> f64| {
+            let mut all: Vec<_> = times[0].iter().map(of).collect();
+            all.sort_by(f64::total_cmp);
+            all[all.len() / 2]
+        };
+        let prefill = median(&|(first, _)| *first);
+        let step = median(&|(first, all)| (all - first) / (self.new_tokens - 1) as f64);
+        let params = plan.graph.num_elements();
+        Ok(json!({
+            "batch": self.batch,
+            "prompt": self.prompt,
+            "new_tokens": self.new_tokens,
+            "params": params,
+            "prefill_ms": prefill * 1e3,
+            "ms_per_step": step * 1e3,
+            "tokens_per_s": self.batch as f64 / step,
+            "weight_bytes_per_s": 4.0 * params as f64 / step,
+        }))
+    }
+
+    /// The token at a place of a prompt.
+    fn token(&self, row: usize, at: usize) -> u32 {
+        ((7 * row + (at + row) * at) % self.vocab) as u32
+    }
+
+    fn arguments(&self, length: usize) -> Result<CheckedArguments, super::super::Failure> {
+        let mut keys = vec![
+            ("tp", self.tp.to_string()),
+            ("pp", self.pp.to_string()),
+            ("seq_length", length.to_string()),
+            ("per_device_train_batch_size", "1".to_owned()),
+        ];
+        keys.extend(
+            self.threads
+                .map(|threads| ("compute.threads_per_rank", threads.to_string())),
+        );
+        let line: Vec<_> = keys
+            .into_iter()
+            .flat_map(|(key, value)| [format!("--{key}"), value])
+            .collect();
+        Ok(Config::load(None, [], &line)?.check()?)
+    }
+}

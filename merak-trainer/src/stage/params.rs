@@ -1,0 +1,114 @@
+//! The parameters of a stage: those that are trained, as the optimizer lays them out, and the frozen ones.
+
+use crate::Result;
+use merak_mpu::Buffer;
+use merak_trace::{Backend, Param, Value};
+use merak_zero::FlatLayout;
+use std::ops::Range;
+
+/// Memory of a stage's parameters. What is frozen lies apart: no optimizer, no gradient and no collective knows it.
+#[derive(Debug)]
+pub(crate) struct StageParams {
+    /// The parameters that are trained, end to end.
+    pub(crate) trained: Box<dyn Buffer>,
+    frozen: Box<dyn Buffer>,
+    /// One value per parameter of the stage's program, in its order.
+    pub(crate) views: Vec<Value>,
+    places: Vec<Place>,
+}
+
+/// Where a parameter lies.
+#[derive(Debug, Clone)]
+struct Place {
+    is_trained: bool,
+    /// Elements of its buffer.
+    range: Range<usize>,
+}
+
+impl Place {
+    /// The parameter's bytes; those that are left in `f32` too.
+    fn bytes(&self) -> Range<usize> {
+        self.range.start * 4..self.range.end * 4
+    }
+}
+
+impl StageParams {
+    /// Makes room for the parameters of a program; `layout` is that of the trained ones among them.
+    pub(crate) fn new(
+        backend: &dyn Backend,
+        params: &[Param],
+        layout: &FlatLayout,
+    ) -> Result<Self> {
+        let (mut next_trained, mut frozen_len) = (0, 0);
+        let place = |param: &Param| {
+            let range = if param.trainable {
+                next_trained += 1;
+                layout.range(next_trained - 1)
+            } else {
+                let start = frozen_len;
+                frozen_len += param.local.numel();
+                start..frozen_len
+            };
+            Place {
+                is_trained: param.trainable,
+                range,
+            }
+        };
+        let places: Vec<_> = params.iter().map(place).collect();
+        let store = |is_trained: bool, len: usize| {
+            let of_kind = params.iter().zip(&places);
+            let of_kind = of_kind.filter(|(_, place)| place.is_trained == is_trained);
+            let (own, offsets): (Vec<_>, Vec<_>) = of_kind
+                .map(|(param, place)| (param.clone(), place.range.start))
+                .unzip();
+            backend.param_store(&own, &offsets, len)
+        };
+        let (trained, frozen) = (store(true, layout.len())?, store(false, frozen_len)?);
+        let mut views = [frozen.views.into_iter(), trained.views.into_iter()];
+        let views = places
+            .iter()
+            .map(|place| views[usize::from(place.is_trained)].next());
+        Ok(Self {
+            views: views
+                .collect::<Option<_>>()
+                .expect("a store has a view for each parameter"),
+            trained: trained.flat,
+            frozen: frozen.flat,
+            places,
+        })
+    }
+
+    /// Shows the bytes of every parameter, in the program's order.
+    pub(crate) fn read(&self, look: &mut dyn FnMut(&[&[u8]])) {
+        self.trained.read(&mut |trained| {
+            self.frozen.read(&mut |frozen| {
+                let of = |place: &Place| {
+                    let flat = if place.is_trained { trained } else { frozen };
+                    &flat[place.bytes()]
+                };
+                let all: Vec<_> = self.places.iter().map(of).collect();
+                look(&all);
+            });
+        });
+    }
+
+    /// Lets `change` see and change the bytes of each parameter, given with its position in the program.
+    pub(crate) fn write(&mut self, change: &mut dyn FnMut(usize, &mut [u8])) {
+        for is_trained in [true, false] {
+            let places = self.places.iter().enumerate();
+            let own: Vec<_> = places
+                .filter(|(_, place)| place.is_trained == is_trained)
+                .collect();
+            let flat = if is_trained {
+                &mut self.trained
+            } else {
+                &mut self.frozen
+            };
+            flat.write(&mut |bytes| {
+                for (index, place) in &own {
+                    change(*index, &mut bytes[place.bytes()]);
+                }
+            });
+        }
+    }
+}

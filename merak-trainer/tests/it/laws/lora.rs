@@ -1,0 +1,211 @@
+//! L1 to L3 of adapters: they train alike on every topology, and nothing else is trained.
+
+use std::path::Path;
+
+use merak_ckpt::{Checkpoint, Kind};
+use serde_json::{Value, json};
+
+use crate::support::{Case, assert_close_losses, assert_close_tensors, assert_same_bits, numbers};
+
+/// Fused and plain, column and row layers of a GPT-2, a table, biases and a module that is trained whole. Both
+/// factors are random, so that both have gradients from the start.
+fn everything() -> Value {
+    json!({
+        "r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "init_lora_weights": false, "bias": "lora_only",
+        "target_modules": ["c_attn", "c_proj", "c_fc", "wpe"], "modules_to_save": ["ln_f"],
+        "rank_pattern": { "h.1.attn.c_attn": 2 }, "alpha_pattern": { "c_fc": 3 },
+    })
+}
+
+fn gpt2(folder: &Path) -> Case {
+    let case = Case::gpt2().with_dropout(0.1);
+    case.with_lora(folder, &everything())
+}
+
+fn llama(folder: &Path) -> Case {
+    let lora = json!({ "target_modules": "all-linear", "init_lora_weights": false, "r": 2, "lora_alpha": 1, "use_rslora": true });
+    Case::llama().with_lora(folder, &lora)
+}
+
+/// Magnitudes beside column and row layers, fused and plain, with and without dropout.
+fn dora(folder: &Path) -> Case {
+    let lora = json!({ "use_dora": true, "target_modules": ["c_attn", "c_proj"], "r": 3, "lora_alpha": 3,
+        "lora_dropout": 0.1, "init_lora_weights": false });
+    Case::gpt2().with_lora(folder, &lora)
+}
+
+fn llama_dora(folder: &Path) -> Case {
+    let lora = json!({ "use_dora": true, "target_modules": "all-linear", "r": 2, "lora_alpha": 1 });
+    Case::llama().with_lora(folder, &lora)
+}
+
+#[test]
+fn adapters_train_on_every_topology_like_on_one_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    for make in [gpt2, llama, dora, llama_dora] {
+        let case = make(folder.path());
+        let (first, all) = (case.run(0), case.run(12));
+        assert_ne!(all.weights, first.weights, "it is trained");
+        for degrees in [(2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 2), (1, 4, 1)] {
+            let case = case.clone().on(degrees);
+            let what = format!("{degrees:?}");
+            assert_close_tensors(&case.run(0).gradients, &first.gradients, 1e-5, &what);
+            let run = case.run(12);
+            assert_close_losses(&run.reports[..1], &all.reports[..1], 1e-6, &what);
+            assert_close_losses(&run.reports, &all.reports, 1e-4, &what);
+        }
+    }
+}
+
+#[test]
+fn stages_recomputation_and_zero_change_no_bit_of_an_adapter() {
+    let folder = tempfile::tempdir().unwrap();
+    let case = gpt2(folder.path());
+    let alone = case.run(4);
+    for (stages, chunk) in [(1, 0), (2, 0), (2, 1), (4, 2)] {
+        let case = case
+            .clone()
+            .on((1, 1, stages))
+            .with("checkpoint_num_layers", chunk);
+        assert_same_bits(&case.run(4), &alone, &format!("{stages} stages, {chunk}"));
+    }
+    let replicas = case.on((2, 1, 2));
+    let whole = replicas.clone().with("zero_stage", 0).run(4);
+    assert_same_bits(&replicas.with("zero_stage", 1).run(4), &whole, "zero 1");
+}
+
+#[test]
+fn a_stage_without_adapters_has_nothing_to_train() {
+    let folder = tempfile::tempdir().unwrap();
+    let lora = json!({ "layers_to_transform": 3, "init_lora_weights": false });
+    let case = Case::gpt2().with_lora(folder.path(), &lora);
+    let alone = case.run(4);
+    let names: Vec<_> = alone.gradients.keys().map(String::as_str).collect();
+    insta::assert_snapshot!(names.join("\n"), @r"
+    transformer.h.3.attn.c_attn.lora_A.default.weight
+    transformer.h.3.attn.c_attn.lora_B.default.weight
+    ");
+    for stages in [2, 4] {
+        assert_same_bits(&case.clone().on((1, 1, stages)).run(4), &alone, "stages");
+    }
+}
+
+#[test]
+fn what_is_frozen_stays_and_has_no_gradient_and_no_state() {
+    let folder = tempfile::tempdir().unwrap();
+    let case = gpt2(folder.path())
+        .on((2, 2, 2))
+        .writing(&folder.path().join("run"))
+        .with("save", true);
+    let (before, after) = (case.run(0), case.run(4));
+    let trained = |name: &str| {
+        let bias = [".c_attn.bias", ".c_proj.bias", ".c_fc.bias"];
+        name.contains(".lora_")
+            || name.contains(".ln_f.")
+            || bias.iter().any(|end| name.ends_with(end))
+    };
+    for (name, values) in &after.weights {
+        assert_eq!(values != &before.weights[name], trained(name), "{name}");
+    }
+    assert!(after.gradients.keys().all(|name| trained(name)));
+    case.on_ranks(|trainer| {
+        trainer.train_step()?;
+        trainer.save_checkpoint()
+    });
+    let saved = Checkpoint::open(folder.path().join("run")).unwrap();
+    let manifest = saved.manifest();
+    assert_eq!(
+        manifest.tensors_of(&Kind::Parameter).count(),
+        after.weights.len()
+    );
+    for kind in ["exp_avg", "exp_avg_sq"] {
+        let kind = Kind::optimizer(kind);
+        let names: Vec<_> = manifest.tensors_of(&kind).map(|t| &t.name).collect();
+        assert_eq!(names.len(), after.gradients.len());
+        assert!(names.into_iter().all(|name| trained(name)));
+    }
+}
+
+#[test]
+fn a_resumed_adapter_goes_on_where_it_stood() {
+    let folder = tempfile::tempdir().unwrap();
+    let case = gpt2(folder.path())
+        .on((1, 2, 2))
+        .writing(&folder.path().join("run"));
+    let unbroken = case.run(4);
+    case.on_ranks(|trainer| {
+        trainer.train_step()?;
+        trainer.train_step()?;
+        trainer.save_checkpoint()
+    });
+    let resumed = case.clone().with("resume_from_checkpoint", "latest");
+    let run = resumed.run(2);
+    assert_eq!(numbers(&run.reports), numbers(&unbroken.reports[2..]));
+    assert!(run.weights == unbroken.weights && run.gradients == unbroken.gradients);
+    // Elsewhere the sums run in another order.
+    let elsewhere = resumed.on((2, 1, 1)).run(2);
+    assert_close_losses(
+        &elsewhere.reports,
+        &unbroken.reports[2..],
+        1e-5,
+        "elsewhere",
+    );
+}
+
+#[test]
+fn an_adapter_starts_on_a_base_and_leaves_its_logits_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let base = Case::gpt2().writing(&folder.path().join("base"));
+    let loss = base.on_ranks(|trainer| {
+        for _ in 0..3 {
+            trainer.train_step()?;
+        }
+        trainer.save_checkpoint()?;
+        trainer.gradients().map(|(loss, _)| loss)
+    });
+    let adapted = base
+        .writing(&folder.path().join("run"))
+        .with_lora(folder.path(), &json!({ "lora_dropout": 0.0 }))
+        .with(
+            "resume_from_checkpoint",
+            folder.path().join("base").display(),
+        )
+        .with("finetune", true);
+    let run = adapted.run(1);
+    // Another batch than the base's next one, but the weights of a model that has learned.
+    assert!(run.reports[0].loss < loss[0] * 1.2, "{run:?}");
+    let error = adapted.with("finetune", false).try_on_ranks(|_| Ok(()));
+    let error = merak_trainer::chain(&error.expect_err("a run without an adapter"));
+    let end = error.split(": ").last();
+    insta::assert_snapshot!(end.unwrap_or_default(), @"it has no parameter transformer.h.0.attn.c_attn.lora_A.default.weight");
+}
+
+#[test]
+fn targets_that_no_layer_has_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let refusal = |config: Value| {
+        let case = Case::gpt2().with_lora(folder.path(), &config);
+        let model = merak_trace::models::from_config(&case.model).unwrap();
+        let error = merak_trainer::Plan::new(model.into(), &case.arguments()).unwrap_err();
+        let place = folder.path().display().to_string();
+        merak_trainer::chain(&error).replace(&place, "FOLDER")
+    };
+    let messages = [
+        refusal(json!({ "target_modules": ["q_proj"] })),
+        refusal(json!({ "target_modules": "c_attn" })),
+        refusal(json!({ "rank": 4 })),
+        refusal(json!({ "r": 0 })),
+        refusal(json!({ "lora_dropout": 1 })),
+        refusal(json!({ "init_lora_weights": "eva" })),
+        refusal(json!({ "layers_to_transform": 9 })),
+    ];
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    "lora_config": no layer is one of the `target_modules` ["q_proj"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
+    "lora_config": no layer is one of the `target_modules` "c_attn": the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
+    cannot read FOLDER/lora.json: `rank` is 4, which is not supported
+    cannot read FOLDER/lora.json: `r` is 0, expected a whole number from 1 on
+    cannot read FOLDER/lora.json: `lora_dropout` is 1, expected a number from 0 to less than 1
+    "lora_config": `init_lora_weights` is "eva", expected true, false or gaussian for a new adapter
+    "lora_config": no layer is one of the `target_modules` ["c_attn"] in layers [9]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
+    "#);
+}
