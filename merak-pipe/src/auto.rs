@@ -1,21 +1,30 @@
 //! `auto`: a schedule built for given costs and a limit of memory.
 //!
-//! The search starts from the best named schedule that keeps the limit, splits its backwards, and moves
-//! single actions along their rank's list as long as that pays:
+//! The search starts from the best schedule that keeps the limit, of the named ones and of those that list
+//! scheduling makes for these costs. It splits its backwards, and moves single actions along their rank's list as
+//! long as that pays:
 //!
 //! ```text
-//! named schedules ──► simulate ──► best one within the limit ──► B = I, W
+//! named schedules ─┐
+//! list scheduling ─┴► simulate ──► best one within the limit ──► B = I, W
 //!                                                                  │
 //!            ┌──── keep it if no worse ◄── simulate ◄── move one action up or down
 //!            └──────────────────────────────────────────────────────┘   until bound or budget
 //! ```
 //!
+//! List scheduling lets each rank, whenever it is free, do the first of its ready actions under one of several rules
+//! (input gradients first or forwards first, up to how many live microbatches, whether weight gradients wait for a
+//! message that is about to come), with the stages placed in turn and, where a rank has two, in a V.
+//!
 //! The budget counts simulations and the draws come from a fixed seed, so the same question always has the
 //! same answer.
+
+mod greedy;
 
 use crate::{
     Action, Costs, Error, Kind, Result, Schedule, ScheduleKind, Simulation, Size, simulate,
 };
+use greedy::{Rule, greedy};
 
 /// What [`auto`](fn@auto) may use.
 #[derive(Debug, Clone, PartialEq)]
@@ -44,9 +53,9 @@ pub struct Auto {
     pub schedule: Schedule,
     /// Its figures.
     pub simulation: Simulation,
-    /// The named schedule that the search started from, and its makespan.
+    /// The best named schedule, and its makespan.
     pub start: (ScheduleKind, f64),
-    /// With the same stages per rank and recomputations, no schedule is shorter than this.
+    /// With the same stages on each rank and recomputations, no schedule is shorter than this.
     pub bound: f64,
     /// Moves that were simulated.
     pub moves: usize,
@@ -88,8 +97,9 @@ impl std::fmt::Display for Stopped {
 /// # Ok::<(), merak_pipe::Error>(())
 /// ```
 pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
-    let (kind, schedule, simulation) = best_named(size, costs, limits)?;
+    let (kind, named, simulation) = best_named(size, costs, limits)?;
     let start = (kind, simulation.makespan);
+    let (schedule, simulation) = best_listed(size, costs, limits, (named, simulation));
     let placement = schedule.placement()?;
     let mut search = Search {
         bound: lower_bound(&placement, costs, &simulation),
@@ -158,6 +168,62 @@ fn best_named(
     let (kind, mut schedule, simulation) = best.ok_or(Error::MemoryLimit { least })?;
     schedule.name = "auto".into();
     Ok((kind, schedule, simulation))
+}
+
+/// The best of `best` and of what list scheduling makes.
+fn best_listed(
+    size: Size,
+    costs: &Costs,
+    limits: &AutoLimits,
+    mut best: (Schedule, Simulation),
+) -> (Schedule, Simulation) {
+    let in_turn: Vec<_> = (0..size.stages()).map(|stage| stage % size.ranks).collect();
+    let mut placements = vec![in_turn];
+    if size.chunks == 2 && size.ranks > 1 {
+        let last = size.ranks - 1;
+        placements.push((0..=last).chain((0..=last).rev()).collect());
+    }
+    for placement in &placements {
+        for rule in rules(size, limits) {
+            let Some(schedule) = greedy(size, placement, costs, &rule) else {
+                continue;
+            };
+            let Ok(simulation) = simulate(&schedule, costs) else {
+                continue;
+            };
+            let shorter = simulation.makespan < best.1.makespan;
+            if shorter && keeps(&simulation, limits) && schedule.validate().is_ok() {
+                best = (schedule, simulation);
+            }
+        }
+    }
+    best
+}
+
+/// The rules of list scheduling: within the limits of memory, and with fewer live microbatches than they allow.
+fn rules(size: Size, limits: &AutoLimits) -> Vec<Rule> {
+    let most = size.microbatches.saturating_mul(size.chunks);
+    let allowed = |rank: usize| {
+        let limit = limits.peak_activations.get(rank);
+        limit.map_or(most, |limit| (limit * size.chunks as f64 + 1e-9) as usize)
+    };
+    let mut rules: Vec<Rule> = Vec::new();
+    for cap in [size.ranks, 3 * size.ranks / 2, 2 * size.ranks, most] {
+        let cap = cap.saturating_mul(size.chunks);
+        let limits: Vec<_> = (0..size.ranks).map(|rank| allowed(rank).min(cap)).collect();
+        for (forward_first, patient) in [(false, false), (false, true), (true, false), (true, true)]
+        {
+            let rule = Rule {
+                limits: limits.clone(),
+                forward_first,
+                patient,
+            };
+            if !rules.contains(&rule) {
+                rules.push(rule);
+            }
+        }
+    }
+    rules
 }
 
 fn keeps(simulation: &Simulation, limits: &AutoLimits) -> bool {

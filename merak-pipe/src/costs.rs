@@ -1,8 +1,8 @@
 //! What actions and messages cost.
 
-use crate::{Action, Error, Kind, Result, Schedule};
+use crate::{Action, Error, Kind, Result, Schedule, Timeline};
 use serde::{Serialize, Serializer, ser::SerializeMap};
-use std::str::FromStr;
+use std::{collections::BTreeSet, str::FromStr};
 
 /// Costs that are the same on every stage, in any unit of time.
 ///
@@ -92,6 +92,76 @@ impl Costs {
             recompute: vec![costs.recompute; stages],
             hop: vec![costs.hop; stages.saturating_sub(1)],
         }
+    }
+
+    /// The mean times of what ran, with free hops: what the simulator expects of a schedule whose actions take as
+    /// long as the recorded ones.
+    ///
+    /// Of a stage whose backwards are whole, all of their time counts as `I`: that of the backwards after an `R`,
+    /// where the stage has some.
+    ///
+    /// # Errors
+    /// When an action does not fit the schedule's size.
+    ///
+    /// ```
+    /// use merak_pipe::{Costs, ScheduleKind, Size, simulate};
+    /// let schedule = ScheduleKind::ZbV.generate(Size::new(2, 4).with_chunks(2))?;
+    /// let costs = Costs::uniform("F=1,I=1.5,W=0.5,R=0".parse()?, 4);
+    /// let played = simulate(&schedule, &costs)?;
+    /// assert_eq!(Costs::measured(&schedule, &played.timeline)?, costs);
+    /// # Ok::<(), merak_pipe::Error>(())
+    /// ```
+    pub fn measured(schedule: &Schedule, timeline: &Timeline) -> Result<Self> {
+        let stages = schedule.placement()?.len();
+        let lists = schedule.actions.iter().flatten();
+        let separate: BTreeSet<Action> = lists
+            .filter(|a| a.kind == Kind::Recompute)
+            .copied()
+            .collect();
+        let has_separate: BTreeSet<_> = separate.iter().map(|action| action.stage).collect();
+        let mut sums = vec![[(0.0, 0.0); Kind::ALL.len()]; stages];
+        for span in timeline.ranks.iter().flatten() {
+            let Action { stage, kind, .. } = span.action;
+            let of_stage = sums.get_mut(stage.0).ok_or(Error::CostCount {
+                what: "stages",
+                expected: stages,
+                found: stage.0 + 1,
+            })?;
+            let recompute = Action {
+                kind: Kind::Recompute,
+                ..span.action
+            };
+            // With its recompute inside, it would tell nothing about the backward alone.
+            let is_mixed = kind.moves_gradient()
+                && has_separate.contains(&stage)
+                && !separate.contains(&recompute);
+            if !is_mixed {
+                let (sum, count) = &mut of_stage[kind as usize];
+                *sum += span.end - span.start;
+                *count += 1.0;
+            }
+        }
+        let mean = |stage: usize, kind: Kind| {
+            let (sum, count) = sums[stage][kind as usize];
+            if count > 0.0 { sum / count } else { 0.0 }
+        };
+        let of = |kind| (0..stages).map(|stage| mean(stage, kind)).collect();
+        let splits = |stage: usize| sums[stage][Kind::InputGrad as usize].1 > 0.0;
+        let input_grad = |stage| {
+            let kind = if splits(stage) {
+                Kind::InputGrad
+            } else {
+                Kind::Backward
+            };
+            mean(stage, kind)
+        };
+        Ok(Self {
+            forward: of(Kind::Forward),
+            input_grad: (0..stages).map(input_grad).collect(),
+            weight_grad: of(Kind::WeightGrad),
+            recompute: of(Kind::Recompute),
+            hop: vec![0.0; stages - 1],
+        })
     }
 
     fn lists(&self) -> [(char, &[f64]); 5] {

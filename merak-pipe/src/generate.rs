@@ -9,6 +9,7 @@ mod interleaved;
 mod one_f_one_b;
 mod recompute;
 mod v_shape;
+mod zb_v;
 mod zero_bubble;
 
 pub(crate) use dualpipe_v::dualpipe_v;
@@ -17,7 +18,8 @@ pub(crate) use inference::inference;
 pub(crate) use interleaved::interleaved;
 pub(crate) use one_f_one_b::{ds_default, one_f_one_b};
 pub(crate) use recompute::{last_no_recompute, pre_recompute, shifted_critical_path};
-pub(crate) use v_shape::{v_half, v_min, zb_v};
+pub(crate) use v_shape::{v_half, v_min};
+pub(crate) use zb_v::zb_v;
 pub(crate) use zero_bubble::{zb_h1, zb_h2};
 
 use crate::{Action, Kind, MicrobatchId, Size, StageId};

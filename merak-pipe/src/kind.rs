@@ -25,7 +25,7 @@ use std::{fmt, str::FromStr};
 /// | `interleaved_1f1b` | `3(P-1)/v` | `P + (P-1)/v` on the first rank | any |
 /// | `zb_h1` | `P-1` | `P` | 1 |
 /// | `zb_h2` | `P-1`, no rank waits | `2P-1` | 1 |
-/// | `zb_v` | `(P-1)/2` | `P` | 2 |
+/// | `zb_v` | `(P-1)/2`, no rank waits | `P` | 2 |
 /// | `v_half` | at most `1.5(P-1)` | `(P+2)/2` | 2 |
 /// | `v_min` | `2(P-1) - 1/2` | `(P+4)/3`, rounded up to a chunk | 2 |
 /// | `dualpipe_v` | `P-1` | `P + 1/2` | 2 |
@@ -146,7 +146,7 @@ impl ScheduleKind {
             Self::VHalf => generate::v_half(size),
             Self::VMin => generate::v_min(size),
             Self::DualPipeV => generate::dualpipe_v(size),
-            Self::Inference => generate::inference(size),
+            Self::Inference => generate::inference(size, &(0..size.ranks).collect::<Vec<_>>()),
         })
     }
 

@@ -29,7 +29,8 @@
 //! - [`Schedule`]: the actions of every rank, from a [`ScheduleKind`] or from CSV;
 //!   [`Schedule::validate`] proves it, [`Schedule::instructions`] adds the communication.
 //! - [`simulate`](fn@simulate): [`Costs`] in, makespan, bubble, memory and critical path out.
-//! - [`auto`](fn@auto): a schedule searched for given costs and memory.
+//! - [`auto`](fn@auto): a schedule searched for given costs and memory; [`Costs::measured`] takes them from a
+//!   recorded timeline.
 //! - [`Engine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`]; [`run_threads`] runs
 //!   a whole pipeline in one process.
 //! - [`Timeline`]: what ran when, from the simulator or the engine; [`grid`](fn@grid), [`svg`](fn@svg) and

@@ -1,6 +1,6 @@
 //! The schedule: every action of every rank, in order.
 
-use crate::{Action, Error, Kind, MicrobatchId, Result, StageId};
+use crate::{Action, Error, Kind, MicrobatchId, Result, StageId, generate};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeSet, fmt::Write as _};
 
@@ -138,6 +138,47 @@ impl Schedule {
     pub fn is_forward_only(&self) -> bool {
         let mut actions = self.actions.iter().flatten();
         actions.all(|action| action.kind == Kind::Forward)
+    }
+
+    /// Forwards alone of `microbatches` over the same stages on the same ranks, for evaluation and generation.
+    ///
+    /// # Errors
+    /// As [`Schedule::placement`].
+    ///
+    /// ```
+    /// use merak_pipe::{ScheduleKind, Size};
+    /// let schedule = ScheduleKind::ZbV.generate(Size::new(2, 4).with_chunks(2))?;
+    /// assert_eq!(schedule.forwards(2)?.to_csv(), "0F0,0F1,3F0,3F1\n1F0,1F1,2F0,2F1\n");
+    /// # Ok::<(), merak_pipe::Error>(())
+    /// ```
+    pub fn forwards(&self, microbatches: usize) -> Result<Self> {
+        let placement = self.placement()?;
+        let size = Size {
+            microbatches,
+            ..self.size
+        };
+        size.check()?;
+        Ok(generate::inference(size, &placement))
+    }
+
+    /// For each stage the most microbatches at once between their forward and the end of their backward.
+    pub fn live_microbatches(&self) -> Vec<usize> {
+        let stages = self.buffers.len();
+        let (mut live, mut peak) = (vec![0_usize; stages], vec![0; stages]);
+        let forward_only = self.is_forward_only();
+        for action in self.actions.iter().flatten() {
+            let Some(live) = live.get_mut(action.stage.0) else {
+                continue;
+            };
+            if action.kind == Kind::Forward {
+                *live += 1;
+                peak[action.stage.0] = (*live).max(peak[action.stage.0]);
+            }
+            if action.kind.ends_microbatch() || forward_only {
+                *live = live.saturating_sub(1);
+            }
+        }
+        peak
     }
 
     /// For each stage the rank that runs it.

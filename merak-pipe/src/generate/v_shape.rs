@@ -22,30 +22,21 @@ mod play;
 
 use crate::{Schedule, Size};
 use block::Block;
-use play::{Discipline, Played, play};
-
-/// `zb_v`, from [Zero Bubble](https://arxiv.org/abs/2401.10241), section 6: the memory of `1f1b` and a sixth
-/// of its bubble. Up to four ranks never wait between their first and last actions; with more, the first
-/// ranks wait a little in the cooldown.
-pub(crate) fn zb_v(size: Size) -> Schedule {
-    let limit = 2 * size.ranks;
-    let block = best(size, Block::eager(size.ranks), limit, Discipline::Overtake);
-    schedule("zb_v", size, &block, limit, Discipline::Overtake)
-}
+use play::{Played, play};
 
 /// `v_half`: half the memory of `1f1b`, `(P+2)/2` microbatches, at half of its bubble.
 pub(crate) fn v_half(size: Size) -> Schedule {
     let limit = size.ranks + 2;
     let candidates = Block::halves(size.ranks).chain(Block::drawn(size.ranks, DRAWS));
-    let block = best(size, candidates, limit, Discipline::Keep);
-    schedule("v_half", size, &block, limit, Discipline::Keep)
+    let block = best(size, candidates, limit);
+    schedule("v_half", size, &block, limit)
 }
 
 /// `v_min`: a third of the memory of `1f1b`, `(P+4)/3` microbatches, at two thirds of its bubble.
 pub(crate) fn v_min(size: Size) -> Schedule {
     let limit = (2 * (size.ranks + 4)).div_ceil(3);
     let block = Block::shortest(size.ranks);
-    schedule("v_min", size, &block, limit, Discipline::Keep)
+    schedule("v_min", size, &block, limit)
 }
 
 /// Irregular blocks that are tried.
@@ -53,24 +44,19 @@ const DRAWS: usize = 20_000;
 /// Blocks that fit into the memory and are played.
 const PLAYS: usize = 300;
 
-/// The block whose schedule takes the shortest time, on all ranks together and then on the slowest rank.
-fn best(
-    size: Size,
-    candidates: impl Iterator<Item = Block>,
-    limit: usize,
-    discipline: Discipline,
-) -> Block {
+/// The block that fits into the memory and whose schedule takes the shortest time, on all ranks together and
+/// then on the slowest rank.
+fn best(size: Size, candidates: impl Iterator<Item = Block>, limit: usize) -> Block {
     let trial = Size {
         microbatches: size.microbatches.min(4 * size.ranks),
         ..size
     };
-    let fitting =
-        candidates.filter(|block| discipline == Discipline::Overtake || block.peak() <= limit);
+    let fitting = candidates.filter(|block| block.peak() <= limit);
     let mut best: Option<((usize, usize), Block)> = None;
     for block in fitting.take(PLAYS) {
         let Played {
             makespan, longest, ..
-        } = play(&block, trial, limit, discipline);
+        } = play(&block, trial, limit);
         if best
             .as_ref()
             .is_none_or(|(figures, _)| (makespan, longest) < *figures)
@@ -85,13 +71,7 @@ fn best(
     best.map_or_else(|| Block::shortest(size.ranks), |(_, block)| block)
 }
 
-fn schedule(
-    name: &str,
-    size: Size,
-    block: &Block,
-    limit: usize,
-    discipline: Discipline,
-) -> Schedule {
-    let played = play(block, size, limit, discipline);
+fn schedule(name: &str, size: Size, block: &Block, limit: usize) -> Schedule {
+    let played = play(block, size, limit);
     Schedule::new(name, size, played.actions)
 }

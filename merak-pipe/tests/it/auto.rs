@@ -19,15 +19,15 @@ fn best_named(size: Size, costs: &Costs, limit: f64) -> Option<f64> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
+    #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
     fn auto_is_valid_and_at_least_as_good_as_every_named_schedule(
-        ranks in 1_usize..=4, extra in 0_usize..=6, chunks in 1_usize..=3, limit in 1_u8..=9,
-        times in proptest::collection::vec(0.25_f64..3.0, 60),
+        ranks in 1_usize..=8, extra in 0_usize..=12, chunks in 1_usize..=3, limit in 1_u8..=12,
+        times in proptest::collection::vec(0.25_f64..3.0, 120),
     ) {
         let size = Size::new(ranks, 1 + extra).with_chunks(chunks);
         let stages = size.stages();
-        let mut times = times.chunks(12).map(|list| list[..stages].to_vec());
+        let mut times = times.chunks(24).map(|list| list[..stages].to_vec());
         let mut next = || times.next().expect("five lists");
         let mut costs = Costs {
             forward: next(),
@@ -95,4 +95,40 @@ fn the_search_says_why_it_stopped() {
     let found = auto(Size::new(4, 8).with_chunks(2), &costs, &half).unwrap();
     assert_eq!((found.stopped, found.moves), (Stopped::Budget, 5));
     assert_eq!(found.start.0, ScheduleKind::VHalf);
+}
+
+#[test]
+fn random_costs_leave_much_to_gain_over_the_named_schedules() {
+    // Where every stage costs something else, list scheduling alone finds shorter schedules most of the time.
+    let mut state = 7_u64;
+    let mut draw = || {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        0.5 + (state >> 40) as f64 / f64::from(1_u32 << 24)
+    };
+    let (mut shorter, mut cases) = (0, 0);
+    for ranks in 2..=8 {
+        for chunks in [1, 2] {
+            let size = Size::new(ranks, 2 * ranks).with_chunks(chunks);
+            let mut list = |len: usize| (0..len).map(|_| draw()).collect::<Vec<f64>>();
+            let stages = size.stages();
+            let costs = Costs {
+                forward: list(stages),
+                input_grad: list(stages),
+                weight_grad: list(stages),
+                recompute: vec![0.0; stages],
+                hop: vec![0.1; stages - 1],
+            };
+            let limits = AutoLimits {
+                peak_activations: vec![ranks as f64; ranks],
+                moves: 0,
+            };
+            let found = auto(size, &costs, &limits).unwrap();
+            assert!(found.simulation.makespan <= found.start.1);
+            cases += 1;
+            shorter += usize::from(found.simulation.makespan < 0.99 * found.start.1);
+        }
+    }
+    assert!(2 * shorter >= cases, "{shorter} of {cases}");
 }

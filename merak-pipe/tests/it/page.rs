@@ -119,3 +119,107 @@ fn the_page_shows_the_figures_of_the_simulator() {
         );
     }
 }
+
+/// Moves the page's own controls for each case and notes what its table then says.
+const HANDS: &str = r##"<script>
+const set = (id, value) => {
+  const input = document.getElementById(id);
+  input.value = value;
+  input.dispatchEvent(new Event("input"));
+};
+const told = CASES.map(([name, P, M, costs]) => {
+  set("name", name);
+  for (const [id, value] of Object.entries({ P, M, ...costs })) set(id, value);
+  const cells = [...document.querySelectorAll("#figures tr")].map(row => [...row.cells].map(cell => cell.textContent));
+  return { figures: Object.fromEntries(cells), boxes: document.querySelectorAll("#picture svg title").length };
+});
+document.title = JSON.stringify(told);
+</script>"##;
+
+/// What a headless browser shows, or `None` where there is none.
+fn seen(page: &str, cases: &serde_json::Value) -> Option<serde_json::Value> {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("page.html");
+    let hands = HANDS.replace("CASES", &cases.to_string());
+    std::fs::write(&path, page.replace("</body>", &format!("{hands}</body>")))
+        .expect("it is written");
+    let profile = format!(
+        "--user-data-dir={}",
+        folder.path().join("profile").display()
+    );
+    let browser = Command::new("chromium")
+        .args([
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--dump-dom",
+            &profile,
+        ])
+        .arg(format!("file://{}", path.display()))
+        .stderr(Stdio::null())
+        .output();
+    let dom = String::from_utf8(browser.ok()?.stdout).expect("a page is text");
+    let title = dom.split("<title>").nth(1)?.split("</title>").next()?;
+    let title = title
+        .replace("&gt;", ">")
+        .replace("&lt;", "<")
+        .replace("&amp;", "&");
+    Some(serde_json::from_str(&title).expect("the script ran to its end"))
+}
+
+#[test]
+fn a_browser_shows_the_figures_of_the_simulator() {
+    let given = ScheduleKind::OneFOneB.generate(Size::new(4, 8)).unwrap();
+    let page = html(&given, UnitCosts::default()).unwrap();
+    let text = "F=1,I=1.25,W=0.75,R=0.5,C=0.25";
+    let costs = serde_json::json!({"F": 1.0, "I": 1.25, "W": 0.75, "R": 0.5, "C": 0.25});
+    let mut cases = Vec::new();
+    for kind in ScheduleKind::ALL {
+        for (p, m) in [(2, 5), (4, 8), (8, 16)] {
+            let chunks = kind.fixed_chunks().unwrap_or(2);
+            let size = Size::new(p, m.max(kind.min_microbatches(p))).with_chunks(chunks);
+            cases.push((kind, kind.generate(size).unwrap()));
+        }
+    }
+    let asked = cases.iter().map(|(kind, schedule)| {
+        serde_json::json!([
+            kind.as_str(),
+            schedule.size.ranks,
+            schedule.size.microbatches,
+            costs
+        ])
+    });
+    let Some(shown) = seen(&page, &asked.collect()) else {
+        eprintln!("skipped: there is no chromium here to show the page");
+        return;
+    };
+    let rounded = |x: f64| ((x * 1000.0).round() / 1000.0).to_string();
+    let listed = |list: &[f64], unit: &str| {
+        let texts: Vec<_> = list.iter().map(|x| rounded(*x) + unit).collect();
+        texts.join(", ")
+    };
+    for ((kind, schedule), shown) in cases
+        .iter()
+        .zip(shown.as_array().expect("one for each case"))
+    {
+        let costs = Costs::uniform(text.parse().unwrap(), schedule.size.stages());
+        let expected = simulate(schedule, &costs).unwrap();
+        let percent: Vec<_> = expected
+            .timeline
+            .bubble_by_rank()
+            .iter()
+            .map(|b| 100.0 * b)
+            .collect();
+        let figures = serde_json::json!({
+            "makespan": rounded(expected.makespan),
+            "bubble": rounded(100.0 * expected.bubble()) + " %",
+            "longest rank": rounded(expected.longest_rank_time()),
+            "bubble by rank": listed(&percent, " %"),
+            "peak activations": listed(&expected.peak_activations, ""),
+            "critical path": format!("{} actions", expected.critical_path.len()),
+        });
+        assert_eq!(shown["figures"], figures, "{kind} {:?}", schedule.size);
+        let actions: usize = schedule.actions.iter().map(Vec::len).sum();
+        assert_eq!(shown["boxes"], actions, "{kind} {:?}", schedule.size);
+    }
+}

@@ -67,18 +67,13 @@ fn bubbles_follow_the_closed_forms() {
 fn zero_bubble_schedules_keep_ranks_busy() {
     for p in 2..=16 {
         for m in [2 * p, 4 * p] {
-            let longest = play(ScheduleKind::ZbH2, p, m).1.longest_rank_time();
-            assert!(
-                (longest - 3.0 * m as f64).abs() < 1e-9,
-                "zb_h2 {p} {m}: {longest}"
-            );
-            let longest = play(ScheduleKind::ZbV, p, m).1.longest_rank_time();
-            // A little is left with more than four ranks.
-            let wait = p.saturating_sub(4) as f64 * 0.5;
-            assert!(
-                longest <= 3.0 * m as f64 + wait + 1e-9,
-                "zb_v {p} {m}: {longest}"
-            );
+            for kind in [ScheduleKind::ZbH2, ScheduleKind::ZbV] {
+                let longest = play(kind, p, m).1.longest_rank_time();
+                assert!(
+                    (longest - 3.0 * m as f64).abs() < 1e-9,
+                    "{kind} {p} {m}: {longest}"
+                );
+            }
         }
     }
 }
@@ -159,4 +154,48 @@ fn a_wrong_number_of_chunks_is_refused() {
         .generate(Size::new(4, 8).with_chunks(2))
         .unwrap_err();
     assert_eq!(error.to_string(), "zb_h1 runs 1 chunk per rank, found 2");
+}
+
+#[test]
+fn forwards_alone_run_over_the_stages_of_any_schedule() {
+    for kind in ScheduleKind::ALL {
+        for (p, m) in [(1, 4), (2, 5), (4, 8), (5, 11)] {
+            let trained = play(kind, p, m).0;
+            for microbatches in [1, p, 2 * p + 1] {
+                let forwards = trained.forwards(microbatches).unwrap();
+                assert_eq!(
+                    forwards.placement().unwrap(),
+                    trained.placement().unwrap(),
+                    "{kind} {p}"
+                );
+                let outcome = forwards.validate();
+                assert!(outcome.is_ok(), "{kind} {p} {microbatches}: {outcome:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn live_microbatches_of_stages_add_up_to_no_less_than_the_peak_of_their_rank() {
+    for kind in [
+        ScheduleKind::OneFOneB,
+        ScheduleKind::ZbV,
+        ScheduleKind::Interleaved,
+    ] {
+        let (schedule, simulation) = play(kind, 4, 9);
+        let live = schedule.live_microbatches();
+        let placement = schedule.placement().unwrap();
+        for (rank, peak) in simulation.peak_activations.iter().enumerate() {
+            let own = live
+                .iter()
+                .zip(&placement)
+                .filter(|(_, owner)| **owner == rank);
+            let sum: usize = own.map(|(live, _)| live).sum();
+            assert!(peak * schedule.size.chunks as f64 <= sum as f64 + 1e-9);
+        }
+    }
+    assert_eq!(
+        play(ScheduleKind::OneFOneB, 4, 8).0.live_microbatches(),
+        [4, 3, 2, 1]
+    );
 }

@@ -1,13 +1,11 @@
 //! The block of one microbatch.
 
 /// When the forwards and input gradients of microbatch 0 start, in units; those of microbatch `m` start
-/// [`PERIOD`] times `m` later. On each rank the four starts differ modulo the period, but in blocks that only
-/// rank actions ([`Block::eager`]).
+/// [`PERIOD`] times `m` later. On each rank the four starts differ modulo the period.
 #[derive(Debug, Clone)]
 pub(super) struct Block {
     /// For each rank the starts by [`Part`].
     starts: Vec<[usize; 4]>,
-    period: usize,
 }
 
 /// The four parts of a block on each rank, in the order in which a microbatch meets them.
@@ -40,7 +38,7 @@ pub(super) const PERIOD: usize = 6;
 impl Block {
     /// When a part of a microbatch starts.
     pub(super) fn start(&self, rank: usize, part: Part, microbatch: usize) -> usize {
-        self.starts[rank][part as usize] + self.period * microbatch
+        self.starts[rank][part as usize] + PERIOD * microbatch
     }
 
     /// Most activations on a rank at once, when each weight gradient follows its input gradient.
@@ -61,29 +59,14 @@ impl Block {
     /// modulo the period, so the turns wait two units.
     pub(super) fn shortest(ranks: usize) -> Self {
         let wait = if ranks.is_multiple_of(3) { 2 } else { 0 };
-        Self::regular(ranks, [1; 4], [wait, 0, wait], PERIOD)
+        Self::regular(ranks, [1; 4], [wait, 0, wait])
     }
 
     /// Blocks with two units for each hop back.
     pub(super) fn halves(ranks: usize) -> impl Iterator<Item = Self> {
         let waits = (0..5).flat_map(|first| (0..5).map(move |last| [first, 0, last]));
-        let blocks = waits.map(move |waits| Self::regular(ranks, [1, 2, 1, 2], waits, PERIOD));
+        let blocks = waits.map(move |waits| Self::regular(ranks, [1, 2, 1, 2], waits));
         blocks.filter(Self::is_disjoint)
-    }
-
-    /// Blocks that say which of the ready actions comes first: their parts may meet, and the period weighs
-    /// early parts of late microbatches against late parts of early ones.
-    pub(super) fn eager(ranks: usize) -> impl Iterator<Item = Self> {
-        let shapes = [
-            ([4, 4, 1, 2], [2, 5, 0]),
-            ([4, 2, 2, 2], [0, 5, 0]),
-            ([5, 5, 3, 3], [2, 0, 0]),
-            ([1, 4, 1, 1], [0, 0, 0]),
-            ([2, 4, 2, 4], [0, 0, 0]),
-        ];
-        shapes.into_iter().flat_map(move |(steps, waits)| {
-            (5..=8).map(move |period| Self::regular(ranks, steps, waits, period))
-        })
     }
 
     /// Up to `tries` blocks whose hops take one to three units, drawn so that parts never meet.
@@ -92,7 +75,7 @@ impl Block {
         (0..tries).filter_map(move |_| Self::draw(ranks, &mut random))
     }
 
-    fn regular(ranks: usize, steps: [usize; 4], waits: [usize; 3], period: usize) -> Self {
+    fn regular(ranks: usize, steps: [usize; 4], waits: [usize; 3]) -> Self {
         let mut starts = vec![[0; 4]; ranks];
         let mut at = 0;
         for (part, step) in Part::ALL.into_iter().zip(steps) {
@@ -102,7 +85,7 @@ impl Block {
             }
             at = at - step + 1 + waits.get(part as usize).copied().unwrap_or(0);
         }
-        Self { starts, period }
+        Self { starts }
     }
 
     fn draw(ranks: usize, random: &mut Lcg) -> Option<Self> {
@@ -119,10 +102,7 @@ impl Block {
                 at += 1;
             }
         }
-        Some(Self {
-            starts,
-            period: PERIOD,
-        })
+        Some(Self { starts })
     }
 
     fn is_disjoint(&self) -> bool {

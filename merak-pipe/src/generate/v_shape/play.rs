@@ -5,15 +5,6 @@ use crate::generate::Stage;
 use crate::{Action, Size};
 use std::collections::VecDeque;
 
-/// How a rank chooses its next forward or input gradient.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Discipline {
-    /// In the block's order, waiting for the next one.
-    Keep,
-    /// The first in the block's order that is ready.
-    Overtake,
-}
-
 /// What a play gives, in units: every action takes one, and messages none.
 #[derive(Debug)]
 pub(super) struct Played {
@@ -26,11 +17,9 @@ pub(super) struct Played {
 /// Lets the ranks work unit by unit: each does its next ready forward or input gradient, and a weight
 /// gradient when there is none. At most `limit` activations of stages are kept on a rank.
 ///
-/// Always ends. Under [`Discipline::Keep`] the block must fit into the limit; under
-/// [`Discipline::Overtake`] forwards on the way down leave one activation free, with which the oldest
-/// microbatch can always go on.
-pub(super) fn play(block: &Block, size: Size, limit: usize, discipline: Discipline) -> Played {
-    let mut board = Board::new(block, size, limit, discipline);
+/// Forwards and input gradients keep the block's order. Ends where the block fits into the limit.
+pub(super) fn play(block: &Block, size: Size, limit: usize) -> Played {
+    let mut board = Board::new(block, size, limit);
     let total = 6 * size.ranks * size.microbatches;
     let (mut done, mut now) = (0, 0);
     while done < total {
@@ -63,7 +52,6 @@ struct Board<'a> {
     block: &'a Block,
     size: Size,
     limit: usize,
-    discipline: Discipline,
     /// By rank and part: the next microbatch.
     next: Vec<[usize; 4]>,
     /// By part, rank and microbatch: when it ended.
@@ -78,12 +66,11 @@ struct Board<'a> {
 }
 
 impl<'a> Board<'a> {
-    fn new(block: &'a Block, size: Size, limit: usize, discipline: Discipline) -> Self {
+    fn new(block: &'a Block, size: Size, limit: usize) -> Self {
         Self {
             block,
             size,
             limit,
-            discipline,
             next: vec![[0; 4]; size.ranks],
             ends: vec![None; 4 * size.ranks * size.microbatches],
             weights: vec![VecDeque::new(); size.ranks],
@@ -94,22 +81,14 @@ impl<'a> Board<'a> {
     }
 
     fn choose(&self, rank: usize, now: usize) -> Option<Choice> {
-        let parts = Part::ALL.into_iter();
-        let mut left =
-            parts.filter(|part| self.next[rank][*part as usize] < self.size.microbatches);
-        let key = |part: &Part| {
+        let left = Part::ALL
+            .into_iter()
+            .filter(|part| self.next[rank][*part as usize] < self.size.microbatches);
+        let next = left.min_by_key(|part| {
             self.block
                 .start(rank, *part, self.next[rank][*part as usize])
-        };
-        let part = match self.discipline {
-            Discipline::Keep => left
-                .min_by_key(key)
-                .filter(|part| self.is_ready(rank, *part, now)),
-            Discipline::Overtake => left
-                .by_ref()
-                .filter(|part| self.is_ready(rank, *part, now))
-                .min_by_key(key),
-        };
+        });
+        let part = next.filter(|part| self.is_ready(rank, *part, now));
         let weight = || (!self.weights[rank].is_empty()).then_some(Choice::Weight);
         part.map(Choice::Part).or_else(weight)
     }
@@ -120,11 +99,9 @@ impl<'a> Board<'a> {
         let done = |part: Part, rank: usize| {
             self.ends[self.index(part, rank, microbatch)].is_some_and(|end| end <= now)
         };
-        let reserve = usize::from(self.discipline == Discipline::Overtake);
         match part {
             Part::ForwardDown => {
-                let fits = self.live[rank] + reserve < self.limit;
-                fits && (rank == 0 || done(part, rank - 1))
+                self.live[rank] < self.limit && (rank == 0 || done(part, rank - 1))
             }
             Part::ForwardBack => {
                 let before = if rank == last {

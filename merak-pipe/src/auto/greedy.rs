@@ -1,0 +1,201 @@
+//! List scheduling: a rank that is free takes, of the actions that are ready, the one that its rule puts first.
+
+use crate::{Action, Costs, Kind, MicrobatchId, Schedule, Size, StageId};
+use std::{cmp::Reverse, collections::BinaryHeap};
+
+/// What a rank that is free prefers.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Rule {
+    /// For each rank the most activations of stages that it keeps.
+    pub(super) limits: Vec<usize>,
+    /// Forwards before input gradients, not behind them.
+    pub(super) forward_first: bool,
+    /// A weight gradient waits where a message is about to come before half of it were done.
+    pub(super) patient: bool,
+}
+
+/// The schedule that a rule gives for a placement of the stages, or `None` where its limits let no microbatch
+/// through.
+pub(super) fn greedy(
+    size: Size,
+    placement: &[usize],
+    costs: &Costs,
+    rule: &Rule,
+) -> Option<Schedule> {
+    let mut board = Board::new(size, placement, costs, rule);
+    let total = 3 * placement.len() * size.microbatches;
+    let mut done = 0;
+    while let Some(Reverse((bits, rank))) = board.events.pop() {
+        let now = f64::from_bits(bits);
+        if board.free[rank] > now {
+            continue;
+        }
+        if let Some(action) = board.choose(rank, now) {
+            board.carry_out(rank, action, now);
+            done += 1;
+        }
+    }
+    (done == total).then(|| Schedule::new("auto", size, board.actions))
+}
+
+struct Board<'a> {
+    size: Size,
+    placement: &'a [usize],
+    costs: &'a Costs,
+    rule: &'a Rule,
+    /// For each rank its stages.
+    stages: Vec<Vec<usize>>,
+    /// By stage: the next microbatch of each kind.
+    next: Vec<[usize; 3]>,
+    /// By kind (forward, input gradient), stage and microbatch: when it is ready.
+    ready: Vec<f64>,
+    /// By rank: activations that are kept, and when it is free.
+    live: Vec<usize>,
+    free: Vec<f64>,
+    /// When a rank has something to decide. Times are not negative, so their bits ascend with them.
+    events: BinaryHeap<Reverse<(u64, usize)>>,
+    actions: Vec<Vec<Action>>,
+}
+
+const FORWARD: usize = 0;
+const INPUT: usize = 1;
+const WEIGHT: usize = 2;
+
+impl<'a> Board<'a> {
+    fn new(size: Size, placement: &'a [usize], costs: &'a Costs, rule: &'a Rule) -> Self {
+        let mut stages = vec![Vec::new(); size.ranks];
+        for (stage, &rank) in placement.iter().enumerate() {
+            stages[rank].push(stage);
+        }
+        let mut ready = vec![f64::INFINITY; 2 * placement.len() * size.microbatches];
+        // The first stage loads its microbatches.
+        ready[..size.microbatches].fill(0.0);
+        Self {
+            size,
+            placement,
+            costs,
+            rule,
+            stages,
+            next: vec![[0; 3]; placement.len()],
+            ready,
+            live: vec![0; size.ranks],
+            free: vec![0.0; size.ranks],
+            events: (0..size.ranks).map(|rank| Reverse((0, rank))).collect(),
+            actions: vec![Vec::new(); size.ranks],
+        }
+    }
+
+    fn choose(&self, rank: usize, now: f64) -> Option<Action> {
+        let forward = || {
+            let deepest = self.stages[rank].iter().enumerate().rev();
+            let open = deepest.filter(|(chunk, stage)| {
+                self.is_ready(FORWARD, **stage, now) && self.has_room(rank, *chunk)
+            });
+            open.map(|(_, stage)| self.action(Kind::Forward, *stage))
+                .next()
+        };
+        let input = || {
+            let open = self.stages[rank]
+                .iter()
+                .filter(|stage| self.is_ready(INPUT, **stage, now));
+            // The oldest microbatch, and of the same one the stage with the longest way back.
+            let first = open.min_by_key(|stage| (self.next[**stage][INPUT], Reverse(**stage)));
+            first.map(|stage| self.action(Kind::InputGrad, *stage))
+        };
+        let wanted = if self.rule.forward_first {
+            forward().or_else(input)
+        } else {
+            input().or_else(forward)
+        };
+        wanted.or_else(|| self.weight(rank, now))
+    }
+
+    fn weight(&self, rank: usize, now: f64) -> Option<Action> {
+        let owed = self.stages[rank]
+            .iter()
+            .filter(|stage| self.next[**stage][WEIGHT] < self.next[**stage][INPUT]);
+        let stage = *owed.min_by_key(|stage| self.next[**stage][WEIGHT])?;
+        let soon = now + 0.5 * self.costs.weight_grad[stage];
+        let comes = |kind| {
+            let mut stages = self.stages[rank].iter().enumerate();
+            stages.any(|(chunk, &stage)| {
+                let fits = kind == INPUT || self.has_room(rank, chunk);
+                fits && self.is_ready(kind, stage, soon)
+            })
+        };
+        let waits = self.rule.patient && (comes(INPUT) || comes(FORWARD));
+        (!waits).then(|| self.action(Kind::WeightGrad, stage))
+    }
+
+    fn is_ready(&self, kind: usize, stage: usize, by: f64) -> bool {
+        let microbatch = self.next[stage][kind];
+        microbatch < self.size.microbatches && self.ready[self.index(kind, stage, microbatch)] <= by
+    }
+
+    /// Whether another activation fits, with room left for the rank's later stages, so that what was begun can
+    /// always be ended.
+    fn has_room(&self, rank: usize, chunk: usize) -> bool {
+        let later = self.stages[rank].len() - 1 - chunk;
+        self.live[rank] + later < self.rule.limits[rank]
+    }
+
+    fn action(&self, kind: Kind, stage: usize) -> Action {
+        let row = match kind {
+            Kind::Forward => FORWARD,
+            Kind::WeightGrad => WEIGHT,
+            Kind::Backward | Kind::InputGrad | Kind::Recompute => INPUT,
+        };
+        let microbatch = self.next[stage][row];
+        Action::new(StageId(stage), kind, MicrobatchId(microbatch))
+    }
+
+    fn carry_out(&mut self, rank: usize, action: Action, now: f64) {
+        let (stage, microbatch) = (action.stage.0, action.microbatch.0);
+        let end = now + self.costs.of(action, true);
+        self.free[rank] = end;
+        self.actions[rank].push(action);
+        self.wake(end, rank);
+        match action.kind {
+            Kind::Forward => {
+                self.next[stage][FORWARD] += 1;
+                self.live[rank] += 1;
+                if stage + 1 < self.placement.len() {
+                    self.send(FORWARD, (stage, stage + 1), microbatch, end);
+                } else {
+                    let own = self.index(INPUT, stage, microbatch);
+                    self.ready[own] = end;
+                }
+            }
+            Kind::WeightGrad => {
+                self.next[stage][WEIGHT] += 1;
+                self.live[rank] -= 1;
+            }
+            Kind::InputGrad | Kind::Backward | Kind::Recompute => {
+                self.next[stage][INPUT] += 1;
+                if stage > 0 {
+                    self.send(INPUT, (stage, stage - 1), microbatch, end);
+                }
+            }
+        }
+    }
+
+    fn send(&mut self, kind: usize, (from, to): (usize, usize), microbatch: usize, end: f64) {
+        let receiver = self.placement[to];
+        let hop = if self.placement[from] == receiver {
+            0.0
+        } else {
+            self.costs.hop[from.min(to)]
+        };
+        let place = self.index(kind, to, microbatch);
+        self.ready[place] = end + hop;
+        self.wake(end + hop, receiver);
+    }
+
+    fn wake(&mut self, at: f64, rank: usize) {
+        self.events.push(Reverse((at.to_bits(), rank)));
+    }
+
+    fn index(&self, kind: usize, stage: usize, microbatch: usize) -> usize {
+        (kind * self.placement.len() + stage) * self.size.microbatches + microbatch
+    }
+}
