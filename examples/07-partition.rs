@@ -40,7 +40,7 @@ fn main() -> Result<()> {
     );
 
     // The same stages, keeping only what enters each segment.
-    let recompute = |stage| recompute_plan(&graph, &partition, stage, 1, true);
+    let recompute = |stage| recompute_plan(&graph, &partition, stage, 1, usize::MAX);
     let report_options = ReportOptions {
         recompute: (0..stages).map(recompute).collect(),
         ..report_options

@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let differentiate = Instant::now();
     let plans: Vec<_> = (0..STAGES)
-        .map(|stage| recompute_plan(&graph, &partition, stage, 1, true))
+        .map(|stage| recompute_plan(&graph, &partition, stage, 1, usize::MAX))
         .collect();
     let mut nodes = 0;
     for (stage, plan) in plans.iter().enumerate() {

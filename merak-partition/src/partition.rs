@@ -74,7 +74,7 @@ impl Partition {
 /// ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)).
 ///
 /// Kept as they are: a chunk without parameters, a chunk with an embedding lookup, and the last chunk of the
-/// last stage, whose backward starts at once. Nothing is recomputed when `enabled` is false or
+/// last stage, whose backward starts at once. Of the other segments the first `most` are recomputed; none is when
 /// `checkpoint_num_layers` is 0.
 ///
 /// `graph` is the graph that `partition` was made for.
@@ -83,28 +83,35 @@ pub fn recompute_plan(
     partition: &Partition,
     stage: usize,
     checkpoint_num_layers: usize,
-    enabled: bool,
+    most: usize,
 ) -> RecomputePlan {
-    if !enabled || checkpoint_num_layers == 0 {
+    if checkpoint_num_layers == 0 {
         return RecomputePlan::default();
     }
     let segments: Vec<_> = partition.segments_of(stage).collect();
     let bounds = &partition.segments.bounds;
-    let mut chunks: Vec<_> = segments
-        .chunks(checkpoint_num_layers)
-        .map(|chunk| bounds[chunk[0]]..bounds[chunk[chunk.len() - 1] + 1])
-        .collect();
+    let mut chunks: Vec<_> = segments.chunks(checkpoint_num_layers).collect();
     if stage + 1 == partition.num_stages() {
         chunks.pop();
     }
     chunks.retain(|chunk| {
-        let nodes = &graph.nodes()[chunk.clone()];
+        let nodes = &graph.nodes()[bounds[chunk[0]]..bounds[chunk[chunk.len() - 1] + 1]];
         nodes.iter().any(|node| reads_params(graph, node))
             && !nodes
                 .iter()
                 .any(|node| matches!(node.op, Op::Embedding { .. }))
     });
-    RecomputePlan { chunks }
+    let mut left = most;
+    let limited = chunks.into_iter().filter_map(|chunk| {
+        let taken = &chunk[..chunk.len().min(left)];
+        left -= taken.len();
+        let (first, last) = (taken.first()?, taken.last()?);
+        Some(bounds[*first]..bounds[last + 1])
+    });
+    RecomputePlan {
+        chunks: limited.collect(),
+        nodes: Vec::new(),
+    }
 }
 
 fn reads_params(graph: &Graph, node: &Node) -> bool {

@@ -90,7 +90,8 @@ pub struct Call<'a> {
 pub struct GradStore {
     /// The flat buffers.
     pub buffers: Vec<Box<dyn Buffer>>,
-    /// For each entry of [`StageProgram::grads`](crate::StageProgram::grads), its buffer and range.
+    /// For each entry of [`StageProgram::grads`](crate::StageProgram::grads), its buffer and range; of several
+    /// programs one after another ([`Interpreter::with_first_slot`](crate::Interpreter::with_first_slot)).
     pub slots: Vec<GradSlot>,
 }
 

@@ -86,6 +86,15 @@ impl Interpreter {
         }
     }
 
+    /// Accumulates gradients from slot `first` of a store on, where several programs share one.
+    #[must_use]
+    pub fn with_first_slot(mut self, first: usize) -> Self {
+        let grads = self.program.grads.iter().enumerate();
+        let slots = grads.map(|(slot, grad)| (grad.value, first + slot));
+        self.grad_slots = Arc::new(slots.collect());
+        self
+    }
+
     /// The program.
     pub fn program(&self) -> &StageProgram {
         &self.program

@@ -8,7 +8,10 @@ use crate::{
     Graph, NodeId, Param, ParamId, Port, Result, TensorType, ValueId,
     autodiff::{Phase, differentiate},
 };
-use std::{collections::BTreeMap, ops::Range};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+};
 
 pub use cut::{StageCuts, TiedParam};
 pub use live::LiveBytes;
@@ -74,11 +77,20 @@ pub struct StageProgram {
     pub grads: Vec<GradPort>,
 }
 
-/// Which nodes of a stage keep nothing but their inputs.
+/// Which results of a stage's forward are computed again instead of kept.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RecomputePlan {
-    /// Ranges of nodes of the whole model, each recomputed as one chunk.
+    /// Ranges of nodes of the whole model, each recomputed as one chunk: it keeps nothing but what leaves it.
     pub chunks: Vec<Range<usize>>,
+    /// Further nodes of the whole model, ascending, whose results are not kept whoever reads them.
+    pub nodes: Vec<usize>,
+}
+
+impl RecomputePlan {
+    /// Whether nothing is recomputed.
+    pub fn is_empty(&self) -> bool {
+        self.chunks.is_empty() && self.nodes.is_empty()
+    }
 }
 
 impl StageProgram {
@@ -162,9 +174,18 @@ impl StageProgram {
             .map(|chunk| part.local_range(chunk))
             .filter(|chunk| !chunk.is_empty())
             .collect();
+        let single: BTreeSet<_> = recompute
+            .nodes
+            .iter()
+            .flat_map(|&node| part.local_range(&(node..node + 1)))
+            .collect();
         let pinned: Vec<_> = part.send.iter().map(|hop| hop.value).collect();
-        let backward =
-            recompute::rewrite(&mut part.graph, &mut phases, backward, &chunks, &pinned)?;
+        let again = recompute::Again {
+            chunks: &chunks,
+            single: &single,
+            pinned: &pinned,
+        };
+        let backward = recompute::rewrite(&mut part.graph, &mut phases, backward, &again)?;
         Ok(Self {
             forward: (0..num_forward).map(NodeId::at).collect(),
             backward,

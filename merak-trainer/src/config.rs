@@ -18,6 +18,7 @@ mod layer;
 mod nearest;
 mod origin;
 mod reserved;
+mod schedule;
 mod setting;
 mod special;
 
@@ -36,13 +37,14 @@ pub use self::{
     },
     checked::CheckedArguments,
     choice::{
-        Backend, DataFormat, Device, Engine, PartitionMethod, Recompute, ReportTo, SplitMethod,
-        TraceMethod,
+        Backend, DataFormat, Device, Engine, PartitionMethod, Recompute, RecomputeOp, ReportTo,
+        SplitMethod, TraceMethod,
     },
     key::Key,
     origin::Origin,
+    schedule::TrainSchedule,
     setting::InputPath,
-    special::{Boundaries, SeqLength, ThreadsPerRank, TokenizerSource},
+    special::{Boundaries, Ratios, SeqLength, ThreadsPerRank, TokenizerSource},
 };
 use self::{
     key::Raw,

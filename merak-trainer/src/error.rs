@@ -473,6 +473,20 @@ pub enum Error {
         /// Size of the model's vocabulary.
         vocab: usize,
     },
+    /// Activations that need more than their budget, whatever is recomputed.
+    #[error(
+        "\"activation_memory_budget\" is {budget} bytes, but the activations of pipeline rank {rank} need at least \
+         {least}, with every chunk of \"checkpoint_num_layers\" segments recomputed: raise it, or choose a smaller \
+         \"per_device_train_batch_size\""
+    )]
+    ActivationBudget {
+        /// The rank of the pipeline.
+        rank: usize,
+        /// The bytes that it may use.
+        budget: usize,
+        /// The least that it can do with.
+        least: usize,
+    },
     /// A run that this machine's memory cannot hold.
     #[error(transparent)]
     Memory(Box<crate::MemoryShortage>),

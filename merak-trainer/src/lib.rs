@@ -66,8 +66,8 @@ mod world;
 pub use config::{
     Backend, Boundaries, CheckedArguments, ComputeArguments, Config, DataArguments, DataFormat,
     Device, DistributedArguments, Engine, InputPath, Key, MerakArguments, ModelArguments, Origin,
-    PartitionMethod, Recompute, ReportTo, SeqLength, SplitMethod, ThreadsPerRank, TokenizerSource,
-    TpLayerListArguments, TraceMethod, keys,
+    PartitionMethod, Ratios, Recompute, RecomputeOp, ReportTo, SeqLength, SplitMethod,
+    ThreadsPerRank, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule, keys,
 };
 pub use error::{Error, Result};
 pub use memory::{MemoryNeed, MemoryShortage, Workload, available_bytes};

@@ -1,10 +1,11 @@
 //! Whether a run fits into this machine, told before anything is allocated.
 
-use crate::{CheckedArguments, Error, Plan, Result, trainer::evaluation};
+use crate::{CheckedArguments, Error, Plan, Result, plan::RankPrograms, trainer::evaluation};
 use indicatif::BinaryBytes;
-use merak_pipe::{Costs, UnitCosts, simulate};
-use merak_trace::{Param, StageProgram};
+use merak_pipe::{Action, Kind};
+use merak_trace::{Op, Param, Phase, Source, StageProgram, ValueId};
 use merak_zero::ZeroStage;
+use std::collections::{BTreeMap, BTreeSet};
 use sysinfo::{MemoryRefreshKind, Process, ProcessRefreshKind, ProcessesToUpdate, System};
 
 /// What a run does with its model.
@@ -81,7 +82,7 @@ pub struct MemoryShortage {
 const FIRST_TOKENS: usize = 1;
 
 impl Plan {
-    /// The least memory that a rank of each stage needs for these workloads. Nothing is allocated.
+    /// The least memory that each rank of the pipeline needs for these workloads. Nothing is allocated.
     ///
     /// # Errors
     /// When a stage has no program for a workload.
@@ -90,19 +91,19 @@ impl Plan {
         args: &CheckedArguments,
         workloads: &[Workload],
     ) -> Result<Vec<MemoryNeed>> {
-        (0..self.cuts.num_stages())
-            .map(|stage| self.stage_memory(args, workloads, stage))
+        (0..self.degrees.pp)
+            .map(|rank| self.rank_memory(args, workloads, rank))
             .collect()
     }
 
-    fn stage_memory(
+    fn rank_memory(
         &self,
         args: &CheckedArguments,
         workloads: &[Workload],
-        stage: usize,
+        rank: usize,
     ) -> Result<MemoryNeed> {
-        let program = self.training_program(stage)?;
-        let params = program.params();
+        let programs = RankPrograms::new(self, rank)?;
+        let params = &programs.params;
         let sum = |all: &mut dyn Iterator<Item = &Param>| {
             let sizes = all.map(|param| param.local.size_bytes());
             sizes.fold(0, usize::saturating_add)
@@ -117,11 +118,8 @@ impl Plan {
         };
         // Parameters, gradients and state have four bytes an element each.
         let state = trained.saturating_mul(config.optimizer.state_names().len()) / replicas;
-        let further_uses = program.grads.iter().enumerate().filter(|(place, port)| {
-            let before = &program.grads[..*place];
-            before.iter().any(|other| other.param == port.param)
-        });
-        let further = further_uses.map(|(_, port)| params[port.param.index()].local.size_bytes());
+        let further = programs.uses().into_iter().filter(|of| !of.is_first);
+        let further = further.map(|of| params[of.param].local.size_bytes());
         let mut need = MemoryNeed {
             weights,
             gradients: further.fold(trained, usize::saturating_add),
@@ -130,12 +128,12 @@ impl Plan {
         };
         for &workload in workloads {
             let activations = match workload {
-                Workload::Training => self.training_bytes(&program, stage)?,
+                Workload::Training => self.training_bytes(&programs, rank),
                 Workload::Evaluation { samples } => {
                     let batch = evaluation::batch(args, samples);
-                    self.forward_bytes(stage, batch, self.seq_length, false)?
+                    self.forward_bytes(rank, batch, self.seq_length, false)?
                 }
-                Workload::Generation => self.forward_bytes(stage, 1, FIRST_TOKENS, true)?,
+                Workload::Generation => self.forward_bytes(rank, 1, FIRST_TOKENS, true)?,
             };
             if activations > need.activations {
                 (need.activations, need.largest) = (activations, Some(workload));
@@ -144,23 +142,20 @@ impl Plan {
         Ok(need)
     }
 
-    /// Batches of a step, and the values of as many microbatches as the schedule has under way.
-    fn training_bytes(&self, program: &StageProgram, stage: usize) -> Result<usize> {
-        let stages = self.cuts.num_stages();
-        let costs = Costs::uniform(UnitCosts::default(), stages);
-        let peak = simulate(&self.schedule, &costs)?.peak_activations[stage];
-        let others = (peak.ceil() as usize).saturating_sub(1);
-        let live = program.live_bytes();
-        let batches = input_bytes(program).saturating_mul(self.schedule.size.microbatches);
-        let kept = live.kept.saturating_mul(others);
-        Ok(batches
-            .saturating_add(kept)
-            .saturating_add(live.forward.max(live.backward)))
+    /// Batches of a step, and the values of the microbatches that the schedule has under way at the worst moment.
+    fn training_bytes(&self, programs: &RankPrograms, rank: usize) -> usize {
+        let held = programs.stages.iter();
+        let held = held.map(|(stage, program)| (*stage, Held::at_least(program)));
+        let peak = activation_bytes(&self.schedule.actions[rank], &held.collect());
+        let inputs = programs.stages.iter().map(|(_, program)| &**program);
+        let batches = input_bytes(inputs).saturating_mul(self.schedule.size.microbatches);
+        batches.saturating_add(peak)
     }
 
-    fn forward_bytes(&self, stage: usize, batch: usize, seq: usize, logits: bool) -> Result<usize> {
-        let program = self.inference_program(stage, batch, seq, logits)?;
-        Ok(input_bytes(&program).saturating_add(program.live_bytes().forward))
+    fn forward_bytes(&self, rank: usize, batch: usize, seq: usize, logits: bool) -> Result<usize> {
+        let programs = self.inference_programs(self.stages_of(rank), batch, seq, logits)?;
+        let forwards = programs.iter().map(|program| program.live_bytes().forward);
+        Ok(input_bytes(programs.iter()).saturating_add(forwards.max().unwrap_or(0)))
     }
 
     /// Refuses a run whose ranks, all in this process, need more memory than this machine has.
@@ -177,20 +172,20 @@ impl Plan {
         workloads: &[Workload],
         available: u64,
     ) -> Result<()> {
-        let stages = self.memory(args, workloads)?;
-        let ranks_per_stage = (args.dp as u64).saturating_mul(args.tp as u64);
+        let ranks = self.memory(args, workloads)?;
+        let slices = (args.dp as u64).saturating_mul(args.tp as u64);
         let of_all = |part: fn(&MemoryNeed) -> usize| {
-            let sum = stages
+            let sum = ranks
                 .iter()
                 .fold(0_u64, |sum, need| sum.saturating_add(part(need) as u64));
-            sum.saturating_mul(ranks_per_stage)
+            sum.saturating_mul(slices)
         };
         let needed = of_all(MemoryNeed::total);
         if needed <= available {
             return Ok(());
         }
         let activations = of_all(|need| need.activations);
-        let largest = stages.iter().max_by_key(|need| need.activations);
+        let largest = ranks.iter().max_by_key(|need| need.activations);
         let workload = largest.and_then(|need| need.largest);
         let advice = match workload {
             _ if activations < needed - activations => {
@@ -217,13 +212,109 @@ impl Plan {
     }
 }
 
-/// Bytes of a microbatch as it is loaded.
-fn input_bytes(program: &StageProgram) -> usize {
-    let sizes = program
-        .inputs
-        .iter()
-        .map(|port| program.graph.ty(port.value).size_bytes());
-    sizes.fold(0, usize::saturating_add)
+/// Bytes of values that a microbatch on a stage holds, during its actions and between them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Held {
+    during_forward: usize,
+    between_forward_and_backward: usize,
+    during_backward: usize,
+    during_input_half: usize,
+    between_halves: usize,
+    during_weight_half: usize,
+}
+
+impl Held {
+    /// No more than any backend needs.
+    pub(crate) fn at_least(program: &StageProgram) -> Self {
+        let live = program.live_bytes();
+        // A view lies in the memory of another value.
+        let is_kept = |value: ValueId| {
+            program.graph.producer(value).is_some_and(|id| {
+                let op = &program.graph.node(id).op;
+                let is_view = matches!(op, Op::Identity | Op::Reshape { .. } | Op::CopyTo { .. });
+                program.phases[id.index()] == Phase::Forward && !is_view
+            })
+        };
+        let between_halves = read_by_weight_half(program, is_kept).min(live.kept);
+        Self {
+            during_forward: live.forward,
+            between_forward_and_backward: live.kept,
+            during_backward: live.backward,
+            during_input_half: live.kept,
+            between_halves,
+            during_weight_half: between_halves,
+        }
+    }
+
+    /// No less than a backend without scratch memory needs. The walk over a program lets results lie in their
+    /// operands' memory; where that does not happen, the largest result comes on top. The model's outputs stay until
+    /// the step of so many microbatches ends.
+    pub(crate) fn at_most(program: &StageProgram, microbatches: usize) -> Self {
+        let live = program.live_bytes();
+        let size = |value| program.graph.ty(value).size_bytes();
+        let nodes = program.graph.nodes().iter();
+        let results = nodes.map(|node| node.outputs.iter().map(|&value| size(value)).sum());
+        let largest: usize = results.max().unwrap_or(0);
+        let outputs: usize = program.outputs.iter().map(|port| size(port.value)).sum();
+        let on_top = largest + outputs * microbatches;
+        // The whole backward frees on the way what the input half leaves for the weight half.
+        let between_halves = read_by_weight_half(program, |_| true);
+        Self {
+            during_forward: live.forward + on_top,
+            between_forward_and_backward: live.kept,
+            during_backward: live.backward + on_top,
+            during_input_half: live.backward + on_top + between_halves,
+            between_halves,
+            during_weight_half: between_halves + on_top,
+        }
+    }
+}
+
+/// Bytes of the chosen values that the weight half of a backward reads.
+fn read_by_weight_half(program: &StageProgram, chosen: impl Fn(ValueId) -> bool) -> usize {
+    let nodes = program.graph.nodes().iter().zip(&program.phases);
+    let weight_half = nodes.filter(|(_, phase)| **phase == Phase::BackwardWeight);
+    let read: BTreeSet<_> = weight_half.flat_map(|(node, _)| &node.inputs).collect();
+    let is_param = |value| matches!(program.graph.value(value).source, Source::Param(_));
+    let sizes = read
+        .into_iter()
+        .filter(|value| !is_param(**value) && chosen(**value));
+    sizes
+        .map(|value| program.graph.ty(*value).size_bytes())
+        .sum()
+}
+
+/// The most bytes of values at once under a rank's actions; `held` tells what a microbatch needs on each stage.
+pub(crate) fn activation_bytes(actions: &[Action], held: &BTreeMap<usize, Held>) -> usize {
+    let (mut total, mut peak) = (0_usize, 0);
+    for action in actions {
+        let Some(held) = held.get(&action.stage.0) else {
+            continue;
+        };
+        let kept = held.between_forward_and_backward;
+        let (before, during, after) = match action.kind {
+            Kind::Forward => (0, held.during_forward, kept),
+            Kind::Recompute => (kept, held.during_backward.min(held.during_input_half), kept),
+            Kind::Backward => (kept, held.during_backward, 0),
+            Kind::InputGrad => (kept, held.during_input_half, held.between_halves),
+            Kind::WeightGrad => (held.between_halves, held.during_weight_half, 0),
+        };
+        let others = total.saturating_sub(before);
+        peak = peak.max(others.saturating_add(during));
+        total = others.saturating_add(after);
+    }
+    peak
+}
+
+/// Bytes of a microbatch as a rank loads it for its stages.
+fn input_bytes<'a>(programs: impl Iterator<Item = &'a StageProgram>) -> usize {
+    let ports = programs.flat_map(|program| {
+        let size = |value| program.graph.ty(value).size_bytes();
+        let sized = program.inputs.iter();
+        sized.map(move |port| (port.name.as_str(), size(port.value)))
+    });
+    let sizes: BTreeMap<_, _> = ports.collect();
+    sizes.into_values().fold(0, usize::saturating_add)
 }
 
 /// What this process may fill: memory and swap of the machine, or less where a control group or a limit on

@@ -1,15 +1,19 @@
 //! What every rank decides alone and alike, before anything runs: the graph, the cut, the schedule.
 
-use crate::{CheckedArguments, Error, PartitionMethod, Result, SplitMethod};
+mod rank;
+mod recompute;
+mod search;
+
+pub(crate) use rank::{ParamUse, RankPrograms};
+
+use crate::{CheckedArguments, Error, PartitionMethod, Result, SplitMethod, TrainSchedule};
 use merak_ckpt::{LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
-use merak_partition::{
-    Partition, PartitionReport, ReportOptions, SegmentOptions, StageMethod, recompute_plan,
-};
-use merak_pipe::{Costs, Schedule, Size, StageId, UnitCosts, simulate};
+use merak_partition::{Partition, PartitionReport, ReportOptions, SegmentOptions, StageMethod};
+use merak_pipe::{Auto, Schedule, ScheduleKind};
 use merak_tp::{LayerLists, rewrite};
 use merak_trace::{
-    Graph, Param, Placement, RecomputePlan, Shard, StageCuts, StageProgram,
+    Graph, Param, Placement, RecomputePlan, Shard, StageCuts, StageProgram, TiedParam,
     models::{Head, Model, ModelInfo, Objective, TraceOptions},
 };
 use merak_zero::ZeroStage;
@@ -38,12 +42,17 @@ pub struct Plan {
     pub partition: Partition,
     /// The same in the form that programs are made from.
     pub cuts: StageCuts,
-    /// The order of the microbatches on each stage.
+    /// The order of the microbatches on each rank.
     pub schedule: Schedule,
     /// The adapter that is trained in place of the model, if one is.
     pub lora: Option<Lora>,
+    /// How it was found, where it was searched.
+    pub search: Option<Auto>,
+    /// For each stage the rank of the pipeline that runs it.
+    placement: Vec<usize>,
     lists: LayerLists,
-    recompute_chunk: usize,
+    /// For each stage what it computes again.
+    recompute: Vec<RecomputePlan>,
     trace: TraceOptions,
 }
 
@@ -105,15 +114,33 @@ impl Plan {
             shard_count: args.shard_count,
             custom_split_points: args.custom_split_points.clone().unwrap_or_default(),
             num_layers: args.num_layers.or(Some(info.num_layers)),
-            ..SegmentOptions::for_model(&info, args.pp)
+            ..SegmentOptions::for_model(&info, args.num_stages())
         };
         let partition = Partition::new(&rewritten.graph, &options, &stage_method(args)?)?;
         let cuts = partition.cuts(&rewritten.graph)?;
-        let schedule = args.train_schedule.generate(Size {
-            ranks: args.pp,
-            microbatches: args.gradient_accumulation_steps,
-            chunks: 1,
-        })?;
+        let size = args.pipeline_size();
+        let recompute_under = |schedule: &Schedule| {
+            let pipeline = recompute::Pipeline {
+                graph: &rewritten.graph,
+                partition: &partition,
+                cuts: &cuts,
+                schedule,
+                placement: &schedule.placement()?,
+            };
+            pipeline.recompute(args)
+        };
+        let (schedule, search) = match args.train_schedule {
+            TrainSchedule::Named(kind) => (kind.generate(size)?, None),
+            TrainSchedule::Auto => {
+                // What is recomputed decides the costs, and may in turn depend on the schedule.
+                let usual = ScheduleKind::Interleaved.generate(size)?;
+                let recompute = recompute_under(&usual)?;
+                let found = search::search(&rewritten.graph, &cuts, &recompute, size)?;
+                (found.schedule.clone(), Some(found))
+            }
+        };
+        let placement = schedule.placement()?;
+        let recompute = recompute_under(&schedule)?;
         Ok(Self {
             model,
             info,
@@ -126,12 +153,33 @@ impl Plan {
             cuts,
             schedule,
             lora,
+            search,
+            placement,
             lists,
-            recompute_chunk: args
-                .recompute_chunk()
-                .map_or(0, std::num::NonZeroUsize::get),
+            recompute,
             trace,
         })
+    }
+
+    /// The stages that a rank of the pipeline runs, in model order.
+    pub fn stages_of(&self, rank: usize) -> impl Iterator<Item = usize> {
+        let stages = self.placement.iter().enumerate();
+        stages
+            .filter(move |(_, owner)| **owner == rank)
+            .map(|(stage, _)| stage)
+    }
+
+    /// The rank of the pipeline that runs a stage.
+    ///
+    /// # Panics
+    /// When there is no such stage.
+    pub fn rank_of(&self, stage: usize) -> usize {
+        self.placement[stage]
+    }
+
+    /// The rank of the pipeline that runs the last stage, which has losses and logits.
+    pub fn last_rank(&self) -> usize {
+        self.rank_of(self.placement.len() - 1)
     }
 
     /// The program that a stage trains with.
@@ -143,21 +191,21 @@ impl Plan {
             &self.graph,
             &self.cuts,
             stage,
-            &self.recompute(stage),
+            &self.recompute[stage],
         )?)
     }
 
-    /// The forward alone, for another batch or sequence, with the stages' parameters as in training.
+    /// The forwards of stages alone, for another batch or sequence, with their parameters as in training.
     ///
     /// # Errors
     /// When the sequence is longer than the model takes.
-    pub fn inference_program(
+    pub fn inference_programs(
         &self,
-        stage: usize,
+        stages: impl IntoIterator<Item = usize>,
         batch: usize,
         seq: usize,
         logits: bool,
-    ) -> Result<StageProgram> {
+    ) -> Result<Vec<StageProgram>> {
         let head = if logits {
             Head::Logits
         } else {
@@ -180,7 +228,8 @@ impl Plan {
             .collect();
         bounds.push(graph.nodes().len());
         let cuts = StageCuts::new(&graph, bounds)?;
-        Ok(StageProgram::inference(&graph, &cuts, stage)?)
+        let program = |stage| Ok(StageProgram::inference(&graph, &cuts, stage)?);
+        stages.into_iter().map(program).collect()
     }
 
     /// What each stage holds, runs and exchanges.
@@ -189,19 +238,14 @@ impl Plan {
     /// When a stage cannot be differentiated.
     pub fn partition_report(&self, args: &CheckedArguments) -> Result<PartitionReport> {
         let stages = self.cuts.num_stages();
-        let peaks = simulate(
-            &self.schedule,
-            &Costs::uniform(UnitCosts::default(), stages),
-        )?
-        .peak_activations;
         let divided = if args.zero_stage == ZeroStage::Replicated {
             1
         } else {
             args.dp
         };
         let options = ReportOptions {
-            live_microbatches: peaks.iter().map(|peak| peak.ceil() as usize).collect(),
-            recompute: (0..stages).map(|stage| self.recompute(stage)).collect(),
+            live_microbatches: self.schedule.live_microbatches(),
+            recompute: self.recompute.clone(),
             optimizer_bytes_per_param: 8.0 / divided as f64,
             ..ReportOptions::one_f_one_b(stages, self.schedule.size.microbatches)
         };
@@ -240,15 +284,16 @@ impl Plan {
         }
     }
 
-    fn recompute(&self, stage: usize) -> RecomputePlan {
-        let recomputes = !self.schedule.no_recompute.contains(&StageId(stage));
-        recompute_plan(
-            &self.graph,
-            &self.partition,
-            stage,
-            self.recompute_chunk,
-            recomputes,
-        )
+    /// The weights that several ranks of the pipeline use, and these ranks, ascending.
+    pub(crate) fn tied_across_ranks(&self) -> Vec<(TiedParam, Vec<usize>)> {
+        let tied = self.cuts.tied(&self.graph).into_iter();
+        let with_ranks = tied.map(|weight| {
+            let mut ranks: Vec<_> = weight.stages.iter().map(|&s| self.rank_of(s)).collect();
+            ranks.sort_unstable();
+            ranks.dedup();
+            (weight, ranks)
+        });
+        with_ranks.filter(|(_, ranks)| ranks.len() > 1).collect()
     }
 
     /// The parameters that are trained, in the order of the graph.

@@ -1,4 +1,4 @@
-//! One rank's stage: its program, its parameters, its gradients, its optimizer.
+//! One rank's stages: their programs, their parameters, their gradients, their optimizer.
 
 mod magnitudes;
 mod module;
@@ -8,23 +8,32 @@ mod tied;
 use self::params::StageParams;
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
 
-use crate::{Backend, CheckedArguments, Device, Plan, Result, trainer::NamedTensors};
+use crate::{
+    Backend, CheckedArguments, Device, Plan, Result,
+    plan::{ParamUse, RankPrograms},
+    trainer::NamedTensors,
+};
 use merak_mpu::{DType, Mpu, Rank};
+use merak_pipe::Engine;
 use merak_trace::{
     GradSlot, GradStore, Interpreter, Param, Placement, RunContext, SharedBackend, StageProgram,
-    backend::candle::Candle, initial_values, kernels::Threads,
+    Value, backend::candle::Candle, initial_values, kernels::Threads,
 };
-use merak_zero::{GlobalParams, ParamSpec, ZeroGroups, ZeroOptimizer};
+use merak_zero::{FlatLayout, GlobalParams, ParamSpec, ZeroGroups, ZeroOptimizer};
 use std::sync::Arc;
 
 /// What a rank holds and runs.
 #[derive(Debug)]
-pub(crate) struct Stage {
+pub(crate) struct RankStages {
     pub(crate) plan: Arc<Plan>,
     pub(crate) mpu: Arc<Mpu>,
-    pub(crate) interpreter: Interpreter,
+    pub(crate) backend: SharedBackend,
+    /// In model order.
+    pub(crate) stages: Vec<Stage>,
+    /// The parameters of all stages, each once.
+    pub(crate) table: Vec<Param>,
     pub(crate) params: StageParams,
-    /// Which parameters of the program this rank answers for, as one of those that hold the same.
+    /// Which of these parameters this rank answers for, as one of those that hold the same.
     pub(crate) owned: Vec<bool>,
     pub(crate) optimizer: ZeroOptimizer,
     grads: GradStore,
@@ -32,7 +41,17 @@ pub(crate) struct Stage {
     pub(crate) seed: u64,
 }
 
-impl Stage {
+/// One of them.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    /// Its number in the model.
+    pub(crate) number: usize,
+    pub(crate) interpreter: Interpreter,
+    /// Its parameters, in the order of its program.
+    pub(crate) views: Vec<Value>,
+}
+
+impl RankStages {
     /// Builds the rank's part of the plan, with the starting values of its parameters.
     pub(crate) fn new(
         plan: Arc<Plan>,
@@ -41,50 +60,29 @@ impl Stage {
         num_threads: usize,
     ) -> Result<Self> {
         let backend = backend(args, mpu.rank(), num_threads)?;
-        let stage = mpu.pipeline_parallel_rank();
-        let program = Arc::new(plan.training_program(stage)?);
+        let programs = RankPrograms::new(&plan, mpu.pipeline_parallel_rank())?;
         let groups = ZeroGroups {
             data_sequence: mpu.data_sequence_parallel_group().clone(),
             model: mpu.model_parallel_group().clone(),
         };
-        let tied = tied::TiedGrads::new(&plan, &program, &mpu)?;
-        let owned = owned(&program, &mpu, &tied);
-        let specs = param_specs(&plan, &program, &owned);
+        let tied = tied::TiedGrads::new(&plan, &programs, &mpu)?;
+        let owned = owned(&programs.params, &mpu, &tied);
+        let specs = param_specs(&plan, &programs.params, &owned);
         let trained = plan.trained_params();
         let model =
             GlobalParams::new(trained.map(|param| (param.name.clone(), param.local.numel())));
         let optimizer = ZeroOptimizer::new(specs, model, args.zero_config(num_threads), groups)?;
 
         let layout = optimizer.layout();
-        let params = StageParams::new(&*backend, program.params(), layout)?;
-        let mut grads = GradStore {
-            buffers: vec![backend.grad_buffer(DType::F32, layout.len())],
-            slots: Vec::new(),
-        };
-        let positions = trained_positions(&program);
-        for port in &program.grads {
-            let param = port.param.index();
-            let len = program.params()[param].local.numel();
-            // The first use of a parameter on this stage accumulates in the flat buffer, further ones apart.
-            let is_first =
-                program.grads.iter().find(|other| other.param == port.param) == Some(port);
-            let (buffer, offset) = if is_first {
-                (0, layout.range(positions[param]).start)
-            } else {
-                grads.buffers.push(backend.grad_buffer(DType::F32, len));
-                (grads.buffers.len() - 1, 0)
-            };
-            grads.slots.push(GradSlot {
-                buffer,
-                offset,
-                len,
-            });
-        }
-        let interpreter = Interpreter::new(program, backend, Arc::clone(&mpu) as _);
-        let mut stage = Self {
+        let params = StageParams::new(&*backend, &programs.params, layout)?;
+        let grads = grad_store(&programs, layout, &*backend);
+        let stages = stages(&programs, &params, &backend, &mpu);
+        let mut stages = Self {
             plan,
             mpu,
-            interpreter,
+            backend,
+            stages,
+            table: programs.params,
             params,
             owned,
             optimizer,
@@ -92,9 +90,26 @@ impl Stage {
             tied,
             seed: args.seed,
         };
-        stage.initialise(num_threads)?;
-        stage.start_magnitudes()?;
-        Ok(stage)
+        stages.initialise(num_threads)?;
+        stages.start_magnitudes()?;
+        Ok(stages)
+    }
+
+    /// Whether the last stage is among them, which has losses and logits.
+    pub(crate) fn has_last(&self) -> bool {
+        self.plan.last_rank() == self.mpu.pipeline_parallel_rank()
+    }
+
+    /// Whether one of them reads data.
+    pub(crate) fn reads_data(&self) -> bool {
+        let mut programs = self.stages.iter().map(|stage| stage.interpreter.program());
+        programs.any(|program| !program.inputs.is_empty())
+    }
+
+    /// The engine of this rank for forwards of some microbatches.
+    pub(crate) fn forward_engine(&self, microbatches: usize) -> Result<Engine> {
+        let schedule = self.plan.schedule.forwards(microbatches)?;
+        Ok(Engine::new(&schedule, self.mpu.pipeline_parallel_rank())?)
     }
 
     /// Gives every parameter its starting values.
@@ -107,7 +122,7 @@ impl Stage {
             self.mpu.tensor_parallel_rank(),
             self.mpu.tensor_parallel_world_size(),
         );
-        let params = self.interpreter.program().params();
+        let params = &self.table;
         self.params.write(&mut |index, bytes| {
             let values = bytemuck::cast_slice_mut::<u8, f32>(bytes);
             initial_values(&threads, self.seed, &params[index], tp_rank, tp, values);
@@ -140,7 +155,7 @@ impl Stage {
 
     /// The most bytes of activations that were alive at once.
     pub(crate) fn peak_activation_bytes(&self) -> usize {
-        self.interpreter.backend().memory().peak_bytes()
+        self.backend.memory().peak_bytes()
     }
 
     /// A copy of the gradients of this rank's trained parameters, by name, before they are reduced.
@@ -160,7 +175,7 @@ impl Stage {
 
     /// A copy of this rank's parameters, by name.
     pub(crate) fn parameters(&self) -> NamedTensors {
-        let params = self.interpreter.program().params();
+        let params = &self.table;
         let mut out = Vec::new();
         self.params.read(&mut |all| {
             let named = params.iter().zip(all);
@@ -171,9 +186,9 @@ impl Stage {
         out
     }
 
-    /// The positions in the program of the parameters that are trained, in the order of the optimizer's layout.
+    /// The positions in the table of the parameters that are trained, in the order of the optimizer's layout.
     pub(crate) fn trained(&self) -> Vec<usize> {
-        let params = self.interpreter.program().params().iter().enumerate();
+        let params = self.table.iter().enumerate();
         params
             .filter(|(_, param)| param.trainable)
             .map(|(index, _)| index)
@@ -223,29 +238,81 @@ fn tch_backend(device: Device, _: Rank, _: usize) -> Result<SharedBackend, merak
     })
 }
 
-/// For each parameter of a program, how many trained ones stand before it.
-fn trained_positions(program: &StageProgram) -> Vec<usize> {
+/// Memory for the gradients of all uses: the first use of a parameter accumulates in the flat buffer, further ones
+/// apart.
+fn grad_store(
+    programs: &RankPrograms,
+    layout: &FlatLayout,
+    backend: &dyn merak_trace::Backend,
+) -> GradStore {
+    let mut grads = GradStore {
+        buffers: vec![backend.grad_buffer(DType::F32, layout.len())],
+        slots: Vec::new(),
+    };
+    let positions = trained_positions(&programs.params);
+    for ParamUse { param, is_first } in programs.uses() {
+        let len = programs.params[param].local.numel();
+        let (buffer, offset) = if is_first {
+            (0, layout.range(positions[param]).start)
+        } else {
+            grads.buffers.push(backend.grad_buffer(DType::F32, len));
+            (grads.buffers.len() - 1, 0)
+        };
+        grads.slots.push(GradSlot {
+            buffer,
+            offset,
+            len,
+        });
+    }
+    grads
+}
+
+/// The stages over the rank's parameters and gradients.
+fn stages(
+    programs: &RankPrograms,
+    params: &StageParams,
+    backend: &SharedBackend,
+    mpu: &Arc<Mpu>,
+) -> Vec<Stage> {
+    let mut first_slot = 0;
+    let stage = |(number, program): &(usize, Arc<StageProgram>)| {
+        let groups = Arc::clone(mpu) as _;
+        let interpreter = Interpreter::new(Arc::clone(program), Arc::clone(backend), groups)
+            .with_first_slot(first_slot);
+        first_slot += program.grads.len();
+        let places = programs.places(program).into_iter();
+        Stage {
+            number: *number,
+            interpreter,
+            views: places.map(|place| params.views[place].clone()).collect(),
+        }
+    };
+    programs.stages.iter().map(stage).collect()
+}
+
+/// For each parameter of a rank, how many trained ones stand before it.
+fn trained_positions(table: &[Param]) -> Vec<usize> {
     let mut next = 0;
     let position = |param: &Param| {
         let position = next;
         next += usize::from(param.trainable);
         position
     };
-    program.params().iter().map(position).collect()
+    table.iter().map(position).collect()
 }
 
 /// Of the ranks that hold the same slice of a parameter in one replica, one counts it and writes it.
-fn owned(program: &StageProgram, mpu: &Mpu, tied: &tied::TiedGrads) -> Vec<bool> {
+fn owned(table: &[Param], mpu: &Mpu, tied: &tied::TiedGrads) -> Vec<bool> {
     let is_owned = |param: &Param| {
         let is_sharded = matches!(param.placement, Placement::Shard(_));
         (is_sharded || mpu.tensor_parallel_rank() == 0) && tied.owns(&param.name)
     };
-    program.params().iter().map(is_owned).collect()
+    table.iter().map(is_owned).collect()
 }
 
 /// The optimizer's view of the stage's parameters: those that are trained.
-fn param_specs(plan: &Plan, program: &StageProgram, owned: &[bool]) -> Vec<ParamSpec> {
-    let trained = program.params().iter().zip(owned);
+fn param_specs(plan: &Plan, table: &[Param], owned: &[bool]) -> Vec<ParamSpec> {
+    let trained = table.iter().zip(owned);
     let trained = trained.filter(|(param, _)| param.trainable);
     let specs = trained.map(|(param, &counts)| {
         let global = plan

@@ -14,7 +14,7 @@ use crate::{
     CheckedArguments, Error, Plan, Result,
     data::{BatchShape, DataPosition, Dataset, Loader, TrainingOrder},
     metrics::EvaluationMetrics,
-    stage::Stage,
+    stage::RankStages,
     threads_per_rank,
 };
 use merak_mpu::{Mpu, ReduceOp};
@@ -95,7 +95,7 @@ pub struct TrainOutput {
 /// One rank's part of a training run; every rank makes one and calls the same methods.
 pub struct MerakTrainer {
     args: CheckedArguments,
-    stage: Stage,
+    stages: RankStages,
     engine: Engine,
     link: GroupLink,
     schedule: LrSchedule,
@@ -113,7 +113,7 @@ pub struct MerakTrainer {
 
 impl fmt::Debug for MerakTrainer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let rank = self.stage.mpu.rank();
+        let rank = self.stages.mpu.rank();
         f.debug_struct("MerakTrainer")
             .field("rank", &rank)
             .field("global_step", &self.global_step)
@@ -147,10 +147,10 @@ impl MerakTrainer {
             total_steps,
             schedule,
         } = Course::new(args, &parts)?;
-        let stage = Stage::new(plan, mpu, args, parts.num_threads)?;
+        let stages = RankStages::new(plan, mpu, args, parts.num_threads)?;
         let mut trainer = Self {
             args: args.clone(),
-            stage,
+            stages,
             engine,
             link,
             schedule,
@@ -198,12 +198,12 @@ impl MerakTrainer {
 
     /// This rank's place in the run.
     pub fn mpu(&self) -> &Mpu {
-        &self.stage.mpu
+        &self.stages.mpu
     }
 
     /// The plan.
     pub fn plan(&self) -> &Plan {
-        &self.stage.plan
+        &self.stages.plan
     }
 
     /// Optimizer steps done, skipped ones included.
@@ -228,7 +228,7 @@ impl MerakTrainer {
 
     /// The most bytes of activations that were alive at once on this rank.
     pub fn peak_activation_bytes(&self) -> usize {
-        self.stage.peak_activation_bytes()
+        self.stages.peak_activation_bytes()
     }
 
     /// Trains until the last step, evaluating and saving on the way as the arguments say.
@@ -267,7 +267,7 @@ impl MerakTrainer {
             } else {
                 loss_sum / steps as f64
             },
-            skipped_steps: self.stage.optimizer.progress().skipped,
+            skipped_steps: self.stages.optimizer.progress().skipped,
             epoch: self
                 .order
                 .as_ref()
@@ -307,7 +307,7 @@ impl MerakTrainer {
     fn agreed_stop(&self) -> Result<Option<i64>> {
         let seen = self.parts.stop.load(Ordering::Relaxed);
         let agreed = self
-            .stage
+            .stages
             .mpu
             .world_group()
             .all_reduce_scalar(seen, ReduceOp::Max)?;
@@ -369,10 +369,10 @@ fn batch_shape(args: &CheckedArguments) -> BatchShape {
     }
 }
 
-/// Joins the group of every weight that several stages use.
+/// Joins the group of every weight that several ranks of the pipeline use.
 fn tie(mpu: Mpu, plan: &Plan) -> Result<Mpu> {
-    let tied = plan.cuts.tied(&plan.graph);
-    Ok(tied.iter().try_fold(mpu, |mpu, weight| {
-        mpu.with_tied(&weight.name, &weight.stages)
+    let tied = plan.tied_across_ranks();
+    Ok(tied.iter().try_fold(mpu, |mpu, (weight, ranks)| {
+        mpu.with_tied(&weight.name, ranks)
     })?)
 }

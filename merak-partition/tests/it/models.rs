@@ -258,8 +258,8 @@ fn recompute_spares_the_embeddings_and_the_last_chunk_of_the_last_stage() {
     let options = SegmentOptions::for_model(&model.info(), 2);
     let partition = Partition::new(&graph, &options, &StageMethod::Uniform).unwrap();
     // Chunks by the segments at their ends: embeddings, attention 0, MLP 0 | attention 1, MLP 1, head.
-    let plan = |stage, chunk, enabled| {
-        let chunks = recompute_plan(&graph, &partition, stage, chunk, enabled).chunks;
+    let plan = |stage, chunk, most| {
+        let chunks = recompute_plan(&graph, &partition, stage, chunk, most).chunks;
         let segment = |node| {
             partition
                 .segments
@@ -273,18 +273,25 @@ fn recompute_spares_the_embeddings_and_the_last_chunk_of_the_last_stage() {
             .map(|chunk| (segment(chunk.start), segment(chunk.end)))
             .collect::<Vec<_>>()
     };
-    assert_eq!(plan(0, 1, true), [(1, 2), (2, 3)]);
-    assert_eq!(plan(1, 1, true), [(3, 4), (4, 5)]);
+    assert_eq!(plan(0, 1, usize::MAX), [(1, 2), (2, 3)]);
+    assert_eq!(plan(1, 1, usize::MAX), [(3, 4), (4, 5)]);
     assert_eq!(
-        plan(0, 2, true),
+        plan(0, 2, usize::MAX),
         [(2, 3)],
         "the first chunk has the embeddings"
     );
-    assert_eq!(plan(1, 2, true), [(3, 5)]);
+    assert_eq!(plan(1, 2, usize::MAX), [(3, 5)]);
     assert_eq!(
-        [plan(1, 3, true), plan(0, 0, true), plan(0, 1, false)],
+        [
+            plan(1, 3, usize::MAX),
+            plan(0, 0, usize::MAX),
+            plan(0, 1, 0)
+        ],
         [const { Vec::new() }; 3]
     );
+    // The first of them only, within a chunk as well.
+    assert_eq!(plan(0, 1, 1), [(1, 2)]);
+    assert_eq!(plan(1, 2, 1), [(3, 4)]);
 }
 
 #[test]

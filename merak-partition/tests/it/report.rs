@@ -124,7 +124,7 @@ fn recomputation_trades_kept_values_for_work() {
     let (graph, partition) = partition(SplitMethod::FarthestMinDeps, 2);
     let plain = of(&graph, &partition);
     let plans = (0..2)
-        .map(|stage| recompute_plan(&graph, &partition, stage, 1, true))
+        .map(|stage| recompute_plan(&graph, &partition, stage, 1, usize::MAX))
         .collect();
     let options = ReportOptions {
         recompute: plans,

@@ -25,7 +25,7 @@ impl StageProgram {
     ///
     /// let config = serde_json::json!({ "model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 10 });
     /// let graph = models::from_config(&config)?.trace(&TraceOptions::training(1, 128))?;
-    /// let live = |chunks| StageProgram::training(&graph, &StageCuts::whole(&graph), 0, &RecomputePlan { chunks })
+    /// let live = |chunks| StageProgram::training(&graph, &StageCuts::whole(&graph), 0, &RecomputePlan { chunks, ..Default::default() })
     ///     .map(|program| program.live_bytes());
     /// let (all, least) = (live(vec![])?, live(vec![0..graph.nodes().len()])?);
     /// assert!(least.kept < all.kept && all.kept <= all.forward && all.forward <= all.backward);

@@ -7,29 +7,37 @@ use std::{
     ops::Range,
 };
 
-/// Rewrites the backward so that results made inside a chunk and not used outside it are computed again.
+/// What is computed again, by nodes of the stage's forward.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Again<'a> {
+    /// Ascending and disjoint; results that another chunk, or no chunk, reads are kept.
+    pub(super) chunks: &'a [Range<usize>],
+    /// Nodes whose results are not kept whoever reads them.
+    pub(super) single: &'a BTreeSet<usize>,
+    /// Values that are kept whatever happens.
+    pub(super) pinned: &'a [ValueId],
+}
+
+/// Rewrites the backward so that it reads copies of what is not kept.
 ///
-/// `chunks` are ranges of forward nodes, ascending and disjoint; `pinned` values are kept whatever happens.
 /// Returns the backward with the copies in front of their first use.
 pub(super) fn rewrite(
     graph: &mut Graph,
     phases: &mut Vec<Phase>,
     backward: Vec<NodeId>,
-    chunks: &[Range<usize>],
-    pinned: &[ValueId],
+    again: &Again<'_>,
 ) -> Result<Vec<NodeId>> {
-    if chunks.is_empty() {
+    if again.chunks.is_empty() && again.single.is_empty() {
         return Ok(backward);
     }
     let mut plan = Plan {
         graph,
         phases,
-        kept: BTreeSet::new(),
-        chunks,
+        kept: again.pinned.iter().copied().collect(),
+        again,
         copies: BTreeMap::new(),
         order: Vec::new(),
     };
-    plan.kept.extend(pinned);
     plan.keep_values_that_leave_their_chunk(backward.first().map_or(0, |node| node.index()));
     for node in backward {
         let inputs = plan.graph.node(node).inputs.clone();
@@ -46,9 +54,9 @@ pub(super) fn rewrite(
 struct Plan<'a> {
     graph: &'a mut Graph,
     phases: &'a mut Vec<Phase>,
-    /// Results of forward nodes that another chunk reads.
+    /// Results of forward nodes that stay.
     kept: BTreeSet<ValueId>,
-    chunks: &'a [Range<usize>],
+    again: &'a Again<'a>,
     copies: BTreeMap<ValueId, ValueId>,
     /// The backward so far.
     order: Vec<NodeId>,
@@ -56,9 +64,14 @@ struct Plan<'a> {
 
 impl Plan<'_> {
     fn chunk_of(&self, node: NodeId) -> Option<usize> {
-        self.chunks
+        self.again
+            .chunks
             .iter()
             .position(|chunk| chunk.contains(&node.index()))
+    }
+
+    fn is_single(&self, node: NodeId) -> bool {
+        self.again.single.contains(&node.index())
     }
 
     fn keep_values_that_leave_their_chunk(&mut self, num_forward: usize) {
@@ -68,7 +81,7 @@ impl Plan<'_> {
             let outside = |value: &ValueId| {
                 self.graph
                     .producer(*value)
-                    .is_some_and(|node| self.chunk_of(node) != chunk)
+                    .is_some_and(|node| !self.is_single(node) && self.chunk_of(node) != chunk)
             };
             let leaving: Vec<_> = inputs.into_iter().filter(outside).collect();
             self.kept.extend(leaving);
@@ -84,7 +97,8 @@ impl Plan<'_> {
             return Ok(value);
         };
         let is_forward = self.phases[node.index()] == Phase::Forward;
-        if !is_forward || self.kept.contains(&value) || self.chunk_of(node).is_none() {
+        let is_again = self.is_single(node) || self.chunk_of(node).is_some();
+        if !is_forward || self.kept.contains(&value) || !is_again {
             return Ok(value);
         }
         let original = self.graph.node(node).clone();

@@ -4,7 +4,8 @@ use crate::support::{
     backend, context, floats, grad_store, interpreter, loss_and_grads, numbers, params, value,
 };
 use merak_trace::{
-    Batch, DType, Graph, Interpreter, RecomputePlan, SingleRank, StageCuts, StageProgram, Value,
+    Batch, DType, Graph, Interpreter, Op, RecomputePlan, SingleRank, StageCuts, StageProgram,
+    Value,
     models::{self, TraceOptions},
 };
 use serde_json::{Value as Json, json};
@@ -144,6 +145,14 @@ fn stages_recompute_and_halves_change_no_bit() {
         let block = |i: usize| cut_after(&graph, &[&*format!("h.{i}.add_2")])[1];
         let chunks = RecomputePlan {
             chunks: vec![block(0)..block(1), block(1)..block(2)],
+            nodes: Vec::new(),
+        };
+        // Single operations, next to each other and beside a chunk too.
+        let single = RecomputePlan {
+            chunks: vec![block(0)..block(0), block(1)..block(2)],
+            nodes: (0..graph.nodes().len())
+                .filter(|node| node % 3 > 0)
+                .collect(),
         };
         for bounds in [whole, three, inside] {
             for (plan, mode) in [
@@ -152,6 +161,8 @@ fn stages_recompute_and_halves_change_no_bit() {
                 (&chunks, Backward::Whole),
                 (&chunks, Backward::Halves),
                 (&chunks, Backward::RecomputeFirst),
+                (&single, Backward::Whole),
+                (&single, Backward::RecomputeFirst),
             ] {
                 let (other_loss, other) = run_stages(&graph, bounds.clone(), plan, mode);
                 assert_eq!(loss.to_bits(), other_loss.to_bits());
@@ -165,14 +176,10 @@ fn stages_recompute_and_halves_change_no_bit() {
 fn recomputation_keeps_less() {
     let graph = trace(&gpt2(true));
     let block = |i: usize| cut_after(&graph, &[&*format!("h.{i}.add_2")])[1];
-    let kept = |chunks| {
-        let program = StageProgram::training(
-            &graph,
-            &StageCuts::whole(&graph),
-            0,
-            &RecomputePlan { chunks },
-        )
-        .expect("differentiable");
+    let kept = |chunks, nodes| {
+        let plan = RecomputePlan { chunks, nodes };
+        let program = StageProgram::training(&graph, &StageCuts::whole(&graph), 0, &plan)
+            .expect("differentiable");
         let backend = backend(1);
         let runner = Interpreter::new(
             Arc::new(program),
@@ -187,10 +194,17 @@ fn recomputation_keeps_less() {
             .live_bytes()
     };
     let (all, some) = (
-        kept(Vec::new()),
-        kept(vec![block(0)..block(1), block(1)..block(2)]),
+        kept(Vec::new(), Vec::new()),
+        kept(vec![block(0)..block(1), block(1)..block(2)], Vec::new()),
     );
     assert!(some * 2 < all, "{some} of {all} bytes are kept");
+    let norms = graph.nodes().iter().enumerate();
+    let norms = norms.filter(|(_, node)| matches!(node.op, Op::LayerNorm { .. }));
+    let without_norms = kept(Vec::new(), norms.map(|(index, _)| index).collect());
+    assert!(
+        without_norms < all,
+        "{without_norms} of {all} bytes are kept"
+    );
 }
 
 #[test]

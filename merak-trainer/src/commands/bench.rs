@@ -72,6 +72,9 @@ pub(crate) struct Gpt {
     /// Pipeline schedule.
     #[arg(long, default_value = "1f1b")]
     schedule: String,
+    /// Stages per rank, under `interleaved_1f1b` and `auto`.
+    #[arg(long, default_value_t = 1)]
+    virtual_stages: usize,
     /// Library that executes the graph's nodes.
     #[arg(long, default_value = "candle")]
     backend: String,
@@ -172,6 +175,7 @@ impl Gpt {
             ("pp", self.pp.to_string()),
             ("zero_stage", self.zero.to_string()),
             ("train_schedule", self.schedule.clone()),
+            ("virtual_stages", self.virtual_stages.to_string()),
             (
                 "gradient_accumulation_steps",
                 batches("--microbatches", self.microbatches, self.dp)?.to_string(),

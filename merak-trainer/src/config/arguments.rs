@@ -7,12 +7,13 @@ use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
 
 use super::{
     choice::{
-        Backend, DataFormat, Device, Engine, PartitionMethod, Recompute, ReportTo, SplitMethod,
-        TraceMethod,
+        Backend, DataFormat, Device, Engine, PartitionMethod, Recompute, RecomputeOp, ReportTo,
+        SplitMethod, TraceMethod,
     },
     key::{Key, settings},
+    schedule::TrainSchedule,
     setting::InputPath,
-    special::{Boundaries, SeqLength, ThreadsPerRank, TokenizerSource},
+    special::{Boundaries, Ratios, SeqLength, ThreadsPerRank, TokenizerSource},
 };
 
 settings! {
@@ -28,10 +29,12 @@ settings! {
         dp: usize = 1,
         /// Tensor-parallel ranks per replica and stage.
         tp: usize = 1,
-        /// Pipeline stages.
+        /// Ranks of the pipeline.
         pp: usize = 1,
-        /// Order of the microbatches' forwards and backwards on each stage.
-        train_schedule: ScheduleKind = ScheduleKind::OneFOneB,
+        /// Order of the microbatches' forwards and backwards on each rank.
+        train_schedule: TrainSchedule = TrainSchedule::Named(ScheduleKind::OneFOneB),
+        /// Stages per rank, for the schedules that run several; those in the shape of a V always run two.
+        virtual_stages: usize = 1,
         /// Rule that gives shards to stages.
         partition_method: PartitionMethod = PartitionMethod::Uniform,
         /// Boundaries of `partition_method = "custom"`: pp + 1 of them, from 0 to the number of shards.
@@ -52,6 +55,12 @@ settings! {
         checkpoint_num_layers: usize = 1,
         /// What recomputation drops.
         recompute: Recompute = Recompute::Full,
+        /// Part of the first stage's shards that is recomputed, or a list with one value per stage; unset: all.
+        activation_checkpoint_ratio: Option<Ratios> = None,
+        /// Operations whose results `recompute = "selective"` drops; unset: attention, activation and norm.
+        recompute_ops: Option<Vec<RecomputeOp>> = None,
+        /// Bytes of activations per rank under `recompute = "budget"`.
+        activation_memory_budget: Option<usize> = None,
         /// Layers; unset: from the model's config.
         num_layers: Option<usize> = None,
         /// Longest sequence, in tokens, or a pair for encoder and decoder; unset: from the data's tensors or the model's config.
@@ -256,6 +265,16 @@ settings! {
         col_para_list: Option<Vec<String>> = None,
         /// Names of linear layers whose input features are split.
         row_para_list: Option<Vec<String>> = None,
+    }
+}
+
+impl MerakArguments {
+    /// Stages that each rank of the pipeline runs: `virtual_stages`, or the two of a V.
+    pub(crate) fn chunks(&self) -> usize {
+        match self.train_schedule.fixed_chunks() {
+            Some(chunks) if self.virtual_stages == 1 => chunks,
+            _ => self.virtual_stages,
+        }
     }
 }
 

@@ -8,7 +8,9 @@ use merak_zero::LrSchedule;
 use super::{
     arguments::MerakArguments,
     checked::CheckedArguments,
-    choice::{Backend, DataFormat, Device, PartitionMethod, SplitMethod},
+    choice::{Backend, DataFormat, Device, PartitionMethod, Recompute, SplitMethod},
+    schedule::TrainSchedule,
+    special::Ratios,
 };
 use crate::error::{Error, Result};
 
@@ -84,7 +86,8 @@ pub(crate) fn check(
     check_folders(arguments, &checker)?;
     check_graph(arguments, &checker)?;
     check_optimization(arguments, &checker)?;
-    check_schedule(arguments)?;
+    check_schedule(arguments, &checker)?;
+    check_recompute(arguments, &checker)?;
     check_intervals(arguments, &checker)?;
     check_generation(arguments, &checker)?;
     check_machine(arguments, &checker)?;
@@ -195,8 +198,9 @@ fn check_graph(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "false unless \"resume_from_checkpoint\" names the weights to start from",
     )?;
     if let Some(shards) = a.shard_count {
-        let expected = format_args!("at least \"pp\", which is {}", a.pp);
-        checker.require(shards >= a.pp, "shard_count", shards, expected)?;
+        let stages = num_stages(a);
+        let expected = format_args!("at least {}, which is {stages}", stages_key(a));
+        checker.require(shards >= stages, "shard_count", shards, expected)?;
     }
     if let Some(points) = &a.custom_split_points {
         checker.require(
@@ -244,13 +248,27 @@ fn check_boundaries(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         wants_custom,
         &"unset unless \"partition_method\" is \"custom\"",
     )?;
-    let length = a.pp.saturating_add(1);
+    let stages = num_stages(a);
+    let length = stages.saturating_add(1);
     require(
         boundaries.len() == length,
-        &format_args!("{length} boundaries, because \"pp\" is {}", a.pp),
+        &format_args!("{length} boundaries, because {} is {stages}", stages_key(a)),
     )?;
     let rises = boundaries.windows(2).all(|pair| pair[0] < pair[1]);
     require(boundaries[0] == 0 && rises, &"strictly rising from 0")
+}
+
+/// Stages of the pipeline.
+fn num_stages(a: &MerakArguments) -> usize {
+    a.pp.saturating_mul(a.chunks())
+}
+
+/// What decides their number, for messages.
+fn stages_key(a: &MerakArguments) -> String {
+    match a.chunks() {
+        1 => "\"pp\"".to_owned(),
+        chunks => format!("\"pp\" times {chunks} stages per rank"),
+    }
 }
 
 fn check_compute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
@@ -279,11 +297,22 @@ fn check_compute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     )
 }
 
-fn check_schedule(a: &MerakArguments) -> Result<()> {
-    let found = a.gradient_accumulation_steps;
-    if found < a.train_schedule.min_microbatches(a.pp) {
+fn check_schedule(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let (schedule, chunks) = (a.train_schedule, a.virtual_stages);
+    checker.at_least_1(&[("virtual_stages", chunks)])?;
+    let fixed = schedule.fixed_chunks().unwrap_or(chunks);
+    checker.require(
+        chunks == 1 || chunks == fixed,
+        "virtual_stages",
+        chunks,
+        format_args!("{fixed} under \"train_schedule\" {schedule}"),
+    )?;
+    if let TrainSchedule::Named(kind) = schedule
+        && a.gradient_accumulation_steps < kind.min_microbatches(a.pp)
+    {
         // The crate that knows the condition words it.
-        a.train_schedule.generate(Size::new(a.pp, found))?;
+        let size = Size::new(a.pp, a.gradient_accumulation_steps);
+        kind.generate(size.with_chunks(a.chunks()))?;
     }
     LrSchedule::new(
         a.lr_scheduler_type,
@@ -294,6 +323,56 @@ fn check_schedule(a: &MerakArguments) -> Result<()> {
         u64::MAX,
     )?;
     Ok(())
+}
+
+fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let mode = a.recompute;
+    let unset_unless = |needed: Recompute| format!("unset unless \"recompute\" is \"{needed}\"");
+    if let Some(Ratios(ratios)) = &a.activation_checkpoint_ratio {
+        let key = "activation_checkpoint_ratio";
+        let found = format!("{ratios:?}");
+        checker.require(
+            mode == Recompute::Full,
+            key,
+            &found,
+            unset_unless(Recompute::Full),
+        )?;
+        let legal = !ratios.is_empty() && ratios.iter().all(|ratio| (0.0..=1.0).contains(ratio));
+        checker.require(legal, key, &found, "values from 0 to 1")?;
+        let stages = num_stages(a);
+        let expected = format_args!(
+            "at most {stages} values, because {} is {stages}",
+            stages_key(a)
+        );
+        checker.require(ratios.len() <= stages, key, &found, expected)?;
+    }
+    if let Some(ops) = &a.recompute_ops {
+        let names: Vec<_> = ops.iter().map(|op| op.as_str()).collect();
+        let found = format!("{names:?}");
+        let selective = mode == Recompute::Selective;
+        let key = "recompute_ops";
+        checker.require(selective, key, &found, unset_unless(Recompute::Selective))?;
+        checker.require(
+            !ops.is_empty(),
+            key,
+            &found,
+            "a list with an operation in it",
+        )?;
+    }
+    match a.activation_memory_budget {
+        Some(budget) => checker.require(
+            mode == Recompute::Budget,
+            "activation_memory_budget",
+            budget,
+            unset_unless(Recompute::Budget),
+        ),
+        None if mode == Recompute::Budget => Err(Error::MissingKey {
+            key: "activation_memory_budget",
+            advice: "\"recompute\" budget needs the bytes that a rank's activations may take"
+                .into(),
+        }),
+        None => Ok(()),
+    }
 }
 
 fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {

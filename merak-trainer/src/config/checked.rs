@@ -2,6 +2,7 @@
 
 use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
 
+use merak_pipe::Size;
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
 use super::arguments::MerakArguments;
@@ -57,6 +58,16 @@ impl CheckedArguments {
         })
     }
 
+    /// Ranks, microbatches and stages per rank of the pipeline.
+    pub fn pipeline_size(&self) -> Size {
+        Size::new(self.pp, self.gradient_accumulation_steps).with_chunks(self.chunks())
+    }
+
+    /// Stages of the pipeline, over all its ranks.
+    pub fn num_stages(&self) -> usize {
+        self.pipeline_size().stages()
+    }
+
     /// Samples of a step: microbatch · microbatches · dp.
     pub fn global_batch(&self) -> usize {
         self.per_device_train_batch_size * self.gradient_accumulation_steps * self.dp
@@ -77,11 +88,6 @@ impl CheckedArguments {
     /// Seed of the order of samples.
     pub fn data_seed(&self) -> u64 {
         self.data_seed.unwrap_or(self.seed)
-    }
-
-    /// Shards per recomputed chunk; `None` where nothing is recomputed.
-    pub fn recompute_chunk(&self) -> Option<NonZeroUsize> {
-        NonZeroUsize::new(self.checkpoint_num_layers).filter(|_| self.activation_checkpointing)
     }
 
     /// Steps of the whole run, when an epoch has `steps_per_epoch`: `max_steps` if it is more than 0,

@@ -107,8 +107,27 @@ choices! {
     Recompute {
         /// Everything inside chunks of `checkpoint_num_layers` shards.
         Full = "full",
+        /// The results of the operations in `recompute_ops`.
+        Selective = "selective",
+        /// As few chunks on each rank as keep `activation_memory_budget`.
+        Budget = "budget",
     }
-    later ["selective", "budget"]
+    later []
+}
+
+choices! {
+    /// What selective recomputation may drop.
+    RecomputeOp {
+        /// The core of attention: scores, softmax and their product with the values.
+        Attention = "attention",
+        /// Activation functions, gated ones included.
+        Activation = "activation",
+        /// Layer and RMS norms.
+        Norm = "norm",
+        /// Dropout.
+        Dropout = "dropout",
+    }
+    later []
 }
 
 choices! {

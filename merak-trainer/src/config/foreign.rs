@@ -1,11 +1,11 @@
 //! Keys whose type belongs to the crate that acts on it.
 
-use merak_pipe::ScheduleKind;
 use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
 use serde_json::{Map, Value};
 
 use super::{
     choice::{one_of, refuse},
+    schedule::TrainSchedule,
     setting::{Refusal, Setting, whole},
 };
 
@@ -33,20 +33,10 @@ macro_rules! named_setting {
     };
 }
 
-/// Whether the trainer runs a schedule: one that trains, with one stage per rank.
-fn trains(kind: ScheduleKind) -> bool {
-    kind.is_training() && kind.fixed_chunks() == Some(1)
-}
-
-fn training_schedules() -> Vec<&'static str> {
-    let training = ScheduleKind::ALL.into_iter().filter(|kind| trains(*kind));
-    training.map(ScheduleKind::as_str).collect()
-}
-
 named_setting!(
-    ScheduleKind: training_schedules(),
-    |text: &str| text.parse().ok().filter(|kind| trains(*kind)),
-    later &["interleaved_1f1b", "zb_v", "v_half", "v_min", "dualpipe_v", "auto"]
+    TrainSchedule: TrainSchedule::all().map(Self::as_str).collect::<Vec<_>>(),
+    TrainSchedule::from_name,
+    later &[]
 );
 
 named_setting!(
@@ -136,14 +126,15 @@ mod tests {
 
     #[test]
     fn a_second_name_of_a_schedule_means_the_same() {
-        let critical_path = ScheduleKind::from_text("full_critical_path_1f1b");
-        assert_eq!(critical_path, Ok(ScheduleKind::ShiftedCriticalPath));
+        let critical_path = TrainSchedule::from_text("full_critical_path_1f1b");
+        let shifted = TrainSchedule::Named(merak_pipe::ScheduleKind::ShiftedCriticalPath);
+        assert_eq!(critical_path, Ok(shifted));
         assert_eq!(
             LrSchedulerType::from_text("warmup_stable_decay"),
             Ok(LrSchedulerType::Wsd)
         );
         assert!(matches!(
-            ScheduleKind::from_text("inference"),
+            TrainSchedule::from_text("inference"),
             Err(Refusal::Choice { .. })
         ));
     }

@@ -28,7 +28,6 @@ const NONE: &[&str] = &["null"];
 pub(crate) const RESERVED: &[Reserved] = &[
     reserved("sp", &["1"]),
     reserved("sp_method", &[r#""ulysses""#]),
-    reserved("virtual_stages", &["1"]),
     reserved("trace_model", &[r#""""#]),
     reserved("input_names", NONE),
     reserved("wall_clock_breakdown", FALSE),
@@ -41,7 +40,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("sequence_parallel", FALSE),
     reserved("sequence_dim", &["1"]),
     reserved("dealloc_pipeoutput", FALSE),
-    reserved("activation_checkpoint_ratio", NONE),
     reserved("tp_overlapping_level", &["0"]),
     reserved("loss_scale", &["0.0"]),
     reserved("initial_scale_power", &["32"]),
@@ -62,8 +60,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     // Memory is never pinned and every rank is a CPU rank: both values hold already.
     reserved("dataloader_pin_memory", &["true", "false"]),
     reserved("use_cpu", &["false", "true"]),
-    reserved("recompute_ops", NONE),
-    reserved("activation_memory_budget", NONE),
     reserved("offload_optimizer", &[r#""none""#, "null"]),
     reserved("max_skipped_steps", &["50"]),
     reserved("divergence_guard", FALSE),

@@ -190,10 +190,52 @@ impl Setting for SeqLength {
     }
 }
 
+/// Fractions of the stages, as one number, a list, or text (`"0.6,0.4"`).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Ratios(pub Vec<f64>);
+
+impl Setting for Ratios {
+    fn expected() -> String {
+        "a number or a list of numbers, such as 0.6 or [0.6, 0.4]".into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        match value {
+            Value::Array(_) => Vec::from_value(value).map(Self),
+            Value::String(text) => Self::from_text(text),
+            _ => Ok(Self(vec![f64::from_value(value)?])),
+        }
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        Vec::from_text(text).map(Self)
+    }
+
+    fn to_value(&self) -> Value {
+        match &self.0[..] {
+            [one] => one.to_value(),
+            list => list.to_vec().to_value(),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn ratios_are_one_or_many() {
+        assert_eq!(Ratios::from_text("0.6"), Ok(Ratios(vec![0.6])));
+        assert_eq!(Ratios::from_value(&json!(1)), Ok(Ratios(vec![1.0])));
+        assert_eq!(Ratios(vec![0.6]).to_value(), json!(0.6));
+        let two = Ratios(vec![0.6, 0.25]);
+        assert_eq!(Ratios::from_text("0.6,0.25"), Ok(two.clone()));
+        assert_eq!(Ratios::from_text("[0.6, 0.25]"), Ok(two.clone()));
+        assert_eq!(Ratios::from_value(&json!([0.6, 0.25])), Ok(two.clone()));
+        assert_eq!(two.to_value(), json!([0.6, 0.25]));
+        assert_eq!(Ratios::from_text("most"), Err(Refusal::Type));
+    }
 
     #[test]
     fn boundaries_have_three_spellings() {

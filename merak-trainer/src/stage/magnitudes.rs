@@ -1,6 +1,6 @@
 //! The starting magnitudes of an adapter that has them (`DoRA`): the norms of the weights as they are.
 
-use super::Stage;
+use super::RankStages;
 use crate::Result;
 use merak_mpu::ReduceOp;
 use merak_trace::{Param, Placement};
@@ -12,14 +12,14 @@ const MAGNITUDE: &str = ".lora_magnitude_vector.";
 /// The local values of a parameter by its name.
 type Values<'a> = BTreeMap<&'a str, &'a [f32]>;
 
-impl Stage {
+impl RankStages {
     /// Gives each magnitude the norm of the weights, updated, that make its output; so an adapter starts without
     /// changing them.
     ///
     /// # Communication
     /// For each layer whose inputs are cut over tensor-parallel ranks, an all-reduce of a number per output.
     pub(crate) fn start_magnitudes(&mut self) -> Result<()> {
-        let params = self.interpreter.program().params();
+        let params = &self.table;
         if !params.iter().any(|param| param.name.contains(MAGNITUDE)) {
             return Ok(());
         }

@@ -1,6 +1,6 @@
-//! A stage as the pipeline engine drives it.
+//! The stages of a rank as the pipeline engine drives them.
 
-use super::Stage;
+use super::RankStages;
 use crate::{
     Result,
     data::{Batch, IGNORED_LABEL, LABELS, SampleTensor},
@@ -8,23 +8,23 @@ use crate::{
 use merak_mpu::{DType, Message, Packet};
 use merak_pipe::{Action, StageModule};
 use merak_trace::{
-    Error as TraceError, Forwarded, Frame, Hop, Interpreter, KvCache, Port, RunContext, TensorType,
-    Value,
+    Error as TraceError, Forwarded, Frame, Hop, Interpreter, KvCache, Port, RunContext,
+    StageProgram, TensorType, Value,
 };
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 /// What a rank is given for one step.
 #[derive(Debug)]
 pub(crate) struct StepInputs {
     /// One context per microbatch.
     pub(crate) contexts: Vec<RunContext>,
-    /// One batch per microbatch; empty where the stage reads no data.
+    /// One batch per microbatch; empty where no stage of the rank reads data.
     pub(crate) batches: Vec<Batch>,
     /// Gradient of each microbatch's loss.
     pub(crate) loss_grad: f64,
 }
 
-/// What came out of the model's outputs, one entry per microbatch; empty but on the last stage.
+/// What came out of the model's outputs, one entry per microbatch; empty but where the last stage is.
 #[derive(Debug, Default)]
 pub(crate) struct StepResult {
     pub(crate) outputs: BTreeMap<usize, Vec<Value>>,
@@ -33,9 +33,10 @@ pub(crate) struct StepResult {
 /// A group of sequences whose next positions pass as one microbatch.
 #[derive(Debug)]
 pub(crate) struct Decoded<'a> {
-    pub(crate) program: Interpreter,
-    /// What its attentions have seen before.
-    pub(crate) cache: &'a mut KvCache,
+    /// For each stage of the rank.
+    pub(crate) programs: Arc<[Interpreter]>,
+    /// What their attentions have seen before.
+    pub(crate) caches: &'a mut [KvCache],
     /// How many positions it adds.
     pub(crate) positions: usize,
 }
@@ -43,21 +44,22 @@ pub(crate) struct Decoded<'a> {
 /// One run of a schedule: the frames of the microbatches that are under way.
 #[derive(Debug)]
 pub(crate) struct StepModule<'a> {
-    stage: &'a mut Stage,
-    /// Runs another program than training (evaluation, generation).
-    forward_only: Option<&'a Interpreter>,
-    /// Runs a program of its own for each microbatch.
+    stages: &'a mut RankStages,
+    /// For each stage another program than training (evaluation, generation).
+    forward_only: Option<&'a [Interpreter]>,
+    /// Runs programs of its own for each microbatch.
     decoded: Vec<Decoded<'a>>,
     inputs: StepInputs,
-    frames: BTreeMap<usize, Frame>,
+    /// By index of the stage and microbatch.
+    frames: BTreeMap<(usize, usize), Frame>,
     result: StepResult,
 }
 
 impl<'a> StepModule<'a> {
     /// A training step.
-    pub(crate) fn training(stage: &'a mut Stage, inputs: StepInputs) -> Self {
+    pub(crate) fn training(stages: &'a mut RankStages, inputs: StepInputs) -> Self {
         Self {
-            stage,
+            stages,
             forward_only: None,
             decoded: Vec::new(),
             inputs,
@@ -66,27 +68,27 @@ impl<'a> StepModule<'a> {
         }
     }
 
-    /// Forwards of another program over the same parameters.
+    /// Forwards of other programs over the same parameters.
     pub(crate) fn inference(
-        stage: &'a mut Stage,
-        program: &'a Interpreter,
+        stages: &'a mut RankStages,
+        programs: &'a [Interpreter],
         inputs: StepInputs,
     ) -> Self {
         Self {
-            forward_only: Some(program),
-            ..Self::training(stage, inputs)
+            forward_only: Some(programs),
+            ..Self::training(stages, inputs)
         }
     }
 
-    /// For each microbatch, the positions of a group that follow those in its cache.
+    /// For each microbatch, the positions of a group that follow those in its caches.
     pub(crate) fn decoding(
-        stage: &'a mut Stage,
+        stages: &'a mut RankStages,
         groups: Vec<Decoded<'a>>,
         inputs: StepInputs,
     ) -> Self {
         Self {
             decoded: groups,
-            ..Self::training(stage, inputs)
+            ..Self::training(stages, inputs)
         }
     }
 
@@ -95,21 +97,26 @@ impl<'a> StepModule<'a> {
         self.result
     }
 
-    fn interpreter(&self, microbatch: usize) -> &Interpreter {
-        if let Some(group) = self.decoded.get(microbatch) {
-            return &group.program;
-        }
-        self.forward_only.unwrap_or(&self.stage.interpreter)
+    /// Where the action's stage stands among the rank's, and its microbatch.
+    fn key(&self, action: Action) -> (usize, usize) {
+        let mut stages = self.stages.stages.iter();
+        let index = stages
+            .position(|stage| stage.number == action.stage.0)
+            .expect("the schedule gives a rank its own stages");
+        (index, action.microbatch.0)
     }
 
     /// The inputs of a microbatch as tensors: what the data give, and what the model puts where they do not.
-    fn batch(&self, microbatch: usize) -> Result<merak_trace::Batch, TraceError> {
-        let program = self.interpreter(microbatch).program();
+    fn batch(
+        &self,
+        program: &StageProgram,
+        microbatch: usize,
+    ) -> Result<merak_trace::Batch, TraceError> {
         let Some(batch) = self.inputs.batches.get(microbatch) else {
             return Ok(BTreeMap::new());
         };
-        let backend = self.stage.interpreter.backend();
-        let optional = self.stage.plan.model.optional_inputs();
+        let backend = &self.stages.backend;
+        let optional = self.stages.plan.model.optional_inputs();
         let input = |port: &Port| {
             let wanted = program.graph.ty(port.value);
             let value = if let Some(tensor) = batch.tensors.get(&port.name) {
@@ -142,7 +149,7 @@ impl<'a> StepModule<'a> {
         message: Option<Message>,
         hops: impl Iterator<Item = &'h Hop>,
     ) -> Result<Vec<Value>, TraceError> {
-        let backend = self.stage.interpreter.backend();
+        let backend = &self.stages.backend;
         let packets = message.unwrap_or_default();
         let values = packets.into_iter().zip(hops).map(|(packet, hop)| {
             let found = TensorType::new(packet.shape.clone(), packet.dtype());
@@ -160,7 +167,7 @@ impl<'a> StepModule<'a> {
     }
 
     fn pack(&self, values: Vec<Value>) -> Result<Option<Message>, TraceError> {
-        let backend = self.stage.interpreter.backend();
+        let backend = &self.stages.backend;
         let packets = values.into_iter().map(|value| {
             let shape = value.ty().shape.clone();
             Ok(Packet {
@@ -171,12 +178,20 @@ impl<'a> StepModule<'a> {
         packets.collect::<Result<_, _>>().map(Some)
     }
 
-    fn frame(&mut self, microbatch: usize) -> Result<Frame, TraceError> {
-        self.frames
-            .remove(&microbatch)
-            .ok_or_else(|| TraceError::Order {
-                value: format!("the forward of microbatch {microbatch}"),
-            })
+    fn frame(&mut self, key: (usize, usize)) -> Result<Frame, TraceError> {
+        self.frames.remove(&key).ok_or_else(|| TraceError::Order {
+            value: format!("the forward of microbatch {}", key.1),
+        })
+    }
+
+    /// What goes to the stage before: nothing from the first stage.
+    fn pack_back(&self, stage: usize, back: Vec<Value>) -> Result<Option<Message>, TraceError> {
+        let program = self.stages.stages[stage].interpreter.program();
+        if program.recv.is_empty() {
+            Ok(None)
+        } else {
+            self.pack(back)
+        }
     }
 }
 
@@ -189,27 +204,32 @@ impl StageModule for StepModule<'_> {
         action: Action,
         input: Option<Message>,
     ) -> Result<Option<Message>, TraceError> {
-        let microbatch = action.microbatch.0;
-        let program = self.interpreter(microbatch).program();
+        let (index, microbatch) = self.key(action);
+        let stage = &self.stages.stages[index];
+        let decoded = self.decoded.get(microbatch);
+        let own = decoded.map(|group| Arc::clone(&group.programs));
+        let interpreter = match (&own, self.forward_only) {
+            (Some(programs), _) => &programs[index],
+            (None, Some(programs)) => &programs[index],
+            (None, None) => &stage.interpreter,
+        };
+        let program = interpreter.program();
         let received = self.unpack(input, program.recv.iter())?;
         let is_last = program.send.is_empty();
-        let batch = self.batch(microbatch)?;
+        let batch = self.batch(program, microbatch)?;
         let context = self.inputs.contexts[microbatch];
-        let params = &self.stage.params.views;
         let Forwarded {
             frame,
             send,
             outputs,
         } = if let Some(group) = self.decoded.get_mut(microbatch) {
-            let cache = (&mut *group.cache, group.positions);
-            let program = &group.program;
-            program.forward_cached(params, &batch, received, context, cache)
+            let cache = (&mut group.caches[index], group.positions);
+            interpreter.forward_cached(&stage.views, &batch, received, context, cache)
         } else {
-            let program = self.forward_only.unwrap_or(&self.stage.interpreter);
-            program.forward(params, &batch, received, context)
+            interpreter.forward(&stage.views, &batch, received, context)
         }?;
         if self.forward_only.is_none() && self.decoded.is_empty() {
-            self.frames.insert(microbatch, frame);
+            self.frames.insert((index, microbatch), frame);
         }
         if !outputs.is_empty() {
             self.result.outputs.insert(microbatch, outputs);
@@ -218,11 +238,11 @@ impl StageModule for StepModule<'_> {
     }
 
     fn recompute(&mut self, action: Action) -> Result<(), TraceError> {
-        let mut frame = self.frame(action.microbatch.0)?;
-        self.stage
-            .interpreter
-            .recompute(&mut frame, &self.stage.params.views)?;
-        self.frames.insert(action.microbatch.0, frame);
+        let key = self.key(action);
+        let mut frame = self.frame(key)?;
+        let stage = &self.stages.stages[key.0];
+        stage.interpreter.recompute(&mut frame, &stage.views)?;
+        self.frames.insert(key, frame);
         Ok(())
     }
 
@@ -231,32 +251,29 @@ impl StageModule for StepModule<'_> {
         action: Action,
         grad: Option<Message>,
     ) -> Result<Option<Message>, TraceError> {
-        let mut frame = self.frame(action.microbatch.0)?;
-        let interpreter = self.stage.interpreter.clone();
-        let grads = self.unpack(grad, with_grads(&interpreter.program().send))?;
-        let back = interpreter.backward_input(
+        let key = self.key(action);
+        let mut frame = self.frame(key)?;
+        let stage = &self.stages.stages[key.0];
+        let sent = &stage.interpreter.program().send;
+        let grads = self.unpack(grad, with_grads(sent))?;
+        let back = stage.interpreter.backward_input(
             &mut frame,
-            &self.stage.params.views,
+            &stage.views,
             grads,
             self.inputs.loss_grad,
         )?;
-        self.frames.insert(action.microbatch.0, frame);
-        if interpreter.program().recv.is_empty() {
-            Ok(None)
-        } else {
-            self.pack(back)
-        }
+        self.frames.insert(key, frame);
+        self.pack_back(key.0, back)
     }
 
     fn backward_weight(&mut self, action: Action) -> Result<(), TraceError> {
-        let mut frame = self.frame(action.microbatch.0)?;
-        let Stage {
-            interpreter,
-            params,
-            grads,
-            ..
-        } = &mut *self.stage;
-        interpreter.backward_weight(&mut frame, &params.views, grads)
+        let key = self.key(action);
+        let mut frame = self.frame(key)?;
+        let RankStages { stages, grads, .. } = &mut *self.stages;
+        let stage = &stages[key.0];
+        stage
+            .interpreter
+            .backward_weight(&mut frame, &stage.views, grads)
     }
 
     fn backward(
@@ -264,21 +281,18 @@ impl StageModule for StepModule<'_> {
         action: Action,
         grad: Option<Message>,
     ) -> Result<Option<Message>, TraceError> {
-        let mut frame = self.frame(action.microbatch.0)?;
-        let received = self.unpack(grad, with_grads(&self.stage.interpreter.program().send))?;
+        let key = self.key(action);
+        let mut frame = self.frame(key)?;
+        let sent = &self.stages.stages[key.0].interpreter.program().send;
+        let received = self.unpack(grad, with_grads(sent))?;
         let loss_grad = self.inputs.loss_grad;
-        let Stage {
-            interpreter,
-            params,
-            grads,
-            ..
-        } = &mut *self.stage;
-        let back = interpreter.backward(&mut frame, &params.views, received, loss_grad, grads)?;
-        if self.stage.interpreter.program().recv.is_empty() {
-            Ok(None)
-        } else {
-            self.pack(back)
-        }
+        let RankStages { stages, grads, .. } = &mut *self.stages;
+        let stage = &stages[key.0];
+        let back =
+            stage
+                .interpreter
+                .backward(&mut frame, &stage.views, received, loss_grad, grads)?;
+        self.pack_back(key.0, back)
     }
 }
 

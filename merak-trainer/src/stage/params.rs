@@ -1,4 +1,4 @@
-//! The parameters of a stage: those that are trained, as the optimizer lays them out, and the frozen ones.
+//! The parameters of a rank's stages: those that are trained, as the optimizer lays them out, and the frozen ones.
 
 use crate::Result;
 use merak_mpu::Buffer;
@@ -6,13 +6,13 @@ use merak_trace::{Backend, Param, Value};
 use merak_zero::FlatLayout;
 use std::ops::Range;
 
-/// Memory of a stage's parameters. What is frozen lies apart: no optimizer, no gradient and no collective knows it.
+/// Memory of the parameters of a rank's stages. What is frozen lies apart: no optimizer, no gradient and no collective knows it.
 #[derive(Debug)]
 pub(crate) struct StageParams {
     /// The parameters that are trained, end to end.
     pub(crate) trained: Box<dyn Buffer>,
     frozen: Box<dyn Buffer>,
-    /// One value per parameter of the stage's program, in its order.
+    /// One value per parameter, in the order in which they were given.
     pub(crate) views: Vec<Value>,
     places: Vec<Place>,
 }
@@ -33,7 +33,7 @@ impl Place {
 }
 
 impl StageParams {
-    /// Makes room for the parameters of a program; `layout` is that of the trained ones among them.
+    /// Makes room for parameters; `layout` is that of the trained ones among them.
     pub(crate) fn new(
         backend: &dyn Backend,
         params: &[Param],

@@ -3,45 +3,42 @@
 //! Each use accumulates apart, and the uses are added in model order at the end of a step, on one rank as on
 //! many: so neither the cut into stages nor the schedule changes a bit of the sum.
 
-use crate::{Plan, Result};
+use crate::{Plan, Result, plan::RankPrograms};
 use merak_mpu::{Buffer, Group, Mpu, ReduceOp};
-use merak_trace::{GradStore, StageProgram, TiedParam};
+use merak_trace::{GradStore, TiedParam};
 
-/// How the uses of this stage's parameters become one gradient each.
+/// How the uses of this rank's parameters become one gradient each.
 #[derive(Debug)]
 pub(super) struct TiedGrads {
     weights: Vec<TiedWeight>,
-    /// Weights whose first use is on another stage.
+    /// Weights whose first use is on another rank.
     borrowed: Vec<String>,
 }
 
 #[derive(Debug)]
 struct TiedWeight {
-    /// Slots of this stage's uses, in model order; the first is the one in the flat buffer.
+    /// Slots of this rank's uses, in model order; the first is the one in the flat buffer.
     slots: Vec<usize>,
-    /// Where the weight spans stages: their group, and for every use in model order the group rank that has it.
+    /// Where the weight spans ranks: their group, and for every use in model order the group rank that has it.
     shared: Option<(Group, Vec<usize>)>,
 }
 
 impl TiedGrads {
-    /// Finds the parameters of a stage with several uses in the model.
-    pub(super) fn new(plan: &Plan, program: &StageProgram, mpu: &Mpu) -> Result<Self> {
-        let tied = plan.cuts.tied(&plan.graph);
+    /// Finds the parameters of a rank with several uses in the model.
+    pub(super) fn new(plan: &Plan, programs: &RankPrograms, mpu: &Mpu) -> Result<Self> {
+        let tied = plan.tied_across_ranks();
+        let uses = programs.uses();
         let mut weights = Vec::new();
         let mut borrowed = Vec::new();
-        // In the model's order, which all stages share: groups that overlap would else wait for each other.
-        let mut params: Vec<_> = program.params().iter().enumerate().collect();
+        // In the model's order, which all ranks share: groups that overlap would else wait for each other.
+        let mut params: Vec<_> = programs.params.iter().enumerate().collect();
         params.sort_by_key(|(_, param)| plan.graph.find_param(&param.name));
         for (index, param) in params {
-            let of_param = program
-                .grads
-                .iter()
-                .enumerate()
-                .filter(|(_, port)| port.param.index() == index);
+            let of_param = uses.iter().enumerate().filter(|(_, of)| of.param == index);
             let slots: Vec<_> = of_param.map(|(slot, _)| slot).collect();
-            let across = tied.iter().find(|tied| tied.name == param.name);
-            if let Some(tied) = across {
-                if tied.stages[0] != mpu.pipeline_parallel_rank() {
+            let across = tied.iter().find(|(tied, _)| tied.name == param.name);
+            if let Some((tied, ranks)) = across {
+                if plan.rank_of(tied.stages[0]) != mpu.pipeline_parallel_rank() {
                     borrowed.push(param.name.clone());
                 }
                 if !param.trainable {
@@ -49,11 +46,11 @@ impl TiedGrads {
                 }
                 let group = mpu
                     .tied_group(&tied.name)?
-                    .expect("a stage that uses a weight is in its group")
+                    .expect("a rank that uses a weight is in its group")
                     .clone();
                 weights.push(TiedWeight {
                     slots,
-                    shared: Some((group, owners_of_uses(plan, tied))),
+                    shared: Some((group, owners_of_uses(plan, tied, ranks))),
                 });
             } else if slots.len() > 1 {
                 weights.push(TiedWeight {
@@ -65,22 +62,22 @@ impl TiedGrads {
         Ok(Self { weights, borrowed })
     }
 
-    /// Whether the parameter counts on this stage: its first use is here.
+    /// Whether the parameter counts on this rank: its first use is here.
     pub(super) fn owns(&self, name: &str) -> bool {
         !self.borrowed.iter().any(|borrowed| borrowed == name)
     }
 
-    /// Leaves the sum over all uses in the flat buffer, on every stage that has one.
+    /// Leaves the sum over all uses in the flat buffer, on every rank that has one.
     ///
     /// # Communication
-    /// For each weight that spans stages, an all-reduce over its group when each stage has one use, else a
-    /// broadcast per use.
+    /// For each weight that spans ranks, an all-reduce over its group when each rank has one use and they come in
+    /// the order of the ranks, else a broadcast per use.
     pub(super) fn sum(&self, grads: &mut GradStore) -> Result<()> {
         for weight in &self.weights {
             let mut uses: Vec<_> = weight.slots.iter().map(|&slot| take(grads, slot)).collect();
             let sum = match &weight.shared {
                 None => fold(uses),
-                Some((group, owners)) if owners.len() == group.world_size() => {
+                Some((group, owners)) if owners.iter().copied().eq(0..group.world_size()) => {
                     group.all_reduce_vec(uses.swap_remove(0), ReduceOp::Sum)?
                 }
                 Some((group, owners)) => {
@@ -110,12 +107,12 @@ impl TiedGrads {
     }
 }
 
-/// The group rank that has each use of a weight, in model order.
-fn owners_of_uses(plan: &Plan, tied: &TiedParam) -> Vec<usize> {
+/// The group rank that has each use of a weight, in model order; `ranks` are the group's.
+fn owners_of_uses(plan: &Plan, tied: &TiedParam, ranks: &[usize]) -> Vec<usize> {
     let graph = &plan.graph;
-    let stage_rank = |stage| {
-        tied.stages
-            .binary_search(&stage)
+    let group_rank = |stage| {
+        ranks
+            .binary_search(&plan.rank_of(stage))
             .expect("uses are on the weight's stages")
     };
     let nodes = graph
@@ -126,7 +123,7 @@ fn owners_of_uses(plan: &Plan, tied: &TiedParam) -> Vec<usize> {
             .param_of(input)
             .is_some_and(|param| graph.param(param).name == tied.name)
     });
-    uses.map(|(id, _)| stage_rank(plan.cuts.stage_of(id)))
+    uses.map(|(id, _)| group_rank(plan.cuts.stage_of(id)))
         .collect()
 }
 

@@ -91,10 +91,10 @@ impl MerakTrainer {
     pub(super) fn begin_draft(&self) -> Result<Draft> {
         let store = Store::in_output_dir(self.args.run_folder()?);
         let step = self.global_step as u64;
-        if self.stage.mpu.is_rank_0() {
+        if self.stages.mpu.is_rank_0() {
             store.begin(step)?;
         }
-        self.stage.mpu.world_group().barrier()?;
+        self.stages.mpu.world_group().barrier()?;
         Ok(store.draft(step))
     }
 
@@ -106,7 +106,7 @@ impl MerakTrainer {
         header: Header,
     ) -> Result<PathBuf> {
         let store = Store::in_output_dir(self.args.run_folder()?);
-        let mpu = std::sync::Arc::clone(&self.stage.mpu);
+        let mpu = std::sync::Arc::clone(&self.stages.mpu);
         let world = mpu.world_group();
         let path = store.path_of(draft.step());
         let encoded = serde_json::to_vec(shards).expect("a table of slices is plain data");
@@ -116,7 +116,7 @@ impl MerakTrainer {
                 serde_json::from_slice::<Vec<Shard>>(bytes).expect("a rank's own table")
             };
             let shards = gathered.iter().flat_map(decode).collect();
-            let adapter = self.stage.plan.lora.as_ref();
+            let adapter = self.stages.plan.lora.as_ref();
             let adapter = adapter.map(|lora| format!("{:#}\n", lora.config.to_json()));
             let files = self.parts.model_files.iter();
             let files = files.map(|(name, content)| (name.as_str(), content.as_slice()));
@@ -142,10 +142,10 @@ impl MerakTrainer {
         let state = RunState {
             global_step: self.global_step,
             tokens: self.tokens,
-            progress: self.stage.optimizer.progress(),
+            progress: self.stages.optimizer.progress(),
             position: self.position(),
             // Those in use: a resumed run goes on with the ones that it began with.
-            seed: self.stage.seed,
+            seed: self.stages.seed,
             data_seed: self
                 .order
                 .as_ref()
@@ -155,7 +155,7 @@ impl MerakTrainer {
             has_optimizer: !args.no_save_optim,
             optim: Some(args.optim),
         };
-        let info = &self.stage.plan.info;
+        let info = &self.stages.plan.info;
         Header {
             step: self.global_step as u64,
             topology: Topology {
@@ -168,8 +168,8 @@ impl MerakTrainer {
             model: serde_json::json!({
                 "family": info.family, "num_layers": info.num_layers, "hidden_size": info.hidden_size,
                 "num_heads": info.num_heads, "vocab_size": info.vocab_size, "max_seq": info.max_seq,
-                "seq_length": self.stage.plan.seq_length,
-                "adapter_name": self.stage.plan.lora.as_ref().map(|lora| &lora.name),
+                "seq_length": self.stages.plan.seq_length,
+                "adapter_name": self.stages.plan.lora.as_ref().map(|lora| &lora.name),
             }),
             state: serde_json::to_value(state).expect("plain numbers"),
         }
@@ -180,9 +180,9 @@ impl MerakTrainer {
         &self,
         mut write: impl FnMut(ShardKind, usize, &[(Piece<'_>, &[u8])]) -> merak_ckpt::Result<T>,
     ) -> Result<Vec<T>> {
-        let rank = self.stage.mpu.rank().0;
-        let params = self.stage.interpreter.program().params();
-        let cuts = self.stage.plan.param_cuts()?;
+        let rank = self.stages.mpu.rank().0;
+        let params = &self.stages.table;
+        let cuts = self.stages.plan.param_cuts()?;
         let noted = |param: &Param| {
             let layout = self.layout(param)?;
             // Whoever reshards goes by it, from one tensor-parallel rank on.
@@ -192,12 +192,12 @@ impl MerakTrainer {
             })
         };
         let layouts = params.iter().map(noted).collect::<Result<Vec<_>>>()?;
-        let owned = &self.stage.owned;
-        let is_first_replica = self.stage.mpu.data_sequence_parallel_rank() == 0;
+        let owned = &self.stages.owned;
+        let is_first_replica = self.stages.mpu.data_sequence_parallel_rank() == 0;
 
         let mut shards = Vec::new();
         let mut outcome = None;
-        self.stage.params.read(&mut |all| {
+        self.stages.params.read(&mut |all| {
             let mine = (0..params.len()).filter(|&index| is_first_replica && owned[index]);
             let pieces: Vec<_> = mine
                 .map(|index| {
@@ -210,16 +210,17 @@ impl MerakTrainer {
         shards.push(outcome.expect("parameters were shown")?);
 
         // Undivided state is the same on all replicas; of divided state every replica writes its own.
-        let divided = self.stage.optimizer.config().zero_stage != merak_zero::ZeroStage::Replicated
+        let divided = self.stages.optimizer.config().zero_stage
+            != merak_zero::ZeroStage::Replicated
             && self.args.dp > 1;
         if !self.args.no_save_optim && (divided || is_first_replica) {
-            let state = self.stage.optimizer.state();
+            let state = self.stages.optimizer.state();
             let kinds: Vec<_> = state
                 .names()
                 .iter()
                 .map(|name| (*name, Kind::optimizer(*name)))
                 .collect();
-            let trained = self.stage.trained();
+            let trained = self.stages.trained();
             let slices = state.slices().filter(|slice| owned[trained[slice.param]]);
             let pieces: Vec<_> = slices
                 .map(|slice| {
@@ -250,13 +251,13 @@ impl MerakTrainer {
     /// # Errors
     /// When a weight is no longer finite.
     pub fn merge_adapter(&mut self, adapter: &Adapter) -> Result<()> {
-        let params = self.stage.interpreter.program().params();
+        let params = &self.stages.table;
         let layouts = params
             .iter()
             .map(|param| self.layout(param))
             .collect::<Result<Vec<_>>>()?;
         let mut outcome = Ok(());
-        self.stage.params.write(&mut |index, values| {
+        self.stages.params.write(&mut |index, values| {
             let piece = piece(&Kind::Parameter, &params[index], &layouts[index], None);
             if outcome.is_ok() {
                 outcome = adapter.merge(&piece, values);
@@ -268,8 +269,8 @@ impl MerakTrainer {
     /// How this rank's slice of a parameter lies in the whole.
     fn layout(&self, param: &Param) -> Result<Layout> {
         let (rank, degree) = (
-            self.stage.mpu.tensor_parallel_rank(),
-            self.stage.mpu.tensor_parallel_world_size(),
+            self.stages.mpu.tensor_parallel_rank(),
+            self.stages.mpu.tensor_parallel_world_size(),
         );
         let boxes = param.placement.local_boxes(&param.full, rank, degree);
         let Placement::Shard(shard) = &param.placement else {
@@ -289,7 +290,7 @@ impl MerakTrainer {
     /// `latest` names is damaged, and to a fresh start where there is none.
     /// Returns whether there was one.
     pub(super) fn resume(&mut self, from: &str) -> Result<bool> {
-        let tells = self.stage.mpu.is_rank_0();
+        let tells = self.stages.mpu.is_rank_0();
         let mut candidates = Candidates::new(from, || self.args.run_folder(), tells)?;
         while let Some(checkpoint) = candidates.next().transpose()? {
             if let Some(read) = self.read_on_all_ranks(&checkpoint, candidates.is_auto())? {
@@ -314,7 +315,7 @@ impl MerakTrainer {
         let checkpoint = Checkpoint::open_weights(path)?;
         let read = self.read_on_all_ranks(&checkpoint, false)?;
         let elsewhere = || Error::Rank {
-            rank: self.stage.mpu.rank().0,
+            rank: self.stages.mpu.rank().0,
             cause: "another rank could not read the checkpoint".to_owned(),
         };
         let read = read.ok_or_else(elsewhere)?;
@@ -328,9 +329,9 @@ impl MerakTrainer {
         checkpoint: &Checkpoint,
         tolerated: bool,
     ) -> Result<Option<ReadState>> {
-        let state = resume::check(checkpoint, &self.stage.plan, &self.args)?;
+        let state = resume::check(checkpoint, &self.stages.plan, &self.args)?;
         let read = self.read(checkpoint, state);
-        let world = self.stage.mpu.world_group();
+        let world = self.stages.mpu.world_group();
         if world.all_reduce_scalar(i64::from(read.is_ok()), ReduceOp::Min)? == 1 {
             return read.map(Some);
         }
@@ -366,22 +367,22 @@ impl MerakTrainer {
             optimizer,
             state,
         } = read;
-        self.stage.params.write(&mut |index, bytes| {
+        self.stages.params.write(&mut |index, bytes| {
             if let Some(values) = &weights[index] {
                 bytes.copy_from_slice(values);
             }
         });
         if weights.iter().any(Option::is_none) {
-            self.stage.start_magnitudes()?;
+            self.stages.start_magnitudes()?;
         }
         if let Some(values) = optimizer {
-            let slices = self.stage.optimizer.state_mut().slices_mut();
+            let slices = self.stages.optimizer.state_mut().slices_mut();
             slices
                 .zip(values)
                 .for_each(|(slice, values)| slice.values.copy_from_slice(&values));
         }
         if let Some(state) = state.as_ref().filter(|_| !self.args.finetune) {
-            if !self.args.no_load_rng && self.stage.mpu.is_rank_0() {
+            if !self.args.no_load_rng && self.stages.mpu.is_rank_0() {
                 resume::warn_of_seeds(&self.args, state, checkpoint.path());
             }
             self.restore_position(state)?;
@@ -398,11 +399,11 @@ impl MerakTrainer {
 
     /// Restores step, seeds and the place in the data.
     fn restore_position(&mut self, state: &RunState) -> Result<()> {
-        self.stage.optimizer.set_progress(state.progress);
+        self.stages.optimizer.set_progress(state.progress);
         self.global_step = state.global_step;
         self.tokens = state.tokens;
         if !self.args.no_load_rng {
-            self.stage.seed = state.seed;
+            self.stages.seed = state.seed;
         }
         let Some(data) = &self.parts.train_data else {
             return Ok(());
@@ -418,7 +419,7 @@ impl MerakTrainer {
             position.samples = 0;
         }
         let unused = order.resume(state.global_step, position);
-        if unused > 0 && self.stage.mpu.is_rank_0() {
+        if unused > 0 && self.stages.mpu.is_rank_0() {
             tracing::warn!(
                 unused,
                 "the global batch changed: training goes on at the next whole one"
@@ -450,15 +451,15 @@ impl MerakTrainer {
             checkpoint.read_as(&piece, &mut values)?;
             Ok(Some(values))
         };
-        let params = self.stage.interpreter.program().params();
+        let params = &self.stages.table;
         params.iter().map(read).collect()
     }
 
     /// The optimizer state that this rank owns, in the order of its slices.
     fn read_optimizer(&self, checkpoint: &Checkpoint) -> Result<Vec<Vec<f32>>> {
-        let state = self.stage.optimizer.state();
-        let params = self.stage.interpreter.program().params();
-        let trained = self.stage.trained();
+        let state = self.stages.optimizer.state();
+        let params = &self.stages.table;
+        let trained = self.stages.trained();
         let read = |slice: merak_zero::StateSlice<&[f32]>| {
             let param = &params[trained[slice.param]];
             let place = self.layout(param)?;

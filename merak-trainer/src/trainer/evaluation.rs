@@ -8,7 +8,6 @@ use crate::{
     stage::{StepInputs, StepModule, count_labels},
 };
 use merak_mpu::ReduceOp;
-use merak_pipe::{Engine, ScheduleKind, Size};
 use std::{sync::Arc, time::Instant};
 
 impl MerakTrainer {
@@ -30,22 +29,14 @@ impl MerakTrainer {
         };
         let order = order(&self.args, data.len())?;
         let batch = batch(&self.args, data.len());
-        let seq = self.stage.plan.seq_length;
-        let program = self.programs.get(&self.stage, batch, seq, false)?;
-        let (mpu, mut sums) = (Arc::clone(&self.stage.mpu), (0.0, 0_i64));
+        let seq = self.stages.plan.seq_length;
+        let programs = self.programs.get(&self.stages, batch, seq, false)?;
+        let (mpu, mut sums) = (Arc::clone(&self.stages.mpu), (0.0, 0_i64));
         for iteration in 0..order.iterations() {
             let microbatches = order.microbatches(iteration);
-            let size = Size {
-                ranks: mpu.pipeline_parallel_world_size(),
-                microbatches,
-                chunks: 1,
-            };
-            let engine = Engine::new(
-                &ScheduleKind::Inference.generate(size)?,
-                mpu.pipeline_parallel_rank(),
-            )?;
+            let engine = self.stages.forward_engine(microbatches)?;
             let mut batches = Vec::new();
-            if !program.program().inputs.is_empty() {
+            if self.stages.reads_data() {
                 for microbatch in 0..microbatches {
                     batches.push(collate(
                         &*data,
@@ -53,7 +44,7 @@ impl MerakTrainer {
                     )?);
                 }
             }
-            let contexts = vec![self.stage.context(0, 0, false); microbatches];
+            let contexts = vec![self.stages.context(0, 0, false); microbatches];
             sums.1 += batches
                 .iter()
                 .map(|batch: &Batch| count_labels(batch))
@@ -63,13 +54,13 @@ impl MerakTrainer {
                 batches,
                 loss_grad: 0.0,
             };
-            let mut module = StepModule::inference(&mut self.stage, &program, inputs);
+            let mut module = StepModule::inference(&mut self.stages, &programs, inputs);
             engine.run(&mut module, &mut self.link)?;
             let result = module.finish();
             sums.0 += self.loss_sum(&result)?;
         }
         let mut eval_loss = 0.0;
-        if mpu.is_last_stage() {
+        if self.stages.has_last() {
             let group = mpu.data_sequence_parallel_group();
             let loss = group.all_reduce_scalar(sums.0, ReduceOp::Sum)?;
             let labels = group.all_reduce_scalar(sums.1, ReduceOp::Sum)?;
@@ -79,7 +70,7 @@ impl MerakTrainer {
                 loss / labels as f64
             };
         }
-        let last = mpu.pipeline_parallel_world_size() - 1;
+        let last = self.stages.plan.last_rank();
         let eval_loss = mpu
             .pipeline_parallel_group()
             .broadcast_vec(vec![eval_loss], last)?[0];

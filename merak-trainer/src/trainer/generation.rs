@@ -4,11 +4,10 @@ use super::MerakTrainer;
 use crate::{
     Error, Result,
     data::{Batch, Microbatch, SampleTensor},
-    stage::{Decoded, Stage, StepInputs, StepModule},
+    stage::{Decoded, RankStages, StepInputs, StepModule},
 };
 use merak_ckpt::{BoxError, Completion, GenerateOptions, NewToken, Row, Sampler, TokenSource};
 use merak_mpu::{Buffer, DType, into_vec};
-use merak_pipe::{Engine, ScheduleKind, Size};
 use merak_trace::{Interpreter, KvCache};
 use std::{collections::BTreeMap, ops::ControlFlow, sync::Arc};
 
@@ -16,7 +15,7 @@ use std::{collections::BTreeMap, ops::ControlFlow, sync::Arc};
 /// that are under way.
 #[derive(Debug, Default)]
 pub(super) struct Programs {
-    built: BTreeMap<(usize, usize, bool), Interpreter>,
+    built: BTreeMap<(usize, usize, bool), Arc<[Interpreter]>>,
     groups: Vec<Group>,
 }
 
@@ -24,31 +23,34 @@ pub(super) struct Programs {
 #[derive(Debug, Default)]
 struct Group {
     prompts: Vec<u64>,
-    /// What this stage keeps of them.
-    cache: KvCache,
+    /// What each stage of this rank keeps of them.
+    caches: Vec<KvCache>,
 }
 
 impl Programs {
-    /// The program for these sizes, built at its first use.
+    /// The programs of the rank's stages for these sizes, built at their first use.
     pub(super) fn get(
         &mut self,
-        stage: &Stage,
+        stages: &RankStages,
         batch: usize,
         seq: usize,
         logits: bool,
-    ) -> Result<Interpreter> {
+    ) -> Result<Arc<[Interpreter]>> {
         let key = (batch, seq, logits);
         if let Some(found) = self.built.get(&key) {
-            return Ok(found.clone());
+            return Ok(Arc::clone(found));
         }
-        let program =
-            stage
-                .plan
-                .inference_program(stage.mpu.pipeline_parallel_rank(), batch, seq, logits)?;
-        let backend = Arc::clone(stage.interpreter.backend());
-        let interpreter = Interpreter::new(Arc::new(program), backend, Arc::clone(&stage.mpu) as _);
-        self.built.insert(key, interpreter.clone());
-        Ok(interpreter)
+        let numbers = stages.stages.iter().map(|stage| stage.number);
+        let programs = stages
+            .plan
+            .inference_programs(numbers, batch, seq, logits)?;
+        let interpreter = |program| {
+            let backend = Arc::clone(&stages.backend);
+            Interpreter::new(Arc::new(program), backend, Arc::clone(&stages.mpu) as _)
+        };
+        let interpreters: Arc<[_]> = programs.into_iter().map(interpreter).collect();
+        self.built.insert(key, Arc::clone(&interpreters));
+        Ok(interpreters)
     }
 
     /// Puts new prompts into groups by their lengths, those of one length into as many as there are stages to keep
@@ -72,7 +74,7 @@ impl Programs {
             let size = group.prompts.len().div_ceil(stages);
             let parts = group.prompts.chunks(size).map(|prompts| Group {
                 prompts: prompts.to_vec(),
-                cache: KvCache::default(),
+                caches: Vec::new(),
             });
             self.groups.extend(parts);
         }
@@ -114,10 +116,10 @@ impl MerakTrainer {
         options: &GenerateOptions,
         on_token: &mut dyn FnMut(NewToken) -> ControlFlow<()>,
     ) -> Result<Vec<Completion>> {
-        self.stage.plan.expect_causal("text generation")?;
+        self.stages.plan.expect_causal("text generation")?;
         let (max_seq, vocab) = (
-            self.stage.plan.info.max_seq,
-            self.stage.plan.info.vocab_size,
+            self.stages.plan.info.max_seq,
+            self.stages.plan.info.vocab_size,
         );
         for (prompt, tokens) in prompts.iter().enumerate() {
             if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocab) {
@@ -148,12 +150,14 @@ impl MerakTrainer {
     fn logits(&mut self, groups: &mut [Group], next: Vec<Next>) -> Result<Vec<Vec<f32>>> {
         let mut decoded = Vec::with_capacity(groups.len());
         let mut batches = Vec::with_capacity(groups.len());
-        let contexts = vec![self.stage.context(0, 0, false); groups.len()];
+        let contexts = vec![self.stages.context(0, 0, false); groups.len()];
         for (group, Next { seq, ids, .. }) in groups.iter_mut().zip(next) {
             let rows = group.prompts.len();
+            let programs = self.programs.get(&self.stages, rows, seq, true)?;
+            group.caches.resize_with(programs.len(), KvCache::default);
             decoded.push(Decoded {
-                program: self.programs.get(&self.stage, rows, seq, true)?,
-                cache: &mut group.cache,
+                programs,
+                caches: &mut group.caches,
                 positions: seq,
             });
             let tensor = SampleTensor::new(vec![rows, seq], ids).expect("every row has the length");
@@ -167,25 +171,16 @@ impl MerakTrainer {
                 tensors: BTreeMap::from([("input_ids".to_owned(), tensor)]),
             });
         }
-        let mpu = Arc::clone(&self.stage.mpu);
-        let size = Size {
-            ranks: mpu.pipeline_parallel_world_size(),
-            microbatches: decoded.len(),
-            chunks: 1,
-        };
-        let engine = Engine::new(
-            &ScheduleKind::Inference.generate(size)?,
-            mpu.pipeline_parallel_rank(),
-        )?;
+        let engine = self.stages.forward_engine(decoded.len())?;
         let inputs = StepInputs {
             contexts,
             batches,
             loss_grad: 0.0,
         };
-        let mut module = StepModule::decoding(&mut self.stage, decoded, inputs);
+        let mut module = StepModule::decoding(&mut self.stages, decoded, inputs);
         engine.run(&mut module, &mut self.link)?;
         let outputs = module.finish().outputs.into_values();
-        let backend = self.stage.interpreter.backend();
+        let backend = &self.stages.backend;
         let logits = outputs.map(|mut outputs| {
             let logits = outputs.swap_remove(0);
             Ok(widened(backend.into_buffer(logits)?)?)
@@ -194,7 +189,7 @@ impl MerakTrainer {
     }
 
     fn next_tokens_of(&mut self, rows: &[Row<'_>], sampler: &Sampler) -> Result<Vec<u32>> {
-        let stages = self.stage.mpu.pipeline_parallel_world_size();
+        let stages = self.stages.mpu.pipeline_parallel_world_size();
         self.programs.regroup(rows, stages);
         let mut groups = std::mem::take(&mut self.programs.groups);
         let next: Vec<_> = groups
@@ -207,7 +202,7 @@ impl MerakTrainer {
             .collect();
         let logits = self.logits(&mut groups, next)?;
         self.programs.groups = groups;
-        let vocab = self.stage.plan.info.vocab_size;
+        let vocab = self.stages.plan.info.vocab_size;
         let mut tokens = vec![0_u32; rows.len()];
         for ((seq, places), logits) in places.iter().zip(logits) {
             for (row, sequence) in places.iter().zip(logits.chunks_exact(seq * vocab)) {
@@ -217,20 +212,20 @@ impl MerakTrainer {
                 }
             }
         }
-        let mpu = &self.stage.mpu;
+        let mpu = &self.stages.mpu;
         Ok(mpu
             .pipeline_parallel_group()
-            .broadcast_vec(tokens, stages - 1)?)
+            .broadcast_vec(tokens, self.stages.plan.last_rank())?)
     }
 
     /// The next positions of a group.
     fn next_of(&self, group: &mut Group, rows: &[Row<'_>]) -> Next {
         if !self.args.use_cache {
-            group.cache = KvCache::default();
+            group.caches.clear();
         }
         let row_of = |prompt: &u64| rows.iter().position(|row| row.prompt == *prompt);
         let waiting: Vec<_> = group.prompts.iter().map(row_of).collect();
-        let past = group.cache.positions();
+        let past = group.caches.first().map_or(0, KvCache::positions);
         let lengths = waiting.iter().flatten().map(|&row| rows[row].tokens.len());
         let length = lengths
             .max()

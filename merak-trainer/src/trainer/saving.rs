@@ -70,7 +70,7 @@ impl MerakTrainer {
             return Ok(());
         };
         let is_written = pending.shards.iter().all(PendingShard::is_finished);
-        let world = self.stage.mpu.world_group();
+        let world = self.stages.mpu.world_group();
         if world.all_reduce_scalar(i64::from(is_written), ReduceOp::Min)? == 1 {
             self.finish_save()?;
         }

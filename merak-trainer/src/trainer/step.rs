@@ -56,8 +56,8 @@ impl MerakTrainer {
     fn step(&mut self) -> Result<StepReport> {
         let start = Instant::now();
         let (loss, tokens) = self.backward_step(self.global_step)?;
-        let lr = self.schedule.lr(self.stage.optimizer.progress().steps);
-        let update = self.stage.update(lr)?;
+        let lr = self.schedule.lr(self.stages.optimizer.progress().steps);
+        let update = self.stages.update(lr)?;
         self.global_step += 1;
         self.tokens += tokens;
         Ok(StepReport {
@@ -78,50 +78,50 @@ impl MerakTrainer {
     /// When a rank fails.
     pub fn gradients(&mut self) -> Result<(f64, NamedTensors)> {
         let (loss, _) = self.backward_step(self.global_step)?;
-        let gradients = self.stage.gradients()?;
+        let gradients = self.stages.gradients()?;
         // The step itself is still to come: its batches are read again, its gradients start from zero.
         self.loader = None;
-        self.stage.clear_gradients();
+        self.stages.clear_gradients();
         Ok((loss, gradients))
     }
 
     /// This rank's slices of the parameters. For tests and tools.
     pub fn parameters(&self) -> NamedTensors {
-        self.stage.parameters()
+        self.stages.parameters()
     }
 
     /// Runs the schedule over a global batch: loss and tokens, the gradients being left in the store.
     fn backward_step(&mut self, step: usize) -> Result<(f64, u64)> {
         let batches = self.next_batches(step)?;
         let (labels, loss_grad) = self.loss_scale(&batches)?;
-        let dp_rank = self.stage.mpu.data_parallel_rank();
+        let dp_rank = self.stages.mpu.data_parallel_rank();
         let order = self.order()?;
         let first_samples = (0..self.args.gradient_accumulation_steps)
             .map(|m| order.microbatch(step, dp_rank, m).first_position);
         let contexts = first_samples
-            .map(|first| self.stage.context(step, first, true))
+            .map(|first| self.stages.context(step, first, true))
             .collect();
         let inputs = StepInputs {
             contexts,
             batches,
             loss_grad,
         };
-        let mut module = StepModule::training(&mut self.stage, inputs);
+        let mut module = StepModule::training(&mut self.stages, inputs);
         self.timeline = self.engine.run(&mut module, &mut self.link)?;
         let result = module.finish();
         let loss = self.mean_loss(&result, labels)?;
-        let tokens = self.args.global_batch() * self.stage.plan.seq_length;
+        let tokens = self.args.global_batch() * self.stages.plan.seq_length;
         Ok((loss, tokens as u64))
     }
 
-    /// The step's batches, where the stage reads data.
+    /// The step's batches, where a stage of the rank reads data.
     fn next_batches(&mut self, step: usize) -> Result<Vec<Batch>> {
-        if self.stage.interpreter.program().inputs.is_empty() {
+        if !self.stages.reads_data() {
             return Ok(Vec::new());
         }
         let microbatches = self.args.gradient_accumulation_steps;
         if self.loader.is_none() {
-            let (order, dp_rank) = (self.order()?.clone(), self.stage.mpu.data_parallel_rank());
+            let (order, dp_rank) = (self.order()?.clone(), self.stages.mpu.data_parallel_rank());
             let total = self.total_steps;
             let request = move |n: usize| {
                 let step = step + n / microbatches;
@@ -144,10 +144,10 @@ impl MerakTrainer {
     }
 
     /// Labels of the global batch, and the gradient of each loss that makes the average over replicas the
-    /// mean over all labels: `N / labels`. Zero on stages without labels, which need neither.
+    /// mean over all labels: `N / labels`. Zero on ranks without labels, which need neither.
     fn loss_scale(&self, batches: &[Batch]) -> Result<(f64, f64)> {
-        let mpu = &self.stage.mpu;
-        if !mpu.is_last_stage() {
+        let mpu = &self.stages.mpu;
+        if !self.stages.has_last() {
             return Ok((0.0, 0.0));
         }
         let group = mpu.data_sequence_parallel_group();
@@ -164,16 +164,16 @@ impl MerakTrainer {
 
     /// The mean loss, on every rank.
     fn mean_loss(&self, result: &StepResult, labels: f64) -> Result<f64> {
-        let mpu = &self.stage.mpu;
+        let mpu = &self.stages.mpu;
         let mut loss = 0.0;
-        if mpu.is_last_stage() {
+        if self.stages.has_last() {
             let sum = self.loss_sum(result)?;
             let sum = mpu
                 .data_sequence_parallel_group()
                 .all_reduce_scalar(sum, ReduceOp::Sum)?;
             loss = if labels == 0.0 { 0.0 } else { sum / labels };
         }
-        let last = mpu.pipeline_parallel_world_size() - 1;
+        let last = self.stages.plan.last_rank();
         Ok(mpu
             .pipeline_parallel_group()
             .broadcast_vec(vec![loss], last)?[0])
@@ -189,11 +189,7 @@ impl MerakTrainer {
     }
 
     fn scalar(&self, value: &Value) -> Result<f64> {
-        let buffer = self
-            .stage
-            .interpreter
-            .backend()
-            .into_buffer(value.clone())?;
+        let buffer = self.stages.backend.into_buffer(value.clone())?;
         Ok(into_vec::<f64>(buffer)?[0])
     }
 }

@@ -57,6 +57,9 @@ fn other_value(name: &str) -> Value {
         "partition_method" => json!("parameters"),
         "custom_partition" => json!([0, 3, 6]),
         "split_method" => json!("layer_split"),
+        "recompute" => json!("selective"),
+        "activation_checkpoint_ratio" => json!([0.5, 0.25]),
+        "recompute_ops" => json!(["norm"]),
         "optim" => json!("sgd"),
         "zero_stage" => json!(0),
         "lr_scheduler_type" => json!("constant"),
@@ -87,7 +90,7 @@ fn other_value(name: &str) -> Value {
 }
 
 /// Keys with a single choice in this version: there is no other value to set.
-const SINGLE_CHOICE: &[&str] = &["trace_method", "recompute", "report_to"];
+const SINGLE_CHOICE: &[&str] = &["trace_method", "report_to"];
 
 #[test]
 fn every_key_is_reached_from_file_environment_and_command_line() {
@@ -150,6 +153,7 @@ dp = 1
 tp = 1
 pp = 1
 train_schedule = "1f1b"
+virtual_stages = 1
 partition_method = "uniform"
 custom_partition = null
 split_method = "farthest_min_deps"
@@ -160,6 +164,9 @@ init_method_std = 0.02
 activation_checkpointing = true
 checkpoint_num_layers = 1
 recompute = "full"
+activation_checkpoint_ratio = null
+recompute_ops = null
+activation_memory_budget = null
 num_layers = null
 seq_length = null
 hidden_size = null
@@ -336,7 +343,7 @@ fn a_wrong_type_names_the_expected_one() {
     assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table, found 3 (merak.toml:1)"#);
     assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 0, found "many" (environment MERAK_PP)"#);
     assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam or sgd, found "adamw" (command line --optim); did you mean "adam"?"#);
-    assert_snapshot!(message(load_line("--train-schedule 1f1")), @r#""train_schedule" expects gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, zb_h1 or zb_h2, found "1f1" (command line --train-schedule); did you mean "1f1b"?"#);
+    assert_snapshot!(message(load_line("--train-schedule 1f1")), @r#""train_schedule" expects gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v or auto, found "1f1" (command line --train-schedule); did you mean "1f1b"?"#);
 }
 
 #[test]
@@ -345,7 +352,6 @@ fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_line("--fp16")), @r#""fp16" true (command line --fp16) is not available in this version: choose false"#);
     assert_snapshot!(message(load_line("--sp 2")), @r#""sp" 2 (command line --sp) is not available in this version: choose 1"#);
     assert_snapshot!(message(load_line("--partition-method autopipe")), @r#""partition_method" "autopipe" (command line --partition-method) is not available in this version: choose uniform, uniform_floor, parameters or custom"#);
-    assert_snapshot!(message(load_line("--train-schedule zb_v")), @r#""train_schedule" "zb_v" (command line --train-schedule) is not available in this version: choose gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, zb_h1 or zb_h2"#);
     assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @r#""data.tokenizer" {"train_bpe":4096} (merak.toml:1) is not available in this version: choose "bytes" or the path of a tokenizer.json"#);
     assert_snapshot!(message(load_line("--sp 1 --bf16 false --virtual-stages 1 --lora-config none")), @"no error");
 }
@@ -390,6 +396,16 @@ fn an_illegal_value_names_the_legal_ones() {
     assert_snapshot!(custom("--custom_partition 0,2"), @r#""custom_partition" is [0, 2] (command line --custom_partition), but must be 3 boundaries, because "pp" is 2"#);
     assert_snapshot!(custom("--custom_partition 0,4,2"), @r#""custom_partition" is [0, 4, 2] (command line --custom_partition), but must be strictly rising from 0"#);
     assert_snapshot!(custom("--custom_partition 0,2,4"), @"no error");
+    assert_snapshot!(message(load_line("--pp 2 --activation_checkpoint_ratio 1.5")), @r#""activation_checkpoint_ratio" is [1.5] (command line --activation_checkpoint_ratio), but must be values from 0 to 1"#);
+    assert_snapshot!(message(load_line("--pp 2 --activation_checkpoint_ratio 0.5,0.4,0.3")), @r#""activation_checkpoint_ratio" is [0.5, 0.4, 0.3] (command line --activation_checkpoint_ratio), but must be at most 2 values, because "pp" is 2"#);
+    assert_snapshot!(message(load_line("--recompute selective --recompute_ops atention")), @r#""recompute_ops" expects attention, activation, norm or dropout, found "atention" (command line --recompute_ops); did you mean "attention"?"#);
+    assert_snapshot!(message(load_line("--recompute_ops norm")), @r#""recompute_ops" is ["norm"] (command line --recompute_ops), but must be unset unless "recompute" is "selective""#);
+    assert_snapshot!(message(load_line("--recompute budget")), @r#""activation_memory_budget" is not set: "recompute" budget needs the bytes that a rank's activations may take"#);
+    assert_snapshot!(message(load_line("--train_schedule zb_v --virtual_stages 3")), @r#""virtual_stages" is 3 (command line --virtual_stages), but must be 2 under "train_schedule" zb_v"#);
+    assert_snapshot!(message(load_line("--virtual_stages 2")), @r#""virtual_stages" is 2 (command line --virtual_stages), but must be 1 under "train_schedule" 1f1b"#);
+    assert_snapshot!(message(load_line("--train_schedule interleaved_1f1b --virtual_stages 0")), @r#""virtual_stages" is 0 (command line --virtual_stages), but must be at least 1"#);
+    assert_snapshot!(message(load_line("--train_schedule zb_v --pp 2 --shard_count 3")), @r#""shard_count" is 3 (command line --shard_count), but must be at least "pp" times 2 stages per rank, which is 4"#);
+    assert_snapshot!(message(load_line("--train_schedule zb_v --pp 2 --partition_method custom --custom_partition 0,4,8")), @r#""custom_partition" is [0, 4, 8] (command line --custom_partition), but must be 5 boundaries, because "pp" times 2 stages per rank is 4"#);
     assert_snapshot!(message(load_line("--train_schedule shifted_critical_path --pp 2 --gradient_accumulation_steps 3")), @"shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 2 and 4), got 3");
     assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"power\":2}")), @"`lr_scheduler_kwargs` has `power`, but the linear schedule takes none");
     assert_snapshot!(message(load_line("--lr_scheduler_type polynomial --lr_scheduler_kwargs={\"power\":0}")), @"`power` is 0, expected more than 0");
@@ -421,14 +437,11 @@ fn derived_values_follow_the_formulas() {
     assert_eq!(checked.data_seed(), 7);
     assert_eq!(checked.total_steps(3), 8);
     assert_eq!(checked.checkpoints_kept(), None);
-    let fixed = load_line(
-        "--max_steps 5 --warmup_ratio 0.3 --activation_checkpointing false --save_total_limit 2",
-    )
-    .unwrap()
-    .check()
-    .unwrap();
+    let fixed = load_line("--max_steps 5 --warmup_ratio 0.3 --save_total_limit 2")
+        .unwrap()
+        .check()
+        .unwrap();
     assert_eq!(fixed.total_steps(3), 5);
     assert_eq!(fixed.lr_schedule(5).unwrap().warmup(), 2);
-    assert_eq!(fixed.recompute_chunk(), None);
     assert_eq!(fixed.checkpoints_kept().map(usize::from), Some(2));
 }

@@ -6,5 +6,6 @@ mod generation; // N20: the same tokens from every topology
 mod lora;
 mod pipeline; // L1: the pipeline changes no bit
 mod resume; // L3, L5: resumed runs and equal bytes
+mod stages; // L1, L3: several stages per rank
 mod topology; // L2: the degrees change the order of summation only
 mod update; // N18: what a step may touch

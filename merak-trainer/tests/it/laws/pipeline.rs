@@ -1,18 +1,21 @@
 //! L1: schedule, cut, recomputation and compute threads change no bit.
 
 use merak_pipe::{Action, Kind};
-use merak_trainer::NamedTensors;
+use merak_trainer::{Error, NamedTensors, Plan};
 
 use crate::support::{Case, Run, assert_same_bits};
 
-/// With M = 5 microbatches each of them fits 2 and 4 stages, and no number of stages divides M.
-const SCHEDULES: [&str; 6] = [
+/// With M = 5 microbatches each of them fits 2 and 4 stages, and no number of stages divides M. Several stages per
+/// rank: see `stages.rs`.
+const SCHEDULES: [&str; 8] = [
     "gpipe",
     "1f1b",
     "ds_default",
     "pre_recompute_1f1b",
     "last_no_recompute_1f1b",
     "shifted_critical_path",
+    "zb_h1",
+    "zb_h2",
 ];
 
 const STEPS: usize = 3;
@@ -166,7 +169,10 @@ fn each_microbatch_runs_forward_once_and_backward_once_on_every_stage() {
                         |action: &&Action| action.microbatch.0 == microbatch && action.kind == kind;
                     actions.iter().filter(of).count()
                 };
-                assert_eq!((count(Kind::Forward), count(Kind::Backward)), (1, 1));
+                let whole = count(Kind::Backward);
+                assert_eq!(count(Kind::Forward), 1);
+                assert_eq!(whole + count(Kind::InputGrad), 1);
+                assert_eq!(whole + count(Kind::WeightGrad), 1);
                 assert!(count(Kind::Recompute) <= 1);
             }
         }
@@ -211,4 +217,140 @@ fn a_tied_weight_is_the_same_on_both_its_stages_and_an_untied_one_drifts_apart()
     let (embedding, head) = (&untied.weights[name], &untied.weights["lm_head.weight"]);
     assert_eq!(embedding.len(), head.len());
     assert_ne!(embedding, head);
+}
+
+#[test]
+fn no_choice_of_what_is_recomputed_changes_a_bit() {
+    let choices: [&[(&str, &str)]; 8] = [
+        &[("activation_checkpoint_ratio", "0.6")],
+        &[("activation_checkpoint_ratio", "0.4,0.9")],
+        &[
+            ("activation_checkpoint_ratio", "0.5"),
+            ("checkpoint_num_layers", "2"),
+        ],
+        &[("recompute", "selective")],
+        &[
+            ("recompute", "selective"),
+            ("recompute_ops", "norm,dropout"),
+        ],
+        &[("recompute", "selective"), ("recompute_ops", "activation")],
+        &[
+            ("recompute", "budget"),
+            ("activation_memory_budget", "1000000000"),
+        ],
+        &[
+            ("recompute", "budget"),
+            ("activation_memory_budget", "250000"),
+        ],
+    ];
+    for (family, case) in [("gpt2", Case::gpt2()), ("llama", Case::llama())] {
+        let case = case.with_dropout(0.1).with_microbatches(5);
+        let expected = reference(&case);
+        for (schedule, pp) in [
+            ("1f1b", 1),
+            ("1f1b", 2),
+            ("pre_recompute_1f1b", 4),
+            ("shifted_critical_path", 4),
+            ("zb_h1", 2),
+            ("zb_v", 2),
+        ] {
+            for keys in choices {
+                if pp == 1 && keys[0].1.starts_with("0.4,") {
+                    continue; // one stage takes one ratio
+                }
+                let mut case = case.clone().on((1, 1, pp)).with("train_schedule", schedule);
+                for (key, value) in keys {
+                    case = case.with(key, value);
+                }
+                let what = format!("{family} {schedule} on {pp}: {keys:?}");
+                assert_same_bits(&case.run(STEPS), &expected, &what);
+            }
+        }
+    }
+}
+
+/// The most bytes of activations on each rank.
+fn peaks(case: &Case) -> Vec<usize> {
+    case.on_ranks(|trainer| {
+        trainer.train_step()?;
+        trainer.train_step()?;
+        Ok(trainer.peak_activation_bytes())
+    })
+}
+
+/// The case with a budget, unless nothing keeps it: then the least that would do.
+fn within(case: &Case, budget: usize) -> Result<Case, usize> {
+    let case = case
+        .clone()
+        .with("recompute", "budget")
+        .with("activation_memory_budget", budget);
+    let model = merak_trace::models::from_config(&case.model).expect("a legal model");
+    match Plan::new(model.into(), &case.arguments()) {
+        Err(Error::ActivationBudget { least, .. }) => Err(least),
+        _ => Ok(case),
+    }
+}
+
+#[test]
+fn activations_stay_inside_their_budget() {
+    for (schedule, pp) in [
+        ("1f1b", 2),
+        ("1f1b", 4),
+        ("zb_h1", 2),
+        ("zb_v", 2),
+        ("gpipe", 2),
+    ] {
+        let case = Case::gpt2()
+            .with_microbatches(6)
+            .on((1, 1, pp))
+            .with("train_schedule", schedule);
+        let most = peaks(&case.clone().with("activation_checkpointing", false))[0];
+        let mut used = Vec::new();
+        for percent in [400, 200, 150, 120, 100, 85, 70, 55, 40] {
+            let budget = most * percent / 100;
+            if let Ok(case) = within(&case, budget) {
+                let peaks = peaks(&case);
+                let what = format!("{schedule} on {pp}, budget {budget}: {peaks:?}");
+                assert!(peaks.iter().all(|peak| *peak <= budget), "{what}");
+                used.push(peaks[0]);
+            }
+        }
+        // Less memory is never paid with more of it. What the halves of a backward hold between them is known less
+        // well, so that there the smallest budgets are refused.
+        let what = format!("{schedule} on {pp}: {used:?} of {most}");
+        assert!(used.windows(2).all(|pair| pair[1] <= pair[0]), "{what}");
+        let saves = used.last() < used.first();
+        assert!(
+            !used.is_empty() && (saves || schedule.starts_with("zb")),
+            "{what}"
+        );
+    }
+}
+
+#[test]
+fn a_budget_that_nothing_keeps_is_refused_with_the_least_that_would_do() {
+    let case = Case::gpt2().on((1, 1, 2));
+    let mut budget = 1000;
+    // The first rank speaks first, then the other one.
+    while let Err(least) = within(&case, budget) {
+        assert!(least > budget, "{least} is more than {budget}");
+        assert!(within(&case, least - 1).is_err());
+        budget = least;
+    }
+    assert!(
+        peaks(&within(&case, budget).unwrap())
+            .iter()
+            .all(|peak| *peak <= budget)
+    );
+}
+
+#[test]
+fn selective_recomputation_holds_less_than_none_and_a_ratio_between_none_and_all() {
+    let case = Case::gpt2().on((1, 1, 2));
+    let none = peaks(&case.clone().with("activation_checkpointing", false))[0];
+    let selective = peaks(&case.clone().with("recompute", "selective"))[0];
+    let part = peaks(&case.clone().with("activation_checkpoint_ratio", 0.5))[0];
+    let all = peaks(&case)[0];
+    assert!(selective < none, "{selective} {none}");
+    assert!(all < part && part < none, "{all} {part} {none}");
 }
