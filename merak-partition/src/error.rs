@@ -71,6 +71,30 @@ pub enum Error {
         /// Its split points.
         points: String,
     },
+    /// A list does not have an entry per segment.
+    #[error("expected {expected} {what}, one per segment, found {found}")]
+    PerSegment {
+        /// What the list holds.
+        what: &'static str,
+        /// Segments.
+        expected: usize,
+        /// Entries.
+        found: usize,
+    },
+    /// A time of a segment that is no time.
+    #[error("the cost of segment {segment} is {found}, expected a finite number from 0")]
+    NotACost {
+        /// The segment.
+        segment: usize,
+        /// The cost.
+        found: f64,
+    },
+    /// The objective of a search allowed none of the partitions that were tried.
+    #[error("none of {tried} partitions is within the limits")]
+    NoPartition {
+        /// Their number.
+        tried: usize,
+    },
     /// Given boundaries are no partition.
     #[error("custom_partition {bounds:?} should be {} boundaries that rise strictly from 0 to {segments}", num_stages + 1)]
     CustomPartition {

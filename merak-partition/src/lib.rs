@@ -26,6 +26,8 @@
 //!
 //! # Main types
 //! - [`segment`] makes [`Segments`] by a [`SplitMethod`]; [`stages`] lays them out by a [`StageMethod`].
+//! - [`autopipe`] and [`exact`] search for the stages with the shortest step: [`SegmentCosts`] say what segments
+//!   take, and a [`StepTime`] such as [`OneFOneB`] what that makes of a step.
 //! - [`Partition`] is both together, and gives the cuts from which stage programs are made.
 //! - [`recompute_plan`] says what a stage computes again instead of keeping.
 //! - [`report()`] describes each stage: modules, parameters, work, traffic, memory; [`cost`] is its model of work.
@@ -53,6 +55,7 @@
 //! # Papers
 //! [Merak](https://arxiv.org/abs/2206.04959) (automatic model partitioning);
 //! [GPipe](https://arxiv.org/abs/1811.06965), section 2 (stages of balanced cost);
+//! AutoPipe (Liu et al., IEEE Cluster 2022; moves around the critical stage);
 //! [Chen et al. 2016](https://arxiv.org/abs/1604.06174) (recomputation by segments).
 
 mod borders;
@@ -61,6 +64,7 @@ mod error;
 mod method;
 mod partition;
 mod report;
+mod search;
 mod segment;
 mod stages;
 
@@ -68,6 +72,9 @@ pub use error::{Error, Result};
 pub use method::{SplitMethod, StageMethod};
 pub use partition::{Partition, recompute_plan};
 pub use report::{PartitionReport, ReportOptions, StageReport, TiedReport, Traffic, report};
+pub use search::{
+    ExactOptions, Found, OneFOneB, SegmentCosts, StageLoad, StepTime, Stopped, autopipe, exact,
+};
 pub use segment::{SegmentOptions, Segments, SplitRule, segment};
 pub use stages::stages;
 

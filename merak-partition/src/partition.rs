@@ -1,6 +1,6 @@
 //! A graph cut into stages, and what each stage recomputes.
 
-use crate::{Error, Result, SegmentOptions, Segments, StageMethod, segment, stages};
+use crate::{Error, Found, Result, SegmentOptions, Segments, StageMethod, segment, stages};
 use merak_trace::{Graph, Node, Op, RecomputePlan, StageCuts};
 use std::ops::Range;
 
@@ -11,8 +11,8 @@ pub struct Partition {
     pub segments: Segments,
     /// Stage `s` has segments `stage_bounds[s]..stage_bounds[s + 1]`.
     pub stage_bounds: Vec<usize>,
-    /// What laid the segments out.
-    pub method: StageMethod,
+    /// What laid the segments out, as a report says it.
+    pub method: String,
 }
 
 impl Partition {
@@ -26,8 +26,18 @@ impl Partition {
         Ok(Self {
             segments,
             stage_bounds,
-            method: method.clone(),
+            method: method.to_string(),
         })
+    }
+
+    /// The stages that a search found, by the name of the search.
+    pub fn found(segments: Segments, search: &str, found: Found) -> Self {
+        let Found { tried, stopped, .. } = found;
+        Self {
+            segments,
+            stage_bounds: found.bounds,
+            method: format!("{search} ({tried} tried, {stopped})"),
+        }
     }
 
     /// The number of stages.

@@ -18,16 +18,7 @@ use crate::{Error, Result, Segments, StageMethod};
 /// are no partition.
 pub fn stages(segments: &Segments, method: &StageMethod, num_stages: usize) -> Result<Vec<usize>> {
     let found = segments.len();
-    if num_stages == 0 {
-        return Err(Error::NoStages);
-    }
-    if found < num_stages {
-        return Err(Error::TooFewSegments {
-            method: "the split method",
-            segments: found,
-            num_stages,
-        });
-    }
+    check_counts(found, num_stages)?;
     match method {
         StageMethod::Uniform => Ok(uniform(found, num_stages, 0)),
         StageMethod::UniformFloor => Ok(uniform(found, num_stages, 1)),
@@ -47,6 +38,21 @@ pub fn stages(segments: &Segments, method: &StageMethod, num_stages: usize) -> R
     }
 }
 
+/// Checks that no stage would be empty.
+pub(crate) fn check_counts(segments: usize, num_stages: usize) -> Result<()> {
+    if num_stages == 0 {
+        return Err(Error::NoStages);
+    }
+    if segments < num_stages {
+        return Err(Error::TooFewSegments {
+            method: "the split method",
+            segments,
+            num_stages,
+        });
+    }
+    Ok(())
+}
+
 /// Equal counts; the stages from `first_extra` on take one more each until nothing is left over.
 fn uniform(num_segments: usize, num_stages: usize, first_extra: usize) -> Vec<usize> {
     let (count, extra) = (num_segments / num_stages, num_segments % num_stages);
@@ -58,7 +64,7 @@ fn uniform(num_segments: usize, num_stages: usize, first_extra: usize) -> Vec<us
 /// The bounds of at most the smallest possible maximum, lexicographically smallest.
 ///
 /// The maximum is found by bisection: `O(n log(sum))`.
-fn min_max(weights: &[usize], num_stages: usize) -> Vec<usize> {
+pub(crate) fn min_max(weights: &[usize], num_stages: usize) -> Vec<usize> {
     let num_segments = weights.len();
     let mut sums = vec![0];
     sums.extend(weights.iter().scan(0, |sum, weight| {

@@ -32,8 +32,8 @@ use serde_json::Value;
 
 pub use self::{
     arguments::{
-        ComputeArguments, DataArguments, DistributedArguments, MerakArguments, ModelArguments,
-        TpLayerListArguments, keys,
+        AutopipeArguments, ComputeArguments, DataArguments, DistributedArguments, MerakArguments,
+        ModelArguments, TpLayerListArguments, keys,
     },
     checked::CheckedArguments,
     choice::{

@@ -64,10 +64,11 @@ mod trainer;
 mod world;
 
 pub use config::{
-    Backend, Boundaries, CheckedArguments, ComputeArguments, Config, DataArguments, DataFormat,
-    Device, DistributedArguments, Engine, InputPath, Key, MerakArguments, ModelArguments, Origin,
-    PartitionMethod, Ratios, Recompute, RecomputeOp, ReportTo, SeqLength, SplitMethod,
-    ThreadsPerRank, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule, keys,
+    AutopipeArguments, Backend, Boundaries, CheckedArguments, ComputeArguments, Config,
+    DataArguments, DataFormat, Device, DistributedArguments, Engine, InputPath, Key,
+    MerakArguments, ModelArguments, Origin, PartitionMethod, Ratios, Recompute, RecomputeOp,
+    ReportTo, SeqLength, SplitMethod, ThreadsPerRank, TokenizerSource, TpLayerListArguments,
+    TraceMethod, TrainSchedule, keys,
 };
 pub use error::{Error, Result};
 pub use memory::{MemoryNeed, MemoryShortage, Workload, available_bytes};

@@ -3,13 +3,14 @@
 mod rank;
 mod recompute;
 mod search;
+mod stages;
 
 pub(crate) use rank::{ParamUse, RankPrograms};
 
-use crate::{CheckedArguments, Error, PartitionMethod, Result, SplitMethod, TrainSchedule};
+use crate::{CheckedArguments, Error, Result, SplitMethod, TrainSchedule};
 use merak_ckpt::{LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
-use merak_partition::{Partition, PartitionReport, ReportOptions, SegmentOptions, StageMethod};
+use merak_partition::{Partition, PartitionReport, ReportOptions, SegmentOptions};
 use merak_pipe::{Auto, Schedule, ScheduleKind};
 use merak_tp::{LayerLists, rewrite};
 use merak_trace::{
@@ -116,9 +117,9 @@ impl Plan {
             num_layers: args.num_layers.or(Some(info.num_layers)),
             ..SegmentOptions::for_model(&info, args.num_stages())
         };
-        let partition = Partition::new(&rewritten.graph, &options, &stage_method(args)?)?;
-        let cuts = partition.cuts(&rewritten.graph)?;
         let size = args.pipeline_size();
+        let partition = stages::partition(&rewritten.graph, &options, args)?;
+        let cuts = partition.cuts(&rewritten.graph)?;
         let recompute_under = |schedule: &Schedule| {
             let pipeline = recompute::Pipeline {
                 graph: &rewritten.graph,
@@ -350,19 +351,4 @@ fn split_method(method: SplitMethod) -> merak_partition::SplitMethod {
         SplitMethod::NearestMinDeps => merak_partition::SplitMethod::NearestMinDeps,
         SplitMethod::LayerSplit => merak_partition::SplitMethod::LayerSplit,
     }
-}
-
-fn stage_method(args: &CheckedArguments) -> Result<StageMethod> {
-    Ok(match args.partition_method {
-        PartitionMethod::Uniform => StageMethod::Uniform,
-        PartitionMethod::UniformFloor => StageMethod::UniformFloor,
-        PartitionMethod::Parameters => StageMethod::Parameters,
-        PartitionMethod::Custom => {
-            let missing = || Error::MissingKey {
-                key: "custom_partition",
-                advice: "partition_method = \"custom\" needs its boundaries".to_owned(),
-            };
-            StageMethod::Custom(args.custom_partition.clone().ok_or_else(missing)?.0)
-        }
-    })
 }

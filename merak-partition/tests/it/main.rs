@@ -2,6 +2,7 @@
 //! - `models`: segments and stages of real models;
 //! - `graphs`: laws over random graphs;
 //! - `tensor_parallel`: no cut through a sum over ranks;
+//! - `search`: the shortest steps, against trying all partitions and against the simulator of schedules;
 //! - `report`: the table and its figures;
 //! - `errors`: messages that users read.
 
@@ -9,4 +10,5 @@ mod errors;
 mod graphs;
 mod models;
 mod report;
+mod search;
 mod tensor_parallel;

@@ -18,7 +18,7 @@ use std::{process::ExitCode, sync::Arc};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Bench {
-    Gpt(Gpt),
+    Gpt(Box<Gpt>),
     Collectives(collectives::Collectives),
     Generate(generate::Generate),
     Save(save::Save),
@@ -75,6 +75,9 @@ pub(crate) struct Gpt {
     /// Stages per rank, under `interleaved_1f1b` and `auto`.
     #[arg(long, default_value_t = 1)]
     virtual_stages: usize,
+    /// Rule that gives the model's pieces to stages.
+    #[arg(long, default_value = "uniform", value_name = "METHOD")]
+    partition: String,
     /// Library that executes the graph's nodes.
     #[arg(long, default_value = "candle")]
     backend: String,
@@ -176,6 +179,7 @@ impl Gpt {
             ("zero_stage", self.zero.to_string()),
             ("train_schedule", self.schedule.clone()),
             ("virtual_stages", self.virtual_stages.to_string()),
+            ("partition_method", self.partition.clone()),
             (
                 "gradient_accumulation_steps",
                 batches("--microbatches", self.microbatches, self.dp)?.to_string(),

@@ -197,6 +197,8 @@ settings! {
         distributed: DistributedArguments,
         /// The computation on a rank.
         compute: ComputeArguments,
+        /// What `partition_method` `autopipe` and `exact` assume of a step.
+        autopipe: AutopipeArguments,
         /// Which layers are split over tensor-parallel ranks, instead of the model family's default.
         tp_layer_lists: TpLayerListArguments,
     }
@@ -259,6 +261,16 @@ settings! {
 }
 
 settings! {
+    /// Section `[autopipe]`.
+    AutopipeArguments under "autopipe." {
+        /// Microbatches of the simulated step; unset: those of the run.
+        micro_batches: Option<usize> = None,
+        /// Time of a message between neighbouring stages, in that of a billion floating-point operations.
+        comm_cost: f64 = 0.0,
+    }
+}
+
+settings! {
     /// Section `[tp_layer_lists]`.
     TpLayerListArguments under "tp_layer_lists." {
         /// Names of linear layers whose output features are split.
@@ -279,7 +291,14 @@ impl MerakArguments {
 }
 
 /// The sections of a configuration file.
-pub(crate) const SECTIONS: &[&str] = &["model", "data", "distributed", "compute", "tp_layer_lists"];
+pub(crate) const SECTIONS: &[&str] = &[
+    "model",
+    "data",
+    "distributed",
+    "compute",
+    "autopipe",
+    "tp_layer_lists",
+];
 
 /// Every key of this version, in the order of the documentation.
 pub fn keys() -> impl Iterator<Item = &'static Key> {
@@ -289,6 +308,7 @@ pub fn keys() -> impl Iterator<Item = &'static Key> {
         DataArguments::KEYS,
         DistributedArguments::KEYS,
         ComputeArguments::KEYS,
+        AutopipeArguments::KEYS,
         TpLayerListArguments::KEYS,
     ]
     .into_iter()

@@ -219,7 +219,27 @@ fn check_graph(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
             "a list with a name in it",
         )?;
     }
-    check_boundaries(a, checker)
+    check_boundaries(a, checker)?;
+    check_autopipe(a, checker)
+}
+
+fn check_autopipe(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let options = &a.autopipe;
+    checker.at_least_1_if_set(&[("autopipe.micro_batches", options.micro_batches)])?;
+    checker.not_negative(&[("autopipe.comm_cost", options.comm_cost)])?;
+    let searches =
+        [PartitionMethod::Autopipe, PartitionMethod::Exact].contains(&a.partition_method);
+    let expected = "unset unless \"partition_method\" is \"autopipe\" or \"exact\"";
+    if let Some(found) = options.micro_batches {
+        checker.require(searches, "autopipe.micro_batches", found, expected)?;
+    }
+    let found = options.comm_cost;
+    checker.require(
+        searches || found == 0.0,
+        "autopipe.comm_cost",
+        found,
+        expected,
+    )
 }
 
 fn check_boundaries(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {

@@ -76,8 +76,12 @@ choices! {
         Parameters = "parameters",
         /// The boundaries of `custom_partition`.
         Custom = "custom",
+        /// Shortest simulated step of the schedule, by moves around the stage with the most work.
+        Autopipe = "autopipe",
+        /// Shortest simulated step of the schedule, by trying every partition that may be the best.
+        Exact = "exact",
     }
-    later ["autopipe", "exact"]
+    later []
 }
 
 choices! {
@@ -227,13 +231,13 @@ mod tests {
             PartitionMethod::from_text("custom"),
             Ok(PartitionMethod::Custom)
         );
-        let choices = "uniform, uniform_floor, parameters or custom".to_owned();
         assert_eq!(
-            PartitionMethod::from_text("autopipe"),
+            TraceMethod::from_text("dynamo"),
             Err(Refusal::NotAvailable {
-                instead: choices.clone()
+                instead: "fx".to_owned()
             })
         );
+        let choices = "uniform, uniform_floor, parameters, custom, autopipe or exact".to_owned();
         assert_eq!(
             PartitionMethod::from_text("unifrom"),
             Err(Refusal::Choice {

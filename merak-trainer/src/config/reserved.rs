@@ -49,7 +49,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("text_generation", FALSE),
     reserved("do_predict", FALSE),
     reserved("adafactor", FALSE),
-    reserved("autopipe", NONE),
     reserved("muon_momentum", &["0.95"]),
     reserved("logging_dir", NONE),
     reserved("load_best_model_at_end", FALSE),

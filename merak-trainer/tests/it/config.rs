@@ -246,6 +246,8 @@ distributed.timeout_s = 600.0
 compute.backend = "candle"
 compute.device = "cpu"
 compute.threads_per_rank = "auto"
+autopipe.micro_batches = null
+autopipe.comm_cost = 0.0
 tp_layer_lists.col_para_list = null
 tp_layer_lists.row_para_list = null
 "#);
@@ -347,11 +349,20 @@ fn a_wrong_type_names_the_expected_one() {
 }
 
 #[test]
+fn what_only_a_search_for_stages_reads_is_refused_elsewhere() {
+    assert_snapshot!(message(load_line("--partition-method exact --autopipe.micro-batches 0")), @r#""autopipe.micro_batches" is 0 (command line --autopipe.micro-batches), but must be at least 1"#);
+    assert_snapshot!(message(load_line("--partition-method autopipe --autopipe.comm-cost=-1")), @r#""autopipe.comm_cost" is -1 (command line --autopipe.comm-cost), but must be at least 0"#);
+    assert_snapshot!(message(load_file("merak.toml", "autopipe.comm_cost = 1.5\n")), @r#""autopipe.comm_cost" is 1.5 (merak.toml:1), but must be unset unless "partition_method" is "autopipe" or "exact""#);
+    assert_snapshot!(message(load_file("merak.toml", "[autopipe]\nmicrobatches = 4\n")), @r#"unknown key "autopipe.microbatches" (merak.toml:2); did you mean "autopipe.micro_batches"?"#);
+    assert_snapshot!(message(load_line("--partition-method autopipe --autopipe.micro-batches 4")), @"no error");
+}
+
+#[test]
 fn a_feature_of_a_later_version_is_refused_by_name() {
     assert_snapshot!(message(load_file("merak.toml", "zero_stage = 2\n")), @r#""zero_stage" 2 (merak.toml:1) is not available in this version: choose 0 or 1"#);
     assert_snapshot!(message(load_line("--fp16")), @r#""fp16" true (command line --fp16) is not available in this version: choose false"#);
     assert_snapshot!(message(load_line("--sp 2")), @r#""sp" 2 (command line --sp) is not available in this version: choose 1"#);
-    assert_snapshot!(message(load_line("--partition-method autopipe")), @r#""partition_method" "autopipe" (command line --partition-method) is not available in this version: choose uniform, uniform_floor, parameters or custom"#);
+    assert_snapshot!(message(load_line("--trace-method dynamo")), @r#""trace_method" "dynamo" (command line --trace-method) is not available in this version: choose fx"#);
     assert_snapshot!(message(load_file("merak.toml", "data.tokenizer.train_bpe = 4096\n")), @r#""data.tokenizer" {"train_bpe":4096} (merak.toml:1) is not available in this version: choose "bytes" or the path of a tokenizer.json"#);
     assert_snapshot!(message(load_line("--sp 1 --bf16 false --virtual-stages 1 --lora-config none")), @"no error");
 }

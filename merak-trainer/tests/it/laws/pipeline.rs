@@ -71,6 +71,26 @@ fn no_schedule_cut_or_recomputation_changes_a_bit() {
 }
 
 #[test]
+fn searched_stages_change_no_bit() {
+    let case = Case::gpt2().with_microbatches(4);
+    let expected = reference(&case);
+    for method in ["autopipe", "exact"] {
+        for (schedule, comm_cost) in [("1f1b", 0.0), ("zb_h1", 0.1), ("interleaved_1f1b", 0.0)] {
+            let stages = if schedule == "interleaved_1f1b" { 2 } else { 1 };
+            let case = case
+                .clone()
+                .on((1, 1, 2))
+                .with("partition_method", method)
+                .with("autopipe.comm_cost", comm_cost)
+                .with("train_schedule", schedule)
+                .with("virtual_stages", stages);
+            let what = format!("{method} {schedule}");
+            assert_same_bits(&case.run(STEPS), &expected, &what);
+        }
+    }
+}
+
+#[test]
 fn no_number_of_stages_changes_a_bit_of_any_family() {
     for (family, case) in Case::relatives() {
         let case = case.with_dropout(0.1);

@@ -1,0 +1,94 @@
+//! Stages by search: the partition whose simulated step is shortest.
+
+mod autopipe;
+mod exact;
+mod loads;
+mod step_time;
+
+pub use autopipe::autopipe;
+pub use exact::{ExactOptions, exact};
+pub use loads::{SegmentCosts, StageLoad};
+pub use step_time::{OneFOneB, StepTime};
+
+use serde::Serialize;
+use std::fmt;
+
+/// A partition that was searched for.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Found {
+    /// Stage `s` has segments `bounds[s]..bounds[s + 1]`.
+    pub bounds: Vec<usize>,
+    /// Its step time, in the unit of the costs.
+    pub step_time: f64,
+    /// Partitions whose step was simulated.
+    pub tried: usize,
+    /// Why there were no more.
+    pub stopped: Stopped,
+}
+
+/// Why a search ended; prints as a clause of a report.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Stopped {
+    /// No partition is better.
+    Proven,
+    /// No move from a partition that was found leads to one that was not.
+    NoMoves,
+    /// So many partitions were allowed; there may be a better one.
+    Limit,
+}
+
+impl fmt::Display for Stopped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Proven => "no partition is better",
+            Self::NoMoves => "no move led further",
+            Self::Limit => "the limit of the search was reached",
+        })
+    }
+}
+
+/// The best partition so far.
+#[derive(Debug)]
+struct Best {
+    bounds: Vec<usize>,
+    step_time: f64,
+    tried: usize,
+}
+
+impl Best {
+    fn new() -> Self {
+        Self {
+            bounds: Vec::new(),
+            step_time: f64::INFINITY,
+            tried: 0,
+        }
+    }
+
+    /// Simulates a partition and keeps it where it is better than all before; gives its step time, if it is
+    /// allowed.
+    fn offer(
+        &mut self,
+        costs: &SegmentCosts,
+        bounds: &[usize],
+        objective: &impl StepTime,
+    ) -> Option<f64> {
+        self.tried += 1;
+        let time = objective.step_time(&costs.loads(bounds))?;
+        if self.bounds.is_empty() || time < self.step_time {
+            (self.bounds, self.step_time) = (bounds.to_vec(), time);
+        }
+        Some(time)
+    }
+
+    fn found(self, stopped: Stopped) -> Found {
+        Found {
+            bounds: self.bounds,
+            step_time: self.step_time,
+            tried: self.tried,
+            stopped,
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! Searches for the shortest step.
+#![expect(
+    clippy::float_cmp,
+    reason = "both sides compute the same sums of small integers"
+)]
+
+use insta::assert_snapshot;
+use merak_partition::{
+    ExactOptions, OneFOneB, Partition, SegmentCosts, SegmentOptions, StageLoad, StepTime, Stopped,
+    autopipe, exact, segment,
+};
+use merak_pipe::{Costs, ScheduleKind, Size, simulate};
+use merak_trace::models::{self, TraceOptions};
+use proptest::prelude::*;
+use serde_json::json;
+
+/// All partitions into nonempty stages.
+fn all_partitions(num_segments: usize, num_stages: usize) -> Vec<Vec<usize>> {
+    if num_stages == 1 {
+        return vec![vec![0, num_segments]];
+    }
+    let shorter =
+        (num_stages - 1..num_segments).flat_map(|last| all_partitions(last, num_stages - 1));
+    shorter
+        .map(|mut bounds| {
+            bounds.push(num_segments);
+            bounds
+        })
+        .collect()
+}
+
+fn step(micro_batches: usize, comm_cost: f64) -> OneFOneB {
+    OneFOneB {
+        micro_batches,
+        comm_cost,
+    }
+}
+
+fn costs(times: &[(u32, u32)]) -> SegmentCosts {
+    let (forward, backward) = times
+        .iter()
+        .map(|&(f, b)| (f64::from(f), f64::from(b)))
+        .unzip();
+    SegmentCosts::new(forward, backward).expect("costs are not negative")
+}
+
+fn shortest(costs: &SegmentCosts, num_stages: usize, objective: &impl StepTime) -> Option<f64> {
+    let times = all_partitions(costs.len(), num_stages)
+        .into_iter()
+        .filter_map(|bounds| objective.step_time(&costs.loads(&bounds)));
+    times.reduce(f64::min)
+}
+
+/// 1F1B on ranks that hold so many segments at most.
+struct Limited(OneFOneB, usize);
+
+impl StepTime for Limited {
+    fn step_time(&self, stages: &[StageLoad]) -> Option<f64> {
+        let fits = stages.iter().all(|stage| stage.segments.len() <= self.1);
+        fits.then(|| self.0.step_time(stages)).flatten()
+    }
+
+    fn micro_batches(&self) -> usize {
+        self.0.micro_batches
+    }
+}
+
+proptest! {
+    #[test]
+    fn autopipe_equals_trying_all_partitions(
+        times in prop::collection::vec((0_u32..9, 0_u32..9), 1..10),
+        num_stages in 1_usize..6,
+        micro_batches in 1_usize..9,
+        comm in 0_u32..4,
+    ) {
+        prop_assume!(times.len() >= num_stages);
+        let (costs, step) = (costs(&times), step(micro_batches, f64::from(comm)));
+        let found = autopipe(&costs, num_stages, &step).unwrap();
+        prop_assert_eq!(Some(found.step_time), shortest(&costs, num_stages, &step));
+        prop_assert_eq!(step.step_time(&costs.loads(&found.bounds)), Some(found.step_time));
+        prop_assert_eq!(found.bounds.len(), num_stages + 1);
+        prop_assert!(found.bounds.is_sorted_by(|a, b| a < b), "{:?}", found.bounds);
+        prop_assert_eq!(found.stopped, Stopped::Proven);
+    }
+
+    #[test]
+    fn exact_keeps_the_limits_of_the_objective(
+        times in prop::collection::vec((0_u32..9, 0_u32..9), 2..9),
+        num_stages in 1_usize..5,
+        most in 1_usize..5,
+    ) {
+        prop_assume!(times.len() >= num_stages);
+        let (costs, step) = (costs(&times), Limited(step(6, 0.5), most));
+        let found = exact(&costs, num_stages, &step, &ExactOptions::default());
+        match shortest(&costs, num_stages, &step) {
+            Some(shortest) => prop_assert_eq!(found.unwrap().step_time, shortest),
+            None => prop_assert!(found.unwrap_err().to_string().ends_with("partitions is within the limits")),
+        }
+    }
+
+    #[test]
+    fn the_step_of_1f1b_is_that_of_the_simulator(
+        times in prop::collection::vec((0_u32..9, 0_u32..9), 1..7),
+        micro_batches in 1_usize..12,
+        comm in 0_u32..4,
+    ) {
+        let stages = times.len();
+        let schedule = ScheduleKind::OneFOneB.generate(Size::new(stages, micro_batches)).unwrap();
+        let backward = |&(_, b): &(u32, u32)| f64::from(b);
+        let expected = simulate(&schedule, &Costs {
+            forward: times.iter().map(|&(f, _)| f64::from(f)).collect(),
+            input_grad: times.iter().map(backward).collect(),
+            weight_grad: vec![0.0; stages],
+            recompute: vec![0.0; stages],
+            hop: vec![f64::from(comm); stages - 1],
+        });
+        let each: Vec<_> = (0..=stages).collect();
+        let loads = costs(&times).loads(&each);
+        let found = step(micro_batches, f64::from(comm)).step_time(&loads);
+        prop_assert_eq!(found, Some(expected.unwrap().makespan));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(8))]
+
+    #[test]
+    fn searches_that_cannot_try_all_are_no_worse_than_even_stages(
+        times in prop::collection::vec((0_u32..100, 0_u32..200), 120..200),
+        num_stages in 5_usize..20,
+    ) {
+        let (costs, step) = (costs(&times), step(2 * num_stages, 3.0));
+        let found = autopipe(&costs, num_stages, &step).unwrap();
+        let longest = |bounds: &[usize]| {
+            let totals = costs.loads(bounds).into_iter().map(|load| load.forward + load.backward);
+            totals.fold(0.0, f64::max)
+        };
+        let uniform: Vec<_> = (0..=num_stages).map(|stage| stage * times.len() / num_stages).collect();
+        prop_assert!(Some(found.step_time) <= step.step_time(&costs.loads(&uniform)));
+        prop_assert!(longest(&found.bounds) <= longest(&uniform));
+        prop_assert!(found.bounds.is_sorted_by(|a, b| a < b), "{:?}", found.bounds);
+        prop_assert!(found.tried > 1);
+    }
+}
+
+#[test]
+fn a_large_vocabulary_moves_layers_off_the_last_stage() {
+    let config = json!({ "model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 20_000 });
+    let model = models::from_config(&config).unwrap();
+    let graph = model.trace(&TraceOptions::training(2, 32)).unwrap();
+    let segments = segment(&graph, &SegmentOptions::for_model(&model.info(), 2)).unwrap();
+    let costs = SegmentCosts::counted(&graph, &segments, false).unwrap();
+    let found = autopipe(&costs, 2, &step(8, 0.0)).unwrap();
+    let partition = Partition::found(segments, "autopipe", found);
+    assert_eq!(partition.stage_bounds, [0, 9, 10]);
+    assert_snapshot!(partition.method, @"autopipe (2 tried, no partition is better)");
+}
+
+#[test]
+fn costs_that_are_none_are_refused() {
+    let message = |forward: &[f64], backward: &[f64]| {
+        let costs = SegmentCosts::new(forward.to_vec(), backward.to_vec());
+        costs.unwrap_err().to_string()
+    };
+    assert_snapshot!(message(&[1.0, 2.0], &[1.0]), @"expected 2 backward costs, one per segment, found 1");
+    assert_snapshot!(message(&[1.0, f64::NAN], &[1.0, 1.0]), @"the cost of segment 1 is NaN, expected a finite number from 0");
+    assert_snapshot!(message(&[1.0], &[-1.0]), @"the cost of segment 0 is -1, expected a finite number from 0");
+    let few = autopipe(&costs(&[(1, 1)]), 2, &step(4, 0.0)).unwrap_err();
+    assert_snapshot!(few, @"the split method cuts the model into 1 segments, which is fewer than the 2 stages; use at most 1 stages");
+}
