@@ -100,13 +100,22 @@ impl Prepared {
 
     /// Refuses what this machine's memory cannot hold.
     pub(crate) fn check_memory(&self) -> Result<()> {
+        self.plan.check_memory(&self.args, &self.workloads())
+    }
+
+    /// The activation bytes that the plan predicts of each rank of the pipeline.
+    pub(crate) fn predicted_activation_bytes(&self) -> Result<Vec<usize>> {
+        let needs = self.plan.memory(&self.args, &self.workloads())?;
+        Ok(needs.into_iter().map(|need| need.activations).collect())
+    }
+
+    fn workloads(&self) -> Vec<Workload> {
         let Datasets { train, validation } = &self.datasets;
         let training = train.as_ref().map(|_| Workload::Training);
         let evaluation = validation.as_ref().map(|data| Workload::Evaluation {
             samples: data.len(),
         });
-        let workloads: Vec<_> = training.into_iter().chain(evaluation).collect();
-        self.plan.check_memory(&self.args, &workloads)
+        training.into_iter().chain(evaluation).collect()
     }
 
     /// How much there is to train and to evaluate on, and in what it is counted.

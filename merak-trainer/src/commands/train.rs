@@ -297,11 +297,16 @@ impl Run<'_> {
                 );
             }
         }
-        let _ = writeln!(
+        let measured = finished.peak_activation_bytes;
+        let _ = write!(
             text,
-            "memory    {} bytes of activations at most on rank 0",
-            finished.peak_activation_bytes
+            "memory    {measured} bytes of activations at most on rank 0"
         );
+        let predicted = self.predicted_activation_bytes().unwrap_or_default();
+        let _ = match predicted.first() {
+            Some(predicted) => writeln!(text, ", predicted {predicted}"),
+            None => writeln!(text),
+        };
         if let Some((sample, tokenizer)) = finished.sample.as_ref().zip(self.tokenizer.as_ref()) {
             let decode = |ids: &[u32]| tokenizer.decode(ids).unwrap_or_default();
             let _ = writeln!(
