@@ -6,13 +6,18 @@ use merak_pipe::{
     AutoLimits, Costs, GridStyle, Schedule, ScheduleKind, Size, UnitCosts, auto, grid, html, json,
     simulate, svg, trace,
 };
-use std::{fs, io::IsTerminal, path::PathBuf, process::ExitCode};
+use std::{
+    fs,
+    io::IsTerminal,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 /// Prints a schedule and its figures, or checks one that is given as CSV.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Args {
     /// Name of the schedule, as in `train_schedule`, or `auto` to search one for the costs.
-    #[arg(required_unless_present = "check")]
+    #[arg(required_unless_present = "check", conflicts_with = "check")]
     name: Option<String>,
     /// Ranks of the pipeline.
     #[arg(short = 'p', long, value_name = "RANKS")]
@@ -20,9 +25,9 @@ pub(crate) struct Args {
     /// Microbatches of a step.
     #[arg(short = 'm', long, value_name = "MICROBATCHES")]
     microbatches: usize,
-    /// Stages per rank.
-    #[arg(short = 'v', long, default_value_t = 1, value_name = "CHUNKS")]
-    chunks: usize,
+    /// Stages per rank; unset: as many as the schedule needs.
+    #[arg(short = 'v', long, value_name = "CHUNKS")]
+    chunks: Option<usize>,
     /// Time of each kind of action of one stage, and of a hop (C).
     #[arg(long, default_value = "F=1,I=1,W=1,R=1,C=0")]
     costs: String,
@@ -58,11 +63,12 @@ enum Format {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let size = Size::new(args.ranks, args.microbatches).with_chunks(args.chunks);
+    let order = Order::of(args)?;
+    let size = Size::new(args.ranks, args.microbatches).with_chunks(order.chunks(args));
     let unit: UnitCosts = args.costs.parse()?;
     size.check()?;
     let costs = Costs::uniform(unit, size.stages());
-    let schedule = schedule(args, size, &costs)?;
+    let schedule = order.schedule(args, size, &costs)?;
     let text = match args.format {
         Format::Csv => schedule.to_csv(),
         Format::Json => format!("{:#}", json(&schedule, &costs)?),
@@ -105,21 +111,58 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The schedule in the file to check, the one that was named, or a searched one.
-fn schedule(args: &Args, size: Size, costs: &Costs) -> Result<Schedule, Failure> {
-    if let Some(path) = &args.check {
-        let text = fs::read_to_string(path).map_err(|source| merak_trainer::Error::Read {
-            path: path.clone(),
-            source,
-        })?;
-        let schedule = Schedule::from_csv(path.display().to_string(), &text, size)?;
-        schedule.validate()?;
-        return Ok(schedule);
+/// What decides the order of the actions.
+enum Order<'a> {
+    /// A file to check.
+    File(&'a Path),
+    /// The schedule with this name.
+    Named(ScheduleKind),
+    /// A search for the costs.
+    Auto,
+}
+
+impl<'a> Order<'a> {
+    fn of(args: &'a Args) -> Result<Self, Failure> {
+        let order = match (&args.check, args.name.as_deref()) {
+            (Some(path), _) => Self::File(path),
+            (None, Some("auto")) => Self::Auto,
+            (None, name) => Self::Named(name.unwrap_or_default().parse()?),
+        };
+        if args.memory.is_some() && !matches!(order, Self::Auto) {
+            return Err(
+                "--memory limits the search of schedule auto: leave it out elsewhere".into(),
+            );
+        }
+        Ok(order)
     }
-    let name = args.name.as_deref().unwrap_or_default();
-    if name != "auto" {
-        return Ok(name.parse::<ScheduleKind>()?.generate(size)?);
+
+    fn chunks(&self, args: &Args) -> usize {
+        let fixed = match self {
+            Self::Named(kind) => kind.fixed_chunks(),
+            Self::File(_) | Self::Auto => None,
+        };
+        args.chunks.or(fixed).unwrap_or(1)
     }
+
+    fn schedule(&self, args: &Args, size: Size, costs: &Costs) -> Result<Schedule, Failure> {
+        match self {
+            Self::File(path) => {
+                let text =
+                    fs::read_to_string(path).map_err(|source| merak_trainer::Error::Read {
+                        path: path.to_path_buf(),
+                        source,
+                    })?;
+                let schedule = Schedule::from_csv(path.display().to_string(), &text, size)?;
+                schedule.validate()?;
+                Ok(schedule)
+            }
+            Self::Named(kind) => Ok(kind.generate(size)?),
+            Self::Auto => searched(args, size, costs),
+        }
+    }
+}
+
+fn searched(args: &Args, size: Size, costs: &Costs) -> Result<Schedule, Failure> {
     let limits = AutoLimits {
         peak_activations: args
             .memory

@@ -223,10 +223,23 @@ fn check_graph(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     check_autopipe(a, checker)
 }
 
+/// Microbatches of the step that a search for stages simulates; what more would tell is the same.
+const MOST_SIMULATED: usize = 100_000;
+
 fn check_autopipe(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let options = &a.autopipe;
-    checker.at_least_1_if_set(&[("autopipe.micro_batches", options.micro_batches)])?;
-    checker.not_negative(&[("autopipe.comm_cost", options.comm_cost)])?;
+    if let Some(found) = options.micro_batches {
+        let legal = (1..=MOST_SIMULATED).contains(&found);
+        let expected = format!("from 1 to {MOST_SIMULATED}");
+        checker.require(legal, "autopipe.micro_batches", found, expected)?;
+    }
+    let legal = (0.0..=1e15).contains(&options.comm_cost);
+    checker.require(
+        legal,
+        "autopipe.comm_cost",
+        options.comm_cost,
+        "from 0 to 1e15",
+    )?;
     let searches =
         [PartitionMethod::Autopipe, PartitionMethod::Exact].contains(&a.partition_method);
     let expected = "unset unless \"partition_method\" is \"autopipe\" or \"exact\"";

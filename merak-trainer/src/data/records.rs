@@ -1,6 +1,10 @@
 //! Records of texts: JSON lines, or tables with a header.
 
-use std::{collections::BTreeMap, path::Path, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+    sync::Arc,
+};
 
 use serde_json::{Map, Value};
 
@@ -72,6 +76,14 @@ fn table(document: &Document, delimiter: u8, records: &mut Vec<Record>) -> Resul
         wrong(&path, line, error.to_string())
     };
     let names = reader.headers().map_err(failed)?.clone();
+    let mut seen = BTreeSet::new();
+    if let Some(twice) = names.iter().find(|name| !seen.insert(name.trim())) {
+        return Err(wrong(
+            &path,
+            1,
+            format!("the column \"{twice}\" stands twice"),
+        ));
+    }
     for row in reader.records() {
         let row = row.map_err(failed)?;
         let fields = names.iter().zip(&row);
@@ -113,6 +125,9 @@ impl Record {
 
     /// A field of text; `needs` are the fields that records must have.
     pub(crate) fn text(&self, name: &str, needs: &str) -> Result<&str> {
+        if self.fields.get(name) == Some(&Value::Null) {
+            return Err(self.wrong(format!("the field \"{name}\" is null, expected a text")));
+        }
         self.optional_text(name)?
             .ok_or_else(|| self.missing(name, needs))
     }

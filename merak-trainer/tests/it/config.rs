@@ -350,8 +350,8 @@ fn a_wrong_type_names_the_expected_one() {
 
 #[test]
 fn what_only_a_search_for_stages_reads_is_refused_elsewhere() {
-    assert_snapshot!(message(load_line("--partition-method exact --autopipe.micro-batches 0")), @r#""autopipe.micro_batches" is 0 (command line --autopipe.micro-batches), but must be at least 1"#);
-    assert_snapshot!(message(load_line("--partition-method autopipe --autopipe.comm-cost=-1")), @r#""autopipe.comm_cost" is -1 (command line --autopipe.comm-cost), but must be at least 0"#);
+    assert_snapshot!(message(load_line("--partition-method exact --autopipe.micro-batches 0")), @r#""autopipe.micro_batches" is 0 (command line --autopipe.micro-batches), but must be from 1 to 100000"#);
+    assert_snapshot!(message(load_line("--partition-method autopipe --autopipe.comm-cost=-1")), @r#""autopipe.comm_cost" is -1 (command line --autopipe.comm-cost), but must be from 0 to 1e15"#);
     assert_snapshot!(message(load_file("merak.toml", "autopipe.comm_cost = 1.5\n")), @r#""autopipe.comm_cost" is 1.5 (merak.toml:1), but must be unset unless "partition_method" is "autopipe" or "exact""#);
     assert_snapshot!(message(load_file("merak.toml", "[autopipe]\nmicrobatches = 4\n")), @r#"unknown key "autopipe.microbatches" (merak.toml:2); did you mean "autopipe.micro_batches"?"#);
     assert_snapshot!(message(load_line("--partition-method autopipe --autopipe.micro-batches 4")), @"no error");
