@@ -3,7 +3,8 @@
     cargo build --release
     python compare.py [single compile dp tp pp] [--pairs 5] [-- --layers 8 --hidden 512 ..]
 
-What stands behind `--` goes to both. Runs of a pair follow each other, and the order changes from pair to pair,
+The modes tch, bf16 and bf16-compile run one rank on libtorch (build with `--features tch`), in f32 against eager and
+in bf16 against autocast; `-- --device cuda` runs them on a GPU. What stands behind `--` goes to both. Runs of a pair follow each other, and the order changes from pair to pair,
 so that a slow minute of the machine falls on both. Run it with a Python that has torch, on an idle machine.
 """
 
@@ -18,6 +19,10 @@ import sys
 HERE = pathlib.Path(__file__).resolve().parent
 OURS = {"single": [], "compile": [], "dp": ["--dp", "2"], "tp": ["--tp", "2"], "pp": ["--pp", "2"]}
 THEIRS = {mode: [mode] for mode in OURS} | {"compile": ["single", "--compile"]}
+BF16 = ["--backend", "tch", "--dtype", "bf16"]
+OURS |= {"tch": ["--backend", "tch"], "bf16": BF16, "bf16-compile": BF16}
+THEIRS |= {"tch": ["single"], "bf16": ["single", "--bf16"], "bf16-compile": ["single", "--bf16", "--compile"]}
+DEFAULT = ["single", "dp", "tp", "pp"]
 
 
 def run(command, env=None):
@@ -28,7 +33,8 @@ def run(command, env=None):
 
 def pair(mode, merak, shape, swap):
     """One run of each: ours and theirs."""
-    peer_env = dict(os.environ) if mode in ("single", "compile") else os.environ | {"OMP_NUM_THREADS": "1"}
+    alone = THEIRS[mode][0] == "single"
+    peer_env = dict(os.environ) if alone else os.environ | {"OMP_NUM_THREADS": "1"}
     runs = [
         lambda: run([merak, "bench", "gpt", *OURS[mode], *shape]),
         lambda: run([sys.executable, str(HERE / "gpt_peer.py"), *THEIRS[mode], *shape], peer_env),
@@ -42,7 +48,7 @@ def pair(mode, merak, shape, swap):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("modes", nargs="*", help=f"some of {' '.join(OURS)}; default: all but compile")
+    parser.add_argument("modes", nargs="*", help=f"some of {' '.join(OURS)}; default: {' '.join(DEFAULT)}")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--merak", default=str(HERE.parents[1] / "target" / "release" / "merak"))
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -53,7 +59,7 @@ def main():
 
     print("| mode | merak, tokens/s | PyTorch, tokens/s | median ratio | merak, peak MiB | PyTorch, peak MiB |")
     print("|---|---|---|---|---|---|", flush=True)
-    for mode in args.modes or [mode for mode in OURS if mode != "compile"]:
+    for mode in args.modes or DEFAULT:
         pairs = [pair(mode, args.merak, shape, number % 2 == 1) for number in range(args.pairs)]
 
         def median(side, key, pairs=pairs):

@@ -1,11 +1,11 @@
 """A GPT training step in PyTorch, of the shape that `merak bench gpt` times.
 
-    python gpt_peer.py single [--compile] [--threads 2]
+    python gpt_peer.py single [--compile] [--threads 2] [--bf16] [--device cuda]
     python gpt_peer.py dp|tp|pp [--ranks 2]
 
 dp is DistributedDataParallel, tp is DTensor with column and row layers, pp is torch.distributed.pipelining
 with 1F1B; each starts one gloo process per rank with one compute thread. --batch and --microbatches count over
-all replicas. Prints one JSON line with the keys of `merak bench gpt`; peak_bytes is summed over the processes.
+all replicas. --bf16 runs forward and loss under autocast, with f32 weights. Prints one JSON line with the keys of `merak bench gpt`; peak_bytes is summed over the processes.
 Needs torch 2.13 and nothing else.
 """
 
@@ -72,7 +72,7 @@ class Embeddings(nn.Module):
         self.position = nn.Embedding(seq, hidden)
 
     def forward(self, ids):
-        return self.token(ids) + self.position(torch.arange(ids.shape[1]))
+        return self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
 
 
 class Head(nn.Module):
@@ -123,21 +123,22 @@ def made_up(args, step, replica, replicas):
     """A replica's share of a step's random tokens: inputs and labels."""
     generator = torch.Generator().manual_seed(step * replicas + replica)
     shape = (args.batch // replicas, args.seq + 1)
-    tokens = torch.randint(args.vocab, shape, generator=generator)
+    tokens = torch.randint(args.vocab, shape, generator=generator).to(args.device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def accumulate(model, ids, labels, microbatches, before_last=lambda: None):
+def accumulate(model, ids, labels, microbatches, before_last=lambda: None, bf16=False):
     """Forward and backward of each microbatch; the mean loss."""
-    total = 0.0
+    total = torch.zeros((), device=ids.device)
     pairs = list(zip(ids.chunk(microbatches), labels.chunk(microbatches)))
     for number, (x, y) in enumerate(pairs, 1):
         if number == len(pairs):
             before_last()
-        loss = mean_loss(model(x), y) / microbatches
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
+            loss = mean_loss(model(x), y) / microbatches
         loss.backward()
-        total += loss.item()
-    return total
+        total += loss.detach()
+    return total.item()
 
 
 def update(optimizer):
@@ -146,12 +147,14 @@ def update(optimizer):
 
 
 def single(args, _rank):
-    model = build(args)
+    model = build(args).to(args.device)
     optimizer = adamw(model)
     forward = torch.compile(model) if args.compile else model
 
     def step(number):
-        loss = accumulate(forward, *made_up(args, number, 0, 1), args.microbatches)
+        loss = accumulate(
+            forward, *made_up(args, number, 0, 1), args.microbatches, bf16=args.bf16
+        )
         update(optimizer)
         return loss
 
@@ -282,6 +285,8 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("mode", choices=BUILDERS)
     parser.add_argument("--compile", action="store_true", help="torch.compile (single)")
+    parser.add_argument("--bf16", action="store_true", help="bf16 autocast (single)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (single)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="compute threads (single)")
     parser.add_argument("--ranks", type=int, default=2, help="processes of dp, tp and pp")
     defaults = {"layers": 8, "hidden": 512, "heads": 8, "seq": 256, "vocab": 8192, "batch": 16}
@@ -289,8 +294,8 @@ def arguments():
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    if args.compile and args.mode != "single":
-        parser.error("--compile goes with single")
+    if args.mode != "single" and (args.compile or args.bf16 or args.device != "cpu"):
+        parser.error("--compile, --bf16 and --device go with single")
     if args.mode == "pp" and args.layers % args.ranks:
         parser.error(f"--layers {args.layers} is no multiple of --ranks {args.ranks}")
     return args

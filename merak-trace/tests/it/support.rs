@@ -12,6 +12,35 @@ pub(crate) fn backend(threads: usize) -> SharedBackend {
     Arc::new(Candle::new(threads).expect("threads start"))
 }
 
+/// Every backend of this build, on every kind of device that is there.
+pub(crate) fn backends(threads: usize) -> Vec<SharedBackend> {
+    std::iter::once(backend(threads))
+        .chain(libtorch(threads))
+        .collect()
+}
+
+#[cfg(feature = "tch")]
+fn libtorch(threads: usize) -> Vec<SharedBackend> {
+    use merak_trace::backend::tch::{Tch, TchDevice};
+    let mut devices = vec![TchDevice::Cpu];
+    devices.extend((Tch::num_cuda_devices() > 0).then_some(TchDevice::Cuda(0)));
+    let start = |device| Arc::new(Tch::new(device, threads).expect("the device is there")) as _;
+    devices.into_iter().map(start).collect()
+}
+
+#[cfg(not(feature = "tch"))]
+fn libtorch(_: usize) -> Vec<SharedBackend> {
+    Vec::new()
+}
+
+/// The element types in which a backend computes.
+pub(crate) fn dtypes(backend: &SharedBackend) -> &'static [DType] {
+    match backend.name() {
+        "tch" => &[DType::F64, DType::F32, DType::BF16, DType::F16],
+        _ => &[DType::F64, DType::F32],
+    }
+}
+
 /// Numbers in [-1, 1) that depend on a seed alone.
 pub(crate) fn noise(seed: u64, len: usize) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;

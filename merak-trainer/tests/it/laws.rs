@@ -1,8 +1,8 @@
 //! What no topology, schedule or interruption may change.
 
 mod data; // samples: their order, their names, their evaluation
-mod encoders; // L1, L2: masked tokens, classes, translations, images
-mod generation; // N20: the same tokens from every topology
+pub(crate) mod encoders; // L1, L2: masked tokens, classes, translations, images
+pub(crate) mod generation; // N20: the same tokens from every topology
 mod lora;
 mod pipeline; // L1: the pipeline changes no bit
 mod resume; // L3, L5: resumed runs and equal bytes

@@ -34,6 +34,13 @@ use crate::support::Case;
 /// Steps of a training.
 const STEPS: usize = 10;
 
+/// The backends of this build.
+const BACKENDS: &[&str] = if cfg!(feature = "tch") {
+    &["candle", "tch"]
+} else {
+    &["candle"]
+};
+
 /// Relative tolerance of law L4.
 const TOLERANCE: f64 = 1e-4;
 
@@ -260,14 +267,16 @@ fn logit_gaps(name: &str, own: &[Vec<f64>], expected: &[Vec<f64>]) -> Vec<String
 /// Where losses on one rank and on four are not the expected ones.
 fn loss_gaps(name: &str, case: &Case, losses: &[f64]) -> Vec<String> {
     let mut gaps = Vec::new();
-    for degrees in [(1, 1, 1), (1, 2, 2)] {
-        let run = case.clone().on(degrees).run(STEPS);
+    let topologies = [(1, 1, 1), (1, 2, 2)];
+    for (backend, degrees) in BACKENDS.iter().flat_map(|b| topologies.map(|d| (b, d))) {
+        let case = case.clone().with("compute.backend", backend).on(degrees);
+        let run = case.run(STEPS);
         assert_eq!(run.reports.len(), losses.len(), "steps of {name}");
         for (report, expected) in run.reports.iter().zip(losses) {
             let (step, loss) = (report.step, report.loss);
             if (loss / expected - 1.0).abs() > TOLERANCE {
                 gaps.push(format!(
-                    "{name} on {degrees:?}: loss {loss} in step {step}, expected {expected}"
+                    "{name} on {backend} {degrees:?}: loss {loss} in step {step}, expected {expected}"
                 ));
             }
         }

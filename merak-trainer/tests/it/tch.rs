@@ -1,21 +1,42 @@
-//! The libtorch backend trains like the default one.
+//! The libtorch backend trains and generates like the default one.
 
-use crate::support::{Case, assert_close_losses, assert_close_tensors};
+use merak_ckpt::GenerateOptions;
+
+use crate::{
+    laws::{encoders, generation::generate},
+    support::{Case, assert_close_losses, assert_close_tensors},
+};
+
+/// Each axis alone, and all together.
+const TOPOLOGIES: [(usize, usize, usize); 4] = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)];
 
 fn on_tch(case: &Case) -> Case {
     case.clone().with("compute.backend", "tch")
 }
 
+/// Every family, with dropout.
+fn families() -> Vec<(&'static str, Case)> {
+    let decoders = [
+        ("gpt2", Case::gpt2().with_tied(true)),
+        ("llama", Case::llama()),
+    ];
+    let relatives = decoders.into_iter().chain(Case::relatives());
+    relatives
+        .map(|(family, case)| (family, case.with_dropout(0.1)))
+        .chain(encoders::models())
+        .collect()
+}
+
 #[test]
-fn tch_trains_like_the_default_backend() {
-    for case in [Case::gpt2().with_tied(true), Case::llama()] {
-        let case = case.with_dropout(0.1);
-        let (first, all) = (case.run(0), case.run(20));
-        for degrees in [(1, 1, 1), (1, 2, 2), (2, 1, 2)] {
-            let case = on_tch(&case).on(degrees);
-            let what = format!("{degrees:?}");
+fn every_family_trains_like_on_the_default_backend() {
+    for (family, case) in families() {
+        let (first, all) = (case.run(0), case.run(5));
+        let case = on_tch(&case);
+        for degrees in [(1, 1, 1)].into_iter().chain(TOPOLOGIES) {
+            let case = case.clone().on(degrees);
+            let what = format!("{family} {degrees:?}");
             assert_close_tensors(&case.run(0).gradients, &first.gradients, 1e-5, &what);
-            let run = case.run(20);
+            let run = case.run(5);
             assert_close_losses(&run.reports[..1], &all.reports[..1], 1e-6, &what);
             assert_close_losses(&run.reports, &all.reports, 1e-4, &what);
         }
@@ -24,16 +45,36 @@ fn tch_trains_like_the_default_backend() {
 
 #[test]
 fn bf16_trains_close_to_f32_on_any_topology() {
-    let wide = on_tch(&Case::gpt2().with_tied(true)).with_dropout(0.1);
-    let narrow = wide.clone().with("bf16", true);
-    let (wide, alone) = (wide.run(20), narrow.run(20));
-    assert_close_losses(&alone.reports, &wide.reports, 2e-2, "against f32");
-    for degrees in [(2, 1, 1), (1, 2, 2)] {
-        let run = narrow.clone().on(degrees).run(20);
-        assert_close_losses(&run.reports, &alone.reports, 1e-2, &format!("{degrees:?}"));
+    for (family, wide) in families() {
+        let wide = on_tch(&wide);
+        let narrow = wide.clone().with("bf16", true);
+        let (wide, alone) = (wide.run(10), narrow.run(10));
+        assert_close_losses(&alone.reports, &wide.reports, 2e-2, family);
+        for degrees in TOPOLOGIES {
+            let run = narrow.clone().on(degrees).run(10);
+            let what = format!("{family} {degrees:?}");
+            assert_close_losses(&run.reports, &alone.reports, 2e-2, &what);
+        }
+        // The optimizer steps on f32 masters: they are no 16-bit numbers.
+        let masters = alone.weights.values().flatten();
+        let kept = masters.filter(|&&x| half::bf16::from_f32(x).to_f32().to_bits() != x.to_bits());
+        assert!(kept.count() > 0, "{family}");
     }
-    // The optimizer steps on f32 masters: they are no 16-bit numbers.
-    let masters = alone.weights.values().flatten();
-    let kept = masters.filter(|&&x| half::bf16::from_f32(x).to_f32().to_bits() != x.to_bits());
-    assert!(kept.count() > 0);
+}
+
+#[test]
+fn cached_generation_gives_the_tokens_of_the_default_backend() {
+    let prompts = vec![vec![5, 17, 3], vec![80], vec![1, 2, 3, 4, 5, 6, 7]];
+    let greedy = GenerateOptions {
+        max_new_tokens: 6,
+        temperature: 0.0,
+        ..GenerateOptions::default()
+    };
+    for case in [Case::gpt2(), Case::llama()] {
+        let expected = generate(&case, &prompts, &greedy);
+        for degrees in [(1, 1, 1), (1, 2, 1), (1, 1, 2)] {
+            let found = generate(&on_tch(&case).on(degrees), &prompts, &greedy);
+            assert_eq!(found, expected, "{degrees:?}");
+        }
+    }
 }

@@ -1,14 +1,20 @@
-//! Attention: ATen's blockwise kernel on the processor, products and a softmax elsewhere and with dropout.
+//! Attention: ATen's blockwise kernels, products and a softmax where they do not serve.
 //!
-//! The blockwise kernel never holds all scores; the composed form does, since masks of dropout are drawn
-//! per score.
+//! The blockwise kernels never hold all scores. The composed form does: for dropout, whose masks are drawn per
+//! score, for the gradient of a table of relative positions, and on a device for what its kernel lacks.
+
+mod composed;
+mod terms;
 
 use super::{
-    run::{Node, Outcome, stat_kind},
-    storage::int,
+    run::{Node, Outcome, is_half, stat_kind},
+    shim,
+    storage::{int, tensor},
 };
-use crate::{Result, kernels::SampleSlice, op};
+use crate::{Result, Value, kernels::SampleSlice, op};
+use composed::Composed;
 use tch::{Kind, Tensor};
+use terms::Terms;
 
 /// Sizes of a node's operands.
 #[derive(Debug, Clone, Copy)]
@@ -49,6 +55,12 @@ impl Sizes {
         x.f_repeat_interleave_self_int(self.heads / self.kv_heads, 1, None)
     }
 
+    /// Queries, keys and values by heads, each query head with keys of its own.
+    fn heads(&self, [q, k, v]: [&Tensor; 3]) -> Outcome<[Tensor; 3]> {
+        let q = self.split(q, self.heads)?;
+        Ok([q, self.shared(k)?, self.shared(v)?])
+    }
+
     /// `[B, H, S, D]` as `[B, S, H*D]`.
     fn join(&self, x: &Tensor) -> Outcome {
         x.f_transpose(1, 2)?.f_reshape([self.batch, self.q_len, -1])
@@ -67,69 +79,151 @@ impl Sizes {
     }
 }
 
+/// Which kernel computes a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kernel {
+    /// ATen's blockwise one for the processor.
+    Host,
+    /// ATen's blockwise one for CUDA devices.
+    Device,
+    /// Products and a softmax.
+    Composed,
+}
+
 impl Node<'_> {
-    /// `q, k, v -> out, lse`.
-    pub(super) fn attention(
-        &self,
-        spec: &op::Attention,
-        [q, k, v]: [&Tensor; 3],
-    ) -> Result<Vec<Tensor>> {
+    /// `q, k, v, (seen), (table, index) -> out, lse`. The `lse` of a query that sees no key is 0, and its
+    /// result too.
+    pub(super) fn attention(&self, spec: &op::Attention, inputs: &[Value]) -> Result<Vec<Tensor>> {
+        let x = |i: usize| tensor(&inputs[i]);
+        let (q, k, v) = (x(0)?, x(1)?, x(2)?);
         let sizes = Sizes::of(spec, q, k);
+        let terms = Terms::find(inputs, 3)?;
         let factors = self.attention_mask(spec, &sizes, stat_kind(q.kind()))?;
-        let outcome = || {
-            let heads = [
-                sizes.split(q, sizes.heads)?,
-                sizes.shared(k)?,
-                sizes.shared(v)?,
-            ];
-            let (out, lse) = if self.backend.is_cpu() && factors.is_none() {
-                let [q, k, v] = &heads;
-                let (causal, hidden) = visibility(spec, &sizes, q)?;
-                Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu(
-                    q, k, v, 0.0, causal, hidden, spec.scale,
-                )?
-            } else {
-                composed(spec, &sizes, &heads, factors.as_ref())?
-            };
-            Ok(vec![sizes.join(&out)?, lse])
+        let [q, k, v] = self.at(sizes.heads([q, k, v]))?;
+        let (out, lse) = match self.attention_kernel(spec, &sizes, &terms, factors.as_ref(), &q) {
+            Kernel::Host => {
+                let outcome = || {
+                    let (causal, added) = terms.visibility(spec, &sizes, &q)?;
+                    Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu(
+                        &q, &k, &v, 0.0, causal, added, spec.scale,
+                    )
+                };
+                self.at(outcome())?
+            }
+            Kernel::Device => {
+                shim::flash_attention(self.call.name, [&q, &k, &v], spec.causal, spec.scale)?
+            }
+            Kernel::Composed => {
+                let outcome = || {
+                    let scores = terms.scores(spec, &sizes, &q, &k)?;
+                    composed::attention(&scores, &v, factors.as_ref())
+                };
+                self.at(outcome())?
+            }
         };
-        self.at(outcome())
+        Ok(vec![self.at(sizes.join(&out))?, lse])
     }
 
-    /// `dout, q, k, v, out, lse -> dq, dk, dv`.
+    /// `dout, q, k, v, out, lse, (seen), (table, index) -> dq, dk, dv, (dtable)`.
     pub(super) fn attention_grad(
         &self,
         spec: &op::Attention,
-        [dout, q, k, v, out, lse]: [&Tensor; 6],
+        inputs: &[Value],
     ) -> Result<Vec<Tensor>> {
+        let x = |i: usize| tensor(&inputs[i]);
+        let (q, k, v, lse) = (x(1)?, x(2)?, x(3)?, x(5)?);
         let sizes = Sizes::of(spec, q, k);
+        let terms = Terms::find(inputs, 6)?;
         let factors = self.attention_mask(spec, &sizes, stat_kind(q.kind()))?;
-        let outcome = || {
-            let heads = [
-                sizes.split(q, sizes.heads)?,
-                sizes.shared(k)?,
-                sizes.shared(v)?,
-            ];
-            let [dout, out] = [
-                sizes.split(dout, sizes.heads)?,
-                sizes.split(out, sizes.heads)?,
-            ];
-            let (dq, dk, dv) = if self.backend.is_cpu() && factors.is_none() {
-                let [q, k, v] = &heads;
-                let (causal, hidden) = visibility(spec, &sizes, q)?;
-                Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu_backward(
-                    &dout, q, k, v, &out, lse, 0.0, causal, hidden, spec.scale,
-                )?
-            } else {
-                composed_grad(spec, &sizes, &heads, [&dout, &out, lse], factors.as_ref())?
-            };
-            Ok(vec![
-                sizes.join(&dq)?,
-                sizes.join_shared(&dk)?,
-                sizes.join_shared(&dv)?,
-            ])
+        let [q, k, v] = self.at(sizes.heads([q, k, v]))?;
+        let dout = self.at(sizes.split(x(0)?, sizes.heads))?;
+        let out = self.at(sizes.split(x(4)?, sizes.heads))?;
+        let kernel = match self.attention_kernel(spec, &sizes, &terms, factors.as_ref(), &q) {
+            Kernel::Host if terms.table.is_some() => Kernel::Composed,
+            kernel => kernel,
         };
-        self.at(outcome())
+        let mut dtable = None;
+        let (dq, dk, dv) = match kernel {
+            Kernel::Host => {
+                let outcome = || {
+                    let (causal, added) = terms.visibility(spec, &sizes, &q)?;
+                    Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu_backward(
+                        &dout, &q, &k, &v, &out, lse, 0.0, causal, added, spec.scale,
+                    )
+                };
+                self.at(outcome())?
+            }
+            Kernel::Device => {
+                // Samples of unequal lengths and dropout have operands that stay undefined here.
+                let none = Tensor::new();
+                self.at(
+                    Tensor::f_internal_scaled_dot_product_flash_attention_backward(
+                        &dout,
+                        &q,
+                        &k,
+                        &v,
+                        &out,
+                        lse,
+                        &none,
+                        &none,
+                        sizes.q_len,
+                        sizes.k_len,
+                        0.0,
+                        spec.causal,
+                        &none,
+                        &none,
+                        spec.scale,
+                    ),
+                )?
+            }
+            Kernel::Composed => {
+                let mut outcome = || {
+                    let node = Composed {
+                        scale: spec.scale,
+                        scores: terms.scores(spec, &sizes, &q, &k)?,
+                        operands: [&q, &k, &v],
+                        results: [&dout, &out, lse],
+                        factors: factors.as_ref(),
+                    };
+                    let (grads, dscores) = node.grads()?;
+                    dtable = terms.table_grad(&dscores)?;
+                    Ok(grads)
+                };
+                self.at(outcome())?
+            }
+        };
+        let outcome = || {
+            let dq = sizes.join(&dq)?;
+            Ok(vec![dq, sizes.join_shared(&dk)?, sizes.join_shared(&dv)?])
+        };
+        let mut grads = self.at(outcome())?;
+        grads.extend(dtable);
+        Ok(grads)
+    }
+
+    fn attention_kernel(
+        &self,
+        spec: &op::Attention,
+        sizes: &Sizes,
+        terms: &Terms<'_>,
+        factors: Option<&Tensor>,
+        q: &Tensor,
+    ) -> Kernel {
+        if factors.is_some() {
+            return Kernel::Composed;
+        }
+        if self.backend.is_cpu() {
+            return Kernel::Host;
+        }
+        // What FlashAttention-2 takes: no terms, and queries that end where the keys do.
+        let plain = terms.is_empty() && spec.window.is_none();
+        let aligned = !spec.causal || sizes.q_len == sizes.k_len;
+        let width = sizes.head_dim % 8 == 0 && sizes.head_dim <= 256;
+        if plain && aligned && width && is_half(q.kind()) {
+            Kernel::Device
+        } else {
+            Kernel::Composed
+        }
     }
 
     /// The factors of the probabilities `[B, H, Sq, Sk]`, where dropout is active.
@@ -156,96 +250,4 @@ impl Node<'_> {
         };
         self.mask(&dropout, slice, &shape, kind).map(Some)
     }
-}
-
-/// What hides keys from queries: the kernel's own causal rule, or values to add to the scores.
-fn visibility(spec: &op::Attention, sizes: &Sizes, q: &Tensor) -> Outcome<(bool, Option<Tensor>)> {
-    if spec.causal && spec.window.is_none() && sizes.q_len == sizes.k_len {
-        return Ok((true, None));
-    }
-    Ok((false, hidden(spec, sizes, q)?))
-}
-
-/// `[Sq, Sk]` of zeros, and minus infinity where a query does not see a key; query i stands at
-/// `i + Sk - Sq`.
-fn hidden(spec: &op::Attention, sizes: &Sizes, q: &Tensor) -> Outcome<Option<Tensor>> {
-    if !spec.causal && spec.window.is_none() {
-        return Ok(None);
-    }
-    let options = (Kind::Int64, q.device());
-    let past = sizes.k_len - sizes.q_len;
-    let queries = Tensor::f_arange_start(past, sizes.k_len, options)?.f_unsqueeze(1)?;
-    let keys = Tensor::f_arange_start(0_i64, sizes.k_len, options)?;
-    let ahead = keys.f_sub(&queries)?;
-    let mut mask = Tensor::f_zeros([sizes.q_len, sizes.k_len], (q.kind(), q.device()))?;
-    let mut hide = |which: Tensor| mask.f_masked_fill_(&which, f64::NEG_INFINITY);
-    if spec.causal {
-        let _ = hide(ahead.f_gt(0_i64)?)?;
-    }
-    if let Some(window) = spec.window {
-        let window = i64::try_from(window).unwrap_or(i64::MAX);
-        let _ = hide(ahead.f_le(-window)?)?;
-        let _ = hide(ahead.f_ge(window)?)?;
-    }
-    Ok(Some(mask))
-}
-
-/// The scores in the type of statistics, hidden ones minus infinity.
-fn scores(spec: &op::Attention, sizes: &Sizes, q: &Tensor, k: &Tensor) -> Outcome {
-    let kind = stat_kind(q.kind());
-    let scores = q.f_matmul(&k.f_transpose(2, 3)?)?.f_to_kind(kind)?;
-    let mut scores = scores.f_mul_scalar(spec.scale)?;
-    match hidden(spec, sizes, &scores)? {
-        Some(mask) => scores.f_add_(&mask),
-        None => Ok(scores),
-    }
-}
-
-fn composed(
-    spec: &op::Attention,
-    sizes: &Sizes,
-    [q, k, v]: &[Tensor; 3],
-    factors: Option<&Tensor>,
-) -> Outcome<(Tensor, Tensor)> {
-    let scores = scores(spec, sizes, q, k)?;
-    let lse = scores.f_logsumexp(-1, true)?;
-    let mut shares = scores.f_sub(&lse)?.f_exp()?;
-    if let Some(factors) = factors {
-        let _ = shares.f_mul_(factors)?;
-    }
-    let out = shares.f_to_kind(v.kind())?.f_matmul(v)?;
-    Ok((out, lse.f_squeeze_dim(-1)?))
-}
-
-fn composed_grad(
-    spec: &op::Attention,
-    sizes: &Sizes,
-    [q, k, v]: &[Tensor; 3],
-    [dout, out, lse]: [&Tensor; 3],
-    factors: Option<&Tensor>,
-) -> Outcome<(Tensor, Tensor, Tensor)> {
-    let scores = scores(spec, sizes, q, k)?;
-    let (kind, stats) = (q.kind(), scores.kind());
-    let shares = scores.f_sub(&lse.f_unsqueeze(-1)?)?.f_exp()?;
-    let mut dshares = dout.f_matmul(&v.f_transpose(2, 3)?)?.f_to_kind(stats)?;
-    let kept = match factors {
-        Some(factors) => {
-            dshares = dshares.f_mul(factors)?;
-            shares.f_mul(factors)?
-        }
-        None => shares.shallow_clone(),
-    };
-    let dv = kept.f_to_kind(kind)?.f_transpose(2, 3)?.f_matmul(dout)?;
-    let delta = dout
-        .f_to_kind(stats)?
-        .f_mul(&out.f_to_kind(stats)?)?
-        .f_sum_dim_intlist(-1_i64, true, None)?;
-    let dscores = dshares
-        .f_sub(&delta)?
-        .f_mul(&shares)?
-        .f_mul_scalar(spec.scale)?
-        .f_to_kind(kind)?;
-    let dq = dscores.f_matmul(k)?;
-    let dk = dscores.f_transpose(2, 3)?.f_matmul(q)?;
-    Ok((dq, dk, dv))
 }

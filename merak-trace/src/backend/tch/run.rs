@@ -75,6 +75,11 @@ impl Node<'_> {
                     (Kind::Int64, self.backend.device),
                 ))
             }
+            Op::RelativeBuckets(spec) => {
+                let indices = spec.indices(self.call.context.position_offset);
+                let indices = Tensor::from_slice(&indices);
+                one(indices.f_to_device(self.backend.device))
+            }
             Op::Zeros { .. } => {
                 let ty = self.ty(0);
                 let options = (kind_of(ty)?, self.backend.device);
@@ -114,13 +119,8 @@ impl Node<'_> {
             Op::RmsNorm { eps } => self.at(norm::rms_norm([x(0)?, x(1)?], *eps)),
             Op::RmsNormGradInput => one(norm::rms_norm_grad_input([x(0)?, x(1)?, x(2)?, x(3)?])),
             Op::RmsNormGradParams => one(norm::rms_norm_grad_params([x(0)?, x(1)?, x(2)?])),
-            // Hidden keys and biases by relative position are not mapped to ATen yet.
-            Op::Attention(_) if inputs.len() > 3 => Err(self.unsupported(inputs)),
-            Op::AttentionGrad(_) if inputs.len() > 6 => Err(self.unsupported(inputs)),
-            Op::Attention(spec) => self.attention(spec, [x(0)?, x(1)?, x(2)?]),
-            Op::AttentionGrad(spec) => {
-                self.attention_grad(spec, [x(0)?, x(1)?, x(2)?, x(3)?, x(4)?, x(5)?])
-            }
+            Op::Attention(spec) => self.attention(spec, inputs),
+            Op::AttentionGrad(spec) => self.attention_grad(spec, inputs),
             Op::Rope(spec) => one(elementwise::rope(spec, x(0)?, x(1)?)),
             Op::Activation(kind) => one(elementwise::activation(*kind, x(0)?)),
             Op::ActivationGrad(kind) => one(elementwise::activation_grad(*kind, x(0)?, x(1)?)),

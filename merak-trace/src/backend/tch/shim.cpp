@@ -4,6 +4,7 @@
 // the caller owns.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention.h>
 #include <ATen/ops/native_layer_norm_backward.h>
 
 #include <array>
@@ -62,6 +63,22 @@ char* merak_tch_layer_norm_backward(
         out[0] = owned(std::get<0>(grads));
         out[1] = owned(std::get<1>(grads));
         out[2] = owned(std::get<2>(grads));
+    });
+}
+
+// q, k, v: [B, H, S, D] on a CUDA device. Writes out and lse [B, H, Sq].
+char* merak_tch_flash_attention(
+    const at::Tensor* q,
+    const at::Tensor* k,
+    const at::Tensor* v,
+    bool causal,
+    double scale,
+    at::Tensor** out) {
+    return guarded([&] {
+        auto results = at::_scaled_dot_product_flash_attention(
+            *q, *k, *v, /*dropout_p=*/0.0, causal, /*return_debug_mask=*/false, scale);
+        out[0] = owned(std::get<0>(results));
+        out[1] = owned(std::get<1>(results));
     });
 }
 

@@ -18,6 +18,14 @@ unsafe extern "C" {
         of_input: bool,
         out: *mut *mut C_tensor,
     ) -> *mut c_char;
+    fn merak_tch_flash_attention(
+        q: *const C_tensor,
+        k: *const C_tensor,
+        v: *const C_tensor,
+        causal: bool,
+        scale: f64,
+        out: *mut *mut C_tensor,
+    ) -> *mut c_char;
 }
 
 /// Loads the half of libtorch that holds the kernels for CUDA.
@@ -69,20 +77,53 @@ impl LayerNorm<'_> {
                 out.as_mut_ptr(),
             )
         };
-        match message_of(message) {
-            Some(reason) => Err(Error::Backend {
-                node: node.to_owned(),
-                reason,
-            }),
-            None => Ok(out.map(adopt)),
-        }
+        adopted(node, message, out)
+    }
+}
+
+/// FlashAttention-2 on a CUDA device: `q, k, v [B, H, S, D] -> out [B, H, Sq, D], lse [B, H, Sq]`. Its
+/// backward is one that the tch crate binds.
+pub(super) fn flash_attention(
+    node: &str,
+    [q, k, v]: [&Tensor; 3],
+    causal: bool,
+    scale: f64,
+) -> Result<(Tensor, Tensor)> {
+    let mut out = [std::ptr::null_mut(); 2];
+    // SAFETY: all operands are live tensors, and `out` has room for the two results.
+    let message = unsafe {
+        merak_tch_flash_attention(
+            q.as_ptr(),
+            k.as_ptr(),
+            v.as_ptr(),
+            causal,
+            scale,
+            out.as_mut_ptr(),
+        )
+    };
+    let [out, lse] = adopted(node, message, out)?;
+    out.zip(lse).ok_or_else(|| nothing(node))
+}
+
+/// Takes over the results of a kernel, or its message.
+fn adopted<const N: usize>(
+    node: &str,
+    message: *mut c_char,
+    out: [*mut C_tensor; N],
+) -> Result<[Option<Tensor>; N]> {
+    match message_of(message) {
+        Some(reason) => Err(Error::Backend {
+            node: node.to_owned(),
+            reason,
+        }),
+        None => Ok(out.map(adopt)),
     }
 }
 
 fn nothing(node: &str) -> Error {
     Error::Backend {
         node: node.to_owned(),
-        reason: "libtorch returned no gradient".to_owned(),
+        reason: "libtorch returned no tensor".to_owned(),
     }
 }
 

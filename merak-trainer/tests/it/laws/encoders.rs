@@ -110,7 +110,7 @@ fn t5(proj: &str, tied: bool) -> Value {
 }
 
 /// Models with dropout, whatever they learn.
-fn models() -> Vec<(&'static str, Case)> {
+pub(crate) fn models() -> Vec<(&'static str, Case)> {
     let vit = json!({ "model_type": "vit", "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
         "intermediate_size": 48, "image_size": 8, "patch_size": 4, "num_channels": 2, "num_labels": 3,
         "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1 });

@@ -4,7 +4,11 @@ use merak_ckpt::{Completion, GenerateOptions};
 
 use crate::support::Case;
 
-fn generate(case: &Case, prompts: &[Vec<u32>], options: &GenerateOptions) -> Vec<Completion> {
+pub(crate) fn generate(
+    case: &Case,
+    prompts: &[Vec<u32>],
+    options: &GenerateOptions,
+) -> Vec<Completion> {
     let ranks = case.on_ranks(|trainer| {
         for _ in 0..3 {
             trainer.train_step()?;
