@@ -12,8 +12,10 @@ fn link() {
     println!("cargo::rerun-if-env-changed={lib}");
     let lib = std::env::var_os(lib).expect("torch-sys tells where libtorch is");
     let lib = std::path::PathBuf::from(lib);
-    let shim = "src/backend/tch/shim.cpp";
-    println!("cargo::rerun-if-changed={shim}");
+    let sources = ["pool", "shim"].map(|name| format!("src/backend/tch/{name}.cpp"));
+    for source in &sources {
+        println!("cargo::rerun-if-changed={source}");
+    }
     println!("cargo::rustc-link-arg=-Wl,-rpath,{}", lib.display());
     cc::Build::new()
         .cpp(true)
@@ -21,6 +23,6 @@ fn link() {
         .warnings(false)
         .include(lib.with_file_name("include"))
         .define("_GLIBCXX_USE_CXX11_ABI", "1")
-        .file(shim)
+        .files(&sources)
         .compile("merak_tch_shim");
 }

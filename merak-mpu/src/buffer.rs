@@ -40,6 +40,11 @@ pub trait Buffer: Any + Send + Sync + fmt::Debug {
     /// Calls `f` once with the bytes of the buffer for writing, aligned for the element type.
     fn write(&mut self, f: &mut dyn FnMut(&mut [u8]));
 
+    /// Sets every element to zero, where the memory lies.
+    fn clear(&mut self) {
+        self.write(&mut |bytes| bytes.fill(0));
+    }
+
     /// Turns the box into one that can be downcast to the implementing type.
     fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync>;
 }

@@ -3,6 +3,8 @@
 mod magnitudes;
 mod module;
 mod params;
+#[cfg(feature = "tch")]
+mod tch;
 mod tied;
 
 use self::params::StageParams;
@@ -19,7 +21,7 @@ use merak_trace::{
     GradSlot, GradStore, Interpreter, Param, Placement, RunContext, SharedBackend, StageProgram,
     Value, backend::candle::Candle, initial_values, kernels::Threads,
 };
-use merak_zero::{FlatLayout, GlobalParams, ParamSpec, ZeroGroups, ZeroOptimizer};
+use merak_zero::{FlatLayout, GlobalParams, ParamSpec, StepDevice, ZeroGroups, ZeroOptimizer};
 use std::sync::Arc;
 
 /// What a rank holds and runs.
@@ -59,7 +61,10 @@ impl RankStages {
         args: &CheckedArguments,
         num_threads: usize,
     ) -> Result<Self> {
-        let backend = backend(args, mpu.rank(), num_threads)?;
+        let Executor {
+            backend,
+            optimizer_device,
+        } = Executor::new(args, mpu.rank(), num_threads)?;
         let programs = RankPrograms::new(&plan, mpu.pipeline_parallel_rank())?;
         let groups = ZeroGroups {
             data_sequence: mpu.data_sequence_parallel_group().clone(),
@@ -71,7 +76,11 @@ impl RankStages {
         let trained = plan.trained_params();
         let model =
             GlobalParams::new(trained.map(|param| (param.name.clone(), param.local.numel())));
-        let optimizer = ZeroOptimizer::new(specs, model, args.zero_config(num_threads), groups)?;
+        let mut optimizer =
+            ZeroOptimizer::new(specs, model, args.zero_config(num_threads), groups)?;
+        if let Some(device) = optimizer_device {
+            optimizer = optimizer.on_device(device)?;
+        }
 
         let layout = optimizer.layout();
         let params = StageParams::new(&*backend, &programs.params, layout)?;
@@ -132,7 +141,7 @@ impl RankStages {
 
     /// Adds up the uses of tied weights, then reduces, clips and applies the gradients, and clears them.
     pub(crate) fn update(&mut self, lr: f64) -> Result<merak_zero::StepReport> {
-        self.tied.sum(&mut self.grads)?;
+        self.tied.sum(&*self.backend, &mut self.grads)?;
         let report =
             self.optimizer
                 .step(&mut *self.params.trained, &mut *self.grads.buffers[0], lr)?;
@@ -160,7 +169,7 @@ impl RankStages {
 
     /// A copy of the gradients of this rank's trained parameters, by name, before they are reduced.
     pub(crate) fn gradients(&mut self) -> Result<NamedTensors> {
-        self.tied.sum(&mut self.grads)?;
+        self.tied.sum(&*self.backend, &mut self.grads)?;
         let layout = self.optimizer.layout();
         let mut out = Vec::new();
         self.grads.buffers[0].read(&mut |bytes| {
@@ -198,44 +207,49 @@ impl RankStages {
     /// Makes the next step start from zero.
     pub(crate) fn clear_gradients(&mut self) {
         for buffer in &mut self.grads.buffers {
-            buffer.write(&mut |bytes| bytes.fill(0));
+            buffer.clear();
         }
     }
 }
 
-/// The library that executes a rank's nodes.
-fn backend(
-    args: &CheckedArguments,
-    rank: Rank,
-    num_threads: usize,
-) -> Result<SharedBackend, merak_trace::Error> {
-    match args.compute.backend {
-        Backend::Candle => Ok(Arc::new(Candle::new(num_threads)?)),
-        Backend::Tch => tch_backend(args.compute.device, rank, num_threads),
+/// What executes a rank's nodes, and steps its parameters where they lie.
+struct Executor {
+    backend: SharedBackend,
+    /// Where the optimizer steps, if not on slices of host memory.
+    optimizer_device: Option<Arc<dyn StepDevice>>,
+}
+
+impl Executor {
+    fn new(
+        args: &CheckedArguments,
+        rank: Rank,
+        num_threads: usize,
+    ) -> Result<Self, merak_trace::Error> {
+        match args.compute.backend {
+            Backend::Candle => Ok(Self {
+                backend: Arc::new(Candle::new(num_threads)?),
+                optimizer_device: None,
+            }),
+            Backend::Tch => Self::on_tch(args.compute.device, rank, num_threads),
+        }
     }
-}
 
-#[cfg(feature = "tch")]
-fn tch_backend(
-    device: Device,
-    rank: Rank,
-    num_threads: usize,
-) -> Result<SharedBackend, merak_trace::Error> {
-    use merak_trace::backend::tch::{Tch, TchDevice};
-    let device = match device {
-        Device::Cpu => TchDevice::Cpu,
-        // Neighbouring ranks share a device where there are fewer devices than ranks.
-        Device::Cuda => TchDevice::Cuda(rank.0 % Tch::num_cuda_devices().max(1)),
-    };
-    Ok(Arc::new(Tch::new(device, num_threads)?))
-}
+    #[cfg(feature = "tch")]
+    fn on_tch(device: Device, rank: Rank, num_threads: usize) -> Result<Self, merak_trace::Error> {
+        let backend = tch::backend(device, rank, num_threads)?;
+        Ok(Self {
+            optimizer_device: Some(Arc::new(tch::Steps::new(Arc::clone(&backend), num_threads))),
+            backend,
+        })
+    }
 
-#[cfg(not(feature = "tch"))]
-fn tch_backend(device: Device, _: Rank, _: usize) -> Result<SharedBackend, merak_trace::Error> {
-    Err(merak_trace::Error::NoDevice {
-        device: device.to_string(),
-        reason: "this build is without the feature tch".to_owned(),
-    })
+    #[cfg(not(feature = "tch"))]
+    fn on_tch(device: Device, _: Rank, _: usize) -> Result<Self, merak_trace::Error> {
+        Err(merak_trace::Error::NoDevice {
+            device: device.to_string(),
+            reason: "this build is without the feature tch".to_owned(),
+        })
+    }
 }
 
 /// Memory for the gradients of all uses: the first use of a parameter accumulates in the flat buffer, further ones

@@ -1,5 +1,6 @@
 //! What can go wrong with an optimizer.
 
+use crate::DeviceError;
 use merak_mpu::DType;
 
 /// The result of an operation of this crate.
@@ -114,6 +115,14 @@ pub enum Error {
     /// The gradients of one step were reduced a second time.
     #[error("the gradients of this step are averages already: step before the next reduction")]
     ReducedTwice,
+    /// The device on which the optimizer steps failed.
+    #[error("the device failed at the {what}")]
+    Device {
+        /// What was being done, or made.
+        what: &'static str,
+        /// What the device reports.
+        source: DeviceError,
+    },
     /// A collective failed.
     #[error("{during} failed")]
     Communication {
@@ -125,6 +134,10 @@ pub enum Error {
 }
 
 impl Error {
+    pub(crate) fn device(what: &'static str) -> impl Fn(DeviceError) -> Self {
+        move |source| Self::Device { what, source }
+    }
+
     pub(crate) fn communication(during: &'static str) -> impl FnOnce(merak_mpu::Error) -> Self {
         move |source| Self::Communication { during, source }
     }

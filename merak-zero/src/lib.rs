@@ -36,6 +36,7 @@
 //!   parameters of the whole model, so that every rank adds the norm in one order.
 //! - [`OptimizerConfig`] chooses the rule; [`adam_update`] and [`sgd_update`] are the rules themselves, over
 //!   plain slices.
+//! - [`StepDevice`] steps buffers in the memory of a device, where the state then lies too.
 //! - [`OwnedState`] is what a checkpoint saves, [`Progress`] how far the optimizer has come.
 //! - [`LrSchedule`] turns the number of steps done into a learning rate.
 //!
@@ -74,6 +75,7 @@
 //! norm-block borders, so that the norm of divided gradients has the bits of the undivided ones.
 
 mod blocks;
+mod device;
 mod error;
 mod exchange;
 mod flat;
@@ -88,6 +90,7 @@ mod zero_config;
 mod zero_optimizer;
 
 pub use blocks::{Block, NORM_BLOCK, sum_of_squares};
+pub use device::{DeviceError, Piece, Step, StepDevice};
 pub use error::{Error, Result};
 pub use layout::{Bucket, FlatLayout, Part};
 pub use norm::GradNorm;

@@ -29,19 +29,23 @@ impl GradNorm {
     }
 }
 
-/// The sums of squares of this rank's `blocks`, each at its place among the blocks of the whole model.
-pub(crate) fn block_sums(
-    layout: &FlatLayout,
-    model: &GlobalParams,
-    blocks: &[Block],
-    grads: &[f32],
-    threads: usize,
-) -> Vec<f64> {
+/// The sums of squares of this rank's `blocks`.
+pub(crate) fn block_sums(blocks: &[Block], grads: &[f32], threads: usize) -> Vec<f64> {
     let mut own = vec![0.0; blocks.len()];
     let jobs = own.iter_mut().zip(blocks).collect();
     flat::for_each(threads, jobs, |(sum, block): (&mut f64, &Block)| {
         *sum = sum_of_squares(&grads[block.flat.clone()]);
     });
+    own
+}
+
+/// The sums of this rank's `blocks`, each at its place among the blocks of the whole model.
+pub(crate) fn in_model_order(
+    layout: &FlatLayout,
+    model: &GlobalParams,
+    blocks: &[Block],
+    own: Vec<f64>,
+) -> Vec<f64> {
     let mut all = vec![0.0; model.num_blocks()];
     for (sum, block) in own.into_iter().zip(blocks) {
         let spec = &layout.params()[block.param];

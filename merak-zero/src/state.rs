@@ -48,6 +48,26 @@ impl OwnedState {
         }
     }
 
+    /// The same without room for values, which lie elsewhere.
+    pub(crate) fn without_values(self) -> Self {
+        Self {
+            values: Vec::new(),
+            ..self
+        }
+    }
+
+    /// The same with values, one vector per name.
+    pub(crate) fn with_values(&self, values: Vec<Vec<f32>>) -> Self {
+        Self {
+            values,
+            ..self.clone()
+        }
+    }
+
+    pub(crate) fn values(&self) -> &[Vec<f32>] {
+        &self.values
+    }
+
     /// The names of the kept values, in the order of PyTorch's state dicts.
     pub fn names(&self) -> &'static [&'static str] {
         self.names

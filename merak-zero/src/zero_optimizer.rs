@@ -1,11 +1,13 @@
 //! The optimizer of one rank.
 
 use crate::{
-    Block, Error, FlatLayout, GlobalParams, GradNorm, ParamSpec, Result, ZeroConfig, ZeroGroups,
-    exchange::Exchange, flat, norm, optimizer::Rule, state::OwnedState,
+    Block, Error, FlatLayout, GlobalParams, GradNorm, ParamSpec, Result, Step, StepDevice,
+    ZeroConfig, ZeroGroups, device::DeviceState, exchange::Exchange, flat, norm, optimizer::Rule,
+    state::OwnedState,
 };
 use merak_mpu::{Buffer, Group};
 use serde::{Deserialize, Serialize};
+use std::{borrow::Cow, sync::Arc};
 
 /// How far an optimizer has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -42,6 +44,8 @@ pub struct ZeroOptimizer {
     model_group: Group,
     exchange: Exchange,
     state: OwnedState,
+    /// Where the values of the state are instead, if the flat buffers are on a device.
+    on_device: Option<DeviceState>,
     progress: Progress,
     /// Whether the gradients of the step in hand are averages already.
     reduced: bool,
@@ -82,9 +86,22 @@ impl ZeroOptimizer {
             config,
             model_group,
             exchange,
+            on_device: None,
             progress: Progress::default(),
             reduced: false,
         })
+    }
+
+    /// The same with zeroed state in the memory of a device, which then steps buffers that lie there.
+    ///
+    /// Reductions over several ranks go through host memory.
+    ///
+    /// # Errors
+    /// When the memory of the device does not suffice.
+    pub fn on_device(mut self, device: Arc<dyn StepDevice>) -> Result<Self> {
+        self.on_device = Some(DeviceState::new(device, &self.layout, &self.state)?);
+        self.state = self.state.without_values();
+        Ok(self)
     }
 
     /// Where each parameter lies in the flat buffers.
@@ -97,14 +114,24 @@ impl ZeroOptimizer {
         &self.config
     }
 
-    /// What this rank keeps for each element that it owns.
-    pub fn state(&self) -> &OwnedState {
-        &self.state
+    /// What this rank keeps for each element that it owns; a copy of what is on a device.
+    pub fn state(&self) -> Cow<'_, OwnedState> {
+        match &self.on_device {
+            None => Cow::Borrowed(&self.state),
+            Some(device) => Cow::Owned(self.state.with_values(device.read())),
+        }
     }
 
-    /// What this rank keeps for each element that it owns, to be filled from a checkpoint.
-    pub fn state_mut(&mut self) -> &mut OwnedState {
-        &mut self.state
+    /// Changes what this rank keeps for each element that it owns, from a checkpoint.
+    pub fn edit_state(&mut self, edit: impl FnOnce(&mut OwnedState)) {
+        match &mut self.on_device {
+            None => edit(&mut self.state),
+            Some(device) => {
+                let mut state = self.state.with_values(device.read());
+                edit(&mut state);
+                device.write(state.values());
+            }
+        }
     }
 
     /// How many updates were done and skipped.
@@ -196,9 +223,11 @@ impl ZeroOptimizer {
     pub fn grad_norm(&self, grads: &dyn Buffer) -> Result<GradNorm> {
         flat::check("gradient", grads, self.layout.len())?;
         let (blocks, threads) = (self.state.blocks(), self.config.threads);
-        let mut sums = flat::read(grads, |g| {
-            norm::block_sums(&self.layout, &self.model, blocks, g, threads)
-        });
+        let own = match &self.on_device {
+            None => flat::read(grads, |g| norm::block_sums(blocks, g, threads)),
+            Some(device) => device.block_sums(grads, &self.state)?,
+        };
+        let mut sums = norm::in_model_order(&self.layout, &self.model, blocks, own);
         if self.exchange.is_sharded() {
             sums = norm::sum_over(self.exchange.group(), sums)?;
         }
@@ -244,11 +273,19 @@ impl ZeroOptimizer {
         } else {
             self.progress.steps += 1;
             self.progress.skipped_in_a_row = 0;
-            let rule = self
-                .config
-                .optimizer
-                .rule(lr, self.progress.steps, clip_factor);
-            flat::write(params, |p| flat::read(grads, |g| self.update(&rule, p, g)));
+            let (config, time) = (&self.config.optimizer, self.progress.steps);
+            if let Some(device) = &mut self.on_device {
+                let step = Step {
+                    config,
+                    lr,
+                    time,
+                    grad_scale: clip_factor,
+                };
+                device.update(&step, params, grads)?;
+            } else {
+                let rule = config.rule(lr, time, clip_factor);
+                flat::write(params, |p| flat::read(grads, |g| self.update(&rule, p, g)));
+            }
             self.exchange.gather_params(&self.layout, params)?;
         }
         Ok(StepReport {

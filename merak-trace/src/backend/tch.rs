@@ -28,6 +28,7 @@ mod dropout;
 mod elementwise;
 mod loss;
 mod norm;
+mod optimizer;
 mod run;
 mod shim;
 mod storage;
@@ -37,6 +38,7 @@ use crate::{
     kernels::Threads, value::MemoryMeter,
 };
 use merak_mpu::{Buffer, DType};
+pub use optimizer::{AdamStep, SgdStep, StepPiece};
 use std::{any::Any, cell::Cell};
 use storage::{Handle, TchBuffer, kind_of, shape_of};
 use tch::{Cuda, Device, Tensor};
@@ -70,6 +72,7 @@ impl Tch {
             TchDevice::Cpu => Device::Cpu,
             TchDevice::Cuda(index) => cuda(index)?,
         };
+        shim::pool_memory();
         let threads = Threads::new(num_threads).map_err(|source| Error::Kernel {
             node: "backend".to_owned(),
             source,
@@ -90,7 +93,8 @@ impl Tch {
         }
     }
 
-    fn is_cpu(&self) -> bool {
+    /// Whether it computes on the processor, so that buffers lie in host memory.
+    pub fn is_cpu(&self) -> bool {
         self.device == Device::Cpu
     }
 

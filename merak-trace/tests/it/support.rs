@@ -1,6 +1,8 @@
 //! Runs small graphs on one rank.
 
 use merak_mpu::{Buffer, into_vec};
+#[cfg(feature = "tch")]
+use merak_trace::backend::tch::{Tch, TchDevice};
 use merak_trace::{
     Batch, DType, GradSlot, GradStore, Graph, Init, Interpreter, ParamStore, RecomputePlan,
     RunContext, SharedBackend, SingleRank, StageCuts, StageProgram, TensorType, Value,
@@ -14,23 +16,36 @@ pub(crate) fn backend(threads: usize) -> SharedBackend {
 
 /// Every backend of this build, on every kind of device that is there.
 pub(crate) fn backends(threads: usize) -> Vec<SharedBackend> {
-    std::iter::once(backend(threads))
-        .chain(libtorch(threads))
-        .collect()
+    let mut backends = host_backends(threads);
+    backends.extend(cuda(threads));
+    backends
+}
+
+/// Every backend of this build, on the processor.
+#[cfg(feature = "tch")]
+pub(crate) fn host_backends(threads: usize) -> Vec<SharedBackend> {
+    vec![backend(threads), libtorch(TchDevice::Cpu, threads)]
+}
+
+/// Every backend of this build, on the processor.
+#[cfg(not(feature = "tch"))]
+pub(crate) fn host_backends(threads: usize) -> Vec<SharedBackend> {
+    vec![backend(threads)]
 }
 
 #[cfg(feature = "tch")]
-fn libtorch(threads: usize) -> Vec<SharedBackend> {
-    use merak_trace::backend::tch::{Tch, TchDevice};
-    let mut devices = vec![TchDevice::Cpu];
-    devices.extend((Tch::num_cuda_devices() > 0).then_some(TchDevice::Cuda(0)));
-    let start = |device| Arc::new(Tch::new(device, threads).expect("the device is there")) as _;
-    devices.into_iter().map(start).collect()
+fn cuda(threads: usize) -> Option<SharedBackend> {
+    (Tch::num_cuda_devices() > 0).then(|| libtorch(TchDevice::Cuda(0), threads))
 }
 
 #[cfg(not(feature = "tch"))]
-fn libtorch(_: usize) -> Vec<SharedBackend> {
-    Vec::new()
+fn cuda(_: usize) -> Option<SharedBackend> {
+    None
+}
+
+#[cfg(feature = "tch")]
+fn libtorch(device: TchDevice, threads: usize) -> SharedBackend {
+    Arc::new(Tch::new(device, threads).expect("the device is there"))
 }
 
 /// The element types in which a backend computes.

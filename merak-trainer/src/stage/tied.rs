@@ -5,7 +5,7 @@
 
 use crate::{Plan, Result, plan::RankPrograms};
 use merak_mpu::{Buffer, Group, Mpu, ReduceOp};
-use merak_trace::{GradStore, TiedParam};
+use merak_trace::{Backend, Call, GradStore, Op, RunContext, TensorType, TiedParam};
 
 /// How the uses of this rank's parameters become one gradient each.
 #[derive(Debug)]
@@ -72,30 +72,28 @@ impl TiedGrads {
     /// # Communication
     /// For each weight that spans ranks, an all-reduce over its group when each rank has one use and they come in
     /// the order of the ranks, else a broadcast per use.
-    pub(super) fn sum(&self, grads: &mut GradStore) -> Result<()> {
+    pub(super) fn sum(&self, backend: &dyn Backend, grads: &mut GradStore) -> Result<()> {
         for weight in &self.weights {
+            let Some((group, owners)) = &weight.shared else {
+                add_up(backend, grads, &weight.slots)?;
+                continue;
+            };
             let mut uses: Vec<_> = weight.slots.iter().map(|&slot| take(grads, slot)).collect();
-            let sum = match &weight.shared {
-                None => fold(uses),
-                Some((group, owners)) if owners.iter().copied().eq(0..group.world_size()) => {
-                    group.all_reduce_vec(uses.swap_remove(0), ReduceOp::Sum)?
+            let sum = if owners.iter().copied().eq(0..group.world_size()) {
+                group.all_reduce_vec(uses.swap_remove(0), ReduceOp::Sum)?
+            } else {
+                let mut own = uses.into_iter();
+                let mut all = Vec::with_capacity(owners.len());
+                for &owner in owners {
+                    let len = grads.slots[weight.slots[0]].len;
+                    let mine = if owner == group.rank() {
+                        own.next()
+                    } else {
+                        None
+                    };
+                    all.push(group.broadcast_vec(mine.unwrap_or_else(|| vec![0.0; len]), owner)?);
                 }
-                Some((group, owners)) => {
-                    let mut own = uses.into_iter();
-                    let mut all = Vec::with_capacity(owners.len());
-                    for &owner in owners {
-                        let len = grads.slots[weight.slots[0]].len;
-                        let mine = if owner == group.rank() {
-                            own.next()
-                        } else {
-                            None
-                        };
-                        all.push(
-                            group.broadcast_vec(mine.unwrap_or_else(|| vec![0.0; len]), owner)?,
-                        );
-                    }
-                    fold(all)
-                }
+                fold(all)
             };
             put(grads, weight.slots[0], &sum);
             // The uses are in the sum now: a second call must not add them again.
@@ -125,6 +123,29 @@ fn owners_of_uses(plan: &Plan, tied: &TiedParam, ranks: &[usize]) -> Vec<usize> 
     });
     uses.map(|(id, _)| group_rank(plan.cuts.stage_of(id)))
         .collect()
+}
+
+/// Adds the uses of one stage to the first of them where they lie, and clears the others.
+fn add_up(backend: &dyn Backend, grads: &mut GradStore, slots: &[usize]) -> Result<()> {
+    for &slot in &slots[1..] {
+        // Further uses have a buffer each, which is a value meanwhile.
+        let slot = grads.slots[slot];
+        let none: Box<dyn Buffer> = Box::new(Vec::<f32>::new());
+        let buffer = std::mem::replace(&mut grads.buffers[slot.buffer], none);
+        let ty = TensorType::new([slot.len], buffer.dtype());
+        let call = Call {
+            name: "tied weight",
+            op: &Op::Identity,
+            results: std::slice::from_ref(&ty),
+            context: &RunContext::default(),
+        };
+        let value = backend.from_buffer(&ty, buffer)?;
+        backend.accumulate(call, vec![value.clone()], grads, &slots[..1])?;
+        let mut buffer = backend.into_buffer(value)?;
+        buffer.clear();
+        grads.buffers[slot.buffer] = buffer;
+    }
+    Ok(())
 }
 
 /// `((u0 + u1) + u2) + ..`

@@ -376,10 +376,11 @@ impl MerakTrainer {
             self.stages.start_magnitudes()?;
         }
         if let Some(values) = optimizer {
-            let slices = self.stages.optimizer.state_mut().slices_mut();
-            slices
-                .zip(values)
-                .for_each(|(slice, values)| slice.values.copy_from_slice(&values));
+            self.stages.optimizer.edit_state(|state| {
+                for (slice, values) in state.slices_mut().zip(values) {
+                    slice.values.copy_from_slice(&values);
+                }
+            });
         }
         if let Some(state) = state.as_ref().filter(|_| !self.args.finetune) {
             if !self.args.no_load_rng && self.stages.mpu.is_rank_0() {

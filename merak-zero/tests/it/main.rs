@@ -6,8 +6,10 @@
 //! - `stages`: worlds of 1, 2 and 4 ranks; stage 1, stage 0 and one serial rank give the same bits
 //! - `norms`: the global norm under tensor and pipeline splits; clipping; skipped steps
 //! - `resume`: state out and in again, on another number of ranks too
+//! - `device`: steps in the memory of a device
 //! - `errors`: what a wrong setting or buffer says
 
+mod device;
 mod errors;
 mod fixture;
 mod kernels;

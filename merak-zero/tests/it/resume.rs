@@ -25,10 +25,12 @@ fn save(parts: &[(usize, &'static str, std::ops::Range<usize>, Vec<f32>)]) -> Sa
 }
 
 fn load(optimizer: &mut ZeroOptimizer, saved: &Saved) {
-    for slice in optimizer.state_mut().slices_mut() {
-        let whole = &saved[&(params()[slice.param].name.clone(), slice.name)];
-        slice.values.copy_from_slice(&whole[slice.local]);
-    }
+    optimizer.edit_state(|state| {
+        for slice in state.slices_mut() {
+            let whole = &saved[&(params()[slice.param].name.clone(), slice.name)];
+            slice.values.copy_from_slice(&whole[slice.local]);
+        }
+    });
 }
 
 fn run(optimizer: &mut ZeroOptimizer, weights: &mut Vec<f32>, steps: std::ops::Range<u64>) {
@@ -51,8 +53,9 @@ fn a_run_resumed_on_any_number_of_ranks_and_stage_equals_the_unbroken_one() {
         let mut optimizer = data_parallel(&member, config(ZeroStage::OptimizerState));
         let mut weights = noises(1, len());
         run(&mut optimizer, &mut weights, 0..3);
-        let slices = optimizer.state().slices();
-        let parts: Vec<_> = slices
+        let state = optimizer.state();
+        let parts: Vec<_> = state
+            .slices()
             .map(|s| (s.param, s.name, s.local, s.values.to_vec()))
             .collect();
         (weights, parts, optimizer.progress())
@@ -90,9 +93,9 @@ fn a_resume_without_its_progress_is_another_run() {
         let mut weights = noises(1, len());
         run(&mut optimizer, &mut weights, 0..2);
         let mut forgetful = weights.clone();
-        let state = optimizer.state().clone();
+        let state = optimizer.state().into_owned();
         run(&mut optimizer, &mut weights, 2..3);
-        *optimizer.state_mut() = state;
+        optimizer.edit_state(|own| *own = state);
         optimizer.set_progress(Progress::default());
         run(&mut optimizer, &mut forgetful, 2..3);
         weights != forgetful

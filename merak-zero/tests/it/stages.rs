@@ -112,6 +112,10 @@ fn buckets_started_during_the_backward_give_the_same_averages() {
 }
 
 fn owned_ranges(optimizer: &ZeroOptimizer) -> Vec<std::ops::Range<usize>> {
-    let blocks = optimizer.state().blocks();
-    blocks.iter().map(|block| block.flat.clone()).collect()
+    let state = optimizer.state();
+    state
+        .blocks()
+        .iter()
+        .map(|block| block.flat.clone())
+        .collect()
 }

@@ -3,11 +3,13 @@
 use super::{
     Tch,
     run::{Node, Outcome, same_kind},
+    shim,
     storage::{TchBuffer, int, shape_of, tensor},
 };
 use crate::{Call, Error, GradSlot, GradStore, Op, Result, Value};
+use merak_mpu::DType;
 use std::any::Any;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// Runs a node and adds its results to slots of the store.
 pub(super) fn accumulate(
@@ -44,8 +46,15 @@ fn add_in_place(
     match node.call.op {
         Op::LinearGradWeight { layout } => {
             let (a, b) = node.weight_factors(*layout, x(0)?, x(1)?)?;
-            if !same_kind(&a, store.buffers[target.buffer].dtype()) {
-                return Ok(false);
+            let dtype = store.buffers[target.buffer].dtype();
+            if !same_kind(&a, dtype) {
+                if !node.backend.is_cpu() || a.kind() != Kind::BFloat16 || dtype != DType::F32 {
+                    return Ok(false);
+                }
+                let a = node.at(a.f_transpose(0, 1).and_then(|a| a.f_contiguous()))?;
+                let b = node.at(b.f_contiguous())?;
+                let mut sum = matrix(node, store, target)?;
+                return shim::add_product(node.call.name, &a, &b, &mut sum);
             }
             let mut sum = matrix(node, store, target)?;
             let _ = node.at(sum.f_addmm_(&a, &b))?;

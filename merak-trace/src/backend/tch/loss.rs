@@ -4,7 +4,9 @@ use super::run::{Outcome, stat_kind};
 use crate::kernels::IGNORED_LABEL;
 use tch::{Kind, Tensor};
 
-/// `logits [.., V], labels [..] -> sum of lse - (1 - e) x[label] - e mean(x), lse [rows]`.
+/// `logits [.., V], labels [..] -> sum of -(1 - e) log p[label] - e mean(log p), lse [rows]`.
+///
+/// A row with an infinite logit is NaN, as in PyTorch's loss.
 pub(super) fn cross_entropy(
     logits: &Tensor,
     labels: &Tensor,
@@ -12,49 +14,43 @@ pub(super) fn cross_entropy(
 ) -> Outcome<Vec<Tensor>> {
     let logits = rows(logits)?;
     let kind = stat_kind(logits.kind());
-    let lse = logits.f_to_kind(kind)?.f_logsumexp(-1, false)?;
-    // A row with an infinite logit is NaN, as in PyTorch's loss: infinity minus itself.
-    let lse = lse.f_add(&lse.f_sub(&lse)?)?;
+    let shares = logits.f_log_softmax(-1, kind)?;
+    let largest = |x: &Tensor| x.f_amax(-1_i64, false)?.f_to_kind(kind);
+    let lse = largest(&logits)?.f_sub(&largest(&shares)?)?;
     let (counts, classes) = targets(labels)?;
-    let mut target = logits
+    let mut target = shares
         .f_gather(1, &classes.f_unsqueeze(1)?, false)?
         .f_squeeze_dim(1)?
         .f_to_kind(Kind::Double)?;
     if smoothing != 0.0 {
-        let mean = logits.f_mean_dim(&[-1_i64][..], false, kind)?;
+        let mean = shares.f_mean_dim(&[-1_i64][..], false, kind)?;
         target = target
             .f_mul_scalar(1.0 - smoothing)?
             .f_add(&mean.f_to_kind(Kind::Double)?.f_mul_scalar(smoothing)?)?;
     }
-    let losses = lse.f_to_kind(Kind::Double)?.f_sub(&target)?;
     let ignored = counts.f_logical_not()?;
-    let loss = losses.f_masked_fill(&ignored, 0.0)?.f_sum(Kind::Double)?;
-    Ok(vec![loss, lse])
+    let sum = target.f_masked_fill(&ignored, 0.0)?.f_sum(Kind::Double)?;
+    Ok(vec![sum.f_neg()?, lse])
 }
 
-/// `logits, labels, lse, dloss -> dloss (exp(x - lse) - (1 - e) [class = label] - e / V)`.
-pub(super) fn cross_entropy_grad(
-    [logits, labels, lse, dloss]: [&Tensor; 4],
-    smoothing: f64,
-) -> Outcome {
-    let shaped = rows(logits)?;
+/// `logits, labels, dloss -> dloss (p - (1 - e) [class = label] - e / V)`.
+pub(super) fn cross_entropy_grad([logits, labels, dloss]: [&Tensor; 3], smoothing: f64) -> Outcome {
+    let kind = stat_kind(logits.kind());
+    let mut grad = rows(logits)?.f_softmax(-1, kind)?;
     let (counts, classes) = targets(labels)?;
-    let column = lse.f_reshape([-1, 1])?;
-    let mut grad = shaped.f_sub(&column)?;
-    let mut grad = grad.f_exp_()?;
-    let width = shaped.size()[1];
+    let width = grad.size()[1];
     if smoothing != 0.0 {
         let _ = grad.f_add_scalar_(-smoothing / width as f64)?;
     }
-    let ones = Tensor::f_full(
+    let of_label = Tensor::f_full(
         [classes.size()[0], 1],
         smoothing - 1.0,
-        (grad.kind(), grad.device()),
+        (kind, grad.device()),
     )?;
-    let _ = grad.f_scatter_add_(1, &classes.f_unsqueeze(1)?, &ones)?;
-    let _ = grad.f_mul_(&dloss.f_to_kind(grad.kind())?)?;
-    let ignored = counts.f_logical_not()?.f_unsqueeze(1)?;
-    grad.f_masked_fill_(&ignored, 0.0)?.f_to_kind(logits.kind())
+    let _ = grad.f_scatter_add_(1, &classes.f_unsqueeze(1)?, &of_label)?;
+    let scale = counts.f_to_kind(kind)?.f_mul(&dloss.f_to_kind(kind)?)?;
+    grad.f_mul_(&scale.f_unsqueeze(1)?)?
+        .f_to_kind(logits.kind())
 }
 
 fn rows(logits: &Tensor) -> Outcome {

@@ -145,7 +145,7 @@ impl Node<'_> {
                 self.at(loss::cross_entropy(x(0)?, x(1)?, *label_smoothing))
             }
             Op::CrossEntropyGrad { label_smoothing } => one(loss::cross_entropy_grad(
-                [x(0)?, x(1)?, x(2)?, x(3)?],
+                [x(0)?, x(1)?, x(3)?],
                 *label_smoothing,
             )),
             Op::Mul => one(x(0)?.f_mul(x(1)?)),

@@ -4,14 +4,25 @@
 // the caller owns.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/native_layer_norm_backward.h>
 
+#include <algorithm>
 #include <array>
+#include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
 #include <exception>
+#include <vector>
+
+// Of MKL, which libtorch for x86-64 holds: c = alpha op(a) op(b) + beta c.
+extern "C" __attribute__((weak)) void cblas_gemm_bf16bf16f32(
+    int layout, int trans_a, int trans_b, int m, int n, int k, float alpha,
+    const void* a, int lda, const void* b, int ldb, float beta, float* c, int ldc);
 
 namespace {
 
@@ -63,6 +74,65 @@ char* merak_tch_layer_norm_backward(
         out[0] = owned(std::get<0>(grads));
         out[1] = owned(std::get<1>(grads));
         out[2] = owned(std::get<2>(grads));
+    });
+}
+
+// Adds a^T b to c, where a [k, m] and b [k, n] are bf16 and c [m, n] is f32, all without gaps in host memory.
+// Writes whether there is a kernel for it.
+char* merak_tch_add_product(
+    const at::Tensor* a, const at::Tensor* b, at::Tensor* c, bool* done) {
+    return guarded([&] {
+        const int64_t m = a->size(1), n = b->size(1), k = a->size(0);
+        const int64_t largest = std::max({m, n, k});
+        *done = cblas_gemm_bf16bf16f32 != nullptr && largest <= INT_MAX && m > 0 && n > 0 && k > 0;
+        if (*done) {
+            const int row_major = 101, plain = 111, transposed = 112;
+            const auto size = [](int64_t x) { return static_cast<int>(x); };
+            cblas_gemm_bf16bf16f32(row_major, transposed, plain, size(m), size(n), size(k), 1.0f,
+                a->const_data_ptr(), size(m), b->const_data_ptr(), size(n), 1.0f,
+                c->data_ptr<float>(), size(n));
+        }
+    });
+}
+
+// A step of Adam or AdamW on lists of `count` parameters, gradients and first and second moments, in this order.
+char* merak_tch_adam(
+    const at::Tensor* const* tensors,
+    size_t count,
+    double lr,
+    double beta1,
+    double beta2,
+    double epsilon,
+    double weight_decay,
+    bool decoupled,
+    double time,
+    double grad_scale) {
+    return guarded([&] {
+        if (count == 0) {
+            return;
+        }
+        std::array<std::vector<at::Tensor>, 4> lists;
+        for (size_t list = 0; list < lists.size(); ++list) {
+            for (size_t i = 0; i < count; ++i) {
+                lists[list].push_back(*tensors[list * count + i]);
+            }
+        }
+        auto& [params, grads, exp_avgs, exp_avg_sqs] = lists;
+        const auto scalar = [&](double value) {
+            return at::full({}, value, params[0].options());
+        };
+        const std::vector<at::Tensor> steps(count, scalar(time));
+        std::optional<at::Tensor> divisor;
+        if (grad_scale != 1.0) {
+            divisor = scalar(1.0 / grad_scale);
+        }
+        if (decoupled) {
+            at::_fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, {}, steps, lr, beta1, beta2,
+                weight_decay, epsilon, /*amsgrad=*/false, /*maximize=*/false, divisor);
+        } else {
+            at::_fused_adam_(params, grads, exp_avgs, exp_avg_sqs, {}, steps, lr, beta1, beta2,
+                weight_decay, epsilon, /*amsgrad=*/false, /*maximize=*/false, divisor);
+        }
     });
 }
 

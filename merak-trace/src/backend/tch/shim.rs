@@ -1,14 +1,19 @@
 //! Kernels of ATen that the tch crate does not bind.
 #![expect(unsafe_code, reason = "calls into C++")]
 
+use super::optimizer::AdamStep;
 use crate::{Error, Result};
-use std::ffi::{CStr, c_char};
-use tch::Tensor;
+use std::{
+    ffi::{CStr, c_char},
+    sync::Once,
+};
+use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
 unsafe extern "C" {
     fn merak_tch_free(message: *mut c_char);
     fn merak_tch_load_cuda() -> *mut c_char;
+    fn merak_tch_pool_memory();
     fn merak_tch_layer_norm_backward(
         grad: *const C_tensor,
         input: *const C_tensor,
@@ -18,6 +23,24 @@ unsafe extern "C" {
         of_input: bool,
         out: *mut *mut C_tensor,
     ) -> *mut c_char;
+    fn merak_tch_add_product(
+        a: *const C_tensor,
+        b: *const C_tensor,
+        c: *mut C_tensor,
+        done: *mut bool,
+    ) -> *mut c_char;
+    fn merak_tch_adam(
+        tensors: *const *const C_tensor,
+        count: usize,
+        lr: f64,
+        beta1: f64,
+        beta2: f64,
+        epsilon: f64,
+        weight_decay: f64,
+        decoupled: bool,
+        time: f64,
+        grad_scale: f64,
+    ) -> *mut c_char;
     fn merak_tch_flash_attention(
         q: *const C_tensor,
         k: *const C_tensor,
@@ -26,6 +49,14 @@ unsafe extern "C" {
         scale: f64,
         out: *mut *mut C_tensor,
     ) -> *mut c_char;
+}
+
+/// Makes libtorch keep freed memory of large tensors on the processor for the next ones of their size.
+pub(super) fn pool_memory() {
+    static ONCE: Once = Once::new();
+    // SAFETY: the function takes nothing; its allocator lives as long as the process, and tensors from before
+    // are still freed by theirs.
+    ONCE.call_once(|| unsafe { merak_tch_pool_memory() });
 }
 
 /// Loads the half of libtorch that holds the kernels for CUDA.
@@ -103,6 +134,55 @@ pub(super) fn flash_attention(
     };
     let [out, lse] = adopted(node, message, out)?;
     out.zip(lse).ok_or_else(|| nothing(node))
+}
+
+/// Adds `a^T b` to `sum [M, N]` in f32, for `a [K, M]` and `b [K, N]` of bf16; false where libtorch has no kernel
+/// for it.
+pub(super) fn add_product(node: &str, a: &Tensor, b: &Tensor, sum: &mut Tensor) -> Result<bool> {
+    let is_plain = |x: &Tensor, kind| {
+        x.kind() == kind && x.device() == Device::Cpu && x.is_contiguous() && x.dim() == 2
+    };
+    assert!(
+        is_plain(a, Kind::BFloat16) && is_plain(b, Kind::BFloat16) && is_plain(sum, Kind::Float),
+        "matrices of the kernel's types without gaps"
+    );
+    assert_eq!(
+        (a.size()[0], vec![a.size()[1], b.size()[1]]),
+        (b.size()[0], sum.size()),
+        "sizes of a product"
+    );
+    let mut done = false;
+    // SAFETY: the operands are live tensors of the types, sizes and layout that the kernel takes, as checked
+    // above, and `done` is one flag.
+    let message =
+        unsafe { merak_tch_add_product(a.as_ptr(), b.as_ptr(), sum.as_mut_ptr(), &raw mut done) };
+    adopted(node, message, []).map(|[]| done)
+}
+
+/// A fused step on lists of parameters, gradients and both moments, which are as long as each other.
+pub(super) fn adam(step: &AdamStep, lists: &[Vec<Tensor>; 4]) -> Result<()> {
+    let count = lists[0].len();
+    assert!(
+        lists.iter().all(|list| list.len() == count),
+        "one of each for every piece"
+    );
+    let tensors: Vec<_> = lists.iter().flatten().map(Tensor::as_ptr).collect();
+    // SAFETY: `tensors` holds four times `count` live tensors.
+    let message = unsafe {
+        merak_tch_adam(
+            tensors.as_ptr(),
+            count,
+            step.lr,
+            step.betas[0],
+            step.betas[1],
+            step.epsilon,
+            step.weight_decay,
+            step.decoupled,
+            step.time as f64,
+            step.grad_scale,
+        )
+    };
+    adopted("optimizer step", message, []).map(|[]| ())
 }
 
 /// Takes over the results of a kernel, or its message.

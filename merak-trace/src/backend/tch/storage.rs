@@ -214,6 +214,14 @@ impl TchBuffer {
         shaped.f_to_device(device).map_err(at(&node))
     }
 
+    /// Brings the 16-bit copy up to date.
+    pub(super) fn renew(&mut self) -> Result<()> {
+        match &mut self.copy {
+            Some(copy) => copy.f_copy_(&self.flat).map_err(at("16-bit weights")),
+            None => Ok(()),
+        }
+    }
+
     fn is_host(&self) -> bool {
         self.flat.device() == Device::Cpu
     }
@@ -246,6 +254,13 @@ impl Buffer for TchBuffer {
         }
         if let Some(copy) = &mut self.copy {
             copy.copy_(&self.flat);
+        }
+    }
+
+    fn clear(&mut self) {
+        let _ = self.flat.zero_();
+        if let Some(copy) = &mut self.copy {
+            let _ = copy.zero_();
         }
     }
 

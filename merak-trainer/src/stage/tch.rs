@@ -1,0 +1,122 @@
+//! libtorch as the device of a rank's optimizer.
+
+use crate::Device;
+use merak_mpu::{Buffer, DType, Rank};
+use merak_trace::{
+    Backend, Error,
+    backend::tch::{AdamStep, SgdStep, StepPiece, Tch, TchDevice},
+};
+use merak_zero::{DeviceError, OptimizerKind, Piece, Step, StepDevice, sum_of_squares};
+use std::{ops::Range, sync::Arc};
+
+/// The backend of a rank.
+pub(super) fn backend(device: Device, rank: Rank, num_threads: usize) -> Result<Arc<Tch>, Error> {
+    let device = match device {
+        Device::Cpu => TchDevice::Cpu,
+        // Neighbouring ranks share a device where there are fewer devices than ranks.
+        Device::Cuda => TchDevice::Cuda(rank.0 % Tch::num_cuda_devices().max(1)),
+    };
+    Ok(Arc::new(Tch::new(device, num_threads)?))
+}
+
+/// Steps flat buffers of a backend.
+#[derive(Debug)]
+pub(super) struct Steps {
+    backend: Arc<Tch>,
+    num_threads: usize,
+}
+
+impl Steps {
+    pub(super) fn new(backend: Arc<Tch>, num_threads: usize) -> Self {
+        Self {
+            backend,
+            num_threads,
+        }
+    }
+}
+
+impl StepDevice for Steps {
+    fn zeros(&self, len: usize) -> Result<Box<dyn Buffer>, DeviceError> {
+        Ok(self.backend.grad_buffer(DType::F32, len))
+    }
+
+    fn sums_of_squares(
+        &self,
+        grads: &dyn Buffer,
+        ranges: &[Range<usize>],
+    ) -> Result<Vec<f64>, DeviceError> {
+        if !self.backend.is_cpu() {
+            return Ok(self.backend.sums_of_squares(grads, ranges)?);
+        }
+        let mut sums = vec![0.0; ranges.len()];
+        let share = ranges.len().div_ceil(self.num_threads.max(1)).max(1);
+        grads.read(&mut |bytes| {
+            let grads = bytemuck::cast_slice::<u8, f32>(bytes);
+            std::thread::scope(|scope| {
+                for (sums, ranges) in sums.chunks_mut(share).zip(ranges.chunks(share)) {
+                    scope.spawn(move || {
+                        for (sum, range) in sums.iter_mut().zip(ranges) {
+                            *sum = sum_of_squares(&grads[range.clone()]);
+                        }
+                    });
+                }
+            });
+        });
+        Ok(sums)
+    }
+
+    fn update(
+        &self,
+        step: &Step<'_>,
+        params: &mut dyn Buffer,
+        grads: &dyn Buffer,
+        state: &mut [Box<dyn Buffer>],
+        pieces: &[Piece],
+    ) -> Result<(), DeviceError> {
+        let Step {
+            config,
+            lr,
+            time,
+            grad_scale,
+        } = *step;
+        let pieces: Vec<_> = pieces.iter().map(piece).collect();
+        match config.optim {
+            OptimizerKind::AdamW | OptimizerKind::Adam => {
+                let [exp_avg, exp_avg_sq] = state else {
+                    return Err("Adam keeps two moments".into());
+                };
+                let step = AdamStep {
+                    lr,
+                    betas: [config.adam_beta1, config.adam_beta2],
+                    epsilon: config.adam_epsilon,
+                    weight_decay: config.weight_decay,
+                    decoupled: config.optim == OptimizerKind::AdamW,
+                    time,
+                    grad_scale,
+                };
+                let moments = [&mut **exp_avg, &mut **exp_avg_sq];
+                self.backend.adam(&step, params, grads, moments, &pieces)?;
+            }
+            OptimizerKind::Sgd => {
+                let step = SgdStep {
+                    lr,
+                    momentum: config.sgd_momentum,
+                    nesterov: config.nesterov,
+                    weight_decay: config.weight_decay,
+                    grad_scale,
+                };
+                let momentum = state.first_mut().map(|buffer| &mut **buffer);
+                self.backend.sgd(&step, params, grads, momentum, &pieces)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn piece(piece: &Piece) -> StepPiece {
+    StepPiece {
+        flat: piece.flat.clone(),
+        state: piece.state.clone(),
+        decays: piece.decays,
+    }
+}

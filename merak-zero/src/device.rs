@@ -1,0 +1,148 @@
+//! Steps on buffers that lie in the memory of a device, without a way through the host's.
+
+use crate::{Error, FlatLayout, OptimizerConfig, Result, state::OwnedState};
+use merak_mpu::Buffer;
+use std::{fmt, ops::Range, sync::Arc};
+
+/// What goes wrong on a device.
+pub type DeviceError = Box<dyn std::error::Error + Send + Sync>;
+
+/// The arithmetic of a step on buffers in the memory of a device.
+///
+/// A [`ZeroOptimizer`](crate::ZeroOptimizer) that has one keeps its state there. Buffers are f32.
+pub trait StepDevice: fmt::Debug + Send + Sync {
+    /// A zeroed buffer in the memory of the device.
+    ///
+    /// # Errors
+    /// When the memory does not suffice.
+    fn zeros(&self, len: usize) -> Result<Box<dyn Buffer>, DeviceError>;
+
+    /// The sum of the squares of each of the ranges, in f64.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn sums_of_squares(
+        &self,
+        grads: &dyn Buffer,
+        ranges: &[Range<usize>],
+    ) -> Result<Vec<f64>, DeviceError>;
+
+    /// Updates pieces of the parameters and of the state, one buffer per name of
+    /// [`OptimizerConfig::state_names`]. The gradients may be overwritten.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn update(
+        &self,
+        step: &Step<'_>,
+        params: &mut dyn Buffer,
+        grads: &dyn Buffer,
+        state: &mut [Box<dyn Buffer>],
+        pieces: &[Piece],
+    ) -> Result<(), DeviceError>;
+}
+
+/// The scalars of one step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Step<'a> {
+    /// The rule and its hyperparameters.
+    pub config: &'a OptimizerConfig,
+    /// The learning rate.
+    pub lr: f64,
+    /// Number of this step, 1 for the first.
+    pub time: u64,
+    /// The clip factor, by which gradients are multiplied.
+    pub grad_scale: f64,
+}
+
+/// Adjacent elements that decay alike.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Piece {
+    /// Where they lie in the parameters and gradients.
+    pub flat: Range<usize>,
+    /// Where they lie in the state.
+    pub state: Range<usize>,
+    /// Whether weight decay applies to them.
+    pub decays: bool,
+}
+
+/// A device, and the optimizer state in its memory.
+#[derive(Debug)]
+pub(crate) struct DeviceState {
+    device: Arc<dyn StepDevice>,
+    values: Vec<Box<dyn Buffer>>,
+    pieces: Vec<Piece>,
+}
+
+impl DeviceState {
+    /// Zeroed state for what the rank owns.
+    pub(crate) fn new(
+        device: Arc<dyn StepDevice>,
+        layout: &FlatLayout,
+        state: &OwnedState,
+    ) -> Result<Self> {
+        let names = state.names().iter();
+        let values = names.map(|_| {
+            device
+                .zeros(state.num_owned())
+                .map_err(Error::device("optimizer state"))
+        });
+        Ok(Self {
+            values: values.collect::<Result<_>>()?,
+            pieces: pieces(layout, state),
+            device,
+        })
+    }
+
+    /// The sum of squares of each of the rank's blocks.
+    pub(crate) fn block_sums(&self, grads: &dyn Buffer, state: &OwnedState) -> Result<Vec<f64>> {
+        let ranges: Vec<_> = state.blocks().iter().map(|b| b.flat.clone()).collect();
+        let sums = self.device.sums_of_squares(grads, &ranges);
+        sums.map_err(Error::device("gradient norm"))
+    }
+
+    pub(crate) fn update(
+        &mut self,
+        step: &Step<'_>,
+        params: &mut dyn Buffer,
+        grads: &dyn Buffer,
+    ) -> Result<()> {
+        let Self { values, pieces, .. } = self;
+        let updated = self.device.update(step, params, grads, values, pieces);
+        updated.map_err(Error::device("update"))
+    }
+
+    /// A copy of the state in host memory.
+    pub(crate) fn read(&self) -> Vec<Vec<f32>> {
+        let host = |buffer: &dyn Buffer| crate::flat::read(buffer, <[f32]>::to_vec);
+        self.values.iter().map(|buffer| host(&**buffer)).collect()
+    }
+
+    /// Replaces the state by a copy of what is in host memory.
+    pub(crate) fn write(&mut self, values: &[Vec<f32>]) {
+        for (buffer, values) in self.values.iter_mut().zip(values) {
+            crate::flat::write(&mut **buffer, |to| to.copy_from_slice(values));
+        }
+    }
+}
+
+/// What the rank owns, in as few pieces as possible.
+fn pieces(layout: &FlatLayout, state: &OwnedState) -> Vec<Piece> {
+    let mut pieces: Vec<Piece> = Vec::new();
+    let blocks = state.blocks();
+    for (block, packed) in blocks.iter().zip(crate::flat::packed(blocks)) {
+        let decays = layout.params()[block.param].decay;
+        match pieces.last_mut() {
+            Some(last) if last.decays == decays && last.flat.end == block.flat.start => {
+                last.flat.end = block.flat.end;
+                last.state.end = packed.end;
+            }
+            _ => pieces.push(Piece {
+                flat: block.flat.clone(),
+                state: packed,
+                decays,
+            }),
+        }
+    }
+    pieces
+}
