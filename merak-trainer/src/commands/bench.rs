@@ -76,7 +76,7 @@ pub(crate) struct Gpt {
     #[arg(long, default_value_t = 1)]
     virtual_stages: usize,
     /// Rule that gives the model's pieces to stages.
-    #[arg(long, default_value = "uniform", value_name = "METHOD")]
+    #[arg(long, default_value = "autopipe", value_name = "METHOD")]
     partition: String,
     /// Library that executes the graph's nodes.
     #[arg(long, default_value = "candle")]

@@ -361,6 +361,16 @@ fn check_schedule(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let mode = a.recompute;
     let unset_unless = |needed: Recompute| format!("unset unless \"recompute\" is \"{needed}\"");
+    if !a.activation_checkpointing {
+        let only = "\"activation_checkpointing\" is true";
+        let expected = format!("\"full\" unless {only}");
+        checker.require(mode == Recompute::Full, "recompute", mode, expected)?;
+        let ratios = a.activation_checkpoint_ratio.as_ref();
+        let found = format!("{:?}", ratios.map_or(&[][..], |ratios| &ratios.0));
+        let expected = format!("unset unless {only}");
+        let key = "activation_checkpoint_ratio";
+        checker.require(ratios.is_none(), key, found, expected)?;
+    }
     if let Some(Ratios(ratios)) = &a.activation_checkpoint_ratio {
         let key = "activation_checkpoint_ratio";
         let found = format!("{ratios:?}");

@@ -349,6 +349,18 @@ fn a_wrong_type_names_the_expected_one() {
 }
 
 #[test]
+fn what_only_recomputation_reads_is_refused_without_it() {
+    let without = |keys: &str| {
+        message(load_line(&format!(
+            "--activation-checkpointing false {keys}"
+        )))
+    };
+    assert_snapshot!(without("--recompute selective"), @r#""recompute" is selective (command line --recompute), but must be "full" unless "activation_checkpointing" is true"#);
+    assert_snapshot!(without("--pp 2 --activation-checkpoint-ratio 0.5"), @r#""activation_checkpoint_ratio" is [0.5] (command line --activation-checkpoint-ratio), but must be unset unless "activation_checkpointing" is true"#);
+    assert_snapshot!(without(""), @"no error");
+}
+
+#[test]
 fn what_only_a_search_for_stages_reads_is_refused_elsewhere() {
     assert_snapshot!(message(load_line("--partition-method exact --autopipe.micro-batches 0")), @r#""autopipe.micro_batches" is 0 (command line --autopipe.micro-batches), but must be from 1 to 100000"#);
     assert_snapshot!(message(load_line("--partition-method autopipe --autopipe.comm-cost=-1")), @r#""autopipe.comm_cost" is -1 (command line --autopipe.comm-cost), but must be from 0 to 1e15"#);
