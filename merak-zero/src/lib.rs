@@ -93,7 +93,7 @@ pub use blocks::{Block, NORM_BLOCK, sum_of_squares};
 pub use device::{DeviceError, Piece, Step, StepDevice};
 pub use error::{Error, Result};
 pub use layout::{Bucket, FlatLayout, Part};
-pub use norm::GradNorm;
+pub use norm::{GradNorm, sums_of_squares};
 pub use optimizer::{AdamStep, OptimizerConfig, OptimizerKind, SgdStep, adam_update, sgd_update};
 pub use params::{GlobalParams, ParamSpec};
 pub use schedule::{DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, warmup_steps};

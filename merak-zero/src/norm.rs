@@ -2,6 +2,7 @@
 
 use crate::{Block, Error, FlatLayout, GlobalParams, Result, flat, sum_of_squares};
 use merak_mpu::{Group, ReduceOp};
+use std::ops::Range;
 
 /// The norm of all gradients of the model, the same bits on every rank.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,14 +30,18 @@ impl GradNorm {
     }
 }
 
-/// The sums of squares of this rank's `blocks`.
-pub(crate) fn block_sums(blocks: &[Block], grads: &[f32], threads: usize) -> Vec<f64> {
-    let mut own = vec![0.0; blocks.len()];
-    let jobs = own.iter_mut().zip(blocks).collect();
-    flat::for_each(threads, jobs, |(sum, block): (&mut f64, &Block)| {
-        *sum = sum_of_squares(&grads[block.flat.clone()]);
+/// The sum of squares of each range of `values`, on up to `threads` threads.
+pub fn sums_of_squares(
+    values: &[f32],
+    ranges: impl ExactSizeIterator<Item = Range<usize>>,
+    threads: usize,
+) -> Vec<f64> {
+    let mut sums = vec![0.0; ranges.len()];
+    let jobs = sums.iter_mut().zip(ranges).collect();
+    flat::for_each(threads, jobs, |(sum, range): (&mut f64, Range<usize>)| {
+        *sum = sum_of_squares(&values[range]);
     });
-    own
+    sums
 }
 
 /// The sums of this rank's `blocks`, each at its place among the blocks of the whole model.

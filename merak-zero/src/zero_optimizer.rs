@@ -224,7 +224,10 @@ impl ZeroOptimizer {
         flat::check("gradient", grads, self.layout.len())?;
         let (blocks, threads) = (self.state.blocks(), self.config.threads);
         let own = match &self.on_device {
-            None => flat::read(grads, |g| norm::block_sums(blocks, g, threads)),
+            None => flat::read(grads, |g| {
+                let ranges = blocks.iter().map(|block| block.flat.clone());
+                norm::sums_of_squares(g, ranges, threads)
+            }),
             Some(device) => device.block_sums(grads, &self.state)?,
         };
         let mut sums = norm::in_model_order(&self.layout, &self.model, blocks, own);

@@ -4,7 +4,7 @@ use faer::{Accum, Par};
 
 use super::{Float, MatMut, MatRef, Threads};
 
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod blocked;
@@ -127,19 +127,16 @@ fn product<T: Float>(
     c: MatMut<'_, T>,
 ) {
     #[cfg(target_arch = "x86_64")]
-    if blocked::pays(a.rows(), a.cols(), b.cols())
-        && let Some(simd) = pulp::x86::V4::try_new()
-    {
-        if let Err(c) = T::product_on_tiles(simd, threads, alpha, (a, b), start, c) {
-            blocked::product(simd, threads, alpha, (a, b), start, c);
+    if let Some(simd) = pulp::x86::V4::try_new() {
+        if blocked::pays(a.rows(), a.cols(), b.cols()) {
+            if let Err(c) = T::product_on_tiles(simd, threads, alpha, (a, b), start, c) {
+                blocked::product(simd, threads, alpha, (a, b), start, c);
+            }
+            return;
         }
-        return;
-    }
-    #[cfg(target_arch = "x86_64")]
-    if rows::pays(&a, &b)
-        && let Some(simd) = pulp::x86::V4::try_new()
-    {
-        return rows::product(simd, threads, alpha, (a, b), start, c);
+        if rows::pays(&a, &b) {
+            return rows::product(simd, threads, alpha, (a, b), start, c);
+        }
     }
     threads.for_each_with(tiles(0, c), Vec::new, |scratch, tile| {
         tile_product(alpha, a, b, start, tile, scratch);

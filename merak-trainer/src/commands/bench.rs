@@ -198,15 +198,9 @@ impl Gpt {
             ("compute.device", self.device.clone()),
             ("bf16", bf16.to_string()),
         ];
-        keys.extend(
-            self.threads
-                .map(|threads| ("compute.threads_per_rank", threads.to_string())),
-        );
-        let line: Vec<_> = keys
-            .into_iter()
-            .flat_map(|(key, value)| [format!("--{key}"), value])
-            .collect();
-        Ok(Config::load(None, [], &line)?.check()?)
+        let threads = self.threads.map(|threads| threads.to_string());
+        keys.extend(threads.map(|threads| ("compute.threads_per_rank", threads)));
+        checked(keys)
     }
 
     fn mode(&self) -> String {
@@ -222,6 +216,41 @@ impl Gpt {
             parts.join("x")
         }
     }
+}
+
+/// The sizes of a GPT-2, by default those of its smallest.
+#[derive(Debug, ClapArgs)]
+struct Gpt2Shape {
+    /// Transformer layers.
+    #[arg(long, default_value_t = 12)]
+    layers: usize,
+    /// Width of the hidden states.
+    #[arg(long, default_value_t = 768)]
+    hidden: usize,
+    /// Attention heads.
+    #[arg(long, default_value_t = 12)]
+    heads: usize,
+    /// Vocabulary.
+    #[arg(long, default_value_t = 50257)]
+    vocab: usize,
+}
+
+impl Gpt2Shape {
+    fn model(&self, positions: usize) -> Result<Box<dyn models::Model>> {
+        Ok(models::from_config(&json!({
+            "model_type": "gpt2", "vocab_size": self.vocab, "n_positions": positions, "n_embd": self.hidden,
+            "n_layer": self.layers, "n_head": self.heads,
+        }))?)
+    }
+}
+
+/// The configuration that sets these keys.
+fn checked(keys: Vec<(&str, String)>) -> Result<CheckedArguments, super::Failure> {
+    let flags = keys.into_iter();
+    let line: Vec<_> = flags
+        .flat_map(|(key, value)| [format!("--{key}"), value])
+        .collect();
+    Ok(Config::load(None, [], &line)?.check()?)
 }
 
 /// Random tokens: sample and position decide each.

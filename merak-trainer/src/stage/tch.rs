@@ -6,7 +6,7 @@ use merak_trace::{
     Backend, Error,
     backend::tch::{AdamStep, SgdStep, StepPiece, Tch, TchDevice},
 };
-use merak_zero::{DeviceError, OptimizerKind, Piece, Step, StepDevice, sum_of_squares};
+use merak_zero::{DeviceError, OptimizerKind, Piece, Step, StepDevice, sums_of_squares};
 use std::{ops::Range, sync::Arc};
 
 /// The backend of a rank.
@@ -48,19 +48,10 @@ impl StepDevice for Steps {
         if !self.backend.is_cpu() {
             return Ok(self.backend.sums_of_squares(grads, ranges)?);
         }
-        let mut sums = vec![0.0; ranges.len()];
-        let share = ranges.len().div_ceil(self.num_threads.max(1)).max(1);
+        let mut sums = Vec::new();
         grads.read(&mut |bytes| {
-            let grads = bytemuck::cast_slice::<u8, f32>(bytes);
-            std::thread::scope(|scope| {
-                for (sums, ranges) in sums.chunks_mut(share).zip(ranges.chunks(share)) {
-                    scope.spawn(move || {
-                        for (sum, range) in sums.iter_mut().zip(ranges) {
-                            *sum = sum_of_squares(&grads[range.clone()]);
-                        }
-                    });
-                }
-            });
+            let grads = bytemuck::cast_slice(bytes);
+            sums = sums_of_squares(grads, ranges.iter().cloned(), self.num_threads);
         });
         Ok(sums)
     }

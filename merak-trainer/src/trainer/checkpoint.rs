@@ -77,18 +77,25 @@ impl MerakTrainer {
     /// # Panics
     /// Never: the tables of slices are plain data.
     pub fn save_checkpoint(&mut self) -> Result<PathBuf> {
-        self.finish_save()?;
-        let draft = self.begin_draft()?;
-        let write = |kind: ShardKind, rank: usize, pieces: &[(Piece<'_>, &[u8])]| {
-            draft.write_shard(kind, rank, pieces)
-        };
-        let shards = self.write_shards(write)?;
-        let header = self.header();
+        let (draft, shards, header) = self.draft_of(Draft::write_shard)?;
         self.commit(&draft, &shards, header)
     }
 
+    /// A draft of the run as it stands, once no other save is under way, with what `write` makes of each shard
+    /// that this rank owns.
+    pub(super) fn draft_of<T>(
+        &mut self,
+        write: impl Fn(&Draft, ShardKind, usize, &[(Piece<'_>, &[u8])]) -> merak_ckpt::Result<T>,
+    ) -> Result<(Draft, Vec<T>, Header)> {
+        self.finish_save()?;
+        let draft = self.begin_draft()?;
+        let shards = self.write_shards(|kind, rank, pieces| write(&draft, kind, rank, pieces))?;
+        let header = self.header();
+        Ok((draft, shards, header))
+    }
+
     /// A draft of this step's checkpoint, on every rank.
-    pub(super) fn begin_draft(&self) -> Result<Draft> {
+    fn begin_draft(&self) -> Result<Draft> {
         let store = Store::in_output_dir(self.args.run_folder()?);
         let step = self.global_step as u64;
         if self.stages.mpu.is_rank_0() {
@@ -176,7 +183,7 @@ impl MerakTrainer {
     }
 
     /// Hands what this rank owns to `write`, with the kind of the shard and its number.
-    pub(super) fn write_shards<T>(
+    fn write_shards<T>(
         &self,
         mut write: impl FnMut(ShardKind, usize, &[(Piece<'_>, &[u8])]) -> merak_ckpt::Result<T>,
     ) -> Result<Vec<T>> {

@@ -2,7 +2,7 @@
 
 use super::MerakTrainer;
 use crate::Result;
-use merak_ckpt::{Draft, Header, PendingShard, Piece, ShardKind};
+use merak_ckpt::{Draft, Header, PendingShard};
 use merak_mpu::ReduceOp;
 
 /// A checkpoint that threads are writing.
@@ -24,13 +24,7 @@ impl MerakTrainer {
     /// # Errors
     /// When the folder cannot be written, or an earlier save failed.
     pub fn save_later(&mut self) -> Result<()> {
-        self.finish_save()?;
-        let draft = self.begin_draft()?;
-        let write = |kind: ShardKind, rank: usize, pieces: &[(Piece<'_>, &[u8])]| {
-            draft.write_shard_later(kind, rank, pieces)
-        };
-        let shards = self.write_shards(write)?;
-        let header = self.header();
+        let (draft, shards, header) = self.draft_of(Draft::write_shard_later)?;
         self.pending_save = Some(PendingSave {
             draft,
             shards,

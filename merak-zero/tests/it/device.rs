@@ -3,7 +3,7 @@
 use crate::fixture::{config, data_parallel, grads, len, lr, noises};
 use merak_mpu::{Buffer, testing::world};
 use merak_zero::{
-    AdamStep, DeviceError, Piece, Step, StepDevice, ZeroStage, adam_update, sum_of_squares,
+    AdamStep, DeviceError, Piece, Step, StepDevice, ZeroStage, adam_update, sums_of_squares,
 };
 use std::{ops::Range, sync::Arc};
 
@@ -28,8 +28,7 @@ impl StepDevice for Mirror {
         ranges: &[Range<usize>],
     ) -> Result<Vec<f64>, DeviceError> {
         Ok(read(grads, |g| {
-            let sums = ranges.iter().map(|range| sum_of_squares(&g[range.clone()]));
-            sums.collect()
+            sums_of_squares(g, ranges.iter().cloned(), 1)
         }))
     }
 

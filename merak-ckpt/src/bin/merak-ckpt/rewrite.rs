@@ -76,12 +76,9 @@ impl Reshard {
     }
 }
 
+/// How a checkpoint is made of a folder.
 #[derive(Args)]
-pub(crate) struct ImportHf {
-    /// Folder with config.json and weights, safetensors or PyTorch, one file or indexed
-    hf_dir: PathBuf,
-    /// Output folder for the checkpoint, which is that of step 0
-    dst: PathBuf,
+struct Import {
     #[command(flatten)]
     degrees: Degrees,
     /// Floating-point type of the checkpoint
@@ -89,6 +86,27 @@ pub(crate) struct ImportHf {
     dtype: DType,
     #[command(flatten)]
     memory: Memory,
+}
+
+impl Import {
+    fn options(&self) -> ImportOptions {
+        ImportOptions {
+            topology: self.degrees.topology(0),
+            stages: Stages::Even,
+            dtype: Some(self.dtype),
+            max_memory: self.memory.bytes(),
+        }
+    }
+}
+
+#[derive(Args)]
+pub(crate) struct ImportHf {
+    /// Folder with config.json and weights, safetensors or PyTorch, one file or indexed
+    hf_dir: PathBuf,
+    /// Output folder for the checkpoint, which is that of step 0
+    dst: PathBuf,
+    #[command(flatten)]
+    import: Import,
 }
 
 #[derive(Args)]
@@ -101,23 +119,12 @@ pub(crate) struct ImportMerak {
     #[arg(long, default_value_t = 1, value_name = "N")]
     merak_tp: usize,
     #[command(flatten)]
-    degrees: Degrees,
-    /// Floating-point type of the checkpoint
-    #[arg(long, default_value_t = DType::F32, value_name = "D")]
-    dtype: DType,
-    #[command(flatten)]
-    memory: Memory,
+    import: Import,
 }
 
 impl ImportMerak {
     pub(crate) fn run(&self) -> Result<Outcome> {
-        let options = ImportOptions {
-            topology: self.degrees.topology(0),
-            stages: Stages::Even,
-            dtype: Some(self.dtype),
-            max_memory: self.memory.bytes(),
-        };
-        let path = import_merak(&self.src, &self.dst, self.merak_tp, &options)?;
+        let path = import_merak(&self.src, &self.dst, self.merak_tp, &self.import.options())?;
         Ok(written(&path))
     }
 }
@@ -184,14 +191,8 @@ impl ExtractLora {
 
 impl ImportHf {
     pub(crate) fn run(&self) -> Result<Outcome> {
-        let options = ImportOptions {
-            topology: self.degrees.topology(0),
-            stages: Stages::Even,
-            dtype: Some(self.dtype),
-            max_memory: self.memory.bytes(),
-        };
         let folder = HfFolder::open(&self.hf_dir)?;
-        let path = import_hf(&folder, &self.dst, &options)?;
+        let path = import_hf(&folder, &self.dst, &self.import.options())?;
         Ok(written(&path))
     }
 }

@@ -1,11 +1,11 @@
 //! f32 products on the matrix units of a processor (AMX), which multiply bf16.
 //!
 //! An f32 is the exact sum of three bf16, `a = a1 + a2 + a3`, each about 256 times smaller than the one
-//! before. Of the nine products of two such sums the six largest are kept; what is dropped is below half a
-//! unit in the last place of `a b` on average, less than what summing in f32 rounds off. So a product is as
-//! exact as one of fused multiply-adds, at a sixth of the unit's speed for bf16, which is still more than
-//! twice that of AVX-512. The idea is that of Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial
-//! Intelligence Datatype For Higher-Precision Computations" (2019), section III.
+//! before. Of the nine products of two such sums the six largest are kept; what is dropped is about half a
+//! unit in the last place of `a b` on average, always towards zero, and less than what summing in f32 rounds
+//! off. So a product is as exact as one of fused multiply-adds, at a sixth of the unit's speed for bf16, which
+//! is still more than twice that of AVX-512. The idea is that of Henry, Tang and Heinecke, "Leveraging the
+//! bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations" (2019).
 //!
 //! Parts below 2^-126 count as zero, so values below 2^-110 lose digits. Infinities and NaN cannot be split:
 //! a tile that depends on one is computed in f32.
@@ -41,20 +41,21 @@ const BLOCK: usize = MAX_PANELS * LINES;
 /// and cache lines.
 const ROWS: usize = 4 * LINES;
 
-/// Whether there are matrix units that this process may use.
-pub(super) fn available() -> bool {
-    tiles::available()
-}
-
 /// Computes `c = alpha a b + start`.
-pub(super) fn product(
+///
+/// # Errors
+/// This process has no matrix units; `c` is as it was.
+pub(super) fn product<'c>(
     simd: V4,
     threads: &Threads,
     alpha: f32,
     (a, b): (MatRef<'_, f32>, MatRef<'_, f32>),
     start: Start<'_, f32>,
-    c: MatMut<'_, f32>,
-) {
+    c: MatMut<'c, f32>,
+) -> Result<(), MatMut<'c, f32>> {
+    if !tiles::available() {
+        return Err(c);
+    }
     let (height, width) = block_size(a.rows(), b.cols(), threads.num_threads());
     let blocks = c.row_blocks(height).enumerate().flat_map(|(i, rows)| {
         let blocks = rows.col_blocks(width).enumerate();
@@ -76,6 +77,7 @@ pub(super) fn product(
             });
         });
     });
+    Ok(())
 }
 
 /// Height and width of the blocks of an output, in whole panels, so that each thread gets as many as the
@@ -112,9 +114,9 @@ impl NullaryFnOnce for Block<'_> {
 
     #[inline(always)]
     fn call(mut self) {
-        let tiles = Tiles::configure();
+        let (tiles, mut sums) = (Tiles::configure(), Sums::new());
         for k in (0..self.a.cols()).step_by(DEPTH) {
-            self.add_depth(&tiles, k..self.a.cols().min(k + DEPTH));
+            self.add_depth(&tiles, &mut sums, k..self.a.cols().min(k + DEPTH));
         }
     }
 }
@@ -122,7 +124,7 @@ impl NullaryFnOnce for Block<'_> {
 impl Block<'_> {
     /// Adds the products of a range of k.
     #[inline(always)]
-    fn add_depth(&mut self, tiles: &Tiles, k: Range<usize>) {
+    fn add_depth(&mut self, tiles: &Tiles, sums: &mut Sums, k: Range<usize>) {
         let (simd, alpha) = (self.simd, self.alpha);
         let start = if k.start == 0 {
             self.start
@@ -146,7 +148,9 @@ impl Block<'_> {
                     let cols = j * LINES..out.cols().min((j + 1) * LINES);
                     let start = start.columns(cols.start, cols.len());
                     if finite && finite_panel {
-                        multiply(simd, tiles, alpha, (strip, panel), start, (&mut out, cols));
+                        prefetch_tile(&mut out, &cols);
+                        tiles.multiply(strip, panel, sums);
+                        write_tile(simd, alpha, sums, start, (&mut out, cols));
                     } else {
                         let b = b.sub_cols(cols.start, cols.len());
                         multiply_in_f32(alpha, (a, b), start, (&mut out, cols));
@@ -157,21 +161,23 @@ impl Block<'_> {
     }
 }
 
-/// Computes a tile of the output from packed operands.
+/// Brings a tile of the output closer while its sums are computed.
 #[inline(always)]
-fn multiply(
-    simd: V4,
-    tiles: &Tiles,
-    alpha: f32,
-    (strip, panel): (&[u32], &[u32]),
-    start: Start<'_, f32>,
-    (out, cols): (&mut MatMut<'_, f32>, Range<usize>),
-) {
+fn prefetch_tile(out: &mut MatMut<'_, f32>, cols: &Range<usize>) {
     for row in 0..out.rows() {
         prefetch(&out.row_mut(row)[cols.clone()]);
     }
-    let mut sums = Sums::new();
-    tiles.multiply(strip, panel, &mut sums);
+}
+
+/// Writes a tile of the output.
+#[inline(always)]
+fn write_tile(
+    simd: V4,
+    alpha: f32,
+    sums: &Sums,
+    start: Start<'_, f32>,
+    (out, cols): (&mut MatMut<'_, f32>, Range<usize>),
+) {
     for row in 0..out.rows() {
         let out = &mut out.row_mut(row)[cols.clone()];
         finish::<f32>(simd, alpha, sums.row(row), start, out);
@@ -204,19 +210,26 @@ mod tests {
     use super::super::blocked;
     use super::*;
 
-    type Product =
-        fn(V4, &Threads, f32, (MatRef<'_, f32>, MatRef<'_, f32>), Start<'_, f32>, MatMut<'_, f32>);
-
     const SHAPE: (usize, usize, usize) = (150, 1100, 330);
 
-    /// The product, or nothing on a processor that has no matrix units.
-    fn run(product: Product, threads: &Threads, a: &[f32], b: &[f32]) -> Option<Vec<f32>> {
+    /// What computes a product.
+    #[derive(Clone, Copy)]
+    enum By {
+        MatrixUnits,
+        MultiplyAdds,
+    }
+
+    /// The product, or nothing on a processor that lacks what computes it.
+    fn run(by: By, threads: &Threads, a: &[f32], b: &[f32]) -> Option<Vec<f32>> {
         let (m, k, n) = SHAPE;
-        let simd = V4::try_new().filter(|_| available())?;
+        let simd = V4::try_new()?;
         let mut c = vec![f32::NAN; m * n];
         let operands = (MatRef::new(a, m, k), MatRef::new(b, k, n));
         let out = MatMut::new(&mut c, m, n);
-        product(simd, threads, 1.0, operands, Start::Zero, out);
+        match by {
+            By::MatrixUnits => product(simd, threads, 1.0, operands, Start::Zero, out).ok()?,
+            By::MultiplyAdds => blocked::product(simd, threads, 1.0, operands, Start::Zero, out),
+        }
         Some(c)
     }
 
@@ -237,12 +250,12 @@ mod tests {
                     .sum()
             })
             .collect();
-        let error = |product: Product| {
-            let c = run(product, &Threads::one(), &a, &b)?;
+        let error = |by| {
+            let c = run(by, &Threads::one(), &a, &b)?;
             let errors = c.iter().zip(&exact);
             Some(root_mean_square(errors.map(|(&c, x)| f64::from(c) - x)))
         };
-        let (Some(split), Some(plain)) = (error(product), error(blocked::product)) else {
+        let (Some(split), Some(plain)) = (error(By::MatrixUnits), error(By::MultiplyAdds)) else {
             return eprintln!("skipped: no matrix units");
         };
         assert!(split < 1.2 * plain, "{split:e} against {plain:e}");
@@ -255,7 +268,7 @@ mod tests {
         a[40 * k + 700] = f32::INFINITY;
         a[149 * k] = f32::NAN;
         b[20 * n + 329] = f32::NEG_INFINITY;
-        let c = on_any_threads(|threads| run(product, threads, &a, &b).unwrap_or_default());
+        let c = on_any_threads(|threads| run(By::MatrixUnits, threads, &a, &b).unwrap_or_default());
         for (i, c) in c.into_iter().enumerate() {
             let (row, col) = (i / n, i % n);
             let sign = |x: f32| x.signum() * f32::INFINITY;

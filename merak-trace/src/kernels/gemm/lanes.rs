@@ -26,7 +26,7 @@ pub trait Lanes: Pod {
     /// Computes `c = alpha a b + start` on the matrix units of the processor.
     ///
     /// # Errors
-    /// There are no such units for this type; `c` is as it was.
+    /// There are no such units, or not for this type; `c` is as it was.
     fn product_on_tiles<'c>(
         simd: V4,
         threads: &Threads,
@@ -35,35 +35,6 @@ pub trait Lanes: Pod {
         start: Start<'_, Self>,
         c: MatMut<'c, Self>,
     ) -> Result<(), MatMut<'c, Self>>;
-}
-
-/// [`Lanes::product_on_tiles`] of f32.
-#[cfg(target_os = "linux")]
-fn f32_on_tiles<'c>(
-    simd: V4,
-    threads: &Threads,
-    alpha: f32,
-    operands: (MatRef<'_, f32>, MatRef<'_, f32>),
-    start: Start<'_, f32>,
-    c: MatMut<'c, f32>,
-) -> Result<(), MatMut<'c, f32>> {
-    if !super::amx::available() {
-        return Err(c);
-    }
-    super::amx::product(simd, threads, alpha, operands, start, c);
-    Ok(())
-}
-
-#[cfg(not(target_os = "linux"))]
-fn f32_on_tiles<'c>(
-    _: V4,
-    _: &Threads,
-    _: f32,
-    _: (MatRef<'_, f32>, MatRef<'_, f32>),
-    _: Start<'_, f32>,
-    c: MatMut<'c, f32>,
-) -> Result<(), MatMut<'c, f32>> {
-    Err(c)
 }
 
 macro_rules! lanes {
@@ -132,7 +103,7 @@ lanes!(
     u32,
     [0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23],
     [8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31],
-    f32_on_tiles
+    super::amx::product
 );
 lanes!(
     f64,

@@ -2,12 +2,13 @@
 
 use clap::Args as ClapArgs;
 use merak_ckpt::GenerateOptions;
-use merak_trace::models;
 use merak_trainer::{
-    CheckedArguments, Config, MerakTrainer, Plan, Result, TrainerParts, Workload, run_world,
+    CheckedArguments, MerakTrainer, Plan, Result, TrainerParts, Workload, run_world,
 };
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Instant};
+
+use super::Gpt2Shape;
 
 /// Times greedy decoding of a GPT-2 with random weights and made-up prompts; prints one JSON line.
 #[derive(Debug, ClapArgs)]
@@ -18,18 +19,8 @@ pub(crate) struct Generate {
     /// Pipeline stages.
     #[arg(long, default_value_t = 1)]
     pp: usize,
-    /// Transformer layers.
-    #[arg(long, default_value_t = 12)]
-    layers: usize,
-    /// Width of the hidden states.
-    #[arg(long, default_value_t = 768)]
-    hidden: usize,
-    /// Attention heads.
-    #[arg(long, default_value_t = 12)]
-    heads: usize,
-    /// Vocabulary.
-    #[arg(long, default_value_t = 50257)]
-    vocab: usize,
+    #[command(flatten)]
+    shape: Gpt2Shape,
     /// Prompts that are continued at once.
     #[arg(long, default_value_t = 1)]
     batch: usize,
@@ -57,10 +48,7 @@ impl Generate {
         }
         let length = self.prompt.saturating_add(self.new_tokens);
         let args = self.arguments(length)?;
-        let model = models::from_config(&json!({
-            "model_type": "gpt2", "vocab_size": self.vocab, "n_positions": length, "n_embd": self.hidden,
-            "n_layer": self.layers, "n_head": self.heads,
-        }))?;
+        let model = self.shape.model(length)?;
         let plan = Arc::new(Plan::new(model.into(), &args)?);
         plan.check_memory(&args, &[Workload::Generation])?;
         let prompts: Vec<Vec<u32>> = (0..self.batch)
@@ -107,7 +95,7 @@ impl Generate {
 
     /// The token at a place of a prompt.
     fn token(&self, row: usize, at: usize) -> u32 {
-        ((7 * row + (at + row) * at) % self.vocab) as u32
+        ((7 * row + (at + row) * at) % self.shape.vocab) as u32
     }
 
     fn arguments(&self, length: usize) -> Result<CheckedArguments, super::super::Failure> {
@@ -117,14 +105,8 @@ impl Generate {
             ("seq_length", length.to_string()),
             ("per_device_train_batch_size", "1".to_owned()),
         ];
-        keys.extend(
-            self.threads
-                .map(|threads| ("compute.threads_per_rank", threads.to_string())),
-        );
-        let line: Vec<_> = keys
-            .into_iter()
-            .flat_map(|(key, value)| [format!("--{key}"), value])
-            .collect();
-        Ok(Config::load(None, [], &line)?.check()?)
+        let threads = self.threads.map(|threads| threads.to_string());
+        keys.extend(threads.map(|threads| ("compute.threads_per_rank", threads)));
+        super::checked(keys)
     }
 }

@@ -1,10 +1,8 @@
 //! `merak bench save`: how long saving stops training.
 
 use clap::Args as ClapArgs;
-use merak_trace::models;
 use merak_trainer::{
-    CheckedArguments, Config, MerakTrainer, Plan, Result, TrainerParts, Workload, data::Dataset,
-    run_world,
+    CheckedArguments, MerakTrainer, Plan, Result, TrainerParts, Workload, data::Dataset, run_world,
 };
 use serde_json::{Value, json};
 use std::{
@@ -13,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::MadeUp;
+use super::{Gpt2Shape, MadeUp};
 
 /// Times checkpoints of a GPT that are written at once and while training goes on; prints one JSON line.
 #[derive(Debug, ClapArgs)]
@@ -23,18 +21,8 @@ pub(crate) struct Save {
     /// Data-parallel replicas.
     #[arg(long, default_value_t = 1)]
     dp: usize,
-    /// Transformer layers.
-    #[arg(long, default_value_t = 12)]
-    layers: usize,
-    /// Width of the hidden states.
-    #[arg(long, default_value_t = 768)]
-    hidden: usize,
-    /// Attention heads.
-    #[arg(long, default_value_t = 12)]
-    heads: usize,
-    /// Vocabulary.
-    #[arg(long, default_value_t = 50257)]
-    vocab: usize,
+    #[command(flatten)]
+    shape: Gpt2Shape,
     /// Checkpoints of each kind; the median counts.
     #[arg(long, default_value_t = 3)]
     steps: usize,
@@ -47,16 +35,13 @@ impl Save {
             return Err("--steps is 0, expected at least 1".into());
         }
         let args = self.arguments()?;
-        let model = models::from_config(&json!({
-            "model_type": "gpt2", "vocab_size": self.vocab, "n_positions": SEQ, "n_embd": self.hidden,
-            "n_layer": self.layers, "n_head": self.heads,
-        }))?;
+        let model = self.shape.model(SEQ)?;
         let plan = Arc::new(Plan::new(model.into(), &args)?);
         plan.check_memory(&args, &[Workload::Training])?;
         let data: Arc<dyn Dataset> = Arc::new(MadeUp {
             samples: 4 * self.dp * self.steps,
             seq: SEQ,
-            vocab: self.vocab,
+            vocab: self.shape.vocab,
         });
         let times = run_world(&args, |member| {
             let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
@@ -95,13 +80,12 @@ impl Save {
     }
 
     fn arguments(&self) -> Result<CheckedArguments, super::super::Failure> {
-        let line = [
-            format!("--dp={}", self.dp),
-            format!("--output_dir={}", self.folder.display()),
-            "--per_device_train_batch_size=1".to_owned(),
-            "--save_total_limit=1".to_owned(),
-            format!("--max_steps={}", 2 * self.steps),
-        ];
-        Ok(Config::load(None, [], &line)?.check()?)
+        super::checked(vec![
+            ("dp", self.dp.to_string()),
+            ("output_dir", self.folder.display().to_string()),
+            ("per_device_train_batch_size", "1".to_owned()),
+            ("save_total_limit", "1".to_owned()),
+            ("max_steps", (2 * self.steps).to_string()),
+        ])
     }
 }

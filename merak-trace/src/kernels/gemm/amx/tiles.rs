@@ -25,6 +25,7 @@ pub(super) fn available() -> bool {
 }
 
 /// Asks the system for the registers of the units, as each process has to: they are large.
+#[cfg(target_os = "linux")]
 fn permitted() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_int = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_ulong = 18;
@@ -37,6 +38,12 @@ fn permitted() -> bool {
         )
     };
     status == 0
+}
+
+/// How to ask is known for Linux alone.
+#[cfg(not(target_os = "linux"))]
+fn permitted() -> bool {
+    false
 }
 
 /// Brings elements into the second-level cache.
@@ -93,6 +100,16 @@ impl Sums {
     }
 }
 
+/// Multiplies both tiles of a left operand by both of a right one, and adds to the sums.
+macro_rules! four_products {
+    () => {
+        "tdpbf16ps tmm0, tmm4, tmm6
+         tdpbf16ps tmm1, tmm4, tmm7
+         tdpbf16ps tmm2, tmm5, tmm6
+         tdpbf16ps tmm3, tmm5, tmm7"
+    };
+}
+
 /// The tile registers of this thread, configured until this is dropped.
 #[derive(Debug)]
 pub(super) struct Tiles {
@@ -147,38 +164,23 @@ impl Tiles {
                 "tileloadd tmm5, [{a} + {row} + 5120]",
                 "tileloadd tmm6, [{b} + {row}]",
                 "tileloadd tmm7, [{b} + {row} + 1024]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
+                four_products!(),
                 // (2, 1)
                 "tileloadd tmm4, [{a} + {row} + 2048]",
                 "tileloadd tmm5, [{a} + {row} + 3072]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
+                four_products!(),
                 // (2, 2)
                 "tileloadd tmm6, [{b} + {row} + 2048]",
                 "tileloadd tmm7, [{b} + {row} + 3072]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
+                four_products!(),
                 // (1, 2)
                 "tileloadd tmm4, [{a} + {row}]",
                 "tileloadd tmm5, [{a} + {row} + 1024]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
+                four_products!(),
                 // (1, 3)
                 "tileloadd tmm6, [{b} + {row} + 4096]",
                 "tileloadd tmm7, [{b} + {row} + 5120]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
+                four_products!(),
                 "add {a}, 6144",
                 "add {b}, 6144",
                 "dec {n}",
@@ -192,10 +194,7 @@ impl Tiles {
                 "tileloadd tmm5, [{a} + {row} + 1024]",
                 "tileloadd tmm6, [{b} + {row}]",
                 "tileloadd tmm7, [{b} + {row} + 1024]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
+                four_products!(),
                 "add {a}, 6144",
                 "add {b}, 6144",
                 "dec {n}",
