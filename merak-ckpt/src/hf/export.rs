@@ -186,7 +186,12 @@ fn write(
     options: &ExportOptions,
     budget: Budget,
 ) -> Result<()> {
-    let tensors = &content.tensors;
+    let twin = twin_of(content);
+    let values = Twinned {
+        values: content.values,
+        twin,
+    };
+    let tensors = &with_twin(&content.tensors, twin);
     let planned = shards(tensors, options.max_shard_size);
     let count = planned.len();
     let name = |number: usize| match count {
@@ -194,7 +199,7 @@ fn write(
         _ => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
     };
     let files: Vec<_> = planned.iter().map(|file| (name(file.rank), file)).collect();
-    let written = write_planned(content.values, tensors, &files, folder, budget)?;
+    let written = write_planned(&values, tensors, &files, folder, budget)?;
     if count > 1 {
         let path = folder.join("model.safetensors.index.json");
         write_synced(&path, index(tensors, &written).as_bytes())?;
@@ -205,6 +210,52 @@ fn write(
         write_synced(&path, format!("{config:#}\n").as_bytes())?;
     }
     sync_folder(folder)
+}
+
+/// The name that `transformers` asks for though nothing reads it, and the tensor that has its values.
+type Twin = [&'static str; 2];
+
+/// The twin of a parameter of a head that is not the embedding.
+fn twin_of(content: &Content<'_>) -> Option<Twin> {
+    let tie = family_of(&content.config)?.tie(&content.config)?;
+    let is_there = |name: &str| content.tensors.iter().any(|tensor| tensor.name == name);
+    tie.twin
+        .filter(|[unread, read]| is_there(read) && !is_there(unread))
+}
+
+fn with_twin(tensors: &[TensorEntry], twin: Option<Twin>) -> Vec<TensorEntry> {
+    let mut all = tensors.to_vec();
+    if let Some([unread, read]) = twin
+        && let Some(like) = tensors.iter().find(|tensor| tensor.name == read)
+    {
+        all.push(TensorEntry {
+            name: unread.to_owned(),
+            ..like.clone()
+        });
+        all.sort_by(|a, b| natural_order(&a.name, &b.name));
+    }
+    all
+}
+
+/// Values of which one tensor has two names.
+struct Twinned<'a> {
+    values: &'a dyn Values,
+    twin: Option<Twin>,
+}
+
+impl Values for Twinned<'_> {
+    fn read_as(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<()> {
+        match self.twin {
+            Some([unread, read]) if piece.name == unread => {
+                let piece = Piece {
+                    name: read,
+                    ..piece.clone()
+                };
+                self.values.read_as(&piece, out)
+            }
+            _ => self.values.read_as(piece, out),
+        }
+    }
 }
 
 /// Fills files in order of the tensors.

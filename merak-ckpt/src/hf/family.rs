@@ -33,9 +33,9 @@ pub(crate) struct Tie {
     pub(crate) embedding: &'static str,
     /// Whether they are one where the configuration does not say.
     is_default: bool,
-    /// A parameter beside the head that files have under two names: the one in use where head and embedding
-    /// are one, and the one in use where they are not.
-    twin: Option<[&'static str; 2]>,
+    /// A parameter beside the head that files may have under two names: the one in use where head and embedding
+    /// are one, and the one in use where they are not, when `transformers` creates the other all the same.
+    pub(crate) twin: Option<[&'static str; 2]>,
 }
 
 /// What most families are.
@@ -259,7 +259,7 @@ impl Family {
             let is_there = |(_, tensor): &(String, StoredTensor)| tensor.name == tie.embedding;
             tie.is_one(config) && found.iter().any(is_there)
         });
-        let twin = tie.and_then(|tie| Some(tie.twin?[usize::from(tie.is_one(config))]));
+        let twin = tie.and_then(|tie| tie.unused_twin(config, found));
         found.retain(|(_, tensor)| {
             let is_head = tied.is_some_and(|tie| tensor.name == tie.head);
             let is_twin = twin == Some(tensor.name.as_str());
@@ -274,6 +274,26 @@ impl Family {
 }
 
 impl Tie {
+    /// The name of the twin that is not in use. Where a file has only that one, as version 4 of transformers writes
+    /// a head of its own, the tensor gets the name in use.
+    fn unused_twin(
+        &self,
+        config: &Value,
+        found: &mut [(String, StoredTensor)],
+    ) -> Option<&'static str> {
+        let [mut used, mut unused] = self.twin?;
+        if !self.is_one(config) {
+            std::mem::swap(&mut used, &mut unused);
+        }
+        if found.iter().all(|(_, tensor)| tensor.name != used) {
+            let only = found.iter_mut().find(|(_, tensor)| tensor.name == unused);
+            if let Some((_, tensor)) = only {
+                used.clone_into(&mut tensor.name);
+            }
+        }
+        Some(unused)
+    }
+
     /// Whether head and embedding are one by the configuration.
     pub(crate) fn is_one(&self, config: &Value) -> bool {
         let said = config.get("tie_word_embeddings").and_then(Value::as_bool);

@@ -268,21 +268,67 @@ fn checkpoint(folder: &Path, parameters: &[(&str, f32)], config: &[u8]) -> Check
     Checkpoint::open(path.expect("it commits")).expect("it opens")
 }
 
+/// What the export of a checkpoint with these parameters has, and its configuration.
+fn exported(parameters: &[(&str, f32)], config: &[u8]) -> (Vec<(String, f32)>, Value) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let source = checkpoint(folder.path(), parameters, config);
+    let out = folder.path().join("out");
+    export_hf(&source, &out, &ExportOptions::default()).expect("it exports");
+    let written = fs::read(out.join("model.safetensors")).expect("it is there");
+    let tensors = safetensors::SafeTensors::deserialize(&written).expect("it is sound");
+    let value = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().expect("one value"));
+    let all = tensors.iter();
+    let mut all: Vec<_> = all
+        .map(|(name, view)| (name.to_owned(), value(view.data())))
+        .collect();
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    (all, json(&out.join("config.json")))
+}
+
+#[test]
+fn the_bias_of_a_bert_head_has_the_names_that_transformers_asks_for() {
+    let (bias, decoder) = ("cls.predictions.bias", "cls.predictions.decoder.bias");
+    let head = "cls.predictions.decoder.weight";
+    let words = "bert.embeddings.word_embeddings.weight";
+    // Apart from the embedding, transformers creates both and reads the decoder's.
+    let (tensors, config) = exported(
+        &[(words, 1.0), (head, 2.0), (decoder, 3.0)],
+        br#"{"model_type": "bert"}"#,
+    );
+    let expected = [(words, 1.0), (bias, 3.0), (decoder, 3.0), (head, 2.0)];
+    assert_eq!(tensors, expected.map(|(name, x)| (name.to_owned(), x)));
+    assert_eq!(config["tie_word_embeddings"], false);
+    let (tensors, _) = exported(&[(words, 1.0), (bias, 3.0)], br#"{"model_type": "bert"}"#);
+    assert_eq!(tensors.len(), 2);
+
+    let imported = |tied: bool, names: &[&str]| {
+        let config = serde_json::json!({ "model_type": "bert", "tie_word_embeddings": tied });
+        let mut tensors: Vec<(&str, &[usize])> = vec![(words, &[4, 2])];
+        tensors.extend(names.iter().map(|&name| (name, &[4][..])));
+        let folder = HfFolder::open(written(&config, &tensors).path()).unwrap();
+        let names: Vec<_> = folder.tensors().iter().map(|t| t.name.clone()).collect();
+        (names[1..].to_vec(), folder.left_out().to_vec())
+    };
+    let both = &[bias, decoder][..];
+    for (tied, used, unused) in [(true, bias, decoder), (false, decoder, bias)] {
+        let with = imported(tied, both);
+        assert_eq!(with, (vec![used.to_owned()], vec![unused.to_owned()]));
+        // Version 4 of transformers writes one of the two.
+        for only in both {
+            assert_eq!(imported(tied, &[only]), (vec![used.to_owned()], vec![]));
+        }
+    }
+}
+
 #[test]
 fn the_configuration_says_whether_there_is_a_head() {
     let config =
         br#"{"model_type": "gpt2", "torch_dtype": "bfloat16", "tie_word_embeddings": true}"#;
     let (wte, head) = ("transformer.wte.weight", "lm_head.weight");
     let export = |parameters: &[(&str, f32)], config: &[u8]| {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let source = checkpoint(folder.path(), parameters, config);
-        let out = folder.path().join("out");
-        export_hf(&source, &out, &ExportOptions::default()).expect("it exports");
-        let written = fs::read(out.join("model.safetensors")).expect("it is there");
-        let tensors = safetensors::SafeTensors::deserialize(&written).expect("it is sound");
-        let mut names: Vec<_> = tensors.names().into_iter().map(str::to_owned).collect();
-        names.sort();
-        (names, json(&out.join("config.json")))
+        let (tensors, config) = exported(parameters, config);
+        let names: Vec<_> = tensors.into_iter().map(|(name, _)| name).collect();
+        (names, config)
     };
     // Tied and equal: one tensor, as transformers has it.
     let (names, out) = export(&[(wte, 1.5), (head, 1.5)], config);
