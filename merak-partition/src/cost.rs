@@ -83,6 +83,7 @@ impl Shapes<'_> {
     fn flops(&self) -> u128 {
         match &self.node.op {
             Op::Positions { .. }
+            | Op::SeenPositions { .. }
             | Op::RelativeBuckets(_)
             | Op::Embedding { .. }
             | Op::Identity

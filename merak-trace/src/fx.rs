@@ -111,6 +111,11 @@ impl Module {
         let _ = self.seen.set(seen.clone());
     }
 
+    /// What hides keys from every attention, if something does.
+    pub fn seen(&self) -> Option<&Symbol> {
+        self.seen.get()
+    }
+
     /// The same module with parameters of another element type.
     #[must_use]
     pub fn with_dtype(&self, dtype: DType) -> Self {
@@ -375,6 +380,15 @@ impl Module {
     /// As [`Module::apply`].
     pub fn positions_from(&self, first: usize, len: usize) -> Result<Symbol> {
         self.apply1(Op::Positions { len, first }, &[])
+    }
+
+    /// The number of each position of `seen`, `[B, S]` i64, among those that are not 0, counted from `first`;
+    /// `first - 1` where it is 0.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    pub fn seen_positions(&self, seen: &Symbol, first: usize) -> Result<Symbol> {
+        self.apply1(Op::SeenPositions { first }, &[seen])
     }
 
     /// Attention over packed heads, to the keys that are not hidden; `dropout` is the probability of zeroing a weight.

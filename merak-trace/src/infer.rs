@@ -22,6 +22,12 @@ pub(crate) fn infer(op: &Op, inputs: &[TensorType]) -> Types {
             operands::<0>(inputs)?;
             Ok(vec![TensorType::new([*len], DType::I64)])
         }
+        Op::SeenPositions { .. } => {
+            let [seen] = operands(inputs)?;
+            is_ids(seen)?;
+            has_ndim(seen, 2)?;
+            Ok(vec![seen.clone()])
+        }
         Op::RelativeBuckets(spec) => {
             operands::<0>(inputs)?;
             ensure(spec.is_valid(), || {

@@ -50,6 +50,9 @@ pub struct TraceOptions {
     pub seq: usize,
     /// Length of what a decoder makes of it, `seq` unless given; ignored by models without an encoder.
     pub target_seq: Option<usize>,
+    /// Length of the texts of which `seq` positions pass at a time, `seq` unless given: scalings of rotary positions
+    /// that depend on the length go by it ([`Model::scaling_length`]).
+    pub context: Option<usize>,
     /// Element type of parameters and activations.
     pub dtype: DType,
     /// What the model ends in.
@@ -70,6 +73,7 @@ impl TraceOptions {
             batch,
             seq,
             target_seq: None,
+            context: None,
             dtype: DType::F32,
             head: Head::Loss {
                 label_smoothing: 0.0,
@@ -78,6 +82,11 @@ impl TraceOptions {
             untie: false,
             init_std: 0.02,
         }
+    }
+
+    /// The length by which positions are scaled.
+    fn context(&self) -> usize {
+        self.context.unwrap_or(self.seq)
     }
 
     /// The same model with `logits` as its output.
@@ -152,6 +161,13 @@ pub trait Model: fmt::Debug + Send + Sync {
         &[]
     }
 
+    /// The shortest length at which positions are scaled as in sequences of length `seq`; 1 where the length does not
+    /// matter. Keys that were computed at another one do not fit: what a cache holds must pass again.
+    fn scaling_length(&self, seq: usize) -> usize {
+        let _ = seq;
+        1
+    }
+
     /// Traces the model. Its inputs are the graph's, named as Hugging Face does: for language models
     /// `input_ids: [B, S] i64` and, for a loss, `labels: [B, S] i64`.
     ///
@@ -179,6 +195,10 @@ impl Model for Masked {
 
     fn optional_inputs(&self) -> &'static [(&'static str, i64)] {
         &[("attention_mask", 1)]
+    }
+
+    fn scaling_length(&self, seq: usize) -> usize {
+        self.0.scaling_length(seq)
     }
 
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {

@@ -213,6 +213,12 @@ pub enum Op {
         /// Number of the first position.
         first: usize,
     },
+    /// `seen [B, S] i64 -> [B, S] i64`: the number of each position among those of its sample that are not 0,
+    /// counted from `first`; `first - 1` where it is 0.
+    SeenPositions {
+        /// Number of the first position that is seen.
+        first: usize,
+    },
     /// `-> [Sq, Sk] i64`: the bucket of each query's distance to each key.
     RelativeBuckets(RelativeBuckets),
 
@@ -398,6 +404,7 @@ impl Op {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Positions { .. } => "positions",
+            Self::SeenPositions { .. } => "seen_positions",
             Self::RelativeBuckets(_) => "relative_buckets",
             Self::Linear { .. } => "linear",
             Self::LinearGradInput { .. } => "linear_grad_input",

@@ -72,7 +72,7 @@ pub use config::{
 };
 pub use error::{Error, Result};
 pub use memory::{MemoryNeed, MemoryShortage, Workload, available_bytes};
-pub use plan::{Lora, Plan};
+pub use plan::{Forward, Lora, Plan};
 pub use trainer::{
     ADAPTER_CONFIG, Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepReport,
     TrainOutput, TrainerParts,

@@ -1,6 +1,8 @@
 //! Whether a run fits into this machine, told before anything is allocated.
 
-use crate::{CheckedArguments, Error, Plan, Result, plan::RankPrograms, trainer::evaluation};
+use crate::{
+    CheckedArguments, Error, Forward, Plan, Result, plan::RankPrograms, trainer::evaluation,
+};
 use indicatif::BinaryBytes;
 use merak_pipe::{Action, Kind};
 use merak_trace::{Op, Param, Phase, Source, StageProgram, ValueId};
@@ -131,9 +133,15 @@ impl Plan {
                 Workload::Training => self.training_bytes(&programs, rank),
                 Workload::Evaluation { samples } => {
                     let batch = evaluation::batch(args, samples);
-                    self.forward_bytes(rank, batch, self.seq_length, false)?
+                    self.forward_bytes(rank, Forward::loss(batch, self.seq_length))?
                 }
-                Workload::Generation => self.forward_bytes(rank, 1, FIRST_TOKENS, true)?,
+                Workload::Generation => {
+                    let first = Forward {
+                        logits: true,
+                        ..Forward::loss(1, FIRST_TOKENS)
+                    };
+                    self.forward_bytes(rank, first)?
+                }
             };
             if activations > need.activations {
                 (need.activations, need.largest) = (activations, Some(workload));
@@ -152,8 +160,8 @@ impl Plan {
         batches.saturating_add(peak)
     }
 
-    fn forward_bytes(&self, rank: usize, batch: usize, seq: usize, logits: bool) -> Result<usize> {
-        let programs = self.inference_programs(self.stages_of(rank), batch, seq, logits)?;
+    fn forward_bytes(&self, rank: usize, forward: Forward) -> Result<usize> {
+        let programs = self.inference_programs(self.stages_of(rank), forward)?;
         let forwards = programs.iter().map(|program| program.live_bytes().forward);
         Ok(input_bytes(programs.iter()).saturating_add(forwards.max().unwrap_or(0)))
     }

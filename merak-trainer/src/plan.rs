@@ -66,6 +66,32 @@ pub struct Lora {
     pub config: LoraConfig,
 }
 
+/// What a forward without gradients is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Forward {
+    /// Sequences.
+    pub batch: usize,
+    /// Positions of each that pass.
+    pub seq: usize,
+    /// The length by which positions are scaled
+    /// ([`Model::scaling_length`](merak_trace::models::Model::scaling_length)).
+    pub context: usize,
+    /// Whether it ends in logits, else in a loss.
+    pub logits: bool,
+}
+
+impl Forward {
+    /// The loss of whole sequences.
+    pub(crate) fn loss(batch: usize, seq: usize) -> Self {
+        Self {
+            batch,
+            seq,
+            context: seq,
+            logits: false,
+        }
+    }
+}
+
 impl Plan {
     /// Traces, rewrites and cuts a model as the arguments say, with the adapter that `lora_config` describes.
     ///
@@ -196,18 +222,16 @@ impl Plan {
         )?)
     }
 
-    /// The forwards of stages alone, for another batch or sequence, with their parameters as in training.
+    /// The forwards of stages alone, for other sizes, with their parameters as in training.
     ///
     /// # Errors
     /// When the sequence is longer than the model takes.
     pub fn inference_programs(
         &self,
         stages: impl IntoIterator<Item = usize>,
-        batch: usize,
-        seq: usize,
-        logits: bool,
+        forward: Forward,
     ) -> Result<Vec<StageProgram>> {
-        let head = if logits {
+        let head = if forward.logits {
             Head::Logits
         } else {
             Head::Loss {
@@ -215,8 +239,9 @@ impl Plan {
             }
         };
         let options = TraceOptions {
-            batch,
-            seq,
+            batch: forward.batch,
+            seq: forward.seq,
+            context: Some(forward.context),
             ..self.trace.clone().with_head(head)
         };
         let model = self.model.trace(&options)?;

@@ -175,6 +175,7 @@ impl Rule<'_, '_> {
                 self.several(&operands, Op::Split { dim: *dim, sizes }, &[dy])
             }
             Op::Positions { .. }
+            | Op::SeenPositions { .. }
             | Op::RelativeBuckets(_)
             | Op::Zeros { .. }
             | Op::Split { .. }

@@ -208,6 +208,20 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// A list of positive numbers.
+    pub(super) fn positives(&self, name: &str) -> Result<Vec<f64>> {
+        let value = self
+            .get(name)
+            .ok_or_else(|| self.error(name, "is missing"))?;
+        let positive = |value: &Json| {
+            let number = value.as_f64();
+            number.filter(|n| n.is_finite() && *n > 0.0)
+        };
+        let list = value.as_array().map(Vec::as_slice);
+        list.and_then(|list| list.iter().map(positive).collect())
+            .ok_or_else(|| self.error(name, "is no list of positive numbers"))
+    }
+
     /// A number, or a default.
     pub(super) fn number_or(&self, name: &str, default: f64) -> Result<f64> {
         Ok(self.opt_number(name)?.unwrap_or(default))

@@ -11,7 +11,7 @@ use super::{
 use crate::{
     Graph, Init, Result,
     fx::{self, Module, Symbol},
-    op::{Activation, Attention, WeightLayout},
+    op::{Activation, Attention, Rope, WeightLayout},
 };
 
 /// The configuration of a GPT-NeoX language model.
@@ -51,6 +51,7 @@ impl GptNeoX {
             theta: f.renamed("rotary_emb_base", "rope_theta")?,
             share: Some((share, 0.25)),
         };
+        let rotary = Rotary::from_fields(f, names, head_dim, max_seq)?;
         Ok(Self {
             vocab_size: f.size_or("vocab_size", 50_432)?,
             hidden_size,
@@ -58,9 +59,9 @@ impl GptNeoX {
             num_layers: f.size_or("num_hidden_layers", 44)?,
             num_heads,
             head_dim,
-            max_seq,
+            max_seq: rotary.longest(),
             layer_norm_eps: f.number_or("layer_norm_eps", 1e-5)?,
-            rotary: Rotary::from_fields(f, names, head_dim, max_seq)?,
+            rotary,
             activation: f.activation("hidden_act", "gelu")?,
             attention_bias: f.flag_or("attention_bias", true)?,
             parallel_residual: f.flag_or("use_parallel_residual", true)?,
@@ -72,11 +73,11 @@ impl GptNeoX {
         })
     }
 
-    fn layer(&self, layer: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
+    fn layer(&self, layer: &Module, x: &Symbol, (std, rope): (f64, &Rope)) -> Result<Symbol> {
         let normed = layer
             .sub("input_layernorm")
             .layer_norm(x, self.layer_norm_eps)?;
-        let mixed = self.attention(&layer.sub("attention"), &normed, std)?;
+        let mixed = self.attention(&layer.sub("attention"), &normed, (std, rope))?;
         let mixed = layer.dropout(&mixed, self.hidden_dropout)?;
         let second = layer.sub("post_attention_layernorm");
         if self.parallel_residual {
@@ -101,7 +102,7 @@ impl GptNeoX {
         layer.dropout(&hidden, self.hidden_dropout)
     }
 
-    fn attention(&self, attn: &Module, x: &Symbol, std: f64) -> Result<Symbol> {
+    fn attention(&self, attn: &Module, x: &Symbol, (std, rope): (f64, &Rope)) -> Result<Symbol> {
         let linear = |name, x: &Symbol, out| {
             attn.sub(name).linear(
                 x,
@@ -113,9 +114,8 @@ impl GptNeoX {
         };
         let fused = linear("query_key_value", x, 3 * self.hidden_size)?;
         let [q, k, v] = self.heads(attn, &fused)?;
-        let seq = x.shape()[1];
-        let positions = attn.positions(seq)?;
-        let turn = |heads| attn.rope(heads, &positions, self.rotary.op(seq));
+        let positions = attn.positions(x.shape()[1])?;
+        let turn = |heads| attn.rope(heads, &positions, rope.clone());
         let spec = Attention {
             heads: self.num_heads,
             kv_heads: self.num_heads,
@@ -153,10 +153,14 @@ impl Model for GptNeoX {
         }
     }
 
+    fn scaling_length(&self, seq: usize) -> usize {
+        self.rotary.scaling_length(seq)
+    }
+
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
-        let longest = self.rotary.longest();
-        check_seq(options.seq, longest, "max_position_embeddings")?;
+        check_seq(options.seq, self.max_seq, "max_position_embeddings")?;
         let std = self.initializer_range.unwrap_or(options.init_std);
+        let rope = self.rotary.op(options.context());
         fx::trace(options.dtype, |root| {
             let model = root.sub("gpt_neox");
             let ids = input_ids(root, options);
@@ -168,7 +172,7 @@ impl Model for GptNeoX {
             )?;
             let mut x = model.dropout(&x, self.hidden_dropout)?;
             for index in 0..self.num_layers {
-                x = self.layer(&model.sub(&format!("layers.{index}")), &x, std)?;
+                x = self.layer(&model.sub(&format!("layers.{index}")), &x, (std, &rope))?;
             }
             let x = model
                 .sub("final_layer_norm")

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     Graph, Init, Result,
     fx::{self, Module, Symbol},
-    op::{Attention, WeightLayout},
+    op::{Attention, Rope, WeightLayout},
 };
 
 pub(super) use config::{LLAMA, MISTRAL, QWEN2, QWEN3};
@@ -64,11 +64,17 @@ impl Llama {
         module.linear(x, out, WeightLayout::OutIn, bias, Init::Normal(std))
     }
 
-    fn layer(&self, layer: &Module, x: &Symbol, index: usize, std: f64) -> Result<Symbol> {
+    fn layer(
+        &self,
+        layer: &Module,
+        x: &Symbol,
+        index: usize,
+        (std, rope): (f64, &Rope),
+    ) -> Result<Symbol> {
         let normed = layer
             .sub("input_layernorm")
             .rms_norm(x, self.rms_norm_eps)?;
-        let mixed = self.attention(&layer.sub("self_attn"), &normed, index, std)?;
+        let mixed = self.attention(&layer.sub("self_attn"), &normed, index, (std, rope))?;
         let x = layer.add(&mixed, x)?;
         let normed = layer
             .sub("post_attention_layernorm")
@@ -76,7 +82,13 @@ impl Llama {
         layer.add(&self.mlp(&layer.sub("mlp"), &normed, std)?, &x)
     }
 
-    fn attention(&self, attn: &Module, x: &Symbol, index: usize, std: f64) -> Result<Symbol> {
+    fn attention(
+        &self,
+        attn: &Module,
+        x: &Symbol,
+        index: usize,
+        (std, rope): (f64, &Rope),
+    ) -> Result<Symbol> {
         let project = |name, heads: usize| {
             Self::linear(
                 &attn.sub(name),
@@ -89,11 +101,10 @@ impl Llama {
         let q = project("q_proj", self.num_heads)?;
         let k = project("k_proj", self.num_kv_heads)?;
         let v = project("v_proj", self.num_kv_heads)?;
-        let seq = x.shape()[1];
-        let positions = attn.positions(seq)?;
+        let positions = attn.positions(x.shape()[1])?;
         let turn = |name, heads: &Symbol| {
             let heads = self.norm_heads(attn, name, heads)?;
-            attn.rope(&heads, &positions, self.rotary.op(seq))
+            attn.rope(&heads, &positions, rope.clone())
         };
         let (q, k) = (turn("q_norm", &q)?, turn("k_norm", &k)?);
         let spec = Attention {
@@ -152,13 +163,14 @@ impl Model for Llama {
         }
     }
 
+    fn scaling_length(&self, seq: usize) -> usize {
+        self.rotary.scaling_length(seq)
+    }
+
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
-        check_seq(
-            options.seq,
-            self.rotary.longest(),
-            "max_position_embeddings",
-        )?;
+        check_seq(options.seq, self.max_seq, "max_position_embeddings")?;
         let std = self.initializer_range.unwrap_or(options.init_std);
+        let rope = self.rotary.op(options.context());
         fx::trace(options.dtype, |root| {
             let model = root.sub("model");
             let ids = input_ids(root, options);
@@ -170,7 +182,8 @@ impl Model for Llama {
                 Init::Normal(std),
             )?;
             for index in 0..self.windows.len() {
-                x = self.layer(&model.sub(&format!("layers.{index}")), &x, index, std)?;
+                let layer = model.sub(&format!("layers.{index}"));
+                x = self.layer(&layer, &x, index, (std, &rope))?;
             }
             let x = model.sub("norm").rms_norm(&x, self.rms_norm_eps)?;
             let tied = self.tie_word_embeddings && !options.untie;

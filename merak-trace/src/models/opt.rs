@@ -5,7 +5,7 @@ use super::{
     Model, ModelInfo, TraceOptions,
     causal::{check_architecture, finish, input_ids, lm_head, padding},
     check_seq,
-    fields::{Fields, error, head_dim},
+    fields::{Fields, head_dim},
 };
 use crate::{
     Graph, Init, Result,
@@ -104,7 +104,11 @@ impl Opt {
             Init::Normal(std),
         )?;
         let tokens = self.project(&decoder.sub("project_in"), &tokens, self.hidden_size, std)?;
-        let positions = decoder.positions_from(FIRST_POSITION, ids.shape()[1])?;
+        // Padding before the tokens does not count; it has the row before the first.
+        let positions = match decoder.seen() {
+            Some(seen) => decoder.seen_positions(seen, FIRST_POSITION)?,
+            None => decoder.positions_from(FIRST_POSITION, ids.shape()[1])?,
+        };
         let (positions, _) = decoder.sub("embed_positions").embedding(
             &positions,
             FIRST_POSITION + self.max_seq,
@@ -183,11 +187,6 @@ impl Model for Opt {
 
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
         check_seq(options.seq, self.max_seq, "max_position_embeddings")?;
-        if options.attention_mask {
-            let reason =
-                "is opt, which counts positions by the attention mask: that is not supported";
-            return Err(error("model_type", reason));
-        }
         let std = self.init_std.unwrap_or(options.init_std);
         fx::trace(options.dtype, |root| {
             let decoder = root.sub("model.decoder");

@@ -423,6 +423,21 @@ fn odd_sizes_agree_for_attention_with_hidden_keys_and_biases() {
 }
 
 #[test]
+fn positions_are_counted_where_a_mask_shows_them() {
+    let seen = [0, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 0];
+    agree(&Case {
+        name: "seen_positions",
+        operands: &[t(&[8, 3])],
+        ids: &[("seen", TensorType::new([2, 6], DType::I64), &seen)],
+        build: &|module, x, ids| {
+            let positions = module.seen_positions(&ids[0], 2)?;
+            let rows = module.apply(Op::Embedding { padding: None }, &[&positions, &x[0]])?;
+            Ok(rows)
+        },
+    });
+}
+
+#[test]
 fn what_is_no_number_spreads_alike() {
     for poison in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
         let x = t(&[3, 9]);

@@ -20,7 +20,10 @@ fn pass(
     cache: Option<&mut KvCache>,
 ) -> Vec<f64> {
     let model = models::from_config(config).expect("a valid configuration");
-    let options = TraceOptions::training(BATCH, len).with_head(Head::Logits);
+    let options = TraceOptions {
+        context: Some(SEQ),
+        ..TraceOptions::training(BATCH, len).with_head(Head::Logits)
+    };
     let graph = model.trace(&options).expect("it traces");
     let program = StageProgram::inference(&graph, &StageCuts::whole(&graph), 0);
     let program = Arc::new(program.expect("one stage"));
@@ -58,8 +61,21 @@ fn a_prompt_and_single_positions_give_the_logits_of_the_whole_sequence() {
     mistral["model_type"] = "mistral".into();
     // A window that is shorter than the sequence.
     mistral["sliding_window"] = 3.into();
+    // Positions that are scaled by the length of the whole.
+    let scaled = |scaling: Json| {
+        let mut config = llama.clone();
+        config["max_position_embeddings"] = 5.into();
+        config["rope_scaling"] = scaling;
+        config
+    };
+    let dynamic = scaled(json!({ "rope_type": "dynamic", "factor": 2.0 }));
+    let mut long = scaled(
+        json!({ "rope_type": "longrope", "original_max_position_embeddings": 5,
+        "short_factor": [1, 1, 1], "long_factor": [1, 2, 4] }),
+    );
+    long["max_position_embeddings"] = 8.into();
     for backend in backends(1) {
-        for config in [&llama, &gpt2, &mistral] {
+        for config in [&llama, &gpt2, &mistral, &dynamic, &long] {
             check(&backend, config);
         }
     }

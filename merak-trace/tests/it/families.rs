@@ -3,6 +3,7 @@
 use merak_trace::{
     Graph, Op,
     models::{self, TraceOptions},
+    op::Rope,
     render::{self, Format},
 };
 use serde_json::{Value as Json, json};
@@ -124,18 +125,49 @@ fn a_base_that_grows_lets_sequences_grow() {
         json!({ "rope_scaling": { "rope_type": "dynamic", "factor": 2.0 } }),
     );
     let model = models::from_config(&config).unwrap();
-    let frequency = |seq| {
-        let graph = model.trace(&TraceOptions::training(1, seq)).unwrap();
-        let turn = graph.nodes().iter().find_map(|node| match &node.op {
-            Op::Rope(rope) => Some(rope.inv_freq[1]),
-            _ => None,
-        });
-        turn.expect("the model has rotary positions")
-    };
+    let turn = |options: &TraceOptions| turn(&model.trace(options).unwrap()).inv_freq;
+    let frequency = |seq| turn(&TraceOptions::training(1, seq))[1];
     assert_eq!(frequency(4).to_bits(), frequency(16).to_bits());
     assert!(frequency(17) < frequency(16));
+    // What passes a position at a time turns as the whole.
+    let part = TraceOptions {
+        context: Some(17),
+        ..TraceOptions::training(1, 1)
+    };
+    assert_eq!(turn(&part)[1].to_bits(), frequency(17).to_bits());
+    let lengths = [1, 16, 17, 18].map(|seq| model.scaling_length(seq));
+    assert_eq!((model.info().max_seq, lengths), (32, [1, 1, 17, 18]));
     let error = model.trace(&TraceOptions::training(1, 33)).unwrap_err();
     insta::assert_snapshot!(error, @"model configuration: max_position_embeddings: allows sequences of 1 to 32, not 33");
+}
+
+/// The first turn of a model with rotary positions.
+fn turn(graph: &Graph) -> Rope {
+    let turn = graph.nodes().iter().find_map(|node| match &node.op {
+        Op::Rope(rope) => Some(rope.clone()),
+        _ => None,
+    });
+    turn.expect("the model has rotary positions")
+}
+
+#[test]
+fn divisors_go_by_whether_a_sequence_is_longer_than_those_of_the_first_training() {
+    let divisors = json!({ "rope_type": "longrope", "short_factor": [1, 1, 2, 2], "long_factor": [4, 4, 4, 4] });
+    // As Phi-3 writes it: the original length on the top level, the factor by both lengths.
+    let outer = json!({ "original_max_position_embeddings": 8, "rope_theta": 16, "rope_scaling": divisors });
+    let model = models::from_config(&with(&llama("llama"), outer)).unwrap();
+    let turn = |seq| turn(&model.trace(&TraceOptions::training(1, seq)).unwrap());
+    assert_eq!(turn(8).inv_freq, [1.0, 0.5, 0.125, 0.0625]);
+    assert_eq!(turn(9).inv_freq, [0.25, 0.125, 0.0625, 0.031_25]);
+    // sqrt(1 + ln(16 / 8) / ln 8)
+    let scale = (4.0_f64 / 3.0).sqrt();
+    assert!(
+        [turn(8), turn(9)]
+            .iter()
+            .all(|turn| (turn.scale - scale).abs() < 1e-15)
+    );
+    let lengths = [1, 8, 9, 16].map(|seq| model.scaling_length(seq));
+    assert_eq!((model.info().max_seq, lengths), (16, [1, 1, 9, 9]));
 }
 
 #[test]
@@ -169,6 +201,23 @@ fn what_is_not_supported_is_named() {
         (
             "llama",
             json!({ "rope_scaling": { "rope_type": "longrope", "factor": 2.0 } }),
+        ),
+        (
+            "llama",
+            json!({ "rope_scaling": { "rope_type": "longrope", "short_factor": [1, 1, 1, 0], "long_factor": [1] } }),
+        ),
+        (
+            "llama",
+            json!({ "rope_scaling": { "rope_type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [1] } }),
+        ),
+        (
+            "llama",
+            json!({ "original_max_position_embeddings": 1, "rope_scaling": { "rope_type": "longrope",
+                "short_factor": [1, 1, 1, 1], "long_factor": [1, 1, 1, 1] } }),
+        ),
+        (
+            "llama",
+            json!({ "rope_scaling": { "rope_type": "proportional" } }),
         ),
         ("llama", json!({ "rope_scaling": { "type": "linear" } })),
         (
@@ -216,7 +265,11 @@ fn what_is_not_supported_is_named() {
         .collect();
     insta::assert_snapshot!(messages.join("\n"), @r#"
     model configuration: hidden_act: is "gelu", which is not supported
-    model configuration: rope_scaling.rope_type: is "longrope", expected default, linear, dynamic, llama3 or yarn
+    model configuration: rope_scaling.short_factor: is missing
+    model configuration: rope_scaling.short_factor: is no list of positive numbers
+    model configuration: rope_scaling.long_factor: has 1 entries, but a head has 4 rotated pairs
+    model configuration: original_max_position_embeddings: is 1, expected more than 1
+    model configuration: rope_scaling.rope_type: is "proportional", expected default, linear, dynamic, llama3, yarn or longrope
     model configuration: rope_scaling.factor: is missing
     model configuration: rope_scaling.facter: is 3.0, but this model has no such field; the nearest known field is "factor"
     model configuration: rope_theta: is 10, but 20 in the rope parameters

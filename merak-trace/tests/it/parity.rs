@@ -214,7 +214,7 @@ fn t5_has_the_numbers_of_transformers() {
 
 #[test]
 fn decoders_with_padding_before_the_tokens_have_the_numbers_of_transformers() {
-    check(&["gpt2-left", "gpt_neox-left", "llama-left"]);
+    check(&["gpt2-left", "gpt_neox-left", "llama-left", "opt-left"]);
 }
 
 #[test]

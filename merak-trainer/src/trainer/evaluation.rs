@@ -2,7 +2,7 @@
 
 use super::MerakTrainer;
 use crate::{
-    CheckedArguments, Result,
+    CheckedArguments, Forward, Result,
     data::{Batch, BatchShape, EvaluationOrder, collate},
     metrics::EvaluationMetrics,
     stage::{StepInputs, StepModule, count_labels},
@@ -30,7 +30,7 @@ impl MerakTrainer {
         let order = order(&self.args, data.len())?;
         let batch = batch(&self.args, data.len());
         let seq = self.stages.plan.seq_length;
-        let programs = self.programs.get(&self.stages, batch, seq, false)?;
+        let programs = self.programs.get(&self.stages, Forward::loss(batch, seq))?;
         let (mpu, mut sums) = (Arc::clone(&self.stages.mpu), (0.0, 0_i64));
         for iteration in 0..order.iterations() {
             let microbatches = order.microbatches(iteration);

@@ -2,7 +2,7 @@
 
 use super::MerakTrainer;
 use crate::{
-    Error, Result,
+    Error, Forward, Result,
     data::{Batch, Microbatch, SampleTensor},
     stage::{Decoded, RankStages, StepInputs, StepModule},
 };
@@ -11,11 +11,10 @@ use merak_mpu::{Buffer, DType, into_vec};
 use merak_trace::{Interpreter, KvCache};
 use std::{collections::BTreeMap, ops::ControlFlow, sync::Arc};
 
-/// What generation keeps: forward programs by batch, length and whether they end in logits, and the prompts
-/// that are under way.
+/// What generation keeps: forward programs by what they are made for, and the prompts that are under way.
 #[derive(Debug, Default)]
 pub(super) struct Programs {
-    built: BTreeMap<(usize, usize, bool), Arc<[Interpreter]>>,
+    built: BTreeMap<Forward, Arc<[Interpreter]>>,
     groups: Vec<Group>,
 }
 
@@ -28,28 +27,23 @@ struct Group {
 }
 
 impl Programs {
-    /// The programs of the rank's stages for these sizes, built at their first use.
+    /// The programs of the rank's stages, built at their first use.
     pub(super) fn get(
         &mut self,
         stages: &RankStages,
-        batch: usize,
-        seq: usize,
-        logits: bool,
+        forward: Forward,
     ) -> Result<Arc<[Interpreter]>> {
-        let key = (batch, seq, logits);
-        if let Some(found) = self.built.get(&key) {
+        if let Some(found) = self.built.get(&forward) {
             return Ok(Arc::clone(found));
         }
         let numbers = stages.stages.iter().map(|stage| stage.number);
-        let programs = stages
-            .plan
-            .inference_programs(numbers, batch, seq, logits)?;
+        let programs = stages.plan.inference_programs(numbers, forward)?;
         let interpreter = |program| {
             let backend = Arc::clone(&stages.backend);
             Interpreter::new(Arc::new(program), backend, Arc::clone(&stages.mpu) as _)
         };
         let interpreters: Arc<[_]> = programs.into_iter().map(interpreter).collect();
-        self.built.insert(key, Arc::clone(&interpreters));
+        self.built.insert(forward, Arc::clone(&interpreters));
         Ok(interpreters)
     }
 
@@ -87,7 +81,9 @@ impl MerakTrainer {
     /// A prompt passes the model once, then one token at a time: each stage keeps the keys and values of its own
     /// layers and heads. Prompts of one length pass together, in as many groups as there are stages, which follow
     /// each other through the pipeline; those of them that are done come along until all of their group are.
-    /// Without `use_cache` the whole sequence passes again for each token.
+    /// Without `use_cache` the whole sequence passes again for each token; with it where positions are scaled by the
+    /// length and the next token changes that (once under `longrope`, from the longest sequence of training on
+    /// under `dynamic`), as keys of other positions would not fit.
     ///
     /// # Communication
     /// Per token the pipeline's forward hops for each group of prompts, and a broadcast of the tokens from the last
@@ -151,9 +147,18 @@ impl MerakTrainer {
         let mut decoded = Vec::with_capacity(groups.len());
         let mut batches = Vec::with_capacity(groups.len());
         let contexts = vec![self.stages.context(0, 0, false); groups.len()];
-        for (group, Next { seq, ids, .. }) in groups.iter_mut().zip(next) {
+        for (group, next) in groups.iter_mut().zip(next) {
+            let Next {
+                seq, context, ids, ..
+            } = next;
             let rows = group.prompts.len();
-            let programs = self.programs.get(&self.stages, rows, seq, true)?;
+            let forward = Forward {
+                batch: rows,
+                seq,
+                context,
+                logits: true,
+            };
+            let programs = self.programs.get(&self.stages, forward)?;
             group.caches.resize_with(programs.len(), KvCache::default);
             decoded.push(Decoded {
                 programs,
@@ -220,16 +225,19 @@ impl MerakTrainer {
 
     /// The next positions of a group.
     fn next_of(&self, group: &mut Group, rows: &[Row<'_>]) -> Next {
-        if !self.args.use_cache {
-            group.caches.clear();
-        }
         let row_of = |prompt: &u64| rows.iter().position(|row| row.prompt == *prompt);
         let waiting: Vec<_> = group.prompts.iter().map(row_of).collect();
-        let past = group.caches.first().map_or(0, KvCache::positions);
         let lengths = waiting.iter().flatten().map(|&row| rows[row].tokens.len());
         let length = lengths
             .max()
             .expect("a group that is kept waits for a token");
+        let model = &self.stages.plan.model;
+        let context = model.scaling_length(length);
+        let positions = |group: &Group| group.caches.first().map_or(0, KvCache::positions);
+        if !self.args.use_cache || model.scaling_length(positions(group)) != context {
+            group.caches.clear();
+        }
+        let past = positions(group);
         let seq = length - past;
         let padding = i64::from(self.args.pad_token_id.unwrap_or(0));
         let mut ids = Vec::with_capacity(waiting.len() * seq);
@@ -241,6 +249,7 @@ impl MerakTrainer {
         }
         Next {
             seq,
+            context,
             ids,
             rows: waiting,
         }
@@ -252,6 +261,8 @@ impl MerakTrainer {
 struct Next {
     /// How many of each sequence.
     seq: usize,
+    /// The length by which their positions are scaled.
+    context: usize,
     /// Their tokens, sequence by sequence.
     ids: Vec<i64>,
     /// Which row of the decode loop each sequence is; `None` for one that is done.

@@ -324,12 +324,14 @@ fn every_golden_is_held_against() {
 }
 
 const GPT2: &[&str] = &["gpt2", "gpt2-variant"];
-const GPT_NEOX: &[&str] = &["gpt_neox", "gpt_neox-sequential"];
+const GPT_NEOX: &[&str] = &["gpt_neox", "gpt_neox-longrope", "gpt_neox-sequential"];
 const LLAMA: &[&str] = &[
     "llama",
     "llama-3",
     "llama-dynamic",
     "llama-linear",
+    "llama-longrope",
+    "llama-longrope-long",
     "llama-yarn",
 ];
 const MISTRAL: &[&str] = &["mistral"];

@@ -24,6 +24,10 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
                 .collect();
             return Ok(vec![backend.wrap_once::<i64>(&call.results[0], positions)?]);
         }
+        Op::SeenPositions { first } => {
+            let positions = seen_positions(&elements::<i64>(&inputs[0])?, &call, *first);
+            return Ok(vec![backend.wrap_once::<i64>(&call.results[0], positions)?]);
+        }
         Op::RelativeBuckets(spec) => {
             let indices = spec.indices(call.context.position_offset);
             return Ok(vec![backend.wrap_once::<i64>(&call.results[0], indices)?]);
@@ -52,6 +56,18 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
         ),
         DType::BF16 | DType::F16 | DType::U32 | DType::U8 => Err(node.unsupported(&inputs)),
     }
+}
+
+/// The number of each position among those of its row that are not 0.
+fn seen_positions(seen: &[i64], call: &Call<'_>, first: usize) -> Vec<i64> {
+    let before = i64::try_from(first).expect("a position fits an i64") - 1;
+    let number = |last: &mut i64, &seen: &i64| {
+        *last += i64::from(seen != 0);
+        Some(if seen == 0 { before } else { *last })
+    };
+    let rows = seen.chunks(call.results[0].last_dim().max(1));
+    rows.flat_map(|row| row.iter().scan(before, number))
+        .collect()
 }
 
 /// A node being computed.
@@ -327,6 +343,7 @@ impl Node<'_> {
                 |ty, data| self.backend.wrap(ty, data),
             ),
             Op::Positions { .. }
+            | Op::SeenPositions { .. }
             | Op::RelativeBuckets(_)
             | Op::Identity
             | Op::Cast { .. }

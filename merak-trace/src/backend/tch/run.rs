@@ -75,6 +75,12 @@ impl Node<'_> {
                     (Kind::Int64, self.backend.device),
                 ))
             }
+            Op::SeenPositions { first } => {
+                let seen = self.at(x(0)?.f_ne(0))?;
+                let numbers = self.at(seen.f_cumsum(1, Kind::Int64))?;
+                let numbers = self.at(numbers.f_mul(&seen))?;
+                one(numbers.f_add_scalar(int(*first) - 1))
+            }
             Op::RelativeBuckets(spec) => {
                 let indices = spec.indices(self.call.context.position_offset);
                 let indices = Tensor::from_slice(&indices);

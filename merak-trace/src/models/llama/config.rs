@@ -120,6 +120,7 @@ impl Llama {
             theta: "rope_theta",
             share: None,
         };
+        let rotary = Rotary::from_fields(f, names, head_dim, max_seq)?;
         let vocab_size = f.size_or("vocab_size", variant.vocab_size)?;
         Ok(Self {
             family: variant.family,
@@ -129,9 +130,9 @@ impl Llama {
             num_heads,
             num_kv_heads,
             head_dim,
-            max_seq,
+            max_seq: rotary.longest(),
             rms_norm_eps: f.number_or("rms_norm_eps", 1e-6)?,
-            rotary: Rotary::from_fields(f, names, head_dim, max_seq)?,
+            rotary,
             windows: variant.windows(f)?,
             biases: variant.biases(f)?,
             qk_norm: variant.qk_norm,

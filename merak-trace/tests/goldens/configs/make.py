@@ -46,6 +46,15 @@ CASES = {
     "gpt_neox": ("gpt_neox", "GPTNeoXForCausalLM", {**SIZES, "intermediate_size": 24, **rotary(0.5, 500.0)}),
     "llama": ("llama", "LlamaForCausalLM", {**LLAMA, **rope(500.0)}),
     "llama-linear": ("llama", "LlamaForCausalLM", {**LLAMA, **rope(500.0, rope_type="linear", factor=2.0)}),
+    "llama-longrope": (
+        "llama",
+        "LlamaForCausalLM",
+        {
+            **LLAMA,
+            "original_max_position_embeddings": 6,
+            **rope(500.0, rope_type="longrope", short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 3.5, 8.0]),
+        },
+    ),
     "mistral": ("mistral", "MistralForCausalLM", {**LLAMA, "sliding_window": 3, **rope(500.0)}),
     "opt": ("opt", "OPTForCausalLM", {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16}),
     "qwen2": (

@@ -173,6 +173,7 @@ T5 = {
     "decoder_start_token_id": 0,
 }
 CAUSAL = {**BERT, "max_position_embeddings": 16}
+OPT = {**{name: size for name, size in CAUSAL.items() if name != "intermediate_size"}, "ffn_dim": 24}
 VIT = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -200,6 +201,7 @@ CASES = {
     "gpt2-left": ("GPT2LMHeadModel", {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}),
     "gpt_neox-left": ("GPTNeoXForCausalLM", CAUSAL),
     "llama-left": ("LlamaForCausalLM", {**CAUSAL, "num_key_value_heads": 2}),
+    "opt-left": ("OPTForCausalLM", OPT),
     "vit": ("ViTForImageClassification", VIT),
     "vit-variant": (
         "ViTForImageClassification",

@@ -133,6 +133,17 @@ def rope(kind, **fields):
     return {"rope_type": kind, "rope_theta": 100.0, **fields}
 
 
+def longrope(original, **fields):
+    """Divisors for heads of 4."""
+    return rope(
+        "longrope",
+        short_factor=[1.0, 1.5],
+        long_factor=[2.0, 9.0],
+        original_max_position_embeddings=original,
+        **fields,
+    )
+
+
 CASES = {
     "gpt2": (GPT2, 8),
     "gpt2-variant": (
@@ -184,6 +195,15 @@ CASES = {
         ),
         8,
     ),
+    "llama-longrope": (llama(rope_parameters=longrope(8)), 8),
+    "llama-longrope-long": (
+        llama(
+            max_position_embeddings=12,
+            tie_word_embeddings=True,
+            rope_parameters=longrope(7, factor=4.0, attention_factor=0.8),
+        ),
+        8,
+    ),
     "mistral": (llama(model_type="mistral", sliding_window=3, head_dim=8), 8),
     "qwen2": (
         llama(model_type="qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1, pad_token_id=3),
@@ -228,6 +248,7 @@ CASES = {
         },
         8,
     ),
+    "gpt_neox-longrope": ({**NEOX, "rope_parameters": {**longrope(4), "partial_rotary_factor": 0.5}}, 8),
 }
 
 

@@ -1,6 +1,7 @@
 //! N20: the tokens that a model generates do not depend on the ranks that hold it.
 
 use merak_ckpt::{Completion, GenerateOptions};
+use serde_json::json;
 
 use crate::support::Case;
 
@@ -81,7 +82,21 @@ fn the_cache_changes_no_token() {
         vec![1, 2, 3, 4, 5, 6, 7],
         vec![3, 1, 2],
     ];
-    for (family, case) in [("gpt2", Case::gpt2()), ("llama", Case::llama())] {
+    // Positions whose scaling changes on the way; wide weights make them matter.
+    let scaled = |scaling: serde_json::Value, longest: usize| {
+        let case = Case::llama().with_model("rope_scaling", scaling);
+        case.with_model("max_position_embeddings", longest)
+            .with("init_method_std", 0.4)
+    };
+    let dynamic = json!({ "rope_type": "dynamic", "factor": 2 });
+    let long = json!({ "rope_type": "longrope", "original_max_position_embeddings": 8,
+        "short_factor": [1, 1, 1, 1], "long_factor": [1, 2, 4, 16] });
+    for (family, case) in [
+        ("gpt2", Case::gpt2()),
+        ("llama", Case::llama()),
+        ("dynamic", scaled(dynamic, 8)),
+        ("longrope", scaled(long, 16)),
+    ] {
         for temperature in [0.0, 0.9] {
             let options = GenerateOptions {
                 max_new_tokens: 8,
