@@ -30,6 +30,7 @@ use std::{
 
 use serde_json::Value;
 
+pub(crate) use self::nearest::nearest;
 pub use self::{
     arguments::{
         AutopipeArguments, ComputeArguments, DataArguments, DistributedArguments, MerakArguments,
@@ -49,7 +50,6 @@ pub use self::{
 use self::{
     key::Raw,
     layer::{Entry, base_of},
-    nearest::nearest,
     reserved::{NO_EFFECT, RESERVED, sets_nothing},
     setting::Refusal,
 };

@@ -51,6 +51,7 @@ mod tokenizer;
 mod tokens;
 mod translation;
 
+pub(crate) use self::dataset::has_labels;
 pub use self::{
     bigram::bigram_loss,
     classes::{ClassDataset, LabelledText},

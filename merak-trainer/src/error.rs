@@ -1,5 +1,9 @@
 //! Everything that can go wrong in this crate.
 
+mod fault;
+mod words;
+
+use self::words::{did_you_mean, of, other_share, purpose, records_of};
 use crate::config::DataFormat;
 use merak_pipe::Action;
 use std::{io, path::PathBuf};
@@ -218,6 +222,51 @@ pub enum Error {
         /// The path.
         path: PathBuf,
     },
+    /// A data path without a record.
+    #[error("no records in {}: {format} needs {}", path.display(), records_of(*format))]
+    NoRecords {
+        /// The path.
+        path: PathBuf,
+        /// What the files were to hold.
+        format: DataFormat,
+    },
+    /// Samples of which a model can learn nothing.
+    #[error(
+        "none of the {samples} {part} samples{} has a label other than {}: there is nothing to {}",
+        of(path.as_deref()), crate::data::IGNORED_LABEL, purpose(part)
+    )]
+    NoLabels {
+        /// `training` or `evaluation`.
+        part: &'static str,
+        /// How many there are.
+        samples: usize,
+        /// Where the data are.
+        path: Option<PathBuf>,
+    },
+    /// Gradients that are never finite.
+    #[error(
+        "{steps} steps in a row changed nothing, step {step} because the gradient of \"{param}\" is not finite: look \
+         for numbers in the data or the starting weights that are not finite or very large, or choose a smaller \
+         \"learning_rate\" (\"max_skipped_steps\" is {limit})"
+    )]
+    SkippedSteps {
+        /// Steps that were skipped.
+        steps: u64,
+        /// The last of them.
+        step: usize,
+        /// The first parameter concerned.
+        param: String,
+        /// How many may be skipped.
+        limit: usize,
+    },
+    /// An evaluation whose result is no number.
+    #[error(
+        "the evaluation loss is {loss}: the weights, or samples of the data, have numbers that are not finite or very large"
+    )]
+    EvaluationLoss {
+        /// The loss.
+        loss: f64,
+    },
     /// No data path is given and the sources of the crates cannot be found either.
     #[error("no text to train on, because {reason}: set \"data.path\" to a file or folder of text")]
     NoDefaultText {
@@ -356,15 +405,20 @@ pub enum Error {
         /// What would be right.
         expected: String,
     },
-    /// A tensor that would change the numbers, were it read.
+    /// A tensor that no part of the model reads.
     #[error(
-        "the data give \"{name}\", which this {family} model does not read: leave it out of the files"
+        "the data give \"{name}\", which this {family} model does not read: leave it out of the files, which may have \
+         {read}{}", did_you_mean(nearest.as_deref())
     )]
     UnreadTensor {
         /// The tensor.
         name: String,
         /// The model's family.
         family: &'static str,
+        /// The tensors that it reads.
+        read: String,
+        /// The most similar of them.
+        nearest: Option<String>,
     },
     /// Labels as Hugging Face has them, where they stand at the tokens that they are.
     #[error(
@@ -559,47 +613,6 @@ pub enum Error {
     DataThread,
 }
 
-impl Error {
-    /// Whether the command line, the configuration or an input is at fault (exit status 2), and not
-    /// the run (exit status 1).
-    pub fn is_user_error(&self) -> bool {
-        match self {
-            Self::Write { .. }
-            | Self::DataThread
-            | Self::Rank { .. }
-            | Self::Step { .. }
-            | Self::Stage { .. } => false,
-            Self::Schedule(error) => !pipeline_failed(error),
-            Self::Optimizer(error) => !matches!(**error, merak_zero::Error::Communication { .. }),
-            Self::Model(error) => !node_failed(error),
-            Self::Group(error) => matches!(
-                **error,
-                merak_mpu::Error::WorldSize { .. } | merak_mpu::Error::ZeroDegree { .. }
-            ),
-            Self::Checkpoint(error) => error.is_user_error(),
-            _ => true,
-        }
-    }
-}
-
-/// Whether a schedule was under way when it failed.
-fn pipeline_failed(error: &merak_pipe::Error) -> bool {
-    use merak_pipe::Error as E;
-    matches!(
-        error,
-        E::Link { .. } | E::Timeout { .. } | E::Aborted { .. } | E::PeerLeft { .. }
-    )
-}
-
-/// Whether a node was running when it failed.
-fn node_failed(error: &merak_trace::Error) -> bool {
-    use merak_trace::Error as E;
-    matches!(
-        error,
-        E::Collective { .. } | E::Kernel { .. } | E::Backend { .. }
-    )
-}
-
 impl From<merak_pipe::Error> for Error {
     fn from(error: merak_pipe::Error) -> Self {
         match error {
@@ -629,17 +642,3 @@ from_crates!(
     Group: merak_mpu::Error,
     Adapter: merak_ckpt::AdaptError,
 );
-
-/// What else gives a part of the data more tokens.
-fn other_share(part: &str) -> &'static str {
-    match part {
-        "validation" => ", or choose another \"data.validation_fraction\" (0 for no validation)",
-        _ => "",
-    }
-}
-
-fn did_you_mean(nearest: Option<&str>) -> String {
-    nearest
-        .map(|name| format!("; did you mean \"{name}\"?"))
-        .unwrap_or_default()
-}

@@ -1,18 +1,20 @@
 //! One rank's trainer: the loop, evaluation, checkpoints and generation.
 
 mod checkpoint;
+mod course;
 pub(crate) mod evaluation;
 mod generation;
 mod resume;
 mod saving;
 mod step;
 
+use self::course::{Course, batch_shape};
 pub use checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint};
 pub use step::{NamedTensors, StepReport};
 
 use crate::{
     CheckedArguments, Error, Plan, Result,
-    data::{BatchShape, DataPosition, Dataset, Loader, TrainingOrder},
+    data::{DataPosition, Dataset, Loader, TrainingOrder},
     metrics::EvaluationMetrics,
     stage::RankStages,
     threads_per_rank,
@@ -78,7 +80,7 @@ impl fmt::Debug for TrainerParts {
 pub struct TrainOutput {
     /// Optimizer steps done since the beginning of the run, resumed parts included.
     pub global_step: usize,
-    /// Mean of the losses of the steps that this call made.
+    /// Mean of the losses of the steps that this call made, skipped ones aside.
     pub training_loss: f64,
     /// Steps that were skipped because a gradient was not finite.
     pub skipped_steps: u64,
@@ -177,13 +179,15 @@ impl MerakTrainer {
         Ok(trainer)
     }
 
-    /// Checks what [`MerakTrainer::new`] would refuse about the data: their number, and the course of the
-    /// learning rate over them. Needs neither model nor ranks.
+    /// Checks what [`MerakTrainer::new`] would refuse about the data, their number and the course of the learning
+    /// rate over them; and whether there is a label among them, for which samples are read until one has some.
+    /// Needs neither model nor ranks.
     ///
     /// # Errors
-    /// When the data are too few.
+    /// When the data are too few or all without labels.
     pub fn check_data(args: &CheckedArguments, parts: &TrainerParts) -> Result<()> {
-        Course::new(args, parts).map(drop)
+        Course::new(args, parts)?;
+        course::check_labels(args, parts)
     }
 
     /// The checkpoint that a run with these arguments would go on from, checked to the last byte; `None` for a
@@ -234,18 +238,23 @@ impl MerakTrainer {
     /// Trains until the last step, evaluating and saving on the way as the arguments say.
     ///
     /// # Errors
-    /// When a rank fails, which ends the run on all of them.
+    /// When a rank fails, which ends the run on all of them; when gradients are not finite in so many steps in a
+    /// row as `max_skipped_steps` says, or in every step of this call.
     pub fn train(&mut self) -> Result<TrainOutput> {
         let start = Instant::now();
         let first_step = self.global_step;
-        let (mut loss_sum, mut tokens, mut stopped_by) = (0.0, 0, None);
+        let (mut loss_sum, mut updates, mut tokens, mut stopped_by) = (0.0, 0, 0, None);
         while self.global_step < self.total_steps {
             let report = self.train_step()?;
-            loss_sum += report.loss;
+            if report.skipped.is_none() {
+                loss_sum += report.loss;
+                updates += 1;
+            }
             tokens += report.tokens;
             for callback in &mut self.parts.callbacks {
                 callback.on_step(&report);
             }
+            self.check_skipped(report, updates)?;
             self.finish_save_if_written()?;
             self.after_step()?;
             stopped_by = self.agreed_stop()?;
@@ -259,13 +268,12 @@ impl MerakTrainer {
         if self.args.save && made_steps && self.last_saved != Some(self.global_step) {
             self.save_checkpoint()?;
         }
-        let steps = self.global_step - first_step;
         Ok(TrainOutput {
             global_step: self.global_step,
-            training_loss: if steps == 0 {
+            training_loss: if updates == 0 {
                 0.0
             } else {
-                loss_sum / steps as f64
+                loss_sum / f64::from(updates)
             },
             skipped_steps: self.stages.optimizer.progress().skipped,
             epoch: self
@@ -276,6 +284,29 @@ impl MerakTrainer {
             tokens,
             stopped_by,
         })
+    }
+
+    /// Ends a run in which nothing changes any more: as many steps in a row as the arguments allow, or all of them,
+    /// `updates` of which changed something.
+    fn check_skipped(&mut self, report: StepReport, updates: u32) -> Result<()> {
+        let (steps, limit) = (
+            self.stages.optimizer.progress().skipped_in_a_row,
+            self.args.max_skipped_steps,
+        );
+        let is_over = self.global_step == self.total_steps && updates == 0;
+        match report.skipped {
+            Some(param) if is_over || steps >= limit as u64 => {
+                // The checkpoint that is being written is of an earlier step.
+                self.finish_save()?;
+                Err(Error::SkippedSteps {
+                    steps,
+                    step: report.step,
+                    param,
+                    limit,
+                })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Evaluates and saves where a step is due for it.
@@ -328,44 +359,6 @@ impl MerakTrainer {
             key: "data.path",
             advice: "training needs data".to_owned(),
         })
-    }
-}
-
-/// What the data decide about a run.
-struct Course {
-    order: Option<TrainingOrder>,
-    total_steps: usize,
-    schedule: LrSchedule,
-}
-
-impl Course {
-    fn new(args: &CheckedArguments, parts: &TrainerParts) -> Result<Self> {
-        let shape = batch_shape(args);
-        let order = parts
-            .train_data
-            .as_ref()
-            .map(|data| TrainingOrder::new(data.len(), shape, args.data_seed()))
-            .transpose()?;
-        let total_steps = order
-            .as_ref()
-            .map_or(1, |order| args.total_steps(order.steps_per_epoch()));
-        if let Some(data) = &parts.eval_data {
-            evaluation::order(args, data.len())?;
-        }
-        Ok(Self {
-            order,
-            total_steps,
-            schedule: args.lr_schedule(total_steps)?,
-        })
-    }
-}
-
-/// How the arguments cut a global batch.
-fn batch_shape(args: &CheckedArguments) -> BatchShape {
-    BatchShape {
-        batch: args.per_device_train_batch_size,
-        microbatches: args.gradient_accumulation_steps,
-        dp: args.dp,
     }
 }
 

@@ -31,11 +31,11 @@ pub fn run_world<T: Send>(
         body(member).map_err(Cause)
     });
     outcome.map_err(|error| match error {
-        // One rank alone has no rank to speak of, and a mistake of the user's is the same on all.
+        // One rank alone has no rank to speak of, and what ends all of them has none either.
         RunError::Failed {
             cause: Cause(cause),
             ..
-        } if args.world_size() == 1 || cause.is_user_error() => cause,
+        } if args.world_size() == 1 || cause.is_of_all_ranks() => cause,
         RunError::Failed { rank, cause } => Error::Rank {
             rank: rank.0,
             cause: cause.to_string(),

@@ -2,7 +2,9 @@
 
 use super::{Outcome, keys::Keys, output, prepared::Prepared};
 use clap::Args as ClapArgs;
-use merak_trainer::{MerakTrainer, data::bigram_loss, metrics::EvaluationMetrics, run_world};
+use merak_trainer::{
+    Error, MerakTrainer, data::bigram_loss, metrics::EvaluationMetrics, run_world,
+};
 use serde_json::{Value, json};
 use std::{fmt::Write as _, path::PathBuf, process::ExitCode, sync::Arc};
 
@@ -39,6 +41,10 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     } else {
         table(&document)
     })?;
+    let loss = results[0].eval_loss;
+    if !loss.is_finite() {
+        return Err(Error::EvaluationLoss { loss }.into());
+    }
     Ok(ExitCode::SUCCESS)
 }
 

@@ -153,6 +153,8 @@ settings! {
         nesterov: bool = false,
         /// Largest global gradient norm; 0 or less switches clipping off.
         max_grad_norm: f64 = 1.0,
+        /// Steps in a row without finite gradients after which a run ends; each of them changes nothing.
+        max_skipped_steps: usize = 50,
         /// Shape of the learning rate over the run.
         lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
         /// Parameters of that shape.

@@ -496,6 +496,7 @@ fn check_intervals(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.at_least_1(&[
         ("logging_steps", a.logging_steps),
         ("save_steps", a.save_steps),
+        ("max_skipped_steps", a.max_skipped_steps),
     ])?;
     checker.at_least_1_if_set(&[("eval_steps", a.eval_steps), ("eval_iters", a.eval_iters)])?;
     if a.max_steps <= 0 {

@@ -60,7 +60,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("dataloader_pin_memory", &["true", "false"]),
     reserved("use_cpu", &["false", "true"]),
     reserved("offload_optimizer", &[r#""none""#, "null"]),
-    reserved("max_skipped_steps", &["50"]),
     reserved("divergence_guard", FALSE),
     reserved("ema_decay", NONE),
     reserved("stop_strings", &["[]", "null"]),

@@ -169,6 +169,18 @@ pub trait Dataset: Send + Sync + std::fmt::Debug {
     }
 }
 
+/// Whether one of the first `samples` has a label that counts, or none of them has labels at all.
+pub(crate) fn has_labels(dataset: &dyn Dataset, samples: usize) -> Result<bool> {
+    for index in 0..samples {
+        let sample = dataset.get(index)?;
+        let labels = sample.get(LABELS).map(SampleTensor::ints);
+        if labels.is_none_or(|labels| labels.iter().any(|&label| label != IGNORED_LABEL)) {
+            return Ok(true);
+        }
+    }
+    Ok(samples == 0)
+}
+
 /// The samples of a data set from `first` on.
 #[derive(Debug, Clone)]
 pub struct Subset {
@@ -327,6 +339,16 @@ mod tests {
         assert_eq!(batch.tensors["labels"].ints(), [5, 6, 2, 3, -100, -100]);
         let empty = collate(&data, take(&[], 1)).unwrap();
         assert_eq!(empty.tensors["labels"].ints(), [-100, -100]);
+    }
+
+    #[test]
+    fn one_label_among_many_samples_is_enough() {
+        let labels = |labels: &[i64]| sample(&[("labels", labels)]);
+        let data = Samples(vec![labels(&[-100; 2]), labels(&[-100, 0])]);
+        let found = [0, 1, 2].map(|samples| has_labels(&data, samples).unwrap());
+        assert_eq!(found, [true, false, true]);
+        let without = Samples(vec![sample(&[("input_ids", &[1])])]);
+        assert!(has_labels(&without, 1).unwrap());
     }
 
     #[test]

@@ -29,8 +29,16 @@ pub(crate) struct Record {
 ///
 /// An unreadable path, one without text, or a line that is no record.
 pub(crate) fn read(path: &Path, format: DataFormat) -> Result<Vec<Record>> {
+    let none = || Error::NoRecords {
+        path: path.to_path_buf(),
+        format,
+    };
+    let documents = text::read(path, None).map_err(|error| match error {
+        Error::NoText { .. } => none(),
+        error => error,
+    })?;
     let mut records = Vec::new();
-    for document in text::read(path, None)? {
+    for document in documents {
         match format {
             DataFormat::Csv => table(&document, b',', &mut records)?,
             DataFormat::Tsv => table(&document, b'\t', &mut records)?,
@@ -38,16 +46,17 @@ pub(crate) fn read(path: &Path, format: DataFormat) -> Result<Vec<Record>> {
         }
     }
     if records.is_empty() {
-        return Err(Error::NoText {
-            path: path.to_path_buf(),
-        });
+        return Err(none());
     }
     Ok(records)
 }
 
 fn json_lines(document: &Document, records: &mut Vec<Record>) -> Result<()> {
     let path: Arc<Path> = document.path.as_path().into();
-    for (number, line) in (1..).zip(document.text.split(|&byte| byte == b'\n')) {
+    // Some editors put a byte order mark first; the reader of tables knows it.
+    let text = document.text.strip_prefix(b"\xef\xbb\xbf");
+    let text = text.unwrap_or(&document.text);
+    for (number, line) in (1..).zip(text.split(|&byte| byte == b'\n')) {
         if line.trim_ascii().is_empty() {
             continue;
         }
@@ -207,7 +216,10 @@ mod tests {
         let tabs = "text\tlabel\na, b\t1\n\"c\n\"\tgood\n";
         let tabs = records("a.tsv", tabs, DataFormat::Tsv).unwrap();
         let names = BTreeMap::from([("good".to_owned(), 2)]);
-        for found in [&lines, &commas, &tabs] {
+        let marked =
+            "\u{feff}{\"text\": \"a, b\", \"label\": 1}\n{\"text\": \"c\\n\", \"label\": \"good\"}";
+        let marked = records("a.jsonl", marked, DataFormat::Jsonl).unwrap();
+        for found in [&lines, &commas, &tabs, &marked] {
             let read: Vec<_> = found
                 .iter()
                 .map(|record| {
@@ -226,7 +238,10 @@ mod tests {
         insta::assert_snapshot!(read("a.jsonl", "{}\n{\"a\": ", DataFormat::Jsonl), @"a.jsonl:2: the line is no JSON: EOF while parsing a value at line 1 column 6");
         insta::assert_snapshot!(read("a.jsonl", "[1]", DataFormat::Jsonl), @"a.jsonl:1: the line is [1], expected an object");
         insta::assert_snapshot!(read("a.csv", "text,label\na,1\nb\n", DataFormat::Csv), @"a.csv:3: CSV error: record 2 (line: 3, byte: 15): found record with 1 fields, but the previous record has 2 fields");
-        insta::assert_snapshot!(read("a.csv", "text,label\n", DataFormat::Csv), @r#"no text in a.csv: "data.path" needs a file or folder with text"#);
+        insta::assert_snapshot!(read("a.csv", "text,label\n", DataFormat::Csv), @"no records in a.csv: csv needs a line with the names of the columns and a line for each record");
+        insta::assert_snapshot!(read("a.tsv", "", DataFormat::Tsv), @"no records in a.tsv: tsv needs a line with the names of the columns and a line for each record");
+        insta::assert_snapshot!(read("a.jsonl", "\n\n", DataFormat::Jsonl), @"no records in a.jsonl: jsonl needs a JSON object in each line");
+        insta::assert_snapshot!(read("a.jsonl", "", DataFormat::Jsonl), @"no records in a.jsonl: jsonl needs a JSON object in each line");
     }
 
     #[test]

@@ -115,7 +115,12 @@ impl TensorFiles {
             .map_err(|source| text::cannot_read(&part.path, source))?;
         let shape = tensor.shape[1..].to_vec();
         let tensor = if as_floats {
-            SampleTensor::floats(shape, floats(tensor.dtype, &bytes))
+            let values = floats(tensor.dtype, &bytes);
+            if values.iter().any(|x| !x.is_finite()) {
+                let path = part.path.display();
+                tracing::warn!(%path, row, tensor = name, "a sample has numbers that are not finite");
+            }
+            SampleTensor::floats(shape, values)
         } else {
             SampleTensor::new(shape, ints(tensor.dtype, &bytes))
         };

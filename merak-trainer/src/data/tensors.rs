@@ -9,15 +9,10 @@ use super::{
     tensor_files::TensorFiles,
     translation::moved_right,
 };
-use crate::error::{Error, Result};
-
-/// What `transformers` would reckon with and these models do not read.
-const UNSUPPORTED: [&str; 4] = [
-    "position_ids",
-    "decoder_attention_mask",
-    "inputs_embeds",
-    "bool_masked_pos",
-];
+use crate::{
+    config::nearest,
+    error::{Error, Result},
+};
 
 /// What a sample lacks and is made of the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,7 +30,7 @@ enum Derived {
 /// The samples of [`TensorFiles`] as a model reads them.
 ///
 /// Integers of any width become 64-bit ones, floats `f32`; where a model reads floats, bytes (`u8`) are pixels and
-/// become `x / 127.5 - 1`, as `ViTImageProcessor` has them. Tensors that the model does not read are left out.
+/// become `x / 127.5 - 1`, as `ViTImageProcessor` has them.
 ///
 /// Labels of models that predict the next token stand at the position that predicts them; without labels they are made
 /// of `input_ids` (the next token, none behind the last or where one of the two is padding). `decoder_input_ids` are made of `labels` where they
@@ -54,17 +49,9 @@ impl TensorDataset {
     ///
     /// # Errors
     ///
-    /// A tensor that is missing, of another type or size, or with a value that the model cannot take.
+    /// A tensor that is missing, of another type or size, or with a value that the model cannot take; one that the
+    /// model does not read.
     pub fn new(files: TensorFiles, model: &ModelInputs, start: u32, pad: u32) -> Result<Self> {
-        if let Some(name) = UNSUPPORTED
-            .into_iter()
-            .find(|name| files.shape(name).is_some())
-        {
-            return Err(Error::UnreadTensor {
-                name: name.to_owned(),
-                family: model.family,
-            });
-        }
         let is_there = |name: &str| files.shape(name).is_some();
         let derived = match model.objective {
             Objective::CausalLm if !is_there(LABELS) => Derived::NextTokens,
@@ -85,13 +72,7 @@ impl TensorDataset {
             }
             read.push((input.name.clone(), check_type(&files, model, input)?));
         }
-        let unread: Vec<_> = files
-            .names()
-            .filter(|name| model.get(name).is_none())
-            .collect();
-        if !unread.is_empty() {
-            tracing::info!(?unread, "the model does not read these tensors of the data");
-        }
+        check_names(&files, model)?;
         let data = Self {
             files,
             read,
@@ -196,6 +177,24 @@ impl Dataset for TensorDataset {
             }
         }
         Ok(sample)
+    }
+}
+
+/// Refuses tensors that are not read: a mistyped name, or something that `transformers` would reckon with.
+fn check_names(files: &TensorFiles, model: &ModelInputs) -> Result<()> {
+    let mut read: Vec<_> = model.inputs.iter().map(|input| &*input.name).collect();
+    // A mask that hides nothing before the tokens is checked, and makes labels.
+    if model.objective == Objective::CausalLm && !read.contains(&ATTENTION_MASK) {
+        read.push(ATTENTION_MASK);
+    }
+    match files.names().find(|name| !read.contains(name)) {
+        None => Ok(()),
+        Some(name) => Err(Error::UnreadTensor {
+            name: name.to_owned(),
+            family: model.family,
+            read: read.join(", "),
+            nearest: nearest(name, read.into_iter()).map(str::to_owned),
+        }),
     }
 }
 

@@ -11,7 +11,8 @@ use merak_mpu::ReduceOp;
 use std::{sync::Arc, time::Instant};
 
 impl MerakTrainer {
-    /// The mean loss over the evaluation data, each sample once; the same on every rank.
+    /// The mean loss over the evaluation data, each sample once; the same on every rank. Where it is not finite, the
+    /// log names the first samples whose loss is not.
     ///
     /// # Communication
     /// Per microbatch the pipeline's forward hops; at the end an all-reduce over the data group and a
@@ -32,6 +33,7 @@ impl MerakTrainer {
         let seq = self.stages.plan.seq_length;
         let programs = self.programs.get(&self.stages, Forward::loss(batch, seq))?;
         let (mpu, mut sums) = (Arc::clone(&self.stages.mpu), (0.0, 0_i64));
+        let mut is_finite = true;
         for iteration in 0..order.iterations() {
             let microbatches = order.microbatches(iteration);
             let engine = self.stages.forward_engine(microbatches)?;
@@ -57,7 +59,16 @@ impl MerakTrainer {
             let mut module = StepModule::inference(&mut self.stages, &programs, inputs);
             engine.run(&mut module, &mut self.link)?;
             let result = module.finish();
-            sums.0 += self.loss_sum(&result)?;
+            for (microbatch, loss) in self.losses(&result)?.into_iter().enumerate() {
+                sums.0 += loss;
+                if is_finite && !loss.is_finite() && mpu.tensor_parallel_rank() == 0 {
+                    is_finite = false;
+                    let samples = order
+                        .microbatch(iteration, mpu.data_parallel_rank(), microbatch)
+                        .indices;
+                    tracing::warn!(?samples, loss, "the loss of these samples is not finite");
+                }
+            }
         }
         let mut eval_loss = 0.0;
         if self.stages.has_last() {
@@ -65,6 +76,7 @@ impl MerakTrainer {
             let loss = group.all_reduce_scalar(sums.0, ReduceOp::Sum)?;
             let labels = group.all_reduce_scalar(sums.1, ReduceOp::Sum)?;
             eval_loss = if labels == 0 {
+                tracing::warn!("no sample of the evaluation has a label: its loss is 0");
                 0.0
             } else {
                 loss / labels as f64

@@ -94,6 +94,7 @@ impl MerakTrainer {
     fn backward_step(&mut self, step: usize) -> Result<(f64, u64)> {
         let batches = self.next_batches(step)?;
         let (labels, loss_grad) = self.loss_scale(&batches)?;
+        self.warn_of_no_labels(step, &batches, labels);
         let dp_rank = self.stages.mpu.data_parallel_rank();
         let order = self.order()?;
         let first_samples = (0..self.args.gradient_accumulation_steps)
@@ -162,12 +163,27 @@ impl MerakTrainer {
         Ok((labels, grad))
     }
 
+    /// Says so where no sample of a step has a label, on one of the ranks that know.
+    fn warn_of_no_labels(&self, step: usize, batches: &[Batch], labels: f64) {
+        let mpu = &self.stages.mpu;
+        let tells = mpu.data_parallel_rank() == 0 && mpu.tensor_parallel_rank() == 0;
+        if labels == 0.0 && self.stages.has_last() && tells {
+            let indices = batches.iter().map(|batch| &batch.microbatch.indices);
+            let samples: Vec<_> = indices.flatten().copied().collect();
+            tracing::warn!(
+                step = step + 1,
+                ?samples,
+                "no sample of the step has a label: its loss is 0 and its gradients are zero"
+            );
+        }
+    }
+
     /// The mean loss, on every rank.
     fn mean_loss(&self, result: &StepResult, labels: f64) -> Result<f64> {
         let mpu = &self.stages.mpu;
         let mut loss = 0.0;
         if self.stages.has_last() {
-            let sum = self.loss_sum(result)?;
+            let sum: f64 = self.losses(result)?.into_iter().sum();
             let sum = mpu
                 .data_sequence_parallel_group()
                 .all_reduce_scalar(sum, ReduceOp::Sum)?;
@@ -179,13 +195,10 @@ impl MerakTrainer {
             .broadcast_vec(vec![loss], last)?[0])
     }
 
-    /// The losses of this rank's microbatches, added in their order.
-    pub(super) fn loss_sum(&self, result: &StepResult) -> Result<f64> {
-        result
-            .outputs
-            .values()
-            .map(|outputs| self.scalar(&outputs[0]))
-            .sum()
+    /// The losses of this rank's microbatches, in their order.
+    pub(super) fn losses(&self, result: &StepResult) -> Result<Vec<f64>> {
+        let outputs = result.outputs.values();
+        outputs.map(|outputs| self.scalar(&outputs[0])).collect()
     }
 
     fn scalar(&self, value: &Value) -> Result<f64> {

@@ -213,6 +213,7 @@ adam_epsilon = 1e-8
 sgd_momentum = 0.0
 nesterov = false
 max_grad_norm = 1.0
+max_skipped_steps = 50
 lr_scheduler_type = "linear"
 lr_scheduler_kwargs = {}
 warmup_steps = 0

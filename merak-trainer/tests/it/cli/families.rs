@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::{Workplace, text};
 
 /// A configuration whose model stands in `model.json` and whose data are `format` at `path`.
-fn place(model: &Value, format: &str, path: &str) -> Workplace {
+pub(super) fn place(model: &Value, format: &str, path: &str) -> Workplace {
     let place = Workplace::new();
     place.write("model.json", &model.to_string());
     place.write(
@@ -26,7 +26,7 @@ fn place(model: &Value, format: &str, path: &str) -> Workplace {
     place
 }
 
-fn bert(architecture: &str) -> Value {
+pub(super) fn bert(architecture: &str) -> Value {
     json!({ "model_type": "bert", "architectures": [architecture], "vocab_size": 258, "hidden_size": 16,
         "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 24,
         "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
@@ -39,13 +39,13 @@ fn t5() -> Value {
         "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6 })
 }
 
-fn vit() -> Value {
+pub(super) fn vit() -> Value {
     json!({ "model_type": "vit", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 24, "image_size": 8, "patch_size": 4, "num_channels": 2, "num_labels": 3,
         "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1 })
 }
 
-fn gpt2() -> Value {
+pub(super) fn gpt2() -> Value {
     json!({ "model_type": "gpt2", "vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2 })
 }
 
@@ -75,9 +75,9 @@ fn labelled(i: usize, phrase: &str) -> Value {
 }
 
 /// Tensors by name: type, shape and bytes.
-type Tensors<'a> = [(&'a str, Dtype, Vec<usize>, Vec<u8>)];
+pub(super) type Tensors<'a> = [(&'a str, Dtype, Vec<usize>, Vec<u8>)];
 
-fn write_tensors(path: &Path, tensors: &Tensors<'_>) {
+pub(super) fn write_tensors(path: &Path, tensors: &Tensors<'_>) {
     let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
         let view = TensorView::new(*dtype, shape.clone(), bytes);
         (*name, view.expect("as many bytes as the shape says"))
@@ -86,7 +86,7 @@ fn write_tensors(path: &Path, tensors: &Tensors<'_>) {
     safetensors::serialize_to_file(views, None, path).expect("it can be written");
 }
 
-fn i64s(values: impl IntoIterator<Item = usize>) -> Vec<u8> {
+pub(super) fn i64s(values: impl IntoIterator<Item = usize>) -> Vec<u8> {
     let values = values.into_iter();
     values
         .flat_map(|value| i64::try_from(value).expect("small").to_le_bytes())
@@ -94,7 +94,7 @@ fn i64s(values: impl IntoIterator<Item = usize>) -> Vec<u8> {
 }
 
 /// `rows` images of bytes, with their classes.
-fn images(rows: usize) -> Vec<(&'static str, Dtype, Vec<usize>, Vec<u8>)> {
+pub(super) fn images(rows: usize) -> Vec<(&'static str, Dtype, Vec<usize>, Vec<u8>)> {
     let pixels = (0..rows * 2 * 8 * 8).map(|i| u8::try_from(i * i / 7 % 256).expect("a byte"));
     let labels = (0..rows).flat_map(|i| i32::try_from(i % 3).expect("small").to_le_bytes());
     vec![
@@ -327,9 +327,9 @@ fn a_file_of_tensors_feeds_any_family() {
     same_everywhere(&masked);
 }
 
-#[test]
-fn padding_before_or_behind_the_tokens_is_hidden() {
-    let place = place(&gpt2(), "tensors", "behind.safetensors");
+/// Twenty samples of eight positions: with padding behind five tokens or before them, and with another token there.
+fn padded(model: &Value) -> Workplace {
+    let place = place(model, "tensors", "behind.safetensors");
     // Five tokens of eight positions, the rest of which is padding of one kind or another.
     let token = |sample: usize, t: usize| (sample + t * t) % 61;
     let write = |name: &str, first: usize, pad: usize| {
@@ -353,6 +353,25 @@ fn padding_before_or_behind_the_tokens_is_hidden() {
     write("other.safetensors", 0, 9);
     write("before.safetensors", 3, 7);
     write("before-other.safetensors", 3, 9);
+    place
+}
+
+#[test]
+fn positions_of_opt_count_tokens_alone() {
+    let opt = json!({ "model_type": "opt", "vocab_size": 64, "hidden_size": 16, "ffn_dim": 16, "dropout": 0,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32 });
+    let place = padded(&opt);
+    let losses = |name: &str| trained(&place, &format!("--data.path {name}.safetensors"));
+    let behind = losses("behind");
+    for keys in ["", " --tp 2", " --pp 2"] {
+        let before = trained(&place, &format!("--data.path before.safetensors{keys}"));
+        assert_close(&before, &behind, 1e-5, keys);
+    }
+}
+
+#[test]
+fn padding_before_or_behind_the_tokens_is_hidden() {
+    let place = padded(&gpt2());
     let losses = |name: &str| trained(&place, &format!("--data.path {name}.safetensors"));
     assert_eq!(losses("behind"), losses("other"), "the token of padding");
     let before = losses("before");
@@ -481,13 +500,9 @@ fn tensors_that_do_not_fit_are_named_with_what_the_model_reads() {
     let ids = of("input_ids", (0..16).collect());
     assert_snapshot!(refused(&gpt2(), &[of("input_ids", vec![64; 16])]), @r#"error: "input_ids" of sample 0 has the value 64, but this gpt2 model takes 0 to 63"#);
     assert_snapshot!(refused(&gpt2(), &[ids.clone(), of("labels", (0..16).collect())]), @r#"error: "labels" repeat "input_ids", but a label of this gpt2 model stands at the position that predicts it, one to the left: leave "labels" out, and they are made of "input_ids""#);
-    let opt = json!({ "model_type": "opt", "vocab_size": 64, "hidden_size": 16, "ffn_dim": 16,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32 });
-    let left = of("attention_mask", [0, 1, 1, 1].repeat(4));
-    assert_snapshot!(refused(&opt, &[ids.clone(), left]), @"error: model configuration: model_type: is opt, which counts positions by the attention mask: that is not supported");
     let twos = of("attention_mask", vec![2; 16]);
     assert_snapshot!(refused(&gpt2(), &[ids.clone(), twos]), @r#"error: "attention_mask" of sample 0 has the value 2, but this gpt2 model takes 0 to 1"#);
-    assert_snapshot!(refused(&gpt2(), &[ids.clone(), of("position_ids", (0..16).collect())]), @r#"error: the data give "position_ids", which this gpt2 model does not read: leave it out of the files"#);
+    assert_snapshot!(refused(&gpt2(), &[ids.clone(), of("position_ids", (0..16).collect())]), @r#"error: the data give "position_ids", which this gpt2 model does not read: leave it out of the files, which may have input_ids, labels, attention_mask"#);
     let floats = ("input_ids", Dtype::F32, vec![4, 2], vec![0; 32]);
     assert_snapshot!(refused(&gpt2(), &[floats]), @r#"error: the data give "input_ids" as f32 of shape [2] per sample, but this gpt2 model reads integers of shape [2] per sample"#);
     let three = ("labels", Dtype::I64, vec![3, 4], vec![0; 96]);

@@ -1,0 +1,51 @@
+//! Who is at fault.
+
+use super::Error;
+
+impl Error {
+    /// Whether the command line, the configuration or an input is at fault (exit status 2), and not
+    /// the run (exit status 1).
+    pub fn is_user_error(&self) -> bool {
+        match self {
+            Self::Write { .. }
+            | Self::DataThread
+            | Self::SkippedSteps { .. }
+            | Self::EvaluationLoss { .. }
+            | Self::Rank { .. }
+            | Self::Step { .. }
+            | Self::Stage { .. } => false,
+            Self::Schedule(error) => !pipeline_failed(error),
+            Self::Optimizer(error) => !matches!(**error, merak_zero::Error::Communication { .. }),
+            Self::Model(error) => !node_failed(error),
+            Self::Group(error) => matches!(
+                **error,
+                merak_mpu::Error::WorldSize { .. } | merak_mpu::Error::ZeroDegree { .. }
+            ),
+            Self::Checkpoint(error) => error.is_user_error(),
+            _ => true,
+        }
+    }
+
+    /// Whether every rank ends with it alike.
+    pub(crate) fn is_of_all_ranks(&self) -> bool {
+        self.is_user_error() || matches!(self, Self::SkippedSteps { .. })
+    }
+}
+
+/// Whether a schedule was under way when it failed.
+fn pipeline_failed(error: &merak_pipe::Error) -> bool {
+    use merak_pipe::Error as E;
+    matches!(
+        error,
+        E::Link { .. } | E::Timeout { .. } | E::Aborted { .. } | E::PeerLeft { .. }
+    )
+}
+
+/// Whether a node was running when it failed.
+fn node_failed(error: &merak_trace::Error) -> bool {
+    use merak_trace::Error as E;
+    matches!(
+        error,
+        E::Collective { .. } | E::Kernel { .. } | E::Backend { .. }
+    )
+}

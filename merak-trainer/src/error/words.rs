@@ -1,0 +1,41 @@
+//! Parts of messages.
+
+use crate::config::DataFormat;
+use std::path::Path;
+
+/// What else gives a part of the data more tokens.
+pub(super) fn other_share(part: &str) -> &'static str {
+    match part {
+        "validation" => ", or choose another \"data.validation_fraction\" (0 for no validation)",
+        _ => "",
+    }
+}
+
+/// What a file of records has in it.
+pub(super) fn records_of(format: DataFormat) -> &'static str {
+    match format {
+        DataFormat::Jsonl => "a JSON object in each line",
+        _ => "a line with the names of the columns and a line for each record",
+    }
+}
+
+/// The place of the data.
+pub(super) fn of(path: Option<&Path>) -> String {
+    path.map(|path| format!(" of {}", path.display()))
+        .unwrap_or_default()
+}
+
+/// What samples of a part are for.
+pub(super) fn purpose(part: &str) -> &'static str {
+    match part {
+        "evaluation" => "measure",
+        _ => "learn from",
+    }
+}
+
+/// The most similar name, where there is one.
+pub(super) fn did_you_mean(nearest: Option<&str>) -> String {
+    nearest
+        .map(|name| format!("; did you mean \"{name}\"?"))
+        .unwrap_or_default()
+}

@@ -1,0 +1,81 @@
+//! What the data decide about a run, before anything runs.
+
+use super::{TrainerParts, evaluation};
+use crate::{
+    CheckedArguments, Error, Result,
+    data::{BatchShape, Dataset, TrainingOrder, has_labels},
+};
+use merak_zero::LrSchedule;
+
+/// What the data decide about a run.
+pub(super) struct Course {
+    pub(super) order: Option<TrainingOrder>,
+    pub(super) total_steps: usize,
+    pub(super) schedule: LrSchedule,
+}
+
+impl Course {
+    /// Lays it out.
+    ///
+    /// # Errors
+    /// When the data are too few.
+    pub(super) fn new(args: &CheckedArguments, parts: &TrainerParts) -> Result<Self> {
+        let shape = batch_shape(args);
+        let order = parts
+            .train_data
+            .as_ref()
+            .map(|data| TrainingOrder::new(data.len(), shape, args.data_seed()))
+            .transpose()?;
+        let total_steps = order
+            .as_ref()
+            .map_or(1, |order| args.total_steps(order.steps_per_epoch()));
+        if let Some(data) = &parts.eval_data {
+            evaluation::order(args, data.len())?;
+        }
+        Ok(Self {
+            order,
+            total_steps,
+            schedule: args.lr_schedule(total_steps)?,
+        })
+    }
+}
+
+/// Refuses data of which nothing can be learned: all of its samples are without labels.
+///
+/// # Errors
+/// [`Error::NoLabels`], or when a sample cannot be read.
+pub(super) fn check_labels(args: &CheckedArguments, parts: &TrainerParts) -> Result<()> {
+    if let Some(data) = &parts.train_data {
+        check_part(args, "training", &**data, data.len())?;
+    }
+    if let Some(data) = &parts.eval_data {
+        let samples = evaluation::order(args, data.len())?.samples();
+        check_part(args, "evaluation", &**data, samples)?;
+    }
+    Ok(())
+}
+
+fn check_part(
+    args: &CheckedArguments,
+    part: &'static str,
+    data: &dyn Dataset,
+    samples: usize,
+) -> Result<()> {
+    if has_labels(data, samples)? {
+        return Ok(());
+    }
+    Err(Error::NoLabels {
+        part,
+        samples,
+        path: args.data.path.as_ref().map(|path| path.0.clone()),
+    })
+}
+
+/// How the arguments cut a global batch.
+pub(super) fn batch_shape(args: &CheckedArguments) -> BatchShape {
+    BatchShape {
+        batch: args.per_device_train_batch_size,
+        microbatches: args.gradient_accumulation_steps,
+        dp: args.dp,
+    }
+}

@@ -1,0 +1,117 @@
+//! Data of which nothing can be learned: tensors that are not read, labels that do not count, numbers that are none.
+
+use std::fs;
+
+use insta::assert_snapshot;
+use safetensors::Dtype;
+use serde_json::Value;
+
+use super::families::{Tensors, bert, gpt2, i64s, images, place, vit, write_tensors};
+
+fn refused(model: &Value, tensors: &Tensors<'_>) -> String {
+    let place = place(model, "tensors", "a.safetensors");
+    write_tensors(&place.path("a.safetensors"), tensors);
+    place.mistake("train merak.toml")
+}
+
+#[test]
+fn a_tensor_that_no_part_of_the_model_reads_is_refused_with_the_nearest() {
+    let ids = |name| (name, Dtype::I64, vec![20, 4], i64s((0..80).map(|i| i % 61)));
+    // Without labels they would be made of the tokens, and nobody would notice.
+    assert_snapshot!(refused(&gpt2(), &[ids("input_ids"), ids("lables")]), @r#"error: the data give "lables", which this gpt2 model does not read: leave it out of the files, which may have input_ids, labels, attention_mask; did you mean "labels"?"#);
+    assert_snapshot!(refused(&gpt2(), &[ids("input_ids"), ids("token_type_ids")]), @r#"error: the data give "token_type_ids", which this gpt2 model does not read: leave it out of the files, which may have input_ids, labels, attention_mask"#);
+    let masked = bert("BertForMaskedLM");
+    assert_snapshot!(refused(&masked, &[ids("input_ids"), ids("labels"), ids("atention_mask")]), @r#"error: the data give "atention_mask", which this bert model does not read: leave it out of the files, which may have input_ids, token_type_ids, attention_mask, labels; did you mean "attention_mask"?"#);
+}
+
+/// One label for each of twenty images.
+fn labelled(label: impl Fn(usize) -> i64) -> Vec<(&'static str, Dtype, Vec<usize>, Vec<u8>)> {
+    let mut tensors = images(20);
+    let labels = (0..20).flat_map(|row| label(row).to_le_bytes());
+    tensors[1] = ("labels", Dtype::I64, vec![20], labels.collect());
+    tensors
+}
+
+#[test]
+fn samples_that_all_are_without_labels_are_refused() {
+    assert_snapshot!(refused(&vit(), &labelled(|_| -100)), @"error: none of the 14 training samples of a.safetensors has a label other than -100: there is nothing to learn from");
+    // The last 30 % are for validation.
+    assert_snapshot!(refused(&vit(), &labelled(|row| if row < 14 { -100 } else { 1 })), @"error: none of the 14 training samples of a.safetensors has a label other than -100: there is nothing to learn from");
+    assert_snapshot!(refused(&vit(), &labelled(|row| if row < 14 { 1 } else { -100 })), @"error: none of the 6 evaluation samples of a.safetensors has a label other than -100: there is nothing to measure");
+    let ids = ("input_ids", Dtype::I64, vec![20, 1], i64s(0..20));
+    assert_snapshot!(refused(&gpt2(), &[ids]), @"error: none of the 14 training samples of a.safetensors has a label other than -100: there is nothing to learn from");
+}
+
+#[test]
+fn a_step_without_labels_is_told_with_its_samples() {
+    let place = place(&vit(), "tensors", "a.safetensors");
+    let one = labelled(|row| if row == 3 || row == 17 { 1 } else { -100 });
+    write_tensors(&place.path("a.safetensors"), &one);
+    let ended = place.merak("train merak.toml --tp 2 --pp 2");
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    let told = ended.stderr.matches("no sample of the step has a label");
+    assert!((2..=3).contains(&told.count()), "{}", ended.stderr);
+}
+
+/// Images as floats, with NaN in those that `is_bad` names.
+fn with_nan(is_bad: impl Fn(usize) -> bool) -> Vec<(&'static str, Dtype, Vec<usize>, Vec<u8>)> {
+    let mut tensors = images(20);
+    let pixels = (0..20 * 128).flat_map(|i| {
+        let nan = is_bad(i / 128) && i % 128 == 77;
+        let pixel = if nan { f32::NAN } else { (i % 9) as f32 / 9.0 };
+        pixel.to_le_bytes()
+    });
+    tensors[0] = (
+        "pixel_values",
+        Dtype::F32,
+        vec![20, 2, 8, 8],
+        pixels.collect(),
+    );
+    tensors
+}
+
+#[test]
+fn gradients_that_are_never_finite_end_a_run() {
+    let place = place(&vit(), "tensors", "a.safetensors");
+    write_tensors(&place.path("a.safetensors"), &with_nan(|_| true));
+    let failed = |line: &str| {
+        let ended = place.merak(line);
+        assert_eq!(ended.status, Some(1), "{}", ended.stderr);
+        let last = ended.stderr.lines().last().unwrap_or_default().to_owned();
+        (last, ended.stderr)
+    };
+    let (message, log) = failed("train merak.toml --max_steps 9 --max_skipped_steps 4");
+    assert_snapshot!(message, @r#"error: 4 steps in a row changed nothing, step 4 because the gradient of "vit.embeddings.cls_token" is not finite: look for numbers in the data or the starting weights that are not finite or very large, or choose a smaller "learning_rate" ("max_skipped_steps" is 4)"#);
+    assert!(
+        log.contains("a.safetensors row=0 tensor=\"pixel_values\""),
+        "{log}"
+    );
+    // All steps of a run that is shorter than that.
+    let (message, _) =
+        failed("train merak.toml --max_steps 2 --dp 2 --gradient_accumulation_steps 2");
+    assert_snapshot!(message, @r#"error: 2 steps in a row changed nothing, step 2 because the gradient of "vit.embeddings.cls_token" is not finite: look for numbers in the data or the starting weights that are not finite or very large, or choose a smaller "learning_rate" ("max_skipped_steps" is 50)"#);
+
+    // One sample among many costs a step, which is told, and is not averaged with the others.
+    write_tensors(
+        &place.path("a.safetensors"),
+        &with_nan(|row| row == 17 || row == 5),
+    );
+    let shown = place.succeed("train merak.toml");
+    assert!(shown.contains("skipped   1 steps"), "{shown}");
+    assert!(
+        !shown.contains("mean loss NaN") && shown.contains("validated loss NaN"),
+        "{shown}"
+    );
+    let (message, log) = failed("evaluate merak.toml run --pp 2");
+    assert_snapshot!(message, @"error: the evaluation loss is NaN: the weights, or samples of the data, have numbers that are not finite or very large");
+    assert!(
+        log.contains("the loss of these samples is not finite samples=[2, 3]"),
+        "{log}"
+    );
+    let config = fs::read_to_string(place.path("merak.toml")).unwrap();
+    place.write(
+        "none.toml",
+        &config.replace("max_steps", "max_skipped_steps = 0\nmax_steps"),
+    );
+    assert_snapshot!(place.mistake("train none.toml"), @r#"error: "max_skipped_steps" is 0 (none.toml:2), but must be at least 1"#);
+}
