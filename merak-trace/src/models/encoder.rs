@@ -38,8 +38,8 @@ impl Encoder {
             activation: f.activation("hidden_act", "gelu")?,
             hidden_dropout: f.probability("hidden_dropout_prob", dropout)?,
             attention_dropout: f.probability("attention_probs_dropout_prob", dropout)?,
-            layer_norm_eps: f.number_or("layer_norm_eps", 1e-12)?,
-            initializer_range: f.opt_number("initializer_range")?,
+            layer_norm_eps: f.not_negative_or("layer_norm_eps", 1e-12)?,
+            initializer_range: f.opt_not_negative("initializer_range")?,
         })
     }
 

@@ -77,7 +77,22 @@ impl<'a> Fields<'a> {
         self.refuse("add_cross_attention", &[false.into()])?;
         self.refuse("tie_encoder_decoder", &[false.into()])?;
         self.refuse("pruned_heads", &[Json::Object(Map::new())])?;
+        self.check_tokens()?;
         self.check_dtype()
+    }
+
+    /// Checks the tokens with a meaning, which a run may read: one or a list, none where negative.
+    fn check_tokens(&self) -> Result<()> {
+        for name in ["eos_token_id", "pad_token_id", "decoder_start_token_id"] {
+            let Some(value) = self.object.get(name).filter(|value| !value.is_null()) else {
+                continue;
+            };
+            let is_list = |list: &Vec<Json>| list.iter().all(Json::is_i64);
+            if !value.is_i64() && !value.as_array().is_some_and(is_list) {
+                return Err(self.wrong(name, "an integer or a list of integers", value));
+            }
+        }
+        Ok(())
     }
 
     /// Checks the element type in which the weights were saved; training has one of its own.
@@ -222,9 +237,17 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.error(name, "is no list of positive numbers"))
     }
 
-    /// A number, or a default.
-    pub(super) fn number_or(&self, name: &str, default: f64) -> Result<f64> {
-        Ok(self.opt_number(name)?.unwrap_or(default))
+    /// A number that is not negative, or a default.
+    pub(super) fn not_negative_or(&self, name: &str, default: f64) -> Result<f64> {
+        Ok(self.opt_not_negative(name)?.unwrap_or(default))
+    }
+
+    /// A number that is not negative, if the field is there.
+    pub(super) fn opt_not_negative(&self, name: &str) -> Result<Option<f64>> {
+        match self.opt_number(name)? {
+            Some(n) if n < 0.0 => Err(self.error(name, &format!("is {n}, expected at least 0"))),
+            number => Ok(number),
+        }
     }
 
     /// A finite number, if the field is there.
@@ -241,7 +264,7 @@ impl<'a> Fields<'a> {
 
     /// A probability below 1, 0 where it is absent.
     pub(super) fn probability(&self, name: &str, default: f64) -> Result<f64> {
-        let p = self.number_or(name, default)?;
+        let p = self.opt_number(name)?.unwrap_or(default);
         if (0.0..1.0).contains(&p) {
             Ok(p)
         } else {
@@ -331,8 +354,10 @@ impl<'a> Fields<'a> {
     /// The number of classes: `num_labels`, or the entries of `id2label`, or 2.
     pub(super) fn num_labels(&self) -> Result<usize> {
         self.refuse("problem_type", &["single_label_classification".into()])?;
-        let named = self.get("id2label").and_then(Json::as_object);
-        let classes = self.size_or("num_labels", named.map_or(2, Map::len))?;
+        let named = self.object("id2label")?;
+        self.object("label2id")?;
+        let named = named.map_or(2, |names| names.object.len());
+        let classes = self.size_or("num_labels", named)?;
         if classes < 2 {
             let reason = "is 1, which asks for a regression, expected at least 2 classes";
             return Err(self.error("num_labels", reason));

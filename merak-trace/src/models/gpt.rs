@@ -40,7 +40,7 @@ impl Gpt {
             heads,
             dropout: f.probability("dropout", 0.0)?,
             tie: f.flag_or("tie_word_embeddings", false)?,
-            std: f.opt_number("initializer_range")?,
+            std: f.opt_not_negative("initializer_range")?,
         })
     }
 

@@ -60,7 +60,7 @@ impl GptNeoX {
             num_heads,
             head_dim,
             max_seq: rotary.longest(),
-            layer_norm_eps: f.number_or("layer_norm_eps", 1e-5)?,
+            layer_norm_eps: f.not_negative_or("layer_norm_eps", 1e-5)?,
             rotary,
             activation: f.activation("hidden_act", "gelu")?,
             attention_bias: f.flag_or("attention_bias", true)?,
@@ -68,7 +68,7 @@ impl GptNeoX {
             hidden_dropout: f.probability("hidden_dropout", 0.0)?,
             attention_dropout: f.probability("attention_dropout", 0.0)?,
             tie_word_embeddings: f.flag_or("tie_word_embeddings", false)?,
-            initializer_range: f.opt_number("initializer_range")?,
+            initializer_range: f.opt_not_negative("initializer_range")?,
             eos_token_id: f.token_id("eos_token_id"),
         })
     }

@@ -84,7 +84,7 @@ impl Opt {
             dropout: f.probability("dropout", 0.1)?,
             attention_dropout: f.probability("attention_dropout", 0.0)?,
             tie_word_embeddings: f.flag_or("tie_word_embeddings", true)?,
-            init_std: f.opt_number("init_std")?,
+            init_std: f.opt_not_negative("init_std")?,
             padding: padding(f, Some(1), vocab_size)?,
             eos_token_id: f.token_id("eos_token_id"),
         })

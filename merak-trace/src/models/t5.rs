@@ -63,7 +63,7 @@ impl T5 {
         f.architecture(&["T5ForConditionalGeneration"])?;
         f.refuse("is_encoder_decoder", &[json!(true)])?;
         f.refuse("is_decoder", &[json!(false)])?;
-        // What follows from feed_forward_proj, and what never had an effect.
+        // transformers takes these from feed_forward_proj whatever they say; the last never had an effect.
         f.ignore(&["dense_act_fn", "is_gated_act", "output_past"]);
         let encoder_layers = f.size_or("num_layers", 6)?;
         let (activation, is_gated) = feed_forward(f)?;
@@ -79,8 +79,8 @@ impl T5 {
             buckets: f.size_or("relative_attention_num_buckets", 32)?,
             max_distance: f.size_or("relative_attention_max_distance", 128)?,
             dropout: f.probability("dropout_rate", 0.1)?,
-            layer_norm_epsilon: f.number_or("layer_norm_epsilon", 1e-6)?,
-            initializer_factor: f.number_or("initializer_factor", 1.0)?,
+            layer_norm_epsilon: f.not_negative_or("layer_norm_epsilon", 1e-6)?,
+            initializer_factor: f.not_negative_or("initializer_factor", 1.0)?,
             activation,
             is_gated,
             tie_word_embeddings,

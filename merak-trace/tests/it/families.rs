@@ -368,6 +368,11 @@ fn what_a_model_was_not_made_for_is_refused_by_the_name_of_its_field() {
         json!({ "model_type": "bert", "architectures": ["BertForSequenceClassification"], "num_labels": 1 }),
         json!({ "model_type": "bert", "architectures": ["BertForSequenceClassification"],
             "problem_type": "multi_label_classification" }),
+        json!({ "model_type": "bert", "architectures": ["BertForSequenceClassification"], "id2label": ["a", "b"] }),
+        json!({ "model_type": "bert", "layer_norm_eps": -1 }),
+        json!({ "model_type": "gpt2", "initializer_range": -0.02 }),
+        json!({ "model_type": "gpt2", "eos_token_id": "</s>" }),
+        json!({ "model_type": "llama", "eos_token_id": [1, 2.5] }),
         json!({ "model_type": "t5", "feed_forward_proj": "gated-mish" }),
         json!({ "model_type": "t5", "relative_attention_num_buckets": 3 }),
         json!({ "model_type": "vit", "patch_size": [16] }),
@@ -380,6 +385,11 @@ fn what_a_model_was_not_made_for_is_refused_by_the_name_of_its_field() {
     model configuration: position_embedding_type: is "relative_key", which is not supported
     model configuration: num_labels: is 1, which asks for a regression, expected at least 2 classes
     model configuration: problem_type: is "multi_label_classification", which is not supported
+    model configuration: id2label: is ["a","b"], expected an object
+    model configuration: layer_norm_eps: is -1, expected at least 0
+    model configuration: initializer_range: is -0.02, expected at least 0
+    model configuration: eos_token_id: is "</s>", expected an integer or a list of integers
+    model configuration: eos_token_id: is [1,2.5], expected an integer or a list of integers
     model configuration: feed_forward_proj: is "gated-mish", expected relu, gelu, gated-gelu, gated-silu or the like
     model configuration: relative_attention_num_buckets: is 3, too few to tell distances up to 128 (relative_attention_max_distance) apart
     model configuration: patch_size: is [16], expected a positive integer or a pair of them

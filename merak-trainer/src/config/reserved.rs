@@ -15,10 +15,16 @@ pub(crate) struct Reserved {
     pub(crate) name: &'static str,
     /// The values that ask for nothing, as JSON; the first is the documented default.
     pub(crate) inactive: &'static [&'static str],
+    /// What to use instead, besides those.
+    advice: &'static str,
 }
 
 const fn reserved(name: &'static str, inactive: &'static [&'static str]) -> Reserved {
-    Reserved { name, inactive }
+    Reserved {
+        name,
+        inactive,
+        advice: "",
+    }
 }
 
 const FALSE: &[&str] = &["false"];
@@ -54,7 +60,10 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("load_best_model_at_end", FALSE),
     reserved("metric_for_best_model", &[r#""eval_loss""#, "null"]),
     reserved("greater_is_better", NONE),
-    reserved("fp16", FALSE),
+    Reserved {
+        advice: ", or \"bf16\" for 16 bits",
+        ..reserved("fp16", FALSE)
+    },
     reserved("half_precision_backend", NONE),
     // Memory is never pinned and every rank is a CPU rank: both values hold already.
     reserved("dataloader_pin_memory", &["true", "false"]),
@@ -179,9 +188,9 @@ impl Reserved {
             .inactive
             .iter()
             .map(|text| if *text == "null" { "none" } else { text });
-        Err(Refusal::NotAvailable {
-            instead: super::choice::one_of(&instead.collect::<Vec<_>>()),
-        })
+        let mut instead = super::choice::one_of(&instead.collect::<Vec<_>>());
+        instead.push_str(self.advice);
+        Err(Refusal::NotAvailable { instead })
     }
 }
 
