@@ -16,6 +16,8 @@ pub struct ReportOptions {
     pub live_microbatches: Vec<usize>,
     /// For each stage, what it computes again; empty when nothing is.
     pub recompute: Vec<RecomputePlan>,
+    /// For each stage the rank that runs it; empty where each rank runs the stage of its number.
+    pub placement: Vec<usize>,
     /// Bytes of gradient per element of a parameter on the rank.
     pub grad_bytes_per_param: f64,
     /// Bytes of optimizer state per element of a parameter on the rank, master weights included.
@@ -30,6 +32,7 @@ impl ReportOptions {
                 .map(|stage| (num_stages - stage).min(num_microbatches))
                 .collect(),
             recompute: Vec::new(),
+            placement: Vec::new(),
             grad_bytes_per_param: 4.0,
             optimizer_bytes_per_param: 8.0,
         }
@@ -50,6 +53,8 @@ pub struct Traffic {
 pub struct StageReport {
     /// The stage.
     pub stage: usize,
+    /// The rank that runs it.
+    pub rank: usize,
     /// Segments that it is made of.
     pub segments: usize,
     /// Paths of its modules in order, as `transformer.h.0-3`.
@@ -85,7 +90,9 @@ pub struct TiedReport {
     pub name: String,
     /// The stage that owns it.
     pub owner: usize,
-    /// The stages that hold a copy.
+    /// The stages on the owner's rank that use it where it lies, the owner left out.
+    pub shared: Vec<usize>,
+    /// The stages on other ranks, each of which holds a copy.
     pub copies: Vec<usize>,
 }
 
@@ -118,9 +125,15 @@ pub fn report(
         options.live_microbatches.len(),
         num_stages,
     )?;
-    if !options.recompute.is_empty() {
-        check_length("recompute", options.recompute.len(), num_stages)?;
+    for (what, found) in [
+        ("recompute", options.recompute.len()),
+        ("placement", options.placement.len()),
+    ] {
+        if found > 0 {
+            check_length(what, found, num_stages)?;
+        }
     }
+    let rank = |stage: usize| options.placement.get(stage).copied().unwrap_or(stage);
     let cuts = partition.cuts(graph)?;
     let ranges = ModuleRanges::of(graph);
     let nothing = RecomputePlan::default();
@@ -135,6 +148,7 @@ pub fn report(
         })?;
         let mut entry = of_program(&program, options, options.live_microbatches[stage]);
         entry.stage = stage;
+        entry.rank = rank(stage);
         entry.segments = partition.segments_of(stage).len();
         entry.modules = ranges.names(graph, partition.nodes_of(stage));
         entry.parameters = partition.params_of(stage);
@@ -143,7 +157,11 @@ pub fn report(
     let layout = layout(partition, &stages);
     Ok(PartitionReport {
         stages,
-        tied: cuts.tied(graph).into_iter().map(tied).collect(),
+        tied: cuts
+            .tied(graph)
+            .into_iter()
+            .map(|param| tied(param, rank))
+            .collect(),
         split: split(partition),
         layout,
     })
@@ -196,6 +214,7 @@ fn of_program(
     let kept_bytes = kept_bytes(program);
     StageReport {
         stage: 0,
+        rank: 0,
         segments: 0,
         modules: Vec::new(),
         parameters: 0,
@@ -262,11 +281,15 @@ fn kept_bytes(program: &StageProgram) -> usize {
     total(kept.into_iter().map(|value| graph.ty(value).size_bytes()))
 }
 
-fn tied(param: TiedParam) -> TiedReport {
+fn tied(param: TiedParam, rank: impl Fn(usize) -> usize) -> TiedReport {
+    let owner = param.stages[0];
+    let others = param.stages[1..].iter().copied();
+    let (shared, copies) = others.partition(|stage| rank(*stage) == rank(owner));
     TiedReport {
         name: param.name,
-        owner: param.stages[0],
-        copies: param.stages[1..].to_vec(),
+        owner,
+        shared,
+        copies,
     }
 }
 

@@ -73,6 +73,12 @@ pub enum Error {
         /// The number that was asked for.
         found: usize,
     },
+    /// Ranks cannot run on that many cores.
+    #[error("ranks run on more than 0 cores, found {found}")]
+    Cores {
+        /// The number.
+        found: f64,
+    },
     /// The limits of memory are not one per rank.
     #[error("expected a limit of memory for each of {expected} ranks, found {found}")]
     LimitCount {

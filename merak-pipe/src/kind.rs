@@ -30,6 +30,9 @@ use std::{fmt, str::FromStr};
 /// | `v_min` | `2(P-1) - 1/2` | `(P+4)/3`, rounded up to a chunk | 2 |
 /// | `dualpipe_v` | `P-1` | `P + 1/2` | 2 |
 ///
+/// Where `P` does not divide `M`, `interleaved_1f1b` runs a smaller last round, which waits for its way around the
+/// ranks: with two chunks that takes `P - M mod P` more. Megatron-LM refuses such sizes.
+///
 /// ```
 /// use merak_pipe::ScheduleKind;
 /// assert_eq!("1f1b".parse::<ScheduleKind>()?, ScheduleKind::OneFOneB);

@@ -28,7 +28,8 @@
 //!   halves `I` (input gradient) and `W` (weight gradients), and `R` recompute.
 //! - [`Schedule`]: the actions of every rank, from a [`ScheduleKind`] or from CSV;
 //!   [`Schedule::validate`] proves it, [`Schedule::instructions`] adds the communication.
-//! - [`simulate`](fn@simulate): [`Costs`] in, makespan, bubble, memory and critical path out.
+//! - [`simulate`](fn@simulate): [`Costs`] in, makespan, bubble, memory and critical path out;
+//!   [`simulate_on`]: the same for ranks that share cores.
 //! - [`auto`](fn@auto): a schedule searched for given costs and memory; [`Costs::measured`] takes them from a
 //!   recorded timeline.
 //! - [`Engine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`]; [`run_threads`] runs
@@ -91,7 +92,7 @@ pub use instruction::{Instruction, Slot};
 pub use kind::ScheduleKind;
 pub use render::{GridStyle, grid, html, json, svg, trace};
 pub use schedule::{Exchanges, Schedule, Size};
-pub use simulate::{Simulation, simulate};
+pub use simulate::{Simulation, simulate, simulate_on};
 pub use timeline::{Span, Timeline};
 
 #[cfg(doctest)]

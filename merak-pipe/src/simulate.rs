@@ -1,7 +1,9 @@
 //! The simulator: what a schedule costs before anything runs.
 
+mod shared;
+
 use crate::{
-    Action, Costs, Kind, Result, Schedule, Span, Tag, Timeline,
+    Action, Costs, Error, Kind, Result, Schedule, Span, Tag, Timeline,
     dataflow::{self, Slots, Visit},
     validate,
 };
@@ -51,11 +53,42 @@ impl Simulation {
 /// # Ok::<(), merak_pipe::Error>(())
 /// ```
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Simulation> {
+    simulate_on(schedule, costs, f64::INFINITY)
+}
+
+/// [`simulate`] for ranks that share so many cores: while more ranks compute than there are cores, all of them
+/// slow down alike, as threads do under an operating system that is fair to them. Costs are times on a core of
+/// one's own; hops need no core.
+///
+/// Where every rank has a core, the result is that of [`simulate`]; otherwise time grows by the logarithm of the
+/// number of ranks. A fraction is a share: two pipelines side by side on three cores have one and a half each.
+///
+/// # Errors
+/// As [`simulate`], and [`Error::Cores`] when the number is not above 0.
+///
+/// ```
+/// use merak_pipe::{Costs, ScheduleKind, Size, UnitCosts, simulate_on};
+/// // All forwards, then all backwards, on one core: the sum of all work.
+/// let schedule = ScheduleKind::Gpipe.generate(Size::new(4, 8))?;
+/// let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse()?, 4);
+/// assert_eq!(simulate_on(&schedule, &costs, 1.0)?.makespan, 96.0);
+/// # Ok::<(), merak_pipe::Error>(())
+/// ```
+pub fn simulate_on(schedule: &Schedule, costs: &Costs, cores: f64) -> Result<Simulation> {
+    if cores.is_nan() || cores <= 0.0 {
+        return Err(Error::Cores { found: cores });
+    }
     let placement = schedule.placement()?;
     costs.check(schedule)?;
     validate::check_actions(schedule, &placement)?;
     let mut clock = Clock::new(schedule, &placement, costs);
-    dataflow::walk(schedule, &placement, |visit| clock.run(visit))?;
+    if cores >= schedule.size.ranks as f64 {
+        dataflow::walk(schedule, &placement, |visit| clock.run(visit))?;
+    } else {
+        // Who shares cores decides when things happen, and not whether they can.
+        dataflow::walk(schedule, &placement, |_| ())?;
+        shared::run(&mut clock, cores);
+    }
     let critical_path = clock.critical_path();
     let timeline = Timeline { ranks: clock.spans };
     Ok(Simulation {
@@ -109,7 +142,7 @@ impl<'a> Clock<'a> {
                 .iter()
                 .map(|list| Vec::with_capacity(list.len()))
                 .collect(),
-            messages: vec![(0.0, 0, 0); slots.count()],
+            messages: vec![(f64::INFINITY, 0, 0); slots.count()],
             recomputes,
         }
     }
@@ -120,20 +153,30 @@ impl<'a> Clock<'a> {
             position,
             action,
         } = visit;
-        let stages = self.placement.len();
         let free = self.spans[rank].last().map_or(0.0, |span| span.end);
         let arrival = action
-            .input(stages)
+            .input(self.placement.len())
             .map(|tag| self.messages[self.slots.of(tag)].0);
-        let waits = arrival.is_some_and(|arrival| arrival > free || position == 0);
         let start = arrival.map_or(free, |arrival| arrival.max(free));
+        let end = start + self.cost(action);
+        let waits = arrival.is_some_and(|arrival| arrival > free || position == 0);
+        self.record(rank, Span { action, start, end }, waits);
+    }
+
+    fn cost(&self, action: Action) -> f64 {
         let index = action.stage.0 * self.schedule.size.microbatches + action.microbatch.0;
-        let end = start + self.costs.of(action, self.recomputes[index]);
-        self.spans[rank].push(Span { action, start, end });
-        self.waited[rank].push(waits);
-        if let Some(tag) = action.output(stages) {
-            self.messages[self.slots.of(tag)] = (end + self.hop(tag), rank, position);
-        }
+        self.costs.of(action, self.recomputes[index])
+    }
+
+    /// Writes down the next action of a rank, and sends what it made; gives the message and its arrival.
+    fn record(&mut self, rank: usize, span: Span, waited: bool) -> Option<(Tag, f64)> {
+        let position = self.spans[rank].len();
+        self.spans[rank].push(span);
+        self.waited[rank].push(waited);
+        let tag = span.action.output(self.placement.len())?;
+        let arrival = span.end + self.hop(tag);
+        self.messages[self.slots.of(tag)] = (arrival, rank, position);
+        Some((tag, arrival))
     }
 
     fn hop(&self, tag: Tag) -> f64 {

@@ -38,8 +38,8 @@ pub use self::{
     },
     checked::CheckedArguments,
     choice::{
-        Backend, DataFormat, Device, Engine, PartitionMethod, Recompute, RecomputeOp, ReportTo,
-        SplitMethod, TraceMethod,
+        Backend, CostSource, DataFormat, Device, Engine, PartitionMethod, Recompute, RecomputeOp,
+        ReportTo, SplitMethod, TraceMethod,
     },
     key::Key,
     origin::Origin,

@@ -51,7 +51,6 @@ mod tokenizer;
 mod tokens;
 mod translation;
 
-pub(crate) use self::dataset::has_labels;
 pub use self::{
     bigram::bigram_loss,
     classes::{ClassDataset, LabelledText},
@@ -72,3 +71,4 @@ pub use self::{
     tokens::TokenDataset,
     translation::{PairDataset, PairShape},
 };
+pub(crate) use self::{dataset::has_labels, inputs::integer_limit};

@@ -541,6 +541,17 @@ pub enum Error {
         /// The least that it can do with.
         least: usize,
     },
+    /// Stages that no partition makes small enough for a rank.
+    #[error(
+        "\"autopipe.memory_limit\" is {limit} bytes, but under every partition that was tried some rank needs at least \
+         {least}: raise it, or choose more ranks or a smaller \"per_device_train_batch_size\""
+    )]
+    StageMemory {
+        /// The bytes that a rank may use.
+        limit: usize,
+        /// The least that the fullest rank can do with.
+        least: usize,
+    },
     /// A run that this machine's memory cannot hold.
     #[error(transparent)]
     Memory(Box<crate::MemoryShortage>),

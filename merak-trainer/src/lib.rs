@@ -54,27 +54,30 @@
 //! - A rank that fails ends the run on all ranks within the deadline, with its cause.
 
 mod config;
+mod costs;
 pub mod data;
 mod error;
 mod memory;
 pub mod metrics;
+pub mod network;
 mod plan;
 mod stage;
 mod trainer;
 mod world;
 
 pub use config::{
-    AutopipeArguments, Backend, Boundaries, CheckedArguments, ComputeArguments, Config,
+    AutopipeArguments, Backend, Boundaries, CheckedArguments, ComputeArguments, Config, CostSource,
     DataArguments, DataFormat, Device, DistributedArguments, Engine, InputPath, Key,
     MerakArguments, ModelArguments, Origin, PartitionMethod, Ratios, Recompute, RecomputeOp,
     ReportTo, SeqLength, SplitMethod, ThreadsPerRank, TokenizerSource, TpLayerListArguments,
     TraceMethod, TrainSchedule, keys,
 };
+pub use costs::{CostCache, CostModel, Profile};
 pub use error::{Error, Result};
 pub use memory::{MemoryNeed, MemoryShortage, Workload, available_bytes};
-pub use plan::{Forward, Lora, Plan};
+pub use plan::{Forward, Lora, Plan, Prediction, StageTimes};
 pub use trainer::{
-    ADAPTER_CONFIG, Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepReport,
+    ADAPTER_CONFIG, Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepRecord, StepReport,
     TrainOutput, TrainerParts,
 };
 pub use world::{chain, run_world, threads_per_rank};

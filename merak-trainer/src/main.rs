@@ -65,7 +65,7 @@ fn main() -> ExitCode {
     let outcome = match cli.command {
         Command::Train(args) => commands::train::run(args),
         Command::Evaluate(args) => commands::evaluate::run(args),
-        Command::Trace(args) => commands::trace::run(&args),
+        Command::Trace(args) => commands::trace::run(args),
         Command::Schedule(args) => commands::schedule::run(&args),
         Command::Config(args) => commands::config::run(args),
         Command::Generate(args) => commands::generate::run(&args),

@@ -5,7 +5,7 @@ use crate::{
 };
 use indicatif::BinaryBytes;
 use merak_pipe::{Action, Kind};
-use merak_trace::{Op, Param, Phase, Source, StageProgram, ValueId};
+use merak_trace::{LiveBytes, Param, Port, StageProgram};
 use merak_zero::ZeroStage;
 use std::collections::{BTreeMap, BTreeSet};
 use sysinfo::{MemoryRefreshKind, Process, ProcessRefreshKind, ProcessesToUpdate, System};
@@ -153,7 +153,7 @@ impl Plan {
     /// Batches of a step, and the values of the microbatches that the schedule has under way at the worst moment.
     fn training_bytes(&self, programs: &RankPrograms, rank: usize) -> usize {
         let held = programs.stages.iter();
-        let held = held.map(|(stage, program)| (*stage, Held::at_least(program)));
+        let held = held.map(|(stage, program)| (*stage, program.live_bytes()));
         let peak = activation_bytes(&self.schedule.actions[rank], &held.collect());
         let inputs = programs.stages.iter().map(|(_, program)| &**program);
         let batches = input_bytes(inputs).saturating_mul(self.schedule.size.microbatches);
@@ -220,92 +220,54 @@ impl Plan {
     }
 }
 
-/// Bytes of values that a microbatch on a stage holds, during its actions and between them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Held {
-    during_forward: usize,
-    between_forward_and_backward: usize,
-    during_backward: usize,
-    during_input_half: usize,
-    between_halves: usize,
-    during_weight_half: usize,
-}
-
-impl Held {
-    /// No more than any backend needs.
-    pub(crate) fn at_least(program: &StageProgram) -> Self {
-        let live = program.live_bytes();
-        // A view lies in the memory of another value.
-        let is_kept = |value: ValueId| {
-            program.graph.producer(value).is_some_and(|id| {
-                let op = &program.graph.node(id).op;
-                let is_view = matches!(op, Op::Identity | Op::Reshape { .. } | Op::CopyTo { .. });
-                program.phases[id.index()] == Phase::Forward && !is_view
-            })
-        };
-        let between_halves = read_by_weight_half(program, is_kept).min(live.kept);
-        Self {
-            during_forward: live.forward,
-            between_forward_and_backward: live.kept,
-            during_backward: live.backward,
-            during_input_half: live.kept,
-            between_halves,
-            during_weight_half: between_halves,
-        }
+/// No fewer bytes than a microbatch on a stage needs on a backend without scratch memory. Batches are held until their
+/// forward ends, the model's outputs until the step of so many microbatches does.
+pub(crate) fn held_at_most(program: &StageProgram, microbatches: usize) -> LiveBytes {
+    let size = |value| program.graph.ty(value).size_bytes();
+    let bytes = |ports: &[Port]| ports.iter().map(|port| size(port.value)).sum::<usize>();
+    let outputs = bytes(&program.outputs).saturating_mul(microbatches);
+    let mut live = program.live_bytes_without_reuse();
+    for peak in [
+        &mut live.forward,
+        &mut live.backward,
+        &mut live.input_half,
+        &mut live.weight_half,
+        &mut live.recompute,
+        &mut live.backward_after_recompute,
+        &mut live.input_half_after_recompute,
+    ] {
+        *peak = peak.saturating_add(outputs);
     }
-
-    /// No less than a backend without scratch memory needs. The walk over a program lets results lie in their
-    /// operands' memory; where that does not happen, the largest result comes on top. The model's outputs stay until
-    /// the step of so many microbatches ends.
-    pub(crate) fn at_most(program: &StageProgram, microbatches: usize) -> Self {
-        let live = program.live_bytes();
-        let size = |value| program.graph.ty(value).size_bytes();
-        let nodes = program.graph.nodes().iter();
-        let results = nodes.map(|node| node.outputs.iter().map(|&value| size(value)).sum());
-        let largest: usize = results.max().unwrap_or(0);
-        let outputs: usize = program.outputs.iter().map(|port| size(port.value)).sum();
-        let on_top = largest + outputs * microbatches;
-        // The whole backward frees on the way what the input half leaves for the weight half.
-        let between_halves = read_by_weight_half(program, |_| true);
-        Self {
-            during_forward: live.forward + on_top,
-            between_forward_and_backward: live.kept,
-            during_backward: live.backward + on_top,
-            during_input_half: live.backward + on_top + between_halves,
-            between_halves,
-            during_weight_half: between_halves + on_top,
-        }
-    }
-}
-
-/// Bytes of the chosen values that the weight half of a backward reads.
-fn read_by_weight_half(program: &StageProgram, chosen: impl Fn(ValueId) -> bool) -> usize {
-    let nodes = program.graph.nodes().iter().zip(&program.phases);
-    let weight_half = nodes.filter(|(_, phase)| **phase == Phase::BackwardWeight);
-    let read: BTreeSet<_> = weight_half.flat_map(|(node, _)| &node.inputs).collect();
-    let is_param = |value| matches!(program.graph.value(value).source, Source::Param(_));
-    let sizes = read
-        .into_iter()
-        .filter(|value| !is_param(**value) && chosen(**value));
-    sizes
-        .map(|value| program.graph.ty(*value).size_bytes())
-        .sum()
+    live.forward = live.forward.saturating_add(bytes(&program.inputs));
+    live
 }
 
 /// The most bytes of values at once under a rank's actions; `held` tells what a microbatch needs on each stage.
-pub(crate) fn activation_bytes(actions: &[Action], held: &BTreeMap<usize, Held>) -> usize {
+pub(crate) fn activation_bytes(actions: &[Action], held: &BTreeMap<usize, LiveBytes>) -> usize {
     let (mut total, mut peak) = (0_usize, 0);
+    // Microbatches that were recomputed ahead.
+    let mut ahead = BTreeSet::new();
     for action in actions {
         let Some(held) = held.get(&action.stage.0) else {
             continue;
         };
-        let kept = held.between_forward_and_backward;
-        let (before, during, after) = match action.kind {
-            Kind::Forward => (0, held.during_forward, kept),
-            Kind::Recompute => (kept, held.during_backward.min(held.during_input_half), kept),
-            Kind::Backward => (kept, held.during_backward, 0),
-            Kind::InputGrad => (kept, held.during_input_half, held.between_halves),
-            Kind::WeightGrad => (held.between_halves, held.during_weight_half, 0),
+        let microbatch = (action.stage, action.microbatch);
+        let is_ahead = action.kind.moves_gradient() && ahead.remove(&microbatch);
+        let (before, during, after) = match (action.kind, is_ahead) {
+            (Kind::Forward, _) => (0, held.forward, held.kept),
+            (Kind::Recompute, _) => {
+                ahead.insert(microbatch);
+                (held.kept, held.recompute, held.recomputed)
+            }
+            (Kind::Backward, false) => (held.kept, held.backward, 0),
+            (Kind::Backward, true) => (held.recomputed, held.backward_after_recompute, 0),
+            (Kind::InputGrad, false) => (held.kept, held.input_half, held.between_halves),
+            (Kind::InputGrad, true) => (
+                held.recomputed,
+                held.input_half_after_recompute,
+                held.between_halves,
+            ),
+            (Kind::WeightGrad, _) => (held.between_halves, held.weight_half, 0),
         };
         let others = total.saturating_sub(before);
         peak = peak.max(others.saturating_add(during));

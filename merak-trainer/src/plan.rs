@@ -1,17 +1,23 @@
 //! What every rank decides alone and alike, before anything runs: the graph, the cut, the schedule.
 
+mod draft;
+mod prediction;
 mod rank;
 mod recompute;
+mod room;
 mod search;
 mod stages;
 
+pub(crate) use draft::Draft;
+pub use prediction::{Prediction, StageTimes};
 pub(crate) use rank::{ParamUse, RankPrograms};
 
-use crate::{CheckedArguments, Error, Result, SplitMethod, TrainSchedule};
-use merak_ckpt::{LoraConfig, adapt};
-use merak_mpu::{DType, Degrees};
-use merak_partition::{Partition, PartitionReport, ReportOptions, SegmentOptions};
-use merak_pipe::{Auto, Schedule, ScheduleKind};
+use crate::{CheckedArguments, CostModel, Error, Result, TrainSchedule};
+use draft::with_adapter;
+use merak_ckpt::LoraConfig;
+use merak_mpu::Degrees;
+use merak_partition::{Partition, PartitionReport, ReportOptions};
+use merak_pipe::{Auto, Schedule};
 use merak_tp::{LayerLists, rewrite};
 use merak_trace::{
     Graph, Param, Placement, RecomputePlan, Shard, StageCuts, StageProgram, TiedParam,
@@ -93,62 +99,31 @@ impl Forward {
 }
 
 impl Plan {
-    /// Traces, rewrites and cuts a model as the arguments say, with the adapter that `lora_config` describes.
+    /// Traces, rewrites and cuts a model as the arguments say, with the adapter that `lora_config` describes. Searches
+    /// count operations.
     ///
     /// # Errors
     /// When the model cannot be split or cut that way, or the schedule needs other sizes.
     pub fn new(model: Arc<dyn Model>, args: &CheckedArguments) -> Result<Self> {
-        let info = model.info();
-        if args.pp > info.num_layers {
-            return Err(Error::FewerLayers {
-                layers: info.num_layers,
-                stages: args.pp,
-            });
-        }
-        for (key, token) in [
-            ("eos_token_id", args.eos_token_id),
-            ("pad_token_id", args.pad_token_id),
-        ] {
-            let vocab = info.vocab_size;
-            if let Some(token) = token.filter(|&token| token as usize >= vocab) {
-                return Err(Error::UnknownToken { key, token, vocab });
-            }
-        }
-        let degrees = Degrees {
-            dp: args.dp,
-            tp: args.tp,
-            pp: args.pp,
-            sp: 1,
-        };
-        let lengths = args.seq_length.unwrap_or_else(|| info.max_seq.into());
-        let seq_length = lengths.input;
-        let trace = TraceOptions {
-            head: Head::Loss {
-                label_smoothing: args.label_smoothing_factor,
-            },
-            untie: args.no_tie_modules,
-            init_std: args.init_method_std,
-            dtype: if args.bf16 { DType::BF16 } else { DType::F32 },
-            target_seq: lengths.target,
-            ..TraceOptions::training(args.per_device_train_batch_size, seq_length)
-        };
-        let lists = layer_lists(args, info.family)?;
-        let lora = lora(args)?;
-        let (graph, lora) = with_adapter(model.trace(&trace)?, lora, info.family)?;
-        let rewritten = rewrite(&graph, &lists, args.tp)?;
-        let options = SegmentOptions {
-            method: split_method(args.split_method),
-            shard_count: args.shard_count,
-            custom_split_points: args.custom_split_points.clone().unwrap_or_default(),
-            num_layers: args.num_layers.or(Some(info.num_layers)),
-            ..SegmentOptions::for_model(&info, args.num_stages())
-        };
+        Self::with_costs(model, args, &CostModel::Counted)
+    }
+
+    /// The same by other costs. All ranks of a run take one plan, as measurements differ.
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    pub fn with_costs(
+        model: Arc<dyn Model>,
+        args: &CheckedArguments,
+        costs: &CostModel,
+    ) -> Result<Self> {
+        let draft = Draft::new(model, args)?;
         let size = args.pipeline_size();
-        let partition = stages::partition(&rewritten.graph, &options, args)?;
-        let cuts = partition.cuts(&rewritten.graph)?;
+        let partition = stages::partition(&draft, args, costs)?;
+        let cuts = partition.cuts(&draft.graph)?;
         let recompute_under = |schedule: &Schedule| {
             let pipeline = recompute::Pipeline {
-                graph: &rewritten.graph,
+                graph: &draft.graph,
                 partition: &partition,
                 cuts: &cuts,
                 schedule,
@@ -156,35 +131,39 @@ impl Plan {
             };
             pipeline.recompute(args)
         };
-        let (schedule, search) = match args.train_schedule {
-            TrainSchedule::Named(kind) => (kind.generate(size)?, None),
+        let (schedule, recompute, search) = match args.train_schedule {
+            TrainSchedule::Named(kind) => {
+                let schedule = kind.generate(size)?;
+                let recompute = recompute_under(&schedule)?;
+                (schedule, recompute, None)
+            }
             TrainSchedule::Auto => {
-                // What is recomputed decides the costs, and may in turn depend on the schedule.
-                let usual = ScheduleKind::Interleaved.generate(size)?;
-                let recompute = recompute_under(&usual)?;
-                let found = search::search(&rewritten.graph, &cuts, &recompute, size)?;
-                (found.schedule.clone(), Some(found))
+                let stages = search::Stages {
+                    graph: &draft.graph,
+                    cuts: &cuts,
+                    costs,
+                };
+                let found = search::search(&stages, size, recompute_under)?;
+                (found.schedule, found.recompute, found.search)
             }
         };
-        let placement = schedule.placement()?;
-        let recompute = recompute_under(&schedule)?;
         Ok(Self {
-            model,
-            info,
-            degrees,
-            seq_length,
-            target_length: lengths.target,
-            graph: rewritten.graph,
-            tensor: rewritten.report,
+            placement: schedule.placement()?,
+            model: draft.model,
+            info: draft.info,
+            degrees: draft.degrees,
+            seq_length: draft.seq_length,
+            target_length: draft.target_length,
+            graph: draft.graph,
+            tensor: draft.tensor,
             partition,
             cuts,
             schedule,
-            lora,
+            lora: draft.lora,
             search,
-            placement,
-            lists,
+            lists: draft.lists,
             recompute,
-            trace,
+            trace: draft.trace,
         })
     }
 
@@ -272,6 +251,7 @@ impl Plan {
         let options = ReportOptions {
             live_microbatches: self.schedule.live_microbatches(),
             recompute: self.recompute.clone(),
+            placement: self.placement.clone(),
             optimizer_bytes_per_param: 8.0 / divided as f64,
             ..ReportOptions::one_f_one_b(stages, self.schedule.size.microbatches)
         };
@@ -280,6 +260,11 @@ impl Plan {
             &self.partition,
             &options,
         )?)
+    }
+
+    /// Whether every stage keeps all that its backward reads.
+    pub fn recomputes_nothing(&self) -> bool {
+        self.recompute.iter().all(RecomputePlan::is_empty)
     }
 
     /// How tensor parallelism cuts parameters, with one tensor-parallel rank too.
@@ -333,47 +318,5 @@ impl Plan {
     pub fn flops_per_token(&self) -> f64 {
         let trained: usize = self.trained_params().map(|param| param.full.numel()).sum();
         4.0 * self.graph.num_elements() as f64 + 2.0 * trained as f64
-    }
-}
-
-/// What `lora_config` asks for.
-fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
-    let Some(path) = &args.lora_config else {
-        return Ok(None);
-    };
-    Ok(Some(Lora {
-        name: args.adapter_name.clone(),
-        config: LoraConfig::read(&path.0)?,
-    }))
-}
-
-/// A model's graph with an adapter in it, and what was left open of the adapter filled in.
-fn with_adapter(graph: Graph, lora: Option<Lora>, family: &str) -> Result<(Graph, Option<Lora>)> {
-    let Some(Lora { name, config }) = lora else {
-        return Ok((graph, None));
-    };
-    let adapted = adapt(&graph, &config, &name, family)?;
-    let config = adapted.config;
-    Ok((adapted.graph, Some(Lora { name, config })))
-}
-
-fn layer_lists(args: &CheckedArguments, family: &str) -> Result<LayerLists> {
-    let given = &args.tp_layer_lists;
-    let set = (given.col_para_list.is_some() || given.row_para_list.is_some()).then(|| {
-        let list = |list: &Option<Vec<String>>| list.clone().unwrap_or_default();
-        LayerLists::col_row(list(&given.col_para_list), list(&given.row_para_list))
-    });
-    Ok(LayerLists::resolve(
-        set.or_else(merak_tp::tp_layer_lists).as_ref(),
-        family,
-        args.tp,
-    )?)
-}
-
-fn split_method(method: SplitMethod) -> merak_partition::SplitMethod {
-    match method {
-        SplitMethod::FarthestMinDeps => merak_partition::SplitMethod::FarthestMinDeps,
-        SplitMethod::NearestMinDeps => merak_partition::SplitMethod::NearestMinDeps,
-        SplitMethod::LayerSplit => merak_partition::SplitMethod::LayerSplit,
     }
 }

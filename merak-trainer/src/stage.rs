@@ -7,7 +7,7 @@ mod params;
 mod tch;
 mod tied;
 
-use self::params::StageParams;
+pub(crate) use self::params::StageParams;
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
 
 use crate::{
@@ -213,14 +213,14 @@ impl RankStages {
 }
 
 /// What executes a rank's nodes, and steps its parameters where they lie.
-struct Executor {
-    backend: SharedBackend,
+pub(crate) struct Executor {
+    pub(crate) backend: SharedBackend,
     /// Where the optimizer steps, if not on slices of host memory.
-    optimizer_device: Option<Arc<dyn StepDevice>>,
+    pub(crate) optimizer_device: Option<Arc<dyn StepDevice>>,
 }
 
 impl Executor {
-    fn new(
+    pub(crate) fn new(
         args: &CheckedArguments,
         rank: Rank,
         num_threads: usize,
@@ -254,7 +254,7 @@ impl Executor {
 
 /// Memory for the gradients of all uses: the first use of a parameter accumulates in the flat buffer, further ones
 /// apart.
-fn grad_store(
+pub(crate) fn grad_store(
     programs: &RankPrograms,
     layout: &FlatLayout,
     backend: &dyn merak_trace::Backend,
@@ -282,7 +282,7 @@ fn grad_store(
 }
 
 /// The stages over the rank's parameters and gradients.
-fn stages(
+pub(crate) fn stages(
     programs: &RankPrograms,
     params: &StageParams,
     backend: &SharedBackend,

@@ -23,6 +23,7 @@ use merak_mpu::{Mpu, ReduceOp};
 use merak_pipe::{Engine, GroupLink, Span};
 use merak_zero::LrSchedule;
 use std::{
+    collections::VecDeque,
     fmt,
     path::{Path, PathBuf},
     sync::{
@@ -65,6 +66,8 @@ pub struct TrainerParts {
     pub num_threads: usize,
     /// Who is told what happens.
     pub callbacks: Vec<Box<dyn Callback>>,
+    /// From when timelines count, so that those of several ranks have one axis; unset: from the start of each step.
+    pub epoch: Option<Instant>,
 }
 
 impl fmt::Debug for TrainerParts {
@@ -74,6 +77,18 @@ impl fmt::Debug for TrainerParts {
             .finish_non_exhaustive()
     }
 }
+
+/// What a rank ran in one step, and how long the step took, update included.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepRecord {
+    /// What ran when, in seconds since the start of the step, or since [`TrainerParts::epoch`].
+    pub spans: Vec<Span>,
+    /// The whole step.
+    pub time: Duration,
+}
+
+/// Steps whose records are kept.
+const RECORDS: usize = 32;
 
 /// What [`MerakTrainer::train`] returns, the same on every rank.
 #[derive(Debug, Clone, PartialEq)]
@@ -109,6 +124,8 @@ pub struct MerakTrainer {
     total_steps: usize,
     programs: generation::Programs,
     timeline: Vec<Span>,
+    records: VecDeque<StepRecord>,
+    has_dropped_first: bool,
     last_saved: Option<usize>,
     pending_save: Option<saving::PendingSave>,
 }
@@ -142,7 +159,10 @@ impl MerakTrainer {
             parts.num_threads = threads_per_rank(args);
         }
         let mpu = Arc::new(tie(mpu, &plan)?);
-        let engine = Engine::new(&plan.schedule, mpu.pipeline_parallel_rank())?;
+        let mut engine = Engine::new(&plan.schedule, mpu.pipeline_parallel_rank())?;
+        if let Some(epoch) = parts.epoch {
+            engine = engine.with_epoch(epoch);
+        }
         let link = GroupLink::new(mpu.pipeline_parallel_group().clone());
         let Course {
             order,
@@ -164,6 +184,8 @@ impl MerakTrainer {
             total_steps,
             programs: generation::Programs::default(),
             timeline: Vec::new(),
+            records: VecDeque::new(),
+            has_dropped_first: false,
             last_saved: None,
             pending_save: None,
         };
@@ -228,6 +250,12 @@ impl MerakTrainer {
     /// What this rank ran in its last step, and when, in seconds since the start of the step.
     pub fn timeline(&self) -> &[Span] {
         &self.timeline
+    }
+
+    /// What this rank ran in the last steps that it trained, 32 at most. The first step of a run, in which memory
+    /// is touched and threads wake up, is left out once there is another.
+    pub fn records(&self) -> impl ExactSizeIterator<Item = &StepRecord> {
+        self.records.iter()
     }
 
     /// The most bytes of activations that were alive at once on this rank.

@@ -17,25 +17,31 @@ pub fn run_world<T: Send>(
     args: &CheckedArguments,
     body: impl Fn(Member) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
+    let timeout = Duration::from_secs_f64(args.distributed.timeout_s);
+    run_ranks(args.world_size(), timeout, body)
+}
+
+/// The same on any number of ranks.
+pub(crate) fn run_ranks<T: Send>(
+    world: usize,
+    timeout: Duration,
+    body: impl Fn(Member) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    if world > MAX_RANKS {
+        let limit = MAX_RANKS;
+        return Err(Error::TooManyRanks { world, limit });
+    }
     let options = threads::WorldOptions {
-        timeout: Duration::from_secs_f64(args.distributed.timeout_s),
+        timeout,
         ..Default::default()
     };
-    if args.world_size() > MAX_RANKS {
-        return Err(Error::TooManyRanks {
-            world: args.world_size(),
-            limit: MAX_RANKS,
-        });
-    }
-    let outcome = threads::run(args.world_size(), options, |member| {
-        body(member).map_err(Cause)
-    });
+    let outcome = threads::run(world, options, |member| body(member).map_err(Cause));
     outcome.map_err(|error| match error {
         // One rank alone has no rank to speak of, and what ends all of them has none either.
         RunError::Failed {
             cause: Cause(cause),
             ..
-        } if args.world_size() == 1 || cause.is_of_all_ranks() => cause,
+        } if world == 1 || cause.is_of_all_ranks() => cause,
         RunError::Failed { rank, cause } => Error::Rank {
             rank: rank.0,
             cause: cause.to_string(),

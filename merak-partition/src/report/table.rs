@@ -3,8 +3,9 @@
 use super::{PartitionReport, StageReport, Traffic};
 use std::fmt;
 
-const HEADER: [&str; 12] = [
+const HEADER: [&str; 13] = [
     "stage",
+    "rank",
     "segments",
     "parameters",
     "forward",
@@ -18,8 +19,11 @@ const HEADER: [&str; 12] = [
     "modules",
 ];
 
+/// The column that is left out where each rank runs the stage of its number.
+const RANK: usize = 1;
+
 /// Columns from here on are aligned to the left.
-const FIRST_LEFT: usize = 10;
+const FIRST_LEFT: usize = 11;
 
 impl fmt::Display for PartitionReport {
     /// One row per stage and lines that say why; work, traffic and kept values are per microbatch.
@@ -29,31 +33,30 @@ impl fmt::Display for PartitionReport {
         let widths: Vec<_> = (0..HEADER.len())
             .map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0))
             .collect();
+        let in_turn = self.stages.iter().all(|stage| stage.rank == stage.stage);
         for row in &rows {
-            let aligned = row
-                .iter()
-                .zip(&widths)
-                .enumerate()
-                .map(|(column, (cell, &width))| {
-                    if column < FIRST_LEFT {
-                        format!("{cell:>width$}")
-                    } else {
-                        format!("{cell:<width$}")
-                    }
-                });
+            let columns = row.iter().zip(&widths).enumerate();
+            let shown = columns.filter(|(column, _)| *column != RANK || !in_turn);
+            let aligned = shown.map(|(column, (cell, &width))| {
+                if column < FIRST_LEFT {
+                    format!("{cell:>width$}")
+                } else {
+                    format!("{cell:<width$}")
+                }
+            });
             writeln!(f, "{}", aligned.collect::<Vec<_>>().join("  ").trim_end())?;
         }
         writeln!(f, "segments by {}", self.split)?;
         writeln!(f, "stages by {}", self.layout)?;
         for tied in &self.tied {
-            let copies: Vec<_> = tied.copies.iter().map(ToString::to_string).collect();
-            writeln!(
-                f,
-                "tied {}: stage {} owns it, copies on {}",
-                tied.name,
-                tied.owner,
-                copies.join(", ")
-            )?;
+            write!(f, "tied {}: stage {} owns it", tied.name, tied.owner)?;
+            for (what, stages) in [("shared with", &tied.shared), ("copies on", &tied.copies)] {
+                if !stages.is_empty() {
+                    let stages: Vec<_> = stages.iter().map(ToString::to_string).collect();
+                    write!(f, ", {what} {}", stages.join(", "))?;
+                }
+            }
+            writeln!(f)?;
         }
         Ok(())
     }
@@ -63,6 +66,7 @@ fn cells(stage: &StageReport) -> [String; HEADER.len()] {
     let backward = stage.backward.flops + stage.recompute.flops;
     [
         stage.stage.to_string(),
+        stage.rank.to_string(),
         stage.segments.to_string(),
         count(stage.parameters as f64).trim_end().to_owned(),
         format!("{}FLOP", count(stage.forward.flops as f64)),

@@ -154,6 +154,7 @@ fn memory_follows_the_bytes_per_parameter_and_the_live_microbatches() {
         grad_bytes_per_param: 0.0,
         optimizer_bytes_per_param: 0.0,
         recompute: vec![],
+        placement: vec![],
     };
     let memory = |options: &ReportOptions| {
         report(&graph, &partition, options).unwrap().stages[1].memory_bytes

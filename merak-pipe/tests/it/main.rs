@@ -2,6 +2,7 @@
 //!
 //! - `schedules`: the generated orders, instruction streams and figures, for many sizes.
 //! - `shapes`: bubbles and memory of split backwards and several stages per rank.
+//! - `shared`: ranks that share cores.
 //! - `validator`: what it proves, and what it refuses.
 //! - `page`: the figures of the HTML page, by running its script.
 //! - `render`: what users read.
@@ -18,4 +19,5 @@ mod played;
 mod render;
 mod schedules;
 mod shapes;
+mod shared;
 mod validator;

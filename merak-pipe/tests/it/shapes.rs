@@ -138,6 +138,21 @@ fn interleaving_takes_any_number_of_chunks_and_a_smaller_last_round() {
     ");
 }
 
+#[test]
+fn a_smaller_last_round_waits_for_its_way_around_the_ranks() {
+    for p in 2..=8_usize {
+        for m in 2 * p..=4 * p {
+            let missing = (p - m % p) % p;
+            let expected = 3.0 * m as f64 + 1.5 * (p - 1) as f64 + missing as f64;
+            let found = play(ScheduleKind::Interleaved, p, m).1.makespan;
+            assert!(
+                (found - expected).abs() < 1e-9,
+                "{p} {m}: expected {expected}, found {found}"
+            );
+        }
+    }
+}
+
 fn makespan(schedule: &Schedule) -> String {
     let costs = Costs::uniform(UnitCosts::default(), schedule.size.stages());
     simulate(schedule, &costs)

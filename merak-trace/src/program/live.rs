@@ -1,22 +1,43 @@
 //! Bytes of values that are alive while a program runs.
 
 use super::StageProgram;
-use crate::{Graph, Op, Source, ValueId};
+use crate::{Graph, Node, NodeId, Op, Source, ValueId, autodiff::Phase};
 
-/// What the values of one microbatch take at least: what no backend gets around that keeps what a later node
-/// reads. Scratch memory of kernels, parameters and gradients of parameters are not in it.
+/// What the values of one microbatch take. Scratch memory of kernels, parameters and gradients of parameters are not
+/// in it.
+///
+/// ```text
+///   forward ─► kept ─┬─► backward ─────────────────────────────────────────────► nothing
+///                    ├─► input_half ──────────────────► between_halves ─► weight_half
+///                    └─► recompute ─► recomputed ─► after_recompute (either of the two)
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LiveBytes {
-    /// Alive between the forward and the backward.
-    pub kept: usize,
     /// Most alive at once in the forward.
     pub forward: usize,
-    /// Most alive at once in the backward, with what the forward kept.
+    /// Alive between the forward and what follows.
+    pub kept: usize,
+    /// Most alive at once in the whole backward, recomputation and what the forward kept included.
     pub backward: usize,
+    /// Most alive at once in the input half of the backward, recomputation included.
+    pub input_half: usize,
+    /// Alive between the halves: what the weight half reads.
+    pub between_halves: usize,
+    /// Most alive at once in the weight half.
+    pub weight_half: usize,
+    /// Most alive at once while everything is recomputed ahead of the backward.
+    pub recompute: usize,
+    /// Alive behind that.
+    pub recomputed: usize,
+    /// Most alive at once in the whole backward behind it.
+    pub backward_after_recompute: usize,
+    /// Most alive at once in the input half behind it.
+    pub input_half_after_recompute: usize,
 }
 
 impl StageProgram {
-    /// Walks the program as the interpreter does, with sizes in place of values.
+    /// The least that any backend needs which keeps what a later node reads: the program is walked as the
+    /// interpreter does, with sizes in place of values.
     ///
     /// An operation may write its result over an operand that nobody reads any more, and a view takes nothing.
     ///
@@ -32,7 +53,17 @@ impl StageProgram {
     /// # Ok::<(), merak_trace::Error>(())
     /// ```
     pub fn live_bytes(&self) -> LiveBytes {
-        let mut walk = Walk::new(self);
+        self.walked(true)
+    }
+
+    /// The same for a backend that gives every result memory of its own.
+    pub fn live_bytes_without_reuse(&self) -> LiveBytes {
+        self.walked(false)
+    }
+
+    fn walked(&self, overwrites: bool) -> LiveBytes {
+        use Phase::{BackwardInput as Input, BackwardWeight as Weight, Recompute};
+        let mut walk = Walk::new(self, overwrites);
         let given = self.inputs.iter().map(|port| port.value);
         given
             .chain(self.recv.iter().map(|hop| hop.value))
@@ -42,23 +73,37 @@ impl StageProgram {
         leaving
             .chain(self.outputs.iter().map(|port| port.value))
             .for_each(|value| walk.take(value));
-        let (kept, forward) = (walk.now, walk.peak);
-        walk.peak = walk.now;
-        let grads = self.send.iter().filter_map(|hop| hop.grad);
-        grads
-            .chain(self.loss_grad)
-            .for_each(|value| walk.give(value));
-        self.backward.iter().for_each(|&node| walk.step(node));
+        let (kept, forward) = walk.mark();
+
+        let mut ahead = walk.clone();
+        ahead.phases(self, &[Recompute]);
+        let (recomputed, recompute) = ahead.mark();
+        let whole = [Recompute, Input, Weight];
+        let mut halves = walk.backward(self, &[Recompute, Input]);
+        let returned = self.recv.iter().filter_map(|hop| hop.grad);
+        returned.for_each(|value| halves.take(value));
+        let (between_halves, input_half) = halves.mark();
+        halves.phases(self, &[Weight]);
         LiveBytes {
-            kept,
             forward,
-            backward: walk.peak,
+            kept,
+            backward: walk.backward(self, &whole).peak,
+            input_half,
+            between_halves,
+            weight_half: halves.peak,
+            recompute,
+            recomputed,
+            backward_after_recompute: ahead.backward(self, &whole[1..]).peak,
+            input_half_after_recompute: ahead.backward(self, &[Input]).peak,
         }
     }
 }
 
+#[derive(Clone)]
 struct Walk<'a> {
     graph: &'a Graph,
+    /// Whether a result may lie where an operand ends.
+    overwrites: bool,
     /// Reads of each value that are still to come.
     remaining: Vec<u32>,
     /// The value whose memory each value lies in.
@@ -70,10 +115,11 @@ struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    fn new(program: &'a StageProgram) -> Self {
+    fn new(program: &'a StageProgram, overwrites: bool) -> Self {
         let count = program.graph.num_values();
         Self {
             graph: &program.graph,
+            overwrites,
             remaining: program.use_counts(),
             storage: (0..count).map(|value| ValueId(value as u32)).collect(),
             holders: vec![0; count],
@@ -121,19 +167,70 @@ impl<'a> Walk<'a> {
         }
     }
 
-    fn step(&mut self, node: crate::NodeId) {
+    /// What is alive, and the most that was since the last mark.
+    fn mark(&mut self) -> (usize, usize) {
+        (self.now, std::mem::replace(&mut self.peak, self.now))
+    }
+
+    /// What follows with the gradients that come in, in some phases of the backward.
+    fn backward(&self, program: &StageProgram, phases: &[Phase]) -> Self {
+        let mut walk = self.clone();
+        let grads = program.send.iter().filter_map(|hop| hop.grad);
+        grads
+            .chain(program.loss_grad)
+            .for_each(|value| walk.give(value));
+        walk.phases(program, phases);
+        walk
+    }
+
+    /// Steps through the nodes of some phases of the backward.
+    fn phases(&mut self, program: &StageProgram, phases: &[Phase]) {
+        for &node in &program.backward {
+            if phases.contains(&program.phases[node.index()]) {
+                self.step(node);
+            }
+        }
+    }
+
+    fn step(&mut self, node: NodeId) {
         let node = self.graph.node(node);
         let is_view = matches!(
             node.op,
             Op::Identity | Op::Reshape { .. } | Op::CopyTo { .. }
         );
+        let operands = |walk: &mut Self| node.inputs.iter().for_each(|&value| walk.take(value));
+        let results = |walk: &mut Self| node.outputs.iter().for_each(|&value| walk.give(value));
         if is_view {
             self.storage[node.outputs[0].index()] = self.storage[node.inputs[0].index()];
-            self.give(node.outputs[0]);
+            results(self);
+            operands(self);
+        } else if self.overwrites {
+            operands(self);
+            results(self);
+        } else {
+            results(self);
+            // What nobody reads lives for a moment.
+            self.peak = self.peak.max(self.now.saturating_add(self.dropped(node)));
+            operands(self);
         }
-        node.inputs.iter().for_each(|&value| self.take(value));
-        if !is_view {
-            node.outputs.iter().for_each(|&value| self.give(value));
+    }
+
+    /// Bytes of results that no node reads, but of gradients that kernels add straight to where they are summed.
+    fn dropped(&self, node: &Node) -> usize {
+        let adds_in_place = matches!(
+            node.op,
+            Op::LinearGradWeight { .. }
+                | Op::LayerNormGradParams
+                | Op::RmsNormGradParams
+                | Op::SumLeading { .. }
+                | Op::EmbeddingGrad { .. }
+        );
+        if adds_in_place {
+            return 0;
         }
+        let results = node.outputs.iter();
+        let unread = results.filter(|value| self.remaining[value.index()] == 0);
+        let sizes = unread.map(|value| self.graph.ty(*value).size_bytes());
+        sizes.fold(0, usize::saturating_add)
     }
 }

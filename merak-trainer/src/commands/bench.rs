@@ -2,6 +2,7 @@
 
 mod collectives;
 mod generate;
+mod pipeline;
 mod save;
 
 use super::{Outcome, output};
@@ -21,6 +22,7 @@ pub(crate) enum Bench {
     Gpt(Box<Gpt>),
     Collectives(collectives::Collectives),
     Generate(generate::Generate),
+    Pipeline(pipeline::Pipeline),
     Save(save::Save),
 }
 
@@ -94,6 +96,7 @@ pub(crate) fn run(bench: &Bench) -> Outcome {
         Bench::Gpt(gpt) => vec![gpt.run()?],
         Bench::Collectives(collectives) => collectives.run()?,
         Bench::Generate(generate) => vec![generate.run()?],
+        Bench::Pipeline(pipeline) => pipeline.run()?,
         Bench::Save(save) => vec![save.run()?],
     };
     let lines: Vec<_> = lines.iter().map(ToString::to_string).collect();

@@ -9,6 +9,14 @@ pub(crate) fn variables() -> impl Iterator<Item = (String, String)> {
         .filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?)))
 }
 
+/// Where measured times are kept: in the user's folder for caches, where there is one.
+pub(crate) fn cost_cache() -> Option<PathBuf> {
+    let given = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let usual = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache"));
+    let folder = given.filter(|folder| folder.is_absolute()).or_else(usual)?;
+    Some(folder.join("merak").join("costs.json"))
+}
+
 /// Where cargo unpacks the sources of crates, and where to look for a `Cargo.lock`.
 pub(crate) fn crate_sources(config: Option<&Path>) -> CrateSources {
     let home = std::env::var_os("CARGO_HOME")

@@ -26,6 +26,21 @@ impl Keys {
         self.words.len() < before
     }
 
+    /// Removes an option of the command and its value, as `--name VALUE` or `--name=VALUE`.
+    pub(crate) fn take_option(&mut self, name: &str) -> Option<String> {
+        let is_option = |word: &String| {
+            let rest = word.strip_prefix(name);
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('='))
+        };
+        let at = self.words.iter().position(is_option)?;
+        let word = self.words.remove(at);
+        match word.split_once('=') {
+            Some((_, value)) => Some(value.to_owned()),
+            None if at < self.words.len() => Some(self.words.remove(at)),
+            None => Some(String::new()),
+        }
+    }
+
     /// Adds a key, as if it stood at the end of the line.
     pub(crate) fn push(&mut self, key: &str, value: impl Into<String>) {
         self.words.extend([format!("--{key}"), value.into()]);
@@ -33,6 +48,11 @@ impl Keys {
 
     /// Resolves the file, the environment and these keys.
     pub(crate) fn load(&self, file: &Path) -> Result<Config> {
+        self.resolve(Some(file))
+    }
+
+    /// Resolves the environment and these keys, over a file if there is one.
+    pub(crate) fn resolve(&self, file: Option<&Path>) -> Result<Config> {
         let word = |word: &String| {
             // The short name of `resume_from_checkpoint`.
             match word.strip_prefix("--resume") {
@@ -43,6 +63,6 @@ impl Keys {
             }
         };
         let words: Vec<_> = self.words.iter().map(word).collect();
-        Config::load(Some(file), environment::variables(), &words)
+        Config::load(file, environment::variables(), &words)
     }
 }

@@ -6,8 +6,8 @@ use super::{
 };
 use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
-    CheckedArguments, Config, DataFormat, Error, MerakTrainer, Plan, Result, SeqLength,
-    TrainerParts, Workload,
+    CheckedArguments, Config, CostCache, CostModel, DataFormat, Error, MerakTrainer, Plan,
+    Prediction, Result, SeqLength, TrainSchedule, TrainerParts, Workload,
     data::{Corpus, Dataset, Datasets, ModelInputs, Source, Tokenizer},
     keys, threads_per_rank,
 };
@@ -22,6 +22,9 @@ pub(crate) struct Prepared {
     pub(crate) tokenizer: Option<Tokenizer>,
     /// The text of which the next token is learned.
     pub(crate) corpus: Option<Corpus>,
+    /// How long a step will take, where that was measured.
+    pub(crate) prediction: Option<Prediction>,
+    costs: CostModel,
     description: String,
     datasets: Datasets,
     model_files: Vec<(String, Vec<u8>)>,
@@ -29,8 +32,27 @@ pub(crate) struct Prepared {
 
 impl Prepared {
     /// Prepares a training, with validation where the data have a part for it.
-    pub(crate) fn to_train(config: &Config) -> Result<Self> {
-        Self::new(config, true)
+    pub(crate) fn to_train(config: &Config, dry_run: bool) -> Result<Self> {
+        let mut prepared = Self::new(config, true)?;
+        prepared.measure(!dry_run)?;
+        Ok(prepared)
+    }
+
+    /// Measures what the work costs, and plans anew where the plan goes by that. What does not fit into this
+    /// machine's memory is left as it is.
+    fn measure(&mut self, keeps: bool) -> Result<()> {
+        if self.check_memory().is_err() {
+            return Ok(());
+        }
+        let (model, args) = (&self.model.model, &self.args);
+        let file = args.cost_cache.clone().or_else(environment::cost_cache);
+        let cache = file.map(|file| CostCache { file, keeps });
+        self.costs = CostModel::of(model, args, cache.as_ref())?;
+        if args.searches() {
+            self.plan = Arc::new(Plan::with_costs(Arc::clone(model), args, &self.costs)?);
+        }
+        self.prediction = self.plan.predict(args, &self.costs)?;
+        Ok(())
     }
 
     /// Prepares an evaluation of the validation part alone.
@@ -70,6 +92,8 @@ impl Prepared {
             model,
             plan,
             tokenizer,
+            prediction: None,
+            costs: CostModel::Counted,
             description,
             datasets,
             model_files,
@@ -183,15 +207,32 @@ impl Prepared {
             let gain = 100.0 * (1.0 - found.simulation.makespan / least);
             let _ = writeln!(
                 text,
-                "          {gain:.1} % shorter than {named}, by operation counts; {}",
+                "          {gain:.1} % shorter than {named}, by {}; {}",
+                self.costs.unit(),
                 found.stopped
             );
+        }
+        if plan.search.is_none() && args.train_schedule == TrainSchedule::Auto {
+            let _ = writeln!(
+                text,
+                "          auto: the schedule that was searched would exceed \"activation_memory_budget\""
+            );
+        }
+        if let Some(prediction) = &self.prediction {
+            let _ = writeln!(text, "time      {prediction}");
         }
         let _ = writeln!(text);
         for unmatched in &plan.tensor.unmatched {
             let _ = writeln!(
                 text,
                 "warning: the tensor-parallel pattern \"{unmatched}\" matches nothing"
+            );
+        }
+        if args.asks_for_recomputation() && plan.recomputes_nothing() {
+            let _ = writeln!(
+                text,
+                "warning: nothing is recomputed: the last stage, and shards without parameters or with embeddings, keep \
+                 their activations under these keys"
             );
         }
         let _ = write!(text, "{}", plan.partition_report(args)?);

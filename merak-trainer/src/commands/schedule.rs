@@ -3,8 +3,8 @@
 use super::{Failure, Outcome, output};
 use clap::{Args as ClapArgs, ValueEnum};
 use merak_pipe::{
-    AutoLimits, Costs, GridStyle, Schedule, ScheduleKind, Size, UnitCosts, auto, grid, html, json,
-    simulate, svg, trace,
+    AutoLimits, Costs, GridStyle, Schedule, ScheduleKind, Simulation, Size, UnitCosts, auto, grid,
+    html, json, simulate_on, svg, trace,
 };
 use std::{
     fs,
@@ -31,6 +31,9 @@ pub(crate) struct Args {
     /// Time of each kind of action of one stage, and of a hop (C).
     #[arg(long, default_value = "F=1,I=1,W=1,R=1,C=0")]
     costs: String,
+    /// Cores that the ranks share, for the formats that show times; unset: each has one.
+    #[arg(long)]
+    cores: Option<f64>,
     /// Most microbatches whose activations a rank may keep, for `auto`.
     #[arg(long, value_name = "MICROBATCHES")]
     memory: Option<f64>,
@@ -46,7 +49,7 @@ pub(crate) struct Args {
 }
 
 /// What to print of a schedule.
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Format {
     /// A text grid of the simulated times.
     Grid,
@@ -62,21 +65,59 @@ enum Format {
     Trace,
 }
 
+impl Format {
+    /// Most actions of a schedule that make a document of a size that somebody can open: some tens of megabytes.
+    const fn most_actions(self) -> usize {
+        match self {
+            Self::Grid | Self::Svg | Self::Html => 50_000,
+            Self::Json | Self::Trace => 200_000,
+            Self::Csv => usize::MAX,
+        }
+    }
+
+    /// Refuses what would be too much of it.
+    fn check(self, schedule: &Schedule) -> Result<(), Failure> {
+        let (found, most) = (
+            schedule.actions.iter().map(Vec::len).sum::<usize>(),
+            self.most_actions(),
+        );
+        if found <= most {
+            return Ok(());
+        }
+        let name = self.to_possible_value();
+        let name = name.as_ref().map_or("", |name| name.get_name());
+        Err(format!(
+            "--format {name} shows at most {most} actions, and this schedule has {found}: choose fewer microbatches or ranks, or --format csv"
+        )
+        .into())
+    }
+
+    /// Whether it shows when actions start and end.
+    const fn shows_times(self) -> bool {
+        matches!(self, Self::Grid | Self::Svg | Self::Trace)
+    }
+}
+
 pub(crate) fn run(args: &Args) -> Outcome {
     let order = Order::of(args)?;
+    if args.cores.is_some() && !args.format.shows_times() {
+        return Err("--cores changes times, which --format grid, svg and trace show".into());
+    }
     let size = Size::new(args.ranks, args.microbatches).with_chunks(order.chunks(args));
     let unit: UnitCosts = args.costs.parse()?;
     size.check()?;
     let costs = Costs::uniform(unit, size.stages());
     let schedule = order.schedule(args, size, &costs)?;
+    args.format.check(&schedule)?;
+    let simulate = || simulate_on(&schedule, &costs, args.cores.unwrap_or(f64::INFINITY));
     let text = match args.format {
         Format::Csv => schedule.to_csv(),
         Format::Json => format!("{:#}", json(&schedule, &costs)?),
         Format::Html => html(&schedule, unit)?,
-        Format::Svg => svg(&schedule, &simulate(&schedule, &costs)?),
-        Format::Trace => trace(&simulate(&schedule, &costs)?.timeline),
+        Format::Svg => svg(&schedule, &simulate()?),
+        Format::Trace => trace(&simulate()?.timeline),
         Format::Grid => {
-            let simulation = simulate(&schedule, &costs)?;
+            let simulation = simulate()?;
             let colour = args.output.is_none()
                 && std::io::stdout().is_terminal()
                 && std::env::var_os("NO_COLOR").is_none();
@@ -87,18 +128,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
                     ..GridStyle::default()
                 },
             );
-            let peaks: Vec<_> = simulation
-                .peak_activations
-                .iter()
-                .map(ToString::to_string)
-                .collect();
-            format!(
-                "{drawn}\n{}: makespan {}, bubble {:.1} %, peak activations per rank {}\n",
-                schedule.name,
-                simulation.makespan,
-                100.0 * simulation.bubble(),
-                peaks.join(" "),
-            )
+            format!("{drawn}\n{}\n", figures(&schedule, &simulation))
         }
     };
     match &args.output {
@@ -109,6 +139,24 @@ pub(crate) fn run(args: &Args) -> Outcome {
         })?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// One line of figures; a rank's own bubble is that between its first and its last action.
+fn figures(schedule: &Schedule, simulation: &Simulation) -> String {
+    let bubbles = simulation.timeline.bubble_by_rank().into_iter();
+    let bubbles: Vec<_> = bubbles
+        .map(|share| format!("{:.1}", 100.0 * share))
+        .collect();
+    let peaks = simulation.peak_activations.iter();
+    let peaks: Vec<_> = peaks.map(ToString::to_string).collect();
+    format!(
+        "{}: makespan {}, bubble {:.1} %, of each rank's own time {} %, peak activations per rank {}",
+        schedule.name,
+        simulation.makespan,
+        100.0 * simulation.bubble(),
+        bubbles.join(" "),
+        peaks.join(" "),
+    )
 }
 
 /// What decides the order of the actions.
@@ -126,7 +174,7 @@ impl<'a> Order<'a> {
         let order = match (&args.check, args.name.as_deref()) {
             (Some(path), _) => Self::File(path),
             (None, Some("auto")) => Self::Auto,
-            (None, name) => Self::Named(name.unwrap_or_default().parse()?),
+            (None, name) => Self::Named(named(name.unwrap_or_default())?),
         };
         if args.memory.is_some() && !matches!(order, Self::Auto) {
             return Err(
@@ -160,6 +208,24 @@ impl<'a> Order<'a> {
             Self::Auto => searched(args, size, costs),
         }
     }
+}
+
+/// The schedule with a name; `auto` is none of the crate's schedules, but one of the names here.
+fn named(name: &str) -> Result<ScheduleKind, Failure> {
+    use merak_pipe::Error::UnknownSchedule;
+    name.parse().map_err(|error| match error {
+        UnknownSchedule {
+            name,
+            nearest,
+            known,
+        } => UnknownSchedule {
+            name,
+            nearest,
+            known: format!("{known}, auto"),
+        }
+        .into(),
+        error => error.into(),
+    })
 }
 
 fn searched(args: &Args, size: Size, costs: &Costs) -> Result<Schedule, Failure> {

@@ -1,17 +1,21 @@
 //! `merak trace`: the graph of a model.
 
 use super::{
-    Outcome, environment,
+    Failure, Outcome,
+    keys::Keys,
     model::{self, Loaded},
     output,
 };
 use clap::{Args as ClapArgs, ValueEnum};
 use merak_trace::{StageCuts, StageProgram, render};
-use merak_trainer::{Config, Plan};
+use merak_trainer::{Config, Origin, Plan};
 use std::{path::PathBuf, process::ExitCode};
 
 /// Prints the graph of a model, as one rank runs it.
 #[derive(Debug, ClapArgs)]
+#[command(
+    after_help = "Any configuration key may be given as --set KEY=VALUE or --KEY VALUE, for example --tp 2."
+)]
 pub(crate) struct Args {
     /// A configuration file, a Hugging Face config.json, or a folder with one.
     #[arg(value_name = "CONFIG|HF_DIR")]
@@ -28,6 +32,8 @@ pub(crate) struct Args {
     /// Prints one stage's program, forward and backward.
     #[arg(long, value_name = "K")]
     stage: Option<usize>,
+    #[command(flatten)]
+    keys: Keys,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -40,40 +46,27 @@ enum Format {
     Json,
 }
 
-pub(crate) fn run(args: &Args) -> Outcome {
-    if let (Some(stages), None) = (args.pp.filter(|&stages| stages > 1), args.stage) {
-        let last = stages - 1;
+pub(crate) fn run(mut args: Args) -> Outcome {
+    args.take_own_options()?;
+    let config = args.config()?;
+    let checked = config.check()?;
+    let is_cut_here = checked.num_stages() > 1
+        && ["pp", "virtual_stages", "train_schedule"]
+            .iter()
+            .any(|key| matches!(config.origin(key), Origin::CommandLine { .. }));
+    if is_cut_here && args.stage.is_none() {
+        let (pp, last) = (checked.pp, checked.num_stages() - 1);
         return Err(format!(
-            "--pp {stages} cuts the graph, but --stage does not say which part to print: add --stage K with K from 0 to {last}"
+            "--pp {pp} cuts the graph, but --stage does not say which part to print: add --stage K with K from 0 to {last}"
         )
         .into());
     }
-    let hf_config = match &args.source {
-        folder if folder.is_dir() => Some(folder.join("config.json")),
-        file => model::read(file)
-            .ok()
-            .filter(|json| json.get("model_type").is_some())
-            .map(|_| file.clone()),
-    };
-    let mut keys = Vec::new();
-    for (key, value) in [("--tp", args.tp), ("--pp", args.pp)] {
-        if let Some(value) = value {
-            keys.extend([key.to_owned(), value.to_string()]);
-        }
-    }
-    let config = if let Some(path) = hf_config {
-        keys.extend(["--model.config".to_owned(), path.display().to_string()]);
-        Config::load(None, environment::variables(), &keys)?
-    } else {
-        Config::load(Some(&args.source), environment::variables(), &keys)?
-    };
-    let checked = config.check()?;
     let plan = Plan::new(Loaded::of(&checked)?.model, &checked)?;
     let program: StageProgram;
     let graph = match args.stage {
         None => &plan.graph,
         Some(stage) => {
-            check_stage(stage, &plan.cuts)?;
+            check_stage(stage, &plan.cuts, checked.pp)?;
             program = plan.training_program(stage)?;
             &program.graph
         }
@@ -87,13 +80,52 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-fn check_stage(stage: usize, cuts: &StageCuts) -> Result<(), String> {
+impl Args {
+    /// Whatever follows the first key lands among the keys; what is the command's own is taken from there.
+    fn take_own_options(&mut self) -> Result<(), Failure> {
+        if let Some(format) = self.keys.take_option("--format") {
+            self.format = Format::from_str(&format, false)
+                .map_err(|_| format!("--format expects text, dot or json, found {format:?}"))?;
+        }
+        if let Some(stage) = self.keys.take_option("--stage") {
+            let parsed = stage.parse();
+            self.stage =
+                Some(parsed.map_err(|_| format!("--stage expects a number, found {stage:?}"))?);
+        }
+        for (key, value) in [("tp", self.tp), ("pp", self.pp)] {
+            if let Some(value) = value {
+                self.keys.push(key, value.to_string());
+            }
+        }
+        Ok(())
+    }
+
+    /// The configuration that the source is, or that has the model which the source describes.
+    fn config(&mut self) -> Result<Config, Failure> {
+        let described = match &self.source {
+            folder if folder.is_dir() => Some(folder.join("config.json")),
+            file => model::read(file)
+                .ok()
+                .filter(|json| json.get("model_type").is_some())
+                .map(|_| file.clone()),
+        };
+        Ok(match described {
+            Some(path) => {
+                self.keys.push("model.config", path.display().to_string());
+                self.keys.resolve(None)?
+            }
+            None => self.keys.load(&self.source)?,
+        })
+    }
+}
+
+fn check_stage(stage: usize, cuts: &StageCuts, pp: usize) -> Result<(), String> {
     let stages = cuts.num_stages();
     if stage < stages {
         Ok(())
     } else {
         Err(format!(
-            "--stage {stage} does not exist: with --pp {stages} stages are 0 to {}",
+            "--stage {stage} does not exist: with --pp {pp} stages are 0 to {}",
             stages - 1
         ))
     }

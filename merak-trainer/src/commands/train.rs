@@ -4,9 +4,10 @@ use super::{Outcome, keys::Keys, output, prepared::Prepared};
 use clap::Args as ClapArgs;
 use merak_ckpt::{Completion, GenerateOptions};
 use merak_mpu::Member;
+use merak_pipe::Timeline;
 use merak_trace::models::Objective;
 use merak_trainer::{
-    Callback, CheckedArguments, Error, MerakTrainer, Result, TrainOutput, TrainerParts,
+    Callback, CheckedArguments, Error, MerakTrainer, Result, StepRecord, TrainOutput, TrainerParts,
     data::bigram_loss,
     metrics::{EvaluationMetrics, Progress, Reporter},
     run_world,
@@ -46,7 +47,7 @@ pub(crate) struct Args {
 pub(crate) fn run(mut args: Args) -> Outcome {
     let dry_run = args.keys.take_flag("--dry-run") || args.dry_run;
     let config = args.keys.load(&args.config)?;
-    let prepared = Prepared::to_train(&config)?;
+    let prepared = Prepared::to_train(&config, dry_run)?;
     let output_dir = prepared.args.run_folder()?;
     check_folder(&output_dir)?;
     let memory = prepared.check_memory();
@@ -67,11 +68,8 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     let results = run_world(&prepared.args, |member| {
         run.on_rank(member, &output_dir, &stop)
     })?;
-    let finished = results
-        .into_iter()
-        .next()
-        .expect("a world has a first rank");
-    output::print(&run.summary(&finished, &output_dir))?;
+    output::print(&run.summary(&results, &output_dir))?;
+    let finished = &results[0];
     Ok(finished
         .output
         .stopped_by
@@ -175,6 +173,8 @@ struct Finished {
     checkpoint: Option<PathBuf>,
     sample: Option<Completion>,
     peak_activation_bytes: usize,
+    /// Of the first pipeline: its last steps.
+    records: Vec<StepRecord>,
 }
 
 impl Run<'_> {
@@ -232,12 +232,19 @@ impl Run<'_> {
             None
         };
         let peak_activation_bytes = trainer.peak_activation_bytes();
+        let mpu = trainer.mpu();
+        let records = if mpu.data_parallel_rank() == 0 && mpu.tensor_parallel_rank() == 0 {
+            trainer.records().cloned().collect()
+        } else {
+            Vec::new()
+        };
         Ok(Finished {
             output,
             evaluation,
             checkpoint,
             sample,
             peak_activation_bytes,
+            records,
         })
     }
 
@@ -263,7 +270,8 @@ impl Run<'_> {
     }
 
     /// What the run came to.
-    fn summary(&self, finished: &Finished, output_dir: &Path) -> String {
+    fn summary(&self, ranks: &[Finished], output_dir: &Path) -> String {
+        let finished = &ranks[0];
         let mut text = String::new();
         let output = &finished.output;
         let seconds = output.train_runtime.as_secs_f64();
@@ -307,6 +315,7 @@ impl Run<'_> {
             Some(predicted) => writeln!(text, ", predicted {predicted}"),
             None => writeln!(text),
         };
+        self.compare_times(ranks, &mut text);
         if let Some((sample, tokenizer)) = finished.sample.as_ref().zip(self.tokenizer.as_ref()) {
             let decode = |ids: &[u32]| tokenizer.decode(ids).unwrap_or_default();
             let _ = writeln!(
@@ -332,5 +341,39 @@ impl Run<'_> {
             }
         }
         text
+    }
+
+    /// The steps as they ran, beside the prediction.
+    fn compare_times(&self, ranks: &[Finished], text: &mut String) {
+        let pipeline = ranks.iter().filter(|rank| !rank.records.is_empty());
+        let Some((prediction, first)) = self.prediction.as_ref().zip(pipeline.clone().next())
+        else {
+            return;
+        };
+        let mut steps: Vec<_> = first.records.iter().map(|record| record.time).collect();
+        steps.sort_unstable();
+        let step = steps[steps.len() / 2].as_secs_f64();
+        let _ = writeln!(
+            text,
+            "time      {:.1} ms a step (median of the last {}), predicted {:.1}: measured by predicted {:.2}",
+            1e3 * step,
+            steps.len(),
+            1e3 * prediction.step(),
+            step / prediction.step(),
+        );
+        let spans = pipeline.map(|rank| {
+            let spans = rank.records.iter().flat_map(|record| &record.spans);
+            spans.copied().collect()
+        });
+        let ran = Timeline {
+            ranks: spans.collect(),
+        };
+        for stage in self
+            .plan
+            .compare_stages(prediction, &ran)
+            .unwrap_or_default()
+        {
+            let _ = writeln!(text, "          {stage}");
+        }
     }
 }

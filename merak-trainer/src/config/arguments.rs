@@ -7,8 +7,8 @@ use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
 
 use super::{
     choice::{
-        Backend, DataFormat, Device, Engine, PartitionMethod, Recompute, RecomputeOp, ReportTo,
-        SplitMethod, TraceMethod,
+        Backend, CostSource, DataFormat, Device, Engine, PartitionMethod, Recompute, RecomputeOp,
+        ReportTo, SplitMethod, TraceMethod,
     },
     key::{Key, settings},
     schedule::TrainSchedule,
@@ -39,6 +39,10 @@ settings! {
         partition_method: PartitionMethod = PartitionMethod::Uniform,
         /// Boundaries of `partition_method = "custom"`: pp + 1 of them, from 0 to the number of shards.
         custom_partition: Option<Boundaries> = None,
+        /// What searches for stages and schedules, and predictions of step times, go by.
+        cost_model: CostSource = CostSource::Measured,
+        /// File that keeps measured times; unset: `merak/costs.json` in the user's folder for caches.
+        cost_cache: Option<PathBuf> = None,
         /// Rule that cuts the graph into shards.
         split_method: SplitMethod = SplitMethod::FarthestMinDeps,
         /// Module or parameter names that start a shard; only with `split_method = "layer_split"`.
@@ -267,8 +271,10 @@ settings! {
     AutopipeArguments under "autopipe." {
         /// Microbatches of the simulated step; unset: those of the run.
         micro_batches: Option<usize> = None,
-        /// Time of a message between neighbouring stages, in that of a billion floating-point operations.
-        comm_cost: f64 = 0.0,
+        /// Time of a message between stages: seconds, or billions of operations where these are counted; unset: as measured, or 0.
+        comm_cost: Option<f64> = None,
+        /// Most bytes of weights, gradients, optimizer state and activations that the search gives a rank; unset: no limit.
+        memory_limit: Option<usize> = None,
     }
 }
 

@@ -1,6 +1,9 @@
 //! Whether the values of the keys are legal, each by itself and beside the others.
 
-use std::{fmt::Display, path::PathBuf};
+use std::{
+    fmt::Display,
+    path::{Path, PathBuf},
+};
 
 use merak_pipe::Size;
 use merak_zero::LrSchedule;
@@ -8,7 +11,7 @@ use merak_zero::LrSchedule;
 use super::{
     arguments::MerakArguments,
     checked::CheckedArguments,
-    choice::{Backend, DataFormat, Device, PartitionMethod, Recompute, SplitMethod},
+    choice::{Backend, CostSource, DataFormat, Device, PartitionMethod, Recompute, SplitMethod},
     schedule::TrainSchedule,
     special::Ratios,
 };
@@ -233,25 +236,28 @@ fn check_autopipe(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         let expected = format!("from 1 to {MOST_SIMULATED}");
         checker.require(legal, "autopipe.micro_batches", found, expected)?;
     }
-    let legal = (0.0..=1e15).contains(&options.comm_cost);
-    checker.require(
-        legal,
-        "autopipe.comm_cost",
-        options.comm_cost,
-        "from 0 to 1e15",
-    )?;
+    if let Some(found) = options.comm_cost {
+        let legal = (0.0..=1e15).contains(&found);
+        checker.require(legal, "autopipe.comm_cost", found, "from 0 to 1e15")?;
+    }
+    checker.at_least_1_if_set(&[("autopipe.memory_limit", options.memory_limit)])?;
     let searches =
         [PartitionMethod::Autopipe, PartitionMethod::Exact].contains(&a.partition_method);
     let expected = "unset unless \"partition_method\" is \"autopipe\" or \"exact\"";
     if let Some(found) = options.micro_batches {
         checker.require(searches, "autopipe.micro_batches", found, expected)?;
     }
-    let found = options.comm_cost;
+    if let Some(found) = options.memory_limit {
+        checker.require(searches, "autopipe.memory_limit", found, expected)?;
+    }
+    if let Some(found) = options.comm_cost {
+        checker.require(searches, "autopipe.comm_cost", found, expected)?;
+    }
     checker.require(
-        searches || found == 0.0,
-        "autopipe.comm_cost",
-        found,
-        expected,
+        a.cost_cache.is_none() || a.cost_model == CostSource::Measured,
+        "cost_cache",
+        a.cost_cache.as_deref().unwrap_or(Path::new("")).display(),
+        "unset unless \"cost_model\" is \"measured\"",
     )
 }
 
@@ -365,11 +371,11 @@ fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         let only = "\"activation_checkpointing\" is true";
         let expected = format!("\"full\" unless {only}");
         checker.require(mode == Recompute::Full, "recompute", mode, expected)?;
-        let ratios = a.activation_checkpoint_ratio.as_ref();
-        let found = format!("{:?}", ratios.map_or(&[][..], |ratios| &ratios.0));
-        let expected = format!("unset unless {only}");
-        let key = "activation_checkpoint_ratio";
-        checker.require(ratios.is_none(), key, found, expected)?;
+        if let Some(Ratios(ratios)) = &a.activation_checkpoint_ratio {
+            let expected = format!("unset unless {only}");
+            let key = "activation_checkpoint_ratio";
+            checker.require(false, key, format_args!("{ratios:?}"), expected)?;
+        }
     }
     if let Some(Ratios(ratios)) = &a.activation_checkpoint_ratio {
         let key = "activation_checkpoint_ratio";

@@ -5,7 +5,11 @@ use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
 use merak_pipe::Size;
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
-use super::arguments::MerakArguments;
+use super::{
+    arguments::MerakArguments,
+    choice::{PartitionMethod, Recompute},
+    schedule::TrainSchedule,
+};
 use crate::error::{Error, Result};
 
 /// Arguments whose values agree with each other.
@@ -83,6 +87,20 @@ impl CheckedArguments {
             key: "output_dir",
             advice: "name the folder that the run writes".to_owned(),
         })
+    }
+
+    /// Whether a key says what is to be recomputed.
+    pub fn asks_for_recomputation(&self) -> bool {
+        let is_part = |ratio: &f64| *ratio > 0.0;
+        let ratios = self.activation_checkpoint_ratio.as_ref();
+        let by_ratio = ratios.is_some_and(|ratios| ratios.0.iter().any(is_part));
+        self.activation_checkpointing && (by_ratio || self.recompute == Recompute::Selective)
+    }
+
+    /// Whether the plan goes by what work costs.
+    pub fn searches(&self) -> bool {
+        let searched = [PartitionMethod::Autopipe, PartitionMethod::Exact];
+        searched.contains(&self.partition_method) || self.train_schedule == TrainSchedule::Auto
     }
 
     /// Seed of the order of samples.

@@ -85,6 +85,17 @@ choices! {
 }
 
 choices! {
+    /// What searches and predictions of step times go by.
+    CostSource {
+        /// Times of this machine, from a short run that is made once and kept.
+        Measured = "measured",
+        /// Floating-point operations.
+        Counted = "counted",
+    }
+    later []
+}
+
+choices! {
     /// Which rule cuts the graph into shards.
     SplitMethod {
         /// Cut where one value crosses, as far on as a parameter budget allows.

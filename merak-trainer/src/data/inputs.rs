@@ -97,10 +97,7 @@ impl ModelInputs {
                 name: port.name.clone(),
                 shape: ty.shape[1..].to_vec(),
                 dtype: ty.dtype,
-                limit: match port.name.as_str() {
-                    ATTENTION_MASK => Some(2),
-                    _ => limit(&graph, port.value),
-                },
+                limit: integer_limit(&graph, &port.name, port.value),
                 is_optional: optional.iter().any(|(name, _)| *name == port.name),
             }
         });
@@ -186,8 +183,11 @@ impl ModelInputs {
     }
 }
 
-/// Rows of the table or classes of the logits that the integers of a value choose among.
-fn limit(graph: &Graph, value: ValueId) -> Option<usize> {
+/// What the integers of an input must be below: the rows of the table or classes of the logits that they choose among.
+pub(crate) fn integer_limit(graph: &Graph, name: &str, value: ValueId) -> Option<usize> {
+    if name == ATTENTION_MASK {
+        return Some(2);
+    }
     let limits = graph.nodes().iter().filter_map(|node| match node.op {
         Op::Embedding { .. } if node.inputs[0] == value => {
             let table = graph.param_of(node.inputs[1])?;

@@ -30,14 +30,20 @@ impl RankPrograms {
     /// When an operation has no gradient.
     pub(crate) fn new(plan: &Plan, rank: usize) -> Result<Self> {
         let program = |stage| Ok((stage, Arc::new(plan.training_program(stage)?)));
-        let stages: Vec<_> = plan.stages_of(rank).map(program).collect::<Result<_>>()?;
+        Ok(Self::of(
+            plan.stages_of(rank).map(program).collect::<Result<_>>()?,
+        ))
+    }
+
+    /// Numbered programs as the stages of one rank.
+    pub(crate) fn of(stages: Vec<(usize, Arc<StageProgram>)>) -> Self {
         let mut params: Vec<Param> = Vec::new();
         for param in stages.iter().flat_map(|(_, program)| program.params()) {
             if !params.iter().any(|known| known.name == param.name) {
                 params.push(param.clone());
             }
         }
-        Ok(Self { stages, params })
+        Self { stages, params }
     }
 
     /// Where each parameter of a program stands among the rank's.

@@ -2,7 +2,7 @@
 
 use crate::{
     CheckedArguments, Error, Recompute, RecomputeOp, Result, TrainSchedule,
-    memory::{Held, activation_bytes},
+    memory::{activation_bytes, held_at_most},
 };
 use merak_partition::{Partition, recompute_plan};
 use merak_pipe::{Schedule, ScheduleKind, StageId};
@@ -95,7 +95,7 @@ impl Pipeline<'_> {
                     let plan = &plans[stage];
                     let program = StageProgram::training(self.graph, self.cuts, stage, plan)?;
                     let microbatches = self.schedule.size.microbatches;
-                    held.insert(stage, Held::at_most(&program, microbatches));
+                    held.insert(stage, held_at_most(&program, microbatches));
                 }
                 let actions = &self.schedule.actions[rank];
                 let needed = activation_bytes(actions, &held);

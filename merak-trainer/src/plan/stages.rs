@@ -1,24 +1,24 @@
 //! Which segments each stage of the pipeline takes.
 
-use crate::{CheckedArguments, Error, PartitionMethod, Recompute, Result, TrainSchedule};
-use merak_partition::{
-    ExactOptions, Partition, SegmentCosts, SegmentOptions, StageLoad, StageMethod, StepTime,
-    autopipe, exact, segment,
+use super::{Draft, room::Room};
+use crate::{
+    CheckedArguments, CostModel, Error, PartitionMethod, Recompute, Result, TrainSchedule,
+    costs::PhaseCosts,
 };
-use merak_pipe::{Costs, Schedule, ScheduleKind, Size, simulate};
-use merak_trace::Graph;
-
-/// Floating-point operations in the unit of `autopipe.comm_cost`.
-const UNIT: f64 = 1e9;
+use merak_partition::{
+    ExactOptions, Partition, SegmentCosts, StageLoad, StageMethod, StepTime, autopipe, exact,
+    stages,
+};
+use merak_pipe::{Costs, Schedule, ScheduleKind, Size, simulate_on};
 
 /// Lays the segments of a graph out over stages, by the method of the arguments.
 ///
 /// # Errors
-/// Those of [`Partition::new`] and of the searches.
+/// Those of [`stages`] and of the searches.
 pub(super) fn partition(
-    graph: &Graph,
-    options: &SegmentOptions,
+    draft: &Draft,
     args: &CheckedArguments,
+    costs: &CostModel,
 ) -> Result<Partition> {
     let method = match args.partition_method {
         PartitionMethod::Uniform => StageMethod::Uniform,
@@ -32,77 +32,139 @@ pub(super) fn partition(
             StageMethod::Custom(args.custom_partition.clone().ok_or_else(missing)?.0)
         }
         PartitionMethod::Autopipe | PartitionMethod::Exact => {
-            return searched(graph, options, args);
+            return searched(draft, args, costs);
         }
     };
-    Ok(Partition::new(graph, options, &method)?)
+    Ok(Partition {
+        stage_bounds: stages(&draft.segments, &method, args.num_stages())?,
+        segments: draft.segments.clone(),
+        method: method.to_string(),
+    })
 }
 
-/// Searches the stages whose step is shortest under the schedule of the run, by counts of operations: so every
-/// rank comes to the same stages.
-fn searched(graph: &Graph, options: &SegmentOptions, args: &CheckedArguments) -> Result<Partition> {
-    let segments = segment(graph, options)?;
-    // Other kinds of recomputation cost about as much as none.
-    let recomputes = args.activation_checkpointing
-        && args.recompute == Recompute::Full
-        && args.checkpoint_num_layers > 0;
-    let costs = SegmentCosts::counted(graph, &segments, recomputes)?;
-    let size = Size {
-        microbatches: args
-            .autopipe
-            .micro_batches
-            .unwrap_or(args.gradient_accumulation_steps),
-        ..args.pipeline_size()
+/// Searches the stages whose step is shortest under the schedule of the run.
+fn searched(draft: &Draft, args: &CheckedArguments, model: &CostModel) -> Result<Partition> {
+    let step = Simulated::new(draft, args, model)?;
+    // Some stages may keep what they could recompute: a bound counts on the work that all do.
+    let backward = |costs: PhaseCosts| {
+        if step.schedule.no_recompute.is_empty() {
+            costs.backward()
+        } else {
+            costs.input_grad + costs.weight_grad
+        }
     };
-    // A searched schedule is made for stages, so they are laid out for the one it starts from.
-    let kind = match args.train_schedule {
-        TrainSchedule::Named(kind) => kind,
-        TrainSchedule::Auto => ScheduleKind::Interleaved,
-    };
-    let step = Simulated {
-        schedule: kind.generate(size)?,
-        recomputes,
-        comm_cost: args.autopipe.comm_cost,
-    };
-    let num_stages = options.num_stages;
+    let segments = step.segments.iter();
+    let costs = SegmentCosts::new(
+        segments.clone().map(|costs| costs.forward).collect(),
+        segments.map(|costs| backward(*costs)).collect(),
+    )?;
+    let num_stages = args.num_stages();
     let found = match args.partition_method {
-        PartitionMethod::Exact => exact(&costs, num_stages, &step, &ExactOptions::default())?,
-        _ => autopipe(&costs, num_stages, &step)?,
+        PartitionMethod::Exact => exact(&costs, num_stages, &step, &ExactOptions::default()),
+        _ => autopipe(&costs, num_stages, &step),
     };
-    Ok(Partition::found(
-        segments,
-        args.partition_method.as_str(),
-        found,
-    ))
+    let found = found.map_err(|error| step.explain(error))?;
+    let search = format!("{} by {}", args.partition_method, model.unit());
+    Ok(Partition::found(draft.segments.clone(), &search, found))
 }
 
 /// The simulated step of a schedule.
 struct Simulated {
     schedule: Schedule,
-    recomputes: bool,
-    comm_cost: f64,
+    segments: Vec<PhaseCosts>,
+    /// Costs of the segments before each border.
+    sums: Vec<PhaseCosts>,
+    /// A message over each border.
+    hops: Vec<f64>,
+    cores: f64,
+    room: Option<Room>,
+}
+
+impl Simulated {
+    fn new(draft: &Draft, args: &CheckedArguments, model: &CostModel) -> Result<Self> {
+        let options = &args.autopipe;
+        let size = Size {
+            microbatches: options
+                .micro_batches
+                .unwrap_or(args.gradient_accumulation_steps),
+            ..args.pipeline_size()
+        };
+        // A searched schedule is made for stages, so they are laid out for the one it starts from.
+        let kind = match args.train_schedule {
+            TrainSchedule::Named(kind) => kind,
+            TrainSchedule::Auto => ScheduleKind::Interleaved,
+        };
+        let schedule = kind.generate(size)?;
+        // Other kinds of recomputation cost about as much as none.
+        let recomputes = args.activation_checkpointing
+            && args.recompute == Recompute::Full
+            && args.checkpoint_num_layers > 0;
+        let recompute = if recomputes {
+            draft.full_recomputation()
+        } else {
+            Vec::new()
+        };
+        let programs = draft.segment_programs(&recompute)?;
+        let segments: Vec<_> = programs
+            .iter()
+            .map(|program| model.phases(program))
+            .collect();
+        let mut sums = vec![PhaseCosts::default()];
+        for costs in &segments {
+            sums.push(sums[sums.len() - 1] + *costs);
+        }
+        let hop = |program| options.comm_cost.unwrap_or_else(|| model.hop(program));
+        let room = options.memory_limit;
+        Ok(Self {
+            room: room
+                .map(|limit| Room::new(limit, &programs, &schedule, args))
+                .transpose()?,
+            hops: programs.iter().map(|program| hop(&program.recv)).collect(),
+            cores: model.cores(args),
+            schedule,
+            segments,
+            sums,
+        })
+    }
+
+    /// The costs of stages with these segments.
+    fn costs(&self, stages: &[StageLoad]) -> Costs {
+        let of = |part: fn(&PhaseCosts) -> f64| {
+            let sum = |stage: &StageLoad| {
+                let [before, behind] = [stage.segments.start, stage.segments.end];
+                // Sums of positive numbers ascend, but for rounding.
+                (part(&self.sums[behind]) - part(&self.sums[before])).max(0.0)
+            };
+            stages.iter().map(sum).collect()
+        };
+        let borders = stages.iter().skip(1).map(|stage| stage.segments.start);
+        Costs {
+            forward: of(|costs| costs.forward),
+            input_grad: of(|costs| costs.input_grad),
+            weight_grad: of(|costs| costs.weight_grad),
+            recompute: of(|costs| costs.recompute),
+            hop: borders.map(|border| self.hops[border]).collect(),
+        }
+    }
+
+    /// Says what was needed where nothing was allowed.
+    fn explain(&self, error: merak_partition::Error) -> Error {
+        match (error, &self.room) {
+            (merak_partition::Error::NoPartition { .. }, Some(room)) => room.refusal(),
+            (error, _) => error.into(),
+        }
+    }
 }
 
 impl StepTime for Simulated {
     fn step_time(&self, stages: &[StageLoad]) -> Option<f64> {
-        let parts = if self.recomputes { 3.0 } else { 2.0 };
-        let of = |part: fn(&StageLoad, f64) -> f64| {
-            let times = stages.iter().map(|stage| part(stage, parts) / UNIT);
-            times.collect::<Vec<_>>()
-        };
-        let share = of(|stage, parts| stage.backward / parts);
-        let costs = Costs {
-            forward: of(|stage, _| stage.forward),
-            recompute: if self.recomputes {
-                share.clone()
-            } else {
-                vec![0.0; stages.len()]
-            },
-            input_grad: share.clone(),
-            weight_grad: share,
-            hop: vec![self.comm_cost; stages.len() - 1],
-        };
-        Some(simulate(&self.schedule, &costs).ok()?.makespan)
+        if let Some(room) = &self.room
+            && !room.holds(stages)
+        {
+            return None;
+        }
+        let simulation = simulate_on(&self.schedule, &self.costs(stages), self.cores);
+        Some(simulation.ok()?.makespan)
     }
 
     fn micro_batches(&self) -> usize {

@@ -1,6 +1,6 @@
 //! One optimizer step.
 
-use super::MerakTrainer;
+use super::{MerakTrainer, RECORDS, StepRecord};
 use crate::{
     Error, Result,
     data::{Batch, Loader, Requests},
@@ -60,6 +60,8 @@ impl MerakTrainer {
         let update = self.stages.update(lr)?;
         self.global_step += 1;
         self.tokens += tokens;
+        let time = start.elapsed();
+        self.note(time);
         Ok(StepReport {
             step: self.global_step,
             loss,
@@ -67,8 +69,22 @@ impl MerakTrainer {
             lr,
             tokens,
             skipped: update.skipped,
-            time: start.elapsed(),
+            time,
         })
+    }
+
+    /// Keeps what the step that was just made ran.
+    fn note(&mut self, time: Duration) {
+        let is_full = self.records.len() == RECORDS;
+        let only_has_first = self.records.len() == 1 && !self.has_dropped_first;
+        if is_full || only_has_first {
+            self.records.pop_front();
+            self.has_dropped_first = true;
+        }
+        self.records.push_back(StepRecord {
+            spans: self.timeline.clone(),
+            time,
+        });
     }
 
     /// The gradients of the next step's global batch, summed over the uses of tied weights and not yet reduced

@@ -61,13 +61,15 @@ impl Workplace {
         fs::write(path, content).expect("a writable folder");
     }
 
-    /// The command with words separated by blanks; it runs in the folder and sees nothing of our environment.
+    /// The command with words separated by blanks; it runs in the folder and sees nothing of our environment. Costs
+    /// are counted where nothing else is said, so that plans are the same in every run.
     fn command(&self, line: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_merak"));
         command
             .args(line.split_whitespace())
             .current_dir(self.folder.path())
-            .env_clear();
+            .env_clear()
+            .env("MERAK_COST_MODEL", "counted");
         command
     }
 

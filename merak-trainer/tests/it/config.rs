@@ -67,7 +67,10 @@ fn other_value(name: &str) -> Value {
         "resume_from_checkpoint" => json!("latest"),
         "data.format" => json!("tensors"),
         "data.tokenizer" => json!("/data/tokenizer.json"),
-        "output_dir" | "data.path" | "model.config" | "model.hf_dir" | "lora_config" => {
+        "cost_model" => json!("counted"),
+        "autopipe.comm_cost" => json!(0.25),
+        "output_dir" | "cost_cache" | "data.path" | "model.config" | "model.hf_dir"
+        | "lora_config" => {
             json!("/data/some")
         }
         "adapter_name" => json!("mine"),
@@ -156,6 +159,8 @@ train_schedule = "1f1b"
 virtual_stages = 1
 partition_method = "uniform"
 custom_partition = null
+cost_model = "measured"
+cost_cache = null
 split_method = "farthest_min_deps"
 custom_split_points = null
 shard_count = null
@@ -248,7 +253,8 @@ compute.backend = "candle"
 compute.device = "cpu"
 compute.threads_per_rank = "auto"
 autopipe.micro_batches = null
-autopipe.comm_cost = 0.0
+autopipe.comm_cost = null
+autopipe.memory_limit = null
 tp_layer_lists.col_para_list = null
 tp_layer_lists.row_para_list = null
 "#);

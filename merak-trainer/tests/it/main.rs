@@ -2,6 +2,7 @@
 
 mod cli; // the merak command: statuses, messages, documents
 mod config; // layers, keys, messages, checks
+mod costs; // measured times, predictions, limits of memory
 mod data; // text sources, corpora, loaders
 mod faults; // failing ranks, damaged files
 mod laws; // what no topology, schedule or interruption may change

@@ -133,6 +133,12 @@ fn other_commands_check_their_arguments() {
     let unknown = place.mistake("schedule 1f1c -p 2 -m 4");
     let start = "error: unknown schedule \"1f1c\"; did you mean \"1f1b\"? (one of gpipe, 1f1b, ";
     assert!(unknown.starts_with(start), "{unknown}");
+    assert!(unknown.ends_with("inference, auto)"), "{unknown}");
+    assert_snapshot!(place.mistake("schedule 1f1b -p 4 -m 100000 --format svg"), @"error: --format svg shows at most 50000 actions, and this schedule has 800000: choose fewer microbatches or ranks, or --format csv");
+    assert_snapshot!(place.mistake("schedule 1f1b -p 4 -m 8 --cores 0"), @"error: ranks run on more than 0 cores, found 0");
+    assert_snapshot!(place.mistake("schedule 1f1b -p 4 -m 8 --cores 2 --format csv"), @"error: --cores changes times, which --format grid, svg and trace show");
+    assert_snapshot!(place.mistake("trace model.json --num_layers 2 --stage x"), @r#"error: --stage expects a number, found "x""#);
+    assert_snapshot!(place.mistake("trace model.json --num_layer 2"), @r#"error: unknown key "num_layer" (command line --num_layer); did you mean "num_layers"?"#);
     assert_snapshot!(place.mistake("schedule 1f1b -p 0 -m 4"), @"error: a schedule has 1 to 16777216 ranks, found 0");
     assert_snapshot!(place.mistake("schedule shifted_critical_path -p 4 -m 3"), @"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 4 and 4), got 3");
     assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=x"), @r#"error: expected costs such as F=1,I=1,W=1,R=1,C=0, found "F=x""#);

@@ -42,7 +42,7 @@ fn a_schedule_is_printed_in_every_format_and_checked() {
     rank 0  F0 F1 .  .  .  B0------ F2 B1------ .  B2------
     rank 1  .  F0 B0------ F1 B1------ F2 B2------ .  .  .
 
-    1f1b: makespan 16, bubble 25.0 %, peak activations per rank 2 1
+    1f1b: makespan 16, bubble 25.0 %, of each rank's own time 25.0 0.0 %, peak activations per rank 2 1
     "#);
     let csv = place.succeed("schedule pre_recompute_1f1b -p 2 -m 4 --format csv");
     assert_snapshot!(csv, @r#"
@@ -99,6 +99,14 @@ fn a_graph_is_printed_in_every_format() {
         "{stage}"
     );
     assert!(!stage.contains("transformer.h.0"), "{stage}");
+    // Any key may follow.
+    let shallow = place.succeed("trace merak.toml --num_layers 2 --per_device_train_batch_size 3");
+    assert!(
+        !shallow.contains("transformer.h.2") && shallow.contains("[3, 16]"),
+        "{shallow}"
+    );
+    let dot = place.succeed("trace merak.toml --virtual_stages 2 --train_schedule interleaved_1f1b --pp 2 --stage 3 --format dot");
+    assert!(dot.starts_with("digraph"), "{dot}");
     place.write("hf/config.json", &super::model().to_string());
     assert_eq!(place.succeed("trace hf"), place.succeed("trace model.json"));
 }
@@ -132,6 +140,40 @@ fn the_bench_prints_one_line_of_json() {
     assert_eq!(pipelined["first_loss"], single["first_loss"]);
     assert_eq!(pipelined["last_loss"], single["last_loss"]);
     assert_eq!(bench("--dp 2 --tp 2")["mode"], "dp2xtp2");
+}
+
+#[test]
+fn the_bench_of_pipelines_prints_a_line_per_schedule() {
+    let place = Workplace::new();
+    let text = place.succeed(
+        "bench pipeline --layers 4 --hidden 16 --heads 2 --seq 8 --vocab 31 --batch 1 --microbatches 4 --steps 2 \
+         --schedules 1f1b,zb_v,interleaved_1f1b,auto --recompute",
+    );
+    let lines: Vec<Value> = text
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("one object a line"))
+        .collect();
+    let names: Vec<_> = lines
+        .iter()
+        .filter_map(|line| line["schedule"].as_str())
+        .collect();
+    assert_eq!(names, ["1f1b", "zb_v", "interleaved_1f1b", "auto"]);
+    for line in &lines {
+        let chunks = line["chunks"].as_u64().expect("a number");
+        let stages = line["stages"].as_array().expect("a list");
+        assert_eq!(stages.len() as u64, 2 * chunks);
+        for figure in [
+            "executed_ms",
+            "simulated_ms",
+            "executed_by_simulated",
+            "step_ms",
+            "predicted_ms",
+            "step_by_predicted",
+        ] {
+            assert!(line[figure].as_f64() > Some(0.0), "{figure} in {line}");
+        }
+    }
+    assert_snapshot!(place.mistake("bench pipeline --steps 0"), @"error: --steps and --rounds expect at least 1");
 }
 
 #[test]

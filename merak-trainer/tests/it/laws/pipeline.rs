@@ -313,18 +313,14 @@ fn within(case: &Case, budget: usize) -> Result<Case, usize> {
 
 #[test]
 fn activations_stay_inside_their_budget() {
-    for (schedule, pp) in [
-        ("1f1b", 2),
-        ("1f1b", 4),
-        ("zb_h1", 2),
-        ("zb_v", 2),
-        ("gpipe", 2),
-    ] {
+    for (schedule, pp, chunks) in BUDGETED {
         let case = Case::gpt2()
             .with_microbatches(6)
             .on((1, 1, pp))
-            .with("train_schedule", schedule);
-        let most = peaks(&case.clone().with("activation_checkpointing", false))[0];
+            .with("train_schedule", schedule)
+            .with("virtual_stages", chunks);
+        let without = peaks(&case.clone().with("activation_checkpointing", false));
+        let most = without.into_iter().max().unwrap_or_default();
         let mut used = Vec::new();
         for percent in [400, 200, 150, 120, 100, 85, 70, 55, 40] {
             let budget = most * percent / 100;
@@ -332,36 +328,71 @@ fn activations_stay_inside_their_budget() {
                 let peaks = peaks(&case);
                 let what = format!("{schedule} on {pp}, budget {budget}: {peaks:?}");
                 assert!(peaks.iter().all(|peak| *peak <= budget), "{what}");
-                used.push(peaks[0]);
+                used.extend(peaks.into_iter().max());
             }
         }
-        // Less memory is never paid with more of it. What the halves of a backward hold between them is known less
-        // well, so that there the smallest budgets are refused.
+        // Less memory is never paid with more of it. Where the halves of backwards lie apart, what the weight half
+        // reads lies between them, recomputed or not, and may be the most.
         let what = format!("{schedule} on {pp}: {used:?} of {most}");
         assert!(used.windows(2).all(|pair| pair[1] <= pair[0]), "{what}");
-        let saves = used.last() < used.first();
-        assert!(
-            !used.is_empty() && (saves || schedule.starts_with("zb")),
-            "{what}"
-        );
+        let is_split = schedule.starts_with("zb") || schedule == "auto";
+        assert!(used.len() >= 4, "{what}");
+        assert!(is_split || used.last() < used.first(), "{what}");
+    }
+}
+
+/// Schedules under a budget, with ranks and stages per rank.
+const BUDGETED: [(&str, usize, usize); 10] = [
+    ("1f1b", 2, 1),
+    ("1f1b", 4, 1),
+    ("gpipe", 2, 1),
+    ("shifted_critical_path", 4, 1),
+    ("interleaved_1f1b", 2, 2),
+    ("zb_h1", 2, 1),
+    ("zb_h2", 2, 1),
+    ("zb_v", 2, 1),
+    ("auto", 2, 1),
+    ("auto", 2, 2),
+];
+
+#[test]
+fn a_budget_that_what_was_measured_would_keep_is_not_refused_by_far() {
+    for (schedule, pp, chunks) in BUDGETED {
+        let case = Case::gpt2()
+            .with_microbatches(6)
+            .on((1, 1, pp))
+            .with("train_schedule", schedule)
+            .with("virtual_stages", chunks);
+        let without = peaks(&case.clone().with("activation_checkpointing", false));
+        let most = without.into_iter().max().unwrap_or_default();
+        let budget = most + most / 5;
+        let what = format!("{schedule} on {pp}, {chunks} stages per rank: {most} measured");
+        let case = within(&case, budget);
+        assert!(case.is_ok(), "{what}, at least {case:?}");
     }
 }
 
 #[test]
 fn a_budget_that_nothing_keeps_is_refused_with_the_least_that_would_do() {
-    let case = Case::gpt2().on((1, 1, 2));
-    let mut budget = 1000;
-    // The first rank speaks first, then the other one.
-    while let Err(least) = within(&case, budget) {
-        assert!(least > budget, "{least} is more than {budget}");
-        assert!(within(&case, least - 1).is_err());
-        budget = least;
+    for (schedule, pp, chunks) in BUDGETED {
+        let case = Case::gpt2()
+            .on((1, 1, pp))
+            .with("train_schedule", schedule)
+            .with("virtual_stages", chunks);
+        let what = format!("{schedule} on {pp}, {chunks} stages per rank");
+        let mut budget = 1000;
+        // The first rank speaks first, then the others.
+        while let Err(least) = within(&case, budget) {
+            assert!(least > budget, "{what}: {least} is more than {budget}");
+            assert!(within(&case, least - 1).is_err(), "{what}: {least}");
+            budget = least;
+        }
+        let peaks = peaks(&within(&case, budget).unwrap());
+        assert!(
+            peaks.iter().all(|peak| *peak <= budget),
+            "{what}: {peaks:?} of {budget}"
+        );
     }
-    assert!(
-        peaks(&within(&case, budget).unwrap())
-            .iter()
-            .all(|peak| *peak <= budget)
-    );
 }
 
 #[test]

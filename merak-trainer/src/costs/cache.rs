@@ -1,0 +1,84 @@
+//! The file that keeps measured times.
+
+use super::Profile;
+use serde::{Deserialize, Serialize};
+use std::{collections::BTreeMap, fs, io, path::Path};
+
+/// Profiles by the conditions under which they were measured.
+pub(super) type Profiles = BTreeMap<String, Profile>;
+
+/// Raised when the meaning of the numbers changes.
+const FORMAT: u32 = 1;
+
+#[derive(Serialize, Deserialize)]
+struct Document {
+    format: u32,
+    profiles: Profiles,
+}
+
+/// What a file keeps. One that cannot be read is made anew, as it holds nothing that cannot be measured again.
+pub(super) fn read(file: &Path) -> Profiles {
+    let document = fs::read(file).and_then(|bytes| {
+        let document: Document = serde_json::from_slice(&bytes)?;
+        Ok(document)
+    });
+    match document {
+        Ok(document) if document.format == FORMAT => document.profiles,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Profiles::new(),
+        other => {
+            let reason = other.err().map(|error| error.to_string());
+            let reason = reason.unwrap_or_else(|| "it is of another version".to_owned());
+            let file = file.display();
+            tracing::warn!(%file, reason, "measured times cannot be read and are measured again");
+            Profiles::new()
+        }
+    }
+}
+
+/// Replaces a file; a run that cannot keep its times goes on with them.
+pub(super) fn write(file: &Path, profiles: &Profiles) {
+    let document = Document {
+        format: FORMAT,
+        profiles: profiles.clone(),
+    };
+    let written = serde_json::to_vec_pretty(&document)
+        .map_err(io::Error::from)
+        .and_then(|bytes| {
+            if let Some(folder) = file.parent() {
+                fs::create_dir_all(folder)?;
+            }
+            // Whoever reads meanwhile sees the old file or the new one.
+            let draft = file.with_extension(format!("{}.tmp", std::process::id()));
+            fs::write(&draft, bytes)?;
+            fs::rename(&draft, file)
+        });
+    if let Err(error) = written {
+        let (file, reason) = (file.display(), error.to_string());
+        tracing::warn!(%file, reason, "measured times cannot be kept");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_gives_back_what_was_kept_and_a_damaged_one_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("new/costs.json");
+        assert_eq!(read(&file), Profiles::new());
+        let profile = Profile {
+            nodes: BTreeMap::from([("Add: f32[2] f32[2] -> f32[2]".to_owned(), 0.25)]),
+            per_node: 1e-6,
+            ..Profile::default()
+        };
+        let kept = Profiles::from([("here".to_owned(), profile)]);
+        write(&file, &kept);
+        assert_eq!(read(&file), kept);
+        let text = fs::read_to_string(&file).unwrap();
+        fs::write(&file, &text[..text.len() / 2]).unwrap();
+        assert_eq!(read(&file), Profiles::new());
+        fs::write(&file, text.replace("\"format\": 1", "\"format\": 0")).unwrap();
+        assert_eq!(read(&file), Profiles::new());
+    }
+}

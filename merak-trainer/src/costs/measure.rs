@@ -1,0 +1,406 @@
+//! The profiling run: every kind of node of a model, on as many ranks at once as the machine has cores for.
+
+use super::{
+    Profile,
+    profile::{is_timed, of_node, ranks_at_once},
+    timed::Timed,
+};
+use crate::{
+    CheckedArguments, Result,
+    data::integer_limit,
+    network::Network,
+    plan::{Draft, RankPrograms},
+    stage::{Executor, Stage, StageParams, grad_store, stages},
+    threads_per_rank,
+    world::run_ranks,
+};
+use merak_mpu::{DType, Degrees, Member, Mpu, ReduceOp};
+use merak_trace::{
+    Batch, GradStore, Graph, RunContext, SharedBackend, StageProgram, TensorType, Value,
+};
+use merak_zero::{GlobalParams, ParamSpec, ZeroGroups, ZeroOptimizer};
+use std::{
+    collections::BTreeMap,
+    ops::RangeInclusive,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use sysinfo::{CpuRefreshKind, System};
+
+/// How long the nodes are run, once they are warm, unless one round takes longer.
+const BUDGET: Duration = Duration::from_millis(600);
+/// Rounds of the timed run and of the plain one.
+const ROUNDS: RangeInclusive<i64> = 2..=40;
+
+/// Everything besides the nodes that changes their times, in words.
+pub(super) fn conditions(args: &CheckedArguments) -> String {
+    let threads = threads_per_rank(args);
+    let compute = &args.compute;
+    let build = if cfg!(debug_assertions) {
+        "debug"
+    } else {
+        "release"
+    };
+    // Another build has other kernels.
+    let program = std::env::current_exe().and_then(std::fs::metadata).ok();
+    let program = program.and_then(|file| {
+        let written = file.modified().ok()?.duration_since(std::time::UNIX_EPOCH);
+        Some(format!(
+            "{} bytes of {}",
+            file.len(),
+            written.ok()?.as_secs()
+        ))
+    });
+    let processor = System::new().ok().and_then(|mut system| {
+        system.refresh_cpu_specifics(CpuRefreshKind::nothing());
+        Some(system.cpus().first()?.brand().to_owned())
+    });
+    let processor = processor.unwrap_or_default();
+    format!(
+        "merak {} {build} {}, {} on {}, {} x {processor}, {} of {} ranks at once on {threads} threads each, dp {}, tp {}, {}",
+        env!("CARGO_PKG_VERSION"),
+        program.unwrap_or_default(),
+        compute.backend,
+        compute.device,
+        super::num_cores(),
+        ranks_at_once(args, threads),
+        args.world_size(),
+        args.dp,
+        args.tp,
+        args.optim,
+    )
+}
+
+/// Times the nodes of a model's segments, an optimizer step, and messages.
+///
+/// # Errors
+/// When a node or an exchange fails.
+pub(super) fn profile(
+    draft: &Draft,
+    programs: &[StageProgram],
+    args: &CheckedArguments,
+) -> Result<Profile> {
+    let threads = threads_per_rank(args);
+    let kinds = Kinds::of(programs);
+    let degrees = Degrees {
+        dp: 1,
+        tp: args.tp,
+        // Copies side by side want memory and caches as the ranks of the run do.
+        pp: (ranks_at_once(args, threads) / args.tp).max(1),
+        sp: 1,
+    };
+    let timeout = Duration::from_secs_f64(args.distributed.timeout_s);
+    let ranks = run_ranks(degrees.world_size(), timeout, |member| {
+        Rank::new(member, degrees, draft, &kinds, args, threads)?.times()
+    })?;
+    let mut profile = mean(&ranks);
+    profile.network = Network::measure(args.tp.max(args.dp))?;
+    Ok(profile)
+}
+
+/// The mean over ranks.
+fn mean(ranks: &[Profile]) -> Profile {
+    let mut nodes: BTreeMap<String, f64> = BTreeMap::new();
+    let share = 1.0 / ranks.len() as f64;
+    for (node, seconds) in ranks.iter().flat_map(|rank| &rank.nodes) {
+        *nodes.entry(node.clone()).or_default() += seconds * share;
+    }
+    Profile {
+        nodes,
+        per_node: ranks.iter().map(|rank| rank.per_node * share).sum(),
+        per_param: ranks.iter().map(|rank| rank.per_param * share).sum(),
+        ..Profile::default()
+    }
+}
+
+/// Segments whose nodes are of the same kinds count once.
+struct Kinds {
+    /// One segment of each kind.
+    programs: RankPrograms,
+    /// For each segment its kind.
+    order: Vec<usize>,
+}
+
+impl Kinds {
+    fn of(programs: &[StageProgram]) -> Self {
+        let mut known = BTreeMap::new();
+        let mut distinct = Vec::new();
+        let order = programs.iter().map(|program| {
+            *known.entry(shape(program)).or_insert_with(|| {
+                distinct.push((distinct.len(), Arc::new(program.clone())));
+                distinct.len() - 1
+            })
+        });
+        let order = order.collect();
+        Self {
+            programs: RankPrograms::of(distinct),
+            order,
+        }
+    }
+}
+
+/// The signatures of a program's nodes, and what it is given and gives.
+fn shape(program: &StageProgram) -> Vec<String> {
+    let nodes = program.graph.nodes().iter();
+    let mut shape: Vec<_> = nodes.map(|node| of_node(&program.graph, node)).collect();
+    let hops = program.recv.iter().chain(&program.send);
+    shape.extend(hops.map(|hop| hop.ty.to_string()));
+    shape.extend(program.inputs.iter().map(|port| port.name.clone()));
+    shape
+}
+
+/// A rank that runs segments of every kind in turn.
+struct Rank<'a> {
+    mpu: Arc<Mpu>,
+    kinds: &'a Kinds,
+    backend: SharedBackend,
+    params: StageParams,
+    grads: GradStore,
+    optimizer: ZeroOptimizer,
+    batch: BTreeMap<String, (TensorType, Vec<u8>)>,
+    context: RunContext,
+}
+
+/// A value as bytes, from which fresh ones are made: what nobody shares may be overwritten, as in a run.
+type Bytes = (TensorType, Vec<u8>);
+
+impl<'a> Rank<'a> {
+    fn new(
+        member: Member,
+        degrees: Degrees,
+        draft: &Draft,
+        kinds: &'a Kinds,
+        args: &CheckedArguments,
+        threads: usize,
+    ) -> Result<Self> {
+        let mpu = Arc::new(Mpu::new(member, degrees)?);
+        let Executor {
+            backend,
+            optimizer_device,
+        } = Executor::new(args, mpu.rank(), threads)?;
+        let table = &kinds.programs.params;
+        let trained: Vec<_> = table.iter().filter(|param| param.trainable).collect();
+        let sizes = trained.iter();
+        let model = GlobalParams::new(sizes.map(|param| (param.name.clone(), param.local.numel())));
+        let specs = trained
+            .iter()
+            .enumerate()
+            .map(|(index, param)| ParamSpec::new(param.name.clone(), &param.local.shape, index));
+        let groups = ZeroGroups {
+            data_sequence: mpu.data_sequence_parallel_group().clone(),
+            model: mpu.model_parallel_group().clone(),
+        };
+        let mut optimizer =
+            ZeroOptimizer::new(specs.collect(), model, args.zero_config(threads), groups)?;
+        if let Some(device) = optimizer_device {
+            optimizer = optimizer.on_device(device)?;
+        }
+        let mut params = StageParams::new(&*backend, table, optimizer.layout())?;
+        params.write(&mut |_, bytes| bytes.copy_from_slice(&floats(bytes.len() / 4)));
+        Ok(Self {
+            grads: grad_store(&kinds.programs, optimizer.layout(), &*backend),
+            batch: batch(&draft.graph),
+            context: RunContext {
+                training: true,
+                tensor_rank: mpu.tensor_parallel_rank(),
+                ..RunContext::default()
+            },
+            mpu,
+            kinds,
+            backend,
+            params,
+            optimizer,
+        })
+    }
+
+    fn times(mut self) -> Result<Profile> {
+        let timed = Arc::new(Timed::new(Arc::clone(&self.backend)));
+        let programs = &self.kinds.programs;
+        let noted = Arc::clone(&timed) as SharedBackend;
+        let noted = stages(programs, &self.params, &noted, &self.mpu);
+        let plain = stages(programs, &self.params, &self.backend, &self.mpu);
+        let given = self.given(&plain)?;
+        // The first round touches memory; its length tells how many there can be.
+        let start = Instant::now();
+        self.round(&noted, &given)?;
+        let rounds = BUDGET.as_secs_f64() / start.elapsed().as_secs_f64().max(1e-6);
+        let rounds = (rounds as i64).clamp(*ROUNDS.start(), *ROUNDS.end());
+        // Ranks with collectives between them go in step.
+        let rounds = self
+            .mpu
+            .world_group()
+            .all_reduce_scalar(rounds, ReduceOp::Max)?;
+        timed.clear();
+        let mut whole = Vec::new();
+        for _ in 0..rounds {
+            self.round(&noted, &given)?;
+            whole.push(self.round(&plain, &given)?);
+        }
+        let nodes = timed.medians();
+        let all = plain.iter().flat_map(|stage| {
+            let program = stage.interpreter.program();
+            let nodes = program.graph.nodes().iter();
+            nodes.map(|node| (&program.graph, node))
+        });
+        let (mut sum, mut count) = (0.0, 0);
+        for (graph, node) in all.filter(|(_, node)| is_timed(&node.op)) {
+            sum += nodes
+                .get(&of_node(graph, node))
+                .copied()
+                .unwrap_or_default();
+            count += 1;
+        }
+        Ok(Profile {
+            nodes,
+            per_node: ((median(whole) - sum) / f64::from(count.max(1))).max(0.0),
+            per_param: self.update()?,
+            ..Profile::default()
+        })
+    }
+
+    /// What each kind of segment receives from the one before it.
+    fn given(&mut self, stages: &[Stage]) -> Result<Vec<Vec<Bytes>>> {
+        let mut given: Vec<Option<Vec<Bytes>>> = vec![None; stages.len()];
+        let mut sent: Vec<Vec<Bytes>> = vec![Vec::new(); stages.len()];
+        let mut last = Vec::new();
+        for &kind in &self.kinds.order {
+            if given[kind].is_none() {
+                let stage = &stages[kind];
+                let (inputs, received) = (self.inputs(stage)?, self.fresh(&last)?);
+                let out =
+                    stage
+                        .interpreter
+                        .forward(&stage.views, &inputs, received, self.context)?;
+                let values = out.send.into_iter().map(|value| self.bytes(value));
+                sent[kind] = values.collect::<Result<_>>()?;
+                given[kind] = Some(last.clone());
+            }
+            last.clone_from(&sent[kind]);
+        }
+        Ok(given.into_iter().flatten().collect())
+    }
+
+    /// Forward and both halves of the backward of each kind of segment, in turn; the seconds of all of them.
+    fn round(&mut self, stages: &[Stage], given: &[Vec<Bytes>]) -> Result<f64> {
+        let mut time = Duration::ZERO;
+        for (stage, given) in stages.iter().zip(given) {
+            let Stage {
+                interpreter, views, ..
+            } = stage;
+            let (inputs, received) = (self.inputs(stage)?, self.fresh(given)?);
+            let hops = interpreter.program().send.iter();
+            let back: Vec<Bytes> = hops
+                .filter(|hop| hop.grad.is_some())
+                .map(|hop| (hop.ty.clone(), pattern(&hop.ty, None)))
+                .collect();
+            let back = self.fresh(&back)?;
+            let start = Instant::now();
+            let mut frame = interpreter
+                .forward(views, &inputs, received, self.context)?
+                .frame;
+            interpreter.backward_input(&mut frame, views, back, 1e-3)?;
+            interpreter.backward_weight(&mut frame, views, &mut self.grads)?;
+            time += start.elapsed();
+        }
+        Ok(time.as_secs_f64())
+    }
+
+    /// Seconds of an optimizer step for each parameter, its gradient cleared.
+    fn update(&mut self) -> Result<f64> {
+        let len = self.optimizer.layout().len();
+        let (params, grads) = (&mut self.params.trained, &mut self.grads.buffers[0]);
+        let mut times = Vec::new();
+        grads.clear();
+        for _ in 0..4 {
+            let start = Instant::now();
+            self.optimizer.step(&mut **params, &mut **grads, 0.0)?;
+            grads.clear();
+            times.push(start.elapsed().as_secs_f64());
+        }
+        // The first one touches memory.
+        times.remove(0);
+        Ok(median(times) / len.max(1) as f64)
+    }
+
+    fn inputs(&self, stage: &Stage) -> Result<Batch> {
+        let ports = stage.interpreter.program().inputs.iter();
+        let input = |name: &String| {
+            let (ty, bytes) = &self.batch[name];
+            Ok((name.clone(), self.backend.from_bytes(ty, bytes)?))
+        };
+        ports.map(|port| input(&port.name)).collect()
+    }
+
+    fn fresh(&self, values: &[Bytes]) -> Result<Vec<Value>> {
+        let make = |(ty, bytes): &Bytes| Ok(self.backend.from_bytes(ty, bytes)?);
+        values.iter().map(make).collect()
+    }
+
+    fn bytes(&self, value: Value) -> Result<Bytes> {
+        let ty = value.ty().clone();
+        let buffer = self.backend.into_buffer(value)?;
+        let mut bytes = Vec::new();
+        buffer.read(&mut |all| bytes = all.to_vec());
+        Ok((ty, bytes))
+    }
+}
+
+/// Made-up data of a model: integers that it can look up, small floats.
+fn batch(graph: &Graph) -> BTreeMap<String, Bytes> {
+    let inputs = graph.inputs().iter();
+    let input = inputs.map(|port| {
+        let ty = graph.ty(port.value).clone();
+        let bytes = pattern(&ty, integer_limit(graph, &port.name, port.value));
+        (port.name.clone(), (ty, bytes))
+    });
+    input.collect()
+}
+
+/// Bytes of a tensor with many different small values.
+fn pattern(ty: &TensorType, limit: Option<usize>) -> Vec<u8> {
+    let len = ty.numel();
+    match ty.dtype {
+        DType::F32 => floats(len),
+        DType::F64 => (0..len)
+            .flat_map(|i| f64::from(small(i)).to_ne_bytes())
+            .collect(),
+        DType::BF16 => (0..len)
+            .flat_map(|i| half::bf16::from_f32(small(i)).to_ne_bytes())
+            .collect(),
+        DType::F16 => (0..len)
+            .flat_map(|i| half::f16::from_f32(small(i)).to_ne_bytes())
+            .collect(),
+        DType::I64 => {
+            // A prime step visits the rows of a table far apart, as tokens do.
+            let limit = limit.unwrap_or(2).max(1);
+            let integers = (0..len).map(|i| ((i * 7919 % limit) as u64).cast_signed());
+            integers.flat_map(i64::to_ne_bytes).collect()
+        }
+        DType::U32 | DType::U8 => vec![0; ty.size_bytes()],
+    }
+}
+
+fn floats(len: usize) -> Vec<u8> {
+    (0..len).flat_map(|i| small(i).to_ne_bytes()).collect()
+}
+
+fn small(index: usize) -> f32 {
+    ((index * 31 % 17) as f32 - 8.0) * 2e-3
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times.get(times.len() / 2).copied().unwrap_or_default()
+}
+
+/// Bytes that a profiling run needs: weights, gradients and two moments of one segment of each kind, and the values of
+/// the largest one, on every rank that takes part.
+pub(super) fn needed_bytes(programs: &[StageProgram], args: &CheckedArguments) -> u64 {
+    let kinds = Kinds::of(programs).programs;
+    let params = kinds.params.iter();
+    let params: u64 = params.map(|param| 16 * param.local.numel() as u64).sum();
+    let live = kinds.stages.iter();
+    let live = live.map(|(_, program)| program.live_bytes_without_reuse().input_half as u64);
+    let ranks = ranks_at_once(args, threads_per_rank(args)).max(args.tp) as u64;
+    ranks.saturating_mul(params.saturating_add(2 * live.max().unwrap_or_default()))
+}

@@ -1,0 +1,112 @@
+//! A backend that notes how long each kind of node takes.
+
+use super::profile::signature;
+use merak_mpu::{Buffer, DType};
+use merak_trace::{
+    Backend, Call, GradStore, MemoryMeter, Param, ParamStore, Result, SharedBackend, TensorType,
+    Value,
+};
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
+
+/// Another backend, and the seconds of all calls by the signature of their nodes.
+#[derive(Debug)]
+pub(super) struct Timed {
+    inner: SharedBackend,
+    times: Mutex<BTreeMap<String, Vec<f64>>>,
+}
+
+impl Timed {
+    pub(super) fn new(inner: SharedBackend) -> Self {
+        Self {
+            inner,
+            times: Mutex::default(),
+        }
+    }
+
+    /// Forgets what was noted.
+    pub(super) fn clear(&self) {
+        self.lock().clear();
+    }
+
+    /// The median time of each kind of node.
+    pub(super) fn medians(&self) -> BTreeMap<String, f64> {
+        let times = self.lock().clone().into_iter();
+        let median = |mut times: Vec<f64>| {
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        };
+        times.map(|(node, times)| (node, median(times))).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Vec<f64>>> {
+        self.times.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn timed<T>(
+        &self,
+        call: Call<'_>,
+        inputs: Vec<Value>,
+        run: impl FnOnce(Vec<Value>) -> Result<T>,
+    ) -> Result<T> {
+        let signature = signature(call.op, inputs.iter().map(Value::ty), call.results.iter());
+        let start = Instant::now();
+        let result = run(inputs)?;
+        let seconds = start.elapsed().as_secs_f64();
+        self.lock().entry(signature).or_default().push(seconds);
+        Ok(result)
+    }
+}
+
+impl Backend for Timed {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn memory(&self) -> &MemoryMeter {
+        self.inner.memory()
+    }
+
+    fn scope(&self, work: &mut (dyn FnMut() + Send)) {
+        self.inner.scope(work);
+    }
+
+    fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
+        self.timed(call, inputs, |inputs| self.inner.run(call, inputs))
+    }
+
+    fn accumulate(
+        &self,
+        call: Call<'_>,
+        inputs: Vec<Value>,
+        store: &mut GradStore,
+        slots: &[usize],
+    ) -> Result<()> {
+        self.timed(call, inputs, |inputs| {
+            self.inner.accumulate(call, inputs, store, slots)
+        })
+    }
+
+    fn from_bytes(&self, ty: &TensorType, bytes: &[u8]) -> Result<Value> {
+        self.inner.from_bytes(ty, bytes)
+    }
+
+    fn from_buffer(&self, ty: &TensorType, buffer: Box<dyn Buffer>) -> Result<Value> {
+        self.inner.from_buffer(ty, buffer)
+    }
+
+    fn into_buffer(&self, value: Value) -> Result<Box<dyn Buffer>> {
+        self.inner.into_buffer(value)
+    }
+
+    fn grad_buffer(&self, dtype: DType, len: usize) -> Box<dyn Buffer> {
+        self.inner.grad_buffer(dtype, len)
+    }
+
+    fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
+        self.inner.param_store(params, offsets, len)
+    }
+}

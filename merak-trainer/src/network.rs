@@ -1,0 +1,155 @@
+//! How fast the ranks of this machine exchange: `merak bench collectives`, and what the cost model takes from it.
+
+use crate::{Error, Result};
+use merak_mpu::{Group, Packet, ReduceOp, threads};
+use serde::{Deserialize, Serialize};
+use std::time::{Duration, Instant};
+
+/// Runs an operation on a rank's numbers, and gives numbers back for the next time.
+type Run = fn(&Group, Vec<f32>) -> merak_mpu::Result<Vec<f32>>;
+
+/// An operation between ranks that can be timed.
+#[derive(Debug, Clone, Copy)]
+pub struct Exchange {
+    /// Its name.
+    pub name: &'static str,
+    run: Run,
+    share: fn(f64) -> f64,
+}
+
+/// Every one of them.
+pub const EXCHANGES: [Exchange; 6] = [
+    ALL_REDUCE,
+    Exchange {
+        name: "reduce_scatter",
+        run: |group, data| group.reduce_scatter_vec(data, ReduceOp::Max),
+        share: |n| (n - 1.0) / n,
+    },
+    Exchange {
+        name: "all_gather",
+        run: |group, data| group.all_gather_vec(data),
+        share: |n| n - 1.0,
+    },
+    Exchange {
+        name: "broadcast",
+        run: |group, data| group.broadcast_vec(data, 0),
+        share: |_| 1.0,
+    },
+    Exchange {
+        name: "all_to_all",
+        run: |group, data| group.all_to_all_vec(data),
+        share: |n| (n - 1.0) / n,
+    },
+    SEND_RECV,
+];
+
+const ALL_REDUCE: Exchange = Exchange {
+    name: "all_reduce",
+    run: |group, data| group.all_reduce_vec(data, ReduceOp::Max),
+    share: |n| 2.0 * (n - 1.0) / n,
+};
+
+/// Every rank sends to the next one and receives from the one before.
+const SEND_RECV: Exchange = Exchange {
+    name: "send_recv",
+    run: send_recv,
+    share: |_| 1.0,
+};
+
+impl Exchange {
+    /// The share of the bytes that a rank hands in which passes the busiest link of a ring of so many ranks.
+    pub fn share(&self, world: usize) -> f64 {
+        (self.share)(world as f64)
+    }
+
+    /// The median time on rank 0 of `steps` times, all ranks starting together; each hands in so many bytes, in
+    /// whole numbers for each of the others.
+    ///
+    /// # Errors
+    /// When a rank fails.
+    pub fn median(&self, world: usize, bytes: usize, steps: usize) -> Result<Duration> {
+        let results = threads::run(world, threads::WorldOptions::default(), |member| {
+            let group = member.world_group()?;
+            let len = bytes / size_of::<f32>();
+            let mut times = Vec::with_capacity(steps);
+            let mut data = vec![1.0_f32; len];
+            // The first time wakes threads and touches memory.
+            for _ in 0..=steps {
+                data.resize(len, 1.0);
+                group.barrier()?;
+                let start = Instant::now();
+                data = (self.run)(&group, data)?;
+                times.push(start.elapsed());
+            }
+            times.remove(0);
+            times.sort_unstable();
+            Ok::<_, merak_mpu::Error>(times[times.len() / 2])
+        });
+        let failed = |error: merak_mpu::RunError<merak_mpu::Error>| Error::Rank {
+            rank: error.rank().0,
+            cause: error.to_string(),
+        };
+        Ok(results.map_err(failed)?[0])
+    }
+}
+
+fn send_recv(group: &Group, data: Vec<f32>) -> merak_mpu::Result<Vec<f32>> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let packet = Packet {
+        shape: vec![data.len()],
+        data: Box::new(data),
+    };
+    group.send((rank + 1) % world, 0, vec![packet])?;
+    let received = group.recv((rank + world - 1) % world, 0)?;
+    let packet = received.into_iter().next();
+    packet.map_or_else(|| Ok(Vec::new()), |packet| merak_mpu::into_vec(packet.data))
+}
+
+/// Seconds of an exchange: a latency, and a time for each byte.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub(crate) struct Line {
+    latency: f64,
+    per_byte: f64,
+}
+
+/// Sizes, in bytes, between which a [`Line`] is drawn, and how often each is timed.
+const SIZES: [usize; 2] = [4 << 10, 4 << 20];
+const STEPS: usize = 7;
+
+impl Line {
+    fn of(exchange: &Exchange, world: usize) -> Result<Self> {
+        // Whole numbers for every rank.
+        let unit = world * size_of::<f32>();
+        let [small, large] = SIZES.map(|bytes| bytes.next_multiple_of(unit));
+        let seconds = |bytes| Ok::<_, Error>(exchange.median(world, bytes, STEPS)?.as_secs_f64());
+        let (short, long) = (seconds(small)?, seconds(large)?);
+        let per_byte = ((long - short) / (large - small) as f64).max(0.0);
+        Ok(Self {
+            latency: (short - per_byte * small as f64).max(0.0),
+            per_byte,
+        })
+    }
+
+    pub(crate) fn seconds(self, bytes: usize) -> f64 {
+        self.latency + self.per_byte * bytes as f64
+    }
+}
+
+/// What exchanges between ranks take.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub(crate) struct Network {
+    /// A message from stage to stage.
+    pub(crate) send: Line,
+    /// A sum over the ranks of a group.
+    pub(crate) all_reduce: Line,
+}
+
+impl Network {
+    /// Times messages between two ranks, and sums over `group` of them.
+    pub(crate) fn measure(group: usize) -> Result<Self> {
+        Ok(Self {
+            send: Line::of(&SEND_RECV, 2)?,
+            all_reduce: Line::of(&ALL_REDUCE, group.max(2))?,
+        })
+    }
+}

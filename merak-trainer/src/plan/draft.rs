@@ -1,0 +1,173 @@
+//! What a plan rests on whatever things cost: the graph of a rank, in segments.
+
+use crate::{CheckedArguments, Error, Result, SplitMethod, plan::Lora};
+use merak_ckpt::{LoraConfig, adapt};
+use merak_mpu::{DType, Degrees};
+use merak_partition::{Partition, SegmentOptions, Segments, recompute_plan, segment};
+use merak_tp::{LayerLists, rewrite};
+use merak_trace::{
+    Graph, RecomputePlan, StageCuts, StageProgram,
+    models::{Head, Model, ModelInfo, TraceOptions},
+};
+use std::sync::Arc;
+
+/// A model that was traced, adapted, rewritten for the tensor axis and cut into segments.
+#[derive(Debug)]
+pub(crate) struct Draft {
+    pub(super) model: Arc<dyn Model>,
+    pub(super) info: ModelInfo,
+    pub(super) degrees: Degrees,
+    pub(super) seq_length: usize,
+    pub(super) target_length: Option<usize>,
+    pub(super) trace: TraceOptions,
+    pub(super) lists: LayerLists,
+    pub(super) lora: Option<Lora>,
+    pub(crate) graph: Graph,
+    pub(super) tensor: merak_tp::Report,
+    pub(super) segments: Segments,
+}
+
+impl Draft {
+    /// Traces, rewrites and segments a model as the arguments say.
+    ///
+    /// # Errors
+    /// When the model cannot be split or cut that way.
+    pub(crate) fn new(model: Arc<dyn Model>, args: &CheckedArguments) -> Result<Self> {
+        let info = model.info();
+        check(&info, args)?;
+        let lengths = args.seq_length.unwrap_or_else(|| info.max_seq.into());
+        let trace = TraceOptions {
+            head: Head::Loss {
+                label_smoothing: args.label_smoothing_factor,
+            },
+            untie: args.no_tie_modules,
+            init_std: args.init_method_std,
+            dtype: if args.bf16 { DType::BF16 } else { DType::F32 },
+            target_seq: lengths.target,
+            ..TraceOptions::training(args.per_device_train_batch_size, lengths.input)
+        };
+        let lists = layer_lists(args, info.family)?;
+        let (graph, lora) = with_adapter(model.trace(&trace)?, lora(args)?, info.family)?;
+        let rewritten = rewrite(&graph, &lists, args.tp)?;
+        let options = SegmentOptions {
+            method: split_method(args.split_method),
+            shard_count: args.shard_count,
+            custom_split_points: args.custom_split_points.clone().unwrap_or_default(),
+            num_layers: args.num_layers.or(Some(info.num_layers)),
+            ..SegmentOptions::for_model(&info, args.num_stages())
+        };
+        let segments = segment(&rewritten.graph, &options)?;
+        Ok(Self {
+            model,
+            info,
+            degrees: Degrees {
+                dp: args.dp,
+                tp: args.tp,
+                pp: args.pp,
+                sp: 1,
+            },
+            seq_length: lengths.input,
+            target_length: lengths.target,
+            trace,
+            lists,
+            lora,
+            graph: rewritten.graph,
+            tensor: rewritten.report,
+            segments,
+        })
+    }
+
+    /// The program of each segment, as if it were a stage, with what it recomputes; `[]` is nothing.
+    ///
+    /// # Errors
+    /// When an operation has no gradient.
+    pub(crate) fn segment_programs(
+        &self,
+        recompute: &[RecomputePlan],
+    ) -> Result<Vec<StageProgram>> {
+        let cuts = StageCuts::new(&self.graph, self.segments.bounds.clone())?;
+        let nothing = RecomputePlan::default();
+        let program = |segment| {
+            let plan = recompute.get(segment).unwrap_or(&nothing);
+            Ok(StageProgram::training(&self.graph, &cuts, segment, plan)?)
+        };
+        (0..self.segments.len()).map(program).collect()
+    }
+
+    /// What each segment recomputes where all do that may.
+    pub(super) fn full_recomputation(&self) -> Vec<RecomputePlan> {
+        let apart = Partition {
+            stage_bounds: (0..=self.segments.len()).collect(),
+            segments: self.segments.clone(),
+            method: String::new(),
+        };
+        let plan = |segment| recompute_plan(&self.graph, &apart, segment, 1, 1);
+        (0..self.segments.len()).map(plan).collect()
+    }
+}
+
+/// Checks what the arguments say about the model.
+fn check(info: &ModelInfo, args: &CheckedArguments) -> Result<()> {
+    if args.pp > info.num_layers {
+        return Err(Error::FewerLayers {
+            layers: info.num_layers,
+            stages: args.pp,
+        });
+    }
+    for (key, token) in [
+        ("eos_token_id", args.eos_token_id),
+        ("pad_token_id", args.pad_token_id),
+    ] {
+        let vocab = info.vocab_size;
+        if let Some(token) = token.filter(|&token| token as usize >= vocab) {
+            return Err(Error::UnknownToken { key, token, vocab });
+        }
+    }
+    Ok(())
+}
+
+/// What `lora_config` asks for.
+fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
+    let Some(path) = &args.lora_config else {
+        return Ok(None);
+    };
+    Ok(Some(Lora {
+        name: args.adapter_name.clone(),
+        config: LoraConfig::read(&path.0)?,
+    }))
+}
+
+/// A model's graph with an adapter in it, and what was left open of the adapter filled in.
+pub(super) fn with_adapter(
+    graph: Graph,
+    lora: Option<Lora>,
+    family: &str,
+) -> Result<(Graph, Option<Lora>)> {
+    let Some(Lora { name, config }) = lora else {
+        return Ok((graph, None));
+    };
+    let adapted = adapt(&graph, &config, &name, family)?;
+    let config = adapted.config;
+    Ok((adapted.graph, Some(Lora { name, config })))
+}
+
+fn layer_lists(args: &CheckedArguments, family: &str) -> Result<LayerLists> {
+    let given = &args.tp_layer_lists;
+    let set = (given.col_para_list.is_some() || given.row_para_list.is_some()).then(|| {
+        let list = |list: &Option<Vec<String>>| list.clone().unwrap_or_default();
+        LayerLists::col_row(list(&given.col_para_list), list(&given.row_para_list))
+    });
+    Ok(LayerLists::resolve(
+        set.or_else(merak_tp::tp_layer_lists).as_ref(),
+        family,
+        args.tp,
+    )?)
+}
+
+fn split_method(method: SplitMethod) -> merak_partition::SplitMethod {
+    match method {
+        SplitMethod::FarthestMinDeps => merak_partition::SplitMethod::FarthestMinDeps,
+        SplitMethod::NearestMinDeps => merak_partition::SplitMethod::NearestMinDeps,
+        SplitMethod::LayerSplit => merak_partition::SplitMethod::LayerSplit,
+    }
+}

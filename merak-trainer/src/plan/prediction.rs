@@ -1,0 +1,129 @@
+//! How long a step will take.
+
+use super::{Plan, RankPrograms, search};
+use crate::{CheckedArguments, CostModel, Result};
+use merak_pipe::{Costs, Simulation, Timeline, simulate_on};
+use std::fmt;
+
+/// A step as the cost model foresees it.
+#[derive(Debug, Clone)]
+pub struct Prediction {
+    /// What the phases of each stage take on a core of their own, in seconds, and messages between stages.
+    pub costs: Costs,
+    /// The pipeline on the cores that its ranks share.
+    pub simulation: Simulation,
+    /// Seconds of the optimizer step, reduction of gradients included.
+    pub update: f64,
+}
+
+impl Prediction {
+    /// Seconds of the whole step.
+    pub fn step(&self) -> f64 {
+        self.simulation.makespan + self.update
+    }
+}
+
+impl fmt::Display for Prediction {
+    /// One line: the step, and what it is made of.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:.1} ms a step predicted: {:.1} ms of pipeline, of which ranks wait {:.1} %, and {:.1} ms of update",
+            1e3 * self.step(),
+            1e3 * self.simulation.makespan,
+            100.0 * self.simulation.bubble(),
+            1e3 * self.update,
+        )
+    }
+}
+
+impl Plan {
+    /// How long a step will take by these costs; `None` where nothing was measured.
+    ///
+    /// # Errors
+    /// When an operation has no gradient.
+    pub fn predict(
+        &self,
+        args: &CheckedArguments,
+        costs: &CostModel,
+    ) -> Result<Option<Prediction>> {
+        let mut updates = Vec::new();
+        let tied = self.tied_across_ranks();
+        for rank in 0..self.degrees.pp {
+            let params = RankPrograms::new(self, rank)?.params;
+            let trained = params.iter().filter(|param| param.trainable);
+            let numel = trained.clone().map(|param| param.local.numel()).sum();
+            let shared = trained.filter(|param| tied.iter().any(|(t, _)| t.name == param.name));
+            let shared = shared.map(|param| param.local.numel()).sum();
+            updates.extend(costs.update(args, numel, shared));
+        }
+        if updates.is_empty() {
+            return Ok(None);
+        }
+        let stages = search::Stages {
+            graph: &self.graph,
+            cuts: &self.cuts,
+            costs,
+        };
+        let by_stage = stages.costs(&self.recompute)?;
+        let cores = costs.cores(args);
+        // All ranks update at once, each at most at the speed of a core of its own.
+        let longest = updates.iter().copied().fold(0.0, f64::max);
+        let update = longest.max(updates.iter().sum::<f64>() / cores);
+        Ok(Some(Prediction {
+            simulation: simulate_on(&self.schedule, &by_stage, cores)?,
+            costs: by_stage,
+            update,
+        }))
+    }
+
+    /// A table of what the phases of each stage took in a run, per microbatch, beside the prediction.
+    ///
+    /// # Errors
+    /// When the timeline is of another schedule.
+    pub fn compare_stages(
+        &self,
+        prediction: &Prediction,
+        ran: &Timeline,
+    ) -> Result<Vec<StageTimes>> {
+        let measured = Costs::measured(&self.schedule, ran)?;
+        // Ranks that share cores slow each other down, in the simulation too.
+        let predicted = Costs::measured(&self.schedule, &prediction.simulation.timeline)?;
+        let backward = |costs: &Costs, stage: usize| {
+            costs.input_grad[stage] + costs.weight_grad[stage] + costs.recompute[stage]
+        };
+        let stage = |stage| StageTimes {
+            stage,
+            rank: self.rank_of(stage),
+            forward: [measured.forward[stage], predicted.forward[stage]],
+            backward: [backward(&measured, stage), backward(&predicted, stage)],
+        };
+        Ok((0..self.cuts.num_stages()).map(stage).collect())
+    }
+}
+
+/// What a microbatch takes on a stage, in seconds: measured, and predicted.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StageTimes {
+    /// The stage.
+    pub stage: usize,
+    /// The rank of the pipeline that runs it.
+    pub rank: usize,
+    /// Its forward.
+    pub forward: [f64; 2],
+    /// Its backward, recomputation included.
+    pub backward: [f64; 2],
+}
+
+impl fmt::Display for StageTimes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { stage, rank, .. } = self;
+        let [forward, backward] = [self.forward, self.backward].map(|[measured, predicted]| {
+            format!("{:.2} ms, predicted {:.2}", 1e3 * measured, 1e3 * predicted)
+        });
+        write!(
+            f,
+            "stage {stage} on rank {rank}: forward {forward}; backward {backward}"
+        )
+    }
+}

@@ -1,0 +1,160 @@
+//! What decides how long a step takes: measured, kept, and used.
+
+use std::sync::Arc;
+
+use merak_trace::models::{self, Model};
+use merak_trainer::{CostCache, CostModel, Error, Plan, Prediction, Result};
+use tempfile::tempdir;
+
+use crate::support::Case;
+
+fn model(case: &Case) -> Arc<dyn Model> {
+    models::from_config(&case.model)
+        .expect("the model of a test is legal")
+        .into()
+}
+
+fn predicted(case: &Case, costs: &CostModel) -> Prediction {
+    let args = case.arguments();
+    let plan = Plan::with_costs(model(case), &args, costs).expect("the case can be planned");
+    let prediction = plan
+        .predict(&args, costs)
+        .expect("its stages have programs");
+    prediction.expect("times were measured")
+}
+
+#[test]
+fn measured_times_are_kept_under_what_changes_them() {
+    let folder = tempdir().expect("a temporary folder");
+    let cache = CostCache {
+        file: folder.path().join("costs.json"),
+        keeps: true,
+    };
+    let case = Case::gpt2().on((1, 1, 2));
+    let measure = |case: &Case| {
+        let costs = CostModel::of(&model(case), &case.arguments(), Some(&cache));
+        let costs = costs.expect("the nodes of a small model run");
+        let file = std::fs::read_to_string(&cache.file).expect("the times are kept");
+        (predicted(case, &costs).costs, file)
+    };
+    let (first, file) = measure(&case);
+    // The same question has the same answer, and so the same plan, without another run.
+    assert_eq!(measure(&case), (first, file.clone()));
+    // Another sequence has other nodes; another number of ranks or threads is another machine to each of them.
+    let (_, longer) = measure(&case.clone().with("seq_length", 16));
+    assert!(longer.len() > file.len());
+    let (_, alone) = measure(&case.clone().on((1, 1, 1)));
+    assert!(alone.len() > longer.len());
+    // Who may not write leaves the file as it is.
+    let looked = CostCache {
+        keeps: false,
+        ..cache.clone()
+    };
+    let other = case.with("per_device_train_batch_size", 3);
+    CostModel::of(&model(&other), &other.arguments(), Some(&looked)).expect("the nodes run");
+    let unchanged = std::fs::read_to_string(&cache.file).expect("the times are kept");
+    assert_eq!(unchanged, alone);
+}
+
+#[test]
+fn every_family_is_measured_on_any_degrees() {
+    let cases = [
+        ("gpt2", Case::gpt2().with_dropout(0.1)),
+        ("llama", Case::llama()),
+    ];
+    for (family, case) in cases.into_iter().chain(Case::relatives()) {
+        for degrees in [(1, 1, 2), (2, 2, 1)] {
+            let case = case.clone().on(degrees);
+            let costs = CostModel::of(&model(&case), &case.arguments(), None);
+            let costs = costs.expect("the nodes of a small model run");
+            let prediction = predicted(&case, &costs);
+            let what = format!("{family} {degrees:?}");
+            assert!(prediction.update > 0.0, "{what}");
+            let per_stage = &prediction.costs;
+            let all = [
+                &per_stage.forward,
+                &per_stage.input_grad,
+                &per_stage.weight_grad,
+            ];
+            assert!(
+                all.into_iter().flatten().all(|seconds| *seconds > 0.0),
+                "{what}"
+            );
+            // Ranks recompute, but for the last stage's last chunk.
+            assert!(per_stage.recompute[0] > 0.0, "{what}");
+            assert!(prediction.step() > prediction.simulation.makespan, "{what}");
+        }
+    }
+}
+
+#[test]
+fn operations_are_counted_where_nothing_is_to_be_measured() {
+    let case = Case::gpt2().with("cost_model", "counted");
+    let costs = CostModel::of(&model(&case), &case.arguments(), None).unwrap();
+    assert!(matches!(costs, CostModel::Counted));
+    let plan = case.plan();
+    assert!(plan.predict(&case.arguments(), &costs).unwrap().is_none());
+}
+
+#[test]
+fn searches_go_by_measured_times_and_predictions_by_what_they_found() {
+    let case = Case::gpt2()
+        .on((1, 1, 2))
+        .with("partition_method", "exact")
+        .with("train_schedule", "auto");
+    let costs = CostModel::of(&model(&case), &case.arguments(), None).unwrap();
+    let plan = Plan::with_costs(model(&case), &case.arguments(), &costs).unwrap();
+    assert!(plan.partition.method.starts_with("exact by measured times"));
+    assert!(plan.search.is_some());
+    let counted = case.plan();
+    assert!(
+        counted
+            .partition
+            .method
+            .starts_with("exact by operation counts")
+    );
+}
+
+#[test]
+fn what_ran_stands_beside_what_was_predicted() -> Result<()> {
+    let case = Case::gpt2().on((1, 1, 2));
+    let costs = CostModel::of(&model(&case), &case.arguments(), None)?;
+    let prediction = predicted(&case, &costs);
+    let ranks = case.on_ranks(|trainer| {
+        (0..4).try_for_each(|_| trainer.train_step().map(drop))?;
+        assert_eq!(trainer.records().len(), 3, "the first step is left out");
+        let spans = trainer.records().flat_map(|record| record.spans.clone());
+        Ok(spans.collect::<Vec<_>>())
+    });
+    let ran = merak_pipe::Timeline { ranks };
+    let stages = case.plan().compare_stages(&prediction, &ran)?;
+    assert_eq!(
+        stages.iter().map(|stage| stage.rank).collect::<Vec<_>>(),
+        [0, 1]
+    );
+    for stage in stages {
+        let times = [stage.forward, stage.backward].concat();
+        assert!(times.iter().all(|seconds| *seconds > 0.0), "{stage}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_limit_of_memory_moves_the_stages_or_says_what_would_do() {
+    let case = Case::gpt2()
+        .on((1, 1, 2))
+        .with("partition_method", "exact")
+        .with("activation_checkpointing", false);
+    let plan = |case: &Case| Plan::new(model(case), &case.arguments());
+    let free = plan(&case).unwrap();
+    let limited = |limit: usize| plan(&case.clone().with("autopipe.memory_limit", limit));
+    let roomy = limited(1 << 30).unwrap();
+    assert_eq!(roomy.partition.stage_bounds, free.partition.stage_bounds);
+    let Err(Error::StageMemory { least, .. }) = limited(1000) else {
+        unreachable!("no stage fits into a thousand bytes");
+    };
+    let tight = limited(least).unwrap();
+    assert!(matches!(limited(least - 1), Err(Error::StageMemory { .. })));
+    // The fastest stages keep more than the smallest.
+    assert_ne!(tight.partition.stage_bounds, free.partition.stage_bounds);
+}
