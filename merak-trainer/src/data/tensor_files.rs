@@ -144,6 +144,13 @@ impl Part {
                     format!("the tensor \"{name}\" has no dimension that counts the samples");
                 return Err(unusable(path, reason));
             };
+            if tensor.shape[1..].contains(&0) {
+                let (name, shape) = (&tensor.name, &tensor.shape[1..]);
+                let reason = format!(
+                    "the tensor \"{name}\" has the shape {shape:?} per sample, which is empty"
+                );
+                return Err(unusable(path, reason));
+            }
             match &samples {
                 Some((other, like)) if *other != rows => {
                     let name = &tensor.name;

@@ -28,7 +28,9 @@ pub(super) fn of(path: Option<&Path>) -> String {
 /// What samples of a part are for.
 pub(super) fn purpose(part: &str) -> &'static str {
     match part {
-        "evaluation" => "measure",
+        "evaluation" => {
+            "measure: choose another \"data.validation_fraction\" (0 for no validation)"
+        }
         _ => "learn from",
     }
 }
