@@ -138,8 +138,8 @@ fn product<T: Float>(
             return rows::product(simd, threads, alpha, (a, b), start, c);
         }
     }
-    threads.for_each_with(tiles(0, c), Vec::new, |scratch, tile| {
-        tile_product(alpha, a, b, start, tile, scratch);
+    threads.for_each(tiles(0, c), |tile| {
+        tile_product(threads, alpha, (a, b), start, tile);
     });
 }
 
@@ -164,15 +164,9 @@ pub fn gemm_batched<'a, T: Float>(
         check_shapes(&a(i), &b(i), &c);
         tiles(i, c)
     });
-    threads.for_each_with(items, Vec::new, |scratch, tile| {
-        tile_product(
-            alpha,
-            a(tile.batch),
-            b(tile.batch),
-            write.into(),
-            tile,
-            scratch,
-        );
+    threads.for_each(items, |tile| {
+        let operands = (a(tile.batch), b(tile.batch));
+        tile_product(threads, alpha, operands, write.into(), tile);
     });
 }
 
@@ -220,12 +214,11 @@ fn tiles<T: Float>(batch: usize, c: MatMut<'_, T>) -> impl Iterator<Item = Tile<
 }
 
 fn tile_product<T: Float>(
+    threads: &Threads,
     alpha: T,
-    a: MatRef<'_, T>,
-    b: MatRef<'_, T>,
+    (a, b): (MatRef<'_, T>, MatRef<'_, T>),
     start: Start<'_, T>,
     mut tile: Tile<'_, T>,
-    scratch: &mut Vec<T>,
 ) {
     let write = match start.columns(tile.col, tile.out.cols()) {
         Start::Zero => Write::Replace,
@@ -237,23 +230,22 @@ fn tile_product<T: Float>(
     };
     let a = a.sub_rows(tile.row, tile.out.rows());
     let b = b.sub_cols(tile.col, tile.out.cols());
-    let a = if a.has_contiguous_cols() && a.rows() > 1 {
-        repack(a, scratch)
-    } else {
-        a
-    };
-    gemm_inline(alpha, a, b, write, tile.out);
+    if !a.has_contiguous_cols() || a.rows() == 1 {
+        return gemm_inline(alpha, a, b, write, tile.out);
+    }
+    threads.with_scratch(REPACKED_STRIDE * a.cols(), |memory| {
+        gemm_inline(alpha, repack(a, memory), b, write, tile.out);
+    });
 }
 
 /// Copies a left operand with contiguous columns to a stride that suits the cache. Columns that begin
 /// a multiple of 4 KiB apart (weight gradients of a 1024 or 2048 wide layer) halve the speed else.
-fn repack<'a, T: Float>(a: MatRef<'_, T>, scratch: &'a mut Vec<T>) -> MatRef<'a, T> {
-    scratch.resize(REPACKED_STRIDE * a.cols(), T::ZERO);
+fn repack<'a, T: Float>(a: MatRef<'_, T>, memory: &'a mut [T]) -> MatRef<'a, T> {
     let columns = a.transposed();
-    for (column, out) in scratch.chunks_exact_mut(REPACKED_STRIDE).enumerate() {
+    for (column, out) in memory.chunks_exact_mut(REPACKED_STRIDE).enumerate() {
         out[..a.rows()].copy_from_slice(columns.row(column));
     }
-    MatRef::with_row_stride(scratch, a.cols(), a.rows(), REPACKED_STRIDE).transposed()
+    MatRef::with_row_stride(memory, a.cols(), a.rows(), REPACKED_STRIDE).transposed()
 }
 
 fn check_shapes<T: Float>(a: &MatRef<'_, T>, b: &MatRef<'_, T>, c: &MatMut<'_, T>) {

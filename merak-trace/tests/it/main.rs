@@ -1,5 +1,6 @@
 //! What the graph engine promises, tested from outside.
 //!
+//! - `allocations`: once warm, a step takes no fresh memory for tensors.
 //! - `configs`: configurations as transformers 4 and 5 write them, and fields that tell models apart.
 //! - `conformance`: every operation, forward and gradient, in every element type, on every backend.
 //! - `decoding`: positions that pass one by one, with a cache, give what they give together.
@@ -11,6 +12,7 @@
 //! - `programs`: stage cuts, recomputation and the halves of the backward change no bit.
 //! - `support`: small graphs and what runs them.
 
+mod allocations;
 mod configs;
 mod conformance;
 mod decoding;

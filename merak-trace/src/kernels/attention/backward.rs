@@ -98,8 +98,8 @@ pub fn attention_grad<T: Float>(
         );
     }
     let Some(dbias) = dbias.filter(|dbias| !dbias.is_empty()) else {
-        threads.for_each_with(items, Scratch::new, |scratch, head| {
-            head.compute(&inputs, &mut [], scratch);
+        threads.for_each(items, |head| {
+            Scratch::with(threads, |scratch| head.compute(&inputs, &mut [], scratch));
         });
         return;
     };
@@ -112,10 +112,12 @@ pub fn attention_grad<T: Float>(
     for item in items {
         heads[item.index].0.push(item);
     }
-    threads.for_each_with(heads, Scratch::new, |scratch, (samples, dbias)| {
-        for head in samples {
-            head.compute(&inputs, dbias, scratch);
-        }
+    threads.for_each(heads, |(samples, dbias)| {
+        Scratch::with(threads, |scratch| {
+            for head in samples {
+                head.compute(&inputs, dbias, scratch);
+            }
+        });
     });
 }
 
@@ -140,25 +142,29 @@ struct KvHead<'a, T> {
 }
 
 /// One tile of scores, which become probabilities, and of their gradients.
-struct Scratch<T> {
-    scores: Vec<T>,
-    grads: Vec<T>,
-    dropped: Vec<T>,
+struct Scratch<'s, T> {
+    scores: &'s mut [T],
+    grads: &'s mut [T],
+    dropped: &'s mut [T],
 }
 
-impl<T: Float> Scratch<T> {
-    fn new() -> Self {
-        Self {
-            scores: vec![T::ZERO; QUERIES * KEYS],
-            grads: vec![T::ZERO; QUERIES * KEYS],
-            dropped: vec![T::ZERO; KEYS],
-        }
+impl<T: Float> Scratch<'_, T> {
+    fn with(threads: &Threads, f: impl FnOnce(&mut Scratch<'_, T>)) {
+        threads.with_scratch((2 * QUERIES + 1) * KEYS, |memory| {
+            let (scores, memory) = memory.split_at_mut(QUERIES * KEYS);
+            let (grads, dropped) = memory.split_at_mut(QUERIES * KEYS);
+            f(&mut Scratch {
+                scores,
+                grads,
+                dropped,
+            });
+        });
     }
 }
 
 impl<T: Float> KvHead<'_, T> {
     /// Adds to `dbias: [heads, Sq, Sk]` of the query heads served, unless it is empty.
-    fn compute(self, inputs: &Inputs<'_, T>, dbias: &mut [T], scratch: &mut Scratch<T>) {
+    fn compute(self, inputs: &Inputs<'_, T>, dbias: &mut [T], scratch: &mut Scratch<'_, T>) {
         let shape = inputs.spec.shape;
         let Some((mut dk, mut dv)) = self.dkv else {
             // No keys: the output is zero whatever the queries are.
@@ -201,7 +207,7 @@ impl Block {
         mut dq: MatMut<'_, T>,
         [dk, dv]: [&mut MatMut<'_, T>; 2],
         dbias: &mut [T],
-        scratch: &mut Scratch<T>,
+        scratch: &mut Scratch<'_, T>,
     ) {
         let (spec, dim) = (inputs.spec, inputs.spec.shape.head_dim);
         let (rows, col) = (self.queries.len(), self.head * dim);
@@ -215,9 +221,9 @@ impl Block {
         for keys in spec.tiles(&self.queries) {
             let k = inputs.k.block(self.batch, keys.clone(), self.kv_col, dim);
             let v = inputs.v.block(self.batch, keys.clone(), self.kv_col, dim);
-            let scores = MatMut::with_row_stride(&mut scratch.scores, rows, keys.len(), KEYS);
+            let scores = MatMut::with_row_stride(scratch.scores, rows, keys.len(), KEYS);
             gemm_inline(scale, q, k.transposed(), Write::Replace, scores);
-            let grads = MatMut::with_row_stride(&mut scratch.grads, rows, keys.len(), KEYS);
+            let grads = MatMut::with_row_stride(scratch.grads, rows, keys.len(), KEYS);
             gemm_inline(T::ONE, dout, v.transposed(), Write::Replace, grads);
             vectorize(
                 #[inline(always)]
@@ -230,8 +236,8 @@ impl Block {
                     }
                 },
             );
-            let p = MatRef::with_row_stride(&scratch.scores, rows, keys.len(), KEYS);
-            let ds = MatRef::with_row_stride(&scratch.grads, rows, keys.len(), KEYS);
+            let p = MatRef::with_row_stride(scratch.scores, rows, keys.len(), KEYS);
+            let ds = MatRef::with_row_stride(scratch.grads, rows, keys.len(), KEYS);
             let (_, dk) = dk.reborrow().split_rows(keys.start);
             let (dk, _) = dk.split_rows(keys.len());
             let (_, dv) = dv.reborrow().split_rows(keys.start);
@@ -272,7 +278,7 @@ impl Block {
         tile: &Range<usize>,
         delta: &[T; QUERIES],
         scale: T,
-        scratch: &mut Scratch<T>,
+        scratch: &mut Scratch<'_, T>,
     ) {
         let (spec, shape) = (inputs.spec, inputs.spec.shape);
         let lse = &inputs.lse[(self.batch * shape.q_heads + self.head) * shape.q_len..];
@@ -313,7 +319,7 @@ impl Block {
         spec: &AttentionSpec<'_, T>,
         tile: &Range<usize>,
         dbias: &mut [T],
-        scratch: &mut Scratch<T>,
+        scratch: &mut Scratch<'_, T>,
     ) {
         let scale = T::from_f64(spec.scale);
         for (i, query) in self.queries.clone().enumerate() {

@@ -66,8 +66,10 @@ pub fn attention<T: Float>(
                 lse,
             })
     });
-    threads.for_each_with(items, Scratch::new, |scratch, block| {
-        block.compute(spec, dropout.as_ref(), [q, k, v], scratch);
+    threads.for_each(items, |block| {
+        Scratch::with(threads, |scratch| {
+            block.compute(spec, dropout.as_ref(), [q, k, v], scratch);
+        });
     });
 }
 
@@ -80,19 +82,21 @@ struct Block<'a, T> {
 }
 
 /// One tile of scores, and the softmax so far of each query.
-struct Scratch<T> {
-    scores: Vec<T>,
+struct Scratch<'s, T> {
+    scores: &'s mut [T],
     maximum: [T; QUERIES],
     sum: [T; QUERIES],
 }
 
-impl<T: Float> Scratch<T> {
-    fn new() -> Self {
-        Self {
-            scores: vec![T::ZERO; QUERIES * KEYS],
-            maximum: [T::NEG_INFINITY; QUERIES],
-            sum: [T::ZERO; QUERIES],
-        }
+impl<T: Float> Scratch<'_, T> {
+    fn with(threads: &Threads, f: impl FnOnce(&mut Scratch<'_, T>)) {
+        threads.with_scratch(QUERIES * KEYS, |scores| {
+            f(&mut Scratch {
+                scores,
+                maximum: [T::NEG_INFINITY; QUERIES],
+                sum: [T::ZERO; QUERIES],
+            });
+        });
     }
 }
 
@@ -102,20 +106,17 @@ impl<T: Float> Block<'_, T> {
         spec: &AttentionSpec<'_, T>,
         dropout: Option<&(Mask<T>, AttentionDropout)>,
         [q, k, v]: [Strided<'_, T>; 3],
-        scratch: &mut Scratch<T>,
+        scratch: &mut Scratch<'_, T>,
     ) {
         let shape = spec.shape;
         let (dim, (batch, head)) = (shape.head_dim, self.place);
         let queries = self.first..self.first + self.lse.len();
         let kv_col = head / (shape.q_heads / shape.kv_heads) * dim;
         let q = q.block(batch, queries.clone(), head * dim, dim);
-        scratch.maximum.fill(T::NEG_INFINITY);
-        scratch.sum.fill(T::ZERO);
         let mut write = Write::Replace;
         for keys in spec.tiles(&queries) {
             let tile_keys = k.block(batch, keys.clone(), kv_col, dim).transposed();
-            let scores =
-                MatMut::with_row_stride(&mut scratch.scores, queries.len(), keys.len(), KEYS);
+            let scores = MatMut::with_row_stride(scratch.scores, queries.len(), keys.len(), KEYS);
             let scale = T::from_f64(spec.scale);
             gemm_inline(scale, q, tile_keys, Write::Replace, scores);
             vectorize(
@@ -123,7 +124,7 @@ impl<T: Float> Block<'_, T> {
                 || self.softmax_step(spec, dropout, &keys, scratch),
             );
             let probabilities =
-                super::MatRef::with_row_stride(&scratch.scores, queries.len(), keys.len(), KEYS);
+                super::MatRef::with_row_stride(scratch.scores, queries.len(), keys.len(), KEYS);
             let values = v.block(batch, keys, kv_col, dim);
             gemm_inline(T::ONE, probabilities, values, write, self.out.reborrow());
             write = Write::Add;
@@ -145,7 +146,7 @@ impl<T: Float> Block<'_, T> {
         spec: &AttentionSpec<'_, T>,
         dropout: Option<&(Mask<T>, AttentionDropout)>,
         tile: &Range<usize>,
-        scratch: &mut Scratch<T>,
+        scratch: &mut Scratch<'_, T>,
     ) {
         let (batch, head) = self.place;
         for i in 0..self.lse.len() {
@@ -180,7 +181,7 @@ impl<T: Float> Block<'_, T> {
 
     /// Divides by the sums and stores their logarithms.
     #[inline(always)]
-    fn finish(&mut self, scratch: &Scratch<T>) {
+    fn finish(&mut self, scratch: &Scratch<'_, T>) {
         for i in 0..self.lse.len() {
             let sum = scratch.sum[i];
             self.lse[i] = finite_or_zero(scratch.maximum[i]) + Float::ln(sum);
