@@ -65,22 +65,23 @@ enum Format {
     Trace,
 }
 
+/// Most actions that a picture shows: some tens of megabytes.
+const MOST_DRAWN: usize = 50_000;
+
 impl Format {
-    /// Most actions of a schedule that make a document of a size that somebody can open: some tens of megabytes.
+    /// Most actions of a schedule that make a document of a size that somebody can open.
     const fn most_actions(self) -> usize {
         match self {
-            Self::Grid | Self::Svg | Self::Html => 50_000,
-            Self::Json | Self::Trace => 200_000,
-            Self::Csv => usize::MAX,
+            Self::Svg | Self::Html => MOST_DRAWN,
+            Self::Json | Self::Trace => 2_000_000,
+            // A grid of more shows the figures alone.
+            Self::Csv | Self::Grid => usize::MAX,
         }
     }
 
     /// Refuses what would be too much of it.
     fn check(self, schedule: &Schedule) -> Result<(), Failure> {
-        let (found, most) = (
-            schedule.actions.iter().map(Vec::len).sum::<usize>(),
-            self.most_actions(),
-        );
+        let (found, most) = (num_actions(schedule), self.most_actions());
         if found <= most {
             return Ok(());
         }
@@ -121,13 +122,16 @@ pub(crate) fn run(args: &Args) -> Outcome {
             let colour = args.output.is_none()
                 && std::io::stdout().is_terminal()
                 && std::env::var_os("NO_COLOR").is_none();
-            let drawn = grid(
-                &simulation.timeline,
-                GridStyle {
-                    colour,
-                    ..GridStyle::default()
-                },
-            );
+            let style = GridStyle {
+                colour,
+                ..GridStyle::default()
+            };
+            let drawn = match num_actions(&schedule) {
+                0..=MOST_DRAWN => grid(&simulation.timeline, style),
+                more => format!(
+                    "(a grid shows at most {MOST_DRAWN} actions, this schedule has {more})\n"
+                ),
+            };
             format!("{drawn}\n{}\n", figures(&schedule, &simulation))
         }
     };
@@ -139,6 +143,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
         })?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn num_actions(schedule: &Schedule) -> usize {
+    schedule.actions.iter().map(Vec::len).sum()
 }
 
 /// One line of figures; a rank's own bubble is that between its first and its last action.

@@ -29,6 +29,10 @@ use sysinfo::{CpuRefreshKind, System};
 
 /// How long the nodes are run, once they are warm, unless one round takes longer.
 const BUDGET: Duration = Duration::from_millis(600);
+/// Microbatches between their forward and their backward, so that activations leave the caches as in a run.
+const UNDER_WAY: usize = 2;
+/// Sharing costs no more than that: what is beyond was something else.
+const MOST_LOST: f64 = 1.5;
 /// Rounds of the timed run and of the plain one.
 const ROUNDS: RangeInclusive<i64> = 2..=40;
 
@@ -82,33 +86,56 @@ pub(super) fn profile(
 ) -> Result<Profile> {
     let threads = threads_per_rank(args);
     let kinds = Kinds::of(programs);
-    let degrees = Degrees {
-        dp: 1,
-        tp: args.tp,
-        // Copies side by side want memory and caches as the ranks of the run do.
-        pp: (ranks_at_once(args, threads) / args.tp).max(1),
-        sp: 1,
-    };
+    // Copies side by side want memory and caches as the ranks of the run do.
+    let copies = (ranks_at_once(args, threads) / args.tp).max(1);
+    let all = (args.world_size() / args.tp).max(1);
     let timeout = Duration::from_secs_f64(args.distributed.timeout_s);
-    let ranks = run_ranks(degrees.world_size(), timeout, |member| {
-        Rank::new(member, degrees, draft, &kinds, args, threads)?.times()
-    })?;
+    let on_ranks = |copies: usize, times: bool| {
+        let degrees = Degrees {
+            dp: 1,
+            tp: args.tp,
+            pp: copies,
+            sp: 1,
+        };
+        run_ranks(degrees.world_size(), timeout, |member| {
+            let rank = Rank::new(member, degrees, draft, &kinds, args, threads)?;
+            rank.measured(times)
+        })
+    };
+    let ranks = on_ranks(copies, true)?;
     let mut profile = mean(&ranks);
+    if all > copies {
+        // What sharing costs besides the share: caches to fill again, threads to wake.
+        let pace = |ranks: &[Measured]| {
+            let paces = ranks.iter().map(|rank| rank.pace);
+            paces.sum::<f64>() / ranks.len() as f64
+        };
+        let shared = pace(&on_ranks(all, false)?) * copies as f64 / all as f64;
+        profile.slow_down((shared / pace(&ranks)).clamp(1.0, MOST_LOST));
+    }
     profile.network = Network::measure(args.tp.max(args.dp))?;
     Ok(profile)
 }
 
+/// What a rank found.
+struct Measured {
+    profile: Profile,
+    /// Seconds of a round.
+    pace: f64,
+}
+
 /// The mean over ranks.
-fn mean(ranks: &[Profile]) -> Profile {
+fn mean(ranks: &[Measured]) -> Profile {
     let mut nodes: BTreeMap<String, f64> = BTreeMap::new();
     let share = 1.0 / ranks.len() as f64;
-    for (node, seconds) in ranks.iter().flat_map(|rank| &rank.nodes) {
+    let ranks = || ranks.iter().map(|rank| &rank.profile);
+    for (node, seconds) in ranks().flat_map(|rank| &rank.nodes) {
         *nodes.entry(node.clone()).or_default() += seconds * share;
     }
     Profile {
         nodes,
-        per_node: ranks.iter().map(|rank| rank.per_node * share).sum(),
-        per_param: ranks.iter().map(|rank| rank.per_param * share).sum(),
+        per_node: ranks().map(|rank| rank.per_node * share).sum(),
+        per_param: ranks().map(|rank| rank.per_param * share).sum(),
         ..Profile::default()
     }
 }
@@ -213,7 +240,8 @@ impl<'a> Rank<'a> {
         })
     }
 
-    fn times(mut self) -> Result<Profile> {
+    /// The length of a round, and, where asked for, the times of the nodes in it and of an optimizer step.
+    fn measured(mut self, times: bool) -> Result<Measured> {
         let timed = Arc::new(Timed::new(Arc::clone(&self.backend)));
         let programs = &self.kinds.programs;
         let noted = Arc::clone(&timed) as SharedBackend;
@@ -225,37 +253,28 @@ impl<'a> Rank<'a> {
         self.round(&noted, &given)?;
         let rounds = BUDGET.as_secs_f64() / start.elapsed().as_secs_f64().max(1e-6);
         let rounds = (rounds as i64).clamp(*ROUNDS.start(), *ROUNDS.end());
-        // Ranks with collectives between them go in step.
+        // Ranks with collectives between them go in step, and all begin together.
         let rounds = self
             .mpu
             .world_group()
             .all_reduce_scalar(rounds, ReduceOp::Max)?;
-        timed.clear();
+        let start = Instant::now();
         let mut whole = Vec::new();
         for _ in 0..rounds {
-            self.round(&noted, &given)?;
             whole.push(self.round(&plain, &given)?);
         }
-        let nodes = timed.medians();
-        let all = plain.iter().flat_map(|stage| {
-            let program = stage.interpreter.program();
-            let nodes = program.graph.nodes().iter();
-            nodes.map(|node| (&program.graph, node))
-        });
-        let (mut sum, mut count) = (0.0, 0);
-        for (graph, node) in all.filter(|(_, node)| is_timed(&node.op)) {
-            sum += nodes
-                .get(&of_node(graph, node))
-                .copied()
-                .unwrap_or_default();
-            count += 1;
+        let pace = start.elapsed().as_secs_f64() / rounds as f64;
+        let mut profile = Profile::default();
+        if times {
+            timed.clear();
+            for _ in 0..rounds {
+                self.round(&noted, &given)?;
+            }
+            profile.nodes = timed.medians();
+            profile.per_node = per_node(&plain, &profile.nodes, median(whole));
+            profile.per_param = self.update()?;
         }
-        Ok(Profile {
-            nodes,
-            per_node: ((median(whole) - sum) / f64::from(count.max(1))).max(0.0),
-            per_param: self.update()?,
-            ..Profile::default()
-        })
+        Ok(Measured { profile, pace })
     }
 
     /// What each kind of segment receives from the one before it.
@@ -280,29 +299,39 @@ impl<'a> Rank<'a> {
         Ok(given.into_iter().flatten().collect())
     }
 
-    /// Forward and both halves of the backward of each kind of segment, in turn; the seconds of all of them.
+    /// The forwards of each kind of segment for some microbatches, then both halves of their backwards; the seconds of
+    /// all of them for one microbatch.
     fn round(&mut self, stages: &[Stage], given: &[Vec<Bytes>]) -> Result<f64> {
         let mut time = Duration::ZERO;
-        for (stage, given) in stages.iter().zip(given) {
-            let Stage {
-                interpreter, views, ..
-            } = stage;
-            let (inputs, received) = (self.inputs(stage)?, self.fresh(given)?);
-            let hops = interpreter.program().send.iter();
-            let back: Vec<Bytes> = hops
-                .filter(|hop| hop.grad.is_some())
-                .map(|hop| (hop.ty.clone(), pattern(&hop.ty, None)))
-                .collect();
-            let back = self.fresh(&back)?;
-            let start = Instant::now();
-            let mut frame = interpreter
-                .forward(views, &inputs, received, self.context)?
-                .frame;
-            interpreter.backward_input(&mut frame, views, back, 1e-3)?;
-            interpreter.backward_weight(&mut frame, views, &mut self.grads)?;
-            time += start.elapsed();
+        let mut frames = Vec::new();
+        for _ in 0..UNDER_WAY {
+            for (stage, given) in stages.iter().zip(given) {
+                let (inputs, received) = (self.inputs(stage)?, self.fresh(given)?);
+                let start = Instant::now();
+                let forwarded =
+                    stage
+                        .interpreter
+                        .forward(&stage.views, &inputs, received, self.context)?;
+                time += start.elapsed();
+                frames.push((stage, forwarded.frame));
+            }
         }
-        Ok(time.as_secs_f64())
+        for microbatch in frames.chunks_mut(stages.len()) {
+            for (stage, frame) in microbatch.iter_mut().rev() {
+                let hops = stage.interpreter.program().send.iter();
+                let back: Vec<Bytes> = hops
+                    .filter(|hop| hop.grad.is_some())
+                    .map(|hop| (hop.ty.clone(), pattern(&hop.ty, None)))
+                    .collect();
+                let back = self.fresh(&back)?;
+                let (interpreter, views) = (&stage.interpreter, &stage.views);
+                let start = Instant::now();
+                interpreter.backward_input(frame, views, back, 1e-3)?;
+                interpreter.backward_weight(frame, views, &mut self.grads)?;
+                time += start.elapsed();
+            }
+        }
+        Ok(time.as_secs_f64() / UNDER_WAY as f64)
     }
 
     /// Seconds of an optimizer step for each parameter, its gradient cleared.
@@ -343,6 +372,21 @@ impl<'a> Rank<'a> {
         buffer.read(&mut |all| bytes = all.to_vec());
         Ok((ty, bytes))
     }
+}
+
+/// Seconds between one node and the next, when one of each of the stages' nodes takes so long.
+fn per_node(stages: &[Stage], nodes: &BTreeMap<String, f64>, whole: f64) -> f64 {
+    let all = stages.iter().flat_map(|stage| {
+        let graph = &stage.interpreter.program().graph;
+        graph.nodes().iter().map(move |node| (graph, node))
+    });
+    let (mut sum, mut count) = (0.0, 0);
+    for (graph, node) in all.filter(|(_, node)| is_timed(&node.op)) {
+        let seconds = nodes.get(&of_node(graph, node)).copied();
+        sum += seconds.unwrap_or_default();
+        count += 1;
+    }
+    ((whole - sum) / f64::from(count.max(1))).max(0.0)
 }
 
 /// Made-up data of a model: integers that it can look up, small floats.
@@ -394,13 +438,13 @@ fn median(mut times: Vec<f64>) -> f64 {
 }
 
 /// Bytes that a profiling run needs: weights, gradients and two moments of one segment of each kind, and the values of
-/// the largest one, on every rank that takes part.
+/// some microbatches, on every rank that takes part.
 pub(super) fn needed_bytes(programs: &[StageProgram], args: &CheckedArguments) -> u64 {
     let kinds = Kinds::of(programs).programs;
     let params = kinds.params.iter();
     let params: u64 = params.map(|param| 16 * param.local.numel() as u64).sum();
     let live = kinds.stages.iter();
     let live = live.map(|(_, program)| program.live_bytes_without_reuse().input_half as u64);
-    let ranks = ranks_at_once(args, threads_per_rank(args)).max(args.tp) as u64;
-    ranks.saturating_mul(params.saturating_add(2 * live.max().unwrap_or_default()))
+    let ranks = args.world_size() as u64;
+    ranks.saturating_mul(params.saturating_add(4 * live.sum::<u64>()))
 }

@@ -68,6 +68,15 @@ impl Profile {
         })
     }
 
+    /// Makes everything take so many times as long.
+    pub(super) fn slow_down(&mut self, factor: f64) {
+        self.nodes
+            .values_mut()
+            .for_each(|seconds| *seconds *= factor);
+        self.per_node *= factor;
+        self.per_param *= factor;
+    }
+
     /// Seconds of a node.
     pub(super) fn node(&self, graph: &Graph, node: &Node) -> f64 {
         let bytes = || graph.ty(node.outputs[0]).size_bytes();

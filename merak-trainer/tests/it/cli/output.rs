@@ -44,6 +44,10 @@ fn a_schedule_is_printed_in_every_format_and_checked() {
 
     1f1b: makespan 16, bubble 25.0 %, of each rank's own time 25.0 0.0 %, peak activations per rank 2 1
     "#);
+    let huge = place.succeed("schedule 1f1b -p 4 -m 10000");
+    let start =
+        "(a grid shows at most 50000 actions, this schedule has 80000)\n\n1f1b: makespan 40012, ";
+    assert!(huge.starts_with(start), "{huge}");
     let csv = place.succeed("schedule pre_recompute_1f1b -p 2 -m 4 --format csv");
     assert_snapshot!(csv, @r#"
     0F0,0F1,0B0,0F2,0B1,0F3,0B2,0R3,0B3
