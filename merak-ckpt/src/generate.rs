@@ -274,11 +274,15 @@ impl Decoding {
 
     /// The sequences that wait for a token, in order of prompts.
     pub fn rows(&self) -> Vec<Row<'_>> {
-        let waiting = (self.first_prompt..).zip(&self.sequences);
-        waiting
-            .filter(|(_, sequence)| sequence.reason.is_none())
-            .map(|(prompt, Sequence { tokens, .. })| Row { prompt, tokens })
-            .collect()
+        let prompts = (self.first_prompt..).take(self.sequences.len());
+        prompts.filter_map(|prompt| self.row(prompt)).collect()
+    }
+
+    /// The sequence of a prompt, while it waits for a token.
+    pub fn row(&self, prompt: u64) -> Option<Row<'_>> {
+        let index = usize::try_from(prompt.checked_sub(self.first_prompt)?).ok()?;
+        let Sequence { tokens, reason, .. } = self.sequences.get(index)?;
+        reason.is_none().then_some(Row { prompt, tokens })
     }
 
     /// Appends a token to a waiting sequence.

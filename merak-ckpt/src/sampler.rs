@@ -70,42 +70,82 @@ impl Sampler {
             position,
             reason,
         };
-        if logits
-            .iter()
-            .any(|logit| logit.is_nan() || *logit == f32::INFINITY)
-        {
-            return Err(bad("hold a value that is not a number, or infinite"));
+        let greatest = Greatest::of(logits)
+            .ok_or_else(|| bad("hold a value that is not a number, or infinite"))?;
+        if self.temperature == 0.0 && !self.penalises(tokens) {
+            return greatest
+                .first(logits)
+                .ok_or_else(|| bad("leave no token possible"));
         }
-        let mut candidates: Vec<Candidate> = logits
-            .iter()
-            .zip(0..)
-            .map(|(&logit, id)| Candidate {
-                id,
-                logit,
-                weight: 0.0,
-            })
-            .collect();
+        let candidates = self.candidates(logits, tokens);
+        match candidates.as_slice() {
+            [] => Err(bad("leave no token possible")),
+            [only] => Ok(only.id),
+            _ => Ok(draw(
+                &candidates,
+                uniform(self.seed, prompt, position as u64),
+            )),
+        }
+    }
+
+    /// The tokens that may follow `tokens` and their probabilities, likeliest first.
+    ///
+    /// ```
+    /// use merak_ckpt::{GenerateOptions, Sampler};
+    ///
+    /// # fn main() -> Result<(), merak_ckpt::Error> {
+    /// let options = GenerateOptions { temperature: 1.0, top_p: 1.0, top_k: 2, ..Default::default() };
+    /// let found = Sampler::new(&options)?.probabilities(&[1.0, 0.0, 2.0], 0, &[]);
+    /// assert_eq!(found?.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [2, 0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Shapes
+    /// As [`Sampler::pick`].
+    ///
+    /// # Errors
+    /// As [`Sampler::pick`].
+    pub fn probabilities(
+        &self,
+        logits: &[f32],
+        prompt: u64,
+        tokens: &[u32],
+    ) -> Result<Vec<(u32, f64)>> {
+        // What keeps a token from being chosen keeps it from having a probability.
+        self.pick(logits, prompt, tokens)?;
+        let mut candidates = self.candidates(logits, tokens);
+        candidates.sort_unstable_by(likelier);
+        let total = total(&candidates);
+        let share = |candidate: &Candidate| (candidate.id, candidate.weight / total);
+        Ok(candidates.iter().map(share).collect())
+    }
+
+    /// The tokens that may be drawn; none where no logit is finite.
+    fn candidates(&self, logits: &[f32], tokens: &[u32]) -> Vec<Candidate> {
+        let candidate = |(&logit, id): (&f32, u32)| Candidate {
+            id,
+            logit,
+            weight: 1.0,
+        };
+        let mut candidates: Vec<_> = logits.iter().zip(0..).map(candidate).collect();
         self.penalise(&mut candidates, tokens);
         candidates.retain(|candidate| candidate.logit > f32::NEG_INFINITY);
-        let best = *candidates
-            .iter()
-            .min_by(|a, b| likelier(a, b))
-            .ok_or_else(|| bad("leave no token possible"))?;
+        let Some(&best) = candidates.iter().min_by(|a, b| likelier(a, b)) else {
+            return candidates;
+        };
         if self.temperature == 0.0 {
-            return Ok(best.id);
+            return vec![best];
         }
         self.weigh(&mut candidates, best.logit);
         self.cut(&mut candidates);
-        Ok(draw(
-            &candidates,
-            uniform(self.seed, prompt, position as u64),
-        ))
+        candidates
     }
 
     /// Makes tokens that have occurred less likely: positive logits are divided by the penalty,
     /// negative ones multiplied ([CTRL](https://arxiv.org/abs/1909.05858), section 4.1).
     fn penalise(&self, candidates: &mut [Candidate], tokens: &[u32]) {
-        if tokens.is_empty() || (self.repetition_penalty - 1.0).abs() < f32::EPSILON {
+        if !self.penalises(tokens) {
             return;
         }
         for id in tokens.iter().collect::<BTreeSet<_>>() {
@@ -120,6 +160,10 @@ impl Sampler {
         }
     }
 
+    fn penalises(&self, tokens: &[u32]) -> bool {
+        !tokens.is_empty() && (self.repetition_penalty - 1.0).abs() >= f32::EPSILON
+    }
+
     fn weigh(&self, candidates: &mut [Candidate], best: f32) {
         for candidate in candidates {
             let below = f64::from(candidate.logit) - f64::from(best);
@@ -127,27 +171,84 @@ impl Sampler {
         }
     }
 
-    /// Sorts candidates, likeliest first, and keeps those that top-k, top-p and min-p allow; the
-    /// likeliest is always among them.
+    /// Keeps the candidates that top-k, top-p and min-p allow; the likeliest is always among them.
     fn cut(&self, candidates: &mut Vec<Candidate>) {
-        candidates.sort_unstable_by(likelier);
-        if self.top_k > 0 {
+        if self.top_k > 0 && self.top_k < candidates.len() {
+            put_likeliest_first(candidates, self.top_k);
             candidates.truncate(self.top_k);
         }
         if self.top_p < 1.0 {
             let enough = self.top_p * total(candidates);
-            let mut sum = 0.0;
-            let kept = candidates.iter().take_while(|candidate| {
-                let is_needed = sum < enough;
-                sum += candidate.weight;
-                is_needed
-            });
-            candidates.truncate(kept.count().max(1));
+            // Few tokens have most of the probability, so that many need not be sorted.
+            let mut len = 64;
+            while !truncate_at(candidates, len.min(candidates.len()), enough) {
+                len *= 8;
+            }
         }
-        let kept = candidates
+        // The likeliest has a weight of 1.
+        candidates.retain(|candidate| candidate.weight >= self.min_p);
+    }
+}
+
+/// Brings the `len` likeliest to the front, in their order.
+fn put_likeliest_first(candidates: &mut [Candidate], len: usize) {
+    if len < candidates.len() {
+        candidates.select_nth_unstable_by(len, likelier);
+    }
+    candidates[..len].sort_unstable_by(likelier);
+}
+
+/// Keeps the fewest of the likeliest whose weights reach `enough`, if they are among the `len` likeliest.
+fn truncate_at(candidates: &mut Vec<Candidate>, len: usize, enough: f64) -> bool {
+    put_likeliest_first(candidates, len);
+    let mut sum = 0.0;
+    let reaches = |candidate: &Candidate| {
+        sum += candidate.weight;
+        sum >= enough
+    };
+    let kept = match candidates[..len].iter().position(reaches) {
+        Some(last) => last + 1,
+        None if len == candidates.len() => len,
+        None => return false,
+    };
+    candidates.truncate(kept);
+    true
+}
+
+/// The greatest of each block of logits: finding the greatest of a vocabulary is most of what greedy decoding does
+/// beside the model, so the loop over a block has no branch.
+struct Greatest(Vec<f32>);
+
+impl Greatest {
+    const BLOCK: usize = 256;
+
+    /// `None` where a logit is not a number or plus infinity.
+    fn of(logits: &[f32]) -> Option<Self> {
+        let mut are_legal = true;
+        let greatest = |block: &[f32]| {
+            let mut greatest = f32::NEG_INFINITY;
+            for &logit in block {
+                are_legal &= logit < f32::INFINITY;
+                greatest = if logit > greatest { logit } else { greatest };
+            }
+            greatest
+        };
+        let blocks = logits.chunks(Self::BLOCK).map(greatest).collect();
+        are_legal.then_some(Self(blocks))
+    }
+
+    /// The lowest id of the greatest logit; `None` where all are minus infinity.
+    fn first(&self, logits: &[f32]) -> Option<u32> {
+        let greatest = self.0.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        if greatest == f32::NEG_INFINITY {
+            return None;
+        }
+        let block = self.0.iter().position(|&block| block >= greatest)?;
+        let start = block * Self::BLOCK;
+        let within = logits[start..]
             .iter()
-            .take_while(|candidate| candidate.weight >= self.min_p);
-        candidates.truncate(kept.count().max(1));
+            .position(|&logit| logit >= greatest)?;
+        u32::try_from(start + within).ok()
     }
 }
 
@@ -169,7 +270,9 @@ fn draw(candidates: &[Candidate], at: f64) -> u32 {
         sum += candidate.weight;
         target < sum
     });
-    hit.or(candidates.last())
+    // Rounding may leave nothing for the last number below 1.
+    let likeliest = || candidates.iter().min_by(|a, b| likelier(a, b));
+    hit.or_else(likeliest)
         .expect("the likeliest is never cut")
         .id
 }

@@ -1,6 +1,7 @@
 //! What executes nodes and moves bytes.
 
 pub mod candle;
+mod past;
 #[cfg(feature = "tch")]
 pub mod tch;
 
@@ -13,6 +14,8 @@ use crate::{
 use merak_mpu::{Axis, Buffer, DType};
 use std::{fmt, sync::Arc};
 
+pub use past::{Following, Past};
+
 /// What the nodes of one microbatch may ask about the run around them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RunContext {
@@ -24,8 +27,6 @@ pub struct RunContext {
     pub sample_base: u64,
     /// Whether dropout is active.
     pub training: bool,
-    /// Position of the first element of a sequence.
-    pub position_offset: usize,
     /// This rank's coordinate on the tensor axis.
     pub tensor_rank: usize,
     /// This rank's coordinate on the sequence axis.
@@ -127,16 +128,29 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// The account of the bytes of all values that the backend made.
     fn memory(&self) -> &MemoryMeter;
 
-    /// Calls `work`, which runs many nodes, on the thread from which the backend's kernels start fastest.
-    fn scope(&self, work: &mut (dyn FnMut() + Send)) {
-        work();
-    }
-
     /// Computes a node. An operand given away (not shared) may be overwritten.
     ///
     /// # Errors
     /// When the backend lacks the operation for these types, or operand values are out of range.
     fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>>;
+
+    /// Computes a causal attention over the next positions of several sequences, which lie end to end, and those that
+    /// passed before, to which it adds them.
+    ///
+    /// # Shapes
+    /// With N the sum of the sequences' positions, the operands are `q: [1, N, heads*D]` and
+    /// `k, v: [1, N, kv_heads*D]`, the result is `[1, N, heads*D]`.
+    ///
+    /// # Errors
+    /// As [`Backend::run`].
+    fn attend(
+        &self,
+        call: Call<'_>,
+        operands: [Value; 3],
+        sequences: &mut [Following<'_>],
+    ) -> Result<Value> {
+        past::attend(self, call, operands, sequences)
+    }
 
     /// Computes a node and adds its results to the given slots of a store.
     ///

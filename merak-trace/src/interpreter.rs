@@ -2,7 +2,7 @@
 
 mod cache;
 
-pub use cache::KvCache;
+pub use cache::{Continuation, KvCache, Tail};
 
 use crate::{
     Error, NodeId, Op, Result, SharedBackend, Source, StageProgram, TensorType, Value, ValueId,
@@ -39,6 +39,8 @@ pub struct Interpreter {
     backend: SharedBackend,
     groups: Arc<dyn AxisGroups>,
     use_counts: Arc<[u32]>,
+    /// For each node, the types of its results.
+    result_types: Arc<[Vec<TensorType>]>,
     /// For each value, the gradient slots that it feeds.
     grad_slots: Arc<BTreeMap<ValueId, usize>>,
 }
@@ -77,11 +79,18 @@ impl Interpreter {
             .enumerate()
             .map(|(slot, grad)| (grad.value, slot))
             .collect();
+        let (graph, nodes) = (&program.graph, program.graph.nodes().iter());
+        let types = nodes.map(|node| {
+            let outputs = node.outputs.iter();
+            outputs.map(|&output| graph.ty(output).clone()).collect()
+        });
+        let result_types = types.collect();
         Self {
             program,
             backend,
             groups,
             use_counts,
+            result_types,
             grad_slots: Arc::new(grad_slots),
         }
     }
@@ -120,12 +129,9 @@ impl Interpreter {
         context: RunContext,
     ) -> Result<Forwarded> {
         let mut frame = self.begin(batch, received, context)?;
-        self.scope(|| {
-            self.program
-                .forward
-                .iter()
-                .try_for_each(|&node| self.step(&mut frame, params, node))
-        })?;
+        for &node in &self.program.forward {
+            self.step(&mut frame, params, node)?;
+        }
         self.end(frame, params)
     }
 
@@ -247,28 +253,19 @@ impl Interpreter {
         phases: &[Phase],
         mut store: Option<&mut GradStore>,
     ) -> Result<()> {
-        self.scope(|| {
-            for &node in &self.program.backward {
-                let phase = self.program.phases[node.index()];
-                if !phases.contains(&phase) || (phase == Phase::Recompute && frame.recomputed) {
-                    continue;
-                }
-                match (phase, store.as_deref_mut()) {
-                    (Phase::BackwardWeight, Some(store)) => {
-                        self.accumulate(frame, params, node, store)?;
-                    }
-                    _ => self.step(frame, params, node)?,
-                }
+        for &node in &self.program.backward {
+            let phase = self.program.phases[node.index()];
+            if !phases.contains(&phase) || (phase == Phase::Recompute && frame.recomputed) {
+                continue;
             }
-            Ok(())
-        })
-    }
-
-    /// Runs nodes where the backend likes them to be run.
-    fn scope(&self, mut nodes: impl FnMut() -> Result<()> + Send) -> Result<()> {
-        let mut outcome = Ok(());
-        self.backend.scope(&mut || outcome = nodes());
-        outcome
+            match (phase, store.as_deref_mut()) {
+                (Phase::BackwardWeight, Some(store)) => {
+                    self.accumulate(frame, params, node, store)?;
+                }
+                _ => self.step(frame, params, node)?,
+            }
+        }
+        Ok(())
     }
 
     fn bind_grads(&self, frame: &mut Frame, grads: Vec<Value>, loss_grad: f64) -> Result<()> {
@@ -339,8 +336,8 @@ impl Interpreter {
 
     fn step(&self, frame: &mut Frame, params: &[Value], id: NodeId) -> Result<()> {
         let inputs = self.operands(frame, params, id)?;
-        let (results, context) = (self.result_types(id), frame.context);
-        let values = self.execute(self.call(id, &results, &context), inputs)?;
+        let context = frame.context;
+        let values = self.execute(self.call(id, &context), inputs)?;
         self.keep(frame, id, values);
         Ok(())
     }
@@ -359,8 +356,7 @@ impl Interpreter {
             .iter()
             .filter_map(|output| self.grad_slots.get(output).copied())
             .collect();
-        let results = self.result_types(id);
-        let call = self.call(id, &results, &frame.context);
+        let call = self.call(id, &frame.context);
         if !node.op.is_region() {
             return self.backend.accumulate(call, inputs, store, &slots);
         }
@@ -385,24 +381,13 @@ impl Interpreter {
             .collect()
     }
 
-    fn result_types(&self, id: NodeId) -> Vec<TensorType> {
-        let graph = &self.program.graph;
-        let outputs = graph.node(id).outputs.iter();
-        outputs.map(|&output| graph.ty(output).clone()).collect()
-    }
-
     /// A node as the backend sees it.
-    fn call<'a>(
-        &'a self,
-        id: NodeId,
-        results: &'a [TensorType],
-        context: &'a RunContext,
-    ) -> Call<'a> {
+    fn call<'a>(&'a self, id: NodeId, context: &'a RunContext) -> Call<'a> {
         let node = self.program.graph.node(id);
         Call {
             name: &node.name,
             op: &node.op,
-            results,
+            results: &self.result_types[id.index()],
             context,
         }
     }

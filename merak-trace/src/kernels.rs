@@ -7,7 +7,7 @@
 //! | group | functions |
 //! |---|---|
 //! | products | [`gemm`], [`gemm_bias`], [`gemm_batched`] |
-//! | attention | [`attention`], [`attention_grad`], [`rope`], [`relative_bias`] and its gradient |
+//! | attention | [`attention`], [`attention_grad`], [`attention_newest`], [`rope`], [`relative_bias`] and its gradient |
 //! | norms | [`layer_norm`], [`rms_norm`] and their gradients by input and by parameters |
 //! | rows | [`softmax`], [`cross_entropy`], [`embedding`] and their gradients, [`sum_rows`] |
 //! | elements | [`activation`], [`silu_mul`] and their gradients, [`add`], [`mul`], [`scale`], [`add_suffix`], [`transpose_middle`] |
@@ -58,8 +58,8 @@ mod trig;
 
 pub use activation::{Activation, activation, activation_grad, silu_mul, silu_mul_grad};
 pub use attention::{
-    AttentionDropout, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec, Strided,
-    attention, attention_grad,
+    AttentionDropout, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec, Newest,
+    Strided, attention, attention_grad, attention_newest,
 };
 pub use cross_entropy::{
     IGNORED_LABEL, cross_entropy, cross_entropy_grad, cross_entropy_grad_in_place,
@@ -88,8 +88,8 @@ pub enum KernelError {
     StartThreads {
         /// Number of threads asked for.
         num_threads: usize,
-        /// What the thread pool reports.
-        source: rayon::ThreadPoolBuildError,
+        /// What it said.
+        source: std::io::Error,
     },
     /// A label is no class and does not say "ignore" either.
     #[error(

@@ -100,10 +100,14 @@ mod types;
 mod value;
 
 pub use autodiff::Phase;
-pub use backend::{Backend, Call, GradSlot, GradStore, ParamStore, RunContext, SharedBackend};
+pub use backend::{
+    Backend, Call, Following, GradSlot, GradStore, ParamStore, Past, RunContext, SharedBackend,
+};
 pub use error::{Error, Result};
 pub use graph::{Graph, Node, NodeId, ParamId, Port, Source, ValueId, ValueInfo};
-pub use interpreter::{AxisGroups, Batch, Forwarded, Frame, Interpreter, KvCache, SingleRank};
+pub use interpreter::{
+    AxisGroups, Batch, Continuation, Forwarded, Frame, Interpreter, KvCache, SingleRank, Tail,
+};
 
 pub use kernels::KernelError;
 pub use materialise::initial_values;

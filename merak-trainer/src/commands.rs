@@ -6,6 +6,7 @@ pub(crate) mod doctor;
 pub(crate) mod evaluate;
 pub(crate) mod generate;
 pub(crate) mod schedule;
+mod session;
 pub(crate) mod trace;
 pub(crate) mod train;
 
@@ -15,6 +16,7 @@ mod keys;
 mod model;
 mod output;
 mod prepared;
+mod prompts;
 
 pub(crate) use failure::{Failure, Outcome};
 

@@ -607,6 +607,12 @@ pub enum Error {
         /// Size of the model's vocabulary.
         vocab: usize,
     },
+    /// A list of token ids that is none.
+    #[error("\"{found}\" is no token id: write ids as 5,17,3")]
+    PromptIds {
+        /// What stands where an id should.
+        found: String,
+    },
     /// A model that was made for something else.
     #[error(
         "{what} needs a model for causal language modelling, but this {family} model is for {objective}"

@@ -20,7 +20,7 @@ use merak_partition::{Partition, PartitionReport, ReportOptions};
 use merak_pipe::{Auto, Schedule};
 use merak_tp::{LayerLists, rewrite};
 use merak_trace::{
-    Graph, Param, Placement, RecomputePlan, Shard, StageCuts, StageProgram, TiedParam,
+    Graph, Node, Op, Param, Placement, RecomputePlan, Shard, StageCuts, StageProgram, TiedParam,
     models::{Head, Model, ModelInfo, Objective, TraceOptions},
 };
 use merak_zero::ZeroStage;
@@ -186,6 +186,15 @@ impl Plan {
     /// The rank of the pipeline that runs the last stage, which has losses and logits.
     pub fn last_rank(&self) -> usize {
         self.rank_of(self.placement.len() - 1)
+    }
+
+    /// The stage with the model's last attention; behind it, positions have nothing to do with each other.
+    pub(crate) fn last_attention(&self) -> usize {
+        let is_attention = |node: &Node| matches!(node.op, Op::Attention(_));
+        let last = self.graph.nodes().iter().rposition(is_attention);
+        let mut stages = (0..self.cuts.num_stages()).rev();
+        let holder = last.and_then(|last| stages.find(|&s| self.cuts.nodes(s).contains(&last)));
+        holder.unwrap_or(0)
     }
 
     /// The program that a stage trains with.

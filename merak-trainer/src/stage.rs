@@ -156,7 +156,6 @@ impl RankStages {
             step: step as u64,
             sample_base: first_sample as u64,
             training,
-            position_offset: 0,
             tensor_rank: self.mpu.tensor_parallel_rank(),
             sequence_rank: self.mpu.sequence_parallel_rank(),
         }

@@ -23,7 +23,7 @@ use merak_mpu::{Mpu, ReduceOp};
 use merak_pipe::{Engine, GroupLink, Span};
 use merak_zero::LrSchedule;
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     fmt,
     path::{Path, PathBuf},
     sync::{
@@ -128,6 +128,8 @@ pub struct MerakTrainer {
     has_dropped_first: bool,
     last_saved: Option<usize>,
     pending_save: Option<saving::PendingSave>,
+    /// What an adapter stands in the place of, by parameter.
+    base_values: BTreeMap<usize, Vec<u8>>,
 }
 
 impl fmt::Debug for MerakTrainer {
@@ -188,6 +190,7 @@ impl MerakTrainer {
             has_dropped_first: false,
             last_saved: None,
             pending_save: None,
+            base_values: BTreeMap::new(),
         };
         let resumed = match &args.resume_from_checkpoint {
             Some(from) => trainer.resume(from)?,

@@ -240,3 +240,43 @@ fn a_failing_model_is_named_as_the_source() {
         })
     ));
 }
+
+/// A case of `goldens/sampling/distributions.json`.
+#[derive(Debug, serde::Deserialize)]
+struct Distribution {
+    options: serde_json::Value,
+    tokens: Vec<u32>,
+    logits: Vec<f32>,
+    ids: Vec<u32>,
+    probabilities: Vec<f64>,
+}
+
+#[test]
+fn tokens_are_drawn_from_the_distributions_of_transformers() {
+    let path = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/tests/goldens/sampling/distributions.json"
+    );
+    let golden: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let cases: Vec<Distribution> = serde_json::from_value(golden["cases"].clone()).unwrap();
+    assert!(cases.len() > 8);
+    for case in cases {
+        let mut options = serde_json::json!({ "temperature": 1.0, "top_p": 1.0, "top_k": 0 });
+        for (name, value) in case.options.as_object().unwrap() {
+            options[name] = value.clone();
+        }
+        let sampler = Sampler::new(&serde_json::from_value(options).unwrap()).unwrap();
+        let found = sampler
+            .probabilities(&case.logits, 0, &case.tokens)
+            .unwrap();
+        let ids: Vec<_> = found.iter().map(|(id, _)| *id).collect();
+        assert_eq!(ids, case.ids, "{}", case.options);
+        for ((_, found), expected) in found.iter().zip(&case.probabilities) {
+            assert!(
+                (found - expected).abs() < 1e-6,
+                "{found}, expected {expected} with {}",
+                case.options
+            );
+        }
+    }
+}

@@ -6,7 +6,7 @@ mod run;
 mod storage;
 
 use crate::{
-    Backend, Call, Error, GradStore, Param, ParamStore, Result, TensorType, Value,
+    Backend, Call, Error, Following, GradStore, Param, ParamStore, Result, TensorType, Value,
     kernels::Threads, value::MemoryMeter,
 };
 use candle_core::{Device, Tensor};
@@ -80,12 +80,17 @@ impl Backend for Candle {
         &self.memory
     }
 
-    fn scope(&self, work: &mut (dyn FnMut() + Send)) {
-        self.threads.install(work);
-    }
-
     fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
         run::run(self, call, inputs)
+    }
+
+    fn attend(
+        &self,
+        call: Call<'_>,
+        operands: [Value; 3],
+        sequences: &mut [Following<'_>],
+    ) -> Result<Value> {
+        attention::attend(self, call, &operands, sequences)
     }
 
     fn accumulate(

@@ -1,85 +1,180 @@
-//! What decoding keeps between tokens.
+//! Sequences that pass piece by piece, with what attentions have seen of them.
 
 use super::{Batch, Forwarded, Frame, Interpreter};
-use crate::{Call, Error, NodeId, Op, Result, RunContext, Value};
+use crate::{
+    Call, Error, Following, NodeId, Op, Past, Result, RunContext, TensorType, Value, ValueId,
+};
+use merak_mpu::DType;
+use std::collections::BTreeMap;
 
-/// Keys and values of the positions that have passed, for each attention of a stage of a causal model.
+/// Keys and values of the positions that have passed, for each sequence and each attention of a stage of a causal
+/// model.
 ///
 /// A prompt passes once and fills it; then one position at a time passes, and every attention sees the
-/// keys before it too. All sequences of a batch have the same length. A rank of the tensor axis keeps the
+/// keys before it too. Sequences come and go, and have lengths of their own. A rank of the tensor axis keeps the
 /// keys and values of its own heads, a stage those of its own layers.
 ///
 /// # Shapes
-/// After `n` positions, keys and values are `[B, n, kv_heads * head_dim]`.
-#[derive(Debug, Clone, Default)]
+/// After `n` positions, keys and values of a sequence are `[n, kv_heads * head_dim]`.
+#[derive(Debug, Default)]
 pub struct KvCache {
-    /// In the order of the attentions.
-    entries: Vec<[Value; 2]>,
+    sequences: BTreeMap<u64, Passed>,
+}
+
+/// What has passed of a sequence.
+#[derive(Debug, Default)]
+struct Passed {
     positions: usize,
+    bytes: usize,
+    /// In the order of the attentions.
+    pasts: Vec<Past>,
+}
+
+/// The next positions of some sequences. They pass end to end, as one sequence of a batch of one, so that sequences
+/// of any lengths share a pass without padding.
+#[derive(Debug)]
+pub struct Continuation<'a> {
+    /// Keeps the positions before these, and then these too.
+    pub cache: &'a mut KvCache,
+    /// The sequences, by the numbers that the caller gave them, and how many positions of each follow.
+    pub sequences: &'a [(u64, usize)],
+    /// Where only some of the positions matter behind the last attention.
+    pub tail: Option<Tail<'a>>,
+}
+
+/// What goes on with some of the positions.
+#[derive(Debug, Clone, Copy)]
+pub struct Tail<'a> {
+    /// The same stage for as many positions as are left.
+    pub interpreter: &'a Interpreter,
+    /// Which they are.
+    pub positions: &'a [usize],
 }
 
 impl KvCache {
-    /// Positions that have passed.
-    pub fn positions(&self) -> usize {
-        self.positions
+    /// Positions of a sequence that have passed.
+    pub fn positions(&self, sequence: u64) -> usize {
+        self.sequences
+            .get(&sequence)
+            .map_or(0, |passed| passed.positions)
+    }
+
+    /// Forgets a sequence.
+    pub fn remove(&mut self, sequence: u64) {
+        self.sequences.remove(&sequence);
     }
 
     /// Bytes of the keys and values.
     pub fn size_bytes(&self) -> usize {
-        let values = self.entries.iter().flatten();
-        values.map(|value| value.ty().size_bytes()).sum()
+        self.sequences.values().map(|passed| passed.bytes).sum()
     }
 }
 
 impl Interpreter {
-    /// Runs the forward of the `positions` positions that follow those in the cache, and adds them to it. The
-    /// program is an inference one for sequences of that length; otherwise as [`Interpreter::forward`].
+    /// Runs the forward of the positions that follow in some sequences, and adds them to the cache. The
+    /// program is an inference one for a single sequence of as many positions as pass; otherwise as
+    /// [`Interpreter::forward`]. What is sent and given out is of the tail's positions, where there is one.
     ///
     /// # Errors
     /// As for [`Interpreter::forward`], and when an attention is not causal or hides or biases keys; the cache
-    /// then is as it was.
+    /// then has lost the sequences.
     pub fn forward_cached(
         &self,
         params: &[Value],
         batch: &Batch,
         received: Vec<Value>,
         context: RunContext,
-        (cache, positions): (&mut KvCache, usize),
+        next: Continuation<'_>,
     ) -> Result<Forwarded> {
-        let context = RunContext {
-            position_offset: cache.positions,
-            ..context
-        };
+        let Continuation {
+            cache,
+            sequences,
+            tail,
+        } = next;
+        let mut passed: Vec<_> = sequences
+            .iter()
+            .map(|(sequence, _)| cache.sequences.remove(sequence).unwrap_or_default())
+            .collect();
+        let positions: Vec<usize> = passed
+            .iter()
+            .zip(sequences)
+            .flat_map(|(passed, (_, len))| passed.positions..passed.positions + len)
+            .collect();
         let mut frame = self.begin(batch, received, context)?;
-        let mut entries = Vec::with_capacity(cache.entries.len());
-        self.scope(|| {
-            for &node in &self.program.forward {
-                if matches!(self.program.graph.node(node).op, Op::Attention(_)) {
-                    let past = cache.entries.get(entries.len());
-                    entries.push(self.attend(&mut frame, params, node, past)?);
-                } else {
-                    self.step(&mut frame, params, node)?;
+        let (nodes, mut attentions) = (&self.program.forward, 0);
+        let is_attention = |&node: &NodeId| matches!(self.op(node), Op::Attention(_));
+        let own = match tail {
+            Some(_) => nodes
+                .iter()
+                .rposition(is_attention)
+                .map_or(0, |last| last + 1),
+            None => nodes.len(),
+        };
+        for &node in &nodes[..own] {
+            match self.op(node) {
+                Op::Attention(_) => {
+                    self.attend(
+                        &mut frame,
+                        params,
+                        node,
+                        (attentions, sequences, &mut passed),
+                    )?;
+                    attentions += 1;
                 }
+                Op::Positions { first, .. } => self.place(&mut frame, node, *first, &positions)?,
+                _ => self.step(&mut frame, params, node)?,
             }
-            Ok(())
-        })?;
-        let forwarded = self.end(frame, params)?;
-        cache.entries = entries;
-        cache.positions += positions;
+        }
+        let forwarded = match tail {
+            None => self.end(frame, params)?,
+            Some(Tail {
+                interpreter,
+                positions,
+            }) => {
+                let mut frame = self.narrow(frame, interpreter, positions)?;
+                for &node in &nodes[own..] {
+                    interpreter.step(&mut frame, params, node)?;
+                }
+                interpreter.end(frame, params)?
+            }
+        };
+        for ((sequence, len), mut passed) in sequences.iter().zip(passed) {
+            passed.positions += len;
+            cache.sequences.insert(*sequence, passed);
+        }
         Ok(forwarded)
     }
 
-    /// Runs an attention over the keys and values of the past and its own; returns all of them.
+    fn op(&self, node: NodeId) -> &Op {
+        &self.program.graph.node(node).op
+    }
+
+    /// Gives a node of positions those of the sequences.
+    fn place(
+        &self,
+        frame: &mut Frame,
+        id: NodeId,
+        first: usize,
+        positions: &[usize],
+    ) -> Result<()> {
+        let bytes = numbers(positions.iter().map(|position| position + first));
+        let ty = &self.result_types[id.index()][0];
+        let value = self.backend.from_bytes(ty, &bytes)?;
+        self.keep(frame, id, vec![value]);
+        Ok(())
+    }
+
+    /// Runs an attention over the keys and values of the past and its own.
     fn attend(
         &self,
         frame: &mut Frame,
         params: &[Value],
         id: NodeId,
-        past: Option<&[Value; 2]>,
-    ) -> Result<[Value; 2]> {
+        (attention, sequences, passed): (usize, &[(u64, usize)], &mut [Passed]),
+    ) -> Result<()> {
         let operands = self.operands(frame, params, id)?;
-        let (results, context) = (self.result_types(id), frame.context);
-        let call = self.call(id, &results, &context);
+        let context = frame.context;
+        let call = self.call(id, &context);
         // What else an attention can take counts all positions, which pass apart here.
         let causal = matches!(call.op, Op::Attention(spec) if spec.causal);
         let (true, Ok([query, key, value])) = (causal, <[Value; 3]>::try_from(operands)) else {
@@ -90,22 +185,76 @@ impl Interpreter {
                         .to_owned(),
             });
         };
-        let all = match past {
-            None => [key, value],
-            Some([keys, values]) => [self.join(call, keys, key)?, self.join(call, values, value)?],
-        };
-        let inputs = vec![query, all[0].clone(), all[1].clone()];
-        let values = self.backend.run(call, inputs)?;
-        self.keep(frame, id, values);
-        Ok(all)
+        let bytes = key.ty().size_bytes() + value.ty().size_bytes();
+        let all = key.ty().shape[1].max(1);
+        let following = passed
+            .iter_mut()
+            .zip(sequences)
+            .map(|(passed, &(_, positions))| {
+                passed.bytes += bytes / all * positions;
+                let pasts = &mut passed.pasts;
+                pasts.resize_with(pasts.len().max(attention + 1), Past::default);
+                Following {
+                    positions,
+                    past: &mut pasts[attention],
+                }
+            });
+        let mut following: Vec<_> = following.collect();
+        let out = self
+            .backend
+            .attend(call, [query, key, value], &mut following)?;
+        self.keep(frame, id, vec![out]);
+        Ok(())
     }
 
-    /// `[B, n, width]` and `[B, m, width]` as `[B, n + m, width]`.
-    fn join(&self, call: Call<'_>, past: &Value, new: Value) -> Result<Value> {
-        let positions = past.ty().shape[1] + new.ty().shape[1];
-        let ty = new.ty().with_dim(1, positions);
-        let mut joined =
-            self.run_op(call, &Op::Concat { dim: 1 }, &[ty], vec![past.clone(), new])?;
-        Ok(joined.swap_remove(0))
+    /// The frame of a program that differs from this one in the number of positions only: of each value that is
+    /// alive, some positions.
+    fn narrow(&self, frame: Frame, to: &Self, positions: &[usize]) -> Result<Frame> {
+        let ids = numbers(positions.iter().copied());
+        let ids_ty = TensorType::new([positions.len()], DType::I64);
+        let ids = self.backend.from_bytes(&ids_ty, &ids)?;
+        let narrow = |(index, value): (usize, Option<Value>)| {
+            let ty = to.program.graph.ty(ValueId::at(index));
+            match value {
+                Some(value) if value.ty() != ty => self.rows(&value, &ids, ty).map(Some),
+                other => Ok(other),
+            }
+        };
+        let slots = frame.slots.into_iter().enumerate().map(narrow);
+        Ok(Frame {
+            slots: slots.collect::<Result<_>>()?,
+            ..frame
+        })
     }
+
+    /// Rows `ids` of `[.., N, W]`, as a value of the given type.
+    fn rows(&self, value: &Value, ids: &Value, ty: &TensorType) -> Result<Value> {
+        let (context, width) = (RunContext::default(), ty.last_dim());
+        let rows = value.ty().with_shape([value.ty().rows(), width]);
+        let run = |op: &Op, results: &TensorType, inputs| {
+            let call = Call {
+                name: "the positions that matter",
+                op,
+                results: std::slice::from_ref(results),
+                context: &context,
+            };
+            Ok::<_, Error>(self.backend.run(call, inputs)?.swap_remove(0))
+        };
+        let reshape = |ty: &TensorType| Op::Reshape {
+            shape: ty.shape.clone(),
+        };
+        let table = run(&reshape(&rows), &rows, vec![value.clone()])?;
+        let picked_ty = rows.with_dim(0, ids.ty().numel());
+        let embedding = Op::Embedding { padding: None };
+        let picked = run(&embedding, &picked_ty, vec![ids.clone(), table])?;
+        run(&reshape(ty), ty, vec![picked])
+    }
+}
+
+/// Positions as the bytes of an `i64` tensor.
+fn numbers(positions: impl Iterator<Item = usize>) -> Vec<u8> {
+    let number = |position| i64::try_from(position).expect("a position fits an i64");
+    positions
+        .flat_map(|position| number(position).to_ne_bytes())
+        .collect()
 }

@@ -17,6 +17,7 @@
 
 mod backward;
 mod forward;
+mod newest;
 #[cfg(test)]
 mod tests;
 
@@ -24,6 +25,7 @@ use std::ops::Range;
 
 pub use backward::{AttentionGrads, attention_grad};
 pub use forward::attention;
+pub use newest::{Newest, attention_newest};
 
 use super::dropout::Mask;
 use super::{Dropout, Float, MatMut, MatRef};

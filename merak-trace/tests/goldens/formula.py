@@ -58,4 +58,4 @@ def write(script, case, golden):
     golden = {"versions": versions, **golden}
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in golden.items())
     pathlib.Path(script).with_name(f"{case}.json").write_text("{\n" + lines + "\n}\n")
-    print(case, golden["losses"][0], golden["losses"][-1])
+    print(case, golden.get("losses", [])[-1:])

@@ -2,78 +2,104 @@
 
 use crate::support::{backends, context, numbers, params, value};
 use merak_trace::{
-    Batch, Interpreter, KvCache, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram,
+    Batch, Continuation, Interpreter, KvCache, RunContext, SharedBackend, SingleRank, StageCuts,
+    StageProgram, Tail,
     models::{self, Head, TraceOptions},
 };
 use serde_json::{Value as Json, json};
 use std::sync::Arc;
 
-const BATCH: usize = 2;
-const SEQ: usize = 7;
 const VOCAB: usize = 23;
+/// Lengths of three sequences.
+const LENGTHS: [usize; 3] = [7, 4, 8];
+/// The length by which positions are scaled, where they are.
+const CONTEXT: usize = 8;
 
-/// The logits `[B, len, V]` of positions `from .. from + len`.
-fn pass(
-    backend: &SharedBackend,
-    config: &Json,
-    (from, len): (usize, usize),
-    cache: Option<&mut KvCache>,
-) -> Vec<f64> {
+/// A model's forward for one sequence of `len` positions.
+fn interpreter(backend: &SharedBackend, config: &Json, len: usize) -> Interpreter {
     let model = models::from_config(config).expect("a valid configuration");
     let options = TraceOptions {
-        context: Some(SEQ),
-        ..TraceOptions::training(BATCH, len).with_head(Head::Logits)
+        context: Some(CONTEXT),
+        ..TraceOptions::training(1, len).with_head(Head::Logits)
     };
     let graph = model.trace(&options).expect("it traces");
     let program = StageProgram::inference(&graph, &StageCuts::whole(&graph), 0);
     let program = Arc::new(program.expect("one stage"));
-    let runner = Interpreter::new(program, Arc::clone(backend), Arc::new(SingleRank));
-    let params = params(backend, &runner.program().graph);
-    let ids = (0..BATCH).flat_map(|b| (from..from + len).map(move |s| (b, s)));
-    let ids: Vec<_> = ids
-        .map(|(b, s)| ((s * s + 5 * b + 1) % VOCAB) as f64)
+    Interpreter::new(program, Arc::clone(backend), Arc::new(SingleRank))
+}
+
+/// The token of a sequence at a position.
+fn token(sequence: usize, position: usize) -> f64 {
+    ((position * position + 5 * sequence + 1) % VOCAB) as f64
+}
+
+/// The logits of positions of sequences, `[V]` each: those of `at` alone where they are given.
+fn pass(
+    backend: &SharedBackend,
+    config: &Json,
+    pieces: &[(usize, std::ops::Range<usize>)],
+    cache: Option<&mut KvCache>,
+    at: Option<&[usize]>,
+) -> Vec<Vec<f64>> {
+    let ids: Vec<_> = pieces
+        .iter()
+        .flat_map(|(sequence, range)| range.clone().map(|position| token(*sequence, position)))
         .collect();
-    let port = &graph.inputs()[0];
-    let batch = Batch::from([(
-        port.name.clone(),
-        value(backend, graph.ty(port.value), &ids),
-    )]);
+    let runner = interpreter(backend, config, ids.len());
+    let params = params(backend, &runner.program().graph);
+    let port = &runner.program().inputs[0];
+    let ty = runner.program().graph.ty(port.value);
+    let batch = Batch::from([(port.name.clone(), value(backend, ty, &ids))]);
     let context = RunContext {
         training: false,
         ..context()
     };
+    let tail = at.map(|at| interpreter(backend, config, at.len()));
     let forwarded = match cache {
         None => runner.forward(&params.views, &batch, Vec::new(), context),
         Some(cache) => {
-            runner.forward_cached(&params.views, &batch, Vec::new(), context, (cache, len))
+            let sequences: Vec<_> = pieces
+                .iter()
+                .map(|(sequence, range)| (*sequence as u64, range.len()))
+                .collect();
+            let next = Continuation {
+                cache,
+                sequences: &sequences,
+                tail: tail.as_ref().zip(at).map(|(interpreter, positions)| Tail {
+                    interpreter,
+                    positions,
+                }),
+            };
+            runner.forward_cached(&params.views, &batch, Vec::new(), context, next)
         }
     };
-    numbers(backend, &forwarded.expect("it runs").outputs[0])
+    let logits = numbers(backend, &forwarded.expect("it runs").outputs[0]);
+    logits.chunks_exact(VOCAB).map(<[f64]>::to_vec).collect()
 }
 
 #[test]
-fn a_prompt_and_single_positions_give_the_logits_of_the_whole_sequence() {
-    let llama = json!({ "model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 8, "hidden_size": 12,
+fn sequences_that_pass_in_pieces_and_together_give_the_logits_of_each_alone_and_whole() {
+    let llama = json!({ "model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 32, "hidden_size": 12,
         "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1 });
-    let gpt2 = json!({ "model_type": "gpt2", "vocab_size": VOCAB, "n_positions": 8, "n_embd": 12, "n_layer": 2,
+    let gpt2 = json!({ "model_type": "gpt2", "vocab_size": VOCAB, "n_positions": 32, "n_embd": 12, "n_layer": 2,
         "n_head": 3 });
     let mut mistral = llama.clone();
     mistral["model_type"] = "mistral".into();
-    // A window that is shorter than the sequence.
+    // A window that is shorter than the sequences.
     mistral["sliding_window"] = 3.into();
-    // Positions that are scaled by the length of the whole.
+    // Positions that are scaled by the length of the text.
     let scaled = |scaling: Json| {
         let mut config = llama.clone();
         config["max_position_embeddings"] = 5.into();
         config["rope_scaling"] = scaling;
         config
     };
-    let dynamic = scaled(json!({ "rope_type": "dynamic", "factor": 2.0 }));
+    let dynamic = scaled(json!({ "rope_type": "dynamic", "factor": 3.0 }));
     let mut long = scaled(
         json!({ "rope_type": "longrope", "original_max_position_embeddings": 5,
         "short_factor": [1, 1, 1], "long_factor": [1, 2, 4] }),
     );
-    long["max_position_embeddings"] = 8.into();
+    long["max_position_embeddings"] = 16.into();
     for backend in backends(1) {
         for config in [&llama, &gpt2, &mistral, &dynamic, &long] {
             check(&backend, config);
@@ -81,23 +107,65 @@ fn a_prompt_and_single_positions_give_the_logits_of_the_whole_sequence() {
     }
 }
 
-/// Passes a sequence in pieces and at once.
+/// Passes sequences in pieces and each at once.
 fn check(backend: &SharedBackend, config: &Json) {
-    let whole = pass(backend, config, (0, SEQ), None);
+    let whole: Vec<_> = LENGTHS
+        .iter()
+        .enumerate()
+        .map(|(sequence, &len)| pass(backend, config, &[(sequence, 0..len)], None, None))
+        .collect();
     let mut cache = KvCache::default();
-    let mut from = 0;
-    for len in [3, 1, 1, 2] {
-        let logits = pass(backend, config, (from, len), Some(&mut cache));
-        for (b, sample) in logits.chunks_exact(len * VOCAB).enumerate() {
-            let expected = &whole[(b * SEQ + from) * VOCAB..][..len * VOCAB];
-            for (found, expected) in sample.iter().zip(expected) {
-                assert!((found - expected).abs() < 1e-5, "{config} from {from}");
-            }
+    let steps: [&[(usize, std::ops::Range<usize>)]; 5] = [
+        &[(0, 0..3), (2, 0..5)],
+        &[(0, 3..4), (1, 0..2), (2, 5..6)],
+        &[(0, 4..5), (1, 2..3), (2, 6..7)],
+        &[(2, 7..8), (1, 3..4)],
+        &[(0, 5..7)],
+    ];
+    for pieces in steps {
+        let logits = pass(backend, config, pieces, Some(&mut cache), None);
+        let expected = pieces
+            .iter()
+            .flat_map(|(s, range)| &whole[*s][range.clone()]);
+        assert_eq!(logits.len(), expected.clone().count());
+        for (found, expected) in logits.iter().zip(expected) {
+            assert_near(found, expected, &format!("{config} {pieces:?}"));
         }
-        from += len;
-        assert_eq!(cache.positions(), from);
+    }
+    for (sequence, len) in LENGTHS.into_iter().enumerate() {
+        assert_eq!(cache.positions(sequence as u64), len);
     }
     let heads = config["num_key_value_heads"].as_u64().unwrap_or(3) as usize;
     let width = 12 / config["n_head"].as_u64().unwrap_or(2) as usize * heads;
-    assert_eq!(cache.size_bytes(), 2 * 2 * BATCH * SEQ * width * 4);
+    let positions: usize = LENGTHS.iter().sum();
+    assert_eq!(cache.size_bytes(), 2 * 2 * positions * width * 4);
+    cache.remove(1);
+    assert_eq!(cache.positions(1), 0);
+    assert_eq!(cache.size_bytes(), 2 * 2 * 15 * width * 4);
+
+    let pieces = [(0, 0..3), (1, 0..4), (2, 0..5)];
+    let newest = [2, 6, 11];
+    let logits = pass(
+        backend,
+        config,
+        &pieces,
+        Some(&mut KvCache::default()),
+        Some(&newest),
+    );
+    assert_eq!(logits.len(), newest.len());
+    for (found, (sequence, range)) in logits.iter().zip(pieces) {
+        assert_near(
+            found,
+            &whole[sequence][range.end - 1],
+            &format!("{config} newest"),
+        );
+    }
+}
+
+fn assert_near(found: &[f64], expected: &[f64], what: &str) {
+    let are_near = found
+        .iter()
+        .zip(expected)
+        .all(|(a, b)| (a - b).abs() < 1e-5);
+    assert!(are_near, "{what}: {found:?}, expected {expected:?}");
 }

@@ -1,16 +1,18 @@
 //! `merak generate`: text from a checkpoint.
 
-use super::{Outcome, environment, model::Loaded, output};
+use super::{
+    Outcome, environment,
+    model::Loaded,
+    output,
+    session::{Session, parse_ids},
+};
 use clap::Args as ClapArgs;
-use merak_ckpt::{Adapter, Checkpoint, Completion, GenerateOptions, NewToken};
+use merak_ckpt::{Adapter, Checkpoint, Completion};
 use merak_trainer::{
-    ADAPTER_CONFIG, CheckedArguments, Config, Error, MerakTrainer, Origin, Plan, Result,
-    TrainerParts, Workload, data::Tokenizer, run_world,
+    ADAPTER_CONFIG, CheckedArguments, Config, Error, Origin, Result, data::Tokenizer,
 };
 use serde_json::json;
-use std::{
-    collections::BTreeMap, fs, ops::ControlFlow, path::PathBuf, process::ExitCode, sync::Arc,
-};
+use std::{fs, path::PathBuf, process::ExitCode};
 
 /// Continues prompts with a trained model.
 #[derive(Debug, ClapArgs)]
@@ -27,9 +29,10 @@ pub(crate) struct Args {
     /// A file with one prompt per line.
     #[arg(long, group = "prompts", value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// A PEFT folder, whose adapter is merged into the weights first.
+    /// A PEFT folder, whose adapter is merged into the weights first. May be repeated: prompts are then continued
+    /// with one after the other; `none` is the model without one.
     #[arg(long, value_name = "DIR")]
-    adapter: Option<PathBuf>,
+    adapter: Vec<PathBuf>,
     /// Most new tokens per prompt [default: 128, where the environment has no other].
     #[arg(long)]
     max_new_tokens: Option<usize>,
@@ -48,7 +51,7 @@ pub(crate) struct Args {
     /// Divides the positive logits of tokens that are already there; 1 is off [default: 1].
     #[arg(long, value_name = "F")]
     repetition_penalty: Option<f64>,
-    /// Ends a text after this string; may be repeated.
+    /// Ends a text after the token in which this string ends; may be repeated.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
     /// Prints the text as it comes; for one prompt.
@@ -68,22 +71,11 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// New tokens per prompt where nobody says how many: the whole sequence passes the model for each.
+/// New tokens per prompt where nobody says how many.
 const NEW_TOKENS: usize = 128;
 
-/// The sampling options of a configuration; where texts end is for the model and the tokenizer to say.
-pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
-    GenerateOptions {
-        max_new_tokens: args.new_token_limit(),
-        temperature: args.temperature,
-        top_k: args.top_k,
-        top_p: args.top_p,
-        min_p: args.min_p,
-        repetition_penalty: args.repetition_penalty,
-        seed: args.seed,
-        ..GenerateOptions::default()
-    }
-}
+/// What `--adapter` calls the base without one.
+const BASE: &str = "none";
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let checkpoint = Checkpoint::open_weights(&args.checkpoint)?;
@@ -94,109 +86,48 @@ pub(crate) fn run(args: &Args) -> Outcome {
         None
     };
     let prompts = prompts(args, tokenizer.as_ref())?;
-    if args.stream && (prompts.len() != 1 || tokenizer.is_none()) {
+    let streams = args.stream;
+    if streams && (prompts.len() != 1 || args.adapter.len() > 1 || tokenizer.is_none()) {
         return Err("--stream prints the text of one prompt, and needs a tokenizer".into());
-    }
-    if !args.stop.is_empty() && tokenizer.is_none() {
-        return Err("--stop looks for text: the checkpoint has no tokenizer.json".into());
-    }
-    if args.stop.iter().any(String::is_empty) {
-        return Err("--stop is empty: every text ends so".into());
     }
     let checked = args.configuration(&checkpoint)?;
     let loaded = Loaded::of(&checked)?;
     let checked = loaded.complete(checked)?;
-    let options = GenerateOptions {
-        eos_token_ids: loaded.ends(&checked, tokenizer.as_ref()),
-        ..options_of(&checked)
-    };
-    let adapter = args.adapter.as_ref();
-    let adapter = adapter
-        .map(|folder| {
-            let tensors = &checkpoint.manifest().tensors;
-            let mut adapter = Adapter::open(folder, &loaded.json, tensors)?;
-            adapter.measure(&checkpoint).map(|()| adapter)
-        })
-        .transpose()?;
-    let plan = Arc::new(Plan::new(loaded.model, &checked)?);
-    plan.check_memory(&checked, &[Workload::Generation])?;
-    plan.expect_causal("text generation")?;
-    let results = run_world(&checked, |member| {
-        let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
-        let parts = TrainerParts::default();
-        let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, &checked, parts)?;
-        if let Some(adapter) = &adapter {
-            trainer.merge_adapter(adapter)?;
-        }
-        let mut watch = Watch {
-            tokenizer: tokenizer.as_ref(),
-            stops: &args.stop,
-            streams: args.stream && trainer.mpu().is_rank_0(),
-            texts: BTreeMap::new(),
+    let adapters = adapters(args, &checkpoint, &loaded)?;
+    let session = Session::new(checked, loaded, tokenizer)?;
+    let results = session.on_ranks(|trainer| {
+        let continued = |adapter: &Option<Adapter>| {
+            trainer.set_adapter(adapter.as_ref())?;
+            if streams && trainer.mpu().is_rank_0() {
+                output::stream(&session.text(&prompts[0])?);
+            }
+            session.generate(trainer, &prompts, streams)
         };
-        watch.begin(&prompts);
-        trainer.generate_with(&prompts, &options, &mut |token| watch.see(token))
+        adapters.iter().map(continued).collect::<Result<Vec<_>>>()
     })?;
-    let completions = results
-        .into_iter()
-        .next()
-        .expect("a world has a first rank");
-    if args.stream {
+    if streams {
         output::print("")?;
     } else {
-        output::print(&show(&completions, tokenizer.as_ref(), args.json)?)?;
+        output::print(&args.show(&results, &session)?)?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Follows texts as they grow.
-struct Watch<'a> {
-    tokenizer: Option<&'a Tokenizer>,
-    stops: &'a [String],
-    /// Whether what is new is printed at once.
-    streams: bool,
-    /// The new tokens of each prompt, and how much of their text was printed.
-    texts: BTreeMap<u64, (Vec<u32>, usize)>,
-}
-
-impl Watch<'_> {
-    /// Prints the prompt itself.
-    fn begin(&self, prompts: &[Vec<u32>]) {
-        if self.streams
-            && let Some(Ok(text)) = self
-                .tokenizer
-                .map(|tokenizer| tokenizer.decode(&prompts[0]))
-        {
-            output::stream(&text);
+/// The adapters with which prompts are continued in turn; `None` is the base.
+fn adapters(args: &Args, checkpoint: &Checkpoint, loaded: &Loaded) -> Result<Vec<Option<Adapter>>> {
+    let open = |folder: &PathBuf| {
+        if folder.as_os_str() == BASE {
+            return Ok(None);
         }
+        let tensors = &checkpoint.manifest().tensors;
+        let mut adapter = Adapter::open(folder, &loaded.json, tensors)?;
+        adapter.measure(checkpoint)?;
+        Ok(Some(adapter))
+    };
+    if args.adapter.is_empty() {
+        return Ok(vec![None]);
     }
-
-    /// Takes note of a token; breaks where its text has come to a stop.
-    fn see(&mut self, token: NewToken) -> ControlFlow<()> {
-        let Some(tokenizer) = self.tokenizer else {
-            return ControlFlow::Continue(());
-        };
-        let (ids, printed) = self.texts.entry(token.prompt).or_default();
-        ids.push(token.id);
-        if self.streams
-            && let Ok(text) = tokenizer.decode(ids)
-        {
-            // A character may be spread over several tokens: it waits for the last of them.
-            let whole = text.trim_end_matches(char::REPLACEMENT_CHARACTER);
-            if let Some(new) = whole.get(*printed..) {
-                output::stream(new);
-                *printed = whole.len();
-            }
-        }
-        // A token has a byte at least, so a stop lies within as many of the last tokens.
-        let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
-        let last = &ids[ids.len().saturating_sub(longest)..];
-        let text = tokenizer.decode(last).unwrap_or_default();
-        if self.stops.iter().any(|stop| text.contains(stop.as_str())) {
-            return ControlFlow::Break(());
-        }
-        ControlFlow::Continue(())
-    }
+    args.adapter.iter().map(open).collect()
 }
 
 impl Args {
@@ -214,6 +145,10 @@ impl Args {
                 self.repetition_penalty.map(|factor| factor.to_string()),
             ),
             ("seed", self.seed.map(|seed| seed.to_string())),
+            (
+                "stop-strings",
+                (!self.stop.is_empty()).then(|| json!(self.stop).to_string()),
+            ),
         ];
         let mut keys = vec![
             (
@@ -257,6 +192,47 @@ impl Args {
         }
         config.check()
     }
+
+    /// The results of each adapter.
+    fn show(&self, results: &[Vec<Completion>], session: &Session) -> Result<String> {
+        let names = self.adapter.iter().map(|path| path.display().to_string());
+        let names: Vec<_> = names.map(Some).chain([None]).collect();
+        let named = names.iter().zip(results);
+        if self.json {
+            let entry = |adapter: &Option<String>, completion: &Completion| {
+                let text = session.tokenizer.as_ref();
+                let text = text.map(|tokenizer| tokenizer.decode(&completion.ids));
+                let mut entry = json!({ "prompt_ids": completion.prompt_ids, "ids": completion.ids,
+                    "text": text.transpose()?, "reason": completion.reason });
+                if let (Some(adapter), true) = (adapter, results.len() > 1) {
+                    entry["adapter"] = adapter.as_str().into();
+                }
+                Ok(entry)
+            };
+            let entries = named.flat_map(|(adapter, completions)| {
+                completions
+                    .iter()
+                    .map(move |completion| entry(adapter, completion))
+            });
+            let entries = entries.collect::<Result<Vec<_>>>()?;
+            return Ok(format!("{:#}", serde_json::Value::Array(entries)));
+        }
+        let mut shown = Vec::new();
+        for (adapter, completions) in named {
+            for completion in completions {
+                let mut text = match session.tokenizer {
+                    Some(_) => session.text(&completion.prompt_ids)?,
+                    None => String::new(),
+                };
+                text += &session.text(&completion.ids)?;
+                if let (Some(adapter), true) = (adapter, results.len() > 1) {
+                    text = format!("[{adapter}] {text}");
+                }
+                shown.push(text);
+            }
+        }
+        Ok(shown.join("\n---\n"))
+    }
 }
 
 /// The prompts as token ids.
@@ -265,7 +241,11 @@ fn prompts(
     tokenizer: Option<&Tokenizer>,
 ) -> Result<Vec<Vec<u32>>, Box<dyn std::error::Error + Send + Sync>> {
     if !args.prompt_ids.is_empty() {
-        return args.prompt_ids.iter().map(|ids| parse_ids(ids)).collect();
+        return Ok(args
+            .prompt_ids
+            .iter()
+            .map(|ids| parse_ids(ids))
+            .collect::<Result<_>>()?);
     }
     let mut texts = args.prompt.clone();
     if let Some(path) = &args.prompt_file {
@@ -290,40 +270,4 @@ fn prompts(
         .iter()
         .map(|text| tokenizer.encode(text.as_bytes()))
         .collect::<Result<_>>()?)
-}
-
-fn parse_ids(list: &str) -> Result<Vec<u32>, Box<dyn std::error::Error + Send + Sync>> {
-    let id = |id: &str| {
-        id.trim().parse().map_err(|_| {
-            format!("\"{id}\" in --prompt-ids is no token id: write ids as 5,17,3").into()
-        })
-    };
-    list.split(',').map(id).collect()
-}
-
-fn show(
-    completions: &[Completion],
-    tokenizer: Option<&Tokenizer>,
-    as_json: bool,
-) -> Result<String> {
-    let text = |ids: &[u32]| tokenizer.map(|tokenizer| tokenizer.decode(ids)).transpose();
-    if as_json {
-        let entry = |completion: &Completion| {
-            Ok(
-                json!({ "prompt_ids": completion.prompt_ids, "ids": completion.ids, "text": text(&completion.ids)?, "reason": completion.reason }),
-            )
-        };
-        let entries = completions.iter().map(entry).collect::<Result<Vec<_>>>()?;
-        return Ok(format!("{:#}", serde_json::Value::Array(entries)));
-    }
-    let mut shown = Vec::new();
-    for completion in completions {
-        shown.push(
-            match (text(&completion.prompt_ids)?, text(&completion.ids)?) {
-                (Some(prompt), Some(new)) => format!("{prompt}{new}"),
-                _ => format!("{:?}", completion.ids),
-            },
-        );
-    }
-    Ok(shown.join("\n---\n"))
 }

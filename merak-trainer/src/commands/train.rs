@@ -47,6 +47,9 @@ pub(crate) struct Args {
 pub(crate) fn run(mut args: Args) -> Outcome {
     let dry_run = args.keys.take_flag("--dry-run") || args.dry_run;
     let config = args.keys.load(&args.config)?;
+    if config.arguments().text_generation && !dry_run {
+        return super::prompts::run(&config);
+    }
     let prepared = Prepared::to_train(&config, dry_run)?;
     let output_dir = prepared.args.run_folder()?;
     check_folder(&output_dir)?;
@@ -264,7 +267,7 @@ impl Run<'_> {
                 .min(room - prompt_len)
                 .min(self.args.new_token_limit()),
             eos_token_ids: self.model.ends(&self.args, Some(&corpus.tokenizer)),
-            ..super::generate::options_of(&self.args)
+            ..super::session::options_of(&self.args)
         };
         Ok(trainer.generate(&[prompt], &options)?.into_iter().next())
     }

@@ -173,6 +173,8 @@ settings! {
         logging_steps: usize = 500,
         /// Where metrics go besides `metrics.jsonl`.
         report_to: ReportTo = ReportTo::None,
+        /// Continues prompts from standard input instead of training.
+        text_generation: bool = false,
         /// Most new tokens per prompt in generation.
         out_seq_length: usize = 1024,
         /// The same under its Hugging Face name; unset: `out_seq_length`.
@@ -189,6 +191,8 @@ settings! {
         use_cache: bool = true,
         /// Divisor of the positive logits of tokens already present; 1 is off.
         repetition_penalty: f64 = 1.0,
+        /// Strings that end a generated text, behind the token in which they end.
+        stop_strings: Option<Vec<String>> = None,
         /// Token that ends a generated row; unset: those of the model's config and the tokenizer's.
         eos_token_id: Option<u32> = None,
         /// Token that fills shorter rows of a batch; unset: the one of the model's config.

@@ -516,6 +516,13 @@ fn check_generation(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.at_least_1_if_set(&[("max_new_tokens", a.max_new_tokens)])?;
     checker.not_negative(&[("temperature", a.temperature)])?;
     checker.positive(&[("repetition_penalty", a.repetition_penalty)])?;
+    let mut stops = a.stop_strings.iter().flatten();
+    checker.require(
+        stops.all(|stop| !stop.is_empty()),
+        "stop_strings",
+        "an empty string",
+        "strings of at least one character: every text ends in an empty one",
+    )?;
     checker.require(
         a.top_p > 0.0 && a.top_p <= 1.0,
         "top_p",

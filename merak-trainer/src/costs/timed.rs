@@ -70,10 +70,6 @@ impl Backend for Timed {
         self.inner.memory()
     }
 
-    fn scope(&self, work: &mut (dyn FnMut() + Send)) {
-        self.inner.scope(work);
-    }
-
     fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
         self.timed(call, inputs, |inputs| self.inner.run(call, inputs))
     }

@@ -8,8 +8,8 @@ use crate::{
 use merak_mpu::{DType, Message, Packet};
 use merak_pipe::{Action, StageModule};
 use merak_trace::{
-    Error as TraceError, Forwarded, Frame, Hop, Interpreter, KvCache, Port, RunContext,
-    StageProgram, TensorType, Value,
+    Continuation, Error as TraceError, Forwarded, Frame, Hop, Interpreter, KvCache, Port,
+    RunContext, StageProgram, Tail, TensorType, Value,
 };
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -30,15 +30,44 @@ pub(crate) struct StepResult {
     pub(crate) outputs: BTreeMap<usize, Vec<Value>>,
 }
 
-/// A group of sequences whose next positions pass as one microbatch.
+/// The next positions of some sequences, which pass as one microbatch.
 #[derive(Debug)]
 pub(crate) struct Decoded<'a> {
-    /// For each stage of the rank.
+    /// For each stage of the rank, for all these positions.
     pub(crate) programs: Arc<[Interpreter]>,
-    /// What their attentions have seen before.
+    /// The same for what goes on behind the last attention, where that is less.
+    pub(crate) tails: Option<Arc<[Interpreter]>>,
+    /// The stage with the model's last attention.
+    pub(crate) last_attention: usize,
+    /// For each stage of the rank, what its attentions have seen before.
     pub(crate) caches: &'a mut [KvCache],
-    /// How many positions it adds.
-    pub(crate) positions: usize,
+    /// The sequences and how many positions of each pass.
+    pub(crate) sequences: Vec<(u64, usize)>,
+    /// The last position of each.
+    pub(crate) newest: Vec<usize>,
+}
+
+impl Decoded<'_> {
+    /// The program of a stage.
+    fn interpreter(&self, (index, number): (usize, usize)) -> &Interpreter {
+        match &self.tails {
+            Some(tails) if number > self.last_attention => &tails[index],
+            _ => &self.programs[index],
+        }
+    }
+
+    fn continuation(&mut self, (index, number): (usize, usize)) -> Continuation<'_> {
+        let tails = self.tails.as_ref();
+        let tail = tails.filter(|_| number == self.last_attention);
+        Continuation {
+            cache: &mut self.caches[index],
+            sequences: &self.sequences,
+            tail: tail.map(|tails| Tail {
+                interpreter: &tails[index],
+                positions: &self.newest,
+            }),
+        }
+    }
 }
 
 /// One run of a schedule: the frames of the microbatches that are under way.
@@ -47,8 +76,8 @@ pub(crate) struct StepModule<'a> {
     stages: &'a mut RankStages,
     /// For each stage another program than training (evaluation, generation).
     forward_only: Option<&'a [Interpreter]>,
-    /// Runs programs of its own for each microbatch.
-    decoded: Vec<Decoded<'a>>,
+    /// Positions that follow others, the one microbatch.
+    decoded: Option<Decoded<'a>>,
     inputs: StepInputs,
     /// By index of the stage and microbatch.
     frames: BTreeMap<(usize, usize), Frame>,
@@ -61,7 +90,7 @@ impl<'a> StepModule<'a> {
         Self {
             stages,
             forward_only: None,
-            decoded: Vec::new(),
+            decoded: None,
             inputs,
             frames: BTreeMap::new(),
             result: StepResult::default(),
@@ -80,14 +109,14 @@ impl<'a> StepModule<'a> {
         }
     }
 
-    /// For each microbatch, the positions of a group that follow those in its caches.
+    /// The forward of positions that follow those in caches.
     pub(crate) fn decoding(
         stages: &'a mut RankStages,
-        groups: Vec<Decoded<'a>>,
+        decoded: Decoded<'a>,
         inputs: StepInputs,
     ) -> Self {
         Self {
-            decoded: groups,
+            decoded: Some(decoded),
             ..Self::training(stages, inputs)
         }
     }
@@ -206,12 +235,11 @@ impl StageModule for StepModule<'_> {
     ) -> Result<Option<Message>, TraceError> {
         let (index, microbatch) = self.key(action);
         let stage = &self.stages.stages[index];
-        let decoded = self.decoded.get(microbatch);
-        let own = decoded.map(|group| Arc::clone(&group.programs));
-        let interpreter = match (&own, self.forward_only) {
-            (Some(programs), _) => &programs[index],
-            (None, Some(programs)) => &programs[index],
-            (None, None) => &stage.interpreter,
+        let place = (index, stage.number);
+        let interpreter = match (&self.decoded, self.forward_only) {
+            (Some(decoded), _) => decoded.interpreter(place).clone(),
+            (None, Some(programs)) => programs[index].clone(),
+            (None, None) => stage.interpreter.clone(),
         };
         let program = interpreter.program();
         let received = self.unpack(input, program.recv.iter())?;
@@ -222,13 +250,13 @@ impl StageModule for StepModule<'_> {
             frame,
             send,
             outputs,
-        } = if let Some(group) = self.decoded.get_mut(microbatch) {
-            let cache = (&mut group.caches[index], group.positions);
-            interpreter.forward_cached(&stage.views, &batch, received, context, cache)
+        } = if let Some(decoded) = &mut self.decoded {
+            let next = decoded.continuation(place);
+            interpreter.forward_cached(&stage.views, &batch, received, context, next)
         } else {
             interpreter.forward(&stage.views, &batch, received, context)
         }?;
-        if self.forward_only.is_none() && self.decoded.is_empty() {
+        if self.forward_only.is_none() && self.decoded.is_none() {
             self.frames.insert((index, microbatch), frame);
         }
         if !outputs.is_empty() {

@@ -16,7 +16,10 @@ use merak_mpu::ReduceOp;
 use merak_trace::{Param, Placement};
 use merak_zero::{OptimizerKind, Progress};
 use serde::{Deserialize, Serialize};
-use std::path::{Path, PathBuf};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+};
 
 /// Under which name a checkpoint has the description of its adapter.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
@@ -250,27 +253,43 @@ impl MerakTrainer {
         Ok(shards)
     }
 
-    /// Merges a PEFT adapter into this rank's weights, whatever slices of them it holds.
+    /// Merges a PEFT adapter into this rank's weights, whatever slices of them it holds, in place of the one that
+    /// was merged before. Without one, the weights have the bits of the base again: they are kept while others stand
+    /// in their place.
     ///
     /// # Communication
     /// None.
     ///
     /// # Errors
-    /// When a weight is no longer finite.
-    pub fn merge_adapter(&mut self, adapter: &Adapter) -> Result<()> {
+    /// When a weight is no longer finite; the weights then are those of the base.
+    pub fn set_adapter(&mut self, adapter: Option<&Adapter>) -> Result<()> {
         let params = &self.stages.table;
         let layouts = params
             .iter()
             .map(|param| self.layout(param))
             .collect::<Result<Vec<_>>>()?;
+        let targets: BTreeSet<_> = adapter
+            .iter()
+            .flat_map(|adapter| adapter.targets())
+            .collect();
+        let base = &mut self.base_values;
         let mut outcome = Ok(());
         self.stages.params.write(&mut |index, values| {
-            let piece = piece(&Kind::Parameter, &params[index], &layouts[index], None);
-            if outcome.is_ok() {
+            if let Some(own) = base.remove(&index) {
+                values.copy_from_slice(&own);
+            }
+            let is_target = targets.contains(params[index].name.as_str());
+            if let Some(adapter) = adapter.filter(|_| is_target && outcome.is_ok()) {
+                base.insert(index, values.to_vec());
+                let piece = piece(&Kind::Parameter, &params[index], &layouts[index], None);
                 outcome = adapter.merge(&piece, values);
             }
         });
-        Ok(outcome?)
+        if let Err(error) = outcome {
+            self.set_adapter(None)?;
+            return Err(error.into());
+        }
+        Ok(())
     }
 
     /// How this rank's slice of a parameter lies in the whole.

@@ -1,4 +1,4 @@
-//! Text generation: a prompt is one forward over the pipeline, and every token after it a short one.
+//! Text generation: prompts pass the pipeline once, and every token after them in a short pass.
 
 use super::MerakTrainer;
 use crate::{
@@ -6,24 +6,29 @@ use crate::{
     data::{Batch, Microbatch, SampleTensor},
     stage::{Decoded, RankStages, StepInputs, StepModule},
 };
-use merak_ckpt::{BoxError, Completion, GenerateOptions, NewToken, Row, Sampler, TokenSource};
-use merak_mpu::{Buffer, DType, into_vec};
-use merak_trace::{Interpreter, KvCache};
-use std::{collections::BTreeMap, ops::ControlFlow, sync::Arc};
+use merak_ckpt::{Completion, Decoding, GenerateOptions, NewToken, Row, Sampler};
+use merak_mpu::{DType, Packet, into_vec};
+use merak_pipe::Engine;
+use merak_trace::{Interpreter, KvCache, Value};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    ops::ControlFlow,
+    sync::Arc,
+};
 
-/// What generation keeps: forward programs by what they are made for, and the prompts that are under way.
+/// Programs that are kept; those of prompts have many sizes.
+const MAX_PROGRAMS: usize = 32;
+
+/// Most positions of several sequences that pass together: enough for fast products.
+const MAX_POSITIONS: usize = 512;
+
+/// The tag of messages with tokens, which no two stages use.
+const TOKENS: u64 = u64::MAX;
+
+/// Forward programs by what they are made for.
 #[derive(Debug, Default)]
 pub(super) struct Programs {
     built: BTreeMap<Forward, Arc<[Interpreter]>>,
-    groups: Vec<Group>,
-}
-
-/// Prompts of one length, which pass the model together.
-#[derive(Debug, Default)]
-struct Group {
-    prompts: Vec<u64>,
-    /// What each stage of this rank keeps of them.
-    caches: Vec<KvCache>,
 }
 
 impl Programs {
@@ -43,35 +48,249 @@ impl Programs {
             Interpreter::new(Arc::new(program), backend, Arc::clone(&stages.mpu) as _)
         };
         let interpreters: Arc<[_]> = programs.into_iter().map(interpreter).collect();
+        if self.built.len() >= MAX_PROGRAMS {
+            self.built.clear();
+        }
         self.built.insert(forward, Arc::clone(&interpreters));
         Ok(interpreters)
     }
+}
 
-    /// Puts new prompts into groups by their lengths, those of one length into as many as there are stages to keep
-    /// busy, and lets go of groups that are done.
-    fn regroup(&mut self, rows: &[Row<'_>], stages: usize) {
-        let is_waiting = |prompt: &u64| rows.iter().any(|row| row.prompt == *prompt);
-        self.groups
-            .retain(|group| group.prompts.iter().any(is_waiting));
-        let mut new: BTreeMap<usize, Group> = BTreeMap::new();
-        for row in rows {
-            if !self
-                .groups
-                .iter()
-                .any(|group| group.prompts.contains(&row.prompt))
-            {
-                let group = new.entry(row.tokens.len()).or_default();
-                group.prompts.push(row.prompt);
+/// One call of [`MerakTrainer::generate`] on this rank.
+///
+/// Each group of prompts is in one place of the pipeline: every rank starts the groups one after the other, and a
+/// group again as soon as it has its tokens. So with as many groups as stages, each stage has one to work on.
+///
+/// ```text
+/// stage 0   g0 g1 g2 g0 g1 g2 ..        the tokens of g0 come back while g1 and g2 pass
+/// stage 1      g0 g1 g2 g0 g1 ..
+/// stage 2         g0 g1 g2 g0 ..
+/// ```
+struct Generation<'a> {
+    trainer: &'a mut MerakTrainer,
+    sampler: Sampler,
+    engine: Engine,
+    /// What the attentions of each stage of the rank have seen.
+    caches: Vec<KvCache>,
+    /// The stage with the model's last attention.
+    last_attention: usize,
+}
+
+/// A group that was started.
+struct Started {
+    prompts: Vec<u64>,
+    /// Its next tokens, on the rank that chose them.
+    tokens: Option<Vec<u32>>,
+}
+
+impl Generation<'_> {
+    /// Decodes until every sequence has ended.
+    fn run(
+        &mut self,
+        mut decoding: Decoding,
+        on_token: &mut dyn FnMut(NewToken) -> ControlFlow<()>,
+    ) -> Result<Vec<Completion>> {
+        let prompts: Vec<u64> = decoding.rows().iter().map(|row| row.prompt).collect();
+        let stages = self.trainer.stages.mpu.pipeline_parallel_world_size();
+        let size = prompts.len().div_ceil(stages).max(1);
+        let mut under_way = VecDeque::new();
+        for group in prompts.chunks(size) {
+            under_way.push_back(self.start(&decoding, group.to_vec())?);
+        }
+        while let Some(group) = under_way.pop_front() {
+            let (mut prompts, tokens) = self.finish(group)?;
+            for (&prompt, id) in prompts.iter().zip(tokens) {
+                if on_token(decoding.push(prompt, id)).is_break() {
+                    decoding.stop(prompt);
+                }
+            }
+            prompts.retain(|&prompt| {
+                let waits = decoding.row(prompt).is_some();
+                if !waits {
+                    self.forget(prompt);
+                }
+                waits
+            });
+            if !prompts.is_empty() {
+                under_way.push_back(self.start(&decoding, prompts)?);
             }
         }
-        for group in new.into_values() {
-            let size = group.prompts.len().div_ceil(stages);
-            let parts = group.prompts.chunks(size).map(|prompts| Group {
-                prompts: prompts.to_vec(),
-                caches: Vec::new(),
-            });
-            self.groups.extend(parts);
+        Ok(decoding.finish())
+    }
+
+    /// Runs this rank's stages for the next positions of some sequences, all of which wait.
+    fn start(&mut self, decoding: &Decoding, prompts: Vec<u64>) -> Result<Started> {
+        let rows: Vec<_> = prompts.iter().filter_map(|&p| decoding.row(p)).collect();
+        for row in &rows {
+            self.forget_unless_it_fits(row);
         }
+        let mut tokens = Vec::with_capacity(rows.len());
+        let mut rest = &rows[..];
+        while !rest.is_empty() {
+            let (pass, others) = rest.split_at(self.fitting(rest));
+            tokens.extend(self.pass(pass)?);
+            rest = others;
+        }
+        let stages = &self.trainer.stages;
+        if !stages.has_last() {
+            return Ok(Started {
+                prompts,
+                tokens: None,
+            });
+        }
+        let group = stages.mpu.pipeline_parallel_group();
+        for peer in (0..group.world_size()).filter(|&peer| peer != group.rank()) {
+            let packet = Packet {
+                shape: vec![tokens.len()],
+                data: Box::new(tokens.clone()),
+            };
+            group.send(peer, TOKENS, vec![packet])?;
+        }
+        Ok(Started {
+            prompts,
+            tokens: Some(tokens),
+        })
+    }
+
+    /// The tokens of a group, from the last stage.
+    fn finish(&self, group: Started) -> Result<(Vec<u64>, Vec<u32>)> {
+        let Started { prompts, tokens } = group;
+        if let Some(tokens) = tokens {
+            return Ok((prompts, tokens));
+        }
+        let stages = &self.trainer.stages;
+        let pipeline = stages.mpu.pipeline_parallel_group();
+        let message = pipeline.recv(stages.plan.last_rank(), TOKENS)?;
+        let packet = message.into_iter().next();
+        let data = packet.expect("tokens come in one packet").data;
+        Ok((prompts, into_vec(data)?))
+    }
+
+    /// The length by which positions of a sequence are scaled.
+    fn context(&self, positions: usize) -> usize {
+        self.trainer.stages.plan.model.scaling_length(positions)
+    }
+
+    /// Forgets the keys of a sequence when they belong to other positions than its next ones, or are not to be used.
+    fn forget_unless_it_fits(&mut self, row: &Row<'_>) {
+        let fits = self.context(self.passed(row)) == self.context(row.tokens.len());
+        if !fits || !self.trainer.args.use_cache {
+            self.forget(row.prompt);
+        }
+    }
+
+    fn forget(&mut self, prompt: u64) {
+        let caches = self.caches.iter_mut();
+        caches.for_each(|cache| cache.remove(prompt));
+    }
+
+    /// How many rows pass together: those whose next positions fit into one sequence of the model and are scaled
+    /// alike.
+    fn fitting(&self, rows: &[Row<'_>]) -> usize {
+        let limit = self.trainer.stages.plan.info.max_seq.min(MAX_POSITIONS);
+        let context = |row: &Row<'_>| self.context(row.tokens.len());
+        let mut positions = 0;
+        let fits = |row: &&Row<'_>| {
+            positions += row.tokens.len() - self.passed(row);
+            positions <= limit && context(row) == context(&rows[0])
+        };
+        rows.iter().take_while(fits).count().max(1)
+    }
+
+    /// Positions of a sequence that the caches have.
+    fn passed(&self, row: &Row<'_>) -> usize {
+        let cache = self.caches.first();
+        cache.map_or(0, |cache| cache.positions(row.prompt))
+    }
+
+    /// Passes the next positions of some sequences through the rank's stages; gives their tokens on the last one.
+    fn pass(&mut self, rows: &[Row<'_>]) -> Result<Vec<u32>> {
+        let mut ids = Vec::new();
+        let (mut sequences, mut newest) = (Vec::new(), Vec::new());
+        for row in rows {
+            let next = &row.tokens[self.passed(row)..];
+            ids.extend(next.iter().map(|&token| i64::from(token)));
+            sequences.push((row.prompt, next.len()));
+            newest.push(ids.len() - 1);
+        }
+        let forward = Forward {
+            batch: 1,
+            seq: ids.len(),
+            context: self.context(rows[0].tokens.len()),
+            logits: true,
+        };
+        let only_newest = Forward {
+            seq: newest.len(),
+            ..forward
+        };
+        let MerakTrainer {
+            stages,
+            programs,
+            link,
+            ..
+        } = &mut *self.trainer;
+        let decoded = Decoded {
+            programs: programs.get(stages, forward)?,
+            tails: (newest.len() < ids.len())
+                .then(|| programs.get(stages, only_newest))
+                .transpose()?,
+            last_attention: self.last_attention,
+            caches: &mut self.caches,
+            sequences,
+            newest,
+        };
+        let inputs = StepInputs {
+            contexts: vec![stages.context(0, 0, false)],
+            batches: vec![batch(ids)],
+            loss_grad: 0.0,
+        };
+        let mut module = StepModule::decoding(stages, decoded, inputs);
+        self.engine.run(&mut module, link)?;
+        let outputs = module.finish().outputs.into_values().next();
+        match outputs {
+            Some(mut outputs) => self.pick(outputs.swap_remove(0), rows),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// Chooses a token for each row of logits.
+    fn pick(&self, logits: Value, rows: &[Row<'_>]) -> Result<Vec<u32>> {
+        let backend = &self.trainer.stages.backend;
+        let ty = logits.ty().clone();
+        let buffer = backend.into_buffer(logits)?;
+        let mut tokens = Ok(Vec::new());
+        buffer.read(&mut |bytes| {
+            let rows = rows
+                .iter()
+                .zip(bytes.chunks_exact(bytes.len() / rows.len()));
+            let pick = |(row, bytes): (&Row<'_>, &[u8])| {
+                let pick = |logits: &[f32]| self.sampler.pick(logits, row.prompt, row.tokens);
+                if ty.dtype == DType::BF16 {
+                    let narrow = bytemuck::cast_slice::<_, half::bf16>(bytes).iter();
+                    pick(&narrow.map(|logit| logit.to_f32()).collect::<Vec<_>>())
+                } else {
+                    pick(bytemuck::cast_slice(bytes))
+                }
+            };
+            tokens = rows.map(pick).collect();
+        });
+        // The backend uses the memory again.
+        drop(backend.from_buffer(&ty, buffer)?);
+        Ok(tokens?)
+    }
+}
+
+/// One sequence of these tokens.
+fn batch(ids: Vec<i64>) -> Batch {
+    let tensor = SampleTensor::new(vec![1, ids.len()], ids).expect("the length is theirs");
+    Batch {
+        microbatch: Microbatch {
+            first_position: 0,
+            indices: Vec::new(),
+            rows: 1,
+            epoch: 0,
+        },
+        tensors: BTreeMap::from([("input_ids".to_owned(), tensor)]),
     }
 }
 
@@ -79,15 +298,15 @@ impl MerakTrainer {
     /// Continues prompts; every rank calls it and gets the same.
     ///
     /// A prompt passes the model once, then one token at a time: each stage keeps the keys and values of its own
-    /// layers and heads. Prompts of one length pass together, in as many groups as there are stages, which follow
-    /// each other through the pipeline; those of them that are done come along until all of their group are.
-    /// Without `use_cache` the whole sequence passes again for each token; with it where positions are scaled by the
-    /// length and the next token changes that (once under `longrope`, from the longest sequence of training on
-    /// under `dynamic`), as keys of other positions would not fit.
+    /// layers and heads. Prompts of any lengths pass together, end to end and without padding, in as many groups as
+    /// there are stages, which follow each other through the pipeline. Without `use_cache` the whole sequence passes
+    /// again for each token; with it where positions are scaled by the length and the next token changes that (once
+    /// under `longrope`, from the longest sequence of training on under `dynamic`), as keys of other positions would
+    /// not fit.
     ///
     /// # Communication
-    /// Per token the pipeline's forward hops for each group of prompts, and a broadcast of the tokens from the last
-    /// stage.
+    /// Per token the pipeline's forward hops for each group of prompts, and the tokens from the last stage to each
+    /// other one.
     ///
     /// # Errors
     /// When an option is out of range, a prompt is empty, leaves no room or has an unknown token, or a rank
@@ -135,151 +354,19 @@ impl MerakTrainer {
             seq_length,
             ..options.clone()
         };
-        self.programs.groups.clear();
-        let completions = merak_ckpt::generate_with(self, prompts, &options, on_token);
-        self.programs.groups.clear();
-        Ok(completions?)
-    }
-
-    /// Logits of the next positions of groups on the last stage, `[rows, seq, V]` each; nothing elsewhere. The
-    /// groups follow each other through the pipeline.
-    fn logits(&mut self, groups: &mut [Group], next: Vec<Next>) -> Result<Vec<Vec<f32>>> {
-        let mut decoded = Vec::with_capacity(groups.len());
-        let mut batches = Vec::with_capacity(groups.len());
-        let contexts = vec![self.stages.context(0, 0, false); groups.len()];
-        for (group, next) in groups.iter_mut().zip(next) {
-            let Next {
-                seq, context, ids, ..
-            } = next;
-            let rows = group.prompts.len();
-            let forward = Forward {
-                batch: rows,
-                seq,
-                context,
-                logits: true,
-            };
-            let programs = self.programs.get(&self.stages, forward)?;
-            group.caches.resize_with(programs.len(), KvCache::default);
-            decoded.push(Decoded {
-                programs,
-                caches: &mut group.caches,
-                positions: seq,
-            });
-            let tensor = SampleTensor::new(vec![rows, seq], ids).expect("every row has the length");
-            batches.push(Batch {
-                microbatch: Microbatch {
-                    first_position: 0,
-                    indices: Vec::new(),
-                    rows,
-                    epoch: 0,
-                },
-                tensors: BTreeMap::from([("input_ids".to_owned(), tensor)]),
-            });
-        }
-        let engine = self.stages.forward_engine(decoded.len())?;
-        let inputs = StepInputs {
-            contexts,
-            batches,
-            loss_grad: 0.0,
+        let (sampler, decoding) = (Sampler::new(&options)?, Decoding::new(prompts, &options)?);
+        let mut generation = Generation {
+            sampler,
+            engine: self.stages.forward_engine(1)?,
+            caches: self
+                .stages
+                .stages
+                .iter()
+                .map(|_| KvCache::default())
+                .collect(),
+            last_attention: self.stages.plan.last_attention(),
+            trainer: self,
         };
-        let mut module = StepModule::decoding(&mut self.stages, decoded, inputs);
-        engine.run(&mut module, &mut self.link)?;
-        let outputs = module.finish().outputs.into_values();
-        let backend = &self.stages.backend;
-        let logits = outputs.map(|mut outputs| {
-            let logits = outputs.swap_remove(0);
-            Ok(widened(backend.into_buffer(logits)?)?)
-        });
-        logits.collect()
+        generation.run(decoding, on_token)
     }
-
-    fn next_tokens_of(&mut self, rows: &[Row<'_>], sampler: &Sampler) -> Result<Vec<u32>> {
-        let stages = self.stages.mpu.pipeline_parallel_world_size();
-        self.programs.regroup(rows, stages);
-        let mut groups = std::mem::take(&mut self.programs.groups);
-        let next: Vec<_> = groups
-            .iter_mut()
-            .map(|group| self.next_of(group, rows))
-            .collect();
-        let places: Vec<_> = next
-            .iter()
-            .map(|next| (next.seq, next.rows.clone()))
-            .collect();
-        let logits = self.logits(&mut groups, next)?;
-        self.programs.groups = groups;
-        let vocab = self.stages.plan.info.vocab_size;
-        let mut tokens = vec![0_u32; rows.len()];
-        for ((seq, places), logits) in places.iter().zip(logits) {
-            for (row, sequence) in places.iter().zip(logits.chunks_exact(seq * vocab)) {
-                if let Some(row) = *row {
-                    let last = &sequence[(seq - 1) * vocab..];
-                    tokens[row] = sampler.pick(last, rows[row].prompt, rows[row].tokens)?;
-                }
-            }
-        }
-        let mpu = &self.stages.mpu;
-        Ok(mpu
-            .pipeline_parallel_group()
-            .broadcast_vec(tokens, self.stages.plan.last_rank())?)
-    }
-
-    /// The next positions of a group.
-    fn next_of(&self, group: &mut Group, rows: &[Row<'_>]) -> Next {
-        let row_of = |prompt: &u64| rows.iter().position(|row| row.prompt == *prompt);
-        let waiting: Vec<_> = group.prompts.iter().map(row_of).collect();
-        let lengths = waiting.iter().flatten().map(|&row| rows[row].tokens.len());
-        let length = lengths
-            .max()
-            .expect("a group that is kept waits for a token");
-        let model = &self.stages.plan.model;
-        let context = model.scaling_length(length);
-        let positions = |group: &Group| group.caches.first().map_or(0, KvCache::positions);
-        if !self.args.use_cache || model.scaling_length(positions(group)) != context {
-            group.caches.clear();
-        }
-        let past = positions(group);
-        let seq = length - past;
-        let padding = i64::from(self.args.pad_token_id.unwrap_or(0));
-        let mut ids = Vec::with_capacity(waiting.len() * seq);
-        for row in &waiting {
-            match row {
-                Some(row) => ids.extend(rows[*row].tokens[past..].iter().map(|&t| i64::from(t))),
-                None => ids.extend(std::iter::repeat_n(padding, seq)),
-            }
-        }
-        Next {
-            seq,
-            context,
-            ids,
-            rows: waiting,
-        }
-    }
-}
-
-/// The positions of a group that pass next.
-#[derive(Debug)]
-struct Next {
-    /// How many of each sequence.
-    seq: usize,
-    /// The length by which their positions are scaled.
-    context: usize,
-    /// Their tokens, sequence by sequence.
-    ids: Vec<i64>,
-    /// Which row of the decode loop each sequence is; `None` for one that is done.
-    rows: Vec<Option<usize>>,
-}
-
-impl TokenSource for MerakTrainer {
-    fn next_tokens(&mut self, rows: &[Row<'_>], sampler: &Sampler) -> Result<Vec<u32>, BoxError> {
-        Ok(self.next_tokens_of(rows, sampler)?)
-    }
-}
-
-/// Numbers of a float type that models compute in, as `f32`.
-fn widened(buffer: Box<dyn Buffer>) -> Result<Vec<f32>, merak_mpu::Error> {
-    if buffer.dtype() == DType::BF16 {
-        let narrow = into_vec::<half::bf16>(buffer)?;
-        return Ok(narrow.into_iter().map(half::bf16::to_f32).collect());
-    }
-    into_vec(buffer)
 }

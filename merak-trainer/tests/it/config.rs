@@ -77,6 +77,7 @@ fn other_value(name: &str) -> Value {
         "custom_split_points" | "tp_layer_lists.col_para_list" | "tp_layer_lists.row_para_list" => {
             json!(["c_attn", "c_fc"])
         }
+        "stop_strings" => json!(["end"]),
         "distributed.engine" => json!("threads"),
         "compute.backend" => json!("tch"),
         "compute.device" => json!("cuda"),
@@ -226,6 +227,7 @@ warmup_ratio = 0.0
 label_smoothing_factor = 0.0
 logging_steps = 500
 report_to = "none"
+text_generation = false
 out_seq_length = 1024
 max_new_tokens = null
 temperature = 0.9
@@ -234,6 +236,7 @@ top_p = 0.9
 min_p = 0.0
 use_cache = true
 repetition_penalty = 1.0
+stop_strings = null
 eos_token_id = null
 pad_token_id = null
 model.config = null

@@ -4,6 +4,7 @@
 //! `transformers` writes it, so the names of parameters are held against its own too.
 
 mod formula;
+mod generation;
 mod lora;
 
 use std::{

@@ -1,18 +1,18 @@
 //! Attention nodes as calls of the blockwise kernels.
 
 use super::{
-    elements,
+    Candle, elements,
     run::{Node, Number},
 };
 use crate::{
-    Result, TensorType, Value,
+    Call, Following, Op, Result, TensorType, Value,
     kernels::{
         self, AttentionDropout, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec,
-        MatMut, Strided,
+        MatMut, Newest, Strided,
     },
     op::{self, AttentionOptions},
 };
-use merak_mpu::Element;
+use merak_mpu::{DType, Element};
 
 /// What is added to the scores of an attention, as numbers.
 struct Terms<T> {
@@ -22,7 +22,89 @@ struct Terms<T> {
     bias: Option<Vec<T>>,
 }
 
+/// Keys and values of a sequence, `[n, kv_heads*D]` each.
+#[derive(Default)]
+struct Kept<T> {
+    keys: Vec<T>,
+    values: Vec<T>,
+}
+
+/// Attention over what passed before, too.
+pub(super) fn attend(
+    backend: &Candle,
+    call: Call<'_>,
+    operands: &[Value; 3],
+    sequences: &mut [Following<'_>],
+) -> Result<Value> {
+    let node = Node { backend, call };
+    match (call.op, call.results[0].dtype) {
+        (Op::Attention(spec), DType::F32) => node.attend::<f32>(spec, operands, sequences),
+        (Op::Attention(spec), DType::F64) => node.attend::<f64>(spec, operands, sequences),
+        _ => Err(node.unsupported(operands)),
+    }
+}
+
 impl Node<'_> {
+    /// `q, k, v -> out` of positions that follow those of each sequence.
+    fn attend<T: Number>(
+        &self,
+        spec: &op::Attention,
+        operands: &[Value; 3],
+        sequences: &mut [Following<'_>],
+    ) -> Result<Value> {
+        let [q, k, v] = operands.each_ref().map(elements::<T>);
+        let (q, k, v) = (q?, k?, v?);
+        let terms = Terms {
+            hidden: None,
+            bias: None,
+        };
+        let spec = self.attention_spec::<T>(spec, &operands[0], &operands[1], &terms);
+        let dim = spec.shape.head_dim;
+        let (width, kv_width) = (spec.shape.q_heads * dim, spec.shape.kv_heads * dim);
+        let mut out = self.out::<T>(0);
+        let (mut rest, mut first) = (&mut out[..], 0);
+        let mut newest = Vec::new();
+        for next in sequences {
+            let rows = first..first + next.positions;
+            let own = rows.start * kv_width..rows.end * kv_width;
+            let kept = next.past.store::<Kept<T>>();
+            kept.keys.extend_from_slice(&k[own.clone()]);
+            kept.values.extend_from_slice(&v[own]);
+            let query = &q[rows.start * width..rows.end * width];
+            let (out, others) = std::mem::take(&mut rest).split_at_mut(query.len());
+            (rest, first) = (others, rows.end);
+            let Kept {
+                keys: past_keys,
+                values: past_values,
+            } = &*kept;
+            if next.positions == 1 {
+                newest.push(Newest {
+                    query,
+                    keys: past_keys,
+                    values: past_values,
+                    out,
+                });
+            } else {
+                let shape = AttentionShape {
+                    q_len: next.positions,
+                    k_len: past_keys.len() / kv_width.max(1),
+                    ..spec.shape
+                };
+                let spec = AttentionSpec { shape, ..spec };
+                let mut lse = vec![T::ZERO; shape.q_heads * shape.q_len];
+                let to = MatMut::new(out, shape.q_len, width);
+                let (q, k, v) = (
+                    queries(&spec, query),
+                    keys(&spec, past_keys),
+                    keys(&spec, past_values),
+                );
+                kernels::attention(&self.backend.threads, &spec, q, k, v, to, &mut lse);
+            }
+        }
+        kernels::attention_newest(&self.backend.threads, &spec, newest);
+        self.backend.wrap(&self.call.results[0], out)
+    }
+
     /// `q, k, v, (seen), (table, index) -> out, lse`.
     pub(super) fn attention<T: Number>(
         &self,

@@ -18,7 +18,7 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
     let node = Node { backend, call };
     match call.op {
         Op::Positions { len, first } => {
-            let start = call.context.position_offset + first;
+            let start = *first;
             let positions = (start..start + len)
                 .map(|i| i64::try_from(i).expect("a position fits an i64"))
                 .collect();
@@ -29,7 +29,7 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
             return Ok(vec![backend.wrap_once::<i64>(&call.results[0], positions)?]);
         }
         Op::RelativeBuckets(spec) => {
-            let indices = spec.indices(call.context.position_offset);
+            let indices = spec.indices(0);
             return Ok(vec![backend.wrap_once::<i64>(&call.results[0], indices)?]);
         }
         Op::Identity | Op::CopyTo { .. } => return Ok(inputs),

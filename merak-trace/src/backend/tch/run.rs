@@ -68,7 +68,7 @@ impl Node<'_> {
         let one = |outcome: Outcome| Ok(vec![self.at(outcome)?]);
         match self.call.op {
             Op::Positions { len, first } => {
-                let start = int(self.call.context.position_offset + first);
+                let start = int(*first);
                 one(Tensor::f_arange_start(
                     start,
                     start + int(*len),
@@ -82,7 +82,7 @@ impl Node<'_> {
                 one(numbers.f_add_scalar(int(*first) - 1))
             }
             Op::RelativeBuckets(spec) => {
-                let indices = spec.indices(self.call.context.position_offset);
+                let indices = spec.indices(0);
                 let indices = Tensor::from_slice(&indices);
                 one(indices.f_to_device(self.backend.device))
             }

@@ -6,31 +6,40 @@
 //! columns of b contiguous   c[i, j] = a[i, :] · b[:, j]                             a block of columns per item
 //! ```
 //!
-//! Chunks and blocks follow from the shapes alone, and so do the bits of the result.
+//! Chunks and blocks follow from the shapes alone, and an element is a sum over k in one order, whatever the other
+//! rows and columns are: a sequence gets the same bits alone and in a batch.
 #![expect(
     clippy::inline_always,
     reason = "sums stay in registers only where they are inlined into their dispatch"
 )]
+#![expect(unsafe_code, reason = "a hint to the processor's caches")]
 
-use std::array;
+use std::{
+    arch::x86_64::{_MM_HINT_T0, _mm_prefetch},
+    array,
+    ops::Range,
+};
 
 use pulp::x86::V4;
 
 use super::super::{Float, MatMut, MatRef, Threads};
 use super::Start;
 
-/// Most rows that are few.
-const MAX_ROWS: usize = 8;
+/// Most rows that are few; from then on packing pays.
+const MAX_ROWS: usize = 47;
 /// Elements of the right operand from which on its way from memory is what takes time.
 const MIN_ELEMENTS: usize = 1 << 14;
-/// Chunks of k, each of whole steps.
+/// Most chunks of k, and the fewest rows of one but for the last.
 const CHUNKS: usize = 8;
-/// Rows of the right operand that are read side by side.
+const CHUNK_ROWS: usize = 128;
+/// Rows of the right operand that are read side by side: for each, the sums of all columns are loaded and stored once.
+const DEPTH: usize = 16;
+/// Columns of the right operand that are read side by side.
 const STEP: usize = 4;
 /// Columns of an item of dots.
 const BLOCK_COLS: usize = 64;
-/// Columns of an item of sums.
-const SUM_COLS: usize = 1024;
+/// Numbers that an item adds up.
+const SUM_ELEMENTS: usize = 1 << 15;
 
 /// Whether this is such a product.
 pub(super) fn pays<T: Float>(a: &MatRef<'_, T>, b: &MatRef<'_, T>) -> bool {
@@ -97,7 +106,9 @@ fn dot_columns<T: Float, const N: usize>(
     (first, col): (usize, usize),
     out: &mut MatMut<'_, T>,
 ) {
-    let columns: [&[T]; N] = array::from_fn(|j| b.row(first + col + j));
+    let column = |j: usize| b.row(j.min(b.rows() - 1));
+    let columns: [&[T]; N] = array::from_fn(|j| column(first + col + j));
+    let mut next: [&[T]; N] = array::from_fn(|j| column(first + col + N + j));
     let mut row = 0;
     while row < a.rows() {
         let mut put = |row: usize, sums: [T; N]| {
@@ -107,16 +118,17 @@ fn dot_columns<T: Float, const N: usize>(
             }
         };
         if a.rows() - row >= 4 {
-            let sums = multiply::<T, 4, N>(simd, array::from_fn(|i| a.row(row + i)), columns);
+            let sums = multiply::<T, 4, N>(simd, array::from_fn(|i| a.row(row + i)), columns, next);
             sums.into_iter()
                 .enumerate()
                 .for_each(|(i, sums)| put(row + i, sums));
             row += 4;
         } else {
-            let [sums] = multiply::<T, 1, N>(simd, [a.row(row)], columns);
+            let [sums] = multiply::<T, 1, N>(simd, [a.row(row)], columns, next);
             put(row, sums);
             row += 1;
         }
+        next = columns;
     }
 }
 
@@ -126,6 +138,7 @@ fn multiply<T: Float, const R: usize, const N: usize>(
     simd: V4,
     rows: [&[T]; R],
     columns: [&[T]; N],
+    next: [&[T]; N],
 ) -> [[T; N]; R] {
     let len = rows[0].len();
     let rows = rows.map(|row| &row[..len]);
@@ -134,7 +147,11 @@ fn multiply<T: Float, const R: usize, const N: usize>(
     let row_registers = rows.map(|row| &T::registers(row)[..whole]);
     let column_registers = columns.map(|column| &T::registers(column)[..whole]);
     let mut sums = [[T::splat(simd, T::ZERO); N]; R];
+    let lanes = size_of::<T::Register>() / size_of::<T>();
     for k in 0..whole {
+        for next in next {
+            prefetch(next, k * lanes);
+        }
         let column: [T::Register; N] = array::from_fn(
             #[inline(always)]
             |j| column_registers[j][k],
@@ -146,7 +163,6 @@ fn multiply<T: Float, const R: usize, const N: usize>(
             }
         }
     }
-    let lanes = size_of::<T::Register>() / size_of::<T>();
     array::from_fn(|i| {
         array::from_fn(|j| {
             let mut total = T::ZERO;
@@ -171,34 +187,24 @@ fn streams<T: Float>(
     c: MatMut<'_, T>,
 ) {
     let (m, k, n) = (a.rows(), a.cols(), b.cols());
-    let depth = k.div_ceil(CHUNKS).next_multiple_of(STEP);
+    let depth = k.div_ceil(CHUNKS).max(CHUNK_ROWS).next_multiple_of(DEPTH);
     let chunks = k.div_ceil(depth);
     threads.with_scratch(chunks * m * n, |partial: &mut [T]| {
         let items = partial.chunks_exact_mut(m * n).enumerate();
         threads.for_each(items, |(chunk, sums)| {
-            let first = chunk * depth;
-            let depth = depth.min(k - first);
+            let rows = chunk * depth..k.min((chunk + 1) * depth);
             simd.vectorize(
                 #[inline(always)]
                 || {
                     sums.fill(T::ZERO);
-                    let mut row = first;
-                    while row < first + depth {
-                        if first + depth - row >= STEP {
-                            add_rows::<T, STEP>(simd, (a, b), row, sums);
-                            row += STEP;
-                        } else {
-                            add_rows::<T, 1>(simd, (a, b), row, sums);
-                            row += 1;
-                        }
-                    }
+                    add_chunk(simd, (a, b), rows, sums);
                 },
             );
         });
         let partial = &*partial;
-        let blocks = c.col_blocks(SUM_COLS).enumerate();
-        threads.for_each(blocks, |(block, mut out)| {
-            let first = block * SUM_COLS;
+        let cols = (SUM_ELEMENTS / (chunks * m)).max(1).next_multiple_of(64);
+        threads.for_each(c.col_blocks(cols).enumerate(), |(block, mut out)| {
+            let first = block * cols;
             simd.vectorize(
                 #[inline(always)]
                 || {
@@ -213,37 +219,113 @@ fn streams<T: Float>(
     });
 }
 
-/// Adds the products with `N` rows of `b` from `row` on.
+/// Adds the products with some rows of `b` to all sums.
 #[inline(always)]
-fn add_rows<T: Float, const N: usize>(
+fn add_chunk<T: Float>(
     simd: V4,
     (a, b): (MatRef<'_, T>, MatRef<'_, T>),
-    row: usize,
+    rows: Range<usize>,
     sums: &mut [T],
 ) {
+    let mut k = rows.start;
+    while k < rows.end {
+        // The last rows are done by fewer at a time.
+        k += match rows.end - k {
+            DEPTH.. => add_rows::<T, DEPTH>(simd, (a, b), k, sums),
+            4.. => add_rows::<T, 4>(simd, (a, b), k, sums),
+            _ => add_rows::<T, 1>(simd, (a, b), k, sums),
+        };
+    }
+}
+
+/// Adds the products with `D` rows of `b` from row `k` on; gives their number.
+#[inline(always)]
+fn add_rows<T: Float, const D: usize>(
+    simd: V4,
+    (a, b): (MatRef<'_, T>, MatRef<'_, T>),
+    k: usize,
+    sums: &mut [T],
+) -> usize {
     let n = b.cols();
-    let rows: [&[T]; N] = array::from_fn(|p| &b.row(row + p)[..n]);
-    let registers = rows.map(T::registers);
-    let whole = registers[0].len();
-    let registers = registers.map(|row| &row[..whole]);
-    let lanes = size_of::<T::Register>() / size_of::<T>();
-    for (i, sums) in sums.chunks_exact_mut(n).enumerate() {
-        let x: [T; N] = array::from_fn(|p| a.row(i)[row + p]);
-        let wide = x.map(|x| T::splat(simd, x));
-        let (body, tail) = sums.split_at_mut(whole * lanes);
-        for (j, sum) in T::registers_mut(body).iter_mut().enumerate() {
-            let mut total = *sum;
-            for (wide, row) in wide.iter().zip(&registers) {
-                total = T::mul_add(simd, *wide, row[j], total);
-            }
-            *sum = total;
+    let row = |p: usize| &b.row(p.min(b.rows() - 1))[..n];
+    let rows: [&[T]; D] = array::from_fn(|p| row(k + p));
+    // What comes next is on its way from memory while these rows are used for the first time.
+    let mut next: [&[T]; D] = array::from_fn(|p| row(k + D + p));
+    let mut first = 0;
+    while first < a.rows() {
+        let sums = &mut sums[first * n..];
+        first += match a.rows() - first {
+            8.. => add_group::<T, 8, D>(simd, (a, first), k, (&rows, &next), sums),
+            4.. => add_group::<T, 4, D>(simd, (a, first), k, (&rows, &next), sums),
+            2.. => add_group::<T, 2, D>(simd, (a, first), k, (&rows, &next), sums),
+            _ => add_group::<T, 1, D>(simd, (a, first), k, (&rows, &next), sums),
+        };
+        next = rows;
+    }
+    D
+}
+
+/// Adds the products of `R` rows of `a` from `first` on with `D` rows of `b`; gives R.
+///
+/// Two registers of columns at a time: the sums of R rows stay in registers while the D rows pass.
+#[inline(always)]
+fn add_group<T: Float, const R: usize, const D: usize>(
+    simd: V4,
+    (a, first): (MatRef<'_, T>, usize),
+    k: usize,
+    (rows, next): (&[&[T]; D], &[&[T]; D]),
+    sums: &mut [T],
+) -> usize {
+    let n = rows[0].len();
+    let mut x = [[T::ZERO; R]; D];
+    for i in 0..R {
+        let row = &a.row(first + i)[k..k + D];
+        for (x, &value) in x.iter_mut().zip(row) {
+            x[i] = value;
         }
-        for (j, sum) in tail.iter_mut().enumerate() {
-            for (x, row) in x.iter().zip(&rows) {
-                *sum = x.fma(row[whole * lanes + j], *sum);
+    }
+    let lanes = size_of::<T::Register>() / size_of::<T>();
+    let (whole, pairs) = (n / lanes, n / lanes / 2 * 2);
+    let registers = rows.map(|row| &T::registers(row)[..whole]);
+    for j in (0..pairs).step_by(2) {
+        let mut total: [[T::Register; 2]; R] = array::from_fn(
+            #[inline(always)]
+            |i| {
+                let sums = T::registers(&sums[i * n + j * lanes..][..2 * lanes]);
+                [sums[0], sums[1]]
+            },
+        );
+        for ((x, row), next) in x.iter().zip(&registers).zip(next) {
+            prefetch(next, j * lanes);
+            prefetch(next, (j + 1) * lanes);
+            let (b0, b1) = (row[j], row[j + 1]);
+            for (&x, [s0, s1]) in x.iter().zip(&mut total) {
+                let x = T::splat(simd, x);
+                *s0 = T::mul_add(simd, x, b0, *s0);
+                *s1 = T::mul_add(simd, x, b1, *s1);
+            }
+        }
+        for (i, [s0, s1]) in total.into_iter().enumerate() {
+            let sums = T::registers_mut(&mut sums[i * n + j * lanes..][..2 * lanes]);
+            (sums[0], sums[1]) = (s0, s1);
+        }
+    }
+    for j in pairs * lanes..n {
+        for i in 0..R {
+            let sum = &mut sums[i * n + j];
+            for (x, row) in x.iter().zip(rows) {
+                *sum = x[i].fma(row[j], *sum);
             }
         }
     }
+    R
+}
+
+/// Asks for the cache line where an element of a slice would lie.
+#[inline(always)]
+fn prefetch<T>(slice: &[T], element: usize) {
+    // SAFETY: a prefetch reads nothing that the program sees, whatever the address is.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(slice.as_ptr().wrapping_add(element).cast()) };
 }
 
 /// A row of the result from the sums of all chunks, in their order.
@@ -251,7 +333,7 @@ fn add_rows<T: Float, const N: usize>(
 fn gather<T: Float>(
     alpha: T,
     partial: &[T],
-    (stride, cols): (usize, std::ops::Range<usize>),
+    (stride, cols): (usize, Range<usize>),
     start: Start<'_, T>,
     first: usize,
     out: &mut [T],
@@ -280,5 +362,62 @@ fn begin<T: Float>(start: Start<'_, T>, col: usize, out: T) -> T {
         Start::Zero => T::ZERO,
         Start::Output => out,
         Start::Row(row) => row[col],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::testing::{assert_close, noise, on_any_threads};
+    use super::super::gemm_bias;
+    use super::*;
+
+    #[test]
+    fn up_to_47_rows_of_odd_sizes_match_the_definition() {
+        for (m, k, n) in [(2, 1203, 45), (15, 260, 129), (31, 2070, 34), (47, 64, 301)] {
+            let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
+            let bias = noise::<f32>(3, n);
+            for is_transposed in [false, true] {
+                let at = |p: usize, j: usize| b[if is_transposed { j * k + p } else { p * n + j }];
+                let b = if is_transposed {
+                    MatRef::new(&b, n, k).transposed()
+                } else {
+                    MatRef::new(&b, k, n)
+                };
+                let c = on_any_threads(|threads| {
+                    let mut c = vec![f32::NAN; m * n];
+                    let out = MatMut::new(&mut c, m, n);
+                    gemm_bias(threads, MatRef::new(&a, m, k), b, &bias, out);
+                    c
+                });
+                let element = |i: usize| {
+                    let products =
+                        (0..k).map(|p| f64::from(a[i / n * k + p]) * f64::from(at(p, i % n)));
+                    products.sum::<f64>() + f64::from(bias[i % n])
+                };
+                let expected: Vec<f64> = (0..m * n).map(element).collect();
+                assert_close(&c, &expected, 1e-4);
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_has_the_same_bits_alone_and_among_others() {
+        let (m, k, n) = (15, 333, 130);
+        let (a, b) = (noise::<f32>(1, m * k), noise::<f32>(2, k * n));
+        let bias = noise::<f32>(3, n);
+        let layouts = [MatRef::new(&b, k, n), MatRef::new(&b, n, k).transposed()];
+        for b in layouts {
+            let product = |first: usize, rows: usize| {
+                let mut c = vec![0.0; rows * n];
+                let a = MatRef::new(&a[first * k..], rows, k);
+                let out = MatMut::new(&mut c, rows, n);
+                gemm_bias(&Threads::one(), a, b, &bias, out);
+                c
+            };
+            let all = product(0, m);
+            for (first, rows) in [(0, 1), (7, 1), (14, 1), (3, 2), (5, 7), (0, 12)] {
+                assert!(product(first, rows) == all[first * n..][..rows * n]);
+            }
+        }
     }
 }

@@ -117,7 +117,8 @@ fn generation_options_are_checked() {
     let place = Workplace::new();
     place.succeed("train merak.toml --max_steps 1");
     let generate = |options: &str| place.mistake(&format!("generate run {options}"));
-    assert_snapshot!(generate("--prompt-ids 5,x"), @r#"error: "x" in --prompt-ids is no token id: write ids as 5,17,3"#);
+    assert_snapshot!(generate("--prompt-ids 5,x"), @r#"error: "x" is no token id: write ids as 5,17,3"#);
+    assert_snapshot!(generate("--prompt-ids 5 --adapter nowhere"), @"error: cannot read nowhere/adapter_config.json: the file is missing");
     assert_snapshot!(generate("--prompt-ids 5 --top-p 2"), @r#"error: "top_p" is 2 (command line --top-p), but must be more than 0 and at most 1"#);
     assert_snapshot!(generate("--prompt-ids 5 --temperature -1"), @r#"error: "temperature" is -1 (command line --temperature), but must be at least 0"#);
     assert_snapshot!(generate("--prompt-ids 300"), @"error: prompt 0 has the token 300, but the model knows 0 to 256 only");

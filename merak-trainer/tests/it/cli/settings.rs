@@ -1,5 +1,7 @@
 //! Settings that would be easy to ignore.
 
+use std::{io::Write, process::Stdio};
+
 use super::{Workplace, model};
 
 /// The tokens of each prompt's continuation.
@@ -116,4 +118,54 @@ fn a_text_ends_after_a_stop_and_may_be_shown_as_it_comes() {
     let shorter = stopped[0]["text"].as_str().expect("a text");
     assert!(shorter.ends_with(&stop) && text.starts_with(shorter));
     insta::assert_snapshot!(place.mistake(&format!("{line} --prompt for --stream")), @"error: --stream prints the text of one prompt, and needs a tokenizer");
+}
+
+/// What `train` with `text_generation` prints for some lines of standard input.
+fn prompted(place: &Workplace, options: &str, lines: &str) -> String {
+    let line = format!("train merak.toml --text_generation --temperature 0 {options}");
+    let mut command = place.command(&line);
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command.spawn().expect("the command starts");
+    let mut stdin = child.stdin.take().expect("it was asked for");
+    // The command may end before it has read all.
+    let _ = stdin.write_all(lines.as_bytes());
+    drop(stdin);
+    let ended = place.ended(&child.wait_with_output().expect("it ends"));
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    ended.stdout
+}
+
+#[test]
+fn text_generation_continues_lines_until_one_says_stop() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml");
+    let resumed = "--resume_from_checkpoint latest --max_new_tokens 9";
+    let text = |prompt: &str| {
+        let line =
+            format!("generate run --prompt {prompt} --temperature 0 --max-new-tokens 9 --json");
+        let document = place.document(&line);
+        document[0]["text"].as_str().expect("a text").to_owned()
+    };
+    let expected = format!("{}\n{}\n", text("every"), text("rank"));
+    let lines = "every\nrank\nstop\nnever\n";
+    assert_eq!(prompted(&place, resumed, lines), expected);
+    assert_eq!(
+        prompted(&place, &format!("{resumed} --tp 2 --pp 2"), lines),
+        expected
+    );
+    assert_eq!(
+        prompted(&place, resumed, "every"),
+        format!("{}\n", text("every"))
+    );
+    let end: String = text("every").chars().take(3).collect();
+    let stopped = prompted(
+        &place,
+        &format!("{resumed} --stop_strings={end}"),
+        "every\n",
+    );
+    assert_eq!(stopped.trim_end(), end.trim_end());
+    insta::assert_snapshot!(place.mistake("train merak.toml --text_generation --stop_strings [\"\"]"), @r#"error: "stop_strings" is an empty string (command line --stop_strings), but must be strings of at least one character: every text ends in an empty one"#);
 }

@@ -89,7 +89,7 @@ fn greedy() -> GenerateOptions {
 fn tokens(case: &Case, prompts: &[Vec<u32>], adapter: Option<&Adapter>) -> Vec<Vec<u32>> {
     let mut ranks = case.on_ranks(|trainer| {
         if let Some(adapter) = adapter {
-            trainer.merge_adapter(adapter)?;
+            trainer.set_adapter(Some(adapter))?;
         }
         trainer.generate(prompts, &greedy())
     });
@@ -144,8 +144,28 @@ fn check(name: &str) {
         assert_eq!(tokens(&case, &golden.prompts, None), golden.tokens);
         let merged = tokens(&plain, &golden.prompts, Some(&adapter));
         assert_eq!(merged, golden.tokens, "merged");
-        let without = tokens(&plain, &golden.prompts, None);
-        assert_eq!(without, golden.tokens_without, "without");
+        // One after the other, in one process.
+        let mut switched = plain.on_ranks(|trainer| {
+            let adapters = [None, Some(&adapter), None, Some(&adapter)].into_iter();
+            let tokens = adapters.map(|adapter| {
+                trainer.set_adapter(adapter)?;
+                let completions = trainer.generate(&golden.prompts, &greedy())?.into_iter();
+                let ids: Vec<_> = completions.map(|completion| completion.ids).collect();
+                Ok((ids, trainer.parameters()))
+            });
+            tokens.collect::<merak_trainer::Result<Vec<_>>>()
+        });
+        let switched = switched.swap_remove(0);
+        for (turn, (tokens, parameters)) in switched.iter().enumerate() {
+            let (is_adapted, first) = (turn % 2 == 1, turn % 2);
+            let expected = if is_adapted {
+                &golden.tokens
+            } else {
+                &golden.tokens_without
+            };
+            assert_eq!(tokens, expected, "turn {turn}");
+            assert_eq!(*parameters, switched[first].1, "the same bits again");
+        }
     }
 }
 

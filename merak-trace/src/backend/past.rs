@@ -1,0 +1,96 @@
+//! Attention over positions that passed before.
+
+use super::{Backend, Call};
+use crate::{Op, Result, TensorType, Value};
+use std::{any::Any, fmt};
+
+/// Keys and values of the positions of one sequence at one attention, in whatever memory a backend likes.
+#[derive(Default)]
+pub struct Past {
+    store: Option<Box<dyn Any + Send + Sync>>,
+}
+
+impl Past {
+    /// What the backend keeps of them, empty at first.
+    ///
+    /// # Panics
+    /// It was filled with another type: one backend keeps one.
+    pub fn store<S: Default + Send + Sync + 'static>(&mut self) -> &mut S {
+        let store = self.store.get_or_insert_with(|| Box::new(S::default()));
+        store
+            .downcast_mut()
+            .expect("a cache stays with the backend that filled it")
+    }
+}
+
+impl fmt::Debug for Past {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Past").finish_non_exhaustive()
+    }
+}
+
+/// A sequence whose next positions pass.
+#[derive(Debug)]
+pub struct Following<'a> {
+    /// How many positions follow, at least one.
+    pub positions: usize,
+    /// Those before.
+    pub past: &'a mut Past,
+}
+
+/// [`Backend::attend`] by operations that every backend has: past and new positions of each sequence are joined.
+pub(super) fn attend<B: Backend + ?Sized>(
+    backend: &B,
+    call: Call<'_>,
+    operands: [Value; 3],
+    sequences: &mut [Following<'_>],
+) -> Result<Value> {
+    let lengths: Vec<_> = sequences.iter().map(|next| next.positions).collect();
+    let run = |op: &Op, results: &[TensorType], inputs| {
+        backend.run(
+            Call {
+                op,
+                results,
+                ..call
+            },
+            inputs,
+        )
+    };
+    let split = |value: Value| {
+        let types: Vec<_> = lengths
+            .iter()
+            .map(|&len| value.ty().with_dim(1, len))
+            .collect();
+        let split = Op::Split {
+            dim: 1,
+            sizes: lengths.clone(),
+        };
+        run(&split, &types, vec![value])
+    };
+    let join = |past: &mut Option<Value>, new: Value| {
+        let all = match past.take() {
+            None => new,
+            Some(past) => {
+                let positions = past.ty().shape[1] + new.ty().shape[1];
+                let ty = new.ty().with_dim(1, positions);
+                run(&Op::Concat { dim: 1 }, &[ty], vec![past, new])?.swap_remove(0)
+            }
+        };
+        Ok::<_, crate::Error>(past.insert(all).clone())
+    };
+    let [queries, keys, values] = operands;
+    let (queries, keys, values) = (split(queries)?, split(keys)?, split(values)?);
+    let own = queries.into_iter().zip(keys).zip(values);
+    let mut outs = Vec::with_capacity(lengths.len());
+    for (((query, key), value), next) in own.zip(&mut *sequences) {
+        let [past_keys, past_values] = next.past.store::<[Option<Value>; 2]>();
+        let types = [
+            call.results[0].with_dim(1, next.positions),
+            call.results[1].with_dim(2, next.positions),
+        ];
+        let inputs = vec![query, join(past_keys, key)?, join(past_values, value)?];
+        outs.push(run(call.op, &types, inputs)?.swap_remove(0));
+    }
+    let joined = run(&Op::Concat { dim: 1 }, &call.results[..1], outs)?;
+    Ok(joined.into_iter().next().expect("a join has one result"))
+}

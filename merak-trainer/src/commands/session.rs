@@ -1,0 +1,176 @@
+//! What `merak generate` and `text_generation` share: a model on its ranks that continues prompts.
+
+use super::{model::Loaded, output};
+use merak_ckpt::{Completion, GenerateOptions, NewToken};
+use merak_trainer::{
+    CheckedArguments, Error, MerakTrainer, Plan, Result, TrainerParts, Workload,
+    data::{StopStrings, Tokenizer},
+    run_world,
+};
+use std::{collections::BTreeMap, ops::ControlFlow, sync::Arc};
+
+/// A model that is ready to continue prompts.
+pub(crate) struct Session {
+    pub(crate) args: CheckedArguments,
+    pub(crate) tokenizer: Option<Tokenizer>,
+    plan: Arc<Plan>,
+    options: GenerateOptions,
+}
+
+/// The sampling options of a configuration; where texts end is for the model and the tokenizer to say.
+pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
+    GenerateOptions {
+        max_new_tokens: args.new_token_limit(),
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        min_p: args.min_p,
+        repetition_penalty: args.repetition_penalty,
+        seed: args.seed,
+        ..GenerateOptions::default()
+    }
+}
+
+impl Session {
+    /// Plans the model of a configuration; its arguments are complete.
+    pub(crate) fn new(
+        args: CheckedArguments,
+        loaded: Loaded,
+        tokenizer: Option<Tokenizer>,
+    ) -> Result<Self> {
+        if tokenizer.is_none() && args.stop_strings.is_some() {
+            return Err(Error::MissingKey {
+                key: "data.tokenizer",
+                advice: "stop_strings are looked for in text, and the model has no tokenizer.json"
+                    .to_owned(),
+            });
+        }
+        let options = GenerateOptions {
+            eos_token_ids: loaded.ends(&args, tokenizer.as_ref()),
+            ..options_of(&args)
+        };
+        let plan = Arc::new(Plan::new(loaded.model, &args)?);
+        plan.check_memory(&args, &[Workload::Generation])?;
+        plan.expect_causal("text generation")?;
+        Ok(Self {
+            args,
+            tokenizer,
+            plan,
+            options,
+        })
+    }
+
+    /// Calls `body` with each rank's trainer, and returns what the first rank's gave.
+    pub(crate) fn on_ranks<T: Send>(
+        &self,
+        body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
+    ) -> Result<T> {
+        let results = run_world(&self.args, |member| {
+            let mpu = merak_mpu::Mpu::new(member, self.plan.degrees)?;
+            let plan = Arc::clone(&self.plan);
+            let mut trainer = MerakTrainer::new(plan, mpu, &self.args, TrainerParts::default())?;
+            body(&mut trainer)
+        })?;
+        let first = results.into_iter().next();
+        Ok(first.expect("a world has a first rank"))
+    }
+
+    /// Continues prompts on this rank; where `streams`, the first rank prints the text of the one prompt as it comes.
+    pub(crate) fn generate(
+        &self,
+        trainer: &mut MerakTrainer,
+        prompts: &[Vec<u32>],
+        streams: bool,
+    ) -> Result<Vec<Completion>> {
+        let streams = streams && trainer.mpu().is_rank_0();
+        let mut watch = Watch::new(self, prompts, streams);
+        trainer.generate_with(prompts, &self.options, &mut |token| watch.see(token))
+    }
+
+    /// What people see of some tokens: their text, or their numbers where there is no tokenizer.
+    pub(crate) fn text(&self, ids: &[u32]) -> Result<String> {
+        match &self.tokenizer {
+            Some(tokenizer) => tokenizer.decode(ids),
+            None => Ok(format!("{ids:?}")),
+        }
+    }
+
+    /// The tokens of a prompt: those of its text, or the numbers that it consists of where there is no tokenizer.
+    pub(crate) fn tokens(&self, prompt: &str) -> Result<Vec<u32>> {
+        match &self.tokenizer {
+            Some(tokenizer) => tokenizer.encode(prompt.as_bytes()),
+            None => parse_ids(prompt),
+        }
+    }
+}
+
+/// Token ids as people write them.
+pub(crate) fn parse_ids(list: &str) -> Result<Vec<u32>> {
+    let id = |id: &str| {
+        let found = id.trim();
+        found.parse().map_err(|_| Error::PromptIds {
+            found: found.to_owned(),
+        })
+    };
+    list.split(',').map(id).collect()
+}
+
+/// Follows texts as they grow.
+struct Watch<'a> {
+    tokenizer: Option<&'a Tokenizer>,
+    stops: Option<StopStrings<'a>>,
+    /// Whether what is new is printed at once.
+    streams: bool,
+    /// The tokens of each prompt, and how much of the text of new ones was printed.
+    texts: BTreeMap<u64, Text>,
+}
+
+/// A text so far.
+struct Text {
+    tokens: Vec<u32>,
+    prompt_length: usize,
+    printed: usize,
+}
+
+impl<'a> Watch<'a> {
+    fn new(session: &'a Session, prompts: &[Vec<u32>], streams: bool) -> Self {
+        let tokenizer = session.tokenizer.as_ref();
+        let strings = session.args.stop_strings.as_deref();
+        let texts = prompts.iter().map(|tokens| Text {
+            tokens: tokens.clone(),
+            prompt_length: tokens.len(),
+            printed: 0,
+        });
+        Self {
+            tokenizer,
+            stops: tokenizer
+                .zip(strings)
+                .map(|(tokenizer, strings)| StopStrings::new(tokenizer, strings)),
+            streams,
+            texts: (0..).zip(texts).collect(),
+        }
+    }
+
+    /// Takes note of a token; breaks where its text has come to a stop.
+    fn see(&mut self, token: NewToken) -> ControlFlow<()> {
+        let (Some(tokenizer), Some(text)) = (self.tokenizer, self.texts.get_mut(&token.prompt))
+        else {
+            return ControlFlow::Continue(());
+        };
+        text.tokens.push(token.id);
+        if self.streams
+            && let Ok(all) = tokenizer.decode(&text.tokens[text.prompt_length..])
+        {
+            // A character may be spread over several tokens: it waits for the last of them.
+            let whole = all.trim_end_matches(char::REPLACEMENT_CHARACTER);
+            if let Some(new) = whole.get(text.printed..) {
+                output::stream(new);
+                text.printed = whole.len();
+            }
+        }
+        match &self.stops {
+            Some(stops) if stops.end(&text.tokens) => ControlFlow::Break(()),
+            _ => ControlFlow::Continue(()),
+        }
+    }
+}
