@@ -11,7 +11,8 @@ use super::Tokenizer;
 /// use merak_trainer::data::{StopStrings, Tokenizer};
 ///
 /// let tokenizer = Tokenizer::bytes();
-/// let stops = StopStrings::new(&tokenizer, &["end".to_owned()]);
+/// let strings = ["end".to_owned()];
+/// let stops = StopStrings::new(&tokenizer, &strings);
 /// let ends = |text: &str| stops.end(&tokenizer.encode(text.as_bytes()).expect("bytes have tokens"));
 /// assert!(ends("the end") && !ends("the end.") && !ends("the en"));
 /// ```
