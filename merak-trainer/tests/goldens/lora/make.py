@@ -25,6 +25,7 @@ here = pathlib.Path(__file__).parent
 spec = importlib.util.spec_from_file_location("families", here.parent / "families" / "make.py")
 families = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(families)
+from formula import weight  # the folder is on the path since `families` was run
 
 PROMPTS = [[5, 17, 3], [8], [1, 2, 3, 4, 5, 6, 7]]
 NEW_TOKENS = 6
@@ -72,7 +73,7 @@ def run(case):
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(families.weight(name, tuple(p.shape)))
+            p.copy_(weight(name, tuple(p.shape)))
     without = greedy(model)
     lora = {"task_type": "CAUSAL_LM", **{k: v for k, v in lora.items() if v is not None}}
     adapted = get_peft_model(model, LoraConfig(**lora)).eval()
@@ -80,7 +81,7 @@ def run(case):
     with torch.no_grad():
         for name, p in named.items():
             if ".lora_" in name or p.requires_grad:
-                p.copy_(families.weight(name, tuple(p.shape)))
+                p.copy_(weight(name, tuple(p.shape)))
     seq, pad = golden["seq"], config.pad_token_id or 0
     first = families.batch(0, seq, pad)
     with torch.no_grad():
