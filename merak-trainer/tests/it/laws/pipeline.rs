@@ -314,13 +314,7 @@ fn within(case: &Case, budget: usize) -> Result<Case, usize> {
 #[test]
 fn activations_stay_inside_their_budget() {
     for (schedule, pp, chunks) in BUDGETED {
-        let case = Case::gpt2()
-            .with_microbatches(6)
-            .on((1, 1, pp))
-            .with("train_schedule", schedule)
-            .with("virtual_stages", chunks);
-        let without = peaks(&case.clone().with("activation_checkpointing", false));
-        let most = without.into_iter().max().unwrap_or_default();
+        let (case, most) = budgeted(schedule, pp, chunks);
         let mut used = Vec::new();
         for percent in [400, 200, 150, 120, 100, 85, 70, 55, 40] {
             let budget = most * percent / 100;
@@ -341,6 +335,17 @@ fn activations_stay_inside_their_budget() {
     }
 }
 
+/// A case for a budget, and the bytes of activations that its worst rank keeps where nothing is recomputed.
+fn budgeted(schedule: &str, pp: usize, chunks: usize) -> (Case, usize) {
+    let case = Case::gpt2()
+        .with_microbatches(6)
+        .on((1, 1, pp))
+        .with("train_schedule", schedule)
+        .with("virtual_stages", chunks);
+    let without = peaks(&case.clone().with("activation_checkpointing", false));
+    (case, without.into_iter().max().unwrap_or_default())
+}
+
 /// Schedules under a budget, with ranks and stages per rank.
 const BUDGETED: [(&str, usize, usize); 10] = [
     ("1f1b", 2, 1),
@@ -358,13 +363,7 @@ const BUDGETED: [(&str, usize, usize); 10] = [
 #[test]
 fn a_budget_that_what_was_measured_would_keep_is_not_refused_by_far() {
     for (schedule, pp, chunks) in BUDGETED {
-        let case = Case::gpt2()
-            .with_microbatches(6)
-            .on((1, 1, pp))
-            .with("train_schedule", schedule)
-            .with("virtual_stages", chunks);
-        let without = peaks(&case.clone().with("activation_checkpointing", false));
-        let most = without.into_iter().max().unwrap_or_default();
+        let (case, most) = budgeted(schedule, pp, chunks);
         let budget = most + most / 5;
         let what = format!("{schedule} on {pp}, {chunks} stages per rank: {most} measured");
         let case = within(&case, budget);
