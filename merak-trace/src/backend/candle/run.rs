@@ -29,7 +29,7 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
             return Ok(vec![backend.wrap_once::<i64>(&call.results[0], positions)?]);
         }
         Op::RelativeBuckets(spec) => {
-            let indices = spec.indices(0);
+            let indices = spec.indices();
             return Ok(vec![backend.wrap_once::<i64>(&call.results[0], indices)?]);
         }
         Op::Identity | Op::CopyTo { .. } => return Ok(inputs),

@@ -82,7 +82,7 @@ impl Node<'_> {
                 one(numbers.f_add_scalar(int(*first) - 1))
             }
             Op::RelativeBuckets(spec) => {
-                let indices = spec.indices(0);
+                let indices = spec.indices();
                 let indices = Tensor::from_slice(&indices);
                 one(indices.f_to_device(self.backend.device))
             }
