@@ -27,6 +27,15 @@ impl WeightLayout {
     pub fn in_dim(self) -> usize {
         1 - self.out_dim()
     }
+
+    /// The layout in which the transposed matrix multiplies.
+    #[must_use]
+    pub fn transposed(self) -> Self {
+        match self {
+            Self::OutIn => Self::InOut,
+            Self::InOut => Self::OutIn,
+        }
+    }
 }
 
 /// An elementwise function with its own gradient kernel.

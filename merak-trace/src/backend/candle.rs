@@ -2,6 +2,11 @@
 
 mod accumulate;
 mod attention;
+mod elementwise;
+mod loss;
+mod moves;
+mod norm;
+mod products;
 mod run;
 mod storage;
 

@@ -29,6 +29,7 @@ mod elementwise;
 mod loss;
 mod norm;
 mod optimizer;
+mod products;
 mod run;
 mod shim;
 mod storage;

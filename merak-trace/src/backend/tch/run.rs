@@ -4,7 +4,7 @@ use super::{
     Tch, at, elementwise, loss, norm,
     storage::{Handle, int, ints, kind, kind_of, shape_of, steal, tensor},
 };
-use crate::{Call, Error, Op, Result, TensorType, Value, op::WeightLayout};
+use crate::{Call, Error, Op, Result, TensorType, Value};
 use merak_mpu::DType;
 use tch::{Kind, TchError, Tensor};
 
@@ -67,46 +67,17 @@ impl Node<'_> {
         let x = |i: usize| tensor(&inputs[i]);
         let one = |outcome: Outcome| Ok(vec![self.at(outcome)?]);
         match self.call.op {
-            Op::Positions { len, first } => {
-                let start = int(*first);
-                one(Tensor::f_arange_start(
-                    start,
-                    start + int(*len),
-                    (Kind::Int64, self.backend.device),
-                ))
+            Op::Positions { .. } | Op::SeenPositions { .. } | Op::RelativeBuckets(_) => {
+                one(self.numbers(inputs)?)
             }
-            Op::SeenPositions { first } => {
-                let seen = self.at(x(0)?.f_ne(0))?;
-                let numbers = self.at(seen.f_cumsum(1, Kind::Int64))?;
-                let numbers = self.at(numbers.f_mul(&seen))?;
-                one(numbers.f_add_scalar(int(*first) - 1))
-            }
-            Op::RelativeBuckets(spec) => {
-                let indices = spec.indices();
-                let indices = Tensor::from_slice(&indices);
-                one(indices.f_to_device(self.backend.device))
-            }
+            Op::Linear { .. }
+            | Op::LinearGradInput { .. }
+            | Op::LinearGradWeight { .. }
+            | Op::MatMul { .. } => one(self.product(inputs)?),
             Op::Zeros { .. } => {
                 let ty = self.ty(0);
                 let options = (kind_of(ty)?, self.backend.device);
                 one(Tensor::f_zeros(shape_of(ty), options))
-            }
-            Op::Linear { layout, bias } => {
-                let bias = if *bias { Some(x(2)?) } else { None };
-                one(linear(*layout, x(0)?, x(1)?, bias))
-            }
-            Op::LinearGradInput { layout } => one(linear(flip(*layout), x(0)?, x(1)?, None)),
-            Op::LinearGradWeight { layout } => {
-                let (a, b) = self.weight_factors(*layout, x(0)?, x(1)?)?;
-                one(a.f_mm(&b))
-            }
-            Op::MatMul {
-                transpose_a,
-                transpose_b,
-            } => {
-                let a = self.at(oriented(x(0)?, *transpose_a))?;
-                let b = self.at(oriented(x(1)?, *transpose_b))?;
-                one(a.f_matmul(&b))
             }
             Op::Embedding { .. } => one(Tensor::f_embedding(x(1)?, x(0)?, -1, false, false)),
             Op::EmbeddingGrad { rows, padding } => {
@@ -174,6 +145,25 @@ impl Node<'_> {
         }
     }
 
+    /// Positions and buckets of them.
+    fn numbers(&self, inputs: &[Value]) -> Result<Outcome> {
+        let device = self.backend.device;
+        Ok(match self.call.op {
+            Op::Positions { len, first } => {
+                let (start, end) = (int(*first), int(first + len));
+                Tensor::f_arange_start(start, end, (Kind::Int64, device))
+            }
+            Op::SeenPositions { first } => {
+                let seen = self.at(tensor(&inputs[0])?.f_ne(0))?;
+                let numbers = self.at(seen.f_cumsum(1, Kind::Int64))?;
+                let numbers = self.at(numbers.f_mul(&seen))?;
+                numbers.f_add_scalar(int(*first) - 1)
+            }
+            Op::RelativeBuckets(spec) => Tensor::from_slice(&spec.indices()).f_to_device(device),
+            _ => return Err(self.unsupported(inputs)),
+        })
+    }
+
     /// Operations that look at their operand's memory in another way.
     fn views(&self, inputs: &[Value]) -> Result<Vec<Value>> {
         let handle = Handle::of(&inputs[0])?;
@@ -204,45 +194,6 @@ impl Node<'_> {
             Err(a) => self.at(tensor(&a)?.f_add(tensor(&b)?))?,
         };
         Ok(vec![self.backend.wrap(self.ty(0), sum)])
-    }
-
-    /// The factors of the gradient of a linear layer's matrix, which is their product.
-    pub(super) fn weight_factors(
-        &self,
-        layout: WeightLayout,
-        x: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Tensor, Tensor)> {
-        let rows = |x: &Tensor| x.f_reshape([-1, x.size().last().copied().unwrap_or(1)]);
-        let (x, dy) = (self.at(rows(x))?, self.at(rows(dy))?);
-        match layout {
-            WeightLayout::OutIn => Ok((self.at(dy.f_transpose(0, 1))?, x)),
-            WeightLayout::InOut => Ok((self.at(x.f_transpose(0, 1))?, dy)),
-        }
-    }
-}
-
-/// `x W (+ bias)` for any layout of `W`.
-fn linear(layout: WeightLayout, x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Outcome {
-    match layout {
-        WeightLayout::OutIn => x.f_linear(w, bias),
-        WeightLayout::InOut => x.f_linear(&w.f_transpose(0, 1)?, bias),
-    }
-}
-
-fn oriented(x: &Tensor, transpose: bool) -> Outcome {
-    if transpose {
-        x.f_transpose(-1, -2)
-    } else {
-        Ok(x.shallow_clone())
-    }
-}
-
-/// The layout in which the transposed matrix multiplies.
-fn flip(layout: WeightLayout) -> WeightLayout {
-    match layout {
-        WeightLayout::OutIn => WeightLayout::InOut,
-        WeightLayout::InOut => WeightLayout::OutIn,
     }
 }
 

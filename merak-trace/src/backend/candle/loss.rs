@@ -1,0 +1,76 @@
+//! Tables read by numbers, losses and sums.
+
+use super::{
+    elements,
+    run::{Node, Number},
+};
+use crate::{
+    Result, Value,
+    kernels::{self, Float, TableRows},
+};
+
+impl Node<'_> {
+    /// Rows of a table.
+    pub(super) fn embedding<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        let (ids, table) = (elements::<i64>(&inputs[0])?, elements::<T>(&inputs[1])?);
+        let rows = TableRows::all(inputs[1].ty().shape[0]);
+        let mut y = self.out::<T>(0);
+        kernels::embedding(&self.backend.threads, &rows, &table, &ids, &mut y)
+            .map_err(|e| self.kernel_error(e))?;
+        self.done([y])
+    }
+
+    /// The loss, and the logarithm of each row's sum.
+    pub(super) fn cross_entropy<T: Number>(
+        &self,
+        label_smoothing: f64,
+        inputs: &[Value],
+    ) -> Result<Vec<Value>> {
+        let (logits, labels) = (elements::<T>(&inputs[0])?, elements::<i64>(&inputs[1])?);
+        let mut lse = self.out::<T>(1);
+        let threads = &self.backend.threads;
+        let loss = kernels::cross_entropy(threads, &logits, &labels, label_smoothing, &mut lse)
+            .map_err(|e| self.kernel_error(e))?;
+        Ok(vec![
+            self.backend.wrap(self.ty(0), vec![loss])?,
+            self.backend.wrap(self.ty(1), lse)?,
+        ])
+    }
+
+    pub(super) fn cross_entropy_grad<T: Number>(
+        &self,
+        label_smoothing: f64,
+        inputs: &[Value],
+    ) -> Result<Vec<Value>> {
+        let mut dlogits = self.out::<T>(0);
+        kernels::cross_entropy_grad(
+            &self.backend.threads,
+            &elements::<T>(&inputs[0])?,
+            &elements::<i64>(&inputs[1])?,
+            label_smoothing,
+            &elements::<T>(&inputs[2])?,
+            <T as Float>::from_f64(elements::<f64>(&inputs[3])?[0]),
+            &mut dlogits,
+        )
+        .map_err(|e| self.kernel_error(e))?;
+        self.done([dlogits])
+    }
+
+    pub(super) fn sum_all<T: Number>(&self, x: &Value) -> Result<Vec<Value>> {
+        let x = elements::<T>(x)?;
+        let sum = x.iter().map(|&x| Float::to_f64(x)).sum::<f64>();
+        Ok(vec![self.backend.wrap(self.ty(0), vec![sum])?])
+    }
+
+    /// Runs what [`Node::add_to`] adds up, from zero.
+    pub(super) fn sums<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        let types = self.call.results;
+        let mut sums: Vec<_> = (0..types.len()).map(|i| self.zeros::<T>(i)).collect();
+        let mut parts: Vec<_> = sums.iter_mut().map(Vec::as_mut_slice).collect();
+        self.add_to::<T>(inputs, &mut parts)?;
+        let results = sums.into_iter().zip(types);
+        results
+            .map(|(data, ty)| self.backend.wrap(ty, data))
+            .collect()
+    }
+}

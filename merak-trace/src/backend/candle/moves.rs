@@ -1,0 +1,130 @@
+//! Elements that move and positions that are numbered; nothing is computed with them.
+
+use super::{Handle, Scalar, at, elements, run::Node};
+use crate::{Call, Op, Result, TensorType, Value};
+use candle_core::Tensor;
+use merak_mpu::DType;
+
+impl Node<'_> {
+    pub(super) fn reshape(&self, x: &Value) -> Result<Vec<Value>> {
+        let handle = Handle::of(x)?;
+        let tensor = handle
+            .tensor
+            .reshape(self.ty(0).shape.as_slice())
+            .map_err(at(self.call.name))?;
+        Ok(vec![handle.view(tensor).into_value(self.ty(0).clone())])
+    }
+
+    pub(super) fn transpose(&self, x: &Value, perm: &[usize]) -> Result<Vec<Value>> {
+        let handle = Handle::of(x)?;
+        let permuted = handle.tensor.permute(perm).map_err(at(self.call.name))?;
+        if permuted.is_contiguous() {
+            // Only dimensions of size 1 moved: the storage stays the operand's.
+            return Ok(vec![handle.view(permuted).into_value(self.ty(0).clone())]);
+        }
+        self.wrap_candle(permuted.contiguous())
+    }
+
+    pub(super) fn cast(&self, x: &Value, dtype: DType) -> Result<Vec<Value>> {
+        if x.ty().dtype == dtype {
+            return Ok(vec![x.clone()]);
+        }
+        self.wrap_candle(
+            Handle::of(x)?
+                .tensor
+                .to_dtype(super::storage::candle_dtype(dtype)),
+        )
+    }
+
+    /// The result of an operation of candle's own, in memory of its own.
+    fn wrap_candle(&self, tensor: candle_core::Result<Tensor>) -> Result<Vec<Value>> {
+        let tensor = tensor.map_err(at(self.call.name))?;
+        let lease = self.backend.memory.lease(self.ty(0).size_bytes());
+        Ok(vec![
+            Handle::new(tensor, None, Some(lease)).into_value(self.ty(0).clone()),
+        ])
+    }
+
+    /// Splits and joins, for any element type: `memory` gives room for a result, `wrap` makes it a value.
+    pub(super) fn move_data<T: Scalar>(
+        &self,
+        inputs: &[Value],
+        memory: impl Fn(&TensorType) -> Vec<T>,
+        wrap: impl Fn(&TensorType, Vec<T>) -> Result<Value>,
+    ) -> Result<Vec<Value>> {
+        let threads = &self.backend.threads;
+        match self.call.op {
+            Op::Split { dim, .. } => {
+                let outer = inputs[0].ty().outer(*dim);
+                let x = elements::<T>(&inputs[0])?;
+                let x: &[T] = &x;
+                let row = x.len() / outer.max(1);
+                let mut start = 0;
+                let mut pieces = Vec::with_capacity(self.call.results.len());
+                for ty in self.call.results {
+                    let len = ty.numel() / outer.max(1);
+                    let mut piece = memory(ty);
+                    let rows = rows_per_chunk(len);
+                    let chunks = piece.chunks_mut((rows * len).max(1)).enumerate();
+                    threads.for_each(chunks, |(chunk, out)| {
+                        for (i, out) in out.chunks_exact_mut(len).enumerate() {
+                            let from = (chunk * rows + i) * row + start;
+                            out.copy_from_slice(&x[from..][..len]);
+                        }
+                    });
+                    start += len;
+                    pieces.push(wrap(ty, piece)?);
+                }
+                Ok(pieces)
+            }
+            Op::Concat { dim } => {
+                let outer = self.ty(0).outer(*dim).max(1);
+                let pieces = inputs
+                    .iter()
+                    .map(elements::<T>)
+                    .collect::<Result<Vec<_>>>()?;
+                let pieces: Vec<(&[T], usize)> = pieces
+                    .iter()
+                    .map(|piece| (&**piece, piece.len() / outer))
+                    .collect();
+                let len = self.ty(0).numel() / outer;
+                let mut joined = memory(self.ty(0));
+                let rows = rows_per_chunk(len);
+                let chunks = joined.chunks_mut((rows * len).max(1)).enumerate();
+                threads.for_each(chunks, |(chunk, out)| {
+                    for (i, mut out) in out.chunks_exact_mut(len).enumerate() {
+                        for &(piece, len) in &pieces {
+                            let (to, rest) = out.split_at_mut(len);
+                            to.copy_from_slice(&piece[(chunk * rows + i) * len..][..len]);
+                            out = rest;
+                        }
+                    }
+                });
+                Ok(vec![wrap(self.ty(0), joined)?])
+            }
+            Op::Zeros { .. } => {
+                let mut zeros = memory(self.ty(0));
+                zeros.fill(T::zero());
+                Ok(vec![wrap(self.ty(0), zeros)?])
+            }
+            _ => Err(self.unsupported(inputs)),
+        }
+    }
+}
+
+/// The number of each position among those of its row that are not 0.
+pub(super) fn seen_positions(seen: &[i64], call: &Call<'_>, first: usize) -> Vec<i64> {
+    let before = i64::try_from(first).expect("a position fits an i64") - 1;
+    let number = |last: &mut i64, &seen: &i64| {
+        *last += i64::from(seen != 0);
+        Some(if seen == 0 { before } else { *last })
+    };
+    let rows = seen.chunks(call.results[0].last_dim().max(1));
+    rows.flat_map(|row| row.iter().scan(before, number))
+        .collect()
+}
+
+/// Rows of `len` elements that one thread moves at a time.
+fn rows_per_chunk(len: usize) -> usize {
+    (16 * 1024 / len.max(1)).max(1)
+}

@@ -1,0 +1,132 @@
+//! Products of matrices.
+
+use super::{
+    elements,
+    run::{Node, Number},
+};
+use crate::{
+    Op, Result, Value,
+    kernels::{self, Float, MatMut, MatRef, Write},
+    op::WeightLayout,
+};
+
+impl Node<'_> {
+    /// Runs a product.
+    pub(super) fn product<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        match self.call.op {
+            Op::Linear { layout, bias } => {
+                let mut y = self.out::<T>(0);
+                let bias = if *bias {
+                    Some(elements::<T>(&inputs[2])?)
+                } else {
+                    None
+                };
+                self.linear(*layout, &inputs[0], &inputs[1], bias.as_deref(), &mut y)?;
+                self.done([y])
+            }
+            Op::LinearGradInput { layout } => {
+                let mut dx = self.out::<T>(0);
+                self.linear(layout.transposed(), &inputs[0], &inputs[1], None, &mut dx)?;
+                self.done([dx])
+            }
+            Op::LinearGradWeight { layout } => {
+                let mut dw = self.out::<T>(0);
+                self.weight_gradient(*layout, &inputs[0], &inputs[1], Write::Replace, &mut dw)?;
+                self.done([dw])
+            }
+            Op::MatMul {
+                transpose_a,
+                transpose_b,
+            } => self.matmul::<T>(*transpose_a, *transpose_b, inputs),
+            _ => Err(self.unsupported(inputs)),
+        }
+    }
+
+    /// `y = x W (+ bias)` for any layout of `W`; `x: [.., in]`, `y: [.., out]`.
+    fn linear<T: Number>(
+        &self,
+        layout: WeightLayout,
+        x: &Value,
+        w: &Value,
+        bias: Option<&[T]>,
+        y: &mut [T],
+    ) -> Result<()> {
+        let (rows, width) = (x.ty().rows(), x.ty().last_dim());
+        let (w_rows, w_cols) = (w.ty().shape[0], w.ty().shape[1]);
+        let (x, w) = (elements::<T>(x)?, elements::<T>(w)?);
+        let w = MatRef::new(&w, w_rows, w_cols);
+        let w = match layout {
+            WeightLayout::OutIn => w.transposed(),
+            WeightLayout::InOut => w,
+        };
+        let (x, y) = (MatRef::new(&x, rows, width), MatMut::new(y, rows, w.cols()));
+        let threads = &self.backend.threads;
+        match bias {
+            Some(bias) => kernels::gemm_bias(threads, x, w, bias, y),
+            None => kernels::gemm(threads, T::ONE, x, w, Write::Replace, y),
+        }
+        Ok(())
+    }
+
+    /// `dw (+)= xᵀ dy`, laid out as `w` is.
+    pub(super) fn weight_gradient<T: Number>(
+        &self,
+        layout: WeightLayout,
+        x: &Value,
+        dy: &Value,
+        write: Write,
+        dw: &mut [T],
+    ) -> Result<()> {
+        let (rows, n_in, n_out) = (x.ty().rows(), x.ty().last_dim(), dy.ty().last_dim());
+        let (x, dy) = (elements::<T>(x)?, elements::<T>(dy)?);
+        let (x, dy) = (MatRef::new(&x, rows, n_in), MatRef::new(&dy, rows, n_out));
+        let threads = &self.backend.threads;
+        match layout {
+            WeightLayout::OutIn => kernels::gemm(
+                threads,
+                T::ONE,
+                dy.transposed(),
+                x,
+                write,
+                MatMut::new(dw, n_out, n_in),
+            ),
+            WeightLayout::InOut => kernels::gemm(
+                threads,
+                T::ONE,
+                x.transposed(),
+                dy,
+                write,
+                MatMut::new(dw, n_in, n_out),
+            ),
+        }
+        Ok(())
+    }
+
+    fn matmul<T: Number>(&self, ta: bool, tb: bool, inputs: &[Value]) -> Result<Vec<Value>> {
+        let shape_of = |value: &Value| {
+            let shape = &value.ty().shape;
+            (shape[shape.len() - 2], shape[shape.len() - 1])
+        };
+        let ((a_rows, a_cols), (b_rows, b_cols)) = (shape_of(&inputs[0]), shape_of(&inputs[1]));
+        let (a, b) = (elements::<T>(&inputs[0])?, elements::<T>(&inputs[1])?);
+        let mut c = self.out::<T>(0);
+        let (rows, cols) = (
+            if ta { a_cols } else { a_rows },
+            if tb { b_rows } else { b_cols },
+        );
+        if !c.is_empty() {
+            let outs = c
+                .chunks_exact_mut(rows * cols)
+                .map(|c| MatMut::new(c, rows, cols))
+                .collect();
+            let a = |i: usize| oriented(MatRef::new(&a[i * a_rows * a_cols..], a_rows, a_cols), ta);
+            let b = |i: usize| oriented(MatRef::new(&b[i * b_rows * b_cols..], b_rows, b_cols), tb);
+            kernels::gemm_batched(&self.backend.threads, T::ONE, a, b, Write::Replace, outs);
+        }
+        self.done([c])
+    }
+}
+
+fn oriented<T: Float>(m: MatRef<'_, T>, transpose: bool) -> MatRef<'_, T> {
+    if transpose { m.transposed() } else { m }
+}
