@@ -3,6 +3,7 @@
 use super::{
     elements,
     run::{Node, Number},
+    steal,
 };
 use crate::{
     Result, Value,
@@ -37,22 +38,32 @@ impl Node<'_> {
         ])
     }
 
+    /// Overwrites the logits where nothing else needs them.
     pub(super) fn cross_entropy_grad<T: Number>(
         &self,
-        label_smoothing: f64,
-        inputs: &[Value],
+        smoothing: f64,
+        mut inputs: Vec<Value>,
     ) -> Result<Vec<Value>> {
-        let mut dlogits = self.out::<T>(0);
-        kernels::cross_entropy_grad(
-            &self.backend.threads,
-            &elements::<T>(&inputs[0])?,
-            &elements::<i64>(&inputs[1])?,
-            label_smoothing,
-            &elements::<T>(&inputs[2])?,
-            <T as Float>::from_f64(elements::<f64>(&inputs[3])?[0]),
-            &mut dlogits,
-        )
-        .map_err(|e| self.kernel_error(e))?;
+        let threads = &self.backend.threads;
+        let logits = inputs.remove(0);
+        let (labels, lse) = (elements::<i64>(&inputs[0])?, elements::<T>(&inputs[1])?);
+        let scale = <T as Float>::from_f64(elements::<f64>(&inputs[2])?[0]);
+        let failed = |e| self.kernel_error(e);
+        let dlogits = match steal::<T>(logits) {
+            Ok(mut x) => {
+                kernels::cross_entropy_grad_in_place(
+                    threads, &labels, smoothing, &lse, scale, &mut x,
+                )
+                .map_err(failed)?;
+                x
+            }
+            Err(x) => {
+                let (x, mut dx) = (elements::<T>(&x)?, self.out::<T>(0));
+                kernels::cross_entropy_grad(threads, &x, &labels, smoothing, &lse, scale, &mut dx)
+                    .map_err(failed)?;
+                dx
+            }
+        };
         self.done([dlogits])
     }
 

@@ -135,7 +135,7 @@ impl Node<'_> {
                 self.cross_entropy::<T>(*label_smoothing, &inputs)
             }
             Op::CrossEntropyGrad { label_smoothing } => {
-                self.cross_entropy_grad::<T>(*label_smoothing, &inputs)
+                self.cross_entropy_grad::<T>(*label_smoothing, inputs)
             }
             Op::SumAll => self.sum_all::<T>(&inputs[0]),
             Op::SumAllGrad => {
