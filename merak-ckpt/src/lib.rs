@@ -53,8 +53,9 @@
 //!                                                                           ── barrier, or the path ─►
 //! ```
 //!
-//! With [`Draft::write_shard_later`] a rank copies its tensors and trains on while a thread writes them; the
-//! gathering and the rest wait until [`PendingShard::wait`] has every rank's shard.
+//! With [`Draft::write_shard_later`] a rank trains on while a thread copies its tensors and writes them: until the next
+//! update nobody changes them, so the copy is made beside the next forward and backward passes. The gathering and
+//! the rest wait until [`PendingShard::wait`] has every rank's shard.
 //!
 //! Each rank writes what it owns under a file index of its own (its rank, say); of a tensor that
 //! several ranks hold, one writes. [`Draft::commit`] refuses shards that overlap or leave an element
@@ -170,7 +171,7 @@ pub use layout::{Layout, Part};
 pub use lora::{AdaptError, Adapted, adapt};
 pub use lora::{Adapter, LoraConfig, extract_lora, merge_lora, replace_lora};
 pub use manifest::{FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};
-pub use pending::PendingShard;
+pub use pending::{Look, PendingShard, Staging};
 pub use plan::Stages;
 pub use region::Region;
 pub use reshard::{ReshardOptions, reshard};

@@ -4,6 +4,7 @@ use crate::error::io_error;
 use crate::shard::{self, Piece, Shard, ShardKind};
 use crate::{DType, Draft, Kind, Layout, Result};
 use std::ops::Range;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 
 /// A shard that a thread is writing, from a copy of the tensors.
@@ -14,22 +15,47 @@ use std::thread::{self, JoinHandle};
 pub struct PendingShard {
     /// Present until somebody waits.
     writer: Option<JoinHandle<Result<Shard>>>,
+    /// Set once the copy is made.
+    copied: Arc<OnceLock<()>>,
 }
 
-/// A piece with a copy of its bytes.
+/// Says that the copy is made when it is dropped, also by a panic.
+struct Copying(Arc<OnceLock<()>>);
+
+impl Drop for Copying {
+    fn drop(&mut self) {
+        // Nobody else sets it.
+        let _ = self.0.set(());
+    }
+}
+
+/// What is shown the pieces of a shard, each with its bytes.
+pub type Look<'a> = dyn FnMut(&[(Piece<'_>, &[u8])]) + 'a;
+
+/// Memory for the copy of a shard, kept for the next one: to have fresh memory from the operating system takes longer
+/// than to copy.
+///
+/// Clones share the memory, so one serves one shard at a time.
+#[derive(Debug, Clone, Default)]
+pub struct Staging(Arc<Mutex<Vec<u8>>>);
+
+/// A piece, its bytes being elsewhere.
 struct OwnedPiece {
     kind: Kind,
     name: String,
     dtype: DType,
     layout: Layout,
     range: Option<Range<usize>>,
-    bytes: Vec<u8>,
 }
 
 impl Draft {
-    /// Copies a rank's pieces and returns; a thread writes them as [`Draft::write_shard`] does.
-    /// The caller may change its tensors at once, and stalls for the copy only, which takes as
-    /// much memory as the pieces.
+    /// Writes a rank's pieces as [`Draft::write_shard`] does, on a thread of its own, from a copy that the thread
+    /// makes in `staging`. Returns as soon as the pieces are in sight, so that the caller stalls for neither the disk
+    /// nor the copy, which takes as much memory as the pieces.
+    ///
+    /// `source` runs on the thread and shows the pieces once. What it shows must not change until the call that it
+    /// makes returns: it holds a lock, say, that whoever changes the tensors takes first, or values that are copied
+    /// when somebody changes them (`Arc::make_mut`).
     ///
     /// A draft may have any number of pending shards; wait for all of them before
     /// [`Draft::commit`] or [`Draft::abandon`].
@@ -39,33 +65,99 @@ impl Draft {
     /// [`Error::InvalidLayout`](crate::Error::InvalidLayout) for pieces that do not fit their
     /// buffers, [`Error::Io`](crate::Error::Io) where no thread can be started. What goes wrong
     /// with the file, [`PendingShard::wait`] returns.
+    ///
+    /// # Examples
+    /// ```
+    /// use merak_ckpt::{
+    ///     Checkpoint, DType, Header, Kind, Layout, Piece, ShardKind, Staging, Store,
+    /// };
+    /// use std::sync::{Arc, RwLock};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let folder = tempfile::tempdir()?;
+    /// let draft = Store::new(folder.path()).begin(1)?;
+    /// let weights = Arc::new(RwLock::new(vec![1_u8; 4]));
+    /// let shared = Arc::clone(&weights);
+    /// let staging = Staging::default();
+    /// let pending = draft.write_shard_later(ShardKind::Model, 0, &staging, move |look| {
+    ///     let weights = shared.read().expect("nobody panicked");
+    ///     let piece = Piece {
+    ///         kind: &Kind::Parameter,
+    ///         name: "w",
+    ///         dtype: DType::U8,
+    ///         layout: &Layout::whole(&[4]),
+    ///         range: None,
+    ///     };
+    ///     look(&[(piece, &weights)]);
+    /// })?;
+    /// // Waits for the copy, not for the disk.
+    /// weights.write().expect("nobody panicked").fill(2);
+    /// let path = draft.commit(vec![pending.wait()?], Header::default(), &[])?;
+    /// assert_eq!(Checkpoint::open(path)?.read_whole(&Kind::Parameter, "w")?, [1; 4]);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn write_shard_later(
         &self,
         kind: ShardKind,
         index: usize,
-        pieces: &[(Piece<'_>, &[u8])],
+        staging: &Staging,
+        source: impl FnOnce(&mut Look<'_>) + Send + 'static,
     ) -> Result<PendingShard> {
-        for (piece, bytes) in pieces {
-            piece.check_buffer(bytes.len())?;
-        }
-        let owned: Vec<_> = pieces.iter().map(OwnedPiece::copy).collect();
         let (folder, file) = (self.path(), kind.file_name(index));
         let path = folder.join(&file);
+        let (shown, in_sight) = mpsc::sync_channel(1);
+        let copied = Arc::new(OnceLock::new());
+        let (copying, staging) = (Copying(Arc::clone(&copied)), staging.clone());
         let write = move || {
-            let pieces: Vec<_> = owned.iter().map(OwnedPiece::lend).collect();
-            shard::write(&folder, &file, &pieces)
+            let (mut own, mut ends) = (Vec::new(), Vec::new());
+            // What an earlier thread left there is of no interest.
+            let mut memory = staging.0.lock().unwrap_or_else(PoisonError::into_inner);
+            memory.clear();
+            source(&mut |pieces| {
+                let checked = pieces
+                    .iter()
+                    .try_for_each(|(piece, bytes)| piece.check_buffer(bytes.len()));
+                let is_sound = checked.is_ok();
+                // Nobody else receives; if the caller is gone, the copy is made all the same.
+                let _ = shown.send(checked);
+                if is_sound {
+                    memory.reserve_exact(pieces.iter().map(|(_, bytes)| bytes.len()).sum());
+                    for (piece, bytes) in pieces {
+                        memory.extend_from_slice(bytes);
+                        own.push(OwnedPiece::of(piece));
+                        ends.push(memory.len());
+                    }
+                }
+            });
+            drop((shown, copying));
+            let mut begin = 0;
+            let lent = own.iter().zip(ends).map(|(own, end)| {
+                let bytes = &memory[begin..end];
+                begin = end;
+                (own.lend(), bytes)
+            });
+            shard::write(&folder, &file, &lent.collect::<Vec<_>>())
         };
         let writer = thread::Builder::new()
             .name("merak-ckpt".to_owned())
             .spawn(write)
             .map_err(io_error("start a thread to write", &path))?;
-        Ok(PendingShard {
+        let pending = PendingShard {
             writer: Some(writer),
-        })
+            copied,
+        };
+        // A source that shows nothing, or panics, has nothing to wait for.
+        in_sight.recv().unwrap_or(Ok(())).map(|()| pending)
     }
 }
 
 impl PendingShard {
+    /// Waits until the copy is made, which is before the file is written.
+    pub fn wait_copied(&self) {
+        self.copied.wait();
+    }
+
     /// Whether the file is complete (or has failed), so that [`PendingShard::wait`] does not block.
     pub fn is_finished(&self) -> bool {
         self.writer.as_ref().is_none_or(JoinHandle::is_finished)
@@ -93,26 +185,24 @@ impl Drop for PendingShard {
 }
 
 impl OwnedPiece {
-    fn copy((piece, bytes): &(Piece<'_>, &[u8])) -> Self {
+    fn of(piece: &Piece<'_>) -> Self {
         Self {
             kind: piece.kind.clone(),
             name: piece.name.to_owned(),
             dtype: piece.dtype,
             layout: piece.layout.clone(),
             range: piece.range.clone(),
-            bytes: bytes.to_vec(),
         }
     }
 
-    fn lend(&self) -> (Piece<'_>, &[u8]) {
-        let piece = Piece {
+    fn lend(&self) -> Piece<'_> {
+        Piece {
             kind: &self.kind,
             name: &self.name,
             dtype: self.dtype,
             layout: &self.layout,
             range: self.range.clone(),
-        };
-        (piece, &self.bytes)
+        }
     }
 }
 
@@ -120,6 +210,7 @@ impl OwnedPiece {
 mod tests {
     use super::*;
     use crate::{Checkpoint, Error, Header, Store};
+    use std::sync::{Arc, RwLock};
 
     fn piece(layout: &Layout) -> Piece<'_> {
         Piece {
@@ -131,21 +222,32 @@ mod tests {
         }
     }
 
+    /// Shows one buffer as the tensor `w`.
+    fn shows(layout: &Layout, bytes: Vec<u8>) -> impl FnOnce(&mut Look<'_>) + Send + 'static {
+        let layout = layout.clone();
+        move |look| look(&[(piece(&layout), &bytes)])
+    }
+
     #[test]
     fn what_is_saved_is_what_was_there_at_the_call() {
         let folder = tempfile::tempdir().unwrap();
         let draft = Store::new(folder.path()).begin(1).unwrap();
         let layout = Layout::whole(&[1 << 20]);
-        let mut weights = vec![1; 1 << 20];
+        let weights = Arc::new(RwLock::new(vec![1_u8; 1 << 20]));
+        let (shared, own_layout) = (Arc::clone(&weights), layout.clone());
         let pending = draft
-            .write_shard_later(ShardKind::Model, 0, &[(piece(&layout), &weights)])
+            .write_shard_later(ShardKind::Model, 0, &Staging::default(), move |look| {
+                look(&[(piece(&own_layout), &shared.read().unwrap())]);
+            })
             .unwrap();
-        weights.fill(2);
+        weights.write().unwrap().fill(2);
+        pending.wait_copied();
+        assert_eq!(Arc::strong_count(&weights), 1);
         let shard = pending.wait().unwrap();
         let path = draft.commit(vec![shard], Header::default(), &[]).unwrap();
         let checkpoint = Checkpoint::open(path).unwrap();
         let saved = checkpoint.read_whole(&Kind::Parameter, "w").unwrap();
-        assert!(saved.iter().all(|&byte| byte == 1) && weights[0] == 2);
+        assert!(saved.iter().all(|&byte| byte == 1));
     }
 
     #[test]
@@ -153,14 +255,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let draft = Store::new(folder.path()).begin(1).unwrap();
         let layout = Layout::whole(&[4]);
-        let later =
-            |bytes: &[u8]| draft.write_shard_later(ShardKind::Model, 0, &[(piece(&layout), bytes)]);
-        let error = later(&[0; 3]).unwrap_err();
+        let staging = Staging::default();
+        let later = |bytes: Vec<u8>| {
+            draft.write_shard_later(ShardKind::Model, 0, &staging, shows(&layout, bytes))
+        };
+        let error = later(vec![0; 3]).unwrap_err();
         assert!(matches!(error, Error::BufferLength { .. }), "{error}");
         // Dropped: the file is there all the same when the next statement runs.
-        drop(later(&[0; 4]).unwrap());
+        drop(later(vec![0; 4]).unwrap());
         assert!(draft.path().join("model-00000.safetensors").exists());
-        let error = later(&[0; 4]).unwrap().wait().unwrap_err();
+        let error = later(vec![0; 4]).unwrap().wait().unwrap_err();
         assert!(
             matches!(
                 error,
@@ -171,5 +275,23 @@ mod tests {
             ),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_source_that_shows_nothing_writes_nothing_and_its_panic_reaches_who_waits() {
+        let folder = tempfile::tempdir().unwrap();
+        let draft = Store::new(folder.path()).begin(1).unwrap();
+        let staging = Staging::default();
+        let nothing = draft.write_shard_later(ShardKind::Model, 0, &staging, |_| ());
+        assert_eq!(nothing.unwrap().wait().unwrap(), Shard::default());
+        let panics = |_: &mut Look<'_>| panic!("no tensors");
+        let pending = draft.write_shard_later(ShardKind::Model, 0, &staging, panics);
+        let pending = pending.unwrap();
+        let waited = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| pending.wait()));
+        assert!(waited.is_err());
+        // The memory serves again.
+        let again = shows(&Layout::whole(&[4]), vec![7; 4]);
+        let again = draft.write_shard_later(ShardKind::Model, 0, &staging, again);
+        assert_eq!(again.unwrap().wait().unwrap().tensors.len(), 1);
     }
 }

@@ -7,7 +7,7 @@ mod params;
 mod tch;
 mod tied;
 
-pub(crate) use self::params::StageParams;
+pub(crate) use self::params::{ParamMemory, StageParams};
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
 
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
     plan::{ParamUse, RankPrograms},
     trainer::NamedTensors,
 };
-use merak_mpu::{DType, Mpu, Rank};
+use merak_mpu::{Buffer, DType, Mpu, Rank};
 use merak_pipe::Engine;
 use merak_trace::{
     GradSlot, GradStore, Interpreter, Param, Placement, RunContext, SharedBackend, StageProgram,
@@ -142,9 +142,9 @@ impl RankStages {
     /// Adds up the uses of tied weights, then reduces, clips and applies the gradients, and clears them.
     pub(crate) fn update(&mut self, lr: f64) -> Result<merak_zero::StepReport> {
         self.tied.sum(&*self.backend, &mut self.grads)?;
-        let report =
-            self.optimizer
-                .step(&mut *self.params.trained, &mut *self.grads.buffers[0], lr)?;
+        let (optimizer, grads) = (&mut self.optimizer, &mut self.grads.buffers[0]);
+        let step = |params: &mut dyn Buffer| optimizer.step(params, &mut **grads, lr);
+        let report = self.params.update(step)?;
         self.clear_gradients();
         Ok(report)
     }

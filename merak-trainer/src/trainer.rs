@@ -6,6 +6,7 @@ pub(crate) mod evaluation;
 mod generation;
 mod resume;
 mod saving;
+mod shards;
 mod step;
 
 use self::course::{Course, batch_shape};
@@ -30,6 +31,7 @@ use std::{
         Arc,
         atomic::{AtomicI64, Ordering},
     },
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -128,6 +130,10 @@ pub struct MerakTrainer {
     has_dropped_first: bool,
     last_saved: Option<usize>,
     pending_save: Option<saving::PendingSave>,
+    save_stall: Duration,
+    staging: shards::StagingMemory,
+    /// Deletes older checkpoints.
+    rotation: Option<JoinHandle<merak_ckpt::Result<Vec<u64>>>>,
     /// What an adapter stands in the place of, by parameter.
     base_values: BTreeMap<usize, Vec<u8>>,
 }
@@ -190,6 +196,9 @@ impl MerakTrainer {
             has_dropped_first: false,
             last_saved: None,
             pending_save: None,
+            save_stall: Duration::ZERO,
+            staging: shards::StagingMemory::default(),
+            rotation: None,
             base_values: BTreeMap::new(),
         };
         let resumed = match &args.resume_from_checkpoint {
@@ -299,6 +308,7 @@ impl MerakTrainer {
         if self.args.save && made_steps && self.last_saved != Some(self.global_step) {
             self.save_checkpoint()?;
         }
+        self.finish_rotation()?;
         Ok(TrainOutput {
             global_step: self.global_step,
             training_loss: if updates == 0 {

@@ -119,7 +119,7 @@ impl DeviceState {
     }
 
     /// Replaces the state by a copy of what is in host memory.
-    pub(crate) fn write(&mut self, values: &[Vec<f32>]) {
+    pub(crate) fn write(&mut self, values: &[Arc<Vec<f32>>]) {
         for (buffer, values) in self.values.iter_mut().zip(values) {
             crate::flat::write(&mut **buffer, |to| to.copy_from_slice(values));
         }

@@ -1,18 +1,21 @@
 //! What an optimizer keeps for the elements that its rank owns.
 
 use crate::{Block, flat, optimizer::MAX_STATES};
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 /// The optimizer state of one rank: a value of each kind for each element that the rank owns.
 ///
 /// Checkpoints see it as slices of logical parameters, which no topology shows through.
+///
+/// A clone shares the values until one of the two changes, so that a snapshot for a writer costs nothing; who
+/// changes values that are still shared copies them first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OwnedState {
     blocks: Vec<Block>,
     runs: Vec<Run>,
     names: &'static [&'static str],
     /// One vector per name, of the owned elements in flat order.
-    values: Vec<Vec<f32>>,
+    values: Vec<Arc<Vec<f32>>>,
 }
 
 /// Adjacent blocks of one parameter.
@@ -41,7 +44,7 @@ impl OwnedState {
         let runs = join(&blocks);
         let len = runs.last().map_or(0, |run| run.packed.end);
         Self {
-            values: names.iter().map(|_| vec![0.0; len]).collect(),
+            values: names.iter().map(|_| Arc::new(vec![0.0; len])).collect(),
             blocks,
             runs,
             names,
@@ -59,12 +62,12 @@ impl OwnedState {
     /// The same with values, one vector per name.
     pub(crate) fn with_values(&self, values: Vec<Vec<f32>>) -> Self {
         Self {
-            values,
+            values: values.into_iter().map(Arc::new).collect(),
             ..self.clone()
         }
     }
 
-    pub(crate) fn values(&self) -> &[Vec<f32>] {
+    pub(crate) fn values(&self) -> &[Arc<Vec<f32>>] {
         &self.values
     }
 
@@ -106,6 +109,7 @@ impl OwnedState {
         let runs = &self.runs;
         let kinds = self.names.iter().zip(&mut self.values);
         kinds.flat_map(move |(&name, values)| {
+            let values = Arc::make_mut(values);
             let pieces = flat::carve(values, runs.iter().map(|run| run.packed.clone()));
             runs.iter()
                 .zip(pieces)
@@ -124,6 +128,7 @@ impl OwnedState {
         let mut values: Vec<[&mut [f32]; MAX_STATES]> =
             blocks.iter().map(|_| Default::default()).collect();
         for (kind, kept) in self.values.iter_mut().enumerate() {
+            let kept = Arc::make_mut(kept);
             let pieces = flat::carve(kept, flat::packed(blocks));
             for (slots, piece) in values.iter_mut().zip(pieces) {
                 slots[kind] = piece;
@@ -150,4 +155,36 @@ fn join(blocks: &[Block]) -> Vec<Run> {
         }
     }
     runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clone_keeps_its_values_when_the_original_goes_on() {
+        let block = Block {
+            param: 0,
+            flat: 0..4,
+            local: 0..4,
+        };
+        let mut state = OwnedState::new(vec![block], &["exp_avg"]);
+        let shared = |a: &OwnedState, b: &OwnedState| Arc::ptr_eq(&a.values[0], &b.values[0]);
+        let snapshot = state.clone();
+        assert!(shared(&state, &snapshot));
+        let (_, mut values) = state.blocks_and_values();
+        values[0][0].fill(1.0);
+        assert!(!shared(&state, &snapshot));
+        let first = |state: &OwnedState| state.slices().next().unwrap().values.to_vec();
+        assert_eq!(
+            (first(&state), first(&snapshot)),
+            (vec![1.0; 4], vec![0.0; 4])
+        );
+        // Alone again, it changes where it lies.
+        let place = Arc::as_ptr(&state.values[0]);
+        for slice in state.slices_mut() {
+            slice.values.fill(2.0);
+        }
+        assert_eq!(Arc::as_ptr(&state.values[0]), place);
+    }
 }

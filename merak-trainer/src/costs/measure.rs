@@ -337,12 +337,13 @@ impl<'a> Rank<'a> {
     /// Seconds of an optimizer step for each parameter, its gradient cleared.
     fn update(&mut self) -> Result<f64> {
         let len = self.optimizer.layout().len();
-        let (params, grads) = (&mut self.params.trained, &mut self.grads.buffers[0]);
+        let (optimizer, grads) = (&mut self.optimizer, &mut self.grads.buffers[0]);
         let mut times = Vec::new();
         grads.clear();
         for _ in 0..4 {
             let start = Instant::now();
-            self.optimizer.step(&mut **params, &mut **grads, 0.0)?;
+            self.params
+                .update(|params| optimizer.step(params, &mut **grads, 0.0))?;
             grads.clear();
             times.push(start.elapsed().as_secs_f64());
         }

@@ -4,17 +4,33 @@ use crate::Result;
 use merak_mpu::Buffer;
 use merak_trace::{Backend, Param, Value};
 use merak_zero::FlatLayout;
-use std::ops::Range;
+use std::{
+    ops::Range,
+    sync::{Arc, PoisonError, RwLock},
+};
 
-/// Memory of the parameters of a rank's stages. What is frozen lies apart: no optimizer, no gradient and no collective knows it.
+/// The parameters of a rank's stages.
 #[derive(Debug)]
 pub(crate) struct StageParams {
-    /// The parameters that are trained, end to end.
-    pub(crate) trained: Box<dyn Buffer>,
-    frozen: Box<dyn Buffer>,
+    memory: ParamMemory,
     /// One value per parameter, in the order in which they were given.
     pub(crate) views: Vec<Value>,
-    places: Vec<Place>,
+}
+
+/// A handle on the memory of parameters, by which other threads read it: who changes it waits for who reads it here.
+///
+/// What is frozen lies apart: no optimizer, no gradient and no collective knows it.
+#[derive(Debug, Clone)]
+pub(crate) struct ParamMemory {
+    buffers: Arc<RwLock<Buffers>>,
+    places: Arc<[Place]>,
+}
+
+#[derive(Debug)]
+struct Buffers {
+    /// The parameters that are trained, end to end.
+    trained: Box<dyn Buffer>,
+    frozen: Box<dyn Buffer>,
 }
 
 /// Where a parameter lies.
@@ -68,20 +84,69 @@ impl StageParams {
         let views = places
             .iter()
             .map(|place| views[usize::from(place.is_trained)].next());
+        let buffers = Buffers {
+            trained: trained.flat,
+            frozen: frozen.flat,
+        };
         Ok(Self {
             views: views
                 .collect::<Option<_>>()
                 .expect("a store has a view for each parameter"),
-            trained: trained.flat,
-            frozen: frozen.flat,
-            places,
+            memory: ParamMemory {
+                buffers: Arc::new(RwLock::new(buffers)),
+                places: places.into(),
+            },
         })
+    }
+
+    /// A handle for reading the parameters on another thread.
+    pub(crate) fn memory(&self) -> ParamMemory {
+        self.memory.clone()
     }
 
     /// Shows the bytes of every parameter, in the program's order.
     pub(crate) fn read(&self, look: &mut dyn FnMut(&[&[u8]])) {
-        self.trained.read(&mut |trained| {
-            self.frozen.read(&mut |frozen| {
+        self.memory.read(look);
+    }
+
+    /// Lets `change` see and change the bytes of each parameter, given with its position in the program.
+    pub(crate) fn write(&mut self, change: &mut dyn FnMut(usize, &mut [u8])) {
+        let places = Arc::clone(&self.memory.places);
+        self.change(|buffers| {
+            for is_trained in [true, false] {
+                let flat = if is_trained {
+                    &mut buffers.trained
+                } else {
+                    &mut buffers.frozen
+                };
+                flat.write(&mut |bytes| {
+                    let all = places.iter().enumerate();
+                    for (index, place) in all.filter(|(_, place)| place.is_trained == is_trained) {
+                        change(index, &mut bytes[place.bytes()]);
+                    }
+                });
+            }
+        });
+    }
+
+    /// Hands the memory of the trained parameters to who updates it.
+    pub(crate) fn update<R>(&mut self, update: impl FnOnce(&mut dyn Buffer) -> R) -> R {
+        self.change(|buffers| update(&mut *buffers.trained))
+    }
+
+    fn change<R>(&mut self, change: impl FnOnce(&mut Buffers) -> R) -> R {
+        let buffers = self.memory.buffers.write();
+        change(&mut buffers.unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl ParamMemory {
+    /// Shows the bytes of every parameter, in the program's order.
+    pub(crate) fn read(&self, look: &mut dyn FnMut(&[&[u8]])) {
+        let buffers = self.buffers.read();
+        let buffers = buffers.unwrap_or_else(PoisonError::into_inner);
+        buffers.trained.read(&mut |trained| {
+            buffers.frozen.read(&mut |frozen| {
                 let of = |place: &Place| {
                     let flat = if place.is_trained { trained } else { frozen };
                     &flat[place.bytes()]
@@ -90,25 +155,5 @@ impl StageParams {
                 look(&all);
             });
         });
-    }
-
-    /// Lets `change` see and change the bytes of each parameter, given with its position in the program.
-    pub(crate) fn write(&mut self, change: &mut dyn FnMut(usize, &mut [u8])) {
-        for is_trained in [true, false] {
-            let places = self.places.iter().enumerate();
-            let own: Vec<_> = places
-                .filter(|(_, place)| place.is_trained == is_trained)
-                .collect();
-            let flat = if is_trained {
-                &mut self.trained
-            } else {
-                &mut self.frozen
-            };
-            flat.write(&mut |bytes| {
-                for (index, place) in &own {
-                    change(*index, &mut bytes[place.bytes()]);
-                }
-            });
-        }
     }
 }

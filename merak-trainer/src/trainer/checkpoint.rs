@@ -3,14 +3,15 @@
 use super::{
     MerakTrainer, batch_shape,
     resume::{self, Candidates},
+    shards::ShardSource,
 };
 use crate::{
     Error, Result,
     data::{DataPosition, TrainingOrder},
 };
 use merak_ckpt::{
-    Adapter, Checkpoint, Cut, DType, Draft, Header, Kind, Layout, Piece, Region, Shard, ShardKind,
-    Store, Topology, replace_lora,
+    Adapter, Checkpoint, DType, Draft, Header, Kind, Layout, Piece, Region, Shard, Store, Topology,
+    replace_lora,
 };
 use merak_mpu::ReduceOp;
 use merak_trace::{Param, Placement};
@@ -80,19 +81,25 @@ impl MerakTrainer {
     /// # Panics
     /// Never: the tables of slices are plain data.
     pub fn save_checkpoint(&mut self) -> Result<PathBuf> {
-        let (draft, shards, header) = self.draft_of(Draft::write_shard)?;
-        self.commit(&draft, &shards, header)
+        let (draft, shards, header) = self.draft_of(ShardSource::write)?;
+        let path = self.commit(&draft, &shards, header)?;
+        self.finish_rotation()?;
+        Ok(path)
     }
 
     /// A draft of the run as it stands, once no other save is under way, with what `write` makes of each shard
     /// that this rank owns.
     pub(super) fn draft_of<T>(
         &mut self,
-        write: impl Fn(&Draft, ShardKind, usize, &[(Piece<'_>, &[u8])]) -> merak_ckpt::Result<T>,
+        write: impl Fn(ShardSource, &Draft) -> merak_ckpt::Result<T>,
     ) -> Result<(Draft, Vec<T>, Header)> {
         self.finish_save()?;
+        self.finish_rotation()?;
         let draft = self.begin_draft()?;
-        let shards = self.write_shards(|kind, rank, pieces| write(&draft, kind, rank, pieces))?;
+        let sources = self.shard_sources()?.into_iter();
+        let shards = sources
+            .map(|source| write(source, &draft))
+            .collect::<merak_ckpt::Result<_>>()?;
         let header = self.header();
         Ok((draft, shards, header))
     }
@@ -133,7 +140,7 @@ impl MerakTrainer {
             let adapter_file = adapter.iter().map(|json| (ADAPTER_CONFIG, json.as_bytes()));
             let files: Vec<_> = files.chain(adapter_file).collect();
             draft.commit(shards, header, &files)?;
-            store.rotate(self.args.save_total_limit, &[])?;
+            self.start_rotation(store);
             if adapter.is_some() {
                 let saved = Checkpoint::open(&path)?;
                 replace_lora(&saved, self.args.run_folder()?.join("adapter"))?;
@@ -185,74 +192,6 @@ impl MerakTrainer {
         }
     }
 
-    /// Hands what this rank owns to `write`, with the kind of the shard and its number.
-    fn write_shards<T>(
-        &self,
-        mut write: impl FnMut(ShardKind, usize, &[(Piece<'_>, &[u8])]) -> merak_ckpt::Result<T>,
-    ) -> Result<Vec<T>> {
-        let rank = self.stages.mpu.rank().0;
-        let params = &self.stages.table;
-        let cuts = self.stages.plan.param_cuts()?;
-        let noted = |param: &Param| {
-            let layout = self.layout(param)?;
-            // Whoever reshards goes by it, from one tensor-parallel rank on.
-            Ok(match cuts.get(&param.name) {
-                Some(shard) => layout.with_cut(Cut::new(shard.dim, shard.parts.clone()))?,
-                None => layout,
-            })
-        };
-        let layouts = params.iter().map(noted).collect::<Result<Vec<_>>>()?;
-        let owned = &self.stages.owned;
-        let is_first_replica = self.stages.mpu.data_sequence_parallel_rank() == 0;
-
-        let mut shards = Vec::new();
-        let mut outcome = None;
-        self.stages.params.read(&mut |all| {
-            let mine = (0..params.len()).filter(|&index| is_first_replica && owned[index]);
-            let pieces: Vec<_> = mine
-                .map(|index| {
-                    let piece = piece(&Kind::Parameter, &params[index], &layouts[index], None);
-                    (piece, all[index])
-                })
-                .collect();
-            outcome = Some(write(ShardKind::Model, rank, &pieces));
-        });
-        shards.push(outcome.expect("parameters were shown")?);
-
-        // Undivided state is the same on all replicas; of divided state every replica writes its own.
-        let divided = self.stages.optimizer.config().zero_stage
-            != merak_zero::ZeroStage::Replicated
-            && self.args.dp > 1;
-        if !self.args.no_save_optim && (divided || is_first_replica) {
-            let state = self.stages.optimizer.state();
-            let kinds: Vec<_> = state
-                .names()
-                .iter()
-                .map(|name| (*name, Kind::optimizer(*name)))
-                .collect();
-            let trained = self.stages.trained();
-            let slices = state.slices().filter(|slice| owned[trained[slice.param]]);
-            let pieces: Vec<_> = slices
-                .map(|slice| {
-                    let kind = &kinds
-                        .iter()
-                        .find(|(name, _)| *name == slice.name)
-                        .expect("a slice has one of the names")
-                        .1;
-                    let piece = piece(
-                        kind,
-                        &params[trained[slice.param]],
-                        &layouts[trained[slice.param]],
-                        Some(slice.local.clone()),
-                    );
-                    (piece, bytemuck::cast_slice::<f32, u8>(slice.values))
-                })
-                .collect();
-            shards.push(write(ShardKind::Optimizer, rank, &pieces)?);
-        }
-        Ok(shards)
-    }
-
     /// Merges a PEFT adapter into this rank's weights, whatever slices of them it holds, in place of the one that
     /// was merged before. Without one, the weights have the bits of the base again: they are kept while others stand
     /// in their place.
@@ -293,7 +232,7 @@ impl MerakTrainer {
     }
 
     /// How this rank's slice of a parameter lies in the whole.
-    fn layout(&self, param: &Param) -> Result<Layout> {
+    pub(super) fn layout(&self, param: &Param) -> Result<Layout> {
         let (rank, degree) = (
             self.stages.mpu.tensor_parallel_rank(),
             self.stages.mpu.tensor_parallel_world_size(),

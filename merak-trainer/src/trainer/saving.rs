@@ -1,9 +1,14 @@
-//! Saving while training goes on: the tensors are copied, threads write them, and the ranks meet again when all have.
+//! Saving while training goes on: threads copy the tensors beside the next forward and backward passes, write the copies, and
+//! the ranks meet again when all have.
 
-use super::MerakTrainer;
+use super::{MerakTrainer, shards::ShardSource};
 use crate::Result;
-use merak_ckpt::{Draft, Header, PendingShard};
+use merak_ckpt::{Draft, Header, PendingShard, Store};
 use merak_mpu::ReduceOp;
+use std::{
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
 
 /// A checkpoint that threads are writing.
 #[derive(Debug)]
@@ -14,9 +19,10 @@ pub(super) struct PendingSave {
 }
 
 impl MerakTrainer {
-    /// Begins a checkpoint of the run as it stands and returns when the tensors have been copied, which takes as
-    /// much memory as they do. It is complete after [`MerakTrainer::finish_save`]; a crash until then leaves the
-    /// older ones as they were.
+    /// Begins a checkpoint of the run as it stands. Threads copy the tensors while this rank computes the gradients of
+    /// its next step; the update waits until the copy is made. It takes as much memory as they do, which is kept for
+    /// the next save. The checkpoint is complete after [`MerakTrainer::finish_save`]; a crash until then leaves the older ones as they
+    /// were.
     ///
     /// # Communication
     /// A barrier, and what a save that is still under way needs.
@@ -24,13 +30,19 @@ impl MerakTrainer {
     /// # Errors
     /// When the folder cannot be written, or an earlier save failed.
     pub fn save_later(&mut self) -> Result<()> {
-        let (draft, shards, header) = self.draft_of(Draft::write_shard_later)?;
-        self.pending_save = Some(PendingSave {
-            draft,
-            shards,
-            header,
-        });
-        Ok(())
+        self.finish_save()?;
+        self.save_stall = Duration::ZERO;
+        self.stalled(|trainer| {
+            let staging = trainer.staging.clone();
+            let write = |source: ShardSource, draft: &Draft| source.write_later(draft, &staging);
+            let (draft, shards, header) = trainer.draft_of(write)?;
+            trainer.pending_save = Some(PendingSave {
+                draft,
+                shards,
+                header,
+            });
+            Ok(())
+        })
     }
 
     /// Waits for the save that is under way, if one is, and completes it.
@@ -49,26 +61,71 @@ impl MerakTrainer {
             shards,
             header,
         } = pending;
-        let shards = shards.into_iter().map(PendingShard::wait);
-        let shards = shards.collect::<merak_ckpt::Result<Vec<_>>>()?;
-        self.commit(&draft, &shards, header)?;
-        Ok(())
+        self.stalled(|trainer| {
+            let shards = shards.into_iter().map(PendingShard::wait);
+            let shards = shards.collect::<merak_ckpt::Result<Vec<_>>>()?;
+            trainer.commit(&draft, &shards, header)?;
+            Ok(())
+        })
     }
 
-    /// Completes the save that is under way if every rank has written its part.
+    /// Completes the save that is under way if every rank has written its part. Returns whether one is under way
+    /// still.
     ///
     /// # Communication
     /// An all-reduce of 8 bytes over the world, where one is under way.
-    pub(super) fn finish_save_if_written(&mut self) -> Result<()> {
+    ///
+    /// # Errors
+    /// As [`MerakTrainer::finish_save`].
+    pub fn finish_save_if_written(&mut self) -> Result<bool> {
         let Some(pending) = &self.pending_save else {
-            return Ok(());
+            return Ok(false);
         };
         let is_written = pending.shards.iter().all(PendingShard::is_finished);
         let world = self.stages.mpu.world_group();
         if world.all_reduce_scalar(i64::from(is_written), ReduceOp::Min)? == 1 {
             self.finish_save()?;
         }
-        Ok(())
+        Ok(self.pending_save.is_some())
+    }
+
+    /// How long the last [`MerakTrainer::save_later`] has kept this rank from training, all told: the call, the wait
+    /// for the copy before an update, and the completion.
+    pub fn save_stall(&self) -> Duration {
+        self.save_stall
+    }
+
+    /// Has a thread delete the checkpoints that are too many: freeing gigabytes takes a while.
+    pub(super) fn start_rotation(&mut self, store: Store) {
+        let limit = self.args.save_total_limit;
+        self.rotation = Some(thread::spawn(move || store.rotate(limit, &[])));
+    }
+
+    /// Waits until no checkpoint is being deleted any more.
+    pub(super) fn finish_rotation(&mut self) -> Result<()> {
+        let outcome = self.rotation.take().map(JoinHandle::join);
+        match outcome {
+            None => Ok(()),
+            Some(Ok(outcome)) => Ok(outcome.map(drop)?),
+            Some(Err(panic)) => std::panic::resume_unwind(panic),
+        }
+    }
+
+    /// Waits until what is being saved has been copied, before an update changes it.
+    pub(super) fn wait_copied(&mut self) {
+        let start = Instant::now();
+        if let Some(pending) = &self.pending_save {
+            pending.shards.iter().for_each(PendingShard::wait_copied);
+            self.save_stall += start.elapsed();
+        }
+    }
+
+    /// Does something for a save, in time that training does not get.
+    fn stalled(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let start = Instant::now();
+        let outcome = work(self);
+        self.save_stall += start.elapsed();
+        outcome
     }
 
     /// Saves as the arguments say: now, or while training goes on.

@@ -56,6 +56,7 @@ impl MerakTrainer {
     fn step(&mut self) -> Result<StepReport> {
         let start = Instant::now();
         let (loss, tokens) = self.backward_step(self.global_step)?;
+        self.wait_copied();
         let lr = self.schedule.lr(self.stages.optimizer.progress().steps);
         let update = self.stages.update(lr)?;
         self.global_step += 1;

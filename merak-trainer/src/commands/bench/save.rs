@@ -21,71 +21,118 @@ pub(crate) struct Save {
     /// Data-parallel replicas.
     #[arg(long, default_value_t = 1)]
     dp: usize,
+    /// ZeRO stage.
+    #[arg(long, default_value_t = 0)]
+    zero: usize,
     #[command(flatten)]
     shape: Gpt2Shape,
+    /// Length of the sequences, of which each replica trains on one per step.
+    #[arg(long, default_value_t = 512)]
+    seq: usize,
     /// Checkpoints of each kind; the median counts.
     #[arg(long, default_value_t = 3)]
     steps: usize,
 }
 
+/// What one round took on one rank.
+struct Round {
+    /// A step while nothing is saved.
+    step: Duration,
+    /// A checkpoint that is written at once.
+    save: Duration,
+    /// What one that is written meanwhile keeps from training.
+    stall: Duration,
+    /// The steps until it is complete.
+    steps: u32,
+    /// These steps and the stalls, beyond what the steps take while nothing is saved.
+    lost: Duration,
+}
+
 impl Save {
     pub(super) fn run(&self) -> Result<Value, super::super::Failure> {
-        const SEQ: usize = 16;
         if self.steps == 0 {
             return Err("--steps is 0, expected at least 1".into());
         }
         let args = self.arguments()?;
-        let model = self.shape.model(SEQ)?;
+        let model = self.shape.model(self.seq)?;
         let plan = Arc::new(Plan::new(model.into(), &args)?);
         plan.check_memory(&args, &[Workload::Training])?;
         let data: Arc<dyn Dataset> = Arc::new(MadeUp {
-            samples: 4 * self.dp * self.steps,
-            seq: SEQ,
+            samples: 64 * self.dp,
+            seq: self.seq,
             vocab: self.shape.vocab,
         });
-        let times = run_world(&args, |member| {
+        let rounds = run_world(&args, |member| {
             let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
             let parts = TrainerParts {
                 train_data: Some(Arc::clone(&data)),
                 ..TrainerParts::default()
             };
             let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?;
-            let timed = |work: &mut dyn FnMut() -> Result<()>| {
-                let start = Instant::now();
-                work().map(|()| start.elapsed())
-            };
-            let mut all = Vec::new();
-            for _ in 0..self.steps {
-                trainer.train_step()?;
-                let whole = timed(&mut || trainer.save_checkpoint().map(drop))?;
-                trainer.train_step()?;
-                let stall = timed(&mut || trainer.save_later())?;
-                trainer.finish_save()?;
-                all.push((whole, stall));
-            }
-            Ok(all)
+            // The first one touches memory.
+            trainer.train_step()?;
+            (0..self.steps)
+                .map(|_| round(&mut trainer))
+                .collect::<Result<Vec<_>>>()
         })?;
-        let median = |of: &dyn Fn(&(Duration, Duration)) -> Duration| {
-            let mut all: Vec<_> = times[0].iter().map(of).collect();
-            all.sort();
-            all[all.len() / 2].as_secs_f64()
+        let median = |of: &dyn Fn(&Round) -> f64| {
+            let mut all: Vec<_> = rounds[0].iter().map(of).collect();
+            all.sort_by(f64::total_cmp);
+            all[all.len() / 2]
         };
-        let (whole, stall) = (median(&|(whole, _)| *whole), median(&|(_, stall)| *stall));
+        let (save, stall) = (median(&|r| ms(r.save)), median(&|r| ms(r.stall)));
         Ok(json!({
             "bytes": 12 * plan.graph.num_elements(),
-            "save_ms": whole * 1e3,
-            "stall_ms": stall * 1e3,
-            "stall_share": stall / whole,
+            "save_ms": save,
+            "stall_ms": stall,
+            "stall_share": stall / save,
+            "step_ms": median(&|r| ms(r.step)),
+            "steps_meanwhile": median(&|r| f64::from(r.steps)),
+            "lost_ms": median(&|r| ms(r.lost)),
         }))
     }
 
     fn arguments(&self) -> Result<CheckedArguments, super::super::Failure> {
         super::checked(vec![
             ("dp", self.dp.to_string()),
+            ("zero_stage", self.zero.to_string()),
             ("output_dir", self.folder.display().to_string()),
             ("per_device_train_batch_size", "1".to_owned()),
             ("save_total_limit", "1".to_owned()),
-            ("max_steps", (2 * self.steps).to_string()),
+            ("max_steps", "1000000".to_owned()),
         ])
     }
+}
+
+/// A checkpoint at once and one while training goes on, each after a step.
+fn round(trainer: &mut MerakTrainer) -> Result<Round> {
+    let step = timed(|| trainer.train_step().map(drop))?;
+    let save = timed(|| trainer.save_checkpoint().map(drop))?;
+    let mut steps = 0;
+    let meanwhile = timed(|| {
+        trainer.save_later()?;
+        loop {
+            steps += 1;
+            trainer.train_step()?;
+            if !trainer.finish_save_if_written()? {
+                return Ok(());
+            }
+        }
+    })?;
+    Ok(Round {
+        step,
+        save,
+        stall: trainer.save_stall(),
+        steps,
+        lost: meanwhile.saturating_sub(step * steps),
+    })
+}
+
+fn timed(work: impl FnOnce() -> Result<()>) -> Result<Duration> {
+    let start = Instant::now();
+    work().map(|()| start.elapsed())
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
 }

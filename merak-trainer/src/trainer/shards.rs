@@ -1,0 +1,185 @@
+//! What a rank writes of a checkpoint: which pieces of which tensors, and where their values are.
+
+use super::MerakTrainer;
+use crate::{Result, stage::ParamMemory};
+use merak_ckpt::{
+    Cut, DType, Draft, Kind, Layout, Look, PendingShard, Piece, Shard, ShardKind, Staging,
+};
+use merak_trace::Param;
+use merak_zero::{OwnedState, ZeroStage};
+use std::ops::Range;
+
+/// A file of a checkpoint that is to be written. It may be shown on another thread: values that it shows do not
+/// change meanwhile.
+#[derive(Debug)]
+pub(super) struct ShardSource {
+    kind: ShardKind,
+    rank: usize,
+    pieces: Vec<Label>,
+    values: Values,
+}
+
+/// What names a piece.
+#[derive(Debug)]
+struct Label {
+    kind: Kind,
+    name: String,
+    layout: Layout,
+    range: Option<Range<usize>>,
+}
+
+/// Where the values of pieces are.
+#[derive(Debug)]
+enum Values {
+    /// Those of the parameters at these positions of the table; updates wait while they are shown.
+    Parameters {
+        memory: ParamMemory,
+        positions: Vec<usize>,
+    },
+    /// The slices with these numbers of a snapshot.
+    State {
+        state: OwnedState,
+        slices: Vec<usize>,
+    },
+}
+
+/// Memory for the copies of a rank's files, from save to save.
+#[derive(Debug, Clone, Default)]
+pub(super) struct StagingMemory {
+    parameters: Staging,
+    state: Staging,
+}
+
+impl Label {
+    fn piece(&self) -> Piece<'_> {
+        Piece {
+            kind: &self.kind,
+            name: &self.name,
+            dtype: DType::F32,
+            layout: &self.layout,
+            range: self.range.clone(),
+        }
+    }
+}
+
+impl ShardSource {
+    /// Writes the file.
+    pub(super) fn write(self, draft: &Draft) -> merak_ckpt::Result<Shard> {
+        let mut outcome = Ok(Shard::default());
+        self.show(&mut |pieces| outcome = draft.write_shard(self.kind, self.rank, pieces));
+        outcome
+    }
+
+    /// Has a thread write it.
+    pub(super) fn write_later(
+        self,
+        draft: &Draft,
+        staging: &StagingMemory,
+    ) -> merak_ckpt::Result<PendingShard> {
+        let staging = match self.kind {
+            ShardKind::Model => &staging.parameters,
+            ShardKind::Optimizer => &staging.state,
+        };
+        draft.write_shard_later(self.kind, self.rank, staging, move |look| self.show(look))
+    }
+
+    fn show(&self, look: &mut Look<'_>) {
+        let show = |values: &[&[u8]], places: &[usize], look: &mut Look<'_>| {
+            let labels = self.pieces.iter().zip(places);
+            let pieces: Vec<_> = labels
+                .map(|(label, &place)| (label.piece(), values[place]))
+                .collect();
+            look(&pieces);
+        };
+        match &self.values {
+            Values::Parameters { memory, positions } => {
+                memory.read(&mut |all| show(all, positions, look));
+            }
+            Values::State { state, slices } => {
+                let all: Vec<_> = state
+                    .slices()
+                    .map(|slice| bytemuck::cast_slice::<f32, u8>(slice.values))
+                    .collect();
+                show(&all, slices, look);
+            }
+        }
+    }
+}
+
+impl MerakTrainer {
+    /// What this rank owns of a checkpoint of the run as it stands.
+    pub(super) fn shard_sources(&self) -> Result<Vec<ShardSource>> {
+        let layouts = self.noted_layouts()?;
+        let mut sources = vec![self.parameters_source(&layouts)];
+        // Undivided state is the same on all replicas; of divided state every replica writes its own.
+        let divided =
+            self.stages.optimizer.config().zero_stage != ZeroStage::Replicated && self.args.dp > 1;
+        if !self.args.no_save_optim && (divided || self.is_first_replica()) {
+            sources.push(self.state_source(&layouts));
+        }
+        Ok(sources)
+    }
+
+    /// How each parameter lies in the whole, with what whoever reshards goes by, from one tensor-parallel rank on.
+    fn noted_layouts(&self) -> Result<Vec<Layout>> {
+        let cuts = self.stages.plan.param_cuts()?;
+        let noted = |param: &Param| {
+            let layout = self.layout(param)?;
+            Ok(match cuts.get(&param.name) {
+                Some(shard) => layout.with_cut(Cut::new(shard.dim, shard.parts.clone()))?,
+                None => layout,
+            })
+        };
+        self.stages.table.iter().map(noted).collect()
+    }
+
+    fn is_first_replica(&self) -> bool {
+        self.stages.mpu.data_sequence_parallel_rank() == 0
+    }
+
+    fn parameters_source(&self, layouts: &[Layout]) -> ShardSource {
+        let table = &self.stages.table;
+        let positions: Vec<_> = (0..table.len())
+            .filter(|&index| self.is_first_replica() && self.stages.owned[index])
+            .collect();
+        let label = |&index: &usize| Label {
+            kind: Kind::Parameter,
+            name: table[index].name.clone(),
+            layout: layouts[index].clone(),
+            range: None,
+        };
+        ShardSource {
+            kind: ShardKind::Model,
+            rank: self.stages.mpu.rank().0,
+            pieces: positions.iter().map(label).collect(),
+            values: Values::Parameters {
+                memory: self.stages.params.memory(),
+                positions,
+            },
+        }
+    }
+
+    fn state_source(&self, layouts: &[Layout]) -> ShardSource {
+        let (table, trained) = (&self.stages.table, self.stages.trained());
+        let state = self.stages.optimizer.state().into_owned();
+        let (mut pieces, mut slices) = (Vec::new(), Vec::new());
+        for (number, slice) in state.slices().enumerate() {
+            let index = trained[slice.param];
+            if self.stages.owned[index] {
+                slices.push(number);
+                pieces.push(Label {
+                    kind: Kind::optimizer(slice.name),
+                    name: table[index].name.clone(),
+                    layout: layouts[index].clone(),
+                    range: Some(slice.local),
+                });
+            }
+        }
+        ShardSource {
+            kind: ShardKind::Optimizer,
+            rank: self.stages.mpu.rank().0,
+            pieces,
+            values: Values::State { state, slices },
+        }
+    }
+}
