@@ -8,6 +8,7 @@ use crate::locate::{older_than, resolve, store_of};
 use crate::manifest::{Manifest, Refused, TensorEntry};
 use crate::read::{SliceReader, read_slice};
 use crate::{Error, HfFolder, Kind, Piece, Result};
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -220,6 +221,34 @@ impl Checkpoint {
             verified: manifest.tensors.iter().map(flags).collect(),
             manifest,
         }
+    }
+
+    /// A handle on some of the parameters under other names; `names` has the own name of each.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`] where there is none, [`Error::Damaged`] where the header of its file is not that of the
+    /// manifest.
+    pub(crate) fn renamed(&self, names: &BTreeMap<String, String>) -> Result<Self> {
+        let mut tensors = Vec::with_capacity(names.len());
+        for (name, own) in names {
+            let index = self.tensor_index(&Kind::Parameter, own)?;
+            let tensor = &self.manifest.tensors[index];
+            (0..tensor.slices.len()).try_for_each(|slice| self.check_header_once(index, slice))?;
+            tensors.push(TensorEntry {
+                name: name.clone(),
+                ..tensor.clone()
+            });
+        }
+        let manifest = Manifest {
+            header: self.manifest.header.clone(),
+            files: self.manifest.files.clone(),
+            tensors,
+        };
+        let renamed = Self::over(&self.folder, manifest, !self.has_checksums);
+        // They have the own names, and were just checked.
+        let headers = renamed.files.iter().map(|file| &file.has_sound_header);
+        headers.for_each(mark);
+        Ok(renamed)
     }
 
     /// Whether there are checksums to check.

@@ -207,7 +207,11 @@ impl Error {
             Self::Io { source, .. } => {
                 matches!(
                     source.kind(),
-                    io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied
+                    io::ErrorKind::NotFound
+                        | io::ErrorKind::PermissionDenied
+                        | io::ErrorKind::NotADirectory
+                        | io::ErrorKind::IsADirectory
+                        | io::ErrorKind::ReadOnlyFilesystem
                 )
             }
             Self::NotFound { .. }

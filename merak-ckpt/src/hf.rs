@@ -30,7 +30,7 @@ use std::path::{Path, PathBuf};
 
 /// Largest `config.json` or index that is read.
 const MAX_JSON_BYTES: u64 = 64 << 20;
-const CONFIG: &str = "config.json";
+pub(crate) const CONFIG: &str = "config.json";
 
 /// What a folder may hold besides weights that belongs to the model.
 const COMPANIONS: [&str; 16] = [
@@ -329,6 +329,18 @@ fn table(
 fn checked_bytes(dtype: DType, shape: &[usize]) -> Option<usize> {
     let elements = num_elements(shape).filter(|&n| n <= isize::MAX as usize / 16)?;
     (shape.len() <= format::MAX_NDIM).then_some(elements * dtype.size_bytes())
+}
+
+/// Whether weights can be converted to this type.
+fn check_float(dtype: Option<DType>) -> Result<()> {
+    match dtype.filter(|dtype| !dtype.is_float()) {
+        None => Ok(()),
+        Some(dtype) => Err(Error::InvalidOption {
+            key: "dtype",
+            found: dtype.to_string(),
+            expected: "f64, f32, bf16 or f16",
+        }),
+    }
 }
 
 pub(crate) fn read_json(path: &Path) -> Result<Value> {

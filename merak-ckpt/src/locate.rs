@@ -11,6 +11,14 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
             path: path.to_owned(),
         });
     }
+    if path.is_file() {
+        // Somebody named the manifest, or `latest`.
+        let beside = path.parent().map(resolve).and_then(Result::ok);
+        return Err(Error::NotACheckpoint {
+            path: path.to_owned(),
+            found: beside,
+        });
+    }
     let is_step = |name: &str| format::parse_step_name(name).is_some();
     if path.join(format::MANIFEST).exists()
         || path

@@ -22,11 +22,13 @@ mod merge;
 
 pub use config::LoraConfig;
 pub use extract::{extract_lora, replace_lora};
+pub(crate) use extract::{has_adapter, is_factor};
 #[cfg(feature = "graph")]
 pub use graph::{AdaptError, Adapted, adapt};
 pub use merge::merge_lora;
+pub(crate) use merge::{copy_companions, merge_own};
 
-use crate::hf::{self, StoredTensor, foreign};
+use crate::hf::{self, foreign};
 use crate::layout::PartRange;
 use crate::{Checkpoint, DType, Kind, Layout, Piece, Result, TensorEntry};
 use serde_json::Value;
@@ -104,6 +106,26 @@ impl Adapter {
         let path = folder.as_ref();
         let config = LoraConfig::of_adapter(&path.join(config::FILE))?;
         let (file, found) = hf::adapter_tensors(path)?;
+        let tensors = hf::as_checkpoint(path, &file, found)?;
+        Self::of(&file, &config, tensors, base_config, base)
+    }
+
+    /// The adapter that a checkpoint trained, for its own weights.
+    fn of_checkpoint(source: &Checkpoint, base_config: &Value) -> Result<Self> {
+        let config = LoraConfig::read(&source.path().join(config::FILE))?;
+        let tensors = extract::own_adapter(source)?;
+        let base = &source.manifest().tensors;
+        Self::of(source.path(), &config, tensors, base_config, base)
+    }
+
+    /// An adapter of tensors under the names of PEFT; errors name `file`.
+    fn of(
+        file: &Path,
+        config: &LoraConfig,
+        tensors: Checkpoint,
+        base_config: &Value,
+        base: &[TensorEntry],
+    ) -> Result<Self> {
         let family = hf::family_of(base_config);
         let parameters: BTreeMap<_, _> = base
             .iter()
@@ -120,17 +142,15 @@ impl Adapter {
                 .find_map(|name| parameters.get(name))
                 .copied()
         };
-        let contents = Contents::of(&found, &file)?;
+        let contents = Contents::of(&tensors.manifest().tensors, file)?;
         let mut updates = BTreeMap::new();
-        let tensors = hf::as_checkpoint(path, &file, found)?;
-        let unknown =
-            |name: &str| foreign(&file, format!("the base has no parameter for `{name}`"));
+        let unknown = |name: &str| foreign(file, format!("the base has no parameter for `{name}`"));
         for (module, factors) in &contents.modules {
             let weight = format!("{module}.weight");
             let base = resolve(&weight).ok_or_else(|| unknown(&weight))?;
             let transposed = config.fan_in_fan_out
                 || family.is_some_and(|family| family.is_transposed(&base.name));
-            let update = LowRank::read(&tensors, &file, factors, base, transposed, |rank| {
+            let update = LowRank::read(&tensors, file, factors, base, transposed, |rank| {
                 config.scale(module, rank)
             })?;
             updates.insert(base.name.clone(), Update::LowRank(update));
@@ -140,12 +160,12 @@ impl Adapter {
             let entry = tensors.tensor(&Kind::Parameter, &key)?;
             if entry.shape != base.shape {
                 let reason = format!("`{key}` is {:?}, in the base {:?}", entry.shape, base.shape);
-                return Err(foreign(&file, reason));
+                return Err(foreign(file, reason));
             }
             updates.insert(base.name.clone(), Update::Whole(key));
         }
         Ok(Self {
-            path: path.to_owned(),
+            path: tensors.path().to_owned(),
             tensors,
             updates,
         })
@@ -225,9 +245,9 @@ struct Contents {
 }
 
 impl Contents {
-    fn of(found: &[StoredTensor], file: &Path) -> Result<Self> {
+    fn of(tensors: &[TensorEntry], file: &Path) -> Result<Self> {
         let mut contents = Self::default();
-        for StoredTensor { name, .. } in found {
+        for TensorEntry { name, .. } in tensors {
             let Some(place) = name.strip_prefix(PREFIX) else {
                 let reason = format!("`{name}` does not begin with `{PREFIX}`");
                 return Err(foreign(file, reason));

@@ -100,7 +100,7 @@ pub fn reshard(
         let folder = draft.path();
         let mut shards = write_planned(source, tensors, &files, &folder, budget)?;
         shards.push(Shard {
-            files: copy_other_files(source, &folder)?,
+            files: copy_other_files(source, &folder, |_| true)?,
             tensors: Vec::new(),
         });
         let header = Header {

@@ -134,10 +134,14 @@ impl Supply for Stream<'_> {
     }
 }
 
-/// Copies the files of a checkpoint that hold no tensors, checking them on the way.
-pub(crate) fn copy_other_files(source: &Checkpoint, folder: &Path) -> Result<Vec<FileEntry>> {
+/// Copies the files of a checkpoint that hold no tensors and that are wanted, checking them on the way.
+pub(crate) fn copy_other_files(
+    source: &Checkpoint,
+    folder: &Path,
+    is_wanted: impl Fn(&str) -> bool,
+) -> Result<Vec<FileEntry>> {
     let files = source.manifest().files.iter();
-    let others = files.filter(|file| !format::is_tensor_file(&file.name));
+    let others = files.filter(|file| !format::is_tensor_file(&file.name) && is_wanted(&file.name));
     let mut copied = Vec::new();
     for expected in others {
         let found = copy_file(source.path(), folder, &expected.name)?;

@@ -2,6 +2,7 @@
 
 use crate::disk::{remove, rename, sync_folder, write_synced};
 use crate::error::io_error;
+use crate::hf::foreign;
 use crate::{Checkpoint, Draft, Error, Result, format};
 use std::fs;
 use std::io::ErrorKind;
@@ -68,7 +69,7 @@ impl Store {
     /// The folder that `latest` names.
     ///
     /// # Errors
-    /// [`Error::Io`] where the file exists but cannot be read, [`Error::InvalidName`] where it
+    /// [`Error::Io`] where the file exists but cannot be read, [`Error::Foreign`] where it
     /// names no checkpoint.
     pub fn latest(&self) -> Result<Option<PathBuf>> {
         Ok(self
@@ -213,10 +214,10 @@ impl Store {
             Err(error) => return Err(io_error("read", &path)(error)),
         };
         let name = text.trim();
-        let step = format::parse_step_name(name).ok_or_else(|| Error::InvalidName {
-            what: "checkpoint name in a `latest` or `best` file",
-            name: name.chars().take(80).collect(),
-            rule: "expected one like step-00001000",
+        let step = format::parse_step_name(name).ok_or_else(|| {
+            let name: String = name.chars().take(80).collect();
+            let reason = format!("it names `{name}`, expected a checkpoint like step-00001000");
+            foreign(&path, reason)
         })?;
         Ok(Some(step))
     }

@@ -4,6 +4,7 @@ use crate::Checkpoint;
 use crate::error::{Damage, Problem};
 use crate::format;
 use crate::header::check_content;
+use std::collections::BTreeSet;
 
 /// What a full check has looked at and found.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,12 +26,15 @@ impl Checkpoint {
     /// safetensors files say what the manifest says. (The manifest itself was checked on opening.)
     ///
     /// Damage is reported, not returned as an error: all of it, so that a user sees what can be
-    /// saved. Of a Hugging Face folder, which has no checksums, nothing is checked. Memory stays below a few MiB plus the largest header.
+    /// saved; of a file that cannot be read at all, only that. Of a Hugging Face folder, which has no checksums, nothing is checked. Memory stays below a few MiB plus the largest header.
     pub fn verify(&self) -> VerifyReport {
         let manifest = self.manifest();
-        let mut damage = Vec::new();
+        let (mut damage, mut unreadable) = (Vec::new(), BTreeSet::new());
         for (index, file) in manifest.files.iter().enumerate() {
             if let Err(problem) = self.verify_file(index) {
+                if matches!(problem, Problem::Unreadable { .. }) {
+                    unreadable.insert(&file.name);
+                }
                 damage.push(Damage {
                     file: file.name.clone(),
                     tensor: None,
@@ -40,6 +44,9 @@ impl Checkpoint {
         }
         for (index, tensor) in manifest.tensors.iter().enumerate() {
             for (number, slice) in tensor.slices.iter().enumerate() {
+                if unreadable.contains(&slice.file) {
+                    continue;
+                }
                 if let Err(problem) = self.verify_slice(index, number) {
                     let tensor = Some(tensor.name.clone());
                     damage.push(Damage {

@@ -1,10 +1,11 @@
 //! Making a Hugging Face folder of a checkpoint.
 
-use super::{CONFIG, family_of, foreign, read_json};
+use super::{CONFIG, check_float, family_of, foreign, read_json};
 use crate::disk::{remove, rename, sync_folder, write_synced};
 use crate::error::io_error;
+use crate::lora::{copy_companions, has_adapter, is_factor, merge_own};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
-use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, copy_other_files, write_planned};
+use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, write_planned};
 use crate::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, Shard, ShardKind, TensorEntry};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -40,7 +41,9 @@ impl Default for ExportOptions {
 /// In `config.json`, `dtype` (or `torch_dtype`) is set to the type of the weights, and for a known
 /// `model_type`, `tie_word_embeddings` to whether the folder has a head of its own, so that
 /// `transformers` finds every weight it asks for and none besides. A head that equals the embedding bit by
-/// bit, under a configuration that ties the two, is not written.
+/// bit, under a configuration that ties the two, is not written. An adapter that the checkpoint's run trained is
+/// folded into the weights, as [`merge_lora`](crate::merge_lora) does; [`extract_lora`](crate::extract_lora) writes it
+/// by itself.
 ///
 /// `folder` must not exist, or be empty; it gets its name when it is complete.
 ///
@@ -55,11 +58,14 @@ pub fn export_hf(
 ) -> Result<()> {
     let folder = folder.as_ref();
     let config = read_json(&source.path().join(CONFIG))?;
+    if has_adapter(source) {
+        return merge_own(source, config, folder, options);
+    }
     let content = Content {
         tensors: exported(source, &config, options, &|_| false)?,
         values: source,
         config,
-        others: &|folder| copy_other_files(source, folder).map(drop),
+        others: &|folder| copy_companions(source, folder),
     };
     make(folder, &content, options)
 }
@@ -78,13 +84,7 @@ pub(crate) struct Content<'a> {
 /// Makes a folder, under a temporary name until it is complete.
 pub(crate) fn make(folder: &Path, content: &Content<'_>, options: &ExportOptions) -> Result<()> {
     let budget = Budget::new(options.max_memory)?;
-    if let Some(dtype) = options.dtype.filter(|dtype| !dtype.is_float()) {
-        return Err(Error::InvalidOption {
-            key: "dtype",
-            found: dtype.to_string(),
-            expected: "f64, f32, bf16 or f16",
-        });
-    }
+    check_float(options.dtype)?;
     let is_taken = match fs::read_dir(folder) {
         Ok(mut entries) => entries.next().is_some(),
         Err(_) => folder.exists(),
@@ -129,6 +129,7 @@ pub(crate) fn exported(
     let mut tensors: Vec<_> = source
         .manifest()
         .tensors_of(&Kind::Parameter)
+        .filter(|tensor| !is_factor(&tensor.name))
         .cloned()
         .collect();
     if let Some(tie) = family_of(config).and_then(|family| family.tie(config))

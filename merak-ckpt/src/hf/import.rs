@@ -1,6 +1,6 @@
 //! Making a checkpoint of a Hugging Face folder.
 
-use super::{HfFolder, family_of};
+use super::{HfFolder, check_float, family_of};
 use crate::plan::plan;
 use crate::reshard::{finish, start};
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, copy_file, write_planned};
@@ -63,6 +63,7 @@ pub(super) fn import(
     options: &ImportOptions,
 ) -> Result<PathBuf> {
     let budget = Budget::new(options.max_memory)?;
+    check_float(options.dtype)?;
     for tensor in tensors.iter_mut().filter(|tensor| tensor.dtype.is_float()) {
         tensor.dtype = options.dtype.unwrap_or(tensor.dtype);
     }

@@ -5,13 +5,14 @@ use crate::disk::{remove, rename, sync_folder, write_synced};
 use crate::error::io_error;
 use crate::hf::foreign;
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
-use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, write_planned};
-use crate::{Checkpoint, Error, Kind, Layout, Piece, Result, ShardKind, TensorEntry};
+use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, write_planned};
+use crate::{Checkpoint, Error, Kind, Layout, Result, ShardKind, TensorEntry};
 use regex::Regex;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 /// The adapter that a folder itself holds; others have subfolders.
 const DEFAULT: &str = "default";
@@ -88,16 +89,46 @@ fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
 /// The names that tensors have in PEFT's file, with those that they have in the checkpoint.
 type Tensors = BTreeMap<String, String>;
 
-/// The tensors of each adapter.
-fn adapters(source: &Checkpoint) -> Result<BTreeMap<String, Tensors>> {
+/// The names of an adapter's own parameters in a checkpoint: module, half, adapter.
+static FACTOR: LazyLock<Regex> = LazyLock::new(|| {
     let pattern =
         r"^(.+)\.(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.([^.]+?)(\.weight)?$";
-    let factor = Regex::new(pattern).expect("the pattern is sound");
+    Regex::new(pattern).expect("the pattern is sound")
+});
+
+/// Whether a parameter is an adapter's own, and none of the model.
+pub(crate) fn is_factor(name: &str) -> bool {
+    FACTOR.is_match(name)
+}
+
+/// Whether a checkpoint holds an adapter beside its base.
+pub(crate) fn has_adapter(source: &Checkpoint) -> bool {
+    let mut parameters = source.manifest().tensors_of(&Kind::Parameter);
+    parameters.any(|tensor| is_factor(&tensor.name))
+}
+
+/// The one adapter of a checkpoint, under the names of PEFT.
+pub(super) fn own_adapter(source: &Checkpoint) -> Result<Checkpoint> {
+    let adapters = adapters(source)?;
+    if adapters.len() > 1 {
+        let names: Vec<_> = adapters.keys().map(|name| format!("`{name}`")).collect();
+        let reason = format!(
+            "it has the adapters {}: extract them, and merge one of them",
+            names.join(", ")
+        );
+        return Err(foreign(source.path(), reason));
+    }
+    let tensors = adapters.into_values().next().unwrap_or_default();
+    source.renamed(&tensors)
+}
+
+/// The tensors of each adapter.
+fn adapters(source: &Checkpoint) -> Result<BTreeMap<String, Tensors>> {
     let mut adapters: BTreeMap<String, Tensors> = BTreeMap::new();
     let mut modules = Vec::new();
     let entries: Vec<_> = source.manifest().tensors_of(&Kind::Parameter).collect();
     for entry in &entries {
-        if let Some(found) = factor.captures(&entry.name) {
+        if let Some(found) = FACTOR.captures(&entry.name) {
             let (module, half, name) = (&found[1], &found[2], &found[3]);
             let end = if matches!(half, "lora_A" | "lora_B") {
                 ".weight"
@@ -117,7 +148,7 @@ fn adapters(source: &Checkpoint) -> Result<BTreeMap<String, Tensors>> {
     let is_adapted = |module: &str| modules.iter().any(|adapted| adapted == module);
     for entry in entries {
         let name = &entry.name;
-        if factor.is_match(name) || !config.trains_whole(name, is_adapted) {
+        if is_factor(name) || !config.trains_whole(name, is_adapted) {
             continue;
         }
         // PEFT wraps a layer that it adapts.
@@ -132,33 +163,10 @@ fn adapters(source: &Checkpoint) -> Result<BTreeMap<String, Tensors>> {
     Ok(adapters)
 }
 
-/// A checkpoint's tensors under other names.
-struct Renamed<'a> {
-    source: &'a Checkpoint,
-    names: &'a Tensors,
-}
-
-impl Values for Renamed<'_> {
-    fn read_as(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<()> {
-        let name = &self.names[piece.name];
-        let own = Piece {
-            name,
-            ..piece.clone()
-        };
-        self.source.read_as(&own, out)
-    }
-}
-
 fn write_adapter(source: &Checkpoint, folder: &Path, names: &Tensors) -> Result<()> {
     fs::create_dir_all(folder).map_err(io_error("create", folder))?;
-    let entry = |(key, name): (&String, &String)| {
-        let entry = source.manifest().tensor(&Kind::Parameter, name);
-        TensorEntry {
-            name: key.clone(),
-            ..entry.expect("it was found there").clone()
-        }
-    };
-    let mut tensors: Vec<_> = names.iter().map(entry).collect();
+    let values = source.renamed(names)?;
+    let mut tensors = values.manifest().tensors.clone();
     tensors.sort_by(|a, b| natural_order(&a.name, &b.name));
     let whole = |(tensor, entry): (usize, &TensorEntry)| PlannedPiece {
         tensor,
@@ -171,7 +179,6 @@ fn write_adapter(source: &Checkpoint, folder: &Path, names: &Tensors) -> Result<
         pieces: tensors.iter().enumerate().map(whole).collect(),
     };
     let files = [("adapter_model.safetensors".to_owned(), &file)];
-    let values = Renamed { source, names };
     write_planned(
         &values,
         &tensors,

@@ -1,9 +1,10 @@
 //! Writing a model with an adapter folded into it.
 
-use super::Adapter;
-use crate::hf::{Content, exported, make, read_json};
+use super::{Adapter, config};
+use crate::hf::{CONFIG, Content, exported, make, read_json};
 use crate::rewrite::{Values, copy_file, copy_other_files};
 use crate::{Checkpoint, ExportOptions, HfFolder, Piece, Result};
+use serde_json::Value;
 use std::path::Path;
 
 /// A base model's values with an adapter merged in.
@@ -22,7 +23,7 @@ impl Values for Merged<'_> {
 /// Writes a Hugging Face folder of a base model with the PEFT adapter in `adapter` folded into its
 /// weights: `W + scale * B * A`, and what the adapter replaces. `base` is a Hugging Face folder, a
 /// checkpoint, or an output folder; see [`export_hf`](crate::export_hf) for what is written, and
-/// [`Adapter::open`] for what is read.
+/// [`Adapter::open`] for what is read. An adapter that the base has of its own is left out.
 ///
 /// # Errors
 /// As for [`export_hf`](crate::export_hf), [`Adapter::open`] and [`Adapter::merge`]. Nothing is left at
@@ -34,28 +35,49 @@ pub fn merge_lora(
     options: &ExportOptions,
 ) -> Result<()> {
     let (base, adapter, folder) = (base.as_ref(), adapter.as_ref(), folder.as_ref());
+    let open = |weights: &Checkpoint| {
+        let config = read_json(&weights.path().join(CONFIG))?;
+        let adapter = Adapter::open(adapter, &config, &weights.manifest().tensors)?;
+        Ok((config, adapter))
+    };
     if HfFolder::is_one(base) {
         let hf = HfFolder::open(base)?;
         let others = |folder: &Path| {
             let mut names = hf.companions().into_iter();
             names.try_for_each(|name| copy_file(base, folder, name).map(drop))
         };
-        return merge(hf.weights(), adapter, folder, options, &others);
+        return merge(hf.weights(), open(hf.weights())?, folder, options, &others);
     }
     let checkpoint = Checkpoint::open(base)?;
-    let others = |folder: &Path| copy_other_files(&checkpoint, folder).map(drop);
-    merge(&checkpoint, adapter, folder, options, &others)
+    let others = |folder: &Path| copy_companions(&checkpoint, folder);
+    merge(&checkpoint, open(&checkpoint)?, folder, options, &others)
+}
+
+/// Writes a checkpoint with the adapter that it trained folded into its weights.
+pub(crate) fn merge_own(
+    source: &Checkpoint,
+    config: Value,
+    folder: &Path,
+    options: &ExportOptions,
+) -> Result<()> {
+    let adapter = Adapter::of_checkpoint(source, &config)?;
+    let others = |folder: &Path| copy_companions(source, folder);
+    merge(source, (config, adapter), folder, options, &others)
+}
+
+/// Copies the files of a checkpoint that belong to its model: a folder with the description of an adapter would be one
+/// of PEFT.
+pub(crate) fn copy_companions(source: &Checkpoint, folder: &Path) -> Result<()> {
+    copy_other_files(source, folder, |name| name != config::FILE).map(drop)
 }
 
 fn merge(
     base: &Checkpoint,
-    adapter: &Path,
+    (config, mut adapter): (Value, Adapter),
     folder: &Path,
     options: &ExportOptions,
     others: &dyn Fn(&Path) -> Result<()>,
 ) -> Result<()> {
-    let config = read_json(&base.path().join("config.json"))?;
-    let mut adapter = Adapter::open(adapter, &config, &base.manifest().tensors)?;
     adapter.measure(base)?;
     let changes = |name: &str| adapter.targets().any(|target| target == name);
     let content = Content {

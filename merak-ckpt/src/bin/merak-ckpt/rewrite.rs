@@ -13,21 +13,21 @@ use std::path::{Path, PathBuf};
 #[derive(Args)]
 pub(crate) struct Degrees {
     /// Data parallel degree
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 1)]
     dp: usize,
     /// Tensor parallel degree
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 1)]
     tp: usize,
     /// Pipeline parallel degree
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 1)]
     pp: usize,
 }
 
 /// How much memory to take.
 #[derive(Args)]
 pub(crate) struct Memory {
-    /// Bytes of tensors in memory, as in 256MiB
-    #[arg(long, default_value_t = DEFAULT_MAX_MEMORY as u64, value_parser = bytes, value_name = "BYTES")]
+    /// Most memory to take for tensors, as in 256MiB, besides some MiB of tables and the program itself
+    #[arg(long, allow_negative_numbers = true, default_value_t = DEFAULT_MAX_MEMORY as u64, value_parser = bytes, value_name = "BYTES")]
     max_memory: u64,
 }
 
@@ -46,7 +46,12 @@ pub(crate) struct Reshard {
     #[command(flatten)]
     degrees: Degrees,
     /// ZeRO stage: from 1 on the optimizer state is divided over dp, at 3 the parameters as well
-    #[arg(long, default_value_t = 0, value_name = "K")]
+    #[arg(
+        long,
+        allow_negative_numbers = true,
+        default_value_t = 0,
+        value_name = "K"
+    )]
     zero: usize,
     #[command(flatten)]
     memory: Memory,

@@ -165,6 +165,19 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     assert_eq!(names, ["adapter_config.json", "adapter_model.safetensors"]);
     let config: Value = serde_json::from_slice(&extracted[0].1).expect("it is JSON");
     assert_eq!(config["fan_in_fan_out"], true);
+    // As a Hugging Face folder, the model has the adapter in its weights and no trace of it besides.
+    export_hf(&saved, place.path("whole"), &ExportOptions::default()).expect("it merges");
+    let open = |folder: &str| HfFolder::open(place.path(folder)).expect("it opens");
+    let names = |folder: &str| {
+        let tensors = open(folder).tensors().to_vec();
+        tensors
+            .into_iter()
+            .map(|tensor| tensor.name)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(names("whole"), names("hf"));
+    assert!(!place.path("whole/adapter_config.json").exists());
+    assert_eq!(own, place.document(&format!("generate whole {line}")));
     // Picked up, it goes on; under another name it is another adapter.
     place.succeed("train hf.toml --lora_config lora.json --max_steps 7 --resume auto");
     assert_eq!(records(&place, "tuned").last().expect("a record").0, 7);
