@@ -8,12 +8,15 @@
 //! - `reshard`: files rewritten for other topologies, there and back
 //! - `store`: names, `latest`, rotation, leftovers
 //! - `command`: what `merak-ckpt` prints, and its exit status
+//! - `crash`: killed processes and full disks lose nothing
 //! - `damage`: damaged files give errors that name them, on loading too
 //! - `forged`: hostile manifests and headers with right checksums
 //! - `generation`: the decode loop over toy models
 
 #[cfg(feature = "cli")]
 mod command;
+#[cfg(feature = "cli")]
+mod crash;
 mod damage;
 mod forged;
 mod generation;

@@ -1,6 +1,6 @@
 //! Checkpoints rewritten for other topologies.
 
-use crate::support::{check, save, topology};
+use crate::support::{check, save, topologies, topology};
 use merak_ckpt::{
     Checkpoint, Cut, DType, Error, Header, Kind, Piece, ReshardOptions, ShardKind, Stages, Store,
     Tolerance, Topology, diff, reshard,
@@ -36,39 +36,34 @@ fn rewrite(source: &Path, folder: &Path, topology: Topology) -> PathBuf {
     reshard(&source, folder.join(name), &options(topology)).expect("it reshards")
 }
 
+/// Every topology to rewrite for, with the ZeRO stages and both degrees of the sequence axis by turns.
+fn targets() -> Vec<Topology> {
+    let all = topologies().into_iter().enumerate();
+    let target = |(number, topology): (usize, Topology)| Topology {
+        zero_stage: number % 4,
+        sp: 1 + number / 4 % 2,
+        ..topology
+    };
+    all.map(target).collect()
+}
+
 #[test]
-fn there_and_back_is_the_identity_by_any_way() {
+fn there_and_back_is_the_identity() {
     let folder = tempfile::tempdir().unwrap();
     let saved = save(&Store::in_output_dir(folder.path()), 3, topology(2, 2, 1)).unwrap();
     let one = rewrite(&saved, &folder.path().join("one"), topology(1, 1, 1));
     let expected = files(&one);
-    let degrees = [1, 2, 4];
-    let all = degrees
-        .iter()
-        .flat_map(|&dp| degrees.iter().map(move |&tp| (dp, tp)))
-        .flat_map(|(dp, tp)| degrees.iter().map(move |&pp| (dp, tp, pp)))
-        .filter(|(dp, tp, pp)| dp * tp * pp <= 8);
-    let (mut previous, mut count) = (saved.clone(), 0);
-    for (number, (dp, tp, pp)) in all.enumerate() {
-        let topology = Topology {
-            zero_stage: number % 4,
-            ..topology(dp, tp, pp)
-        };
+    for topology in targets() {
         let there = rewrite(&one, &folder.path().join("there"), topology);
         let checkpoint = Checkpoint::open(&there).unwrap();
         check(&checkpoint, topology);
         assert_eq!(checkpoint.verify().damage, []);
         assert_eq!(checkpoint.manifest().header.topology, topology);
-        // The way does not matter, nor who wrote the source.
-        let other_way = rewrite(&previous, &folder.path().join("other"), topology);
-        assert!(files(&other_way) == files(&there), "{topology:?}");
-        let back_folder = folder.path().join(format!("back-{number}"));
-        let back = rewrite(&there, &back_folder, Topology::default());
+        let name = there.parent().unwrap().parent().unwrap().file_name();
+        let back = folder.path().join("back").join(name.unwrap());
+        let back = rewrite(&there, &back, Topology::default());
         assert!(files(&back) == expected, "{topology:?}");
-        previous = there;
-        count += 1;
     }
-    assert_eq!(count, 17);
     let report = diff(
         &Checkpoint::open(&saved).unwrap(),
         &Checkpoint::open(&one).unwrap(),
@@ -77,6 +72,28 @@ fn there_and_back_is_the_identity_by_any_way() {
     .unwrap();
     assert_eq!((report.equal, report.different.len()), (24, 0));
     assert_eq!(expected["config.json"], b"{\"n_layer\":2}\n");
+}
+
+#[test]
+fn every_topology_is_rewritten_for_every_other_as_from_one_rank() {
+    // So any way there and back, by whatever topologies, is the identity too.
+    let folder = tempfile::tempdir().unwrap();
+    let saved = save(&Store::in_output_dir(folder.path()), 3, topology(1, 1, 1)).unwrap();
+    let written: Vec<_> = targets()
+        .into_iter()
+        .map(|target| {
+            let path = rewrite(&saved, folder.path(), target);
+            (target, files(&path), path)
+        })
+        .collect();
+    assert_eq!(written.len(), 17);
+    for (from, _, source) in &written {
+        for (to, expected, _) in &written {
+            let name = format!("{}-{}-{}", from.dp, from.tp, from.pp);
+            let path = rewrite(source, &folder.path().join(name), *to);
+            assert!(files(&path) == *expected, "{from:?} to {to:?}");
+        }
+    }
 }
 
 #[test]

@@ -58,6 +58,9 @@ fn a_missing_path_is_an_error_and_only_open_newest_starts_afresh() {
             .is_none()
     );
     save(&store, 5, topology(1, 1, 1)).unwrap();
+    let manifest = store.path_of(5).join("manifest.json");
+    let file = message(Checkpoint::open(manifest), empty);
+    insta::assert_snapshot!(file, @"no checkpoint at OUT/checkpoints/step-00000005/manifest.json: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`; the newest complete one is OUT/checkpoints/step-00000005");
     fs::remove_file(store.folder().join("latest")).unwrap();
     let without_latest = message(Checkpoint::open(empty), empty);
     fs::write(store.folder().join("latest"), "../../etc\n").unwrap();
@@ -69,7 +72,7 @@ fn a_missing_path_is_an_error_and_only_open_newest_starts_afresh() {
         no checkpoint at OUT/nowhere: the path does not exist
         no checkpoint at OUT: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`
         no checkpoint at OUT: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`; the newest complete one is OUT/checkpoints/step-00000005
-        invalid checkpoint name in a `latest` or `best` file `../../etc`: expected one like step-00001000
+        cannot read OUT/checkpoints/latest: it names `../../etc`, expected a checkpoint like step-00001000
         checkpoint OUT/checkpoints/step-00000009 is damaged: manifest.json: the file is missing; the newest complete older one is OUT/checkpoints/step-00000005
         ");
 }

@@ -249,3 +249,11 @@ pub(crate) fn topology(dp: usize, tp: usize, pp: usize) -> Topology {
         ..Topology::default()
     }
 }
+
+/// The topologies of {1, 2, 4}³ with at most 8 ranks.
+pub(crate) fn topologies() -> Vec<Topology> {
+    let degrees = [1, 2, 4];
+    let pairs = degrees.iter().flat_map(|&dp| degrees.map(|tp| (dp, tp)));
+    let all = pairs.flat_map(|(dp, tp)| degrees.map(|pp| topology(dp, tp, pp)));
+    all.filter(|all| all.dp * all.tp * all.pp <= 8).collect()
+}

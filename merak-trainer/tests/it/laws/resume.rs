@@ -107,6 +107,55 @@ fn a_run_resumed_elsewhere_follows_the_same_curve() {
     }
 }
 
+/// The degrees of {1, 2, 4}³ with at most 8 ranks.
+fn all_degrees() -> Vec<(usize, usize, usize)> {
+    let degrees = [1, 2, 4];
+    let pairs = degrees.iter().flat_map(|&dp| degrees.map(|tp| (dp, tp)));
+    let all = pairs.flat_map(|(dp, tp)| degrees.map(|pp| (dp, tp, pp)));
+    all.filter(|(dp, tp, pp)| dp * tp * pp <= 8).collect()
+}
+
+/// Runs on `from`, interrupted and picked up on each of `to`, with the other ZeRO stage where there is one.
+fn check_moves(case: &Case, from: (usize, usize, usize), to: &[(usize, usize, usize)]) {
+    let zero = |(dp, tp, pp): (usize, usize, usize)| usize::from(dp > 1) * ((tp + pp) % 2);
+    let case = case.clone().on(from).with("zero_stage", zero(from));
+    let straight = case.run(5);
+    let folders = [(); 2].map(|()| tempdir().expect("a temporary folder"));
+    for folder in &folders {
+        train_and_save(&case, 3, folder.path());
+    }
+    let [saved, again] = folders.each_ref().map(|folder| files(folder.path()));
+    assert!(saved == again, "a second run on {from:?}");
+    for &degrees in to {
+        let what = format!("{from:?} to {degrees:?}");
+        let moved = resumed(&case, folders[0].path()).on(degrees);
+        if degrees == from {
+            let moved = moved.run(2);
+            assert_eq!(
+                numbers(&moved.reports),
+                numbers(&straight.reports[3..]),
+                "{what}"
+            );
+            assert_same_tensors(&moved.weights, &straight.weights, &what);
+            continue;
+        }
+        let other = usize::from(degrees.0 > 1) * (1 - zero(from));
+        let moved = moved.with("zero_stage", other).run(2);
+        assert_close_losses(&moved.reports, &straight.reports[3..], 1e-4, &what);
+    }
+}
+
+#[test]
+#[ignore = "289 pairs take minutes: cargo test -p merak-trainer --test it --release -- --ignored any_topology"]
+fn a_run_goes_on_from_any_topology_to_any_other() {
+    let all = all_degrees();
+    assert_eq!(all.len(), 17);
+    let case = Case::gpt2().with_dropout(0.1);
+    for &from in &all {
+        check_moves(&case, from, &all);
+    }
+}
+
 #[test]
 fn every_topology_writes_the_same_tensors_from_the_same_state() {
     let folders = [(); 3].map(|()| tempdir().expect("a temporary folder"));
