@@ -8,8 +8,10 @@ mod pickle;
 mod safe;
 mod torch;
 
+use export::is_same;
 pub(crate) use export::{Content, exported, make};
 pub use export::{ExportOptions, export_hf};
+pub use family::set_tie;
 pub use import::{ImportOptions, import_hf};
 pub use merak::import_merak;
 pub use safe::stored_tensors;
@@ -61,12 +63,16 @@ const COMPANIONS: [&str; 16] = [
 ///
 /// Names are those of the model with its head: where a folder holds the bare model (`wte.weight`),
 /// the prefix of its `model_type` is added (`transformer.wte.weight`). Left out are causal masks and
-/// other buffers that models make up themselves, and a head that the configuration ties to the embedding.
+/// other buffers that models make up themselves, and a head that the configuration ties to the embedding: only
+/// where the two are equal. Where both are there and differ, the configuration is wrong, as version 5 of
+/// `transformers` saves it for T5 1.1, and they stay apart, as when `transformers` loads such a folder.
 #[derive(Debug)]
 pub struct HfFolder {
     /// The weights as slices of files, without checksums.
     weights: Checkpoint,
     config: Value,
+    /// Whether head and embedding differ though `config.json` ties them.
+    is_untied: bool,
     left_out: Vec<String>,
 }
 
@@ -104,7 +110,7 @@ impl HfFolder {
         if !path.is_dir() {
             return Err(foreign(path, "the folder does not exist"));
         }
-        let config = read_json(&path.join(CONFIG))?;
+        let mut config = read_json(&path.join(CONFIG))?;
         let family = family_of(&config);
         let (mut files, mut found, mut left_out) = (Vec::new(), Vec::new(), Vec::new());
         for (name, kind, wanted) in weight_files(path)? {
@@ -128,8 +134,16 @@ impl HfFolder {
             files.push(file_entry(path, &file)?);
             found.extend(tensors.into_iter().map(|tensor| (name.clone(), tensor)));
         }
+        let mut is_untied = false;
         if let Some(family) = family {
-            family.normalise(&config, &mut found, &mut left_out);
+            family.rename(&config, &mut found);
+            if let Some(tie) = family.tie(&config).filter(|tie| tie.is_one(&config)) {
+                is_untied = are_apart(path, &files, &found, [tie.head, tie.embedding])?;
+            }
+            if is_untied {
+                set_tie(&mut config, false);
+            }
+            family.leave_out(&config, &mut found, &mut left_out);
         }
         files.sort_by(|a, b| a.name.cmp(&b.name));
         let manifest = Manifest {
@@ -140,6 +154,7 @@ impl HfFolder {
         Ok(Self {
             weights: Checkpoint::over(path, manifest, true),
             config,
+            is_untied,
             left_out,
         })
     }
@@ -155,9 +170,23 @@ impl HfFolder {
         self.weights.path()
     }
 
-    /// The content of `config.json`.
+    /// The content of `config.json`; where it ties a head to an embedding that differs from it,
+    /// `tie_word_embeddings` is false here.
     pub fn config(&self) -> &Value {
         &self.config
+    }
+
+    /// Says in a configuration of the folder's model that head and embedding are apart, with a warning, where the
+    /// weights are so although `config.json` says otherwise. Returns whether they are.
+    pub fn correct(&self, config: &mut Value) -> bool {
+        if self.is_untied {
+            tracing::warn!(
+                folder = %self.path().display(),
+                "config.json ties head and embedding, but the weights have both and they differ: they stay apart"
+            );
+            set_tie(config, false);
+        }
+        self.is_untied
     }
 
     /// The tensors, by name; all are of kind [`Kind::Parameter`]. Their slices have no checksums.
@@ -199,6 +228,30 @@ impl HfFolder {
 /// The family of a configuration's model, where it is known.
 pub(crate) fn family_of(config: &Value) -> Option<&'static Family> {
     family::of(config.get("model_type")?.as_str()?)
+}
+
+/// Whether a folder has both of these tensors and they differ.
+fn are_apart(
+    folder: &Path,
+    files: &[FileEntry],
+    found: &[(String, StoredTensor)],
+    names: [&str; 2],
+) -> Result<bool> {
+    let find = |name| found.iter().find(|(_, tensor)| tensor.name == name);
+    let [Some(first), Some(second)] = names.map(find) else {
+        return Ok(false);
+    };
+    // Old files have a tied weight once, under both names.
+    if (&first.0, first.1.bytes) == (&second.0, second.1.bytes) {
+        return Ok(false);
+    }
+    let manifest = Manifest {
+        header: Header::default(),
+        tensors: table(folder, vec![first.clone(), second.clone()], None)?,
+        files: files.to_vec(),
+    };
+    let both = Checkpoint::over(folder, manifest, true);
+    Ok(!is_same(&both, names[0], names[1])?)
 }
 
 /// The files of weights.

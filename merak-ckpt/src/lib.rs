@@ -163,7 +163,7 @@ pub use generate::{
 };
 pub use hf::{
     ExportOptions, HfFolder, ImportOptions, StoredTensor, export_hf, import_hf, import_merak,
-    stored_tensors,
+    set_tie, stored_tensors,
 };
 pub use kind::Kind;
 pub use layout::{Layout, Part};

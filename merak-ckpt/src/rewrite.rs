@@ -167,13 +167,24 @@ pub(crate) fn copy_other_files(
 
 /// Copies one file from folder to folder and syncs it.
 pub(crate) fn copy_file(from: &Path, to: &Path, name: &str) -> Result<FileEntry> {
-    let (from, to) = (from.join(name), to.join(name));
-    let mut reader = File::open(&from).map_err(io_error("open", &from))?;
+    let from = from.join(name);
+    let reader = File::open(&from).map_err(io_error("open", &from))?;
+    write_file(reader, &from, to, name)
+}
+
+/// Writes a file with what a reader of `from` gives and syncs it.
+pub(crate) fn write_file(
+    mut reader: impl Read,
+    from: &Path,
+    to: &Path,
+    name: &str,
+) -> Result<FileEntry> {
+    let to = to.join(name);
     let file = File::create_new(&to).map_err(io_error("create", &to))?;
     let mut writer = HashingWriter::new(file);
     let mut block = vec![0; 1 << 16];
     loop {
-        match reader.read(&mut block).map_err(io_error("read", &from))? {
+        match reader.read(&mut block).map_err(io_error("read", from))? {
             0 => break,
             n => writer
                 .write_all(&block[..n])

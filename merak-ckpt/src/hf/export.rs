@@ -1,6 +1,6 @@
 //! Making a Hugging Face folder of a checkpoint.
 
-use super::{CONFIG, check_float, family_of, foreign, read_json};
+use super::{CONFIG, check_float, family::set_tie, family_of, foreign, read_json};
 use crate::disk::{remove, rename, sync_folder, write_synced};
 use crate::error::io_error;
 use crate::lora::{copy_companions, has_adapter, is_factor, merge_own};
@@ -40,8 +40,8 @@ impl Default for ExportOptions {
 ///
 /// In `config.json`, `dtype` (or `torch_dtype`) is set to the type of the weights, and for a known
 /// `model_type`, `tie_word_embeddings` to whether the folder has a head of its own, so that
-/// `transformers` finds every weight it asks for and none besides. A head that equals the embedding bit by
-/// bit, under a configuration that ties the two, is not written. An adapter that the checkpoint's run trained is
+/// `transformers` finds every weight it asks for and none besides. A head that equals the embedding, under a
+/// configuration that ties the two, is not written. An adapter that the checkpoint's run trained is
 /// folded into the weights, as [`merge_lora`](crate::merge_lora) does; [`extract_lora`](crate::extract_lora) writes it
 /// by itself.
 ///
@@ -150,29 +150,34 @@ pub(crate) fn exported(
     Ok(tensors)
 }
 
-/// Whether the checkpoint has both parameters and they are equal.
-fn is_same(source: &Checkpoint, first: &str, second: &str) -> Result<bool> {
+/// Whether the checkpoint has both parameters and they are equal, be it in different types.
+pub(super) fn is_same(source: &Checkpoint, first: &str, second: &str) -> Result<bool> {
     const BLOCK_ELEMENTS: usize = 1 << 18;
     let entry = |name| source.manifest().tensor(&Kind::Parameter, name);
     let (Some(a), Some(b)) = (entry(first), entry(second)) else {
         return Ok(false);
     };
-    if (a.dtype, &a.shape) != (b.dtype, &b.shape) {
+    if a.shape != b.shape {
         return Ok(false);
     }
+    let dtype = if a.dtype == b.dtype {
+        a.dtype
+    } else {
+        DType::F64
+    };
     let layout = Layout::whole(&a.shape);
     for begin in (0..a.num_elements()).step_by(BLOCK_ELEMENTS) {
         let end = a.num_elements().min(begin + BLOCK_ELEMENTS);
         let read = |name| {
-            let mut out = vec![0; (end - begin) * a.dtype.size_bytes()];
+            let mut out = vec![0; (end - begin) * dtype.size_bytes()];
             let piece = Piece {
                 kind: &Kind::Parameter,
                 name,
-                dtype: a.dtype,
+                dtype,
                 layout: &layout,
                 range: Some(begin..end),
             };
-            source.read(&piece, &mut out).map(|()| out)
+            source.read_as(&piece, &mut out).map(|()| out)
         };
         if read(first)? != read(second)? {
             return Ok(false);
@@ -300,7 +305,6 @@ fn index(tensors: &[TensorEntry], written: &[Shard]) -> String {
 fn adapted(mut config: Value, tensors: &[TensorEntry]) -> Option<Value> {
     let original = config.clone();
     let tie = family_of(&config).and_then(|family| family.tie(&original));
-    let fields = config.as_object_mut()?;
     let mut floats = tensors
         .iter()
         .map(|tensor| tensor.dtype)
@@ -308,12 +312,12 @@ fn adapted(mut config: Value, tensors: &[TensorEntry]) -> Option<Value> {
     if let Some(first) = floats.next()
         && floats.all(|dtype| dtype == first)
     {
-        set_dtype(fields, first);
+        set_dtype(config.as_object_mut()?, first);
     }
     if let Some(tie) = tie {
         let has_head = tensors.iter().any(|tensor| tensor.name == tie.head);
         if tie.is_one(&original) == has_head {
-            fields.insert("tie_word_embeddings".to_owned(), json!(!has_head));
+            set_tie(&mut config, !has_head);
         }
     }
     (config != original).then_some(config)

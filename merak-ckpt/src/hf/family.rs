@@ -1,6 +1,6 @@
 //! What the families of models have in common that files do not say.
 
-use super::StoredTensor;
+use super::{StoredTensor, family_of};
 use crate::Cut;
 use serde_json::Value;
 
@@ -36,6 +36,8 @@ pub(crate) struct Tie {
     /// A parameter beside the head that files may have under two names: the one in use where head and embedding
     /// are one, and the one in use where they are not, when `transformers` creates the other all the same.
     pub(crate) twin: Option<[&'static str; 2]>,
+    /// A field of the configuration that says the same as `tie_word_embeddings` where it is absent.
+    follower: Option<&'static str>,
 }
 
 /// What most families are.
@@ -74,6 +76,7 @@ const FAMILIES: [Family; 7] = [
             embedding: "transformer.wte.weight",
             is_default: true,
             twin: None,
+            follower: None,
         }),
         is_transposed: true,
         columns: &[("attn.c_attn", 3), ("mlp.c_fc", 1)],
@@ -88,6 +91,7 @@ const FAMILIES: [Family; 7] = [
             embedding: "model.embed_tokens.weight",
             is_default: false,
             twin: None,
+            follower: None,
         }),
         is_transposed: false,
         columns: &[
@@ -108,6 +112,7 @@ const FAMILIES: [Family; 7] = [
             embedding: "model.decoder.embed_tokens.weight",
             is_default: true,
             twin: None,
+            follower: None,
         }),
         is_transposed: false,
         columns: &[("q_proj", 1), ("k_proj", 1), ("v_proj", 1), ("fc1", 1)],
@@ -123,6 +128,7 @@ const FAMILIES: [Family; 7] = [
             embedding: "gpt_neox.embed_in.weight",
             is_default: false,
             twin: None,
+            follower: None,
         }),
         is_transposed: false,
         columns: &[("query_key_value", 1), ("dense_h_to_4h", 1)],
@@ -137,6 +143,7 @@ const FAMILIES: [Family; 7] = [
             embedding: "bert.embeddings.word_embeddings.weight",
             is_default: true,
             twin: Some(["cls.predictions.bias", "cls.predictions.decoder.bias"]),
+            follower: None,
         }),
         // Positions from 0 on, and the head for pairs of sentences.
         unused: &[
@@ -159,6 +166,7 @@ const FAMILIES: [Family; 7] = [
             embedding: "shared.weight",
             is_default: true,
             twin: None,
+            follower: Some("scale_decoder_outputs"),
         }),
         columns: &[
             ("Attention.q", 1),
@@ -232,19 +240,13 @@ impl Family {
             .then(|| Cut::new(dim, vec![size / parts; parts]))
     }
 
-    /// Gives tensors the names of the model with its head, and takes out what it has no
-    /// parameter for; the names of these go to `left_out`.
-    pub(super) fn normalise(
-        &self,
-        config: &Value,
-        found: &mut Vec<(String, StoredTensor)>,
-        left_out: &mut Vec<String>,
-    ) {
+    /// Gives tensors the names of the model with its head.
+    pub(super) fn rename(&self, config: &Value, found: &mut [(String, StoredTensor)]) {
         let tie = self.tie(config);
         let is_bare = found
             .iter()
             .all(|(_, tensor)| !tensor.name.starts_with(self.prefix));
-        for (_, tensor) in &mut *found {
+        for (_, tensor) in found {
             if is_bare && tie.is_none_or(|tie| tensor.name != tie.head) {
                 tensor.name.insert_str(0, self.prefix);
             }
@@ -255,6 +257,16 @@ impl Family {
                 }
             }
         }
+    }
+
+    /// Takes out what the model has no parameter for; the names go to `left_out`.
+    pub(super) fn leave_out(
+        &self,
+        config: &Value,
+        found: &mut Vec<(String, StoredTensor)>,
+        left_out: &mut Vec<String>,
+    ) {
+        let tie = self.tie(config);
         let tied = tie.filter(|tie| {
             let is_there = |(_, tensor): &(String, StoredTensor)| tensor.name == tie.embedding;
             tie.is_one(config) && found.iter().any(is_there)
@@ -271,6 +283,23 @@ impl Family {
             is_needed
         });
     }
+}
+
+/// Says in a `config.json` whether head and embedding are one. What follows from that where the configuration is
+/// silent stays as it was: T5 scales the input of its head or not.
+pub fn set_tie(config: &mut Value, is_one: bool) {
+    let tie = family_of(config).and_then(|family| family.tie(config));
+    let follower = tie.and_then(|tie| Some((tie.follower?, tie.is_one(config))));
+    let Some(fields) = config.as_object_mut() else {
+        return;
+    };
+    if let Some((name, was_one)) = follower {
+        let field = fields.entry(name).or_insert(Value::Null);
+        if field.is_null() {
+            *field = was_one.into();
+        }
+    }
+    fields.insert("tie_word_embeddings".to_owned(), is_one.into());
 }
 
 impl Tie {

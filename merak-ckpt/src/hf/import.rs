@@ -1,9 +1,9 @@
 //! Making a checkpoint of a Hugging Face folder.
 
-use super::{HfFolder, check_float, family_of};
+use super::{CONFIG, HfFolder, check_float, family_of};
 use crate::plan::plan;
 use crate::reshard::{finish, start};
-use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, copy_file, write_planned};
+use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, copy_file, write_file, write_planned};
 use crate::{DType, Header, Result, Shard, Stages, TensorEntry, Topology};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ impl Default for ImportOptions {
 }
 
 /// Makes a checkpoint of step 0 from a Hugging Face folder: weights under the folder's names, its
-/// `config.json`, tokenizer and the like, no optimizer state. Returns the checkpoint's folder.
+/// `config.json` (see [`HfFolder::correct`]), tokenizer and the like, no optimizer state. Returns the checkpoint's folder.
 ///
 /// `destination` and the topology are those of [`reshard`](crate::reshard); tensor parallelism cuts by the
 /// rules of the configuration's `model_type` where it is one of those that merak-trace knows by names of Hugging Face. The
@@ -76,10 +76,16 @@ pub(super) fn import(
     finish(&draft, || {
         let folder = draft.path();
         let mut shards = write_planned(values, &tensors, &files, &folder, budget)?;
-        let companions = source.companions();
-        let copied = companions
-            .iter()
-            .map(|name| copy_file(source.path(), &folder, name));
+        let mut config = source.config().clone();
+        let is_corrected = source.correct(&mut config);
+        let companions = source.companions().into_iter();
+        let copied = companions.map(|name| match name {
+            CONFIG if is_corrected => {
+                let text = format!("{config:#}\n");
+                write_file(text.as_bytes(), source.path(), &folder, name)
+            }
+            _ => copy_file(source.path(), &folder, name),
+        });
         shards.push(Shard {
             files: copied.collect::<Result<_>>()?,
             tensors: Vec::new(),

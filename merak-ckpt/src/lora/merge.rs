@@ -35,8 +35,7 @@ pub fn merge_lora(
     options: &ExportOptions,
 ) -> Result<()> {
     let (base, adapter, folder) = (base.as_ref(), adapter.as_ref(), folder.as_ref());
-    let open = |weights: &Checkpoint| {
-        let config = read_json(&weights.path().join(CONFIG))?;
+    let open = |weights: &Checkpoint, config: Value| -> Result<(Value, Adapter)> {
         let adapter = Adapter::open(adapter, &config, &weights.manifest().tensors)?;
         Ok((config, adapter))
     };
@@ -46,11 +45,16 @@ pub fn merge_lora(
             let mut names = hf.companions().into_iter();
             names.try_for_each(|name| copy_file(base, folder, name).map(drop))
         };
-        return merge(hf.weights(), open(hf.weights())?, folder, options, &others);
+        let mut config = hf.config().clone();
+        hf.correct(&mut config);
+        let opened = open(hf.weights(), config)?;
+        return merge(hf.weights(), opened, folder, options, &others);
     }
     let checkpoint = Checkpoint::open(base)?;
     let others = |folder: &Path| copy_companions(&checkpoint, folder);
-    merge(&checkpoint, open(&checkpoint)?, folder, options, &others)
+    let config = read_json(&checkpoint.path().join(CONFIG))?;
+    let opened = open(&checkpoint, config)?;
+    merge(&checkpoint, opened, folder, options, &others)
 }
 
 /// Writes a checkpoint with the adapter that it trained folded into its weights.

@@ -169,10 +169,22 @@ fn fused_and_transposed_weights_are_cut_by_their_meaning() {
 
 /// A folder with these tensors of zeros.
 fn written(config: &Value, tensors: &[(&str, &[usize])]) -> tempfile::TempDir {
+    let zeros = tensors.iter().map(|&(name, shape)| (name, shape, 0.0));
+    filled(config, &zeros.collect::<Vec<_>>())
+}
+
+/// A folder with these tensors, of zeros but for the last element.
+fn filled(config: &Value, tensors: &[(&str, &[usize], f32)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let zeros = vec![0; 4096];
-    let views = tensors.iter().map(|(name, shape)| {
-        let bytes = &zeros[..4 * shape.iter().product::<usize>()];
+    let bytes: Vec<Vec<u8>> = tensors
+        .iter()
+        .map(|(_, shape, last)| {
+            let mut values = vec![0.0; shape.iter().product()];
+            *values.last_mut().expect("no tensor is empty") = *last;
+            values.into_iter().flat_map(f32::to_le_bytes).collect()
+        })
+        .collect();
+    let views = tensors.iter().zip(&bytes).map(|((name, shape, _), bytes)| {
         let view =
             safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), bytes);
         (*name, view.expect("as many bytes as the shape says"))
@@ -181,6 +193,73 @@ fn written(config: &Value, tensors: &[(&str, &[usize])]) -> tempfile::TempDir {
     safetensors::serialize_to_file(views, None, &file).expect("it can be written");
     fs::write(folder.path().join("config.json"), config.to_string()).expect("it can be written");
     folder
+}
+
+#[test]
+fn a_head_that_differs_from_the_embedding_is_kept_whatever_the_configuration_says() {
+    let shape: &[usize] = &[5, 3];
+    for (family, head, embedding) in [
+        ("gpt2", "lm_head.weight", "transformer.wte.weight"),
+        ("gpt2", "lm_head.weight", "wte.weight"),
+        ("llama", "lm_head.weight", "model.embed_tokens.weight"),
+        ("qwen2", "lm_head.weight", "model.embed_tokens.weight"),
+        ("opt", "lm_head.weight", "model.decoder.embed_tokens.weight"),
+        ("gpt_neox", "embed_out.weight", "gpt_neox.embed_in.weight"),
+        (
+            "bert",
+            "cls.predictions.decoder.weight",
+            "bert.embeddings.word_embeddings.weight",
+        ),
+        ("t5", "lm_head.weight", "shared.weight"),
+    ] {
+        let config = serde_json::json!({ "model_type": family, "tie_word_embeddings": true });
+        let equal = filled(&config, &[(head, shape, 2.0), (embedding, shape, 2.0)]);
+        let equal = HfFolder::open(equal.path()).unwrap();
+        assert_eq!(equal.left_out(), [head], "{family}");
+        assert_eq!(equal.config(), &config);
+        assert!(!equal.correct(&mut config.clone()));
+
+        let apart = filled(&config, &[(head, shape, 2.0), (embedding, shape, 3.0)]);
+        let source = HfFolder::open(apart.path()).unwrap();
+        assert_eq!(source.left_out(), [""; 0], "{family}");
+        assert_eq!(source.config()["tie_word_embeddings"], false, "{family}");
+        let mut corrected = config.clone();
+        assert!(source.correct(&mut corrected));
+        assert_eq!(&corrected, source.config());
+
+        // What is made of it goes by the same.
+        let into = apart.path().join("imported");
+        let imported = import_hf(&source, &into, &ImportOptions::default()).unwrap();
+        let imported = Checkpoint::open(imported).unwrap();
+        assert_eq!(imported.verify().damage, []);
+        assert_eq!(json(&imported.path().join("config.json")), corrected);
+        let back = apart.path().join("back");
+        export_hf(&imported, &back, &ExportOptions::default()).unwrap();
+        let back = HfFolder::open(back).unwrap();
+        let kept = content(&back);
+        let kept = kept.into_iter().filter(|(name, ..)| name == head);
+        let expected = content(&source);
+        let expected = expected.into_iter().filter(|(name, ..)| name == head);
+        assert!(kept.eq(expected), "{family}");
+    }
+}
+
+#[test]
+fn t5_scales_its_outputs_as_before_when_its_head_is_set_apart() {
+    let shape: &[usize] = &[5, 3];
+    for (stated, scales) in [(None, true), (Some(true), true), (Some(false), false)] {
+        let mut config = serde_json::json!({ "model_type": "t5" });
+        if let Some(stated) = stated {
+            config["scale_decoder_outputs"] = stated.into();
+        }
+        let tensors = [
+            ("lm_head.weight", shape, 2.0),
+            ("shared.weight", shape, 3.0),
+        ];
+        let folder = HfFolder::open(filled(&config, &tensors).path()).unwrap();
+        assert_eq!(folder.config()["tie_word_embeddings"], false);
+        assert_eq!(folder.config()["scale_decoder_outputs"], scales);
+    }
 }
 
 #[test]

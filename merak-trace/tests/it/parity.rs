@@ -31,7 +31,13 @@ fn folder() -> &'static Path {
 
 fn golden(name: &str) -> Json {
     let text = fs::read(folder().join(format!("{name}.json"))).expect("the golden is there");
-    serde_json::from_slice(&text).expect("the golden is as the script writes it")
+    let mut golden: Json =
+        serde_json::from_slice(&text).expect("the golden is as the script writes it");
+    if golden["parameters"].get("lm_head.weight").is_some() {
+        // As merak-ckpt corrects a configuration that ties weights which differ.
+        golden["config"]["tie_word_embeddings"] = false.into();
+    }
+    golden
 }
 
 fn list(golden: &Json, name: &str) -> Vec<f64> {

@@ -24,13 +24,17 @@ impl Loaded {
     /// Reads the model's configuration, with the sizes that the arguments override.
     pub(crate) fn of(args: &CheckedArguments) -> Result<Self> {
         let mut json = read(&config_file(args)?)?;
+        // A folder that cannot be opened is refused where its weights are read.
+        if let Some(Ok(folder)) = weights_folder(args).map(HfFolder::open) {
+            folder.correct(&mut json);
+        }
         let names = json["model_type"].as_str().and_then(models::size_fields);
         if let (Some(fields), Some(names)) = (json.as_object_mut(), names) {
             override_sizes(fields, names, args);
         }
-        if let Some(fields) = json.as_object_mut().filter(|_| args.no_tie_modules) {
+        if args.no_tie_modules && json.is_object() {
             // Part of the configuration, so that a checkpoint alone makes the same model again.
-            fields.insert("tie_word_embeddings".to_owned(), false.into());
+            merak_ckpt::set_tie(&mut json, false);
         }
         Ok(Self {
             model: models::from_config(&json)?.into(),
@@ -114,6 +118,13 @@ fn override_sizes(fields: &mut Map<String, Value>, names: SizeFields, args: &Che
         }
         fields.insert(field.to_owned(), size.into());
     }
+}
+
+/// The Hugging Face folder that the weights come from, if it is one.
+fn weights_folder(args: &CheckedArguments) -> Option<&Path> {
+    let resumed = args.resume_from_checkpoint.as_deref().map(Path::new);
+    let folder = args.model.hf_dir.as_ref().map(|folder| &*folder.0);
+    folder.or(resumed).filter(|path| HfFolder::is_one(path))
 }
 
 /// The file that describes the model.

@@ -3,7 +3,7 @@
 //! `goldens/families` has the numbers and the script that made them. Weights come in through a folder as
 //! `transformers` writes it, so the names of parameters are held against its own too.
 
-mod formula;
+pub(crate) mod formula;
 mod generation;
 mod lora;
 
@@ -18,6 +18,8 @@ use merak_ckpt::{
     Checkpoint, DType, Header, HfFolder, ImportOptions, Kind, Layout, Piece, ShardKind, Store,
     import_hf,
 };
+#[cfg(feature = "tch")]
+use merak_trace::backend::tch::{Tch, TchDevice};
 use merak_trace::{
     Graph, Interpreter, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram,
     backend::candle::Candle,
@@ -163,7 +165,7 @@ impl Golden {
     }
 
     /// Logits of the first samples at their real positions, dropout off.
-    fn own_logits(&self) -> Vec<Vec<f64>> {
+    fn own_logits(&self, backend: &SharedBackend) -> Vec<Vec<f64>> {
         let model = models::from_config(&self.config).expect("the configuration is known");
         let rows = self.logits.len();
         let options = TraceOptions::training(rows, self.seq).with_head(Head::Logits);
@@ -177,7 +179,7 @@ impl Golden {
             "names and shapes of the parameters"
         );
 
-        logits_of(&graph, &self.samples(), self.seq, rows)
+        logits_of(backend, &graph, &self.samples(), self.seq, rows)
     }
 }
 
@@ -213,12 +215,17 @@ fn write_checkpoint(
 }
 
 /// Logits of the first samples at their real positions, of a model with the weights of the formula.
-fn logits_of(graph: &Graph, samples: &Samples, seq: usize, rows: usize) -> Vec<Vec<f64>> {
+fn logits_of(
+    backend: &SharedBackend,
+    graph: &Graph,
+    samples: &Samples,
+    seq: usize,
+    rows: usize,
+) -> Vec<Vec<f64>> {
     let program = StageProgram::inference(graph, &StageCuts::whole(graph), 0);
-    let backend: SharedBackend = Arc::new(Candle::new(1).expect("threads start"));
     let runner = Interpreter::new(
         Arc::new(program.expect("the model can run")),
-        Arc::clone(&backend),
+        Arc::clone(backend),
         Arc::new(SingleRank),
     );
     let (mut offsets, mut values) = (Vec::new(), Vec::new());
@@ -250,16 +257,35 @@ fn logits_of(graph: &Graph, samples: &Samples, seq: usize, rows: usize) -> Vec<V
     logits.chunks(seq * vocab).enumerate().map(row).collect()
 }
 
-/// Where logits are not the expected ones.
-fn logit_gaps(name: &str, own: &[Vec<f64>], expected: &[Vec<f64>]) -> Vec<String> {
+/// The backends of this build, on the processor.
+fn backends() -> Vec<SharedBackend> {
+    vec![
+        Arc::new(Candle::new(1).expect("threads start")),
+        #[cfg(feature = "tch")]
+        Arc::new(Tch::new(TchDevice::Cpu, 1).expect("threads start")),
+    ]
+}
+
+/// Where the logits of a backend are not the expected ones.
+fn logit_gaps(
+    name: &str,
+    own: &dyn Fn(&SharedBackend) -> Vec<Vec<f64>>,
+    expected: &[Vec<f64>],
+) -> Vec<String> {
     let mut gaps = Vec::new();
-    for (row, (own, expected)) in own.iter().zip(expected).enumerate() {
-        assert_eq!(own.len(), expected.len(), "logits of {name}");
-        let largest = expected.iter().fold(0.0, |max: f64, x| max.max(x.abs()));
-        let gap = own.iter().zip(expected).map(|(a, b)| (a - b).abs());
-        let gap = gap.fold(0.0, f64::max) / largest;
-        if gap > TOLERANCE {
-            gaps.push(format!("{name}: logits of sample {row} are off by {gap:e}"));
+    for backend in backends() {
+        let name = format!("{name} on {}", backend.name());
+        let own = own(&backend);
+        assert_eq!(own.len(), expected.len(), "samples of {name}");
+        for (row, (own, expected)) in own.iter().zip(expected).enumerate() {
+            assert_eq!(own.len(), expected.len(), "logits of {name}");
+            let largest = expected.iter().fold(0.0, |max: f64, x| max.max(x.abs()));
+            let gap = own.iter().zip(expected).map(|(a, b)| (a - b).abs());
+            // As NaN is no gap that `max` would keep.
+            let gap = gap.fold(0.0, |max: f64, gap| if gap <= max { max } else { gap }) / largest;
+            if gap > TOLERANCE || gap.is_nan() {
+                gaps.push(format!("{name}: logits of sample {row} are off by {gap:e}"));
+            }
         }
     }
     gaps
@@ -294,7 +320,8 @@ fn check(names: &[&str]) {
 /// Where a model has other numbers than its golden.
 fn gaps(name: &str) -> Vec<String> {
     let golden = Golden::read(name);
-    let mut gaps = logit_gaps(name, &golden.own_logits(), &golden.logits);
+    let logits = |backend: &SharedBackend| golden.own_logits(backend);
+    let mut gaps = logit_gaps(name, &logits, &golden.logits);
     let folder = tempdir().expect("a temporary folder");
     let start = golden.start(folder.path());
     let case = golden

@@ -1,14 +1,19 @@
 //! Runs that start from weights of another program.
 
-use std::fs;
+use std::{fs, path::Path};
 
 use merak_ckpt::{
     Checkpoint, DType, ExportOptions, HfFolder, ImportOptions, export_hf, extract_lora, import_hf,
     merge_lora,
 };
+use safetensors::Dtype;
 use serde_json::Value;
 
-use super::Workplace;
+use super::{
+    Workplace,
+    families::{self, write_tensors},
+};
+use crate::parity::formula::weight;
 
 /// A trained model in `run`, and the same as a Hugging Face folder in `hf`.
 fn with_folder(dtype: Option<DType>) -> Workplace {
@@ -83,6 +88,112 @@ fn text_is_generated_from_a_folder_as_from_its_checkpoint() {
     let place = with_folder(Some(DType::BF16));
     place.succeed("generate hf --prompt every --max-new-tokens 3 --tp 2");
     place.succeed("train hf.toml --max_steps 1");
+}
+
+/// A T5 1.1 as transformers 5 saves it: a configuration that ties the head, and a head of its own; with the loss
+/// of the first batch, which lies in `data.safetensors` twice.
+fn t5_with_a_head_of_its_own(place: &Workplace) -> f64 {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../merak-trace/tests/goldens/families/t5-gated.json");
+    let golden = fs::read(golden).expect("the golden is there");
+    let golden: Value = serde_json::from_slice(&golden).expect("the script wrote it");
+    assert_eq!(golden["config"]["tie_word_embeddings"], true);
+    place.write("hf/config.json", &golden["config"].to_string());
+    let shapes = golden["parameters"].as_object().expect("an object");
+    let size = |size: &Value| size.as_u64().and_then(|size| usize::try_from(size).ok());
+    let tensors = shapes.iter().map(|(name, shape)| {
+        let shape: Option<Vec<_>> = shape.as_array().expect("a list").iter().map(size).collect();
+        let shape = shape.expect("sizes");
+        let values = weight(name, shape.iter().product());
+        let bytes = bytemuck::cast_slice::<f32, u8>(&values).to_vec();
+        (name.as_str(), Dtype::F32, shape, bytes)
+    });
+    write_tensors(
+        &place.path("hf/model.safetensors"),
+        &tensors.collect::<Vec<_>>(),
+    );
+
+    // The samples of `make.py`, the second of which has padding behind its tokens.
+    let token = |index: usize, t: usize| i64::try_from((7 * index + (t + index) * t) % 31);
+    let real = |index: usize| if index == 1 { 6 } else { 8 };
+    let rows = |len: usize, at: &dyn Fn(usize, usize) -> i64| -> Vec<u8> {
+        let rows = [0, 1, 2, 0, 1, 2].into_iter();
+        rows.flat_map(|index| (0..len).map(move |t| at(index, t)))
+            .flat_map(i64::to_le_bytes)
+            .collect()
+    };
+    let token = |index, t| token(index, t).expect("a small number");
+    let text = |index, t| if t < real(index) { token(index, t) } else { 0 };
+    let labels = |index, t| match t {
+        5 if index == 0 => -100,
+        t => token(index + 3, t),
+    };
+    let seen = |index, t| i64::from(t < real(index));
+    let data = [
+        ("input_ids", Dtype::I64, vec![6, 8], rows(8, &text)),
+        ("attention_mask", Dtype::I64, vec![6, 8], rows(8, &seen)),
+        ("labels", Dtype::I64, vec![6, 6], rows(6, &labels)),
+    ];
+    write_tensors(&place.path("data.safetensors"), &data);
+    golden["losses"][0].as_f64().expect("a number")
+}
+
+#[test]
+fn a_head_that_differs_from_the_embedding_is_used_though_the_folder_ties_them() {
+    let place = families::place(&Value::Null, "tensors", "data.safetensors");
+    let loss = t5_with_a_head_of_its_own(&place);
+    fs::copy(place.path("hf/config.json"), place.path("model.json")).expect("it can be copied");
+    let config = fs::read_to_string(place.path("merak.toml")).expect("it is there");
+    let config = config.replace("fraction = 0.3", "fraction = 0.5");
+    place.write("merak.toml", &config);
+    let config = config.replace("config = \"model.json\"", "hf_dir = \"hf\"");
+    place.write("hf.toml", &config);
+
+    let source = HfFolder::open(place.path("hf")).expect("it opens");
+    let imported = import_hf(&source, place.path("imported"), &ImportOptions::default());
+    let config = imported.expect("it imports").join("config.json");
+    fs::copy(config, place.path("imported.json")).expect("the import has a configuration");
+    place.succeed("train hf.toml --max_steps 1 --learning_rate 0 --gradient_accumulation_steps 3");
+    for line in [
+        "hf.toml hf",
+        "merak.toml hf",
+        "merak.toml hf --tp 2 --pp 2",
+        "merak.toml imported --model.config imported.json",
+        "hf.toml run",
+    ] {
+        let found = place.document(&format!("evaluate {line} --json"));
+        let found = found["eval_loss"].as_f64().expect("a loss");
+        assert!(
+            (found / loss - 1.0).abs() < 1e-4,
+            "{line}: {found}, expected {loss}"
+        );
+    }
+    let ended = place.merak("evaluate hf.toml hf");
+    assert_eq!(
+        ended.stderr.matches("they stay apart").count(),
+        1,
+        "{}",
+        ended.stderr
+    );
+}
+
+#[test]
+fn text_is_generated_with_a_head_that_differs_from_the_embedding() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --no_tie_modules true");
+    let checkpoint = Checkpoint::open(place.path("run")).expect("it opens");
+    export_hf(&checkpoint, place.path("hf"), &ExportOptions::default()).expect("it exports");
+    let config = fs::read_to_string(place.path("hf/config.json")).expect("it is there");
+    let mut config: Value = serde_json::from_str(&config).expect("it is JSON");
+    assert_eq!(config["tie_word_embeddings"], false);
+    config["tie_word_embeddings"] = true.into();
+    place.write("hf/config.json", &config.to_string());
+    let greedy = |from: &str| {
+        place.document(&format!(
+            "generate {from} --prompt every --max-new-tokens 12 --temperature 0 --json"
+        ))
+    };
+    assert_eq!(greedy("hf"), greedy("run"));
 }
 
 /// A PEFT folder for the model, with numbers that matter.

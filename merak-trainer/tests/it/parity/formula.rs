@@ -22,7 +22,7 @@ fn uniform(name: &str, len: usize) -> impl Iterator<Item = f64> {
 }
 
 /// The starting values of a parameter.
-pub(super) fn weight(name: &str, len: usize) -> Vec<f32> {
+pub(crate) fn weight(name: &str, len: usize) -> Vec<f32> {
     let is_norm =
         name.ends_with("weight") && (name.to_lowercase().contains("norm") || name.contains(".ln_"));
     let (shift, scale) = match (is_norm, name.ends_with("bias")) {

@@ -3,7 +3,10 @@
 use std::{collections::BTreeMap, fs, path::Path};
 
 use merak_ckpt::{Adapter, Checkpoint, GenerateOptions, HfFolder, LoraConfig, adapt, extract_lora};
-use merak_trace::models::{self, Head, TraceOptions};
+use merak_trace::{
+    SharedBackend,
+    models::{self, Head, TraceOptions},
+};
 use merak_trainer::ADAPTER_CONFIG;
 use serde::Deserialize;
 use serde_json::Value;
@@ -35,7 +38,7 @@ impl LoraGolden {
         serde_json::from_slice(&text).expect("the golden is as the script writes it")
     }
 
-    fn own_logits(&self, base: &Golden) -> Vec<Vec<f64>> {
+    fn own_logits(&self, base: &Golden, backend: &SharedBackend) -> Vec<Vec<f64>> {
         let model = models::from_config(&base.config).expect("the configuration is known");
         let rows = self.logits.len();
         let options = TraceOptions::training(rows, base.seq).with_head(Head::Logits);
@@ -47,7 +50,7 @@ impl LoraGolden {
         let mut trained: Vec<_> = trained.map(|param| param.name.clone()).collect();
         trained.sort();
         assert_eq!(trained, self.trained);
-        logits_of(&graph, &base.samples(), base.seq, rows)
+        logits_of(backend, &graph, &base.samples(), base.seq, rows)
     }
 }
 
@@ -100,7 +103,8 @@ fn tokens(case: &Case, prompts: &[Vec<u32>], adapter: Option<&Adapter>) -> Vec<V
 fn check(name: &str) {
     let golden = LoraGolden::read(name);
     let base = Golden::read(&golden.base);
-    let mut gaps = logit_gaps(name, &golden.own_logits(&base), &golden.logits);
+    let logits = |backend: &SharedBackend| golden.own_logits(&base, backend);
+    let mut gaps = logit_gaps(name, &logits, &golden.logits);
     let folder = tempdir().expect("a temporary folder");
     let case = base.case().with_lora(folder.path(), &golden.lora);
     let start = start(&case, &base, folder.path());
