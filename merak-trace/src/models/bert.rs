@@ -50,11 +50,13 @@ impl Bert {
             "pooler_size_per_head",
             "pooler_type",
         ]);
-        f.refuse("is_decoder", &[json!(false)])?;
         f.refuse("position_embedding_type", &[json!("absolute")])?;
         let encoder = Encoder::from_fields(f, 0.1)?;
         let task = match f.architecture(&["BertForMaskedLM", "BertForSequenceClassification"])? {
-            0 => Task::MaskedLm,
+            0 => {
+                f.ignore(&["classifier_dropout"]);
+                Task::MaskedLm
+            }
             _ => Task::Classification {
                 num_labels: f.num_labels()?,
                 dropout: f.probability("classifier_dropout", encoder.hidden_dropout)?,

@@ -13,18 +13,18 @@ use crate::{
 use merak_mpu::DType;
 use serde_json::json;
 
-/// Refuses a configuration that names another task than predicting the next token.
-pub(super) fn check_architecture(f: &Fields<'_>) -> Result<()> {
+/// Refuses a configuration that names a class of another family, whose names begin with another word than `family`,
+/// or of another task than predicting the next token.
+pub(super) fn check_architecture(f: &Fields<'_>, family: &str) -> Result<()> {
     f.refuse("is_encoder_decoder", &[json!(false)])?;
     for name in f.strings("architectures")? {
         let is_known = ["ForCausalLM", "LMHeadModel", "Model"]
             .iter()
-            .any(|end| name.ends_with(end));
-        if !is_known || name.contains("DoubleHeads") {
-            return Err(error(
-                "architectures",
-                &format!("names {name}, expected a model for causal language modelling"),
-            ));
+            // The first Llamas are of class LLaMAForCausalLM.
+            .any(|end| name.eq_ignore_ascii_case(&format!("{family}{end}")));
+        if !is_known {
+            let reason = format!("names {name}, expected a {family} for causal language modelling");
+            return Err(error("architectures", &reason));
         }
     }
     Ok(())
@@ -36,13 +36,23 @@ pub(super) fn padding(
     default: Option<usize>,
     vocab: usize,
 ) -> Result<Option<usize>> {
-    let padding = f.count_unless_null("pad_token_id", default)?;
-    match padding {
-        Some(row) if row >= vocab => {
-            let reason = format!("is {row}, which is no token of {vocab}");
-            Err(error("pad_token_id", &reason))
+    token(f, "pad_token_id", default, vocab)
+}
+
+/// A token of the vocabulary: the default where the field is absent, none where it is null.
+pub(super) fn token(
+    f: &Fields<'_>,
+    name: &str,
+    default: Option<usize>,
+    vocab: usize,
+) -> Result<Option<usize>> {
+    let token = f.count_unless_null(name, default)?;
+    match token {
+        Some(id) if id >= vocab => {
+            let reason = format!("is {id}, which is no token of {vocab}");
+            Err(error(name, &reason))
         }
-        _ => Ok(padding),
+        _ => Ok(token),
     }
 }
 

@@ -9,6 +9,7 @@ use crate::{
     fx::{AttentionTerms, Module, Symbol},
     op::{Activation, Attention, WeightLayout},
 };
+use serde_json::json;
 
 /// Sizes and choices of an encoder's layers.
 #[derive(Debug, Clone, PartialEq)]
@@ -27,6 +28,8 @@ pub(super) struct Encoder {
 impl Encoder {
     /// Reads the configuration; absent fields have the defaults of `transformers`, `dropout` among them.
     pub(super) fn from_fields(f: &Fields<'_>, dropout: f64) -> Result<Self> {
+        f.refuse("is_decoder", &[json!(false)])?;
+        f.refuse("is_encoder_decoder", &[json!(false)])?;
         let hidden_size = f.size_or("hidden_size", 768)?;
         let num_heads = f.size_or("num_attention_heads", 12)?;
         head_dim(hidden_size, num_heads, "num_attention_heads")?;

@@ -3,7 +3,7 @@
 use super::inert::INERT;
 use crate::{Error, Result, op::Activation};
 use serde_json::{Map, Value as Json};
-use std::{cell::RefCell, collections::BTreeSet};
+use std::{cell::RefCell, collections::BTreeSet, fmt};
 
 /// The fields of one configuration, which notes those that were asked for.
 #[derive(Debug)]
@@ -97,27 +97,41 @@ impl<'a> Fields<'a> {
 
     /// Checks the element type in which the weights were saved; training has one of its own.
     fn check_dtype(&self) -> Result<()> {
-        for name in ["dtype", "torch_dtype"] {
+        const KNOWN: [&str; 5] = ["float32", "float16", "bfloat16", "float64", "auto"];
+        let dtype = |name| -> Result<Option<&'static str>> {
             if self.get(name).is_none() {
-                continue;
+                return Ok(None);
             }
-            let dtype = self.string(name)?;
-            let known = ["float32", "float16", "bfloat16", "float64", "auto"];
-            if !known.contains(&dtype.strip_prefix("torch.").unwrap_or(&dtype)) {
-                let reason = format!("is \"{dtype}\", expected one of {}", known.join(", "));
-                return Err(self.error(name, &reason));
-            }
+            let found = self.string(name)?;
+            let plain = found.strip_prefix("torch.").unwrap_or(&found);
+            let known = KNOWN.into_iter().find(|known| *known == plain);
+            known.map(Some).ok_or_else(|| {
+                let reason = format!("is \"{found}\", expected one of {}", KNOWN.join(", "));
+                self.error(name, &reason)
+            })
+        };
+        match (dtype("dtype")?, dtype("torch_dtype")?) {
+            (Some(a), Some(b)) if a != b => Err(self.differ("torch_dtype", b, "dtype", a)),
+            _ => Ok(()),
         }
-        Ok(())
+    }
+
+    /// The error of a field that has two names and two values.
+    fn differ(
+        &self,
+        name: &str,
+        value: impl fmt::Display,
+        other: &str,
+        expected: impl fmt::Display,
+    ) -> Error {
+        let reason = format!("is {value}, but {other}, which is the same, is {expected}");
+        self.error(name, &reason)
     }
 
     /// Which of two names of one field the configuration uses.
     pub(super) fn renamed(&self, name: &'static str, other: &'static str) -> Result<&'static str> {
         match (self.get(name), self.get(other)) {
-            (Some(a), Some(b)) if a != b => {
-                let reason = format!("is {b}, but {name}, which is the same, is {a}");
-                Err(self.error(other, &reason))
-            }
+            (Some(a), Some(b)) if a != b => Err(self.differ(other, b, name, a)),
             (None, Some(_)) => Ok(other),
             _ => Ok(name),
         }
@@ -356,13 +370,20 @@ impl<'a> Fields<'a> {
         self.refuse("problem_type", &["single_label_classification".into()])?;
         let named = self.object("id2label")?;
         self.object("label2id")?;
-        let named = named.map_or(2, |names| names.object.len());
-        let classes = self.size_or("num_labels", named)?;
-        if classes < 2 {
-            let reason = "is 1, which asks for a regression, expected at least 2 classes";
-            return Err(self.error("num_labels", reason));
-        }
-        Ok(classes)
+        let named = named.map(|names| names.object.len());
+        let (field, classes) = match (self.opt_size("num_labels")?, named) {
+            (Some(stated), _) => ("num_labels", stated),
+            (None, named) => ("id2label", named.unwrap_or(2)),
+        };
+        let reason = match classes {
+            0 => "names no class, expected at least 2 classes",
+            1 if field == "num_labels" => {
+                "is 1, which asks for a regression, expected at least 2 classes"
+            }
+            1 => "names 1 class, which asks for a regression, expected at least 2 classes",
+            _ => return Ok(classes),
+        };
+        Err(self.error(field, reason))
     }
 
     /// Height and width, stated as one number for both or as a pair.

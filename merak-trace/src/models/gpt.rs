@@ -11,6 +11,7 @@ use crate::{
     fx::{self, Module, Symbol},
     op::{Activation, Attention, WeightLayout},
 };
+use serde_json::json;
 
 /// The configuration of a plain GPT.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,6 +30,7 @@ impl Gpt {
     /// Reads `vocab_size`, `max_position_embeddings`, `hidden_size`, `num_hidden_layers`,
     /// `num_attention_heads`, `dropout`, `tie_word_embeddings` and `initializer_range`.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
+        f.refuse("is_encoder_decoder", &[json!(false)])?;
         let hidden = f.size("hidden_size")?;
         let heads = f.size("num_attention_heads")?;
         head_dim(hidden, heads, "num_attention_heads")?;

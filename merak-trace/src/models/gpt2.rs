@@ -36,7 +36,19 @@ pub struct Gpt2 {
 impl Gpt2 {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
-        check_architecture(f)?;
+        check_architecture(f, "GPT2")?;
+        // The length again, other heads, what GPT had, and an order of products that is exact in any case.
+        f.ignore(&[
+            "n_ctx",
+            "n_special",
+            "predict_special_tokens",
+            "reorder_and_upcast_attn",
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_proj_to_labels",
+            "summary_type",
+            "summary_use_proj",
+        ]);
         let n_embd = f.size_or(f.renamed("n_embd", "hidden_size")?, 768)?;
         let n_head = f.size_or(f.renamed("n_head", "num_attention_heads")?, 12)?;
         head_dim(n_embd, n_head, "n_head")?;

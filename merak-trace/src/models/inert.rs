@@ -1,6 +1,7 @@
 //! Fields of configurations that change no number of a training run.
 
-/// Names of fields about files, labels, generation and the way `transformers` runs a model, sorted.
+/// Names of fields about files, labels, generation and the way `transformers` runs a model, which configurations of
+/// any family may have, sorted. What one family has besides stands where that family is read.
 pub(super) const INERT: &[&str] = &[
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -16,7 +17,6 @@ pub(super) const INERT: &[&str] = &[
     "begin_suppress_tokens",
     "bos_token_id",
     "chunk_size_feed_forward",
-    "classifier_dropout",
     "cls_token_id",
     "cross_attention_hidden_size",
     "decoder_start_token_id",
@@ -35,8 +35,6 @@ pub(super) const INERT: &[&str] = &[
     "gradient_checkpointing",
     "id2label",
     "is_decoder",
-    "is_encoder_decoder",
-    "is_llama_config",
     "label2id",
     "length_penalty",
     "mask_token_id",
@@ -44,7 +42,6 @@ pub(super) const INERT: &[&str] = &[
     "max_new_tokens",
     "min_length",
     "model_type",
-    "n_ctx",
     "name_or_path",
     "no_repeat_ngram_size",
     "num_assistant_tokens",
@@ -55,22 +52,16 @@ pub(super) const INERT: &[&str] = &[
     "num_return_sequences",
     "output_attentions",
     "output_hidden_states",
+    "output_past",
     "output_scores",
     "pad_token_id",
     "prefix",
-    "pretraining_tp",
     "problem_type",
     "remove_invalid_values",
-    "reorder_and_upcast_attn",
     "repetition_penalty",
     "return_dict",
     "return_dict_in_generate",
     "sep_token_id",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-    "summary_type",
-    "summary_use_proj",
     "suppress_tokens",
     "target_lookbehind",
     "task_specific_params",

@@ -56,7 +56,7 @@ enum Norms {
 impl Opt {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
-        check_architecture(f)?;
+        check_architecture(f, "OPT")?;
         f.refuse_unless_zero("layerdrop")?;
         f.refuse_unless_zero("activation_dropout")?;
         f.refuse("layer_norm_elementwise_affine", &[json!(true)])?;

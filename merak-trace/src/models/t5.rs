@@ -7,7 +7,7 @@
 
 use super::{
     Model, ModelInfo, Objective, TraceOptions,
-    causal::{finish_with, lm_head},
+    causal::{finish_with, lm_head, token},
     check_seq,
     fields::{Fields, error},
 };
@@ -63,13 +63,17 @@ impl T5 {
         f.architecture(&["T5ForConditionalGeneration"])?;
         f.refuse("is_encoder_decoder", &[json!(true)])?;
         f.refuse("is_decoder", &[json!(false)])?;
-        // transformers takes these from feed_forward_proj whatever they say; the last never had an effect.
-        f.ignore(&["dense_act_fn", "is_gated_act", "output_past"]);
+        // transformers takes two of these from feed_forward_proj whatever they say; the last is of another head.
+        f.ignore(&["dense_act_fn", "is_gated_act", "classifier_dropout"]);
         let encoder_layers = f.size_or("num_layers", 6)?;
         let (activation, is_gated) = feed_forward(f)?;
         let tie_word_embeddings = f.flag_or("tie_word_embeddings", true)?;
+        let vocab_size = f.size_or("vocab_size", 32128)?;
+        // Both stand among the decoder's inputs, but neither row is kept from training.
+        token(f, "pad_token_id", Some(0), vocab_size)?;
+        token(f, "decoder_start_token_id", None, vocab_size)?;
         let model = Self {
-            vocab_size: f.size_or("vocab_size", 32128)?,
+            vocab_size,
             d_model: f.size_or("d_model", 512)?,
             d_kv: f.size_or("d_kv", 64)?,
             d_ff: f.size_or("d_ff", 2048)?,

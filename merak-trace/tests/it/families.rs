@@ -92,6 +92,20 @@ fn transformers_4_and_5_spell_the_same_models() {
 }
 
 #[test]
+fn the_first_length_is_noted_where_a_scaling_does_not_go_by_it() {
+    let scaled = |fields| {
+        let rope = with(&json!({ "rope_theta": 100.0, "factor": 2.0 }), fields);
+        text(&with(&llama("llama"), json!({ "rope_parameters": rope })))
+    };
+    for kind in ["dynamic", "linear"] {
+        assert_eq!(
+            scaled(json!({ "rope_type": kind, "original_max_position_embeddings": 4 })),
+            scaled(json!({ "rope_type": kind }))
+        );
+    }
+}
+
+#[test]
 fn windows_lie_where_each_family_has_them() {
     let windows = |config: Json| -> Vec<_> {
         let graph = trace(&config);
@@ -194,6 +208,20 @@ fn padding_tokens_are_looked_up_and_not_trained() {
     );
 }
 
+/// What is said of each family with some fields set, a line each.
+fn refusals(cases: &[(&str, Json)]) -> String {
+    let refusal = |(family, fields): &(&str, Json)| {
+        let base = match *family {
+            "opt" | "gpt_neox" | "bert" => small(family),
+            "vit" => json!({ "model_type": "vit" }),
+            "t5" => json!({ "model_type": "t5", "vocab_size": 31 }),
+            _ => with(&llama(family), json!({ "num_key_value_heads": 2 })),
+        };
+        refusal(&with(&base, fields.clone()))
+    };
+    cases.iter().map(refusal).collect::<Vec<_>>().join("\n")
+}
+
 #[test]
 fn what_is_not_supported_is_named() {
     let cases = [
@@ -253,17 +281,8 @@ fn what_is_not_supported_is_named() {
         ("gpt_neox", json!({ "rotary_pct": 1.5 })),
         ("gpt_neox", json!({ "hidden_act": "quick_gelu" })),
     ];
-    let messages: Vec<_> = cases
-        .into_iter()
-        .map(|(family, fields)| {
-            let base = match family {
-                "opt" | "gpt_neox" => small(family),
-                _ => with(&llama(family), json!({ "num_key_value_heads": 2 })),
-            };
-            refusal(&with(&base, fields))
-        })
-        .collect();
-    insta::assert_snapshot!(messages.join("\n"), @r#"
+    let messages = refusals(&cases);
+    insta::assert_snapshot!(messages, @r#"
     model configuration: hidden_act: is "gelu", which is not supported
     model configuration: rope_scaling.short_factor: is missing
     model configuration: rope_scaling.short_factor: is no list of positive numbers
@@ -279,7 +298,7 @@ fn what_is_not_supported_is_named() {
     model configuration: torch_dtype: is "float8_e4m3fn", expected one of float32, float16, bfloat16, float64, auto
     model configuration: tie_word_embedings: is true, but this model has no such field; the nearest known field is "tie_word_embeddings"
     model configuration: pad_token_id: is -1, expected an integer of at least 0
-    model configuration: architectures: names LlamaForSequenceClassification, expected a model for causal language modelling
+    model configuration: architectures: names LlamaForSequenceClassification, expected a Llama for causal language modelling
     model configuration: attention_bias: is true, which is not supported
     model configuration: layer_types: has 1 entries, but there are 2 layers
     model configuration: layer_types: names sliding_attention, but use_sliding_window and sliding_window do not set a size
@@ -288,6 +307,43 @@ fn what_is_not_supported_is_named() {
     model configuration: layer_norm_elementwise_affine: is false, which is not supported
     model configuration: rotary_pct: is 1.5, expected 0 to 1
     model configuration: hidden_act: is "quick_gelu", expected gelu, gelu_new, gelu_pytorch_tanh, relu, silu or tanh
+    "#);
+}
+
+#[test]
+fn what_belongs_to_another_family_is_named() {
+    let messages = refusals(&[
+        ("llama", json!({ "architectures": ["PhiForCausalLM"] })),
+        (
+            "llama",
+            json!({ "dtype": "float32", "torch_dtype": "bfloat16" }),
+        ),
+        ("llama", json!({ "reorder_and_upcast_attn": true })),
+        ("gpt_neox", json!({ "summary_type": "mean" })),
+        ("bert", json!({ "is_encoder_decoder": true })),
+        ("bert", json!({ "max_sequence_length": 512 })),
+        ("vit", json!({ "is_decoder": true })),
+        ("vit", json!({ "id2label": {} })),
+        ("vit", json!({ "id2label": { "0": "cat" } })),
+        ("vit", json!({ "num_labels": 1 })),
+        ("t5", json!({ "pad_token_id": 31 })),
+        ("t5", json!({ "pad_token_id": -1 })),
+        ("t5", json!({ "decoder_start_token_id": 400 })),
+    ]);
+    insta::assert_snapshot!(messages, @r#"
+    model configuration: architectures: names PhiForCausalLM, expected a Llama for causal language modelling
+    model configuration: torch_dtype: is bfloat16, but dtype, which is the same, is float32
+    model configuration: reorder_and_upcast_attn: is true, but this model has no such field
+    model configuration: summary_type: is "mean", but this model has no such field
+    model configuration: is_encoder_decoder: is true, which is not supported
+    model configuration: max_sequence_length: is 512, but this model has no such field
+    model configuration: is_decoder: is true, which is not supported
+    model configuration: id2label: names no class, expected at least 2 classes
+    model configuration: id2label: names 1 class, which asks for a regression, expected at least 2 classes
+    model configuration: num_labels: is 1, which asks for a regression, expected at least 2 classes
+    model configuration: pad_token_id: is 31, which is no token of 31
+    model configuration: pad_token_id: is -1, expected an integer of at least 0
+    model configuration: decoder_start_token_id: is 400, which is no token of 31
     "#);
 }
 
@@ -319,6 +375,26 @@ fn what_published_configurations_carry_besides_is_accepted() {
             json!({ "n_ctx": 1024, "summary_type": "cls_index", "summary_use_proj": true,
                 "summary_proj_to_labels": true, "summary_first_dropout": 0.1, "summary_activation": null,
                 "task_specific_params": { "text-generation": { "do_sample": true, "max_length": 50 } } }),
+        ),
+        // Of the first versions: GPT-2 of three sizes, BERT, the first Llama.
+        (
+            json!({ "model_type": "gpt2" }),
+            json!({ "n_special": 0, "predict_special_tokens": true, "output_past": true,
+                "reorder_and_upcast_attn": false }),
+        ),
+        (
+            small("bert"),
+            json!({ "architectures": ["BertForMaskedLM"], "output_past": true, "directionality": "bidi",
+                "pooler_fc_size": 768, "classifier_dropout": null, "is_encoder_decoder": false }),
+        ),
+        (
+            llama("llama"),
+            json!({ "architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048, "pad_token_id": 0,
+                "dtype": "float16", "torch_dtype": "torch.float16" }),
+        ),
+        (
+            json!({ "model_type": "t5" }),
+            json!({ "output_past": true, "decoder_start_token_id": 0, "classifier_dropout": 0.0 }),
         ),
     ];
     for (base, fields) in cases {

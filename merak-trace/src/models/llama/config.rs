@@ -15,6 +15,8 @@ use serde_json::json;
 #[derive(Debug)]
 pub(in crate::models) struct Variant {
     family: &'static str,
+    /// What the names of its classes begin with.
+    class: &'static str,
     vocab_size: usize,
     intermediate_size: usize,
     /// `None`: as many as query heads.
@@ -54,6 +56,7 @@ enum Windows {
 
 pub(in crate::models) const LLAMA: Variant = Variant {
     family: "llama",
+    class: "Llama",
     vocab_size: 32_000,
     intermediate_size: 11_008,
     num_kv_heads: None,
@@ -66,6 +69,7 @@ pub(in crate::models) const LLAMA: Variant = Variant {
 
 pub(in crate::models) const MISTRAL: Variant = Variant {
     family: "mistral",
+    class: "Mistral",
     intermediate_size: 14_336,
     num_kv_heads: Some(8),
     max_seq: 131_072,
@@ -76,6 +80,7 @@ pub(in crate::models) const MISTRAL: Variant = Variant {
 
 pub(in crate::models) const QWEN2: Variant = Variant {
     family: "qwen2",
+    class: "Qwen2",
     vocab_size: 151_936,
     intermediate_size: 22_016,
     num_kv_heads: Some(32),
@@ -90,6 +95,7 @@ pub(in crate::models) const QWEN2: Variant = Variant {
 
 pub(in crate::models) const QWEN3: Variant = Variant {
     family: "qwen3",
+    class: "Qwen3",
     head_dim: Some(128),
     biases: BiasRule::AskedOfAttention,
     qk_norm: true,
@@ -99,7 +105,9 @@ pub(in crate::models) const QWEN3: Variant = Variant {
 impl Llama {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     pub(in crate::models) fn from_fields(f: &Fields<'_>, variant: &Variant) -> Result<Self> {
-        check_architecture(f)?;
+        check_architecture(f, variant.class)?;
+        // Of slices that a layer was trained in, and of programs of others.
+        f.ignore(&["is_llama_config", "max_sequence_length", "pretraining_tp"]);
         f.refuse("rope_interleaved", &[json!(false)])?;
         f.refuse("use_mrope", &[json!(false)])?;
         f.refuse("hidden_act", &[json!("silu"), json!("swish")])?;

@@ -113,6 +113,10 @@ impl Scaling {
             }
             Ok(original)
         };
+        if ["default", "linear", "dynamic"].contains(&&*kind) {
+            // transformers takes the longest sequence of the model all the same.
+            nested.ignore(&[ORIGINAL]);
+        }
         let scaling = match kind.as_str() {
             "default" => Self::None,
             "linear" => Self::Linear {
