@@ -157,17 +157,23 @@ impl RelativeBuckets {
 
     /// The bucket of each query and key: `[q_len, k_len]`.
     pub fn indices(&self) -> Vec<i64> {
+        let mut indices = vec![0; self.q_len * self.k_len];
+        self.write_indices(&mut indices);
+        indices
+    }
+
+    /// The same into memory that is there, `q_len * k_len` elements.
+    pub(crate) fn write_indices(&self, indices: &mut [i64]) {
         // A row of all distances, of which each query takes its part.
         let last_query = self.q_len.saturating_sub(1);
         let row: Vec<_> = (0..self.q_len + self.k_len)
             .map(|key| self.bucket(key, last_query))
             .collect();
-        (0..self.q_len)
-            .flat_map(|query| {
-                let start = self.q_len - 1 - query;
-                row[start..start + self.k_len].iter().copied()
-            })
-            .collect()
+        let queries = indices.chunks_exact_mut(self.k_len.max(1));
+        for (query, indices) in queries.enumerate() {
+            let start = self.q_len - 1 - query;
+            indices.copy_from_slice(&row[start..start + self.k_len]);
+        }
     }
 
     /// The bucket of a key at `key` for a query at `query`.

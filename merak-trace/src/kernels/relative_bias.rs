@@ -27,11 +27,11 @@ pub fn relative_bias<T: Float>(
         heads * index.len(),
         "one value per head and pair"
     );
-    let rows = checked_rows(index, table.len() / heads.max(1))?;
-    let items = bias.chunks_mut(rows.len().max(1)).enumerate();
+    check_rows(index, table.len() / heads.max(1))?;
+    let items = bias.chunks_mut(index.len().max(1)).enumerate();
     threads.for_each(items, |(head, bias)| {
-        for (bias, &row) in bias.iter_mut().zip(&rows) {
-            *bias = table[row * heads + head];
+        for (bias, &id) in bias.iter_mut().zip(index) {
+            *bias = table[row(id) * heads + head];
         }
     });
     Ok(())
@@ -68,17 +68,17 @@ pub fn relative_bias_grad<T: Float>(
         return Ok(());
     }
     let num_rows = dtable.len() / heads;
-    let rows = checked_rows(index, num_rows)?;
+    check_rows(index, num_rows)?;
     let mut by_head = vec![T::ZERO; dtable.len()];
-    let items = by_head.chunks_mut(num_rows).zip(dbias.chunks(rows.len()));
+    let items = by_head.chunks_mut(num_rows).zip(dbias.chunks(index.len()));
     threads.for_each_with(
         items,
         || vec![T::ZERO; num_rows],
         |of_query, (sums, dbias)| {
-            for (dbias, rows) in dbias.chunks(k_len).zip(rows.chunks(k_len)) {
+            for (dbias, index) in dbias.chunks(k_len).zip(index.chunks(k_len)) {
                 of_query.fill(T::ZERO);
-                for (&dbias, &row) in dbias.iter().zip(rows) {
-                    of_query[row] += dbias;
+                for (&dbias, &id) in dbias.iter().zip(index) {
+                    of_query[row(id)] += dbias;
                 }
                 for (sum, &part) in sums.iter_mut().zip(&*of_query) {
                     *sum += part;
@@ -94,19 +94,22 @@ pub fn relative_bias_grad<T: Float>(
     Ok(())
 }
 
-/// The indices as numbers of rows.
-fn checked_rows(index: &[i64], num_rows: usize) -> Result<Vec<usize>, KernelError> {
-    let checked = |(position, &id): (usize, &i64)| {
-        usize::try_from(id)
-            .ok()
-            .filter(|&row| row < num_rows)
-            .ok_or(KernelError::Id {
-                id,
-                position,
-                rows: num_rows,
-            })
-    };
-    index.iter().enumerate().map(checked).collect()
+/// Refuses indices without a row.
+fn check_rows(index: &[i64], num_rows: usize) -> Result<(), KernelError> {
+    let is_row = |id: i64| usize::try_from(id).is_ok_and(|row| row < num_rows);
+    match index.iter().position(|&id| !is_row(id)) {
+        None => Ok(()),
+        Some(position) => Err(KernelError::Id {
+            id: index[position],
+            position,
+            rows: num_rows,
+        }),
+    }
+}
+
+/// The number of a row of an index that was checked.
+fn row(id: i64) -> usize {
+    id.cast_unsigned() as usize
 }
 
 #[cfg(test)]

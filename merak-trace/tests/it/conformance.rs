@@ -5,18 +5,19 @@
 //! number.
 
 use crate::support::{
-    backend, backends, context, dtypes, floats, grad_store, host_backends, interpreter, noise,
-    value, write,
+    backend, backends, context, dtypes, floats, grad_store, host_backends, interpreter,
+    interpreter_in, noise, value, write,
 };
 use merak_trace::{
-    Batch, DType, Init, Op, ParamRole, Result, SharedBackend, TensorType,
+    AxisGroups, Batch, DType, Graph, Init, Op, ParamRole, Result, SharedBackend, SingleRank,
+    TensorType,
     fx::{self, AttentionTerms, Module, Symbol},
     op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
 };
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 /// Makes the nodes of a case from its operands and integers.
-type Build<'a> = dyn Fn(&Module, &[Symbol], &[Symbol]) -> Result<Vec<Symbol>> + 'a;
+pub(crate) type Build<'a> = dyn Fn(&Module, &[Symbol], &[Symbol]) -> Result<Vec<Symbol>> + 'a;
 
 /// An operation on float operands (parameters) and integers (inputs).
 pub(crate) struct Case<'a> {
@@ -24,6 +25,13 @@ pub(crate) struct Case<'a> {
     pub(crate) operands: &'a [TensorType],
     pub(crate) ids: &'a [(&'a str, TensorType, &'a [i64])],
     pub(crate) build: &'a Build<'a>,
+}
+
+impl Case<'_> {
+    /// `sum(weights * op(operands))` in an element type.
+    pub(crate) fn graph(&self, dtype: DType) -> Graph {
+        fx::trace(dtype, |module| trace(module, self)).expect(self.name)
+    }
 }
 
 /// Checks that every backend gives the reference's results and gradients, in each of its element types.
@@ -36,8 +44,19 @@ fn compare(case: &Case<'_>, poison: Option<f64>, backends: &[SharedBackend]) {
     let reference = backend(1);
     for backend in backends {
         for &dtype in dtypes(backend) {
-            let expected = measure(case, poison, &reference, DType::F64, dtype);
-            let found = measure(case, poison, backend, dtype, dtype);
+            let run = Run {
+                poison,
+                ..Run::new(backend, dtype)
+            };
+            let expected = measure(
+                case,
+                &Run {
+                    backend: &reference,
+                    dtype: DType::F64,
+                    ..run.clone()
+                },
+            );
+            let found = measure(case, &run);
             let place = format!("{} on {} in {dtype}", case.name, backend.name());
             for (what, expected) in &expected {
                 near(
@@ -45,14 +64,40 @@ fn compare(case: &Case<'_>, poison: Option<f64>, backends: &[SharedBackend]) {
                     &found[what],
                     expected,
                     tolerance(dtype),
+                    backend.name() == "tch",
                 );
             }
         }
     }
 }
 
+/// How a case is run.
+#[derive(Debug, Clone)]
+pub(crate) struct Run<'a> {
+    pub(crate) backend: &'a SharedBackend,
+    pub(crate) dtype: DType,
+    /// The type to which operands are rounded, so that the reference sees what a narrower type sees.
+    pub(crate) rounded: DType,
+    /// What the middle element of the first operand is replaced by.
+    pub(crate) poison: Option<f64>,
+    pub(crate) groups: Arc<dyn AxisGroups>,
+}
+
+impl<'a> Run<'a> {
+    /// On one rank.
+    pub(crate) fn new(backend: &'a SharedBackend, dtype: DType) -> Self {
+        Self {
+            backend,
+            dtype,
+            rounded: dtype,
+            poison: None,
+            groups: Arc::new(SingleRank),
+        }
+    }
+}
+
 /// Rounding of the type, times what a chain of a few operations adds.
-fn tolerance(dtype: DType) -> f64 {
+pub(crate) fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => 1e-9,
         DType::F32 => 2e-5,
@@ -61,9 +106,9 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Numbers agree within rounding of the largest one. What is no number agrees with what is no number: an
-/// infinity may be NaN instead, as libtorch's own `f32` and `f64` kernels of one function disagree there.
-fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
+/// Numbers agree within rounding of the largest one, NaN with NaN and an infinity with itself. Where `is_loose`, one
+/// may stand for the other, as libtorch's own `f32` and `f64` kernels of one function disagree there.
+pub(crate) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64, is_loose: bool) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let finite = expected.iter().filter(|x| x.is_finite());
     let scale = finite.fold(0.1_f64, |max, x| max.max(x.abs()));
@@ -71,26 +116,19 @@ fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
         let same = if expected.is_finite() {
             (found - expected).abs() <= tolerance * scale
         } else if expected.is_nan() {
-            !found.is_finite()
+            found.is_nan() || is_loose && found.is_infinite()
         } else {
-            found.is_nan() || found.to_bits() == expected.to_bits()
+            is_loose && found.is_nan() || found.to_bits() == expected.to_bits()
         };
         assert!(same, "{what}: element {i} is {found}, expected {expected}");
     }
 }
 
 /// Results, as gradients of the weights in `sum(weights * op(operands))`, and gradients of the operands.
-///
-/// Operands are rounded to `rounded`, so that the reference sees what a narrower type sees.
-fn measure(
-    case: &Case<'_>,
-    poison: Option<f64>,
-    backend: &SharedBackend,
-    dtype: DType,
-    rounded: DType,
-) -> BTreeMap<String, Vec<f64>> {
-    let graph = fx::trace(dtype, |module| trace(module, case)).expect(case.name);
-    let runner = interpreter(backend, &graph);
+pub(crate) fn measure(case: &Case<'_>, run: &Run<'_>) -> BTreeMap<String, Vec<f64>> {
+    let (backend, poison) = (run.backend, run.poison);
+    let graph = case.graph(run.dtype);
+    let runner = interpreter_in(backend, &graph, Arc::clone(&run.groups));
     let params = runner.program().graph.params();
     let (mut offsets, mut data) = (Vec::new(), Vec::new());
     for (index, param) in params.iter().enumerate() {
@@ -99,7 +137,7 @@ fn measure(
         data.extend(
             noise(seed, param.local.numel())
                 .iter()
-                .map(|&x| round(rounded, x)),
+                .map(|&x| round(run.rounded, x)),
         );
     }
     let first = params.iter().position(|param| param.name == "operand0");
@@ -178,7 +216,7 @@ fn trace(module: &Module, case: &Case<'_>) -> Result<()> {
     Ok(())
 }
 
-fn round(dtype: DType, x: f64) -> f64 {
+pub(crate) fn round(dtype: DType, x: f64) -> f64 {
     match dtype {
         DType::F32 => f64::from(x as f32),
         DType::BF16 => half::bf16::from_f64(x).to_f64(),

@@ -3,6 +3,7 @@
 //! - `allocations`: once warm, a step takes no fresh memory for tensors.
 //! - `configs`: configurations as transformers 4 and 5 write them, and fields that tell models apart.
 //! - `conformance`: every operation, forward and gradient, in every element type, on every backend.
+//! - `coverage`: no operation is without a case of `conformance`.
 //! - `decoding`: positions that pass one by one, with a cache, give what they give together.
 //! - `families`: configurations of model families, both spellings, every field used or refused.
 //! - `gradients`: every operation's gradient against finite differences in f64.
@@ -15,6 +16,7 @@
 mod allocations;
 mod configs;
 mod conformance;
+mod coverage;
 mod decoding;
 mod families;
 mod gradients;

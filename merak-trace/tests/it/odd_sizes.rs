@@ -5,11 +5,11 @@ use crate::gradients::{apply, check, ids, t};
 use merak_trace::{
     Op, TensorType,
     fx::AttentionTerms,
-    op::{Activation, Attention, Rope, WeightLayout},
+    op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
 };
 
 /// Around the widths of vector registers and their multiples.
-const WIDTHS: [usize; 9] = [1, 2, 3, 7, 15, 16, 17, 31, 33];
+const WIDTHS: [usize; 10] = [1, 2, 3, 7, 15, 16, 17, 31, 33, 63];
 
 #[test]
 fn rows_of_any_width() {
@@ -29,6 +29,14 @@ fn rows_of_any_width() {
             Activation::Tanh,
         ] {
             check(&named("activation"), one, &[], apply(Op::Activation(kind)));
+        }
+        for p in [0.0, 0.4] {
+            let dropout = Dropout {
+                p,
+                key: 99,
+                slice: None,
+            };
+            check(&named("dropout"), one, &[], apply(Op::Dropout(dropout)));
         }
         let labels = [0, -100, i64::try_from(width).expect("small") - 1];
         for label_smoothing in [0.0, 0.1] {
@@ -63,6 +71,16 @@ fn rows_of_any_width() {
                 module.apply(op, &[&ids[0], &params[0]])
             },
         );
+    }
+}
+
+#[test]
+fn relu_of_any_width() {
+    // Noise has no number within a step of the kink.
+    for width in WIDTHS {
+        let op = Op::Activation(Activation::Relu);
+        let name = format!("relu of width {width}");
+        check(&name, &[t(&[3, width])], &[], apply(op));
     }
 }
 
@@ -209,6 +227,81 @@ fn attentions_of_any_shape() {
         ..PLAIN
     }
     .check("a window over shared heads");
+}
+
+/// Attention of two heads over one of keys, with dropout and a bias by relative position.
+fn check_biased(q_len: usize, k_len: usize, causal: bool, p: f64) {
+    let spec = Attention {
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 3,
+        scale: 0.7,
+        causal,
+        window: None,
+        dropout: None,
+    };
+    let buckets = RelativeBuckets {
+        q_len,
+        k_len,
+        buckets: 8,
+        max_distance: 20,
+        bidirectional: !causal,
+    };
+    let kv = t(&[1, k_len, 3]);
+    let operands = [t(&[1, q_len, 6]), kv.clone(), kv, t(&[8, 2])];
+    let name = format!("{q_len} queries, {k_len} keys with a bias, dropout {p}");
+    check(&name, &operands, &[], |module, x, _| {
+        let index = module.relative_buckets(buckets)?;
+        let terms = AttentionTerms {
+            seen: None,
+            bias: Some([&x[3], &index]),
+        };
+        let mixed = module.attention_with([&x[0], &x[1], &x[2]], terms, &spec, p)?;
+        Ok(vec![mixed])
+    });
+}
+
+#[test]
+fn attentions_with_a_bias_of_any_shape() {
+    for (q_len, k_len, causal) in [
+        (1, 1, true),
+        (1, 17, false),
+        (17, 1, false),
+        (7, 33, false),
+        (17, 17, true),
+        (33, 5, false),
+    ] {
+        check_biased(q_len, k_len, causal, 0.0);
+    }
+    check_biased(17, 9, false, 0.3);
+    // One query behind a tile of them.
+    check_biased(65, 3, false, 0.0);
+}
+
+#[test]
+fn attentions_with_dropout_of_any_shape() {
+    for (len, p) in [(1, 0.3), (17, 0.3), (33, 0.5)] {
+        let spec = Attention {
+            heads: 3,
+            kv_heads: 1,
+            head_dim: 1,
+            scale: 0.7,
+            causal: true,
+            window: None,
+            dropout: Some(Dropout {
+                p,
+                key: 5,
+                slice: None,
+            }),
+        };
+        let operands = [t(&[1, len, 3]), t(&[1, len, 1]), t(&[1, len, 1])];
+        check(
+            &format!("attention of {len} with dropout"),
+            &operands,
+            &[],
+            apply(Op::Attention(spec)),
+        );
+    }
 }
 
 #[test]

@@ -4,9 +4,9 @@ use merak_mpu::{Buffer, into_vec};
 #[cfg(feature = "tch")]
 use merak_trace::backend::tch::{Tch, TchDevice};
 use merak_trace::{
-    Batch, DType, GradSlot, GradStore, Graph, Init, Interpreter, ParamStore, RecomputePlan,
-    RunContext, SharedBackend, SingleRank, StageCuts, StageProgram, TensorType, Value,
-    backend::candle::Candle,
+    AxisGroups, Batch, DType, GradSlot, GradStore, Graph, Init, Interpreter, ParamStore,
+    RecomputePlan, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram, TensorType,
+    Value, backend::candle::Candle,
 };
 use std::sync::Arc;
 
@@ -179,6 +179,15 @@ pub(crate) fn grad_store(backend: &SharedBackend, program: &StageProgram) -> Gra
 
 /// The whole model on one rank.
 pub(crate) fn interpreter(backend: &SharedBackend, graph: &Graph) -> Interpreter {
+    interpreter_in(backend, graph, Arc::new(SingleRank))
+}
+
+/// The whole model on a rank of some groups.
+pub(crate) fn interpreter_in(
+    backend: &SharedBackend,
+    graph: &Graph,
+    groups: Arc<dyn AxisGroups>,
+) -> Interpreter {
     let program = StageProgram::training(
         graph,
         &StageCuts::whole(graph),
@@ -186,7 +195,7 @@ pub(crate) fn interpreter(backend: &SharedBackend, graph: &Graph) -> Interpreter
         &RecomputePlan::default(),
     )
     .expect("differentiable");
-    Interpreter::new(Arc::new(program), Arc::clone(backend), Arc::new(SingleRank))
+    Interpreter::new(Arc::new(program), Arc::clone(backend), groups)
 }
 
 /// A context with dropout on.

@@ -27,8 +27,9 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
             return Ok(vec![backend.wrap_once::<i64>(&call.results[0], positions)?]);
         }
         Op::RelativeBuckets(spec) => {
-            let indices = spec.indices();
-            return Ok(vec![backend.wrap_once::<i64>(&call.results[0], indices)?]);
+            let mut indices = backend.result(&call.results[0]);
+            spec.write_indices(&mut indices);
+            return Ok(vec![backend.wrap::<i64>(&call.results[0], indices)?]);
         }
         Op::Identity | Op::CopyTo { .. } => return Ok(inputs),
         Op::Reshape { .. } => return node.reshape(&inputs[0]),

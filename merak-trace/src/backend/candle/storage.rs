@@ -62,6 +62,7 @@ pub(super) struct Pool(Arc<Mutex<Shelves>>);
 struct Shelves {
     f32: BTreeMap<usize, Vec<Vec<f32>>>,
     f64: BTreeMap<usize, Vec<Vec<f64>>>,
+    i64: BTreeMap<usize, Vec<Vec<i64>>>,
 }
 
 /// Element types whose memory is pooled.
@@ -82,6 +83,12 @@ impl Pooled for f32 {
 impl Pooled for f64 {
     fn shelf<'s>(shelves: &'s mut PoolGuard<'_>) -> &'s mut BTreeMap<usize, Vec<Vec<Self>>> {
         &mut shelves.0.f64
+    }
+}
+
+impl Pooled for i64 {
+    fn shelf<'s>(shelves: &'s mut PoolGuard<'_>) -> &'s mut BTreeMap<usize, Vec<Vec<Self>>> {
+        &mut shelves.0.i64
     }
 }
 
@@ -108,6 +115,7 @@ impl Pool {
         match storage {
             CpuStorage::F32(memory) => shelve(self, memory),
             CpuStorage::F64(memory) => shelve(self, memory),
+            CpuStorage::I64(memory) => shelve(self, memory),
             _ => {}
         }
     }

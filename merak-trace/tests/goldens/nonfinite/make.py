@@ -29,12 +29,16 @@ SCALE, SHIFT = [1.0, -2.0, 0.5, 1.5, 3.0], [0.1, 0.2, 0.3, 0.4, 0.5]
 
 
 def attend(hidden):
-    """Two heads of three, keys of some positions hidden from all queries."""
+    """Two heads of three, keys of some positions hidden from all queries; a table of biases by relative position."""
 
-    def run(q, k, v):
+    def run(q, k, v, table=None):
         heads = [x.view(1, -1, 2, 3).transpose(1, 2) for x in (q, k, v)]
         seen = torch.tensor([0.0 if key not in hidden else -INF for key in range(k.shape[1])])
         scores = heads[0] @ heads[1].transpose(2, 3) * 0.7 + seen
+        if table is not None:
+            # The buckets of T5, 8 in both directions for distances up to 4: one for each distance here.
+            ahead = torch.arange(4) - torch.arange(4).unsqueeze(1)
+            scores = scores + table[torch.where(ahead > 0, 4 + ahead, -ahead)].permute(2, 0, 1)
         return (scores.softmax(-1) @ heads[2]).transpose(1, 2).reshape(1, -1, 6)
 
     return run
@@ -47,6 +51,26 @@ def attended(place=None, value=None):
         operand, position, element = place
         operands[operand][0, position, element] = value
     return operands
+
+
+def biased(place, value):
+    table = torch.cos(torch.arange(16.0)).view(8, 2)
+    table[place] = value
+    return [*attended(), table]
+
+
+def rope(x):
+    """Heads of four, whose halves turn together, at the positions 0, 5 and 2."""
+    angles = torch.tensor([0.0, 5.0, 2.0]).unsqueeze(1) * torch.tensor([1.0, 0.1])
+    cos, sin = angles.cos().view(1, 3, 1, 2), angles.sin().view(1, 3, 1, 2)
+    first, second = x.view(1, 3, 2, 4).chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).view(1, 3, 8)
+
+
+def turned(place, value):
+    x = torch.sin(torch.arange(24.0)).view(1, 3, 8)
+    x[0][place] = value
+    return [x]
 
 
 def matrix(rows=ROWS):
@@ -64,6 +88,9 @@ UNARY = {
 }
 CASES = [(name, name, op, [matrix()], None) for name, op in UNARY.items()]
 CASES += [
+    ("add", "add", lambda a, b: a + b, [matrix(), matrix(ROWS[::-1])], None),
+    # As the layers do: what is dropped is multiplied by zero.
+    ("dropout of everything", "dropout", lambda x: F.dropout(x, 1.0), [matrix()], None),
     ("silu_mul", "silu_mul", lambda a, b: F.silu(a) * b, [matrix(), matrix(ROWS[::-1])], None),
     (
         "layer_norm",
@@ -99,6 +126,16 @@ CASES += [
     (f"attention with {value} behind the mask at {place}", "attention_masked", attend((3,)), attended(place, value), None)
     for value in (NAN, INF)
     for place in ((0, 1, 2), (1, 2, 4))
+]
+CASES += [
+    (f"rope with {value} at {place}", "rope", rope, turned(place, value), None)
+    for value in (NAN, INF, -INF)
+    for place in ((0, 1), (1, 2), (2, 7))
+]
+CASES += [
+    (f"attention with a bias of {value} at {place}", "attention_biased", attend(()), biased(place, value), None)
+    for value in (NAN, INF, -INF)
+    for place in ((1, 0), (6, 1))
 ]
 
 

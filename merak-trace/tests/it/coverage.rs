@@ -1,0 +1,319 @@
+//! Every operation has a case in the suite of backends: a new one without a case fails here.
+
+use crate::{
+    conformance::{Build, Case, Run, agree, measure, near, round, tolerance},
+    support::{backend, dtypes, host_backends, interpreter, noise},
+};
+use merak_mpu::{Axis, Group, testing::world};
+use merak_trace::{
+    AxisGroups, DType, Init, Op, ParamRole, Result, Shard, TensorType,
+    fx::{AttentionTerms, Module, Symbol},
+    op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
+};
+use serde::Deserialize;
+use serde_json::{Value as Json, json};
+use std::{collections::BTreeSet, slice, sync::Arc};
+
+/// The names of all operations, as data.
+fn variants() -> BTreeSet<String> {
+    // What their reader says of a name that there is not: it lists those that there are.
+    let error = Op::deserialize(json!("nothing")).expect_err("there is no such operation");
+    let error = error.to_string();
+    let names = error.split('`').skip(1).step_by(2);
+    names.skip(1).map(str::to_owned).collect()
+}
+
+fn variant(op: &Op) -> String {
+    match serde_json::to_value(op).expect("operations are data") {
+        Json::String(name) => name,
+        fields => {
+            let mut names = fields.as_object().expect("a name and fields").keys();
+            names.next().expect("a name").clone()
+        }
+    }
+}
+
+fn t(shape: &[usize]) -> TensorType {
+    TensorType::new(shape, DType::F64)
+}
+
+fn one(module: &Module, op: Op, operands: &[&Symbol]) -> Result<Symbol> {
+    Ok(module.apply(op, operands)?.swap_remove(0))
+}
+
+/// Runs a case, and notes the operations of its program, forward and backward.
+struct Cases(BTreeSet<String>);
+
+impl Cases {
+    fn run(
+        &mut self,
+        name: &str,
+        operands: &[TensorType],
+        ids: &[(&str, TensorType, &[i64])],
+        build: &Build<'_>,
+    ) {
+        let case = Case {
+            name,
+            operands,
+            ids,
+            build,
+        };
+        agree(&case);
+        self.note(&case);
+    }
+
+    fn note(&mut self, case: &Case<'_>) {
+        let runner = interpreter(&backend(1), &case.graph(DType::F64));
+        let nodes = runner.program().graph.nodes().iter();
+        self.0.extend(nodes.map(|node| variant(&node.op)));
+    }
+
+    /// An operation of one operand, `[3, 7]`.
+    fn unary(&mut self, op: &Op) {
+        self.run(op.name(), &[t(&[3, 7])], &[], &|module, x, _| {
+            Ok(vec![one(module, op.clone(), &[&x[0]])?])
+        });
+    }
+
+    fn products_and_lookups(&mut self) {
+        let layout = WeightLayout::OutIn;
+        let operands = [t(&[3, 5]), t(&[4, 5]), t(&[4])];
+        self.run("linear", &operands, &[], &|module, x, _| {
+            let op = Op::Linear { layout, bias: true };
+            Ok(vec![one(module, op, &[&x[0], &x[1], &x[2]])?])
+        });
+        let operands = [t(&[2, 3, 4]), t(&[2, 4, 5])];
+        self.run("matmul", &operands, &[], &|module, x, _| {
+            let op = Op::MatMul {
+                transpose_a: false,
+                transpose_b: false,
+            };
+            Ok(vec![one(module, op, &[&x[0], &x[1]])?])
+        });
+        self.run("positions", &[t(&[5, 3])], &[], &|module, x, _| {
+            let op = Op::Embedding { padding: Some(2) };
+            let positions = module.positions(4)?;
+            Ok(vec![one(module, op, &[&positions, &x[0]])?])
+        });
+        let seen = [0, 1, 1, 1, 0, 1];
+        let seen = [("seen", TensorType::new([2, 3], DType::I64), &seen[..])];
+        self.run("seen_positions", &[t(&[5, 3])], &seen, &|module, x, ids| {
+            let positions = module.seen_positions(&ids[0], 1)?;
+            let op = Op::Embedding { padding: None };
+            Ok(vec![one(module, op, &[&positions, &x[0]])?])
+        });
+        let positions = [("at", TensorType::new([3], DType::I64), &[4, 0, 1][..])];
+        self.run("rope", &[t(&[2, 3, 8])], &positions, &|module, x, ids| {
+            let rope = Rope {
+                head_dim: 4,
+                inv_freq: vec![1.0, 0.2],
+                scale: 1.5,
+                inverse: false,
+            };
+            Ok(vec![one(module, Op::Rope(rope), &[&x[0], &ids[0]])?])
+        });
+    }
+
+    fn attention(&mut self) {
+        let spec = Attention {
+            heads: 2,
+            kv_heads: 1,
+            head_dim: 3,
+            scale: 0.7,
+            causal: false,
+            window: None,
+            dropout: None,
+        };
+        let buckets = RelativeBuckets {
+            q_len: 4,
+            k_len: 5,
+            buckets: 6,
+            max_distance: 5,
+            bidirectional: true,
+        };
+        let operands = [t(&[1, 4, 6]), t(&[1, 5, 3]), t(&[1, 5, 3]), t(&[6, 2])];
+        let seen = [(
+            "seen",
+            TensorType::new([1, 5], DType::I64),
+            &[1, 1, 1, 1, 0][..],
+        )];
+        self.run("attention", &operands, &seen, &|module, x, ids| {
+            let index = module.relative_buckets(buckets)?;
+            let terms = AttentionTerms {
+                seen: Some(&ids[0]),
+                bias: Some([&x[3], &index]),
+            };
+            let mixed = module.attention_with([&x[0], &x[1], &x[2]], terms, &spec, 0.0)?;
+            Ok(vec![mixed])
+        });
+    }
+
+    fn rows(&mut self) {
+        let (x, vector) = (t(&[3, 7]), t(&[7]));
+        let operands = [x.clone(), vector.clone(), vector.clone()];
+        self.run("layer_norm", &operands, &[], &|module, x, _| {
+            let op = Op::LayerNorm { eps: 1e-5 };
+            Ok(vec![one(module, op, &[&x[0], &x[1], &x[2]])?])
+        });
+        self.run("rms_norm", &operands[..2], &[], &|module, x, _| {
+            let op = Op::RmsNorm { eps: 1e-5 };
+            Ok(vec![one(module, op, &[&x[0], &x[1]])?])
+        });
+        let dropout = Dropout {
+            p: 0.3,
+            key: 7,
+            slice: None,
+        };
+        for op in [
+            Op::Activation(Activation::Silu),
+            Op::Softmax,
+            Op::Dropout(dropout),
+            Op::Scale { factor: -1.5 },
+            Op::SumLeading { shape: vec![7] },
+            Op::SumAll,
+            Op::Identity,
+        ] {
+            self.unary(&op);
+        }
+        // A positive number, and a root that is a constant to its gradient.
+        self.run("inverse_root", slice::from_ref(&x), &[], &|module, x, _| {
+            let shares = one(module, Op::Softmax, &[&x[0]])?;
+            let root = one(module, Op::InverseRoot, &[&shares])?;
+            Ok(vec![module.mul(&root, &x[0])?])
+        });
+        self.run("silu_mul", &[x.clone(), x.clone()], &[], &|module, x, _| {
+            Ok(vec![one(module, Op::SiluMul, &[&x[0], &x[1]])?])
+        });
+        self.run("add", &[x.clone(), vector], &[], &|module, x, _| {
+            Ok(vec![module.add(&x[0], &x[1])?])
+        });
+        let labels = [(
+            "labels",
+            TensorType::new([3], DType::I64),
+            &[0, 6, -100][..],
+        )];
+        self.run("cross_entropy", &[x], &labels, &|module, x, ids| {
+            let op = Op::CrossEntropy {
+                label_smoothing: 0.1,
+            };
+            Ok(vec![one(module, op, &[&x[0], &ids[0]])?])
+        });
+    }
+
+    fn shapes(&mut self) {
+        for op in [
+            Op::Reshape { shape: vec![7, 3] },
+            Op::Transpose { perm: vec![1, 0] },
+        ] {
+            self.unary(&op);
+        }
+        self.run("split, unused", &[t(&[2, 6])], &[], &|module, x, _| {
+            let (dim, sizes) = (1, vec![4, 2]);
+            let mut pieces = module.apply(Op::Split { dim, sizes }, &[&x[0]])?;
+            pieces.truncate(1);
+            Ok(pieces)
+        });
+        let operands = [t(&[2, 1]), t(&[2, 3])];
+        self.run("concat", &operands, &[], &|module, x, _| {
+            Ok(vec![one(module, Op::Concat { dim: 1 }, &[&x[0], &x[1]])?])
+        });
+    }
+}
+
+#[test]
+fn every_operation_has_a_case() {
+    let mut cases = Cases(BTreeSet::new());
+    cases.products_and_lookups();
+    cases.attention();
+    cases.rows();
+    cases.shapes();
+    // Which run on two ranks below.
+    cases.note(&REGIONS);
+    let variants = variants();
+    assert!(variants.len() > 40, "{variants:?}");
+    let missing: Vec<_> = variants.difference(&cases.0).collect();
+    assert!(missing.is_empty(), "without a case: {missing:?}");
+}
+
+/// The ranks of a world as the tensor axis.
+#[derive(Debug)]
+struct TensorGroup(Group);
+
+impl AxisGroups for TensorGroup {
+    fn along(&self, axis: Axis) -> Option<Group> {
+        (axis == Axis::Tensor).then(|| self.0.clone())
+    }
+}
+
+/// The place of each of six columns in parts of two and four over two ranks: rank, and column there.
+const PLACES: [(usize, usize); 6] = [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)];
+
+/// The slices of `x [4, 6]` go through a function on their ranks, and are joined and summed.
+const REGIONS: Case<'static> = Case {
+    name: "regions of two ranks",
+    operands: &[],
+    ids: &[],
+    build: &|module, _, _| {
+        let axis = Axis::Tensor;
+        let parts = vec![2, 4];
+        let shard = Shard { dim: 1, parts };
+        let x = module.param("operand0", &[4, 6], Init::Normal(1.0), ParamRole::Weight)?;
+        let op = Op::Scatter {
+            axis,
+            shard: shard.clone(),
+            local: 3,
+        };
+        let slice = one(module, op, &[&x])?;
+        let bent = one(module, Op::Activation(Activation::Silu), &[&slice])?;
+        let joined = one(module, Op::AllGather { axis, shard }, &[&bent])?;
+        let sum = one(module, Op::AllReduce { axis }, &[&bent])?;
+        let copied = one(module, Op::CopyTo { axis }, &[&x])?;
+        Ok(vec![joined, sum, copied])
+    },
+};
+
+#[test]
+fn regions_of_two_ranks_join_sum_and_slice() {
+    for backend in host_backends(1) {
+        for &dtype in dtypes(&backend) {
+            let found = world(2, |member| {
+                let group = member.world_group().expect("every rank is in the world");
+                let run = Run {
+                    groups: Arc::new(TensorGroup(group)),
+                    ..Run::new(&backend, dtype)
+                };
+                measure(&REGIONS, &run)
+            });
+            let numbers = |index: u64, len| -> Vec<_> {
+                let numbers = noise(31 + index, len).into_iter();
+                numbers.map(|x| round(dtype, x)).collect()
+            };
+            let (x, weights) = (
+                numbers(0, 24),
+                [numbers(1, 24), numbers(2, 12), numbers(3, 24)],
+            );
+            let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+            let silu: Vec<_> = x.iter().map(|&x| x * sigmoid(x)).collect();
+            let mut sum = vec![0.0; 12];
+            let mut gradient = vec![0.0; 24];
+            for (i, &x) in x.iter().enumerate() {
+                let local = i / 6 * 3 + PLACES[i % 6].1;
+                sum[local] += silu[i];
+                let slope = sigmoid(x) * (1.0 + x * (1.0 - sigmoid(x)));
+                // Two ranks use the whole of `x` alike.
+                gradient[i] = slope * (weights[0][i] + weights[1][local]) + 2.0 * weights[2][i];
+            }
+            for (rank, found) in found.iter().enumerate() {
+                for (what, expected) in [
+                    ("weights0", &silu),
+                    ("weights1", &sum),
+                    ("weights2", &x),
+                    ("operand0", &gradient),
+                ] {
+                    let place = format!("{what} of rank {rank} on {} in {dtype}", backend.name());
+                    near(&place, &found[what], expected, tolerance(dtype), false);
+                }
+            }
+        }
+    }
+}
