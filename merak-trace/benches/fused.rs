@@ -6,10 +6,10 @@
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use merak_trace::kernels::{
-    Activation, AttentionGrads, AttentionShape, AttentionSpec, Dropout, DropoutKey, MatMut,
-    SampleSlice, Strided, TableRows, Threads, Turn, activation, activation_grad, add_assign,
-    attention, attention_grad, cross_entropy, cross_entropy_grad_in_place, dropout, embedding,
-    embedding_grad, layer_norm, layer_norm_grad_input, layer_norm_grad_params, rms_norm,
+    Activation, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec, Dropout, DropoutKey,
+    MatMut, SampleSlice, Strided, TableRows, Threads, Turn, activation, activation_grad,
+    add_assign, attention, attention_grad, cross_entropy, cross_entropy_grad_in_place, dropout,
+    embedding, embedding_grad, layer_norm, layer_norm_grad_input, layer_norm_grad_params, rms_norm,
     rms_norm_grad_input, rms_norm_grad_params, rope, silu_mul, silu_mul_grad, softmax,
     softmax_grad,
 };
@@ -79,8 +79,9 @@ fn main() -> Result<()> {
 }
 
 fn cases() -> Result<Vec<Case>> {
-    Ok(vec![
-        causal_attention()?,
+    let attentions: Result<Vec<_>> = FORMS.into_iter().map(Form::case).collect();
+    let mut cases = attentions?;
+    cases.extend([
         layer_norm_case()?,
         rms_norm_case()?,
         activation_case("gelu, tanh", Activation::GeluTanh, plain_gelu_tanh)?,
@@ -93,7 +94,8 @@ fn cases() -> Result<Vec<Case>> {
         dropout_case()?,
         residual_add()?,
         adamw()?,
-    ])
+    ]);
+    Ok(cases)
 }
 
 fn noise(len: usize) -> Vec<f32> {
@@ -119,61 +121,167 @@ fn backward(output: &Tensor) -> Result<()> {
     Ok(())
 }
 
-fn causal_attention() -> Result<Case> {
-    const LEN: usize = 256;
-    let batch = 2 * ROWS / LEN;
-    let spec = AttentionSpec::causal(AttentionShape {
-        batch,
-        q_len: LEN,
-        k_len: LEN,
-        q_heads: HEADS,
-        kv_heads: HEADS,
-        head_dim: WIDTH / HEADS,
-    });
-    let rows = batch * LEN;
-    let (qkv, dout) = ([(); 3].map(|()| noise(rows * WIDTH)), ones(rows * WIDTH));
-    let (mut out, mut lse) = (noise(rows * WIDTH), noise(rows * HEADS));
-    let mut grads = qkv.clone();
-    let fused = move || {
-        let threads = Threads::one();
-        let [q, k, v] = [0, 1, 2].map(|i| Strided::contiguous(&qkv[i], LEN, WIDTH));
-        attention(
-            &threads,
-            &spec,
-            q,
-            k,
-            v,
-            MatMut::new(&mut out, rows, WIDTH),
-            &mut lse,
-        );
-        let outputs = [&out[..], &dout].map(|x| Strided::contiguous(x, LEN, WIDTH));
-        let [dq, dk, dv] = grads.each_mut().map(|d| MatMut::new(d, rows, WIDTH));
-        let grads = AttentionGrads {
-            dq,
-            dk,
-            dv,
-            dbias: None,
-        };
-        attention_grad(&threads, &spec, [q, k, v], outputs, &lse, grads);
-    };
+/// A form of attention, at the length and the width of the others.
+#[derive(Clone, Copy)]
+struct Form {
+    name: &'static str,
+    kv_heads: usize,
+    causal: bool,
+    window: Option<usize>,
+    /// Keys at the end of the second half of the samples that are hidden, as padding is.
+    hidden: usize,
+    /// Whether a table `[heads, q, k]` is added to the scores and has a gradient.
+    biased: bool,
+}
 
-    let shape = [batch, HEADS, LEN, WIDTH / HEADS];
-    let [q, k, v] = [var(&shape)?, var(&shape)?, var(&shape)?];
-    let hidden: Vec<f32> = (0..LEN * LEN)
-        .map(|i| {
-            if i % LEN > i / LEN {
-                f32::NEG_INFINITY
+const CAUSAL: Form = Form {
+    name: "causal attention",
+    kv_heads: HEADS,
+    causal: true,
+    window: None,
+    hidden: 0,
+    biased: false,
+};
+
+/// The forms that families use: encoders with padding, grouped-query heads, windows, relative positions.
+const FORMS: [Form; 5] = [
+    CAUSAL,
+    Form {
+        name: "  hidden keys",
+        causal: false,
+        hidden: ATTENTION_LEN / 4,
+        ..CAUSAL
+    },
+    Form {
+        name: "  grouped queries",
+        kv_heads: HEADS / 4,
+        ..CAUSAL
+    },
+    Form {
+        name: "  window of 64",
+        window: Some(64),
+        ..CAUSAL
+    },
+    Form {
+        name: "  with a bias",
+        causal: false,
+        biased: true,
+        ..CAUSAL
+    },
+];
+
+const ATTENTION_LEN: usize = 256;
+const BATCH: usize = 2 * ROWS / ATTENTION_LEN;
+
+impl Form {
+    fn sees(&self, query: usize, key: usize) -> bool {
+        let window = self.window.unwrap_or(usize::MAX);
+        !(self.causal && key > query) && query.saturating_sub(key) < window
+    }
+
+    /// What hides padding, `[B, k]`.
+    fn padding(&self) -> Vec<f32> {
+        let seen = |sample, key| sample < BATCH / 2 || key + self.hidden < ATTENTION_LEN;
+        let keys = (0..BATCH * ATTENTION_LEN).map(|i| (i / ATTENTION_LEN, i % ATTENTION_LEN));
+        keys.map(|(sample, key)| hidden_unless(seen(sample, key)))
+            .collect()
+    }
+
+    fn case(self) -> Result<Case> {
+        const LEN: usize = ATTENTION_LEN;
+        let dim = WIDTH / HEADS;
+        let (rows, kv_width) = (BATCH * LEN, self.kv_heads * dim);
+        let widths = [WIDTH, kv_width, kv_width];
+        let (qkv, dout) = (widths.map(|width| noise(rows * width)), ones(rows * WIDTH));
+        let (mut out, mut lse) = (noise(rows * WIDTH), noise(rows * HEADS));
+        let mut grads = qkv.clone();
+        let padding = self.padding();
+        let bias = noise(HEADS * LEN * LEN);
+        let mut dbias = bias.clone();
+        let fused = move || {
+            let threads = Threads::one();
+            let spec = AttentionSpec {
+                causal: self.causal,
+                window: self.window,
+                mask: (self.hidden > 0).then_some(AttentionMask {
+                    data: &padding,
+                    batch_stride: LEN,
+                    head_stride: 0,
+                    row_stride: 0,
+                }),
+                bias: self.biased.then_some(AttentionMask {
+                    data: &bias,
+                    batch_stride: 0,
+                    head_stride: LEN * LEN,
+                    row_stride: LEN,
+                }),
+                ..AttentionSpec::full(AttentionShape {
+                    batch: BATCH,
+                    q_len: LEN,
+                    k_len: LEN,
+                    q_heads: HEADS,
+                    kv_heads: self.kv_heads,
+                    head_dim: dim,
+                })
+            };
+            let [q, k, v] = [0, 1, 2].map(|i| Strided::contiguous(&qkv[i], LEN, widths[i]));
+            let result = MatMut::new(&mut out, rows, WIDTH);
+            attention(&threads, &spec, q, k, v, result, &mut lse);
+            let outputs = [&out[..], &dout].map(|x| Strided::contiguous(x, LEN, WIDTH));
+            let [dq, dk, dv] = &mut grads;
+            let grads = AttentionGrads {
+                dq: MatMut::new(dq, rows, WIDTH),
+                dk: MatMut::new(dk, rows, kv_width),
+                dv: MatMut::new(dv, rows, kv_width),
+                dbias: self.biased.then_some(&mut dbias[..]),
+            };
+            attention_grad(&threads, &spec, [q, k, v], outputs, &lse, grads);
+        };
+        Ok(Case::new(self.name, fused, self.plain()?))
+    }
+
+    fn plain(self) -> Result<impl FnMut() -> Result<()> + 'static> {
+        const LEN: usize = ATTENTION_LEN;
+        let dim = WIDTH / HEADS;
+        let group = HEADS / self.kv_heads;
+        let q = var(&[BATCH, HEADS, LEN, dim])?;
+        let [k, v] = [(); 2].map(|()| var(&[BATCH, self.kv_heads, LEN, dim]));
+        let (k, v) = (k?, v?);
+        let bias = self.biased.then(|| var(&[HEADS, LEN, LEN])).transpose()?;
+        let seen = (0..LEN * LEN).map(|i| hidden_unless(self.sees(i / LEN, i % LEN)));
+        let mut hidden = Tensor::from_vec(seen.collect(), (1, 1, LEN, LEN), &Device::Cpu)?;
+        if self.hidden > 0 {
+            let padding = Tensor::from_vec(self.padding(), (BATCH, 1, 1, LEN), &Device::Cpu)?;
+            hidden = hidden.broadcast_add(&padding)?;
+        }
+        // Each head of keys once for every head of queries that shares it.
+        let shared = move |x: &Tensor| -> Result<Tensor> {
+            let shape = (BATCH, HEADS / group, group, LEN, dim);
+            let shared = x.unsqueeze(2)?.broadcast_as(shape)?;
+            shared.reshape((BATCH, HEADS, LEN, dim))
+        };
+        let scale = (dim as f64).powf(-0.5);
+        Ok(move || {
+            let (k, v) = if group > 1 {
+                (shared(&k)?, shared(&v)?)
             } else {
-                0.0
+                (k.as_tensor().clone(), v.as_tensor().clone())
+            };
+            let mut scores = (q.matmul(&k.t()?)? * scale)?;
+            if self.causal || self.hidden > 0 {
+                scores = scores.broadcast_add(&hidden)?;
             }
+            if let Some(bias) = &bias {
+                scores = scores.broadcast_add(bias)?;
+            }
+            backward(&plain_softmax(&scores)?.matmul(&v)?)
         })
-        .collect();
-    let hidden = Tensor::from_vec(hidden, (LEN, LEN), &Device::Cpu)?;
-    let scale = (shape[3] as f64).powf(-0.5);
-    Ok(Case::new("causal attention", fused, move || {
-        let scores = (q.matmul(&k.t()?)? * scale)?.broadcast_add(&hidden)?;
-        backward(&plain_softmax(&scores)?.matmul(&v)?)
-    }))
+    }
+}
+
+/// What is added to the score of a key.
+fn hidden_unless(seen: bool) -> f32 {
+    if seen { 0.0 } else { f32::NEG_INFINITY }
 }
 
 fn layer_norm_case() -> Result<Case> {
