@@ -100,6 +100,36 @@ impl<T> fmt::Debug for Pending<T> {
     }
 }
 
+/// A rank's turn at computing, which ends when it is dropped; see [`Communicator::turn`].
+#[must_use = "a turn ends when it is dropped"]
+#[derive(Default)]
+pub struct Turn {
+    end: Option<Box<dyn FnOnce() + Send>>,
+}
+
+impl Turn {
+    /// A turn that calls `end` when it is dropped; the default one has nobody to tell.
+    pub fn new(end: impl FnOnce() + Send + 'static) -> Self {
+        Self {
+            end: Some(Box::new(end)),
+        }
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if let Some(end) = self.end.take() {
+            end();
+        }
+    }
+}
+
+impl fmt::Debug for Turn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Turn").finish_non_exhaustive()
+    }
+}
+
 /// One rank's handle on a group of ranks, offered by every engine.
 ///
 /// Every member must start the same collectives in the same order; they may be waited for in any order.
@@ -172,6 +202,19 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// # Errors
     /// When the group is poisoned or `from` is not a member.
     fn start_recv(&self, from: usize, tag: u64) -> Result<Pending<Message>>;
+
+    /// Waits until this group may compute, where ranks share fewer cores than there are ranks; at once elsewhere.
+    ///
+    /// Turns come in the order in which they were asked for. The n-th turn of a group is that of all its members:
+    /// it comes when the first one asks and a core is free, and ends when every member has dropped it.
+    /// Between asking and dropping, members may wait for each other and for nobody else, since others may need
+    /// their cores. Each turn that a member takes, the others take too.
+    ///
+    /// # Errors
+    /// When the group is poisoned, or no turn came before the deadline.
+    fn turn(&self) -> Result<Turn> {
+        Ok(Turn::default())
+    }
 
     /// Poisons the group and the world it belongs to: each pending and later call of every member
     /// returns [`Error::Aborted`](crate::Error::Aborted) with this rank and `reason`.

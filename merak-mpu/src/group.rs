@@ -1,7 +1,7 @@
 //! A group of ranks as its members use it.
 
 use crate::{
-    Buffer, Communicator, Element, Error, Message, Pending, Rank, ReduceOp, Result, into_vec,
+    Buffer, Communicator, Element, Error, Message, Pending, Rank, ReduceOp, Result, Turn, into_vec,
 };
 use std::sync::Arc;
 
@@ -322,6 +322,10 @@ impl Communicator for Group {
     fn start_recv(&self, from: usize, tag: u64) -> Result<Pending<Message>> {
         self.check_rank(from)?;
         self.communicator.start_recv(from, tag)
+    }
+
+    fn turn(&self) -> Result<Turn> {
+        self.communicator.turn()
     }
 
     fn abort(&self, reason: &str) {

@@ -73,7 +73,7 @@ mod topology;
 
 pub use axis::{Axis, Coord};
 pub use buffer::{Buffer, into_vec, zeros};
-pub use communicator::{Communicator, Message, Packet, Pending, ReduceOp};
+pub use communicator::{Communicator, Message, Packet, Pending, ReduceOp, Turn};
 pub use degrees::Degrees;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};

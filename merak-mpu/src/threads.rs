@@ -13,21 +13,24 @@
 //! in every run. Nobody needs a peer's thread to make progress once all have deposited, so pending
 //! operations may be waited for in any order, or by some members only.
 //!
-//! A wait spins for some tens of microseconds, then sleeps. It ends with the result, with
+//! A wait spins for some tens of microseconds, then sleeps; a rank that shares cores and has no
+//! turn sleeps at once, since a core is the last thing that it should take. It ends with the result, with
 //! [`Error::Aborted`](crate::Error::Aborted) as soon as any rank fails, or with
 //! [`Error::Timeout`](crate::Error::Timeout), which names the missing ranks. That all members call the
 //! same operation is checked in every build, since here it costs one comparison.
 
+mod affinity;
 mod collective;
 mod communicator;
 mod kernel;
 mod mailbox;
 mod plan;
+mod turns;
 mod wait;
 mod world;
 
 use crate::{Member, RunError, run::run_members};
-use std::{fmt::Display, sync::Arc, time::Duration};
+use std::{fmt::Display, sync::Arc, thread, time::Duration};
 
 /// How a world of threads behaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,6 +39,9 @@ pub struct WorldOptions {
     pub timeout: Duration,
     /// Stack of each thread that [`run`] starts; 8 MiB unless told.
     pub stack_bytes: usize,
+    /// Ranks that can compute at once, which decides who gets a [`turn`](crate::Communicator::turn); as many as the
+    /// machine has cores unless told.
+    pub cores: usize,
 }
 
 impl Default for WorldOptions {
@@ -43,6 +49,7 @@ impl Default for WorldOptions {
         Self {
             timeout: Duration::from_mins(10),
             stack_bytes: 8 << 20,
+            cores: thread::available_parallelism().map_or(1, usize::from),
         }
     }
 }
@@ -59,7 +66,7 @@ impl Default for WorldOptions {
 /// });
 /// ```
 pub fn world(n: usize, options: WorldOptions) -> Vec<Member> {
-    let world = Arc::new(world::World::new(n, options.timeout));
+    let world = Arc::new(world::World::new(n, options));
     (0..n)
         .map(|rank| Member::new(Arc::new(world::Rank::new(Arc::clone(&world), rank))))
         .collect()

@@ -8,7 +8,8 @@ use super::{
     world::{World, lock},
 };
 use crate::{
-    Buffer, Communicator, Error, Message, Pending, Rank, ReduceOp, Result, Wait, group::describe,
+    Buffer, Communicator, Error, Message, Pending, Rank, ReduceOp, Result, Turn, Wait,
+    group::describe,
 };
 use std::{
     collections::BTreeMap,
@@ -21,6 +22,8 @@ use std::{
 
 /// Shared by the members of a group.
 pub(super) struct GroupState {
+    /// Its place among the groups of the world.
+    number: usize,
     name: String,
     members: Vec<Rank>,
     /// Rings when a collective is full, and when it is done.
@@ -32,8 +35,9 @@ pub(super) struct GroupState {
 }
 
 impl GroupState {
-    pub(super) fn new(name: &str, members: &[Rank]) -> Self {
+    pub(super) fn new(number: usize, name: &str, members: &[Rank]) -> Self {
         Self {
+            number,
             name: name.to_owned(),
             members: members.to_vec(),
             bell: Bell::default(),
@@ -64,6 +68,8 @@ pub(super) struct Handle {
     seat: Arc<Seat>,
     /// The number of collectives that this member has started.
     started: AtomicU64,
+    /// The number of turns that this member has asked for.
+    turns: AtomicU64,
 }
 
 impl Handle {
@@ -71,6 +77,7 @@ impl Handle {
         Self {
             seat: Arc::new(Seat { world, group, rank }),
             started: AtomicU64::new(0),
+            turns: AtomicU64::new(0),
         }
     }
 
@@ -165,34 +172,65 @@ impl Seat {
         sequence: u64,
         ready: &dyn Fn() -> bool,
     ) -> Result<()> {
-        wait::wait(&self.world, &self.group.bell, ready, &|| {
-            let missing = collective.missing();
-            Wait {
-                rank: self.world_rank(),
-                op: collective.first().1.call.name().to_owned(),
-                group: self.describe_group(),
-                sequence,
-                missing: missing
-                    .into_iter()
-                    .map(|rank| self.group.members[rank])
-                    .collect(),
-            }
-        })
+        wait::wait(
+            &self.world,
+            self.world_rank(),
+            &self.group.bell,
+            ready,
+            &|| {
+                let missing = collective.missing();
+                Wait {
+                    rank: self.world_rank(),
+                    op: collective.first().1.call.name().to_owned(),
+                    group: self.describe_group(),
+                    sequence,
+                    missing: missing
+                        .into_iter()
+                        .map(|rank| self.group.members[rank])
+                        .collect(),
+                }
+            },
+        )
     }
 
     fn receive(&self, from: usize, tag: u64, number: u64) -> Result<Message> {
         let mailbox = &self.group.mailboxes[self.rank];
         let ready = || mailbox.has(from, tag, number);
-        wait::wait(&self.world, &mailbox.bell, &ready, &|| Wait {
-            rank: self.world_rank(),
-            op: format!("recv(tag {tag})"),
-            group: self.describe_group(),
-            sequence: number,
-            missing: vec![self.group.members[from]],
-        })?;
+        wait::wait(
+            &self.world,
+            self.world_rank(),
+            &mailbox.bell,
+            &ready,
+            &|| Wait {
+                rank: self.world_rank(),
+                op: format!("recv(tag {tag})"),
+                group: self.describe_group(),
+                sequence: number,
+                missing: vec![self.group.members[from]],
+            },
+        )?;
         Ok(mailbox
             .take(from, tag, number)
             .expect("the number of a receipt is its own, and the message is there"))
+    }
+
+    /// Waits for a turn, which ends with what is given back.
+    fn take_turn(self: &Arc<Self>, number: u64) -> Result<Turn> {
+        let key = (self.group.number, number);
+        let turns = self.world.turns();
+        let bell = turns.ask(key, &self.group.members, self.world_rank());
+        let seat = Arc::clone(self);
+        let turn = Turn::new(move || seat.world.turns().end(key, seat.world_rank()));
+        let ready = || turns.has_come(key);
+        wait::wait(&self.world, self.world_rank(), &bell, &ready, &|| Wait {
+            rank: self.world_rank(),
+            op: "turn".to_owned(),
+            group: self.describe_group(),
+            sequence: number,
+            missing: turns.holders(),
+        })?;
+        turns.begin(key, self.world_rank());
+        Ok(turn)
     }
 
     fn check_peer(&self, rank: usize) -> Result<()> {
@@ -267,6 +305,15 @@ impl Communicator for Handle {
         let number = self.seat.group.mailboxes[self.seat.rank].post(from, tag);
         let seat = Arc::clone(&self.seat);
         Ok(Pending::new(move || seat.receive(from, tag, number)))
+    }
+
+    fn turn(&self) -> Result<Turn> {
+        self.seat.world.check()?;
+        if self.seat.world.turns().has_core(self.seat.world_rank()) {
+            return Ok(Turn::default());
+        }
+        let number = self.turns.fetch_add(1, Ordering::Relaxed);
+        self.seat.take_turn(number)
     }
 
     fn abort(&self, reason: &str) {

@@ -1,15 +1,16 @@
-//! Waiting: spin, then sleep, until ready, poisoned, deserted or late.
+//! Waiting: spin, where the rank has a core of its own, then sleep, until ready, poisoned, deserted or late.
 
 use super::world::{World, lock};
 use crate::{Error, Rank, Result, Wait};
 use std::{
     hint,
     sync::{Condvar, Mutex, PoisonError},
-    thread,
     time::{Duration, Instant},
 };
 
-/// A sleep costs some microseconds to start and to end, so waits that end sooner never sleep.
+/// A sleep costs some microseconds to start and to end, so waits that end sooner never sleep. Where ranks share
+/// cores, all do: who spins takes a core from those it waits for, and who yields its core again and again is
+/// the last to get one when what it waits for has come.
 const SPIN: Duration = Duration::from_micros(40);
 
 /// Wakes the sleeping members of a group.
@@ -50,7 +51,7 @@ impl Bell {
     }
 }
 
-/// Waits until `ready`, at most as long as the world allows.
+/// Waits until `ready`, at most as long as the world allows, on a thread of `rank`.
 ///
 /// `describe` says who waits for whom; it is called only when the wait is a long one.
 ///
@@ -58,12 +59,13 @@ impl Bell {
 /// [`Error::Aborted`] when the world is poisoned or a missing rank has ended, [`Error::Timeout`].
 pub(super) fn wait(
     world: &World,
+    rank: Rank,
     bell: &Bell,
     ready: &dyn Fn() -> bool,
     describe: &dyn Fn() -> Wait,
 ) -> Result<()> {
     world.check()?;
-    if ready() || spin(world, ready) {
+    if ready() || (world.turns().has_core(rank) && spin(world, ready)) {
         return world.check();
     }
     let deadline = Instant::now() + world.timeout();
@@ -109,11 +111,7 @@ fn spin(world: &World, ready: &dyn Fn() -> bool) -> bool {
     let start = Instant::now();
     while start.elapsed() < SPIN {
         for _ in 0..16 {
-            if world.is_crowded() {
-                thread::yield_now();
-            } else {
-                hint::spin_loop();
-            }
+            hint::spin_loop();
         }
         if ready() {
             return true;

@@ -1,6 +1,10 @@
 //! The state that all ranks of a world share: its groups, and whether it is poisoned.
 
-use super::communicator::{GroupState, Handle};
+use super::{
+    WorldOptions,
+    communicator::{GroupState, Handle},
+    turns::Turns,
+};
 use crate::{Communicator, Engine, Error, Rank as WorldRank, Result, Wait};
 use std::{
     collections::BTreeMap,
@@ -9,7 +13,6 @@ use std::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    thread,
     time::Duration,
 };
 
@@ -28,8 +31,7 @@ struct Poison {
 pub(super) struct World {
     size: usize,
     timeout: Duration,
-    /// More ranks than cores: a spinning wait then gives its core to the peer it waits for.
-    crowded: bool,
+    turns: Turns,
     poison: OnceLock<Poison>,
     groups: Mutex<BTreeMap<GroupKey, Arc<GroupState>>>,
     ended: Vec<AtomicBool>,
@@ -38,12 +40,11 @@ pub(super) struct World {
 }
 
 impl World {
-    pub(super) fn new(size: usize, timeout: Duration) -> Self {
-        let cores = thread::available_parallelism().map_or(1, usize::from);
+    pub(super) fn new(size: usize, options: WorldOptions) -> Self {
         Self {
             size,
-            timeout,
-            crowded: size > cores,
+            timeout: options.timeout,
+            turns: Turns::new(size, options.cores),
             poison: OnceLock::new(),
             groups: Mutex::default(),
             ended: (0..size).map(|_| AtomicBool::new(false)).collect(),
@@ -56,8 +57,8 @@ impl World {
         self.timeout
     }
 
-    pub(super) fn is_crowded(&self) -> bool {
-        self.crowded
+    pub(super) fn turns(&self) -> &Turns {
+        &self.turns
     }
 
     /// The error that every call returns once the world is poisoned.
@@ -113,6 +114,7 @@ impl World {
         for group in groups {
             group.wake_all();
         }
+        self.turns.wake_all();
     }
 }
 
@@ -166,11 +168,13 @@ impl Engine for Rank {
             *count - 1
         };
         let key = (name.to_owned(), members.to_vec(), nth);
-        let state = Arc::clone(
-            lock(&self.world.groups)
-                .entry(key)
-                .or_insert_with(|| Arc::new(GroupState::new(name, members))),
-        );
+        let mut groups = lock(&self.world.groups);
+        let number = groups.len();
+        let state = groups
+            .entry(key)
+            .or_insert_with(|| Arc::new(GroupState::new(number, name, members)));
+        let state = Arc::clone(state);
+        drop(groups);
         Ok(Arc::new(Handle::new(Arc::clone(&self.world), state, place)))
     }
 

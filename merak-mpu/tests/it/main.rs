@@ -8,5 +8,7 @@ mod laws;
 mod mpu;
 /// The threads engine passes the suite of all engines.
 mod suite;
+/// Ranks that share cores compute by turns.
+mod turns;
 /// Which types may cross threads, and which traits are dyn-safe.
 mod types;
