@@ -45,6 +45,7 @@ impl FromStr for UnitCosts {
     /// Reads `F=1,I=1,W=1,R=1,C=0`; what is not named keeps its default.
     fn from_str(text: &str) -> Result<Self> {
         let mut costs = Self::default();
+        let mut seen = BTreeSet::new();
         for entry in text.split(',') {
             let error = || Error::ParseCosts {
                 found: entry.into(),
@@ -60,6 +61,9 @@ impl FromStr for UnitCosts {
                 _ => return Err(error()),
             };
             check(letter, value)?;
+            if !seen.insert(letter) {
+                return Err(Error::CostTwice { key: letter });
+            }
             *place = value;
         }
         Ok(costs)

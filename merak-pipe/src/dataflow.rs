@@ -6,8 +6,6 @@ use crate::{Action, Error, Result, Schedule, Tag};
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Visit {
     pub(crate) rank: usize,
-    /// Index in the rank's list.
-    pub(crate) position: usize,
     pub(crate) action: Action,
 }
 
@@ -74,11 +72,7 @@ pub(crate) fn walk_with(
             if missing(action, &arrived).is_some() {
                 break;
             }
-            visit(Visit {
-                rank,
-                position: cursors[rank],
-                action,
-            });
+            visit(Visit { rank, action });
             cursors[rank] += 1;
             if let Some(tag) = action.output(stages) {
                 arrived[slots.of(tag)] = true;

@@ -23,7 +23,7 @@ const POSTED_AHEAD: usize = 2;
 /// The engine keeps the order of the rank's actions. Before an action it takes the message that the action
 /// needs, from the link or, between two stages of one rank, from its own hands; after the action it passes
 /// on what the stage returned. Sends do not wait, and the next receives are posted ahead, so that
-/// communication runs under the computation. What the validator proves is not checked again: a schedule
+/// communication runs under the computation. Where ranks share cores, the link lets them compute by turns. What the validator proves is not checked again: a schedule
 /// that it would refuse ends in an error here, at the latest when the link's deadline passes.
 ///
 /// Schedules without backwards run in the same way, for evaluation and generation.
@@ -159,10 +159,12 @@ impl<P: Send> Run<'_, P> {
         self.post(link)?;
         for &step in steps {
             let input = self.take(step, link)?;
+            link.begin()?;
             recorder.begin();
-            let output = self.compute(step.action, input, module)?;
+            let output = self.compute(step.action, input, module);
             recorder.end(step.action);
-            self.pass_on(step, output, link)?;
+            link.end();
+            self.pass_on(step, output?, link)?;
         }
         link.finish()?;
         Ok(recorder.into_spans())

@@ -74,7 +74,7 @@ pub enum Error {
         found: usize,
     },
     /// Ranks cannot run on that many cores.
-    #[error("ranks run on more than 0 cores, found {found}")]
+    #[error("ranks share {least} cores or more, found {found:?}", least = crate::simulate::LEAST_CORES)]
     Cores {
         /// The number.
         found: f64,
@@ -170,6 +170,12 @@ pub enum Error {
     ParseCosts {
         /// The entry.
         found: String,
+    },
+    /// A list of costs names one twice.
+    #[error("the cost {key} is given twice")]
+    CostTwice {
+        /// Letter of the cost.
+        key: char,
     },
     /// A cost is negative, not a number or too large to be added up.
     #[error("the cost {key} must be from 0 to {max:e}, found {found:?}", max = crate::costs::MAX_COST)]
@@ -280,6 +286,14 @@ pub enum Error {
         expected: usize,
         /// Modules.
         found: usize,
+    },
+    /// A rank that shares cores with others did not get one.
+    #[error("rank {rank} got no turn to compute")]
+    NoTurn {
+        /// The rank.
+        rank: usize,
+        /// Why not.
+        source: BoxError,
     },
     /// A link could not carry a message.
     #[error("rank {rank} could not exchange the {tag} with rank {peer}")]

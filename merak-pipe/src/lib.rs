@@ -29,7 +29,7 @@
 //! - [`Schedule`]: the actions of every rank, from a [`ScheduleKind`] or from CSV;
 //!   [`Schedule::validate`] proves it, [`Schedule::instructions`] adds the communication.
 //! - [`simulate`](fn@simulate): [`Costs`] in, makespan, bubble, memory and critical path out;
-//!   [`simulate_on`]: the same for ranks that share cores.
+//!   [`simulate_on`]: the same for ranks that take turns on fewer cores.
 //! - [`auto`](fn@auto): a schedule searched for given costs and memory; [`Costs::measured`] takes them from a
 //!   recorded timeline.
 //! - [`Engine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`]; [`run_threads`] runs

@@ -19,8 +19,8 @@ pub struct Simulation {
     /// or `B`; a chunk of a microbatch counts as its share, so that schedules with different numbers of
     /// chunks compare.
     pub peak_activations: Vec<f64>,
-    /// The chain of actions, each starting when its message comes from the one before or when its rank has
-    /// done the one before, that ends the run.
+    /// The chain of actions that ends the run: each starts when its message comes from the one before, or when its
+    /// rank has done the one before, or when that one leaves it its core.
     pub critical_path: Vec<Action>,
 }
 
@@ -56,15 +56,16 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Simulation> {
     simulate_on(schedule, costs, f64::INFINITY)
 }
 
-/// [`simulate`] for ranks that share so many cores: while more ranks compute than there are cores, all of them
-/// slow down alike, as threads do under an operating system that is fair to them. Costs are times on a core of
-/// one's own; hops need no core.
+/// [`simulate`] for ranks that share so many cores: an action that finds none free waits in a queue, first come,
+/// first served, and then runs to its end, as under the [engine](crate::Engine) with a link that has turns. Costs
+/// are times on a core of one's own; hops need no core.
 ///
 /// Where every rank has a core, the result is that of [`simulate`]; otherwise time grows by the logarithm of the
-/// number of ranks. A fraction is a share: two pipelines side by side on three cores have one and a half each.
+/// number of ranks. A fraction is a share: two pipelines side by side on three cores have one and a half each, on
+/// which two actions at once run at three quarters of their speed.
 ///
 /// # Errors
-/// As [`simulate`], and [`Error::Cores`] when the number is not above 0.
+/// As [`simulate`], and [`Error::Cores`] when the number is less than a millionth.
 ///
 /// ```
 /// use merak_pipe::{Costs, ScheduleKind, Size, UnitCosts, simulate_on};
@@ -75,7 +76,7 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Simulation> {
 /// # Ok::<(), merak_pipe::Error>(())
 /// ```
 pub fn simulate_on(schedule: &Schedule, costs: &Costs, cores: f64) -> Result<Simulation> {
-    if cores.is_nan() || cores <= 0.0 {
+    if cores.is_nan() || cores < LEAST_CORES {
         return Err(Error::Cores { found: cores });
     }
     let placement = schedule.placement()?;
@@ -99,14 +100,17 @@ pub fn simulate_on(schedule: &Schedule, costs: &Costs, cores: f64) -> Result<Sim
     })
 }
 
+/// Ranks share no less: times stay finite, and exact to a few digits.
+pub(crate) const LEAST_CORES: f64 = 1e-6;
+
 struct Clock<'a> {
     schedule: &'a Schedule,
     placement: &'a [usize],
     costs: &'a Costs,
     slots: Slots,
     spans: Vec<Vec<Span>>,
-    /// By rank and position: whether the action had to wait for its message.
-    waited: Vec<Vec<bool>>,
+    /// By rank and position: the action, by the same, after which this one could begin.
+    after: Vec<Vec<Option<(usize, usize)>>>,
     /// By message: when it arrives, and the rank and position that made it.
     messages: Vec<(f64, usize, usize)>,
     /// By stage and microbatch: whether the backward recomputes.
@@ -138,7 +142,7 @@ impl<'a> Clock<'a> {
                 .iter()
                 .map(|list| Vec::with_capacity(list.len()))
                 .collect(),
-            waited: lists
+            after: lists
                 .iter()
                 .map(|list| Vec::with_capacity(list.len()))
                 .collect(),
@@ -148,19 +152,36 @@ impl<'a> Clock<'a> {
     }
 
     fn run(&mut self, visit: Visit) {
-        let Visit {
-            rank,
-            position,
-            action,
-        } = visit;
+        let Visit { rank, action } = visit;
         let free = self.spans[rank].last().map_or(0.0, |span| span.end);
-        let arrival = action
-            .input(self.placement.len())
-            .map(|tag| self.messages[self.slots.of(tag)].0);
-        let start = arrival.map_or(free, |arrival| arrival.max(free));
+        let start = self
+            .arrival(action)
+            .map_or(free, |arrival| arrival.max(free));
         let end = start + self.cost(action);
-        let waits = arrival.is_some_and(|arrival| arrival > free || position == 0);
-        self.record(rank, Span { action, start, end }, waits);
+        let after = self.cause(rank, action);
+        self.record(rank, Span { action, start, end }, after);
+    }
+
+    /// When the message of an action arrives; `None` for one that needs none.
+    fn arrival(&self, action: Action) -> Option<f64> {
+        let tag = action.input(self.placement.len())?;
+        Some(self.messages[self.slots.of(tag)].0)
+    }
+
+    /// What the next action of a rank waits for last: the rank itself, or the maker of its message.
+    fn cause(&self, rank: usize, action: Action) -> Option<(usize, usize)> {
+        let free = self.spans[rank].last().map(|span| span.end);
+        let tag = action.input(self.placement.len());
+        let message = tag.map(|tag| self.messages[self.slots.of(tag)]);
+        match message {
+            Some((arrival, maker, position)) if free.is_none_or(|free| arrival > free) => {
+                Some((maker, position))
+            }
+            _ => self.spans[rank]
+                .len()
+                .checked_sub(1)
+                .map(|last| (rank, last)),
+        }
     }
 
     fn cost(&self, action: Action) -> f64 {
@@ -169,10 +190,15 @@ impl<'a> Clock<'a> {
     }
 
     /// Writes down the next action of a rank, and sends what it made; gives the message and its arrival.
-    fn record(&mut self, rank: usize, span: Span, waited: bool) -> Option<(Tag, f64)> {
+    fn record(
+        &mut self,
+        rank: usize,
+        span: Span,
+        after: Option<(usize, usize)>,
+    ) -> Option<(Tag, f64)> {
         let position = self.spans[rank].len();
         self.spans[rank].push(span);
-        self.waited[rank].push(waited);
+        self.after[rank].push(after);
         let tag = span.action.output(self.placement.len())?;
         let arrival = span.end + self.hop(tag);
         self.messages[self.slots.of(tag)] = (arrival, rank, position);
@@ -198,16 +224,8 @@ impl<'a> Clock<'a> {
         let mut path = Vec::new();
         let mut at = self.spans[latest].len().checked_sub(1).map(|p| (latest, p));
         while let Some((rank, position)) = at {
-            let action = self.spans[rank][position].action;
-            path.push(action);
-            let input = action.input(self.placement.len());
-            at = match input.filter(|_| self.waited[rank][position]) {
-                Some(tag) => {
-                    let (_, rank, position) = self.messages[self.slots.of(tag)];
-                    Some((rank, position))
-                }
-                None => position.checked_sub(1).map(|position| (rank, position)),
-            };
+            path.push(self.spans[rank][position].action);
+            at = self.after[rank][position];
         }
         path.reverse();
         path

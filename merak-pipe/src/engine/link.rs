@@ -28,6 +28,17 @@ pub trait Link<P> {
         Ok(())
     }
 
+    /// Waits until this rank may compute, before each action. Links whose ranks each have a core have no queue.
+    ///
+    /// # Errors
+    /// When a rank failed or the deadline passed.
+    fn begin(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Lets another rank compute, after each action that [`Link::begin`] came before.
+    fn end(&mut self) {}
+
     /// Waits until everything that was sent has left this rank's hands, at the end of a step.
     ///
     /// # Errors

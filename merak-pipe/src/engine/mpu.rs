@@ -2,7 +2,7 @@
 
 use super::Link;
 use crate::{BoxError, Error, Result, Tag};
-use merak_mpu::{Communicator, Group, Message, Pending};
+use merak_mpu::{Communicator, Group, Message, Pending, Turn};
 use std::collections::{BTreeMap, VecDeque};
 
 /// One rank's link over a group whose members are the ranks of the pipeline.
@@ -38,6 +38,9 @@ pub struct GroupLink {
     posted: BTreeMap<(usize, Tag), VecDeque<Pending<Message>>>,
     /// Sends that may still be on their way.
     sends: Vec<(usize, Tag, Pending<()>)>,
+    /// Whose turns the actions are, and the one that lasts.
+    turns: Option<Group>,
+    turn: Turn,
 }
 
 impl GroupLink {
@@ -47,7 +50,18 @@ impl GroupLink {
             group,
             posted: BTreeMap::new(),
             sends: Vec::new(),
+            turns: None,
+            turn: Turn::default(),
         }
+    }
+
+    /// Makes each action a [`turn`](Communicator::turn) of `group`: the ranks that compute one stage together, or
+    /// this rank alone. Where ranks share cores, actions then run one after the other at full speed instead of all
+    /// at once, as [`simulate_on`](crate::simulate_on) foresees.
+    #[must_use]
+    pub fn with_turns(mut self, group: Group) -> Self {
+        self.turns = Some(group);
+        self
     }
 
     fn error(&self, peer: usize, tag: Tag, source: merak_mpu::Error) -> Error {
@@ -111,6 +125,24 @@ where
             .or_default()
             .push_back(pending);
         Ok(())
+    }
+
+    fn begin(&mut self) -> Result<()> {
+        let Some(group) = &self.turns else {
+            return Ok(());
+        };
+        self.turn = group.turn().map_err(|source| match source {
+            merak_mpu::Error::Aborted { by, reason } => Error::Aborted { by, reason },
+            source => Error::NoTurn {
+                rank: self.group.rank(),
+                source: source.into(),
+            },
+        })?;
+        Ok(())
+    }
+
+    fn end(&mut self) {
+        self.turn = Turn::default();
     }
 
     fn finish(&mut self) -> Result<()> {

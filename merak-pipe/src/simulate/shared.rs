@@ -1,16 +1,20 @@
 //! Ranks that share fewer cores than there are ranks.
 //!
 //! ```text
-//! two ranks, one core     rank 0  F0 ........ F1 ..      both compute: each at half speed
-//!                         rank 1        F0 ...... ..     one computes: at full speed
+//! two ranks, one core     rank 0  F0 F1 .. ..      an action that finds no core waits, first come, first served,
+//!                         rank 1  .. .. F0 F1      and then runs to its end
 //! ```
 //!
-//! All running actions slow down alike, so they are kept by the *work* at which they end: the time that has passed
-//! for an action that runs from the beginning. It grows by `min(1, cores / running)` for each unit of time.
+//! On a share of a core actions run at that share of their speed. All running actions slow down alike, so they are
+//! kept by the *work* at which they end: the time that has passed for an action that runs from the beginning at full
+//! speed. It grows by `min(1, cores / running)` for each unit of time.
 
 use super::Clock;
 use crate::{Action, Span};
-use std::{cmp::Reverse, collections::BinaryHeap};
+use std::{
+    cmp::Reverse,
+    collections::{BinaryHeap, VecDeque},
+};
 
 /// Lets the clock's actions run; the schedule has no deadlock.
 pub(super) fn run(clock: &mut Clock<'_>, cores: f64) {
@@ -21,15 +25,26 @@ pub(super) fn run(clock: &mut Clock<'_>, cores: f64) {
         now: 0.0,
         work: 0.0,
         running: BinaryHeap::new(),
+        queue: VecDeque::new(),
         arrivals: BinaryHeap::new(),
         begun: vec![None; ranks],
     };
-    (0..ranks).for_each(|rank| machine.begin(rank));
+    (0..ranks).for_each(|rank| machine.ask(rank));
     while machine.advance() {}
 }
 
 /// What happens next: when, as bits that ascend with positive numbers, and on which rank.
 type Event = Reverse<(u64, usize)>;
+
+/// An action that waits for a core or runs.
+#[derive(Clone, Copy)]
+struct Begun {
+    action: Action,
+    /// When it asked for a core, and then when it got one.
+    since: f64,
+    /// The rank and position of the action after which it could begin.
+    after: Option<(usize, usize)>,
+}
 
 struct Machine<'c, 'a> {
     clock: &'c mut Clock<'a>,
@@ -38,15 +53,17 @@ struct Machine<'c, 'a> {
     work: f64,
     /// By the work at which they end.
     running: BinaryHeap<Event>,
+    /// Ranks that wait for a core.
+    queue: VecDeque<usize>,
     /// Messages on their way, by the time of their arrival.
     arrivals: BinaryHeap<Event>,
-    /// By rank: the action that runs, its start, and whether it waited for its message.
-    begun: Vec<Option<(Action, f64, bool)>>,
+    /// By rank.
+    begun: Vec<Option<Begun>>,
 }
 
 impl Machine<'_, '_> {
-    /// Begins the next action of a rank that is free, if its message is there.
-    fn begin(&mut self, rank: usize) {
+    /// Asks for a core for the next action of a rank that is free, if its message is there.
+    fn ask(&mut self, rank: usize) {
         let position = self.clock.spans[rank].len();
         if self.begun[rank].is_some() {
             return;
@@ -54,16 +71,35 @@ impl Machine<'_, '_> {
         let Some(&action) = self.clock.schedule.actions[rank].get(position) else {
             return;
         };
-        let input = action.input(self.clock.placement.len());
-        let arrival = input.map(|tag| self.clock.messages[self.clock.slots.of(tag)].0);
+        let arrival = self.clock.arrival(action);
         if arrival.is_some_and(|arrival| arrival > self.now) {
             return;
         }
-        let free = self.clock.spans[rank].last().map_or(0.0, |span| span.end);
-        let waited = arrival.is_some_and(|arrival| arrival > free || position == 0);
-        self.begun[rank] = Some((action, self.now, waited));
-        let end = self.work + self.clock.cost(action);
-        self.running.push(Reverse((end.to_bits(), rank)));
+        self.begun[rank] = Some(Begun {
+            action,
+            since: self.now,
+            after: self.clock.cause(rank, action),
+        });
+        self.queue.push_back(rank);
+        self.admit(None);
+    }
+
+    /// Begins what waits while there are cores, one of which an action may have just left.
+    fn admit(&mut self, left: Option<(usize, usize)>) {
+        while (self.running.len() as f64) < self.cores {
+            let Some(rank) = self.queue.pop_front() else {
+                return;
+            };
+            let Some(begun) = &mut self.begun[rank] else {
+                continue;
+            };
+            if begun.since < self.now && left.is_some() {
+                begun.after = left;
+            }
+            begun.since = self.now;
+            let end = self.work + self.clock.cost(begun.action);
+            self.running.push(Reverse((end.to_bits(), rank)));
+        }
     }
 
     /// Goes on to the next end or arrival; whether there was one.
@@ -86,19 +122,25 @@ impl Machine<'_, '_> {
         };
         self.work += (arrival - self.now).max(0.0) * speed;
         self.now = self.now.max(arrival);
-        self.begin(rank);
+        self.ask(rank);
         true
     }
 
     fn finish(&mut self, rank: usize) {
-        let Some((action, start, waited)) = self.begun[rank].take() else {
+        let Some(Begun {
+            action,
+            since: start,
+            after,
+        }) = self.begun[rank].take()
+        else {
             return;
         };
-        let end = self.now;
-        if let Some((tag, arrival)) = self.clock.record(rank, Span { action, start, end }, waited) {
+        let (position, end) = (self.clock.spans[rank].len(), self.now);
+        if let Some((tag, arrival)) = self.clock.record(rank, Span { action, start, end }, after) {
             let receiver = self.clock.placement[tag.to.0];
             self.arrivals.push(Reverse((arrival.to_bits(), receiver)));
         }
-        self.begin(rank);
+        self.admit(Some((rank, position)));
+        self.ask(rank);
     }
 }
