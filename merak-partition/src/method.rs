@@ -98,9 +98,13 @@ fn unknown_method(what: &'static str, found: &str, names: &[&'static str]) -> Er
     }
 }
 
-/// The most similar of some names, the first among equals.
+/// The most similar of some names, the first among equals; the end of a path is more similar than anything else.
 pub(crate) fn nearest<'a>(found: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let scored = names.map(|name| (strsim::osa_distance(found, name), name));
+    let is_end = |name: &str| {
+        let head = name.strip_suffix(found);
+        head.is_some_and(|head| head.ends_with('.'))
+    };
+    let scored = names.map(|name| ((!is_end(name), strsim::osa_distance(found, name)), name));
     scored
         .reduce(|best, next| if next.0 < best.0 { next } else { best })
         .map(|(_, name)| name)
