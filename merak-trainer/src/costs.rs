@@ -17,11 +17,11 @@ mod timed;
 
 pub use profile::Profile;
 
-use crate::{CheckedArguments, CostSource, Device, Result, threads_per_rank};
+use crate::{CheckedArguments, CostSource, Device, Result, threads_per_rank, world::num_cores};
 use merak_partition::cost;
 use merak_trace::{Graph, Hop, Node, Phase, StageProgram, models::Model};
 use serde::{Deserialize, Serialize};
-use std::{ops::Add, path::PathBuf, sync::Arc, thread};
+use std::{ops::Add, path::PathBuf, sync::Arc};
 
 /// What decides how long the parts of a step take.
 #[derive(Debug, Clone, Default)]
@@ -152,9 +152,4 @@ pub struct CostCache {
     pub file: PathBuf,
     /// Whether it may be written.
     pub keeps: bool,
-}
-
-/// Cores that this process may use.
-pub(crate) fn num_cores() -> usize {
-    thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }

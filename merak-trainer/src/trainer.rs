@@ -14,7 +14,7 @@ pub use checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint};
 pub use step::{NamedTensors, StepReport};
 
 use crate::{
-    CheckedArguments, Error, Plan, Result,
+    CheckedArguments, Device, Error, Plan, Result,
     data::{DataPosition, Dataset, Loader, TrainingOrder},
     metrics::EvaluationMetrics,
     stage::RankStages,
@@ -171,7 +171,10 @@ impl MerakTrainer {
         if let Some(epoch) = parts.epoch {
             engine = engine.with_epoch(epoch);
         }
-        let link = GroupLink::new(mpu.pipeline_parallel_group().clone());
+        let mut link = GroupLink::new(mpu.pipeline_parallel_group().clone());
+        if args.compute.device == Device::Cpu {
+            link = link.with_turns(mpu.tensor_parallel_group().clone());
+        }
         let Course {
             order,
             total_steps,

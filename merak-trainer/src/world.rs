@@ -17,14 +17,13 @@ pub fn run_world<T: Send>(
     args: &CheckedArguments,
     body: impl Fn(Member) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    let timeout = Duration::from_secs_f64(args.distributed.timeout_s);
-    run_ranks(args.world_size(), timeout, body)
+    run_ranks(args.world_size(), args, body)
 }
 
 /// The same on any number of ranks.
 pub(crate) fn run_ranks<T: Send>(
     world: usize,
-    timeout: Duration,
+    args: &CheckedArguments,
     body: impl Fn(Member) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     if world > MAX_RANKS {
@@ -32,7 +31,8 @@ pub(crate) fn run_ranks<T: Send>(
         return Err(Error::TooManyRanks { world, limit });
     }
     let options = threads::WorldOptions {
-        timeout,
+        timeout: Duration::from_secs_f64(args.distributed.timeout_s),
+        cores: ranks_at_once(args),
         ..Default::default()
     };
     let outcome = threads::run(world, options, |member| body(member).map_err(Cause));
@@ -61,11 +61,18 @@ pub(crate) fn run_ranks<T: Send>(
 pub fn threads_per_rank(args: &CheckedArguments) -> usize {
     match args.compute.threads_per_rank {
         ThreadsPerRank::Count(count) => count.get(),
-        ThreadsPerRank::Auto => {
-            let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-            (cores / args.world_size()).max(1)
-        }
+        ThreadsPerRank::Auto => (num_cores() / args.world_size()).max(1),
     }
+}
+
+/// How many ranks the machine has cores for.
+pub(crate) fn ranks_at_once(args: &CheckedArguments) -> usize {
+    (num_cores() / threads_per_rank(args)).max(1)
+}
+
+/// Cores that this process may use.
+pub(crate) fn num_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
 /// An error with its causes in one line, as other ranks will read it.

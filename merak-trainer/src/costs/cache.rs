@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, fs, io, path::Path};
 pub(super) type Profiles = BTreeMap<String, Profile>;
 
 /// Raised when the meaning of the numbers changes.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 #[derive(Serialize, Deserialize)]
 struct Document {
@@ -78,7 +78,7 @@ mod tests {
         let text = fs::read_to_string(&file).unwrap();
         fs::write(&file, &text[..text.len() / 2]).unwrap();
         assert_eq!(read(&file), Profiles::new());
-        fs::write(&file, text.replace("\"format\": 1", "\"format\": 0")).unwrap();
+        fs::write(&file, text.replace("\"format\": 2", "\"format\": 1")).unwrap();
         assert_eq!(read(&file), Profiles::new());
     }
 }

@@ -1,8 +1,8 @@
-//! The profiling run: every kind of node of a model, on as many ranks at once as the machine has cores for.
+//! The profiling run: every kind of node of a model, on as many ranks as the run will have.
 
 use super::{
     Profile,
-    profile::{is_timed, of_node, ranks_at_once},
+    profile::{is_timed, of_node},
     timed::Timed,
 };
 use crate::{
@@ -12,9 +12,9 @@ use crate::{
     plan::{Draft, RankPrograms},
     stage::{Executor, Stage, StageParams, grad_store, stages},
     threads_per_rank,
-    world::run_ranks,
+    world::{num_cores, ranks_at_once, run_ranks},
 };
-use merak_mpu::{DType, Degrees, Member, Mpu, ReduceOp};
+use merak_mpu::{Communicator, DType, Degrees, Member, Mpu, ReduceOp};
 use merak_trace::{
     Batch, GradStore, Graph, RunContext, SharedBackend, StageProgram, TensorType, Value,
 };
@@ -31,8 +31,6 @@ use sysinfo::{CpuRefreshKind, System};
 const BUDGET: Duration = Duration::from_millis(600);
 /// Microbatches between their forward and their backward, so that activations leave the caches as in a run.
 const UNDER_WAY: usize = 2;
-/// Sharing costs no more than that: what is beyond was something else.
-const MOST_LOST: f64 = 1.5;
 /// Rounds of the timed run and of the plain one.
 const ROUNDS: RangeInclusive<i64> = 2..=40;
 
@@ -66,8 +64,8 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
         program.unwrap_or_default(),
         compute.backend,
         compute.device,
-        super::num_cores(),
-        ranks_at_once(args, threads),
+        num_cores(),
+        ranks_at_once(args).min(args.world_size()),
         args.world_size(),
         args.dp,
         args.tp,
@@ -86,56 +84,35 @@ pub(super) fn profile(
 ) -> Result<Profile> {
     let threads = threads_per_rank(args);
     let kinds = Kinds::of(programs);
-    // Copies side by side want memory and caches as the ranks of the run do.
-    let copies = (ranks_at_once(args, threads) / args.tp).max(1);
-    let all = (args.world_size() / args.tp).max(1);
-    let timeout = Duration::from_secs_f64(args.distributed.timeout_s);
-    let on_ranks = |copies: usize, times: bool| {
-        let degrees = Degrees {
-            dp: 1,
-            tp: args.tp,
-            pp: copies,
-            sp: 1,
-        };
-        run_ranks(degrees.world_size(), timeout, |member| {
-            let rank = Rank::new(member, degrees, draft, &kinds, args, threads)?;
-            rank.measured(times)
-        })
+    // Those that share cores take turns here too, and find the caches as the others left them.
+    let degrees = Degrees {
+        dp: 1,
+        tp: args.tp,
+        pp: (args.world_size() / args.tp).max(1),
+        sp: 1,
     };
-    let ranks = on_ranks(copies, true)?;
+    let world = degrees.world_size();
+    let ranks = run_ranks(world, args, |member| {
+        Rank::new(member, degrees, draft, &kinds, args, threads)?.measured()
+    })?;
     let mut profile = mean(&ranks);
-    if all > copies {
-        // What sharing costs besides the share: caches to fill again, threads to wake.
-        let pace = |ranks: &[Measured]| {
-            let paces = ranks.iter().map(|rank| rank.pace);
-            paces.sum::<f64>() / ranks.len() as f64
-        };
-        let shared = pace(&on_ranks(all, false)?) * copies as f64 / all as f64;
-        profile.slow_down((shared / pace(&ranks)).clamp(1.0, MOST_LOST));
-    }
+    // All of them updated at once, without turns.
+    profile.per_param *= ranks_at_once(args).min(world) as f64 / world as f64;
     profile.network = Network::measure(args.tp.max(args.dp))?;
     Ok(profile)
 }
 
-/// What a rank found.
-struct Measured {
-    profile: Profile,
-    /// Seconds of a round.
-    pace: f64,
-}
-
 /// The mean over ranks.
-fn mean(ranks: &[Measured]) -> Profile {
+fn mean(ranks: &[Profile]) -> Profile {
     let mut nodes: BTreeMap<String, f64> = BTreeMap::new();
     let share = 1.0 / ranks.len() as f64;
-    let ranks = || ranks.iter().map(|rank| &rank.profile);
-    for (node, seconds) in ranks().flat_map(|rank| &rank.nodes) {
+    for (node, seconds) in ranks.iter().flat_map(|rank| &rank.nodes) {
         *nodes.entry(node.clone()).or_default() += seconds * share;
     }
     Profile {
         nodes,
-        per_node: ranks().map(|rank| rank.per_node * share).sum(),
-        per_param: ranks().map(|rank| rank.per_param * share).sum(),
+        per_node: ranks.iter().map(|rank| rank.per_node * share).sum(),
+        per_param: ranks.iter().map(|rank| rank.per_param * share).sum(),
         ..Profile::default()
     }
 }
@@ -240,17 +217,18 @@ impl<'a> Rank<'a> {
         })
     }
 
-    /// The length of a round, and, where asked for, the times of the nodes in it and of an optimizer step.
-    fn measured(mut self, times: bool) -> Result<Measured> {
+    /// The times of the nodes in some rounds, and of an optimizer step.
+    fn measured(mut self) -> Result<Profile> {
         let timed = Arc::new(Timed::new(Arc::clone(&self.backend)));
         let programs = &self.kinds.programs;
         let noted = Arc::clone(&timed) as SharedBackend;
         let noted = stages(programs, &self.params, &noted, &self.mpu);
         let plain = stages(programs, &self.params, &self.backend, &self.mpu);
         let given = self.given(&plain)?;
-        // The first round touches memory; its length tells how many there can be.
-        let start = Instant::now();
+        // The first round touches memory; the length of the second tells how many there can be.
         self.round(&noted, &given)?;
+        let start = Instant::now();
+        self.round(&plain, &given)?;
         let rounds = BUDGET.as_secs_f64() / start.elapsed().as_secs_f64().max(1e-6);
         let rounds = (rounds as i64).clamp(*ROUNDS.start(), *ROUNDS.end());
         // Ranks with collectives between them go in step, and all begin together.
@@ -258,23 +236,21 @@ impl<'a> Rank<'a> {
             .mpu
             .world_group()
             .all_reduce_scalar(rounds, ReduceOp::Max)?;
-        let start = Instant::now();
         let mut whole = Vec::new();
         for _ in 0..rounds {
             whole.push(self.round(&plain, &given)?);
         }
-        let pace = start.elapsed().as_secs_f64() / rounds as f64;
-        let mut profile = Profile::default();
-        if times {
-            timed.clear();
-            for _ in 0..rounds {
-                self.round(&noted, &given)?;
-            }
-            profile.nodes = timed.medians();
-            profile.per_node = per_node(&plain, &profile.nodes, median(whole));
-            profile.per_param = self.update()?;
+        timed.clear();
+        for _ in 0..rounds {
+            self.round(&noted, &given)?;
         }
-        Ok(Measured { profile, pace })
+        let nodes = timed.medians();
+        Ok(Profile {
+            per_node: per_node(&plain, &nodes, median(whole)),
+            nodes,
+            per_param: self.update()?,
+            ..Profile::default()
+        })
     }
 
     /// What each kind of segment receives from the one before it.
@@ -300,11 +276,13 @@ impl<'a> Rank<'a> {
     }
 
     /// The forwards of each kind of segment for some microbatches, then both halves of their backwards; the seconds of
-    /// all of them for one microbatch.
+    /// all of them for one microbatch. Each of these is a turn, as an action of a run is.
     fn round(&mut self, stages: &[Stage], given: &[Vec<Bytes>]) -> Result<f64> {
         let mut time = Duration::ZERO;
-        let mut frames = Vec::new();
+        let mut microbatches = Vec::new();
         for _ in 0..UNDER_WAY {
+            let _turn = self.mpu.tensor_parallel_group().turn()?;
+            let mut frames = Vec::new();
             for (stage, given) in stages.iter().zip(given) {
                 let (inputs, received) = (self.inputs(stage)?, self.fresh(given)?);
                 let start = Instant::now();
@@ -315,9 +293,11 @@ impl<'a> Rank<'a> {
                 time += start.elapsed();
                 frames.push((stage, forwarded.frame));
             }
+            microbatches.push(frames);
         }
-        for microbatch in frames.chunks_mut(stages.len()) {
-            for (stage, frame) in microbatch.iter_mut().rev() {
+        for frames in microbatches {
+            let _turn = self.mpu.tensor_parallel_group().turn()?;
+            for (stage, mut frame) in frames.into_iter().rev() {
                 let hops = stage.interpreter.program().send.iter();
                 let back: Vec<Bytes> = hops
                     .filter(|hop| hop.grad.is_some())
@@ -326,8 +306,9 @@ impl<'a> Rank<'a> {
                 let back = self.fresh(&back)?;
                 let (interpreter, views) = (&stage.interpreter, &stage.views);
                 let start = Instant::now();
-                interpreter.backward_input(frame, views, back, 1e-3)?;
-                interpreter.backward_weight(frame, views, &mut self.grads)?;
+                interpreter.backward_input(&mut frame, views, back, 1e-3)?;
+                interpreter.backward_weight(&mut frame, views, &mut self.grads)?;
+                drop(frame);
                 time += start.elapsed();
             }
         }

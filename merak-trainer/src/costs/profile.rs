@@ -1,6 +1,6 @@
 //! Measured times, by what decides them.
 
-use super::{CostCache, cache, measure, num_cores};
+use super::{CostCache, cache, measure};
 use crate::{CheckedArguments, Result, available_bytes, network::Network, plan::Draft};
 use merak_partition::cost::{self, Cost};
 use merak_trace::{Graph, Node, Op, StageProgram, TensorType, models::Model};
@@ -66,15 +66,6 @@ impl Profile {
             let mut timed = nodes.filter(|node| is_timed(&node.op));
             timed.all(|node| self.nodes.contains_key(&of_node(&program.graph, node)))
         })
-    }
-
-    /// Makes everything take so many times as long.
-    pub(super) fn slow_down(&mut self, factor: f64) {
-        self.nodes
-            .values_mut()
-            .for_each(|seconds| *seconds *= factor);
-        self.per_node *= factor;
-        self.per_param *= factor;
     }
 
     /// Seconds of a node.
@@ -170,9 +161,4 @@ fn without_key(op: &Op) -> Op {
         _ => {}
     }
     op
-}
-
-/// How many ranks compute at once on this machine.
-pub(super) fn ranks_at_once(args: &CheckedArguments, threads: usize) -> usize {
-    (num_cores() / threads.max(1)).clamp(1, args.world_size())
 }

@@ -10,7 +10,9 @@ use std::fmt;
 pub struct Prediction {
     /// What the phases of each stage take on a core of their own, in seconds, and messages between stages.
     pub costs: Costs,
-    /// The pipeline on the cores that its ranks share.
+    /// The cores that the ranks of a pipeline share.
+    pub cores: f64,
+    /// The pipeline on these cores.
     pub simulation: Simulation,
     /// Seconds of the optimizer step, reduction of gradients included.
     pub update: f64,
@@ -73,6 +75,7 @@ impl Plan {
         Ok(Some(Prediction {
             simulation: simulate_on(&self.schedule, &by_stage, cores)?,
             costs: by_stage,
+            cores,
             update,
         }))
     }
@@ -87,7 +90,7 @@ impl Plan {
         ran: &Timeline,
     ) -> Result<Vec<StageTimes>> {
         let measured = Costs::measured(&self.schedule, ran)?;
-        // Ranks that share cores slow each other down, in the simulation too.
+        // On the share of a core that an action gets in the simulation.
         let predicted = Costs::measured(&self.schedule, &prediction.simulation.timeline)?;
         let backward = |costs: &Costs, stage: usize| {
             costs.input_grad[stage] + costs.weight_grad[stage] + costs.recompute[stage]

@@ -3,7 +3,7 @@
 use super::{super::Failure, MadeUp, checked};
 use clap::Args as ClapArgs;
 use merak_mpu::Mpu;
-use merak_pipe::{Costs, ScheduleKind, Timeline, simulate};
+use merak_pipe::{Costs, ScheduleKind, Timeline, simulate_on};
 use merak_trace::models::{self, Model};
 use merak_trainer::{
     CheckedArguments, CostModel, MerakTrainer, Plan, Prediction, Result, StageTimes, StepRecord,
@@ -68,6 +68,7 @@ struct Found {
     simulated: Vec<f64>,
     steps: Vec<f64>,
     predicted: Vec<f64>,
+    predicted_pipeline: Vec<f64>,
     stages: Vec<Vec<StageTimes>>,
 }
 
@@ -141,6 +142,9 @@ impl Pipeline {
         let plan = Arc::new(Plan::with_costs(Arc::clone(model), args, &costs)?);
         let prediction = plan.predict(args, &costs)?;
         let ranks = self.records(&plan, args)?;
+        let cores = prediction
+            .as_ref()
+            .map_or(f64::INFINITY, |prediction| prediction.cores);
         found.chunks = plan.schedule.size.chunks;
         for step in 0..ranks[0].len() {
             let timeline = from_first_start(&ranks, step);
@@ -148,11 +152,14 @@ impl Pipeline {
             found.executed.push(timeline.makespan());
             found
                 .simulated
-                .push(simulate(&plan.schedule, &times)?.makespan);
+                .push(simulate_on(&plan.schedule, &times, cores)?.makespan);
             found.steps.push(ranks[0][step].time.as_secs_f64());
         }
         if let Some(prediction) = prediction {
             found.predicted.push(prediction.step());
+            found
+                .predicted_pipeline
+                .push(prediction.simulation.makespan);
             found.stages.push(compared(&plan, &prediction, &ranks)?);
         }
         Ok(())
@@ -197,6 +204,7 @@ impl Pipeline {
         if !found.predicted.is_empty() {
             let (step, predicted) = (median(found.steps.clone()), median(found.predicted.clone()));
             line["predicted_ms"] = json!(1e3 * predicted);
+            line["predicted_pipeline_ms"] = json!(1e3 * median(found.predicted_pipeline.clone()));
             line["step_by_predicted"] = json!(step / predicted);
             line["stages"] = stages(&found.stages);
         }

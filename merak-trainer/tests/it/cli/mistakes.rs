@@ -136,13 +136,14 @@ fn other_commands_check_their_arguments() {
     assert!(unknown.starts_with(start), "{unknown}");
     assert!(unknown.ends_with("inference, auto)"), "{unknown}");
     assert_snapshot!(place.mistake("schedule 1f1b -p 4 -m 100000 --format svg"), @"error: --format svg shows at most 50000 actions, and this schedule has 800000: choose fewer microbatches or ranks, or --format csv");
-    assert_snapshot!(place.mistake("schedule 1f1b -p 4 -m 8 --cores 0"), @"error: ranks run on more than 0 cores, found 0");
+    assert_snapshot!(place.mistake("schedule 1f1b -p 4 -m 8 --cores 0"), @"error: ranks share 0.000001 cores or more, found 0.0");
     assert_snapshot!(place.mistake("schedule 1f1b -p 4 -m 8 --cores 2 --format csv"), @"error: --cores changes times, which --format grid, svg and trace show");
     assert_snapshot!(place.mistake("trace model.json --num_layers 2 --stage x"), @r#"error: --stage expects a number, found "x""#);
     assert_snapshot!(place.mistake("trace model.json --num_layer 2"), @r#"error: unknown key "num_layer" (command line --num_layer); did you mean "num_layers"?"#);
     assert_snapshot!(place.mistake("schedule 1f1b -p 0 -m 4"), @"error: a schedule has 1 to 16777216 ranks, found 0");
     assert_snapshot!(place.mistake("schedule shifted_critical_path -p 4 -m 3"), @"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 4 and 4), got 3");
     assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=x"), @r#"error: expected costs such as F=1,I=1,W=1,R=1,C=0, found "F=x""#);
+    assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=1,F=2"), @"error: the cost F is given twice");
     assert_snapshot!(place.mistake("schedule --check nowhere.csv -p 2 -m 4"), @"error: cannot read nowhere.csv: No such file or directory (os error 2)");
     place.write("wrong.csv", "0F0,0B0\n1B0,1F0\n");
     assert_snapshot!(place.mistake("schedule --check wrong.csv -p 2 -m 1"), @"error: rank 1, position 0: 1B0 comes before 1F0");
