@@ -108,6 +108,8 @@ impl Save {
 fn round(trainer: &mut MerakTrainer) -> Result<Round> {
     let step = timed(|| trainer.train_step().map(drop))?;
     let save = timed(|| trainer.save_checkpoint().map(drop))?;
+    // Of another step, so that it replaces none.
+    trainer.train_step()?;
     let mut steps = 0;
     let meanwhile = timed(|| {
         trainer.save_later()?;
