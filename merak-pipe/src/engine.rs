@@ -61,11 +61,19 @@ impl Engine {
     /// When the rank does not exist, or the schedule's actions do not fit its size.
     pub fn new(schedule: &Schedule, rank: usize) -> Result<Self> {
         let placement = schedule.placement()?;
-        let stages = placement.len();
         let actions = schedule.actions.get(rank).ok_or(Error::NoSuchRank {
             rank,
             ranks: schedule.size.ranks,
         })?;
+        Ok(Self::of_actions(actions, &placement, rank))
+    }
+
+    /// Prepares some actions of `rank`, where `placement` tells the rank of every stage.
+    ///
+    /// # Panics
+    /// When an action is of a stage beside these.
+    pub fn of_actions(actions: &[Action], placement: &[usize], rank: usize) -> Self {
+        let stages = placement.len();
         let steps: Vec<Step> = actions
             .iter()
             .map(|&action| Step {
@@ -82,12 +90,12 @@ impl Engine {
             .collect();
         let inputs = steps.iter().filter_map(|step| step.input);
         let remote = inputs.filter(|route| route.peer != rank);
-        Ok(Self {
+        Self {
             rank,
             receives: remote.map(|route| (route.peer, route.tag)).collect(),
             steps,
             epoch: None,
-        })
+        }
     }
 
     /// Records times since `epoch` instead of the start of each run, so that ranks share one time axis.

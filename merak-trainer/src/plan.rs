@@ -183,6 +183,11 @@ impl Plan {
         self.placement[stage]
     }
 
+    /// For each stage the rank of the pipeline that runs it.
+    pub(crate) fn placement(&self) -> &[usize] {
+        &self.placement
+    }
+
     /// The rank of the pipeline that runs the last stage, which has losses and logits.
     pub fn last_rank(&self) -> usize {
         self.rank_of(self.placement.len() - 1)

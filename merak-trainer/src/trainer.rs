@@ -262,7 +262,7 @@ impl MerakTrainer {
         self.total_steps
     }
 
-    /// What this rank ran in its last step, and when, in seconds since the start of the step.
+    /// What this rank ran in its last step or generation, and when, in seconds since its start.
     pub fn timeline(&self) -> &[Span] {
         &self.timeline
     }

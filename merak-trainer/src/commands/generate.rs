@@ -60,6 +60,9 @@ pub(crate) struct Args {
     /// Seed of the draws [default: 42].
     #[arg(long)]
     seed: Option<u64>,
+    /// Replicas, which share out the prompts.
+    #[arg(long, default_value_t = 1)]
+    dp: usize,
     /// Tensor-parallel ranks.
     #[arg(long, default_value_t = 1)]
     tp: usize,
@@ -158,6 +161,7 @@ impl Args {
             ("resume_from_checkpoint", folder.display().to_string()),
             ("finetune", "true".to_owned()),
             ("output_dir", folder.display().to_string()),
+            ("dp", self.dp.to_string()),
             ("tp", self.tp.to_string()),
             ("pp", self.pp.to_string()),
             ("per_device_train_batch_size", "1".to_owned()),

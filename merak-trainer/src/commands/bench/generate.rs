@@ -6,13 +6,28 @@ use merak_trainer::{
     CheckedArguments, MerakTrainer, Plan, Result, TrainerParts, Workload, run_world,
 };
 use serde_json::{Value, json};
-use std::{sync::Arc, time::Instant};
+use std::{
+    ops::ControlFlow,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::Gpt2Shape;
+
+/// Seconds of one round on a rank.
+struct Times {
+    prefill: f64,
+    decode: f64,
+    /// That it computed in all this time.
+    busy: f64,
+}
 
 /// Times greedy decoding of a GPT-2 with random weights and made-up prompts; prints one JSON line.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Generate {
+    /// Replicas, which share out the prompts.
+    #[arg(long, default_value_t = 1)]
+    dp: usize,
     /// Tensor-parallel ranks.
     #[arg(long, default_value_t = 1)]
     tp: usize,
@@ -58,28 +73,22 @@ impl Generate {
             let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
             let parts = TrainerParts::default();
             let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?;
-            let mut timed = |max_new_tokens: usize| {
-                let options = GenerateOptions {
-                    max_new_tokens,
-                    temperature: 0.0,
-                    ..GenerateOptions::default()
-                };
-                let start = Instant::now();
-                trainer.generate(&prompts, &options)?;
-                Ok::<_, merak_trainer::Error>(start.elapsed().as_secs_f64())
-            };
-            timed(2)?;
+            self.timed(&mut trainer, &prompts, 2)?;
             (0..self.steps)
-                .map(|_| Ok((timed(1)?, timed(self.new_tokens)?)))
+                .map(|_| self.timed(&mut trainer, &prompts, self.new_tokens))
                 .collect::<Result<Vec<_>>>()
         })?;
-        let median = |of: &dyn Fn(&(f64, f64)) -> f64| {
-            let mut all: Vec<_> = times[0].iter().map(of).collect();
+        // The first replica has no fewer prompts than the others.
+        let of_rank = |rank: usize, of: fn(&Times) -> f64| {
+            let mut all: Vec<_> = times[rank].iter().map(of).collect();
             all.sort_by(f64::total_cmp);
             all[all.len() / 2]
         };
-        let prefill = median(&|(first, _)| *first);
-        let step = median(&|(first, all)| (all - first) / (self.new_tokens - 1) as f64);
+        let prefill = of_rank(0, |times| times.prefill);
+        let step = of_rank(0, |times| times.decode) / (self.new_tokens - 1) as f64;
+        let busy: Vec<_> = (0..times.len())
+            .map(|rank| of_rank(rank, |times| times.busy / (times.prefill + times.decode)))
+            .collect();
         let params = plan.graph.num_elements();
         Ok(json!({
             "batch": self.batch,
@@ -90,7 +99,36 @@ impl Generate {
             "ms_per_step": step * 1e3,
             "tokens_per_s": self.batch as f64 / step,
             "weight_bytes_per_s": 4.0 * params as f64 / step,
+            "busy": busy,
         }))
+    }
+
+    /// Continues the prompts once. The prefill ends with the first token of the last prompt.
+    fn timed(
+        &self,
+        trainer: &mut MerakTrainer,
+        prompts: &[Vec<u32>],
+        max_new_tokens: usize,
+    ) -> Result<Times> {
+        let options = GenerateOptions {
+            max_new_tokens,
+            temperature: 0.0,
+            ..GenerateOptions::default()
+        };
+        let start = Instant::now();
+        let mut prefill = Duration::ZERO;
+        trainer.generate_with(prompts, &options, &mut |token| {
+            if token.position == self.prompt {
+                prefill = start.elapsed();
+            }
+            ControlFlow::Continue(())
+        })?;
+        let spans = trainer.timeline().iter();
+        Ok(Times {
+            prefill: prefill.as_secs_f64(),
+            decode: start.elapsed().saturating_sub(prefill).as_secs_f64(),
+            busy: spans.map(|span| span.end - span.start).sum(),
+        })
     }
 
     /// The token at a place of a prompt.
@@ -100,6 +138,7 @@ impl Generate {
 
     fn arguments(&self, length: usize) -> Result<CheckedArguments, super::super::Failure> {
         let mut keys = vec![
+            ("dp", self.dp.to_string()),
             ("tp", self.tp.to_string()),
             ("pp", self.pp.to_string()),
             ("seq_length", length.to_string()),

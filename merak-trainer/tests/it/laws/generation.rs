@@ -2,6 +2,7 @@
 
 use merak_ckpt::{Completion, GenerateOptions};
 use serde_json::json;
+use std::ops::ControlFlow;
 
 use crate::support::Case;
 
@@ -44,6 +45,18 @@ fn tokens_are_the_same_on_every_topology_and_alone_or_together() {
                 let case = case.clone().on(degrees);
                 assert_eq!(generate(&case, &prompts, options), alone, "{degrees:?}");
             }
+            for (schedule, stages, ranks) in [
+                ("interleaved_1f1b", 2, 2),
+                ("zb_v", 2, 2),
+                ("interleaved_1f1b", 4, 1),
+            ] {
+                let several = case.clone().on((1, 1, ranks));
+                let several = several
+                    .with("train_schedule", schedule)
+                    .with("virtual_stages", stages);
+                let found = generate(&several, &prompts, options);
+                assert_eq!(found, alone, "{schedule} on {ranks}");
+            }
             for (index, prompt) in prompts.iter().enumerate() {
                 let options = GenerateOptions {
                     first_prompt: index as u64,
@@ -53,6 +66,36 @@ fn tokens_are_the_same_on_every_topology_and_alone_or_together() {
                 assert_eq!(single[0], alone[index]);
             }
         }
+    }
+}
+
+#[test]
+fn replicas_share_out_the_prompts_and_all_get_everything() {
+    let prompts: Vec<_> = (0..5).map(|first| vec![first, 7, 11]).collect();
+    let options = GenerateOptions {
+        max_new_tokens: 4,
+        first_prompt: 3,
+        ..GenerateOptions::default()
+    };
+    let alone = generate(&Case::gpt2(), &prompts, &options);
+    let case = Case::gpt2().on((4, 1, 2));
+    let ranks = case.on_ranks(|trainer| {
+        for _ in 0..3 {
+            trainer.train_step()?;
+        }
+        let mut seen = Vec::new();
+        let completions = trainer.generate_with(&prompts, &options, &mut |token| {
+            seen.push(token.prompt);
+            ControlFlow::Continue(())
+        })?;
+        seen.sort_unstable();
+        seen.dedup();
+        Ok((trainer.mpu().data_parallel_rank(), seen, completions))
+    });
+    for (replica, seen, completions) in ranks {
+        let shares: [&[u64]; 4] = [&[3, 4], &[5], &[6], &[7]];
+        assert_eq!(seen, shares[replica]);
+        assert_eq!(completions, alone);
     }
 }
 

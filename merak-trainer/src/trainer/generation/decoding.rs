@@ -1,0 +1,337 @@
+//! The decode loop of one replica: groups of prompts go round the pipeline.
+
+use crate::{
+    Forward, Result,
+    data::{Batch, Microbatch, SampleTensor},
+    stage::{Decoded, StepInputs, StepModule},
+    trainer::MerakTrainer,
+};
+use merak_ckpt::{Completion, Decoding, NewToken, Row, Sampler};
+use merak_mpu::{DType, Packet, into_vec};
+use merak_pipe::{Action, Engine, Kind, MicrobatchId, Rounds, Span, StageId, Visit};
+use merak_trace::{KvCache, Value};
+use std::{collections::BTreeMap, ops::ControlFlow, time::Instant};
+
+/// Most positions of several sequences that pass together: enough for fast products.
+const MAX_POSITIONS: usize = 512;
+
+/// The tag of messages with tokens of the first group, which no two stages use; others have those below.
+const TOKENS: u64 = u64::MAX;
+
+/// One call of [`MerakTrainer::generate`] on this rank.
+///
+/// Each group of prompts is in one place of the pipeline, and starts again as soon as it has its tokens
+/// ([`Rounds`]). So with as many groups as ranks, each rank has one to work on.
+///
+/// ```text
+/// stage 0   g0 g1 g2 g0 g1 g2 ..        the tokens of g0 come back while g1 and g2 pass
+/// stage 1      g0 g1 g2 g0 g1 ..
+/// stage 2         g0 g1 g2 g0 ..
+/// ```
+pub(super) struct Generation<'a> {
+    trainer: &'a mut MerakTrainer,
+    sampler: Sampler,
+    epoch: Instant,
+    spans: Vec<Span>,
+    /// What the attentions of each stage of the rank have seen.
+    caches: Vec<KvCache>,
+    /// The stage with the model's last attention.
+    last_attention: usize,
+}
+
+/// Prompts that pass together.
+#[derive(Debug, Default)]
+struct Group {
+    number: u64,
+    /// Those that have not ended.
+    prompts: Vec<u64>,
+    /// What passes in this round; nothing before the first.
+    passes: Vec<Pass>,
+    /// Its next tokens, on the rank that chose them.
+    tokens: Option<Vec<u32>>,
+}
+
+/// The next positions of some sequences, end to end.
+#[derive(Debug)]
+struct Pass {
+    /// The sequences and how many positions of each pass.
+    sequences: Vec<(u64, usize)>,
+    ids: Vec<i64>,
+    /// The last position of each sequence.
+    newest: Vec<usize>,
+    /// The length by which they are scaled.
+    context: usize,
+}
+
+impl<'a> Generation<'a> {
+    pub(super) fn new(trainer: &'a mut MerakTrainer, sampler: Sampler) -> Self {
+        let stages = trainer.stages.stages.iter();
+        Self {
+            sampler,
+            epoch: trainer.parts.epoch.unwrap_or_else(Instant::now),
+            spans: Vec::new(),
+            caches: stages.map(|_| KvCache::default()).collect(),
+            last_attention: trainer.stages.plan.last_attention(),
+            trainer,
+        }
+    }
+
+    /// Decodes until every sequence has ended.
+    pub(super) fn run(
+        mut self,
+        mut decoding: Decoding,
+        on_token: &mut dyn FnMut(NewToken) -> ControlFlow<()>,
+    ) -> Result<Vec<Completion>> {
+        let prompts: Vec<u64> = decoding.rows().iter().map(|row| row.prompt).collect();
+        let pipeline = self.trainer.stages.mpu.pipeline_parallel_group();
+        let (rank, ranks) = (pipeline.rank(), pipeline.world_size());
+        let size = prompts.len().div_ceil(ranks).max(1);
+        let groups = (0..).zip(prompts.chunks(size));
+        let mut groups: Vec<_> = groups
+            .map(|(number, prompts)| Group {
+                number,
+                prompts: prompts.to_vec(),
+                ..Group::default()
+            })
+            .collect();
+        let plan = &self.trainer.stages.plan;
+        let first_stage = plan.stages_of(rank).next();
+        let visits = Rounds::new(plan.placement(), groups.len());
+        for visit in visits.filter(|visit| visit.rank == rank) {
+            if groups.iter().all(|group| group.prompts.is_empty()) {
+                break;
+            }
+            let group = &mut groups[visit.group];
+            if group.prompts.is_empty() {
+                continue;
+            }
+            if Some(visit.stages.start) == first_stage {
+                if !group.passes.is_empty() {
+                    self.take_tokens(group, &mut decoding, on_token)?;
+                }
+                group.passes = self.passes(&decoding, &group.prompts);
+            }
+            self.visit(&visit, group, &decoding)?;
+        }
+        self.trainer.timeline = self.spans;
+        Ok(decoding.finish())
+    }
+
+    /// Ends a group's round: its sequences grow by their tokens, and those that have ended leave it.
+    fn take_tokens(
+        &mut self,
+        group: &mut Group,
+        decoding: &mut Decoding,
+        on_token: &mut dyn FnMut(NewToken) -> ControlFlow<()>,
+    ) -> Result<()> {
+        let tokens = self.tokens_of(group)?;
+        for (&prompt, id) in group.prompts.iter().zip(tokens) {
+            if on_token(decoding.push(prompt, id)).is_break() {
+                decoding.stop(prompt);
+            }
+        }
+        group.prompts.retain(|&prompt| {
+            let waits = decoding.row(prompt).is_some();
+            if !waits {
+                self.forget(prompt);
+            }
+            waits
+        });
+        Ok(())
+    }
+
+    /// The tokens of a group, from the last stage.
+    fn tokens_of(&self, group: &mut Group) -> Result<Vec<u32>> {
+        if let Some(tokens) = group.tokens.take() {
+            return Ok(tokens);
+        }
+        let stages = &self.trainer.stages;
+        let pipeline = stages.mpu.pipeline_parallel_group();
+        let message = pipeline.recv(stages.plan.last_rank(), TOKENS - group.number)?;
+        let packet = message.into_iter().next();
+        let data = packet.expect("tokens come in one packet").data;
+        Ok(into_vec(data)?)
+    }
+
+    /// Runs stages of this rank for a group; behind the last one, everybody is told its tokens.
+    fn visit(&mut self, visit: &Visit, group: &mut Group, decoding: &Decoding) -> Result<()> {
+        let action = |stage| Action::new(StageId(stage), Kind::Forward, MicrobatchId(0));
+        let actions: Vec<_> = visit.stages.clone().map(action).collect();
+        let placement = self.trainer.stages.plan.placement();
+        let is_last = visit.stages.end == placement.len();
+        let engine = Engine::of_actions(&actions, placement, visit.rank).with_epoch(self.epoch);
+        let mut tokens = Vec::with_capacity(group.prompts.len());
+        for pass in &group.passes {
+            tokens.extend(self.pass(&engine, pass, decoding)?);
+        }
+        if !is_last || group.passes.is_empty() {
+            return Ok(());
+        }
+        let pipeline = self.trainer.stages.mpu.pipeline_parallel_group();
+        for peer in (0..pipeline.world_size()).filter(|&peer| peer != pipeline.rank()) {
+            let packet = Packet {
+                shape: vec![tokens.len()],
+                data: Box::new(tokens.clone()),
+            };
+            pipeline.send(peer, TOKENS - group.number, vec![packet])?;
+        }
+        group.tokens = Some(tokens);
+        Ok(())
+    }
+
+    /// The next positions of sequences that wait, as they pass together.
+    fn passes(&mut self, decoding: &Decoding, prompts: &[u64]) -> Vec<Pass> {
+        let rows: Vec<_> = prompts.iter().filter_map(|&p| decoding.row(p)).collect();
+        for row in &rows {
+            self.forget_unless_it_fits(row);
+        }
+        let mut passes = Vec::new();
+        let mut rest = &rows[..];
+        while !rest.is_empty() {
+            let (together, others) = rest.split_at(self.fitting(rest));
+            let mut pass = Pass {
+                sequences: Vec::new(),
+                ids: Vec::new(),
+                newest: Vec::new(),
+                context: self.context(together[0].tokens.len()),
+            };
+            for row in together {
+                let next = &row.tokens[self.passed(row)..];
+                pass.ids.extend(next.iter().map(|&token| i64::from(token)));
+                pass.sequences.push((row.prompt, next.len()));
+                pass.newest.push(pass.ids.len() - 1);
+            }
+            passes.push(pass);
+            rest = others;
+        }
+        passes
+    }
+
+    /// The length by which positions of a sequence are scaled.
+    fn context(&self, positions: usize) -> usize {
+        self.trainer.stages.plan.model.scaling_length(positions)
+    }
+
+    /// Forgets the keys of a sequence when they belong to other positions than its next ones, or are not to be used.
+    fn forget_unless_it_fits(&mut self, row: &Row<'_>) {
+        let fits = self.context(self.passed(row)) == self.context(row.tokens.len());
+        if !fits || !self.trainer.args.use_cache {
+            self.forget(row.prompt);
+        }
+    }
+
+    fn forget(&mut self, prompt: u64) {
+        let caches = self.caches.iter_mut();
+        caches.for_each(|cache| cache.remove(prompt));
+    }
+
+    /// How many rows pass together: those whose next positions fit into one sequence of the model and are scaled
+    /// alike.
+    fn fitting(&self, rows: &[Row<'_>]) -> usize {
+        let limit = self.trainer.stages.plan.info.max_seq.min(MAX_POSITIONS);
+        let context = |row: &Row<'_>| self.context(row.tokens.len());
+        let mut positions = 0;
+        let fits = |row: &&Row<'_>| {
+            positions += row.tokens.len() - self.passed(row);
+            positions <= limit && context(row) == context(&rows[0])
+        };
+        rows.iter().take_while(fits).count().max(1)
+    }
+
+    /// Positions of a sequence that the caches have.
+    fn passed(&self, row: &Row<'_>) -> usize {
+        let cache = self.caches.first();
+        cache.map_or(0, |cache| cache.positions(row.prompt))
+    }
+
+    /// Passes positions through stages of this rank; gives the tokens that follow on the last one.
+    fn pass(&mut self, engine: &Engine, pass: &Pass, decoding: &Decoding) -> Result<Vec<u32>> {
+        let forward = Forward {
+            batch: 1,
+            seq: pass.ids.len(),
+            context: pass.context,
+            logits: true,
+        };
+        let only_newest = Forward {
+            seq: pass.newest.len(),
+            ..forward
+        };
+        let MerakTrainer {
+            stages,
+            programs,
+            link,
+            ..
+        } = &mut *self.trainer;
+        let decoded = Decoded {
+            programs: programs.get(stages, forward)?,
+            tails: (only_newest != forward)
+                .then(|| programs.get(stages, only_newest))
+                .transpose()?,
+            last_attention: self.last_attention,
+            caches: &mut self.caches,
+            sequences: pass.sequences.clone(),
+            newest: pass.newest.clone(),
+        };
+        let inputs = StepInputs {
+            contexts: vec![stages.context(0, 0, false)],
+            batches: vec![batch(pass.ids.clone())],
+            loss_grad: 0.0,
+        };
+        let mut module = StepModule::decoding(stages, decoded, inputs);
+        self.spans.extend(engine.run(&mut module, link)?);
+        let outputs = module.finish().outputs.into_values().next();
+        let Some(mut outputs) = outputs else {
+            return Ok(Vec::new());
+        };
+        let rows = pass.sequences.iter();
+        let rows: Vec<_> = rows
+            .filter_map(|&(prompt, _)| decoding.row(prompt))
+            .collect();
+        let tokens = self.pick(outputs.swap_remove(0), &rows)?;
+        // Choosing is a part of the last stage's work.
+        if let Some(last) = self.spans.last_mut() {
+            last.end = self.epoch.elapsed().as_secs_f64();
+        }
+        Ok(tokens)
+    }
+
+    /// Chooses a token for each row of logits.
+    fn pick(&self, logits: Value, rows: &[Row<'_>]) -> Result<Vec<u32>> {
+        let backend = &self.trainer.stages.backend;
+        let ty = logits.ty().clone();
+        let buffer = backend.into_buffer(logits)?;
+        let mut tokens = Ok(Vec::new());
+        buffer.read(&mut |bytes| {
+            let rows = rows
+                .iter()
+                .zip(bytes.chunks_exact(bytes.len() / rows.len()));
+            let pick = |(row, bytes): (&Row<'_>, &[u8])| {
+                let pick = |logits: &[f32]| self.sampler.pick(logits, row.prompt, row.tokens);
+                if ty.dtype == DType::BF16 {
+                    let narrow = bytemuck::cast_slice::<_, half::bf16>(bytes).iter();
+                    pick(&narrow.map(|logit| logit.to_f32()).collect::<Vec<_>>())
+                } else {
+                    pick(bytemuck::cast_slice(bytes))
+                }
+            };
+            tokens = rows.map(pick).collect();
+        });
+        // The backend uses the memory again.
+        drop(backend.from_buffer(&ty, buffer)?);
+        Ok(tokens?)
+    }
+}
+
+/// One sequence of these tokens.
+fn batch(ids: Vec<i64>) -> Batch {
+    let tensor = SampleTensor::new(vec![1, ids.len()], ids).expect("the length is theirs");
+    Batch {
+        microbatch: Microbatch {
+            first_position: 0,
+            indices: Vec::new(),
+            rows: 1,
+            epoch: 0,
+        },
+        tensors: BTreeMap::from([("input_ids".to_owned(), tensor)]),
+    }
+}
