@@ -97,7 +97,8 @@ impl Adapter {
     ///
     /// # Errors
     /// [`Error::Foreign`](crate::Error::Foreign) where a file is missing or not what it should be, the
-    /// configuration has an active field that is not supported, or a tensor fits no parameter of the base.
+    /// configuration has an active field that is not supported, a tensor fits no parameter of the base, or factors are
+    /// not what the configuration says.
     pub fn open(
         folder: impl AsRef<Path>,
         base_config: &Value,
@@ -150,9 +151,15 @@ impl Adapter {
             let base = resolve(&weight).ok_or_else(|| unknown(&weight))?;
             let transposed = config.fan_in_fan_out
                 || family.is_some_and(|family| family.is_transposed(&base.name));
-            let update = LowRank::read(&tensors, file, factors, base, transposed, |rank| {
-                config.scale(module, rank)
-            })?;
+            if factors.magnitude.is_some() != config.use_dora {
+                let (is, has) = (config.use_dora, if config.use_dora { "no" } else { "a" });
+                let reason =
+                    format!("`{module}` has {has} magnitude vector, but `use_dora` is {is}");
+                return Err(foreign(file, reason));
+            }
+            let rank = config.rank(module);
+            let scale = config.scale(module, rank);
+            let update = LowRank::read(&tensors, file, factors, base, transposed, (rank, scale))?;
             updates.insert(base.name.clone(), Update::LowRank(update));
         }
         for (name, key) in contents.wholes {
@@ -163,6 +170,9 @@ impl Adapter {
                 return Err(foreign(file, reason));
             }
             updates.insert(base.name.clone(), Update::Whole(key));
+        }
+        if updates.is_empty() {
+            return Err(foreign(file, "it has no tensor"));
         }
         Ok(Self {
             path: tensors.path().to_owned(),
@@ -179,6 +189,15 @@ impl Adapter {
     /// The parameters of the base that it changes, by name.
     pub fn targets(&self) -> impl Iterator<Item = &str> {
         self.updates.keys().map(String::as_str)
+    }
+
+    /// Those of them that it changes by a product, as it would beside their layer.
+    pub fn low_rank_targets(&self) -> impl Iterator<Item = &str> {
+        let updates = self.updates.iter();
+        updates.filter_map(|(name, update)| match update {
+            Update::LowRank(_) => Some(name.as_str()),
+            Update::Whole(_) => None,
+        })
     }
 
     /// Measures the weights of the base that the adapter gives magnitudes to (`use_dora`), which
@@ -312,7 +331,7 @@ impl LowRank {
         factors: &Factors,
         base: &TensorEntry,
         transposed: bool,
-        scale: impl Fn(usize) -> f64,
+        (expected_rank, scale): (usize, f64),
     ) -> Result<Self> {
         let (Some(a), Some(b)) = (&factors.a, &factors.b) else {
             let name = &base.name;
@@ -344,7 +363,11 @@ impl LowRank {
         if !fits(transposed) || !base.dtype.is_float() {
             return Err(misfit());
         }
-        let scale = scale(rank);
+        if rank != expected_rank {
+            let reason =
+                format!("`{a}` has rank {rank}, in the configuration it is {expected_rank}");
+            return Err(foreign(file, reason));
+        }
         let (a, mut b) = (
             read_f32(tensors, a, &a_shape)?,
             read_f32(tensors, b, &b_shape)?,

@@ -110,7 +110,8 @@ pub struct GradSlot {
 /// Flat parameter memory and the tensors that are views of it.
 #[derive(Debug)]
 pub struct ParamStore {
-    /// All parameters end to end; writing it changes the views.
+    /// All parameters end to end; writing it changes the views. Its element type is that of the parameters, or `f32`
+    /// where it holds the masters of 16-bit ones that are trained.
     pub flat: Box<dyn Buffer>,
     /// One value per parameter of a program, in its order.
     pub views: Vec<Value>,

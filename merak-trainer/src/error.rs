@@ -607,6 +607,22 @@ pub enum Error {
         /// Size of the model's vocabulary.
         vocab: usize,
     },
+    /// An adapter that would be merged into a weight which several layers share.
+    #[error(
+        "the adapter changes `{param}`, which {layers} share: merged into it, it would change all of them, while it \
+         was trained beside one"
+    )]
+    SharedTarget {
+        /// The weight.
+        param: String,
+        /// The layers.
+        layers: String,
+    },
+    /// A run in which everything is frozen.
+    #[error(
+        "every parameter is frozen: `inference_mode` in \"lora_config\" is for adapters that are not trained"
+    )]
+    NothingTrained,
     /// A list of token ids that is none.
     #[error("\"{found}\" is no token id: write ids as 5,17,3")]
     PromptIds {

@@ -4,6 +4,7 @@ use crate::{
     CheckedArguments, Error, Forward, Plan, Result, plan::RankPrograms, trainer::evaluation,
 };
 use indicatif::BinaryBytes;
+use merak_mpu::DType;
 use merak_pipe::{Action, Kind};
 use merak_trace::{LiveBytes, Param, Port, StageProgram};
 use merak_zero::ZeroStage;
@@ -106,22 +107,19 @@ impl Plan {
     ) -> Result<MemoryNeed> {
         let programs = RankPrograms::new(self, rank)?;
         let params = &programs.params;
-        let sum = |all: &mut dyn Iterator<Item = &Param>| {
-            let sizes = all.map(|param| param.local.size_bytes());
-            sizes.fold(0, usize::saturating_add)
-        };
-        let weights = sum(&mut params.iter());
-        let trained = sum(&mut params.iter().filter(|param| param.trainable));
+        let weights = params.iter().map(weight_bytes);
+        let weights = weights.fold(0, usize::saturating_add);
+        let trained = params.iter().filter(|param| param.trainable);
+        let trained = trained.map(trained_bytes).fold(0, usize::saturating_add);
         let config = args.zero_config(1);
         let replicas = if config.zero_stage == ZeroStage::Replicated {
             1
         } else {
             args.dp
         };
-        // Parameters, gradients and state have four bytes an element each.
         let state = trained.saturating_mul(config.optimizer.state_names().len()) / replicas;
         let further = programs.uses().into_iter().filter(|of| !of.is_first);
-        let further = further.map(|of| params[of.param].local.size_bytes());
+        let further = further.map(|of| trained_bytes(&params[of.param]));
         let mut need = MemoryNeed {
             weights,
             gradients: further.fold(trained, usize::saturating_add),
@@ -218,6 +216,22 @@ impl Plan {
             advice,
         })))
     }
+}
+
+/// Bytes of the gradient of a parameter, of a moment of it, or of its master, all of which are `f32`.
+fn trained_bytes(param: &Param) -> usize {
+    param.local.numel().saturating_mul(size_of::<f32>())
+}
+
+/// Bytes of a parameter: a 16-bit one that is trained has a master beside it.
+fn weight_bytes(param: &Param) -> usize {
+    let is_narrow = matches!(param.local.dtype, DType::BF16 | DType::F16);
+    let master = if param.trainable && is_narrow {
+        trained_bytes(param)
+    } else {
+        0
+    };
+    param.local.size_bytes().saturating_add(master)
 }
 
 /// No fewer bytes than a microbatch on a stage needs on a backend without scratch memory. Batches are held until their

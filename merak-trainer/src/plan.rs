@@ -202,6 +202,20 @@ impl Plan {
         holder.unwrap_or(0)
     }
 
+    /// The layers that use a parameter, with its name, if they are several.
+    pub(crate) fn shared_layers(&self, param: &str) -> Option<(String, String)> {
+        let reads = |node: &&Node| {
+            let mut inputs = node.inputs.iter();
+            inputs.any(|&input| {
+                let read = self.graph.param_of(input);
+                read.is_some_and(|read| self.graph.param(read).name == param)
+            })
+        };
+        let layers = self.graph.nodes().iter().filter(reads);
+        let layers: Vec<_> = layers.map(|node| node.scope.to_string()).collect();
+        (layers.len() > 1).then(|| (param.to_owned(), layers.join(" and ")))
+    }
+
     /// The program that a stage trains with.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ pub(crate) use self::params::{ParamMemory, StageParams};
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
 
 use crate::{
-    Backend, CheckedArguments, Device, Plan, Result,
+    Backend, CheckedArguments, Device, MemoryNeed, Plan, Result,
     plan::{ParamUse, RankPrograms},
     trainer::NamedTensors,
 };
@@ -132,8 +132,7 @@ impl RankStages {
             self.mpu.tensor_parallel_world_size(),
         );
         let params = &self.table;
-        self.params.write(&mut |index, bytes| {
-            let values = bytemuck::cast_slice_mut::<u8, f32>(bytes);
+        self.params.write_floats(&mut |index, values| {
             initial_values(&threads, self.seed, &params[index], tp_rank, tp, values);
         });
         Ok(())
@@ -166,6 +165,29 @@ impl RankStages {
         self.backend.memory().peak_bytes()
     }
 
+    /// The element type in which a parameter is kept, as checkpoints call it.
+    pub(crate) fn stored(&self, index: usize) -> merak_ckpt::DType {
+        match self.params.dtype(index) {
+            DType::BF16 => merak_ckpt::DType::BF16,
+            DType::F16 => merak_ckpt::DType::F16,
+            _ => merak_ckpt::DType::F32,
+        }
+    }
+
+    /// The bytes that parameters, gradients and optimizer state take, and activations took at most.
+    pub(crate) fn memory(&self) -> MemoryNeed {
+        let buffers = self.grads.buffers.iter();
+        let state = self.optimizer.state();
+        let elements: usize = state.slices().map(|slice| slice.values.len()).sum();
+        MemoryNeed {
+            weights: self.params.num_bytes(),
+            gradients: buffers.map(|b| b.len() * b.dtype().size_bytes()).sum(),
+            optimizer: elements * size_of::<f32>(),
+            activations: self.peak_activation_bytes(),
+            largest: None,
+        }
+    }
+
     /// A copy of the gradients of this rank's trained parameters, by name, before they are reduced.
     pub(crate) fn gradients(&mut self) -> Result<NamedTensors> {
         self.tied.sum(&*self.backend, &mut self.grads)?;
@@ -185,10 +207,10 @@ impl RankStages {
     pub(crate) fn parameters(&self) -> NamedTensors {
         let params = &self.table;
         let mut out = Vec::new();
-        self.params.read(&mut |all| {
+        self.params.read_floats(&mut |all| {
             let named = params.iter().zip(all);
             out = named
-                .map(|(param, bytes)| (param.name.clone(), bytemuck::cast_slice(bytes).to_vec()))
+                .map(|(param, values)| (param.name.clone(), values.to_vec()))
                 .collect();
         });
         out

@@ -14,7 +14,7 @@ pub use checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint};
 pub use step::{NamedTensors, StepReport};
 
 use crate::{
-    CheckedArguments, Device, Error, Plan, Result,
+    CheckedArguments, Device, Error, MemoryNeed, Plan, Result,
     data::{DataPosition, Dataset, Loader, TrainingOrder},
     metrics::EvaluationMetrics,
     stage::RankStages,
@@ -278,12 +278,21 @@ impl MerakTrainer {
         self.stages.peak_activation_bytes()
     }
 
+    /// The bytes that this rank holds: what [`Plan::memory`] says beforehand. Activations are the most that were alive
+    /// at once.
+    pub fn memory(&self) -> MemoryNeed {
+        self.stages.memory()
+    }
+
     /// Trains until the last step, evaluating and saving on the way as the arguments say.
     ///
     /// # Errors
-    /// When a rank fails, which ends the run on all of them; when gradients are not finite in so many steps in a
+    /// When everything is frozen; when a rank fails, which ends the run on all of them; when gradients are not finite in so many steps in a
     /// row as `max_skipped_steps` says, or in every step of this call.
     pub fn train(&mut self) -> Result<TrainOutput> {
+        if self.stages.plan.trained_params().next().is_none() {
+            return Err(Error::NothingTrained);
+        }
         let start = Instant::now();
         let first_step = self.global_step;
         let (mut loss_sum, mut updates, mut tokens, mut stopped_by) = (0.0, 0, 0, None);

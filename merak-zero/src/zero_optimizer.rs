@@ -270,9 +270,10 @@ impl ZeroOptimizer {
         self.reduced = false;
         let clip_factor = norm.clip_factor(self.config.max_grad_norm);
         if let Some(param) = &norm.non_finite {
-            tracing::warn!(%param, step = self.progress.steps, "step skipped: gradient is not finite");
             self.progress.skipped += 1;
             self.progress.skipped_in_a_row += 1;
+            let step = self.progress.steps + self.progress.skipped;
+            tracing::warn!(%param, step, "step skipped: gradient is not finite");
         } else {
             self.progress.steps += 1;
             self.progress.skipped_in_a_row = 0;

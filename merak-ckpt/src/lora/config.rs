@@ -72,6 +72,12 @@ pub(super) fn ends_with(module: &str, end: &str) -> bool {
     rest.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
+/// Whether a module is one of this name or name's end, or a part of one.
+fn is_within(module: &str, name: &str) -> bool {
+    let mut parts = module.match_indices('.').map(|(dot, _)| &module[..dot]);
+    ends_with(module, name) || parts.any(|whole| ends_with(whole, name))
+}
+
 /// An `adapter_config.json` of PEFT: which layers get an adapter, and of which size.
 ///
 /// ```
@@ -186,7 +192,13 @@ impl LoraConfig {
             "use_dora" => self.use_dora = flag()?,
             "inference_mode" => self.is_frozen = flag()?,
             "fan_in_fan_out" => self.fan_in_fan_out = flag()?,
-            "rank_pattern" => self.rank_pattern = patterns(name, value)?,
+            "rank_pattern" => {
+                self.rank_pattern = patterns(name, value)?;
+                let is_rank = |(_, rank): &(_, f64)| *rank >= 1.0 && rank.fract() == 0.0;
+                if !self.rank_pattern.iter().all(is_rank) {
+                    return Err(wrong("patterns and whole numbers from 1 on"));
+                }
+            }
             "alpha_pattern" => self.alpha_pattern = patterns(name, value)?,
             "target_modules" => self.targets = names(name, value)?,
             "exclude_modules" => self.excluded = names(name, value)?,
@@ -231,7 +243,7 @@ impl LoraConfig {
     /// The rank of a module's adapter.
     pub(super) fn rank(&self, module: &str) -> usize {
         let own = self.rank_pattern.iter().find(|(p, _)| p.is_match(module));
-        own.map_or(self.rank, |(_, rank)| (*rank as usize).max(1))
+        own.map_or(self.rank, |(_, rank)| *rank as usize)
     }
 
     /// The factor of a module's product: alpha / rank, or alpha / sqrt(rank).
@@ -263,11 +275,18 @@ impl LoraConfig {
         };
         let saved = self.saved_modules.iter().map(String::as_str);
         let mut saved = saved.chain(heads.iter().copied());
-        // The module itself, or one that it is a part of.
-        let parts = module.match_indices('.').map(|(dot, _)| &module[..dot]);
-        let modules: Vec<_> = parts.chain([module]).collect();
-        let is_saved = saved.any(|saved| modules.iter().any(|module| ends_with(module, saved)));
-        end == "bias" && trains_bias || is_saved
+        end == "bias" && trains_bias || saved.any(|saved| is_within(module, saved))
+    }
+
+    /// The first module that is to be trained whole and has none of these parameters.
+    #[cfg_attr(not(feature = "graph"), expect(dead_code, reason = "for training"))]
+    pub(super) fn saved_without(&self, params: &[&str]) -> Option<&str> {
+        let has_some = |saved: &str| {
+            let mut modules = params.iter().filter_map(|param| param.rsplit_once('.'));
+            modules.any(|(module, _)| is_within(module, saved))
+        };
+        let mut saved = self.saved_modules.iter().map(String::as_str);
+        saved.find(|saved| !has_some(saved))
     }
 
     /// The factor of the product of a module's adapter.
@@ -436,6 +455,8 @@ mod tests {
             refusal("init_lora_weights", json!("pissa_niter_16")),
             refusal("lora_alpha", json!("x")),
             refusal("alpha_pattern", json!({"(": 1})),
+            refusal("rank_pattern", json!({"c_attn": 2.5})),
+            refusal("rank_pattern", json!({"c_attn": 0})),
         ];
         insta::assert_snapshot!(messages.join("\n"), @r#"
         `peft_type` is "IA3", expected `LORA`, the one kind of adapter that is read
@@ -443,6 +464,8 @@ mod tests {
         `init_lora_weights` is "pissa_niter_16", expected true, false, gaussian, eva or orthogonal: others change the base weights
         `lora_alpha` is "x", expected a number
         `(` in `alpha_pattern` is no regular expression
+        `rank_pattern` is {"c_attn":2.5}, expected patterns and whole numbers from 1 on
+        `rank_pattern` is {"c_attn":0}, expected patterns and whole numbers from 1 on
         "#);
     }
 }

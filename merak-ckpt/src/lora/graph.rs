@@ -101,6 +101,12 @@ pub enum AdaptError {
         /// Ends of the names of the layers that there are.
         layers: String,
     },
+    /// A module that is to be trained whole, of which there is nothing.
+    #[error("no parameter belongs to `{module}` of `modules_to_save`")]
+    NoModule {
+        /// What was asked for.
+        module: String,
+    },
     /// A table with a magnitude for each feature.
     #[error("`use_dora` is true, which is not supported for the table {module}")]
     Magnitudes {
@@ -161,6 +167,11 @@ pub fn adapt(
     {
         let module = table.module.clone();
         return Err(AdaptError::Magnitudes { module });
+    }
+    let params = graph.params().iter().map(|param| param.name.as_str());
+    if let Some(module) = config.saved_without(&params.collect::<Vec<_>>()) {
+        let module = module.to_owned();
+        return Err(AdaptError::NoModule { module });
     }
     let mut modules: Vec<String> = Vec::new();
     for layer in &chosen {
@@ -378,8 +389,9 @@ impl Adapter<'_> {
             op => self.of_embedding(&wide, copied, rank, (weight, op))?,
         };
         let update = wide.scale(&update, scale)?;
-        let update = wide.cast(&update, base.ty().dtype)?;
-        Ok(module.add(base, &update)?)
+        // Rounded once, as in PEFT: of a 16-bit layer's result only the sum is 16 bits wide again.
+        let sum = wide.add(&wide.cast(base, dtype)?, &update)?;
+        Ok(wide.cast(&sum, base.ty().dtype)?)
     }
 
     fn of_linear(
@@ -392,8 +404,8 @@ impl Adapter<'_> {
         let (x, base) = (&copied.inputs[0], &copied.outputs[0]);
         let (inputs, outputs) = (x.ty().last_dim(), base.ty().last_dim());
         let dropout = module.sub(&format!("lora_dropout.{}", self.name));
-        let dropped = dropout.dropout(x, self.config.dropout)?;
-        let x = dropout.cast(&dropped, module.dtype())?;
+        let wide = dropout.cast(x, module.dtype())?;
+        let dropped = dropout.dropout(&wide, self.config.dropout)?;
         let of_inputs = 1.0 / (inputs as f64).sqrt();
         let (first, second) = match self.config.init {
             InitWeights::Gaussian => (Init::Normal(1.0 / rank as f64), Init::Constant(0.0)),
@@ -421,7 +433,7 @@ impl Adapter<'_> {
             second,
             (0, layout.out_dim()),
         )?;
-        let low = to_rank.linear_with(&x, &a, WeightLayout::OutIn)?;
+        let low = to_rank.linear_with(&dropped, &a, WeightLayout::OutIn)?;
         let value = from_rank.linear_with(&low, &b, WeightLayout::OutIn)?;
         Ok(Update {
             value,
@@ -464,7 +476,8 @@ impl Adapter<'_> {
         let bias = bias.transpose()?;
         let y = if has_dropout {
             // The layer itself has seen what the adapter has not.
-            let plain = module.linear_with(&update.dropped, matrix, layout)?;
+            let dropped = module.cast(&update.dropped, matrix.ty().dtype)?;
+            let plain = module.linear_with(&dropped, matrix, layout)?;
             let plain = module.cast(&plain, module.dtype())?;
             let scaled = module.mul(&module.add(&low, &plain)?, &factor)?;
             let change = module.add(&scaled, &module.scale(&plain, -1.0)?)?;

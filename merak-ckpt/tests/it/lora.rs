@@ -5,7 +5,9 @@ use merak_ckpt::{
     merge_lora,
 };
 use proptest::prelude::*;
+use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -169,6 +171,12 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
     let file = cut.path().join("adapter_model.safetensors");
     let bytes = fs::read(&file).unwrap();
     fs::write(&file, &bytes[..bytes.len() - 1]).unwrap();
+    let of_rank_7 = changed("gpt2", |config| config["r"] = json!(7));
+    let without_magnitudes = changed("gpt2", |config| config["use_dora"] = json!(true));
+    let empty = changed("gpt2", |_| ());
+    let no_tensors = BTreeMap::<String, TensorView<'_>>::new();
+    let file = empty.path().join("adapter_model.safetensors");
+    safetensors::serialize_to_file(no_tensors, None, &file).unwrap();
     let messages = [
         refusal(gpt2, &folder.path().join("nowhere")),
         refusal("llama-indexed", &golden("lora/gpt2")),
@@ -176,6 +184,9 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
         refusal(gpt2, enormous.path()),
         refusal(gpt2, lost.path()),
         refusal(gpt2, cut.path()),
+        refusal(gpt2, of_rank_7.path()),
+        refusal(gpt2, without_magnitudes.path()),
+        refusal(gpt2, empty.path()),
     ];
     insta::assert_snapshot!(messages.join("\n"), @"
     cannot read LORA/adapter_config.json: the file is missing
@@ -184,6 +195,9 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
     cannot read LORA: merged with it, `transformer.h.0.mlp.c_proj.weight` is not finite
     cannot read LORA: it has no adapter_model.safetensors or adapter_model.bin
     cannot read LORA/adapter_model.safetensors: it has 8327 bytes, by its header it should have 8328
+    cannot read LORA/adapter_model.safetensors: `base_model.model.transformer.h.0.attn.c_attn.lora_A.weight` has rank 4, in the configuration it is 7
+    cannot read LORA/adapter_model.safetensors: `transformer.h.0.attn.c_attn` has no magnitude vector, but `use_dora` is true
+    cannot read LORA/adapter_model.safetensors: it has no tensor
     ");
     fs::create_dir(&out).unwrap();
     fs::write(out.join("mine"), "").unwrap();

@@ -8,7 +8,7 @@
 //! | element type | parameters | gradients, statistics of norms, sums |
 //! |---|---|---|
 //! | `f32`, `f64` | the same | the same |
-//! | `bf16`, `f16` | `f32` masters and a 16-bit copy that nodes read | `f32` |
+//! | `bf16`, `f16` | `f32` masters and a 16-bit copy that nodes read; frozen ones without masters | `f32` |
 //!
 //! Results do not depend on which rank computes them, but libtorch gives no promise about the number of
 //! threads: runs are compared bit by bit at equal threads.

@@ -18,12 +18,21 @@ pub(crate) struct Loaded {
     pub(crate) model: Arc<dyn Model>,
     /// The content of its `config.json`, overrides included.
     pub(crate) json: Value,
+    /// The content of the `generation_config.json` beside it, if there is one.
+    generation: Value,
 }
 
 impl Loaded {
     /// Reads the model's configuration, with the sizes that the arguments override.
     pub(crate) fn of(args: &CheckedArguments) -> Result<Self> {
-        let mut json = read(&config_file(args)?)?;
+        let file = config_file(args)?;
+        let mut json = read(&file)?;
+        let beside = file.with_file_name("generation_config.json");
+        let generation = if beside.is_file() {
+            read(&beside)?
+        } else {
+            Value::Null
+        };
         // A folder that cannot be opened is refused where its weights are read.
         if let Some(Ok(folder)) = weights_folder(args).map(HfFolder::open) {
             folder.correct(&mut json);
@@ -39,6 +48,7 @@ impl Loaded {
         Ok(Self {
             model: models::from_config(&json)?.into(),
             json,
+            generation,
         })
     }
 
@@ -46,7 +56,7 @@ impl Loaded {
     pub(crate) fn complete(&self, args: CheckedArguments) -> Result<CheckedArguments> {
         let mut args = args.into_arguments();
         if args.pad_token_id.is_none() {
-            args.pad_token_id = self.tokens("pad_token_id").first().copied();
+            args.pad_token_id = self.tokens(&self.json, "pad_token_id").first().copied();
         }
         args.check()
     }
@@ -54,7 +64,7 @@ impl Loaded {
     /// What the configuration says about data; `args` are complete.
     pub(crate) fn data_tokens(&self, args: &CheckedArguments) -> DataTokens {
         let pad = args.pad_token_id.unwrap_or(0);
-        let start = self.tokens("decoder_start_token_id");
+        let start = self.tokens(&self.json, "decoder_start_token_id");
         let classes = self.json.get("label2id").and_then(Value::as_object);
         let classes = classes.into_iter().flatten();
         DataTokens {
@@ -66,19 +76,23 @@ impl Loaded {
         }
     }
 
-    /// The tokens that end a text: the one that the arguments name, else the model's and the tokenizer's.
+    /// The tokens that end a text: the one that the arguments name, else the model's and the tokenizer's. The model's
+    /// are those of `generation_config.json`, as in transformers, where that file names some.
     pub(crate) fn ends(&self, args: &CheckedArguments, tokenizer: Option<&Tokenizer>) -> Vec<u32> {
+        const NAME: &str = "eos_token_id";
         if let Some(end) = args.eos_token_id {
             return vec![end];
         }
-        let mut ends = self.tokens("eos_token_id");
+        let stated = self.generation.get(NAME).filter(|ends| !ends.is_null());
+        let config = stated.map_or(&self.json, |_| &self.generation);
+        let mut ends = self.tokens(config, NAME);
         ends.extend(tokenizer.and_then(Tokenizer::end_of_document));
         ends
     }
 
-    /// What the model's configuration says under a name: a token or a list of them. Negative ones stand for none.
-    fn tokens(&self, name: &str) -> Vec<u32> {
-        let stated = match self.json.get(name) {
+    /// What a configuration of the model says under a name: a token or a list of them. Negative ones stand for none.
+    fn tokens(&self, config: &Value, name: &str) -> Vec<u32> {
+        let stated = match config.get(name) {
             Some(Value::Array(tokens)) => tokens.as_slice(),
             Some(token) => std::slice::from_ref(token),
             None => &[],

@@ -1,4 +1,5 @@
-//! `text_generation = true`: prompts on standard input instead of training.
+//! `text_generation = true`: prompts on standard input instead of training. A line that is no prompt is told and passed
+//! over.
 
 use super::{Outcome, model::Loaded, output, session::Session};
 use merak_trainer::{Config, MerakTrainer, Origin, Result, data::Tokenizer};
@@ -25,9 +26,25 @@ pub(crate) fn run(config: &Config) -> Outcome {
     }
     let tokenizer = tokenizer(config)?;
     let session = Session::new(args, loaded, tokenizer)?;
-    session.on_ranks(|trainer| {
+    let refused = session.on_ranks(|trainer| {
+        let mut refused = 0;
         while let Some(line) = next_line(trainer)? {
-            let prompt = session.tokens(&line)?;
+            let prompt = session.tokens(&line);
+            let prompt = prompt.and_then(|prompt| {
+                session.check(trainer, std::slice::from_ref(&prompt))?;
+                Ok(prompt)
+            });
+            let prompt = match prompt {
+                Ok(prompt) => prompt,
+                // Every rank sees it; the model stays for the next line.
+                Err(error) => {
+                    refused += 1;
+                    if trainer.mpu().is_rank_0() {
+                        tracing::error!(line, "{}", merak_trainer::chain(&error));
+                    }
+                    continue;
+                }
+            };
             let completions = session.generate(trainer, &[prompt], session.tokenizer.is_some())?;
             if trainer.mpu().is_rank_0() {
                 let end = match session.tokenizer {
@@ -37,9 +54,10 @@ pub(crate) fn run(config: &Config) -> Outcome {
                 output::stream(&format!("{end}\n"));
             }
         }
-        Ok(())
+        Ok(refused)
     })?;
-    Ok(ExitCode::SUCCESS)
+    // As whatever else is wrong with an input.
+    Ok(ExitCode::from(if refused > 0 { 2 } else { 0 }))
 }
 
 /// The tokenizer that the configuration names, or that of `model.hf_dir`.

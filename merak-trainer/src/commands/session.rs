@@ -75,6 +75,11 @@ impl Session {
         Ok(first.expect("a world has a first rank"))
     }
 
+    /// Checks what [`Session::generate`] would refuse, alike on every rank.
+    pub(crate) fn check(&self, trainer: &MerakTrainer, prompts: &[Vec<u32>]) -> Result<()> {
+        trainer.check_prompts(prompts, &self.options)
+    }
+
     /// Continues prompts on this rank; where `streams`, the first rank prints the text of the one prompt as it comes.
     pub(crate) fn generate(
         &self,
@@ -84,7 +89,10 @@ impl Session {
     ) -> Result<Vec<Completion>> {
         let streams = streams && trainer.mpu().is_rank_0();
         let mut watch = Watch::new(self, prompts, streams);
-        trainer.generate_with(prompts, &self.options, &mut |token| watch.see(token))
+        let completions =
+            trainer.generate_with(prompts, &self.options, &mut |token| watch.see(token))?;
+        watch.finish();
+        Ok(completions)
     }
 
     /// What people see of some tokens: their text, or their numbers where there is no tokenizer.
@@ -158,19 +166,37 @@ impl<'a> Watch<'a> {
             return ControlFlow::Continue(());
         };
         text.tokens.push(token.id);
-        if self.streams
-            && let Ok(all) = tokenizer.decode(&text.tokens[text.prompt_length..])
-        {
+        if self.streams {
             // A character may be spread over several tokens: it waits for the last of them.
-            let whole = all.trim_end_matches(char::REPLACEMENT_CHARACTER);
-            if let Some(new) = whole.get(text.printed..) {
-                output::stream(new);
-                text.printed = whole.len();
-            }
+            text.show(tokenizer, |all| {
+                all.trim_end_matches(char::REPLACEMENT_CHARACTER)
+            });
         }
         match &self.stops {
             Some(stops) if stops.end(&text.tokens) => ControlFlow::Break(()),
             _ => ControlFlow::Continue(()),
+        }
+    }
+
+    /// Prints what still waited.
+    fn finish(self) {
+        if let (Some(tokenizer), true) = (self.tokenizer, self.streams) {
+            let texts = self.texts.into_values();
+            texts.for_each(|mut text| text.show(tokenizer, |all| all));
+        }
+    }
+}
+
+impl Text {
+    /// Prints what is new of the part of the text that `ready` gives.
+    fn show(&mut self, tokenizer: &Tokenizer, ready: impl Fn(&str) -> &str) {
+        let Ok(all) = tokenizer.decode(&self.tokens[self.prompt_length..]) else {
+            return;
+        };
+        let ready = ready(&all);
+        if let Some(new) = ready.get(self.printed..) {
+            output::stream(new);
+            self.printed = ready.len();
         }
     }
 }

@@ -200,7 +200,10 @@ impl<'a> Rank<'a> {
             optimizer = optimizer.on_device(device)?;
         }
         let mut params = StageParams::new(&*backend, table, optimizer.layout())?;
-        params.write(&mut |_, bytes| bytes.copy_from_slice(&floats(bytes.len() / 4)));
+        params.write_floats(&mut |_, values| {
+            let values = values.iter_mut().enumerate();
+            values.for_each(|(index, value)| *value = small(index));
+        });
         Ok(Self {
             grads: grad_store(&kinds.programs, optimizer.layout(), &*backend),
             batch: batch(&draft.graph),

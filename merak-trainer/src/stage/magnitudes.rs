@@ -24,10 +24,10 @@ impl RankStages {
             return Ok(());
         }
         let mut sums = BTreeMap::new();
-        self.params.read(&mut |all| {
+        self.params.read_floats(&mut |all| {
             let named = params.iter().zip(all);
             let values: Values<'_> = named
-                .map(|(param, bytes)| (param.name.as_str(), bytemuck::cast_slice(bytes)))
+                .map(|(param, values)| (param.name.as_str(), &**values))
                 .collect();
             for (index, param) in params.iter().enumerate() {
                 if let Some(squares) = self.squares(param, &values) {
@@ -49,9 +49,8 @@ impl RankStages {
                 *squares = group.all_reduce_vec(std::mem::take(squares), ReduceOp::Sum)?;
             }
         }
-        self.params.write(&mut |index, bytes| {
+        self.params.write_floats(&mut |index, values| {
             if let Some(squares) = sums.get(&index) {
-                let values = bytemuck::cast_slice_mut::<u8, f32>(bytes);
                 for (value, squares) in values.iter_mut().zip(squares) {
                     *value = squares.sqrt() as f32;
                 }

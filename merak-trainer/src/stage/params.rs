@@ -1,10 +1,12 @@
 //! The parameters of a rank's stages: those that are trained, as the optimizer lays them out, and the frozen ones.
 
 use crate::Result;
-use merak_mpu::Buffer;
+use half::{bf16, f16, slice::HalfFloatSliceExt};
+use merak_mpu::{Buffer, DType};
 use merak_trace::{Backend, Param, Value};
 use merak_zero::FlatLayout;
 use std::{
+    borrow::Cow,
     ops::Range,
     sync::{Arc, PoisonError, RwLock},
 };
@@ -22,29 +24,34 @@ pub(crate) struct StageParams {
 /// What is frozen lies apart: no optimizer, no gradient and no collective knows it.
 #[derive(Debug, Clone)]
 pub(crate) struct ParamMemory {
-    buffers: Arc<RwLock<Buffers>>,
+    /// The parameters that are trained, end to end, of 16-bit ones the `f32` masters; then the frozen ones, those of
+    /// one element type together.
+    buffers: Arc<RwLock<Vec<Box<dyn Buffer>>>>,
     places: Arc<[Place]>,
 }
 
-#[derive(Debug)]
-struct Buffers {
-    /// The parameters that are trained, end to end.
-    trained: Box<dyn Buffer>,
-    frozen: Box<dyn Buffer>,
-}
+/// The values of a parameter, converted where they are kept in another type.
+type Floats<'a> = Cow<'a, [f32]>;
+
+/// The buffer of the trained parameters.
+const TRAINED: usize = 0;
 
 /// Where a parameter lies.
 #[derive(Debug, Clone)]
 struct Place {
-    is_trained: bool,
-    /// Elements of its buffer.
+    /// Which of the buffers has it.
+    buffer: usize,
+    /// The type of the buffer's elements.
+    dtype: DType,
+    /// Elements of the buffer.
     range: Range<usize>,
 }
 
 impl Place {
-    /// The parameter's bytes; those that are left in `f32` too.
+    /// The parameter's bytes.
     fn bytes(&self) -> Range<usize> {
-        self.range.start * 4..self.range.end * 4
+        let size = self.dtype.size_bytes();
+        self.range.start * size..self.range.end * size
     }
 }
 
@@ -55,41 +62,54 @@ impl StageParams {
         params: &[Param],
         layout: &FlatLayout,
     ) -> Result<Self> {
-        let (mut next_trained, mut frozen_len) = (0, 0);
+        // Elements of each buffer; the frozen ones by the element type that they are of.
+        let mut lens = vec![layout.len()];
+        let mut frozen: Vec<DType> = Vec::new();
+        let mut next_trained = 0;
         let place = |param: &Param| {
-            let range = if param.trainable {
+            let dtype = param.local.dtype;
+            if param.trainable {
                 next_trained += 1;
-                layout.range(next_trained - 1)
-            } else {
-                let start = frozen_len;
-                frozen_len += param.local.numel();
-                start..frozen_len
-            };
+                let range = layout.range(next_trained - 1);
+                return Place {
+                    buffer: TRAINED,
+                    dtype,
+                    range,
+                };
+            }
+            let known = frozen.iter().position(|known| *known == dtype);
+            let index = known.unwrap_or_else(|| {
+                frozen.push(dtype);
+                lens.push(0);
+                frozen.len() - 1
+            });
+            let buffer = TRAINED + 1 + index;
+            let start = lens[buffer];
+            lens[buffer] += param.local.numel();
             Place {
-                is_trained: param.trainable,
-                range,
+                buffer,
+                dtype,
+                range: start..lens[buffer],
             }
         };
-        let places: Vec<_> = params.iter().map(place).collect();
-        let store = |is_trained: bool, len: usize| {
-            let of_kind = params.iter().zip(&places);
-            let of_kind = of_kind.filter(|(_, place)| place.is_trained == is_trained);
-            let (own, offsets): (Vec<_>, Vec<_>) = of_kind
-                .map(|(param, place)| (param.clone(), place.range.start))
-                .unzip();
-            backend.param_store(&own, &offsets, len)
-        };
-        let (trained, frozen) = (store(true, layout.len())?, store(false, frozen_len)?);
-        let mut views = [frozen.views.into_iter(), trained.views.into_iter()];
-        let views = places
-            .iter()
-            .map(|place| views[usize::from(place.is_trained)].next());
-        let buffers = Buffers {
-            trained: trained.flat,
-            frozen: frozen.flat,
-        };
+        let mut places: Vec<_> = params.iter().map(place).collect();
+        let mut views = vec![None; params.len()];
+        let mut buffers = Vec::with_capacity(lens.len());
+        for (buffer, len) in lens.into_iter().enumerate() {
+            let own = (0..params.len()).filter(|&index| places[index].buffer == buffer);
+            let own: Vec<_> = own.collect();
+            let of_buffer: Vec<_> = own.iter().map(|&i| params[i].clone()).collect();
+            let offsets: Vec<_> = own.iter().map(|&i| places[i].range.start).collect();
+            let store = backend.param_store(&of_buffer, &offsets, len)?;
+            for (index, view) in own.into_iter().zip(store.views) {
+                views[index] = Some(view);
+                places[index].dtype = store.flat.dtype();
+            }
+            buffers.push(store.flat);
+        }
         Ok(Self {
             views: views
+                .into_iter()
                 .collect::<Option<_>>()
                 .expect("a store has a view for each parameter"),
             memory: ParamMemory {
@@ -104,24 +124,46 @@ impl StageParams {
         self.memory.clone()
     }
 
-    /// Shows the bytes of every parameter, in the program's order.
-    pub(crate) fn read(&self, look: &mut dyn FnMut(&[&[u8]])) {
-        self.memory.read(look);
+    /// The element type in which a parameter is kept: `f32` for one that is trained, whatever nodes read.
+    pub(crate) fn dtype(&self, index: usize) -> DType {
+        self.memory.places[index].dtype
     }
 
-    /// Lets `change` see and change the bytes of each parameter, given with its position in the program.
+    /// Bytes of all of them, with the 16-bit copies of masters.
+    pub(crate) fn num_bytes(&self) -> usize {
+        let buffers = self.memory.buffers.read();
+        let buffers = buffers.unwrap_or_else(PoisonError::into_inner);
+        let kept: usize = buffers
+            .iter()
+            .map(|b| b.len() * b.dtype().size_bytes())
+            .sum();
+        let mut seen = self.memory.places.iter().zip(&self.views);
+        let copied = seen.find(|(place, view)| view.ty().dtype != place.dtype);
+        let copy = copied.map_or(0, |(place, view)| {
+            buffers[place.buffer].len() * view.ty().dtype.size_bytes()
+        });
+        kept + copy
+    }
+
+    /// Shows the values of every parameter in `f32`, in the program's order.
+    pub(crate) fn read_floats(&self, look: &mut dyn FnMut(&[Floats<'_>])) {
+        self.memory.read(&mut |all| {
+            let all = all.iter().zip(&*self.memory.places);
+            let all: Vec<_> = all
+                .map(|(bytes, place)| floats(place.dtype, bytes))
+                .collect();
+            look(&all);
+        });
+    }
+
+    /// Lets `change` see and change the bytes of each parameter as it is kept, given with its position in the program.
     pub(crate) fn write(&mut self, change: &mut dyn FnMut(usize, &mut [u8])) {
         let places = Arc::clone(&self.memory.places);
         self.change(|buffers| {
-            for is_trained in [true, false] {
-                let flat = if is_trained {
-                    &mut buffers.trained
-                } else {
-                    &mut buffers.frozen
-                };
-                flat.write(&mut |bytes| {
+            for (number, buffer) in buffers.iter_mut().enumerate() {
+                buffer.write(&mut |bytes| {
                     let all = places.iter().enumerate();
-                    for (index, place) in all.filter(|(_, place)| place.is_trained == is_trained) {
+                    for (index, place) in all.filter(|(_, place)| place.buffer == number) {
                         change(index, &mut bytes[place.bytes()]);
                     }
                 });
@@ -129,31 +171,67 @@ impl StageParams {
         });
     }
 
-    /// Hands the memory of the trained parameters to who updates it.
-    pub(crate) fn update<R>(&mut self, update: impl FnOnce(&mut dyn Buffer) -> R) -> R {
-        self.change(|buffers| update(&mut *buffers.trained))
+    /// The same with values in `f32`, which are rounded where they are kept in 16 bits.
+    pub(crate) fn write_floats(&mut self, change: &mut dyn FnMut(usize, &mut [f32])) {
+        let places = Arc::clone(&self.memory.places);
+        self.write(&mut |index, bytes| match places[index].dtype {
+            dtype @ (DType::BF16 | DType::F16) => {
+                let mut values = floats(dtype, bytes).into_owned();
+                change(index, &mut values);
+                narrow(dtype, &values, bytes);
+            }
+            _ => change(index, bytemuck::cast_slice_mut(bytes)),
+        });
     }
 
-    fn change<R>(&mut self, change: impl FnOnce(&mut Buffers) -> R) -> R {
+    /// Hands the memory of the trained parameters to who updates it.
+    pub(crate) fn update<R>(&mut self, update: impl FnOnce(&mut dyn Buffer) -> R) -> R {
+        self.change(|buffers| update(&mut *buffers[TRAINED]))
+    }
+
+    fn change<R>(&mut self, change: impl FnOnce(&mut [Box<dyn Buffer>]) -> R) -> R {
         let buffers = self.memory.buffers.write();
         change(&mut buffers.unwrap_or_else(PoisonError::into_inner))
     }
 }
 
 impl ParamMemory {
-    /// Shows the bytes of every parameter, in the program's order.
+    /// Shows the bytes of every parameter as it is kept, in the program's order.
     pub(crate) fn read(&self, look: &mut dyn FnMut(&[&[u8]])) {
         let buffers = self.buffers.read();
         let buffers = buffers.unwrap_or_else(PoisonError::into_inner);
-        buffers.trained.read(&mut |trained| {
-            buffers.frozen.read(&mut |frozen| {
-                let of = |place: &Place| {
-                    let flat = if place.is_trained { trained } else { frozen };
-                    &flat[place.bytes()]
-                };
-                let all: Vec<_> = self.places.iter().map(of).collect();
-                look(&all);
-            });
+        read_together(&buffers, &[], &mut |bytes| {
+            let of = |place: &Place| &bytes[place.buffer][place.bytes()];
+            let all: Vec<_> = self.places.iter().map(of).collect();
+            look(&all);
         });
+    }
+}
+
+/// Shows the bytes of some buffers at once, after those that were `seen`.
+fn read_together(buffers: &[Box<dyn Buffer>], seen: &[&[u8]], look: &mut dyn FnMut(&[&[u8]])) {
+    let Some((first, rest)) = buffers.split_first() else {
+        return look(seen);
+    };
+    first.read(&mut |bytes| {
+        let seen: Vec<_> = seen.iter().copied().chain([bytes]).collect();
+        read_together(rest, &seen, look);
+    });
+}
+
+fn floats(dtype: DType, bytes: &[u8]) -> Floats<'_> {
+    match dtype {
+        DType::BF16 => bytemuck::cast_slice::<_, bf16>(bytes).to_f32_vec().into(),
+        DType::F16 => bytemuck::cast_slice::<_, f16>(bytes).to_f32_vec().into(),
+        _ => bytemuck::cast_slice(bytes).into(),
+    }
+}
+
+fn narrow(dtype: DType, values: &[f32], bytes: &mut [u8]) {
+    match dtype {
+        DType::BF16 => {
+            bytemuck::cast_slice_mut::<_, bf16>(bytes).convert_from_f32_slice(values);
+        }
+        _ => bytemuck::cast_slice_mut::<_, f16>(bytes).convert_from_f32_slice(values),
     }
 }

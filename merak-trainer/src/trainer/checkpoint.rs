@@ -200,8 +200,16 @@ impl MerakTrainer {
     /// None.
     ///
     /// # Errors
-    /// When a weight is no longer finite; the weights then are those of the base.
+    /// When a weight is no longer finite, and where several layers share it; the weights then are those of the base.
     pub fn set_adapter(&mut self, adapter: Option<&Adapter>) -> Result<()> {
+        let low_rank = adapter
+            .iter()
+            .flat_map(|adapter| adapter.low_rank_targets());
+        let shared = { low_rank }.find_map(|name| self.stages.plan.shared_layers(name));
+        if let Some((param, layers)) = shared {
+            self.set_adapter(None)?;
+            return Err(Error::SharedTarget { param, layers });
+        }
         let params = &self.stages.table;
         let layouts = params
             .iter()
@@ -212,6 +220,7 @@ impl MerakTrainer {
             .flat_map(|adapter| adapter.targets())
             .collect();
         let base = &mut self.base_values;
+        let dtypes: Vec<_> = (0..params.len()).map(|i| self.stages.stored(i)).collect();
         let mut outcome = Ok(());
         self.stages.params.write(&mut |index, values| {
             if let Some(own) = base.remove(&index) {
@@ -220,7 +229,10 @@ impl MerakTrainer {
             let is_target = targets.contains(params[index].name.as_str());
             if let Some(adapter) = adapter.filter(|_| is_target && outcome.is_ok()) {
                 base.insert(index, values.to_vec());
-                let piece = piece(&Kind::Parameter, &params[index], &layouts[index], None);
+                let piece = Piece {
+                    dtype: dtypes[index],
+                    ..piece(&Kind::Parameter, &params[index], &layouts[index], None)
+                };
                 outcome = adapter.merge(&piece, values);
             }
         });
@@ -229,6 +241,14 @@ impl MerakTrainer {
             return Err(error.into());
         }
         Ok(())
+    }
+
+    /// This rank's slice of a parameter, in the element type in which it is kept.
+    fn parameter<'a>(&'a self, index: usize, layout: &'a Layout) -> Piece<'a> {
+        Piece {
+            dtype: self.stages.stored(index),
+            ..piece(&Kind::Parameter, &self.stages.table[index], layout, None)
+        }
     }
 
     /// How this rank's slice of a parameter lies in the whole.
@@ -403,7 +423,7 @@ impl MerakTrainer {
     ) -> Result<Vec<Option<Vec<u8>>>> {
         let manifest = checkpoint.manifest();
         let starts_adapter = resume::lacks_adapter(manifest);
-        let read = |param: &Param| {
+        let read = |(index, param): (usize, &Param)| {
             if starts_adapter && param.beside.is_some() {
                 return Ok(None);
             }
@@ -411,14 +431,14 @@ impl MerakTrainer {
             let name = resume::stored_name(manifest, &param.name, is_release);
             let piece = Piece {
                 name: &name,
-                ..piece(&Kind::Parameter, param, &place, None)
+                ..self.parameter(index, &place)
             };
-            let mut values = vec![0; param.local.numel() * 4];
+            let mut values = vec![0; param.local.numel() * piece.dtype.size_bytes()];
             checkpoint.read_as(&piece, &mut values)?;
             Ok(Some(values))
         };
-        let params = &self.stages.table;
-        params.iter().map(read).collect()
+        let params = self.stages.table.iter();
+        params.enumerate().map(read).collect()
     }
 
     /// The optimizer state that this rank owns, in the order of its slices.

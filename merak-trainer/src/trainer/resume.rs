@@ -3,7 +3,7 @@
 
 use super::checkpoint::RunState;
 use crate::{CheckedArguments, Error, Plan, Result};
-use merak_ckpt::{Checkpoint, DType, Error as CkptError, Kind, Manifest, Store, TensorEntry};
+use merak_ckpt::{Checkpoint, Error as CkptError, Kind, Manifest, Store, TensorEntry};
 use std::{
     borrow::Cow,
     collections::VecDeque,
@@ -155,8 +155,8 @@ pub(super) fn check(
     Ok(state)
 }
 
-/// Compares the checkpoint's parameters with the whole model's. A release may have more of them, and floats
-/// of any size. An adapter starts on a release or another base that has none.
+/// Compares the checkpoint's parameters with the whole model's; floats may have any size. A release may have more of
+/// them. An adapter starts on a release or another base that has none.
 fn check_model(
     checkpoint: &Checkpoint,
     plan: &Plan,
@@ -179,17 +179,12 @@ fn check_model(
         let Some(entry) = manifest.tensor(&Kind::Parameter, &name) else {
             return Err(other(format!("it has no parameter {}", param.name)));
         };
-        let is_legal = if is_release {
-            entry.dtype.is_float()
-        } else {
-            entry.dtype == DType::F32
-        };
         if entry.shape != param.full.shape {
             let found = format!("{} has shape {:?} there", param.name, entry.shape);
             let expected = format!("{:?} in the model", param.full.shape);
             return Err(other(format!("{found}, but {expected}")));
         }
-        if !is_legal {
+        if !entry.dtype.is_float() {
             return Err(other(format!("{} is {} there", param.name, entry.dtype)));
         }
         known.push(name);

@@ -24,6 +24,7 @@ pub(super) struct ShardSource {
 struct Label {
     kind: Kind,
     name: String,
+    dtype: DType,
     layout: Layout,
     range: Option<Range<usize>>,
 }
@@ -55,7 +56,7 @@ impl Label {
         Piece {
             kind: &self.kind,
             name: &self.name,
-            dtype: DType::F32,
+            dtype: self.dtype,
             layout: &self.layout,
             range: self.range.clone(),
         }
@@ -145,6 +146,7 @@ impl MerakTrainer {
         let label = |&index: &usize| Label {
             kind: Kind::Parameter,
             name: table[index].name.clone(),
+            dtype: self.stages.stored(index),
             layout: layouts[index].clone(),
             range: None,
         };
@@ -170,6 +172,7 @@ impl MerakTrainer {
                 pieces.push(Label {
                     kind: Kind::optimizer(slice.name),
                     name: table[index].name.clone(),
+                    dtype: DType::F32,
                     layout: layouts[index].clone(),
                     range: Some(slice.local),
                 });

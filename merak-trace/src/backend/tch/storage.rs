@@ -269,43 +269,43 @@ impl Buffer for TchBuffer {
     }
 }
 
-/// Lays out parameters in one flat tensor; 16-bit ones are views of a copy of `f32` masters.
+/// Lays out parameters in one flat tensor. 16-bit ones of which some are trained are views of a copy of `f32` masters;
+/// frozen ones need no masters.
 pub(super) fn param_store(
     device: Device,
     params: &[Param],
     offsets: &[usize],
     len: usize,
 ) -> Result<ParamStore> {
-    let dtype = params.first().map_or(DType::F32, |param| param.local.dtype);
     let refuse = |name: &str, reason: String| Error::Backend {
         node: name.to_owned(),
         reason,
     };
-    let is_half = matches!(dtype, DType::BF16 | DType::F16);
+    let (dtype, narrow) = store_types(params);
     if !dtype.is_float() {
         return Err(refuse(
             "parameters",
             format!("are of type {dtype}; the tch backend trains in f32, f64, bf16 or f16"),
         ));
     }
-    let master = if is_half { DType::F32 } else { dtype };
-    let mut flat = TchBuffer::zeros(master, len, device)?;
-    let read = if is_half {
-        let copy = TchBuffer::zeros(dtype, len, device)?.flat;
-        flat.copy.insert(copy).shallow_clone()
-    } else {
-        flat.flat.shallow_clone()
-    };
+    let mut flat = TchBuffer::zeros(dtype, len, device)?;
+    if let Some(narrow) = narrow {
+        flat.copy = Some(TchBuffer::zeros(narrow, len, device)?.flat);
+    }
     let mut views = Vec::with_capacity(params.len());
     for (param, &offset) in params.iter().zip(offsets) {
         let ty = &param.local;
-        if ty.dtype != dtype || offset + ty.numel() > len {
+        let memory = match &flat.copy {
+            Some(copy) if narrow == Some(ty.dtype) => Some(copy),
+            _ => (ty.dtype == dtype).then_some(&flat.flat),
+        };
+        let Some(memory) = memory.filter(|_| offset + ty.numel() <= len) else {
             return Err(refuse(
                 &param.name,
                 format!("of type {ty} at {offset} does not fit {len} elements of {dtype}"),
             ));
-        }
-        let view = read
+        };
+        let view = memory
             .f_narrow(0, int(offset), int(ty.numel()))
             .and_then(|view| view.f_reshape(shape_of(ty)));
         views.push(Handle::new(view.map_err(at(&param.name))?, None).into_value(ty.clone()));
@@ -314,4 +314,17 @@ pub(super) fn param_store(
         flat: Box::new(flat),
         views,
     })
+}
+
+/// The element type of the flat memory of parameters, and that of the copy which 16-bit ones are read from, if they
+/// have masters.
+fn store_types(params: &[Param]) -> (DType, Option<DType>) {
+    let mut types = params.iter().map(|param| param.local.dtype);
+    let first = types.clone().next().unwrap_or(DType::F32);
+    let are_alike = types.clone().all(|dtype| dtype == first);
+    let has_masters = !are_alike || params.iter().any(|param| param.trainable);
+    match types.find(|dtype| matches!(dtype, DType::BF16 | DType::F16)) {
+        Some(narrow) if has_masters => (DType::F32, Some(narrow)),
+        _ => (first, None),
+    }
 }

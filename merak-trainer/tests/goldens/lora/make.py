@@ -3,7 +3,8 @@
 Run with torch 2.13, transformers 5.23 and peft 0.21.2: `python make.py [CASE ...]`. Each case becomes CASE.json beside
 this file: the base (a case of ../families), the adapter's configuration, names and shapes of the tensors that peft
 saves, logits of the first batch, the losses of ten training steps, tokens with and without the adapter, and the
-versions of the libraries.
+versions of the libraries. In the cases named after bf16 the base is in bf16, as whoever loads a large model has it, and
+the adapter is left to peft, which makes it f32; they have losses, types of elements and norms of the trained factors.
 
 Weights and data are the formulas of ../families/make.py; factors are named as peft names them in a model.
 """
@@ -42,6 +43,11 @@ CASES = {
                         "init_lora_weights": False}),
     "llama-dora": ("llama", {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"],
                              "use_dora": True, "init_lora_weights": False}),
+    "gpt2-bf16": ("gpt2", {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_proj", "wpe"],
+                           "fan_in_fan_out": True, "init_lora_weights": False}),
+    "llama-bf16": ("llama", {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "init_lora_weights": False}),
+    "llama-dora-bf16": ("llama", {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "o_proj"],
+                                  "use_dora": True, "init_lora_weights": False}),
     "gpt2-dora": ("gpt2", {"r": 2, "lora_alpha": 4, "target_modules": ["c_attn", "c_proj"], "use_dora": True,
                            "fan_in_fan_out": True, "init_lora_weights": False}),
 }
@@ -70,7 +76,8 @@ def run(case):
     golden = json.loads((here.parent / "families" / f"{base}.json").read_text())
     config = AutoConfig.for_model(**golden["config"])
     config._attn_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    is_narrow = case.endswith("-bf16")
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16 if is_narrow else torch.float32).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(weight(name, tuple(p.shape)))
@@ -120,6 +127,11 @@ def run(case):
         "tokens": tokens,
         "tokens_without": without,
     }
+    if is_narrow:
+        for key in ("logits", "saved", "prompts", "tokens", "tokens_without"):
+            del result[key]
+        result["dtypes"] = {name: str(p.dtype).removeprefix("torch.") for name, p in named.items()}
+        result["norms"] = {name: float(f"{p.detach().double().norm():.8g}") for name, p in trained.items()}
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in result.items())
     (here / f"{case}.json").write_text("{\n" + lines + "\n}\n")
     print(case, losses[0], losses[-1], tokens)

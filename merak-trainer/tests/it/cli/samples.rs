@@ -84,6 +84,12 @@ fn gradients_that_are_never_finite_end_a_run() {
     };
     let (message, log) = failed("train merak.toml --max_steps 9 --max_skipped_steps 4");
     assert_snapshot!(message, @r#"error: 4 steps in a row changed nothing, step 4 because the gradient of "vit.embeddings.cls_token" is not finite: look for numbers in the data or the starting weights that are not finite or very large, or choose a smaller "learning_rate" ("max_skipped_steps" is 4)"#);
+    for step in 1..=4 {
+        let told = format!(
+            "step skipped: gradient is not finite param=vit.embeddings.cls_token step={step}"
+        );
+        assert!(log.contains(&told), "{told}: {log}");
+    }
     assert!(
         log.contains("a.safetensors row=0 tensor=\"pixel_values\""),
         "{log}"

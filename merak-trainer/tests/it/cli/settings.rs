@@ -2,7 +2,7 @@
 
 use std::{io::Write, process::Stdio};
 
-use super::{Workplace, model};
+use super::{Ended, Workplace, model};
 
 /// The tokens of each prompt's continuation.
 fn generated(place: &Workplace, options: &str, variables: &[(&str, &str)]) -> Vec<u64> {
@@ -79,6 +79,13 @@ fn the_sample_at_the_end_of_a_training_ends_at_the_given_token() {
     let first = u32::from(whole.chars().next().expect("a character"));
     let ended = sample(&place.succeed(&format!("{train} --eos_token_id {first}")));
     assert_eq!(ended.chars().count(), 1, "{ended:?}");
+    // Or at those that the model's folder names for generation; `config.json` counts where it names none.
+    let file = "generation_config.json";
+    place.write(file, &format!("{{ \"eos_token_id\": [3, {first}] }}"));
+    let ended = sample(&place.succeed(train));
+    assert_eq!(ended.chars().count(), 1, "{ended:?}");
+    place.write(file, "{ \"eos_token_id\": null }");
+    assert_eq!(sample(&place.succeed(train)), whole);
 }
 
 #[test]
@@ -122,6 +129,13 @@ fn a_text_ends_after_a_stop_and_may_be_shown_as_it_comes() {
 
 /// What `train` with `text_generation` prints for some lines of standard input.
 fn prompted(place: &Workplace, options: &str, lines: &str) -> String {
+    let ended = answered(place, options, lines);
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    ended.stdout
+}
+
+/// The same, however it ends.
+fn answered(place: &Workplace, options: &str, lines: &str) -> Ended {
     let line = format!("train merak.toml --text_generation --temperature 0 {options}");
     let mut command = place.command(&line);
     command
@@ -133,9 +147,7 @@ fn prompted(place: &Workplace, options: &str, lines: &str) -> String {
     // The command may end before it has read all.
     let _ = stdin.write_all(lines.as_bytes());
     drop(stdin);
-    let ended = place.ended(&child.wait_with_output().expect("it ends"));
-    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
-    ended.stdout
+    place.ended(&child.wait_with_output().expect("it ends"))
 }
 
 #[test]
@@ -159,6 +171,17 @@ fn text_generation_continues_lines_until_one_says_stop() {
     assert_eq!(
         prompted(&place, resumed, "every"),
         format!("{}\n", text("every"))
+    );
+    // A line that cannot be continued costs nothing but the exit status.
+    let ended = answered(&place, &format!("{resumed} --dp 2"), "\nevery\n");
+    assert_eq!(ended.status, Some(2));
+    assert_eq!(ended.stdout, format!("{}\n", text("every")));
+    assert!(
+        ended
+            .stderr
+            .contains("is empty, expected at least one token"),
+        "{}",
+        ended.stderr
     );
     let end: String = text("every").chars().take(3).collect();
     let stopped = prompted(

@@ -217,7 +217,7 @@ fn write_adapter(place: &Workplace) {
     let length = (header.len() as u64).to_le_bytes();
     place.write(
         "adapter/adapter_config.json",
-        r#"{"peft_type": "LORA", "lora_alpha": 3, "fan_in_fan_out": true}"#,
+        r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 3, "fan_in_fan_out": true}"#,
     );
     let file = place.path("adapter/adapter_model.safetensors");
     let bytes = [&length[..], header.as_bytes(), &data].concat();

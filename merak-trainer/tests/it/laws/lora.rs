@@ -2,14 +2,15 @@
 
 use std::path::Path;
 
-use merak_ckpt::{Checkpoint, Kind};
+use merak_ckpt::{Adapter, Checkpoint, Kind};
+use merak_trainer::{MerakTrainer, Workload};
 use serde_json::{Value, json};
 
 use crate::support::{Case, assert_close_losses, assert_close_tensors, assert_same_bits, numbers};
 
 /// Fused and plain, column and row layers of a GPT-2, a table, biases and a module that is trained whole. Both
 /// factors are random, so that both have gradients from the start.
-fn everything() -> Value {
+pub(crate) fn everything() -> Value {
     json!({
         "r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "init_lora_weights": false, "bias": "lora_only",
         "target_modules": ["c_attn", "c_proj", "c_fc", "wpe"], "modules_to_save": ["ln_f"],
@@ -127,6 +128,29 @@ fn what_is_frozen_stays_and_has_no_gradient_and_no_state() {
 }
 
 #[test]
+fn a_rank_holds_what_the_plan_says_and_nothing_for_what_is_frozen() {
+    let folder = tempfile::tempdir().unwrap();
+    let lora = json!({ "target_modules": ["c_attn"], "r": 2 });
+    let case = Case::gpt2().with_lora(folder.path(), &lora);
+    let plan = case.plan();
+    let expected = plan.memory(&case.arguments(), &[Workload::Training]);
+    let expected = expected.unwrap()[0];
+    let held = case.on_ranks(|trainer| {
+        trainer.train_step()?;
+        Ok(trainer.memory())
+    });
+    let (weights, gradients, optimizer) = (held[0].weights, held[0].gradients, held[0].optimizer);
+    assert_eq!(
+        (weights, gradients, optimizer),
+        (expected.weights, expected.gradients, expected.optimizer)
+    );
+    // Four layers, 32 features, rank 2: A [2, 32], B [96, 2].
+    let factors = 4 * (2 * 32 + 96 * 2);
+    assert_eq!((gradients, optimizer), (4 * factors, 8 * factors));
+    assert_eq!(weights, 4 * plan.graph.num_elements());
+}
+
+#[test]
 fn a_resumed_adapter_goes_on_where_it_stood() {
     let folder = tempfile::tempdir().unwrap();
     let case = gpt2(folder.path())
@@ -198,6 +222,8 @@ fn targets_that_no_layer_has_are_told() {
         refusal(json!({ "lora_dropout": 1 })),
         refusal(json!({ "init_lora_weights": "eva" })),
         refusal(json!({ "layers_to_transform": 9 })),
+        refusal(json!({ "modules_to_save": ["ln_f", "score"] })),
+        refusal(json!({ "rank_pattern": { "c_attn": 0 } })),
     ];
     insta::assert_snapshot!(messages.join("\n"), @r#"
     "lora_config": no layer is one of the `target_modules` ["q_proj"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
@@ -207,5 +233,40 @@ fn targets_that_no_layer_has_are_told() {
     cannot read FOLDER/lora.json: `lora_dropout` is 1, expected a number from 0 to less than 1
     "lora_config": `init_lora_weights` is "eva", expected true, false or gaussian for a new adapter
     "lora_config": no layer is one of the `target_modules` ["c_attn"] in layers [9]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
+    "lora_config": no parameter belongs to `score` of `modules_to_save`
+    cannot read FOLDER/lora.json: `rank_pattern` is {"c_attn":0}, expected patterns and whole numbers from 1 on
     "#);
+}
+
+#[test]
+fn a_run_in_which_everything_is_frozen_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let case = Case::gpt2().with_lora(folder.path(), &json!({ "inference_mode": true }));
+    let outcome = case.on((1, 1, 2)).try_on_ranks(MerakTrainer::train);
+    let error = outcome.expect_err("nothing to train");
+    insta::assert_snapshot!(merak_trainer::chain(&error), @r#"every parameter is frozen: `inference_mode` in "lora_config" is for adapters that are not trained"#);
+}
+
+#[test]
+fn an_adapter_of_a_shared_table_is_trained_beside_it_and_never_merged_into_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    let base = Case::gpt2().with_tied(true).writing(&run);
+    let lora = json!({ "target_modules": ["wte"], "init_lora_weights": false });
+    let trained = base.clone().with_lora(folder.path(), &lora);
+    let saved = trained.on_ranks(|trainer| {
+        trainer.train_step()?;
+        trainer.save_checkpoint()
+    });
+    let saved = Checkpoint::open(&saved[0]).unwrap();
+    let tensors = &saved.manifest().tensors;
+    let adapter = Adapter::open(run.join("adapter"), &base.model, tensors).unwrap();
+    for degrees in [(1, 1, 1), (1, 2, 2)] {
+        let case = base.clone().on(degrees);
+        let outcome = case.try_on_ranks(|trainer| trainer.set_adapter(Some(&adapter)));
+        let error = merak_trainer::chain(&outcome.expect_err("it is shared"));
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(error, @"the adapter changes `transformer.wte.weight`, which transformer.wte and lm_head share: merged into it, it would change all of them, while it was trained beside one");
+        }
+    }
 }

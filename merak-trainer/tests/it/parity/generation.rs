@@ -3,6 +3,7 @@
 use std::{fs, path::Path};
 
 use merak_ckpt::GenerateOptions;
+use merak_trainer::data::{StopStrings, Tokenizer};
 use serde::Deserialize;
 use tempfile::tempdir;
 
@@ -61,5 +62,31 @@ fn check(name: &str) {
 fn prompts_of_several_lengths_have_the_tokens_of_transformers() {
     for name in ["gpt2", "llama", "mistral", "opt", "qwen3"] {
         check(name);
+    }
+}
+
+/// Where `transformers` ends texts.
+#[derive(Debug, Deserialize)]
+struct Stops {
+    sequences: Vec<Vec<u32>>,
+    strings: Vec<String>,
+    /// For each string and sequence, the lengths at which the text has come to its end.
+    ends: Vec<Vec<Vec<usize>>>,
+}
+
+#[test]
+fn stop_strings_end_texts_where_they_do_in_transformers() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/stop_strings");
+    let text = fs::read(folder.join("stops.json")).expect("the golden is there");
+    let golden: Stops = serde_json::from_slice(&text).expect("it is as the script writes it");
+    let tokenizer = Tokenizer::from_file(&folder.join("tokenizer.json")).expect("a tokenizer");
+    for (string, expected) in golden.strings.iter().zip(&golden.ends) {
+        let stops = StopStrings::new(&tokenizer, std::slice::from_ref(string));
+        for (sequence, expected) in golden.sequences.iter().zip(expected) {
+            let lengths = 1..=sequence.len();
+            let found: Vec<_> = lengths.filter(|&len| stops.end(&sequence[..len])).collect();
+            let text = tokenizer.decode(sequence).expect("tokens of a text");
+            assert_eq!(&found, expected, "{string:?} in {text:?}");
+        }
     }
 }

@@ -3,6 +3,8 @@
 use std::{collections::BTreeMap, fs, path::Path};
 
 use merak_ckpt::{Adapter, Checkpoint, GenerateOptions, HfFolder, LoraConfig, adapt, extract_lora};
+#[cfg(feature = "tch")]
+use merak_ckpt::{DType, Kind};
 use merak_trace::{
     SharedBackend,
     models::{self, Head, TraceOptions},
@@ -192,4 +194,70 @@ fn adapters_of_every_linear_layer_have_the_numbers_of_peft() {
 fn adapters_with_magnitudes_have_the_numbers_of_peft() {
     check("llama-dora");
     check("gpt2-dora");
+}
+
+/// What `peft` computed with an adapter beside a base in bf16.
+#[cfg(feature = "tch")]
+#[derive(Debug, Deserialize)]
+struct NarrowGolden {
+    base: String,
+    lora: Value,
+    losses: Vec<f64>,
+    /// Types of the elements of every parameter.
+    dtypes: BTreeMap<String, String>,
+    /// Of what it trained, after the last step.
+    norms: BTreeMap<String, f64>,
+}
+
+#[cfg(feature = "tch")]
+#[test]
+fn f32_adapters_beside_a_bf16_base_have_the_numbers_of_peft() {
+    /// Kernels round to 8 bits in different places.
+    const TOLERANCE: f64 = 2e-3;
+    /// Adam makes steps of one size from gradients of any, those that are mostly rounding too.
+    const NORM_TOLERANCE: f64 = 1e-2;
+    for name in ["gpt2-bf16", "llama-bf16", "llama-dora-bf16"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/lora");
+        let text = fs::read(path.join(format!("{name}.json"))).expect("the golden is there");
+        let golden: NarrowGolden =
+            serde_json::from_slice(&text).expect("the golden is as the script writes it");
+        let base = Golden::read(&golden.base);
+        let folder = tempdir().expect("a temporary folder");
+        let case = base.case().with_lora(folder.path(), &golden.lora);
+        let case = case.with("compute.backend", "tch").with("bf16", true);
+        let start = start(&case, &base, folder.path());
+        let case = case
+            .with("resume_from_checkpoint", start.display())
+            .with("finetune", true)
+            .writing(&folder.path().join("run"));
+        for degrees in [(1, 1, 1), (1, 2, 2)] {
+            let run = case.clone().on(degrees).run(golden.losses.len());
+            for (report, expected) in run.reports.iter().zip(&golden.losses) {
+                let (step, loss) = (report.step, report.loss);
+                let gap = (loss / expected - 1.0).abs();
+                assert!(
+                    gap < TOLERANCE,
+                    "{name}, step {step}: {loss}, expected {expected}"
+                );
+            }
+            for (param, expected) in &golden.norms {
+                let squares = run.weights[param].iter().map(|&x| f64::from(x).powi(2));
+                let norm = squares.sum::<f64>().sqrt();
+                let gap = (norm / expected - 1.0).abs();
+                assert!(
+                    gap < NORM_TOLERANCE,
+                    "{name}, {param}: {norm}, expected {expected}"
+                );
+            }
+        }
+        let saved = case.on_ranks(merak_trainer::MerakTrainer::save_checkpoint);
+        let saved = Checkpoint::open(&saved[0]).expect("it was just saved");
+        for tensor in saved.manifest().tensors_of(&Kind::Parameter) {
+            let expected = match golden.dtypes[&tensor.name].as_str() {
+                "bfloat16" => DType::BF16,
+                _ => DType::F32,
+            };
+            assert_eq!(tensor.dtype, expected, "{name}: {}", tensor.name);
+        }
+    }
 }
