@@ -128,7 +128,8 @@ pub(super) fn elements_mut<T: Element>(tensor: &mut Tensor) -> &mut [T] {
 fn bytes(tensor: &Tensor, dtype: DType) -> &[u8] {
     let (start, len) = memory(tensor, dtype);
     if len == 0 {
-        return &[];
+        // Aligned, as the memory of a tensor is: a slice of any numbers.
+        return bytemuck::cast_slice::<u64, u8>(&[]);
     }
     // SAFETY: `memory` checked that `len` bytes of initialised numbers lie there, which the tensor keeps
     // alive; this backend writes a tensor's memory only where it holds it alone (see `bytes_mut`).
@@ -138,7 +139,7 @@ fn bytes(tensor: &Tensor, dtype: DType) -> &[u8] {
 fn bytes_mut(tensor: &mut Tensor, dtype: DType) -> &mut [u8] {
     let (start, len) = memory(tensor, dtype);
     if len == 0 {
-        return &mut [];
+        return bytemuck::cast_slice_mut::<u64, u8>(&mut []);
     }
     // SAFETY: as in `bytes`; callers pass a tensor of their own making, a buffer that they own, or the flat
     // parameters, which are written between steps, when no node that reads a view of them runs.
@@ -326,5 +327,23 @@ fn store_types(params: &[Param]) -> (DType, Option<DType>) {
     match types.find(|dtype| matches!(dtype, DType::BF16 | DType::F16)) {
         Some(narrow) if has_masters => (DType::F32, Some(narrow)),
         _ => (first, None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{
+        Backend, DType,
+        backend::tch::{Tch, TchDevice},
+    };
+
+    #[test]
+    fn an_empty_buffer_is_a_slice_of_any_numbers() {
+        let backend = Tch::new(TchDevice::Cpu, 1).unwrap();
+        let mut buffer = backend.grad_buffer(DType::F32, 0);
+        let mut seen = 0;
+        buffer.read(&mut |bytes| seen += 1 + bytemuck::cast_slice::<u8, f64>(bytes).len());
+        buffer.write(&mut |bytes| seen += 1 + bytemuck::cast_slice_mut::<u8, f64>(bytes).len());
+        assert_eq!(seen, 2);
     }
 }
