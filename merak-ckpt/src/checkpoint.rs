@@ -3,7 +3,7 @@
 use crate::disk::check_length;
 use crate::error::{Damage, Problem, io_error};
 use crate::format;
-use crate::header::{self, SlicePlaces, check_content, slices_by_file};
+use crate::header::{self, Place, check_content, slices_by_file};
 use crate::locate::{older_than, resolve, store_of};
 use crate::manifest::{Manifest, Refused, TensorEntry};
 use crate::read::{SliceReader, read_slice};
@@ -29,7 +29,7 @@ pub struct Checkpoint {
     /// One per file of the manifest.
     files: Vec<OpenFile>,
     /// The slices of each file, computed when a header is first checked.
-    slices_by_file: OnceLock<Vec<SlicePlaces>>,
+    slices_by_file: OnceLock<Vec<Vec<Place>>>,
     /// For each tensor, one flag per slice: its checksum was found right.
     verified: Vec<Vec<AtomicBool>>,
 }
@@ -195,7 +195,7 @@ impl Checkpoint {
         for file in &manifest.files {
             check_length(folder, file).map_err(damaged)?;
             if !format::is_tensor_file(&file.name) {
-                check_content(folder, file)
+                check_content(folder, file, &mut |_| ())
                     .map_err(|problem| damaged(Damage::of_file(&file.name, problem)))?;
             }
         }
@@ -256,26 +256,24 @@ impl Checkpoint {
         self.has_checksums
     }
 
-    /// Checks the checksum of one slice.
-    pub(crate) fn verify_slice(&self, tensor: usize, slice: usize) -> Result<(), Problem> {
-        let reader = self
-            .slice_reader(tensor, slice)
-            .map_err(|error| Problem::Unreadable {
-                reason: error.to_string(),
-            })?;
-        reader.verify()
+    /// The slices of a file, as positions in the manifest, in its order.
+    pub(crate) fn slices_in(&self, file: usize) -> &[Place] {
+        let compute = || slices_by_file(&self.manifest);
+        &self.slices_by_file.get_or_init(compute)[file]
+    }
+
+    /// Notes that a slice was found to be what its checksum says.
+    pub(crate) fn mark_verified(&self, tensor: usize, slice: usize) {
+        mark(&self.verified[tensor][slice]);
     }
 
     /// Compares the header of a file with the manifest.
     pub(crate) fn check_header(&self, file: usize) -> Result<(), Problem> {
-        let slices = self
-            .slices_by_file
-            .get_or_init(|| slices_by_file(&self.manifest));
         let entry = &self.manifest.files[file];
         let open = self.file(file).map_err(|error| Problem::Unreadable {
             reason: error.to_string(),
         })?;
-        header::check_header(open, entry, &self.manifest, &slices[file])
+        header::check_header(open, entry, &self.manifest, self.slices_in(file))
     }
 
     /// Checks the header of a slice's file, unless that has been done.

@@ -12,11 +12,11 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use xxhash_rust::xxh3::Xxh3;
 
-/// Positions of slices in a manifest: tensor, slice.
-pub(crate) type SlicePlaces = Vec<(usize, usize)>;
+/// Position of a slice in a manifest: tensor, slice.
+pub(crate) type Place = (usize, usize);
 
 /// The slices of each file, in the order of the manifest's files.
-pub(crate) fn slices_by_file(manifest: &Manifest) -> Vec<SlicePlaces> {
+pub(crate) fn slices_by_file(manifest: &Manifest) -> Vec<Vec<Place>> {
     let mut places = vec![Vec::new(); manifest.files.len()];
     for (tensor, entry) in manifest.tensors.iter().enumerate() {
         for (slice, SliceEntry { file, .. }) in entry.slices.iter().enumerate() {
@@ -29,15 +29,22 @@ pub(crate) fn slices_by_file(manifest: &Manifest) -> Vec<SlicePlaces> {
     places
 }
 
-/// Checks the checksum of a whole file.
-pub(crate) fn check_content(folder: &Path, entry: &FileEntry) -> Result<(), Problem> {
+/// Whether a file has the content that the manifest says; `watch` sees the bytes, block by block.
+pub(crate) fn check_content(
+    folder: &Path,
+    entry: &FileEntry,
+    watch: &mut dyn FnMut(&[u8]),
+) -> Result<(), Problem> {
     let mut file = File::open(folder.join(&entry.name)).map_err(unreadable)?;
     let mut hasher = Xxh3::new();
     let mut block = vec![0; (1 << 20).min(entry.length as usize + 1)];
     let found = loop {
         match file.read(&mut block).map_err(unreadable)? {
             0 => break Checksum(hasher.digest()),
-            n => hasher.update(&block[..n]),
+            n => {
+                hasher.update(&block[..n]);
+                watch(&block[..n]);
+            }
         }
     };
     if found == entry.checksum {
@@ -53,7 +60,7 @@ pub(crate) fn check_header(
     file: &File,
     entry: &FileEntry,
     manifest: &Manifest,
-    slices: &SlicePlaces,
+    slices: &[Place],
 ) -> Result<(), Problem> {
     let mut length = [0; 8];
     file.read_exact_at(&mut length, 0).map_err(unreadable)?;

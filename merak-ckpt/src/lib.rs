@@ -177,7 +177,7 @@ pub use region::Region;
 pub use reshard::{ReshardOptions, reshard};
 pub use rewrite::DEFAULT_MAX_MEMORY;
 pub use sampler::Sampler;
-pub use shard::{Piece, Shard, ShardKind};
+pub use shard::{OwnedPiece, Piece, Shard, ShardKind};
 pub use store::Store;
 pub use verify::VerifyReport;
 

@@ -1,9 +1,8 @@
 //! Saving while training goes on.
 
 use crate::error::io_error;
-use crate::shard::{self, Piece, Shard, ShardKind};
-use crate::{DType, Draft, Kind, Layout, Result};
-use std::ops::Range;
+use crate::shard::{self, OwnedPiece, Piece, Shard, ShardKind};
+use crate::{Draft, Result};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 
@@ -38,15 +37,6 @@ pub type Look<'a> = dyn FnMut(&[(Piece<'_>, &[u8])]) + 'a;
 /// Clones share the memory, so one serves one shard at a time.
 #[derive(Debug, Clone, Default)]
 pub struct Staging(Arc<Mutex<Vec<u8>>>);
-
-/// A piece, its bytes being elsewhere.
-struct OwnedPiece {
-    kind: Kind,
-    name: String,
-    dtype: DType,
-    layout: Layout,
-    range: Option<Range<usize>>,
-}
 
 impl Draft {
     /// Writes a rank's pieces as [`Draft::write_shard`] does, on a thread of its own, from a copy that the thread
@@ -125,7 +115,7 @@ impl Draft {
                     memory.reserve_exact(pieces.iter().map(|(_, bytes)| bytes.len()).sum());
                     for (piece, bytes) in pieces {
                         memory.extend_from_slice(bytes);
-                        own.push(OwnedPiece::of(piece));
+                        own.push(OwnedPiece::from(piece));
                         ends.push(memory.len());
                     }
                 }
@@ -135,7 +125,7 @@ impl Draft {
             let lent = own.iter().zip(ends).map(|(own, end)| {
                 let bytes = &memory[begin..end];
                 begin = end;
-                (own.lend(), bytes)
+                (own.piece(), bytes)
             });
             shard::write(&folder, &file, &lent.collect::<Vec<_>>())
         };
@@ -184,32 +174,10 @@ impl Drop for PendingShard {
     }
 }
 
-impl OwnedPiece {
-    fn of(piece: &Piece<'_>) -> Self {
-        Self {
-            kind: piece.kind.clone(),
-            name: piece.name.to_owned(),
-            dtype: piece.dtype,
-            layout: piece.layout.clone(),
-            range: piece.range.clone(),
-        }
-    }
-
-    fn lend(&self) -> Piece<'_> {
-        Piece {
-            kind: &self.kind,
-            name: &self.name,
-            dtype: self.dtype,
-            layout: &self.layout,
-            range: self.range.clone(),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Checkpoint, Error, Header, Store};
+    use crate::{Checkpoint, DType, Error, Header, Kind, Layout, Store};
     use std::sync::{Arc, RwLock};
 
     fn piece(layout: &Layout) -> Piece<'_> {

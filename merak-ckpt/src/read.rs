@@ -71,11 +71,6 @@ pub(crate) fn read_slice(
 }
 
 impl SliceReader<'_> {
-    /// Checks the slice, unless that has been done.
-    pub(crate) fn verify(&self) -> Result<(), Problem> {
-        Blocks::new(self).finish()
-    }
-
     /// Length in bytes.
     fn len(&self) -> usize {
         (self.entry.bytes[1] - self.entry.bytes[0]) as usize

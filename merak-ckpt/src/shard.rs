@@ -33,6 +33,21 @@ pub struct Piece<'a> {
     pub range: Option<Range<usize>>,
 }
 
+/// A [`Piece`] that borrows nothing, for whoever hands it to another thread.
+#[derive(Debug, Clone)]
+pub struct OwnedPiece {
+    /// What the tensor is.
+    pub kind: Kind,
+    /// Its name.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// How the local tensor lies in the global one.
+    pub layout: Layout,
+    /// Flat range of the **local** tensor, where it is not all of it.
+    pub range: Option<Range<usize>>,
+}
+
 /// Which of a checkpoint's files a shard is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ShardKind {
@@ -106,6 +121,31 @@ impl Piece<'_> {
             });
         }
         Ok(())
+    }
+}
+
+impl OwnedPiece {
+    /// The same, borrowed.
+    pub fn piece(&self) -> Piece<'_> {
+        Piece {
+            kind: &self.kind,
+            name: &self.name,
+            dtype: self.dtype,
+            layout: &self.layout,
+            range: self.range.clone(),
+        }
+    }
+}
+
+impl From<&Piece<'_>> for OwnedPiece {
+    fn from(piece: &Piece<'_>) -> Self {
+        Self {
+            kind: piece.kind.clone(),
+            name: piece.name.to_owned(),
+            dtype: piece.dtype,
+            layout: piece.layout.clone(),
+            range: piece.range.clone(),
+        }
     }
 }
 

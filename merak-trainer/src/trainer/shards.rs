@@ -3,11 +3,10 @@
 use super::MerakTrainer;
 use crate::{Result, stage::ParamMemory};
 use merak_ckpt::{
-    Cut, DType, Draft, Kind, Layout, Look, PendingShard, Piece, Shard, ShardKind, Staging,
+    Cut, DType, Draft, Kind, Layout, Look, OwnedPiece, PendingShard, Shard, ShardKind, Staging,
 };
 use merak_trace::Param;
 use merak_zero::{OwnedState, ZeroStage};
-use std::ops::Range;
 
 /// A file of a checkpoint that is to be written. It may be shown on another thread: values that it shows do not
 /// change meanwhile.
@@ -15,18 +14,8 @@ use std::ops::Range;
 pub(super) struct ShardSource {
     kind: ShardKind,
     rank: usize,
-    pieces: Vec<Label>,
+    pieces: Vec<OwnedPiece>,
     values: Values,
-}
-
-/// What names a piece.
-#[derive(Debug)]
-struct Label {
-    kind: Kind,
-    name: String,
-    dtype: DType,
-    layout: Layout,
-    range: Option<Range<usize>>,
 }
 
 /// Where the values of pieces are.
@@ -49,18 +38,6 @@ enum Values {
 pub(super) struct StagingMemory {
     parameters: Staging,
     state: Staging,
-}
-
-impl Label {
-    fn piece(&self) -> Piece<'_> {
-        Piece {
-            kind: &self.kind,
-            name: &self.name,
-            dtype: self.dtype,
-            layout: &self.layout,
-            range: self.range.clone(),
-        }
-    }
 }
 
 impl ShardSource {
@@ -86,9 +63,9 @@ impl ShardSource {
 
     fn show(&self, look: &mut Look<'_>) {
         let show = |values: &[&[u8]], places: &[usize], look: &mut Look<'_>| {
-            let labels = self.pieces.iter().zip(places);
-            let pieces: Vec<_> = labels
-                .map(|(label, &place)| (label.piece(), values[place]))
+            let pieces = self.pieces.iter().zip(places);
+            let pieces: Vec<_> = pieces
+                .map(|(piece, &place)| (piece.piece(), values[place]))
                 .collect();
             look(&pieces);
         };
@@ -143,7 +120,7 @@ impl MerakTrainer {
         let positions: Vec<_> = (0..table.len())
             .filter(|&index| self.is_first_replica() && self.stages.owned[index])
             .collect();
-        let label = |&index: &usize| Label {
+        let piece = |&index: &usize| OwnedPiece {
             kind: Kind::Parameter,
             name: table[index].name.clone(),
             dtype: self.stages.stored(index),
@@ -153,7 +130,7 @@ impl MerakTrainer {
         ShardSource {
             kind: ShardKind::Model,
             rank: self.stages.mpu.rank().0,
-            pieces: positions.iter().map(label).collect(),
+            pieces: positions.iter().map(piece).collect(),
             values: Values::Parameters {
                 memory: self.stages.params.memory(),
                 positions,
@@ -169,7 +146,7 @@ impl MerakTrainer {
             let index = trained[slice.param];
             if self.stages.owned[index] {
                 slices.push(number);
-                pieces.push(Label {
+                pieces.push(OwnedPiece {
                     kind: Kind::optimizer(slice.name),
                     name: table[index].name.clone(),
                     dtype: DType::F32,

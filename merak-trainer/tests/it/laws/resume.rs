@@ -146,7 +146,6 @@ fn check_moves(case: &Case, from: (usize, usize, usize), to: &[(usize, usize, us
 }
 
 #[test]
-#[ignore = "289 pairs take minutes: cargo test -p merak-trainer --test it --release -- --ignored any_topology"]
 fn a_run_goes_on_from_any_topology_to_any_other() {
     let all = all_degrees();
     assert_eq!(all.len(), 17);
