@@ -66,11 +66,9 @@ fn main() -> Result<()> {
 /// One rank's part in a save: rank 0 begins and commits, every rank writes what it owns.
 fn save(mpu: &Mpu, store: &Store, step: u64) -> Result<()> {
     let world = mpu.world_group();
-    if mpu.is_rank_0() {
-        store.begin(step)?;
-    }
+    let begun = mpu.is_rank_0().then(|| store.begin(step)).transpose()?;
     world.barrier()?;
-    let draft = store.draft(step);
+    let draft = begun.unwrap_or_else(|| store.draft(step));
     let shard = serde_json::to_vec(&write(mpu, &draft)?)?;
     let shards = world.all_gather_bytes(shard)?;
     if mpu.is_rank_0() {

@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::error::{Damage, Problem, io_error};
 use crate::manifest::FileEntry;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{ErrorKind, Write};
 use std::path::Path;
 
@@ -56,4 +56,26 @@ pub(crate) fn remove(path: &Path) -> Result<()> {
         fs::remove_file(path)
     };
     removed.map_err(io_error("remove", path))
+}
+
+/// A folder that nobody else locks as long as this lives. On file systems without locks, it keeps nobody off.
+#[derive(Debug)]
+pub(crate) struct Lock(#[expect(dead_code, reason = "it unlocks when it is closed")] File);
+
+impl Lock {
+    /// Waits until nobody else has locked the folder.
+    pub(crate) fn of(folder: &Path) -> Result<Self> {
+        let file = File::open(folder).map_err(io_error("open", folder))?;
+        while file
+            .lock()
+            .is_err_and(|error| error.kind() == ErrorKind::Interrupted)
+        {}
+        Ok(Self(file))
+    }
+
+    /// Whether somebody has locked the folder.
+    pub(crate) fn is_held(folder: &Path) -> bool {
+        let is_held = |file: File| matches!(file.try_lock(), Err(TryLockError::WouldBlock));
+        folder.is_dir() && File::open(folder).is_ok_and(is_held)
+    }
 }

@@ -1,6 +1,6 @@
 //! Writing a checkpoint under a temporary name, and giving it its own.
 
-use crate::disk::{check_length, remove, rename, sync_folder, write_synced};
+use crate::disk::{Lock, check_length, remove, rename, sync_folder, write_synced};
 use crate::error::{Damage, Problem};
 use crate::manifest::{FileEntry, Header, Manifest, TensorEntry, check_file_name};
 use crate::shard::{self, Piece, Shard, ShardKind};
@@ -8,14 +8,18 @@ use crate::store::{ASIDE, DRAFT};
 use crate::{Checksum, Cut, Error, Kind, Result, Store, format};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// A checkpoint that is being written, under a temporary name.
 ///
 /// See the crate page for who calls what.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Draft {
     store: Store,
     step: u64,
+    /// Shows others that it is being written.
+    #[expect(dead_code, reason = "it ends when it is dropped")]
+    lock: Option<Arc<Lock>>,
 }
 
 /// What gives a written draft its name, in order; a crash between any two loses no checkpoint.
@@ -28,7 +32,16 @@ const NAMING: [fn(&Draft) -> Result<()>; 4] = [
 
 impl Draft {
     pub(crate) fn new(store: Store, step: u64) -> Self {
-        Self { store, step }
+        Self {
+            store,
+            step,
+            lock: None,
+        }
+    }
+
+    pub(crate) fn with_lock(self, lock: Lock) -> Self {
+        let lock = Some(Arc::new(lock));
+        Self { lock, ..self }
     }
 
     /// The folder under its temporary name.
@@ -77,6 +90,7 @@ impl Draft {
         files: &[(&str, &[u8])],
     ) -> Result<PathBuf> {
         self.write_manifest(shards, header, files)?;
+        let _lock = self.store.lock()?;
         NAMING.iter().try_for_each(|step| step(self))?;
         Ok(self.named())
     }
@@ -269,6 +283,7 @@ mod tests {
                 );
 
                 // The next save removes what is left over and works as ever.
+                drop(draft);
                 let (draft, shards) = write(&store, 3, 30);
                 draft.commit(shards, Header::default(), &[]).unwrap();
                 assert_eq!(found(&store), (30, 30));

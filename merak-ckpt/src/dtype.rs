@@ -117,8 +117,8 @@ impl DType {
         match self {
             Self::F64 => out.copy_from_slice(&value.to_le_bytes()),
             Self::F32 => out.copy_from_slice(&(value as f32).to_le_bytes()),
-            Self::BF16 => out.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
-            Self::F16 => out.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
+            Self::BF16 => out.copy_from_slice(&bf16::from_f32(to_odd(value)).to_le_bytes()),
+            Self::F16 => out.copy_from_slice(&f16::from_f32(to_odd(value)).to_le_bytes()),
             Self::I64
             | Self::I32
             | Self::I16
@@ -149,6 +149,20 @@ impl DType {
             Self::Bool => safetensors::Dtype::BOOL,
         }
     }
+}
+
+/// The number as `f32`, rounded to odd: where it lies between two, the one with an odd last bit. Rounded again to a type
+/// of fewer bits, it comes out as if it had been rounded once, since a tie remains one only where it was one.
+fn to_odd(value: f64) -> f32 {
+    let nearest = value as f32;
+    let bits = nearest.to_bits();
+    let wide = f64::from(nearest);
+    if value.is_nan() || wide == value || bits % 2 == 1 {
+        return nearest;
+    }
+    // Toward the value; an infinity that it is not comes back to the largest number.
+    let is_beyond = wide.abs() > value.abs();
+    f32::from_bits(if is_beyond { bits - 1 } else { bits + 1 })
 }
 
 impl fmt::Display for DType {
@@ -193,5 +207,38 @@ mod tests {
             assert_eq!(json, format!("\"{dtype}\""));
         }
         assert!("F32".parse::<DType>().is_err());
+    }
+
+    #[test]
+    fn a_number_just_beyond_a_tie_is_rounded_away_from_it() {
+        let put = |dtype: DType, value: f64| {
+            let mut out = [0; 2];
+            dtype.put_f64(value, &mut out);
+            u16::from_le_bytes(out)
+        };
+        let of = |bits: u32| f64::from(f32::from_bits(bits));
+        // 1 + 2^-8 and 1 + 2^-11 lie in the middle between two numbers, and so do the smallest ones' halves.
+        for (dtype, tie, one) in [
+            (DType::BF16, 0x3F80_8000, 0x3F80),
+            (DType::F16, 0x3F80_1000, 0x3C00),
+        ] {
+            let cases = [(of(tie), one), (of(tie + 1), one + 1), (of(tie - 1), one)];
+            for (value, expected) in cases {
+                assert_eq!(put(dtype, value), expected, "{value}");
+                assert_eq!(put(dtype, -value), expected | 0x8000, "{value}");
+            }
+            // Less than half a step of f32: a first rounding to that type would lose it.
+            let step = 1.0 + f64::EPSILON;
+            assert_eq!(put(dtype, of(tie) * step), one + 1);
+            assert_eq!(put(dtype, of(tie) / step), one);
+        }
+        let half = 2.0_f64.powi(-25);
+        let smallest = [half, half * (1.0 + f64::EPSILON)].map(|value| put(DType::F16, value));
+        assert_eq!(smallest, [0, 1]);
+        assert_eq!(put(DType::BF16, f64::MAX), bf16::INFINITY.to_bits());
+        assert_eq!(put(DType::BF16, of(0x7F7F_7FFF)), bf16::MAX.to_bits());
+        assert_eq!(put(DType::BF16, f64::INFINITY), bf16::INFINITY.to_bits());
+        assert_eq!(put(DType::F16, f64::MIN_POSITIVE), 0);
+        assert!(bf16::from_bits(put(DType::BF16, f64::NAN)).is_nan());
     }
 }

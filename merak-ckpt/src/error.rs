@@ -37,6 +37,12 @@ pub enum Error {
         /// The path.
         path: PathBuf,
     },
+    /// Somebody else is writing there.
+    #[error("{} is being written by another save: wait until that has ended", path.display())]
+    InUse {
+        /// The folder under its temporary name.
+        path: PathBuf,
+    },
     /// The path is neither a checkpoint nor a folder that holds some.
     #[error("no checkpoint at {}: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`{}", path.display(), hint(found.as_deref()))]
     NotACheckpoint {
@@ -216,6 +222,7 @@ impl Error {
             }
             Self::NotFound { .. }
             | Self::AlreadyExists { .. }
+            | Self::InUse { .. }
             | Self::NotACheckpoint { .. }
             | Self::NewerVersion { .. }
             | Self::Damaged { .. }

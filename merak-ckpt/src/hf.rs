@@ -7,6 +7,7 @@ mod merak;
 mod pickle;
 mod safe;
 mod torch;
+mod whole;
 
 use export::is_same;
 pub(crate) use export::{Content, exported, make};
@@ -111,7 +112,12 @@ impl HfFolder {
             return Err(foreign(path, "the folder does not exist"));
         }
         let mut config = read_json(&path.join(CONFIG))?;
-        let family = family_of(&config);
+        let model_type = config.get("model_type").and_then(Value::as_str);
+        let model_type = model_type.ok_or_else(|| {
+            let expected = "it is no object with a `model_type`, expected a name as in \"gpt2\"";
+            foreign(&path.join(CONFIG), expected)
+        })?;
+        let family = family::of(model_type);
         let (mut files, mut found, mut left_out) = (Vec::new(), Vec::new(), Vec::new());
         for (name, kind, wanted) in weight_files(path)? {
             let file = path.join(&name);
@@ -133,6 +139,9 @@ impl HfFolder {
             }
             files.push(file_entry(path, &file)?);
             found.extend(tensors.into_iter().map(|tensor| (name.clone(), tensor)));
+        }
+        if found.is_empty() {
+            return Err(foreign(path, "its weights hold no tensors"));
         }
         let mut is_untied = false;
         if let Some(family) = family {

@@ -1,6 +1,6 @@
 //! The folder of checkpoints of a run: names, leftovers, rotation.
 
-use crate::disk::{remove, rename, sync_folder, write_synced};
+use crate::disk::{Lock, remove, rename, sync_folder, write_synced};
 use crate::error::io_error;
 use crate::hf::foreign;
 use crate::{Checkpoint, Draft, Error, Result, format};
@@ -124,17 +124,27 @@ impl Store {
     }
 
     /// Starts a checkpoint: removes what a crashed save has left, and makes an empty folder under
-    /// a temporary name. One rank calls it; the others call [`Store::draft`] afterwards.
+    /// a temporary name. One rank calls it and keeps the result until the commit, since the folder counts as left
+    /// behind when that is dropped; the others call [`Store::draft`] afterwards.
     ///
     /// # Errors
-    /// [`Error::Io`] where the folder cannot be changed.
+    /// [`Error::InUse`] where this step is being saved already, [`Error::Io`] where the folder cannot be changed.
     pub fn begin(&self, step: u64) -> Result<Draft> {
         fs::create_dir_all(&self.folder).map_err(io_error("create", &self.folder))?;
+        let _lock = self.lock()?;
         self.recover()?;
-        let draft = self.draft(step);
-        let path = draft.path();
-        fs::create_dir(&path).map_err(io_error("create", &path))?;
-        Ok(draft)
+        let path = self.draft(step).path();
+        fs::create_dir(&path).map_err(|error| match error.kind() {
+            ErrorKind::AlreadyExists => Error::InUse { path: path.clone() },
+            _ => io_error("create", &path)(error),
+        })?;
+        let lock = Lock::of(&path)?;
+        Ok(self.draft(step).with_lock(lock))
+    }
+
+    /// Keeps other processes from changing the names in the folder, for a moment.
+    pub(crate) fn lock(&self) -> Result<Lock> {
+        Lock::of(&self.folder)
     }
 
     /// The checkpoint that [`Store::begin`] has started; touches nothing.
@@ -155,8 +165,12 @@ impl Store {
         else {
             return Ok(Vec::new());
         };
-        let latest = self.read_pointer(format::LATEST)?;
         let steps = self.steps()?;
+        if steps.len() <= limit {
+            return Ok(Vec::new());
+        }
+        let _lock = self.lock()?;
+        let latest = self.read_pointer(format::LATEST)?;
         let (old, _) = steps.split_at(steps.len().saturating_sub(limit));
         let mut deleted = Vec::new();
         for &step in old {
@@ -172,12 +186,14 @@ impl Store {
         Ok(deleted)
     }
 
-    /// Removes leftovers of crashed saves; gives a checkpoint that was set aside its name back.
+    /// Removes leftovers of crashed saves; gives a checkpoint that was set aside its name back. The folder is locked.
     fn recover(&self) -> Result<()> {
         for name in self.names()? {
             let path = self.folder.join(&name);
             if name.starts_with(DRAFT) {
-                remove(&path)?;
+                if !Lock::is_held(&path) {
+                    remove(&path)?;
+                }
             } else if let Some(step_name) = name.strip_prefix(ASIDE) {
                 let named = self.folder.join(step_name);
                 if named.exists() {

@@ -1,6 +1,6 @@
 //! Making a Hugging Face folder of a checkpoint.
 
-use super::{CONFIG, check_float, family::set_tie, family_of, foreign, read_json};
+use super::{CONFIG, check_float, family::set_tie, family_of, foreign, read_json, whole};
 use crate::disk::{remove, rename, sync_folder, write_synced};
 use crate::error::io_error;
 use crate::lora::{copy_companions, has_adapter, is_factor, merge_own};
@@ -10,6 +10,7 @@ use crate::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, Shard, ShardK
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// How a checkpoint becomes a Hugging Face folder.
@@ -95,10 +96,16 @@ pub(crate) fn make(folder: &Path, content: &Content<'_>, options: &ExportOptions
         });
     }
     let draft = draft_of(folder)?;
-    if draft.exists() {
-        remove(&draft)?;
+    if let Some(parent) = draft.parent() {
+        fs::create_dir_all(parent).map_err(io_error("create", parent))?;
     }
-    fs::create_dir_all(&draft).map_err(io_error("create", &draft))?;
+    // What lies there may be somebody's own, or that of an export that goes on.
+    fs::create_dir(&draft).map_err(|error| match error.kind() {
+        ErrorKind::AlreadyExists => Error::AlreadyExists {
+            path: draft.clone(),
+        },
+        _ => io_error("create", &draft)(error),
+    })?;
     let outcome = write(&draft, content, options, budget).and_then(|()| rename(&draft, folder));
     if outcome.is_err()
         && let Err(error) = remove(&draft)
@@ -142,6 +149,13 @@ pub(crate) fn exported(
     }
     if tensors.is_empty() {
         return Err(foreign(source.path(), "it has no parameters"));
+    }
+    // A configuration that says nothing is taken to mean what the weights are.
+    if config.get("tie_word_embeddings").is_some()
+        && let Some(head) = family_of(config).and_then(|family| family.own_head(config))
+        && tensors.iter().all(|tensor| tensor.name != head)
+    {
+        return Err(whole::without_head(source.path(), head));
     }
     for tensor in tensors.iter_mut().filter(|tensor| tensor.dtype.is_float()) {
         tensor.dtype = options.dtype.unwrap_or(tensor.dtype);
@@ -316,7 +330,8 @@ fn adapted(mut config: Value, tensors: &[TensorEntry]) -> Option<Value> {
     }
     if let Some(tie) = tie {
         let has_head = tensors.iter().any(|tensor| tensor.name == tie.head);
-        if tie.is_one(&original) == has_head {
+        let is_said = original.get("tie_word_embeddings").is_some();
+        if tie.is_one(&original) == has_head && (has_head || !is_said) {
             set_tie(&mut config, !has_head);
         }
     }

@@ -20,8 +20,8 @@ pub(crate) struct Family {
     rows: &'static [&'static str],
     /// Tables whose columns it cuts.
     tables: &'static [&'static str],
-    /// Ends of names of tensors that files may have and models do without.
-    unused: &'static [&'static str],
+    /// Ends of names of tensors that files may have and models do without, and the architectures that do not.
+    unused: &'static [(&'static str, &'static [&'static str])],
 }
 
 /// A head that may be the input embedding.
@@ -66,6 +66,18 @@ const ENCODER: Family = Family {
     rows: &["output.dense"],
     ..PLAIN
 };
+
+/// Architectures with the head for pairs of sentences.
+const PAIRS: &[&str] = &["BertForPreTraining", "BertForNextSentencePrediction"];
+
+/// How the names of architectures end that have a language model's head.
+const HEADED: [&str; 5] = [
+    "LMHeadModel",
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "ForMaskedLM",
+    "ForPreTraining",
+];
 
 const FAMILIES: [Family; 7] = [
     Family {
@@ -147,16 +159,19 @@ const FAMILIES: [Family; 7] = [
         }),
         // Positions from 0 on, and the head for pairs of sentences.
         unused: &[
-            "embeddings.position_ids",
-            "cls.seq_relationship.weight",
-            "cls.seq_relationship.bias",
+            ("embeddings.position_ids", &[]),
+            ("cls.seq_relationship.weight", PAIRS),
+            ("cls.seq_relationship.bias", PAIRS),
         ],
         ..ENCODER
     },
     Family {
         model_types: &["vit"],
         prefix: "vit.",
-        unused: &["vit.pooler.dense.weight", "vit.pooler.dense.bias"],
+        unused: &[
+            ("vit.pooler.dense.weight", &["ViTModel"]),
+            ("vit.pooler.dense.bias", &["ViTModel"]),
+        ],
         ..ENCODER
     },
     Family {
@@ -180,9 +195,9 @@ const FAMILIES: [Family; 7] = [
         tables: &["relative_attention_bias"],
         // Other names of the embedding, and a table that attention to the encoder never used.
         unused: &[
-            "encoder.embed_tokens.weight",
-            "decoder.embed_tokens.weight",
-            "EncDecAttention.relative_attention_bias.weight",
+            ("encoder.embed_tokens.weight", &[]),
+            ("decoder.embed_tokens.weight", &[]),
+            ("EncDecAttention.relative_attention_bias.weight", &[]),
         ],
         ..PLAIN
     },
@@ -198,9 +213,22 @@ pub(crate) fn of(model_type: &str) -> Option<&'static Family> {
 impl Family {
     /// The head of a language model and the embedding.
     pub(crate) fn tie(&self, config: &Value) -> Option<&Tie> {
-        let architecture = config.pointer("/architectures/0").and_then(Value::as_str);
-        let classifies = architecture.is_some_and(|name| name.ends_with("Classification"));
+        let classifies = architecture(config).is_some_and(|name| name.ends_with("Classification"));
         self.tie.as_ref().filter(|_| !classifies)
+    }
+
+    /// The head, where the configuration's model has one that is not the embedding.
+    pub(crate) fn own_head(&self, config: &Value) -> Option<&'static str> {
+        let is_headed = |name: &str| HEADED.iter().any(|end| name.ends_with(end));
+        let tie = self.tie(config)?;
+        let has_one = architecture(config).is_none_or(is_headed) && !tie.is_one(config);
+        has_one.then_some(tie.head)
+    }
+
+    /// Whether a layer has this parameter though the others need not.
+    pub(super) fn is_table(&self, name: &str) -> bool {
+        let module = name.strip_suffix(".weight");
+        module.is_some_and(|module| self.tables.iter().any(|end| module.ends_with(end)))
     }
 
     /// What the names of the model without its head begin with in the model with it.
@@ -232,7 +260,7 @@ impl Family {
             ("weight", Some(parts)) => (usize::from(self.is_transposed), parts),
             ("bias", Some(parts)) => (0, parts),
             ("weight", None) if self.is_row(module) => (usize::from(!self.is_transposed), 1),
-            ("weight", None) if self.tables.iter().any(|end| module.ends_with(end)) => (1, 1),
+            ("weight", None) if self.is_table(name) => (1, 1),
             _ => return None,
         };
         let size = shape.get(dim)?;
@@ -259,6 +287,15 @@ impl Family {
         }
     }
 
+    /// Whether files may have a tensor of this name that the configuration's model does without.
+    pub(super) fn is_unused(&self, config: &Value, name: &str) -> bool {
+        let architecture = architecture(config);
+        let mut all = self.unused.iter();
+        all.any(|(end, users)| {
+            name.ends_with(end) && !architecture.is_some_and(|name| users.contains(&name))
+        })
+    }
+
     /// Takes out what the model has no parameter for; the names go to `left_out`.
     pub(super) fn leave_out(
         &self,
@@ -275,7 +312,7 @@ impl Family {
         found.retain(|(_, tensor)| {
             let is_head = tied.is_some_and(|tie| tensor.name == tie.head);
             let is_twin = twin == Some(tensor.name.as_str());
-            let is_unused = self.unused.iter().any(|end| tensor.name.ends_with(end));
+            let is_unused = self.is_unused(config, &tensor.name);
             let is_needed = !is_head && !is_twin && !is_unused && !is_buffer(tensor);
             if !is_needed {
                 left_out.push(tensor.name.clone());
@@ -283,6 +320,11 @@ impl Family {
             is_needed
         });
     }
+}
+
+/// The class of the configuration's model.
+fn architecture(config: &Value) -> Option<&str> {
+    config.pointer("/architectures/0").and_then(Value::as_str)
 }
 
 /// Says in a `config.json` whether head and embedding are one. What follows from that where the configuration is

@@ -1,6 +1,6 @@
 //! Making a checkpoint of a Hugging Face folder.
 
-use super::{CONFIG, HfFolder, check_float, family_of};
+use super::{CONFIG, HfFolder, check_float, family_of, whole};
 use crate::plan::plan;
 use crate::reshard::{finish, start};
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, copy_file, write_file, write_planned};
@@ -41,6 +41,7 @@ impl Default for ImportOptions {
 /// state of the run is `null`, the model's description `{"model_type": …, "source": "hugging_face"}`.
 ///
 /// # Errors
+/// [`Error::Foreign`](crate::Error::Foreign) where the family is known and a layer, the embedding or the head is not whole,
 /// [`Error::InvalidOption`](crate::Error::InvalidOption) for a topology that cannot be,
 /// [`Error::AlreadyExists`](crate::Error::AlreadyExists) where the destination has a checkpoint of
 /// step 0, [`Error::Io`](crate::Error::Io) where the disk refuses.
@@ -64,6 +65,7 @@ pub(super) fn import(
 ) -> Result<PathBuf> {
     let budget = Budget::new(options.max_memory)?;
     check_float(options.dtype)?;
+    whole::check(source.path(), source.config(), &tensors)?;
     for tensor in tensors.iter_mut().filter(|tensor| tensor.dtype.is_float()) {
         tensor.dtype = options.dtype.unwrap_or(tensor.dtype);
     }
@@ -91,7 +93,17 @@ pub(super) fn import(
             tensors: Vec::new(),
         });
         let model_type = source.config().get("model_type");
-        if family_of(source.config()).is_none() {
+        let config = source.config();
+        let family = family_of(config);
+        let is_unused =
+            |name: &&String| family.is_some_and(|family| family.is_unused(config, name));
+        if let Some(name) = source.left_out().iter().find(is_unused) {
+            tracing::warn!(
+                name,
+                "left out, with what else the model of config.json has no use for"
+            );
+        }
+        if family.is_none() {
             tracing::warn!(
                 ?model_type,
                 "tensors of this type of model are not cut over tp"

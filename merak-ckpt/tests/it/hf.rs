@@ -434,6 +434,153 @@ fn the_configuration_says_whether_there_is_a_head() {
 }
 
 #[test]
+fn an_untied_head_that_is_missing_is_not_exported_as_tied() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = br#"{"model_type": "llama", "tie_word_embeddings": false}"#;
+    let source = checkpoint(folder.path(), &[("model.embed_tokens.weight", 1.0)], config);
+    let out = folder.path().join("out");
+    let error = export_hf(&source, &out, &ExportOptions::default()).unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error.ends_with(
+            "it lacks tensor `lm_head.weight`, which its config.json does not tie to the embedding"
+        ),
+        "{error}"
+    );
+    assert!(!out.exists());
+
+    // A model without a head stays one.
+    let config = br#"{"model_type": "llama", "architectures": ["LlamaModel"], "tie_word_embeddings": false}"#;
+    let (_, out) = exported(&[("model.embed_tokens.weight", 1.0)], config);
+    assert_eq!(out["tie_word_embeddings"], false);
+}
+
+#[test]
+fn an_export_leaves_alone_what_lies_beside_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = br#"{"model_type": "gpt2"}"#;
+    let source = checkpoint(folder.path(), &[("transformer.wte.weight", 1.0)], config);
+    let beside = folder.path().join(".tmp-out");
+    fs::create_dir(&beside).unwrap();
+    fs::write(beside.join("thesis.tex"), "mine").unwrap();
+    let out = folder.path().join("out");
+    let error = export_hf(&source, &out, &ExportOptions::default()).unwrap_err();
+    assert!(
+        matches!(&error, Error::AlreadyExists { path } if *path == beside),
+        "{error}"
+    );
+    assert!(beside.join("thesis.tex").exists());
+}
+
+/// Why a folder with these tensors of zeros is not imported.
+fn import_refusal(config: &Value, tensors: &[(&str, &[usize])]) -> String {
+    let folder = written(config, tensors);
+    let into = folder.path().join("imported");
+    let outcome = HfFolder::open(folder.path())
+        .and_then(|source| import_hf(&source, &into, &ImportOptions::default()));
+    let error = outcome.expect_err("it is no whole model");
+    assert!(error.is_user_error() && !into.exists(), "{error}");
+    let text = error.to_string();
+    text.replace(&folder.path().display().to_string(), "HF")
+}
+
+#[test]
+fn what_is_no_whole_model_is_not_imported() {
+    let gpt2 = serde_json::json!({ "model_type": "gpt2", "n_layer": 2 });
+    let llama = serde_json::json!({ "model_type": "llama", "tie_word_embeddings": false });
+    let (wte, shape): (_, &[usize]) = ("wte.weight", &[5, 4]);
+    let fc = |layer: usize| format!("h.{layer}.mlp.c_fc.weight");
+    let (first, second): (&str, &str) = (&fc(0), &fc(1));
+    let weight: &[usize] = &[4, 16];
+    let mut messages = vec![
+        import_refusal(&gpt2, &[]),
+        import_refusal(&gpt2, &[(first, weight), (second, weight)]),
+        import_refusal(&gpt2, &[(wte, shape), (first, weight)]),
+        import_refusal(&gpt2, &[(wte, shape), (first, weight), (second, &[4, 12])]),
+        import_refusal(
+            &gpt2,
+            &[
+                (wte, shape),
+                (first, weight),
+                (second, weight),
+                ("h.1.ln_1.bias", &[4]),
+            ],
+        ),
+        import_refusal(&llama, &[("model.embed_tokens.weight", shape)]),
+    ];
+    for config in ["[]", "null", "{}", r#"{"model_type": 5}"#] {
+        let config = serde_json::from_str(config).unwrap();
+        messages.push(import_refusal(&config, &[(wte, shape)]));
+    }
+    insta::assert_snapshot!(messages.join("\n"), @"");
+
+    // What the layers have is told by the names alone where the configuration counts none.
+    let whole = written(&gpt2, &[(wte, shape), (first, weight), (second, weight)]);
+    let source = HfFolder::open(whole.path()).unwrap();
+    import_hf(
+        &source,
+        whole.path().join("imported"),
+        &ImportOptions::default(),
+    )
+    .unwrap();
+}
+
+#[test]
+fn integers_are_no_parameters() {
+    let folder = tempfile::tempdir().unwrap();
+    let header = br#"{"wte.weight":{"dtype":"I32","shape":[2],"data_offsets":[0,8]}}"#;
+    let file = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 8]].concat();
+    fs::write(folder.path().join("model.safetensors"), file).unwrap();
+    fs::write(
+        folder.path().join("config.json"),
+        r#"{"model_type": "gpt2"}"#,
+    )
+    .unwrap();
+    let source = HfFolder::open(folder.path()).unwrap();
+    let into = folder.path().join("imported");
+    let error = import_hf(&source, into, &ImportOptions::default()).unwrap_err();
+    let error = error.to_string();
+    assert!(error.ends_with("tensor `transformer.wte.weight` has elements of type i32, expected a floating-point type"), "{error}");
+}
+
+#[test]
+fn what_an_architecture_has_beside_its_family_is_carried_along() {
+    let (words, pairs) = (
+        "bert.embeddings.word_embeddings.weight",
+        "cls.seq_relationship.weight",
+    );
+    for (family, architecture, names, is_kept) in [
+        ("bert", "BertForPreTraining", [words, pairs], true),
+        (
+            "bert",
+            "BertForNextSentencePrediction",
+            [words, pairs],
+            true,
+        ),
+        ("bert", "BertForMaskedLM", [words, pairs], false),
+        (
+            "vit",
+            "ViTModel",
+            ["layernorm.weight", "pooler.dense.weight"],
+            true,
+        ),
+        (
+            "vit",
+            "ViTForImageClassification",
+            ["vit.layernorm.weight", "vit.pooler.dense.weight"],
+            false,
+        ),
+    ] {
+        let config = serde_json::json!({ "model_type": family, "architectures": [architecture] });
+        let folder = written(&config, &names.map(|name| (name, &[2, 2][..])));
+        let folder = HfFolder::open(folder.path()).unwrap();
+        let found = (folder.tensors().len(), folder.left_out().len());
+        let expected = if is_kept { (2, 0) } else { (1, 1) };
+        assert_eq!(found, expected, "{architecture}");
+    }
+}
+
+#[test]
 fn a_pickle_that_would_run_something_is_refused_by_name() {
     let folder = golden("evil");
     insta::assert_snapshot!(refusal(&folder), @"cannot read HF/pytorch_model.bin: it asks for `posix.system`, which no table of tensors needs (byte 13 of the pickle)");
@@ -516,7 +663,7 @@ fn headers_that_lie_are_refused() {
     };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
-    fs::write(path.join("config.json"), "{}").unwrap();
+    fs::write(path.join("config.json"), "{\"model_type\": \"gpt2\"}").unwrap();
     let mut messages = Vec::new();
     for bytes in [
         u64::MAX.to_le_bytes().to_vec(),

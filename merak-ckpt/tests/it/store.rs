@@ -127,11 +127,27 @@ fn leftovers_of_a_crashed_save_are_removed_by_the_next() {
         names
     };
     assert_eq!(names().len(), 4);
+    // As when the process that has begun it is gone.
+    drop(draft);
     save(&store, 3, topology(1, 1, 1)).unwrap();
     assert_eq!(
         names(),
         ["latest", "step-00000001", "step-00000003"].map(PathBuf::from)
     );
+}
+
+#[test]
+fn a_save_that_goes_on_is_no_leftover() {
+    let (folder, store) = store_with(&[1]);
+    let draft = store.begin(2).unwrap();
+    save(&store, 3, topology(1, 1, 1)).unwrap();
+    let again = store.begin(2).unwrap_err();
+    assert!(again.is_user_error());
+    let again = again.to_string();
+    let again = again.replace(&folder.path().display().to_string(), "OUT");
+    insta::assert_snapshot!(again, @"OUT/checkpoints/.tmp-step-00000002 is being written by another save: wait until that has ended");
+    draft.commit(Vec::new(), Header::default(), &[]).unwrap();
+    assert_eq!(store.steps().unwrap(), [1, 2, 3]);
 }
 
 #[test]

@@ -108,11 +108,10 @@ impl MerakTrainer {
     fn begin_draft(&self) -> Result<Draft> {
         let store = Store::in_output_dir(self.args.run_folder()?);
         let step = self.global_step as u64;
-        if self.stages.mpu.is_rank_0() {
-            store.begin(step)?;
-        }
+        let begun = self.stages.mpu.is_rank_0().then(|| store.begin(step));
+        let begun = begun.transpose()?;
         self.stages.mpu.world_group().barrier()?;
-        Ok(store.draft(step))
+        Ok(begun.unwrap_or_else(|| store.draft(step)))
     }
 
     /// Makes a checkpoint of the shards that all ranks have written.
