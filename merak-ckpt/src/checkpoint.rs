@@ -53,6 +53,15 @@ impl Checkpoint {
         Self::load(&resolve(path.as_ref())?).map_err(Error::with_older)
     }
 
+    /// Opens a checkpoint whose manifest is sound, whatever its files are: for [`Checkpoint::verify`] to look at all of
+    /// them.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::open`], but for damage of other files than the manifest.
+    pub fn open_damaged(path: impl AsRef<Path>) -> Result<Self> {
+        Self::read_table(&resolve(path.as_ref())?).map_err(Error::with_older)
+    }
+
     /// Opens the checkpoint at `path`, or the Hugging Face folder there as one that holds weights only: its
     /// state is `null`, and its slices have no checksums.
     ///
@@ -178,6 +187,24 @@ impl Checkpoint {
 
     /// Opens the checkpoint in this very folder; errors do not look for an older one.
     pub(crate) fn load(folder: &Path) -> Result<Self> {
+        let checkpoint = Self::read_table(folder)?;
+        let damaged = |damage| Error::Damaged {
+            path: folder.to_owned(),
+            damage: Box::new(damage),
+            older: None,
+        };
+        for file in &checkpoint.manifest.files {
+            check_length(folder, file).map_err(damaged)?;
+            if !format::is_tensor_file(&file.name) {
+                check_content(folder, file, &mut |_| ())
+                    .map_err(|problem| damaged(Damage::of_file(&file.name, problem)))?;
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    /// Opens the checkpoint in this very folder by its manifest alone.
+    fn read_table(folder: &Path) -> Result<Self> {
         let damaged = |damage| Error::Damaged {
             path: folder.to_owned(),
             damage: Box::new(damage),
@@ -192,13 +219,6 @@ impl Checkpoint {
             },
             Refused::Damaged(damage) => damaged(damage),
         })?;
-        for file in &manifest.files {
-            check_length(folder, file).map_err(damaged)?;
-            if !format::is_tensor_file(&file.name) {
-                check_content(folder, file, &mut |_| ())
-                    .map_err(|problem| damaged(Damage::of_file(&file.name, problem)))?;
-            }
-        }
         Ok(Self::over(folder, manifest, false))
     }
 

@@ -2,9 +2,10 @@
 
 use crate::Result;
 use crate::error::{Damage, Problem, io_error};
+use crate::hf::foreign;
 use crate::manifest::FileEntry;
 use std::fs::{self, File, TryLockError};
-use std::io::{ErrorKind, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::path::Path;
 
 /// Whether the file is there in full length.
@@ -56,6 +57,31 @@ pub(crate) fn remove(path: &Path) -> Result<()> {
         fs::remove_file(path)
     };
     removed.map_err(io_error("remove", path))
+}
+
+/// The content of a file of so many bytes at most, or `None` where there is none.
+pub(crate) fn read_small(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
+    // A pipe would keep who opens it waiting.
+    let metadata = match fs::metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(io_error("look at", path)(error)),
+    };
+    if !metadata.is_file() {
+        return Err(foreign(path, "it is no regular file"));
+    }
+    let mut content = Vec::new();
+    let file = File::open(path).map_err(io_error("open", path))?;
+    let read = file.take(limit + 1).read_to_end(&mut content);
+    read.map_err(io_error("read", path))?;
+    if content.len() as u64 > limit {
+        let found = metadata.len();
+        return Err(foreign(
+            path,
+            format!("it has {found} bytes, the limit is {limit}"),
+        ));
+    }
+    Ok(Some(content))
 }
 
 /// A folder that nobody else locks as long as this lives. On file systems without locks, it keeps nobody off.

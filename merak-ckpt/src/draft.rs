@@ -170,7 +170,16 @@ impl Draft {
         }
         manifest.files.sort_by(|a, b| a.name.cmp(&b.name));
         manifest.check().map_err(incomplete)?;
-        write_synced(&path.join(format::MANIFEST), manifest.to_text().as_bytes())?;
+        let text = manifest.to_text();
+        if text.len() as u64 > format::MAX_MANIFEST_BYTES {
+            let problem = Problem::TooLarge {
+                what: "bytes",
+                found: text.len() as u64,
+                limit: format::MAX_MANIFEST_BYTES,
+            };
+            return Err(incomplete(Damage::of_file(format::MANIFEST, problem)));
+        }
+        write_synced(&path.join(format::MANIFEST), text.as_bytes())?;
         sync_folder(&path)
     }
 }

@@ -1,7 +1,7 @@
 //! What can go wrong with checkpoints and generation.
 
 use crate::{Checksum, DType, Kind};
-use std::fmt;
+use std::fmt::{self, Write as _};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -26,7 +26,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Nothing lies at the path.
-    #[error("no checkpoint at {}: the path does not exist", path.display())]
+    #[error("no checkpoint at {}: the path {}", path.display(), if path.as_os_str().is_empty() { "is empty" } else { "does not exist" })]
     NotFound {
         /// The path.
         path: PathBuf,
@@ -72,7 +72,7 @@ pub enum Error {
         older: Option<PathBuf>,
     },
     /// A file of another program cannot be used.
-    #[error("cannot read {}: {reason}", path.display())]
+    #[error("cannot read {}: {}", path.display(), Printable(reason))]
     Foreign {
         /// The file or folder.
         path: PathBuf,
@@ -148,7 +148,7 @@ pub enum Error {
         reason: String,
     },
     /// A name cannot be stored.
-    #[error("invalid {what} `{name}`: {rule}")]
+    #[error("invalid {what} `{}`: {rule}", Printable(name))]
     InvalidName {
         /// What was to be named.
         what: &'static str,
@@ -214,6 +214,7 @@ impl Error {
                 matches!(
                     source.kind(),
                     io::ErrorKind::NotFound
+                        | io::ErrorKind::AlreadyExists
                         | io::ErrorKind::PermissionDenied
                         | io::ErrorKind::NotADirectory
                         | io::ErrorKind::IsADirectory
@@ -274,7 +275,7 @@ impl fmt::Display for Damage {
             problem,
         } = self;
         match tensor {
-            Some(tensor) => write!(f, "{file}, tensor `{tensor}`: {problem}"),
+            Some(tensor) => write!(f, "{file}, tensor `{}`: {problem}", Printable(tensor)),
             None => write!(f, "{file}: {problem}"),
         }
     }
@@ -310,7 +311,7 @@ pub enum Problem {
         found: Checksum,
     },
     /// The manifest or a header is not what the format asks for.
-    #[error("{reason}")]
+    #[error("{}", Printable(reason))]
     Malformed {
         /// What is wrong.
         reason: String,
@@ -341,6 +342,27 @@ pub enum Problem {
         /// The other.
         second: String,
     },
+}
+
+/// A text that may come from a file of somebody else: what would command a terminal is escaped, and no more of it is
+/// shown than one reads.
+struct Printable<'a>(&'a str);
+
+impl fmt::Display for Printable<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const MAX_CHARS: usize = 2000;
+        for c in self.0.chars().take(MAX_CHARS) {
+            if c.is_control() {
+                write!(f, "{}", c.escape_default())?;
+            } else {
+                f.write_char(c)?;
+            }
+        }
+        if self.0.chars().nth(MAX_CHARS).is_some() {
+            f.write_str(" ..")?;
+        }
+        Ok(())
+    }
 }
 
 /// Adds what was tried on which path to an I/O error.

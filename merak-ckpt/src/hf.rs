@@ -17,6 +17,7 @@ pub use import::{ImportOptions, import_hf};
 pub use merak::import_merak;
 pub use safe::stored_tensors;
 
+use crate::disk::read_small;
 use crate::error::io_error;
 use crate::manifest::{FileEntry, check_file_name, check_tensor_name};
 use crate::region::num_elements;
@@ -25,18 +26,22 @@ use crate::{
     TensorEntry, format,
 };
 use family::Family;
+use serde::Deserialize;
+use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::io::Read;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Largest `config.json` or index that is read.
-const MAX_JSON_BYTES: u64 = 64 << 20;
+/// Largest `config.json` that is read: as values it may take a hundred times the memory.
+const MAX_JSON_BYTES: u64 = 4 << 20;
+/// Largest index of weights that is read.
+const MAX_INDEX_BYTES: u64 = 64 << 20;
 pub(crate) const CONFIG: &str = "config.json";
 
 /// What a folder may hold besides weights that belongs to the model.
-const COMPANIONS: [&str; 16] = [
+const COMPANIONS: [&str; 18] = [
     CONFIG,
     "added_tokens.json",
     "chat_template.jinja",
@@ -48,9 +53,11 @@ const COMPANIONS: [&str; 16] = [
     "sentencepiece.bpe.model",
     "special_tokens_map.json",
     "spiece.model",
+    "tekken.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    "video_preprocessor_config.json",
     "vocab.json",
     "vocab.txt",
 ];
@@ -289,19 +296,27 @@ fn weight_files(folder: &Path) -> Result<Vec<WeightFile>> {
 }
 
 fn indexed_files(index: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {
-    let json = read_json(index)?;
-    let map = json.get("weight_map").and_then(Value::as_object);
+    let map = read_index(index)?.weight_map;
     let map = map.ok_or_else(|| foreign(index, "it has no `weight_map`"))?;
     let mut files: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for (tensor, file) in map {
-        let file = file.as_str().unwrap_or_default();
-        check_file_name(file).map_err(|error| foreign(index, error.to_string()))?;
-        files
-            .entry(file.to_owned())
-            .or_default()
-            .insert(tensor.clone());
+        check_file_name(&file).map_err(|error| foreign(index, error.to_string()))?;
+        files.entry(file).or_default().insert(tensor);
     }
     Ok(files)
+}
+
+/// What is read of an index of weights.
+#[derive(Deserialize)]
+struct Index {
+    /// The file of each tensor.
+    weight_map: Option<BTreeMap<String, String>>,
+    /// What the original Merak notes: the layers that it has put together.
+    tp_meta_data: Option<BTreeMap<String, IgnoredAny>>,
+}
+
+fn read_index(path: &Path) -> Result<Index> {
+    parsed(path, MAX_INDEX_BYTES)
 }
 
 /// The weights of a PEFT folder: their file, and where its tensors are.
@@ -406,18 +421,30 @@ fn check_float(dtype: Option<DType>) -> Result<()> {
 }
 
 pub(crate) fn read_json(path: &Path) -> Result<Value> {
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            return Err(foreign(path, "the file is missing"));
-        }
-        Err(error) => return Err(io_error("open", path)(error)),
-    };
-    let mut text = Vec::new();
-    file.take(MAX_JSON_BYTES)
-        .read_to_end(&mut text)
-        .map_err(io_error("read", path))?;
+    parsed(path, MAX_JSON_BYTES)
+}
+
+fn parsed<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<T> {
+    let text = read_small(path, limit)?.ok_or_else(|| foreign(path, "the file is missing"))?;
     serde_json::from_slice(&text).map_err(|error| foreign(path, error.to_string()))
+}
+
+/// Opens a file of weights, for tensors to be found in it.
+fn open_weights(path: &Path) -> Result<File> {
+    const POINTER: &[u8] = b"version https://git-lfs";
+    // A pipe would keep who opens it waiting.
+    let metadata = fs::metadata(path).map_err(io_error("open", path))?;
+    if !metadata.is_file() {
+        return Err(foreign(path, "it is no regular file"));
+    }
+    let file = File::open(path).map_err(io_error("open", path))?;
+    let mut start = [0; POINTER.len()];
+    if file.read_exact_at(&mut start, 0).is_ok() && start == POINTER {
+        let reason =
+            "it only points to the weights, which Git LFS has: fetch them with `git lfs pull`";
+        return Err(foreign(path, reason));
+    }
+    Ok(file)
 }
 
 pub(crate) fn foreign(path: &Path, reason: impl Into<String>) -> Error {

@@ -7,7 +7,7 @@ pub(crate) use text::Refused;
 
 use crate::region::num_elements;
 use crate::{Checksum, Cut, DType, Error, Kind, Region};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::ops::Range;
 
 /// What a checkpoint holds and where: the content of `manifest.json`.
@@ -98,7 +98,11 @@ pub struct TensorEntry {
     /// Global shape.
     pub shape: Vec<usize>,
     /// How tensor parallelism cuts it, where the writer said so.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        deserialize_with = "present",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub cut: Option<Cut>,
     /// The pieces, sorted by box, then range.
     pub slices: Vec<SliceEntry>,
@@ -115,7 +119,11 @@ pub struct SliceEntry {
     /// Number of indices of the box in each dim.
     pub size: Vec<usize>,
     /// Flat range `[begin, end)` within the box, where it is not all of it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        deserialize_with = "present",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub range: Option<[usize; 2]>,
     /// The file.
     pub file: String,
@@ -160,6 +168,11 @@ impl Manifest {
             .binary_search_by(|file| file.name.as_str().cmp(name))
             .ok()
     }
+}
+
+/// A member that may be absent but is not `null`.
+fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
+    T::deserialize(from).map(Some)
 }
 
 impl TensorEntry {

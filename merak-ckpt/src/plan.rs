@@ -1,7 +1,7 @@
 //! Which rank of a topology writes which piece of which tensor.
 
 use crate::cut::share;
-use crate::{Error, Kind, Layout, Piece, Result, ShardKind, TensorEntry, Topology};
+use crate::{Error, Kind, Layout, Piece, Result, ShardKind, TensorEntry, Topology, format};
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -63,6 +63,7 @@ pub(crate) fn plan(
     stages: &Stages,
 ) -> Result<Vec<PlannedFile>> {
     check_degrees(topology)?;
+    check_boxes(tensors, topology.tp)?;
     let stage_of = stages_of(tensors, topology.pp, stages)?;
     let mut files = Vec::new();
     for (stage, tp_rank) in pairs(topology.pp, topology.tp) {
@@ -87,7 +88,36 @@ pub(crate) fn plan(
             }
         }
     }
+    let pieces = files.iter().flat_map(|file| &file.pieces);
+    let slices: usize = pieces.map(|piece| piece.layout.parts().len()).sum();
+    if slices > format::MAX_SLICES {
+        return Err(Error::InvalidOption {
+            key: "dp, tp, pp",
+            found: format!(
+                "{}, {}, {}, which makes {slices} slices",
+                topology.dp, topology.tp, topology.pp
+            ),
+            expected: "degrees that make 4194304 at most",
+        });
+    }
     Ok(files)
+}
+
+/// Whether the tensors' cuts leave boxes enough for so many ranks.
+fn check_boxes(tensors: &[TensorEntry], tp: usize) -> Result<()> {
+    for tensor in tensors.iter().filter(|tensor| tensor.num_elements() > 0) {
+        let parts = cut_of(tensors, tensor).map_or(&[][..], |cut| &cut.parts);
+        let boxes = parts.iter().map(|part| tp.min(*part));
+        let boxes = boxes.fold(0, usize::saturating_add);
+        if tp > 1 && boxes > format::MAX_BOXES_PER_TENSOR {
+            return Err(Error::InvalidOption {
+                key: "tp",
+                found: format!("{tp}, which cuts `{}` into {boxes} boxes", tensor.name),
+                expected: "a degree that makes 4096 at most",
+            });
+        }
+    }
+    Ok(())
 }
 
 fn check_degrees(topology: Topology) -> Result<()> {
@@ -333,6 +363,21 @@ mod tests {
         let mut names = ["h.10.w", "h.2.w", "h.2", "h.02.w", "a", "h.b", ""];
         names.sort_by(|a, b| natural_order(a, b));
         assert_eq!(names, ["", "a", "h.2", "h.02.w", "h.2.w", "h.10.w", "h.b"]);
+    }
+
+    #[test]
+    fn more_boxes_than_the_format_has_are_refused_before_anything_is_written() {
+        let qkv = Cut::new(0, [2048; 3]);
+        let tensors = [tensor(Kind::Parameter, "qkv", &[6144], Some(qkv))];
+        let planned = |tp| {
+            let topology = Topology {
+                tp,
+                ..Topology::default()
+            };
+            plan(&tensors, topology, &Stages::Even)
+        };
+        assert!(planned(1365).is_ok());
+        insta::assert_snapshot!(planned(65536).unwrap_err().to_string(), @"`tp` is 65536, which cuts `qkv` into 6144 boxes, expected a degree that makes 4096 at most");
     }
 
     #[test]

@@ -47,7 +47,8 @@ impl Default for ReshardOptions {
 /// from one rank's checkpoint there and back gives the same bytes.
 ///
 /// # Errors
-/// [`Error::InvalidOption`] for degrees or stages that cannot be, [`Error::AlreadyExists`] where
+/// [`Error::InvalidOption`] for degrees or stages that cannot be, [`Error::InvalidName`] for a destination in the
+/// source, [`Error::AlreadyExists`] where
 /// the destination has a checkpoint of this step, [`Error::Damaged`] where the source is
 /// damaged. Nothing is left at the destination then.
 ///
@@ -88,6 +89,7 @@ pub fn reshard(
     options: &ReshardOptions,
 ) -> Result<PathBuf> {
     let budget = Budget::new(options.max_memory)?;
+    check_outside(source, destination.as_ref())?;
     let tensors = &source.manifest().tensors;
     let planned = plan(tensors, options.topology, &options.stages)?;
     let files: Vec<_> = planned
@@ -109,6 +111,26 @@ pub fn reshard(
         };
         Ok((shards, header))
     })
+}
+
+/// Refuses a destination in the folder of the checkpoint that is read, which would no longer be what was saved.
+pub(crate) fn check_outside(source: &Checkpoint, destination: &Path) -> Result<()> {
+    let source = source.path().canonicalize();
+    let absolute = std::path::absolute(destination);
+    let (Ok(source), Ok(absolute)) = (source, absolute) else {
+        return Ok(());
+    };
+    // The first that exists of the folders around it, wherever links lead.
+    let mut around = absolute.ancestors().skip(1);
+    let existing = around.find_map(|path| path.canonicalize().ok());
+    if existing.is_some_and(|existing| existing.starts_with(&source)) {
+        return Err(Error::InvalidName {
+            what: "destination",
+            name: destination.display().to_string(),
+            rule: "expected a folder outside the checkpoint that is read",
+        });
+    }
+    Ok(())
 }
 
 /// Starts the checkpoint of a step at a destination that a user has named.

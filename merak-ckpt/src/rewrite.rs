@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Bytes that rewriting a checkpoint holds in memory, where nothing else is asked for.
 pub const DEFAULT_MAX_MEMORY: usize = 256 << 20;
 /// The least that it can do with.
-const MIN_MEMORY: usize = 4 << 20;
+pub(crate) const MIN_MEMORY: usize = 4 << 20;
 /// Most files that are written at a time: one is synced while others are copied.
 const MAX_WORKERS: usize = 4;
 /// What a worker needs besides its two buffers: a block that is read, a block that is written.

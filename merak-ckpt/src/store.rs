@@ -1,6 +1,6 @@
 //! The folder of checkpoints of a run: names, leftovers, rotation.
 
-use crate::disk::{Lock, remove, rename, sync_folder, write_synced};
+use crate::disk::{Lock, read_small, remove, rename, sync_folder, write_synced};
 use crate::error::io_error;
 use crate::hf::foreign;
 use crate::{Checkpoint, Draft, Error, Result, format};
@@ -20,6 +20,9 @@ pub struct Store {
 pub(crate) const DRAFT: &str = ".tmp-";
 /// How the name of a checkpoint begins that a new one of the same step is replacing.
 pub(crate) const ASIDE: &str = ".replaced-";
+
+/// Largest `latest` or `best` that is read.
+const MAX_POINTER_BYTES: u64 = 1 << 10;
 
 impl Store {
     /// The store in this folder, which need not exist yet.
@@ -224,11 +227,10 @@ impl Store {
 
     fn read_pointer(&self, file: &'static str) -> Result<Option<u64>> {
         let path = self.folder.join(file);
-        let text = match fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(io_error("read", &path)(error)),
+        let Some(text) = read_small(&path, MAX_POINTER_BYTES)? else {
+            return Ok(None);
         };
+        let text = String::from_utf8_lossy(&text);
         let name = text.trim();
         let step = format::parse_step_name(name).ok_or_else(|| {
             let name: String = name.chars().take(80).collect();

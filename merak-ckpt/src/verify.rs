@@ -1,5 +1,6 @@
 //! Checking all of a checkpoint.
 
+use crate::disk::check_length;
 use crate::error::{Damage, Problem};
 use crate::format;
 use crate::header::{Place, check_content};
@@ -68,6 +69,7 @@ impl Checkpoint {
     fn verify_file(&self, index: usize, wrong: &mut Vec<(Place, Checksum)>) -> Result<(), Problem> {
         let manifest = self.manifest();
         let entry = &manifest.files[index];
+        check_length(self.path(), entry).map_err(|damage| damage.problem)?;
         let slice_of = |&(tensor, slice): &Place| &manifest.tensors[tensor].slices[slice];
         let mut places = self.slices_in(index).to_vec();
         places.sort_unstable_by_key(|place| slice_of(place).bytes);

@@ -5,6 +5,7 @@ use crate::disk::{remove, rename, sync_folder, write_synced};
 use crate::error::io_error;
 use crate::lora::{copy_companions, has_adapter, is_factor, merge_own};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
+use crate::reshard::check_outside;
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, write_planned};
 use crate::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, Shard, ShardKind, TensorEntry};
 use serde_json::{Map, Value, json};
@@ -58,6 +59,7 @@ pub fn export_hf(
     options: &ExportOptions,
 ) -> Result<()> {
     let folder = folder.as_ref();
+    check_outside(source, folder)?;
     let config = read_json(&source.path().join(CONFIG))?;
     if has_adapter(source) {
         return merge_own(source, config, folder, options);

@@ -97,6 +97,9 @@ pub(super) fn import(
         let family = family_of(config);
         let is_unused =
             |name: &&String| family.is_some_and(|family| family.is_unused(config, name));
+        if source.path().join("additional_chat_templates").is_dir() {
+            tracing::warn!("additional_chat_templates is left out: a checkpoint has no folders");
+        }
         if let Some(name) = source.left_out().iter().find(is_unused) {
             tracing::warn!(
                 name,

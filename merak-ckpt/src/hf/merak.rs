@@ -10,11 +10,10 @@
 //! | fused outputs `q0 k0 v0 q1 k1 v1` of two ranks | `q0 q1 k0 k1 v0 v1` |
 
 use super::import::import;
-use super::{HfFolder, ImportOptions, family_of, foreign, read_json};
+use super::{HfFolder, ImportOptions, family_of, foreign, read_index};
 use crate::layout::Part;
-use crate::rewrite::Values;
+use crate::rewrite::{MIN_MEMORY, Values};
 use crate::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, TensorEntry};
-use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -29,7 +28,7 @@ const INDEX: &str = "model.safetensors.index.json";
 ///
 /// # Errors
 /// As [`import_hf`](crate::import_hf); [`Error::Foreign`] where the index is missing or a tensor cannot come from so
-/// many ranks.
+/// many ranks; [`Error::InvalidOption`] where the memory is too little to hold the largest of them that has to be changed.
 pub fn import_merak(
     folder: impl AsRef<Path>,
     destination: impl AsRef<Path>,
@@ -99,13 +98,38 @@ pub fn import_merak(
     if let Some(tie) = tie.filter(|tie| tie.is_one(source.config())) {
         tensors.remove(tie.head);
     }
+    let sizes = changes.values().filter(|change| change.is_needed());
+    let sizes = sizes.map(|Change { stored, .. }| {
+        let dtype = options.dtype.unwrap_or(stored.dtype);
+        stored.num_elements() * dtype.size_bytes()
+    });
+    let options = with_room(options, sizes.max().unwrap_or(0))?;
     let values = Changed {
         source: source.weights(),
         changes,
         last: Mutex::new(None),
     };
     let tensors = tensors.into_values().collect();
-    import(&source, &values, tensors, destination.as_ref(), options)
+    import(&source, &values, tensors, destination.as_ref(), &options)
+}
+
+/// The options for what is left of the memory beside a tensor of this size.
+fn with_room(options: &ImportOptions, largest: usize) -> Result<ImportOptions> {
+    let rest = options.max_memory.checked_sub(largest);
+    match rest.filter(|&rest| rest >= MIN_MEMORY || largest == 0) {
+        Some(max_memory) => Ok(ImportOptions {
+            max_memory,
+            ..options.clone()
+        }),
+        None => Err(Error::InvalidOption {
+            key: "max_memory",
+            found: format!(
+                "{} bytes, where a tensor of {largest} is turned",
+                options.max_memory
+            ),
+            expected: "4 MiB more than that tensor",
+        }),
+    }
 }
 
 /// The name without the place in the pipeline.
@@ -122,8 +146,7 @@ fn plain(name: &str) -> String {
 
 /// Names of the layers that were put together from the slices of ranks.
 fn split_layers(index: &Path) -> Result<BTreeSet<String>> {
-    let json = read_json(index)?;
-    let table = json.get("tp_meta_data").and_then(Value::as_object);
+    let table = read_index(index)?.tp_meta_data;
     let table = table.ok_or_else(|| foreign(index, "it has no `tp_meta_data`"))?;
     Ok(table.keys().map(|name| plain(name)).collect())
 }

@@ -8,8 +8,7 @@
 //! ```
 
 use super::pickle::{self, Heap, Storage, Value, View};
-use super::{StoredTensor, checked_bytes, foreign};
-use crate::error::io_error;
+use super::{StoredTensor, checked_bytes, foreign, open_weights};
 use crate::{DType, Result};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -28,7 +27,7 @@ type Place = [u64; 2];
 
 /// The tensors of the file, in the order of its table.
 pub(super) fn tensors(path: &Path) -> Result<Vec<StoredTensor>> {
-    let file = File::open(path).map_err(io_error("open", path))?;
+    let file = open_weights(path)?;
     let mut start = [0; OLD_MAGIC.len()];
     let is_old = file.read_exact_at(&mut start, 0).is_ok() && start == OLD_MAGIC;
     let found = if is_old { old(&file) } else { zipped(&file) };
@@ -192,9 +191,14 @@ fn views<'a>(
         };
         let view = &heap.views[view];
         let storage = &heap.storages[view.storage];
+        if !is_row_major(view) {
+            return Err(format!(
+                "tensor `{name}` is a view that does not lie row by row: save it after `.contiguous()`"
+            ));
+        }
         let bytes = stretch(view, storage, places)
             .filter(|[_, end]| *end <= length)
-            .ok_or_else(|| format!("tensor `{name}` is not contiguous, or beyond its storage"))?;
+            .ok_or_else(|| format!("tensor `{name}` lies beyond its storage"))?;
         found.push(StoredTensor {
             name: name.to_owned(),
             dtype: storage.dtype,
@@ -205,11 +209,10 @@ fn views<'a>(
     Ok(found)
 }
 
-/// The bytes of the file that hold a view, where they are one stretch.
+/// The bytes of the file that hold a view that lies row by row.
 fn stretch(view: &View, storage: &Storage, places: &BTreeMap<String, Place>) -> Option<Place> {
     let place = places.get(&storage.key)?;
     let size = checked_bytes(storage.dtype, &view.shape)? as u64;
-    is_row_major(view).then_some(())?;
     let width = DType::size_bytes(storage.dtype) as u64;
     let begin = place[0].checked_add((view.offset as u64).checked_mul(width)?)?;
     let end = begin.checked_add(size)?;

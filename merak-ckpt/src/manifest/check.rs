@@ -1,6 +1,6 @@
 //! What makes a manifest sound.
 
-use super::{Manifest, SliceEntry, TensorEntry, check_file_name, check_tensor_name};
+use super::{Manifest, SliceEntry, TensorEntry, Topology, check_file_name, check_tensor_name};
 use crate::error::{Damage, Problem};
 use crate::format;
 use crate::region::{Region, num_elements};
@@ -10,6 +10,7 @@ use std::ops::Range;
 impl Manifest {
     /// Checks the manifest against itself: order, names, limits, bounds, coverage, overlaps.
     pub(crate) fn check(&self) -> Result<(), Damage> {
+        self.check_topology()?;
         self.check_files()?;
         limit("tensors", self.tensors.len(), format::MAX_TENSORS)?;
         for pair in self.tensors.windows(2) {
@@ -25,6 +26,24 @@ impl Manifest {
                 .map_err(|problem| damage(tensor, problem))?;
         }
         self.check_bytes_are_apart()
+    }
+
+    fn check_topology(&self) -> Result<(), Damage> {
+        let Topology {
+            dp,
+            tp,
+            pp,
+            sp,
+            zero_stage,
+        } = self.header.topology;
+        if [dp, tp, pp, sp].contains(&0) || zero_stage > 3 {
+            let reason = format!(
+                "the topology is dp={dp} tp={tp} pp={pp} sp={sp} zero_stage={zero_stage}, expected degrees from 1 on and \
+                 a stage of 0 to 3"
+            );
+            return Err(in_manifest(malformed(reason)));
+        }
+        Ok(())
     }
 
     fn check_files(&self) -> Result<(), Damage> {
@@ -49,10 +68,8 @@ impl Manifest {
 
     fn check_tensor(&self, tensor: &TensorEntry) -> Result<(), Problem> {
         check_tensor_name(&tensor.name).map_err(|error| malformed(error.to_string()))?;
+        check_ndim(tensor.shape.len())?;
         let too_large = || malformed(format!("shape {:?} is too large", tensor.shape));
-        if tensor.shape.len() > format::MAX_NDIM {
-            return Err(too_large());
-        }
         let expected = num_elements(&tensor.shape)
             .filter(|&n| n <= isize::MAX as usize / 16)
             .ok_or_else(too_large)?;
@@ -75,6 +92,7 @@ impl Manifest {
     }
 
     fn check_slice(&self, tensor: &TensorEntry, slice: &SliceEntry) -> Result<(), Problem> {
+        check_ndim(slice.offset.len().max(slice.size.len()))?;
         let region = slice.region();
         let shape = &tensor.shape;
         let volume = region
@@ -146,6 +164,18 @@ impl Manifest {
             _ => Ok(()),
         }
     }
+}
+
+/// First of all, since messages list the dims.
+fn check_ndim(found: usize) -> Result<(), Problem> {
+    if found <= format::MAX_NDIM {
+        return Ok(());
+    }
+    Err(Problem::TooLarge {
+        what: "dims",
+        found: found as u64,
+        limit: format::MAX_NDIM as u64,
+    })
 }
 
 /// The distinct boxes of a tensor, after checking that slices are in order, that the ranges of

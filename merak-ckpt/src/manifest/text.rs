@@ -9,6 +9,9 @@ use serde::{Deserialize, Serialize};
 /// Bytes of the text after the stretch that the checksum covers.
 const TAIL_BYTES: usize = "\"checksum\": \"0123456789abcdef\"\n}\n".len();
 
+/// Where the digits are in them.
+const TAIL_DIGITS: std::ops::Range<usize> = 13..29;
+
 /// Why a text is no manifest of ours.
 #[derive(Debug)]
 pub(crate) enum Refused {
@@ -36,6 +39,7 @@ struct Document {
     state: serde_json::Value,
     files: Vec<FileEntry>,
     tensors: Vec<TensorEntry>,
+    #[expect(dead_code, reason = "it was checked with the end of the text")]
     checksum: Checksum,
 }
 
@@ -58,7 +62,7 @@ impl Manifest {
         text.push_str(&list("files", &self.files));
         text.push_str(&list("tensors", &self.tensors));
         let checksum = Checksum::of(text.as_bytes());
-        text + &format!("\"checksum\": \"{checksum}\"\n}}\n")
+        text + &tail(checksum)
     }
 
     /// Reads and checks the text of `manifest.json`.
@@ -76,12 +80,11 @@ impl Manifest {
                 found: probe.version,
             });
         }
-        let document: Document = serde_json::from_slice(text).map_err(|error| malformed(&error))?;
-        let found = Checksum::of(&text[..text.len().saturating_sub(TAIL_BYTES)]);
-        if found != document.checksum {
-            let expected = document.checksum;
-            return Err(damaged(Problem::Checksum { expected, found }));
+        if probe.version == 0 {
+            return Err(malformed(&"the version is 0, expected 1 or more"));
         }
+        check_tail(text)?;
+        let document: Document = serde_json::from_slice(text).map_err(|error| malformed(&error))?;
         let manifest = Self {
             header: Header {
                 step: document.step,
@@ -95,6 +98,32 @@ impl Manifest {
         manifest.check().map_err(Refused::Damaged)?;
         Ok(manifest)
     }
+}
+
+/// What the text ends with.
+fn tail(checksum: Checksum) -> String {
+    format!("\"checksum\": \"{checksum}\"\n}}\n")
+}
+
+/// Checks the end of the text and with it all that comes before, so that damage is not taken for values.
+fn check_tail(text: &[u8]) -> Result<(), Refused> {
+    let (body, end) = text.split_at(text.len().saturating_sub(TAIL_BYTES));
+    let found = Checksum::of(body);
+    if end == tail(found).as_bytes() {
+        return Ok(());
+    }
+    let stated = || {
+        let digits = str::from_utf8(end).ok()?.get(TAIL_DIGITS)?;
+        let stated = serde_json::from_value(digits.into()).ok()?;
+        (end == tail(stated).as_bytes()).then_some(stated)
+    };
+    Err(match stated() {
+        Some(expected) => damaged(Problem::Checksum { expected, found }),
+        None => malformed(&format!(
+            "it does not end like `{}`",
+            tail(found).trim_end()
+        )),
+    })
 }
 
 /// `"key": value,` on a line of its own.

@@ -170,6 +170,96 @@ fn hugging_face_folders_come_in_and_go_out() {
 }
 
 #[test]
+fn verify_goes_on_after_a_missing_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = save(&Store::in_output_dir(folder.path()), 1, topology(1, 2, 1)).unwrap();
+    fs::remove_file(path.join("model-00000.safetensors")).unwrap();
+    fs::write(path.join("config.json"), "").unwrap();
+    fs::write(path.join("optim-00001.safetensors"), "short").unwrap();
+    let (status, text, _) = run(folder.path(), &["verify", "."]);
+    assert_eq!(status, 2);
+    insta::assert_snapshot!(text, @"
+    ./checkpoints/step-00000001: damaged
+      config.json: the file has 0 bytes, expected 14
+      model-00000.safetensors: the file is missing
+      optim-00001.safetensors: the file has 5 bytes, expected 1680
+    there is no complete older one
+    ");
+}
+
+#[test]
+fn output_that_is_lost_is_a_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    save(&Store::in_output_dir(folder.path()), 1, topology(1, 1, 1)).unwrap();
+    let full = fs::OpenOptions::new()
+        .write(true)
+        .open("/dev/full")
+        .unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_merak-ckpt"))
+        .current_dir(folder.path())
+        .args(["inspect", "--json", "."])
+        .stdout(full)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        errors.starts_with("merak-ckpt: cannot write the output: "),
+        "{errors}"
+    );
+}
+
+#[test]
+fn warnings_are_shown_unless_they_are_not_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("hf");
+    fs::create_dir(&source).unwrap();
+    let golden = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/tests/goldens/hf/gpt2-safetensors"
+    );
+    let name = "model.safetensors";
+    fs::copy(Path::new(golden).join(name), source.join(name)).unwrap();
+    fs::write(source.join("config.json"), r#"{"model_type": "novel"}"#).unwrap();
+    let (status, _, errors) = run(folder.path(), &["import-hf", "hf", "a"]);
+    assert_eq!(status, 0, "{errors}");
+    assert!(errors.contains("not cut over tp"), "{errors}");
+    let (status, _, errors) = run(folder.path(), &["--log", "error", "import-hf", "hf", "b"]);
+    assert_eq!((status, errors.as_str()), (0, ""));
+    let (status, _, errors) = run(folder.path(), &["--log", "=?", "import-hf", "hf", "c"]);
+    assert_eq!(status, 2, "{errors}");
+    let (status, script, _) = run(folder.path(), &["completions", "bash"]);
+    assert!(status == 0 && script.contains("extract-lora"));
+}
+
+#[test]
+fn a_destination_that_cannot_be_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    save(&Store::in_output_dir(folder.path()), 1, topology(1, 1, 1)).unwrap();
+    fs::create_dir(folder.path().join("taken")).unwrap();
+    fs::write(folder.path().join("taken/checkpoints"), "").unwrap();
+    let inner = "checkpoints/step-00000001/inner";
+    let mut messages = String::new();
+    for arguments in [
+        ["reshard", ".", inner],
+        ["export-hf", ".", inner],
+        ["reshard", ".", "taken"],
+    ] {
+        let (status, output, errors) = run(folder.path(), &arguments);
+        assert_eq!((status, output.as_str()), (2, ""), "{errors}");
+        messages += &errors;
+    }
+    insta::assert_snapshot!(messages, @"
+    merak-ckpt: invalid destination `checkpoints/step-00000001/inner`: expected a folder outside the checkpoint that is read
+    merak-ckpt: invalid destination `checkpoints/step-00000001/inner`: expected a folder outside the checkpoint that is read
+    merak-ckpt: cannot create taken/checkpoints: File exists (os error 17)
+    ");
+    let (status, _, errors) = run(folder.path(), &["diff", ".", ".", "--rtol", "-1"]);
+    assert_eq!(status, 2);
+    assert!(errors.contains("expected 0 or more, found -1"), "{errors}");
+}
+
+#[test]
 fn mistakes_end_with_status_two_and_one_message() {
     let folder = tempfile::tempdir().unwrap();
     for arguments in [

@@ -136,12 +136,30 @@ proptest! {
         let at = at % bad.len();
         bad[at] ^= change;
         match patient.load_with(name, &bad) {
-            // Blanks of JSON may turn into other blanks.
+            // Blanks behind a header may turn into other blanks.
             Ok(loaded) => prop_assert_eq!(loaded, patient.load()?, "{} at {}", name, at),
             Err(Error::NewerVersion { .. }) => prop_assert_eq!(name, "manifest.json"),
             Err(Error::Damaged { damage, .. }) => prop_assert_eq!(&damage.file, name),
             Err(error) => prop_assert!(false, "{name} at {at}: {error}"),
         }
+    }
+}
+
+#[test]
+fn the_end_of_a_manifest_is_what_it_says_to_the_last_blank() {
+    let patient = Patient::new();
+    let name = "manifest.json";
+    let file = patient.files.iter().find(|(n, _)| n == name);
+    let good = &file.expect("it is there").1;
+    for from_end in 1..=40 {
+        let mut bad = good.clone();
+        let at = bad.len() - from_end;
+        bad[at] = if bad[at] == b' ' { b'\t' } else { b' ' };
+        let error = patient.load_with(name, &bad).unwrap_err();
+        assert!(
+            matches!(error, Error::Damaged { .. }),
+            "{from_end}: {error}"
+        );
     }
 }
 

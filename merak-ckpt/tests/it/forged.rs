@@ -34,6 +34,16 @@ type Attack = (&'static str, fn(&mut Value));
 
 const ATTACKS: &[Attack] = &[
     ("newer version", |m| m["version"] = json!(2)),
+    ("older version", |m| m["version"] = json!(0)),
+    ("no ranks", |m| m["topology"]["dp"] = json!(0)),
+    ("no such stage", |m| m["topology"]["zero_stage"] = json!(9)),
+    ("null for a cut", |m| m["tensors"][3]["cut"] = json!(null)),
+    ("null for a range", |m| {
+        m["tensors"][3]["slices"][0]["range"] = json!(null);
+    }),
+    ("box of too many dims", |m| {
+        m["tensors"][3]["slices"][0]["size"] = json!(vec![1; 100_000]);
+    }),
     ("other format", |m| m["format"] = json!("torch")),
     ("unknown field", |m| m["extra"] = json!(1)),
     ("negative step", |m| m["step"] = json!(-1)),
@@ -159,12 +169,18 @@ fn forged_manifests_are_refused() {
     }
     insta::assert_snapshot!(messages.join("\n"), @"
     newer version: OUT/step-00000002/manifest.json has format version 2, this program reads versions up to 1
+    older version: manifest.json: the version is 0, expected 1 or more
+    no ranks: manifest.json: the topology is dp=0 tp=2 pp=1 sp=1 zero_stage=0, expected degrees from 1 on and a stage of 0 to 3
+    no such stage: manifest.json: the topology is dp=1 tp=2 pp=1 sp=1 zero_stage=9, expected degrees from 1 on and a stage of 0 to 3
+    null for a cut: manifest.json: invalid type: null, expected struct Cut at line 1 column 2485
+    null for a range: manifest.json: invalid type: null, expected an array of length 2 at line 1 column 2637
+    box of too many dims: manifest.json, tensor `h.0.mlp.c_proj.weight`: 100000 dims, the limit is 16
     other format: manifest.json: the format is `torch`, expected `merak-checkpoint`
     unknown field: manifest.json: unknown field `extra`, expected one of `format`, `version`, `step`, `topology`, `model`, `state`, `files`, `tensors`, `checksum` at line 1 column 10022
     negative step: manifest.json: invalid value: integer `-1`, expected u64 at line 1 column 50
     fractional offset: manifest.json: invalid type: floating point `0.5`, expected usize at line 1 column 3587
     enormous shape: manifest.json, tensor `h.0.mlp.c_proj.weight`: shape [18446744073709551615, 18446744073709551615] is too large
-    too many dims: manifest.json, tensor `h.0.mlp.c_proj.weight`: shape [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] is too large
+    too many dims: manifest.json, tensor `h.0.mlp.c_proj.weight`: 17 dims, the limit is 16
     shape of other ndim: manifest.json, tensor `h.0.mlp.c_proj.weight`: box [0:4,0:6] is out of bounds of shape [48]
     cut of a dim that is not there: manifest.json, tensor `h.0.mlp.c_proj.weight`: cut of dim 2 as 8, but it has no dim 2
     cut that overflows: manifest.json, tensor `h.0.mlp.c_proj.weight`: cut of dim 0 as 18446744073709551615+9, expected at most 64 parts with the sum 8

@@ -512,7 +512,18 @@ fn what_is_no_whole_model_is_not_imported() {
         let config = serde_json::from_str(config).unwrap();
         messages.push(import_refusal(&config, &[(wte, shape)]));
     }
-    insta::assert_snapshot!(messages.join("\n"), @"");
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    cannot read HF: its weights hold no tensors
+    cannot read HF: it lacks tensor `transformer.wte.weight`
+    cannot read HF: it lacks tensor `transformer.h.1.mlp.c_fc.weight`
+    cannot read HF: tensor `transformer.h.1.mlp.c_fc.weight` has shape [4, 12], that of another layer [4, 16]
+    cannot read HF: it lacks tensor `transformer.h.0.ln_1.bias`
+    cannot read HF: it lacks tensor `lm_head.weight`, which its config.json does not tie to the embedding
+    cannot read HF/config.json: it is no object with a `model_type`, expected a name as in "gpt2"
+    cannot read HF/config.json: it is no object with a `model_type`, expected a name as in "gpt2"
+    cannot read HF/config.json: it is no object with a `model_type`, expected a name as in "gpt2"
+    cannot read HF/config.json: it is no object with a `model_type`, expected a name as in "gpt2"
+    "#);
 
     // What the layers have is told by the names alone where the configuration counts none.
     let whole = written(&gpt2, &[(wte, shape), (first, weight), (second, weight)]);
@@ -585,6 +596,45 @@ fn a_pickle_that_would_run_something_is_refused_by_name() {
     let folder = golden("evil");
     insta::assert_snapshot!(refusal(&folder), @"cannot read HF/pytorch_model.bin: it asks for `posix.system`, which no table of tensors needs (byte 13 of the pickle)");
     assert!(!Path::new("/tmp/merak-was-here").exists());
+}
+
+#[test]
+fn files_that_are_no_regular_ones_are_refused_at_once() {
+    let folder = copy("gpt2-safetensors");
+    let path = folder.path();
+    let pipe = |name: &str| {
+        fs::remove_file(path.join(name)).unwrap();
+        let made = std::process::Command::new("mkfifo")
+            .arg(path.join(name))
+            .status();
+        assert!(made.unwrap().success());
+    };
+    let mut messages = Vec::new();
+    let weights = path.join("model.safetensors");
+    fs::write(
+        &weights,
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
+    )
+    .unwrap();
+    messages.push(refusal(path));
+    let index = path.join("model.safetensors.index.json");
+    fs::write(&index, r#"{"weight_map": {"w": "w.safetensors"}}"#).unwrap();
+    fs::remove_file(&weights).unwrap();
+    fs::create_dir(path.join("w.safetensors")).unwrap();
+    messages.push(refusal(path));
+    fs::File::create(path.join("config.json"))
+        .unwrap()
+        .set_len(1 << 40)
+        .unwrap();
+    messages.push(refusal(path));
+    pipe("config.json");
+    messages.push(refusal(path));
+    insta::assert_snapshot!(messages.join("\n"), @"
+    cannot read HF/model.safetensors: it only points to the weights, which Git LFS has: fetch them with `git lfs pull`
+    cannot read HF/w.safetensors: it is no regular file
+    cannot read HF/config.json: it has 1099511627776 bytes, the limit is 4194304
+    cannot read HF/config.json: it is no regular file
+    ");
 }
 
 #[test]
@@ -692,6 +742,18 @@ fn headers_that_lie_are_refused() {
             4,
         ),
         file(
+            r#"{"w":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}}"#,
+            8,
+        ),
+        file(
+            r#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#,
+            4,
+        ),
+        file(
+            r#"{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#,
+            8,
+        ),
+        file(
             r#"{"w":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}}"#,
             1,
         ),
@@ -702,11 +764,14 @@ fn headers_that_lie_are_refused() {
     insta::assert_snapshot!(messages.join("\n"), @"
     cannot read HF/model.safetensors: its header has 18446744073709551615 bytes, expected at most 0
     cannot read HF/model.safetensors: it has 66 bytes, by its header it should have 70
-    cannot read HF/model.safetensors: its header is wrong: invalid offset for tensor `w`
-    cannot read HF/model.safetensors: its header is wrong: overflow computing buffer size from shape and/or element type
-    cannot read HF/model.safetensors: its header is wrong: invalid offset for tensor `v`
-    cannot read HF/model.safetensors: tensor `w` of type F8_E4M3 and shape [4] cannot be read
-    cannot read HF/model.safetensors: invalid tensor name `a/b`: expected 1 to 1024 bytes without control characters, `[`, `#` and `/`
-    cannot read HF/model.safetensors: tensor `w` of type U8 and shape [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] cannot be read
+    cannot read HF/model.safetensors: tensor `w` has bytes 8..0 of the data, expected some from 0 on
+    cannot read HF/model.safetensors: tensor `w` of shape [4611686018427387904, 4] is too large
+    cannot read HF/model.safetensors: tensor `v` has bytes 2..6 of the data, expected some from 4 on
+    cannot read HF/model.safetensors: tensor `w` has elements of type F8_E4M3, which cannot be read
+    cannot read HF/model.safetensors: invalid tensor name `transformer.a/b`: expected 1 to 1024 bytes without control characters, `[`, `#` and `/`
+    cannot read HF/model.safetensors: its header is wrong: tensor `w`: unknown variant `F99`, expected one of `BOOL`, `F4`, `F6_E2M3`, `F6_E3M2`, `U8`, `I8`, `F8_E5M2`, `F8_E4M3`, `F8_E8M0`, `F8_E4M3FNUZ`, `F8_E5M2FNUZ`, `I16`, `U16`, `F16`, `BF16`, `I32`, `U32`, `F32`, `C64`, `F64`, `I64`, `U64` at line 1 column 19
+    cannot read HF/model.safetensors: tensor `w` has bytes 0..4 of the data, expected some from 4 on
+    cannot read HF/model.safetensors: tensor `w` of type f32 and shape [3] has 8 bytes, expected 12
+    cannot read HF/model.safetensors: tensor `w` has 17 dims, the limit is 16
     ");
 }

@@ -166,6 +166,13 @@ fn weights_of_two_ranks_become_the_model_they_came_from() {
         let text = error.expect_err("such ranks cannot be").to_string();
         text.replace(&merak.display().to_string(), "MERAK")
     };
+    // The largest tensor that is turned is 8 x 32.
+    let little = ImportOptions {
+        max_memory: (4 << 20) + 1023,
+        ..ImportOptions::default()
+    };
+    let error = import_merak(&merak, folder.path().join("no"), RANKS, &little).unwrap_err();
+    insta::assert_snapshot!(error.to_string(), @"`max_memory` is 4195327 bytes, where a tensor of 1024 is turned, expected 4 MiB more than that tensor");
     insta::assert_snapshot!(refusal(0), @"`merak_tp` is 0, expected at least 1");
     insta::assert_snapshot!(refusal(7), @"cannot read MERAK: `transformer.h.0.attn.c_attn.bias` has 3 parts in 24 outputs, which 7 ranks cannot have shared");
     fs::remove_file(merak.join("model.safetensors.index.json")).unwrap();

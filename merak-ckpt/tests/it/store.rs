@@ -137,6 +137,33 @@ fn leftovers_of_a_crashed_save_are_removed_by_the_next() {
 }
 
 #[test]
+fn a_pointer_is_a_short_file_of_text() {
+    let (folder, store) = store_with(&[1]);
+    let latest = store.folder().join("latest");
+    let mut messages = Vec::new();
+    let mut note = || {
+        let error = Checkpoint::open(folder.path()).unwrap_err();
+        assert!(error.is_user_error(), "{error}");
+        messages.push(message::<()>(Err(error), folder.path()));
+    };
+    fs::write(&latest, b"step-\xff").unwrap();
+    note();
+    fs::write(&latest, "\x1b[31mred").unwrap();
+    note();
+    fs::File::create(&latest).unwrap().set_len(1 << 40).unwrap();
+    note();
+    fs::remove_file(&latest).unwrap();
+    std::os::unix::fs::symlink("/dev/zero", &latest).unwrap();
+    note();
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    cannot read OUT/checkpoints/latest: it names `step-�`, expected a checkpoint like step-00001000
+    cannot read OUT/checkpoints/latest: it names `\u{1b}[31mred`, expected a checkpoint like step-00001000
+    cannot read OUT/checkpoints/latest: it has 1099511627776 bytes, the limit is 1024
+    cannot read OUT/checkpoints/latest: it is no regular file
+    "#);
+}
+
+#[test]
 fn a_save_that_goes_on_is_no_leftover() {
     let (folder, store) = store_with(&[1]);
     let draft = store.begin(2).unwrap();

@@ -4,12 +4,13 @@
 mod inspect;
 mod rewrite;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use merak_ckpt::{Checkpoint, Difference, Error, Result, Tolerance, diff};
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
+use std::io::{self, IsTerminal, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use tracing_subscriber::EnvFilter;
 
 /// Looks at checkpoints, checks, compares and rewrites them.
 ///
@@ -19,6 +20,9 @@ use std::process::ExitCode;
 #[derive(Parser)]
 #[command(name = "merak-ckpt", version)]
 struct Arguments {
+    /// What to log, as a tracing filter: `info`, `merak_ckpt=debug`; the variable RUST_LOG comes first
+    #[arg(long, global = true, default_value = "warn", value_name = "FILTER")]
+    log: String,
     #[command(subcommand)]
     command: Command,
 }
@@ -45,10 +49,10 @@ enum Command {
         /// Second checkpoint
         b: PathBuf,
         /// Relative tolerance of floating-point values
-        #[arg(long, default_value_t = 0.0, value_parser = tolerance)]
+        #[arg(long, allow_negative_numbers = true, default_value_t = 0.0, value_parser = tolerance)]
         rtol: f64,
         /// Absolute tolerance of floating-point values
-        #[arg(long, default_value_t = 0.0, value_parser = tolerance)]
+        #[arg(long, allow_negative_numbers = true, default_value_t = 0.0, value_parser = tolerance)]
         atol: f64,
     },
     /// Rewrites a checkpoint for another topology, and prints the new one's folder
@@ -63,6 +67,11 @@ enum Command {
     MergeLora(rewrite::MergeLora),
     /// Writes the adapters of a checkpoint as a PEFT folder
     ExtractLora(rewrite::ExtractLora),
+    /// Prints a completion script
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
 }
 
 /// What a command prints, and its exit status.
@@ -72,7 +81,22 @@ struct Outcome {
 }
 
 fn main() -> ExitCode {
-    let outcome = match Arguments::parse().command {
+    let arguments = Arguments::parse();
+    let filter =
+        EnvFilter::try_from_env("RUST_LOG").or_else(|_| EnvFilter::try_new(&arguments.log));
+    let filter = match filter {
+        Ok(filter) => filter,
+        Err(error) => {
+            eprintln!("merak-ckpt: --log \"{}\": {error}", arguments.log);
+            return ExitCode::from(2);
+        }
+    };
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
+        .with_writer(io::stderr)
+        .init();
+    let outcome = match arguments.command {
         Command::Inspect { path, json } => inspect(&path, json),
         Command::Verify { path } => verify(&path),
         Command::Diff { a, b, rtol, atol } => compare(&a, &b, Tolerance { rtol, atol }),
@@ -82,18 +106,36 @@ fn main() -> ExitCode {
         Command::ExportHf(command) => command.run(),
         Command::MergeLora(command) => command.run(),
         Command::ExtractLora(command) => command.run(),
+        Command::Completions { shell } => Ok(completions(shell)),
     };
     match outcome {
-        Ok(Outcome { text, status }) => {
+        Ok(Outcome { text, status }) => match print(&text) {
             // A closed pipe (`| head`) is the reader's choice.
-            let _ = io::stdout().write_all(text.as_bytes());
-            ExitCode::from(status)
-        }
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+                eprintln!("merak-ckpt: cannot write the output: {error}");
+                ExitCode::from(1)
+            }
+            _ => ExitCode::from(status),
+        },
         Err(error) => {
             eprintln!("merak-ckpt: {}", with_sources(&error));
             ExitCode::from(if error.is_user_error() { 2 } else { 1 })
         }
     }
+}
+
+/// Writes to standard output, to the last byte.
+fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout();
+    out.write_all(text.as_bytes())?;
+    out.flush()
+}
+
+fn completions(shell: clap_complete::Shell) -> Outcome {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Arguments::command(), "merak-ckpt", &mut script);
+    let text = String::from_utf8_lossy(&script).into_owned();
+    Outcome { text, status: 0 }
 }
 
 fn inspect(path: &PathBuf, json: bool) -> Result<Outcome> {
@@ -107,7 +149,7 @@ fn inspect(path: &PathBuf, json: bool) -> Result<Outcome> {
 }
 
 fn verify(path: &PathBuf) -> Result<Outcome> {
-    let checkpoint = Checkpoint::open(path)?;
+    let checkpoint = Checkpoint::open_damaged(path)?;
     let report = checkpoint.verify();
     if report.damage.is_empty() {
         let text = format!(
