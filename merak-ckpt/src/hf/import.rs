@@ -5,7 +5,7 @@ use crate::plan::plan;
 use crate::reshard::{finish, start};
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, copy_file, write_file, write_planned};
 use crate::{DType, Header, Result, Shard, Stages, TensorEntry, Topology};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 /// How a Hugging Face folder becomes a checkpoint.
@@ -92,26 +92,8 @@ pub(super) fn import(
             files: copied.collect::<Result<_>>()?,
             tensors: Vec::new(),
         });
+        warn(source);
         let model_type = source.config().get("model_type");
-        let config = source.config();
-        let family = family_of(config);
-        let is_unused =
-            |name: &&String| family.is_some_and(|family| family.is_unused(config, name));
-        if source.path().join("additional_chat_templates").is_dir() {
-            tracing::warn!("additional_chat_templates is left out: a checkpoint has no folders");
-        }
-        if let Some(name) = source.left_out().iter().find(is_unused) {
-            tracing::warn!(
-                name,
-                "left out, with what else the model of config.json has no use for"
-            );
-        }
-        if family.is_none() {
-            tracing::warn!(
-                ?model_type,
-                "tensors of this type of model are not cut over tp"
-            );
-        }
         let header = Header {
             topology: options.topology,
             model: json!({"model_type": model_type, "source": "hugging_face"}),
@@ -119,4 +101,27 @@ pub(super) fn import(
         };
         Ok((shards, header))
     })
+}
+
+/// Says what a checkpoint of this folder does without.
+fn warn(source: &HfFolder) {
+    let config = source.config();
+    if source.path().join("additional_chat_templates").is_dir() {
+        tracing::warn!("additional_chat_templates is left out: a checkpoint has no folders");
+    }
+    let Some(family) = family_of(config) else {
+        let model_type = config.get("model_type").and_then(Value::as_str);
+        tracing::warn!(
+            model_type,
+            "tensors of this type of model are not cut over tp"
+        );
+        return;
+    };
+    let mut left_out = source.left_out().iter();
+    if let Some(name) = left_out.find(|name| family.is_unused(config, name)) {
+        tracing::warn!(
+            name,
+            "left out, with what else the model of config.json has no use for"
+        );
+    }
 }
