@@ -32,6 +32,7 @@ use crate::hf::{self, foreign};
 use crate::layout::PartRange;
 use crate::{Checkpoint, DType, Kind, Layout, Piece, Result, TensorEntry};
 use serde_json::Value;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -48,6 +49,8 @@ pub struct Adapter {
     /// The adapter's tensors under their own names, without checksums.
     tensors: Checkpoint,
     updates: BTreeMap<String, Update>,
+    /// Head and embedding, where the base has one tensor for both and this gives one of them other values.
+    untied: Option<[&'static str; 2]>,
 }
 
 /// What an adapter does to a parameter.
@@ -108,6 +111,11 @@ impl Adapter {
         let config = LoraConfig::of_adapter(&path.join(config::FILE))?;
         let (file, found) = hf::adapter_tensors(path)?;
         let tensors = hf::as_checkpoint(path, &file, found)?;
+        let prefix = hf::family_of(base_config).map_or("", |family| family.prefix());
+        let contents = Contents::of(&tensors.manifest().tensors, &file)?;
+        if let Some(missing) = contents.first_missing(&config, base, prefix) {
+            return Err(foreign(&file, missing));
+        }
         Self::of(&file, &config, tensors, base_config, base)
     }
 
@@ -128,11 +136,21 @@ impl Adapter {
         base: &[TensorEntry],
     ) -> Result<Self> {
         let family = hf::family_of(base_config);
-        let parameters: BTreeMap<_, _> = base
+        let mut parameters: BTreeMap<_, _> = base
             .iter()
             .filter(|tensor| tensor.kind == Kind::Parameter)
-            .map(|tensor| (tensor.name.as_str(), tensor))
+            .map(|tensor| (tensor.name.as_str(), Cow::Borrowed(tensor)))
             .collect();
+        // PEFT wraps modules: of two that share a tensor, the other one keeps it as it was.
+        let tie = family.and_then(|family| family.tie(base_config));
+        let tie = tie.filter(|tie| tie.is_one(base_config) && !parameters.contains_key(tie.head));
+        if let Some(tie) = tie
+            && let Some(embedding) = parameters.get(tie.embedding)
+        {
+            let mut head = TensorEntry::clone(embedding);
+            tie.head.clone_into(&mut head.name);
+            parameters.insert(tie.head, Cow::Owned(head));
+        }
         let prefix = family.map_or("", |family| family.prefix());
         let resolve = |name: &str| {
             let longer = format!("{prefix}{name}");
@@ -141,7 +159,7 @@ impl Adapter {
             names
                 .into_iter()
                 .find_map(|name| parameters.get(name))
-                .copied()
+                .map(Cow::as_ref)
         };
         let contents = Contents::of(&tensors.manifest().tensors, file)?;
         let mut updates = BTreeMap::new();
@@ -149,8 +167,10 @@ impl Adapter {
         for (module, factors) in &contents.modules {
             let weight = format!("{module}.weight");
             let base = resolve(&weight).ok_or_else(|| unknown(&weight))?;
-            let transposed = config.fan_in_fan_out
-                || family.is_some_and(|family| family.is_transposed(&base.name));
+            // As PEFT, which looks at the layer: what the configuration says may be wrong.
+            let transposed = family.map_or(config.fan_in_fan_out, |family| {
+                family.is_transposed(&base.name)
+            });
             if factors.magnitude.is_some() != config.use_dora {
                 let (is, has) = (config.use_dora, if config.use_dora { "no" } else { "a" });
                 let reason =
@@ -171,13 +191,13 @@ impl Adapter {
             }
             updates.insert(base.name.clone(), Update::Whole(key));
         }
-        if updates.is_empty() {
-            return Err(foreign(file, "it has no tensor"));
-        }
+        let untied = tie.map(|tie| [tie.head, tie.embedding]);
+        let untied = untied.filter(|pair| pair.iter().any(|name| updates.contains_key(*name)));
         Ok(Self {
             path: tensors.path().to_owned(),
             tensors,
             updates,
+            untied,
         })
     }
 
@@ -191,13 +211,9 @@ impl Adapter {
         self.updates.keys().map(String::as_str)
     }
 
-    /// Those of them that it changes by a product, as it would beside their layer.
-    pub fn low_rank_targets(&self) -> impl Iterator<Item = &str> {
-        let updates = self.updates.iter();
-        updates.filter_map(|(name, update)| match update {
-            Update::LowRank(_) => Some(name.as_str()),
-            Update::Whole(_) => None,
-        })
+    /// The tensor that is head and embedding of the base, where it gives one of them other values: merged, they are two.
+    pub fn tied_target(&self) -> Option<&str> {
+        self.untied.map(|[_, embedding]| embedding)
     }
 
     /// Measures the weights of the base that the adapter gives magnitudes to (`use_dora`), which
@@ -208,7 +224,9 @@ impl Adapter {
     pub fn measure(&mut self, base: &Checkpoint) -> Result<()> {
         for (name, update) in &mut self.updates {
             if let Update::LowRank(update) = update {
-                update.measure(base, name)?;
+                let [head, embedding] = self.untied.unwrap_or_default();
+                let stored = if name == head { embedding } else { name };
+                update.measure(base, stored)?;
             }
         }
         Ok(())
@@ -265,6 +283,9 @@ struct Contents {
 
 impl Contents {
     fn of(tensors: &[TensorEntry], file: &Path) -> Result<Self> {
+        if tensors.is_empty() {
+            return Err(foreign(file, "it has no tensor"));
+        }
         let mut contents = Self::default();
         for TensorEntry { name, .. } in tensors {
             let Some(place) = name.strip_prefix(PREFIX) else {
@@ -275,7 +296,52 @@ impl Contents {
                 return Err(foreign(file, format!("`{name}` is not supported")));
             }
         }
+        // What factors are beside is the base's own; PEFT saves it where a vocabulary may have grown.
+        contents.wholes.retain(|name, _| {
+            let module = name.strip_suffix(".weight");
+            module.is_none_or(|module| !contents.modules.contains_key(module))
+        });
         Ok(contents)
+    }
+
+    /// What the configuration names and the base has, but the file lacks. Of targets and biases only those in layers
+    /// that have a number count: a base may have more around them than the model that was adapted.
+    fn first_missing(
+        &self,
+        config: &LoraConfig,
+        base: &[TensorEntry],
+        prefix: &str,
+    ) -> Option<String> {
+        let mut names = self.modules.keys().chain(self.wholes.keys());
+        let is_bare = !names.any(|name| name.starts_with(prefix));
+        for TensorEntry { name, .. } in base.iter().filter(|tensor| tensor.kind == Kind::Parameter)
+        {
+            let name = if is_bare {
+                name.strip_prefix(prefix)
+            } else {
+                Some(name.as_str())
+            };
+            let Some((name, (module, end))) =
+                name.and_then(|name| Some((name, name.rsplit_once('.')?)))
+            else {
+                continue;
+            };
+            let is_numbered = module.split('.').any(|part| part.parse::<usize>().is_ok());
+            let is_target = end == "weight" && is_numbered && config.is_target(module);
+            if is_target && !self.modules.contains_key(module) {
+                return Some(format!(
+                    "it has no factors for `{module}` of the `target_modules`"
+                ));
+            }
+            let is_whole =
+                config.saves(module) || is_numbered && config.trains_whole(name, |_| false);
+            if is_whole && !self.wholes.contains_key(name) {
+                return Some(format!(
+                    "it has no `{name}`, which it has by its configuration"
+                ));
+            }
+        }
+        None
     }
 
     /// Notes a factor; whether it is one.

@@ -280,7 +280,9 @@ fn keep_shared_heads_whole(model: &Graph, degree: usize, matches: &mut Matches) 
                 .get(&layer)
                 .is_some_and(|role| role.kind == SplitKind::Col && role.parts.len() == 1)
             {
-                matches.roles.remove(&layer);
+                // An adapter may use the matrix a second time.
+                let matrix = |id: NodeId| model.param_of(*model.node(id).inputs.get(1)?);
+                matches.roles.retain(|id, _| matrix(*id) != matrix(layer));
                 matches.kept_whole.push(KeptWhole {
                     module: model.node(layer).scope.to_string(),
                     kv_heads: spec.kv_heads,

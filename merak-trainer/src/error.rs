@@ -609,8 +609,8 @@ pub enum Error {
     },
     /// An adapter that would be merged into a weight which several layers share.
     #[error(
-        "the adapter changes `{param}`, which {layers} share: merged into it, it would change all of them, while it \
-         was trained beside one"
+        "the adapter changes `{param}`, which {layers} share, for one of them: `merak-ckpt merge-lora` writes a model \
+         in which each has its own"
     )]
     SharedTarget {
         /// The weight.

@@ -234,24 +234,28 @@ fn write(
     sync_folder(folder)
 }
 
-/// The name that `transformers` asks for though nothing reads it, and the tensor that has its values.
+/// The name that `transformers` asks for though nothing is stored under it, and the tensor that has its values.
 type Twin = [&'static str; 2];
 
-/// The twin of a parameter of a head that is not the embedding.
+/// The twin of a parameter of a head that is not the embedding; the model it comes from may have had either.
 fn twin_of(content: &Content<'_>) -> Option<Twin> {
     let tie = family_of(&content.config)?.tie(&content.config)?;
     let is_there = |name: &str| content.tensors.iter().any(|tensor| tensor.name == name);
-    tie.twin
-        .filter(|[unread, read]| is_there(read) && !is_there(unread))
+    let [unread, read] = tie.twin.filter(|_| is_there(tie.head))?;
+    match (is_there(unread), is_there(read)) {
+        (false, true) => Some([unread, read]),
+        (true, false) => Some([read, unread]),
+        _ => None,
+    }
 }
 
 fn with_twin(tensors: &[TensorEntry], twin: Option<Twin>) -> Vec<TensorEntry> {
     let mut all = tensors.to_vec();
-    if let Some([unread, read]) = twin
-        && let Some(like) = tensors.iter().find(|tensor| tensor.name == read)
+    if let Some([missing, stored]) = twin
+        && let Some(like) = tensors.iter().find(|tensor| tensor.name == stored)
     {
         all.push(TensorEntry {
-            name: unread.to_owned(),
+            name: missing.to_owned(),
             ..like.clone()
         });
         all.sort_by(|a, b| natural_order(&a.name, &b.name));
@@ -268,9 +272,9 @@ struct Twinned<'a> {
 impl Values for Twinned<'_> {
     fn read_as(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<()> {
         match self.twin {
-            Some([unread, read]) if piece.name == unread => {
+            Some([missing, stored]) if piece.name == missing => {
                 let piece = Piece {
-                    name: read,
+                    name: stored,
                     ..piece.clone()
                 };
                 self.values.read_as(&piece, out)

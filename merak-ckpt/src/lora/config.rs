@@ -9,17 +9,39 @@ use std::path::Path;
 /// Name of the file.
 pub(super) const FILE: &str = "adapter_config.json";
 
+/// Fields that something depends on.
+const FIELDS: [&str; 18] = [
+    "alpha_pattern",
+    "bias",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "modules_to_save",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "task_type",
+    "use_dora",
+    "use_rslora",
+];
+
 /// Fields that neither training nor merging depends on, kept when the file is written back.
 const OTHERS: [&str; 9] = [
     "auto_mapping",
     "base_model_name_or_path",
     "ensure_weight_tying",
+    "eva_config",
     "megatron_core",
     "peft_version",
     "qalora_group_size",
     "revision",
     "runtime_config",
-    "task_type",
 ];
 
 /// How the factors of a new adapter start.
@@ -166,6 +188,13 @@ impl LoraConfig {
         for (name, value) in fields {
             config.set(name, value)?;
         }
+        // PEFT refuses both.
+        if matches!(config.targets, Some(Names::Pattern(_))) && config.layers.is_some() {
+            return Err("`layers_to_transform` needs a list of `target_modules`, found a pattern: name the layers in it".to_owned());
+        }
+        if !config.layers_patterns.is_empty() && config.layers.is_none() {
+            return Err("`layers_pattern` needs `layers_to_transform`".to_owned());
+        }
         Ok(config)
     }
 
@@ -234,8 +263,18 @@ impl LoraConfig {
                     }
                 }
             }
+            "task_type" | "base_model_name_or_path" | "revision" => {
+                if !value.is_null() && !value.is_string() {
+                    return Err(wrong("a text"));
+                }
+            }
             name if OTHERS.contains(&name) || is_inactive(value) => {}
-            _ => return Err(format!("`{name}` is {value}, which is not supported")),
+            _ => {
+                let hint = nearest(name);
+                let hint =
+                    hint.map_or_else(String::new, |name| format!("; did you mean `{name}`?"));
+                return Err(format!("`{name}` is {value}, which is not supported{hint}"));
+            }
         }
         Ok(())
     }
@@ -264,6 +303,11 @@ impl LoraConfig {
             TrainedBias::All => true,
             TrainedBias::Adapted => is_adapted(module),
         };
+        end == "bias" && trains_bias || self.saves(module)
+    }
+
+    /// Whether a module is trained whole, or a part of one that is. It has no factors then.
+    pub(super) fn saves(&self, module: &str) -> bool {
         let is_classifier = matches!(
             self.fields.get("task_type").and_then(Value::as_str),
             Some("SEQ_CLS" | "TOKEN_CLS")
@@ -275,7 +319,7 @@ impl LoraConfig {
         };
         let saved = self.saved_modules.iter().map(String::as_str);
         let mut saved = saved.chain(heads.iter().copied());
-        end == "bias" && trains_bias || saved.any(|saved| is_within(module, saved))
+        saved.any(|saved| is_within(module, saved))
     }
 
     /// The first module that is to be trained whole and has none of these parameters.
@@ -294,12 +338,37 @@ impl LoraConfig {
         self.scale(module, self.rank(module))
     }
 
-    /// Whether the layers to transform have a module of this name.
-    pub(super) fn is_in_layers(&self, module: &str) -> bool {
-        let Some(layers) = &self.layers else {
-            return true;
-        };
-        let number = if self.layers_patterns.is_empty() {
+    /// Whether a module is a target by its name, which `all-linear` does not decide.
+    pub(super) fn is_target(&self, module: &str) -> bool {
+        let by_name = !matches!(self.targets, Some(Names::AllLinear));
+        by_name && self.names(module) && self.obstacle(module).is_none()
+    }
+
+    /// Whether a module is one of the `target_modules`.
+    pub(super) fn names(&self, module: &str) -> bool {
+        self.targets.as_ref().is_some_and(|names| names.has(module))
+    }
+
+    /// The field that keeps a module from being a target though it is named.
+    pub(super) fn obstacle(&self, module: &str) -> Option<&'static str> {
+        let excluded = self.excluded.as_ref();
+        if excluded.is_some_and(|names| names.has(module)) {
+            return Some("exclude_modules");
+        }
+        if self.saves(module) {
+            return Some("modules_to_save");
+        }
+        let layers = self.layers.as_ref()?;
+        match self.layer_of(module) {
+            Some(number) if layers.contains(&number) => None,
+            None if !self.layers_patterns.is_empty() => Some("layers_pattern"),
+            _ => Some("layers_to_transform"),
+        }
+    }
+
+    /// The number of the layer that a module is in.
+    fn layer_of(&self, module: &str) -> Option<usize> {
+        if self.layers_patterns.is_empty() {
             module.split('.').find_map(|part| part.parse().ok())
         } else {
             let mut found = self
@@ -307,8 +376,19 @@ impl LoraConfig {
                 .iter()
                 .filter_map(|p| p.captures(module));
             found.next().and_then(|captures| captures[1].parse().ok())
-        };
-        number.is_some_and(|number| layers.contains(&number))
+        }
+    }
+
+    /// The first of some fields that another configuration has otherwise, with the value here and there.
+    pub fn difference(
+        &self,
+        other: &Self,
+        fields: &[&'static str],
+    ) -> Option<(&'static str, Value, Value)> {
+        let (here, there) = (self.to_json(), other.to_json());
+        let differs = |field: &&&str| plain(&here[**field]) != plain(&there[**field]);
+        let field = *fields.iter().find(differs)?;
+        Some((field, here[field].clone(), there[field].clone()))
     }
 
     /// The file, with what was left to defaults.
@@ -363,7 +443,12 @@ fn names(name: &str, value: &Value) -> Result<Option<Names>, String> {
 }
 
 fn regex(name: &str, text: &str, whole: &str) -> Result<Regex, String> {
-    Regex::new(whole).map_err(|_| format!("`{text}` in `{name}` is no regular expression"))
+    Regex::new(whole).map_err(|error| {
+        let error = error.to_string();
+        let why = error.lines().last().unwrap_or_default();
+        let why = why.trim_start_matches("error: ");
+        format!("`{text}` in `{name}` is no regular expression that can be read: {why}")
+    })
 }
 
 /// A layer or a list of layers; null is all of them.
@@ -397,6 +482,34 @@ fn patterns(name: &str, value: &Value) -> Result<Vec<(Regex, f64)>, String> {
         .iter()
         .map(pattern)
         .collect()
+}
+
+/// A value with which those that mean the same are equal: lists have no order, 8 and 8.0 are one number.
+fn plain(value: &Value) -> Value {
+    match value {
+        value if is_inactive(value) => Value::Null,
+        Value::Number(number) => json!(number.as_f64()),
+        Value::Array(items) => {
+            let mut items: Vec<_> = items.iter().map(plain).collect();
+            items.sort_by_key(Value::to_string);
+            Value::Array(items)
+        }
+        Value::Object(fields) => {
+            let fields = fields
+                .iter()
+                .map(|(name, value)| (name.clone(), plain(value)));
+            Value::Object(fields.collect())
+        }
+        value => value.clone(),
+    }
+}
+
+/// The field that somebody may have meant.
+fn nearest(name: &str) -> Option<&'static str> {
+    let known = FIELDS.iter().chain(&OTHERS).copied();
+    let similarity = |known: &str| strsim::normalized_damerau_levenshtein(name, known);
+    let nearest = known.max_by(|a, b| similarity(a).total_cmp(&similarity(b)))?;
+    (similarity(nearest) >= 0.8).then_some(nearest)
 }
 
 /// Whether a field says nothing: `null`, `false`, zero, or empty.
@@ -457,15 +570,50 @@ mod tests {
             refusal("alpha_pattern", json!({"(": 1})),
             refusal("rank_pattern", json!({"c_attn": 2.5})),
             refusal("rank_pattern", json!({"c_attn": 0})),
+            refusal("lora_aplha", json!(16)),
+            refusal("target_modules", json!(".*(?<!lm_)c_attn")),
+            refusal("layers_pattern", json!("h")),
+            refusal("task_type", json!(5)),
         ];
+        let layers_of_a_pattern = json!({"target_modules": ".*q", "layers_to_transform": [0]});
+        let messages = messages
+            .into_iter()
+            .chain([config(&layers_of_a_pattern).unwrap_err()]);
+        let messages: Vec<_> = messages.collect();
         insta::assert_snapshot!(messages.join("\n"), @r#"
         `peft_type` is "IA3", expected `LORA`, the one kind of adapter that is read
         `layer_replication` is [[0,2]], which is not supported
         `init_lora_weights` is "pissa_niter_16", expected true, false, gaussian, eva or orthogonal: others change the base weights
         `lora_alpha` is "x", expected a number
-        `(` in `alpha_pattern` is no regular expression
+        `(` in `alpha_pattern` is no regular expression that can be read: unclosed group
         `rank_pattern` is {"c_attn":2.5}, expected patterns and whole numbers from 1 on
         `rank_pattern` is {"c_attn":0}, expected patterns and whole numbers from 1 on
+        `lora_aplha` is 16, which is not supported; did you mean `lora_alpha`?
+        `.*(?<!lm_)c_attn` in `target_modules` is no regular expression that can be read: look-around, including look-ahead and look-behind, is not supported
+        `layers_pattern` needs `layers_to_transform`
+        `task_type` is 5, expected a text
+        `layers_to_transform` needs a list of `target_modules`, found a pattern: name the layers in it
         "#);
+        let eva = json!({"init_lora_weights": "eva", "eva_config": {"rho": 2.0}});
+        assert!(config(&eva).is_ok(), "it says how the factors started");
+    }
+
+    #[test]
+    fn configurations_differ_in_what_they_mean() {
+        let one =
+            config(&json!({"r": 8, "modules_to_save": ["a", "b"], "alpha_pattern": {}})).unwrap();
+        let other =
+            config(&json!({"r": 8, "modules_to_save": ["b", "a"], "lora_alpha": 8.0})).unwrap();
+        let fields = [
+            "r",
+            "modules_to_save",
+            "alpha_pattern",
+            "lora_alpha",
+            "bias",
+        ];
+        assert_eq!(one.difference(&other, &fields), None);
+        let other = config(&json!({"bias": "all"})).unwrap();
+        let found = one.difference(&other, &["r", "bias"]);
+        assert_eq!(found, Some(("bias", json!("none"), json!("all"))));
     }
 }

@@ -38,7 +38,7 @@ pub fn extract_lora(source: &Checkpoint, folder: impl AsRef<Path>) -> Result<()>
     write(source, folder)
 }
 
-/// The same in place of the folder that is there.
+/// The same in place of what the folder has of these adapters; others stay.
 ///
 /// # Errors
 /// As [`extract_lora`], but for a folder with content.
@@ -77,6 +77,7 @@ fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
         return Err(error);
     }
     if folder.exists() {
+        keep_others(folder, &draft)?;
         rename(folder, &old)?;
     }
     rename(&draft, folder)?;
@@ -84,6 +85,24 @@ fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
         remove(&old)?;
     }
     Ok(())
+}
+
+/// Copies what a folder has besides.
+fn keep_others(folder: &Path, draft: &Path) -> Result<()> {
+    for entry in fs::read_dir(folder).map_err(io_error("read", folder))? {
+        let name = entry.map_err(io_error("read", folder))?.file_name();
+        let (from, to) = (folder.join(&name), draft.join(&name));
+        if to.exists() {
+            continue;
+        }
+        if from.is_dir() {
+            fs::create_dir(&to).map_err(io_error("create", &to))?;
+            keep_others(&from, &to)?;
+        } else {
+            fs::copy(&from, &to).map_err(io_error("copy", &from))?;
+        }
+    }
+    sync_folder(draft)
 }
 
 /// The names that tensors have in PEFT's file, with those that they have in the checkpoint.

@@ -75,7 +75,7 @@ pub struct Adapted {
 #[non_exhaustive]
 pub enum AdaptError {
     /// A name that cannot be part of a parameter's.
-    #[error("\"{name}\" is no name for an adapter, expected one without dots that is not empty")]
+    #[error("`adapter_name` is \"{name}\", expected 1 to 100 letters, digits, `-` and `_`")]
     Name {
         /// The name.
         name: String,
@@ -89,16 +89,41 @@ pub enum AdaptError {
         model_type: String,
     },
     /// No layer matches.
-    #[error(
-        "no layer is one of the `target_modules` {targets}{}: the model's layers are {layers}",
-        within.as_ref().map(|within| format!(" in layers {within:?}")).unwrap_or_default()
-    )]
+    #[error("no layer is one of the `target_modules` {targets}: the model's layers are {layers}")]
     NoTarget {
         /// What was asked for.
         targets: String,
-        /// Numbers of the layers that were to be transformed.
-        within: Option<Vec<usize>>,
         /// Ends of the names of the layers that there are.
+        layers: String,
+    },
+    /// Layers match, but another field takes them all out.
+    #[error("`{field}` is {value}, which leaves none of the `target_modules` {targets}")]
+    NoneLeft {
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// What was asked for.
+        targets: String,
+    },
+    /// A target that can have no adapter.
+    #[error(
+        "`{module}` is one of the `target_modules`, but can have no adapter: the model's layers that can are {layers}"
+    )]
+    NoLayer {
+        /// The module.
+        module: String,
+        /// Ends of the names of the layers that there are.
+        layers: String,
+    },
+    /// A tensor of several layers that is to be trained for one of them.
+    #[error(
+        "`modules_to_save` has `{param}`, which {layers} share: as one of the `target_modules`, a layer is trained alone"
+    )]
+    Shared {
+        /// The tensor.
+        param: String,
+        /// The layers.
         layers: String,
     },
     /// A module that is to be trained whole, of which there is nothing.
@@ -144,7 +169,9 @@ pub fn adapt(
     name: &str,
     model_type: &str,
 ) -> Result<Adapted, AdaptError> {
-    if name.is_empty() || name.contains('.') {
+    // It becomes part of the names of tensors and of a folder.
+    let is_plain = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_');
+    if name.is_empty() || name.len() > 100 || !name.chars().all(is_plain) {
         let name = name.to_owned();
         return Err(AdaptError::Name { name });
     }
@@ -158,9 +185,7 @@ pub fn adapt(
         .iter()
         .filter(|layer| is_target(&config, layer))
         .collect();
-    if chosen.is_empty() {
-        return Err(no_target(&config, &layers));
-    }
+    check_targets(graph, &config, &layers)?;
     if let Some(table) = chosen
         .iter()
         .find(|layer| config.use_dora && !layer.is_linear)
@@ -184,6 +209,7 @@ pub fn adapt(
         name,
     };
     let is_adapted = |module: &str| modules.iter().any(|adapted| adapted == module);
+    check_whole(graph, &config, &layers, is_adapted)?;
     let extended = extend(
         graph,
         |param| {
@@ -199,7 +225,7 @@ pub fn adapt(
     )?;
     Ok(Adapted {
         graph: extended,
-        config: written(&config, &chosen, &layers, &modules),
+        config: written(graph, &config, &chosen, &layers, &modules),
         modules,
     })
 }
@@ -208,6 +234,7 @@ pub fn adapt(
 struct Layer {
     node: std::sync::Arc<str>,
     module: String,
+    weight: String,
     is_linear: bool,
     is_head: bool,
     is_transposed: bool,
@@ -222,10 +249,11 @@ fn layers(graph: &Graph) -> Vec<Layer> {
             .inputs
             .get(1)
             .and_then(|&weight| graph.param_of(weight));
-        let is_layer = (is_linear || is_embedding) && weight.is_some();
-        is_layer.then(|| Layer {
+        let weight = weight.filter(|_| is_linear || is_embedding)?;
+        Some(Layer {
             node: std::sync::Arc::clone(&node.name),
             module: node.scope.to_string(),
+            weight: graph.param(weight).name.clone(),
             is_linear,
             is_head: is_linear && graph.is_head(&users, node),
             is_transposed: matches!(
@@ -241,17 +269,69 @@ fn layers(graph: &Graph) -> Vec<Layer> {
 }
 
 fn is_target(config: &LoraConfig, layer: &Layer) -> bool {
-    let module = &layer.module;
-    let is_named = match &config.targets {
-        None => false,
-        Some(Names::AllLinear) => layer.is_linear && !layer.is_head,
-        Some(names) => names.has(module),
-    };
-    let is_excluded = config
-        .excluded
-        .as_ref()
-        .is_some_and(|names| names.has(module));
-    is_named && !is_excluded && config.is_in_layers(module)
+    is_named(config, layer) && config.obstacle(&layer.module).is_none()
+}
+
+fn is_named(config: &LoraConfig, layer: &Layer) -> bool {
+    let is_kind = !matches!(config.targets, Some(Names::AllLinear));
+    config.names(&layer.module) && (is_kind || layer.is_linear && !layer.is_head)
+}
+
+/// Checks that there are targets, and that all modules that are named can be.
+fn check_targets(graph: &Graph, config: &LoraConfig, layers: &[Layer]) -> Result<(), AdaptError> {
+    let ends: BTreeSet<_> = layers
+        .iter()
+        .map(|layer| layer.module.rsplit('.').next().unwrap_or_default())
+        .collect();
+    let ends = ends.into_iter().collect::<Vec<_>>().join(", ");
+    let is_layer = |module: &str| layers.iter().any(|layer| layer.module == module);
+    let modules = graph.params().iter();
+    let mut modules = modules.filter_map(|param| param.name.strip_suffix(".weight"));
+    if let Some(module) = modules.find(|name| config.is_target(name) && !is_layer(name)) {
+        return Err(AdaptError::NoLayer {
+            module: module.to_owned(),
+            layers: ends,
+        });
+    }
+    if layers.iter().any(|layer| is_target(config, layer)) {
+        return Ok(());
+    }
+    let json = config.to_json();
+    let targets = json["target_modules"].to_string();
+    let named = layers.iter().find(|layer| is_named(config, layer));
+    Err(
+        match named.and_then(|layer| config.obstacle(&layer.module)) {
+            Some(field) => AdaptError::NoneLeft {
+                field,
+                value: json[field].to_string(),
+                targets,
+            },
+            None => AdaptError::NoTarget {
+                targets,
+                layers: ends,
+            },
+        },
+    )
+}
+
+/// Checks that what is trained whole belongs to one layer: PEFT trains a copy for the module that is named.
+fn check_whole(
+    graph: &Graph,
+    config: &LoraConfig,
+    layers: &[Layer],
+    is_adapted: impl Fn(&str) -> bool,
+) -> Result<(), AdaptError> {
+    for param in graph.params() {
+        let users = layers.iter().filter(|layer| layer.weight == param.name);
+        let users: BTreeSet<_> = users.map(|layer| layer.module.as_str()).collect();
+        if users.len() > 1 && config.trains_whole(&param.name, &is_adapted) {
+            return Err(AdaptError::Shared {
+                param: param.name.clone(),
+                layers: users.into_iter().collect::<Vec<_>>().join(" and "),
+            });
+        }
+    }
+    Ok(())
 }
 
 fn with_defaults(config: &LoraConfig, model_type: &str) -> Result<LoraConfig, AdaptError> {
@@ -270,20 +350,9 @@ fn with_defaults(config: &LoraConfig, model_type: &str) -> Result<LoraConfig, Ad
         .expect("a list of names is legal"))
 }
 
-fn no_target(config: &LoraConfig, layers: &[Layer]) -> AdaptError {
-    let ends: BTreeSet<_> = layers
-        .iter()
-        .map(|layer| layer.module.rsplit('.').next().unwrap_or_default())
-        .collect();
-    AdaptError::NoTarget {
-        targets: config.to_json()["target_modules"].to_string(),
-        within: config.layers.clone(),
-        layers: ends.into_iter().collect::<Vec<_>>().join(", "),
-    }
-}
-
 /// The configuration as PEFT would have to be given it for the same adapter.
 fn written(
+    graph: &Graph,
     config: &LoraConfig,
     chosen: &[&Layer],
     layers: &[Layer],
@@ -304,12 +373,29 @@ fn written(
             .with("target_modules", targets)
             .expect("a list of names is legal");
     }
-    if chosen.iter().any(|layer| layer.is_transposed) {
+    if let Some(modules) = modules_to_save(graph, config) {
         written = written
-            .with("fan_in_fan_out", json!(true))
-            .expect("a flag is legal");
+            .with("modules_to_save", json!(modules))
+            .expect("a list of names is legal");
     }
+    let is_transposed = chosen.iter().any(|layer| layer.is_transposed);
     written
+        .with("fan_in_fan_out", json!(is_transposed))
+        .expect("a flag is legal")
+}
+
+/// The whole names of `modules_to_save`, where PEFT would find others too: to it `norm` is `layernorm` as well.
+fn modules_to_save(graph: &Graph, config: &LoraConfig) -> Option<BTreeSet<String>> {
+    let params = graph.params().iter();
+    let modules = params.flat_map(|param| {
+        let dots = param.name.match_indices('.');
+        dots.map(|(dot, _)| &param.name[..dot])
+    });
+    let saved = &config.saved_modules;
+    let (own, others): (BTreeSet<_>, BTreeSet<_>) = modules
+        .filter(|module| saved.iter().any(|saved| module.ends_with(saved.as_str())))
+        .partition(|module| saved.iter().any(|saved| ends_with(module, saved)));
+    (!others.is_empty()).then(|| own.into_iter().map(str::to_owned).collect())
 }
 
 /// What is put beside each target.

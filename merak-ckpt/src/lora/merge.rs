@@ -3,7 +3,7 @@
 use super::{Adapter, config};
 use crate::hf::{CONFIG, Content, exported, make, read_json};
 use crate::rewrite::{Values, copy_file, copy_other_files};
-use crate::{Checkpoint, ExportOptions, HfFolder, Piece, Result};
+use crate::{Checkpoint, ExportOptions, HfFolder, Kind, Piece, Result};
 use serde_json::Value;
 use std::path::Path;
 
@@ -23,7 +23,8 @@ impl Values for Merged<'_> {
 /// Writes a Hugging Face folder of a base model with the PEFT adapter in `adapter` folded into its
 /// weights: `W + scale * B * A`, and what the adapter replaces. `base` is a Hugging Face folder, a
 /// checkpoint, or an output folder; see [`export_hf`](crate::export_hf) for what is written, and
-/// [`Adapter::open`] for what is read. An adapter that the base has of its own is left out.
+/// [`Adapter::open`] for what is read. An adapter that the base has of its own is left out. Where head and embedding of
+/// the base are one and the adapter changes one of them, the folder's are two.
 ///
 /// # Errors
 /// As for [`export_hf`](crate::export_hf), [`Adapter::open`] and [`Adapter::merge`]. Nothing is left at
@@ -83,6 +84,9 @@ fn merge(
     others: &dyn Fn(&Path) -> Result<()>,
 ) -> Result<()> {
     adapter.measure(base)?;
+    let untied = adapter.untied.map(|pair| with_head(base, pair));
+    let untied = untied.transpose()?;
+    let base = untied.as_ref().unwrap_or(base);
     let changes = |name: &str| adapter.targets().any(|target| target == name);
     let content = Content {
         tensors: exported(base, &config, options, &changes)?,
@@ -94,4 +98,14 @@ fn merge(
         others,
     };
     make(folder, &content, options)
+}
+
+/// The parameters of a model whose head is its embedding, with a head of its own.
+fn with_head(base: &Checkpoint, [head, embedding]: [&str; 2]) -> Result<Checkpoint> {
+    let parameters = base.manifest().tensors_of(&Kind::Parameter);
+    let own = parameters.map(|tensor| (tensor.name.clone(), tensor.name.clone()));
+    base.renamed(
+        &own.chain([(head.to_owned(), embedding.to_owned())])
+            .collect(),
+    )
 }

@@ -48,17 +48,20 @@ fn names(file: &Path) -> Vec<String> {
 }
 
 /// Merges an adapter and compares every element with what PEFT made.
-fn check(base: &Path, adapter: &str, tolerance: f64) {
+fn check(base: &Path, adapter: impl AsRef<Path>, tolerance: f64) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let out = folder.path().join("merged");
     let adapter = golden("lora").join(adapter);
     merge_lora(base, &adapter, &out, &ExportOptions::default()).expect("it merges");
-    assert!(out.join("config.json").is_file());
+    let config = fs::read(out.join("config.json")).expect("it is there");
+    let config: Value = serde_json::from_slice(&config).expect("it is JSON");
     let (ours, theirs) = (
         out.join("model.safetensors"),
         adapter.join("merged.safetensors"),
     );
     assert_eq!(names(&ours), names(&theirs));
+    let has_head = names(&ours).contains(&"lm_head.weight".to_owned());
+    assert_eq!(config["tie_word_embeddings"], !has_head);
     for name in names(&ours) {
         let (ours, theirs) = (floats(&ours, &name), floats(&theirs, &name));
         assert_eq!(ours.len(), theirs.len(), "{name}");
@@ -75,9 +78,16 @@ fn check(base: &Path, adapter: &str, tolerance: f64) {
 fn merged_weights_are_those_of_peft() {
     let gpt2 = golden("hf/gpt2-safetensors");
     check(&gpt2, "gpt2", 1e-6);
+    // Head and embedding of the base are one tensor, of which the adapters are for one or the other.
     check(&gpt2, "embedding", 1e-6);
+    check(&gpt2, "head", 1e-6);
     // In bf16 PEFT rounds twice.
-    check(&golden("hf/llama-indexed"), "llama", 1.6e-2);
+    let llama = golden("hf/llama-indexed");
+    check(&llama, "llama", 1.6e-2);
+    check(&llama, "tables", 1.6e-2);
+    // Of layers that are stored `[out, in]`, PEFT takes no other word for it.
+    let transposed = changed("tables", |config| config["fan_in_fan_out"] = json!(true));
+    check(&llama, transposed.path(), 1.6e-2);
     // A bare model has shorter names; pickles are read as well.
     check(&golden("hf/gpt2-zip"), "gpt2", 1e-6);
     // A checkpoint of the base, cut for other ranks.
@@ -177,6 +187,18 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
     let no_tensors = BTreeMap::<String, TensorView<'_>>::new();
     let file = empty.path().join("adapter_model.safetensors");
     safetensors::serialize_to_file(no_tensors, None, &file).unwrap();
+    let without = |part: &str| {
+        let folder = changed("gpt2", |_| ());
+        let file = folder.path().join("adapter_model.safetensors");
+        let bytes = fs::read(&file).unwrap();
+        let mut tensors = safetensors::SafeTensors::deserialize(&bytes)
+            .unwrap()
+            .tensors();
+        tensors.retain(|(name, _)| !name.contains(part));
+        safetensors::serialize_to_file(tensors, None, &file).unwrap();
+        folder
+    };
+    let parts = ["h.1.attn.c_attn.lora", "ln_f.weight", "h.0.ln_1.bias"].map(without);
     let messages = [
         refusal(gpt2, &folder.path().join("nowhere")),
         refusal("llama-indexed", &golden("lora/gpt2")),
@@ -187,6 +209,9 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
         refusal(gpt2, of_rank_7.path()),
         refusal(gpt2, without_magnitudes.path()),
         refusal(gpt2, empty.path()),
+        refusal(gpt2, parts[0].path()),
+        refusal(gpt2, parts[1].path()),
+        refusal(gpt2, parts[2].path()),
     ];
     insta::assert_snapshot!(messages.join("\n"), @"
     cannot read LORA/adapter_config.json: the file is missing
@@ -198,6 +223,9 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
     cannot read LORA/adapter_model.safetensors: `base_model.model.transformer.h.0.attn.c_attn.lora_A.weight` has rank 4, in the configuration it is 7
     cannot read LORA/adapter_model.safetensors: `transformer.h.0.attn.c_attn` has no magnitude vector, but `use_dora` is true
     cannot read LORA/adapter_model.safetensors: it has no tensor
+    cannot read LORA/adapter_model.safetensors: it has no factors for `transformer.h.1.attn.c_attn` of the `target_modules`
+    cannot read LORA/adapter_model.safetensors: it has no `transformer.ln_f.weight`, which it has by its configuration
+    cannot read LORA/adapter_model.safetensors: it has no `transformer.h.0.ln_1.bias`, which it has by its configuration
     ");
     fs::create_dir(&out).unwrap();
     fs::write(out.join("mine"), "").unwrap();

@@ -201,11 +201,8 @@ impl MerakTrainer {
     /// # Errors
     /// When a weight is no longer finite, and where several layers share it; the weights then are those of the base.
     pub fn set_adapter(&mut self, adapter: Option<&Adapter>) -> Result<()> {
-        let low_rank = adapter
-            .iter()
-            .flat_map(|adapter| adapter.low_rank_targets());
-        let shared = { low_rank }.find_map(|name| self.stages.plan.shared_layers(name));
-        if let Some((param, layers)) = shared {
+        let tied = adapter.and_then(Adapter::tied_target);
+        if let Some((param, layers)) = tied.and_then(|name| self.stages.plan.shared_layers(name)) {
             self.set_adapter(None)?;
             return Err(Error::SharedTarget { param, layers });
         }

@@ -1,9 +1,9 @@
 //! Which checkpoint a run goes on from, and whether it fits: decided from files and the plan alone, so that
 //! every rank comes to the same answer.
 
-use super::checkpoint::RunState;
+use super::checkpoint::{ADAPTER_CONFIG, RunState};
 use crate::{CheckedArguments, Error, Plan, Result};
-use merak_ckpt::{Checkpoint, Error as CkptError, Kind, Manifest, Store, TensorEntry};
+use merak_ckpt::{Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, Store, TensorEntry};
 use std::{
     borrow::Cow,
     collections::VecDeque,
@@ -139,6 +139,7 @@ pub(super) fn check(
             path: path(),
             difference: format!("its run state cannot be read: {error}"),
         })?;
+    check_adapter(checkpoint, plan, state.is_none(), args.finetune)?;
     check_model(checkpoint, plan, state.is_none(), args.finetune)?;
     if let Some(state) = state.as_ref().filter(|_| !args.finetune) {
         if !args.no_load_rng && !state.has_rng {
@@ -154,6 +155,95 @@ pub(super) fn check(
     }
     Ok(state)
 }
+
+/// Compares the checkpoint's adapter with that of the run: what it computes, and where the run goes on what it trains.
+fn check_adapter(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    is_release: bool,
+    is_base: bool,
+) -> Result<()> {
+    let path = checkpoint.path();
+    let other = |difference: String| {
+        let path = path.to_owned();
+        Err(Error::OtherModel { path, difference })
+    };
+    let manifest = checkpoint.manifest();
+    let saved_name = manifest.header.model["adapter_name"]
+        .as_str()
+        .unwrap_or("default");
+    let lora = match (&plan.lora, lacks_adapter(manifest)) {
+        (Some(lora), false) => lora,
+        (Some(_), true) if !is_release && !is_base => {
+            return other(
+                "it has no adapter; with \"finetune\", one starts on its weights".to_owned(),
+            );
+        }
+        (None, false) if !is_release => {
+            return other(format!(
+                "it has the adapter `{saved_name}`: set \"lora_config\" to its {ADAPTER_CONFIG}, or fold it into the weights with `merak-ckpt export-hf`"
+            ));
+        }
+        _ => return Ok(()),
+    };
+    if lora.name != saved_name {
+        let name = &lora.name;
+        return other(format!(
+            "its adapter is `{saved_name}`, but \"adapter_name\" is `{name}`"
+        ));
+    }
+    let file = path.join(ADAPTER_CONFIG);
+    if !file.is_file() {
+        return Ok(());
+    }
+    let factors = plan
+        .graph
+        .params()
+        .iter()
+        .filter(|param| param.beside.is_some());
+    let is_there = |param: &merak_trace::Param| {
+        let entry = manifest.tensor(&Kind::Parameter, &param.name);
+        entry.is_some_and(|entry| entry.shape == param.full.shape)
+    };
+    let saved_factors = manifest
+        .tensors_of(&Kind::Parameter)
+        .filter(|entry| is_factor(&entry.name));
+    let has_same = factors.clone().count() == saved_factors.count() && { factors }.all(is_there);
+    let fields: &[&'static str] = match (has_same, is_base) {
+        (false, _) => &SHAPE,
+        (true, false) => &MEANING,
+        (true, true) => &MEANING[..3],
+    };
+    let Some((field, there, here)) = LoraConfig::read(&file)?.difference(&lora.config, fields)
+    else {
+        return Ok(());
+    };
+    other(format!(
+        "the `{field}` of its adapter is {there}, but {here} in \"lora_config\": take its {ADAPTER_CONFIG}, or fold the \
+         adapter into the weights with `merak-ckpt export-hf` and start another on them"
+    ))
+}
+
+/// Fields of an adapter that decide which factors it has.
+const SHAPE: [&str; 8] = [
+    "r",
+    "target_modules",
+    "rank_pattern",
+    "use_dora",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "modules_to_save",
+];
+
+/// Those that decide what the factors come to, and then what else is trained.
+const MEANING: [&str; 5] = [
+    "lora_alpha",
+    "alpha_pattern",
+    "use_rslora",
+    "bias",
+    "modules_to_save",
+];
 
 /// Compares the checkpoint's parameters with the whole model's; floats may have any size. A release may have more of
 /// them. An adapter starts on a release or another base that has none.
@@ -209,7 +299,11 @@ fn check_model(
 /// Whether a checkpoint has no parameters of adapters.
 pub(super) fn lacks_adapter(manifest: &Manifest) -> bool {
     let mut params = manifest.tensors_of(&Kind::Parameter);
-    !params.any(|entry| entry.name.contains(".lora_"))
+    !params.any(|entry| is_factor(&entry.name))
+}
+
+fn is_factor(name: &str) -> bool {
+    name.contains(".lora_")
 }
 
 /// The name that a parameter has in a checkpoint. Only releases may leave the model's base prefix out, as in

@@ -2,17 +2,21 @@
 
 Written with peft 0.21.2, torch 2.13.0, transformers 5.23.0, Python 3.11; the bases are folders of ../hf:
 
-    python make.py
+    python make.py [CASE ...]
 
 - gpt2       on ../hf/gpt2-safetensors: Conv1D weights, patterns of rank and alpha, biases, a module saved whole
 - embedding  on ../hf/gpt2-safetensors: the token embedding, use_rslora, adapter_model.bin
+- head       on ../hf/gpt2-safetensors: the head, and the embedding saved whole
 - llama      on ../hf/llama-indexed: every linear layer of a bf16 model
+- tables     on ../hf/llama-indexed: a square layer, embedding and head, with a wrong fan_in_fan_out
 
-Each has the adapter as peft saves it, and merged.safetensors.
+Each has the adapter as peft saves it, and merged.safetensors, with a head of its own where the adapter changes head or
+embedding.
 """
 
 import pathlib
 import shutil
+import sys
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -28,10 +32,16 @@ CASES = {
         modules_to_save=["ln_f"], task_type="CAUSAL_LM",
     )),
     "embedding": ("gpt2-safetensors", False, LoraConfig(r=3, lora_alpha=6, target_modules=["wte"], use_rslora=True)),
+    "head": ("gpt2-safetensors", True, LoraConfig(r=2, target_modules=["lm_head"], modules_to_save=["wte"])),
+    "tables": ("llama-indexed", True, LoraConfig(
+        r=2, target_modules=["q_proj", "embed_tokens", "lm_head"], fan_in_fan_out=True,
+    )),
     "llama": ("llama-indexed", True, LoraConfig(r=2, lora_alpha=1, target_modules="all-linear")),
 }
 
-for name, (base, as_safetensors, config) in CASES.items():
+names = sys.argv[1:] or CASES
+for name in names:
+    base, as_safetensors, config = CASES[name]
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_pretrained(here / ".." / "hf" / base, dtype="auto")
     adapted = get_peft_model(model, config)
@@ -43,7 +53,10 @@ for name, (base, as_safetensors, config) in CASES.items():
     shutil.rmtree(folder, ignore_errors=True)
     adapted.save_pretrained(folder, safe_serialization=as_safetensors)
     (folder / "README.md").unlink(missing_ok=True)
+    head = adapted.get_output_embeddings()
+    head = getattr(head, "base_layer", head)
+    head.weight = torch.nn.Parameter(head.weight.clone())
     merged = adapted.merge_and_unload().state_dict()
-    if "wte" in config.target_modules or "gpt2" in base:
+    if name == "gpt2":
         merged.pop("lm_head.weight")  # the embedding once more
     save_file({key: value.contiguous() for key, value in merged.items()}, folder / "merged.safetensors")

@@ -293,11 +293,36 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     place.succeed("train hf.toml --lora_config lora.json --max_steps 7 --resume auto");
     assert_eq!(records(&place, "tuned").last().expect("a record").0, 7);
     place.succeed("train hf.toml --lora_config lora.json --adapter_name mine --output_dir other");
-    assert!(
-        place
-            .path("other/adapter/mine/adapter_config.json")
-            .is_file()
-    );
-    insta::assert_snapshot!(place.mistake("train hf.toml --lora_config lora.json --adapter_name a.b"), @r#"error: "lora_config": "a.b" is no name for an adapter, expected one without dots that is not empty"#);
+    place.succeed("train hf.toml --lora_config lora.json --adapter_name yours --output_dir other");
+    for name in ["mine", "yours"] {
+        let folder = place.path("other/adapter").join(name);
+        assert!(folder.join("adapter_config.json").is_file(), "{name}");
+    }
+    insta::assert_snapshot!(place.mistake("train hf.toml --lora_config lora.json --adapter_name a.b"), @r#"error: "lora_config": `adapter_name` is "a.b", expected 1 to 100 letters, digits, `-` and `_`"#);
     insta::assert_snapshot!(place.mistake("train hf.toml --lora_config nowhere.json"), @"error: cannot read nowhere.json: the file is missing");
+}
+
+#[test]
+fn an_adapter_of_a_shared_table_leaves_a_folder_with_a_head_of_its_own() {
+    let place = with_folder(None);
+    let lora = r#"{"r": 2, "lora_alpha": 4, "target_modules": ["wte", "lm_head"], "init_lora_weights": false}"#;
+    place.write("lora.json", lora);
+    place.succeed("train hf.toml --lora_config lora.json");
+    let saved = Checkpoint::open(place.path("tuned")).expect("it opens");
+    let options = ExportOptions::default();
+    export_hf(&saved, place.path("whole"), &options).expect("it merges");
+    let [hf, adapter, merged] = ["hf", "tuned/adapter", "merged"].map(|name| place.path(name));
+    merge_lora(hf, adapter, merged, &options).expect("it merges");
+    let line = "--prompt every --temperature 1 --seed 3 --max-new-tokens 12 --json";
+    let own = place.document(&format!("generate tuned {line}"));
+    assert_ne!(own, place.document(&format!("generate hf {line}")));
+    for folder in ["whole", "merged"] {
+        assert_eq!(
+            own,
+            place.document(&format!("generate {folder} {line}")),
+            "{folder}"
+        );
+    }
+    let refused = place.mistake("generate hf --prompt every --adapter tuned/adapter");
+    insta::assert_snapshot!(refused, @"error: the adapter changes `transformer.wte.weight`, which transformer.wte and lm_head share, for one of them: `merak-ckpt merge-lora` writes a model in which each has its own");
 }

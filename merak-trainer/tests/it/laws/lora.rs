@@ -40,10 +40,17 @@ fn llama_dora(folder: &Path) -> Case {
     Case::llama().with_lora(folder, &lora)
 }
 
+/// The same where ranks that share a key head keep it whole, and the layer's matrix is used twice.
+fn llama_dropout(folder: &Path) -> Case {
+    let lora = json!({ "use_dora": true, "target_modules": ["k_proj", "v_proj", "o_proj"], "r": 2, "lora_alpha": 1,
+        "lora_dropout": 0.1, "init_lora_weights": false });
+    Case::llama().with_lora(folder, &lora)
+}
+
 #[test]
 fn adapters_train_on_every_topology_like_on_one_rank() {
     let folder = tempfile::tempdir().unwrap();
-    for make in [gpt2, llama, dora, llama_dora] {
+    for make in [gpt2, llama, dora, llama_dora, llama_dropout] {
         let case = make(folder.path());
         let (first, all) = (case.run(0), case.run(12));
         assert_ne!(all.weights, first.weights, "it is trained");
@@ -177,6 +184,68 @@ fn a_resumed_adapter_goes_on_where_it_stood() {
 }
 
 #[test]
+fn a_run_goes_on_with_the_adapter_that_its_checkpoint_has() {
+    let folder = tempfile::tempdir().unwrap();
+    let plain = Case::gpt2().writing(&folder.path().join("run"));
+    let case = plain
+        .clone()
+        .with_lora(folder.path(), &json!({ "modules_to_save": ["ln_f"] }));
+    case.on_ranks(MerakTrainer::save_checkpoint);
+    let other = folder.path().join("other");
+    std::fs::create_dir(&other).unwrap();
+    let refusal = |case: Case| {
+        let case = case.with("resume_from_checkpoint", "latest");
+        let error = case.try_on_ranks(|_| Ok(())).expect_err("another adapter");
+        let error = merak_trainer::chain(&error);
+        error
+            .split(" is of another model: ")
+            .last()
+            .unwrap_or_default()
+            .to_owned()
+    };
+    let with = |lora: Value| plain.clone().with_lora(&other, &lora);
+    let saved = || json!({ "modules_to_save": ["ln_f"] });
+    let messages = [
+        refusal(with(json!({ "modules_to_save": "ln_f", "lora_alpha": 16 }))),
+        // As for an evaluation.
+        refusal(with(json!({ "use_rslora": true })).with("finetune", true)),
+        refusal(with(json!({ "bias": "all", "modules_to_save": ["ln_f"] }))),
+        refusal(with(json!({}))),
+        refusal(with(json!({ "r": 4 }))),
+        refusal(with(json!({ "target_modules": ["c_fc"] }))),
+        refusal(with(saved()).with("adapter_name", "mine")),
+        refusal(plain.clone()),
+    ];
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    the `lora_alpha` of its adapter is 8.0, but 16 in "lora_config": take its adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
+    the `use_rslora` of its adapter is null, but true in "lora_config": take its adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
+    the `bias` of its adapter is "none", but "all" in "lora_config": take its adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
+    the `modules_to_save` of its adapter is ["ln_f"], but null in "lora_config": take its adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
+    the `r` of its adapter is 8, but 4 in "lora_config": take its adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
+    the `target_modules` of its adapter is ["c_attn"], but ["c_fc"] in "lora_config": take its adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
+    its adapter is `default`, but "adapter_name" is `mine`
+    it has the adapter `default`: set "lora_config" to its adapter_config.json, or fold it into the weights with `merak-ckpt export-hf`
+    "#);
+    let same = with(saved()).with("resume_from_checkpoint", "latest");
+    same.on_ranks(|_| Ok(()));
+}
+
+#[test]
+fn what_is_saved_whole_has_no_factors_and_is_named_as_peft_finds_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let lora =
+        json!({ "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["norm", "v_proj"] });
+    let plan = Case::llama().with_lora(folder.path(), &lora).plan();
+    let params = plan.graph.params().iter();
+    assert!({ params }.all(|param| !param.name.contains("v_proj.lora_")));
+    let config = plan.lora.as_ref().expect("there is one").config.to_json();
+    let saved = &config["modules_to_save"];
+    let layers = (0..4).map(|layer| format!("model.layers.{layer}.self_attn.v_proj"));
+    let expected: Vec<_> = layers.chain(["model.norm".to_owned()]).collect();
+    assert_eq!(*saved, json!(expected));
+}
+
+#[test]
 fn an_adapter_starts_on_a_base_and_leaves_its_logits_alone() {
     let folder = tempfile::tempdir().unwrap();
     let base = Case::gpt2().writing(&folder.path().join("base"));
@@ -201,7 +270,7 @@ fn an_adapter_starts_on_a_base_and_leaves_its_logits_alone() {
     let error = adapted.with("finetune", false).try_on_ranks(|_| Ok(()));
     let error = merak_trainer::chain(&error.expect_err("a run without an adapter"));
     let end = error.split(": ").last();
-    insta::assert_snapshot!(end.unwrap_or_default(), @"it has no parameter transformer.h.0.attn.c_attn.lora_A.default.weight");
+    insta::assert_snapshot!(end.unwrap_or_default(), @r#"it has no adapter; with "finetune", one starts on its weights"#);
 }
 
 #[test]
@@ -224,6 +293,10 @@ fn targets_that_no_layer_has_are_told() {
         refusal(json!({ "layers_to_transform": 9 })),
         refusal(json!({ "modules_to_save": ["ln_f", "score"] })),
         refusal(json!({ "rank_pattern": { "c_attn": 0 } })),
+        refusal(json!({ "exclude_modules": "transformer.*" })),
+        refusal(json!({ "layers_to_transform": [0], "layers_pattern": ["blocks"] })),
+        refusal(json!({ "target_modules": ["c_attn", "ln_1"] })),
+        refusal(json!({ "modules_to_save": ["wte"] })),
     ];
     insta::assert_snapshot!(messages.join("\n"), @r#"
     "lora_config": no layer is one of the `target_modules` ["q_proj"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
@@ -232,9 +305,13 @@ fn targets_that_no_layer_has_are_told() {
     cannot read FOLDER/lora.json: `r` is 0, expected a whole number from 1 on
     cannot read FOLDER/lora.json: `lora_dropout` is 1, expected a number from 0 to less than 1
     "lora_config": `init_lora_weights` is "eva", expected true, false or gaussian for a new adapter
-    "lora_config": no layer is one of the `target_modules` ["c_attn"] in layers [9]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
+    "lora_config": `layers_to_transform` is 9, which leaves none of the `target_modules` ["c_attn"]
     "lora_config": no parameter belongs to `score` of `modules_to_save`
     cannot read FOLDER/lora.json: `rank_pattern` is {"c_attn":0}, expected patterns and whole numbers from 1 on
+    "lora_config": `exclude_modules` is "transformer.*", which leaves none of the `target_modules` ["c_attn"]
+    "lora_config": `layers_pattern` is ["blocks"], which leaves none of the `target_modules` ["c_attn"]
+    "lora_config": `transformer.h.0.ln_1` is one of the `target_modules`, but can have no adapter: the model's layers that can are c_attn, c_fc, c_proj, lm_head, wpe, wte
+    "lora_config": `modules_to_save` has `transformer.wte.weight`, which lm_head and transformer.wte share: as one of the `target_modules`, a layer is trained alone
     "#);
 }
 
@@ -266,7 +343,7 @@ fn an_adapter_of_a_shared_table_is_trained_beside_it_and_never_merged_into_it() 
         let outcome = case.try_on_ranks(|trainer| trainer.set_adapter(Some(&adapter)));
         let error = merak_trainer::chain(&outcome.expect_err("it is shared"));
         insta::allow_duplicates! {
-            insta::assert_snapshot!(error, @"the adapter changes `transformer.wte.weight`, which transformer.wte and lm_head share: merged into it, it would change all of them, while it was trained beside one");
+            insta::assert_snapshot!(error, @"the adapter changes `transformer.wte.weight`, which transformer.wte and lm_head share, for one of them: `merak-ckpt merge-lora` writes a model in which each has its own");
         }
     }
 }
