@@ -2,9 +2,9 @@
 
 use crate::{BoxError, Error, Result, Sampler};
 use serde::{Deserialize, Serialize};
-use std::ops::ControlFlow;
+use std::{borrow::Cow, ops::ControlFlow};
 
-/// How to continue prompts. The names are those of the configuration keys.
+/// How to continue prompts. The names are those of the configuration keys, and of `generation_config.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GenerateOptions {
@@ -25,6 +25,10 @@ pub struct GenerateOptions {
     pub repetition_penalty: f64,
     /// Tokens that end a sequence.
     pub eos_token_ids: Vec<u32>,
+    /// New tokens before one of those.
+    pub min_new_tokens: usize,
+    /// Tokens that are never chosen.
+    pub suppress_tokens: Vec<u32>,
     /// Seed of the draws.
     pub seed: u64,
     /// Index of the first prompt, for replicas that share a list of prompts: a draw depends on
@@ -40,13 +44,34 @@ pub struct Row<'a> {
     pub prompt: u64,
     /// The prompt and what was generated so far, never empty.
     pub tokens: &'a [u32],
+    /// Tokens that may not come next.
+    pub forbidden: &'a [u32],
+}
+
+impl Row<'_> {
+    /// Chooses its next token by these logits.
+    ///
+    /// # Shapes
+    /// As [`Sampler::pick`].
+    ///
+    /// # Errors
+    /// As [`Sampler::pick`].
+    pub fn pick(&self, sampler: &Sampler, logits: &[f32]) -> Result<u32> {
+        let mut allowed = Cow::Borrowed(logits);
+        for &id in self.forbidden {
+            if let Some(logit) = allowed.to_mut().get_mut(id as usize) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        sampler.pick(&allowed, self.prompt, self.tokens)
+    }
 }
 
 /// Gives the next token of sequences: the seam between the decode loop and a model.
 ///
 /// Whoever can give logits implements [`LogitsSource`] and has this for free. A model that is
 /// spread over ranks implements this one: every rank runs the same loop, the source computes the
-/// logits together with the other ranks, the rank that has them calls [`Sampler::pick`], and the
+/// logits together with the other ranks, the rank that has them calls [`Row::pick`], and the
 /// tokens are broadcast, so that every rank returns the same.
 pub trait TokenSource {
     /// The next token of each row, in order.
@@ -139,6 +164,9 @@ pub struct NewToken {
 pub struct Decoding {
     first_prompt: u64,
     eos_token_ids: Vec<u32>,
+    min_new_tokens: usize,
+    /// What is never chosen; what is not before so many tokens.
+    suppressed: [Vec<u32>; 2],
     sequences: Vec<Sequence>,
 }
 
@@ -162,6 +190,8 @@ impl Default for GenerateOptions {
             min_p: 0.0,
             repetition_penalty: 1.0,
             eos_token_ids: Vec::new(),
+            min_new_tokens: 0,
+            suppress_tokens: Vec::new(),
             seed: 42,
             first_prompt: 0,
         }
@@ -229,7 +259,7 @@ impl<T: LogitsSource + ?Sized> TokenSource for T {
         let picks = rows
             .iter()
             .zip(&logits)
-            .map(|(row, logits)| sampler.pick(logits, row.prompt, row.tokens));
+            .map(|(row, logits)| row.pick(sampler, logits));
         Ok(picks.collect::<Result<_>>()?)
     }
 }
@@ -268,6 +298,11 @@ impl Decoding {
         Ok(Self {
             first_prompt: options.first_prompt,
             eos_token_ids: options.eos_token_ids.clone(),
+            min_new_tokens: options.min_new_tokens,
+            suppressed: [
+                options.suppress_tokens.clone(),
+                [&options.suppress_tokens[..], &options.eos_token_ids].concat(),
+            ],
             sequences,
         })
     }
@@ -281,8 +316,18 @@ impl Decoding {
     /// The sequence of a prompt, while it waits for a token.
     pub fn row(&self, prompt: u64) -> Option<Row<'_>> {
         let index = usize::try_from(prompt.checked_sub(self.first_prompt)?).ok()?;
-        let Sequence { tokens, reason, .. } = self.sequences.get(index)?;
-        reason.is_none().then_some(Row { prompt, tokens })
+        let Sequence {
+            tokens,
+            reason,
+            prompt_length,
+            ..
+        } = self.sequences.get(index)?;
+        let is_short = tokens.len() - prompt_length < self.min_new_tokens;
+        reason.is_none().then_some(Row {
+            prompt,
+            tokens,
+            forbidden: &self.suppressed[usize::from(is_short)],
+        })
     }
 
     /// Appends a token to a waiting sequence.

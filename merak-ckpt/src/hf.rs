@@ -175,10 +175,11 @@ impl HfFolder {
         })
     }
 
-    /// Whether this is a folder of a model and no checkpoint: it has a `config.json` and no manifest.
+    /// Whether this is a folder of a model and no checkpoint: it has a `config.json` or weights, and no manifest.
     pub fn is_one(path: impl AsRef<Path>) -> bool {
-        let has = |name: &str| path.as_ref().join(name).is_file();
-        has(CONFIG) && !has(format::MANIFEST)
+        let path = path.as_ref();
+        let has = |name: &str| path.join(name).is_file();
+        (has(CONFIG) || weight_files(path).is_ok()) && !has(format::MANIFEST)
     }
 
     /// The folder.

@@ -6,7 +6,7 @@ use crate::{
 use indicatif::BinaryBytes;
 use merak_mpu::DType;
 use merak_pipe::{Action, Kind};
-use merak_trace::{LiveBytes, Param, Port, StageProgram};
+use merak_trace::{Graph, LiveBytes, Op, Param, Port, StageProgram};
 use merak_zero::ZeroStage;
 use std::collections::{BTreeMap, BTreeSet};
 use sysinfo::{MemoryRefreshKind, Process, ProcessRefreshKind, ProcessesToUpdate, System};
@@ -22,7 +22,10 @@ pub enum Workload {
         samples: usize,
     },
     /// One token after the other.
-    Generation,
+    Generation {
+        /// Of all sequences together: those whose keys and values are kept at least.
+        positions: usize,
+    },
 }
 
 /// The least bytes that a rank needs: what no backend gets around.
@@ -133,12 +136,16 @@ impl Plan {
                     let batch = evaluation::batch(args, samples);
                     self.forward_bytes(rank, Forward::loss(batch, self.seq_length))?
                 }
-                Workload::Generation => {
+                Workload::Generation { positions } => {
                     let first = Forward {
                         logits: true,
                         ..Forward::loss(1, FIRST_TOKENS)
                     };
-                    self.forward_bytes(rank, first)?
+                    // Without a cache, they are computed again and again.
+                    let kept = if args.use_cache { positions } else { 0 };
+                    let cache = self.cached_bytes(rank, first)?;
+                    let cache = cache.saturating_mul(kept.div_ceil(args.dp));
+                    self.forward_bytes(rank, first)?.saturating_add(cache)
                 }
             };
             if activations > need.activations {
@@ -156,6 +163,20 @@ impl Plan {
         let inputs = programs.stages.iter().map(|(_, program)| &**program);
         let batches = input_bytes(inputs).saturating_mul(self.schedule.size.microbatches);
         batches.saturating_add(peak)
+    }
+
+    /// What a rank's caches keep of the positions of a forward.
+    fn cached_bytes(&self, rank: usize, forward: Forward) -> Result<usize> {
+        let programs = self.inference_programs(self.stages_of(rank), forward)?;
+        let graphs = programs.iter().map(|program| &program.graph);
+        let bytes = |graph: &Graph| -> usize {
+            let nodes = graph.nodes().iter();
+            let attentions = nodes.filter(|node| matches!(node.op, Op::Attention(_)));
+            // Queries, keys and values, in this order.
+            let kept = attentions.flat_map(|node| &node.inputs[1..3]);
+            kept.map(|&value| graph.ty(value).size_bytes()).sum()
+        };
+        Ok(graphs.map(bytes).sum())
     }
 
     fn forward_bytes(&self, rank: usize, forward: Forward) -> Result<usize> {
@@ -203,7 +224,8 @@ impl Plan {
             Some(Workload::Training) => {
                 "a smaller \"per_device_train_batch_size\" or \"seq_length\""
             }
-            Some(Workload::Generation) | None => "a smaller model",
+            Some(Workload::Generation { .. }) => "fewer or shorter prompts",
+            None => "a smaller model",
         };
         Err(Error::Memory(Box::new(MemoryShortage {
             ranks: args.world_size(),
@@ -375,6 +397,26 @@ mod tests {
         );
         let plain = total(&["optim=sgd", "zero_stage=0"]);
         assert_eq!(plain.optimizer, 0);
+    }
+
+    #[test]
+    fn a_run_that_trains_nothing_needs_neither_gradients_nor_optimizer_state() {
+        let (plan, args) = plan(&[]);
+        let params = plan.graph.num_elements();
+        let plan = plan.frozen();
+        let need = |positions| {
+            let need = plan.memory(&args, &[Workload::Generation { positions }]);
+            need.unwrap()[0]
+        };
+        let few = need(1);
+        assert_eq!(
+            (few.weights, few.gradients, few.optimizer),
+            (4 * params, 0, 0)
+        );
+        // Keys and values of 16 numbers in each of two layers.
+        let cache = need(1001).activations - few.activations;
+        assert_eq!(cache, 1000 * 2 * 2 * 16 * 4);
+        assert_eq!(need(usize::MAX).total(), usize::MAX);
     }
 
     #[test]

@@ -167,6 +167,18 @@ impl Plan {
         })
     }
 
+    /// The same for a run that trains nothing: no rank keeps gradients, optimizer state or `f32` masters for it.
+    #[must_use]
+    pub fn frozen(mut self) -> Self {
+        let params = self.graph.params().iter();
+        let names: Vec<_> = params.map(|param| param.name.clone()).collect();
+        for name in names {
+            let id = self.graph.find_param(&name).expect("a parameter's own");
+            self.graph.param_mut(id).trainable = false;
+        }
+        self
+    }
+
     /// The stages that a rank of the pipeline runs, in model order.
     pub fn stages_of(&self, rank: usize) -> impl Iterator<Item = usize> {
         let stages = self.placement.iter().enumerate();
@@ -211,7 +223,9 @@ impl Plan {
                 read.is_some_and(|read| self.graph.param(read).name == param)
             })
         };
-        let layers = self.graph.nodes().iter().filter(reads);
+        // Magnitudes beside a layer read its weight too.
+        let is_layer = |node: &&Node| !node.scope.contains(".lora_");
+        let layers = self.graph.nodes().iter().filter(is_layer).filter(reads);
         let layers: Vec<_> = layers.map(|node| node.scope.to_string()).collect();
         (layers.len() > 1).then(|| (param.to_owned(), layers.join(" and ")))
     }

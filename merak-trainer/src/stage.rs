@@ -41,6 +41,8 @@ pub(crate) struct RankStages {
     grads: GradStore,
     tied: tied::TiedGrads,
     pub(crate) seed: u64,
+    /// Whether no parameter has values yet.
+    pub(crate) is_blank: bool,
 }
 
 /// One of them.
@@ -54,7 +56,7 @@ pub(crate) struct Stage {
 }
 
 impl RankStages {
-    /// Builds the rank's part of the plan, with the starting values of its parameters.
+    /// Builds the rank's part of the plan; its parameters are without values until [`RankStages::draw`].
     pub(crate) fn new(
         plan: Arc<Plan>,
         mpu: Arc<Mpu>,
@@ -86,7 +88,7 @@ impl RankStages {
         let params = StageParams::new(&*backend, &programs.params, layout)?;
         let grads = grad_store(&programs, layout, &*backend);
         let stages = stages(&programs, &params, &backend, &mpu);
-        let mut stages = Self {
+        Ok(Self {
             plan,
             mpu,
             backend,
@@ -98,10 +100,8 @@ impl RankStages {
             grads,
             tied,
             seed: args.seed,
-        };
-        stages.initialise(num_threads)?;
-        stages.start_magnitudes()?;
-        Ok(stages)
+            is_blank: true,
+        })
     }
 
     /// Whether the last stage is among them, which has losses and logits.
@@ -121,8 +121,12 @@ impl RankStages {
         Ok(Engine::new(&schedule, self.mpu.pipeline_parallel_rank())?)
     }
 
-    /// Gives every parameter its starting values.
-    fn initialise(&mut self, num_threads: usize) -> Result<()> {
+    /// Draws the starting values of those parameters that nobody else gives any: a large model takes seconds.
+    pub(crate) fn draw(&mut self, num_threads: usize, draws: impl Fn(usize) -> bool) -> Result<()> {
+        self.is_blank = false;
+        if !(0..self.table.len()).any(&draws) {
+            return Ok(());
+        }
         let threads = Threads::new(num_threads).map_err(|source| merak_trace::Error::Kernel {
             node: "initialisation".into(),
             source,
@@ -133,7 +137,9 @@ impl RankStages {
         );
         let params = &self.table;
         self.params.write_floats(&mut |index, values| {
-            initial_values(&threads, self.seed, &params[index], tp_rank, tp, values);
+            if draws(index) {
+                initial_values(&threads, self.seed, &params[index], tp_rank, tp, values);
+            }
         });
         Ok(())
     }

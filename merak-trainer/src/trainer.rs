@@ -213,6 +213,10 @@ impl MerakTrainer {
         {
             trainer.load_checkpoint(&folder.0)?;
         }
+        if trainer.stages.is_blank {
+            trainer.stages.draw(trainer.parts.num_threads, |_| true)?;
+            trainer.stages.start_magnitudes()?;
+        }
         Ok(trainer)
     }
 

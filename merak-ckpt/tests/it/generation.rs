@@ -161,7 +161,7 @@ fn ranks_that_share_picked_tokens_complete_alike() {
             rows: &[Row<'_>],
             sampler: &Sampler,
         ) -> Result<Vec<u32>, BoxError> {
-            let pick = |row: &Row<'_>| sampler.pick(&logits(row.tokens), row.prompt, row.tokens);
+            let pick = |row: &Row<'_>| row.pick(sampler, &logits(row.tokens));
             self.sent
                 .push(rows.iter().map(pick).collect::<Result<_, _>>()?);
             Ok(self.sent[self.sent.len() - 1].clone())

@@ -4,13 +4,11 @@ use super::{
     Outcome, environment,
     model::Loaded,
     output,
-    session::{Session, parse_ids},
+    session::{Session, own_adapter, parse_ids},
 };
-use clap::Args as ClapArgs;
+use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
 use merak_ckpt::{Adapter, Checkpoint, Completion};
-use merak_trainer::{
-    ADAPTER_CONFIG, CheckedArguments, Config, Error, Origin, Result, data::Tokenizer,
-};
+use merak_trainer::{Config, Error, Origin, Result, data::Tokenizer};
 use serde_json::json;
 use std::{fs, path::PathBuf, process::ExitCode};
 
@@ -29,36 +27,36 @@ pub(crate) struct Args {
     /// A file with one prompt per line.
     #[arg(long, group = "prompts", value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// A PEFT folder, whose adapter is merged into the weights first. May be repeated: prompts are then continued
-    /// with one after the other; `none` is the model without one.
+    /// A PEFT folder, whose adapter is merged into the weights first, in place of the checkpoint's own. May be
+    /// repeated: prompts are then continued with one after the other; `none` is the model without one.
     #[arg(long, value_name = "DIR")]
     adapter: Vec<PathBuf>,
     /// Most new tokens per prompt [default: 128, where the environment has no other].
-    #[arg(long)]
-    max_new_tokens: Option<usize>,
-    /// Sampling temperature; 0 takes the likeliest token [default: 0.9].
     #[arg(long, allow_negative_numbers = true)]
+    max_new_tokens: Option<usize>,
+    /// Sampling temperature; 0 or `greedy` takes the likeliest token [default: 0.9].
+    #[arg(long, allow_negative_numbers = true, value_parser = temperature)]
     temperature: Option<f64>,
     /// Draws from the K likeliest tokens only; 0 is off [default: 0].
-    #[arg(long, value_name = "K")]
+    #[arg(long, allow_negative_numbers = true, value_name = "K")]
     top_k: Option<usize>,
     /// Draws from the likeliest tokens up to this probability [default: 0.9].
-    #[arg(long, value_name = "P")]
+    #[arg(long, allow_negative_numbers = true, value_name = "P")]
     top_p: Option<f64>,
     /// Draws from tokens with at least this share of the likeliest one's probability; 0 is off [default: 0].
-    #[arg(long, value_name = "P")]
+    #[arg(long, allow_negative_numbers = true, value_name = "P")]
     min_p: Option<f64>,
     /// Divides the positive logits of tokens that are already there; 1 is off [default: 1].
-    #[arg(long, value_name = "F")]
+    #[arg(long, allow_negative_numbers = true, value_name = "F")]
     repetition_penalty: Option<f64>,
     /// Ends a text after the token in which this string ends; may be repeated.
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     stop: Vec<String>,
     /// Prints the text as it comes; for one prompt.
     #[arg(long, conflicts_with = "json")]
     stream: bool,
     /// Seed of the draws [default: 42].
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     seed: Option<u64>,
     /// Replicas, which share out the prompts.
     #[arg(long, default_value_t = 1)]
@@ -93,17 +91,22 @@ pub(crate) fn run(args: &Args) -> Outcome {
     if streams && (prompts.len() != 1 || args.adapter.len() > 1 || tokenizer.is_none()) {
         return Err("--stream prints the text of one prompt, and needs a tokenizer".into());
     }
-    let checked = args.configuration(&checkpoint)?;
+    let config = args.configuration(&checkpoint)?;
+    let checked = config.check()?;
     let loaded = Loaded::of(&checked)?;
-    let checked = loaded.complete(checked)?;
+    let checked = loaded.complete_to_generate(checked, &config)?;
     let adapters = adapters(args, &checkpoint, &loaded)?;
-    let session = Session::new(checked, loaded, tokenizer)?;
+    let positions = prompts.iter().map(Vec::len).sum();
+    let session = Session::new(checked, loaded, tokenizer, positions)?;
     let results = session.on_ranks(|trainer| {
+        if streams && trainer.mpu().is_rank_0() {
+            output::stream(&session.text(&prompts[0])?);
+        }
+        if adapters.is_empty() {
+            return Ok(vec![session.generate(trainer, &prompts, streams)?]);
+        }
         let continued = |adapter: &Option<Adapter>| {
             trainer.set_adapter(adapter.as_ref())?;
-            if streams && trainer.mpu().is_rank_0() {
-                output::stream(&session.text(&prompts[0])?);
-            }
             session.generate(trainer, &prompts, streams)
         };
         adapters.iter().map(continued).collect::<Result<Vec<_>>>()
@@ -116,7 +119,17 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The adapters with which prompts are continued in turn; `None` is the base.
+/// A temperature as people write it.
+fn temperature(text: &str) -> Result<f64, String> {
+    match text {
+        "greedy" => Ok(0.0),
+        number => number
+            .parse()
+            .map_err(|_| "expected a number or `greedy`".to_owned()),
+    }
+}
+
+/// The adapters that were asked for, with which prompts are continued in turn; `None` is the base.
 fn adapters(args: &Args, checkpoint: &Checkpoint, loaded: &Loaded) -> Result<Vec<Option<Adapter>>> {
     let open = |folder: &PathBuf| {
         if folder.as_os_str() == BASE {
@@ -127,15 +140,12 @@ fn adapters(args: &Args, checkpoint: &Checkpoint, loaded: &Loaded) -> Result<Vec
         adapter.measure(checkpoint)?;
         Ok(Some(adapter))
     };
-    if args.adapter.is_empty() {
-        return Ok(vec![None]);
-    }
     args.adapter.iter().map(open).collect()
 }
 
 impl Args {
     /// The options as configuration keys, above those of the environment.
-    fn configuration(&self, checkpoint: &Checkpoint) -> Result<CheckedArguments> {
+    fn configuration(&self, checkpoint: &Checkpoint) -> Result<Config> {
         let folder = checkpoint.path();
         let given = [
             ("max-new-tokens", self.max_new_tokens.map(|n| n.to_string())),
@@ -170,11 +180,9 @@ impl Args {
                 checkpoint.manifest().header.model["seq_length"].to_string(),
             ),
         ];
-        if folder.join(ADAPTER_CONFIG).is_file() {
-            let name = checkpoint.manifest().header.model["adapter_name"].as_str();
-            let file = folder.join(ADAPTER_CONFIG).display().to_string();
-            keys.push(("lora_config", file));
-            keys.push(("adapter_name", name.unwrap_or("default").to_owned()));
+        if let Some((file, name)) = own_adapter(checkpoint) {
+            keys.push(("lora_config", file.display().to_string()));
+            keys.push(("adapter_name", name));
         }
         keys.extend(
             given
@@ -192,9 +200,9 @@ impl Args {
         let is_open = |key: &str| *config.origin(key) == Origin::Default;
         if is_open("max_new_tokens") && is_open("out_seq_length") {
             keys.push(("max-new-tokens", NEW_TOKENS.to_string()));
-            return load(&keys)?.check();
+            return load(&keys);
         }
-        config.check()
+        Ok(config)
     }
 
     /// The results of each adapter.
@@ -205,7 +213,9 @@ impl Args {
         if self.json {
             let entry = |adapter: &Option<String>, completion: &Completion| {
                 let text = session.tokenizer.as_ref();
-                let text = text.map(|tokenizer| tokenizer.decode(&completion.ids));
+                let tokens = [&completion.prompt_ids[..], &completion.ids].concat();
+                let known = completion.prompt_ids.len();
+                let text = text.map(|tokenizer| tokenizer.decode_after(known, &tokens));
                 let mut entry = json!({ "prompt_ids": completion.prompt_ids, "ids": completion.ids,
                     "text": text.transpose()?, "reason": completion.reason });
                 if let (Some(adapter), true) = (adapter, results.len() > 1) {
@@ -224,11 +234,11 @@ impl Args {
         let mut shown = Vec::new();
         for (adapter, completions) in named {
             for completion in completions {
-                let mut text = match session.tokenizer {
-                    Some(_) => session.text(&completion.prompt_ids)?,
-                    None => String::new(),
+                let prompt = match session.tokenizer {
+                    Some(_) => &completion.prompt_ids[..],
+                    None => &[],
                 };
-                text += &session.text(&completion.ids)?;
+                let mut text = session.text(&[prompt, &completion.ids].concat())?;
                 if let (Some(adapter), true) = (adapter, results.len() > 1) {
                     text = format!("[{adapter}] {text}");
                 }
@@ -272,6 +282,6 @@ fn prompts(
         tokenizer.ok_or("the checkpoint has no tokenizer.json: give --prompt-ids instead")?;
     Ok(texts
         .iter()
-        .map(|text| tokenizer.encode(text.as_bytes()))
+        .map(|text| tokenizer.encode_prompt(text))
         .collect::<Result<_>>()?)
 }

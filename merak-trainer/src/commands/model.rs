@@ -1,9 +1,10 @@
 //! The model that a configuration names.
 
-use merak_ckpt::HfFolder;
+use super::session::options_of;
+use merak_ckpt::{GenerateOptions, HfFolder};
 use merak_trace::models::{self, Model, SizeFields};
 use merak_trainer::{
-    CheckedArguments, Error, Result,
+    CheckedArguments, Config, Error, Origin, Result,
     data::{DataTokens, Tokenizer},
 };
 use serde_json::{Map, Value};
@@ -33,6 +34,8 @@ impl Loaded {
         } else {
             Value::Null
         };
+        check_ends(&json, &file)?;
+        check_ends(&generation, &beside)?;
         // A folder that cannot be opened is refused where its weights are read.
         if let Some(Ok(folder)) = weights_folder(args).map(HfFolder::open) {
             folder.correct(&mut json);
@@ -61,6 +64,100 @@ impl Loaded {
         args.check()
     }
 
+    /// The same for generation, with what `generation_config.json` says of it.
+    pub(crate) fn complete_to_generate(
+        &self,
+        args: CheckedArguments,
+        config: &Config,
+    ) -> Result<CheckedArguments> {
+        const PENALTY: &str = "repetition_penalty";
+        let mut args = self.complete(args)?.into_arguments();
+        let is_open = |key: &str| *config.origin(key) == Origin::Default;
+        if let Some(penalty) = self.generation[PENALTY]
+            .as_f64()
+            .filter(|_| is_open(PENALTY))
+        {
+            args.repetition_penalty = penalty;
+        }
+        let sampling = [
+            ("temperature", args.temperature),
+            ("top_k", args.top_k as f64),
+            ("top_p", args.top_p),
+            ("min_p", args.min_p),
+        ];
+        let is_other = |(key, used): &(&str, f64)| {
+            let stated = self.generation[*key].as_f64();
+            is_open(key) && stated.is_some_and(|stated| stated.total_cmp(used).is_ne())
+        };
+        let sampling = sampling.iter().filter(|option| is_other(option));
+        let fields: Vec<_> = sampling
+            .map(|(key, _)| *key)
+            .chain(self.unapplied())
+            .collect();
+        if !fields.is_empty() {
+            tracing::warn!(
+                ?fields,
+                "generation_config.json has fields that are not applied"
+            );
+        }
+        args.check()
+    }
+
+    /// Fields of `generation_config.json` that choose other tokens in transformers, and have no part here.
+    fn unapplied(&self) -> impl Iterator<Item = &'static str> {
+        // Without effect are these numbers, and what is null, false or empty.
+        const FIELDS: &[(&str, Option<f64>)] = &[
+            ("bad_words_ids", None),
+            ("begin_suppress_tokens", None),
+            ("constraints", None),
+            ("dola_layers", None),
+            ("encoder_no_repeat_ngram_size", Some(0.0)),
+            ("encoder_repetition_penalty", Some(1.0)),
+            ("epsilon_cutoff", Some(0.0)),
+            ("eta_cutoff", Some(0.0)),
+            ("exponential_decay_length_penalty", None),
+            ("force_words_ids", None),
+            ("forced_bos_token_id", None),
+            ("forced_decoder_ids", None),
+            ("forced_eos_token_id", None),
+            ("guidance_scale", Some(1.0)),
+            ("min_length", Some(0.0)),
+            ("no_repeat_ngram_size", Some(0.0)),
+            ("num_beams", Some(1.0)),
+            ("penalty_alpha", Some(0.0)),
+            ("sequence_bias", None),
+            ("stop_strings", None),
+            ("token_healing", None),
+            ("top_h", None),
+            ("typical_p", Some(1.0)),
+            ("watermarking_config", None),
+        ];
+        let is_active = |(name, neutral): &&(&str, Option<f64>)| match &self.generation[*name] {
+            Value::Null | Value::Bool(false) => false,
+            Value::Array(items) => !items.is_empty(),
+            Value::Object(items) => !items.is_empty(),
+            Value::Number(number) => number.as_f64() != *neutral,
+            Value::Bool(true) | Value::String(_) => true,
+        };
+        FIELDS.iter().filter(is_active).map(|(name, _)| *name)
+    }
+
+    /// How texts of the model end: the tokens that the arguments name, else its own; and what its
+    /// `generation_config.json` lets none of them choose.
+    pub(crate) fn generate_options(
+        &self,
+        args: &CheckedArguments,
+        tokenizer: Option<&Tokenizer>,
+    ) -> GenerateOptions {
+        let fewest = self.generation["min_new_tokens"].as_u64().unwrap_or(0);
+        GenerateOptions {
+            eos_token_ids: self.ends(args, tokenizer),
+            min_new_tokens: usize::try_from(fewest).unwrap_or(usize::MAX),
+            suppress_tokens: self.tokens(&self.generation, "suppress_tokens"),
+            ..options_of(args)
+        }
+    }
+
     /// What the configuration says about data; `args` are complete.
     pub(crate) fn data_tokens(&self, args: &CheckedArguments) -> DataTokens {
         let pad = args.pad_token_id.unwrap_or(0);
@@ -78,7 +175,7 @@ impl Loaded {
 
     /// The tokens that end a text: the one that the arguments name, else the model's and the tokenizer's. The model's
     /// are those of `generation_config.json`, as in transformers, where that file names some.
-    pub(crate) fn ends(&self, args: &CheckedArguments, tokenizer: Option<&Tokenizer>) -> Vec<u32> {
+    fn ends(&self, args: &CheckedArguments, tokenizer: Option<&Tokenizer>) -> Vec<u32> {
         const NAME: &str = "eos_token_id";
         if let Some(end) = args.eos_token_id {
             return vec![end];
@@ -115,6 +212,24 @@ impl Loaded {
             .filter_map(|token| u32::try_from(token).ok());
         ids.collect()
     }
+}
+
+/// Refuses tokens for the end of a text that are none.
+fn check_ends(config: &Value, path: &Path) -> Result<()> {
+    const NAME: &str = "eos_token_id";
+    let is_token = |value: &Value| value.is_null() || value.is_i64() || value.is_u64();
+    let stated = config.get(NAME).unwrap_or(&Value::Null);
+    let is_legal = match stated {
+        Value::Array(tokens) => tokens.iter().all(is_token),
+        token => is_token(token),
+    };
+    if is_legal {
+        return Ok(());
+    }
+    Err(Error::ModelSyntax {
+        path: path.to_owned(),
+        message: format!("`{NAME}` is {stated}, expected a token's number or a list of them"),
+    })
 }
 
 fn override_sizes(fields: &mut Map<String, Value>, names: SizeFields, args: &CheckedArguments) {

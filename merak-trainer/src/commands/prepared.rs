@@ -77,7 +77,8 @@ impl Prepared {
         let tokens = model.data_tokens(&args);
         let (datasets, corpus) = source.datasets(&inputs, &args, &tokens, trains)?;
         check_data(&args, &inputs, &datasets)?;
-        let plan = Arc::new(Plan::new(Arc::clone(&model.model), &args)?);
+        let plan = Plan::new(Arc::clone(&model.model), &args)?;
+        let plan = Arc::new(if trains { plan } else { plan.frozen() });
         // The configuration in use, overrides included, so that a checkpoint alone makes the model again.
         let model_json = format!("{:#}\n", model.json).into_bytes();
         let mut model_files = vec![("config.json".to_owned(), model_json)];

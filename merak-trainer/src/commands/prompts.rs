@@ -1,10 +1,19 @@
 //! `text_generation = true`: prompts on standard input instead of training. A line that is no prompt is told and passed
 //! over.
 
-use super::{Outcome, model::Loaded, output, session::Session};
-use merak_trainer::{Config, MerakTrainer, Origin, Result, data::Tokenizer};
+use super::{
+    Outcome,
+    model::Loaded,
+    output,
+    session::{Session, own_adapter},
+};
+use merak_ckpt::Checkpoint;
+use merak_trainer::{
+    Config, Error, InputPath, MerakArguments, MerakTrainer, Origin, Result, data::Tokenizer,
+};
 use std::{
     io::{self, BufRead, IsTerminal},
+    path::PathBuf,
     process::ExitCode,
 };
 
@@ -16,16 +25,20 @@ pub(crate) fn run(config: &Config) -> Outcome {
     let mut arguments = config.check()?.into_arguments();
     // Of a checkpoint, the weights.
     arguments.finetune = arguments.resume_from_checkpoint.is_some();
+    if let (None, Some((file, name))) = (&arguments.lora_config, resumed_adapter(&arguments)) {
+        arguments.lora_config = Some(InputPath(file));
+        arguments.adapter_name = name;
+    }
     let checked = arguments.check()?;
     let loaded = Loaded::of(&checked)?;
-    let args = loaded.complete(checked)?;
+    let args = loaded.complete_to_generate(checked, config)?;
     if args.model.hf_dir.is_none() && args.resume_from_checkpoint.is_none() {
         tracing::warn!(
             "neither model.hf_dir nor resume_from_checkpoint is set: the model has random weights"
         );
     }
     let tokenizer = tokenizer(config)?;
-    let session = Session::new(args, loaded, tokenizer)?;
+    let session = Session::new(args, loaded, tokenizer, 1)?;
     let refused = session.on_ranks(|trainer| {
         let mut refused = 0;
         while let Some(line) = next_line(trainer)? {
@@ -60,6 +73,15 @@ pub(crate) fn run(config: &Config) -> Outcome {
     Ok(ExitCode::from(if refused > 0 { 2 } else { 0 }))
 }
 
+/// The adapter that the checkpoint has of its own; one that cannot be opened is told where its weights are read.
+fn resumed_adapter(arguments: &MerakArguments) -> Option<(PathBuf, String)> {
+    let folder = match arguments.resume_from_checkpoint.as_deref()? {
+        "auto" | "latest" => arguments.output_dir.clone()?,
+        path => path.into(),
+    };
+    own_adapter(&Checkpoint::open_weights(folder).ok()?)
+}
+
 /// The tokenizer that the configuration names, or that of `model.hf_dir`.
 fn tokenizer(config: &Config) -> Result<Option<Tokenizer>> {
     let arguments = config.arguments();
@@ -81,17 +103,19 @@ fn tokenizer(config: &Config) -> Result<Option<Tokenizer>> {
 /// The next prompt, which the first rank reads, on every rank.
 fn next_line(trainer: &MerakTrainer) -> Result<Option<String>> {
     let world = trainer.mpu().world_group();
-    let mut line = String::new();
+    let mut line = Vec::new();
     if trainer.mpu().is_rank_0() {
         if io::stdin().is_terminal() {
             output::stream("> ");
         }
-        // What cannot be read ends the prompts, as the end of the input does.
-        if io::stdin().lock().read_line(&mut line).is_err() {
-            line.clear();
-        }
+        let read = io::stdin().lock().read_until(b'\n', &mut line);
+        read.map_err(|source| Error::Read {
+            path: "standard input".into(),
+            source,
+        })?;
     }
-    let bytes = world.broadcast_bytes(line.into_bytes(), 0)?;
+    let bytes = world.broadcast_bytes(line, 0)?;
+    // As in files of data, bytes that are not UTF-8 stand for U+FFFD.
     let line = String::from_utf8_lossy(&bytes);
     let prompt = line.trim_end_matches(['\r', '\n']);
     Ok((!line.is_empty() && prompt != STOP).then(|| prompt.to_owned()))

@@ -1,13 +1,13 @@
 //! What `merak generate` and `text_generation` share: a model on its ranks that continues prompts.
 
 use super::{model::Loaded, output};
-use merak_ckpt::{Completion, GenerateOptions, NewToken};
+use merak_ckpt::{Checkpoint, Completion, GenerateOptions, NewToken};
 use merak_trainer::{
-    CheckedArguments, Error, MerakTrainer, Plan, Result, TrainerParts, Workload,
+    ADAPTER_CONFIG, CheckedArguments, Error, MerakTrainer, Plan, Result, TrainerParts, Workload,
     data::{StopStrings, Tokenizer},
     run_world,
 };
-use std::{collections::BTreeMap, ops::ControlFlow, sync::Arc};
+use std::{collections::BTreeMap, ops::ControlFlow, path::PathBuf, sync::Arc};
 
 /// A model that is ready to continue prompts.
 pub(crate) struct Session {
@@ -32,11 +32,12 @@ pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
 }
 
 impl Session {
-    /// Plans the model of a configuration; its arguments are complete.
+    /// Plans the model of a configuration, for prompts with at least so many `positions`; its arguments are complete.
     pub(crate) fn new(
         args: CheckedArguments,
         loaded: Loaded,
         tokenizer: Option<Tokenizer>,
+        positions: usize,
     ) -> Result<Self> {
         if tokenizer.is_none() && args.stop_strings.is_some() {
             return Err(Error::MissingKey {
@@ -45,12 +46,9 @@ impl Session {
                     .to_owned(),
             });
         }
-        let options = GenerateOptions {
-            eos_token_ids: loaded.ends(&args, tokenizer.as_ref()),
-            ..options_of(&args)
-        };
-        let plan = Arc::new(Plan::new(loaded.model, &args)?);
-        plan.check_memory(&args, &[Workload::Generation])?;
+        let options = loaded.generate_options(&args, tokenizer.as_ref());
+        let plan = Arc::new(Plan::new(loaded.model, &args)?.frozen());
+        plan.check_memory(&args, &[Workload::Generation { positions }])?;
         plan.expect_causal("text generation")?;
         Ok(Self {
             args,
@@ -106,10 +104,18 @@ impl Session {
     /// The tokens of a prompt: those of its text, or the numbers that it consists of where there is no tokenizer.
     pub(crate) fn tokens(&self, prompt: &str) -> Result<Vec<u32>> {
         match &self.tokenizer {
-            Some(tokenizer) => tokenizer.encode(prompt.as_bytes()),
+            Some(tokenizer) => tokenizer.encode_prompt(prompt),
             None => parse_ids(prompt),
         }
     }
+}
+
+/// The adapter that a checkpoint has beside its weights: its description and its name.
+pub(crate) fn own_adapter(checkpoint: &Checkpoint) -> Option<(PathBuf, String)> {
+    let file = checkpoint.path().join(ADAPTER_CONFIG);
+    let name = checkpoint.manifest().header.model["adapter_name"].as_str();
+    let name = name.unwrap_or("default").to_owned();
+    file.is_file().then_some((file, name))
 }
 
 /// Token ids as people write them.
@@ -190,7 +196,7 @@ impl<'a> Watch<'a> {
 impl Text {
     /// Prints what is new of the part of the text that `ready` gives.
     fn show(&mut self, tokenizer: &Tokenizer, ready: impl Fn(&str) -> &str) {
-        let Ok(all) = tokenizer.decode(&self.tokens[self.prompt_length..]) else {
+        let Ok(all) = tokenizer.decode_after(self.prompt_length, &self.tokens) else {
             return;
         };
         let ready = ready(&all);

@@ -266,8 +266,9 @@ impl Run<'_> {
             max_new_tokens: SAMPLE_TOKENS
                 .min(room - prompt_len)
                 .min(self.args.new_token_limit()),
-            eos_token_ids: self.model.ends(&self.args, Some(&corpus.tokenizer)),
-            ..super::session::options_of(&self.args)
+            ..self
+                .model
+                .generate_options(&self.args, Some(&corpus.tokenizer))
         };
         Ok(trainer.generate(&[prompt], &options)?.into_iter().next())
     }
@@ -320,12 +321,17 @@ impl Run<'_> {
         };
         self.compare_times(ranks, &mut text);
         if let Some((sample, tokenizer)) = finished.sample.as_ref().zip(self.tokenizer.as_ref()) {
-            let decode = |ids: &[u32]| tokenizer.decode(ids).unwrap_or_default();
+            let Completion {
+                prompt_ids, ids, ..
+            } = sample;
+            let all = [&prompt_ids[..], ids].concat();
             let _ = writeln!(
                 text,
                 "\nsample    the model continues >>>\n{}>>>{}<<<\n",
-                decode(&sample.prompt_ids),
-                decode(&sample.ids)
+                tokenizer.decode(prompt_ids).unwrap_or_default(),
+                tokenizer
+                    .decode_after(prompt_ids.len(), &all)
+                    .unwrap_or_default()
             );
         }
         let _ = writeln!(

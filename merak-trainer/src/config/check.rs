@@ -109,13 +109,12 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         ("gradient_accumulation_steps", a.gradient_accumulation_steps),
     ])?;
     let product = |factors: &[usize]| {
-        factors
-            .iter()
-            .try_fold(1_usize, |product, factor| product.checked_mul(*factor))
-            .is_some()
+        let mut factors = factors.iter();
+        factors.try_fold(1_usize, |product, factor| product.checked_mul(*factor))
     };
+    let ranks = product(&[a.dp, a.tp, a.pp]);
     checker.require(
-        product(&[a.dp, a.tp, a.pp]),
+        ranks.is_some_and(|ranks| u32::try_from(ranks).is_ok()),
         "dp",
         a.dp,
         "small enough to count the ranks",
@@ -125,7 +124,7 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         ("per_device_eval_batch_size", a.per_device_eval_batch_size),
     ] {
         checker.require(
-            product(&[batch, a.gradient_accumulation_steps, a.dp]),
+            product(&[batch, a.gradient_accumulation_steps, a.dp]).is_some(),
             key,
             batch,
             "small enough to count the samples of a step",

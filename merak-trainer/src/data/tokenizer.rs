@@ -217,6 +217,41 @@ impl Tokenizer {
         }
     }
 
+    /// The tokens of a text that is to be continued: with the special ones that a tokenizer file puts around a text,
+    /// as in transformers.
+    ///
+    /// # Errors
+    ///
+    /// When the tokenizer refuses the text.
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+        match &self.0 {
+            Kind::Bytes => self.encode(text.as_bytes()),
+            Kind::File { path, inner, .. } => {
+                let encoding = inner.encode(text, true).map_err(|e| failure(path, &e))?;
+                Ok(encoding.get_ids().to_vec())
+            }
+        }
+    }
+
+    /// What tokens say beyond the first `known` of them. Alone, they would not begin with the space that many
+    /// tokenizers leave out at the start of a text.
+    ///
+    /// # Errors
+    ///
+    /// When the tokenizer refuses the ids.
+    ///
+    /// # Panics
+    ///
+    /// When there are fewer than `known`.
+    pub fn decode_after(&self, known: usize, ids: &[u32]) -> Result<String> {
+        let (before, all) = (self.decode(&ids[..known])?, self.decode(ids)?);
+        // A character that was cut is another one in the whole.
+        let same = all.chars().zip(before.chars());
+        let same = same.take_while(|(all, before)| all == before);
+        let same: usize = same.map(|(all, _)| all.len_utf8()).sum();
+        Ok(all[same..].to_owned())
+    }
+
     /// The text of tokens; special ones and unknown ids are left out.
     ///
     /// # Errors
@@ -429,6 +464,46 @@ mod tests {
         assert_eq!(encoded[1].ids, [1, 4, 2]);
         let error = tokenizer.encode_with_special(&texts, 3).unwrap_err();
         assert!(error.to_string().contains("no room in 3"), "{error}");
+    }
+
+    #[test]
+    fn a_prompt_begins_as_the_file_says_and_its_continuation_with_its_space() {
+        let space = json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "always", "split": true});
+        let pieces = json!({"type": "WordPiece", "prefix": "##", "cleanup": true});
+        let texts = [
+            json!({"Sequence": {"id": "A", "type_id": 0}}),
+            json!({"Sequence": {"id": "B", "type_id": 0}}),
+        ];
+        for (before, name, decoder) in [
+            (space.clone(), "\u{2581}", space),
+            (json!({"type": "Whitespace"}), "", pieces),
+        ] {
+            let file = json!({
+                "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+                "added_tokens": [{"id": 0, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+                    "normalized": false, "special": true}],
+                "pre_tokenizer": before, "decoder": decoder,
+                "post_processor": {"type": "TemplateProcessing",
+                    "single": [json!({"SpecialToken": {"id": "<s>", "type_id": 0}}), &texts[0]], "pair": texts,
+                    "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}},
+                "model": {"type": "WordLevel", "unk_token": "<s>",
+                    "vocab": {"<s>": 0, format!("{name}a"): 1, format!("{name}b"): 2}},
+            });
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("tokenizer.json");
+            fs::write(&path, file.to_string()).unwrap();
+            let tokenizer = Tokenizer::from_file(&path).unwrap();
+            assert_eq!(tokenizer.encode_prompt("a b").unwrap(), [0, 1, 2]);
+            assert_eq!(tokenizer.encode(b"a b").unwrap(), [1, 2]);
+            let ids = [0, 1, 2, 2, 1];
+            assert_eq!(tokenizer.decode(&ids).unwrap(), "a b b a");
+            assert_eq!(tokenizer.decode_after(3, &ids).unwrap(), " b a");
+            assert_eq!(tokenizer.decode_after(0, &ids).unwrap(), "a b b a");
+        }
+        // A character of two bytes, one of them in the prompt.
+        let bytes = Tokenizer::bytes();
+        let ids = bytes.encode_prompt("f\u{e9}e").unwrap();
+        assert_eq!(bytes.decode_after(2, &ids).unwrap(), "\u{e9}e");
     }
 
     #[test]

@@ -193,10 +193,12 @@ impl MerakTrainer {
 
     /// Merges a PEFT adapter into this rank's weights, whatever slices of them it holds, in place of the one that
     /// was merged before. Without one, the weights have the bits of the base again: they are kept while others stand
-    /// in their place.
+    /// in their place. An adapter beside the layers (`lora_config`) makes way for good, as far as the base is still
+    /// there: not for the values of modules and biases that it trained themselves.
     ///
     /// # Communication
-    /// None.
+    /// None, but for the norms of layers with magnitudes (`use_dora`) in `lora_config`: for each whose inputs are cut
+    /// over tensor-parallel ranks, an all-reduce of a number per output.
     ///
     /// # Errors
     /// When a weight is no longer finite, and where several layers share it; the weights then are those of the base.
@@ -219,6 +221,9 @@ impl MerakTrainer {
         let dtypes: Vec<_> = (0..params.len()).map(|i| self.stages.stored(i)).collect();
         let mut outcome = Ok(());
         self.stages.params.write(&mut |index, values| {
+            if params[index].beside.is_some() {
+                values.fill(0);
+            }
             if let Some(own) = base.remove(&index) {
                 values.copy_from_slice(&own);
             }
@@ -236,7 +241,8 @@ impl MerakTrainer {
             self.set_adapter(None)?;
             return Err(error.into());
         }
-        Ok(())
+        // Of factors that are zero, these are the norms of the weights as they now are: nothing is scaled.
+        self.stages.start_magnitudes()
     }
 
     /// This rank's slice of a parameter, in the element type in which it is kept.
@@ -348,6 +354,10 @@ impl MerakTrainer {
             optimizer,
             state,
         } = read;
+        if self.stages.is_blank {
+            let lacks = |index: usize| weights[index].is_none();
+            self.stages.draw(self.parts.num_threads, lacks)?;
+        }
         self.stages.params.write(&mut |index, bytes| {
             if let Some(values) = &weights[index] {
                 bytes.copy_from_slice(values);

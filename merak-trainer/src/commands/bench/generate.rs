@@ -64,8 +64,9 @@ impl Generate {
         let length = self.prompt.saturating_add(self.new_tokens);
         let args = self.arguments(length)?;
         let model = self.shape.model(length)?;
-        let plan = Arc::new(Plan::new(model.into(), &args)?);
-        plan.check_memory(&args, &[Workload::Generation])?;
+        let plan = Arc::new(Plan::new(model.into(), &args)?.frozen());
+        let positions = self.batch.saturating_mul(length);
+        plan.check_memory(&args, &[Workload::Generation { positions }])?;
         let prompts: Vec<Vec<u32>> = (0..self.batch)
             .map(|row| (0..self.prompt).map(|at| self.token(row, at)).collect())
             .collect();
@@ -127,7 +128,8 @@ impl Generate {
         Ok(Times {
             prefill: prefill.as_secs_f64(),
             decode: start.elapsed().saturating_sub(prefill).as_secs_f64(),
-            busy: spans.map(|span| span.end - span.start).sum(),
+            // A replica without a prompt has none, whose sum would be a negative zero.
+            busy: spans.fold(0.0, |busy, span| busy + (span.end - span.start)),
         })
     }
 

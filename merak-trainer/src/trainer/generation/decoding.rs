@@ -306,7 +306,7 @@ impl<'a> Generation<'a> {
                 .iter()
                 .zip(bytes.chunks_exact(bytes.len() / rows.len()));
             let pick = |(row, bytes): (&Row<'_>, &[u8])| {
-                let pick = |logits: &[f32]| self.sampler.pick(logits, row.prompt, row.tokens);
+                let pick = |logits: &[f32]| row.pick(&self.sampler, logits);
                 if ty.dtype == DType::BF16 {
                     let narrow = bytemuck::cast_slice::<_, half::bf16>(bytes).iter();
                     pick(&narrow.map(|logit| logit.to_f32()).collect::<Vec<_>>())

@@ -121,6 +121,22 @@ fn generation_options_are_checked() {
     assert_snapshot!(generate("--prompt-ids 5 --adapter nowhere"), @"error: cannot read nowhere/adapter_config.json: the file is missing");
     assert_snapshot!(generate("--prompt-ids 5 --top-p 2"), @r#"error: "top_p" is 2 (command line --top-p), but must be more than 0 and at most 1"#);
     assert_snapshot!(generate("--prompt-ids 5 --temperature -1"), @r#"error: "temperature" is -1 (command line --temperature), but must be at least 0"#);
+    assert_snapshot!(generate("--prompt-ids 5 --min-p -1"), @r#"error: "min_p" is -1 (command line --min-p), but must be from 0 to 1"#);
+    for (option, start) in [
+        (
+            "--temperature cold",
+            "error: invalid value 'cold' for '--temperature <TEMPERATURE>': expected a number or `greedy`",
+        ),
+        ("--top-k -1", "error: invalid value '-1' for '--top-k <K>'"),
+        ("--stop=", "error: a value is required for '--stop <TEXT>'"),
+        (
+            "--dp 18446744073709551615",
+            "error: \"dp\" is 18446744073709551615 (command line --dp), but must be small enough",
+        ),
+    ] {
+        let refused = generate(&format!("--prompt-ids 5 {option}"));
+        assert!(refused.starts_with(start), "{refused}");
+    }
     assert_snapshot!(generate("--prompt-ids 300"), @"error: prompt 0 has the token 300, but the model knows 0 to 256 only");
     place.write("blank.txt", "\n\n");
     assert_snapshot!(generate("--prompt-file blank.txt"), @"error: no prompt in blank.txt: write one prompt per line");
@@ -151,6 +167,11 @@ fn other_commands_check_their_arguments() {
     assert_snapshot!(place.mistake("trace model.json --pp 2"), @"error: --pp 2 cuts the graph, but --stage does not say which part to print: add --stage K with K from 0 to 1");
     assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=1e300"), @"error: the cost F must be from 0 to 1e15, found 1e300");
     assert_snapshot!(place.mistake("trace nowhere"), @"error: cannot read nowhere: No such file or directory (os error 2)");
+    let many = place.mistake(
+        "bench generate --layers 1 --hidden 8 --heads 1 --vocab 16 --batch 18446744073709551615",
+    );
+    assert!(many.starts_with("error: the run needs at least "), "{many}");
+    assert!(many.ends_with("choose fewer or shorter prompts"), "{many}");
     assert_snapshot!(place.mistake("bench gpt --batch 7 --microbatches 2"), @"error: --batch 7 is no multiple of 2");
     assert_snapshot!(place.mistake("bench gpt --hidden 30 --heads 4"), @"error: model configuration: num_attention_heads: is 4, which does not divide the width 30");
     assert_snapshot!(place.mistake("bench gpt --dtype f64"), @"error: --dtype expects f32 or bf16, found f64");

@@ -2,7 +2,9 @@
 
 use std::{io::Write, process::Stdio};
 
-use super::{Ended, Workplace, model};
+use serde_json::json;
+
+use super::{Ended, Workplace, model, weights::with_folder};
 
 /// The tokens of each prompt's continuation.
 fn generated(place: &Workplace, options: &str, variables: &[(&str, &str)]) -> Vec<u64> {
@@ -89,6 +91,37 @@ fn the_sample_at_the_end_of_a_training_ends_at_the_given_token() {
 }
 
 #[test]
+fn generation_follows_the_models_folder_or_says_what_it_leaves_out() {
+    let place = with_folder(None);
+    let line = "generate hf --prompt-ids 101 --temperature greedy --max-new-tokens 6";
+    let generate = |stated: serde_json::Value, options: &str| {
+        place.write("hf/generation_config.json", &stated.to_string());
+        let document = place.document(&format!("{line} --json {options}"));
+        let ids = document[0]["ids"].as_array().expect("a list of tokens");
+        ids.iter()
+            .map(|id| id.as_u64().expect("a token"))
+            .collect::<Vec<_>>()
+    };
+    let free = generate(json!({}), "");
+    let first = free[0];
+    assert!(!generate(json!({ "suppress_tokens": [first] }), "").contains(&first));
+    assert_eq!(generate(json!({ "eos_token_id": first }), ""), [first]);
+    let late = generate(json!({ "eos_token_id": first, "min_new_tokens": 3 }), "");
+    assert!(late.len() > 3 && !late[..3].contains(&first), "{late:?}");
+    let penalty = json!({ "repetition_penalty": 50.0 });
+    assert_ne!(generate(penalty.clone(), ""), free);
+    assert_eq!(generate(penalty, "--repetition-penalty 1"), free);
+    let beams = json!({ "num_beams": 4, "no_repeat_ngram_size": 0, "temperature": 0.5, "top_p": 0.7,
+        "bad_words_ids": [[3]], "do_sample": true });
+    assert_eq!(generate(beams, ""), free);
+    let ended = place.merak(line);
+    let told = r#"not applied fields=["top_p", "bad_words_ids", "num_beams"]"#;
+    assert!(ended.stderr.contains(told), "{}", ended.stderr);
+    place.write("hf/generation_config.json", r#"{ "eos_token_id": "5" }"#);
+    insta::assert_snapshot!(place.mistake(line), @r#"error: cannot parse the model configuration hf/generation_config.json: `eos_token_id` is "5", expected a token's number or a list of them"#);
+}
+
+#[test]
 fn another_seed_at_a_resume_is_told() {
     let place = Workplace::new();
     place.succeed("train merak.toml --max_steps 1");
@@ -127,6 +160,37 @@ fn a_text_ends_after_a_stop_and_may_be_shown_as_it_comes() {
     insta::assert_snapshot!(place.mistake(&format!("{line} --prompt for --stream")), @"error: --stream prints the text of one prompt, and needs a tokenizer");
 }
 
+#[test]
+fn a_text_begins_as_its_tokenizer_says_and_goes_on_with_a_space() {
+    let place = with_folder(None);
+    let name = |id: u32| match id {
+        256 => "<s>".to_owned(),
+        id => format!("\u{2581}w{id}"),
+    };
+    let vocab: serde_json::Map<_, _> = (0..257).map(|id| (name(id), id.into())).collect();
+    let words = json!({ "type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "always", "split": true });
+    let tokenizer = json!({
+        "added_tokens": [{ "id": 256, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true }],
+        "pre_tokenizer": words, "decoder": words,
+        "post_processor": { "type": "TemplateProcessing",
+            "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 0 } }],
+            "single": [{ "SpecialToken": { "id": "<s>", "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
+            "special_tokens": { "<s>": { "id": "<s>", "ids": [256], "tokens": ["<s>"] } } },
+        "model": { "type": "WordLevel", "vocab": vocab, "unk_token": "<s>" },
+    });
+    place.write("hf/tokenizer.json", &tokenizer.to_string());
+    let line = "generate hf --temperature 0 --max-new-tokens 5";
+    let found = place.document(&format!("{line} --json --prompt w7"));
+    assert_eq!(found[0]["prompt_ids"], json!([256, 7]));
+    let text = found[0]["text"].as_str().expect("a text");
+    assert!(text.starts_with(" w"), "{text:?}");
+    for option in ["", "--stream"] {
+        let shown = place.succeed(&format!("{line} --prompt w7 {option}"));
+        assert_eq!(shown.trim_end(), format!("w7{text}").trim_end(), "{option}");
+    }
+}
+
 /// What `train` with `text_generation` prints for some lines of standard input.
 fn prompted(place: &Workplace, options: &str, lines: &str) -> String {
     let ended = answered(place, options, lines);
@@ -135,7 +199,7 @@ fn prompted(place: &Workplace, options: &str, lines: &str) -> String {
 }
 
 /// The same, however it ends.
-fn answered(place: &Workplace, options: &str, lines: &str) -> Ended {
+pub(super) fn answered(place: &Workplace, options: &str, lines: impl AsRef<[u8]>) -> Ended {
     let line = format!("train merak.toml --text_generation --temperature 0 {options}");
     let mut command = place.command(&line);
     command
@@ -145,7 +209,7 @@ fn answered(place: &Workplace, options: &str, lines: &str) -> Ended {
     let mut child = command.spawn().expect("the command starts");
     let mut stdin = child.stdin.take().expect("it was asked for");
     // The command may end before it has read all.
-    let _ = stdin.write_all(lines.as_bytes());
+    let _ = stdin.write_all(lines.as_ref());
     drop(stdin);
     place.ended(&child.wait_with_output().expect("it ends"))
 }
@@ -183,6 +247,10 @@ fn text_generation_continues_lines_until_one_says_stop() {
         "{}",
         ended.stderr
     );
+    // Nor does one that is no text.
+    let ended = answered(&place, resumed, b"\xff\nevery\n");
+    assert_eq!(ended.status, Some(0));
+    assert!(ended.stdout.ends_with(&format!("\n{}\n", text("every"))));
     let end: String = text("every").chars().take(3).collect();
     let stopped = prompted(
         &place,

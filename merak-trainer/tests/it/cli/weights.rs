@@ -12,11 +12,12 @@ use serde_json::Value;
 use super::{
     Workplace,
     families::{self, write_tensors},
+    settings,
 };
 use crate::parity::formula::weight;
 
 /// A trained model in `run`, and the same as a Hugging Face folder in `hf`.
-fn with_folder(dtype: Option<DType>) -> Workplace {
+pub(super) fn with_folder(dtype: Option<DType>) -> Workplace {
     let place = Workplace::new();
     place.succeed("train merak.toml");
     let options = ExportOptions {
@@ -267,7 +268,22 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     let own = place.document(&format!("generate tuned {line}"));
     let beside = place.document(&format!("generate hf --adapter tuned/adapter {line}"));
     assert_eq!(own, beside);
-    assert_ne!(own, place.document(&format!("generate hf {line}")));
+    let base = place.document(&format!("generate hf {line}"));
+    assert_ne!(own, base);
+    // Another one takes its place, and so does none.
+    write_adapter(&place);
+    let with = |model: &str, adapter: &str| {
+        place.document(&format!("generate {model} --adapter {adapter} {line}"))
+    };
+    assert_eq!(with("tuned", "none"), base);
+    assert_eq!(with("tuned --tp 2", "tuned/adapter"), own);
+    assert_eq!(with("tuned", "adapter"), with("hf", "adapter"));
+    let greedy = "generate tuned --prompt every --max-new-tokens 9 --temperature 0 --json";
+    let greedy = place.document(greedy);
+    let text = greedy[0]["text"].as_str().expect("a text");
+    let options = "--resume_from_checkpoint tuned --max_new_tokens 9";
+    let ended = settings::answered(&place, options, "every\n");
+    assert_eq!(ended.stdout, format!("{text}\n"), "{}", ended.stderr);
     let saved = Checkpoint::open(place.path("tuned")).expect("it opens");
     extract_lora(&saved, place.path("extracted")).expect("it has an adapter");
     let extracted = super::files(&place.path("extracted"));

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use merak_ckpt::{Adapter, Checkpoint, Kind};
+use merak_ckpt::{Adapter, Checkpoint, GenerateOptions, Kind};
 use merak_trainer::{MerakTrainer, Workload};
 use serde_json::{Value, json};
 
@@ -271,6 +271,61 @@ fn an_adapter_starts_on_a_base_and_leaves_its_logits_alone() {
     let error = merak_trainer::chain(&error.expect_err("a run without an adapter"));
     let end = error.split(": ").last();
     insta::assert_snapshot!(end.unwrap_or_default(), @r#"it has no adapter; with "finetune", one starts on its weights"#);
+}
+
+#[test]
+fn an_adapter_beside_the_layers_makes_way_for_another_and_for_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let factors = |lora: Value| Case::gpt2().with_lora(folder.path(), &lora);
+    let greedy = GenerateOptions {
+        max_new_tokens: 6,
+        temperature: 0.0,
+        ..GenerateOptions::default()
+    };
+    let prompts = [vec![5, 17, 3]];
+    let base = Case::gpt2().on_ranks(|trainer| trainer.generate(&prompts, &greedy));
+    for (name, lora) in [
+        (
+            "plain",
+            json!({ "target_modules": ["c_attn", "wpe"], "init_lora_weights": false, "lora_alpha": 64 }),
+        ),
+        (
+            "dora",
+            json!({ "target_modules": ["c_attn", "c_proj"], "init_lora_weights": false, "lora_alpha": 64, "use_dora": true }),
+        ),
+    ] {
+        let run = folder.path().join(name);
+        let case = factors(lora).writing(&run);
+        let own = case.on_ranks(|trainer| {
+            trainer.train_step()?;
+            trainer.save_checkpoint()?;
+            trainer.generate(&prompts, &greedy)
+        });
+        assert_ne!(own, base, "{name}");
+        let saved = Checkpoint::open(&run).unwrap();
+        let tensors = &saved.manifest().tensors;
+        let mut adapter = Adapter::open(run.join("adapter"), &case.model, tensors).unwrap();
+        adapter.measure(&saved).unwrap();
+        for degrees in [(1, 1, 1), (1, 2, 2)] {
+            let case = case
+                .clone()
+                .on(degrees)
+                .with("resume_from_checkpoint", run.display());
+            let found = case.on_ranks(|trainer| {
+                let adapters = [None, Some(&adapter), None].into_iter();
+                let found = adapters.map(|adapter| {
+                    trainer.set_adapter(adapter)?;
+                    trainer.generate(&prompts, &greedy)
+                });
+                found.collect::<merak_trainer::Result<Vec<_>>>()
+            });
+            assert_eq!(
+                found[0],
+                [&base[0], &own[0], &base[0]].map(Clone::clone),
+                "{name} {degrees:?}"
+            );
+        }
+    }
 }
 
 #[test]
