@@ -4,7 +4,9 @@ mod modules;
 mod table;
 
 use crate::{Error, Partition, Result, cost, cost::Cost};
-use merak_trace::{Graph, Hop, Phase, RecomputePlan, Source, StageProgram, TiedParam, ValueId};
+use merak_trace::{
+    Graph, Hop, Param, Phase, RecomputePlan, Source, StageProgram, TiedParam, ValueId,
+};
 use modules::ModuleRanges;
 use serde::Serialize;
 use std::collections::BTreeSet;
@@ -197,12 +199,7 @@ fn of_program(
         .iter()
         .map(|param| param.local.numel())
         .sum();
-    let weight_bytes = total(
-        program
-            .params()
-            .iter()
-            .map(|param| param.local.size_bytes()),
-    );
+    let weight_bytes = total(program.params().iter().map(Param::kept_bytes));
     let trained: usize = program
         .params()
         .iter()

@@ -110,8 +110,8 @@ pub struct GradSlot {
 /// Flat parameter memory and the tensors that are views of it.
 #[derive(Debug)]
 pub struct ParamStore {
-    /// All parameters end to end; writing it changes the views. Its element type is that of the parameters, or `f32`
-    /// where it holds the masters of 16-bit ones that are trained.
+    /// All parameters end to end; writing it changes the views. Its element type is that in which the parameters are
+    /// kept, or `f32` where it holds the masters of 16-bit ones that are trained.
     pub flat: Box<dyn Buffer>,
     /// One value per parameter of a program, in its order.
     pub views: Vec<Value>,
@@ -186,7 +186,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// Makes a zeroed buffer for gradients.
     fn grad_buffer(&self, dtype: DType, len: usize) -> Box<dyn Buffer>;
 
-    /// Lays out parameters at the given offsets of one flat buffer of `len` elements, filled with zeros.
+    /// Lays out parameters at the given offsets of one flat buffer of `len` elements, filled with zeros. Those of a call
+    /// are [kept](Param::kept) in one element type.
     ///
     /// # Errors
     /// When a parameter does not fit the buffer or element types are mixed.

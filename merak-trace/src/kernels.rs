@@ -68,7 +68,9 @@ pub use dropout::{Dropout, DropoutKey, SampleSlice, dropout};
 pub use elementwise::{add, add_assign, add_suffix, mul, scale, transpose_middle};
 pub use embedding::{TableRows, embedding, embedding_grad};
 pub use float::Float;
-pub use gemm::{Lanes, Start, Write, gemm, gemm_batched, gemm_bias};
+#[cfg(target_arch = "x86_64")]
+pub use gemm::Isa;
+pub use gemm::{Lanes, Operand, Start, Write, gemm, gemm_batched, gemm_bias, widen};
 pub use init::{Distribution, InitKey, TensorBox, init};
 pub use layer_norm::{layer_norm, layer_norm_grad_input, layer_norm_grad_params};
 pub use mat::{MatMut, MatRef};

@@ -110,7 +110,7 @@ pub use interpreter::{
 };
 
 pub use kernels::KernelError;
-pub use materialise::initial_values;
+pub use materialise::{each_initial_values, initial_values};
 pub use merak_mpu::{Axis, DType};
 pub use op::Op;
 pub use param::{Beside, Init, LocalBox, Param, ParamRole, Placement, Shard};

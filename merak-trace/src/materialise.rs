@@ -6,6 +6,9 @@ use crate::{
     kernels::{self, Distribution, Float, InitKey, TensorBox, Threads},
 };
 
+/// Elements of a tensor that come into being together, but for a row that is longer.
+const BLOCK: usize = 1 << 20;
+
 /// Fills `out` with the starting values of what rank `rank` of `degree` holds of a parameter.
 ///
 /// A value depends only on the seed, the parameter's name and the index of the element in the full tensor.
@@ -38,6 +41,21 @@ pub fn initial_values<T: Float>(
         "one value per element of {}",
         param.name
     );
+    each_initial_values(threads, seed, param, rank, degree, &mut |first, values| {
+        out[first..][..values.len()].copy_from_slice(values);
+    });
+}
+
+/// Shows the values of [`initial_values`] a few at a time, with the place of the first of them in the local tensor. For
+/// who keeps them in another type.
+pub fn each_initial_values<T: Float>(
+    threads: &Threads,
+    seed: u64,
+    param: &Param,
+    rank: usize,
+    degree: usize,
+    show: &mut dyn FnMut(usize, &[T]),
+) {
     let distribution = match param.init {
         Init::Normal(std) => Distribution::Normal { mean: 0.0, std },
         Init::Uniform(bound) => Distribution::Uniform {
@@ -50,31 +68,61 @@ pub fn initial_values<T: Float>(
         seed,
         name: name_hash(&param.name),
     };
-    for piece in param.placement.local_boxes(&param.full, rank, degree) {
-        let mut values = vec![T::ZERO; piece.size.iter().product()];
+    let mut values = Vec::new();
+    for (piece, row) in param
+        .placement
+        .local_boxes(&param.full, rank, degree)
+        .into_iter()
+        .flat_map(blocks)
+    {
+        values.clear();
+        values.resize(piece.size.iter().product(), T::ZERO);
         let place = TensorBox {
             full: &param.full.shape,
             start: &piece.offset,
             local: &piece.size,
         };
         kernels::init(threads, key, distribution, place, &mut values);
-        put(&piece, &param.local.shape, &values, out);
+        put(&piece, row, &param.local.shape, &values, show);
     }
 }
 
-/// Copies the elements of a box to their place in the local tensor.
-fn put<T: Copy>(piece: &LocalBox, local: &[usize], values: &[T], out: &mut [T]) {
+/// Cuts a box along dimension 0; with each block the row of the box that it begins with.
+fn blocks(piece: LocalBox) -> impl Iterator<Item = (LocalBox, usize)> {
+    let rows = piece.size.first().copied().unwrap_or(1);
+    let width: usize = piece.size.iter().skip(1).product();
+    let step = (BLOCK / width.max(1)).max(1);
+    (0..rows).step_by(step).map(move |row| {
+        let mut block = piece.clone();
+        if let (Some(offset), Some(size)) = (block.offset.first_mut(), block.size.first_mut()) {
+            *offset += row;
+            *size = step.min(rows - row);
+        }
+        (block, row)
+    })
+}
+
+/// Shows the elements of a block that begins with a row of its box, by their place in the local tensor.
+fn put<T>(
+    block: &LocalBox,
+    row: usize,
+    local: &[usize],
+    values: &[T],
+    show: &mut dyn FnMut(usize, &[T]),
+) {
     if values.is_empty() {
         return;
     }
-    let inner: usize = local.iter().skip(piece.dim + 1).product();
+    let inner: usize = local.iter().skip(block.dim + 1).product();
     let (run, stride) = if local.is_empty() {
         (1, 1)
     } else {
-        (piece.size[piece.dim] * inner, local[piece.dim] * inner)
+        (block.size[block.dim] * inner, local[block.dim] * inner)
     };
-    let rows = values.chunks_exact(run).zip(out.chunks_exact_mut(stride));
-    rows.for_each(|(from, to)| to[piece.local_start * inner..][..run].copy_from_slice(from));
+    let before = row * local.iter().skip(1).product::<usize>();
+    for (index, values) in values.chunks_exact(run).enumerate() {
+        show(before + index * stride + block.local_start * inner, values);
+    }
 }
 
 #[cfg(test)]

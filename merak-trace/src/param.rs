@@ -1,7 +1,7 @@
 //! Parameters as proxies: names, types, initialisers and placements, never storage.
 
 use crate::TensorType;
-use merak_mpu::Axis;
+use merak_mpu::{Axis, DType};
 use serde::{Deserialize, Serialize};
 
 /// How the elements of a parameter start. A value depends only on the seed, the name of the parameter
@@ -149,6 +149,10 @@ pub struct Param {
     /// Whether training changes it. A frozen parameter has no gradient.
     #[serde(default = "yes")]
     pub trainable: bool,
+    /// The element type in which it lies in memory and in checkpoints, where that is narrower than the one that nodes
+    /// compute with. For frozen parameters alone: small steps would be lost.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kept: Option<DType>,
     /// The parameter whose layer it adapts, where it is a factor of a low-rank update.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub beside: Option<Beside>,
@@ -185,8 +189,20 @@ impl Param {
             role,
             placement: Placement::Replicate,
             trainable: true,
+            kept: None,
             beside: None,
         }
+    }
+
+    /// The element type in which it lies in memory.
+    pub fn kept_dtype(&self) -> DType {
+        self.kept.unwrap_or(self.local.dtype)
+    }
+
+    /// Bytes of what one rank holds, in memory.
+    pub fn kept_bytes(&self) -> usize {
+        let kept = TensorType::new(self.local.shape.clone(), self.kept_dtype());
+        kept.size_bytes()
     }
 
     /// Places the parameter on `degree` ranks and sets its local type.
@@ -199,7 +215,6 @@ impl Param {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use merak_mpu::DType;
 
     #[test]
     fn a_fused_projection_is_cut_per_part() {

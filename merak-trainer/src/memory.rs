@@ -253,7 +253,7 @@ fn weight_bytes(param: &Param) -> usize {
     } else {
         0
     };
-    param.local.size_bytes().saturating_add(master)
+    param.kept_bytes().saturating_add(master)
 }
 
 /// No fewer bytes than a microbatch on a stage needs on a backend without scratch memory. Batches are held until their

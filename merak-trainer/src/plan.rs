@@ -15,7 +15,7 @@ pub(crate) use rank::{ParamUse, RankPrograms};
 use crate::{CheckedArguments, CostModel, Error, Result, TrainSchedule};
 use draft::with_adapter;
 use merak_ckpt::LoraConfig;
-use merak_mpu::Degrees;
+use merak_mpu::{DType, Degrees};
 use merak_partition::{Partition, PartitionReport, ReportOptions};
 use merak_pipe::{Auto, Schedule};
 use merak_tp::{LayerLists, rewrite};
@@ -58,6 +58,8 @@ pub struct Plan {
     /// For each stage the rank of the pipeline that runs it.
     placement: Vec<usize>,
     lists: LayerLists,
+    /// What frozen weights are kept in, where that is not what nodes read.
+    frozen: Option<DType>,
     /// For each stage what it computes again.
     recompute: Vec<RecomputePlan>,
     trace: TraceOptions,
@@ -162,6 +164,7 @@ impl Plan {
             lora: draft.lora,
             search,
             lists: draft.lists,
+            frozen: draft.frozen,
             recompute,
             trace: draft.trace,
         })
@@ -266,7 +269,7 @@ impl Plan {
             ..self.trace.clone().with_head(head)
         };
         let model = self.model.trace(&options)?;
-        let (model, _) = with_adapter(model, self.lora.clone(), self.info.family)?;
+        let (model, _) = with_adapter(model, self.lora.clone(), self.info.family, self.frozen)?;
         let graph = rewrite(&model, &self.lists, self.degrees.tp)?.graph;
         // The same nodes in the same order, but for the loss at the end.
         let last = self.cuts.num_stages() - 1;

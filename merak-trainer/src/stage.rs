@@ -19,7 +19,7 @@ use merak_mpu::{Buffer, DType, Mpu, Rank};
 use merak_pipe::Engine;
 use merak_trace::{
     GradSlot, GradStore, Interpreter, Param, Placement, RunContext, SharedBackend, StageProgram,
-    Value, backend::candle::Candle, initial_values, kernels::Threads,
+    Value, backend::candle::Candle, each_initial_values, kernels::Threads,
 };
 use merak_zero::{FlatLayout, GlobalParams, ParamSpec, StepDevice, ZeroGroups, ZeroOptimizer};
 use std::sync::Arc;
@@ -136,9 +136,9 @@ impl RankStages {
             self.mpu.tensor_parallel_world_size(),
         );
         let params = &self.table;
-        self.params.write_floats(&mut |index, values| {
+        self.params.fill(&mut |index, put| {
             if draws(index) {
-                initial_values(&threads, self.seed, &params[index], tp_rank, tp, values);
+                each_initial_values(&threads, self.seed, &params[index], tp_rank, tp, put);
             }
         });
         Ok(())
@@ -216,7 +216,7 @@ impl RankStages {
         self.params.read_floats(&mut |all| {
             let named = params.iter().zip(all);
             out = named
-                .map(|(param, values)| (param.name.clone(), values.to_vec()))
+                .map(|(param, values)| (param.name.clone(), values.values().into_owned()))
                 .collect();
         });
         out

@@ -16,11 +16,15 @@ use crate::{
 };
 use candle_core::{Device, Tensor};
 use merak_mpu::{Buffer, DType, into_vec, zeros};
-use storage::{Handle, Pool, Pooled, Scalar, at, elements, steal};
+use storage::{Handle, Kept, Pool, Pooled, Scalar, at, elements, kept, steal};
 
 /// Runs nodes on the CPU, on the compute threads of one rank.
 ///
 /// Results do not depend on the number of threads. Memory of freed values is kept and reused.
+///
+/// Frozen parameters of f32 may be [kept](Param::kept) in bf16. Products and lookups widen their elements where they
+/// load them, other operations in memory of their own, so all results are those of an f32 parameter with the same
+/// values.
 #[derive(Debug)]
 pub struct Candle {
     threads: Threads,
@@ -171,6 +175,6 @@ impl Backend for Candle {
     }
 
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
-        storage::param_store(params, offsets, len)
+        storage::param_store(params, offsets, len, &self.pool)
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::simd::vectorize;
-use super::{Float, KernelError, MatMut, Threads};
+use super::{Float, KernelError, MatMut, Operand, Threads, widen};
 
 /// Elements per unit of parallel work, and columns per unit of the gradient.
 const CHUNK: usize = 16 * 1024;
@@ -60,7 +60,7 @@ impl TableRows {
 ///
 /// # Shapes
 ///
-/// `table`: `[rows here, H]`; `ids`: `[N]`; `out`: `[N, H]`.
+/// `table`: `[rows here, H]`; `ids`: `[N]`; `out`: `[N, H]`. The elements of the table may be narrower.
 ///
 /// # Errors
 ///
@@ -69,10 +69,10 @@ impl TableRows {
 /// # Panics
 ///
 /// The lengths do not fit.
-pub fn embedding<T: Float>(
+pub fn embedding<T: Float, W: Operand<T>>(
     threads: &Threads,
     rows: &TableRows,
-    table: &[T],
+    table: &[W],
     ids: &[i64],
     out: &mut [T],
 ) -> Result<(), KernelError> {
@@ -86,7 +86,7 @@ pub fn embedding<T: Float>(
     threads.for_each(items, |(ids, out)| {
         for (&id, out) in ids.iter().zip(out.chunks_exact_mut(width)) {
             match rows.local_row(id) {
-                Some(row) => out.copy_from_slice(&table[row * width..][..width]),
+                Some(row) => widen(&table[row * width..][..width], out),
                 None => out.fill(T::ZERO),
             }
         }

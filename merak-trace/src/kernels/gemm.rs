@@ -10,6 +10,7 @@ mod amx;
 mod blocked;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
+mod operand;
 #[cfg(target_arch = "x86_64")]
 mod pack;
 #[cfg(target_arch = "x86_64")]
@@ -18,7 +19,13 @@ mod rows;
 mod tile;
 
 #[cfg(target_arch = "x86_64")]
-pub use lanes::Lanes;
+use pulp::x86::{V3, V4};
+#[cfg(target_arch = "x86_64")]
+use tile::STRIP;
+
+#[cfg(target_arch = "x86_64")]
+pub use lanes::{Isa, Lanes};
+pub use operand::{Operand, widen};
 
 /// An element type of products; the registers are those of x86 alone.
 #[cfg(not(target_arch = "x86_64"))]
@@ -80,16 +87,16 @@ impl<T> Start<'_, T> {
 ///
 /// # Shapes
 ///
-/// `a: [M, K]`, `b: [K, N]`, `c: [M, N]`; a product with K = 0 is zero.
+/// `a: [M, K]`, `b: [K, N]`, `c: [M, N]`; a product with K = 0 is zero. The elements of `b` may be narrower.
 ///
 /// # Panics
 ///
 /// The shapes do not fit each other.
-pub fn gemm<T: Float>(
+pub fn gemm<T: Float, W: Operand<T>>(
     threads: &Threads,
     alpha: T,
     a: MatRef<'_, T>,
-    b: MatRef<'_, T>,
+    b: MatRef<'_, W>,
     write: Write,
     c: MatMut<'_, T>,
 ) {
@@ -106,10 +113,10 @@ pub fn gemm<T: Float>(
 /// # Panics
 ///
 /// The shapes do not fit each other.
-pub fn gemm_bias<T: Float>(
+pub fn gemm_bias<T: Float, W: Operand<T>>(
     threads: &Threads,
     a: MatRef<'_, T>,
-    b: MatRef<'_, T>,
+    b: MatRef<'_, W>,
     bias: &[T],
     c: MatMut<'_, T>,
 ) {
@@ -118,29 +125,53 @@ pub fn gemm_bias<T: Float>(
     product(threads, T::ONE, a, b, Start::Row(bias), c);
 }
 
-fn product<T: Float>(
+fn product<T: Float, W: Operand<T>>(
     threads: &Threads,
     alpha: T,
     a: MatRef<'_, T>,
-    b: MatRef<'_, T>,
+    b: MatRef<'_, W>,
     start: Start<'_, T>,
     c: MatMut<'_, T>,
 ) {
     #[cfg(target_arch = "x86_64")]
-    if let Some(simd) = pulp::x86::V4::try_new() {
-        if blocked::pays(a.rows(), a.cols(), b.cols()) {
-            if let Err(c) = T::product_on_tiles(simd, threads, alpha, (a, b), start, c) {
-                blocked::product(simd, threads, alpha, (a, b), start, c);
-            }
-            return;
-        }
-        if rows::pays(&a, &b) {
-            return rows::product(simd, threads, alpha, (a, b), start, c);
-        }
-    }
+    let c = match on_registers(threads, alpha, (a, b), start, c) {
+        Ok(()) => return,
+        Err(c) => c,
+    };
     threads.for_each(tiles(0, c), |tile| {
         tile_product(threads, alpha, (a, b), start, tile);
     });
+}
+
+/// Computes a product with kernels for the registers of this processor.
+///
+/// # Errors
+/// It has none that suit, or they do not pay; `c` is as it was.
+#[cfg(target_arch = "x86_64")]
+fn on_registers<'c, T: Float, W: Operand<T>>(
+    threads: &Threads,
+    alpha: T,
+    (a, b): (MatRef<'_, T>, MatRef<'_, W>),
+    start: Start<'_, T>,
+    c: MatMut<'c, T>,
+) -> Result<(), MatMut<'c, T>> {
+    let wide = V4::try_new();
+    // With AVX2, faer's blocks are the faster ones.
+    if let (true, Some(simd)) = (blocked::pays(a.rows(), a.cols(), b.cols()), wide) {
+        if let Err(c) = W::product_on_tiles(simd, threads, alpha, (a, b), start, c) {
+            blocked::product::<_, _, _, STRIP>(simd, threads, alpha, (a, b), start, c);
+        }
+        return Ok(());
+    }
+    if !rows::pays(&a, &b) {
+        return Err(c);
+    }
+    match (wide, V3::try_new()) {
+        (Some(simd), _) => rows::product(simd, threads, alpha, (a, b), start, c),
+        (None, Some(simd)) => rows::product(simd, threads, alpha, (a, b), start, c),
+        (None, None) => return Err(c),
+    }
+    Ok(())
 }
 
 /// Computes one product per matrix of a batch, as [`gemm`] does.
@@ -213,10 +244,10 @@ fn tiles<T: Float>(batch: usize, c: MatMut<'_, T>) -> impl Iterator<Item = Tile<
     })
 }
 
-fn tile_product<T: Float>(
+fn tile_product<T: Float, W: Operand<T>>(
     threads: &Threads,
     alpha: T,
-    (a, b): (MatRef<'_, T>, MatRef<'_, T>),
+    (a, b): (MatRef<'_, T>, MatRef<'_, W>),
     start: Start<'_, T>,
     mut tile: Tile<'_, T>,
 ) {
@@ -229,12 +260,13 @@ fn tile_product<T: Float>(
         }
     };
     let a = a.sub_rows(tile.row, tile.out.rows());
-    let b = b.sub_cols(tile.col, tile.out.cols());
-    if !a.has_contiguous_cols() || a.rows() == 1 {
-        return gemm_inline(alpha, a, b, write, tile.out);
-    }
-    threads.with_scratch(REPACKED_STRIDE * a.cols(), |memory| {
-        gemm_inline(alpha, repack(a, memory), b, write, tile.out);
+    W::with_wide(threads, b.sub_cols(tile.col, tile.out.cols()), |b| {
+        if !a.has_contiguous_cols() || a.rows() == 1 {
+            return gemm_inline(alpha, a, b, write, tile.out);
+        }
+        threads.with_scratch(REPACKED_STRIDE * a.cols(), |memory| {
+            gemm_inline(alpha, repack(a, memory), b, write, tile.out);
+        });
     });
 }
 
@@ -248,7 +280,7 @@ fn repack<'a, T: Float>(a: MatRef<'_, T>, memory: &'a mut [T]) -> MatRef<'a, T> 
     MatRef::with_row_stride(memory, a.cols(), a.rows(), REPACKED_STRIDE).transposed()
 }
 
-fn check_shapes<T: Float>(a: &MatRef<'_, T>, b: &MatRef<'_, T>, c: &MatMut<'_, T>) {
+fn check_shapes<T: Float, W: Operand<T>>(a: &MatRef<'_, T>, b: &MatRef<'_, W>, c: &MatMut<'_, T>) {
     assert!(
         a.cols() == b.rows() && c.rows() == a.rows() && c.cols() == b.cols(),
         "a product of [{}, {}] and [{}, {}] does not fit [{}, {}]",

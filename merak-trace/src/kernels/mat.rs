@@ -9,7 +9,7 @@ pub struct MatRef<'a, T> {
     view: faer::MatRef<'a, T>,
 }
 
-impl<'a, T: Float> MatRef<'a, T> {
+impl<'a, T: Copy> MatRef<'a, T> {
     /// Views rows that begin `row_stride` elements apart.
     ///
     /// # Panics

@@ -2,11 +2,11 @@
 //!
 //! The reference is the candle backend in f64, whose gradients the finite differences of `gradients` check;
 //! that module hands each of its cases on to [`agree`]. Here stand larger and odder sizes, and what is not a
-//! number.
+//! number. Each case also runs with operands that are frozen and kept in bf16, where results may not change by a bit.
 
 use crate::support::{
     backend, backends, context, dtypes, floats, grad_store, host_backends, interpreter,
-    interpreter_in, noise, value, write,
+    interpreter_in, noise, value, views,
 };
 use merak_trace::{
     AxisGroups, Batch, DType, Graph, Init, Op, ParamRole, Result, SharedBackend, SingleRank,
@@ -14,7 +14,7 @@ use merak_trace::{
     fx::{self, AttentionTerms, Module, Symbol},
     op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
 };
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 /// Makes the nodes of a case from its operands and integers.
 pub(crate) type Build<'a> = dyn Fn(&Module, &[Symbol], &[Symbol]) -> Result<Vec<Symbol>> + 'a;
@@ -37,6 +37,32 @@ impl Case<'_> {
 /// Checks that every backend gives the reference's results and gradients, in each of its element types.
 pub(crate) fn agree(case: &Case<'_>) {
     compare(case, None, &backends(2));
+    keeps_narrow(case);
+}
+
+/// Checks that operands of f32 which are kept in bf16 give the bits of the same numbers kept in f32: each alone, so that
+/// gradients pass beside it, and all of them.
+fn keeps_narrow(case: &Case<'_>) {
+    let backend = backend(2);
+    let count = case.operands.len();
+    let each = (0..count).map(|operand| operand..operand + 1);
+    for frozen in each.chain([0..count]) {
+        let wide = Run {
+            rounded: DType::BF16,
+            frozen: frozen.clone(),
+            ..Run::new(&backend, DType::F32)
+        };
+        let narrow = Run {
+            kept: Some(DType::BF16),
+            ..wide.clone()
+        };
+        let (expected, found) = (measure(case, &wide), measure(case, &narrow));
+        let bits = |numbers: &[f64]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        for (what, expected) in &expected {
+            let place = format!("{}, {what}: operands {frozen:?} in bf16", case.name);
+            assert_eq!(bits(&found[what]), bits(expected), "{place}");
+        }
+    }
 }
 
 /// As [`agree`], on some backends, with one element of the first operand replaced.
@@ -80,6 +106,10 @@ pub(crate) struct Run<'a> {
     pub(crate) rounded: DType,
     /// What the middle element of the first operand is replaced by.
     pub(crate) poison: Option<f64>,
+    /// Operands that have no gradient.
+    pub(crate) frozen: Range<usize>,
+    /// What these are kept in, where that is not their type.
+    pub(crate) kept: Option<DType>,
     pub(crate) groups: Arc<dyn AxisGroups>,
 }
 
@@ -91,6 +121,8 @@ impl<'a> Run<'a> {
             dtype,
             rounded: dtype,
             poison: None,
+            frozen: 0..0,
+            kept: None,
             groups: Arc::new(SingleRank),
         }
     }
@@ -127,26 +159,27 @@ pub(crate) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64, 
 /// Results, as gradients of the weights in `sum(weights * op(operands))`, and gradients of the operands.
 pub(crate) fn measure(case: &Case<'_>, run: &Run<'_>) -> BTreeMap<String, Vec<f64>> {
     let (backend, poison) = (run.backend, run.poison);
-    let graph = case.graph(run.dtype);
+    let mut graph = case.graph(run.dtype);
+    for operand in run.frozen.clone() {
+        // One that nothing reads is not in the graph.
+        if let Some(id) = graph.find_param(&format!("operand{operand}")) {
+            let param = graph.param_mut(id);
+            (param.trainable, param.kept) = (false, run.kept);
+        }
+    }
     let runner = interpreter_in(backend, &graph, Arc::clone(&run.groups));
     let params = runner.program().graph.params();
-    let (mut offsets, mut data) = (Vec::new(), Vec::new());
+    let mut data = Vec::new();
     for (index, param) in params.iter().enumerate() {
-        offsets.push(data.len());
-        let seed = 31 + index as u64;
-        data.extend(
-            noise(seed, param.local.numel())
-                .iter()
-                .map(|&x| round(run.rounded, x)),
-        );
+        let numbers = noise(31 + index as u64, param.local.numel());
+        let mut numbers: Vec<_> = numbers.iter().map(|&x| round(run.rounded, x)).collect();
+        if let Some(poison) = poison.filter(|_| param.name == "operand0") {
+            let middle = numbers.len() / 2;
+            numbers[middle] = poison;
+        }
+        data.push(numbers);
     }
-    let first = params.iter().position(|param| param.name == "operand0");
-    if let (Some(poison), Some(first)) = (poison, first) {
-        data[offsets[first] + params[first].local.numel() / 2] = poison;
-    }
-    let store = backend.param_store(params, &offsets, data.len());
-    let mut store = store.expect(case.name);
-    write(&mut *store.flat, &data);
+    let views = views(backend, params, &data);
 
     let mut batch = Batch::new();
     for port in graph.inputs() {
@@ -156,11 +189,11 @@ pub(crate) fn measure(case: &Case<'_>, run: &Run<'_>) -> BTreeMap<String, Vec<f6
         batch.insert(port.name.clone(), value(backend, ty, &ids));
     }
     let mut grads = grad_store(backend, runner.program());
-    let out = runner.forward(&store.views, &batch, Vec::new(), context());
+    let out = runner.forward(&views, &batch, Vec::new(), context());
     let mut out = out.expect(case.name);
     let loss = crate::support::numbers(backend, &out.outputs[0]);
     runner
-        .backward(&mut out.frame, &store.views, Vec::new(), 1.0, &mut grads)
+        .backward(&mut out.frame, &views, Vec::new(), 1.0, &mut grads)
         .expect(case.name);
 
     let mut measured = BTreeMap::new();
@@ -259,6 +292,9 @@ fn with(
         build: &build,
     };
     compare(&case, poison, backends);
+    if poison.is_none() {
+        keeps_narrow(&case);
+    }
 }
 
 fn labels(rows: usize, classes: usize) -> Vec<i64> {

@@ -4,11 +4,11 @@ use merak_mpu::{Buffer, into_vec};
 #[cfg(feature = "tch")]
 use merak_trace::backend::tch::{Tch, TchDevice};
 use merak_trace::{
-    AxisGroups, Batch, DType, GradSlot, GradStore, Graph, Init, Interpreter, ParamStore,
+    AxisGroups, Batch, DType, GradSlot, GradStore, Graph, Init, Interpreter, Param, ParamStore,
     RecomputePlan, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram, TensorType,
     Value, backend::candle::Candle,
 };
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 pub(crate) fn backend(threads: usize) -> SharedBackend {
     Arc::new(Candle::new(threads).expect("threads start"))
@@ -146,10 +146,36 @@ pub(crate) fn params(backend: &SharedBackend, graph: &Graph) -> ParamStore {
     store
 }
 
+/// Parameters with the given elements, those of each way to keep them in a store of their own.
+pub(crate) fn views(backend: &SharedBackend, params: &[Param], data: &[Vec<f64>]) -> Vec<Value> {
+    let mut views = BTreeMap::new();
+    for is_trained in [true, false] {
+        let own = params.iter().zip(data).enumerate();
+        let own: Vec<_> = own
+            .filter(|(_, (param, _))| param.trainable == is_trained)
+            .collect();
+        let (mut offsets, mut flat) = (Vec::new(), Vec::new());
+        for (_, (_, data)) in &own {
+            offsets.push(flat.len());
+            flat.extend_from_slice(data);
+        }
+        let of_store: Vec<_> = own.iter().map(|(_, (param, _))| (*param).clone()).collect();
+        let store = backend.param_store(&of_store, &offsets, flat.len());
+        let mut store = store.expect("a valid layout");
+        write(&mut *store.flat, &flat);
+        views.extend(own.iter().map(|(index, _)| *index).zip(store.views));
+    }
+    views.into_values().collect()
+}
+
 pub(crate) fn write(buffer: &mut dyn Buffer, data: &[f64]) {
     let dtype = buffer.dtype();
     buffer.write(&mut |bytes| match dtype {
         DType::F64 => bytemuck::cast_slice_mut(bytes).copy_from_slice(data),
+        DType::BF16 => bytemuck::cast_slice_mut::<u8, half::bf16>(bytes)
+            .iter_mut()
+            .zip(data)
+            .for_each(|(to, &from)| *to = half::bf16::from_f64(from)),
         _ => bytemuck::cast_slice_mut::<u8, f32>(bytes)
             .iter_mut()
             .zip(data)

@@ -86,9 +86,12 @@ pub(crate) struct Gpt {
     /// What it executes them on.
     #[arg(long, default_value = "cpu")]
     device: String,
-    /// Element type: f32, or bf16 with backend tch.
+    /// Element type: f32, or bf16 with backend tch or an adapter.
     #[arg(long, default_value = "f32")]
     dtype: String,
+    /// Description of an adapter that is trained in place of the model, as PEFT writes it.
+    #[arg(long, value_name = "FILE")]
+    lora_config: Option<String>,
 }
 
 pub(crate) fn run(bench: &Bench) -> Outcome {
@@ -157,16 +160,7 @@ impl Gpt {
 
     /// The same run as a configuration.
     fn arguments(&self) -> Result<CheckedArguments, super::Failure> {
-        let bf16 = match self.dtype.as_str() {
-            "f32" => false,
-            "bf16" => true,
-            "f16" => {
-                return Err(
-                    "--dtype f16 needs a loss scaler, which this version lacks: choose bf16".into(),
-                );
-            }
-            other => return Err(format!("--dtype expects f32 or bf16, found {other}").into()),
-        };
+        let bf16 = is_bf16(&self.dtype)?;
         let batches = |what: &str, number: usize, by: usize| {
             let divides = by != 0 && number != 0 && number.is_multiple_of(by);
             if divides {
@@ -203,6 +197,8 @@ impl Gpt {
         ];
         let threads = self.threads.map(|threads| threads.to_string());
         keys.extend(threads.map(|threads| ("compute.threads_per_rank", threads)));
+        let lora = self.lora_config.clone();
+        keys.extend(lora.map(|lora| ("lora_config", lora)));
         checked(keys)
     }
 
@@ -244,6 +240,18 @@ impl Gpt2Shape {
             "model_type": "gpt2", "vocab_size": self.vocab, "n_positions": positions, "n_embd": self.hidden,
             "n_layer": self.layers, "n_head": self.heads,
         }))?)
+    }
+}
+
+/// Whether an element type is bf16.
+fn is_bf16(dtype: &str) -> Result<bool, super::Failure> {
+    match dtype {
+        "f32" => Ok(false),
+        "bf16" => Ok(true),
+        "f16" => {
+            Err("--dtype f16 needs a loss scaler, which this version lacks: choose bf16".into())
+        }
+        other => Err(format!("--dtype expects f32 or bf16, found {other}").into()),
     }
 }
 

@@ -73,7 +73,7 @@ settings! {
         hidden_size: Option<usize> = None,
         /// Attention heads; unset: from the model's config.
         num_heads: Option<usize> = None,
-        /// Whether weights and activations are bf16, with f32 masters and gradients.
+        /// Whether weights and activations are bf16, with f32 masters and gradients; on the default backend the frozen weights under `lora_config` alone.
         bf16: bool = false,
         /// Whether tied weights become independent copies.
         no_tie_modules: bool = false,

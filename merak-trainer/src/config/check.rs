@@ -328,10 +328,11 @@ fn check_compute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "cpu unless \"compute.backend\" is \"tch\"",
     )?;
     checker.require(
-        !a.bf16 || compute.backend == Backend::Tch,
+        !a.bf16 || compute.backend == Backend::Tch || a.lora_config.is_some(),
         "bf16",
         a.bf16,
-        "false unless \"compute.backend\" is \"tch\"",
+        "false unless \"compute.backend\" is \"tch\", or \"lora_config\" describes an adapter, beside which frozen \
+         weights are kept in bf16",
     )
 }
 

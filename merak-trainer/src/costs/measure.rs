@@ -59,7 +59,7 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
     });
     let processor = processor.unwrap_or_default();
     format!(
-        "merak {} {build} {}, {} on {}, {} x {processor}, {} of {} ranks at once on {threads} threads each, dp {}, tp {}, {}",
+        "merak {} {build} {}, {} on {}, {} x {processor}, {} of {} ranks at once on {threads} threads each, dp {}, tp {}, {}{}",
         env!("CARGO_PKG_VERSION"),
         program.unwrap_or_default(),
         compute.backend,
@@ -70,6 +70,8 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
         args.dp,
         args.tp,
         args.optim,
+        // Values say nothing of narrower elements behind them.
+        if args.bf16 { ", bf16" } else { "" },
     )
 }
 

@@ -1,6 +1,6 @@
 //! What a plan rests on whatever things cost: the graph of a rank, in segments.
 
-use crate::{CheckedArguments, Error, Result, SplitMethod, plan::Lora};
+use crate::{Backend, CheckedArguments, Error, Result, SplitMethod, plan::Lora};
 use merak_ckpt::{LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
 use merak_partition::{Partition, SegmentOptions, Segments, recompute_plan, segment};
@@ -22,6 +22,7 @@ pub(crate) struct Draft {
     pub(super) trace: TraceOptions,
     pub(super) lists: LayerLists,
     pub(super) lora: Option<Lora>,
+    pub(super) frozen: Option<DType>,
     pub(crate) graph: Graph,
     pub(super) tensor: merak_tp::Report,
     pub(super) segments: Segments,
@@ -36,18 +37,24 @@ impl Draft {
         let info = model.info();
         check(&info, args)?;
         let lengths = args.seq_length.unwrap_or_else(|| info.max_seq.into());
+        // Kernels of the default backend compute in f32, whatever frozen weights are kept in.
+        let (dtype, frozen) = match (args.bf16, args.compute.backend) {
+            (false, _) => (DType::F32, None),
+            (true, Backend::Tch) => (DType::BF16, None),
+            (true, Backend::Candle) => (DType::F32, Some(DType::BF16)),
+        };
         let trace = TraceOptions {
             head: Head::Loss {
                 label_smoothing: args.label_smoothing_factor,
             },
             untie: args.no_tie_modules,
             init_std: args.init_method_std,
-            dtype: if args.bf16 { DType::BF16 } else { DType::F32 },
+            dtype,
             target_seq: lengths.target,
             ..TraceOptions::training(args.per_device_train_batch_size, lengths.input)
         };
         let lists = layer_lists(args, info.family)?;
-        let (graph, lora) = with_adapter(model.trace(&trace)?, lora(args)?, info.family)?;
+        let (graph, lora) = with_adapter(model.trace(&trace)?, lora(args)?, info.family, frozen)?;
         let rewritten = rewrite(&graph, &lists, args.tp)?;
         let options = SegmentOptions {
             method: split_method(args.split_method),
@@ -71,6 +78,7 @@ impl Draft {
             trace,
             lists,
             lora,
+            frozen,
             graph: rewritten.graph,
             tensor: rewritten.report,
             segments,
@@ -137,18 +145,28 @@ fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
     }))
 }
 
-/// A model's graph with an adapter in it, and what was left open of the adapter filled in.
+/// A model's graph with an adapter in it, and what was left open of the adapter filled in. The model's frozen weights are
+/// kept in the type `frozen`, if there is one.
 pub(super) fn with_adapter(
     graph: Graph,
     lora: Option<Lora>,
     family: &str,
+    frozen: Option<DType>,
 ) -> Result<(Graph, Option<Lora>)> {
     let Some(Lora { name, config }) = lora else {
         return Ok((graph, None));
     };
     let adapted = adapt(&graph, &config, &name, family)?;
-    let config = adapted.config;
-    Ok((adapted.graph, Some(Lora { name, config })))
+    let (mut graph, config) = (adapted.graph, adapted.config);
+    let ids = graph.params().iter().filter_map(|param| {
+        // What an adapter adds stays wide, trained or not.
+        let is_of_base = !param.trainable && param.beside.is_none();
+        is_of_base.then(|| graph.find_param(&param.name)).flatten()
+    });
+    for id in ids.collect::<Vec<_>>() {
+        graph.param_mut(id).kept = frozen;
+    }
+    Ok((graph, Some(Lora { name, config })))
 }
 
 fn layer_lists(args: &CheckedArguments, family: &str) -> Result<LayerLists> {

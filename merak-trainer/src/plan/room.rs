@@ -49,7 +49,7 @@ impl Room {
         };
         let segment = |(index, program): (usize, &StageProgram)| {
             let params = program.params().iter().map(|param| {
-                let bytes = param.local.size_bytes();
+                let bytes = param.kept_bytes();
                 // Gradients and state have four bytes an element.
                 let trained = if param.trainable {
                     4 * param.local.numel()

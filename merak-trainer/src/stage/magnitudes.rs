@@ -1,6 +1,7 @@
 //! The starting magnitudes of an adapter that has them (`DoRA`): the norms of the weights as they are.
 
 use super::RankStages;
+use super::params::Floats;
 use crate::Result;
 use merak_mpu::ReduceOp;
 use merak_trace::{Param, Placement};
@@ -10,7 +11,7 @@ use std::collections::BTreeMap;
 const MAGNITUDE: &str = ".lora_magnitude_vector.";
 
 /// The local values of a parameter by its name.
-type Values<'a> = BTreeMap<&'a str, &'a [f32]>;
+type Values<'a> = BTreeMap<&'a str, Floats<'a>>;
 
 impl RankStages {
     /// Gives each magnitude the norm of the weights, updated, that make its output; so an adapter starts without
@@ -27,7 +28,7 @@ impl RankStages {
         self.params.read_floats(&mut |all| {
             let named = params.iter().zip(all);
             let values: Values<'_> = named
-                .map(|(param, values)| (param.name.as_str(), &**values))
+                .map(|(param, values)| (param.name.as_str(), *values))
                 .collect();
             for (index, param) in params.iter().enumerate() {
                 if let Some(squares) = self.squares(param, &values) {
@@ -63,8 +64,9 @@ impl RankStages {
     fn squares(&self, magnitude: &Param, values: &Values<'_>) -> Option<Vec<f64>> {
         let (module, adapter) = magnitude.name.split_once(MAGNITUDE)?;
         let beside = magnitude.beside.as_ref()?;
-        let weights = values.get(beside.param.as_str())?;
-        let factor = |half: &str| values.get(format!("{module}.{half}.{adapter}").as_str());
+        let of = |name: &str| values.get(name).map(|floats| floats.values());
+        let weights = of(&beside.param)?;
+        let factor = |half: &str| of(&format!("{module}.{half}.{adapter}"));
         let (a, b) = (factor("lora_A")?, factor("lora_B")?);
         let scale = self.plan.lora.as_ref()?.config.scale_of(module);
         let outputs = magnitude.local.numel();

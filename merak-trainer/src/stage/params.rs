@@ -30,8 +30,22 @@ pub(crate) struct ParamMemory {
     places: Arc<[Place]>,
 }
 
-/// The values of a parameter, converted where they are kept in another type.
-type Floats<'a> = Cow<'a, [f32]>;
+/// A parameter as it is kept.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Floats<'a> {
+    dtype: DType,
+    bytes: &'a [u8],
+}
+
+impl<'a> Floats<'a> {
+    /// The values, converted where they are kept in another type.
+    pub(crate) fn values(self) -> Cow<'a, [f32]> {
+        floats(self.dtype, self.bytes)
+    }
+}
+
+/// Takes values of a parameter, and the place of the first of them in it.
+type Put<'a> = dyn FnMut(usize, &[f32]) + 'a;
 
 /// The buffer of the trained parameters.
 const TRAINED: usize = 0;
@@ -67,7 +81,7 @@ impl StageParams {
         let mut frozen: Vec<DType> = Vec::new();
         let mut next_trained = 0;
         let place = |param: &Param| {
-            let dtype = param.local.dtype;
+            let dtype = param.kept_dtype();
             if param.trainable {
                 next_trained += 1;
                 let range = layout.range(next_trained - 1);
@@ -138,7 +152,8 @@ impl StageParams {
             .map(|b| b.len() * b.dtype().size_bytes())
             .sum();
         let mut seen = self.memory.places.iter().zip(&self.views);
-        let copied = seen.find(|(place, view)| view.ty().dtype != place.dtype);
+        let copied =
+            seen.find(|(place, view)| place.buffer == TRAINED && view.ty().dtype != place.dtype);
         let copy = copied.map_or(0, |(place, view)| {
             buffers[place.buffer].len() * view.ty().dtype.size_bytes()
         });
@@ -149,10 +164,11 @@ impl StageParams {
     pub(crate) fn read_floats(&self, look: &mut dyn FnMut(&[Floats<'_>])) {
         self.memory.read(&mut |all| {
             let all = all.iter().zip(&*self.memory.places);
-            let all: Vec<_> = all
-                .map(|(bytes, place)| floats(place.dtype, bytes))
-                .collect();
-            look(&all);
+            let all = all.map(|(bytes, place)| Floats {
+                dtype: place.dtype,
+                bytes,
+            });
+            look(&all.collect::<Vec<_>>());
         });
     }
 
@@ -181,6 +197,23 @@ impl StageParams {
                 narrow(dtype, &values, bytes);
             }
             _ => change(index, bytemuck::cast_slice_mut(bytes)),
+        });
+    }
+
+    /// Lets `values` put new values of each parameter in their places, a few at a time; they are rounded where they are
+    /// kept in 16 bits.
+    pub(crate) fn fill(&mut self, values: &mut dyn FnMut(usize, &mut Put<'_>)) {
+        let places = Arc::clone(&self.memory.places);
+        self.write(&mut |index, bytes| {
+            let dtype = places[index].dtype;
+            values(index, &mut |first, values| {
+                let size = dtype.size_bytes();
+                let bytes = &mut bytes[first * size..][..values.len() * size];
+                match dtype {
+                    DType::BF16 | DType::F16 => narrow(dtype, values, bytes),
+                    _ => bytemuck::cast_slice_mut(bytes).copy_from_slice(values),
+                }
+            });
         });
     }
 
@@ -219,7 +252,7 @@ fn read_together(buffers: &[Box<dyn Buffer>], seen: &[&[u8]], look: &mut dyn FnM
     });
 }
 
-fn floats(dtype: DType, bytes: &[u8]) -> Floats<'_> {
+fn floats(dtype: DType, bytes: &[u8]) -> Cow<'_, [f32]> {
     match dtype {
         DType::BF16 => bytemuck::cast_slice::<_, bf16>(bytes).to_f32_vec().into(),
         DType::F16 => bytemuck::cast_slice::<_, f16>(bytes).to_f32_vec().into(),

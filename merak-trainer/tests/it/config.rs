@@ -390,6 +390,12 @@ fn a_feature_of_a_later_version_is_refused_by_name() {
 }
 
 #[test]
+fn bf16_needs_a_backend_for_it_or_frozen_weights() {
+    assert_snapshot!(message(load_line("--bf16")), @r#""bf16" is true (command line --bf16), but must be false unless "compute.backend" is "tch", or "lora_config" describes an adapter, beside which frozen weights are kept in bf16"#);
+    assert_snapshot!(message(load_line("--bf16 --lora-config lora.json")), @"no error");
+}
+
+#[test]
 fn a_hugging_face_argument_without_effect_is_refused_when_set() {
     assert_snapshot!(message(load_file("merak.toml", "deepspeed = 'ds.json'\n")), @r#""deepspeed" (merak.toml:1) is a Hugging Face argument without effect here: see "zero_stage""#);
     assert_snapshot!(message(load_line("--push_to_hub")), @r#""push_to_hub" (command line --push_to_hub) is a Hugging Face argument without effect here: remove it"#);

@@ -1,12 +1,10 @@
 //! The libtorch backend trains and generates like the default one.
 
-use merak_ckpt::{Checkpoint, DType, GenerateOptions, Kind};
-use merak_trainer::Workload;
-use serde_json::json;
+use merak_ckpt::GenerateOptions;
 
 use crate::{
-    laws::{encoders, generation::generate, lora},
-    support::{Case, assert_close_losses, assert_close_tensors, assert_same_bits, numbers},
+    laws::{encoders, generation::generate, narrow},
+    support::{Case, assert_close_losses, assert_close_tensors, numbers},
 };
 
 /// Each axis alone, and all together.
@@ -104,82 +102,17 @@ fn cached_generation_gives_the_tokens_of_the_default_backend() {
     }
 }
 
-/// A GPT-2 in bf16 with everything that an adapter may train.
-fn narrow_with_adapter(folder: &std::path::Path) -> Case {
-    let case = Case::gpt2().with_lora(folder, &lora::everything());
-    on_tch(&case).with("bf16", true)
-}
-
 #[test]
 fn an_f32_adapter_trains_alike_beside_a_bf16_base_on_every_topology() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let case = narrow_with_adapter(folder.path());
-    let alone = case.run(6);
-    for stages in [2, 4] {
-        let run = case.clone().on((1, 1, stages)).run(6);
-        assert_same_bits(&run, &alone, &format!("{stages} stages"));
-    }
-    let wide = case.clone().with("bf16", false).run(6);
-    assert_close_losses(&alone.reports, &wide.reports, 2e-2, "f32");
-    for degrees in [(2, 1, 1), (1, 2, 1), (2, 2, 2)] {
-        let run = case.clone().on(degrees).run(6);
-        let what = format!("{degrees:?}");
-        assert_close_losses(&run.reports, &alone.reports, 5e-3, &what);
-    }
-    // What is frozen has the values of bf16, what is trained does not stay at them.
-    for (name, values) in &alone.weights {
-        let is_narrow = |x: &f32| half::bf16::from_f32(*x).to_f32().to_bits() == x.to_bits();
-        let is_trained = alone.gradients.contains_key(name);
-        assert_eq!(!values.iter().all(is_narrow), is_trained, "{name}");
-    }
+    narrow::trains_alike_on_every_topology("tch");
 }
 
 #[test]
 fn a_frozen_bf16_base_takes_two_bytes_an_element_in_memory_and_on_disk() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let lora = json!({ "target_modules": ["c_attn"], "r": 2 });
-    let case = on_tch(&Case::gpt2().with_lora(folder.path(), &lora)).with("bf16", true);
-    let case = case.writing(&folder.path().join("run"));
-    let plan = case.plan();
-    let expected = plan.memory(&case.arguments(), &[Workload::Training]);
-    let expected = expected.expect("a training has programs")[0];
-    let held = case.on_ranks(|trainer| {
-        trainer.train_step()?;
-        trainer.save_checkpoint()?;
-        Ok(trainer.memory())
-    });
-    let held = held[0];
-    let factors = 4 * (2 * 32 + 96 * 2);
-    let base = plan.graph.num_elements() - factors;
-    assert_eq!(held.weights, 2 * base + 4 * factors);
-    assert_eq!((held.gradients, held.optimizer), (4 * factors, 8 * factors));
-    assert_eq!(held.weights, expected.weights);
-    assert_eq!(
-        (held.gradients, held.optimizer),
-        (expected.gradients, expected.optimizer)
-    );
-    let saved = Checkpoint::open(folder.path().join("run")).expect("it was saved");
-    for tensor in saved.manifest().tensors_of(&Kind::Parameter) {
-        let is_factor = tensor.name.contains(".lora_");
-        let expected = if is_factor { DType::F32 } else { DType::BF16 };
-        assert_eq!(tensor.dtype, expected, "{}", tensor.name);
-    }
+    narrow::takes_two_bytes_an_element("tch");
 }
 
 #[test]
 fn a_resumed_adapter_beside_a_bf16_base_goes_on_bit_by_bit() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let case = narrow_with_adapter(folder.path()).writing(&folder.path().join("run"));
-    let unbroken = case.run(4);
-    case.on_ranks(|trainer| {
-        trainer.train_step()?;
-        trainer.train_step()?;
-        trainer.save_checkpoint()
-    });
-    let resumed = case.with("resume_from_checkpoint", "latest");
-    let run = resumed.run(2);
-    assert_eq!(numbers(&run.reports), numbers(&unbroken.reports[2..]));
-    assert!(run.weights == unbroken.weights);
-    let elsewhere = resumed.with("bf16", false).on((1, 2, 2)).run(2);
-    assert_close_losses(&elsewhere.reports, &unbroken.reports[2..], 2e-2, "in f32");
+    narrow::goes_on_bit_by_bit("tch");
 }

@@ -1,7 +1,7 @@
 //! Tables read by numbers, losses and sums.
 
 use super::{
-    elements,
+    Kept, elements, kept,
     run::{Node, Number},
     steal,
 };
@@ -13,11 +13,15 @@ use crate::{
 impl Node<'_> {
     /// Rows of a table.
     pub(super) fn embedding<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
-        let (ids, table) = (elements::<i64>(&inputs[0])?, elements::<T>(&inputs[1])?);
+        let ids = elements::<i64>(&inputs[0])?;
         let rows = TableRows::all(inputs[1].ty().shape[0]);
         let mut y = self.out::<T>(0);
-        kernels::embedding(&self.backend.threads, &rows, &table, &ids, &mut y)
-            .map_err(|e| self.kernel_error(e))?;
+        let threads = &self.backend.threads;
+        match kept::<T, T::Narrow>(&inputs[1])? {
+            Kept::Wide(table) => kernels::embedding(threads, &rows, &table, &ids, &mut y),
+            Kept::Narrow(table) => kernels::embedding(threads, &rows, &table, &ids, &mut y),
+        }
+        .map_err(|e| self.kernel_error(e))?;
         self.done([y])
     }
 

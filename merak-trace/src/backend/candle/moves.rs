@@ -39,9 +39,11 @@ impl Node<'_> {
     /// The result of an operation of candle's own, in memory of its own.
     fn wrap_candle(&self, tensor: candle_core::Result<Tensor>) -> Result<Vec<Value>> {
         let tensor = tensor.map_err(at(self.call.name))?;
-        let lease = self.backend.memory.lease(self.ty(0).size_bytes());
+        let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
+        let (wide, lease) = (self.backend.pool.clone(), self.backend.memory.lease(bytes));
+        // What only moves the elements of a narrow value has a narrow one.
         Ok(vec![
-            Handle::new(tensor, None, Some(lease)).into_value(self.ty(0).clone()),
+            Handle::narrow(tensor, wide, Some(lease)).into_value(self.ty(0).clone()),
         ])
     }
 

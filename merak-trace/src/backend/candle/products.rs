@@ -1,12 +1,12 @@
 //! Products of matrices.
 
 use super::{
-    elements,
+    Kept, elements, kept,
     run::{Node, Number},
 };
 use crate::{
     Op, Result, Value,
-    kernels::{self, Float, MatMut, MatRef, Write},
+    kernels::{self, Float, MatMut, MatRef, Operand, Write},
     op::WeightLayout,
 };
 
@@ -53,19 +53,34 @@ impl Node<'_> {
     ) -> Result<()> {
         let (rows, width) = (x.ty().rows(), x.ty().last_dim());
         let (w_rows, w_cols) = (w.ty().shape[0], w.ty().shape[1]);
-        let (x, w) = (elements::<T>(x)?, elements::<T>(w)?);
-        let w = MatRef::new(&w, w_rows, w_cols);
+        let x = elements::<T>(x)?;
+        let x = MatRef::new(&x, rows, width);
+        match kept::<T, T::Narrow>(w)? {
+            Kept::Wide(w) => self.times(x, layout, MatRef::new(&w, w_rows, w_cols), bias, y),
+            Kept::Narrow(w) => self.times(x, layout, MatRef::new(&w, w_rows, w_cols), bias, y),
+        }
+        Ok(())
+    }
+
+    /// The same of matrices.
+    fn times<T: Number, W: Operand<T>>(
+        &self,
+        x: MatRef<'_, T>,
+        layout: WeightLayout,
+        w: MatRef<'_, W>,
+        bias: Option<&[T]>,
+        y: &mut [T],
+    ) {
         let w = match layout {
             WeightLayout::OutIn => w.transposed(),
             WeightLayout::InOut => w,
         };
-        let (x, y) = (MatRef::new(&x, rows, width), MatMut::new(y, rows, w.cols()));
+        let y = MatMut::new(y, x.rows(), w.cols());
         let threads = &self.backend.threads;
         match bias {
             Some(bias) => kernels::gemm_bias(threads, x, w, bias, y),
             None => kernels::gemm(threads, T::ONE, x, w, Write::Replace, y),
         }
-        Ok(())
     }
 
     /// `dw (+)= xᵀ dy`, laid out as `w` is.

@@ -1,15 +1,26 @@
 //! One node at a time: which kernel computes which operation.
 
-use super::{Candle, Pooled, elements, moves::seen_positions};
+use super::{Candle, Pooled, Scalar, elements, moves::seen_positions};
 use crate::{
     Call, Error, Op, Result, TensorType, Value,
-    kernels::{Float, KernelError},
+    kernels::{Float, KernelError, Operand},
 };
+use half::bf16;
 use merak_mpu::DType;
 
 /// An element type that the kernels compute with.
-pub(super) trait Number: Float + Pooled {}
-impl<T: Float + Pooled> Number for T {}
+pub(super) trait Number: Float + Pooled {
+    /// What values of frozen parameters may be kept in; itself where there is nothing narrower.
+    type Narrow: Operand<Self> + Scalar;
+}
+
+impl Number for f32 {
+    type Narrow = bf16;
+}
+
+impl Number for f64 {
+    type Narrow = f64;
+}
 
 /// Runs a node.
 pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {

@@ -1,7 +1,8 @@
 //! candle tensors as values: access to their elements, reuse of their memory, and flat parameters.
 
-use crate::{Error, Param, ParamStore, Result, TensorType, Value, value::Lease};
+use crate::{Error, Param, ParamStore, Result, TensorType, Value, kernels::widen, value::Lease};
 use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Storage, Tensor, WithDType};
+use half::bf16;
 use merak_mpu::{Buffer, DType, Element};
 use std::{
     any::Any,
@@ -31,6 +32,9 @@ pub(super) fn candle_dtype(dtype: DType) -> candle_core::DType {
 
 /// A value of this backend: a contiguous tensor, and the allocation that it is a view of.
 ///
+/// The tensor's elements may be narrower than the value's type says: those of a frozen parameter that is kept in bf16,
+/// and of what only moves them. Who reads them gets them [widened](elements).
+///
 /// The tensor is declared first, so that it is gone when the last handle gives the allocation back.
 #[derive(Debug, Clone)]
 pub(super) struct Handle {
@@ -43,6 +47,8 @@ pub(super) struct Handle {
 struct Root {
     tensor: Tensor,
     pool: Option<Pool>,
+    /// Where elements that are read in a wider type get memory from.
+    wide: Option<Pool>,
     _lease: Option<Arc<Lease>>,
 }
 
@@ -156,9 +162,24 @@ impl Handle {
 
     /// Wraps fresh memory; `pool` gets it back, `lease` accounts for it.
     pub(super) fn new(tensor: Tensor, pool: Option<Pool>, lease: Option<Arc<Lease>>) -> Self {
+        Self::with_root(tensor, pool, None, lease)
+    }
+
+    /// Wraps memory of narrower elements than those of the value, which `wide` gives memory to.
+    pub(super) fn narrow(tensor: Tensor, wide: Pool, lease: Option<Arc<Lease>>) -> Self {
+        Self::with_root(tensor, None, Some(wide), lease)
+    }
+
+    fn with_root(
+        tensor: Tensor,
+        pool: Option<Pool>,
+        wide: Option<Pool>,
+        lease: Option<Arc<Lease>>,
+    ) -> Self {
         let root = Arc::new(Root {
             tensor: tensor.clone(),
             pool,
+            wide,
             _lease: lease,
         });
         Self { tensor, root }
@@ -179,38 +200,109 @@ impl Handle {
 
 /// The elements of a value while it is borrowed.
 pub(super) struct Elements<G, T> {
-    guard: G,
+    source: Source<G>,
     range: Range<usize>,
     element: PhantomData<T>,
+}
+
+/// Where elements lie.
+enum Source<G> {
+    /// In the memory of the value.
+    Own(G),
+    /// In a copy of another type; the pool gets its memory back.
+    Wide(CpuStorage, Pool),
 }
 
 impl<G: Deref<Target = Storage>, T: Scalar> Deref for Elements<G, T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        match &*self.guard {
-            Storage::Cpu(storage) => &storage
-                .as_slice::<T>()
-                .expect("the type was checked when borrowed")[self.range.clone()],
-            _ => &[],
+        let storage = match &self.source {
+            Source::Own(guard) => match &**guard {
+                Storage::Cpu(storage) => storage,
+                _ => return &[],
+            },
+            Source::Wide(storage, _) => storage,
+        };
+        &storage
+            .as_slice::<T>()
+            .expect("the type was checked when borrowed")[self.range.clone()]
+    }
+}
+
+impl<G> Drop for Source<G> {
+    fn drop(&mut self) {
+        if let Source::Wide(storage, pool) = self {
+            pool.put(std::mem::replace(storage, CpuStorage::F32(Vec::new())));
         }
     }
 }
 
-/// Borrows the elements of a value.
+/// Borrows the elements of a value; narrower ones are copied.
 pub(super) fn elements<T: Scalar>(
     value: &Value,
 ) -> Result<Elements<impl Deref<Target = Storage> + '_, T>> {
     if value.ty().dtype != <T as Element>::DTYPE {
         return Err(foreign(value.ty()));
     }
-    let (guard, layout) = Handle::of(value)?.tensor.storage_and_layout();
+    let handle = Handle::of(value)?;
+    if let Some(pool) = narrow_pool(value) {
+        let mut wide = pool.take::<f32>(value.ty().numel());
+        widen(&own_elements::<bf16>(value, handle)?, &mut wide);
+        return Ok(Elements {
+            range: 0..wide.len(),
+            source: Source::Wide(CpuStorage::F32(wide), pool.clone()),
+            element: PhantomData,
+        });
+    }
+    own_elements(value, handle)
+}
+
+/// The elements of a value as they are kept.
+pub(super) enum Kept<W, N> {
+    /// In the value's type.
+    Wide(W),
+    /// In a narrower one.
+    Narrow(N),
+}
+
+/// Borrows the elements of a value for an operation that reads narrower ones too.
+pub(super) fn kept<T: Scalar, N: Scalar>(
+    value: &Value,
+) -> Result<
+    Kept<
+        Elements<impl Deref<Target = Storage> + '_, T>,
+        Elements<impl Deref<Target = Storage> + '_, N>,
+    >,
+> {
+    if narrow_pool(value).is_some() {
+        return Ok(Kept::Narrow(own_elements(value, Handle::of(value)?)?));
+    }
+    Ok(Kept::Wide(elements(value)?))
+}
+
+/// Borrows elements as they are kept.
+fn own_elements<'a, T: Scalar>(
+    value: &'a Value,
+    handle: &'a Handle,
+) -> Result<Elements<impl Deref<Target = Storage> + 'a, T>> {
+    if handle.tensor.dtype() != candle_dtype(<T as Element>::DTYPE) {
+        return Err(foreign(value.ty()));
+    }
+    let (guard, layout) = handle.tensor.storage_and_layout();
     let start = layout.start_offset();
     Ok(Elements {
-        guard,
+        source: Source::Own(guard),
         range: start..start + value.ty().numel(),
         element: PhantomData,
     })
+}
+
+/// Memory for the wider elements of a value that is kept in narrower ones.
+fn narrow_pool(value: &Value) -> Option<&Pool> {
+    let handle = value.data::<Handle>()?;
+    let is_narrow = handle.tensor.dtype() != candle_dtype(value.ty().dtype);
+    handle.root.wide.as_ref().filter(|_| is_narrow)
 }
 
 /// Takes the memory of a value that nothing else shares; gives the value back otherwise.
@@ -271,6 +363,7 @@ impl Buffer for FlatParams {
         match &*guard {
             Storage::Cpu(CpuStorage::F32(data)) => f(bytemuck::cast_slice(data)),
             Storage::Cpu(CpuStorage::F64(data)) => f(bytemuck::cast_slice(data)),
+            Storage::Cpu(CpuStorage::BF16(data)) => f(bytemuck::cast_slice(data)),
             _ => f(&[]),
         }
     }
@@ -287,6 +380,7 @@ impl Buffer for FlatParams {
                 match storage {
                     CpuStorage::F32(data) => f(bytemuck::cast_slice_mut(data)),
                     CpuStorage::F64(data) => f(bytemuck::cast_slice_mut(data)),
+                    CpuStorage::BF16(data) => f(bytemuck::cast_slice_mut(data)),
                     _ => f(&mut []),
                 }
                 Ok(())
@@ -302,25 +396,52 @@ impl Buffer for FlatParams {
     }
 }
 
-/// Lays out parameters in one flat tensor.
-pub(super) fn param_store(params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
-    let dtype = params.first().map_or(DType::F32, |param| param.local.dtype);
+/// Lays out parameters in one flat tensor. Frozen ones of f32 may be kept in bf16; `wide` gives memory to who reads
+/// these in f32.
+pub(super) fn param_store(
+    params: &[Param],
+    offsets: &[usize],
+    len: usize,
+    wide: &Pool,
+) -> Result<ParamStore> {
+    let (dtype, kept) = params.first().map_or((DType::F32, DType::F32), |param| {
+        (param.local.dtype, param.kept_dtype())
+    });
     let refuse = |name: &str, reason: String| Error::Backend {
         node: name.to_owned(),
         reason,
     };
-    if !matches!(dtype, DType::F32 | DType::F64) {
+    let is_frozen = params.iter().all(|param| !param.trainable);
+    let is_known = match (dtype, kept) {
+        (DType::F32 | DType::F64, kept) if kept == dtype => true,
+        (DType::F32, DType::BF16) => is_frozen,
+        _ => false,
+    };
+    if !is_known {
+        let how = if kept == dtype {
+            String::new()
+        } else {
+            format!(", kept in {kept}")
+        };
         return Err(refuse(
             "parameters",
-            format!("are of type {dtype}; the candle backend trains in f32 or f64"),
+            format!(
+                "are of type {dtype}{how}; the candle backend trains in f32 or f64, beside frozen parameters of f32 \
+                 that are kept in bf16"
+            ),
         ));
     }
-    let flat = Tensor::zeros(len, candle_dtype(dtype), &Device::Cpu).map_err(at("parameters"))?;
-    let whole = Handle::new(flat.clone(), None, None);
+    let flat = Tensor::zeros(len, candle_dtype(kept), &Device::Cpu).map_err(at("parameters"))?;
+    let whole = if kept == dtype {
+        Handle::new(flat.clone(), None, None)
+    } else {
+        Handle::narrow(flat.clone(), wide.clone(), None)
+    };
     let mut views = Vec::with_capacity(params.len());
     for (param, &offset) in params.iter().zip(offsets) {
         let ty = &param.local;
-        if ty.dtype != dtype || offset + ty.numel() > len {
+        let is_same = ty.dtype == dtype && param.kept_dtype() == kept;
+        if !is_same || offset + ty.numel() > len {
             return Err(refuse(
                 &param.name,
                 format!("of type {ty} at {offset} does not fit {len} elements of {dtype}"),
@@ -338,7 +459,7 @@ pub(super) fn param_store(params: &[Param], offsets: &[usize], len: usize) -> Re
     Ok(ParamStore {
         flat: Box::new(FlatParams {
             tensor: flat,
-            dtype,
+            dtype: kept,
         }),
         views,
     })

@@ -282,6 +282,18 @@ pub(super) fn param_store(
         node: name.to_owned(),
         reason,
     };
+    if let Some(param) = params
+        .iter()
+        .find(|param| param.kept_dtype() != param.local.dtype)
+    {
+        let (kept, ty) = (param.kept_dtype(), &param.local);
+        return Err(refuse(
+            &param.name,
+            format!(
+                "is to be kept in {kept} and read as {ty}; the tch backend keeps what nodes read"
+            ),
+        ));
+    }
     let (dtype, narrow) = store_types(params);
     if !dtype.is_float() {
         return Err(refuse(

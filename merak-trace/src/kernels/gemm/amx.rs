@@ -23,7 +23,7 @@ use pulp::{NullaryFnOnce, x86::V4};
 
 use super::super::{MatMut, MatRef, Threads};
 use super::tile::finish;
-use super::{Start, Write, gemm_inline};
+use super::{Operand, Start, Write, gemm_inline};
 use pack::{GROUP, GROUP_LEN, LINES, Layout, MAX_PANELS, pack};
 use tiles::{Sums, Tiles, prefetch};
 
@@ -45,11 +45,11 @@ const ROWS: usize = 4 * LINES;
 ///
 /// # Errors
 /// This process has no matrix units; `c` is as it was.
-pub(super) fn product<'c>(
+pub(super) fn product<'c, W: Operand<f32>>(
     simd: V4,
     threads: &Threads,
     alpha: f32,
-    (a, b): (MatRef<'_, f32>, MatRef<'_, f32>),
+    (a, b): (MatRef<'_, f32>, MatRef<'_, W>),
     start: Start<'_, f32>,
     c: MatMut<'c, f32>,
 ) -> Result<(), MatMut<'c, f32>> {
@@ -66,6 +66,7 @@ pub(super) fn product<'c>(
             threads.with_scratch(panels_len(out.cols()), |panels| {
                 simd.vectorize(Block {
                     simd,
+                    threads,
                     alpha,
                     a: a.sub_rows(row, out.rows()),
                     b: b.sub_cols(col, out.cols()),
@@ -98,18 +99,19 @@ fn panels_len(lines: usize) -> usize {
 }
 
 /// A block of the output, for one thread, with memory for packed operands.
-struct Block<'a> {
+struct Block<'a, W> {
     simd: V4,
+    threads: &'a Threads,
     alpha: f32,
     a: MatRef<'a, f32>,
-    b: MatRef<'a, f32>,
+    b: MatRef<'a, W>,
     start: Start<'a, f32>,
     strips: &'a mut [u32],
     panels: &'a mut [u32],
     out: MatMut<'a, f32>,
 }
 
-impl NullaryFnOnce for Block<'_> {
+impl<W: Operand<f32>> NullaryFnOnce for Block<'_, W> {
     type Output = ();
 
     #[inline(always)]
@@ -121,7 +123,7 @@ impl NullaryFnOnce for Block<'_> {
     }
 }
 
-impl Block<'_> {
+impl<W: Operand<f32>> Block<'_, W> {
     /// Adds the products of a range of k.
     #[inline(always)]
     fn add_depth(&mut self, tiles: &Tiles, sums: &mut Sums, k: Range<usize>) {
@@ -153,7 +155,9 @@ impl Block<'_> {
                         write_tile(simd, alpha, sums, start, (&mut out, cols));
                     } else {
                         let b = b.sub_cols(cols.start, cols.len());
-                        multiply_in_f32(alpha, (a, b), start, (&mut out, cols));
+                        W::with_wide(self.threads, b, |b| {
+                            multiply_in_f32(alpha, (a, b), start, (&mut out, cols));
+                        });
                     }
                 }
             }
@@ -180,7 +184,7 @@ fn write_tile(
 ) {
     for row in 0..out.rows() {
         let out = &mut out.row_mut(row)[cols.clone()];
-        finish::<f32>(simd, alpha, sums.row(row), start, out);
+        finish::<V4, f32>(simd, alpha, sums.row(row), start, out);
     }
 }
 
@@ -207,7 +211,7 @@ fn multiply_in_f32(
 #[cfg(test)]
 mod tests {
     use super::super::super::testing::{noise, on_any_threads, to_f64};
-    use super::super::blocked;
+    use super::super::{STRIP, blocked};
     use super::*;
 
     const SHAPE: (usize, usize, usize) = (150, 1100, 330);
@@ -228,7 +232,9 @@ mod tests {
         let out = MatMut::new(&mut c, m, n);
         match by {
             By::MatrixUnits => product(simd, threads, 1.0, operands, Start::Zero, out).ok()?,
-            By::MultiplyAdds => blocked::product(simd, threads, 1.0, operands, Start::Zero, out),
+            By::MultiplyAdds => {
+                blocked::product::<_, _, _, STRIP>(simd, threads, 1.0, operands, Start::Zero, out);
+            }
         }
         Some(c)
     }

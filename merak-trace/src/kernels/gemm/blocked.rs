@@ -1,4 +1,4 @@
-//! Products of packed operands with AVX-512.
+//! Products of packed operands.
 //!
 //! Blocked as in Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008),
 //! section 5: the operands are copied so that the innermost loop reads both in order. For each
@@ -14,15 +14,10 @@
 
 use std::ops::Range;
 
-use pulp::x86::V4;
-
 use super::super::{Float, MatMut, MatRef, Threads};
-use super::pack::{Order, STRIP_LEN, pack_left, pack_right};
-use super::tile::{DEPTH, STRIP, finish, multiply};
-use super::{Lanes, Start};
-
-/// Panels of the right operand that a thread packs at once: 1 MiB, half of a second-level cache.
-const BLOCK_PANELS: usize = 16;
+use super::pack::{Order, ROW, pack_left, pack_right};
+use super::tile::{DEPTH, finish, multiply};
+use super::{Isa, Lanes, Operand, Start};
 
 /// Whether packing pays: the copies are made once, but used once per row and column.
 pub(super) fn pays(m: usize, k: usize, n: usize) -> bool {
@@ -30,23 +25,23 @@ pub(super) fn pays(m: usize, k: usize, n: usize) -> bool {
 }
 
 /// Computes `c = alpha a b + start`.
-pub(super) fn product<T: Float>(
-    simd: V4,
+pub(super) fn product<S: Isa, T: Float, W: Operand<T>, const STRIP: usize>(
+    simd: S,
     threads: &Threads,
     alpha: T,
-    (a, b): (MatRef<'_, T>, MatRef<'_, T>),
+    (a, b): (MatRef<'_, T>, MatRef<'_, W>),
     start: Start<'_, T>,
     mut c: MatMut<'_, T>,
 ) {
-    let width = columns::<T>();
-    let block_width = width * block_panels(b.cols().div_ceil(width), threads.num_threads());
+    let width = columns::<S, T>();
+    let block_width = width * block_panels::<S>(b.cols().div_ceil(width), threads.num_threads());
     for k in (0..a.cols()).step_by(DEPTH) {
         let depth = DEPTH.min(a.cols() - k);
         let (a, b) = (a.sub_cols(k, depth), b.sub_rows(k, depth));
         let start = if k == 0 { start } else { Start::Output };
         let order = Order::of(&a);
-        threads.with_scratch(a.rows().div_ceil(STRIP) * STRIP_LEN, |strips| {
-            pack_left(threads, a, strips);
+        threads.with_scratch(a.rows().div_ceil(STRIP) * STRIP * ROW, |strips| {
+            pack_left::<T, STRIP>(threads, a, strips);
             let blocks = c.reborrow().col_blocks(block_width).enumerate();
             threads.for_each(blocks, |(i, out)| {
                 let (col, cols) = (i * block_width, out.cols());
@@ -57,7 +52,7 @@ pub(super) fn product<T: Float>(
                     let panels = (&panels[..], depth * width);
                     simd.vectorize(
                         #[inline(always)]
-                        || block(simd, order, alpha, strips, panels, start, out),
+                        || block::<S, T, STRIP>(simd, order, alpha, strips, panels, start, out),
                     );
                 });
             });
@@ -66,14 +61,17 @@ pub(super) fn product<T: Float>(
 }
 
 /// Panels of a block, so that each thread gets as many blocks as the others.
-fn block_panels(panels: usize, num_threads: usize) -> usize {
-    let rounds = panels.div_ceil(num_threads * BLOCK_PANELS);
+fn block_panels<S: Isa>(panels: usize, num_threads: usize) -> usize {
+    // Half of a second-level cache: 1 MiB with AVX-512; with AVX2, whose panels are half as wide and whose
+    // processors have less, 256 KiB.
+    let most = S::REGISTER_COUNT / 2;
+    let rounds = panels.div_ceil(num_threads * most);
     panels.div_ceil(num_threads * rounds).max(1)
 }
 
 #[inline(always)]
-fn block<T: Float>(
-    simd: V4,
+fn block<S: Isa, T: Float, const STRIP: usize>(
+    simd: S,
     order: Order,
     alpha: T,
     strips: &[T],
@@ -81,14 +79,14 @@ fn block<T: Float>(
     start: Start<'_, T>,
     out: MatMut<'_, T>,
 ) {
-    for (strip, mut out) in strips.chunks(STRIP_LEN).zip(out.row_blocks(STRIP)) {
-        let width = columns::<T>();
+    for (strip, mut out) in strips.chunks(STRIP * ROW).zip(out.row_blocks(STRIP)) {
+        let width = columns::<S, T>();
         for (j, panel) in panels.chunks(panel_len).enumerate() {
             let cols = j * width..out.cols().min((j + 1) * width);
             if cols.is_empty() {
                 break;
             }
-            let mut tile = Tile {
+            let mut tile = Tile::<S, T, STRIP> {
                 simd,
                 order,
                 alpha,
@@ -111,13 +109,13 @@ fn block<T: Float>(
 
 /// Columns of a panel.
 #[inline(always)]
-fn columns<T: Lanes>() -> usize {
-    2 * size_of::<T::Register>() / size_of::<T>()
+fn columns<S: Isa, T: Lanes>() -> usize {
+    2 * size_of::<T::Register<S>>() / size_of::<T>()
 }
 
 /// A strip times a panel.
-struct Tile<'a, T> {
-    simd: V4,
+struct Tile<'a, S, T, const STRIP: usize> {
+    simd: S,
     order: Order,
     alpha: T,
     strip: &'a [T],
@@ -127,16 +125,16 @@ struct Tile<'a, T> {
     out: MatMut<'a, T>,
 }
 
-impl<T: Float> Tile<'_, T> {
+impl<S: Isa, T: Float, const STRIP: usize> Tile<'_, S, T, STRIP> {
     /// Computes rows from `row` on, R at a time, as long as there are as many; gives the next row.
     #[inline(always)]
     fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
         while row + R <= self.out.rows() {
             let strip = &self.strip[self.order.offset(row)..];
-            let sums = multiply::<T, R>(self.simd, self.order, strip, self.panel);
+            let sums = multiply::<S, T, STRIP, R>(self.simd, self.order, strip, self.panel);
             for (i, sums) in sums.iter().enumerate() {
                 let out = &mut self.out.row_mut(row + i)[self.cols.clone()];
-                finish(self.simd, self.alpha, sums, self.start, out);
+                finish::<S, T>(self.simd, self.alpha, sums, self.start, out);
             }
             row += R;
         }

@@ -4,24 +4,20 @@
     reason = "an operand is turned in registers only where that is inlined into its dispatch"
 )]
 
-use pulp::x86::V4;
-
 use super::super::{Float, MatMut, MatRef, Threads};
-use super::tile::{DEPTH, STRIP};
+use super::tile::DEPTH;
+use super::{Isa, Operand};
 
 /// Elements between two rows of a strip: the depth and a cache line, so that rows do not fall into
 /// one set of the cache.
 pub(super) const ROW: usize = DEPTH + 16;
-
-/// Elements of a packed strip of the left operand.
-pub(super) const STRIP_LEN: usize = STRIP * ROW;
 
 /// In which order a packed strip holds its elements; the one that needs no turning of the operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
     /// Rows, each [`ROW`] elements after the last.
     Rows,
-    /// Columns of [`STRIP`] elements.
+    /// Columns of as many elements as a strip has rows.
     Columns,
 }
 
@@ -43,41 +39,53 @@ impl Order {
     }
 }
 
-/// Columns of a left operand that are packed together, as neighbours share a cache line and a page.
-const GROUP: usize = 8 * STRIP;
+/// Strips of a left operand that are packed together, as neighbours share a cache line and a page.
+const GROUP: usize = 8;
 
-/// Packs a left operand of depth [`DEPTH`] or less, with all threads, into strips of [`STRIP`] rows with
-/// [`STRIP_LEN`] elements each; what lies past the edges keeps any value.
-pub(super) fn pack_left<T: Float>(threads: &Threads, a: MatRef<'_, T>, out: &mut [T]) {
-    let groups = out.chunks_mut(GROUP / STRIP * STRIP_LEN).enumerate();
+/// Packs a left operand of depth [`DEPTH`] or less, with all threads, into strips of `STRIP` rows of
+/// [`ROW`] elements; what lies past the edges keeps any value.
+pub(super) fn pack_left<T: Float, const STRIP: usize>(
+    threads: &Threads,
+    a: MatRef<'_, T>,
+    out: &mut [T],
+) {
+    let groups = out.chunks_mut(GROUP * STRIP * ROW).enumerate();
     threads.for_each(groups, |(i, out)| {
-        let rows = GROUP.min(a.rows() - i * GROUP);
-        pack_strips(a.sub_rows(i * GROUP, rows), out);
+        let first = i * GROUP * STRIP;
+        let rows = (GROUP * STRIP).min(a.rows() - first);
+        pack_strips::<T, STRIP>(a.sub_rows(first, rows), out);
     });
 }
 
-/// Packs a right operand into panels of `width` columns, row by row, with zeros past the edge.
-pub(super) fn pack_right<T: Float>(simd: V4, b: MatRef<'_, T>, width: usize, out: &mut [T]) {
+/// Packs a right operand, widened, into panels of `width` columns, row by row, with zeros past the edge.
+pub(super) fn pack_right<S: Isa, T: Float, W: Operand<T>>(
+    simd: S,
+    b: MatRef<'_, W>,
+    width: usize,
+    out: &mut [T],
+) {
     let panel_len = b.rows() * width;
     if b.has_contiguous_rows() {
         let panels = MatMut::new(out, b.cols().div_ceil(width), panel_len);
-        pack_rows(b, width, panels);
-        return;
+        return simd.vectorize(
+            #[inline(always)]
+            || pack_rows::<S, T, W>(simd, b, width, panels),
+        );
     }
     for (i, out) in out.chunks_exact_mut(panel_len).enumerate() {
         let cols = width.min(b.cols() - i * width);
         let columns = b.sub_cols(i * width, cols).transposed();
         simd.vectorize(
             #[inline(always)]
-            || turn(simd, columns, width, out),
+            || turn::<S, T, W>(simd, columns, width, out),
         );
     }
 }
 
-fn pack_strips<T: Float>(a: MatRef<'_, T>, out: &mut [T]) {
+fn pack_strips<T: Float, const STRIP: usize>(a: MatRef<'_, T>, out: &mut [T]) {
     match Order::of(&a) {
         Order::Rows => {
-            let strips = out.chunks_mut(STRIP_LEN);
+            let strips = out.chunks_mut(STRIP * ROW);
             let rows = strips.flat_map(|strip| strip.chunks_exact_mut(ROW));
             for (row, out) in rows.take(a.rows()).enumerate() {
                 out[..a.cols()].copy_from_slice(a.row(row));
@@ -85,7 +93,7 @@ fn pack_strips<T: Float>(a: MatRef<'_, T>, out: &mut [T]) {
         }
         Order::Columns => {
             for k in 0..a.cols() {
-                let strips = out.chunks_mut(STRIP_LEN);
+                let strips = out.chunks_mut(STRIP * ROW);
                 for (strip, column) in strips.zip(a.transposed().row(k).chunks(STRIP)) {
                     let out = &mut strip[k * STRIP..][..STRIP];
                     if let Ok(column) = <&[T; STRIP]>::try_from(column) {
@@ -100,17 +108,29 @@ fn pack_strips<T: Float>(a: MatRef<'_, T>, out: &mut [T]) {
 }
 
 /// Packs a right operand whose rows are contiguous, in their order: row `p` of `out` is panel p.
-fn pack_rows<T: Float>(b: MatRef<'_, T>, width: usize, mut out: MatMut<'_, T>) {
+#[inline(always)]
+fn pack_rows<S: Isa, T: Float, W: Operand<T>>(
+    simd: S,
+    b: MatRef<'_, W>,
+    width: usize,
+    mut out: MatMut<'_, T>,
+) {
     for k in 0..b.rows() {
         for (panel, row) in b.row(k).chunks(width).enumerate() {
             let out = &mut out.row_mut(panel)[k * width..][..width];
             if row.len() == width {
                 // By registers, as a call of memcpy takes longer than so short a copy.
-                let registers = T::registers_mut(out).iter_mut().zip(T::registers(row));
-                registers.for_each(|(out, &row)| *out = row);
+                for (out, &group) in T::registers_mut::<S>(out)
+                    .iter_mut()
+                    .zip(W::groups::<S>(row))
+                {
+                    *out = W::widen(simd, group);
+                }
             } else {
                 out.fill(T::ZERO);
-                out[..row.len()].copy_from_slice(row);
+                for (out, value) in out.iter_mut().zip(row) {
+                    *out = value.wide();
+                }
             }
         }
     }
@@ -119,8 +139,8 @@ fn pack_rows<T: Float>(b: MatRef<'_, T>, width: usize, mut out: MatMut<'_, T>) {
 /// Writes the columns of a matrix of at most `width` rows as rows of `width` elements, with zeros
 /// past the edge.
 #[inline(always)]
-fn turn<T: Float>(simd: V4, x: MatRef<'_, T>, width: usize, out: &mut [T]) {
-    let lanes = size_of::<T::Register>() / size_of::<T>();
+fn turn<S: Isa, T: Float, W: Operand<T>>(simd: S, x: MatRef<'_, W>, width: usize, out: &mut [T]) {
+    let lanes = size_of::<T::Register<S>>() / size_of::<T>();
     let (squares, rest) = (x.cols() / lanes, x.cols() % lanes);
     if x.rows() < width {
         out.fill(T::ZERO);
@@ -138,12 +158,12 @@ fn turn<T: Float>(simd: V4, x: MatRef<'_, T>, width: usize, out: &mut [T]) {
         for square in 0..squares {
             let mut rows = [T::splat(simd, T::ZERO); 16];
             for (i, row) in rows[..lanes].iter_mut().enumerate() {
-                *row = T::registers(&band.row(i)[square * lanes..])[0];
+                *row = W::widen(simd, W::groups::<S>(&band.row(i)[square * lanes..])[0]);
             }
-            turn_square::<T>(simd, &mut rows[..lanes]);
+            turn_square::<S, T>(simd, &mut rows[..lanes]);
             for (i, &row) in rows[..lanes].iter().enumerate() {
                 let at = (square * lanes + i) * width + first;
-                T::registers_mut(&mut out[at..])[0] = row;
+                T::registers_mut::<S>(&mut out[at..])[0] = row;
             }
         }
         if rest > 0 {
@@ -160,7 +180,7 @@ fn turn<T: Float>(simd: V4, x: MatRef<'_, T>, width: usize, out: &mut [T]) {
 /// Turns as many registers as a register has lanes: each round deals the upper half in between the
 /// lower half.
 #[inline(always)]
-pub(super) fn turn_square<T: Float>(simd: V4, rows: &mut [T::Register]) {
+pub(super) fn turn_square<S: Isa, T: Float>(simd: S, rows: &mut [T::Register<S>]) {
     let half = rows.len() / 2;
     for _ in 0..rows.len().ilog2() {
         let mut dealt = [rows[0]; 16];
@@ -171,10 +191,10 @@ pub(super) fn turn_square<T: Float>(simd: V4, rows: &mut [T::Register]) {
     }
 }
 
-fn turn_one_by_one<T: Float>(x: MatRef<'_, T>, width: usize, out: &mut [T]) {
+fn turn_one_by_one<T: Float, W: Operand<T>>(x: MatRef<'_, W>, width: usize, out: &mut [T]) {
     for row in 0..x.rows() {
-        for (&value, out) in x.row(row).iter().zip(out.chunks_mut(width)) {
-            out[row] = value;
+        for (value, out) in x.row(row).iter().zip(out.chunks_mut(width)) {
+            out[row] = value.wide();
         }
     }
 }

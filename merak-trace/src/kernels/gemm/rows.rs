@@ -20,10 +20,8 @@ use std::{
     ops::Range,
 };
 
-use pulp::x86::V4;
-
 use super::super::{Float, MatMut, MatRef, Threads};
-use super::Start;
+use super::{Isa, Operand, Start};
 
 /// Most rows that are few; from then on packing pays.
 const MAX_ROWS: usize = 47;
@@ -42,7 +40,7 @@ const BLOCK_COLS: usize = 64;
 const SUM_ELEMENTS: usize = 1 << 15;
 
 /// Whether this is such a product.
-pub(super) fn pays<T: Float>(a: &MatRef<'_, T>, b: &MatRef<'_, T>) -> bool {
+pub(super) fn pays<T: Float, W: Operand<T>>(a: &MatRef<'_, T>, b: &MatRef<'_, W>) -> bool {
     a.rows() <= MAX_ROWS
         && b.rows() * b.cols() >= MIN_ELEMENTS
         && a.has_contiguous_rows()
@@ -50,11 +48,11 @@ pub(super) fn pays<T: Float>(a: &MatRef<'_, T>, b: &MatRef<'_, T>) -> bool {
 }
 
 /// Computes `c = alpha a b + start`.
-pub(super) fn product<T: Float>(
-    simd: V4,
+pub(super) fn product<S: Isa, T: Float, W: Operand<T>>(
+    simd: S,
     threads: &Threads,
     alpha: T,
-    (a, b): (MatRef<'_, T>, MatRef<'_, T>),
+    (a, b): (MatRef<'_, T>, MatRef<'_, W>),
     start: Start<'_, T>,
     c: MatMut<'_, T>,
 ) {
@@ -66,11 +64,11 @@ pub(super) fn product<T: Float>(
 }
 
 /// `c[i, j] = a[i, :] · b[j, :]`
-fn dots<T: Float>(
-    simd: V4,
+fn dots<S: Isa, T: Float, W: Operand<T>>(
+    simd: S,
     threads: &Threads,
     alpha: T,
-    (a, b): (MatRef<'_, T>, MatRef<'_, T>),
+    (a, b): (MatRef<'_, T>, MatRef<'_, W>),
     start: Start<'_, T>,
     c: MatMut<'_, T>,
 ) {
@@ -83,10 +81,24 @@ fn dots<T: Float>(
                 let mut col = 0;
                 while col < out.cols() {
                     let own = if out.cols() - col >= STEP {
-                        dot_columns::<T, STEP>(simd, alpha, (a, b), start, (first, col), &mut out);
+                        dot_columns::<S, T, W, STEP>(
+                            simd,
+                            alpha,
+                            (a, b),
+                            start,
+                            (first, col),
+                            &mut out,
+                        );
                         STEP
                     } else {
-                        dot_columns::<T, 1>(simd, alpha, (a, b), start, (first, col), &mut out);
+                        dot_columns::<S, T, W, 1>(
+                            simd,
+                            alpha,
+                            (a, b),
+                            start,
+                            (first, col),
+                            &mut out,
+                        );
                         1
                     };
                     col += own;
@@ -98,17 +110,17 @@ fn dots<T: Float>(
 
 /// All rows of `N` columns from `first + col` on.
 #[inline(always)]
-fn dot_columns<T: Float, const N: usize>(
-    simd: V4,
+fn dot_columns<S: Isa, T: Float, W: Operand<T>, const N: usize>(
+    simd: S,
     alpha: T,
-    (a, b): (MatRef<'_, T>, MatRef<'_, T>),
+    (a, b): (MatRef<'_, T>, MatRef<'_, W>),
     start: Start<'_, T>,
     (first, col): (usize, usize),
     out: &mut MatMut<'_, T>,
 ) {
     let column = |j: usize| b.row(j.min(b.rows() - 1));
-    let columns: [&[T]; N] = array::from_fn(|j| column(first + col + j));
-    let mut next: [&[T]; N] = array::from_fn(|j| column(first + col + N + j));
+    let columns: [&[W]; N] = array::from_fn(|j| column(first + col + j));
+    let mut next: [&[W]; N] = array::from_fn(|j| column(first + col + N + j));
     let mut row = 0;
     while row < a.rows() {
         let mut put = |row: usize, sums: [T; N]| {
@@ -117,44 +129,52 @@ fn dot_columns<T: Float, const N: usize>(
                 *out = sum.fma(alpha, begin(start, first + col + j, *out));
             }
         };
-        if a.rows() - row >= 4 {
-            let sums = multiply::<T, 4, N>(simd, array::from_fn(|i| a.row(row + i)), columns, next);
-            sums.into_iter()
+        let mut put_all = |sums: &[[T; N]]| {
+            sums.iter()
                 .enumerate()
-                .for_each(|(i, sums)| put(row + i, sums));
-            row += 4;
-        } else {
-            let [sums] = multiply::<T, 1, N>(simd, [a.row(row)], columns, next);
-            put(row, sums);
-            row += 1;
-        }
+                .for_each(|(i, sums)| put(row + i, *sums));
+            sums.len()
+        };
+        let rows = |i| a.row(row + i);
+        // As many as have registers for their sums.
+        row += match a.rows() - row {
+            4.. if S::REGISTER_COUNT >= 32 => {
+                let rows = array::from_fn(rows);
+                put_all(&multiply::<S, T, W, 4, N>(simd, rows, columns, next))
+            }
+            2.. => {
+                let rows = array::from_fn(rows);
+                put_all(&multiply::<S, T, W, 2, N>(simd, rows, columns, next))
+            }
+            _ => put_all(&multiply::<S, T, W, 1, N>(simd, [rows(0)], columns, next)),
+        };
         next = columns;
     }
 }
 
 /// The products of `R` rows with `N` columns: a register of sums for each, whose lanes are added in the end.
 #[inline(always)]
-fn multiply<T: Float, const R: usize, const N: usize>(
-    simd: V4,
+fn multiply<S: Isa, T: Float, W: Operand<T>, const R: usize, const N: usize>(
+    simd: S,
     rows: [&[T]; R],
-    columns: [&[T]; N],
-    next: [&[T]; N],
+    columns: [&[W]; N],
+    next: [&[W]; N],
 ) -> [[T; N]; R] {
     let len = rows[0].len();
     let rows = rows.map(|row| &row[..len]);
     let columns = columns.map(|column| &column[..len]);
-    let whole = T::registers(rows[0]).len();
-    let row_registers = rows.map(|row| &T::registers(row)[..whole]);
-    let column_registers = columns.map(|column| &T::registers(column)[..whole]);
+    let whole = T::registers::<S>(rows[0]).len();
+    let row_registers = rows.map(|row| &T::registers::<S>(row)[..whole]);
+    let column_groups = columns.map(|column| &W::groups::<S>(column)[..whole]);
     let mut sums = [[T::splat(simd, T::ZERO); N]; R];
-    let lanes = size_of::<T::Register>() / size_of::<T>();
+    let lanes = size_of::<T::Register<S>>() / size_of::<T>();
     for k in 0..whole {
         for next in next {
             prefetch(next, k * lanes);
         }
-        let column: [T::Register; N] = array::from_fn(
+        let column: [T::Register<S>; N] = array::from_fn(
             #[inline(always)]
-            |j| column_registers[j][k],
+            |j| W::widen(simd, column_groups[j][k]),
         );
         for (sums, row) in sums.iter_mut().zip(&row_registers) {
             let x = row[k];
@@ -166,11 +186,11 @@ fn multiply<T: Float, const R: usize, const N: usize>(
     array::from_fn(|i| {
         array::from_fn(|j| {
             let mut total = T::ZERO;
-            for &lane in bytemuck::cast_slice::<T::Register, T>(&sums[i][j..=j]) {
+            for &lane in bytemuck::cast_slice::<T::Register<S>, T>(&sums[i][j..=j]) {
                 total += lane;
             }
             for k in whole * lanes..len {
-                total = rows[i][k].fma(columns[j][k], total);
+                total = rows[i][k].fma(columns[j][k].wide(), total);
             }
             total
         })
@@ -178,11 +198,11 @@ fn multiply<T: Float, const R: usize, const N: usize>(
 }
 
 /// `c = Σ a[:, k] b[k, :]`
-fn streams<T: Float>(
-    simd: V4,
+fn streams<S: Isa, T: Float, W: Operand<T>>(
+    simd: S,
     threads: &Threads,
     alpha: T,
-    (a, b): (MatRef<'_, T>, MatRef<'_, T>),
+    (a, b): (MatRef<'_, T>, MatRef<'_, W>),
     start: Start<'_, T>,
     c: MatMut<'_, T>,
 ) {
@@ -221,9 +241,9 @@ fn streams<T: Float>(
 
 /// Adds the products with some rows of `b` to all sums.
 #[inline(always)]
-fn add_chunk<T: Float>(
-    simd: V4,
-    (a, b): (MatRef<'_, T>, MatRef<'_, T>),
+fn add_chunk<S: Isa, T: Float, W: Operand<T>>(
+    simd: S,
+    (a, b): (MatRef<'_, T>, MatRef<'_, W>),
     rows: Range<usize>,
     sums: &mut [T],
 ) {
@@ -231,34 +251,36 @@ fn add_chunk<T: Float>(
     while k < rows.end {
         // The last rows are done by fewer at a time.
         k += match rows.end - k {
-            DEPTH.. => add_rows::<T, DEPTH>(simd, (a, b), k, sums),
-            4.. => add_rows::<T, 4>(simd, (a, b), k, sums),
-            _ => add_rows::<T, 1>(simd, (a, b), k, sums),
+            DEPTH.. => add_rows::<S, T, W, DEPTH>(simd, (a, b), k, sums),
+            4.. => add_rows::<S, T, W, 4>(simd, (a, b), k, sums),
+            _ => add_rows::<S, T, W, 1>(simd, (a, b), k, sums),
         };
     }
 }
 
 /// Adds the products with `D` rows of `b` from row `k` on; gives their number.
 #[inline(always)]
-fn add_rows<T: Float, const D: usize>(
-    simd: V4,
-    (a, b): (MatRef<'_, T>, MatRef<'_, T>),
+fn add_rows<S: Isa, T: Float, W: Operand<T>, const D: usize>(
+    simd: S,
+    (a, b): (MatRef<'_, T>, MatRef<'_, W>),
     k: usize,
     sums: &mut [T],
 ) -> usize {
     let n = b.cols();
     let row = |p: usize| &b.row(p.min(b.rows() - 1))[..n];
-    let rows: [&[T]; D] = array::from_fn(|p| row(k + p));
+    let rows: [&[W]; D] = array::from_fn(|p| row(k + p));
     // What comes next is on its way from memory while these rows are used for the first time.
-    let mut next: [&[T]; D] = array::from_fn(|p| row(k + D + p));
+    let mut next: [&[W]; D] = array::from_fn(|p| row(k + D + p));
     let mut first = 0;
     while first < a.rows() {
         let sums = &mut sums[first * n..];
         first += match a.rows() - first {
-            8.. => add_group::<T, 8, D>(simd, (a, first), k, (&rows, &next), sums),
-            4.. => add_group::<T, 4, D>(simd, (a, first), k, (&rows, &next), sums),
-            2.. => add_group::<T, 2, D>(simd, (a, first), k, (&rows, &next), sums),
-            _ => add_group::<T, 1, D>(simd, (a, first), k, (&rows, &next), sums),
+            8.. if S::REGISTER_COUNT >= 32 => {
+                add_group::<S, T, W, 8, D>(simd, (a, first), k, (&rows, &next), sums)
+            }
+            4.. => add_group::<S, T, W, 4, D>(simd, (a, first), k, (&rows, &next), sums),
+            2.. => add_group::<S, T, W, 2, D>(simd, (a, first), k, (&rows, &next), sums),
+            _ => add_group::<S, T, W, 1, D>(simd, (a, first), k, (&rows, &next), sums),
         };
         next = rows;
     }
@@ -269,11 +291,11 @@ fn add_rows<T: Float, const D: usize>(
 ///
 /// Two registers of columns at a time: the sums of R rows stay in registers while the D rows pass.
 #[inline(always)]
-fn add_group<T: Float, const R: usize, const D: usize>(
-    simd: V4,
+fn add_group<S: Isa, T: Float, W: Operand<T>, const R: usize, const D: usize>(
+    simd: S,
     (a, first): (MatRef<'_, T>, usize),
     k: usize,
-    (rows, next): (&[&[T]; D], &[&[T]; D]),
+    (rows, next): (&[&[W]; D], &[&[W]; D]),
     sums: &mut [T],
 ) -> usize {
     let n = rows[0].len();
@@ -284,21 +306,21 @@ fn add_group<T: Float, const R: usize, const D: usize>(
             x[i] = value;
         }
     }
-    let lanes = size_of::<T::Register>() / size_of::<T>();
+    let lanes = size_of::<T::Register<S>>() / size_of::<T>();
     let (whole, pairs) = (n / lanes, n / lanes / 2 * 2);
-    let registers = rows.map(|row| &T::registers(row)[..whole]);
+    let groups = rows.map(|row| &W::groups::<S>(row)[..whole]);
     for j in (0..pairs).step_by(2) {
-        let mut total: [[T::Register; 2]; R] = array::from_fn(
+        let mut total: [[T::Register<S>; 2]; R] = array::from_fn(
             #[inline(always)]
             |i| {
-                let sums = T::registers(&sums[i * n + j * lanes..][..2 * lanes]);
+                let sums = T::registers::<S>(&sums[i * n + j * lanes..][..2 * lanes]);
                 [sums[0], sums[1]]
             },
         );
-        for ((x, row), next) in x.iter().zip(&registers).zip(next) {
+        for ((x, row), next) in x.iter().zip(&groups).zip(next) {
             prefetch(next, j * lanes);
             prefetch(next, (j + 1) * lanes);
-            let (b0, b1) = (row[j], row[j + 1]);
+            let (b0, b1) = (W::widen(simd, row[j]), W::widen(simd, row[j + 1]));
             for (&x, [s0, s1]) in x.iter().zip(&mut total) {
                 let x = T::splat(simd, x);
                 *s0 = T::mul_add(simd, x, b0, *s0);
@@ -306,7 +328,7 @@ fn add_group<T: Float, const R: usize, const D: usize>(
             }
         }
         for (i, [s0, s1]) in total.into_iter().enumerate() {
-            let sums = T::registers_mut(&mut sums[i * n + j * lanes..][..2 * lanes]);
+            let sums = T::registers_mut::<S>(&mut sums[i * n + j * lanes..][..2 * lanes]);
             (sums[0], sums[1]) = (s0, s1);
         }
     }
@@ -314,7 +336,7 @@ fn add_group<T: Float, const R: usize, const D: usize>(
         for i in 0..R {
             let sum = &mut sums[i * n + j];
             for (x, row) in x.iter().zip(rows) {
-                *sum = x[i].fma(row[j], *sum);
+                *sum = x[i].fma(row[j].wide(), *sum);
             }
         }
     }

@@ -4,13 +4,11 @@
     reason = "a tile stays in registers only where it is inlined into its dispatch"
 )]
 
-use pulp::x86::V4;
-
 use super::super::Float;
 use super::pack::{Order, ROW};
-use super::{Lanes, Start};
+use super::{Isa, Lanes, Start};
 
-/// Rows of a register tile: with two registers of columns, 28 of the 32 registers hold sums.
+/// Rows of a register tile with AVX-512: with two registers of columns, 28 of the 32 registers hold sums.
 pub(super) const STRIP: usize = 14;
 
 /// Products summed in registers before they are added to the output. Two registers of columns of the
@@ -19,17 +17,17 @@ pub(super) const STRIP: usize = 14;
 pub(super) const DEPTH: usize = 512;
 
 /// Sums of one tile: two registers per row.
-pub(super) type Sums<T, const R: usize> = [[<T as Lanes>::Register; 2]; R];
+pub(super) type Sums<S, T, const R: usize> = [[<T as Lanes>::Register<S>; 2]; R];
 
 /// Sums over k of R rows of a packed strip times a packed panel.
 #[inline(always)]
-pub(super) fn multiply<T: Float, const R: usize>(
-    simd: V4,
+pub(super) fn multiply<S: Isa, T: Float, const STRIP: usize, const R: usize>(
+    simd: S,
     order: Order,
     strip: &[T],
     panel: &[T],
-) -> Sums<T, R> {
-    let (panel, _) = pulp::as_arrays::<2, _>(T::registers(panel));
+) -> Sums<S, T, R> {
+    let (panel, _) = pulp::as_arrays::<2, _>(T::registers::<S>(panel));
     let panel = &panel[..panel.len().min(DEPTH)];
     match order {
         Order::Rows => {
@@ -46,11 +44,11 @@ pub(super) fn multiply<T: Float, const R: usize>(
 }
 
 #[inline(always)]
-fn sum<T: Float, const R: usize>(
-    simd: V4,
-    panel: &[[T::Register; 2]],
+fn sum<S: Isa, T: Float, const R: usize>(
+    simd: S,
+    panel: &[[T::Register<S>; 2]],
     left: impl Fn(usize, usize) -> T,
-) -> Sums<T, R> {
+) -> Sums<S, T, R> {
     let mut sums = [[T::splat(simd, T::ZERO); 2]; R];
     for (k, &[b0, b1]) in panel.iter().enumerate() {
         for (row, [s0, s1]) in sums.iter_mut().enumerate() {
@@ -64,14 +62,14 @@ fn sum<T: Float, const R: usize>(
 
 /// Writes `alpha * sums + start` to a row of the output, which may end within the tile.
 #[inline(always)]
-pub(super) fn finish<T: Float>(
-    simd: V4,
+pub(super) fn finish<S: Isa, T: Float>(
+    simd: S,
     alpha: T,
-    sums: &[T::Register; 2],
+    sums: &[T::Register<S>; 2],
     start: Start<'_, T>,
     out: &mut [T],
 ) {
-    let width = 2 * size_of::<T::Register>() / size_of::<T>();
+    let width = 2 * size_of::<T::Register<S>>() / size_of::<T>();
     if out.len() < width {
         let sums: &[T] = bytemuck::cast_slice(sums);
         for (j, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
@@ -86,7 +84,7 @@ pub(super) fn finish<T: Float>(
     }
     // Hidden, so that no register holds it while the sums need them all.
     let alpha = T::splat(simd, std::hint::black_box(alpha));
-    let out = T::registers_mut(out);
+    let out = T::registers_mut::<S>(out);
     let mut add = |register: usize, start| {
         out[register] = T::mul_add(simd, sums[register], alpha, start);
     };
@@ -98,7 +96,7 @@ pub(super) fn finish<T: Float>(
             }
         }
         Start::Row(row) => {
-            let row = T::registers(row);
+            let row = T::registers::<S>(row);
             (0..2).for_each(|i| add(i, row[i]));
         }
     }

@@ -2,8 +2,10 @@
 
 use clap::Args as ClapArgs;
 use merak_ckpt::GenerateOptions;
+use merak_trace::Param;
 use merak_trainer::{
-    CheckedArguments, MerakTrainer, Plan, Result, TrainerParts, Workload, run_world,
+    CheckedArguments, MerakTrainer, Plan, Result, TrainerParts, Workload,
+    metrics::peak_resident_bytes, run_world,
 };
 use serde_json::{Value, json};
 use std::{
@@ -51,6 +53,12 @@ pub(crate) struct Generate {
     /// Compute threads of each rank; unset: the cores shared out.
     #[arg(long)]
     threads: Option<usize>,
+    /// Element type: f32, or bf16 with an adapter.
+    #[arg(long, default_value = "f32")]
+    dtype: String,
+    /// Description of an adapter beside the model, as PEFT writes it.
+    #[arg(long, value_name = "FILE")]
+    lora_config: Option<String>,
 }
 
 impl Generate {
@@ -91,6 +99,8 @@ impl Generate {
             .map(|rank| of_rank(rank, |times| times.busy / (times.prefill + times.decode)))
             .collect();
         let params = plan.graph.num_elements();
+        let kept = |param: &Param| param.full.numel() * param.kept_dtype().size_bytes();
+        let weights: usize = plan.graph.params().iter().map(kept).sum();
         Ok(json!({
             "batch": self.batch,
             "prompt": self.prompt,
@@ -99,7 +109,8 @@ impl Generate {
             "prefill_ms": prefill * 1e3,
             "ms_per_step": step * 1e3,
             "tokens_per_s": self.batch as f64 / step,
-            "weight_bytes_per_s": 4.0 * params as f64 / step,
+            "weight_bytes_per_s": weights as f64 / step,
+            "peak_bytes": peak_resident_bytes(),
             "busy": busy,
         }))
     }
@@ -145,7 +156,10 @@ impl Generate {
             ("pp", self.pp.to_string()),
             ("seq_length", length.to_string()),
             ("per_device_train_batch_size", "1".to_owned()),
+            ("bf16", super::is_bf16(&self.dtype)?.to_string()),
         ];
+        let lora = self.lora_config.clone();
+        keys.extend(lora.map(|lora| ("lora_config", lora)));
         let threads = self.threads.map(|threads| threads.to_string());
         keys.extend(threads.map(|threads| ("compute.threads_per_rank", threads)));
         super::checked(keys)

@@ -7,7 +7,7 @@
 use pulp::{cast, f32x16, u32x16, x86::V4};
 
 use super::super::super::MatRef;
-use super::super::Lanes;
+use super::super::Operand;
 use super::super::pack::turn_square;
 
 /// Rows of a left operand, or columns of a right one, that are multiplied together: two tiles.
@@ -40,7 +40,7 @@ pub(super) enum Layout {
 /// Panels that are packed by one call at most.
 pub(super) const MAX_PANELS: usize = 8;
 
-/// Packs lines of an operand (its rows on the left, its columns on the right), with zeros past the edges,
+/// Packs lines of an operand (its rows on the left, its columns on the right), widened, with zeros past the edges,
 /// into panels of [`LINES`]; says of each panel whether all its elements are finite.
 ///
 /// A pair holds elements k and k + 16 of its group, as both operands do: whole registers are then split.
@@ -50,9 +50,9 @@ pub(super) const MAX_PANELS: usize = 8;
 /// `x: [lines, depth]`; `out`: for each panel, each [`GROUP`] of the depth, each of three parts and each of
 /// two tiles, `[16, 16]`.
 #[inline(always)]
-pub(super) fn pack(
+pub(super) fn pack<W: Operand<f32>>(
     simd: V4,
-    x: MatRef<'_, f32>,
+    x: MatRef<'_, W>,
     layout: Layout,
     out: &mut [u32],
 ) -> [bool; MAX_PANELS] {
@@ -73,7 +73,13 @@ pub(super) fn pack(
 
 /// Packs a panel whose lines are contiguous.
 #[inline(always)]
-fn along(simd: V4, x: MatRef<'_, f32>, layout: Layout, out: &mut [u32], check: &mut f32x16) {
+fn along<W: Operand<f32>>(
+    simd: V4,
+    x: MatRef<'_, W>,
+    layout: Layout,
+    out: &mut [u32],
+    check: &mut f32x16,
+) {
     for half in 0..2 {
         let lines = SIDE.min(x.rows().saturating_sub(half * SIDE));
         let mut rows = [&[][..]; SIDE];
@@ -84,8 +90,8 @@ fn along(simd: V4, x: MatRef<'_, f32>, layout: Layout, out: &mut [u32], check: &
             let k = group * GROUP..x.cols().min((group + 1) * GROUP);
             let load = |i: usize| match rows[i].get(k.clone()) {
                 Some(row) if row.len() == GROUP => {
-                    let row = f32::registers(row);
-                    [row[0], row[1]]
+                    let row = W::groups::<V4>(row);
+                    [W::widen(simd, row[0]), W::widen(simd, row[1])]
                 }
                 row => padded(row.unwrap_or_default()),
             };
@@ -96,9 +102,9 @@ fn along(simd: V4, x: MatRef<'_, f32>, layout: Layout, out: &mut [u32], check: &
 
 /// Packs all panels of an operand whose lines are interleaved: `x: [depth, lines]`.
 #[inline(always)]
-fn across(
+fn across<W: Operand<f32>>(
     simd: V4,
-    x: MatRef<'_, f32>,
+    x: MatRef<'_, W>,
     layout: Layout,
     (out, panel_len): (&mut [u32], usize),
     checks: &mut [f32x16; MAX_PANELS],
@@ -116,7 +122,7 @@ fn across(
                 let first = panel * LINES + half * SIDE;
                 let lines = first.min(x.cols())..x.cols().min(first + SIDE);
                 let load = |k: usize| match rows[k].get(lines.clone()) {
-                    Some(row) if row.len() == SIDE => f32::registers(row)[0],
+                    Some(row) if row.len() == SIDE => W::widen(simd, W::groups::<V4>(row)[0]),
                     row => padded(row.unwrap_or_default())[0],
                 };
                 let load = |k: usize| [load(k), load(k + SIDE)];
@@ -128,9 +134,11 @@ fn across(
 
 /// Registers of fewer elements than they hold.
 #[cold]
-fn padded(row: &[f32]) -> [f32x16; 2] {
+fn padded<W: Operand<f32>>(row: &[W]) -> [f32x16; 2] {
     let mut values = [0.0; GROUP];
-    values[..row.len()].copy_from_slice(row);
+    for (value, element) in values.iter_mut().zip(row) {
+        *value = element.wide();
+    }
     cast(values)
 }
 
@@ -159,7 +167,7 @@ fn tile(
     if turned {
         for (part, rows) in parts.iter_mut().enumerate() {
             let rows: &mut [f32x16; SIDE] = bytemuck::cast_mut(rows);
-            turn_square::<f32>(simd, rows);
+            turn_square::<V4, f32>(simd, rows);
             for i in 0..SIDE {
                 out[(2 * part + half) * SIDE + i] = cast(rows[i]);
             }
