@@ -525,7 +525,7 @@ fn what_is_no_whole_model_is_not_imported() {
     cannot read HF/config.json: it is no object with a `model_type`, expected a name as in "gpt2"
     "#);
 
-    // What the layers have is told by the names alone where the configuration counts none.
+    // With nothing wrong, it is.
     let whole = written(&gpt2, &[(wte, shape), (first, weight), (second, weight)]);
     let source = HfFolder::open(whole.path()).unwrap();
     import_hf(
