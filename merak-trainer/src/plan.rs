@@ -176,8 +176,9 @@ impl Plan {
         let params = self.graph.params().iter();
         let names: Vec<_> = params.map(|param| param.name.clone()).collect();
         for name in names {
-            let id = self.graph.find_param(&name).expect("a parameter's own");
-            self.graph.param_mut(id).trainable = false;
+            if let Some(id) = self.graph.find_param(&name) {
+                self.graph.param_mut(id).trainable = false;
+            }
         }
         self
     }
