@@ -157,7 +157,7 @@ fn to_odd(value: f64) -> f32 {
     let nearest = value as f32;
     let bits = nearest.to_bits();
     let wide = f64::from(nearest);
-    if value.is_nan() || wide == value || bits % 2 == 1 {
+    if value.is_nan() || wide.to_bits() == value.to_bits() || bits % 2 == 1 {
         return nearest;
     }
     // Toward the value; an infinity that it is not comes back to the largest number.

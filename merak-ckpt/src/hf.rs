@@ -313,6 +313,10 @@ struct Index {
     /// The file of each tensor.
     weight_map: Option<BTreeMap<String, String>>,
     /// What the original Merak notes: the layers that it has put together.
+    #[expect(
+        clippy::zero_sized_map_values,
+        reason = "of a JSON object only the keys are of use"
+    )]
     tp_meta_data: Option<BTreeMap<String, IgnoredAny>>,
 }
 

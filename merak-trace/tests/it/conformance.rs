@@ -46,7 +46,7 @@ fn keeps_narrow(case: &Case<'_>) {
     let backend = backend(2);
     let count = case.operands.len();
     let each = (0..count).map(|operand| operand..operand + 1);
-    for frozen in each.chain([0..count]) {
+    for frozen in each.chain(std::iter::once(0..count)) {
         let wide = Run {
             rounded: DType::BF16,
             frozen: frozen.clone(),

@@ -20,7 +20,7 @@ use tracing_subscriber::EnvFilter;
 #[derive(Parser)]
 #[command(name = "merak-ckpt", version)]
 struct Arguments {
-    /// What to log, as a tracing filter: `info`, `merak_ckpt=debug`; the variable RUST_LOG comes first
+    /// What to log, as a tracing filter: `info`, `merak_ckpt=debug`; the variable `RUST_LOG` comes first
     #[arg(long, global = true, default_value = "warn", value_name = "FILTER")]
     log: String,
     #[command(subcommand)]

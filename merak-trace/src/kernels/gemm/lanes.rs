@@ -1,4 +1,8 @@
 //! Vector registers, as the products use them.
+#![expect(
+    clippy::inline_always,
+    reason = "registers stay registers only where these functions are inlined into their dispatch"
+)]
 
 use bytemuck::Pod;
 use pulp::{

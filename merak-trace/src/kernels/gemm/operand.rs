@@ -1,4 +1,8 @@
 //! Element types of the right operand of a product.
+#![expect(
+    clippy::inline_always,
+    reason = "registers stay registers only where these functions are inlined into their dispatch"
+)]
 
 use bytemuck::Pod;
 use half::bf16;
