@@ -7,13 +7,6 @@
 //! with magnitudes m [out]          m / |V| · V              V one of the above, |V| of what makes an output
 //! ```
 
-#[cfg_attr(
-    not(any(test, feature = "graph")),
-    expect(
-        dead_code,
-        reason = "what chooses layers for training needs their graph"
-    )
-)]
 mod config;
 mod extract;
 #[cfg(feature = "graph")]
