@@ -15,6 +15,8 @@ pub const CHECKPOINTS: &str = "checkpoints";
 
 /// Largest manifest that is read.
 pub const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+/// Most bytes of `model` and of `state` in a manifest, as JSON without blanks.
+pub const MAX_STATE_BYTES: usize = 1 << 20;
 /// Largest header of a safetensors file (the safetensors library has the same limit).
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Longest tensor name.

@@ -12,7 +12,10 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
         });
     }
     if path.is_file() {
-        // Somebody named the manifest, or `latest`.
+        if let Some(named) = pointed_to(path)? {
+            return Ok(named);
+        }
+        // Somebody named the manifest.
         let beside = path.parent().map(resolve).and_then(Result::ok);
         return Err(Error::NotACheckpoint {
             path: path.to_owned(),
@@ -37,6 +40,16 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
                 .newest_complete(None)?
                 .map(|checkpoint| checkpoint.path().to_owned()),
         }),
+    }
+}
+
+/// The folder that the file `latest` or `best` names.
+fn pointed_to(path: &Path) -> Result<Option<PathBuf>> {
+    let store = Store::new(path.parent().unwrap_or(Path::new(".")));
+    match path.file_name().and_then(|name| name.to_str()) {
+        Some(format::LATEST) => store.latest(),
+        Some(format::BEST) => store.best(),
+        _ => Ok(None),
     }
 }
 

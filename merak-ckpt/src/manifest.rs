@@ -5,6 +5,7 @@ mod text;
 
 pub(crate) use text::Refused;
 
+use crate::format;
 use crate::region::num_elements;
 use crate::{Checksum, Cut, DType, Error, Kind, Region};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -231,7 +232,7 @@ impl SliceEntry {
 /// Whether a tensor may have this name.
 pub(crate) fn check_tensor_name(name: &str) -> Result<(), Error> {
     let legal = !name.is_empty()
-        && name.len() <= crate::format::MAX_NAME_BYTES
+        && name.len() <= format::MAX_NAME_BYTES
         && name != "__metadata__"
         && !name.contains(['[', '#', '/'])
         && !name.chars().any(char::is_control);
@@ -249,9 +250,9 @@ pub(crate) fn check_tensor_name(name: &str) -> Result<(), Error> {
 pub(crate) fn check_file_name(name: &str) -> Result<(), Error> {
     let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     if !name.is_empty()
-        && name.len() <= crate::format::MAX_FILE_NAME_BYTES
+        && name.len() <= format::MAX_FILE_NAME_BYTES
         && !name.starts_with('.')
-        && name != crate::format::MANIFEST
+        && name != format::MANIFEST
         && name.chars().all(legal)
     {
         return Ok(());

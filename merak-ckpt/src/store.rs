@@ -90,12 +90,16 @@ impl Store {
             .map(|step| self.path_of(step)))
     }
 
-    /// Makes `best` name a step's checkpoint, atomically.
+    /// Makes `best` name a step's checkpoint, or none, atomically.
     ///
     /// # Errors
-    /// [`Error::Io`] where the file cannot be written, [`Error::NotFound`] where there is no such
+    /// [`Error::Io`] where the file cannot be changed, [`Error::NotFound`] where there is no such
     /// checkpoint.
-    pub fn set_best(&self, step: u64) -> Result<()> {
+    pub fn set_best(&self, step: Option<u64>) -> Result<()> {
+        let Some(step) = step else {
+            let path = self.folder.join(format::BEST);
+            return if path.exists() { remove(&path) } else { Ok(()) };
+        };
         let path = self.path_of(step);
         if !path.exists() {
             return Err(Error::NotFound { path });
@@ -157,7 +161,8 @@ impl Store {
 
     /// Deletes checkpoints beyond the newest `save_total_limit` by number, and returns their
     /// steps; a limit of zero or less keeps all. Steps in `keep` (the best one, the one being
-    /// loaded) and the one that `latest` names are never deleted. One rank calls it.
+    /// loaded) and the one that `latest` names are never deleted. Where the one that `best` names is deleted, so is
+    /// that file. One rank calls it.
     ///
     /// # Errors
     /// [`Error::Io`] where the folder cannot be listed or changed.
@@ -174,11 +179,15 @@ impl Store {
         }
         let _lock = self.lock()?;
         let latest = self.read_pointer(format::LATEST)?;
+        let best = self.read_pointer(format::BEST).ok().flatten();
         let (old, _) = steps.split_at(steps.len().saturating_sub(limit));
         let mut deleted = Vec::new();
         for &step in old {
             if keep.contains(&step) || latest == Some(step) {
                 continue;
+            }
+            if best == Some(step) {
+                self.set_best(None)?;
             }
             // Under a temporary name first, so that a crash leaves no half of a checkpoint.
             let doomed = self.folder.join(format!("{DRAFT}delete-{step}"));

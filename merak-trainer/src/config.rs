@@ -38,14 +38,14 @@ pub use self::{
     },
     checked::CheckedArguments,
     choice::{
-        Backend, CostSource, DataFormat, Device, Engine, PartitionMethod, Recompute, RecomputeOp,
-        ReportTo, SplitMethod, TraceMethod,
+        Backend, BestMetric, CostSource, DataFormat, Device, Engine, PartitionMethod, Recompute,
+        RecomputeOp, ReportTo, SplitMethod, TraceMethod,
     },
     key::Key,
     origin::Origin,
     schedule::TrainSchedule,
     setting::InputPath,
-    special::{Boundaries, Ratios, SeqLength, ThreadsPerRank, TokenizerSource},
+    special::{Boundaries, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenizerSource},
 };
 use self::{
     key::Raw,

@@ -66,19 +66,19 @@ mod trainer;
 mod world;
 
 pub use config::{
-    AutopipeArguments, Backend, Boundaries, CheckedArguments, ComputeArguments, Config, CostSource,
-    DataArguments, DataFormat, Device, DistributedArguments, Engine, InputPath, Key,
+    AutopipeArguments, Backend, BestMetric, Boundaries, CheckedArguments, ComputeArguments, Config,
+    CostSource, DataArguments, DataFormat, Device, DistributedArguments, Engine, InputPath, Key,
     MerakArguments, ModelArguments, Origin, PartitionMethod, Ratios, Recompute, RecomputeOp,
-    ReportTo, SeqLength, SplitMethod, ThreadsPerRank, TokenizerSource, TpLayerListArguments,
-    TraceMethod, TrainSchedule, keys,
+    ReportTo, SeqLength, SplitMethod, Temperature, ThreadsPerRank, TokenizerSource,
+    TpLayerListArguments, TraceMethod, TrainSchedule, keys,
 };
 pub use costs::{CostCache, CostModel, Profile};
 pub use error::{Error, Result};
 pub use memory::{MemoryNeed, MemoryShortage, Workload, available_bytes};
 pub use plan::{Forward, Lora, Plan, Prediction, StageTimes};
 pub use trainer::{
-    ADAPTER_CONFIG, Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepRecord, StepReport,
-    TrainOutput, TrainerParts,
+    ADAPTER_CONFIG, BestModel, Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepRecord,
+    StepReport, TrainOutput, TrainerParts,
 };
 pub use world::{chain, run_world, threads_per_rank};
 

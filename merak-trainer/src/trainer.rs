@@ -1,5 +1,6 @@
 //! One rank's trainer: the loop, evaluation, checkpoints and generation.
 
+mod best;
 mod checkpoint;
 mod course;
 pub(crate) mod evaluation;
@@ -10,6 +11,7 @@ mod shards;
 mod step;
 
 use self::course::{Course, batch_shape};
+pub use best::BestModel;
 pub use checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint};
 pub use step::{NamedTensors, StepReport};
 
@@ -109,6 +111,11 @@ pub struct TrainOutput {
     pub tokens: u64,
     /// The signal that ended training early.
     pub stopped_by: Option<i64>,
+    /// What the last step was evaluated as, with `do_eval` and where it was reached.
+    pub evaluation: Option<EvaluationMetrics>,
+    /// The checkpoint whose weights the trainer now has, with `load_best_model_at_end`; the optimizer's state stays that of the
+    /// last step.
+    pub best: Option<BestModel>,
 }
 
 /// One rank's part of a training run; every rank makes one and calls the same methods.
@@ -129,6 +136,7 @@ pub struct MerakTrainer {
     records: VecDeque<StepRecord>,
     has_dropped_first: bool,
     last_saved: Option<usize>,
+    best: Option<BestModel>,
     pending_save: Option<saving::PendingSave>,
     save_stall: Duration,
     staging: shards::StagingMemory,
@@ -198,6 +206,7 @@ impl MerakTrainer {
             records: VecDeque::new(),
             has_dropped_first: false,
             last_saved: None,
+            best: None,
             pending_save: None,
             save_stall: Duration::ZERO,
             staging: shards::StagingMemory::default(),
@@ -288,7 +297,8 @@ impl MerakTrainer {
         self.stages.memory()
     }
 
-    /// Trains until the last step, evaluating and saving on the way as the arguments say.
+    /// Trains until the last step, evaluating and saving on the way as the arguments say; then takes the weights of
+    /// the best model, if that is asked for and no signal ended training.
     ///
     /// # Errors
     /// When everything is frozen; when a rank fails, which ends the run on all of them; when gradients are not finite in so many steps in a
@@ -300,6 +310,7 @@ impl MerakTrainer {
         let start = Instant::now();
         let first_step = self.global_step;
         let (mut loss_sum, mut updates, mut tokens, mut stopped_by) = (0.0, 0, 0, None);
+        let mut evaluation = None;
         while self.global_step < self.total_steps {
             let report = self.train_step()?;
             if report.skipped.is_none() {
@@ -312,7 +323,7 @@ impl MerakTrainer {
             }
             self.check_skipped(report, updates)?;
             self.finish_save_if_written()?;
-            self.after_step()?;
+            evaluation = self.after_step()?;
             stopped_by = self.agreed_stop()?;
             if stopped_by.is_some() {
                 break;
@@ -325,6 +336,11 @@ impl MerakTrainer {
             self.save_checkpoint()?;
         }
         self.finish_rotation()?;
+        let best = if self.args.load_best_model_at_end && stopped_by.is_none() {
+            self.load_best()?
+        } else {
+            None
+        };
         Ok(TrainOutput {
             global_step: self.global_step,
             training_loss: if updates == 0 {
@@ -340,6 +356,8 @@ impl MerakTrainer {
             train_runtime: start.elapsed(),
             tokens,
             stopped_by,
+            evaluation: evaluation.filter(|_| self.global_step == self.total_steps),
+            best,
         })
     }
 
@@ -366,8 +384,9 @@ impl MerakTrainer {
         }
     }
 
-    /// Evaluates and saves where a step is due for it.
-    fn after_step(&mut self) -> Result<()> {
+    /// Evaluates and saves where a step is due for it. Of the steps that are saved, `best` names the one that was
+    /// evaluated best; a step is saved for that reason where the best model is to be loaded in the end.
+    fn after_step(&mut self) -> Result<Option<EvaluationMetrics>> {
         let done = self.global_step;
         let ends_epoch = self
             .order
@@ -378,14 +397,19 @@ impl MerakTrainer {
             Some(steps) => done.is_multiple_of(steps),
             None => ends_epoch,
         };
-        // The end of a run is evaluated by whoever runs it.
-        if self.args.do_eval && evaluates && !is_last && self.parts.eval_data.is_some() {
-            self.evaluate()?;
-        }
-        if self.args.save && (done.is_multiple_of(self.args.save_steps) || ends_epoch) {
+        let evaluates =
+            self.args.do_eval && self.parts.eval_data.is_some() && (evaluates || is_last);
+        let evaluation = evaluates.then(|| self.evaluate()).transpose()?;
+        let best = evaluation.as_ref().and_then(|metrics| self.judge(metrics));
+        let is_due = is_last || ends_epoch || done.is_multiple_of(self.args.save_steps);
+        let saves_best = best.is_some() && self.args.load_best_model_at_end;
+        if self.args.save && (is_due || saves_best) {
+            // What is still being saved tells what was best then.
+            self.finish_save()?;
+            self.best = best.or(self.best);
             self.save_on_the_way()?;
         }
-        Ok(())
+        Ok(evaluation)
     }
 
     /// The signal that asks to stop, if any rank has seen one.

@@ -32,10 +32,9 @@ const FIELDS: [&str; 18] = [
 ];
 
 /// Fields that neither training nor merging depends on, kept when the file is written back.
-const OTHERS: [&str; 9] = [
+const OTHERS: [&str; 8] = [
     "auto_mapping",
     "base_model_name_or_path",
-    "ensure_weight_tying",
     "eva_config",
     "megatron_core",
     "peft_version",
@@ -43,6 +42,13 @@ const OTHERS: [&str; 9] = [
     "revision",
     "runtime_config",
 ];
+
+/// What factors may be scaled by.
+const ALPHA: &str = "a number that f32 can hold";
+
+fn is_alpha(alpha: f64) -> bool {
+    (alpha as f32).is_finite()
+}
 
 /// How the factors of a new adapter start.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -210,7 +216,12 @@ impl LoraConfig {
                 let rank = rank.filter(|rank| *rank > 0);
                 self.rank = rank.ok_or_else(|| wrong("a whole number from 1 on"))?;
             }
-            "lora_alpha" => self.alpha = number()?,
+            "lora_alpha" => {
+                self.alpha = number()?;
+                if !is_alpha(self.alpha) {
+                    return Err(wrong(ALPHA));
+                }
+            }
             "lora_dropout" => {
                 self.dropout = number()?;
                 if !(0.0..1.0).contains(&self.dropout) {
@@ -228,7 +239,12 @@ impl LoraConfig {
                     return Err(wrong("patterns and whole numbers from 1 on"));
                 }
             }
-            "alpha_pattern" => self.alpha_pattern = patterns(name, value)?,
+            "alpha_pattern" => {
+                self.alpha_pattern = patterns(name, value)?;
+                if !self.alpha_pattern.iter().all(|(_, alpha)| is_alpha(*alpha)) {
+                    return Err(wrong(&format!("patterns, and for each {ALPHA}")));
+                }
+            }
             "target_modules" => self.targets = names(name, value)?,
             "exclude_modules" => self.excluded = names(name, value)?,
             "modules_to_save" => self.saved_modules = strings(name, value)?,

@@ -10,7 +10,7 @@ use std::ops::Range;
 impl Manifest {
     /// Checks the manifest against itself: order, names, limits, bounds, coverage, overlaps.
     pub(crate) fn check(&self) -> Result<(), Damage> {
-        self.check_topology()?;
+        self.check_header()?;
         self.check_files()?;
         limit("tensors", self.tensors.len(), format::MAX_TENSORS)?;
         for pair in self.tensors.windows(2) {
@@ -28,7 +28,13 @@ impl Manifest {
         self.check_bytes_are_apart()
     }
 
-    fn check_topology(&self) -> Result<(), Damage> {
+    fn check_header(&self) -> Result<(), Damage> {
+        for (member, value) in [
+            ("bytes of `model`", &self.header.model),
+            ("bytes of `state`", &self.header.state),
+        ] {
+            limit(member, value.to_string().len(), format::MAX_STATE_BYTES)?;
+        }
         let Topology {
             dp,
             tp,
@@ -270,7 +276,7 @@ fn damage(tensor: &TensorEntry, problem: Problem) -> Damage {
     }
 }
 
-fn limit(what: &'static str, found: usize, limit: usize) -> Result<(), Damage> {
+pub(super) fn limit(what: &'static str, found: usize, limit: usize) -> Result<(), Damage> {
     if found <= limit {
         return Ok(());
     }

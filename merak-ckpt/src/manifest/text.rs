@@ -1,10 +1,12 @@
 //! The manifest as text, and back.
 
+use super::check::limit;
 use super::{FileEntry, Header, Manifest, TensorEntry, Topology};
 use crate::Checksum;
 use crate::error::{Damage, Problem};
 use crate::format;
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 
 /// Bytes of the text after the stretch that the checksum covers.
 const TAIL_BYTES: usize = "\"checksum\": \"0123456789abcdef\"\n}\n".len();
@@ -28,15 +30,18 @@ struct Probe {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Document {
+struct Document<'a> {
     #[expect(dead_code, reason = "the probe has looked at it")]
     format: String,
     #[expect(dead_code, reason = "the probe has looked at it")]
     version: u64,
     step: u64,
     topology: Topology,
-    model: serde_json::Value,
-    state: serde_json::Value,
+    // A value takes many times the memory of its text, so how long that is counts first.
+    #[serde(borrow)]
+    model: &'a RawValue,
+    #[serde(borrow)]
+    state: &'a RawValue,
     files: Vec<FileEntry>,
     tensors: Vec<TensorEntry>,
     #[expect(dead_code, reason = "it was checked with the end of the text")]
@@ -84,13 +89,14 @@ impl Manifest {
             return Err(malformed(&"the version is 0, expected 1 or more"));
         }
         check_tail(text)?;
-        let document: Document = serde_json::from_slice(text).map_err(|error| malformed(&error))?;
+        let document: Document<'_> =
+            serde_json::from_slice(text).map_err(|error| malformed(&error))?;
         let manifest = Self {
             header: Header {
                 step: document.step,
                 topology: document.topology,
-                model: document.model,
-                state: document.state,
+                model: value("bytes of `model`", document.model)?,
+                state: value("bytes of `state`", document.state)?,
             },
             files: document.files,
             tensors: document.tensors,
@@ -98,6 +104,11 @@ impl Manifest {
         manifest.check().map_err(Refused::Damaged)?;
         Ok(manifest)
     }
+}
+
+fn value(bytes_of: &'static str, text: &RawValue) -> Result<serde_json::Value, Refused> {
+    limit(bytes_of, text.get().len(), format::MAX_STATE_BYTES).map_err(Refused::Damaged)?;
+    serde_json::from_str(text.get()).map_err(|error| malformed(&error))
 }
 
 /// What the text ends with.

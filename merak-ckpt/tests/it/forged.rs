@@ -148,6 +148,9 @@ const ATTACKS: &[Attack] = &[
     ("name with a bracket", |m| {
         m["tensors"][0]["name"] = json!("a[0:1]");
     }),
+    ("state that takes much more memory than its text", |m| {
+        m["state"] = json!(vec![0; 600_000]);
+    }),
     ("short checksum", |m| {
         m["tensors"][7]["slices"][0]["checksum"] = json!("12ab");
     }),
@@ -208,6 +211,7 @@ fn forged_manifests_are_refused() {
     unknown kind: manifest.json: `Exp Avg` is no kind of tensor at line 1 column 767
     unknown type: manifest.json: unknown variant `f8`, expected one of `f64`, `f32`, `bf16`, `f16`, `i64`, `i32`, `i16`, `i8`, `u64`, `u32`, `u16`, `u8`, `bool` at line 1 column 797
     name with a bracket: manifest.json, tensor `a[0:1]`: invalid tensor name `a[0:1]`: expected 1 to 1024 bytes without control characters, `[`, `#` and `/`
+    state that takes much more memory than its text: manifest.json: 1200001 bytes of `state`, the limit is 1048576
     short checksum: manifest.json: checksum `12ab` is not 16 hexadecimal digits at line 1 column 3673
     ");
 }

@@ -174,7 +174,8 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
         text.replace(&adapter.display().to_string(), "LORA")
     };
     let gpt2 = "gpt2-safetensors";
-    let enormous = changed("gpt2", |config| config["lora_alpha"] = json!(1e39));
+    let enormous = changed("gpt2", |config| config["lora_alpha"] = json!(3e38));
+    let beyond = changed("gpt2", |config| config["lora_alpha"] = json!(1e39));
     let lost = changed("gpt2", |_| ());
     fs::remove_file(lost.path().join("adapter_model.safetensors")).unwrap();
     let cut = changed("gpt2", |_| ());
@@ -204,6 +205,7 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
         refusal("llama-indexed", &golden("lora/gpt2")),
         refusal(gpt2, &golden("lora/llama")),
         refusal(gpt2, enormous.path()),
+        refusal(gpt2, beyond.path()),
         refusal(gpt2, lost.path()),
         refusal(gpt2, cut.path()),
         refusal(gpt2, of_rank_7.path()),
@@ -218,6 +220,7 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
     cannot read LORA/adapter_model.safetensors: the base has no parameter for `transformer.h.0.attn.c_attn.weight`
     cannot read LORA/adapter_model.safetensors: the base has no parameter for `model.layers.0.mlp.down_proj.weight`
     cannot read LORA: merged with it, `transformer.h.0.mlp.c_proj.weight` is not finite
+    cannot read LORA/adapter_config.json: `lora_alpha` is 1e+39, expected a number that f32 can hold
     cannot read LORA: it has no adapter_model.safetensors or adapter_model.bin
     cannot read LORA/adapter_model.safetensors: it has 8327 bytes, by its header it should have 8328
     cannot read LORA/adapter_model.safetensors: `base_model.model.transformer.h.0.attn.c_attn.lora_A.weight` has rank 4, in the configuration it is 7

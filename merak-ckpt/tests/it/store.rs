@@ -105,11 +105,26 @@ fn rotation_keeps_the_newest_the_latest_and_those_that_are_needed() {
 fn best_names_a_checkpoint_that_exists() {
     let (_folder, store) = store_with(&[1, 2]);
     assert_eq!(store.best().unwrap(), None);
-    store.set_best(1).unwrap();
+    store.set_best(Some(1)).unwrap();
     assert_eq!(store.best().unwrap(), Some(store.path_of(1)));
-    assert!(matches!(store.set_best(7), Err(Error::NotFound { .. })));
+    let refused = store.set_best(Some(7));
+    assert!(matches!(refused, Err(Error::NotFound { .. })));
     assert_eq!(store.best().unwrap(), Some(store.path_of(1)));
     assert_eq!(store.latest().unwrap(), Some(store.path_of(2)));
+    for (name, step) in [("best", 1), ("latest", 2)] {
+        let named = Checkpoint::open(store.folder().join(name)).unwrap();
+        assert_eq!(named.path(), store.path_of(step));
+    }
+    // It names nothing that was deleted.
+    assert!(store.rotate(1, &[1]).unwrap().is_empty());
+    assert_eq!(store.best().unwrap(), Some(store.path_of(1)));
+    assert_eq!(store.rotate(1, &[]).unwrap(), [1]);
+    assert_eq!(store.best().unwrap(), None);
+    assert!(!store.folder().join("best").exists());
+    store.set_best(Some(2)).unwrap();
+    store.set_best(None).unwrap();
+    store.set_best(None).unwrap();
+    assert_eq!(store.best().unwrap(), None);
 }
 
 #[test]

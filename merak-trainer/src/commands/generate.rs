@@ -35,8 +35,8 @@ pub(crate) struct Args {
     #[arg(long, allow_negative_numbers = true)]
     max_new_tokens: Option<usize>,
     /// Sampling temperature; 0 or `greedy` takes the likeliest token [default: 0.9].
-    #[arg(long, allow_negative_numbers = true, value_parser = temperature)]
-    temperature: Option<f64>,
+    #[arg(long, allow_negative_numbers = true)]
+    temperature: Option<String>,
     /// Draws from the K likeliest tokens only; 0 is off [default: 0].
     #[arg(long, allow_negative_numbers = true, value_name = "K")]
     top_k: Option<usize>,
@@ -119,16 +119,6 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A temperature as people write it.
-fn temperature(text: &str) -> Result<f64, String> {
-    match text {
-        "greedy" => Ok(0.0),
-        number => number
-            .parse()
-            .map_err(|_| "expected a number or `greedy`".to_owned()),
-    }
-}
-
 /// The adapters that were asked for, with which prompts are continued in turn; `None` is the base.
 fn adapters(args: &Args, checkpoint: &Checkpoint, loaded: &Loaded) -> Result<Vec<Option<Adapter>>> {
     let open = |folder: &PathBuf| {
@@ -149,7 +139,7 @@ impl Args {
         let folder = checkpoint.path();
         let given = [
             ("max-new-tokens", self.max_new_tokens.map(|n| n.to_string())),
-            ("temperature", self.temperature.map(|t| t.to_string())),
+            ("temperature", self.temperature.clone()),
             ("top-k", self.top_k.map(|k| k.to_string())),
             ("top-p", self.top_p.map(|p| p.to_string())),
             ("min-p", self.min_p.map(|p| p.to_string())),

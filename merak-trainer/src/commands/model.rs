@@ -80,7 +80,7 @@ impl Loaded {
             args.repetition_penalty = penalty;
         }
         let sampling = [
-            ("temperature", args.temperature),
+            ("temperature", args.temperature.0),
             ("top_k", args.top_k as f64),
             ("top_p", args.top_p),
             ("min_p", args.min_p),

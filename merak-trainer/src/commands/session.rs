@@ -21,7 +21,7 @@ pub(crate) struct Session {
 pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
     GenerateOptions {
         max_new_tokens: args.new_token_limit(),
-        temperature: args.temperature,
+        temperature: args.temperature.0,
         top_k: args.top_k,
         top_p: args.top_p,
         min_p: args.min_p,

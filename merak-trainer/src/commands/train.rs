@@ -2,7 +2,7 @@
 
 use super::{Outcome, keys::Keys, output, prepared::Prepared};
 use clap::Args as ClapArgs;
-use merak_ckpt::{Completion, GenerateOptions};
+use merak_ckpt::{Completion, GenerateOptions, Store};
 use merak_mpu::Member;
 use merak_pipe::Timeline;
 use merak_trace::models::Objective;
@@ -134,7 +134,7 @@ fn write_folder(output_dir: &Path, resolved: &str) -> Result<()> {
 /// Says so when a fresh run writes into the folder of an older one.
 fn warn_of_older_run(args: &CheckedArguments, output_dir: &Path) -> Result<()> {
     if args.save && args.resume_from_checkpoint.is_none() {
-        let steps = merak_ckpt::Store::in_output_dir(output_dir).steps()?;
+        let steps = Store::in_output_dir(output_dir).steps()?;
         if let Some(newest) = steps.last() {
             let output_dir = output_dir.display();
             tracing::warn!(%output_dir, newest, "the folder has checkpoints of an older run, which this one does not resume");
@@ -173,7 +173,6 @@ impl std::ops::Deref for Run<'_> {
 struct Finished {
     output: TrainOutput,
     evaluation: Option<EvaluationMetrics>,
-    checkpoint: Option<PathBuf>,
     sample: Option<Completion>,
     peak_activation_bytes: usize,
     /// Of the first pipeline: its last steps.
@@ -215,21 +214,17 @@ impl Run<'_> {
         }
         // After a signal there may be no time left.
         let runs_on = output.stopped_by.is_none();
-        let evaluation = if self.validates() && runs_on {
+        // A run that had nothing left to do has evaluated nothing.
+        let is_open = output.evaluation.is_none() && output.best.is_none();
+        let evaluation = if self.validates() && runs_on && is_open {
             Some(trainer.evaluate()?)
         } else {
-            None
+            output.evaluation.clone()
         };
-        let checkpoint = self.args.save.then(|| {
-            output_dir
-                .join("checkpoints")
-                .join(format!("step-{:08}", output.global_step))
-        });
-        // A model whose loss is not finite has no likeliest token.
-        let loss = evaluation
-            .as_ref()
-            .map_or(output.training_loss, |evaluation| evaluation.eval_loss);
-        let sample = if runs_on && loss.is_finite() {
+        // A model whose loss is not finite has no likeliest token; the best one has a finite loss.
+        let last = evaluation.as_ref().map(|evaluation| evaluation.eval_loss);
+        let is_finite = output.best.is_some() || last.unwrap_or(output.training_loss).is_finite();
+        let sample = if runs_on && is_finite {
             self.sample(&mut trainer)?
         } else {
             None
@@ -244,7 +239,6 @@ impl Run<'_> {
         Ok(Finished {
             output,
             evaluation,
-            checkpoint,
             sample,
             peak_activation_bytes,
             records,
@@ -298,6 +292,13 @@ impl Run<'_> {
                 "validated loss {:.4} over {} samples",
                 evaluation.eval_loss, evaluation.eval_samples
             );
+            if let Some(best) = output.best {
+                let _ = writeln!(
+                    text,
+                    "best      loss {:.4} at step {}, whose weights the model has now",
+                    best.score, best.step
+                );
+            }
             let bigram = self.corpus.as_ref().and_then(|corpus| {
                 let vocab = corpus.tokenizer.vocab_size();
                 bigram_loss(&corpus.train, &corpus.validation, vocab)
@@ -339,13 +340,16 @@ impl Run<'_> {
             "metrics   {}",
             output_dir.join("metrics.jsonl").display()
         );
-        if let Some(checkpoint) = &finished.checkpoint {
-            let _ = writeln!(text, "saved     {}", checkpoint.display());
+        if self.args.save {
+            let store = Store::in_output_dir(output_dir);
+            let path = |step: usize| store.path_of(step as u64).display().to_string();
+            let _ = writeln!(text, "saved     {}", path(output.global_step));
             if self.plan.model.objective() == Objective::CausalLm {
+                let step = output.best.map_or(output.global_step, |best| best.step);
                 let _ = writeln!(
                     text,
                     "continue  merak generate {} --prompt TEXT",
-                    checkpoint.display()
+                    path(step)
                 );
             }
         }

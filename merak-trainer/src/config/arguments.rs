@@ -7,13 +7,13 @@ use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
 
 use super::{
     choice::{
-        Backend, CostSource, DataFormat, Device, Engine, PartitionMethod, Recompute, RecomputeOp,
-        ReportTo, SplitMethod, TraceMethod,
+        Backend, BestMetric, CostSource, DataFormat, Device, Engine, PartitionMethod, Recompute,
+        RecomputeOp, ReportTo, SplitMethod, TraceMethod,
     },
     key::{Key, settings},
     schedule::TrainSchedule,
     setting::InputPath,
-    special::{Boundaries, Ratios, SeqLength, ThreadsPerRank, TokenizerSource},
+    special::{Boundaries, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenizerSource},
 };
 
 settings! {
@@ -95,6 +95,12 @@ settings! {
         async_save: bool = false,
         /// Newest checkpoints kept; 0 or less keeps all.
         save_total_limit: i64 = -1,
+        /// Whether training ends with the weights of the step whose evaluation was best; such steps are saved too.
+        load_best_model_at_end: bool = false,
+        /// What an evaluation is judged by.
+        metric_for_best_model: BestMetric = BestMetric::EvalLoss,
+        /// Whether more of that is better; unset: not of a loss.
+        greater_is_better: Option<bool> = None,
         /// Whether only weights are loaded, and training starts at step 0.
         finetune: bool = false,
         /// Whether checkpoints leave random state out.
@@ -179,8 +185,8 @@ settings! {
         out_seq_length: usize = 1024,
         /// The same under its Hugging Face name; unset: `out_seq_length`.
         max_new_tokens: Option<usize> = None,
-        /// Sampling temperature; 0 is greedy.
-        temperature: f64 = 0.9,
+        /// Sampling temperature; 0 or `greedy` takes the likeliest token.
+        temperature: Temperature = Temperature(0.9),
         /// Sampling keeps the k likeliest tokens; 0 keeps all.
         top_k: usize = 0,
         /// Sampling keeps the likeliest tokens up to this probability.

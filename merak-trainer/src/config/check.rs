@@ -508,13 +508,18 @@ fn check_intervals(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     if a.max_steps <= 0 {
         checker.positive(&[("num_train_epochs", a.num_train_epochs)])?;
     }
-    Ok(())
+    checker.require(
+        !a.load_best_model_at_end || (a.save && a.do_eval),
+        "load_best_model_at_end",
+        a.load_best_model_at_end,
+        "false unless \"save\" and \"do_eval\" are true: the best model is a checkpoint whose evaluation was best",
+    )
 }
 
 fn check_generation(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.at_least_1(&[("out_seq_length", a.out_seq_length)])?;
     checker.at_least_1_if_set(&[("max_new_tokens", a.max_new_tokens)])?;
-    checker.not_negative(&[("temperature", a.temperature)])?;
+    checker.not_negative(&[("temperature", a.temperature.0)])?;
     checker.positive(&[("repetition_penalty", a.repetition_penalty)])?;
     let mut stops = a.stop_strings.iter().flatten();
     checker.require(

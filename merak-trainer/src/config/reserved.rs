@@ -56,9 +56,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("adafactor", FALSE),
     reserved("muon_momentum", &["0.95"]),
     reserved("logging_dir", NONE),
-    reserved("load_best_model_at_end", FALSE),
-    reserved("metric_for_best_model", &[r#""eval_loss""#, "null"]),
-    reserved("greater_is_better", NONE),
     Reserved {
         advice: ", or \"bf16\" for 16 bits",
         ..reserved("fp16", FALSE)

@@ -59,6 +59,37 @@ impl Setting for TokenizerSource {
     }
 }
 
+/// What the logits are divided by before a token is drawn.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Temperature(pub f64);
+
+/// The temperature at which nothing is drawn: the likeliest token is taken.
+const GREEDY: &str = "greedy";
+
+impl Setting for Temperature {
+    fn expected() -> String {
+        format!(r#"a number or "{GREEDY}""#)
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        match value.as_str() {
+            Some(GREEDY) => Ok(Self(0.0)),
+            _ => f64::from_value(value).map(Self),
+        }
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        match text {
+            GREEDY => Ok(Self(0.0)),
+            number => f64::from_text(number).map(Self),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        self.0.to_value()
+    }
+}
+
 /// How many compute threads each rank has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ThreadsPerRank {
@@ -235,6 +266,22 @@ mod tests {
         assert_eq!(Ratios::from_value(&json!([0.6, 0.25])), Ok(two.clone()));
         assert_eq!(two.to_value(), json!([0.6, 0.25]));
         assert_eq!(Ratios::from_text("most"), Err(Refusal::Type));
+    }
+
+    #[test]
+    fn a_temperature_is_a_number_or_greedy() {
+        for (text, value) in [
+            ("greedy", json!("greedy")),
+            ("0", json!(0)),
+            ("0.7", json!(0.7)),
+        ] {
+            let temperature = Temperature::from_text(text);
+            assert_eq!(temperature, Temperature::from_value(&value));
+            let number = text.parse().unwrap_or_default();
+            assert_eq!(temperature, Ok(Temperature(number)));
+        }
+        assert_eq!(Temperature::from_text("cold"), Err(Refusal::Type));
+        assert_eq!(Temperature::from_value(&json!("0.7")), Err(Refusal::Type));
     }
 
     #[test]

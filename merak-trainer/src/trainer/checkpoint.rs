@@ -1,7 +1,7 @@
 //! Saving and loading a run.
 
 use super::{
-    MerakTrainer, batch_shape,
+    BestModel, MerakTrainer, batch_shape,
     resume::{self, Candidates},
     shards::ShardSource,
 };
@@ -13,7 +13,7 @@ use merak_ckpt::{
     Adapter, Checkpoint, DType, Draft, Header, Kind, Layout, Piece, Region, Shard, Store, Topology,
     replace_lora,
 };
-use merak_mpu::ReduceOp;
+use merak_mpu::{Rank, ReduceOp};
 use merak_trace::{Param, Placement};
 use merak_zero::{OptimizerKind, Progress};
 use serde::{Deserialize, Serialize};
@@ -43,6 +43,9 @@ pub(super) struct RunState {
     /// What that state belongs to; absent in checkpoints of earlier versions.
     #[serde(default)]
     pub(super) optim: Option<OptimizerKind>,
+    /// The best checkpoint so far, this one included.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    best: Option<BestModel>,
 }
 
 /// A rank's part of a checkpoint, before anything changes.
@@ -139,6 +142,7 @@ impl MerakTrainer {
             let adapter_file = adapter.iter().map(|json| (ADAPTER_CONFIG, json.as_bytes()));
             let files: Vec<_> = files.chain(adapter_file).collect();
             draft.commit(shards, header, &files)?;
+            self.name_best(&store)?;
             self.start_rotation(store);
             if adapter.is_some() {
                 let saved = Checkpoint::open(&path)?;
@@ -170,6 +174,7 @@ impl MerakTrainer {
             has_rng: !args.no_save_rng,
             has_optimizer: !args.no_save_optim,
             optim: Some(args.optim),
+            best: self.best,
         };
         let info = &self.stages.plan.info;
         Header {
@@ -280,9 +285,16 @@ impl MerakTrainer {
         let tells = self.stages.mpu.is_rank_0();
         let mut candidates = Candidates::new(from, || self.args.run_folder(), tells)?;
         while let Some(checkpoint) = candidates.next().transpose()? {
-            if let Some(read) = self.read_on_all_ranks(&checkpoint, candidates.is_auto())? {
+            let state = resume::check(&checkpoint, &self.stages.plan, &self.args)?;
+            let read = self.read(&checkpoint, state);
+            let failed = self.first_failed(&read)?;
+            if failed.is_none() || !candidates.is_auto() {
+                let read = self.on_all_ranks(read)?;
                 self.apply(&checkpoint, read)?;
                 return Ok(true);
+            }
+            if let (Err(error), true) = (read, failed == Some(self.stages.mpu.rank())) {
+                resume::pass_over(&error);
             }
         }
         Ok(false)
@@ -294,43 +306,43 @@ impl MerakTrainer {
     /// changes unless every rank could read its part.
     ///
     /// # Communication
-    /// An all-reduce of 8 bytes over the world.
+    /// Two all-reduces of 8 bytes over the world.
     ///
     /// # Errors
     /// When it is damaged, of another model, or lacks a part that no flag excuses, on any rank.
     pub fn load_checkpoint(&mut self, path: &Path) -> Result<LoadedCheckpoint> {
         let checkpoint = Checkpoint::open_weights(path)?;
-        let read = self.read_on_all_ranks(&checkpoint, false)?;
-        let elsewhere = || Error::Rank {
-            rank: self.stages.mpu.rank().0,
-            cause: "another rank could not read the checkpoint".to_owned(),
-        };
-        let read = read.ok_or_else(elsewhere)?;
+        let state = resume::check(&checkpoint, &self.stages.plan, &self.args)?;
+        let read = self.on_all_ranks(self.read(&checkpoint, state))?;
         self.apply(&checkpoint, read)
     }
 
-    /// This rank's part of a checkpoint if every rank could read its own. Otherwise `None` where damage is
-    /// tolerated; else the error of the rank that could not, which ends the others too.
-    fn read_on_all_ranks(
-        &self,
-        checkpoint: &Checkpoint,
-        tolerated: bool,
-    ) -> Result<Option<ReadState>> {
-        let state = resume::check(checkpoint, &self.stages.plan, &self.args)?;
-        let read = self.read(checkpoint, state);
-        let world = self.stages.mpu.world_group();
-        if world.all_reduce_scalar(i64::from(read.is_ok()), ReduceOp::Min)? == 1 {
-            return read.map(Some);
-        }
-        if tolerated {
-            if let Err(error) = read {
-                resume::pass_over(&error);
-            }
-            return Ok(None);
-        }
+    /// What this rank has read if every rank could read its part; else the error of the rank that could not, which ends
+    /// the others too.
+    pub(super) fn on_all_ranks<T>(&self, read: Result<T>) -> Result<T> {
+        let Some(rank) = self.first_failed(&read)? else {
+            return read;
+        };
         read?;
-        world.barrier()?;
-        Ok(None)
+        self.stages.mpu.world_group().barrier()?;
+        Err(Error::Rank {
+            rank: rank.0,
+            cause: "it could not read the checkpoint".to_owned(),
+        })
+    }
+
+    /// The first rank that could not read its part.
+    fn first_failed<T>(&self, read: &Result<T>) -> Result<Option<Rank>> {
+        let none = i64::MAX;
+        let own = self.stages.mpu.rank();
+        let failed = if read.is_ok() {
+            none
+        } else {
+            (own.0 as u64).cast_signed()
+        };
+        let world = self.stages.mpu.world_group();
+        let first = world.all_reduce_scalar(failed, ReduceOp::Min)?;
+        Ok((first != none).then_some(Rank(first as usize)))
     }
 
     /// This rank's part of a checkpoint that fits; changes nothing.
@@ -354,18 +366,7 @@ impl MerakTrainer {
             optimizer,
             state,
         } = read;
-        if self.stages.is_blank {
-            let lacks = |index: usize| weights[index].is_none();
-            self.stages.draw(self.parts.num_threads, lacks)?;
-        }
-        self.stages.params.write(&mut |index, bytes| {
-            if let Some(values) = &weights[index] {
-                bytes.copy_from_slice(values);
-            }
-        });
-        if weights.iter().any(Option::is_none) {
-            self.stages.start_magnitudes()?;
-        }
+        self.set_weights(&weights)?;
         if let Some(values) = optimizer {
             self.stages.optimizer.edit_state(|state| {
                 for (slice, values) in state.slices_mut().zip(values) {
@@ -378,6 +379,7 @@ impl MerakTrainer {
                 resume::warn_of_seeds(&self.args, state, checkpoint.path());
             }
             self.restore_position(state)?;
+            self.restore_best(state.best, checkpoint.path())?;
         }
         self.loader = None;
         let header = &checkpoint.manifest().header;
@@ -387,6 +389,23 @@ impl MerakTrainer {
             consumed_samples: state.map_or(0, |state| state.position.samples),
             topology: header.topology,
         })
+    }
+
+    /// Takes weights that were read; what the checkpoint does not have is drawn, or stays as it is.
+    pub(super) fn set_weights(&mut self, weights: &[Option<Vec<u8>>]) -> Result<()> {
+        if self.stages.is_blank {
+            let lacks = |index: usize| weights[index].is_none();
+            self.stages.draw(self.parts.num_threads, lacks)?;
+        }
+        self.stages.params.write(&mut |index, bytes| {
+            if let Some(values) = &weights[index] {
+                bytes.copy_from_slice(values);
+            }
+        });
+        if weights.iter().any(Option::is_none) {
+            self.stages.start_magnitudes()?;
+        }
+        Ok(())
     }
 
     /// Restores step, seeds and the place in the data.
@@ -422,7 +441,7 @@ impl MerakTrainer {
     }
 
     /// This rank's parameters, but for those of an adapter that a base does not have.
-    fn read_weights(
+    pub(super) fn read_weights(
         &self,
         checkpoint: &Checkpoint,
         is_release: bool,

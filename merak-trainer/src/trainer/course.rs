@@ -29,8 +29,17 @@ impl Course {
         let total_steps = order
             .as_ref()
             .map_or(1, |order| args.total_steps(order.steps_per_epoch()));
-        if let Some(data) = &parts.eval_data {
-            evaluation::order(args, data.len())?;
+        match &parts.eval_data {
+            Some(data) => {
+                evaluation::order(args, data.len())?;
+            }
+            None if args.load_best_model_at_end && order.is_some() => {
+                return Err(Error::MissingKey {
+                    key: "data.path",
+                    advice: "\"load_best_model_at_end\" needs data to evaluate".to_owned(),
+                });
+            }
+            None => {}
         }
         Ok(Self {
             order,

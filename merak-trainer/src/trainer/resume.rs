@@ -17,18 +17,25 @@ pub(super) enum Candidates {
     Named(Option<PathBuf>),
     /// `auto`: the one that `latest` names, then the others from the highest step down; damaged ones are
     /// passed over.
-    Auto(VecDeque<PathBuf>),
+    Auto {
+        paths: VecDeque<PathBuf>,
+        /// Whether this rank tells which ones.
+        tells: bool,
+    },
 }
 
 impl Candidates {
-    /// `tells` says whether this rank warns of a `latest` that cannot be followed.
+    /// `tells` says whether this rank warns of what cannot be followed or is damaged.
     pub(super) fn new(
         from: &str,
         output_dir: impl FnOnce() -> Result<PathBuf>,
         tells: bool,
     ) -> Result<Self> {
         Ok(match from {
-            "auto" => Self::Auto(by_preference(&Store::in_output_dir(output_dir()?), tells)?),
+            "auto" => Self::Auto {
+                paths: by_preference(&Store::in_output_dir(output_dir()?), tells)?,
+                tells,
+            },
             "latest" => Self::Named(Some(output_dir()?)),
             path => Self::Named(Some(path.into())),
         })
@@ -36,7 +43,7 @@ impl Candidates {
 
     /// Whether damage of one is no reason to give up.
     pub(super) fn is_auto(&self) -> bool {
-        matches!(self, Self::Auto(_))
+        matches!(self, Self::Auto { .. })
     }
 }
 
@@ -49,10 +56,11 @@ impl Iterator for Candidates {
                 let path = path.take()?;
                 Some(Checkpoint::open_weights(path).map_err(Into::into))
             }
-            Self::Auto(paths) => loop {
+            Self::Auto { paths, tells } => loop {
                 match Checkpoint::open(paths.pop_front()?) {
                     Ok(checkpoint) => return Some(Ok(checkpoint)),
-                    Err(error) => pass_over(&error),
+                    Err(error) if *tells => pass_over(&error),
+                    Err(_) => {}
                 }
             },
         }

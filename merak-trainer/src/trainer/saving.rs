@@ -98,7 +98,9 @@ impl MerakTrainer {
     /// Has a thread delete the checkpoints that are too many: freeing gigabytes takes a while.
     pub(super) fn start_rotation(&mut self, store: Store) {
         let limit = self.args.save_total_limit;
-        self.rotation = Some(thread::spawn(move || store.rotate(limit, &[])));
+        let best = self.best.filter(|_| self.args.load_best_model_at_end);
+        let keep = best.map(|best| best.step as u64);
+        self.rotation = Some(thread::spawn(move || store.rotate(limit, keep.as_slice())));
     }
 
     /// Waits until no checkpoint is being deleted any more.

@@ -77,6 +77,7 @@ fn other_value(name: &str) -> Value {
         "custom_split_points" | "tp_layer_lists.col_para_list" | "tp_layer_lists.row_para_list" => {
             json!(["c_attn", "c_fc"])
         }
+        "greater_is_better" => json!(true),
         "stop_strings" => json!(["end"]),
         "distributed.engine" => json!("threads"),
         "compute.backend" => json!("tch"),
@@ -94,7 +95,7 @@ fn other_value(name: &str) -> Value {
 }
 
 /// Keys with a single choice in this version: there is no other value to set.
-const SINGLE_CHOICE: &[&str] = &["trace_method", "report_to"];
+const SINGLE_CHOICE: &[&str] = &["metric_for_best_model", "trace_method", "report_to"];
 
 #[test]
 fn every_key_is_reached_from_file_environment_and_command_line() {
@@ -188,6 +189,9 @@ save = false
 save_steps = 500
 async_save = false
 save_total_limit = -1
+load_best_model_at_end = false
+metric_for_best_model = "eval_loss"
+greater_is_better = null
 finetune = false
 no_save_rng = false
 no_save_optim = false

@@ -1,5 +1,6 @@
 //! What no topology, schedule or interruption may change.
 
+mod best; // the best model of a run
 mod data; // samples: their order, their names, their evaluation
 pub(crate) mod encoders; // L1, L2: masked tokens, classes, translations, images
 pub(crate) mod generation; // N20: the same tokens from every topology

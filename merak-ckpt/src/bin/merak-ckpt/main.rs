@@ -14,7 +14,8 @@ use tracing_subscriber::EnvFilter;
 
 /// Looks at checkpoints, checks, compares and rewrites them.
 ///
-/// PATH is a checkpoint's folder (checkpoints/step-00001000), or an output folder, which stands for its latest checkpoint.
+/// PATH is a checkpoint's folder (checkpoints/step-00001000), the file `latest` or `best` that names one, or an output folder,
+/// which stands for its latest checkpoint.
 ///
 /// Exit status: 0 done, 1 the checkpoints differ or the run failed, 2 the command line or a checkpoint is wrong.
 #[derive(Parser)]

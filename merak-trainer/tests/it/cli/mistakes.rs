@@ -125,7 +125,7 @@ fn generation_options_are_checked() {
     for (option, start) in [
         (
             "--temperature cold",
-            "error: invalid value 'cold' for '--temperature <TEMPERATURE>': expected a number or `greedy`",
+            "error: \"temperature\" expects a number or \"greedy\", found \"cold\" (command line --temperature)",
         ),
         ("--top-k -1", "error: invalid value '-1' for '--top-k <K>'"),
         ("--stop=", "error: a value is required for '--stop <TEXT>'"),
@@ -238,4 +238,14 @@ fn short_validation_data_name_their_share() {
     let place = Workplace::new();
     assert_snapshot!(place.mistake("train merak.toml --data.validation_fraction 0.002"), @r#"error: the validation part of the data has 3 tokens, but one sample needs 17: give more data or a smaller "seq_length", or choose another "data.validation_fraction" (0 for no validation)"#);
     assert_snapshot!(place.mistake("train merak.toml --do_eval --data.validation_fraction 0"), @r#"error: "do_eval" is true (command line --do_eval), but must be false while "data.validation_fraction" is 0, which leaves nothing to evaluate"#);
+}
+
+#[test]
+fn the_best_model_needs_evaluations_and_checkpoints() {
+    let place = Workplace::new();
+    let train = |keys: &str| place.mistake(&format!("train merak.toml --dry-run {keys}"));
+    assert_snapshot!(train("--load_best_model_at_end"), @r#"error: "load_best_model_at_end" is true (command line --load_best_model_at_end), but must be false unless "save" and "do_eval" are true: the best model is a checkpoint whose evaluation was best"#);
+    assert_snapshot!(train("--load_best_model_at_end --do_eval --save false"), @r#"error: "load_best_model_at_end" is true (command line --load_best_model_at_end), but must be false unless "save" and "do_eval" are true: the best model is a checkpoint whose evaluation was best"#);
+    assert_snapshot!(train("--metric_for_best_model eval_accuracy"), @r#"error: "metric_for_best_model" expects eval_loss, found "eval_accuracy" (command line --metric_for_best_model)"#);
+    assert_snapshot!(train("--greater_is_better maybe"), @r#"error: "greater_is_better" expects true or false or none, found "maybe" (command line --greater_is_better)"#);
 }

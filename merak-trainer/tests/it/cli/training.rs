@@ -297,3 +297,41 @@ fn an_interrupt_saves_and_ends_with_status_130() {
     ));
     assert_eq!(losses(&place).last().unwrap().0, more);
 }
+
+#[test]
+fn a_run_ends_with_its_best_model_which_a_path_can_name() {
+    let place = Workplace::new();
+    // The loss falls, so its largest value is that of the first step.
+    let keys = "--do_eval --eval_steps 1 --data.validation_fraction 0.2 --load_best_model_at_end \
+                --greater_is_better true --save_total_limit 1";
+    let shown = place.succeed(&format!("train merak.toml {keys}"));
+    let best = fs::read_to_string(place.path("run/checkpoints/best")).expect("it is named");
+    let best = best.trim();
+    assert_eq!(best, "step-00000001", "{shown}");
+    let advice = format!("continue  merak generate run/checkpoints/{best} --prompt TEXT");
+    assert!(shown.contains(&advice), "{shown}");
+    let generate = |path: &str| place.succeed(&format!("generate {path} --prompt-ids 1,2,3"));
+    assert_eq!(
+        generate("run/checkpoints/best"),
+        generate(&format!("run/checkpoints/{best}"))
+    );
+    assert_eq!(generate("run/checkpoints/latest"), generate("run"));
+    let loss = |path: &str| {
+        let line = format!("evaluate merak.toml {path} --json --data.validation_fraction 0.2");
+        place.document(&line)["eval_loss"]
+            .as_f64()
+            .expect("a number")
+    };
+    let (best, last) = (loss("run/checkpoints/best"), loss("run"));
+    assert!(best > last, "{best} {last}");
+    assert!(
+        shown.contains(&format!(
+            "best      loss {best:.4} at step 1, whose weights the model has now\n"
+        )),
+        "{shown}"
+    );
+    assert!(
+        shown.contains(&format!("validated loss {last:.4} over ")),
+        "{shown}"
+    );
+}

@@ -1,0 +1,139 @@
+//! Which checkpoint of a run has the best evaluation.
+
+use super::MerakTrainer;
+use crate::{BestMetric, Result, metrics::EvaluationMetrics};
+use merak_ckpt::{Checkpoint, Store, replace_lora};
+use merak_mpu::ReduceOp;
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// A checkpoint that was evaluated better than all before it.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct BestModel {
+    /// Its step.
+    pub step: usize,
+    /// What `metric_for_best_model` came to; finite.
+    pub score: f64,
+}
+
+impl BestMetric {
+    fn of(self, metrics: &EvaluationMetrics) -> f64 {
+        match self {
+            Self::EvalLoss => metrics.eval_loss,
+        }
+    }
+}
+
+impl BestModel {
+    /// Whether these metrics are better than the best so far; where they are not finite they are not.
+    fn is_surpassed(best: Option<Self>, score: f64, greater_is_better: bool) -> bool {
+        let surpasses = |best: Self| {
+            if greater_is_better {
+                score > best.score
+            } else {
+                score < best.score
+            }
+        };
+        score.is_finite() && best.is_none_or(surpasses)
+    }
+}
+
+impl MerakTrainer {
+    /// The step just evaluated as the best model, if it is.
+    pub(super) fn judge(&self, metrics: &EvaluationMetrics) -> Option<BestModel> {
+        let score = self.args.metric_for_best_model.of(metrics);
+        let greater_is_better = self.args.greater_is_better.unwrap_or(false);
+        let step = self.global_step;
+        BestModel::is_surpassed(self.best, score, greater_is_better)
+            .then_some(BestModel { step, score })
+    }
+
+    /// Makes the file `best` agree with the state of the run that was saved last. For rank 0.
+    pub(super) fn name_best(&self, store: &Store) -> Result<()> {
+        let step = self.best.map(|best| best.step as u64);
+        // What is not kept for being the best may be deleted.
+        let step = step.filter(|&step| store.path_of(step).is_dir());
+        let named = store.best().ok().flatten();
+        if named != step.map(|step| store.path_of(step)) {
+            store.set_best(step)?;
+        }
+        Ok(())
+    }
+
+    /// Goes on from what was best when a checkpoint was saved, if it is one of this run's folder.
+    ///
+    /// # Communication
+    /// An all-reduce of 8 bytes over the world.
+    pub(super) fn restore_best(&mut self, best: Option<BestModel>, saved: &Path) -> Result<()> {
+        let is_ours = |best: BestModel| {
+            let store = Store::in_output_dir(self.args.output_dir.as_ref()?);
+            let folder = store.folder().canonicalize().ok()?;
+            let is_same = saved.canonicalize().ok()?.parent() == Some(&folder);
+            (is_same && store.path_of(best.step as u64).is_dir()).then_some(best)
+        };
+        let found = best.and_then(is_ours);
+        let world = self.stages.mpu.world_group();
+        let is_found = world.all_reduce_scalar(i64::from(found.is_some()), ReduceOp::Min)? == 1;
+        self.best = found.filter(|_| is_found);
+        if let Some(best) = best.filter(|_| self.best.is_none() && self.stages.mpu.is_rank_0()) {
+            tracing::warn!(
+                step = best.step,
+                score = best.score,
+                "the best checkpoint so far is not in this run's folder: the next evaluation counts as the best"
+            );
+        }
+        Ok(())
+    }
+
+    /// Takes the weights of the best checkpoint in place of those of the last step.
+    ///
+    /// # Communication
+    /// An all-reduce of 8 bytes over the world.
+    pub(super) fn load_best(&mut self) -> Result<Option<BestModel>> {
+        let Some(best) = self.best else {
+            if self.stages.mpu.is_rank_0() {
+                tracing::warn!(
+                    "no evaluation came to a finite number: the weights stay those of the last step"
+                );
+            }
+            return Ok(None);
+        };
+        if best.step == self.global_step {
+            return Ok(Some(best));
+        }
+        let folder = self.args.run_folder()?;
+        let path = Store::in_output_dir(&folder).path_of(best.step as u64);
+        let checkpoint = Checkpoint::open(path)?;
+        let weights = self.read_weights(&checkpoint, false);
+        let weights = self.on_all_ranks(weights)?;
+        self.set_weights(&weights)?;
+        if self.stages.mpu.is_rank_0() && self.stages.plan.lora.is_some() {
+            replace_lora(&checkpoint, folder.join("adapter"))?;
+        }
+        Ok(Some(best))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_of_equal_scores_stays_the_best_and_what_is_not_finite_never_is() {
+        let best = Some(BestModel {
+            step: 2,
+            score: 1.5,
+        });
+        let surpassed = |score, greater| BestModel::is_surpassed(best, score, greater);
+        assert!(surpassed(1.0, false) && surpassed(2.0, true));
+        assert!(!surpassed(1.0, true) && !surpassed(2.0, false));
+        assert!(!surpassed(1.5, false) && !surpassed(1.5, true));
+        for score in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            for greater in [false, true] {
+                assert!(!surpassed(score, greater));
+                assert!(!BestModel::is_surpassed(None, score, greater));
+            }
+        }
+        assert!(BestModel::is_surpassed(None, 9.0, false));
+    }
+}
