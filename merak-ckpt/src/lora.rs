@@ -135,8 +135,9 @@ impl Adapter {
             .map(|tensor| (tensor.name.as_str(), Cow::Borrowed(tensor)))
             .collect();
         // PEFT wraps modules: of two that share a tensor, the other one keeps it as it was.
-        let tie = family.and_then(|family| family.tie(base_config));
-        let tie = tie.filter(|tie| tie.is_one(base_config) && !parameters.contains_key(tie.head));
+        let tie_of_base = family.and_then(|family| family.tie(base_config));
+        let tie =
+            tie_of_base.filter(|tie| tie.is_one(base_config) && !parameters.contains_key(tie.head));
         if let Some(tie) = tie
             && let Some(embedding) = parameters.get(tie.embedding)
         {
@@ -148,7 +149,11 @@ impl Adapter {
         let resolve = |name: &str| {
             let longer = format!("{prefix}{name}");
             let shorter = name.strip_prefix(prefix).unwrap_or(name);
-            let names = [name, longer.as_str(), shorter];
+            let twins = tie_of_base.and_then(|tie| tie.twin);
+            let twins = twins
+                .filter(|twins| twins.contains(&name))
+                .unwrap_or([name; 2]);
+            let names = [name, longer.as_str(), shorter, twins[0], twins[1]];
             names
                 .into_iter()
                 .find_map(|name| parameters.get(name))
@@ -158,6 +163,11 @@ impl Adapter {
         let mut updates = BTreeMap::new();
         let unknown = |name: &str| foreign(file, format!("the base has no parameter for `{name}`"));
         for (module, factors) in &contents.modules {
+            if !config.may_adapt(module) {
+                let reason =
+                    format!("it has factors for `{module}`, which is none of the `target_modules`");
+                return Err(foreign(file, reason));
+            }
             let weight = format!("{module}.weight");
             let base = resolve(&weight).ok_or_else(|| unknown(&weight))?;
             // As PEFT, which looks at the layer: what the configuration says may be wrong.

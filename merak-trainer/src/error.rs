@@ -494,6 +494,18 @@ pub enum Error {
         /// The first difference.
         difference: String,
     },
+    /// The best model cannot be taken in the end.
+    #[error(
+        "training is done, and step {last} is saved, but the best model, that of step {step}, cannot be loaded"
+    )]
+    BestModel {
+        /// The best step.
+        step: usize,
+        /// The last step.
+        last: usize,
+        /// Why not.
+        source: Box<Self>,
+    },
     /// A checkpoint lacks a part that was not excused.
     #[error("the checkpoint {} has no {part}: set \"{flag}\" to go on without it", path.display())]
     MissingPart {

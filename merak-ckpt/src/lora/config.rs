@@ -43,6 +43,16 @@ const OTHERS: [&str; 8] = [
     "runtime_config",
 ];
 
+/// What PEFT knows as `task_type`.
+const TASKS: [&str; 6] = [
+    "SEQ_CLS",
+    "SEQ_2_SEQ_LM",
+    "CAUSAL_LM",
+    "TOKEN_CLS",
+    "QUESTION_ANS",
+    "FEATURE_EXTRACTION",
+];
+
 /// What factors may be scaled by.
 const ALPHA: &str = "a number that f32 can hold";
 
@@ -100,10 +110,11 @@ pub(super) fn ends_with(module: &str, end: &str) -> bool {
     rest.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
-/// Whether a module is one of this name or name's end, or a part of one.
-fn is_within(module: &str, name: &str) -> bool {
-    let mut parts = module.match_indices('.').map(|(dot, _)| &module[..dot]);
-    ends_with(module, name) || parts.any(|whole| ends_with(whole, name))
+/// The module, and those that it is a part of.
+fn wholes(module: &str) -> impl Iterator<Item = &str> + Clone {
+    let dots = module.match_indices('.');
+    dots.map(|(dot, _)| &module[..dot])
+        .chain(std::iter::once(module))
 }
 
 /// An `adapter_config.json` of PEFT: which layers get an adapter, and of which size.
@@ -279,7 +290,13 @@ impl LoraConfig {
                     }
                 }
             }
-            "task_type" | "base_model_name_or_path" | "revision" => {
+            "task_type" => {
+                let known = value.as_str().is_some_and(|task| TASKS.contains(&task));
+                if !value.is_null() && !known {
+                    return Err(wrong(&format!("none or one of {}", TASKS.join(", "))));
+                }
+            }
+            "base_model_name_or_path" | "revision" => {
                 if !value.is_null() && !value.is_string() {
                     return Err(wrong("a text"));
                 }
@@ -322,20 +339,26 @@ impl LoraConfig {
         end == "bias" && trains_bias || self.saves(module)
     }
 
-    /// Whether a module is trained whole, or a part of one that is. It has no factors then.
+    /// Whether a module is trained whole, or a part of one that is. As to PEFT, `norm` is every module whose name ends
+    /// so, `layernorm` too.
     pub(super) fn saves(&self, module: &str) -> bool {
+        self.saved_modules()
+            .any(|saved| wholes(module).any(|whole| whole.ends_with(saved)))
+    }
+
+    /// The names of what is trained whole.
+    fn saved_modules(&self) -> impl Iterator<Item = &str> {
         let is_classifier = matches!(
             self.fields.get("task_type").and_then(Value::as_str),
             Some("SEQ_CLS" | "TOKEN_CLS")
         );
-        let heads: &[&str] = if is_classifier {
+        let heads: &[&'static str] = if is_classifier {
             &["classifier", "score"]
         } else {
             &[]
         };
         let saved = self.saved_modules.iter().map(String::as_str);
-        let mut saved = saved.chain(heads.iter().copied());
-        saved.any(|saved| is_within(module, saved))
+        saved.chain(heads.iter().copied())
     }
 
     /// The first module that is to be trained whole and has none of these parameters.
@@ -343,7 +366,7 @@ impl LoraConfig {
     pub(super) fn saved_without(&self, params: &[&str]) -> Option<&str> {
         let has_some = |saved: &str| {
             let mut modules = params.iter().filter_map(|param| param.rsplit_once('.'));
-            modules.any(|(module, _)| is_within(module, saved))
+            modules.any(|(module, _)| wholes(module).any(|whole| whole.ends_with(saved)))
         };
         let mut saved = self.saved_modules.iter().map(String::as_str);
         saved.find(|saved| !has_some(saved))
@@ -360,6 +383,12 @@ impl LoraConfig {
         by_name && self.names(module) && self.obstacle(module).is_none()
     }
 
+    /// Whether an adapter may have factors for a module: it is a target by its name, or all are that can be.
+    pub(super) fn may_adapt(&self, module: &str) -> bool {
+        let is_open = matches!(self.targets, None | Some(Names::AllLinear));
+        is_open || self.is_target(module)
+    }
+
     /// Whether a module is one of the `target_modules`.
     pub(super) fn names(&self, module: &str) -> bool {
         self.targets.as_ref().is_some_and(|names| names.has(module))
@@ -371,10 +400,16 @@ impl LoraConfig {
         if excluded.is_some_and(|names| names.has(module)) {
             return Some("exclude_modules");
         }
-        if self.saves(module) {
+        let is_part = |saved: &str| wholes(module).any(|whole| ends_with(whole, saved));
+        if self.saved_modules().any(is_part) {
             return Some("modules_to_save");
         }
         let layers = self.layers.as_ref()?;
+        // Who names a module in full means that one, in whichever layer it is.
+        if matches!(&self.targets, Some(Names::Listed(names)) if names.iter().any(|name| name == module))
+        {
+            return None;
+        }
         match self.layer_of(module) {
             Some(number) if layers.contains(&number) => None,
             None if !self.layers_patterns.is_empty() => Some("layers_pattern"),
@@ -452,7 +487,7 @@ fn strings(name: &str, value: &Value) -> Result<Vec<String>, String> {
 fn names(name: &str, value: &Value) -> Result<Option<Names>, String> {
     Ok(Some(match value {
         Value::Null => return Ok(None),
-        Value::String(text) if text == "all-linear" => Names::AllLinear,
+        Value::String(text) if text.eq_ignore_ascii_case("all-linear") => Names::AllLinear,
         Value::String(text) => Names::Pattern(regex(name, text, &format!("^(?:{text})$"))?),
         _ => Names::Listed(strings(name, value)?),
     }))
@@ -589,7 +624,10 @@ mod tests {
             refusal("lora_aplha", json!(16)),
             refusal("target_modules", json!(".*(?<!lm_)c_attn")),
             refusal("layers_pattern", json!("h")),
-            refusal("task_type", json!(5)),
+            refusal("task_type", json!("FOO")),
+            refusal("lora_alpha", json!(1e39)),
+            refusal("alpha_pattern", json!({"c_attn": 1e39})),
+            refusal("ensure_weight_tying", json!(true)),
         ];
         let layers_of_a_pattern = json!({"target_modules": ".*q", "layers_to_transform": [0]});
         let messages = messages
@@ -607,11 +645,37 @@ mod tests {
         `lora_aplha` is 16, which is not supported; did you mean `lora_alpha`?
         `.*(?<!lm_)c_attn` in `target_modules` is no regular expression that can be read: look-around, including look-ahead and look-behind, is not supported
         `layers_pattern` needs `layers_to_transform`
-        `task_type` is 5, expected a text
+        `task_type` is "FOO", expected none or one of SEQ_CLS, SEQ_2_SEQ_LM, CAUSAL_LM, TOKEN_CLS, QUESTION_ANS, FEATURE_EXTRACTION
+        `lora_alpha` is 1e+39, expected a number that f32 can hold
+        `alpha_pattern` is {"c_attn":1e+39}, expected patterns, and for each a number that f32 can hold
+        `ensure_weight_tying` is true, which is not supported
         `layers_to_transform` needs a list of `target_modules`, found a pattern: name the layers in it
         "#);
         let eva = json!({"init_lora_weights": "eva", "eva_config": {"rho": 2.0}});
         assert!(config(&eva).is_ok(), "it says how the factors started");
+    }
+
+    #[test]
+    fn modules_are_targets_and_saved_as_in_peft() {
+        let config = config(&json!({
+            "target_modules": ["q_proj", "lm_head", "layers.3.k_proj"], "layers_to_transform": [1],
+            "modules_to_save": ["norm"],
+        }))
+        .unwrap();
+        // A module that is named in full is one whatever its layer.
+        for (module, is_target) in [
+            ("layers.1.q_proj", true),
+            ("layers.2.q_proj", false),
+            ("lm_head", true),
+            ("layers.3.k_proj", true),
+            ("model.layers.3.k_proj", false),
+        ] {
+            assert_eq!(config.is_target(module), is_target, "{module}");
+        }
+        for module in ["norm", "layers.0.input_layernorm", "layers.0.norm.inner"] {
+            assert!(config.saves(module), "{module}");
+        }
+        assert!(!config.saves("layers.0.norms"));
     }
 
     #[test]

@@ -59,6 +59,13 @@ const DEFAULT_TARGETS: &[(&[&str], &[&str])] = &[
     (&["blip-2"], &["q", "v", "q_proj", "v_proj"]),
 ];
 
+/// Modules of transformers' models, by `model_type`, that are no layers of ours: there the encoder and the decoder have
+/// tables of their own beside the one that files hold.
+const NO_LAYERS: &[(&str, &[&str])] = &[(
+    "t5",
+    &["shared", "encoder.embed_tokens", "decoder.embed_tokens"],
+)];
+
 /// A model with an adapter.
 #[derive(Debug, Clone)]
 pub struct Adapted {
@@ -118,7 +125,7 @@ pub enum AdaptError {
     },
     /// A tensor of several layers that is to be trained for one of them.
     #[error(
-        "`modules_to_save` has `{param}`, which {layers} share: as one of the `target_modules`, a layer is trained alone"
+        "`modules_to_save` has `{param}`, which {layers} share: with \"no_tie_modules\" each has its own"
     )]
     Shared {
         /// The tensor.
@@ -185,7 +192,7 @@ pub fn adapt(
         .iter()
         .filter(|layer| is_target(&config, layer))
         .collect();
-    check_targets(graph, &config, &layers)?;
+    check_targets(graph, &config, &layers, no_layers(model_type))?;
     if let Some(table) = chosen
         .iter()
         .find(|layer| config.use_dora && !layer.is_linear)
@@ -225,7 +232,7 @@ pub fn adapt(
     )?;
     Ok(Adapted {
         graph: extended,
-        config: written(graph, &config, &chosen, &layers, &modules),
+        config: written(&config, &chosen, &layers, &modules),
         modules,
     })
 }
@@ -277,16 +284,30 @@ fn is_named(config: &LoraConfig, layer: &Layer) -> bool {
     config.names(&layer.module) && (is_kind || layer.is_linear && !layer.is_head)
 }
 
+fn no_layers(model_type: &str) -> &'static [&'static str] {
+    let found = NO_LAYERS.iter().find(|(family, _)| *family == model_type);
+    found.map_or(&[], |(_, modules)| modules)
+}
+
 /// Checks that there are targets, and that all modules that are named can be.
-fn check_targets(graph: &Graph, config: &LoraConfig, layers: &[Layer]) -> Result<(), AdaptError> {
+fn check_targets(
+    graph: &Graph,
+    config: &LoraConfig,
+    layers: &[Layer],
+    no_layers: &[&str],
+) -> Result<(), AdaptError> {
     let ends: BTreeSet<_> = layers
         .iter()
+        .filter(|layer| !no_layers.contains(&layer.module.as_str()))
         .map(|layer| layer.module.rsplit('.').next().unwrap_or_default())
         .collect();
     let ends = ends.into_iter().collect::<Vec<_>>().join(", ");
-    let is_layer = |module: &str| layers.iter().any(|layer| layer.module == module);
+    let is_layer = |module: &str| {
+        layers.iter().any(|layer| layer.module == module) && !no_layers.contains(&module)
+    };
     let modules = graph.params().iter();
-    let mut modules = modules.filter_map(|param| param.name.strip_suffix(".weight"));
+    let modules = modules.filter_map(|param| param.name.strip_suffix(".weight"));
+    let mut modules = modules.chain(no_layers.iter().copied());
     if let Some(module) = modules.find(|name| config.is_target(name) && !is_layer(name)) {
         return Err(AdaptError::NoLayer {
             module: module.to_owned(),
@@ -352,7 +373,6 @@ fn with_defaults(config: &LoraConfig, model_type: &str) -> Result<LoraConfig, Ad
 
 /// The configuration as PEFT would have to be given it for the same adapter.
 fn written(
-    graph: &Graph,
     config: &LoraConfig,
     chosen: &[&Layer],
     layers: &[Layer],
@@ -373,29 +393,10 @@ fn written(
             .with("target_modules", targets)
             .expect("a list of names is legal");
     }
-    if let Some(modules) = modules_to_save(graph, config) {
-        written = written
-            .with("modules_to_save", json!(modules))
-            .expect("a list of names is legal");
-    }
     let is_transposed = chosen.iter().any(|layer| layer.is_transposed);
     written
         .with("fan_in_fan_out", json!(is_transposed))
         .expect("a flag is legal")
-}
-
-/// The whole names of `modules_to_save`, where PEFT would find others too: to it `norm` is `layernorm` as well.
-fn modules_to_save(graph: &Graph, config: &LoraConfig) -> Option<BTreeSet<String>> {
-    let params = graph.params().iter();
-    let modules = params.flat_map(|param| {
-        let dots = param.name.match_indices('.');
-        dots.map(|(dot, _)| &param.name[..dot])
-    });
-    let saved = &config.saved_modules;
-    let (own, others): (BTreeSet<_>, BTreeSet<_>) = modules
-        .filter(|module| saved.iter().any(|saved| module.ends_with(saved.as_str())))
-        .partition(|module| saved.iter().any(|saved| ends_with(module, saved)));
-    (!others.is_empty()).then(|| own.into_iter().map(str::to_owned).collect())
 }
 
 /// What is put beside each target.

@@ -182,6 +182,7 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
     let file = cut.path().join("adapter_model.safetensors");
     let bytes = fs::read(&file).unwrap();
     fs::write(&file, &bytes[..bytes.len() - 1]).unwrap();
+    let unnamed = changed("gpt2", |config| config["target_modules"] = json!(["c_fc"]));
     let of_rank_7 = changed("gpt2", |config| config["r"] = json!(7));
     let without_magnitudes = changed("gpt2", |config| config["use_dora"] = json!(true));
     let empty = changed("gpt2", |_| ());
@@ -208,6 +209,7 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
         refusal(gpt2, beyond.path()),
         refusal(gpt2, lost.path()),
         refusal(gpt2, cut.path()),
+        refusal(gpt2, unnamed.path()),
         refusal(gpt2, of_rank_7.path()),
         refusal(gpt2, without_magnitudes.path()),
         refusal(gpt2, empty.path()),
@@ -223,6 +225,7 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
     cannot read LORA/adapter_config.json: `lora_alpha` is 1e+39, expected a number that f32 can hold
     cannot read LORA: it has no adapter_model.safetensors or adapter_model.bin
     cannot read LORA/adapter_model.safetensors: it has 8327 bytes, by its header it should have 8328
+    cannot read LORA/adapter_model.safetensors: it has factors for `transformer.h.0.attn.c_attn`, which is none of the `target_modules`
     cannot read LORA/adapter_model.safetensors: `base_model.model.transformer.h.0.attn.c_attn.lora_A.weight` has rank 4, in the configuration it is 7
     cannot read LORA/adapter_model.safetensors: `transformer.h.0.attn.c_attn` has no magnitude vector, but `use_dora` is true
     cannot read LORA/adapter_model.safetensors: it has no tensor

@@ -19,7 +19,12 @@ pub(crate) struct Args {
     /// A checkpoint, the output folder of a run, or a Hugging Face folder.
     checkpoint: PathBuf,
     /// A text to continue; may be repeated.
-    #[arg(long, group = "prompts", value_name = "TEXT")]
+    #[arg(
+        long,
+        group = "prompts",
+        value_name = "TEXT",
+        allow_hyphen_values = true
+    )]
     prompt: Vec<String>,
     /// Token ids to continue, which need no tokenizer; may be repeated.
     #[arg(long, group = "prompts", value_name = "5,17,3")]

@@ -292,13 +292,6 @@ impl Run<'_> {
                 "validated loss {:.4} over {} samples",
                 evaluation.eval_loss, evaluation.eval_samples
             );
-            if let Some(best) = output.best {
-                let _ = writeln!(
-                    text,
-                    "best      loss {:.4} at step {}, whose weights the model has now",
-                    best.score, best.step
-                );
-            }
             let bigram = self.corpus.as_ref().and_then(|corpus| {
                 let vocab = corpus.tokenizer.vocab_size();
                 bigram_loss(&corpus.train, &corpus.validation, vocab)
@@ -309,6 +302,13 @@ impl Run<'_> {
                     "bigram    loss {bigram:.4}: what counting pairs of tokens reaches on the same data"
                 );
             }
+        }
+        if let Some(best) = output.best {
+            let _ = writeln!(
+                text,
+                "best      loss {:.4} at step {}, whose weights the model has now",
+                best.score, best.step
+            );
         }
         let measured = finished.peak_activation_bytes;
         let _ = write!(
@@ -342,14 +342,18 @@ impl Run<'_> {
         );
         if self.args.save {
             let store = Store::in_output_dir(output_dir);
-            let path = |step: usize| store.path_of(step as u64).display().to_string();
-            let _ = writeln!(text, "saved     {}", path(output.global_step));
-            if self.plan.model.objective() == Objective::CausalLm {
-                let step = output.best.map_or(output.global_step, |best| best.step);
+            let last = store.path_of(output.global_step as u64);
+            // A run that had nothing left to do may have come from another folder.
+            if last.is_dir() {
+                let _ = writeln!(text, "saved     {}", last.display());
+            }
+            let best = output.best.map(|best| store.path_of(best.step as u64));
+            let ends_with = best.unwrap_or(last);
+            if ends_with.is_dir() && self.plan.model.objective() == Objective::CausalLm {
                 let _ = writeln!(
                     text,
                     "continue  merak generate {} --prompt TEXT",
-                    path(step)
+                    ends_with.display()
                 );
             }
         }

@@ -8,6 +8,7 @@ impl Error {
     pub fn is_user_error(&self) -> bool {
         match self {
             Self::Write { .. }
+            | Self::BestModel { .. }
             | Self::DataThread
             | Self::SkippedSteps { .. }
             | Self::EvaluationLoss { .. }

@@ -1,7 +1,7 @@
 //! Which checkpoint of a run has the best evaluation.
 
 use super::MerakTrainer;
-use crate::{BestMetric, Result, metrics::EvaluationMetrics};
+use crate::{BestMetric, Error, Result, metrics::EvaluationMetrics};
 use merak_ckpt::{Checkpoint, Store, replace_lora};
 use merak_mpu::ReduceOp;
 use serde::{Deserialize, Serialize};
@@ -25,6 +25,12 @@ impl BestMetric {
 }
 
 impl BestModel {
+    /// Whether this is the checkpoint that was judged: another run may have saved the same step since.
+    fn is_of(self, checkpoint: &Checkpoint) -> bool {
+        let state = &checkpoint.manifest().header.state;
+        serde_json::from_value(state["best"].clone()).is_ok_and(|best: Self| best == self)
+    }
+
     /// Whether these metrics are better than the best so far; where they are not finite they are not.
     fn is_surpassed(best: Option<Self>, score: f64, greater_is_better: bool) -> bool {
         let surpasses = |best: Self| {
@@ -69,7 +75,8 @@ impl MerakTrainer {
             let store = Store::in_output_dir(self.args.output_dir.as_ref()?);
             let folder = store.folder().canonicalize().ok()?;
             let is_same = saved.canonicalize().ok()?.parent() == Some(&folder);
-            (is_same && store.path_of(best.step as u64).is_dir()).then_some(best)
+            let there = Checkpoint::open_damaged(store.path_of(best.step as u64)).ok()?;
+            (is_same && best.is_of(&there)).then_some(best)
         };
         let found = best.and_then(is_ours);
         let world = self.stages.mpu.world_group();
@@ -79,7 +86,7 @@ impl MerakTrainer {
             tracing::warn!(
                 step = best.step,
                 score = best.score,
-                "the best checkpoint so far is not in this run's folder: the next evaluation counts as the best"
+                "the best checkpoint so far is not in this run's folder any more: evaluations from here on are judged afresh"
             );
         }
         Ok(())
@@ -93,24 +100,42 @@ impl MerakTrainer {
         let Some(best) = self.best else {
             if self.stages.mpu.is_rank_0() {
                 tracing::warn!(
-                    "no evaluation came to a finite number: the weights stay those of the last step"
+                    "no step saved in this run's folder was evaluated as a finite number: the weights stay those of the last step"
                 );
             }
             return Ok(None);
         };
-        if best.step == self.global_step {
-            return Ok(Some(best));
+        if best.step != self.global_step {
+            let loaded = self.load_step(best);
+            loaded.map_err(|source| Error::BestModel {
+                step: best.step,
+                last: self.global_step,
+                source: Box::new(source),
+            })?;
         }
+        Ok(Some(best))
+    }
+
+    fn load_step(&mut self, best: BestModel) -> Result<()> {
         let folder = self.args.run_folder()?;
-        let path = Store::in_output_dir(&folder).path_of(best.step as u64);
-        let checkpoint = Checkpoint::open(path)?;
-        let weights = self.read_weights(&checkpoint, false);
-        let weights = self.on_all_ranks(weights)?;
+        let store = Store::in_output_dir(&folder);
+        let read = Checkpoint::open(store.path_of(best.step as u64))
+            .map_err(Error::from)
+            .and_then(|checkpoint| {
+                if !best.is_of(&checkpoint) {
+                    let path = checkpoint.path().to_owned();
+                    let difference = format!("it is not the one that was judged: {}", best.score);
+                    return Err(Error::OtherModel { path, difference });
+                }
+                let weights = self.read_weights(&checkpoint, false)?;
+                Ok((checkpoint, weights))
+            });
+        let (checkpoint, weights) = self.on_all_ranks(read)?;
         self.set_weights(&weights)?;
         if self.stages.mpu.is_rank_0() && self.stages.plan.lora.is_some() {
             replace_lora(&checkpoint, folder.join("adapter"))?;
         }
-        Ok(Some(best))
+        Ok(())
     }
 }
 

@@ -189,7 +189,8 @@ fn check_adapter(
         }
         (None, false) if !is_release => {
             return other(format!(
-                "it has the adapter `{saved_name}`: set \"lora_config\" to its {ADAPTER_CONFIG}, or fold it into the weights with `merak-ckpt export-hf`"
+                "it has the adapter `{saved_name}`: set \"lora_config\" to {}, or fold it into the weights with `merak-ckpt export-hf`",
+                path.join(ADAPTER_CONFIG).display()
             ));
         }
         _ => return Ok(()),
@@ -227,8 +228,9 @@ fn check_adapter(
         return Ok(());
     };
     other(format!(
-        "the `{field}` of its adapter is {there}, but {here} in \"lora_config\": take its {ADAPTER_CONFIG}, or fold the \
-         adapter into the weights with `merak-ckpt export-hf` and start another on them"
+        "the `{field}` of its adapter is {there}, but {here} in \"lora_config\": take {}, or fold the adapter into \
+         the weights with `merak-ckpt export-hf` and start another on them",
+        file.display()
     ))
 }
 

@@ -29,7 +29,7 @@ fn train(case: &Case, folder: &Path) -> BestModel {
         let last = output.evaluation.expect("the last step is evaluated");
         assert_eq!(last.step, output.global_step);
         let best = output.best.expect("losses are finite");
-        assert!(best.score > last.eval_loss, "the loss fell");
+        assert!(best.score >= last.eval_loss, "the loss fell");
         let again = trainer.evaluate()?.eval_loss;
         // Another topology than the one that judged adds up in another order.
         assert!((again / best.score - 1.0).abs() < 1e-6, "{again} {best:?}");
@@ -151,4 +151,46 @@ fn the_adapter_that_a_run_leaves_is_the_best_one() {
     extract_lora(&best, folder.path().join("best")).expect("it has an adapter");
     let left = |place: &Path| fs::read(place.join("adapter_model.safetensors")).expect("a file");
     assert!(left(&run.join("adapter")) == left(&folder.path().join("best")));
+}
+
+#[test]
+fn another_checkpoint_of_the_best_step_is_not_taken_for_it() {
+    let folder = tempdir().expect("a temporary folder");
+    let (case, run) = (judged().with("eval_steps", 3), folder.path().join("run"));
+    assert_eq!(train(&case, &run).step, 3);
+    // Another run in the same folder saves that step too.
+    train(&case.clone().with("seed", 7).with("max_steps", 4), &run);
+    let resumed = |steps: usize| {
+        let last = run.join("checkpoints/step-00000006");
+        case.clone()
+            .with("resume_from_checkpoint", last.display())
+            .with("max_steps", steps)
+    };
+    let kept = resumed(6).writing(&run).on_ranks(MerakTrainer::train);
+    assert!(kept.iter().all(|end| end.best.is_none()), "{kept:?}");
+    let best = train(&resumed(9).with("greater_is_better", false), &run);
+    assert_eq!(best.step, 9, "it is judged afresh");
+}
+
+#[test]
+fn a_best_model_that_is_gone_is_told_once_training_is_done() {
+    let folder = tempdir().expect("a temporary folder");
+    let case = judged().writing(folder.path());
+    case.on_ranks(MerakTrainer::train);
+    let best = Store::in_output_dir(folder.path()).path_of(2);
+    let weights = best.join("model-00000.safetensors");
+    fs::write(&weights, &fs::read(&weights).expect("a file")[1..]).expect("it is cut");
+    let resumed = case.on((1, 2, 1)).with("resume_from_checkpoint", "latest");
+    let error = resumed
+        .try_on_ranks(MerakTrainer::train)
+        .expect_err("it is damaged");
+    assert!(!error.is_user_error());
+    let text = merak_trainer::chain(&error);
+    for part in [
+        "training is done, and step 6 is saved",
+        "that of step 2",
+        "is damaged",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
 }

@@ -197,6 +197,7 @@ fn a_run_goes_on_with_the_adapter_that_its_checkpoint_has() {
         let case = case.with("resume_from_checkpoint", "latest");
         let error = case.try_on_ranks(|_| Ok(())).expect_err("another adapter");
         let error = merak_trainer::chain(&error);
+        let error = error.replace(&folder.path().display().to_string(), "FOLDER");
         error
             .split(" is of another model: ")
             .last()
@@ -217,32 +218,46 @@ fn a_run_goes_on_with_the_adapter_that_its_checkpoint_has() {
         refusal(plain.clone()),
     ];
     insta::assert_snapshot!(messages.join("\n"), @r#"
-    the `lora_alpha` of its adapter is 8.0, but 16 in "lora_config": take its adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
-    the `use_rslora` of its adapter is null, but true in "lora_config": take its adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
-    the `bias` of its adapter is "none", but "all" in "lora_config": take its adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
-    the `modules_to_save` of its adapter is ["ln_f"], but null in "lora_config": take its adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
-    the `r` of its adapter is 8, but 4 in "lora_config": take its adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
-    the `target_modules` of its adapter is ["c_attn"], but ["c_fc"] in "lora_config": take its adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
+    the `lora_alpha` of its adapter is 8.0, but 16 in "lora_config": take FOLDER/run/checkpoints/step-00000000/adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
+    the `use_rslora` of its adapter is null, but true in "lora_config": take FOLDER/run/checkpoints/step-00000000/adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
+    the `bias` of its adapter is "none", but "all" in "lora_config": take FOLDER/run/checkpoints/step-00000000/adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
+    the `modules_to_save` of its adapter is ["ln_f"], but null in "lora_config": take FOLDER/run/checkpoints/step-00000000/adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
+    the `r` of its adapter is 8, but 4 in "lora_config": take FOLDER/run/checkpoints/step-00000000/adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
+    the `target_modules` of its adapter is ["c_attn"], but ["c_fc"] in "lora_config": take FOLDER/run/checkpoints/step-00000000/adapter_config.json, or fold the adapter into the weights with `merak-ckpt export-hf` and start another on them
     its adapter is `default`, but "adapter_name" is `mine`
-    it has the adapter `default`: set "lora_config" to its adapter_config.json, or fold it into the weights with `merak-ckpt export-hf`
+    it has the adapter `default`: set "lora_config" to FOLDER/run/checkpoints/step-00000000/adapter_config.json, or fold it into the weights with `merak-ckpt export-hf`
     "#);
     let same = with(saved()).with("resume_from_checkpoint", "latest");
     same.on_ranks(|_| Ok(()));
 }
 
 #[test]
-fn what_is_saved_whole_has_no_factors_and_is_named_as_peft_finds_it() {
+fn what_is_saved_whole_has_no_factors_and_is_what_peft_finds() {
     let folder = tempfile::tempdir().unwrap();
     let lora =
         json!({ "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["norm", "v_proj"] });
     let plan = Case::llama().with_lora(folder.path(), &lora).plan();
-    let params = plan.graph.params().iter();
-    assert!({ params }.all(|param| !param.name.contains("v_proj.lora_")));
+    let params = plan.graph.params();
+    assert!(
+        params
+            .iter()
+            .all(|param| !param.name.contains("v_proj.lora_"))
+    );
+    let trained = plan.trained_params().map(|param| param.name.clone());
+    let mut trained: Vec<_> = trained.filter(|name| !name.contains(".lora_")).collect();
+    trained.sort();
+    let ends = [
+        "input_layernorm",
+        "post_attention_layernorm",
+        "self_attn.v_proj",
+    ];
+    let layers =
+        (0..4).flat_map(|layer| ends.map(|end| format!("model.layers.{layer}.{end}.weight")));
+    let mut expected: Vec<_> = layers.chain(["model.norm.weight".to_owned()]).collect();
+    expected.sort();
+    assert_eq!(trained, expected);
     let config = plan.lora.as_ref().expect("there is one").config.to_json();
-    let saved = &config["modules_to_save"];
-    let layers = (0..4).map(|layer| format!("model.layers.{layer}.self_attn.v_proj"));
-    let expected: Vec<_> = layers.chain(["model.norm".to_owned()]).collect();
-    assert_eq!(*saved, json!(expected));
+    assert_eq!(config["modules_to_save"], lora["modules_to_save"]);
 }
 
 #[test]
@@ -331,13 +346,18 @@ fn an_adapter_beside_the_layers_makes_way_for_another_and_for_none() {
 #[test]
 fn targets_that_no_layer_has_are_told() {
     let folder = tempfile::tempdir().unwrap();
-    let refusal = |config: Value| {
-        let case = Case::gpt2().with_lora(folder.path(), &config);
+    let t5 = Case::of(json!({
+        "model_type": "t5", "vocab_size": 101, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
+        "num_heads": 4, "pad_token_id": 0, "decoder_start_token_id": 0,
+    }));
+    let refusal_of = |case: &Case, config: Value| {
+        let case = case.clone().with_lora(folder.path(), &config);
         let model = merak_trace::models::from_config(&case.model).unwrap();
         let error = merak_trainer::Plan::new(model.into(), &case.arguments()).unwrap_err();
         let place = folder.path().display().to_string();
         merak_trainer::chain(&error).replace(&place, "FOLDER")
     };
+    let refusal = |config: Value| refusal_of(&Case::gpt2(), config);
     let messages = [
         refusal(json!({ "target_modules": ["q_proj"] })),
         refusal(json!({ "target_modules": "c_attn" })),
@@ -352,6 +372,8 @@ fn targets_that_no_layer_has_are_told() {
         refusal(json!({ "layers_to_transform": [0], "layers_pattern": ["blocks"] })),
         refusal(json!({ "target_modules": ["c_attn", "ln_1"] })),
         refusal(json!({ "modules_to_save": ["wte"] })),
+        refusal_of(&t5, json!({ "target_modules": ["shared", "q"] })),
+        refusal_of(&t5, json!({ "target_modules": ["embed_tokens", "q"] })),
     ];
     insta::assert_snapshot!(messages.join("\n"), @r#"
     "lora_config": no layer is one of the `target_modules` ["q_proj"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
@@ -366,7 +388,9 @@ fn targets_that_no_layer_has_are_told() {
     "lora_config": `exclude_modules` is "transformer.*", which leaves none of the `target_modules` ["c_attn"]
     "lora_config": `layers_pattern` is ["blocks"], which leaves none of the `target_modules` ["c_attn"]
     "lora_config": `transformer.h.0.ln_1` is one of the `target_modules`, but can have no adapter: the model's layers that can are c_attn, c_fc, c_proj, lm_head, wpe, wte
-    "lora_config": `modules_to_save` has `transformer.wte.weight`, which lm_head and transformer.wte share: as one of the `target_modules`, a layer is trained alone
+    "lora_config": `modules_to_save` has `transformer.wte.weight`, which lm_head and transformer.wte share: with "no_tie_modules" each has its own
+    "lora_config": `shared` is one of the `target_modules`, but can have no adapter: the model's layers that can are k, lm_head, o, q, v, wi, wo
+    "lora_config": `encoder.embed_tokens` is one of the `target_modules`, but can have no adapter: the model's layers that can are k, lm_head, o, q, v, wi, wo
     "#);
 }
 
