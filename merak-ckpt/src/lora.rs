@@ -4,7 +4,9 @@
 //! weight [out, in]                 W + scale · B · A        A [r, in], B [out, r]
 //! weight [in, out] (Conv1D)        W + scale · (B · A)ᵀ
 //! embedding [tokens, width]        W + scale · (B · A)ᵀ     A [r, tokens], B [width, r]
-//! with magnitudes m [out]          m / |V| · V              V one of the above, |V| of what makes an output
+//! kernel [out, c, h, w]            W + scale · B · A        A [r, c, h, w], B [out, r, 1, 1]
+//! with magnitudes m [out]          m / |V| · V              V one of the above, |V| of what makes an output;
+//!                                                           m [1, out, 1, 1] of a kernel
 //! ```
 
 mod config;
@@ -451,11 +453,14 @@ impl LowRank {
         };
         let magnitudes = factors.magnitude.as_ref().map(|name| {
             let found = shape(name)?;
-            if found != [out] {
-                return Err(foreign(
-                    file,
-                    format!("`{name}` is {found:?}, expected [{out}]"),
-                ));
+            let expected = match base.shape.len() {
+                ..=2 => vec![out],
+                // Of a convolution they lie as the channels of its results.
+                ndim => [&[1, out], &vec![1; ndim - 2][..]].concat(),
+            };
+            if found != expected {
+                let reason = format!("`{name}` is {found:?}, expected {expected:?}");
+                return Err(foreign(file, reason));
             }
             Ok(Magnitudes {
                 wanted: read_f32(tensors, name, &found)?,

@@ -205,7 +205,7 @@ fn adapted(model: &Graph, users: &[Vec<NodeId>], layer: &Node) -> ValueId {
 
 /// What the matrix of a linear layer stands beside, where the layer is half of an adapter.
 fn beside<'a>(model: &'a Graph, node: &Node) -> Option<&'a Beside> {
-    let weight = model.param_of(*node.inputs.get(1)?)?;
+    let weight = model.weight_of(node)?;
     model.param(weight).beside.as_ref()
 }
 
@@ -215,9 +215,7 @@ fn follow(model: &Graph, matches: &mut Matches) {
     let mut cuts = BTreeMap::new();
     for (id, role) in &matches.roles {
         let node = model.node(*id);
-        if let (Op::Linear { layout, .. }, Some(weight)) =
-            (&node.op, model.param_of(node.inputs[1]))
-        {
+        if let (Op::Linear { layout, .. }, Some(weight)) = (&node.op, model.weight_of(node)) {
             let dim = match role.kind {
                 SplitKind::Col => layout.out_dim(),
                 SplitKind::Row => layout.in_dim(),
@@ -281,7 +279,7 @@ fn keep_shared_heads_whole(model: &Graph, degree: usize, matches: &mut Matches) 
                 .is_some_and(|role| role.kind == SplitKind::Col && role.parts.len() == 1)
             {
                 // An adapter may use the matrix a second time.
-                let matrix = |id: NodeId| model.param_of(*model.node(id).inputs.get(1)?);
+                let matrix = |id: NodeId| model.weight_of(model.node(id));
                 matches.roles.retain(|id, _| matrix(*id) != matrix(layer));
                 matches.kept_whole.push(KeptWhole {
                     module: model.node(layer).scope.to_string(),

@@ -186,6 +186,18 @@ impl Graph {
         }
     }
 
+    /// The parameter that is the weight of a linear layer or a lookup: its matrix or table as it is stored, or
+    /// reshaped (the kernel of a convolution, whose first two dims are then where those of the matrix are).
+    pub fn weight_of(&self, node: &Node) -> Option<ParamId> {
+        let mut weight = *node.inputs.get(1)?;
+        while let Some(made_by) = self.producer(weight).map(|id| self.node(id))
+            && matches!(made_by.op, Op::Reshape { .. })
+        {
+            weight = made_by.inputs[0];
+        }
+        self.param_of(weight)
+    }
+
     /// The node that produces a value, if one does.
     pub fn producer(&self, value: ValueId) -> Option<NodeId> {
         match self.value(value).source {

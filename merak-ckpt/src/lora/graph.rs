@@ -13,9 +13,10 @@ use super::LoraConfig;
 use super::config::{InitWeights, Names, ends_with};
 use merak_trace::fx::{Copied, Module, Symbol, extend};
 use merak_trace::op::WeightLayout;
-use merak_trace::{Beside, DType, Graph, Init, Op, ParamRole};
+use merak_trace::{Beside, DType, Graph, Init, Node, Op, Param, ParamRole};
 use serde_json::json;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// Targets where a configuration names none, by the model's `model_type`.
 const DEFAULT_TARGETS: &[(&[&str], &[&str])] = &[
@@ -160,6 +161,7 @@ pub enum AdaptError {
 
 /// Puts an adapter into the graph of a model: for each target layer `y = W x`, `y + scale * B(A(dropout(x)))`, and
 /// for each target table the same without dropout ([Hu et al. 2021](https://arxiv.org/abs/2106.09685), section 4.1).
+/// A linear layer whose matrix is a reshaped kernel is a convolution, and its factors have PEFT's shapes for one.
 ///
 /// `name` is the adapter's, and part of the names of its parameters, as in PEFT
 /// (`h.0.attn.c_attn.lora_A.default.weight`); `model_type` decides the targets where the configuration names none.
@@ -167,6 +169,7 @@ pub enum AdaptError {
 ///
 /// # Shapes
 /// Layer `x: [.., in]`, `y: [.., out]`: A `[r, in]`, B `[out, r]`. Table `[rows, width]`: A `[r, rows]`, B `[width, r]`.
+/// Convolution of kernel `[out, c, h, w]`: A `[r, c, h, w]`, B `[out, r, 1, 1]`.
 ///
 /// # Errors
 /// When no layer is a target, or the configuration cannot be trained.
@@ -195,7 +198,7 @@ pub fn adapt(
     check_targets(graph, &config, &layers, no_layers(model_type))?;
     if let Some(table) = chosen
         .iter()
-        .find(|layer| config.use_dora && !layer.is_linear)
+        .find(|layer| config.use_dora && layer.weight_use == WeightUse::Table)
     {
         let module = table.module.clone();
         return Err(AdaptError::Magnitudes { module });
@@ -224,10 +227,11 @@ pub fn adapt(
             param.trainable = trains && !config.is_frozen;
         },
         |copied| {
-            if !chosen.iter().any(|layer| layer.node == copied.node.name) {
-                return Ok(copied.outputs);
+            let layer = chosen.iter().find(|layer| layer.node == copied.node.name);
+            match layer {
+                Some(layer) => adapter.beside(layer, &copied).map(|value| vec![value]),
+                None => Ok(copied.outputs),
             }
-            adapter.beside(graph, &copied).map(|value| vec![value])
         },
     )?;
     Ok(Adapted {
@@ -238,50 +242,74 @@ pub fn adapt(
 }
 
 /// A layer that an adapter may stand beside.
-struct Layer {
-    node: std::sync::Arc<str>,
+struct Layer<'a> {
+    node: Arc<str>,
     module: String,
-    weight: String,
-    is_linear: bool,
+    weight: &'a Param,
+    weight_use: WeightUse,
     is_head: bool,
-    is_transposed: bool,
 }
 
-fn layers(graph: &Graph) -> Vec<Layer> {
+/// How a layer uses its weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum WeightUse {
+    /// A matrix to multiply with, stored `[out, in]` or `[in, out]`.
+    Matrix(WeightLayout),
+    /// A kernel `[out, c, h, w]`, reshaped to the matrix `[out, c * h * w]` that unfolded patches are multiplied with.
+    Kernel,
+    /// `[rows, width]`, to look rows up in.
+    Table,
+}
+
+impl WeightUse {
+    fn of(graph: &Graph, node: &Node, weight: &Param) -> Option<Self> {
+        let is_as_stored = graph.param_of(*node.inputs.get(1)?).is_some();
+        match node.op {
+            Op::Linear { layout, .. } if is_as_stored => Some(Self::Matrix(layout)),
+            Op::Linear { layout, .. } => {
+                let is_kernel = layout == WeightLayout::OutIn && weight.full.ndim() == 4;
+                is_kernel.then_some(Self::Kernel)
+            }
+            Op::Embedding { .. } if is_as_stored => Some(Self::Table),
+            _ => None,
+        }
+    }
+
+    /// Where inputs and outputs are among the dims of the weight, or of the matrix that it is used as.
+    fn layout(self) -> WeightLayout {
+        match self {
+            Self::Matrix(layout) => layout,
+            Self::Kernel => WeightLayout::OutIn,
+            Self::Table => WeightLayout::InOut,
+        }
+    }
+}
+
+fn layers(graph: &Graph) -> Vec<Layer<'_>> {
     let users = graph.users();
-    let layer = |node: &merak_trace::Node| {
-        let is_linear = matches!(node.op, Op::Linear { .. });
-        let is_embedding = matches!(node.op, Op::Embedding { .. });
-        let weight = node
-            .inputs
-            .get(1)
-            .and_then(|&weight| graph.param_of(weight));
-        let weight = weight.filter(|_| is_linear || is_embedding)?;
+    let layer = |node: &Node| {
+        let weight = graph.param(graph.weight_of(node)?);
+        let weight_use = WeightUse::of(graph, node, weight)?;
         Some(Layer {
-            node: std::sync::Arc::clone(&node.name),
+            node: Arc::clone(&node.name),
             module: node.scope.to_string(),
-            weight: graph.param(weight).name.clone(),
-            is_linear,
-            is_head: is_linear && graph.is_head(&users, node),
-            is_transposed: matches!(
-                node.op,
-                Op::Linear {
-                    layout: WeightLayout::InOut,
-                    ..
-                }
-            ),
+            weight,
+            weight_use,
+            is_head: weight_use != WeightUse::Table && graph.is_head(&users, node),
         })
     };
     graph.nodes().iter().filter_map(layer).collect()
 }
 
-fn is_target(config: &LoraConfig, layer: &Layer) -> bool {
+fn is_target(config: &LoraConfig, layer: &Layer<'_>) -> bool {
     is_named(config, layer) && config.obstacle(&layer.module).is_none()
 }
 
-fn is_named(config: &LoraConfig, layer: &Layer) -> bool {
-    let is_kind = !matches!(config.targets, Some(Names::AllLinear));
-    config.names(&layer.module) && (is_kind || layer.is_linear && !layer.is_head)
+fn is_named(config: &LoraConfig, layer: &Layer<'_>) -> bool {
+    let is_by_name = !matches!(config.targets, Some(Names::AllLinear));
+    // As in PEFT, a convolution is no linear layer.
+    let is_linear = matches!(layer.weight_use, WeightUse::Matrix(_));
+    config.names(&layer.module) && (is_by_name || is_linear && !layer.is_head)
 }
 
 fn no_layers(model_type: &str) -> &'static [&'static str] {
@@ -293,7 +321,7 @@ fn no_layers(model_type: &str) -> &'static [&'static str] {
 fn check_targets(
     graph: &Graph,
     config: &LoraConfig,
-    layers: &[Layer],
+    layers: &[Layer<'_>],
     no_layers: &[&str],
 ) -> Result<(), AdaptError> {
     let ends: BTreeSet<_> = layers
@@ -339,11 +367,13 @@ fn check_targets(
 fn check_whole(
     graph: &Graph,
     config: &LoraConfig,
-    layers: &[Layer],
+    layers: &[Layer<'_>],
     is_adapted: impl Fn(&str) -> bool,
 ) -> Result<(), AdaptError> {
     for param in graph.params() {
-        let users = layers.iter().filter(|layer| layer.weight == param.name);
+        let users = layers
+            .iter()
+            .filter(|layer| layer.weight.name == param.name);
         let users: BTreeSet<_> = users.map(|layer| layer.module.as_str()).collect();
         if users.len() > 1 && config.trains_whole(&param.name, &is_adapted) {
             return Err(AdaptError::Shared {
@@ -374,8 +404,8 @@ fn with_defaults(config: &LoraConfig, model_type: &str) -> Result<LoraConfig, Ad
 /// The configuration as PEFT would have to be given it for the same adapter.
 fn written(
     config: &LoraConfig,
-    chosen: &[&Layer],
-    layers: &[Layer],
+    chosen: &[&Layer<'_>],
+    layers: &[Layer<'_>],
     modules: &[String],
 ) -> LoraConfig {
     let mut written = config.clone();
@@ -393,7 +423,9 @@ fn written(
             .with("target_modules", targets)
             .expect("a list of names is legal");
     }
-    let is_transposed = chosen.iter().any(|layer| layer.is_transposed);
+    let is_transposed = chosen
+        .iter()
+        .any(|layer| layer.weight_use == WeightUse::Matrix(WeightLayout::InOut));
     written
         .with("fan_in_fan_out", json!(is_transposed))
         .expect("a flag is legal")
@@ -410,7 +442,7 @@ struct Factor<'a> {
     name: String,
     shape: Vec<usize>,
     init: Init,
-    /// The layer's matrix, and the dims of factor and matrix that hold the same features.
+    /// The layer's weight, and the dims of factor and weight that hold the same features.
     shares: (&'a str, usize, usize),
 }
 
@@ -450,14 +482,18 @@ fn inverse_norms(
     Ok(module.apply(Op::InverseRoot, &[&sums[0]])?.swap_remove(0))
 }
 
+/// `x` in another shape; no node where it has that shape.
+fn reshaped(module: &Module, x: &Symbol, shape: &[usize]) -> Result<Symbol, AdaptError> {
+    if x.shape() == shape {
+        return Ok(x.clone());
+    }
+    Ok(module.reshape(x, shape)?)
+}
+
 impl Adapter<'_> {
     /// The layer's result with the update added to it.
-    fn beside(&self, graph: &Graph, copied: &Copied<'_>) -> Result<Symbol, AdaptError> {
+    fn beside(&self, layer: &Layer<'_>, copied: &Copied<'_>) -> Result<Symbol, AdaptError> {
         let (module, base) = (&copied.module, &copied.outputs[0]);
-        let weight = graph
-            .param_of(copied.node.inputs[1])
-            .expect("a layer has a matrix");
-        let weight = graph.param(weight).name.as_str();
         let rank = self.config.rank(module.path());
         let scale = self.config.scale(module.path(), rank);
         let dtype = match module.dtype() {
@@ -465,15 +501,14 @@ impl Adapter<'_> {
             dtype => dtype,
         };
         let wide = module.with_dtype(dtype);
-        let update = match &copied.node.op {
-            Op::Linear { layout, .. } => {
-                let update = self.of_linear(&wide, copied, rank, (weight, *layout))?;
-                if self.config.use_dora {
-                    return self.decomposed(&wide, copied, (weight, *layout), scale, &update);
-                }
-                update.value
+        let update = if layer.weight_use == WeightUse::Table {
+            self.of_embedding(&wide, copied, rank, layer)?
+        } else {
+            let update = self.of_linear(&wide, copied, rank, layer)?;
+            if self.config.use_dora {
+                return self.decomposed(&wide, copied, layer, scale, &update);
             }
-            op => self.of_embedding(&wide, copied, rank, (weight, op))?,
+            update.value
         };
         let update = wide.scale(&update, scale)?;
         // Rounded once, as in PEFT: of a 16-bit layer's result only the sum is 16 bits wide again.
@@ -486,7 +521,7 @@ impl Adapter<'_> {
         module: &Module,
         copied: &Copied<'_>,
         rank: usize,
-        (weight, layout): (&str, WeightLayout),
+        layer: &Layer<'_>,
     ) -> Result<Update, AdaptError> {
         let (x, base) = (&copied.inputs[0], &copied.outputs[0]);
         let (inputs, outputs) = (x.ty().last_dim(), base.ty().last_dim());
@@ -502,24 +537,27 @@ impl Adapter<'_> {
             ),
             _ => (Init::Uniform(of_inputs), Init::Constant(0.0)),
         };
-        let factor = |half: &Module, shape, init, shares: (usize, usize)| {
+        let (weight, layout) = (&layer.weight.full.shape, layer.weight_use.layout());
+        // Those of convolutions that PEFT puts one after the other: the second one's kernel is of one pixel.
+        let (first_shape, second_shape) = match layer.weight_use {
+            WeightUse::Kernel => ([&[rank], &weight[1..]].concat(), vec![outputs, rank, 1, 1]),
+            _ => (vec![rank, inputs], vec![outputs, rank]),
+        };
+        let factor = |half: &Module, shape, init, (dim, of): (usize, usize)| {
             let factor = Factor {
                 name: "weight".to_owned(),
                 shape,
                 init,
-                shares: (weight, shares.0, shares.1),
+                shares: (&layer.weight.name, dim, of),
             };
             self.factor(half, &factor)
         };
         let half = |half: &str| module.sub(&format!("{half}.{}", self.name));
         let (to_rank, from_rank) = (half("lora_A"), half("lora_B"));
-        let a = factor(&to_rank, vec![rank, inputs], first, (1, layout.in_dim()))?;
-        let b = factor(
-            &from_rank,
-            vec![outputs, rank],
-            second,
-            (0, layout.out_dim()),
-        )?;
+        let a = factor(&to_rank, first_shape, first, (1, layout.in_dim()))?;
+        let a = reshaped(&to_rank, &a, &[rank, inputs])?;
+        let b = factor(&from_rank, second_shape, second, (0, layout.out_dim()))?;
+        let b = reshaped(&from_rank, &b, &[outputs, rank])?;
         let low = to_rank.linear_with(&dropped, &a, WeightLayout::OutIn)?;
         let value = from_rank.linear_with(&low, &b, WeightLayout::OutIn)?;
         Ok(Update {
@@ -536,20 +574,25 @@ impl Adapter<'_> {
         &self,
         module: &Module,
         copied: &Copied<'_>,
-        (weight, layout): (&str, WeightLayout),
+        layer: &Layer<'_>,
         scale: f64,
         update: &Update,
     ) -> Result<Symbol, AdaptError> {
         let (matrix, base) = (&copied.inputs[1], &copied.outputs[0]);
-        let outputs = base.ty().last_dim();
+        let (outputs, layout) = (base.ty().last_dim(), layer.weight_use.layout());
+        let (shape, dim) = match layer.weight_use {
+            WeightUse::Kernel => (vec![1, outputs, 1, 1], 1),
+            _ => (vec![outputs], 0),
+        };
         let magnitude = Factor {
             name: "weight".to_owned(),
-            shape: vec![outputs],
+            shape,
             init: Init::Constant(1.0),
-            shares: (weight, 0, layout.out_dim()),
+            shares: (&layer.weight.name, dim, layout.out_dim()),
         };
         let own = module.sub(&format!("lora_magnitude_vector.{}", self.name));
         let magnitude = self.factor(&own, &magnitude)?;
+        let magnitude = reshaped(&own, &magnitude, &[outputs])?;
         let norms = inverse_norms(&own, matrix, layout, scale, &update.factors)?;
         let factor = own.mul(&magnitude, &norms)?;
         let low = module.scale(&update.value, scale)?;
@@ -588,8 +631,9 @@ impl Adapter<'_> {
         module: &Module,
         copied: &Copied<'_>,
         rank: usize,
-        (weight, op): (&str, &Op),
+        layer: &Layer<'_>,
     ) -> Result<Symbol, AdaptError> {
+        let weight = &layer.weight.name;
         let (ids, table) = (&copied.inputs[0], &copied.inputs[1]);
         let (rows, width) = (table.shape()[0], table.shape()[1]);
         let first = match self.config.init {
@@ -610,7 +654,7 @@ impl Adapter<'_> {
         };
         let (a, b) = (self.factor(module, &a)?, self.factor(module, &b)?);
         let table = module.transpose(&a, &[1, 0])?;
-        let looked_up = module.apply(op.clone(), &[ids, &table])?;
+        let looked_up = module.apply(copied.node.op.clone(), &[ids, &table])?;
         Ok(module.linear_with(&looked_up[0], &b, WeightLayout::OutIn)?)
     }
 

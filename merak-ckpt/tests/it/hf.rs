@@ -11,7 +11,13 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const FOLDERS: [&str; 4] = ["gpt2-safetensors", "gpt2-zip", "gpt2-old", "llama-indexed"];
+const FOLDERS: [&str; 5] = [
+    "gpt2-safetensors",
+    "gpt2-zip",
+    "gpt2-old",
+    "llama-indexed",
+    "vit",
+];
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -110,7 +116,7 @@ fn import_and_export_is_the_identity_for_any_topology() {
     for (name, (dp, tp, pp)) in
         FOLDERS
             .into_iter()
-            .zip([(1, 1, 1), (2, 2, 2), (1, 4, 1), (1, 2, 4)])
+            .zip([(1, 1, 1), (2, 2, 2), (1, 4, 1), (1, 2, 4), (2, 2, 1)])
     {
         let original = HfFolder::open(golden(name)).unwrap();
         let options = ImportOptions {

@@ -60,8 +60,10 @@ fn check(base: &Path, adapter: impl AsRef<Path>, tolerance: f64) {
         adapter.join("merged.safetensors"),
     );
     assert_eq!(names(&ours), names(&theirs));
-    let has_head = names(&ours).contains(&"lm_head.weight".to_owned());
-    assert_eq!(config["tie_word_embeddings"], !has_head);
+    if config["model_type"] != "vit" {
+        let has_head = names(&ours).contains(&"lm_head.weight".to_owned());
+        assert_eq!(config["tie_word_embeddings"], !has_head);
+    }
     for name in names(&ours) {
         let (ours, theirs) = (floats(&ours, &name), floats(&theirs, &name));
         assert_eq!(ours.len(), theirs.len(), "{name}");
@@ -88,6 +90,9 @@ fn merged_weights_are_those_of_peft() {
     // Of layers that are stored `[out, in]`, PEFT takes no other word for it.
     let transposed = changed("tables", |config| config["fan_in_fan_out"] = json!(true));
     check(&llama, transposed.path(), 1.6e-2);
+    // The convolution of a vision transformer, and linear layers beside it.
+    check(&golden("hf/vit"), "vit", 1e-6);
+    check(&golden("hf/vit"), "vit-dora", 1e-6);
     // A bare model has shorter names; pickles are read as well.
     check(&golden("hf/gpt2-zip"), "gpt2", 1e-6);
     // A checkpoint of the base, cut for other ranks.
@@ -107,20 +112,21 @@ fn merged_weights_are_those_of_peft() {
 proptest! {
     #[test]
     fn a_slice_merged_is_the_slice_of_the_merged(
-        tensor in 0_usize..4,
+        tensor in 0_usize..5,
         dim in 0_usize..2,
         ends in (0_usize..=8, 0_usize..=8),
         range in (0.0..1.0, 0.0..1.0),
     ) {
-        let names = [
-            "transformer.h.0.attn.c_attn.weight",
-            "transformer.h.1.mlp.c_proj.weight",
-            "transformer.h.0.attn.c_proj.weight",
-            "transformer.wte.weight",
-        ];
-        let source = HfFolder::open(golden("hf/gpt2-safetensors")).expect("it opens");
-        let entry = source.tensors().iter().find(|t| t.name == names[tensor]).expect("it is there");
-        let adapter = golden("lora").join(if tensor == 3 { "embedding" } else { "gpt2" });
+        let (name, base, adapter) = [
+            ("transformer.h.0.attn.c_attn.weight", "gpt2-safetensors", "gpt2"),
+            ("transformer.h.1.mlp.c_proj.weight", "gpt2-safetensors", "gpt2"),
+            ("transformer.h.0.attn.c_proj.weight", "gpt2-safetensors", "gpt2"),
+            ("transformer.wte.weight", "gpt2-safetensors", "embedding"),
+            ("vit.embeddings.patch_embeddings.projection.weight", "vit", "vit"),
+        ][tensor];
+        let source = HfFolder::open(golden("hf").join(base)).expect("it opens");
+        let entry = source.tensors().iter().find(|t| t.name == name).expect("it is there");
+        let adapter = golden("lora").join(adapter);
         let adapter = Adapter::open(adapter, source.config(), source.tensors()).expect("it opens");
         let read = |layout: &Layout, range: Option<std::ops::Range<usize>>| {
             let count = range.as_ref().map_or(layout.num_local_elements(), ExactSizeIterator::len);
@@ -130,17 +136,21 @@ proptest! {
             out
         };
         let whole = read(&Layout::whole(&entry.shape), None);
-        let (begin, end) = (ends.0.min(ends.1), ends.0.max(ends.1));
+        let ends = [ends.0, ends.1].map(|end| end.min(entry.shape[dim]));
+        let (begin, end) = (ends[0].min(ends[1]), ends[0].max(ends[1]));
         let layout = Layout::shard(&entry.shape, dim, begin..end).expect("it fits");
         let n = layout.num_local_elements();
         let [a, b] = [range.0, range.1].map(|share: f64| (share * n as f64) as usize);
         let range = a.min(b)..a.max(b);
         let part = read(&layout, Some(range.clone()));
+        // A kernel's height and width are never cut.
+        let inner: usize = entry.shape[2..].iter().product();
         let width = layout.local_shape()[1];
         for (out, flat) in part.chunks_exact(4).zip(range) {
-            let mut index = [flat / width, flat % width];
+            let (place, pixel) = (flat / inner, flat % inner);
+            let mut index = [place / width, place % width];
             index[dim] += begin;
-            let at = index[0] * entry.shape[1] + index[1];
+            let at = (index[0] * entry.shape[1] + index[1]) * inner + pixel;
             prop_assert_eq!(out, &whole[at * 4..at * 4 + 4]);
         }
     }

@@ -8,6 +8,7 @@ Written with torch 2.13.0, transformers 5.23.0, safetensors 0.8.0, Python 3.11:
 - gpt2-zip          the bare model (no `transformer.` prefix) as pytorch_model.bin, a zip archive, with causal masks
 - gpt2-old          the same in the format before PyTorch 1.6
 - llama-indexed     Llama in bf16, head of its own, several files and an index
+- vit               ViT with three classes: a convolution makes its patches
 - evil              a pytorch_model.bin that would run a command
 - expected.json     for each folder and tensor, the shape and the f64 sum of the values
 """
@@ -18,7 +19,15 @@ import pathlib
 import shutil
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 here = pathlib.Path(__file__).parent
 
@@ -66,6 +75,17 @@ llama = LlamaForCausalLM(config).to(torch.bfloat16)
 llama.save_pretrained(folder("llama-indexed"), max_shard_size="2KB")
 expected["llama-indexed"] = described(llama.state_dict())
 
+config = ViTConfig(
+    hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, image_size=4, patch_size=2,
+    num_channels=2, num_labels=3,
+)
+vit = ViTForImageClassification(config)
+for parameter in vit.parameters():
+    torch.nn.init.normal_(parameter)
+vit.save_pretrained(folder("vit"))
+# In memory its modules have other names.
+expected["vit"] = described(load_file(here / "vit" / "model.safetensors"))
+
 
 class Evil:
     def __reduce__(self):
@@ -73,7 +93,7 @@ class Evil:
 
 
 path = folder("evil")
-config.save_pretrained(path)
+llama.config.save_pretrained(path)
 torch.save({"w": Evil()}, path / "pytorch_model.bin")
 
 (here / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")

@@ -1,6 +1,8 @@
 """Makes the adapters beside this script, and what peft makes of their bases with them merged in.
 
-Written with peft 0.21.2, torch 2.13.0, transformers 5.23.0, Python 3.11; the bases are folders of ../hf:
+Written with peft 0.21.2, torch 2.13.0, transformers 5.23.0, Python 3.11; the bases are folders of ../hf. Those on
+../hf/vit were written with transformers 4.57.1: in transformers 5 the modules of ViT have other names in memory than in
+files, and so in adapters.
 
     python make.py [CASE ...]
 
@@ -9,6 +11,8 @@ Written with peft 0.21.2, torch 2.13.0, transformers 5.23.0, Python 3.11; the ba
 - head       on ../hf/gpt2-safetensors: the head, and the embedding saved whole
 - llama      on ../hf/llama-indexed: every linear layer of a bf16 model
 - tables     on ../hf/llama-indexed: a square layer, embedding and head, with a wrong fan_in_fan_out
+- vit        on ../hf/vit: linear layers and the convolution of patches, its rank its own, their biases, the classifier
+- vit-dora   on ../hf/vit: the same layers with magnitudes
 
 Each has the adapter as peft saves it, and merged.safetensors, with a head of its own where the adapter changes head or
 embedding.
@@ -21,7 +25,7 @@ import sys
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 here = pathlib.Path(__file__).parent
 
@@ -37,13 +41,19 @@ CASES = {
         r=2, target_modules=["q_proj", "embed_tokens", "lm_head"], fan_in_fan_out=True,
     )),
     "llama": ("llama-indexed", True, LoraConfig(r=2, lora_alpha=1, target_modules="all-linear")),
+    "vit": ("vit", True, LoraConfig(
+        r=2, lora_alpha=3, target_modules=["query", "projection"], rank_pattern={"projection": 3}, bias="lora_only",
+        modules_to_save=["classifier"],
+    )),
+    "vit-dora": ("vit", True, LoraConfig(r=2, target_modules=["query", "projection"], use_dora=True)),
 }
 
 names = sys.argv[1:] or CASES
 for name in names:
     base, as_safetensors, config = CASES[name]
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_pretrained(here / ".." / "hf" / base, dtype="auto")
+    auto = AutoModelForImageClassification if base == "vit" else AutoModelForCausalLM
+    model = auto.from_pretrained(here / ".." / "hf" / base, dtype="auto")
     adapted = get_peft_model(model, config)
     adapted.peft_config["default"].base_model_name_or_path = f"../hf/{base}"
     for parameter in adapted.parameters():
@@ -53,9 +63,9 @@ for name in names:
     shutil.rmtree(folder, ignore_errors=True)
     adapted.save_pretrained(folder, safe_serialization=as_safetensors)
     (folder / "README.md").unlink(missing_ok=True)
-    head = adapted.get_output_embeddings()
-    head = getattr(head, "base_layer", head)
-    head.weight = torch.nn.Parameter(head.weight.clone())
+    if head := adapted.get_output_embeddings():
+        head = getattr(head, "base_layer", head)
+        head.weight = torch.nn.Parameter(head.weight.clone())
     merged = adapted.merge_and_unload().state_dict()
     if name == "gpt2":
         merged.pop("lm_head.weight")  # the embedding once more

@@ -109,11 +109,17 @@ fn t5(proj: &str, tied: bool) -> Value {
         "initializer_factor": 0.5 })
 }
 
-/// Models with dropout, whatever they learn.
-pub(crate) fn models() -> Vec<(&'static str, Case)> {
+/// A ViT of images of two channels, in 2 x 2 patches.
+pub(crate) fn vit(dropout: f64) -> Case {
     let vit = json!({ "model_type": "vit", "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
         "intermediate_size": 48, "image_size": 8, "patch_size": 4, "num_channels": 2, "num_labels": 3,
-        "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1 });
+        "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout });
+    let case = Case::of(vit).with_data(Samples(Task::Images));
+    case.with("seq_length", 5)
+}
+
+/// Models with dropout, whatever they learn.
+pub(crate) fn models() -> Vec<(&'static str, Case)> {
     let case = |model, task| Case::of(model).with_data(Samples(task));
     vec![
         ("bert", case(bert("BertForMaskedLM"), Task::Masked)),
@@ -123,7 +129,7 @@ pub(crate) fn models() -> Vec<(&'static str, Case)> {
         ),
         ("t5", case(t5("relu", true), Task::Translation)),
         ("gated t5", case(t5("gated-gelu", false), Task::Translation)),
-        ("vit", case(vit, Task::Images).with("seq_length", 5)),
+        ("vit", vit(0.1)),
     ]
 }
 

@@ -6,6 +6,7 @@ use merak_ckpt::{Adapter, Checkpoint, GenerateOptions, Kind};
 use merak_trainer::{MerakTrainer, Workload};
 use serde_json::{Value, json};
 
+use super::encoders;
 use crate::support::{Case, assert_close_losses, assert_close_tensors, assert_same_bits, numbers};
 
 /// Fused and plain, column and row layers of a GPT-2, a table, biases and a module that is trained whole. Both
@@ -47,10 +48,41 @@ fn llama_dropout(folder: &Path) -> Case {
     Case::llama().with_lora(folder, &lora)
 }
 
+/// The convolution of patches beside linear layers, of a rank of its own.
+pub(crate) fn vit(folder: &Path) -> Case {
+    let lora = json!({ "target_modules": ["query", "projection"], "rank_pattern": { "projection": 3 }, "r": 2,
+        "lora_alpha": 3, "lora_dropout": 0.1, "bias": "lora_only", "modules_to_save": ["classifier"],
+        "init_lora_weights": false });
+    encoders::vit(0.1).with_lora(folder, &lora)
+}
+
+fn vit_dora(folder: &Path) -> Case {
+    let lora = json!({ "use_dora": true, "target_modules": ["output.dense", "projection"], "r": 2, "lora_alpha": 3,
+        "init_lora_weights": false });
+    encoders::vit(0.0).with_lora(folder, &lora)
+}
+
+/// The convolution cut over ranks, along its outputs.
+fn vit_columns(folder: &Path) -> Case {
+    let case = vit(folder).with(
+        "col_para_list",
+        r#"["query", "key", "value", "projection"]"#,
+    );
+    case.with("row_para_list", r#"["attention.output"]"#)
+}
+
+/// The same along its inputs, with magnitudes.
+fn vit_rows(folder: &Path) -> Case {
+    let case = vit_dora(folder).with("col_para_list", r#"["query", "key", "value"]"#);
+    case.with("row_para_list", r#"["attention.output", "projection"]"#)
+}
+
 #[test]
 fn adapters_train_on_every_topology_like_on_one_rank() {
     let folder = tempfile::tempdir().unwrap();
-    for make in [gpt2, llama, dora, llama_dora, llama_dropout] {
+    let of_text = [gpt2, llama, dora, llama_dora, llama_dropout];
+    let of_images = [vit, vit_dora, vit_columns, vit_rows];
+    for make in of_text.into_iter().chain(of_images) {
         let case = make(folder.path());
         let (first, all) = (case.run(0), case.run(12));
         assert_ne!(all.weights, first.weights, "it is trained");
@@ -339,6 +371,66 @@ fn an_adapter_beside_the_layers_makes_way_for_another_and_for_none() {
                 [&base[0], &own[0], &base[0]].map(Clone::clone),
                 "{name} {degrees:?}"
             );
+        }
+    }
+}
+
+#[test]
+fn a_convolution_has_the_factors_of_peft_unless_all_linear_layers_are_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let adapted = |lora: Value| {
+        let plan = encoders::vit(0.0).with_lora(folder.path(), &lora).plan();
+        let params = plan.graph.params().iter();
+        let own = params.filter(|param| param.name.contains(".projection.lora_"));
+        let lines =
+            own.map(|param| format!("{} {:?} {:?}", param.name, param.full.shape, param.init));
+        lines.collect::<Vec<_>>().join("\n")
+    };
+    let lora = json!({ "target_modules": ["projection"], "r": 3, "use_dora": true });
+    insta::assert_snapshot!(adapted(lora), @r"
+    vit.embeddings.patch_embeddings.projection.lora_A.default.weight [3, 2, 4, 4] Uniform(0.17677669529663687)
+    vit.embeddings.patch_embeddings.projection.lora_B.default.weight [32, 3, 1, 1] Constant(0.0)
+    vit.embeddings.patch_embeddings.projection.lora_magnitude_vector.default.weight [1, 32, 1, 1] Constant(1.0)
+    ");
+    let gaussian =
+        json!({ "target_modules": ["projection"], "r": 2, "init_lora_weights": "gaussian" });
+    insta::assert_snapshot!(adapted(gaussian), @r"
+    vit.embeddings.patch_embeddings.projection.lora_A.default.weight [2, 2, 4, 4] Normal(0.5)
+    vit.embeddings.patch_embeddings.projection.lora_B.default.weight [32, 2, 1, 1] Constant(0.0)
+    ");
+    assert_eq!(adapted(json!({ "target_modules": "all-linear" })), "");
+}
+
+#[test]
+fn an_adapter_of_a_convolution_is_worth_the_same_beside_it_and_merged() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, use_dora) in [("plain", false), ("dora", true)] {
+        let lora = json!({ "target_modules": ["query", "projection"], "init_lora_weights": false, "lora_alpha": 64,
+            "use_dora": use_dora });
+        let (run, base) = (folder.path().join(name), encoders::vit(0.0));
+        let case = base.clone().with_lora(folder.path(), &lora).writing(&run);
+        let loss = |trainer: &mut MerakTrainer| trainer.gradients().map(|(loss, _)| loss);
+        let [base, own] = [&base, &case].map(|case| case.on_ranks(loss)[0]);
+        assert!((base - own).abs() > 1e-2 * base, "{name}: {base}, {own}");
+        case.on_ranks(MerakTrainer::save_checkpoint);
+        let saved = Checkpoint::open(&run).unwrap();
+        let tensors = &saved.manifest().tensors;
+        let mut adapter = Adapter::open(run.join("adapter"), &case.model, tensors).unwrap();
+        adapter.measure(&saved).unwrap();
+        let case = case.with("resume_from_checkpoint", run.display());
+        for degrees in [(1, 1, 1), (1, 2, 1)] {
+            let found = case.clone().on(degrees).on_ranks(|trainer| {
+                let adapters = [None, Some(&adapter), None].into_iter();
+                let found = adapters.map(|adapter| {
+                    trainer.set_adapter(adapter)?;
+                    loss(trainer)
+                });
+                found.collect::<merak_trainer::Result<Vec<_>>>()
+            });
+            for (found, expected) in found[0].iter().zip([base, own, base]) {
+                let gap = (found - expected).abs();
+                assert!(gap < 1e-5 * expected, "{name}: {found}, {expected}");
+            }
         }
     }
 }

@@ -126,6 +126,15 @@ fn bases(folder: &Path) -> Vec<(&'static str, Case)> {
     ]
 }
 
+/// The same, and models that generate nothing.
+fn all_bases(folder: &Path) -> Vec<(&'static str, Case)> {
+    let images = folder.join("images");
+    std::fs::create_dir_all(&images).expect("the folder can be made");
+    let mut bases = bases(folder);
+    bases.push(("images", lora::vit(&images)));
+    bases
+}
+
 /// The same case in f32 from the weights with which it begins in bf16.
 fn from_rounded(case: &Case, folder: &Path) -> Case {
     let start = case.clone().writing(folder);
@@ -137,7 +146,7 @@ fn from_rounded(case: &Case, folder: &Path) -> Case {
 #[test]
 fn a_bf16_base_has_the_bits_of_an_f32_base_with_the_same_numbers() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    for (name, case) in bases(folder.path()) {
+    for (name, case) in all_bases(folder.path()) {
         let case = case.with("bf16", true);
         let wide = from_rounded(&case, &folder.path().join(name).join("start"));
         let alone = wide.run(4);
@@ -155,7 +164,7 @@ fn a_bf16_base_has_the_bits_of_an_f32_base_with_the_same_numbers() {
 #[test]
 fn stages_recomputation_and_zero_change_no_bit_beside_a_bf16_base() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    for (name, case) in bases(folder.path()) {
+    for (name, case) in all_bases(folder.path()) {
         let case = case.with("bf16", true);
         let alone = case.run(3);
         for (stages, chunk) in [(1, 1), (2, 0), (2, 1), (4, 2)] {
