@@ -7,6 +7,7 @@ mod merak;
 mod pickle;
 mod safe;
 mod torch;
+mod untie;
 mod whole;
 
 use export::is_same;

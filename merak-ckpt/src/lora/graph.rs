@@ -203,11 +203,6 @@ pub fn adapt(
         let module = table.module.clone();
         return Err(AdaptError::Magnitudes { module });
     }
-    let params = graph.params().iter().map(|param| param.name.as_str());
-    if let Some(module) = config.saved_without(&params.collect::<Vec<_>>()) {
-        let module = module.to_owned();
-        return Err(AdaptError::NoModule { module });
-    }
     let mut modules: Vec<String> = Vec::new();
     for layer in &chosen {
         if !modules.contains(&layer.module) {
@@ -220,6 +215,11 @@ pub fn adapt(
     };
     let is_adapted = |module: &str| modules.iter().any(|adapted| adapted == module);
     check_whole(graph, &config, &layers, is_adapted)?;
+    let params = graph.params().iter().map(|param| param.name.as_str());
+    if let Some(module) = config.saved_without(&params.collect::<Vec<_>>()) {
+        let module = module.to_owned();
+        return Err(AdaptError::NoModule { module });
+    }
     let extended = extend(
         graph,
         |param| {
@@ -375,7 +375,9 @@ fn check_whole(
             .iter()
             .filter(|layer| layer.weight.name == param.name);
         let users: BTreeSet<_> = users.map(|layer| layer.module.as_str()).collect();
-        if users.len() > 1 && config.trains_whole(&param.name, &is_adapted) {
+        let is_saved = users.iter().any(|user| config.saves(user))
+            || config.trains_whole(&param.name, &is_adapted);
+        if users.len() > 1 && is_saved {
             return Err(AdaptError::Shared {
                 param: param.name.clone(),
                 layers: users.into_iter().collect::<Vec<_>>().join(" and "),

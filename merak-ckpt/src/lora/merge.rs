@@ -3,7 +3,7 @@
 use super::{Adapter, config};
 use crate::hf::{CONFIG, Content, exported, make, read_json};
 use crate::rewrite::{Values, copy_file, copy_other_files};
-use crate::{Checkpoint, ExportOptions, HfFolder, Kind, Piece, Result};
+use crate::{Checkpoint, ExportOptions, HfFolder, Piece, Result};
 use serde_json::Value;
 use std::path::Path;
 
@@ -84,7 +84,7 @@ fn merge(
     others: &dyn Fn(&Path) -> Result<()>,
 ) -> Result<()> {
     adapter.measure(base)?;
-    let untied = adapter.untied.map(|pair| with_head(base, pair));
+    let untied = adapter.untied.map(|pair| base.with_twins([pair]));
     let untied = untied.transpose()?;
     let base = untied.as_ref().unwrap_or(base);
     let changes = |name: &str| adapter.targets().any(|target| target == name);
@@ -98,14 +98,4 @@ fn merge(
         others,
     };
     make(folder, &content, options)
-}
-
-/// The parameters of a model whose head is its embedding, with a head of its own.
-fn with_head(base: &Checkpoint, [head, embedding]: [&str; 2]) -> Result<Checkpoint> {
-    let parameters = base.manifest().tensors_of(&Kind::Parameter);
-    let own = parameters.map(|tensor| (tensor.name.clone(), tensor.name.clone()));
-    base.renamed(
-        &own.chain([(head.to_owned(), embedding.to_owned())])
-            .collect(),
-    )
 }

@@ -285,6 +285,7 @@ impl MerakTrainer {
         let tells = self.stages.mpu.is_rank_0();
         let mut candidates = Candidates::new(from, || self.args.run_folder(), tells)?;
         while let Some(checkpoint) = candidates.next().transpose()? {
+            let checkpoint = resume::untied(checkpoint, &self.args)?;
             let state = resume::check(&checkpoint, &self.stages.plan, &self.args)?;
             let read = self.read(&checkpoint, state);
             let failed = self.first_failed(&read)?;
@@ -311,7 +312,7 @@ impl MerakTrainer {
     /// # Errors
     /// When it is damaged, of another model, or lacks a part that no flag excuses, on any rank.
     pub fn load_checkpoint(&mut self, path: &Path) -> Result<LoadedCheckpoint> {
-        let checkpoint = Checkpoint::open_weights(path)?;
+        let checkpoint = resume::untied(Checkpoint::open_weights(path)?, &self.args)?;
         let state = resume::check(&checkpoint, &self.stages.plan, &self.args)?;
         let read = self.on_all_ranks(self.read(&checkpoint, state))?;
         self.apply(&checkpoint, read)

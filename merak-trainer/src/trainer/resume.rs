@@ -108,7 +108,8 @@ pub(super) fn find(plan: &Plan, args: &CheckedArguments) -> Result<Option<PathBu
         return Ok(Some(found));
     }
     if let Some(folder) = &args.model.hf_dir {
-        check(&Checkpoint::open_weights(&folder.0)?, plan, args)?;
+        let release = Checkpoint::open_weights(&folder.0)?;
+        check(&untied(release, args)?, plan, args)?;
     }
     Ok(None)
 }
@@ -116,6 +117,7 @@ pub(super) fn find(plan: &Plan, args: &CheckedArguments) -> Result<Option<PathBu
 fn find_from(from: &str, plan: &Plan, args: &CheckedArguments) -> Result<Option<PathBuf>> {
     let mut candidates = Candidates::new(from, || args.run_folder(), true)?;
     while let Some(checkpoint) = candidates.next().transpose()? {
+        let checkpoint = untied(checkpoint, args)?;
         check(&checkpoint, plan, args)?;
         let Some(damage) = checkpoint.verify().damage.into_iter().next() else {
             return Ok(Some(checkpoint.path().to_owned()));
@@ -131,6 +133,15 @@ fn find_from(from: &str, plan: &Plan, args: &CheckedArguments) -> Result<Option<
         pass_over(&error);
     }
     Ok(None)
+}
+
+/// A checkpoint of which only weights are taken, with a head of its own where the model's is to be one.
+pub(super) fn untied(checkpoint: Checkpoint, args: &CheckedArguments) -> Result<Checkpoint> {
+    let is_base = args.finetune || checkpoint.manifest().header.state.is_null();
+    if args.no_tie_modules && is_base {
+        return Ok(checkpoint.untied()?);
+    }
+    Ok(checkpoint)
 }
 
 /// Checks what the manifest tells: the model, the parts, the optimizer. Returns the state of the run that saved

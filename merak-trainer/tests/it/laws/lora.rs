@@ -464,6 +464,7 @@ fn targets_that_no_layer_has_are_told() {
         refusal(json!({ "layers_to_transform": [0], "layers_pattern": ["blocks"] })),
         refusal(json!({ "target_modules": ["c_attn", "ln_1"] })),
         refusal(json!({ "modules_to_save": ["wte"] })),
+        refusal(json!({ "modules_to_save": ["lm_head"] })),
         refusal_of(&t5, json!({ "target_modules": ["shared", "q"] })),
         refusal_of(&t5, json!({ "target_modules": ["embed_tokens", "q"] })),
     ];
@@ -480,6 +481,7 @@ fn targets_that_no_layer_has_are_told() {
     "lora_config": `exclude_modules` is "transformer.*", which leaves none of the `target_modules` ["c_attn"]
     "lora_config": `layers_pattern` is ["blocks"], which leaves none of the `target_modules` ["c_attn"]
     "lora_config": `transformer.h.0.ln_1` is one of the `target_modules`, but can have no adapter: the model's layers that can are c_attn, c_fc, c_proj, lm_head, wpe, wte
+    "lora_config": `modules_to_save` has `transformer.wte.weight`, which lm_head and transformer.wte share: with "no_tie_modules" each has its own
     "lora_config": `modules_to_save` has `transformer.wte.weight`, which lm_head and transformer.wte share: with "no_tie_modules" each has its own
     "lora_config": `shared` is one of the `target_modules`, but can have no adapter: the model's layers that can are k, lm_head, o, q, v, wi, wo
     "lora_config": `encoder.embed_tokens` is one of the `target_modules`, but can have no adapter: the model's layers that can are k, lm_head, o, q, v, wi, wo
@@ -517,4 +519,39 @@ fn an_adapter_of_a_shared_table_is_trained_beside_it_and_never_merged_into_it() 
             insta::assert_snapshot!(error, @"the adapter changes `transformer.wte.weight`, which transformer.wte and lm_head share, for one of them: `merak-ckpt merge-lora` writes a model in which each has its own");
         }
     }
+}
+
+#[test]
+fn a_tied_model_starts_untied_so_that_one_of_both_tables_can_be_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    let hf = folder.path().join("hf");
+    let base = Case::gpt2()
+        .with_tied(true)
+        .writing(&folder.path().join("base"));
+    let saved = base.on_ranks(MerakTrainer::save_checkpoint);
+    let saved = Checkpoint::open(&saved[0]).unwrap();
+    merak_ckpt::export_hf(&saved, &hf, &merak_ckpt::ExportOptions::default()).unwrap();
+    let loss = |case: &Case| case.on_ranks(|trainer| Ok(trainer.evaluate()?.eval_loss))[0];
+    let lora = json!({ "modules_to_save": ["wte"] });
+    let mut untied = Case::gpt2()
+        .with_tied(false)
+        .with_lora(folder.path(), &lora);
+    for key in ["model.hf_dir", "resume_from_checkpoint"] {
+        let case = untied
+            .clone()
+            .with(key, hf.display())
+            .with("no_tie_modules", true);
+        assert_eq!(loss(&case), loss(&base), "{key}");
+    }
+    untied = untied
+        .with("model.hf_dir", hf.display())
+        .with("no_tie_modules", true)
+        .writing(&folder.path().join("run"));
+    let run = untied.run(2);
+    let table = |name: &str| run.weights[name].clone();
+    assert_ne!(table("transformer.wte.weight"), table("lm_head.weight"));
+    let params = Checkpoint::open(&saved.path()).unwrap();
+    let wte = params.read_whole(&Kind::Parameter, "transformer.wte.weight");
+    let frozen = table("lm_head.weight");
+    assert_eq!(bytemuck::cast_slice::<f32, u8>(&frozen), wte.unwrap());
 }
