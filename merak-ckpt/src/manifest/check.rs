@@ -1,6 +1,8 @@
 //! What makes a manifest sound.
 
-use super::{Manifest, SliceEntry, TensorEntry, Topology, check_file_name, check_tensor_name};
+use super::{
+    FileEntry, Manifest, SliceEntry, TensorEntry, Topology, check_file_name, check_tensor_name,
+};
 use crate::error::{Damage, Problem};
 use crate::format;
 use crate::region::{Region, num_elements};
@@ -58,6 +60,15 @@ impl Manifest {
             check_file_name(&file.name)
                 .map_err(|error| in_manifest(malformed(error.to_string())))?;
         }
+        self.files.iter().try_fold(0_u64, |sum, file| {
+            sum.checked_add(file.length).ok_or_else(|| {
+                let FileEntry { name, length, .. } = file;
+                let reason = format!(
+                    "with the {length} bytes of `{name}`, the files have more than 2^64 - 1"
+                );
+                in_manifest(malformed(reason))
+            })
+        })?;
         match self
             .files
             .windows(2)

@@ -137,6 +137,13 @@ const ATTACKS: &[Attack] = &[
     ("absurd length", |m| {
         m["files"][0]["length"] = json!(u64::MAX);
     }),
+    ("absurd lengths of files without tensors", |m| {
+        for at in [0, 1] {
+            m["files"][at] = m["files"][0].clone();
+            m["files"][at]["name"] = json!(["a.json", "b.json"][at]);
+            m["files"][at]["length"] = json!(1_u64 << 63);
+        }
+    }),
     ("file twice", |m| m["files"][1] = m["files"][0].clone()),
     ("tensor twice", |m| {
         m["tensors"][1] = m["tensors"][0].clone();
@@ -205,7 +212,8 @@ fn forged_manifests_are_refused() {
     slice in config.json: manifest.json, tensor `wte.weight`: `config.json` is no tensor file of the checkpoint
     parent folder: manifest.json: invalid file name `../config.json`: expected 1 to 128 of the characters a-z, A-Z, 0-9, `.`, `_` and `-`, not starting with a dot, other than manifest.json
     absolute path: manifest.json: invalid file name `/etc/passwd`: expected 1 to 128 of the characters a-z, A-Z, 0-9, `.`, `_` and `-`, not starting with a dot, other than manifest.json
-    absurd length: config.json: the file has 14 bytes, expected 18446744073709551615
+    absurd length: manifest.json: with the 1708 bytes of `model-00000.safetensors`, the files have more than 2^64 - 1
+    absurd lengths of files without tensors: manifest.json: with the 9223372036854775808 bytes of `b.json`, the files have more than 2^64 - 1
     file twice: config.json: files are not in order, or not unique
     tensor twice: manifest.json, tensor `empty`: tensors are not in order, or not unique
     unknown kind: manifest.json: `Exp Avg` is no kind of tensor at line 1 column 767
