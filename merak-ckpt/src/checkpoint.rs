@@ -10,7 +10,7 @@ use crate::read::{SliceReader, read_slice};
 use crate::{Error, HfFolder, Kind, Piece, Result};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -400,7 +400,15 @@ fn read_manifest(folder: &Path) -> Result<Vec<u8>> {
     };
     let length = match fs::metadata(&path) {
         Ok(metadata) if metadata.is_file() => metadata.len(),
-        _ => return Err(damaged(Problem::Missing)),
+        Ok(_) => return Err(damaged(Problem::Irregular)),
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            return Err(damaged(Problem::Missing));
+        }
+        Err(error) => {
+            return Err(damaged(Problem::Unreadable {
+                reason: error.to_string(),
+            }));
+        }
     };
     let limit = format::MAX_MANIFEST_BYTES;
     if length > limit {

@@ -17,7 +17,7 @@ pub(crate) fn check_length(folder: &Path, entry: &FileEntry) -> Result<(), Damag
     };
     let found = match fs::metadata(folder.join(&entry.name)) {
         Ok(metadata) if metadata.is_file() => metadata.len(),
-        Ok(_) => return Err(damage(Problem::Missing)),
+        Ok(_) => return Err(damage(Problem::Irregular)),
         Err(error) if error.kind() == ErrorKind::NotFound => return Err(damage(Problem::Missing)),
         Err(error) => {
             return Err(damage(Problem::Unreadable {

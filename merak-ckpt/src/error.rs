@@ -288,6 +288,9 @@ pub enum Problem {
     /// A file is not there.
     #[error("the file is missing")]
     Missing,
+    /// A folder, pipe or device lies where a file should.
+    #[error("it is no regular file")]
+    Irregular,
     /// A file cannot be read.
     #[error("the file cannot be read ({reason})")]
     Unreadable {

@@ -1,6 +1,7 @@
 //! Which checkpoint a path stands for.
 
 use crate::error::io_error;
+use crate::hf::foreign;
 use crate::{Checkpoint, Error, Result, Store, format};
 use std::path::{Path, PathBuf};
 
@@ -21,6 +22,9 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
             path: path.to_owned(),
             found: beside,
         });
+    }
+    if !path.is_dir() {
+        return Err(foreign(path, "it is neither a folder nor a regular file"));
     }
     let is_step = |name: &str| format::parse_step_name(name).is_some();
     if path.join(format::MANIFEST).exists()

@@ -260,7 +260,7 @@ fn missing_truncated_grown_and_swapped_files_are_named() {
     checkpoint OUT/step-00000002 is damaged: model-00000.safetensors: the file has 1707 bytes, expected 1708; the newest complete older one is OUT/step-00000001
     checkpoint OUT/step-00000002 is damaged: model-00000.safetensors: the file has 1709 bytes, expected 1708; the newest complete older one is OUT/step-00000001
     checkpoint OUT/step-00000002 is damaged: model-00000.safetensors: the file is missing; the newest complete older one is OUT/step-00000001
-    checkpoint OUT/step-00000002 is damaged: model-00000.safetensors: the file is missing; the newest complete older one is OUT/step-00000001
+    checkpoint OUT/step-00000002 is damaged: model-00000.safetensors: it is no regular file; the newest complete older one is OUT/step-00000001
     checkpoint OUT/step-00000002 is damaged: optim-00000.safetensors: the file has 1900 bytes, expected 1836; the newest complete older one is OUT/step-00000001
     ");
 }
