@@ -4,6 +4,7 @@ mod export;
 mod family;
 mod import;
 mod merak;
+mod parts;
 mod pickle;
 mod safe;
 mod torch;
@@ -117,7 +118,12 @@ impl HfFolder {
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if !path.is_dir() {
-            return Err(foreign(path, "the folder does not exist"));
+            let reason = if path.exists() {
+                "it is no folder"
+            } else {
+                "the folder does not exist"
+            };
+            return Err(foreign(path, reason));
         }
         let mut config = read_json(&path.join(CONFIG))?;
         let model_type = config.get("model_type").and_then(Value::as_str);
@@ -125,6 +131,7 @@ impl HfFolder {
             let expected = "it is no object with a `model_type`, expected a name as in \"gpt2\"";
             foreign(&path.join(CONFIG), expected)
         })?;
+        check_is_plain(&config).map_err(|reason| foreign(&path.join(CONFIG), reason))?;
         let family = family::of(model_type);
         let (mut files, mut found, mut left_out) = (Vec::new(), Vec::new(), Vec::new());
         for (name, kind, wanted) in weight_files(path)? {
@@ -248,6 +255,30 @@ pub(crate) fn family_of(config: &Value) -> Option<&'static Family> {
     family::of(config.get("model_type")?.as_str()?)
 }
 
+/// Whether the weights are numbers of the model, and none that stand for such.
+fn check_is_plain(config: &Value) -> Result<(), String> {
+    let quantization = config.get("quantization_config");
+    let Some(fields) = quantization.and_then(Value::as_object) else {
+        return Ok(());
+    };
+    let flags = fields
+        .iter()
+        .filter(|(name, _)| name.starts_with("load_in_"));
+    let mut flags = flags.map(|(_, value)| value == true).peekable();
+    let is_active = match flags.peek() {
+        Some(_) => flags.any(|is_set| is_set),
+        None => !fields.is_empty(),
+    };
+    if !is_active {
+        return Ok(());
+    }
+    let method = fields.get("quant_method").and_then(Value::as_str);
+    let method = method.map_or_else(String::new, |method| format!(" by {method}"));
+    Err(format!(
+        "its `quantization_config` says that the weights are quantized{method}, which cannot be read"
+    ))
+}
+
 /// Whether a folder has both of these tensors and they differ.
 fn are_apart(
     folder: &Path,
@@ -278,11 +309,11 @@ fn weight_files(folder: &Path) -> Result<Vec<WeightFile>> {
         ("model.safetensors", FileKind::Safetensors),
         ("pytorch_model.bin", FileKind::Torch),
     ] {
-        if folder.join(single).is_file() {
+        if folder.join(single).exists() {
             return Ok(vec![(single.to_owned(), kind, None)]);
         }
         let index = folder.join(format!("{single}.index.json"));
-        if index.is_file() {
+        if index.exists() {
             let files = indexed_files(&index)?;
             let files = files.into_iter();
             return Ok(files

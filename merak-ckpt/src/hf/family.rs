@@ -1,5 +1,6 @@
 //! What the families of models have in common that files do not say.
 
+use super::parts::{self, Parts};
 use super::{StoredTensor, family_of};
 use crate::Cut;
 use serde_json::Value;
@@ -10,10 +11,14 @@ pub(crate) struct Family {
     model_types: &'static [&'static str],
     /// Module of the model without its head; empty where names are the same with and without.
     prefix: &'static str,
+    /// What every model has.
+    pub(super) parts: &'static Parts,
     /// The output projection of a language model and what it may be tied to; none in other models.
     tie: Option<Tie>,
     /// Whether linear weights are stored `[in, out]`.
     is_transposed: bool,
+    /// Names that files may have for others, as those that a model has in memory.
+    aliases: &'static [(&'static str, &'static str)],
     /// Linear layers whose outputs tensor parallelism cuts, and the equal parts of these.
     columns: &'static [(&'static str, usize)],
     /// Linear layers whose inputs it cuts.
@@ -44,8 +49,10 @@ pub(crate) struct Tie {
 const PLAIN: Family = Family {
     model_types: &[],
     prefix: "",
+    parts: &parts::UNKNOWN,
     tie: None,
     is_transposed: false,
+    aliases: &[],
     columns: &[],
     rows: &[],
     tables: &[],
@@ -68,7 +75,7 @@ const ENCODER: Family = Family {
 };
 
 /// Architectures with the head for pairs of sentences.
-const PAIRS: &[&str] = &["BertForPreTraining", "BertForNextSentencePrediction"];
+pub(super) const PAIRS: &[&str] = &["BertForPreTraining", "BertForNextSentencePrediction"];
 
 /// How the names of architectures end that have a language model's head.
 const HEADED: [&str; 5] = [
@@ -83,6 +90,7 @@ const FAMILIES: [Family; 7] = [
     Family {
         model_types: &["gpt2"],
         prefix: "transformer.",
+        parts: &parts::GPT2,
         tie: Some(Tie {
             head: "lm_head.weight",
             embedding: "transformer.wte.weight",
@@ -98,6 +106,7 @@ const FAMILIES: [Family; 7] = [
     Family {
         model_types: &["llama", "mistral", "qwen2", "qwen3"],
         prefix: "model.",
+        parts: &parts::LLAMA,
         tie: Some(Tie {
             head: "lm_head.weight",
             embedding: "model.embed_tokens.weight",
@@ -119,6 +128,7 @@ const FAMILIES: [Family; 7] = [
     Family {
         model_types: &["opt"],
         prefix: "model.",
+        parts: &parts::OPT,
         tie: Some(Tie {
             head: "lm_head.weight",
             embedding: "model.decoder.embed_tokens.weight",
@@ -135,6 +145,7 @@ const FAMILIES: [Family; 7] = [
     Family {
         model_types: &["gpt_neox"],
         prefix: "gpt_neox.",
+        parts: &parts::GPT_NEOX,
         tie: Some(Tie {
             head: "embed_out.weight",
             embedding: "gpt_neox.embed_in.weight",
@@ -143,6 +154,7 @@ const FAMILIES: [Family; 7] = [
             follower: None,
         }),
         is_transposed: false,
+        aliases: &[("lm_head.weight", "embed_out.weight")],
         columns: &[("query_key_value", 1), ("dense_h_to_4h", 1)],
         rows: &["attention.dense", "dense_4h_to_h"],
         ..PLAIN
@@ -150,6 +162,7 @@ const FAMILIES: [Family; 7] = [
     Family {
         model_types: &["bert"],
         prefix: "bert.",
+        parts: &parts::BERT,
         tie: Some(Tie {
             head: "cls.predictions.decoder.weight",
             embedding: "bert.embeddings.word_embeddings.weight",
@@ -168,6 +181,7 @@ const FAMILIES: [Family; 7] = [
     Family {
         model_types: &["vit"],
         prefix: "vit.",
+        parts: &parts::VIT,
         unused: &[
             ("vit.pooler.dense.weight", &["ViTModel"]),
             ("vit.pooler.dense.bias", &["ViTModel"]),
@@ -176,6 +190,7 @@ const FAMILIES: [Family; 7] = [
     },
     Family {
         model_types: &["t5"],
+        parts: &parts::T5,
         tie: Some(Tie {
             head: "lm_head.weight",
             embedding: "shared.weight",
@@ -225,6 +240,16 @@ impl Family {
         has_one.then_some(tie.head)
     }
 
+    /// The bias of a head that the configuration names.
+    pub(super) fn head_bias(&self, config: &Value) -> Option<&'static str> {
+        let tie = self.tie(config)?;
+        let has_head = HEADED
+            .iter()
+            .any(|end| architecture(config).is_some_and(|name| name.ends_with(end)));
+        let [tied, own] = tie.twin.filter(|_| has_head)?;
+        Some(if tie.is_one(config) { tied } else { own })
+    }
+
     /// Whether a layer has this parameter though the others need not.
     pub(super) fn is_table(&self, name: &str) -> bool {
         let module = name.strip_suffix(".weight");
@@ -270,6 +295,14 @@ impl Family {
 
     /// Gives tensors the names of the model with its head.
     pub(super) fn rename(&self, config: &Value, found: &mut [(String, StoredTensor)]) {
+        for (alias, name) in self.aliases {
+            if found.iter().all(|(_, tensor)| tensor.name != *name) {
+                let tensor = found.iter_mut().find(|(_, t)| t.name == *alias);
+                if let Some((_, tensor)) = tensor {
+                    (*name).clone_into(&mut tensor.name);
+                }
+            }
+        }
         let tie = self.tie(config);
         let is_bare = found
             .iter()
@@ -323,7 +356,7 @@ impl Family {
 }
 
 /// The class of the configuration's model.
-fn architecture(config: &Value) -> Option<&str> {
+pub(super) fn architecture(config: &Value) -> Option<&str> {
     config.pointer("/architectures/0").and_then(Value::as_str)
 }
 

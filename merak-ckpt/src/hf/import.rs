@@ -41,7 +41,8 @@ impl Default for ImportOptions {
 /// state of the run is `null`, the model's description `{"model_type": …, "source": "hugging_face"}`.
 ///
 /// # Errors
-/// [`Error::Foreign`](crate::Error::Foreign) where the family is known and a layer, the embedding or the head is not whole,
+/// [`Error::Foreign`](crate::Error::Foreign) where the family is known and the weights lack a parameter that every model of it has, or have
+/// one in another shape than `config.json` states; tensors of layers that it does not count are left out with a warning,
 /// [`Error::InvalidOption`](crate::Error::InvalidOption) for a topology that cannot be,
 /// [`Error::AlreadyExists`](crate::Error::AlreadyExists) where the destination has a checkpoint of
 /// step 0, [`Error::Io`](crate::Error::Io) where the disk refuses.
@@ -59,13 +60,13 @@ pub fn import_hf(
 pub(super) fn import(
     source: &HfFolder,
     values: &dyn Values,
-    mut tensors: Vec<TensorEntry>,
+    tensors: Vec<TensorEntry>,
     destination: &Path,
     options: &ImportOptions,
 ) -> Result<PathBuf> {
     let budget = Budget::new(options.max_memory)?;
     check_float(options.dtype)?;
-    whole::check(source.path(), source.config(), &tensors)?;
+    let mut tensors = whole::check(source.path(), source.config(), tensors)?;
     for tensor in tensors.iter_mut().filter(|tensor| tensor.dtype.is_float()) {
         tensor.dtype = options.dtype.unwrap_or(tensor.dtype);
     }

@@ -1,20 +1,23 @@
-//! Whether the tensors of a folder are a whole model.
+//! Whether the tensors of a folder are the whole model of its configuration.
 
-use super::{family::Family, family_of, foreign};
+use super::parts::{EMBEDDING, Module, Size, Stack, number};
+use super::{CONFIG, family::Family, family_of, foreign};
 use crate::{Result, TensorEntry};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// One parameter of every layer, by the layers' numbers.
-type Column<'a> = BTreeMap<usize, &'a TensorEntry>;
-
-/// Checks what names and shapes tell of a model whose family is known: its parameters are floating-point numbers, it has
-/// its embedding and the head that is not tied to it, as many layers as the configuration says, and each of these the
-/// same parameters. The graph of a model knows the rest, when weights are loaded into one.
-pub(super) fn check(folder: &Path, config: &Value, tensors: &[TensorEntry]) -> Result<()> {
+/// Keeps the tensors of the configuration's layers, and checks what names and shapes tell of a model whose family is
+/// known: its parameters are floating-point numbers, it has those that every model of the family has, in the sizes that
+/// the configuration states, the head that is not tied to the embedding, and in each layer the same. The graph of a
+/// model knows the rest, when weights are loaded into one.
+pub(super) fn check(
+    folder: &Path,
+    config: &Value,
+    mut tensors: Vec<TensorEntry>,
+) -> Result<Vec<TensorEntry>> {
     let Some(family) = family_of(config) else {
-        return Ok(());
+        return Ok(tensors);
     };
     if let Some(tensor) = tensors.iter().find(|tensor| !tensor.dtype.is_float()) {
         let reason = format!(
@@ -23,20 +26,40 @@ pub(super) fn check(folder: &Path, config: &Value, tensors: &[TensorEntry]) -> R
         );
         return Err(foreign(folder, reason));
     }
-    let lacks = |name: &str| tensors.iter().all(|tensor| tensor.name != name);
-    let embedding = family.tie(config).map(|tie| tie.embedding);
-    if let Some(name) = embedding.filter(|name| lacks(name)) {
-        return Err(missing(folder, name));
+    let root = root(family, &tensors);
+    let stacks = stacks(folder, config, family, root, &tensors)?;
+    let is_beyond = |tensor: &TensorEntry| {
+        let of = |(before, _, count): &(String, _, usize)| {
+            layer(before, &tensor.name).is_some_and(|(number, _)| number >= *count)
+        };
+        stacks.iter().any(of)
+    };
+    let beyond: Vec<_> = tensors.extract_if(.., |tensor| is_beyond(tensor)).collect();
+    let model = Model {
+        folder,
+        config,
+        family,
+        tensors: tensors
+            .iter()
+            .map(|tensor| (tensor.name.as_str(), tensor))
+            .collect(),
+    };
+    model.check_modules(root, family.parts.outside)?;
+    model.check_head()?;
+    for (before, stack, count) in &stacks {
+        for number in 0..*count {
+            model.check_modules(&format!("{before}{number}."), stack.layer)?;
+        }
+        model.check_layers_are_alike(before, *count)?;
     }
-    if let Some(name) = family.own_head(config).filter(|name| lacks(name)) {
-        return Err(without_head(folder, name));
+    if let Some(first) = beyond.first() {
+        tracing::warn!(
+            first = first.name,
+            num_tensors = beyond.len(),
+            "tensors of layers that the model of config.json does not have are left out"
+        );
     }
-    let layers = layers(tensors, family);
-    layers.iter().try_for_each(|(before, columns)| {
-        let known = columns.values().flat_map(Column::keys).max();
-        let count = num_layers(config, before).or(known.map(|last| last.saturating_add(1)));
-        check_layers(folder, before, columns, count.unwrap_or(0))
-    })
+    Ok(tensors)
 }
 
 /// The error about a model whose head is neither there nor the embedding.
@@ -50,69 +73,154 @@ fn missing(folder: &Path, name: &str) -> crate::Error {
     foreign(folder, format!("it lacks tensor `{name}`"))
 }
 
-/// The parameters of stacks of layers: by what comes before a layer's number, then by what comes after it.
-fn layers<'a>(
-    tensors: &'a [TensorEntry],
-    family: &Family,
-) -> BTreeMap<&'a str, BTreeMap<&'a str, Column<'a>>> {
-    let mut stacks: BTreeMap<_, BTreeMap<_, Column<'_>>> = BTreeMap::new();
-    for tensor in tensors.iter().filter(|t| !family.is_table(&t.name)) {
-        if let Some((before, number, after)) = numbered(&tensor.name) {
-            let columns = stacks.entry(before).or_default();
-            columns.entry(after).or_default().insert(number, tensor);
-        }
+/// What the names of all modules begin with: the classifiers of T5 have the model in a module.
+fn root(family: &Family, tensors: &[TensorEntry]) -> &'static str {
+    const MODULE: &str = "transformer.";
+    let stacks = family.parts.stacks;
+    let is_within = |tensor: &TensorEntry| {
+        let rest = tensor.name.strip_prefix(MODULE);
+        rest.is_some_and(|rest| stacks.iter().any(|stack| rest.starts_with(stack.before)))
+    };
+    if tensors.iter().any(is_within) {
+        MODULE
+    } else {
+        ""
     }
-    // Those of other modules, as of a head that somebody has added, may be anything.
-    let is_cut = |column: &Column<'_>| column.values().any(|tensor| tensor.cut.is_some());
-    stacks.retain(|_, columns| columns.values().any(is_cut));
-    stacks
 }
 
-/// A name around its first number.
-fn numbered(name: &str) -> Option<(&str, usize, &str)> {
-    let mut begin = 0;
-    for word in name.split('.') {
-        let (before, rest) = name.split_at(begin);
-        if let Ok(number) = word.parse() {
-            return Some((before, number, &rest[word.len()..]));
-        }
-        begin += word.len() + 1;
-    }
-    None
-}
-
-/// How many layers the configuration says that a stack has.
-fn num_layers(config: &Value, before: &str) -> Option<usize> {
-    let decoder = before
-        .starts_with("decoder.")
-        .then_some("num_decoder_layers");
-    let keys = ["num_hidden_layers", "n_layer", "num_layers"];
-    let number = |key| usize::try_from(config.get(key)?.as_u64()?).ok();
-    decoder.into_iter().chain(keys).find_map(number)
-}
-
-fn check_layers(
+/// The stacks of the configuration's model: what comes before the number of a layer, the stack, how many layers.
+fn stacks(
     folder: &Path,
-    before: &str,
-    columns: &BTreeMap<&str, Column<'_>>,
-    count: usize,
-) -> Result<()> {
-    for (after, column) in columns {
-        let (_, first) = column.first_key_value().expect("it was made for one");
-        for number in 0..count {
-            let name = || format!("{before}{number}{after}");
-            let tensor = column.get(&number);
-            let tensor = tensor.ok_or_else(|| missing(folder, &name()))?;
-            if tensor.shape != first.shape {
-                let reason = format!(
-                    "tensor `{}` has shape {:?}, that of another layer {:?}",
-                    name(),
-                    tensor.shape,
-                    first.shape
-                );
-                return Err(foreign(folder, reason));
+    config: &Value,
+    family: &Family,
+    root: &str,
+    tensors: &[TensorEntry],
+) -> Result<Vec<(String, &'static Stack, usize)>> {
+    let stacks = family
+        .parts
+        .stacks
+        .iter()
+        .filter(|stack| (stack.has)(config));
+    let known = stacks.map(|stack| {
+        let before = format!("{root}{}", stack.before);
+        let stated = number(config, stack.count);
+        let stated = stated.map_err(|reason| foreign(&folder.join(CONFIG), reason))?;
+        let there = || {
+            let numbers = tensors
+                .iter()
+                .filter_map(|tensor| layer(&before, &tensor.name));
+            numbers.map(|(number, _)| number).max().unwrap_or(0)
+        };
+        let count = stated.unwrap_or_else(|| there().saturating_add(1));
+        Ok((before, stack, count))
+    });
+    known.collect()
+}
+
+/// The number of a layer, and the name within the layer, of a tensor of the stack.
+fn layer<'a>(before: &str, name: &'a str) -> Option<(usize, &'a str)> {
+    let (number, within) = name.strip_prefix(before)?.split_once('.')?;
+    Some((number.parse().ok()?, within))
+}
+
+/// The tensors of a model, by name.
+struct Model<'a> {
+    folder: &'a Path,
+    config: &'a Value,
+    family: &'a Family,
+    tensors: BTreeMap<&'a str, &'a TensorEntry>,
+}
+
+impl Model<'_> {
+    /// Checks that the model has these modules, whose names go on from `before`, in their sizes.
+    fn check_modules(&self, before: &str, modules: &[Module]) -> Result<()> {
+        for module in modules {
+            for (name, sizes) in module.parameters(self.config) {
+                let name = [before, &name].concat();
+                let tensor = self.tensors.get(name.as_str());
+                let tensor = tensor.ok_or_else(|| missing(self.folder, &name))?;
+                self.check_shape(tensor, sizes)?;
             }
         }
+        Ok(())
     }
-    Ok(())
+
+    fn check_head(&self) -> Result<()> {
+        if let Some(name) = self.family.own_head(self.config)
+            && !self.tensors.contains_key(name)
+        {
+            return Err(without_head(self.folder, name));
+        }
+        if let Some(name) = self.family.head_bias(self.config) {
+            let bias = self.tensors.get(name);
+            let bias = bias.ok_or_else(|| missing(self.folder, name))?;
+            self.check_shape(bias, &EMBEDDING[..1])?;
+        }
+        let head = self.family.tie(self.config).map(|tie| tie.head);
+        match head.and_then(|name| self.tensors.get(name)) {
+            Some(head) => self.check_shape(head, EMBEDDING),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks a shape where the configuration states it.
+    fn check_shape(&self, tensor: &TensorEntry, sizes: &[Size]) -> Result<()> {
+        let mut sizes = sizes.to_vec();
+        if self.family.is_transposed(&tensor.name) {
+            sizes.reverse();
+        }
+        let expected = sizes.iter().map(|size| size.of(self.config));
+        let expected: Vec<_> = expected
+            .collect::<Result<_, _>>()
+            .map_err(|reason| foreign(&self.folder.join(CONFIG), reason))?;
+        let fits =
+            |(found, expected): (&usize, &Option<usize>)| expected.is_none_or(|n| n == *found);
+        if tensor.shape.len() == expected.len() && tensor.shape.iter().zip(&expected).all(fits) {
+            return Ok(());
+        }
+        let expected = expected
+            .iter()
+            .map(|size| size.map_or("?".to_owned(), |n| n.to_string()));
+        let mut reason = format!(
+            "tensor `{}` has shape {:?}, expected [{}]",
+            tensor.name,
+            tensor.shape,
+            expected.collect::<Vec<_>>().join(", ")
+        );
+        let mut stated: Vec<String> = Vec::new();
+        for name in sizes.iter().flat_map(|size| size.fields()) {
+            let value = self.config.get(name).filter(|value| !value.is_null());
+            let text = value.map(|value| format!("{name} {value}"));
+            stated.extend(text.filter(|text| !stated.contains(text)));
+        }
+        if !stated.is_empty() {
+            reason = format!("{reason}: config.json has {}", stated.join(", "));
+        }
+        Err(foreign(self.folder, reason))
+    }
+
+    /// Checks that each layer has what another has, in the same shape.
+    fn check_layers_are_alike(&self, before: &str, count: usize) -> Result<()> {
+        let mut firsts: BTreeMap<&str, &TensorEntry> = BTreeMap::new();
+        for (name, tensor) in self.tensors.range(before..) {
+            if let Some((_, within)) = layer(before, name).filter(|_| !self.family.is_table(name)) {
+                firsts.entry(within).or_insert(tensor);
+            }
+        }
+        for (within, first) in firsts {
+            for number in 0..count {
+                let name = format!("{before}{number}.{within}");
+                let tensor = self.tensors.get(name.as_str());
+                let tensor = tensor.ok_or_else(|| missing(self.folder, &name))?;
+                if tensor.shape != first.shape {
+                    let reason = format!(
+                        "tensor `{name}` has shape {:?}, that of another layer {:?}",
+                        tensor.shape, first.shape
+                    );
+                    return Err(foreign(self.folder, reason));
+                }
+            }
+        }
+        Ok(())
+    }
 }

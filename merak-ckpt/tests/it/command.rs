@@ -188,6 +188,46 @@ fn verify_goes_on_after_a_missing_file() {
 }
 
 #[test]
+fn what_is_no_regular_file_is_called_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = save(&Store::in_output_dir(folder.path()), 1, topology(1, 2, 1)).unwrap();
+    let pipe = |at: &Path| {
+        let made = Command::new("mkfifo").arg(at).status();
+        assert!(made.unwrap().success());
+    };
+    fs::remove_file(path.join("model-00000.safetensors")).unwrap();
+    pipe(&path.join("model-00000.safetensors"));
+    fs::remove_file(path.join("config.json")).unwrap();
+    fs::create_dir(path.join("config.json")).unwrap();
+    let (status, text, _) = run(folder.path(), &["verify", "."]);
+    assert_eq!(status, 2);
+    let mut messages = vec![text];
+    fs::remove_file(path.join("manifest.json")).unwrap();
+    pipe(&path.join("manifest.json"));
+    pipe(&folder.path().join("pipe"));
+    for (command, path) in [
+        ("verify", "."),
+        ("inspect", "."),
+        ("inspect", "pipe"),
+        ("verify", "/dev/null"),
+    ] {
+        let (status, _, errors) = run(folder.path(), &[command, path]);
+        assert_eq!(status, 2);
+        messages.push(errors);
+    }
+    insta::assert_snapshot!(messages.concat(), @"
+    ./checkpoints/step-00000001: damaged
+      config.json: it is no regular file
+      model-00000.safetensors: it is no regular file
+    there is no complete older one
+    merak-ckpt: checkpoint ./checkpoints/step-00000001 is damaged: manifest.json: it is no regular file; there is no complete older one
+    merak-ckpt: checkpoint ./checkpoints/step-00000001 is damaged: manifest.json: it is no regular file; there is no complete older one
+    merak-ckpt: cannot read pipe: it is neither a folder nor a regular file
+    merak-ckpt: cannot read /dev/null: it is neither a folder nor a regular file
+    ");
+}
+
+#[test]
 fn output_that_is_lost_is_a_failure() {
     let folder = tempfile::tempdir().unwrap();
     save(&Store::in_output_dir(folder.path()), 1, topology(1, 1, 1)).unwrap();
@@ -224,6 +264,13 @@ fn warnings_are_shown_unless_they_are_not_asked_for() {
     let (status, _, errors) = run(folder.path(), &["import-hf", "hf", "a"]);
     assert_eq!(status, 0, "{errors}");
     assert!(errors.contains("not cut over tp"), "{errors}");
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&fs::read(Path::new(golden).join("config.json")).unwrap()).unwrap();
+    config["n_layer"] = 1.into();
+    fs::write(source.join("config.json"), config.to_string()).unwrap();
+    let (status, _, errors) = run(folder.path(), &["import-hf", "hf", "short"]);
+    let first = r#"first="transformer.h.1.attn.c_attn.bias" num_tensors=12"#;
+    assert!(status == 0 && errors.contains(first), "{errors}");
     let (status, _, errors) = run(folder.path(), &["--log", "error", "import-hf", "hf", "b"]);
     assert_eq!((status, errors.as_str()), (0, ""));
     let (status, _, errors) = run(folder.path(), &["--log", "=?", "import-hf", "hf", "c"]);

@@ -3,6 +3,7 @@
 //! - `support`: a small made-up model, saved by any topology
 //! - `topologies`: what any topology saves, any other reads back
 //! - `hf`: Hugging Face folders in and out, pickles that are refused
+//! - `hf_whole`: Hugging Face folders that lack something or do not fit their configuration
 //! - `lora`: adapters of PEFT, merged
 //! - `merak`: weights of the original Merak, imported
 //! - `reshard`: files rewritten for other topologies, there and back
@@ -21,6 +22,7 @@ mod damage;
 mod forged;
 mod generation;
 mod hf;
+mod hf_whole;
 mod lora;
 mod merak;
 mod reshard;
