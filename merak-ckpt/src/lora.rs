@@ -151,13 +151,11 @@ impl Adapter {
         let resolve = |name: &str| {
             let longer = format!("{prefix}{name}");
             let shorter = name.strip_prefix(prefix).unwrap_or(name);
-            let twins = tie_of_base.and_then(|tie| tie.twin);
-            let twins = twins
-                .filter(|twins| twins.contains(&name))
-                .unwrap_or([name; 2]);
-            let names = [name, longer.as_str(), shorter, twins[0], twins[1]];
+            let other = family.and_then(|family| family.other_name(base_config, name));
+            let names = [Some(name), Some(&longer), Some(shorter), other];
             names
                 .into_iter()
+                .flatten()
                 .find_map(|name| parameters.get(name))
                 .map(Cow::as_ref)
         };

@@ -293,6 +293,18 @@ impl Family {
             .then(|| Cut::new(dim, vec![size / parts; parts]))
     }
 
+    /// The name in files of what a model has under this one in memory, and the other one of two that are one parameter.
+    pub(crate) fn other_name(&self, config: &Value, name: &str) -> Option<&'static str> {
+        let alias = self.aliases.iter().find(|(alias, _)| *alias == name);
+        let twins = self.tie(config).and_then(|tie| tie.twin);
+        let twin = twins.and_then(|[one, other]| match name {
+            name if name == one => Some(other),
+            name if name == other => Some(one),
+            _ => None,
+        });
+        alias.map(|(_, name)| *name).or(twin)
+    }
+
     /// Gives tensors the names of the model with its head.
     pub(super) fn rename(&self, config: &Value, found: &mut [(String, StoredTensor)]) {
         for (alias, name) in self.aliases {
@@ -412,4 +424,26 @@ fn is_buffer(tensor: &StoredTensor) -> bool {
     is_mask && tensor.shape.len() == 4
         || name.ends_with(".masked_bias")
         || name.ends_with(".rotary_emb.inv_freq")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_parameter_is_found_under_its_other_names() {
+        let other = |model_type: &str, name: &str| {
+            let config = json!({ "model_type": model_type });
+            of(model_type).and_then(|family| family.other_name(&config, name))
+        };
+        let (tied, own) = ("cls.predictions.bias", "cls.predictions.decoder.bias");
+        assert_eq!(
+            other("gpt_neox", "lm_head.weight"),
+            Some("embed_out.weight")
+        );
+        assert_eq!(other("bert", own), Some(tied));
+        assert_eq!(other("bert", tied), Some(own));
+        assert_eq!(other("gpt2", "lm_head.weight"), None);
+    }
 }
