@@ -60,12 +60,15 @@ const DEFAULT_TARGETS: &[(&[&str], &[&str])] = &[
     (&["blip-2"], &["q", "v", "q_proj", "v_proj"]),
 ];
 
-/// Modules of transformers' models, by `model_type`, that are no layers of ours: there the encoder and the decoder have
-/// tables of their own beside the one that files hold.
-const NO_LAYERS: &[(&str, &[&str])] = &[(
-    "t5",
-    &["shared", "encoder.embed_tokens", "decoder.embed_tokens"],
-)];
+/// Modules that can have no adapter which PEFT would understand, by `model_type`: T5's encoder and decoder have tables of
+/// their own there beside the one that files hold, and GPT-NeoX's head is called otherwise than in files.
+const NO_LAYERS: &[(&str, &[&str])] = &[
+    (
+        "t5",
+        &["shared", "encoder.embed_tokens", "decoder.embed_tokens"],
+    ),
+    ("gpt_neox", &["embed_out", "lm_head"]),
+];
 
 /// A model with an adapter.
 #[derive(Debug, Clone)]
@@ -135,7 +138,7 @@ pub enum AdaptError {
         layers: String,
     },
     /// A module that is to be trained whole, of which there is nothing.
-    #[error("no parameter belongs to `{module}` of `modules_to_save`")]
+    #[error("no parameter that can be saved whole belongs to `{module}` of `modules_to_save`")]
     NoModule {
         /// What was asked for.
         module: String,
@@ -216,7 +219,9 @@ pub fn adapt(
     let is_adapted = |module: &str| modules.iter().any(|adapted| adapted == module);
     check_whole(graph, &config, &layers, is_adapted)?;
     let params = graph.params().iter().map(|param| param.name.as_str());
-    if let Some(module) = config.saved_without(&params.collect::<Vec<_>>()) {
+    let lacking = config.saved_without(&params.collect::<Vec<_>>());
+    let mut unknown = no_layers(model_type).iter().copied();
+    if let Some(module) = lacking.or_else(|| unknown.find(|module| config.saves(module))) {
         let module = module.to_owned();
         return Err(AdaptError::NoModule { module });
     }

@@ -442,6 +442,10 @@ fn targets_that_no_layer_has_are_told() {
         "model_type": "t5", "vocab_size": 101, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
         "num_heads": 4, "pad_token_id": 0, "decoder_start_token_id": 0,
     }));
+    let neox = Case::of(json!({
+        "model_type": "gpt_neox", "vocab_size": 101, "max_position_embeddings": 16, "hidden_size": 32,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48,
+    }));
     let refusal_of = |case: &Case, config: Value| {
         let case = case.clone().with_lora(folder.path(), &config);
         let model = merak_trace::models::from_config(&case.model).unwrap();
@@ -467,6 +471,11 @@ fn targets_that_no_layer_has_are_told() {
         refusal(json!({ "modules_to_save": ["lm_head"] })),
         refusal_of(&t5, json!({ "target_modules": ["shared", "q"] })),
         refusal_of(&t5, json!({ "target_modules": ["embed_tokens", "q"] })),
+        refusal_of(
+            &neox,
+            json!({ "target_modules": ["query_key_value", "lm_head"] }),
+        ),
+        refusal_of(&neox, json!({ "modules_to_save": ["embed_out"] })),
     ];
     insta::assert_snapshot!(messages.join("\n"), @r#"
     "lora_config": no layer is one of the `target_modules` ["q_proj"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
@@ -476,7 +485,7 @@ fn targets_that_no_layer_has_are_told() {
     cannot read FOLDER/lora.json: `lora_dropout` is 1, expected a number from 0 to less than 1
     "lora_config": `init_lora_weights` is "eva", expected true, false or gaussian for a new adapter
     "lora_config": `layers_to_transform` is 9, which leaves none of the `target_modules` ["c_attn"]
-    "lora_config": no parameter belongs to `score` of `modules_to_save`
+    "lora_config": no parameter that can be saved whole belongs to `score` of `modules_to_save`
     cannot read FOLDER/lora.json: `rank_pattern` is {"c_attn":0}, expected patterns and whole numbers from 1 on
     "lora_config": `exclude_modules` is "transformer.*", which leaves none of the `target_modules` ["c_attn"]
     "lora_config": `layers_pattern` is ["blocks"], which leaves none of the `target_modules` ["c_attn"]
@@ -485,6 +494,8 @@ fn targets_that_no_layer_has_are_told() {
     "lora_config": `modules_to_save` has `transformer.wte.weight`, which lm_head and transformer.wte share: with "no_tie_modules" each has its own
     "lora_config": `shared` is one of the `target_modules`, but can have no adapter: the model's layers that can are k, lm_head, o, q, v, wi, wo
     "lora_config": `encoder.embed_tokens` is one of the `target_modules`, but can have no adapter: the model's layers that can are k, lm_head, o, q, v, wi, wo
+    "lora_config": `lm_head` is one of the `target_modules`, but can have no adapter: the model's layers that can are dense, dense_4h_to_h, dense_h_to_4h, embed_in, query_key_value
+    "lora_config": no parameter that can be saved whole belongs to `embed_out` of `modules_to_save`
     "#);
 }
 
