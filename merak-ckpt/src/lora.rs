@@ -137,9 +137,10 @@ impl Adapter {
             .map(|tensor| (tensor.name.as_str(), Cow::Borrowed(tensor)))
             .collect();
         // PEFT wraps modules: of two that share a tensor, the other one keeps it as it was.
-        let tie_of_base = family.and_then(|family| family.tie(base_config));
-        let tie =
-            tie_of_base.filter(|tie| tie.is_one(base_config) && !parameters.contains_key(tie.head));
+        let tie = family
+            .filter(|family| family.has_head(base_config))
+            .and_then(|family| family.tie(base_config))
+            .filter(|tie| tie.is_one(base_config) && !parameters.contains_key(tie.head));
         if let Some(tie) = tie
             && let Some(embedding) = parameters.get(tie.embedding)
         {
@@ -380,9 +381,12 @@ impl Contents {
         if place.contains(".original_module.") {
             return true;
         }
-        let plain = place
-            .replace(".base_layer.", ".")
-            .replace(".modules_to_save.", ".");
+        let mut plain = place.replace(".base_layer.", ".");
+        if let Some((module, part)) = plain.split_once(".modules_to_save.") {
+            // Of a part of the module PEFT leaves the adapter's name in.
+            let part = part.split_once('.').map_or(part, |(_, part)| part);
+            plain = format!("{module}.{part}");
+        }
         if plain == place {
             self.wholes.insert(plain, name.to_owned());
         } else {

@@ -234,10 +234,15 @@ impl Family {
 
     /// The head, where the configuration's model has one that is not the embedding.
     pub(crate) fn own_head(&self, config: &Value) -> Option<&'static str> {
-        let is_headed = |name: &str| HEADED.iter().any(|end| name.ends_with(end));
         let tie = self.tie(config)?;
-        let has_one = architecture(config).is_none_or(is_headed) && !tie.is_one(config);
+        let has_one = self.has_head(config) && !tie.is_one(config);
         has_one.then_some(tie.head)
+    }
+
+    /// Whether the configuration's model is one of language with its head; where it does not say, it is.
+    pub(crate) fn has_head(&self, config: &Value) -> bool {
+        let is_headed = |name: &str| HEADED.iter().any(|end| name.ends_with(end));
+        self.tie(config).is_some() && architecture(config).is_none_or(is_headed)
     }
 
     /// The bias of a head that the configuration names.

@@ -2,6 +2,7 @@
 
 use super::{CONFIG, family_of, read_json};
 use crate::{Checkpoint, Kind, Result};
+use std::collections::BTreeMap;
 
 impl Checkpoint {
     /// The weights as those of a model whose head and embedding are two tensors: where they are one, under both names,
@@ -16,19 +17,20 @@ impl Checkpoint {
         let Some(tie) = tie.filter(|tie| has(tie.embedding) && !has(tie.head)) else {
             return Ok(self);
         };
-        let twins = tie.twin.filter(|[used, own]| has(used) && !has(own));
-        let twins = twins.map(|[used, own]| [own, used]);
-        self.with_twins([[tie.head, tie.embedding]].into_iter().chain(twins))
+        let twin = tie.twin.filter(|[used, own]| has(used) && !has(own));
+        let mut names = self.parameter_names();
+        names.insert(tie.head.to_owned(), tie.embedding.to_owned());
+        if let Some([tied, own]) = twin {
+            names.remove(tied);
+            names.insert(own.to_owned(), tied.to_owned());
+        }
+        self.renamed(&names)
     }
 
-    /// The parameters, some of them under second names as well: `[second, own]`.
-    pub(crate) fn with_twins<'a>(
-        &self,
-        twins: impl IntoIterator<Item = [&'a str; 2]>,
-    ) -> Result<Self> {
+    /// The parameters under their own names, for [`Checkpoint::renamed`].
+    pub(crate) fn parameter_names(&self) -> BTreeMap<String, String> {
         let parameters = self.manifest().tensors_of(&Kind::Parameter);
         let own = parameters.map(|tensor| (tensor.name.clone(), tensor.name.clone()));
-        let twins = twins.into_iter().map(|twin| twin.map(str::to_owned).into());
-        self.renamed(&own.chain(twins).collect())
+        own.collect()
     }
 }

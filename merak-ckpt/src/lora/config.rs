@@ -265,6 +265,7 @@ impl LoraConfig {
             }
             "layers_pattern" => {
                 let patterns = strings(name, value)?.into_iter();
+                let patterns = patterns.filter(|text| !text.is_empty());
                 let pattern =
                     |text: String| regex(name, &text, &format!(r"(?:^|\.)(?:{text})\.(\d+)\."));
                 self.layers_patterns = patterns.map(pattern).collect::<Result<_, _>>()?;

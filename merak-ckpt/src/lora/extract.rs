@@ -3,7 +3,7 @@
 use super::{LoraConfig, PREFIX, config};
 use crate::disk::{remove, rename, sync_folder, write_synced};
 use crate::error::io_error;
-use crate::hf::foreign;
+use crate::hf::{CONFIG, family_of, foreign, read_json};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, write_planned};
 use crate::{Checkpoint, Error, Kind, Layout, Result, ShardKind, TensorEntry};
@@ -164,6 +164,8 @@ fn adapters(source: &Checkpoint) -> Result<BTreeMap<String, Tensors>> {
         return Err(foreign(source.path(), "it has no adapter"));
     }
     let config = LoraConfig::read(&source.path().join(config::FILE))?;
+    let model = read_json(&source.path().join(CONFIG)).unwrap_or_default();
+    let family = family_of(&model);
     let is_adapted = |module: &str| modules.iter().any(|adapted| adapted == module);
     for entry in entries {
         let name = &entry.name;
@@ -175,8 +177,13 @@ fn adapters(source: &Checkpoint) -> Result<BTreeMap<String, Tensors>> {
             Some(module) if is_adapted(module) => format!("{PREFIX}{module}.base_layer.bias"),
             _ => format!("{PREFIX}{name}"),
         };
+        // Two names of one bias belong to the module that is saved.
+        let twin = family.and_then(|family| family.other_name(&model, name));
+        let twin = twin.filter(|twin| config.trains_whole(twin, is_adapted));
+        let keys = [Some(key), twin.map(|twin| format!("{PREFIX}{twin}"))];
         for tensors in adapters.values_mut() {
-            tensors.insert(key.clone(), name.clone());
+            let keys = keys.iter().flatten();
+            tensors.extend(keys.map(|key| (key.clone(), name.clone())));
         }
     }
     Ok(adapters)

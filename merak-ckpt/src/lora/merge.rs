@@ -84,7 +84,11 @@ fn merge(
     others: &dyn Fn(&Path) -> Result<()>,
 ) -> Result<()> {
     adapter.measure(base)?;
-    let untied = adapter.untied.map(|pair| base.with_twins([pair]));
+    let untied = adapter.untied.map(|[head, embedding]| {
+        let mut names = base.parameter_names();
+        names.insert(head.to_owned(), embedding.to_owned());
+        base.renamed(&names)
+    });
     let untied = untied.transpose()?;
     let base = untied.as_ref().unwrap_or(base);
     let changes = |name: &str| adapter.targets().any(|target| target == name);

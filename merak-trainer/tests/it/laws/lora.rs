@@ -552,7 +552,7 @@ fn a_tied_model_starts_untied_so_that_one_of_both_tables_can_be_saved() {
             .clone()
             .with(key, hf.display())
             .with("no_tie_modules", true);
-        assert_eq!(loss(&case), loss(&base), "{key}");
+        assert_eq!(loss(&case).to_bits(), loss(&base).to_bits(), "{key}");
     }
     untied = untied
         .with("model.hf_dir", hf.display())
@@ -561,7 +561,7 @@ fn a_tied_model_starts_untied_so_that_one_of_both_tables_can_be_saved() {
     let run = untied.run(2);
     let table = |name: &str| run.weights[name].clone();
     assert_ne!(table("transformer.wte.weight"), table("lm_head.weight"));
-    let params = Checkpoint::open(&saved.path()).unwrap();
+    let params = Checkpoint::open(saved.path()).unwrap();
     let wte = params.read_whole(&Kind::Parameter, "transformer.wte.weight");
     let frozen = table("lm_head.weight");
     assert_eq!(bytemuck::cast_slice::<f32, u8>(&frozen), wte.unwrap());
