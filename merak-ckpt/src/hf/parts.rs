@@ -21,7 +21,8 @@ pub(super) struct Stack {
     /// Fields of the configuration that say how many there are; the first one that is stated counts.
     pub(super) count: &'static [&'static str],
     pub(super) has: When,
-    pub(super) layer: &'static [Module],
+    /// The modules of a layer, in groups: what comes before their names within it, and they.
+    pub(super) layer: &'static [(&'static str, &'static [Module])],
 }
 
 /// A module with parameters.
@@ -86,14 +87,17 @@ pub(super) const GPT2: Parts = Parts {
         before: "transformer.h.",
         count: &["n_layer", "num_hidden_layers"],
         has: always,
-        layer: &[
-            norm("ln_1"),
-            linear("attn.c_attn", &[Fused, Width]),
-            linear("attn.c_proj", &[Width, Width]),
-            norm("ln_2"),
-            linear("mlp.c_fc", &[Inner, Width]),
-            linear("mlp.c_proj", &[Width, Inner]),
-        ],
+        layer: &[(
+            "",
+            &[
+                norm("ln_1"),
+                linear("attn.c_attn", &[Fused, Width]),
+                linear("attn.c_proj", &[Width, Width]),
+                norm("ln_2"),
+                linear("mlp.c_fc", &[Inner, Width]),
+                linear("mlp.c_proj", &[Width, Inner]),
+            ],
+        )],
     }],
 };
 
@@ -103,19 +107,22 @@ pub(super) const LLAMA: Parts = Parts {
         before: "model.layers.",
         count: &["num_hidden_layers"],
         has: always,
-        layer: &[
-            scale("input_layernorm"),
-            linear("self_attn.q_proj", &[Queries, Width]).with_bias(has_input_biases),
-            linear("self_attn.k_proj", &[Keys, Width]).with_bias(has_input_biases),
-            linear("self_attn.v_proj", &[Keys, Width]).with_bias(has_input_biases),
-            linear("self_attn.o_proj", &[Width, Queries]).with_bias(has_output_bias),
-            table("self_attn.q_norm", &[Head]).only(is_qwen3),
-            table("self_attn.k_norm", &[Head]).only(is_qwen3),
-            scale("post_attention_layernorm"),
-            linear("mlp.gate_proj", &[Inner, Width]).with_bias(has_mlp_biases),
-            linear("mlp.up_proj", &[Inner, Width]).with_bias(has_mlp_biases),
-            linear("mlp.down_proj", &[Width, Inner]).with_bias(has_mlp_biases),
-        ],
+        layer: &[(
+            "",
+            &[
+                scale("input_layernorm"),
+                linear("self_attn.q_proj", &[Queries, Width]).with_bias(has_input_biases),
+                linear("self_attn.k_proj", &[Keys, Width]).with_bias(has_input_biases),
+                linear("self_attn.v_proj", &[Keys, Width]).with_bias(has_input_biases),
+                linear("self_attn.o_proj", &[Width, Queries]).with_bias(has_output_bias),
+                table("self_attn.q_norm", &[Head]).only(is_qwen3),
+                table("self_attn.k_norm", &[Head]).only(is_qwen3),
+                scale("post_attention_layernorm"),
+                linear("mlp.gate_proj", &[Inner, Width]).with_bias(has_mlp_biases),
+                linear("mlp.up_proj", &[Inner, Width]).with_bias(has_mlp_biases),
+                linear("mlp.down_proj", &[Width, Inner]).with_bias(has_mlp_biases),
+            ],
+        )],
     }],
 };
 
@@ -131,16 +138,19 @@ pub(super) const OPT: Parts = Parts {
         before: "model.decoder.layers.",
         count: &["num_hidden_layers"],
         has: always,
-        layer: &[
-            norm("self_attn_layer_norm").only(has_scaled_norms),
-            linear("self_attn.q_proj", &[Width, Width]).with_bias(has_opt_biases),
-            linear("self_attn.k_proj", &[Width, Width]).with_bias(has_opt_biases),
-            linear("self_attn.v_proj", &[Width, Width]).with_bias(has_opt_biases),
-            linear("self_attn.out_proj", &[Width, Width]).with_bias(has_opt_biases),
-            norm("final_layer_norm").only(has_scaled_norms),
-            linear("fc1", &[Inner, Width]).with_bias(has_opt_biases),
-            linear("fc2", &[Width, Inner]).with_bias(has_opt_biases),
-        ],
+        layer: &[(
+            "",
+            &[
+                norm("self_attn_layer_norm").only(has_scaled_norms),
+                linear("self_attn.q_proj", &[Width, Width]).with_bias(has_opt_biases),
+                linear("self_attn.k_proj", &[Width, Width]).with_bias(has_opt_biases),
+                linear("self_attn.v_proj", &[Width, Width]).with_bias(has_opt_biases),
+                linear("self_attn.out_proj", &[Width, Width]).with_bias(has_opt_biases),
+                norm("final_layer_norm").only(has_scaled_norms),
+                linear("fc1", &[Inner, Width]).with_bias(has_opt_biases),
+                linear("fc2", &[Width, Inner]).with_bias(has_opt_biases),
+            ],
+        )],
     }],
 };
 
@@ -153,14 +163,17 @@ pub(super) const GPT_NEOX: Parts = Parts {
         before: "gpt_neox.layers.",
         count: &["num_hidden_layers"],
         has: always,
-        layer: &[
-            norm("input_layernorm"),
-            norm("post_attention_layernorm"),
-            linear("attention.query_key_value", &[Fused, Width]).with_bias(has_neox_biases),
-            linear("attention.dense", &[Width, Width]).with_bias(has_neox_biases),
-            linear("mlp.dense_h_to_4h", &[Inner, Width]),
-            linear("mlp.dense_4h_to_h", &[Width, Inner]),
-        ],
+        layer: &[(
+            "",
+            &[
+                norm("input_layernorm"),
+                norm("post_attention_layernorm"),
+                linear("attention.query_key_value", &[Fused, Width]).with_bias(has_neox_biases),
+                linear("attention.dense", &[Width, Width]).with_bias(has_neox_biases),
+                linear("mlp.dense_h_to_4h", &[Inner, Width]),
+                linear("mlp.dense_4h_to_h", &[Width, Inner]),
+            ],
+        )],
     }],
 };
 
@@ -185,16 +198,19 @@ pub(super) const BERT: Parts = Parts {
         before: "bert.encoder.layer.",
         count: &["num_hidden_layers"],
         has: always,
-        layer: &[
-            linear("attention.self.query", &[Width, Width]),
-            linear("attention.self.key", &[Width, Width]),
-            linear("attention.self.value", &[Width, Width]),
-            linear("attention.output.dense", &[Width, Width]),
-            norm("attention.output.LayerNorm"),
-            linear("intermediate.dense", &[Inner, Width]),
-            linear("output.dense", &[Width, Inner]),
-            norm("output.LayerNorm"),
-        ],
+        layer: &[(
+            "",
+            &[
+                linear("attention.self.query", &[Width, Width]),
+                linear("attention.self.key", &[Width, Width]),
+                linear("attention.self.value", &[Width, Width]),
+                linear("attention.output.dense", &[Width, Width]),
+                norm("attention.output.LayerNorm"),
+                linear("intermediate.dense", &[Inner, Width]),
+                linear("output.dense", &[Width, Inner]),
+                norm("output.LayerNorm"),
+            ],
+        )],
     }],
 };
 
@@ -212,21 +228,41 @@ pub(super) const VIT: Parts = Parts {
         before: "vit.encoder.layer.",
         count: &["num_hidden_layers"],
         has: always,
-        layer: &[
-            norm("layernorm_before"),
-            linear("attention.attention.query", &[Width, Width]).with_bias(has_vit_biases),
-            linear("attention.attention.key", &[Width, Width]).with_bias(has_vit_biases),
-            linear("attention.attention.value", &[Width, Width]).with_bias(has_vit_biases),
-            linear("attention.output.dense", &[Width, Width]),
-            norm("layernorm_after"),
-            linear("intermediate.dense", &[Inner, Width]),
-            linear("output.dense", &[Width, Inner]),
-        ],
+        layer: &[(
+            "",
+            &[
+                norm("layernorm_before"),
+                linear("attention.attention.query", &[Width, Width]).with_bias(has_vit_biases),
+                linear("attention.attention.key", &[Width, Width]).with_bias(has_vit_biases),
+                linear("attention.attention.value", &[Width, Width]).with_bias(has_vit_biases),
+                linear("attention.output.dense", &[Width, Width]),
+                norm("layernorm_after"),
+                linear("intermediate.dense", &[Inner, Width]),
+                linear("output.dense", &[Width, Inner]),
+            ],
+        )],
     }],
 };
 
 /// The distances that T5 tells apart, which the first layer of a stack has for all.
 const DISTANCES: &[Size] = &[Field("relative_attention_num_buckets"), Field("num_heads")];
+
+const T5_ATTENTION: &[Module] = &[
+    table("q", &[Queries, Width]),
+    table("k", &[Queries, Width]),
+    table("v", &[Queries, Width]),
+    table("o", &[Width, Queries]),
+];
+
+const T5_FEED_FORWARD: &[Module] = &[
+    table("wi", &[Inner, Width]).only(is_plain),
+    table("wi_0", &[Inner, Width]).only(is_gated),
+    table("wi_1", &[Inner, Width]).only(is_gated),
+    table("wo", &[Width, Inner]),
+];
+
+/// What comes before each of a layer's parts.
+const T5_NORM: &[Module] = &[scale("layer_norm")];
 
 pub(super) const T5: Parts = Parts {
     outside: &[
@@ -249,16 +285,10 @@ pub(super) const T5: Parts = Parts {
             count: &["num_layers", "num_hidden_layers"],
             has: always,
             layer: &[
-                table("layer.0.SelfAttention.q", &[Queries, Width]),
-                table("layer.0.SelfAttention.k", &[Queries, Width]),
-                table("layer.0.SelfAttention.v", &[Queries, Width]),
-                table("layer.0.SelfAttention.o", &[Width, Queries]),
-                scale("layer.0.layer_norm"),
-                table("layer.1.DenseReluDense.wi", &[Inner, Width]).only(is_plain),
-                table("layer.1.DenseReluDense.wi_0", &[Inner, Width]).only(is_gated),
-                table("layer.1.DenseReluDense.wi_1", &[Inner, Width]).only(is_gated),
-                table("layer.1.DenseReluDense.wo", &[Width, Inner]),
-                scale("layer.1.layer_norm"),
+                ("layer.0.SelfAttention.", T5_ATTENTION),
+                ("layer.0.", T5_NORM),
+                ("layer.1.DenseReluDense.", T5_FEED_FORWARD),
+                ("layer.1.", T5_NORM),
             ],
         },
         Stack {
@@ -266,21 +296,12 @@ pub(super) const T5: Parts = Parts {
             count: &["num_decoder_layers", "num_layers", "num_hidden_layers"],
             has: has_decoder,
             layer: &[
-                table("layer.0.SelfAttention.q", &[Queries, Width]),
-                table("layer.0.SelfAttention.k", &[Queries, Width]),
-                table("layer.0.SelfAttention.v", &[Queries, Width]),
-                table("layer.0.SelfAttention.o", &[Width, Queries]),
-                scale("layer.0.layer_norm"),
-                table("layer.1.EncDecAttention.q", &[Queries, Width]),
-                table("layer.1.EncDecAttention.k", &[Queries, Width]),
-                table("layer.1.EncDecAttention.v", &[Queries, Width]),
-                table("layer.1.EncDecAttention.o", &[Width, Queries]),
-                scale("layer.1.layer_norm"),
-                table("layer.2.DenseReluDense.wi", &[Inner, Width]).only(is_plain),
-                table("layer.2.DenseReluDense.wi_0", &[Inner, Width]).only(is_gated),
-                table("layer.2.DenseReluDense.wi_1", &[Inner, Width]).only(is_gated),
-                table("layer.2.DenseReluDense.wo", &[Width, Inner]),
-                scale("layer.2.layer_norm"),
+                ("layer.0.SelfAttention.", T5_ATTENTION),
+                ("layer.0.", T5_NORM),
+                ("layer.1.EncDecAttention.", T5_ATTENTION),
+                ("layer.1.", T5_NORM),
+                ("layer.2.DenseReluDense.", T5_FEED_FORWARD),
+                ("layer.2.", T5_NORM),
             ],
         },
     ],

@@ -48,7 +48,9 @@ pub(super) fn check(
     model.check_head()?;
     for (before, stack, count) in &stacks {
         for number in 0..*count {
-            model.check_modules(&format!("{before}{number}."), stack.layer)?;
+            for (group, modules) in stack.layer {
+                model.check_modules(&format!("{before}{number}.{group}"), modules)?;
+            }
         }
         model.check_layers_are_alike(before, *count)?;
     }

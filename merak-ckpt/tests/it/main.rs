@@ -2,7 +2,8 @@
 //!
 //! - `support`: a small made-up model, saved by any topology
 //! - `topologies`: what any topology saves, any other reads back
-//! - `hf`: Hugging Face folders in and out, pickles that are refused
+//! - `hf`: Hugging Face folders in and out
+//! - `hf_hostile`: Hugging Face folders that are damaged or made to harm
 //! - `hf_whole`: Hugging Face folders that lack something or do not fit their configuration
 //! - `lora`: adapters of PEFT, merged
 //! - `merak`: weights of the original Merak, imported
@@ -22,6 +23,7 @@ mod damage;
 mod forged;
 mod generation;
 mod hf;
+mod hf_hostile;
 mod hf_whole;
 mod lora;
 mod merak;
