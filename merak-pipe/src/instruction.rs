@@ -37,6 +37,8 @@ pub enum Instruction {
     BackwardWeight(Slot),
     /// Recomputes the stage, then receives its gradient where another rank sends it.
     RecomputeRecvGrad(Slot),
+    /// Recomputes the stage before its gradient is wanted, and receives nothing.
+    RecomputeForwardPass(Slot),
     /// Sends the output to the next stage.
     SendActivation(Slot),
     /// Receives the input from the stage before.
@@ -80,6 +82,7 @@ impl Instruction {
             Self::BackwardInput(_) => "BackwardInput",
             Self::BackwardWeight(_) => "BackwardWeight",
             Self::RecomputeRecvGrad(_) => "RecomputeRecvGrad",
+            Self::RecomputeForwardPass(_) => "RecomputeForwardPass",
             Self::SendActivation(_) => "SendActivation",
             Self::RecvActivation(_) => "RecvActivation",
             Self::SendGrad(_) => "SendGrad",
@@ -103,6 +106,7 @@ impl Instruction {
             | Self::BackwardInput(slot)
             | Self::BackwardWeight(slot)
             | Self::RecomputeRecvGrad(slot)
+            | Self::RecomputeForwardPass(slot)
             | Self::SendActivation(slot)
             | Self::RecvActivation(slot)
             | Self::SendGrad(slot)

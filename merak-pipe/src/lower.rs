@@ -1,7 +1,7 @@
 //! Lowering: from a rank's actions to its instruction stream.
 //!
 //! Communication follows from the computation: a receive stands before the action that needs it, a send
-//! behind the action that made it. Three rules keep streams free of deadlock when a send waits for its
+//! behind the action that made it. These rules keep streams free of deadlock when a send waits for its
 //! receiver:
 //!
 //! 1. Where both ends of a hop send one way and then receive the other way, back to back, the two become
@@ -9,7 +9,9 @@
 //! 2. Elsewhere the later stage keeps its natural order, and the earlier stage holds an activation back
 //!    until it has taken all gradients that the later stage sends first.
 //! 3. Where ranks run several stages, all messages keep one order in time: see `lower/chunked.rs`.
-//! 4. A schedule of forwards alone is staggered: even stages send the last result before they receive,
+//! 4. A recompute directly before its backward receives the gradient; an earlier one receives
+//!    nothing, and the gradient comes where the backward stands.
+//! 5. A schedule of forwards alone is staggered: even stages send the last result before they receive,
 //!    odd stages receive first.
 
 mod chunked;
@@ -66,6 +68,15 @@ pub(crate) fn lower(
     }
 }
 
+/// An `R` in its rank's list.
+#[derive(Debug, Clone, Copy)]
+struct Recomputed {
+    /// Its index in the list.
+    position: usize,
+    /// Whether its backward comes next: one instruction then recomputes and receives the gradient.
+    receives: bool,
+}
+
 /// What the streams of all ranks need to know of each other.
 struct Lowering<'a> {
     schedule: &'a Schedule,
@@ -75,8 +86,8 @@ struct Lowering<'a> {
     loads: Vec<bool>,
     /// By stage: its index among its rank's stages.
     chunks: Vec<usize>,
-    /// By stage and microbatch: where its `R` stands in its rank's list.
-    recomputes: Vec<Option<usize>>,
+    /// By stage and microbatch: its `R`.
+    recomputes: Vec<Option<Recomputed>>,
     /// By rank: where its last forward stands; what is recomputed before it is recomputed early.
     last_forwards: Vec<usize>,
     /// By message that is sent: the message received back to back with it.
@@ -111,7 +122,11 @@ impl<'a> Lowering<'a> {
                 match action.kind {
                     Kind::Recompute => {
                         let index = lowering.index(action);
-                        lowering.recomputes[index] = Some(position);
+                        let next = actions.get(position + 1);
+                        let receives = next.is_some_and(|next| {
+                            next.kind.moves_gradient() && lowering.index(*next) == index
+                        });
+                        lowering.recomputes[index] = Some(Recomputed { position, receives });
                     }
                     Kind::Forward => lowering.last_forwards[rank] = position,
                     Kind::Backward | Kind::InputGrad | Kind::WeightGrad => {}
@@ -127,9 +142,14 @@ impl<'a> Lowering<'a> {
         action.stage.0 * self.schedule.size.microbatches + action.microbatch.0
     }
 
-    /// Where the `R` of the action's stage and microbatch stands.
-    fn recompute(&self, action: Action) -> Option<usize> {
+    /// The `R` of the action's stage and microbatch.
+    fn recompute(&self, action: Action) -> Option<Recomputed> {
         self.recomputes[self.index(action)]
+    }
+
+    /// Whether the `R` of the action's stage and microbatch receives the gradient of its backward.
+    fn receives_with_recompute(&self, action: Action) -> bool {
+        self.recompute(action).is_some_and(|found| found.receives)
     }
 
     /// The message to another rank that follows an action.
@@ -141,7 +161,7 @@ impl<'a> Lowering<'a> {
     /// The message from another rank directly before an action; a gradient that comes with `R` is not.
     fn received(&self, action: Action) -> Option<Tag> {
         let tag = action.input(self.placement.len());
-        let with_recompute = action.kind.moves_gradient() && self.recompute(action).is_some();
+        let with_recompute = action.kind.moves_gradient() && self.receives_with_recompute(action);
         tag.filter(|tag| self.is_remote(*tag) && !with_recompute)
     }
 
@@ -205,7 +225,8 @@ impl<'a> Lowering<'a> {
         let slot = self.slot(action);
         let last_forward = self.last_forwards[self.placement[action.stage.0]];
         let recompute = self.recompute(action);
-        let early = recompute.is_some_and(|position| position < last_forward);
+        let early = recompute.is_some_and(|found| found.position < last_forward);
+        let receives = recompute.is_some_and(|found| found.receives);
         let loads = action.kind == Kind::Forward && self.loads[action.stage.0];
         let (compute, restores) = match action.kind {
             Kind::Forward if recompute.is_some() => {
@@ -213,7 +234,8 @@ impl<'a> Lowering<'a> {
             }
             Kind::Forward => (Instruction::ForwardPass(slot), false),
             // Its restore comes after the sends that waited for its gradient.
-            Kind::Recompute => (Instruction::RecomputeRecvGrad(slot), false),
+            Kind::Recompute if receives => (Instruction::RecomputeRecvGrad(slot), false),
+            Kind::Recompute => (Instruction::RecomputeForwardPass(slot), false),
             Kind::Backward => (Instruction::BackwardPass(slot), false),
             Kind::InputGrad => (Instruction::BackwardInput(slot), false),
             Kind::WeightGrad => (Instruction::BackwardWeight(slot), false),

@@ -56,7 +56,7 @@ impl Lowering<'_> {
         let stages = self.placement.len();
         let mut times: Vec<Vec<usize>> = vec![Vec::new(); schedule.actions.len()];
         let mut arrivals = vec![0; self.slots.count()];
-        // An `R` that receives its gradient has to wait for it.
+        // An `R` that receives the gradient has to wait for it.
         let input = |action: Action| self.taken(action).or_else(|| action.input(stages));
         let visit = |visit: Visit| {
             let free = times[visit.rank].last().map_or(0, |time| time + 1);
@@ -71,10 +71,14 @@ impl Lowering<'_> {
         Ok(times)
     }
 
-    /// The message from another rank that comes with an action: an `R` takes that of its backward.
+    /// The message from another rank that comes with an action: an `R` directly before its backward
+    /// takes that of the backward.
     fn taken(&self, action: Action) -> Option<Tag> {
         if action.kind != Kind::Recompute {
             return self.received(action);
+        }
+        if !self.receives_with_recompute(action) {
+            return None;
         }
         let backward = Action {
             kind: Kind::Backward,

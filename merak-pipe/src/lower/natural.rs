@@ -17,7 +17,7 @@ impl Lowering<'_> {
         for (position, &action) in actions.iter().enumerate() {
             stream.receive(action);
             stream.out.extend(self.computation(action));
-            if action.kind == Kind::Recompute {
+            if action.kind == Kind::Recompute && self.receives_with_recompute(action) {
                 stream.gradient_received();
             }
             if self.is_early_recompute(rank, position) {

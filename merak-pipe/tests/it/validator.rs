@@ -106,7 +106,74 @@ fn split(schedule: &Schedule, delay: usize) -> Schedule {
     Schedule::new("split", schedule.size, actions)
 }
 
+#[test]
+fn a_recompute_may_come_long_before_its_gradient() {
+    // Rank 0 recomputes microbatch 0 before it sends the activation that rank 1 needs before its first backward.
+    let csv = "0F0,0R0,0F1,0B0,0R1,0B1\n1F0,1F1,1B0,1B1\n";
+    let schedule = Schedule::from_csv("mine", csv, Size::new(2, 2)).unwrap();
+    schedule.validate().unwrap();
+    let names = |rank: usize| {
+        let streams = schedule.instructions().unwrap();
+        let names: Vec<_> = streams[rank]
+            .iter()
+            .map(merak_pipe::Instruction::name)
+            .collect();
+        names.join(" ")
+    };
+    // The first recompute receives nothing; the second stands beside its backward and receives the gradient.
+    insta::assert_snapshot!(names(0), @"LoadMicroBatch PreCheckpointForwardPass RestoreRecomputeStatus SendActivation RecomputeForwardPass RestoreRecomputeStatus LoadMicroBatch PreCheckpointForwardPass SendActivation RecvGrad BackwardPass RecomputeRecvGrad BackwardPass RestoreRecomputeStatus ReduceTiedGrads ReduceGrads OptimizerStep");
+    let costs = merak_pipe::UnitCosts::default();
+    let costs = merak_pipe::Costs::uniform(costs, 2);
+    let simulation = merak_pipe::simulate(&schedule, &costs).unwrap();
+    let start = |text: &str| {
+        let spans = simulation.timeline.ranks.iter().flatten();
+        let mut spans = spans.filter(|span| span.action.to_string() == text);
+        spans.next().expect("the action is there").start
+    };
+    assert!(start("0R0") < start("1F0") + 0.5, "nothing is waited for");
+    assert!(
+        merak_pipe::json(&schedule, &costs)
+            .unwrap()
+            .contains(r#"["RecomputeForwardPass",{"buffer_id":0}]"#)
+    );
+}
+
+/// The schedule with an `R` at the chosen place between each forward and its backward.
+fn with_recomputes(schedule: &Schedule, choices: &[prop::sample::Index]) -> Schedule {
+    let mut choices = choices.iter().cycle();
+    let mut schedule = schedule.clone();
+    schedule.no_recompute.clear();
+    for list in &mut schedule.actions {
+        list.retain(|action| action.kind != Kind::Recompute);
+        for forward in list.clone() {
+            let of = |action: &Action| {
+                (action.stage, action.microbatch) == (forward.stage, forward.microbatch)
+            };
+            let first = list.iter().position(|a| *a == forward);
+            let last = list.iter().position(|a| of(a) && a.kind.moves_gradient());
+            if let (Kind::Forward, Some(first), Some(last)) = (forward.kind, first, last) {
+                let choice = choices.next().expect("a cycle does not end");
+                let recompute = Action {
+                    kind: Kind::Recompute,
+                    ..forward
+                };
+                list.insert(first + 1 + choice.index(last - first), recompute);
+            }
+        }
+    }
+    schedule
+}
+
 proptest! {
+    #[test]
+    fn recomputes_are_valid_wherever_they_come_between_forward_and_backward(
+        schedule in prop_oneof![schedules(), played()],
+        choices in proptest::collection::vec(any::<prop::sample::Index>(), 1..40),
+    ) {
+        let outcome = with_recomputes(&schedule, &choices).validate();
+        prop_assert!(outcome.is_ok(), "{:?}", outcome);
+    }
+
     #[test]
     fn whatever_a_pipeline_can_play_is_valid(schedule in played()) {
         let outcome = schedule.validate();
