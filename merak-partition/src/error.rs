@@ -82,11 +82,37 @@ pub enum Error {
         found: usize,
     },
     /// A time of a segment that is no time.
-    #[error("the cost of segment {segment} is {found}, expected a finite number from 0")]
+    #[error("the {what} cost of segment {segment} is {found:?}, expected a number from 0 to {max:e}", max = crate::search::MAX_COST)]
     NotACost {
+        /// `forward` or `backward`.
+        what: &'static str,
         /// The segment.
         segment: usize,
         /// The cost.
+        found: f64,
+    },
+    /// A time of a message that is no time.
+    #[error("the communication cost is {found:?}, expected a number from 0 to {max:e}", max = crate::search::MAX_COST)]
+    NotACommCost {
+        /// The cost.
+        found: f64,
+    },
+    /// A step has no microbatches, or so many that no step can be simulated.
+    #[error("expected 1 to {most} microbatches for {num_stages} stages, found {found}")]
+    Microbatches {
+        /// The number.
+        found: usize,
+        /// The largest number that is taken.
+        most: usize,
+        /// Stages of the pipeline.
+        num_stages: usize,
+    },
+    /// An objective gave a step time that is no time.
+    #[error("the step time of partition {bounds:?} is {found:?}, expected a finite number from 0")]
+    NotAStepTime {
+        /// The partition.
+        bounds: Vec<usize>,
+        /// The time.
         found: f64,
     },
     /// The objective of a search allowed none of the partitions that were tried.

@@ -10,8 +10,37 @@ pub use exact::{ExactOptions, exact};
 pub use loads::{SegmentCosts, StageLoad};
 pub use step_time::{OneFOneB, StepTime};
 
+use crate::{Error, Result};
 use serde::Serialize;
 use std::fmt;
+
+/// No cost is larger: sums over all segments and microbatches stay finite.
+pub(crate) const MAX_COST: f64 = 1e100;
+
+/// Most pairs of a stage and a microbatch of a simulated step: its tables stay within a few GiB.
+const MAX_MICROBATCHES_TIMES_STAGES: usize = 1 << 26;
+
+/// Checks what a search assumes of its objective.
+///
+/// # Errors
+/// [`Error::Microbatches`], and those of [`StepTime::check`].
+fn check_objective(objective: &impl StepTime, num_stages: usize) -> Result<()> {
+    let found = objective.micro_batches();
+    let most = MAX_MICROBATCHES_TIMES_STAGES / num_stages.max(1);
+    if !(1..=most).contains(&found) {
+        return Err(Error::Microbatches {
+            found,
+            most,
+            num_stages,
+        });
+    }
+    objective.check()
+}
+
+/// Whether a number can be the time of something.
+fn is_cost(found: f64) -> bool {
+    (0.0..=MAX_COST).contains(&found)
+}
 
 /// A partition that was searched for.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -69,18 +98,29 @@ impl Best {
 
     /// Simulates a partition and keeps it where it is better than all before; gives its step time, if it is
     /// allowed.
+    ///
+    /// # Errors
+    /// [`Error::NotAStepTime`].
     fn offer(
         &mut self,
         costs: &SegmentCosts,
         bounds: &[usize],
         objective: &impl StepTime,
-    ) -> Option<f64> {
+    ) -> Result<Option<f64>> {
         self.tried += 1;
-        let time = objective.step_time(&costs.loads(bounds))?;
+        let Some(time) = objective.step_time(&costs.loads(bounds)) else {
+            return Ok(None);
+        };
+        if !(time.is_finite() && time >= 0.0) {
+            return Err(Error::NotAStepTime {
+                bounds: bounds.to_vec(),
+                found: time,
+            });
+        }
         if self.bounds.is_empty() || time < self.step_time {
             (self.bounds, self.step_time) = (bounds.to_vec(), time);
         }
-        Some(time)
+        Ok(Some(time))
     }
 
     fn found(self, stopped: Stopped) -> Found {

@@ -1,6 +1,6 @@
 //! Moves from a balanced partition that unload its critical stage.
 
-use super::{Best, Found, SegmentCosts, StageLoad, StepTime, Stopped, exact};
+use super::{Best, Found, SegmentCosts, StageLoad, StepTime, Stopped, check_objective, exact};
 use crate::{
     Error, ExactOptions, Result,
     stages::{check_counts, min_max},
@@ -24,8 +24,9 @@ const BUDGET: usize = 4_000_000;
 /// The result is never worse than where the search starts.
 ///
 /// # Errors
-/// [`Error::NoStages`], [`Error::TooFewSegments`], and [`Error::NoPartition`] when the objective allows none that
-/// was tried.
+/// [`Error::NoStages`], [`Error::TooFewSegments`], [`Error::Microbatches`] and those of [`StepTime::check`] for an
+/// objective that makes no sense, [`Error::NotAStepTime`] for what it gives, and [`Error::NoPartition`] when it
+/// allows none of those that were tried.
 ///
 /// ```
 /// use merak_partition::{OneFOneB, SegmentCosts, autopipe};
@@ -42,10 +43,11 @@ pub fn autopipe(
     objective: &impl StepTime,
 ) -> Result<Found> {
     check_counts(costs.len(), num_stages)?;
+    check_objective(objective, num_stages)?;
     if num_partitions(costs.len(), num_stages) <= EXHAUSTIVE {
         return exact(costs, num_stages, objective, &ExactOptions::default());
     }
-    let simulated = num_stages.saturating_mul(2 * objective.micro_batches().max(1));
+    let simulated = num_stages.saturating_mul(2 * objective.micro_batches());
     let limit = (BUDGET / simulated.max(1)).max(2 * num_stages);
     let weights = costs.weights();
     let mut search = Search {
@@ -55,11 +57,11 @@ pub fn autopipe(
         seen: BTreeSet::new(),
         queue: BTreeMap::new(),
     };
-    search.offer(min_max(&weights, num_stages), objective);
+    search.offer(min_max(&weights, num_stages), objective)?;
     let mut stopped = Stopped::NoMoves;
     while let Some((_, bounds)) = search.queue.pop_first() {
         for moved in search.moves(&bounds) {
-            search.offer(moved, objective);
+            search.offer(moved, objective)?;
         }
         if search.best.tried >= limit {
             stopped = Stopped::Limit;
@@ -94,15 +96,19 @@ struct Search<'a> {
 
 impl Search<'_> {
     /// Simulates a partition that was not seen before, and queues it.
-    fn offer(&mut self, bounds: Vec<usize>, objective: &impl StepTime) {
+    ///
+    /// # Errors
+    /// [`Error::NotAStepTime`].
+    fn offer(&mut self, bounds: Vec<usize>, objective: &impl StepTime) -> Result<()> {
         if self.seen.contains(&bounds) {
-            return;
+            return Ok(());
         }
-        let time = self.best.offer(self.costs, &bounds, objective);
+        let time = self.best.offer(self.costs, &bounds, objective)?;
         // A partition that is not allowed may still lead to one that is.
         let time = time.unwrap_or(f64::INFINITY).to_bits();
         self.queue.insert((time, self.best.tried), bounds.clone());
         self.seen.insert(bounds);
+        Ok(())
     }
 
     fn moves(&self, bounds: &[usize]) -> Vec<Vec<usize>> {

@@ -1,6 +1,6 @@
 //! Every partition that may be better than the best so far.
 
-use super::{Best, Found, SegmentCosts, StepTime, Stopped};
+use super::{Best, Found, SegmentCosts, StepTime, Stopped, check_objective};
 use crate::{
     Error, Result,
     stages::{check_counts, min_max},
@@ -28,8 +28,7 @@ impl Default for ExactOptions {
 /// equal partitions the first is taken, in lexicographic order behind the most even one.
 ///
 /// # Errors
-/// [`Error::NoStages`], [`Error::TooFewSegments`], and [`Error::NoPartition`] when the objective allows none that
-/// was tried.
+/// As [`autopipe`](fn@crate::autopipe).
 ///
 /// ```
 /// use merak_partition::{ExactOptions, OneFOneB, SegmentCosts, StageLoad, StepTime, exact};
@@ -61,6 +60,7 @@ pub fn exact(
     options: &ExactOptions,
 ) -> Result<Found> {
     check_counts(costs.len(), num_stages)?;
+    check_objective(objective, num_stages)?;
     let mut search = Search {
         costs,
         num_stages,
@@ -69,8 +69,8 @@ pub fn exact(
         best: Best::new(),
     };
     let even = min_max(&costs.weights(), num_stages);
-    search.best.offer(costs, &even, objective);
-    let complete = search.descend(&mut vec![0], Beginning::default());
+    search.best.offer(costs, &even, objective)?;
+    let complete = search.descend(&mut vec![0], Beginning::default())?;
     let best = search.best;
     if best.bounds.is_empty() {
         return Err(Error::NoPartition { tried: best.tried });
@@ -102,17 +102,20 @@ struct Beginning {
 
 impl<O: StepTime> Search<'_, O> {
     /// Tries all partitions that begin with these borders; whether it came to the end.
-    fn descend(&mut self, bounds: &mut Vec<usize>, before: Beginning) -> bool {
+    ///
+    /// # Errors
+    /// [`Error::NotAStepTime`].
+    fn descend(&mut self, bounds: &mut Vec<usize>, before: Beginning) -> Result<bool> {
         let (stage, start, end) = (bounds.len() - 1, bounds[bounds.len() - 1], self.costs.len());
         let behind = self.num_stages - stage - 1;
         if behind == 0 {
             if self.best.tried >= self.limit {
-                return false;
+                return Ok(false);
             }
             bounds.push(end);
-            self.best.offer(self.costs, bounds, self.objective);
+            self.best.offer(self.costs, bounds, self.objective)?;
             bounds.pop();
-            return true;
+            return Ok(true);
         }
         for border in start + 1..=end - behind {
             let beginning = self.with_stage(before, start..border);
@@ -123,13 +126,13 @@ impl<O: StepTime> Search<'_, O> {
                 continue;
             }
             bounds.push(border);
-            let complete = self.descend(bounds, beginning);
+            let complete = self.descend(bounds, beginning)?;
             bounds.pop();
             if !complete {
-                return false;
+                return Ok(false);
             }
         }
-        true
+        Ok(true)
     }
 
     fn with_stage(&self, before: Beginning, segments: std::ops::Range<usize>) -> Beginning {

@@ -1,5 +1,6 @@
 //! What segments and stages take.
 
+use super::is_cost;
 use crate::{Error, Result, Segments, cost};
 use merak_trace::Graph;
 use std::ops::Range;
@@ -17,8 +18,8 @@ impl SegmentCosts {
     /// Costs that were measured: one forward and one backward per segment.
     ///
     /// # Errors
-    /// [`Error::PerSegment`] when there are not as many backwards as forwards, [`Error::NotACost`] for a
-    /// negative or infinite one.
+    /// [`Error::PerSegment`] when there are not as many backwards as forwards, [`Error::NotACost`] for one
+    /// that is negative, not a number, or above 1e100, so large that sums of them are none.
     pub fn new(forward: Vec<f64>, backward: Vec<f64>) -> Result<Self> {
         if forward.len() != backward.len() {
             return Err(Error::PerSegment {
@@ -27,13 +28,14 @@ impl SegmentCosts {
                 found: backward.len(),
             });
         }
-        for (segment, &found) in forward
-            .iter()
-            .enumerate()
-            .chain(backward.iter().enumerate())
-        {
-            if !(found.is_finite() && found >= 0.0) {
-                return Err(Error::NotACost { segment, found });
+        for (what, list) in [("forward", &forward), ("backward", &backward)] {
+            if let Some(segment) = list.iter().position(|found| !is_cost(*found)) {
+                let found = list[segment];
+                return Err(Error::NotACost {
+                    what,
+                    segment,
+                    found,
+                });
             }
         }
         let mut sums = vec![[0.0, 0.0]];

@@ -1,6 +1,7 @@
 //! How long a step of a partition takes.
 
-use super::StageLoad;
+use super::{StageLoad, is_cost};
+use crate::{Error, Result};
 
 /// What a search makes small.
 pub trait StepTime {
@@ -11,12 +12,23 @@ pub trait StepTime {
     /// per microbatch, and starts when the forwards of the stages before it have run once.
     fn step_time(&self, stages: &[StageLoad]) -> Option<f64>;
 
-    /// Microbatches of a step.
+    /// Microbatches of a step, 1 or more.
     fn micro_batches(&self) -> usize;
+
+    /// Checks the objective's own options before a search begins; nothing by default.
+    ///
+    /// # Errors
+    /// What is wrong with them.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// The step of the 1F1B schedule ([PipeDream](https://arxiv.org/abs/1806.03377), section 3.2): an operation starts
 /// when the one before on its stage has ended and its input has come.
+///
+/// Its step time is nothing where a cost is negative or not a number, or there is no microbatch; a search refuses
+/// such options.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OneFOneB {
     /// Microbatches of a step.
@@ -27,11 +39,25 @@ pub struct OneFOneB {
 
 impl StepTime for OneFOneB {
     fn step_time(&self, stages: &[StageLoad]) -> Option<f64> {
-        Some(Clock::new(self, stages).run())
+        let loads = stages.iter().flat_map(|load| [load.forward, load.backward]);
+        let legal = loads
+            .chain([self.comm_cost])
+            .all(|cost| cost.is_finite() && cost >= 0.0);
+        let any = legal && self.micro_batches > 0 && !stages.is_empty();
+        any.then(|| Clock::new(self, stages).run())
     }
 
     fn micro_batches(&self) -> usize {
         self.micro_batches
+    }
+
+    fn check(&self) -> Result<()> {
+        let found = self.comm_cost;
+        if is_cost(found) {
+            Ok(())
+        } else {
+            Err(Error::NotACommCost { found })
+        }
     }
 }
 

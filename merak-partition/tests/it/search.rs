@@ -163,8 +163,62 @@ fn costs_that_are_none_are_refused() {
         costs.unwrap_err().to_string()
     };
     assert_snapshot!(message(&[1.0, 2.0], &[1.0]), @"expected 2 backward costs, one per segment, found 1");
-    assert_snapshot!(message(&[1.0, f64::NAN], &[1.0, 1.0]), @"the cost of segment 1 is NaN, expected a finite number from 0");
-    assert_snapshot!(message(&[1.0], &[-1.0]), @"the cost of segment 0 is -1, expected a finite number from 0");
+    assert_snapshot!(message(&[1.0, f64::NAN], &[1.0, 1.0]), @"the forward cost of segment 1 is NaN, expected a number from 0 to 1e100");
+    assert_snapshot!(message(&[1.0], &[-1.0]), @"the backward cost of segment 0 is -1.0, expected a number from 0 to 1e100");
+    assert_snapshot!(message(&[1e308], &[1.0]), @"the forward cost of segment 0 is 1e308, expected a number from 0 to 1e100");
     let few = autopipe(&costs(&[(1, 1)]), 2, &step(4, 0.0)).unwrap_err();
     assert_snapshot!(few, @"the split method cuts the model into 1 segments, which is fewer than the 2 stages; use at most 1 stages");
+}
+
+#[test]
+fn searches_refuse_an_objective_that_makes_no_sense_and_say_what_they_found() {
+    let six = costs(&[(1, 2); 6]);
+    let message = |step: OneFOneB| {
+        let all = [
+            autopipe(&six, 2, &step),
+            exact(&six, 2, &step, &ExactOptions::default()),
+        ];
+        let [one, other] = all.map(|found| found.unwrap_err().to_string());
+        assert_eq!(one, other);
+        one
+    };
+    assert_snapshot!(message(step(0, 0.0)), @"expected 1 to 33554432 microbatches for 2 stages, found 0");
+    assert_snapshot!(message(step(usize::MAX, 0.0)), @"expected 1 to 33554432 microbatches for 2 stages, found 18446744073709551615");
+    assert_snapshot!(message(step(4, f64::NAN)), @"the communication cost is NaN, expected a number from 0 to 1e100");
+    assert_snapshot!(message(step(4, -1.0)), @"the communication cost is -1.0, expected a number from 0 to 1e100");
+    assert_snapshot!(message(step(4, f64::INFINITY)), @"the communication cost is inf, expected a number from 0 to 1e100");
+    assert_eq!(step(4, f64::NAN).step_time(&six.loads(&[0, 3, 6])), None);
+    assert_eq!(step(0, 0.0).step_time(&six.loads(&[0, 3, 6])), None);
+}
+
+/// An objective that gives whatever it is told to.
+struct Says(f64);
+
+impl StepTime for Says {
+    fn step_time(&self, _: &[StageLoad]) -> Option<f64> {
+        Some(self.0)
+    }
+
+    fn micro_batches(&self) -> usize {
+        4
+    }
+}
+
+#[test]
+fn searches_end_for_the_largest_costs_and_for_objectives_that_give_no_time() {
+    // 200 segments have too many partitions to try all.
+    let largest = SegmentCosts::new(vec![1e100; 200], vec![1e100; 200]).unwrap();
+    let found = autopipe(&largest, 8, &step(16, 1e100)).unwrap();
+    assert!(found.step_time.is_finite(), "{found:?}");
+    for (costs, stages) in [(&largest, 8), (&costs(&[(1, 1); 4]), 2)] {
+        for told in [f64::NAN, f64::INFINITY, -1.0] {
+            let error = autopipe(costs, stages, &Says(told)).unwrap_err();
+            assert!(
+                error
+                    .to_string()
+                    .contains(&format!("is {told:?}, expected a finite number")),
+                "{error}"
+            );
+        }
+    }
 }
