@@ -1,11 +1,11 @@
 //! Small operations on files and folders, with the path in their errors.
 
-use crate::Result;
 use crate::error::{Damage, Problem, io_error};
 use crate::hf::foreign;
 use crate::manifest::FileEntry;
+use crate::{Error, Result};
 use std::fs::{self, File, TryLockError};
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::path::Path;
 
 /// Whether the file is there in full length.
@@ -59,29 +59,84 @@ pub(crate) fn remove(path: &Path) -> Result<()> {
     removed.map_err(io_error("remove", path))
 }
 
-/// The content of a file of so many bytes at most, or `None` where there is none.
-pub(crate) fn read_small(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
-    // A pipe would keep who opens it waiting.
-    let metadata = match fs::metadata(path) {
-        Ok(metadata) => metadata,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(io_error("look at", path)(error)),
-    };
+/// The most bytes of a configuration: a `config.json`, an `adapter_config.json`, a file of settings. As values they may
+/// take a hundred times the memory.
+pub const MAX_CONFIG_BYTES: u64 = 4 << 20;
+
+/// Opens a file that somebody named, and tells its length in bytes. A pipe would keep who opens it waiting, and a
+/// device may have no end, so both are refused.
+///
+/// # Errors
+/// When there is no regular file, or the system refuses to open it.
+///
+/// ```
+/// let error = merak_ckpt::open_regular("/dev/zero".as_ref()).unwrap_err();
+/// assert_eq!(error.to_string(), "it is no regular file");
+/// ```
+pub fn open_regular(path: &Path) -> io::Result<(File, u64)> {
+    let metadata = fs::metadata(path)?;
     if !metadata.is_file() {
-        return Err(foreign(path, "it is no regular file"));
-    }
-    let mut content = Vec::new();
-    let file = File::open(path).map_err(io_error("open", path))?;
-    let read = file.take(limit + 1).read_to_end(&mut content);
-    read.map_err(io_error("read", path))?;
-    if content.len() as u64 > limit {
-        let found = metadata.len();
-        return Err(foreign(
-            path,
-            format!("it has {found} bytes, the limit is {limit}"),
+        return Err(io::Error::new(
+            ErrorKind::InvalidInput,
+            "it is no regular file",
         ));
     }
-    Ok(Some(content))
+    Ok((File::open(path)?, metadata.len()))
+}
+
+/// The content of a file that somebody named, which has `limit` bytes at most.
+///
+/// # Errors
+/// As for [`open_regular`], and for a file that is longer.
+pub fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let (file, length) = open_regular(path)?;
+    let too_long = |found: u64| {
+        let reason = format!("it has {found} bytes, the limit is {limit}");
+        Err(io::Error::new(ErrorKind::FileTooLarge, reason))
+    };
+    if length > limit {
+        return too_long(length);
+    }
+    // It may grow, or have another length than its folder says.
+    let mut content = Vec::new();
+    let read = file.take(limit.saturating_add(1)).read_to_end(&mut content);
+    read?;
+    match content.len() as u64 {
+        found if found > limit => too_long(found),
+        _ => Ok(content),
+    }
+}
+
+/// The text of a file that somebody named, which has `limit` bytes at most.
+///
+/// # Errors
+/// As for [`read_regular`], and for bytes that are not UTF-8.
+pub fn read_text(path: &Path, limit: u64) -> io::Result<String> {
+    let content = read_regular(path, limit)?;
+    String::from_utf8(content).map_err(|error| {
+        let offset = error.utf8_error().valid_up_to();
+        let reason = format!("it is no text: byte {offset} is not UTF-8");
+        io::Error::new(ErrorKind::InvalidData, reason)
+    })
+}
+
+/// The content of a file of so many bytes at most, or `None` where there is none.
+pub(crate) fn read_small(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
+    match read_regular(path, limit) {
+        Ok(content) => Ok(Some(content)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(not_read(path, error)),
+    }
+}
+
+/// The error of a file that is not what it should be, or that the system does not let us read.
+pub(crate) fn not_read(path: &Path, error: io::Error) -> Error {
+    match error.kind() {
+        ErrorKind::InvalidInput | ErrorKind::FileTooLarge if error.raw_os_error().is_none() => {
+            foreign(path, error.to_string())
+        }
+        _ => io_error("open", path)(error),
+    }
 }
 
 /// A folder that nobody else locks as long as this lives. On file systems without locks, it keeps nobody off.

@@ -19,7 +19,7 @@ pub use import::{ImportOptions, import_hf};
 pub use merak::import_merak;
 pub use safe::stored_tensors;
 
-use crate::disk::read_small;
+use crate::disk::{MAX_CONFIG_BYTES, not_read, open_regular, read_small};
 use crate::error::io_error;
 use crate::manifest::{FileEntry, check_file_name, check_tensor_name};
 use crate::region::num_elements;
@@ -36,8 +36,6 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Largest `config.json` that is read: as values it may take a hundred times the memory.
-const MAX_JSON_BYTES: u64 = 4 << 20;
 /// Largest index of weights that is read.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 pub(crate) const CONFIG: &str = "config.json";
@@ -458,7 +456,7 @@ fn check_float(dtype: Option<DType>) -> Result<()> {
 }
 
 pub(crate) fn read_json(path: &Path) -> Result<Value> {
-    parsed(path, MAX_JSON_BYTES)
+    parsed(path, MAX_CONFIG_BYTES)
 }
 
 fn parsed<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<T> {
@@ -469,12 +467,7 @@ fn parsed<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<T> {
 /// Opens a file of weights, for tensors to be found in it.
 fn open_weights(path: &Path) -> Result<File> {
     const POINTER: &[u8] = b"version https://git-lfs";
-    // A pipe would keep who opens it waiting.
-    let metadata = fs::metadata(path).map_err(io_error("open", path))?;
-    if !metadata.is_file() {
-        return Err(foreign(path, "it is no regular file"));
-    }
-    let file = File::open(path).map_err(io_error("open", path))?;
+    let (file, _) = open_regular(path).map_err(|error| not_read(path, error))?;
     let mut start = [0; POINTER.len()];
     if file.read_exact_at(&mut start, 0).is_ok() && start == POINTER {
         let reason =

@@ -154,6 +154,7 @@ pub use checkpoint::Checkpoint;
 pub use checksum::Checksum;
 pub use cut::Cut;
 pub use diff::{DiffReport, Difference, TensorDiff, Tolerance, ValueDiff, diff};
+pub use disk::{MAX_CONFIG_BYTES, open_regular, read_regular, read_text};
 pub use draft::Draft;
 pub use dtype::{DType, UnknownDType};
 pub use error::{BoxError, Damage, Error, Problem, Result};

@@ -1,6 +1,7 @@
 //! Writing planned files from an open checkpoint, a bounded number of bytes in memory at a time.
 
 use crate::checksum::HashingWriter;
+use crate::disk::{not_read, open_regular};
 use crate::error::{Damage, Problem, io_error};
 use crate::format;
 use crate::manifest::FileEntry;
@@ -97,7 +98,13 @@ pub(crate) fn write_planned(
     };
     std::thread::scope(|scope| {
         for _ in 1..budget.workers.min(files.len()) {
-            scope.spawn(work);
+            // Without a thread, those that there are write its files.
+            if std::thread::Builder::new()
+                .spawn_scoped(scope, work)
+                .is_err()
+            {
+                break;
+            }
         }
         work();
     });
@@ -168,7 +175,7 @@ pub(crate) fn copy_other_files(
 /// Copies one file from folder to folder and syncs it.
 pub(crate) fn copy_file(from: &Path, to: &Path, name: &str) -> Result<FileEntry> {
     let from = from.join(name);
-    let reader = File::open(&from).map_err(io_error("open", &from))?;
+    let (reader, _) = open_regular(&from).map_err(|error| not_read(&from, error))?;
     write_file(reader, &from, to, name)
 }
 

@@ -279,6 +279,14 @@ pub enum Error {
         /// The panic's message.
         message: String,
     },
+    /// The system gave no thread for a rank.
+    #[error("no thread for rank {rank}")]
+    NoThread {
+        /// The rank.
+        rank: usize,
+        /// What the system said.
+        source: std::io::Error,
+    },
     /// The modules given to a run are not one per rank.
     #[error("expected one stage module for each of {expected} ranks, found {found}")]
     ModuleCount {

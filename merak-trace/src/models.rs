@@ -15,7 +15,7 @@ mod t5;
 mod vit;
 
 use crate::{Error, Graph, Result};
-use fields::Fields;
+use fields::{Fields, MAX_LAYERS};
 use merak_mpu::DType;
 use serde_json::Value as Json;
 use std::{fmt, sync::Arc};
@@ -354,17 +354,9 @@ pub fn from_config(config: &Json) -> Result<Box<dyn Model>> {
     let model = (family.build)(&fields)?;
     fields.finish()?;
     let layers = model.info().num_layers;
-    if layers > MAX_LAYERS {
-        return Err(Error::ModelConfig {
-            field: family.sizes.layers[0].to_owned(),
-            reason: format!("is {layers}, expected at most {MAX_LAYERS} layers"),
-        });
-    }
+    fields.bounded(family.sizes.layers[0], layers, (MAX_LAYERS, "layers"))?;
     Ok(model)
 }
-
-/// The most layers that are traced: a graph of more takes longer to plan than a model to train.
-const MAX_LAYERS: usize = 1 << 14;
 
 /// Checks a sequence length against the model's longest.
 fn check_seq(seq: usize, max: usize, field: &str) -> Result<()> {

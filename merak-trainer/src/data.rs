@@ -23,7 +23,7 @@
 //! let order = TrainingOrder::new(data.len(), shape, 42)?;
 //! // Replica 1 of 2 in the first 3 steps, 2 microbatches each.
 //! let requests = Arc::new(move |n| (n < 6).then(|| order.microbatch(n / 2, 1, n % 2)));
-//! let batches: Vec<_> = Loader::new(Arc::new(data), requests, 1).collect::<Result<_, _>>()?;
+//! let batches: Vec<_> = Loader::new(Arc::new(data), requests, 1)?.collect::<Result<_, _>>()?;
 //! assert_eq!(batches[0].tensors["input_ids"].shape(), [4, 16]);
 //! # Ok::<(), merak_trainer::Error>(())
 //! ```

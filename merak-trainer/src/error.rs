@@ -5,6 +5,7 @@ mod words;
 
 use self::words::{did_you_mean, of, other_share, purpose, records_of};
 use crate::config::DataFormat;
+use indicatif::BinaryBytes;
 use merak_pipe::Action;
 use std::{io, path::PathBuf};
 
@@ -199,6 +200,22 @@ pub enum Error {
         path: PathBuf,
         /// The reason.
         source: io::Error,
+    },
+    /// More data than memory has room for.
+    #[error(
+        "{} has {} of data, which take at least {} of memory, but this process may use {}: give less data, or read a \
+         part of text with \"data.max_bytes\"",
+        path.display(), BinaryBytes(*found), BinaryBytes(*needed), BinaryBytes(*available)
+    )]
+    DataTooLarge {
+        /// The file or folder.
+        path: PathBuf,
+        /// Bytes of it that would be read.
+        found: u64,
+        /// Bytes of memory that these take at least.
+        needed: u64,
+        /// Bytes that the process may use.
+        available: u64,
     },
     /// An output file or folder that cannot be written.
     #[error("cannot write {}", path.display())]
@@ -653,9 +670,22 @@ pub enum Error {
         /// What it learns.
         objective: String,
     },
+    /// The system gives no thread.
+    #[error("cannot start a thread to {task}")]
+    NoThread {
+        /// What it was to do.
+        task: &'static str,
+        /// The system's reason.
+        source: io::Error,
+    },
     /// A prefetch thread that ended before its samples were read.
     #[error("a data thread ended before it delivered its samples")]
     DataThread,
+}
+
+/// The error of a thread that does not start.
+pub(crate) fn no_thread(task: &'static str) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::NoThread { task, source }
 }
 
 impl From<merak_pipe::Error> for Error {

@@ -1,10 +1,11 @@
 //! Whether a run fits into this machine, told before anything is allocated.
 
 use crate::{
-    CheckedArguments, Error, Forward, Plan, Result, plan::RankPrograms, trainer::evaluation,
+    CheckedArguments, Error, Forward, Plan, Result, plan::RankPrograms, threads_per_rank,
+    trainer::evaluation,
 };
 use indicatif::BinaryBytes;
-use merak_mpu::DType;
+use merak_mpu::{DType, threads::WorldOptions};
 use merak_pipe::{Action, Kind};
 use merak_trace::{Graph, LiveBytes, Op, Param, Port, StageProgram};
 use merak_zero::ZeroStage;
@@ -60,10 +61,10 @@ impl MemoryNeed {
 /// Why a run does not fit: the least bytes of all ranks of this process.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the run needs at least {} of memory, but this process may use {}: of all ranks ({ranks}) weights take {}, \
-     gradients {}, optimizer state {} and activations {}; choose {advice}",
+    "the run needs at least {} of {what}, but this process may use {}: of all ranks ({ranks}) weights take {}, \
+     gradients {}, optimizer state {}, activations {} and threads {}, the data {}; choose {advice}",
     BinaryBytes(*needed), BinaryBytes(*available), BinaryBytes(*weights), BinaryBytes(*gradients),
-    BinaryBytes(*optimizer), BinaryBytes(*activations)
+    BinaryBytes(*optimizer), BinaryBytes(*activations), BinaryBytes(*threads), BinaryBytes(*data)
 )]
 pub struct MemoryShortage {
     /// The ranks.
@@ -76,8 +77,14 @@ pub struct MemoryShortage {
     pub gradients: u64,
     /// Of that, what the optimizer keeps.
     pub optimizer: u64,
-    /// Of that, values of the graph.
+    /// Of that, values of the graph, and the memory of freed ones that is kept for the next.
     pub activations: u64,
+    /// Of that, the stacks of threads: all of them where addresses are short, otherwise what threads touch.
+    pub threads: u64,
+    /// Of that, the data that are held in memory.
+    pub data: u64,
+    /// Of what there is too little: `memory` or `addresses`.
+    pub what: &'static str,
     /// What the process may use.
     pub available: u64,
     /// What would need less.
@@ -190,14 +197,27 @@ impl Plan {
     /// # Errors
     /// [`Error::Memory`] with the figures.
     pub fn check_memory(&self, args: &CheckedArguments, workloads: &[Workload]) -> Result<()> {
-        self.check_memory_of(args, workloads, available_bytes())
+        self.check_memory_beside(args, workloads, 0)
+    }
+
+    /// As [`Plan::check_memory`], beside so many bytes of data that are held in memory.
+    ///
+    /// # Errors
+    /// As [`Plan::check_memory`].
+    pub fn check_memory_beside(
+        &self,
+        args: &CheckedArguments,
+        workloads: &[Workload],
+        data: u64,
+    ) -> Result<()> {
+        self.check_memory_of(args, workloads, (data, Room::of_process()))
     }
 
     fn check_memory_of(
         &self,
         args: &CheckedArguments,
         workloads: &[Workload],
-        available: u64,
+        (data, room): (u64, Room),
     ) -> Result<()> {
         let ranks = self.memory(args, workloads)?;
         let slices = (args.dp as u64).saturating_mul(args.tp as u64);
@@ -207,7 +227,20 @@ impl Plan {
                 .fold(0_u64, |sum, need| sum.saturating_add(part(need) as u64));
             sum.saturating_mul(slices)
         };
-        let needed = of_all(MemoryNeed::total);
+        let (touched, mapped) = thread_bytes(args);
+        let held = of_all(MemoryNeed::total).saturating_add(data);
+        let in_memory = held.saturating_add(touched);
+        let short = if in_memory > room.memory {
+            (in_memory, touched, room.memory, "memory")
+        } else {
+            (
+                held.saturating_add(mapped),
+                mapped,
+                room.addresses,
+                "addresses",
+            )
+        };
+        let (needed, threads, available, what) = short;
         if needed <= available {
             return Ok(());
         }
@@ -215,6 +248,7 @@ impl Plan {
         let largest = ranks.iter().max_by_key(|need| need.activations);
         let workload = largest.and_then(|need| need.largest);
         let advice = match workload {
+            _ if data > needed / 2 => "less data",
             _ if activations < needed - activations => {
                 "a smaller model or fewer ranks on this machine"
             }
@@ -233,6 +267,9 @@ impl Plan {
             gradients: of_all(|need| need.gradients),
             optimizer: of_all(|need| need.optimizer),
             activations,
+            threads,
+            data,
+            what,
             needed,
             available,
             advice,
@@ -323,12 +360,54 @@ fn input_bytes<'a>(programs: impl Iterator<Item = &'a StageProgram>) -> usize {
     sizes.into_values().fold(0, usize::saturating_add)
 }
 
+/// What a thread touches of its stack, and of what the system keeps for it.
+const TOUCHED_BYTES: u64 = 64 << 10;
+
+/// The stack of a thread that is no rank: what the standard library gives.
+const STACK_BYTES: u64 = 2 << 20;
+
+/// What the threads of all ranks touch, and the addresses that their stacks take.
+fn thread_bytes(args: &CheckedArguments) -> (u64, u64) {
+    let ranks = args.world_size() as u64;
+    let beside = (threads_per_rank(args) - 1).saturating_add(args.dataloader_num_workers) as u64;
+    let count = ranks.saturating_mul(beside.saturating_add(1));
+    let stack = WorldOptions::default().stack_bytes as u64;
+    let stacks = stack.saturating_add(beside.saturating_mul(STACK_BYTES));
+    (
+        count.saturating_mul(TOUCHED_BYTES),
+        ranks.saturating_mul(stacks),
+    )
+}
+
+/// What this process may use.
+#[derive(Debug, Clone, Copy)]
+struct Room {
+    /// Bytes that it may fill.
+    memory: u64,
+    /// Bytes that it may reserve.
+    addresses: u64,
+}
+
+impl Room {
+    fn of_process() -> Self {
+        Self {
+            memory: memory_bytes(),
+            addresses: address_space(),
+        }
+    }
+}
+
 /// What this process may fill: memory and swap of the machine, or less where a control group or a limit on
 /// the address space says so.
 pub fn available_bytes() -> u64 {
+    memory_bytes().min(address_space())
+}
+
+/// Memory and swap of the machine, or the memory of a control group where that has less than the machine.
+fn memory_bytes() -> u64 {
     let Ok(mut system) = System::new() else {
         // The system does not tell.
-        return address_space();
+        return u64::MAX;
     };
     system.refresh_memory_specifics(MemoryRefreshKind::everything());
     let machine = system.total_memory().saturating_add(system.total_swap());
@@ -338,11 +417,17 @@ pub fn available_bytes() -> u64 {
         system.refresh_processes_specifics(own, false, ProcessRefreshKind::nothing());
         limits.extend(system.process(id).and_then(Process::cgroup_limits));
     }
-    let groups = limits
-        .iter()
-        .map(|group| group.total_memory.saturating_add(system.total_swap()));
-    let group = groups.min().unwrap_or(machine);
-    machine.min(group).min(address_space())
+    let groups = limits.iter().map(|group| group.total_memory);
+    within_group(machine, system.total_memory(), groups.min())
+}
+
+/// What a process may fill on a machine that has `machine` bytes, `memory` of which are no swap, in a group. Whether the
+/// group may swap is not known, so a limit is taken as it is; a group without one is told to have the machine's memory.
+fn within_group(machine: u64, memory: u64, group: Option<u64>) -> u64 {
+    match group.filter(|&group| group < memory) {
+        Some(group) => group,
+        None => machine,
+    }
 }
 
 /// The limit on this process's address space, where the system has one and tells.
@@ -422,7 +507,11 @@ mod tests {
     #[test]
     fn what_cannot_fit_is_refused_with_the_figures() {
         let (plan, args) = plan(&["dp=2", "per_device_train_batch_size=640"]);
-        let check = |available| plan.check_memory_of(&args, &[Workload::Training], available);
+        let check = |memory| {
+            let addresses = u64::MAX;
+            let room = Room { memory, addresses };
+            plan.check_memory_of(&args, &[Workload::Training], (0, room))
+        };
         assert!(check(1 << 40).is_ok());
         let text = check(1 << 20).unwrap_err().to_string();
         let (start, middle, end) = (
@@ -433,5 +522,38 @@ mod tests {
         assert!(text.starts_with(start) && text.contains(middle), "{text}");
         assert!(text.ends_with(end), "{text}");
         assert!(available_bytes() > 1 << 20);
+    }
+
+    #[test]
+    fn threads_and_data_need_room_too() {
+        let (plan, args) = plan(&[
+            "dp=4",
+            "dataloader_num_workers=3",
+            "compute.threads_per_rank=1",
+        ]);
+        let check = |data, memory, addresses| {
+            let room = Room { memory, addresses };
+            plan.check_memory_of(&args, &[Workload::Training], (data, room))
+        };
+        let enough = 1 << 30;
+        check(0, enough, enough).unwrap();
+        check(enough, enough, enough).unwrap_err();
+        // Four stacks of 8 MiB, and three of 2 MiB beside each.
+        let text = check(0, enough, 50 << 20).unwrap_err().to_string();
+        let figures = [" of addresses, but ", " threads 56.00 MiB, the data 0 B"];
+        assert!(figures.iter().all(|part| text.contains(part)), "{text}");
+        let text = check(enough, 100 << 20, enough).unwrap_err().to_string();
+        let figures = [" of memory, but ", " threads 1.00 MiB, the data 1.00 GiB"];
+        assert!(figures.iter().all(|part| text.contains(part)), "{text}");
+        assert!(text.ends_with("; choose less data"), "{text}");
+    }
+
+    #[test]
+    fn the_limit_of_a_group_is_taken_without_the_swap_of_the_machine() {
+        let (memory, swap) = (16 << 30, 8 << 30);
+        let machine = memory + swap;
+        assert_eq!(within_group(machine, memory, Some(300 << 20)), 300 << 20);
+        assert_eq!(within_group(machine, memory, Some(memory)), machine);
+        assert_eq!(within_group(machine, memory, None), machine);
     }
 }

@@ -3,6 +3,8 @@
 use crate::{Block, Error, Result};
 use merak_mpu::{Buffer, DType};
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 
 /// Fewer jobs than this run on the calling thread.
 const MIN_PARALLEL_JOBS: usize = 16;
@@ -78,12 +80,26 @@ pub(crate) fn for_each<J: Send>(threads: usize, mut jobs: Vec<J>, f: impl Fn(J) 
         return jobs.into_iter().for_each(f);
     }
     let share = jobs.len().div_ceil(threads);
-    let f = &f;
-    std::thread::scope(|scope| {
-        while jobs.len() > share {
-            let run = jobs.split_off(jobs.len() - share);
-            scope.spawn(move || run.into_iter().for_each(f));
+    let mut runs = Vec::new();
+    while jobs.len() > share {
+        runs.push(jobs.split_off(jobs.len() - share));
+    }
+    runs.push(jobs);
+    let helpers = runs.len() - 1;
+    let runs = Mutex::new(runs);
+    let next = || runs.lock().unwrap_or_else(PoisonError::into_inner).pop();
+    let work = || {
+        while let Some(run) = next() {
+            run.into_iter().for_each(&f);
         }
-        jobs.into_iter().for_each(f);
+    };
+    thread::scope(|scope| {
+        for _ in 0..helpers {
+            // Without a thread, those that there are do its share.
+            if thread::Builder::new().spawn_scoped(scope, work).is_err() {
+                break;
+            }
+        }
+        work();
     });
 }

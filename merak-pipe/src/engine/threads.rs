@@ -207,34 +207,38 @@ where
     let outcomes: Vec<_> = thread::scope(|scope| {
         let ranks = engines.iter().zip(modules).zip(links);
         let spawned: Vec<_> = ranks
-            .map(|((engine, module), mut link)| scope.spawn(move || engine.run(module, &mut link)))
+            .map(|((engine, module), mut link)| {
+                // A link that is dropped without a thread ends the waits of the others.
+                thread::Builder::new().spawn_scoped(scope, move || engine.run(module, &mut link))
+            })
             .collect();
-        spawned
-            .into_iter()
-            .map(thread::ScopedJoinHandle::join)
+        let joined = spawned.into_iter().enumerate();
+        joined
+            .map(|(rank, spawned)| match spawned {
+                Err(source) => Err(Error::NoThread { rank, source }),
+                Ok(handle) => handle.join().unwrap_or_else(|panic| {
+                    let message = panic_message(&*panic);
+                    Err(Error::Panicked { rank, message })
+                }),
+            })
             .collect()
     });
-    let outcomes = outcomes.into_iter().enumerate().map(|(rank, outcome)| {
-        outcome.unwrap_or_else(|panic| {
-            let message = panic_message(&*panic);
-            Err(Error::Panicked { rank, message })
-        })
-    });
-    first_cause(outcomes)
+    first_cause(outcomes.into_iter())
 }
 
 /// The spans of all ranks, or the error that is not just the echo of another rank's.
 fn first_cause(outcomes: impl Iterator<Item = Result<Vec<crate::Span>>>) -> Result<Timeline> {
     let mut ranks = Vec::new();
-    let mut echo = None;
+    let (mut left, mut echo) = (None, None);
     for outcome in outcomes {
         match outcome {
             Ok(spans) => ranks.push(spans),
+            Err(error @ Error::PeerLeft { .. }) => left = Some(error),
             Err(error @ Error::Aborted { .. }) => echo = Some(error),
             Err(cause) => return Err(cause),
         }
     }
-    match echo {
+    match left.or(echo) {
         Some(error) => Err(error),
         None => Ok(Timeline { ranks }),
     }

@@ -6,6 +6,7 @@ mod elementwise;
 mod loss;
 mod moves;
 mod norm;
+mod pool;
 mod products;
 mod run;
 mod storage;
@@ -16,7 +17,8 @@ use crate::{
 };
 use candle_core::{Device, Tensor};
 use merak_mpu::{Buffer, DType, into_vec, zeros};
-use storage::{Handle, Kept, Pool, Pooled, Scalar, at, elements, kept, steal};
+use pool::{Pool, Pooled};
+use storage::{Handle, Kept, Scalar, at, elements, kept, steal};
 
 /// Runs nodes on the CPU, on the compute threads of one rank.
 ///
@@ -72,6 +74,13 @@ impl Candle {
         self.pool.take(ty.numel())
     }
 
+    /// The elements of bytes, of which there are as many as of whole elements.
+    fn copied<T: Pooled>(&self, bytes: &[u8]) -> Vec<T> {
+        let mut elements = self.pool.take::<T>(bytes.len() / size_of::<T>());
+        bytemuck::cast_slice_mut(&mut elements).copy_from_slice(bytes);
+        elements
+    }
+
     fn vec_of<T: Scalar>(value: Value) -> Result<Box<dyn Buffer>> {
         Ok(Box::new(match steal::<T>(value) {
             Ok(memory) => memory,
@@ -120,11 +129,11 @@ impl Backend for Candle {
             });
         }
         match ty.dtype {
-            DType::F32 => self.wrap::<f32>(ty, bytemuck::pod_collect_to_vec(bytes)),
-            DType::F64 => self.wrap::<f64>(ty, bytemuck::pod_collect_to_vec(bytes)),
+            DType::F32 => self.wrap(ty, self.copied::<f32>(bytes)),
+            DType::F64 => self.wrap(ty, self.copied::<f64>(bytes)),
             DType::BF16 => self.wrap_once::<half::bf16>(ty, bytemuck::pod_collect_to_vec(bytes)),
             DType::F16 => self.wrap_once::<half::f16>(ty, bytemuck::pod_collect_to_vec(bytes)),
-            DType::I64 => self.wrap_once::<i64>(ty, bytemuck::pod_collect_to_vec(bytes)),
+            DType::I64 => self.wrap(ty, self.copied::<i64>(bytes)),
             DType::U32 => self.wrap_once::<u32>(ty, bytemuck::pod_collect_to_vec(bytes)),
             DType::U8 => self.wrap_once::<u8>(ty, bytes.to_vec()),
         }
@@ -176,5 +185,43 @@ impl Backend for Candle {
 
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
         storage::param_store(params, offsets, len, &self.pool)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Op, RunContext};
+
+    fn ty<const N: usize>(shape: [usize; N], dtype: DType) -> TensorType {
+        TensorType::new(shape, dtype)
+    }
+
+    #[test]
+    fn losses_and_messages_do_not_pile_up_in_the_pool() {
+        let backend = Candle::new(1).unwrap();
+        let (rows, classes) = (ty([6, 5], DType::F32), ty([6], DType::I64));
+        let call = Call {
+            name: "loss",
+            op: &Op::CrossEntropy {
+                label_smoothing: 0.0,
+            },
+            results: &[ty([], DType::F64), ty([6], DType::F32)],
+            context: &RunContext::default(),
+        };
+        let mut kept = Vec::new();
+        for _ in 0..200 {
+            let logits = backend
+                .from_buffer(&rows, Box::new(vec![0.5_f32; 30]))
+                .unwrap();
+            let labels = backend
+                .from_buffer(&classes, Box::new(vec![1_i64; 6]))
+                .unwrap();
+            drop(backend.run(call, vec![logits, labels]).unwrap());
+            kept.push(backend.pool.kept());
+        }
+        assert_eq!(kept[0], kept[199], "pieces and bytes");
+        assert_eq!(kept[199], (2, 8 + 6 * 4), "one loss and its logarithms");
+        assert_eq!(backend.memory().live_bytes(), 0);
     }
 }

@@ -35,7 +35,7 @@ impl Encoder {
         head_dim(hidden_size, num_heads, "num_attention_heads")?;
         Ok(Self {
             hidden_size,
-            num_layers: f.size_or("num_hidden_layers", 12)?,
+            num_layers: f.layers_or("num_hidden_layers", 12)?,
             num_heads,
             intermediate_size: f.size_or("intermediate_size", 3072)?,
             activation: f.activation("hidden_act", "gelu")?,

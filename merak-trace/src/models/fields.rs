@@ -5,6 +5,9 @@ use crate::{Error, Result, op::Activation};
 use serde_json::{Map, Value as Json};
 use std::{cell::RefCell, collections::BTreeSet, fmt};
 
+/// The most layers that are traced.
+pub(super) const MAX_LAYERS: usize = 1 << 14;
+
 /// The fields of one configuration, which notes those that were asked for.
 #[derive(Debug)]
 pub(super) struct Fields<'a> {
@@ -170,6 +173,30 @@ impl<'a> Fields<'a> {
     pub(super) fn size(&self, name: &str) -> Result<usize> {
         self.opt_size(name)?
             .ok_or_else(|| self.error(name, "is missing"))
+    }
+
+    /// A number of layers: lists are as long, and a graph of more takes longer to plan than a model to train.
+    pub(super) fn layers(&self, name: &str) -> Result<usize> {
+        self.bounded(name, self.size(name)?, (MAX_LAYERS, "layers"))
+    }
+
+    /// A number of layers, or a default.
+    pub(super) fn layers_or(&self, name: &str, default: usize) -> Result<usize> {
+        self.bounded(name, self.size_or(name, default)?, (MAX_LAYERS, "layers"))
+    }
+
+    /// The `size` that `name` gives, if it is no more than lists are made for.
+    pub(super) fn bounded(
+        &self,
+        name: &str,
+        size: usize,
+        (most, what): (usize, &str),
+    ) -> Result<usize> {
+        if size <= most {
+            return Ok(size);
+        }
+        let reason = format!("is {size}, expected at most {most} {what}");
+        Err(self.error(name, &reason))
     }
 
     /// A positive integer, or a default.

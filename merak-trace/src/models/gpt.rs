@@ -38,7 +38,7 @@ impl Gpt {
             vocab_size: f.size("vocab_size")?,
             seq: f.size("max_position_embeddings")?,
             hidden,
-            layers: f.size("num_hidden_layers")?,
+            layers: f.layers("num_hidden_layers")?,
             heads,
             dropout: f.probability("dropout", 0.0)?,
             tie: f.flag_or("tie_word_embeddings", false)?,

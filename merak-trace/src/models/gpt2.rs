@@ -57,7 +57,7 @@ impl Gpt2 {
             vocab_size: f.size_or("vocab_size", 50257)?,
             n_positions: f.size_or(n_positions, 1024)?,
             n_embd,
-            n_layer: f.size_or(f.renamed("n_layer", "num_hidden_layers")?, 12)?,
+            n_layer: f.layers_or(f.renamed("n_layer", "num_hidden_layers")?, 12)?,
             n_head,
             n_inner: f.size_or("n_inner", 4 * n_embd)?,
             activation: f.activation("activation_function", "gelu_new")?,

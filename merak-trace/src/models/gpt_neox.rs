@@ -58,7 +58,7 @@ impl GptNeoX {
             vocab_size: f.size_or("vocab_size", 50_432)?,
             hidden_size,
             intermediate_size: f.size_or("intermediate_size", 24_576)?,
-            num_layers: f.size_or("num_hidden_layers", 44)?,
+            num_layers: f.layers_or("num_hidden_layers", 44)?,
             num_heads,
             head_dim,
             max_seq: rotary.longest(),

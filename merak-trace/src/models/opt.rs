@@ -75,7 +75,7 @@ impl Opt {
             hidden_size,
             embedding_size: f.size_or("word_embed_proj_dim", hidden_size)?,
             ffn_dim: f.size_or("ffn_dim", 3072)?,
-            num_layers: f.size_or("num_hidden_layers", 12)?,
+            num_layers: f.layers_or("num_hidden_layers", 12)?,
             num_heads,
             max_seq: f.size_or("max_position_embeddings", 2048)?,
             norms,

@@ -6,6 +6,9 @@ use self::scaling::Scaling;
 use super::fields::{Fields, error};
 use crate::{Result, op::Rope};
 
+/// The most elements of a head, each pair of which has a frequency.
+const MAX_HEAD_DIM: usize = 1 << 16;
+
 /// The rotary positions of a model.
 ///
 /// With d rotated elements per head and base θ, pair i turns by `θ^(-2i/d)` per position
@@ -55,6 +58,7 @@ impl Rotary {
                 &format!("is {share}, expected {expected}"),
             ));
         }
+        f.bounded("head_dim", head_dim, (MAX_HEAD_DIM, "elements"))?;
         let rotated = (head_dim as f64 * share) as usize;
         if rotated == head_dim && !head_dim.is_multiple_of(2) {
             return Err(error(

@@ -65,7 +65,7 @@ impl T5 {
         f.refuse("is_decoder", &[json!(false)])?;
         // transformers takes two of these from feed_forward_proj whatever they say; the last is of another head.
         f.ignore(&["dense_act_fn", "is_gated_act", "classifier_dropout"]);
-        let encoder_layers = f.size_or("num_layers", 6)?;
+        let encoder_layers = f.layers_or("num_layers", 6)?;
         let (activation, is_gated) = feed_forward(f)?;
         let tie_word_embeddings = f.flag_or("tie_word_embeddings", true)?;
         let vocab_size = f.size_or("vocab_size", 32128)?;
@@ -78,7 +78,7 @@ impl T5 {
             d_kv: f.size_or("d_kv", 64)?,
             d_ff: f.size_or("d_ff", 2048)?,
             encoder_layers,
-            decoder_layers: f.size_or("num_decoder_layers", encoder_layers)?,
+            decoder_layers: f.layers_or("num_decoder_layers", encoder_layers)?,
             num_heads: f.size_or("num_heads", 8)?,
             buckets: f.size_or("relative_attention_num_buckets", 32)?,
             max_distance: f.size_or("relative_attention_max_distance", 128)?,

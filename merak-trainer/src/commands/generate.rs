@@ -10,7 +10,7 @@ use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
 use merak_ckpt::{Adapter, Checkpoint, Completion};
 use merak_trainer::{Config, Error, Origin, Result, data::Tokenizer};
 use serde_json::json;
-use std::{fs, path::PathBuf, process::ExitCode};
+use std::{path::PathBuf, process::ExitCode};
 
 /// Continues prompts with a trained model.
 #[derive(Debug, ClapArgs)]
@@ -244,6 +244,9 @@ impl Args {
     }
 }
 
+/// The most bytes of a file of prompts.
+const MAX_PROMPT_BYTES: u64 = 64 << 20;
+
 /// The prompts as token ids.
 fn prompts(
     args: &Args,
@@ -258,7 +261,7 @@ fn prompts(
     }
     let mut texts = args.prompt.clone();
     if let Some(path) = &args.prompt_file {
-        let text = fs::read_to_string(path).map_err(|source| Error::Read {
+        let text = merak_ckpt::read_text(path, MAX_PROMPT_BYTES).map_err(|source| Error::Read {
             path: path.clone(),
             source,
         })?;

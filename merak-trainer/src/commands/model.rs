@@ -269,6 +269,9 @@ fn config_file(args: &CheckedArguments) -> Result<PathBuf> {
     }
 }
 
+/// The most bytes of a file beside weights: vocabularies are the largest.
+const MAX_COMPANION_BYTES: u64 = 256 << 20;
+
 /// What lies beside the weights of `model.hf_dir` and belongs to the model: it travels with checkpoints.
 pub(crate) fn companions(args: &CheckedArguments) -> Result<Vec<(String, Vec<u8>)>> {
     let Some(folder) = &args.model.hf_dir else {
@@ -280,7 +283,8 @@ pub(crate) fn companions(args: &CheckedArguments) -> Result<Vec<(String, Vec<u8>
     let kept = |name: &&str| !matches!(*name, "config.json" | "tokenizer.json");
     for name in folder.companions().into_iter().filter(kept) {
         let path = folder.path().join(name);
-        let content = std::fs::read(&path).map_err(|source| Error::Read { path, source })?;
+        let content = merak_ckpt::read_regular(&path, MAX_COMPANION_BYTES)
+            .map_err(|source| Error::Read { path, source })?;
         files.push((name.to_owned(), content));
     }
     Ok(files)
@@ -288,10 +292,12 @@ pub(crate) fn companions(args: &CheckedArguments) -> Result<Vec<(String, Vec<u8>
 
 /// Reads a model's `config.json`.
 pub(crate) fn read(path: &Path) -> Result<Value> {
-    let text = std::fs::read_to_string(path).map_err(|source| Error::ReadInput {
-        key: "model.config",
-        path: path.to_owned(),
-        source,
+    let text = merak_ckpt::read_text(path, merak_ckpt::MAX_CONFIG_BYTES).map_err(|source| {
+        Error::ReadInput {
+            key: "model.config",
+            path: path.to_owned(),
+            source,
+        }
     })?;
     serde_json::from_str(&text).map_err(|error| Error::ModelSyntax {
         path: path.to_owned(),

@@ -27,6 +27,8 @@ pub(crate) struct Prepared {
     costs: CostModel,
     description: String,
     datasets: Datasets,
+    /// Bytes of the tokens that the samples are cut from.
+    held_bytes: u64,
     model_files: Vec<(String, Vec<u8>)>,
 }
 
@@ -87,7 +89,10 @@ impl Prepared {
             model_files.push(("tokenizer.json".to_owned(), json));
         }
         model_files.extend(companions(&args)?);
+        let held = corpus.as_ref();
+        let held = held.map_or(0, |corpus| corpus.train.len() + corpus.validation.len());
         Ok(Self {
+            held_bytes: (held * size_of::<u32>()) as u64,
             args,
             corpus: corpus.filter(|_| plan.model.objective() == Objective::CausalLm),
             model,
@@ -125,7 +130,8 @@ impl Prepared {
 
     /// Refuses what this machine's memory cannot hold.
     pub(crate) fn check_memory(&self) -> Result<()> {
-        self.plan.check_memory(&self.args, &self.workloads())
+        self.plan
+            .check_memory_beside(&self.args, &self.workloads(), self.held_bytes)
     }
 
     /// The activation bytes that the plan predicts of each rank of the pipeline.

@@ -12,7 +12,7 @@ use merak_trainer::{
     Config, Error, InputPath, MerakArguments, MerakTrainer, Origin, Result, data::Tokenizer,
 };
 use std::{
-    io::{self, BufRead, IsTerminal},
+    io::{self, BufRead, IsTerminal, Read as _},
     path::PathBuf,
     process::ExitCode,
 };
@@ -100,6 +100,9 @@ fn tokenizer(config: &Config) -> Result<Option<Tokenizer>> {
     }
 }
 
+/// The most bytes of a line of standard input.
+const MAX_LINE_BYTES: u64 = 16 << 20;
+
 /// The next prompt, which the first rank reads, on every rank.
 fn next_line(trainer: &MerakTrainer) -> Result<Option<String>> {
     let world = trainer.mpu().world_group();
@@ -108,7 +111,9 @@ fn next_line(trainer: &MerakTrainer) -> Result<Option<String>> {
         if io::stdin().is_terminal() {
             output::stream("> ");
         }
-        let read = io::stdin().lock().read_until(b'\n', &mut line);
+        // A line that is longer goes on as the next.
+        let mut input = io::stdin().lock().take(MAX_LINE_BYTES);
+        let read = input.read_until(b'\n', &mut line);
         read.map_err(|source| Error::Read {
             path: "standard input".into(),
             source,

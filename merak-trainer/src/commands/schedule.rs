@@ -13,6 +13,9 @@ use std::{
     process::ExitCode,
 };
 
+/// The most bytes of a file of a schedule.
+const MAX_SCHEDULE_BYTES: u64 = 64 << 20;
+
 /// Prints a schedule and its figures, or checks one that is given as CSV.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Args {
@@ -203,11 +206,12 @@ impl<'a> Order<'a> {
     fn schedule(&self, args: &Args, size: Size, costs: &Costs) -> Result<Schedule, Failure> {
         match self {
             Self::File(path) => {
-                let text =
-                    fs::read_to_string(path).map_err(|source| merak_trainer::Error::Read {
+                let text = merak_ckpt::read_text(path, MAX_SCHEDULE_BYTES).map_err(|source| {
+                    merak_trainer::Error::Read {
                         path: path.to_path_buf(),
                         source,
-                    })?;
+                    }
+                })?;
                 let schedule = Schedule::from_csv(path.display().to_string(), &text, size)?;
                 schedule.validate()?;
                 Ok(schedule)

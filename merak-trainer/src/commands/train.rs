@@ -150,12 +150,13 @@ fn watch(signal: i32, stop: &Arc<AtomicI64>) -> io::Result<()> {
     signal_hook::flag::register(signal, Arc::clone(&seen))?;
     let stop = Arc::clone(stop);
     let mut signals = signal_hook::iterator::Signals::new([signal])?;
-    std::thread::spawn(move || {
+    let wait = move || {
         for signal in signals.forever() {
             stop.store(signal.into(), Ordering::Relaxed);
         }
-    });
-    Ok(())
+    };
+    let thread = std::thread::Builder::new().name("merak-signals".to_owned());
+    thread.spawn(wait).map(drop)
 }
 
 /// A prepared run that trains.

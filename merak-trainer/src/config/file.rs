@@ -1,7 +1,8 @@
 //! Reading a configuration file: TOML with line numbers, YAML and JSON.
 
-use std::{fs, path::Path};
+use std::path::Path;
 
+use merak_ckpt::{MAX_CONFIG_BYTES, read_text};
 use serde_json::{Map, Value};
 use toml::{
     Spanned,
@@ -18,7 +19,7 @@ use crate::error::{Error, Result};
 
 /// The entries of a file, in the file's order where its format keeps one.
 pub(crate) fn read(path: &Path) -> Result<Vec<Entry>> {
-    let text = fs::read_to_string(path).map_err(|source| Error::Read {
+    let text = read_text(path, MAX_CONFIG_BYTES).map_err(|source| Error::Read {
         path: path.to_path_buf(),
         source,
     })?;

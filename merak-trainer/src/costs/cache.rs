@@ -7,6 +7,9 @@ use std::{collections::BTreeMap, fs, io, path::Path};
 /// Profiles by the conditions under which they were measured.
 pub(super) type Profiles = BTreeMap<String, Profile>;
 
+/// The most bytes of a file of times.
+const MAX_BYTES: u64 = 64 << 20;
+
 /// Raised when the meaning of the numbers changes.
 const FORMAT: u32 = 2;
 
@@ -18,7 +21,7 @@ struct Document {
 
 /// What a file keeps. One that cannot be read is made anew, as it holds nothing that cannot be measured again.
 pub(super) fn read(file: &Path) -> Profiles {
-    let document = fs::read(file).and_then(|bytes| {
+    let document = merak_ckpt::read_regular(file, MAX_BYTES).and_then(|bytes| {
         let document: Document = serde_json::from_slice(&bytes)?;
         Ok(document)
     });

@@ -30,7 +30,7 @@ impl Corpus {
         let tokenizer = Tokenizer::load(&arguments.tokenizer)?;
         let (documents, source) = match &arguments.path {
             Some(path) => (
-                text::read(&path.0, arguments.max_bytes)?,
+                text::read(&path.0, arguments.max_bytes, tokenizer.bytes_per_byte())?,
                 path.0.display().to_string(),
             ),
             None => (

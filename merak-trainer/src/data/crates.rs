@@ -12,6 +12,9 @@ use crate::error::{Error, Result};
 /// Most bytes that are read unless the configuration says otherwise.
 const DEFAULT_MAX_BYTES: usize = 8 << 20;
 
+/// The most bytes of a `Cargo.lock`.
+const MAX_LOCK_BYTES: u64 = 64 << 20;
+
 /// Files beyond this are mostly generated tables.
 const MAX_FILE_BYTES: u64 = 128 << 10;
 
@@ -93,7 +96,8 @@ impl CrateSources {
 
 /// `name-version` of the packages from a registry, sorted.
 fn packages(lock: &Path) -> Result<BTreeSet<String>> {
-    let text = fs::read_to_string(lock).map_err(|source| cannot_read(lock, source))?;
+    let text =
+        merak_ckpt::read_text(lock, MAX_LOCK_BYTES).map_err(|source| cannot_read(lock, source))?;
     let damaged = |reason: &str| Error::NoDefaultText {
         reason: format!("{}: {reason}", lock.display()),
     };

@@ -13,7 +13,7 @@ use super::{
     dataset::{Batch, Dataset, collate},
     order::Microbatch,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, no_thread};
 
 /// Which microbatch is the n-th to be read; `None` after the last.
 pub type Requests = Arc<dyn Fn(usize) -> Option<Microbatch> + Send + Sync>;
@@ -32,11 +32,15 @@ pub struct Loader {
 
 impl Loader {
     /// Starts `workers` threads that read ahead; with none, a batch is read when it is asked for.
-    pub fn new(dataset: Arc<dyn Dataset>, requests: Requests, workers: usize) -> Self {
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoThread`] where the system gives no thread.
+    pub fn new(dataset: Arc<dyn Dataset>, requests: Requests, workers: usize) -> Result<Self> {
         let start = |worker| {
             let (sender, receiver) = sync_channel(AHEAD);
             let (dataset, requests) = (Arc::clone(&dataset), Arc::clone(&requests));
-            thread::spawn(move || {
+            let read = move || {
                 for number in (worker..).step_by(workers) {
                     let Some(microbatch) = requests(number) else {
                         return;
@@ -46,16 +50,18 @@ impl Loader {
                         return;
                     }
                 }
-            });
-            receiver
+            };
+            let thread = thread::Builder::new().name(format!("merak-data-{worker}"));
+            thread.spawn(read).map_err(no_thread("read data ahead"))?;
+            Ok(receiver)
         };
-        let workers = (0..workers).map(start).collect();
-        Self {
+        let workers = (0..workers).map(start).collect::<Result<_>>()?;
+        Ok(Self {
             dataset,
             requests,
             workers,
             next: 0,
-        }
+        })
     }
 }
 

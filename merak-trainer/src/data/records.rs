@@ -14,6 +14,9 @@ use crate::{
     error::{Error, Result},
 };
 
+/// The fewest bytes that a byte of records takes: its text, and the record made of it.
+const BYTES_PER_BYTE: u64 = 2;
+
 /// One record: its fields, and where it stands.
 #[derive(Debug, Clone)]
 pub(crate) struct Record {
@@ -33,7 +36,7 @@ pub(crate) fn read(path: &Path, format: DataFormat) -> Result<Vec<Record>> {
         path: path.to_path_buf(),
         format,
     };
-    let documents = text::read(path, None).map_err(|error| match error {
+    let documents = text::read(path, None, BYTES_PER_BYTE).map_err(|error| match error {
         Error::NoText { .. } => none(),
         error => error,
     })?;

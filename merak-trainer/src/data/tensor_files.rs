@@ -130,7 +130,7 @@ impl TensorFiles {
 
 impl Part {
     fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|source| Error::ReadInput {
+        let (file, _) = merak_ckpt::open_regular(path).map_err(|source| Error::ReadInput {
             key: "data.path",
             path: path.to_path_buf(),
             source,

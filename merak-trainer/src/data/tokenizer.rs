@@ -1,7 +1,7 @@
 //! Text to tokens and back.
 
 use std::{
-    fmt, fs,
+    fmt,
     path::{Path, PathBuf},
 };
 
@@ -45,6 +45,9 @@ pub struct Encoded {
     pub types: Vec<u32>,
 }
 
+/// The most bytes of a tokenizer file: large vocabularies take 35 MB.
+const MAX_FILE_BYTES: u64 = 256 << 20;
+
 /// A vocabulary with the rule that turns text into its tokens.
 #[derive(Clone)]
 pub struct Tokenizer(Kind);
@@ -83,11 +86,12 @@ impl Tokenizer {
     ///
     /// An unreadable or damaged file.
     pub fn from_file(path: &Path) -> Result<Self> {
-        let bytes = fs::read(path).map_err(|source| Error::ReadInput {
-            key: "data.tokenizer",
-            path: path.to_path_buf(),
-            source,
-        })?;
+        let bytes =
+            merak_ckpt::read_regular(path, MAX_FILE_BYTES).map_err(|source| Error::ReadInput {
+                key: "data.tokenizer",
+                path: path.to_path_buf(),
+                source,
+            })?;
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| failure(path, &e))?;
         // How long samples are is for the run to say.
         inner
@@ -100,6 +104,16 @@ impl Tokenizer {
             inner: Box::new(inner),
             end,
         }))
+    }
+
+    /// The fewest bytes that a byte of text takes while its tokens are collected.
+    pub(super) fn bytes_per_byte(&self) -> u64 {
+        match self.0 {
+            // The text, its tokens, and the two parts that they are copied to.
+            Kind::Bytes => 1 + 2 * size_of::<u32>() as u64,
+            // How long tokens are is not known beforehand.
+            Kind::File { .. } => 1,
+        }
     }
 
     /// Number of different tokens; ids are smaller.
@@ -373,6 +387,7 @@ fn bytes_as_hugging_face() -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     fn written_and_read() -> Tokenizer {
         let folder = tempfile::tempdir().unwrap();

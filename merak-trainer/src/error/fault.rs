@@ -10,6 +10,7 @@ impl Error {
             Self::Write { .. }
             | Self::BestModel { .. }
             | Self::DataThread
+            | Self::NoThread { .. }
             | Self::SkippedSteps { .. }
             | Self::EvaluationLoss { .. }
             | Self::Rank { .. }
@@ -38,7 +39,11 @@ fn pipeline_failed(error: &merak_pipe::Error) -> bool {
     use merak_pipe::Error as E;
     matches!(
         error,
-        E::Link { .. } | E::Timeout { .. } | E::Aborted { .. } | E::PeerLeft { .. }
+        E::Link { .. }
+            | E::Timeout { .. }
+            | E::Aborted { .. }
+            | E::PeerLeft { .. }
+            | E::NoThread { .. }
     )
 }
 

@@ -95,7 +95,7 @@ impl MetricsFile {
         if let Some(folder) = path.parent() {
             fs::create_dir_all(folder).map_err(failed)?;
         }
-        let earlier = match fs::read(path) {
+        let earlier = match merak_ckpt::read_regular(path, u64::MAX) {
             Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
             Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
             Err(source) => return Err(failed(source)),

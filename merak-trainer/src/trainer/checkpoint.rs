@@ -143,7 +143,7 @@ impl MerakTrainer {
             let files: Vec<_> = files.chain(adapter_file).collect();
             draft.commit(shards, header, &files)?;
             self.name_best(&store)?;
-            self.start_rotation(store);
+            self.start_rotation(store)?;
             if adapter.is_some() {
                 let saved = Checkpoint::open(&path)?;
                 replace_lora(&saved, self.args.run_folder()?.join("adapter"))?;

@@ -7,16 +7,17 @@ use crate::{
     metrics::EvaluationMetrics,
     stage::{StepInputs, StepModule, count_labels},
 };
-use merak_mpu::ReduceOp;
-use std::{sync::Arc, time::Instant};
+use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp};
+use std::{collections::VecDeque, sync::Arc, time::Instant};
 
 impl MerakTrainer {
     /// The mean loss over the evaluation data, each sample once; the same on every rank. Where it is not finite, the
     /// log names the first samples whose loss is not.
     ///
     /// # Communication
-    /// Per microbatch the pipeline's forward hops; at the end an all-reduce over the data group and a
-    /// broadcast over the pipeline.
+    /// Per microbatch the pipeline's forward hops, per iteration an all-reduce of 8 bytes over the pipeline, which is
+    /// waited for some iterations later; at the end an all-reduce over the data group and a broadcast over the
+    /// pipeline.
     ///
     /// # Errors
     /// When there are no samples to evaluate or a rank fails.
@@ -34,6 +35,7 @@ impl MerakTrainer {
         let programs = self.programs.get(&self.stages, Forward::loss(batch, seq))?;
         let (mpu, mut sums) = (Arc::clone(&self.stages.mpu), (0.0, 0_i64));
         let mut is_finite = true;
+        let mut pace = Pace::new(mpu.pipeline_parallel_group());
         for iteration in 0..order.iterations() {
             let microbatches = order.microbatches(iteration);
             let engine = self.stages.forward_engine(microbatches)?;
@@ -59,6 +61,7 @@ impl MerakTrainer {
             let mut module = StepModule::inference(&mut self.stages, &programs, inputs);
             engine.run(&mut module, &mut self.link)?;
             let result = module.finish();
+            pace.ended()?;
             for (microbatch, loss) in self.losses(&result)?.into_iter().enumerate() {
                 sums.0 += loss;
                 if is_finite && !loss.is_finite() && mpu.tensor_parallel_rank() == 0 {
@@ -70,6 +73,7 @@ impl MerakTrainer {
                 }
             }
         }
+        pace.finish()?;
         let mut eval_loss = 0.0;
         if self.stages.has_last() {
             let group = mpu.data_sequence_parallel_group();
@@ -96,6 +100,44 @@ impl MerakTrainer {
             callback.on_evaluate(&metrics);
         }
         Ok(metrics)
+    }
+}
+
+/// Keeps the first stages of a pipeline from running ahead of the last ones, which would have to hold all that they
+/// are sent.
+struct Pace<'a> {
+    group: &'a Group,
+    /// Iterations that this rank has ended and others may not have.
+    ended: VecDeque<Pending<Box<dyn Buffer>>>,
+}
+
+impl<'a> Pace<'a> {
+    fn new(group: &'a Group) -> Self {
+        Self {
+            group,
+            ended: VecDeque::new(),
+        }
+    }
+
+    /// Says that an iteration has ended here. With P ranks, waits until all have ended the one P before: each has work
+    /// as long as the pipeline is full.
+    fn ended(&mut self) -> Result<()> {
+        let nothing: Box<dyn Buffer> = Box::new(vec![0_i64]);
+        let pending = self.group.start_all_reduce(nothing, ReduceOp::Sum)?;
+        self.ended.push_back(pending);
+        if self.ended.len() > self.group.world_size()
+            && let Some(first) = self.ended.pop_front()
+        {
+            first.wait()?;
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> Result<()> {
+        for pending in self.ended {
+            pending.wait()?;
+        }
+        Ok(())
     }
 }
 

@@ -2,7 +2,7 @@
 //! the ranks meet again when all have.
 
 use super::{MerakTrainer, shards::ShardSource};
-use crate::Result;
+use crate::{Result, error::no_thread};
 use merak_ckpt::{Draft, Header, PendingShard, Store};
 use merak_mpu::ReduceOp;
 use std::{
@@ -96,11 +96,18 @@ impl MerakTrainer {
     }
 
     /// Has a thread delete the checkpoints that are too many: freeing gigabytes takes a while.
-    pub(super) fn start_rotation(&mut self, store: Store) {
+    pub(super) fn start_rotation(&mut self, store: Store) -> Result<()> {
         let limit = self.args.save_total_limit;
         let best = self.best.filter(|_| self.args.load_best_model_at_end);
         let keep = best.map(|best| best.step as u64);
-        self.rotation = Some(thread::spawn(move || store.rotate(limit, keep.as_slice())));
+        let rotate = move || store.rotate(limit, keep.as_slice());
+        let thread = thread::Builder::new().name("merak-rotation".to_owned());
+        self.rotation = Some(
+            thread
+                .spawn(rotate)
+                .map_err(no_thread("delete checkpoints"))?,
+        );
+        Ok(())
     }
 
     /// Waits until no checkpoint is being deleted any more.

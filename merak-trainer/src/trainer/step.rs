@@ -155,7 +155,7 @@ impl MerakTrainer {
                 data,
                 Arc::new(request) as Requests,
                 self.args.dataloader_num_workers,
-            ));
+            )?);
         }
         let loader = self.loader.as_mut().expect("it was just made");
         loader.take(microbatches).collect()

@@ -181,6 +181,7 @@ fn workers_change_no_batch() {
         let order = order.clone();
         let requests = Arc::new(move |n| (n < 14).then(|| order.microbatch(n / 2, 1, n % 2)));
         Loader::new(numbers(40), requests, workers)
+            .unwrap()
             .map(Result::unwrap)
             .collect()
     };
@@ -205,7 +206,7 @@ fn a_loader_that_is_dropped_early_ends_its_workers() {
     )
     .unwrap();
     let requests = Arc::new(move |n| Some(order.microbatch(n, 0, 0)));
-    let mut loader = Loader::new(Arc::clone(&dataset), requests, 3);
+    let mut loader = Loader::new(Arc::clone(&dataset), requests, 3).unwrap();
     loader.next().unwrap().unwrap();
     drop(loader);
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
@@ -255,6 +256,7 @@ fn a_sample_that_cannot_be_read_fails_its_own_batch() {
         let requests =
             Arc::new(move |n| (n < order.iterations()).then(|| order.microbatch(n, 0, 0)));
         let results: Vec<bool> = Loader::new(Arc::new(Failing), requests, workers)
+            .unwrap()
             .map(|batch| batch.is_ok())
             .collect();
         assert_eq!(results, [true, true, false, true]);

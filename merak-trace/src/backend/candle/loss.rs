@@ -37,7 +37,7 @@ impl Node<'_> {
         let loss = kernels::cross_entropy(threads, &logits, &labels, label_smoothing, &mut lse)
             .map_err(|e| self.kernel_error(e))?;
         Ok(vec![
-            self.backend.wrap(self.ty(0), vec![loss])?,
+            self.scalar(loss)?,
             self.backend.wrap(self.ty(1), lse)?,
         ])
     }
@@ -74,7 +74,14 @@ impl Node<'_> {
     pub(super) fn sum_all<T: Number>(&self, x: &Value) -> Result<Vec<Value>> {
         let x = elements::<T>(x)?;
         let sum = x.iter().map(|&x| Float::to_f64(x)).sum::<f64>();
-        Ok(vec![self.backend.wrap(self.ty(0), vec![sum])?])
+        Ok(vec![self.scalar(sum)?])
+    }
+
+    /// The first result, which is a number.
+    fn scalar(&self, number: f64) -> Result<Value> {
+        let mut memory = self.backend.result::<f64>(self.ty(0));
+        memory.fill(number);
+        self.backend.wrap(self.ty(0), memory)
     }
 
     /// Runs what [`Node::add_to`] adds up, from zero.

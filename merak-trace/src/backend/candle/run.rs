@@ -152,7 +152,9 @@ impl Node<'_> {
             Op::SumAll => self.sum_all::<T>(&inputs[0]),
             Op::SumAllGrad => {
                 let dy = <T as Float>::from_f64(elements::<f64>(&inputs[1])?[0]);
-                self.done([vec![dy; self.ty(0).numel()]])
+                let mut dx = self.out::<T>(0);
+                dx.fill(dy);
+                self.done([dx])
             }
             Op::LayerNormGradParams
             | Op::RmsNormGradParams

@@ -1,13 +1,12 @@
 //! candle tensors as values: access to their elements, reuse of their memory, and flat parameters.
 
+use super::pool::Pool;
 use crate::{Error, Param, ParamStore, Result, TensorType, Value, kernels::widen, value::Lease};
 use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Storage, Tensor, WithDType};
 use half::bf16;
 use merak_mpu::{Buffer, DType, Element};
 use std::{
     any::Any,
-    collections::BTreeMap,
-    fmt,
     marker::PhantomData,
     ops::{Deref, Range},
     sync::{Arc, Mutex, PoisonError},
@@ -57,79 +56,6 @@ impl Drop for Root {
         if let Some(pool) = &self.pool {
             pool.put(take_storage(&self.tensor));
         }
-    }
-}
-
-/// Memory of freed values, kept for the next value of the same length.
-#[derive(Clone, Default)]
-pub(super) struct Pool(Arc<Mutex<Shelves>>);
-
-#[derive(Default)]
-struct Shelves {
-    f32: BTreeMap<usize, Vec<Vec<f32>>>,
-    f64: BTreeMap<usize, Vec<Vec<f64>>>,
-    i64: BTreeMap<usize, Vec<Vec<i64>>>,
-}
-
-/// Element types whose memory is pooled.
-pub(super) trait Pooled: Scalar {
-    /// The shelf of this type.
-    fn shelf<'s>(shelves: &'s mut PoolGuard<'_>) -> &'s mut BTreeMap<usize, Vec<Vec<Self>>>;
-}
-
-/// Access to the shelves of a pool.
-pub(super) struct PoolGuard<'a>(std::sync::MutexGuard<'a, Shelves>);
-
-impl Pooled for f32 {
-    fn shelf<'s>(shelves: &'s mut PoolGuard<'_>) -> &'s mut BTreeMap<usize, Vec<Vec<Self>>> {
-        &mut shelves.0.f32
-    }
-}
-
-impl Pooled for f64 {
-    fn shelf<'s>(shelves: &'s mut PoolGuard<'_>) -> &'s mut BTreeMap<usize, Vec<Vec<Self>>> {
-        &mut shelves.0.f64
-    }
-}
-
-impl Pooled for i64 {
-    fn shelf<'s>(shelves: &'s mut PoolGuard<'_>) -> &'s mut BTreeMap<usize, Vec<Vec<Self>>> {
-        &mut shelves.0.i64
-    }
-}
-
-impl Pool {
-    fn lock(&self) -> PoolGuard<'_> {
-        PoolGuard(self.0.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// Memory for `len` elements with any contents; the caller writes all of it.
-    pub(super) fn take<T: Pooled>(&self, len: usize) -> Vec<T> {
-        let reused = T::shelf(&mut self.lock()).get_mut(&len).and_then(Vec::pop);
-        reused.unwrap_or_else(|| vec![T::zero(); len])
-    }
-
-    fn put(&self, storage: CpuStorage) {
-        fn shelve<T: Pooled>(pool: &Pool, memory: Vec<T>) {
-            if !memory.is_empty() {
-                T::shelf(&mut pool.lock())
-                    .entry(memory.len())
-                    .or_default()
-                    .push(memory);
-            }
-        }
-        match storage {
-            CpuStorage::F32(memory) => shelve(self, memory),
-            CpuStorage::F64(memory) => shelve(self, memory),
-            CpuStorage::I64(memory) => shelve(self, memory),
-            _ => {}
-        }
-    }
-}
-
-impl fmt::Debug for Pool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool").finish_non_exhaustive()
     }
 }
 

@@ -73,7 +73,7 @@ impl Team {
         });
         let mut team = Self {
             shared,
-            workers: Vec::with_capacity(num_workers),
+            workers: Vec::new(),
             call: Mutex::default(),
         };
         for number in 1..=num_workers.min(INSIDE as usize) {

@@ -176,7 +176,7 @@ impl Variant {
     }
 
     fn windows(&self, f: &Fields<'_>) -> Result<Vec<Option<usize>>> {
-        let layers = f.size_or("num_hidden_layers", 32)?;
+        let layers = f.layers_or("num_hidden_layers", 32)?;
         match self.windows {
             Windows::Nowhere => Ok(vec![None; layers]),
             Windows::Everywhere(size) => Ok(vec![

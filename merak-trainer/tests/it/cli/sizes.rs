@@ -80,7 +80,7 @@ fn models_beyond_any_memory_name_the_size() {
     let figures = [
         "error: the run needs at least ",
         " of memory, but this process may use ",
-        ": of all ranks (1) weights take 238.42 GiB, gradients 476.84 GiB, optimizer state 476.84 GiB and activations ",
+        ": of all ranks (1) weights take 238.42 GiB, gradients 476.84 GiB, optimizer state 476.84 GiB, activations ",
     ];
     assert!(
         figures.iter().all(|figure| message.contains(figure)),
