@@ -31,13 +31,6 @@ pub enum ParamRole {
     Embedding,
 }
 
-impl ParamRole {
-    /// Whether weight decay applies (not to biases and normalisation layers).
-    pub fn decays(self) -> bool {
-        matches!(self, Self::Weight | Self::Embedding)
-    }
-}
-
 /// How one logical tensor lies on the ranks of a mesh axis.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -192,6 +185,12 @@ impl Param {
             kept: None,
             beside: None,
         }
+    }
+
+    /// Whether weight decay applies: not to biases and normalisation layers, nor to what only has "bias" in its name,
+    /// as T5's `relative_attention_bias`, which is a table. Trainers of transformers go by names as well.
+    pub fn decays(&self) -> bool {
+        matches!(self.role, ParamRole::Weight | ParamRole::Embedding) && !self.name.contains("bias")
     }
 
     /// The element type in which it lies in memory.

@@ -361,7 +361,7 @@ fn param_specs(plan: &Plan, table: &[Param], owned: &[bool]) -> Vec<ParamSpec> {
             .position(|other| other.name == param.name)
             .expect("a stage's parameters are the model's");
         let spec = ParamSpec::new(param.name.clone(), &param.local.shape, global).with_norm(counts);
-        if param.role.decays() {
+        if param.decays() {
             spec
         } else {
             spec.without_decay()

@@ -7,7 +7,7 @@ use std::f64::consts::PI;
 /// The shape of a learning-rate schedule, under its name in a configuration.
 ///
 /// With `t` optimizer steps done, `w` warmup steps, `N` steps in all and `p = (t - w) / max(1, N - w)`, the
-/// factor of the learning rate is `t / max(1, w)` while `t < w`, and then:
+/// factor of the learning rate is `t / max(1, w)` while `t < w` (`wsd` rises from `r` to 1 instead), and then:
 ///
 /// | shape | factor for `t >= w` | keyword arguments |
 /// |---|---|---|
@@ -119,7 +119,7 @@ pub struct LrSchedulerKwargs {
     pub timescale: Option<u64>,
     /// Length of the decay of `wsd`, in steps.
     pub num_decay_steps: Option<u64>,
-    /// Factor at the end of `wsd`.
+    /// Factor at the start of the warmup and at the end of `wsd`.
     pub min_lr_ratio: Option<f64>,
     /// How `wsd` decays.
     pub decay_type: Option<DecayType>,
@@ -202,7 +202,8 @@ impl LrSchedule {
     /// The factor of the learning rate after `t` optimizer steps, that is, for step `t + 1`.
     pub fn factor(&self, t: u64) -> f64 {
         if t < self.warmup {
-            return t as f64 / self.warmup as f64;
+            let least = self.shape.warmup_start();
+            return t as f64 / self.warmup as f64 * (1.0 - least) + least;
         }
         let after_warmup = (t - self.warmup) as f64;
         let progress = after_warmup / self.total.saturating_sub(self.warmup).max(1) as f64;
@@ -247,6 +248,14 @@ impl LrSchedule {
 }
 
 impl Shape {
+    /// The factor that the warmup rises from.
+    fn warmup_start(self) -> f64 {
+        match self {
+            Self::Wsd { min_ratio, .. } => min_ratio,
+            _ => 0.0,
+        }
+    }
+
     fn resolve(
         kind: LrSchedulerType,
         kwargs: &LrSchedulerKwargs,

@@ -476,3 +476,25 @@ fn what_a_model_was_not_made_for_is_refused_by_the_name_of_its_field() {
     let error = model.trace(&TraceOptions::training(2, SEQ)).unwrap_err();
     insta::assert_snapshot!(error, @"model configuration: image_size: makes sequences of 197, the class token and 196 patches, not of 8");
 }
+
+#[test]
+fn a_table_with_bias_in_its_name_does_not_decay() {
+    let graph = trace(
+        &json!({ "model_type": "t5", "vocab_size": 31, "d_model": 16, "d_kv": 8, "d_ff": 24,
+        "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2 }),
+    );
+    let kept: Vec<_> = graph
+        .params()
+        .iter()
+        .filter(|param| !param.decays() && !param.name.contains("layer_norm"))
+        .map(|param| param.name.as_str())
+        .collect();
+    assert_eq!(
+        kept,
+        [
+            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        ]
+    );
+    assert!(graph.params().iter().any(|param| param.decays()));
+}

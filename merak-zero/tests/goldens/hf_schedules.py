@@ -26,6 +26,10 @@ CASES = {
     "wsd": lambda x: o.get_wsd_schedule(x, W, 2, num_training_steps=N),
     "wsd_linear_8": lambda x: o.get_wsd_schedule(x, W, 8, num_training_steps=N, decay_type="linear"),
     "wsd_sqrt_8": lambda x: o.get_wsd_schedule(x, W, 8, num_training_steps=N, decay_type="1-sqrt"),
+    "wsd_least_0.1": lambda x: o.get_wsd_schedule(x, W, 8, num_training_steps=N, min_lr_ratio=0.1),
+    "wsd_linear_least_0.25": lambda x: o.get_wsd_schedule(
+        x, W, 8, num_training_steps=N, decay_type="linear", min_lr_ratio=0.25
+    ),
 }
 
 for name, make in CASES.items():

@@ -18,6 +18,10 @@ fn golden_schedule(case: &str) -> LrSchedule {
         decay_type: Some(decay),
         ..none
     };
+    let least = |ratio: f64, decay: DecayType| LrSchedulerKwargs {
+        min_lr_ratio: Some(ratio),
+        ..wsd(8, decay)
+    };
     let (kind, kwargs) = match case {
         "linear" => (T::Linear, none),
         "cosine" => (T::Cosine, none),
@@ -48,6 +52,8 @@ fn golden_schedule(case: &str) -> LrSchedule {
         "wsd" => (T::Wsd, none),
         "wsd_linear_8" => (T::Wsd, wsd(8, DecayType::Linear)),
         "wsd_sqrt_8" => (T::Wsd, wsd(8, DecayType::OneMinusSqrt)),
+        "wsd_least_0.1" => (T::Wsd, least(0.1, DecayType::Cosine)),
+        "wsd_linear_least_0.25" => (T::Wsd, least(0.25, DecayType::Linear)),
         other => unreachable!("{other}"),
     };
     LrSchedule::new(kind, &kwargs, 0.001, 4, 20).expect("legal arguments")
@@ -66,11 +72,11 @@ fn every_schedule_gives_the_factors_of_hugging_face() {
         );
         lines += 1;
     }
-    assert_eq!(lines, 13 * 23);
+    assert_eq!(lines, 15 * 23);
 }
 
 #[test]
-fn wsd_decays_over_the_last_tenth_to_the_least_ratio() {
+fn wsd_warms_up_from_the_least_ratio_and_decays_to_it_over_the_last_tenth() {
     let kwargs = LrSchedulerKwargs {
         min_lr_ratio: Some(0.1),
         decay_type: Some(DecayType::Linear),
@@ -78,7 +84,7 @@ fn wsd_decays_over_the_last_tenth_to_the_least_ratio() {
     };
     let schedule = LrSchedule::new(LrSchedulerType::Wsd, &kwargs, 1.0, 10, 200).unwrap();
     let at = [0, 5, 10, 180, 190, 200, 300].map(|t| schedule.factor(t));
-    assert_eq!(at, [0.0, 0.5, 1.0, 1.0, 0.55, 0.1, 0.1]);
+    assert_eq!(at, [0.1, 0.55, 1.0, 1.0, 0.55, 0.1, 0.1]);
 }
 
 #[test]

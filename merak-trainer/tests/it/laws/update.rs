@@ -99,3 +99,29 @@ fn a_step_without_finite_gradients_leaves_weights_and_schedule_alone() {
         }
     }
 }
+
+#[test]
+fn a_largest_norm_of_zero_or_less_clips_nothing() {
+    let weights = |norm: f64| Case::gpt2().with("max_grad_norm", norm).run(2).weights;
+    let free = weights(0.0);
+    assert_same_tensors(&weights(-1.0), &free, "-1 as 0");
+    assert_ne!(weights(1e-3), free);
+}
+
+#[test]
+fn evaluation_reports_the_loss_without_label_smoothing() {
+    let losses = |smoothing: f64| {
+        let case = Case::gpt2().with("label_smoothing_factor", smoothing);
+        let ranks = case.on_ranks(|trainer| {
+            let evaluated = trainer.evaluate()?.eval_loss;
+            Ok((evaluated, trainer.train_step()?.loss))
+        });
+        ranks[0]
+    };
+    let ((plain, trained), (evaluated, smoothed)) = (losses(0.0), losses(0.5));
+    assert_eq!(plain.to_bits(), evaluated.to_bits());
+    assert!(
+        (smoothed - trained).abs() > 1e-6,
+        "{smoothed} for {trained}"
+    );
+}
