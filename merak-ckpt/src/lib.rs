@@ -119,6 +119,7 @@
 //! [its square root](https://arxiv.org/abs/2312.03732). Top-p is
 //! [nucleus sampling](https://arxiv.org/abs/1904.09751), section 3.1.
 
+mod byte_size;
 mod checkpoint;
 mod checksum;
 mod convert;
@@ -150,6 +151,7 @@ mod shard;
 mod store;
 mod verify;
 
+pub use byte_size::{BadByteSize, parse_byte_size};
 pub use checkpoint::Checkpoint;
 pub use checksum::Checksum;
 pub use cut::Cut;

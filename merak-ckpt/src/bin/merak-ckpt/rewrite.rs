@@ -5,7 +5,7 @@ use clap::Args;
 use merak_ckpt::{
     Checkpoint, DEFAULT_MAX_MEMORY, DType, ExportOptions, HfFolder, ImportOptions, ReshardOptions,
     Result, Stages, Topology, export_hf, extract_lora, import_hf, import_merak, merge_lora,
-    reshard,
+    parse_byte_size, reshard,
 };
 use std::path::{Path, PathBuf};
 
@@ -27,7 +27,7 @@ pub(crate) struct Degrees {
 #[derive(Args)]
 pub(crate) struct Memory {
     /// Most memory to take for tensors, as in 256MiB, besides some MiB of tables and the program itself
-    #[arg(long, allow_negative_numbers = true, default_value_t = DEFAULT_MAX_MEMORY as u64, value_parser = bytes, value_name = "BYTES")]
+    #[arg(long, allow_negative_numbers = true, default_value_t = DEFAULT_MAX_MEMORY as u64, value_parser = parse_byte_size, value_name = "BYTES")]
     max_memory: u64,
 }
 
@@ -151,7 +151,7 @@ pub(crate) struct HfFiles {
     #[arg(long, value_name = "D")]
     dtype: Option<DType>,
     /// Most bytes in one file, as in 5GB
-    #[arg(long, default_value_t = 5_000_000_000, value_parser = bytes, value_name = "S")]
+    #[arg(long, default_value_t = 5_000_000_000, value_parser = parse_byte_size, value_name = "S")]
     max_shard_size: u64,
     #[command(flatten)]
     memory: Memory,
@@ -222,47 +222,5 @@ fn written(path: &Path) -> Outcome {
     Outcome {
         text: format!("{}\n", path.display()),
         status: 0,
-    }
-}
-
-/// A number of bytes: `1000`, `5GB`, `256MiB`.
-fn bytes(text: &str) -> Result<u64, String> {
-    const UNITS: [(&str, u64); 9] = [
-        ("KiB", 1 << 10),
-        ("MiB", 1 << 20),
-        ("GiB", 1 << 30),
-        ("TiB", 1 << 40),
-        ("KB", 1_000),
-        ("MB", 1_000_000),
-        ("GB", 1_000_000_000),
-        ("TB", 1_000_000_000_000),
-        ("B", 1),
-    ];
-    let unit = UNITS.iter().find_map(|(unit, size)| {
-        let number = text.strip_suffix(unit)?;
-        Some((number, *size))
-    });
-    let (number, size) = unit.unwrap_or((text, 1));
-    number
-        .trim()
-        .parse::<u64>()
-        .ok()
-        .and_then(|number| number.checked_mul(size))
-        .ok_or_else(|| {
-            format!("expected a number of bytes as in 1000000, 5GB or 256MiB, found `{text}`")
-        })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::bytes;
-
-    #[test]
-    fn sizes_have_decimal_and_binary_units() {
-        let sizes = ["7", "5GB", "256MiB", "3 KB", "0B"].map(|text| bytes(text).unwrap());
-        assert_eq!(sizes, [7, 5_000_000_000, 256 << 20, 3_000, 0]);
-        for text in ["", "GB", "-1", "1.5GB", "99999999999TB", "1gb"] {
-            assert!(bytes(text).is_err(), "{text}");
-        }
     }
 }

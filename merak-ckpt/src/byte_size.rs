@@ -1,0 +1,78 @@
+//! Numbers of bytes as people write them.
+
+/// Units by their names, longer names first.
+const UNITS: [(&str, u64); 13] = [
+    ("KiB", 1 << 10),
+    ("MiB", 1 << 20),
+    ("GiB", 1 << 30),
+    ("TiB", 1 << 40),
+    ("KB", 1_000),
+    ("MB", 1_000_000),
+    ("GB", 1_000_000_000),
+    ("TB", 1_000_000_000_000),
+    ("K", 1 << 10),
+    ("M", 1 << 20),
+    ("G", 1 << 30),
+    ("T", 1 << 40),
+    ("B", 1),
+];
+
+/// Why a text is no number of bytes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("expected a number of bytes as in 1000000, 64KiB, 256M or 5GB, found `{found}`")]
+pub struct BadByteSize {
+    /// The text.
+    pub found: String,
+}
+
+/// Reads a number of bytes: `1000`, `5GB` (powers of 1000), `256MiB` or `256M` (powers of 1024, as `dd` and `truncate`
+/// read them).
+///
+/// # Errors
+/// When it is no whole number, has another unit, or is more than 64 bits hold.
+///
+/// ```
+/// use merak_ckpt::parse_byte_size;
+/// assert_eq!(parse_byte_size("64KiB"), parse_byte_size("64K"));
+/// assert_eq!(parse_byte_size("1M"), Ok(1 << 20));
+/// ```
+pub fn parse_byte_size(text: &str) -> Result<u64, BadByteSize> {
+    let unit = UNITS.iter().find_map(|(unit, size)| {
+        let number = text.strip_suffix(unit)?;
+        Some((number, *size))
+    });
+    let (number, size) = unit.unwrap_or((text, 1));
+    let number = number.trim().parse::<u64>().ok();
+    let bytes = number.and_then(|number| number.checked_mul(size));
+    bytes.ok_or_else(|| BadByteSize {
+        found: text.to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_decimal_and_binary_units() {
+        let sizes = [
+            "7", "5GB", "256MiB", "3 KB", "0B", "1M", "64K", "2 G", "64KiB",
+        ];
+        let sizes = sizes.map(|text| parse_byte_size(text).unwrap());
+        let expected = [
+            7,
+            5_000_000_000,
+            256 << 20,
+            3_000,
+            0,
+            1 << 20,
+            64 << 10,
+            2 << 30,
+            64 << 10,
+        ];
+        assert_eq!(sizes, expected);
+        for text in ["", "GB", "M", "-1", "1.5GB", "99999999999TB", "1gb"] {
+            assert!(parse_byte_size(text).is_err(), "{text}");
+        }
+    }
+}
