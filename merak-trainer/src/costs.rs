@@ -9,19 +9,31 @@
 //!
 //! Times are kept by what decides them: the operation and the types of operands and results. A transformer has some
 //! thirty kinds of nodes however deep it is, and any cut into stages and any recomputation is a sum of them.
+//!
+//! A machine that does something else meanwhile gives times that mislead. So a measurement whose repetitions differ
+//! widely is done again at once, and one that the first steps of a run contradict is done again by the next run; the
+//! run itself keeps its plan. Where the new one agrees with the old one, something else is different, and it stays.
 
 mod cache;
+mod first_steps;
 mod measure;
 mod profile;
 mod timed;
 
+pub use first_steps::FirstSteps;
 pub use profile::Profile;
 
 use crate::{CheckedArguments, CostSource, Device, Result, threads_per_rank, world::num_cores};
+use indicatif::HumanDuration;
 use merak_partition::cost;
 use merak_trace::{Graph, Hop, Node, Phase, StageProgram, models::Model};
 use serde::{Deserialize, Serialize};
-use std::{ops::Add, path::PathBuf, sync::Arc};
+use std::{
+    ops::Add,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 /// What decides how long the parts of a step take.
 #[derive(Debug, Clone, Default)]
@@ -119,6 +131,18 @@ impl CostModel {
         }
     }
 
+    /// When and how steadily times were measured; `None` where they are counted.
+    pub fn measurement(&self) -> Option<Measurement> {
+        let Self::Measured(profile) = self else {
+            return None;
+        };
+        let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(profile.measured_at));
+        Some(Measurement {
+            at: at.unwrap_or(SystemTime::UNIX_EPOCH),
+            spread: profile.spread,
+        })
+    }
+
     /// The unit of the costs, for people.
     pub fn unit(&self) -> &'static str {
         match self {
@@ -142,6 +166,57 @@ impl CostModel {
         }
         let profile = Profile::of(model, args, cache)?;
         Ok(profile.map_or(Self::Counted, |profile| Self::Measured(Arc::new(profile))))
+    }
+}
+
+/// From this spread on, repetitions of a measurement differ widely.
+const WIDE_SPREAD: f64 = 0.3;
+
+/// Times that differ by less agree.
+const AGREEMENT: f64 = 0.3;
+
+/// Whether two times agree.
+fn agree(one: f64, other: f64) -> bool {
+    one.max(other) <= one.min(other) * (1.0 + AGREEMENT)
+}
+
+/// Whether a measurement foretells how long steps take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Doubt {
+    /// Nothing is known against it.
+    #[default]
+    None,
+    /// The steps of a run took another time: it is to be done again.
+    Open,
+    /// It was done again and agreed with the one before: the reason lies elsewhere.
+    Settled,
+}
+
+/// When and how steadily times were measured.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Measurement {
+    /// When.
+    pub at: SystemTime,
+    /// Of the times of its repetitions, the width of the middle half by the median.
+    pub spread: f64,
+}
+
+impl Measurement {
+    /// Whether the repetitions differed widely, as on a machine that does something else meanwhile.
+    pub fn is_unsteady(&self) -> bool {
+        self.spread > WIDE_SPREAD
+    }
+
+    /// How long ago it was, for people: `just now`, `3 days ago`.
+    pub fn age(&self) -> String {
+        // Where the clock was set back, nobody knows.
+        let age = self.at.elapsed().unwrap_or_default();
+        if age < Duration::from_mins(1) {
+            "just now".to_owned()
+        } else {
+            format!("{} ago", HumanDuration(age))
+        }
     }
 }
 

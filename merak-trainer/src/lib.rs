@@ -72,10 +72,10 @@ pub use config::{
     ReportTo, SeqLength, SplitMethod, Temperature, ThreadsPerRank, TokenizerSource,
     TpLayerListArguments, TraceMethod, TrainSchedule, keys,
 };
-pub use costs::{CostCache, CostModel, Profile};
+pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{Error, Result};
 pub use memory::{MemoryNeed, MemoryShortage, Workload, available_bytes};
-pub use plan::{Forward, Lora, Plan, Prediction, StageTimes};
+pub use plan::{FasterSchedule, Forward, Lora, Plan, Prediction, StageTimes};
 pub use trainer::{
     ADAPTER_CONFIG, BestModel, Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepRecord,
     StepReport, TrainOutput, TrainerParts,

@@ -1,6 +1,7 @@
 //! What every rank decides alone and alike, before anything runs: the graph, the cut, the schedule.
 
 mod draft;
+mod faster;
 mod prediction;
 mod rank;
 mod recompute;
@@ -9,6 +10,7 @@ mod search;
 mod stages;
 
 pub(crate) use draft::Draft;
+pub use faster::FasterSchedule;
 pub use prediction::{Prediction, StageTimes};
 pub(crate) use rank::{ParamUse, RankPrograms};
 
@@ -29,7 +31,7 @@ use std::{collections::BTreeMap, sync::Arc};
 /// A model, cut over the ranks of a run.
 ///
 /// Making a plan is pure: no clock, no environment, no storage for weights. Every rank makes the same one.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Plan {
     /// The model.
     pub model: Arc<dyn Model>,
@@ -168,6 +170,23 @@ impl Plan {
             recompute,
             trace: draft.trace,
         })
+    }
+
+    /// The schedule, for people: its name, and for one that was searched the named one that it is or grew from.
+    pub fn schedule_name(&self) -> String {
+        let name = &self.schedule.name;
+        let Some(found) = &self.search else {
+            return name.clone();
+        };
+        let start = found.start.0;
+        let is_start = start
+            .generate(self.schedule.size)
+            .is_ok_and(|start| start.actions == self.schedule.actions);
+        if is_start {
+            format!("{name} ({start})")
+        } else {
+            format!("{name} (from {start})")
+        }
     }
 
     /// The same for a run that trains nothing: no rank keeps gradients, optimizer state or `f32` masters for it.

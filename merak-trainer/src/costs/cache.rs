@@ -4,14 +4,14 @@ use super::Profile;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fs, io, path::Path};
 
-/// Profiles by the conditions under which they were measured.
-pub(super) type Profiles = BTreeMap<String, Profile>;
+/// Profiles by the conditions under which they were measured, the newest last.
+pub(super) type Profiles = BTreeMap<String, Vec<Profile>>;
 
 /// The most bytes of a file of times.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Raised when the meaning of the numbers changes.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 
 #[derive(Serialize, Deserialize)]
 struct Document {
@@ -19,19 +19,28 @@ struct Document {
     profiles: Profiles,
 }
 
+/// What every version of the format has.
+#[derive(Deserialize)]
+struct Version {
+    format: u32,
+}
+
 /// What a file keeps. One that cannot be read is made anew, as it holds nothing that cannot be measured again.
 pub(super) fn read(file: &Path) -> Profiles {
-    let document = merak_ckpt::read_regular(file, MAX_BYTES).and_then(|bytes| {
+    let profiles = merak_ckpt::read_regular(file, MAX_BYTES).and_then(|bytes| {
+        let Version { format } = serde_json::from_slice(&bytes)?;
+        if format != FORMAT {
+            let reason = format!("it has version {format} of the format, expected {FORMAT}");
+            return Err(io::Error::other(reason));
+        }
         let document: Document = serde_json::from_slice(&bytes)?;
-        Ok(document)
+        Ok(document.profiles)
     });
-    match document {
-        Ok(document) if document.format == FORMAT => document.profiles,
+    match profiles {
+        Ok(profiles) => profiles,
         Err(error) if error.kind() == io::ErrorKind::NotFound => Profiles::new(),
-        other => {
-            let reason = other.err().map(|error| error.to_string());
-            let reason = reason.unwrap_or_else(|| "it is of another version".to_owned());
-            let file = file.display();
+        Err(error) => {
+            let (file, reason) = (file.display(), error.to_string());
             tracing::warn!(%file, reason, "measured times cannot be read and are measured again");
             Profiles::new()
         }
@@ -75,13 +84,13 @@ mod tests {
             per_node: 1e-6,
             ..Profile::default()
         };
-        let kept = Profiles::from([("here".to_owned(), profile)]);
+        let kept = Profiles::from([("here".to_owned(), vec![profile])]);
         write(&file, &kept);
         assert_eq!(read(&file), kept);
         let text = fs::read_to_string(&file).unwrap();
         fs::write(&file, &text[..text.len() / 2]).unwrap();
         assert_eq!(read(&file), Profiles::new());
-        fs::write(&file, text.replace("\"format\": 2", "\"format\": 1")).unwrap();
+        fs::write(&file, text.replace("\"format\": 3", "\"format\": 2")).unwrap();
         assert_eq!(read(&file), Profiles::new());
     }
 }

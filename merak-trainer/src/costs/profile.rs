@@ -1,6 +1,6 @@
 //! Measured times, by what decides them.
 
-use super::{CostCache, cache, measure};
+use super::{CostCache, Doubt, cache, measure};
 use crate::{CheckedArguments, Result, available_bytes, network::Network, plan::Draft};
 use merak_partition::cost::{self, Cost};
 use merak_trace::{Graph, Node, Op, StageProgram, TensorType, models::Model};
@@ -8,9 +8,14 @@ use merak_zero::ZeroStage;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, sync::Arc};
 
-/// How long this machine takes for the kinds of nodes of a model, with the ranks of a run side by side.
+/// How long this machine takes for the kinds of nodes of a model, with the ranks of a run side by side: one measurement.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Profile {
+    /// When it was measured, in seconds since 1970.
+    pub(super) measured_at: u64,
+    /// Of the times of its repetitions, the width of the middle half by the median.
+    pub(super) spread: f64,
+    pub(super) doubt: Doubt,
     /// Seconds by [`signature`].
     pub(super) nodes: BTreeMap<String, f64>,
     /// Seconds between one node and the next.
@@ -20,6 +25,8 @@ pub struct Profile {
     pub(crate) network: Network,
 }
 
+/// Profiles that are kept of the same conditions; each model has one.
+const KEPT: usize = 32;
 /// A core of these years, for kinds of nodes that were not timed.
 const FLOPS_PER_SECOND: f64 = 1e11;
 /// Operations that it does while a byte passes through its memory.
@@ -38,25 +45,52 @@ impl Profile {
         let mut known = cache
             .map(|cache| cache::read(&cache.file))
             .unwrap_or_default();
-        let key = measure::conditions(args);
-        let mut profile = known.remove(&key).unwrap_or_default();
-        if profile.covers(&programs) {
-            return Ok(Some(profile));
+        let profiles = known.entry(measure::conditions(args)).or_default();
+        let found = profiles.iter().rposition(|found| found.covers(&programs));
+        let found = found.map(|at| profiles.remove(at));
+        if let Some(found) = found.as_ref().filter(|found| found.doubt != Doubt::Open) {
+            return Ok(Some(found.clone()));
         }
         if measure::needed_bytes(&programs, args) > available_bytes() {
-            return Ok(None);
+            return Ok(found);
         }
-        let measured = measure::profile(&draft, &programs, args)?;
-        profile.nodes.extend(measured.nodes);
-        profile = Self {
-            nodes: profile.nodes,
-            ..measured
+        let mut profile = measure::profile(&draft, &programs, args)?;
+        profile.doubt = match found {
+            Some(doubted) if doubted.agrees(&profile) => Doubt::Settled,
+            _ => Doubt::None,
         };
+        profiles.push(profile.clone());
+        let old = profiles.len().saturating_sub(KEPT);
+        profiles.drain(..old);
         if let Some(cache) = cache.filter(|cache| cache.keeps) {
-            known.insert(key, profile.clone());
             cache::write(&cache.file, &known);
         }
         Ok(Some(profile))
+    }
+
+    /// Whether nodes take as long by both, together.
+    fn agrees(&self, other: &Self) -> bool {
+        let both = self.nodes.iter();
+        let both = both.filter_map(|(node, seconds)| Some((seconds, other.nodes.get(node)?)));
+        let sums = both.fold([0.0, 0.0], |[own, others], (a, b)| [own + a, others + b]);
+        super::agree(sums[0], sums[1])
+    }
+
+    /// Notes in the file that keeps it that a run took another time than it foretells; whether that was noted, which it
+    /// is once only.
+    pub(super) fn cast_doubt(&self, args: &CheckedArguments, cache: &CostCache) -> bool {
+        if self.doubt != Doubt::None || !cache.keeps {
+            return false;
+        }
+        let mut known = cache::read(&cache.file);
+        let profiles = known.get_mut(&measure::conditions(args));
+        let own = profiles.and_then(|profiles| profiles.iter_mut().find(|found| *found == self));
+        let Some(own) = own else {
+            return false;
+        };
+        own.doubt = Doubt::Open;
+        cache::write(&cache.file, &known);
+        true
     }
 
     /// Whether every node of the programs was timed.
@@ -161,4 +195,27 @@ fn without_key(op: &Op) -> Op {
         _ => {}
     }
     op
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn profile(nodes: &[(&str, f64)]) -> Profile {
+        let nodes = nodes.iter();
+        Profile {
+            nodes: nodes.map(|(node, s)| ((*node).to_owned(), *s)).collect(),
+            ..Profile::default()
+        }
+    }
+
+    #[test]
+    fn measurements_agree_by_the_nodes_that_both_have() {
+        let one = profile(&[("a", 1.0), ("b", 2.0), ("c", 9.0)]);
+        let agrees = |nodes: &[(&str, f64)]| one.agrees(&profile(nodes));
+        assert!(agrees(&[("a", 1.5), ("b", 2.0), ("d", 0.1)]));
+        assert!(agrees(&[("a", 0.7), ("b", 1.7)]));
+        assert!(!agrees(&[("a", 1.9), ("b", 2.1)]));
+        assert!(!agrees(&[("a", 0.2), ("b", 2.0)]));
+    }
 }

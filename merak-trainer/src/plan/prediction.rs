@@ -1,6 +1,6 @@
 //! How long a step will take.
 
-use super::{Plan, RankPrograms, search};
+use super::{Plan, RankPrograms};
 use crate::{CheckedArguments, CostModel, Result};
 use merak_pipe::{Costs, Simulation, Timeline, simulate_on};
 use std::fmt;
@@ -62,12 +62,7 @@ impl Plan {
         if updates.is_empty() {
             return Ok(None);
         }
-        let stages = search::Stages {
-            graph: &self.graph,
-            cuts: &self.cuts,
-            costs,
-        };
-        let by_stage = stages.costs(&self.recompute)?;
+        let by_stage = self.stage_costs(costs)?;
         let cores = costs.cores(args);
         // All ranks update at once, each at most at the speed of a core of its own.
         let longest = updates.iter().copied().fold(0.0, f64::max);

@@ -1,9 +1,13 @@
 //! What decides how long a step takes: measured, kept, and used.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
+use merak_pipe::ScheduleKind;
 use merak_trace::models::{self, Model};
-use merak_trainer::{CostCache, CostModel, Error, Plan, Prediction, Result};
+use merak_trainer::{
+    Callback, CostCache, CostModel, Error, FirstSteps, Measurement, Plan, Prediction, Result,
+    StepReport, Workload,
+};
 use tempfile::tempdir;
 
 use crate::support::Case;
@@ -157,4 +161,126 @@ fn a_limit_of_memory_moves_the_stages_or_says_what_would_do() {
     assert!(matches!(limited(least - 1), Err(Error::StageMemory { .. })));
     // The fastest stages keep more than the smallest.
     assert_ne!(tight.partition.stage_bounds, free.partition.stage_bounds);
+}
+
+/// A step that took so long.
+fn step(time: Duration) -> StepReport {
+    StepReport {
+        step: 1,
+        loss: 1.0,
+        grad_norm: 1.0,
+        lr: 1.0,
+        tokens: 1,
+        skipped: None,
+        time,
+    }
+}
+
+#[test]
+fn times_that_the_first_steps_contradict_are_measured_again_by_the_next_run() {
+    let folder = tempdir().expect("a temporary folder");
+    let cache = CostCache {
+        file: folder.path().join("costs.json"),
+        keeps: true,
+    };
+    let (case, args) = (Case::gpt2(), Case::gpt2().arguments());
+    let measured = || {
+        let costs = CostModel::of(&model(&case), &args, Some(&cache));
+        costs.expect("the nodes of a small model run")
+    };
+    let kept = || std::fs::read_to_string(&cache.file).expect("the times are kept");
+    let is_doubted = || kept().contains("\"doubt\": \"open\"");
+    let steps = |costs: &CostModel, cache: &CostCache, predicted: f64, taken: u64| {
+        let mut first = FirstSteps::new(&args, costs, cache.clone(), predicted);
+        // The first one touches memory, and one of them met another program.
+        for millis in [9000, taken, taken, 800, taken, taken, 9000, 9000] {
+            first.on_step(&step(Duration::from_millis(millis)));
+        }
+    };
+    let costs = measured();
+    let measurement = costs.measurement().expect("times were measured");
+    assert_eq!(measurement.age(), "just now");
+    let days = Duration::from_secs(3 * 24 * 3600);
+    let old = Measurement {
+        at: measurement.at - days,
+        ..measurement
+    };
+    assert_eq!(old.age(), "3 days ago");
+    let file = kept();
+    steps(&costs, &cache, 0.1, 129);
+    steps(&costs, &cache, 0.1, 78);
+    let looks = CostCache {
+        keeps: false,
+        ..cache.clone()
+    };
+    steps(&costs, &looks, 0.1, 300);
+    assert_eq!(kept(), file, "they agree, or may not write");
+    for taken in [131, 76] {
+        std::fs::write(&cache.file, &file).expect("the file can be written");
+        steps(&costs, &cache, 0.1, taken);
+        assert!(is_doubted(), "{taken} ms");
+    }
+    let again = measured();
+    assert!(!is_doubted());
+    assert_ne!(
+        predicted(&case, &again).costs,
+        predicted(&case, &costs).costs
+    );
+    // A measurement that came out the same is not doubted once more.
+    if kept().contains("\"doubt\": \"settled\"") {
+        steps(&again, &cache, 0.1, 300);
+        assert!(!is_doubted());
+    }
+    assert_eq!(
+        predicted(&case, &measured()).costs,
+        predicted(&case, &again).costs
+    );
+}
+
+#[test]
+fn a_faster_schedule_in_the_same_memory_is_told() {
+    let costs = CostModel::Counted;
+    let told = |schedule: &str, microbatches: usize, pp: usize| {
+        let case = Case::gpt2()
+            .on((1, 1, pp))
+            .with("activation_checkpointing", false)
+            .with("per_device_train_batch_size", 1)
+            .with("train_schedule", schedule)
+            .with_microbatches(microbatches);
+        let found = case.plan().faster_schedule(&case.arguments(), &costs);
+        found.expect("the stages have costs")
+    };
+    // Few microbatches: weight gradients fill the gaps, and 1f1b keeps as many activations on its first rank.
+    let found = told("1f1b", 2, 2).expect("a shorter schedule");
+    assert!(
+        [ScheduleKind::ZbH1, ScheduleKind::ZbH2].contains(&found.kind),
+        "{found:?}"
+    );
+    assert!(found.gain > 0.05 && found.gain < 0.5, "{found:?}");
+    let [now, then] = found.memory;
+    assert!(0 < now && then * 10 <= now * 11, "{found:?}");
+    // The one that was told leaves nothing to tell, and one rank has nothing to wait for.
+    assert_eq!(told(found.kind.as_str(), 2, 2), None);
+    assert_eq!(told("1f1b", 2, 1), None);
+}
+
+#[test]
+fn a_faster_schedule_that_keeps_more_is_not_told() {
+    let case = |schedule: &str| {
+        let case = Case::gpt2().on((1, 1, 2)).with_microbatches(2);
+        case.with("train_schedule", schedule)
+            .with("per_device_train_batch_size", 64)
+    };
+    // What was computed again is kept until the weight gradients are made.
+    let (own, other) = (case("1f1b"), case("zb_h1"));
+    let fullest = |case: &Case| {
+        let needs = case.plan().memory(&case.arguments(), &[Workload::Training]);
+        let needs = needs.expect("the stages have programs").into_iter();
+        needs.map(|need| need.total()).max().expect("a rank")
+    };
+    assert!(fullest(&other) * 10 > fullest(&own) * 11);
+    let found = own
+        .plan()
+        .faster_schedule(&own.arguments(), &CostModel::Counted);
+    assert_eq!(found.expect("the stages have costs"), None);
 }

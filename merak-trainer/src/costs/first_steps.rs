@@ -1,0 +1,69 @@
+//! The first steps of a run beside their prediction.
+
+use super::{CostCache, CostModel};
+use crate::{Callback, CheckedArguments, StepReport};
+use std::time::Duration;
+
+/// Steps that are looked at, after the first one, which touches memory.
+const STEPS: usize = 5;
+
+/// Compares the first steps of a run with the time that was predicted for them. Where they differ by more than 30 %, it
+/// says so and notes in the file of measured times that these are doubtful, so that the next run measures them again.
+#[derive(Debug)]
+pub struct FirstSteps {
+    args: CheckedArguments,
+    costs: CostModel,
+    cache: CostCache,
+    /// Seconds of a step.
+    predicted: f64,
+    seen: Vec<Duration>,
+}
+
+impl FirstSteps {
+    /// Expects steps to take so many seconds by `costs`, which `cache` keeps.
+    pub fn new(
+        args: &CheckedArguments,
+        costs: &CostModel,
+        cache: CostCache,
+        predicted: f64,
+    ) -> Self {
+        Self {
+            args: args.clone(),
+            costs: costs.clone(),
+            cache,
+            predicted,
+            seen: Vec::new(),
+        }
+    }
+
+    /// Notes a doubt where these steps take another time than predicted.
+    fn judge(&self, mut steps: Vec<Duration>) {
+        steps.sort_unstable();
+        let step = steps[steps.len() / 2].as_secs_f64();
+        let CostModel::Measured(profile) = &self.costs else {
+            return;
+        };
+        if super::agree(step, self.predicted) || !profile.cast_doubt(&self.args, &self.cache) {
+            return;
+        }
+        let measured = self.costs.measurement().map(|measured| measured.age());
+        tracing::warn!(
+            step_ms = format!("{:.1}", 1e3 * step),
+            predicted_ms = format!("{:.1}", 1e3 * self.predicted),
+            measured = measured.unwrap_or_default(),
+            "steps differ from their prediction by more than 30 %: the next run measures costs again"
+        );
+    }
+}
+
+impl Callback for FirstSteps {
+    fn on_step(&mut self, report: &StepReport) {
+        if self.seen.len() > STEPS {
+            return;
+        }
+        self.seen.push(report.time);
+        if self.seen.len() == STEPS + 1 {
+            self.judge(self.seen[1..].to_vec());
+        }
+    }
+}
