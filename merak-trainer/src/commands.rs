@@ -22,6 +22,6 @@ pub(crate) use failure::{Failure, Outcome};
 
 /// Writes a generated file to standard output.
 pub(crate) fn print_bytes(bytes: &[u8]) -> Outcome {
-    output::print(&String::from_utf8_lossy(bytes))?;
+    output::print(bytes)?;
     Ok(std::process::ExitCode::SUCCESS)
 }

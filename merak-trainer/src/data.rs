@@ -39,6 +39,7 @@ mod loader;
 mod masked;
 mod order;
 mod permutation;
+mod plain;
 mod records;
 mod rng;
 mod samples;

@@ -3,7 +3,7 @@
 mod fault;
 mod words;
 
-use self::words::{did_you_mean, of, other_share, purpose, records_of};
+use self::words::{did_you_mean, of, other_share, passed_over, purpose, records_of};
 use crate::config::DataFormat;
 use indicatif::BinaryBytes;
 use merak_pipe::Action;
@@ -234,10 +234,28 @@ pub enum Error {
         source: io::Error,
     },
     /// A data path without a byte of text.
-    #[error("no text in {}: \"data.path\" needs a file or folder with text", path.display())]
+    #[error("no text in {}: \"data.path\" needs a file or folder with text{}", path.display(), passed_over(*skipped))]
     NoText {
         /// The path.
         path: PathBuf,
+        /// Files that were passed over, as they are no text.
+        skipped: usize,
+    },
+    /// A file that was to be read as text.
+    #[error(
+        "cannot read {} as text: {found} (offset {offset}): {instead}, or set \"data.skip_binary\" to true to pass over \
+         such files",
+        path.display()
+    )]
+    NotText {
+        /// The file.
+        path: PathBuf,
+        /// The first byte that is no text.
+        offset: usize,
+        /// What the file is instead.
+        found: String,
+        /// What to do about it.
+        instead: &'static str,
     },
     /// A data path without a record.
     #[error("no records in {}: {format} needs {}", path.display(), records_of(*format))]

@@ -5,8 +5,9 @@ use merak_mpu::{Group, Packet, ReduceOp, threads};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// Runs an operation on a rank's numbers, and gives numbers back for the next time.
-type Run = fn(&Group, Vec<f32>) -> merak_mpu::Result<Vec<f32>>;
+/// Runs an operation on a rank's numbers, and gives numbers back for the next time; the last numbers are a buffer that
+/// stays with the rank.
+type Run = fn(&Group, Vec<f32>, &mut Vec<f32>) -> merak_mpu::Result<Vec<f32>>;
 
 /// An operation between ranks that can be timed.
 #[derive(Debug, Clone, Copy)]
@@ -22,22 +23,22 @@ pub const EXCHANGES: [Exchange; 6] = [
     ALL_REDUCE,
     Exchange {
         name: "reduce_scatter",
-        run: |group, data| group.reduce_scatter_vec(data, ReduceOp::Max),
+        run: |group, data, _| group.reduce_scatter_vec(data, ReduceOp::Max),
         share: |n| (n - 1.0) / n,
     },
     Exchange {
         name: "all_gather",
-        run: |group, data| group.all_gather_vec(data),
+        run: |group, data, _| group.all_gather_vec(data),
         share: |n| n - 1.0,
     },
     Exchange {
         name: "broadcast",
-        run: |group, data| group.broadcast_vec(data, 0),
+        run: |group, data, _| group.broadcast_vec(data, 0),
         share: |_| 1.0,
     },
     Exchange {
         name: "all_to_all",
-        run: |group, data| group.all_to_all_vec(data),
+        run: |group, data, _| group.all_to_all_vec(data),
         share: |n| (n - 1.0) / n,
     },
     SEND_RECV,
@@ -45,14 +46,28 @@ pub const EXCHANGES: [Exchange; 6] = [
 
 const ALL_REDUCE: Exchange = Exchange {
     name: "all_reduce",
-    run: |group, data| group.all_reduce_vec(data, ReduceOp::Max),
+    run: |group, data, _| group.all_reduce_vec(data, ReduceOp::Max),
     share: |n| 2.0 * (n - 1.0) / n,
 };
 
-/// Every rank sends to the next one and receives from the one before.
+/// Every rank sends to the next one, receives from the one before, and copies what it received into a buffer of its own:
+/// between threads a message alone is a pointer, whatever its size.
 const SEND_RECV: Exchange = Exchange {
     name: "send_recv",
-    run: send_recv,
+    run: |group, data, own| {
+        let received = hand_over(group, data)?;
+        own.resize(received.len(), 0.0);
+        own.copy_from_slice(&received);
+        Ok(received)
+    },
+    share: |_| 1.0,
+};
+
+/// The same without the copy, as stages have it: the nodes that read a value first bring it to their core, and that is
+/// part of their measured time.
+const HAND_OVER: Exchange = Exchange {
+    name: "hand_over",
+    run: |group, data, _| hand_over(group, data),
     share: |_| 1.0,
 };
 
@@ -72,13 +87,13 @@ impl Exchange {
             let group = member.world_group()?;
             let len = bytes / size_of::<f32>();
             let mut times = Vec::with_capacity(steps);
-            let mut data = vec![1.0_f32; len];
+            let (mut data, mut own) = (vec![1.0_f32; len], Vec::new());
             // The first time wakes threads and touches memory.
             for _ in 0..=steps {
                 data.resize(len, 1.0);
                 group.barrier()?;
                 let start = Instant::now();
-                data = (self.run)(&group, data)?;
+                data = (self.run)(&group, data, &mut own)?;
                 times.push(start.elapsed());
             }
             times.remove(0);
@@ -93,7 +108,7 @@ impl Exchange {
     }
 }
 
-fn send_recv(group: &Group, data: Vec<f32>) -> merak_mpu::Result<Vec<f32>> {
+fn hand_over(group: &Group, data: Vec<f32>) -> merak_mpu::Result<Vec<f32>> {
     let (rank, world) = (group.rank(), group.world_size());
     let packet = Packet {
         shape: vec![data.len()],
@@ -148,7 +163,7 @@ impl Network {
     /// Times messages between two ranks, and sums over `group` of them.
     pub(crate) fn measure(group: usize) -> Result<Self> {
         Ok(Self {
-            send: Line::of(&SEND_RECV, 2)?,
+            send: Line::of(&HAND_OVER, 2)?,
             all_reduce: Line::of(&ALL_REDUCE, group.max(2))?,
         })
     }

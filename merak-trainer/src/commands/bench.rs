@@ -71,9 +71,9 @@ pub(crate) struct Gpt {
     /// Compute threads of each rank; unset: the cores shared out.
     #[arg(long)]
     threads: Option<usize>,
-    /// Pipeline schedule.
-    #[arg(long, default_value = "1f1b")]
-    schedule: String,
+    /// Pipeline schedule, which the result names; unset: `auto`, which searches one, and `1f1b` on one rank.
+    #[arg(long)]
+    schedule: Option<String>,
     /// Stages per rank, under `interleaved_1f1b` and `auto`.
     #[arg(long, default_value_t = 1)]
     virtual_stages: usize,
@@ -149,6 +149,7 @@ impl Gpt {
         let median = times[times.len() / 2];
         Ok(json!({
             "mode": self.mode(),
+            "schedule": plan.schedule_name(),
             "tokens_per_s": (self.batch * self.seq) as f64 / median,
             "ms_per_step": median * 1e3,
             "params": plan.graph.num_elements(),
@@ -174,7 +175,7 @@ impl Gpt {
             ("tp", self.tp.to_string()),
             ("pp", self.pp.to_string()),
             ("zero_stage", self.zero.to_string()),
-            ("train_schedule", self.schedule.clone()),
+            ("train_schedule", self.schedule().to_owned()),
             ("virtual_stages", self.virtual_stages.to_string()),
             ("partition_method", self.partition.clone()),
             (
@@ -200,6 +201,14 @@ impl Gpt {
         let lora = self.lora_config.clone();
         keys.extend(lora.map(|lora| ("lora_config", lora)));
         checked(keys)
+    }
+
+    fn schedule(&self) -> &str {
+        match &self.schedule {
+            Some(schedule) => schedule,
+            None if self.pp > 1 => "auto",
+            None => "1f1b",
+        }
     }
 
     fn mode(&self) -> String {

@@ -72,7 +72,7 @@ pub(crate) struct Args {
     /// Pipeline stages.
     #[arg(long, default_value_t = 1)]
     pp: usize,
-    /// Prints one JSON document.
+    /// Prints one JSON document, a prompt to a line.
     #[arg(long)]
     json: bool,
 }
@@ -105,7 +105,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let session = Session::new(checked, loaded, tokenizer, positions)?;
     let results = session.on_ranks(|trainer| {
         if streams && trainer.mpu().is_rank_0() {
-            output::stream(&session.text(&prompts[0])?);
+            output::stream(session.text(&prompts[0])?);
         }
         if adapters.is_empty() {
             return Ok(vec![session.generate(trainer, &prompts, streams)?]);
@@ -119,7 +119,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     if streams {
         output::print("")?;
     } else {
-        output::print(&args.show(&results, &session)?)?;
+        output::print(args.show(&results, &session)?)?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -201,7 +201,7 @@ impl Args {
     }
 
     /// The results of each adapter.
-    fn show(&self, results: &[Vec<Completion>], session: &Session) -> Result<String> {
+    fn show(&self, results: &[Vec<Completion>], session: &Session) -> Result<Vec<u8>> {
         let names = self.adapter.iter().map(|path| path.display().to_string());
         let names: Vec<_> = names.map(Some).chain([None]).collect();
         let named = names.iter().zip(results);
@@ -224,7 +224,8 @@ impl Args {
                     .map(move |completion| entry(adapter, completion))
             });
             let entries = entries.collect::<Result<Vec<_>>>()?;
-            return Ok(format!("{:#}", serde_json::Value::Array(entries)));
+            let lines: Vec<_> = entries.iter().map(ToString::to_string).collect();
+            return Ok(format!("[\n{}\n]", lines.join(",\n")).into_bytes());
         }
         let mut shown = Vec::new();
         for (adapter, completions) in named {
@@ -235,12 +236,12 @@ impl Args {
                 };
                 let mut text = session.text(&[prompt, &completion.ids].concat())?;
                 if let (Some(adapter), true) = (adapter, results.len() > 1) {
-                    text = format!("[{adapter}] {text}");
+                    text = [format!("[{adapter}] ").as_bytes(), &text].concat();
                 }
                 shown.push(text);
             }
         }
-        Ok(shown.join("\n---\n"))
+        Ok(shown.join(&b"\n---\n"[..]))
     }
 }
 
@@ -259,17 +260,20 @@ fn prompts(
             .map(|ids| parse_ids(ids))
             .collect::<Result<_>>()?);
     }
-    let mut texts = args.prompt.clone();
+    let mut texts: Vec<_> = args
+        .prompt
+        .iter()
+        .map(|text| text.clone().into_bytes())
+        .collect();
     if let Some(path) = &args.prompt_file {
-        let text = merak_ckpt::read_text(path, MAX_PROMPT_BYTES).map_err(|source| Error::Read {
-            path: path.clone(),
-            source,
-        })?;
-        texts.extend(
-            text.lines()
-                .filter(|line| !line.is_empty())
-                .map(str::to_owned),
-        );
+        let text =
+            merak_ckpt::read_regular(path, MAX_PROMPT_BYTES).map_err(|source| Error::Read {
+                path: path.clone(),
+                source,
+            })?;
+        let lines = text.split(|byte| *byte == b'\n');
+        let lines = lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line));
+        texts.extend(lines.filter(|line| !line.is_empty()).map(<[u8]>::to_vec));
         if texts.is_empty() {
             return Err(
                 format!("no prompt in {}: write one prompt per line", path.display()).into(),

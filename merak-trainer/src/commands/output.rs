@@ -3,10 +3,11 @@
 use std::io::{self, Write};
 
 /// Writes results to standard output. A reader that went away, such as `head`, is no failure.
-pub(crate) fn print(text: &str) -> io::Result<()> {
+pub(crate) fn print(text: impl AsRef<[u8]>) -> io::Result<()> {
+    let text = text.as_ref();
     let mut out = io::stdout().lock();
-    let written = out.write_all(text.as_bytes()).and_then(|()| {
-        if text.ends_with('\n') {
+    let written = out.write_all(text).and_then(|()| {
+        if text.ends_with(b"\n") {
             Ok(())
         } else {
             out.write_all(b"\n")
@@ -19,8 +20,8 @@ pub(crate) fn print(text: &str) -> io::Result<()> {
 }
 
 /// Writes a piece of a result that is still coming; whether it arrived is told when the end is written.
-pub(crate) fn stream(text: &str) {
+pub(crate) fn stream(text: impl AsRef<[u8]>) {
     let mut out = io::stdout().lock();
     // A reader that went away is told at the end.
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    let _ = out.write_all(text.as_ref()).and_then(|()| out.flush());
 }

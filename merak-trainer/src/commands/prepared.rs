@@ -4,10 +4,11 @@ use super::{
     environment,
     model::{Loaded, companions},
 };
+use indicatif::BinaryBytes;
 use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
-    CheckedArguments, Config, CostCache, CostModel, DataFormat, Error, MerakTrainer, Plan,
-    Prediction, Result, SeqLength, TrainSchedule, TrainerParts, Workload,
+    CheckedArguments, Config, CostCache, CostModel, DataFormat, Error, FasterSchedule, FirstSteps,
+    MerakTrainer, Plan, Prediction, Result, SeqLength, TrainSchedule, TrainerParts, Workload,
     data::{Corpus, Dataset, Datasets, ModelInputs, Source, Tokenizer},
     keys, threads_per_rank,
 };
@@ -25,6 +26,9 @@ pub(crate) struct Prepared {
     /// How long a step will take, where that was measured.
     pub(crate) prediction: Option<Prediction>,
     costs: CostModel,
+    /// The file that keeps measured times.
+    cost_cache: Option<CostCache>,
+    faster: Option<FasterSchedule>,
     description: String,
     datasets: Datasets,
     /// Bytes of the tokens that the samples are cut from.
@@ -54,7 +58,35 @@ impl Prepared {
             self.plan = Arc::new(Plan::with_costs(Arc::clone(model), args, &self.costs)?);
         }
         self.prediction = self.plan.predict(args, &self.costs)?;
+        self.faster = self.plan.faster_schedule(args, &self.costs)?;
+        self.cost_cache = cache;
         Ok(())
+    }
+
+    /// Who holds the first steps against their prediction, where there is one whose times are kept.
+    pub(crate) fn first_steps(&self) -> Option<FirstSteps> {
+        let (prediction, cache) = self.prediction.as_ref().zip(self.cost_cache.clone())?;
+        Some(FirstSteps::new(
+            &self.args,
+            &self.costs,
+            cache,
+            prediction.step(),
+        ))
+    }
+
+    /// When the times were measured that the prediction is made of, for people.
+    fn measurement(&self) -> Option<String> {
+        let measured = self.costs.measurement()?;
+        let age = measured.age();
+        let percent = 100.0 * measured.spread;
+        let steady = if measured.is_unsteady() {
+            ": the machine was busy, and the prediction may be off"
+        } else {
+            ""
+        };
+        Some(format!(
+            "by times measured {age}, whose repetitions differed by {percent:.0} %{steady}"
+        ))
     }
 
     /// Prepares an evaluation of the validation part alone.
@@ -100,6 +132,8 @@ impl Prepared {
             tokenizer,
             prediction: None,
             costs: CostModel::Counted,
+            cost_cache: None,
+            faster: None,
             description,
             datasets,
             model_files,
@@ -147,6 +181,18 @@ impl Prepared {
             samples: data.len(),
         });
         training.into_iter().chain(evaluation).collect()
+    }
+
+    /// The steps of the warmup and of the run, where the run ends before its learning rate is reached.
+    fn long_warmup(&self) -> Result<Option<(u64, usize)>> {
+        let Some(train) = &self.datasets.train else {
+            return Ok(None);
+        };
+        let total = self
+            .args
+            .total_steps(train.len() / self.args.global_batch());
+        let warmup = self.args.lr_schedule(total)?.warmup();
+        Ok((warmup >= total as u64 && warmup > 0).then_some((warmup, total)))
     }
 
     /// How much there is to train and to evaluate on, and in what it is counted.
@@ -227,12 +273,23 @@ impl Prepared {
         }
         if let Some(prediction) = &self.prediction {
             let _ = writeln!(text, "time      {prediction}");
+            if let Some(measurement) = self.measurement() {
+                let _ = writeln!(text, "          {measurement}");
+            }
         }
         let _ = writeln!(text);
         for unmatched in &plan.tensor.unmatched {
             let _ = writeln!(
                 text,
                 "warning: the tensor-parallel pattern \"{unmatched}\" matches nothing"
+            );
+        }
+        if let Some((warmup, total)) = self.long_warmup()? {
+            let _ = writeln!(
+                text,
+                "warning: the warmup takes {warmup} steps and the run {total}: the learning rate never reaches \
+                 \"learning_rate\", {}",
+                args.learning_rate
             );
         }
         if args.asks_for_recomputation() && plan.recomputes_nothing() {
@@ -243,6 +300,17 @@ impl Prepared {
             );
         }
         let _ = write!(text, "{}", plan.partition_report(args)?);
+        if let Some(faster) = self.faster {
+            let FasterSchedule { kind, gain, .. } = faster;
+            let [now, then] = faster.memory.map(|bytes| BinaryBytes(bytes as u64));
+            let _ = writeln!(
+                text,
+                "\nfaster    {kind} would shorten a step by {:.0} %, by {}, in the same memory ({then} on the fullest rank, now \
+                 {now}): set \"train_schedule\" to \"{kind}\"",
+                100.0 * gain,
+                self.costs.unit()
+            );
+        }
         Ok(text)
     }
 }

@@ -53,18 +53,20 @@ pub(crate) fn run(config: &Config) -> Outcome {
                 Err(error) => {
                     refused += 1;
                     if trainer.mpu().is_rank_0() {
-                        tracing::error!(line, "{}", merak_trainer::chain(&error));
+                        let line = String::from_utf8_lossy(&line);
+                        tracing::error!(%line, "{}", merak_trainer::chain(&error));
                     }
                     continue;
                 }
             };
             let completions = session.generate(trainer, &[prompt], session.tokenizer.is_some())?;
             if trainer.mpu().is_rank_0() {
-                let end = match session.tokenizer {
-                    Some(_) => String::new(),
+                let mut end = match session.tokenizer {
+                    Some(_) => Vec::new(),
                     None => session.text(&completions[0].ids)?,
                 };
-                output::stream(&format!("{end}\n"));
+                end.push(b'\n');
+                output::stream(end);
             }
         }
         Ok(refused)
@@ -104,7 +106,7 @@ fn tokenizer(config: &Config) -> Result<Option<Tokenizer>> {
 const MAX_LINE_BYTES: u64 = 16 << 20;
 
 /// The next prompt, which the first rank reads, on every rank.
-fn next_line(trainer: &MerakTrainer) -> Result<Option<String>> {
+fn next_line(trainer: &MerakTrainer) -> Result<Option<Vec<u8>>> {
     let world = trainer.mpu().world_group();
     let mut line = Vec::new();
     if trainer.mpu().is_rank_0() {
@@ -119,9 +121,9 @@ fn next_line(trainer: &MerakTrainer) -> Result<Option<String>> {
             source,
         })?;
     }
-    let bytes = world.broadcast_bytes(line, 0)?;
-    // As in files of data, bytes that are not UTF-8 stand for U+FFFD.
-    let line = String::from_utf8_lossy(&bytes);
-    let prompt = line.trim_end_matches(['\r', '\n']);
-    Ok((!line.is_empty() && prompt != STOP).then(|| prompt.to_owned()))
+    let line = world.broadcast_bytes(line, 0)?;
+    let is_end = |byte: &u8| matches!(byte, b'\r' | b'\n');
+    let len = line.iter().rposition(|byte| !is_end(byte));
+    let prompt = &line[..len.map_or(0, |last| last + 1)];
+    Ok((!line.is_empty() && prompt != STOP.as_bytes()).then(|| prompt.to_vec()))
 }

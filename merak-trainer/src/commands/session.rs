@@ -94,18 +94,18 @@ impl Session {
     }
 
     /// What people see of some tokens: their text, or their numbers where there is no tokenizer.
-    pub(crate) fn text(&self, ids: &[u32]) -> Result<String> {
+    pub(crate) fn text(&self, ids: &[u32]) -> Result<Vec<u8>> {
         match &self.tokenizer {
-            Some(tokenizer) => tokenizer.decode(ids),
-            None => Ok(format!("{ids:?}")),
+            Some(tokenizer) => tokenizer.bytes_after(0, ids),
+            None => Ok(format!("{ids:?}").into_bytes()),
         }
     }
 
     /// The tokens of a prompt: those of its text, or the numbers that it consists of where there is no tokenizer.
-    pub(crate) fn tokens(&self, prompt: &str) -> Result<Vec<u32>> {
+    pub(crate) fn tokens(&self, prompt: &[u8]) -> Result<Vec<u32>> {
         match &self.tokenizer {
             Some(tokenizer) => tokenizer.encode_prompt(prompt),
-            None => parse_ids(prompt),
+            None => parse_ids(&String::from_utf8_lossy(prompt)),
         }
     }
 }
@@ -137,6 +137,16 @@ struct Watch<'a> {
     streams: bool,
     /// The tokens of each prompt, and how much of the text of new ones was printed.
     texts: BTreeMap<u64, Text>,
+}
+
+/// A text without the replacement characters at its end.
+fn without_replacement(mut text: &[u8]) -> &[u8] {
+    let mut replacement = [0; 4];
+    let replacement = char::REPLACEMENT_CHARACTER.encode_utf8(&mut replacement);
+    while let Some(before) = text.strip_suffix(replacement.as_bytes()) {
+        text = before;
+    }
+    text
 }
 
 /// A text so far.
@@ -174,9 +184,7 @@ impl<'a> Watch<'a> {
         text.tokens.push(token.id);
         if self.streams {
             // A character may be spread over several tokens: it waits for the last of them.
-            text.show(tokenizer, |all| {
-                all.trim_end_matches(char::REPLACEMENT_CHARACTER)
-            });
+            text.show(tokenizer, without_replacement);
         }
         match &self.stops {
             Some(stops) if stops.end(&text.tokens) => ControlFlow::Break(()),
@@ -195,8 +203,8 @@ impl<'a> Watch<'a> {
 
 impl Text {
     /// Prints what is new of the part of the text that `ready` gives.
-    fn show(&mut self, tokenizer: &Tokenizer, ready: impl Fn(&str) -> &str) {
-        let Ok(all) = tokenizer.decode_after(self.prompt_length, &self.tokens) else {
+    fn show(&mut self, tokenizer: &Tokenizer, ready: impl Fn(&[u8]) -> &[u8]) {
+        let Ok(all) = tokenizer.bytes_after(self.prompt_length, &self.tokens) else {
             return;
         };
         let ready = ready(&all);

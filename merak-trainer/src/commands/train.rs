@@ -7,7 +7,8 @@ use merak_mpu::Member;
 use merak_pipe::Timeline;
 use merak_trace::models::Objective;
 use merak_trainer::{
-    Callback, CheckedArguments, Error, MerakTrainer, Result, StepRecord, TrainOutput, TrainerParts,
+    Callback, CheckedArguments, Config, Error, MerakTrainer, Origin, Result, StepRecord,
+    TrainOutput, TrainerParts,
     data::bigram_loss,
     metrics::{EvaluationMetrics, Progress, Reporter},
     run_world,
@@ -46,7 +47,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(mut args: Args) -> Outcome {
     let dry_run = args.keys.take_flag("--dry-run") || args.dry_run;
-    let config = args.keys.load(&args.config)?;
+    let config = load(&mut args)?;
     if config.arguments().text_generation && !dry_run {
         return super::prompts::run(&config);
     }
@@ -79,6 +80,23 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         .map_or(ExitCode::SUCCESS, |signal| {
             ExitCode::from((128 + signal) as u8)
         }))
+}
+
+/// The configuration of a training.
+fn load(args: &mut Args) -> Result<Config> {
+    let given = args.keys.load(&args.config)?;
+    let origin = given.origin("do_train");
+    if *origin != Origin::Default
+        && !given.arguments().do_train
+        && !given.arguments().text_generation
+    {
+        tracing::warn!(
+            %origin,
+            "do_train is false, but this command trains whatever it says: `merak evaluate` evaluates alone"
+        );
+    }
+    args.keys.push("do_train", "true");
+    args.keys.load(&args.config)
 }
 
 /// What a dry run says below the plan. A plan for a larger machine is a good plan.
@@ -191,12 +209,16 @@ impl Run<'_> {
         let is_first = member.rank().0 == 0;
         let mpu = merak_mpu::Mpu::new(member, self.plan.degrees)?;
         let reporter = is_first.then(Reporter::default);
+        let reports = reporter
+            .iter()
+            .map(|reporter| Box::new(reporter.clone()) as Box<dyn Callback>);
+        let mut callbacks: Vec<_> = reports.collect();
+        if let Some(first_steps) = self.first_steps().filter(|_| is_first) {
+            callbacks.push(Box::new(first_steps));
+        }
         let parts = TrainerParts {
             stop: Arc::clone(stop),
-            callbacks: reporter
-                .iter()
-                .map(|reporter| Box::new(reporter.clone()) as Box<dyn Callback>)
-                .collect(),
+            callbacks,
             ..self.parts()
         };
         let mut trainer = MerakTrainer::new(Arc::clone(&self.plan), mpu, &self.args, parts)?;

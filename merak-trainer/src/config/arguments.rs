@@ -149,7 +149,7 @@ settings! {
         optim: OptimizerKind = OptimizerKind::AdamW,
         /// Learning rate after warmup.
         learning_rate: f64 = 5e-5,
-        /// Decoupled weight decay; none on biases and norm weights.
+        /// Weight decay, decoupled under `adamw_torch` and added to the gradient under `adam` and `sgd`; none on norm weights and on what has "bias" in its name.
         weight_decay: f64 = 0.0,
         /// Decay of Adam's first moment.
         adam_beta1: f64 = 0.9,
@@ -173,7 +173,7 @@ settings! {
         warmup_steps: usize = 0,
         /// Warmup as a share of all steps.
         warmup_ratio: f64 = 0.0,
-        /// Share of the target spread over all tokens in the loss.
+        /// Share of the target spread over all tokens in the training loss; evaluation reports the loss without it.
         label_smoothing_factor: f64 = 0.0,
         /// Steps between log lines.
         logging_steps: usize = 500,
@@ -243,6 +243,8 @@ settings! {
         validation_fraction: f64 = 0.05,
         /// Most bytes of text that are read; unset: all of `path`, or 8 MiB of the crates' sources.
         max_bytes: Option<usize> = None,
+        /// Whether files that are no text (binary, or not UTF-8 where the tokenizer needs that) are passed over and counted, not refused.
+        skip_binary: bool = false,
         /// Share of a text's tokens that masked language modelling hides and span corruption leaves out.
         mlm_probability: f64 = 0.15,
         /// Share of the hidden tokens that the mask token replaces.

@@ -476,6 +476,12 @@ fn check_data(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         data.max_bytes.unwrap_or_default(),
         "unset unless \"data.format\" is \"text\"",
     )?;
+    checker.require(
+        data.format != DataFormat::Tensors || !data.skip_binary,
+        "data.skip_binary",
+        data.skip_binary,
+        "false under \"data.format\" tensors, whose files hold no text",
+    )?;
     let (masked, random) = (data.mask_replace_prob, data.random_replace_prob);
     checker.require(
         (0.0..=1.0).contains(&masked),

@@ -2,7 +2,11 @@
 
 use std::sync::Arc;
 
-use super::{crates::CrateSources, source::count, text, tokenizer::Tokenizer};
+use super::{
+    crates::CrateSources,
+    text::{self, Reading},
+    tokenizer::Tokenizer,
+};
 use crate::{config::DataArguments, error::Result};
 
 /// Tokens for training and validation.
@@ -25,22 +29,27 @@ impl Corpus {
     ///
     /// # Errors
     ///
-    /// Missing or empty data, and a tokenizer that cannot be used.
+    /// Missing or empty data, files that are no text unless `skip_binary` is set, and a tokenizer that cannot be used.
     pub fn load(arguments: &DataArguments, crates: &CrateSources) -> Result<Self> {
         let tokenizer = Tokenizer::load(&arguments.tokenizer)?;
-        let (documents, source) = match &arguments.path {
-            Some(path) => (
-                text::read(&path.0, arguments.max_bytes, tokenizer.bytes_per_byte())?,
-                path.0.display().to_string(),
-            ),
+        let (kind, bytes_per_byte) = (tokenizer.text_kind(), tokenizer.bytes_per_byte());
+        let (found, source) = match &arguments.path {
+            Some(path) => {
+                let reading = Reading {
+                    kind,
+                    skips: arguments.skip_binary,
+                };
+                let found = text::read(&path.0, arguments.max_bytes, reading, bytes_per_byte)?;
+                (found, path.0.display().to_string())
+            }
             None => (
-                crates.read(arguments.max_bytes)?,
+                crates.read(arguments.max_bytes, kind)?,
                 "the sources of the crates in Cargo.lock".into(),
             ),
         };
+        let documents = &found.documents;
         let bytes: usize = documents.iter().map(|document| document.text.len()).sum();
-        let count = count(documents.len(), "file");
-        let description = format!("{source}: {count}, {bytes} bytes");
+        let description = format!("{source}: {}, {bytes} bytes", found.files());
         let texts = documents.iter().map(|document| document.text.as_slice());
         Self::of(tokenizer, texts, arguments.validation_fraction, description)
     }

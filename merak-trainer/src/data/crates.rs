@@ -6,7 +6,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::text::{Candidate, Document, cannot_read, list, read_up_to};
+use super::{
+    plain::TextKind,
+    text::{Candidate, Documents, Reading, cannot_read, list, read_up_to},
+};
 use crate::error::{Error, Result};
 
 /// Most bytes that are read unless the configuration says otherwise.
@@ -50,7 +53,7 @@ impl CrateSources {
     ///
     /// [`Error::NoDefaultText`] without `Cargo.lock`, without a registry, or when none of the crates is
     /// in it.
-    pub(crate) fn read(&self, max_bytes: Option<usize>) -> Result<Vec<Document>> {
+    pub(crate) fn read(&self, max_bytes: Option<usize>, kind: TextKind) -> Result<Documents> {
         let missing = |reason: String| Error::NoDefaultText { reason };
         let lock = self
             .lock_file()
@@ -83,7 +86,9 @@ impl CrateSources {
             )));
         }
         let max_bytes = max_bytes.unwrap_or(DEFAULT_MAX_BYTES);
-        read_up_to(&thin_out(files, max_bytes as u64), max_bytes)
+        // Nobody chose these files one by one.
+        let reading = Reading { kind, skips: true };
+        read_up_to(&thin_out(files, max_bytes as u64), max_bytes, reading)
     }
 
     fn lock_file(&self) -> Option<PathBuf> {

@@ -8,7 +8,10 @@ use std::{
 
 use serde_json::{Map, Value};
 
-use super::text::{self, Document};
+use super::{
+    plain::TextKind,
+    text::{self, Document, Reading},
+};
 use crate::{
     config::DataFormat,
     error::{Error, Result},
@@ -26,22 +29,26 @@ pub(crate) struct Record {
     fields: Map<String, Value>,
 }
 
-/// Reads the records of a file, or of the files of a folder in the order of their paths.
+/// Reads the records of a file, or of the files of a folder in the order of their paths, and says how many files there
+/// were. Where `skips`, files that are no text are passed over.
 ///
 /// # Errors
 ///
-/// An unreadable path, one without text, or a line that is no record.
-pub(crate) fn read(path: &Path, format: DataFormat) -> Result<Vec<Record>> {
+/// An unreadable path, one without text, a file that is no UTF-8, or a line that is no record.
+pub(crate) fn read(path: &Path, format: DataFormat, skips: bool) -> Result<(Vec<Record>, String)> {
     let none = || Error::NoRecords {
         path: path.to_path_buf(),
         format,
     };
-    let documents = text::read(path, None, BYTES_PER_BYTE).map_err(|error| match error {
-        Error::NoText { .. } => none(),
+    let kind = TextKind::Records;
+    let found = text::read(path, None, Reading { kind, skips }, BYTES_PER_BYTE);
+    let found = found.map_err(|error| match error {
+        Error::NoText { skipped: 0, .. } => none(),
         error => error,
     })?;
+    let files = found.files();
     let mut records = Vec::new();
-    for document in documents {
+    for document in found.documents {
         match format {
             DataFormat::Csv => table(&document, b',', &mut records)?,
             DataFormat::Tsv => table(&document, b'\t', &mut records)?,
@@ -51,15 +58,12 @@ pub(crate) fn read(path: &Path, format: DataFormat) -> Result<Vec<Record>> {
     if records.is_empty() {
         return Err(none());
     }
-    Ok(records)
+    Ok((records, files))
 }
 
 fn json_lines(document: &Document, records: &mut Vec<Record>) -> Result<()> {
     let path: Arc<Path> = document.path.as_path().into();
-    // Some editors put a byte order mark first; the reader of tables knows it.
-    let text = document.text.strip_prefix(b"\xef\xbb\xbf");
-    let text = text.unwrap_or(&document.text);
-    for (number, line) in (1..).zip(text.split(|&byte| byte == b'\n')) {
+    for (number, line) in (1..).zip(document.text.split(|&byte| byte == b'\n')) {
         if line.trim_ascii().is_empty() {
             continue;
         }
@@ -201,7 +205,8 @@ mod tests {
         let path = folder.path().join(name);
         std::fs::write(&path, text).unwrap();
         let place = format!("{}/", folder.path().display());
-        read(&path, format).map_err(|error| error.to_string().replace(&place, ""))
+        let read = read(&path, format, false).map(|(records, _)| records);
+        read.map_err(|error| error.to_string().replace(&place, ""))
     }
 
     fn message(record: &Record, result: Result<impl std::fmt::Debug>) -> String {

@@ -30,6 +30,52 @@ pub(super) fn corruption(data: &DataArguments) -> Corruption {
     }
 }
 
+/// What of some sequences was too long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Cuts {
+    cut: usize,
+    of: usize,
+    /// Tokens of the longest sequence.
+    longest: usize,
+    limit: usize,
+}
+
+impl Cuts {
+    /// Counts the sequences of these lengths that have more than `limit` tokens.
+    fn of(lengths: impl Iterator<Item = usize>, limit: usize) -> Self {
+        let none = Self {
+            limit,
+            ..Self::default()
+        };
+        lengths.fold(none, |cuts, length| Self {
+            cut: cuts.cut + usize::from(length > limit),
+            of: cuts.of + 1,
+            longest: cuts.longest.max(length),
+            limit,
+        })
+    }
+
+    /// Says so where something was cut off.
+    fn tell(self, field: &str) {
+        let Self {
+            cut,
+            of,
+            longest,
+            limit,
+        } = self;
+        if cut > 0 {
+            tracing::warn!(
+                field,
+                cut,
+                of,
+                longest,
+                seq_length = limit,
+                "records are longer than seq_length and are cut"
+            );
+        }
+    }
+}
+
 /// Makes samples of text for one model.
 pub(super) struct Maker<'a> {
     pub(super) model: &'a ModelInputs,
@@ -103,8 +149,9 @@ impl Maker<'_> {
             .map(|record| record.label(&self.tokens.label2id, classes, needs));
         let labels = labels.collect::<Result<Vec<_>>>()?;
         let seq = self.model.lengths.input;
-        let encoded = tokenizer.encode_with_special(&texts, seq)?.into_iter();
-        let texts = encoded.zip(labels);
+        let encoded = tokenizer.encode_with_special(&texts, seq)?;
+        Cuts::of(encoded.iter().map(|text| text.uncut), seq).tell("text");
+        let texts = encoded.into_iter().zip(labels);
         let texts = texts.map(|(text, label)| LabelledText { text, label });
         let data = ClassDataset::new(texts.collect(), seq, self.tokens.pad);
         Ok(Arc::new(data))
@@ -113,17 +160,23 @@ impl Maker<'_> {
     fn pairs(&self, records: &[Record], tokenizer: &Tokenizer) -> Result<Arc<dyn Dataset>> {
         let needs = "of sequence-to-sequence learning need \"source\" and \"target\", or \"text\" for span corruption";
         let (shape, end) = (self.pair_shape(), self.end(tokenizer)?);
-        let encode = |record: &Record, field, limit: usize| {
-            let mut ids = tokenizer.encode(record.text(field, needs)?.as_bytes())?;
-            ids.truncate(limit - 1);
-            ids.push(end);
-            Ok::<_, Error>(ids)
-        };
-        let pairs = records.iter().map(|record| {
-            let source = encode(record, "source", shape.input)?;
-            Ok([source, encode(record, "target", shape.target)?])
-        });
-        let pairs = pairs.collect::<Result<_>>()?;
+        let limits = [("source", shape.input), ("target", shape.target)];
+        let mut pairs: Vec<[Vec<u32>; 2]> = Vec::new();
+        let mut uncut = Vec::new();
+        for record in records {
+            let mut pair = [Vec::new(), Vec::new()];
+            for (ids, (field, limit)) in pair.iter_mut().zip(limits) {
+                *ids = tokenizer.encode(record.text(field, needs)?.as_bytes())?;
+                uncut.push(ids.len() + 1);
+                ids.truncate(limit - 1);
+                ids.push(end);
+            }
+            pairs.push(pair);
+        }
+        for (part, (field, limit)) in limits.into_iter().enumerate() {
+            let lengths = uncut.iter().skip(part).step_by(2);
+            Cuts::of(lengths.copied(), limit).tell(field);
+        }
         Ok(Arc::new(PairDataset::new(pairs, shape)))
     }
 

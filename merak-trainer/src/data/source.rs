@@ -119,10 +119,10 @@ impl Source {
     }
 
     fn of_records(path: &Path, arguments: &DataArguments, objective: Objective) -> Result<Self> {
-        let records = records::read(path, arguments.format)?;
+        let (records, files) = records::read(path, arguments.format, arguments.skip_binary)?;
         let tokenizer = Tokenizer::load(&arguments.tokenizer)?;
         let described = count(records.len(), "record");
-        let description = format!("{}: {described}", path.display());
+        let description = format!("{}: {files}, {described}", path.display());
         let is_stream = match objective {
             Objective::SequenceToSequence => !records[0].has("source") && records[0].has("text"),
             Objective::SequenceClassification => false,

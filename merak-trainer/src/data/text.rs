@@ -6,6 +6,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use super::{
+    plain::{TextKind, text_of},
+    source::count,
+};
 use crate::{
     available_bytes,
     error::{Error, Result},
@@ -16,6 +20,33 @@ use crate::{
 pub(crate) struct Document {
     pub(crate) path: PathBuf,
     pub(crate) text: Vec<u8>,
+}
+
+/// What was read.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Documents {
+    pub(crate) documents: Vec<Document>,
+    /// Files that were passed over, as they are no text.
+    pub(crate) skipped: usize,
+}
+
+impl Documents {
+    /// How many files there were, for people.
+    pub(crate) fn files(&self) -> String {
+        let read = count(self.documents.len(), "file");
+        match self.skipped {
+            0 => read,
+            skipped => format!("{read} ({skipped} more are no text and passed over)"),
+        }
+    }
+}
+
+/// What files are to hold, and what becomes of those that do not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Reading {
+    pub(crate) kind: TextKind,
+    /// Whether a file that is no text is passed over, and not an error.
+    pub(crate) skips: bool,
 }
 
 /// A file that may be read.
@@ -31,12 +62,14 @@ pub(crate) struct Candidate {
 ///
 /// # Errors
 ///
-/// An unreadable path, one without text, or more text than memory has room for.
+/// An unreadable path, one without text, a file that is no text and not to be passed over, or more text than memory has
+/// room for.
 pub(crate) fn read(
     path: &Path,
     max_bytes: Option<usize>,
+    reading: Reading,
     bytes_per_byte: u64,
-) -> Result<Vec<Document>> {
+) -> Result<Documents> {
     let unreadable = |source| Error::ReadInput {
         key: "data.path",
         path: path.to_path_buf(),
@@ -52,16 +85,48 @@ pub(crate) fn read(
         }]
     };
     let max_bytes = max_bytes.unwrap_or(usize::MAX);
-    let found = files.iter().map(|file| file.bytes);
-    let found = found.fold(0, u64::saturating_add).min(max_bytes as u64);
-    check_room(path, (found, bytes_per_byte), available_bytes())?;
-    let documents = read_up_to(&files, max_bytes)?;
-    if documents.is_empty() {
+    let (files, binary) = if reading.skips {
+        without_binary(files, reading.kind)?
+    } else {
+        (files, 0)
+    };
+    let bytes = files.iter().map(|file| file.bytes);
+    let bytes = bytes.fold(0, u64::saturating_add).min(max_bytes as u64);
+    check_room(path, (bytes, bytes_per_byte), available_bytes())?;
+    let mut found = read_up_to(&files, max_bytes, reading)?;
+    found.skipped += binary;
+    if found.skipped > 0 {
+        tracing::warn!(files = found.skipped, path = %path.display(), "files that are no text are passed over");
+    }
+    if found.documents.is_empty() {
         return Err(Error::NoText {
             path: path.to_path_buf(),
+            skipped: found.skipped,
         });
     }
-    Ok(documents)
+    Ok(found)
+}
+
+/// Bytes of a file by whose look it may be passed over before the rest is read.
+const HEAD: u64 = 8 << 10;
+
+/// The files that do not begin like something else than text, and how many others there are. Those may be too large to
+/// be read.
+fn without_binary(files: Vec<Candidate>, kind: TextKind) -> Result<(Vec<Candidate>, usize)> {
+    let all = files.len();
+    let mut kept = Vec::with_capacity(all);
+    for file in files {
+        let mut head = Vec::new();
+        merak_ckpt::open_regular(&file.path)
+            .and_then(|(opened, _)| opened.take(HEAD).read_to_end(&mut head))
+            .map_err(|source| cannot_read(&file.path, source))?;
+        match text_of(head, kind, file.bytes > HEAD) {
+            Ok(_) => kept.push(file),
+            Err(error) => tracing::info!(error = %error.of(&file.path, kind), "passed over"),
+        }
+    }
+    let skipped = all - kept.len();
+    Ok((kept, skipped))
 }
 
 /// Refuses more bytes of text than memory has room for.
@@ -115,9 +180,13 @@ pub(crate) fn list(folder: &Path, accept: &dyn Fn(&Path) -> bool) -> Result<Vec<
 }
 
 /// Reads files one after the other until `max_bytes` are read; the last one may be cut.
-pub(crate) fn read_up_to(files: &[Candidate], max_bytes: usize) -> Result<Vec<Document>> {
+pub(crate) fn read_up_to(
+    files: &[Candidate],
+    max_bytes: usize,
+    reading: Reading,
+) -> Result<Documents> {
     let mut left = max_bytes;
-    let mut documents = Vec::new();
+    let mut found = Documents::default();
     for file in files {
         if left == 0 {
             break;
@@ -128,15 +197,26 @@ pub(crate) fn read_up_to(files: &[Candidate], max_bytes: usize) -> Result<Vec<Do
         merak_ckpt::open_regular(&file.path)
             .and_then(|(opened, _)| opened.take(most).read_to_end(&mut text))
             .map_err(|source| cannot_read(&file.path, source))?;
-        left -= text.len();
+        let bytes = text.len();
+        let text = match text_of(text, reading.kind, bytes == left) {
+            Ok(text) => text,
+            Err(error) if reading.skips => {
+                let error = error.of(&file.path, reading.kind);
+                tracing::info!(%error, "passed over");
+                found.skipped += 1;
+                continue;
+            }
+            Err(error) => return Err(error.of(&file.path, reading.kind)),
+        };
+        left -= bytes;
         if !text.is_empty() {
-            documents.push(Document {
+            found.documents.push(Document {
                 path: file.path.clone(),
                 text,
             });
         }
     }
-    Ok(documents)
+    Ok(found)
 }
 
 pub(crate) fn cannot_read(path: &Path, source: io::Error) -> Error {

@@ -7,6 +7,7 @@ use std::{
 
 use serde_json::{Map, Value, json};
 
+use super::plain::TextKind;
 use crate::{
     config::TokenizerSource,
     error::{Error, Result},
@@ -43,6 +44,8 @@ pub struct Encoded {
     pub ids: Vec<u32>,
     /// 0 for the first text, 1 for the second.
     pub types: Vec<u32>,
+    /// How many tokens there would be with nothing cut off.
+    pub uncut: usize,
 }
 
 /// The most bytes of a tokenizer file: large vocabularies take 35 MB.
@@ -80,7 +83,8 @@ impl Tokenizer {
         }
     }
 
-    /// A Hugging Face `tokenizer.json`.
+    /// A Hugging Face `tokenizer.json`. One that [`Tokenizer::to_json`] wrote of the byte vocabulary is that vocabulary
+    /// again, and so keeps bytes that are not UTF-8.
     ///
     /// # Errors
     ///
@@ -92,6 +96,14 @@ impl Tokenizer {
                 path: path.to_path_buf(),
                 source,
             })?;
+        if is_of_bytes(&bytes) {
+            return Ok(Self::bytes());
+        }
+        Self::parse(path, &bytes)
+    }
+
+    /// The content of a `tokenizer.json`.
+    fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| failure(path, &e))?;
         // How long samples are is for the run to say.
         inner
@@ -113,6 +125,14 @@ impl Tokenizer {
             Kind::Bytes => 1 + 2 * size_of::<u32>() as u64,
             // How long tokens are is not known beforehand.
             Kind::File { .. } => 1,
+        }
+    }
+
+    /// The text that it makes tokens of.
+    pub(super) fn text_kind(&self) -> TextKind {
+        match &self.0 {
+            Kind::Bytes => TextKind::Bytes,
+            Kind::File { .. } => TextKind::Utf8,
         }
     }
 
@@ -195,7 +215,8 @@ impl Tokenizer {
                 first.len(),
                 second.as_ref().map_or(0, tokenizers::Encoding::len),
             ];
-            let kept = cut(lens, max_len - special(pair.is_some()));
+            let special = special(pair.is_some());
+            let kept = cut(lens, max_len - special);
             let right = tokenizers::TruncationDirection::Right;
             first.truncate(kept[0], 0, right);
             if let Some(second) = &mut second {
@@ -206,6 +227,7 @@ impl Tokenizer {
             Ok(Encoded {
                 ids: encoding.get_ids().to_vec(),
                 types: encoding.get_type_ids().to_vec(),
+                uncut: lens[0] + lens[1] + special,
             })
         };
         let encoded = texts.iter().map(encode);
@@ -214,17 +236,16 @@ impl Tokenizer {
             .map_err(|e| failure(path, &e))
     }
 
-    /// The tokens of a text, without special ones. Bytes that are not UTF-8 stay as they are in the byte
-    /// vocabulary and become U+FFFD in others.
+    /// The tokens of a text, without special ones. The byte vocabulary takes any bytes.
     ///
     /// # Errors
     ///
-    /// When the tokenizer refuses the text.
+    /// When the tokenizer refuses the text, or it is not UTF-8 and the vocabulary is not that of bytes.
     pub fn encode(&self, text: &[u8]) -> Result<Vec<u32>> {
         match &self.0 {
             Kind::Bytes => Ok(text.iter().map(|byte| u32::from(*byte)).collect()),
             Kind::File { path, inner, .. } => {
-                let text = String::from_utf8_lossy(text);
+                let text = as_utf8(path, text)?;
                 let encoding = inner.encode(text, false).map_err(|e| failure(path, &e))?;
                 Ok(encoding.get_ids().to_vec())
             }
@@ -232,18 +253,36 @@ impl Tokenizer {
     }
 
     /// The tokens of a text that is to be continued: with the special ones that a tokenizer file puts around a text,
-    /// as in transformers.
+    /// as in transformers. The byte vocabulary takes any bytes.
     ///
     /// # Errors
     ///
-    /// When the tokenizer refuses the text.
-    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+    /// As for [`Tokenizer::encode`].
+    pub fn encode_prompt(&self, text: impl AsRef<[u8]>) -> Result<Vec<u32>> {
         match &self.0 {
-            Kind::Bytes => self.encode(text.as_bytes()),
+            Kind::Bytes => self.encode(text.as_ref()),
             Kind::File { path, inner, .. } => {
+                let text = as_utf8(path, text.as_ref())?;
                 let encoding = inner.encode(text, true).map_err(|e| failure(path, &e))?;
                 Ok(encoding.get_ids().to_vec())
             }
+        }
+    }
+
+    /// The bytes that tokens stand for beyond the first `known` of them: those of the text of
+    /// [`Tokenizer::decode_after`], and in the byte vocabulary any bytes as they are.
+    ///
+    /// # Errors
+    ///
+    /// When the tokenizer refuses the ids.
+    ///
+    /// # Panics
+    ///
+    /// When there are fewer than `known`.
+    pub fn bytes_after(&self, known: usize, ids: &[u32]) -> Result<Vec<u8>> {
+        match &self.0 {
+            Kind::Bytes => Ok(bytes_of(&ids[known..])),
+            Kind::File { .. } => self.decode_after(known, ids).map(String::into_bytes),
         }
     }
 
@@ -266,17 +305,15 @@ impl Tokenizer {
         Ok(all[same..].to_owned())
     }
 
-    /// The text of tokens; special ones and unknown ids are left out.
+    /// The text of tokens; special ones and unknown ids are left out. Bytes that are not UTF-8 become U+FFFD, which
+    /// [`Tokenizer::bytes_after`] leaves as they are.
     ///
     /// # Errors
     ///
     /// When the tokenizer refuses the ids.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         match &self.0 {
-            Kind::Bytes => {
-                let bytes: Vec<u8> = ids.iter().filter_map(|id| u8::try_from(*id).ok()).collect();
-                Ok(String::from_utf8_lossy(&bytes).into_owned())
-            }
+            Kind::Bytes => Ok(String::from_utf8_lossy(&bytes_of(ids)).into_owned()),
             Kind::File { path, inner, .. } => {
                 inner.decode(ids, true).map_err(|e| failure(path, &e))
             }
@@ -325,6 +362,7 @@ fn bytes_with_special(text: &str, pair: Option<&str>, max_len: usize) -> Encoded
     let mut encoded = Encoded {
         ids: vec![BYTES_END],
         types: vec![0],
+        uncut: lens[0] + lens[1] + special,
     };
     for (number, (text, kept)) in [Some(text), pair].iter().flatten().zip(kept).enumerate() {
         let bytes = text.as_bytes()[..kept].iter();
@@ -335,6 +373,29 @@ fn bytes_with_special(text: &str, pair: Option<&str>, max_len: usize) -> Encoded
     encoded.ids.truncate(max_len);
     encoded.types.truncate(max_len);
     encoded
+}
+
+/// The bytes among the tokens of the byte vocabulary.
+fn bytes_of(ids: &[u32]) -> Vec<u8> {
+    let bytes = ids.iter().filter_map(|id| u8::try_from(*id).ok());
+    bytes.collect()
+}
+
+/// The text of a tokenizer that takes no other bytes.
+fn as_utf8<'t>(path: &Path, text: &'t [u8]) -> Result<&'t str> {
+    std::str::from_utf8(text).map_err(|error| {
+        let (at, byte) = (error.valid_up_to(), text[error.valid_up_to()]);
+        let message = format!("it takes UTF-8, and the text has the byte {byte:#04x} at {at}");
+        failure(path, &message)
+    })
+}
+
+/// Whether this is the byte vocabulary as [`Tokenizer::to_json`] writes it.
+fn is_of_bytes(json: &[u8]) -> bool {
+    let written = bytes_as_hugging_face();
+    // Most files are megabytes larger.
+    json.len() < 4 * written.to_string().len()
+        && serde_json::from_slice::<Value>(json).is_ok_and(|read| read == written)
 }
 
 fn failure(path: &Path, error: &dyn fmt::Display) -> Error {
@@ -392,8 +453,11 @@ mod tests {
     fn written_and_read() -> Tokenizer {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tokenizer.json");
-        fs::write(&path, Tokenizer::bytes().to_json().unwrap()).unwrap();
-        Tokenizer::from_file(&path).unwrap()
+        let json = Tokenizer::bytes().to_json().unwrap();
+        fs::write(&path, &json).unwrap();
+        let read = Tokenizer::from_file(&path).unwrap();
+        assert!(matches!(read.0, Kind::Bytes));
+        Tokenizer::parse(&path, json.as_bytes()).unwrap()
     }
 
     #[test]
@@ -532,6 +596,22 @@ mod tests {
         assert_eq!(file.decode(&ids).unwrap(), text);
         let again: Value = serde_json::from_str(&file.to_json().unwrap()).unwrap();
         assert_eq!(again["model"]["vocab"]["a"], 97);
+    }
+
+    #[test]
+    fn bytes_that_are_no_utf8_stay_in_the_byte_vocabulary_and_are_refused_by_others() {
+        let (bytes, file) = (Tokenizer::bytes(), written_and_read());
+        let text = b"caf\xe9 \xff";
+        let ids = bytes.encode_prompt(text).unwrap();
+        assert_eq!(bytes.bytes_after(0, &ids).unwrap(), text);
+        assert_eq!(bytes.bytes_after(3, &ids).unwrap(), text[3..]);
+        for error in [file.encode(text), file.encode_prompt(text)] {
+            let error = error.unwrap_err().to_string();
+            let expected = "it takes UTF-8, and the text has the byte 0xe9 at 3";
+            assert!(error.contains(expected), "{error}");
+        }
+        let whole = file.encode("größer".as_bytes()).unwrap();
+        assert_eq!(file.bytes_after(2, &whole).unwrap(), "ößer".as_bytes());
     }
 
     #[test]

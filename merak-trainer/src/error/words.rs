@@ -19,6 +19,15 @@ pub(super) fn records_of(format: DataFormat) -> &'static str {
     }
 }
 
+/// What became of files that are no text.
+pub(super) fn passed_over(files: usize) -> String {
+    match files {
+        0 => String::new(),
+        1 => ", and the one file there is was passed over as no text".to_owned(),
+        files => format!(", and all {files} files were passed over as no text"),
+    }
+}
+
 /// The place of the data.
 pub(super) fn of(path: Option<&Path>) -> String {
     path.map(|path| format!(" of {}", path.display()))

@@ -250,6 +250,7 @@ data.format = "text"
 data.tokenizer = "bytes"
 data.validation_fraction = 0.05
 data.max_bytes = null
+data.skip_binary = false
 data.mlm_probability = 0.15
 data.mask_replace_prob = 0.8
 data.random_replace_prob = 0.1

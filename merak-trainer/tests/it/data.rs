@@ -276,3 +276,49 @@ fn a_data_position_is_stored_as_plain_numbers() {
         position
     );
 }
+
+/// A folder with a text, a text in Latin-1 and an image.
+fn mixed() -> TempDir {
+    let folder = folder_with(&[("a.txt", "\u{feff}hello")]);
+    let write = |name: &str, bytes: &[u8]| fs::write(folder.path().join(name), bytes);
+    write("b.txt", b"caf\xe9").expect("a writable folder");
+    write("c.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR").expect("a writable folder");
+    folder
+}
+
+#[test]
+fn files_that_are_no_text_are_refused_by_name_and_offset_or_passed_over_and_counted() {
+    let folder = mixed();
+    let mut arguments = arguments(folder.path());
+    let load = |arguments: &DataArguments| Corpus::load(arguments, &CrateSources::default());
+    assert_snapshot!(message(load(&arguments), folder.path()), @r#"cannot read FOLDER/c.png as text: it is a PNG image (offset 0): leave it out of "data.path", or set "data.skip_binary" to true to pass over such files"#);
+    arguments.skip_binary = true;
+    let corpus = load(&arguments).unwrap();
+    assert!(
+        corpus
+            .description
+            .ends_with("2 files (1 more are no text and passed over), 9 bytes"),
+        "{}",
+        corpus.description
+    );
+    let bytes = b"hello|caf\xe9|".map(|byte| if byte == b'|' { 256 } else { u32::from(byte) });
+    assert_eq!(*corpus.train, bytes, "other encodings stay as they are");
+
+    // A tokenizer file knows UTF-8 alone.
+    let elsewhere = tempdir().expect("a temporary folder");
+    let path = elsewhere.path().join("tokenizer.json");
+    let json = Tokenizer::bytes().to_json().unwrap();
+    fs::write(
+        &path,
+        json.replace("\"use_regex\":false", "\"use_regex\":true"),
+    )
+    .unwrap();
+    arguments.tokenizer = TokenizerSource::File(path);
+    let corpus = load(&arguments).unwrap();
+    assert_eq!(text_of(&corpus), "hello|");
+    arguments.skip_binary = false;
+    assert_snapshot!(message(load(&arguments), folder.path()), @r#"cannot read FOLDER/b.txt as text: byte 0xe9 in line 1 is no UTF-8 (offset 3): convert it, or set "data.tokenizer" to "bytes", which keeps such bytes as they are, or set "data.skip_binary" to true to pass over such files"#);
+    fs::remove_file(folder.path().join("a.txt")).unwrap();
+    arguments.skip_binary = true;
+    assert_snapshot!(message(load(&arguments), folder.path()), @r#"no text in FOLDER: "data.path" needs a file or folder with text, and all 2 files were passed over as no text"#);
+}

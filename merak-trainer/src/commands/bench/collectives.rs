@@ -1,18 +1,20 @@
 //! `merak bench collectives`: how fast ranks exchange.
 
 use clap::Args as ClapArgs;
+use merak_ckpt::parse_byte_size;
 use merak_trainer::{Result, network::EXCHANGES};
 use serde_json::{Value, json};
 
-/// Times collectives and messages between ranks; prints one JSON line per operation and size.
+/// Times collectives and messages between ranks; prints one JSON line per operation and size. `send_recv` ends when the
+/// receiver has copied the message into a buffer of its own.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Collectives {
     /// Ranks.
     #[arg(long, default_value_t = 2)]
     world: usize,
-    /// Bytes that each rank hands in, rounded down to whole numbers for each rank.
-    #[arg(long, value_delimiter = ',', default_value = "4096,262144,16777216")]
-    bytes: Vec<usize>,
+    /// Bytes that each rank hands in, as in 4096, 64KiB or 1M, rounded down to whole numbers for each rank.
+    #[arg(long, value_delimiter = ',', default_value = "4KiB,256KiB,16MiB", value_parser = parse_byte_size)]
+    bytes: Vec<u64>,
     /// Times that each is run; the median counts.
     #[arg(long, default_value_t = 21)]
     steps: usize,
@@ -20,7 +22,7 @@ pub(crate) struct Collectives {
 
 /// Most ranks and bytes: beyond them a slip of the keyboard is likelier than a machine.
 const MAX_WORLD: usize = 256;
-const MAX_BYTES: usize = 1 << 32;
+const MAX_BYTES: u64 = 1 << 32;
 
 impl Collectives {
     /// One object per operation and size.
@@ -32,13 +34,13 @@ impl Collectives {
         if self.steps == 0 {
             return Err("--steps is 0, expected at least 1".into());
         }
-        let unit = self.world * size_of::<f32>();
+        let unit = (self.world * size_of::<f32>()) as u64;
         let mut lines = Vec::new();
         for &bytes in &self.bytes {
             if !(unit..=MAX_BYTES).contains(&bytes) {
                 return Err(format!("--bytes has {bytes}, expected {unit} to {MAX_BYTES}").into());
             }
-            let needed = (bytes as u64).saturating_mul(4 * self.world as u64);
+            let needed = bytes.saturating_mul(4 * self.world as u64);
             if needed > merak_trainer::available_bytes() {
                 return Err(format!(
                     "--bytes {bytes} on {} ranks do not fit into memory",
@@ -50,7 +52,7 @@ impl Collectives {
             let bytes = bytes / unit * unit;
             for exchange in EXCHANGES {
                 let time = exchange
-                    .median(self.world, bytes, self.steps)?
+                    .median(self.world, bytes as usize, self.steps)?
                     .as_secs_f64();
                 let passed = exchange.share(self.world) * bytes as f64;
                 lines.push(json!({

@@ -33,7 +33,7 @@ pub(super) fn bert(architecture: &str) -> Value {
         "id2label": {"0": "short", "1": "long", "2": "other"}, "label2id": {"short": 0, "long": 1, "other": 2} })
 }
 
-fn t5() -> Value {
+pub(super) fn t5() -> Value {
     json!({ "model_type": "t5", "vocab_size": 270, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2,
         "num_heads": 2, "n_positions": 24, "dropout_rate": 0.1, "initializer_factor": 0.5,
         "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6 })

@@ -1,7 +1,7 @@
 //! Documents and formats on standard output.
 
 use insta::assert_snapshot;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::Workplace;
 
@@ -130,6 +130,7 @@ fn the_bench_prints_one_line_of_json() {
         keys(&single),
         [
             "mode",
+            "schedule",
             "tokens_per_s",
             "ms_per_step",
             "params",
@@ -138,9 +139,17 @@ fn the_bench_prints_one_line_of_json() {
             "peak_bytes"
         ]
     );
-    assert_eq!(single["mode"], "single");
+    assert_eq!(
+        (&single["mode"], &single["schedule"]),
+        (&json!("single"), &json!("1f1b"))
+    );
     let pipelined = bench("--pp 2");
     assert_eq!(pipelined["mode"], "pp2");
+    let schedule = pipelined["schedule"].as_str().expect("a name");
+    assert!(schedule.starts_with("auto ("), "{schedule}");
+    let named = bench("--pp 2 --schedule 1f1b");
+    assert_eq!(named["schedule"], "1f1b");
+    assert_eq!(named["last_loss"], single["last_loss"]);
     assert_eq!(pipelined["first_loss"], single["first_loss"]);
     assert_eq!(pipelined["last_loss"], single["last_loss"]);
     assert_eq!(bench("--dp 2 --tp 2")["mode"], "dp2xtp2");
@@ -227,6 +236,27 @@ fn the_bench_of_collectives_prints_a_line_per_operation_and_size() {
     }
     assert_snapshot!(place.mistake("bench collectives --world 1"), @"error: --world is 1, expected 2 to 256 ranks");
     assert_snapshot!(place.mistake("bench collectives --bytes 7"), @"error: --bytes has 7, expected 8 to 4294967296");
+    assert_snapshot!(place.mistake("bench collectives --bytes 1.5M"), @"");
+}
+
+#[test]
+fn the_bench_of_collectives_reads_sizes_and_moves_the_bytes_of_messages() {
+    let place = Workplace::new();
+    let text = place.succeed("bench collectives --bytes 64KiB,16M --steps 5");
+    let lines = text
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("one object a line"));
+    let messages: Vec<Value> = lines
+        .filter(|line: &Value| line["op"] == "send_recv")
+        .collect();
+    let sizes: Vec<_> = messages.iter().map(|line| line["bytes"].as_u64()).collect();
+    assert_eq!(sizes, [Some(64 << 10), Some(16 << 20)]);
+    // A pointer would take as long as any other; no memory has as many bytes in a second.
+    let speed = messages[1]["bus_bytes_per_s"].as_f64().expect("a number");
+    assert!(speed < 1e12, "{speed}");
+    let times = messages.iter().filter_map(|line| line["us"].as_f64());
+    let times: Vec<_> = times.collect();
+    assert!(times[1] > times[0], "{times:?}");
 }
 
 #[test]

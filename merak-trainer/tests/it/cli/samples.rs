@@ -6,7 +6,10 @@ use insta::assert_snapshot;
 use safetensors::Dtype;
 use serde_json::Value;
 
-use super::families::{Tensors, bert, gpt2, i64s, images, place, vit, write_tensors};
+use super::{
+    Workplace,
+    families::{Tensors, bert, gpt2, i64s, images, place, t5, vit, write_tensors},
+};
 
 fn refused(model: &Value, tensors: &Tensors<'_>) -> String {
     let place = place(model, "tensors", "a.safetensors");
@@ -122,4 +125,61 @@ fn gradients_that_are_never_finite_end_a_run() {
         &config.replace("max_steps", "max_skipped_steps = 0\nmax_steps"),
     );
     assert_snapshot!(place.mistake("train none.toml"), @r#"error: "max_skipped_steps" is 0 (none.toml:2), but must be at least 1"#);
+}
+
+#[test]
+fn records_that_are_longer_than_the_sequence_are_counted_and_told() {
+    let told = |model: &Value, line: &str, keys: &str| {
+        let place = place(model, "jsonl", "a.jsonl");
+        let lines: Vec<_> = (0..20)
+            .map(|i| line.replace("LONG", &"ab".repeat(i)))
+            .collect();
+        place.write("a.jsonl", &lines.join("\n"));
+        let ended = place.merak(&format!("train merak.toml --max_steps 1 {keys}"));
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        let lines = ended.stderr.lines().filter(|line| line.contains("are cut"));
+        let lines = lines.map(|line| line.split_once("WARN").map_or(line, |(_, line)| line));
+        lines.map(str::trim).collect::<Vec<_>>().join("\n")
+    };
+    let classifier = bert("BertForSequenceClassification");
+    let text = "{\"text\": \"LONG\", \"label\": 1}";
+    assert_snapshot!(told(&classifier, text, "--seq_length 24"), @r#"merak_trainer::data::samples: records are longer than seq_length and are cut field="text" cut=8 of=20 longest=40 seq_length=24"#);
+    let pair = "{\"source\": \"LONG\", \"target\": \"short\"}";
+    assert_snapshot!(told(&t5(), pair, "--seq_length 24,8"), @r#"merak_trainer::data::samples: records are longer than seq_length and are cut field="source" cut=8 of=20 longest=39 seq_length=24"#);
+    assert_snapshot!(told(&t5(), pair, "--seq_length 39,4"), @r#"merak_trainer::data::samples: records are longer than seq_length and are cut field="target" cut=20 of=20 longest=6 seq_length=4"#);
+    assert_eq!(told(&t5(), pair, "--seq_length 39,6"), "");
+}
+
+#[test]
+fn records_that_are_no_utf8_are_refused_by_file_and_offset_or_passed_over() {
+    let place = place(&bert("BertForMaskedLM"), "jsonl", "text");
+    fs::remove_dir_all(place.path("text")).unwrap();
+    let records = "{\"text\": \"every rank waits for its peer\"}\n".repeat(20);
+    place.write("text/b.jsonl", &records);
+    fs::write(place.path("text/a.jsonl"), b"{\"text\": \"caf\xe9\"}\n").unwrap();
+    assert_snapshot!(place.mistake("train merak.toml"), @r#"error: cannot read text/a.jsonl as text: byte 0xe9 in line 1 is no UTF-8 (offset 13): convert it to UTF-8, or set "data.skip_binary" to true to pass over such files"#);
+    let shown = place.succeed("train merak.toml --max_steps 1 --data.skip_binary true");
+    assert!(
+        shown.contains("1 file (1 more are no text and passed over), 20 records"),
+        "{shown}"
+    );
+    let tensors = super::families::place(&vit(), "tensors", "a.safetensors");
+    write_tensors(&tensors.path("a.safetensors"), &images(20));
+    assert_snapshot!(tensors.mistake("train merak.toml --data.skip_binary"), @r#"error: "data.skip_binary" is true (command line --data.skip_binary), but must be false under "data.format" tensors, whose files hold no text"#);
+}
+
+#[test]
+fn the_byte_vocabulary_keeps_bytes_that_are_no_utf8_from_files_to_generated_text() {
+    let place = Workplace::new();
+    let latin: Vec<u8> = b"caf\xe9 cr\xe8me ".repeat(300);
+    fs::write(place.path("text/a.txt"), &latin).unwrap();
+    place.succeed("train merak.toml --max_steps 1");
+    fs::write(place.path("prompts"), b"caf\xe9\n").unwrap();
+    for option in ["", "--stream"] {
+        let line = format!(
+            "generate run --prompt-file prompts --max-new-tokens 2 --temperature 0 {option}"
+        );
+        let output = place.command(&line).output().expect("the command starts");
+        assert!(output.stdout.starts_with(b"caf\xe9"), "{:?}", output.stdout);
+    }
 }

@@ -263,3 +263,51 @@ fn text_generation_continues_lines_until_one_says_stop() {
     assert_eq!(stopped.trim_end(), end.trim_end());
     insta::assert_snapshot!(place.mistake("train merak.toml --text_generation --stop_strings [\"\"]"), @r#"error: "stop_strings" is an empty string (command line --stop_strings), but must be strings of at least one character: every text ends in an empty one"#);
 }
+
+#[test]
+fn a_training_that_do_train_switches_off_and_a_warmup_beyond_the_run_are_told() {
+    let place = Workplace::new();
+    let ended = place.merak("train merak.toml --max_steps 1 --do_train false");
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    assert!(
+        ended
+            .stderr
+            .contains("do_train is false, but this command trains")
+            && ended.stderr.contains("--do_train"),
+        "{}",
+        ended.stderr
+    );
+    let resolved = std::fs::read_to_string(place.path("run/config.resolved.toml")).unwrap();
+    assert!(resolved.contains("do_train = true"), "{resolved}");
+    let warning = |keys: &str| {
+        let shown = place.succeed(&format!("train merak.toml --dry-run {keys}"));
+        let warnings = shown.lines().filter(|line| line.contains("warmup"));
+        warnings.map(str::to_owned).collect::<Vec<_>>().join("\n")
+    };
+    insta::assert_snapshot!(warning("--warmup_steps 9"), @r#"warning: the warmup takes 9 steps and the run 5: the learning rate never reaches "learning_rate", 0.01"#);
+    assert_eq!(warning("--warmup_steps 4"), "");
+    assert_eq!(warning("--warmup_steps 9 --lr_scheduler_type constant"), "");
+    let ended = place.merak("train merak.toml --max_steps 1 --do_train true");
+    assert!(!ended.stderr.contains("do_train"), "{}", ended.stderr);
+    // Less than nothing clips nothing.
+    place.succeed("train merak.toml --max_steps 1 --max_grad_norm -1");
+}
+
+#[test]
+fn a_plan_names_the_schedule_that_would_be_faster_and_the_key_for_it() {
+    let place = Workplace::new();
+    let line = "train merak.toml --dry-run --pp 2 --gradient_accumulation_steps 2 --activation_checkpointing false";
+    // Weights are most of the memory.
+    let mut json = model();
+    json["n_embd"] = 64.into();
+    place.write("model.json", &json.to_string());
+    let faster = |keys: &str| {
+        let shown = place.succeed(&format!("{line} {keys}"));
+        let lines = shown.lines().filter(|line| line.starts_with("faster"));
+        lines.map(str::to_owned).collect::<Vec<_>>().join("\n")
+    };
+    insta::assert_snapshot!(faster(""), @"");
+    assert_eq!(faster("--train_schedule zb_h1"), "");
+    assert_eq!(faster("--train_schedule auto"), "");
+    assert_eq!(faster("--pp 1"), "");
+}

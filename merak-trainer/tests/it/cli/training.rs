@@ -112,6 +112,8 @@ fn generation_is_the_same_on_every_topology() {
     let alone = place.document(greedy);
     let entries = alone.as_array().unwrap();
     assert_eq!(entries.len(), 2);
+    // A prompt to a line, its ids together.
+    assert_eq!(place.succeed(greedy).lines().count(), 2 + entries.len());
     for entry in entries {
         assert_eq!(entry["ids"].as_array().unwrap().len(), 12);
         assert_eq!(entry["reason"], "length");
