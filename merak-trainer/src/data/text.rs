@@ -57,8 +57,8 @@ pub(crate) struct Candidate {
 }
 
 /// Reads a file, or the files of a folder and its subfolders in the order of their paths, up to
-/// `max_bytes` in all, if memory has room for `bytes_per_byte` bytes for each. Hidden files and folders (`.git`) and empty files are left out, links to
-/// folders are not followed.
+/// `max_bytes` in all, if memory has room for `bytes_per_byte` bytes for each. Hidden files and folders (`.git`) and
+/// empty files are left out, links to folders are not followed.
 ///
 /// # Errors
 ///
@@ -198,7 +198,7 @@ pub(crate) fn read_up_to(
             .and_then(|(opened, _)| opened.take(most).read_to_end(&mut text))
             .map_err(|source| cannot_read(&file.path, source))?;
         let bytes = text.len();
-        let text = match text_of(text, reading.kind, bytes == left) {
+        let text = match text_of(text, reading.kind, file.bytes > left as u64) {
             Ok(text) => text,
             Err(error) if reading.skips => {
                 let error = error.of(&file.path, reading.kind);
