@@ -268,7 +268,7 @@ fn a_given_schedule_keeps_its_sliders_alive() {
         return;
     };
     let expected = serde_json::json!({
-        "name": "given", "dead": [], "makespan": "18", "slower": "24", "fewer": "12", "boxes": 8, "zoomed": 4.0,
+        "name": "given", "dead": [], "makespan": "18", "slower": "24", "fewer": "12", "boxes": 8, "zoomed": 4,
         "ticks": true, "scale": ["0", "2"], "labels": "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1", "outlines": "8 of 8 actions",
         "other": "interleaved_1f1b 3", "back": "1",
     });
