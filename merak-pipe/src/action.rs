@@ -154,6 +154,118 @@ impl FromStr for Action {
     }
 }
 
+/// A forward and a full backward of one rank that run at once, written as PyTorch does.
+///
+/// What one of them waits for, communication above all, is hidden under the other. Both are actions of a schedule's
+/// list, the forward before the backward; [`Schedule::pairs`](crate::Schedule::pairs) says which belong together.
+///
+/// ```
+/// use merak_pipe::Pair;
+/// let pair: Pair = "(0F7;7B3)OVERLAP_F_B".parse()?;
+/// assert_eq!((pair.forward.to_string(), pair.backward.to_string()), ("0F7".into(), "7B3".into()));
+/// assert_eq!(pair.to_string(), "(0F7;7B3)OVERLAP_F_B");
+/// # Ok::<(), merak_pipe::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Pair {
+    /// The forward.
+    pub forward: Action,
+    /// The full backward, of another stage or microbatch.
+    pub backward: Action,
+}
+
+impl Pair {
+    /// The pair of two actions, if they are a forward and a full backward, in this order.
+    pub fn new(forward: Action, backward: Action) -> Option<Self> {
+        let fits = forward.kind == Kind::Forward && backward.kind == Kind::Backward;
+        fits.then_some(Self { forward, backward })
+    }
+
+    /// What follows the two actions in the printed form.
+    const SUFFIX: &str = "OVERLAP_F_B";
+}
+
+impl fmt::Display for Pair {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "({};{}){}", self.forward, self.backward, Self::SUFFIX)
+    }
+}
+
+impl FromStr for Pair {
+    type Err = Error;
+
+    /// Reads the two actions in either order.
+    fn from_str(text: &str) -> Result<Self> {
+        let inner = text.strip_prefix('(');
+        let inner = inner.and_then(|text| text.strip_suffix(Self::SUFFIX)?.strip_suffix(')'));
+        let pair = inner
+            .and_then(|inner| inner.split_once(';'))
+            .and_then(|(a, b)| {
+                let (a, b) = (parse(a.trim())?, parse(b.trim())?);
+                Self::new(a, b).or_else(|| Self::new(b, a))
+            });
+        pair.ok_or_else(|| Error::ParsePair { found: text.into() })
+    }
+}
+
+impl Serialize for Pair {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// An action of a rank's list as it is written: alone, or with the backward that runs at once with it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub(crate) enum Cell {
+    Alone(Action),
+    Paired(Pair),
+}
+
+impl Cell {
+    /// The first action, or the only one.
+    pub(crate) fn first(self) -> Action {
+        match self {
+            Self::Alone(action) => action,
+            Self::Paired(pair) => pair.forward,
+        }
+    }
+
+    /// The backward of a pair.
+    pub(crate) fn second(self) -> Option<Action> {
+        match self {
+            Self::Alone(_) => None,
+            Self::Paired(pair) => Some(pair.backward),
+        }
+    }
+
+    /// The actions, in the order of the list.
+    pub(crate) fn actions(self) -> impl Iterator<Item = Action> {
+        [Some(self.first()), self.second()].into_iter().flatten()
+    }
+}
+
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Alone(action) => action.fmt(f),
+            Self::Paired(pair) => pair.fmt(f),
+        }
+    }
+}
+
+impl FromStr for Cell {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        if text.starts_with('(') {
+            text.parse().map(Self::Paired)
+        } else {
+            text.parse().map(Self::Alone)
+        }
+    }
+}
+
 fn parse(text: &str) -> Option<Action> {
     let at = text.find(|c: char| !c.is_ascii_digit())?;
     let letter = text[at..].chars().next()?;
@@ -252,6 +364,25 @@ mod tests {
             "99999999999999999999F0",
         ] {
             let error = text.parse::<Action>().unwrap_err();
+            assert!(error.to_string().contains(&format!("{text:?}")), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_pair_is_read_in_either_order_and_a_malformed_one_is_refused_with_the_text() {
+        let pair: Pair = "( 7B3 ; 0F7 )OVERLAP_F_B".parse().unwrap();
+        assert_eq!(pair.to_string(), "(0F7;7B3)OVERLAP_F_B");
+        for text in [
+            "(0F7;7B3)",
+            "(0F7,7B3)OVERLAP_F_B",
+            "(0F7;7F3)OVERLAP_F_B",
+            "(0F7;7I3)OVERLAP_F_B",
+            "(0F7)OVERLAP_F_B",
+            "()OVERLAP_F_B",
+            "(0F7;7B3;1W0)OVERLAP_F_B",
+            "(",
+        ] {
+            let error = text.parse::<Cell>().unwrap_err();
             assert!(error.to_string().contains(&format!("{text:?}")), "{error}");
         }
     }

@@ -82,7 +82,8 @@ impl std::fmt::Display for Stopped {
 }
 
 /// Searches a schedule for the given costs that keeps the limits, at least as short as every named
-/// training schedule of the same size that does.
+/// training schedule of the same size that does, where no two actions run at once: it makes no pairs, and gains nothing
+/// by [`Costs::overlap`].
 ///
 /// # Errors
 /// When the size or the costs are not legal, or no named schedule keeps the limit of memory.
@@ -97,6 +98,10 @@ impl std::fmt::Display for Stopped {
 /// # Ok::<(), merak_pipe::Error>(())
 /// ```
 pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
+    let costs = &Costs {
+        overlap: 1.0,
+        ..costs.clone()
+    };
     let (kind, named, simulation) = best_named(size, costs, limits)?;
     let start = (kind, simulation.makespan);
     let (schedule, simulation) = best_listed(size, costs, limits, (named, simulation));

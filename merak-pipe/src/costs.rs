@@ -2,7 +2,7 @@
 
 use crate::{Action, Error, Kind, Result, Schedule, Timeline};
 use serde::{Serialize, Serializer, ser::SerializeMap};
-use std::{collections::BTreeSet, str::FromStr};
+use std::{collections::BTreeSet, fmt, str::FromStr};
 
 /// Costs that are the same on every stage, in any unit of time.
 ///
@@ -24,10 +24,12 @@ pub struct UnitCosts {
     pub recompute: f64,
     /// `C`: a message between two ranks.
     pub hop: f64,
+    /// `O`: the time of a forward and a backward that run at once, as a share of the sum of their times.
+    pub overlap: f64,
 }
 
 impl Default for UnitCosts {
-    /// One for every kind of computation, and free communication.
+    /// One for every kind of computation, free communication, and nothing won where two actions run at once.
     fn default() -> Self {
         Self {
             forward: 1.0,
@@ -35,6 +37,7 @@ impl Default for UnitCosts {
             weight_grad: 1.0,
             recompute: 1.0,
             hop: 0.0,
+            overlap: 1.0,
         }
     }
 }
@@ -42,9 +45,19 @@ impl Default for UnitCosts {
 impl FromStr for UnitCosts {
     type Err = Error;
 
-    /// Reads `F=1,I=1,W=1,R=1,C=0`; what is not named keeps its default.
+    /// Reads `F=1,I=1,W=1,R=1,C=0,O=1`; what is not named keeps its default.
     fn from_str(text: &str) -> Result<Self> {
-        let mut costs = Self::default();
+        Self::default().with(text)
+    }
+}
+
+impl UnitCosts {
+    /// These costs with those that a text such as `F=1,W=0.5` names.
+    ///
+    /// # Errors
+    /// When the text has another form, names a cost twice or gives one that is none.
+    pub fn with(self, text: &str) -> Result<Self> {
+        let mut costs = self;
         let mut seen = BTreeSet::new();
         for entry in text.split(',') {
             let error = || Error::ParseCosts {
@@ -58,6 +71,7 @@ impl FromStr for UnitCosts {
                 "W" => ('W', &mut costs.weight_grad),
                 "R" => ('R', &mut costs.recompute),
                 "C" => ('C', &mut costs.hop),
+                "O" => ('O', &mut costs.overlap),
                 _ => return Err(error()),
             };
             check(letter, value)?;
@@ -84,6 +98,9 @@ pub struct Costs {
     /// For each hop between stages `s` and `s + 1` the time of a message, either way: latency plus size
     /// over bandwidth. A hop within a rank is free.
     pub hop: Vec<f64>,
+    /// The time of a forward and a backward that run at once, as a share of the sum of their times, `O`. With 1 they
+    /// run one after the other; with less they begin when both messages have come, and end together.
+    pub overlap: f64,
 }
 
 impl Costs {
@@ -95,6 +112,7 @@ impl Costs {
             weight_grad: vec![costs.weight_grad; stages],
             recompute: vec![costs.recompute; stages],
             hop: vec![costs.hop; stages.saturating_sub(1)],
+            overlap: costs.overlap,
         }
     }
 
@@ -102,7 +120,7 @@ impl Costs {
     /// long as the recorded ones.
     ///
     /// Of a stage whose backwards are whole, all of their time counts as `I`: that of the backwards after an `R`,
-    /// where the stage has some.
+    /// where the stage has some. Of actions that ran at once only the sum counts, towards the overlap.
     ///
     /// # Errors
     /// When an action does not fit the schedule's size.
@@ -124,7 +142,8 @@ impl Costs {
             .collect();
         let has_separate: BTreeSet<_> = separate.iter().map(|action| action.stage).collect();
         let mut sums = vec![[(0.0, 0.0); Kind::ALL.len()]; stages];
-        for span in timeline.ranks.iter().flatten() {
+        let groups: Vec<_> = timeline.groups().collect();
+        for &(span, _) in groups.iter().filter(|(_, other)| other.is_none()) {
             let Action { stage, kind, .. } = span.action;
             let of_stage = sums.get_mut(stage.0).ok_or(Error::CostCount {
                 what: "stages",
@@ -149,6 +168,22 @@ impl Costs {
             let (sum, count) = sums[stage][kind as usize];
             if count > 0.0 { sum / count } else { 0.0 }
         };
+        // A pair that ran at once tells what that saves, and nothing about its parts.
+        let (mut together, mut apart) = (0.0, 0.0);
+        for &(forward, backward) in &groups {
+            let Some(backward) = backward else { continue };
+            let (first, second) = (forward.action.stage.0, backward.action.stage.0);
+            if first.max(second) < stages {
+                let whole = mean(second, Kind::InputGrad) + mean(second, Kind::WeightGrad);
+                let whole = if whole > 0.0 {
+                    whole
+                } else {
+                    mean(second, Kind::Backward)
+                };
+                together += forward.end.max(backward.end) - forward.start;
+                apart += mean(first, Kind::Forward) + whole;
+            }
+        }
         let of = |kind| (0..stages).map(|stage| mean(stage, kind)).collect();
         let splits = |stage: usize| sums[stage][Kind::InputGrad as usize].1 > 0.0;
         let input_grad = |stage| {
@@ -165,6 +200,11 @@ impl Costs {
             weight_grad: of(Kind::WeightGrad),
             recompute: of(Kind::Recompute),
             hop: vec![0.0; stages - 1],
+            overlap: if apart > 0.0 {
+                (together / apart).min(1.0)
+            } else {
+                1.0
+            },
         })
     }
 
@@ -196,7 +236,12 @@ impl Costs {
             }
             list.iter().try_for_each(|value| check(key, *value))?;
         }
-        Ok(())
+        check('O', self.overlap)
+    }
+
+    /// Whether a forward and a backward that stand together run at once.
+    pub(crate) fn overlaps(&self) -> bool {
+        self.overlap < 1.0
     }
 
     /// The cost of an action; `recomputes` says whether its recompute is charged within it.
@@ -217,10 +262,32 @@ impl Costs {
     }
 }
 
+impl fmt::Display for Costs {
+    /// As in `F=1,I=1,W=1,R=0,C=0,O=1`: one number for a cost that is the same everywhere, otherwise one for each stage
+    /// or hop with colons in between.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (key, list) in self.lists() {
+            write!(f, "{key}=")?;
+            match list {
+                [] => f.write_str("0")?,
+                [first, rest @ ..] if rest.iter().all(|value| value.total_cmp(first).is_eq()) => {
+                    write!(f, "{first}")?;
+                }
+                list => {
+                    let texts: Vec<_> = list.iter().map(ToString::to_string).collect();
+                    f.write_str(&texts.join(":"))?;
+                }
+            }
+            f.write_str(",")?;
+        }
+        write!(f, "O={}", self.overlap)
+    }
+}
+
 impl Serialize for Costs {
     /// One number for a cost that is the same everywhere, a list otherwise.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(Some(5))?;
+        let mut map = serializer.serialize_map(Some(6))?;
         for (key, list) in self.lists() {
             match list {
                 [] => map.serialize_entry(&key, &0.0)?,
@@ -230,6 +297,7 @@ impl Serialize for Costs {
                 list => map.serialize_entry(&key, list)?,
             }
         }
+        map.serialize_entry(&'O', &self.overlap)?;
         map.end()
     }
 }
@@ -238,7 +306,9 @@ impl Serialize for Costs {
 pub(crate) const MAX_COST: f64 = 1e15;
 
 fn check(key: char, found: f64) -> Result<()> {
-    if (0.0..=MAX_COST).contains(&found) {
+    if key == 'O' && !(0.0..=1.0).contains(&found) {
+        Err(Error::OverlapValue { found })
+    } else if (0.0..=MAX_COST).contains(&found) {
         Ok(())
     } else {
         Err(Error::CostValue { key, found })

@@ -1,12 +1,12 @@
 //! The order in which actions can run.
 
-use crate::{Action, Error, Result, Schedule, Tag};
+use crate::{Action, Error, Result, Schedule, Tag, action::Cell};
 
-/// An action as [`walk`] meets it.
+/// An action, or two that run at once, as [`walk`] meets them.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Visit {
     pub(crate) rank: usize,
-    pub(crate) action: Action,
+    pub(crate) cell: Cell,
 }
 
 /// Where the messages of a schedule stand in a table.
@@ -37,7 +37,8 @@ impl Slots {
 }
 
 /// Visits every action once, each after those of its rank that come before it and after the one that
-/// makes its message; in time `O(actions)`. Sends are buffered: they wait for nobody.
+/// makes its message; two that run at once after both messages. Takes time `O(actions)`. Sends are buffered: they
+/// wait for nobody.
 ///
 /// # Errors
 /// When some ranks wait for each other; the first of them is named.
@@ -65,24 +66,28 @@ pub(crate) fn walk_with(
     let mut arrived = vec![false; slots.count()];
     let mut cursors = vec![0; schedule.actions.len()];
     let mut queue = Worklist::all(schedule.actions.len());
-    let missing =
-        |action: Action, arrived: &[bool]| input(action).filter(|tag| !arrived[slots.of(*tag)]);
+    let missing = |cell: Cell, arrived: &[bool]| {
+        let mut needs = cell
+            .actions()
+            .filter_map(|action| Some((action, input(action)?)));
+        needs.find(|(_, tag)| !arrived[slots.of(*tag)])
+    };
     while let Some(rank) = queue.pop() {
-        while let Some(&action) = schedule.actions[rank].get(cursors[rank]) {
-            if missing(action, &arrived).is_some() {
+        while let Some(cell) = schedule.cell(rank, cursors[rank]) {
+            if missing(cell, &arrived).is_some() {
                 break;
             }
-            visit(Visit { rank, action });
-            cursors[rank] += 1;
-            if let Some(tag) = action.output(stages) {
+            visit(Visit { rank, cell });
+            cursors[rank] += cell.actions().count();
+            for tag in cell.actions().filter_map(|action| action.output(stages)) {
                 arrived[slots.of(tag)] = true;
                 queue.push(placement[tag.to.0]);
             }
         }
     }
-    for (rank, (actions, &position)) in schedule.actions.iter().zip(&cursors).enumerate() {
-        if let Some(&action) = actions.get(position)
-            && let Some(needs) = missing(action, &arrived)
+    for (rank, &position) in cursors.iter().enumerate() {
+        if let Some(cell) = schedule.cell(rank, position)
+            && let Some((action, needs)) = missing(cell, &arrived)
         {
             return Err(Error::Deadlock {
                 rank,

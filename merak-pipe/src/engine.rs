@@ -1,11 +1,13 @@
 //! The engine: carries out one rank's actions.
 
+mod compare;
 mod link;
 mod module;
 #[cfg(feature = "mpu")]
 mod mpu;
 mod threads;
 
+pub use compare::{Comparison, compare_with_unpipelined};
 pub use link::Link;
 pub use module::StageModule;
 #[cfg(feature = "mpu")]
@@ -26,6 +28,9 @@ const POSTED_AHEAD: usize = 2;
 /// communication runs under the computation. Where ranks share cores, the link lets them compute by turns. What the validator proves is not checked again: a schedule
 /// that it would refuse ends in an error here, at the latest when the link's deadline passes.
 ///
+/// A forward and a backward that stand as a [pair](crate::Pair) run at once where the module
+/// [can do that](StageModule::overlaps), after both their messages have come; elsewhere one after the other.
+///
 /// Schedules without backwards run in the same way, for evaluation and generation.
 ///
 /// # Communication
@@ -45,6 +50,8 @@ struct Step {
     action: Action,
     input: Option<Route>,
     output: Option<Route>,
+    /// Whether the next step is the backward that may run at once with this forward.
+    is_paired: bool,
 }
 
 /// A message and the rank at its other end, which can be the rank itself.
@@ -65,10 +72,14 @@ impl Engine {
             rank,
             ranks: schedule.size.ranks,
         })?;
-        Ok(Self::of_actions(actions, &placement, rank))
+        let mut engine = Self::of_actions(actions, &placement, rank);
+        for (position, step) in engine.steps.iter_mut().enumerate() {
+            step.is_paired = schedule.pair(rank, position).is_some();
+        }
+        Ok(engine)
     }
 
-    /// Prepares some actions of `rank`, where `placement` tells the rank of every stage.
+    /// Prepares some actions of `rank`, one after the other, where `placement` tells the rank of every stage.
     ///
     /// # Panics
     /// When an action is of a stage beside these.
@@ -86,6 +97,7 @@ impl Engine {
                     tag,
                     peer: placement[tag.to.0],
                 }),
+                is_paired: false,
             })
             .collect();
         let inputs = steps.iter().filter_map(|step| step.input);
@@ -165,14 +177,31 @@ impl<P: Send> Run<'_, P> {
         let steps = &self.engine.steps;
         let mut recorder = Recorder::new(self.engine.epoch, steps.len());
         self.post(link)?;
-        for &step in steps {
+        let mut left = steps.as_slice();
+        while let Some((&step, behind)) = left.split_first() {
+            left = behind;
             let input = self.take(step, link)?;
+            let pair = (step.is_paired && module.overlaps()).then(|| left.split_first());
+            let Some((&backward, behind)) = pair.flatten() else {
+                link.begin()?;
+                recorder.begin();
+                let output = self.compute(step.action, input, module);
+                recorder.end([step.action]);
+                link.end();
+                self.pass_on(step, output?, link)?;
+                continue;
+            };
+            left = behind;
+            let grad = self.take(backward, link)?;
+            let actions = [step.action, backward.action];
             link.begin()?;
             recorder.begin();
-            let output = self.compute(step.action, input, module);
-            recorder.end(step.action);
+            let outputs = self.compute_both(actions, input, grad, module);
+            recorder.end(actions);
             link.end();
-            self.pass_on(step, output?, link)?;
+            let (output, input_grad) = outputs?;
+            self.pass_on(step, output, link)?;
+            self.pass_on(backward, input_grad, link)?;
         }
         link.finish()?;
         Ok(recorder.into_spans())
@@ -222,6 +251,26 @@ impl<P: Send> Run<'_, P> {
         outcome.map_err(|source| Error::Stage {
             rank,
             action,
+            source: source.into(),
+        })
+    }
+
+    fn compute_both<M>(
+        &self,
+        [forward, backward]: [Action; 2],
+        input: Option<P>,
+        grad: Option<P>,
+        module: &mut M,
+    ) -> Result<(Option<P>, Option<P>)>
+    where
+        M: StageModule<Payload = P>,
+    {
+        let rank = self.engine.rank;
+        tracing::trace!(rank, %forward, %backward, "actions at once");
+        let outcome = module.forward_and_backward(forward, input, backward, grad);
+        outcome.map_err(|source| Error::Stage {
+            rank,
+            action: forward,
             source: source.into(),
         })
     }

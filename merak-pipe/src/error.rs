@@ -21,6 +21,12 @@ pub enum Error {
         /// The text.
         found: String,
     },
+    /// A text is no pair of actions that run at once.
+    #[error("expected a forward and a full backward such as (0F7;7B3)OVERLAP_F_B, found {found:?}")]
+    ParsePair {
+        /// The text.
+        found: String,
+    },
     /// A cell of a schedule file is no action.
     #[error("line {line}, cell {cell} is no action")]
     Cell {
@@ -166,7 +172,7 @@ pub enum Error {
         found: usize,
     },
     /// A list of costs has an entry that is not one of its keys.
-    #[error("expected costs such as F=1,I=1,W=1,R=1,C=0, found {found:?}")]
+    #[error("expected costs such as F=1,I=1,W=1,R=1,C=0,O=1, found {found:?}")]
     ParseCosts {
         /// The entry.
         found: String,
@@ -176,6 +182,12 @@ pub enum Error {
     CostTwice {
         /// Letter of the cost.
         key: char,
+    },
+    /// The share of a pair's time is no share.
+    #[error("the overlap O must be from 0 to 1, found {found:?}")]
+    OverlapValue {
+        /// Its value.
+        found: f64,
     },
     /// A cost is negative, not a number or too large to be added up.
     #[error("the cost {key} must be from 0 to {max:e}, found {found:?}", max = crate::costs::MAX_COST)]
@@ -295,6 +307,36 @@ pub enum Error {
         /// Modules.
         found: usize,
     },
+    /// A module of a comparison could not be made or read.
+    #[error("a module of the comparison could not be made or read")]
+    Module {
+        /// Why not.
+        source: BoxError,
+    },
+    /// A pipelined step gives other numbers than the same step without a pipeline.
+    #[error(
+        "{name}[{index}] is {found} in the pipelined step and {expected} without a pipeline: the module depends on the order of its calls, on the stages of its rank or on what hangs on its payloads"
+    )]
+    Unlike {
+        /// The list.
+        name: String,
+        /// Place of the number in it.
+        index: usize,
+        /// The number without a pipeline.
+        expected: f64,
+        /// The number of the pipelined step.
+        found: f64,
+    },
+    /// A pipelined step gives more or fewer numbers than the same step without a pipeline.
+    #[error("{name} has {found} numbers in the pipelined step and {expected} without a pipeline")]
+    UnlikeCount {
+        /// The list.
+        name: String,
+        /// Numbers without a pipeline.
+        expected: usize,
+        /// Numbers of the pipelined step.
+        found: usize,
+    },
     /// A rank that shares cores with others did not get one.
     #[error("rank {rank} got no turn to compute")]
     NoTurn {
@@ -386,6 +428,15 @@ pub enum Violation {
         expected: Tag,
         /// What the receiver takes.
         found: Tag,
+    },
+    /// What is to run at once with the action is no backward, or the action is no forward.
+    #[error("is to run at once with what follows, but the two are no forward and full backward")]
+    NoPair,
+    /// A backward is to run at once with its own forward.
+    #[error("runs at once with {backward}, which needs it")]
+    PairedWithItself {
+        /// The backward.
+        backward: Action,
     },
     /// The list of buffer counts does not fit.
     #[error("runs on a stage without buffers")]

@@ -18,8 +18,8 @@ pub struct Slot {
 
 /// One instruction of a rank, in the vocabulary of DeepSpeed's pipeline engine and of Merak.
 ///
-/// As JSON it is `[name, {"buffer_id": b}]`, with two buffers for an exchange and none for the closing
-/// steps, and with a `chunk` where ranks run several stages.
+/// As JSON it is `[name, {"buffer_id": b}]`, with two buffers for an exchange or for two passes at once and none for
+/// the closing steps, and with a `chunk` for each where ranks run several stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Instruction {
@@ -35,6 +35,13 @@ pub enum Instruction {
     BackwardInput(Slot),
     /// Computes the gradients of the stage's weights.
     BackwardWeight(Slot),
+    /// Runs one stage forward and one backward at once.
+    ForwardBackwardPass {
+        /// What runs forward.
+        forward: Slot,
+        /// What runs backward.
+        backward: Slot,
+    },
     /// Recomputes the stage, then receives its gradient where another rank sends it.
     RecomputeRecvGrad(Slot),
     /// Recomputes the stage before its gradient is wanted, and receives nothing.
@@ -81,6 +88,7 @@ impl Instruction {
             Self::BackwardPass(_) => "BackwardPass",
             Self::BackwardInput(_) => "BackwardInput",
             Self::BackwardWeight(_) => "BackwardWeight",
+            Self::ForwardBackwardPass { .. } => "ForwardBackwardPass",
             Self::RecomputeRecvGrad(_) => "RecomputeRecvGrad",
             Self::RecomputeForwardPass(_) => "RecomputeForwardPass",
             Self::SendActivation(_) => "SendActivation",
@@ -96,7 +104,8 @@ impl Instruction {
         }
     }
 
-    /// What the instruction works on: nothing, one slot, or the sent and the received one.
+    /// What the instruction works on: nothing, one slot, the sent and the received one, or the one that runs forward
+    /// and the one that runs backward.
     pub fn slots(&self) -> (Option<Slot>, Option<Slot>) {
         match *self {
             Self::LoadMicroBatch(slot)
@@ -113,6 +122,7 @@ impl Instruction {
             | Self::RecvGrad(slot) => (Some(slot), None),
             Self::SendActivationRecvGrad { sent, received }
             | Self::SendGradRecvActivation { sent, received } => (Some(sent), Some(received)),
+            Self::ForwardBackwardPass { forward, backward } => (Some(forward), Some(backward)),
             Self::RestoreRecomputeStatus
             | Self::ReduceTiedGrads
             | Self::ReduceGrads
@@ -165,8 +175,11 @@ impl Serialize for Arguments {
             (Some(slot), None) => map.serialize_entry("buffer_id", &slot.buffer)?,
             (None, _) => {}
         }
-        if let Some(chunk) = self.0.0.and_then(|slot| slot.chunk) {
-            map.serialize_entry("chunk", &chunk)?;
+        let chunk = |slot: Option<Slot>| slot.and_then(|slot| slot.chunk);
+        match (chunk(self.0.0), chunk(self.0.1)) {
+            (Some(first), Some(second)) => map.serialize_entry("chunk", &[first, second])?,
+            (Some(chunk), None) => map.serialize_entry("chunk", &chunk)?,
+            (None, _) => {}
         }
         map.end()
     }

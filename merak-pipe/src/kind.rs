@@ -1,6 +1,6 @@
 //! The registry of schedules by name.
 
-use crate::{Error, Result, Schedule, Size, generate};
+use crate::{Error, Result, Schedule, Size, UnitCosts, generate};
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
 
@@ -17,6 +17,9 @@ use std::{fmt, str::FromStr};
 /// | `last_no_recompute_1f1b` | `4(M+P-1) - (P+1)` | `P-s` | `M >= max(P, 3)` |
 /// | `shifted_critical_path` | `4(M+P-1) - (P+2)` | `P-s`, but 3 on stage `P-2` | `M >= max(P, 4)` |
 ///
+/// On one rank nothing can be hidden, and the order is that of `1f1b` for any `M`: `4M`, or `3M` under
+/// `last_no_recompute_1f1b` and `shifted_critical_path`, whose last stage never recomputes.
+///
 /// For the others, extra time over the ideal `3M` with `F = I = W = 1` on a whole rank, `M >= 2P` and free
 /// communication; `v` chunks per rank. Memory is in microbatches of a whole rank.
 ///
@@ -28,7 +31,7 @@ use std::{fmt, str::FromStr};
 /// | `zb_v` | `(P-1)/2`, no rank waits | `P` | 2 |
 /// | `v_half` | at most `1.5(P-1)` | `(P+2)/2` | 2 |
 /// | `v_min` | `2(P-1) - 1/2` | `(P+4)/3`, rounded up to a chunk | 2 |
-/// | `dualpipe_v` | `P-1` | `P + 1/2` | 2 |
+/// | `dualpipe_v` | `(P-1)/2`, and less where a [pair](crate::Pair) takes less than its parts | `P + 1/2` | 2 |
 ///
 /// Where `P` does not divide `M`, `interleaved_1f1b` runs a smaller last round, which waits for its way around the
 /// ranks: with two chunks that takes `P - M mod P` more. Megatron-LM refuses such sizes.
@@ -163,6 +166,32 @@ impl ScheduleKind {
         }
     }
 
+    /// The stages that each rank runs unless told: two for the V shapes and `interleaved_1f1b`, one for the others.
+    pub const fn default_chunks(self) -> usize {
+        match self.fixed_chunks() {
+            Some(chunks) => chunks,
+            None => 2,
+        }
+    }
+
+    /// The costs that are assumed unless told: those of [`UnitCosts::default`], with a recompute of 1 for the schedules
+    /// that are made for recomputation, from `gpipe` to `shifted_critical_path`, and 0 for the others.
+    pub fn default_costs(self) -> UnitCosts {
+        let recomputes = matches!(
+            self,
+            Self::Gpipe
+                | Self::OneFOneB
+                | Self::DsDefault
+                | Self::PreRecompute
+                | Self::LastNoRecompute
+                | Self::ShiftedCriticalPath
+        );
+        UnitCosts {
+            recompute: f64::from(u8::from(recomputes)),
+            ..UnitCosts::default()
+        }
+    }
+
     /// The smallest number of microbatches that the schedule takes on `ranks` ranks.
     pub fn min_microbatches(self, ranks: usize) -> usize {
         if ranks == 1 {
@@ -254,6 +283,20 @@ mod tests {
         }
         let alias = "full_critical_path_1f1b".parse::<ScheduleKind>().unwrap();
         assert_eq!(alias, ScheduleKind::ShiftedCriticalPath);
+    }
+
+    #[test]
+    fn recomputes_cost_something_only_where_schedules_are_made_for_them() {
+        let recomputes = ScheduleKind::ALL.map(|kind| kind.default_costs().recompute > 0.0);
+        assert_eq!(
+            recomputes,
+            [
+                true, true, true, true, true, true, false, false, false, false, false, false,
+                false, false
+            ]
+        );
+        assert_eq!(ScheduleKind::Interleaved.default_chunks(), 2);
+        assert_eq!(ScheduleKind::Gpipe.default_chunks(), 1);
     }
 
     #[test]

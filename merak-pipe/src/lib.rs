@@ -25,7 +25,7 @@
 //!
 //! # Main types
 //! - [`Action`], such as `1F3`: stage 1 runs microbatch 3 forward. [`Kind`] also knows `B` backward, its
-//!   halves `I` (input gradient) and `W` (weight gradients), and `R` recompute.
+//!   halves `I` (input gradient) and `W` (weight gradients), and `R` recompute; a [`Pair`] of `F` and `B` runs at once.
 //! - [`Schedule`]: the actions of every rank, from a [`ScheduleKind`] or from CSV;
 //!   [`Schedule::validate`] proves it, [`Schedule::instructions`] adds the communication.
 //! - [`simulate`](fn@simulate): [`Costs`] in, makespan, bubble, memory and critical path out;
@@ -34,6 +34,7 @@
 //!   recorded timeline.
 //! - [`Engine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`]; [`run_threads`] runs
 //!   a whole pipeline in one process.
+//! - [`compare_with_unpipelined`]: the check for a module of one's own; it runs a step with and without the pipeline.
 //! - [`Timeline`]: what ran when, from the simulator or the engine; [`grid`](fn@grid), [`svg`](fn@svg) and
 //!   [`trace`](fn@trace) draw it.
 //!
@@ -82,12 +83,15 @@ mod simulate;
 mod timeline;
 mod validate;
 
-pub use action::{Action, Kind, MicrobatchId, StageId, Tag};
+pub use action::{Action, Kind, MicrobatchId, Pair, StageId, Tag};
 pub use auto::{Auto, AutoLimits, Stopped, auto};
 pub use costs::{Costs, UnitCosts};
 #[cfg(feature = "mpu")]
 pub use engine::GroupLink;
-pub use engine::{Engine, Link, StageModule, ThreadLink, run, run_threads, threads};
+pub use engine::{
+    Comparison, Engine, Link, StageModule, ThreadLink, compare_with_unpipelined, run, run_threads,
+    threads,
+};
 pub use error::{BoxError, Error, Result, Violation};
 pub use instruction::{Instruction, Slot};
 pub use kind::ScheduleKind;

@@ -8,7 +8,8 @@
 //!    one exchange. With [`Exchanges::Split`] both go the same way first: activations, then gradients.
 //! 2. Elsewhere the later stage keeps its natural order, and the earlier stage holds an activation back
 //!    until it has taken all gradients that the later stage sends first.
-//! 3. Where ranks run several stages, all messages keep one order in time: see `lower/chunked.rs`.
+//! 3. Where ranks run several stages, or two actions at once, all messages keep one order in time: see
+//!    `lower/chunked.rs`.
 //! 4. A recompute directly before its backward receives the gradient; an earlier one receives
 //!    nothing, and the gradient comes where the backward stands.
 //! 5. A schedule of forwards alone is staggered: even stages send the last result before they receive,
@@ -59,7 +60,7 @@ pub(crate) fn lower(
 ) -> Result<Vec<Vec<Instruction>>> {
     let lowering = Lowering::new(schedule, placement, loading);
     let ranks = 0..schedule.actions.len();
-    if schedule.size.chunks > 1 {
+    if schedule.size.chunks > 1 || !schedule.pairs.is_empty() {
         lowering.chunked()
     } else if schedule.exchanges == Exchanges::Staggered && schedule.is_forward_only() {
         Ok(ranks.map(|rank| lowering.staggered(rank)).collect())

@@ -1,5 +1,6 @@
 //! Schedules and timelines as text and pictures.
 
+mod colour;
 mod grid;
 mod html;
 mod json;

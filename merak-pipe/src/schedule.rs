@@ -1,6 +1,6 @@
 //! The schedule: every action of every rank, in order.
 
-use crate::{Action, Error, Kind, MicrobatchId, Result, StageId, generate};
+use crate::{Action, Error, Kind, MicrobatchId, Pair, Result, StageId, action::Cell, generate};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeSet, fmt::Write as _};
 
@@ -108,6 +108,8 @@ pub struct Schedule {
     pub size: Size,
     /// For each rank its actions, first to last.
     pub actions: Vec<Vec<Action>>,
+    /// The pairs that run at once, each by its rank and the position of its forward; its backward is the next action.
+    pub pairs: BTreeSet<(usize, usize)>,
     /// For each stage the number of activation buffers; microbatch `m` uses buffer `m` modulo that number.
     pub buffers: Vec<usize>,
     /// How the instruction stream writes exchanges.
@@ -125,6 +127,7 @@ impl Schedule {
             size,
             buffers: buffers_needed(size, &actions),
             actions,
+            pairs: BTreeSet::new(),
             exchanges: if forward_only {
                 Exchanges::Staggered
             } else {
@@ -132,6 +135,31 @@ impl Schedule {
             },
             no_recompute: Vec::new(),
         }
+    }
+
+    /// The pair that begins at a position of a rank's list.
+    pub fn pair(&self, rank: usize, position: usize) -> Option<Pair> {
+        if !self.pairs.contains(&(rank, position)) {
+            return None;
+        }
+        let list = self.actions.get(rank)?;
+        Pair::new(*list.get(position)?, *list.get(position + 1)?)
+    }
+
+    /// What stands at a position of a rank's list, with what runs at once with it.
+    pub(crate) fn cell(&self, rank: usize, position: usize) -> Option<Cell> {
+        let alone = || Some(Cell::Alone(*self.actions.get(rank)?.get(position)?));
+        self.pair(rank, position).map(Cell::Paired).or_else(alone)
+    }
+
+    /// A rank's list as it is written, pairs as one.
+    pub(crate) fn cells(&self, rank: usize) -> impl Iterator<Item = Cell> {
+        let mut position = 0;
+        std::iter::from_fn(move || {
+            let cell = self.cell(rank, position)?;
+            position += cell.actions().count();
+            Some(cell)
+        })
     }
 
     /// Whether the schedule has forwards alone, as for evaluation and generation.
@@ -233,50 +261,103 @@ impl Schedule {
             .collect()
     }
 
-    /// Reads a schedule from comma-separated values: one line per rank, one cell per action; blank cells
-    /// are skipped.
+    /// Reads a schedule from comma-separated values: one line per rank, one cell per action or [`Pair`]; blank cells
+    /// are skipped, and so is a byte order mark.
     ///
     /// # Errors
     /// When a cell is no action or the lines are not one per rank. The order of the actions is checked
     /// by [`Schedule::validate`].
     pub fn from_csv(name: impl Into<String>, text: &str, size: Size) -> Result<Self> {
         size.check()?;
-        let mut actions = Vec::new();
-        for (line, row) in text.trim_end().lines().enumerate() {
-            let cells = row.split(',').enumerate();
-            let filled = cells.filter(|(_, cell)| !cell.trim().is_empty());
-            let parsed = filled.map(|(cell, text)| {
-                text.trim().parse().map_err(|source| Error::Cell {
-                    line: line + 1,
-                    cell: cell + 1,
-                    source: Box::new(source),
-                })
-            });
-            actions.push(parsed.collect::<Result<Vec<Action>>>()?);
-        }
-        if actions.len() != size.ranks {
+        Self::checked(name.into(), &read_cells(text)?, size)
+    }
+
+    /// As [`Schedule::from_csv`], with the size that the file has: a rank for each line, and as many stages and
+    /// microbatches as the largest numbers in it tell.
+    ///
+    /// # Errors
+    /// As [`Schedule::from_csv`].
+    ///
+    /// ```
+    /// use merak_pipe::{Schedule, Size};
+    /// let schedule = Schedule::from_sized_csv("mine", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")?;
+    /// assert_eq!(schedule.size, Size::new(2, 2));
+    /// # Ok::<(), merak_pipe::Error>(())
+    /// ```
+    pub fn from_sized_csv(name: impl Into<String>, text: &str) -> Result<Self> {
+        let cells = read_cells(text)?;
+        let actions = || cells.iter().flatten().flat_map(|cell| cell.actions());
+        let count = |last: Option<usize>| last.map_or(0, |last| last.saturating_add(1));
+        let stages = count(actions().map(|action| action.stage.0).max());
+        let size = Size {
+            ranks: cells.len(),
+            microbatches: count(actions().map(|action| action.microbatch.0).max()),
+            chunks: stages.div_ceil(cells.len().max(1)),
+        };
+        size.check()?;
+        Self::checked(name.into(), &cells, size)
+    }
+
+    fn checked(name: String, cells: &[Vec<Cell>], size: Size) -> Result<Self> {
+        if cells.len() != size.ranks {
             return Err(Error::RankCount {
                 expected: size.ranks,
-                found: actions.len(),
+                found: cells.len(),
             });
         }
-        let schedule = Self::new(name, size, actions);
+        let schedule = Self::of_cells(name, size, cells);
         schedule.placement()?;
         Ok(schedule)
+    }
+
+    /// Makes a schedule of what each rank runs, alone or at once.
+    pub(crate) fn of_cells(name: impl Into<String>, size: Size, cells: &[Vec<Cell>]) -> Self {
+        let mut actions = vec![Vec::new(); cells.len()];
+        let mut pairs = BTreeSet::new();
+        for (rank, (list, cells)) in actions.iter_mut().zip(cells).enumerate() {
+            for cell in cells {
+                if cell.second().is_some() {
+                    pairs.insert((rank, list.len()));
+                }
+                list.extend(cell.actions());
+            }
+        }
+        Self {
+            pairs,
+            ..Self::new(name, size, actions)
+        }
     }
 
     /// Writes the schedule as comma-separated values, one line per rank.
     pub fn to_csv(&self) -> String {
         let mut text = String::new();
-        for actions in &self.actions {
-            for (position, action) in actions.iter().enumerate() {
+        for rank in 0..self.actions.len() {
+            for (position, cell) in self.cells(rank).enumerate() {
                 let comma = if position == 0 { "" } else { "," };
-                write!(text, "{comma}{action}").expect("a String takes every write");
+                write!(text, "{comma}{cell}").expect("a String takes every write");
             }
             text.push('\n');
         }
         text
     }
+}
+
+/// The cells of each line that are not blank.
+fn read_cells(text: &str) -> Result<Vec<Vec<Cell>>> {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let read = |(line, row): (usize, &str)| {
+        let cells = row.split(',').enumerate();
+        let filled = cells.filter(|(_, cell)| !cell.trim().is_empty());
+        let parsed = filled.map(|(cell, text)| {
+            text.trim().parse().map_err(|source| Error::Cell {
+                line: line + 1,
+                cell: cell + 1,
+                source: Box::new(source),
+            })
+        });
+        parsed.collect()
+    };
+    text.trim_end().lines().enumerate().map(read).collect()
 }
 
 /// For each stage the smallest ring of buffers in which no live microbatch is overwritten, at least two:
@@ -327,6 +408,39 @@ mod tests {
             Schedule::from_csv("mine", "0F0,,0B0,\n,1F0,1B0\n", Size::new(2, 1)).unwrap();
         assert_eq!(schedule.to_csv(), "0F0,0B0\n1F0,1B0\n");
         assert_eq!(schedule.placement().unwrap(), [0, 1]);
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_read_over() {
+        let text = "\u{feff}0F0,0B0\n1F0,1B0\n";
+        let schedule = Schedule::from_csv("mine", text, Size::new(2, 1)).unwrap();
+        assert_eq!(schedule.actions[0].len(), 2);
+    }
+
+    #[test]
+    fn a_file_tells_its_own_size() {
+        let csv = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n";
+        let schedule = Schedule::from_sized_csv("mine", csv).unwrap();
+        assert_eq!(schedule.size, Size::new(2, 1).with_chunks(2));
+        for empty in ["", "\u{feff}", "\n\n"] {
+            let error = Schedule::from_sized_csv("mine", empty).unwrap_err();
+            assert!(error.to_string().contains("a schedule has 1 to"), "{error}");
+        }
+        let huge = format!("{}F0\n", usize::MAX);
+        assert!(Schedule::from_sized_csv("mine", &huge).is_err());
+    }
+
+    #[test]
+    fn pairs_survive_text_and_back() {
+        let csv = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n";
+        let schedule = Schedule::from_sized_csv("mine", csv).unwrap();
+        assert_eq!(schedule.to_csv(), csv);
+        assert_eq!(schedule.actions[0].len(), 6);
+        assert_eq!(
+            schedule.pair(0, 2).unwrap().to_string(),
+            "(0F2;0B0)OVERLAP_F_B"
+        );
+        assert_eq!((schedule.pair(0, 1), schedule.pair(7, 0)), (None, None));
     }
 
     #[test]

@@ -4,6 +4,7 @@ mod shared;
 
 use crate::{
     Action, Costs, Error, Kind, Result, Schedule, Span, Tag, Timeline,
+    action::Cell,
     dataflow::{self, Slots, Visit},
     validate,
 };
@@ -38,6 +39,10 @@ impl Simulation {
 
 /// Times every action: it starts when the previous one of its rank has ended and its message is there, a
 /// hop after the action that made it. Sends cost their rank nothing.
+///
+/// A forward and a backward that stand as a [pair](crate::Pair) take [`Costs::overlap`] of the sum of their times and
+/// begin when both messages are there; where nothing is won that way, with an overlap of 1, they run one after the
+/// other, and the forward sends its result before the backward begins.
 ///
 /// `B` costs `I + W`. A recompute without an `R` of its own is charged within the backward, but not on a
 /// stage that the schedule says never recomputes. Takes time proportional to the number of actions.
@@ -152,28 +157,48 @@ impl<'a> Clock<'a> {
     }
 
     fn run(&mut self, visit: Visit) {
-        let Visit { rank, action } = visit;
-        let free = self.spans[rank].last().map_or(0.0, |span| span.end);
-        let start = self
-            .arrival(action)
-            .map_or(free, |arrival| arrival.max(free));
-        let end = start + self.cost(action);
-        let after = self.cause(rank, action);
-        self.record(rank, Span { action, start, end }, after);
+        let Visit { rank, cell } = visit;
+        for cell in self.parts(cell) {
+            let free = self.spans[rank].last().map_or(0.0, |span| span.end);
+            let start = self.arrival(cell).map_or(free, |arrival| arrival.max(free));
+            let end = start + self.cost(cell);
+            let after = self.cause(rank, cell);
+            self.record(rank, cell, (start, end), after);
+        }
     }
 
-    /// When the message of an action arrives; `None` for one that needs none.
-    fn arrival(&self, action: Action) -> Option<f64> {
-        let tag = action.input(self.placement.len())?;
-        Some(self.messages[self.slots.of(tag)].0)
+    /// What runs one after the other: both actions of a pair where nothing is won when they run at once.
+    fn parts(&self, cell: Cell) -> impl Iterator<Item = Cell> + use<> {
+        let at_once = self.costs.overlaps();
+        let whole = at_once.then_some(cell);
+        let apart = cell.actions().filter(move |_| !at_once).map(Cell::Alone);
+        whole.into_iter().chain(apart)
+    }
+
+    /// What the rank does next, without what runs after it.
+    fn next(&self, rank: usize) -> Option<Cell> {
+        let position = self.spans[rank].len();
+        // The second action of a pair stands alone here.
+        self.parts(self.schedule.cell(rank, position)?).next()
+    }
+
+    /// When the last message of what runs at once arrives; `None` where nothing is needed.
+    fn arrival(&self, cell: Cell) -> Option<f64> {
+        let message = self.last_message(cell)?;
+        Some(message.0)
+    }
+
+    fn last_message(&self, cell: Cell) -> Option<(f64, usize, usize)> {
+        let stages = self.placement.len();
+        let tags = cell.actions().filter_map(|action| action.input(stages));
+        let messages = tags.map(|tag| self.messages[self.slots.of(tag)]);
+        messages.reduce(|last, message| if message.0 > last.0 { message } else { last })
     }
 
     /// What the next action of a rank waits for last: the rank itself, or the maker of its message.
-    fn cause(&self, rank: usize, action: Action) -> Option<(usize, usize)> {
+    fn cause(&self, rank: usize, cell: Cell) -> Option<(usize, usize)> {
         let free = self.spans[rank].last().map(|span| span.end);
-        let tag = action.input(self.placement.len());
-        let message = tag.map(|tag| self.messages[self.slots.of(tag)]);
-        match message {
+        match self.last_message(cell) {
             Some((arrival, maker, position)) if free.is_none_or(|free| arrival > free) => {
                 Some((maker, position))
             }
@@ -184,25 +209,38 @@ impl<'a> Clock<'a> {
         }
     }
 
-    fn cost(&self, action: Action) -> f64 {
-        let index = action.stage.0 * self.schedule.size.microbatches + action.microbatch.0;
-        self.costs.of(action, self.recomputes[index])
+    fn cost(&self, cell: Cell) -> f64 {
+        let cost = |action: Action| {
+            let index = action.stage.0 * self.schedule.size.microbatches + action.microbatch.0;
+            self.costs.of(action, self.recomputes[index])
+        };
+        let sum: f64 = cell.actions().map(cost).sum();
+        if cell.second().is_some() {
+            sum * self.costs.overlap
+        } else {
+            sum
+        }
     }
 
-    /// Writes down the next action of a rank, and sends what it made; gives the message and its arrival.
+    /// Writes down what a rank did next, and sends what it made; gives the messages and their arrivals.
     fn record(
         &mut self,
         rank: usize,
-        span: Span,
+        cell: Cell,
+        (start, end): (f64, f64),
         after: Option<(usize, usize)>,
-    ) -> Option<(Tag, f64)> {
-        let position = self.spans[rank].len();
-        self.spans[rank].push(span);
-        self.after[rank].push(after);
-        let tag = span.action.output(self.placement.len())?;
-        let arrival = span.end + self.hop(tag);
-        self.messages[self.slots.of(tag)] = (arrival, rank, position);
-        Some((tag, arrival))
+    ) -> [Option<(Tag, f64)>; 2] {
+        let stages = self.placement.len();
+        [Some(cell.first()), cell.second()].map(|action| {
+            let action = action?;
+            let position = self.spans[rank].len();
+            self.spans[rank].push(Span { action, start, end });
+            self.after[rank].push(after);
+            let tag = action.output(stages)?;
+            let arrival = end + self.hop(tag);
+            self.messages[self.slots.of(tag)] = (arrival, rank, position);
+            Some((tag, arrival))
+        })
     }
 
     fn hop(&self, tag: Tag) -> f64 {

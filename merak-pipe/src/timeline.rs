@@ -40,10 +40,23 @@ impl Timeline {
         self.ranks.iter().map(time).collect()
     }
 
-    /// For each rank the time that it computes.
+    /// For each rank the time that it computes; what runs at once counts once.
     pub fn busy_times(&self) -> Vec<f64> {
-        let busy = |spans: &Vec<Span>| spans.iter().map(|span| span.end - span.start).sum();
+        let busy = |spans: &Vec<Span>| {
+            let mut until = f64::NEG_INFINITY;
+            let alone = spans.iter().map(|span| {
+                let start = span.start.max(until);
+                until = until.max(span.end);
+                (span.end - start).max(0.0)
+            });
+            alone.sum()
+        };
         self.ranks.iter().map(busy).collect()
+    }
+
+    /// The spans of all ranks, each with the one that ran at once with it.
+    pub(crate) fn groups(&self) -> impl Iterator<Item = (Span, Option<Span>)> {
+        self.ranks.iter().flat_map(|spans| groups(spans))
     }
 
     /// The idle share of all ranks over the makespan, from 0 to 1.
@@ -58,6 +71,18 @@ impl Timeline {
         let times = self.rank_times().into_iter().zip(self.busy_times());
         times.map(|(whole, busy)| idle_share(whole, busy)).collect()
     }
+}
+
+/// The spans of a rank, each with the one that ran at once with it.
+pub(crate) fn groups(spans: &[Span]) -> Vec<(Span, Option<Span>)> {
+    let mut groups: Vec<(Span, Option<Span>)> = Vec::with_capacity(spans.len());
+    for &span in spans {
+        match groups.last_mut() {
+            Some((before, other @ None)) if span.start < before.end => *other = Some(span),
+            _ => groups.push((span, None)),
+        }
+    }
+    groups
 }
 
 fn idle_share(whole: f64, busy: f64) -> f64 {
@@ -89,12 +114,13 @@ impl Recorder {
         self.begun = self.epoch.elapsed().as_secs_f64();
     }
 
-    pub(crate) fn end(&mut self, action: Action) {
-        self.spans.push(Span {
-            action,
-            start: self.begun,
-            end: self.epoch.elapsed().as_secs_f64(),
-        });
+    /// Writes down what began last; two actions where they ran at once.
+    pub(crate) fn end(&mut self, actions: impl IntoIterator<Item = Action>) {
+        let (start, end) = (self.begun, self.epoch.elapsed().as_secs_f64());
+        let spans = actions
+            .into_iter()
+            .map(|action| Span { action, start, end });
+        self.spans.extend(spans);
     }
 
     pub(crate) fn into_spans(self) -> Vec<Span> {

@@ -1,7 +1,7 @@
 //! The proof that a schedule can be carried out and gives the right result.
 
 use crate::{
-    Action, Error, Kind, MicrobatchId, Result, Schedule, StageId, Violation, dataflow, lower,
+    Action, Error, Kind, MicrobatchId, Pair, Result, Schedule, StageId, Violation, dataflow, lower,
     rendezvous,
 };
 
@@ -11,6 +11,7 @@ impl Schedule {
     /// - every stage belongs to one rank, and every rank has the same number of stages;
     /// - every microbatch has on every stage one `F`, then one `B` or one `I` and later one `W`, and an
     ///   `R` at most once between its `F` and its backward (a schedule of forwards alone has one `F` each);
+    /// - actions that run at once are a forward and a full backward that does not need it;
     /// - the weight gradients of a stage come in ascending order of the microbatches, so that every
     ///   schedule adds them up to the same bits;
     /// - no microbatch enters a buffer that another one still needs;
@@ -58,6 +59,7 @@ fn check_stages_per_rank(schedule: &Schedule, placement: &[usize]) -> Result<()>
 
 /// Checks what can be seen on each stage alone: order, completeness, weight gradients and buffers.
 pub(crate) fn check_actions(schedule: &Schedule, placement: &[usize]) -> Result<()> {
+    check_pairs(schedule)?;
     let forward_only = schedule.is_forward_only();
     let microbatches = schedule.size.microbatches;
     let buffers = |stage| schedule.buffers.get(stage).copied().unwrap_or(0);
@@ -90,6 +92,32 @@ pub(crate) fn check_actions(schedule: &Schedule, placement: &[usize]) -> Result<
                 return Err(Error::MissingAction { rank, action });
             }
         }
+    }
+    Ok(())
+}
+
+/// Checks that what runs at once can.
+fn check_pairs(schedule: &Schedule) -> Result<()> {
+    for &(rank, position) in &schedule.pairs {
+        let list = schedule.actions.get(rank);
+        let Some(&action) = list.and_then(|list| list.get(position)) else {
+            continue;
+        };
+        let rule = match schedule.pair(rank, position) {
+            Some(Pair { backward, .. })
+                if (action.stage, action.microbatch) == (backward.stage, backward.microbatch) =>
+            {
+                Violation::PairedWithItself { backward }
+            }
+            Some(_) => continue,
+            None => Violation::NoPair,
+        };
+        return Err(Error::Invalid {
+            rank,
+            position,
+            action,
+            rule,
+        });
     }
     Ok(())
 }

@@ -113,6 +113,7 @@ proptest! {
             weight_grad: vec![0.0; stages],
             recompute: vec![0.0; stages],
             hop: vec![f64::from(comm); stages - 1],
+            overlap: 1.0,
         });
         let each: Vec<_> = (0..=stages).collect();
         let loads = costs(&times).loads(&each);

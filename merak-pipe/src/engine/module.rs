@@ -6,6 +6,20 @@ use crate::{Action, BoxError};
 ///
 /// Each call gets the [`Action`], whose `stage` tells the stages of an interleaved schedule apart and whose
 /// `microbatch` tells which kept activations belong to it. Calls come in the order of the schedule.
+///
+/// What a module does must not depend on that order, nor on which stages it shares a rank with:
+///
+/// - **A payload is numbers alone.** Activations and gradients must leave without the graph of an autograd engine
+///   that made them: detach both. A gradient that candle computed still hangs on the weights it came from. Where one
+///   rank runs several stages, as in the V schedules, the next backward would follow it into another stage of the same
+///   module and add to that stage's gradients once more, without an error.
+/// - **What is kept belongs to a stage and a microbatch**, and never to a microbatch alone: several stages of one module
+///   are in flight at once.
+/// - **`backward_input` computes the gradient of the input and nothing else**, for a schedule that splits backwards to
+///   gain anything. A module whose autograd computes both gradients in one walk stays right, but it does the work of `W`
+///   within `I`, and `W` only adds.
+///
+/// [`compare_with_unpipelined`](crate::compare_with_unpipelined) tests a module against these rules.
 pub trait StageModule {
     /// What stages send each other; the gradient of a payload is a payload as well.
     type Payload: Send;
@@ -67,4 +81,33 @@ pub trait StageModule {
         let _ = action;
         Ok(())
     }
+
+    /// Whether [`StageModule::forward_and_backward`] gains something over one pass after the other. The engine then
+    /// waits for the messages of both before it begins, and sends both results when both are done.
+    fn overlaps(&self) -> bool {
+        false
+    }
+
+    /// Runs `forward` as [`StageModule::forward`] does and `backward` as [`StageModule::backward`] does, at once: what one
+    /// waits for, communication above all, is hidden under the other. They are of different stages or microbatches.
+    ///
+    /// Called for the pairs of a schedule where [`StageModule::overlaps`]. Returns what both return.
+    ///
+    /// # Errors
+    /// As [`StageModule::forward`].
+    fn forward_and_backward(
+        &mut self,
+        forward: Action,
+        input: Option<Self::Payload>,
+        backward: Action,
+        grad: Option<Self::Payload>,
+    ) -> Result<Both<Self::Payload>, Self::Error> {
+        Ok((
+            self.forward(forward, input)?,
+            self.backward(backward, grad)?,
+        ))
+    }
 }
+
+/// What a forward and a backward return that ran at once.
+pub(crate) type Both<P> = (Option<P>, Option<P>);

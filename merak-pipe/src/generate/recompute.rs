@@ -96,10 +96,9 @@ fn with_recompute(actions: Vec<Action>, chosen: impl Fn(usize) -> bool) -> Vec<A
     out
 }
 
-/// The stage that keeps its activations. A single rank has no gradients to wait for and recomputes as asked.
+/// The stage that keeps its activations; the only one of a single rank is the last one too.
 fn last_stage(size: Size) -> Vec<StageId> {
-    let last = size.ranks - 1;
-    (last..size.ranks).filter(|s| *s > 0).map(StageId).collect()
+    vec![StageId(size.ranks - 1)]
 }
 
 fn schedule(

@@ -4,11 +4,11 @@
 //! can wait for each other. Here all ranks agree on one order of everything instead: actions by the time
 //! at which they start when each takes one unit, and each message directly before the action that takes
 //! it. Both ends put the message at that place, so the first thing that is not yet done in the common order
-//! can always be done.
+//! can always be done. Two actions that run at once take their messages at one place, the forward's first.
 
 use super::Lowering;
 use crate::{
-    Action, Instruction, Kind, Result, Tag,
+    Action, Instruction, Kind, Pair, Result, Tag,
     dataflow::{Visit, walk_with},
 };
 
@@ -35,7 +35,7 @@ impl Lowering<'_> {
                     }
                 }
                 let place = (time, rank, true);
-                let computation = self.computation(action);
+                let computation = self.passes(rank, position);
                 streams[rank].extend(computation.map(|instruction| (place, instruction)));
                 if self.is_early_recompute(rank, position) {
                     streams[rank].push((place, Instruction::RestoreRecomputeStatus));
@@ -50,6 +50,32 @@ impl Lowering<'_> {
         Ok(finished.collect())
     }
 
+    /// The instructions of the computation at a position of a rank's list; those of a pair stand at its backward.
+    fn passes(&self, rank: usize, position: usize) -> impl Iterator<Item = Instruction> {
+        let pair_at = |position| self.schedule.pair(rank, position);
+        // A forward that is recomputed on its own keeps its own instruction.
+        let at_once = |pair: &Pair| self.recompute(pair.forward).is_none();
+        let ends = position.checked_sub(1).and_then(pair_at).filter(at_once);
+        let begins = pair_at(position).filter(at_once).is_some();
+        let alone = ends.is_none() && !begins;
+        let single = alone.then(|| self.computation(self.schedule.actions[rank][position]));
+        let joint = ends.map(|Pair { forward, backward }| {
+            let pass = Instruction::ForwardBackwardPass {
+                forward: self.slot(forward),
+                backward: self.slot(backward),
+            };
+            let load = Instruction::LoadMicroBatch(self.slot(forward));
+            self.loads[forward.stage.0]
+                .then_some(load)
+                .into_iter()
+                .chain([pass])
+        });
+        single
+            .into_iter()
+            .flatten()
+            .chain(joint.into_iter().flatten())
+    }
+
     /// When each action of each rank starts.
     fn times(&self) -> Result<Vec<Vec<usize>>> {
         let schedule = self.schedule;
@@ -58,13 +84,16 @@ impl Lowering<'_> {
         let mut arrivals = vec![0; self.slots.count()];
         // An `R` that receives the gradient has to wait for it.
         let input = |action: Action| self.taken(action).or_else(|| action.input(stages));
-        let visit = |visit: Visit| {
-            let free = times[visit.rank].last().map_or(0, |time| time + 1);
-            let arrival = input(visit.action).map_or(0, |tag| arrivals[self.slots.of(tag)]);
-            let time = free.max(arrival);
-            times[visit.rank].push(time);
-            if let Some(tag) = visit.action.output(stages) {
-                arrivals[self.slots.of(tag)] = time + 1;
+        let visit = |Visit { rank, cell }: Visit| {
+            let free = times[rank].last().map_or(0, |time| time + 1);
+            let needs = cell.actions().filter_map(input);
+            let arrival = needs.map(|tag| arrivals[self.slots.of(tag)]).max();
+            let time = free.max(arrival.unwrap_or(0));
+            for action in cell.actions() {
+                times[rank].push(time);
+                if let Some(tag) = action.output(stages) {
+                    arrivals[self.slots.of(tag)] = time + 1;
+                }
             }
         };
         walk_with(schedule, self.placement, input, visit)?;

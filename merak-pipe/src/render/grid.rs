@@ -1,6 +1,6 @@
 //! A timeline as a text grid, one row per rank.
 
-use crate::{Action, Kind, Span, Timeline};
+use crate::{Action, Kind, Span, Timeline, timeline::groups};
 use std::fmt::Write as _;
 
 /// How [`grid`] draws.
@@ -24,7 +24,7 @@ impl Default for GridStyle {
 /// Draws a timeline: time runs to the right, an action fills as many cells as it lasts, a dot is idle.
 ///
 /// A cell lasts as long as the shortest action. Actions are named by kind and microbatch, and by their
-/// stage too where a rank runs several.
+/// stage too where a rank runs several; two that run at once share a bar, as in `F7+B3----`.
 ///
 /// ```
 /// use merak_pipe::{Costs, GridStyle, ScheduleKind, Size, UnitCosts, grid, simulate};
@@ -49,13 +49,7 @@ pub fn grid(timeline: &Timeline, style: GridStyle) -> String {
         };
         text[stage_digits..].to_owned()
     };
-    let spans = timeline.ranks.iter().flatten();
-    let widest = spans
-        .map(|span| label(&span.action).len())
-        .max()
-        .unwrap_or(1);
     let cell = cell_time(timeline, style.max_cells.max(1));
-    let width = widest + 1;
     let cells = |time: f64| {
         if cell > 0.0 {
             (time / cell).round() as usize
@@ -63,6 +57,19 @@ pub fn grid(timeline: &Timeline, style: GridStyle) -> String {
             0
         }
     };
+    let labels = |(span, other): &(Span, Option<Span>)| {
+        let second = other.map(|other| format!("+{}", label(&other.action)));
+        (label(&span.action), second.unwrap_or_default())
+    };
+    let width = timeline.groups().map(|group| {
+        let (first, second) = labels(&group);
+        let lasts = match group.1 {
+            Some(_) => cells(group.0.end - group.0.start).max(1),
+            None => 1,
+        };
+        (first.len() + second.len() + 1).div_ceil(lasts)
+    });
+    let width = width.max().unwrap_or(2);
     let total = cells(timeline.makespan());
     let digits = timeline.ranks.len().saturating_sub(1).to_string().len();
     let mut text = String::new();
@@ -74,17 +81,25 @@ pub fn grid(timeline: &Timeline, style: GridStyle) -> String {
                 write!(row, "{:<width$}", ".").expect("a String takes every write");
             }
         };
-        for span in spans {
+        for group in groups(spans) {
+            let (span, other) = group;
             // Rounding must not hide an action, so each has a cell of its own.
             let start = cells(span.start).max(at);
             let end = cells(span.end).max(start + 1);
             idle(&mut row, start - at);
-            let bar = format!(
-                "{:-<len$}",
-                label(&span.action),
-                len = (end - start) * width - 1
-            );
-            row.push_str(&paint(&bar, span.action.kind, style.colour));
+            let (first, second) = labels(&group);
+            let len = (end - start) * width - 1;
+            match other {
+                None => {
+                    let bar = format!("{first:-<len$}");
+                    row.push_str(&paint(&bar, span.action.kind, style.colour));
+                }
+                Some(other) => {
+                    let rest = format!("{second:-<len$}", len = len.saturating_sub(first.len()));
+                    row.push_str(&paint(&first, span.action.kind, style.colour));
+                    row.push_str(&paint(&rest, other.action.kind, style.colour));
+                }
+            }
             row.push(' ');
             at = end;
         }

@@ -1,6 +1,7 @@
 //! A page on which schedules can be tried out.
 
-use crate::{Action, Kind, Result, Schedule, ScheduleKind, Size, StageId, UnitCosts};
+use super::colour::{CRITICAL, fill};
+use crate::{Action, Kind, Result, Schedule, ScheduleKind, Size, StageId, UnitCosts, action::Cell};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -16,16 +17,24 @@ struct Data<'a> {
     microbatches: usize,
     costs: BTreeMap<char, f64>,
     /// The actions of each rank of the given schedule, and the stages that never recompute.
-    given: (&'a [Vec<Action>], &'a [StageId]),
+    given: (Vec<Vec<Cell>>, &'a [StageId]),
+    /// By kind the colours of the first and of the last stage of a rank.
+    colours: BTreeMap<char, [String; 2]>,
+    critical: &'static str,
+    /// By name the cost of a recompute that is assumed unless told.
+    recomputes: BTreeMap<&'static str, f64>,
     /// By name and `ranks,microbatches`.
     schedules: BTreeMap<&'static str, BTreeMap<String, Stored>>,
 }
 
-/// Stages of each rank, a letter for each action, stages that never recompute.
+/// Stages of each rank, a letter for each action and a plus sign before two that run at once, stages that never
+/// recompute.
 type Stored = (Vec<Vec<StageId>>, Vec<String>, Vec<StageId>);
 
 /// Writes a page on which the given schedule and every named one, for up to 8 ranks and 16 microbatches, can
-/// be tried under other costs: it shows bubble, memory and critical path. It stands alone, in one file.
+/// be tried under other costs: it shows bubble, memory and critical path on a time axis that can be zoomed. A given
+/// schedule can be seen with fewer microbatches too. It stands alone, in one file, and is dark where its reader prefers
+/// that.
 ///
 /// The script has no generators of its own: the page carries the schedules that this crate generated, with a
 /// letter for each action. Its simulator is that of [`simulate`](fn@crate::simulate) in another language, and
@@ -44,8 +53,7 @@ pub fn html(schedule: &Schedule, costs: UnitCosts) -> Result<String> {
         let by_size: &mut BTreeMap<String, Stored> = schedules.entry(kind.as_str()).or_default();
         for ranks in 1..=MAX_RANKS {
             for microbatches in kind.min_microbatches(ranks)..=MAX_MICROBATCHES {
-                let chunks = kind.fixed_chunks().unwrap_or(2);
-                let size = Size::new(ranks, microbatches).with_chunks(chunks);
+                let size = Size::new(ranks, microbatches).with_chunks(kind.default_chunks());
                 let stored = stored(&kind.generate(size)?)?;
                 by_size.insert(format!("{ranks},{microbatches}"), stored);
             }
@@ -61,8 +69,21 @@ pub fn html(schedule: &Schedule, costs: UnitCosts) -> Result<String> {
             ('W', costs.weight_grad),
             ('R', costs.recompute),
             ('C', costs.hop),
+            ('O', costs.overlap),
         ]),
-        given: (&schedule.actions, &schedule.no_recompute),
+        given: (
+            (0..schedule.actions.len())
+                .map(|rank| schedule.cells(rank).collect())
+                .collect(),
+            &schedule.no_recompute,
+        ),
+        colours: Kind::ALL
+            .map(|kind| (kind.letter(), [fill(kind, 0, 2), fill(kind, 1, 2)]))
+            .into(),
+        critical: CRITICAL,
+        recomputes: ScheduleKind::ALL
+            .map(|kind| (kind.as_str(), kind.default_costs().recompute))
+            .into(),
         schedules,
     };
     let data = serde_json::to_string(&data).expect("numbers, names and lists are JSON");
@@ -84,21 +105,22 @@ fn stored(schedule: &Schedule) -> Result<Stored> {
     let stages: Vec<Vec<StageId>> = (0..schedule.size.ranks)
         .map(|rank| own(rank).collect())
         .collect();
-    let ranks = schedule.actions.iter().zip(&stages);
-    let letters = ranks.map(|(actions, stages)| {
-        let letter = |action: &Action| {
-            let chunk = stages
-                .iter()
-                .position(|stage| *stage == action.stage)
-                .unwrap_or(0);
-            let kind = Kind::ALL
-                .iter()
-                .position(|kind| *kind == action.kind)
-                .unwrap_or(0);
-            ('A'..).nth(chunk * Kind::ALL.len() + kind).unwrap_or('?')
-        };
-        actions.iter().map(letter).collect()
+    let letters = stages.iter().enumerate().map(|(rank, stages)| {
+        let mut text = String::new();
+        for cell in schedule.cells(rank) {
+            text.extend(cell.second().map(|_| '+'));
+            text.extend(cell.actions().map(|action| letter(stages, action)));
+        }
+        text
     });
     let letters = letters.collect();
     Ok((stages, letters, schedule.no_recompute.clone()))
+}
+
+/// The letter of an action on a rank with these stages.
+fn letter(stages: &[StageId], action: Action) -> char {
+    let chunk = stages.iter().position(|stage| *stage == action.stage);
+    let kind = Kind::ALL.iter().position(|kind| *kind == action.kind);
+    let code = chunk.unwrap_or(0) * Kind::ALL.len() + kind.unwrap_or(0);
+    ('A'..).nth(code).unwrap_or('?')
 }

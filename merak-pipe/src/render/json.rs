@@ -1,6 +1,6 @@
 //! The JSON document of a schedule.
 
-use crate::{Action, Costs, Instruction, Result, Schedule, simulate};
+use crate::{Action, Costs, Instruction, Result, Schedule, action::Cell, simulate};
 use serde::Serialize;
 
 /// The document, in the order of its fields.
@@ -12,7 +12,7 @@ struct Document<'a> {
     microbatches: usize,
     chunks: usize,
     costs: &'a Costs,
-    actions: &'a [Vec<Action>],
+    actions: Vec<Vec<Cell>>,
     instructions: Vec<Vec<Instruction>>,
     makespan: f64,
     bubble: f64,
@@ -24,7 +24,8 @@ struct Document<'a> {
 
 /// Writes a schedule, its instruction streams and its figures under the given costs as one JSON object on
 /// one line: `name`, `stages`, `ranks`, `microbatches`, `chunks`, `costs`, `actions`, `instructions`,
-/// `makespan`, `bubble`, `longest_rank_time`, `bubble_by_rank`, `peak_activations`, `critical_path`.
+/// `makespan`, `bubble`, `longest_rank_time`, `bubble_by_rank`, `peak_activations`, `critical_path`. Actions that run at
+/// once stand in `actions` as one [`Pair`](crate::Pair).
 ///
 /// # Errors
 /// As [`simulate`](fn@simulate).
@@ -49,7 +50,9 @@ pub fn json(schedule: &Schedule, costs: &Costs) -> Result<String> {
         microbatches: schedule.size.microbatches,
         chunks: schedule.size.chunks,
         costs,
-        actions: &schedule.actions,
+        actions: (0..schedule.actions.len())
+            .map(|rank| schedule.cells(rank).collect())
+            .collect(),
         instructions: schedule.instructions()?,
         makespan: simulation.makespan,
         bubble: simulation.bubble(),

@@ -1,6 +1,6 @@
 //! A timeline as a trace that browsers and Perfetto show.
 
-use crate::{Kind, Timeline};
+use crate::{Kind, Pair, Span, Timeline, timeline::groups};
 use serde::Serialize;
 
 /// The document, in the [Trace Event Format].
@@ -44,10 +44,13 @@ struct Name {
 struct Place {
     stage: usize,
     microbatch: usize,
+    /// What runs at once with it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    with: Option<String>,
 }
 
 /// Writes a timeline as JSON for `chrome://tracing` and [Perfetto](https://ui.perfetto.dev): a track for each
-/// rank, an event for each action under its name in the schedule, such as `0F3`.
+/// rank, an event for each action under its name in the schedule, such as `0F3`, and one for two that run at once.
 ///
 /// Times are taken for seconds and written in microseconds, so that a unit of a simulation is a second.
 ///
@@ -75,25 +78,40 @@ pub fn trace(timeline: &Timeline) -> String {
                 name: format!("rank {rank}"),
             },
         });
-        trace_events.extend(spans.iter().map(|span| Event::Span {
-            ph: 'X',
-            name: span.action.to_string(),
-            cat: category(span.action.kind),
-            pid: 0,
-            tid: rank,
-            ts: span.start * 1e6,
-            dur: (span.end - span.start) * 1e6,
-            args: Place {
-                stage: span.action.stage.0,
-                microbatch: span.action.microbatch.0,
-            },
-        }));
+        for (span, other) in groups(spans) {
+            let pair = other.and_then(|other| Pair::new(span.action, other.action));
+            trace_events.push(event(rank, span, pair));
+            trace_events.extend(
+                other
+                    .filter(|_| pair.is_none())
+                    .map(|other| event(rank, other, None)),
+            );
+        }
     }
     let document = Document {
         trace_events,
         display_time_unit: "ms",
     };
     serde_json::to_string(&document).expect("numbers and names are JSON")
+}
+
+/// The event of an action, or of the pair that begins with it.
+fn event(rank: usize, span: Span, pair: Option<Pair>) -> Event {
+    let name = pair.map_or_else(|| span.action.to_string(), |pair| pair.to_string());
+    Event::Span {
+        ph: 'X',
+        name,
+        cat: pair.map_or(category(span.action.kind), |_| "overlapped"),
+        pid: 0,
+        tid: rank,
+        ts: span.start * 1e6,
+        dur: (span.end - span.start) * 1e6,
+        args: Place {
+            stage: span.action.stage.0,
+            microbatch: span.action.microbatch.0,
+            with: pair.map(|pair| pair.backward.to_string()),
+        },
+    }
 }
 
 const fn category(kind: Kind) -> &'static str {

@@ -10,7 +10,7 @@
 //! speed. It grows by `min(1, cores / running)` for each unit of time.
 
 use super::Clock;
-use crate::{Action, Span};
+use crate::action::Cell;
 use std::{
     cmp::Reverse,
     collections::{BinaryHeap, VecDeque},
@@ -39,7 +39,7 @@ type Event = Reverse<(u64, usize)>;
 /// An action that waits for a core or runs.
 #[derive(Clone, Copy)]
 struct Begun {
-    action: Action,
+    cell: Cell,
     /// When it asked for a core, and then when it got one.
     since: f64,
     /// The rank and position of the action after which it could begin.
@@ -64,21 +64,20 @@ struct Machine<'c, 'a> {
 impl Machine<'_, '_> {
     /// Asks for a core for the next action of a rank that is free, if its message is there.
     fn ask(&mut self, rank: usize) {
-        let position = self.clock.spans[rank].len();
         if self.begun[rank].is_some() {
             return;
         }
-        let Some(&action) = self.clock.schedule.actions[rank].get(position) else {
+        let Some(cell) = self.clock.next(rank) else {
             return;
         };
-        let arrival = self.clock.arrival(action);
+        let arrival = self.clock.arrival(cell);
         if arrival.is_some_and(|arrival| arrival > self.now) {
             return;
         }
         self.begun[rank] = Some(Begun {
-            action,
+            cell,
             since: self.now,
-            after: self.clock.cause(rank, action),
+            after: self.clock.cause(rank, cell),
         });
         self.queue.push_back(rank);
         self.admit(None);
@@ -97,7 +96,7 @@ impl Machine<'_, '_> {
                 begun.after = left;
             }
             begun.since = self.now;
-            let end = self.work + self.clock.cost(begun.action);
+            let end = self.work + self.clock.cost(begun.cell);
             self.running.push(Reverse((end.to_bits(), rank)));
         }
     }
@@ -128,7 +127,7 @@ impl Machine<'_, '_> {
 
     fn finish(&mut self, rank: usize) {
         let Some(Begun {
-            action,
+            cell,
             since: start,
             after,
         }) = self.begun[rank].take()
@@ -136,7 +135,8 @@ impl Machine<'_, '_> {
             return;
         };
         let (position, end) = (self.clock.spans[rank].len(), self.now);
-        if let Some((tag, arrival)) = self.clock.record(rank, Span { action, start, end }, after) {
+        let sent = self.clock.record(rank, cell, (start, end), after);
+        for (tag, arrival) in sent.into_iter().flatten() {
             let receiver = self.clock.placement[tag.to.0];
             self.arrivals.push(Reverse((arrival.to_bits(), receiver)));
         }

@@ -35,6 +35,7 @@ proptest! {
             weight_grad: next(),
             recompute: next(),
             hop: next(),
+            overlap: 1.0,
         };
         costs.hop.truncate(stages - 1);
         let limits = AutoLimits { peak_activations: vec![f64::from(limit); ranks], moves: 60 };
@@ -119,6 +120,7 @@ fn random_costs_leave_much_to_gain_over_the_named_schedules() {
                 weight_grad: list(stages),
                 recompute: vec![0.0; stages],
                 hop: vec![0.1; stages - 1],
+                overlap: 1.0,
             };
             let limits = AutoLimits {
                 peak_activations: vec![ranks as f64; ranks],

@@ -6,7 +6,7 @@ use merak_pipe::{
 use proptest::prelude::*;
 use std::{collections::BTreeMap, thread, time::Duration};
 
-const DEADLINE: Duration = Duration::from_secs(20);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
 /// The stages of one rank: `y = tanh(w * x)`, where a recompute must happen at most once per backward and
 /// activations are dropped after the forward, as with full recomputation.
@@ -15,7 +15,7 @@ pub(crate) struct Stages {
     /// Stages of the whole model.
     depth: usize,
     weights: BTreeMap<usize, f64>,
-    weight_grads: BTreeMap<usize, f64>,
+    pub(crate) weight_grads: BTreeMap<usize, f64>,
     inputs: BTreeMap<(usize, usize), f64>,
     outputs: BTreeMap<(usize, usize), f64>,
     pending: BTreeMap<(usize, usize), f64>,
@@ -25,7 +25,7 @@ pub(crate) struct Stages {
 }
 
 impl Stages {
-    fn new(stages: usize, own: impl Iterator<Item = usize>) -> Self {
+    pub(crate) fn new(stages: usize, own: impl Iterator<Item = usize>) -> Self {
         let weights: BTreeMap<usize, f64> = own.map(|s| (s, 0.3 + 0.1 * s as f64)).collect();
         Self {
             depth: stages,

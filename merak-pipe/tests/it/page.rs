@@ -46,8 +46,8 @@ fn close(found: &serde_json::Value, expected: &[f64]) -> bool {
 fn the_page_shows_the_figures_of_the_simulator() {
     let given = Schedule::from_csv(
         "</script>",
-        "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1I1,1W1\n",
-        Size::new(2, 2),
+        "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1I1,1W1,1F2,1B2\n",
+        Size::new(2, 3),
     )
     .unwrap();
     let page = html(&given, UnitCosts::default()).unwrap();
@@ -57,10 +57,13 @@ fn the_page_shows_the_figures_of_the_simulator() {
         "a name cannot end the script"
     );
 
-    let costs = ["F=1,I=1,W=1,R=1,C=0", "F=1,I=1.3,W=0.7,R=0.6,C=0.25"];
-    let mut cases = vec![(given, "given", costs[0])];
+    let costs = ["F=1,I=1,W=1,R=1,C=0", "F=1,I=1.3,W=0.7,R=0.6,C=0.25,O=0.7"];
+    let mut cases = vec![
+        (given.clone(), "given", costs[0]),
+        (given, "given", costs[1]),
+    ];
     for kind in ScheduleKind::ALL {
-        let chunks = kind.fixed_chunks().unwrap_or(2);
+        let chunks = kind.default_chunks();
         for (p, m) in [(1, 2), (2, 5), (4, 8), (8, 16)] {
             let size = Size::new(p, m.max(kind.min_microbatches(p))).with_chunks(chunks);
             let schedule = kind.generate(size).unwrap();
@@ -121,7 +124,7 @@ fn the_page_shows_the_figures_of_the_simulator() {
 }
 
 /// Moves the page's own controls for each case and notes what its table then says.
-const HANDS: &str = r##"<script>
+const HANDS: &str = r##"<script>{
 const set = (id, value) => {
   const input = document.getElementById(id);
   input.value = value;
@@ -134,13 +137,12 @@ const told = CASES.map(([name, P, M, costs]) => {
   return { figures: Object.fromEntries(cells), boxes: document.querySelectorAll("#picture svg title").length };
 });
 document.title = JSON.stringify(told);
-</script>"##;
+}</script>"##;
 
-/// What a headless browser shows, or `None` where there is none.
-fn seen(page: &str, cases: &serde_json::Value) -> Option<serde_json::Value> {
+/// What a headless browser says of the page when this script has run, or `None` where there is none.
+fn seen(page: &str, hands: &str) -> Option<serde_json::Value> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("page.html");
-    let hands = HANDS.replace("CASES", &cases.to_string());
     std::fs::write(&path, page.replace("</body>", &format!("{hands}</body>")))
         .expect("it is written");
     let profile = format!(
@@ -171,12 +173,12 @@ fn seen(page: &str, cases: &serde_json::Value) -> Option<serde_json::Value> {
 fn a_browser_shows_the_figures_of_the_simulator() {
     let given = ScheduleKind::OneFOneB.generate(Size::new(4, 8)).unwrap();
     let page = html(&given, UnitCosts::default()).unwrap();
-    let text = "F=1,I=1.25,W=0.75,R=0.5,C=0.25";
-    let costs = serde_json::json!({"F": 1.0, "I": 1.25, "W": 0.75, "R": 0.5, "C": 0.25});
+    let text = "F=1,I=1.25,W=0.75,R=0.5,C=0.25,O=0.75";
+    let costs = serde_json::json!({"F": 1.0, "I": 1.25, "W": 0.75, "R": 0.5, "C": 0.25, "O": 0.75});
     let mut cases = Vec::new();
     for kind in ScheduleKind::ALL {
         for (p, m) in [(2, 5), (4, 8), (8, 16)] {
-            let chunks = kind.fixed_chunks().unwrap_or(2);
+            let chunks = kind.default_chunks();
             let size = Size::new(p, m.max(kind.min_microbatches(p))).with_chunks(chunks);
             cases.push((kind, kind.generate(size).unwrap()));
         }
@@ -189,7 +191,8 @@ fn a_browser_shows_the_figures_of_the_simulator() {
             costs
         ])
     });
-    let Some(shown) = seen(&page, &asked.collect()) else {
+    let hands = HANDS.replace("CASES", &asked.collect::<serde_json::Value>().to_string());
+    let Some(shown) = seen(&page, &hands) else {
         eprintln!("skipped: there is no chromium here to show the page");
         return;
     };
@@ -221,5 +224,69 @@ fn a_browser_shows_the_figures_of_the_simulator() {
         assert_eq!(shown["figures"], figures, "{kind} {:?}", schedule.size);
         let actions: usize = schedule.actions.iter().map(Vec::len).sum();
         assert_eq!(shown["boxes"], actions, "{kind} {:?}", schedule.size);
+    }
+}
+
+/// Moves each slider of a page with a schedule of somebody's own.
+const SLIDERS: &str = r##"<script>{
+const set = (id, value) => {
+  const input = document.getElementById(id);
+  input.value = value;
+  input.dispatchEvent(new Event("input"));
+};
+const cell = name => [...document.querySelectorAll("#figures tr")].find(row => row.cells[0].textContent === name).cells[1].textContent;
+const width = () => +document.querySelector("#picture svg").getAttribute("width");
+const told = { name: $("name").value, dead: [...document.querySelectorAll("input")].filter(input => input.disabled).map(input => input.id) };
+told.makespan = cell("makespan");
+set("F", 2);
+told.slower = cell("makespan");
+set("F", 1);
+set("M", 2);
+told.fewer = cell("makespan");
+told.boxes = document.querySelectorAll("#picture svg title").length;
+const before = width();
+set("zoom", 4);
+told.zoomed = width() / before;
+told.ticks = document.querySelectorAll("#picture .axis").length > 10;
+told.scale = [...document.querySelectorAll("#names .scale")].map(text => text.textContent);
+told.labels = [...document.querySelectorAll("#picture .on")].map(text => text.textContent).join(" ");
+told.outlines = document.querySelectorAll("#picture .critical").length + " of " + cell("critical path");
+set("P", 3);
+told.other = $("name").value + " " + $("P").value;
+set("name", "given");
+told.back = $("P").value;
+document.title = JSON.stringify(told);
+}</script>"##;
+
+#[test]
+fn a_given_schedule_keeps_its_sliders_alive() {
+    let csv = "0F0,0F1,0F2,1F0,1F1,1F2,1B0,1B1,1B2,0B0,0B1,0B2\n";
+    let given = Schedule::from_sized_csv("mine", csv).unwrap();
+    let page = html(&given, "R=0".parse().unwrap()).unwrap();
+    let Some(shown) = seen(&page, SLIDERS) else {
+        eprintln!("skipped: there is no chromium here to show the page");
+        return;
+    };
+    let expected = serde_json::json!({
+        "name": "given", "dead": [], "makespan": "18", "slower": "24", "fewer": "12", "boxes": 8, "zoomed": 4,
+        "ticks": true, "scale": ["0", "2"], "labels": "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1", "outlines": "8 of 8 actions",
+        "other": "interleaved_1f1b 3", "back": "1",
+    });
+    assert_eq!(shown, expected);
+}
+
+#[test]
+fn a_named_schedule_of_the_pages_size_is_shown_under_its_name() {
+    let named = ScheduleKind::ZbV
+        .generate(Size::new(4, 8).with_chunks(2))
+        .unwrap();
+    let page = html(&named, ScheduleKind::ZbV.default_costs()).unwrap();
+    let script = r#"<script>document.title = JSON.stringify([$("name").value, $("R").value, (() => {
+      $("name").value = "1f1b";
+      $("name").dispatchEvent(new Event("input"));
+      return $("R").value;
+    })()]);</script>"#;
+    if let Some(shown) = seen(&page, script) {
+        assert_eq!(shown, serde_json::json!(["zb_v", "0", "1"]));
     }
 }

@@ -72,7 +72,7 @@ fn the_json_document_has_the_fields_of_the_command_line() {
     let schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 2)).unwrap();
     let costs = Costs::uniform("R=0,C=0.5".parse().unwrap(), 2);
     let text = json(&schedule, &costs).unwrap();
-    insta::assert_snapshot!(text, @r#"{"name":"1f1b","stages":2,"ranks":2,"microbatches":2,"chunks":1,"costs":{"F":1.0,"I":1.0,"W":1.0,"R":0.0,"C":0.5},"actions":[["0F0","0F1","0B0","0B1"],["1F0","1B0","1F1","1B1"]],"instructions":[[["LoadMicroBatch",{"buffer_id":0}],["ForwardPass",{"buffer_id":0}],["SendActivation",{"buffer_id":0}],["LoadMicroBatch",{"buffer_id":1}],["ForwardPass",{"buffer_id":1}],["SendActivationRecvGrad",{"buffer_id":[1,0]}],["BackwardPass",{"buffer_id":0}],["RecvGrad",{"buffer_id":1}],["BackwardPass",{"buffer_id":1}],["ReduceTiedGrads",{}],["ReduceGrads",{}],["OptimizerStep",{}]],[["RecvActivation",{"buffer_id":0}],["LoadMicroBatch",{"buffer_id":0}],["ForwardPass",{"buffer_id":0}],["BackwardPass",{"buffer_id":0}],["SendGradRecvActivation",{"buffer_id":[0,1]}],["LoadMicroBatch",{"buffer_id":1}],["ForwardPass",{"buffer_id":1}],["BackwardPass",{"buffer_id":1}],["SendGrad",{"buffer_id":1}],["ReduceTiedGrads",{}],["ReduceGrads",{}],["OptimizerStep",{}]]],"makespan":10.0,"bubble":0.4,"longest_rank_time":10.0,"bubble_by_rank":[0.4,0.0],"peak_activations":[2.0,1.0],"critical_path":["0F0","1F0","1B0","1F1","1B1","0B1"]}"#);
+    insta::assert_snapshot!(text, @r#"{"name":"1f1b","stages":2,"ranks":2,"microbatches":2,"chunks":1,"costs":{"F":1.0,"I":1.0,"W":1.0,"R":0.0,"C":0.5,"O":1.0},"actions":[["0F0","0F1","0B0","0B1"],["1F0","1B0","1F1","1B1"]],"instructions":[[["LoadMicroBatch",{"buffer_id":0}],["ForwardPass",{"buffer_id":0}],["SendActivation",{"buffer_id":0}],["LoadMicroBatch",{"buffer_id":1}],["ForwardPass",{"buffer_id":1}],["SendActivationRecvGrad",{"buffer_id":[1,0]}],["BackwardPass",{"buffer_id":0}],["RecvGrad",{"buffer_id":1}],["BackwardPass",{"buffer_id":1}],["ReduceTiedGrads",{}],["ReduceGrads",{}],["OptimizerStep",{}]],[["RecvActivation",{"buffer_id":0}],["LoadMicroBatch",{"buffer_id":0}],["ForwardPass",{"buffer_id":0}],["BackwardPass",{"buffer_id":0}],["SendGradRecvActivation",{"buffer_id":[0,1]}],["LoadMicroBatch",{"buffer_id":1}],["ForwardPass",{"buffer_id":1}],["BackwardPass",{"buffer_id":1}],["SendGrad",{"buffer_id":1}],["ReduceTiedGrads",{}],["ReduceGrads",{}],["OptimizerStep",{}]]],"makespan":10.0,"bubble":0.4,"longest_rank_time":10.0,"bubble_by_rank":[0.4,0.0],"peak_activations":[2.0,1.0],"critical_path":["0F0","1F0","1B0","1F1","1B1","0B1"]}"#);
 }
 
 #[test]
@@ -110,8 +110,9 @@ fn a_picture_draws_every_action_once_and_names_the_schedule() {
         assert_eq!(picture.matches(&title).count(), 1, "{action}");
     }
     // Each critical action is outlined.
-    let outlined = picture.matches("stroke=\"#c92a2a\"").count();
-    assert_eq!(outlined, simulation.critical_path.len());
+    let outlines = picture.split("<path class=\"c\"").skip(1);
+    let outlined = outlines.map(|path| path.split("/>").next().unwrap_or("").matches('M').count());
+    assert_eq!(outlined.sum::<usize>(), simulation.critical_path.len());
     let hostile = Schedule {
         name: "<script>&".into(),
         ..schedule
@@ -134,4 +135,42 @@ fn a_trace_has_an_event_for_every_action() {
         |event: &&serde_json::Value| event["ts"].as_f64().unwrap() + event["dur"].as_f64().unwrap();
     let last = spans.iter().map(end).fold(0.0, f64::max);
     assert!((last - 1e6 * simulation.makespan).abs() < 1.0);
+}
+
+#[test]
+fn the_picture_of_many_actions_stays_small_and_its_bars_apart() {
+    for kind in ScheduleKind::ALL {
+        let chunks = kind.fixed_chunks().unwrap_or(3);
+        let schedule = kind
+            .generate(Size::new(32, 128).with_chunks(chunks))
+            .unwrap();
+        let costs = Costs::uniform(kind.default_costs(), schedule.size.stages());
+        let simulation = simulate(&schedule, &costs).unwrap();
+        let picture = svg(&schedule, &simulation);
+        assert!(picture.len() < 1_000_000, "{kind}: {} bytes", picture.len());
+        // One shape for each rank and colour instead of a bar for each action.
+        assert!(!picture.contains("<title>"), "{kind}");
+    }
+}
+
+#[test]
+fn a_picture_tells_three_stages_of_a_rank_apart_and_has_a_time_axis() {
+    let size = Size::new(2, 4).with_chunks(3);
+    let schedule = ScheduleKind::Interleaved.generate(size).unwrap();
+    let costs = Costs::uniform(ScheduleKind::Interleaved.default_costs(), 6);
+    let picture = svg(&schedule, &simulate(&schedule, &costs).unwrap());
+    let fill = |action: &str| {
+        let (before, _) = picture.split_once(&format!("<title>{action}:")).unwrap();
+        let (_, fill) = before.rsplit_once("fill=\"").unwrap();
+        fill[..7].to_owned()
+    };
+    let fills = [fill("0F0"), fill("2F0"), fill("4F0")];
+    assert!(fills[0] != fills[1] && fills[1] != fills[2], "{fills:?}");
+    assert_eq!(fill("0F0"), fill("1F0"));
+    assert!(picture.contains(">4B3</text>"), "labels name the stage");
+    assert!(
+        picture.contains("<path class=\"a\"") && picture.contains(">10</text>"),
+        "{picture}"
+    );
+    assert!(picture.contains("prefers-color-scheme:dark"));
 }

@@ -191,6 +191,8 @@ fn step_times_and_peaks_follow_the_closed_forms() {
             ..
         } = schedule.size;
         let saved = match kind {
+            // The only stage is the last one, which never recomputes.
+            ScheduleKind::LastNoRecompute | ScheduleKind::ShiftedCriticalPath if p == 1 => m,
             _ if p == 1 => 0,
             ScheduleKind::PreRecompute => p - 1,
             ScheduleKind::LastNoRecompute => p + 1,

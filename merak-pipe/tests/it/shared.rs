@@ -16,6 +16,7 @@ fn costs(stages: usize, seed: u64) -> Costs {
         weight_grad: list(2),
         recompute: vec![0.0; stages],
         hop: (1..stages).map(|hop| cost(hop) / 8.0).collect(),
+        overlap: 1.0,
     }
 }
 

@@ -22,17 +22,29 @@ pub(crate) struct Args {
     /// Name of the schedule, as in `train_schedule`, or `auto` to search one for the costs.
     #[arg(required_unless_present = "check", conflicts_with = "check")]
     name: Option<String>,
-    /// Ranks of the pipeline.
-    #[arg(short = 'p', long, value_name = "RANKS")]
-    ranks: usize,
-    /// Microbatches of a step.
-    #[arg(short = 'm', long, value_name = "MICROBATCHES")]
-    microbatches: usize,
-    /// Stages per rank; unset: as many as the schedule needs.
+    /// Ranks of the pipeline; of a file to check as many as it has lines.
+    #[arg(
+        short = 'p',
+        long,
+        value_name = "RANKS",
+        required_unless_present = "check"
+    )]
+    ranks: Option<usize>,
+    /// Microbatches of a step; of a file to check as many as it names.
+    #[arg(
+        short = 'm',
+        long,
+        value_name = "MICROBATCHES",
+        required_unless_present = "check"
+    )]
+    microbatches: Option<usize>,
+    /// Stages per rank; unset: as many as the schedule needs or the file names, 2 for interleaved_1f1b.
     #[arg(short = 'v', long, value_name = "CHUNKS")]
     chunks: Option<usize>,
-    /// Time of each kind of action of one stage, and of a hop (C).
-    #[arg(long, default_value = "F=1,I=1,W=1,R=1,C=0")]
+    /// Time of each kind of action of one stage, of a hop (C), and of a forward and a backward at once as a share of their
+    /// sum (O); unset: F=1,I=1,W=1,C=0,O=1, and R=1 for gpipe, 1f1b, ds_default and the recompute schedules, R=0
+    /// elsewhere.
+    #[arg(long, default_value = "")]
     costs: String,
     /// Cores that the ranks share, for the formats that show times; unset: each has one.
     #[arg(long)]
@@ -107,8 +119,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
     if args.cores.is_some() && !args.format.shows_times() {
         return Err("--cores changes times, which --format grid, svg and trace show".into());
     }
-    let size = Size::new(args.ranks, args.microbatches).with_chunks(order.chunks(args));
-    let unit: UnitCosts = args.costs.parse()?;
+    let size = order.size(args)?;
+    let unit = order.costs(args)?;
     size.check()?;
     let costs = Costs::uniform(unit, size.stages());
     let schedule = order.schedule(args, size, &costs)?;
@@ -118,7 +130,17 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Format::Csv => schedule.to_csv(),
         Format::Json => format!("{:#}", json(&schedule, &costs)?),
         Format::Html => html(&schedule, unit)?,
-        Format::Svg => svg(&schedule, &simulate()?),
+        Format::Svg => {
+            let simulation = simulate()?;
+            let name = format!("{} under {costs}", schedule.name);
+            svg(
+                &Schedule {
+                    name,
+                    ..schedule.clone()
+                },
+                &simulation,
+            )
+        }
         Format::Trace => trace(&simulate()?.timeline),
         Format::Grid => {
             let simulation = simulate()?;
@@ -135,7 +157,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
                     "(a grid shows at most {MOST_DRAWN} actions, this schedule has {more})\n"
                 ),
             };
-            format!("{drawn}\n{}\n", figures(&schedule, &simulation))
+            format!(
+                "{drawn}\n{}\ncosts {costs}\n",
+                figures(&schedule, &simulation)
+            )
         }
     };
     match &args.output {
@@ -171,19 +196,23 @@ fn figures(schedule: &Schedule, simulation: &Simulation) -> String {
 }
 
 /// What decides the order of the actions.
-enum Order<'a> {
+enum Order {
     /// A file to check.
-    File(&'a Path),
+    File {
+        text: String,
+        /// Its schedule, of the size that the file has.
+        sized: Schedule,
+    },
     /// The schedule with this name.
     Named(ScheduleKind),
     /// A search for the costs.
     Auto,
 }
 
-impl<'a> Order<'a> {
-    fn of(args: &'a Args) -> Result<Self, Failure> {
+impl Order {
+    fn of(args: &Args) -> Result<Self, Failure> {
         let order = match (&args.check, args.name.as_deref()) {
-            (Some(path), _) => Self::File(path),
+            (Some(path), _) => Self::read(path)?,
             (None, Some("auto")) => Self::Auto,
             (None, name) => Self::Named(named(name.unwrap_or_default())?),
         };
@@ -195,24 +224,54 @@ impl<'a> Order<'a> {
         Ok(order)
     }
 
-    fn chunks(&self, args: &Args) -> usize {
-        let fixed = match self {
-            Self::Named(kind) => kind.fixed_chunks(),
-            Self::File(_) | Self::Auto => None,
+    fn read(path: &Path) -> Result<Self, Failure> {
+        let text = merak_ckpt::read_text(path, MAX_SCHEDULE_BYTES).map_err(|source| {
+            merak_trainer::Error::Read {
+                path: path.to_path_buf(),
+                source,
+            }
+        })?;
+        let sized = Schedule::from_sized_csv(path.display().to_string(), &text)?;
+        Ok(Self::File { text, sized })
+    }
+
+    /// The size that was asked for; what is not told of a file is that of its schedule.
+    fn size(&self, args: &Args) -> Result<Size, Failure> {
+        let told = match self {
+            Self::File { sized, .. } => sized.size,
+            Self::Named(kind) => Size::new(0, 0).with_chunks(kind.default_chunks()),
+            Self::Auto => Size::new(0, 0),
         };
-        args.chunks.or(fixed).unwrap_or(1)
+        Ok(Size {
+            ranks: args.ranks.unwrap_or(told.ranks),
+            microbatches: args.microbatches.unwrap_or(told.microbatches),
+            chunks: args.chunks.unwrap_or(told.chunks),
+        })
+    }
+
+    /// The costs in use: those that are named, and the schedule's own defaults.
+    fn costs(&self, args: &Args) -> Result<UnitCosts, Failure> {
+        let defaults = match self {
+            Self::Named(kind) => kind.default_costs(),
+            Self::File { .. } | Self::Auto => UnitCosts {
+                recompute: 0.0,
+                ..UnitCosts::default()
+            },
+        };
+        match args.costs.as_str() {
+            "" => Ok(defaults),
+            text => Ok(defaults.with(text)?),
+        }
     }
 
     fn schedule(&self, args: &Args, size: Size, costs: &Costs) -> Result<Schedule, Failure> {
         match self {
-            Self::File(path) => {
-                let text = merak_ckpt::read_text(path, MAX_SCHEDULE_BYTES).map_err(|source| {
-                    merak_trainer::Error::Read {
-                        path: path.to_path_buf(),
-                        source,
-                    }
-                })?;
-                let schedule = Schedule::from_csv(path.display().to_string(), &text, size)?;
+            Self::File { text, sized } => {
+                let schedule = if size == sized.size {
+                    sized.clone()
+                } else {
+                    Schedule::from_csv(sized.name.clone(), text, size)?
+                };
                 schedule.validate()?;
                 Ok(schedule)
             }

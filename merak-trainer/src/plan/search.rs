@@ -78,6 +78,7 @@ impl Stages<'_> {
             weight_grad: phases.iter().map(|costs| costs.weight_grad).collect(),
             recompute: phases.iter().map(|costs| costs.recompute).collect(),
             hop,
+            overlap: 1.0,
         })
     }
 }

@@ -144,6 +144,7 @@ impl Simulated {
             weight_grad: of(|costs| costs.weight_grad),
             recompute: of(|costs| costs.recompute),
             hop: borders.map(|border| self.hops[border]).collect(),
+            overlap: 1.0,
         }
     }
 

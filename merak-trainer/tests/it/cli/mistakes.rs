@@ -158,7 +158,7 @@ fn other_commands_check_their_arguments() {
     assert_snapshot!(place.mistake("trace model.json --num_layer 2"), @r#"error: unknown key "num_layer" (command line --num_layer); did you mean "num_layers"?"#);
     assert_snapshot!(place.mistake("schedule 1f1b -p 0 -m 4"), @"error: a schedule has 1 to 16777216 ranks, found 0");
     assert_snapshot!(place.mistake("schedule shifted_critical_path -p 4 -m 3"), @"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 4 and 4), got 3");
-    assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=x"), @r#"error: expected costs such as F=1,I=1,W=1,R=1,C=0, found "F=x""#);
+    assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=x"), @r#"error: expected costs such as F=1,I=1,W=1,R=1,C=0,O=1, found "F=x""#);
     assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=1,F=2"), @"error: the cost F is given twice");
     assert_snapshot!(place.mistake("schedule --check nowhere.csv -p 2 -m 4"), @"error: cannot read nowhere.csv: No such file or directory (os error 2)");
     place.write("wrong.csv", "0F0,0B0\n1B0,1F0\n");

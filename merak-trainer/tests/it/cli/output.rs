@@ -43,6 +43,7 @@ fn a_schedule_is_printed_in_every_format_and_checked() {
     rank 1  .  F0 B0------ F1 B1------ F2 B2------ .  .  .
 
     1f1b: makespan 16, bubble 25.0 %, of each rank's own time 25.0 0.0 %, peak activations per rank 2 1
+    costs F=1,I=1,W=1,R=1,C=0,O=1
     "#);
     let huge = place.succeed("schedule 1f1b -p 4 -m 10000");
     let start =
@@ -63,6 +64,55 @@ fn a_schedule_is_printed_in_every_format_and_checked() {
     assert_eq!(
         std::fs::read_to_string(place.path("out.csv")).unwrap(),
         place.succeed("schedule gpipe -p 2 -m 2 --format csv")
+    );
+}
+
+#[test]
+fn a_schedule_has_its_own_defaults_and_prints_the_costs_in_use() {
+    let place = Workplace::new();
+    let costs = |line: &str| {
+        let text = place.succeed(line);
+        text.lines().last().expect("a line").to_owned()
+    };
+    for name in ["gpipe", "shifted_critical_path"] {
+        let line = format!("schedule {name} -p 2 -m 4");
+        assert_eq!(costs(&line), "costs F=1,I=1,W=1,R=1,C=0,O=1");
+    }
+    for name in [
+        "zb_h1",
+        "interleaved_1f1b",
+        "dualpipe_v",
+        "inference",
+        "auto",
+    ] {
+        let line = format!("schedule {name} -p 2 -m 4 --costs W=0.5");
+        assert_eq!(costs(&line), "costs F=1,I=1,W=0.5,R=0,C=0,O=1");
+    }
+    let interleaved = place.document("schedule interleaved_1f1b -p 2 -m 4 --format json");
+    assert_eq!(interleaved["chunks"], 2);
+    // What is given as CSV tells its own size; a byte order mark is read over.
+    let csv = place.succeed("schedule dualpipe_v -p 2 -m 4 --format csv");
+    assert!(csv.contains("(0F3;3B1)OVERLAP_F_B"), "{csv}");
+    place.write("given.csv", &format!("\u{feff}{csv}"));
+    let checked = place.document("schedule --check given.csv --format json --costs O=0.75");
+    assert_eq!(
+        (
+            &checked["ranks"],
+            &checked["microbatches"],
+            &checked["chunks"]
+        ),
+        (&2.into(), &4.into(), &2.into())
+    );
+    assert_eq!(checked["costs"]["O"], 0.75);
+    let wrong = place.mistake("schedule --check given.csv -p 3");
+    assert_eq!(
+        wrong,
+        "error: expected one list of actions for each of 3 ranks, found 2"
+    );
+    let picture = place.succeed("schedule dualpipe_v -p 2 -m 4 --format svg");
+    assert!(
+        picture.contains("dualpipe_v under F=1,I=1,W=1,R=0,C=0,O=1<"),
+        "{picture}"
     );
 }
 
