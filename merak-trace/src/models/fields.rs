@@ -413,14 +413,14 @@ impl<'a> Fields<'a> {
         Err(self.error(field, reason))
     }
 
-    /// Height and width, stated as one number for both or as a pair.
+    /// Height and width, stated as one number for both or as a pair, of 32 bits as all sizes.
     pub(super) fn pair_or(&self, name: &str, default: usize) -> Result<[usize; 2]> {
         let Some(value) = self.get(name) else {
             return Ok([default; 2]);
         };
         let size = |value: &Json| {
-            let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
-            size.filter(|&size| size > 0)
+            let size = value.as_u64().and_then(|size| u32::try_from(size).ok());
+            size.filter(|&size| size > 0).map(|size| size as usize)
         };
         let pair = match value.as_array().map(Vec::as_slice) {
             Some([height, width]) => size(height).zip(size(width)),

@@ -158,3 +158,32 @@ fn fields_that_tell_models_apart_are_used_or_refused() {
     tie_word_embeddings: used by [bert gpt2 gpt_neox llama mistral opt qwen2 qwen3 t5], without effect on [vit]
     ");
 }
+
+#[test]
+fn no_list_is_made_of_a_size_before_the_size_is_checked() {
+    for (name, case) in golden(GOLDENS[1]) {
+        let fields = case["saved"].as_object().expect("an object");
+        let sizes = fields.iter().filter(|(_, value)| value.is_u64());
+        for (field, _) in sizes.filter(|(field, _)| !field.ends_with("_token_id")) {
+            for size in [2_147_483_648_u64, 4_294_967_295, 18_446_744_073_709_551_615] {
+                let mut changed = case["saved"].clone();
+                changed[field] = size.into();
+                changed
+                    .as_object_mut()
+                    .expect("an object")
+                    .remove("layer_types");
+                // An abort would end the test.
+                let outcome = models::from_config(&changed);
+                let counts = ["num_hidden_layers", "num_layers", "num_decoder_layers"];
+                if counts.contains(&field.as_str()) {
+                    let error = outcome.expect_err("too many layers").to_string();
+                    let named = format!("model configuration: {field}: is {size}, expected ");
+                    assert!(error.starts_with(&named), "{name}: {error}");
+                } else if let Ok(model) = outcome {
+                    // Rotary positions have a frequency for each pair of a head's elements.
+                    let _ = model.trace(&TraceOptions::training(1, 8));
+                }
+            }
+        }
+    }
+}

@@ -7,6 +7,7 @@ mod data; // text sources, corpora, loaders
 mod faults; // failing ranks, damaged files
 mod laws; // what no topology, schedule or interruption may change
 mod parity; // numbers of transformers
+mod soak; // memory that long runs hold
 mod support; // small trainings on any topology
 #[cfg(feature = "tch")]
 mod tch; // the libtorch backend against the default one

@@ -105,3 +105,19 @@ fn what_this_machine_cannot_hold_can_be_planned_but_not_run() {
     bench("--steps 9000000000000000000 --batch 1000 --microbatches 1");
     bench("--layers 1000000000");
 }
+
+#[test]
+fn layers_are_counted_before_a_list_is_made_of_them() {
+    let place = Workplace::new();
+    for family in ["llama", "mistral", "qwen2", "qwen3"] {
+        let model = serde_json::json!({ "model_type": family, "vocab_size": 257, "max_position_embeddings": 32,
+            "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "num_hidden_layers": 2_147_483_648_u64 });
+        place.write("huge.json", &model.to_string());
+        let message = refusal(&place, "train merak.toml --model.config huge.json");
+        assert_eq!(
+            message,
+            "error: model configuration: num_hidden_layers: is 2147483648, expected at most 16384 layers"
+        );
+    }
+}

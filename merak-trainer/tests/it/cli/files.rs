@@ -1,0 +1,76 @@
+//! Files that somebody named and that have no end, or keep who opens them waiting: refused by name.
+
+use std::{
+    fs::File,
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use insta::assert_snapshot;
+
+use super::Workplace;
+
+/// The message of a command that must end with status 2, and soon.
+fn refusal(place: &Workplace, line: &str) -> String {
+    let mut command = place.command(line);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("the command starts");
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while child.try_wait().expect("it is a child of ours").is_none() {
+        if Instant::now() > deadline {
+            child.kill().expect("it is a child of ours");
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    let output = child.wait_with_output().expect("it has ended");
+    let ended = place.ended(&output);
+    assert_eq!(ended.status, Some(2), "merak {line}: {}", ended.stderr);
+    ended.stderr.trim_end().to_owned()
+}
+
+#[test]
+fn pipes_and_devices_are_no_files_to_read() {
+    let place = Workplace::new();
+    let made = Command::new("mkfifo")
+        .args(["pipe", "pipe.toml"].map(|name| place.path(name)))
+        .status();
+    assert!(made.expect("coreutils are there").success());
+    place.succeed("train merak.toml --max_steps 1");
+    let train = |flags: &str| refusal(&place, &format!("train merak.toml {flags}"));
+    for file in ["pipe", "/dev/zero"] {
+        for (key, flags) in [
+            ("data.tokenizer", format!("--data.tokenizer {file}")),
+            ("model.config", format!("--model.config {file}")),
+            ("data.path", format!("--data.path {file}")),
+        ] {
+            assert_eq!(
+                train(&flags),
+                format!("error: cannot read {file}, which \"{key}\" names: it is no regular file")
+            );
+        }
+        let message = train(&format!("--lora_config {file}"));
+        assert!(message.ends_with(": it is no regular file"), "{message}");
+        let message = refusal(&place, &format!("generate run --prompt-file {file}"));
+        assert_eq!(
+            message,
+            format!("error: cannot read {file}: it is no regular file")
+        );
+    }
+    assert_snapshot!(refusal(&place, "train pipe.toml"), @"error: cannot read pipe.toml: it is no regular file");
+    assert_snapshot!(refusal(&place, "schedule --check pipe -p 2 -m 2"), @"error: cannot read pipe: it is no regular file");
+}
+
+#[test]
+fn files_longer_than_any_of_their_kind_are_refused_by_their_length() {
+    let place = Workplace::new();
+    for name in ["tokenizer.json", "config.json", "long.toml", "prompts.txt"] {
+        let file = File::create(place.path(name)).expect("a writable folder");
+        file.set_len(10_000_000_000).expect("a sparse file");
+    }
+    place.succeed("train merak.toml --max_steps 1");
+    assert_snapshot!(refusal(&place, "train merak.toml --data.tokenizer tokenizer.json"), @r#"error: cannot read tokenizer.json, which "data.tokenizer" names: it has 10000000000 bytes, the limit is 268435456"#);
+    assert_snapshot!(refusal(&place, "train merak.toml --model.config config.json"), @r#"error: cannot read config.json, which "model.config" names: it has 10000000000 bytes, the limit is 4194304"#);
+    assert_snapshot!(refusal(&place, "train long.toml"), @"error: cannot read long.toml: it has 10000000000 bytes, the limit is 4194304");
+    assert_snapshot!(refusal(&place, "generate run --prompt-file prompts.txt"), @"error: cannot read prompts.txt: it has 10000000000 bytes, the limit is 67108864");
+}
