@@ -5,6 +5,7 @@ mod families; // every family on data of its kind
 mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it
 mod output; // documents and formats
+mod runs; // one run per folder, signals, full disks
 mod samples; // data of which nothing can be learned
 mod settings; // every setting counts
 mod sizes; // sizes that no machine can hold
