@@ -27,8 +27,7 @@ fn main() -> Result<()> {
 
     // This run saves after step 4 and goes on; two others start from what it saved.
     let mut args = arguments(here, folder.path())?.into_arguments();
-    args.save = true;
-    args.save_steps = SAVED_AFTER;
+    args.save_steps = Some(SAVED_AFTER);
     let uninterrupted = losses(&args.check()?)?;
 
     let resumed = |degrees| -> Result<Vec<f64>> {
@@ -96,7 +95,7 @@ fn losses(args: &CheckedArguments) -> Result<Vec<f64>> {
         // `train` does the same and tells callbacks; here the loop is ours.
         while trainer.global_step() < trainer.total_steps() {
             losses.push(trainer.train_step()?.loss);
-            if args.save && trainer.global_step() == args.save_steps {
+            if Some(trainer.global_step()) == args.save_steps {
                 trainer.save_checkpoint()?;
             }
         }

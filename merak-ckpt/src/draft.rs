@@ -9,6 +9,7 @@ use crate::{Checksum, Cut, Error, Kind, Result, Store, format};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A checkpoint that is being written, under a temporary name.
 ///
@@ -17,9 +18,33 @@ use std::sync::Arc;
 pub struct Draft {
     store: Store,
     step: u64,
+    /// Of the rank that began it.
+    folder: Option<Arc<DraftFolder>>,
+}
+
+/// The folder of a draft, which goes with it unless it got its name.
+#[derive(Debug)]
+struct DraftFolder {
+    path: PathBuf,
+    is_named: AtomicBool,
     /// Shows others that it is being written.
-    #[expect(dead_code, reason = "it ends when it is dropped")]
-    lock: Option<Arc<Lock>>,
+    #[expect(
+        dead_code,
+        reason = "it ends when it is dropped, after the folder is removed"
+    )]
+    lock: Lock,
+}
+
+impl Drop for DraftFolder {
+    fn drop(&mut self) {
+        if *self.is_named.get_mut() || !self.path.exists() {
+            return;
+        }
+        if let Err(error) = remove(&self.path) {
+            let error: &dyn std::error::Error = &error;
+            tracing::warn!(error, "what a failed save has written could not be removed");
+        }
+    }
 }
 
 /// What gives a written draft its name, in order; a crash between any two loses no checkpoint.
@@ -35,13 +60,21 @@ impl Draft {
         Self {
             store,
             step,
-            lock: None,
+            folder: None,
         }
     }
 
-    pub(crate) fn with_lock(self, lock: Lock) -> Self {
-        let lock = Some(Arc::new(lock));
-        Self { lock, ..self }
+    /// The draft of whoever made its folder.
+    pub(crate) fn begun(self, lock: Lock) -> Self {
+        let folder = DraftFolder {
+            path: self.path(),
+            is_named: AtomicBool::new(false),
+            lock,
+        };
+        Self {
+            folder: Some(Arc::new(folder)),
+            ..self
+        }
     }
 
     /// The folder under its temporary name.
@@ -124,6 +157,9 @@ impl Draft {
 
     fn take_name(&self) -> Result<()> {
         rename(&self.path(), &self.named())?;
+        if let Some(folder) = &self.folder {
+            folder.is_named.store(true, Ordering::Relaxed);
+        }
         sync_folder(self.store.folder())
     }
 
@@ -259,6 +295,12 @@ mod tests {
         (draft, vec![shard])
     }
 
+    /// Ends as a process does that is killed: locks end, files stay.
+    fn crash(draft: Draft) {
+        let folder = Arc::into_inner(draft.folder.unwrap()).unwrap();
+        folder.is_named.store(true, Ordering::Relaxed);
+    }
+
     /// What a run finds that starts now: the values in the latest and in the newest checkpoint.
     fn found(store: &Store) -> (u8, u8) {
         let latest = Checkpoint::open(store.folder()).unwrap();
@@ -292,7 +334,7 @@ mod tests {
                 );
 
                 // The next save removes what is left over and works as ever.
-                drop(draft);
+                crash(draft);
                 let (draft, shards) = write(&store, 3, 30);
                 draft.commit(shards, Header::default(), &[]).unwrap();
                 assert_eq!(found(&store), (30, 30));
@@ -330,6 +372,32 @@ mod tests {
                 assert_eq!(found(&store), (10, 10));
             }
         }
+    }
+
+    #[test]
+    fn a_save_that_fails_leaves_nothing_behind() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path());
+        let (draft, shards) = write(&store, 1, 10);
+        // Other ranks hold handles of the same draft.
+        let other = store.draft(1);
+        drop(draft.clone());
+        assert!(other.path().exists());
+        let failed = draft.commit(Vec::new(), Header::default(), &[("../up", b"")]);
+        assert!(failed.is_err());
+        drop((draft, shards));
+        assert!(!other.path().exists());
+        let (draft, shards) = write(&store, 1, 20);
+        draft
+            .commit(shards.clone(), Header::default(), &[])
+            .unwrap();
+        // What is written under the same name by another save is none of a committed draft's
+        // business.
+        let next = store.begin(1).unwrap();
+        drop(draft);
+        assert!(next.path().exists());
+        drop(next);
+        assert_eq!(found(&store), (20, 20));
     }
 
     #[test]

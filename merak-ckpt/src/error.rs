@@ -38,10 +38,12 @@ pub enum Error {
         path: PathBuf,
     },
     /// Somebody else is writing there.
-    #[error("{} is being written by another save: wait until that has ended", path.display())]
+    #[error("{} is being written by {}: wait until that has ended", path.display(), Printable(holder))]
     InUse {
-        /// The folder under its temporary name.
+        /// The folder.
         path: PathBuf,
+        /// Who writes it, as in `process 4711`.
+        holder: String,
     },
     /// The path is neither a checkpoint nor a folder that holds some.
     #[error("no checkpoint at {}: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`{}", path.display(), hint(found.as_deref()))]

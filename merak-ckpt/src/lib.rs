@@ -65,6 +65,7 @@
 //! # Main types
 //!
 //! - [`Store`]: the folder of checkpoints; `latest`, `best`, rotation. [`Draft`]: one being written.
+//! - [`HeldFile`]: what one process at a time may do in a folder.
 //! - [`Layout`]: how a rank's local tensor lies in the global one, as boxes; [`Piece`] names a local
 //!   tensor or a flat range of it, for writing and reading alike.
 //! - [`Checkpoint`]: an open one: [`read`](Checkpoint::read), [`verify`](Checkpoint::verify), and
@@ -133,6 +134,7 @@ mod error;
 pub mod format;
 mod generate;
 mod header;
+mod held;
 mod hf;
 mod kind;
 mod layout;
@@ -164,6 +166,7 @@ pub use generate::{
     Completion, Decoding, GenerateOptions, LogitsSource, NewToken, Reason, Row, TokenSource,
     generate, generate_with, pad_completions,
 };
+pub use held::{HeldFile, lies_at};
 pub use hf::{
     ExportOptions, HfFolder, ImportOptions, StoredTensor, export_hf, import_hf, import_merak,
     set_tie, stored_tensors,

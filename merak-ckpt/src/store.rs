@@ -130,9 +130,9 @@ impl Store {
         Ok(None)
     }
 
-    /// Starts a checkpoint: removes what a crashed save has left, and makes an empty folder under
-    /// a temporary name. One rank calls it and keeps the result until the commit, since the folder counts as left
-    /// behind when that is dropped; the others call [`Store::draft`] afterwards.
+    /// Starts a checkpoint: removes what a crashed save has left, and makes an empty folder under a
+    /// temporary name. One rank calls it and keeps the result until the commit, since the folder is
+    /// removed when that is dropped before; the others call [`Store::draft`] afterwards.
     ///
     /// # Errors
     /// [`Error::InUse`] where this step is being saved already, [`Error::Io`] where the folder cannot be changed.
@@ -142,11 +142,14 @@ impl Store {
         self.recover()?;
         let path = self.draft(step).path();
         fs::create_dir(&path).map_err(|error| match error.kind() {
-            ErrorKind::AlreadyExists => Error::InUse { path: path.clone() },
+            ErrorKind::AlreadyExists => Error::InUse {
+                path: path.clone(),
+                holder: "another save".to_owned(),
+            },
             _ => io_error("create", &path)(error),
         })?;
         let lock = Lock::of(&path)?;
-        Ok(self.draft(step).with_lock(lock))
+        Ok(self.draft(step).begun(lock))
     }
 
     /// Keeps other processes from changing the names in the folder, for a moment.
@@ -196,6 +199,19 @@ impl Store {
             deleted.push(step);
         }
         Ok(deleted)
+    }
+
+    /// Removes what saves have left that failed or crashed, as the next save would. One rank calls
+    /// it.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the folder cannot be listed or changed.
+    pub fn clean(&self) -> Result<()> {
+        if !self.folder.is_dir() {
+            return Ok(());
+        }
+        let _lock = self.lock()?;
+        self.recover()
     }
 
     /// Removes leftovers of crashed saves; gives a checkpoint that was set aside its name back. The folder is locked.
@@ -252,8 +268,13 @@ impl Store {
     pub(crate) fn write_pointer(&self, file: &'static str, step: u64) -> Result<()> {
         let temporary = self.folder.join(format!("{DRAFT}{file}"));
         let text = format!("{}\n", format::step_name(step));
-        write_synced(&temporary, text.as_bytes())?;
-        rename(&temporary, &self.folder.join(file))?;
+        let written = write_synced(&temporary, text.as_bytes())
+            .and_then(|()| rename(&temporary, &self.folder.join(file)));
+        if written.is_err() {
+            // A full disk may leave half of it.
+            let _ = fs::remove_file(&temporary);
+        }
+        written?;
         sync_folder(&self.folder)
     }
 }

@@ -17,6 +17,7 @@ mod model;
 mod output;
 mod prepared;
 mod prompts;
+mod signals;
 
 pub(crate) use failure::{Failure, Outcome};
 

@@ -34,6 +34,7 @@ mod corpus;
 mod crates;
 mod dataset;
 mod evaluation;
+mod fingerprint;
 mod inputs;
 mod loader;
 mod masked;
@@ -60,6 +61,7 @@ pub use self::{
     crates::CrateSources,
     dataset::{Batch, Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor, Subset, collate},
     evaluation::EvaluationOrder,
+    fingerprint::{DataFingerprint, TokenizerFingerprint},
     inputs::{ModelInput, ModelInputs},
     loader::{Loader, Requests},
     masked::{MaskedDataset, Masking},

@@ -3,8 +3,12 @@
 mod fault;
 mod words;
 
-use self::words::{did_you_mean, of, other_share, passed_over, purpose, records_of};
-use crate::config::DataFormat;
+pub use self::words::StepPart;
+use self::words::{
+    did_you_mean, of, other_share, passed_over, purpose, records_of, replaced_run, saved_with,
+    stages_of,
+};
+use crate::{config::DataFormat, data::DataFingerprint};
 use indicatif::BinaryBytes;
 use merak_pipe::Action;
 use std::{io, path::PathBuf};
@@ -224,6 +228,47 @@ pub enum Error {
         path: PathBuf,
         /// The reason.
         source: io::Error,
+    },
+    /// A folder that has a run already.
+    #[error(
+        "{}, which \"output_dir\" names, has a run already ({found}): go on with it by --resume auto, replace it by \
+         --overwrite_output_dir, or name another folder{}",
+        folder.display(), replaced_run(aside.as_deref())
+    )]
+    RunExists {
+        /// The folder.
+        folder: PathBuf,
+        /// What tells of the run.
+        found: String,
+        /// Where the run lies that it was to replace, while it has saved nothing.
+        aside: Option<PathBuf>,
+    },
+    /// A folder that another process writes.
+    #[error(
+        "{}, which \"output_dir\" names, is in use by {holder}: wait until that has ended, or name another folder",
+        folder.display()
+    )]
+    RunInUse {
+        /// The folder.
+        folder: PathBuf,
+        /// The process.
+        holder: String,
+    },
+    /// A place in the data that other data do not have.
+    #[error(
+        "the checkpoint {} stands at sample {position} of its pass over the data, but there are only {samples} now: \
+         give the data that it was saved with{}, or set \"ignore_data_skip\" to begin a pass anew",
+        path.display(), saved_with(saved.as_deref())
+    )]
+    PositionBehindEnd {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Samples used of the pass in hand.
+        position: usize,
+        /// Samples of the data.
+        samples: usize,
+        /// The data that it was saved with, where it says so.
+        saved: Option<Box<DataFingerprint>>,
     },
     /// The folder that a run shall write.
     #[error("cannot write into {}, which \"output_dir\" names", path.display())]
@@ -628,9 +673,15 @@ pub enum Error {
         /// What happened there, with its causes.
         cause: String,
     },
-    /// A training step failed.
-    #[error("in step {step}")]
+    /// A rank failed in a training step, or in what belongs to it.
+    #[error("rank {rank} ({}) failed {part} step {step}", stages_of(stages))]
     Step {
+        /// The rank.
+        rank: usize,
+        /// The stages of the pipeline that it runs.
+        stages: Vec<usize>,
+        /// What it was about.
+        part: StepPart,
         /// The step, counted from 1.
         step: usize,
         /// The reason.

@@ -57,6 +57,7 @@ mod config;
 mod costs;
 pub mod data;
 mod error;
+mod folder;
 mod memory;
 pub mod metrics;
 pub mod network;
@@ -73,7 +74,8 @@ pub use config::{
     TpLayerListArguments, TraceMethod, TrainSchedule, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
-pub use error::{Error, Result};
+pub use error::{Error, Result, StepPart};
+pub use folder::RunFolder;
 pub use memory::{MemoryNeed, MemoryShortage, Workload, available_bytes};
 pub use plan::{FasterSchedule, Forward, Lora, Plan, Prediction, StageTimes};
 pub use trainer::{

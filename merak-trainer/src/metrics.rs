@@ -7,7 +7,7 @@ mod reporter;
 mod times;
 
 pub use self::{
-    file::{EvaluationMetrics, MetricsFile, StepMetrics},
+    file::{EvaluationMetrics, METRICS_FILE, MetricsFile, StepMetrics},
     memory::{peak_resident_bytes, resident_bytes},
     progress::Progress,
     reporter::Reporter,

@@ -12,12 +12,13 @@ mod step;
 
 use self::course::{Course, batch_shape};
 pub use best::BestModel;
+pub(crate) use checkpoint::ADAPTER;
 pub use checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint};
 pub use step::{NamedTensors, StepReport};
 
 use crate::{
-    CheckedArguments, Device, Error, MemoryNeed, Plan, Result,
-    data::{DataPosition, Dataset, Loader, TrainingOrder},
+    CheckedArguments, Device, Error, MemoryNeed, Plan, Result, StepPart,
+    data::{DataFingerprint, DataPosition, Dataset, Loader, TrainingOrder},
     metrics::EvaluationMetrics,
     stage::RankStages,
     threads_per_rank,
@@ -28,7 +29,7 @@ use merak_zero::LrSchedule;
 use std::{
     collections::{BTreeMap, VecDeque},
     fmt,
-    path::{Path, PathBuf},
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicI64, Ordering},
@@ -64,6 +65,8 @@ pub struct TrainerParts {
     pub eval_data: Option<Arc<dyn Dataset>>,
     /// The model's `config.json`, tokenizer and the like, which travel with checkpoints.
     pub model_files: Vec<(String, Vec<u8>)>,
+    /// What the samples were made of; a run that goes on compares it with what its checkpoint says.
+    pub fingerprint: Option<DataFingerprint>,
     /// Set to a signal's number, it ends training after the step in hand.
     pub stop: Arc<AtomicI64>,
     /// Compute threads of this rank; 0 takes those that the arguments give to each rank.
@@ -136,6 +139,7 @@ pub struct MerakTrainer {
     records: VecDeque<StepRecord>,
     has_dropped_first: bool,
     last_saved: Option<usize>,
+    resumed_from: Option<LoadedCheckpoint>,
     best: Option<BestModel>,
     pending_save: Option<saving::PendingSave>,
     save_stall: Duration,
@@ -206,6 +210,7 @@ impl MerakTrainer {
             records: VecDeque::new(),
             has_dropped_first: false,
             last_saved: None,
+            resumed_from: None,
             best: None,
             pending_save: None,
             save_stall: Duration::ZERO,
@@ -231,23 +236,28 @@ impl MerakTrainer {
 
     /// Checks what [`MerakTrainer::new`] would refuse about the data, their number and the course of the learning
     /// rate over them; and whether there is a label among them, for which samples are read until one has some.
-    /// Needs neither model nor ranks.
+    /// Needs neither model nor ranks. Returns the steps of the whole run.
     ///
     /// # Errors
     /// When the data are too few or all without labels.
-    pub fn check_data(args: &CheckedArguments, parts: &TrainerParts) -> Result<()> {
-        Course::new(args, parts)?;
-        course::check_labels(args, parts)
+    pub fn check_data(args: &CheckedArguments, parts: &TrainerParts) -> Result<usize> {
+        let course = Course::new(args, parts)?;
+        course::check_labels(args, parts)?;
+        Ok(course.total_steps)
     }
 
-    /// The checkpoint that a run with these arguments would go on from, checked to the last byte; `None` for a
-    /// fresh start.
+    /// The checkpoint that a run with these arguments and parts would go on from, checked to the
+    /// last byte; `None` for a fresh start.
     ///
     /// # Errors
     /// When there is none where there must be one, or it is damaged, of another model, or lacks a part that no
-    /// flag excuses.
-    pub fn check_checkpoint(plan: &Plan, args: &CheckedArguments) -> Result<Option<PathBuf>> {
-        resume::find(plan, args)
+    /// flag excuses; when the data have no place where it stands.
+    pub fn check_checkpoint(
+        plan: &Plan,
+        args: &CheckedArguments,
+        parts: &TrainerParts,
+    ) -> Result<Option<LoadedCheckpoint>> {
+        resume::find(plan, args, parts)
     }
 
     /// This rank's place in the run.
@@ -258,6 +268,11 @@ impl MerakTrainer {
     /// The plan.
     pub fn plan(&self) -> &Plan {
         &self.stages.plan
+    }
+
+    /// The checkpoint that the run goes on from, as `resume_from_checkpoint` says.
+    pub fn resumed_from(&self) -> Option<&LoadedCheckpoint> {
+        self.resumed_from.as_ref()
     }
 
     /// Optimizer steps done, skipped ones included.
@@ -307,6 +322,9 @@ impl MerakTrainer {
         if self.stages.plan.trained_params().next().is_none() {
             return Err(Error::NothingTrained);
         }
+        if self.args.saves() {
+            self.args.run_folder()?;
+        }
         let start = Instant::now();
         let first_step = self.global_step;
         let (mut loss_sum, mut updates, mut tokens, mut stopped_by) = (0.0, 0, 0, None);
@@ -324,7 +342,8 @@ impl MerakTrainer {
             self.check_skipped(report, updates)?;
             self.finish_save_if_written()?;
             evaluation = self.after_step()?;
-            stopped_by = self.agreed_stop()?;
+            let agreed = self.agreed_stop();
+            stopped_by = self.placed(StepPart::Train, self.global_step, agreed)?;
             if stopped_by.is_some() {
                 break;
             }
@@ -332,7 +351,7 @@ impl MerakTrainer {
         self.finish_save()?;
         // A run that had nothing left to do leaves the checkpoint that it came from alone.
         let made_steps = self.global_step > first_step;
-        if self.args.save && made_steps && self.last_saved != Some(self.global_step) {
+        if self.args.saves() && made_steps && self.last_saved != Some(self.global_step) {
             self.save_checkpoint()?;
         }
         self.finish_rotation()?;
@@ -401,9 +420,9 @@ impl MerakTrainer {
             self.args.do_eval && self.parts.eval_data.is_some() && (evaluates || is_last);
         let evaluation = evaluates.then(|| self.evaluate()).transpose()?;
         let best = evaluation.as_ref().and_then(|metrics| self.judge(metrics));
-        let is_due = is_last || ends_epoch || done.is_multiple_of(self.args.save_steps);
         let saves_best = best.is_some() && self.args.load_best_model_at_end;
-        if self.args.save && (is_due || saves_best) {
+        let must_save = self.args.saves() && (is_last || saves_best);
+        if must_save || self.args.saves_after(done, ends_epoch) {
             // What is still being saved tells what was best then.
             self.finish_save()?;
             self.best = best.or(self.best);

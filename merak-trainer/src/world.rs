@@ -11,8 +11,9 @@ const MAX_RANKS: usize = 1024;
 /// by rank.
 ///
 /// # Errors
-/// [`Error::Rank`] with the rank that failed first and its cause, or the cause itself where the configuration
-/// or an input is at fault; all other ranks were ended.
+/// [`Error::Rank`] with the rank that failed first and its cause, or the cause itself where it
+/// names its rank ([`Error::Step`]), or the configuration or an input is at fault; all other ranks
+/// were ended.
 pub fn run_world<T: Send>(
     args: &CheckedArguments,
     body: impl Fn(Member) -> Result<T> + Sync,
@@ -37,11 +38,12 @@ pub(crate) fn run_ranks<T: Send>(
     };
     let outcome = threads::run(world, options, |member| body(member).map_err(Cause));
     outcome.map_err(|error| match error {
-        // One rank alone has no rank to speak of, and what ends all of them has none either.
+        // One rank alone has no rank to speak of, what ends all of them has none, and some errors
+        // name theirs.
         RunError::Failed {
             cause: Cause(cause),
             ..
-        } if world == 1 || cause.is_of_all_ranks() => cause,
+        } if world == 1 || cause.says_whose() => cause,
         RunError::Failed { rank, cause } => Error::Rank {
             rank: rank.0,
             cause: cause.to_string(),

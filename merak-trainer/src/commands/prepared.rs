@@ -8,8 +8,9 @@ use indicatif::BinaryBytes;
 use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
     CheckedArguments, Config, CostCache, CostModel, DataFormat, Error, FasterSchedule, FirstSteps,
-    MerakTrainer, Plan, Prediction, Result, SeqLength, TrainSchedule, TrainerParts, Workload,
-    data::{Corpus, Dataset, Datasets, ModelInputs, Source, Tokenizer},
+    MerakTrainer, Plan, Prediction, Result, RunFolder, SeqLength, TrainSchedule, TrainerParts,
+    Workload,
+    data::{Corpus, DataFingerprint, Dataset, Datasets, ModelInputs, Source, Tokenizer},
     keys, threads_per_rank,
 };
 use std::{fmt::Write as _, sync::Arc};
@@ -33,6 +34,9 @@ pub(crate) struct Prepared {
     datasets: Datasets,
     /// Bytes of the tokens that the samples are cut from.
     held_bytes: u64,
+    fingerprint: Option<DataFingerprint>,
+    /// Steps of the whole training.
+    pub(crate) total_steps: usize,
     model_files: Vec<(String, Vec<u8>)>,
 }
 
@@ -40,6 +44,12 @@ impl Prepared {
     /// Prepares a training, with validation where the data have a part for it.
     pub(crate) fn to_train(config: &Config, dry_run: bool) -> Result<Self> {
         let mut prepared = Self::new(config, true)?;
+        // Before costs are measured, which takes a while. A dry run tells of another run below its
+        // plan.
+        match RunFolder::check(&prepared.args) {
+            Err(Error::RunExists { .. }) if dry_run => {}
+            other => other?,
+        }
         prepared.measure(!dry_run)?;
         Ok(prepared)
     }
@@ -110,7 +120,10 @@ impl Prepared {
         let (tokenizer, description) = (source.tokenizer.clone(), source.description.clone());
         let tokens = model.data_tokens(&args);
         let (datasets, corpus) = source.datasets(&inputs, &args, &tokens, trains)?;
-        check_data(&args, &inputs, &datasets)?;
+        let total_steps = check_data(&args, &inputs, &datasets)?;
+        let samples = datasets.train.as_ref().map(|data| data.len());
+        let print = |samples| DataFingerprint::of(&args.data, &crates, tokenizer.as_ref(), samples);
+        let fingerprint = samples.map(print).transpose()?;
         let plan = Plan::new(Arc::clone(&model.model), &args)?;
         let plan = Arc::new(if trains { plan } else { plan.frozen() });
         // The configuration in use, overrides included, so that a checkpoint alone makes the model again.
@@ -136,6 +149,8 @@ impl Prepared {
             faster: None,
             description,
             datasets,
+            fingerprint,
+            total_steps,
             model_files,
         })
     }
@@ -146,6 +161,7 @@ impl Prepared {
             train_data: self.datasets.train.clone(),
             eval_data: self.datasets.validation.clone(),
             model_files: self.model_files.clone(),
+            fingerprint: self.fingerprint,
             ..TrainerParts::default()
         }
     }
@@ -351,19 +367,20 @@ fn check_unused(config: &Config, model: &dyn Model) -> Result<()> {
     Ok(())
 }
 
-/// Checks the number of the samples, and the first one of each part: the others have the same tensors.
-fn check_data(args: &CheckedArguments, inputs: &ModelInputs, datasets: &Datasets) -> Result<()> {
+/// Checks the number of the samples, and the first one of each part: the others have the same
+/// tensors. Returns the steps of the whole training.
+fn check_data(args: &CheckedArguments, inputs: &ModelInputs, datasets: &Datasets) -> Result<usize> {
     let Datasets { train, validation } = datasets;
     let parts = TrainerParts {
         train_data: train.clone(),
         eval_data: validation.clone(),
         ..TrainerParts::default()
     };
-    MerakTrainer::check_data(args, &parts)?;
+    let total_steps = MerakTrainer::check_data(args, &parts)?;
     for data in [train, validation].into_iter().flatten() {
         inputs.check(0, &data.get(0)?)?;
     }
-    Ok(())
+    Ok(total_steps)
 }
 
 /// The arguments with the lengths that the data decide on.

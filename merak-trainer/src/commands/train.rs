@@ -1,39 +1,39 @@
 //! `merak train`: the whole way from a configuration to a trained model.
 
-use super::{Outcome, keys::Keys, output, prepared::Prepared};
+use super::{Outcome, keys::Keys, output, prepared::Prepared, signals};
 use clap::Args as ClapArgs;
 use merak_ckpt::{Completion, GenerateOptions, Store};
 use merak_mpu::Member;
 use merak_pipe::Timeline;
 use merak_trace::models::Objective;
 use merak_trainer::{
-    Callback, CheckedArguments, Config, Error, MerakTrainer, Origin, Result, StepRecord,
-    TrainOutput, TrainerParts,
+    Callback, Config, Error, LoadedCheckpoint, MerakTrainer, Origin, Result, RunFolder, StepRecord,
+    TrainOutput, TrainerParts, chain,
     data::bigram_loss,
     metrics::{EvaluationMetrics, Progress, Reporter},
     run_world,
 };
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use std::{
     fmt::Write as _,
-    fs,
     io::{self, IsTerminal},
     path::{Path, PathBuf},
     process::ExitCode,
-    sync::{
-        Arc,
-        atomic::{AtomicI64, Ordering},
-    },
+    sync::{Arc, atomic::AtomicI64},
 };
 
 /// Tokens of the text that a trained model shows at the end.
 const SAMPLE_TOKENS: usize = 120;
 
+/// What a run says, at its start and its end, that leaves no model.
+const KEEPS_NOTHING: &str =
+    "saved     nothing: \"save\" is false, so that the run leaves its metrics and no model\n";
+
 /// Trains a model.
 #[derive(Debug, ClapArgs)]
 #[command(
     after_help = "Any configuration key may be given as --set KEY=VALUE or --KEY VALUE, for example --tp 2.\n\
-    --resume PATH|latest|auto continues from a checkpoint; --dry-run stops after the plan."
+    --resume PATH|latest|auto continues from a checkpoint; --overwrite_output_dir begins anew where the output folder \
+    has a run; --dry-run stops after the plan."
 )]
 pub(crate) struct Args {
     /// The configuration file (.toml, .yaml or .json).
@@ -53,33 +53,42 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     }
     let prepared = Prepared::to_train(&config, dry_run)?;
     let output_dir = prepared.args.run_folder()?;
-    check_folder(&output_dir)?;
     let memory = prepared.check_memory();
+    let run = Run(&prepared);
     if dry_run {
         output::print(&prepared.describe()?)?;
-        let resumed = MerakTrainer::check_checkpoint(&prepared.plan, &prepared.args)?;
-        return foresee(resumed.as_deref(), memory);
+        return run.foresee(memory);
     }
     memory?;
+    let folder = RunFolder::take(&prepared.args, config.to_toml())?;
     output::print(&prepared.describe()?)?;
-    let run = Run(&prepared);
-    write_folder(&output_dir, &config.to_toml())?;
-    warn_of_older_run(&prepared.args, &output_dir)?;
-    let stop = Arc::new(AtomicI64::new(0));
-    for signal in [SIGINT, SIGTERM, SIGUSR1] {
-        watch(signal, &stop)?;
+    if !prepared.args.saves() {
+        output::print(KEEPS_NOTHING)?;
     }
-    let results = run_world(&prepared.args, |member| {
-        run.on_rank(member, &output_dir, &stop)
-    })?;
-    output::print(&run.summary(&results, &output_dir))?;
-    let finished = &results[0];
-    Ok(finished
-        .output
-        .stopped_by
-        .map_or(ExitCode::SUCCESS, |signal| {
-            ExitCode::from((128 + signal) as u8)
-        }))
+    let stop = Arc::new(AtomicI64::new(0));
+    signals::watch(&stop)?;
+    let outcome = run_world(&prepared.args, |member| run.on_rank(member, &folder, &stop));
+    let ended = settle(outcome, &folder, &output_dir)?;
+    let mut finished = Vec::with_capacity(ended.len());
+    for rank in ended {
+        match rank {
+            Ended::Trained(rank) => finished.push(*rank),
+            // They are all at the same step.
+            Ended::HadNothingLeft(checkpoint) => {
+                output::print(&run.nothing_left(&checkpoint))?;
+                return Ok(ExitCode::SUCCESS);
+            }
+        }
+    }
+    output::print(&run.summary(&finished, &output_dir))?;
+    let stopped_by = finished[0].output.stopped_by;
+    if stopped_by.is_none() {
+        folder.finish();
+    }
+    tell_of_replaced(&folder);
+    Ok(stopped_by.map_or(ExitCode::SUCCESS, |signal| {
+        ExitCode::from((128 + signal) as u8)
+    }))
 }
 
 /// The configuration of a training.
@@ -99,82 +108,32 @@ fn load(args: &mut Args) -> Result<Config> {
     args.keys.load(&args.config)
 }
 
-/// What a dry run says below the plan. A plan for a larger machine is a good plan.
-fn foresee(resumed: Option<&Path>, memory: Result<()>) -> Outcome {
-    let mut text = String::new();
-    if let Some(path) = resumed {
-        let _ = writeln!(text, "resumes   {}", path.display());
-    }
-    match memory {
-        Err(error @ Error::Memory(_)) => {
-            let _ = writeln!(text, "warning: {error}");
+/// Tidies up after a failure, once all ranks have ended.
+fn settle<T>(outcome: Result<T>, folder: &RunFolder, output_dir: &Path) -> Result<T> {
+    if outcome.is_err() {
+        if let Err(error) = Store::in_output_dir(output_dir).clean() {
+            let error = chain(&error);
+            tracing::warn!(error, "what a failed save has written could not be removed");
         }
-        other => other?,
+        folder.withdraw();
+        tell_of_replaced(folder);
     }
-    if !text.is_empty() {
-        output::print(&text)?;
-    }
-    Ok(ExitCode::SUCCESS)
+    outcome
 }
 
-/// Checks that the output folder can be made, without making it.
-fn check_folder(output_dir: &Path) -> Result<()> {
-    let refused = |path: &Path, source| Error::OutputDir {
-        path: path.to_owned(),
-        source,
-    };
-    // The nearest thing that is there already; a relative path starts from the current folder.
-    let there = output_dir
-        .ancestors()
-        .filter(|path| !path.as_os_str().is_empty())
-        .find_map(|path| Some((path, fs::metadata(path).ok()?)));
-    match there {
-        Some((path, found)) if !found.is_dir() => {
-            Err(refused(path, io::ErrorKind::NotADirectory.into()))
-        }
-        Some((path, found)) if found.permissions().readonly() => {
-            Err(refused(path, io::ErrorKind::PermissionDenied.into()))
-        }
-        _ => Ok(()),
+/// Says where the run lies that was to be replaced, while there is no checkpoint in its place.
+fn tell_of_replaced(folder: &RunFolder) {
+    if let Some(path) = folder.replaced() {
+        let path = path.display();
+        tracing::warn!(%path, "no checkpoint was saved: the run that was to be replaced lies there");
     }
 }
 
-/// Makes the output folder and leaves the resolved configuration there.
-fn write_folder(output_dir: &Path, resolved: &str) -> Result<()> {
-    fs::create_dir_all(output_dir)
-        .and_then(|()| fs::write(output_dir.join("config.resolved.toml"), resolved))
-        .map_err(|source| Error::OutputDir {
-            path: output_dir.to_owned(),
-            source,
-        })
-}
-
-/// Says so when a fresh run writes into the folder of an older one.
-fn warn_of_older_run(args: &CheckedArguments, output_dir: &Path) -> Result<()> {
-    if args.save && args.resume_from_checkpoint.is_none() {
-        let steps = Store::in_output_dir(output_dir).steps()?;
-        if let Some(newest) = steps.last() {
-            let output_dir = output_dir.display();
-            tracing::warn!(%output_dir, newest, "the folder has checkpoints of an older run, which this one does not resume");
-        }
-    }
-    Ok(())
-}
-
-/// Notes a signal's number; the trainer looks at it after each step. A second one ends the process.
-fn watch(signal: i32, stop: &Arc<AtomicI64>) -> io::Result<()> {
-    let seen = Arc::new(std::sync::atomic::AtomicBool::new(false));
-    signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&seen))?;
-    signal_hook::flag::register(signal, Arc::clone(&seen))?;
-    let stop = Arc::clone(stop);
-    let mut signals = signal_hook::iterator::Signals::new([signal])?;
-    let wait = move || {
-        for signal in signals.forever() {
-            stop.store(signal.into(), Ordering::Relaxed);
-        }
-    };
-    let thread = std::thread::Builder::new().name("merak-signals".to_owned());
-    thread.spawn(wait).map(drop)
+/// How a rank ended.
+enum Ended {
+    Trained(Box<Finished>),
+    /// The checkpoint that it was to go on from is at the last step.
+    HadNothingLeft(LoadedCheckpoint),
 }
 
 /// A prepared run that trains.
@@ -203,16 +162,18 @@ impl Run<'_> {
     fn on_rank(
         &self,
         member: Member,
-        output_dir: &Path,
+        folder: &Arc<RunFolder>,
         stop: &Arc<AtomicI64>,
-    ) -> Result<Finished> {
+    ) -> Result<Ended> {
         let is_first = member.rank().0 == 0;
         let mpu = merak_mpu::Mpu::new(member, self.plan.degrees)?;
         let reporter = is_first.then(Reporter::default);
-        let reports = reporter
-            .iter()
-            .map(|reporter| Box::new(reporter.clone()) as Box<dyn Callback>);
-        let mut callbacks: Vec<_> = reports.collect();
+        let mut callbacks: Vec<Box<dyn Callback>> = Vec::new();
+        if let Some(reporter) = &reporter {
+            // What a record is written into is there first.
+            callbacks.push(Box::new(Arc::clone(folder)));
+            callbacks.push(Box::new(reporter.clone()));
+        }
         if let Some(first_steps) = self.first_steps().filter(|_| is_first) {
             callbacks.push(Box::new(first_steps));
         }
@@ -222,14 +183,24 @@ impl Run<'_> {
             ..self.parts()
         };
         let mut trainer = MerakTrainer::new(Arc::clone(&self.plan), mpu, &self.args, parts)?;
+        if let Some(checkpoint) = trainer.resumed_from()
+            && trainer.global_step() >= trainer.total_steps()
+        {
+            return Ok(Ended::HadNothingLeft(checkpoint.clone()));
+        }
         if let Some(reporter) = &reporter {
+            folder.begin()?;
+            if let Some(path) = folder.replaced() {
+                let path = path.display();
+                tracing::warn!(%path, "the run that is replaced lies there until the first checkpoint");
+            }
             let (total, done) = (trainer.total_steps(), trainer.global_step());
             let progress = if io::stderr().is_terminal() {
                 Progress::bar(total, done)
             } else {
                 Progress::lines(total, Box::new(io::stderr()))
             };
-            reporter.start(&trainer, &self.args, output_dir, progress)?;
+            reporter.start(&trainer, &self.args, &self.args.run_folder()?, progress)?;
         }
         let output = trainer.train()?;
         if let Some(reporter) = &reporter {
@@ -237,7 +208,6 @@ impl Run<'_> {
         }
         // After a signal there may be no time left.
         let runs_on = output.stopped_by.is_none();
-        // A run that had nothing left to do has evaluated nothing.
         let is_open = output.evaluation.is_none() && output.best.is_none();
         let evaluation = if self.validates() && runs_on && is_open {
             Some(trainer.evaluate()?)
@@ -259,13 +229,74 @@ impl Run<'_> {
         } else {
             Vec::new()
         };
-        Ok(Finished {
+        Ok(Ended::Trained(Box::new(Finished {
             output,
             evaluation,
             sample,
             peak_activation_bytes,
             records,
-        })
+        })))
+    }
+
+    /// What a dry run says below the plan. A plan for a larger machine is a good plan, and so is
+    /// one for a folder that has a run still.
+    fn foresee(&self, memory: Result<()>) -> Outcome {
+        let mut text = String::new();
+        let checkpoint = MerakTrainer::check_checkpoint(&self.plan, &self.args, &self.parts())?;
+        if let Some(checkpoint) = checkpoint {
+            let _ = writeln!(text, "resumes   {}", checkpoint.path.display());
+            if !self.args.finetune && checkpoint.global_step >= self.total_steps {
+                text += &self.nothing_left(&checkpoint);
+            }
+        }
+        match RunFolder::check(&self.args) {
+            Err(error @ Error::RunExists { .. }) => {
+                let _ = writeln!(text, "warning: {error}");
+            }
+            other => other?,
+        }
+        match memory {
+            Err(error @ Error::Memory(_)) => {
+                let _ = writeln!(text, "warning: {error}");
+            }
+            other => other?,
+        }
+        if !text.is_empty() {
+            output::print(&text)?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// What is said of a checkpoint that is at the end of the run.
+    fn nothing_left(&self, checkpoint: &LoadedCheckpoint) -> String {
+        let (path, step, total) = (
+            checkpoint.path.display(),
+            checkpoint.global_step,
+            self.total_steps,
+        );
+        let key = if self.args.max_steps > 0 {
+            "max_steps"
+        } else {
+            "num_train_epochs"
+        };
+        let mut text = format!(
+            "nothing left to do: {path} is at step {step}, and \"{key}\" ends the run at step {total}\n\
+             go on     with a larger \"{key}\", for example --max_steps {}\n",
+            step + total
+        );
+        self.advise_to_generate(&checkpoint.path, &mut text);
+        text
+    }
+
+    /// How a saved model is used.
+    fn advise_to_generate(&self, checkpoint: &Path, text: &mut String) {
+        if self.plan.model.objective() == Objective::CausalLm {
+            let _ = writeln!(
+                text,
+                "continue  merak generate {} --prompt TEXT",
+                checkpoint.display()
+            );
+        }
     }
 
     /// Continues the beginning of the validation text.
@@ -363,22 +394,14 @@ impl Run<'_> {
             "metrics   {}",
             output_dir.join("metrics.jsonl").display()
         );
-        if self.args.save {
+        if self.args.saves() {
             let store = Store::in_output_dir(output_dir);
             let last = store.path_of(output.global_step as u64);
-            // A run that had nothing left to do may have come from another folder.
-            if last.is_dir() {
-                let _ = writeln!(text, "saved     {}", last.display());
-            }
+            let _ = writeln!(text, "saved     {}", last.display());
             let best = output.best.map(|best| store.path_of(best.step as u64));
-            let ends_with = best.unwrap_or(last);
-            if ends_with.is_dir() && self.plan.model.objective() == Objective::CausalLm {
-                let _ = writeln!(
-                    text,
-                    "continue  merak generate {} --prompt TEXT",
-                    ends_with.display()
-                );
-            }
+            self.advise_to_generate(&best.unwrap_or(last), &mut text);
+        } else {
+            text += KEEPS_NOTHING;
         }
         text
     }

@@ -25,6 +25,8 @@ settings! {
     MerakArguments under "" {
         /// Folder that the run writes; required for training.
         output_dir: Option<PathBuf> = None,
+        /// Whether a new run may take a folder that has one, which is set aside until the new one's first save.
+        overwrite_output_dir: bool = false,
         /// Data-parallel replicas.
         dp: usize = 1,
         /// Tensor-parallel ranks per replica and stage.
@@ -87,10 +89,10 @@ settings! {
         prescale_gradients: bool = false,
         /// Part of that division done before the reduction; 1: all of it.
         gradient_predivide_factor: f64 = 1.0,
-        /// Whether checkpoints are written.
-        save: bool = false,
-        /// Steps between checkpoints.
-        save_steps: usize = 500,
+        /// Whether checkpoints are written; unset: where `output_dir` is given or `lora_config` trains an adapter.
+        save: Option<bool> = None,
+        /// Steps between checkpoints, and then none at epochs' ends; unset: 500, and each epoch's end.
+        save_steps: Option<usize> = None,
         /// Whether training goes on while a checkpoint is written, from a copy of the tensors.
         async_save: bool = false,
         /// Newest checkpoints kept; 0 or less keeps all.
@@ -300,7 +302,27 @@ settings! {
     }
 }
 
+/// Steps between checkpoints where `save_steps` is not set.
+const SAVE_STEPS: usize = 500;
+
 impl MerakArguments {
+    /// Whether checkpoints are written: `save`, or else where there is a folder for them or an
+    /// adapter to keep.
+    pub fn saves(&self) -> bool {
+        self.save
+            .unwrap_or_else(|| self.output_dir.is_some() || self.lora_config.is_some())
+    }
+
+    /// Whether a run saves after `steps` steps, of which the last one does or does not end an
+    /// epoch.
+    pub(crate) fn saves_after(&self, steps: usize, ends_epoch: bool) -> bool {
+        let is_due = match self.save_steps {
+            Some(interval) => steps.is_multiple_of(interval),
+            None => ends_epoch || steps.is_multiple_of(SAVE_STEPS),
+        };
+        self.saves() && is_due
+    }
+
     /// Stages that each rank of the pipeline runs: `virtual_stages`, or the two of a V.
     pub(crate) fn chunks(&self) -> usize {
         match self.train_schedule.fixed_chunks() {

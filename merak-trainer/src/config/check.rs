@@ -507,15 +507,18 @@ fn check_data(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 fn check_intervals(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.at_least_1(&[
         ("logging_steps", a.logging_steps),
-        ("save_steps", a.save_steps),
         ("max_skipped_steps", a.max_skipped_steps),
     ])?;
-    checker.at_least_1_if_set(&[("eval_steps", a.eval_steps), ("eval_iters", a.eval_iters)])?;
+    checker.at_least_1_if_set(&[
+        ("save_steps", a.save_steps),
+        ("eval_steps", a.eval_steps),
+        ("eval_iters", a.eval_iters),
+    ])?;
     if a.max_steps <= 0 {
         checker.positive(&[("num_train_epochs", a.num_train_epochs)])?;
     }
     checker.require(
-        !a.load_best_model_at_end || (a.save && a.do_eval),
+        !a.load_best_model_at_end || (a.saves() && a.do_eval),
         "load_best_model_at_end",
         a.load_best_model_at_end,
         "false unless \"save\" and \"do_eval\" are true: the best model is a checkpoint whose evaluation was best",

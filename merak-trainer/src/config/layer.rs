@@ -83,8 +83,8 @@ pub(crate) fn from_command_line(arguments: &[String]) -> Result<Vec<Entry>> {
             continue;
         }
         let (name, option) = (spelled(key), format!("--{key}"));
-        let belongs =
-            |next: &&String| is_word(next) && (!is_flag(&name) || bool::from_text(next).is_ok());
+        let is_choice = |next: &str| Option::<bool>::from_text(next).is_ok();
+        let belongs = |next: &&String| is_word(next) && (!is_flag(&name) || is_choice(next));
         let text = match attached.or_else(|| rest.next_if(belongs).cloned()) {
             Some(text) => text,
             None if needs_value(&name) => {

@@ -134,7 +134,6 @@ pub(crate) const NO_EFFECT: &[(&str, &str)] = &[
     ("no_cuda", r#""compute.device""#),
     ("optim_args", ""),
     ("optim_target_modules", ""),
-    ("overwrite_output_dir", ""),
     ("past_index", ""),
     ("per_gpu_eval_batch_size", r#""per_device_eval_batch_size""#),
     (

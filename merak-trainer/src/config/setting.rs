@@ -223,6 +223,8 @@ fn is_none(text: &str) -> bool {
 }
 
 impl<T: Setting> Setting for Option<T> {
+    const IS_FLAG: bool = T::IS_FLAG;
+
     fn expected() -> String {
         format!("{} or none", T::expected())
     }

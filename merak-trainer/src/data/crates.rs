@@ -7,6 +7,7 @@ use std::{
 };
 
 use super::{
+    fingerprint::names_below,
     plain::TextKind,
     text::{Candidate, Documents, Reading, cannot_read, list, read_up_to},
 };
@@ -42,6 +43,18 @@ pub struct CrateSources {
 }
 
 impl CrateSources {
+    /// The files that [`CrateSources::read`] reads, by their names in the registry's index, with
+    /// their sizes.
+    pub(super) fn named(&self, max_bytes: Option<usize>) -> Result<Vec<(String, u64)>> {
+        let root = self.registry.as_deref().unwrap_or(Path::new(""));
+        let files = names_below(root, self.files(max_bytes)?);
+        let in_index = |(name, bytes): (String, u64)| {
+            let name = name.split_once('/').map(|(_, name)| name.to_owned());
+            (name.unwrap_or_default(), bytes)
+        };
+        Ok(files.into_iter().map(in_index).collect())
+    }
+
     /// The library sources of the crates that `Cargo.lock` names, sorted by crate and path.
     ///
     /// Of each crate the `*.rs` under `src` are taken; bindings (`libc`, `windows-*`, `*-sys`), hidden
@@ -54,6 +67,13 @@ impl CrateSources {
     /// [`Error::NoDefaultText`] without `Cargo.lock`, without a registry, or when none of the crates is
     /// in it.
     pub(crate) fn read(&self, max_bytes: Option<usize>, kind: TextKind) -> Result<Documents> {
+        let files = self.files(max_bytes)?;
+        // Nobody chose these files one by one.
+        let reading = Reading { kind, skips: true };
+        read_up_to(&files, max_bytes.unwrap_or(DEFAULT_MAX_BYTES), reading)
+    }
+
+    fn files(&self, max_bytes: Option<usize>) -> Result<Vec<Candidate>> {
         let missing = |reason: String| Error::NoDefaultText { reason };
         let lock = self
             .lock_file()
@@ -86,9 +106,7 @@ impl CrateSources {
             )));
         }
         let max_bytes = max_bytes.unwrap_or(DEFAULT_MAX_BYTES);
-        // Nobody chose these files one by one.
-        let reading = Reading { kind, skips: true };
-        read_up_to(&thin_out(files, max_bytes as u64), max_bytes, reading)
+        Ok(thin_out(files, max_bytes as u64))
     }
 
     fn lock_file(&self) -> Option<PathBuf> {

@@ -70,20 +70,7 @@ pub(crate) fn read(
     reading: Reading,
     bytes_per_byte: u64,
 ) -> Result<Documents> {
-    let unreadable = |source| Error::ReadInput {
-        key: "data.path",
-        path: path.to_path_buf(),
-        source,
-    };
-    let files = if fs::metadata(path).map_err(unreadable)?.is_dir() {
-        list(path, &|_| true)?
-    } else {
-        let (_, bytes) = merak_ckpt::open_regular(path).map_err(unreadable)?;
-        vec![Candidate {
-            path: path.to_path_buf(),
-            bytes,
-        }]
-    };
+    let files = files_of(path, &|_| true)?;
     let max_bytes = max_bytes.unwrap_or(usize::MAX);
     let (files, binary) = if reading.skips {
         without_binary(files, reading.kind)?
@@ -141,6 +128,23 @@ fn check_room(path: &Path, (found, bytes_per_byte): (u64, u64), available: u64) 
         needed,
         available,
     })
+}
+
+/// A file, or the files under a folder that `accept` takes by their path, sorted by path.
+pub(crate) fn files_of(path: &Path, accept: &dyn Fn(&Path) -> bool) -> Result<Vec<Candidate>> {
+    let unreadable = |source| Error::ReadInput {
+        key: "data.path",
+        path: path.to_path_buf(),
+        source,
+    };
+    if fs::metadata(path).map_err(unreadable)?.is_dir() {
+        return list(path, accept);
+    }
+    let (_, bytes) = merak_ckpt::open_regular(path).map_err(unreadable)?;
+    Ok(vec![Candidate {
+        path: path.to_path_buf(),
+        bytes,
+    }])
 }
 
 /// The files under a folder that `accept` takes by their path, sorted by path.

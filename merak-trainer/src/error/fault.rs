@@ -28,9 +28,10 @@ impl Error {
         }
     }
 
-    /// Whether every rank ends with it alike.
-    pub(crate) fn is_of_all_ranks(&self) -> bool {
-        self.is_user_error() || matches!(self, Self::SkippedSteps { .. })
+    /// Whether nobody has to say which rank it was: every rank ends with it alike, or it says so
+    /// itself.
+    pub(crate) fn says_whose(&self) -> bool {
+        self.is_user_error() || matches!(self, Self::SkippedSteps { .. } | Self::Step { .. })
     }
 }
 

@@ -1,7 +1,51 @@
 //! Parts of messages.
 
-use crate::config::DataFormat;
-use std::path::Path;
+use crate::{config::DataFormat, data::DataFingerprint};
+use std::{fmt, path::Path};
+
+/// What of a step a rank was about when it failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StepPart {
+    /// The step itself.
+    Train,
+    /// Its evaluation.
+    Evaluate,
+    /// Its checkpoint.
+    Save,
+}
+
+impl fmt::Display for StepPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Train => "in",
+            Self::Evaluate => "to evaluate",
+            Self::Save => "to save",
+        })
+    }
+}
+
+/// The stages of a rank.
+pub(super) fn stages_of(stages: &[usize]) -> String {
+    let numbers: Vec<_> = stages.iter().map(usize::to_string).collect();
+    let plural = if stages.len() == 1 { "" } else { "s" };
+    format!("stage{plural} {}", numbers.join(", "))
+}
+
+/// Where another run lies that is not replaced yet.
+pub(super) fn replaced_run(aside: Option<&Path>) -> String {
+    let text = |aside: &Path| {
+        format!(
+            "; the run that it was to replace lies in {} until there is a checkpoint",
+            aside.display()
+        )
+    };
+    aside.map(text).unwrap_or_default()
+}
+
+/// The data of a checkpoint.
+pub(super) fn saved_with(data: Option<&DataFingerprint>) -> String {
+    data.map(|data| format!(" ({data})")).unwrap_or_default()
+}
 
 /// What else gives a part of the data more tokens.
 pub(super) fn other_share(part: &str) -> &'static str {

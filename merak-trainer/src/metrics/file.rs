@@ -2,14 +2,18 @@
 
 use std::{
     fs::{self, File, OpenOptions},
-    io::{self, Write as _},
+    io::{self, Seek as _, Write as _},
     path::{Path, PathBuf},
 };
 
+use merak_ckpt::lies_at;
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+
+/// Where a run's records are in its folder.
+pub const METRICS_FILE: &str = "metrics.jsonl";
 
 /// What a logged step reports: every `logging_steps` steps, the first step of a run or of its resumed part, and
 /// the last one. A number that is not finite is written as `null`.
@@ -104,16 +108,29 @@ impl MetricsFile {
         if kept != earlier {
             replace(path, &kept).map_err(failed)?;
         }
-        let file = OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(path)
-            .map_err(failed)?;
         Ok(Self {
             path: path.to_path_buf(),
-            file,
+            file: open(path).map_err(failed)?,
             earlier_time_s: last_time_s(&kept),
         })
+    }
+
+    /// Makes the file anew where somebody has removed it, or its folder, with the records that it
+    /// had.
+    fn renew(&mut self) -> io::Result<()> {
+        if lies_at(&self.file, &self.path) {
+            return Ok(());
+        }
+        if let Some(folder) = self.path.parent() {
+            fs::create_dir_all(folder)?;
+        }
+        let mut renewed = open(&self.path)?;
+        if renewed.metadata()?.len() == 0 {
+            self.file.rewind()?;
+            io::copy(&mut self.file, &mut renewed)?;
+        }
+        self.file = renewed;
+        Ok(())
     }
 
     /// `time_s` of the last record that was there when the file was opened; 0 without one.
@@ -121,21 +138,31 @@ impl MetricsFile {
         self.earlier_time_s
     }
 
-    /// Appends one record as one line.
+    /// Appends one record as one line, in a file made anew where somebody has removed it.
     ///
     /// # Errors
     ///
     /// When the line cannot be written.
     pub fn append(&mut self, record: &impl Serialize) -> Result<()> {
+        let path = self.path.clone();
         let failed = |source| Error::Write {
-            path: self.path.clone(),
+            path: path.clone(),
             source,
         };
         let mut line = serde_json::to_vec(record).map_err(|error| failed(error.into()))?;
         line.push(b'\n');
+        self.renew().map_err(failed)?;
         // One unbuffered write per line: a run that is killed leaves whole lines.
         self.file.write_all(&line).map_err(failed)
     }
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    OpenOptions::new()
+        .create(true)
+        .read(true)
+        .append(true)
+        .open(path)
 }
 
 /// The whole lines of records up to a step; none for a run that starts. Lines without a step are
@@ -216,6 +243,18 @@ mod tests {
             .append(&record(1))
             .unwrap();
         assert_eq!(steps(&path), [1]);
+    }
+
+    #[test]
+    fn a_removed_file_is_made_anew_with_its_records() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run/metrics.jsonl");
+        let mut file = MetricsFile::open(&path, 0).unwrap();
+        file.append(&record(1)).unwrap();
+        fs::remove_dir_all(path.parent().unwrap()).unwrap();
+        file.append(&record(2)).unwrap();
+        file.append(&record(3)).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3]);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::{
 
 use serde::Serialize;
 
-use super::{EvaluationMetrics, MetricsFile, Progress, StepMetrics, resident_bytes};
+use super::{EvaluationMetrics, METRICS_FILE, MetricsFile, Progress, StepMetrics, resident_bytes};
 use crate::{Callback, CheckedArguments, MerakTrainer, Result, StepReport};
 
 /// Writes `metrics.jsonl` and shows progress, on the rank that it is given to.
@@ -58,7 +58,7 @@ impl Reporter {
         progress: Progress,
     ) -> Result<()> {
         let first_step = trainer.global_step();
-        let file = MetricsFile::open(&output_dir.join("metrics.jsonl"), first_step)?;
+        let file = MetricsFile::open(&output_dir.join(METRICS_FILE), first_step)?;
         *self.lock() = Some(Report {
             earlier_s: file.earlier_time_s(),
             file,

@@ -1,6 +1,6 @@
 //! Which checkpoint of a run has the best evaluation.
 
-use super::MerakTrainer;
+use super::{MerakTrainer, checkpoint::ADAPTER};
 use crate::{BestMetric, Error, Result, metrics::EvaluationMetrics};
 use merak_ckpt::{Checkpoint, Store, replace_lora};
 use merak_mpu::ReduceOp;
@@ -133,7 +133,7 @@ impl MerakTrainer {
         let (checkpoint, weights) = self.on_all_ranks(read)?;
         self.set_weights(&weights)?;
         if self.stages.mpu.is_rank_0() && self.stages.plan.lora.is_some() {
-            replace_lora(&checkpoint, folder.join("adapter"))?;
+            replace_lora(&checkpoint, folder.join(ADAPTER))?;
         }
         Ok(())
     }

@@ -6,8 +6,8 @@ use super::{
     shards::ShardSource,
 };
 use crate::{
-    Error, Result,
-    data::{DataPosition, TrainingOrder},
+    Error, Result, StepPart,
+    data::{DataFingerprint, DataPosition, TrainingOrder},
 };
 use merak_ckpt::{
     Adapter, Checkpoint, DType, Draft, Header, Kind, Layout, Piece, Region, Shard, Store, Topology,
@@ -25,6 +25,9 @@ use std::{
 /// Under which name a checkpoint has the description of its adapter.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 
+/// The adapter of a run in its folder, as PEFT has it.
+pub(crate) const ADAPTER: &str = "adapter";
+
 /// What a resumed run needs besides tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct RunState {
@@ -33,7 +36,7 @@ pub(super) struct RunState {
     tokens: u64,
     /// Updates done and skipped: the time of the learning rate and of the optimizer.
     progress: Progress,
-    position: DataPosition,
+    pub(super) position: DataPosition,
     pub(super) seed: u64,
     pub(super) data_seed: u64,
     global_batch: usize,
@@ -46,6 +49,9 @@ pub(super) struct RunState {
     /// The best checkpoint so far, this one included.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     best: Option<BestModel>,
+    /// What it was trained on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) data: Option<DataFingerprint>,
 }
 
 /// A rank's part of a checkpoint, before anything changes.
@@ -70,6 +76,18 @@ pub struct LoadedCheckpoint {
     pub topology: Topology,
 }
 
+impl LoadedCheckpoint {
+    pub(super) fn of(checkpoint: &Checkpoint, state: Option<&RunState>) -> Self {
+        let header = &checkpoint.manifest().header;
+        Self {
+            path: checkpoint.path().to_owned(),
+            global_step: header.step as usize,
+            consumed_samples: state.map_or(0, |state| state.position.samples),
+            topology: header.topology,
+        }
+    }
+}
+
 impl MerakTrainer {
     /// Writes a checkpoint of the run as it stands; returns its folder.
     ///
@@ -84,6 +102,11 @@ impl MerakTrainer {
     /// # Panics
     /// Never: the tables of slices are plain data.
     pub fn save_checkpoint(&mut self) -> Result<PathBuf> {
+        let outcome = self.save_now();
+        self.placed(StepPart::Save, self.global_step, outcome)
+    }
+
+    fn save_now(&mut self) -> Result<PathBuf> {
         let (draft, shards, header) = self.draft_of(ShardSource::write)?;
         let path = self.commit(&draft, &shards, header)?;
         self.finish_rotation()?;
@@ -146,7 +169,7 @@ impl MerakTrainer {
             self.start_rotation(store)?;
             if adapter.is_some() {
                 let saved = Checkpoint::open(&path)?;
-                replace_lora(&saved, self.args.run_folder()?.join("adapter"))?;
+                replace_lora(&saved, self.args.run_folder()?.join(ADAPTER))?;
             }
         }
         world.barrier()?;
@@ -175,6 +198,7 @@ impl MerakTrainer {
             has_optimizer: !args.no_save_optim,
             optim: Some(args.optim),
             best: self.best,
+            data: self.parts.fingerprint,
         };
         let info = &self.stages.plan.info;
         Header {
@@ -286,12 +310,13 @@ impl MerakTrainer {
         let mut candidates = Candidates::new(from, || self.args.run_folder(), tells)?;
         while let Some(checkpoint) = candidates.next().transpose()? {
             let checkpoint = resume::untied(checkpoint, &self.args)?;
-            let state = resume::check(&checkpoint, &self.stages.plan, &self.args)?;
+            let state = resume::check(&checkpoint, &self.stages.plan, &self.args, &self.parts)?;
             let read = self.read(&checkpoint, state);
             let failed = self.first_failed(&read)?;
             if failed.is_none() || !candidates.is_auto() {
                 let read = self.on_all_ranks(read)?;
-                self.apply(&checkpoint, read)?;
+                let loaded = self.apply(&checkpoint, read)?;
+                self.resumed_from = Some(loaded);
                 return Ok(true);
             }
             if let (Err(error), true) = (read, failed == Some(self.stages.mpu.rank())) {
@@ -313,7 +338,7 @@ impl MerakTrainer {
     /// When it is damaged, of another model, or lacks a part that no flag excuses, on any rank.
     pub fn load_checkpoint(&mut self, path: &Path) -> Result<LoadedCheckpoint> {
         let checkpoint = resume::untied(Checkpoint::open_weights(path)?, &self.args)?;
-        let state = resume::check(&checkpoint, &self.stages.plan, &self.args)?;
+        let state = resume::check(&checkpoint, &self.stages.plan, &self.args, &self.parts)?;
         let read = self.on_all_ranks(self.read(&checkpoint, state))?;
         self.apply(&checkpoint, read)
     }
@@ -379,17 +404,14 @@ impl MerakTrainer {
             if !self.args.no_load_rng && self.stages.mpu.is_rank_0() {
                 resume::warn_of_seeds(&self.args, state, checkpoint.path());
             }
+            if self.stages.mpu.is_rank_0() {
+                resume::warn_of_data(&self.parts, state, checkpoint.path());
+            }
             self.restore_position(state)?;
             self.restore_best(state.best, checkpoint.path())?;
         }
         self.loader = None;
-        let header = &checkpoint.manifest().header;
-        Ok(LoadedCheckpoint {
-            path: checkpoint.path().to_owned(),
-            global_step: header.step as usize,
-            consumed_samples: state.map_or(0, |state| state.position.samples),
-            topology: header.topology,
-        })
+        Ok(LoadedCheckpoint::of(checkpoint, state.as_ref()))
     }
 
     /// Takes weights that were read; what the checkpoint does not have is drawn, or stays as it is.

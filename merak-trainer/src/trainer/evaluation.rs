@@ -2,7 +2,7 @@
 
 use super::MerakTrainer;
 use crate::{
-    CheckedArguments, Forward, Result,
+    CheckedArguments, Forward, Result, StepPart,
     data::{Batch, BatchShape, EvaluationOrder, collate},
     metrics::EvaluationMetrics,
     stage::{StepInputs, StepModule, count_labels},
@@ -22,6 +22,11 @@ impl MerakTrainer {
     /// # Errors
     /// When there are no samples to evaluate or a rank fails.
     pub fn evaluate(&mut self) -> Result<EvaluationMetrics> {
+        let outcome = self.evaluate_all();
+        self.placed(StepPart::Evaluate, self.global_step, outcome)
+    }
+
+    fn evaluate_all(&mut self) -> Result<EvaluationMetrics> {
         let start = Instant::now();
         let Some(data) = self.parts.eval_data.clone() else {
             return Err(crate::Error::MissingKey {

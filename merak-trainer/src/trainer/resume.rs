@@ -1,7 +1,10 @@
 //! Which checkpoint a run goes on from, and whether it fits: decided from files and the plan alone, so that
 //! every rank comes to the same answer.
 
-use super::checkpoint::{ADAPTER_CONFIG, RunState};
+use super::{
+    TrainerParts,
+    checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint, RunState},
+};
 use crate::{CheckedArguments, Error, Plan, Result};
 use merak_ckpt::{Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, Store, TensorEntry};
 use std::{
@@ -101,26 +104,38 @@ fn by_preference(store: &Store, tells: bool) -> Result<VecDeque<PathBuf>> {
 /// # Errors
 /// When there is none where there must be one, or it is damaged, of another model, or lacks a part that no
 /// flag excuses.
-pub(super) fn find(plan: &Plan, args: &CheckedArguments) -> Result<Option<PathBuf>> {
+pub(super) fn find(
+    plan: &Plan,
+    args: &CheckedArguments,
+    parts: &TrainerParts,
+) -> Result<Option<LoadedCheckpoint>> {
     if let Some(from) = &args.resume_from_checkpoint
-        && let Some(found) = find_from(from, plan, args)?
+        && let Some(found) = find_from(from, plan, args, parts)?
     {
         return Ok(Some(found));
     }
     if let Some(folder) = &args.model.hf_dir {
         let release = Checkpoint::open_weights(&folder.0)?;
-        check(&untied(release, args)?, plan, args)?;
+        check(&untied(release, args)?, plan, args, parts)?;
     }
     Ok(None)
 }
 
-fn find_from(from: &str, plan: &Plan, args: &CheckedArguments) -> Result<Option<PathBuf>> {
+fn find_from(
+    from: &str,
+    plan: &Plan,
+    args: &CheckedArguments,
+    parts: &TrainerParts,
+) -> Result<Option<LoadedCheckpoint>> {
     let mut candidates = Candidates::new(from, || args.run_folder(), true)?;
     while let Some(checkpoint) = candidates.next().transpose()? {
         let checkpoint = untied(checkpoint, args)?;
-        check(&checkpoint, plan, args)?;
+        let state = check(&checkpoint, plan, args, parts)?;
         let Some(damage) = checkpoint.verify().damage.into_iter().next() else {
-            return Ok(Some(checkpoint.path().to_owned()));
+            if let Some(state) = state.as_ref().filter(|_| !args.finetune) {
+                warn_of_data(parts, state, checkpoint.path());
+            }
+            return Ok(Some(LoadedCheckpoint::of(&checkpoint, state.as_ref())));
         };
         let error = CkptError::Damaged {
             path: checkpoint.path().to_owned(),
@@ -150,6 +165,7 @@ pub(super) fn check(
     checkpoint: &Checkpoint,
     plan: &Plan,
     args: &CheckedArguments,
+    parts: &TrainerParts,
 ) -> Result<Option<RunState>> {
     let path = || checkpoint.path().to_owned();
     let header = &checkpoint.manifest().header;
@@ -171,6 +187,7 @@ pub(super) fn check(
         if !args.no_load_optim {
             check_optimizer(checkpoint, args, state)?;
         }
+        check_position(checkpoint, args, parts, state)?;
     }
     Ok(state)
 }
@@ -387,6 +404,41 @@ fn check_optimizer(
         found: described(saved, &found),
         expected: described(args.optim.as_str(), names),
     })
+}
+
+/// Checks that the data have the place at which the run goes on.
+fn check_position(
+    checkpoint: &Checkpoint,
+    args: &CheckedArguments,
+    parts: &TrainerParts,
+    saved: &RunState,
+) -> Result<()> {
+    let position = saved.position.samples;
+    match &parts.train_data {
+        Some(data) if position > data.len() && !args.ignore_data_skip => {
+            Err(Error::PositionBehindEnd {
+                path: checkpoint.path().to_owned(),
+                position,
+                samples: data.len(),
+                saved: saved.data.map(Box::new),
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Says so where the run goes on in data other than those that the checkpoint was saved with.
+pub(super) fn warn_of_data(parts: &TrainerParts, saved: &RunState, path: &Path) {
+    if let (Some(saved), Some(now)) = (saved.data, parts.fingerprint)
+        && saved != now
+    {
+        tracing::warn!(
+            path = %path.display(),
+            %saved,
+            %now,
+            "the data are not those that the checkpoint was saved with: training goes on at its place in other data"
+        );
+    }
 }
 
 /// Says so where the run goes on with seeds other than those that it was started with.

@@ -2,7 +2,7 @@
 //! the ranks meet again when all have.
 
 use super::{MerakTrainer, shards::ShardSource};
-use crate::{Result, error::no_thread};
+use crate::{Result, StepPart, error::no_thread};
 use merak_ckpt::{Draft, Header, PendingShard, Store};
 use merak_mpu::ReduceOp;
 use std::{
@@ -13,8 +13,9 @@ use std::{
 /// A checkpoint that threads are writing.
 #[derive(Debug)]
 pub(super) struct PendingSave {
-    draft: Draft,
+    // Dropped in this order: the draft's folder goes when nobody writes into it any more.
     shards: Vec<PendingShard>,
+    draft: Draft,
     header: Header,
 }
 
@@ -32,13 +33,13 @@ impl MerakTrainer {
     pub fn save_later(&mut self) -> Result<()> {
         self.finish_save()?;
         self.save_stall = Duration::ZERO;
-        self.stalled(|trainer| {
+        self.stalled(self.global_step, |trainer| {
             let staging = trainer.staging.clone();
             let write = |source: ShardSource, draft: &Draft| source.write_later(draft, &staging);
             let (draft, shards, header) = trainer.draft_of(write)?;
             trainer.pending_save = Some(PendingSave {
-                draft,
                 shards,
+                draft,
                 header,
             });
             Ok(())
@@ -61,7 +62,7 @@ impl MerakTrainer {
             shards,
             header,
         } = pending;
-        self.stalled(|trainer| {
+        self.stalled(draft.step() as usize, |trainer| {
             let shards = shards.into_iter().map(PendingShard::wait);
             let shards = shards.collect::<merak_ckpt::Result<Vec<_>>>()?;
             trainer.commit(&draft, &shards, header)?;
@@ -115,7 +116,10 @@ impl MerakTrainer {
         let outcome = self.rotation.take().map(JoinHandle::join);
         match outcome {
             None => Ok(()),
-            Some(Ok(outcome)) => Ok(outcome.map(drop)?),
+            Some(Ok(outcome)) => {
+                let outcome = outcome.map(drop).map_err(Into::into);
+                self.placed(StepPart::Save, self.global_step, outcome)
+            }
             Some(Err(panic)) => std::panic::resume_unwind(panic),
         }
     }
@@ -129,12 +133,12 @@ impl MerakTrainer {
         }
     }
 
-    /// Does something for a save, in time that training does not get.
-    fn stalled(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+    /// Does something for the save of a step, in time that training does not get.
+    fn stalled(&mut self, step: usize, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let start = Instant::now();
         let outcome = work(self);
         self.save_stall += start.elapsed();
-        outcome
+        self.placed(StepPart::Save, step, outcome)
     }
 
     /// Saves as the arguments say: now, or while training goes on.

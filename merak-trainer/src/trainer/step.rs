@@ -2,7 +2,7 @@
 
 use super::{MerakTrainer, RECORDS, StepRecord};
 use crate::{
-    Error, Result,
+    Error, Result, StepPart,
     data::{Batch, Loader, Requests},
     stage::{StepInputs, StepModule, StepResult, count_labels},
 };
@@ -47,9 +47,28 @@ impl MerakTrainer {
     pub fn train_step(&mut self) -> Result<StepReport> {
         self.order()?;
         let step = self.global_step + 1;
-        self.step().map_err(|error| Error::Step {
-            step,
-            source: Box::new(error),
+        let outcome = self.step();
+        self.placed(StepPart::Train, step, outcome)
+    }
+
+    /// Says of a failure which rank and stages it happened on, in what. Once a step was made it is
+    /// the run that has failed, whatever the reason.
+    pub(super) fn placed<T>(&self, part: StepPart, step: usize, outcome: Result<T>) -> Result<T> {
+        outcome.map_err(|error| match error {
+            error @ (Error::Step { .. } | Error::SkippedSteps { .. }) => error,
+            error if step == 0 => error,
+            error => Error::Step {
+                rank: self.stages.mpu.rank().0,
+                stages: self
+                    .stages
+                    .stages
+                    .iter()
+                    .map(|stage| stage.number)
+                    .collect(),
+                part,
+                step,
+                source: Box::new(error),
+            },
         })
     }
 

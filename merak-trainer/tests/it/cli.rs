@@ -6,6 +6,7 @@ mod files; // what is no file, or has no end
 mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it
 mod output; // documents and formats
+mod runs; // one run per folder, signals, full disks
 mod samples; // data of which nothing can be learned
 mod settings; // every setting counts
 mod sizes; // sizes that no machine can hold

@@ -77,7 +77,7 @@ fn other_value(name: &str) -> Value {
         "custom_split_points" | "tp_layer_lists.col_para_list" | "tp_layer_lists.row_para_list" => {
             json!(["c_attn", "c_fc"])
         }
-        "greater_is_better" => json!(true),
+        "save" | "greater_is_better" => json!(true),
         "stop_strings" => json!(["end"]),
         "distributed.engine" => json!("threads"),
         "compute.backend" => json!("tch"),
@@ -154,6 +154,7 @@ fn defaults_are_the_documented_ones() {
         .collect();
     assert_snapshot!(defaults.join("\n"), @r#"
 output_dir = null
+overwrite_output_dir = false
 dp = 1
 tp = 1
 pp = 1
@@ -185,8 +186,8 @@ zero_allgather_bucket_size = 500000000
 zero_reduce_bucket_size = 500000000
 prescale_gradients = false
 gradient_predivide_factor = 1.0
-save = false
-save_steps = 500
+save = null
+save_steps = null
 async_save = false
 save_total_limit = -1
 load_best_model_at_end = false
@@ -286,7 +287,7 @@ fn a_later_layer_wins_and_each_value_keeps_its_origin() {
     let arguments = config.arguments();
     assert_eq!(
         (arguments.dp, arguments.pp, arguments.tp, arguments.save),
-        (2, 4, 8, true)
+        (2, 4, 8, Some(true))
     );
     assert_eq!(arguments.data.max_bytes, Some(500_000_000));
     let origin = |key| config.origin(key).to_string();
@@ -328,7 +329,7 @@ fn bare_flags_and_lists_are_read_from_the_command_line() {
     )
     .unwrap();
     let arguments = config.arguments();
-    assert!(arguments.save && !arguments.do_eval);
+    assert!(arguments.save == Some(true) && !arguments.do_eval);
     assert_eq!(arguments.max_steps, -1);
     assert_eq!(
         arguments.custom_split_points,
@@ -356,7 +357,7 @@ fn a_wrong_type_names_the_expected_one() {
     assert_snapshot!(message(load_file("merak.toml", "tp = 'two'\n")), @r#""tp" expects an integer of at least 0, found "two" (merak.toml:1)"#);
     assert_snapshot!(message(load_file("merak.toml", "tp = 1.5\n")), @r#""tp" expects an integer of at least 0, found 1.5 (merak.toml:1)"#);
     assert_snapshot!(message(load_file("merak.toml", "learning_rate = inf\n")), @r#""learning_rate" expects a number, found "inf" (merak.toml:1)"#);
-    assert_snapshot!(message(load_file("merak.json", r#"{"save": "yes"}"#)), @r#""save" expects true or false, found "yes" (merak.json)"#);
+    assert_snapshot!(message(load_file("merak.json", r#"{"save": "yes"}"#)), @r#""save" expects true or false or none, found "yes" (merak.json)"#);
     assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table, found 3 (merak.toml:1)"#);
     assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 0, found "many" (environment MERAK_PP)"#);
     assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam or sgd, found "adamw" (command line --optim); did you mean "adam"?"#);

@@ -126,8 +126,8 @@ fn fails_in_step_3(degrees: (usize, usize, usize), fault: Fault) -> String {
 #[test]
 fn a_rank_that_cannot_read_its_sample_ends_the_run_on_all() {
     // The last replica: rank 1 of two, and of the pipelines its first stage.
-    assert_snapshot!(fails_in_step_3((2, 1, 1), Fault::Unreadable), @"rank 1 failed: in step 3: cannot read sample-file: the disk is gone");
-    assert_snapshot!(fails_in_step_3((1, 1, 1), Fault::Unreadable), @"in step 3: cannot read sample-file: the disk is gone");
+    assert_snapshot!(fails_in_step_3((2, 1, 1), Fault::Unreadable), @"rank 1 (stage 0) failed in step 3: cannot read sample-file: the disk is gone");
+    assert_snapshot!(fails_in_step_3((1, 1, 1), Fault::Unreadable), @"rank 0 (stage 0) failed in step 3: cannot read sample-file: the disk is gone");
     let everywhere = fails_in_step_3((2, 2, 2), Fault::Unreadable);
     assert!(
         everywhere.contains("cannot read sample-file: the disk is gone"),
@@ -142,12 +142,12 @@ fn a_rank_that_panics_ends_the_run_on_all() {
 
 #[test]
 fn samples_that_fit_no_model_end_the_run_with_their_place() {
-    assert_snapshot!(fails_in_step_3((2, 1, 1), Fault::LabelOutOfRange), @"rank 1 failed: in step 3: 0F0 failed (stage 0, microbatch 0): loss.cross_entropy: label 101 at position 0 is out of range, expected 0 to 100 or -100 to ignore it");
-    assert_snapshot!(fails_in_step_3((1, 1, 2), Fault::LabelOutOfRange), @"rank 1 failed: in step 3: 1F0 failed (stage 1, microbatch 0): loss.cross_entropy: label 101 at position 0 is out of range, expected 0 to 100 or -100 to ignore it");
-    assert_snapshot!(fails_in_step_3((1, 1, 4), Fault::TokenOutOfRange), @"rank 0 failed: in step 3: 0F0 failed (stage 0, microbatch 0): transformer.wte.embedding: id -1 at position 0 is out of range, expected 0 to 100");
+    assert_snapshot!(fails_in_step_3((2, 1, 1), Fault::LabelOutOfRange), @"rank 1 (stage 0) failed in step 3: 0F0 failed (stage 0, microbatch 0): loss.cross_entropy: label 101 at position 0 is out of range, expected 0 to 100 or -100 to ignore it");
+    assert_snapshot!(fails_in_step_3((1, 1, 2), Fault::LabelOutOfRange), @"rank 1 (stage 1) failed in step 3: 1F0 failed (stage 1, microbatch 0): loss.cross_entropy: label 101 at position 0 is out of range, expected 0 to 100 or -100 to ignore it");
+    assert_snapshot!(fails_in_step_3((1, 1, 4), Fault::TokenOutOfRange), @"rank 0 (stage 0) failed in step 3: 0F0 failed (stage 0, microbatch 0): transformer.wte.embedding: id -1 at position 0 is out of range, expected 0 to 100");
     let shapes = fails_in_step_3((1, 1, 1), Fault::OtherShape);
     let number = |c: char| if c.is_ascii_digit() { 'N' } else { c };
-    assert_snapshot!(shapes.chars().map(number).collect::<String>(), @r#"in step N: the tensor "input_ids" of sample NN is iNN of shape [N], but must be iNN of shape [N] as in the batch's first sample"#);
+    assert_snapshot!(shapes.chars().map(number).collect::<String>(), @r#"rank N (stage N) failed in step N: the tensor "input_ids" of sample NN is iNN of shape [N], but must be iNN of shape [N] as in the batch's first sample"#);
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn a_rank_that_never_comes_is_named_when_the_deadline_has_passed() {
     assert!(started.elapsed() < Duration::from_secs(10));
     let text = chain(&failure.expect_err("rank 1 is late"));
     assert!(
-        text.starts_with("rank 0 failed: ") && text.contains("rank 1"),
+        text.starts_with("rank 0 (stage 0) failed in step 2: ") && text.contains("rank 1"),
         "{text}"
     );
 }

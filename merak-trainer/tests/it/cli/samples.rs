@@ -98,8 +98,9 @@ fn gradients_that_are_never_finite_end_a_run() {
         "{log}"
     );
     // All steps of a run that is shorter than that.
-    let (message, _) =
-        failed("train merak.toml --max_steps 2 --dp 2 --gradient_accumulation_steps 2");
+    let (message, _) = failed(
+        "train merak.toml --overwrite_output_dir --max_steps 2 --dp 2 --gradient_accumulation_steps 2",
+    );
     assert_snapshot!(message, @r#"error: 2 steps in a row changed nothing, step 2 because the gradient of "vit.embeddings.cls_token" is not finite: look for numbers in the data or the starting weights that are not finite or very large, or choose a smaller "learning_rate" ("max_skipped_steps" is 50)"#);
 
     // One sample among many costs a step, which is told, and is not averaged with the others.
@@ -107,7 +108,7 @@ fn gradients_that_are_never_finite_end_a_run() {
         &place.path("a.safetensors"),
         &with_nan(|row| row == 17 || row == 5),
     );
-    let shown = place.succeed("train merak.toml");
+    let shown = place.succeed("train merak.toml --overwrite_output_dir");
     assert!(shown.contains("skipped   1 steps"), "{shown}");
     assert!(
         !shown.contains("mean loss NaN") && shown.contains("validated loss NaN"),

@@ -55,9 +55,10 @@ fn special_tokens_are_checked_against_the_vocabulary() {
     json["pad_token_id"] = 300.into();
     json["eos_token_id"] = serde_json::json!([256, 101]);
     place.write("model.json", &json.to_string());
-    let ended = place.merak("train merak.toml --max_steps 1 --pad_token_id 0");
+    let ended =
+        place.merak("train merak.toml --overwrite_output_dir --max_steps 1 --pad_token_id 0");
     assert_eq!(ended.status, Some(0), "{}", ended.stderr);
-    let ended = place.merak("train merak.toml --max_steps 1");
+    let ended = place.merak("train merak.toml --overwrite_output_dir --max_steps 1");
     assert!(
         ended.stderr.contains("tokens beyond its vocabulary"),
         "{}",
@@ -68,7 +69,8 @@ fn special_tokens_are_checked_against_the_vocabulary() {
 #[test]
 fn the_sample_at_the_end_of_a_training_ends_at_the_given_token() {
     let place = Workplace::new();
-    let train = "train merak.toml --max_steps 1 --temperature 0 --max_new_tokens 8";
+    let train =
+        "train merak.toml --overwrite_output_dir --max_steps 1 --temperature 0 --max_new_tokens 8";
     let sample = |text: &str| {
         let (_, shown) = text.split_once(">>>\n").expect("a sample");
         let (_, new) = shown
@@ -287,10 +289,11 @@ fn a_training_that_do_train_switches_off_and_a_warmup_beyond_the_run_are_told() 
     insta::assert_snapshot!(warning("--warmup_steps 9"), @r#"warning: the warmup takes 9 steps and the run 5: the learning rate never reaches "learning_rate", 0.01"#);
     assert_eq!(warning("--warmup_steps 4"), "");
     assert_eq!(warning("--warmup_steps 9 --lr_scheduler_type constant"), "");
-    let ended = place.merak("train merak.toml --max_steps 1 --do_train true");
+    let ended =
+        place.merak("train merak.toml --overwrite_output_dir --max_steps 1 --do_train true");
     assert!(!ended.stderr.contains("do_train"), "{}", ended.stderr);
     // Less than nothing clips nothing.
-    place.succeed("train merak.toml --max_steps 1 --max_grad_norm -1");
+    place.succeed("train merak.toml --overwrite_output_dir --max_steps 1 --max_grad_norm -1");
 }
 
 #[test]

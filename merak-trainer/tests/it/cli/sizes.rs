@@ -41,9 +41,11 @@ fn batches_and_degrees_beyond_the_data_are_counted_not_allocated() {
     }
     assert_snapshot!(refusal(&place, "train merak.toml --dp 1000000000000"), @r#"error: "dp" is 1000000000000 (command line --dp), but must be small enough to count the ranks"#);
     // An evaluation takes no more rows than there are samples.
-    let usual = place.succeed("train merak.toml --max_steps 1 --per_device_eval_batch_size 6");
+    let usual = place.succeed(
+        "train merak.toml --overwrite_output_dir --max_steps 1 --per_device_eval_batch_size 6",
+    );
     let huge =
-        place.succeed("train merak.toml --max_steps 1 --per_device_eval_batch_size 1000000000000");
+        place.succeed("train merak.toml --overwrite_output_dir --max_steps 1 --per_device_eval_batch_size 1000000000000");
     let loss = |text: &str| {
         let line = text.lines().find(|line| line.starts_with("validated"));
         line.expect("a validation").to_owned()

@@ -237,11 +237,12 @@ fn a_checkpoint_of_one_rank_is_cut_for_tensor_parallel_ranks() {
 }
 
 #[test]
-fn auto_follows_latest_in_a_reused_folder() {
+fn auto_follows_latest_where_higher_steps_lie_beside_it() {
     let place = Workplace::new();
-    place.succeed("train merak.toml --max_steps 4");
-    // A fresh run in the same folder ends earlier, so that the highest number is the older run's.
-    place.succeed("train merak.toml --max_steps 2 --seed 7");
+    place.succeed("train merak.toml --max_steps 4 --save_steps 2");
+    // A run that was taken up again at an earlier step, so that the highest number is not the
+    // latest.
+    fs::write(place.path("run/checkpoints/latest"), "step-00000002\n").unwrap();
     let plan = |log: &str| {
         let ended = place.merak(&format!("train merak.toml --dry-run --resume auto{log}"));
         assert_eq!(ended.status, Some(0), "{}", ended.stderr);

@@ -309,7 +309,7 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     place.succeed("train hf.toml --lora_config lora.json --max_steps 7 --resume auto");
     assert_eq!(records(&place, "tuned").last().expect("a record").0, 7);
     place.succeed("train hf.toml --lora_config lora.json --adapter_name mine --output_dir other");
-    place.succeed("train hf.toml --lora_config lora.json --adapter_name yours --output_dir other");
+    place.succeed("train hf.toml --lora_config lora.json --adapter_name yours --output_dir other --overwrite_output_dir");
     for name in ["mine", "yours"] {
         let folder = place.path("other/adapter").join(name);
         assert!(folder.join("adapter_config.json").is_file(), "{name}");

@@ -142,8 +142,8 @@ fn a_missing_tensor_is_named() {
         let error = case.try_on_ranks(MerakTrainer::train_step);
         merak_trainer::chain(&error.expect_err("no labels"))
     };
-    assert_snapshot!(fail(case.clone()), @r#"in step 1: 0F0 failed (stage 0, microbatch 0): input "labels" of type i64[2, 8] was not given; the batch has input_ids"#);
-    assert_snapshot!(fail(case.on((1, 1, 2))), @r#"rank 1 failed: in step 1: 1F0 failed (stage 1, microbatch 0): input "labels" of type i64[2, 8] was not given; the batch has input_ids"#);
+    assert_snapshot!(fail(case.clone()), @r#"rank 0 (stage 0) failed in step 1: 0F0 failed (stage 0, microbatch 0): input "labels" of type i64[2, 8] was not given; the batch has input_ids"#);
+    assert_snapshot!(fail(case.on((1, 1, 2))), @r#"rank 1 (stage 1) failed in step 1: 1F0 failed (stage 1, microbatch 0): input "labels" of type i64[2, 8] was not given; the batch has input_ids"#);
 }
 
 #[test]

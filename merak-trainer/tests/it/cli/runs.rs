@@ -1,0 +1,336 @@
+//! One run per folder, and how runs end: refusals, signals, full disks, removed folders.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Lines},
+    process::{Child, ChildStderr, Command, ExitStatus, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use insta::assert_snapshot;
+use merak_ckpt::{Checkpoint, Store};
+
+use super::{Ended, Workplace, files};
+
+/// A training that goes on until somebody ends it.
+const ENDLESS: &str = "train merak.toml --max_steps 10000000 --save_steps 10000000";
+
+/// A command under way.
+struct Running {
+    child: Child,
+    lines: Lines<BufReader<ChildStderr>>,
+}
+
+impl Running {
+    /// Starts a command and waits until it has made a step.
+    fn of(mut command: Command) -> Self {
+        let mut child = command
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the command starts");
+        let lines = BufReader::new(child.stderr.take().expect("a pipe")).lines();
+        let mut running = Self { child, lines };
+        running.read_until("step ");
+        running
+    }
+
+    fn read_until(&mut self, text: &str) {
+        let mut lines = self.lines.by_ref().map_while(Result::ok);
+        let found = lines.find(|line| line.starts_with(text));
+        assert!(found.is_some(), "no line begins with {text}");
+    }
+
+    fn send(&self, signals: &str) {
+        let kills = signals
+            .split(' ')
+            .map(|signal| format!("kill -{signal} {}", self.child.id()));
+        let script = kills.collect::<Vec<_>>().join("; ");
+        let sent = Command::new("sh").arg("-c").arg(script).status();
+        assert!(sent.expect("a shell").success());
+    }
+
+    /// How it ends, and what it says until then.
+    fn end(self) -> (ExitStatus, String) {
+        let Self { mut child, lines } = self;
+        let rest = thread::spawn(move || lines.map_while(Result::ok).collect::<Vec<_>>());
+        let status = child.wait().expect("the command ends");
+        (status, rest.join().expect("a reader").join("\n"))
+    }
+}
+
+/// The command, started by a shell that prepares what it inherits.
+fn under(place: &Workplace, preparation: &str, line: &str) -> Command {
+    let merak = place.command(line);
+    let mut shell = Command::new("sh");
+    shell
+        .arg("-c")
+        .arg(format!("{preparation}; exec \"$0\" \"$@\""))
+        .arg(merak.get_program())
+        .args(merak.get_args())
+        .current_dir(place.folder.path())
+        .env("MERAK_COST_MODEL", "counted");
+    shell
+}
+
+fn steps(place: &Workplace, folder: &str) -> Vec<u64> {
+    let store = Store::in_output_dir(place.path(folder));
+    store.steps().expect("a folder that can be listed")
+}
+
+fn refusal(ended: &Ended) -> &str {
+    assert_eq!(ended.status, Some(2), "{}", ended.stderr);
+    ended.stderr.trim_end()
+}
+
+#[test]
+fn the_same_command_twice_is_refused_and_changes_nothing() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml");
+    let first = files(&place.path("run"));
+    let again = place.merak("train merak.toml");
+    assert_snapshot!(refusal(&again), @r#"error: run, which "output_dir" names, has a run already (checkpoints up to step 5): go on with it by --resume auto, replace it by --overwrite_output_dir, or name another folder"#);
+    assert!(files(&place.path("run")) == first);
+    let dry = place.merak("train merak.toml --dry-run");
+    assert_eq!(dry.status, Some(0), "{}", dry.stderr);
+    assert!(dry.stdout.contains("has a run already"), "{}", dry.stdout);
+    assert!(files(&place.path("run")) == first);
+    // Both ways on.
+    place.succeed("train merak.toml --resume auto --max_steps 7");
+    assert_eq!(steps(&place, "run"), [5, 7]);
+    place.succeed("train merak.toml --overwrite_output_dir");
+    let new = files(&place.path("run"));
+    let names = |files: &[(String, Vec<u8>)]| {
+        let names = files.iter().map(|(name, _)| name.clone());
+        names.collect::<Vec<_>>()
+    };
+    assert_eq!(names(&new), names(&first));
+    // What other runs have saved is no way on here.
+    let other = place.merak("train merak.toml --output_dir other --max_steps 2");
+    assert_eq!(other.status, Some(0), "{}", other.stderr);
+    let mixed = place.merak("train merak.toml --resume other --max_steps 3");
+    assert!(refusal(&mixed).contains("--overwrite_output_dir"));
+}
+
+#[test]
+fn a_second_process_is_told_who_writes_the_folder_and_readers_are_let_in() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 1");
+    let first = Running::of(place.command(&format!("{ENDLESS} --resume latest --logging_steps 1")));
+    let second = place.merak("train merak.toml --resume auto");
+    let holder = format!("is in use by process {}", first.child.id());
+    assert!(refusal(&second).contains(&holder), "{}", second.stderr);
+    place.succeed("generate run --prompt-ids 1 --max-new-tokens 1");
+    place.succeed("evaluate merak.toml run");
+    place.succeed("train merak.toml --dry-run --resume auto");
+    first.send("TERM");
+    assert_eq!(first.end().0.code(), Some(143));
+    assert!(!place.path("run/.lock").exists());
+}
+
+#[test]
+fn a_run_killed_before_its_first_save_leaves_the_one_that_it_replaces() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 2");
+    let before = files(&place.path("run/checkpoints"));
+    let new = Running::of(place.command(&format!("{ENDLESS} --overwrite_output_dir")));
+    new.send("KILL");
+    new.end();
+    assert!(files(&place.path("run/replaced-run/checkpoints")) == before);
+    let refused = place.merak("train merak.toml");
+    assert!(
+        refusal(&refused).contains("lies in run/replaced-run"),
+        "{}",
+        refused.stderr
+    );
+    let elsewhere = "train merak.toml --resume run/replaced-run --output_dir other --max_steps 3";
+    place.succeed(elsewhere);
+    place.succeed("train merak.toml --overwrite_output_dir --max_steps 1");
+    assert_eq!(steps(&place, "run"), [1]);
+    assert!(!place.path("run/replaced-run").exists());
+}
+
+#[test]
+fn two_requests_at_once_are_one_and_the_run_saves() {
+    let place = Workplace::new();
+    let run = Running::of(place.command(&format!("{ENDLESS} --tp 2")));
+    run.send("TERM TERM INT");
+    let (status, said) = run.end();
+    assert!(matches!(status.code(), Some(143 | 130)), "{status} {said}");
+    let saved = Checkpoint::open(place.path("run")).expect("it saved");
+    assert!(saved.verify().damage.is_empty());
+}
+
+#[test]
+fn a_hangup_saves_unless_it_was_ignored_at_the_start() {
+    let place = Workplace::new();
+    let run = Running::of(place.command(ENDLESS));
+    run.send("HUP");
+    assert_eq!(run.end().0.code(), Some(129));
+    assert_eq!(steps(&place, "run").len(), 1);
+    let line = format!("{ENDLESS} --output_dir other");
+    let run = Running::of(under(&place, "trap '' HUP", &line));
+    run.send("HUP");
+    thread::sleep(Duration::from_millis(200));
+    run.send("TERM");
+    assert_eq!(run.end().0.code(), Some(143), "the hangup was ignored");
+}
+
+#[test]
+fn a_full_disk_ends_the_run_with_status_1_and_leaves_no_draft() {
+    let place = Workplace::new();
+    for keys in ["--tp 2 --pp 2", "--async_save"] {
+        let folder = keys.len();
+        // Files of 16 KiB: the shards are larger.
+        let line = format!("train merak.toml --max_steps 2 {keys} --output_dir {folder}");
+        let full = under(&place, "trap '' XFSZ; ulimit -f 32", &line).output();
+        let full = place.ended(&full.expect("a shell"));
+        assert_eq!(full.status, Some(1), "{}", full.stderr);
+        let said = &full.stderr;
+        assert!(
+            said.contains("failed to save step 2: ") && said.contains(".safetensors"),
+            "{said}"
+        );
+        let left = files(&place.path(&folder.to_string()).join("checkpoints"));
+        assert!(
+            left.is_empty(),
+            "{keys}: {:?}",
+            left.iter().map(|(name, _)| name).collect::<Vec<_>>()
+        );
+        let entries = fs::read_dir(place.path(&folder.to_string()).join("checkpoints"));
+        assert_eq!(entries.expect("a folder").count(), 0, "{keys}");
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_opened_is_named() {
+    let place = Workplace::new();
+    for limit in 6..12 {
+        let line = format!("train merak.toml --max_steps 1 --output_dir {limit}");
+        let few = under(&place, &format!("ulimit -n {limit}"), &line).output();
+        let few = place.ended(&few.expect("a shell"));
+        let named = format!(" {limit}/checkpoints");
+        let is_named = few.stderr.contains(&named) && few.stderr.contains("Too many open files");
+        assert!(few.status == Some(0) || is_named, "{limit}: {}", few.stderr);
+    }
+}
+
+#[test]
+fn a_removed_folder_is_made_anew_with_its_metrics() {
+    let place = Workplace::new();
+    let mut run = Running::of(place.command(ENDLESS));
+    fs::remove_dir_all(place.path("run")).expect("it can be removed");
+    let start = Instant::now();
+    while !place.path("run/metrics.jsonl").exists() && start.elapsed() < Duration::from_secs(10) {
+        thread::sleep(Duration::from_millis(10));
+    }
+    run.read_until("step ");
+    run.send("TERM");
+    assert_eq!(run.end().0.code(), Some(143));
+    let metrics = fs::read_to_string(place.path("run/metrics.jsonl")).expect("records");
+    assert!(metrics.starts_with("{\"step\":1,"), "{metrics}");
+    assert!(place.path("run/config.resolved.toml").exists());
+    assert_eq!(steps(&place, "run").len(), 1);
+}
+
+#[test]
+fn a_failure_once_a_step_has_run_ends_with_status_1_and_its_place() {
+    let place = Workplace::new();
+    let run = Running::of(place.command(&format!("{ENDLESS} --pp 2")));
+    fs::rename(place.path("run"), place.path("old")).expect("it can be renamed");
+    place.write("run", "in the way");
+    run.send("TERM");
+    let (status, said) = run.end();
+    assert_eq!(status.code(), Some(1), "{said}");
+    let error = said.lines().last().expect("an error");
+    assert!(
+        error.starts_with("error: rank 0 (stage 0) failed to save step ")
+            && error.contains("run/checkpoints"),
+        "{said}"
+    );
+}
+
+#[test]
+fn an_output_folder_gets_checkpoints_and_a_run_that_keeps_nothing_says_so() {
+    let place = Workplace::new();
+    let text = fs::read_to_string(place.path("merak.toml")).expect("a configuration");
+    place.write("merak.toml", &text.replace("save = true\n", ""));
+    place.succeed("train merak.toml --max_steps 2");
+    assert_eq!(steps(&place, "run"), [2]);
+    let nothing = place.succeed("train merak.toml --max_steps 2 --output_dir other --save false");
+    assert_eq!(nothing.matches("saved     nothing").count(), 2, "{nothing}");
+    assert!(steps(&place, "other").is_empty());
+}
+
+#[test]
+fn epochs_end_with_a_checkpoint_unless_the_steps_are_given() {
+    let place = Workplace::new();
+    let saved = |keys: &str| {
+        let line = format!("train merak.toml --num_train_epochs 1.5 --max_steps -1 {keys}");
+        place.succeed(&line);
+        let saved = steps(&place, "run");
+        fs::remove_dir_all(place.path("run")).expect("it can be removed");
+        saved
+    };
+    let by_epochs = saved("");
+    assert_eq!(by_epochs.len(), 2);
+    let last = by_epochs[1];
+    assert_eq!(saved("--save_steps 25"), [25, last]);
+}
+
+#[test]
+fn a_run_at_its_end_has_nothing_left_to_do() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml");
+    let before = files(&place.path("run"));
+    for line in [
+        "train merak.toml --resume latest",
+        "train merak.toml --resume auto --max_steps 3",
+        "train merak.toml --resume auto --dry-run",
+    ] {
+        let said = place.succeed(line);
+        let at = said.find("nothing left to do").expect("it says so");
+        assert!(!said.contains("trained "), "{said}");
+        if line.ends_with("latest") {
+            assert_snapshot!(&said[at..], @r#"
+            nothing left to do: run/checkpoints/step-00000005 is at step 5, and "max_steps" ends the run at step 5
+            go on     with a larger "max_steps", for example --max_steps 10
+            continue  merak generate run/checkpoints/step-00000005 --prompt TEXT
+            "#);
+        }
+    }
+    assert!(files(&place.path("run")) == before);
+}
+
+#[test]
+fn a_run_that_goes_on_in_other_data_says_so_or_is_refused() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 25");
+    // The same files elsewhere are the same data.
+    fs::rename(place.path("text"), place.path("moved")).expect("it can be renamed");
+    let quiet = place.merak("train merak.toml --dry-run --resume auto --data.path moved");
+    assert!(
+        !quiet.stderr.contains("the data are not"),
+        "{}",
+        quiet.stderr
+    );
+    place.write("moved/b.txt", "one more file");
+    for line in ["--dry-run --max_steps 26", "--max_steps 26 --tp 2"] {
+        let line = format!("train merak.toml --resume latest --data.path moved {line}");
+        let warned = place.merak(&line);
+        assert_eq!(warned.status, Some(0), "{}", warned.stderr);
+        let said = &warned.stderr;
+        assert!(
+            said.contains("the data are not those that the checkpoint was saved with")
+                && said.contains("1 file of ")
+                && said.contains("2 files of "),
+            "{said}"
+        );
+    }
+    place.write("short/a.txt", &"few words ".repeat(40));
+    let behind = "train merak.toml --resume run/checkpoints/step-00000025 --data.path short";
+    let refused = place.merak(&format!("{behind} --max_steps 27"));
+    assert_snapshot!(refusal(&refused), @r#"error: the checkpoint run/checkpoints/step-00000025 stands at sample 100 of its pass over the data, but there are only 23 now: give the data that it was saved with (1 file of 1956 bytes, names and sizes CHECKSUM, 116 training samples, tokenizer CHECKSUM of 257 tokens), or set "ignore_data_skip" to begin a pass anew"#);
+    place.succeed(&format!("{behind} --ignore_data_skip --max_steps 27"));
+}
