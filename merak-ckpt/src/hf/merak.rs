@@ -9,7 +9,7 @@
 //! | layers of `tp_meta_data`, where the family stores `[in, out]` | transposed |
 //! | fused outputs `q0 k0 v0 q1 k1 v1` of two ranks | `q0 q1 k0 k1 v0 v1` |
 
-use super::import::import;
+use super::import::import_folder;
 use super::{HfFolder, ImportOptions, family_of, foreign, read_index};
 use crate::layout::Part;
 use crate::rewrite::{MIN_MEMORY, Values};
@@ -110,7 +110,7 @@ pub fn import_merak(
         last: Mutex::new(None),
     };
     let tensors = tensors.into_values().collect();
-    import(&source, &values, tensors, destination.as_ref(), &options)
+    import_folder(&source, &values, tensors, destination.as_ref(), &options)
 }
 
 /// The options for what is left of the memory beside a tensor of this size.
