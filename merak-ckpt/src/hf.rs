@@ -273,6 +273,14 @@ fn check_is_folder(path: &Path) -> Result<()> {
     Err(foreign(path, reason))
 }
 
+/// Says what a folder is that another program wrote and that lacks the file by which it was to be read.
+fn check_is_none_of_others(needed: &Path, folder: &Path) -> Result<()> {
+    match what_it_is(folder).filter(|_| !needed.exists()) {
+        Some(reason) => Err(foreign(folder, reason)),
+        None => Ok(()),
+    }
+}
+
 /// The family of a configuration's model, where it is known.
 pub(crate) fn family_of(config: &Value) -> Option<&'static Family> {
     family::of(config.get("model_type")?.as_str()?)

@@ -16,11 +16,12 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
         _ => io_error("look at", path)(error),
     })?;
     if metadata.is_file() {
-        if let Some(named) = pointed_to(path)? {
-            return Ok(named);
-        }
-        if let Some(reason) = what_it_is(path) {
-            return Err(foreign(path, reason));
+        match (pointed_to(path), what_it_is(path)) {
+            (Ok(Some(named)), _) => return Ok(named),
+            // Folders of others may have a file `latest` too.
+            (_, Some(reason)) => return Err(foreign(path, reason)),
+            (Err(error), None) => return Err(error),
+            (Ok(None), None) => {}
         }
         // Somebody named the manifest.
         let beside = path.parent().map(resolve).and_then(Result::ok);

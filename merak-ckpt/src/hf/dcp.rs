@@ -21,8 +21,8 @@ mod items;
 use super::import::{Origin, import};
 use super::named;
 use super::{
-    COMPANIONS, CONFIG, ImportOptions, StoredTensor, check_is_folder, check_is_plain,
-    family::Family, family_of, foreign, is_same, read_json, set_tie,
+    COMPANIONS, CONFIG, ImportOptions, StoredTensor, check_is_folder, check_is_none_of_others,
+    check_is_plain, family::Family, family_of, foreign, is_same, read_json, set_tie,
 };
 use crate::{Checkpoint, DType, Header, Kind, Manifest, Result, TensorEntry};
 use index::{Index, Indexed, Place};
@@ -60,6 +60,7 @@ pub fn import_dcp(
 ) -> Result<PathBuf> {
     let (folder, config_path) = (folder.as_ref(), config_file(config.as_ref()));
     check_is_folder(folder)?;
+    check_is_none_of_others(&folder.join(INDEX), folder)?;
     let prefix = match prefix {
         "" => String::new(),
         prefix => format!("{}.", prefix.trim_end_matches('.')),

@@ -10,7 +10,7 @@
 //! | fused outputs `q0 k0 v0 q1 k1 v1` of two ranks | `q0 q1 k0 k1 v0 v1` |
 
 use super::import::import_folder;
-use super::{HfFolder, ImportOptions, family_of, foreign, read_index};
+use super::{HfFolder, ImportOptions, check_is_none_of_others, family_of, foreign, read_index};
 use crate::layout::Part;
 use crate::rewrite::{MIN_MEMORY, Values};
 use crate::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, TensorEntry};
@@ -43,6 +43,7 @@ pub fn import_merak(
             expected: "at least 1",
         });
     }
+    check_is_none_of_others(&folder.join(INDEX), folder)?;
     let split = split_layers(&folder.join(INDEX))?;
     let source = HfFolder::open(folder)?;
     let family = family_of(source.config());

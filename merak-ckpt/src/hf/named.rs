@@ -75,9 +75,9 @@ pub(crate) fn what_it_is(path: &Path) -> Option<&'static str> {
 fn file(path: &Path) -> Option<&'static str> {
     let name = path.file_name()?.to_str()?;
     let beside = || path.parent().and_then(what_it_is);
-    match name.rsplit_once('.')?.1 {
+    match name.rsplit_once('.').map_or(name, |(_, end)| end) {
         "gguf" => Some(GGUF),
-        "metadata" | "distcp" => beside(),
+        "metadata" | "distcp" | "latest" | "txt" => beside(),
         "pt" | "pth" | "bin" => beside().filter(|&found| found != GGUF).or(Some(TORCH)),
         _ => None,
     }

@@ -2,7 +2,7 @@
 //!
 //! `tests/goldens/dcp` has the folders and the script that made them with torch.
 
-use crate::hf::json;
+use crate::hf::{copy_of, json};
 use crate::support::topology;
 use merak_ckpt::{Checkpoint, DType, Error, ImportOptions, Kind, import_dcp};
 use serde_json::Value;
@@ -161,17 +161,6 @@ fn refusal(folder: &Path, config: &Path, prefix: &str) -> String {
         .replace(&folder.display().to_string(), "DCP")
 }
 
-/// A copy of a golden folder that a test may spoil.
-fn copy(name: &str) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    for entry in fs::read_dir(golden(name)).expect("the goldens are there") {
-        let path = entry.expect("an entry").path();
-        let to = folder.path().join(path.file_name().expect("a name"));
-        fs::copy(&path, to).expect("it can be copied");
-    }
-    folder
-}
-
 #[test]
 fn prefixes_and_models_that_do_not_fit_are_refused_with_what_is_there() {
     let (gpt2, llama) = (golden("gpt2.json"), golden("llama.json"));
@@ -195,7 +184,7 @@ fn prefixes_and_models_that_do_not_fit_are_refused_with_what_is_there() {
 
 #[test]
 fn an_index_that_asks_for_anything_else_is_refused_and_runs_nothing() {
-    let folder = copy("grid");
+    let folder = copy_of(&golden("grid"));
     let index = folder.path().join(".metadata");
     let config = unknown(folder.path());
     let mut messages = Vec::new();
@@ -225,7 +214,7 @@ fn every_truncation_and_many_flipped_bits_give_an_error_or_a_checkpoint() {
         ("sgd", ".metadata", 67),
         ("grid", "__3_0.distcp", 313),
     ] {
-        let folder = copy(name);
+        let folder = copy_of(&golden(name));
         let config = unknown(folder.path());
         let path = folder.path().join(file);
         let bytes = fs::read(&path).unwrap();
@@ -257,7 +246,7 @@ fn every_truncation_and_many_flipped_bits_give_an_error_or_a_checkpoint() {
 
 #[test]
 fn places_and_boxes_that_lie_are_refused() {
-    let folder = copy("sgd");
+    let folder = copy_of(&golden("sgd"));
     let config = unknown(folder.path());
     let index = folder.path().join(".metadata");
     let bytes = fs::read(&index).unwrap();

@@ -59,8 +59,13 @@ pub(crate) fn content(folder: &HfFolder) -> Vec<(String, DType, Vec<usize>, Vec<
 
 /// A copy of a golden folder that a test may spoil.
 pub(crate) fn copy(name: &str) -> tempfile::TempDir {
+    copy_of(&golden(name))
+}
+
+/// A copy of a folder of files.
+pub(crate) fn copy_of(golden: &Path) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    for entry in fs::read_dir(golden(name)).expect("the goldens are there") {
+    for entry in fs::read_dir(golden).expect("the goldens are there") {
         let path = entry.expect("an entry").path();
         let to = folder.path().join(path.file_name().expect("a name"));
         fs::copy(&path, to).expect("it can be copied");

@@ -1,6 +1,6 @@
 //! Folders and files of other programs are named for what they are.
 
-use merak_ckpt::{Checkpoint, HfFolder};
+use merak_ckpt::{Checkpoint, HfFolder, ImportOptions, import_dcp, import_merak};
 use std::fs;
 use std::path::Path;
 
@@ -50,6 +50,7 @@ fn what_other_programs_wrote_is_said_with_the_way_in() {
         ),
         (&["model-q4.gguf"], ""),
         (&["model-q4.gguf"], "model-q4.gguf"),
+        (&["latest", "global_step5/"], "latest"),
         (&["weights.pth"], ""),
         (&["consolidated.00.pt"], "consolidated.00.pt"),
     ] {
@@ -77,7 +78,46 @@ fn what_other_programs_wrote_is_said_with_the_way_in() {
     .unwrap();
     let error = Checkpoint::open(index.path()).unwrap_err().to_string();
     messages.push(error.replace(&index.path().display().to_string(), "DIR"));
-    insta::assert_snapshot!(messages.join("\n"));
+    insta::assert_snapshot!(messages.join("\n"), @"
+    cannot read DIR/: it is a folder of torch.distributed.checkpoint: import it with `merak-ckpt import-dcp DIR DST --config config.json`
+    cannot read DIR/__0_0.distcp: it is a folder of torch.distributed.checkpoint: import it with `merak-ckpt import-dcp DIR DST --config config.json`
+    cannot read DIR/: it holds folders of torch.distributed.checkpoint: import one of them with `merak-ckpt import-dcp DIR/STEP DST --config config.json`
+    cannot read DIR/: it is a checkpoint of Megatron-LM: convert it to a Hugging Face folder with Megatron-Bridge or Megatron-LM's tools/checkpoint/convert.py, then use that
+    cannot read DIR/: it is a checkpoint of Megatron-LM: convert it to a Hugging Face folder with Megatron-Bridge or Megatron-LM's tools/checkpoint/convert.py, then use that
+    cannot read DIR/: it is a checkpoint of Megatron-LM: convert it to a Hugging Face folder with Megatron-Bridge or Megatron-LM's tools/checkpoint/convert.py, then use that
+    cannot read DIR/: it is a checkpoint of DeepSpeed: run the zero_to_fp32.py that lies in it, `zero_to_fp32.py DIR HF_DIR`, put the model's config.json beside the pytorch_model.bin, then use HF_DIR
+    cannot read DIR/: it is a checkpoint of DeepSpeed: run the zero_to_fp32.py that lies in it, `zero_to_fp32.py DIR HF_DIR`, put the model's config.json beside the pytorch_model.bin, then use HF_DIR
+    cannot read DIR/: it is GGUF, the format of llama.cpp, which cannot be read: use the Hugging Face folder that it was made of, or load it with transformers (`from_pretrained(DIR, gguf_file=FILE)`) and save it with `save_pretrained`
+    cannot read DIR/model-q4.gguf: it is GGUF, the format of llama.cpp, which cannot be read: use the Hugging Face folder that it was made of, or load it with transformers (`from_pretrained(DIR, gguf_file=FILE)`) and save it with `save_pretrained`
+    cannot read DIR/latest: it is a checkpoint of DeepSpeed: run the zero_to_fp32.py that lies in it, `zero_to_fp32.py DIR HF_DIR`, put the model's config.json beside the pytorch_model.bin, then use HF_DIR
+    cannot read DIR/: it is a lone file of torch.save: put it into a folder as pytorch_model.bin beside the model's config.json, and use that; it should hold the state_dict of the model
+    cannot read DIR/consolidated.00.pt: it is a lone file of torch.save: put it into a folder as pytorch_model.bin beside the model's config.json, and use that; it should hold the state_dict of the model
+    cannot read DIR: it is a checkpoint of torchtitan, whose names are not those of transformers: convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py, then use the Hugging Face folder
+    ");
+}
+
+#[test]
+fn imports_of_other_kinds_name_the_folder_as_well() {
+    let folder = tempfile::tempdir().unwrap();
+    make(folder.path(), &["zero_to_fp32.py", "global_step5/"]);
+    let to = folder.path().join("to");
+    let options = ImportOptions::default();
+    let dcp = import_dcp(
+        folder.path(),
+        &to,
+        folder.path().join("config.json"),
+        "",
+        &options,
+    );
+    let merak = import_merak(folder.path(), &to, 1, &options);
+    for error in [dcp.unwrap_err(), merak.unwrap_err()] {
+        assert!(
+            error
+                .to_string()
+                .contains("it is a checkpoint of DeepSpeed"),
+            "{error}"
+        );
+    }
 }
 
 #[test]
