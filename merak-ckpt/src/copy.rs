@@ -68,7 +68,7 @@ fn contiguous_tail(size: &[usize], from: &[usize], to: &[usize]) -> (usize, usiz
 }
 
 /// Steps `index` in row-major order through the leading dims of `size`; false at the end.
-fn advance(index: &mut [usize], size: &[usize]) -> bool {
+pub(crate) fn advance(index: &mut [usize], size: &[usize]) -> bool {
     for dim in (0..index.len()).rev() {
         index[dim] += 1;
         if index[dim] < size[dim] {

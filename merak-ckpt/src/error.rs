@@ -247,6 +247,21 @@ impl Error {
     }
 }
 
+/// An error with its causes, down to the operating system's reason, as one line.
+pub(crate) struct WithCauses<'a>(pub(crate) &'a dyn std::error::Error);
+
+impl fmt::Display for WithCauses<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)?;
+        let mut source = self.0.source();
+        while let Some(cause) = source {
+            write!(f, ": {cause}")?;
+            source = cause.source();
+        }
+        Ok(())
+    }
+}
+
 /// What is wrong with a checkpoint, and where.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Damage {

@@ -1,9 +1,12 @@
 //! Folders of Hugging Face models: weights under global names beside a `config.json`.
 
+mod archive;
+mod dcp;
 mod export;
 mod family;
 mod import;
 mod merak;
+mod named;
 mod parts;
 mod pickle;
 mod safe;
@@ -11,18 +14,21 @@ mod torch;
 mod untie;
 mod whole;
 
+pub use dcp::import_dcp;
 use export::is_same;
 pub(crate) use export::{Content, exported, make};
 pub use export::{ExportOptions, export_hf};
 pub use family::set_tie;
 pub use import::{ImportOptions, import_hf};
 pub use merak::import_merak;
+pub(crate) use named::what_it_is;
 pub use safe::stored_tensors;
 
 use crate::disk::{MAX_CONFIG_BYTES, not_read, open_regular, read_small};
 use crate::error::io_error;
 use crate::manifest::{FileEntry, check_file_name, check_tensor_name};
 use crate::region::num_elements;
+use crate::rewrite::DEFAULT_MAX_MEMORY;
 use crate::{
     Checkpoint, Checksum, DType, Error, Header, Kind, Manifest, Piece, Result, SliceEntry,
     TensorEntry, format,
@@ -33,6 +39,7 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -93,7 +100,10 @@ pub struct StoredTensor {
     pub dtype: DType,
     /// Its sizes, outermost first.
     pub shape: Vec<usize>,
-    /// First byte in the file, and the one after the last; elements are row-major and little-endian.
+    /// Elements from one index to the next of each dim, where the elements do not lie row by row: as of a transposed
+    /// tensor that `torch.save` wrote.
+    pub strides: Option<Vec<usize>>,
+    /// First byte in the file, and the one after the last; elements are little-endian.
     pub bytes: [u64; 2],
 }
 
@@ -114,13 +124,18 @@ impl HfFolder {
     /// [`Error::Foreign`] where the folder does not exist, lacks `config.json` or weights, or a file
     /// is not what it should be.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        Self::open_within(path, DEFAULT_MAX_MEMORY)
+    }
+
+    /// The same, with a limit for the bytes of memory that the table of a `pytorch_model.bin` may take.
+    ///
+    /// # Errors
+    /// As for [`HfFolder::open`], and where a table takes more.
+    pub fn open_within(path: impl AsRef<Path>, max_memory: usize) -> Result<Self> {
         let path = path.as_ref();
-        if !path.is_dir() {
-            let reason = if path.exists() {
-                "it is no folder"
-            } else {
-                "the folder does not exist"
-            };
+        check_is_folder(path)?;
+        let has_weights = weight_files(path);
+        if let (Err(_), Some(reason)) = (&has_weights, what_it_is(path)) {
             return Err(foreign(path, reason));
         }
         let mut config = read_json(&path.join(CONFIG))?;
@@ -132,11 +147,11 @@ impl HfFolder {
         check_is_plain(&config).map_err(|reason| foreign(&path.join(CONFIG), reason))?;
         let family = family::of(model_type);
         let (mut files, mut found, mut left_out) = (Vec::new(), Vec::new(), Vec::new());
-        for (name, kind, wanted) in weight_files(path)? {
+        for (name, kind, wanted) in has_weights? {
             let file = path.join(&name);
             let mut tensors = match kind {
                 FileKind::Safetensors => stored_tensors(&file)?,
-                FileKind::Torch => torch::tensors(&file)?,
+                FileKind::Torch => torch::tensors(&file, max_memory)?,
             };
             if let Some(wanted) = wanted {
                 tensors.retain(|tensor| wanted.contains(&tensor.name));
@@ -248,6 +263,24 @@ impl HfFolder {
     }
 }
 
+fn check_is_folder(path: &Path) -> Result<()> {
+    let reason = match fs::metadata(path) {
+        Ok(metadata) if metadata.is_dir() => return Ok(()),
+        Ok(_) => what_it_is(path).unwrap_or("it is no folder"),
+        Err(error) if error.kind() == ErrorKind::NotFound => "the folder does not exist",
+        Err(error) => return Err(io_error("look at", path)(error)),
+    };
+    Err(foreign(path, reason))
+}
+
+/// Says what a folder is that another program wrote and that lacks the file by which it was to be read.
+fn check_is_none_of_others(needed: &Path, folder: &Path) -> Result<()> {
+    match what_it_is(folder).filter(|_| !needed.exists()) {
+        Some(reason) => Err(foreign(folder, reason)),
+        None => Ok(()),
+    }
+}
+
 /// The family of a configuration's model, where it is known.
 pub(crate) fn family_of(config: &Value) -> Option<&'static Family> {
     family::of(config.get("model_type")?.as_str()?)
@@ -289,7 +322,10 @@ fn are_apart(
         return Ok(false);
     };
     // Old files have a tied weight once, under both names.
-    if (&first.0, first.1.bytes) == (&second.0, second.1.bytes) {
+    let place = |(file, tensor): &(String, StoredTensor)| {
+        (file.clone(), tensor.bytes, tensor.strides.clone())
+    };
+    if place(first) == place(second) {
         return Ok(false);
     }
     let manifest = Manifest {
@@ -364,7 +400,7 @@ pub(crate) fn adapter_tensors(folder: &Path) -> Result<(PathBuf, Vec<StoredTenso
     }
     let file = folder.join(torch);
     if file.is_file() {
-        let found = torch::tensors(&file)?;
+        let found = torch::tensors(&file, DEFAULT_MAX_MEMORY)?;
         return Ok((file, found));
     }
     Err(foreign(
@@ -417,6 +453,7 @@ fn table(
             file,
             bytes: tensor.bytes,
             checksum: Checksum(0),
+            strides: tensor.strides,
         };
         let is_empty = tensor.shape.contains(&0);
         let entry = TensorEntry {

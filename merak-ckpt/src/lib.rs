@@ -73,7 +73,7 @@
 //! - [`reshard`]: a checkpoint's files rewritten for another topology, as [`ReshardOptions`] say;
 //!   [`Cut`] is how tensor parallelism cuts a tensor at any degree.
 //! - [`HfFolder`]: a Hugging Face folder, read by slices like a checkpoint; [`import_hf`], [`export_hf`], and
-//!   [`import_merak`] for weights of the original Python Merak.
+//!   [`import_merak`] for weights of the original Python Merak; [`import_dcp`] for folders of `torch.distributed.checkpoint`.
 //! - [`Adapter`]: a PEFT folder, merged into any slice of a weight; [`merge_lora`] writes the whole model.
 //!   [`LoraConfig`] describes an adapter that is to be trained, [`extract_lora`] writes one that was.
 //! - [`generate`], [`TokenSource`], [`LogitsSource`], [`Sampler`], [`Decoding`]: the decode loop, which
@@ -168,8 +168,8 @@ pub use generate::{
 };
 pub use held::{HeldFile, lies_at};
 pub use hf::{
-    ExportOptions, HfFolder, ImportOptions, StoredTensor, export_hf, import_hf, import_merak,
-    set_tie, stored_tensors,
+    ExportOptions, HfFolder, ImportOptions, StoredTensor, export_hf, import_dcp, import_hf,
+    import_merak, set_tie, stored_tensors,
 };
 pub use kind::Kind;
 pub use layout::{Layout, Part};

@@ -1,20 +1,27 @@
 //! Which checkpoint a path stands for.
 
 use crate::error::io_error;
-use crate::hf::foreign;
+use crate::hf::{foreign, what_it_is};
 use crate::{Checkpoint, Error, Result, Store, format};
+use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// The folder of the checkpoint that `path` stands for.
 pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
-    if !path.exists() {
-        return Err(Error::NotFound {
+    let metadata = fs::metadata(path).map_err(|error| match error.kind() {
+        ErrorKind::NotFound => Error::NotFound {
             path: path.to_owned(),
-        });
-    }
-    if path.is_file() {
-        if let Some(named) = pointed_to(path)? {
-            return Ok(named);
+        },
+        _ => io_error("look at", path)(error),
+    })?;
+    if metadata.is_file() {
+        match (pointed_to(path), what_it_is(path)) {
+            (Ok(Some(named)), _) => return Ok(named),
+            // Folders of others may have a file `latest` too.
+            (_, Some(reason)) => return Err(foreign(path, reason)),
+            (Err(error), None) => return Err(error),
+            (Ok(None), None) => {}
         }
         // Somebody named the manifest.
         let beside = path.parent().map(resolve).and_then(Result::ok);
@@ -23,7 +30,7 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
             found: beside,
         });
     }
-    if !path.is_dir() {
+    if !metadata.is_dir() {
         return Err(foreign(path, "it is neither a folder nor a regular file"));
     }
     let is_step = |name: &str| format::parse_step_name(name).is_some();
@@ -36,9 +43,12 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
         return Ok(path.to_owned());
     }
     let store = store_of(path);
-    match store.latest()? {
-        Some(latest) => Ok(latest),
-        None => Err(Error::NotACheckpoint {
+    match (store.latest(), what_it_is(path)) {
+        (Ok(Some(latest)), _) => Ok(latest),
+        // Folders of others may have a file `latest` too.
+        (_, Some(reason)) => Err(foreign(path, reason)),
+        (Err(error), None) => Err(error),
+        (Ok(None), None) => Err(Error::NotACheckpoint {
             path: path.to_owned(),
             found: store
                 .newest_complete(None)?

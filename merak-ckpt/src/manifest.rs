@@ -3,9 +3,11 @@
 mod check;
 mod text;
 
+pub(crate) use check::check_coverage;
 pub(crate) use text::Refused;
 
 use crate::format;
+use crate::lora::is_factor;
 use crate::region::num_elements;
 use crate::{Checksum, Cut, DType, Error, Kind, Region};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -132,6 +134,10 @@ pub struct SliceEntry {
     pub bytes: [u64; 2],
     /// Checksum of these bytes.
     pub checksum: Checksum,
+    /// Elements from one index to the next of each dim where these bytes, the slice's from its first element to its last,
+    /// do not lie row by row: in files of other programs, and never in a manifest.
+    #[serde(skip)]
+    pub strides: Option<Vec<usize>>,
 }
 
 impl Manifest {
@@ -180,6 +186,11 @@ impl TensorEntry {
     /// Number of elements; a sound manifest has none that overflow.
     pub fn num_elements(&self) -> usize {
         num_elements(&self.shape).unwrap_or(usize::MAX)
+    }
+
+    /// Whether it is a parameter of a LoRA adapter itself, and none of the model beside which that stands.
+    pub fn is_of_adapter(&self) -> bool {
+        self.kind == Kind::Parameter && is_factor(&self.name)
     }
 
     /// Bytes of all elements.

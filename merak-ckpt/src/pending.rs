@@ -1,6 +1,6 @@
 //! Saving while training goes on.
 
-use crate::error::io_error;
+use crate::error::{WithCauses, io_error};
 use crate::shard::{self, OwnedPiece, Piece, Shard, ShardKind};
 use crate::{Draft, Result};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
@@ -169,7 +169,7 @@ impl Drop for PendingShard {
         if let Some(writer) = self.writer.take()
             && let Ok(Err(error)) = writer.join()
         {
-            tracing::warn!(%error, "a shard that nobody waited for could not be written");
+            tracing::warn!(error = %WithCauses(&error), "a shard that nobody waited for could not be written");
         }
     }
 }

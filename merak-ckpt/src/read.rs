@@ -1,13 +1,14 @@
 //! Reading the wanted elements of one slice, block by block, checking it on the way.
 
 use crate::checkpoint::mark;
-use crate::copy::{Side, for_each_run};
+use crate::copy::{Side, advance, for_each_run};
 use crate::error::Problem;
 use crate::layout::PartRange;
 use crate::manifest::SliceEntry;
-use crate::{Checksum, Piece};
+use crate::{Checksum, Piece, Region};
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use xxhash_rust::xxh3::Xxh3;
@@ -46,6 +47,9 @@ pub(crate) fn read_slice(
     let Some(common) = stored.intersection(&part.part.region) else {
         return Ok(());
     };
+    if let Some(strides) = &slice.entry.strides {
+        return Lines::new(slice, strides, &common, part, piece).read(&common, out);
+    }
     let from_start: Vec<_> = difference(&common.offset, &stored.offset).collect();
     let to_start: Vec<_> = difference(&common.offset, &part.part.region.offset)
         .zip(&part.part.local_offset)
@@ -68,6 +72,119 @@ pub(crate) fn read_slice(
         blocks.copy(from, &mut out[to..to + len])
     })?;
     blocks.map_or(Ok(()), Blocks::finish)
+}
+
+/// A box of a slice whose elements do not lie row by row, as lines of elements that lie next to one another.
+struct Lines<'a> {
+    slice: &'a SliceReader<'a>,
+    strides: &'a [usize],
+    /// The dim of the lines.
+    dim: usize,
+    /// The first element of the box, in the slice's bytes and in the wanted array.
+    from: usize,
+    to: usize,
+    /// Elements of the wanted array from one index to the next of each dim.
+    to_strides: Vec<usize>,
+    /// Elements of that array that are wanted.
+    window: Range<usize>,
+    block: Vec<u8>,
+}
+
+impl<'a> Lines<'a> {
+    fn new(
+        slice: &'a SliceReader<'a>,
+        strides: &'a [usize],
+        common: &Region,
+        part: &PartRange<'_>,
+        piece: &Piece<'_>,
+    ) -> Self {
+        let local = piece.layout.local_shape();
+        let mut to_strides = vec![1; local.len()];
+        for dim in (1..local.len()).rev() {
+            to_strides[dim - 1] = to_strides[dim] * local[dim];
+        }
+        let long = (0..strides.len()).filter(|&dim| common.size[dim] > 1);
+        let within = difference(&common.offset, &slice.entry.offset);
+        let wanted = difference(&common.offset, &part.part.region.offset);
+        let wanted = wanted.zip(&part.part.local_offset).map(|(a, b)| a + b);
+        Self {
+            dim: long.min_by_key(|&dim| strides[dim]).unwrap_or(0),
+            from: within
+                .zip(strides)
+                .map(|(index, stride)| index * stride)
+                .sum(),
+            to: wanted
+                .zip(&to_strides)
+                .map(|(index, stride)| index * stride)
+                .sum(),
+            window: piece.flat_range(),
+            block: Vec::new(),
+            slice,
+            strides,
+            to_strides,
+        }
+    }
+
+    /// Copies the lines of the box to their places.
+    fn read(mut self, common: &Region, out: &mut [u8]) -> Result<(), Problem> {
+        let mut outer = common.size.clone();
+        let length = std::mem::replace(&mut outer[self.dim], 1);
+        let mut index = vec![0; outer.len()];
+        loop {
+            let at = |strides: &[usize]| -> usize {
+                index
+                    .iter()
+                    .zip(strides)
+                    .map(|(index, stride)| index * stride)
+                    .sum()
+            };
+            let (from, to) = (self.from + at(self.strides), self.to + at(&self.to_strides));
+            self.line(from, to, length, out)?;
+            if !advance(&mut index, &outer) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Copies what is wanted of the line that begins at these elements.
+    fn line(
+        &mut self,
+        from: usize,
+        to: usize,
+        length: usize,
+        out: &mut [u8],
+    ) -> Result<(), Problem> {
+        let (width, step) = (self.slice.width, self.to_strides[self.dim]);
+        let stride = self.strides[self.dim].max(1);
+        let first = |bound: usize| bound.saturating_sub(to).div_ceil(step).min(length);
+        let mut next = first(self.window.start);
+        let end = first(self.window.end);
+        let at_once = (BLOCK_BYTES / width / stride).max(1);
+        while next < end {
+            let count = at_once.min(end - next);
+            let bytes = ((count - 1) * stride + 1) * width;
+            self.block.resize(bytes, 0);
+            let begin = ((from + next * stride) * width) as u64;
+            read_exact(
+                self.slice.file,
+                &mut self.block,
+                self.slice.entry.bytes[0] + begin,
+            )?;
+            for (nth, element) in self.block.chunks(stride * width).enumerate() {
+                let place = (to + (next + nth) * step - self.window.start) * width;
+                out[place..place + width].copy_from_slice(&element[..width]);
+            }
+            next += count;
+        }
+        Ok(())
+    }
+}
+
+fn read_exact(file: &File, out: &mut [u8], at: u64) -> Result<(), Problem> {
+    file.read_exact_at(out, at)
+        .map_err(|error: io::Error| Problem::Unreadable {
+            reason: error.to_string(),
+        })
 }
 
 impl SliceReader<'_> {
@@ -137,12 +254,7 @@ impl<'a> Blocks<'a> {
         self.block
             .resize(BLOCK_BYTES.min(self.slice.len() - begin), 0);
         let offset = self.slice.entry.bytes[0] + begin as u64;
-        self.slice
-            .file
-            .read_exact_at(&mut self.block, offset)
-            .map_err(|error: io::Error| Problem::Unreadable {
-                reason: error.to_string(),
-            })?;
+        read_exact(self.slice.file, &mut self.block, offset)?;
         if let Some(hasher) = &mut self.hasher {
             hasher.update(&self.block);
         }

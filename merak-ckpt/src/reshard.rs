@@ -1,5 +1,6 @@
 //! Rewriting a checkpoint for another topology.
 
+use crate::error::WithCauses;
 use crate::plan::plan;
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, copy_other_files, write_planned};
 use crate::{Checkpoint, Draft, Error, Header, Result, Shard, Stages, Store, Topology, format};
@@ -166,7 +167,7 @@ pub(crate) fn finish(
     if outcome.is_err()
         && let Err(error) = draft.abandon()
     {
-        tracing::warn!(%error, "an unfinished checkpoint could not be removed");
+        tracing::warn!(error = %WithCauses(&error), "an unfinished checkpoint could not be removed");
     }
     outcome
 }

@@ -241,6 +241,7 @@ fn slices<'a>(file: &str, pieces: &[&'a Piece<'a>]) -> Vec<Outgoing<'a>> {
                 file: file.to_owned(),
                 bytes: [0, 0],
                 checksum: Checksum(0),
+                strides: None,
             };
             outgoing.push(Outgoing {
                 index,

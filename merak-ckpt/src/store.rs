@@ -1,7 +1,7 @@
 //! The folder of checkpoints of a run: names, leftovers, rotation.
 
 use crate::disk::{Lock, read_small, remove, rename, sync_folder, write_synced};
-use crate::error::io_error;
+use crate::error::{WithCauses, io_error};
 use crate::hf::foreign;
 use crate::{Checkpoint, Draft, Error, Result, format};
 use std::fs;
@@ -123,7 +123,7 @@ impl Store {
             match Checkpoint::load(&self.path_of(step)) {
                 Ok(checkpoint) => return Ok(Some(checkpoint)),
                 Err(reason) => {
-                    tracing::warn!(step, %reason, "passing over an incomplete checkpoint");
+                    tracing::warn!(step, reason = %WithCauses(&reason), "passing over an incomplete checkpoint");
                 }
             }
         }

@@ -2,7 +2,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use merak_ckpt::{Adapter, Checkpoint, Checksum, HfFolder, Kind, Layout, Piece, TensorEntry};
+use merak_ckpt::{
+    Adapter, Checkpoint, Checksum, HfFolder, ImportOptions, Kind, Layout, Piece, TensorEntry, import_dcp,
+};
 use serde_json::json;
 use std::fs;
 use std::path::Path;
@@ -15,12 +17,15 @@ const OLD_START: &[u8] = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\x
 const BASE: &str =
     r#"{"h.0.attn.c_attn.weight":{"dtype":"F32","shape":[8,24],"data_offsets":[0,768]}}"#;
 const ADAPTER: &str = r#"{"base_model.model.h.0.attn.c_attn.lora_A.weight":{"dtype":"F32","shape":[2,8],"data_offsets":[0,64]},"base_model.model.h.0.attn.c_attn.lora_B.weight":{"dtype":"F32","shape":[24,2],"data_offsets":[64,256]}}"#;
+/// A folder of torch.distributed.checkpoint: its index, and the file of its items.
+const INDEX: &[u8] = include_bytes!("../../tests/goldens/dcp/sgd/.metadata");
+const ITEMS: &[u8] = include_bytes!("../../tests/goldens/dcp/sgd/__0_0.distcp");
 /// Most bytes of tensors that are read after opening.
 const MAX_READ: usize = 1 << 20;
 
 /// A folder for each kind of input, with what it needs beside it.
-fn folders() -> &'static [TempDir; 7] {
-    static FOLDERS: OnceLock<[TempDir; 7]> = OnceLock::new();
+fn folders() -> &'static [TempDir; 9] {
+    static FOLDERS: OnceLock<[TempDir; 9]> = OnceLock::new();
     FOLDERS.get_or_init(|| {
         std::array::from_fn(|_| {
             let folder = tempfile::tempdir().expect("a temporary folder");
@@ -32,6 +37,9 @@ fn folders() -> &'static [TempDir; 7] {
             let files = [
                 ("config.json", config),
                 ("model-00000.safetensors", vec![0; 4096]),
+                ("unknown.json", b"{\"model_type\": \"unknown\"}".to_vec()),
+                (".metadata", INDEX.to_vec()),
+                ("__0_0.distcp", ITEMS.to_vec()),
                 ("adapter_config.json", adapter.to_string().into_bytes()),
                 (
                     "adapter_model.safetensors",
@@ -56,7 +64,7 @@ fuzz_target!(|input: &[u8]| {
     let Some((&kind, rest)) = input.split_first() else {
         return;
     };
-    let kind = usize::from(kind % 7);
+    let kind = usize::from(kind % 9);
     let folder = folders()[kind].path();
     let (name, content) = match kind {
         0 => ("model.safetensors", safetensors(rest, 64)),
@@ -65,12 +73,15 @@ fuzz_target!(|input: &[u8]| {
         3 => ("manifest.json", with_checksum(rest)),
         4 => ("model.safetensors.index.json", rest.to_vec()),
         5 => ("adapter_config.json", rest.to_vec()),
+        7 => (".metadata", rest.to_vec()),
+        8 => ("__0_0.distcp", rest.to_vec()),
         _ => ("adapter_model.safetensors", safetensors(rest, 256)),
     };
     fs::write(folder.join(name), content).expect("it can be written");
     match kind {
         3 => read_checkpoint(folder),
         5 | 6 => read_adapter(folder),
+        7 | 8 => import(folder),
         _ => read_folder(folder),
     }
 });
@@ -89,6 +100,18 @@ fn read_checkpoint(folder: &Path) {
         if tensor.num_bytes() <= MAX_READ {
             let _ = checkpoint.read_whole(&tensor.kind, &tensor.name);
         }
+    }
+}
+
+fn import(folder: &Path) {
+    let to = tempfile::tempdir().expect("a temporary folder");
+    let options = ImportOptions {
+        max_memory: 8 << 20,
+        ..ImportOptions::default()
+    };
+    if let Ok(path) = import_dcp(folder, to.path(), folder.join("unknown.json"), "", &options) {
+        let imported = Checkpoint::open(path).expect("what was imported opens");
+        assert!(imported.verify().damage.is_empty(), "what was imported is whole");
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::{CONFIG, check_float, family::set_tie, family_of, foreign, read_json, whole};
 use crate::disk::{remove, rename, sync_folder, write_synced};
-use crate::error::io_error;
+use crate::error::{WithCauses, io_error};
 use crate::lora::{copy_companions, has_adapter, is_factor, merge_own};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
 use crate::reshard::check_outside;
@@ -112,7 +112,7 @@ pub(crate) fn make(folder: &Path, content: &Content<'_>, options: &ExportOptions
     if outcome.is_err()
         && let Err(error) = remove(&draft)
     {
-        tracing::warn!(%error, "an unfinished folder could not be removed");
+        tracing::warn!(error = %WithCauses(&error), "an unfinished folder could not be removed");
     }
     outcome
 }

@@ -19,6 +19,10 @@ pub(crate) struct Family {
     is_transposed: bool,
     /// Names that files may have for others, as those that a model has in memory.
     aliases: &'static [(&'static str, &'static str)],
+    /// How the names of layers differ that a model has in memory: what comes before their numbers behind the prefix, in memory
+    /// and in files, and parts of a layer.
+    in_memory: Option<[&'static str; 2]>,
+    memory_parts: &'static [(&'static str, &'static str)],
     /// Linear layers whose outputs tensor parallelism cuts, and the equal parts of these.
     columns: &'static [(&'static str, usize)],
     /// Linear layers whose inputs it cuts.
@@ -53,6 +57,8 @@ const PLAIN: Family = Family {
     tie: None,
     is_transposed: false,
     aliases: &[],
+    in_memory: None,
+    memory_parts: &[],
     columns: &[],
     rows: &[],
     tables: &[],
@@ -76,6 +82,14 @@ const ENCODER: Family = Family {
 
 /// Architectures with the head for pairs of sentences.
 pub(super) const PAIRS: &[&str] = &["BertForPreTraining", "BertForNextSentencePrediction"];
+
+/// How the names of heads begin that classify.
+const TASK_HEADS: [&str; 4] = [
+    "classifier.",
+    "classification_head.",
+    "qa_outputs.",
+    "score.",
+];
 
 /// How the names of architectures end that have a language model's head.
 const HEADED: [&str; 5] = [
@@ -182,6 +196,15 @@ const FAMILIES: [Family; 7] = [
         model_types: &["vit"],
         prefix: "vit.",
         parts: &parts::VIT,
+        in_memory: Some(["layers.", "encoder.layer."]),
+        memory_parts: &[
+            ("attention.q_proj", "attention.attention.query"),
+            ("attention.k_proj", "attention.attention.key"),
+            ("attention.v_proj", "attention.attention.value"),
+            ("attention.o_proj", "attention.output.dense"),
+            ("mlp.fc1", "intermediate.dense"),
+            ("mlp.fc2", "output.dense"),
+        ],
         unused: &[
             ("vit.pooler.dense.weight", &["ViTModel"]),
             ("vit.pooler.dense.bias", &["ViTModel"]),
@@ -310,6 +333,21 @@ impl Family {
         alias.map(|(_, name)| *name).or(twin)
     }
 
+    /// The name in files of a layer's tensor that has this one in memory, where the two differ.
+    fn name_in_files(&self, name: &str) -> Option<String> {
+        let [before, in_files] = self.in_memory?;
+        let bare = name.strip_prefix(self.prefix).unwrap_or(name);
+        let start = &name[..name.len() - bare.len()];
+        let (number, within) = bare.strip_prefix(before)?.split_once('.')?;
+        number.parse::<usize>().ok()?;
+        let part = self.memory_parts.iter().find_map(|(part, in_files)| {
+            let rest = within.strip_prefix(part)?;
+            rest.starts_with('.').then(|| format!("{in_files}{rest}"))
+        });
+        let within = part.as_deref().unwrap_or(within);
+        Some(format!("{start}{in_files}{number}.{within}"))
+    }
+
     /// Gives tensors the names of the model with its head.
     pub(super) fn rename(&self, config: &Value, found: &mut [(String, StoredTensor)]) {
         for (alias, name) in self.aliases {
@@ -318,6 +356,11 @@ impl Family {
                 if let Some((_, tensor)) = tensor {
                     (*name).clone_into(&mut tensor.name);
                 }
+            }
+        }
+        for (_, tensor) in found.iter_mut() {
+            if let Some(name) = self.name_in_files(&tensor.name) {
+                tensor.name = name;
             }
         }
         let tie = self.tie(config);
@@ -344,6 +387,27 @@ impl Family {
         all.any(|(end, users)| {
             name.ends_with(end) && !architecture.is_some_and(|name| users.contains(&name))
         })
+    }
+
+    /// Whether some model of the family has a tensor of this name, or files of its models may.
+    pub(super) fn has_place_for(&self, config: &Value, name: &str) -> bool {
+        let is_named = |name: &str| self.parts.has(name);
+        let tie = self.tie.as_ref();
+        let is_end = tie.is_some_and(|tie| {
+            name == tie.head
+                || name == tie.embedding
+                || tie.twin.is_some_and(|twin| twin.contains(&name))
+        });
+        let is_alias = self.aliases.iter().any(|(alias, _)| *alias == name);
+        let is_head = TASK_HEADS.iter().any(|head| name.starts_with(head));
+        is_named(name)
+            || name.strip_prefix("transformer.").is_some_and(is_named)
+            || is_end
+            || is_alias
+            || is_head
+            || self.is_table(name)
+            || self.is_unused(config, name)
+            || is_buffer_name(name)
     }
 
     /// Takes out what the model has no parameter for; the names go to `left_out`.
@@ -425,10 +489,15 @@ impl Tie {
 /// Whether a tensor is one that older versions saved though it follows from the configuration.
 fn is_buffer(tensor: &StoredTensor) -> bool {
     let name = tensor.name.as_str();
-    let is_mask = name.ends_with(".attn.bias") || name.ends_with(".attention.bias");
-    is_mask && tensor.shape.len() == 4
-        || name.ends_with(".masked_bias")
-        || name.ends_with(".rotary_emb.inv_freq")
+    is_buffer_name(name) && (!is_mask_name(name) || tensor.shape.len() == 4)
+}
+
+fn is_buffer_name(name: &str) -> bool {
+    is_mask_name(name) || name.ends_with(".masked_bias") || name.ends_with(".rotary_emb.inv_freq")
+}
+
+fn is_mask_name(name: &str) -> bool {
+    name.ends_with(".attn.bias") || name.ends_with(".attention.bias")
 }
 
 #[cfg(test)]

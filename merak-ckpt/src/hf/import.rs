@@ -1,10 +1,11 @@
 //! Making a checkpoint of a Hugging Face folder.
 
 use super::{CONFIG, HfFolder, check_float, family_of, whole};
+use crate::manifest::FileEntry;
 use crate::plan::plan;
 use crate::reshard::{finish, start};
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, copy_file, write_file, write_planned};
-use crate::{DType, Header, Result, Shard, Stages, TensorEntry, Topology};
+use crate::{DType, Header, Kind, Result, Shard, Stages, TensorEntry, Topology};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -52,13 +53,62 @@ pub fn import_hf(
     options: &ImportOptions,
 ) -> Result<PathBuf> {
     let tensors = source.tensors().to_vec();
-    let destination = destination.as_ref();
-    import(source, &source.weights, tensors, destination, options)
+    import_folder(
+        source,
+        &source.weights,
+        tensors,
+        destination.as_ref(),
+        options,
+    )
 }
 
 /// Makes a checkpoint of these tensors, whose values may be other than the folder's.
-pub(super) fn import(
+pub(super) fn import_folder(
     source: &HfFolder,
+    values: &dyn Values,
+    tensors: Vec<TensorEntry>,
+    destination: &Path,
+    options: &ImportOptions,
+) -> Result<PathBuf> {
+    let mut config = source.config().clone();
+    let is_corrected = source.correct(&mut config);
+    let path = |name| source.path().join(name);
+    let companions = source
+        .companions()
+        .into_iter()
+        .filter(|&name| name != CONFIG);
+    let companions: Vec<_> = companions.map(path).collect();
+    let model_type = config.get("model_type");
+    let origin = Origin {
+        folder: source.path(),
+        config_file: (!is_corrected).then(|| path(CONFIG)),
+        companions: &companions,
+        header: Header {
+            topology: options.topology,
+            model: json!({"model_type": model_type, "source": "hugging_face"}),
+            ..Header::default()
+        },
+        config: &config,
+    };
+    warn(source);
+    import(&origin, values, tensors, destination, options)
+}
+
+/// What a checkpoint is made of besides tensors.
+pub(super) struct Origin<'a> {
+    /// Where the tensors are from.
+    pub(super) folder: &'a Path,
+    pub(super) config: &'a Value,
+    /// The file whose bytes are this configuration, where there is one.
+    pub(super) config_file: Option<PathBuf>,
+    /// Other files that belong to the model.
+    pub(super) companions: &'a [PathBuf],
+    pub(super) header: Header,
+}
+
+/// Makes a checkpoint of these tensors.
+pub(super) fn import(
+    origin: &Origin<'_>,
     values: &dyn Values,
     tensors: Vec<TensorEntry>,
     destination: &Path,
@@ -66,8 +116,10 @@ pub(super) fn import(
 ) -> Result<PathBuf> {
     let budget = Budget::new(options.max_memory)?;
     check_float(options.dtype)?;
-    let mut tensors = whole::check(source.path(), source.config(), tensors)?;
-    for tensor in tensors.iter_mut().filter(|tensor| tensor.dtype.is_float()) {
+    let mut tensors = whole::check(origin.folder, origin.config, tensors)?;
+    let is_weight =
+        |tensor: &&mut TensorEntry| tensor.dtype.is_float() && tensor.kind == Kind::Parameter;
+    for tensor in tensors.iter_mut().filter(is_weight) {
         tensor.dtype = options.dtype.unwrap_or(tensor.dtype);
     }
     let planned = plan(&tensors, options.topology, &options.stages)?;
@@ -75,33 +127,36 @@ pub(super) fn import(
         .iter()
         .map(|file| (file.kind.file_name(file.rank), file))
         .collect();
-    let draft = start(destination, 0)?;
+    let draft = start(destination, origin.header.step)?;
     finish(&draft, || {
         let folder = draft.path();
         let mut shards = write_planned(values, &tensors, &files, &folder, budget)?;
-        let mut config = source.config().clone();
-        let is_corrected = source.correct(&mut config);
-        let companions = source.companions().into_iter();
-        let copied = companions.map(|name| match name {
-            CONFIG if is_corrected => {
-                let text = format!("{config:#}\n");
-                write_file(text.as_bytes(), source.path(), &folder, name)
+        let mut files = Vec::with_capacity(origin.companions.len() + 1);
+        files.push(match &origin.config_file {
+            Some(file) => copy_beside(file, &folder)?,
+            None => {
+                let text = format!("{:#}\n", origin.config);
+                write_file(text.as_bytes(), origin.folder, &folder, CONFIG)?
             }
-            _ => copy_file(source.path(), &folder, name),
         });
+        for file in origin.companions {
+            files.push(copy_beside(file, &folder)?);
+        }
         shards.push(Shard {
-            files: copied.collect::<Result<_>>()?,
+            files,
             tensors: Vec::new(),
         });
-        warn(source);
-        let model_type = source.config().get("model_type");
-        let header = Header {
-            topology: options.topology,
-            model: json!({"model_type": model_type, "source": "hugging_face"}),
-            ..Header::default()
-        };
-        Ok((shards, header))
+        Ok((shards, origin.header.clone()))
     })
+}
+
+/// Copies a file into a folder.
+fn copy_beside(file: &Path, to: &Path) -> Result<FileEntry> {
+    let name = file
+        .file_name()
+        .and_then(|name| name.to_str())
+        .unwrap_or_default();
+    copy_file(file.parent().unwrap_or(Path::new("")), to, name)
 }
 
 /// Says what a checkpoint of this folder does without.

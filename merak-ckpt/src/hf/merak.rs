@@ -9,8 +9,8 @@
 //! | layers of `tp_meta_data`, where the family stores `[in, out]` | transposed |
 //! | fused outputs `q0 k0 v0 q1 k1 v1` of two ranks | `q0 q1 k0 k1 v0 v1` |
 
-use super::import::import;
-use super::{HfFolder, ImportOptions, family_of, foreign, read_index};
+use super::import::import_folder;
+use super::{HfFolder, ImportOptions, check_is_none_of_others, family_of, foreign, read_index};
 use crate::layout::Part;
 use crate::rewrite::{MIN_MEMORY, Values};
 use crate::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, TensorEntry};
@@ -43,6 +43,7 @@ pub fn import_merak(
             expected: "at least 1",
         });
     }
+    check_is_none_of_others(&folder.join(INDEX), folder)?;
     let split = split_layers(&folder.join(INDEX))?;
     let source = HfFolder::open(folder)?;
     let family = family_of(source.config());
@@ -110,7 +111,7 @@ pub fn import_merak(
         last: Mutex::new(None),
     };
     let tensors = tensors.into_values().collect();
-    import(&source, &values, tensors, destination.as_ref(), &options)
+    import_folder(&source, &values, tensors, destination.as_ref(), &options)
 }
 
 /// The options for what is left of the memory beside a tensor of this size.

@@ -13,6 +13,31 @@ pub(super) struct Parts {
     pub(super) stacks: &'static [Stack],
 }
 
+impl Parts {
+    /// Whether some model of the family has a parameter of this name.
+    pub(super) fn has(&self, name: &str) -> bool {
+        let is_in = |modules: &[Module], name: &str| {
+            let mut modules = modules.iter();
+            modules.any(|module| {
+                let rest = name.strip_prefix(module.name);
+                rest.is_some_and(|rest| rest == module.weight || rest == ".bias")
+            })
+        };
+        let in_stack = |stack: &Stack| {
+            let within = name
+                .strip_prefix(stack.before)
+                .and_then(|rest| rest.split_once('.'));
+            let (_, within) = within.filter(|(number, _)| number.parse::<usize>().is_ok())?;
+            let mut groups = stack.layer.iter();
+            groups.find(|(before, modules)| {
+                let name = within.strip_prefix(before);
+                name.is_some_and(|name| is_in(modules, name))
+            })
+        };
+        is_in(self.outside, name) || self.stacks.iter().any(|stack| in_stack(stack).is_some())
+    }
+}
+
 /// Layers, one like the other.
 #[derive(Debug)]
 pub(super) struct Stack {

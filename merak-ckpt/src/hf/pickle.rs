@@ -1,45 +1,60 @@
 //! A pickle interpreter that knows tensors and plain containers, and runs nothing.
 //!
 //! A pickle is a program for a stack machine that may name any function of any Python module and
-//! have it called. This interpreter has a list of the few names that a table of tensors needs, each of which is a
-//! case of an enum here; every other name, and every opcode that such tables do not use, is an error
+//! have it called. This interpreter has a list of the few names that a [`Purpose`] needs, each of which is a
+//! case of an enum here; every other name, and every opcode that such pickles do not use, is an error
 //! that says which. Containers live in an arena and values are small and `Copy`, so that a
-//! deeply nested pickle costs no call stack, and the number of values is bounded.
+//! deeply nested pickle costs no call stack.
+//!
+//! An opcode costs time for the bytes that it takes and the values that it moves, each of which was pushed once, so the
+//! time is linear in the length. What a pickle makes is counted in bytes, with what the allocator adds, and a limit holds
+//! for the sum.
 
 mod objects;
 
-pub(super) use objects::{Callable, Heap, Storage, Value, View};
-use objects::{callable, size};
+pub(super) use objects::{Callable, Class, Heap, Purpose, Storage, Value, View, size};
+use objects::{Object, callable};
 use std::collections::BTreeMap;
 
-/// Most values that a pickle may make.
-const MAX_VALUES: usize = 1 << 22;
+/// Bytes that a value takes in a container that grows by doubling.
+const VALUE_BYTES: usize = 2 * size_of::<Value<'_>>();
+/// Bytes that a container takes besides its values: its place in the arena, and a block of the allocator.
+const CONTAINER_BYTES: usize = 2 * size_of::<Vec<Value<'_>>>() + 16;
+/// Bytes that an entry of the memo takes in a tree whose nodes may be half empty.
+const MEMO_BYTES: usize = 2 * (size_of::<Value<'_>>() + size_of::<u32>() + 4);
 
 /// The machine that runs one pickle.
 struct Machine<'a> {
     bytes: &'a [u8],
     at: usize,
+    purpose: Purpose,
     heap: Heap<'a>,
     stack: Vec<Value<'a>>,
+    /// Most values that the stack has held: so much of its memory is counted.
+    highest: usize,
     /// Heights of the stack at the open marks.
     marks: Vec<usize>,
     memo: BTreeMap<u32, Value<'a>>,
-    /// Values pushed so far.
-    pushed: usize,
 }
 
 type Outcome<T> = Result<T, String>;
 
-/// Runs the pickle at the start of `bytes`: its value, what it has made, and its length.
-pub(super) fn run(bytes: &[u8]) -> Outcome<(Value<'_>, Heap<'_>, usize)> {
+/// Runs the pickle at the start of `bytes`: its value, what it has made, and its length. What it makes takes `limit`
+/// bytes at most.
+pub(super) fn run(
+    bytes: &[u8],
+    purpose: Purpose,
+    limit: usize,
+) -> Outcome<(Value<'_>, Heap<'_>, usize)> {
     let mut machine = Machine {
         bytes,
         at: 0,
-        heap: Heap::default(),
+        purpose,
+        heap: Heap::new(limit),
         stack: Vec::new(),
+        highest: 0,
         marks: Vec::new(),
         memo: BTreeMap::new(),
-        pushed: 0,
     };
     loop {
         let at = machine.at;
@@ -61,7 +76,7 @@ impl<'a> Machine<'a> {
             0x80 => self.take(1).map(drop),
             0x95 => self.take(8).map(drop),
             b'(' => {
-                self.count()?;
+                self.heap.spend(2 * size_of::<usize>())?;
                 self.marks.push(self.stack.len());
                 Ok(())
             }
@@ -79,11 +94,11 @@ impl<'a> Machine<'a> {
             }
             b'a' => {
                 let item = self.pop()?;
-                self.append(vec![item])
+                self.append(&[item])
             }
             b'e' => {
                 let items = self.pop_to_mark()?;
-                self.append(items)
+                self.append(&items)
             }
             b's' => {
                 let items = self.pop_many(2)?;
@@ -112,19 +127,30 @@ impl<'a> Machine<'a> {
             }
             b'c' => {
                 let (module, name) = (self.line()?, self.line()?);
-                self.push(Value::Callable(callable(module, name)?))
+                self.push(callable(self.purpose, module, name)?)
             }
             0x93 => match self.pop_many(2)?[..] {
                 [Value::Text(module), Value::Text(name)] => {
-                    self.push(Value::Callable(callable(module, name)?))
+                    self.push(callable(self.purpose, module, name)?)
                 }
                 _ => Err("a name is no text".to_owned()),
             },
             b'Q' => self.storage(),
             b'R' => self.call(),
-            // BUILD: attributes of a dictionary (`_metadata`), which tensors do not need.
+            // NEWOBJ
+            0x81 => match self.pop_many(2)?[..] {
+                [Value::Callable(Callable::Class(class)), Value::Items(_)] => {
+                    self.new_object(class)
+                }
+                _ => Err("it makes an object of no class".to_owned()),
+            },
+            // BUILD: attributes of an object, or of a dictionary (`_metadata`), which tensors do not need.
             b'b' => match self.pop_many(2)?[..] {
                 [Value::Dict(dict), _] => self.push(Value::Dict(dict)),
+                [Value::Object(object), state] => {
+                    self.heap.objects[object].state = state;
+                    self.push(Value::Object(object))
+                }
                 _ => Err("it sets attributes of something else than a dictionary".to_owned()),
             },
             _ => self.literal(opcode),
@@ -151,8 +177,8 @@ impl<'a> Machine<'a> {
             }
             0x8A => self.long(),
             b'G' => {
-                self.take(8)?;
-                self.push(Value::Number)
+                let value = f64::from_be_bytes(self.array()?);
+                self.push(Value::Float(value))
             }
             b'X' => {
                 let length = u32::from_le_bytes(self.array()?);
@@ -169,16 +195,11 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn count(&mut self) -> Outcome<()> {
-        self.pushed += 1;
-        if self.pushed > MAX_VALUES {
-            return Err(format!("it makes more than {MAX_VALUES} values"));
-        }
-        Ok(())
-    }
-
     fn push(&mut self, value: Value<'a>) -> Outcome<()> {
-        self.count()?;
+        if self.stack.len() == self.highest {
+            self.heap.spend(VALUE_BYTES)?;
+            self.highest += 1;
+        }
         self.stack.push(value);
         Ok(())
     }
@@ -196,14 +217,14 @@ impl<'a> Machine<'a> {
     fn pop_many(&mut self, count: usize) -> Outcome<Vec<Value<'a>>> {
         let floor = self.marks.last().copied().unwrap_or(0);
         match self.stack.len().checked_sub(count) {
-            Some(start) if start >= floor => Ok(self.stack.split_off(start)),
+            Some(start) if start >= floor => Ok(self.stack.drain(start..).collect()),
             _ => Err("it takes more values than there are".to_owned()),
         }
     }
 
     fn pop_to_mark(&mut self) -> Outcome<Vec<Value<'a>>> {
         let mark = self.marks.pop().ok_or("there is no mark")?;
-        Ok(self.stack.split_off(mark))
+        Ok(self.stack.drain(mark..).collect())
     }
 
     fn take(&mut self, count: usize) -> Outcome<&'a [u8]> {
@@ -244,26 +265,37 @@ impl<'a> Machine<'a> {
             .map_or(0, |byte| if byte & 0x80 == 0 { 0 } else { 0xFF });
         let mut wide = [sign; 8];
         if bytes.len() > wide.len() {
-            return self.push(Value::Number);
+            return self.push(Value::Wide);
         }
         wide[..bytes.len()].copy_from_slice(bytes);
         self.push(Value::Int(i64::from_le_bytes(wide)))
     }
 
     fn new_items(&mut self, items: Vec<Value<'a>>) -> Outcome<()> {
+        self.heap
+            .spend(CONTAINER_BYTES + items.len() * VALUE_BYTES)?;
         self.heap.items.push(items);
         self.push(Value::Items(self.heap.items.len() - 1))
     }
 
     fn new_dict(&mut self) -> Outcome<()> {
+        self.heap.spend(CONTAINER_BYTES)?;
         self.heap.dicts.push(Vec::new());
         self.push(Value::Dict(self.heap.dicts.len() - 1))
     }
 
-    fn append(&mut self, items: Vec<Value<'a>>) -> Outcome<()> {
+    fn new_object(&mut self, class: Class) -> Outcome<()> {
+        self.heap.spend(2 * size_of::<Object<'_>>())?;
+        let state = Value::None;
+        self.heap.objects.push(Object { class, state });
+        self.push(Value::Object(self.heap.objects.len() - 1))
+    }
+
+    fn append(&mut self, items: &[Value<'a>]) -> Outcome<()> {
+        self.heap.spend(items.len() * VALUE_BYTES)?;
         match self.stack.last() {
             Some(&Value::Items(index)) => {
-                self.heap.items[index].extend(items);
+                self.heap.items[index].extend_from_slice(items);
                 Ok(())
             }
             _ => Err("it appends to something else than a list".to_owned()),
@@ -271,6 +303,7 @@ impl<'a> Machine<'a> {
     }
 
     fn insert(&mut self, items: &[Value<'a>]) -> Outcome<()> {
+        self.heap.spend(items.len() * VALUE_BYTES)?;
         let (pairs, rest) = items.as_chunks::<2>();
         match self.stack.last() {
             Some(&Value::Dict(index)) if rest.is_empty() => {
@@ -282,7 +315,7 @@ impl<'a> Machine<'a> {
     }
 
     fn remember(&mut self, index: u32) -> Outcome<()> {
-        self.count()?;
+        self.heap.spend(MEMO_BYTES)?;
         let value = *self.stack.last().ok_or("there is nothing to remember")?;
         self.memo.insert(index, value);
         Ok(())
@@ -313,14 +346,15 @@ impl<'a> Machine<'a> {
                 _,
                 len,
                 Value::None,
-            ] => (key.to_owned(), dtype, size(len)?),
+            ] => (key, dtype, size(len)?),
             _ => return Err("a persistent id names no storage".to_owned()),
         };
+        self.heap.spend(2 * size_of::<Storage<'_>>())?;
         self.heap.storages.push(Storage { key, dtype, len });
         self.push(Value::Storage(self.heap.storages.len() - 1))
     }
 
-    /// REDUCE: one of the calls that make a tensor or a dictionary.
+    /// REDUCE: one of the calls that make a tensor, a dictionary, or something that nobody looks at.
     fn call(&mut self) -> Outcome<()> {
         let called = self.pop_many(2)?;
         let arguments = self.heap.items(called[1]).ok_or("arguments are no tuple")?;
@@ -336,12 +370,19 @@ impl<'a> Machine<'a> {
                     shape: self.heap.sizes(shape)?,
                     strides: self.heap.sizes(strides)?,
                 };
+                self.heap.spend(
+                    2 * size_of::<View>() + 2 * view.shape.len() * size_of::<usize>() + 32,
+                )?;
                 self.heap.views.push(view);
                 self.push(Value::Tensor(self.heap.views.len() - 1))
             }
             (Value::Callable(Callable::RebuildParameter), &[Value::Tensor(tensor), ..]) => {
                 self.push(Value::Tensor(tensor))
             }
+            (Value::Callable(Callable::Size), &[Value::Items(sizes)]) => {
+                self.push(Value::Items(sizes))
+            }
+            (Value::Callable(Callable::Inert), _) => self.push(Value::None),
             (called, _) => Err(format!("it calls {called:?} with other arguments")),
         }
     }
@@ -350,6 +391,12 @@ impl<'a> Machine<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const LIMIT: usize = 256 << 20;
+
+    fn run(bytes: &[u8]) -> Outcome<(Value<'_>, Heap<'_>, usize)> {
+        super::run(bytes, Purpose::Tensors, LIMIT)
+    }
 
     fn refusal(bytes: &[u8]) -> String {
         run(bytes).map(|(value, ..)| value).unwrap_err()
@@ -369,7 +416,7 @@ mod tests {
         it asks for `builtins.eval`, which no table of tensors needs (byte 18 of the pickle)
         it asks for `builtins.getattr`, which no table of tensors needs (byte 0 of the pickle)
         opcode 0x69 is not one that tables of tensors use (byte 1 of the pickle)
-        opcode 0x81 is not one that tables of tensors use (byte 28 of the pickle)
+        it makes an object of no class (byte 28 of the pickle)
         ");
     }
 
@@ -407,8 +454,47 @@ mod tests {
 
     #[test]
     fn a_pickle_that_would_fill_memory_is_refused() {
-        let flood = b"N".repeat(MAX_VALUES + 1);
-        assert!(refusal(&flood).contains("more than 4194304 values"));
+        let limit = 8 << 20;
+        for flood in [
+            b"N".repeat(4 << 20),
+            b"]".repeat(4 << 20),
+            b"(".repeat(4 << 20),
+            [&b"]"[..], &b"Na".repeat(2 << 20)].concat(),
+            [&b"N"[..], &b"r\x01\x00\x00\x00".repeat(1 << 20)].concat(),
+        ] {
+            let message = super::run(&flood, Purpose::Tensors, limit).map(|(value, ..)| value);
+            let message = message.unwrap_err();
+            assert!(
+                message.contains("more than 8388608 bytes of memory"),
+                "{message}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_is_named_again_and_again_is_not_copied() {
+        // A key of 1 MiB, which 300,000 storages have, and tensors of a shape with 100,000 dims.
+        let key = [&b"X\x00\x00\x10\x00"[..], &b"k".repeat(1 << 20)].concat();
+        let start = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\n";
+        let storages = [
+            &start[..],
+            &key,
+            b"NK\x01tq\x00",
+            &b"h\x00Q0".repeat(300_000),
+            b".",
+        ];
+        let storages = storages.concat();
+        let (_, heap, _) = run(&storages).unwrap();
+        assert_eq!(heap.storages.len(), 300_000);
+        let shape = [&b"("[..], &b"K\x01".repeat(100_000), b"tq\x01"].concat();
+        let tensor = [
+            &b"ctorch._utils\n_rebuild_tensor_v2\n("[..],
+            start,
+            b"X\x01\x00\x00\x000NK\x01tQK\x00",
+            &shape,
+            b"h\x01tR.",
+        ];
+        assert!(refusal(&tensor.concat()).contains("100000 dims, the limit is 16"));
     }
 
     #[test]

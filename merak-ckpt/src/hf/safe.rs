@@ -19,8 +19,12 @@ pub fn stored_tensors(path: &Path) -> Result<Vec<StoredTensor>> {
     let file = open_weights(path)?;
     let length = file.metadata().map_err(io_error("look at", path))?.len();
     let mut prefix = [0; 8];
+    if length < prefix.len() as u64 {
+        let reason = format!("it has {length} bytes, expected a header");
+        return Err(foreign(path, reason));
+    }
     file.read_exact_at(&mut prefix, 0)
-        .map_err(|_| foreign(path, format!("it has {length} bytes, expected a header")))?;
+        .map_err(io_error("read", path))?;
     let header_length = u64::from_le_bytes(prefix);
     let limit = format::MAX_HEADER_BYTES.min(length.saturating_sub(8));
     if header_length > limit {
@@ -102,6 +106,7 @@ fn place(
             name,
             dtype,
             shape: info.shape,
+            strides: None,
             bytes: [begin, end].map(|at| start.saturating_add(at as u64)),
         });
     }

@@ -2,7 +2,7 @@
 
 use super::{LoraConfig, PREFIX, config};
 use crate::disk::{remove, rename, sync_folder, write_synced};
-use crate::error::io_error;
+use crate::error::{WithCauses, io_error};
 use crate::hf::{CONFIG, family_of, foreign, read_json};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, write_planned};
@@ -72,7 +72,7 @@ fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
     });
     if let Err(error) = outcome {
         if let Err(error) = remove(&draft) {
-            tracing::warn!(%error, "an unfinished folder could not be removed");
+            tracing::warn!(error = %WithCauses(&error), "an unfinished folder could not be removed");
         }
         return Err(error);
     }

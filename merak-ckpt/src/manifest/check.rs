@@ -87,7 +87,7 @@ impl Manifest {
         check_tensor_name(&tensor.name).map_err(|error| malformed(error.to_string()))?;
         check_ndim(tensor.shape.len())?;
         let too_large = || malformed(format!("shape {:?} is too large", tensor.shape));
-        let expected = num_elements(&tensor.shape)
+        num_elements(&tensor.shape)
             .filter(|&n| n <= isize::MAX as usize / 16)
             .ok_or_else(too_large)?;
         for slice in &tensor.slices {
@@ -96,16 +96,7 @@ impl Manifest {
         if let Some(cut) = &tensor.cut {
             cut.check(&tensor.shape).map_err(malformed)?;
         }
-        let found = boxes(tensor)?
-            .iter()
-            .try_fold(0_usize, |n, region| n.checked_add(region.num_elements()?));
-        match found {
-            Some(found) if found == expected => Ok(()),
-            _ => Err(Problem::Incomplete {
-                expected,
-                found: found.unwrap_or(usize::MAX),
-            }),
-        }
+        check_coverage(tensor)
     }
 
     fn check_slice(&self, tensor: &TensorEntry, slice: &SliceEntry) -> Result<(), Problem> {
@@ -180,6 +171,32 @@ impl Manifest {
             }),
             _ => Ok(()),
         }
+    }
+}
+
+/// Checks that the boxes of a tensor's slices are within it, do not overlap and hold all of it.
+pub(crate) fn check_coverage(tensor: &TensorEntry) -> Result<(), Problem> {
+    let shape = &tensor.shape;
+    if let Some(slice) = tensor
+        .slices
+        .iter()
+        .find(|slice| !slice.region().is_within(shape))
+    {
+        let region = slice.region();
+        return Err(malformed(format!(
+            "box {region} is out of bounds of shape {shape:?}"
+        )));
+    }
+    let expected = tensor.num_elements();
+    let found = boxes(tensor)?
+        .iter()
+        .try_fold(0_usize, |n, region| n.checked_add(region.num_elements()?));
+    match found {
+        Some(found) if found == expected => Ok(()),
+        _ => Err(Problem::Incomplete {
+            expected,
+            found: found.unwrap_or(usize::MAX),
+        }),
     }
 }
 

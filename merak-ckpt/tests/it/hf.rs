@@ -12,10 +12,11 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const FOLDERS: [&str; 5] = [
+const FOLDERS: [&str; 6] = [
     "gpt2-safetensors",
     "gpt2-zip",
     "gpt2-old",
+    "gpt2-strided",
     "llama-indexed",
     "vit",
 ];
@@ -58,8 +59,13 @@ pub(crate) fn content(folder: &HfFolder) -> Vec<(String, DType, Vec<usize>, Vec<
 
 /// A copy of a golden folder that a test may spoil.
 pub(crate) fn copy(name: &str) -> tempfile::TempDir {
+    copy_of(&golden(name))
+}
+
+/// A copy of a folder of files.
+pub(crate) fn copy_of(golden: &Path) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    for entry in fs::read_dir(golden(name)).expect("the goldens are there") {
+    for entry in fs::read_dir(golden).expect("the goldens are there") {
         let path = entry.expect("an entry").path();
         let to = folder.path().join(path.file_name().expect("a name"));
         fs::copy(&path, to).expect("it can be copied");
@@ -106,11 +112,14 @@ fn every_format_gives_the_tensors_that_torch_saved() {
 #[test]
 fn import_and_export_is_the_identity_for_any_topology() {
     let folder = tempfile::tempdir().unwrap();
-    for (name, (dp, tp, pp)) in
-        FOLDERS
-            .into_iter()
-            .zip([(1, 1, 1), (2, 2, 2), (1, 4, 1), (1, 2, 4), (2, 2, 1)])
-    {
+    for (name, (dp, tp, pp)) in FOLDERS.into_iter().zip([
+        (1, 1, 1),
+        (2, 2, 2),
+        (1, 4, 1),
+        (2, 4, 1),
+        (1, 2, 4),
+        (2, 2, 1),
+    ]) {
         let original = HfFolder::open(golden(name)).unwrap();
         let options = ImportOptions {
             topology: Topology {
@@ -565,4 +574,52 @@ fn what_an_architecture_has_beside_its_family_is_carried_along() {
         let expected = if is_kept { (2, 0) } else { (1, 1) };
         assert_eq!(found, expected, "{architecture}");
     }
+}
+
+#[test]
+fn a_vit_under_the_names_of_memory_is_the_model_that_files_have() {
+    let folder = copy("vit");
+    let expected = HfFolder::open(folder.path()).unwrap();
+    let file = folder.path().join("model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    let data = 8 + bytes_of(&bytes);
+    let mut header = String::from_utf8(bytes[8..data].to_vec()).unwrap();
+    for (in_files, in_memory) in [
+        ("attention.attention.query", "attention.q_proj"),
+        ("attention.attention.key", "attention.k_proj"),
+        ("attention.attention.value", "attention.v_proj"),
+        ("attention.output.dense", "attention.o_proj"),
+        ("intermediate.dense", "mlp.fc1"),
+        ("output.dense", "mlp.fc2"),
+        ("encoder.layer.", "layers."),
+    ] {
+        header = header.replace(in_files, in_memory);
+    }
+    let other = tempfile::tempdir().unwrap();
+    for header in [
+        header.clone(),
+        header.replace("\"vit.", "\"").replace("classifier", "cls"),
+    ] {
+        let length = (header.len() as u64).to_le_bytes();
+        let bytes = [&length[..], header.as_bytes(), &bytes[data..]].concat();
+        fs::write(other.path().join("model.safetensors"), bytes).unwrap();
+        fs::copy(
+            folder.path().join("config.json"),
+            other.path().join("config.json"),
+        )
+        .unwrap();
+        let found = HfFolder::open(other.path()).unwrap();
+        let of_layers = |folder: &HfFolder| {
+            let all = content(folder).into_iter();
+            all.filter(|(name, ..)| name.contains("layer"))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(of_layers(&found), of_layers(&expected));
+        assert_eq!(of_layers(&found).len(), 34);
+    }
+}
+
+/// The length of the header of a safetensors file.
+fn bytes_of(file: &[u8]) -> usize {
+    u64::from_le_bytes(file[..8].try_into().expect("eight bytes")) as usize
 }

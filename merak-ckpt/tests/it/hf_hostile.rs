@@ -21,6 +21,33 @@ fn a_pickle_that_would_run_something_is_refused_by_name() {
 }
 
 #[test]
+fn a_table_of_tensors_stays_inside_the_memory_limit() {
+    let folder = golden("gpt2-zip");
+    assert!(HfFolder::open_within(&folder, 1 << 20).is_ok());
+    let error = HfFolder::open_within(&folder, 16 << 10).unwrap_err();
+    let message = error.to_string();
+    assert!(
+        message.contains("more than") && message.contains("--max-memory"),
+        "{message}"
+    );
+    // As `torch.save` would write four million lists, each in the next.
+    let old = fs::read(golden("gpt2-old/pytorch_model.bin")).unwrap();
+    let table = old
+        .windows(2)
+        .enumerate()
+        .filter(|(_, w)| w == b"\x80\x02")
+        .map(|(at, _)| at);
+    let table = table.collect::<Vec<_>>()[3];
+    let folder = copy("gpt2-old");
+    let lists = [&b"]".repeat(2 << 20)[..], &b"a".repeat((2 << 20) - 1), b"."].concat();
+    let hostile = [&old[..table], &lists].concat();
+    fs::write(folder.path().join("pytorch_model.bin"), hostile).unwrap();
+    let begun = std::time::Instant::now();
+    assert!(refusal(folder.path()).contains("bytes of memory"));
+    assert!(begun.elapsed() < std::time::Duration::from_secs(5));
+}
+
+#[test]
 fn files_that_are_no_regular_ones_are_refused_at_once() {
     let folder = copy("gpt2-safetensors");
     let path = folder.path();

@@ -6,11 +6,13 @@
 //! - `hf_hostile`: Hugging Face folders that are damaged or made to harm
 //! - `hf_whole`: Hugging Face folders that lack something or do not fit their configuration
 //! - `lora`: adapters of PEFT, merged
+//! - `named`: folders and files of other programs are named for what they are
 //! - `merak`: weights of the original Merak, imported
 //! - `reshard`: files rewritten for other topologies, there and back
 //! - `store`: names, `latest`, rotation, leftovers
 //! - `command`: what `merak-ckpt` prints, and its exit status
 //! - `crash`: killed processes and full disks lose nothing
+//! - `dcp`: folders of torch.distributed.checkpoint
 //! - `damage`: damaged files give errors that name them, on loading too
 //! - `forged`: hostile manifests and headers with right checksums
 //! - `generation`: the decode loop over toy models
@@ -20,6 +22,7 @@ mod command;
 #[cfg(feature = "cli")]
 mod crash;
 mod damage;
+mod dcp;
 mod forged;
 mod generation;
 mod hf;
@@ -27,6 +30,7 @@ mod hf_hostile;
 mod hf_whole;
 mod lora;
 mod merak;
+mod named;
 mod reshard;
 mod store;
 mod support;

@@ -235,12 +235,17 @@ impl Prepared {
     pub(crate) fn describe(&self) -> Result<String> {
         let (args, plan) = (&self.args, &self.plan);
         let mut text = String::new();
+        let trained: usize = plan.trained_params().map(|param| param.full.numel()).sum();
+        let all = plan.graph.num_elements();
+        let trained = if trained == all {
+            String::new()
+        } else {
+            format!(", {trained} trained")
+        };
         let _ = writeln!(
             text,
-            "model     {}: {} parameters, {} layers",
-            plan.info.family,
-            plan.graph.num_elements(),
-            plan.info.num_layers
+            "model     {}: {all} parameters{trained}, {} layers",
+            plan.info.family, plan.info.num_layers
         );
         let (train, validation, what) = self.amounts();
         let _ = writeln!(

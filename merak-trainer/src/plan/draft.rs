@@ -139,9 +139,19 @@ fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
     let Some(path) = &args.lora_config else {
         return Ok(None);
     };
+    let config = LoraConfig::read(&path.0)?;
+    let base = "base_model_name_or_path";
+    let config = match &args.model.hf_dir {
+        Some(folder) if config.to_json()[base].is_null() => {
+            let folder = folder.0.to_string_lossy();
+            let named = config.with(base, serde_json::json!(folder));
+            named.expect("a path is a legal name of a base")
+        }
+        _ => config,
+    };
     Ok(Some(Lora {
         name: args.adapter_name.clone(),
-        config: LoraConfig::read(&path.0)?,
+        config,
     }))
 }
 

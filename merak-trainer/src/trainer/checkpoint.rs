@@ -6,7 +6,7 @@ use super::{
     shards::ShardSource,
 };
 use crate::{
-    Error, Result, StepPart,
+    CheckedArguments, Error, Result, StepPart,
     data::{DataFingerprint, DataPosition, TrainingOrder},
 };
 use merak_ckpt::{
@@ -52,6 +52,40 @@ pub(super) struct RunState {
     /// What it was trained on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) data: Option<DataFingerprint>,
+}
+
+/// What the state of a checkpoint says that another program's run was imported into.
+#[derive(Debug, Deserialize)]
+struct Imported {
+    /// Updates done.
+    step: usize,
+    /// The optimizer, where the other program's files tell.
+    optimizer: Option<OptimizerKind>,
+}
+
+impl RunState {
+    /// Reads the state of a checkpoint; `None` where it is a release. A run that was imported knows its updates: seeds are
+    /// those that are given, and it begins with the first sample of the data.
+    pub(super) fn read(
+        state: &serde_json::Value,
+        args: &CheckedArguments,
+    ) -> serde_json::Result<Option<Self>> {
+        let Some(imported) = state.get("imported") else {
+            return serde_json::from_value(state.clone());
+        };
+        let Imported { step, optimizer } = serde_json::from_value(imported.clone())?;
+        let progress = Progress {
+            steps: step as u64,
+            ..Progress::default()
+        };
+        // By the names of a state's fields, so that what is left out is as in states of earlier versions.
+        let fields = serde_json::json!({
+            "global_step": step, "tokens": 0, "progress": progress, "position": DataPosition::default(),
+            "seed": args.seed, "data_seed": args.data_seed(), "global_batch": args.global_batch(),
+            "has_rng": true, "has_optimizer": true, "optim": optimizer,
+        });
+        serde_json::from_value(fields).map(Some)
+    }
 }
 
 /// A rank's part of a checkpoint, before anything changes.

@@ -72,7 +72,7 @@ impl Iterator for Candidates {
 
 /// Says that `auto` leaves a damaged checkpoint alone.
 pub(super) fn pass_over(error: &dyn std::error::Error) {
-    tracing::warn!(%error, "checkpoint passed over");
+    tracing::warn!(error = crate::world::chain(error), "checkpoint passed over");
 }
 
 fn by_preference(store: &Store, tells: bool) -> Result<VecDeque<PathBuf>> {
@@ -169,11 +169,10 @@ pub(super) fn check(
 ) -> Result<Option<RunState>> {
     let path = || checkpoint.path().to_owned();
     let header = &checkpoint.manifest().header;
-    let state: Option<RunState> =
-        serde_json::from_value(header.state.clone()).map_err(|error| Error::OtherModel {
-            path: path(),
-            difference: format!("its run state cannot be read: {error}"),
-        })?;
+    let state = RunState::read(&header.state, args).map_err(|error| Error::OtherModel {
+        path: path(),
+        difference: format!("its run state cannot be read: {error}"),
+    })?;
     check_adapter(checkpoint, plan, state.is_none(), args.finetune)?;
     check_model(checkpoint, plan, state.is_none(), args.finetune)?;
     if let Some(state) = state.as_ref().filter(|_| !args.finetune) {

@@ -5,6 +5,7 @@
 
 pub(crate) mod formula;
 mod generation;
+mod imported;
 mod lora;
 
 use std::{
@@ -297,7 +298,7 @@ fn loss_gaps(name: &str, case: &Case, losses: &[f64]) -> Vec<String> {
     let topologies = [(1, 1, 1), (1, 2, 2)];
     for (backend, degrees) in BACKENDS.iter().flat_map(|b| topologies.map(|d| (b, d))) {
         let case = case.clone().with("compute.backend", backend).on(degrees);
-        let run = case.run(STEPS);
+        let run = case.run(losses.len());
         assert_eq!(run.reports.len(), losses.len(), "steps of {name}");
         for (report, expected) in run.reports.iter().zip(losses) {
             let (step, loss) = (report.step, report.loss);

@@ -1,7 +1,7 @@
 //! What is in a checkpoint, for people and as JSON.
 
 use crate::line;
-use merak_ckpt::{Checkpoint, Manifest, TensorEntry};
+use merak_ckpt::{Checkpoint, Kind, Manifest, TensorEntry};
 use serde_json::{Value, json};
 
 /// A table of the tensors below a few lines about the whole.
@@ -30,6 +30,22 @@ pub(crate) fn text(checkpoint: &Checkpoint) -> String {
             bytes(total_bytes(manifest))
         ),
     );
+    let factors = || {
+        manifest
+            .tensors_of(&Kind::Parameter)
+            .filter(|entry| entry.is_of_adapter())
+    };
+    if factors().next().is_some() {
+        let (count, elements, size) = sums(factors());
+        let of = "of an adapter";
+        line(
+            &mut text,
+            format_args!(
+                "{of:<24}{count:>6} tensors {elements:>14} elements  {}",
+                bytes(size)
+            ),
+        );
+    }
     for kind in manifest.kinds() {
         let (count, elements, size) = sums(manifest.tensors_of(kind));
         line(
@@ -102,6 +118,7 @@ pub(crate) fn json(checkpoint: &Checkpoint) -> String {
         "model": header.model,
         "state": header.state,
         "bytes": total_bytes(manifest),
+        "adapter_elements": sums(manifest.tensors_of(&Kind::Parameter).filter(|entry| entry.is_of_adapter())).1,
         "kinds": manifest.kinds().into_iter().map(kind).collect::<serde_json::Map<String, Value>>(),
         "files": manifest.files,
         "tensors": manifest.tensors.iter().map(tensor).collect::<Vec<_>>(),

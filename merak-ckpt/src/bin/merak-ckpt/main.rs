@@ -60,6 +60,8 @@ enum Command {
     Reshard(rewrite::Reshard),
     /// Makes a checkpoint of a Hugging Face folder, and prints its folder
     ImportHf(rewrite::ImportHf),
+    /// Makes a checkpoint of a folder of torch.distributed.checkpoint, optimizer state included, and prints its folder
+    ImportDcp(rewrite::ImportDcp),
     /// Makes a checkpoint of weights of the original Python Merak, after its conversion to safetensors
     ImportMerak(rewrite::ImportMerak),
     /// Makes a Hugging Face folder of a checkpoint
@@ -103,6 +105,7 @@ fn main() -> ExitCode {
         Command::Diff { a, b, rtol, atol } => compare(&a, &b, Tolerance { rtol, atol }),
         Command::Reshard(command) => command.run(),
         Command::ImportHf(command) => command.run(),
+        Command::ImportDcp(command) => command.run(),
         Command::ImportMerak(command) => command.run(),
         Command::ExportHf(command) => command.run(),
         Command::MergeLora(command) => command.run(),

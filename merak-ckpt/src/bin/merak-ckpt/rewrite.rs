@@ -4,8 +4,8 @@ use crate::Outcome;
 use clap::Args;
 use merak_ckpt::{
     Checkpoint, DEFAULT_MAX_MEMORY, DType, ExportOptions, HfFolder, ImportOptions, ReshardOptions,
-    Result, Stages, Topology, export_hf, extract_lora, import_hf, import_merak, merge_lora,
-    parse_byte_size, reshard,
+    Result, Stages, Topology, export_hf, extract_lora, import_dcp, import_hf, import_merak,
+    merge_lora, parse_byte_size, reshard,
 };
 use std::path::{Path, PathBuf};
 
@@ -115,6 +115,30 @@ pub(crate) struct ImportHf {
 }
 
 #[derive(Args)]
+pub(crate) struct ImportDcp {
+    /// Folder with .metadata and .distcp files
+    dir: PathBuf,
+    /// Output folder for the checkpoint, which is that of the optimizer's step
+    dst: PathBuf,
+    /// The model's config.json of Hugging Face, or the folder that it lies in with the files of the tokenizer
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+    /// What the names of the model's weights begin with, as `model.` where a script saved {"model": .., "optim": ..}
+    #[arg(long, default_value = "", hide_default_value = true, value_name = "P")]
+    prefix: String,
+    #[command(flatten)]
+    import: Import,
+}
+
+impl ImportDcp {
+    pub(crate) fn run(&self) -> Result<Outcome> {
+        let options = self.import.options();
+        let path = import_dcp(&self.dir, &self.dst, &self.config, &self.prefix, &options)?;
+        Ok(written(&path))
+    }
+}
+
+#[derive(Args)]
 pub(crate) struct ImportMerak {
     /// Folder that its conversion to safetensors wrote, with the model's config.json beside the weights
     src: PathBuf,
@@ -196,8 +220,9 @@ impl ExtractLora {
 
 impl ImportHf {
     pub(crate) fn run(&self) -> Result<Outcome> {
-        let folder = HfFolder::open(&self.hf_dir)?;
-        let path = import_hf(&folder, &self.dst, &self.import.options())?;
+        let options = self.import.options();
+        let folder = HfFolder::open_within(&self.hf_dir, options.max_memory)?;
+        let path = import_hf(&folder, &self.dst, &options)?;
         Ok(written(&path))
     }
 }

@@ -7,6 +7,7 @@ Written with torch 2.13.0, transformers 5.23.0, safetensors 0.8.0, Python 3.11:
 - gpt2-safetensors  GPT-2 with its head tied, one model.safetensors
 - gpt2-zip          the bare model (no `transformer.` prefix) as pytorch_model.bin, a zip archive, with causal masks
 - gpt2-old          the same in the format before PyTorch 1.6
+- gpt2-strided      the same as a zip archive whose tensors lie column by column, or are parts of larger ones
 - llama-indexed     Llama in bf16, head of its own, several files and an index
 - vit               ViT with three classes: a convolution makes its patches
 - evil              a pytorch_model.bin that would run a command
@@ -66,6 +67,19 @@ for name, new in [("gpt2-zip", True), ("gpt2-old", False)]:
     config.save_pretrained(path)
     torch.save(bare, path / "pytorch_model.bin", _use_new_zipfile_serialization=new)
     expected[name] = described(state)
+
+strided = {}
+for name, value in bare.items():
+    if value.dim() == 2:
+        # Column by column where rows are even, and every second column of a larger tensor elsewhere.
+        wide = torch.zeros(value.shape[0], 2 * value.shape[1])
+        wide[:, ::2] = value
+        value = value.t().contiguous().t() if value.shape[0] % 8 == 0 else wide[:, ::2]
+    strided[name] = value
+path = folder("gpt2-strided")
+config.save_pretrained(path)
+torch.save(strided, path / "pytorch_model.bin")
+expected["gpt2-strided"] = described(state)
 
 config = LlamaConfig(
     hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,

@@ -292,6 +292,19 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     assert_eq!(names, ["adapter_config.json", "adapter_model.safetensors"]);
     let config: Value = serde_json::from_slice(&extracted[0].1).expect("it is JSON");
     assert_eq!(config["fan_in_fan_out"], true);
+    let base = config["base_model_name_or_path"].as_str().expect("a path");
+    assert_eq!(Path::new(base).file_name(), Some("hf".as_ref()));
+    let plan = place.succeed("train hf.toml --lora_config lora.json --dry-run");
+    let model = plan.lines().next().expect("the model comes first");
+    let numbers: Vec<usize> = model
+        .split(' ')
+        .filter_map(|word| word.parse().ok())
+        .collect();
+    assert!(
+        model.contains(" parameters, ") && model.contains(" trained, "),
+        "{model}"
+    );
+    assert!(numbers[1] * 10 < numbers[0], "{model}");
     // As a Hugging Face folder, the model has the adapter in its weights and no trace of it besides.
     export_hf(&saved, place.path("whole"), &ExportOptions::default()).expect("it merges");
     let open = |folder: &str| HfFolder::open(place.path(folder)).expect("it opens");
