@@ -40,7 +40,10 @@ pub struct MemoryNeed {
     pub optimizer: usize,
     /// Batches and values of the graph that are alive at once, in the largest of the workloads.
     pub activations: usize,
-    /// The workload that needs these.
+    /// Memory of freed values that is kept for the next of their length, in the workload that keeps most. What a trainer
+    /// holds of it is not counted.
+    pub pool: usize,
+    /// The workload that needs the activations.
     pub largest: Option<Workload>,
 }
 
@@ -52,6 +55,7 @@ impl MemoryNeed {
             self.gradients,
             self.optimizer,
             self.activations,
+            self.pool,
         ]
         .into_iter()
         .fold(0, usize::saturating_add)
@@ -137,8 +141,15 @@ impl Plan {
             ..MemoryNeed::default()
         };
         for &workload in workloads {
-            let activations = match workload {
-                Workload::Training => self.training_bytes(&programs, rank),
+            let (activations, pool) = match workload {
+                Workload::Training => {
+                    let stages = programs.stages.iter();
+                    let pools = stages.map(|(_, program)| program.kept_free_bytes());
+                    (
+                        self.training_bytes(&programs, rank),
+                        pools.max().unwrap_or(0),
+                    )
+                }
                 Workload::Evaluation { samples } => {
                     let batch = evaluation::batch(args, samples);
                     self.forward_bytes(rank, Forward::loss(batch, self.seq_length))?
@@ -152,9 +163,11 @@ impl Plan {
                     let kept = if args.use_cache { positions } else { 0 };
                     let cache = self.cached_bytes(rank, first)?;
                     let cache = cache.saturating_mul(kept.div_ceil(args.dp));
-                    self.forward_bytes(rank, first)?.saturating_add(cache)
+                    let (values, pool) = self.forward_bytes(rank, first)?;
+                    (values.saturating_add(cache), pool)
                 }
             };
+            need.pool = need.pool.max(pool);
             if activations > need.activations {
                 (need.activations, need.largest) = (activations, Some(workload));
             }
@@ -186,10 +199,16 @@ impl Plan {
         Ok(graphs.map(bytes).sum())
     }
 
-    fn forward_bytes(&self, rank: usize, forward: Forward) -> Result<usize> {
+    /// The values of a forward, and the memory of freed ones that is kept.
+    fn forward_bytes(&self, rank: usize, forward: Forward) -> Result<(usize, usize)> {
         let programs = self.inference_programs(self.stages_of(rank), forward)?;
         let forwards = programs.iter().map(|program| program.live_bytes().forward);
-        Ok(input_bytes(programs.iter()).saturating_add(forwards.max().unwrap_or(0)))
+        let pools = programs.iter().map(StageProgram::kept_free_bytes);
+        let inputs = input_bytes(programs.iter());
+        Ok((
+            inputs.saturating_add(forwards.max().unwrap_or(0)),
+            pools.max().unwrap_or(0),
+        ))
     }
 
     /// Refuses a run whose ranks, all in this process, need more memory than this machine has.
@@ -244,7 +263,7 @@ impl Plan {
         if needed <= available {
             return Ok(());
         }
-        let activations = of_all(|need| need.activations);
+        let activations = of_all(|need| need.activations.saturating_add(need.pool));
         let largest = ranks.iter().max_by_key(|need| need.activations);
         let workload = largest.and_then(|need| need.largest);
         let advice = match workload {
@@ -555,5 +574,17 @@ mod tests {
         assert_eq!(within_group(machine, memory, Some(300 << 20)), 300 << 20);
         assert_eq!(within_group(machine, memory, Some(memory)), machine);
         assert_eq!(within_group(machine, memory, None), machine);
+    }
+
+    #[test]
+    fn freed_memory_that_a_rank_keeps_is_counted() {
+        let (plan, args) = plan(&["per_device_train_batch_size=2"]);
+        let need = plan.memory(&args, &[Workload::Training]).unwrap()[0];
+        // Values of several lengths take turns, so some memory lies idle, but less than is in use.
+        assert!(need.pool > 0 && need.pool < need.activations, "{need:?}");
+        assert_eq!(
+            need.total(),
+            need.weights + need.gradients + need.optimizer + need.activations + need.pool
+        );
     }
 }

@@ -190,6 +190,7 @@ impl RankStages {
             gradients: buffers.map(|b| b.len() * b.dtype().size_bytes()).sum(),
             optimizer: elements * size_of::<f32>(),
             activations: self.peak_activation_bytes(),
+            pool: 0,
             largest: None,
         }
     }

@@ -2,6 +2,7 @@
 
 use super::StageProgram;
 use crate::{Graph, Node, NodeId, Op, Source, ValueId, autodiff::Phase};
+use std::collections::BTreeMap;
 
 /// What the values of one microbatch take. Scratch memory of kernels, parameters and gradients of parameters are not
 /// in it.
@@ -61,18 +62,30 @@ impl StageProgram {
         self.walked(false)
     }
 
+    /// What a backend that keeps the memory of freed values by length holds beyond the peak of a microbatch: lengths
+    /// peak at different times.
+    pub fn kept_free_bytes(&self) -> usize {
+        let mut walk = Walk::new(self, true);
+        walk.lengths = Some(BTreeMap::new());
+        walk.forward(self);
+        let after = walk.backward(
+            self,
+            &[
+                Phase::Recompute,
+                Phase::BackwardInput,
+                Phase::BackwardWeight,
+            ],
+        );
+        let peaks = after.lengths.iter().flatten();
+        let all = peaks.map(|(bytes, length)| bytes.saturating_mul(length.peak));
+        let all = all.fold(0, usize::saturating_add);
+        all.saturating_sub(after.peak)
+    }
+
     fn walked(&self, overwrites: bool) -> LiveBytes {
         use Phase::{BackwardInput as Input, BackwardWeight as Weight, Recompute};
         let mut walk = Walk::new(self, overwrites);
-        let given = self.inputs.iter().map(|port| port.value);
-        given
-            .chain(self.recv.iter().map(|hop| hop.value))
-            .for_each(|value| walk.give(value));
-        self.forward.iter().for_each(|&node| walk.step(node));
-        let leaving = self.send.iter().map(|hop| hop.value);
-        leaving
-            .chain(self.outputs.iter().map(|port| port.value))
-            .for_each(|value| walk.take(value));
+        walk.forward(self);
         let (kept, forward) = walk.mark();
 
         let mut ahead = walk.clone();
@@ -99,6 +112,13 @@ impl StageProgram {
     }
 }
 
+/// How many values of a length there are.
+#[derive(Clone, Default)]
+struct Length {
+    now: usize,
+    peak: usize,
+}
+
 #[derive(Clone)]
 struct Walk<'a> {
     graph: &'a Graph,
@@ -112,6 +132,8 @@ struct Walk<'a> {
     holders: Vec<u32>,
     now: usize,
     peak: usize,
+    /// By the bytes of a value, where these are asked for.
+    lengths: Option<BTreeMap<usize, Length>>,
 }
 
 impl<'a> Walk<'a> {
@@ -125,7 +147,21 @@ impl<'a> Walk<'a> {
             holders: vec![0; count],
             now: 0,
             peak: 0,
+            lengths: None,
         }
+    }
+
+    /// What comes in, the nodes of the forward, and what goes out.
+    fn forward(&mut self, program: &StageProgram) {
+        let given = program.inputs.iter().map(|port| port.value);
+        given
+            .chain(program.recv.iter().map(|hop| hop.value))
+            .for_each(|value| self.give(value));
+        program.forward.iter().for_each(|&node| self.step(node));
+        let leaving = program.send.iter().map(|hop| hop.value);
+        leaving
+            .chain(program.outputs.iter().map(|port| port.value))
+            .for_each(|value| self.take(value));
     }
 
     /// Bytes of a value's own memory; parameters are counted elsewhere.
@@ -144,8 +180,14 @@ impl<'a> Walk<'a> {
         let storage = self.storage[value.index()];
         self.holders[storage.index()] += 1;
         if self.holders[storage.index()] == 1 {
-            self.now = self.now.saturating_add(self.bytes(storage));
+            let bytes = self.bytes(storage);
+            self.now = self.now.saturating_add(bytes);
             self.peak = self.peak.max(self.now);
+            if let Some(lengths) = &mut self.lengths {
+                let length = lengths.entry(bytes).or_default();
+                length.now += 1;
+                length.peak = length.peak.max(length.now);
+            }
         }
     }
 
@@ -162,7 +204,12 @@ impl<'a> Walk<'a> {
         if *holders > 0 {
             *holders -= 1;
             if *holders == 0 {
-                self.now = self.now.saturating_sub(self.bytes(storage));
+                let bytes = self.bytes(storage);
+                self.now = self.now.saturating_sub(bytes);
+                let lengths = self.lengths.as_mut();
+                if let Some(length) = lengths.and_then(|lengths| lengths.get_mut(&bytes)) {
+                    length.now = length.now.saturating_sub(1);
+                }
             }
         }
     }
