@@ -229,6 +229,12 @@ pub(crate) fn cannot_read(path: &Path, source: io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Write as _;
+
+    const ANY: Reading = Reading {
+        kind: TextKind::Bytes,
+        skips: false,
+    };
 
     #[test]
     fn text_that_memory_has_no_room_for_is_refused_by_its_size() {
@@ -244,19 +250,32 @@ mod tests {
     fn a_sparse_file_beyond_memory_is_refused_before_it_is_read() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("sparse.txt");
-        let file = fs::File::create(&path).unwrap();
+        let mut file = fs::File::create(&path).unwrap();
+        file.write_all(b"0123456789").unwrap();
         // Not all file systems have room for such a length.
         if file.set_len(1 << 43).is_ok() {
-            let error = read(&path, None, 9).unwrap_err();
+            let error = read(&path, None, ANY, 9).unwrap_err();
             assert!(matches!(error, Error::DataTooLarge { .. }), "{error}");
-            let part = read(&path, Some(10), 9).unwrap();
-            assert_eq!(part[0].text, [0; 10]);
+            let part = read(&path, Some(10), ANY, 9).unwrap();
+            assert_eq!(part.documents[0].text, b"0123456789");
+        }
+    }
+
+    #[test]
+    fn a_binary_file_beyond_memory_is_passed_over_by_its_beginning() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("a.txt"), "hello").unwrap();
+        let file = fs::File::create(folder.path().join("b.bin")).unwrap();
+        if file.set_len(1 << 43).is_ok() {
+            let skips = Reading { skips: true, ..ANY };
+            let found = read(folder.path(), None, skips, 9).unwrap();
+            assert_eq!((found.documents.len(), found.skipped), (1, 1));
         }
     }
 
     #[test]
     fn devices_and_pipes_are_no_text() {
-        let error = read(Path::new("/dev/zero"), None, 1).unwrap_err();
+        let error = read(Path::new("/dev/zero"), None, ANY, 1).unwrap_err();
         assert_eq!(
             crate::chain(&error),
             "cannot read /dev/zero, which \"data.path\" names: it is no regular file"
