@@ -63,17 +63,13 @@ impl Stage {
     }
 
     fn run(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let layer = |layer: &Option<Linear>, x: &Tensor| {
-            layer
-                .as_ref()
-                .map_or(Ok(x.clone()), |layer| layer.forward(x))
+        let layer = |layer: Option<&Linear>, x: &Tensor| {
+            layer.map_or(Ok(x.clone()), |layer| layer.forward(x))
         };
-        let x = layer(&self.embed, x)?;
+        let x = layer(self.embed.as_ref(), x)?;
         let mut blocks = self.blocks.iter();
-        layer(
-            &self.head,
-            &blocks.try_fold(x, |x, block| block.forward(&x))?,
-        )
+        let x = blocks.try_fold(x, |x, block| block.forward(&x))?;
+        layer(self.head.as_ref(), &x)
     }
 }
 
@@ -95,8 +91,9 @@ impl Rank {
     fn new(own: &[StageId], stages: usize) -> Result<Self> {
         let weights = VarMap::new();
         let vb = VarBuilder::from_varmap(&weights, DType::F32, &Device::Cpu);
-        let stage = |stage: &StageId| Ok((*stage, Stage::new(stage.0, stages, &vb)?));
-        let own = own.iter().map(stage).collect::<Result<_>>()?;
+        let stage =
+            |stage: &StageId| candle_core::Result::Ok((*stage, Stage::new(stage.0, stages, &vb)?));
+        let own = own.iter().map(stage).collect::<candle_core::Result<_>>()?;
         let vars = set_by_name(&weights)?;
         let params = ParamsAdamW {
             lr: 3e-3,
