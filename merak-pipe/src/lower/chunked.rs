@@ -56,7 +56,7 @@ impl Lowering<'_> {
         // A forward that is recomputed on its own keeps its own instruction.
         let at_once = |pair: &Pair| self.recompute(pair.forward).is_none();
         let ends = position.checked_sub(1).and_then(pair_at).filter(at_once);
-        let begins = pair_at(position).filter(at_once).is_some();
+        let begins = pair_at(position).as_ref().is_some_and(at_once);
         let alone = ends.is_none() && !begins;
         let single = alone.then(|| self.computation(self.schedule.actions[rank][position]));
         let joint = ends.map(|Pair { forward, backward }| {

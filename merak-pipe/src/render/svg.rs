@@ -160,8 +160,9 @@ impl<'a> Picture<'a> {
             bars.extend(other.map(|other| (other, self.place(other, BAR / 2.0, height))));
         }
         if self.titled {
-            bars.iter()
-                .for_each(|(span, place)| self.bar(*span, *place));
+            for (span, place) in &bars {
+                self.bar(*span, *place);
+            }
         } else {
             self.shapes(&bars);
         }
