@@ -132,12 +132,11 @@ pub(super) fn import(
         let folder = draft.path();
         let mut shards = write_planned(values, &tensors, &files, &folder, budget)?;
         let mut files = Vec::with_capacity(origin.companions.len() + 1);
-        files.push(match &origin.config_file {
-            Some(file) => copy_beside(file, &folder)?,
-            None => {
-                let text = format!("{:#}\n", origin.config);
-                write_file(text.as_bytes(), origin.folder, &folder, CONFIG)?
-            }
+        files.push(if let Some(file) = &origin.config_file {
+            copy_beside(file, &folder)?
+        } else {
+            let text = format!("{:#}\n", origin.config);
+            write_file(text.as_bytes(), origin.folder, &folder, CONFIG)?
         });
         for file in origin.companions {
             files.push(copy_beside(file, &folder)?);

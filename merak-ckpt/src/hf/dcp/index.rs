@@ -168,9 +168,8 @@ fn tensor<'a>(
     let field = |name| heap.attribute(value, Class::Tensor, name);
     let shape = heap.sizes(field("size").ok_or("has no size")?)?;
     let properties = field("properties").ok_or("has no properties")?;
-    let dtype = match heap.attributes(properties, Class::Properties) {
-        Some(&[Value::DType(dtype), ..]) => dtype,
-        _ => return Err("has no element type".to_owned()),
+    let Some(&[Value::DType(dtype), ..]) = heap.attributes(properties, Class::Properties) else {
+        return Err("has no element type".to_owned());
     };
     let listed = field("chunks").and_then(|found| heap.items(found));
     let listed = listed.ok_or("has no chunks")?;

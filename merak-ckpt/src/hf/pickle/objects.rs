@@ -240,7 +240,10 @@ fn of_index<'a>(module: &str, name: &str) -> Option<Value<'a>> {
         },
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo") => Class::Place,
         ("torch", "Size") => return Some(Value::Callable(Callable::Size)),
-        ("torch", name) => return dtype(name).map(Value::DType),
+        ("torch", name) => {
+            let found = dtype(name);
+            return (found.is_some() || is_other_dtype(name)).then_some(Value::DType(found));
+        }
         ("collections", "OrderedDict") => return Some(Value::Callable(Callable::OrderedDict)),
         ("torch.serialization", "_get_layout")
         | (
@@ -252,11 +255,9 @@ fn of_index<'a>(module: &str, name: &str) -> Option<Value<'a>> {
     Some(Value::Callable(Callable::Class(class)))
 }
 
-/// The element type that torch has under this name: `None` where the name is of none, `Some(None)` for a type that
-/// files of ours cannot have.
-fn dtype(name: &str) -> Option<Option<DType>> {
-    const OTHERS: [&str; 4] = ["complex", "quint", "qint", "float"];
-    let known = match name {
+/// The element type that torch has under this name.
+fn dtype(name: &str) -> Option<DType> {
+    Some(match name {
         "float64" => DType::F64,
         "float32" => DType::F32,
         "bfloat16" => DType::BF16,
@@ -270,10 +271,14 @@ fn dtype(name: &str) -> Option<Option<DType>> {
         "uint16" => DType::U16,
         "uint8" => DType::U8,
         "bool" => DType::Bool,
-        _ if OTHERS.iter().any(|start| name.starts_with(start)) => return Some(None),
         _ => return None,
-    };
-    Some(Some(known))
+    })
+}
+
+/// Whether torch has an element type of this name that files of ours cannot have.
+fn is_other_dtype(name: &str) -> bool {
+    const STARTS: [&str; 4] = ["complex", "quint", "qint", "float"];
+    STARTS.iter().any(|start| name.starts_with(start))
 }
 
 /// A size or offset.
