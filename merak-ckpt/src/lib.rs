@@ -139,6 +139,7 @@ mod layout;
 mod locate;
 mod lora;
 mod manifest;
+mod output;
 mod pending;
 mod philox;
 mod plan;
