@@ -1,4 +1,4 @@
-"""Reshards a checkpoint of a made-up GPT from tp = 4 to tp = 2, pp = 2: `merak-ckpt reshard`, torch.distributed.checkpoint
+"""Reshards a checkpoint of a made-up GPT-2 from tp = 4 to tp = 2, pp = 2: `merak-ckpt reshard`, torch.distributed.checkpoint
 and a copy of the files, by turns. Prints a line per run and the medians.
 
     cargo build --release -p merak-ckpt && cargo build --release -p merak-ckpt --example made_up
@@ -10,13 +10,20 @@ as ours are (rows of row layers, columns of column layers and embeddings by toke
 of tp = 2 by pp = 2, with half of the layers each, load them with `dcp.load` into zeroed tensors and write them with
 `dcp.save`, which syncs its files as we do. Its time begins when all ranks stand ready and ends when the last is
 done, without imports. The copy is `cp --reflink=never` and an fsync of each file. Before each run the files that it reads
-leave the page cache.
+leave the page cache, or with `--warm` enter it.
+
+`--work import` and `--work export` measure `merak-ckpt import-hf` and `export-hf` of the weights alone beside the copy,
+`--source-tp` and `--to` other degrees:
+
+    python reshard_peer.py FOLDER --hidden 1024 --warm --runs 6 --only copy ours --source-tp 1 --to tp=3
+    python reshard_peer.py FOLDER --hidden 2048 --layers 10 --warm --runs 6 --only copy ours --work import --to tp=3
 """
 
 import argparse
 import json
 import os
 import pathlib
+import resource
 import shutil
 import statistics
 import subprocess
@@ -24,7 +31,8 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SOURCE_TP, TP, PP = 4, 2, 2
+WORK = {"reshard": "reshard", "import": "import-hf", "export": "export-hf"}
+SOURCE_TP, TP, PP = 4, 2, 2  # of PyTorch's side
 
 
 def shapes(layers, hidden, vocab):
@@ -32,6 +40,8 @@ def shapes(layers, hidden, vocab):
     h = hidden
     yield 0, "wte.weight", (vocab, h), 0
     yield 0, "wpe.weight", (1024, h), None
+    yield 1, "ln_f.weight", (h,), None
+    yield 1, "ln_f.bias", (h,), None
     for layer in range(layers):
         for name, shape, dim in [
             ("ln_1.weight", (h,), None),
@@ -147,19 +157,34 @@ def forget(folder):
         os.close(fd)
 
 
+def warm(folder):
+    """Brings the files of a folder into the page cache."""
+    for path in files(folder):
+        with path.open("rb", buffering=0) as file:
+            while file.read(1 << 20):
+                pass
+
+
 def copy(args, source, destination):
     destination.mkdir()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     for path in files(source):
         subprocess.run(["cp", "--reflink=never", path, destination / path.name], check=True)
         sync(destination / path.name)
     sync(destination)
-    return {"s": time.perf_counter() - start}
+    seconds = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"s": seconds, "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
 
 
 def ours(args, source, destination):
-    command = [args.merak_ckpt, "reshard", source, destination, "--tp", TP, "--pp", PP]
-    command = [str(part) for part in [*command, "--max-memory", args.max_memory]]
+    command = [args.merak_ckpt, WORK[args.work], source, destination, "--max-memory", args.max_memory]
+    if args.work != "export":
+        for degree in args.to.split(","):
+            name, value = degree.split("=")
+            command += [f"--{name}", value]
+    command = [str(part) for part in command]
     start = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)
@@ -167,6 +192,21 @@ def ours(args, source, destination):
     if status:
         sys.exit("merak-ckpt failed")
     return {"s": seconds, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_mib": usage.ru_maxrss / 1024}
+
+
+def make_source(args, folder):
+    """What `merak-ckpt` reads, and the copy."""
+    out = folder / "made-up"
+    shape = ["--layers", args.layers, "--hidden", args.hidden, "--vocab", args.vocab, "--tp", args.source_tp]
+    only = [] if args.work == "reshard" else ["--only-weights"]
+    subprocess.run([str(part) for part in [args.made_up, out, *shape, *only]], check=True)
+    step = out / "checkpoints" / "step-00001000"
+    if args.work != "import":
+        return step
+    hf = folder / "hf"
+    subprocess.run([args.merak_ckpt, "export-hf", step, hf], check=True, stdout=subprocess.DEVNULL)
+    shutil.rmtree(out)
+    return hf
 
 
 def theirs(args, source, destination):
@@ -181,6 +221,10 @@ def main():
     parser.add_argument("--vocab", type=int, default=50304)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=["copy", "ours", "torch"])
+    parser.add_argument("--work", choices=WORK, default="reshard")
+    parser.add_argument("--source-tp", type=int, default=SOURCE_TP)
+    parser.add_argument("--to", default=f"tp={TP},pp={PP}")
+    parser.add_argument("--warm", action="store_true", help="the files that are read are in the page cache")
     parser.add_argument("--max-memory", default="256MiB")
     parser.add_argument("--keep", action="store_true", help="leave the sources, and use those that are there")
     parser.add_argument("--merak-ckpt", default=ROOT / "target" / "release" / "merak-ckpt")
@@ -193,30 +237,32 @@ def main():
         return torch_rank(args)
 
     args.folder.mkdir(exist_ok=True)
-    source, torch_source = args.folder / "source", args.folder / "torch-source"
-    if {"copy", "ours"} & set(args.only) and not source.exists():
-        shape = ["--layers", args.layers, "--hidden", args.hidden, "--vocab", args.vocab]
-        made = [args.made_up, source, *shape, "--tp", SOURCE_TP]
-        subprocess.run([str(part) for part in made], check=True)
+    made = args.folder / f"{args.work}-{args.source_tp}"
+    torch_source = args.folder / "torch-source"
+    read = {"torch": torch_source}
+    if {"copy", "ours"} & set(args.only):
+        made.mkdir(exist_ok=True)
+        found = next(iter([*made.glob("hf"), *made.glob("*/checkpoints/step-*")]), None)
+        read["copy"] = read["ours"] = found or make_source(args, made)
     if "torch" in args.only and not torch_source.exists():
         torch_ranks(args, "save", SOURCE_TP, torch_source)
 
-    step = source / "checkpoints" / "step-00001000"
-    sides = {"copy": (copy, step), "ours": (ours, step), "torch": (theirs, torch_source)}
+    sides = {"copy": copy, "ours": ours, "torch": theirs}
     results = {name: [] for name in args.only}
     for run in range(args.runs):
         # The order changes from run to run.
         for name in args.only[run % len(args.only) :] + args.only[: run % len(args.only)]:
-            side, read = sides[name]
-            destination = args.folder / f"{name}-out"
-            forget(read)
-            result = side(args, read, destination)
-            result |= {"what": name, "bytes": size(read), "mb_per_s": size(read) / result["s"] / 1e6}
+            source, destination = read[name], args.folder / f"{name}-out"
+            (warm if args.warm else forget)(source)
+            result = sides[name](args, source, destination)
+            result |= {"what": name, "bytes": size(source), "mb_per_s": size(source) / result["s"] / 1e6}
             print(json.dumps(result), flush=True)
             results[name].append(result)
             shutil.rmtree(destination)
             os.sync()
     for name, all_runs in results.items():
+        if not all_runs:
+            continue
         median = statistics.median(result["s"] for result in all_runs)
         print(f"{name}: {median:.2f} s, {all_runs[0]['bytes'] / median / 1e6:.0f} MB/s")
     if not args.keep:

@@ -11,7 +11,7 @@ use merak_ckpt::{
     Cut, DType, Draft, Header, Kind, Layout, Piece, Result, Shard, ShardKind, Store, Topology,
 };
 
-/// Writes the checkpoint of a made-up GPT.
+/// Writes the checkpoint of a made-up GPT-2.
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Output folder
@@ -28,6 +28,9 @@ struct Arguments {
     /// Tensor-parallel ranks that write
     #[arg(long, default_value_t = 4)]
     tp: usize,
+    /// Leave the optimizer's state out
+    #[arg(long)]
+    only_weights: bool,
 }
 
 /// A parameter: name, shape and how tensor parallelism cuts it.
@@ -41,6 +44,8 @@ fn parameters(arguments: &Arguments) -> Vec<Parameter> {
     let tokens = Cut::new(0, [arguments.vocab]);
     add("wte.weight".to_owned(), &[arguments.vocab, h], Some(tokens));
     add("wpe.weight".to_owned(), &[1024, h], None);
+    add("ln_f.weight".to_owned(), &[h], None);
+    add("ln_f.bias".to_owned(), &[h], None);
     for layer in 0..arguments.layers {
         let mut add =
             |name: &str, shape: &[usize], cut| add(format!("h.{layer}.{name}"), shape, cut);
@@ -58,6 +63,20 @@ fn parameters(arguments: &Arguments) -> Vec<Parameter> {
         add("mlp.c_proj.bias", &[h], None);
     }
     all
+}
+
+/// What Hugging Face says of such a model.
+fn config(arguments: &Arguments) -> String {
+    let Arguments {
+        layers,
+        hidden,
+        vocab,
+        ..
+    } = arguments;
+    format!(
+        r#"{{"model_type":"gpt2","n_layer":{layers},"n_embd":{hidden},"n_head":16,"n_positions":1024,"vocab_size":{vocab}}}
+"#
+    )
 }
 
 /// Bytes that no two tensors share, and that nothing can compress.
@@ -128,10 +147,12 @@ fn main() -> Result<()> {
     let mut shards = Vec::new();
     for rank in 0..arguments.tp {
         let place = (rank, arguments.tp);
-        for (file, kinds) in [
+        let files = [
             (ShardKind::Model, &[Kind::Parameter][..]),
             (ShardKind::Optimizer, &state),
-        ] {
+        ];
+        let count = if arguments.only_weights { 1 } else { 2 };
+        for (file, kinds) in files.into_iter().take(count) {
             shards.push(write(&draft, file, kinds, place, &parameters, &noise)?);
         }
     }
@@ -143,6 +164,7 @@ fn main() -> Result<()> {
         topology,
         ..Header::default()
     };
-    draft.commit(shards, header, &[])?;
+    let config = config(&arguments);
+    draft.commit(shards, header, &[("config.json", config.as_bytes())])?;
     Ok(())
 }

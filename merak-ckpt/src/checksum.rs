@@ -52,7 +52,8 @@ impl<'de> Deserialize<'de> for Checksum {
 /// Passes bytes on to a writer, counting and hashing them.
 pub(crate) struct HashingWriter<W> {
     inner: W,
-    hasher: Xxh3,
+    /// Absent where nobody asks for the checksum.
+    hasher: Option<Xxh3>,
     written: u64,
 }
 
@@ -60,21 +61,32 @@ impl<W: Write> HashingWriter<W> {
     pub(crate) fn new(inner: W) -> Self {
         Self {
             inner,
-            hasher: Xxh3::new(),
+            hasher: Some(Xxh3::new()),
             written: 0,
+        }
+    }
+
+    /// Counts only; the checksum is that of no bytes.
+    pub(crate) fn without_hash(inner: W) -> Self {
+        Self {
+            hasher: None,
+            ..Self::new(inner)
         }
     }
 
     /// The writer, the number of bytes and their checksum.
     pub(crate) fn finish(self) -> (W, u64, Checksum) {
-        (self.inner, self.written, Checksum(self.hasher.digest()))
+        let hasher = self.hasher.unwrap_or_default();
+        (self.inner, self.written, Checksum(hasher.digest()))
     }
 }
 
 impl<W: Write> Write for HashingWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let n = self.inner.write(bytes)?;
-        self.hasher.update(&bytes[..n]);
+        if let Some(hasher) = &mut self.hasher {
+            hasher.update(&bytes[..n]);
+        }
         self.written += n as u64;
         Ok(n)
     }

@@ -1,6 +1,7 @@
 //! Reading a piece in another element type than it is stored in.
 
 use crate::{Checkpoint, DType, Piece, Result};
+use half::{bf16, f16};
 
 /// Elements that are converted at once.
 const BLOCK_ELEMENTS: usize = 1 << 17;
@@ -42,8 +43,48 @@ impl Checkpoint {
     }
 }
 
-/// Converts floating-point elements one by one.
+/// Converts floating-point elements.
 fn convert(from: DType, values: &[u8], to: DType, out: &mut [u8]) {
+    match (from, to) {
+        (DType::BF16, DType::F32) => {
+            each(values, out, |value| {
+                bf16::from_le_bytes(value).to_f32().to_le_bytes()
+            });
+        }
+        (DType::F16, DType::F32) => {
+            each(values, out, |value| {
+                f16::from_le_bytes(value).to_f32().to_le_bytes()
+            });
+        }
+        (DType::F32, DType::BF16) => {
+            each(values, out, |value| {
+                bf16::from_f32(f32::from_le_bytes(value)).to_le_bytes()
+            });
+        }
+        (DType::F32, DType::F16) => {
+            each(values, out, |value| {
+                f16::from_f32(f32::from_le_bytes(value)).to_le_bytes()
+            });
+        }
+        _ => convert_any(from, values, to, out),
+    }
+}
+
+/// Converts elements of `A` bytes to elements of `B` bytes.
+fn each<const A: usize, const B: usize>(
+    values: &[u8],
+    out: &mut [u8],
+    one: impl Fn([u8; A]) -> [u8; B],
+) {
+    let (values, _) = values.as_chunks();
+    let (out, _) = out.as_chunks_mut();
+    for (value, out) in values.iter().zip(out) {
+        *out = one(*value);
+    }
+}
+
+/// Converts floating-point elements by way of `f64`, which has all values of the others.
+fn convert_any(from: DType, values: &[u8], to: DType, out: &mut [u8]) {
     let values = values.chunks_exact(from.size_bytes());
     for (value, out) in values.zip(out.chunks_exact_mut(to.size_bytes())) {
         let value = from.to_f64(value).unwrap_or(f64::NAN);
@@ -54,7 +95,6 @@ fn convert(from: DType, values: &[u8], to: DType, out: &mut [u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use half::bf16;
 
     #[test]
     fn widening_and_back_is_the_identity_and_narrowing_rounds_to_even() {
@@ -76,5 +116,28 @@ mod tests {
             &mut out,
         );
         assert_eq!(out, 0x3F80_u16.to_le_bytes());
+    }
+    #[test]
+    fn the_usual_conversions_are_those_by_way_of_f64() {
+        let narrow: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+        // Every sign and exponent, with last bits around the middle between two narrow numbers.
+        let ends = [
+            0, 1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x1_8000,
+        ];
+        let wide =
+            (0..1_u32 << 14).flat_map(|high| ends.map(|end| (high << 18 | end).to_le_bytes()));
+        let wide: Vec<u8> = wide.flatten().collect();
+        for (from, to, values) in [
+            (DType::BF16, DType::F32, &narrow),
+            (DType::F16, DType::F32, &narrow),
+            (DType::F32, DType::BF16, &wide),
+            (DType::F32, DType::F16, &wide),
+        ] {
+            let mut converted =
+                [(); 2].map(|()| vec![0; values.len() / from.size_bytes() * to.size_bytes()]);
+            convert(from, values, to, &mut converted[0]);
+            convert_any(from, values, to, &mut converted[1]);
+            assert!(converted[0] == converted[1], "{from} to {to}");
+        }
     }
 }

@@ -25,6 +25,8 @@ pub struct DiffReport {
     pub equal: usize,
     /// The others, by kind, then name.
     pub different: Vec<TensorDiff>,
+    /// Where values are furthest apart, among the floating-point tensors beyond the tolerance.
+    pub largest: Option<Largest>,
 }
 
 /// A tensor that differs.
@@ -75,8 +77,86 @@ pub struct ValueDiff {
     pub beyond: usize,
     /// Greatest `|a - b|`; not a number counts as infinitely far.
     pub max_absolute: f64,
+    /// Flat index of the first element that far apart.
+    pub at: usize,
     /// Greatest `|a - b| / |b|`.
     pub max_relative: f64,
+}
+
+/// What a [`DiffReport`] says, in a few numbers.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct DiffSummary {
+    /// Number of tensors that both have and that agree.
+    pub equal: usize,
+    /// Number of tensors that both have and that differ.
+    pub different: usize,
+    /// Number of tensors that only the first checkpoint has.
+    pub only_in_first: usize,
+    /// Number of tensors that only the second checkpoint has.
+    pub only_in_second: usize,
+    /// Where values are furthest apart.
+    pub largest: Option<Largest>,
+}
+
+/// The element whose values are furthest apart.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Largest {
+    /// What its tensor is.
+    pub kind: Kind,
+    /// The tensor's name.
+    pub name: String,
+    /// Its index in each dim of the tensor.
+    pub index: Vec<usize>,
+    /// `|a - b|`.
+    pub absolute: f64,
+}
+
+impl DiffReport {
+    /// Counts the tensors.
+    pub fn summary(&self) -> DiffSummary {
+        let count = |is_one: fn(&Difference) -> bool| {
+            let found = self.different.iter();
+            found.filter(|tensor| is_one(&tensor.difference)).count()
+        };
+        let only_in_first = count(|found| matches!(found, Difference::OnlyInFirst));
+        let only_in_second = count(|found| matches!(found, Difference::OnlyInSecond));
+        DiffSummary {
+            equal: self.equal,
+            different: self.different.len() - only_in_first - only_in_second,
+            only_in_first,
+            only_in_second,
+            largest: self.largest.clone(),
+        }
+    }
+
+    /// Adds a tensor that differs; `shape` is its shape in the first checkpoint.
+    fn add(&mut self, tensor: TensorDiff, shape: &[usize]) {
+        let known = self.largest.as_ref().map_or(0.0, |known| known.absolute);
+        if let Difference::Values(values) = &tensor.difference
+            && values.max_absolute > known
+        {
+            self.largest = Some(Largest {
+                kind: tensor.kind.clone(),
+                name: tensor.name.clone(),
+                index: index_of(values.at, shape),
+                absolute: values.max_absolute,
+            });
+        }
+        self.different.push(tensor);
+    }
+}
+
+/// The index in each dim of the element with this flat index.
+fn index_of(flat: usize, shape: &[usize]) -> Vec<usize> {
+    let mut rest = flat;
+    let from_last = shape.iter().rev().map(|size| {
+        let index = rest % size;
+        rest /= size;
+        index
+    });
+    let mut index: Vec<_> = from_last.collect();
+    index.reverse();
+    index
 }
 
 /// Compares two checkpoints tensor by tensor: names, shapes, element types and values.
@@ -94,18 +174,26 @@ pub fn diff(first: &Checkpoint, second: &Checkpoint, tolerance: Tolerance) -> Re
             .collect::<BTreeSet<_>>()
     };
     let all: BTreeSet<_> = keys(first).into_iter().chain(keys(second)).collect();
-    let (mut equal, mut different) = (0, Vec::new());
+    let mut report = DiffReport {
+        equal: 0,
+        different: Vec::new(),
+        largest: None,
+    };
     for (kind, name) in all {
-        match tensor_difference(first, second, &kind, &name, tolerance)? {
-            Some(difference) => different.push(TensorDiff {
-                kind,
-                name,
-                difference,
-            }),
-            None => equal += 1,
-        }
+        let Some(difference) = tensor_difference(first, second, &kind, &name, tolerance)? else {
+            report.equal += 1;
+            continue;
+        };
+        let entry = first.manifest().tensor(&kind, &name);
+        let shape = entry.map_or(&[][..], |entry| &entry.shape);
+        let tensor = TensorDiff {
+            kind,
+            name,
+            difference,
+        };
+        report.add(tensor, shape);
     }
-    Ok(DiffReport { equal, different })
+    Ok(report)
 }
 
 fn tensor_difference(
@@ -159,16 +247,18 @@ fn tensor_difference(
 impl ValueDiff {
     fn add(&mut self, dtype: DType, a: &[u8], b: &[u8], tolerance: Tolerance) {
         let width = dtype.size_bytes();
+        let begin = self.elements;
         self.elements += a.len() / width;
         if a == b {
             return;
         }
-        for (a, b) in a.chunks_exact(width).zip(b.chunks_exact(width)) {
+        let pairs = a.chunks_exact(width).zip(b.chunks_exact(width));
+        for (nth, (a, b)) in pairs.enumerate() {
             if a == b {
                 continue;
             }
             let is_beyond = match (dtype.to_f64(a), dtype.to_f64(b)) {
-                (Some(a), Some(b)) => self.add_floats(a, b, tolerance),
+                (Some(a), Some(b)) => self.add_floats(begin + nth, a, b, tolerance),
                 _ => true,
             };
             self.beyond += usize::from(is_beyond);
@@ -176,7 +266,7 @@ impl ValueDiff {
     }
 
     /// Whether two floats with different bits are too far apart.
-    fn add_floats(&mut self, a: f64, b: f64, tolerance: Tolerance) -> bool {
+    fn add_floats(&mut self, at: usize, a: f64, b: f64, tolerance: Tolerance) -> bool {
         if a.is_nan() && b.is_nan() || a.partial_cmp(&b) == Some(Ordering::Equal) {
             return false;
         }
@@ -185,7 +275,9 @@ impl ValueDiff {
         } else {
             (a - b).abs()
         };
-        self.max_absolute = self.max_absolute.max(distance);
+        if distance > self.max_absolute {
+            (self.max_absolute, self.at) = (distance, at);
+        }
         self.max_relative = self.max_relative.max(distance / b.abs());
         // Infinite allowances (of an infinite `b`) allow nothing.
         let allowed = tolerance.atol + tolerance.rtol * b.abs();
@@ -209,7 +301,7 @@ mod tests {
         assert_eq!(values(&[1.0, 2.0], &[1.0, 2.5], 0.1, 0.25).beyond, 0);
         let far = values(&[1.0, 2.0], &[1.0, 2.5], 0.1, 0.2);
         assert_eq!((far.elements, far.beyond), (2, 1));
-        assert_eq!((far.max_absolute, far.max_relative), (0.5, 0.2));
+        assert_eq!((far.max_absolute, far.at, far.max_relative), (0.5, 1, 0.2));
     }
 
     #[test]

@@ -141,6 +141,7 @@ mod layout;
 mod locate;
 mod lora;
 mod manifest;
+mod output;
 mod pending;
 mod philox;
 mod plan;
@@ -157,7 +158,9 @@ pub use byte_size::{BadByteSize, parse_byte_size};
 pub use checkpoint::Checkpoint;
 pub use checksum::Checksum;
 pub use cut::Cut;
-pub use diff::{DiffReport, Difference, TensorDiff, Tolerance, ValueDiff, diff};
+pub use diff::{
+    DiffReport, DiffSummary, Difference, Largest, TensorDiff, Tolerance, ValueDiff, diff,
+};
 pub use disk::{MAX_CONFIG_BYTES, open_regular, read_regular, read_text};
 pub use draft::Draft;
 pub use dtype::{DType, UnknownDType};

@@ -13,8 +13,12 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use xxhash_rust::xxh3::Xxh3;
 
-/// Most bytes that are read at once.
+/// Most bytes that are read at once into a block.
 const BLOCK_BYTES: usize = 1 << 20;
+/// Fewest bytes that are read right to their place.
+const DIRECT_BYTES: usize = 1 << 16;
+/// Most bytes that are read to their place before they are hashed, so that the processor has them at hand.
+const HASHED_BYTES: usize = 1 << 18;
 
 /// A slice and where its bytes are.
 pub(crate) struct SliceReader<'a> {
@@ -164,12 +168,7 @@ impl<'a> Lines<'a> {
             let count = at_once.min(end - next);
             let bytes = ((count - 1) * stride + 1) * width;
             self.block.resize(bytes, 0);
-            let begin = ((from + next * stride) * width) as u64;
-            read_exact(
-                self.slice.file,
-                &mut self.block,
-                self.slice.entry.bytes[0] + begin,
-            )?;
+            read(self.slice, (from + next * stride) * width, &mut self.block)?;
             for (nth, element) in self.block.chunks(stride * width).enumerate() {
                 let place = (to + (next + nth) * step - self.window.start) * width;
                 out[place..place + width].copy_from_slice(&element[..width]);
@@ -178,13 +177,6 @@ impl<'a> Lines<'a> {
         }
         Ok(())
     }
-}
-
-fn read_exact(file: &File, out: &mut [u8], at: u64) -> Result<(), Problem> {
-    file.read_exact_at(out, at)
-        .map_err(|error: io::Error| Problem::Unreadable {
-            reason: error.to_string(),
-        })
 }
 
 impl SliceReader<'_> {
@@ -208,13 +200,34 @@ impl<'a> Blocks<'a> {
     /// Copies the slice's bytes from `at` on; `at` never decreases from call to call.
     fn copy(&mut self, mut at: usize, mut out: &mut [u8]) -> Result<(), Problem> {
         while !out.is_empty() {
-            let available = self.seek(at)?;
-            let n = available.len().min(out.len());
-            let (head, rest) = out.split_at_mut(n);
-            head.copy_from_slice(&available[..n]);
-            (at, out) = (at + n, rest);
+            let n = self.read_to(at, out)?;
+            at += n;
+            out = &mut out[n..];
         }
         Ok(())
+    }
+
+    /// Copies some of the bytes from `at` on, at least one; says how many.
+    fn read_to(&mut self, at: usize, out: &mut [u8]) -> Result<usize, Problem> {
+        let end = self.begin + self.block.len();
+        let is_next = at == end || at > end && self.hasher.is_none();
+        if is_next && out.len() >= DIRECT_BYTES {
+            let n = match self.hasher {
+                Some(_) => out.len().min(HASHED_BYTES),
+                None => out.len(),
+            };
+            read(self.slice, at, &mut out[..n])?;
+            if let Some(hasher) = &mut self.hasher {
+                hasher.update(&out[..n]);
+            }
+            self.block.clear();
+            self.begin = at + n;
+            return Ok(n);
+        }
+        let available = self.seek(at)?;
+        let n = available.len().min(out.len());
+        out[..n].copy_from_slice(&available[..n]);
+        Ok(n)
     }
 
     /// Reads the remaining blocks where the slice has yet to be checked, and checks it.
@@ -253,13 +266,23 @@ impl<'a> Blocks<'a> {
         self.begin = begin;
         self.block
             .resize(BLOCK_BYTES.min(self.slice.len() - begin), 0);
-        let offset = self.slice.entry.bytes[0] + begin as u64;
-        read_exact(self.slice.file, &mut self.block, offset)?;
+        read(self.slice, begin, &mut self.block)?;
         if let Some(hasher) = &mut self.hasher {
             hasher.update(&self.block);
         }
         Ok(())
     }
+}
+
+/// Fills `out` with the slice's bytes from `at` on.
+fn read(slice: &SliceReader<'_>, at: usize, out: &mut [u8]) -> Result<(), Problem> {
+    let offset = slice.entry.bytes[0] + at as u64;
+    slice
+        .file
+        .read_exact_at(out, offset)
+        .map_err(|error: io::Error| Problem::Unreadable {
+            reason: error.to_string(),
+        })
 }
 
 fn difference<'a>(a: &'a [usize], b: &'a [usize]) -> impl Iterator<Item = usize> + 'a {

@@ -5,15 +5,19 @@ use crate::error::io_error;
 use crate::format;
 use crate::layout::PartRange;
 use crate::manifest::{FileEntry, SliceEntry, TensorEntry, check_tensor_name};
+use crate::output::OutputFile;
 use crate::{Checksum, DType, Error, Kind, Layout, Result};
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::collections::BTreeSet;
-use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::path::Path;
 use xxhash_rust::xxh3::Xxh3;
+
+/// Bytes that are written at once.
+const BLOCK_BYTES: usize = 1 << 18;
 
 /// The one entry of a header's `__metadata__`, which `transformers` asks for.
 pub(crate) const METADATA: [&str; 2] = ["format", "pt"];
@@ -76,12 +80,17 @@ pub(crate) struct Outgoing<'a> {
 
 /// Where the bytes of slices come from.
 pub(crate) trait Supply {
-    /// Passes all bytes of a slice to `sink`, in order, in as many calls as it likes.
-    fn supply(&self, slice: &Outgoing<'_>, sink: &mut Sink<'_>) -> Result<()>;
+    /// Passes all bytes of all slices to `sink`, in order, in as many calls as it likes.
+    fn supply(&self, slices: &[Outgoing<'_>], sink: &mut Sink<'_>) -> Result<()>;
+
+    /// Whether anybody asks for the checksums.
+    fn has_checksums(&self) -> bool {
+        true
+    }
 }
 
-/// What takes the bytes of a slice.
-pub(crate) type Sink<'a> = dyn FnMut(&[u8]) -> Result<()> + 'a;
+/// What takes bytes, with the position of the slice that they belong to.
+pub(crate) type Sink<'a> = dyn FnMut(usize, &[u8]) -> Result<()> + 'a;
 
 /// Supplies slices from buffers that hold the pieces, in the order of the pieces.
 struct Buffers<'a>(Vec<&'a [u8]>);
@@ -227,7 +236,7 @@ fn entry(piece: &Piece<'_>) -> TensorEntry {
 }
 
 /// Cuts pieces into slices, in file order: widest elements first, so that all are aligned.
-fn slices<'a>(file: &str, pieces: &[&'a Piece<'a>]) -> Vec<Outgoing<'a>> {
+pub(crate) fn slices<'a>(file: &str, pieces: &[&'a Piece<'a>]) -> Vec<Outgoing<'a>> {
     let mut outgoing = Vec::new();
     for (index, &piece) in pieces.iter().enumerate() {
         for part in piece.layout.part_ranges(&piece.flat_range()) {
@@ -311,29 +320,87 @@ fn write_file(
     outgoing: &mut [Outgoing<'_>],
     supply: &dyn Supply,
 ) -> Result<(u64, Checksum)> {
-    let file = File::create_new(path).map_err(io_error("create", path))?;
-    let mut writer = HashingWriter::new(BufWriter::with_capacity(1 << 20, file));
+    let file = OutputFile::create_new(path).map_err(io_error("create", path))?;
+    let file = BufWriter::with_capacity(BLOCK_BYTES, file);
+    let has_checksums = supply.has_checksums();
+    let mut writer = if has_checksums {
+        HashingWriter::new(file)
+    } else {
+        HashingWriter::without_hash(file)
+    };
     let mut write = |bytes: &[u8]| writer.write_all(bytes).map_err(io_error("write", path));
     write(&(header.len() as u64).to_le_bytes())?;
     write(header)?;
-    for item in outgoing {
-        let mut hasher = Xxh3::new();
-        supply.supply(item, &mut |bytes| {
-            hasher.update(bytes);
-            write(bytes)
-        })?;
-        item.slice.checksum = Checksum(hasher.digest());
+    let mut checksums = SliceChecksums::new(outgoing.len());
+    supply.supply(outgoing, &mut |slice, bytes| {
+        // Each block is hashed twice and written while the processor has it at hand.
+        for block in bytes.chunks(BLOCK_BYTES) {
+            if has_checksums {
+                checksums.update(slice, block);
+            }
+            write(block)?;
+        }
+        Ok(())
+    })?;
+    for (item, checksum) in outgoing.iter_mut().zip(checksums.finish()) {
+        item.slice.checksum = checksum;
     }
     let (writer, length, checksum) = writer.finish();
     let file = writer
         .into_inner()
         .map_err(|error| io_error("write", path)(error.into_error()))?;
-    file.sync_all().map_err(io_error("sync", path))?;
+    file.sync().map_err(io_error("sync", path))?;
     Ok((length, checksum))
 }
 
+/// The checksums of slices whose bytes come one slice after the other.
+struct SliceChecksums {
+    done: Vec<Checksum>,
+    /// The slice in hand.
+    slice: usize,
+    hasher: Xxh3,
+}
+
+impl SliceChecksums {
+    fn new(slices: usize) -> Self {
+        Self {
+            done: vec![Checksum::of(&[]); slices],
+            slice: 0,
+            hasher: Xxh3::new(),
+        }
+    }
+
+    fn update(&mut self, slice: usize, bytes: &[u8]) {
+        if slice != self.slice {
+            self.close();
+            self.slice = slice;
+        }
+        self.hasher.update(bytes);
+    }
+
+    fn close(&mut self) {
+        if let Some(checksum) = self.done.get_mut(self.slice) {
+            *checksum = Checksum(self.hasher.digest());
+        }
+        self.hasher.reset();
+    }
+
+    fn finish(mut self) -> Vec<Checksum> {
+        self.close();
+        self.done
+    }
+}
+
 impl Supply for Buffers<'_> {
-    fn supply(&self, slice: &Outgoing<'_>, sink: &mut Sink<'_>) -> Result<()> {
+    fn supply(&self, slices: &[Outgoing<'_>], sink: &mut Sink<'_>) -> Result<()> {
+        let mut each = slices.iter().enumerate();
+        each.try_for_each(|(index, slice)| sink(index, &self.gathered(slice)))
+    }
+}
+
+impl Buffers<'_> {
+    /// The bytes of a slice, copied only where they lie apart.
+    fn gathered(&self, slice: &Outgoing<'_>) -> Cow<'_, [u8]> {
         let Outgoing {
             index, piece, part, ..
         } = slice;
@@ -354,6 +421,6 @@ impl Supply for Buffers<'_> {
                 }
             },
         );
-        sink(single.unwrap_or(&gathered))
+        single.map_or(Cow::Owned(gathered), Cow::Borrowed)
     }
 }

@@ -86,7 +86,7 @@ pub(crate) struct Content<'a> {
 
 /// Makes a folder, under a temporary name until it is complete.
 pub(crate) fn make(folder: &Path, content: &Content<'_>, options: &ExportOptions) -> Result<()> {
-    let budget = Budget::new(options.max_memory)?;
+    let budget = Budget::new(options.max_memory)?.without_checksums();
     check_float(options.dtype)?;
     let is_taken = match fs::read_dir(folder) {
         Ok(mut entries) => entries.next().is_some(),

@@ -79,7 +79,7 @@ fn verify_names_what_is_damaged_and_a_way_out() {
 }
 
 #[test]
-fn diff_compares_values_whatever_the_topology() {
+fn diff_begins_with_a_summary_and_compares_values_whatever_the_topology() {
     let folder = tempfile::tempdir().unwrap();
     let stores = ["a", "b", "c"].map(|name| Store::in_output_dir(folder.path().join(name)));
     save(&stores[0], 1, topology(1, 1, 1)).unwrap();
@@ -87,7 +87,10 @@ fn diff_compares_values_whatever_the_topology() {
     let (status, text, _) = run(folder.path(), &["diff", "a", "b"]);
     assert_eq!(
         (status, text.as_str()),
-        (0, "24 tensors equal, 0 different\n")
+        (
+            0,
+            "24 tensors equal, 0 different, 0 only in A, 0 only in B\n"
+        )
     );
 
     let small = |store: &Store, values: &[f32], extra: &str| {
@@ -111,22 +114,43 @@ fn diff_compares_values_whatever_the_topology() {
     let (status, text, _) = run(folder.path(), &["diff", "a", "b"]);
     assert_eq!(status, 1);
     insta::assert_snapshot!(text, @"
-    parameter `new`: only in b/checkpoints/step-00000009
-    parameter `old`: only in a/checkpoints/step-00000009
-    parameter `w`: 1 of 3 elements differ, at most 5.000e-1 absolute, 2.000e-1 relative
-    0 tensors equal, 3 different
+    0 tensors equal, 1 different, 1 only in A, 1 only in B
+    largest difference 5.000e-1 in parameter `w` at [1]
+    A  a/checkpoints/step-00000009
+    B  b/checkpoints/step-00000009
+
+    kind       name  difference
+    parameter  new   only in B
+    parameter  old   only in A
+    parameter  w     1 of 3 elements, at most 5.000e-1 absolute, 2.000e-1 relative
     ");
+    let (status, json, _) = run(folder.path(), &["diff", "a", "b", "--json"]);
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(
+        (status, &json["summary"]),
+        (
+            1,
+            &serde_json::json!({
+                "equal": 0,
+                "different": 1,
+                "only_in_first": 1,
+                "only_in_second": 1,
+                "largest": {"kind": "parameter", "name": "w", "index": [1], "absolute": 0.5},
+            })
+        )
+    );
+    assert_eq!(json["tensors"][2]["beyond"], 1);
     let (_, text, _) = run(
         folder.path(),
         &["diff", "a", "b", "--rtol", "0.1", "--atol", "0.25"],
     );
     assert!(
-        text.starts_with("parameter `new`") && text.ends_with("1 tensors equal, 2 different\n"),
+        text.starts_with("1 tensors equal, 0 different, 1 only in A, 1 only in B\nA  a/"),
         "{text}"
     );
     let (_, text, _) = run(folder.path(), &["diff", "a", "c"]);
     assert!(
-        text.contains("parameter `w`: shape [3] and [1]\n"),
+        text.contains("parameter  w     shape [3] and [1]\n"),
         "{text}"
     );
 }
@@ -143,7 +167,10 @@ fn reshard_prints_where_the_new_checkpoint_is() {
     let (status, text, _) = run(folder.path(), &["diff", ".", "new"]);
     assert_eq!(
         (status, text.as_str()),
-        (0, "24 tensors equal, 0 different\n")
+        (
+            0,
+            "24 tensors equal, 0 different, 0 only in A, 0 only in B\n"
+        )
     );
     let (status, text, errors) = run(folder.path(), &arguments);
     assert_eq!((status, text.as_str()), (2, ""));

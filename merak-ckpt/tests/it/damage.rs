@@ -1,9 +1,10 @@
 //! Damaged files give errors that name them, when they are loaded and when they are verified.
 
 use crate::support::{save, topology};
-use merak_ckpt::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, Store};
+use merak_ckpt::{Checkpoint, DType, Error, Header, Kind, Layout, Piece, Result, ShardKind, Store};
 use proptest::prelude::*;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -229,6 +230,72 @@ fn reading_finds_damage_in_the_slices_that_it_touches_and_names_an_older_checkpo
     // The same damage again: a slice that failed is not taken for checked.
     for _ in 0..2 {
         assert!(checkpoint.read_whole(&kind, "wte.weight").is_err());
+    }
+}
+
+/// A piece of the tensor `w`.
+fn piece(layout: &Layout, range: Option<Range<usize>>) -> Piece<'_> {
+    Piece {
+        kind: &Kind::Parameter,
+        name: "w",
+        dtype: DType::U8,
+        layout,
+        range,
+    }
+}
+
+#[test]
+fn damage_of_a_large_slice_is_found_whatever_is_read_of_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::new(folder.path());
+    let (rows, columns) = (5, 120_000);
+    let whole = Layout::whole(&[rows, columns]);
+    let bytes: Vec<u8> = (0..rows * columns).map(|at| (at % 251) as u8).collect();
+    let draft = store.begin(1).unwrap();
+    let pieces = [(piece(&whole, None), bytes.as_slice())];
+    let shard = draft.write_shard(ShardKind::Model, 0, &pieces).unwrap();
+    let path = draft.commit(vec![shard], Header::default(), &[]).unwrap();
+    let layouts = [
+        whole.clone(),
+        Layout::shard(&[rows, columns], 0, 1..4).unwrap(),
+        Layout::shard(&[rows, columns], 1, 30_000..100_000).unwrap(),
+        Layout::shard(&[rows, columns], 1, 0..9).unwrap(),
+    ];
+    let read = |layout: &Layout, range: Option<Range<usize>>| {
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        let piece = piece(layout, range);
+        let mut out = vec![0; piece.num_bytes()];
+        // The second time, its checksum has been found right.
+        checkpoint.read(&piece, &mut out)?;
+        out.fill(0);
+        checkpoint.read(&piece, &mut out).map(|()| out)
+    };
+    let from_columns = |columns: Range<usize>| {
+        let rows = bytes.chunks(120_000);
+        rows.flat_map(|row| row[columns.clone()].to_vec()).collect()
+    };
+    let expected = [
+        bytes.clone(),
+        bytes[columns..4 * columns].to_vec(),
+        from_columns(30_000..100_000),
+        from_columns(0..9),
+    ];
+    for (layout, expected) in layouts.iter().zip(&expected) {
+        assert!(read(layout, None).unwrap() == *expected);
+    }
+    assert!(read(&whole, Some(70_000..400_001)).unwrap() == bytes[70_000..400_001]);
+
+    let file = path.join("model-00000.safetensors");
+    let good = fs::read(&file).unwrap();
+    let data = good.len() - bytes.len();
+    for at in [0, 65_536, 262_143, 262_144, 400_000, bytes.len() - 1] {
+        let mut bad = good.clone();
+        bad[data + at] ^= 4;
+        fs::write(&file, bad).unwrap();
+        for layout in &layouts {
+            let error = read(layout, None).unwrap_err();
+            assert!(matches!(error, Error::Damaged { .. }), "{at}: {error}");
+        }
     }
 }
 

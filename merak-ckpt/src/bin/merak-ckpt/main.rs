@@ -1,11 +1,12 @@
 //! The `merak-ckpt` command: looks at checkpoints, checks, compares and rewrites them.
 #![expect(clippy::print_stderr, reason = "a command reports its errors")]
 
+mod compare;
 mod inspect;
 mod rewrite;
 
 use clap::{CommandFactory, Parser, Subcommand};
-use merak_ckpt::{Checkpoint, Difference, Error, Result, Tolerance, diff};
+use merak_ckpt::{Checkpoint, Error, Result, Tolerance, diff};
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write as _};
 use std::path::PathBuf;
@@ -43,7 +44,7 @@ enum Command {
         /// Checkpoint or output folder
         path: PathBuf,
     },
-    /// Compares two checkpoints tensor by tensor, whatever their topology
+    /// Compares two checkpoints tensor by tensor, whatever their topology: a summary, then what differs
     Diff {
         /// First checkpoint
         a: PathBuf,
@@ -55,6 +56,9 @@ enum Command {
         /// Absolute tolerance of floating-point values
         #[arg(long, allow_negative_numbers = true, default_value_t = 0.0, value_parser = tolerance)]
         atol: f64,
+        /// Print one JSON document
+        #[arg(long)]
+        json: bool,
     },
     /// Rewrites a checkpoint for another topology, and prints the new one's folder
     Reshard(rewrite::Reshard),
@@ -102,7 +106,13 @@ fn main() -> ExitCode {
     let outcome = match arguments.command {
         Command::Inspect { path, json } => inspect(&path, json),
         Command::Verify { path } => verify(&path),
-        Command::Diff { a, b, rtol, atol } => compare(&a, &b, Tolerance { rtol, atol }),
+        Command::Diff {
+            a,
+            b,
+            rtol,
+            atol,
+            json,
+        } => compare(&a, &b, Tolerance { rtol, atol }, json),
         Command::Reshard(command) => command.run(),
         Command::ImportHf(command) => command.run(),
         Command::ImportDcp(command) => command.run(),
@@ -183,35 +193,14 @@ fn verify(path: &PathBuf) -> Result<Outcome> {
     Ok(Outcome { text, status: 2 })
 }
 
-fn compare(a: &PathBuf, b: &PathBuf, tolerance: Tolerance) -> Result<Outcome> {
+fn compare(a: &PathBuf, b: &PathBuf, tolerance: Tolerance, json: bool) -> Result<Outcome> {
     let (a, b) = (Checkpoint::open(a)?, Checkpoint::open(b)?);
     let report = diff(&a, &b, tolerance)?;
-    let mut text = String::new();
-    for tensor in &report.different {
-        let what = match &tensor.difference {
-            Difference::OnlyInFirst => format!("only in {}", a.path().display()),
-            Difference::OnlyInSecond => format!("only in {}", b.path().display()),
-            Difference::Shape { first, second } => format!("shape {first:?} and {second:?}"),
-            Difference::DType { first, second } => format!("type {first} and {second}"),
-            Difference::Values(values) => format!(
-                "{} of {} elements differ, at most {:.3e} absolute, {:.3e} relative",
-                values.beyond, values.elements, values.max_absolute, values.max_relative
-            ),
-            other => format!("{other:?}"),
-        };
-        line(
-            &mut text,
-            format_args!("{} `{}`: {what}", tensor.kind, tensor.name),
-        );
-    }
-    line(
-        &mut text,
-        format_args!(
-            "{} tensors equal, {} different",
-            report.equal,
-            report.different.len()
-        ),
-    );
+    let text = if json {
+        compare::json(&a, &b, &report)
+    } else {
+        compare::text(&a, &b, &report)
+    };
     Ok(Outcome {
         text,
         status: u8::from(!report.different.is_empty()),

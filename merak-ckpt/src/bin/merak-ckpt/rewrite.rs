@@ -3,9 +3,9 @@
 use crate::Outcome;
 use clap::Args;
 use merak_ckpt::{
-    Checkpoint, DEFAULT_MAX_MEMORY, DType, ExportOptions, HfFolder, ImportOptions, ReshardOptions,
-    Result, Stages, Topology, export_hf, extract_lora, import_dcp, import_hf, import_merak,
-    merge_lora, parse_byte_size, reshard,
+    Checkpoint, DType, ExportOptions, HfFolder, ImportOptions, ReshardOptions, Result, Stages,
+    Topology, export_hf, extract_lora, import_dcp, import_hf, import_merak, merge_lora,
+    parse_byte_size, reshard,
 };
 use std::path::{Path, PathBuf};
 
@@ -23,11 +23,14 @@ pub(crate) struct Degrees {
     pp: usize,
 }
 
+/// [`DEFAULT_MAX_MEMORY`](merak_ckpt::DEFAULT_MAX_MEMORY), as somebody would type it.
+const MAX_MEMORY: &str = "256MiB";
+
 /// How much memory to take.
 #[derive(Args)]
 pub(crate) struct Memory {
     /// Most memory to take for tensors, as in 256MiB, besides some MiB of tables and the program itself
-    #[arg(long, allow_negative_numbers = true, default_value_t = DEFAULT_MAX_MEMORY as u64, value_parser = parse_byte_size, value_name = "BYTES")]
+    #[arg(long, allow_negative_numbers = true, default_value = MAX_MEMORY, value_parser = parse_byte_size, value_name = "BYTES")]
     max_memory: u64,
 }
 
@@ -87,7 +90,7 @@ struct Import {
     #[command(flatten)]
     degrees: Degrees,
     /// Floating-point type of the checkpoint
-    #[arg(long, default_value_t = DType::F32, value_name = "D")]
+    #[arg(long, default_value_t = DType::F32, value_parser = float, value_name = "D")]
     dtype: DType,
     #[command(flatten)]
     memory: Memory,
@@ -172,10 +175,10 @@ pub(crate) struct ExportHf {
 #[derive(Args)]
 pub(crate) struct HfFiles {
     /// Floating-point type of the weights [default: as they are]
-    #[arg(long, value_name = "D")]
+    #[arg(long, value_parser = float, value_name = "D")]
     dtype: Option<DType>,
     /// Most bytes in one file, as in 5GB
-    #[arg(long, default_value_t = 5_000_000_000, value_parser = parse_byte_size, value_name = "S")]
+    #[arg(long, default_value = "5GB", value_parser = parse_byte_size, value_name = "S")]
     max_shard_size: u64,
     #[command(flatten)]
     memory: Memory,
@@ -247,5 +250,31 @@ fn written(path: &Path) -> Outcome {
     Outcome {
         text: format!("{}\n", path.display()),
         status: 0,
+    }
+}
+
+/// A floating-point type.
+fn float(text: &str) -> Result<DType, String> {
+    let parsed = text.parse::<DType>().ok().filter(|dtype| dtype.is_float());
+    parsed.ok_or_else(|| format!("expected f64, f32, bf16 or f16, found `{text}`"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{MAX_MEMORY, float};
+    use merak_ckpt::{DEFAULT_MAX_MEMORY, DType, parse_byte_size};
+
+    #[test]
+    fn the_default_memory_is_that_of_the_library() {
+        assert_eq!(parse_byte_size(MAX_MEMORY), Ok(DEFAULT_MAX_MEMORY as u64));
+    }
+
+    #[test]
+    fn an_unknown_type_is_answered_with_those_that_weights_may_have() {
+        assert_eq!(float("bf16"), Ok(DType::BF16));
+        for text in ["f33", "i32"] {
+            let expected = format!("expected f64, f32, bf16 or f16, found `{text}`");
+            assert_eq!(float(text), Err(expected));
+        }
     }
 }
