@@ -3,7 +3,7 @@
 use crate::engine::{DEADLINE, Stages, modules, results, sequential};
 use merak_pipe::{
     Action, AutoLimits, Costs, GridStyle, Pair, Schedule, ScheduleKind, Size, StageModule,
-    UnitCosts, grid, json, run_threads, simulate, simulate_on, svg, trace,
+    UnitCosts, auto, grid, json, run_threads, simulate, simulate_on, svg, trace,
 };
 use std::collections::BTreeMap;
 
