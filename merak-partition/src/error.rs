@@ -115,6 +115,27 @@ pub enum Error {
         /// The time.
         found: f64,
     },
+    /// A share that is none.
+    #[error(
+        "the share of weight gradients in a backward is {found:?}, expected a number from 0 to 1"
+    )]
+    NotAShare {
+        /// The share.
+        found: f64,
+    },
+    /// A list does not have an entry per rank.
+    #[error("expected {expected} {what}, one per rank, found {found}")]
+    PerRank {
+        /// What the list holds.
+        what: &'static str,
+        /// Ranks.
+        expected: usize,
+        /// Entries.
+        found: usize,
+    },
+    /// There is no such schedule.
+    #[error("no step can be simulated")]
+    Schedule(#[from] merak_pipe::Error),
     /// The objective of a search allowed none of the partitions that were tried.
     #[error("none of {tried} partitions is within the limits")]
     NoPartition {

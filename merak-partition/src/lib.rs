@@ -28,6 +28,8 @@
 //! - [`segment`] makes [`Segments`] by a [`SplitMethod`]; [`stages`] lays them out by a [`StageMethod`].
 //! - [`autopipe`] and [`exact`] search for the stages with the shortest step: [`SegmentCosts`] say what segments
 //!   take, and a [`StepTime`] such as [`OneFOneB`] what that makes of a step.
+//! - [`lay_out`] does so for the schedules of merak-pipe, those with several stages per rank included, within the
+//!   [memory](RankMemory) of each rank.
 //! - [`Partition`] is both together, and gives the cuts from which stage programs are made.
 //! - [`recompute_plan`] says what a stage computes again instead of keeping.
 //! - [`report()`] describes each stage: modules, parameters, work, traffic, memory; [`cost`] is its model of work.
@@ -73,7 +75,8 @@ pub use method::{SplitMethod, StageMethod};
 pub use partition::{Partition, recompute_plan};
 pub use report::{PartitionReport, ReportOptions, StageReport, TiedReport, Traffic, report};
 pub use search::{
-    ExactOptions, Found, OneFOneB, SegmentCosts, StageLoad, StepTime, Stopped, autopipe, exact,
+    ExactOptions, Found, OneFOneB, RankMemory, Scheduled, SegmentCosts, StageLoad, StepTime,
+    Stopped, autopipe, exact, lay_out,
 };
 pub use segment::{SegmentOptions, Segments, SplitRule, segment};
 pub use stages::stages;

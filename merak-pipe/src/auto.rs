@@ -1,30 +1,37 @@
 //! `auto`: a schedule built for given costs and a limit of memory.
 //!
-//! The search starts from the best schedule that keeps the limit, of the named ones and of those that list
-//! scheduling makes for these costs. It splits its backwards, and moves single actions along their rank's list as
-//! long as that pays:
+//! The search starts from the best schedules that keep the limit, of the named ones and of those that list
+//! scheduling makes for these costs, one for each placement of the stages. It splits their backwards, and moves
+//! single actions along their rank's list where the critical path passes:
 //!
 //! ```text
 //! named schedules ─┐
-//! list scheduling ─┴► simulate ──► best one within the limit ──► B = I, W
-//!                                                                  │
-//!            ┌──── keep it if no worse ◄── simulate ◄── move one action up or down
-//!            └──────────────────────────────────────────────────────┘   until bound or budget
+//! list scheduling ─┴► the best within the limit, by placement ──► B = I, W
+//!                                                                   │
+//!            ┌──── keep it if hardly longer ◄── time it ◄── move an action on the critical path
+//!            └────────────────────────────────────────────────────────┘   until bound or budget
 //! ```
 //!
 //! List scheduling lets each rank, whenever it is free, do the first of its ready actions under one of several rules
-//! (input gradients first or forwards first, up to how many live microbatches, whether weight gradients wait for a
-//! message that is about to come), with the stages placed in turn and, where a rank has two, in a V.
+//! (input gradients first or forwards first, up to how many live microbatches, how long weight gradients wait for a
+//! message that is about to come). Stages are placed in turn and, where a rank has several, there and back (a V for
+//! two); in small pipelines also where the lower bound is least.
 //!
-//! The budget counts simulations and the draws come from a fixed seed, so the same question always has the
+//! The budget counts timed orders and the draws come from a fixed seed, so the same question always has the
 //! same answer.
 
+mod bound;
+mod descent;
 mod greedy;
+mod shop;
 
 use crate::{
-    Action, Costs, Error, Kind, Result, Schedule, ScheduleKind, Simulation, Size, simulate,
+    Action, Costs, Error, Kind, Result, Schedule, ScheduleKind, Simulation, Size, StageId, simulate,
 };
+use bound::{Bounds, all_placements};
+use descent::{Draws, Effort, descend};
 use greedy::{Rule, greedy};
+use shop::Shop;
 
 /// What [`auto`](fn@auto) may use.
 #[derive(Debug, Clone, PartialEq)]
@@ -32,19 +39,61 @@ pub struct AutoLimits {
     /// For each rank the most microbatches whose activations it may keep, as in
     /// [`Simulation::peak_activations`]; empty for no limit.
     pub peak_activations: Vec<f64>,
-    /// Most moves that are simulated.
+    /// Most orders that are timed; fewer of large schedules, whose time is bounded besides.
     pub moves: usize,
 }
 
 impl Default for AutoLimits {
-    /// No limit of memory, and 2,000 moves.
+    /// No limit of memory, and 200,000 moves.
     fn default() -> Self {
         Self {
             peak_activations: Vec::new(),
-            moves: 2000,
+            moves: 200_000,
         }
     }
 }
+
+/// Most actions that are timed by moves: a second or two.
+const TIMED_ACTIONS: usize = 150_000_000;
+
+/// Most placements that list scheduling tries besides the usual ones, and most actions of schedules for them, for each
+/// of its rules.
+const MOST_PLACEMENTS: usize = 60;
+const LISTED_ACTIONS: usize = 200_000;
+
+impl AutoLimits {
+    /// For each rank the most activations of stages that it may keep.
+    ///
+    /// # Errors
+    /// [`Error::LimitCount`], and [`Error::MemoryLimit`] for a limit that no schedule keeps.
+    fn activations(&self, size: Size) -> Result<Vec<usize>> {
+        if self.peak_activations.is_empty() {
+            return Ok(vec![
+                size.stages().saturating_mul(size.microbatches);
+                size.ranks
+            ]);
+        }
+        if self.peak_activations.len() != size.ranks {
+            return Err(Error::LimitCount {
+                expected: size.ranks,
+                found: self.peak_activations.len(),
+            });
+        }
+        let limits = self.peak_activations.iter().enumerate();
+        let whole = |(rank, &found): (usize, &f64)| {
+            let kept = (found * size.chunks as f64 + ROUNDING) as usize;
+            // A microbatch is on all stages of a rank at once, and one after the other always fits.
+            if kept < size.chunks {
+                return Err(Error::MemoryLimit { rank, found });
+            }
+            Ok(kept)
+        };
+        limits.map(whole).collect()
+    }
+}
+
+/// What limits of memory may be off by.
+const ROUNDING: f64 = 1e-9;
 
 /// A schedule that [`auto`](fn@auto) found, and how.
 #[derive(Debug, Clone)]
@@ -53,11 +102,12 @@ pub struct Auto {
     pub schedule: Schedule,
     /// Its figures.
     pub simulation: Simulation,
-    /// The best named schedule, and its makespan.
-    pub start: (ScheduleKind, f64),
-    /// With the same stages on each rank and recomputations, no schedule is shorter than this.
+    /// The best named schedule that keeps the limits, and its makespan; some limits are kept by none.
+    pub start: Option<(ScheduleKind, f64)>,
+    /// No schedule of this size is shorter, whichever stages its ranks run, if it recomputes on the same stages
+    /// and keeps on no rank more than the largest of the limits.
     pub bound: f64,
-    /// Moves that were simulated.
+    /// Orders that were timed.
     pub moves: usize,
     /// Why the search ended.
     pub stopped: Stopped,
@@ -66,9 +116,9 @@ pub struct Auto {
 /// Why a search ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stopped {
-    /// The makespan is the lower bound: nothing is shorter.
+    /// The makespan is the lower bound: nothing is shorter, wherever the stages are placed.
     Optimal,
-    /// All moves of the budget were simulated.
+    /// All moves of the budget were made.
     Budget,
 }
 
@@ -83,10 +133,10 @@ impl std::fmt::Display for Stopped {
 
 /// Searches a schedule for the given costs that keeps the limits, at least as short as every named
 /// training schedule of the same size that does, where no two actions run at once: it makes no pairs, and gains nothing
-/// by [`Costs::overlap`].
+/// by [`Costs::overlap`]. There is a schedule for every limit of a microbatch or more.
 ///
 /// # Errors
-/// When the size or the costs are not legal, or no named schedule keeps the limit of memory.
+/// When the size, the costs or the limits are not legal.
 ///
 /// ```
 /// use merak_pipe::{AutoLimits, Costs, Size, UnitCosts, auto};
@@ -94,64 +144,117 @@ impl std::fmt::Display for Stopped {
 /// let mut costs = Costs::uniform("F=1,I=1,W=1,R=0".parse()?, 3);
 /// costs.forward[2] = 2.0;
 /// let found = auto(Size::new(3, 6), &costs, &AutoLimits::default())?;
-/// assert!(found.bound <= found.simulation.makespan && found.simulation.makespan <= found.start.1);
+/// assert!(found.bound <= found.simulation.makespan);
+/// assert!(found.start.is_none_or(|(_, named)| found.simulation.makespan <= named));
 /// # Ok::<(), merak_pipe::Error>(())
 /// ```
 pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
+    size.check()?;
+    costs.check(size)?;
     let costs = &Costs {
         overlap: 1.0,
         ..costs.clone()
     };
-    let (kind, named, simulation) = best_named(size, costs, limits)?;
-    let start = (kind, simulation.makespan);
-    let (schedule, simulation) = best_listed(size, costs, limits, (named, simulation));
-    let placement = schedule.placement()?;
+    let kept = limits.activations(size)?;
+    let named = best_named(size, costs, limits)?;
+    let start = named
+        .as_ref()
+        .map(|(kind, _, simulation)| (*kind, simulation.makespan));
+    let no_recompute = named
+        .as_ref()
+        .map_or_else(Vec::new, |(_, schedule, _)| schedule.no_recompute.clone());
+    let costs_kept = without_recompute(costs, &no_recompute);
+    let (bound, best_placements) = all_placements(
+        Bounds {
+            size,
+            costs: &costs_kept,
+            limit: kept.iter().copied().max().unwrap_or(0),
+        },
+        MOST_PLACEMENTS.min(LISTED_ACTIONS / (3 * size.stages() * size.microbatches)),
+    );
     let mut search = Search {
-        bound: lower_bound(&placement, costs, &simulation),
-        schedule,
-        simulation,
         costs,
-        limits,
+        kept: &kept,
+        bound,
+        moves: limits
+            .moves
+            .min(TIMED_ACTIONS / (3 * size.stages() * size.microbatches)),
+        found: Vec::new(),
     };
-    let split = split_backwards(&search.schedule);
-    search.offer(split);
-    let mut draws = Draws(1);
-    let mut moves = 0;
-    while moves < limits.moves && !search.is_optimal() {
-        moves += 1;
-        if let Some(moved) = draws.neighbour(&search.schedule) {
-            search.offer(moved);
+    if let Some((_, schedule, _)) = &named {
+        search.offer(split_backwards(schedule))?;
+    }
+    for placement in placements(size, best_placements) {
+        for rule in rules(size, &kept) {
+            if let Some(mut schedule) = greedy(size, &placement, &costs_kept, &rule) {
+                schedule.no_recompute.clone_from(&no_recompute);
+                search.offer(schedule)?;
+            }
         }
     }
-    let stopped = if search.is_optimal() {
+    let moves = search.improve();
+    let (mut schedule, mut simulation) = search.shortest()?;
+    // Halves of backwards are for what they save.
+    if let Some((_, whole, as_named)) = named
+        && as_named.makespan <= simulation.makespan * (1.0 + 1e-12)
+    {
+        (schedule, simulation) = (whole, as_named);
+        schedule.name = "auto".into();
+    }
+    let stopped = if is_optimal(simulation.makespan, bound) {
         Stopped::Optimal
     } else {
         Stopped::Budget
     };
     Ok(Auto {
-        schedule: search.schedule,
-        simulation: search.simulation,
+        schedule,
+        simulation,
         start,
-        bound: search.bound,
+        bound,
         moves,
         stopped,
     })
 }
 
+fn is_optimal(makespan: f64, bound: f64) -> bool {
+    makespan <= bound * (1.0 + 1e-12)
+}
+
+/// Where stages are laid: in turn, there and back, and where the bound is least.
+fn placements(size: Size, best: Vec<Vec<usize>>) -> Vec<Vec<usize>> {
+    let Size { ranks, .. } = size;
+    let in_turn: Vec<_> = (0..size.stages()).map(|stage| stage % ranks).collect();
+    let there_and_back = |stage: usize| match (stage / ranks) % 2 {
+        0 => stage % ranks,
+        _ => ranks - 1 - stage % ranks,
+    };
+    let mut placements = vec![in_turn, (0..size.stages()).map(there_and_back).collect()];
+    placements.extend(best);
+    let mut distinct: Vec<Vec<usize>> = Vec::new();
+    for placement in placements {
+        if !distinct.contains(&placement) {
+            distinct.push(placement);
+        }
+    }
+    distinct
+}
+
+/// The costs where some stages never recompute.
+fn without_recompute(costs: &Costs, stages: &[StageId]) -> Costs {
+    let mut costs = costs.clone();
+    for stage in stages {
+        costs.recompute[stage.0] = 0.0;
+    }
+    costs
+}
+
+/// The shortest named schedule that keeps the limits, if there is one.
 fn best_named(
     size: Size,
     costs: &Costs,
     limits: &AutoLimits,
-) -> Result<(ScheduleKind, Schedule, Simulation)> {
-    size.check()?;
-    if !limits.peak_activations.is_empty() && limits.peak_activations.len() != size.ranks {
-        return Err(Error::LimitCount {
-            expected: size.ranks,
-            found: limits.peak_activations.len(),
-        });
-    }
+) -> Result<Option<(ScheduleKind, Schedule, Simulation)>> {
     let mut best: Option<(ScheduleKind, Schedule, Simulation)> = None;
-    let mut least = f64::INFINITY;
     let kinds = ScheduleKind::ALL.into_iter().filter(|kind| {
         let chunks = kind.fixed_chunks().unwrap_or(size.chunks);
         kind.is_training()
@@ -161,67 +264,32 @@ fn best_named(
     for kind in kinds {
         let schedule = kind.generate(size)?;
         let simulation = simulate(&schedule, costs)?;
-        let peak = simulation.peak_activations.iter().copied();
-        least = least.min(peak.fold(0.0, f64::max));
         let shorter = best
             .as_ref()
             .is_none_or(|(_, _, b)| simulation.makespan < b.makespan);
-        if shorter && keeps(&simulation, limits) {
+        let peaks = simulation.peak_activations.iter();
+        let mut pairs = peaks.zip(&limits.peak_activations);
+        if shorter && pairs.all(|(peak, limit)| *peak <= *limit + ROUNDING) {
             best = Some((kind, schedule, simulation));
         }
     }
-    let (kind, mut schedule, simulation) = best.ok_or(Error::MemoryLimit { least })?;
-    schedule.name = "auto".into();
-    Ok((kind, schedule, simulation))
-}
-
-/// The best of `best` and of what list scheduling makes.
-fn best_listed(
-    size: Size,
-    costs: &Costs,
-    limits: &AutoLimits,
-    mut best: (Schedule, Simulation),
-) -> (Schedule, Simulation) {
-    let in_turn: Vec<_> = (0..size.stages()).map(|stage| stage % size.ranks).collect();
-    let mut placements = vec![in_turn];
-    if size.chunks == 2 && size.ranks > 1 {
-        let last = size.ranks - 1;
-        placements.push((0..=last).chain((0..=last).rev()).collect());
-    }
-    for placement in &placements {
-        for rule in rules(size, limits) {
-            let Some(schedule) = greedy(size, placement, costs, &rule) else {
-                continue;
-            };
-            let Ok(simulation) = simulate(&schedule, costs) else {
-                continue;
-            };
-            let shorter = simulation.makespan < best.1.makespan;
-            if shorter && keeps(&simulation, limits) && schedule.validate().is_ok() {
-                best = (schedule, simulation);
-            }
-        }
-    }
-    best
+    Ok(best)
 }
 
 /// The rules of list scheduling: within the limits of memory, and with fewer live microbatches than they allow.
-fn rules(size: Size, limits: &AutoLimits) -> Vec<Rule> {
+fn rules(size: Size, kept: &[usize]) -> Vec<Rule> {
+    let ranks = size.ranks;
     let most = size.microbatches.saturating_mul(size.chunks);
-    let allowed = |rank: usize| {
-        let limit = limits.peak_activations.get(rank);
-        limit.map_or(most, |limit| (limit * size.chunks as f64 + 1e-9) as usize)
-    };
+    let caps = [ranks / 2, 3 * ranks / 4, ranks, 3 * ranks / 2, 2 * ranks];
+    let caps = caps.map(|cap| cap.saturating_mul(size.chunks).max(size.chunks));
     let mut rules: Vec<Rule> = Vec::new();
-    for cap in [size.ranks, 3 * size.ranks / 2, 2 * size.ranks, most] {
-        let cap = cap.saturating_mul(size.chunks);
-        let limits: Vec<_> = (0..size.ranks).map(|rank| allowed(rank).min(cap)).collect();
-        for (forward_first, patient) in [(false, false), (false, true), (true, false), (true, true)]
-        {
+    for cap in caps.into_iter().chain([most]) {
+        for choice in 0..16 {
             let rule = Rule {
-                limits: limits.clone(),
-                forward_first,
-                patient,
+                limits: kept.iter().map(|kept| cap.min(*kept)).collect(),
+                forward_first: choice % 2 == 1,
+                oldest_first: choice / 2 % 2 == 1 && size.chunks > 1,
+                patience: f64::from(choice / 4) / 3.0,
             };
             if !rules.contains(&rule) {
                 rules.push(rule);
@@ -229,29 +297,6 @@ fn rules(size: Size, limits: &AutoLimits) -> Vec<Rule> {
         }
     }
     rules
-}
-
-fn keeps(simulation: &Simulation, limits: &AutoLimits) -> bool {
-    let peaks = simulation.peak_activations.iter();
-    let mut pairs = peaks.zip(&limits.peak_activations);
-    pairs.all(|(peak, limit)| *peak <= *limit + 1e-9)
-}
-
-/// Each rank has to wait for its first message and then to do its work.
-fn lower_bound(placement: &[usize], costs: &Costs, simulation: &Simulation) -> f64 {
-    let mut arrival = 0.0_f64;
-    let mut bound = vec![f64::INFINITY; simulation.timeline.ranks.len()];
-    for (stage, &rank) in placement.iter().enumerate() {
-        bound[rank] = arrival.min(bound[rank]);
-        let crosses = placement.get(stage + 1).is_some_and(|next| *next != rank);
-        arrival += costs.forward[stage] + if crosses { costs.hop[stage] } else { 0.0 };
-    }
-    let busy = simulation.timeline.busy_times();
-    bound
-        .iter()
-        .zip(busy)
-        .map(|(wait, work)| wait + work)
-        .fold(0.0, f64::max)
 }
 
 /// Every full backward as its two halves. An input gradient leaves earlier then, so nothing gets longer.
@@ -276,86 +321,111 @@ fn split_backwards(schedule: &Schedule) -> Schedule {
 fn rebuilt(schedule: &Schedule, actions: Vec<Vec<Action>>) -> Schedule {
     Schedule {
         no_recompute: schedule.no_recompute.clone(),
-        ..Schedule::new(schedule.name.clone(), schedule.size, actions)
+        ..Schedule::new("auto", schedule.size, actions)
     }
 }
 
-/// The best schedule so far.
-struct Search<'a> {
+/// A schedule with split backwards, and for each stage its rank.
+#[derive(Debug, Clone)]
+struct Candidate {
     schedule: Schedule,
-    simulation: Simulation,
-    bound: f64,
+    placement: Vec<usize>,
+    makespan: f64,
+}
+
+impl Candidate {
+    /// Moves its actions; gives how many orders were timed.
+    fn improve(
+        &mut self,
+        costs: &Costs,
+        kept: &[usize],
+        effort: Effort,
+        mut draws: Draws,
+    ) -> usize {
+        let shop = Shop::new(self, costs);
+        let lists = shop.numbers(&self.schedule);
+        let Some(found) = descend(&shop, lists, kept, effort, &mut draws) else {
+            return 0;
+        };
+        if found.makespan < self.makespan {
+            let schedule = rebuilt(&self.schedule, shop.actions(&found.lists));
+            if schedule.validate().is_ok() {
+                (self.schedule, self.makespan) = (schedule, found.makespan);
+            }
+        }
+        found.moves
+    }
+}
+
+/// Rounds of moves: how many schedules are improved, and the part of all moves that they share.
+const ROUNDS: [(usize, usize); 4] = [(64, 4), (12, 4), (4, 4), (1, 4)];
+
+/// The shortest schedules so far.
+struct Search<'a> {
     costs: &'a Costs,
-    limits: &'a AutoLimits,
+    /// For each rank the most activations of stages that it may keep.
+    kept: &'a [usize],
+    bound: f64,
+    /// Orders that may be timed.
+    moves: usize,
+    /// The shortest schedule of each placement, in the order in which they were found.
+    found: Vec<Candidate>,
 }
 
 impl Search<'_> {
-    fn is_optimal(&self) -> bool {
-        self.simulation.makespan <= self.bound * (1.0 + 1e-12)
-    }
-
-    /// Takes a schedule that is valid, keeps the limits and is no worse: later moves may pay on a plateau.
-    fn offer(&mut self, schedule: Schedule) {
-        let Ok(simulation) = simulate(&schedule, self.costs) else {
-            return;
+    /// Keeps a schedule that is shorter than those with the same placement.
+    fn offer(&mut self, schedule: Schedule) -> Result<()> {
+        let mut candidate = Candidate {
+            placement: schedule.placement()?,
+            schedule,
+            makespan: f64::INFINITY,
         };
-        let ends = |simulation: &Simulation| -> f64 {
-            let last = simulation
-                .timeline
-                .ranks
-                .iter()
-                .filter_map(|spans| spans.last());
-            last.map(|span| span.end).sum()
+        let shop = Shop::new(&candidate, self.costs);
+        let lists = shop.numbers(&candidate.schedule);
+        let Some(length) = shop.time(&lists, &mut shop.times(lists.len())) else {
+            return Ok(());
         };
-        let better = (simulation.makespan, ends(&simulation))
-            <= (self.simulation.makespan, ends(&self.simulation));
-        if better && keeps(&simulation, self.limits) && schedule.validate().is_ok() {
-            self.schedule = schedule;
-            self.simulation = simulation;
+        candidate.makespan = length.makespan;
+        let same = |found: &&mut Candidate| found.placement == candidate.placement;
+        match self.found.iter_mut().find(same) {
+            Some(found) if found.makespan <= candidate.makespan => {}
+            Some(found) => *found = candidate,
+            None => self.found.push(candidate),
         }
-    }
-}
-
-/// A linear congruential generator: the same moves on every rank and machine.
-struct Draws(u64);
-
-impl Draws {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 = self
-            .0
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        usize::try_from(self.0 >> 33).unwrap_or(0) % limit.max(1)
+        Ok(())
     }
 
-    /// The schedule with one action elsewhere in its rank's list, or `None` if it may not go there.
-    fn neighbour(&mut self, schedule: &Schedule) -> Option<Schedule> {
-        let rank = self.below(schedule.actions.len());
-        let list = &schedule.actions[rank];
-        let from = self.below(list.len());
-        let distance = 1 + self.below(8);
-        let to = if self.below(2) == 0 {
-            from.checked_sub(distance)?
-        } else {
-            from + distance
-        };
-        let moved = *list.get(from).filter(|_| to < list.len())?;
-        let passed = if to < from {
-            &list[to..from]
-        } else {
-            &list[from + 1..=to]
-        };
-        // Actions of one stage keep their order within a kind, and within a microbatch.
-        let bound = |other: &Action| {
-            other.stage == moved.stage
-                && (other.kind == moved.kind || other.microbatch == moved.microbatch)
-        };
-        if passed.iter().any(bound) {
-            return None;
+    /// Moves actions of the shortest schedules: in the first round of many, and then of few. Returns how many orders
+    /// were timed.
+    fn improve(&mut self) -> usize {
+        let mut spent = 0;
+        for (round, (kept, share)) in (1..).zip(ROUNDS) {
+            self.found.sort_by(|a, b| a.makespan.total_cmp(&b.makespan));
+            self.found.truncate(kept);
+            let effort = Effort {
+                moves: self.moves / share / self.found.len(),
+                bound: self.bound,
+            };
+            for candidate in &mut self.found {
+                spent += candidate.improve(self.costs, self.kept, effort, Draws(round));
+                if is_optimal(candidate.makespan, self.bound) {
+                    return spent;
+                }
+            }
         }
-        let mut actions = schedule.actions.clone();
-        let action = actions[rank].remove(from);
-        actions[rank].insert(to, action);
-        Some(rebuilt(schedule, actions))
+        spent
+    }
+
+    /// The shortest schedule and its figures.
+    fn shortest(self) -> Result<(Schedule, Simulation)> {
+        let shortest = self
+            .found
+            .into_iter()
+            .min_by(|a, b| a.makespan.total_cmp(&b.makespan));
+        let schedule = shortest
+            .expect("list scheduling keeps every legal limit")
+            .schedule;
+        let simulation = simulate(&schedule, self.costs)?;
+        Ok((schedule, simulation))
     }
 }

@@ -1,6 +1,6 @@
 //! What actions and messages cost.
 
-use crate::{Action, Error, Kind, Result, Schedule, Timeline};
+use crate::{Action, Error, Kind, Result, Schedule, Size, Timeline};
 use serde::{Serialize, Serializer, ser::SerializeMap};
 use std::{collections::BTreeSet, fmt, str::FromStr};
 
@@ -208,6 +208,45 @@ impl Costs {
         })
     }
 
+    /// Reads `F=1:2:1,I=1,W=0.5,C=0` for so many stages: one number for all stages, or a list of them with colons in
+    /// between, one for each stage and for `C` one for each hop. What is not named keeps its default.
+    ///
+    /// # Errors
+    /// When the text has another form, names a cost twice, gives one that is none, or has a list of another length.
+    ///
+    /// ```
+    /// use merak_pipe::{Costs, UnitCosts};
+    /// let costs = Costs::parse("F=1:1:2,W=0.5", UnitCosts::default(), 3)?;
+    /// assert_eq!((costs.forward, costs.weight_grad), (vec![1.0, 1.0, 2.0], vec![0.5; 3]));
+    /// assert!(Costs::parse("F=1:1", UnitCosts::default(), 3).is_err());
+    /// # Ok::<(), merak_pipe::Error>(())
+    /// ```
+    pub fn parse(text: &str, defaults: UnitCosts, stages: usize) -> Result<Self> {
+        let mut costs = Self::uniform(defaults, stages);
+        let mut overlap = vec![costs.overlap];
+        let error = |found: &str| Error::ParseCosts {
+            found: found.into(),
+        };
+        by_stage(text, error, |key, values: Vec<f64>| {
+            let (letter, what, list) = match key {
+                "F" => ('F', "stages", &mut costs.forward),
+                "I" => ('I', "stages", &mut costs.input_grad),
+                "W" => ('W', "stages", &mut costs.weight_grad),
+                "R" => ('R', "stages", &mut costs.recompute),
+                "C" => ('C', "hops", &mut costs.hop),
+                "O" => ('O', "overlaps", &mut overlap),
+                _ => return Ok(false),
+            };
+            values.iter().try_for_each(|value| check(letter, *value))?;
+            fill(what, list, values)?;
+            Ok(true)
+        })?;
+        Ok(Self {
+            overlap: overlap[0],
+            ..costs
+        })
+    }
+
     fn lists(&self) -> [(char, &[f64]); 5] {
         [
             ('F', &self.forward),
@@ -218,9 +257,9 @@ impl Costs {
         ]
     }
 
-    /// Checks that there is one legal cost for everything in a schedule.
-    pub(crate) fn check(&self, schedule: &Schedule) -> Result<()> {
-        let stages = schedule.size.stages();
+    /// Checks that there is one legal cost for everything in a schedule of this size.
+    pub(crate) fn check(&self, size: Size) -> Result<()> {
+        let stages = size.stages();
         for (key, list) in self.lists() {
             let (what, expected) = if key == 'C' {
                 ("hops", stages - 1)
@@ -300,6 +339,51 @@ impl Serialize for Costs {
         map.serialize_entry(&'O', &self.overlap)?;
         map.end()
     }
+}
+
+/// Reads entries such as `F=1:2,W=1`, and hands each key with its numbers to `take`, which says whether it knows it.
+///
+/// # Errors
+/// The `error` of an entry of another form or an unknown key, [`Error::CostTwice`], and those of `take`.
+pub(crate) fn by_stage<T: FromStr>(
+    text: &str,
+    error: impl Fn(&str) -> Error,
+    mut take: impl FnMut(&str, Vec<T>) -> Result<bool>,
+) -> Result<()> {
+    let mut seen = BTreeSet::new();
+    let entries = text.split([',', '\n']).map(str::trim);
+    for entry in entries.filter(|entry| !entry.is_empty()) {
+        let (key, values) = entry.split_once('=').ok_or_else(|| error(entry))?;
+        let values = values.split(':').map(|value| value.trim().parse());
+        let values: Vec<T> = values.collect::<Result<_, _>>().map_err(|_| error(entry))?;
+        if !take(key.trim(), values)? {
+            return Err(error(entry));
+        }
+        if !seen.insert(key.trim()) {
+            let key = key.trim().chars().next().unwrap_or_default();
+            return Err(Error::CostTwice { key });
+        }
+    }
+    Ok(())
+}
+
+/// Puts one number everywhere, or a list where it is as long.
+///
+/// # Errors
+/// [`Error::CostCount`].
+pub(crate) fn fill<T: Clone>(what: &'static str, list: &mut Vec<T>, values: Vec<T>) -> Result<()> {
+    match &values[..] {
+        [all] => list.fill(all.clone()),
+        _ if values.len() == list.len() => *list = values,
+        _ => {
+            return Err(Error::CostCount {
+                what,
+                expected: list.len(),
+                found: values.len(),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// No cost is larger: sums over the largest schedule stay finite and exact to a few digits.

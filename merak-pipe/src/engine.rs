@@ -1,5 +1,6 @@
 //! The engine: carries out one rank's actions.
 
+mod cancel;
 mod compare;
 mod link;
 mod module;
@@ -7,12 +8,13 @@ mod module;
 mod mpu;
 mod threads;
 
+pub use cancel::{Cancel, Interrupter};
 pub use compare::{Comparison, compare_with_unpipelined};
 pub use link::Link;
 pub use module::StageModule;
 #[cfg(feature = "mpu")]
 pub use mpu::GroupLink;
-pub use threads::{ThreadLink, run_threads, threads};
+pub use threads::{ThreadLink, run_threads, run_threads_until, threads};
 
 use crate::{Action, Error, Kind, Result, Schedule, Span, Tag, timeline::Recorder};
 use std::{collections::BTreeMap, time::Instant};
@@ -42,6 +44,7 @@ pub struct Engine {
     /// The messages from other ranks, in the order in which the actions take them.
     receives: Vec<(usize, Tag)>,
     epoch: Option<Instant>,
+    cancel: Cancel,
 }
 
 /// An action and where its messages come from and go to.
@@ -107,6 +110,7 @@ impl Engine {
             receives: remote.map(|route| (route.peer, route.tag)).collect(),
             steps,
             epoch: None,
+            cancel: Cancel::new(),
         }
     }
 
@@ -117,15 +121,25 @@ impl Engine {
         self
     }
 
+    /// Lets a handle end the runs from outside.
+    #[must_use]
+    pub fn with_cancel(mut self, cancel: Cancel) -> Self {
+        self.cancel = cancel;
+        self
+    }
+
     /// Runs every action once and returns when each one started and ended, in seconds.
     ///
     /// # Errors
-    /// When the stage or the link fails. The link's other ranks are then made to fail too.
+    /// When the stage or the link fails, or the run is [cancelled](Engine::with_cancel). The link's other ranks are
+    /// then made to fail too, and the module is [reset](StageModule::reset), so that it can begin a step anew over
+    /// another link.
     pub fn run<M, L>(&self, module: &mut M, link: &mut L) -> Result<Vec<Span>>
     where
         M: StageModule,
         L: Link<M::Payload>,
     {
+        let watch = self.cancel.watch(link.interrupter());
         let outcome = Run {
             engine: self,
             local: BTreeMap::new(),
@@ -133,9 +147,21 @@ impl Engine {
             taken: 0,
         }
         .all(module, link);
+        drop(watch);
+        // The echo of a cancelled run tells less than the handle does.
+        let outcome = match outcome {
+            Err(Error::Aborted { by, reason }) => {
+                let echo = Error::Aborted { by, reason };
+                Err(self.cancel.check().err().unwrap_or(echo))
+            }
+            outcome => outcome,
+        };
         match &outcome {
             Ok(_) | Err(Error::Aborted { .. }) => {}
             Err(error) => link.abort(&reason(error)),
+        }
+        if outcome.is_err() {
+            module.reset();
         }
         outcome
     }
@@ -179,6 +205,7 @@ impl<P: Send> Run<'_, P> {
         self.post(link)?;
         let mut left = steps.as_slice();
         while let Some((&step, behind)) = left.split_first() {
+            self.engine.cancel.check()?;
             left = behind;
             let input = self.take(step, link)?;
             let pair = (step.is_paired && module.overlaps()).then(|| left.split_first());
@@ -307,7 +334,7 @@ fn reason(error: &Error) -> String {
 }
 
 /// Says what a panic said.
-fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
+pub(crate) fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("no message").into()

@@ -93,13 +93,15 @@ pub enum Error {
         /// Limits.
         found: usize,
     },
-    /// No named schedule keeps the limit of memory.
+    /// No schedule keeps the limit of memory.
     #[error(
-        "no schedule of this size keeps the limit of activations; the smallest one keeps {least} microbatches"
+        "every rank keeps the activations of at least 1 microbatch, found a limit of {found:?} for rank {rank}"
     )]
     MemoryLimit {
-        /// The peak of the schedule with the lowest one.
-        least: f64,
+        /// The first rank with such a limit.
+        rank: usize,
+        /// Its limit.
+        found: f64,
     },
     /// The lists of actions are not one per rank.
     #[error("expected one list of actions for each of {expected} ranks, found {found}")]
@@ -174,6 +176,12 @@ pub enum Error {
     /// A list of costs has an entry that is not one of its keys.
     #[error("expected costs such as F=1,I=1,W=1,R=1,C=0,O=1, found {found:?}")]
     ParseCosts {
+        /// The entry.
+        found: String,
+    },
+    /// Bytes of activations have an entry that is not one of their keys.
+    #[error("expected bytes such as I=1048576,W=524288, found {found:?}")]
+    ParseBytes {
         /// The entry.
         found: String,
     },
@@ -259,6 +267,12 @@ pub enum Error {
         /// The culprit.
         by: usize,
         /// What happened there.
+        reason: String,
+    },
+    /// Somebody outside ended the run.
+    #[error("the run was cancelled: {reason}")]
+    Cancelled {
+        /// Why, in the words of whoever did.
         reason: String,
     },
     /// A message did not come in time.

@@ -30,6 +30,8 @@
 //!   [`Schedule::validate`] proves it, [`Schedule::instructions`] adds the communication.
 //! - [`simulate`](fn@simulate): [`Costs`] in, makespan, bubble, memory and critical path out;
 //!   [`simulate_on`]: the same for ranks that take turns on fewer cores.
+//! - [`ActivationBytes`]: what a microbatch keeps for its input and for its weight gradients;
+//!   [`Schedule::peak_bytes`] makes it the memory of each rank.
 //! - [`auto`](fn@auto): a schedule searched for given costs and memory; [`Costs::measured`] takes them from a
 //!   recorded timeline.
 //! - [`Engine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`]; [`run_threads`] runs
@@ -51,10 +53,12 @@
 //! - A valid schedule cannot deadlock, whether sends are buffered or wait for their receiver.
 //! - Every valid schedule adds up the weight gradients of a stage in ascending order of the microbatches,
 //!   so the choice of schedule changes no bit of them.
-//! - A rank that fails ends all ranks with an error that names it; no wait outlasts the link's deadline.
+//! - A rank that fails ends all ranks with an error that names it; no wait outlasts the link's deadline. A
+//!   [`Cancel`] ends a run from outside.
 //!
 //! # Features
 //! - `mpu`: `GroupLink`, a link over the process groups of `merak-mpu`.
+//! - `testing`: `testing::check_links`, the checks that a link of one's own must pass.
 //!
 //! # Papers
 //! [GPipe](https://arxiv.org/abs/1811.06965), [PipeDream-Flush](https://arxiv.org/abs/2006.09503) and
@@ -75,11 +79,14 @@ mod generate;
 mod instruction;
 mod kind;
 mod lower;
+mod memory;
 mod render;
 mod rendezvous;
 mod rounds;
 mod schedule;
 mod simulate;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod timeline;
 mod validate;
 
@@ -89,13 +96,14 @@ pub use costs::{Costs, UnitCosts};
 #[cfg(feature = "mpu")]
 pub use engine::GroupLink;
 pub use engine::{
-    Comparison, Engine, Link, StageModule, ThreadLink, compare_with_unpipelined, run, run_threads,
-    threads,
+    Cancel, Comparison, Engine, Interrupter, Link, StageModule, ThreadLink,
+    compare_with_unpipelined, run, run_threads, run_threads_until, threads,
 };
 pub use error::{BoxError, Error, Result, Violation};
 pub use instruction::{Instruction, Slot};
 pub use kind::ScheduleKind;
-pub use render::{GridStyle, grid, html, json, svg, trace};
+pub use memory::ActivationBytes;
+pub use render::{GridStyle, grid, html, json, json_with_bytes, svg, trace};
 pub use rounds::{Rounds, Visit};
 pub use schedule::{Exchanges, Schedule, Size};
 pub use simulate::{Simulation, simulate, simulate_on};

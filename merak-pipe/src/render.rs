@@ -9,6 +9,6 @@ mod trace;
 
 pub use grid::{GridStyle, grid};
 pub use html::html;
-pub use json::json;
+pub use json::{json, json_with_bytes};
 pub use svg::svg;
 pub use trace::trace;

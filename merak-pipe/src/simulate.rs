@@ -85,7 +85,7 @@ pub fn simulate_on(schedule: &Schedule, costs: &Costs, cores: f64) -> Result<Sim
         return Err(Error::Cores { found: cores });
     }
     let placement = schedule.placement()?;
-    costs.check(schedule)?;
+    costs.check(schedule.size)?;
     validate::check_actions(schedule, &placement)?;
     let mut clock = Clock::new(schedule, &placement, costs);
     if cores >= schedule.size.ranks as f64 {

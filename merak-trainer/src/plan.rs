@@ -175,10 +175,9 @@ impl Plan {
     /// The schedule, for people: its name, and for one that was searched the named one that it is or grew from.
     pub fn schedule_name(&self) -> String {
         let name = &self.schedule.name;
-        let Some(found) = &self.search else {
+        let Some((start, _)) = self.search.as_ref().and_then(|found| found.start) else {
             return name.clone();
         };
-        let start = found.start.0;
         let is_start = start
             .generate(self.schedule.size)
             .is_ok_and(|start| start.actions == self.schedule.actions);

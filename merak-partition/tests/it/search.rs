@@ -6,8 +6,8 @@
 
 use insta::assert_snapshot;
 use merak_partition::{
-    ExactOptions, OneFOneB, Partition, SegmentCosts, SegmentOptions, StageLoad, StepTime, Stopped,
-    autopipe, exact, segment,
+    ExactOptions, OneFOneB, Partition, RankMemory, Scheduled, SegmentCosts, SegmentOptions,
+    StageLoad, StepTime, Stopped, autopipe, exact, lay_out, segment,
 };
 use merak_pipe::{Costs, ScheduleKind, Size, simulate};
 use merak_trace::models::{self, TraceOptions};
@@ -112,8 +112,8 @@ proptest! {
             input_grad: times.iter().map(backward).collect(),
             weight_grad: vec![0.0; stages],
             recompute: vec![0.0; stages],
-            hop: vec![f64::from(comm); stages - 1],
             overlap: 1.0,
+            hop: vec![f64::from(comm); stages - 1],
         });
         let each: Vec<_> = (0..=stages).collect();
         let loads = costs(&times).loads(&each);
@@ -222,4 +222,70 @@ fn searches_end_for_the_largest_costs_and_for_objectives_that_give_no_time() {
             );
         }
     }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn laying_out_several_stages_per_rank_equals_trying_all_partitions_that_fit(
+        times in prop::collection::vec((1_u32..9, 1_u32..9), 6..11),
+        kind in prop::sample::select(vec![ScheduleKind::Interleaved, ScheduleKind::ZbV, ScheduleKind::VHalf]),
+        micro_batches in 1_usize..6,
+        limit in 4_u64..40,
+    ) {
+        let size = Size::new(2, micro_batches).with_chunks(2);
+        let costs = costs(&times);
+        let memory = RankMemory {
+            until_input_grad: vec![1; times.len()],
+            until_weight_grad: vec![1; times.len()],
+            fixed: vec![1; times.len()],
+            limits: vec![limit, limit + 4],
+        };
+        let step = Scheduled::new(kind, size).unwrap().with_comm_cost(0.5).with_memory(memory);
+        let found = lay_out(&costs, &step);
+        match shortest(&costs, size.stages(), &step) {
+            Some(shortest) => prop_assert_eq!(found.unwrap().step_time, shortest),
+            None => prop_assert!(matches!(found, Err(merak_partition::Error::NoPartition { .. }))),
+        }
+    }
+}
+
+#[test]
+fn stages_of_a_v_are_laid_so_that_ranks_have_even_work() {
+    // Too many partitions to try all; the output head takes as long as eight layers.
+    let mut times = vec![(2, 4); 66];
+    times[65] = (16, 32);
+    let costs = costs(&times);
+    for kind in [ScheduleKind::ZbV, ScheduleKind::Interleaved] {
+        let step = Scheduled::new(kind, Size::new(4, 8).with_chunks(2)).unwrap();
+        let found = lay_out(&costs, &step).unwrap();
+        let loads = step.rank_loads(&costs.loads(&found.bounds));
+        let (longest, mean) = (
+            loads.iter().copied().fold(0.0, f64::max),
+            loads.iter().sum::<f64>() / 4.0,
+        );
+        assert!(longest <= 1.06 * mean, "{kind}: {loads:?}");
+        let even = autopipe(&costs, 8, &step).unwrap();
+        assert!(found.step_time <= even.step_time);
+    }
+}
+
+#[test]
+fn what_does_not_fit_the_segments_or_ranks_of_a_schedule_is_named() {
+    let six = costs(&[(1, 2); 6]);
+    let step = || Scheduled::new(ScheduleKind::ZbV, Size::new(2, 4).with_chunks(2)).unwrap();
+    let memory = |segments: usize, ranks: usize| RankMemory {
+        until_input_grad: vec![1; 6],
+        until_weight_grad: vec![1; segments],
+        fixed: vec![1; 6],
+        limits: vec![100; ranks],
+    };
+    let message = |step: Scheduled| lay_out(&six, &step).unwrap_err().to_string();
+    assert_snapshot!(message(step().with_memory(memory(5, 2))), @"expected 6 bytes until the weight gradients, one per segment, found 5");
+    assert_snapshot!(message(step().with_memory(memory(6, 4))), @"expected 2 limits of memory, one per rank, found 4");
+    assert_snapshot!(message(step().with_comm_cost(f64::NAN)), @"the communication cost is NaN, expected a number from 0 to 1e100");
+    assert_snapshot!(message(step().with_weight_share(1.5)), @"the share of weight gradients in a backward is 1.5, expected a number from 0 to 1");
+    let none = Scheduled::new(ScheduleKind::ZbV, Size::new(2, 4)).unwrap_err();
+    assert_snapshot!(std::error::Error::source(&none).unwrap(), @"zb_v runs 2 chunks per rank, found 1");
 }

@@ -10,8 +10,10 @@ pub(super) struct Rule {
     pub(super) limits: Vec<usize>,
     /// Forwards before input gradients, not behind them.
     pub(super) forward_first: bool,
-    /// A weight gradient waits where a message is about to come before half of it were done.
-    pub(super) patient: bool,
+    /// Of the stages of a rank, the forward of the oldest microbatch first, not that of the last stage.
+    pub(super) oldest_first: bool,
+    /// A weight gradient waits where a message is about to come before this share of it were done.
+    pub(super) patience: f64,
 }
 
 /// The schedule that a rule gives for a placement of the stages, or `None` where its limits let no microbatch
@@ -88,11 +90,15 @@ impl<'a> Board<'a> {
     fn choose(&self, rank: usize, now: f64) -> Option<Action> {
         let forward = || {
             let deepest = self.stages[rank].iter().enumerate().rev();
-            let open = deepest.filter(|(chunk, stage)| {
+            let mut open = deepest.filter(|(chunk, stage)| {
                 self.is_ready(FORWARD, **stage, now) && self.has_room(rank, *chunk)
             });
-            open.map(|(_, stage)| self.action(Kind::Forward, *stage))
-                .next()
+            let first = if self.rule.oldest_first {
+                open.min_by_key(|(_, stage)| self.next[**stage][FORWARD])
+            } else {
+                open.next()
+            };
+            first.map(|(_, stage)| self.action(Kind::Forward, *stage))
         };
         let input = || {
             let open = self.stages[rank]
@@ -115,7 +121,7 @@ impl<'a> Board<'a> {
             .iter()
             .filter(|stage| self.next[**stage][WEIGHT] < self.next[**stage][INPUT]);
         let stage = *owed.min_by_key(|stage| self.next[**stage][WEIGHT])?;
-        let soon = now + 0.5 * self.costs.weight_grad[stage];
+        let soon = now + self.rule.patience * self.costs.weight_grad[stage];
         let comes = |kind| {
             let mut stages = self.stages[rank].iter().enumerate();
             stages.any(|(chunk, &stage)| {
@@ -123,7 +129,7 @@ impl<'a> Board<'a> {
                 fits && self.is_ready(kind, stage, soon)
             })
         };
-        let waits = self.rule.patient && (comes(INPUT) || comes(FORWARD));
+        let waits = self.rule.patience > 0.0 && (comes(INPUT) || comes(FORWARD));
         (!waits).then(|| self.action(Kind::WeightGrad, stage))
     }
 
@@ -132,11 +138,25 @@ impl<'a> Board<'a> {
         microbatch < self.size.microbatches && self.ready[self.index(kind, stage, microbatch)] <= by
     }
 
-    /// Whether another activation fits, with room left for the rank's later stages, so that what was begun can
-    /// always be ended.
+    /// Whether another activation fits, so that what was begun can always be ended.
+    ///
+    /// A microbatch needs room on all stages of a rank at once. So beside the oldest one that has not come to the
+    /// rank's last stage yet, younger ones take no more than what all stages of that one leave. Older ones go without
+    /// more room.
     fn has_room(&self, rank: usize, chunk: usize) -> bool {
-        let later = self.stages[rank].len() - 1 - chunk;
-        self.live[rank] + later < self.rule.limits[rank]
+        let (stages, limit) = (&self.stages[rank], self.rule.limits[rank]);
+        if self.live[rank] >= limit {
+            return false;
+        }
+        let oldest = self.next[stages[stages.len() - 1]][FORWARD];
+        if self.next[stages[chunk]][FORWARD] <= oldest {
+            return true;
+        }
+        let younger = stages.iter().map(|&stage| {
+            let [entered, _, left] = self.next[stage];
+            entered.saturating_sub(left.max(oldest + 1))
+        });
+        younger.sum::<usize>() + 1 + stages.len() <= limit
     }
 
     fn action(&self, kind: Kind, stage: usize) -> Action {

@@ -22,7 +22,7 @@ use crate::{Action, BoxError};
 /// [`compare_with_unpipelined`](crate::compare_with_unpipelined) tests a module against these rules.
 pub trait StageModule {
     /// What stages send each other; the gradient of a payload is a payload as well.
-    type Payload: Send;
+    type Payload: Send + 'static;
     /// What can go wrong; the engine adds rank, stage and microbatch.
     type Error: Into<BoxError>;
 
@@ -107,6 +107,12 @@ pub trait StageModule {
             self.backward(backward, grad)?,
         ))
     }
+
+    /// Drops what a step that failed has left behind: activations that are kept, gradients that wait for their
+    /// weights' half, and the sums of weight gradients that the step has begun. The engine calls it when a run ends
+    /// with an error. A module that keeps nothing has nothing to do; one that keeps something and does not
+    /// override this must not be run again after a failure.
+    fn reset(&mut self) {}
 }
 
 /// What a forward and a backward return that ran at once.

@@ -1,6 +1,6 @@
 //! Links over the process groups of merak-mpu.
 
-use super::Link;
+use super::{Interrupter, Link};
 use crate::{BoxError, Error, Result, Tag};
 use merak_mpu::{Communicator, Group, Message, Pending, Turn};
 use std::collections::{BTreeMap, VecDeque};
@@ -156,5 +156,10 @@ where
 
     fn abort(&mut self, reason: &str) {
         self.group.abort(reason);
+    }
+
+    fn interrupter(&self) -> Option<Interrupter> {
+        let group = self.group.clone();
+        Some(Box::new(move |reason| group.abort(reason)))
     }
 }

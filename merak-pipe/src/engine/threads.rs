@@ -1,6 +1,6 @@
 //! Links between threads of one process.
 
-use super::{Engine, Link, StageModule, panic_message};
+use super::{Cancel, Engine, Interrupter, Link, StageModule, panic_message};
 use crate::{Error, Result, Schedule, Tag, Timeline};
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -69,6 +69,14 @@ impl<P> Shared<P> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Makes every wait end; the first rank that failed counts.
+    fn fail(&self, rank: usize, reason: &str) {
+        let mut state = self.lock();
+        state.failure.get_or_insert_with(|| (rank, reason.into()));
+        drop(state);
+        self.wake_all();
+    }
+
     fn wake_all(&self) {
         for arrival in &self.arrivals {
             arrival.notify_all();
@@ -97,7 +105,7 @@ impl<P> State<P> {
     }
 }
 
-impl<P: Send> Link<P> for ThreadLink<P> {
+impl<P: Send + 'static> Link<P> for ThreadLink<P> {
     fn send(&mut self, to: usize, tag: Tag, payload: P) -> Result<()> {
         let ranks = self.shared.arrivals.len();
         let mut state = self.shared.lock();
@@ -144,12 +152,12 @@ impl<P: Send> Link<P> for ThreadLink<P> {
     }
 
     fn abort(&mut self, reason: &str) {
-        let mut state = self.shared.lock();
-        state
-            .failure
-            .get_or_insert_with(|| (self.rank, reason.into()));
-        drop(state);
-        self.shared.wake_all();
+        self.shared.fail(self.rank, reason);
+    }
+
+    fn interrupter(&self) -> Option<Interrupter> {
+        let (shared, rank) = (Arc::clone(&self.shared), self.rank);
+        Some(Box::new(move |reason| shared.fail(rank, reason)))
     }
 }
 
@@ -192,6 +200,37 @@ pub fn run_threads<M>(
 where
     M: StageModule + Send,
 {
+    run_threads_until(schedule, modules, deadline, &Cancel::new())
+}
+
+/// [`run_threads`] that a handle ends from outside.
+///
+/// # Errors
+/// As [`run_threads`], and [`Error::Cancelled`]. All modules are then [reset](StageModule::reset).
+///
+/// ```no_run
+/// use merak_pipe::{Cancel, Schedule, StageModule, run_threads_until};
+/// use std::{thread, time::Duration};
+///
+/// # fn step<M: StageModule + Send>(schedule: &Schedule, modules: &mut [M]) -> merak_pipe::Result<()> {
+/// let cancel = Cancel::new();
+/// let watchdog = cancel.clone();
+/// thread::spawn(move || {
+///     thread::sleep(Duration::from_mins(10));
+///     watchdog.cancel("the step takes too long");
+/// });
+/// run_threads_until(schedule, modules, Duration::from_mins(1), &cancel)?;
+/// # Ok(()) }
+/// ```
+pub fn run_threads_until<M>(
+    schedule: &Schedule,
+    modules: &mut [M],
+    deadline: Duration,
+    cancel: &Cancel,
+) -> Result<Timeline>
+where
+    M: StageModule + Send,
+{
     let ranks = schedule.size.ranks;
     if modules.len() != ranks {
         return Err(Error::ModuleCount {
@@ -201,11 +240,14 @@ where
     }
     let epoch = Instant::now();
     let engines: Vec<Engine> = (0..ranks)
-        .map(|rank| Ok(Engine::new(schedule, rank)?.with_epoch(epoch)))
+        .map(|rank| {
+            let engine = Engine::new(schedule, rank)?;
+            Ok(engine.with_epoch(epoch).with_cancel(cancel.clone()))
+        })
         .collect::<Result<_>>()?;
     let links = threads::<M::Payload>(ranks, deadline);
     let outcomes: Vec<_> = thread::scope(|scope| {
-        let ranks = engines.iter().zip(modules).zip(links);
+        let ranks = engines.iter().zip(modules.iter_mut()).zip(links);
         let spawned: Vec<_> = ranks
             .map(|((engine, module), mut link)| {
                 // A link that is dropped without a thread ends the waits of the others.
@@ -223,6 +265,10 @@ where
             })
             .collect()
     });
+    if outcomes.iter().any(Result::is_err) {
+        // A module that panicked could not be reset by its engine, and one that came to its end did not need to be.
+        modules.iter_mut().for_each(StageModule::reset);
+    }
     first_cause(outcomes.into_iter())
 }
 

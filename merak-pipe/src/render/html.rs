@@ -1,7 +1,9 @@
 //! A page on which schedules can be tried out.
 
 use super::colour::{CRITICAL, fill};
-use crate::{Action, Kind, Result, Schedule, ScheduleKind, Size, StageId, UnitCosts, action::Cell};
+use crate::{
+    Action, Costs, Kind, Result, Schedule, ScheduleKind, Size, StageId, UnitCosts, action::Cell,
+};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -41,13 +43,14 @@ type Stored = (Vec<Vec<StageId>>, Vec<String>, Vec<StageId>);
 /// gives the same figures.
 ///
 /// # Errors
-/// When the schedule's actions do not fit its size.
+/// When the schedule's actions do not fit its size, or a cost is none.
 #[expect(
     clippy::missing_panics_doc,
     reason = "numbers, names and lists are always JSON"
 )]
 pub fn html(schedule: &Schedule, costs: UnitCosts) -> Result<String> {
     schedule.placement()?;
+    Costs::uniform(costs, schedule.size.stages()).check(schedule.size)?;
     let mut schedules = BTreeMap::new();
     for kind in ScheduleKind::ALL {
         let by_size: &mut BTreeMap<String, Stored> = schedules.entry(kind.as_str()).or_default();

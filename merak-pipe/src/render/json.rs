@@ -1,6 +1,8 @@
 //! The JSON document of a schedule.
 
-use crate::{Action, Costs, Instruction, Result, Schedule, action::Cell, simulate};
+use crate::{
+    Action, ActivationBytes, Costs, Instruction, Result, Schedule, action::Cell, simulate,
+};
 use serde::Serialize;
 
 /// The document, in the order of its fields.
@@ -19,6 +21,10 @@ struct Document<'a> {
     longest_rank_time: f64,
     bubble_by_rank: Vec<f64>,
     peak_activations: Vec<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    activation_bytes: Option<&'a ActivationBytes>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peak_bytes: Option<Vec<u64>>,
     critical_path: Vec<Action>,
 }
 
@@ -37,11 +43,24 @@ struct Document<'a> {
 /// assert!(text.contains(r#""actions":[["0F0","0B0"],["1F0","1B0"]]"#));
 /// # Ok::<(), merak_pipe::Error>(())
 /// ```
-#[expect(
-    clippy::missing_panics_doc,
-    reason = "numbers, names and lists are always JSON"
-)]
 pub fn json(schedule: &Schedule, costs: &Costs) -> Result<String> {
+    document(schedule, costs, None)
+}
+
+/// [`json`] with `activation_bytes`, by stage what a microbatch keeps for `I` and for `W`, and `peak_bytes`, by rank the
+/// most bytes kept at once.
+///
+/// # Errors
+/// As [`simulate`](fn@simulate) and [`Schedule::peak_bytes`].
+pub fn json_with_bytes(
+    schedule: &Schedule,
+    costs: &Costs,
+    bytes: &ActivationBytes,
+) -> Result<String> {
+    document(schedule, costs, Some(bytes))
+}
+
+fn document(schedule: &Schedule, costs: &Costs, bytes: Option<&ActivationBytes>) -> Result<String> {
     let simulation = simulate(schedule, costs)?;
     let document = Document {
         name: &schedule.name,
@@ -59,6 +78,8 @@ pub fn json(schedule: &Schedule, costs: &Costs) -> Result<String> {
         longest_rank_time: simulation.longest_rank_time(),
         bubble_by_rank: simulation.timeline.bubble_by_rank(),
         peak_activations: simulation.peak_activations,
+        activation_bytes: bytes,
+        peak_bytes: bytes.map(|bytes| schedule.peak_bytes(bytes)).transpose()?,
         critical_path: simulation.critical_path,
     };
     Ok(serde_json::to_string(&document).expect("numbers, names and lists are JSON"))

@@ -1,6 +1,6 @@
 //! The searched schedule against the named ones.
 
-use merak_pipe::{AutoLimits, Costs, ScheduleKind, Size, Stopped, UnitCosts, auto, simulate};
+use merak_pipe::{AutoLimits, Costs, ScheduleKind, Size, Stopped, auto, simulate};
 use proptest::prelude::*;
 
 /// The makespan of the best named schedule that keeps the limit, by hand.
@@ -40,18 +40,14 @@ proptest! {
         costs.hop.truncate(stages - 1);
         let limits = AutoLimits { peak_activations: vec![f64::from(limit); ranks], moves: 60 };
         let best = best_named(size, &costs, f64::from(limit));
-        match (auto(size, &costs, &limits), best) {
-            (Ok(found), Some(best)) => {
-                prop_assert!(found.schedule.validate().is_ok());
-                prop_assert!(found.simulation.makespan <= best + 1e-9);
-                prop_assert!(found.bound <= found.simulation.makespan + 1e-9);
-                let again = simulate(&found.schedule, &costs).unwrap();
-                prop_assert_eq!(&again, &found.simulation);
-                prop_assert!(again.peak_activations.iter().all(|peak| *peak <= f64::from(limit) + 1e-9));
-            }
-            (Err(error), None) => prop_assert!(error.to_string().contains("keeps the limit"), "{}", error),
-            (found, best) => prop_assert!(false, "{:?} {:?}", found.map(|f| f.start), best),
-        }
+        let found = auto(size, &costs, &limits).unwrap();
+        prop_assert!(found.schedule.validate().is_ok());
+        prop_assert!(best.is_none_or(|best| found.simulation.makespan <= best + 1e-9));
+        prop_assert_eq!(found.start.is_some(), best.is_some());
+        prop_assert!(found.bound <= found.simulation.makespan + 1e-9);
+        let again = simulate(&found.schedule, &costs).unwrap();
+        prop_assert_eq!(&again, &found.simulation);
+        prop_assert!(again.peak_activations.iter().all(|peak| *peak <= f64::from(limit) + 1e-9));
     }
 }
 
@@ -66,10 +62,8 @@ fn the_search_improves_on_every_named_schedule_where_stages_differ() {
         moves: 2000,
     };
     let found = auto(size, &costs, &limits).unwrap();
-    assert!(
-        found.simulation.makespan < found.start.1 - 0.05,
-        "{found:?}"
-    );
+    let named = found.start.expect("1f1b keeps the limit").1;
+    assert!(found.simulation.makespan < named - 0.05, "{found:?}");
     let again = auto(size, &costs, &limits).unwrap();
     assert_eq!(found.schedule, again.schedule);
 }
@@ -79,23 +73,321 @@ fn the_search_says_why_it_stopped() {
     let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), 4);
     let found = auto(Size::new(4, 8), &costs, &AutoLimits::default()).unwrap();
     assert_eq!((found.stopped, found.moves), (Stopped::Optimal, 0));
-    let tight = AutoLimits {
-        peak_activations: vec![3.0; 4],
-        moves: 5,
-    };
-    let error = auto(Size::new(4, 8), &costs, &tight).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "no schedule of this size keeps the limit of activations; the smallest one keeps 4 microbatches"
-    );
-    let costs = Costs::uniform(UnitCosts::default(), 8);
     let half = AutoLimits {
         peak_activations: vec![3.0; 4],
         moves: 5,
     };
+    let costs = Costs::uniform("F=1,I=1.5,W=1,R=0".parse().unwrap(), 8);
     let found = auto(Size::new(4, 8).with_chunks(2), &costs, &half).unwrap();
-    assert_eq!((found.stopped, found.moves), (Stopped::Budget, 5));
-    assert_eq!(found.start.0, ScheduleKind::VHalf);
+    assert_eq!(found.stopped, Stopped::Budget);
+    assert!(found.moves <= 5, "{}", found.moves);
+}
+
+#[test]
+fn every_limit_of_a_microbatch_or_more_is_kept() {
+    for chunks in 1..=3 {
+        let size = Size::new(4, 8).with_chunks(chunks);
+        let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), size.stages());
+        for limit in [1.0, 2.0, 2.5, 3.0] {
+            let limits = AutoLimits {
+                peak_activations: vec![limit; 4],
+                moves: 200,
+            };
+            let found = auto(size, &costs, &limits).unwrap();
+            found.schedule.validate().unwrap();
+            let peaks = &found.simulation.peak_activations;
+            assert!(
+                peaks.iter().all(|peak| *peak <= limit),
+                "{limit}: {peaks:?}"
+            );
+        }
+    }
+    // One rank alone is short of memory.
+    let limits = AutoLimits {
+        peak_activations: vec![4.0, 1.0, 4.0, 4.0],
+        moves: 200,
+    };
+    let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), 4);
+    let found = auto(Size::new(4, 8), &costs, &limits).unwrap();
+    assert!(found.simulation.peak_activations[1] <= 1.0);
+}
+
+#[test]
+fn limits_that_no_schedule_keeps_are_named() {
+    let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), 2);
+    let refusal = |limits: &[f64]| {
+        let limits = AutoLimits {
+            peak_activations: limits.to_vec(),
+            ..AutoLimits::default()
+        };
+        auto(Size::new(2, 4), &costs, &limits)
+            .unwrap_err()
+            .to_string()
+    };
+    insta::assert_snapshot!(refusal(&[2.0, 0.5]), @"every rank keeps the activations of at least 1 microbatch, found a limit of 0.5 for rank 1");
+    insta::assert_snapshot!(refusal(&[f64::NAN, 2.0]), @"every rank keeps the activations of at least 1 microbatch, found a limit of NaN for rank 0");
+    insta::assert_snapshot!(refusal(&[-1.0, 2.0]), @"every rank keeps the activations of at least 1 microbatch, found a limit of -1.0 for rank 0");
+    insta::assert_snapshot!(refusal(&[2.0]), @"expected a limit of memory for each of 2 ranks, found 1");
+}
+
+/// Every order of actions of a small pipeline under a placement: the shortest makespan, by trying all.
+fn shortest(placement: &[usize], microbatches: usize, costs: &Costs) -> f64 {
+    struct All<'a> {
+        placement: &'a [usize],
+        microbatches: usize,
+        costs: &'a Costs,
+        done: Vec<[usize; 3]>,
+        /// When forwards and input gradients end, by stage and microbatch.
+        ends: Vec<[Vec<f64>; 2]>,
+        free: Vec<f64>,
+        best: f64,
+    }
+    impl All<'_> {
+        fn cost(&self, stage: usize, kind: usize) -> f64 {
+            let lists = [
+                &self.costs.forward,
+                &self.costs.input_grad,
+                &self.costs.weight_grad,
+            ];
+            lists[kind][stage]
+        }
+
+        /// When the next action of a kind can begin on a stage, as far as messages go.
+        fn ready(&self, stage: usize, kind: usize) -> Option<f64> {
+            let m = self.done[stage][kind];
+            let last = self.placement.len() - 1;
+            let hop = |other: usize| {
+                if self.placement[other] == self.placement[stage] {
+                    0.0
+                } else {
+                    self.costs.hop[stage.min(other)]
+                }
+            };
+            (m < self.microbatches).then_some(())?;
+            match kind {
+                0 if stage == 0 => Some(0.0),
+                0 => self.ends[stage - 1][0]
+                    .get(m)
+                    .map(|end| end + hop(stage - 1)),
+                1 if stage == last => self.ends[last][0].get(m).copied(),
+                1 => self.ends[stage + 1][1]
+                    .get(m)
+                    .map(|end| end + hop(stage + 1)),
+                _ => self.ends[stage][1].get(m).copied(),
+            }
+        }
+
+        /// Among the actions that can come next, the one that could end first decides on a rank; every order
+        /// worth trying goes on with one of this rank's actions that can begin before that.
+        fn descend(&mut self) {
+            let stages = self.placement.len();
+            let mut bound: f64 = 0.0;
+            for rank in 0..self.free.len() {
+                let own = (0..stages).filter(|s| self.placement[*s] == rank);
+                let left: f64 = own
+                    .flat_map(|s| (0..3).map(move |k| (s, k)))
+                    .map(|(s, k)| (self.microbatches - self.done[s][k]) as f64 * self.cost(s, k))
+                    .sum();
+                bound = bound.max(self.free[rank] + left);
+            }
+            if bound >= self.best - 1e-9 {
+                return;
+            }
+            let open: Vec<_> = (0..stages)
+                .flat_map(|s| (0..3).map(move |k| (s, k)))
+                .filter_map(|(s, k)| {
+                    Some((s, k, self.ready(s, k)?.max(self.free[self.placement[s]])))
+                })
+                .collect();
+            let first = open
+                .iter()
+                .min_by(|a, b| (a.2 + self.cost(a.0, a.1)).total_cmp(&(b.2 + self.cost(b.0, b.1))));
+            let Some(&(stage, kind, start)) = first else {
+                self.best = self.best.min(bound);
+                return;
+            };
+            let (rank, by) = (self.placement[stage], start + self.cost(stage, kind));
+            for (s, k, start) in open {
+                if self.placement[s] != rank || start >= by {
+                    continue;
+                }
+                let (end, before) = (start + self.cost(s, k), self.free[rank]);
+                self.done[s][k] += 1;
+                self.free[rank] = end;
+                if k < 2 {
+                    self.ends[s][k].push(end);
+                }
+                self.descend();
+                if k < 2 {
+                    self.ends[s][k].pop();
+                }
+                self.free[rank] = before;
+                self.done[s][k] -= 1;
+            }
+        }
+    }
+    let stages = placement.len();
+    let mut all = All {
+        placement,
+        microbatches,
+        costs,
+        done: vec![[0; 3]; stages],
+        ends: vec![[Vec::new(), Vec::new()]; stages],
+        free: vec![0.0; placement.iter().max().map_or(0, |last| last + 1)],
+        best: f64::INFINITY,
+    };
+    all.descend();
+    all.best
+}
+
+/// All ways to lay so many stages on each rank, but for the names of the ranks.
+fn placements(ranks: usize, chunks: usize) -> Vec<Vec<usize>> {
+    let mut heads = vec![Vec::new()];
+    for _ in 0..ranks * chunks {
+        let longer = heads.iter().flat_map(|head: &Vec<usize>| {
+            let new = head.iter().max().map_or(0, |last| last + 1);
+            let fits =
+                move |rank: &usize| head.iter().filter(|other| *other == rank).count() < chunks;
+            (0..=new.min(ranks - 1))
+                .filter(fits)
+                .map(|rank| [head.clone(), vec![rank]].concat())
+        });
+        heads = longer.collect();
+    }
+    heads
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn no_placement_has_a_schedule_below_the_bound_and_auto_is_within_a_percent_of_the_shortest(
+        (ranks, microbatches, chunks) in prop_oneof![Just((2, 3, 1)), Just((3, 3, 1)), Just((2, 4, 1)), Just((2, 2, 2)), Just((3, 1, 2)), Just((2, 1, 3))],
+        times in proptest::collection::vec(50_u32..200, 18),
+        hop in 0_u32..40,
+    ) {
+        let size = Size::new(ranks, microbatches).with_chunks(chunks);
+        let stages = size.stages();
+        let of = |kind: usize| times[kind * stages..][..stages].iter().map(|time| f64::from(*time)).collect();
+        let costs = Costs {
+            forward: of(0),
+            input_grad: of(1),
+            weight_grad: of(2),
+            recompute: vec![0.0; stages],
+            overlap: 1.0,
+            hop: vec![f64::from(hop); stages - 1],
+        };
+        let all = placements(ranks, chunks).into_iter().map(|placement| shortest(&placement, microbatches, &costs));
+        let shortest = all.fold(f64::INFINITY, f64::min);
+        let found = auto(size, &costs, &AutoLimits { moves: 20_000, ..AutoLimits::default() }).unwrap();
+        let makespan = found.simulation.makespan;
+        prop_assert!(found.bound <= shortest + 1e-6, "{} is not below {}", found.bound, shortest);
+        prop_assert!(found.stopped != Stopped::Optimal || makespan <= shortest + 1e-6);
+        prop_assert!(makespan <= 1.01 * shortest, "{} is too far above {}", makespan, shortest);
+    }
+}
+
+/// A small pipeline whose shortest makespan is known; see `tests/goldens/README.md`.
+#[derive(serde::Deserialize)]
+struct Solved {
+    ranks: usize,
+    microbatches: usize,
+    chunks: usize,
+    limit: Option<f64>,
+    #[serde(rename = "F")]
+    forward: Vec<f64>,
+    #[serde(rename = "I")]
+    input_grad: Vec<f64>,
+    #[serde(rename = "W")]
+    weight_grad: Vec<f64>,
+    #[serde(rename = "C")]
+    hop: Vec<f64>,
+    optimum: f64,
+    bound: f64,
+}
+
+#[test]
+fn searched_schedules_are_within_a_percent_of_the_shortest_that_a_solver_finds_but_for_one() {
+    let lines = include_str!("../goldens/optima.jsonl").lines();
+    let mut above = Vec::new();
+    let mut worst: std::collections::BTreeMap<(usize, usize), (f64, usize, usize)> =
+        Default::default();
+    for line in lines {
+        let case: Solved = serde_json::from_str(line).unwrap();
+        let size = Size::new(case.ranks, case.microbatches).with_chunks(case.chunks);
+        let costs = Costs {
+            recompute: vec![0.0; size.stages()],
+            overlap: 1.0,
+            forward: case.forward,
+            input_grad: case.input_grad,
+            weight_grad: case.weight_grad,
+            hop: case.hop,
+        };
+        let limits = AutoLimits {
+            peak_activations: case
+                .limit
+                .map_or_else(Vec::new, |limit| vec![limit; case.ranks]),
+            ..AutoLimits::default()
+        };
+        let found = auto(size, &costs, &limits).unwrap();
+        let makespan = found.simulation.makespan;
+        assert!(
+            found.bound <= case.optimum + 1e-6,
+            "{line}: {}",
+            found.bound
+        );
+        assert!(
+            found.stopped != Stopped::Optimal || makespan <= case.optimum + 1e-6,
+            "{line}"
+        );
+        let proven = case.bound + 0.5 > case.optimum;
+        // Beyond six stages the solver tried two placements alone.
+        assert!(
+            !proven || size.stages() > 6 || makespan + 1e-6 > case.optimum,
+            "{line}: {makespan}"
+        );
+        let gap = makespan / case.optimum - 1.0;
+        let of_size = worst
+            .entry((case.chunks, case.ranks))
+            .or_insert((f64::NEG_INFINITY, 0, 0));
+        *of_size = (
+            of_size.0.max(gap),
+            of_size.1 + 1,
+            of_size.2 + usize::from(found.stopped == Stopped::Optimal),
+        );
+        if gap > 0.01 {
+            above.push(format!("{makespan} for {line}"));
+        }
+    }
+    assert_eq!(worst.values().map(|(_, cases, _)| cases).sum::<usize>(), 55);
+    assert!(
+        worst
+            .iter()
+            .all(|((chunks, _), (gap, ..))| *chunks > 1 || *gap < 1e-9),
+        "{worst:?}"
+    );
+    assert!(above.len() <= 1, "{worst:?}\n{above:#?}");
+    assert!(
+        worst.values().all(|(gap, ..)| *gap <= 0.03),
+        "{worst:?}\n{above:#?}"
+    );
+}
+
+#[test]
+fn a_search_over_32_ranks_and_128_microbatches_ends_in_time() {
+    for chunks in [1, 2] {
+        let size = Size::new(32, 128).with_chunks(chunks);
+        let mut costs = Costs::uniform("F=1,I=1.1,W=0.9,R=0,C=0.1".parse().unwrap(), size.stages());
+        costs.forward[5] = 1.3;
+        let start = std::time::Instant::now();
+        let found = auto(size, &costs, &AutoLimits::default()).unwrap();
+        let took = start.elapsed();
+        assert!(
+            found
+                .start
+                .is_some_and(|(_, named)| found.simulation.makespan <= named)
+        );
+        assert!(took < std::time::Duration::from_mins(1), "{took:?}");
+    }
 }
 
 #[test]
@@ -119,17 +411,18 @@ fn random_costs_leave_much_to_gain_over_the_named_schedules() {
                 input_grad: list(stages),
                 weight_grad: list(stages),
                 recompute: vec![0.0; stages],
-                hop: vec![0.1; stages - 1],
                 overlap: 1.0,
+                hop: vec![0.1; stages - 1],
             };
             let limits = AutoLimits {
                 peak_activations: vec![ranks as f64; ranks],
                 moves: 0,
             };
             let found = auto(size, &costs, &limits).unwrap();
-            assert!(found.simulation.makespan <= found.start.1);
+            let named = found.start.expect("some keep the memory of 1f1b").1;
+            assert!(found.simulation.makespan <= named);
             cases += 1;
-            shorter += usize::from(found.simulation.makespan < 0.99 * found.start.1);
+            shorter += usize::from(found.simulation.makespan < 0.99 * named);
         }
     }
     assert!(2 * shorter >= cases, "{shorter} of {cases}");

@@ -105,6 +105,14 @@ impl StageModule for Stages {
             None => Ok(()),
         }
     }
+
+    fn reset(&mut self) {
+        self.inputs.clear();
+        self.outputs.clear();
+        self.pending.clear();
+        self.losses.clear();
+        self.weight_grads.values_mut().for_each(|sum| *sum = 0.0);
+    }
 }
 
 pub(crate) fn modules(schedule: &Schedule) -> Vec<Stages> {
@@ -353,4 +361,115 @@ fn a_rank_that_leaves_is_noticed_at_once() {
         error.to_string(),
         "rank 0 ended without sending the activation of microbatch 0 from stage 0 to stage 1, for which rank 1 waits"
     );
+}
+
+#[test]
+fn a_module_runs_again_after_a_failure_as_if_nothing_had_been() {
+    let schedule = ScheduleKind::ZbH1.generate(Size::new(3, 5)).unwrap();
+    let mut fresh = modules(&schedule);
+    run_threads(&schedule, &mut fresh, DEADLINE).unwrap();
+    for fault in ["0I2", "1F4", "2W0"] {
+        let fault: Action = fault.parse().unwrap();
+        let mut modules = modules(&schedule);
+        modules[fault.stage.0].fault = Some(fault);
+        run_threads(&schedule, &mut modules, DEADLINE).unwrap_err();
+        modules[fault.stage.0].fault = None;
+        run_threads(&schedule, &mut modules, DEADLINE).unwrap();
+        assert_eq!(results(&modules), results(&fresh), "{fault}");
+        assert_eq!(modules[2].losses, fresh[2].losses, "{fault}");
+    }
+}
+
+/// A module whose first forward on the last rank takes until somebody cancels the run.
+struct Waits(merak_pipe::Cancel, usize);
+
+impl StageModule for Waits {
+    type Payload = ();
+    type Error = std::convert::Infallible;
+
+    fn forward(&mut self, action: Action, _: Option<()>) -> Result<Option<()>, Self::Error> {
+        while action.stage.0 == 1 && self.0.check().is_ok() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok((action.stage.0 == 0).then_some(()))
+    }
+
+    fn backward_input(&mut self, action: Action, _: Option<()>) -> Result<Option<()>, Self::Error> {
+        Ok((action.stage.0 == 1).then_some(()))
+    }
+
+    fn backward_weight(&mut self, _: Action) -> Result<(), Self::Error> {
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.1 += 1;
+    }
+}
+
+#[test]
+fn a_handle_ends_a_run_from_outside_on_all_ranks() {
+    let schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 2)).unwrap();
+    let cancel = merak_pipe::Cancel::new();
+    let mut modules = [Waits(cancel.clone(), 0), Waits(cancel.clone(), 0)];
+    let start = std::time::Instant::now();
+    let error = thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(50));
+            cancel.cancel("the user pressed a key");
+        });
+        // One rank computes and the other waits for its message, for longer than this test may take.
+        let minutes = Duration::from_mins(10);
+        merak_pipe::run_threads_until(&schedule, &mut modules, minutes, &cancel).unwrap_err()
+    });
+    assert_eq!(
+        error.to_string(),
+        "the run was cancelled: the user pressed a key"
+    );
+    assert!(start.elapsed() < DEADLINE);
+    assert!(modules.iter().all(|module| module.1 > 0), "each is reset");
+    let error =
+        merak_pipe::run_threads_until(&schedule, &mut modules, DEADLINE, &cancel).unwrap_err();
+    assert!(
+        matches!(error, Error::Cancelled { .. }),
+        "a used handle stays used: {error}"
+    );
+}
+
+#[test]
+fn thread_links_keep_the_promises_of_a_link() {
+    merak_pipe::testing::check_links(|ranks, deadline| threads::<Vec<u8>>(ranks, deadline));
+}
+
+#[test]
+#[should_panic(expected = "order: rank 1")]
+fn a_link_that_mixes_up_messages_fails_its_checks() {
+    /// Takes every message for the same one.
+    struct Mixed(merak_pipe::ThreadLink<Vec<u8>>);
+    const ONE: merak_pipe::Tag = merak_pipe::Tag {
+        from: merak_pipe::StageId(0),
+        to: merak_pipe::StageId(1),
+        microbatch: merak_pipe::MicrobatchId(0),
+    };
+    impl merak_pipe::Link<Vec<u8>> for Mixed {
+        fn send(
+            &mut self,
+            to: usize,
+            _: merak_pipe::Tag,
+            payload: Vec<u8>,
+        ) -> merak_pipe::Result<()> {
+            self.0.send(to, ONE, payload)
+        }
+
+        fn recv(&mut self, from: usize, _: merak_pipe::Tag) -> merak_pipe::Result<Vec<u8>> {
+            self.0.recv(from, ONE)
+        }
+
+        fn abort(&mut self, reason: &str) {
+            self.0.abort(reason);
+        }
+    }
+    merak_pipe::testing::check_links(|ranks, deadline| {
+        threads(ranks, deadline).into_iter().map(Mixed).collect()
+    });
 }

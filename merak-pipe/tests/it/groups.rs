@@ -124,3 +124,51 @@ fn a_fault_poisons_the_process_group_and_names_the_culprit() {
     rank 1 failed: 1B0: the loss is NaN
     ");
 }
+
+/// A payload of bytes that travels as a message of a process group.
+struct Bytes(Vec<u8>);
+
+impl From<Vec<u8>> for Bytes {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self(bytes)
+    }
+}
+
+impl From<Bytes> for Vec<u8> {
+    fn from(bytes: Bytes) -> Self {
+        bytes.0
+    }
+}
+
+impl From<Bytes> for Message {
+    fn from(bytes: Bytes) -> Self {
+        vec![Packet {
+            shape: vec![bytes.0.len()],
+            data: Box::new(bytes.0),
+        }]
+    }
+}
+
+impl TryFrom<Message> for Bytes {
+    type Error = String;
+
+    fn try_from(mut message: Message) -> Result<Self, String> {
+        let packet = message.pop().ok_or("the message is empty")?;
+        into_vec(packet.data).map(Self).map_err(|e| e.to_string())
+    }
+}
+
+#[test]
+fn links_over_groups_keep_the_promises_of_a_link() {
+    use merak_mpu::threads::{WorldOptions, world};
+    merak_pipe::testing::check_links::<Bytes, _>(|ranks, timeout| {
+        let options = WorldOptions {
+            timeout,
+            ..WorldOptions::default()
+        };
+        let members = world(ranks, options).into_iter();
+        members
+            .map(|member| GroupLink::new(member.world_group().expect("the world is new")))
+            .collect()
+    });
+}

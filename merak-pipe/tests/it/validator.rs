@@ -143,6 +143,8 @@ fn with_recomputes(schedule: &Schedule, choices: &[prop::sample::Index]) -> Sche
     let mut choices = choices.iter().cycle();
     let mut schedule = schedule.clone();
     schedule.no_recompute.clear();
+    // Pairs are told by places in the lists, which move.
+    schedule.pairs.clear();
     for list in &mut schedule.actions {
         list.retain(|action| action.kind != Kind::Recompute);
         for forward in list.clone() {

@@ -277,14 +277,15 @@ impl Prepared {
             chunks => writeln!(text, ", {chunks} stages per rank"),
         };
         if let Some(found) = &plan.search {
-            let (named, least) = found.start;
-            let gain = 100.0 * (1.0 - found.simulation.makespan / least);
-            let _ = writeln!(
-                text,
-                "          {gain:.1} % shorter than {named}, by {}; {}",
-                self.costs.unit(),
-                found.stopped
-            );
+            let gain = match found.start {
+                Some((named, least)) => {
+                    let gain = 100.0 * (1.0 - found.simulation.makespan / least);
+                    format!("{gain:.1} % shorter than {named}")
+                }
+                None => "within a limit of memory that no named schedule keeps".to_owned(),
+            };
+            let (unit, stopped) = (self.costs.unit(), found.stopped);
+            let _ = writeln!(text, "          {gain}, by {unit}; {stopped}");
         }
         if plan.search.is_none() && args.train_schedule == TrainSchedule::Auto {
             let _ = writeln!(

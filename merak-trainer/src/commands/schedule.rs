@@ -3,8 +3,8 @@
 use super::{Failure, Outcome, output};
 use clap::{Args as ClapArgs, ValueEnum};
 use merak_pipe::{
-    AutoLimits, Costs, GridStyle, Schedule, ScheduleKind, Simulation, Size, UnitCosts, auto, grid,
-    html, json, simulate_on, svg, trace,
+    ActivationBytes, AutoLimits, Costs, GridStyle, Schedule, ScheduleKind, Simulation, Size,
+    UnitCosts, auto, grid, html, json, json_with_bytes, simulate_on, svg, trace,
 };
 use std::{
     fs,
@@ -42,16 +42,23 @@ pub(crate) struct Args {
     #[arg(short = 'v', long, value_name = "CHUNKS")]
     chunks: Option<usize>,
     /// Time of each kind of action of one stage, of a hop (C), and of a forward and a backward at once as a share of their
-    /// sum (O); unset: F=1,I=1,W=1,C=0,O=1, and R=1 for gpipe, 1f1b, ds_default and the recompute schedules, R=0
+    /// sum (O): one number for all stages, or one for each with colons in between, as in F=1:1:1:2; @FILE reads them from a
+    /// file. Unset: F=1,I=1,W=1,C=0,O=1, and R=1 for gpipe, 1f1b, ds_default and the recompute schedules, R=0
     /// elsewhere.
     #[arg(long, default_value = "")]
     costs: String,
+    /// Bytes of activations that a microbatch keeps on one stage for its input gradient alone (I) and for its weight
+    /// gradients (W), as in I=1048576,W=524288, with colons where stages differ; the peak of each rank is then shown;
+    /// @FILE reads them from a file.
+    #[arg(long, value_name = "BYTES")]
+    bytes: Option<String>,
     /// Cores that the ranks share, for the formats that show times; unset: each has one.
     #[arg(long)]
     cores: Option<f64>,
-    /// Most microbatches whose activations a rank may keep, for `auto`.
+    /// Most microbatches whose activations a rank may keep, for `auto`: one number for all ranks, or one for each with
+    /// colons in between, as in 4:3:2:1.
     #[arg(long, value_name = "MICROBATCHES")]
-    memory: Option<f64>,
+    memory: Option<String>,
     /// What to print.
     #[arg(long, value_enum, default_value_t = Format::Grid)]
     format: Format,
@@ -120,16 +127,26 @@ pub(crate) fn run(args: &Args) -> Outcome {
         return Err("--cores changes times, which --format grid, svg and trace show".into());
     }
     let size = order.size(args)?;
-    let unit = order.costs(args)?;
     size.check()?;
-    let costs = Costs::uniform(unit, size.stages());
+    let costs = order.costs(args, size)?;
+    let bytes = args.bytes.as_deref().map(|text| {
+        let bytes = ActivationBytes::parse(&given(text)?, size.stages())?;
+        Ok::<_, Failure>(bytes)
+    });
+    let bytes = bytes.transpose()?;
+    if bytes.is_some() && !matches!(args.format, Format::Grid | Format::Json) {
+        return Err("--bytes adds peaks of memory, which --format grid and json show".into());
+    }
     let schedule = order.schedule(args, size, &costs)?;
     args.format.check(&schedule)?;
     let simulate = || simulate_on(&schedule, &costs, args.cores.unwrap_or(f64::INFINITY));
     let text = match args.format {
         Format::Csv => schedule.to_csv(),
-        Format::Json => format!("{:#}", json(&schedule, &costs)?),
-        Format::Html => html(&schedule, unit)?,
+        Format::Json => match &bytes {
+            None => format!("{:#}", json(&schedule, &costs)?),
+            Some(bytes) => format!("{:#}", json_with_bytes(&schedule, &costs, bytes)?),
+        },
+        Format::Html => html(&schedule, on_every_stage(&costs)?)?,
         Format::Svg => {
             let simulation = simulate()?;
             let name = format!("{} under {costs}", schedule.name);
@@ -157,10 +174,18 @@ pub(crate) fn run(args: &Args) -> Outcome {
                     "(a grid shows at most {MOST_DRAWN} actions, this schedule has {more})\n"
                 ),
             };
-            format!(
+            let mut text = format!(
                 "{drawn}\n{}\ncosts {costs}\n",
                 figures(&schedule, &simulation)
-            )
+            );
+            if let Some(bytes) = &bytes {
+                let peaks = schedule.peak_bytes(bytes)?;
+                let peaks: Vec<_> = peaks.iter().map(ToString::to_string).collect();
+                text.push_str("peak bytes of activations per rank ");
+                text.push_str(&peaks.join(" "));
+                text.push('\n');
+            }
+            text
         }
     };
     match &args.output {
@@ -171,6 +196,61 @@ pub(crate) fn run(args: &Args) -> Outcome {
         })?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// An argument, or what the file holds that it names with an `@`.
+fn given(text: &str) -> Result<String, Failure> {
+    let Some(path) = text.strip_prefix('@') else {
+        return Ok(text.to_owned());
+    };
+    let read = fs::read_to_string(path).map_err(|source| merak_trainer::Error::Read {
+        path: path.into(),
+        source,
+    })?;
+    Ok(read)
+}
+
+/// The costs of the page, whose stages are all alike.
+fn on_every_stage(costs: &Costs) -> Result<UnitCosts, Failure> {
+    let one = |list: &[f64]| match list {
+        [] => Some(0.0),
+        [first, rest @ ..] => rest
+            .iter()
+            .all(|other| other.total_cmp(first).is_eq())
+            .then_some(*first),
+    };
+    let all = || {
+        Some(UnitCosts {
+            forward: one(&costs.forward)?,
+            input_grad: one(&costs.input_grad)?,
+            weight_grad: one(&costs.weight_grad)?,
+            recompute: one(&costs.recompute)?,
+            hop: one(&costs.hop)?,
+            overlap: costs.overlap,
+        })
+    };
+    all().ok_or_else(|| {
+        "--format html shows stages of equal costs: give one number for each kind, or choose another format".into()
+    })
+}
+
+/// The limits of memory: one for all ranks, or one for each.
+fn memory_limits(text: &str, ranks: usize) -> Result<Vec<f64>, Failure> {
+    let limits = text.split(':').map(|limit| limit.trim().parse::<f64>());
+    let limits: Result<Vec<f64>, _> = limits.collect();
+    match limits.as_deref() {
+        Ok([all]) => Ok(vec![*all; ranks]),
+        Ok(list) if list.len() == ranks => Ok(list.to_vec()),
+        Ok(list) => Err(format!(
+            "--memory has {} limits, expected one for all ranks or one for each of {ranks}",
+            list.len()
+        )
+        .into()),
+        Err(_) => Err(format!(
+            "--memory expects numbers of microbatches such as 4 or 4:3:2:1, found {text:?}"
+        )
+        .into()),
+    }
 }
 
 fn num_actions(schedule: &Schedule) -> usize {
@@ -250,7 +330,7 @@ impl Order {
     }
 
     /// The costs in use: those that are named, and the schedule's own defaults.
-    fn costs(&self, args: &Args) -> Result<UnitCosts, Failure> {
+    fn costs(&self, args: &Args, size: Size) -> Result<Costs, Failure> {
         let defaults = match self {
             Self::Named(kind) => kind.default_costs(),
             Self::File { .. } | Self::Auto => UnitCosts {
@@ -258,10 +338,7 @@ impl Order {
                 ..UnitCosts::default()
             },
         };
-        match args.costs.as_str() {
-            "" => Ok(defaults),
-            text => Ok(defaults.with(text)?),
-        }
+        Ok(Costs::parse(&given(&args.costs)?, defaults, size.stages())?)
     }
 
     fn schedule(&self, args: &Args, size: Size, costs: &Costs) -> Result<Schedule, Failure> {
@@ -301,15 +378,19 @@ fn named(name: &str) -> Result<ScheduleKind, Failure> {
 
 fn searched(args: &Args, size: Size, costs: &Costs) -> Result<Schedule, Failure> {
     let limits = AutoLimits {
-        peak_activations: args
-            .memory
-            .map_or_else(Vec::new, |limit| vec![limit; size.ranks]),
+        peak_activations: match &args.memory {
+            Some(text) => memory_limits(text, size.ranks)?,
+            None => Vec::new(),
+        },
         ..AutoLimits::default()
     };
     let found = auto(size, costs, &limits)?;
+    let start = found
+        .start
+        .map(|(kind, makespan)| (kind.as_str(), makespan));
     tracing::info!(
-        start = %found.start.0,
-        start_makespan = found.start.1,
+        start = start.map(|(name, _)| name),
+        start_makespan = start.map(|(_, makespan)| makespan),
         makespan = found.simulation.makespan,
         bound = found.bound,
         moves = found.moves,

@@ -43,6 +43,7 @@ fn pipeline_failed(error: &merak_pipe::Error) -> bool {
         E::Link { .. }
             | E::Timeout { .. }
             | E::Aborted { .. }
+            | E::Cancelled { .. }
             | E::PeerLeft { .. }
             | E::NoThread { .. }
     )

@@ -36,6 +36,54 @@ fn a_dry_run_prints_the_plan_and_writes_nothing() {
 }
 
 #[test]
+fn costs_and_limits_of_each_stage_and_rank_are_taken_and_memory_is_shown_in_bytes() {
+    let place = Workplace::new();
+    let line = |text: &str| {
+        text.lines()
+            .find(|line| line.contains("makespan"))
+            .unwrap_or_default()
+            .to_owned()
+    };
+    let even = place.succeed("schedule 1f1b -p 2 -m 3 --costs F=1,I=1,W=1,R=0,C=0");
+    let uneven = place.succeed("schedule 1f1b -p 2 -m 3 --costs F=1:2,I=1,W=1:0.5,R=0,C=0");
+    assert_ne!(line(&even), line(&uneven));
+    place.write("costs.txt", "F=1:2\nI=1\nW=1:0.5\nR=0,C=0\n");
+    assert_eq!(
+        place.succeed("schedule 1f1b -p 2 -m 3 --costs @costs.txt"),
+        uneven
+    );
+
+    let searched = place
+        .document("schedule auto -p 4 -m 8 --memory 2:1:3:2 --costs F=1,I=1,W=1,R=0 --format json");
+    let peaks = searched["peak_activations"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter_map(serde_json::Value::as_f64);
+    assert!(
+        peaks
+            .zip([2.0, 1.0, 3.0, 2.0])
+            .all(|(peak, limit)| peak <= limit),
+        "{searched}"
+    );
+    for limit in [1, 2, 3] {
+        place.succeed(&format!("schedule auto -p 4 -m 8 --memory {limit}"));
+    }
+
+    let text = place.succeed("schedule zb_h2 -p 2 -m 4 --bytes I=300,W=100:50");
+    assert!(
+        text.contains("peak bytes of activations per rank 1200 "),
+        "{text}"
+    );
+    let document = place.document("schedule zb_h2 -p 2 -m 4 --bytes I=300,W=100:50 --format json");
+    assert_eq!(
+        document["activation_bytes"],
+        serde_json::json!({ "I": [300, 300], "W": [100, 50] })
+    );
+    assert_eq!(document["peak_bytes"][0], 1200);
+}
+
+#[test]
 fn a_schedule_is_printed_in_every_format_and_checked() {
     let place = Workplace::new();
     assert_snapshot!(place.succeed("schedule 1f1b -p 2 -m 3"), @r#"

@@ -1,0 +1,203 @@
+//! Local search: moves of single actions along the critical path.
+
+use super::shop::{Length, Shop};
+use crate::Kind;
+
+/// A linear congruential generator: the same moves on every rank and machine.
+#[derive(Debug)]
+pub(super) struct Draws(pub(super) u64);
+
+impl Draws {
+    fn next(&mut self) -> u64 {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        self.0 >> 33
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        usize::try_from(self.next()).unwrap_or(0) % limit.max(1)
+    }
+
+    /// A number from 0 to 1.
+    fn share(&mut self) -> f64 {
+        self.next() as f64 / (1_u64 << 31) as f64
+    }
+}
+
+/// What a search may do.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Effort {
+    /// Orders that are timed.
+    pub(super) moves: usize,
+    /// A makespan than which none is shorter.
+    pub(super) bound: f64,
+}
+
+/// The shortest order that moves lead to.
+#[derive(Debug)]
+pub(super) struct Descended {
+    pub(super) lists: Vec<Vec<u32>>,
+    pub(super) makespan: f64,
+    /// Orders that were timed.
+    pub(super) moves: usize,
+}
+
+/// How much longer than the present order one may be at the beginning, in actions of mean length; this falls to
+/// nothing towards the end.
+const TOLERANCE: f64 = 1.5;
+
+/// Weight of the time at which ranks end on average beside the makespan: many orders have one makespan.
+const ENDS: f64 = 0.02;
+
+/// Moves single actions along their rank's list where the critical path passes, so that some rank no
+/// longer waits.
+///
+/// A move is kept where the order is not longer than the one before by more than a tolerance that falls
+/// from step to step ([threshold accepting](https://doi.org/10.1016/0021-9991(90)90201-B)); the shortest
+/// order of all is the result.
+pub(super) fn descend(
+    shop: &Shop,
+    mut lists: Vec<Vec<u32>>,
+    limits: &[usize],
+    effort: Effort,
+    draws: &mut Draws,
+) -> Option<Descended> {
+    let ranks = lists.len();
+    let mut times = shop.times(ranks);
+    let first = shop.time(&lists, &mut times)?;
+    let value = |length: Length| length.makespan + ENDS * length.ends / ranks as f64;
+    let mut best = Descended {
+        lists: lists.clone(),
+        makespan: first.makespan,
+        moves: 0,
+    };
+    let mut present = value(first);
+    let mean = shop.mean_cost(&lists);
+    let mut critical = Vec::new();
+    shop.critical(&lists, &times, &mut critical);
+    while best.moves < effort.moves && best.makespan > effort.bound * (1.0 + 1e-12) {
+        let share = 1.0 - best.moves as f64 / effort.moves as f64;
+        best.moves += 1;
+        let Some(step) = draw(shop, &lists, &critical, draws) else {
+            continue;
+        };
+        let tolerance = TOLERANCE * share * share * mean * draws.share();
+        step.apply(&mut lists);
+        let limit = limits[step.rank];
+        let mut allowed = shop.keeps(&lists[step.rank], limit);
+        // A forward that has no room may have it behind a weight gradient.
+        let freeing = if allowed {
+            None
+        } else {
+            step.freeing(shop, &lists[step.rank])
+        };
+        if let Some(freeing) = freeing {
+            freeing.apply(&mut lists);
+            allowed = shop.keeps(&lists[step.rank], limit);
+        }
+        let length = if allowed {
+            shop.time(&lists, &mut times)
+        } else {
+            None
+        };
+        let Some(length) = length.filter(|length| value(*length) <= present + tolerance) else {
+            if let Some(freeing) = freeing {
+                freeing.undo(&mut lists);
+            }
+            step.undo(&mut lists);
+            continue;
+        };
+        present = value(length);
+        shop.critical(&lists, &times, &mut critical);
+        if length.makespan < best.makespan {
+            best.makespan = length.makespan;
+            best.lists.clone_from(&lists);
+        }
+    }
+    Some(best)
+}
+
+/// One action of a rank goes to another place.
+#[derive(Debug, Clone, Copy)]
+struct Step {
+    rank: usize,
+    from: usize,
+    to: usize,
+}
+
+impl Step {
+    fn apply(self, lists: &mut [Vec<u32>]) {
+        shift(&mut lists[self.rank], self.from, self.to);
+    }
+
+    fn undo(self, lists: &mut [Vec<u32>]) {
+        shift(&mut lists[self.rank], self.to, self.from);
+    }
+
+    /// The move of the next weight gradient to before the action that this one has moved.
+    fn freeing(self, shop: &Shop, list: &[u32]) -> Option<Self> {
+        let to = self.to.min(self.from);
+        let weight = |number: &u32| shop.action(*number).kind == Kind::WeightGrad;
+        let from = to + list[to..].iter().position(weight)?;
+        let passes = shop.may_pass(list[from], &list[to..from]);
+        (passes && from != to).then_some(Self {
+            rank: self.rank,
+            from,
+            to,
+        })
+    }
+}
+
+fn shift(list: &mut [u32], from: usize, to: usize) {
+    if from < to {
+        list[from..=to].rotate_left(1);
+    } else {
+        list[to..=from].rotate_right(1);
+    }
+}
+
+/// A move that the order of its rank allows: most of the time of an action on the critical path, to before
+/// one that it waits for, or of that one to behind it; now and then of any action.
+fn draw(
+    shop: &Shop,
+    lists: &[Vec<u32>],
+    critical: &[(usize, usize)],
+    draws: &mut Draws,
+) -> Option<Step> {
+    let anywhere = critical.is_empty() || draws.below(8) == 0;
+    let (rank, place) = if anywhere {
+        let rank = draws.below(lists.len());
+        (rank, 1 + draws.below(lists[rank].len().saturating_sub(1)))
+    } else {
+        critical[draws.below(critical.len())]
+    };
+    let list = &lists[rank];
+    let distance = if draws.below(2) == 0 {
+        1
+    } else {
+        1 + draws.below(10)
+    };
+    let step = if draws.below(2) == 0 {
+        Step {
+            rank,
+            from: place,
+            to: place.saturating_sub(distance),
+        }
+    } else {
+        Step {
+            rank,
+            from: place.checked_sub(1)?,
+            to: (place - 1 + distance).min(list.len() - 1),
+        }
+    };
+    let Step { from, to, .. } = step;
+    let moved = *list.get(from)?;
+    let passed = if to < from {
+        &list[to..from]
+    } else {
+        &list[from + 1..=to]
+    };
+    (from != to && shop.may_pass(moved, passed)).then_some(step)
+}
