@@ -107,7 +107,7 @@
 //!
 //! # Features
 //!
-//! - `cli` (default): the `merak-ckpt` command.
+//! - `cli` (default): the `merak-ckpt` command, and how it reads its line.
 //! - `graph`: `adapt`, which puts an adapter into a graph of `merak-trace`, so that it is trained.
 //!
 //! # Papers
@@ -122,6 +122,8 @@
 mod byte_size;
 mod checkpoint;
 mod checksum;
+#[cfg(feature = "cli")]
+pub mod cli;
 mod convert;
 mod copy;
 mod cut;
@@ -150,6 +152,7 @@ mod sampler;
 mod shard;
 mod store;
 mod verify;
+pub mod words;
 
 pub use byte_size::{BadByteSize, parse_byte_size};
 pub use checkpoint::Checkpoint;
