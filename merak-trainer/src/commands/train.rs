@@ -2,7 +2,10 @@
 
 use super::{Outcome, keys::Keys, output, prepared::Prepared};
 use clap::Args as ClapArgs;
-use merak_ckpt::{Completion, GenerateOptions, Store};
+use merak_ckpt::{
+    Completion, GenerateOptions, Store,
+    words::{Bytes, file, plain},
+};
 use merak_mpu::Member;
 use merak_pipe::Timeline;
 use merak_trace::models::Objective;
@@ -10,14 +13,13 @@ use merak_trainer::{
     Callback, CheckedArguments, Config, Error, MerakTrainer, Origin, Result, StepRecord,
     TrainOutput, TrainerParts,
     data::bigram_loss,
-    metrics::{EvaluationMetrics, Progress, Reporter},
+    metrics::{EvaluationMetrics, Progress, Reporter, Screen},
     run_world,
 };
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use std::{
     fmt::Write as _,
-    fs,
-    io::{self, IsTerminal},
+    fs, io,
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{
@@ -33,6 +35,7 @@ const SAMPLE_TOKENS: usize = 120;
 #[derive(Debug, ClapArgs)]
 #[command(
     after_help = "Any configuration key may be given as --set KEY=VALUE or --KEY VALUE, for example --tp 2.\n\
+    `merak config --help-keys` lists them all, with types and defaults.\n\
     --resume PATH|latest|auto continues from a checkpoint; --dry-run stops after the plan."
 )]
 pub(crate) struct Args {
@@ -45,7 +48,7 @@ pub(crate) struct Args {
     keys: Keys,
 }
 
-pub(crate) fn run(mut args: Args) -> Outcome {
+pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let dry_run = args.keys.take_flag("--dry-run") || args.dry_run;
     let config = load(&mut args)?;
     if config.arguments().text_generation && !dry_run {
@@ -53,25 +56,28 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     }
     let prepared = Prepared::to_train(&config, dry_run)?;
     let output_dir = prepared.args.run_folder()?;
-    check_folder(&output_dir)?;
+    let located = |error| config.locate(error);
+    check_folder(&output_dir).map_err(located)?;
     let memory = prepared.check_memory();
     if dry_run {
         output::print(&prepared.describe()?)?;
-        let resumed = MerakTrainer::check_checkpoint(&prepared.plan, &prepared.args)?;
+        let resumed = MerakTrainer::check_checkpoint(&prepared.plan, &prepared.args);
+        let resumed = resumed.map_err(located)?;
         return foresee(resumed.as_deref(), memory);
     }
     memory?;
     output::print(&prepared.describe()?)?;
     let run = Run(&prepared);
-    write_folder(&output_dir, &config.to_toml())?;
+    write_folder(&output_dir, &config.to_toml()).map_err(located)?;
     warn_of_older_run(&prepared.args, &output_dir)?;
     let stop = Arc::new(AtomicI64::new(0));
     for signal in [SIGINT, SIGTERM, SIGUSR1] {
         watch(signal, &stop)?;
     }
     let results = run_world(&prepared.args, |member| {
-        run.on_rank(member, &output_dir, &stop)
-    })?;
+        run.on_rank(member, &output_dir, screen, &stop)
+    })
+    .map_err(located)?;
     output::print(&run.summary(&results, &output_dir))?;
     let finished = &results[0];
     Ok(finished
@@ -103,7 +109,7 @@ fn load(args: &mut Args) -> Result<Config> {
 fn foresee(resumed: Option<&Path>, memory: Result<()>) -> Outcome {
     let mut text = String::new();
     if let Some(path) = resumed {
-        let _ = writeln!(text, "resumes   {}", path.display());
+        let _ = writeln!(text, "resumes   {}", file(path));
     }
     match memory {
         Err(error @ Error::Memory(_)) => {
@@ -204,6 +210,7 @@ impl Run<'_> {
         &self,
         member: Member,
         output_dir: &Path,
+        screen: &Screen,
         stop: &Arc<AtomicI64>,
     ) -> Result<Finished> {
         let is_first = member.rank().0 == 0;
@@ -224,17 +231,10 @@ impl Run<'_> {
         let mut trainer = MerakTrainer::new(Arc::clone(&self.plan), mpu, &self.args, parts)?;
         if let Some(reporter) = &reporter {
             let (total, done) = (trainer.total_steps(), trainer.global_step());
-            let progress = if io::stderr().is_terminal() {
-                Progress::bar(total, done)
-            } else {
-                Progress::lines(total, Box::new(io::stderr()))
-            };
+            let progress = Progress::on(screen, total, done);
             reporter.start(&trainer, &self.args, output_dir, progress)?;
         }
         let output = trainer.train()?;
-        if let Some(reporter) = &reporter {
-            reporter.finish();
-        }
         // After a signal there may be no time left.
         let runs_on = output.stopped_by.is_none();
         // A run that had nothing left to do has evaluated nothing.
@@ -244,6 +244,9 @@ impl Run<'_> {
         } else {
             output.evaluation.clone()
         };
+        if let Some(reporter) = &reporter {
+            reporter.finish();
+        }
         // A model whose loss is not finite has no likeliest token; the best one has a finite loss.
         let last = evaluation.as_ref().map(|evaluation| evaluation.eval_loss);
         let is_finite = output.best.is_some() || last.unwrap_or(output.training_loss).is_finite();
@@ -336,11 +339,12 @@ impl Run<'_> {
         let measured = finished.peak_activation_bytes;
         let _ = write!(
             text,
-            "memory    {measured} bytes of activations at most on rank 0"
+            "memory    {} of activations at most on rank 0",
+            Bytes::from(measured)
         );
         let predicted = self.predicted_activation_bytes().unwrap_or_default();
         let _ = match predicted.first() {
-            Some(predicted) => writeln!(text, ", predicted {predicted}"),
+            Some(&predicted) => writeln!(text, ", predicted {}", Bytes::from(predicted)),
             None => writeln!(text),
         };
         self.compare_times(ranks, &mut text);
@@ -352,23 +356,25 @@ impl Run<'_> {
             let _ = writeln!(
                 text,
                 "\nsample    the model continues >>>\n{}>>>{}<<<\n",
-                tokenizer.decode(prompt_ids).unwrap_or_default(),
-                tokenizer
-                    .decode_after(prompt_ids.len(), &all)
-                    .unwrap_or_default()
+                plain(&tokenizer.decode(prompt_ids).unwrap_or_default()),
+                plain(
+                    &tokenizer
+                        .decode_after(prompt_ids.len(), &all)
+                        .unwrap_or_default()
+                )
             );
         }
         let _ = writeln!(
             text,
             "metrics   {}",
-            output_dir.join("metrics.jsonl").display()
+            file(&output_dir.join("metrics.jsonl"))
         );
         if self.args.save {
             let store = Store::in_output_dir(output_dir);
             let last = store.path_of(output.global_step as u64);
             // A run that had nothing left to do may have come from another folder.
             if last.is_dir() {
-                let _ = writeln!(text, "saved     {}", last.display());
+                let _ = writeln!(text, "saved     {}", file(&last));
             }
             let best = output.best.map(|best| store.path_of(best.step as u64));
             let ends_with = best.unwrap_or(last);
@@ -376,7 +382,7 @@ impl Run<'_> {
                 let _ = writeln!(
                     text,
                     "continue  merak generate {} --prompt TEXT",
-                    ends_with.display()
+                    file(&ends_with)
                 );
             }
         }

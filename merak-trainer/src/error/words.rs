@@ -1,6 +1,8 @@
 //! Parts of messages.
 
+use super::Error;
 use crate::config::DataFormat;
+use merak_ckpt::words::file;
 use std::path::Path;
 
 /// What else gives a part of the data more tokens.
@@ -30,7 +32,7 @@ pub(super) fn passed_over(files: usize) -> String {
 
 /// The place of the data.
 pub(super) fn of(path: Option<&Path>) -> String {
-    path.map(|path| format!(" of {}", path.display()))
+    path.map(|path| format!(" of {}", file(path)))
         .unwrap_or_default()
 }
 
@@ -49,4 +51,16 @@ pub(super) fn did_you_mean(nearest: Option<&str>) -> String {
     nearest
         .map(|name| format!("; did you mean \"{name}\"?"))
         .unwrap_or_default()
+}
+
+/// What names the key behind a message, and its place: what the message has already is not repeated.
+pub(super) fn blamed(key: &str, place: Option<&str>, error: &Error) -> String {
+    let key = format!("\"{key}\"");
+    let is_named = error.to_string().contains(&key);
+    match (is_named, place) {
+        (true, None) => String::new(),
+        (true, Some(place)) => format!(" ({place})"),
+        (false, None) => format!(" ({key})"),
+        (false, Some(place)) => format!(" ({key}, {place})"),
+    }
 }
