@@ -1,7 +1,10 @@
 //! What can go wrong with checkpoints and generation.
 
-use crate::{Checksum, DType, Kind};
-use std::fmt::{self, Write as _};
+use crate::{
+    Checksum, DType, Kind,
+    words::{brief, file, sentence},
+};
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -16,7 +19,7 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 #[non_exhaustive]
 pub enum Error {
     /// The operating system refused something.
-    #[error("cannot {action} {}", path.display())]
+    #[error("cannot {action} {}", file(path))]
     Io {
         /// What was tried, as in `create`.
         action: &'static str,
@@ -26,19 +29,22 @@ pub enum Error {
         source: io::Error,
     },
     /// Nothing lies at the path.
-    #[error("no checkpoint at {}: the path {}", path.display(), if path.as_os_str().is_empty() { "is empty" } else { "does not exist" })]
+    #[error("no checkpoint at {}: the path {}", file(path), if path.as_os_str().is_empty() { "is empty" } else { "does not exist" })]
     NotFound {
         /// The path.
         path: PathBuf,
     },
     /// Something lies where a result was to go.
-    #[error("{} exists already: name another destination, or remove it", path.display())]
+    #[error(
+        "{} exists already: name another destination, or remove it",
+        file(path)
+    )]
     AlreadyExists {
         /// The path.
         path: PathBuf,
     },
     /// Somebody else is writing there.
-    #[error("{} is being written by {}: wait until that has ended", path.display(), Printable(holder))]
+    #[error("{} is being written by {}: wait until that has ended", file(path), brief(holder))]
     InUse {
         /// The folder.
         path: PathBuf,
@@ -46,7 +52,7 @@ pub enum Error {
         holder: String,
     },
     /// The path is neither a checkpoint nor a folder that holds some.
-    #[error("no checkpoint at {}: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`{}", path.display(), hint(found.as_deref()))]
+    #[error("no checkpoint at {}: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`{}", file(path), hint(found.as_deref()))]
     NotACheckpoint {
         /// The path.
         path: PathBuf,
@@ -54,7 +60,10 @@ pub enum Error {
         found: Option<PathBuf>,
     },
     /// A newer version of the crate wrote the checkpoint.
-    #[error("{} has format version {found}, this program reads versions up to {supported}", path.display())]
+    #[error(
+        "{} has format version {found}, this program reads versions up to {supported}",
+        file(path)
+    )]
     NewerVersion {
         /// The manifest.
         path: PathBuf,
@@ -64,7 +73,7 @@ pub enum Error {
         supported: u64,
     },
     /// A checkpoint is damaged.
-    #[error("checkpoint {} is damaged: {damage}; {}", path.display(), older_hint(older.as_deref()))]
+    #[error("checkpoint {} is damaged: {damage}; {}", file(path), older_hint(older.as_deref()))]
     Damaged {
         /// The checkpoint's folder.
         path: PathBuf,
@@ -74,7 +83,7 @@ pub enum Error {
         older: Option<PathBuf>,
     },
     /// A file of another program cannot be used.
-    #[error("cannot read {}: {}", path.display(), Printable(reason))]
+    #[error("cannot read {}: {}", file(path), sentence(reason))]
     Foreign {
         /// The file or folder.
         path: PathBuf,
@@ -90,7 +99,7 @@ pub enum Error {
         damage: Box<Damage>,
     },
     /// The checkpoint has no such tensor.
-    #[error("checkpoint {} has no {kind} `{name}`{}", path.display(), nearest_hint(nearest.as_deref()))]
+    #[error("checkpoint {} has no {kind} `{}`{}", file(path), brief(name), nearest_hint(nearest.as_deref()))]
     MissingTensor {
         /// The checkpoint's folder.
         path: PathBuf,
@@ -102,7 +111,11 @@ pub enum Error {
         nearest: Option<String>,
     },
     /// A tensor has another shape than the model.
-    #[error("{kind} `{name}` in {} has shape {found:?}, expected {expected:?}", path.display())]
+    #[error(
+        "{kind} `{}` in {} has shape {found:?}, expected {expected:?}",
+        brief(name),
+        file(path)
+    )]
     ShapeMismatch {
         /// The checkpoint's folder.
         path: PathBuf,
@@ -116,7 +129,11 @@ pub enum Error {
         found: Box<[usize]>,
     },
     /// A tensor has another element type than the model.
-    #[error("{kind} `{name}` in {} has elements of type {found}, expected {expected}", path.display())]
+    #[error(
+        "{kind} `{}` in {} has elements of type {found}, expected {expected}",
+        brief(name),
+        file(path)
+    )]
     DTypeMismatch {
         /// The checkpoint's folder.
         path: PathBuf,
@@ -130,7 +147,10 @@ pub enum Error {
         found: DType,
     },
     /// A caller's buffer does not fit what it should hold.
-    #[error("the buffer of {kind} `{name}` has {found} bytes, expected {expected}")]
+    #[error(
+        "the buffer of {kind} `{}` has {found} bytes, expected {expected}",
+        brief(name)
+    )]
     BufferLength {
         /// What the tensor is.
         kind: Kind,
@@ -150,7 +170,7 @@ pub enum Error {
         reason: String,
     },
     /// A name cannot be stored.
-    #[error("invalid {what} `{}`: {rule}", Printable(name))]
+    #[error("invalid {what} `{}`: {rule}", brief(name))]
     InvalidName {
         /// What was to be named.
         what: &'static str,
@@ -292,7 +312,7 @@ impl fmt::Display for Damage {
             problem,
         } = self;
         match tensor {
-            Some(tensor) => write!(f, "{file}, tensor `{}`: {problem}", Printable(tensor)),
+            Some(tensor) => write!(f, "{file}, tensor `{}`: {problem}", brief(tensor)),
             None => write!(f, "{file}: {problem}"),
         }
     }
@@ -331,7 +351,7 @@ pub enum Problem {
         found: Checksum,
     },
     /// The manifest or a header is not what the format asks for.
-    #[error("{}", Printable(reason))]
+    #[error("{}", sentence(reason))]
     Malformed {
         /// What is wrong.
         reason: String,
@@ -364,27 +384,6 @@ pub enum Problem {
     },
 }
 
-/// A text that may come from a file of somebody else: what would command a terminal is escaped, and no more of it is
-/// shown than one reads.
-struct Printable<'a>(&'a str);
-
-impl fmt::Display for Printable<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const MAX_CHARS: usize = 2000;
-        for c in self.0.chars().take(MAX_CHARS) {
-            if c.is_control() {
-                write!(f, "{}", c.escape_default())?;
-            } else {
-                f.write_char(c)?;
-            }
-        }
-        if self.0.chars().nth(MAX_CHARS).is_some() {
-            f.write_str(" ..")?;
-        }
-        Ok(())
-    }
-}
-
 /// Adds what was tried on which path to an I/O error.
 pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
     move |source| Error::Io {
@@ -396,19 +395,19 @@ pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Err
 
 fn hint(found: Option<&Path>) -> String {
     found.map_or_else(String::new, |path| {
-        format!("; the newest complete one is {}", path.display())
+        format!("; the newest complete one is {}", file(path))
     })
 }
 
 fn older_hint(older: Option<&Path>) -> String {
     older.map_or_else(
         || "there is no complete older one".to_owned(),
-        |path| format!("the newest complete older one is {}", path.display()),
+        |path| format!("the newest complete older one is {}", file(path)),
     )
 }
 
 fn nearest_hint(nearest: Option<&str>) -> String {
     nearest.map_or_else(String::new, |name| {
-        format!("; the nearest name is `{name}`")
+        format!("; the nearest name is `{}`", brief(name))
     })
 }

@@ -108,7 +108,7 @@
 //!
 //! # Features
 //!
-//! - `cli` (default): the `merak-ckpt` command.
+//! - `cli` (default): the `merak-ckpt` command, and how it reads its line.
 //! - `graph`: `adapt`, which puts an adapter into a graph of `merak-trace`, so that it is trained.
 //!
 //! # Papers
@@ -123,6 +123,8 @@
 mod byte_size;
 mod checkpoint;
 mod checksum;
+#[cfg(feature = "cli")]
+pub mod cli;
 mod convert;
 mod copy;
 mod cut;
@@ -153,6 +155,7 @@ mod sampler;
 mod shard;
 mod store;
 mod verify;
+pub mod words;
 
 pub use byte_size::{BadByteSize, parse_byte_size};
 pub use checkpoint::Checkpoint;

@@ -23,7 +23,7 @@ pub enum Error {
         degree: usize,
         /// The list and its entry that asked for the split.
         list: String,
-        /// The degrees that divide the size.
+        /// The degrees that divide it, and that all other layers allow; at most one more than are shown.
         legal: Vec<usize>,
     },
     /// The ranks cannot share the query heads of an attention evenly.
@@ -38,7 +38,7 @@ pub enum Error {
         heads: usize,
         /// The tensor-parallel degree.
         degree: usize,
-        /// The degrees that share out all heads.
+        /// The degrees that share out all heads, and that all other layers allow; at most one more than are shown.
         legal: Vec<usize>,
     },
     /// The key and value heads can neither be shared out nor repeated.
@@ -54,7 +54,7 @@ pub enum Error {
         kv_heads: usize,
         /// The tensor-parallel degree.
         degree: usize,
-        /// The degrees that share out all heads.
+        /// The degrees that share out all heads, and that all other layers allow; at most one more than are shown.
         legal: Vec<usize>,
     },
     /// A module is to be split both ways.
@@ -77,7 +77,8 @@ pub enum Error {
     },
     /// The lists do not say how to split a model.
     #[error(
-        "tp = {degree} needs col_para_list and row_para_list, or input_output_mapping; found {found}"
+        "tp = {degree} needs col_para_list and row_para_list, or input_output_mapping; found {found}: set both in the table \
+         [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`"
     )]
     IncompleteLists {
         /// The tensor-parallel degree.
@@ -87,7 +88,9 @@ pub enum Error {
     },
     /// Neither the user nor the table of defaults has lists for the model.
     #[error(
-        "tp = {degree}: model type \"{family}\" has no default layer lists and none were set; defaults exist for {known}"
+        "tp = {degree}: model type \"{family}\" has no default layer lists and none were set: name the linear layers that are \
+         split by output features in `col_para_list` and those split by input features in `row_para_list`, in the table \
+         [tp_layer_lists] of the configuration or with `set_tp_layer_lists`; defaults exist for {known}"
     )]
     NoLists {
         /// The tensor-parallel degree.
@@ -127,6 +130,18 @@ pub enum Error {
     Graph(#[from] merak_trace::Error),
 }
 
+impl Error {
+    /// The degrees that would do, where a size or heads stand in the way.
+    pub(crate) fn legal_mut(&mut self) -> Option<&mut Vec<usize>> {
+        match self {
+            Self::Indivisible { legal, .. }
+            | Self::Heads { legal, .. }
+            | Self::KvHeads { legal, .. } => Some(legal),
+            _ => None,
+        }
+    }
+}
+
 /// The divisors of a size, ascending.
 pub(crate) fn divisors(size: usize) -> Vec<usize> {
     let small = (1..=size.isqrt()).filter(|divisor| size.is_multiple_of(*divisor));
@@ -138,11 +153,14 @@ pub(crate) fn divisors(size: usize) -> Vec<usize> {
     all
 }
 
+/// Degrees that a message names; dots stand for more.
+pub(crate) const MOST_LISTED: usize = 12;
+
 /// `1, 2, 4`, and dots behind more than a reader wants.
 fn listed(degrees: &[usize]) -> String {
-    const MOST: usize = 12;
-    let mut words: Vec<_> = degrees.iter().take(MOST).map(ToString::to_string).collect();
-    if degrees.len() > MOST {
+    let shown = degrees.iter().take(MOST_LISTED);
+    let mut words: Vec<_> = shown.map(ToString::to_string).collect();
+    if degrees.len() > MOST_LISTED {
         words.push("..".to_owned());
     }
     words.join(", ")

@@ -2,6 +2,7 @@
 
 use crate::{
     Error, LayerLists, Report, Result, SplitKind,
+    error::MOST_LISTED,
     matching::{self, Role},
     report::SplitModule,
     rules::{self, Need, Site},
@@ -46,6 +47,23 @@ pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewri
         _ => lists.check(degree)?,
     }
     refuse_rewritten(model)?;
+    split(model, lists, degree).map_err(|mut error| {
+        if let Some(legal) = error.legal_mut() {
+            // What suits one layer may not suit the others.
+            let suits = |&degree: &usize| degree == 1 || split(model, lists, degree).is_ok();
+            *legal = legal
+                .iter()
+                .copied()
+                .filter(suits)
+                .take(MOST_LISTED + 1)
+                .collect();
+        }
+        error
+    })
+}
+
+/// The rewrite itself, for a degree above 1.
+fn split(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewritten> {
     let matches = matching::find(model, lists, degree)?;
     let mut report = Report::new(degree);
     report.kept_whole = matches.kept_whole;

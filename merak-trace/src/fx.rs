@@ -581,6 +581,26 @@ impl Module {
         )
     }
 
+    /// The sum of all elements, `[] f64`: what a loss of one's own ends in.
+    ///
+    /// # Errors
+    /// As [`Module::apply`].
+    ///
+    /// ```
+    /// use merak_trace::{DType, TensorType, fx};
+    /// let graph = fx::trace(DType::F32, |module| {
+    ///     let x = module.input("x", TensorType::new([4, 8], DType::F32));
+    ///     let squares = module.mul(&x, &x)?;
+    ///     module.output("loss", &module.sum(&squares)?);
+    ///     Ok(())
+    /// })?;
+    /// assert_eq!(graph.output("loss").map(|loss| graph.ty(loss).to_string()).as_deref(), Some("f64[]"));
+    /// # Ok::<(), merak_trace::Error>(())
+    /// ```
+    pub fn sum(&self, x: &Symbol) -> Result<Symbol> {
+        self.apply1(Op::SumAll, &[x])
+    }
+
     /// The sum of the token losses of `logits: [.., V]` against `labels: [..]`; -100 is ignored.
     ///
     /// # Errors

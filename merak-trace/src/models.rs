@@ -21,6 +21,7 @@ use serde_json::Value as Json;
 use std::{fmt, sync::Arc};
 
 pub use bert::Bert;
+pub use causal::{finish, input_ids, labels, lm_head};
 pub use gpt::Gpt;
 pub use gpt_neox::GptNeoX;
 pub use gpt2::Gpt2;

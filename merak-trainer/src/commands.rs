@@ -12,6 +12,8 @@ pub(crate) mod train;
 
 mod environment;
 mod failure;
+#[cfg(test)]
+mod fuzz;
 mod keys;
 mod model;
 mod output;

@@ -12,9 +12,12 @@ mod check;
 mod checked;
 mod choice;
 mod file;
+mod folders;
 mod foreign;
+mod help;
 mod key;
 mod layer;
+mod lines;
 mod nearest;
 mod origin;
 mod reserved;
@@ -28,9 +31,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use merak_ckpt::words::{brief, file};
 use serde_json::Value;
 
 pub(crate) use self::nearest::nearest;
+use self::nearest::nearest_key;
 pub use self::{
     arguments::{
         AutopipeArguments, ComputeArguments, DataArguments, DistributedArguments, MerakArguments,
@@ -41,6 +46,7 @@ pub use self::{
         Backend, BestMetric, CostSource, DataFormat, Device, Engine, PartitionMethod, Recompute,
         RecomputeOp, ReportTo, SplitMethod, TraceMethod,
     },
+    help::{key_help, key_page},
     key::Key,
     origin::Origin,
     schedule::TrainSchedule,
@@ -96,22 +102,8 @@ impl Config {
         }
         config.apply(layer::from_environment(environment)?)?;
         config.apply(layer::from_command_line(command_line)?)?;
-        config.take_tokenizer_of_model();
+        config.look_into_folders();
         Ok(config)
-    }
-
-    /// A model that starts from weights knows its tokens: where no layer sets a tokenizer, it is the one
-    /// beside the weights.
-    fn take_tokenizer_of_model(&mut self) {
-        let Some(folder) = &self.arguments.model.hf_dir else {
-            return;
-        };
-        let file = folder.0.join("tokenizer.json");
-        if *self.origin("data.tokenizer") == Origin::Default && file.is_file() {
-            self.arguments.data.tokenizer = TokenizerSource::File(file);
-            let origin = self.origin("model.hf_dir").clone();
-            self.origins.insert("data.tokenizer", origin);
-        }
     }
 
     /// The values.
@@ -127,6 +119,36 @@ impl Config {
     /// Where the value of a key came from, by the key's full name.
     pub fn origin(&self, key: &str) -> &Origin {
         self.origins.get(key).unwrap_or(&Origin::Default)
+    }
+
+    /// An error with the place of the key that is to blame for it, where a layer set that.
+    #[must_use]
+    pub fn locate(&self, error: Error) -> Error {
+        let Some(key) = error.key().or_else(|| self.key_of_weights(&error)) else {
+            return error;
+        };
+        let source = match error {
+            Error::Blamed { source, .. } => source,
+            other => Box::new(other),
+        };
+        let origin = self.origin(key);
+        let place = (*origin != Origin::Default).then(|| origin.to_string());
+        Error::Blamed { key, place, source }
+    }
+
+    /// The key that names the weights which cannot be read.
+    fn key_of_weights(&self, error: &Error) -> Option<&'static str> {
+        use merak_ckpt::Error as E;
+        let Error::Checkpoint(error) = error else {
+            return None;
+        };
+        if self.arguments.resume_from_checkpoint.is_some() {
+            let is_none = matches!(**error, E::NotFound { .. } | E::NotACheckpoint { .. });
+            return is_none.then_some("resume_from_checkpoint");
+        }
+        let folder = file(&self.arguments.model.hf_dir.as_ref()?.0);
+        let is_there = error.is_user_error() && error.to_string().contains(&folder);
+        is_there.then_some("model.hf_dir")
     }
 
     /// Checks the values against each other.
@@ -158,12 +180,14 @@ impl Config {
         text
     }
 
-    /// The resolved configuration as a table for people: key, value, origin.
-    pub fn explain(&self) -> String {
+    /// The resolved configuration as a table for people: key, value, origin, of so many columns where that is given. What
+    /// is longer has its origin in a line of its own.
+    pub fn explain(&self, columns: Option<usize>) -> String {
         let rows: Vec<_> = keys()
             .map(|key| {
                 let value = self.arguments.get(key.name).unwrap_or_default();
-                (key.name, shown(&value), self.origin(key.name).to_string())
+                let origin = self.origin(key.name).to_string();
+                (key.name, brief(&shown(&value)), origin)
             })
             .collect();
         let width = |column: fn(&(&str, String, String)) -> usize| rows.iter().map(column).max();
@@ -171,7 +195,12 @@ impl Config {
         let values = width(|row| row.1.chars().count().min(40)).unwrap_or(0);
         let mut text = String::new();
         for (name, value, origin) in rows {
-            let _ = writeln!(text, "{name:names$}  {value:values$}  {origin}");
+            let row = format!("{name:names$}  {value:values$}  {origin}");
+            if columns.is_some_and(|columns| row.chars().count() > columns) {
+                let _ = writeln!(text, "{name:names$}  {value}\n{:names$}  {origin}", "");
+            } else {
+                let _ = writeln!(text, "{row}");
+            }
         }
         text
     }
@@ -223,13 +252,10 @@ impl Config {
                 advice,
             });
         }
-        let known = keys()
-            .map(|key| key.name)
-            .chain(RESERVED.iter().map(|key| key.name));
         Err(Error::UnknownKey {
             key: entry.name.clone(),
             place: place(),
-            nearest: nearest(&entry.name, known).map(Into::into),
+            nearest: nearest_key(&entry.name).map(Into::into),
         })
     }
 }

@@ -5,11 +5,11 @@ mod words;
 
 pub use self::words::StepPart;
 use self::words::{
-    did_you_mean, of, other_share, passed_over, purpose, records_of, replaced_run, saved_with,
-    stages_of,
+    blamed, did_you_mean, of, other_share, passed_over, purpose, records_of, replaced_run,
+    saved_with, stages_of,
 };
 use crate::{config::DataFormat, data::DataFingerprint};
-use indicatif::BinaryBytes;
+use merak_ckpt::words::{Bytes, brief, file, sentence};
 use merak_pipe::Action;
 use std::{io, path::PathBuf};
 
@@ -21,7 +21,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// A key that no version knows.
-    #[error("unknown key \"{key}\" ({place}){}", did_you_mean(nearest.as_deref()))]
+    #[error("unknown key \"{}\" ({place}){}", brief(key), did_you_mean(nearest.as_deref()))]
     UnknownKey {
         /// The key as it was written.
         key: String,
@@ -31,7 +31,11 @@ pub enum Error {
         nearest: Option<String>,
     },
     /// A value of another type than its key's.
-    #[error("\"{key}\" expects {expected}, found {found} ({place})")]
+    #[error(
+        "\"{}\" expects {expected}, found {} ({place})",
+        brief(key),
+        brief(found)
+    )]
     WrongType {
         /// The key.
         key: String,
@@ -43,7 +47,7 @@ pub enum Error {
         place: String,
     },
     /// A name that is none of a key's choices.
-    #[error("\"{key}\" expects {choices}, found {found} ({place}){}", did_you_mean(nearest.as_deref()))]
+    #[error("\"{key}\" expects {choices}, found {} ({place}){}", brief(found), did_you_mean(nearest.as_deref()))]
     UnknownChoice {
         /// The key.
         key: &'static str,
@@ -57,7 +61,10 @@ pub enum Error {
         nearest: Option<String>,
     },
     /// A legal value whose feature this version lacks.
-    #[error("\"{key}\" {found} ({place}) is not available in this version: choose {instead}")]
+    #[error(
+        "\"{key}\" {} ({place}) is not available in this version: choose {instead}",
+        brief(found)
+    )]
     NotAvailable {
         /// The key.
         key: &'static str,
@@ -95,7 +102,7 @@ pub enum Error {
         advice: String,
     },
     /// A value that has the right type, and is not legal by itself or beside the others.
-    #[error("\"{key}\" is {found} ({place}), but must be {expected}")]
+    #[error("\"{key}\" is {} ({place}), but must be {expected}", brief(found))]
     IllegalValue {
         /// The key.
         key: &'static str,
@@ -160,7 +167,7 @@ pub enum Error {
         limit: usize,
     },
     /// An option at the end of the command line.
-    #[error("the option {option} has no value: write {example}")]
+    #[error("the option {} has no value: write {}", brief(option), brief(example))]
     MissingValue {
         /// The option.
         option: String,
@@ -168,19 +175,25 @@ pub enum Error {
         example: String,
     },
     /// A word on the command line that belongs to no option.
-    #[error("unexpected argument \"{argument}\": keys are given as --KEY VALUE or --set KEY=VALUE")]
+    #[error(
+        "unexpected argument \"{}\": keys are given as --KEY VALUE or --set KEY=VALUE",
+        brief(argument)
+    )]
     UnexpectedArgument {
         /// The word.
         argument: String,
     },
     /// A configuration file whose name tells no format.
-    #[error("cannot tell the format of the configuration {}: name it .toml, .yaml, .yml or .json", path.display())]
+    #[error(
+        "cannot tell the format of the configuration {}: name it .toml, .yaml, .yml or .json",
+        file(path)
+    )]
     ConfigFormat {
         /// The file.
         path: PathBuf,
     },
     /// A configuration file that its parser refuses.
-    #[error("cannot parse the configuration {}: {message}", path.display())]
+    #[error("cannot parse the configuration {}: {}", file(path), sentence(message))]
     ConfigSyntax {
         /// The file.
         path: PathBuf,
@@ -188,7 +201,7 @@ pub enum Error {
         message: String,
     },
     /// An input file or folder that cannot be read.
-    #[error("cannot read {}", path.display())]
+    #[error("cannot read {}", file(path))]
     Read {
         /// The file or folder.
         path: PathBuf,
@@ -196,7 +209,7 @@ pub enum Error {
         source: io::Error,
     },
     /// An input that a key names and that cannot be read.
-    #[error("cannot read {}, which \"{key}\" names", path.display())]
+    #[error("cannot read {}, which \"{key}\" names", file(path))]
     ReadInput {
         /// The key.
         key: &'static str,
@@ -209,7 +222,7 @@ pub enum Error {
     #[error(
         "{} has {} of data, which take at least {} of memory, but this process may use {}: give less data, or read a \
          part of text with \"data.max_bytes\"",
-        path.display(), BinaryBytes(*found), BinaryBytes(*needed), BinaryBytes(*available)
+        file(path), Bytes(*found), Bytes(*needed), Bytes(*available)
     )]
     DataTooLarge {
         /// The file or folder.
@@ -222,7 +235,7 @@ pub enum Error {
         available: u64,
     },
     /// An output file or folder that cannot be written.
-    #[error("cannot write {}", path.display())]
+    #[error("cannot write {}", file(path))]
     Write {
         /// The file or folder.
         path: PathBuf,
@@ -233,7 +246,7 @@ pub enum Error {
     #[error(
         "{}, which \"output_dir\" names, has a run already ({found}): go on with it by --resume auto, replace it by \
          --overwrite_output_dir, or name another folder{}",
-        folder.display(), replaced_run(aside.as_deref())
+        file(folder), replaced_run(aside.as_deref())
     )]
     RunExists {
         /// The folder.
@@ -246,7 +259,7 @@ pub enum Error {
     /// A folder that another process writes.
     #[error(
         "{}, which \"output_dir\" names, is in use by {holder}: wait until that has ended, or name another folder",
-        folder.display()
+        file(folder)
     )]
     RunInUse {
         /// The folder.
@@ -258,7 +271,7 @@ pub enum Error {
     #[error(
         "the checkpoint {} stands at sample {position} of its pass over the data, but there are only {samples} now: \
          give the data that it was saved with{}, or set \"ignore_data_skip\" to begin a pass anew",
-        path.display(), saved_with(saved.as_deref())
+        file(path), saved_with(saved.as_deref())
     )]
     PositionBehindEnd {
         /// The checkpoint.
@@ -271,7 +284,7 @@ pub enum Error {
         saved: Option<Box<DataFingerprint>>,
     },
     /// The folder that a run shall write.
-    #[error("cannot write into {}, which \"output_dir\" names", path.display())]
+    #[error("cannot write into {}, which \"output_dir\" names", file(path))]
     OutputDir {
         /// The folder, or what stands in its way.
         path: PathBuf,
@@ -279,7 +292,7 @@ pub enum Error {
         source: io::Error,
     },
     /// A data path without a byte of text.
-    #[error("no text in {}: \"data.path\" needs a file or folder with text{}", path.display(), passed_over(*skipped))]
+    #[error("no text in {}: \"data.path\" needs a file or folder with text{}", file(path), passed_over(*skipped))]
     NoText {
         /// The path.
         path: PathBuf,
@@ -290,7 +303,7 @@ pub enum Error {
     #[error(
         "cannot read {} as text: {found} (offset {offset}): {instead}, or set \"data.skip_binary\" to true to pass over \
          such files",
-        path.display()
+        file(path)
     )]
     NotText {
         /// The file.
@@ -303,7 +316,7 @@ pub enum Error {
         instead: &'static str,
     },
     /// A data path without a record.
-    #[error("no records in {}: {format} needs {}", path.display(), records_of(*format))]
+    #[error("no records in {}: {format} needs {}", file(path), records_of(*format))]
     NoRecords {
         /// The path.
         path: PathBuf,
@@ -354,7 +367,7 @@ pub enum Error {
         reason: String,
     },
     /// A tokenizer file that cannot be used.
-    #[error("cannot use the tokenizer {}: {message}", path.display())]
+    #[error("cannot use the tokenizer {}: {}", file(path), sentence(message))]
     Tokenizer {
         /// The file.
         path: PathBuf,
@@ -424,7 +437,7 @@ pub enum Error {
         expected: &'static str,
     },
     /// A record of a file that is not as it should be.
-    #[error("{}:{line}: {reason}", path.display())]
+    #[error("{}:{line}: {}", file(path), sentence(reason))]
     Record {
         /// The file.
         path: PathBuf,
@@ -434,7 +447,7 @@ pub enum Error {
         reason: String,
     },
     /// A file of tensors that cannot be used.
-    #[error("cannot use the tensors of {}: {reason}", path.display())]
+    #[error("cannot use the tensors of {}: {}", file(path), sentence(reason))]
     TensorFile {
         /// The file or folder.
         path: PathBuf,
@@ -487,8 +500,8 @@ pub enum Error {
     },
     /// A tensor that no part of the model reads.
     #[error(
-        "the data give \"{name}\", which this {family} model does not read: leave it out of the files, which may have \
-         {read}{}", did_you_mean(nearest.as_deref())
+        "the data give \"{}\", which this {family} model does not read: leave it out of the files, which may have \
+         {read}{}", brief(name), did_you_mean(nearest.as_deref())
     )]
     UnreadTensor {
         /// The tensor.
@@ -549,7 +562,11 @@ pub enum Error {
         input: usize,
     },
     /// The model's configuration file is no JSON.
-    #[error("cannot parse the model configuration {}: {message}", path.display())]
+    #[error(
+        "cannot parse the model configuration {}: {}",
+        file(path),
+        sentence(message)
+    )]
     ModelSyntax {
         /// The file.
         path: PathBuf,
@@ -567,7 +584,7 @@ pub enum Error {
         vocab: usize,
     },
     /// A checkpoint holds other tensors than the model.
-    #[error("the checkpoint {} is of another model: {difference}", path.display())]
+    #[error("the checkpoint {} is of another model: {difference}", file(path))]
     OtherModel {
         /// The checkpoint.
         path: PathBuf,
@@ -587,7 +604,10 @@ pub enum Error {
         source: Box<Self>,
     },
     /// A checkpoint lacks a part that was not excused.
-    #[error("the checkpoint {} has no {part}: set \"{flag}\" to go on without it", path.display())]
+    #[error(
+        "the checkpoint {} has no {part}: set \"{flag}\" to go on without it",
+        file(path)
+    )]
     MissingPart {
         /// The checkpoint.
         path: PathBuf,
@@ -599,7 +619,8 @@ pub enum Error {
     /// A checkpoint was saved with another optimizer.
     #[error(
         "the checkpoint {} has the optimizer state of {found}, but \"optim\" is {expected}: choose the same \
-         \"optim\", or set \"no_load_optim\" to start with fresh state", path.display()
+         \"optim\", or set \"no_load_optim\" to start with fresh state",
+        file(path)
     )]
     OtherOptimizer {
         /// The checkpoint.
@@ -621,9 +642,10 @@ pub enum Error {
     },
     /// Activations that need more than their budget, whatever is recomputed.
     #[error(
-        "\"activation_memory_budget\" is {budget} bytes, but the activations of pipeline rank {rank} need at least \
-         {least}, with every chunk of \"checkpoint_num_layers\" segments recomputed: raise it, or choose a smaller \
-         \"per_device_train_batch_size\""
+        "\"activation_memory_budget\" is {}, but the activations of pipeline rank {rank} need at least \
+         {} ({least} bytes), with every chunk of \"checkpoint_num_layers\" segments recomputed: raise it, or choose a smaller \
+         \"per_device_train_batch_size\"",
+        Bytes::from(*budget), Bytes::from(*least)
     )]
     ActivationBudget {
         /// The rank of the pipeline.
@@ -635,14 +657,25 @@ pub enum Error {
     },
     /// Stages that no partition makes small enough for a rank.
     #[error(
-        "\"autopipe.memory_limit\" is {limit} bytes, but under every partition that was tried some rank needs at least \
-         {least}: raise it, or choose more ranks or a smaller \"per_device_train_batch_size\""
+        "\"autopipe.memory_limit\" is {}, but under every partition that was tried some rank needs at least \
+         {} ({least} bytes): raise it, or choose more ranks or a smaller \"per_device_train_batch_size\"",
+        Bytes::from(*limit), Bytes::from(*least)
     )]
     StageMemory {
         /// The bytes that a rank may use.
         limit: usize,
         /// The least that the fullest rank can do with.
         least: usize,
+    },
+    /// An error that a key is to blame for.
+    #[error("{source}{}", blamed(key, place.as_deref(), source))]
+    Blamed {
+        /// The key.
+        key: &'static str,
+        /// Where it was set, where that is known.
+        place: Option<String>,
+        /// What is wrong.
+        source: Box<Self>,
     },
     /// A run that this machine's memory cannot hold.
     #[error(transparent)]
@@ -722,7 +755,7 @@ pub enum Error {
     )]
     NothingTrained,
     /// A list of token ids that is none.
-    #[error("\"{found}\" is no token id: write ids as 5,17,3")]
+    #[error("\"{}\" is no token id: write ids as 5,17,3", brief(found))]
     PromptIds {
         /// What stands where an id should.
         found: String,

@@ -71,7 +71,7 @@ pub use config::{
     CostSource, DataArguments, DataFormat, Device, DistributedArguments, Engine, InputPath, Key,
     MerakArguments, ModelArguments, Origin, PartitionMethod, Ratios, Recompute, RecomputeOp,
     ReportTo, SeqLength, SplitMethod, Temperature, ThreadsPerRank, TokenizerSource,
-    TpLayerListArguments, TraceMethod, TrainSchedule, keys,
+    TpLayerListArguments, TraceMethod, TrainSchedule, key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{Error, Result, StepPart};

@@ -3,7 +3,8 @@
 mod commands;
 
 use clap::{CommandFactory, Parser, Subcommand};
-use merak_trainer::chain;
+use merak_ckpt::{cli, words::message};
+use merak_trainer::{chain, metrics::Screen};
 use std::{
     ffi::OsString,
     io::{IsTerminal, Write as _},
@@ -48,7 +49,8 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse_from(arguments());
+    let cli: Cli = cli::parse(arguments()).unwrap_or_else(|error| error.exit());
+    let screen = Screen::default();
     let filter = EnvFilter::try_from_env("RUST_LOG").or_else(|_| EnvFilter::try_new(&cli.log));
     let filter = match filter {
         Ok(filter) => filter,
@@ -60,11 +62,14 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
-        .with_writer(std::io::stderr)
+        .with_writer({
+            let screen = screen.clone();
+            move || screen.clone()
+        })
         .init();
     let outcome = match cli.command {
-        Command::Train(args) => commands::train::run(args),
-        Command::Evaluate(args) => commands::evaluate::run(args),
+        Command::Train(args) => commands::train::run(args, &screen),
+        Command::Evaluate(args) => commands::evaluate::run(args, &screen),
         Command::Trace(args) => commands::trace::run(args),
         Command::Schedule(args) => commands::schedule::run(&args),
         Command::Config(args) => commands::config::run(args),
@@ -95,7 +100,7 @@ fn arguments() -> Vec<OsString> {
     words
 }
 
-/// Writes a line to standard error; a closed one is no reason to fail.
+/// Writes a message to standard error; a closed one is no reason to fail.
 fn eprint_line(line: &str) {
-    let _ = writeln!(std::io::stderr(), "{line}");
+    let _ = writeln!(std::io::stderr(), "{}", message(line));
 }

@@ -4,7 +4,7 @@ use crate::{
     CheckedArguments, Error, Forward, Plan, Result, plan::RankPrograms, threads_per_rank,
     trainer::evaluation,
 };
-use indicatif::BinaryBytes;
+use merak_ckpt::words::Bytes;
 use merak_mpu::{DType, threads::WorldOptions};
 use merak_pipe::{Action, Kind};
 use merak_trace::{Graph, LiveBytes, Op, Param, Port, StageProgram};
@@ -67,8 +67,8 @@ impl MemoryNeed {
 #[error(
     "the run needs at least {} of {what}, but this process may use {}: of all ranks ({ranks}) weights take {}, \
      gradients {}, optimizer state {}, activations {} and threads {}, the data {}; choose {advice}",
-    BinaryBytes(*needed), BinaryBytes(*available), BinaryBytes(*weights), BinaryBytes(*gradients),
-    BinaryBytes(*optimizer), BinaryBytes(*activations), BinaryBytes(*threads), BinaryBytes(*data)
+    Bytes(*needed), Bytes(*available), Bytes(*weights), Bytes(*gradients),
+    Bytes(*optimizer), Bytes(*activations), Bytes(*threads), Bytes(*data)
 )]
 pub struct MemoryShortage {
     /// The ranks.
@@ -559,7 +559,7 @@ mod tests {
         check(enough, enough, enough).unwrap_err();
         // Four stacks of 8 MiB, and three of 2 MiB beside each.
         let text = check(0, enough, 50 << 20).unwrap_err().to_string();
-        let figures = [" of addresses, but ", " threads 56.00 MiB, the data 0 B"];
+        let figures = [" of addresses, but ", " threads 56.0 MiB, the data 0 B"];
         assert!(figures.iter().all(|part| text.contains(part)), "{text}");
         let text = check(enough, 100 << 20, enough).unwrap_err().to_string();
         let figures = [" of memory, but ", " threads 1.00 MiB, the data 1.00 GiB"];

@@ -4,6 +4,7 @@ mod file;
 mod memory;
 mod progress;
 mod reporter;
+mod screen;
 mod times;
 
 pub use self::{
@@ -11,5 +12,6 @@ pub use self::{
     memory::{peak_resident_bytes, resident_bytes},
     progress::Progress,
     reporter::Reporter,
+    screen::{EvaluationProgress, Screen},
     times::{Readable, StepTimes},
 };

@@ -45,9 +45,19 @@ pub trait Callback: Send {
         let _ = report;
     }
 
+    /// Of the `total` iterations of an evaluation, so many are done: 0 at its start, `total` at its end.
+    fn on_evaluation_step(&mut self, done: usize, total: usize) {
+        let _ = (done, total);
+    }
+
     /// An evaluation ended.
     fn on_evaluate(&mut self, metrics: &EvaluationMetrics) {
         let _ = metrics;
+    }
+
+    /// A checkpoint of this step begins to be written.
+    fn on_save_start(&mut self, step: usize) {
+        let _ = step;
     }
 
     /// A checkpoint was written.
@@ -148,6 +158,7 @@ pub struct MerakTrainer {
     rotation: Option<JoinHandle<merak_ckpt::Result<Vec<u64>>>>,
     /// What an adapter stands in the place of, by parameter.
     base_values: BTreeMap<usize, Vec<u8>>,
+    resumed_from: Option<LoadedCheckpoint>,
 }
 
 impl fmt::Debug for MerakTrainer {
@@ -217,6 +228,7 @@ impl MerakTrainer {
             staging: shards::StagingMemory::default(),
             rotation: None,
             base_values: BTreeMap::new(),
+            resumed_from: None,
         };
         let resumed = match &args.resume_from_checkpoint {
             Some(from) => trainer.resume(from)?,
@@ -278,6 +290,11 @@ impl MerakTrainer {
     /// Optimizer steps done, skipped ones included.
     pub fn global_step(&self) -> usize {
         self.global_step
+    }
+
+    /// The checkpoint that `resume_from_checkpoint` named, where the trainer goes on from one.
+    pub fn resumed_from(&self) -> Option<&LoadedCheckpoint> {
+        self.resumed_from.as_ref()
     }
 
     /// Tokens of the global batches of these steps, whichever their sizes were.

@@ -1,6 +1,7 @@
 //! Starting the ranks of a run.
 
 use crate::{CheckedArguments, Error, Result, ThreadsPerRank};
+use merak_ckpt::words::sentence;
 use merak_mpu::{Member, RunError, threads};
 use std::{error::Error as StdError, fmt, time::Duration};
 
@@ -87,14 +88,15 @@ impl fmt::Display for Cause {
     }
 }
 
-/// An error and its causes, outermost first, separated by colons.
+/// An error and its causes, outermost first, separated by colons: one line of a length that one reads, in which nothing
+/// acts on a terminal.
 pub fn chain(error: &dyn StdError) -> String {
-    let mut text = error.to_string();
+    let mut text = sentence(&error.to_string());
     let mut source = error.source();
     while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        // A transparent error repeats its source.
-        if !text.ends_with(&cause_text) {
+        let cause_text = sentence(&cause.to_string());
+        // A transparent error repeats its source, and one with a place begins with it.
+        if !text.ends_with(&cause_text) && !text.starts_with(&cause_text) {
             text.push_str(": ");
             text.push_str(&cause_text);
         }

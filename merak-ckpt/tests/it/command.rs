@@ -28,19 +28,19 @@ fn inspect_prints_a_table_and_json() {
     let (status, table, errors) = run(folder.path(), &["inspect", "."]);
     assert_eq!((status, errors.as_str()), (0, ""));
     let head: Vec<_> = table.lines().take(12).collect();
-    insta::assert_snapshot!(head.join("\n"), @"
+    insta::assert_snapshot!(head.join("\n"), @r"
     checkpoint  ./checkpoints/step-00000003
     step        3
     written by  dp=1 tp=2 pp=1 sp=1 zero_stage=0
     files       7, 10.2 KiB
-    parameter                    8 tensors            367 elements  1.4 KiB
-    adamw.exp_avg                8 tensors            367 elements  1.4 KiB
-    adamw.exp_avg_sq             8 tensors            367 elements  1.4 KiB
+    parameter                    8 tensors            367 elements  1.43 KiB
+    adamw.exp_avg                8 tensors            367 elements  1.43 KiB
+    adamw.exp_avg_sq             8 tensors            367 elements  1.43 KiB
 
-    kind                    name                    type  shape                 slices        size
-    parameter               empty                   f32   [0, 3]                     0         0 B
-    parameter               h.0.attn.c_attn.bias    f32   [24]                       6        96 B
-    parameter               h.0.attn.c_attn.weight  f32   [6, 24]                    6       576 B
+    kind              name                    type  shape        slices     size
+    parameter         empty                   f32   [0, 3]            0      0 B
+    parameter         h.0.attn.c_attn.bias    f32   [24]              6     96 B
+    parameter         h.0.attn.c_attn.weight  f32   [6, 24]           6    576 B
     ");
     let (status, json, _) = run(folder.path(), &["inspect", ".", "--json"]);
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
@@ -351,4 +351,25 @@ fn mistakes_end_with_status_two_and_one_message() {
         );
     }
     insta::assert_snapshot!(run(folder.path(), &["verify", "nowhere"]).2, @"merak-ckpt: no checkpoint at nowhere: the path does not exist");
+}
+
+#[test]
+fn options_are_taken_with_dashes_and_with_underscores_and_names_are_harmless() {
+    let folder = tempfile::tempdir().unwrap();
+    save(&Store::in_output_dir(folder.path()), 3, topology(1, 2, 1)).unwrap();
+    for (option, to) in [("--max-memory", "a"), ("--max_memory", "b")] {
+        let (status, _, errors) = run(folder.path(), &["reshard", ".", to, option, "64MiB"]);
+        assert_eq!((status, errors.as_str()), (0, ""));
+    }
+    let hostile = "no\u{1b}[31m\u{7}where";
+    for line in [["inspect", hostile], ["verify", hostile], [hostile, "."]] {
+        let (status, _, errors) = run(folder.path(), &line);
+        assert_eq!(status, 2);
+        assert!(
+            !errors.contains('\u{1b}') && !errors.contains('\u{7}'),
+            "{errors:?}"
+        );
+    }
+    let (_, _, errors) = run(folder.path(), &["inspect", &"x".repeat(20_000)]);
+    assert!(errors.len() < 2048, "{errors}");
 }

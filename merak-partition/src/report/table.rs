@@ -1,7 +1,7 @@
 //! The report as text.
 
 use super::{PartitionReport, StageReport, Traffic};
-use std::fmt;
+use std::fmt::{self, Write as _};
 
 const HEADER: [&str; 13] = [
     "stage",
@@ -28,38 +28,105 @@ const FIRST_LEFT: usize = 11;
 impl fmt::Display for PartitionReport {
     /// One row per stage and lines that say why; work, traffic and kept values are per microbatch.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut rows = vec![HEADER.map(str::to_owned)];
-        rows.extend(self.stages.iter().map(cells));
-        let widths: Vec<_> = (0..HEADER.len())
-            .map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0))
-            .collect();
-        let in_turn = self.stages.iter().all(|stage| stage.rank == stage.stage);
-        for row in &rows {
-            let columns = row.iter().zip(&widths).enumerate();
-            let shown = columns.filter(|(column, _)| *column != RANK || !in_turn);
-            let aligned = shown.map(|(column, (cell, &width))| {
-                if column < FIRST_LEFT {
-                    format!("{cell:>width$}")
-                } else {
-                    format!("{cell:<width$}")
-                }
-            });
-            writeln!(f, "{}", aligned.collect::<Vec<_>>().join("  ").trim_end())?;
+        f.write_str(&self.to_text(None))
+    }
+}
+
+impl PartitionReport {
+    /// The report as it prints, in lines of at most so many columns where that is given: what has no room beside
+    /// the other columns follows in further tables, and long lists take several lines.
+    pub fn to_text(&self, columns: Option<usize>) -> String {
+        let mut text = String::new();
+        for table in self.tables(columns.unwrap_or(usize::MAX)) {
+            for row in table {
+                text.push_str(row.trim_end());
+                text.push('\n');
+            }
         }
-        writeln!(f, "segments by {}", self.split)?;
-        writeln!(f, "stages by {}", self.layout)?;
+        let _ = writeln!(
+            text,
+            "segments by {}\nstages by {}",
+            self.split, self.layout
+        );
         for tied in &self.tied {
-            write!(f, "tied {}: stage {} owns it", tied.name, tied.owner)?;
+            let _ = write!(text, "tied {}: stage {} owns it", tied.name, tied.owner);
             for (what, stages) in [("shared with", &tied.shared), ("copies on", &tied.copies)] {
                 if !stages.is_empty() {
                     let stages: Vec<_> = stages.iter().map(ToString::to_string).collect();
-                    write!(f, ", {what} {}", stages.join(", "))?;
+                    let _ = write!(text, ", {what} {}", stages.join(", "));
                 }
             }
-            writeln!(f)?;
+            text.push('\n');
         }
-        Ok(())
+        text
     }
+
+    /// The rows of the tables that the columns make, so many characters wide. Each begins with the stages.
+    fn tables(&self, width: usize) -> Vec<Vec<String>> {
+        let mut rows = vec![HEADER.map(str::to_owned)];
+        rows.extend(self.stages.iter().map(cells));
+        let widths: [usize; HEADER.len()] = std::array::from_fn(|column| {
+            let cells = rows.iter().map(|row| row[column].chars().count());
+            cells.max().unwrap_or(0)
+        });
+        let in_turn = self.stages.iter().all(|stage| stage.rank == stage.stage);
+        let shown = (1..HEADER.len()).filter(|column| *column != RANK || !in_turn);
+        let mut groups = vec![Vec::new()];
+        let mut used = widths[0];
+        for column in shown {
+            let last = groups.last_mut().expect("there is one from the start");
+            if used + GAP.len() + widths[column] <= width || last.is_empty() {
+                last.push(column);
+            } else {
+                groups.push(vec![column]);
+                used = widths[0];
+            }
+            used += GAP.len() + widths[column];
+        }
+        let table = |columns: &Vec<usize>| {
+            let rows = rows.iter();
+            rows.flat_map(|row| lines(row, columns, &widths, width))
+                .collect()
+        };
+        groups.iter().map(table).collect()
+    }
+}
+
+/// What stands between two columns.
+const GAP: &str = "  ";
+
+/// A row of a table: its stage and these columns. The last one goes on in further lines where it has no room.
+fn lines(
+    row: &[String; HEADER.len()],
+    columns: &[usize],
+    widths: &[usize; HEADER.len()],
+    width: usize,
+) -> Vec<String> {
+    let mut line = format!("{:>1$}", row[0], widths[0]);
+    let mut lines = Vec::new();
+    for (place, &column) in columns.iter().enumerate() {
+        let (cell, own) = (&row[column], widths[column]);
+        line.push_str(GAP);
+        let indent = line.chars().count();
+        if column < FIRST_LEFT {
+            let _ = write!(line, "{cell:>own$}");
+        } else if place + 1 < columns.len() || indent + own <= width {
+            let _ = write!(line, "{cell:<own$}");
+        } else {
+            let mut room = width.saturating_sub(indent);
+            for (i, item) in cell.split_inclusive(", ").enumerate() {
+                let length = item.trim_end().chars().count();
+                if i > 0 && length > room {
+                    lines.push(std::mem::replace(&mut line, " ".repeat(indent)));
+                    room = width.saturating_sub(indent);
+                }
+                line.push_str(item);
+                room = room.saturating_sub(item.chars().count());
+            }
+        }
+    }
+    lines.push(line);
+    lines
 }
 
 fn cells(stage: &StageReport) -> [String; HEADER.len()] {
@@ -124,6 +191,22 @@ fn scaled(mut number: f64, step: f64, units: &[&str]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_list_without_room_goes_on_below_itself() {
+        let mut row: [String; HEADER.len()] = std::array::from_fn(|_| "x".to_owned());
+        row[12] = "transformer.wte, transformer.wpe, transformer.h.0-3".to_owned();
+        let mut widths = [5; HEADER.len()];
+        widths[12] = row[12].len();
+        assert_eq!(
+            lines(&row, &[2, 12], &widths, 46),
+            [
+                "    x      x  transformer.wte, transformer.wpe, ",
+                "              transformer.h.0-3",
+            ]
+        );
+        assert_eq!(lines(&row, &[2, 12], &widths, usize::MAX).len(), 1);
+    }
 
     #[test]
     fn numbers_have_three_digits_and_a_unit() {

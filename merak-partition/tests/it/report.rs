@@ -54,6 +54,38 @@ fn the_report_of_a_tiny_gpt2_on_two_stages() {
 }
 
 #[test]
+fn the_report_fits_a_terminal_of_eighty_columns() {
+    let (graph, partition) = partition(SplitMethod::FarthestMinDeps, 4);
+    let report = of(&graph, &partition);
+    let narrow = report.to_text(Some(80));
+    let tables = narrow.split("segments by").next().unwrap();
+    for line in tables.lines() {
+        assert!(line.chars().count() <= 80, "{line}");
+    }
+    assert_eq!(report.to_text(None), report.to_string());
+    for word in report.to_string().split_whitespace() {
+        assert!(narrow.contains(word), "{word} is missing");
+    }
+    assert_snapshot!(tables, @r"
+    stage  segments  parameters    forward    backward    sent (act + grad)
+        0         3      5.41 k  547 kFLOP  1.11 MFLOP       4.00 KiB + 0 B
+        1         3      4.40 k  769 kFLOP  1.57 MFLOP  4.00 KiB + 4.00 KiB
+        2         2      3.28 k  544 kFLOP  1.10 MFLOP  4.00 KiB + 4.00 KiB
+        3         2      2.19 k  560 kFLOP  1.09 MFLOP       0 B + 4.00 KiB
+    stage  received (act + grad)      kept  live   memory  inputs
+        0         0 B + 4.00 KiB  66.2 KiB     4  350 KiB  input_ids
+        1    4.00 KiB + 4.00 KiB  90.5 KiB     3  340 KiB  -
+        2    4.00 KiB + 4.00 KiB  65.5 KiB     2  182 KiB  -
+        3         4.00 KiB + 0 B  75.0 KiB     1  134 KiB  labels
+    stage  modules
+        0  transformer.wte, transformer.wpe, transformer.h.0
+        1  transformer.h.1, transformer.h.2.{ln_1, attn}
+        2  transformer.h.2.{ln_2, mlp}, transformer.h.3.{ln_1, attn}
+        3  transformer.h.3.{ln_2, mlp}, transformer.ln_f, lm_head, loss
+    ");
+}
+
+#[test]
 fn a_layer_that_is_cut_in_two_is_named_by_its_parts() {
     let (graph, partition) = partition(SplitMethod::FarthestMinDeps, 4);
     let modules: Vec<_> = of(&graph, &partition)

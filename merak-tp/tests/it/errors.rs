@@ -32,7 +32,7 @@ fn gpt2_of(width: usize, heads: usize) -> Graph {
 fn features_that_do_not_divide() {
     let lists = LayerLists::col_row(["c_attn", "c_fc"], ["c_proj"]);
     insta::assert_snapshot!(refusal(&gpt2_of(10, 2), &lists, 4),
-        @r#"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (col_para_list "c_attn"): choose "tp" among 1, 2, 5, 10"#);
+        @r#"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (col_para_list "c_attn"): choose "tp" among 1, 2"#);
     let lists = LayerLists {
         row_para_list: vec!["row".into()],
         ..LayerLists::col_row(["up"], ["-"])
@@ -43,9 +43,23 @@ fn features_that_do_not_divide() {
         module.output("y", &linear(module, "row", &other, 8)?);
         Ok(())
     });
-    insta::assert_snapshot!(refusal(&graph, &lists, 4), @r#"row: 10 input features cannot be split over tp = 4 (row_para_list "row"): choose "tp" among 1, 2, 5, 10"#);
+    insta::assert_snapshot!(refusal(&graph, &lists, 4), @r#"row: 10 input features cannot be split over tp = 4 (row_para_list "row"): choose "tp" among 1, 2"#);
     insta::assert_snapshot!(refusal(&gpt2_of(10, 2), &default_lists("gpt2").unwrap(), 4),
-        @r#"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (input_output_mapping (1, 3, col)): choose "tp" among 1, 2, 5, 10"#);
+        @r#"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (input_output_mapping (1, 3, col)): choose "tp" among 1, 2"#);
+}
+
+#[test]
+fn degrees_are_proposed_that_all_layers_allow() {
+    // The first layer would allow 3 as well.
+    let graph = trace(|module| {
+        let hidden = linear(module, "up", &input(module, &[2, 8]), 12)?;
+        let narrow = linear(module, "row", &hidden, 8)?;
+        let other = linear(module, "sub.up", &narrow, 8)?;
+        module.output("y", &linear(module, "sub.row", &other, 8)?);
+        Ok(())
+    });
+    insta::assert_snapshot!(refusal(&graph, &LayerLists::col_row(["up"], ["row"]), 5),
+        @r#"up: 12 output features cannot be split over tp = 5 (col_para_list "up"): choose "tp" among 1, 2, 4"#);
 }
 
 #[test]
@@ -86,9 +100,9 @@ fn lists_that_match_nothing() {
 fn lists_that_are_incomplete() {
     let none: [&str; 0] = [];
     insta::assert_snapshot!(refusal(&mlp(8), &LayerLists::default(), 2),
-        @"tp = 2 needs col_para_list and row_para_list, or input_output_mapping; found none of them");
+        @"tp = 2 needs col_para_list and row_para_list, or input_output_mapping; found none of them: set both in the table [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`");
     insta::assert_snapshot!(refusal(&mlp(8), &LayerLists::col_row(vec!["col"], none.to_vec()), 2),
-        @"tp = 2 needs col_para_list and row_para_list, or input_output_mapping; found col_para_list alone");
+        @"tp = 2 needs col_para_list and row_para_list, or input_output_mapping; found col_para_list alone: set both in the table [tp_layer_lists] of the configuration, or with `set_tp_layer_lists`");
 }
 
 #[test]

@@ -56,8 +56,8 @@ pub(super) fn token(
     }
 }
 
-/// The input `input_ids: [B, S]`, and `attention_mask` where the options ask for it.
-pub(super) fn input_ids(root: &Module, options: &TraceOptions) -> Symbol {
+/// Declares the input `input_ids: [B, S]` of a model that predicts tokens, and `attention_mask` where the options ask for it.
+pub fn input_ids(root: &Module, options: &TraceOptions) -> Symbol {
     let ty = TensorType::new([options.batch, options.seq], DType::I64);
     let ids = root.input("input_ids", ty.clone());
     if options.attention_mask {
@@ -66,8 +66,11 @@ pub(super) fn input_ids(root: &Module, options: &TraceOptions) -> Symbol {
     ids
 }
 
-/// The output projection `name`, tied to the embedding table where one is given.
-pub(super) fn lm_head(
+/// The output projection `name` from `x: [.., H]` to logits `[.., V]`: its own weight, or the embedding table `tied: [V, H]`.
+///
+/// # Errors
+/// As [`Module::apply`].
+pub fn lm_head(
     root: &Module,
     name: &str,
     x: &Symbol,
@@ -90,8 +93,20 @@ pub(super) fn lm_head(
     head.linear_with(x, &weight, WeightLayout::OutIn)
 }
 
-/// The end that the options ask for: a loss or the logits.
-pub(super) fn finish(root: &Module, logits: &Symbol, options: &TraceOptions) -> Result<()> {
+/// Declares the labels that a loss is counted against, `labels: [B, S]`; those that are -100 do not count.
+pub fn labels(root: &Module, options: &TraceOptions) -> Symbol {
+    labels_of(root, &[options.batch, options.seq])
+}
+
+fn labels_of(root: &Module, shape: &[usize]) -> Symbol {
+    root.input("labels", TensorType::new(shape, DType::I64))
+}
+
+/// The end that the options ask for: the output `logits`, or `loss`, the cross-entropy of the logits against `labels`.
+///
+/// # Errors
+/// As [`Module::apply`].
+pub fn finish(root: &Module, logits: &Symbol, options: &TraceOptions) -> Result<()> {
     finish_with(root, logits, &[options.batch, options.seq], options)
 }
 
@@ -105,7 +120,7 @@ pub(super) fn finish_with(
     match options.head {
         Head::Logits => root.output("logits", logits),
         Head::Loss { label_smoothing } => {
-            let labels = root.input("labels", TensorType::new(labels, DType::I64));
+            let labels = labels_of(root, labels);
             let loss = root
                 .sub("loss")
                 .cross_entropy(logits, &labels, label_smoothing)?;

@@ -2,7 +2,7 @@
 
 use super::{Outcome, environment, output};
 use clap::Args as ClapArgs;
-use indicatif::BinaryBytes;
+use merak_ckpt::words::Bytes;
 use merak_pipe::ScheduleKind;
 use merak_trace::models;
 use merak_trainer::{
@@ -26,7 +26,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     output::print(&if args.json {
         format!("{document:#}")
     } else {
-        table(&document)
+        output::fitted(&table(&document))
     })?;
     Ok(if document["trial"] == "passed" {
         ExitCode::SUCCESS
@@ -50,8 +50,8 @@ fn examine() -> Value {
         "vector_instructions": vector_instructions(),
         "memory_bytes": available_bytes(),
         "engines": choices("distributed.engine"),
-        "backends": choices("compute.backend"),
-        "devices": choices("compute.device"),
+        "backends": usable("compute.backend"),
+        "devices": usable("compute.device"),
         "optimizers": choices("optim"),
         "schedules": schedules,
         "model_types": models::known_families().collect::<Vec<_>>(),
@@ -67,6 +67,30 @@ fn choices(name: &str) -> Vec<String> {
     let expected = key.map(|key| (key.expected)()).unwrap_or_default();
     let names = expected.replace(" or ", ", ");
     names.split(", ").map(str::to_owned).collect()
+}
+
+/// Those of the names that this build takes, on this machine.
+fn usable(name: &str) -> Vec<String> {
+    let is_taken = |choice: &String| {
+        let device = name == "compute.device" && choice == "cuda";
+        let mut line = vec![format!("--{name}={choice}")];
+        line.extend(device.then(|| "--compute.backend=tch".to_owned()));
+        let checked = Config::load(None, [], &line).and_then(|config| config.check());
+        checked.is_ok() && (!device || has_cuda())
+    };
+    choices(name).into_iter().filter(is_taken).collect()
+}
+
+/// Whether libtorch finds a CUDA device.
+#[cfg(feature = "tch")]
+fn has_cuda() -> bool {
+    merak_trace::backend::tch::Tch::num_cuda_devices() > 0
+}
+
+/// Without libtorch no device is found.
+#[cfg(not(feature = "tch"))]
+fn has_cuda() -> bool {
+    false
 }
 
 /// The vector instructions of this processor that kernels can use.
@@ -140,7 +164,7 @@ fn table(document: &Value) -> String {
             }
             Value::String(words) => words.clone(),
             Value::Number(bytes) if name == "memory_bytes" => {
-                BinaryBytes(bytes.as_u64().unwrap_or_default()).to_string()
+                Bytes(bytes.as_u64().unwrap_or_default()).to_string()
             }
             other => other.to_string(),
         };

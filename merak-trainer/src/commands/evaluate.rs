@@ -3,7 +3,10 @@
 use super::{Outcome, keys::Keys, output, prepared::Prepared};
 use clap::Args as ClapArgs;
 use merak_trainer::{
-    Error, MerakTrainer, data::bigram_loss, metrics::EvaluationMetrics, run_world,
+    Error, MerakTrainer,
+    data::bigram_loss,
+    metrics::{EvaluationMetrics, EvaluationProgress, Screen},
+    run_world,
 };
 use serde_json::{Value, json};
 use std::{fmt::Write as _, path::PathBuf, process::ExitCode, sync::Arc};
@@ -22,7 +25,7 @@ pub(crate) struct Args {
     keys: Keys,
 }
 
-pub(crate) fn run(mut args: Args) -> Outcome {
+pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let json = args.keys.take_flag("--json") || args.json;
     let checkpoint = args.checkpoint.display().to_string();
     args.keys.push("resume_from_checkpoint", checkpoint);
@@ -33,7 +36,12 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     let results = run_world(&prepared.args, |member| {
         let mpu = merak_mpu::Mpu::new(member, prepared.plan.degrees)?;
         let plan = Arc::clone(&prepared.plan);
-        MerakTrainer::new(plan, mpu, &prepared.args, prepared.parts())?.evaluate()
+        let mut parts = prepared.parts();
+        if mpu.is_rank_0() {
+            let progress = EvaluationProgress::on(screen);
+            parts.callbacks.push(Box::new(progress));
+        }
+        MerakTrainer::new(plan, mpu, &prepared.args, parts)?.evaluate()
     })?;
     let document = figures(&results[0], &prepared);
     output::print(&if json {

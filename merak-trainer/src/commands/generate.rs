@@ -7,7 +7,7 @@ use super::{
     session::{Session, own_adapter, parse_ids},
 };
 use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
-use merak_ckpt::{Adapter, Checkpoint, Completion};
+use merak_ckpt::{Adapter, Checkpoint, Completion, words::file};
 use merak_trainer::{Config, Error, Origin, Result, data::Tokenizer};
 use serde_json::json;
 use std::{path::PathBuf, process::ExitCode};
@@ -98,11 +98,12 @@ pub(crate) fn run(args: &Args) -> Outcome {
     }
     let config = args.configuration(&checkpoint)?;
     let checked = config.check()?;
-    let loaded = Loaded::of(&checked)?;
+    let loaded = Loaded::of(&checked).map_err(|error| config.locate(error))?;
     let checked = loaded.complete_to_generate(checked, &config)?;
     let adapters = adapters(args, &checkpoint, &loaded)?;
     let positions = prompts.iter().map(Vec::len).sum();
-    let session = Session::new(checked, loaded, tokenizer, positions)?;
+    let session = Session::new(checked, loaded, tokenizer, positions)
+        .map_err(|error| config.locate(error))?;
     let results = session.on_ranks(|trainer| {
         if streams && trainer.mpu().is_rank_0() {
             output::stream(session.text(&prompts[0])?);
@@ -275,9 +276,7 @@ fn prompts(
         let lines = lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line));
         texts.extend(lines.filter(|line| !line.is_empty()).map(<[u8]>::to_vec));
         if texts.is_empty() {
-            return Err(
-                format!("no prompt in {}: write one prompt per line", path.display()).into(),
-            );
+            return Err(format!("no prompt in {}: write one prompt per line", file(path)).into());
         }
     }
     let tokenizer =

@@ -22,13 +22,14 @@ impl Keys {
     /// Removes a flag of the command and says whether it was there: whatever follows the first key lands here.
     pub(crate) fn take_flag(&mut self, flag: &str) -> bool {
         let before = self.words.len();
-        self.words.retain(|word| word != flag);
+        self.words.retain(|word| dashed(word) != flag);
         self.words.len() < before
     }
 
     /// Removes an option of the command and its value, as `--name VALUE` or `--name=VALUE`.
     pub(crate) fn take_option(&mut self, name: &str) -> Option<String> {
         let is_option = |word: &String| {
+            let word = dashed(word);
             let rest = word.strip_prefix(name);
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('='))
         };
@@ -64,5 +65,13 @@ impl Keys {
         };
         let words: Vec<_> = self.words.iter().map(word).collect();
         Config::load(file, environment::variables(), &words)
+    }
+}
+
+/// An option with dashes, as the command's own are spelled; its value stays.
+fn dashed(word: &str) -> String {
+    match word.split_once('=') {
+        Some((name, value)) => format!("{}={value}", name.replace('_', "-")),
+        None => word.replace('_', "-"),
     }
 }

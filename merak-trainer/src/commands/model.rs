@@ -26,30 +26,33 @@ pub(crate) struct Loaded {
 impl Loaded {
     /// Reads the model's configuration, with the sizes that the arguments override.
     pub(crate) fn of(args: &CheckedArguments) -> Result<Self> {
-        let file = config_file(args)?;
-        let mut json = read(&file)?;
+        let (key, file) = config_file(args)?;
+        let mut json = read(key, &file)?;
         let beside = file.with_file_name("generation_config.json");
         let generation = if beside.is_file() {
-            read(&beside)?
+            read(key, &beside)?
         } else {
             Value::Null
         };
-        check_ends(&json, &file)?;
-        check_ends(&generation, &beside)?;
+        check_ends(&json, key, &file)?;
+        check_ends(&generation, key, &beside)?;
         // A folder that cannot be opened is refused where its weights are read.
         if let Some(Ok(folder)) = weights_folder(args).map(HfFolder::open) {
             folder.correct(&mut json);
         }
         let names = json["model_type"].as_str().and_then(models::size_fields);
+        let mut overridden = Vec::new();
         if let (Some(fields), Some(names)) = (json.as_object_mut(), names) {
-            override_sizes(fields, names, args);
+            overridden = override_sizes(fields, names, args);
         }
         if args.no_tie_modules && json.is_object() {
             // Part of the configuration, so that a checkpoint alone makes the same model again.
             merak_ckpt::set_tie(&mut json, false);
         }
         Ok(Self {
-            model: models::from_config(&json)?.into(),
+            model: models::from_config(&json)
+                .map_err(|error| blame(error, key, &overridden))?
+                .into(),
             json,
             generation,
         })
@@ -215,7 +218,7 @@ impl Loaded {
 }
 
 /// Refuses tokens for the end of a text that are none.
-fn check_ends(config: &Value, path: &Path) -> Result<()> {
+fn check_ends(config: &Value, key: &'static str, path: &Path) -> Result<()> {
     const NAME: &str = "eos_token_id";
     let is_token = |value: &Value| value.is_null() || value.is_i64() || value.is_u64();
     let stated = config.get(NAME).unwrap_or(&Value::Null);
@@ -226,19 +229,51 @@ fn check_ends(config: &Value, path: &Path) -> Result<()> {
     if is_legal {
         return Ok(());
     }
-    Err(Error::ModelSyntax {
+    let error = Error::ModelSyntax {
         path: path.to_owned(),
         message: format!("`{NAME}` is {stated}, expected a token's number or a list of them"),
-    })
+    };
+    Err(blamed(key, error))
 }
 
-fn override_sizes(fields: &mut Map<String, Value>, names: SizeFields, args: &CheckedArguments) {
+/// An error with the key that is to blame for it.
+fn blamed(key: &'static str, error: impl Into<Error>) -> Error {
+    Error::Blamed {
+        key,
+        place: None,
+        source: Box::new(error.into()),
+    }
+}
+
+/// An error about a model's configuration with the key that is to blame for it: the one that set the size which does not
+/// fit, else the one that names the model.
+fn blame(
+    error: merak_trace::Error,
+    key: &'static str,
+    overridden: &[(&'static str, &'static str)],
+) -> Error {
+    let merak_trace::Error::ModelConfig { field, .. } = &error else {
+        return blamed(key, error);
+    };
+    let by = overridden.iter().find(|(_, name)| name == field);
+    // A width that was set may not divide by the heads of the configuration.
+    let by = by.or_else(|| overridden.iter().find(|(key, _)| *key == "hidden_size"));
+    blamed(by.map_or(key, |(key, _)| key), error)
+}
+
+/// Puts the sizes that the arguments have in the place of the configuration's; returns which, as key and field.
+fn override_sizes(
+    fields: &mut Map<String, Value>,
+    names: SizeFields,
+    args: &CheckedArguments,
+) -> Vec<(&'static str, &'static str)> {
     let overrides = [
-        (names.layers, args.num_layers),
-        (names.hidden, args.hidden_size),
-        (names.heads, args.num_heads),
+        ("num_layers", names.layers, args.num_layers),
+        ("hidden_size", names.hidden, args.hidden_size),
+        ("num_heads", names.heads, args.num_heads),
     ];
-    for (names, size) in overrides {
+    let mut overridden = Vec::new();
+    for (key, names, size) in overrides {
         let Some(size) = size else { continue };
         let field = names[0];
         tracing::debug!(field, size, "overrides the model's configuration");
@@ -246,7 +281,9 @@ fn override_sizes(fields: &mut Map<String, Value>, names: SizeFields, args: &Che
             fields.remove(*name);
         }
         fields.insert(field.to_owned(), size.into());
+        overridden.push((key, field));
     }
+    overridden
 }
 
 /// The Hugging Face folder that the weights come from, if it is one.
@@ -256,14 +293,14 @@ fn weights_folder(args: &CheckedArguments) -> Option<&Path> {
     folder.or(resumed).filter(|path| HfFolder::is_one(path))
 }
 
-/// The file that describes the model.
-fn config_file(args: &CheckedArguments) -> Result<PathBuf> {
+/// The file that describes the model, and the key that names it.
+fn config_file(args: &CheckedArguments) -> Result<(&'static str, PathBuf)> {
     match (&args.model.config, &args.model.hf_dir) {
         (Some(_), Some(_)) => Err(Error::TwoModels),
-        (Some(file), None) => Ok(file.0.clone()),
-        (None, Some(folder)) => Ok(folder.0.join("config.json")),
+        (Some(file), None) => Ok((CONFIG, file.0.clone())),
+        (None, Some(folder)) => Ok(("model.hf_dir", folder.0.join("config.json"))),
         (None, None) => Err(Error::MissingKey {
-            key: "model.config",
+            key: CONFIG,
             advice: "name a Hugging Face config.json".to_owned(),
         }),
     }
@@ -290,17 +327,21 @@ pub(crate) fn companions(args: &CheckedArguments) -> Result<Vec<(String, Vec<u8>
     Ok(files)
 }
 
-/// Reads a model's `config.json`.
-pub(crate) fn read(path: &Path) -> Result<Value> {
+/// The key of a model's description.
+pub(crate) const CONFIG: &str = "model.config";
+
+/// Reads a model's `config.json`, which this key names.
+pub(crate) fn read(key: &'static str, path: &Path) -> Result<Value> {
     let text = merak_ckpt::read_text(path, merak_ckpt::MAX_CONFIG_BYTES).map_err(|source| {
         Error::ReadInput {
-            key: "model.config",
+            key,
             path: path.to_owned(),
             source,
         }
     })?;
-    serde_json::from_str(&text).map_err(|error| Error::ModelSyntax {
-        path: path.to_owned(),
-        message: error.to_string(),
+    serde_json::from_str(&text).map_err(|error| {
+        let message = error.to_string();
+        let path = path.to_owned();
+        blamed(key, Error::ModelSyntax { path, message })
     })
 }

@@ -1,12 +1,17 @@
 //! Results on standard output.
 
-use std::io::{self, Write};
+use merak_ckpt::words::plain;
+use std::{
+    borrow::Cow,
+    io::{self, IsTerminal, Write},
+};
 
-/// Writes results to standard output. A reader that went away, such as `head`, is no failure.
+/// Writes results to standard output; nothing in them acts on a terminal. A reader that went away, such as `head`, is
+/// no failure.
 pub(crate) fn print(text: impl AsRef<[u8]>) -> io::Result<()> {
-    let text = text.as_ref();
     let mut out = io::stdout().lock();
-    let written = out.write_all(text).and_then(|()| {
+    let text = shown(&out, text.as_ref());
+    let written = out.write_all(&text).and_then(|()| {
         if text.ends_with(b"\n") {
             Ok(())
         } else {
@@ -22,6 +27,47 @@ pub(crate) fn print(text: impl AsRef<[u8]>) -> io::Result<()> {
 /// Writes a piece of a result that is still coming; whether it arrived is told when the end is written.
 pub(crate) fn stream(text: impl AsRef<[u8]>) {
     let mut out = io::stdout().lock();
+    let text = shown(&out, text.as_ref());
     // A reader that went away is told at the end.
-    let _ = out.write_all(text.as_ref()).and_then(|()| out.flush());
+    let _ = out.write_all(&text).and_then(|()| out.flush());
+}
+
+/// A text as this place takes it: a terminal shows it, everything else gets it whole.
+fn shown<'a>(out: &impl IsTerminal, text: &'a [u8]) -> Cow<'a, [u8]> {
+    if out.is_terminal() {
+        let text = String::from_utf8_lossy(text);
+        Cow::Owned(plain(&text).into_owned().into_bytes())
+    } else {
+        Cow::Borrowed(text)
+    }
+}
+
+/// A text whose long lines go on below, behind the words that lines begin with here, where they would not fit the
+/// terminal.
+pub(crate) fn fitted(text: &str) -> String {
+    const INDENT: usize = 10;
+    let columns = columns().unwrap_or(usize::MAX);
+    let mut fitted = String::with_capacity(text.len());
+    for line in text.lines() {
+        let mut used = 0;
+        for word in line.split_inclusive(' ') {
+            let length = word.trim_end().chars().count();
+            if used > INDENT && used + length > columns {
+                fitted.truncate(fitted.trim_end().len());
+                fitted.push('\n');
+                fitted.push_str(&" ".repeat(INDENT));
+                used = INDENT;
+            }
+            fitted.push_str(word);
+            used += word.chars().count();
+        }
+        fitted.push('\n');
+    }
+    fitted
+}
+
+/// The columns of the terminal that results go to, if they go to one.
+pub(crate) fn columns() -> Option<usize> {
+    let (width, _) = terminal_size::terminal_size_of(io::stdout())?;
+    Some(usize::from(width.0))
 }

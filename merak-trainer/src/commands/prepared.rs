@@ -3,8 +3,9 @@
 use super::{
     environment,
     model::{Loaded, companions},
+    output,
 };
-use indicatif::BinaryBytes;
+use merak_ckpt::words::{Bytes, plain};
 use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
     CheckedArguments, Config, CostCache, CostModel, DataFormat, Error, FasterSchedule, FirstSteps,
@@ -43,15 +44,18 @@ pub(crate) struct Prepared {
 impl Prepared {
     /// Prepares a training, with validation where the data have a part for it.
     pub(crate) fn to_train(config: &Config, dry_run: bool) -> Result<Self> {
-        let mut prepared = Self::new(config, true)?;
-        // Before costs are measured, which takes a while. A dry run tells of another run below its
-        // plan.
-        match RunFolder::check(&prepared.args) {
-            Err(Error::RunExists { .. }) if dry_run => {}
-            other => other?,
-        }
-        prepared.measure(!dry_run)?;
-        Ok(prepared)
+        let prepare = || {
+            let mut prepared = Self::new(config, true)?;
+            // Before costs are measured, which takes a while. A dry run tells of another run below its
+            // plan.
+            match RunFolder::check(&prepared.args) {
+                Err(Error::RunExists { .. }) if dry_run => {}
+                other => other?,
+            }
+            prepared.measure(!dry_run)?;
+            Ok(prepared)
+        };
+        prepare().map_err(|error| config.locate(error))
     }
 
     /// Measures what the work costs, and plans anew where the plan goes by that. What does not fit into this
@@ -101,7 +105,7 @@ impl Prepared {
 
     /// Prepares an evaluation of the validation part alone.
     pub(crate) fn to_evaluate(config: &Config) -> Result<Self> {
-        Self::new(config, false)
+        Self::new(config, false).map_err(|error| config.locate(error))
     }
 
     fn new(config: &Config, trains: bool) -> Result<Self> {
@@ -321,10 +325,10 @@ impl Prepared {
                  their activations under these keys"
             );
         }
-        let _ = write!(text, "{}", plan.partition_report(args)?);
+        text += &plan.partition_report(args)?.to_text(output::columns());
         if let Some(faster) = self.faster {
             let FasterSchedule { kind, gain, .. } = faster;
-            let [now, then] = faster.memory.map(|bytes| BinaryBytes(bytes as u64));
+            let [now, then] = faster.memory.map(|bytes| Bytes(bytes as u64));
             let _ = writeln!(
                 text,
                 "\nfaster    {kind} would shorten a step by {:.0} %, by {}, in the same memory ({then} on the fullest rank, now \
@@ -333,7 +337,7 @@ impl Prepared {
                 self.costs.unit()
             );
         }
-        Ok(text)
+        Ok(output::fitted(&plain(&text)))
     }
 }
 

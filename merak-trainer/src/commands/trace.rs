@@ -61,7 +61,8 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         )
         .into());
     }
-    let plan = Plan::new(Loaded::of(&checked)?.model, &checked)?;
+    let plan = Loaded::of(&checked).and_then(|loaded| Plan::new(loaded.model, &checked));
+    let plan = plan.map_err(|error| config.locate(error))?;
     let program: StageProgram;
     let graph = match args.stage {
         None => &plan.graph,
@@ -104,7 +105,7 @@ impl Args {
     fn config(&mut self) -> Result<Config, Failure> {
         let described = match &self.source {
             folder if folder.is_dir() => Some(folder.join("config.json")),
-            file => model::read(file)
+            file => model::read(model::CONFIG, file)
                 .ok()
                 .filter(|json| json.get("model_type").is_some())
                 .map(|_| file.clone()),

@@ -2,7 +2,10 @@
 
 use super::{Outcome, keys::Keys, output, prepared::Prepared, signals};
 use clap::Args as ClapArgs;
-use merak_ckpt::{Completion, GenerateOptions, Store};
+use merak_ckpt::{
+    Completion, GenerateOptions, Store,
+    words::{Bytes, file, plain},
+};
 use merak_mpu::Member;
 use merak_pipe::Timeline;
 use merak_trace::models::Objective;
@@ -10,12 +13,12 @@ use merak_trainer::{
     Callback, Config, Error, LoadedCheckpoint, MerakTrainer, Origin, Result, RunFolder, StepRecord,
     TrainOutput, TrainerParts, chain,
     data::bigram_loss,
-    metrics::{EvaluationMetrics, Progress, Reporter},
+    metrics::{EvaluationMetrics, Progress, Reporter, Screen},
     run_world,
 };
 use std::{
     fmt::Write as _,
-    io::{self, IsTerminal},
+    io,
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{Arc, atomic::AtomicI64},
@@ -32,6 +35,7 @@ const KEEPS_NOTHING: &str =
 #[derive(Debug, ClapArgs)]
 #[command(
     after_help = "Any configuration key may be given as --set KEY=VALUE or --KEY VALUE, for example --tp 2.\n\
+    `merak config --help-keys` lists them all, with types and defaults.\n\
     --resume PATH|latest|auto continues from a checkpoint; --overwrite_output_dir begins anew where the output folder \
     has a run; --dry-run stops after the plan."
 )]
@@ -45,7 +49,7 @@ pub(crate) struct Args {
     keys: Keys,
 }
 
-pub(crate) fn run(mut args: Args) -> Outcome {
+pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let dry_run = args.keys.take_flag("--dry-run") || args.dry_run;
     let config = load(&mut args)?;
     if config.arguments().text_generation && !dry_run {
@@ -53,11 +57,12 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     }
     let prepared = Prepared::to_train(&config, dry_run)?;
     let output_dir = prepared.args.run_folder()?;
+    let located = |error| config.locate(error);
     let memory = prepared.check_memory();
     let run = Run(&prepared);
     if dry_run {
         output::print(&prepared.describe()?)?;
-        return run.foresee(memory);
+        return run.foresee(memory).map_err(located);
     }
     memory?;
     let folder = RunFolder::take(&prepared.args, config.to_toml())?;
@@ -67,8 +72,10 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     }
     let stop = Arc::new(AtomicI64::new(0));
     signals::watch(&stop)?;
-    let outcome = run_world(&prepared.args, |member| run.on_rank(member, &folder, &stop));
-    let ended = settle(outcome, &folder, &output_dir)?;
+    let outcome = run_world(&prepared.args, |member| {
+        run.on_rank(member, &folder, screen, &stop)
+    });
+    let ended = settle(outcome, &folder, &output_dir).map_err(located)?;
     let mut finished = Vec::with_capacity(ended.len());
     for rank in ended {
         match rank {
@@ -124,7 +131,7 @@ fn settle<T>(outcome: Result<T>, folder: &RunFolder, output_dir: &Path) -> Resul
 /// Says where the run lies that was to be replaced, while there is no checkpoint in its place.
 fn tell_of_replaced(folder: &RunFolder) {
     if let Some(path) = folder.replaced() {
-        let path = path.display();
+        let path = file(path);
         tracing::warn!(%path, "no checkpoint was saved: the run that was to be replaced lies there");
     }
 }
@@ -163,6 +170,7 @@ impl Run<'_> {
         &self,
         member: Member,
         folder: &Arc<RunFolder>,
+        screen: &Screen,
         stop: &Arc<AtomicI64>,
     ) -> Result<Ended> {
         let is_first = member.rank().0 == 0;
@@ -191,21 +199,14 @@ impl Run<'_> {
         if let Some(reporter) = &reporter {
             folder.begin()?;
             if let Some(path) = folder.replaced() {
-                let path = path.display();
+                let path = file(path);
                 tracing::warn!(%path, "the run that is replaced lies there until the first checkpoint");
             }
             let (total, done) = (trainer.total_steps(), trainer.global_step());
-            let progress = if io::stderr().is_terminal() {
-                Progress::bar(total, done)
-            } else {
-                Progress::lines(total, Box::new(io::stderr()))
-            };
+            let progress = Progress::on(screen, total, done);
             reporter.start(&trainer, &self.args, &self.args.run_folder()?, progress)?;
         }
         let output = trainer.train()?;
-        if let Some(reporter) = &reporter {
-            reporter.finish();
-        }
         // After a signal there may be no time left.
         let runs_on = output.stopped_by.is_none();
         let is_open = output.evaluation.is_none() && output.best.is_none();
@@ -214,6 +215,9 @@ impl Run<'_> {
         } else {
             output.evaluation.clone()
         };
+        if let Some(reporter) = &reporter {
+            reporter.finish();
+        }
         // A model whose loss is not finite has no likeliest token; the best one has a finite loss.
         let last = evaluation.as_ref().map(|evaluation| evaluation.eval_loss);
         let is_finite = output.best.is_some() || last.unwrap_or(output.training_loss).is_finite();
@@ -244,7 +248,7 @@ impl Run<'_> {
         let mut text = String::new();
         let checkpoint = MerakTrainer::check_checkpoint(&self.plan, &self.args, &self.parts())?;
         if let Some(checkpoint) = checkpoint {
-            let _ = writeln!(text, "resumes   {}", checkpoint.path.display());
+            let _ = writeln!(text, "resumes   {}", file(&checkpoint.path));
             if !self.args.finetune && checkpoint.global_step >= self.total_steps {
                 text += &self.nothing_left(&checkpoint);
             }
@@ -270,7 +274,7 @@ impl Run<'_> {
     /// What is said of a checkpoint that is at the end of the run.
     fn nothing_left(&self, checkpoint: &LoadedCheckpoint) -> String {
         let (path, step, total) = (
-            checkpoint.path.display(),
+            file(&checkpoint.path),
             checkpoint.global_step,
             self.total_steps,
         );
@@ -294,7 +298,7 @@ impl Run<'_> {
             let _ = writeln!(
                 text,
                 "continue  merak generate {} --prompt TEXT",
-                checkpoint.display()
+                file(checkpoint)
             );
         }
     }
@@ -367,11 +371,12 @@ impl Run<'_> {
         let measured = finished.peak_activation_bytes;
         let _ = write!(
             text,
-            "memory    {measured} bytes of activations at most on rank 0"
+            "memory    {} of activations at most on rank 0",
+            Bytes::from(measured)
         );
         let predicted = self.predicted_activation_bytes().unwrap_or_default();
         let _ = match predicted.first() {
-            Some(predicted) => writeln!(text, ", predicted {predicted}"),
+            Some(&predicted) => writeln!(text, ", predicted {}", Bytes::from(predicted)),
             None => writeln!(text),
         };
         self.compare_times(ranks, &mut text);
@@ -383,21 +388,23 @@ impl Run<'_> {
             let _ = writeln!(
                 text,
                 "\nsample    the model continues >>>\n{}>>>{}<<<\n",
-                tokenizer.decode(prompt_ids).unwrap_or_default(),
-                tokenizer
-                    .decode_after(prompt_ids.len(), &all)
-                    .unwrap_or_default()
+                plain(&tokenizer.decode(prompt_ids).unwrap_or_default()),
+                plain(
+                    &tokenizer
+                        .decode_after(prompt_ids.len(), &all)
+                        .unwrap_or_default()
+                )
             );
         }
         let _ = writeln!(
             text,
             "metrics   {}",
-            output_dir.join("metrics.jsonl").display()
+            file(&output_dir.join("metrics.jsonl"))
         );
         if self.args.saves() {
             let store = Store::in_output_dir(output_dir);
             let last = store.path_of(output.global_step as u64);
-            let _ = writeln!(text, "saved     {}", last.display());
+            let _ = writeln!(text, "saved     {}", file(&last));
             let best = output.best.map(|best| store.path_of(best.step as u64));
             self.advise_to_generate(&best.unwrap_or(last), &mut text);
         } else {

@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use merak_ckpt::words::file;
 use merak_pipe::Size;
 use merak_zero::LrSchedule;
 
@@ -255,7 +256,7 @@ fn check_autopipe(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.require(
         a.cost_cache.is_none() || a.cost_model == CostSource::Measured,
         "cost_cache",
-        a.cost_cache.as_deref().unwrap_or(Path::new("")).display(),
+        file(a.cost_cache.as_deref().unwrap_or(Path::new(""))),
         "unset unless \"cost_model\" is \"measured\"",
     )
 }

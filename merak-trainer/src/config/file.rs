@@ -13,6 +13,7 @@ use yaml_rust2::{Yaml, YamlLoader};
 use super::{
     arguments::SECTIONS,
     layer::{Entry, push_value},
+    lines::{Lines, key_lines},
     origin::Origin,
 };
 use crate::error::{Error, Result};
@@ -29,10 +30,14 @@ pub(crate) fn read(path: &Path) -> Result<Vec<Entry>> {
         .unwrap_or_default();
     match extension.to_ascii_lowercase().as_str() {
         "toml" => parse_toml(path, &text),
-        "yaml" | "yml" => entries_of(path, parse_yaml(path, &text)?),
+        "yaml" | "yml" => {
+            let lines = key_lines(&text).map_err(|error| syntax(path, &error))?;
+            entries_of(path, parse_yaml(path, &text, &lines)?, &lines)
+        }
         "json" => {
             let value = serde_json::from_str(&text).map_err(|error| syntax(path, &error))?;
-            entries_of(path, value)
+            // JSON is YAML, but for rarities.
+            entries_of(path, value, &key_lines(&text).unwrap_or_default())
         }
         _ => Err(Error::ConfigFormat {
             path: path.to_path_buf(),
@@ -47,17 +52,29 @@ fn syntax(path: &Path, message: &dyn std::fmt::Display) -> Error {
     }
 }
 
-fn entries_of(path: &Path, value: Value) -> Result<Vec<Entry>> {
+fn entries_of(path: &Path, value: Value, lines: &Lines) -> Result<Vec<Entry>> {
     let Value::Object(table) = value else {
         return Err(syntax(path, &"the file holds no table of keys"));
     };
+    let origin = |key: &str| Origin::File {
+        path: path.to_path_buf(),
+        line: lines.get(key).copied(),
+    };
     let mut entries = Vec::new();
     for (name, value) in table {
-        let origin = Origin::File {
-            path: path.to_path_buf(),
-            line: None,
-        };
-        push_value(&mut entries, name, value, origin)?;
+        match value {
+            Value::Object(section) if SECTIONS.contains(&name.as_str()) => {
+                for (inner, value) in section {
+                    let name = format!("{name}.{inner}");
+                    let origin = origin(&name);
+                    push_value(&mut entries, name, value, origin)?;
+                }
+            }
+            value => {
+                let origin = origin(&name);
+                push_value(&mut entries, name, value, origin)?;
+            }
+        }
     }
     Ok(entries)
 }
@@ -130,33 +147,61 @@ fn json_of_float(text: &str) -> Value {
     }
 }
 
-fn parse_yaml(path: &Path, text: &str) -> Result<Value> {
+fn parse_yaml(path: &Path, text: &str, lines: &Lines) -> Result<Value> {
     let documents = YamlLoader::load_from_str(text).map_err(|error| syntax(path, &error))?;
     match documents.as_slice() {
         [] => Ok(Value::Object(Map::new())),
-        [document] => json_of_yaml(document).map_err(|message| syntax(path, &message)),
+        [document] => json_of_yaml(document, None, lines).map_err(|message| syntax(path, &message)),
         _ => Err(syntax(path, &"more than one YAML document")),
     }
 }
 
-fn json_of_yaml(value: &Yaml) -> Result<Value, String> {
+/// The value as JSON has it; `key` is the one of the file that it belongs to.
+fn json_of_yaml(value: &Yaml, key: Option<&str>, lines: &Lines) -> Result<Value, String> {
+    let place = || match key.and_then(|key| lines.get(key)) {
+        Some(line) => format!(" at line {line} or below"),
+        None => String::new(),
+    };
     Ok(match value {
         Yaml::Real(text) => json_of_float(text),
         Yaml::Integer(number) => Value::from(*number),
         Yaml::String(text) => Value::from(text.as_str()),
         Yaml::Boolean(flag) => Value::Bool(*flag),
-        Yaml::Array(items) => items.iter().map(json_of_yaml).collect::<Result<_, _>>()?,
+        Yaml::Array(items) => items
+            .iter()
+            .map(|item| json_of_yaml(item, key, lines))
+            .collect::<Result<_, _>>()?,
         Yaml::Hash(table) => {
             let mut object = Map::new();
-            for (key, value) in table {
-                let Yaml::String(key) = key else {
-                    return Err(format!("the key {key:?} is no string"));
+            for (name, value) in table {
+                let Yaml::String(name) = name else {
+                    let name = scalar(name);
+                    // The places of keys go by their words.
+                    let line = lines.get(&name).filter(|_| key.is_none());
+                    let place = line.map_or_else(&place, |line| format!(" at line {line}"));
+                    return Err(format!(
+                        "the key {name}{place} is no string: put it in quotes"
+                    ));
                 };
-                object.insert(key.clone(), json_of_yaml(value)?);
+                let key = key.unwrap_or(name);
+                object.insert(name.clone(), json_of_yaml(value, Some(key), lines)?);
             }
             Value::Object(object)
         }
         Yaml::Null | Yaml::BadValue => Value::Null,
-        Yaml::Alias(_) => return Err("an alias to a node that does not exist".into()),
+        Yaml::Alias(_) => {
+            return Err(format!("an alias{} to a node that does not exist", place()));
+        }
     })
+}
+
+/// A key that is no string, as it was written.
+fn scalar(key: &Yaml) -> String {
+    match key {
+        Yaml::Real(text) => text.clone(),
+        Yaml::Integer(number) => number.to_string(),
+        Yaml::Boolean(flag) => flag.to_string(),
+        Yaml::Null => "~".to_owned(),
+        _ => "with parts".to_owned(),
+    }
 }

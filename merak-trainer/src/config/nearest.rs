@@ -1,7 +1,98 @@
 //! The nearest known name to one that was mistyped.
 
+use super::{arguments::keys, reserved::RESERVED};
+
 /// Names further away than this share of their length are no help.
 const LEAST_SIMILARITY: f64 = 0.6;
+
+/// Names that other programs have for a key.
+const SYNONYMS: &[(&str, &str)] = &[
+    ("accumulation_steps", "gradient_accumulation_steps"),
+    ("attention_heads", "num_heads"),
+    ("batch", "per_device_train_batch_size"),
+    ("batch_size", "per_device_train_batch_size"),
+    ("beta1", "adam_beta1"),
+    ("beta2", "adam_beta2"),
+    ("betas", "adam_beta1"),
+    ("checkpoint", "resume_from_checkpoint"),
+    ("clip_grad", "max_grad_norm"),
+    ("dataset", "data.path"),
+    ("epochs", "num_train_epochs"),
+    ("eps", "adam_epsilon"),
+    ("epsilon", "adam_epsilon"),
+    ("eval_batch_size", "per_device_eval_batch_size"),
+    ("eval_interval", "eval_steps"),
+    ("gradient_accumulation", "gradient_accumulation_steps"),
+    ("grad_accum", "gradient_accumulation_steps"),
+    ("grad_accum_steps", "gradient_accumulation_steps"),
+    ("grad_clip", "max_grad_norm"),
+    ("heads", "num_heads"),
+    ("hidden", "hidden_size"),
+    ("iterations", "max_steps"),
+    ("layers", "num_layers"),
+    ("log_interval", "logging_steps"),
+    ("lora", "lora_config"),
+    ("lr", "learning_rate"),
+    ("lr_scheduler", "lr_scheduler_type"),
+    ("max_epochs", "num_train_epochs"),
+    ("max_iters", "max_steps"),
+    ("max_length", "seq_length"),
+    ("max_seq_length", "seq_length"),
+    ("micro_batch_size", "per_device_train_batch_size"),
+    ("microbatches", "gradient_accumulation_steps"),
+    ("model", "model.config"),
+    ("model_dir", "model.hf_dir"),
+    ("model_name_or_path", "model.hf_dir"),
+    ("model_path", "model.hf_dir"),
+    ("momentum", "sgd_momentum"),
+    ("num_workers", "dataloader_num_workers"),
+    ("optimizer", "optim"),
+    ("out", "output_dir"),
+    ("out_dir", "output_dir"),
+    ("output", "output_dir"),
+    ("pipeline_parallel_size", "pp"),
+    ("resume", "resume_from_checkpoint"),
+    ("save_interval", "save_steps"),
+    ("schedule", "train_schedule"),
+    ("scheduler", "lr_scheduler_type"),
+    ("seq", "seq_length"),
+    ("seq_len", "seq_length"),
+    ("sequence_length", "seq_length"),
+    ("steps", "max_steps"),
+    ("tensor_parallel_size", "tp"),
+    ("threads", "compute.threads_per_rank"),
+    ("timeout", "distributed.timeout_s"),
+    ("train_batch_size", "per_device_train_batch_size"),
+    ("train_data", "data.path"),
+    ("train_steps", "max_steps"),
+    ("warmup", "warmup_steps"),
+    ("wd", "weight_decay"),
+    ("workers", "dataloader_num_workers"),
+    ("zero", "zero_stage"),
+];
+
+/// The key that somebody means by a name that is none: what other programs call so, a key of a section under its last
+/// word alone, else the one that is written most alike.
+pub(super) fn nearest_key(name: &str) -> Option<&'static str> {
+    let known = || {
+        let reserved = RESERVED.iter().map(|key| key.name);
+        keys().map(|key| key.name).chain(reserved)
+    };
+    let written = name.to_lowercase().replace('-', "_");
+    let last = written.rsplit('.').next().unwrap_or_default();
+    let synonym = SYNONYMS.iter().find(|(other, _)| *other == last);
+    let of_section = |key: &&str| key.rsplit_once('.').is_some_and(|(_, key)| key == last);
+    // A word with a section of its own was meant for that one.
+    let is_bare = !written.contains('.');
+    let of_a_section = if is_bare {
+        None
+    } else {
+        nearest(name, known())
+    };
+    let same_end = || known().find(|key| *key == last || (is_bare && of_section(key)));
+    let meant = of_a_section.or(synonym.map(|(_, key)| *key));
+    meant.or_else(same_end).or_else(|| nearest(name, known()))
+}
 
 /// The candidate that is most like `name`, if any is like it; the first one on ties. Capitals make no difference.
 pub(crate) fn nearest<'a>(
@@ -23,7 +114,7 @@ pub(crate) fn nearest<'a>(
 
 #[cfg(test)]
 mod tests {
-    use super::nearest;
+    use super::*;
 
     #[test]
     fn a_typing_slip_finds_its_name_and_nonsense_finds_none() {
@@ -34,5 +125,31 @@ mod tests {
         );
         assert_eq!(nearest("TP", names.into_iter()), Some("tp"));
         assert_eq!(nearest("zzz", names.into_iter()), None);
+    }
+
+    #[test]
+    fn names_of_other_programs_and_last_words_find_their_key() {
+        for (name, key) in [
+            ("lr", "learning_rate"),
+            ("batch_size", "per_device_train_batch_size"),
+            ("Batch-Size", "per_device_train_batch_size"),
+            ("path", "data.path"),
+            ("tokenizer", "data.tokenizer"),
+            ("model.tp", "tp"),
+            ("backend", "compute.backend"),
+            ("data.pth", "data.path"),
+            ("learning_rat", "learning_rate"),
+        ] {
+            assert_eq!(nearest_key(name), Some(key), "{name}");
+        }
+        assert_eq!(nearest_key("zzzzzz"), None);
+    }
+
+    #[test]
+    fn every_synonym_is_no_key_and_means_one() {
+        for (name, key) in SYNONYMS {
+            assert!(keys().any(|known| known.name == *key), "{key}");
+            assert!(!keys().any(|known| known.name == *name), "{name}");
+        }
     }
 }

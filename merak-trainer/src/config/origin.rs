@@ -1,5 +1,6 @@
 //! Where a value came from.
 
+use merak_ckpt::words::{brief, file};
 use std::{fmt, path::PathBuf};
 
 /// The layer, and the place in it, that set a key.
@@ -12,7 +13,7 @@ pub enum Origin {
     File {
         /// The file, as it was named.
         path: PathBuf,
-        /// Line of the key, where the format tells (TOML).
+        /// Line of the key, where it is known.
         line: Option<usize>,
     },
     /// The environment.
@@ -34,10 +35,10 @@ impl fmt::Display for Origin {
             Self::File {
                 path,
                 line: Some(line),
-            } => write!(f, "{}:{line}", path.display()),
-            Self::File { path, line: None } => write!(f, "{}", path.display()),
-            Self::Environment { variable } => write!(f, "environment {variable}"),
-            Self::CommandLine { option } => write!(f, "command line {option}"),
+            } => write!(f, "{}:{line}", file(path)),
+            Self::File { path, line: None } => f.write_str(&file(path)),
+            Self::Environment { variable } => write!(f, "environment {}", brief(variable)),
+            Self::CommandLine { option } => write!(f, "command line {}", brief(option)),
         }
     }
 }

@@ -8,6 +8,7 @@ use super::{
     tokenizer::Tokenizer,
 };
 use crate::{config::DataArguments, error::Result};
+use merak_ckpt::words::Bytes;
 
 /// Tokens for training and validation.
 #[derive(Debug, Clone)]
@@ -49,7 +50,7 @@ impl Corpus {
         };
         let documents = &found.documents;
         let bytes: usize = documents.iter().map(|document| document.text.len()).sum();
-        let description = format!("{source}: {}, {bytes} bytes", found.files());
+        let description = format!("{source}: {}, {}", found.files(), Bytes::from(bytes));
         let texts = documents.iter().map(|document| document.text.as_slice());
         Self::of(tokenizer, texts, arguments.validation_fraction, description)
     }

@@ -245,7 +245,7 @@ mod tests {
         let path = Path::new("corpus");
         assert!(check_room(path, (1000, 9), 9000).is_ok());
         let error = check_room(path, (500 << 20, 9), 300 << 20).unwrap_err();
-        insta::assert_snapshot!(error, @r#"corpus has 500.00 MiB of data, which take at least 4.39 GiB of memory, but this process may use 300.00 MiB: give less data, or read a part of text with "data.max_bytes""#);
+        insta::assert_snapshot!(error, @r#"corpus has 500 MiB of data, which take at least 4.39 GiB of memory, but this process may use 300 MiB: give less data, or read a part of text with "data.max_bytes""#);
         assert!(error.is_user_error());
         check_room(path, (u64::MAX, 9), u64::MAX - 1).unwrap_err();
     }

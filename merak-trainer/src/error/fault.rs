@@ -16,6 +16,7 @@ impl Error {
             | Self::Rank { .. }
             | Self::Step { .. }
             | Self::Stage { .. } => false,
+            Self::Blamed { source, .. } => source.is_user_error(),
             Self::Schedule(error) => !pipeline_failed(error),
             Self::Optimizer(error) => !matches!(**error, merak_zero::Error::Communication { .. }),
             Self::Model(error) => !node_failed(error),
@@ -32,6 +33,43 @@ impl Error {
     /// itself.
     pub(crate) fn says_whose(&self) -> bool {
         self.is_user_error() || matches!(self, Self::SkippedSteps { .. } | Self::Step { .. })
+    }
+}
+
+impl Error {
+    /// The key whose value does not fit what was found, where there is one, as far as the error tells.
+    pub(crate) fn key(&self) -> Option<&'static str> {
+        use merak_tp::Error as T;
+        Some(match self {
+            Self::ReadInput { key, .. } | Self::UnknownToken { key, .. } => key,
+            Self::Blamed {
+                key, place: None, ..
+            } => key,
+            Self::NoText { .. }
+            | Self::NoRecords { .. }
+            | Self::TensorFile { .. }
+            | Self::NotText { .. }
+            | Self::DataTooLarge { .. } => "data.path",
+            Self::Tokenizer { .. } => "data.tokenizer",
+            Self::OutputDir { .. } => "output_dir",
+            Self::FewerLayers { .. } => "pp",
+            Self::TwoLengths { .. } | Self::ShortSpans { .. } | Self::ShortTarget { .. } => {
+                "seq_length"
+            }
+            Self::DataKind { .. } => "data.format",
+            Self::ActivationBudget { .. } => "activation_memory_budget",
+            Self::StageMemory { .. } => "autopipe.memory_limit",
+            Self::TensorParallel(error) => match **error {
+                T::BothKinds { .. } | T::IncompleteLists { .. } => "tp_layer_lists.col_para_list",
+                T::Indivisible { .. }
+                | T::Heads { .. }
+                | T::KvHeads { .. }
+                | T::NothingMatched { .. }
+                | T::NoLists { .. } => "tp",
+                _ => return None,
+            },
+            _ => return None,
+        })
     }
 }
 

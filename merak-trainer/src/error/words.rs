@@ -1,6 +1,8 @@
 //! Parts of messages.
 
+use super::Error;
 use crate::{config::DataFormat, data::DataFingerprint};
+use merak_ckpt::words::file;
 use std::{fmt, path::Path};
 
 /// What of a step a rank was about when it failed.
@@ -36,7 +38,7 @@ pub(super) fn replaced_run(aside: Option<&Path>) -> String {
     let text = |aside: &Path| {
         format!(
             "; the run that it was to replace lies in {} until there is a checkpoint",
-            aside.display()
+            file(aside)
         )
     };
     aside.map(text).unwrap_or_default()
@@ -74,7 +76,7 @@ pub(super) fn passed_over(files: usize) -> String {
 
 /// The place of the data.
 pub(super) fn of(path: Option<&Path>) -> String {
-    path.map(|path| format!(" of {}", path.display()))
+    path.map(|path| format!(" of {}", file(path)))
         .unwrap_or_default()
 }
 
@@ -93,4 +95,16 @@ pub(super) fn did_you_mean(nearest: Option<&str>) -> String {
     nearest
         .map(|name| format!("; did you mean \"{name}\"?"))
         .unwrap_or_default()
+}
+
+/// What names the key behind a message, and its place: what the message has already is not repeated.
+pub(super) fn blamed(key: &str, place: Option<&str>, error: &Error) -> String {
+    let key = format!("\"{key}\"");
+    let is_named = error.to_string().contains(&key);
+    match (is_named, place) {
+        (true, None) => String::new(),
+        (true, Some(place)) => format!(" ({place})"),
+        (false, None) => format!(" ({key})"),
+        (false, Some(place)) => format!(" ({key}, {place})"),
+    }
 }

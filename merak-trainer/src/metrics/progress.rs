@@ -3,20 +3,25 @@
 use std::{
     fmt,
     io::{self, Write},
+    path::Path,
     time::Duration,
 };
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::ProgressBar;
+use merak_ckpt::words::file;
 
-use super::times::{Readable, StepTimes};
+use super::{
+    screen::Screen,
+    times::{Readable, StepTimes},
+};
 
 /// Steps whose times make up the estimate of the time left.
 const WINDOW: usize = 20;
 
 /// The progress of a run, reported by one rank.
 ///
-/// On a terminal a bar is redrawn at each step. Elsewhere a line is written at each step that is
-/// logged: `step 20/100  loss 3.2184  1024 tokens/s  1m 20s left`.
+/// On a terminal a bar is redrawn at each step, and evaluating and saving have bars of their own below it while they
+/// last. Elsewhere a line is written at each step that is logged: `step 20/100  loss 3.2184  1024 tokens/s  1m 20s left`.
 pub struct Progress {
     total: usize,
     times: StepTimes,
@@ -24,23 +29,34 @@ pub struct Progress {
 }
 
 enum Output {
-    Bar(ProgressBar),
+    Bars {
+        screen: Screen,
+        /// Of the steps, once there was one.
+        steps: ProgressBar,
+        evaluation: Option<ProgressBar>,
+        saving: Option<ProgressBar>,
+    },
     Lines(Box<dyn Write + Send>),
 }
 
 impl Progress {
-    /// A bar on standard error, for a run of `total` steps of which `done` are done already.
-    pub fn bar(total: usize, done: usize) -> Self {
-        let bar = ProgressBar::with_draw_target(Some(total as u64), ProgressDrawTarget::stderr());
-        // The template is a constant of ours; without it the bar keeps its default style.
-        if let Ok(style) = ProgressStyle::with_template("{bar:24} {pos}/{len}  {msg}") {
-            bar.set_style(style);
+    /// Bars on a screen, for a run of `total` steps of which `done` are done already; where it shows none, lines on
+    /// standard error.
+    pub fn on(screen: &Screen, total: usize, done: usize) -> Self {
+        if !screen.has_bars() {
+            return Self::lines(total, Box::new(io::stderr()));
         }
-        bar.set_position(done as u64);
+        let steps = screen.bar(total as u64, "{bar:24} {pos}/{len}  {msg}");
+        steps.set_position(done as u64);
         Self {
             total,
             times: StepTimes::new(WINDOW),
-            output: Output::Bar(bar),
+            output: Output::Bars {
+                screen: screen.clone(),
+                steps,
+                evaluation: None,
+                saving: None,
+            },
         }
     }
 
@@ -83,9 +99,9 @@ impl Progress {
             Readable(left)
         );
         match &mut self.output {
-            Output::Bar(bar) => {
-                bar.set_position(step as u64);
-                bar.set_message(text);
+            Output::Bars { steps, .. } => {
+                steps.set_position(step as u64);
+                steps.set_message(text);
             }
             Output::Lines(output) if is_logged => {
                 writeln!(output, "step {step}/{}  {text}", self.total)?;
@@ -103,10 +119,8 @@ impl Progress {
     /// When the line cannot be written.
     pub fn say(&mut self, line: &str) -> io::Result<()> {
         match &mut self.output {
-            Output::Bar(bar) => {
-                bar.println(line);
-                Ok(())
-            }
+            // In one piece, as bars come back after each.
+            Output::Bars { screen, .. } => screen.write_all(format!("{line}\n").as_bytes()),
             Output::Lines(output) => {
                 writeln!(output, "{line}")?;
                 output.flush()
@@ -114,10 +128,73 @@ impl Progress {
         }
     }
 
+    /// Shows that of the `total` iterations of an evaluation so many are done; all of them end it.
+    pub fn evaluation(&mut self, done: usize, total: usize) {
+        let Output::Bars {
+            screen, evaluation, ..
+        } = &mut self.output
+        else {
+            return;
+        };
+        if done == total {
+            return clear(evaluation);
+        }
+        let bar = evaluation.get_or_insert_with(|| screen.evaluation(total));
+        bar.set_position(done as u64);
+    }
+
+    /// Shows that a checkpoint is being written, until [`Progress::saved`].
+    pub fn saving(&mut self, step: usize) {
+        if let Output::Bars { screen, saving, .. } = &mut self.output {
+            clear(saving);
+            *saving = Some(screen.spinner(format!("saving step {step}")));
+        }
+    }
+
+    /// Says that a checkpoint was written.
+    ///
+    /// # Errors
+    ///
+    /// When the line cannot be written.
+    pub fn saved(&mut self, path: &Path) -> io::Result<()> {
+        if let Output::Bars { saving, .. } = &mut self.output {
+            clear(saving);
+        }
+        self.say(&format!("saved {}", file(path)))
+    }
+
     /// Ends the report and leaves its last state on the screen.
-    pub fn finish(self) {
-        if let Output::Bar(bar) = self.output {
-            bar.abandon();
+    pub fn finish(mut self) {
+        if let Output::Bars {
+            steps,
+            evaluation,
+            saving,
+            ..
+        } = &mut self.output
+        {
+            clear(evaluation);
+            clear(saving);
+            steps.abandon();
+        }
+    }
+}
+
+/// Takes a bar off the screen.
+fn clear(bar: &mut Option<ProgressBar>) {
+    if let Some(bar) = bar.take() {
+        bar.finish_and_clear();
+    }
+}
+
+/// A run that fails leaves no bar that goes on turning.
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Output::Bars {
+            evaluation, saving, ..
+        } = &mut self.output
+        {
+            clear(evaluation);
+            clear(saving);
         }
     }
 }

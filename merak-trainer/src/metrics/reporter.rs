@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use merak_ckpt::words;
 use serde::Serialize;
 
 use super::{EvaluationMetrics, METRICS_FILE, MetricsFile, Progress, StepMetrics, resident_bytes};
@@ -59,7 +60,7 @@ impl Reporter {
     ) -> Result<()> {
         let first_step = trainer.global_step();
         let file = MetricsFile::open(&output_dir.join(METRICS_FILE), first_step)?;
-        *self.lock() = Some(Report {
+        let mut report = Report {
             earlier_s: file.earlier_time_s(),
             file,
             progress: Some(progress),
@@ -71,7 +72,16 @@ impl Reporter {
             start: Instant::now(),
             window: Window::default(),
             has_failed: false,
-        });
+        };
+        if let Some(from) = trainer.resumed_from() {
+            let (step, path) = (from.global_step, words::file(&from.path));
+            report.say(&if args.finetune {
+                format!("weights of step {step} of {path}")
+            } else {
+                format!("resumed from step {step} of {path}")
+            });
+        }
+        *self.lock() = Some(report);
         Ok(())
     }
 
@@ -158,9 +168,21 @@ impl Callback for Reporter {
         }
     }
 
+    fn on_evaluation_step(&mut self, done: usize, total: usize) {
+        if let Some(progress) = self.lock().as_mut().and_then(|this| this.progress.as_mut()) {
+            progress.evaluation(done, total);
+        }
+    }
+
+    fn on_save_start(&mut self, step: usize) {
+        if let Some(progress) = self.lock().as_mut().and_then(|this| this.progress.as_mut()) {
+            progress.saving(step);
+        }
+    }
+
     fn on_save(&mut self, path: &Path) {
-        if let Some(this) = &mut *self.lock() {
-            this.say(&format!("saved {}", path.display()));
+        if let Some(progress) = self.lock().as_mut().and_then(|this| this.progress.as_mut()) {
+            let _ = progress.saved(path);
         }
     }
 }

@@ -155,6 +155,9 @@ impl MerakTrainer {
     ) -> Result<(Draft, Vec<T>, Header)> {
         self.finish_save()?;
         self.finish_rotation()?;
+        for callback in &mut self.parts.callbacks {
+            callback.on_save_start(self.global_step);
+        }
         let draft = self.begin_draft()?;
         let sources = self.shard_sources()?.into_iter();
         let shards = sources
@@ -349,8 +352,7 @@ impl MerakTrainer {
             let failed = self.first_failed(&read)?;
             if failed.is_none() || !candidates.is_auto() {
                 let read = self.on_all_ranks(read)?;
-                let loaded = self.apply(&checkpoint, read)?;
-                self.resumed_from = Some(loaded);
+                self.resumed_from = Some(self.apply(&checkpoint, read)?);
                 return Ok(true);
             }
             if let (Err(error), true) = (read, failed == Some(self.stages.mpu.rank())) {

@@ -41,6 +41,7 @@ impl MerakTrainer {
         let (mpu, mut sums) = (Arc::clone(&self.stages.mpu), (0.0, 0_i64));
         let mut is_finite = true;
         let mut pace = Pace::new(mpu.pipeline_parallel_group());
+        self.tell_evaluation(0, order.iterations());
         for iteration in 0..order.iterations() {
             let microbatches = order.microbatches(iteration);
             let engine = self.stages.forward_engine(microbatches)?;
@@ -77,6 +78,7 @@ impl MerakTrainer {
                     tracing::warn!(?samples, loss, "the loss of these samples is not finite");
                 }
             }
+            self.tell_evaluation(iteration + 1, order.iterations());
         }
         pace.finish()?;
         let mut eval_loss = 0.0;
@@ -105,6 +107,12 @@ impl MerakTrainer {
             callback.on_evaluate(&metrics);
         }
         Ok(metrics)
+    }
+
+    fn tell_evaluation(&mut self, done: usize, total: usize) {
+        for callback in &mut self.parts.callbacks {
+            callback.on_evaluation_step(done, total);
+        }
     }
 }
 

@@ -298,7 +298,7 @@ fn a_later_layer_wins_and_each_value_keeps_its_origin() {
     assert_eq!(origin("seed"), "default");
     assert!(
         config
-            .explain()
+            .explain(None)
             .lines()
             .any(|line| line.starts_with("pp ") && line.ends_with("MERAK_PP"))
     );
@@ -345,7 +345,7 @@ fn bare_flags_and_lists_are_read_from_the_command_line() {
 fn an_unknown_key_names_its_place_and_the_nearest_key() {
     assert_snapshot!(message(load_file("merak.toml", "\n\ntrain_shedule = '1f1b'\n")), @r#"unknown key "train_shedule" (merak.toml:3); did you mean "train_schedule"?"#);
     assert_snapshot!(message(load_file("merak.toml", "[data]\npth = 'x'\n")), @r#"unknown key "data.pth" (merak.toml:2); did you mean "data.path"?"#);
-    assert_snapshot!(message(load_file("merak.yaml", "learning_rat: 1e-3\n")), @r#"unknown key "learning_rat" (merak.yaml); did you mean "learning_rate"?"#);
+    assert_snapshot!(message(load_file("merak.yaml", "learning_rat: 1e-3\n")), @r#"unknown key "learning_rat" (merak.yaml:1); did you mean "learning_rate"?"#);
     assert_snapshot!(message(load_environment("MERAK_ZERO_STAGES", "1")), @r#"unknown key "zero_stages" (environment MERAK_ZERO_STAGES); did you mean "zero_stage"?"#);
     assert_snapshot!(message(load_line("--weigth-decay 0.1")), @r#"unknown key "weigth_decay" (command line --weigth-decay); did you mean "weight_decay"?"#);
     assert_snapshot!(message(load_line("--full-speed --tp 2")), @r#"unknown key "full_speed" (command line --full-speed)"#);
@@ -357,7 +357,7 @@ fn a_wrong_type_names_the_expected_one() {
     assert_snapshot!(message(load_file("merak.toml", "tp = 'two'\n")), @r#""tp" expects an integer of at least 0, found "two" (merak.toml:1)"#);
     assert_snapshot!(message(load_file("merak.toml", "tp = 1.5\n")), @r#""tp" expects an integer of at least 0, found 1.5 (merak.toml:1)"#);
     assert_snapshot!(message(load_file("merak.toml", "learning_rate = inf\n")), @r#""learning_rate" expects a number, found "inf" (merak.toml:1)"#);
-    assert_snapshot!(message(load_file("merak.json", r#"{"save": "yes"}"#)), @r#""save" expects true or false or none, found "yes" (merak.json)"#);
+    assert_snapshot!(message(load_file("merak.json", r#"{"save": "yes"}"#)), @r#""save" expects true or false or none, found "yes" (merak.json:1)"#);
     assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table, found 3 (merak.toml:1)"#);
     assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 0, found "many" (environment MERAK_PP)"#);
     assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam or sgd, found "adamw" (command line --optim); did you mean "adam"?"#);

@@ -69,7 +69,7 @@ fn the_byte_limit_and_the_validation_part_cut_at_the_end() {
     let corpus = Corpus::load(&arguments, &CrateSources::default()).unwrap();
     assert_eq!(text_of(&corpus), "0123456789|0");
     assert_eq!(*corpus.validation, [49, 50, 51, 256]);
-    assert!(corpus.description.ends_with("2 files, 14 bytes"));
+    assert!(corpus.description.ends_with("2 files, 14 B"));
 }
 
 #[test]

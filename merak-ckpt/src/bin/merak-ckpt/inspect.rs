@@ -1,7 +1,10 @@
 //! What is in a checkpoint, for people and as JSON.
 
 use crate::line;
-use merak_ckpt::{Checkpoint, Kind, Manifest, TensorEntry};
+use merak_ckpt::{
+    Checkpoint, Kind, Manifest, TensorEntry,
+    words::{Bytes, file},
+};
 use serde_json::{Value, json};
 
 /// A table of the tensors below a few lines about the whole.
@@ -12,7 +15,7 @@ pub(crate) fn text(checkpoint: &Checkpoint) -> String {
     let mut text = String::new();
     line(
         &mut text,
-        format_args!("checkpoint  {}", checkpoint.path().display()),
+        format_args!("checkpoint  {}", file(checkpoint.path())),
     );
     line(&mut text, format_args!("step        {}", header.step));
     line(
@@ -27,7 +30,7 @@ pub(crate) fn text(checkpoint: &Checkpoint) -> String {
         format_args!(
             "files       {}, {}",
             manifest.files.len(),
-            bytes(total_bytes(manifest))
+            Bytes(total_bytes(manifest))
         ),
     );
     let factors = || {
@@ -42,7 +45,7 @@ pub(crate) fn text(checkpoint: &Checkpoint) -> String {
             &mut text,
             format_args!(
                 "{of:<24}{count:>6} tensors {elements:>14} elements  {}",
-                bytes(size)
+                Bytes(size)
             ),
         );
     }
@@ -52,20 +55,21 @@ pub(crate) fn text(checkpoint: &Checkpoint) -> String {
             &mut text,
             format_args!(
                 "{kind:<24}{count:>6} tensors {elements:>14} elements  {}",
-                bytes(size)
+                Bytes(size)
             ),
         );
     }
-    let width = manifest
-        .tensors
-        .iter()
-        .map(|tensor| tensor.name.chars().count())
-        .max()
-        .unwrap_or(0);
+    let longest = |column: fn(&TensorEntry) -> String| {
+        let cells = manifest.tensors.iter().map(column);
+        cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+    };
+    let width = longest(|tensor| tensor.name.clone());
+    let kinds = longest(|tensor| tensor.kind.to_string()).max("kind".len());
+    let shapes = longest(|tensor| format!("{:?}", tensor.shape)).max("shape".len());
     line(
         &mut text,
         format_args!(
-            "\n{:<24}{:<width$}  {:<6}{:<22}{:>6}  {:>10}",
+            "\n{:<kinds$}  {:<width$}  {:<5} {:<shapes$} {:>6} {:>8}",
             "kind", "name", "type", "shape", "slices", "size"
         ),
     );
@@ -77,12 +81,13 @@ pub(crate) fn text(checkpoint: &Checkpoint) -> String {
             slices,
             ..
         } = tensor;
+        let kind = kind.to_string();
         let shape = format!("{:?}", tensor.shape);
-        let size = bytes(tensor.num_bytes() as u64);
+        let size = Bytes(tensor.num_bytes() as u64);
         line(
             &mut text,
             format_args!(
-                "{kind:<24}{name:<width$}  {dtype:<6}{shape:<22}{:>6}  {size:>10}",
+                "{kind:<kinds$}  {name:<width$}  {dtype:<5} {shape:<shapes$} {:>6} {size:>8}",
                 slices.len()
             ),
         );
@@ -139,20 +144,4 @@ fn sums<'a>(tensors: impl Iterator<Item = &'a TensorEntry>) -> (usize, u64, u64)
             bytes + tensor.num_bytes() as u64,
         )
     })
-}
-
-/// A size for people: `512 B`, `1.5 MiB`.
-fn bytes(n: u64) -> String {
-    let mut size = n as f64;
-    for unit in ["B", "KiB", "MiB", "GiB"] {
-        if size < 1024.0 {
-            return if unit == "B" {
-                format!("{n} B")
-            } else {
-                format!("{size:.1} {unit}")
-            };
-        }
-        size /= 1024.0;
-    }
-    format!("{size:.1} TiB")
 }

@@ -6,7 +6,10 @@ mod inspect;
 mod rewrite;
 
 use clap::{CommandFactory, Parser, Subcommand};
-use merak_ckpt::{Checkpoint, Error, Result, Tolerance, diff};
+use merak_ckpt::{
+    Checkpoint, Error, Result, Tolerance, cli, diff,
+    words::{Bytes, brief, file, message, plain},
+};
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write as _};
 use std::path::PathBuf;
@@ -88,13 +91,14 @@ struct Outcome {
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments: Arguments = cli::parse(std::env::args_os()).unwrap_or_else(|error| error.exit());
     let filter =
         EnvFilter::try_from_env("RUST_LOG").or_else(|_| EnvFilter::try_new(&arguments.log));
     let filter = match filter {
         Ok(filter) => filter,
         Err(error) => {
-            eprintln!("merak-ckpt: --log \"{}\": {error}", arguments.log);
+            let text = format!("merak-ckpt: --log \"{}\": {error}", arguments.log);
+            eprintln!("{}", message(&text));
             return ExitCode::from(2);
         }
     };
@@ -132,7 +136,7 @@ fn main() -> ExitCode {
             _ => ExitCode::from(status),
         },
         Err(error) => {
-            eprintln!("merak-ckpt: {}", with_sources(&error));
+            eprintln!("merak-ckpt: {}", message(&with_sources(&error)));
             ExitCode::from(if error.is_user_error() { 2 } else { 1 })
         }
     }
@@ -141,6 +145,11 @@ fn main() -> ExitCode {
 /// Writes to standard output, to the last byte.
 fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout();
+    let text = if out.is_terminal() {
+        plain(text)
+    } else {
+        text.into()
+    };
     out.write_all(text.as_bytes())?;
     out.flush()
 }
@@ -167,26 +176,23 @@ fn verify(path: &PathBuf) -> Result<Outcome> {
     let report = checkpoint.verify();
     if report.damage.is_empty() {
         let text = format!(
-            "{}: good; {} files, {} tensors, {} slices, {} bytes\n",
-            checkpoint.path().display(),
+            "{}: good; {} files, {} tensors, {} slices, {}\n",
+            file(checkpoint.path()),
             report.files,
             report.tensors,
             report.slices,
-            report.bytes
+            Bytes(report.bytes)
         );
         return Ok(Outcome { text, status: 0 });
     }
-    let mut text = format!("{}: damaged\n", checkpoint.path().display());
+    let mut text = format!("{}: damaged\n", file(checkpoint.path()));
     for damage in &report.damage {
         line(&mut text, format_args!("  {damage}"));
     }
     match checkpoint.older()? {
         Some(older) => line(
             &mut text,
-            format_args!(
-                "the newest complete older one is {}",
-                older.path().display()
-            ),
+            format_args!("the newest complete older one is {}", file(older.path())),
         ),
         None => line(&mut text, format_args!("there is no complete older one")),
     }
@@ -210,11 +216,11 @@ fn compare(a: &PathBuf, b: &PathBuf, tolerance: Tolerance, json: bool) -> Result
 fn tolerance(text: &str) -> Result<f64, String> {
     let value: f64 = text
         .parse()
-        .map_err(|_| format!("`{text}` is not a number"))?;
+        .map_err(|_| format!("`{}` is not a number", brief(text)))?;
     let is_legal = value.is_finite() && value >= 0.0;
     is_legal
         .then_some(value)
-        .ok_or_else(|| format!("expected 0 or more, found {text}"))
+        .ok_or_else(|| format!("expected 0 or more, found {}", brief(text)))
 }
 
 /// Appends a line to a text in memory.

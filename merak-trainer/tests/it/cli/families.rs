@@ -443,16 +443,16 @@ fn a_family_fed_with_another_kind_of_data_says_what_it_learns() {
         place(model, format, "text").mistake(&format!("train merak.toml {keys}"))
     };
     let classifier = bert("BertForSequenceClassification");
-    assert_snapshot!(refused(&classifier, "text", ""), @r#"error: this bert model is for sequence classification, for which "data.format" text has nothing: choose jsonl, csv, tsv or tensors"#);
-    assert_snapshot!(refused(&vit(), "jsonl", ""), @r#"error: this vit model is for image classification, for which "data.format" jsonl has nothing: choose tensors"#);
+    assert_snapshot!(refused(&classifier, "text", ""), @r#"error: this bert model is for sequence classification, for which "data.format" text has nothing: choose jsonl, csv, tsv or tensors (merak.toml:16)"#);
+    assert_snapshot!(refused(&vit(), "jsonl", ""), @r#"error: this vit model is for image classification, for which "data.format" jsonl has nothing: choose tensors (merak.toml:16)"#);
     assert_snapshot!(refused(&t5(), "images", ""), @r#"error: "data.format" "images" (merak.toml:16) is not available in this version: choose text, jsonl, csv, tsv or tensors"#);
     assert_snapshot!(refused(&gpt2(), "tensors", "--data.path none"), @r#"error: "data.path" is not set: "data.format" tensors needs a file or folder"#);
-    assert_snapshot!(refused(&gpt2(), "tensors", ""), @"error: cannot use the tensors of text: the folder has no .safetensors file");
+    assert_snapshot!(refused(&gpt2(), "tensors", ""), @r#"error: cannot use the tensors of text: the folder has no .safetensors file ("data.path", merak.toml:15)"#);
     assert_snapshot!(refused(&gpt2(), "tensors", "--data.path model.json"), @"error: cannot read model.json: its header has 6875982213128462971 bytes, expected at most 81");
     assert_snapshot!(refused(&gpt2(), "text", "--seq_length 8,8"), @r#"error: the tokenizer has 257 tokens, but the model's vocabulary only 64: use a model configuration with "vocab_size" of at least 257"#);
-    assert_snapshot!(refused(&bert("BertForMaskedLM"), "text", "--seq_length 8,8"), @r#"error: "seq_length" has two lengths, but this bert model has no decoder: give one"#);
-    assert_snapshot!(refused(&t5(), "text", "--seq_length 24,5"), @r#"error: "seq_length" gives the decoder 5 positions, but span corruption of an input of 24 needs 6"#);
-    assert_snapshot!(refused(&t5(), "text", "--seq_length 2"), @r#"error: "seq_length" is 2, but span corruption needs at least 3"#);
+    assert_snapshot!(refused(&bert("BertForMaskedLM"), "text", "--seq_length 8,8"), @r#"error: "seq_length" has two lengths, but this bert model has no decoder: give one (command line --seq_length)"#);
+    assert_snapshot!(refused(&t5(), "text", "--seq_length 24,5"), @r#"error: "seq_length" gives the decoder 5 positions, but span corruption of an input of 24 needs 6 (command line --seq_length)"#);
+    assert_snapshot!(refused(&t5(), "text", "--seq_length 2"), @r#"error: "seq_length" is 2, but span corruption needs at least 3 (command line --seq_length)"#);
     let mut narrow = bert("BertForMaskedLM");
     narrow["vocab_size"] = 257.into();
     assert_snapshot!(refused(&narrow, "text", ""), @r#"error: the tokenizer has no token for what is hidden, [MASK] or <mask>, and the model's vocabulary of 257 leaves no room behind its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 258"#);
@@ -506,7 +506,7 @@ fn tensors_that_do_not_fit_are_named_with_what_the_model_reads() {
     let floats = ("input_ids", Dtype::F32, vec![4, 2], vec![0; 32]);
     assert_snapshot!(refused(&gpt2(), &[floats]), @r#"error: the data give "input_ids" as f32 of shape [2] per sample, but this gpt2 model reads integers of shape [2] per sample"#);
     let three = ("labels", Dtype::I64, vec![3, 4], vec![0; 96]);
-    assert_snapshot!(refused(&gpt2(), &[ids.clone(), three]), @r#"error: cannot use the tensors of a.safetensors: the tensor "labels" has 3 samples, but "input_ids" has 4"#);
+    assert_snapshot!(refused(&gpt2(), &[ids.clone(), three]), @r#"error: cannot use the tensors of a.safetensors: the tensor "labels" has 3 samples, but "input_ids" has 4 ("data.path", merak.toml:15)"#);
     let masked = bert("BertForMaskedLM");
     let mask = of("attention_mask", vec![2; 16]);
     assert_snapshot!(refused(&masked, &[ids.clone(), of("labels", vec![1; 16]), mask]), @r#"error: "attention_mask" of sample 0 has the value 2, but this bert model takes 0 to 1"#);

@@ -10,8 +10,8 @@ use super::{Workplace, model};
 fn degrees_that_do_not_fit_the_model_are_refused() {
     let place = Workplace::new();
     let train = |keys: &str| place.mistake(&format!("train merak.toml --dry-run {keys}"));
-    assert_snapshot!(train("--tp 4"), @r#"error: transformer.h.0.attn: 2 attention heads cannot be split over tp = 4: choose "tp" among 1, 2"#);
-    assert_snapshot!(train("--pp 400"), @r#"error: the model has 4 layers, fewer than the 400 stages that "pp" asks for: choose at most 4"#);
+    assert_snapshot!(train("--tp 4"), @r#"error: transformer.h.0.attn: 2 attention heads cannot be split over tp = 4: choose "tp" among 1, 2 (command line --tp)"#);
+    assert_snapshot!(train("--pp 400"), @r#"error: the model has 4 layers, fewer than the 400 stages that "pp" asks for: choose at most 4 (command line --pp)"#);
     assert_snapshot!(train("--shard_count 4 --pp 8"), @r#"error: "shard_count" is 4 (command line --shard_count), but must be at least "pp", which is 8"#);
     assert_snapshot!(train("--pp 2 --train_schedule shifted_critical_path --gradient_accumulation_steps 3"), @"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 2 and 4), got 3");
     assert_snapshot!(train("--pp 4 --train_schedule pre_recompute_1f1b --gradient_accumulation_steps 2"), @"error: pre_recompute_1f1b needs gradient_accumulation_steps >= 4 (pp 4), got 2");
@@ -64,18 +64,18 @@ fn missing_and_unusable_files_are_named() {
     small["vocab_size"] = 100.into();
     place.write("small.json", &small.to_string());
     let train = |keys: &str| place.mistake(&format!("train merak.toml {keys}"));
-    assert_snapshot!(train("--data.path nowhere"), @r#"error: cannot read nowhere, which "data.path" names: No such file or directory (os error 2)"#);
-    assert_snapshot!(train("--data.path empty"), @r#"error: no text in empty: "data.path" needs a file or folder with text"#);
+    assert_snapshot!(train("--data.path nowhere"), @r#"error: cannot read nowhere, which "data.path" names (command line --data.path): No such file or directory (os error 2)"#);
+    assert_snapshot!(train("--data.path empty"), @r#"error: no text in empty: "data.path" needs a file or folder with text (command line --data.path)"#);
     assert_snapshot!(train("--data.path short"), @r#"error: the training part of the data has 11 tokens, but one sample needs 17: give more data or a smaller "seq_length""#);
-    assert_snapshot!(train("--model.config nowhere.json"), @r#"error: cannot read nowhere.json, which "model.config" names: No such file or directory (os error 2)"#);
-    assert_snapshot!(train("--model.config broken.json"), @"error: cannot parse the model configuration broken.json: EOF while parsing a value at line 1 column 15");
+    assert_snapshot!(train("--model.config nowhere.json"), @r#"error: cannot read nowhere.json, which "model.config" names (command line --model.config): No such file or directory (os error 2)"#);
+    assert_snapshot!(train("--model.config broken.json"), @r#"error: cannot parse the model configuration broken.json: EOF while parsing a value at line 1 column 15 ("model.config", command line --model.config)"#);
     let unknown = train("--model.config other.json");
     assert!(
         unknown.starts_with(r#"error: model type "gpt9" is not known; known are "#),
         "{unknown}"
     );
     assert_snapshot!(train("--model.config small.json"), @r#"error: the tokenizer has 257 tokens, but the model's vocabulary only 100: use a model configuration with "vocab_size" of at least 257"#);
-    assert_snapshot!(train("--data.tokenizer model.json"), @"error: cannot use the tokenizer model.json: expected `,` or `}` at line 1 column 14");
+    assert_snapshot!(train("--data.tokenizer model.json"), @r#"error: cannot use the tokenizer model.json: expected `,` or `}` at line 1 column 14 ("data.tokenizer", command line --data.tokenizer)"#);
     assert_snapshot!(train("--per_device_train_batch_size 1000"), @"error: 116 training samples are fewer than one global batch of 4000 (1000 per microbatch x 4 microbatches x dp 1): give more data or a smaller batch");
     assert_snapshot!(place.mistake("train nowhere.toml"), @"error: cannot read nowhere.toml: No such file or directory (os error 2)");
     place.write("bare.toml", "max_steps = 1\n");
@@ -91,7 +91,7 @@ fn checkpoints_that_do_not_fit_are_refused() {
     place.write("wider.json", &wider.to_string());
     let resume = |keys: &str| place.mistake(&format!("train merak.toml --max_steps 4 {keys}"));
     assert_snapshot!(resume("--resume latest --model.config wider.json"), @"error: the checkpoint run/checkpoints/step-00000002 is of another model: transformer.wte.weight has shape [257, 16] there, but [257, 32] in the model");
-    assert_snapshot!(resume("--resume nowhere"), @"error: no checkpoint at nowhere: the path does not exist");
+    assert_snapshot!(resume("--resume nowhere"), @r#"error: no checkpoint at nowhere: the path does not exist ("resume_from_checkpoint", command line --resume_from_checkpoint)"#);
     assert_snapshot!(place.mistake("generate nowhere --prompt a"), @"error: no checkpoint at nowhere: the path does not exist");
     assert_snapshot!(place.mistake("generate text --prompt a"), @"error: no checkpoint at text: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`");
 
@@ -141,7 +141,7 @@ fn generation_options_are_checked() {
     place.write("blank.txt", "\n\n");
     assert_snapshot!(generate("--prompt-file blank.txt"), @"error: no prompt in blank.txt: write one prompt per line");
     assert_snapshot!(generate("--prompt-file nowhere"), @"error: cannot read nowhere: No such file or directory (os error 2)");
-    assert_snapshot!(generate("--prompt-ids 5 --tp 4"), @r#"error: transformer.h.0.attn: 2 attention heads cannot be split over tp = 4: choose "tp" among 1, 2"#);
+    assert_snapshot!(generate("--prompt-ids 5 --tp 4"), @r#"error: transformer.h.0.attn: 2 attention heads cannot be split over tp = 4: choose "tp" among 1, 2 (command line --tp)"#);
 }
 
 #[test]
@@ -189,7 +189,7 @@ fn an_output_folder_that_cannot_be_written_is_refused() {
     insta::allow_duplicates! {
         for dry in ["", "--dry-run"] {
             let to = |folder: &str| train(&format!("{dry} --output_dir{folder}"));
-            assert_snapshot!(to(" file/run"), @r#"error: cannot write into file, which "output_dir" names: not a directory"#);
+            assert_snapshot!(to(" file/run"), @r#"error: cannot write into file, which "output_dir" names (command line --output_dir): not a directory"#);
             assert_snapshot!(to("="), @r#"error: "output_dir" is empty (command line --output_dir), but must be the name of a folder"#);
             assert_snapshot!(to(" none"), @r#"error: "output_dir" is not set: name the folder that the run writes"#);
         }
@@ -201,9 +201,9 @@ fn a_dry_run_refuses_what_the_run_would_refuse() {
     let place = Workplace::new();
     let dry = |keys: &str| place.mistake(&format!("train merak.toml --dry-run {keys}"));
     assert_snapshot!(dry("--per_device_train_batch_size 1000"), @"error: 116 training samples are fewer than one global batch of 4000 (1000 per microbatch x 4 microbatches x dp 1): give more data or a smaller batch");
-    assert_snapshot!(dry("--data.path nowhere"), @r#"error: cannot read nowhere, which "data.path" names: No such file or directory (os error 2)"#);
-    assert_snapshot!(dry("--resume nowhere"), @"error: no checkpoint at nowhere: the path does not exist");
-    assert_snapshot!(dry("--resume latest"), @"error: no checkpoint at run: the path does not exist");
+    assert_snapshot!(dry("--data.path nowhere"), @r#"error: cannot read nowhere, which "data.path" names (command line --data.path): No such file or directory (os error 2)"#);
+    assert_snapshot!(dry("--resume nowhere"), @r#"error: no checkpoint at nowhere: the path does not exist ("resume_from_checkpoint", command line --resume_from_checkpoint)"#);
+    assert_snapshot!(dry("--resume latest"), @r#"error: no checkpoint at run: the path does not exist ("resume_from_checkpoint", command line --resume_from_checkpoint)"#);
     place.succeed("train merak.toml --max_steps 1");
     place.succeed("train merak.toml --max_steps 2 --resume latest");
     let plan = place.succeed("train merak.toml --dry-run --resume latest --tp 2");
@@ -248,4 +248,91 @@ fn the_best_model_needs_evaluations_and_checkpoints() {
     assert_snapshot!(train("--load_best_model_at_end --do_eval --save false"), @r#"error: "load_best_model_at_end" is true (command line --load_best_model_at_end), but must be false unless "save" and "do_eval" are true: the best model is a checkpoint whose evaluation was best"#);
     assert_snapshot!(train("--metric_for_best_model eval_accuracy"), @r#"error: "metric_for_best_model" expects eval_loss, found "eval_accuracy" (command line --metric_for_best_model)"#);
     assert_snapshot!(train("--greater_is_better maybe"), @r#"error: unexpected argument "maybe": keys are given as --KEY VALUE or --set KEY=VALUE"#);
+}
+
+#[test]
+fn paths_and_sizes_name_their_key_and_its_place() {
+    let place = Workplace::new();
+    place.write(
+        "bad.toml",
+        "output_dir = \"run\"\nseq_length = 16\nnum_heads = 3\n\n[model]\nconfig = \"model.json\"\n\n\
+         [data]\npath = \"nowhere\"\n",
+    );
+    assert_snapshot!(place.mistake("train bad.toml"), @r#"error: model configuration: n_head: is 3, which does not divide the width 16 ("num_heads", bad.toml:3)"#);
+    assert_snapshot!(place.mistake("train bad.toml --num_heads none"), @r#"error: cannot read nowhere, which "data.path" names (bad.toml:9): No such file or directory (os error 2)"#);
+    assert_snapshot!(place.mistake("train merak.toml --hidden_size 15"), @r#"error: model configuration: n_head: is 2, which does not divide the width 15 ("hidden_size", command line --hidden_size)"#);
+    assert_snapshot!(place.mistake("train merak.toml --model.config none --model.hf_dir text"), @r#"error: cannot read text/config.json, which "model.hf_dir" names (command line --model.hf_dir): No such file or directory (os error 2)"#);
+    assert_snapshot!(place.mistake("trace model.json --tp 3"), @r#"error: transformer.h.0.attn.c_attn: 16 output features cannot be split over tp = 3 (input_output_mapping (1, 3, col)): choose "tp" among 1, 2 (command line --tp)"#);
+    place.write(
+        "lines.yaml",
+        "output_dir: run\ndata:\n  path: text\n  formt: text\n",
+    );
+    assert_snapshot!(place.mistake("train lines.yaml"), @r#"error: unknown key "data.formt" (lines.yaml:4); did you mean "data.format"?"#);
+    place.write("number.yaml", "output_dir: run\n5: text\n");
+    assert_snapshot!(place.mistake("train number.yaml"), @"error: cannot parse the configuration number.yaml: the key 5 at line 2 is no string: put it in quotes");
+}
+
+#[test]
+fn a_folder_stands_for_the_file_in_it_that_a_key_is_about() {
+    let place = Workplace::new();
+    place.write("gpt/config.json", &model().to_string());
+    let dry = "train merak.toml --dry-run";
+    assert_eq!(
+        place.succeed(&format!("{dry} --model.config gpt")),
+        place.succeed(dry)
+    );
+    assert_snapshot!(place.mistake(&format!("{dry} --model.config text")), @r#"error: cannot read text/config.json, which "model.config" names (command line --model.config): No such file or directory (os error 2)"#);
+    assert_snapshot!(place.mistake(&format!("{dry} --data.tokenizer gpt")), @r#"error: cannot read gpt/tokenizer.json, which "data.tokenizer" names (command line --data.tokenizer): No such file or directory (os error 2)"#);
+    place.succeed("train merak.toml --max_steps 1");
+    place.succeed(&format!(
+        "{dry} --data.tokenizer run/checkpoints/step-00000001"
+    ));
+}
+
+#[test]
+fn nothing_that_somebody_typed_acts_on_the_terminal() {
+    let place = Workplace::new();
+    let hostile = "a\u{1b}[2J\u{9b}31m\u{7}";
+    let long = "x".repeat(20_000);
+    let words = |key: &str, value: &str| vec![format!("--{key}"), value.to_owned()];
+    let lines = [
+        words("data.path", hostile),
+        words("data.path", &long),
+        words("model.config", hostile),
+        words("tp", hostile),
+        words("tp", &long),
+        words("train_schedule", hostile),
+        words("output_dir", &format!("merak.toml/{hostile}")),
+        words(hostile, "1"),
+        words(&long, "1"),
+        words("set", hostile),
+        vec![hostile.to_owned()],
+    ];
+    for line in lines {
+        let output = place
+            .command("train merak.toml")
+            .args(&line)
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(2), "{line:?}");
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(!stderr.trim_end().contains(char::is_control), "{stderr:?}");
+        assert!(stderr.len() < 2048, "{stderr}");
+    }
+    let line = ["generate", "run", hostile];
+    let output = place.command("").args(line).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        !stderr.contains('\u{1b}') && !stderr.contains('\u{9b}'),
+        "{stderr:?}"
+    );
+}
+
+#[test]
+fn keys_of_other_programs_are_found() {
+    let place = Workplace::new();
+    let train = |line: &str| place.mistake(&format!("train merak.toml {line}"));
+    assert_snapshot!(train("--lr 1e-3"), @r#"error: unknown key "lr" (command line --lr); did you mean "learning_rate"?"#);
+    assert_snapshot!(train("--path text"), @r#"error: unknown key "path" (command line --path); did you mean "data.path"?"#);
+    assert_snapshot!(train("--batch-size 4"), @r#"error: unknown key "batch_size" (command line --batch-size); did you mean "per_device_train_batch_size"?"#);
 }

@@ -16,7 +16,7 @@ fn a_dry_run_prints_the_plan_and_writes_nothing() {
     let plan = place.succeed("train merak.toml --dry-run --tp 2 --pp 2");
     assert_snapshot!(plan, @r#"
     model     gpt2: 17776 parameters, 4 layers
-    data      text: 1 file, 1956 bytes (1860 training tokens, 97 validation tokens)
+    data      text: 1 file, 1.91 KiB (1860 training tokens, 97 validation tokens)
     ranks     4 = dp 1 x tp 2 x pp 2, 1 compute threads each
     batch     4 samples of 16 tokens = 1 per microbatch x 4 microbatches x dp 1
     schedule  1f1b
@@ -405,6 +405,10 @@ fn the_doctor_tells_what_there_is_and_tries_it() {
     ] {
         assert!(names(key).contains(&name.to_owned()), "{key}: {found}");
     }
+    // What another build could do is not told.
+    let has_tch = cfg!(feature = "tch");
+    assert_eq!(names("backends").contains(&"tch".to_owned()), has_tch);
+    assert!(has_tch || !names("devices").contains(&"cuda".to_owned()));
     let table = place.succeed("doctor");
     assert!(
         table.contains("\nengines               auto, threads"),
@@ -415,6 +419,83 @@ fn the_doctor_tells_what_there_is_and_tries_it() {
             .lines()
             .any(|line| line.starts_with("trial") && line.ends_with("passed"))
     );
+}
+
+#[test]
+fn every_key_is_listed_with_its_type_default_and_meaning() {
+    let place = Workplace::new();
+    let listed = place.succeed("config --help-keys");
+    for key in merak_trainer::keys() {
+        assert!(
+            listed.contains(&format!("\n{} = ", key.name)),
+            "{}",
+            key.name
+        );
+        assert!(listed.contains(key.doc), "{}", key.doc);
+    }
+    assert_eq!(place.succeed("config --help_keys"), listed);
+    assert_eq!(
+        place.succeed("config merak.toml --tp 2 --help-keys"),
+        listed
+    );
+    let help = place.succeed("train --help");
+    assert!(
+        help.contains("`merak config --help-keys` lists them all"),
+        "{help}"
+    );
+    assert_eq!(place.merak("config").status, Some(2));
+    let narrow = merak_trainer::key_help(Some(80));
+    assert!(
+        narrow.lines().all(|line| line.chars().count() <= 80),
+        "{narrow}"
+    );
+}
+
+#[test]
+fn the_page_of_keys_is_what_the_code_says() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/KEYS.md");
+    let page = merak_trainer::key_page();
+    if std::env::var_os("UPDATE_KEYS").is_some() {
+        std::fs::write(path, &page).unwrap();
+    }
+    assert!(
+        std::fs::read_to_string(path).unwrap_or_default() == page,
+        "run `UPDATE_KEYS=1 cargo test -p merak-trainer --test it the_page_of_keys`"
+    );
+}
+
+#[test]
+fn a_resumed_run_says_from_where_and_sizes_are_for_people() {
+    let place = Workplace::new();
+    let told = place.succeed("train merak.toml --max_steps 2");
+    assert!(
+        told.contains("KiB of activations at most on rank 0, predicted "),
+        "{told}"
+    );
+    let resumed = place.merak("train merak.toml --max_steps 3 --resume latest");
+    let line = "resumed from step 2 of run/checkpoints/step-00000002\n";
+    assert!(resumed.stderr.contains(line), "{}", resumed.stderr);
+}
+
+#[test]
+fn options_of_every_command_are_taken_with_dashes_and_with_underscores() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 1");
+    let texts = [
+        "generate run --prompt-ids 5,6 --max-new-tokens 3 --top-k 1 --json",
+        "generate run --prompt_ids 5,6 --max_new_tokens 3 --top_k 1 --json",
+        "generate run --prompt_ids=5,6 --max_new_tokens=3 --top_k=1 --json",
+    ];
+    let texts = texts.map(|line| place.succeed(line));
+    assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
+    let dry = "train merak.toml --max-steps 2 --resume-from-checkpoint latest";
+    let plan = place.succeed(&format!("{dry} --dry-run"));
+    assert_eq!(place.succeed(&format!("{dry} --dry_run")), plan);
+    assert_eq!(
+        place.succeed("train merak.toml --dry_run --max_steps 2 --resume latest"),
+        plan
+    );
+    place.succeed("bench gpt --layers 1 --hidden 8 --heads 1 --seq 4 --vocab 16 --steps 1 --batch 8 --virtual_stages 1");
 }
 
 #[test]

@@ -42,7 +42,7 @@ fn samples_that_all_are_without_labels_are_refused() {
     assert_snapshot!(refused(&vit(), &labelled(|row| if row < 14 { -100 } else { 1 })), @"error: none of the 14 training samples of a.safetensors has a label other than -100: there is nothing to learn from");
     assert_snapshot!(refused(&vit(), &labelled(|row| if row < 14 { 1 } else { -100 })), @r#"error: none of the 6 evaluation samples of a.safetensors has a label other than -100: there is nothing to measure: choose another "data.validation_fraction" (0 for no validation)"#);
     let none = ("input_ids", Dtype::I64, vec![20, 0], vec![]);
-    assert_snapshot!(refused(&gpt2(), &[none]), @r#"error: cannot use the tensors of a.safetensors: the tensor "input_ids" has the shape [0] per sample, which is empty"#);
+    assert_snapshot!(refused(&gpt2(), &[none]), @r#"error: cannot use the tensors of a.safetensors: the tensor "input_ids" has the shape [0] per sample, which is empty ("data.path", merak.toml:15)"#);
     let ids = ("input_ids", Dtype::I64, vec![20, 1], i64s(0..20));
     assert_snapshot!(refused(&gpt2(), &[ids]), @"error: none of the 14 training samples of a.safetensors has a label other than -100: there is nothing to learn from");
 }

@@ -49,7 +49,7 @@ fn generation_takes_its_options_from_the_environment_too() {
 #[test]
 fn special_tokens_are_checked_against_the_vocabulary() {
     let place = Workplace::new();
-    insta::assert_snapshot!(place.mistake("train merak.toml --eos_token_id 257"), @r#"error: "eos_token_id" is 257, but the model knows the tokens 0 to 256 only"#);
+    insta::assert_snapshot!(place.mistake("train merak.toml --eos_token_id 257"), @r#"error: "eos_token_id" is 257, but the model knows the tokens 0 to 256 only (command line --eos_token_id)"#);
     insta::assert_snapshot!(place.mistake("train merak.toml --pad_token_id 4294967296"), @r#"error: "pad_token_id" expects an integer from 0 to 4294967295 or none, found 4294967296 (command line --pad_token_id)"#);
     let mut json = model();
     json["pad_token_id"] = 300.into();
@@ -120,7 +120,7 @@ fn generation_follows_the_models_folder_or_says_what_it_leaves_out() {
     let told = r#"not applied fields=["top_p", "bad_words_ids", "num_beams"]"#;
     assert!(ended.stderr.contains(told), "{}", ended.stderr);
     place.write("hf/generation_config.json", r#"{ "eos_token_id": "5" }"#);
-    insta::assert_snapshot!(place.mistake(line), @r#"error: cannot parse the model configuration hf/generation_config.json: `eos_token_id` is "5", expected a token's number or a list of them"#);
+    insta::assert_snapshot!(place.mistake(line), @r#"error: cannot parse the model configuration hf/generation_config.json: `eos_token_id` is "5", expected a token's number or a list of them ("model.config", command line --model.config)"#);
     // Without its configuration, it is a folder of a model all the same.
     std::fs::remove_file(place.path("hf/config.json")).expect("a removable file");
     insta::assert_snapshot!(place.mistake(line), @"error: cannot read hf/config.json: the file is missing");

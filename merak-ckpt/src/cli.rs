@@ -1,0 +1,84 @@
+//! What the commands `merak` and `merak-ckpt` have in common: how a line is read.
+
+use crate::words::brief;
+use clap::{
+    Command, CommandFactory, FromArgMatches,
+    error::{ContextValue, Error},
+};
+use std::ffi::OsString;
+
+/// Reads a command line. Options of all commands are taken with dashes and with underscores.
+///
+/// # Errors
+/// What clap says about it, help texts included; nothing in it acts on a terminal.
+pub fn parse<C: CommandFactory + FromArgMatches>(
+    words: impl IntoIterator<Item = OsString>,
+) -> Result<C, Error> {
+    let mut command = with_underscores(C::command());
+    let matches = command.try_get_matches_from_mut(words).map_err(harmless)?;
+    C::from_arg_matches(&matches).map_err(|error| harmless(error.format(&mut command)))
+}
+
+/// Gives every option with dashes a second name with underscores, in all subcommands.
+fn with_underscores(command: Command) -> Command {
+    let command = command.mut_args(|arg| match arg.get_long() {
+        Some(name) if name.contains('-') => {
+            let other = name.replace('-', "_");
+            arg.alias(other)
+        }
+        _ => arg,
+    });
+    command.mut_subcommands(with_underscores)
+}
+
+/// The error with the words of the line in a form that a terminal only shows.
+fn harmless(mut error: Error) -> Error {
+    let shown: Vec<_> = error
+        .context()
+        .filter_map(|(kind, value)| match value {
+            ContextValue::String(text) => Some((kind, ContextValue::String(brief(text)))),
+            ContextValue::Strings(texts) => {
+                let texts = texts.iter().map(|text| brief(text)).collect();
+                Some((kind, ContextValue::Strings(texts)))
+            }
+            _ => None,
+        })
+        .collect();
+    for (kind, value) in shown {
+        error.insert(kind, value);
+    }
+    error
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, Parser)]
+    enum Line {
+        /// Two words in an option.
+        Go {
+            #[arg(long)]
+            max_size: usize,
+        },
+    }
+
+    #[test]
+    fn an_option_has_one_meaning_with_dashes_and_with_underscores() {
+        for option in ["--max-size=2", "--max_size=2"] {
+            let Line::Go { max_size } = parse(["x", "go", option].map(OsString::from)).unwrap();
+            assert_eq!(max_size, 2);
+        }
+    }
+
+    #[test]
+    fn what_somebody_typed_does_not_act_on_the_terminal() {
+        for word in ["--\u{1b}[2Jx", "\u{9b}31m", "--max-size=\u{1b}c"] {
+            let error = parse::<Line>(["x", "go", word].map(OsString::from)).unwrap_err();
+            let text = error.render().to_string();
+            let acts = |c: char| c.is_control() && c != '\n';
+            assert!(!text.contains(acts), "{text:?}");
+        }
+    }
+}

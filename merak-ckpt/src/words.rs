@@ -1,0 +1,162 @@
+//! How both commands write what others have named: sizes, and names and values that anybody may have typed.
+//!
+//! ```
+//! use merak_ckpt::words::{Bytes, brief, message};
+//! assert_eq!(Bytes(54_536_192).to_string(), "52.0 MiB");
+//! assert_eq!(brief("a\u{1b}[31mb"), r"a\u{1b}[31mb");
+//! assert_eq!(message("cannot read a\rb\n"), "cannot read a\\rb\n");
+//! ```
+
+use std::{borrow::Cow, fmt, path::Path};
+
+/// A number of bytes, which prints with three digits and a binary unit: `512 B`, `1.50 MiB`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Bytes(pub u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+        let (mut number, mut unit) = (self.0 as f64, 0);
+        while number >= 999.5 && unit + 1 < UNITS.len() {
+            number /= 1024.0;
+            unit += 1;
+        }
+        let decimals = match number {
+            _ if unit == 0 => 0,
+            number if number < 9.995 => 2,
+            number if number < 99.95 => 1,
+            _ => 0,
+        };
+        f.pad(&format!("{number:.decimals$} {}", UNITS[unit]))
+    }
+}
+
+impl From<usize> for Bytes {
+    fn from(bytes: usize) -> Self {
+        Self(bytes as u64)
+    }
+}
+
+/// The longest name or value that a message shows whole, in characters.
+const LONGEST_VALUE: usize = 200;
+
+/// The longest message that is shown whole, in characters.
+const LONGEST_MESSAGE: usize = 1600;
+
+/// A name or value in one line, as messages show it: what a terminal would act on is escaped, and of a long text
+/// beginning and end stand.
+pub fn brief(text: &str) -> String {
+    shortened(text, LONGEST_VALUE, |c| acts(c) || c == '\n')
+}
+
+/// A reason that quotes somebody else's words: as [`brief`], but longer.
+pub fn sentence(text: &str) -> String {
+    shortened(text, LONGEST_MESSAGE / 2, |c| acts(c) || c == '\n')
+}
+
+/// The name of a file or folder, as messages show it.
+pub fn file(path: &Path) -> String {
+    sentence(&path.to_string_lossy())
+}
+
+/// A message on its way to the terminal: its lines stay, what a terminal would act on is escaped, and of a long one
+/// beginning and end stand, which name the key and say what to do.
+pub fn message(text: &str) -> String {
+    shortened(text, LONGEST_MESSAGE, acts)
+}
+
+/// A text on its way to the terminal, whole: what a terminal would act on is escaped, lines and tabs stay.
+pub fn plain(text: &str) -> Cow<'_, str> {
+    let acts = |c| acts(c) && c != '\t';
+    if text.contains(acts) {
+        Cow::Owned(escaped(text, acts))
+    } else {
+        Cow::Borrowed(text)
+    }
+}
+
+/// Whether a terminal would do something else than show the character: control characters, and those that turn the
+/// direction of a text.
+fn acts(c: char) -> bool {
+    let turns =
+        matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    turns || (c.is_control() && c != '\n')
+}
+
+fn escaped(text: &str, acts: impl Fn(char) -> bool) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        if acts(c) {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
+        }
+    }
+    shown
+}
+
+/// The text, escaped; of more than `longest` characters, the first half and the last quarter of so many.
+fn shortened(text: &str, longest: usize, acts: impl Fn(char) -> bool) -> String {
+    let shown = escaped(text, acts);
+    // More than four bytes a character there are not.
+    let count = if shown.len() <= longest {
+        0
+    } else {
+        shown.chars().count()
+    };
+    if count <= longest {
+        return shown;
+    }
+    let (head, tail) = (longest / 2, longest / 4);
+    let start: String = shown.chars().take(head).collect();
+    let end: String = shown.chars().skip(count - tail).collect();
+    format!(
+        "{start} .. ({} characters left out) .. {end}",
+        count - head - tail
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_three_digits_and_a_binary_unit() {
+        let shown =
+            [0, 512, 1000, 1536, 54_536_192, 1 << 30, u64::MAX].map(|n| Bytes(n).to_string());
+        let expected = [
+            "0 B", "512 B", "0.98 KiB", "1.50 KiB", "52.0 MiB", "1.00 GiB", "16.0 EiB",
+        ];
+        assert_eq!(shown, expected);
+        assert_eq!(format!("{:>10}", Bytes(512)), "     512 B");
+    }
+
+    #[test]
+    fn nothing_that_a_terminal_acts_on_is_left() {
+        let hostile = "a\u{1b}[2J\u{9b}31m\r\u{7}\u{8}\u{202e}b\u{7f}\tc\n";
+        let shown = message(hostile);
+        assert!(
+            !shown.contains(|c: char| c.is_control() && c != '\n'),
+            "{shown:?}"
+        );
+        assert!(!brief(hostile).contains(char::is_control));
+        assert!(!file(Path::new(hostile)).contains(char::is_control));
+        assert_eq!(plain("a\tb\u{1b}\n"), "a\tb\\u{1b}\n");
+        assert_eq!(plain("öffnen"), "öffnen");
+    }
+
+    #[test]
+    fn a_long_value_keeps_its_beginning_and_its_end() {
+        assert_eq!(brief(&"x".repeat(200)), "x".repeat(200));
+        let long = brief(&format!("begin{}end", "ö".repeat(20_000)));
+        assert!(
+            long.starts_with("beginö") && long.ends_with("öend"),
+            "{long}"
+        );
+        assert!(
+            long.contains(" .. (19858 characters left out) .. "),
+            "{long}"
+        );
+        assert!(message(&"y".repeat(50_000)).len() < 2000);
+    }
+}

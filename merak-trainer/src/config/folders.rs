@@ -1,0 +1,38 @@
+//! Folders that stand for the one file in them that a key is about.
+
+use super::{Config, Origin, special::TokenizerSource};
+use std::path::{Path, PathBuf};
+
+/// What a model's folder calls its tokenizer.
+const TOKENIZER: &str = "tokenizer.json";
+
+impl Config {
+    /// A folder given for `model.config` or `data.tokenizer` stands for the file of that kind in it. A model that
+    /// starts from weights knows its tokens: where no layer sets a tokenizer, it is the one beside the weights.
+    pub(super) fn look_into_folders(&mut self) {
+        if let Some(path) = &mut self.arguments.model.config {
+            path.0 = inside(&path.0, "config.json");
+        }
+        if let TokenizerSource::File(path) = &mut self.arguments.data.tokenizer {
+            *path = inside(path, TOKENIZER);
+        }
+        let Some(folder) = &self.arguments.model.hf_dir else {
+            return;
+        };
+        let file = folder.0.join(TOKENIZER);
+        if *self.origin("data.tokenizer") == Origin::Default && file.is_file() {
+            self.arguments.data.tokenizer = TokenizerSource::File(file);
+            let origin = self.origin("model.hf_dir").clone();
+            self.origins.insert("data.tokenizer", origin);
+        }
+    }
+}
+
+/// The file of this name in a folder; any other path as it is.
+fn inside(path: &Path, name: &str) -> PathBuf {
+    if path.is_dir() {
+        path.join(name)
+    } else {
+        path.to_owned()
+    }
+}

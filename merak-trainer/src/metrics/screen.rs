@@ -1,0 +1,193 @@
+//! The terminal that bars and lines share.
+
+use crate::Callback;
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use std::{
+    io::{self, Write},
+    time::Duration,
+};
+
+/// How often a bar without steps shows that it lives.
+const TICK: Duration = Duration::from_millis(120);
+
+/// Standard error with bars at its end: whatever is written to it stands above them. Clones share it.
+///
+/// Where standard error is no terminal, no bar is shown, and it is written to as it is.
+#[derive(Debug, Clone, Default)]
+pub struct Screen(MultiProgress);
+
+impl Screen {
+    #[cfg(test)]
+    fn of(terminal: impl indicatif::TermLike + 'static) -> Self {
+        let target = indicatif::ProgressDrawTarget::term_like(Box::new(terminal));
+        Self(MultiProgress::with_draw_target(target))
+    }
+
+    /// Whether bars are seen.
+    pub(crate) fn has_bars(&self) -> bool {
+        !self.0.is_hidden()
+    }
+
+    /// Does something while no bar is in the way.
+    fn above<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.0.suspend(work)
+    }
+
+    /// A new bar below the others, of so many `steps`.
+    pub(super) fn bar(&self, steps: u64, template: &str) -> ProgressBar {
+        let bar = self.0.add(ProgressBar::new(steps));
+        // Templates are constants of ours; without one a bar keeps its default style.
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            bar.set_style(style);
+        }
+        bar
+    }
+
+    /// A bar of the `total` iterations of an evaluation.
+    pub(super) fn evaluation(&self, total: usize) -> ProgressBar {
+        self.bar(total as u64, "{bar:24} {pos}/{len}  evaluating, {eta} left")
+    }
+
+    /// A new bar for work whose steps nobody counts.
+    pub(super) fn spinner(&self, message: String) -> ProgressBar {
+        let bar = self.bar(0, "{spinner} {msg}  {elapsed}");
+        bar.set_message(message);
+        bar.enable_steady_tick(TICK);
+        bar
+    }
+}
+
+/// Each call writes to standard error, above the bars.
+impl Write for Screen {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        // A line that is cut would be drawn over.
+        self.above(|| io::stderr().write_all(bytes))?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
+}
+
+/// The bar of an evaluation that no training is around.
+#[derive(Debug)]
+pub struct EvaluationProgress {
+    screen: Screen,
+    bar: Option<ProgressBar>,
+}
+
+impl EvaluationProgress {
+    /// A bar on a screen, for one rank.
+    pub fn on(screen: &Screen) -> Self {
+        Self {
+            screen: screen.clone(),
+            bar: None,
+        }
+    }
+}
+
+impl Callback for EvaluationProgress {
+    fn on_evaluation_step(&mut self, done: usize, total: usize) {
+        if self.screen.has_bars() {
+            let bar = self
+                .bar
+                .get_or_insert_with(|| self.screen.evaluation(total));
+            bar.set_position(done as u64);
+            if done == total {
+                bar.finish_and_clear();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{Arc, Mutex};
+
+    /// A terminal that notes what it is told.
+    #[derive(Debug, Clone, Default)]
+    struct Recorder(Arc<Mutex<Vec<String>>>);
+
+    impl Recorder {
+        fn note(&self, what: &str) -> io::Result<()> {
+            self.0.lock().unwrap().push(what.to_owned());
+            Ok(())
+        }
+    }
+
+    impl indicatif::TermLike for Recorder {
+        fn width(&self) -> u16 {
+            80
+        }
+
+        fn move_cursor_up(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn move_cursor_down(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn move_cursor_right(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn move_cursor_left(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn write_line(&self, text: &str) -> io::Result<()> {
+            self.note(text)
+        }
+
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            self.note(text)
+        }
+
+        fn clear_line(&self) -> io::Result<()> {
+            self.note("clear")
+        }
+
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_line_takes_the_bar_off_the_screen_and_puts_it_back_below() {
+        let terminal = Recorder::default();
+        let screen = Screen::of(terminal.clone());
+        let bar = screen.bar(10, "{pos}/{len} steps");
+        bar.set_position(3);
+        bar.tick();
+        terminal.0.lock().unwrap().clear();
+        screen.above(|| terminal.note("a log line").unwrap());
+        let told = terminal.0.lock().unwrap().join("|");
+        let place = |what: &str| told.find(what).unwrap_or_else(|| panic!("{what}: {told}"));
+        assert!(place("clear") < place("a log line"), "{told}");
+        assert!(place("a log line") < place("3/10 steps"), "{told}");
+    }
+
+    #[test]
+    fn evaluating_and_saving_have_bars_of_their_own_while_they_last() {
+        let terminal = Recorder::default();
+        let screen = Screen::of(terminal.clone());
+        let mut progress = super::super::Progress::on(&screen, 20, 4);
+        let mut shown = |act: &mut dyn FnMut(&mut super::super::Progress)| {
+            // Bars are drawn some times a second.
+            std::thread::sleep(Duration::from_millis(150));
+            terminal.0.lock().unwrap().clear();
+            act(&mut progress);
+            terminal.0.lock().unwrap().join("|")
+        };
+        let evaluating = shown(&mut |progress| progress.evaluation(0, 3));
+        assert!(evaluating.contains("0/3  evaluating"), "{evaluating}");
+        assert!(evaluating.contains("4/20"), "{evaluating}");
+        let evaluated = shown(&mut |progress| progress.evaluation(3, 3));
+        assert!(!evaluated.contains("evaluating"), "{evaluated}");
+        let saving = shown(&mut |progress| progress.saving(4));
+        assert!(saving.contains("saving step 4"), "{saving}");
+    }
+}
