@@ -44,7 +44,11 @@ pub enum Error {
         path: PathBuf,
     },
     /// Somebody else is writing there.
-    #[error("{} is being written by {}: wait until that has ended", file(path), brief(holder))]
+    #[error(
+        "{} is being written by {}: wait until that has ended",
+        file(path),
+        brief(holder)
+    )]
     InUse {
         /// The folder.
         path: PathBuf,

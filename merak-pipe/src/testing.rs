@@ -76,7 +76,9 @@ where
                 let message = crate::engine::panic_message(&*panic);
                 panic!("{name}: rank {rank}: {message}");
             }
-            Err(_) => panic!("{name}: ranks {waiting:?} hang"),
+            Err(mpsc::RecvTimeoutError::Timeout | mpsc::RecvTimeoutError::Disconnected) => {
+                panic!("{name}: ranks {waiting:?} hang");
+            }
         }
     }
     for thread in threads {

@@ -158,7 +158,6 @@ pub struct MerakTrainer {
     rotation: Option<JoinHandle<merak_ckpt::Result<Vec<u64>>>>,
     /// What an adapter stands in the place of, by parameter.
     base_values: BTreeMap<usize, Vec<u8>>,
-    resumed_from: Option<LoadedCheckpoint>,
 }
 
 impl fmt::Debug for MerakTrainer {
@@ -228,7 +227,6 @@ impl MerakTrainer {
             staging: shards::StagingMemory::default(),
             rotation: None,
             base_values: BTreeMap::new(),
-            resumed_from: None,
         };
         let resumed = match &args.resume_from_checkpoint {
             Some(from) => trainer.resume(from)?,
@@ -290,11 +288,6 @@ impl MerakTrainer {
     /// Optimizer steps done, skipped ones included.
     pub fn global_step(&self) -> usize {
         self.global_step
-    }
-
-    /// The checkpoint that `resume_from_checkpoint` named, where the trainer goes on from one.
-    pub fn resumed_from(&self) -> Option<&LoadedCheckpoint> {
-        self.resumed_from.as_ref()
     }
 
     /// Tokens of the global batches of these steps, whichever their sizes were.

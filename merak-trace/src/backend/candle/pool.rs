@@ -228,12 +228,16 @@ mod tests {
         let pool = Pool::default();
         for _ in 0..1000 {
             let pieces = [1000, 1000, 2000].map(|len| pool.take::<f32>(len));
-            let places = pieces.each_ref().map(|piece| piece.as_ptr());
-            pieces.into_iter().for_each(|piece| give(&pool, piece));
+            let places = pieces.each_ref().map(Vec::as_ptr);
+            for piece in pieces {
+                give(&pool, piece);
+            }
             assert_eq!(pool.kept(), (3, 16_000));
             let again = [2000, 1000, 1000].map(|len| pool.take::<f32>(len));
             assert!(again.iter().all(|piece| places.contains(&piece.as_ptr())));
-            again.into_iter().for_each(|piece| give(&pool, piece));
+            for piece in again {
+                give(&pool, piece);
+            }
         }
     }
 
@@ -248,7 +252,9 @@ mod tests {
         for _ in 0..1000 {
             let own = [(); 3].map(|()| pool.take::<f32>(10));
             give(&pool, vec![0.0; 10]);
-            own.into_iter().for_each(|own| give(&pool, own));
+            for piece in own {
+                give(&pool, piece);
+            }
         }
         assert_eq!(pool.kept(), (3, 120));
     }
@@ -274,7 +280,9 @@ mod tests {
         let pool = Pool::default();
         for len in 1..3000 {
             let pieces = [len, 2 * len].map(|len| pool.take::<f32>(len));
-            pieces.into_iter().for_each(|piece| give(&pool, piece));
+            for piece in pieces {
+                give(&pool, piece);
+            }
             assert!(pool.kept().1 <= SLACK * 3 * 4 * len, "{:?}", pool.kept());
         }
         assert!(
@@ -288,7 +296,9 @@ mod tests {
     fn what_only_the_start_of_a_run_asked_for_is_freed() {
         let pool = Pool::default();
         let many: Vec<_> = (0..100).map(|_| pool.take::<f32>(10_000)).collect();
-        many.into_iter().for_each(|piece| give(&pool, piece));
+        for piece in many {
+            give(&pool, piece);
+        }
         assert_eq!(pool.kept(), (100, 4_000_000));
         for _ in 0..20_000 {
             let piece = pool.take::<f32>(10_000);
