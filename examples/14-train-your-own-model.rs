@@ -103,7 +103,10 @@ impl Dataset for Counting {
     }
 
     fn get(&self, index: usize) -> merak_trainer::Result<Sample> {
-        let token = |place: usize| ((index / 3 + (index % 3 + 1) * place) % VOCAB) as i64;
+        let token = |place: usize| {
+            let token = (index / 3 + (index % 3 + 1) * place) % VOCAB;
+            i64::try_from(token).expect("the vocabulary is small")
+        };
         let tokens = |from: usize| SampleTensor::vector((from..from + SEQ).map(token).collect());
         Ok(Sample::from([
             ("input_ids".to_owned(), tokens(0)),

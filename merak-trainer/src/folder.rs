@@ -417,7 +417,7 @@ mod tests {
 
     fn resuming(folder: &Path, from: &str) -> CheckedArguments {
         args(folder, |args| {
-            args.resume_from_checkpoint = Some(from.to_owned())
+            args.resume_from_checkpoint = Some(from.to_owned());
         })
     }
 

@@ -1,7 +1,7 @@
 //! Configurations of model families: both spellings, every field used or refused.
 
 use merak_trace::{
-    Graph, Op,
+    Graph, Op, Param,
     models::{self, TraceOptions},
     op::Rope,
     render::{self, Format},
@@ -496,5 +496,5 @@ fn a_table_with_bias_in_its_name_does_not_decay() {
             "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
         ]
     );
-    assert!(graph.params().iter().any(|param| param.decays()));
+    assert!(graph.params().iter().any(Param::decays));
 }

@@ -300,7 +300,7 @@ fn dry_run(case: &Case) -> Result<String> {
     config.explain(Some(80));
     let prepared = Prepared::to_train(&config, true)?;
     let text = prepared.describe()?;
-    MerakTrainer::check_checkpoint(&prepared.plan, &prepared.args)?;
+    MerakTrainer::check_checkpoint(&prepared.plan, &prepared.args, &prepared.parts())?;
     Ok(text)
 }
 

@@ -18,7 +18,6 @@ use merak_trainer::{
 };
 use std::{
     fmt::Write as _,
-    io,
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{Arc, atomic::AtomicI64},
@@ -62,10 +61,10 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let run = Run(&prepared);
     if dry_run {
         output::print(&prepared.describe()?)?;
-        return run.foresee(memory).map_err(located);
+        return run.foresee(&config, memory);
     }
     memory?;
-    let folder = RunFolder::take(&prepared.args, config.to_toml())?;
+    let folder = RunFolder::take(&prepared.args, config.to_toml()).map_err(located)?;
     output::print(&prepared.describe()?)?;
     if !prepared.args.saves() {
         output::print(KEEPS_NOTHING)?;
@@ -131,7 +130,7 @@ fn settle<T>(outcome: Result<T>, folder: &RunFolder, output_dir: &Path) -> Resul
 /// Says where the run lies that was to be replaced, while there is no checkpoint in its place.
 fn tell_of_replaced(folder: &RunFolder) {
     if let Some(path) = folder.replaced() {
-        let path = file(path);
+        let path = file(&path);
         tracing::warn!(%path, "no checkpoint was saved: the run that was to be replaced lies there");
     }
 }
@@ -199,7 +198,7 @@ impl Run<'_> {
         if let Some(reporter) = &reporter {
             folder.begin()?;
             if let Some(path) = folder.replaced() {
-                let path = file(path);
+                let path = file(&path);
                 tracing::warn!(%path, "the run that is replaced lies there until the first checkpoint");
             }
             let (total, done) = (trainer.total_steps(), trainer.global_step());
@@ -244,9 +243,10 @@ impl Run<'_> {
 
     /// What a dry run says below the plan. A plan for a larger machine is a good plan, and so is
     /// one for a folder that has a run still.
-    fn foresee(&self, memory: Result<()>) -> Outcome {
+    fn foresee(&self, config: &Config, memory: Result<()>) -> Outcome {
         let mut text = String::new();
-        let checkpoint = MerakTrainer::check_checkpoint(&self.plan, &self.args, &self.parts())?;
+        let checkpoint = MerakTrainer::check_checkpoint(&self.plan, &self.args, &self.parts())
+            .map_err(|error| config.locate(error))?;
         if let Some(checkpoint) = checkpoint {
             let _ = writeln!(text, "resumes   {}", file(&checkpoint.path));
             if !self.args.finetune && checkpoint.global_step >= self.total_steps {

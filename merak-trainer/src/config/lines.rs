@@ -54,7 +54,8 @@ impl Walk {
         let line = mark.line();
         match event {
             Event::Scalar(text, _, anchor, _) => {
-                if !self.take_key(&text, line) {
+                let is_key = self.take_key(&text, line);
+                if !is_key {
                     self.anchors.insert(anchor, 1);
                     self.count(1, line)?;
                 }
@@ -141,6 +142,7 @@ impl Walk {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fmt::Write as _;
 
     #[test]
     fn keys_of_the_file_and_of_its_tables_have_lines() {
@@ -169,7 +171,7 @@ mod tests {
         let mut bomb = String::from("a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n");
         for level in 1..30 {
             let before = format!("*a{}, ", level - 1).repeat(10);
-            bomb += &format!("a{level}: &a{level} [{before}]\n");
+            writeln!(bomb, "a{level}: &a{level} [{before}]").unwrap();
         }
         let refused = key_lines(&bomb).unwrap_err();
         assert!(

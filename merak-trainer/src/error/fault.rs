@@ -41,8 +41,9 @@ impl Error {
     pub(crate) fn key(&self) -> Option<&'static str> {
         use merak_tp::Error as T;
         Some(match self {
-            Self::ReadInput { key, .. } | Self::UnknownToken { key, .. } => key,
-            Self::Blamed {
+            Self::ReadInput { key, .. }
+            | Self::UnknownToken { key, .. }
+            | Self::Blamed {
                 key, place: None, ..
             } => key,
             Self::NoText { .. }

@@ -200,7 +200,7 @@ fn times_that_the_first_steps_contradict_are_measured_again_by_the_next_run() {
     let costs = measured();
     let measurement = costs.measurement().expect("times were measured");
     assert_eq!(measurement.age(), "just now");
-    let days = Duration::from_secs(3 * 24 * 3600);
+    let days = Duration::from_hours(72);
     let old = Measurement {
         at: measurement.at - days,
         ..measurement

@@ -59,7 +59,7 @@ fn costs_and_limits_of_each_stage_and_rank_are_taken_and_memory_is_shown_in_byte
         .as_array()
         .unwrap()
         .iter()
-        .filter_map(serde_json::Value::as_f64);
+        .filter_map(Value::as_f64);
     assert!(
         peaks
             .zip([2.0, 1.0, 3.0, 2.0])
