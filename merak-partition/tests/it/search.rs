@@ -246,7 +246,10 @@ proptest! {
         let found = lay_out(&costs, &step);
         match shortest(&costs, size.stages(), &step) {
             Some(shortest) => prop_assert_eq!(found.unwrap().step_time, shortest),
-            None => prop_assert!(matches!(found, Err(merak_partition::Error::NoPartition { .. }))),
+            None => {
+                let refused = matches!(found, Err(merak_partition::Error::NoPartition { .. }));
+                prop_assert!(refused, "a partition was found where none fits");
+            }
         }
     }
 }
