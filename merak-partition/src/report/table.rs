@@ -199,7 +199,7 @@ mod tests {
         let mut widths = [5; HEADER.len()];
         widths[12] = row[12].len();
         assert_eq!(
-            lines(&row, &[2, 12], &widths, 46),
+            lines(&row, &[2, 12], &widths, 47),
             [
                 "    x      x  transformer.wte, transformer.wpe, ",
                 "              transformer.h.0-3",

@@ -2,6 +2,7 @@
 
 use merak_pipe::{AutoLimits, Costs, ScheduleKind, Size, Stopped, auto, simulate};
 use proptest::prelude::*;
+use std::collections::BTreeMap;
 
 /// The makespan of the best named schedule that keeps the limit, by hand.
 fn best_named(size: Size, costs: &Costs, limit: f64) -> Option<f64> {
@@ -309,8 +310,7 @@ struct Solved {
 fn searched_schedules_are_within_a_percent_of_the_shortest_that_a_solver_finds_but_for_one() {
     let lines = include_str!("../goldens/optima.jsonl").lines();
     let mut above = Vec::new();
-    let mut worst: std::collections::BTreeMap<(usize, usize), (f64, usize, usize)> =
-        Default::default();
+    let mut worst = BTreeMap::<(usize, usize), (f64, usize, usize)>::default();
     for line in lines {
         let case: Solved = serde_json::from_str(line).unwrap();
         let size = Size::new(case.ranks, case.microbatches).with_chunks(case.chunks);

@@ -438,7 +438,7 @@ fn a_handle_ends_a_run_from_outside_on_all_ranks() {
 
 #[test]
 fn thread_links_keep_the_promises_of_a_link() {
-    merak_pipe::testing::check_links(|ranks, deadline| threads::<Vec<u8>>(ranks, deadline));
+    merak_pipe::testing::check_links(threads::<Vec<u8>>);
 }
 
 #[test]

@@ -103,7 +103,7 @@ pub(crate) fn run(bench: &Bench) -> Outcome {
         Bench::Save(save) => vec![save.run()?],
     };
     let lines: Vec<_> = lines.iter().map(ToString::to_string).collect();
-    output::print(&lines.join("\n"))?;
+    output::print(lines.join("\n"))?;
     Ok(ExitCode::SUCCESS)
 }
 

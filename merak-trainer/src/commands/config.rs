@@ -23,7 +23,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(mut args: Args) -> Outcome {
     if args.keys.take_flag("--help-keys") || args.help_keys {
-        output::print(&key_help(output::columns()))?;
+        output::print(key_help(output::columns()))?;
         return Ok(ExitCode::SUCCESS);
     }
     let json = args.keys.take_flag("--json") || args.json;

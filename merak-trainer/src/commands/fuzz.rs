@@ -21,9 +21,9 @@ const CASES: u64 = 5000;
 const LONGEST: usize = 2048;
 
 /// No configuration takes longer than this.
-const SLOWEST: Duration = Duration::from_secs(60);
+const SLOWEST: Duration = Duration::from_mins(1);
 
-/// Random numbers of a seed: SplitMix64.
+/// Random numbers of a seed: `SplitMix64`.
 struct Random(u64);
 
 impl Random {

@@ -275,6 +275,27 @@ impl Prepared {
             args.gradient_accumulation_steps,
             args.dp
         );
+        self.describe_schedule(&mut text);
+        let _ = writeln!(text);
+        self.warn_in(&mut text)?;
+        text += &plan.partition_report(args)?.to_text(output::columns());
+        if let Some(faster) = self.faster {
+            let FasterSchedule { kind, gain, .. } = faster;
+            let [now, then] = faster.memory.map(|bytes| Bytes(bytes as u64));
+            let _ = writeln!(
+                text,
+                "\nfaster    {kind} would shorten a step by {:.0} %, by {}, in the same memory ({then} on the fullest rank, now \
+                 {now}): set \"train_schedule\" to \"{kind}\"",
+                100.0 * gain,
+                self.costs.unit()
+            );
+        }
+        Ok(output::fitted(&plain(&text)))
+    }
+
+    /// The schedule, how it was found, and what it is predicted to take.
+    fn describe_schedule(&self, text: &mut String) {
+        let (args, plan) = (&self.args, &self.plan);
         let _ = write!(text, "schedule  {}", plan.schedule.name);
         let _ = match args.pipeline_size().chunks {
             1 => writeln!(text),
@@ -303,7 +324,11 @@ impl Prepared {
                 let _ = writeln!(text, "          {measurement}");
             }
         }
-        let _ = writeln!(text);
+    }
+
+    /// What of the configuration does nothing, or not what it seems to.
+    fn warn_in(&self, text: &mut String) -> Result<()> {
+        let (args, plan) = (&self.args, &self.plan);
         for unmatched in &plan.tensor.unmatched {
             let _ = writeln!(
                 text,
@@ -325,19 +350,7 @@ impl Prepared {
                  their activations under these keys"
             );
         }
-        text += &plan.partition_report(args)?.to_text(output::columns());
-        if let Some(faster) = self.faster {
-            let FasterSchedule { kind, gain, .. } = faster;
-            let [now, then] = faster.memory.map(|bytes| Bytes(bytes as u64));
-            let _ = writeln!(
-                text,
-                "\nfaster    {kind} would shorten a step by {:.0} %, by {}, in the same memory ({then} on the fullest rank, now \
-                 {now}): set \"train_schedule\" to \"{kind}\"",
-                100.0 * gain,
-                self.costs.unit()
-            );
-        }
-        Ok(output::fitted(&plain(&text)))
+        Ok(())
     }
 }
 

@@ -38,12 +38,12 @@ pub(crate) struct Args {
         required_unless_present = "check"
     )]
     microbatches: Option<usize>,
-    /// Stages per rank; unset: as many as the schedule needs or the file names, 2 for interleaved_1f1b.
+    /// Stages per rank; unset: as many as the schedule needs or the file names, 2 for `interleaved_1f1b`.
     #[arg(short = 'v', long, value_name = "CHUNKS")]
     chunks: Option<usize>,
     /// Time of each kind of action of one stage, of a hop (C), and of a forward and a backward at once as a share of their
     /// sum (O): one number for all stages, or one for each with colons in between, as in F=1:1:1:2; @FILE reads them from a
-    /// file. Unset: F=1,I=1,W=1,C=0,O=1, and R=1 for gpipe, 1f1b, ds_default and the recompute schedules, R=0
+    /// file. Unset: F=1,I=1,W=1,C=0,O=1, and R=1 for gpipe, 1f1b, `ds_default` and the recompute schedules, R=0
     /// elsewhere.
     #[arg(long, default_value = "")]
     costs: String,
@@ -126,7 +126,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     if args.cores.is_some() && !args.format.shows_times() {
         return Err("--cores changes times, which --format grid, svg and trace show".into());
     }
-    let size = order.size(args)?;
+    let size = order.size(args);
     size.check()?;
     let costs = order.costs(args, size)?;
     let bytes = args.bytes.as_deref().map(|text| {
@@ -316,17 +316,17 @@ impl Order {
     }
 
     /// The size that was asked for; what is not told of a file is that of its schedule.
-    fn size(&self, args: &Args) -> Result<Size, Failure> {
+    fn size(&self, args: &Args) -> Size {
         let told = match self {
             Self::File { sized, .. } => sized.size,
             Self::Named(kind) => Size::new(0, 0).with_chunks(kind.default_chunks()),
             Self::Auto => Size::new(0, 0),
         };
-        Ok(Size {
+        Size {
             ranks: args.ranks.unwrap_or(told.ranks),
             microbatches: args.microbatches.unwrap_or(told.microbatches),
             chunks: args.chunks.unwrap_or(told.chunks),
-        })
+        }
     }
 
     /// The costs in use: those that are named, and the schedule's own defaults.

@@ -77,7 +77,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         Format::Dot => render::Format::Dot,
         Format::Json => render::Format::Json,
     };
-    output::print(&render::graph(graph, format))?;
+    output::print(render::graph(graph, format))?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -81,12 +81,12 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
             Ended::Trained(rank) => finished.push(*rank),
             // They are all at the same step.
             Ended::HadNothingLeft(checkpoint) => {
-                output::print(&run.nothing_left(&checkpoint))?;
+                output::print(run.nothing_left(&checkpoint))?;
                 return Ok(ExitCode::SUCCESS);
             }
         }
     }
-    output::print(&run.summary(&finished, &output_dir))?;
+    output::print(run.summary(&finished, &output_dir))?;
     let stopped_by = finished[0].output.stopped_by;
     if stopped_by.is_none() {
         folder.finish();

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 ///
 /// ```
 /// let text = merak_trainer::key_help(Some(80));
-/// assert!(text.contains("learning_rate = 5e-5\n    Learning rate after warmup.\n    Expects a number."));
+/// assert!(text.contains("learning_rate = 0.00005\n    Learning rate after warmup.\n    Expects a number."));
 /// assert!(text.lines().all(|line| line.chars().count() <= 80));
 /// ```
 pub fn key_help(columns: Option<usize>) -> String {

@@ -36,7 +36,7 @@ impl Documents {
         let read = count(self.documents.len(), "file");
         match self.skipped {
             0 => read,
-            skipped => format!("{read} ({skipped} more are no text and passed over)"),
+            skipped => format!("{read} ({skipped} passed over as no text)"),
         }
     }
 }

@@ -297,7 +297,7 @@ fn files_that_are_no_text_are_refused_by_name_and_offset_or_passed_over_and_coun
     assert!(
         corpus
             .description
-            .ends_with("2 files (1 more are no text and passed over), 9 bytes"),
+            .ends_with("2 files (1 passed over as no text), 9 B"),
         "{}",
         corpus.description
     );

@@ -158,10 +158,10 @@ fn records_that_are_no_utf8_are_refused_by_file_and_offset_or_passed_over() {
     let records = "{\"text\": \"every rank waits for its peer\"}\n".repeat(20);
     place.write("text/b.jsonl", &records);
     fs::write(place.path("text/a.jsonl"), b"{\"text\": \"caf\xe9\"}\n").unwrap();
-    assert_snapshot!(place.mistake("train merak.toml"), @r#"error: cannot read text/a.jsonl as text: byte 0xe9 in line 1 is no UTF-8 (offset 13): convert it to UTF-8, or set "data.skip_binary" to true to pass over such files"#);
+    assert_snapshot!(place.mistake("train merak.toml"), @r#"error: cannot read text/a.jsonl as text: byte 0xe9 in line 1 is no UTF-8 (offset 13): convert it to UTF-8, or set "data.skip_binary" to true to pass over such files ("data.path", merak.toml:15)"#);
     let shown = place.succeed("train merak.toml --max_steps 1 --data.skip_binary true");
     assert!(
-        shown.contains("1 file (1 more are no text and passed over), 20 records"),
+        shown.contains("1 file (1 passed over as no text), 20 records"),
         "{shown}"
     );
     let tensors = super::families::place(&vit(), "tensors", "a.safetensors");
