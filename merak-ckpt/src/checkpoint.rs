@@ -1,7 +1,7 @@
 //! Opening a checkpoint and reading from it.
 
 use crate::disk::check_length;
-use crate::error::{Damage, Problem, io_error};
+use crate::error::{Damage, Problem, WithCauses, io_error};
 use crate::format;
 use crate::header::{self, Place, check_content, slices_by_file};
 use crate::locate::{older_than, resolve, store_of};
@@ -291,7 +291,7 @@ impl Checkpoint {
     pub(crate) fn check_header(&self, file: usize) -> Result<(), Problem> {
         let entry = &self.manifest.files[file];
         let open = self.file(file).map_err(|error| Problem::Unreadable {
-            reason: error.to_string(),
+            reason: WithCauses(&error).to_string(),
         })?;
         header::check_header(open, entry, &self.manifest, self.slices_in(file))
     }

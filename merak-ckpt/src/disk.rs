@@ -46,6 +46,14 @@ pub(crate) fn sync_folder(path: &Path) -> Result<()> {
         .map_err(io_error("sync", path))
 }
 
+/// Makes the name of a file or folder last.
+pub(crate) fn sync_parent(path: &Path) -> Result<()> {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => sync_folder(parent),
+        _ => sync_folder(Path::new(".")),
+    }
+}
+
 pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
     fs::rename(from, to).map_err(io_error("rename", from))
 }

@@ -1,7 +1,7 @@
 //! Making a Hugging Face folder of a checkpoint.
 
 use super::{CONFIG, check_float, family::set_tie, family_of, foreign, read_json, whole};
-use crate::disk::{remove, rename, sync_folder, write_synced};
+use crate::disk::{remove, rename, sync_folder, sync_parent, write_synced};
 use crate::error::{WithCauses, io_error};
 use crate::lora::{copy_companions, has_adapter, is_factor, merge_own};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
@@ -109,6 +109,9 @@ pub(crate) fn make(folder: &Path, content: &Content<'_>, options: &ExportOptions
         _ => io_error("create", &draft)(error),
     })?;
     let outcome = write(&draft, content, options, budget).and_then(|()| rename(&draft, folder));
+    if outcome.is_ok() {
+        return sync_parent(folder);
+    }
     if outcome.is_err()
         && let Err(error) = remove(&draft)
     {

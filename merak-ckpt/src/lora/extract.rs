@@ -1,7 +1,7 @@
 //! Writing the adapter of a checkpoint as a PEFT folder.
 
 use super::{LoraConfig, PREFIX, config};
-use crate::disk::{remove, rename, sync_folder, write_synced};
+use crate::disk::{remove, rename, sync_folder, sync_parent, write_synced};
 use crate::error::{WithCauses, io_error};
 use crate::hf::{CONFIG, family_of, foreign, read_json};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
@@ -56,7 +56,11 @@ fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
         beside.push(name);
         folder.with_file_name(beside)
     };
-    let (draft, old) = (beside(".tmp-"), beside(".old-"));
+    // Names that nobody else gives. A crash between the two renames leaves the whole folder under the second.
+    let (draft, old) = (beside(".merak-tmp-"), beside(".merak-old-"));
+    if old.exists() && !folder.exists() {
+        rename(&old, folder)?;
+    }
     for left in [&draft, &old] {
         if left.exists() {
             remove(left)?;
@@ -81,6 +85,7 @@ fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
         rename(folder, &old)?;
     }
     rename(&draft, folder)?;
+    sync_parent(folder)?;
     if old.exists() {
         remove(&old)?;
     }
@@ -100,6 +105,8 @@ fn keep_others(folder: &Path, draft: &Path) -> Result<()> {
             keep_others(&from, &to)?;
         } else {
             fs::copy(&from, &to).map_err(io_error("copy", &from))?;
+            let copied = fs::File::open(&to).and_then(|copy| copy.sync_all());
+            copied.map_err(io_error("sync", &to))?;
         }
     }
     sync_folder(draft)

@@ -160,7 +160,8 @@ fn compare(
                 found: found.len(),
             });
         }
-        let largest = expected.iter().map(|value| value.abs()).fold(0.0, f64::max);
+        let finite = expected.iter().filter(|value| value.is_finite());
+        let largest = finite.map(|value| value.abs()).fold(0.0, f64::max);
         let scale = if largest > 0.0 { largest } else { 1.0 };
         for (index, (&expected, &found)) in expected.iter().zip(&found).enumerate() {
             let difference = if expected.to_bits() == found.to_bits() {

@@ -284,7 +284,7 @@ impl Prepared {
             let [now, then] = faster.memory.map(|bytes| Bytes(bytes as u64));
             let _ = writeln!(
                 text,
-                "\nfaster    {kind} would shorten a step by {:.0} %, by {}, in the same memory ({then} on the fullest rank, now \
+                "\nfaster    {kind} would shorten a step by {:.0} %, by {}, in about the same memory ({then} on the fullest rank, now \
                  {now}): set \"train_schedule\" to \"{kind}\"",
                 100.0 * gain,
                 self.costs.unit()

@@ -203,11 +203,14 @@ fn given(text: &str) -> Result<String, Failure> {
     let Some(path) = text.strip_prefix('@') else {
         return Ok(text.to_owned());
     };
-    let read = fs::read_to_string(path).map_err(|source| merak_trainer::Error::Read {
-        path: path.into(),
-        source,
+    let read = merak_ckpt::read_text(path.as_ref(), MAX_SCHEDULE_BYTES).map_err(|source| {
+        merak_trainer::Error::Read {
+            path: path.into(),
+            source,
+        }
     })?;
-    Ok(read)
+    // Some editors put a byte-order mark before a text.
+    Ok(read.trim_start_matches('\u{feff}').to_owned())
 }
 
 /// The costs of the page, whose stages are all alike.

@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 
 use merak_ckpt::{
     Checkpoint, DType, ExportOptions, HfFolder, ImportOptions, export_hf, extract_lora, import_hf,
-    merge_lora,
+    merge_lora, replace_lora,
 };
 use safetensors::Dtype;
 use serde_json::Value;
@@ -285,6 +285,14 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     let ended = settings::answered(&place, options, "every\n");
     assert_eq!(ended.stdout, format!("{text}\n"), "{}", ended.stderr);
     let saved = Checkpoint::open(place.path("tuned")).expect("it opens");
+    // A hidden folder beside it is somebody's own, and what a crash has left aside is the folder itself.
+    place.write(".old-extracted/mine", "");
+    place.write(".merak-old-extracted/notes", "");
+    replace_lora(&saved, place.path("extracted")).expect("it has an adapter");
+    for kept in [".old-extracted/mine", "extracted/notes"] {
+        assert!(place.path(kept).exists(), "{kept}");
+    }
+    fs::remove_dir_all(place.path("extracted")).expect("it was written");
     extract_lora(&saved, place.path("extracted")).expect("it has an adapter");
     let extracted = super::files(&place.path("extracted"));
     assert_eq!(extracted, super::files(&place.path("tuned/adapter")));
