@@ -26,7 +26,8 @@ mod greedy;
 mod shop;
 
 use crate::{
-    Action, Costs, Error, Kind, Result, Schedule, ScheduleKind, Simulation, Size, StageId, simulate,
+    Action, ActivationBytes, Costs, Error, Kind, Result, Schedule, ScheduleKind, Simulation, Size,
+    StageId, simulate,
 };
 use bound::{Bounds, all_placements};
 use descent::{Draws, Effort, descend};
@@ -39,6 +40,8 @@ pub struct AutoLimits {
     /// For each rank the most microbatches whose activations it may keep, as in
     /// [`Simulation::peak_activations`]; empty for no limit.
     pub peak_activations: Vec<f64>,
+    /// The most bytes of activations that each rank may keep, if they are limited.
+    pub bytes: Option<ByteLimits>,
     /// Most orders that are timed; fewer of large schedules, whose time is bounded besides.
     pub moves: usize,
 }
@@ -48,9 +51,69 @@ impl Default for AutoLimits {
     fn default() -> Self {
         Self {
             peak_activations: Vec::new(),
+            bytes: None,
             moves: 200_000,
         }
     }
+}
+
+/// Limits of memory in bytes, as in [`Schedule::peak_bytes`]: what waits for an input gradient is free when that ends,
+/// although the weight gradients are still to come.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ByteLimits {
+    /// What a microbatch keeps on each stage.
+    pub kept: ActivationBytes,
+    /// For each rank the most bytes that it may keep.
+    pub peaks: Vec<u64>,
+}
+
+impl ByteLimits {
+    fn check(&self, size: Size) -> Result<()> {
+        self.kept.check(size.stages())?;
+        if self.peaks.len() != size.ranks {
+            return Err(Error::LimitCount {
+                expected: size.ranks,
+                found: self.peaks.len(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Most microbatches that wait for an input gradient on one stage, and activations of stages on one rank that do,
+    /// wherever the stages are.
+    fn most_before_input(&self) -> usize {
+        let stages = 0..self.kept.until_input_grad.len();
+        let least = stages.map(|stage| self.kept.of_stage(stage)).min();
+        let most = self.peaks.iter().max();
+        let count = most.and_then(|most| most.checked_div(least?));
+        count.map_or(usize::MAX, |count| {
+            usize::try_from(count).unwrap_or(usize::MAX)
+        })
+    }
+
+    /// The first rank that has no room for one microbatch on all of its stages.
+    fn without_room(&self, placement: &[usize]) -> Option<Error> {
+        let mut needed = vec![0_u64; self.peaks.len()];
+        for (stage, &rank) in placement.iter().enumerate() {
+            needed[rank] = needed[rank].saturating_add(self.kept.of_stage(stage));
+        }
+        let mut ranks = needed.into_iter().zip(&self.peaks).enumerate();
+        ranks.find_map(|(rank, (expected, &found))| {
+            (found < expected).then_some(Error::ByteLimit {
+                rank,
+                expected,
+                found,
+            })
+        })
+    }
+}
+
+/// The limits that every schedule of a search keeps.
+#[derive(Debug, Clone)]
+struct Memory<'a> {
+    /// For each rank the most activations of stages.
+    activations: Vec<usize>,
+    bytes: Option<&'a ByteLimits>,
 }
 
 /// Most actions that are timed by moves: a second or two.
@@ -136,7 +199,7 @@ impl std::fmt::Display for Stopped {
 /// by [`Costs::overlap`]. There is a schedule for every limit of a microbatch or more.
 ///
 /// # Errors
-/// When the size, the costs or the limits are not legal.
+/// When the size, the costs or the limits are not legal, and [`Error::ByteLimit`] for bytes into which no microbatch fits.
 ///
 /// ```
 /// use merak_pipe::{AutoLimits, Costs, Size, UnitCosts, auto};
@@ -155,7 +218,11 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
         overlap: 1.0,
         ..costs.clone()
     };
-    let kept = limits.activations(size)?;
+    let memory = Memory {
+        activations: limits.activations(size)?,
+        bytes: limits.bytes.as_ref(),
+    };
+    memory.bytes.map_or(Ok(()), |bytes| bytes.check(size))?;
     let named = best_named(size, costs, limits)?;
     let start = named
         .as_ref()
@@ -168,13 +235,16 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
         Bounds {
             size,
             costs: &costs_kept,
-            limit: kept.iter().copied().max().unwrap_or(0),
+            limit: memory.activations.iter().copied().max().unwrap_or(0),
+            before_input: memory
+                .bytes
+                .map_or(usize::MAX, ByteLimits::most_before_input),
         },
         MOST_PLACEMENTS.min(LISTED_ACTIONS / (3 * size.stages() * size.microbatches)),
     );
     let mut search = Search {
         costs,
-        kept: &kept,
+        memory: &memory,
         bound,
         moves: limits
             .moves
@@ -184,13 +254,20 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
     if let Some((_, schedule, _)) = &named {
         search.offer(split_backwards(schedule))?;
     }
-    for placement in placements(size, best_placements) {
-        for rule in rules(size, &kept) {
-            if let Some(mut schedule) = greedy(size, &placement, &costs_kept, &rule) {
+    let placements = placements(size, best_placements);
+    for placement in &placements {
+        for rule in rules(size, &memory) {
+            if let Some(mut schedule) = greedy(size, placement, &costs_kept, &rule) {
                 schedule.no_recompute.clone_from(&no_recompute);
                 search.offer(schedule)?;
             }
         }
+    }
+    if search.found.is_empty() {
+        // One microbatch after the other fits where each does: bytes are what some rank has too few of.
+        let bytes = memory.bytes.zip(placements.first());
+        let short = bytes.and_then(|(bytes, in_turn)| bytes.without_room(in_turn));
+        return Err(short.expect("list scheduling keeps every legal limit"));
     }
     let moves = search.improve();
     let (mut schedule, mut simulation) = search.shortest()?;
@@ -269,7 +346,17 @@ fn best_named(
             .is_none_or(|(_, _, b)| simulation.makespan < b.makespan);
         let peaks = simulation.peak_activations.iter();
         let mut pairs = peaks.zip(&limits.peak_activations);
-        if shorter && pairs.all(|(peak, limit)| *peak <= *limit + ROUNDING) {
+        let fits = match &limits.bytes {
+            None => true,
+            Some(limits) => {
+                let peaks = schedule.peak_bytes(&limits.kept)?;
+                peaks
+                    .iter()
+                    .zip(&limits.peaks)
+                    .all(|(peak, limit)| peak <= limit)
+            }
+        };
+        if shorter && fits && pairs.all(|(peak, limit)| *peak <= *limit + ROUNDING) {
             best = Some((kind, schedule, simulation));
         }
     }
@@ -277,16 +364,21 @@ fn best_named(
 }
 
 /// The rules of list scheduling: within the limits of memory, and with fewer live microbatches than they allow.
-fn rules(size: Size, kept: &[usize]) -> Vec<Rule> {
+fn rules<'a>(size: Size, memory: &Memory<'a>) -> Vec<Rule<'a>> {
     let ranks = size.ranks;
     let most = size.microbatches.saturating_mul(size.chunks);
     let caps = [ranks / 2, 3 * ranks / 4, ranks, 3 * ranks / 2, 2 * ranks];
     let caps = caps.map(|cap| cap.saturating_mul(size.chunks).max(size.chunks));
-    let mut rules: Vec<Rule> = Vec::new();
+    let mut rules: Vec<Rule<'_>> = Vec::new();
     for cap in caps.into_iter().chain([most]) {
         for choice in 0..16 {
             let rule = Rule {
-                limits: kept.iter().map(|kept| cap.min(*kept)).collect(),
+                limits: memory
+                    .activations
+                    .iter()
+                    .map(|kept| cap.min(*kept))
+                    .collect(),
+                bytes: memory.bytes,
                 forward_first: choice % 2 == 1,
                 oldest_first: choice / 2 % 2 == 1 && size.chunks > 1,
                 patience: f64::from(choice / 4) / 3.0,
@@ -338,13 +430,13 @@ impl Candidate {
     fn improve(
         &mut self,
         costs: &Costs,
-        kept: &[usize],
+        memory: &Memory<'_>,
         effort: Effort,
         mut draws: Draws,
     ) -> usize {
         let shop = Shop::new(self, costs);
         let lists = shop.numbers(&self.schedule);
-        let Some(found) = descend(&shop, lists, kept, effort, &mut draws) else {
+        let Some(found) = descend(&shop, lists, memory, effort, &mut draws) else {
             return 0;
         };
         if found.makespan < self.makespan {
@@ -363,8 +455,7 @@ const ROUNDS: [(usize, usize); 4] = [(64, 4), (12, 4), (4, 4), (1, 4)];
 /// The shortest schedules so far.
 struct Search<'a> {
     costs: &'a Costs,
-    /// For each rank the most activations of stages that it may keep.
-    kept: &'a [usize],
+    memory: &'a Memory<'a>,
     bound: f64,
     /// Orders that may be timed.
     moves: usize,
@@ -407,7 +498,7 @@ impl Search<'_> {
                 bound: self.bound,
             };
             for candidate in &mut self.found {
-                spent += candidate.improve(self.costs, self.kept, effort, Draws(round));
+                spent += candidate.improve(self.costs, self.memory, effort, Draws(round));
                 if is_optimal(candidate.makespan, self.bound) {
                     return spent;
                 }

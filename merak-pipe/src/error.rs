@@ -103,6 +103,18 @@ pub enum Error {
         /// Its limit.
         found: f64,
     },
+    /// No microbatch fits into the limit of memory.
+    #[error(
+        "a microbatch keeps {expected} bytes on the stages of rank {rank}, found a limit of {found} bytes"
+    )]
+    ByteLimit {
+        /// The first rank with such a limit.
+        rank: usize,
+        /// What a microbatch keeps there, on stages that are placed in turn.
+        expected: u64,
+        /// Its limit.
+        found: u64,
+    },
     /// The lists of actions are not one per rank.
     #[error("expected one list of actions for each of {expected} ranks, found {found}")]
     RankCount {

@@ -91,7 +91,7 @@ mod timeline;
 mod validate;
 
 pub use action::{Action, Kind, MicrobatchId, Pair, StageId, Tag};
-pub use auto::{Auto, AutoLimits, Stopped, auto};
+pub use auto::{Auto, AutoLimits, ByteLimits, Stopped, auto};
 pub use costs::{Costs, UnitCosts};
 #[cfg(feature = "mpu")]
 pub use engine::GroupLink;
@@ -102,8 +102,8 @@ pub use engine::{
 pub use error::{BoxError, Error, Result, Violation};
 pub use instruction::{Instruction, Slot};
 pub use kind::ScheduleKind;
-pub use memory::ActivationBytes;
-pub use render::{GridStyle, grid, html, json, json_with_bytes, svg, trace};
+pub use memory::{ActivationBytes, PeakBytes};
+pub use render::{GridStyle, PageMemory, grid, html, json, json_with_bytes, svg, trace};
 pub use rounds::{Rounds, Visit};
 pub use schedule::{Exchanges, Schedule, Size};
 pub use simulate::{Simulation, simulate, simulate_on};

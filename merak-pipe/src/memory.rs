@@ -8,14 +8,19 @@ use serde::Serialize;
 /// Where backwards are split, an activation that only the input gradient needs is free when `I` ends, and the input
 /// of a layer with weights waits for `W`. `B` ends both.
 ///
+/// Gradients that `I` leaves for `W`, of the outputs of layers with weights, belong to `W`'s part. They are there from `I`
+/// on alone, and are counted from `F` on: a peak is never told too low.
+///
 /// ```
 /// use merak_pipe::{ActivationBytes, ScheduleKind, Size};
 /// let bytes = ActivationBytes::parse("I=300,W=100", 2)?;
 /// let split = ScheduleKind::ZbH2.generate(Size::new(2, 4))?;
 /// let whole = ScheduleKind::OneFOneB.generate(Size::new(2, 4))?;
 /// assert_eq!(whole.peak_bytes(&bytes)?, [800, 400]);
-/// // Three microbatches are kept on the first rank, one of them for its weight gradients alone.
-/// assert_eq!(split.peak_bytes(&bytes)?, [1200, 500]);
+/// // The first rank keeps three microbatches whole, the second one of three: two wait for their weight gradients alone.
+/// assert_eq!(split.peak_bytes(&bytes)?, [1200, 600]);
+/// let second = split.peak_bytes_by_grad(&bytes)?[1];
+/// assert_eq!((second.until_input_grad, second.until_weight_grad), (300, 300));
 /// # Ok::<(), merak_pipe::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -53,6 +58,43 @@ impl ActivationBytes {
         })?;
         Ok(bytes)
     }
+
+    /// Checks that there are numbers for so many stages.
+    pub(crate) fn check(&self, stages: usize) -> Result<()> {
+        for list in [&self.until_input_grad, &self.until_weight_grad] {
+            if list.len() != stages {
+                return Err(Error::CostCount {
+                    what: "stages",
+                    expected: stages,
+                    found: list.len(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// What a microbatch keeps on a stage at first.
+    pub(crate) fn of_stage(&self, stage: usize) -> u64 {
+        self.until_input_grad[stage].saturating_add(self.until_weight_grad[stage])
+    }
+}
+
+/// The most bytes of activations that a rank keeps at once, told apart by the gradient that ends them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct PeakBytes {
+    /// What waits for the input gradient, `I`.
+    #[serde(rename = "I")]
+    pub until_input_grad: u64,
+    /// What waits for the weight gradients, `W`.
+    #[serde(rename = "W")]
+    pub until_weight_grad: u64,
+}
+
+impl PeakBytes {
+    /// All bytes.
+    pub const fn total(self) -> u64 {
+        self.until_input_grad.saturating_add(self.until_weight_grad)
+    }
 }
 
 impl Schedule {
@@ -61,36 +103,56 @@ impl Schedule {
     /// # Errors
     /// When the actions do not fit the schedule's size, or the bytes are not those of its stages.
     pub fn peak_bytes(&self, bytes: &ActivationBytes) -> Result<Vec<u64>> {
-        let expected = self.placement()?.len();
-        for list in [&bytes.until_input_grad, &bytes.until_weight_grad] {
-            if list.len() != expected {
-                return Err(Error::CostCount {
-                    what: "stages",
-                    expected,
-                    found: list.len(),
-                });
-            }
-        }
+        let peaks = self.peak_bytes_by_grad(bytes)?.into_iter();
+        Ok(peaks.map(PeakBytes::total).collect())
+    }
+
+    /// [`Schedule::peak_bytes`] by what the bytes wait for at the first time of the peak.
+    ///
+    /// # Errors
+    /// As [`Schedule::peak_bytes`].
+    pub fn peak_bytes_by_grad(&self, bytes: &ActivationBytes) -> Result<Vec<PeakBytes>> {
+        bytes.check(self.placement()?.len())?;
         let forward_only = self.is_forward_only();
         let ranks = self.actions.iter().map(|actions| {
-            let (mut kept, mut peak) = (0_u64, 0);
+            let mut live = PeakBytes::default();
+            let mut peak = PeakBytes::default();
             for action in actions {
-                let input = bytes.until_input_grad[action.stage.0];
-                let weight = bytes.until_weight_grad[action.stage.0];
-                let (takes, gives) = match action.kind {
-                    Kind::Forward if forward_only => (input.saturating_add(weight), u64::MAX),
-                    Kind::Forward => (input.saturating_add(weight), 0),
-                    Kind::Backward => (0, input.saturating_add(weight)),
-                    Kind::InputGrad => (0, input),
-                    Kind::WeightGrad => (0, weight),
-                    Kind::Recompute => (0, 0),
+                live.begin(bytes, action.stage.0, action.kind);
+                if live.total() > peak.total() {
+                    peak = live;
+                }
+                let ends = if forward_only {
+                    Kind::Backward
+                } else {
+                    action.kind
                 };
-                kept = kept.saturating_add(takes);
-                peak = peak.max(kept);
-                kept = kept.saturating_sub(gives);
+                live.end(bytes, action.stage.0, ends);
             }
             peak
         });
         Ok(ranks.collect())
+    }
+}
+
+impl PeakBytes {
+    /// Takes what an action of this kind makes.
+    pub(crate) fn begin(&mut self, bytes: &ActivationBytes, stage: usize, kind: Kind) {
+        if kind == Kind::Forward {
+            let (input, weight) = (&mut self.until_input_grad, &mut self.until_weight_grad);
+            *input = input.saturating_add(bytes.until_input_grad[stage]);
+            *weight = weight.saturating_add(bytes.until_weight_grad[stage]);
+        }
+    }
+
+    /// Gives back what nothing needs behind an action of this kind.
+    pub(crate) fn end(&mut self, bytes: &ActivationBytes, stage: usize, kind: Kind) {
+        let (input, weight) = (&mut self.until_input_grad, &mut self.until_weight_grad);
+        if kind.moves_gradient() {
+            *input = input.saturating_sub(bytes.until_input_grad[stage]);
+        }
+        if kind.ends_microbatch() {
+            *weight = weight.saturating_sub(bytes.until_weight_grad[stage]);
+        }
     }
 }

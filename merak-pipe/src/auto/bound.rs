@@ -17,6 +17,8 @@ pub(super) struct Bounds<'a> {
     pub(super) costs: &'a Costs,
     /// Most activations of stages that a rank keeps; the largest of all ranks.
     pub(super) limit: usize,
+    /// Most of them that wait for an input gradient; the largest of all ranks.
+    pub(super) before_input: usize,
 }
 
 /// A bound for every placement with the same number of stages on each rank, and placements whose own
@@ -131,13 +133,16 @@ impl Bounds<'_> {
         let behind_inputs = head + urgent + least(&|stage| tail[stage]);
         // Before the first input gradient come forwards and recomputes alone, of as many microbatches as are kept.
         let first_input = least(&|stage| arrival[stage] + round[stage]);
-        let kept = self.limit as f64 * own.iter().map(early).fold(0.0, f64::max);
+        let kept =
+            self.limit.min(self.before_input) as f64 * own.iter().map(early).fold(0.0, f64::max);
         let after_first = first_input + work - kept.min(microbatches * early_sum);
         // A microbatch enters a stage when the one that was there so many before has left it.
-        let visits = self.size.microbatches.div_ceil(self.limit.max(1)) as f64;
+        let visits = |most: usize| self.size.microbatches.div_ceil(most.max(1)) as f64;
+        let (whole, to_input) = (visits(self.limit), visits(self.before_input));
         let in_turn = own.iter().map(|&stage| {
-            let backward = costs.input_grad[stage] + costs.weight_grad[stage];
-            arrival[stage] + visits * (round[stage] + backward)
+            let visit = round[stage] + costs.input_grad[stage];
+            let weights = costs.weight_grad[stage];
+            arrival[stage] + (whole * (visit + weights)).max(to_input * visit + weights)
         });
         [head + work, behind_inputs, after_first]
             .into_iter()

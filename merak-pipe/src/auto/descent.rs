@@ -1,6 +1,9 @@
 //! Local search: moves of single actions along the critical path.
 
-use super::shop::{Length, Shop};
+use super::{
+    Memory,
+    shop::{Length, Shop},
+};
 use crate::Kind;
 
 /// A linear congruential generator: the same moves on every rank and machine.
@@ -60,7 +63,7 @@ const ENDS: f64 = 0.02;
 pub(super) fn descend(
     shop: &Shop,
     mut lists: Vec<Vec<u32>>,
-    limits: &[usize],
+    memory: &Memory<'_>,
     effort: Effort,
     draws: &mut Draws,
 ) -> Option<Descended> {
@@ -85,8 +88,7 @@ pub(super) fn descend(
         };
         let tolerance = TOLERANCE * share * share * mean * draws.share();
         step.apply(&mut lists);
-        let limit = limits[step.rank];
-        let mut allowed = shop.keeps(&lists[step.rank], limit);
+        let mut allowed = shop.keeps(step.rank, &lists[step.rank], memory);
         // A forward that has no room may have it behind a weight gradient.
         let freeing = if allowed {
             None
@@ -95,7 +97,7 @@ pub(super) fn descend(
         };
         if let Some(freeing) = freeing {
             freeing.apply(&mut lists);
-            allowed = shop.keeps(&lists[step.rank], limit);
+            allowed = shop.keeps(step.rank, &lists[step.rank], memory);
         }
         let length = if allowed {
             shop.time(&lists, &mut times)

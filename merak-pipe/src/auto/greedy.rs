@@ -1,13 +1,16 @@
 //! List scheduling: a rank that is free takes, of the actions that are ready, the one that its rule puts first.
 
-use crate::{Action, Costs, Kind, MicrobatchId, Schedule, Size, StageId};
+use super::ByteLimits;
+use crate::{Action, Costs, Kind, MicrobatchId, PeakBytes, Schedule, Size, StageId};
 use std::{cmp::Reverse, collections::BinaryHeap};
 
 /// What a rank that is free prefers.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Rule {
+pub(super) struct Rule<'a> {
     /// For each rank the most activations of stages that it keeps.
     pub(super) limits: Vec<usize>,
+    /// What their bytes may be.
+    pub(super) bytes: Option<&'a ByteLimits>,
     /// Forwards before input gradients, not behind them.
     pub(super) forward_first: bool,
     /// Of the stages of a rank, the forward of the oldest microbatch first, not that of the last stage.
@@ -22,7 +25,7 @@ pub(super) fn greedy(
     size: Size,
     placement: &[usize],
     costs: &Costs,
-    rule: &Rule,
+    rule: &Rule<'_>,
 ) -> Option<Schedule> {
     let mut board = Board::new(size, placement, costs, rule);
     let total = 3 * placement.len() * size.microbatches;
@@ -44,15 +47,16 @@ struct Board<'a> {
     size: Size,
     placement: &'a [usize],
     costs: &'a Costs,
-    rule: &'a Rule,
+    rule: &'a Rule<'a>,
     /// For each rank its stages.
     stages: Vec<Vec<usize>>,
     /// By stage: the next microbatch of each kind.
     next: Vec<[usize; 3]>,
     /// By kind (forward, input gradient), stage and microbatch: when it is ready.
     ready: Vec<f64>,
-    /// By rank: activations that are kept, and when it is free.
-    live: Vec<usize>,
+    /// By rank: activations that are kept, their bytes, and when it is free.
+    live: Vec<u64>,
+    live_bytes: Vec<PeakBytes>,
     free: Vec<f64>,
     /// When a rank has something to decide. Times are not negative, so their bits ascend with them.
     events: BinaryHeap<Reverse<(u64, usize)>>,
@@ -64,7 +68,7 @@ const INPUT: usize = 1;
 const WEIGHT: usize = 2;
 
 impl<'a> Board<'a> {
-    fn new(size: Size, placement: &'a [usize], costs: &'a Costs, rule: &'a Rule) -> Self {
+    fn new(size: Size, placement: &'a [usize], costs: &'a Costs, rule: &'a Rule<'a>) -> Self {
         let mut stages = vec![Vec::new(); size.ranks];
         for (stage, &rank) in placement.iter().enumerate() {
             stages[rank].push(stage);
@@ -81,6 +85,7 @@ impl<'a> Board<'a> {
             next: vec![[0; 3]; placement.len()],
             ready,
             live: vec![0; size.ranks],
+            live_bytes: vec![PeakBytes::default(); size.ranks],
             free: vec![0.0; size.ranks],
             events: (0..size.ranks).map(|rank| Reverse((0, rank))).collect(),
             actions: vec![Vec::new(); size.ranks],
@@ -144,19 +149,37 @@ impl<'a> Board<'a> {
     /// rank's last stage yet, younger ones take no more than what all stages of that one leave. Older ones go without
     /// more room.
     fn has_room(&self, rank: usize, chunk: usize) -> bool {
-        let (stages, limit) = (&self.stages[rank], self.rule.limits[rank]);
-        if self.live[rank] >= limit {
+        let limit = self.rule.limits[rank] as u64;
+        self.fits(rank, chunk, (self.live[rank], limit), |_| 1)
+            && self.rule.bytes.is_none_or(|bytes| {
+                let live = (self.live_bytes[rank].total(), bytes.peaks[rank]);
+                self.fits(rank, chunk, live, |stage| bytes.kept.of_stage(stage))
+            })
+    }
+
+    /// [`Board::has_room`] where activations of a stage count so much.
+    fn fits(
+        &self,
+        rank: usize,
+        chunk: usize,
+        (live, limit): (u64, u64),
+        weight: impl Fn(usize) -> u64,
+    ) -> bool {
+        let stages = &self.stages[rank];
+        let stage = stages[chunk];
+        if live.saturating_add(weight(stage)) > limit {
             return false;
         }
         let oldest = self.next[stages[stages.len() - 1]][FORWARD];
-        if self.next[stages[chunk]][FORWARD] <= oldest {
+        if self.next[stage][FORWARD] <= oldest {
             return true;
         }
-        let younger = stages.iter().map(|&stage| {
+        let all = stages.iter().map(|&stage| {
             let [entered, _, left] = self.next[stage];
-            entered.saturating_sub(left.max(oldest + 1))
+            let younger = entered.saturating_sub(left.max(oldest + 1)) as u64;
+            weight(stage).saturating_mul(younger + 1)
         });
-        younger.sum::<usize>() + 1 + stages.len() <= limit
+        all.fold(weight(stage), u64::saturating_add) <= limit
     }
 
     fn action(&self, kind: Kind, stage: usize) -> Action {
@@ -175,6 +198,10 @@ impl<'a> Board<'a> {
         self.free[rank] = end;
         self.actions[rank].push(action);
         self.wake(end, rank);
+        if let Some(limits) = self.rule.bytes {
+            self.live_bytes[rank].begin(&limits.kept, stage, action.kind);
+            self.live_bytes[rank].end(&limits.kept, stage, action.kind);
+        }
         match action.kind {
             Kind::Forward => {
                 self.next[stage][FORWARD] += 1;

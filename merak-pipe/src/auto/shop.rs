@@ -1,7 +1,7 @@
 //! Orders of actions as lists of numbers, for a search that times thousands of them.
 
-use super::Candidate;
-use crate::{Action, Costs, Kind, MicrobatchId, Schedule, StageId};
+use super::{Candidate, Memory};
+use crate::{Action, Costs, Kind, MicrobatchId, PeakBytes, Schedule, StageId};
 
 /// No action.
 const NONE: u32 = u32::MAX;
@@ -228,17 +228,28 @@ impl Shop {
         costs.sum::<f64>() / count as f64
     }
 
-    /// Whether a rank with this list keeps at most so many activations.
-    pub(super) fn keeps(&self, list: &[u32], limit: usize) -> bool {
+    /// Whether a rank with this list keeps its limits.
+    pub(super) fn keeps(&self, rank: usize, list: &[u32], memory: &Memory<'_>) -> bool {
+        let limit = memory.activations[rank];
         let mut live = 0;
         let kind = |number: &u32| Kind::ALL[*number as usize / self.microbatches / self.stages];
-        list.iter().map(kind).all(|kind| {
+        let few = list.iter().map(kind).all(|kind| {
             match kind {
                 Kind::Forward => live += 1,
                 Kind::WeightGrad => live -= 1,
                 _ => {}
             }
             live <= limit
+        });
+        few && memory.bytes.is_none_or(|limits| {
+            let mut live = PeakBytes::default();
+            let mut actions = list.iter().map(|number| self.action(*number));
+            actions.all(|Action { stage, kind, .. }| {
+                live.begin(&limits.kept, stage.0, kind);
+                let fits = live.total() <= limits.peaks[rank];
+                live.end(&limits.kept, stage.0, kind);
+                fits
+            })
         })
     }
 }

@@ -2,7 +2,8 @@
 
 use super::colour::{CRITICAL, fill};
 use crate::{
-    Action, Costs, Kind, Result, Schedule, ScheduleKind, Size, StageId, UnitCosts, action::Cell,
+    Action, ActivationBytes, Costs, Error, Kind, Result, Schedule, ScheduleKind, Size, StageId,
+    action::Cell,
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -11,13 +12,42 @@ use std::collections::BTreeMap;
 const MAX_RANKS: usize = 8;
 const MAX_MICROBATCHES: usize = 16;
 
+/// What the page of [`html`] shows of memory beside the number of microbatches that each rank keeps.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct PageMemory {
+    /// What a microbatch keeps on each stage.
+    pub bytes: Option<ActivationBytes>,
+    /// For each rank the most microbatches whose activations it may keep; empty for no limit.
+    pub peak_activations: Vec<f64>,
+    /// For each rank the most bytes of activations that it may keep; empty for no limit.
+    pub peak_bytes: Vec<u64>,
+}
+
+impl PageMemory {
+    fn check(&self, size: Size) -> Result<()> {
+        if let Some(bytes) = &self.bytes {
+            bytes.check(size.stages())?;
+        }
+        for found in [self.peak_activations.len(), self.peak_bytes.len()] {
+            if found != 0 && found != size.ranks {
+                return Err(Error::LimitCount {
+                    expected: size.ranks,
+                    found,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
 /// What the page's script gets.
 #[derive(Serialize)]
 struct Data<'a> {
     name: &'a str,
     ranks: usize,
     microbatches: usize,
-    costs: BTreeMap<char, f64>,
+    costs: &'a Costs,
+    memory: &'a PageMemory,
     /// The actions of each rank of the given schedule, and the stages that never recompute.
     given: (Vec<Vec<Cell>>, &'a [StageId]),
     /// By kind the colours of the first and of the last stage of a rank.
@@ -38,19 +68,32 @@ type Stored = (Vec<Vec<StageId>>, Vec<String>, Vec<StageId>);
 /// schedule can be seen with fewer microbatches too. It stands alone, in one file, and is dark where its reader prefers
 /// that.
 ///
+/// Costs and bytes may differ from stage to stage: a slider moves all stages alike, and the field beside it takes one
+/// number, or one for each stage with colons in between. Stages of a schedule that has another number of them take the
+/// mean over their part of the list.
+///
 /// The script has no generators of its own: the page carries the schedules that this crate generated, with a
 /// letter for each action. Its simulator is that of [`simulate`](fn@crate::simulate) in another language, and
 /// gives the same figures.
 ///
 /// # Errors
-/// When the schedule's actions do not fit its size, or a cost is none.
+/// When the schedule's actions do not fit its size, a cost is none, or a list has another length.
+///
+/// ```
+/// use merak_pipe::{Costs, PageMemory, ScheduleKind, Size, UnitCosts, html};
+/// let schedule = ScheduleKind::OneFOneB.generate(Size::new(4, 8))?;
+/// let costs = Costs::parse("F=1:1:2:1", UnitCosts::default(), 4)?;
+/// assert!(html(&schedule, &costs, &PageMemory::default())?.contains("[1.0,1.0,2.0,1.0]"));
+/// # Ok::<(), merak_pipe::Error>(())
+/// ```
 #[expect(
     clippy::missing_panics_doc,
     reason = "numbers, names and lists are always JSON"
 )]
-pub fn html(schedule: &Schedule, costs: UnitCosts) -> Result<String> {
+pub fn html(schedule: &Schedule, costs: &Costs, memory: &PageMemory) -> Result<String> {
     schedule.placement()?;
-    Costs::uniform(costs, schedule.size.stages()).check(schedule.size)?;
+    costs.check(schedule.size)?;
+    memory.check(schedule.size)?;
     let mut schedules = BTreeMap::new();
     for kind in ScheduleKind::ALL {
         let by_size: &mut BTreeMap<String, Stored> = schedules.entry(kind.as_str()).or_default();
@@ -66,14 +109,8 @@ pub fn html(schedule: &Schedule, costs: UnitCosts) -> Result<String> {
         name: &schedule.name,
         ranks: schedule.size.ranks,
         microbatches: schedule.size.microbatches,
-        costs: BTreeMap::from([
-            ('F', costs.forward),
-            ('I', costs.input_grad),
-            ('W', costs.weight_grad),
-            ('R', costs.recompute),
-            ('C', costs.hop),
-            ('O', costs.overlap),
-        ]),
+        costs,
+        memory,
         given: (
             (0..schedule.actions.len())
                 .map(|rank| schedule.cells(rank).collect())

@@ -1,7 +1,8 @@
 //! The JSON document of a schedule.
 
 use crate::{
-    Action, ActivationBytes, Costs, Instruction, Result, Schedule, action::Cell, simulate,
+    Action, ActivationBytes, Costs, Instruction, PeakBytes, Result, Schedule, action::Cell,
+    simulate,
 };
 use serde::Serialize;
 
@@ -25,6 +26,8 @@ struct Document<'a> {
     activation_bytes: Option<&'a ActivationBytes>,
     #[serde(skip_serializing_if = "Option::is_none")]
     peak_bytes: Option<Vec<u64>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peak_bytes_by_grad: Option<Vec<PeakBytes>>,
     critical_path: Vec<Action>,
 }
 
@@ -48,7 +51,7 @@ pub fn json(schedule: &Schedule, costs: &Costs) -> Result<String> {
 }
 
 /// [`json`] with `activation_bytes`, by stage what a microbatch keeps for `I` and for `W`, and `peak_bytes`, by rank the
-/// most bytes kept at once.
+/// most bytes kept at once, with `peak_bytes_by_grad`, what of them waits for `I` and what for `W`.
 ///
 /// # Errors
 /// As [`simulate`](fn@simulate) and [`Schedule::peak_bytes`].
@@ -80,6 +83,9 @@ fn document(schedule: &Schedule, costs: &Costs, bytes: Option<&ActivationBytes>)
         peak_activations: simulation.peak_activations,
         activation_bytes: bytes,
         peak_bytes: bytes.map(|bytes| schedule.peak_bytes(bytes)).transpose()?,
+        peak_bytes_by_grad: bytes
+            .map(|bytes| schedule.peak_bytes_by_grad(bytes))
+            .transpose()?,
         critical_path: simulation.critical_path,
     };
     Ok(serde_json::to_string(&document).expect("numbers, names and lists are JSON"))

@@ -1,6 +1,8 @@
 //! The searched schedule against the named ones.
 
-use merak_pipe::{AutoLimits, Costs, ScheduleKind, Size, Stopped, auto, simulate};
+use merak_pipe::{
+    ActivationBytes, AutoLimits, ByteLimits, Costs, ScheduleKind, Size, Stopped, auto, simulate,
+};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -39,7 +41,7 @@ proptest! {
             overlap: 1.0,
         };
         costs.hop.truncate(stages - 1);
-        let limits = AutoLimits { peak_activations: vec![f64::from(limit); ranks], moves: 60 };
+        let limits = AutoLimits { peak_activations: vec![f64::from(limit); ranks], moves: 60, ..AutoLimits::default() };
         let best = best_named(size, &costs, f64::from(limit));
         let found = auto(size, &costs, &limits).unwrap();
         prop_assert!(found.schedule.validate().is_ok());
@@ -61,6 +63,7 @@ fn the_search_improves_on_every_named_schedule_where_stages_differ() {
     let limits = AutoLimits {
         peak_activations: vec![4.0; 4],
         moves: 2000,
+        ..AutoLimits::default()
     };
     let found = auto(size, &costs, &limits).unwrap();
     let named = found.start.expect("1f1b keeps the limit").1;
@@ -77,6 +80,7 @@ fn the_search_says_why_it_stopped() {
     let half = AutoLimits {
         peak_activations: vec![3.0; 4],
         moves: 5,
+        ..AutoLimits::default()
     };
     let costs = Costs::uniform("F=1,I=1.5,W=1,R=0".parse().unwrap(), 8);
     let found = auto(Size::new(4, 8).with_chunks(2), &costs, &half).unwrap();
@@ -93,6 +97,7 @@ fn every_limit_of_a_microbatch_or_more_is_kept() {
             let limits = AutoLimits {
                 peak_activations: vec![limit; 4],
                 moves: 200,
+                ..AutoLimits::default()
             };
             let found = auto(size, &costs, &limits).unwrap();
             found.schedule.validate().unwrap();
@@ -107,6 +112,7 @@ fn every_limit_of_a_microbatch_or_more_is_kept() {
     let limits = AutoLimits {
         peak_activations: vec![4.0, 1.0, 4.0, 4.0],
         moves: 200,
+        ..AutoLimits::default()
     };
     let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), 4);
     let found = auto(Size::new(4, 8), &costs, &limits).unwrap();
@@ -417,6 +423,7 @@ fn random_costs_leave_much_to_gain_over_the_named_schedules() {
             let limits = AutoLimits {
                 peak_activations: vec![ranks as f64; ranks],
                 moves: 0,
+                ..AutoLimits::default()
             };
             let found = auto(size, &costs, &limits).unwrap();
             let named = found.start.expect("some keep the memory of 1f1b").1;
@@ -426,4 +433,96 @@ fn random_costs_leave_much_to_gain_over_the_named_schedules() {
         }
     }
     assert!(2 * shorter >= cases, "{shorter} of {cases}");
+}
+
+#[test]
+fn limits_in_bytes_are_kept_and_what_only_input_gradients_need_is_free_behind_them() {
+    let size = Size::new(4, 8);
+    let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), 4);
+    let search = |bytes: &str, peaks: &[u64]| {
+        let limits = AutoLimits {
+            bytes: Some(ByteLimits {
+                kept: ActivationBytes::parse(bytes, 4).unwrap(),
+                peaks: peaks.to_vec(),
+            }),
+            moves: 20_000,
+            ..AutoLimits::default()
+        };
+        let found = auto(size, &costs, &limits).unwrap();
+        let kept = found
+            .schedule
+            .peak_bytes(&limits.bytes.unwrap().kept)
+            .unwrap();
+        assert!(
+            kept.iter().zip(peaks).all(|(kept, limit)| kept <= limit),
+            "{kept:?}"
+        );
+        assert!(found.bound <= found.simulation.makespan + 1e-9);
+        found.simulation.makespan
+    };
+    // Where all waits for weight gradients, bytes are a count.
+    let counted = AutoLimits {
+        peak_activations: vec![4.0, 3.0, 2.0, 1.0],
+        moves: 20_000,
+        ..AutoLimits::default()
+    };
+    let counted = auto(size, &costs, &counted).unwrap().simulation.makespan;
+    let weights = search("W=400", &[1600, 1200, 800, 400]);
+    assert!((weights - counted).abs() < 1e-9, "{weights} {counted}");
+    // Where a quarter does, weight gradients may wait within the same bytes.
+    let most_for_inputs = search("I=300,W=100", &[600; 4]);
+    let all_for_weights = search("W=400", &[600; 4]);
+    assert!(
+        most_for_inputs < all_for_weights - 0.5,
+        "{most_for_inputs} {all_for_weights}"
+    );
+    // One microbatch after the other, on stages that differ.
+    search("I=1:2:3:4,W=4:3:2:9", &[5, 5, 5, 13]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(16))]
+    #[test]
+    fn every_limit_of_bytes_into_which_a_microbatch_fits_is_kept(
+        ranks in 1_usize..=4, microbatches in 1_usize..=6, chunks in 1_usize..=3,
+        bytes in proptest::collection::vec(0_u64..50, 24), more in proptest::collection::vec(0_u64..100, 4),
+    ) {
+        let size = Size::new(ranks, microbatches).with_chunks(chunks);
+        let stages = size.stages();
+        let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), stages);
+        let kept = ActivationBytes {
+            until_input_grad: bytes[..stages].to_vec(),
+            until_weight_grad: bytes[12..][..stages].to_vec(),
+        };
+        let needed = |rank: usize| -> u64 {
+            let own = (rank..stages).step_by(ranks);
+            own.map(|stage| bytes[stage] + bytes[12 + stage]).sum()
+        };
+        let peaks: Vec<_> = (0..ranks).map(|rank| needed(rank) + more[rank]).collect();
+        let limits = ByteLimits { kept: kept.clone(), peaks: peaks.clone() };
+        let limits = AutoLimits { bytes: Some(limits), moves: 200, ..AutoLimits::default() };
+        let found = auto(size, &costs, &limits).unwrap();
+        let found_peaks = found.schedule.peak_bytes(&kept).unwrap();
+        prop_assert!(found_peaks.iter().zip(&peaks).all(|(found, limit)| found <= limit));
+        prop_assert!(found.bound <= found.simulation.makespan + 1e-9);
+    }
+}
+
+#[test]
+fn bytes_into_which_no_microbatch_fits_are_named() {
+    let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), 2);
+    let refusal = |peaks: &[u64]| {
+        let limits = AutoLimits {
+            bytes: Some(ByteLimits {
+                kept: ActivationBytes::parse("I=3:4,W=1", 2).unwrap(),
+                peaks: peaks.to_vec(),
+            }),
+            ..AutoLimits::default()
+        };
+        auto(Size::new(2, 4), &costs, &limits)
+            .unwrap_err()
+            .to_string()
+    };
+    insta::assert_snapshot!(refusal(&[9, 4]), @"a microbatch keeps 5 bytes on the stages of rank 1, found a limit of 4 bytes");
+    insta::assert_snapshot!(refusal(&[9]), @"expected a limit of memory for each of 2 ranks, found 1");
 }

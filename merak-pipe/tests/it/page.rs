@@ -1,19 +1,27 @@
 //! The figures of the HTML page are those of the simulator.
 
-use merak_pipe::{Costs, Schedule, ScheduleKind, Size, UnitCosts, html, simulate};
+use merak_pipe::{
+    ActivationBytes, Costs, PageMemory, Schedule, ScheduleKind, Size, UnitCosts, html, simulate,
+};
 use std::{
     io::Write as _,
     process::{Command, Stdio},
 };
 
-/// Reads the page and a list of `[name, ranks, microbatches, costs]` as two lines, runs the page's own script
+/// The page of a schedule whose stages are alike.
+fn page_of(schedule: &Schedule, costs: UnitCosts) -> String {
+    let costs = Costs::uniform(costs, schedule.size.stages());
+    html(schedule, &costs, &PageMemory::default()).unwrap()
+}
+
+/// Reads the page and a list of `[name, ranks, microbatches, costs, bytes]` as two lines, runs the page's own script
 /// and prints the figures of each.
 const DRIVER: &str = r#"
 const [page, cases] = require("fs").readFileSync(0, "utf8").split("\n").map(line => JSON.parse(line));
 const script = page.split("<script>")[1].split("</script>")[0];
 const { find, simulate } = new Function(script + "; return { find, simulate };")();
-console.log(JSON.stringify(cases.map(([name, P, M, costs]) => {
-  const { spans, memory, ...figures } = simulate(find(name, P, M), costs);
+console.log(JSON.stringify(cases.map(([name, P, M, costs, bytes]) => {
+  const { spans, memory, kept, ...figures } = simulate(find(name, P, M), costs, bytes);
   return figures;
 })));
 "#;
@@ -50,7 +58,7 @@ fn the_page_shows_the_figures_of_the_simulator() {
         Size::new(2, 3),
     )
     .unwrap();
-    let page = html(&given, UnitCosts::default()).unwrap();
+    let page = page_of(&given, UnitCosts::default());
     assert_eq!(
         page.matches("</script>").count(),
         1,
@@ -172,7 +180,7 @@ fn seen(page: &str, hands: &str) -> Option<serde_json::Value> {
 #[test]
 fn a_browser_shows_the_figures_of_the_simulator() {
     let given = ScheduleKind::OneFOneB.generate(Size::new(4, 8)).unwrap();
-    let page = html(&given, UnitCosts::default()).unwrap();
+    let page = page_of(&given, UnitCosts::default());
     let text = "F=1,I=1.25,W=0.75,R=0.5,C=0.25,O=0.75";
     let costs = serde_json::json!({"F": 1.0, "I": 1.25, "W": 0.75, "R": 0.5, "C": 0.25, "O": 0.75});
     let mut cases = Vec::new();
@@ -262,7 +270,7 @@ document.title = JSON.stringify(told);
 fn a_given_schedule_keeps_its_sliders_alive() {
     let csv = "0F0,0F1,0F2,1F0,1F1,1F2,1B0,1B1,1B2,0B0,0B1,0B2\n";
     let given = Schedule::from_sized_csv("mine", csv).unwrap();
-    let page = html(&given, "R=0".parse().unwrap()).unwrap();
+    let page = page_of(&given, "R=0".parse().unwrap());
     let Some(shown) = seen(&page, SLIDERS) else {
         eprintln!("skipped: there is no chromium here to show the page");
         return;
@@ -280,7 +288,7 @@ fn a_named_schedule_of_the_pages_size_is_shown_under_its_name() {
     let named = ScheduleKind::ZbV
         .generate(Size::new(4, 8).with_chunks(2))
         .unwrap();
-    let page = html(&named, ScheduleKind::ZbV.default_costs()).unwrap();
+    let page = page_of(&named, ScheduleKind::ZbV.default_costs());
     let script = r#"<script>document.title = JSON.stringify([$("name").value, $("R").value, (() => {
       $("name").value = "1f1b";
       $("name").dispatchEvent(new Event("input"));
@@ -289,4 +297,134 @@ fn a_named_schedule_of_the_pages_size_is_shown_under_its_name() {
     if let Some(shown) = seen(&page, script) {
         assert_eq!(shown, serde_json::json!(["zb_v", "0", "1"]));
     }
+}
+
+#[test]
+fn the_page_uses_the_costs_and_the_bytes_of_each_stage() {
+    let mut cases = Vec::new();
+    for kind in ScheduleKind::ALL {
+        for (p, m) in [(1, 2), (3, 6), (4, 8)] {
+            let m = m.max(kind.min_microbatches(p));
+            let size = Size::new(p, m).with_chunks(kind.default_chunks());
+            cases.push((kind, kind.generate(size).unwrap()));
+        }
+    }
+    let varied = |stages: usize, step: usize| -> Vec<f64> {
+        let of = |stage: usize| 0.5 + (stage * step % 7) as f64 / 4.0;
+        (0..stages).map(of).collect()
+    };
+    let bytes_of = |stages: usize, step: usize| -> Vec<u64> {
+        (0..stages as u64)
+            .map(|stage| 100 + stage * step as u64 % 70)
+            .collect()
+    };
+    let uneven = |schedule: &Schedule| {
+        let stages = schedule.size.stages();
+        let costs = Costs {
+            forward: varied(stages, 3),
+            input_grad: varied(stages, 5),
+            weight_grad: varied(stages, 2),
+            recompute: varied(stages, 4),
+            hop: varied(stages - 1, 6),
+            overlap: 0.8,
+        };
+        let bytes = ActivationBytes {
+            until_input_grad: bytes_of(stages, 30),
+            until_weight_grad: bytes_of(stages, 50),
+        };
+        (costs, bytes)
+    };
+    let asked = cases.iter().map(|(kind, schedule)| {
+        let (costs, bytes) = uneven(schedule);
+        let costs = serde_json::json!({
+            "F": costs.forward, "I": costs.input_grad, "W": costs.weight_grad, "R": costs.recompute, "C": costs.hop,
+            "O": costs.overlap,
+        });
+        let size = schedule.size;
+        serde_json::json!([kind.as_str(), size.ranks, size.microbatches, costs, bytes])
+    });
+    let asked = serde_json::Value::Array(asked.collect());
+    let page = page_of(&cases[0].1, UnitCosts::default());
+    let Some(shown) = figures(&page, &asked) else {
+        eprintln!("skipped: there is no node here to run the page's script");
+        return;
+    };
+    for ((kind, schedule), shown) in cases.iter().zip(shown.as_array().unwrap()) {
+        let (costs, bytes) = uneven(schedule);
+        let expected = simulate(schedule, &costs).unwrap();
+        let at = format!("{kind} {:?}", schedule.size);
+        let makespan = serde_json::json!([shown["makespan"]]);
+        assert!(close(&makespan, &[expected.makespan]), "{at}: {makespan}");
+        let path = serde_json::json!(expected.critical_path);
+        assert_eq!(shown["critical_path"], path, "{at}");
+        let peaks = schedule.peak_bytes_by_grad(&bytes).unwrap().into_iter();
+        let peaks: Vec<_> = peaks
+            .map(|peak| [peak.until_input_grad, peak.until_weight_grad])
+            .collect();
+        let peaks = serde_json::json!(peaks);
+        assert_eq!(shown["peak_bytes_by_grad"], peaks, "{at}");
+    }
+}
+
+/// Types lists into the fields of a page, moves a slider over one, and goes to another number of stages.
+const FIELDS: &str = r##"<script>{
+const set = (id, value) => {
+  const input = document.getElementById(id);
+  input.value = value;
+  input.dispatchEvent(new Event("input"));
+};
+const cell = name => [...document.querySelectorAll("#figures tr")].find(row => row.cells[0].textContent === name)?.cells[1].textContent;
+const all = () => ["makespan", "peak bytes", "of them for I", "of them for W", "limit"].map(cell);
+const told = { fields: ["Fs", "bytes", "limit"].map(id => $(id).value), first: all() };
+set("F", 2.5);
+told.slid = [$("Fs").value, cell("makespan")];
+set("Fs", "1:1:1:1");
+told.typed = [$("F").value, cell("makespan")];
+set("Fs", "1:x");
+told.wrong = [$("Fs").validity.valid, cell("makespan")];
+set("Fs", "1:3");
+told.stretched = [cell("makespan"), $("parts").textContent];
+set("limit", "2:2:2:1");
+told.limit = cell("limit");
+set("bytes", "");
+told.without = all();
+document.title = JSON.stringify(told);
+}</script>"##;
+
+#[test]
+fn the_fields_of_the_page_take_a_number_for_each_stage() {
+    let schedule = ScheduleKind::OneFOneB.generate(Size::new(4, 8)).unwrap();
+    let defaults: UnitCosts = "R=0".parse().unwrap();
+    let costs = Costs::parse("F=1:1:2:1", defaults, 4).unwrap();
+    let memory = PageMemory {
+        bytes: Some(ActivationBytes::parse("I=3145728,W=1048576", 4).unwrap()),
+        peak_bytes: vec![16 << 20, 12 << 20, 8 << 20, 3 << 20],
+        ..PageMemory::default()
+    };
+    let page = html(&schedule, &costs, &memory).unwrap();
+    let Some(shown) = seen(&page, FIELDS) else {
+        eprintln!("skipped: there is no chromium here to show the page");
+        return;
+    };
+    let makespan = |forward: &str| {
+        let costs = Costs::parse(forward, defaults, 4).unwrap();
+        let makespan = simulate(&schedule, &costs).unwrap().makespan;
+        makespan.to_string()
+    };
+    let expected = serde_json::json!({
+        "fields": ["1:1:2:1", "I=3145728,W=1048576", "16777216B:12582912B:8388608B:3145728B"],
+        "first": [
+            makespan("F=1:1:2:1"), "16.0 MiB, 12.0 MiB, 8.00 MiB, 4.00 MiB", "12.0 MiB, 9.00 MiB, 6.00 MiB, 3.00 MiB",
+            "4.00 MiB, 3.00 MiB, 2.00 MiB, 1.00 MiB", "exceeded on rank 3",
+        ],
+        "slid": ["2:2:4:2", makespan("F=2:2:4:2")],
+        "typed": ["1", makespan("F=1")],
+        "wrong": [false, makespan("F=1")],
+        "stretched": [
+            makespan("F=1:1:3:3"), "The lists are of 2 stages; each of these 4 takes the mean over its part of them.",
+        ],
+        "limit": "exceeded on rank 0, rank 1",
+        "without": [makespan("F=1:1:3:3"), null, null, null, "exceeded on rank 0, rank 1"],
+    });
+    assert_eq!(shown, expected);
 }

@@ -3,8 +3,9 @@
 use super::{Failure, Outcome, output};
 use clap::{Args as ClapArgs, ValueEnum};
 use merak_pipe::{
-    ActivationBytes, AutoLimits, Costs, GridStyle, Schedule, ScheduleKind, Simulation, Size,
-    UnitCosts, auto, grid, html, json, json_with_bytes, simulate_on, svg, trace,
+    ActivationBytes, AutoLimits, ByteLimits, Costs, GridStyle, PageMemory, PeakBytes, Schedule,
+    ScheduleKind, Simulation, Size, UnitCosts, auto, grid, html, json, json_with_bytes,
+    simulate_on, svg, trace,
 };
 use std::{
     fs,
@@ -48,16 +49,17 @@ pub(crate) struct Args {
     #[arg(long, default_value = "")]
     costs: String,
     /// Bytes of activations that a microbatch keeps on one stage for its input gradient alone (I) and for its weight
-    /// gradients (W), as in I=1048576,W=524288, with colons where stages differ; the peak of each rank is then shown;
-    /// @FILE reads them from a file.
+    /// gradients (W), as in I=1048576,W=524288, with colons where stages differ; the peak of each rank is then shown,
+    /// and --memory may limit it; @FILE reads them from a file.
     #[arg(long, value_name = "BYTES")]
     bytes: Option<String>,
     /// Cores that the ranks share, for the formats that show times; unset: each has one.
     #[arg(long)]
     cores: Option<f64>,
-    /// Most microbatches whose activations a rank may keep, for `auto`: one number for all ranks, or one for each with
-    /// colons in between, as in 4:3:2:1.
-    #[arg(long, value_name = "MICROBATCHES")]
+    /// Most that a rank may keep, for `auto` and --format html: microbatches, as in 4, or with --bytes bytes, as in 96MiB;
+    /// one limit for all ranks, or one for each with colons in between, as in 4:3:2:1 or 96MiB:64MiB. Bytes count what waits
+    /// for I and what waits for W, each until then.
+    #[arg(long, value_name = "LIMITS")]
     memory: Option<String>,
     /// What to print.
     #[arg(long, value_enum, default_value_t = Format::Grid)]
@@ -134,19 +136,24 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Ok::<_, Failure>(bytes)
     });
     let bytes = bytes.transpose()?;
-    if bytes.is_some() && !matches!(args.format, Format::Grid | Format::Json) {
-        return Err("--bytes adds peaks of memory, which --format grid and json show".into());
+    let limits = args.memory.as_deref();
+    let limits = limits.map(|text| MemoryLimits::parse(text, size.ranks, bytes.is_some()));
+    let memory = page_memory(bytes, limits.transpose()?);
+    let bytes = &memory.bytes;
+    let shows_bytes = matches!(args.format, Format::Grid | Format::Json | Format::Html);
+    if bytes.is_some() && memory.peak_bytes.is_empty() && !shows_bytes {
+        return Err("--bytes adds peaks of memory, which --format grid, json and html show".into());
     }
-    let schedule = order.schedule(args, size, &costs)?;
+    let schedule = order.schedule(size, &costs, &memory)?;
     args.format.check(&schedule)?;
     let simulate = || simulate_on(&schedule, &costs, args.cores.unwrap_or(f64::INFINITY));
     let text = match args.format {
         Format::Csv => schedule.to_csv(),
-        Format::Json => match &bytes {
+        Format::Json => match bytes {
             None => format!("{:#}", json(&schedule, &costs)?),
             Some(bytes) => format!("{:#}", json_with_bytes(&schedule, &costs, bytes)?),
         },
-        Format::Html => html(&schedule, on_every_stage(&costs)?)?,
+        Format::Html => html(&schedule, &costs, &memory)?,
         Format::Svg => {
             let simulation = simulate()?;
             let name = format!("{} under {costs}", schedule.name);
@@ -178,12 +185,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
                 "{drawn}\n{}\ncosts {costs}\n",
                 figures(&schedule, &simulation)
             );
-            if let Some(bytes) = &bytes {
-                let peaks = schedule.peak_bytes(bytes)?;
-                let peaks: Vec<_> = peaks.iter().map(ToString::to_string).collect();
-                text.push_str("peak bytes of activations per rank ");
-                text.push_str(&peaks.join(" "));
-                text.push('\n');
+            if let Some(bytes) = bytes {
+                text.push_str(&byte_figures(&schedule, bytes)?);
             }
             text
         }
@@ -213,46 +216,68 @@ fn given(text: &str) -> Result<String, Failure> {
     Ok(read.trim_start_matches('\u{feff}').to_owned())
 }
 
-/// The costs of the page, whose stages are all alike.
-fn on_every_stage(costs: &Costs) -> Result<UnitCosts, Failure> {
-    let one = |list: &[f64]| match list {
-        [] => Some(0.0),
-        [first, rest @ ..] => rest
-            .iter()
-            .all(|other| other.total_cmp(first).is_eq())
-            .then_some(*first),
-    };
-    let all = || {
-        Some(UnitCosts {
-            forward: one(&costs.forward)?,
-            input_grad: one(&costs.input_grad)?,
-            weight_grad: one(&costs.weight_grad)?,
-            recompute: one(&costs.recompute)?,
-            hop: one(&costs.hop)?,
-            overlap: costs.overlap,
-        })
-    };
-    all().ok_or_else(|| {
-        "--format html shows stages of equal costs: give one number for each kind, or choose another format".into()
-    })
+/// What `--memory` counts.
+enum MemoryLimits {
+    Activations(Vec<f64>),
+    Bytes(Vec<u64>),
 }
 
-/// The limits of memory: one for all ranks, or one for each.
-fn memory_limits(text: &str, ranks: usize) -> Result<Vec<f64>, Failure> {
-    let limits = text.split(':').map(|limit| limit.trim().parse::<f64>());
-    let limits: Result<Vec<f64>, _> = limits.collect();
-    match limits.as_deref() {
-        Ok([all]) => Ok(vec![*all; ranks]),
-        Ok(list) if list.len() == ranks => Ok(list.to_vec()),
-        Ok(list) => Err(format!(
+impl MemoryLimits {
+    /// Reads limits for so many ranks: microbatches, or sizes with units where it is known what a microbatch keeps.
+    fn parse(text: &str, ranks: usize, knows_bytes: bool) -> Result<Self, Failure> {
+        let texts: Vec<_> = text.split(':').map(str::trim).collect();
+        let microbatches: Result<Vec<f64>, _> = texts.iter().map(|text| text.parse()).collect();
+        if let Ok(limits) = microbatches {
+            return Ok(Self::Activations(for_each_rank(limits, ranks)?));
+        }
+        let sizes = texts.iter().map(|text| {
+            let size = merak_ckpt::parse_byte_size(text).ok();
+            size.filter(|_| text.parse::<f64>().is_err())
+        });
+        let Some(sizes) = sizes.collect::<Option<Vec<u64>>>() else {
+            return Err(format!(
+                "--memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes such as 96MiB:64MiB, found {text:?}"
+            )
+            .into());
+        };
+        if !knows_bytes {
+            return Err(format!(
+                "--memory {text} limits bytes: say with --bytes what a microbatch keeps on a stage, as in --bytes I=1048576,W=524288"
+            )
+            .into());
+        }
+        Ok(Self::Bytes(for_each_rank(sizes, ranks)?))
+    }
+}
+
+/// One limit for all ranks, or one for each.
+fn for_each_rank<T: Clone>(limits: Vec<T>, ranks: usize) -> Result<Vec<T>, Failure> {
+    match &limits[..] {
+        [all] => Ok(vec![all.clone(); ranks]),
+        list if list.len() == ranks => Ok(limits),
+        list => Err(format!(
             "--memory has {} limits, expected one for all ranks or one for each of {ranks}",
             list.len()
         )
         .into()),
-        Err(_) => Err(format!(
-            "--memory expects numbers of microbatches such as 4 or 4:3:2:1, found {text:?}"
-        )
-        .into()),
+    }
+}
+
+fn page_memory(bytes: Option<ActivationBytes>, limits: Option<MemoryLimits>) -> PageMemory {
+    let memory = PageMemory {
+        bytes,
+        ..PageMemory::default()
+    };
+    match limits {
+        None => memory,
+        Some(MemoryLimits::Activations(peak_activations)) => PageMemory {
+            peak_activations,
+            ..memory
+        },
+        Some(MemoryLimits::Bytes(peak_bytes)) => PageMemory {
+            peak_bytes,
+            ..memory
+        },
     }
 }
 
@@ -278,6 +303,21 @@ fn figures(schedule: &Schedule, simulation: &Simulation) -> String {
     )
 }
 
+/// The peaks of all ranks in bytes, and what of each waits for which gradient.
+fn byte_figures(schedule: &Schedule, bytes: &ActivationBytes) -> Result<String, Failure> {
+    let peaks = schedule.peak_bytes_by_grad(bytes)?;
+    let list = |part: fn(&PeakBytes) -> u64| {
+        let texts: Vec<_> = peaks.iter().map(|peak| part(peak).to_string()).collect();
+        texts.join(" ")
+    };
+    Ok(format!(
+        "peak bytes of activations per rank {}, of them for I {}, for W {}\n",
+        list(|peak| peak.total()),
+        list(|peak| peak.until_input_grad),
+        list(|peak| peak.until_weight_grad),
+    ))
+}
+
 /// What decides the order of the actions.
 enum Order {
     /// A file to check.
@@ -299,9 +339,9 @@ impl Order {
             (None, Some("auto")) => Self::Auto,
             (None, name) => Self::Named(named(name.unwrap_or_default())?),
         };
-        if args.memory.is_some() && !matches!(order, Self::Auto) {
+        if args.memory.is_some() && !matches!(order, Self::Auto) && args.format != Format::Html {
             return Err(
-                "--memory limits the search of schedule auto: leave it out elsewhere".into(),
+                "--memory limits the search of schedule auto, and --format html shows it: leave it out elsewhere".into(),
             );
         }
         Ok(order)
@@ -344,7 +384,12 @@ impl Order {
         Ok(Costs::parse(&given(&args.costs)?, defaults, size.stages())?)
     }
 
-    fn schedule(&self, args: &Args, size: Size, costs: &Costs) -> Result<Schedule, Failure> {
+    fn schedule(
+        &self,
+        size: Size,
+        costs: &Costs,
+        memory: &PageMemory,
+    ) -> Result<Schedule, Failure> {
         match self {
             Self::File { text, sized } => {
                 let schedule = if size == sized.size {
@@ -356,7 +401,7 @@ impl Order {
                 Ok(schedule)
             }
             Self::Named(kind) => Ok(kind.generate(size)?),
-            Self::Auto => searched(args, size, costs),
+            Self::Auto => searched(size, costs, memory),
         }
     }
 }
@@ -379,12 +424,17 @@ fn named(name: &str) -> Result<ScheduleKind, Failure> {
     })
 }
 
-fn searched(args: &Args, size: Size, costs: &Costs) -> Result<Schedule, Failure> {
+fn searched(size: Size, costs: &Costs, memory: &PageMemory) -> Result<Schedule, Failure> {
+    let kept = memory
+        .bytes
+        .clone()
+        .filter(|_| !memory.peak_bytes.is_empty());
     let limits = AutoLimits {
-        peak_activations: match &args.memory {
-            Some(text) => memory_limits(text, size.ranks)?,
-            None => Vec::new(),
-        },
+        peak_activations: memory.peak_activations.clone(),
+        bytes: kept.map(|kept| ByteLimits {
+            kept,
+            peaks: memory.peak_bytes.clone(),
+        }),
         ..AutoLimits::default()
     };
     let found = auto(size, costs, &limits)?;

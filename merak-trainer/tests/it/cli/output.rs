@@ -81,6 +81,43 @@ fn costs_and_limits_of_each_stage_and_rank_are_taken_and_memory_is_shown_in_byte
         serde_json::json!({ "I": [300, 300], "W": [100, 50] })
     );
     assert_eq!(document["peak_bytes"][0], 1200);
+    assert!(
+        text.contains(", of them for I 900 "),
+        "what waits for I is told apart: {text}"
+    );
+    assert_eq!(
+        document["peak_bytes_by_grad"][0],
+        serde_json::json!({ "I": 900, "W": 300 })
+    );
+}
+
+#[test]
+fn limits_of_memory_are_microbatches_or_bytes_and_the_page_shows_them_with_uneven_costs() {
+    let place = Workplace::new();
+    let command = "schedule auto -p 4 -m 8 --bytes I=3145728,W=1048576 --memory 8MiB:8M:8MiB:4MiB";
+    let searched = place.document(&format!("{command} --format json"));
+    let peaks = searched["peak_bytes"].as_array().unwrap().iter();
+    let limits = [8 << 20, 8 << 20, 8 << 20, 4 << 20];
+    assert!(
+        peaks
+            .filter_map(Value::as_u64)
+            .zip(limits)
+            .all(|(peak, limit)| peak <= limit),
+        "{searched}"
+    );
+    let message = |command: &str| place.mistake(command);
+    assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 8MiB"), @"error: --memory 8MiB limits bytes: say with --bytes what a microbatch keeps on a stage, as in --bytes I=1048576,W=524288");
+    assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 8MiB:4 --bytes I=1"), @r#"error: --memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes such as 96MiB:64MiB, found "8MiB:4""#);
+    assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 7B --bytes I=8"), @"error: a microbatch keeps 8 bytes on the stages of rank 0, found a limit of 7 bytes");
+
+    let page = "schedule 1f1b -p 4 -m 8 --costs F=1:1:2:1 --bytes I=300,W=100 --memory 4:3:2:1 --format html";
+    let page = place.succeed(page);
+    assert!(
+        page.contains(r#""F":[1.0,1.0,2.0,1.0]"#),
+        "costs of each stage"
+    );
+    assert!(page.contains(r#""bytes":{"I":[300,300,300,300],"W":[100,100,100,100]}"#));
+    assert!(page.contains(r#""peak_activations":[4.0,3.0,2.0,1.0]"#));
 }
 
 #[test]
