@@ -264,10 +264,7 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
         }
     }
     if search.found.is_empty() {
-        // One microbatch after the other fits where each does: bytes are what some rank has too few of.
-        let bytes = memory.bytes.zip(placements.first());
-        let short = bytes.and_then(|(bytes, in_turn)| bytes.without_room(in_turn));
-        return Err(short.expect("list scheduling keeps every legal limit"));
+        return Err(without_room(&memory, &placements));
     }
     let moves = search.improve();
     let (mut schedule, mut simulation) = search.shortest()?;
@@ -291,6 +288,13 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
         moves,
         stopped,
     })
+}
+
+/// Why nothing fits. One microbatch after the other fits where each does, so bytes are what some rank has too few of.
+fn without_room(memory: &Memory<'_>, placements: &[Vec<usize>]) -> Error {
+    let bytes = memory.bytes.zip(placements.first());
+    let short = bytes.and_then(|(bytes, in_turn)| bytes.without_room(in_turn));
+    short.expect("list scheduling keeps every legal limit")
 }
 
 fn is_optimal(makespan: f64, bound: f64) -> bool {

@@ -51,7 +51,6 @@ pub struct RunFolder {
     /// The content of `config.resolved.toml`.
     resolved: String,
     start: Start,
-    saves: bool,
     trains_adapter: bool,
     lock: Mutex<HeldFile>,
     /// Whether this run has set another aside that is still there.
@@ -110,7 +109,6 @@ impl RunFolder {
         Ok(Arc::new(Self {
             resolved,
             start,
-            saves: args.saves(),
             trains_adapter: args.lora_config.is_some(),
             lock: Mutex::new(lock),
             has_aside: AtomicBool::new(false),
@@ -158,13 +156,6 @@ impl RunFolder {
     pub fn replaced(&self) -> Option<PathBuf> {
         let aside = self.path.join(ASIDE);
         (self.has_aside.load(Ordering::Relaxed) && aside.is_dir()).then_some(aside)
-    }
-
-    /// Ends a run that did all its steps. One that saves nothing has replaced the other one by now.
-    pub fn finish(&self) {
-        if !self.saves {
-            self.drop_replaced();
-        }
     }
 
     /// Puts back the run that was to be replaced where this one has failed before it recorded
@@ -594,7 +585,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_saves_nothing_replaces_the_other_at_its_end() {
+    fn a_run_that_saves_nothing_leaves_the_other_aside() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
         run(path, 7);
@@ -604,10 +595,9 @@ mod tests {
         }));
         let new = new.unwrap();
         new.begin().unwrap();
-        assert!(new.replaced().is_some());
-        new.finish();
-        assert_eq!(new.replaced(), None);
-        assert_eq!(names(path), [".lock", RESOLVED]);
+        let aside = new.replaced().expect("it is set aside");
+        drop(new);
+        assert_eq!(steps(&aside), [7]);
     }
 
     #[test]

@@ -9,9 +9,14 @@ use std::{
 /// Writes results to standard output; nothing in them acts on a terminal. A reader that went away, such as `head`, is
 /// no failure.
 pub(crate) fn print(text: impl AsRef<[u8]>) -> io::Result<()> {
+    print_as_is(shown(&io::stdout(), text.as_ref()))
+}
+
+/// As [`print`], for a text whose colours are our own and in which nobody else has a word.
+pub(crate) fn print_as_is(text: impl AsRef<[u8]>) -> io::Result<()> {
     let mut out = io::stdout().lock();
-    let text = shown(&out, text.as_ref());
-    let written = out.write_all(&text).and_then(|()| {
+    let text = text.as_ref();
+    let written = out.write_all(text).and_then(|()| {
         if text.ends_with(b"\n") {
             Ok(())
         } else {

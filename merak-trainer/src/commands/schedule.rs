@@ -192,7 +192,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         }
     };
     match &args.output {
-        None => output::print(&text)?,
+        None => output::print_as_is(&text)?,
         Some(path) => fs::write(path, text).map_err(|source| merak_trainer::Error::Write {
             path: path.clone(),
             source,

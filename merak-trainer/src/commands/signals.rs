@@ -1,7 +1,7 @@
 //! Signals that end a training after the step in hand.
 
 use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1},
+    consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ},
     flag,
     iterator::Signals,
     low_level::signal_name,
@@ -34,6 +34,8 @@ fn listen(stop: &Arc<AtomicI64>) -> io::Result<()> {
     if !is_ignored(SIGHUP) {
         watched.push(SIGHUP);
     }
+    // A file beyond the limit of its size is then an error of the write, which names it, and no end of the process.
+    flag::register(SIGXFSZ, Arc::default())?;
     let is_late = Arc::new(AtomicBool::new(false));
     for &signal in &watched {
         flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&is_late))?;

@@ -88,9 +88,6 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     }
     output::print(run.summary(&finished, &output_dir))?;
     let stopped_by = finished[0].output.stopped_by;
-    if stopped_by.is_none() {
-        folder.finish();
-    }
     tell_of_replaced(&folder);
     Ok(stopped_by.map_or(ExitCode::SUCCESS, |signal| {
         ExitCode::from((128 + signal) as u8)

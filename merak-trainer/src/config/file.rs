@@ -24,20 +24,22 @@ pub(crate) fn read(path: &Path) -> Result<Vec<Entry>> {
         path: path.to_path_buf(),
         source,
     })?;
+    // Some editors put a byte-order mark before a text.
+    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
     let extension = path
         .extension()
         .and_then(|extension| extension.to_str())
         .unwrap_or_default();
     match extension.to_ascii_lowercase().as_str() {
-        "toml" => parse_toml(path, &text),
+        "toml" => parse_toml(path, text),
         "yaml" | "yml" => {
-            let lines = key_lines(&text).map_err(|error| syntax(path, &error))?;
-            entries_of(path, parse_yaml(path, &text, &lines)?, &lines)
+            let lines = key_lines(text).map_err(|error| syntax(path, &error))?;
+            entries_of(path, parse_yaml(path, text, &lines)?, &lines)
         }
         "json" => {
-            let value = serde_json::from_str(&text).map_err(|error| syntax(path, &error))?;
+            let value = serde_json::from_str(text).map_err(|error| syntax(path, &error))?;
             // JSON is YAML, but for rarities.
-            entries_of(path, value, &key_lines(&text).unwrap_or_default())
+            entries_of(path, value, &key_lines(text).unwrap_or_default())
         }
         _ => Err(Error::ConfigFormat {
             path: path.to_path_buf(),

@@ -47,7 +47,17 @@ pub(super) fn read(file: &Path) -> Profiles {
     }
 }
 
-/// Replaces a file; a run that cannot keep its times goes on with them.
+/// Whether the file may be replaced: there is none, or it holds times, damaged ones perhaps.
+fn is_ours(file: &Path) -> io::Result<bool> {
+    let begins = |bytes: &[u8]| bytes.trim_ascii_start().starts_with(b"{\n  \"format\":");
+    match merak_ckpt::read_regular(file, MAX_BYTES) {
+        Ok(bytes) => Ok(bytes.is_empty() || begins(&bytes)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(true),
+        Err(error) => Err(error),
+    }
+}
+
+/// Replaces a file that holds times; a run that cannot keep its times goes on with them.
 pub(super) fn write(file: &Path, profiles: &Profiles) {
     let document = Document {
         format: FORMAT,
@@ -56,6 +66,11 @@ pub(super) fn write(file: &Path, profiles: &Profiles) {
     let written = serde_json::to_vec_pretty(&document)
         .map_err(io::Error::from)
         .and_then(|bytes| {
+            if !is_ours(file)? {
+                let reason =
+                    "it holds something else and is left as it is: name another \"cost_cache\"";
+                return Err(io::Error::other(reason));
+            }
             if let Some(folder) = file.parent() {
                 fs::create_dir_all(folder)?;
             }
@@ -92,5 +107,25 @@ mod tests {
         assert_eq!(read(&file), Profiles::new());
         fs::write(&file, text.replace("\"format\": 3", "\"format\": 2")).unwrap();
         assert_eq!(read(&file), Profiles::new());
+        write(&file, &kept);
+        assert_eq!(read(&file), kept, "what was measured is kept again");
+    }
+
+    #[test]
+    fn a_file_that_holds_something_else_stays_as_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("precious.toml");
+        for text in ["tp = 2\n", "{\"format\": 3}"] {
+            fs::write(&file, text).unwrap();
+            write(&file, &Profiles::new());
+            assert_eq!(fs::read_to_string(&file).unwrap(), text);
+        }
+        write(folder.path(), &Profiles::new());
+        assert!(folder.path().is_dir());
+        assert_eq!(
+            fs::read_dir(folder.path()).unwrap().count(),
+            1,
+            "no draft is left"
+        );
     }
 }

@@ -418,6 +418,15 @@ fn a_damaged_command_line_or_file_is_one_clear_message() {
     assert_snapshot!(message(load_file("merak.toml", "tp = 2\npp = \n")), @"cannot parse the configuration merak.toml: line 2: string values must be quoted, expected literal string");
     assert_snapshot!(message(load_file("merak.toml", "tp = 2\ntp = 3\n")), @"cannot parse the configuration merak.toml: line 2: duplicate key");
     assert_snapshot!(message(load_file("merak.json", "[1]")), @"cannot parse the configuration merak.json: the file holds no table of keys");
+    for (name, text) in [
+        ("merak.yaml", "\u{feff}tp: 2\n"),
+        ("merak.json", "\u{feff}{\"tp\": 2}"),
+    ] {
+        assert!(
+            load_file(name, text).is_ok(),
+            "{name} with a byte-order mark"
+        );
+    }
     assert_snapshot!(message(load_file("merak.yaml", "tp: [1\n")), @"cannot parse the configuration merak.yaml: while parsing a flow sequence, expected ',' or ']' at byte 7 line 2 column 1");
     assert_snapshot!(message(Config::load(Some("/nowhere/merak.toml".as_ref()), [], &[])), @"cannot read /nowhere/merak.toml");
 }
