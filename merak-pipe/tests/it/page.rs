@@ -11,7 +11,7 @@ use std::{
 /// The page of a schedule whose stages are alike.
 fn page_of(schedule: &Schedule, costs: UnitCosts) -> String {
     let costs = Costs::uniform(costs, schedule.size.stages());
-    html(schedule, &costs, &PageMemory::default()).unwrap()
+    html(schedule, &costs, &PageMemory::default()).expect("the sizes fit")
 }
 
 /// Reads the page and a list of `[name, ranks, microbatches, costs, bytes]` as two lines, runs the page's own script
