@@ -70,8 +70,9 @@ impl Default for ReshardOptions {
 ///     layout: &layout,
 ///     range: None,
 /// };
-/// let shard = store.begin(7)?.write_shard(ShardKind::Model, 0, &[(piece, &[0, 1, 2, 3, 4, 5])])?;
-/// let one = store.draft(7).commit(vec![shard], Header::default(), &[])?;
+/// let draft = store.begin(7)?;
+/// let shard = draft.write_shard(ShardKind::Model, 0, &[(piece, &[0, 1, 2, 3, 4, 5])])?;
+/// let one = draft.commit(vec![shard], Header::default(), &[])?;
 ///
 /// let options = ReshardOptions {
 ///     topology: Topology { tp: 3, ..Topology::default() },
