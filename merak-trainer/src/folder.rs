@@ -291,6 +291,15 @@ fn check_place(output_dir: &Path) -> Result<()> {
         path: path.to_owned(),
         source,
     };
+    // A name that no file system takes, or a folder above that nobody may look into.
+    if let Err(error) = fs::metadata(output_dir)
+        && !matches!(
+            error.kind(),
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+        )
+    {
+        return Err(refused(output_dir, error));
+    }
     // The nearest thing that is there already; a relative path starts from the current folder.
     let there = output_dir
         .ancestors()

@@ -190,6 +190,9 @@ fn an_output_folder_that_cannot_be_written_is_refused() {
         for dry in ["", "--dry-run"] {
             let to = |folder: &str| train(&format!("{dry} --output_dir{folder}"));
             assert_snapshot!(to(" file/run"), @r#"error: cannot write into file, which "output_dir" names (command line --output_dir): not a directory"#);
+            let message = to(&format!(" {}", "x".repeat(300)));
+            let end = "x, which \"output_dir\" names (command line --output_dir): File name too long (os error 36)";
+            assert!(message.ends_with(end), "{message}");
             assert_snapshot!(to("="), @r#"error: "output_dir" is empty (command line --output_dir), but must be the name of a folder"#);
             assert_snapshot!(to(" none"), @r#"error: "output_dir" is not set: name the folder that the run writes"#);
         }
