@@ -12,7 +12,7 @@ pub(crate) fn print(text: impl AsRef<[u8]>) -> io::Result<()> {
     print_as_is(shown(&io::stdout(), text.as_ref()))
 }
 
-/// As [`print`], for a text whose colours are our own and in which nobody else has a word.
+/// As [`print()`], for a text whose colours are our own and in which nobody else has a word.
 pub(crate) fn print_as_is(text: impl AsRef<[u8]>) -> io::Result<()> {
     let mut out = io::stdout().lock();
     let text = text.as_ref();
