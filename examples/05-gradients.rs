@@ -8,10 +8,9 @@ use anyhow::{Context, Result, ensure};
 use merak_mpu::into_vec;
 use merak_trace::{
     Backend, Batch, DType, GradSlot, GradStore, Graph, Init, Interpreter, RecomputePlan,
-    RunContext, SingleRank, StageCuts, StageProgram, TensorType, Value,
+    RunContext, SingleRank, StageCuts, StageProgram, TensorType, Threads, Value,
     backend::candle::Candle,
     fx, initial_values,
-    kernels::Threads,
     op::{Activation, WeightLayout},
 };
 use std::{iter, sync::Arc};

@@ -9,10 +9,9 @@ use merak_mpu::{Degrees, Mpu, into_vec, threads};
 use merak_tp::{LayerLists, default_lists, rewrite};
 use merak_trace::{
     AxisGroups, Backend, Batch, DType, Graph, Interpreter, RunContext, SingleRank, StageCuts,
-    StageProgram, TensorType, Value,
+    StageProgram, TensorType, Threads, Value,
     backend::candle::Candle,
     initial_values,
-    kernels::Threads,
     models::{self, TraceOptions},
 };
 use std::sync::Arc;

@@ -1,12 +1,12 @@
 //! Speed of the fused kernels beside the same mathematics composed of plain tensor operations.
 //!
-//! `RAYON_NUM_THREADS=1 cargo bench -p merak-trace --bench fused` prints medians and the median ratio. Both
+//! `RAYON_NUM_THREADS=1 cargo bench -p merak-trace --features bench --bench fused` prints medians and the median ratio. Both
 //! sides compute the output and all gradients on one thread, by turns, at the shapes of a GPT with layers of
 //! 512. The plain side are candle's operations on whole tensors and its autograd, from the sum of the outputs.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use merak_trace::kernels::{
-    Activation, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec, Dropout, DropoutKey,
+    Activation, AttentionGrads, AttentionMask, AttentionShape, AttentionSpec, DropoutMask, MaskKey,
     MatMut, SampleSlice, Strided, TableRows, Threads, Turn, activation, activation_grad,
     add_assign, attention, attention_grad, cross_entropy, cross_entropy_grad_in_place, dropout,
     embedding, embedding_grad, layer_norm, layer_norm_grad_input, layer_norm_grad_params, rms_norm,
@@ -475,12 +475,12 @@ fn dropout_case() -> Result<Case> {
     const P: f32 = 0.1;
     let (x, dy) = (noise(ROWS * WIDE), ones(ROWS * WIDE));
     let (mut y, mut dx) = (x.clone(), x.clone());
-    let key = DropoutKey {
+    let key = MaskKey {
         seed: 1,
         step: 2,
         node: 3,
     };
-    let what = Dropout { key, p: P.into() };
+    let what = DropoutMask { key, p: P.into() };
     let slice = SampleSlice::whole(0, ROWS * WIDE);
     let fused = move || {
         let threads = Threads::one();

@@ -1,13 +1,14 @@
 //! Speed of the CPU kernels at the shapes of a GPT with 8 layers of 512, beside a copy.
 //!
-//! `cargo bench -p merak-trace --bench kernels`; each benchmark runs on one and on two threads.
+//! `cargo bench -p merak-trace --features bench --bench kernels`; each benchmark runs on one and on two threads.
 
 use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
 use merak_trace::kernels::{
-    Activation, AttentionGrads, AttentionShape, AttentionSpec, Dropout, DropoutKey, MatMut, MatRef,
-    SampleSlice, Strided, Threads, Write, activation, activation_grad, attention, attention_grad,
-    cross_entropy, cross_entropy_grad, dropout, gemm, layer_norm, layer_norm_grad_input,
+    Activation, AttentionGrads, AttentionShape, AttentionSpec, DropoutMask, MaskKey, MatMut,
+    MatRef, SampleSlice, Strided, Threads, Write, activation, activation_grad, attention,
+    attention_grad, cross_entropy, cross_entropy_grad, dropout, gemm, layer_norm,
+    layer_norm_grad_input,
 };
 
 const THREADS: [usize; 2] = [1, 2];
@@ -152,7 +153,7 @@ fn gelu_gradient(bencher: Bencher<'_, '_>, num_threads: usize) {
 #[divan::bench(args = THREADS)]
 fn drop_a_tenth(bencher: Bencher<'_, '_>, num_threads: usize) {
     let (x, mut y) = (noise(ROWS * 4 * WIDTH), noise(ROWS * 4 * WIDTH));
-    let key = DropoutKey {
+    let key = MaskKey {
         seed: 1,
         step: 2,
         node: 3,
@@ -160,7 +161,7 @@ fn drop_a_tenth(bencher: Bencher<'_, '_>, num_threads: usize) {
     let slice = SampleSlice::whole(0, ROWS * WIDTH);
     let bencher = bencher.counter(BytesCount::of_slice(&x));
     run(bencher, num_threads, |threads| {
-        dropout(threads, Dropout { key, p: 0.1 }, slice, &x, &mut y);
+        dropout(threads, DropoutMask { key, p: 0.1 }, slice, &x, &mut y);
     });
 }
 

@@ -1,15 +1,16 @@
 //! What executes nodes and moves bytes.
 
+#[cfg(feature = "cpu")]
 pub mod candle;
 mod past;
 #[cfg(feature = "tch")]
 pub mod tch;
 
+use crate::{Op, Param, Result, TensorType, Value, value::MemoryMeter};
+#[cfg(feature = "cpu")]
 use crate::{
-    Op, Param, Result, TensorType, Value,
-    kernels::{self, SampleSlice},
+    kernels::{DropoutMask, MaskKey, SampleSlice},
     op,
-    value::MemoryMeter,
 };
 use merak_mpu::{Axis, Buffer, DType};
 use std::{fmt, sync::Arc};
@@ -43,10 +44,11 @@ impl RunContext {
         }
     }
 
-    /// A dropout of this step.
-    pub(crate) fn dropout(&self, spec: &op::Dropout) -> kernels::Dropout {
-        kernels::Dropout {
-            key: kernels::DropoutKey {
+    /// The mask of a dropout in this step.
+    #[cfg(feature = "cpu")]
+    pub(crate) fn dropout(&self, spec: &op::Dropout) -> DropoutMask {
+        DropoutMask {
+            key: MaskKey {
                 seed: self.seed,
                 step: self.step,
                 node: spec.key,
@@ -56,6 +58,7 @@ impl RunContext {
     }
 
     /// Where a value of that shape lies in the logical tensor of its samples (dimension 0).
+    #[cfg(feature = "cpu")]
     pub(crate) fn sample_slice(&self, spec: &op::Dropout, shape: &[usize]) -> SampleSlice {
         let first_sample = self.sample_base;
         let Some(slice) = spec.slice else {

@@ -89,7 +89,7 @@ pub enum Error {
         /// Name of the node.
         node: String,
         /// The cause.
-        source: crate::KernelError,
+        source: KernelError,
     },
     /// The tensor library failed.
     #[error("{node}: {reason}")]
@@ -134,5 +134,47 @@ pub enum Error {
         node: String,
         /// The cause.
         source: merak_mpu::Error,
+    },
+}
+
+/// What a kernel refuses: threads that do not start, and values of a caller's data.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum KernelError {
+    /// The operating system refused to start compute threads.
+    #[error("could not start {num_threads} compute threads")]
+    StartThreads {
+        /// Number of threads asked for.
+        num_threads: usize,
+        /// What it said.
+        source: std::io::Error,
+    },
+    /// A label is no class and does not say "ignore" either.
+    #[error(
+        "label {label} at position {position} is out of range, expected 0 to {} or {ignored} to ignore it",
+        classes.saturating_sub(1)
+    )]
+    Label {
+        /// The label found.
+        label: i64,
+        /// Its index in the labels.
+        position: usize,
+        /// Number of classes.
+        classes: usize,
+        /// The label that is skipped.
+        ignored: i64,
+    },
+    /// A token id has no row in the table.
+    #[error(
+        "id {id} at position {position} is out of range, expected 0 to {}",
+        rows.saturating_sub(1)
+    )]
+    Id {
+        /// The id found.
+        id: i64,
+        /// Its index in the ids.
+        position: usize,
+        /// Number of rows of the table.
+        rows: usize,
     },
 }

@@ -53,7 +53,13 @@
 //! - [`Param`]: a name, a type, an initialiser, a [`Placement`]; [`initial_values`] fills a rank's slice.
 //! - [`StageCuts`] and [`StageProgram`]: one stage's forward, both halves of its backward, and what it keeps.
 //! - [`Interpreter`]: runs a program; [`Backend`] computes nodes, [`backend::candle`] is the default one, on
-//!   the fused [`kernels`]; with the feature `tch` there is `backend::tch`, on libtorch.
+//!   fused kernels; with the feature `tch` there is `backend::tch`, on libtorch.
+//!
+//! # Features
+//!
+//! - `cpu` (default): the kernels, the backend `candle`, and starting values. Without it the crate traces, rewrites,
+//!   differentiates and cuts graphs, with few dependencies.
+//! - `tch`: the libtorch backend; needs libtorch when it is built.
 //!
 //! # From a model to a program
 //!
@@ -89,7 +95,12 @@ mod graph;
 mod hash;
 mod infer;
 mod interpreter;
+#[cfg(all(feature = "cpu", not(feature = "bench")))]
+mod kernels;
+#[cfg(feature = "bench")]
+#[doc(hidden)]
 pub mod kernels;
+#[cfg(feature = "cpu")]
 mod materialise;
 pub mod models;
 pub mod op;
@@ -103,13 +114,14 @@ pub use autodiff::Phase;
 pub use backend::{
     Backend, Call, Following, GradSlot, GradStore, ParamStore, Past, RunContext, SharedBackend,
 };
-pub use error::{Error, Result};
+pub use error::{Error, KernelError, Result};
 pub use graph::{Graph, Node, NodeId, ParamId, Port, Source, ValueId, ValueInfo};
 pub use interpreter::{
     AxisGroups, Batch, Continuation, Forwarded, Frame, Interpreter, KvCache, SingleRank, Tail,
 };
-
-pub use kernels::KernelError;
+#[cfg(feature = "cpu")]
+pub use kernels::Threads;
+#[cfg(feature = "cpu")]
 pub use materialise::{each_initial_values, initial_values};
 pub use merak_mpu::{Axis, DType};
 pub use op::Op;

@@ -5,6 +5,7 @@ use crate::{
     hash::name_hash,
     kernels::{self, Distribution, Float, InitKey, TensorBox, Threads},
 };
+use merak_mpu::{DType, Element};
 
 /// Elements of a tensor that come into being together, but for a row that is longer.
 const BLOCK: usize = 1 << 20;
@@ -14,7 +15,7 @@ const BLOCK: usize = 1 << 20;
 /// A value depends only on the seed, the parameter's name and the index of the element in the full tensor.
 ///
 /// ```
-/// use merak_trace::{DType, Init, Param, ParamRole, Placement, TensorType, initial_values, kernels::Threads};
+/// use merak_trace::{DType, Init, Param, ParamRole, Placement, TensorType, Threads, initial_values};
 /// let full = TensorType::new([4, 6], DType::F32);
 /// let mut param = Param::new("w", full, Init::Normal(0.02), ParamRole::Weight);
 /// let mut whole = vec![0.0_f32; 24];
@@ -26,8 +27,8 @@ const BLOCK: usize = 1 << 20;
 /// ```
 ///
 /// # Panics
-/// When `out` has not as many elements as the local tensor.
-pub fn initial_values<T: Float>(
+/// When `out` has not as many elements as the local tensor, or `T` is neither `f32` nor `f64`.
+pub fn initial_values<T: Element>(
     threads: &Threads,
     seed: u64,
     param: &Param,
@@ -46,14 +47,37 @@ pub fn initial_values<T: Float>(
     });
 }
 
-/// Shows the values of [`initial_values`] a few at a time, with the place of the first of them in the local tensor. For
-/// who keeps them in another type.
-pub fn each_initial_values<T: Float>(
+/// Shows the values of [`initial_values`] a few at a time, with the place of the first of them in the local tensor. A
+/// caller that keeps them in another type converts them here.
+///
+/// # Panics
+/// When `T` is neither `f32` nor `f64`.
+pub fn each_initial_values<T: Element>(
     threads: &Threads,
     seed: u64,
     param: &Param,
     rank: usize,
     degree: usize,
+    show: &mut dyn FnMut(usize, &[T]),
+) {
+    let place = (rank, degree);
+    match T::DTYPE {
+        DType::F32 => draw::<f32>(threads, seed, param, place, &mut |first, values| {
+            show(first, bytemuck::cast_slice(values));
+        }),
+        DType::F64 => draw::<f64>(threads, seed, param, place, &mut |first, values| {
+            show(first, bytemuck::cast_slice(values));
+        }),
+        other => unreachable!("starting values are drawn in f32 or f64, not in {other}"),
+    }
+}
+
+/// [`each_initial_values`] in one of the types of the kernels; `rank` of `degree` holds them.
+fn draw<T: Float>(
+    threads: &Threads,
+    seed: u64,
+    param: &Param,
+    (rank, degree): (usize, usize),
     show: &mut dyn FnMut(usize, &[T]),
 ) {
     let distribution = match param.init {
@@ -129,7 +153,6 @@ fn put<T>(
 mod tests {
     use super::*;
     use crate::{ParamRole, Placement, Shard, TensorType};
-    use merak_mpu::DType;
 
     #[test]
     fn slices_of_a_fused_projection_join_to_the_whole() {

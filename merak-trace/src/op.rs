@@ -4,6 +4,9 @@ use crate::{TensorType, param::Shard};
 use merak_mpu::{Axis, DType};
 use serde::{Deserialize, Serialize};
 
+/// The label of a position that does not count, as in PyTorch.
+pub const IGNORED_LABEL: i64 = -100;
+
 /// How the matrix of a linear layer is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -42,13 +45,13 @@ impl WeightLayout {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activation {
-    /// `x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`.
+    /// The approximation `x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))` of [`Self::GeluErf`].
     GeluTanh,
-    /// `x/2 (1 + erf(x/√2))`.
+    /// `x/2 (1 + erf(x/√2))` ([GELU](https://arxiv.org/abs/1606.08415)).
     GeluErf,
-    /// `x / (1 + e^-x)`.
+    /// `x / (1 + e^-x)`, also called swish.
     Silu,
-    /// `max(x, 0)`.
+    /// `max(x, 0)`, with slope 0 at 0.
     Relu,
     /// `tanh(x)`.
     Tanh,
@@ -319,7 +322,7 @@ pub enum Op {
     /// `x -> y`; its gradient is the same operation. The identity outside training.
     Dropout(Dropout),
 
-    /// `logits [.., V], labels [..] i64 -> sum of token losses [] f64, lse [rows]`; label -100 does not count.
+    /// `logits [.., V], labels [..] i64 -> sum of token losses [] f64, lse [rows]`; [`IGNORED_LABEL`] does not count.
     CrossEntropy {
         /// Share of probability spread over all classes.
         label_smoothing: f64,

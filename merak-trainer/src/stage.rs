@@ -19,7 +19,7 @@ use merak_mpu::{Buffer, DType, Mpu, Rank};
 use merak_pipe::Engine;
 use merak_trace::{
     GradSlot, GradStore, Interpreter, Param, Placement, RunContext, SharedBackend, StageProgram,
-    Value, backend::candle::Candle, each_initial_values, kernels::Threads,
+    Threads, Value, backend::candle::Candle, each_initial_values,
 };
 use merak_zero::{FlatLayout, GlobalParams, ParamSpec, StepDevice, ZeroGroups, ZeroOptimizer};
 use std::sync::Arc;

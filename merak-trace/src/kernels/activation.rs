@@ -6,26 +6,9 @@
 
 use super::elementwise::{map, map2};
 use super::simd::vectorize;
-use super::{Float, Threads};
+use super::{Activation, Float, Threads};
 
-/// An activation function; NaN gives NaN.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activation {
-    /// `max(x, 0)`, with slope zero at zero.
-    Relu,
-    /// [GELU](https://arxiv.org/abs/1606.08415): x times the standard normal distribution function.
-    GeluErf,
-    /// Its approximation `x / 2 (1 + tanh((2 / pi)^(1/2) (x + 0.044715 x^3)))`.
-    GeluTanh,
-    /// `x / (1 + exp(-x))`, also called swish.
-    Silu,
-    /// Hyperbolic tangent.
-    Tanh,
-    /// `1 / (1 + exp(-x))`.
-    Sigmoid,
-}
-
-/// Computes `y = f(x)`.
+/// Computes `y = f(x)`; NaN gives NaN.
 ///
 /// # Panics
 ///
@@ -37,7 +20,6 @@ pub fn activation<T: Float>(threads: &Threads, kind: Activation, x: &[T], y: &mu
         Activation::GeluTanh => map(threads, x, y, |x| x * gelu_argument(x).0.sigmoid()),
         Activation::Silu => map(threads, x, y, |x| x * x.sigmoid()),
         Activation::Tanh => map(threads, x, y, Float::tanh),
-        Activation::Sigmoid => map(threads, x, y, Float::sigmoid),
     }
 }
 
@@ -77,7 +59,6 @@ pub fn activation_grad<T: Float>(
             let y = Float::tanh(x);
             dy * (T::ONE - y * y)
         }),
-        Activation::Sigmoid => map2(threads, x, dy, dx, |x, dy| dy * sigmoid_and_slope(x).1),
     }
 }
 
@@ -164,13 +145,12 @@ mod tests {
     use super::super::testing::{assert_close, assert_gradient, noise, on_any_threads, to_f64};
     use super::*;
 
-    const KINDS: [Activation; 6] = [
+    const KINDS: [Activation; 5] = [
         Activation::Relu,
         Activation::GeluErf,
         Activation::GeluTanh,
         Activation::Silu,
         Activation::Tanh,
-        Activation::Sigmoid,
     ];
 
     fn wide_noise<T: Float>(seed: u64, len: usize) -> Vec<T> {
@@ -188,7 +168,6 @@ mod tests {
             }
             Activation::Silu => x / (1.0 + (-x).exp()),
             Activation::Tanh => f64::tanh(x),
-            Activation::Sigmoid => 1.0 / (1.0 + (-x).exp()),
         }
     }
 
@@ -265,7 +244,6 @@ mod tests {
             match kind {
                 Activation::Relu => assert_eq!(y[1..], [f32::INFINITY, 0.0]),
                 Activation::Tanh => assert_eq!(y[1..], [1.0, -1.0]),
-                Activation::Sigmoid => assert_eq!(y[1..], [1.0, 0.0]),
                 _ => assert!(y[1] == f32::INFINITY && y[2].is_nan(), "{kind:?}"),
             }
         }

@@ -28,7 +28,7 @@ pub use forward::attention;
 pub use newest::{Newest, attention_newest};
 
 use super::dropout::Mask;
-use super::{Dropout, Float, MatMut, MatRef};
+use super::{DropoutMask, Float, MatMut, MatRef};
 
 /// Queries per block and keys per tile, a multiple of 64.
 const QUERIES: usize = 64;
@@ -133,7 +133,7 @@ impl<'a, T> AttentionMask<'a, T> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionDropout {
     /// Key and probability.
-    pub dropout: Dropout,
+    pub dropout: DropoutMask,
     /// Global index of the first sample.
     pub first_sample: u64,
     /// Global index of the first query head.
@@ -159,6 +159,7 @@ pub struct AttentionSpec<'a, T> {
     pub dropout: Option<AttentionDropout>,
 }
 
+#[cfg(any(test, feature = "bench"))]
 impl<T: Float> AttentionSpec<'_, T> {
     /// Attention with this shape where every query sees every key, scaled by `head_dim^(-1/2)`.
     pub fn full(shape: AttentionShape) -> Self {
@@ -180,7 +181,9 @@ impl<T: Float> AttentionSpec<'_, T> {
             ..Self::full(shape)
         }
     }
+}
 
+impl<T: Float> AttentionSpec<'_, T> {
     /// Keys that a query sees, the additive mask aside.
     fn visible(&self, query: usize) -> Range<usize> {
         let AttentionShape { q_len, k_len, .. } = self.shape;

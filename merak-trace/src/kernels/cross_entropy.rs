@@ -5,10 +5,7 @@
 )]
 
 use super::simd::{max, sum, vectorize};
-use super::{Float, KernelError, Threads};
-
-/// The label of a position that does not count, as in PyTorch.
-pub const IGNORED_LABEL: i64 = -100;
+use super::{Float, IGNORED_LABEL, KernelError, Threads};
 
 /// Elements per unit of parallel work.
 const CHUNK: usize = 32 * 1024;

@@ -13,7 +13,7 @@ const CHUNK: usize = 16 * 1024;
 
 /// What the mask of a dropout node in one step is drawn from, besides the sample and the element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DropoutKey {
+pub struct MaskKey {
     /// Seed of the run.
     pub seed: u64,
     /// Optimizer step.
@@ -24,9 +24,9 @@ pub struct DropoutKey {
 
 /// Dropout with probability `p`: an element is zero, or kept and divided by `1 - p`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Dropout {
+pub struct DropoutMask {
     /// Where the mask comes from.
-    pub key: DropoutKey,
+    pub key: MaskKey,
     /// Probability of zero; zero keeps everything and one (or more) nothing.
     pub p: f64,
 }
@@ -95,7 +95,7 @@ impl SampleSlice {
 /// The lengths differ or are no whole number of samples.
 pub fn dropout<T: Float>(
     threads: &Threads,
-    dropout: Dropout,
+    dropout: DropoutMask,
     slice: SampleSlice,
     x: &[T],
     y: &mut [T],
@@ -135,8 +135,8 @@ pub(super) struct Mask<T> {
 }
 
 impl<T: Float> Mask<T> {
-    pub(super) fn new(dropout: Dropout) -> Self {
-        let DropoutKey { seed, step, node } = dropout.key;
+    pub(super) fn new(dropout: DropoutMask) -> Self {
+        let MaskKey { seed, step, node } = dropout.key;
         let keep = (1.0 - dropout.p).clamp(0.0, 1.0);
         let threshold = (keep * 4_294_967_296.0).round() as u64;
         Self {
@@ -171,7 +171,7 @@ mod tests {
     use super::super::testing::on_any_threads;
     use super::*;
 
-    const KEY: DropoutKey = DropoutKey {
+    const KEY: MaskKey = MaskKey {
         seed: 1,
         step: 2,
         node: 3,
@@ -182,7 +182,7 @@ mod tests {
             let mut y = vec![0.0; len];
             dropout(
                 threads,
-                Dropout { key: KEY, p },
+                DropoutMask { key: KEY, p },
                 slice,
                 &vec![1.0; len],
                 &mut y,
@@ -248,7 +248,7 @@ mod tests {
             let draw = |slice: SampleSlice| {
                 let len = samples * outer * slice.dim_local * inner;
                 let mut y = vec![0.0_f64; len];
-                dropout(&Threads::one(), Dropout { key: KEY, p }, slice, &vec![1.0; len], &mut y);
+                dropout(&Threads::one(), DropoutMask { key: KEY, p }, slice, &vec![1.0; len], &mut y);
                 y
             };
             let (low, high) = (draw(place(0, cut)), draw(place(cut, dim - cut)));
@@ -265,7 +265,7 @@ mod tests {
             let mut y = vec![0.0_f64; 256];
             dropout(
                 &Threads::one(),
-                Dropout { key, p: 0.5 },
+                DropoutMask { key, p: 0.5 },
                 slice,
                 &[1.0; 256],
                 &mut y,
@@ -273,9 +273,9 @@ mod tests {
             y
         };
         let first = draw(KEY, whole);
-        assert_ne!(first, draw(DropoutKey { seed: 2, ..KEY }, whole));
-        assert_ne!(first, draw(DropoutKey { step: 3, ..KEY }, whole));
-        assert_ne!(first, draw(DropoutKey { node: 4, ..KEY }, whole));
+        assert_ne!(first, draw(MaskKey { seed: 2, ..KEY }, whole));
+        assert_ne!(first, draw(MaskKey { step: 3, ..KEY }, whole));
+        assert_ne!(first, draw(MaskKey { node: 4, ..KEY }, whole));
         assert_ne!(first, draw(KEY, SampleSlice::whole(1, 256)));
     }
 
@@ -290,7 +290,7 @@ mod tests {
     #[test]
     fn a_dropped_nan_stays_nan() {
         let mut y = [0.0_f32; 64];
-        let all = Dropout { key: KEY, p: 1.0 };
+        let all = DropoutMask { key: KEY, p: 1.0 };
         let slice = SampleSlice::whole(0, 64);
         dropout(&Threads::one(), all, slice, &[f32::NAN; 64], &mut y);
         assert!(y.iter().all(|y| y.is_nan()));

@@ -93,36 +93,6 @@ fn add_slices<T: Float>(x: &[T], y: &[T], out: &mut [T]) {
     );
 }
 
-/// Exchanges the two middle dimensions: `[B, S, H, D]` to `[B, H, S, D]`, or back.
-///
-/// # Shapes
-///
-/// `x`: `[batch, rows, cols, inner]`, `out`: `[batch, cols, rows, inner]` with `dims` in this order.
-///
-/// # Panics
-///
-/// The lengths do not fit.
-pub fn transpose_middle<T: Float>(threads: &Threads, dims: [usize; 4], x: &[T], out: &mut [T]) {
-    let [_, rows, cols, inner] = dims;
-    let len: usize = dims.iter().product();
-    assert_eq!(
-        (x.len(), out.len()),
-        (len, len),
-        "a tensor of shape {dims:?}"
-    );
-    if len == 0 {
-        return;
-    }
-    let strips = out.chunks_mut(rows * inner).enumerate();
-    threads.for_each(strips, |(strip, out)| {
-        let (batch, col) = (strip / cols, strip % cols);
-        for (row, out) in out.chunks_exact_mut(inner).enumerate() {
-            let from = ((batch * rows + row) * cols + col) * inner;
-            out.copy_from_slice(&x[from..from + inner]);
-        }
-    });
-}
-
 /// Computes `out = f(x)` for each element.
 #[inline(always)]
 pub(super) fn map<T: Float>(
@@ -227,20 +197,5 @@ mod tests {
             });
             assert!((0..x.len()).all(|i| out[i] == x[i] + rhs[i % len]));
         }
-    }
-
-    #[test]
-    fn exchanging_the_middle_twice_is_the_identity() {
-        let x = noise::<f32>(1, 2 * 3 * 5 * 7);
-        let swapped = on_any_threads(|threads| {
-            let mut out = vec![0.0; x.len()];
-            transpose_middle(threads, [2, 3, 5, 7], &x, &mut out);
-            out
-        });
-        let at = |b: usize, h: usize, s: usize, d: usize| ((b * 5 + h) * 3 + s) * 7 + d;
-        assert_eq!(swapped[at(1, 4, 2, 6)], x[((3 + 2) * 5 + 4) * 7 + 6]);
-        let mut back = vec![0.0; x.len()];
-        transpose_middle(&Threads::one(), [2, 5, 3, 7], &swapped, &mut back);
-        assert_eq!(back, x);
     }
 }

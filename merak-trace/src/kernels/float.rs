@@ -40,8 +40,6 @@ pub trait Float:
     const ZERO: Self;
     /// One.
     const ONE: Self;
-    /// One half.
-    const HALF: Self;
     /// Minus infinity.
     const NEG_INFINITY: Self;
 
@@ -78,7 +76,6 @@ pub trait Float:
 impl Float for f32 {
     const ZERO: Self = 0.0;
     const ONE: Self = 1.0;
-    const HALF: Self = 0.5;
     const NEG_INFINITY: Self = f32::NEG_INFINITY;
 
     #[inline(always)]
@@ -160,7 +157,6 @@ impl Float for f32 {
 impl Float for f64 {
     const ZERO: Self = 0.0;
     const ONE: Self = 1.0;
-    const HALF: Self = 0.5;
     const NEG_INFINITY: Self = f64::NEG_INFINITY;
 
     #[inline(always)]

@@ -48,16 +48,7 @@ pub struct TensorBox<'a> {
     pub local: &'a [usize],
 }
 
-impl<'a> TensorBox<'a> {
-    /// All of a tensor; `start` is zeros of the same length.
-    pub fn whole(full: &'a [usize], start: &'a [usize]) -> Self {
-        Self {
-            full,
-            start,
-            local: full,
-        }
-    }
-
+impl TensorBox<'_> {
     fn check(&self) {
         let dims = self.full.iter().zip(self.start).zip(self.local);
         assert!(
@@ -214,10 +205,19 @@ mod tests {
         })
     }
 
+    /// All of a tensor; `start` is zeros of the same length.
+    fn whole<'a>(full: &'a [usize], start: &'a [usize]) -> TensorBox<'a> {
+        TensorBox {
+            full,
+            start,
+            local: full,
+        }
+    }
+
     #[test]
     fn moments_are_those_of_the_distribution() {
         let n = 400_000;
-        let place = TensorBox::whole(&[400_000], &[0]);
+        let place = whole(&[400_000], &[0]);
         let tolerance = 5.0 / f64::from(n).sqrt();
         let close = |actual: [f64; 4], expected: [f64; 4]| {
             let factors = [1.0, 1.0, 2.5, 5.0];
@@ -239,7 +239,7 @@ mod tests {
     fn boxes_get_their_part_of_the_whole_tensor() {
         let full = [5, 7, 33];
         for distribution in [NORMAL, UNIFORM, Distribution::Constant(2.0)] {
-            let whole = draw(distribution, TensorBox::whole(&full, &[0; 3]));
+            let whole = draw(distribution, whole(&full, &[0; 3]));
             for (start, local) in [
                 ([0, 0, 0], [5, 7, 33]),
                 ([1, 2, 10], [3, 4, 20]),
@@ -291,24 +291,15 @@ mod tests {
 
     #[test]
     fn a_scalar_and_an_empty_box_are_fine() {
-        assert_eq!(
-            draw(Distribution::Constant(4.0), TensorBox::whole(&[], &[])),
-            [4.0]
-        );
-        assert!(draw(NORMAL, TensorBox::whole(&[0, 3], &[0, 0])).is_empty());
+        assert_eq!(draw(Distribution::Constant(4.0), whole(&[], &[])), [4.0]);
+        assert!(draw(NORMAL, whole(&[0, 3], &[0, 0])).is_empty());
     }
 
     #[test]
     fn another_name_or_seed_draws_other_values() {
         let values = |key| {
             let mut out = [0.0_f64; 8];
-            init(
-                &Threads::one(),
-                key,
-                NORMAL,
-                TensorBox::whole(&[8], &[0]),
-                &mut out,
-            );
+            init(&Threads::one(), key, NORMAL, whole(&[8], &[0]), &mut out);
             out
         };
         assert_ne!(values(KEY), values(InitKey { seed: 2, ..KEY }));
@@ -318,13 +309,7 @@ mod tests {
     #[test]
     fn values_are_the_same_everywhere() {
         let mut out = [0.0_f32; 3];
-        init(
-            &Threads::one(),
-            KEY,
-            NORMAL,
-            TensorBox::whole(&[3], &[0]),
-            &mut out,
-        );
+        init(&Threads::one(), KEY, NORMAL, whole(&[3], &[0]), &mut out);
         let expected = [1_075_873_576, 1_079_815_502, 1_077_174_142];
         assert_eq!(out.map(f32::to_bits), expected);
     }

@@ -26,7 +26,7 @@ use team::Team;
 /// # Examples
 ///
 /// ```
-/// use merak_trace::kernels::Threads;
+/// use merak_trace::Threads;
 ///
 /// let mut squares = vec![0_usize; 1000];
 /// let threads = Threads::new(2)?;
@@ -36,7 +36,7 @@ use team::Team;
 ///     }
 /// });
 /// assert_eq!(squares[999], 998_001);
-/// # Ok::<(), merak_trace::kernels::KernelError>(())
+/// # Ok::<(), merak_trace::KernelError>(())
 /// ```
 #[derive(Debug, Clone)]
 pub struct Threads {

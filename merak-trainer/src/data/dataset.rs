@@ -11,8 +11,7 @@ use crate::error::{Error, Result};
 /// The name of the tensor with the targets; padding is [`IGNORED_LABEL`] there.
 pub const LABELS: &str = "labels";
 
-/// The label of a position without a target.
-pub const IGNORED_LABEL: i64 = -100;
+pub use merak_trace::op::IGNORED_LABEL;
 
 /// Numbers in row-major order: integers (tokens, labels, masks) or floats (pixels).
 #[derive(Debug, Clone, PartialEq)]

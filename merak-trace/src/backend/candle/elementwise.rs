@@ -8,7 +8,7 @@ use super::{
 use crate::{
     Op, Result, Value,
     kernels::{self, Float, Turn},
-    op::{Activation, Dropout, Rope},
+    op::{Dropout, Rope},
 };
 
 impl Node<'_> {
@@ -19,9 +19,9 @@ impl Node<'_> {
         let mut y = self.out::<T>(0);
         let width = self.ty(0).last_dim();
         match self.call.op {
-            Op::Activation(kind) => kernels::activation(threads, kernel_of(*kind), &x(0)?, &mut y),
+            Op::Activation(kind) => kernels::activation(threads, *kind, &x(0)?, &mut y),
             Op::ActivationGrad(kind) => {
-                kernels::activation_grad(threads, kernel_of(*kind), &x(0)?, &x(1)?, &mut y);
+                kernels::activation_grad(threads, *kind, &x(0)?, &x(1)?, &mut y);
             }
             Op::SiluMul => kernels::silu_mul(threads, &x(0)?, &x(1)?, &mut y),
             Op::SiluMulGrad => {
@@ -127,15 +127,5 @@ impl Node<'_> {
                 self.done([sum])
             }
         }
-    }
-}
-
-fn kernel_of(kind: Activation) -> kernels::Activation {
-    match kind {
-        Activation::GeluTanh => kernels::Activation::GeluTanh,
-        Activation::GeluErf => kernels::Activation::GeluErf,
-        Activation::Silu => kernels::Activation::Silu,
-        Activation::Relu => kernels::Activation::Relu,
-        Activation::Tanh => kernels::Activation::Tanh,
     }
 }

@@ -1,7 +1,7 @@
 //! Cross entropy of rows of logits, whose loss is summed in f64.
 
 use super::run::{Outcome, stat_kind};
-use crate::kernels::IGNORED_LABEL;
+use crate::op::IGNORED_LABEL;
 use tch::{Kind, Tensor};
 
 /// `logits [.., V], labels [..] -> sum of -(1 - e) log p[label] - e mean(log p), lse [rows]`.

@@ -1,5 +1,5 @@
 use super::super::testing::{assert_close, assert_gradient, noise, on_any_threads, to_f64};
-use super::super::{DropoutKey, Threads};
+use super::super::{MaskKey, Threads};
 use super::*;
 
 fn shape(batch: usize, lens: (usize, usize), heads: (usize, usize), dim: usize) -> AttentionShape {
@@ -259,8 +259,8 @@ fn the_gradient_of_a_bias_is_summed_over_samples_and_leaves_the_others_as_they_a
         hidden[lens.1 - 1] = f64::NEG_INFINITY;
         let bias = noise::<f64>(6, heads.0 * lens.0 * lens.1);
         let place = AttentionDropout {
-            dropout: Dropout {
-                key: DropoutKey {
+            dropout: DropoutMask {
+                key: MaskKey {
                     seed: 1,
                     step: 2,
                     node: 3,
@@ -304,8 +304,8 @@ fn the_gradient_of_a_bias_is_summed_over_samples_and_leaves_the_others_as_they_a
 fn dropout_draws_by_global_sample_and_head() {
     let all = shape(2, (70, 300), (4, 4), 4);
     let place = AttentionDropout {
-        dropout: Dropout {
-            key: DropoutKey {
+        dropout: DropoutMask {
+            key: MaskKey {
                 seed: 1,
                 step: 2,
                 node: 3,
