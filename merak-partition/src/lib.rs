@@ -61,7 +61,6 @@
 //! [Chen et al. 2016](https://arxiv.org/abs/1604.06174) (recomputation by segments).
 
 mod borders;
-pub mod cost;
 mod error;
 mod method;
 mod partition;

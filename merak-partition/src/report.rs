@@ -3,9 +3,9 @@
 mod modules;
 mod table;
 
-use crate::{Error, Partition, Result, cost, cost::Cost};
+use crate::{Error, Partition, Result};
 use merak_trace::{
-    Graph, Hop, Param, Phase, RecomputePlan, Source, StageProgram, TiedParam, ValueId,
+    Graph, Hop, Param, Phase, RecomputePlan, Source, StageProgram, TiedParam, ValueId, op::Cost,
 };
 use modules::ModuleRanges;
 use serde::Serialize;
@@ -191,7 +191,7 @@ fn of_program(
         let nodes = program.graph.nodes().iter().zip(&program.phases);
         nodes
             .filter(|(_, phase)| wanted.contains(phase))
-            .map(|(node, _)| cost::node(&program.graph, node))
+            .map(|(node, _)| Cost::of(&program.graph, node))
             .sum()
     };
     let local_parameters = program

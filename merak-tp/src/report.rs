@@ -1,7 +1,7 @@
 //! What a rewrite did, for people.
 
 use crate::SplitKind;
-use merak_trace::{Axis, Graph, Op, Source, ValueId};
+use merak_trace::{Axis, Graph, Op, needs_grad};
 use serde::Serialize;
 use std::fmt;
 
@@ -88,7 +88,7 @@ impl Report {
 
     /// Adds up the collectives of a rewritten graph and of its backward.
     pub(crate) fn count_traffic(&mut self, graph: &Graph) {
-        let flows = gradient_flows(graph);
+        let needs_grad = needs_grad(graph, &[]);
         for node in graph.nodes() {
             let (collective, backward, value) = match &node.op {
                 Op::AllReduce { axis: Axis::Tensor } => ("all_reduce", false, node.outputs[0]),
@@ -101,7 +101,7 @@ impl Report {
                 } => ("all_gather", true, node.inputs[0]),
                 _ => continue,
             };
-            if !backward || flows[value.index()] {
+            if !backward || needs_grad[value.index()] {
                 self.count(collective, backward, graph.ty(value).size_bytes());
             }
         }
@@ -126,25 +126,6 @@ impl Report {
         self.traffic[index].count += 1;
         self.traffic[index].bytes += bytes;
     }
-}
-
-/// For each value, whether it depends on a parameter, so that a gradient flows back through it.
-fn gradient_flows(graph: &Graph) -> Vec<bool> {
-    let mut flows = vec![false; graph.num_values()];
-    for node in graph.nodes() {
-        let is_param = |value: ValueId| matches!(graph.value(value).source, Source::Param(_));
-        let any = node
-            .inputs
-            .iter()
-            .any(|&input| is_param(input) || flows[input.index()]);
-        for &output in &node.outputs {
-            flows[output.index()] = any && graph.ty(output).dtype.is_float();
-        }
-        for &input in node.inputs.iter().filter(|&&input| is_param(input)) {
-            flows[input.index()] = true;
-        }
-    }
-    flows
 }
 
 impl fmt::Display for Report {

@@ -115,6 +115,29 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<Plan> {
         Op::Concat { dim } => shape::concat(site, *dim),
         Op::SumLeading { .. } => shape::sum_leading(site),
         Op::SumAll => shape::sum_all(site),
-        _ => site.whole(),
+        Op::Positions { .. }
+        | Op::SeenPositions { .. }
+        | Op::RelativeBuckets(_)
+        | Op::Embedding { .. }
+        | Op::CrossEntropy { .. }
+        | Op::Zeros { .. }
+        | Op::CopyTo { .. }
+        | Op::AllReduce { .. }
+        | Op::AllGather { .. }
+        | Op::Scatter { .. }
+        // Gradients come into being after the rewrite.
+        | Op::LinearGradInput { .. }
+        | Op::LinearGradWeight { .. }
+        | Op::EmbeddingGrad { .. }
+        | Op::LayerNormGradInput
+        | Op::LayerNormGradParams
+        | Op::RmsNormGradInput
+        | Op::RmsNormGradParams
+        | Op::AttentionGrad(_)
+        | Op::ActivationGrad(_)
+        | Op::SiluMulGrad
+        | Op::SoftmaxGrad
+        | Op::CrossEntropyGrad { .. }
+        | Op::SumAllGrad => site.whole(),
     })
 }

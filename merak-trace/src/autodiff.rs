@@ -45,9 +45,9 @@ pub(crate) struct Gradients {
     pub(crate) params: Vec<ParamGrad>,
 }
 
-/// For each value, whether a gradient flows through it: it depends on a parameter that
-/// is trained or a wanted value.
-pub(crate) fn needs_grad(graph: &Graph, wanted: &[ValueId]) -> Vec<bool> {
+/// For each value of a graph, whether a gradient flows through it: it depends on a parameter that is trained or on one
+/// of the `wanted` values.
+pub fn needs_grad(graph: &Graph, wanted: &[ValueId]) -> Vec<bool> {
     let mut needs = vec![false; graph.num_values()];
     for id in wanted {
         needs[id.index()] = true;

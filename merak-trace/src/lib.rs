@@ -110,7 +110,7 @@ pub mod render;
 mod types;
 mod value;
 
-pub use autodiff::Phase;
+pub use autodiff::{Phase, needs_grad};
 pub use backend::{
     Backend, Call, Following, GradSlot, GradStore, ParamStore, Past, RunContext, SharedBackend,
 };

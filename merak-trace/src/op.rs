@@ -1,4 +1,8 @@
-//! The operations that a node can be.
+//! The operations that a node can be, and the facts about each that others decide by.
+
+mod cost;
+
+pub use cost::Cost;
 
 use crate::{TensorType, param::Shard};
 use merak_mpu::{Axis, DType};
@@ -417,6 +421,17 @@ pub enum Op {
     },
 }
 
+/// Where the results of an operation lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ResultMemory {
+    /// In memory of their own.
+    Own,
+    /// In the memory of the first operand.
+    View,
+    /// Sums, which a kernel can add straight to where they accumulate; else in memory of their own.
+    Sum,
+}
+
 impl Op {
     /// The name in renderings and messages.
     pub fn name(&self) -> &'static str {
@@ -479,6 +494,55 @@ impl Op {
             Self::AllReduce { .. } => "all_reduce",
             Self::AllGather { .. } => "all_gather",
             Self::Scatter { .. } => "scatter",
+        }
+    }
+
+    /// Where the results lie.
+    pub fn result_memory(&self) -> ResultMemory {
+        match self {
+            Self::Identity | Self::Reshape { .. } | Self::CopyTo { .. } => ResultMemory::View,
+            Self::LinearGradWeight { .. }
+            | Self::LayerNormGradParams
+            | Self::RmsNormGradParams
+            | Self::SumLeading { .. }
+            | Self::EmbeddingGrad { .. } => ResultMemory::Sum,
+            Self::Positions { .. }
+            | Self::SeenPositions { .. }
+            | Self::RelativeBuckets(_)
+            | Self::Linear { .. }
+            | Self::LinearGradInput { .. }
+            | Self::MatMul { .. }
+            | Self::Embedding { .. }
+            | Self::LayerNorm { .. }
+            | Self::LayerNormGradInput
+            | Self::RmsNorm { .. }
+            | Self::RmsNormGradInput
+            | Self::Attention(_)
+            | Self::AttentionGrad(_)
+            | Self::Rope(_)
+            | Self::Activation(_)
+            | Self::ActivationGrad(_)
+            | Self::SiluMul
+            | Self::SiluMulGrad
+            | Self::Softmax
+            | Self::SoftmaxGrad
+            | Self::InverseRoot
+            | Self::Dropout(_)
+            | Self::CrossEntropy { .. }
+            | Self::CrossEntropyGrad { .. }
+            | Self::Add
+            | Self::Mul
+            | Self::Scale { .. }
+            | Self::SumAll
+            | Self::SumAllGrad
+            | Self::Cast { .. }
+            | Self::Transpose { .. }
+            | Self::Split { .. }
+            | Self::Concat { .. }
+            | Self::Zeros { .. }
+            | Self::AllReduce { .. }
+            | Self::AllGather { .. }
+            | Self::Scatter { .. } => ResultMemory::Own,
         }
     }
 

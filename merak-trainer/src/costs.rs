@@ -25,8 +25,7 @@ pub use profile::Profile;
 
 use crate::{CheckedArguments, CostSource, Device, Result, threads_per_rank, world::num_cores};
 use indicatif::HumanDuration;
-use merak_partition::cost;
-use merak_trace::{Graph, Hop, Node, Phase, StageProgram, models::Model};
+use merak_trace::{Graph, Hop, Node, Phase, StageProgram, models::Model, op::Cost};
 use serde::{Deserialize, Serialize};
 use std::{
     ops::Add,
@@ -93,7 +92,7 @@ impl CostModel {
 
     fn node(&self, graph: &Graph, node: &Node) -> f64 {
         match self {
-            Self::Counted => cost::node(graph, node).flops as f64 * 1e-9,
+            Self::Counted => Cost::of(graph, node).flops as f64 * 1e-9,
             Self::Measured(profile) => profile.node(graph, node),
         }
     }

@@ -1,8 +1,8 @@
 //! What segments and stages take.
 
 use super::is_cost;
-use crate::{Error, Result, Segments, cost};
-use merak_trace::Graph;
+use crate::{Error, Result, Segments};
+use merak_trace::{Graph, op::Cost};
 use std::ops::Range;
 
 /// The time that each segment takes for one microbatch, in any one unit.
@@ -65,7 +65,7 @@ impl SegmentCosts {
         }
         let flops = |segment: usize| {
             let nodes = &graph.nodes()[segments.nodes(segment)];
-            let cost: cost::Cost = nodes.iter().map(|node| cost::node(graph, node)).sum();
+            let cost: Cost = nodes.iter().map(|node| Cost::of(graph, node)).sum();
             cost.flops as f64
         };
         let forward: Vec<_> = (0..segments.len()).map(flops).collect();

@@ -3,7 +3,7 @@
 use crate::support::{apply, input, linear, lists, shapes, split, trace};
 use merak_tp::{Rewritten, rewrite};
 use merak_trace::{
-    Init, Op, ParamRole, Placement,
+    Graph, Init, Op, ParamRole, Placement,
     fx::{Module, Symbol},
     op::{Activation, Attention, AxisSlice, Rope, WeightLayout},
 };
@@ -54,6 +54,27 @@ fn one_copy_serves_all_column_layers_of_a_value() {
     assert_eq!(shapes(&split.graph), expected);
     // The input itself needs no gradient, so nothing is reduced backward.
     assert!(split.report.traffic.iter().all(|traffic| !traffic.backward));
+}
+
+#[test]
+fn only_gradients_of_what_is_trained_are_reduced() {
+    let mut model = trace(|module| {
+        let x = linear(module, "before", &input(module, &[2, 8]), 8)?;
+        let x = linear(module, "row", &linear(module, "col", &x, 16)?, 8)?;
+        module.output("y", &x);
+        Ok(())
+    });
+    let reduced = |model: &Graph| {
+        let split = rewrite(model, &lists(), 2).unwrap();
+        let backward = split.report.traffic.iter().filter(|part| part.backward);
+        backward.map(|part| part.bytes).sum::<usize>()
+    };
+    assert_eq!(reduced(&model), 2 * 8 * 4, "the input of the column layer");
+    for name in ["before.weight", "before.bias"] {
+        let id = model.find_param(name).unwrap();
+        model.param_mut(id).trainable = false;
+    }
+    assert_eq!(reduced(&model), 0, "nothing before it is trained");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Bytes of values that are alive while a program runs.
 
 use super::StageProgram;
-use crate::{Graph, Node, NodeId, Op, Source, ValueId, autodiff::Phase};
+use crate::{Graph, Node, NodeId, Source, ValueId, autodiff::Phase, op::ResultMemory};
 use std::collections::BTreeMap;
 
 /// What the values of one microbatch take. Scratch memory of kernels, parameters and gradients of parameters are not
@@ -241,13 +241,9 @@ impl<'a> Walk<'a> {
 
     fn step(&mut self, node: NodeId) {
         let node = self.graph.node(node);
-        let is_view = matches!(
-            node.op,
-            Op::Identity | Op::Reshape { .. } | Op::CopyTo { .. }
-        );
         let operands = |walk: &mut Self| node.inputs.iter().for_each(|&value| walk.take(value));
         let results = |walk: &mut Self| node.outputs.iter().for_each(|&value| walk.give(value));
-        if is_view {
+        if node.op.result_memory() == ResultMemory::View {
             self.storage[node.outputs[0].index()] = self.storage[node.inputs[0].index()];
             results(self);
             operands(self);
@@ -264,15 +260,7 @@ impl<'a> Walk<'a> {
 
     /// Bytes of results that no node reads, but of gradients that kernels add straight to where they are summed.
     fn dropped(&self, node: &Node) -> usize {
-        let adds_in_place = matches!(
-            node.op,
-            Op::LinearGradWeight { .. }
-                | Op::LayerNormGradParams
-                | Op::RmsNormGradParams
-                | Op::SumLeading { .. }
-                | Op::EmbeddingGrad { .. }
-        );
-        if adds_in_place {
+        if node.op.result_memory() == ResultMemory::Sum {
             return 0;
         }
         let results = node.outputs.iter();

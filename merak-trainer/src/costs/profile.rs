@@ -2,8 +2,7 @@
 
 use super::{CostCache, Doubt, cache, measure};
 use crate::{CheckedArguments, Result, available_bytes, network::Network, plan::Draft};
-use merak_partition::cost::{self, Cost};
-use merak_trace::{Graph, Node, Op, StageProgram, TensorType, models::Model};
+use merak_trace::{Graph, Node, Op, StageProgram, TensorType, models::Model, op::Cost};
 use merak_zero::ZeroStage;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, sync::Arc};
@@ -112,7 +111,7 @@ impl Profile {
             }
             _ => {
                 let timed = self.nodes.get(&of_node(graph, node)).copied();
-                self.per_node + timed.unwrap_or_else(|| Self::estimate(cost::node(graph, node)))
+                self.per_node + timed.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)))
             }
         }
     }

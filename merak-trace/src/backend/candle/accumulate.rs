@@ -7,6 +7,7 @@ use super::{
 use crate::{
     Call, GradSlot, GradStore, Op, Result, Value,
     kernels::{self, TableRows, Write},
+    op::ResultMemory,
 };
 use merak_mpu::DType;
 use std::ops::Range;
@@ -23,7 +24,10 @@ pub(super) fn accumulate(
     let one_buffer = targets
         .windows(2)
         .all(|pair| pair[0].buffer == pair[1].buffer);
-    if !one_buffer || !adds_in_place(call.op) || targets.len() != call.results.len() {
+    if !one_buffer
+        || call.op.result_memory() != ResultMemory::Sum
+        || targets.len() != call.results.len()
+    {
         return add_results(backend, &run(backend, call, inputs)?, store, &targets);
     }
     let Some(buffer) = targets.first().map(|target| target.buffer) else {
@@ -43,18 +47,6 @@ pub(super) fn accumulate(
         };
     });
     outcome
-}
-
-/// Whether an operation's kernel adds to its output.
-fn adds_in_place(op: &Op) -> bool {
-    matches!(
-        op,
-        Op::LinearGradWeight { .. }
-            | Op::LayerNormGradParams
-            | Op::RmsNormGradParams
-            | Op::SumLeading { .. }
-            | Op::EmbeddingGrad { .. }
-    )
 }
 
 fn add<T: Number>(

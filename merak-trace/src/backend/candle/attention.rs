@@ -108,8 +108,8 @@ impl Node<'_> {
     /// `q, k, v, (seen), (table, index) -> out, lse`.
     pub(super) fn attention<T: Number>(
         &self,
-        spec: &op::Attention,
         inputs: &[Value],
+        spec: &op::Attention,
     ) -> Result<Vec<Value>> {
         let terms = self.terms::<T>(spec, inputs, 3)?;
         let spec = self.attention_spec::<T>(spec, &inputs[0], &inputs[1], &terms);
@@ -127,8 +127,8 @@ impl Node<'_> {
     /// `dout, q, k, v, out, lse, (seen), (table, index) -> dq, dk, dv, (dtable)`.
     pub(super) fn attention_grad<T: Number>(
         &self,
-        spec: &op::Attention,
         inputs: &[Value],
+        spec: &op::Attention,
     ) -> Result<Vec<Value>> {
         let terms = self.terms::<T>(spec, inputs, 6)?;
         let spec = self.attention_spec::<T>(spec, &inputs[1], &inputs[2], &terms);

@@ -48,8 +48,8 @@ impl Node<'_> {
     /// Drops elements while training.
     pub(super) fn dropout<T: Number>(
         &self,
-        spec: &Dropout,
         inputs: Vec<Value>,
+        spec: &Dropout,
     ) -> Result<Vec<Value>> {
         let context = self.call.context;
         if !context.training {
@@ -69,7 +69,7 @@ impl Node<'_> {
     }
 
     /// Turns pairs of elements by their position.
-    pub(super) fn rope<T: Number>(&self, rope: &Rope, inputs: &[Value]) -> Result<Vec<Value>> {
+    pub(super) fn rope<T: Number>(&self, inputs: &[Value], rope: &Rope) -> Result<Vec<Value>> {
         let (x, positions) = (elements::<T>(&inputs[0])?, elements::<i64>(&inputs[1])?);
         let mut y = self.out::<T>(0);
         kernels::rope(

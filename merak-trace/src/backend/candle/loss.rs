@@ -28,8 +28,8 @@ impl Node<'_> {
     /// The loss, and the logarithm of each row's sum.
     pub(super) fn cross_entropy<T: Number>(
         &self,
-        label_smoothing: f64,
         inputs: &[Value],
+        label_smoothing: f64,
     ) -> Result<Vec<Value>> {
         let (logits, labels) = (elements::<T>(&inputs[0])?, elements::<i64>(&inputs[1])?);
         let mut lse = self.out::<T>(1);
@@ -45,8 +45,8 @@ impl Node<'_> {
     /// Overwrites the logits where nothing else needs them.
     pub(super) fn cross_entropy_grad<T: Number>(
         &self,
-        smoothing: f64,
         mut inputs: Vec<Value>,
+        smoothing: f64,
     ) -> Result<Vec<Value>> {
         let threads = &self.backend.threads;
         let logits = inputs.remove(0);
@@ -71,10 +71,17 @@ impl Node<'_> {
         self.done([dlogits])
     }
 
-    pub(super) fn sum_all<T: Number>(&self, x: &Value) -> Result<Vec<Value>> {
-        let x = elements::<T>(x)?;
+    pub(super) fn sum_all<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        let x = elements::<T>(&inputs[0])?;
         let sum = x.iter().map(|&x| Float::to_f64(x)).sum::<f64>();
         Ok(vec![self.scalar(sum)?])
+    }
+
+    pub(super) fn sum_all_grad<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        let dy = <T as Float>::from_f64(elements::<f64>(&inputs[1])?[0]);
+        let mut dx = self.out::<T>(0);
+        dx.fill(dy);
+        self.done([dx])
     }
 
     /// The first result, which is a number.

@@ -1,11 +1,38 @@
 //! Elements that move and positions that are numbered; nothing is computed with them.
 
-use super::{Handle, Scalar, at, elements, run::Node};
-use crate::{Call, Op, Result, TensorType, Value};
+use super::{Candle, Handle, Scalar, at, elements, run::Node};
+use crate::{Op, Result, TensorType, Value, op::RelativeBuckets};
 use candle_core::Tensor;
 use merak_mpu::DType;
 
 impl Node<'_> {
+    pub(super) fn positions(&self, first: usize, len: usize) -> Result<Vec<Value>> {
+        let positions = (first..first + len)
+            .map(|i| i64::try_from(i).expect("a position fits an i64"))
+            .collect();
+        Ok(vec![self.backend.wrap_once::<i64>(self.ty(0), positions)?])
+    }
+
+    /// The number of each position among those of its row that are not 0.
+    pub(super) fn seen_positions(&self, seen: &Value, first: usize) -> Result<Vec<Value>> {
+        let before = i64::try_from(first).expect("a position fits an i64") - 1;
+        let number = |last: &mut i64, &seen: &i64| {
+            *last += i64::from(seen != 0);
+            Some(if seen == 0 { before } else { *last })
+        };
+        let seen = elements::<i64>(seen)?;
+        let rows = seen.chunks(self.ty(0).last_dim().max(1));
+        let positions = rows.flat_map(|row| row.iter().scan(before, number));
+        let positions = positions.collect();
+        Ok(vec![self.backend.wrap_once::<i64>(self.ty(0), positions)?])
+    }
+
+    pub(super) fn relative_buckets(&self, spec: &RelativeBuckets) -> Result<Vec<Value>> {
+        let mut indices = self.backend.result(self.ty(0));
+        spec.write_indices(&mut indices);
+        Ok(vec![self.backend.wrap::<i64>(self.ty(0), indices)?])
+    }
+
     pub(super) fn reshape(&self, x: &Value) -> Result<Vec<Value>> {
         let handle = Handle::of(x)?;
         let tensor = handle
@@ -47,13 +74,33 @@ impl Node<'_> {
         ])
     }
 
-    /// Splits and joins, for any element type: `memory` gives room for a result, `wrap` makes it a value.
-    pub(super) fn move_data<T: Scalar>(
+    /// Splits, joins and zeros, of any element type.
+    pub(super) fn moved(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        let pooled = self.backend;
+        match self.ty(0).dtype {
+            DType::F32 => self.moved_in::<f32>(inputs, |ty| pooled.result(ty), Candle::wrap),
+            DType::F64 => self.moved_in::<f64>(inputs, |ty| pooled.result(ty), Candle::wrap),
+            DType::BF16 => self.moved_once::<half::bf16>(inputs),
+            DType::F16 => self.moved_once::<half::f16>(inputs),
+            DType::I64 => self.moved_once::<i64>(inputs),
+            DType::U32 => self.moved_once::<u32>(inputs),
+            DType::U8 => self.moved_once::<u8>(inputs),
+        }
+    }
+
+    /// [`Self::moved`] in memory that is freed after its last use.
+    fn moved_once<T: Scalar>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
+        self.moved_in::<T>(inputs, |ty| vec![T::zero(); ty.numel()], Candle::wrap_once)
+    }
+
+    /// [`Self::moved`] in one element type: `memory` gives room for a result, `wrap` makes it a value.
+    fn moved_in<T: Scalar>(
         &self,
         inputs: &[Value],
         memory: impl Fn(&TensorType) -> Vec<T>,
-        wrap: impl Fn(&TensorType, Vec<T>) -> Result<Value>,
+        wrap: impl Fn(&Candle, &TensorType, Vec<T>) -> Result<Value>,
     ) -> Result<Vec<Value>> {
+        let wrap = |ty: &TensorType, data| wrap(self.backend, ty, data);
         let threads = &self.backend.threads;
         match self.call.op {
             Op::Split { dim, .. } => {
@@ -112,18 +159,6 @@ impl Node<'_> {
             _ => Err(self.unsupported(inputs)),
         }
     }
-}
-
-/// The number of each position among those of its row that are not 0.
-pub(super) fn seen_positions(seen: &[i64], call: &Call<'_>, first: usize) -> Vec<i64> {
-    let before = i64::try_from(first).expect("a position fits an i64") - 1;
-    let number = |last: &mut i64, &seen: &i64| {
-        *last += i64::from(seen != 0);
-        Some(if seen == 0 { before } else { *last })
-    };
-    let rows = seen.chunks(call.results[0].last_dim().max(1));
-    rows.flat_map(|row| row.iter().scan(before, number))
-        .collect()
 }
 
 /// Rows of `len` elements that one thread moves at a time.

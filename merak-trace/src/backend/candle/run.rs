@@ -1,6 +1,6 @@
 //! One node at a time: which kernel computes which operation.
 
-use super::{Candle, Pooled, Scalar, elements, moves::seen_positions};
+use super::{Candle, Pooled, Scalar};
 use crate::{
     Call, Error, Op, Result, TensorType, Value,
     kernels::{Float, KernelError, Operand},
@@ -22,49 +22,72 @@ impl Number for f64 {
     type Narrow = f64;
 }
 
+/// Calls a method of a node in the element type that its kernel computes with.
+macro_rules! in_float {
+    ($node:ident in $dtype:expr, $method:ident($inputs:expr $(, $rest:expr)*)) => {
+        match $dtype {
+            DType::F32 => $node.$method::<f32>($inputs $(, $rest)*),
+            DType::F64 => $node.$method::<f64>($inputs $(, $rest)*),
+            _ => Err($node.unsupported(&$inputs)),
+        }
+    };
+    ($node:ident, $method:ident($inputs:expr $(, $rest:expr)*)) => {
+        in_float!($node in $node.ty(0).dtype, $method($inputs $(, $rest)*))
+    };
+}
+
 /// Runs a node.
 pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
     let node = Node { backend, call };
     match call.op {
-        Op::Positions { len, first } => {
-            let start = *first;
-            let positions = (start..start + len)
-                .map(|i| i64::try_from(i).expect("a position fits an i64"))
-                .collect();
-            return Ok(vec![backend.wrap_once::<i64>(&call.results[0], positions)?]);
-        }
-        Op::SeenPositions { first } => {
-            let positions = seen_positions(&elements::<i64>(&inputs[0])?, &call, *first);
-            return Ok(vec![backend.wrap_once::<i64>(&call.results[0], positions)?]);
-        }
-        Op::RelativeBuckets(spec) => {
-            let mut indices = backend.result(&call.results[0]);
-            spec.write_indices(&mut indices);
-            return Ok(vec![backend.wrap::<i64>(&call.results[0], indices)?]);
-        }
-        Op::Identity | Op::CopyTo { .. } => return Ok(inputs),
-        Op::Reshape { .. } => return node.reshape(&inputs[0]),
-        Op::Transpose { perm } => return node.transpose(&inputs[0], perm),
-        Op::Cast { dtype } => return node.cast(&inputs[0], *dtype),
-        Op::AllReduce { .. } | Op::AllGather { .. } | Op::Scatter { .. } => {
-            return Err(node.unsupported(&inputs));
-        }
-        _ => {}
-    }
-    let float = match call.op {
+        Op::Positions { len, first } => node.positions(*first, *len),
+        Op::SeenPositions { first } => node.seen_positions(&inputs[0], *first),
+        Op::RelativeBuckets(spec) => node.relative_buckets(spec),
+        Op::Identity | Op::CopyTo { .. } => Ok(inputs),
+        Op::Reshape { .. } => node.reshape(&inputs[0]),
+        Op::Transpose { perm } => node.transpose(&inputs[0], perm),
+        Op::Cast { dtype } => node.cast(&inputs[0], *dtype),
+        Op::Split { .. } | Op::Concat { .. } | Op::Zeros { .. } => node.moved(&inputs),
+        Op::Linear { .. }
+        | Op::LinearGradInput { .. }
+        | Op::LinearGradWeight { .. }
+        | Op::MatMul { .. } => in_float!(node, product(&inputs)),
+        Op::LayerNorm { .. }
+        | Op::LayerNormGradInput
+        | Op::RmsNorm { .. }
+        | Op::RmsNormGradInput => in_float!(node, norm(&inputs)),
+        Op::Activation(_)
+        | Op::ActivationGrad(_)
+        | Op::SiluMul
+        | Op::SiluMulGrad
+        | Op::Softmax
+        | Op::SoftmaxGrad
+        | Op::Mul
+        | Op::InverseRoot
+        | Op::Scale { .. } => in_float!(node, elementwise(&inputs)),
+        Op::Add => in_float!(node, add(inputs)),
+        Op::Dropout(spec) => in_float!(node, dropout(inputs, spec)),
+        Op::Rope(rope) => in_float!(node, rope(&inputs, rope)),
+        Op::Attention(spec) => in_float!(node, attention(&inputs, spec)),
+        Op::AttentionGrad(spec) => in_float!(node, attention_grad(&inputs, spec)),
+        Op::Embedding { .. } => in_float!(node, embedding(&inputs)),
         // The loss is always f64; its operands decide.
-        Op::CrossEntropy { .. } | Op::SumAll => inputs[0].ty().dtype,
-        _ => call.results[0].dtype,
-    };
-    match float {
-        DType::F32 => node.run::<f32>(inputs),
-        DType::F64 => node.run::<f64>(inputs),
-        DType::I64 => node.move_data::<i64>(
-            &inputs,
-            |ty| vec![0; ty.numel()],
-            |ty, data| backend.wrap_once(ty, data),
-        ),
-        DType::BF16 | DType::F16 | DType::U32 | DType::U8 => Err(node.unsupported(&inputs)),
+        Op::CrossEntropy { label_smoothing } => {
+            in_float!(node in inputs[0].ty().dtype, cross_entropy(&inputs, *label_smoothing))
+        }
+        Op::SumAll => in_float!(node in inputs[0].ty().dtype, sum_all(&inputs)),
+        Op::CrossEntropyGrad { label_smoothing } => {
+            in_float!(node, cross_entropy_grad(inputs, *label_smoothing))
+        }
+        Op::SumAllGrad => in_float!(node, sum_all_grad(&inputs)),
+        Op::LayerNormGradParams
+        | Op::RmsNormGradParams
+        | Op::SumLeading { .. }
+        | Op::EmbeddingGrad { .. } => in_float!(node, sums(&inputs)),
+        // The interpreter runs these itself, where the axis has more than one rank.
+        Op::AllReduce { .. } | Op::AllGather { .. } | Op::Scatter { .. } => {
+            Err(node.unsupported(&inputs))
+        }
     }
 }
 
@@ -115,67 +138,5 @@ impl Node<'_> {
             .zip(self.call.results)
             .map(|(data, ty)| self.backend.wrap(ty, data))
             .collect()
-    }
-
-    fn run<T: Number>(&self, inputs: Vec<Value>) -> Result<Vec<Value>> {
-        match self.call.op {
-            Op::Zeros { .. } => self.done([self.zeros::<T>(0)]),
-            Op::Linear { .. }
-            | Op::LinearGradInput { .. }
-            | Op::LinearGradWeight { .. }
-            | Op::MatMul { .. } => self.product::<T>(&inputs),
-            Op::LayerNorm { .. }
-            | Op::LayerNormGradInput
-            | Op::RmsNorm { .. }
-            | Op::RmsNormGradInput => self.norm::<T>(&inputs),
-            Op::Activation(_)
-            | Op::ActivationGrad(_)
-            | Op::SiluMul
-            | Op::SiluMulGrad
-            | Op::Softmax
-            | Op::SoftmaxGrad
-            | Op::Mul
-            | Op::InverseRoot
-            | Op::Scale { .. } => self.elementwise::<T>(&inputs),
-            Op::Add => self.add::<T>(inputs),
-            Op::Dropout(spec) => self.dropout::<T>(spec, inputs),
-            Op::Rope(rope) => self.rope::<T>(rope, &inputs),
-            Op::Attention(spec) => self.attention::<T>(spec, &inputs),
-            Op::AttentionGrad(spec) => self.attention_grad::<T>(spec, &inputs),
-            Op::Embedding { .. } => self.embedding::<T>(&inputs),
-            Op::CrossEntropy { label_smoothing } => {
-                self.cross_entropy::<T>(*label_smoothing, &inputs)
-            }
-            Op::CrossEntropyGrad { label_smoothing } => {
-                self.cross_entropy_grad::<T>(*label_smoothing, inputs)
-            }
-            Op::SumAll => self.sum_all::<T>(&inputs[0]),
-            Op::SumAllGrad => {
-                let dy = <T as Float>::from_f64(elements::<f64>(&inputs[1])?[0]);
-                let mut dx = self.out::<T>(0);
-                dx.fill(dy);
-                self.done([dx])
-            }
-            Op::LayerNormGradParams
-            | Op::RmsNormGradParams
-            | Op::SumLeading { .. }
-            | Op::EmbeddingGrad { .. } => self.sums::<T>(&inputs),
-            Op::Split { .. } | Op::Concat { .. } => self.move_data::<T>(
-                &inputs,
-                |ty| self.backend.result(ty),
-                |ty, data| self.backend.wrap(ty, data),
-            ),
-            Op::Positions { .. }
-            | Op::SeenPositions { .. }
-            | Op::RelativeBuckets(_)
-            | Op::Identity
-            | Op::Cast { .. }
-            | Op::Reshape { .. }
-            | Op::Transpose { .. }
-            | Op::CopyTo { .. }
-            | Op::AllReduce { .. }
-            | Op::AllGather { .. }
-            | Op::Scatter { .. } => Err(self.unsupported(&inputs)),
-        }
     }
 }

@@ -3,22 +3,9 @@
 //! A fused multiply-add counts as two flops. Products are exact; the few flops per element of norms and
 //! activations are rounded to what a plain implementation does. Bytes are what must pass through memory
 //! when nothing is cached: operands read and results written, and nothing for views.
-//!
-//! ```
-//! use merak_partition::cost;
-//! use merak_trace::models::{self, TraceOptions};
-//!
-//! let model = models::from_config(&serde_json::json!({ "model_type": "gpt2", "n_layer": 1 }))?;
-//! let graph = model.trace(&TraceOptions::training(2, 64))?;
-//! let head = graph.nodes().iter().find(|node| &*node.scope == "lm_head").ok_or("a head")?;
-//! assert_eq!(cost::node(&graph, head).flops, 2 * (2 * 64) * 768 * 50_257);
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
 
-use merak_trace::{
-    Graph, Node, Op,
-    op::{Activation, Attention},
-};
+use super::{Activation, Attention, Op, ResultMemory};
+use crate::{Graph, Node, ValueId};
 use serde::Serialize;
 use std::{iter::Sum, ops::Add};
 
@@ -48,13 +35,25 @@ impl Sum for Cost {
     }
 }
 
-/// The cost of one node; counts beyond 64 bits are cut off there.
-pub fn node(graph: &Graph, node: &Node) -> Cost {
-    let shapes = Shapes { graph, node };
-    let saturated = |count: u128| u64::try_from(count).unwrap_or(u64::MAX);
-    Cost {
-        flops: saturated(shapes.flops()),
-        bytes: saturated(shapes.bytes()),
+impl Cost {
+    /// The cost of one node; counts beyond 64 bits are cut off there.
+    ///
+    /// ```
+    /// use merak_trace::{models::{self, TraceOptions}, op::Cost};
+    ///
+    /// let model = models::from_config(&serde_json::json!({ "model_type": "gpt2", "n_layer": 1 }))?;
+    /// let graph = model.trace(&TraceOptions::training(2, 64))?;
+    /// let head = graph.nodes().iter().find(|node| &*node.scope == "lm_head").ok_or("a head")?;
+    /// assert_eq!(Cost::of(&graph, head).flops, 2 * (2 * 64) * 768 * 50_257);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn of(graph: &Graph, node: &Node) -> Self {
+        let shapes = Shapes { graph, node };
+        let saturated = |count: u128| u64::try_from(count).unwrap_or(u64::MAX);
+        Self {
+            flops: saturated(shapes.flops()),
+            bytes: saturated(shapes.bytes()),
+        }
     }
 }
 
@@ -156,18 +155,18 @@ impl Shapes<'_> {
     }
 
     fn bytes(&self) -> u128 {
-        let size = |values: &[merak_trace::ValueId]| {
+        let size = |values: &[ValueId]| {
             values
                 .iter()
                 .map(|&value| self.graph.ty(value).size_bytes() as u128)
                 .sum::<u128>()
         };
         let (read, written) = (size(&self.node.inputs), size(&self.node.outputs));
-        match self.node.op {
-            Op::Identity | Op::Reshape { .. } | Op::CopyTo { .. } => 0,
+        match (&self.node.op, self.node.op.result_memory()) {
+            (_, ResultMemory::View) => 0,
             // Only the rows that are looked up.
-            Op::Embedding { .. } => size(&self.node.inputs[..1]) + 2 * written,
-            _ => read + written,
+            (Op::Embedding { .. }, _) => size(&self.node.inputs[..1]) + 2 * written,
+            (_, ResultMemory::Own | ResultMemory::Sum) => read + written,
         }
     }
 }
@@ -183,7 +182,7 @@ fn per_element(kind: Activation) -> u128 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use merak_trace::{DType, TensorType};
+    use crate::{DType, TensorType};
 
     /// The flops of attention over `[1, queries, 4]` and `[1, keys, 4]`, two heads of size 2.
     fn attention(queries: usize, keys: usize, causal: bool, window: Option<usize>) -> u64 {
@@ -202,7 +201,7 @@ mod tests {
         graph
             .add_node(&"".into(), Op::Attention(spec), operands)
             .unwrap();
-        node(&graph, &graph.nodes()[0]).flops
+        Cost::of(&graph, &graph.nodes()[0]).flops
     }
 
     #[test]
@@ -242,7 +241,7 @@ mod tests {
         let bytes: Vec<_> = graph
             .nodes()
             .iter()
-            .map(|node| super::node(&graph, node).bytes)
+            .map(|node| Cost::of(&graph, node).bytes)
             .collect();
         assert_eq!(bytes, [3 * 8 + 2 * 3 * 4 * 4, 0]);
     }
