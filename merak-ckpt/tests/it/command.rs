@@ -1,9 +1,9 @@
 //! The `merak-ckpt` command: what it prints and its exit status.
 
 use crate::support::{save, topology};
-use merak_ckpt::{DType, Header, Kind, Layout, Piece, ShardKind, Store};
+use merak_ckpt::{DType, Draft, Header, Kind, Layout, Piece, ShardKind, Store};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Exit status, standard output and standard error, without the temporary folder's name.
@@ -76,6 +76,88 @@ fn verify_names_what_is_damaged_and_a_way_out() {
       optim-00000.safetensors, tensor `wte.weight`: checksum 3cd8d3572df804f3, expected 6a96231cc156e991
     the newest complete older one is ./checkpoints/step-00000001
     ");
+}
+
+/// Writes a draft with tensors of a byte each.
+fn commit(draft: &Draft, tensors: &[(&str, u8)]) -> PathBuf {
+    let layout = Layout::whole(&[1]);
+    let pieces = tensors.iter().map(|(name, value)| {
+        let piece = Piece {
+            kind: &Kind::Parameter,
+            name,
+            dtype: DType::U8,
+            layout: &layout,
+            range: None,
+        };
+        (piece, std::slice::from_ref(value))
+    });
+    let pieces: Vec<_> = pieces.collect();
+    let shard = draft.write_shard(ShardKind::Model, 0, &pieces);
+    let shards = vec![shard.expect("it is written")];
+    let committed = draft.commit(shards, Header::default(), &[]);
+    committed.expect("it is whole")
+}
+
+#[test]
+fn a_checkpoint_is_whole_beside_its_base_and_refused_with_the_way_out_elsewhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::in_output_dir(folder.path().join("run"));
+    commit(&store.begin_base(1, 5).unwrap(), &[("wte.weight", 1)]);
+    let (base, _) = store.base(1).unwrap();
+    let draft = store.begin(5).unwrap().with_base(Some(base));
+    let step = commit(&draft, &[("h.lora_A.weight", 2)]);
+
+    let step_name = "run/checkpoints/step-00000005";
+    for whole in ["run", step_name, "run/checkpoints/base-00001"] {
+        let (status, text, errors) = run(folder.path(), &["verify", whole]);
+        assert_eq!(status, 0, "{text}{errors}");
+    }
+    let (_, text, _) = run(folder.path(), &["inspect", "run"]);
+    let head: Vec<_> = text.lines().take(7).collect();
+    insta::assert_snapshot!(head.join("\n"), @"
+    checkpoint  run/checkpoints/step-00000005
+    step        5
+    written by  dp=1 tp=1 pp=1 sp=1 zero_stage=0
+    files       2, 258 B
+    base        ../base-00001
+    of an adapter                1 tensors              1 elements  1 B
+    parameter                    2 tensors              2 elements  2 B
+    ");
+    let (_, json, _) = run(folder.path(), &["inspect", "run", "--json"]);
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["base"]["folder"], "base-00001");
+
+    let degrees = ["--dp", "1", "--tp", "1", "--pp", "1"];
+    let reshard = |from, to| [&["reshard", from, to][..], &degrees].concat();
+    let (status, _, errors) = run(folder.path(), &reshard("run", "alone"));
+    assert_eq!(status, 0, "{errors}");
+    let (status, text, _) = run(folder.path(), &["diff", "run", "alone"]);
+    assert_eq!(status, 0, "{text}");
+    let alone = folder.path().join("alone/checkpoints");
+    assert!(!alone.join("base-00001").exists());
+
+    let copy = folder.path().join("copy");
+    fs::create_dir(&copy).unwrap();
+    for entry in fs::read_dir(step).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), copy.join(entry.file_name())).unwrap();
+    }
+    let (status, _, expected) = run(folder.path(), &["verify", "copy"]);
+    assert_eq!(status, 2);
+    insta::assert_snapshot!(expected, @"merak-ckpt: checkpoint copy is damaged: ../base-00001/manifest.json: the parameters that the checkpoint does not train lay there, and the folder is gone: put it back beside the checkpoint, or take what `merak-ckpt reshard` writes where both are; there is no complete older one");
+    let others = [
+        vec!["inspect", "copy"],
+        vec!["diff", "copy", "alone"],
+        vec!["export-hf", "copy", "hf"],
+        reshard("copy", "again"),
+    ];
+    for arguments in others {
+        let (status, _, errors) = run(folder.path(), &arguments);
+        assert_eq!((status, &errors), (2, &expected), "{arguments:?}");
+    }
+    // What was written where both are stands alone wherever it is.
+    let (status, _, errors) = run(folder.path(), &reshard("alone", "again"));
+    assert_eq!(status, 0, "{errors}");
 }
 
 #[test]
