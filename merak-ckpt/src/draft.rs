@@ -127,8 +127,8 @@ impl Draft {
     }
 
     /// Completes the checkpoint: writes `files` (name and content: `config.json` and the like)
-    /// and the manifest, gives the folder its name, and makes `latest` name it (but for a base). One
-    /// rank calls it with the shards of all ranks; returns the checkpoint's folder.
+    /// and the manifest, gives the folder its name, and makes `latest` name it (but for a base).
+    /// One rank calls it with the shards of all ranks; returns the checkpoint's folder.
     ///
     /// The step of `header` is set to the draft's. A checkpoint of the same step is replaced.
     ///
