@@ -1,5 +1,6 @@
 //! Opening a checkpoint and reading from it.
 
+use crate::base;
 use crate::disk::check_length;
 use crate::error::{Damage, Problem, WithCauses, io_error};
 use crate::format;
@@ -57,7 +58,8 @@ impl Checkpoint {
     /// them.
     ///
     /// # Errors
-    /// As for [`Checkpoint::open`], but for damage of other files than the manifest.
+    /// As for [`Checkpoint::open`], but for damage of other files than the manifests (its own and
+    /// its base's).
     pub fn open_damaged(path: impl AsRef<Path>) -> Result<Self> {
         Self::read_table(&resolve(path.as_ref())?).map_err(Error::with_older)
     }
@@ -205,21 +207,8 @@ impl Checkpoint {
 
     /// Opens the checkpoint in this very folder by its manifest alone.
     fn read_table(folder: &Path) -> Result<Self> {
-        let damaged = |damage| Error::Damaged {
-            path: folder.to_owned(),
-            damage: Box::new(damage),
-            older: None,
-        };
-        let text = read_manifest(folder)?;
-        let manifest = Manifest::from_text(&text).map_err(|refused| match refused {
-            Refused::Newer { found } => Error::NewerVersion {
-                path: folder.join(format::MANIFEST),
-                found,
-                supported: format::VERSION,
-            },
-            Refused::Damaged(damage) => damaged(damage),
-        })?;
-        Ok(Self::over(folder, manifest, false))
+        let manifest = parse_manifest(folder, &read_manifest(folder)?)?;
+        Ok(Self::over(folder, base::joined(folder, manifest)?, false))
     }
 
     /// A handle on the files that a sound manifest describes; `verified` says that checksums and
@@ -261,6 +250,7 @@ impl Checkpoint {
         }
         let manifest = Manifest {
             header: self.manifest.header.clone(),
+            base: self.manifest.base.clone(),
             files: self.manifest.files.clone(),
             tensors,
         };
@@ -387,7 +377,24 @@ pub(crate) fn mark(flag: &AtomicBool) {
     flag.store(true, Ordering::Relaxed);
 }
 
-fn read_manifest(folder: &Path) -> Result<Vec<u8>> {
+/// The manifest of a folder, from its text.
+pub(crate) fn parse_manifest(folder: &Path, text: &[u8]) -> Result<Manifest> {
+    Manifest::from_text(text).map_err(|refused| match refused {
+        Refused::Newer { found } => Error::NewerVersion {
+            path: folder.join(format::MANIFEST),
+            found,
+            supported: format::VERSION,
+        },
+        Refused::Damaged(damage) => Error::Damaged {
+            path: folder.to_owned(),
+            damage: Box::new(damage),
+            older: None,
+        },
+    })
+}
+
+/// The text of a folder's manifest.
+pub(crate) fn read_manifest(folder: &Path) -> Result<Vec<u8>> {
     let path = folder.join(format::MANIFEST);
     let damaged = |problem| Error::Damaged {
         path: folder.to_owned(),

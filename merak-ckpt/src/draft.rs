@@ -5,7 +5,7 @@ use crate::error::{Damage, Problem};
 use crate::manifest::{FileEntry, Header, Manifest, TensorEntry, check_file_name};
 use crate::shard::{self, Piece, Shard, ShardKind};
 use crate::store::{ASIDE, DRAFT};
-use crate::{Checksum, Cut, Error, Kind, Result, Store, format};
+use crate::{Base, Checksum, Cut, Error, Kind, Result, Store, format};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,6 +18,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub struct Draft {
     store: Store,
     step: u64,
+    /// What the folder is to be called.
+    name: String,
+    /// Where the tensors lie that are not written again.
+    base: Option<Base>,
     /// Of the rank that began it.
     folder: Option<Arc<DraftFolder>>,
 }
@@ -60,8 +64,24 @@ impl Draft {
         Self {
             store,
             step,
+            name: format::step_name(step),
+            base: None,
             folder: None,
         }
+    }
+
+    /// The draft of a base.
+    pub(crate) fn of_base(store: Store, number: u64, step: u64) -> Self {
+        Self {
+            name: format::base_name(number),
+            ..Self::new(store, step)
+        }
+    }
+
+    /// The same, of a checkpoint that has what lies in a base besides what is written of it.
+    #[must_use]
+    pub fn with_base(self, base: Option<Base>) -> Self {
+        Self { base, ..self }
     }
 
     /// The draft of whoever made its folder.
@@ -79,7 +99,7 @@ impl Draft {
 
     /// The folder under its temporary name.
     pub fn path(&self) -> PathBuf {
-        let name = format::step_name(self.step);
+        let name = &self.name;
         self.store.folder().join(format!("{DRAFT}{name}"))
     }
 
@@ -107,8 +127,8 @@ impl Draft {
     }
 
     /// Completes the checkpoint: writes `files` (name and content: `config.json` and the like)
-    /// and the manifest, gives the folder its name, and makes `latest` name it. One rank calls
-    /// it with the shards of all ranks; returns the checkpoint's folder.
+    /// and the manifest, gives the folder its name, and makes `latest` name it (but for a base).
+    /// One rank calls it with the shards of all ranks; returns the checkpoint's folder.
     ///
     /// The step of `header` is set to the draft's. A checkpoint of the same step is replaced.
     ///
@@ -138,12 +158,12 @@ impl Draft {
 
     /// The folder under its own name.
     fn named(&self) -> PathBuf {
-        self.store.folder().join(format::step_name(self.step))
+        self.store.folder().join(&self.name)
     }
 
     /// Where an older checkpoint of the same step goes while this one takes its name.
     fn aside(&self) -> PathBuf {
-        let name = format::step_name(self.step);
+        let name = &self.name;
         self.store.folder().join(format!("{ASIDE}{name}"))
     }
 
@@ -164,6 +184,9 @@ impl Draft {
     }
 
     fn become_latest(&self) -> Result<()> {
+        if format::parse_base_name(&self.name).is_some() {
+            return Ok(());
+        }
         self.store.write_pointer(format::LATEST, self.step)
     }
 
@@ -191,6 +214,7 @@ impl Draft {
             damage: Box::new(damage),
         };
         let mut manifest = merge(shards, header).map_err(incomplete)?;
+        manifest.base.clone_from(&self.base);
         for entry in &manifest.files {
             check_length(&path, entry).map_err(incomplete)?;
         }
@@ -250,6 +274,7 @@ fn merge(shards: Vec<Shard>, header: Header) -> Result<Manifest, Damage> {
     }
     Ok(Manifest {
         header,
+        base: None,
         files,
         tensors,
     })

@@ -329,6 +329,21 @@ pub enum Problem {
     /// A file is not there.
     #[error("the file is missing")]
     Missing,
+    /// The base is not beside the checkpoint.
+    #[error(
+        "the parameters that the checkpoint does not train lay there, and the folder is gone: put it back beside the checkpoint, or take what `merak-ckpt reshard` writes where both are"
+    )]
+    NoBase,
+    /// Another base lies where that of the checkpoint was.
+    #[error(
+        "the parameters that the checkpoint does not train lay there, and now others do: put the checkpoint's own base back (checksum {found}, expected {expected})"
+    )]
+    OtherBase {
+        /// Checksum of the manifest of the checkpoint's base.
+        expected: Checksum,
+        /// That of the one which is there.
+        found: Checksum,
+    },
     /// A folder, pipe or device lies where a file should.
     #[error("it is no regular file")]
     Irregular,

@@ -2,8 +2,9 @@
 
 /// Name of the format, in every manifest.
 pub const NAME: &str = "merak-checkpoint";
-/// The version that is written, and the newest that is read.
-pub const VERSION: u64 = 1;
+/// The newest version that is read, that of checkpoints with a base; those without one have
+/// version 1.
+pub const VERSION: u64 = 2;
 /// File name of the manifest.
 pub const MANIFEST: &str = "manifest.json";
 /// File that names the latest checkpoint.
@@ -51,8 +52,20 @@ pub fn parse_step_name(name: &str) -> Option<u64> {
     (step_name(step) == name).then_some(step)
 }
 
-/// Whether a file of this name may hold tensors.
+/// Folder name of a base: `base-00001`.
+pub(crate) fn base_name(number: u64) -> String {
+    format!("base-{number:05}")
+}
+
+/// The number in a base's folder name.
+pub(crate) fn parse_base_name(name: &str) -> Option<u64> {
+    let number = name.strip_prefix("base-")?.parse().ok()?;
+    (base_name(number) == name).then_some(number)
+}
+
+/// Whether a file of this name, in the checkpoint's folder or in its base's, may hold tensors.
 pub(crate) fn is_tensor_file(name: &str) -> bool {
+    let name = name.rsplit('/').next().unwrap_or(name);
     name.strip_suffix(".safetensors")
         .and_then(|stem| stem.strip_prefix("model-").or(stem.strip_prefix("optim-")))
         .is_some_and(|index| index.len() >= 5 && index.bytes().all(|b| b.is_ascii_digit()))

@@ -184,6 +184,7 @@ impl HfFolder {
         }
         files.sort_by(|a, b| a.name.cmp(&b.name));
         let manifest = Manifest {
+            base: None,
             header: Header::default(),
             files,
             tensors: table(path, found, family)?,
@@ -329,6 +330,7 @@ fn are_apart(
         return Ok(false);
     }
     let manifest = Manifest {
+        base: None,
         header: Header::default(),
         tensors: table(folder, vec![first.clone(), second.clone()], None)?,
         files: files.to_vec(),
@@ -418,6 +420,7 @@ pub(crate) fn as_checkpoint(
     let entry = file_entry(folder, file)?;
     let found = found.into_iter().map(|tensor| (entry.name.clone(), tensor));
     let manifest = Manifest {
+        base: None,
         header: Header::default(),
         tensors: table(folder, found.collect(), None)?,
         files: vec![entry],

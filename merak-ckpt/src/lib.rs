@@ -65,6 +65,7 @@
 //! # Main types
 //!
 //! - [`Store`]: the folder of checkpoints; `latest`, `best`, rotation. [`Draft`]: one being written.
+//! - [`Base`]: parameters that do not change, kept once beside the checkpoints that share them.
 //! - [`HeldFile`]: what one process at a time may do in a folder.
 //! - [`Layout`]: how a rank's local tensor lies in the global one, as boxes; [`Piece`] names a local
 //!   tensor or a flat range of it, for writing and reading alike.
@@ -120,6 +121,7 @@
 //! [its square root](https://arxiv.org/abs/2312.03732). Top-p is
 //! [nucleus sampling](https://arxiv.org/abs/1904.09751), section 3.1.
 
+mod base;
 mod byte_size;
 mod checkpoint;
 mod checksum;
@@ -157,6 +159,7 @@ mod store;
 mod verify;
 pub mod words;
 
+pub use base::Base;
 pub use byte_size::{BadByteSize, parse_byte_size};
 pub use checkpoint::Checkpoint;
 pub use checksum::Checksum;

@@ -9,7 +9,7 @@ pub(crate) use text::Refused;
 use crate::format;
 use crate::lora::is_factor;
 use crate::region::num_elements;
-use crate::{Checksum, Cut, DType, Error, Kind, Region};
+use crate::{Base, Checksum, Cut, DType, Error, Kind, Region};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::ops::Range;
 
@@ -22,6 +22,10 @@ use std::ops::Range;
 pub struct Manifest {
     /// Step, topology and the caller's own data.
     pub header: Header,
+    /// Where tensors lie that it shares with others, if there are any. In an open checkpoint they
+    /// are among `tensors`, and their files among `files`, as in
+    /// `../base-00001/model-00000.safetensors`.
+    pub base: Option<Base>,
     /// Every file but the manifest itself, sorted by name.
     pub files: Vec<FileEntry>,
     /// Every tensor, sorted by kind, then name.

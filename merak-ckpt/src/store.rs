@@ -137,10 +137,15 @@ impl Store {
     /// # Errors
     /// [`Error::InUse`] where this step is being saved already, [`Error::Io`] where the folder cannot be changed.
     pub fn begin(&self, step: u64) -> Result<Draft> {
+        self.begin_draft(self.draft(step))
+    }
+
+    /// Makes the folder of a draft.
+    pub(crate) fn begin_draft(&self, draft: Draft) -> Result<Draft> {
         fs::create_dir_all(&self.folder).map_err(io_error("create", &self.folder))?;
         let _lock = self.lock()?;
         self.recover()?;
-        let path = self.draft(step).path();
+        let path = draft.path();
         fs::create_dir(&path).map_err(|error| match error.kind() {
             ErrorKind::AlreadyExists => Error::InUse {
                 path: path.clone(),
@@ -149,7 +154,7 @@ impl Store {
             _ => io_error("create", &path)(error),
         })?;
         let lock = Lock::of(&path)?;
-        Ok(self.draft(step).begun(lock))
+        Ok(draft.begun(lock))
     }
 
     /// Keeps other processes from changing the names in the folder, for a moment.
@@ -165,19 +170,15 @@ impl Store {
     /// Deletes checkpoints beyond the newest `save_total_limit` by number, and returns their
     /// steps; a limit of zero or less keeps all. Steps in `keep` (the best one, the one being
     /// loaded) and the one that `latest` names are never deleted. Where the one that `best` names is deleted, so is
-    /// that file. One rank calls it.
+    /// that file. Bases that no checkpoint of the folder names are deleted too. One rank calls it.
     ///
     /// # Errors
     /// [`Error::Io`] where the folder cannot be listed or changed.
     pub fn rotate(&self, save_total_limit: i64, keep: &[u64]) -> Result<Vec<u64>> {
-        let Some(limit) = usize::try_from(save_total_limit)
-            .ok()
-            .filter(|&limit| limit > 0)
-        else {
-            return Ok(Vec::new());
-        };
+        let limit = usize::try_from(save_total_limit).ok();
+        let limit = limit.filter(|&limit| limit > 0).unwrap_or(usize::MAX);
         let steps = self.steps()?;
-        if steps.len() <= limit {
+        if steps.len() <= limit && self.bases()?.is_empty() {
             return Ok(Vec::new());
         }
         let _lock = self.lock()?;
@@ -192,13 +193,27 @@ impl Store {
             if best == Some(step) {
                 self.set_best(None)?;
             }
-            // Under a temporary name first, so that a crash leaves no half of a checkpoint.
-            let doomed = self.folder.join(format!("{DRAFT}delete-{step}"));
-            rename(&self.path_of(step), &doomed)?;
-            fs::remove_dir_all(&doomed).map_err(io_error("remove", &doomed))?;
+            self.delete(&self.path_of(step))?;
             deleted.push(step);
         }
+        self.remove_unnamed_bases()?;
         Ok(deleted)
+    }
+
+    /// Deletes a folder in this one, under a temporary name first, so that a crash leaves no half
+    /// of it.
+    pub(crate) fn delete(&self, path: &Path) -> Result<()> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let doomed = self.folder.join(format!("{DRAFT}delete-{name}"));
+        rename(path, &doomed)?;
+        fs::remove_dir_all(&doomed).map_err(io_error("remove", &doomed))
+    }
+
+    /// Whether somebody is writing a checkpoint here.
+    pub(crate) fn is_being_written(&self) -> Result<bool> {
+        let names = self.names()?.into_iter();
+        let mut drafts = names.filter(|name| name.starts_with(DRAFT));
+        Ok(drafts.any(|name| Lock::is_held(&self.folder.join(name))))
     }
 
     /// Removes what saves have left that failed or crashed, as the next save would. One rank calls
@@ -235,7 +250,7 @@ impl Store {
     }
 
     /// Names of the folder's entries, sorted; none where it does not exist.
-    fn names(&self) -> Result<Vec<String>> {
+    pub(crate) fn names(&self) -> Result<Vec<String>> {
         let entries = match fs::read_dir(&self.folder) {
             Ok(entries) => entries,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),

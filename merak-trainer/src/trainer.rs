@@ -1,5 +1,6 @@
 //! One rank's trainer: the loop, evaluation, checkpoints and generation.
 
+mod base;
 mod best;
 mod checkpoint;
 mod course;
@@ -158,6 +159,8 @@ pub struct MerakTrainer {
     rotation: Option<JoinHandle<merak_ckpt::Result<Vec<u64>>>>,
     /// What an adapter stands in the place of, by parameter.
     base_values: BTreeMap<usize, Vec<u8>>,
+    /// Where the parameters lie that are not trained, once they are saved.
+    shared_base: Option<merak_ckpt::Base>,
 }
 
 impl fmt::Debug for MerakTrainer {
@@ -227,6 +230,7 @@ impl MerakTrainer {
             staging: shards::StagingMemory::default(),
             rotation: None,
             base_values: BTreeMap::new(),
+            shared_base: None,
         };
         let resumed = match &args.resume_from_checkpoint {
             Some(from) => trainer.resume(from)?,

@@ -354,6 +354,7 @@ impl<'a> Run<'a> {
             return Err(foreign(self.folder, reason));
         }
         let manifest = Manifest {
+            base: None,
             header: Header::default(),
             files: reader.files()?,
             tensors,

@@ -15,19 +15,24 @@ impl Manifest {
         self.check_header()?;
         self.check_files()?;
         limit("tensors", self.tensors.len(), format::MAX_TENSORS)?;
-        for pair in self.tensors.windows(2) {
-            if (&pair[0].kind, &pair[0].name) >= (&pair[1].kind, &pair[1].name) {
-                return Err(damage(
-                    &pair[1],
-                    malformed("tensors are not in order, or not unique"),
-                ));
-            }
-        }
+        self.check_order()?;
         for tensor in &self.tensors {
             self.check_tensor(tensor)
                 .map_err(|problem| damage(tensor, problem))?;
         }
         self.check_bytes_are_apart()
+    }
+
+    /// Checks that each tensor is there once, in its place.
+    pub(crate) fn check_order(&self) -> Result<(), Damage> {
+        let out_of_order = |pair: &&[TensorEntry]| {
+            (&pair[0].kind, &pair[0].name) >= (&pair[1].kind, &pair[1].name)
+        };
+        let found = self.tensors.windows(2).find(out_of_order);
+        found.map_or(Ok(()), |pair| {
+            let problem = malformed("tensors are not in order, or not unique");
+            Err(damage(&pair[1], problem))
+        })
     }
 
     fn check_header(&self) -> Result<(), Damage> {
@@ -36,6 +41,13 @@ impl Manifest {
             ("bytes of `state`", &self.header.state),
         ] {
             limit(member, value.to_string().len(), format::MAX_STATE_BYTES)?;
+        }
+        if let Some(base) = &self.base
+            && format::parse_base_name(&base.folder).is_none()
+        {
+            let name: String = base.folder.chars().take(80).collect();
+            let reason = format!("the base is `{name}`, expected a folder like base-00001");
+            return Err(in_manifest(malformed(reason)));
         }
         let Topology {
             dp,
@@ -60,15 +72,7 @@ impl Manifest {
             check_file_name(&file.name)
                 .map_err(|error| in_manifest(malformed(error.to_string())))?;
         }
-        self.files.iter().try_fold(0_u64, |sum, file| {
-            sum.checked_add(file.length).ok_or_else(|| {
-                let FileEntry { name, length, .. } = file;
-                let reason = format!(
-                    "with the {length} bytes of `{name}`, the files have more than 2^64 - 1"
-                );
-                in_manifest(malformed(reason))
-            })
-        })?;
+        self.check_total()?;
         match self
             .files
             .windows(2)
@@ -81,6 +85,20 @@ impl Manifest {
             }),
             None => Ok(()),
         }
+    }
+
+    /// Checks that the bytes of all files can be counted.
+    pub(crate) fn check_total(&self) -> Result<(), Damage> {
+        let total = self.files.iter().try_fold(0_u64, |sum, file| {
+            sum.checked_add(file.length).ok_or_else(|| {
+                let FileEntry { name, length, .. } = file;
+                let reason = format!(
+                    "with the {length} bytes of `{name}`, the files have more than 2^64 - 1"
+                );
+                in_manifest(malformed(reason))
+            })
+        });
+        total.map(|_| ())
     }
 
     fn check_tensor(&self, tensor: &TensorEntry) -> Result<(), Problem> {

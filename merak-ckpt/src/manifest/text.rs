@@ -1,10 +1,10 @@
 //! The manifest as text, and back.
 
 use super::check::limit;
-use super::{FileEntry, Header, Manifest, TensorEntry, Topology};
-use crate::Checksum;
+use super::{FileEntry, Header, Manifest, TensorEntry, Topology, present};
 use crate::error::{Damage, Problem};
 use crate::format;
+use crate::{Base, Checksum};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
@@ -42,6 +42,8 @@ struct Document<'a> {
     model: &'a RawValue,
     #[serde(borrow)]
     state: &'a RawValue,
+    #[serde(default, deserialize_with = "present")]
+    base: Option<Base>,
     files: Vec<FileEntry>,
     tensors: Vec<TensorEntry>,
     #[expect(dead_code, reason = "it was checked with the end of the text")]
@@ -59,11 +61,14 @@ impl Manifest {
         } = &self.header;
         let mut text = String::from("{\n");
         text.push_str(&member("format", &format::NAME));
-        text.push_str(&member("version", &format::VERSION));
+        text.push_str(&member("version", &version(self.base.as_ref())));
         text.push_str(&member("step", step));
         text.push_str(&member("topology", topology));
         text.push_str(&member("model", &sorted(model)));
         text.push_str(&member("state", &sorted(state)));
+        if let Some(base) = &self.base {
+            text.push_str(&member("base", base));
+        }
         text.push_str(&list("files", &self.files));
         text.push_str(&list("tensors", &self.tensors));
         let checksum = Checksum::of(text.as_bytes());
@@ -91,7 +96,15 @@ impl Manifest {
         check_tail(text)?;
         let document: Document<'_> =
             serde_json::from_slice(text).map_err(|error| malformed(&error))?;
+        let expected = version(document.base.as_ref());
+        if probe.version != expected {
+            let (found, has) = (probe.version, document.base.map_or("no", |_| "a"));
+            return Err(malformed(&format!(
+                "the version is {found}, expected {expected} with {has} base"
+            )));
+        }
         let manifest = Self {
+            base: document.base,
             header: Header {
                 step: document.step,
                 topology: document.topology,
@@ -104,6 +117,11 @@ impl Manifest {
         manifest.check().map_err(Refused::Damaged)?;
         Ok(manifest)
     }
+}
+
+/// The version of a manifest with this base.
+fn version(base: Option<&Base>) -> u64 {
+    base.map_or(1, |_| format::VERSION)
 }
 
 fn value(bytes_of: &'static str, text: &RawValue) -> Result<serde_json::Value, Refused> {

@@ -79,6 +79,61 @@ fn verify_names_what_is_damaged_and_a_way_out() {
 }
 
 #[test]
+fn a_checkpoint_is_whole_beside_its_base_and_refused_with_the_way_out_elsewhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::in_output_dir(folder.path().join("run"));
+    // A base is a checkpoint as any other, but for its name; this one has all that there is.
+    let saved = save(&store, 5, topology(1, 2, 1)).unwrap();
+    fs::rename(saved, store.folder().join("base-00001")).unwrap();
+    let (base, _) = store.base(1).unwrap();
+    let draft = store.begin(5).unwrap().with_base(Some(base));
+    let step = draft.commit(Vec::new(), Header::default(), &[]).unwrap();
+
+    let step_name = "run/checkpoints/step-00000005";
+    for whole in ["run", step_name, "run/checkpoints/base-00001"] {
+        let (status, text, errors) = run(folder.path(), &["verify", whole]);
+        assert_eq!(status, 0, "{text}{errors}");
+    }
+    let (_, text, _) = run(folder.path(), &["inspect", "run"]);
+    assert!(text.contains("\nbase        ../base-00001\n"), "{text}");
+    let (_, json, _) = run(folder.path(), &["inspect", "run", "--json"]);
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["base"]["folder"], "base-00001");
+
+    let degrees = ["--dp", "1", "--tp", "1", "--pp", "1"];
+    let reshard = |from, to| [&["reshard", from, to][..], &degrees].concat();
+    let (status, _, errors) = run(folder.path(), &reshard("run", "alone"));
+    assert_eq!(status, 0, "{errors}");
+    let (status, text, _) = run(folder.path(), &["diff", "run", "alone"]);
+    assert_eq!(status, 0, "{text}");
+    let alone = folder.path().join("alone/checkpoints");
+    assert!(!alone.join("base-00001").exists());
+
+    let copy = folder.path().join("copy");
+    fs::create_dir(&copy).unwrap();
+    for entry in fs::read_dir(step).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), copy.join(entry.file_name())).unwrap();
+    }
+    let (status, _, expected) = run(folder.path(), &["verify", "copy"]);
+    assert_eq!(status, 2);
+    insta::assert_snapshot!(expected, @"merak-ckpt: checkpoint copy is damaged: ../base-00001/manifest.json: the parameters that the checkpoint does not train lay there, and the folder is gone: put it back beside the checkpoint, or take what `merak-ckpt reshard` writes where both are; there is no complete older one");
+    let others = [
+        vec!["inspect", "copy"],
+        vec!["diff", "copy", "alone"],
+        vec!["export-hf", "copy", "hf"],
+        reshard("copy", "again"),
+    ];
+    for arguments in others {
+        let (status, _, errors) = run(folder.path(), &arguments);
+        assert_eq!((status, &errors), (2, &expected), "{arguments:?}");
+    }
+    // What was written where both are stands alone wherever it is.
+    let (status, _, errors) = run(folder.path(), &reshard("alone", "again"));
+    assert_eq!(status, 0, "{errors}");
+}
+
+#[test]
 fn diff_begins_with_a_summary_and_compares_values_whatever_the_topology() {
     let folder = tempfile::tempdir().unwrap();
     let stores = ["a", "b", "c"].map(|name| Store::in_output_dir(folder.path().join(name)));

@@ -42,6 +42,12 @@ fn import(
     import_dcp(folder, to, config, prefix, options).and_then(Checkpoint::open)
 }
 
+/// A golden folder with its prefix and configuration, imported below `folder`.
+fn imported(folder: &Path, (name, prefix, config): &(&str, &str, PathBuf)) -> Checkpoint {
+    let options = ImportOptions::default();
+    import(&golden(name), &folder.join(name), config, prefix, &options).expect("it is imported")
+}
+
 /// The script's two sums over a tensor's values.
 fn sums(checkpoint: &Checkpoint, kind: &Kind, name: &str) -> [f64; 2] {
     let bytes = checkpoint.read_whole(kind, name).expect("it reads");
@@ -58,16 +64,8 @@ fn sums(checkpoint: &Checkpoint, kind: &Kind, name: &str) -> [f64; 2] {
 fn weights_and_optimizer_state_are_those_that_torch_saved() {
     let folder = tempfile::tempdir().unwrap();
     let all = json(&golden("expected.json"));
-    for (name, prefix, config) in cases(folder.path()) {
-        let to = folder.path().join(name);
-        let imported = import(
-            &golden(name),
-            &to,
-            &config,
-            prefix,
-            &ImportOptions::default(),
-        );
-        let imported = imported.unwrap();
+    for case in cases(folder.path()) {
+        let (name, imported) = (case.0, imported(folder.path(), &case));
         let expected = all[name].as_object().unwrap();
         let mut compared = 0;
         for kind in imported.manifest().kinds() {
@@ -107,16 +105,9 @@ fn weights_and_optimizer_state_are_those_that_torch_saved() {
 fn step_and_numbers_of_parameter_groups_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let mut texts = Vec::new();
-    for (name, prefix, config) in cases(folder.path()) {
-        let to = folder.path().join(name);
-        let imported = import(
-            &golden(name),
-            &to,
-            &config,
-            prefix,
-            &ImportOptions::default(),
-        );
-        let header = imported.unwrap().manifest().header.clone();
+    for case in cases(folder.path()) {
+        let (name, imported) = (case.0, imported(folder.path(), &case));
+        let header = imported.manifest().header.clone();
         let mut state = header.state;
         if let Some(groups) = state["imported"]["param_groups"].as_object_mut() {
             let first = groups.keys().next().cloned();

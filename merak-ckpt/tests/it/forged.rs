@@ -33,7 +33,7 @@ fn sign(file: &Path, body: &str) {
 type Attack = (&'static str, fn(&mut Value));
 
 const ATTACKS: &[Attack] = &[
-    ("newer version", |m| m["version"] = json!(2)),
+    ("newer version", |m| m["version"] = json!(3)),
     ("older version", |m| m["version"] = json!(0)),
     ("no ranks", |m| m["topology"]["dp"] = json!(0)),
     ("no such stage", |m| m["topology"]["zero_stage"] = json!(9)),
@@ -178,7 +178,7 @@ fn forged_manifests_are_refused() {
         messages.push(format!("{name}: {short}"));
     }
     insta::assert_snapshot!(messages.join("\n"), @"
-    newer version: OUT/step-00000002/manifest.json has format version 2, this program reads versions up to 1
+    newer version: OUT/step-00000002/manifest.json has format version 3, this program reads versions up to 2
     older version: manifest.json: the version is 0, expected 1 or more
     no ranks: manifest.json: the topology is dp=0 tp=2 pp=1 sp=1 zero_stage=0, expected degrees from 1 on and a stage of 0 to 3
     no such stage: manifest.json: the topology is dp=1 tp=2 pp=1 sp=1 zero_stage=9, expected degrees from 1 on and a stage of 0 to 3
@@ -186,7 +186,7 @@ fn forged_manifests_are_refused() {
     null for a range: manifest.json: invalid type: null, expected an array of length 2 at line 1 column 2637
     box of too many dims: manifest.json, tensor `h.0.mlp.c_proj.weight`: 100000 dims, the limit is 16
     other format: manifest.json: the format is `torch`, expected `merak-checkpoint`
-    unknown field: manifest.json: unknown field `extra`, expected one of `format`, `version`, `step`, `topology`, `model`, `state`, `files`, `tensors`, `checksum` at line 1 column 10022
+    unknown field: manifest.json: unknown field `extra`, expected one of `format`, `version`, `step`, `topology`, `model`, `state`, `base`, `files`, `tensors`, `checksum` at line 1 column 10022
     negative step: manifest.json: invalid value: integer `-1`, expected u64 at line 1 column 50
     fractional offset: manifest.json: invalid type: floating point `0.5`, expected usize at line 1 column 3587
     enormous shape: manifest.json, tensor `h.0.mlp.c_proj.weight`: shape [18446744073709551615, 18446744073709551615] is too large

@@ -128,7 +128,8 @@ impl MerakTrainer {
     /// Each element is written by one rank. A crash leaves the older checkpoints as they were.
     ///
     /// # Communication
-    /// Two barriers, and the gathering of the shards' tables over the world.
+    /// Two barriers, and the gathering of the shards' tables over the world. Beside an adapter,
+    /// some numbers to agree on the base as well, and at the first save the same for writing it.
     ///
     /// # Errors
     /// When a file cannot be written on some rank.
@@ -158,8 +159,9 @@ impl MerakTrainer {
         for callback in &mut self.parts.callbacks {
             callback.on_save_start(self.global_step);
         }
-        let draft = self.begin_draft()?;
-        let sources = self.shard_sources()?.into_iter();
+        let base = self.settle_base()?;
+        let sources = self.shard_sources(base.is_some())?.into_iter();
+        let draft = self.begin_draft()?.with_base(base);
         let shards = sources
             .map(|source| write(source, &draft))
             .collect::<merak_ckpt::Result<_>>()?;
@@ -177,6 +179,18 @@ impl MerakTrainer {
         Ok(begun.unwrap_or_else(|| store.draft(step)))
     }
 
+    /// The shards that all ranks have written, on rank 0; none elsewhere.
+    pub(super) fn gather_shards(&self, own: &[Shard]) -> Result<Vec<Shard>> {
+        let encoded = serde_json::to_vec(own).expect("a table of slices is plain data");
+        let gathered = self.stages.mpu.world_group().all_gather_bytes(encoded)?;
+        let decode = |bytes: &Vec<u8>| {
+            serde_json::from_slice::<Vec<Shard>>(bytes).expect("a rank's own table")
+        };
+        let is_taken = self.stages.mpu.is_rank_0();
+        let taken = gathered.iter().filter(|_| is_taken);
+        Ok(taken.flat_map(decode).collect())
+    }
+
     /// Makes a checkpoint of the shards that all ranks have written.
     pub(super) fn commit(
         &mut self,
@@ -188,13 +202,8 @@ impl MerakTrainer {
         let mpu = std::sync::Arc::clone(&self.stages.mpu);
         let world = mpu.world_group();
         let path = store.path_of(draft.step());
-        let encoded = serde_json::to_vec(shards).expect("a table of slices is plain data");
-        let gathered = world.all_gather_bytes(encoded)?;
+        let shards = self.gather_shards(shards)?;
         if mpu.is_rank_0() {
-            let decode = |bytes: &Vec<u8>| {
-                serde_json::from_slice::<Vec<Shard>>(bytes).expect("a rank's own table")
-            };
-            let shards = gathered.iter().flat_map(decode).collect();
             let adapter = self.stages.plan.lora.as_ref();
             let adapter = adapter.map(|lora| format!("{:#}\n", lora.config.to_json()));
             let files = self.parts.model_files.iter();
@@ -452,6 +461,8 @@ impl MerakTrainer {
 
     /// Takes weights that were read; what the checkpoint does not have is drawn, or stays as it is.
     pub(super) fn set_weights(&mut self, weights: &[Option<Vec<u8>>]) -> Result<()> {
+        // Whether they are those of the base is to be seen.
+        self.shared_base = None;
         if self.stages.is_blank {
             let lacks = |index: usize| weights[index].is_none();
             self.stages.draw(self.parts.num_threads, lacks)?;

@@ -3,10 +3,14 @@
 use super::MerakTrainer;
 use crate::{Result, stage::ParamMemory};
 use merak_ckpt::{
-    Cut, DType, Draft, Kind, Layout, Look, OwnedPiece, PendingShard, Shard, ShardKind, Staging,
+    Checkpoint, Cut, DType, Draft, Kind, Layout, Look, OwnedPiece, PendingShard, Piece, Shard,
+    ShardKind, Staging,
 };
 use merak_trace::Param;
 use merak_zero::{OwnedState, ZeroStage};
+
+/// Elements that are compared at once.
+const BLOCK_ELEMENTS: usize = 1 << 18;
 
 /// A file of a checkpoint that is to be written. It may be shown on another thread: values that it shows do not
 /// change meanwhile.
@@ -61,6 +65,17 @@ impl ShardSource {
         draft.write_shard_later(self.kind, self.rank, staging, move |look| self.show(look))
     }
 
+    /// Whether a checkpoint holds these values, in these types.
+    pub(super) fn is_in(&self, checkpoint: &Checkpoint) -> bool {
+        let mut is_in = true;
+        self.show(&mut |pieces| {
+            is_in = pieces
+                .iter()
+                .all(|(piece, bytes)| holds(checkpoint, piece, bytes));
+        });
+        is_in
+    }
+
     fn show(&self, look: &mut Look<'_>) {
         let show = |values: &[&[u8]], places: &[usize], look: &mut Look<'_>| {
             let pieces = self.pieces.iter().zip(places);
@@ -84,11 +99,30 @@ impl ShardSource {
     }
 }
 
+/// Whether a checkpoint holds a piece with these bytes; they are read a block at a time.
+fn holds(checkpoint: &Checkpoint, piece: &Piece<'_>, bytes: &[u8]) -> bool {
+    let width = piece.dtype.size_bytes();
+    let mut begin = piece.flat_range().start;
+    bytes.chunks(BLOCK_ELEMENTS * width).all(|bytes| {
+        let end = begin + bytes.len() / width;
+        let block = Piece {
+            range: Some(begin..end),
+            ..piece.clone()
+        };
+        begin = end;
+        // Padding is nobody's.
+        let mut stored = bytes.to_vec();
+        checkpoint.read(&block, &mut stored).is_ok() && stored == bytes
+    })
+}
+
 impl MerakTrainer {
-    /// What this rank owns of a checkpoint of the run as it stands.
-    pub(super) fn shard_sources(&self) -> Result<Vec<ShardSource>> {
+    /// What this rank owns of a checkpoint of the run as it stands; of one on a base, without what
+    /// lies there.
+    pub(super) fn shard_sources(&self, is_on_base: bool) -> Result<Vec<ShardSource>> {
         let layouts = self.noted_layouts()?;
-        let mut sources = vec![self.parameters_source(&layouts)];
+        let is_saved = |param: &Param| param.trainable || !is_on_base;
+        let mut sources = vec![self.parameters_source(&layouts, is_saved)];
         // Undivided state is the same on all replicas; of divided state every replica writes its own.
         let divided =
             self.stages.optimizer.config().zero_stage != ZeroStage::Replicated && self.args.dp > 1;
@@ -96,6 +130,12 @@ impl MerakTrainer {
             sources.push(self.state_source(&layouts));
         }
         Ok(sources)
+    }
+
+    /// The parameters that this rank owns of those that are not trained.
+    pub(super) fn frozen_source(&self) -> Result<ShardSource> {
+        let is_frozen = |param: &Param| !param.trainable;
+        Ok(self.parameters_source(&self.noted_layouts()?, is_frozen))
     }
 
     /// How each parameter lies in the whole, with what whoever reshards goes by, from one tensor-parallel rank on.
@@ -115,10 +155,15 @@ impl MerakTrainer {
         self.stages.mpu.data_sequence_parallel_rank() == 0
     }
 
-    fn parameters_source(&self, layouts: &[Layout]) -> ShardSource {
+    fn parameters_source(
+        &self,
+        layouts: &[Layout],
+        is_saved: impl Fn(&Param) -> bool,
+    ) -> ShardSource {
         let table = &self.stages.table;
         let positions: Vec<_> = (0..table.len())
             .filter(|&index| self.is_first_replica() && self.stages.owned[index])
+            .filter(|&index| is_saved(&table[index]))
             .collect();
         let piece = |&index: &usize| OwnedPiece {
             kind: Kind::Parameter,

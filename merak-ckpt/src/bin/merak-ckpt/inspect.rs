@@ -33,6 +33,9 @@ pub(crate) fn text(checkpoint: &Checkpoint) -> String {
             Bytes(total_bytes(manifest))
         ),
     );
+    if let Some(base) = &manifest.base {
+        line(&mut text, format_args!("base        ../{}", base.folder));
+    }
     let factors = || {
         manifest
             .tensors_of(&Kind::Parameter)
@@ -122,6 +125,7 @@ pub(crate) fn json(checkpoint: &Checkpoint) -> String {
         "topology": header.topology,
         "model": header.model,
         "state": header.state,
+        "base": manifest.base,
         "bytes": total_bytes(manifest),
         "adapter_elements": sums(manifest.tensors_of(&Kind::Parameter).filter(|entry| entry.is_of_adapter())).1,
         "kinds": manifest.kinds().into_iter().map(kind).collect::<serde_json::Map<String, Value>>(),

@@ -1,8 +1,8 @@
 //! L1 to L3 of adapters: they train alike on every topology, and nothing else is trained.
 
-use std::path::Path;
+use std::{collections::BTreeSet, path::Path};
 
-use merak_ckpt::{Adapter, Checkpoint, GenerateOptions, Kind};
+use merak_ckpt::{Adapter, Checkpoint, GenerateOptions, Kind, Store};
 use merak_trainer::{MerakTrainer, Workload};
 use serde_json::{Value, json};
 
@@ -213,6 +213,152 @@ fn a_resumed_adapter_goes_on_where_it_stood() {
         1e-5,
         "elsewhere",
     );
+}
+
+#[test]
+fn checkpoints_of_an_adapter_keep_what_is_not_trained_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    let case = gpt2(folder.path()).on((1, 2, 2)).writing(&run);
+    case.on_ranks(|trainer| {
+        trainer.train_step()?;
+        trainer.save_checkpoint()?;
+        trainer.train_step()?;
+        trainer.save_later()?;
+        trainer.finish_save()
+    });
+    let store = Store::in_output_dir(&run);
+    // Nothing of the first one is needed.
+    std::fs::remove_dir_all(store.path_of(1)).unwrap();
+    for degrees in [(1, 2, 2), (2, 1, 1)] {
+        let resumed = case.clone().on(degrees);
+        let resumed = resumed.with("resume_from_checkpoint", "latest");
+        resumed.on_ranks(|trainer| {
+            trainer.train_step()?;
+            trainer.save_checkpoint()
+        });
+    }
+    assert_eq!(store.bases().unwrap(), [1]);
+    let (_, base) = store.base(1).unwrap();
+    let trained: Vec<_> = case
+        .plan()
+        .trained_params()
+        .map(|p| p.name.clone())
+        .collect();
+    let all = case.plan().graph.params().len();
+    assert_eq!(base.manifest().tensors.len(), all - trained.len());
+    for step in 2..=4 {
+        let saved = Checkpoint::open(store.path_of(step)).unwrap();
+        let (own, shared): (Vec<_>, Vec<_>) = saved
+            .manifest()
+            .tensors_of(&Kind::Parameter)
+            .partition(|tensor| trained.contains(&tensor.name));
+        assert_eq!(
+            (own.len(), shared.len()),
+            (trained.len(), all - trained.len())
+        );
+        let is_in_base = |file: &str| file.starts_with("../base-00001/");
+        assert!(
+            own.iter()
+                .flat_map(|tensor| &tensor.slices)
+                .all(|slice| !is_in_base(&slice.file))
+        );
+        assert!(
+            shared
+                .iter()
+                .flat_map(|tensor| &tensor.slices)
+                .all(|slice| is_in_base(&slice.file))
+        );
+    }
+
+    // Other weights below the same adapter do not stand on this base.
+    let other = case.clone().with("seed", 4321);
+    other.on_ranks(|trainer| {
+        trainer.train_step()?;
+        trainer.save_checkpoint()
+    });
+    assert_eq!(store.bases().unwrap(), [1, 2]);
+    let bases = [1, 4].map(|step| {
+        let saved = Checkpoint::open(store.path_of(step)).unwrap();
+        saved.manifest().base.clone().unwrap().folder
+    });
+    assert_eq!(bases, ["base-00002", "base-00001"]);
+
+    std::fs::remove_dir_all(store.folder().join("base-00001")).unwrap();
+    let resumed = case.with("resume_from_checkpoint", store.path_of(4).display());
+    let error = resumed
+        .try_on_ranks(|_| Ok(()))
+        .expect_err("the base is gone");
+    let error = merak_trainer::chain(&error);
+    assert!(
+        error.contains("the folder is gone: put it back beside the checkpoint"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_base_outlives_a_crash_before_its_first_checkpoint_and_not_its_last_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    let case = gpt2(folder.path()).writing(&run);
+    let save = |case: Case| {
+        case.on_ranks(|trainer| {
+            trainer.train_step()?;
+            trainer.save_checkpoint()
+        });
+    };
+    // Two replicas write it, which divide their state.
+    save(case.clone().on((2, 1, 2)).with("zero_stage", 1));
+    let store = Store::in_output_dir(&run);
+    let (base, _) = store.base(1).unwrap();
+    // What a kill leaves after the base and before the checkpoint, or while a base is written.
+    std::fs::remove_dir_all(store.path_of(1)).unwrap();
+    std::fs::remove_file(store.folder().join("latest")).unwrap();
+    for unfinished in [".tmp-base-00002", ".tmp-step-00000001"] {
+        std::fs::create_dir(store.folder().join(unfinished)).unwrap();
+    }
+    let again = case.clone().on((1, 2, 1));
+    save(again.with("resume_from_checkpoint", "auto"));
+    let names = || {
+        let entries = std::fs::read_dir(store.folder()).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names
+            .collect::<BTreeSet<_>>()
+            .into_iter()
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(names(), ["base-00001", "latest", "step-00000001"]);
+    let saved = Checkpoint::open(&run).unwrap();
+    assert_eq!(saved.manifest().base.as_ref(), Some(&base));
+    assert!(saved.verify().damage.is_empty());
+
+    // The checkpoint that takes the last one's place stands on other weights.
+    save(case.with("seed", 4321));
+    assert_eq!(names(), ["base-00002", "latest", "step-00000001"]);
+}
+
+#[test]
+fn weights_with_another_adapter_merged_into_them_are_saved_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    let case = llama(folder.path()).on((1, 2, 1)).writing(&run);
+    case.on_ranks(MerakTrainer::save_checkpoint);
+    let saved = Checkpoint::open(&run).unwrap();
+    let tensors = &saved.manifest().tensors;
+    let adapter = Adapter::open(run.join("adapter"), &case.model, tensors).unwrap();
+    let found = case.on_ranks(|trainer| {
+        let adapters = [None, Some(&adapter), None].into_iter();
+        let found = adapters.map(|adapter| {
+            trainer.set_adapter(adapter)?;
+            let path = trainer.save_checkpoint()?;
+            let saved = Checkpoint::open(path)?;
+            let tensors = saved.manifest().tensors_of(&Kind::Parameter).count();
+            Ok((saved.manifest().base.is_some(), tensors))
+        });
+        found.collect::<merak_trainer::Result<Vec<_>>>()
+    });
+    let all = case.plan().graph.params().len();
+    assert_eq!(found[0], [(true, all), (false, all), (true, all)]);
 }
 
 #[test]

@@ -1,0 +1,332 @@
+//! Parameters that checkpoints share, kept once beside them.
+
+use crate::checkpoint::{parse_manifest, read_manifest};
+use crate::error::{Damage, Problem};
+use crate::format;
+use crate::manifest::Manifest;
+use crate::{Checkpoint, Checksum, Draft, Error, Result, Store};
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// Where a checkpoint's other tensors lie: in a folder beside its own, which later checkpoints
+/// share.
+///
+/// The folder is a checkpoint as any other, but for its name: `latest` never names it, and
+/// rotation removes it once no checkpoint beside it names it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Base {
+    /// Name of the folder, as in `base-00001`.
+    pub folder: String,
+    /// Checksum of the whole manifest there, so that another base in its place is found.
+    pub checksum: Checksum,
+}
+
+impl Store {
+    /// The numbers of the bases, ascending.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the folder exists but cannot be listed.
+    pub fn bases(&self) -> Result<Vec<u64>> {
+        let names = self.names()?;
+        let numbers = names
+            .iter()
+            .filter_map(|name| format::parse_base_name(name));
+        let mut numbers: Vec<_> = numbers.collect();
+        numbers.sort_unstable();
+        Ok(numbers)
+    }
+
+    /// Opens a base: what checkpoints on it name, and its tensors.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::open`].
+    pub fn base(&self, number: u64) -> Result<(Base, Checkpoint)> {
+        let folder = format::base_name(number);
+        let path = self.folder().join(&folder);
+        let checksum = Checksum::of(&read_manifest(&path)?);
+        Ok((Base { folder, checksum }, Checkpoint::load(&path)?))
+    }
+
+    /// Starts a base, at a step that its manifest notes, as [`Store::begin`] starts a checkpoint:
+    /// one rank calls it, and the others call [`Store::base_draft`].
+    ///
+    /// # Errors
+    /// As for [`Store::begin`].
+    pub fn begin_base(&self, number: u64, step: u64) -> Result<Draft> {
+        self.begin_draft(self.base_draft(number, step))
+    }
+
+    /// The base that [`Store::begin_base`] has started; touches nothing.
+    pub fn base_draft(&self, number: u64, step: u64) -> Draft {
+        Draft::of_base(self.clone(), number, step)
+    }
+
+    /// Removes the bases that no checkpoint names. The folder is locked.
+    pub(crate) fn remove_unnamed_bases(&self) -> Result<()> {
+        let mut unnamed: Vec<_> = self.bases()?.into_iter().map(format::base_name).collect();
+        for step in self.steps()?.into_iter().rev() {
+            if unnamed.is_empty() {
+                break;
+            }
+            let path = self.path_of(step);
+            let manifest = read_manifest(&path).and_then(|text| parse_manifest(&path, &text));
+            // A checkpoint that cannot be read may stand on any of them.
+            let Ok(manifest) = manifest else {
+                return Ok(());
+            };
+            let named = manifest.base.map(|base| base.folder);
+            unnamed.retain(|folder| named.as_ref() != Some(folder));
+        }
+        // So may one that somebody is writing.
+        if unnamed.is_empty() || self.is_being_written()? {
+            return Ok(());
+        }
+        let mut paths = unnamed.iter().map(|name| self.folder().join(name));
+        paths.try_for_each(|path| self.delete(&path))
+    }
+}
+
+/// The manifest of the checkpoint in a folder, with what lies in its base.
+///
+/// # Errors
+/// [`Error::Damaged`] where the base is gone, another one, or has tensors that the checkpoint has
+/// too.
+pub(crate) fn joined(folder: &Path, mut manifest: Manifest) -> Result<Manifest> {
+    let Some(base) = manifest.base.clone() else {
+        return Ok(manifest);
+    };
+    let place = format!("../{}", base.folder);
+    let in_base = |problem| {
+        let file = format!("{place}/{}", format::MANIFEST);
+        damaged(folder, Damage::of_file(&file, problem))
+    };
+    let path = folder.join(&place);
+    let shared = read_base(&path, &base).map_err(|error| match error {
+        Error::Damaged { damage, .. } => in_base(match damage.problem {
+            Problem::Missing if !path.exists() => Problem::NoBase,
+            problem => problem,
+        }),
+        error => error,
+    })?;
+    if shared.base.is_some() {
+        let reason = "a base stands on no other".to_owned();
+        return Err(in_base(Problem::Malformed { reason }));
+    }
+    let outside = |name: &str| format!("{place}/{name}");
+    for mut file in shared.files {
+        if format::is_tensor_file(&file.name) {
+            file.name = outside(&file.name);
+            manifest.files.push(file);
+        }
+    }
+    for mut tensor in shared.tensors {
+        for slice in &mut tensor.slices {
+            slice.file = outside(&slice.file);
+        }
+        manifest.tensors.push(tensor);
+    }
+    manifest.files.sort_by(|a, b| a.name.cmp(&b.name));
+    manifest
+        .tensors
+        .sort_by(|a, b| (&a.kind, &a.name).cmp(&(&b.kind, &b.name)));
+    let checked = manifest.check_order().and_then(|()| manifest.check_total());
+    checked.map_err(|damage| damaged(folder, damage))?;
+    Ok(manifest)
+}
+
+fn read_base(folder: &Path, base: &Base) -> Result<Manifest> {
+    let text = read_manifest(folder)?;
+    let (expected, found) = (base.checksum, Checksum::of(&text));
+    if found != expected {
+        let problem = Problem::OtherBase { expected, found };
+        return Err(damaged(folder, Damage::of_file(format::MANIFEST, problem)));
+    }
+    parse_manifest(folder, &text)
+}
+
+fn damaged(folder: &Path, damage: Damage) -> Error {
+    Error::Damaged {
+        path: folder.to_owned(),
+        damage: Box::new(damage),
+        older: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, Header, Kind, Layout, Piece, ReshardOptions, ShardKind, reshard};
+    use std::fs;
+
+    /// Writes a draft with tensors of a byte each.
+    fn commit(draft: &Draft, tensors: &[(&str, u8)]) {
+        let layout = Layout::whole(&[1]);
+        let bytes: Vec<_> = tensors.iter().map(|(_, value)| [*value]).collect();
+        let pieces = tensors.iter().zip(&bytes).map(|((name, _), bytes)| {
+            let piece = Piece {
+                kind: &Kind::Parameter,
+                name,
+                dtype: DType::U8,
+                layout: &layout,
+                range: None,
+            };
+            (piece, bytes.as_slice())
+        });
+        let pieces: Vec<_> = pieces.collect();
+        let shard = draft.write_shard(ShardKind::Model, 0, &pieces).unwrap();
+        draft.commit(vec![shard], Header::default(), &[]).unwrap();
+    }
+
+    fn store(folder: &Path) -> Store {
+        let store = Store::new(folder);
+        commit(&store.begin_base(1, 1).unwrap(), &[("frozen", 1)]);
+        let (base, _) = store.base(1).unwrap();
+        for step in [1, 2] {
+            let draft = store.begin(step).unwrap().with_base(Some(base.clone()));
+            commit(&draft, &[("a", 2), ("z", step as u8)]);
+        }
+        store
+    }
+
+    fn refusal(store: &Store) -> String {
+        let error = Checkpoint::open(store.path_of(2)).unwrap_err().to_string();
+        error.replace(&store.folder().display().to_string(), "DIR")
+    }
+
+    #[test]
+    fn a_checkpoint_has_the_tensors_of_its_base_and_outlives_the_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = store(folder.path());
+        assert_eq!(
+            (store.bases().unwrap(), store.steps().unwrap()),
+            (vec![1], vec![1, 2])
+        );
+        assert_eq!(store.rotate(1, &[]).unwrap(), [1]);
+        assert_eq!(store.bases().unwrap(), [1]);
+        let saved = Checkpoint::open(folder.path()).unwrap();
+        let names = |saved: &Checkpoint| -> Vec<_> {
+            let tensors = saved.manifest().tensors.iter();
+            tensors.map(|tensor| tensor.name.clone()).collect()
+        };
+        assert_eq!(names(&saved), ["a", "frozen", "z"]);
+        assert_eq!(saved.read_whole(&Kind::Parameter, "frozen").unwrap(), [1]);
+        assert_eq!(
+            (saved.verify().files, saved.verify().damage),
+            (2, Vec::new())
+        );
+
+        let alone = folder.path().join("alone");
+        let alone = reshard(&saved, &alone, &ReshardOptions::default()).unwrap();
+        let text = fs::read_to_string(alone.join(format::MANIFEST)).unwrap();
+        assert!(text.contains("\"version\": 1,\n") && !text.contains("\"base\""));
+        let alone = Checkpoint::open(&alone).unwrap();
+        assert_eq!(names(&alone), names(&saved));
+        assert_eq!(alone.read_whole(&Kind::Parameter, "frozen").unwrap(), [1]);
+    }
+
+    #[test]
+    fn a_base_that_is_gone_changed_or_damaged_is_an_error_that_says_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = store(folder.path());
+        let base = folder.path().join("base-00001");
+        let file = base.join("model-00000.safetensors");
+        let content = fs::read(&file).unwrap();
+        let mut damaged = content.clone();
+        *damaged.last_mut().unwrap() ^= 1;
+        fs::write(&file, damaged).unwrap();
+        let found = Checkpoint::open(store.path_of(2)).unwrap().verify().damage;
+        assert!(!found.is_empty());
+        assert!(
+            found
+                .iter()
+                .all(|damage| damage.file == "../base-00001/model-00000.safetensors")
+        );
+        fs::write(&file, content).unwrap();
+
+        fs::rename(&base, folder.path().join("elsewhere")).unwrap();
+        insta::assert_snapshot!(refusal(&store), @"checkpoint DIR/step-00000002 is damaged: ../base-00001/manifest.json: the parameters that the checkpoint does not train lay there, and the folder is gone: put it back beside the checkpoint, or take what `merak-ckpt reshard` writes where both are; there is no complete older one");
+        commit(&store.begin_base(1, 1).unwrap(), &[("frozen", 9)]);
+        assert!(refusal(&store).contains("../base-00001/manifest.json: the parameters that the checkpoint does not train lay there, and now others do: put the checkpoint's own base back (checksum "));
+    }
+
+    #[test]
+    fn a_base_that_no_checkpoint_names_is_removed_with_the_next_rotation() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = store(folder.path());
+        commit(&store.begin(3).unwrap(), &[("frozen", 1), ("z", 3)]);
+        for keeps_all in [0, 2] {
+            store.rotate(keeps_all, &[]).unwrap();
+            assert_eq!(store.bases().unwrap(), [1], "step 2 stands on it");
+        }
+        let manifest = store.path_of(2).join(format::MANIFEST);
+        let text = fs::read(&manifest).unwrap();
+        fs::write(&manifest, "{").unwrap();
+        store.rotate(0, &[]).unwrap();
+        assert_eq!(store.bases().unwrap(), [1], "it may stand on it");
+        fs::write(&manifest, text).unwrap();
+
+        // Whoever writes a checkpoint may stand on it before there is a manifest that says so.
+        let draft = store.begin(4).unwrap();
+        assert_eq!(store.rotate(1, &[]).unwrap(), [2]);
+        assert_eq!(store.bases().unwrap(), [1]);
+        drop(draft);
+        assert!(store.rotate(0, &[]).unwrap().is_empty());
+        assert!(store.bases().unwrap().is_empty());
+        assert_eq!(store.names().unwrap(), ["latest", "step-00000003"]);
+    }
+
+    #[test]
+    fn a_base_lies_beside_its_checkpoint_and_has_none_of_its_tensors() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = store(folder.path());
+        let (base, _) = store.base(1).unwrap();
+        let text = fs::read(store.path_of(2).join(format::MANIFEST)).unwrap();
+        let manifest = parse_manifest(folder.path(), &text).unwrap();
+        let with = |base: Option<Base>| {
+            let manifest = Manifest {
+                base,
+                ..manifest.clone()
+            };
+            parse_manifest(folder.path(), manifest.to_text().as_bytes())
+        };
+        assert!(with(None).is_ok());
+        let elsewhere = ["../base-00001", "base-1", "base-+0001", "/tmp", ""];
+        for outside in elsewhere {
+            let folder = outside.to_owned();
+            let error = with(Some(Base {
+                folder,
+                ..base.clone()
+            }))
+            .unwrap_err();
+            assert!(
+                error
+                    .to_string()
+                    .contains("expected a folder like base-00001")
+            );
+        }
+        // Whatever an earlier version wrote has no base.
+        let text = String::from_utf8(text)
+            .unwrap()
+            .replace("\"version\": 2", "\"version\": 1");
+        let body = &text[..text.rfind("\"checksum\"").unwrap()];
+        let text = format!(
+            "{body}\"checksum\": \"{}\"\n}}\n",
+            Checksum::of(body.as_bytes())
+        );
+        let error = parse_manifest(folder.path(), text.as_bytes()).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .contains("the version is 1, expected 2 with a base")
+        );
+
+        let draft = store.begin(3).unwrap().with_base(Some(base));
+        commit(&draft, &[("frozen", 2)]);
+        let error = Checkpoint::open(store.path_of(3)).unwrap_err().to_string();
+        assert!(
+            error.contains("tensors are not in order, or not unique"),
+            "{error}"
+        );
+    }
+}
