@@ -16,7 +16,7 @@ mod graph;
 mod merge;
 
 pub use config::LoraConfig;
-pub use extract::{extract_lora, replace_lora};
+pub use extract::{extract_lora, has_lora, replace_lora};
 pub(crate) use extract::{has_adapter, is_factor};
 #[cfg(feature = "graph")]
 pub use graph::{AdaptError, Adapted, adapt};

@@ -5,7 +5,7 @@ mod words;
 
 pub use self::words::StepPart;
 use self::words::{
-    blamed, did_you_mean, of, other_share, passed_over, purpose, records_of, replaced_run,
+    blamed, by_auto, did_you_mean, of, other_share, passed_over, purpose, records_of, replaced_run,
     saved_with, stages_of,
 };
 use crate::{config::DataFormat, data::DataFingerprint};
@@ -244,17 +244,29 @@ pub enum Error {
     },
     /// A folder that has a run already.
     #[error(
-        "{}, which \"output_dir\" names, has a run already ({found}): go on with it by --resume auto, replace it by \
-         --overwrite_output_dir, or name another folder{}",
-        file(folder), replaced_run(aside.as_deref())
+        "{}, which \"output_dir\" names, has a run already ({found}): {}, replace it by --overwrite_output_dir, or name \
+         another folder{}",
+        file(folder), by_auto(*has_checkpoint), replaced_run(aside.as_deref())
     )]
     RunExists {
         /// The folder.
         folder: PathBuf,
         /// What tells of the run.
         found: String,
+        /// Whether there is a checkpoint to go on from.
+        has_checkpoint: bool,
         /// Where the run lies that it was to replace, while it has saved nothing.
         aside: Option<PathBuf>,
+    },
+    /// An adapter where a run is to write its own.
+    #[error(
+        "{} has an adapter already, which no run of this folder has trained: move it away, or name another \
+         \"output_dir\" or \"adapter_name\"",
+        file(path)
+    )]
+    AdapterExists {
+        /// The folder of the adapter.
+        path: PathBuf,
     },
     /// A folder that another process writes.
     #[error(

@@ -193,7 +193,7 @@ impl Run<'_> {
             return Ok(Ended::HadNothingLeft(checkpoint.clone()));
         }
         if let Some(reporter) = &reporter {
-            folder.begin()?;
+            folder.begin(trainer.resumed_from().is_some())?;
             if let Some(path) = folder.replaced() {
                 let path = file(&path);
                 tracing::warn!(%path, "the run that is replaced lies there until the first checkpoint");
@@ -251,7 +251,7 @@ impl Run<'_> {
             }
         }
         match RunFolder::check(&self.args) {
-            Err(error @ Error::RunExists { .. }) => {
+            Err(error @ (Error::RunExists { .. } | Error::RunInUse { .. })) => {
                 let _ = writeln!(text, "warning: {error}");
             }
             other => other?,

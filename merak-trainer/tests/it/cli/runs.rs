@@ -121,6 +121,8 @@ fn a_second_process_is_told_who_writes_the_folder_and_readers_are_let_in() {
     let second = place.merak("train merak.toml --resume auto");
     let holder = format!("is in use by process {}", first.child.id());
     assert!(refusal(&second).contains(&holder), "{}", second.stderr);
+    let second = place.merak("train merak.toml");
+    assert!(refusal(&second).contains(&holder), "{}", second.stderr);
     place.succeed("generate run --prompt-ids 1 --max-new-tokens 1");
     place.succeed("evaluate merak.toml run");
     place.succeed("train merak.toml --dry-run --resume auto");
@@ -149,6 +151,25 @@ fn a_run_killed_before_its_first_save_leaves_the_one_that_it_replaces() {
     place.succeed("train merak.toml --overwrite_output_dir --max_steps 1");
     assert_eq!(steps(&place, "run"), [1]);
     assert!(!place.path("run/replaced-run").exists());
+}
+
+#[test]
+fn auto_without_a_checkpoint_keeps_the_metrics_and_says_where() {
+    let place = Workplace::new();
+    let killed = Running::of(place.command(ENDLESS));
+    killed.send("KILL");
+    killed.end();
+    let before = fs::read(place.path("run/metrics.jsonl")).expect("records");
+    let auto = place.merak("train merak.toml --resume auto --max_steps 2");
+    assert_eq!(auto.status, Some(0), "{}", auto.stderr);
+    let told = auto
+        .stderr
+        .lines()
+        .filter(|line| line.contains("earlier-run-1"));
+    assert_eq!(told.count(), 1, "{}", auto.stderr);
+    let kept = fs::read(place.path("run/earlier-run-1/metrics.jsonl"));
+    assert!(kept.expect("it is kept") == before);
+    assert_eq!(steps(&place, "run"), [2]);
 }
 
 #[test]
