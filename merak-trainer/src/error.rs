@@ -5,8 +5,8 @@ mod words;
 
 pub use self::words::StepPart;
 use self::words::{
-    blamed, by_auto, did_you_mean, of, other_share, passed_over, purpose, records_of, replaced_run,
-    saved_with, stages_of,
+    blamed, by_auto, did_you_mean, of, other_length, other_share, passed_over, purpose, records_of,
+    replaced_run, saved_with, stages_of,
 };
 use crate::{config::DataFormat, data::DataFingerprint};
 use merak_ckpt::words::{Bytes, brief, file, sentence};
@@ -281,9 +281,9 @@ pub enum Error {
     },
     /// A place in the data that other data do not have.
     #[error(
-        "the checkpoint {} stands at sample {position} of its pass over the data, but there are only {samples} now: \
+        "the checkpoint {} stands at sample {position} of its pass over the data, but there are only {samples} now{}: \
          give the data that it was saved with{}, or set \"ignore_data_skip\" to begin a pass anew",
-        file(path), saved_with(saved.as_deref())
+        file(path), other_length(*length), saved_with(saved.as_deref())
     )]
     PositionBehindEnd {
         /// The checkpoint.
@@ -292,6 +292,8 @@ pub enum Error {
         position: usize,
         /// Samples of the data.
         samples: usize,
+        /// The lengths of its sequences and of those now, where they differ.
+        length: Option<[u64; 2]>,
         /// The data that it was saved with, where it says so.
         saved: Option<Box<DataFingerprint>>,
     },
@@ -624,7 +626,7 @@ pub enum Error {
         /// The checkpoint.
         path: PathBuf,
         /// What is missing.
-        part: &'static str,
+        part: String,
         /// The key that skips it.
         flag: &'static str,
     },
@@ -731,6 +733,12 @@ pub enum Error {
         step: usize,
         /// The reason.
         source: Box<Error>,
+    },
+    /// The code of a rank panicked.
+    #[error("panicked: {}", sentence(message))]
+    Panicked {
+        /// What the panic said.
+        message: String,
     },
     /// A stage failed at one of the actions of its schedule.
     #[error("{action} failed (stage {}, microbatch {})", action.stage, action.microbatch)]

@@ -53,6 +53,12 @@ pub(super) fn replaced_run(aside: Option<&Path>) -> String {
     aside.map(text).unwrap_or_default()
 }
 
+/// The lengths of sequences, a checkpoint's and the run's.
+pub(super) fn other_length(lengths: Option<[u64; 2]>) -> String {
+    let text = |[saved, now]: [u64; 2]| format!(" (\"seq_length\" is {now}, and was {saved})");
+    lengths.map(text).unwrap_or_default()
+}
+
 /// The data of a checkpoint.
 pub(super) fn saved_with(data: Option<&DataFingerprint>) -> String {
     data.map(|data| format!(" ({data})")).unwrap_or_default()

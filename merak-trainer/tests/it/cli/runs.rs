@@ -352,6 +352,53 @@ fn a_run_that_goes_on_in_other_data_says_so_or_is_refused() {
     place.write("short/a.txt", &"few words ".repeat(40));
     let behind = "train merak.toml --resume run/checkpoints/step-00000025 --data.path short";
     let refused = place.merak(&format!("{behind} --max_steps 27"));
-    assert_snapshot!(refusal(&refused), @r#"error: the checkpoint run/checkpoints/step-00000025 stands at sample 100 of its pass over the data, but there are only 23 now: give the data that it was saved with (1 file of 1956 bytes, names and sizes CHECKSUM, 116 training samples, tokenizer CHECKSUM of 257 tokens), or set "ignore_data_skip" to begin a pass anew"#);
+    assert_snapshot!(refusal(&refused), @r#"error: the checkpoint run/checkpoints/step-00000025 stands at sample 100 of its pass over the data, but there are only 23 now: give the data that it was saved with (1 file of 1956 bytes, names and sizes CHECKSUM, contents CHECKSUM, 116 training samples, tokenizer CHECKSUM of 257 tokens), or set "ignore_data_skip" to begin a pass anew"#);
     place.succeed(&format!("{behind} --ignore_data_skip --max_steps 27"));
+}
+
+#[test]
+fn a_resumed_run_tells_other_lengths_and_other_contents_apart() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 25");
+    let warned = |keys: &str| {
+        let line = format!("train merak.toml --resume latest --max_steps 26 --dry-run {keys}");
+        let ended = place.merak(&line);
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        ended.stderr
+    };
+    let other_data = "the data are not those that the checkpoint was saved with";
+    let said = warned("--seq_length 8");
+    assert!(
+        said.contains("\"seq_length\" is not that of the checkpoint")
+            && said.contains("saved=16 now=8")
+            && !said.contains(other_data),
+        "{said}"
+    );
+    let said = warned("--data.validation_fraction 0");
+    assert!(
+        said.contains("the same data make another number of training samples")
+            && !said.contains(other_data),
+        "{said}"
+    );
+    let behind = place.mistake("train merak.toml --resume latest --max_steps 26 --seq_length 31");
+    assert!(
+        behind.contains("(\"seq_length\" is 31, and was 16)"),
+        "{behind}"
+    );
+    // The same names and sizes.
+    let text = fs::read_to_string(place.path("text/a.txt")).expect("a text");
+    place.write("text/a.txt", &text.replacen("every", "never", 1));
+    assert!(warned("").contains(other_data));
+}
+
+#[test]
+fn a_resumed_run_says_what_it_trained_itself() {
+    let place = Workplace::new();
+    let said = place.succeed("train merak.toml");
+    assert!(said.contains("\ntrained   5 steps ("), "{said}");
+    let said = place.succeed("train merak.toml --max_steps 7 --resume auto");
+    assert!(
+        said.contains("\ntrained   2 steps up to step 7 ("),
+        "{said}"
+    );
 }
