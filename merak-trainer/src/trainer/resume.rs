@@ -514,8 +514,11 @@ pub(super) fn warn_of_optimizer(args: &CheckedArguments, checkpoint: &Checkpoint
         // A scheduler of learning rates notes where it began.
         let kept = |group: &Value| places.iter().find_map(|at| number(group.pointer(at)?));
         let mut kept: Vec<_> = groups.values().filter_map(kept).collect();
+        // A group of its own may go without, as norms without weight decay.
+        if kept.iter().any(|&kept| kept != 0.0) {
+            kept.retain(|&kept| kept != 0.0);
+        }
         kept.dedup();
-        // Some of its groups may have another value, as without weight decay.
         let is_given = |kept: &f64| (kept - given).abs() <= 1e-6 * given.abs();
         if !kept.is_empty() && !kept.iter().any(is_given) {
             let path = checkpoint.path().display();

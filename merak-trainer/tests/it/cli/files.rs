@@ -107,14 +107,28 @@ fn what_is_no_file_where_the_run_writes_is_refused_at_the_start() {
         std::fs::remove_dir_all(place.path("run")).expect("it can be removed");
     }
     place.succeed("train merak.toml --max_steps 1");
+    // A record of a later step is taken out on the way.
+    let metrics = place.path("run/metrics.jsonl");
+    let records = std::fs::read_to_string(&metrics).expect("records");
+    std::fs::write(&metrics, records + "{\"step\":9}\n").expect("a writable folder");
     mkfifo("metrics.jsonl.new");
     said.push(refusal(
         &place,
-        "train merak.toml --max_steps 2 --overwrite_output_dir false --resume latest --logging_steps 3",
+        "train merak.toml --max_steps 2 --resume latest",
     ));
     said.push(refusal(
         &place,
         "train merak.toml --output_dir other --lora_config /proc/self/mem",
     ));
-    assert_snapshot!(said.join("\n"), @"");
+    assert_snapshot!(said.join("\n"), @r#"
+    error: cannot write into run/config.resolved.toml, which "output_dir" names (merak.toml:1): it is no regular file
+    error: cannot write into run/metrics.jsonl, which "output_dir" names (merak.toml:1): it is no regular file
+    error: cannot write into run/metrics.jsonl, which "output_dir" names (merak.toml:1): it is no regular file
+    error: cannot read run/.lock: it is no regular file, and so no lock: move it away
+    error: cannot write into run/checkpoints, which "output_dir" names (merak.toml:1): not a directory
+    error: cannot read run/checkpoints/latest: it is no regular file: move it away
+    error: cannot read run/adapter/notes: it is neither a file nor a folder nor a link, and cannot be kept: move it away
+    error: cannot write into run/metrics.jsonl, which "output_dir" names (merak.toml:1): it is no regular file
+    error: cannot read /proc/self/mem, which "lora_config" names (command line --lora_config): Input/output error (os error 5)
+    "#);
 }

@@ -156,7 +156,9 @@ fn a_run_killed_before_its_first_save_leaves_the_one_that_it_replaces() {
 #[test]
 fn auto_without_a_checkpoint_keeps_the_metrics_and_says_where() {
     let place = Workplace::new();
-    let killed = Running::of(place.command(ENDLESS));
+    let mut killed = Running::of(place.command(ENDLESS));
+    // A step is told before it is recorded.
+    killed.read_until("step ");
     killed.send("KILL");
     killed.end();
     let before = fs::read(place.path("run/metrics.jsonl")).expect("records");

@@ -423,5 +423,18 @@ fn what_other_programs_wrote_is_named_where_weights_or_an_adapter_are_expected()
         let line = format!("generate run --prompt-ids 1 --adapter {name}");
         said.push(place.mistake(&line));
     }
-    insta::assert_snapshot!(said.join("\n"), @"");
+    insta::assert_snapshot!(said.join("\n"), @r#"
+    error: cannot read dcp: it is a folder of torch.distributed.checkpoint: import it with `merak-ckpt import-dcp DIR DST --config config.json` ("model.hf_dir", command line --model.hf_dir)
+    error: cannot read dcp: it is a folder of torch.distributed.checkpoint, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
+    error: cannot read megatron: it is a checkpoint of Megatron-LM: convert it to a Hugging Face folder with Megatron-Bridge or Megatron-LM's tools/checkpoint/convert.py, then use that ("model.hf_dir", command line --model.hf_dir)
+    error: cannot read megatron: it is a checkpoint of Megatron-LM, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
+    error: cannot read deepspeed: it is a checkpoint of DeepSpeed: run the zero_to_fp32.py that lies in it, `zero_to_fp32.py DIR HF_DIR`, put the model's config.json beside the pytorch_model.bin, then use HF_DIR ("model.hf_dir", command line --model.hf_dir)
+    error: cannot read deepspeed: it is a checkpoint of DeepSpeed, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
+    error: cannot read llama: it is GGUF, the format of llama.cpp, which cannot be read: use the Hugging Face folder that it was made of, or load it with transformers (`from_pretrained(DIR, gguf_file=FILE)`) and save it with `save_pretrained` ("model.hf_dir", command line --model.hf_dir)
+    error: cannot read llama: it is GGUF, the format of llama.cpp, which cannot be read, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
+    error: cannot read torch: it is a lone file of torch.save: put it into a folder as pytorch_model.bin beside the model's config.json, and use that; it should hold the state_dict of the model ("model.hf_dir", command line --model.hf_dir)
+    error: cannot read torch: it is a lone file of torch.save, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
+    error: cannot read torch/model.pt: it is a lone file of torch.save: put it into a folder as pytorch_model.bin beside the model's config.json, and use that; it should hold the state_dict of the model ("model.hf_dir", command line --model.hf_dir)
+    error: cannot read torch/model.pt: it is a lone file of torch.save, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
+    "#);
 }
