@@ -351,8 +351,9 @@ impl MerakTrainer {
             tokens += report.tokens;
             let done = self.global_step;
             self.within(StepPart::Train, done, |trainer| {
-                let callbacks = &mut trainer.parts.callbacks;
-                callbacks.iter_mut().for_each(|told| told.on_step(&report));
+                for callback in &mut trainer.parts.callbacks {
+                    callback.on_step(&report);
+                }
                 Ok(())
             })?;
             self.check_skipped(report, updates)?;
