@@ -4,7 +4,7 @@ use crate::error::{Damage, Problem, io_error};
 use crate::hf::foreign;
 use crate::manifest::FileEntry;
 use crate::{Error, Result};
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::Path;
 
@@ -35,7 +35,7 @@ pub(crate) fn check_length(folder: &Path, entry: &FileEntry) -> Result<(), Damag
 }
 
 pub(crate) fn write_synced(path: &Path, content: &[u8]) -> Result<()> {
-    let mut file = File::create(path).map_err(io_error("create", path))?;
+    let mut file = create_regular(path).map_err(io_error("create", path))?;
     file.write_all(content).map_err(io_error("write", path))?;
     file.sync_all().map_err(io_error("sync", path))
 }
@@ -83,13 +83,54 @@ pub const MAX_CONFIG_BYTES: u64 = 4 << 20;
 /// ```
 pub fn open_regular(path: &Path) -> io::Result<(File, u64)> {
     let metadata = fs::metadata(path)?;
-    if !metadata.is_file() {
-        return Err(io::Error::new(
-            ErrorKind::InvalidInput,
-            "it is no regular file",
-        ));
-    }
+    check_is_regular(&metadata)?;
     Ok((File::open(path)?, metadata.len()))
+}
+
+/// Opens a file to write it, as `options` say. A pipe in its place would keep who opens it waiting, so what is there
+/// already must be a regular file, or a link to one.
+///
+/// # Errors
+/// When something else is there, or the system refuses to open it.
+///
+/// ```
+/// use std::fs::OpenOptions;
+///
+/// let options = OpenOptions::new().write(true).create(true).to_owned();
+/// let error = merak_ckpt::open_to_write("/dev/null".as_ref(), &options).unwrap_err();
+/// assert_eq!(error.to_string(), "it is no regular file");
+/// ```
+pub fn open_to_write(path: &Path, options: &OpenOptions) -> io::Result<File> {
+    match fs::metadata(path) {
+        Ok(metadata) => check_is_regular(&metadata)?,
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) => return Err(error),
+    }
+    let file = options.open(path)?;
+    // Somebody may have put something else there meanwhile.
+    check_is_regular(&file.metadata()?)?;
+    Ok(file)
+}
+
+/// Writes the whole content of a file, in place of what it has.
+///
+/// # Errors
+/// As for [`open_to_write`], and when the system refuses to write.
+pub fn write_regular(path: &Path, content: &[u8]) -> io::Result<()> {
+    create_regular(path)?.write_all(content)
+}
+
+fn create_regular(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    open_to_write(path, options.write(true).create(true).truncate(true))
+}
+
+fn check_is_regular(metadata: &Metadata) -> io::Result<()> {
+    if metadata.is_file() {
+        return Ok(());
+    }
+    let reason = "it is no regular file";
+    Err(io::Error::new(ErrorKind::InvalidInput, reason))
 }
 
 /// The content of a file that somebody named, which has `limit` bytes at most.

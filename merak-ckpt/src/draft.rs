@@ -168,11 +168,14 @@ impl Draft {
     }
 
     fn set_predecessor_aside(&self) -> Result<()> {
-        if self.named().exists() {
-            rename(&self.named(), &self.aside())
-        } else {
-            Ok(())
+        let path = self.named();
+        if path.is_dir() {
+            return rename(&path, &self.aside());
         }
+        if path.exists() {
+            return Err(Error::AlreadyExists { path });
+        }
+        Ok(())
     }
 
     fn take_name(&self) -> Result<()> {

@@ -204,6 +204,15 @@ impl HfFolder {
         (has(CONFIG) || weight_files(path).is_ok()) && !has(format::MANIFEST)
     }
 
+    /// Refuses a folder or file that another program wrote in a format of its own, with what it is and the way in.
+    ///
+    /// # Errors
+    /// [`Error::Foreign`] for such a one.
+    pub fn refuse_others(path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        what_it_is(path).map_or(Ok(()), |reason| Err(foreign(path, reason)))
+    }
+
     /// The folder.
     pub fn path(&self) -> &Path {
         self.weights.path()

@@ -167,7 +167,9 @@ pub use cut::Cut;
 pub use diff::{
     DiffReport, DiffSummary, Difference, Largest, TensorDiff, Tolerance, ValueDiff, diff,
 };
-pub use disk::{MAX_CONFIG_BYTES, open_regular, read_regular, read_text};
+pub use disk::{
+    MAX_CONFIG_BYTES, open_regular, open_to_write, read_regular, read_text, write_regular,
+};
 pub use draft::Draft;
 pub use dtype::{DType, UnknownDType};
 pub use error::{BoxError, Damage, Error, Problem, Result};
@@ -184,7 +186,7 @@ pub use kind::Kind;
 pub use layout::{Layout, Part};
 #[cfg(feature = "graph")]
 pub use lora::{AdaptError, Adapted, adapt};
-pub use lora::{Adapter, LoraConfig, extract_lora, merge_lora, replace_lora};
+pub use lora::{Adapter, LoraConfig, extract_lora, has_lora, merge_lora, replace_lora};
 pub use manifest::{FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};
 pub use pending::{Look, PendingShard, Staging};
 pub use plan::Stages;

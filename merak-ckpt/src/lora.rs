@@ -16,7 +16,7 @@ mod graph;
 mod merge;
 
 pub use config::LoraConfig;
-pub use extract::{extract_lora, replace_lora};
+pub use extract::{extract_lora, has_lora, replace_lora};
 pub(crate) use extract::{has_adapter, is_factor};
 #[cfg(feature = "graph")]
 pub use graph::{AdaptError, Adapted, adapt};
@@ -78,6 +78,25 @@ struct Magnitudes {
     of_columns: bool,
 }
 
+/// Says what a folder or file is that another program wrote, and that is no adapter.
+fn check_is_adapter(path: &Path) -> Result<()> {
+    let is_other = !path.join(config::FILE).exists();
+    // Behind it stands the way in for a model.
+    let what = hf::what_it_is(path).filter(|_| is_other);
+    let what = what.map(|what| what.split_once(": ").map_or(what, |(what, _)| what));
+    match what {
+        Some(what) => Err(foreign(
+            path,
+            format!(
+                "{what}, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with {} and \
+                 adapter_model.safetensors",
+                config::FILE
+            ),
+        )),
+        None => Ok(()),
+    }
+}
+
 /// The names of the two factors of a module, as far as they have been seen.
 #[derive(Debug, Default)]
 struct Factors {
@@ -103,6 +122,7 @@ impl Adapter {
         base: &[TensorEntry],
     ) -> Result<Self> {
         let path = folder.as_ref();
+        check_is_adapter(path)?;
         let config = LoraConfig::of_adapter(&path.join(config::FILE))?;
         let (file, found) = hf::adapter_tensors(path)?;
         let tensors = hf::as_checkpoint(path, &file, found)?;

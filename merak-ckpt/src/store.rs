@@ -20,6 +20,8 @@ pub struct Store {
 pub(crate) const DRAFT: &str = ".tmp-";
 /// How the name of a checkpoint begins that a new one of the same step is replacing.
 pub(crate) const ASIDE: &str = ".replaced-";
+/// How the name of a checkpoint goes on, behind [`DRAFT`], that is being deleted.
+const DELETE: &str = "delete-";
 
 /// Largest `latest` or `best` that is read.
 const MAX_POINTER_BYTES: u64 = 1 << 10;
@@ -50,11 +52,44 @@ impl Store {
         let mut steps: Vec<u64> = self
             .names()?
             .iter()
-            .filter_map(|name| format::parse_step_name(name.strip_prefix(ASIDE).unwrap_or(name)))
+            .filter(|name| self.folder.join(name).is_dir())
+            .filter_map(|name| step_of(name))
             .collect();
         steps.sort_unstable();
         steps.dedup();
         Ok(steps)
+    }
+
+    /// The names in the folder that belong to a store, and those that are somebody else's; each
+    /// sorted.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the folder exists but cannot be listed.
+    pub fn entries(&self) -> Result<(Vec<String>, Vec<String>)> {
+        let names = self.names()?.into_iter();
+        Ok(names.partition(|name| is_own(name)))
+    }
+
+    /// Checks that what lies under a name of the store's is what a store has there: a later save
+    /// would fail, or replace it. Changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Foreign`] with the first that is something else, [`Error::Io`] where the folder
+    /// exists but cannot be listed.
+    pub fn check(&self) -> Result<()> {
+        for name in self.entries()?.0 {
+            let path = self.folder.join(&name);
+            if is_folder(name.strip_prefix(ASIDE).unwrap_or(&name)) && !path.is_dir() {
+                return Err(foreign(
+                    &path,
+                    "it is no folder, and so no checkpoint: move it away",
+                ));
+            }
+            if [format::LATEST, format::BEST].contains(&&*name) && !path.is_file() {
+                return Err(foreign(&path, "it is no regular file: move it away"));
+            }
+        }
+        Ok(())
     }
 
     /// The folder of a step's checkpoint.
@@ -204,7 +239,7 @@ impl Store {
     /// of it.
     pub(crate) fn delete(&self, path: &Path) -> Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let doomed = self.folder.join(format!("{DRAFT}delete-{name}"));
+        let doomed = self.folder.join(format!("{DRAFT}{DELETE}{name}"));
         rename(path, &doomed)?;
         fs::remove_dir_all(&doomed).map_err(io_error("remove", &doomed))
     }
@@ -233,11 +268,13 @@ impl Store {
     fn recover(&self) -> Result<()> {
         for name in self.names()? {
             let path = self.folder.join(&name);
-            if name.starts_with(DRAFT) {
+            if is_draft(&name) {
                 if !Lock::is_held(&path) {
                     remove(&path)?;
                 }
-            } else if let Some(step_name) = name.strip_prefix(ASIDE) {
+            } else if let Some(step_name) = name.strip_prefix(ASIDE)
+                && format::parse_step_name(step_name).is_some()
+            {
                 let named = self.folder.join(step_name);
                 if named.exists() {
                     remove(&path)?;
@@ -292,4 +329,30 @@ impl Store {
         written?;
         sync_folder(&self.folder)
     }
+}
+
+/// The step of a checkpoint, under its name or the one that it has while another takes its place.
+fn step_of(name: &str) -> Option<u64> {
+    format::parse_step_name(name.strip_prefix(ASIDE).unwrap_or(name))
+}
+
+/// Whether this is the name of something unfinished.
+fn is_draft(name: &str) -> bool {
+    let Some(of) = name.strip_prefix(DRAFT) else {
+        return false;
+    };
+    let of = of.strip_prefix(DELETE).unwrap_or(of);
+    is_folder(of) || [format::LATEST, format::BEST].contains(&of)
+}
+
+/// Whether this is the name of a checkpoint or of a base.
+fn is_folder(name: &str) -> bool {
+    format::parse_step_name(name).is_some() || format::parse_base_name(name).is_some()
+}
+
+/// Whether a store gives this name.
+fn is_own(name: &str) -> bool {
+    is_folder(name.strip_prefix(ASIDE).unwrap_or(name))
+        || is_draft(name)
+        || [format::LATEST, format::BEST].contains(&name)
 }

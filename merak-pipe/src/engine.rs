@@ -333,8 +333,13 @@ fn reason(error: &Error) -> String {
     text
 }
 
-/// Says what a panic said.
-pub(crate) fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
+/// What a panic said, by the payload that it left.
+///
+/// ```
+/// let payload = std::panic::catch_unwind(|| panic!("no room")).unwrap_err();
+/// assert_eq!(merak_pipe::panic_message(&*payload), "no room");
+/// ```
+pub fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("no message").into()

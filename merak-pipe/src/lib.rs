@@ -97,7 +97,7 @@ pub use costs::{Costs, UnitCosts};
 pub use engine::GroupLink;
 pub use engine::{
     Cancel, Comparison, Engine, Interrupter, Link, StageModule, ThreadLink,
-    compare_with_unpipelined, run, run_threads, run_threads_until, threads,
+    compare_with_unpipelined, panic_message, run, run_threads, run_threads_until, threads,
 };
 pub use error::{BoxError, Error, Result, Violation};
 pub use instruction::{Instruction, Slot};

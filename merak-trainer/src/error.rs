@@ -5,8 +5,8 @@ mod words;
 
 pub use self::words::StepPart;
 use self::words::{
-    blamed, did_you_mean, of, other_share, passed_over, purpose, records_of, replaced_run,
-    saved_with, stages_of,
+    blamed, by_auto, did_you_mean, of, other_length, other_share, passed_over, purpose, records_of,
+    replaced_run, saved_with, stages_of,
 };
 use crate::{config::DataFormat, data::DataFingerprint};
 use merak_ckpt::words::{Bytes, brief, file, sentence};
@@ -244,17 +244,29 @@ pub enum Error {
     },
     /// A folder that has a run already.
     #[error(
-        "{}, which \"output_dir\" names, has a run already ({found}): go on with it by --resume auto, replace it by \
-         --overwrite_output_dir, or name another folder{}",
-        file(folder), replaced_run(aside.as_deref())
+        "{}, which \"output_dir\" names, has a run already ({found}): {}, replace it by --overwrite_output_dir, or name \
+         another folder{}",
+        file(folder), by_auto(*has_checkpoint), replaced_run(aside.as_deref())
     )]
     RunExists {
         /// The folder.
         folder: PathBuf,
         /// What tells of the run.
         found: String,
+        /// Whether there is a checkpoint to go on from.
+        has_checkpoint: bool,
         /// Where the run lies that it was to replace, while it has saved nothing.
         aside: Option<PathBuf>,
+    },
+    /// An adapter where a run is to write its own.
+    #[error(
+        "{} has an adapter already, which no run of this folder has trained: move it away, or name another \
+         \"output_dir\" or \"adapter_name\"",
+        file(path)
+    )]
+    AdapterExists {
+        /// The folder of the adapter.
+        path: PathBuf,
     },
     /// A folder that another process writes.
     #[error(
@@ -269,9 +281,9 @@ pub enum Error {
     },
     /// A place in the data that other data do not have.
     #[error(
-        "the checkpoint {} stands at sample {position} of its pass over the data, but there are only {samples} now: \
+        "the checkpoint {} stands at sample {position} of its pass over the data, but there are only {samples} now{}: \
          give the data that it was saved with{}, or set \"ignore_data_skip\" to begin a pass anew",
-        file(path), saved_with(saved.as_deref())
+        file(path), other_length(*length), saved_with(saved.as_deref())
     )]
     PositionBehindEnd {
         /// The checkpoint.
@@ -280,6 +292,8 @@ pub enum Error {
         position: usize,
         /// Samples of the data.
         samples: usize,
+        /// The lengths of its sequences and of those now, where they differ.
+        length: Option<[u64; 2]>,
         /// The data that it was saved with, where it says so.
         saved: Option<Box<DataFingerprint>>,
     },
@@ -612,7 +626,7 @@ pub enum Error {
         /// The checkpoint.
         path: PathBuf,
         /// What is missing.
-        part: &'static str,
+        part: String,
         /// The key that skips it.
         flag: &'static str,
     },
@@ -719,6 +733,12 @@ pub enum Error {
         step: usize,
         /// The reason.
         source: Box<Error>,
+    },
+    /// The code of a rank panicked.
+    #[error("panicked: {}", sentence(message))]
+    Panicked {
+        /// What the panic said.
+        message: String,
     },
     /// A stage failed at one of the actions of its schedule.
     #[error("{action} failed (stage {}, microbatch {})", action.stage, action.microbatch)]

@@ -5,14 +5,18 @@
 //!   .lock                    the process that writes; gone when it ends
 //!   checkpoints/ ..          the run
 //!   replaced-run/            the run that it replaces, until its first save
+//!   earlier-run-1/ ..        runs without a checkpoint to go on from, which nobody removes
 //!   .tmp-replaced-run/       on the way there: what a crash leaves of it goes back
 //!   .tmp-removed-run/        on the way out: what a crash leaves of it is removed
 //! ```
 
 use crate::{
-    Callback, CheckedArguments, Error, Result, StepReport, metrics::METRICS_FILE, trainer::ADAPTER,
+    ADAPTER_CONFIG, Callback, CheckedArguments, Error, Result, StepReport, metrics::METRICS_FILE,
+    trainer::ADAPTER,
 };
-use merak_ckpt::{Error as CkptError, HeldFile, Store, format::CHECKPOINTS};
+use merak_ckpt::{
+    Error as CkptError, HeldFile, Store, format::CHECKPOINTS, has_lora, words::file, write_regular,
+};
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -25,8 +29,8 @@ use std::{
 /// The configuration in use.
 const RESOLVED: &str = "config.resolved.toml";
 
-/// What a run writes; what else lies in its folder is somebody else's.
-const ENTRIES: [&str; 4] = [RESOLVED, METRICS_FILE, CHECKPOINTS, ADAPTER];
+/// The files that a run writes beside its checkpoints.
+const FILES: [&str; 2] = [RESOLVED, METRICS_FILE];
 
 /// Says which process writes.
 const LOCK: &str = ".lock";
@@ -34,7 +38,10 @@ const LOCK: &str = ".lock";
 /// Where a run lies that another one replaces, until that one saves.
 const ASIDE: &str = "replaced-run";
 
-/// A run on its way there.
+/// Where a run lies that had no checkpoint to go on from, with a number behind.
+const EARLIER: &str = "earlier-run-";
+
+/// A run on its way to one of these.
 const MOVING: &str = ".tmp-replaced-run";
 
 /// A run that is being removed.
@@ -44,14 +51,17 @@ const REMOVED: &str = ".tmp-removed-run";
 ///
 /// A run may write a folder without a run, or go on from a checkpoint of the folder's run. With
 /// `overwrite_output_dir` it may begin where another run is, which is set aside and removed after
-/// the first save.
+/// the first save. With `resume_from_checkpoint` set to `auto` it may begin where another run has
+/// no checkpoint to go on from, which is set aside for good. What lies in the folder under other
+/// names than a run's is somebody else's, and stays where it is.
 #[derive(Debug)]
 pub struct RunFolder {
     path: PathBuf,
     /// The content of `config.resolved.toml`.
     resolved: String,
     start: Start,
-    trains_adapter: bool,
+    /// The name of the adapter that the run trains, if it trains one.
+    adapter: Option<String>,
     lock: Mutex<HeldFile>,
     /// Whether this run has set another aside that is still there.
     has_aside: AtomicBool,
@@ -63,8 +73,11 @@ pub struct RunFolder {
 enum Start {
     /// There must be no run.
     Fresh,
-    /// On a checkpoint of the run that is there, or afresh where it has none.
-    GoesOn,
+    /// On a checkpoint of the run that is there; where it has none, in its place.
+    GoesOn {
+        /// Whether the run that has no checkpoint is removed after the first save.
+        overwrites: bool,
+    },
     /// In the place of the run that is there.
     Replaces,
 }
@@ -78,23 +91,26 @@ struct Found {
 }
 
 impl RunFolder {
-    /// Checks what [`RunFolder::take`] would refuse, but for other processes. Changes nothing.
+    /// Checks what [`RunFolder::take`] would refuse. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::RunExists`], [`Error::MissingKey`] without `output_dir`; when the folder cannot be
-    /// made or looked at.
+    /// As [`RunFolder::take`]; [`Error::MissingKey`] without `output_dir`.
     pub fn check(args: &CheckedArguments) -> Result<()> {
         let path = args.run_folder()?;
         check_place(&path)?;
-        Start::of(args, &path).check(&path)
+        HeldFile::check(&path.join(LOCK)).map_err(|error| not_held(&path, error))?;
+        check_names(&path)?;
+        Start::of(args, &path).check(&path, adapter_of(args))
     }
 
     /// Takes the folder, making it where there is none, for a run whose configuration reads
     /// `resolved`. A run that is there stays as it is until [`RunFolder::begin`].
     ///
     /// # Errors
-    /// [`Error::RunInUse`] where another process writes it, and as [`RunFolder::check`]; when the
-    /// folder cannot be changed.
+    /// [`Error::RunInUse`] where another process writes it, [`Error::RunExists`] where it has a run
+    /// that this one neither goes on with nor replaces, [`Error::AdapterExists`] where it has an
+    /// adapter of no run; when something else lies where the run writes, or the folder cannot be
+    /// changed.
     pub fn take(args: &CheckedArguments, resolved: String) -> Result<Arc<Self>> {
         let path = args.run_folder()?;
         let failed = |source| Error::OutputDir {
@@ -103,13 +119,14 @@ impl RunFolder {
         };
         fs::create_dir_all(&path).map_err(failed)?;
         let lock = lock(&path)?;
-        recover(&path).map_err(failed)?;
         let start = Start::of(args, &path);
-        start.check(&path)?;
+        check_names(&path)?;
+        recover(&path).map_err(failed)?;
+        start.check(&path, adapter_of(args))?;
         Ok(Arc::new(Self {
             resolved,
             start,
-            trains_adapter: args.lora_config.is_some(),
+            adapter: adapter_of(args).map(ToOwned::to_owned),
             lock: Mutex::new(lock),
             has_aside: AtomicBool::new(false),
             has_lost: AtomicBool::new(false),
@@ -117,39 +134,89 @@ impl RunFolder {
         }))
     }
 
-    /// Begins to write: sets aside the run that is to be replaced, and writes the configuration.
-    /// Whatever is read from that run has been read by then.
+    /// Begins to write: sets aside the run that is to make way, and writes the configuration.
+    /// `goes_on` says whether there was a checkpoint to go on from. Whatever is read from the run
+    /// that is there has been read by then.
     ///
     /// # Errors
     /// When the folder cannot be changed.
-    pub fn begin(&self) -> Result<()> {
-        self.make_room()
-            .and_then(|()| fs::write(self.path.join(RESOLVED), &self.resolved))
+    pub fn begin(&self, goes_on: bool) -> Result<()> {
+        self.make_room(goes_on)
+            .and_then(|()| write_regular(&self.path.join(RESOLVED), self.resolved.as_bytes()))
             .map_err(|source| Error::OutputDir {
                 path: self.path.clone(),
                 source,
             })
     }
 
-    fn make_room(&self) -> io::Result<()> {
-        let found = Found::look(&self.path).map_err(io::Error::other)?;
+    fn make_room(&self, goes_on: bool) -> io::Result<()> {
+        match self.start {
+            Start::GoesOn { overwrites: false } if !goes_on => self.keep_all()?,
+            Start::GoesOn { overwrites: true } if !goes_on => self.replace()?,
+            Start::Replaces => self.replace()?,
+            // A crash between a first save and the removal.
+            Start::GoesOn { .. } if self.found()?.aside.is_some() => remove_aside(&self.path)?,
+            Start::Fresh | Start::GoesOn { .. } => {}
+        }
+        let has_aside = self.found()?.aside.is_some();
+        self.has_aside.store(has_aside, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn found(&self) -> io::Result<Found> {
+        Found::look(&self.path).map_err(io::Error::other)
+    }
+
+    /// Makes room by what `overwrite_output_dir` allows.
+    fn replace(&self) -> io::Result<()> {
+        let mut found = self.found()?;
         // A crash between a first save and the removal.
-        if found.aside.is_some() && found.newest_step.is_some() {
+        if found.newest_step.is_some() && found.aside.take().is_some() {
             remove_aside(&self.path)?;
         }
-        let keeps_aside = found.aside.is_some() && found.newest_step.is_none();
-        if self.start == Start::Replaces && found.is_run() {
-            if keeps_aside {
-                // A run that has saved nothing makes way for good; the one that it was to replace
-                // stays.
-                remove_entries(&self.path, self.trains_adapter)?;
-            } else {
-                set_aside(&self.path, self.trains_adapter)?;
-            }
+        let trains_adapter = self.adapter.is_some();
+        // An adapter stays where this run trains one: the first save replaces that of the same
+        // name, and leaves others alone.
+        let has_adapter = !trains_adapter && has_trained_adapter(&self.path);
+        if !found.is_run() {
+            Ok(())
+        } else if found.aside.is_some() {
+            // A run that has saved nothing makes way for good; the one that it was to replace
+            // stays.
+            remove_run(&self.path, has_adapter)
+        } else {
+            set_aside(&self.path, &self.path.join(ASIDE), has_adapter)
         }
-        self.has_aside
-            .store(self.path.join(ASIDE).is_dir(), Ordering::Relaxed);
+    }
+
+    /// Makes room where nobody has allowed to remove anything.
+    fn keep_all(&self) -> io::Result<()> {
+        let found = self.found()?;
+        if let Some(aside) = found.aside {
+            let kept = self.next_earlier();
+            fs::rename(aside, &kept)?;
+            let path = file(&kept);
+            tracing::warn!(%path, "the run that was to be replaced is kept there");
+        }
+        let has_adapter = self.adapter.is_some() || has_trained_adapter(&self.path);
+        let has_adapter = has_adapter && self.path.join(ADAPTER).exists();
+        if found.newest_step.is_some() || found.has_metrics || has_adapter {
+            let kept = self.next_earlier();
+            set_aside(&self.path, &kept, has_adapter)?;
+            let path = file(&kept);
+            tracing::warn!(
+                %path,
+                "no checkpoint to go on from: the run begins anew, and what was there is kept there"
+            );
+        }
         Ok(())
+    }
+
+    /// The first free name for a run that is kept.
+    fn next_earlier(&self) -> PathBuf {
+        let mut names = (1_u64..).map(|number| self.path.join(format!("{EARLIER}{number}")));
+        let free = names.find(|path| path.symlink_metadata().is_err());
+        free.expect("no folder has so many entries")
     }
 
     /// Where the run lies that this one replaces, as long as it does.
@@ -191,7 +258,7 @@ impl RunFolder {
             return;
         }
         let renewed = fs::create_dir_all(&self.path)
-            .and_then(|()| fs::write(self.path.join(RESOLVED), &self.resolved))
+            .and_then(|()| write_regular(&self.path.join(RESOLVED), self.resolved.as_bytes()))
             .map_err(|source| Error::OutputDir {
                 path: self.path.clone(),
                 source,
@@ -229,15 +296,27 @@ impl Callback for Arc<RunFolder> {
 impl Start {
     fn of(args: &CheckedArguments, folder: &Path) -> Self {
         let from = args.resume_from_checkpoint.as_deref();
+        let overwrites = args.overwrite_output_dir;
         match from.filter(|from| !args.finetune && is_of(from, folder)) {
-            Some(_) => Self::GoesOn,
-            None if args.overwrite_output_dir => Self::Replaces,
+            Some(_) => Self::GoesOn { overwrites },
+            None if overwrites => Self::Replaces,
             None => Self::Fresh,
         }
     }
 
-    /// Refuses a folder that has a run which this one neither goes on with nor replaces.
-    fn check(self, folder: &Path) -> Result<()> {
+    /// Refuses a folder with something that this run neither goes on with nor may replace: a run,
+    /// or an adapter of none.
+    fn check(self, folder: &Path, adapter: Option<&str>) -> Result<()> {
+        if let Some(name) = adapter {
+            let path = folder.join(ADAPTER);
+            let is_of_run = || {
+                let runs = [folder.to_owned(), folder.join(ASIDE)];
+                runs.iter().any(|run| has_trained_adapter(run))
+            };
+            if has_lora(&path, name)? && !matches!(self, Self::GoesOn { .. }) && !is_of_run() {
+                return Err(Error::AdapterExists { path });
+            }
+        }
         let found = Found::look(folder)?;
         if self != Self::Fresh || !(found.is_run() || found.aside.is_some()) {
             return Ok(());
@@ -250,6 +329,7 @@ impl Start {
         Err(Error::RunExists {
             folder: folder.to_owned(),
             found: what,
+            has_checkpoint: found.newest_step.is_some(),
             aside: found.aside.filter(|_| found.newest_step.is_none()),
         })
     }
@@ -259,10 +339,11 @@ impl Found {
     fn look(folder: &Path) -> Result<Self> {
         let metrics = fs::metadata(folder.join(METRICS_FILE));
         let aside = folder.join(ASIDE);
+        let has_run = |aside: &PathBuf| run_in(aside, false).is_ok_and(|run| !run.is_empty());
         Ok(Self {
             newest_step: Store::in_output_dir(folder).steps()?.last().copied(),
             has_metrics: metrics.is_ok_and(|metrics| metrics.len() > 0),
-            aside: aside.is_dir().then_some(aside),
+            aside: Some(aside).filter(has_run),
         })
     }
 
@@ -270,6 +351,21 @@ impl Found {
     fn is_run(&self) -> bool {
         self.newest_step.is_some() || self.has_metrics
     }
+}
+
+/// The name of the adapter that a run trains.
+fn adapter_of(args: &CheckedArguments) -> Option<&str> {
+    args.lora_config
+        .as_ref()
+        .map(|_| args.adapter_name.as_str())
+}
+
+/// Whether the run of a folder has trained an adapter, as its checkpoints tell.
+fn has_trained_adapter(folder: &Path) -> bool {
+    let store = Store::in_output_dir(folder);
+    let steps = store.steps().unwrap_or_default();
+    let mut steps = steps.into_iter().map(|step| store.path_of(step));
+    steps.any(|step| step.join(ADAPTER_CONFIG).is_file())
 }
 
 /// Whether `resume_from_checkpoint` names a checkpoint of the run in a folder.
@@ -316,14 +412,51 @@ fn check_place(output_dir: &Path) -> Result<()> {
     }
 }
 
+/// Checks that what lies under the names that a run gives may be what a run has there.
+fn check_names(folder: &Path) -> Result<()> {
+    let refused = |path: PathBuf, source| Error::OutputDir { path, source };
+    for name in FILES {
+        let path = folder.join(name);
+        match merak_ckpt::open_regular(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(refused(path, error));
+            }
+            _ => {}
+        }
+    }
+    for name in [CHECKPOINTS, ASIDE, MOVING, REMOVED] {
+        let path = folder.join(name);
+        // Checkpoints may lie elsewhere, behind a link.
+        let found = if name == CHECKPOINTS {
+            fs::metadata(&path)
+        } else {
+            path.symlink_metadata()
+        };
+        if found.is_ok_and(|found| !found.is_dir()) {
+            return Err(refused(path, io::ErrorKind::NotADirectory.into()));
+        }
+    }
+    let aside = folder.join(ASIDE);
+    let is_empty = |mut entries: fs::ReadDir| entries.next().is_none();
+    if Found::look(folder)?.aside.is_none() && !fs::read_dir(&aside).map_or(true, is_empty) {
+        return Err(refused(aside, io::ErrorKind::DirectoryNotEmpty.into()));
+    }
+    Ok(Store::in_output_dir(folder).check()?)
+}
+
 /// Takes the lock of a folder.
 fn lock(folder: &Path) -> Result<HeldFile> {
     let process = std::process::id();
-    let holder = match sysinfo::System::host_name() {
-        Ok(host) => format!("process {process} on {host}"),
-        Err(_) => format!("process {process}"),
+    let process = match sysinfo::System::host_name() {
+        Ok(host) => format!("{process} on {host}"),
+        Err(_) => process.to_string(),
     };
-    HeldFile::take(&folder.join(LOCK), &holder).map_err(|error| match error {
+    HeldFile::take(&folder.join(LOCK), &process).map_err(|error| not_held(folder, error))
+}
+
+/// The error of a lock that cannot be taken.
+fn not_held(folder: &Path, error: CkptError) -> Error {
+    match error {
         CkptError::InUse { path, holder } => Error::RunInUse {
             folder: path,
             holder,
@@ -333,17 +466,16 @@ fn lock(folder: &Path) -> Result<HeldFile> {
             source,
         },
         other => other.into(),
-    })
+    }
 }
 
 /// Finishes what a crash has interrupted.
 fn recover(folder: &Path) -> io::Result<()> {
     let (moving, removed) = (folder.join(MOVING), folder.join(REMOVED));
     if moving.is_dir() {
-        for entry in present(&moving) {
-            remove_entry(&folder.join(entry))?;
-            fs::rename(moving.join(entry), folder.join(entry))?;
-        }
+        let has_others =
+            folder.join(CHECKPOINTS).is_dir() && !moving.join(CHECKPOINTS).is_symlink();
+        move_run(&moving, folder, run_in(&moving, has_others)?, true)?;
         fs::remove_dir(&moving)?;
         let path = folder.display();
         tracing::warn!(%path, "a run that was set aside is back in its place");
@@ -354,14 +486,30 @@ fn recover(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Moves the run of a folder aside.
-fn set_aside(folder: &Path, trains_adapter: bool) -> io::Result<()> {
+/// Moves the run of a folder aside, with its adapter or without.
+fn set_aside(folder: &Path, aside: &Path, has_adapter: bool) -> io::Result<()> {
     let moving = folder.join(MOVING);
     fs::create_dir(&moving)?;
-    for entry in making_way(folder, trains_adapter) {
-        fs::rename(folder.join(entry), moving.join(entry))?;
+    let run = run_in(folder, has_other_checkpoints(folder)?)?;
+    move_run(folder, &moving, run, has_adapter)?;
+    fs::rename(moving, aside)
+}
+
+/// Moves what there is of a run, in whose place nothing stays.
+fn move_run(from: &Path, to: &Path, run: Vec<PathBuf>, has_adapter: bool) -> io::Result<()> {
+    for entry in run {
+        if entry == Path::new(ADAPTER) && !has_adapter {
+            continue;
+        }
+        let there = to.join(&entry);
+        remove_entry(&there)?;
+        if let Some(parent) = there.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        fs::rename(from.join(entry), there)?;
     }
-    fs::rename(moving, folder.join(ASIDE))
+    remove_if_empty(&from.join(CHECKPOINTS));
+    Ok(())
 }
 
 /// Removes the run that was set aside.
@@ -371,15 +519,15 @@ fn remove_aside(folder: &Path) -> io::Result<()> {
     fs::remove_dir_all(removed)
 }
 
-/// Removes what a run has left.
-fn remove_entries(folder: &Path, trains_adapter: bool) -> io::Result<()> {
-    making_way(folder, trains_adapter).try_for_each(|entry| remove_entry(&folder.join(entry)))
-}
-
-/// What there is of a run that makes way for another. An adapter stays where the other trains one:
-/// the first save replaces that of the same name, and leaves others alone.
-fn making_way(folder: &Path, trains_adapter: bool) -> impl Iterator<Item = &'static str> {
-    present(folder).filter(move |entry| !trains_adapter || *entry != ADAPTER)
+/// Removes what a run has left, with its adapter or without.
+fn remove_run(folder: &Path, has_adapter: bool) -> io::Result<()> {
+    for entry in run_in(folder, true)? {
+        if entry != Path::new(ADAPTER) || has_adapter {
+            remove_entry(&folder.join(entry))?;
+        }
+    }
+    remove_if_empty(&folder.join(CHECKPOINTS));
+    Ok(())
 }
 
 fn remove_entry(path: &Path) -> io::Result<()> {
@@ -390,10 +538,39 @@ fn remove_entry(path: &Path) -> io::Result<()> {
     }
 }
 
-/// What there is of a run in a folder.
-fn present(folder: &Path) -> impl Iterator<Item = &'static str> {
-    let is_there = |entry: &&str| folder.join(entry).symlink_metadata().is_ok();
-    ENTRIES.into_iter().filter(is_there)
+/// Removes a folder in which nothing of anybody is left.
+fn remove_if_empty(folder: &Path) {
+    // It stays where it is not empty.
+    let _ = fs::remove_dir(folder);
+}
+
+/// Whether somebody else has something among the checkpoints. Behind a link nothing is moved, but
+/// the link itself.
+fn has_other_checkpoints(folder: &Path) -> io::Result<bool> {
+    let store = Store::in_output_dir(folder);
+    let (_, others) = store.entries().map_err(io::Error::other)?;
+    Ok(!others.is_empty() && !store.folder().is_symlink())
+}
+
+/// What there is of a run in a folder, by the paths there: the folder of checkpoints as a whole, or
+/// one by one those that are a run's.
+fn run_in(folder: &Path, one_by_one: bool) -> io::Result<Vec<PathBuf>> {
+    let mut paths: Vec<_> = FILES
+        .into_iter()
+        .chain([ADAPTER])
+        .map(PathBuf::from)
+        .collect();
+    if one_by_one {
+        let (own, _) = Store::in_output_dir(folder)
+            .entries()
+            .map_err(io::Error::other)?;
+        let own = own.into_iter();
+        paths.extend(own.map(|name| Path::new(CHECKPOINTS).join(name)));
+    } else {
+        paths.push(CHECKPOINTS.into());
+    }
+    paths.retain(|path| folder.join(path).symlink_metadata().is_ok());
+    Ok(paths)
 }
 
 #[cfg(test)]
@@ -457,7 +634,7 @@ mod tests {
         fs::write(path.join("notes.txt"), "mine").unwrap();
         fs::write(path.join(RESOLVED), "tp = 1\n").unwrap();
         fs::write(path.join(METRICS_FILE), "").unwrap();
-        take(&fresh).unwrap().begin().unwrap();
+        take(&fresh).unwrap().begin(false).unwrap();
         run(&path, 7);
         let refused = take(&fresh).unwrap_err();
         assert!(refused.is_user_error());
@@ -467,7 +644,7 @@ mod tests {
         };
         insta::assert_snapshot!(text(&refused), @r#"run, which "output_dir" names, has a run already (checkpoints up to step 7): go on with it by --resume auto, replace it by --overwrite_output_dir, or name another folder"#);
         fs::remove_dir_all(path.join(CHECKPOINTS)).unwrap();
-        insta::assert_snapshot!(text(&take(&fresh).unwrap_err()), @r#"run, which "output_dir" names, has a run already (metrics.jsonl, and no checkpoint): go on with it by --resume auto, replace it by --overwrite_output_dir, or name another folder"#);
+        insta::assert_snapshot!(text(&take(&fresh).unwrap_err()), @r#"run, which "output_dir" names, has a run already (metrics.jsonl, and no checkpoint): keep it aside and begin anew by --resume auto, replace it by --overwrite_output_dir, or name another folder"#);
         // Its own checkpoints are a way on, those of others are none.
         run(&path, 7);
         let other = folder.path().join("other");
@@ -503,7 +680,7 @@ mod tests {
         fs::write(path.join("notes.txt"), "mine").unwrap();
         let mut new = take(&replacing(path)).unwrap();
         assert_eq!(steps(path), [7], "nothing moves before the run begins");
-        new.begin().unwrap();
+        new.begin(false).unwrap();
         let aside = new.replaced().expect("it lies aside");
         assert_eq!((steps(path), steps(&aside)), (vec![], vec![7]));
         assert_eq!(names(&aside), ["checkpoints", METRICS_FILE]);
@@ -525,7 +702,7 @@ mod tests {
         let path = folder.path();
         run(path, 7);
         let new = take(&replacing(path)).unwrap();
-        new.begin().unwrap();
+        new.begin(false).unwrap();
         drop(new);
         fs::write(path.join(METRICS_FILE), "{\"step\":1}\n").unwrap();
         let refused = take(&args(path, |_| ())).unwrap_err().to_string();
@@ -535,23 +712,16 @@ mod tests {
         );
         // Once more: the run that saved nothing goes, the one before it stays.
         let again = take(&replacing(path)).unwrap();
-        again.begin().unwrap();
+        again.begin(false).unwrap();
         assert_eq!(steps(&again.replaced().unwrap()), [7]);
         assert!(!path.join(METRICS_FILE).exists());
         drop(again);
-        // Going on does not take up the replaced run by mistake.
-        let auto = take(&resuming(path, "auto")).unwrap();
-        auto.begin().unwrap();
-        assert_eq!(
-            (steps(path), steps(&auto.replaced().unwrap())),
-            (vec![], vec![7])
-        );
-        drop(auto);
         // A crash between the first save and the removal.
         run(path, 2);
         let next = take(&resuming(path, "auto")).unwrap();
-        next.begin().unwrap();
+        next.begin(true).unwrap();
         assert_eq!((next.replaced(), steps(path)), (None, vec![2]));
+        assert!(!path.join(ASIDE).exists());
     }
 
     #[test]
@@ -561,7 +731,7 @@ mod tests {
             let path = folder.path();
             run(path, 7);
             fs::create_dir(path.join(MOVING)).unwrap();
-            for entry in present(path).take(moved) {
+            for entry in run_in(path, false).unwrap().iter().take(moved) {
                 fs::rename(path.join(entry), path.join(MOVING).join(entry)).unwrap();
             }
             take(&resuming(path, "latest")).unwrap();
@@ -580,14 +750,14 @@ mod tests {
         let path = folder.path();
         run(path, 7);
         let new = take(&replacing(path)).unwrap();
-        new.begin().unwrap();
+        new.begin(false).unwrap();
         fs::create_dir_all(path.join(CHECKPOINTS).join(".tmp-step-00000001")).unwrap();
         new.withdraw();
         assert_eq!(new.replaced(), None);
         drop(new);
         assert_eq!(steps(path), [7]);
         let new = take(&replacing(path)).unwrap();
-        new.begin().unwrap();
+        new.begin(false).unwrap();
         fs::write(path.join(METRICS_FILE), "{\"step\":1}\n").unwrap();
         new.withdraw();
         assert_eq!(steps(&new.replaced().unwrap()), [7], "its records are kept");
@@ -603,22 +773,196 @@ mod tests {
             args.save = Some(false);
         }));
         let new = new.unwrap();
-        new.begin().unwrap();
+        new.begin(false).unwrap();
         let aside = new.replaced().expect("it is set aside");
         drop(new);
         assert_eq!(steps(&aside), [7]);
     }
 
     #[test]
+    fn auto_without_a_checkpoint_begins_anew_and_keeps_what_was_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path();
+        let metrics = |step: u64| format!("{{\"step\":{step}}}\n");
+        let auto = |goes_on| {
+            let mut auto = take(&resuming(path, "auto")).unwrap();
+            auto.begin(goes_on).unwrap();
+            auto.on_save(Path::new("step"));
+        };
+        // A run that has recorded nothing is nothing to keep.
+        fs::write(path.join(RESOLVED), "tp = 1\n").unwrap();
+        auto(false);
+        assert_eq!(names(path), [RESOLVED]);
+        for (step, kept) in [(1, "earlier-run-1"), (2, "earlier-run-2")] {
+            fs::write(path.join(METRICS_FILE), metrics(step)).unwrap();
+            auto(false);
+            let kept = fs::read_to_string(path.join(kept).join(METRICS_FILE));
+            assert_eq!(kept.unwrap(), metrics(step));
+            assert!(!path.join(METRICS_FILE).exists());
+        }
+        // Checkpoints that nobody can go on from are kept as well.
+        run(path, 7);
+        auto(true);
+        assert_eq!(steps(path), [7]);
+        auto(false);
+        assert_eq!(
+            (steps(path), steps(&path.join("earlier-run-3"))),
+            (vec![], vec![7])
+        );
+        // And so is a run that another one was to replace.
+        run(path, 8);
+        take(&replacing(path)).unwrap().begin(false).unwrap();
+        fs::write(path.join(METRICS_FILE), metrics(9)).unwrap();
+        auto(false);
+        assert_eq!(steps(&path.join("earlier-run-4")), [8]);
+        assert!(path.join("earlier-run-5").join(METRICS_FILE).exists());
+        assert!(!path.join(ASIDE).exists());
+    }
+
+    #[test]
+    fn auto_with_leave_to_overwrite_replaces_a_run_without_a_checkpoint() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path();
+        fs::write(path.join(METRICS_FILE), "{\"step\":1}\n").unwrap();
+        let both = args(path, |args| {
+            args.resume_from_checkpoint = Some("auto".to_owned());
+            args.overwrite_output_dir = true;
+        });
+        let mut auto = take(&both).unwrap();
+        auto.begin(false).unwrap();
+        assert!(auto.replaced().unwrap().join(METRICS_FILE).exists());
+        auto.on_save(Path::new("step"));
+        drop(auto);
+        assert_eq!(names(path), [RESOLVED]);
+    }
+
+    #[test]
+    fn what_others_have_among_the_checkpoints_stays_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path();
+        run(path, 7);
+        let (notes, draft) = (
+            path.join("checkpoints/notes.txt"),
+            path.join("checkpoints/.tmp-notes"),
+        );
+        fs::write(&notes, "mine").unwrap();
+        fs::write(&draft, "mine").unwrap();
+        let mut new = take(&replacing(path)).unwrap();
+        new.begin(false).unwrap();
+        assert_eq!(steps(&new.replaced().unwrap()), [7]);
+        assert_eq!(names(&path.join(CHECKPOINTS)), [".tmp-notes", "notes.txt"]);
+        // Back among them.
+        new.withdraw();
+        assert_eq!(steps(path), [7]);
+        new.begin(false).unwrap();
+        run(path, 1);
+        new.on_save(Path::new("step"));
+        assert!(notes.exists() && draft.exists());
+        assert_eq!(steps(path), [1]);
+        assert!(!path.join(ASIDE).exists());
+    }
+
+    #[test]
+    fn something_else_under_a_name_of_the_run_is_refused_and_stays() {
+        let names = [
+            "checkpoints",
+            "checkpoints/step-00000003",
+            "replaced-run/notes.txt",
+            ".tmp-replaced-run",
+            ".lock",
+        ];
+        for name in names {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, "mine").unwrap();
+            for args in [
+                args(folder.path(), |_| ()),
+                replacing(folder.path()),
+                resuming(folder.path(), "auto"),
+            ] {
+                let refused = take(&args).unwrap_err();
+                assert!(refused.is_user_error(), "{name}: {refused}");
+                let refused = RunFolder::check(&args).unwrap_err();
+                assert!(refused.to_string().contains(&name[..5]), "{refused}");
+            }
+            assert_eq!(fs::read_to_string(&path).unwrap(), "mine", "{name}");
+        }
+        for name in [RESOLVED, METRICS_FILE, "checkpoints/latest"] {
+            let folder = tempfile::tempdir().unwrap();
+            fs::create_dir_all(folder.path().join(name)).unwrap();
+            let refused = take(&args(folder.path(), |_| ())).unwrap_err();
+            assert!(refused.is_user_error(), "{name}: {refused}");
+        }
+    }
+
+    #[test]
+    fn an_adapter_of_no_run_is_neither_replaced_nor_set_aside() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path();
+        let lora = folder.path().join("lora.json");
+        let training = |name: &str, resume: Option<&str>| {
+            args(path, |args| {
+                args.lora_config = Some(crate::InputPath(lora.clone()));
+                args.adapter_name = name.to_owned();
+                args.resume_from_checkpoint = resume.map(ToOwned::to_owned);
+                args.overwrite_output_dir = resume.is_none();
+            })
+        };
+        let own = path.join(ADAPTER).join(ADAPTER_CONFIG);
+        fs::create_dir(path.join(ADAPTER)).unwrap();
+        fs::write(&own, "{}").unwrap();
+        let refused = take(&training("default", None)).unwrap_err();
+        let text = refused
+            .to_string()
+            .replace(&path.display().to_string(), "run");
+        insta::assert_snapshot!(text, @r#"run/adapter has an adapter already, which no run of this folder has trained: move it away, or name another "output_dir" or "adapter_name""#);
+        assert!(refused.is_user_error());
+        take(&training("other", None)).unwrap();
+        // A run that trains none leaves it where it is.
+        run(path, 7);
+        take(&replacing(path)).unwrap().begin(false).unwrap();
+        assert!(own.exists());
+        // Nobody is there to ask under `auto`: it is kept aside.
+        take(&training("default", Some("auto")))
+            .unwrap()
+            .begin(false)
+            .unwrap();
+        assert!(
+            path.join("earlier-run-2/adapter")
+                .join(ADAPTER_CONFIG)
+                .exists()
+        );
+        // What a run of the folder has trained goes with it.
+        run(path, 8);
+        let step = Store::in_output_dir(path).path_of(8);
+        fs::write(step.join(ADAPTER_CONFIG), "{}").unwrap();
+        fs::create_dir(path.join(ADAPTER)).unwrap();
+        fs::write(&own, "{}").unwrap();
+        take(&training("default", None)).unwrap();
+        let new = take(&replacing(path)).unwrap();
+        new.begin(false).unwrap();
+        assert!(new.replaced().unwrap().join(ADAPTER).exists() && !own.exists());
+    }
+
+    #[test]
     fn a_second_process_is_told_who_writes_the_folder() {
         let folder = tempfile::tempdir().unwrap();
         let first = take(&args(folder.path(), |_| ())).unwrap();
-        let refused = take(&resuming(folder.path(), "auto")).unwrap_err();
+        // Whoever writes it is said before what there is.
+        run(folder.path(), 1);
         let holder = format!("is in use by process {}", std::process::id());
-        assert!(
-            refused.is_user_error() && refused.to_string().contains(&holder),
-            "{refused}"
-        );
+        for second in [args(folder.path(), |_| ()), resuming(folder.path(), "auto")] {
+            for refused in [
+                take(&second).unwrap_err(),
+                RunFolder::check(&second).unwrap_err(),
+            ] {
+                assert!(
+                    refused.is_user_error() && refused.to_string().contains(&holder),
+                    "{refused}"
+                );
+            }
+        }
         drop(first);
         take(&resuming(folder.path(), "auto")).unwrap();
     }
@@ -628,7 +972,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run");
         let first = take(&args(&path, |_| ())).unwrap();
-        first.begin().unwrap();
+        first.begin(false).unwrap();
         fs::remove_dir_all(&path).unwrap();
         first.renew();
         assert_eq!(names(&path), [".lock", RESOLVED]);

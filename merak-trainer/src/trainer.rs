@@ -113,9 +113,11 @@ const RECORDS: usize = 32;
 pub struct TrainOutput {
     /// Optimizer steps done since the beginning of the run, resumed parts included.
     pub global_step: usize,
+    /// Those of them that this call made.
+    pub steps: usize,
     /// Mean of the losses of the steps that this call made, skipped ones aside.
     pub training_loss: f64,
-    /// Steps that were skipped because a gradient was not finite.
+    /// Steps of this call that were skipped because a gradient was not finite.
     pub skipped_steps: u64,
     /// Passes over the data, the last one as a fraction.
     pub epoch: f64,
@@ -341,6 +343,7 @@ impl MerakTrainer {
         }
         let start = Instant::now();
         let first_step = self.global_step;
+        let skipped_before = self.stages.optimizer.progress().skipped;
         let (mut loss_sum, mut updates, mut tokens, mut stopped_by) = (0.0, 0, 0, None);
         let mut evaluation = None;
         while self.global_step < self.total_steps {
@@ -350,11 +353,17 @@ impl MerakTrainer {
                 updates += 1;
             }
             tokens += report.tokens;
-            for callback in &mut self.parts.callbacks {
-                callback.on_step(&report);
-            }
+            let done = self.global_step;
+            self.within(StepPart::Train, done, |trainer| {
+                for callback in &mut trainer.parts.callbacks {
+                    callback.on_step(&report);
+                }
+                Ok(())
+            })?;
             self.check_skipped(report, updates)?;
-            self.finish_save_if_written()?;
+            self.within(StepPart::Save, done, |trainer| {
+                trainer.finish_save_if_written().map(drop)
+            })?;
             evaluation = self.after_step()?;
             let agreed = self.agreed_stop();
             stopped_by = self.placed(StepPart::Train, self.global_step, agreed)?;
@@ -376,12 +385,13 @@ impl MerakTrainer {
         };
         Ok(TrainOutput {
             global_step: self.global_step,
+            steps: self.global_step - first_step,
             training_loss: if updates == 0 {
                 0.0
             } else {
                 loss_sum / f64::from(updates)
             },
-            skipped_steps: self.stages.optimizer.progress().skipped,
+            skipped_steps: self.stages.optimizer.progress().skipped - skipped_before,
             epoch: self
                 .order
                 .as_ref()

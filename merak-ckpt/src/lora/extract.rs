@@ -11,8 +11,13 @@ use regex::Regex;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::ErrorKind;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
+
+/// Name of the file of an adapter's tensors.
+const WEIGHTS: &str = "adapter_model.safetensors";
 
 /// The adapter that a folder itself holds; others have subfolders.
 const DEFAULT: &str = "default";
@@ -66,14 +71,9 @@ fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
             remove(left)?;
         }
     }
-    let outcome = adapters.iter().try_for_each(|(name, tensors)| {
-        let folder = if name == DEFAULT {
-            draft.clone()
-        } else {
-            draft.join(name)
-        };
-        write_adapter(source, &folder, tensors)
-    });
+    let outcome = adapters
+        .iter()
+        .try_for_each(|(name, tensors)| write_adapter(source, &place_of(&draft, name), tensors));
     if let Err(error) = outcome {
         if let Err(error) = remove(&draft) {
             tracing::warn!(error = %WithCauses(&error), "an unfinished folder could not be removed");
@@ -97,12 +97,16 @@ fn keep_others(folder: &Path, draft: &Path) -> Result<()> {
     for entry in fs::read_dir(folder).map_err(io_error("read", folder))? {
         let name = entry.map_err(io_error("read", folder))?.file_name();
         let (from, to) = (folder.join(&name), draft.join(&name));
-        if to.exists() {
+        if to.symlink_metadata().is_ok() {
             continue;
         }
-        if from.is_dir() {
+        let kind = kind_of(&from)?;
+        if kind.is_dir() {
             fs::create_dir(&to).map_err(io_error("create", &to))?;
             keep_others(&from, &to)?;
+        } else if kind.is_symlink() {
+            let target = fs::read_link(&from).map_err(io_error("read", &from))?;
+            symlink(target, &to).map_err(io_error("create", &to))?;
         } else {
             fs::copy(&from, &to).map_err(io_error("copy", &from))?;
             let copied = fs::File::open(&to).and_then(|copy| copy.sync_all());
@@ -110,6 +114,56 @@ fn keep_others(folder: &Path, draft: &Path) -> Result<()> {
         }
     }
     sync_folder(draft)
+}
+
+/// What lies at a path of a folder that is to be kept: a folder, a file or a link.
+fn kind_of(path: &Path) -> Result<fs::FileType> {
+    let kind = path.symlink_metadata().map_err(io_error("look at", path))?;
+    let kind = kind.file_type();
+    if kind.is_dir() || kind.is_symlink() || kind.is_file() {
+        return Ok(kind);
+    }
+    Err(foreign(
+        path,
+        "it is neither a file nor a folder nor a link, and cannot be kept: move it away",
+    ))
+}
+
+/// Whether a folder has an adapter of this name, which [`replace_lora`] would replace. Changes nothing.
+///
+/// # Errors
+/// [`Error::Foreign`] for what [`replace_lora`] cannot keep: something else than a folder, or a pipe or device in it.
+pub fn has_lora(folder: impl AsRef<Path>, name: &str) -> Result<bool> {
+    let folder = folder.as_ref();
+    match fs::metadata(folder) {
+        Ok(found) if found.is_dir() => check_others(folder)?,
+        Ok(_) => return Err(foreign(folder, "it is no folder: move it away")),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(io_error("look at", folder)(error)),
+    }
+    let own = place_of(folder, name);
+    Ok([config::FILE, WEIGHTS]
+        .iter()
+        .any(|file| own.join(file).exists()))
+}
+
+fn check_others(folder: &Path) -> Result<()> {
+    for entry in fs::read_dir(folder).map_err(io_error("read", folder))? {
+        let path = entry.map_err(io_error("read", folder))?.path();
+        if kind_of(&path)?.is_dir() {
+            check_others(&path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Where a folder has the adapter of a name.
+fn place_of(folder: &Path, name: &str) -> PathBuf {
+    if name == DEFAULT {
+        folder.to_owned()
+    } else {
+        folder.join(name)
+    }
 }
 
 /// The names that tensors have in PEFT's file, with those that they have in the checkpoint.
@@ -211,7 +265,7 @@ fn write_adapter(source: &Checkpoint, folder: &Path, names: &Tensors) -> Result<
         rank: 0,
         pieces: tensors.iter().enumerate().map(whole).collect(),
     };
-    let files = [("adapter_model.safetensors".to_owned(), &file)];
+    let files = [(WEIGHTS.to_owned(), &file)];
     write_planned(
         &values,
         &tensors,

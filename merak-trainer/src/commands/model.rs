@@ -27,6 +27,11 @@ impl Loaded {
     /// Reads the model's configuration, with the sizes that the arguments override.
     pub(crate) fn of(args: &CheckedArguments) -> Result<Self> {
         let (key, file) = config_file(args)?;
+        if let Some(folder) = &args.model.hf_dir
+            && !file.exists()
+        {
+            HfFolder::refuse_others(&folder.0).map_err(|error| blamed(key, error))?;
+        }
         let mut json = read(key, &file)?;
         let beside = file.with_file_name("generation_config.json");
         let generation = if beside.is_file() {

@@ -49,7 +49,7 @@ impl Prepared {
             // Before costs are measured, which takes a while. A dry run tells of another run below its
             // plan.
             match RunFolder::check(&prepared.args) {
-                Err(Error::RunExists { .. }) if dry_run => {}
+                Err(Error::RunExists { .. } | Error::RunInUse { .. }) if dry_run => {}
                 other => other?,
             }
             prepared.measure(!dry_run)?;

@@ -193,7 +193,7 @@ impl Run<'_> {
             return Ok(Ended::HadNothingLeft(checkpoint.clone()));
         }
         if let Some(reporter) = &reporter {
-            folder.begin()?;
+            folder.begin(trainer.resumed_from().is_some())?;
             if let Some(path) = folder.replaced() {
                 let path = file(&path);
                 tracing::warn!(%path, "the run that is replaced lies there until the first checkpoint");
@@ -251,7 +251,7 @@ impl Run<'_> {
             }
         }
         match RunFolder::check(&self.args) {
-            Err(error @ Error::RunExists { .. }) => {
+            Err(error @ (Error::RunExists { .. } | Error::RunInUse { .. })) => {
                 let _ = writeln!(text, "warning: {error}");
             }
             other => other?,
@@ -329,10 +329,14 @@ impl Run<'_> {
         let output = &finished.output;
         let seconds = output.train_runtime.as_secs_f64();
         let speed = output.tokens as f64 / seconds.max(f64::MIN_POSITIVE);
+        let steps = match (output.steps, output.global_step) {
+            (steps, all) if steps == all => format!("{all} steps"),
+            (steps, all) => format!("{steps} steps up to step {all}"),
+        };
         let _ = writeln!(
             text,
-            "\ntrained   {} steps ({:.2} epochs) in {seconds:.1} s, {speed:.0} tokens/s, mean loss {:.4}",
-            output.global_step, output.epoch, output.training_loss
+            "\ntrained   {steps} ({:.2} epochs) in {seconds:.1} s, {speed:.0} tokens/s, mean loss {:.4}",
+            output.epoch, output.training_loss
         );
         if output.skipped_steps > 0 {
             let _ = writeln!(

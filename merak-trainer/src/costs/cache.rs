@@ -76,7 +76,7 @@ pub(super) fn write(file: &Path, profiles: &Profiles) {
             }
             // Whoever reads meanwhile sees the old file or the new one.
             let draft = file.with_extension(format!("{}.tmp", std::process::id()));
-            fs::write(&draft, bytes)?;
+            merak_ckpt::write_regular(&draft, &bytes)?;
             fs::rename(&draft, file)
         });
     if let Err(error) = written {

@@ -43,14 +43,13 @@ pub struct CrateSources {
 }
 
 impl CrateSources {
-    /// The files that [`CrateSources::read`] reads, by their names in the registry's index, with
-    /// their sizes.
-    pub(super) fn named(&self, max_bytes: Option<usize>) -> Result<Vec<(String, u64)>> {
+    /// The files that [`CrateSources::read`] reads, by their names in the registry's index.
+    pub(super) fn named(&self, max_bytes: Option<usize>) -> Result<Vec<(String, Candidate)>> {
         let root = self.registry.as_deref().unwrap_or(Path::new(""));
         let files = names_below(root, self.files(max_bytes)?);
-        let in_index = |(name, bytes): (String, u64)| {
+        let in_index = |(name, file): (String, Candidate)| {
             let name = name.split_once('/').map(|(_, name)| name.to_owned());
-            (name.unwrap_or_default(), bytes)
+            (name.unwrap_or_default(), file)
         };
         Ok(files.into_iter().map(in_index).collect())
     }

@@ -2,6 +2,7 @@
 
 use std::{
     fmt::{self, Write as _},
+    os::unix::fs::FileExt as _,
     path::Path,
 };
 
@@ -11,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     crates::CrateSources,
     source::count,
-    text::{Candidate, files_of},
+    text::{Candidate, cannot_read, files_of},
     tokenizer::Tokenizer,
 };
 use crate::{
@@ -19,7 +20,7 @@ use crate::{
     error::Result,
 };
 
-/// The files, sizes and tokenizer of a run's data. It is the same wherever their folder lies and
+/// The files and tokenizer of a run's data. It is the same wherever their folder lies and
 /// whatever the ranks are; checkpoints keep it, so that a run that goes on in other data can say
 /// so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,6 +31,10 @@ pub struct DataFingerprint {
     pub bytes: u64,
     /// Of their names below the folder and their sizes, in order.
     pub names: Checksum,
+    /// Of what they hold: of all of it up to 64 MiB, and of 1024 blocks of 64 KiB, spread evenly, where there is
+    /// more. Absent in checkpoints of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub contents: Option<Checksum>,
     /// Samples to train on.
     pub samples: u64,
     /// What turns text into tokens, where something does.
@@ -47,11 +52,11 @@ pub struct TokenizerFingerprint {
 }
 
 impl DataFingerprint {
-    /// Looks at the files that `arguments` name, without reading them.
+    /// Looks at the files that `arguments` name; of large ones reads some blocks.
     ///
     /// # Errors
     ///
-    /// When they cannot be listed, or the tokenizer cannot be written as JSON.
+    /// When they cannot be listed or read, or the tokenizer cannot be written as JSON.
     pub fn of(
         arguments: &DataArguments,
         crates: &CrateSources,
@@ -68,23 +73,37 @@ impl DataFingerprint {
             files: 0,
             bytes: 0,
             names: Checksum(0),
+            contents: None,
             samples: samples as u64,
             tokenizer,
         };
         let mut names = String::new();
-        for (name, bytes) in files {
-            let read = bytes.min(left);
-            if read == 0 {
+        let mut taken = Vec::new();
+        for (name, file) in files {
+            let bytes = file.bytes.min(left);
+            if bytes == 0 {
                 continue;
             }
-            left -= read;
+            left -= bytes;
             found.files += 1;
-            found.bytes += read;
+            found.bytes += bytes;
             // A name has no NUL in it.
-            let _ = writeln!(names, "{name}\0{read}");
+            let _ = writeln!(names, "{name}\0{bytes}");
+            taken.push(Candidate { bytes, ..file });
         }
         found.names = Checksum::of(names.as_bytes());
+        found.contents = Some(contents(&taken, found.bytes)?);
         Ok(found)
+    }
+
+    /// Whether these are the same files and the same tokenizer, as far as both tell; they may be cut into other samples.
+    pub fn is_of_same_files(&self, other: &Self) -> bool {
+        let of_files = |print: &Self, partner: &Self| Self {
+            samples: 0,
+            contents: print.contents.filter(|_| partner.contents.is_some()),
+            ..*print
+        };
+        of_files(self, other) == of_files(other, self)
     }
 }
 
@@ -101,10 +120,11 @@ impl fmt::Display for DataFingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let files = count(usize::try_from(self.files).unwrap_or(usize::MAX), "file");
         let (bytes, names, samples) = (self.bytes, self.names, self.samples);
-        write!(
-            f,
-            "{files} of {bytes} bytes, names and sizes {names}, {samples} training samples"
-        )?;
+        write!(f, "{files} of {bytes} bytes, names and sizes {names}")?;
+        if let Some(contents) = self.contents {
+            write!(f, ", contents {contents}")?;
+        }
+        write!(f, ", {samples} training samples")?;
         match &self.tokenizer {
             Some(TokenizerFingerprint { tokens, checksum }) => {
                 write!(f, ", tokenizer {checksum} of {tokens} tokens")
@@ -114,8 +134,8 @@ impl fmt::Display for DataFingerprint {
     }
 }
 
-/// The files of a data path by their names below it, and their sizes.
-fn named(path: &Path, arguments: &DataArguments) -> Result<Vec<(String, u64)>> {
+/// The files of a data path by their names below it.
+fn named(path: &Path, arguments: &DataArguments) -> Result<Vec<(String, Candidate)>> {
     let is_tensor_file = |path: &Path| path.extension().is_some_and(|end| end == "safetensors");
     let takes = |path: &Path| arguments.format != DataFormat::Tensors || is_tensor_file(path);
     let files = files_of(path, &takes)?;
@@ -128,12 +148,62 @@ fn named(path: &Path, arguments: &DataArguments) -> Result<Vec<(String, u64)>> {
 }
 
 /// Files by their names below a folder.
-pub(super) fn names_below(root: &Path, files: Vec<Candidate>) -> Vec<(String, u64)> {
+pub(super) fn names_below(root: &Path, files: Vec<Candidate>) -> Vec<(String, Candidate)> {
     let name = |file: Candidate| {
         let name = file.path.strip_prefix(root).unwrap_or(&file.path);
-        (name.to_string_lossy().into_owned(), file.bytes)
+        (name.to_string_lossy().into_owned(), file)
     };
     files.into_iter().map(name).collect()
+}
+
+/// Bytes of a block by which contents are told apart.
+const BLOCK: u64 = 64 << 10;
+/// The most blocks of all files together.
+const BLOCKS: u64 = 1024;
+
+/// Where the blocks begin in so many bytes: one behind the other, or the first at the begin, the last at the end and
+/// the others evenly between them.
+fn blocks(bytes: u64) -> impl Iterator<Item = u64> {
+    let count = bytes.div_ceil(BLOCK).min(BLOCKS);
+    let room = u128::from(bytes.saturating_sub(BLOCK));
+    let begin = move |index: u64| {
+        if bytes <= BLOCK * BLOCKS {
+            return index * BLOCK;
+        }
+        // At most `room`.
+        (u128::from(index) * room / u128::from(BLOCKS - 1)) as u64
+    };
+    (0..count).map(begin)
+}
+
+/// What files hold, that have so many bytes one behind the other.
+fn contents(files: &[Candidate], bytes: u64) -> Result<Checksum> {
+    let mut checksums = Vec::new();
+    let (mut begin, mut at, mut opened) = (0, 0, None);
+    for block in blocks(bytes) {
+        let (mut from, end) = (block, (block + BLOCK).min(bytes));
+        while let Some(file) = files.get(at).filter(|_| from < end) {
+            if from >= begin + file.bytes {
+                begin += file.bytes;
+                at += 1;
+                opened = None;
+                continue;
+            }
+            let to = end.min(begin + file.bytes);
+            let mut piece = vec![0; (to - from) as usize];
+            let unread = |source| cannot_read(&file.path, source);
+            if opened.is_none() {
+                opened = Some(merak_ckpt::open_regular(&file.path).map_err(unread)?.0);
+            }
+            let opened = opened.as_ref().expect("it was just opened");
+            opened
+                .read_exact_at(&mut piece, from - begin)
+                .map_err(unread)?;
+            checksums.extend(Checksum::of(&piece).0.to_le_bytes());
+            from = to;
+        }
+    }
+    Ok(Checksum::of(&checksums))
 }
 
 #[cfg(test)]
@@ -174,6 +244,21 @@ mod tests {
         insta::assert_snapshot!(here, @"2 files of 7 bytes, names and sizes 03146ffdcd970346, 7 training samples, tokenizer 10501b8994605a29 of 257 tokens");
         assert_eq!(text("here/a.txt").files, 1);
         assert_ne!(text("here/a.txt").names, here.names);
+        write("here/a.txt", "abd");
+        assert_eq!(text("here").names, here.names);
+        assert!(!text("here").is_of_same_files(&here), "other contents");
+        let earlier = DataFingerprint {
+            contents: None,
+            samples: 8,
+            ..here
+        };
+        assert!(text("here").is_of_same_files(&earlier), "what is not known");
+        let json = serde_json::to_value(earlier).unwrap();
+        assert!(json.get("contents").is_none());
+        assert_eq!(
+            serde_json::from_value::<DataFingerprint>(json).unwrap(),
+            earlier
+        );
         write("here/a.txt", "abcd");
         assert_ne!(text("here"), here);
         write("here/a.txt", "abc");
@@ -188,5 +273,32 @@ mod tests {
             "another name is another place in the data"
         );
         assert_eq!(print(folder.path(), "here", DataFormat::Tensors).files, 0);
+    }
+    #[test]
+    fn much_data_are_told_by_blocks_from_the_first_to_the_last() {
+        for bytes in [0, 1, BLOCK, BLOCK + 1, BLOCK * BLOCKS] {
+            let expected: Vec<_> = (0..bytes.div_ceil(BLOCK)).map(|i| i * BLOCK).collect();
+            assert_eq!(blocks(bytes).collect::<Vec<_>>(), expected);
+        }
+        for bytes in [BLOCK * BLOCKS + 1, 10 << 40, u64::MAX] {
+            let begins: Vec<_> = blocks(bytes).collect();
+            assert_eq!((begins.len() as u64, begins[0]), (BLOCKS, 0));
+            assert_eq!(begins.last(), Some(&(bytes - BLOCK)));
+            assert!(begins.windows(2).all(|pair| pair[0] + BLOCK <= pair[1]));
+        }
+        // A sparse file, whose last byte counts, read in a moment.
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("large");
+        let file = fs::File::create(&path).unwrap();
+        let large = [Candidate {
+            path,
+            bytes: 1 << 36,
+        }];
+        file.set_len(1 << 36).unwrap();
+        let zeros = contents(&large, 1 << 36).unwrap();
+        file.write_all_at(b"x", (1 << 36) - 1).unwrap();
+        assert_ne!(contents(&large, 1 << 36).unwrap(), zeros);
+        file.set_len(1 << 35).unwrap();
+        assert!(contents(&large, 1 << 36).is_err());
     }
 }

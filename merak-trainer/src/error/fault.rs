@@ -15,6 +15,7 @@ impl Error {
             | Self::EvaluationLoss { .. }
             | Self::Rank { .. }
             | Self::Step { .. }
+            | Self::Panicked { .. }
             | Self::Stage { .. } => false,
             Self::Blamed { source, .. } => source.is_user_error(),
             Self::Schedule(error) => !pipeline_failed(error),

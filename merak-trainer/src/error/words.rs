@@ -33,6 +33,15 @@ pub(super) fn stages_of(stages: &[usize]) -> String {
     format!("stage{plural} {}", numbers.join(", "))
 }
 
+/// What `--resume auto` does with a run.
+pub(super) fn by_auto(has_checkpoint: bool) -> &'static str {
+    if has_checkpoint {
+        "go on with it by --resume auto"
+    } else {
+        "keep it aside and begin anew by --resume auto"
+    }
+}
+
 /// Where another run lies that is not replaced yet.
 pub(super) fn replaced_run(aside: Option<&Path>) -> String {
     let text = |aside: &Path| {
@@ -42,6 +51,12 @@ pub(super) fn replaced_run(aside: Option<&Path>) -> String {
         )
     };
     aside.map(text).unwrap_or_default()
+}
+
+/// The lengths of sequences, a checkpoint's and the run's.
+pub(super) fn other_length(lengths: Option<[u64; 2]>) -> String {
+    let text = |[saved, now]: [u64; 2]| format!(" (\"seq_length\" is {now}, and was {saved})");
+    lengths.map(text).unwrap_or_default()
 }
 
 /// The data of a checkpoint.

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use merak_ckpt::lies_at;
+use merak_ckpt::{lies_at, open_to_write, write_regular};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -158,11 +158,8 @@ impl MetricsFile {
 }
 
 fn open(path: &Path) -> io::Result<File> {
-    OpenOptions::new()
-        .create(true)
-        .read(true)
-        .append(true)
-        .open(path)
+    let mut options = OpenOptions::new();
+    open_to_write(path, options.create(true).read(true).append(true))
 }
 
 /// The whole lines of records up to a step; none for a run that starts. Lines without a step are
@@ -190,7 +187,7 @@ fn last_time_s(text: &str) -> f64 {
 /// Replaces a file's content at once, so that a crash leaves the old or the new one.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
     let temporary = path.with_extension("jsonl.new");
-    fs::write(&temporary, text)?;
+    write_regular(&temporary, text.as_bytes())?;
     fs::rename(&temporary, path)
 }
 

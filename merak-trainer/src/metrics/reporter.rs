@@ -10,7 +10,7 @@ use merak_ckpt::words;
 use serde::Serialize;
 
 use super::{EvaluationMetrics, METRICS_FILE, MetricsFile, Progress, StepMetrics, resident_bytes};
-use crate::{Callback, CheckedArguments, MerakTrainer, Result, StepReport};
+use crate::{Callback, CheckedArguments, Error, MerakTrainer, Result, StepReport};
 
 /// Writes `metrics.jsonl` and shows progress, on the rank that it is given to.
 ///
@@ -50,7 +50,7 @@ impl Reporter {
     ///
     /// # Errors
     ///
-    /// When the file cannot be read or written.
+    /// [`Error::OutputDir`] when the file cannot be read or written.
     pub fn start(
         &self,
         trainer: &MerakTrainer,
@@ -59,7 +59,12 @@ impl Reporter {
         progress: Progress,
     ) -> Result<()> {
         let first_step = trainer.global_step();
-        let file = MetricsFile::open(&output_dir.join(METRICS_FILE), first_step)?;
+        let file = MetricsFile::open(&output_dir.join(METRICS_FILE), first_step);
+        // Nothing has run yet: the folder is at fault.
+        let file = file.map_err(|error| match error {
+            Error::Write { path, source } => Error::OutputDir { path, source },
+            other => other,
+        })?;
         let mut report = Report {
             earlier_s: file.earlier_time_s(),
             file,

@@ -139,7 +139,14 @@ fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
     let Some(path) = &args.lora_config else {
         return Ok(None);
     };
-    let config = LoraConfig::read(&path.0)?;
+    let config = LoraConfig::read(&path.0).map_err(|error| match error {
+        merak_ckpt::Error::Io { path, source, .. } => Error::ReadInput {
+            key: "lora_config",
+            path,
+            source,
+        },
+        other => other.into(),
+    })?;
     let base = "base_model_name_or_path";
     let config = match &args.model.hf_dir {
         Some(folder) if config.to_json()[base].is_null() => {

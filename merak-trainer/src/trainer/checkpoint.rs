@@ -137,8 +137,7 @@ impl MerakTrainer {
     /// # Panics
     /// Never: the tables of slices are plain data.
     pub fn save_checkpoint(&mut self) -> Result<PathBuf> {
-        let outcome = self.save_now();
-        self.placed(StepPart::Save, self.global_step, outcome)
+        self.within(StepPart::Save, self.global_step, Self::save_now)
     }
 
     fn save_now(&mut self) -> Result<PathBuf> {
@@ -450,7 +449,8 @@ impl MerakTrainer {
                 resume::warn_of_seeds(&self.args, state, checkpoint.path());
             }
             if self.stages.mpu.is_rank_0() {
-                resume::warn_of_data(&self.parts, state, checkpoint.path());
+                resume::warn_of_data(&self.stages.plan, &self.parts, state, checkpoint);
+                resume::warn_of_optimizer(&self.args, checkpoint);
             }
             self.restore_position(state)?;
             self.restore_best(state.best, checkpoint.path())?;

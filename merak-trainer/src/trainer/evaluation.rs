@@ -22,8 +22,7 @@ impl MerakTrainer {
     /// # Errors
     /// When there are no samples to evaluate or a rank fails.
     pub fn evaluate(&mut self) -> Result<EvaluationMetrics> {
-        let outcome = self.evaluate_all();
-        self.placed(StepPart::Evaluate, self.global_step, outcome)
+        self.within(StepPart::Evaluate, self.global_step, Self::evaluate_all)
     }
 
     fn evaluate_all(&mut self) -> Result<EvaluationMetrics> {

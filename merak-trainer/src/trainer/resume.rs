@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{CheckedArguments, Error, Plan, Result};
 use merak_ckpt::{Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, Store, TensorEntry};
+use serde_json::Value;
 use std::{
     borrow::Cow,
     collections::VecDeque,
@@ -133,7 +134,8 @@ fn find_from(
         let state = check(&checkpoint, plan, args, parts)?;
         let Some(damage) = checkpoint.verify().damage.into_iter().next() else {
             if let Some(state) = state.as_ref().filter(|_| !args.finetune) {
-                warn_of_data(parts, state, checkpoint.path());
+                warn_of_data(plan, parts, state, &checkpoint);
+                warn_of_optimizer(args, &checkpoint);
             }
             return Ok(Some(LoadedCheckpoint::of(&checkpoint, state.as_ref())));
         };
@@ -179,14 +181,14 @@ pub(super) fn check(
         if !args.no_load_rng && !state.has_rng {
             return Err(Error::MissingPart {
                 path: path(),
-                part: "random state",
+                part: "random state".to_owned(),
                 flag: "no_load_rng",
             });
         }
         if !args.no_load_optim {
-            check_optimizer(checkpoint, args, state)?;
+            check_optimizer(checkpoint, plan, args, state)?;
         }
-        check_position(checkpoint, args, parts, state)?;
+        check_position(checkpoint, plan, args, parts, state)?;
     }
     Ok(state)
 }
@@ -367,20 +369,24 @@ pub(super) fn stored_name<'a>(
 /// Checks that the optimizer finds its state.
 fn check_optimizer(
     checkpoint: &Checkpoint,
+    plan: &Plan,
     args: &CheckedArguments,
     saved: &RunState,
 ) -> Result<()> {
     let path = || checkpoint.path().to_owned();
     let names = args.zero_config(1).optimizer.state_names();
+    let lacks = |part: String| {
+        Err(Error::MissingPart {
+            path: path(),
+            part,
+            flag: "no_load_optim",
+        })
+    };
     if !saved.has_optimizer {
         if names.is_empty() {
             return Ok(());
         }
-        return Err(Error::MissingPart {
-            path: path(),
-            part: "optimizer state",
-            flag: "no_load_optim",
-        });
+        return lacks("optimizer state".to_owned());
     }
     let kinds = checkpoint.manifest().kinds().into_iter();
     let found: Vec<_> = kinds
@@ -388,8 +394,23 @@ fn check_optimizer(
         .map(Kind::as_str)
         .collect();
     let is_same = saved.optim.is_none_or(|optim| optim == args.optim);
+    if is_same && found.is_empty() && !names.is_empty() {
+        return lacks(format!("optimizer state ({})", names.join(", ")));
+    }
     if is_same && found == names {
-        return Ok(());
+        let manifest = checkpoint.manifest();
+        let mut params = plan.trained_params();
+        let missing = params.find_map(|param| {
+            let is_missing = |name: &&&str| {
+                let kind = Kind::optimizer(**name);
+                manifest.tensor(&kind, &param.name).is_none()
+            };
+            Some((&param.name, names.iter().find(is_missing)?))
+        });
+        return match missing {
+            Some((param, name)) => lacks(format!("optimizer state `{name}` of `{param}`")),
+            None => Ok(()),
+        };
     }
     let described = |optim: &str, kept: &[&str]| match kept {
         [] => format!("{optim} (which keeps nothing)"),
@@ -408,6 +429,7 @@ fn check_optimizer(
 /// Checks that the data have the place at which the run goes on.
 fn check_position(
     checkpoint: &Checkpoint,
+    plan: &Plan,
     args: &CheckedArguments,
     parts: &TrainerParts,
     saved: &RunState,
@@ -419,6 +441,7 @@ fn check_position(
                 path: checkpoint.path().to_owned(),
                 position,
                 samples: data.len(),
+                length: other_length(plan, checkpoint),
                 saved: saved.data.map(Box::new),
             })
         }
@@ -426,17 +449,87 @@ fn check_position(
     }
 }
 
-/// Says so where the run goes on in data other than those that the checkpoint was saved with.
-pub(super) fn warn_of_data(parts: &TrainerParts, saved: &RunState, path: &Path) {
-    if let (Some(saved), Some(now)) = (saved.data, parts.fingerprint)
-        && saved != now
-    {
+/// The lengths of a checkpoint's sequences and of the run's, where they differ.
+fn other_length(plan: &Plan, checkpoint: &Checkpoint) -> Option<[u64; 2]> {
+    let saved = checkpoint.manifest().header.model["seq_length"].as_u64()?;
+    let now = plan.seq_length as u64;
+    (saved != now).then_some([saved, now])
+}
+
+/// Says so where the run goes on in samples other than those that the checkpoint was saved with:
+/// of other data, or cut from the same data in another way.
+pub(super) fn warn_of_data(
+    plan: &Plan,
+    parts: &TrainerParts,
+    saved: &RunState,
+    checkpoint: &Checkpoint,
+) {
+    let path = checkpoint.path().display();
+    let length = other_length(plan, checkpoint);
+    if let Some([saved, now]) = length {
         tracing::warn!(
-            path = %path.display(),
+            %path,
+            saved,
+            now,
+            "\"seq_length\" is not that of the checkpoint: training goes on behind as many samples of the new length"
+        );
+    }
+    let (Some(saved), Some(now)) = (saved.data, parts.fingerprint) else {
+        return;
+    };
+    if !saved.is_of_same_files(&now) {
+        tracing::warn!(
+            %path,
             %saved,
             %now,
             "the data are not those that the checkpoint was saved with: training goes on at its place in other data"
         );
+    } else if saved.samples != now.samples && length.is_none() {
+        tracing::warn!(
+            %path,
+            saved = saved.samples,
+            now = now.samples,
+            "the same data make another number of training samples: training goes on behind as many of them"
+        );
+    }
+}
+
+/// Says so where a run that another program began goes on with other numbers of the optimizer.
+pub(super) fn warn_of_optimizer(args: &CheckedArguments, checkpoint: &Checkpoint) {
+    let state = &checkpoint.manifest().header.state;
+    let Some(groups) = state["imported"]["param_groups"].as_object() else {
+        return;
+    };
+    let number = |value: &Value| value.as_f64().or(value.as_bool().map(f64::from));
+    let fields: [(&str, f64, &[&str]); 7] = [
+        ("learning_rate", args.learning_rate, &["/initial_lr", "/lr"]),
+        ("weight_decay", args.weight_decay, &["/weight_decay"]),
+        ("adam_beta1", args.adam_beta1, &["/betas/0"]),
+        ("adam_beta2", args.adam_beta2, &["/betas/1"]),
+        ("adam_epsilon", args.adam_epsilon, &["/eps"]),
+        ("sgd_momentum", args.sgd_momentum, &["/momentum"]),
+        ("nesterov", f64::from(args.nesterov), &["/nesterov"]),
+    ];
+    for (key, given, places) in fields {
+        // A scheduler of learning rates notes where it began.
+        let kept = |group: &Value| places.iter().find_map(|at| number(group.pointer(at)?));
+        let mut kept: Vec<_> = groups.values().filter_map(kept).collect();
+        // A group of its own may go without, as norms without weight decay.
+        if kept.iter().any(|&kept| kept != 0.0) {
+            kept.retain(|&kept| kept != 0.0);
+        }
+        kept.dedup();
+        let is_given = |kept: &f64| (kept - given).abs() <= 1e-6 * given.abs();
+        if !kept.is_empty() && !kept.iter().any(is_given) {
+            let path = checkpoint.path().display();
+            tracing::warn!(
+                key,
+                given,
+                ?kept,
+                %path,
+                "the run that was imported had another value, and goes on with the given one"
+            );
+        }
     }
 }
 

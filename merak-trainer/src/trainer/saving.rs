@@ -6,7 +6,7 @@ use crate::{Result, StepPart, error::no_thread};
 use merak_ckpt::{Draft, Header, PendingShard, Store};
 use merak_mpu::ReduceOp;
 use std::{
-    thread::{self, JoinHandle},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -113,15 +113,14 @@ impl MerakTrainer {
 
     /// Waits until no checkpoint is being deleted any more.
     pub(super) fn finish_rotation(&mut self) -> Result<()> {
-        let outcome = self.rotation.take().map(JoinHandle::join);
-        match outcome {
-            None => Ok(()),
-            Some(Ok(outcome)) => {
-                let outcome = outcome.map(drop).map_err(Into::into);
-                self.placed(StepPart::Save, self.global_step, outcome)
-            }
-            Some(Err(panic)) => std::panic::resume_unwind(panic),
-        }
+        let Some(rotation) = self.rotation.take() else {
+            return Ok(());
+        };
+        self.within(StepPart::Save, self.global_step, |_| {
+            let deleted = rotation.join();
+            deleted.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            Ok(())
+        })
     }
 
     /// Waits until what is being saved has been copied, before an update changes it.
@@ -136,9 +135,9 @@ impl MerakTrainer {
     /// Does something for the save of a step, in time that training does not get.
     fn stalled(&mut self, step: usize, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let start = Instant::now();
-        let outcome = work(self);
+        let outcome = self.within(StepPart::Save, step, work);
         self.save_stall += start.elapsed();
-        self.placed(StepPart::Save, step, outcome)
+        outcome
     }
 
     /// Saves as the arguments say: now, or while training goes on.

@@ -7,8 +7,10 @@ use crate::{
     stage::{StepInputs, StepModule, StepResult, count_labels},
 };
 use merak_mpu::{ReduceOp, into_vec};
+use merak_pipe::panic_message;
 use merak_trace::Value;
 use std::{
+    panic::{self, AssertUnwindSafe},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -47,8 +49,23 @@ impl MerakTrainer {
     pub fn train_step(&mut self) -> Result<StepReport> {
         self.order()?;
         let step = self.global_step + 1;
-        let outcome = self.step();
-        self.placed(StepPart::Train, step, outcome)
+        self.within(StepPart::Train, step, Self::step)
+    }
+
+    /// Does something that belongs to a step. A failure, also by a panic, says where it happened.
+    pub(super) fn within<T>(
+        &mut self,
+        part: StepPart,
+        step: usize,
+        work: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<T> {
+        // A trainer that has failed is not used again, so no broken invariant is seen.
+        let outcome = panic::catch_unwind(AssertUnwindSafe(|| work(self)));
+        let outcome = outcome.unwrap_or_else(|payload| {
+            let message = panic_message(&*payload);
+            Err(Error::Panicked { message })
+        });
+        self.placed(part, step, outcome)
     }
 
     /// Says of a failure which rank and stages it happened on, in what. Once a step was made it is
@@ -56,7 +73,7 @@ impl MerakTrainer {
     pub(super) fn placed<T>(&self, part: StepPart, step: usize, outcome: Result<T>) -> Result<T> {
         outcome.map_err(|error| match error {
             error @ (Error::Step { .. } | Error::SkippedSteps { .. }) => error,
-            error if step == 0 => error,
+            error if step == 0 && error.is_user_error() => error,
             error => Error::Step {
                 rank: self.stages.mpu.rank().0,
                 stages: self

@@ -7,9 +7,9 @@ use std::{
 };
 
 use insta::assert_snapshot;
-use merak_ckpt::{Checkpoint, Store};
+use merak_ckpt::{Checkpoint, Kind, Layout, Piece, ShardKind, Store, TensorEntry};
 use merak_trainer::{
-    Error, MerakTrainer, Result, chain,
+    Callback, Error, MerakTrainer, Result, StepReport, chain,
     data::{Dataset, LABELS, Sample, SampleTensor},
 };
 use tempfile::{TempDir, tempdir};
@@ -137,7 +137,43 @@ fn a_rank_that_cannot_read_its_sample_ends_the_run_on_all() {
 
 #[test]
 fn a_rank_that_panics_ends_the_run_on_all() {
-    assert_snapshot!(fails_in_step_3((2, 1, 1), Fault::Panic), @"rank 1 failed: panicked: sample 1 is cursed");
+    assert_snapshot!(fails_in_step_3((2, 1, 1), Fault::Panic), @"rank 1 (stage 0) failed in step 3: panicked: sample 1 is cursed");
+}
+
+/// Panics when it is told of a step.
+struct Cursed;
+
+#[expect(clippy::panic, reason = "a callback of a user's may panic")]
+impl Callback for Cursed {
+    fn on_step(&mut self, report: &StepReport) {
+        panic!("step {} is cursed", report.step);
+    }
+
+    fn on_save_start(&mut self, step: usize) {
+        panic!("saving {step} is cursed");
+    }
+}
+
+#[test]
+fn a_panic_beside_the_computation_names_rank_stage_and_step_too() {
+    let folder = tempdir().expect("a temporary folder");
+    let case = Case::gpt2().on((1, 1, 2)).writing(folder.path());
+    let failed = |save: bool| {
+        let failure = case.try_on_ranks_told(
+            |rank| (rank == 1).then(|| Box::new(Cursed) as Box<dyn Callback>),
+            |trainer| {
+                if save {
+                    trainer.train_step()?;
+                    trainer.save_checkpoint().map(drop)
+                } else {
+                    trainer.train().map(drop)
+                }
+            },
+        );
+        message(&failure.expect_err("it panics"), folder.path())
+    };
+    assert_snapshot!(failed(false), @"rank 1 (stage 1) failed in step 1: panicked: step 1 is cursed");
+    assert_snapshot!(failed(true), @"rank 1 (stage 1) failed to save step 1: panicked: saving 1 is cursed");
 }
 
 #[test]
@@ -320,6 +356,64 @@ fn a_missing_part_names_the_flag_that_excuses_it() {
         let loaded = excused.on_ranks(|trainer| trainer.load_checkpoint(&path));
         assert_eq!(loaded[0].global_step, 2);
     }
+}
+
+/// Writes a checkpoint again without some of its tensors.
+fn rewrite(saved: &Checkpoint, to: &Path, keeps: impl Fn(&TensorEntry) -> bool) {
+    let store = Store::in_output_dir(to);
+    let header = saved.manifest().header.clone();
+    let draft = store.begin(header.step).expect("a writable folder");
+    let write = |kind: ShardKind| {
+        let is_of_kind = |tensor: &&TensorEntry| {
+            (tensor.kind == Kind::Parameter) == (kind == ShardKind::Model) && keeps(tensor)
+        };
+        let tensors = saved.manifest().tensors.iter().filter(is_of_kind);
+        let tensors: Vec<_> = tensors
+            .map(|tensor| {
+                let bytes = saved.read_whole(&tensor.kind, &tensor.name);
+                (
+                    tensor,
+                    Layout::whole(&tensor.shape),
+                    bytes.expect("it reads"),
+                )
+            })
+            .collect();
+        let pieces = tensors.iter().map(|(tensor, layout, bytes)| {
+            let piece = Piece {
+                kind: &tensor.kind,
+                name: &tensor.name,
+                dtype: tensor.dtype,
+                layout,
+                range: None,
+            };
+            (piece, bytes.as_slice())
+        });
+        let pieces: Vec<_> = pieces.collect();
+        draft.write_shard(kind, 0, &pieces).expect("it writes")
+    };
+    let shards = vec![write(ShardKind::Model), write(ShardKind::Optimizer)];
+    draft.commit(shards, header, &[]).expect("it is complete");
+}
+
+#[test]
+fn a_checkpoint_without_some_of_the_moments_names_the_way_on() {
+    let case = Case::gpt2();
+    let folder = saved(&case);
+    let whole = Checkpoint::open(folder.path()).expect("it was saved");
+    let refused = |keeps: &dyn Fn(&TensorEntry) -> bool| {
+        let folder = tempdir().expect("a temporary folder");
+        rewrite(&whole, folder.path(), keeps);
+        let path = folder.path().join("checkpoints/step-00000002");
+        let excused = case.clone().with("no_load_optim", true);
+        let loaded = excused.on_ranks(|trainer| trainer.load_checkpoint(&path));
+        assert_eq!(loaded[0].global_step, 2);
+        load_fails(&case, folder.path())
+    };
+    assert_snapshot!(refused(&|tensor| tensor.kind == Kind::Parameter), @r#"the checkpoint OUT/checkpoints/step-00000002 has no optimizer state (exp_avg, exp_avg_sq): set "no_load_optim" to go on without it"#);
+    let one = |tensor: &TensorEntry| {
+        tensor.kind.as_str() != "exp_avg_sq" || tensor.name != "transformer.h.1.ln_1.bias"
+    };
+    assert_snapshot!(refused(&one), @r#"the checkpoint OUT/checkpoints/step-00000002 has no optimizer state `exp_avg_sq` of `transformer.h.1.ln_1.bias`: set "no_load_optim" to go on without it"#);
 }
 
 #[test]

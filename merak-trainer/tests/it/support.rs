@@ -7,7 +7,8 @@ use std::{collections::BTreeMap, path::Path, sync::Arc};
 use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
-    CheckedArguments, Config, Error, MerakTrainer, Plan, Result, StepReport, TrainerParts,
+    Callback, CheckedArguments, Config, Error, MerakTrainer, Plan, Result, StepReport,
+    TrainerParts,
     data::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
     run_world,
 };
@@ -230,8 +231,18 @@ impl Case {
         &self,
         body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
+        self.try_on_ranks_told(|_| None, body)
+    }
+
+    /// The same, where some ranks have somebody who is told what happens.
+    pub(crate) fn try_on_ranks_told<T: Send>(
+        &self,
+        told: impl Fn(usize) -> Option<Box<dyn Callback>> + Sync,
+        body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
         let (plan, args) = (self.plan(), self.arguments());
         run_world(&args, |member| {
+            let callbacks = told(member.rank().0).into_iter().collect();
             let mpu = Mpu::new(member, plan.degrees)?;
             let parts = TrainerParts {
                 train_data: Some(Arc::clone(&self.data)),
@@ -241,6 +252,7 @@ impl Case {
                     "config.json".to_owned(),
                     self.model.to_string().into_bytes(),
                 )],
+                callbacks,
                 ..TrainerParts::default()
             };
             body(&mut MerakTrainer::new(

@@ -76,3 +76,59 @@ fn files_longer_than_any_of_their_kind_are_refused_by_their_length() {
     assert_snapshot!(refusal(&place, "train long.toml"), @"error: cannot read long.toml: it has 10000000000 bytes, the limit is 4194304");
     assert_snapshot!(refusal(&place, "generate run --prompt-file prompts.txt"), @"error: cannot read prompts.txt: it has 10000000000 bytes, the limit is 67108864");
 }
+
+#[test]
+fn what_is_no_file_where_the_run_writes_is_refused_at_the_start() {
+    let place = Workplace::new();
+    let mkfifo = |name: &str| {
+        let path = place.path("run").join(name);
+        std::fs::create_dir_all(path.parent().expect("a parent")).expect("a writable folder");
+        let made = Command::new("mkfifo").arg(&path).status();
+        assert!(made.expect("coreutils are there").success());
+        path
+    };
+    place.write("lora.json", r#"{"r": 2, "target_modules": ["c_attn"]}"#);
+    let mut said = Vec::new();
+    for (name, flags) in [
+        ("config.resolved.toml", ""),
+        ("metrics.jsonl", ""),
+        ("metrics.jsonl", "--resume auto"),
+        (".lock", ""),
+        ("checkpoints", ""),
+        ("checkpoints/latest", ""),
+        ("adapter/notes", "--lora_config lora.json"),
+    ] {
+        let pipe = mkfifo(name);
+        said.push(refusal(
+            &place,
+            &format!("train merak.toml --max_steps 1 {flags}"),
+        ));
+        std::fs::remove_file(pipe).expect("it is still there");
+        std::fs::remove_dir_all(place.path("run")).expect("it can be removed");
+    }
+    place.succeed("train merak.toml --max_steps 1");
+    // A record of a later step is taken out on the way.
+    let metrics = place.path("run/metrics.jsonl");
+    let records = std::fs::read_to_string(&metrics).expect("records");
+    std::fs::write(&metrics, records + "{\"step\":9}\n").expect("a writable folder");
+    mkfifo("metrics.jsonl.new");
+    said.push(refusal(
+        &place,
+        "train merak.toml --max_steps 2 --resume latest",
+    ));
+    said.push(refusal(
+        &place,
+        "train merak.toml --output_dir other --lora_config /proc/self/mem",
+    ));
+    assert_snapshot!(said.join("\n"), @r#"
+    error: cannot write into run/config.resolved.toml, which "output_dir" names (merak.toml:1): it is no regular file
+    error: cannot write into run/metrics.jsonl, which "output_dir" names (merak.toml:1): it is no regular file
+    error: cannot write into run/metrics.jsonl, which "output_dir" names (merak.toml:1): it is no regular file
+    error: cannot read run/.lock: it is no regular file, and so no lock: move it away
+    error: cannot write into run/checkpoints, which "output_dir" names (merak.toml:1): not a directory
+    error: cannot read run/checkpoints/latest: it is no regular file: move it away
+    error: cannot read run/adapter/notes: it is neither a file nor a folder nor a link, and cannot be kept: move it away
+    error: cannot write into run/metrics.jsonl, which "output_dir" names (merak.toml:1): it is no regular file
+    error: cannot read /proc/self/mem, which "lora_config" names (command line --lora_config): Input/output error (os error 5)
+    "#);
+}

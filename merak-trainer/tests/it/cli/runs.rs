@@ -121,6 +121,8 @@ fn a_second_process_is_told_who_writes_the_folder_and_readers_are_let_in() {
     let second = place.merak("train merak.toml --resume auto");
     let holder = format!("is in use by process {}", first.child.id());
     assert!(refusal(&second).contains(&holder), "{}", second.stderr);
+    let second = place.merak("train merak.toml");
+    assert!(refusal(&second).contains(&holder), "{}", second.stderr);
     place.succeed("generate run --prompt-ids 1 --max-new-tokens 1");
     place.succeed("evaluate merak.toml run");
     place.succeed("train merak.toml --dry-run --resume auto");
@@ -149,6 +151,27 @@ fn a_run_killed_before_its_first_save_leaves_the_one_that_it_replaces() {
     place.succeed("train merak.toml --overwrite_output_dir --max_steps 1");
     assert_eq!(steps(&place, "run"), [1]);
     assert!(!place.path("run/replaced-run").exists());
+}
+
+#[test]
+fn auto_without_a_checkpoint_keeps_the_metrics_and_says_where() {
+    let place = Workplace::new();
+    let mut killed = Running::of(place.command(ENDLESS));
+    // A step is told before it is recorded.
+    killed.read_until("step ");
+    killed.send("KILL");
+    killed.end();
+    let before = fs::read(place.path("run/metrics.jsonl")).expect("records");
+    let auto = place.merak("train merak.toml --resume auto --max_steps 2");
+    assert_eq!(auto.status, Some(0), "{}", auto.stderr);
+    let told = auto
+        .stderr
+        .lines()
+        .filter(|line| line.contains("earlier-run-1"));
+    assert_eq!(told.count(), 1, "{}", auto.stderr);
+    let kept = fs::read(place.path("run/earlier-run-1/metrics.jsonl"));
+    assert!(kept.expect("it is kept") == before);
+    assert_eq!(steps(&place, "run"), [2]);
 }
 
 #[test]
@@ -331,6 +354,53 @@ fn a_run_that_goes_on_in_other_data_says_so_or_is_refused() {
     place.write("short/a.txt", &"few words ".repeat(40));
     let behind = "train merak.toml --resume run/checkpoints/step-00000025 --data.path short";
     let refused = place.merak(&format!("{behind} --max_steps 27"));
-    assert_snapshot!(refusal(&refused), @r#"error: the checkpoint run/checkpoints/step-00000025 stands at sample 100 of its pass over the data, but there are only 23 now: give the data that it was saved with (1 file of 1956 bytes, names and sizes CHECKSUM, 116 training samples, tokenizer CHECKSUM of 257 tokens), or set "ignore_data_skip" to begin a pass anew"#);
+    assert_snapshot!(refusal(&refused), @r#"error: the checkpoint run/checkpoints/step-00000025 stands at sample 100 of its pass over the data, but there are only 23 now: give the data that it was saved with (1 file of 1956 bytes, names and sizes CHECKSUM, contents CHECKSUM, 116 training samples, tokenizer CHECKSUM of 257 tokens), or set "ignore_data_skip" to begin a pass anew"#);
     place.succeed(&format!("{behind} --ignore_data_skip --max_steps 27"));
+}
+
+#[test]
+fn a_resumed_run_tells_other_lengths_and_other_contents_apart() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 25");
+    let warned = |keys: &str| {
+        let line = format!("train merak.toml --resume latest --max_steps 26 --dry-run {keys}");
+        let ended = place.merak(&line);
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        ended.stderr
+    };
+    let other_data = "the data are not those that the checkpoint was saved with";
+    let said = warned("--seq_length 8");
+    assert!(
+        said.contains("\"seq_length\" is not that of the checkpoint")
+            && said.contains("saved=16 now=8")
+            && !said.contains(other_data),
+        "{said}"
+    );
+    let said = warned("--data.validation_fraction 0");
+    assert!(
+        said.contains("the same data make another number of training samples")
+            && !said.contains(other_data),
+        "{said}"
+    );
+    let behind = place.mistake("train merak.toml --resume latest --max_steps 26 --seq_length 31");
+    assert!(
+        behind.contains("(\"seq_length\" is 31, and was 16)"),
+        "{behind}"
+    );
+    // The same names and sizes.
+    let text = fs::read_to_string(place.path("text/a.txt")).expect("a text");
+    place.write("text/a.txt", &text.replacen("every", "never", 1));
+    assert!(warned("").contains(other_data));
+}
+
+#[test]
+fn a_resumed_run_says_what_it_trained_itself() {
+    let place = Workplace::new();
+    let said = place.succeed("train merak.toml");
+    assert!(said.contains("\ntrained   5 steps ("), "{said}");
+    let said = place.succeed("train merak.toml --max_steps 7 --resume auto");
+    assert!(
+        said.contains("\ntrained   2 steps up to step 7 ("),
+        "{said}"
+    );
 }

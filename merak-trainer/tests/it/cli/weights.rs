@@ -3,15 +3,15 @@
 use std::{fs, path::Path};
 
 use merak_ckpt::{
-    Checkpoint, DType, ExportOptions, HfFolder, ImportOptions, export_hf, extract_lora, import_hf,
-    merge_lora, replace_lora,
+    Checkpoint, DType, ExportOptions, HfFolder, ImportOptions, export_hf, extract_lora, import_dcp,
+    import_hf, merge_lora, replace_lora,
 };
 use safetensors::Dtype;
 use serde_json::Value;
 
 use super::{
     Workplace,
-    families::{self, write_tensors},
+    families::{self, i64s, write_tensors},
     settings,
 };
 use crate::parity::formula::weight;
@@ -362,4 +362,79 @@ fn an_adapter_of_a_shared_table_leaves_a_folder_with_a_head_of_its_own() {
     }
     let refused = place.mistake("generate hf --prompt every --adapter tuned/adapter");
     insta::assert_snapshot!(refused, @"error: the adapter changes `transformer.wte.weight`, which transformer.wte and lm_head share, for one of them: `merak-ckpt merge-lora` writes a model in which each has its own");
+}
+
+#[test]
+fn a_run_that_was_imported_and_goes_on_with_another_optimizer_says_so() {
+    let place = Workplace::new();
+    let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../merak-ckpt/tests/goldens/dcp");
+    let config = goldens.join("gpt2.json");
+    let options = ImportOptions::default();
+    let to = place.path("imported");
+    import_dcp(goldens.join("gpt2"), to, &config, "model.", &options).expect("it imports");
+    let tokens = i64s((0..64 * 8).map(|i| i * i % 31));
+    let tensors = [("input_ids", Dtype::I64, vec![64, 8], tokens)];
+    write_tensors(&place.path("data.safetensors"), &tensors);
+    let warnings = |keys: &str| {
+        let line = format!(
+            "train merak.toml --resume imported --max_steps 9 --output_dir other --seq_length 8 --data.format tensors \
+             --data.path data.safetensors --model.config {} {keys}",
+            config.display()
+        );
+        let ended = place.merak(&line);
+        assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+        let lines = ended
+            .stderr
+            .lines()
+            .filter_map(|line| line.split_once("key="));
+        let lines = lines.filter_map(|(_, rest)| rest.split_once(" path="));
+        lines.map(|(said, _)| said.to_owned()).collect::<Vec<_>>()
+    };
+    let same = "--learning_rate 0.003 --weight_decay 0.1";
+    assert!(warnings(&format!("{same} --dry-run")).is_empty());
+    let others = "--learning_rate 0.003 --adam_beta2 0.95";
+    let expected = [
+        "\"weight_decay\" given=0.0 kept=[0.1]",
+        "\"adam_beta2\" given=0.95 kept=[0.999]",
+    ];
+    assert_eq!(warnings(&format!("{others} --dry-run")), expected);
+    assert_eq!(warnings(&format!("{others} --tp 2")), expected);
+}
+
+#[test]
+fn what_other_programs_wrote_is_named_where_weights_or_an_adapter_are_expected() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 1");
+    let mut said = Vec::new();
+    for (name, file) in [
+        ("dcp", ".metadata"),
+        ("megatron", "latest_checkpointed_iteration.txt"),
+        ("deepspeed", "zero_to_fp32.py"),
+        ("llama", "model.gguf"),
+        ("torch", "model.pt"),
+        ("torch/model.pt", ""),
+    ] {
+        if !file.is_empty() {
+            place.write(&format!("{name}/{file}"), "bytes");
+        }
+        said.push(place.mistake(&format!(
+            "train merak.toml --model.config none --model.hf_dir {name}"
+        )));
+        let line = format!("generate run --prompt-ids 1 --adapter {name}");
+        said.push(place.mistake(&line));
+    }
+    insta::assert_snapshot!(said.join("\n"), @r#"
+    error: cannot read dcp: it is a folder of torch.distributed.checkpoint: import it with `merak-ckpt import-dcp DIR DST --config config.json` ("model.hf_dir", command line --model.hf_dir)
+    error: cannot read dcp: it is a folder of torch.distributed.checkpoint, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
+    error: cannot read megatron: it is a checkpoint of Megatron-LM: convert it to a Hugging Face folder with Megatron-Bridge or Megatron-LM's tools/checkpoint/convert.py, then use that ("model.hf_dir", command line --model.hf_dir)
+    error: cannot read megatron: it is a checkpoint of Megatron-LM, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
+    error: cannot read deepspeed: it is a checkpoint of DeepSpeed: run the zero_to_fp32.py that lies in it, `zero_to_fp32.py DIR HF_DIR`, put the model's config.json beside the pytorch_model.bin, then use HF_DIR ("model.hf_dir", command line --model.hf_dir)
+    error: cannot read deepspeed: it is a checkpoint of DeepSpeed, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
+    error: cannot read llama: it is GGUF, the format of llama.cpp, which cannot be read: use the Hugging Face folder that it was made of, or load it with transformers (`from_pretrained(DIR, gguf_file=FILE)`) and save it with `save_pretrained` ("model.hf_dir", command line --model.hf_dir)
+    error: cannot read llama: it is GGUF, the format of llama.cpp, which cannot be read, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
+    error: cannot read torch: it is a lone file of torch.save: put it into a folder as pytorch_model.bin beside the model's config.json, and use that; it should hold the state_dict of the model ("model.hf_dir", command line --model.hf_dir)
+    error: cannot read torch: it is a lone file of torch.save, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
+    error: cannot read torch/model.pt: it is a lone file of torch.save: put it into a folder as pytorch_model.bin beside the model's config.json, and use that; it should hold the state_dict of the model ("model.hf_dir", command line --model.hf_dir)
+    error: cannot read torch/model.pt: it is a lone file of torch.save, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors
+    "#);
 }
