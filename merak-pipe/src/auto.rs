@@ -69,7 +69,7 @@ pub struct ByteLimits {
 
 impl ByteLimits {
     fn check(&self, size: Size) -> Result<()> {
-        self.kept.check(size.stages())?;
+        self.kept.check(size)?;
         if self.peaks.len() != size.ranks {
             return Err(Error::LimitCount {
                 expected: size.ranks,
