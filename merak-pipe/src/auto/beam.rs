@@ -47,7 +47,9 @@ pub(super) fn beam(
         actions[problem.placement[action.stage.0]].push(action);
         last = before;
     }
-    actions.iter_mut().for_each(|list| list.reverse());
+    for list in &mut actions {
+        list.reverse();
+    }
     Some(Schedule::new("auto", problem.size, actions))
 }
 

@@ -1,9 +1,7 @@
 //! `train_schedule = "auto"`: a schedule for the model's own stages.
 
-use crate::{CostModel, Error, Result, memory::held_at_most};
-use merak_pipe::{
-    ActivationBytes, Auto, AutoLimits, ByteLimits, Costs, Schedule, ScheduleKind, Size, auto,
-};
+use crate::{CostModel, Error, Result};
+use merak_pipe::{Auto, AutoLimits, Costs, Schedule, ScheduleKind, Size, auto, simulate};
 use merak_trace::{Graph, RecomputePlan, StageCuts, StageProgram};
 
 /// The stages that a schedule is searched for, and what decides their costs.
@@ -25,8 +23,8 @@ pub(super) struct Found {
 
 /// Searches a schedule for the stages.
 ///
-/// A rank keeps at most the bytes of activations that `interleaved_1f1b` would keep on its fullest rank (with one stage per
-/// rank that is `1f1b`). What is recomputed decides the costs, and may in turn depend on the schedule: it is chosen under
+/// A rank keeps at most the activations that `interleaved_1f1b` would keep on any rank (with one stage per rank that
+/// is `1f1b`). What is recomputed decides the costs, and may in turn depend on the schedule: it is chosen under
 /// `interleaved_1f1b`, and again under the schedule that was found. Where a budget of bytes is kept by the former
 /// and not by the latter, whose halves of backwards lie apart, the former stays.
 ///
@@ -40,14 +38,10 @@ pub(super) fn search(
     let usual = ScheduleKind::Interleaved.generate(size)?;
     let recompute = recompute_under(&usual)?;
     let costs = stages.costs(&recompute)?;
-    let kept = stages.bytes(&recompute, size.microbatches)?;
-    let peaks = usual.peak_bytes(&kept)?;
-    let most = peaks.into_iter().max().unwrap_or(0);
+    let peaks = simulate(&usual, &costs)?.peak_activations;
+    let limit = peaks.into_iter().fold(0.0, f64::max);
     let limits = AutoLimits {
-        bytes: Some(ByteLimits {
-            kept,
-            peaks: vec![most; size.ranks],
-        }),
+        peak_activations: vec![limit; size.ranks],
         ..AutoLimits::default()
     };
     let found = auto(size, &costs, &limits)?;
@@ -67,22 +61,6 @@ pub(super) fn search(
 }
 
 impl Stages<'_> {
-    /// What a microbatch keeps on each stage. What is made again before the weight gradients counts as if it were kept
-    /// from the forward on, under the usual schedule and under others.
-    fn bytes(&self, recompute: &[RecomputePlan], microbatches: usize) -> Result<ActivationBytes> {
-        let held = recompute.iter().enumerate().map(|(stage, plan)| {
-            let program = StageProgram::training(self.graph, self.cuts, stage, plan)?;
-            Ok(held_at_most(&program, microbatches))
-        });
-        let held = held.collect::<Result<Vec<_>>>()?;
-        let for_input = held.iter();
-        let for_input = for_input.map(|held| held.kept.saturating_sub(held.between_halves) as u64);
-        Ok(ActivationBytes {
-            until_input_grad: for_input.collect(),
-            until_weight_grad: held.iter().map(|held| held.between_halves as u64).collect(),
-        })
-    }
-
     /// The costs of each stage's phases and of the messages between them.
     pub(super) fn costs(&self, recompute: &[RecomputePlan]) -> Result<Costs> {
         let mut phases = Vec::new();

@@ -239,26 +239,6 @@ fn times_that_the_first_steps_contradict_are_measured_again_by_the_next_run() {
 }
 
 #[test]
-fn a_searched_schedule_keeps_the_bytes_of_the_usual_one_on_its_fullest_rank() {
-    // The logits of a large batch make the last stage the fullest by far.
-    let fullest = |schedule: &str| {
-        let case = Case::gpt2()
-            .on((1, 1, 2))
-            .with("activation_checkpointing", false)
-            .with("per_device_train_batch_size", 16)
-            .with("train_schedule", schedule)
-            .with_microbatches(6);
-        let plan = case.plan();
-        let needs = plan.memory(&case.arguments(), &[Workload::Training]);
-        let needs = needs.expect("the stages have programs").into_iter();
-        let most = needs.map(|need| need.activations).max();
-        (most.expect("a rank"), plan.schedule.live_microbatches())
-    };
-    let (usual, searched) = (fullest("1f1b"), fullest("auto"));
-    assert!(searched.0 * 100 <= usual.0 * 105, "{usual:?} {searched:?}");
-}
-
-#[test]
 fn settled_times_that_are_old_or_unsteady_are_doubted_again() {
     let folder = tempdir().expect("a temporary folder");
     let cache = CostCache {
