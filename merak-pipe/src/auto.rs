@@ -6,7 +6,8 @@
 //!
 //! ```text
 //! named schedules ─┐
-//! list scheduling ─┴► the best within the limit, by placement ──► B = I, W
+//! list scheduling ─┤
+//! beam search ─────┴► the best within the limit, by placement ──► B = I, W
 //!                                                                   │
 //!            ┌──── keep it if hardly longer ◄── time it ◄── move an action on the critical path
 //!            └────────────────────────────────────────────────────────┘   until bound or budget
@@ -17,9 +18,14 @@
 //! message that is about to come). Stages are placed in turn and, where a rank has several, there and back (a V for
 //! two); in small pipelines also where the lower bound is least.
 //!
+//! Beam search lets the lists of all ranks grow side by side and keeps the most promising beginnings. It finds what moves
+//! of single actions do not lead to: where memory is short, which of its stages a rank begins a microbatch on decides what
+//! other ranks can do long before.
+//!
 //! The budget counts timed orders and the draws come from a fixed seed, so the same question always has the
 //! same answer.
 
+mod beam;
 mod bound;
 mod descent;
 mod greedy;
@@ -29,9 +35,10 @@ use crate::{
     Action, ActivationBytes, Costs, Error, Kind, Result, Schedule, ScheduleKind, Simulation, Size,
     StageId, simulate,
 };
+use beam::beam;
 use bound::{Bounds, all_placements};
 use descent::{Draws, Effort, descend};
-use greedy::{Rule, greedy};
+use greedy::{Problem, Rule, greedy};
 use shop::Shop;
 
 /// What [`auto`](fn@auto) may use.
@@ -69,7 +76,7 @@ pub struct ByteLimits {
 
 impl ByteLimits {
     fn check(&self, size: Size) -> Result<()> {
-        self.kept.check(size.stages())?;
+        self.kept.check(size)?;
         if self.peaks.len() != size.ranks {
             return Err(Error::LimitCount {
                 expected: size.ranks,
@@ -255,9 +262,13 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
         search.offer(split_backwards(schedule))?;
     }
     let placements = placements(size, best_placements);
-    for placement in &placements {
+    let problems = placements.iter();
+    let problems: Vec<_> = problems
+        .map(|placement| Problem::new(size, placement, &costs_kept))
+        .collect();
+    for problem in &problems {
         for rule in rules(size, &memory) {
-            if let Some(mut schedule) = greedy(size, placement, &costs_kept, &rule) {
+            if let Some(mut schedule) = greedy(problem, &rule) {
                 schedule.no_recompute.clone_from(&no_recompute);
                 search.offer(schedule)?;
             }
@@ -266,6 +277,7 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
     if search.found.is_empty() {
         return Err(without_room(&memory, &placements));
     }
+    search.look_ahead(&problems, &no_recompute)?;
     let moves = search.improve();
     let (mut schedule, mut simulation) = search.shortest()?;
     // Halves of backwards are for what they save.
@@ -456,6 +468,14 @@ impl Candidate {
 /// Rounds of moves: how many schedules are improved, and the part of all moves that they share.
 const ROUNDS: [(usize, usize); 4] = [(64, 4), (12, 4), (4, 4), (1, 4)];
 
+/// What beam searches may cost: for each placement its width times the square of the schedule's actions; and how many
+/// placements, those with the shortest schedules so far, share it after all did.
+const BEAMS: usize = 4_000_000;
+const BEST_PLACEMENTS: usize = 8;
+
+/// The most beginnings that a beam search keeps.
+const MOST_WIDTH: usize = 200;
+
 /// The shortest schedules so far.
 struct Search<'a> {
     costs: &'a Costs,
@@ -490,12 +510,44 @@ impl Search<'_> {
         Ok(())
     }
 
+    /// Looks for shorter schedules by beam search, for all placements and then wider for the best ones.
+    fn look_ahead(&mut self, problems: &[Problem<'_>], no_recompute: &[StageId]) -> Result<()> {
+        let rule = Rule::within(self.memory);
+        for most in [problems.len(), BEST_PLACEMENTS] {
+            self.sort();
+            let best = self.found.iter().take(most);
+            let best: Vec<_> = best
+                .map(|found| (found.placement.clone(), found.makespan))
+                .collect();
+            for (placement, makespan) in &best {
+                let problem = problems
+                    .iter()
+                    .find(|problem| problem.placement == placement);
+                let Some(problem) = problem else { continue };
+                let size = problem.num_actions().saturating_mul(problem.num_actions());
+                let width = (BEAMS / size / best.len()).min(MOST_WIDTH);
+                if width == 0 || is_optimal(*makespan, self.bound) {
+                    continue;
+                }
+                if let Some(mut schedule) = beam(problem, &rule, width, *makespan) {
+                    schedule.no_recompute = no_recompute.to_vec();
+                    self.offer(schedule)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn sort(&mut self) {
+        self.found.sort_by(|a, b| a.makespan.total_cmp(&b.makespan));
+    }
+
     /// Moves actions of the shortest schedules: in the first round of many, and then of few. Returns how many orders
     /// were timed.
     fn improve(&mut self) -> usize {
         let mut spent = 0;
         for (round, (kept, share)) in (1..).zip(ROUNDS) {
-            self.found.sort_by(|a, b| a.makespan.total_cmp(&b.makespan));
+            self.sort();
             self.found.truncate(kept);
             let effort = Effort {
                 moves: self.moves / share / self.found.len(),

@@ -310,16 +310,37 @@ impl fmt::Display for Costs {
             match list {
                 [] => f.write_str("0")?,
                 [first, rest @ ..] if rest.iter().all(|value| value.total_cmp(first).is_eq()) => {
-                    write!(f, "{first}")?;
+                    write!(f, "{}", Figure(*first))?;
                 }
                 list => {
-                    let texts: Vec<_> = list.iter().map(ToString::to_string).collect();
+                    let texts: Vec<_> = list.iter().map(|cost| Figure(*cost).to_string()).collect();
                     f.write_str(&texts.join(":"))?;
                 }
             }
             f.write_str(",")?;
         }
-        write!(f, "O={}", self.overlap)
+        write!(f, "O={}", Figure(self.overlap))
+    }
+}
+
+/// A number for people: as it is, but one that has many zeros with an exponent.
+///
+/// ```
+/// use merak_pipe::Figure;
+/// let texts = [0.0, 12.5, 1e-320, 2e22].map(|number| Figure(number).to_string());
+/// assert_eq!(texts, ["0", "12.5", "1e-320", "2e22"]);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Figure(pub f64);
+
+impl fmt::Display for Figure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(number) = *self;
+        if number == 0.0 || (1e-5..1e16).contains(&number.abs()) {
+            write!(f, "{number}")
+        } else {
+            write!(f, "{number:e}")
+        }
     }
 }
 

@@ -123,6 +123,29 @@ pub enum Error {
         /// Lists.
         found: usize,
     },
+    /// A file leaves out a stage.
+    #[error(
+        "no line runs stage {stage}, and of the {lines} that have actions (one for each rank) some line runs stage {last}: a line is missing, or \
+         stages are numbered wrongly"
+    )]
+    StageWithoutLine {
+        /// The first stage that is missing.
+        stage: StageId,
+        /// The last stage that is there.
+        last: StageId,
+        /// Lines with actions.
+        lines: usize,
+    },
+    /// The stages of a file cannot be shared evenly between its lines.
+    #[error(
+        "{stages} stages on {lines} lines: every line is a rank, and all ranks run as many stages"
+    )]
+    UnevenStages {
+        /// Stages.
+        stages: usize,
+        /// Lines with actions.
+        lines: usize,
+    },
     /// A stage is run by no rank.
     #[error("no rank runs stage {stage}")]
     StageWithoutActions {
@@ -197,6 +220,12 @@ pub enum Error {
         /// The entry.
         found: String,
     },
+    /// Activations are more than can be counted.
+    #[error(
+        "the activations of all stages and microbatches together are more than {} bytes",
+        u64::MAX
+    )]
+    TooManyBytes,
     /// A list of costs names one twice.
     #[error("the cost {key} is given twice")]
     CostTwice {
@@ -362,6 +391,15 @@ pub enum Error {
         expected: usize,
         /// Numbers of the pipelined step.
         found: usize,
+    },
+    /// A comparison with an unpipelined step has no numbers.
+    #[error("{} to compare: the results of a module are lists of numbers, such as its gradients", match name {
+        Some(name) => format!("{name} has no numbers"),
+        None => "there are no results".to_owned(),
+    })]
+    NothingToCompare {
+        /// The list that is empty in both steps; without one, there is no list.
+        name: Option<String>,
     },
     /// A rank that shares cores with others did not get one.
     #[error("rank {rank} got no turn to compute")]

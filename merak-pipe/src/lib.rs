@@ -92,7 +92,7 @@ mod validate;
 
 pub use action::{Action, Kind, MicrobatchId, Pair, StageId, Tag};
 pub use auto::{Auto, AutoLimits, ByteLimits, Stopped, auto};
-pub use costs::{Costs, UnitCosts};
+pub use costs::{Costs, Figure, UnitCosts};
 #[cfg(feature = "mpu")]
 pub use engine::GroupLink;
 pub use engine::{
@@ -103,7 +103,7 @@ pub use error::{BoxError, Error, Result, Violation};
 pub use instruction::{Instruction, Slot};
 pub use kind::ScheduleKind;
 pub use memory::{ActivationBytes, PeakBytes};
-pub use render::{GridStyle, PageMemory, grid, html, json, json_with_bytes, svg, trace};
+pub use render::{GridStyle, PageOptions, grid, html, json, json_with_bytes, svg, trace};
 pub use rounds::{Rounds, Visit};
 pub use schedule::{Exchanges, Schedule, Size};
 pub use simulate::{Simulation, simulate, simulate_on};

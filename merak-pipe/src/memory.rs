@@ -1,6 +1,6 @@
 //! Memory of a schedule in bytes.
 
-use crate::{Error, Kind, Result, Schedule, costs::by_stage};
+use crate::{Error, Kind, Result, Schedule, Size, costs::by_stage};
 use serde::Serialize;
 
 /// What one microbatch keeps on each stage, in bytes, told apart by what it is kept for.
@@ -59,18 +59,22 @@ impl ActivationBytes {
         Ok(bytes)
     }
 
-    /// Checks that there are numbers for so many stages.
-    pub(crate) fn check(&self, stages: usize) -> Result<()> {
-        for list in [&self.until_input_grad, &self.until_weight_grad] {
-            if list.len() != stages {
+    /// Checks that there are numbers for the stages of this size, and that no sum of them leaves the range.
+    pub(crate) fn check(&self, size: Size) -> Result<()> {
+        let lists = [&self.until_input_grad, &self.until_weight_grad];
+        for list in lists {
+            if list.len() != size.stages() {
                 return Err(Error::CostCount {
                     what: "stages",
-                    expected: stages,
+                    expected: size.stages(),
                     found: list.len(),
                 });
             }
         }
-        Ok(())
+        let mut all = lists.into_iter().flatten();
+        let sum = all.try_fold(0_u64, |sum, bytes| sum.checked_add(*bytes));
+        let most = sum.and_then(|sum| sum.checked_mul(size.microbatches as u64));
+        most.map_or(Err(Error::TooManyBytes), |_| Ok(()))
     }
 
     /// What a microbatch keeps on a stage at first.
@@ -101,7 +105,8 @@ impl Schedule {
     /// For each rank the most bytes of activations that it keeps at once, all its stages together.
     ///
     /// # Errors
-    /// When the actions do not fit the schedule's size, or the bytes are not those of its stages.
+    /// When the actions do not fit the schedule's size, the bytes are not those of its stages, or
+    /// [`Error::TooManyBytes`].
     pub fn peak_bytes(&self, bytes: &ActivationBytes) -> Result<Vec<u64>> {
         let peaks = self.peak_bytes_by_grad(bytes)?.into_iter();
         Ok(peaks.map(PeakBytes::total).collect())
@@ -112,7 +117,8 @@ impl Schedule {
     /// # Errors
     /// As [`Schedule::peak_bytes`].
     pub fn peak_bytes_by_grad(&self, bytes: &ActivationBytes) -> Result<Vec<PeakBytes>> {
-        bytes.check(self.placement()?.len())?;
+        self.placement()?;
+        bytes.check(self.size)?;
         let forward_only = self.is_forward_only();
         let ranks = self.actions.iter().map(|actions| {
             let mut live = PeakBytes::default();
@@ -154,5 +160,26 @@ impl PeakBytes {
         if kind.ends_microbatch() {
             *weight = weight.saturating_sub(bytes.until_weight_grad[stage]);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ScheduleKind;
+
+    #[test]
+    fn bytes_that_cannot_be_added_up_are_refused() {
+        let size = Size::new(2, 4);
+        let schedule = ScheduleKind::OneFOneB.generate(size).unwrap();
+        let peaks = |text: &str| {
+            let bytes = ActivationBytes::parse(text, 2).unwrap();
+            schedule.peak_bytes(&bytes)
+        };
+        let eighth = u64::MAX / 8;
+        assert_eq!(peaks(&format!("I={eighth}")).unwrap()[0], 2 * eighth);
+        let error = peaks(&format!("I={eighth}:{eighth},W=0:2")).unwrap_err();
+        insta::assert_snapshot!(error, @"the activations of all stages and microbatches together are more than 18446744073709551615 bytes");
+        assert!(peaks(&format!("W={}", u64::MAX)).is_err());
     }
 }

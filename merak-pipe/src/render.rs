@@ -8,7 +8,7 @@ mod svg;
 mod trace;
 
 pub use grid::{GridStyle, grid};
-pub use html::{PageMemory, html};
+pub use html::{PageOptions, html};
 pub use json::{json, json_with_bytes};
 pub use svg::svg;
 pub use trace::trace;

@@ -262,7 +262,7 @@ impl Schedule {
     }
 
     /// Reads a schedule from comma-separated values: one line per rank, one cell per action or [`Pair`]; blank cells
-    /// are skipped, and so is a byte order mark.
+    /// and blank lines are skipped, and so is a byte order mark.
     ///
     /// # Errors
     /// When a cell is no action or the lines are not one per rank. The order of the actions is checked
@@ -272,11 +272,11 @@ impl Schedule {
         Self::checked(name.into(), &read_cells(text)?, size)
     }
 
-    /// As [`Schedule::from_csv`], with the size that the file has: a rank for each line, and as many stages and
-    /// microbatches as the largest numbers in it tell.
+    /// As [`Schedule::from_csv`], with the size that the file has: a rank for each line that is not blank, and as many
+    /// stages and microbatches as the largest numbers in it tell.
     ///
     /// # Errors
-    /// As [`Schedule::from_csv`].
+    /// As [`Schedule::from_csv`], and [`Error::StageWithoutLine`] and [`Error::UnevenStages`] where lines are missing.
     ///
     /// ```
     /// use merak_pipe::{Schedule, Size};
@@ -288,7 +288,20 @@ impl Schedule {
         let cells = read_cells(text)?;
         let actions = || cells.iter().flatten().flat_map(|cell| cell.actions());
         let count = |last: Option<usize>| last.map_or(0, |last| last.saturating_add(1));
-        let stages = count(actions().map(|action| action.stage.0).max());
+        let named: BTreeSet<_> = actions().map(|action| action.stage).collect();
+        let last = named.last().copied();
+        let stages = count(last.map(|last| last.0));
+        let missing = (0..stages)
+            .map(StageId)
+            .find(|stage| !named.contains(stage));
+        if let Some((stage, last)) = missing.zip(last) {
+            let lines = cells.len();
+            return Err(Error::StageWithoutLine { stage, last, lines });
+        }
+        if !cells.is_empty() && stages % cells.len() != 0 {
+            let lines = cells.len();
+            return Err(Error::UnevenStages { stages, lines });
+        }
         let size = Size {
             ranks: cells.len(),
             microbatches: count(actions().map(|action| action.microbatch.0).max()),
@@ -342,7 +355,7 @@ impl Schedule {
     }
 }
 
-/// The cells of each line that are not blank.
+/// The cells that are not blank, of each line that is not blank.
 fn read_cells(text: &str) -> Result<Vec<Vec<Cell>>> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let read = |(line, row): (usize, &str)| {
@@ -357,7 +370,9 @@ fn read_cells(text: &str) -> Result<Vec<Vec<Cell>>> {
         });
         parsed.collect()
     };
-    text.trim_end().lines().enumerate().map(read).collect()
+    let lines = text.lines().enumerate();
+    let filled = lines.filter(|(_, row)| !row.trim().is_empty());
+    filled.map(read).collect()
 }
 
 /// For each stage the smallest ring of buffers in which no live microbatch is overwritten, at least two:
@@ -428,6 +443,19 @@ mod tests {
         }
         let huge = format!("{}F0\n", usize::MAX);
         assert!(Schedule::from_sized_csv("mine", &huge).is_err());
+    }
+
+    #[test]
+    fn blank_lines_are_skipped_and_missing_ones_told() {
+        let read = |csv: &str| Schedule::from_sized_csv("mine", csv);
+        let spaced = read("\n0F0,0B0\n\n  \n1F0,1B0\n\n").unwrap();
+        assert_eq!(spaced.to_csv(), "0F0,0B0\n1F0,1B0\n");
+        let message = |csv: &str| read(csv).unwrap_err().to_string();
+        assert_eq!(message("\n0F0,oops\n"), "line 2, cell 2 is no action");
+        insta::assert_snapshot!(message("0F0,0B0\n2F0,2B0\n"), @"no line runs stage 1, and of the 2 that have actions (one for each rank) some line runs stage 2: a line is missing, or stages are numbered wrongly");
+        insta::assert_snapshot!(message("0F0,0B0\n1F0,2F0,2B0,1B0\n"), @"3 stages on 2 lines: every line is a rank, and all ranks run as many stages");
+        // A line of blank cells is a rank with nothing to do.
+        insta::assert_snapshot!(message("0F0,0B0\n,,\n1F0,1B0\n"), @"2 stages on 3 lines: every line is a rank, and all ranks run as many stages");
     }
 
     #[test]

@@ -12,7 +12,8 @@
 //!
 //! A machine that does something else meanwhile gives times that mislead. So a measurement whose repetitions differ
 //! widely is done again at once, and one that the first steps of a run contradict is done again by the next run; the
-//! run itself keeps its plan. Where the new one agrees with the old one, something else is different, and it stays.
+//! run itself keeps its plan. Where the new one agrees with the old one, something else is different, and it stays until
+//! it is a week old.
 
 mod cache;
 mod first_steps;
@@ -135,11 +136,7 @@ impl CostModel {
         let Self::Measured(profile) = self else {
             return None;
         };
-        let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(profile.measured_at));
-        Some(Measurement {
-            at: at.unwrap_or(SystemTime::UNIX_EPOCH),
-            spread: profile.spread,
-        })
+        Some(profile.measurement())
     }
 
     /// The unit of the costs, for people.
@@ -188,7 +185,7 @@ enum Doubt {
     None,
     /// The steps of a run took another time: it is to be done again.
     Open,
-    /// It was done again and agreed with the one before: the reason lies elsewhere.
+    /// It was done again and agreed with the one before: the reason lies elsewhere, as long as it is fresh.
     Settled,
 }
 
@@ -199,9 +196,20 @@ pub struct Measurement {
     pub at: SystemTime,
     /// Of the times of its repetitions, the width of the middle half by the median.
     pub spread: f64,
+    /// Whether a run contradicted such times before, and they were measured again with the same outcome.
+    pub is_contradicted: bool,
 }
 
+/// Times that are older may be those of another machine: drivers, clocks and neighbours change.
+const FRESH: Duration = Duration::from_hours(7 * 24);
+
 impl Measurement {
+    /// Whether it is old or unsteady: a run that contradicts it is then reason enough to measure again, however often
+    /// that was done before.
+    pub fn is_worn(&self) -> bool {
+        self.is_unsteady() || self.at.elapsed().unwrap_or_default() > FRESH
+    }
+
     /// Whether the repetitions differed widely, as on a machine that does something else meanwhile.
     pub fn is_unsteady(&self) -> bool {
         self.spread > WIDE_SPREAD

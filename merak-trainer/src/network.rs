@@ -160,6 +160,15 @@ pub(crate) struct Network {
 }
 
 impl Network {
+    /// Its seconds, each under its key.
+    pub(crate) fn numbers(&self) -> impl Iterator<Item = (String, f64)> + use<> {
+        let lines = [("send", self.send), ("all_reduce", self.all_reduce)];
+        lines.into_iter().flat_map(|(name, line)| {
+            let numbers = [("latency", line.latency), ("per_byte", line.per_byte)];
+            numbers.map(|(key, number)| (format!("network.{name}.{key}"), number))
+        })
+    }
+
     /// Times messages between two ranks, and sums over `group` of them.
     pub(crate) fn measure(group: usize) -> Result<Self> {
         Ok(Self {

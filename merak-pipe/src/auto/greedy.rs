@@ -1,6 +1,6 @@
 //! List scheduling: a rank that is free takes, of the actions that are ready, the one that its rule puts first.
 
-use super::ByteLimits;
+use super::{ByteLimits, Memory};
 use crate::{Action, Costs, Kind, MicrobatchId, PeakBytes, Schedule, Size, StageId};
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -19,82 +19,123 @@ pub(super) struct Rule<'a> {
     pub(super) patience: f64,
 }
 
-/// The schedule that a rule gives for a placement of the stages, or `None` where its limits let no microbatch
-/// through.
-pub(super) fn greedy(
-    size: Size,
-    placement: &[usize],
-    costs: &Costs,
-    rule: &Rule<'_>,
-) -> Option<Schedule> {
-    let mut board = Board::new(size, placement, costs, rule);
-    let total = 3 * placement.len() * size.microbatches;
+impl<'a> Rule<'a> {
+    /// As much memory as there is, for those who choose themselves.
+    pub(super) fn within(memory: &Memory<'a>) -> Self {
+        Self {
+            limits: memory.activations.clone(),
+            bytes: memory.bytes,
+            forward_first: false,
+            oldest_first: false,
+            patience: 0.0,
+        }
+    }
+}
+
+/// What is to be scheduled, on which ranks.
+#[derive(Debug)]
+pub(super) struct Problem<'a> {
+    pub(super) size: Size,
+    /// By stage: its rank.
+    pub(super) placement: &'a [usize],
+    pub(super) costs: &'a Costs,
+    /// For each rank its stages.
+    pub(super) stages: Vec<Vec<usize>>,
+}
+
+impl<'a> Problem<'a> {
+    pub(super) fn new(size: Size, placement: &'a [usize], costs: &'a Costs) -> Self {
+        let mut stages = vec![Vec::new(); size.ranks];
+        for (stage, &rank) in placement.iter().enumerate() {
+            stages[rank].push(stage);
+        }
+        Self {
+            size,
+            placement,
+            costs,
+            stages,
+        }
+    }
+
+    /// The time of a message between a stage and the next one.
+    pub(super) fn hop(&self, stage: usize) -> f64 {
+        if self.placement[stage] == self.placement[stage + 1] {
+            0.0
+        } else {
+            self.costs.hop[stage]
+        }
+    }
+
+    /// Actions of all ranks.
+    pub(super) fn num_actions(&self) -> usize {
+        3 * self.placement.len() * self.size.microbatches
+    }
+}
+
+/// The schedule that a rule gives, or `None` where its limits let no microbatch through.
+pub(super) fn greedy(problem: &Problem<'_>, rule: &Rule<'_>) -> Option<Schedule> {
+    let ranks = problem.size.ranks;
+    let mut board = Board::new(problem, rule);
+    let mut actions = vec![Vec::new(); ranks];
+    // When a rank has something to decide. Times are not negative, so their bits ascend with them.
+    let mut events: BinaryHeap<_> = (0..ranks).map(|rank| Reverse((0_u64, rank))).collect();
     let mut done = 0;
-    while let Some(Reverse((bits, rank))) = board.events.pop() {
+    while let Some(Reverse((bits, rank))) = events.pop() {
         let now = f64::from_bits(bits);
         if board.free[rank] > now {
             continue;
         }
         if let Some(action) = board.choose(rank, now) {
-            board.carry_out(rank, action, now);
+            let message = board.carry_out(rank, action, now);
+            events.push(Reverse((board.free[rank].to_bits(), rank)));
+            events.extend(message.map(|(at, receiver)| Reverse((at.to_bits(), receiver))));
+            actions[rank].push(action);
             done += 1;
         }
     }
-    (done == total).then(|| Schedule::new("auto", size, board.actions))
+    (done == problem.num_actions()).then(|| Schedule::new("auto", problem.size, actions))
 }
 
-struct Board<'a> {
-    size: Size,
-    placement: &'a [usize],
-    costs: &'a Costs,
+/// How far the ranks have come.
+#[derive(Debug, Clone)]
+pub(super) struct Board<'a> {
+    problem: &'a Problem<'a>,
     rule: &'a Rule<'a>,
-    /// For each rank its stages.
-    stages: Vec<Vec<usize>>,
     /// By stage: the next microbatch of each kind.
-    next: Vec<[usize; 3]>,
+    pub(super) next: Vec<[usize; 3]>,
     /// By kind (forward, input gradient), stage and microbatch: when it is ready.
     ready: Vec<f64>,
     /// By rank: activations that are kept, their bytes, and when it is free.
     live: Vec<u64>,
     live_bytes: Vec<PeakBytes>,
-    free: Vec<f64>,
-    /// When a rank has something to decide. Times are not negative, so their bits ascend with them.
-    events: BinaryHeap<Reverse<(u64, usize)>>,
-    actions: Vec<Vec<Action>>,
+    pub(super) free: Vec<f64>,
 }
 
-const FORWARD: usize = 0;
-const INPUT: usize = 1;
-const WEIGHT: usize = 2;
+pub(super) const FORWARD: usize = 0;
+pub(super) const INPUT: usize = 1;
+pub(super) const WEIGHT: usize = 2;
 
 impl<'a> Board<'a> {
-    fn new(size: Size, placement: &'a [usize], costs: &'a Costs, rule: &'a Rule<'a>) -> Self {
-        let mut stages = vec![Vec::new(); size.ranks];
-        for (stage, &rank) in placement.iter().enumerate() {
-            stages[rank].push(stage);
-        }
-        let mut ready = vec![f64::INFINITY; 2 * placement.len() * size.microbatches];
+    pub(super) fn new(problem: &'a Problem<'a>, rule: &'a Rule<'a>) -> Self {
+        let size = problem.size;
+        let stages = problem.placement.len();
+        let mut ready = vec![f64::INFINITY; 2 * stages * size.microbatches];
         // The first stage loads its microbatches.
         ready[..size.microbatches].fill(0.0);
         Self {
-            size,
-            placement,
-            costs,
+            problem,
             rule,
-            stages,
-            next: vec![[0; 3]; placement.len()],
+            next: vec![[0; 3]; stages],
             ready,
             live: vec![0; size.ranks],
             live_bytes: vec![PeakBytes::default(); size.ranks],
             free: vec![0.0; size.ranks],
-            events: (0..size.ranks).map(|rank| Reverse((0, rank))).collect(),
-            actions: vec![Vec::new(); size.ranks],
         }
     }
 
     fn choose(&self, rank: usize, now: f64) -> Option<Action> {
         let forward = || {
-            let deepest = self.stages[rank].iter().enumerate().rev();
+            let deepest = self.problem.stages[rank].iter().enumerate().rev();
             let mut open = deepest.filter(|(chunk, stage)| {
                 self.is_ready(FORWARD, **stage, now) && self.has_room(rank, *chunk)
             });
@@ -106,7 +147,7 @@ impl<'a> Board<'a> {
             first.map(|(_, stage)| self.action(Kind::Forward, *stage))
         };
         let input = || {
-            let open = self.stages[rank]
+            let open = self.problem.stages[rank]
                 .iter()
                 .filter(|stage| self.is_ready(INPUT, **stage, now));
             // The oldest microbatch, and of the same one the stage with the longest way back.
@@ -122,13 +163,13 @@ impl<'a> Board<'a> {
     }
 
     fn weight(&self, rank: usize, now: f64) -> Option<Action> {
-        let owed = self.stages[rank]
+        let owed = self.problem.stages[rank]
             .iter()
             .filter(|stage| self.next[**stage][WEIGHT] < self.next[**stage][INPUT]);
         let stage = *owed.min_by_key(|stage| self.next[**stage][WEIGHT])?;
-        let soon = now + self.rule.patience * self.costs.weight_grad[stage];
+        let soon = now + self.rule.patience * self.problem.costs.weight_grad[stage];
         let comes = |kind| {
-            let mut stages = self.stages[rank].iter().enumerate();
+            let mut stages = self.problem.stages[rank].iter().enumerate();
             stages.any(|(chunk, &stage)| {
                 let fits = kind == INPUT || self.has_room(rank, chunk);
                 fits && self.is_ready(kind, stage, soon)
@@ -139,8 +180,18 @@ impl<'a> Board<'a> {
     }
 
     fn is_ready(&self, kind: usize, stage: usize, by: f64) -> bool {
+        self.ready_at(kind, stage) <= by
+    }
+
+    /// When the next microbatch of a kind is ready on a stage: infinite before its message was sent, and where there is
+    /// none.
+    pub(super) fn ready_at(&self, kind: usize, stage: usize) -> f64 {
         let microbatch = self.next[stage][kind];
-        microbatch < self.size.microbatches && self.ready[self.index(kind, stage, microbatch)] <= by
+        if microbatch < self.problem.size.microbatches {
+            self.ready[self.index(kind, stage, microbatch)]
+        } else {
+            f64::INFINITY
+        }
     }
 
     /// Whether another activation fits, so that what was begun can always be ended.
@@ -148,13 +199,20 @@ impl<'a> Board<'a> {
     /// A microbatch needs room on all stages of a rank at once. So beside the oldest one that has not come to the
     /// rank's last stage yet, younger ones take no more than what all stages of that one leave. Older ones go without
     /// more room.
-    fn has_room(&self, rank: usize, chunk: usize) -> bool {
+    pub(super) fn has_room(&self, rank: usize, chunk: usize) -> bool {
         let limit = self.rule.limits[rank] as u64;
         self.fits(rank, chunk, (self.live[rank], limit), |_| 1)
             && self.rule.bytes.is_none_or(|bytes| {
                 let live = (self.live_bytes[rank].total(), bytes.peaks[rank]);
                 self.fits(rank, chunk, live, |stage| bytes.kept.of_stage(stage))
             })
+    }
+
+    /// Whether stages of a rank compete for its memory.
+    pub(super) fn is_short(&self, rank: usize) -> bool {
+        let stages = self.problem.stages[rank].len();
+        let all = stages * self.problem.size.microbatches;
+        stages > 1 && (self.rule.bytes.is_some() || self.rule.limits[rank] < all)
     }
 
     /// [`Board::has_room`] where activations of a stage count so much.
@@ -165,7 +223,7 @@ impl<'a> Board<'a> {
         (live, limit): (u64, u64),
         weight: impl Fn(usize) -> u64,
     ) -> bool {
-        let stages = &self.stages[rank];
+        let stages = &self.problem.stages[rank];
         let stage = stages[chunk];
         if live.saturating_add(weight(stage)) > limit {
             return false;
@@ -182,7 +240,7 @@ impl<'a> Board<'a> {
         all.fold(weight(stage), u64::saturating_add) <= limit
     }
 
-    fn action(&self, kind: Kind, stage: usize) -> Action {
+    pub(super) fn action(&self, kind: Kind, stage: usize) -> Action {
         let row = match kind {
             Kind::Forward => FORWARD,
             Kind::WeightGrad => WEIGHT,
@@ -192,12 +250,16 @@ impl<'a> Board<'a> {
         Action::new(StageId(stage), kind, MicrobatchId(microbatch))
     }
 
-    fn carry_out(&mut self, rank: usize, action: Action, now: f64) {
+    /// Carries out the next action of its kind and stage; gives when its message comes to which rank.
+    pub(super) fn carry_out(
+        &mut self,
+        rank: usize,
+        action: Action,
+        now: f64,
+    ) -> Option<(f64, usize)> {
         let (stage, microbatch) = (action.stage.0, action.microbatch.0);
-        let end = now + self.costs.of(action, true);
+        let end = now + self.problem.costs.of(action, true);
         self.free[rank] = end;
-        self.actions[rank].push(action);
-        self.wake(end, rank);
         if let Some(limits) = self.rule.bytes {
             self.live_bytes[rank].begin(&limits.kept, stage, action.kind);
             self.live_bytes[rank].end(&limits.kept, stage, action.kind);
@@ -206,43 +268,39 @@ impl<'a> Board<'a> {
             Kind::Forward => {
                 self.next[stage][FORWARD] += 1;
                 self.live[rank] += 1;
-                if stage + 1 < self.placement.len() {
-                    self.send(FORWARD, (stage, stage + 1), microbatch, end);
-                } else {
-                    let own = self.index(INPUT, stage, microbatch);
-                    self.ready[own] = end;
+                if stage + 1 < self.problem.placement.len() {
+                    return Some(self.send(FORWARD, (stage, stage + 1), microbatch, end));
                 }
+                let own = self.index(INPUT, stage, microbatch);
+                self.ready[own] = end;
+                None
             }
             Kind::WeightGrad => {
                 self.next[stage][WEIGHT] += 1;
                 self.live[rank] -= 1;
+                None
             }
             Kind::InputGrad | Kind::Backward | Kind::Recompute => {
                 self.next[stage][INPUT] += 1;
-                if stage > 0 {
-                    self.send(INPUT, (stage, stage - 1), microbatch, end);
-                }
+                (stage > 0).then(|| self.send(INPUT, (stage, stage - 1), microbatch, end))
             }
         }
     }
 
-    fn send(&mut self, kind: usize, (from, to): (usize, usize), microbatch: usize, end: f64) {
-        let receiver = self.placement[to];
-        let hop = if self.placement[from] == receiver {
-            0.0
-        } else {
-            self.costs.hop[from.min(to)]
-        };
+    fn send(
+        &mut self,
+        kind: usize,
+        (from, to): (usize, usize),
+        microbatch: usize,
+        end: f64,
+    ) -> (f64, usize) {
+        let at = end + self.problem.hop(from.min(to));
         let place = self.index(kind, to, microbatch);
-        self.ready[place] = end + hop;
-        self.wake(end + hop, receiver);
-    }
-
-    fn wake(&mut self, at: f64, rank: usize) {
-        self.events.push(Reverse((at.to_bits(), rank)));
+        self.ready[place] = at;
+        (at, self.problem.placement[to])
     }
 
     fn index(&self, kind: usize, stage: usize, microbatch: usize) -> usize {
-        (kind * self.placement.len() + stage) * self.size.microbatches + microbatch
+        (kind * self.problem.placement.len() + stage) * self.problem.size.microbatches + microbatch
     }
 }

@@ -33,8 +33,8 @@ pub struct Comparison {
 /// gradients are added by microbatch. A wait of the pipelined step ends by the `deadline`.
 ///
 /// # Errors
-/// [`Error::Unlike`] and [`Error::UnlikeCount`] where the two differ, [`Error::Module`] when `make` or `results` fails,
-/// and as [`run_threads`].
+/// [`Error::Unlike`] and [`Error::UnlikeCount`] where the two differ, [`Error::NothingToCompare`] where there are no
+/// lists or one is empty, [`Error::Module`] when `make` or `results` fails, and as [`run_threads`].
 pub fn compare_with_unpipelined<M, E>(
     schedule: &Schedule,
     mut make: impl FnMut(&[StageId]) -> Result<M, E>,
@@ -150,6 +150,9 @@ fn compare(
         name: String::new(),
     };
     let names: BTreeSet<_> = expected.keys().chain(found.keys()).collect();
+    if names.is_empty() {
+        return Err(Error::NothingToCompare { name: None });
+    }
     for name in names {
         let list = |of: &BTreeMap<String, Vec<f64>>| of.get(name).cloned().unwrap_or_default();
         let (expected, found) = (list(expected), list(found));
@@ -159,6 +162,10 @@ fn compare(
                 expected: expected.len(),
                 found: found.len(),
             });
+        }
+        if expected.is_empty() {
+            let name = Some(name.clone());
+            return Err(Error::NothingToCompare { name });
         }
         let finite = expected.iter().filter(|value| value.is_finite());
         let largest = finite.map(|value| value.abs()).fold(0.0, f64::max);

@@ -12,21 +12,24 @@ use std::collections::BTreeMap;
 const MAX_RANKS: usize = 8;
 const MAX_MICROBATCHES: usize = 16;
 
-/// What the page of [`html`] shows of memory beside the number of microbatches that each rank keeps.
+/// What the page of [`html`] shows beside a schedule and its costs.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
-pub struct PageMemory {
+pub struct PageOptions {
     /// What a microbatch keeps on each stage.
     pub bytes: Option<ActivationBytes>,
     /// For each rank the most microbatches whose activations it may keep; empty for no limit.
     pub peak_activations: Vec<f64>,
     /// For each rank the most bytes of activations that it may keep; empty for no limit.
     pub peak_bytes: Vec<u64>,
+    /// Whether the recompute of the costs, `R`, is meant for every schedule of the page; else it is that of the given one,
+    /// and others have their [own](ScheduleKind::default_costs).
+    pub is_recompute_named: bool,
 }
 
-impl PageMemory {
+impl PageOptions {
     fn check(&self, size: Size) -> Result<()> {
         if let Some(bytes) = &self.bytes {
-            bytes.check(size.stages())?;
+            bytes.check(size)?;
         }
         for found in [self.peak_activations.len(), self.peak_bytes.len()] {
             if found != 0 && found != size.ranks {
@@ -47,7 +50,7 @@ struct Data<'a> {
     ranks: usize,
     microbatches: usize,
     costs: &'a Costs,
-    memory: &'a PageMemory,
+    options: &'a PageOptions,
     /// The actions of each rank of the given schedule, and the stages that never recompute.
     given: (Vec<Vec<Cell>>, &'a [StageId]),
     /// By kind the colours of the first and of the last stage of a rank.
@@ -80,20 +83,20 @@ type Stored = (Vec<Vec<StageId>>, Vec<String>, Vec<StageId>);
 /// When the schedule's actions do not fit its size, a cost is none, or a list has another length.
 ///
 /// ```
-/// use merak_pipe::{Costs, PageMemory, ScheduleKind, Size, UnitCosts, html};
+/// use merak_pipe::{Costs, PageOptions, ScheduleKind, Size, UnitCosts, html};
 /// let schedule = ScheduleKind::OneFOneB.generate(Size::new(4, 8))?;
 /// let costs = Costs::parse("F=1:1:2:1", UnitCosts::default(), 4)?;
-/// assert!(html(&schedule, &costs, &PageMemory::default())?.contains("[1.0,1.0,2.0,1.0]"));
+/// assert!(html(&schedule, &costs, &PageOptions::default())?.contains("[1.0,1.0,2.0,1.0]"));
 /// # Ok::<(), merak_pipe::Error>(())
 /// ```
 #[expect(
     clippy::missing_panics_doc,
     reason = "numbers, names and lists are always JSON"
 )]
-pub fn html(schedule: &Schedule, costs: &Costs, memory: &PageMemory) -> Result<String> {
+pub fn html(schedule: &Schedule, costs: &Costs, options: &PageOptions) -> Result<String> {
     schedule.placement()?;
     costs.check(schedule.size)?;
-    memory.check(schedule.size)?;
+    options.check(schedule.size)?;
     let mut schedules = BTreeMap::new();
     for kind in ScheduleKind::ALL {
         let by_size: &mut BTreeMap<String, Stored> = schedules.entry(kind.as_str()).or_default();
@@ -110,7 +113,7 @@ pub fn html(schedule: &Schedule, costs: &Costs, memory: &PageMemory) -> Result<S
         ranks: schedule.size.ranks,
         microbatches: schedule.size.microbatches,
         costs,
-        memory,
+        options,
         given: (
             (0..schedule.actions.len())
                 .map(|rank| schedule.cells(rank).collect())

@@ -1,6 +1,7 @@
 """Shortest schedules of small pipelines with random costs, by OR-tools.
 
 usage: python optima.py SECONDS > optima.jsonl      (ortools 9.15; SECONDS for each placement)
+       python optima.py SECONDS 0 SEED COUNT        (COUNT more cases of random sizes and limits)
 
 A case is solved for every given placement of the stages; `optimum` is the shortest makespan of all, `bound` what no
 schedule of these placements is shorter than. Both are the same where the solver came to its end.
@@ -75,30 +76,43 @@ def solve(case, placement, seconds, shorter_than):
     return found, min(horizon, int(solver.best_objective_bound))
 
 
-def main():
-    seconds, first = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    random.seed(14)
-    count = 0
+def shortest(case, seconds):
+    best, bound = None, None
+    for placement in placements(case["ranks"], case["chunks"]):
+        found, least = solve(case, placement, seconds, best)
+        best = min(x for x in (best, found) if x is not None) if (best or found) else None
+        bound = least if bound is None else min(bound, least)
+    case["optimum"], case["bound"] = best, min(bound, best)
+    print(json.dumps(case), flush=True)
+
+
+def grid():
     flat = [(2, 4), (2, 8), (3, 4), (3, 8), (4, 4), (4, 8)]
     for chunks, sizes in (1, flat), (2, [(2, 4), (2, 8), (3, 4), (4, 4), (4, 8)]):
         for ranks, m in sizes:
             for limit in (None, ranks, max(1, ranks - 1), 1):
                 for even in (False, True) if limit == ranks else (False,):
-                    stages = ranks * chunks
-                    low, high = (90, 110) if even else (50, 200)
-                    case = {"ranks": ranks, "microbatches": m, "chunks": chunks, "limit": limit}
-                    for kind in "FIW":
-                        case[kind] = [random.randint(low, high) for _ in range(stages)]
-                    case["C"] = [random.choice((0, 10, 30))] * (stages - 1)
-                    best, bound, count = None, None, count + 1
-                    if count <= first:
-                        continue
-                    for placement in placements(ranks, chunks):
-                        found, least = solve(case, placement, seconds, best)
-                        best = min(x for x in (best, found) if x is not None) if (best or found) else None
-                        bound = least if bound is None else min(bound, least)
-                    case["optimum"], case["bound"] = best, min(bound, best)
-                    print(json.dumps(case), flush=True)
+                    yield ranks, m, chunks, limit, (90, 110) if even else (50, 200), (0, 10, 30)
+
+
+def more(count):
+    for _ in range(count):
+        chunks, ranks, m = random.choice((1, 2, 2)), random.randint(2, 4), random.randint(3, 8)
+        limit = random.choice((None, *range(1, ranks + 1)))
+        spread = random.choice(((90, 110), (50, 200), (10, 300)))
+        yield ranks, m, chunks, limit, spread, (0, 10, 30, 100)
+
+
+def main():
+    seconds, first, seed, count = [float(x) for x in sys.argv[1:]] + [0, 14, 0][len(sys.argv) - 2 :]
+    random.seed(int(seed))
+    for number, (ranks, m, chunks, limit, spread, hops) in enumerate(more(int(count)) if count else grid()):
+        case = {"ranks": ranks, "microbatches": m, "chunks": chunks, "limit": limit}
+        for kind in "FIW":
+            case[kind] = [random.randint(*spread) for _ in range(ranks * chunks)]
+        case["C"] = [random.choice(hops)] * (ranks * chunks - 1)
+        if number >= first:
+            shortest(case, seconds)
 
 
 main()

@@ -313,7 +313,7 @@ struct Solved {
 }
 
 #[test]
-fn searched_schedules_are_within_a_percent_of_the_shortest_that_a_solver_finds_but_for_one() {
+fn searched_schedules_are_within_a_percent_of_the_shortest_that_a_solver_finds() {
     let lines = include_str!("../goldens/optima.jsonl").lines();
     let mut above = Vec::new();
     let mut worst = BTreeMap::<(usize, usize), (f64, usize, usize)>::default();
@@ -364,18 +364,14 @@ fn searched_schedules_are_within_a_percent_of_the_shortest_that_a_solver_finds_b
             above.push(format!("{makespan} for {line}"));
         }
     }
-    assert_eq!(worst.values().map(|(_, cases, _)| cases).sum::<usize>(), 55);
+    assert_eq!(worst.values().map(|(_, cases, _)| cases).sum::<usize>(), 62);
     assert!(
         worst
             .iter()
             .all(|((chunks, _), (gap, ..))| *chunks > 1 || *gap < 1e-9),
         "{worst:?}"
     );
-    assert!(above.len() <= 1, "{worst:?}\n{above:#?}");
-    assert!(
-        worst.values().all(|(gap, ..)| *gap <= 0.03),
-        "{worst:?}\n{above:#?}"
-    );
+    assert!(above.is_empty(), "{worst:?}\n{above:#?}");
 }
 
 #[test]

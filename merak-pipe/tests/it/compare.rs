@@ -149,3 +149,22 @@ fn lists_of_another_length_and_modules_that_cannot_be_made_are_told() {
     let error = compare_with_unpipelined(&v, broken, company, 0.0, DEADLINE).unwrap_err();
     insta::assert_snapshot!(error, @"a module of the comparison could not be made or read");
 }
+
+#[test]
+fn a_comparison_of_nothing_is_an_error() {
+    let schedule = generated(ScheduleKind::OneFOneB);
+    let compared = |lists: &[(&str, Vec<f64>)]| {
+        let make =
+            |own: &[StageId]| Ok::<_, String>(Stages::new(3, own.iter().map(|stage| stage.0)));
+        let results = |_: &Stages| {
+            let lists = lists.iter();
+            Ok(lists
+                .map(|(name, list)| ((*name).to_owned(), list.clone()))
+                .collect())
+        };
+        compare_with_unpipelined(&schedule, make, results, 0.0, DEADLINE)
+    };
+    insta::assert_snapshot!(compared(&[]).unwrap_err(), @"there are no results to compare: the results of a module are lists of numbers, such as its gradients");
+    insta::assert_snapshot!(compared(&[("loss", vec![1.0]), ("w", vec![])]).unwrap_err(), @"w has no numbers to compare: the results of a module are lists of numbers, such as its gradients");
+    assert_eq!(compared(&[("loss", vec![1.0])]).unwrap().values, 1);
+}

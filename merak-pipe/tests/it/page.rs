@@ -1,7 +1,7 @@
 //! The figures of the HTML page are those of the simulator.
 
 use merak_pipe::{
-    ActivationBytes, Costs, PageMemory, Schedule, ScheduleKind, Size, UnitCosts, html, simulate,
+    ActivationBytes, Costs, PageOptions, Schedule, ScheduleKind, Size, UnitCosts, html, simulate,
 };
 use std::{
     io::Write as _,
@@ -11,7 +11,7 @@ use std::{
 /// The page of a schedule whose stages are alike.
 fn page_of(schedule: &Schedule, costs: UnitCosts) -> String {
     let costs = Costs::uniform(costs, schedule.size.stages());
-    html(schedule, &costs, &PageMemory::default()).expect("the sizes fit")
+    html(schedule, &costs, &PageOptions::default()).expect("the sizes fit")
 }
 
 /// Reads the page and a list of `[name, ranks, microbatches, costs, bytes]` as two lines, runs the page's own script
@@ -300,6 +300,61 @@ fn a_named_schedule_of_the_pages_size_is_shown_under_its_name() {
 }
 
 #[test]
+fn each_schedule_of_the_page_recomputes_as_it_does_unless_the_cost_is_named() {
+    // A size beyond those that the page has by name.
+    let size = Size::new(2, 20);
+    let script = r#"<script>document.title = JSON.stringify([$("name").value, ...["zb_h1", "1f1b", "given"].map(name => {
+      $("name").value = name;
+      $("name").dispatchEvent(new Event("input"));
+      return $("R").value;
+    })]);</script>"#;
+    for (is_recompute_named, costs, expected) in [
+        (false, "R=1", ["given", "0", "1", "1"]),
+        (false, "R=0.5", ["given", "0", "1", "0.5"]),
+        (true, "R=1", ["given", "1", "1", "1"]),
+        (true, "R=0", ["given", "0", "0", "0"]),
+    ] {
+        let schedule = ScheduleKind::OneFOneB.generate(size).unwrap();
+        let costs = Costs::parse(costs, UnitCosts::default(), 2).unwrap();
+        let options = PageOptions {
+            is_recompute_named,
+            ..PageOptions::default()
+        };
+        let page = html(&schedule, &costs, &options).unwrap();
+        let Some(shown) = seen(&page, script) else {
+            eprintln!("skipped: there is no chromium here to show the page");
+            return;
+        };
+        assert_eq!(shown, serde_json::json!(expected), "{is_recompute_named}");
+    }
+}
+
+#[test]
+fn bars_of_one_width_all_have_a_label_or_none() {
+    let size = Size::new(2, 12).with_chunks(3);
+    let schedule = ScheduleKind::Interleaved.generate(size).unwrap();
+    let page = page_of(&schedule, "R=0,I=0.5,W=0.5".parse().unwrap());
+    let script = r##"<script>document.title = JSON.stringify([1, 2, 3, 4].map(zoom => {
+      $("zoom").value = zoom;
+      $("zoom").dispatchEvent(new Event("input"));
+      return ["#picture rect[fill]", "#picture .on"].map(bars => document.querySelectorAll(bars).length);
+    }));</script>"##;
+    let Some(shown) = seen(&page, script) else {
+        eprintln!("skipped: there is no chromium here to show the page");
+        return;
+    };
+    // Labels such as 0F3 and 5B11: every bar lasts as long.
+    let counts: Vec<[usize; 2]> = serde_json::from_value(shown).unwrap();
+    assert!(
+        counts
+            .iter()
+            .all(|[bars, labels]| *bars == 144 && [0, 144].contains(labels)),
+        "{counts:?}"
+    );
+    assert_eq!((counts[0][1], counts[3][1]), (0, 144), "{counts:?}");
+}
+
+#[test]
 fn the_page_uses_the_costs_and_the_bytes_of_each_stage() {
     let mut cases = Vec::new();
     for kind in ScheduleKind::ALL {
@@ -396,10 +451,10 @@ fn the_fields_of_the_page_take_a_number_for_each_stage() {
     let schedule = ScheduleKind::OneFOneB.generate(Size::new(4, 8)).unwrap();
     let defaults: UnitCosts = "R=0".parse().unwrap();
     let costs = Costs::parse("F=1:1:2:1", defaults, 4).unwrap();
-    let memory = PageMemory {
+    let memory = PageOptions {
         bytes: Some(ActivationBytes::parse("I=3145728,W=1048576", 4).unwrap()),
         peak_bytes: vec![16 << 20, 12 << 20, 8 << 20, 3 << 20],
-        ..PageMemory::default()
+        ..PageOptions::default()
     };
     let page = html(&schedule, &costs, &memory).unwrap();
     let Some(shown) = seen(&page, FIELDS) else {

@@ -42,7 +42,7 @@ fn what_lies_outside_the_size_is_refused_when_read() {
     insta::assert_snapshot!(read("0F0,0B0\n2F0,2B0\n"), @"rank 1, position 0: 2F0 names a stage beyond the 2 of the schedule");
     insta::assert_snapshot!(read("0F0,0B0\n1F0,1B1\n"), @"rank 1, position 1: 1B1 names a microbatch beyond the 1 of the schedule");
     insta::assert_snapshot!(read("0F0,0B0\n0F0,1F0,1B0\n"), @"rank 1, position 0: 0F0 belongs to a stage that rank 0 runs");
-    insta::assert_snapshot!(read("0F0,0B0\n\n0F0"), @"expected one list of actions for each of 2 ranks, found 3");
+    insta::assert_snapshot!(read("0F0,0B0\n1F0,1B0\n\n0F0"), @"expected one list of actions for each of 2 ranks, found 3");
     insta::assert_snapshot!(read("0F0,0B0\n,\n"), @"no rank runs stage 1");
 }
 

@@ -95,6 +95,10 @@ impl Prepared {
         let percent = 100.0 * measured.spread;
         let steady = if measured.is_unsteady() {
             ": the machine was busy, and the prediction may be off"
+        } else if measured.is_contradicted {
+            "; steps took another time before, and the prediction may be off"
+        } else if measured.is_worn() {
+            ": that is long ago, and the prediction may be off"
         } else {
             ""
         };
@@ -284,10 +288,11 @@ impl Prepared {
             let [now, then] = faster.memory.map(|bytes| Bytes(bytes as u64));
             let _ = writeln!(
                 text,
-                "\nfaster    {kind} would shorten a step by {:.0} %, by {}, in about the same memory ({then} on the fullest rank, now \
+                "\nfaster    {kind} would shorten a step by {:.0} %, by {}, in at most {:.0} % more memory ({then} on the fullest rank, now \
                  {now}): set \"train_schedule\" to \"{kind}\"",
                 100.0 * gain,
-                self.costs.unit()
+                self.costs.unit(),
+                100.0 * FasterSchedule::MORE_MEMORY,
             );
         }
         Ok(output::fitted(&plain(&text)))

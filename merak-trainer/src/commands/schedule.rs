@@ -3,8 +3,8 @@
 use super::{Failure, Outcome, output};
 use clap::{Args as ClapArgs, ValueEnum};
 use merak_pipe::{
-    ActivationBytes, AutoLimits, ByteLimits, Costs, GridStyle, PageMemory, PeakBytes, Schedule,
-    ScheduleKind, Simulation, Size, UnitCosts, auto, grid, html, json, json_with_bytes,
+    ActivationBytes, AutoLimits, ByteLimits, Costs, Figure, GridStyle, PageOptions, PeakBytes,
+    Schedule, ScheduleKind, Simulation, Size, UnitCosts, auto, grid, html, json, json_with_bytes,
     simulate_on, svg, trace,
 };
 use std::{
@@ -130,7 +130,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
     }
     let size = order.size(args);
     size.check()?;
-    let costs = order.costs(args, size)?;
+    let costs_text = given(&args.costs)?;
+    let costs = order.costs(&costs_text, size)?;
     let bytes = args.bytes.as_deref().map(|text| {
         let bytes = ActivationBytes::parse(&given(text)?, size.stages())?;
         Ok::<_, Failure>(bytes)
@@ -138,7 +139,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let bytes = bytes.transpose()?;
     let limits = args.memory.as_deref();
     let limits = limits.map(|text| MemoryLimits::parse(text, size.ranks, bytes.is_some()));
-    let memory = page_memory(bytes, limits.transpose()?);
+    let memory = PageOptions {
+        is_recompute_named: names_recompute(&costs_text),
+        ..page_memory(bytes, limits.transpose()?)
+    };
     let bytes = &memory.bytes;
     let shows_bytes = matches!(args.format, Format::Grid | Format::Json | Format::Html);
     if bytes.is_some() && memory.peak_bytes.is_empty() && !shows_bytes {
@@ -216,6 +220,12 @@ fn given(text: &str) -> Result<String, Failure> {
     Ok(read.trim_start_matches('\u{feff}').to_owned())
 }
 
+/// Whether costs such as `F=1,R=0.5` say what a recompute costs.
+fn names_recompute(costs: &str) -> bool {
+    let mut entries = costs.split([',', '\n']);
+    entries.any(|entry| entry.split('=').next().is_some_and(|key| key.trim() == "R"))
+}
+
 /// What `--memory` counts.
 enum MemoryLimits {
     Activations(Vec<f64>),
@@ -263,18 +273,18 @@ fn for_each_rank<T: Clone>(limits: Vec<T>, ranks: usize) -> Result<Vec<T>, Failu
     }
 }
 
-fn page_memory(bytes: Option<ActivationBytes>, limits: Option<MemoryLimits>) -> PageMemory {
-    let memory = PageMemory {
+fn page_memory(bytes: Option<ActivationBytes>, limits: Option<MemoryLimits>) -> PageOptions {
+    let memory = PageOptions {
         bytes,
-        ..PageMemory::default()
+        ..PageOptions::default()
     };
     match limits {
         None => memory,
-        Some(MemoryLimits::Activations(peak_activations)) => PageMemory {
+        Some(MemoryLimits::Activations(peak_activations)) => PageOptions {
             peak_activations,
             ..memory
         },
-        Some(MemoryLimits::Bytes(peak_bytes)) => PageMemory {
+        Some(MemoryLimits::Bytes(peak_bytes)) => PageOptions {
             peak_bytes,
             ..memory
         },
@@ -296,7 +306,7 @@ fn figures(schedule: &Schedule, simulation: &Simulation) -> String {
     format!(
         "{}: makespan {}, bubble {:.1} %, of each rank's own time {} %, peak activations per rank {}",
         schedule.name,
-        simulation.makespan,
+        Figure(simulation.makespan),
         100.0 * simulation.bubble(),
         bubbles.join(" "),
         peaks.join(" "),
@@ -373,7 +383,7 @@ impl Order {
     }
 
     /// The costs in use: those that are named, and the schedule's own defaults.
-    fn costs(&self, args: &Args, size: Size) -> Result<Costs, Failure> {
+    fn costs(&self, text: &str, size: Size) -> Result<Costs, Failure> {
         let defaults = match self {
             Self::Named(kind) => kind.default_costs(),
             Self::File { .. } | Self::Auto => UnitCosts {
@@ -381,14 +391,14 @@ impl Order {
                 ..UnitCosts::default()
             },
         };
-        Ok(Costs::parse(&given(&args.costs)?, defaults, size.stages())?)
+        Ok(Costs::parse(text, defaults, size.stages())?)
     }
 
     fn schedule(
         &self,
         size: Size,
         costs: &Costs,
-        memory: &PageMemory,
+        memory: &PageOptions,
     ) -> Result<Schedule, Failure> {
         match self {
             Self::File { text, sized } => {
@@ -424,7 +434,7 @@ fn named(name: &str) -> Result<ScheduleKind, Failure> {
     })
 }
 
-fn searched(size: Size, costs: &Costs, memory: &PageMemory) -> Result<Schedule, Failure> {
+fn searched(size: Size, costs: &Costs, memory: &PageOptions) -> Result<Schedule, Failure> {
     let kept = memory
         .bytes
         .clone()

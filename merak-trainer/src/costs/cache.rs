@@ -34,6 +34,16 @@ pub(super) fn read(file: &Path) -> Profiles {
             return Err(io::Error::other(reason));
         }
         let document: Document = serde_json::from_slice(&bytes)?;
+        for (conditions, profiles) in &document.profiles {
+            let faults = profiles.iter().map(Profile::fault).enumerate();
+            let found = faults
+                .filter_map(|(place, fault)| Some((place, fault?)))
+                .next();
+            if let Some((place, fault)) = found {
+                let reason = format!("profile {place} of {conditions:?}: {fault}");
+                return Err(io::Error::other(reason));
+            }
+        }
         Ok(document.profiles)
     });
     match profiles {
@@ -109,6 +119,10 @@ mod tests {
         assert_eq!(read(&file), Profiles::new());
         write(&file, &kept);
         assert_eq!(read(&file), kept, "what was measured is kept again");
+        for wrong in ["-0.25", "1e300"] {
+            fs::write(&file, text.replace("0.25", wrong)).unwrap();
+            assert_eq!(read(&file), Profiles::new(), "{wrong} is no time");
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The first steps of a run beside their prediction.
 
-use super::{CostCache, CostModel};
+use super::{CostCache, CostModel, profile::Verdict};
 use crate::{Callback, CheckedArguments, StepReport};
 use std::time::Duration;
 
@@ -8,7 +8,8 @@ use std::time::Duration;
 const STEPS: usize = 5;
 
 /// Compares the first steps of a run with the time that was predicted for them. Where they differ by more than 30 %, it
-/// says so and notes in the file of measured times that these are doubtful, so that the next run measures them again.
+/// says so and notes in the file of measured times that these are doubtful, so that the next run measures them again;
+/// where that was done lately, with the same outcome, it only says so.
 #[derive(Debug)]
 pub struct FirstSteps {
     args: CheckedArguments,
@@ -43,16 +44,28 @@ impl FirstSteps {
         let CostModel::Measured(profile) = &self.costs else {
             return;
         };
-        if super::agree(step, self.predicted) || !profile.cast_doubt(&self.args, &self.cache) {
+        if super::agree(step, self.predicted) {
             return;
         }
-        let measured = self.costs.measurement().map(|measured| measured.age());
-        tracing::warn!(
-            step_ms = format!("{:.1}", 1e3 * step),
-            predicted_ms = format!("{:.1}", 1e3 * self.predicted),
-            measured = measured.unwrap_or_default(),
-            "steps differ from their prediction by more than 30 %: the next run measures costs again"
-        );
+        let step_ms = format!("{:.1}", 1e3 * step);
+        let predicted_ms = format!("{:.1}", 1e3 * self.predicted);
+        let measured = profile.measurement().age();
+        match profile.cast_doubt(&self.args, &self.cache) {
+            Verdict::None => {}
+            Verdict::Noted => tracing::warn!(
+                step_ms,
+                predicted_ms,
+                measured,
+                "steps differ from their prediction by more than 30 %: the next run measures costs again"
+            ),
+            Verdict::Settled => tracing::warn!(
+                step_ms,
+                predicted_ms,
+                measured,
+                "steps differ from their prediction by more than 30 %, as they did before costs were measured again: \
+                 plans and predictions may be off"
+            ),
+        }
     }
 }
 

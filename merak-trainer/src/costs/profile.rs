@@ -1,11 +1,15 @@
 //! Measured times, by what decides them.
 
-use super::{CostCache, Doubt, cache, measure};
+use super::{AGREEMENT, CostCache, Doubt, Measurement, cache, measure};
 use crate::{CheckedArguments, Result, available_bytes, network::Network, plan::Draft};
 use merak_trace::{Graph, Node, Op, StageProgram, TensorType, models::Model, op::Cost};
 use merak_zero::ZeroStage;
 use serde::{Deserialize, Serialize};
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 /// How long this machine takes for the kinds of nodes of a model, with the ranks of a run side by side: one measurement.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -24,6 +28,26 @@ pub struct Profile {
     pub(crate) network: Network,
 }
 
+/// What a run that contradicts a profile comes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// Nothing is noted: the file may not be written, or has other times by now.
+    None,
+    /// The next run measures again.
+    Noted,
+    /// That was done before, and gave the same times.
+    Settled,
+}
+
+/// Whether two measurements of one step agree: what differs between their parts is a small share of the whole.
+fn agree(one: [f64; 3], other: [f64; 3]) -> bool {
+    let differs: f64 = one.iter().zip(other).map(|(a, b)| (a - b).abs()).sum();
+    let whole = one.iter().sum::<f64>().min(other.iter().sum());
+    differs <= AGREEMENT * whole
+}
+
+/// No node, message or update of a parameter takes longer: more than a day.
+const MOST_SECONDS: f64 = 1e5;
 /// Profiles that are kept of the same conditions; each model has one.
 const KEPT: usize = 32;
 /// A core of these years, for kinds of nodes that were not timed.
@@ -55,7 +79,14 @@ impl Profile {
         }
         let mut profile = measure::profile(&draft, &programs, args)?;
         profile.doubt = match found {
-            Some(doubted) if doubted.agrees(&profile) => Doubt::Settled,
+            Some(doubted)
+                if agree(
+                    doubted.parts(&programs, args),
+                    profile.parts(&programs, args),
+                ) =>
+            {
+                Doubt::Settled
+            }
             _ => Doubt::None,
         };
         profiles.push(profile.clone());
@@ -67,29 +98,82 @@ impl Profile {
         Ok(Some(profile))
     }
 
-    /// Whether nodes take as long by both, together.
-    fn agrees(&self, other: &Self) -> bool {
-        let both = self.nodes.iter();
-        let both = both.filter_map(|(node, seconds)| Some((seconds, other.nodes.get(node)?)));
-        let sums = both.fold([0.0, 0.0], |[own, others], (a, b)| [own + a, others + b]);
-        super::agree(sums[0], sums[1])
+    /// Seconds of a step over all stages by what they are spent on: nodes, the update of the parameters, messages.
+    fn parts(&self, programs: &[StageProgram], args: &CheckedArguments) -> [f64; 3] {
+        let microbatches = args.gradient_accumulation_steps as f64;
+        let nodes = programs.iter().map(|program| {
+            let nodes = program.graph.nodes().iter();
+            nodes
+                .map(|node| self.node(&program.graph, node))
+                .sum::<f64>()
+        });
+        let mut trained = BTreeMap::new();
+        for param in programs.iter().flat_map(StageProgram::params) {
+            if param.trainable {
+                trained.insert(&param.name, param.local.numel());
+            }
+        }
+        let cuts = programs.len().saturating_sub(1).max(1);
+        let hops = programs.iter().map(|program| {
+            let bytes = program.send.iter().map(|hop| hop.ty.size_bytes());
+            self.network.send.seconds(bytes.sum())
+        });
+        // Of the places where segments may be cut, stages are cut at some.
+        let cut = (args.num_stages() - 1) as f64 / cuts as f64;
+        [
+            microbatches * nodes.sum::<f64>(),
+            self.update(args, trained.values().sum(), 0),
+            2.0 * microbatches * cut * hops.take(cuts).sum::<f64>(),
+        ]
     }
 
-    /// Notes in the file that keeps it that a run took another time than it foretells; whether that was noted, which it
-    /// is once only.
-    pub(super) fn cast_doubt(&self, args: &CheckedArguments, cache: &CostCache) -> bool {
-        if self.doubt != Doubt::None || !cache.keeps {
-            return false;
+    /// Notes in the file that keeps it that a run took another time than it foretells, so that the next run measures
+    /// again.
+    pub(super) fn cast_doubt(&self, args: &CheckedArguments, cache: &CostCache) -> Verdict {
+        if !cache.keeps {
+            return Verdict::None;
+        }
+        // What was settled long ago, or on a busy machine, may have changed.
+        if self.doubt == Doubt::Settled && !self.measurement().is_worn() {
+            return Verdict::Settled;
         }
         let mut known = cache::read(&cache.file);
         let profiles = known.get_mut(&measure::conditions(args));
         let own = profiles.and_then(|profiles| profiles.iter_mut().find(|found| *found == self));
         let Some(own) = own else {
-            return false;
+            return Verdict::None;
         };
         own.doubt = Doubt::Open;
         cache::write(&cache.file, &known);
-        true
+        Verdict::Noted
+    }
+
+    /// When and how steadily it was measured.
+    pub(super) fn measurement(&self) -> Measurement {
+        let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(self.measured_at));
+        Measurement {
+            at: at.unwrap_or(SystemTime::UNIX_EPOCH),
+            spread: self.spread,
+            is_contradicted: self.doubt == Doubt::Settled,
+        }
+    }
+
+    /// What of it is no time, in words.
+    pub(super) fn fault(&self) -> Option<String> {
+        let nodes = self.nodes.iter();
+        let nodes = nodes.map(|(node, seconds)| (format!("nodes of {node:?}"), *seconds));
+        let own = [
+            ("spread", self.spread),
+            ("per_node", self.per_node),
+            ("per_param", self.per_param),
+        ];
+        let own = own.map(|(key, number)| (key.to_owned(), number));
+        let network = self.network.numbers();
+        let mut numbers = own.into_iter().chain(network).chain(nodes);
+        let (key, found) = numbers.find(|(_, number)| !(0.0..=MOST_SECONDS).contains(number))?;
+        Some(format!(
+            "{key} is {found:e}, expected 0 to {MOST_SECONDS} seconds"
+        ))
     }
 
     /// Whether every node of the programs was timed.
@@ -200,21 +284,31 @@ fn without_key(op: &Op) -> Op {
 mod tests {
     use super::*;
 
-    fn profile(nodes: &[(&str, f64)]) -> Profile {
-        let nodes = nodes.iter();
-        Profile {
-            nodes: nodes.map(|(node, s)| ((*node).to_owned(), *s)).collect(),
-            ..Profile::default()
-        }
+    #[test]
+    fn measurements_agree_where_what_differs_is_a_small_part_of_the_step() {
+        assert!(agree([1.0, 0.5, 0.0], [1.2, 0.6, 0.1]));
+        assert!(!agree([1.0, 0.5, 0.0], [1.6, 0.5, 0.0]));
+        // Nodes alone are alike.
+        assert!(!agree([1.0, 0.5, 0.0], [1.0, 9.0, 0.0]));
+        assert!(!agree([1.0, 0.1, 0.0], [1.0, 0.1, 0.9]));
+        // Errors do not make up for each other.
+        assert!(!agree([1.0, 0.5, 0.0], [0.5, 1.0, 0.0]));
+        // What takes no time may differ as it likes.
+        assert!(agree([1.0, 1e-6, 0.0], [1.0, 9e-6, 0.0]));
     }
 
     #[test]
-    fn measurements_agree_by_the_nodes_that_both_have() {
-        let one = profile(&[("a", 1.0), ("b", 2.0), ("c", 9.0)]);
-        let agrees = |nodes: &[(&str, f64)]| one.agrees(&profile(nodes));
-        assert!(agrees(&[("a", 1.5), ("b", 2.0), ("d", 0.1)]));
-        assert!(agrees(&[("a", 0.7), ("b", 1.7)]));
-        assert!(!agrees(&[("a", 1.9), ("b", 2.1)]));
-        assert!(!agrees(&[("a", 0.2), ("b", 2.0)]));
+    fn the_first_number_that_is_no_time_is_named() {
+        assert_eq!(Profile::default().fault(), None);
+        let negative = Profile {
+            nodes: BTreeMap::from([("Add: f32[2]".to_owned(), -0.5)]),
+            ..Profile::default()
+        };
+        insta::assert_snapshot!(negative.fault().unwrap(), @r#"nodes of "Add: f32[2]" is -5e-1, expected 0 to 100000 seconds"#);
+        let absurd = Profile {
+            per_param: 1e300,
+            ..Profile::default()
+        };
+        insta::assert_snapshot!(absurd.fault().unwrap(), @"per_param is 1e300, expected 0 to 100000 seconds");
     }
 }

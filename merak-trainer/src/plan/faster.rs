@@ -7,9 +7,6 @@ use merak_pipe::{Costs, Schedule, ScheduleKind, simulate_on};
 /// The least share of a step that another schedule must save to be worth a line.
 const WORTH_TELLING: f64 = 0.05;
 
-/// The share by which memory may differ and is still the same.
-const SAME_MEMORY: f64 = 0.1;
-
 /// A schedule that makes a step shorter than the plan's own.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FasterSchedule {
@@ -21,10 +18,16 @@ pub struct FasterSchedule {
     pub memory: [usize; 2],
 }
 
+impl FasterSchedule {
+    /// The share of the fullest rank's memory that it may need more: schedules that keep as many microbatches on all ranks
+    /// as others on the first one differ by the logits of the last.
+    pub const MORE_MEMORY: f64 = 0.1;
+}
+
 impl Plan {
     /// The named schedule that shortens a step most, by more than 5 %, as the simulator has it for the same stages and
-    /// recomputation on the same cores. The fullest rank needs as much memory as now, but for a tenth: schedules that keep
-    /// as many microbatches on all ranks as others on the first one differ by the logits of the last.
+    /// recomputation on the same cores, of those with as many stages per rank. The fullest rank needs at most
+    /// [a tenth](FasterSchedule::MORE_MEMORY) more memory than now.
     ///
     /// # Errors
     /// When an operation has no gradient.
@@ -60,7 +63,7 @@ impl Plan {
         let now = self.fullest_rank(args)?;
         for (gain, kind, schedule) in shorter {
             let then = self.with_schedule(schedule)?.fullest_rank(args)?;
-            if then as f64 <= now as f64 * (1.0 + SAME_MEMORY) {
+            if then as f64 <= now as f64 * (1.0 + FasterSchedule::MORE_MEMORY) {
                 let memory = [now, then];
                 return Ok(Some(FasterSchedule { kind, gain, memory }));
             }

@@ -227,7 +227,8 @@ fn times_that_the_first_steps_contradict_are_measured_again_by_the_next_run() {
         predicted(&case, &costs).costs
     );
     // A measurement that came out the same is not doubted once more.
-    if kept().contains("\"doubt\": \"settled\"") {
+    let worn = |costs: &CostModel| costs.measurement().expect("times were measured").is_worn();
+    if kept().contains("\"doubt\": \"settled\"") && !worn(&again) {
         steps(&again, &cache, 0.1, 300);
         assert!(!is_doubted());
     }
@@ -235,6 +236,53 @@ fn times_that_the_first_steps_contradict_are_measured_again_by_the_next_run() {
         predicted(&case, &measured()).costs,
         predicted(&case, &again).costs
     );
+}
+
+#[test]
+fn settled_times_that_are_old_or_unsteady_are_doubted_again() {
+    let folder = tempdir().expect("a temporary folder");
+    let cache = CostCache {
+        file: folder.path().join("costs.json"),
+        keeps: true,
+    };
+    let (case, args) = (Case::gpt2(), Case::gpt2().arguments());
+    let costs = || {
+        let costs = CostModel::of(&model(&case), &args, Some(&cache));
+        costs.expect("the nodes of a small model run")
+    };
+    costs();
+    let text = std::fs::read_to_string(&cache.file).expect("the times are kept");
+    let document: serde_json::Value = serde_json::from_str(&text).expect("it is JSON");
+    let measured_at = |document: &serde_json::Value| {
+        let profiles = document["profiles"].as_object().expect("a table");
+        let first = profiles.values().next().expect("one was kept");
+        first[0]["measured_at"].as_u64().expect("seconds")
+    };
+    let now = measured_at(&document);
+    for (age, spread, is_doubted) in [(0, 0.1, false), (30 * 86_400, 0.1, true), (0, 0.9, true)] {
+        let mut kept = document.clone();
+        let profiles = kept["profiles"].as_object_mut().expect("a table");
+        let profile = &mut profiles.values_mut().next().expect("one was kept")[0];
+        profile["doubt"] = "settled".into();
+        profile["measured_at"] = (now - age).into();
+        profile["spread"] = spread.into();
+        let text = serde_json::to_string_pretty(&kept).expect("it is JSON");
+        std::fs::write(&cache.file, text).expect("the file can be written");
+        let costs = costs();
+        let measurement = costs.measurement().expect("times were measured");
+        assert!(measurement.is_contradicted);
+        assert_eq!(measurement.is_worn(), is_doubted);
+        let mut first = FirstSteps::new(&args, &costs, cache.clone(), 0.1);
+        for _ in 0..8 {
+            first.on_step(&step(Duration::from_millis(300)));
+        }
+        let text = std::fs::read_to_string(&cache.file).expect("the times are kept");
+        assert_eq!(
+            text.contains("\"doubt\": \"open\""),
+            is_doubted,
+            "{age} {spread}"
+        );
+    }
 }
 
 #[test]

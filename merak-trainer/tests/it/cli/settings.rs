@@ -312,7 +312,7 @@ fn a_plan_names_the_schedule_that_would_be_faster_and_the_key_for_it() {
     let line = faster("");
     assert!(
         line.starts_with("faster    zb_h1 would shorten a step by ")
-            && line.contains(" %, by operation counts, in about the same memory (")
+            && line.contains(" %, by operation counts, in at most 10 % more memory (")
             && line.ends_with("): set \"train_schedule\" to \"zb_h1\""),
         "{line}"
     );

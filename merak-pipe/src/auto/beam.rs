@@ -1,0 +1,296 @@
+//! Beam search: the lists of all ranks grow side by side, and of the beginnings that come of every choice the most
+//! promising ones are kept.
+
+use super::greedy::{Board, FORWARD, INPUT, Problem, Rule};
+use crate::{Action, Kind, Schedule};
+use std::collections::BTreeSet;
+
+/// Weight of the earliest ends of all ranks, on average, beside the latest of them.
+const MEAN: f64 = 0.3;
+
+/// The shortest schedule that goes on from the `width` most promising beginnings of each length, or `None` where none is
+/// shorter than `below`.
+///
+/// The rank whose next action can end first has the choice, among all actions that it can begin before that end: every
+/// schedule in which nothing could be done earlier is made of such choices
+/// ([Giffler and Thompson](https://doi.org/10.1287/opre.8.4.487)). Where a forward takes the last room of a rank, another
+/// one that comes later may be the better one to have it, so it can be put off too.
+pub(super) fn beam(
+    problem: &Problem<'_>,
+    rule: &Rule<'_>,
+    width: usize,
+    below: f64,
+) -> Option<Schedule> {
+    let guide = Guide::new(problem);
+    let mut beginnings = vec![Beginning::new(problem, rule)];
+    let mut path: Vec<(Action, Option<usize>)> = Vec::new();
+    for _ in 0..problem.num_actions() {
+        let mut next = Vec::new();
+        for beginning in &beginnings {
+            beginning.go_on(&guide, below, &mut next);
+        }
+        next.sort_by(|one, other| one.value.total_cmp(&other.value));
+        // Of those with as many actions of each stage and kind, the best one.
+        let mut shapes = BTreeSet::new();
+        next.retain(|beginning| shapes.insert(beginning.shape));
+        next.truncate(width);
+        for beginning in &mut next {
+            path.extend(beginning.done.map(|action| (action, beginning.last)));
+            beginning.last = path.len().checked_sub(1);
+        }
+        beginnings = next;
+    }
+    let mut actions = vec![Vec::new(); problem.size.ranks];
+    let mut last = beginnings.first()?.last;
+    while let Some(at) = last {
+        let (action, before) = path[at];
+        actions[problem.placement[action.stage.0]].push(action);
+        last = before;
+    }
+    for list in &mut actions {
+        list.reverse();
+    }
+    Some(Schedule::new("auto", problem.size, actions))
+}
+
+/// What follows at least, whatever has been done before.
+struct Guide<'a> {
+    problem: &'a Problem<'a>,
+    /// By stage: the time from the end of a forward to that of its input gradient, and what follows that at least.
+    back: Vec<f64>,
+    tail: Vec<f64>,
+}
+
+impl<'a> Guide<'a> {
+    fn new(problem: &'a Problem<'a>) -> Self {
+        let costs = problem.costs;
+        let input = |stage: usize| costs.recompute[stage] + costs.input_grad[stage];
+        let last = problem.placement.len() - 1;
+        let mut back = vec![costs.input_grad[last]; last + 1];
+        for stage in (0..last).rev() {
+            let there = problem.hop(stage) + costs.forward[stage + 1];
+            back[stage] = there + back[stage + 1] + problem.hop(stage) + costs.input_grad[stage];
+        }
+        let mut tail = vec![costs.weight_grad[0]; last + 1];
+        for stage in 1..=last {
+            let upstream = problem.hop(stage - 1) + input(stage - 1) + tail[stage - 1];
+            tail[stage] = costs.weight_grad[stage].max(upstream);
+        }
+        Self {
+            problem,
+            back,
+            tail,
+        }
+    }
+}
+
+/// The first actions of all ranks.
+#[derive(Clone)]
+struct Beginning<'a> {
+    board: Board<'a>,
+    /// By rank: the time of what is still to do.
+    left: Vec<f64>,
+    /// By stage: whether its rank puts off its forward until it has done something else.
+    held: Vec<bool>,
+    /// The last action, and the place of the one before it among all that were kept.
+    done: Option<Action>,
+    last: Option<usize>,
+    /// How long a schedule may get that begins so; less is better.
+    value: f64,
+    /// The same for beginnings with as many actions of each stage and kind.
+    shape: u64,
+}
+
+/// An action that can be done next.
+#[derive(Debug, Clone, Copy)]
+struct Choice {
+    rank: usize,
+    action: Action,
+    start: f64,
+    end: f64,
+}
+
+impl<'a> Beginning<'a> {
+    fn new(problem: &'a Problem<'a>, rule: &'a Rule<'a>) -> Self {
+        let costs = problem.costs;
+        let of_stage = |&stage: &usize| {
+            let early = costs.forward[stage] + costs.recompute[stage];
+            early + costs.input_grad[stage] + costs.weight_grad[stage]
+        };
+        let left = problem.stages.iter().map(|stages| {
+            let once: f64 = stages.iter().map(of_stage).sum();
+            once * problem.size.microbatches as f64
+        });
+        Self {
+            board: Board::new(problem, rule),
+            left: left.collect(),
+            held: vec![false; problem.placement.len()],
+            done: None,
+            last: None,
+            value: 0.0,
+            shape: 0,
+        }
+    }
+
+    /// Adds what comes of each choice of the next action, unless it gets as long as `below`.
+    fn go_on(&self, guide: &Guide<'_>, below: f64, next: &mut Vec<Self>) {
+        let mut held = self.held.clone();
+        let mut seen: Vec<Action> = Vec::new();
+        loop {
+            let choices = self.choices(guide.problem, &held);
+            let ends = |one: &&Choice, other: &&Choice| one.end.total_cmp(&other.end);
+            let Some(&first) = choices.iter().min_by(ends) else {
+                return;
+            };
+            let own = choices.iter().filter(|choice| {
+                choice.rank == first.rank
+                    && (choice.start < first.end || choice.action == first.action)
+            });
+            let mut waits = false;
+            for choice in own {
+                if choice.action.kind == Kind::Forward && self.board.is_short(choice.rank) {
+                    (waits, held[choice.action.stage.0]) = (true, true);
+                }
+                if !seen.contains(&choice.action) {
+                    seen.push(choice.action);
+                    next.extend(self.with(choice, &held, guide, below));
+                }
+            }
+            if !waits {
+                return;
+            }
+        }
+    }
+
+    fn choices(&self, problem: &Problem<'_>, held: &[bool]) -> Vec<Choice> {
+        let board = &self.board;
+        let mut choices = Vec::new();
+        for (rank, stages) in problem.stages.iter().enumerate() {
+            let free = board.free[rank];
+            let mut add = |kind, stage: usize, ready: f64| {
+                let (action, start) = (board.action(kind, stage), free.max(ready));
+                choices.push(Choice {
+                    rank,
+                    action,
+                    start,
+                    end: start + problem.costs.of(action, true),
+                });
+            };
+            for (chunk, &stage) in stages.iter().enumerate() {
+                let [_, inputs, weights] = board.next[stage];
+                let ready = [FORWARD, INPUT].map(|kind| board.ready_at(kind, stage));
+                if ready[FORWARD].is_finite() && !held[stage] && board.has_room(rank, chunk) {
+                    add(Kind::Forward, stage, ready[FORWARD]);
+                }
+                if ready[INPUT].is_finite() {
+                    add(Kind::InputGrad, stage, ready[INPUT]);
+                }
+                if weights < inputs {
+                    add(Kind::WeightGrad, stage, free);
+                }
+            }
+        }
+        choices
+    }
+
+    fn with(&self, choice: &Choice, held: &[bool], guide: &Guide<'_>, below: f64) -> Option<Self> {
+        let &Choice {
+            rank,
+            action,
+            start,
+            end,
+        } = choice;
+        let mut after = self.clone();
+        after.board.carry_out(rank, action, start);
+        after.left[rank] -= end - start;
+        after.held.copy_from_slice(held);
+        for &stage in &guide.problem.stages[rank] {
+            after.held[stage] = false;
+        }
+        after.done = Some(action);
+        let (bound, mean) = after.bound(guide);
+        after.value = bound + MEAN * mean;
+        let row = (action.stage.0 * Kind::ALL.len() + action.kind as usize) as u64;
+        let mixed = (row + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        after.shape = self.shape.wrapping_add(mixed ^ (mixed >> 29));
+        (bound < below).then_some(after)
+    }
+
+    /// A time before which no schedule ends that begins so, and the mean of those of its ranks.
+    fn bound(&self, guide: &Guide<'_>) -> (f64, f64) {
+        let Self { board, left, .. } = self;
+        let problem = guide.problem;
+        let (costs, placement) = (problem.costs, problem.placement);
+        let microbatches = problem.size.microbatches;
+        let last = placement.len() - 1;
+        // When the next forward and the next input gradient of a stage can begin.
+        let mut forward = vec![f64::INFINITY; last + 1];
+        let mut input = forward.clone();
+        let mut longest = 0.0_f64;
+        let after = |begin: f64, from: usize, to: usize, cost: f64| {
+            begin + (to + 1).saturating_sub(from) as f64 * cost
+        };
+        for stage in 0..=last {
+            let [entered, ..] = board.next[stage];
+            if entered == microbatches {
+                continue;
+            }
+            let mut ready = board.ready_at(FORWARD, stage);
+            if ready.is_infinite() && stage > 0 {
+                let before = after(
+                    forward[stage - 1],
+                    board.next[stage - 1][FORWARD],
+                    entered,
+                    costs.forward[stage - 1],
+                );
+                ready = before + problem.hop(stage - 1);
+            }
+            forward[stage] = ready.max(board.free[placement[stage]]);
+            let all = (microbatches - entered) as f64 * costs.forward[stage];
+            longest = longest.max(forward[stage] + all + guide.back[stage] + guide.tail[stage]);
+        }
+        for stage in (0..=last).rev() {
+            let [entered, left, _] = board.next[stage];
+            if left == microbatches {
+                continue;
+            }
+            let cost = |stage: usize| costs.recompute[stage] + costs.input_grad[stage];
+            let mut ready = board.ready_at(INPUT, stage);
+            if ready.is_infinite() {
+                ready = if stage == last {
+                    after(forward[last], entered, left, costs.forward[last])
+                } else {
+                    let behind = after(
+                        input[stage + 1],
+                        board.next[stage + 1][INPUT],
+                        left,
+                        cost(stage + 1),
+                    );
+                    behind + problem.hop(stage)
+                };
+            }
+            input[stage] = ready.max(board.free[placement[stage]]);
+            let all = (microbatches - left) as f64 * cost(stage);
+            longest = longest.max(input[stage] + all + guide.tail[stage]);
+        }
+        let mut sum = 0.0;
+        for (rank, stages) in problem.stages.iter().enumerate() {
+            let owed = |&stage: &usize| {
+                let [_, left, over] = board.next[stage];
+                (left - over) as f64 * costs.weight_grad[stage]
+            };
+            let owed: f64 = stages.iter().map(owed).sum();
+            let begins = stages.iter().map(|&stage| forward[stage].min(input[stage]));
+            let begins = begins.fold(f64::INFINITY, f64::min);
+            let idle = if begins.is_finite() {
+                (begins - board.free[rank] - owed).max(0.0)
+            } else {
+                0.0
+            };
+            let end = board.free[rank] + idle + left[rank];
+            longest = longest.max(end);
+            sum += end;
+        }
+        (longest, sum / left.len() as f64)
+    }
+}
