@@ -37,7 +37,7 @@ pub(crate) const INDEX: &str = ".metadata";
 const KINDS: [&str; 3] = ["exp_avg", "exp_avg_sq", "momentum_buffer"];
 /// The optimizer's count of updates.
 const STEP: &str = "step";
-/// What AMSGrad keeps besides, which no optimizer of Merak does.
+/// What `amsgrad` keeps besides, which no optimizer of Merak does.
 const AMSGRAD: &str = "max_exp_avg_sq";
 /// Most parts of a name that are taken for a prefix.
 const MAX_PREFIX_PARTS: usize = 16;

@@ -219,9 +219,9 @@ fn tensor<'a>(
             return Err(format!("has {what} from {offset:?} on"));
         };
         chunks.push(Chunk {
-            place,
             offset,
             size,
+            place,
         });
         if chunks.len() > format::MAX_BOXES_PER_TENSOR {
             return Err(format!("has {} chunks", listed.len()));
