@@ -29,9 +29,10 @@ impl Store {
     /// [`Error::Io`] where the folder exists but cannot be listed.
     pub fn bases(&self) -> Result<Vec<u64>> {
         let names = self.names()?;
-        let numbers = names
+        let folders = names
             .iter()
-            .filter_map(|name| format::parse_base_name(name));
+            .filter(|name| self.folder().join(name).is_dir());
+        let numbers = folders.filter_map(|name| format::parse_base_name(name));
         let mut numbers: Vec<_> = numbers.collect();
         numbers.sort_unstable();
         Ok(numbers)
@@ -271,6 +272,18 @@ mod tests {
         assert_eq!(store.rotate(1, &[]).unwrap(), [2]);
         assert_eq!(store.bases().unwrap(), [1]);
         drop(draft);
+        let unfinished = [
+            ".tmp-base-00002",
+            ".replaced-base-00001",
+            ".tmp-delete-base-00001",
+        ];
+        for name in unfinished {
+            fs::create_dir(folder.path().join(name)).unwrap();
+        }
+        let (own, others) = store.entries().unwrap();
+        assert!(others.is_empty(), "{others:?}");
+        assert!(own.contains(&"base-00001".to_owned()));
+        store.clean().unwrap();
         assert!(store.rotate(0, &[]).unwrap().is_empty());
         assert!(store.bases().unwrap().is_empty());
         assert_eq!(store.names().unwrap(), ["latest", "step-00000003"]);

@@ -21,7 +21,7 @@ pub use export::{ExportOptions, export_hf};
 pub use family::set_tie;
 pub use import::{ImportOptions, import_hf};
 pub use merak::import_merak;
-pub(crate) use named::what_it_is;
+pub use named::what_it_is;
 pub use safe::stored_tensors;
 
 use crate::disk::{MAX_CONFIG_BYTES, not_read, open_regular, read_small};
@@ -110,6 +110,12 @@ pub struct StoredTensor {
 /// The name of a file, and which of its tensors are wanted where an index says so.
 type WeightFile = (String, FileKind, Option<BTreeSet<String>>);
 
+/// The weights where they are one file, in order of preference.
+const WEIGHTS: [(&str, FileKind); 2] = [
+    ("model.safetensors", FileKind::Safetensors),
+    ("pytorch_model.bin", FileKind::Torch),
+];
+
 /// How a file keeps tensors.
 #[derive(Debug, Clone, Copy)]
 enum FileKind {
@@ -134,10 +140,10 @@ impl HfFolder {
     pub fn open_within(path: impl AsRef<Path>, max_memory: usize) -> Result<Self> {
         let path = path.as_ref();
         check_is_folder(path)?;
-        let has_weights = weight_files(path);
-        if let (Err(_), Some(reason)) = (&has_weights, what_it_is(path)) {
+        if let Some(reason) = what_it_is(path).filter(|_| !has_weights(path)) {
             return Err(foreign(path, reason));
         }
+        let files_of_weights = weight_files(path);
         let mut config = read_json(&path.join(CONFIG))?;
         let model_type = config.get("model_type").and_then(Value::as_str);
         let model_type = model_type.ok_or_else(|| {
@@ -147,7 +153,7 @@ impl HfFolder {
         check_is_plain(&config).map_err(|reason| foreign(&path.join(CONFIG), reason))?;
         let family = family::of(model_type);
         let (mut files, mut found, mut left_out) = (Vec::new(), Vec::new(), Vec::new());
-        for (name, kind, wanted) in has_weights? {
+        for (name, kind, wanted) in files_of_weights? {
             let file = path.join(&name);
             let mut tensors = match kind {
                 FileKind::Safetensors => stored_tensors(&file)?,
@@ -155,9 +161,8 @@ impl HfFolder {
             };
             if let Some(wanted) = wanted {
                 tensors.retain(|tensor| wanted.contains(&tensor.name));
-                let missing = wanted
-                    .iter()
-                    .find(|&name| tensors.iter().all(|t| t.name != *name));
+                let there: BTreeSet<_> = tensors.iter().map(|t| t.name.as_str()).collect();
+                let missing = wanted.iter().find(|name| !there.contains(name.as_str()));
                 if let Some(missing) = missing {
                     return Err(foreign(
                         &file,
@@ -350,14 +355,11 @@ fn are_apart(
 
 /// The files of weights.
 fn weight_files(folder: &Path) -> Result<Vec<WeightFile>> {
-    for (single, kind) in [
-        ("model.safetensors", FileKind::Safetensors),
-        ("pytorch_model.bin", FileKind::Torch),
-    ] {
+    for (single, kind) in WEIGHTS {
         if folder.join(single).exists() {
             return Ok(vec![(single.to_owned(), kind, None)]);
         }
-        let index = folder.join(format!("{single}.index.json"));
+        let index = index_of(folder, single);
         if index.exists() {
             let files = indexed_files(&index)?;
             let files = files.into_iter();
@@ -371,6 +373,17 @@ fn weight_files(folder: &Path) -> Result<Vec<WeightFile>> {
         "it has no model.safetensors, model.safetensors.index.json, pytorch_model.bin or \
          pytorch_model.bin.index.json",
     ))
+}
+
+/// The index of weights that would be one file of this name.
+fn index_of(folder: &Path, single: &str) -> PathBuf {
+    folder.join(format!("{single}.index.json"))
+}
+
+/// Whether a folder has weights, by the names of its files.
+fn has_weights(folder: &Path) -> bool {
+    let mut singles = WEIGHTS.iter().map(|(single, _)| single);
+    singles.any(|single| folder.join(single).exists() || index_of(folder, single).exists())
 }
 
 fn indexed_files(index: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {

@@ -122,6 +122,7 @@
 //! [nucleus sampling](https://arxiv.org/abs/1904.09751), section 3.1.
 
 mod base;
+mod beside;
 mod byte_size;
 mod checkpoint;
 mod checksum;
@@ -180,7 +181,7 @@ pub use generate::{
 pub use held::{HeldFile, lies_at};
 pub use hf::{
     ExportOptions, HfFolder, ImportOptions, StoredTensor, export_hf, import_dcp, import_hf,
-    import_merak, set_tie, stored_tensors,
+    import_merak, set_tie, stored_tensors, what_it_is,
 };
 pub use kind::Kind;
 pub use layout::{Layout, Part};

@@ -15,6 +15,7 @@ mod extract;
 mod graph;
 mod merge;
 
+pub(crate) use config::FILE as ADAPTER_CONFIG;
 pub use config::LoraConfig;
 pub use extract::{extract_lora, has_lora, replace_lora};
 pub(crate) use extract::{has_adapter, is_factor};

@@ -20,7 +20,7 @@ pub struct Store {
 pub(crate) const DRAFT: &str = ".tmp-";
 /// How the name of a checkpoint begins that a new one of the same step is replacing.
 pub(crate) const ASIDE: &str = ".replaced-";
-/// How the name of a checkpoint goes on, behind [`DRAFT`], that is being deleted.
+/// How the name of a folder goes on, behind [`DRAFT`], that is being deleted.
 const DELETE: &str = "delete-";
 
 /// Largest `latest` or `best` that is read.
@@ -79,7 +79,7 @@ impl Store {
     pub fn check(&self) -> Result<()> {
         for name in self.entries()?.0 {
             let path = self.folder.join(&name);
-            if is_folder(name.strip_prefix(ASIDE).unwrap_or(&name)) && !path.is_dir() {
+            if is_folder(without_aside(&name)) && !path.is_dir() {
                 return Err(foreign(
                     &path,
                     "it is no folder, and so no checkpoint: move it away",
@@ -239,7 +239,8 @@ impl Store {
     /// of it.
     pub(crate) fn delete(&self, path: &Path) -> Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let doomed = self.folder.join(format!("{DRAFT}{DELETE}{name}"));
+        let doomed = format!("{DRAFT}{DELETE}{}", without_aside(&name));
+        let doomed = self.folder.join(doomed);
         rename(path, &doomed)?;
         fs::remove_dir_all(&doomed).map_err(io_error("remove", &doomed))
     }
@@ -247,7 +248,7 @@ impl Store {
     /// Whether somebody is writing a checkpoint here.
     pub(crate) fn is_being_written(&self) -> Result<bool> {
         let names = self.names()?.into_iter();
-        let mut drafts = names.filter(|name| name.starts_with(DRAFT));
+        let mut drafts = names.filter(|name| is_draft(name));
         Ok(drafts.any(|name| Lock::is_held(&self.folder.join(name))))
     }
 
@@ -272,10 +273,10 @@ impl Store {
                 if !Lock::is_held(&path) {
                     remove(&path)?;
                 }
-            } else if let Some(step_name) = name.strip_prefix(ASIDE)
-                && format::parse_step_name(step_name).is_some()
+            } else if let Some(own) = name.strip_prefix(ASIDE)
+                && is_folder(own)
             {
-                let named = self.folder.join(step_name);
+                let named = self.folder.join(own);
                 if named.exists() {
                     remove(&path)?;
                 } else {
@@ -331,18 +332,14 @@ impl Store {
     }
 }
 
-/// The step of a checkpoint, under its name or the one that it has while another takes its place.
-fn step_of(name: &str) -> Option<u64> {
-    format::parse_step_name(name.strip_prefix(ASIDE).unwrap_or(name))
+/// The name that a folder has once no other takes its place.
+fn without_aside(name: &str) -> &str {
+    name.strip_prefix(ASIDE).unwrap_or(name)
 }
 
-/// Whether this is the name of something unfinished.
-fn is_draft(name: &str) -> bool {
-    let Some(of) = name.strip_prefix(DRAFT) else {
-        return false;
-    };
-    let of = of.strip_prefix(DELETE).unwrap_or(of);
-    is_folder(of) || [format::LATEST, format::BEST].contains(&of)
+/// The step of a checkpoint, under its name or the one that it has while another takes its place.
+fn step_of(name: &str) -> Option<u64> {
+    format::parse_step_name(without_aside(name))
 }
 
 /// Whether this is the name of a checkpoint or of a base.
@@ -350,9 +347,21 @@ fn is_folder(name: &str) -> bool {
     format::parse_step_name(name).is_some() || format::parse_base_name(name).is_some()
 }
 
+/// Whether this is the name of something unfinished.
+fn is_draft(name: &str) -> bool {
+    let Some(of) = name.strip_prefix(DRAFT) else {
+        return false;
+    };
+    // Earlier versions deleted steps under their numbers.
+    let is_deleted = |of: &str| is_folder(of) || of.parse::<u64>().is_ok();
+    is_folder(of)
+        || [format::LATEST, format::BEST].contains(&of)
+        || of.strip_prefix(DELETE).is_some_and(is_deleted)
+}
+
 /// Whether a store gives this name.
 fn is_own(name: &str) -> bool {
-    is_folder(name.strip_prefix(ASIDE).unwrap_or(name))
+    is_folder(without_aside(name))
         || is_draft(name)
         || [format::LATEST, format::BEST].contains(&name)
 }

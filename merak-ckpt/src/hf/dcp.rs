@@ -26,6 +26,7 @@ use super::{
 };
 use crate::{Checkpoint, DType, Header, Kind, Manifest, Result, TensorEntry};
 use index::{Index, Indexed, Place};
+use items::Found;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -36,6 +37,10 @@ pub(crate) const INDEX: &str = ".metadata";
 const KINDS: [&str; 3] = ["exp_avg", "exp_avg_sq", "momentum_buffer"];
 /// The optimizer's count of updates.
 const STEP: &str = "step";
+/// What `amsgrad` keeps besides, which no optimizer of Merak does.
+const AMSGRAD: &str = "max_exp_avg_sq";
+/// Most parts of a name that are taken for a prefix.
+const MAX_PREFIX_PARTS: usize = 16;
 /// Most names that a warning lists.
 const MAX_LISTED: usize = 12;
 
@@ -139,6 +144,10 @@ struct Run<'a> {
     state: Vec<Taken<'a>>,
     /// The items that say how many updates there were.
     steps: Vec<&'a Place>,
+    /// The fields of groups of parameters.
+    fields: Vec<(Field<'a>, &'a Place)>,
+    /// Keys of the optimizer's state that no optimizer of Merak has.
+    without_use: Vec<&'a str>,
     /// Keys of what the model has besides its parameters, as a head that is the embedding.
     unused: Vec<&'a str>,
     left_out: Vec<&'a str>,
@@ -195,6 +204,8 @@ impl<'a> Run<'a> {
             names,
             state: Vec::new(),
             steps: Vec::new(),
+            fields: Vec::new(),
+            without_use: Vec::new(),
             unused: Vec::new(),
             left_out: Vec::new(),
         })
@@ -226,7 +237,8 @@ impl<'a> Run<'a> {
             .map(|taken| (String::new(), taken.stored.as_tensor(&taken.name)))
             .collect();
         family.leave_out(&config, &mut found, &mut Vec::new());
-        let is_needed = |taken: &Taken<'_>| found.iter().any(|(_, t)| t.name == taken.name);
+        let needed: BTreeSet<_> = found.iter().map(|(_, t)| t.name.as_str()).collect();
+        let is_needed = |taken: &Taken<'_>| needed.contains(taken.name.as_str());
         let unused = self.params.extract_if(.., |taken| !is_needed(taken));
         self.unused = unused.map(|taken| taken.stored.key.as_str()).collect();
         Ok(is_untied)
@@ -236,7 +248,7 @@ impl<'a> Run<'a> {
         self.params.iter().find(|taken| taken.name == name)
     }
 
-    /// Finds the state of the optimizer; what is not taken is left out.
+    /// Finds the state of the optimizer and the fields of its groups; what is not taken is left out.
     fn take_state(&mut self, config: &Value) {
         let params = self.params.iter().map(|taken| taken.stored.key.as_str());
         let known: BTreeSet<_> = params.chain(self.unused.iter().copied()).collect();
@@ -272,14 +284,21 @@ impl<'a> Run<'a> {
                         name: name.to_owned(),
                     });
                 }
-                _ => self.left_out.push(key),
+                Some((_, what)) if KINDS.contains(&what) => self.left_out.push(key),
+                Some(_) => self.without_use.push(key),
+                None => match (Field::of(key), &stored.chunks[..]) {
+                    // A number that a script keeps in a tensor, as a learning rate that a compiled step reads.
+                    (Some(field), [chunk]) => self.fields.push((field, &chunk.place)),
+                    _ => self.left_out.push(key),
+                },
             }
         }
         for (key, place) in &self.index.values {
-            match state_of(key, self.prefix, &self.names) {
-                Some((_, STEP)) => self.steps.push(place),
-                _ if group_of(key).is_some() => {}
-                _ => self.left_out.push(key),
+            match (state_of(key, self.prefix, &self.names), Field::of(key)) {
+                (Some((_, STEP)), _) => self.steps.push(place),
+                (Some(_), _) => self.without_use.push(key),
+                (None, Some(field)) => self.fields.push((field, place)),
+                (None, None) => self.left_out.push(key),
             }
         }
     }
@@ -292,11 +311,17 @@ impl<'a> Run<'a> {
             model: json!({"model_type": model_type, "source": "torch_distributed_checkpoint"}),
             ..Header::default()
         };
-        if self.state.is_empty() && self.steps.is_empty() {
-            return Ok(header);
-        }
         let mut counts: Vec<u64> = Vec::new();
         let mut reader = items::Reader::new(self.folder, self.max_memory);
+        let groups = self.groups(&mut reader)?;
+        // SGD without momentum keeps nothing.
+        let is_stateless = !groups.is_empty()
+            && groups.values().all(|group| {
+                group.get("dampening").is_some() && group["momentum"].as_f64() == Some(0.0)
+            });
+        if self.state.is_empty() && self.steps.is_empty() && !is_stateless {
+            return Ok(header);
+        }
         for place in &self.steps {
             counts.push(reader.count(place)?);
         }
@@ -307,17 +332,6 @@ impl<'a> Run<'a> {
                 "parameters have seen different numbers of updates: the largest counts"
             );
         }
-        let mut groups = Map::new();
-        for (key, place) in &self.index.values {
-            let Some((group, field)) = group_of(key) else {
-                continue;
-            };
-            // The names of a group's parameters are no numbers.
-            if let Some(value) = reader.number(place)? {
-                let group = groups.entry(group).or_insert_with(|| json!({}));
-                group[field] = value;
-            }
-        }
         let has = |name: &str| self.state.iter().any(|taken| taken.kind.as_str() == name);
         let decouples = groups
             .values()
@@ -326,6 +340,7 @@ impl<'a> Run<'a> {
             (true, false, Some(true)) => Some("adamw_torch"),
             (true, false, Some(false)) => Some("adam"),
             (false, true, _) => Some("sgd"),
+            (false, false, _) if is_stateless => Some("sgd"),
             _ => None,
         };
         header.step = step;
@@ -333,6 +348,39 @@ impl<'a> Run<'a> {
             "imported": {"step": step, "optimizer": optimizer, "param_groups": groups},
         });
         Ok(header)
+    }
+
+    /// The numbers of the groups of parameters, by group and field.
+    fn groups(&self, reader: &mut items::Reader<'_>) -> Result<Map<String, Value>> {
+        let mut groups = Map::new();
+        let mut lists: BTreeMap<(&str, &str), BTreeMap<usize, Value>> = BTreeMap::new();
+        for (Field { group, name, nth }, place) in &self.fields {
+            let value = match reader.number(place)? {
+                Found::Number(value) => value,
+                // The names of a group's parameters, or what is not set.
+                Found::NoNumber => continue,
+                Found::Other(reason) => {
+                    tracing::warn!(
+                        group,
+                        name,
+                        reason,
+                        "a field of a parameter group is left out"
+                    );
+                    continue;
+                }
+            };
+            if let Some(nth) = nth {
+                lists.entry((group, name)).or_default().insert(*nth, value);
+                continue;
+            }
+            let group = groups.entry(*group).or_insert_with(|| json!({}));
+            group[*name] = value;
+        }
+        for ((group, name), list) in lists {
+            let group = groups.entry(group).or_insert_with(|| json!({}));
+            group[name] = list.into_values().collect();
+        }
+        Ok(groups)
     }
 
     /// Tensors that were taken, as an open checkpoint.
@@ -375,6 +423,16 @@ impl<'a> Run<'a> {
                 "left out, for the model of the configuration has no place for it"
             );
         }
+        if let Some(first) = self.without_use.first() {
+            let kept = first.rsplit('.').next();
+            let of = kept.filter(|kept| *kept == AMSGRAD).map(|_| "AMSGrad");
+            tracing::warn!(
+                num_items = self.without_use.len(),
+                first,
+                of,
+                "state that no optimizer of Merak keeps is left out: a run that goes on does without it"
+            );
+        }
         if self.left_out.iter().any(|key| is_numbered(key)) {
             tracing::warn!(
                 "the state of the optimizer has numbers instead of names: save what get_optimizer_state_dict gives"
@@ -386,8 +444,10 @@ impl<'a> Run<'a> {
         let mut kinds: Vec<_> = kinds.map(|tensor| &tensor.kind).collect();
         kinds.dedup();
         for kind in kinds {
-            let has = |name: &str| tensors.iter().any(|t| t.kind == *kind && t.name == name);
-            let without = self.params.iter().find(|param| !has(&param.name));
+            let of_kind = tensors.iter().filter(|tensor| tensor.kind == *kind);
+            let have: BTreeSet<_> = of_kind.map(|tensor| tensor.name.as_str()).collect();
+            let mut params = self.params.iter();
+            let without = params.find(|param| !have.contains(param.name.as_str()));
             if let Some(Taken { name, .. }) = without {
                 tracing::warn!(%kind, name, "some parameters have no state of the optimizer");
             }
@@ -408,7 +468,8 @@ fn other_names(index: &Index, family: Option<&Family>, config: &Value, prefix: &
             let long = [family.prefix(), name].concat();
             family.has_place_for(config, name) || family.has_place_for(config, &long)
         };
-        let mut starts = key.match_indices('.').map(|(at, _)| at + 1);
+        let starts = key.match_indices('.').take(MAX_PREFIX_PARTS);
+        let mut starts = starts.map(|(at, _)| at + 1);
         let start = starts.find(|&at| is_one(&key[at..]))?;
         Some(&key[..start])
     });
@@ -417,14 +478,30 @@ fn other_names(index: &Index, family: Option<&Family>, config: &Value, prefix: &
     }
     let some: Vec<_> = keys.take(3).map(|name| format!("`{name}`")).collect();
     let some = some.join(", ");
+    if !some.is_empty() {
+        return format!(
+            "no tensor of the model has a name that begins with `{prefix}`; there is {some}: name another --prefix or --config"
+        );
+    }
+    if !index.tensors.is_empty() {
+        return "it has state of an optimizer and no weights: save the model's state_dict beside it".to_owned();
+    }
+    // Each value is then a dictionary of its own.
+    let values = index.values.keys().take(3).map(|name| format!("`{name}`"));
+    let values = values.collect::<Vec<_>>().join(", ");
+    if values.is_empty() {
+        return "it is empty".to_owned();
+    }
     format!(
-        "no tensor of the model has a name that begins with `{prefix}`; there is {some}: name another --prefix or --config"
+        "it has no tensors, only the values {values}, as a planner with flatten_state_dict=False saves them: \
+         flatten it with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE`, then `.. torch_to_dcp FILE DIR2`, \
+         then import DIR2"
     )
 }
 
 /// Whether a name is one of an optimizer's state, whose parameter need not be known.
 fn is_state(name: &str) -> bool {
-    let known = |what: &str| KINDS.contains(&what) || what == STEP || what == "max_exp_avg_sq";
+    let known = |what: &str| KINDS.contains(&what) || what == STEP || what == AMSGRAD;
     let last = name.rsplit_once('.');
     last.is_some_and(|(before, what)| {
         known(what) && (before.starts_with("state.") || before.contains(".state."))
@@ -456,12 +533,63 @@ fn is_numbered(key: &str) -> bool {
     number.is_some_and(|(number, _)| number.parse::<u32>().is_ok())
 }
 
-/// The group of parameters, by number or name, and the field of it that a key is of.
-fn group_of(key: &str) -> Option<(&str, &str)> {
-    const GROUPS: &str = "param_groups.";
-    let at = key.find(GROUPS)?;
-    let is_start = at == 0 || key[..at].ends_with('.');
-    key[at + GROUPS.len()..]
-        .rsplit_once('.')
-        .filter(|_| is_start)
+/// A field of a group of parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Field<'a> {
+    /// The group's number, or the name of its one parameter.
+    group: &'a str,
+    name: &'a str,
+    /// The place in a list whose members have keys of their own, as those of a list of tensors have.
+    nth: Option<usize>,
+}
+
+impl<'a> Field<'a> {
+    /// The field that a key is of.
+    fn of(key: &'a str) -> Option<Self> {
+        const GROUPS: &str = "param_groups.";
+        let at = key.find(GROUPS)?;
+        let is_start = at == 0 || key[..at].ends_with('.');
+        let within = Some(&key[at + GROUPS.len()..]).filter(|_| is_start)?;
+        let (group, name) = within.rsplit_once('.')?;
+        let whole = Self {
+            group,
+            name,
+            nth: None,
+        };
+        let list = || {
+            let (group, list) = group.rsplit_once('.')?;
+            Some(Self {
+                group,
+                name: list,
+                nth: Some(name.parse().ok()?),
+            })
+        };
+        Some(list().unwrap_or(whole))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_of_a_parameter_group_tells_group_field_and_member() {
+        let field = |key| Field::of(key).map(|field| (field.group, field.name, field.nth));
+        assert_eq!(field("optim.param_groups.0.lr"), Some(("0", "lr", None)));
+        assert_eq!(
+            field("param_groups.h.0.weight.lr"),
+            Some(("h.0.weight", "lr", None))
+        );
+        assert_eq!(
+            field("optim.param_groups.0.betas.1"),
+            Some(("0", "betas", Some(1)))
+        );
+        assert_eq!(
+            field("param_groups.h.0.weight.betas.1"),
+            Some(("h.0.weight", "betas", Some(1)))
+        );
+        for key in ["optim.my_param_groups.0.lr", "param_groups.0", "lr"] {
+            assert_eq!(field(key), None, "{key}");
+        }
+    }
 }

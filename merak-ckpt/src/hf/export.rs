@@ -1,8 +1,8 @@
 //! Making a Hugging Face folder of a checkpoint.
 
 use super::{CONFIG, check_float, family::set_tie, family_of, foreign, read_json, whole};
-use crate::disk::{remove, rename, sync_folder, sync_parent, write_synced};
-use crate::error::{WithCauses, io_error};
+use crate::beside::DraftBeside;
+use crate::disk::{sync_folder, write_synced};
 use crate::lora::{copy_companions, has_adapter, is_factor, merge_own};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
 use crate::reshard::check_outside;
@@ -11,8 +11,7 @@ use crate::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, Shard, ShardK
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// How a checkpoint becomes a Hugging Face folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,10 +46,11 @@ impl Default for ExportOptions {
 /// folded into the weights, as [`merge_lora`](crate::merge_lora) does; [`extract_lora`](crate::extract_lora) writes it
 /// by itself.
 ///
-/// `folder` must not exist, or be empty; it gets its name when it is complete.
+/// `folder` must not exist, or be empty; it gets its name when it is complete. Until then it is `.merak-tmp-NAME` beside its
+/// place; what a killed process left there is taken over.
 ///
 /// # Errors
-/// [`Error::AlreadyExists`] for a folder with content, [`Error::Foreign`] where the checkpoint has
+/// [`Error::AlreadyExists`] for a folder with content, [`Error::InUse`] for one that another process is writing, [`Error::Foreign`] where the checkpoint has
 /// no `config.json`, [`Error::InvalidOption`] for a type that is no floating-point type,
 /// [`Error::Damaged`] for a damaged checkpoint.
 pub fn export_hf(
@@ -97,37 +97,9 @@ pub(crate) fn make(folder: &Path, content: &Content<'_>, options: &ExportOptions
             path: folder.to_owned(),
         });
     }
-    let draft = draft_of(folder)?;
-    if let Some(parent) = draft.parent() {
-        fs::create_dir_all(parent).map_err(io_error("create", parent))?;
-    }
-    // What lies there may be somebody's own, or that of an export that goes on.
-    fs::create_dir(&draft).map_err(|error| match error.kind() {
-        ErrorKind::AlreadyExists => Error::AlreadyExists {
-            path: draft.clone(),
-        },
-        _ => io_error("create", &draft)(error),
-    })?;
-    let outcome = write(&draft, content, options, budget).and_then(|()| rename(&draft, folder));
-    if outcome.is_ok() {
-        return sync_parent(folder);
-    }
-    if outcome.is_err()
-        && let Err(error) = remove(&draft)
-    {
-        tracing::warn!(error = %WithCauses(&error), "an unfinished folder could not be removed");
-    }
-    outcome
-}
-
-/// The name under which a folder is written.
-fn draft_of(folder: &Path) -> Result<PathBuf> {
-    let name = folder.file_name().ok_or_else(|| Error::AlreadyExists {
-        path: folder.to_owned(),
-    })?;
-    let mut draft = std::ffi::OsString::from(".tmp-");
-    draft.push(name);
-    Ok(folder.with_file_name(draft))
+    let draft = DraftBeside::begin(folder)?;
+    write(draft.path(), content, options, budget)?;
+    draft.finish()
 }
 
 /// The parameters to write, in natural order of their names, with the types to write; `changes` says

@@ -1,5 +1,8 @@
 //! What other programs' folders and files are, told from their names, and the way in for each.
 
+use super::{CONFIG, has_weights};
+use crate::format;
+use crate::lora::ADAPTER_CONFIG;
 use std::fs;
 use std::path::Path;
 
@@ -7,6 +10,16 @@ use std::path::Path;
 pub(super) const TORCHTITAN: &str = "it is a checkpoint of torchtitan, whose names are not those of transformers: convert it with \
      torchtitan's scripts/checkpoint_conversion/convert_to_hf.py, then use the Hugging Face folder";
 const DCP: &str = "it is a folder of torch.distributed.checkpoint: import it with `merak-ckpt import-dcp DIR DST --config config.json`";
+const SHARDED: &str = "it is a folder of torch.distributed.checkpoint in its safetensors format, each file with a part of each tensor: \
+     save again with HuggingFaceStorageWriter(HF_DIR, save_distributed=True, enable_consolidation=True), or put the parts together \
+     with `consolidate_safetensors_files(DIR, HF_DIR, {name: 1 for name in model.state_dict()})` of \
+     torch.distributed.checkpoint._consolidate_hf_safetensors, put the model's config.json into HF_DIR, then use that";
+const HUGGING_FACE: &str =
+    "it is a Hugging Face folder and no checkpoint: `merak-ckpt import-hf DIR DST` makes one of it";
+const HUGGING_FACE_FILE: &str = "it is a file of a Hugging Face folder: name the folder, of which `merak-ckpt import-hf DIR DST` makes a checkpoint";
+const BARE_WEIGHTS: &str = "it is a folder of weights without the model's config.json: put that beside them, then make a checkpoint of the \
+     folder with `merak-ckpt import-hf DIR DST`";
+const ADAPTER: &str = "it is an adapter of PEFT: fold it into its base model with `merak-ckpt merge-lora BASE DIR HF_DIR`";
 const MEGATRON: &str = "it is a checkpoint of Megatron-LM: convert it to a Hugging Face folder with \
      Megatron-Bridge or Megatron-LM's tools/checkpoint/convert.py, then use that";
 const DEEPSPEED: &str = "it is a checkpoint of DeepSpeed: run the zero_to_fp32.py that lies in it, `zero_to_fp32.py DIR HF_DIR`, \
@@ -20,10 +33,26 @@ const MAX_NAMES: usize = 4096;
 /// Largest index in which names of torchtitan are looked for.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 
-/// What this folder or file is, where it is one that another program wrote, and how to get in.
-pub(crate) fn what_it_is(path: &Path) -> Option<&'static str> {
+/// What this folder or file is, where it is one that another program wrote, and how to get in: a clause for an error that has
+/// named the path. None of a checkpoint of this crate, of what is unknown, and of a path where nothing lies.
+///
+/// Only names are looked at, and the index of a folder of `torch.distributed.checkpoint`. A folder of Hugging Face is one of
+/// another program as well: who takes such folders asks when it could not open one.
+///
+/// # Examples
+/// ```
+/// let folder = tempfile::tempdir()?;
+/// std::fs::write(folder.path().join("model.gguf"), "")?;
+/// let found = merak_ckpt::what_it_is(folder.path()).expect("it is known");
+/// assert!(found.starts_with("it is GGUF"), "{found}");
+/// # Ok::<(), std::io::Error>(())
+/// ```
+pub fn what_it_is(path: &Path) -> Option<&'static str> {
     if path.is_file() {
         return file(path);
+    }
+    if path.join(format::MANIFEST).exists() {
+        return None;
     }
     let names = names(path);
     let has = |is_one: &dyn Fn(&str) -> bool| names.iter().any(|name| is_one(name));
@@ -64,6 +93,20 @@ pub(crate) fn what_it_is(path: &Path) -> Option<&'static str> {
             other => other,
         });
     }
+    if has_weights(path) {
+        let has_config = path.join(CONFIG).is_file();
+        return Some(if has_config {
+            HUGGING_FACE
+        } else {
+            BARE_WEIGHTS
+        });
+    }
+    if has(&|name| name == ADAPTER_CONFIG) {
+        return Some(ADAPTER);
+    }
+    if has(&|name| name.starts_with("shard-") && name.ends_with(".safetensors")) {
+        return Some(SHARDED);
+    }
     let end = |end: &'static str| names.iter().any(|name| name.ends_with(end));
     if end(".gguf") {
         return Some(GGUF);
@@ -78,7 +121,17 @@ fn file(path: &Path) -> Option<&'static str> {
     match name.rsplit_once('.').map_or(name, |(_, end)| end) {
         "gguf" => Some(GGUF),
         "metadata" | "distcp" | "latest" | "txt" => beside(),
-        "pt" | "pth" | "bin" => beside().filter(|&found| found != GGUF).or(Some(TORCH)),
+        "safetensors" | "json" => match beside()? {
+            HUGGING_FACE => Some(HUGGING_FACE_FILE),
+            found => [BARE_WEIGHTS, ADAPTER, SHARDED]
+                .into_iter()
+                .find(|known| *known == found),
+        },
+        "pt" | "pth" | "bin" => match beside() {
+            Some(HUGGING_FACE) => Some(HUGGING_FACE_FILE),
+            Some(GGUF | BARE_WEIGHTS) | None => Some(TORCH),
+            found => found,
+        },
         _ => None,
     }
 }

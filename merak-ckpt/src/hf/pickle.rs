@@ -23,6 +23,9 @@ const CONTAINER_BYTES: usize = 2 * size_of::<Vec<Value<'_>>>() + 16;
 /// Bytes that an entry of the memo takes in a tree whose nodes may be half empty.
 const MEMO_BYTES: usize = 2 * (size_of::<Value<'_>>() + size_of::<u32>() + 4);
 
+/// Longest name of a storage, which is a number. Any number of storages may have one name, and names are compared.
+const MAX_STORAGE_NAME_BYTES: usize = 128;
+
 /// The machine that runs one pickle.
 struct Machine<'a> {
     bytes: &'a [u8],
@@ -349,6 +352,12 @@ impl<'a> Machine<'a> {
             ] => (key, dtype, size(len)?),
             _ => return Err("a persistent id names no storage".to_owned()),
         };
+        if key.len() > MAX_STORAGE_NAME_BYTES {
+            let (length, limit) = (key.len(), MAX_STORAGE_NAME_BYTES);
+            return Err(format!(
+                "the name of a storage has {length} bytes, the limit is {limit}"
+            ));
+        }
         self.heap.spend(2 * size_of::<Storage<'_>>())?;
         self.heap.storages.push(Storage { key, dtype, len });
         self.push(Value::Storage(self.heap.storages.len() - 1))
@@ -473,19 +482,19 @@ mod tests {
 
     #[test]
     fn what_is_named_again_and_again_is_not_copied() {
-        // A key of 1 MiB, which 300,000 storages have, and tensors of a shape with 100,000 dims.
-        let key = [&b"X\x00\x00\x10\x00"[..], &b"k".repeat(1 << 20)].concat();
+        // A key that 300,000 storages have, one of 1 MiB, and tensors of a shape with 100,000 dims.
+        let key = |length: u32| {
+            let length = length.to_le_bytes();
+            let name = b"k".repeat(u32::from_le_bytes(length) as usize);
+            [&b"X"[..], &length, &name].concat()
+        };
         let start = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\n";
-        let storages = [
-            &start[..],
-            &key,
-            b"NK\x01tq\x00",
-            &b"h\x00Q0".repeat(300_000),
-            b".",
-        ];
-        let storages = storages.concat();
-        let (_, heap, _) = run(&storages).unwrap();
-        assert_eq!(heap.storages.len(), 300_000);
+        let storages = |length| {
+            let all = b"h\x00Q0".repeat(300_000);
+            [&start[..], &key(length), b"NK\x01tq\x00", &all, b"."].concat()
+        };
+        assert_eq!(run(&storages(128)).unwrap().1.storages.len(), 300_000);
+        assert!(refusal(&storages(1 << 20)).contains("has 1048576 bytes, the limit is 128"));
         let shape = [&b"("[..], &b"K\x01".repeat(100_000), b"tq\x01"].concat();
         let tensor = [
             &b"ctorch._utils\n_rebuild_tensor_v2\n("[..],

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use std::path::Path;
 
 /// Name of the file.
-pub(super) const FILE: &str = "adapter_config.json";
+pub(crate) const FILE: &str = "adapter_config.json";
 
 /// Fields that something depends on.
 const FIELDS: [&str; 18] = [

@@ -1,8 +1,9 @@
 //! Writing the adapter of a checkpoint as a PEFT folder.
 
 use super::{LoraConfig, PREFIX, config};
-use crate::disk::{remove, rename, sync_folder, sync_parent, write_synced};
-use crate::error::{WithCauses, io_error};
+use crate::beside::{DraftBeside, beside};
+use crate::disk::{remove, rename, sync_folder, write_synced};
+use crate::error::io_error;
 use crate::hf::{CONFIG, family_of, foreign, read_json};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, write_planned};
@@ -29,7 +30,8 @@ const DEFAULT: &str = "default";
 /// `folder` must not exist, or be empty.
 ///
 /// # Errors
-/// [`Error::AlreadyExists`] for a folder with content, [`Error::Foreign`] for a checkpoint without an adapter,
+/// [`Error::AlreadyExists`] for a folder with content, [`Error::InUse`] for one that another process is writing,
+/// [`Error::Foreign`] for a checkpoint without an adapter,
 /// [`Error::Damaged`] for a damaged one.
 pub fn extract_lora(source: &Checkpoint, folder: impl AsRef<Path>) -> Result<()> {
     let folder = folder.as_ref();
@@ -53,39 +55,23 @@ pub fn replace_lora(source: &Checkpoint, folder: impl AsRef<Path>) -> Result<()>
 
 fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
     let adapters = adapters(source)?;
-    let name = folder.file_name().ok_or_else(|| Error::AlreadyExists {
-        path: folder.to_owned(),
-    })?;
-    let beside = |prefix: &str| {
-        let mut beside = std::ffi::OsString::from(prefix);
-        beside.push(name);
-        folder.with_file_name(beside)
-    };
-    // Names that nobody else gives. A crash between the two renames leaves the whole folder under the second.
-    let (draft, old) = (beside(".merak-tmp-"), beside(".merak-old-"));
+    let draft = DraftBeside::begin(folder)?;
+    // A crash between the two renames leaves the whole folder under this name, which nobody else gives.
+    let old = beside(folder, ".merak-old-")?;
     if old.exists() && !folder.exists() {
         rename(&old, folder)?;
     }
-    for left in [&draft, &old] {
-        if left.exists() {
-            remove(left)?;
-        }
+    if old.exists() {
+        remove(&old)?;
     }
-    let outcome = adapters
-        .iter()
-        .try_for_each(|(name, tensors)| write_adapter(source, &place_of(&draft, name), tensors));
-    if let Err(error) = outcome {
-        if let Err(error) = remove(&draft) {
-            tracing::warn!(error = %WithCauses(&error), "an unfinished folder could not be removed");
-        }
-        return Err(error);
+    for (name, tensors) in &adapters {
+        write_adapter(source, &place_of(draft.path(), name), tensors)?;
     }
     if folder.exists() {
-        keep_others(folder, &draft)?;
+        keep_others(folder, draft.path())?;
         rename(folder, &old)?;
     }
-    rename(&draft, folder)?;
-    sync_parent(folder)?;
+    draft.finish()?;
     if old.exists() {
         remove(&old)?;
     }

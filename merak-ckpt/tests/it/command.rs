@@ -362,6 +362,68 @@ fn warnings_are_shown_unless_they_are_not_asked_for() {
 }
 
 #[test]
+fn what_an_import_does_without_is_said_with_the_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/dcp/tensors");
+    fs::write(folder.path().join("grid.json"), r#"{"model_type": "grid"}"#).unwrap();
+    let source = source.to_str().expect("a path");
+    let arguments = [
+        "import-dcp",
+        source,
+        "out",
+        "--config",
+        "grid.json",
+        "--prefix",
+        "model.",
+    ];
+    let (status, _, errors) = run(folder.path(), &arguments);
+    assert_eq!(status, 0, "{errors}");
+    let lines: Vec<_> = errors
+        .lines()
+        .filter_map(|line| line.split_once("dcp: "))
+        .collect();
+    let lines: Vec<_> = lines.into_iter().map(|(_, line)| line).collect();
+    insta::assert_snapshot!(lines.join("\n"), @r#"
+    a field of a parameter group is left out group="1" name="weight_decay" reason="asks for `numpy._core.multiarray.scalar`, which no table of tensors needs (byte 2 of the pickle)"
+    state that no optimizer of Merak keeps is left out: a run that goes on does without it num_items=4 first="optim.state.rows.weight.max_exp_avg_sq" of="AMSGrad"
+    "#);
+}
+
+#[test]
+fn looking_at_what_others_wrote_says_what_it_is_and_the_way_in() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens");
+    let mut messages = Vec::new();
+    for path in [
+        "hf/gpt2-safetensors",
+        "hf/gpt2-safetensors/config.json",
+        "hf/gpt2-old/pytorch_model.bin",
+        "dcp/grid",
+        "dcp/parts",
+        "lora/gpt2",
+    ] {
+        let (status, output, errors) = run(&folder, &["inspect", path]);
+        assert_eq!((status, output.as_str()), (2, ""), "{errors}");
+        assert_eq!(
+            run(&folder, &["verify", path]),
+            (status, output.clone(), errors.clone())
+        );
+        assert_eq!(
+            run(&folder, &["diff", path, path]),
+            (status, output, errors.clone())
+        );
+        messages.push(errors);
+    }
+    insta::assert_snapshot!(messages.concat(), @"
+    merak-ckpt: cannot read hf/gpt2-safetensors: it is a Hugging Face folder and no checkpoint: `merak-ckpt import-hf DIR DST` makes one of it
+    merak-ckpt: cannot read hf/gpt2-safetensors/config.json: it is a file of a Hugging Face folder: name the folder, of which `merak-ckpt import-hf DIR DST` makes a checkpoint
+    merak-ckpt: cannot read hf/gpt2-old/pytorch_model.bin: it is a file of a Hugging Face folder: name the folder, of which `merak-ckpt import-hf DIR DST` makes a checkpoint
+    merak-ckpt: cannot read dcp/grid: it is a folder of torch.distributed.checkpoint: import it with `merak-ckpt import-dcp DIR DST --config config.json`
+    merak-ckpt: cannot read dcp/parts: it is a folder of torch.distributed.checkpoint in its safetensors format, each file with a part of each tensor: save again with HuggingFaceStorageWriter(HF_DIR, save_distributed=True, enable_consolidation=True), or put the parts together with `consolidate_safetensors_files(DIR, HF_DIR, {name: 1 for name in model.state_dict()})` of torch.distributed.checkpoint._consolidate_hf_safetensors, put the model's config.json into HF_DIR, then use that
+    merak-ckpt: cannot read lora/gpt2: it is an adapter of PEFT: fold it into its base model with `merak-ckpt merge-lora BASE DIR HF_DIR`
+    ");
+}
+
+#[test]
 fn a_destination_that_cannot_be_is_named() {
     let folder = tempfile::tempdir().unwrap();
     save(&Store::in_output_dir(folder.path()), 1, topology(1, 1, 1)).unwrap();

@@ -23,12 +23,15 @@ fn unknown(folder: &Path) -> PathBuf {
 }
 
 /// The golden folders with the prefixes of their weights, and configurations.
-fn cases(folder: &Path) -> [(&'static str, &'static str, PathBuf); 4] {
+fn cases(folder: &Path) -> [(&'static str, &'static str, PathBuf); 7] {
     [
         ("gpt2", "model.", golden("gpt2.json")),
         ("llama", "app.net", golden("llama.json")),
         ("grid", "", unknown(folder)),
         ("sgd", "", unknown(folder)),
+        ("tensors", "model", unknown(folder)),
+        ("bare-sgd", "model", unknown(folder)),
+        ("threads", "model", unknown(folder)),
     ]
 }
 
@@ -120,7 +123,37 @@ fn step_and_numbers_of_parameter_groups_are_kept() {
     llama: step 2, {"imported":{"optimizer":null,"param_groups":{"lm_head.weight":{"betas":[0.9,0.999],"lr":0.003}},"step":2}}
     grid: step 2, {"imported":{"optimizer":null,"param_groups":{},"step":2}}
     sgd: step 0, {"imported":{"optimizer":"sgd","param_groups":{"both.weight":{"dampening":0,"differentiable":false,"lr":0.1,"maximize":false,"momentum":0.9,"nesterov":false,"weight_decay":0}},"step":0}}
+    tensors: step 4, {"imported":{"optimizer":"adamw_torch","param_groups":{"0":{"amsgrad":true,"betas":[0.75,0.5],"capturable":false,"decoupled_weight_decay":true,"differentiable":false,"eps":1e-8,"foreach":false,"lr":0.003,"maximize":false,"weight_decay":0.1}},"step":4}}
+    bare-sgd: step 0, {"imported":{"optimizer":"sgd","param_groups":{"0":{"dampening":0,"differentiable":false,"lr":0.1,"maximize":false,"momentum":0,"nesterov":false,"weight_decay":0.1}},"step":0}}
+    threads: step 3, {"imported":{"optimizer":"adamw_torch","param_groups":{"0":{"amsgrad":false,"betas":[0.9,0.999],"capturable":false,"decoupled_weight_decay":true,"differentiable":false,"eps":1e-8,"fused":true,"lr":0.25,"maximize":false,"weight_decay":0.1}},"step":3}}
     "#);
+}
+
+#[test]
+fn numbers_that_are_tensors_are_kept_as_numbers() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = unknown(folder.path());
+    let to = folder.path().join("imported");
+    let options = ImportOptions::default();
+    let imported = import(&golden("tensors"), &to, &config, "model", &options).unwrap();
+    let state = &imported.manifest().header.state["imported"];
+    let groups = &state["param_groups"];
+    assert_eq!(groups["0"]["lr"], 3e-3);
+    assert_eq!(groups["1"]["lr"], 3e-3);
+    // A list of tensors has keys of its own, a tuple is one item.
+    assert_eq!(groups["0"]["betas"], serde_json::json!([0.75, 0.5]));
+    assert_eq!(groups["1"]["betas"], serde_json::json!([0.75, 0.25]));
+    assert_eq!(groups["0"]["weight_decay"], 0.1);
+    assert_eq!(state["step"], 4);
+    // Of two processes, which write two files each.
+    let to = folder.path().join("threads");
+    let imported = import(&golden("threads"), &to, &config, "model", &options).unwrap();
+    let groups = &imported.manifest().header.state["imported"]["param_groups"];
+    assert_eq!(
+        (&groups["0"]["lr"], &groups["1"]["lr"]),
+        (&0.25.into(), &0.25.into())
+    );
+    assert_eq!(groups["0"]["fused"], true);
 }
 
 #[test]
@@ -154,12 +187,16 @@ fn refusal(folder: &Path, config: &Path, prefix: &str) -> String {
 
 #[test]
 fn prefixes_and_models_that_do_not_fit_are_refused_with_what_is_there() {
+    let folder = tempfile::tempdir().unwrap();
     let (gpt2, llama) = (golden("gpt2.json"), golden("llama.json"));
     let messages = [
         refusal(&golden("gpt2"), &gpt2, ""),
         refusal(&golden("llama"), &llama, "net"),
         refusal(&golden("gpt2"), &llama, "model."),
         refusal(&golden("by-number"), &gpt2, "model."),
+        refusal(&golden("whole"), &gpt2, "model."),
+        refusal(&golden("safetensors"), &unknown(folder.path()), ""),
+        refusal(&golden("parts"), &gpt2, ""),
         refusal(&golden("nowhere"), &gpt2, "model."),
         refusal(&golden("../hf/gpt2-zip"), &gpt2, ""),
     ];
@@ -168,8 +205,11 @@ fn prefixes_and_models_that_do_not_fit_are_refused_with_what_is_there() {
     cannot read DCP: the names of its weights begin with `app.net.`: name --prefix app.net.
     cannot read DCP: it lacks tensor `model.embed_tokens.weight`
     cannot read DCP: it lacks tensor `transformer.wte.weight`
+    cannot read DCP: it has no tensors, only the values `model`, `step`, as a planner with flatten_state_dict=False saves them: flatten it with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE`, then `.. torch_to_dcp FILE DIR2`, then import DIR2
+    cannot read DCP/__0_0.distcp: the item of 12 bytes at byte 0: it is safetensors and not what torch.save writes: save again without serialization_format=SerializationFormat.SAFETENSORS, or with HuggingFaceStorageWriter
+    cannot read DCP: it is a folder of torch.distributed.checkpoint in its safetensors format, each file with a part of each tensor: save again with HuggingFaceStorageWriter(HF_DIR, save_distributed=True, enable_consolidation=True), or put the parts together with `consolidate_safetensors_files(DIR, HF_DIR, {name: 1 for name in model.state_dict()})` of torch.distributed.checkpoint._consolidate_hf_safetensors, put the model's config.json into HF_DIR, then use that
     cannot read DCP: the folder does not exist
-    cannot read DCP/.metadata: the file is missing
+    cannot read DCP: it is a Hugging Face folder and no checkpoint: `merak-ckpt import-hf DIR DST` makes one of it
     ");
 }
 
@@ -271,7 +311,7 @@ fn places_and_boxes_that_lie_are_refused() {
     }
     insta::assert_snapshot!(messages.join("\n"), @"
     cannot read DCP: tensor `rows.weight` is not whole: the slices hold 20 of 28 elements
-    cannot read DCP/__0_0.distcp: the item of 9223372036854775807 bytes at byte 0: the file has 58396 bytes
+    cannot read DCP/.metadata: the items at the bytes 0 and 1261 of __0_0.distcp overlap
     cannot read DCP/.metadata: a size or offset is -1
     cannot read DCP/.metadata: invalid file name `../etc/passw`: expected 1 to 128 of the characters a-z, A-Z, 0-9, `.`, `_` and `-`, not starting with a dot, other than manifest.json
     cannot open DCP/__9_9.distcp

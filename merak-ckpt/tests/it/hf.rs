@@ -475,20 +475,21 @@ fn an_untied_head_that_is_missing_is_not_exported_as_tied() {
 }
 
 #[test]
-fn an_export_leaves_alone_what_lies_beside_it() {
+fn an_export_leaves_alone_what_lies_beside_it_and_takes_over_what_one_that_died_left() {
     let folder = tempfile::tempdir().unwrap();
     let config = br#"{"model_type": "gpt2"}"#;
     let source = checkpoint(folder.path(), &[("transformer.wte.weight", 1.0)], config);
     let beside = folder.path().join(".tmp-out");
     fs::create_dir(&beside).unwrap();
     fs::write(beside.join("thesis.tex"), "mine").unwrap();
+    let left = folder.path().join(".merak-tmp-out");
+    fs::create_dir(&left).unwrap();
+    fs::write(left.join("model-00001-of-00002.safetensors"), "half of it").unwrap();
     let out = folder.path().join("out");
-    let error = export_hf(&source, &out, &ExportOptions::default()).unwrap_err();
-    assert!(
-        matches!(&error, Error::AlreadyExists { path } if *path == beside),
-        "{error}"
-    );
+    export_hf(&source, &out, &ExportOptions::default()).unwrap();
     assert!(beside.join("thesis.tex").exists());
+    assert!(!left.exists() && !out.join("model-00001-of-00002.safetensors").exists());
+    assert!(out.join("model.safetensors").exists());
 }
 
 /// Why a folder with these tensors of zeros is not imported.

@@ -13,6 +13,7 @@
 //! - `command`: what `merak-ckpt` prints, and its exit status
 //! - `crash`: killed processes and full disks lose nothing
 //! - `dcp`: folders of torch.distributed.checkpoint
+//! - `dcp_hostile`: indexes of such folders that are made to cost time and memory
 //! - `damage`: damaged files give errors that name them, on loading too
 //! - `forged`: hostile manifests and headers with right checksums
 //! - `generation`: the decode loop over toy models
@@ -23,6 +24,7 @@ mod command;
 mod crash;
 mod damage;
 mod dcp;
+mod dcp_hostile;
 mod forged;
 mod generation;
 mod hf;

@@ -81,10 +81,10 @@ pub(crate) fn text_of(
     let wrong = utf8.filter(is_whole).map(|error| error.valid_up_to());
     let zero = bytes.iter().position(|byte| *byte == 0);
     let first = zero.into_iter().chain(wrong).min();
-    let format = first.and_then(|offset| Some((offset, format_of(&bytes)?)));
-    if let Some((offset, format)) = format {
+    // What a file is stands in its first bytes, wherever the one lies by which it is no text.
+    if let Some(format) = first.and_then(|_| format_of(&bytes)) {
         let found = Found::Format(format);
-        return Err(NotText { offset, found });
+        return Err(NotText { offset: 0, found });
     }
     if let Some(offset) = zero {
         let found = Found::Zero;
@@ -162,14 +162,15 @@ mod tests {
         let png = found(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", TextKind::Bytes);
         insta::assert_snapshot!(png, @r#"cannot read a as text: it is a PNG image (offset 0): leave it out of "data.path", or set "data.skip_binary" to true to pass over such files"#);
         let safetensors = found(b"\x10\0\0\0\0\0\0\0{\"a\":{}}        ", TextKind::Utf8);
-        insta::assert_snapshot!(safetensors, @r#"cannot read a as text: it is a safetensors file (offset 1): set "data.format" to "tensors" if it holds samples, or set "data.skip_binary" to true to pass over such files"#);
+        insta::assert_snapshot!(safetensors, @r#"cannot read a as text: it is a safetensors file (offset 0): set "data.format" to "tensors" if it holds samples, or set "data.skip_binary" to true to pass over such files"#);
         let zero = found(b"some words\0", TextKind::Bytes);
         insta::assert_snapshot!(zero, @r#"cannot read a as text: it has a zero byte, which no text has (offset 10): leave it out of "data.path", or set "data.skip_binary" to true to pass over such files"#);
         for (start, name) in FORMATS {
             let file = [start, &b"\0\xff"[..]].concat();
             for kind in [TextKind::Bytes, TextKind::Utf8, TextKind::Records] {
                 let message = found(&file, kind);
-                assert!(message.contains(name), "{message}");
+                let expected = format!("it is {name} (offset 0)");
+                assert!(message.contains(&expected), "{message}");
             }
         }
         // Words are words, whatever they begin with.

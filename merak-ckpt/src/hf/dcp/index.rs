@@ -40,7 +40,7 @@ pub(super) struct Chunk {
 }
 
 /// Where an item lies.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Place {
     pub(super) file: String,
     pub(super) offset: u64,
@@ -65,7 +65,8 @@ impl Index {
         let count = table(root, &heap, "state_dict_metadata")?.len()
             + table(root, &heap, "storage_data")?.len();
         heap.spend(count.saturating_mul(ENTRY_BYTES))?;
-        let places = places(root, &heap)?;
+        let mut places = places(root, &heap)?;
+        check_apart(&places)?;
         let (mut tensors, mut values) = (BTreeMap::new(), BTreeMap::new());
         for (nth, &(key, value)) in table(root, &heap, "state_dict_metadata")?
             .iter()
@@ -75,13 +76,16 @@ impl Index {
                 Value::Text(key) if key.len() <= MAX_KEY_BYTES => key,
                 _ => return Err("a key of its table is no name".to_owned()),
             };
+            if values.contains_key(key) || tensors.contains_key(key) {
+                return Err(format!("`{key}` is there twice"));
+            }
             if heap.is_a(value, Class::Bytes) {
-                let place = places.get(&(key, None)).cloned();
+                let place = places.remove(&(key, None));
                 let place = place.ok_or_else(|| format!("`{key}` lies nowhere"))?;
                 values.insert(key.to_owned(), place);
                 continue;
             }
-            let tensor = tensor(key, value, &heap, &places);
+            let tensor = tensor(key, value, &heap, &mut places);
             let tensor = tensor.map_err(|reason| format!("tensor `{key}` {reason}"))?;
             tensors.insert(key, (nth, tensor));
         }
@@ -130,8 +134,9 @@ fn places<'a>(root: Value<'a>, heap: &Heap<'a>) -> Result<Places<'a>, String> {
     let mut places = BTreeMap::new();
     for &(key, place) in table(root, heap, "storage_data")? {
         let name = heap.attribute(key, Class::Key, "fqn");
-        let Some(Value::Text(name)) = name else {
-            return Err("an item has no name".to_owned());
+        let name = match name {
+            Some(Value::Text(name)) if name.len() <= MAX_KEY_BYTES => name,
+            _ => return Err("an item has no name".to_owned()),
         };
         let offset = match heap.attribute(key, Class::Key, "offset") {
             None | Some(Value::None) => None,
@@ -158,12 +163,34 @@ fn places<'a>(root: Value<'a>, heap: &Heap<'a>) -> Result<Places<'a>, String> {
     Ok(places)
 }
 
-/// A tensor of the table.
+/// Checks that no item has bytes of another, so that all of them together are no longer than the files. One and the same
+/// stretch may have several names.
+fn check_apart(places: &Places<'_>) -> Result<(), String> {
+    let mut all: Vec<_> = places.values().collect();
+    all.sort_unstable();
+    all.dedup();
+    let overlap = |pair: &&[&Place]| {
+        let [first, second] = **pair else {
+            return false;
+        };
+        let end = first.offset.saturating_add(first.length);
+        first.file == second.file && second.offset < end
+    };
+    match all.windows(2).find(overlap) {
+        Some([first, second]) => Err(format!(
+            "the items at the bytes {} and {} of {} overlap",
+            first.offset, second.offset, first.file
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// A tensor of the table, whose places are taken.
 fn tensor<'a>(
     key: &'a str,
     value: Value<'a>,
     heap: &Heap<'a>,
-    places: &Places<'a>,
+    places: &mut Places<'a>,
 ) -> Result<Indexed, String> {
     let field = |name| heap.attribute(value, Class::Tensor, name);
     let shape = heap.sizes(field("size").ok_or("has no size")?)?;
@@ -173,25 +200,28 @@ fn tensor<'a>(
     };
     let listed = field("chunks").and_then(|found| heap.items(found));
     let listed = listed.ok_or("has no chunks")?;
-    let mut chunks: Vec<Chunk> = Vec::new();
+    let mut chunks = Vec::new();
     for &chunk in listed {
         let sizes = |name| {
             let found = heap.attribute(chunk, Class::Chunk, name);
             heap.sizes(found.ok_or("has a chunk without a box")?)
         };
         let (offset, size) = (sizes("offsets")?, sizes("sizes")?);
-        // The same box again would be no other item, and as many as there are items may be listed.
-        if chunks.last().is_some_and(|last| last.offset == offset) {
-            return Err(format!("has two chunks from {offset:?} on"));
+        // A place is taken once, so that there are no more chunks than items, whatever is listed.
+        let mut place = places.remove(&(key, Some(offset.clone())));
+        if place.is_none() && listed.len() == 1 {
+            // A tensor that is not cut may have no offset.
+            place = places.remove(&(key, None));
         }
-        let place = places.get(&(key, Some(offset.clone())));
-        // A tensor that is not cut may have no offset.
-        let place = place.or_else(|| places.get(&(key, None)).filter(|_| listed.len() == 1));
-        let place = place.ok_or_else(|| format!("has no bytes from {offset:?} on"))?;
+        let Some(place) = place else {
+            let is_again = chunks.iter().any(|chunk: &Chunk| chunk.offset == offset);
+            let what = if is_again { "two chunks" } else { "no bytes" };
+            return Err(format!("has {what} from {offset:?} on"));
+        };
         chunks.push(Chunk {
-            place: place.clone(),
             offset,
             size,
+            place,
         });
         if chunks.len() > format::MAX_BOXES_PER_TENSOR {
             return Err(format!("has {} chunks", listed.len()));

@@ -4,23 +4,41 @@ use super::index::{Chunk, Indexed, Place};
 use crate::error::io_error;
 use crate::hf::pickle::{Heap, Value};
 use crate::hf::torch::{Saved, view};
-use crate::hf::{checked_bytes, file_entry, foreign, open_weights};
+use crate::hf::{StoredTensor, checked_bytes, file_entry, foreign, open_weights};
 use crate::manifest::{FileEntry, check_coverage, check_file_name, check_tensor_name};
-use crate::{Checksum, Cut, Error, Kind, Result, SliceEntry, TensorEntry};
+use crate::region::num_elements;
+use crate::{Checksum, Cut, DType, Error, Kind, Result, SliceEntry, TensorEntry};
 use serde_json::json;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Largest number that is read as a tensor: one element.
-const MAX_NUMBER_BYTES: u64 = 8;
+/// Most members of a list of numbers.
+const MAX_MEMBERS: usize = 16;
 
-/// Looks at items; keeps the file of the last one open.
+/// What to say of an item of a writer that was told to write safetensors.
+const SAFETENSORS: &str = "it is safetensors and not what torch.save writes: save again without \
+     serialization_format=SerializationFormat.SAFETENSORS, or with HuggingFaceStorageWriter";
+
+/// What an item is that is no tensor of the model.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Found {
+    /// A number, a yes or no, or a list of such.
+    Number(serde_json::Value),
+    /// None, or names.
+    NoNumber,
+    /// Something else, in words that follow `it`.
+    Other(String),
+}
+
+/// Looks at items, at each place once; keeps the file of the last one open.
 pub(super) struct Reader<'a> {
     folder: &'a Path,
     max_memory: usize,
-    open: Option<(String, File)>,
+    file: Option<(String, File)>,
+    numbers: BTreeMap<Place, Found>,
+    tensors: BTreeMap<Place, StoredTensor>,
     /// The files in which slices were found.
     used: BTreeSet<String>,
 }
@@ -30,7 +48,9 @@ impl<'a> Reader<'a> {
         Self {
             folder,
             max_memory,
-            open: None,
+            file: None,
+            numbers: BTreeMap::new(),
+            tensors: BTreeMap::new(),
             used: BTreeSet::new(),
         }
     }
@@ -82,7 +102,10 @@ impl<'a> Reader<'a> {
 
     /// How many updates an item says that there were.
     pub(super) fn count(&mut self, place: &Place) -> Result<u64> {
-        let found = self.number(place)?;
+        let found = match self.number(place)? {
+            Found::Number(found) => Some(found),
+            _ => None,
+        };
         let number = found.as_ref().and_then(serde_json::Value::as_f64);
         // Beyond this, an f64 is no count.
         let count = number.filter(|n| n.fract() == 0.0 && (0.0..=9e15).contains(n));
@@ -93,55 +116,34 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// The value of an item that is a number, a yes or no, a tensor of one number, or a list of such; none of others.
-    pub(super) fn number(&mut self, place: &Place) -> Result<Option<serde_json::Value>> {
+    /// What the item is.
+    pub(super) fn number(&mut self, place: &Place) -> Result<Found> {
+        if let Some(found) = self.numbers.get(place) {
+            return Ok(found.clone());
+        }
         let path = self.path(place);
         let wrong = |reason: String| in_item(&path, place, &reason);
-        let limit = self.max_memory;
-        let file = self.file(place)?;
-        let saved = Saved::open(file, stretch(place), limit).map_err(wrong)?;
-        // What asks for names of other things is none.
-        let Ok((value, heap)) = saved.run() else {
-            return Ok(None);
+        let (saved, file) = self.open(place)?;
+        let found = match saved.run() {
+            Ok((value, heap)) => numbers(value, &heap, &saved, file).map_err(wrong)?,
+            // What asks for names of other things is none.
+            Err(reason) => Found::Other(reason.trim_start_matches("it ").to_owned()),
         };
-        if let Value::Tensor(_) = value {
-            let places = saved.places(&heap).map_err(wrong)?;
-            let tensor = view("", value, &heap, &places);
-            let [begin, end] = tensor
-                .as_ref()
-                .map_err(|reason| wrong(reason.clone()))?
-                .bytes;
-            let mut bytes = vec![0; (end - begin).min(MAX_NUMBER_BYTES) as usize];
-            file.read_exact_at(&mut bytes, begin)
-                .map_err(io_error("read", &path))?;
-            let dtype = tensor.map_err(wrong)?.dtype;
-            let integer = <[u8; 8]>::try_from(&bytes[..]).ok().map(i64::from_le_bytes);
-            return Ok(match dtype {
-                crate::DType::I64 => integer.map(|number| json!(number)),
-                dtype => dtype.to_f64(&bytes).map(|number| json!(number)),
-            });
-        }
-        Ok(plain(value, &heap))
+        self.numbers.insert(place.clone(), found.clone());
+        Ok(found)
     }
 
     /// The slice that holds a box.
     fn slice(&mut self, stored: &Indexed, chunk: &Chunk) -> Result<SliceEntry> {
         let place = &chunk.place;
-        let path = self.path(place);
-        let wrong = |reason: String| in_item(&path, place, &reason);
-        let limit = self.max_memory;
-        let file = self.file(place)?;
-        let saved = Saved::open(file, stretch(place), limit).map_err(wrong)?;
-        let (value, heap) = saved.run().map_err(wrong)?;
-        let places = saved.places(&heap).map_err(wrong)?;
-        let tensor = view(&stored.key, value, &heap, &places);
-        let tensor = tensor.map_err(|reason| wrong(format!("it {reason}")))?;
+        let tensor = self.tensor(stored, place)?;
         if Some(tensor.dtype) != stored.dtype || tensor.shape != chunk.size {
-            let expected = stored.dtype.map_or("?", crate::DType::as_str);
-            return Err(wrong(format!(
+            let expected = stored.dtype.map_or("?", DType::as_str);
+            let reason = format!(
                 "it is {} of shape {:?}, expected {expected} of shape {:?}",
                 tensor.dtype, tensor.shape, chunk.size
-            )));
+            );
+            return Err(in_item(&self.path(place), place, &reason));
         }
         Ok(SliceEntry {
             offset: chunk.offset.clone(),
@@ -154,8 +156,39 @@ impl<'a> Reader<'a> {
         })
     }
 
+    /// Where the tensor of an item lies in its file.
+    fn tensor(&mut self, stored: &Indexed, place: &Place) -> Result<StoredTensor> {
+        if let Some(found) = self.tensors.get(place) {
+            return Ok(found.clone());
+        }
+        let path = self.path(place);
+        let wrong = |reason: String| in_item(&path, place, &reason);
+        let (saved, _) = self.open(place)?;
+        let (value, heap) = saved.run().map_err(wrong)?;
+        let places = saved.places(&heap).map_err(wrong)?;
+        let tensor = view(&stored.key, value, &heap, &places);
+        let tensor = tensor.map_err(|reason| wrong(format!("it {reason}")))?;
+        self.tensors.insert(place.clone(), tensor.clone());
+        Ok(tensor)
+    }
+
     fn path(&self, place: &Place) -> PathBuf {
         self.folder.join(&place.file)
+    }
+
+    /// What an item's bytes hold, and its file.
+    fn open(&mut self, place: &Place) -> Result<(Saved<'_>, &File)> {
+        let (path, limit) = (self.path(place), self.max_memory);
+        let file = self.file(place)?;
+        let saved = Saved::open(file, stretch(place), limit).map_err(|reason| {
+            let mut start = [0; 9];
+            let read = file.read_exact_at(&mut start, place.offset);
+            // The length of a header, and the header.
+            let is_safetensors = read.is_ok() && start[8] == b'{';
+            let reason = if is_safetensors { SAFETENSORS } else { &reason };
+            in_item(&path, place, reason)
+        })?;
+        Ok((saved, file))
     }
 
     /// The file of an item, all of which is there.
@@ -163,11 +196,11 @@ impl<'a> Reader<'a> {
         check_file_name(&place.file)
             .map_err(|error| foreign(&self.folder.join(super::INDEX), error.to_string()))?;
         let path = self.path(place);
-        let is_open = matches!(&self.open, Some((name, _)) if *name == place.file);
+        let is_open = matches!(&self.file, Some((name, _)) if *name == place.file);
         if !is_open {
-            self.open = Some((place.file.clone(), open_weights(&path)?));
+            self.file = Some((place.file.clone(), open_weights(&path)?));
         }
-        let (_, file) = self.open.as_ref().expect("it was just opened");
+        let (_, file) = self.file.as_ref().expect("it was just opened");
         let metadata = file.metadata().map_err(io_error("look at", &path))?;
         let length = metadata.len();
         let end = place.offset.checked_add(place.length);
@@ -194,18 +227,79 @@ fn in_item(path: &Path, place: &Place, reason: &str) -> Error {
     foreign(path, reason)
 }
 
-/// A number, a yes or no, or a list of such.
-fn plain(value: Value<'_>, heap: &Heap<'_>) -> Option<serde_json::Value> {
-    const MAX_ITEMS: usize = 16;
-    let scalar = |value| match value {
-        Value::Bool(value) => Some(json!(value)),
-        Value::Int(value) => Some(json!(value)),
-        Value::Float(value) => Some(json!(value)),
-        _ => None,
-    };
+/// What a value of an item is.
+fn numbers<'a>(
+    value: Value<'a>,
+    heap: &Heap<'a>,
+    saved: &Saved<'_>,
+    file: &File,
+) -> Result<Found, String> {
     let Some(items) = heap.items(value) else {
-        return scalar(value);
+        return number(value, heap, saved, file);
     };
-    let items = Some(items).filter(|items| !items.is_empty() && items.len() <= MAX_ITEMS)?;
-    items.iter().map(|&item| scalar(item)).collect()
+    if items.len() > MAX_MEMBERS {
+        // The names or numbers of a group's parameters.
+        return Ok(Found::NoNumber);
+    }
+    let mut members = Vec::with_capacity(items.len());
+    for &item in items {
+        match number(item, heap, saved, file)? {
+            Found::Number(member) => members.push(member),
+            other => return Ok(other),
+        }
+    }
+    Ok(match &members[..] {
+        [] => Found::NoNumber,
+        _ => Found::Number(json!(members)),
+    })
+}
+
+/// What a value is by itself: a tensor of one element is that number.
+fn number<'a>(
+    value: Value<'a>,
+    heap: &Heap<'a>,
+    saved: &Saved<'_>,
+    file: &File,
+) -> Result<Found, String> {
+    let number = match value {
+        Value::Bool(value) => json!(value),
+        Value::Int(value) => json!(value),
+        Value::Float(value) => json!(value),
+        Value::None | Value::Text(_) => return Ok(Found::NoNumber),
+        Value::Tensor(_) => {
+            let places = saved.places(heap)?;
+            let tensor = view("", value, heap, &places).map_err(|reason| format!("it {reason}"))?;
+            if num_elements(&tensor.shape) != Some(1) {
+                let shape = tensor.shape;
+                return Ok(Found::Other(format!("is a tensor of shape {shape:?}")));
+            }
+            let mut bytes = [0; 8];
+            let bytes = &mut bytes[..tensor.dtype.size_bytes()];
+            let read = file.read_exact_at(bytes, tensor.bytes[0]);
+            read.map_err(|error| format!("it cannot be read: {error}"))?;
+            element(tensor.dtype, bytes)
+        }
+        _ => return Ok(Found::Other("is no number".to_owned())),
+    };
+    // JSON has no others.
+    Ok(if number.is_null() {
+        Found::Other("is no finite number".to_owned())
+    } else {
+        Found::Number(number)
+    })
+}
+
+/// The number of these bytes, which are one element.
+fn element(dtype: DType, bytes: &[u8]) -> serde_json::Value {
+    let mut wide = [0; 8];
+    wide[..bytes.len()].copy_from_slice(bytes);
+    let unsigned = u64::from_le_bytes(wide);
+    let unused = 64 - 8 * bytes.len() as u32;
+    let signed = (unsigned << unused).cast_signed() >> unused;
+    match dtype {
+        DType::F64 | DType::F32 | DType::BF16 | DType::F16 => json!(dtype.to_f64(bytes)),
+        DType::I64 | DType::I32 | DType::I16 | DType::I8 => json!(signed),
+        DType::U64 | DType::U32 | DType::U16 | DType::U8 => json!(unsigned),
+        DType::Bool => json!(unsigned != 0),
+    }
 }

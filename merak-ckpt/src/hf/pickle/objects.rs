@@ -89,6 +89,10 @@ pub(in crate::hf) struct View {
     pub(in crate::hf) strides: Vec<usize>,
 }
 
+/// Most attributes of an object. Its class has fewer, and any number of names may stand for one object, each of which has its
+/// attributes looked for.
+const MAX_ATTRIBUTES: usize = 32;
+
 /// What a pickle has made.
 #[derive(Debug)]
 pub(in crate::hf) struct Heap<'a> {
@@ -130,7 +134,7 @@ impl<'a> Heap<'a> {
         Ok(())
     }
 
-    /// The attribute of an object of this class.
+    /// The attribute of an object of this class; none where the object has more than any such class.
     pub(in crate::hf) fn attribute(
         &self,
         value: Value<'a>,
@@ -143,6 +147,7 @@ impl<'a> Heap<'a> {
         let object = self.objects[index];
         let is_one = |(key, _): &&(Value<'a>, Value<'a>)| *key == Value::Text(name);
         let entries = self.dict(object.state).filter(|_| object.class == class)?;
+        let entries = Some(entries).filter(|entries| entries.len() <= MAX_ATTRIBUTES)?;
         entries.iter().rev().find(is_one).map(|(_, value)| *value)
     }
 

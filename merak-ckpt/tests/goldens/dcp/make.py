@@ -2,14 +2,22 @@
 
 Written with torch 2.13.0, transformers 5.23.0, Python 3.11:
 
-    python make.py
+    python make.py [NAME ..]
 
 - gpt2    one process; a GPT-2 with its head tied that AdamW has trained for five steps, under `model` and `optim` with a
           list of parameter groups, a step and a table of positions that lies column by column
 - llama   two processes of FSDP2, which cut rows unevenly; Adam, its state and groups under flat keys
 - grid    four processes, two by two; a made-up model in bf16 cut along rows, columns and both, names at the top
 - sgd     one process; SGD with momentum, names at the top and flat keys
+- tensors one process; AMSGrad in two groups, with a learning rate that is a tensor, betas that are a list of tensors, betas that
+          are a tuple of tensors, and a number of NumPy
+- bare-sgd  one process; SGD without momentum, which has no state, in two groups
+- threads two processes of FSDP2 that write two files each; fused AdamW in two groups with a learning rate that is a tensor
 - by-number  state of the optimizer as `optimizer.state_dict()` gives it: under numbers instead of names
+
+- whole   a model that a planner did not flatten
+- parts   what HuggingFaceStorageWriter writes: each process's part of each tensor as safetensors
+- safetensors  what FileSystemWriter writes that was told to write safetensors
 
 expected.json has, for each folder, the sums of each tensor's values by kind and name, and for gpt2 the losses of five more
 steps on the first batches of `batch`.
@@ -18,12 +26,16 @@ steps on the first batches of `batch`.
 import json
 import pathlib
 import shutil
+import sys
 import tempfile
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -216,9 +228,91 @@ def sgd():
     return expected(model.state_dict(), by_name(get_optimizer_state_dict(model, optimizer, options=FLAT)))
 
 
+def halves(model, **options):
+    """Two groups of parameters."""
+    named = list(model.parameters())
+    return [{"params": named[:2], "weight_decay": 0.1, **options}, {"params": named[2:], "weight_decay": 0.0, **options}]
+
+
+def steps(model, optimizer, count):
+    for _ in range(count):
+        for parameter in model.parameters():
+            grad = torch.ones(parameter.shape).cumsum(-1) / 7 - 0.3
+            if isinstance(parameter, DTensor):
+                grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements)
+            parameter.grad = grad.to(parameter.dtype)
+        optimizer.step()
+
+
+def kept(state):
+    """What an import keeps of the state of an optimizer."""
+    return {name: {kind: value for kind, value in values.items() if kind != "max_exp_avg_sq"} for name, values in state.items()}
+
+
+def tensors():
+    torch.manual_seed(7)
+    model = Grid().float()
+    lr = torch.tensor(3e-3, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(halves(model), lr=lr, amsgrad=True, foreach=False)
+    steps(model, optimizer, 4)
+    params, optim = model.state_dict(), get_optimizer_state_dict(model, optimizer)
+    first, second = optim["param_groups"]
+    first["betas"] = [torch.tensor(0.75), torch.tensor(0.5)]
+    second["betas"] = (torch.tensor(0.75), torch.tensor(0.25))
+    second["weight_decay"] = numpy.float64(0.1)
+    save("tensors", {"model": params, "optim": optim})
+    return expected(params, kept(optim["state"]))
+
+
+def bare_sgd():
+    torch.manual_seed(7)
+    model = Grid().float()
+    optimizer = torch.optim.SGD(halves(model), lr=0.1)
+    steps(model, optimizer, 1)
+    save("bare-sgd", {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)})
+    return expected(model.state_dict(), {})
+
+
+def threads():
+    model = Grid().float()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(halves(model), lr=torch.tensor(0.25), fused=True)
+    steps(model, optimizer, 3)
+    params, optim = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    dcp.save({"model": params, "optim": optim}, storage_writer=FileSystemWriter(str(here / "threads"), thread_count=2))
+    return expected(params, optim["state"])
+
+
+def parts():
+    model = Grid()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    dcp.save(get_model_state_dict(model), storage_writer=HuggingFaceStorageWriter(str(here / "parts"), save_distributed=True))
+    return {}
+
+
+def others():
+    """Folders that no import reads."""
+    state = {"weight": torch.ones(3)}
+    dcp.save({"model": state, "step": 3}, checkpoint_id=str(folder("whole")), planner=DefaultSavePlanner(flatten_state_dict=False))
+    writer = FileSystemWriter(str(folder("safetensors")), serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save(state, storage_writer=writer)
+
+
+def main(names):
+    path = here / "expected.json"
+    results = json.loads(path.read_text()) if names else {}
+    alone = {"gpt2": gpt2, "sgd": sgd, "tensors": tensors, "bare-sgd": bare_sgd, "others": others}
+    together = {"llama": (llama, 2), "grid": (grid, 4), "threads": (threads, 2), "parts": (parts, 2)}
+    for name in names or [*alone, *together]:
+        if name in alone:
+            results[name] = alone[name]()
+        else:
+            work, count = together[name]
+            folder(name)
+            results[name] = in_processes(count, work)
+    results = {name: result for name, result in results.items() if result}
+    path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
 if __name__ == "__main__":
-    results = {"gpt2": gpt2(), "sgd": sgd()}
-    for name, work, count in [("llama", llama, 2), ("grid", grid, 4)]:
-        folder(name)
-        results[name] = in_processes(count, work)
-    (here / "expected.json").write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    main(sys.argv[1:])
