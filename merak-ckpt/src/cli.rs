@@ -3,7 +3,7 @@
 use crate::words::brief;
 use clap::{
     Command, CommandFactory, FromArgMatches,
-    error::{ContextValue, Error},
+    error::{ContextValue, Error, ErrorKind},
 };
 use std::ffi::OsString;
 
@@ -15,8 +15,31 @@ pub fn parse<C: CommandFactory + FromArgMatches>(
     words: impl IntoIterator<Item = OsString>,
 ) -> Result<C, Error> {
     let mut command = with_underscores(C::command());
-    let matches = command.try_get_matches_from_mut(words).map_err(harmless)?;
+    let words: Vec<_> = words.into_iter().collect();
+    let matches = command.try_get_matches_from_mut(&words);
+    let matches = matches.map_err(|error| match no_text(&words) {
+        Some(word) if error.kind() == ErrorKind::InvalidUtf8 => {
+            command.error(ErrorKind::InvalidUtf8, word)
+        }
+        _ => harmless(error),
+    })?;
     C::from_arg_matches(&matches).map_err(|error| harmless(error.format(&mut command)))
+}
+
+/// What is said of the first word that is no text.
+fn no_text(words: &[OsString]) -> Option<String> {
+    let (at, word) = words
+        .iter()
+        .enumerate()
+        .find(|(_, word)| word.to_str().is_none())?;
+    let word = brief(&word.to_string_lossy());
+    let before = at.checked_sub(1).filter(|before| *before > 0);
+    let before = before.map_or_else(String::new, |before| {
+        format!(" behind \"{}\"", brief(&words[before].to_string_lossy()))
+    });
+    Some(format!(
+        "argument {at}, \"{word}\"{before}, is no UTF-8 text"
+    ))
 }
 
 /// Gives every option with dashes a second name with underscores, in all subcommands.
@@ -70,6 +93,17 @@ mod tests {
             let Line::Go { max_size } = parse(["x", "go", option].map(OsString::from)).unwrap();
             assert_eq!(max_size, 2);
         }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn an_argument_that_is_no_text_is_named() {
+        use std::os::unix::ffi::OsStringExt;
+        let word = OsString::from_vec(b"\xff2".to_vec());
+        let words = ["x", "go", "--max-size"].map(OsString::from).into_iter();
+        let error = parse::<Line>(words.chain([word])).unwrap_err().to_string();
+        let expected = "error: argument 3, \"\u{fffd}2\" behind \"--max-size\", is no UTF-8 text";
+        assert!(error.starts_with(expected), "{error}");
     }
 
     #[test]

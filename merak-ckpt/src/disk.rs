@@ -3,6 +3,7 @@
 use crate::error::{Damage, Problem, io_error};
 use crate::hf::foreign;
 use crate::manifest::FileEntry;
+use crate::words::beyond;
 use crate::{Error, Result};
 use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
@@ -99,7 +100,7 @@ pub fn open_regular(path: &Path) -> io::Result<(File, u64)> {
 pub fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let (file, length) = open_regular(path)?;
     let too_long = |found: u64| {
-        let reason = format!("it has {found} bytes, the limit is {limit}");
+        let reason = format!("it has {}", beyond(found, limit));
         Err(io::Error::new(ErrorKind::FileTooLarge, reason))
     };
     if length > limit {

@@ -37,6 +37,17 @@ impl From<usize> for Bytes {
     }
 }
 
+/// A size, and the limit that it is beyond: by how much is told where the units do not tell them apart.
+pub(crate) fn beyond(found: u64, limit: u64) -> String {
+    let (shown, most) = (Bytes(found).to_string(), Bytes(limit).to_string());
+    if shown == most {
+        let more = Bytes(found.saturating_sub(limit));
+        format!("{more} more than the limit of {most}")
+    } else {
+        format!("{shown}, the limit is {most}")
+    }
+}
+
 /// The longest name or value that a message shows whole, in characters.
 const LONGEST_VALUE: usize = 200;
 

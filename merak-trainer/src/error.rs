@@ -5,8 +5,8 @@ mod words;
 
 pub use self::words::StepPart;
 use self::words::{
-    blamed, did_you_mean, of, other_share, passed_over, purpose, records_of, replaced_run,
-    saved_with, stages_of,
+    blamed, did_you_mean, of, of_model_file, other_share, passed_over, purpose, records_of,
+    replaced_run, saved_with, stages_of,
 };
 use crate::{config::DataFormat, data::DataFingerprint};
 use merak_ckpt::words::{Bytes, brief, file, sentence};
@@ -573,6 +573,22 @@ pub enum Error {
         /// What the parser says.
         message: String,
     },
+    /// The model's configuration file has a field that is missing or cannot be used.
+    #[error("{}: {}", file(path), of_model_file(source))]
+    ModelContent {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: Box<merak_trace::Error>,
+    },
+    /// A variable or argument that is no text.
+    #[error("{place} is no UTF-8 text, found \"{}\"", brief(found))]
+    NotUtf8 {
+        /// Where it stands.
+        place: String,
+        /// The value, as far as it is text.
+        found: String,
+    },
     /// A token of the configuration that the model does not know.
     #[error("\"{key}\" is {token}, but the model knows the tokens 0 to {} only", vocab - 1)]
     UnknownToken {
@@ -632,9 +648,12 @@ pub enum Error {
     },
     /// The model's vocabulary has no room for the tokenizer's.
     #[error(
-        "the tokenizer has {tokens} tokens, but the model's vocabulary only {vocab}: use a model configuration with \"vocab_size\" of at least {tokens}"
+        "the tokenizer {} has {tokens} tokens, but the model's vocabulary only {vocab}: use a model configuration with \"vocab_size\" of at least {tokens}, or another tokenizer",
+        brief(tokenizer)
     )]
     Vocabulary {
+        /// The tokenizer.
+        tokenizer: String,
         /// Tokens of the tokenizer.
         tokens: usize,
         /// Size of the model's vocabulary.
@@ -693,8 +712,16 @@ pub enum Error {
     #[error(transparent)]
     Checkpoint(Box<merak_ckpt::Error>),
     /// A model that cannot get the adapter that is asked for.
-    #[error("\"lora_config\": {0}")]
+    #[error(transparent)]
     Adapter(Box<merak_ckpt::AdaptError>),
+    /// The description of an adapter that does not fit the model.
+    #[error("{}: {source}", file(path))]
+    AdapterFile {
+        /// The description.
+        path: PathBuf,
+        /// What does not fit.
+        source: Box<merak_ckpt::AdaptError>,
+    },
     /// A collective or a group failed.
     #[error(transparent)]
     Group(Box<merak_mpu::Error>),

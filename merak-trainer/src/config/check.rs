@@ -113,22 +113,34 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         let mut factors = factors.iter();
         factors.try_fold(1_usize, |product, factor| product.checked_mul(*factor))
     };
-    let ranks = product(&[a.dp, a.tp, a.pp]);
+    // Of factors that are too large together, the largest is the slip.
+    let largest = |factors: [(&'static str, usize); 3]| {
+        let larger = |a: (_, usize), b: (_, usize)| if b.1 > a.1 { b } else { a };
+        let [first, second, third] = factors;
+        larger(larger(first, second), third)
+    };
+    let degrees = [("dp", a.dp), ("tp", a.tp), ("pp", a.pp)];
+    let ranks = product(&degrees.map(|(_, degree)| degree));
+    let (key, degree) = largest(degrees);
+    let most = u32::MAX;
     checker.require(
         ranks.is_some_and(|ranks| u32::try_from(ranks).is_ok()),
-        "dp",
-        a.dp,
-        "small enough to count the ranks",
+        key,
+        degree,
+        format_args!("so small that \"dp\" x \"tp\" x \"pp\", the ranks, is at most {most}"),
     )?;
     for (key, batch) in [
         ("per_device_train_batch_size", a.per_device_train_batch_size),
         ("per_device_eval_batch_size", a.per_device_eval_batch_size),
     ] {
+        let steps = ("gradient_accumulation_steps", a.gradient_accumulation_steps);
+        let factors = [(key, batch), steps, ("dp", a.dp)];
+        let (key, found) = largest(factors);
         checker.require(
-            product(&[batch, a.gradient_accumulation_steps, a.dp]).is_some(),
+            product(&factors.map(|(_, factor)| factor)).is_some(),
             key,
-            batch,
-            "small enough to count the samples of a step",
+            found,
+            "so small that the samples of a step, microbatch x microbatches x \"dp\", can be counted",
         )?;
     }
     if let Some(heads) = a.num_heads {

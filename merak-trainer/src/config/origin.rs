@@ -23,9 +23,11 @@ pub enum Origin {
     },
     /// The command line.
     CommandLine {
-        /// The option as it was written, without its value.
+        /// The option or argument as it was written, without its value.
         option: String,
     },
+    /// The command itself, whatever its line says.
+    Command,
 }
 
 impl fmt::Display for Origin {
@@ -39,6 +41,7 @@ impl fmt::Display for Origin {
             Self::File { path, line: None } => f.write_str(&file(path)),
             Self::Environment { variable } => write!(f, "environment {}", brief(variable)),
             Self::CommandLine { option } => write!(f, "command line {}", brief(option)),
+            Self::Command => f.write_str("set by the command"),
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::strict;
 use serde_json::Value;
 
 /// Why a value was refused; the place and the key are added by whoever knows them.
@@ -31,7 +32,7 @@ pub(crate) trait Setting: Sized {
 
     /// Reads text, as the environment and the command line give it.
     fn from_text(text: &str) -> Result<Self, Refusal> {
-        let value = serde_json::from_str(text).map_err(|_| Refusal::Type)?;
+        let value = strict::parse(text).map_err(|_| Refusal::Type)?;
         Self::from_value(&value)
     }
 
@@ -274,7 +275,7 @@ impl<T: Setting> Setting for Vec<T> {
     fn from_text(text: &str) -> Result<Self, Refusal> {
         let text = text.trim();
         if text.starts_with('[') {
-            let value = serde_json::from_str(text).map_err(|_| Refusal::Type)?;
+            let value = strict::parse(text).map_err(|_| Refusal::Type)?;
             return Self::from_value(&value);
         }
         text.split(',')
