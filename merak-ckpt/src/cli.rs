@@ -3,9 +3,13 @@
 use crate::words::brief;
 use clap::{
     Command, CommandFactory, FromArgMatches,
-    error::{ContextValue, Error, ErrorKind},
+    error::{ContextKind, ContextValue, Error, ErrorKind},
 };
-use std::ffi::OsString;
+use std::{
+    error::Error as _,
+    ffi::OsString,
+    num::{IntErrorKind, ParseFloatError, ParseIntError},
+};
 
 /// Reads a command line. Options of all commands are taken with dashes and with underscores.
 ///
@@ -21,9 +25,33 @@ pub fn parse<C: CommandFactory + FromArgMatches>(
         Some(word) if error.kind() == ErrorKind::InvalidUtf8 => {
             command.error(ErrorKind::InvalidUtf8, word)
         }
-        _ => harmless(error),
+        _ => harmless(expecting(error, &mut command)),
     })?;
     C::from_arg_matches(&matches).map_err(|error| harmless(error.format(&mut command)))
+}
+
+/// The error of an option whose number is none, with what it expects; any other as it is.
+fn expecting(error: Error, command: &mut Command) -> Error {
+    let number = error.source().and_then(|source| {
+        let float = source.downcast_ref::<ParseFloatError>();
+        let float = float.map(|_| "a number such as 0.5");
+        let integer = source.downcast_ref::<ParseIntError>();
+        let integer = integer.map(|error| match error.kind() {
+            IntErrorKind::PosOverflow => "a whole number below 2^64",
+            _ => "a whole number of at least 0",
+        });
+        float.or(integer)
+    });
+    let context = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(brief(text)),
+        _ => None,
+    };
+    let words = context(ContextKind::InvalidValue).zip(context(ContextKind::InvalidArg));
+    let Some((expected, (value, option))) = number.zip(words) else {
+        return error;
+    };
+    let message = format!("invalid value '{value}' for '{option}': expected {expected}");
+    command.error(ErrorKind::ValueValidation, message)
 }
 
 /// What is said of the first word that is no text.
@@ -92,6 +120,24 @@ mod tests {
         for option in ["--max-size=2", "--max_size=2"] {
             let Line::Go { max_size } = parse(["x", "go", option].map(OsString::from)).unwrap();
             assert_eq!(max_size, 2);
+        }
+    }
+
+    #[test]
+    fn an_option_says_which_number_it_expects() {
+        for (value, expected) in [
+            ("x", "a whole number of at least 0"),
+            ("-1", "a whole number of at least 0"),
+            ("", "a whole number of at least 0"),
+            ("1.5", "a whole number of at least 0"),
+            ("99999999999999999999", "a whole number below 2^64"),
+        ] {
+            let words = ["x", "go", &format!("--max-size={value}")].map(OsString::from);
+            let error = parse::<Line>(words).unwrap_err().to_string();
+            let start = format!(
+                "error: invalid value '{value}' for '--max-size <MAX_SIZE>': expected {expected}"
+            );
+            assert!(error.starts_with(&start), "{error}");
         }
     }
 

@@ -244,6 +244,8 @@ impl Error {
                         | io::ErrorKind::PermissionDenied
                         | io::ErrorKind::NotADirectory
                         | io::ErrorKind::IsADirectory
+                        | io::ErrorKind::InvalidFilename
+                        | io::ErrorKind::InvalidInput
                         | io::ErrorKind::ReadOnlyFilesystem
                 )
             }

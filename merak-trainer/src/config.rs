@@ -143,8 +143,9 @@ impl Config {
     pub fn locate(&self, error: Error) -> Error {
         let mut keys = error.keys();
         keys.extend(self.key_of_weights(&error));
-        let is_set = |key: &&&str| *self.origin(key) != Origin::Default;
-        let Some(&key) = keys.iter().find(is_set).or(keys.first()) else {
+        // Of those that are as likely, the first.
+        let likeliest = keys.into_iter().rev();
+        let Some(key) = likeliest.max_by_key(|key| self.origin(key).suspicion()) else {
             return error;
         };
         let source = match error {
@@ -308,6 +309,12 @@ fn refused(key: &'static str, refusal: Refusal, expected: String, entry: &Entry)
             key: key.to_owned(),
             expected,
             found,
+            place,
+        },
+        Refusal::Syntax { reason } => Error::WrongType {
+            key: key.to_owned(),
+            expected,
+            found: format!("{} ({})", brief(&found), brief(&reason)),
             place,
         },
         Refusal::Choice { choices, nearest } => Error::UnknownChoice {

@@ -121,11 +121,6 @@ pub enum Error {
         /// How to set it.
         advice: String,
     },
-    /// A model described twice.
-    #[error(
-        "\"model.config\" and \"model.hf_dir\" are both set: the folder has a config.json of its own"
-    )]
-    TwoModels,
     /// A schedule that does not fit the microbatches or stages.
     #[error(transparent)]
     Schedule(Box<merak_pipe::Error>),
@@ -574,12 +569,12 @@ pub enum Error {
         message: String,
     },
     /// The model's configuration file has a field that is missing or cannot be used.
-    #[error("{}: {}", file(path), of_model_file(source))]
+    #[error("{}: {}", file(path), of_model_file(reason))]
     ModelContent {
         /// The file.
         path: PathBuf,
         /// What is wrong.
-        source: Box<merak_trace::Error>,
+        reason: Box<merak_trace::Error>,
     },
     /// A variable or argument that is no text.
     #[error("{place} is no UTF-8 text, found \"{}\"", brief(found))]
@@ -598,6 +593,17 @@ pub enum Error {
         token: u32,
         /// Size of the model's vocabulary.
         vocab: usize,
+    },
+    /// Nothing lies where a run was to go on from.
+    #[error(
+        "{reason}, expected a checkpoint, an output folder, latest or auto{}",
+        did_you_mean(nearest.as_deref())
+    )]
+    NoCheckpoint {
+        /// What is wrong.
+        reason: Box<merak_ckpt::Error>,
+        /// The word that is most like it.
+        nearest: Option<String>,
     },
     /// A checkpoint holds other tensors than the model.
     #[error("the checkpoint {} is of another model: {difference}", file(path))]
@@ -715,12 +721,12 @@ pub enum Error {
     #[error(transparent)]
     Adapter(Box<merak_ckpt::AdaptError>),
     /// The description of an adapter that does not fit the model.
-    #[error("{}: {source}", file(path))]
+    #[error("{}: {reason}", file(path))]
     AdapterFile {
         /// The description.
         path: PathBuf,
         /// What does not fit.
-        source: Box<merak_ckpt::AdaptError>,
+        reason: Box<merak_ckpt::AdaptError>,
     },
     /// A collective or a group failed.
     #[error(transparent)]

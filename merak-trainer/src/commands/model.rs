@@ -55,8 +55,8 @@ impl Loaded {
                 .map_err(|error| match by_override(&error, &stated, &overridden) {
                     Some(key) => blamed(key, error),
                     None => {
-                        let source = Box::new(error);
-                        blamed(key, Error::ModelContent { path: file, source })
+                        let reason = Box::new(error);
+                        blamed(key, Error::ModelContent { path: file, reason })
                     }
                 })?
                 .into(),
@@ -304,8 +304,8 @@ fn weights_folder(args: &CheckedArguments) -> Option<&Path> {
 /// The file that describes the model, and the key that names it.
 fn config_file(args: &CheckedArguments) -> Result<(&'static str, PathBuf)> {
     match (&args.model.config, &args.model.hf_dir) {
-        (Some(_), Some(_)) => Err(Error::TwoModels),
-        (Some(file), None) => Ok((CONFIG, file.0.clone())),
+        // They are not set both.
+        (Some(file), _) => Ok((CONFIG, file.0.clone())),
         (None, Some(folder)) => Ok(("model.hf_dir", folder.0.join("config.json"))),
         (None, None) => Err(Error::MissingKey {
             key: CONFIG,

@@ -2,14 +2,16 @@
 
 use super::{Failure, Outcome, output};
 use clap::{Args as ClapArgs, ValueEnum};
+use merak_ckpt::words::{brief, file};
 use merak_pipe::{
     ActivationBytes, AutoLimits, ByteLimits, Costs, GridStyle, PageMemory, PeakBytes, Schedule,
     ScheduleKind, Simulation, Size, UnitCosts, auto, grid, html, json, json_with_bytes,
     simulate_on, svg, trace,
 };
+use merak_trainer::chain;
 use std::{
     fs,
-    io::IsTerminal,
+    io::{self, IsTerminal},
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -132,7 +134,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     size.check()?;
     let costs = order.costs(args, size)?;
     let bytes = args.bytes.as_deref().map(|text| {
-        let bytes = ActivationBytes::parse(&given(text)?, size.stages())?;
+        let bytes = ActivationBytes::parse(&in_bytes(&given(text)?), size.stages())?;
         Ok::<_, Failure>(bytes)
     });
     let bytes = bytes.transpose()?;
@@ -169,7 +171,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Format::Grid => {
             let simulation = simulate()?;
             let colour = args.output.is_none()
-                && std::io::stdout().is_terminal()
+                && io::stdout().is_terminal()
                 && std::env::var_os("NO_COLOR").is_none();
             let style = GridStyle {
                 colour,
@@ -193,12 +195,23 @@ pub(crate) fn run(args: &Args) -> Outcome {
     };
     match &args.output {
         None => output::print_as_is(&text)?,
-        Some(path) => fs::write(path, text).map_err(|source| merak_trainer::Error::Write {
-            path: path.clone(),
-            source,
-        })?,
+        Some(path) => fs::write(path, text).map_err(|source| not_written(path, source))?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The failure of a file that cannot be written: where no file can be, the option is at fault.
+fn not_written(path: &Path, source: io::Error) -> Failure {
+    use io::ErrorKind as K;
+    let path = path.to_path_buf();
+    match source.kind() {
+        K::NotFound | K::PermissionDenied | K::IsADirectory | K::NotADirectory => format!(
+            "cannot write {}, which --output names: {source}",
+            file(&path)
+        )
+        .into(),
+        _ => merak_trainer::Error::Write { path, source }.into(),
+    }
 }
 
 /// An argument, or what the file holds that it names with an `@`.
@@ -214,6 +227,23 @@ fn given(text: &str) -> Result<String, Failure> {
     })?;
     // Some editors put a byte-order mark before a text.
     Ok(read.trim_start_matches('\u{feff}').to_owned())
+}
+
+/// Entries such as `I=1MiB:64k` with their sizes as numbers of bytes; what is no size is left for whoever reads them.
+fn in_bytes(text: &str) -> String {
+    let size = |text: &str| {
+        let size = merak_ckpt::parse_byte_size(text);
+        size.map_or_else(|_| text.to_owned(), |bytes| bytes.to_string())
+    };
+    let entry = |entry: &str| match entry.split_once('=') {
+        Some((key, sizes)) => {
+            let sizes: Vec<_> = sizes.split(':').map(size).collect();
+            format!("{key}={}", sizes.join(":"))
+        }
+        None => entry.to_owned(),
+    };
+    let entries: Vec<_> = text.split(',').map(entry).collect();
+    entries.join(",")
 }
 
 /// What `--memory` counts.
@@ -236,7 +266,7 @@ impl MemoryLimits {
         });
         let Some(sizes) = sizes.collect::<Option<Vec<u64>>>() else {
             return Err(format!(
-                "--memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes such as 96MiB:64MiB, found {text:?}"
+                "--memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes such as 96MiB:64MiB, found \"{}\"", brief(text)
             )
             .into());
         };
@@ -354,7 +384,8 @@ impl Order {
                 source,
             }
         })?;
-        let sized = Schedule::from_sized_csv(path.display().to_string(), &text)?;
+        let sized = Schedule::from_sized_csv(path.display().to_string(), &text)
+            .map_err(|error| of_file(path, &error))?;
         Ok(Self::File { text, sized })
     }
 
@@ -392,18 +423,26 @@ impl Order {
     ) -> Result<Schedule, Failure> {
         match self {
             Self::File { text, sized } => {
-                let schedule = if size == sized.size {
-                    sized.clone()
-                } else {
-                    Schedule::from_csv(sized.name.clone(), text, size)?
+                let checked = || {
+                    let schedule = if size == sized.size {
+                        sized.clone()
+                    } else {
+                        Schedule::from_csv(sized.name.clone(), text, size)?
+                    };
+                    schedule.validate()?;
+                    Ok(schedule)
                 };
-                schedule.validate()?;
-                Ok(schedule)
+                checked().map_err(|error: merak_pipe::Error| of_file(sized.name.as_ref(), &error))
             }
             Self::Named(kind) => Ok(kind.generate(size)?),
             Self::Auto => searched(size, costs, memory),
         }
     }
+}
+
+/// What is wrong with a file of a schedule.
+fn of_file(path: &Path, error: &merak_pipe::Error) -> Failure {
+    format!("{}: {}", file(path), chain(error)).into()
 }
 
 /// The schedule with a name; `auto` is none of the crate's schedules, but one of the names here.

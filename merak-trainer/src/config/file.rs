@@ -41,8 +41,14 @@ fn refuse_duplicates(path: &Path, entries: &[Entry]) -> Result<()> {
         };
         if let Some(first) = seen.insert(&entry.name, line) {
             let at = |line: Option<usize>| line.map(|line| format!(" at line {line}"));
-            let places: Vec<_> = [first, line].into_iter().filter_map(at).collect();
-            let message = format!("{}{}", strict::twice(&entry.name), places.join(" and"));
+            // Lines of JSON go by the whole name, which both have.
+            let places = [first, line].map(|line| at(line).unwrap_or_default());
+            let places = if first == line {
+                ", in its section and beside it".to_owned()
+            } else {
+                places.join(" and")
+            };
+            let message = format!("{}{places}", strict::twice(&entry.name));
             return Err(syntax(path, &message));
         }
     }
@@ -151,8 +157,12 @@ fn parse_toml(path: &Path, text: &str) -> Result<Vec<Entry>> {
 fn json_of_toml(value: &DeValue<'_>) -> Value {
     match value {
         DeValue::String(text) => Value::from(text.as_ref()),
-        DeValue::Integer(integer) => i64::from_str_radix(integer.as_str(), integer.radix())
-            .map_or_else(|_| Value::from(integer.as_str()), Value::from),
+        DeValue::Integer(integer) => {
+            let (digits, radix) = (integer.as_str(), integer.radix());
+            let number = i64::from_str_radix(digits, radix).map(Value::from);
+            let number = number.or_else(|_| u64::from_str_radix(digits, radix).map(Value::from));
+            number.unwrap_or_else(|_| json_of_float(digits))
+        }
         DeValue::Float(float) => json_of_float(float.as_str()),
         DeValue::Boolean(flag) => Value::Bool(*flag),
         DeValue::Datetime(date) => Value::from(date.to_string()),

@@ -30,6 +30,19 @@ pub enum Origin {
     Command,
 }
 
+impl Origin {
+    /// How likely a value from here is the slip, where several keys may be to blame: what somebody typed last, at the end
+    /// what nobody did.
+    pub(super) fn suspicion(&self) -> u8 {
+        match self {
+            Self::Default | Self::Command => 0,
+            Self::File { .. } => 1,
+            Self::Environment { .. } => 2,
+            Self::CommandLine { .. } => 3,
+        }
+    }
+}
+
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

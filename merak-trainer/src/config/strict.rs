@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::setting::Refusal;
 use merak_ckpt::words::brief;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
@@ -17,6 +18,20 @@ pub(super) fn twice(key: &str) -> String {
 /// What is wrong with the text, with its line and column.
 pub(super) fn parse(text: &str) -> Result<Value, serde_json::Error> {
     serde_json::from_str(text).map(|Strict(value)| value)
+}
+
+/// The value that a text of the environment or the command line stands for.
+pub(super) fn parse_text(text: &str) -> Result<Value, Refusal> {
+    parse(text).map_err(|error| {
+        // A word that was to be a number is no damaged JSON.
+        let is_json = text.trim_start().starts_with(['{', '[']);
+        let reason = error.to_string();
+        if is_json {
+            Refusal::Syntax { reason }
+        } else {
+            Refusal::Type
+        }
+    })
 }
 
 /// A value whose tables were read key by key.

@@ -39,7 +39,7 @@ impl Error {
 
 impl Error {
     /// The keys of which one has a value that does not fit what was found, as far as the error tells: the likeliest first.
-    /// Of several, the first that somebody set is to blame.
+    /// Of several, the one that was set by the highest layer is to blame.
     pub(crate) fn keys(&self) -> Vec<&'static str> {
         match self {
             Self::ReadInput { key, .. }
@@ -47,8 +47,9 @@ impl Error {
             | Self::Blamed {
                 key, place: None, ..
             } => vec![key],
+            Self::NoRecords { .. } | Self::Record { .. } => vec!["data.path", "data.format"],
+            Self::NoCheckpoint { .. } => vec!["resume_from_checkpoint"],
             Self::NoText { .. }
-            | Self::NoRecords { .. }
             | Self::TensorFile { .. }
             | Self::NotText { .. }
             | Self::DataTooLarge { .. } => vec!["data.path"],
@@ -63,6 +64,13 @@ impl Error {
                 vec!["seq_length"]
             }
             Self::TooFewTokens { .. } => vec!["seq_length", "data.path"],
+            Self::TooFewSamples { split, .. } if *split == "evaluation" => vec![
+                "per_device_eval_batch_size",
+                "dataloader_drop_last",
+                "gradient_accumulation_steps",
+                "dp",
+                "data.path",
+            ],
             Self::TooFewSamples { .. } => vec![
                 "per_device_train_batch_size",
                 "gradient_accumulation_steps",

@@ -56,9 +56,9 @@ impl Draft {
         let lists = layer_lists(args, info.family)?;
         let adapted = with_adapter(model.trace(&trace)?, lora(args)?, info.family, frozen);
         let (graph, lora) = adapted.map_err(|error| match (error, &args.lora_config) {
-            (Error::Adapter(source), Some(InputPath(path))) if !is_of_name(&source) => {
+            (Error::Adapter(reason), Some(InputPath(path))) if !is_of_name(&reason) => {
                 let path = path.clone();
-                Error::AdapterFile { path, source }
+                Error::AdapterFile { path, reason }
             }
             (error, _) => error,
         })?;

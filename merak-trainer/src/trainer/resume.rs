@@ -5,7 +5,7 @@ use super::{
     TrainerParts,
     checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint, RunState},
 };
-use crate::{CheckedArguments, Error, Plan, Result};
+use crate::{CheckedArguments, Error, Plan, Result, config::nearest};
 use merak_ckpt::{Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, Store, TensorEntry};
 use std::{
     borrow::Cow,
@@ -127,7 +127,14 @@ fn find_from(
     args: &CheckedArguments,
     parts: &TrainerParts,
 ) -> Result<Option<LoadedCheckpoint>> {
-    let mut candidates = Candidates::new(from, || args.run_folder(), true)?;
+    let candidates = Candidates::new(from, || args.run_folder(), true);
+    let mut candidates = candidates.map_err(|error| match error {
+        Error::Checkpoint(reason) if matches!(*reason, CkptError::NotFound { .. }) => {
+            let nearest = nearest(from, ["latest", "auto"].into_iter()).map(Into::into);
+            Error::NoCheckpoint { reason, nearest }
+        }
+        other => other,
+    })?;
     while let Some(checkpoint) = candidates.next().transpose()? {
         let checkpoint = untied(checkpoint, args)?;
         let state = check(&checkpoint, plan, args, parts)?;

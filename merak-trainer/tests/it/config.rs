@@ -499,3 +499,104 @@ fn derived_values_follow_the_formulas() {
     assert_eq!(fixed.lr_schedule(5).unwrap().warmup(), 2);
     assert_eq!(fixed.checkpoints_kept().map(usize::from), Some(2));
 }
+
+#[test]
+fn a_key_that_a_file_has_twice_is_named_with_its_line() {
+    assert_snapshot!(message(load_file("merak.json", "{\n \"tp\": 1,\n \"tp\": 2\n}")), @"");
+    assert_snapshot!(message(load_file("merak.json", "{\"data\": {\n \"path\": \"a\",\n \"path\": \"b\"}}")), @"");
+    assert_snapshot!(message(load_file("merak.json", "{\"data.path\": \"a\",\n \"data\": {\"path\": \"b\"}}")), @"");
+    assert_snapshot!(message(load_file("merak.yaml", "tp: 1\npp: 1\ntp: 2\n")), @"");
+    assert_snapshot!(message(load_file("merak.yaml", "data:\n  path: a\n  path: b\n")), @"");
+    assert_snapshot!(message(load_file("merak.yaml", "lr_scheduler_kwargs: {power: 1, power: 2}\n")), @"");
+    assert_snapshot!(message(load_file("merak.toml", "[data]\npath = 'a'\npath = 'b'\n")), @"");
+    assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"power\":1,\"power\":2}")), @"");
+    assert_snapshot!(message(load_line("--tp 1 --tp 2")), @"no error");
+}
+
+#[test]
+fn numbers_of_many_digits_are_shown_short_and_are_no_text() {
+    assert_snapshot!(message(load_line("--adam_beta1 1e300")), @"");
+    assert_snapshot!(message(load_line("--top_p=-1e-300")), @"");
+    assert_snapshot!(message(load_line("--top_p 1.5")), @"");
+    assert_snapshot!(message(load_file("merak.toml", "output_dir = 99999999999999999999999\n")), @"");
+    assert_snapshot!(message(load_file("merak.toml", "seed = 18446744073709551615\n")), @"");
+    assert_snapshot!(message(load_file("merak.toml", "model.config = ''\nmodel.hf_dir = 'b'\n")), @"");
+    assert_snapshot!(message(load_file("merak.json", "{\"model_type\": \"gpt2\"}")), @"");
+}
+
+/// Whether a message says which key, where, and what would be right, in little room.
+fn check_words(text: &str, key: &str, place: &str) {
+    assert!(text.contains(place), "{key} without {place}: {text}");
+    let last = key.rsplit('.').next().unwrap_or(key);
+    assert!(text.contains(last), "{key}: {text}");
+    assert!(text.chars().count() < 1000, "{key}: {text}");
+    assert!(!text.contains(char::is_control), "{key}: {text:?}");
+    let helps = ["expects", "must be", "did you mean", "choose", "is not set"];
+    assert!(
+        helps.iter().any(|word| text.contains(word)),
+        "{key}: {text}"
+    );
+}
+
+#[test]
+fn every_wrong_value_of_every_key_is_refused_with_key_and_place_in_every_layer() {
+    let wrong = [
+        json!(-7),
+        json!(0),
+        json!(1e300),
+        json!(2.5),
+        json!(""),
+        json!("wrong \u{1b}[2J value"),
+        json!("x".repeat(5000)),
+        json!([1, "x"]),
+        json!({"a": 1}),
+        json!(true),
+        json!(null),
+    ];
+    let mut refused = 0;
+    for key in keys() {
+        let full = key.name;
+        for value in &wrong {
+            let text = value
+                .as_str()
+                .map_or_else(|| value.to_string(), str::to_owned);
+            let table = match full.split_once('.') {
+                Some((section, name)) => json!({ section: { name: value } }),
+                None => json!({ full: value }),
+            };
+            let variable = format!("MERAK_{}", full.to_uppercase().replace('.', "__"));
+            let line = [format!("--{full}={text}")];
+            let layers = [
+                (
+                    load_file("merak.json", &table.to_string()),
+                    "merak.json:1".to_owned(),
+                ),
+                (
+                    load_file("merak.yaml", &table.to_string()),
+                    "merak.yaml:1".to_owned(),
+                ),
+                (
+                    load_environment(&variable, &text),
+                    format!("environment {variable}"),
+                ),
+                (
+                    Config::load(None, [], &line),
+                    format!("command line --{full}"),
+                ),
+            ];
+            for (loaded, place) in layers {
+                if let Err(error) = loaded.and_then(|config| config.check()) {
+                    refused += 1;
+                    check_words(&error.to_string(), full, &place);
+                }
+            }
+        }
+        let name = format!("{full}q");
+        check_words(
+            &message(load_line(&format!("--{name}=1"))),
+            full,
+            &format!("command line --{name}"),
+        );
+    }
+    assert!(refused > 4000, "only {refused}");
+}

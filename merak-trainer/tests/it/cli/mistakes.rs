@@ -339,3 +339,122 @@ fn keys_of_other_programs_are_found() {
     assert_snapshot!(train("--path text"), @r#"error: unknown key "path" (command line --path); did you mean "data.path"?"#);
     assert_snapshot!(train("--batch-size 4"), @r#"error: unknown key "batch_size" (command line --batch-size); did you mean "per_device_train_batch_size"?"#);
 }
+
+#[test]
+fn what_does_not_fit_names_the_key_the_place_and_the_file() {
+    let place = Workplace::new();
+    let train = |keys: &str| place.mistake(&format!("train merak.toml --dry-run {keys}"));
+    let with_model = |name: &str, field: &str, value: u32| {
+        let mut json = model();
+        json[field] = value.into();
+        place.write(name, &json.to_string());
+    };
+    with_model("odd.json", "n_heads", 3);
+    with_model("heads.json", "n_head", 3);
+    with_model("short.json", "n_positions", 8);
+    with_model("small.json", "vocab_size", 100);
+    place.write("rank.json", "{\"rank\": 4}");
+    place.write(
+        "target.json",
+        "{\"r\": 4, \"target_modules\": [\"nothing\"]}",
+    );
+    assert_snapshot!(train("--model.config odd.json"), @"");
+    assert_snapshot!(train("--model.config heads.json"), @"");
+    assert_snapshot!(train("--model.config heads.json --num_layers 2"), @"");
+    assert_snapshot!(train("--num_heads 3"), @"");
+    assert_snapshot!(train("--hidden_size 17"), @"");
+    assert_snapshot!(train("--model.config short.json"), @"");
+    assert_snapshot!(train("--model.config small.json"), @"");
+    assert_snapshot!(train("--model.hf_dir text"), @"");
+    assert_snapshot!(train("--lora_config rank.json"), @"");
+    assert_snapshot!(train("--lora_config target.json"), @"");
+    assert_snapshot!(train("--lora_config target.json --adapter_name a.b"), @"");
+    let wsd = |kwargs: &str| {
+        train(&format!(
+            "--lr_scheduler_type wsd --lr_scheduler_kwargs {kwargs}"
+        ))
+    };
+    assert_snapshot!(wsd("{\"num_decay_steps\":99}"), @"");
+    assert_snapshot!(wsd("{\"num_decay_step\":9}"), @"");
+    assert_snapshot!(wsd("{\"decay_type\":\"lineal\"}"), @"");
+    assert_snapshot!(wsd("{\"power\":9}"), @"");
+    assert_snapshot!(train("--split_method layer_split --custom_split_points transformer.h.9"), @"");
+    assert_snapshot!(train("--tp 1000000000000 --pp 2"), @"");
+    assert_snapshot!(train("--gradient_accumulation_steps 9000000000000000000 --dp 2"), @"");
+    assert_snapshot!(train("--dp 2000"), @"");
+    assert_snapshot!(train("--dataloader_drop_last --per_device_eval_batch_size 50"), @"");
+    assert_snapshot!(train("--data.format jsonl"), @"");
+    assert_snapshot!(train("--resume lastest"), @"");
+    assert_snapshot!(train("--resume ../run"), @"");
+    place.write("long.toml", "output_dir = \"run\"\nseq_length = 64\nmodel.config = \"model.json\"\ndata.path = \"text\"\n");
+    assert_snapshot!(place.mistake("train long.toml --dry-run"), @"");
+    // No system takes such a name.
+    let name = "x".repeat(5000);
+    for keys in [
+        "--resume",
+        "--lora_config",
+        "--data.path",
+        "--data.tokenizer",
+    ] {
+        let message = train(&format!("{keys} {name}"));
+        assert!(
+            message.len() < 1500 && message.contains("command line --"),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn a_benchmark_names_its_options_as_they_were_typed() {
+    let place = Workplace::new();
+    let bench = |line: &str| place.mistake(&format!("bench {line}"));
+    assert_snapshot!(bench("gpt --partition evn"), @"");
+    assert_snapshot!(bench("gpt --zero 2"), @"");
+    assert_snapshot!(bench("gpt --threads 0"), @"");
+    assert_snapshot!(bench("gpt --pp 4 --schedule shifted_critical_path --microbatches 2"), @"");
+    assert_snapshot!(bench("gpt --virtual-stages 3"), @"");
+    assert_snapshot!(bench("gpt --tp 3"), @"");
+    assert_snapshot!(bench("gpt --lora-config nowhere"), @"");
+    assert_snapshot!(bench("gpt --vocab 0"), @"");
+    assert_snapshot!(bench("generate --heads 7"), @"");
+    assert_snapshot!(bench("pipeline --microbatches 1"), @"");
+    assert_snapshot!(bench("save run --zero 7"), @"");
+    assert_snapshot!(bench("gpt --steps x"), @"");
+    assert_snapshot!(place.mistake("evaluate merak.toml nowhere"), @"");
+    assert_snapshot!(place.mistake("trace text"), @"");
+}
+
+#[test]
+fn sizes_are_read_with_every_unit_and_refused_with_units() {
+    let place = Workplace::new();
+    for bytes in ["1k", "1K", "1kib", "1024"] {
+        let line = format!("bench collectives --steps 1 --bytes {bytes}");
+        assert!(place.succeed(&line).contains("\"bytes\":1024"), "{bytes}");
+    }
+    let schedule = |bytes: &str| place.succeed(&format!("schedule 1f1b -p 2 -m 2 --bytes {bytes}"));
+    assert_eq!(
+        schedule("I=1MiB:2k,W=512"),
+        schedule("I=1048576:2048,W=512")
+    );
+    assert_snapshot!(place.mistake("bench collectives --bytes 8T"), @"");
+    assert_snapshot!(place.mistake("bench collectives --bytes 64x"), @"");
+    let file = fs::File::create(place.path("large.toml")).unwrap();
+    file.set_len(3 << 30).unwrap();
+    assert_snapshot!(place.mistake("train large.toml"), @"");
+}
+
+#[cfg(unix)]
+#[test]
+fn what_is_no_text_is_named_on_the_line_and_in_the_environment() {
+    use std::os::unix::ffi::OsStrExt;
+    let place = Workplace::new();
+    let no_text = std::ffi::OsStr::from_bytes(b"2\xff");
+    let mut command = place.command("config merak.toml --tp");
+    let ended = place.ended(&command.arg(no_text).output().unwrap());
+    assert_eq!(ended.status, Some(2));
+    assert_snapshot!(ended.stderr.lines().next().unwrap(), @"");
+    let mut command = place.command("config merak.toml");
+    let ended = place.ended(&command.env("MERAK_TP", no_text).output().unwrap());
+    assert_eq!(ended.status, Some(2));
+    assert_snapshot!(ended.stderr, @"");
+}
