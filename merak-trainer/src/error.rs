@@ -721,7 +721,7 @@ pub enum Error {
     #[error(transparent)]
     Adapter(Box<merak_ckpt::AdaptError>),
     /// The description of an adapter that does not fit the model.
-    #[error("{}: {reason}", file(path))]
+    #[error("{}: {}", file(path), sentence(&reason.to_string()))]
     AdapterFile {
         /// The description.
         path: PathBuf,

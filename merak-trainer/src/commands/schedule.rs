@@ -51,7 +51,7 @@ pub(crate) struct Args {
     #[arg(long, default_value = "")]
     costs: String,
     /// Bytes of activations that a microbatch keeps on one stage for its input gradient alone (I) and for its weight
-    /// gradients (W), as in I=1048576,W=524288, with colons where stages differ; the peak of each rank is then shown,
+    /// gradients (W), as in I=1MiB,W=512KiB, with colons where stages differ; the peak of each rank is then shown,
     /// and --memory may limit it; @FILE reads them from a file.
     #[arg(long, value_name = "BYTES")]
     bytes: Option<String>,
@@ -272,7 +272,7 @@ impl MemoryLimits {
         };
         if !knows_bytes {
             return Err(format!(
-                "--memory {text} limits bytes: say with --bytes what a microbatch keeps on a stage, as in --bytes I=1048576,W=524288"
+                "--memory {text} limits bytes: say with --bytes what a microbatch keeps on a stage, as in --bytes I=1MiB,W=512KiB"
             )
             .into());
         }

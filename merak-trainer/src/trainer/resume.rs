@@ -121,6 +121,9 @@ pub(super) fn find(
     Ok(None)
 }
 
+/// What stands for a checkpoint of the run itself.
+const WORDS: [&str; 2] = ["latest", "auto"];
+
 fn find_from(
     from: &str,
     plan: &Plan,
@@ -129,8 +132,10 @@ fn find_from(
 ) -> Result<Option<LoadedCheckpoint>> {
     let candidates = Candidates::new(from, || args.run_folder(), true);
     let mut candidates = candidates.map_err(|error| match error {
-        Error::Checkpoint(reason) if matches!(*reason, CkptError::NotFound { .. }) => {
-            let nearest = nearest(from, ["latest", "auto"].into_iter()).map(Into::into);
+        Error::Checkpoint(reason)
+            if matches!(*reason, CkptError::NotFound { .. }) && !WORDS.contains(&from) =>
+        {
+            let nearest = nearest(from, WORDS.into_iter()).map(Into::into);
             Error::NoCheckpoint { reason, nearest }
         }
         other => other,

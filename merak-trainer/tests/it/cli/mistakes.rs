@@ -71,7 +71,7 @@ fn missing_and_unusable_files_are_named() {
     assert_snapshot!(train("--model.config broken.json"), @r#"error: cannot parse the model configuration broken.json: EOF while parsing a value at line 1 column 15 ("model.config", command line --model.config)"#);
     let unknown = train("--model.config other.json");
     assert!(
-        unknown.starts_with(r#"error: model type "gpt9" is not known; known are "#),
+        unknown.starts_with(r#"error: other.json: model type "gpt9" is not known; known are "#),
         "{unknown}"
     );
     assert_snapshot!(train("--model.config small.json"), @r#"error: the tokenizer has 257 tokens, but the model's vocabulary only 100: use a model configuration with "vocab_size" of at least 257"#);
@@ -131,7 +131,7 @@ fn generation_options_are_checked() {
         ("--stop=", "error: a value is required for '--stop <TEXT>'"),
         (
             "--dp 18446744073709551615",
-            "error: \"dp\" is 18446744073709551615 (command line --dp), but must be small enough",
+            "error: \"dp\" is 18446744073709551615 (command line --dp), but must be so small",
         ),
     ] {
         let refused = generate(&format!("--prompt-ids 5 {option}"));

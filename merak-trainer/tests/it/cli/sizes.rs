@@ -119,7 +119,7 @@ fn layers_are_counted_before_a_list_is_made_of_them() {
         let message = refusal(&place, "train merak.toml --model.config huge.json");
         assert_eq!(
             message,
-            "error: model configuration: num_hidden_layers: is 2147483648, expected at most 16384 layers \
+            "error: huge.json: \"num_hidden_layers\" is 2147483648, expected at most 16384 layers \
              (\"model.config\", command line --model.config)"
         );
     }
