@@ -164,7 +164,11 @@ impl Config {
             return None;
         };
         if self.arguments.resume_from_checkpoint.is_some() {
-            let is_none = matches!(**error, E::NotFound { .. } | E::NotACheckpoint { .. });
+            let is_none = match **error {
+                E::NotFound { .. } | E::NotACheckpoint { .. } => true,
+                E::Io { .. } => error.is_user_error(),
+                _ => false,
+            };
             return is_none.then_some("resume_from_checkpoint");
         }
         let folder = file(&self.arguments.model.hf_dir.as_ref()?.0);

@@ -110,7 +110,8 @@ pub(super) fn find(
     parts: &TrainerParts,
 ) -> Result<Option<LoadedCheckpoint>> {
     if let Some(from) = &args.resume_from_checkpoint
-        && let Some(found) = find_from(from, plan, args, parts)?
+        && let Some(found) =
+            find_from(from, plan, args, parts).map_err(|error| with_words(error, from))?
     {
         return Ok(Some(found));
     }
@@ -124,14 +125,9 @@ pub(super) fn find(
 /// What stands for a checkpoint of the run itself.
 const WORDS: [&str; 2] = ["latest", "auto"];
 
-fn find_from(
-    from: &str,
-    plan: &Plan,
-    args: &CheckedArguments,
-    parts: &TrainerParts,
-) -> Result<Option<LoadedCheckpoint>> {
-    let candidates = Candidates::new(from, || args.run_folder(), true);
-    let mut candidates = candidates.map_err(|error| match error {
+/// An error that nothing lies at a path, with the words that are none.
+fn with_words(error: Error, from: &str) -> Error {
+    match error {
         Error::Checkpoint(reason)
             if matches!(*reason, CkptError::NotFound { .. }) && !WORDS.contains(&from) =>
         {
@@ -139,7 +135,16 @@ fn find_from(
             Error::NoCheckpoint { reason, nearest }
         }
         other => other,
-    })?;
+    }
+}
+
+fn find_from(
+    from: &str,
+    plan: &Plan,
+    args: &CheckedArguments,
+    parts: &TrainerParts,
+) -> Result<Option<LoadedCheckpoint>> {
+    let mut candidates = Candidates::new(from, || args.run_folder(), true)?;
     while let Some(checkpoint) = candidates.next().transpose()? {
         let checkpoint = untied(checkpoint, args)?;
         let state = check(&checkpoint, plan, args, parts)?;

@@ -192,7 +192,7 @@ fn a_schedule_has_its_own_defaults_and_prints_the_costs_in_use() {
     let wrong = place.mistake("schedule --check given.csv -p 3");
     assert_eq!(
         wrong,
-        "error: expected one list of actions for each of 3 ranks, found 2"
+        "error: given.csv: expected one list of actions for each of 3 ranks, found 2"
     );
     let picture = place.succeed("schedule dualpipe_v -p 2 -m 4 --format svg");
     assert!(
@@ -370,7 +370,7 @@ fn the_bench_of_collectives_prints_a_line_per_operation_and_size() {
         assert!(line["us"].as_f64() > Some(0.0) && line["bus_bytes_per_s"].as_f64() > Some(0.0));
     }
     assert_snapshot!(place.mistake("bench collectives --world 1"), @"error: --world is 1, expected 2 to 256 ranks");
-    assert_snapshot!(place.mistake("bench collectives --bytes 7"), @"error: --bytes has 7, expected 8 to 4294967296");
+    assert_snapshot!(place.mistake("bench collectives --bytes 7"), @"error: --bytes has 7 B, expected 8 B to 4.00 GiB");
     let message = place.mistake("bench collectives --bytes 1.5M");
     let expected = "expected a whole number of bytes below 2^64 as in 1000000, 64KiB, 256M or 5GB, found `1.5M`";
     assert!(message.contains(expected), "{message}");
