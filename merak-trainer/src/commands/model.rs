@@ -54,10 +54,13 @@ impl Loaded {
             model: models::from_config(&json)
                 .map_err(|error| match by_override(&error, &stated, &overridden) {
                     Some(key) => blamed(key, error),
-                    None => {
-                        let reason = Box::new(error);
-                        blamed(key, Error::ModelContent { path: file, reason })
-                    }
+                    None => blamed(
+                        key,
+                        Error::ModelContent {
+                            path: file,
+                            reason: Box::new(error),
+                        },
+                    ),
                 })?
                 .into(),
             json,
