@@ -126,7 +126,7 @@ pub(super) fn find(
 const WORDS: [&str; 2] = ["latest", "auto"];
 
 /// An error that nothing lies at a path, with the words that are none.
-fn with_words(error: Error, from: &str) -> Error {
+pub(super) fn with_words(error: Error, from: &str) -> Error {
     match error {
         Error::Checkpoint(reason)
             if matches!(*reason, CkptError::NotFound { .. }) && !WORDS.contains(&from) =>
