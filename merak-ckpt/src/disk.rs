@@ -3,6 +3,7 @@
 use crate::error::{Damage, Problem, io_error};
 use crate::hf::foreign;
 use crate::manifest::FileEntry;
+use crate::words::beyond;
 use crate::{Error, Result};
 use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
@@ -140,7 +141,7 @@ fn check_is_regular(metadata: &Metadata) -> io::Result<()> {
 pub fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let (file, length) = open_regular(path)?;
     let too_long = |found: u64| {
-        let reason = format!("it has {found} bytes, the limit is {limit}");
+        let reason = format!("it has {}", beyond(found, limit));
         Err(io::Error::new(ErrorKind::FileTooLarge, reason))
     };
     if length > limit {

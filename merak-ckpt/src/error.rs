@@ -2,7 +2,7 @@
 
 use crate::{
     Checksum, DType, Kind,
-    words::{brief, file, sentence},
+    words::{beyond, brief, file, sentence},
 };
 use std::fmt;
 use std::io;
@@ -244,6 +244,8 @@ impl Error {
                         | io::ErrorKind::PermissionDenied
                         | io::ErrorKind::NotADirectory
                         | io::ErrorKind::IsADirectory
+                        | io::ErrorKind::InvalidFilename
+                        | io::ErrorKind::InvalidInput
                         | io::ErrorKind::ReadOnlyFilesystem
                 )
             }
@@ -376,7 +378,7 @@ pub enum Problem {
         reason: String,
     },
     /// A limit of the format is exceeded.
-    #[error("{found} {what}, the limit is {limit}")]
+    #[error("{}", too_much(what, *found, *limit))]
     TooLarge {
         /// What there is too much of.
         what: &'static str,
@@ -409,6 +411,14 @@ pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Err
         action,
         path: path.to_owned(),
         source,
+    }
+}
+
+/// How much there is of something, and the most that there may be.
+fn too_much(what: &str, found: u64, limit: u64) -> String {
+    match what {
+        "bytes" => beyond(found, limit),
+        what => format!("{found} {what}, the limit is {limit}"),
     }
 }
 

@@ -37,11 +37,22 @@ impl From<usize> for Bytes {
     }
 }
 
+/// A size, and the limit that it is beyond: by how much is told where the units do not tell them apart.
+pub(crate) fn beyond(found: u64, limit: u64) -> String {
+    let (shown, most) = (Bytes(found).to_string(), Bytes(limit).to_string());
+    if shown == most {
+        let more = Bytes(found.saturating_sub(limit));
+        format!("{more} more than the limit of {most}")
+    } else {
+        format!("{shown}, the limit is {most}")
+    }
+}
+
 /// The longest name or value that a message shows whole, in characters.
 const LONGEST_VALUE: usize = 200;
 
 /// The longest message that is shown whole, in characters.
-const LONGEST_MESSAGE: usize = 1600;
+const LONGEST_MESSAGE: usize = 1200;
 
 /// A name or value in one line, as messages show it: what a terminal would act on is escaped, and of a long text
 /// beginning and end stand.
@@ -54,8 +65,11 @@ pub fn sentence(text: &str) -> String {
     shortened(text, LONGEST_MESSAGE / 2, |c| acts(c) || c == '\n')
 }
 
-/// The name of a file or folder, as messages show it.
+/// The name of a file or folder, as messages show it; one without a name in quotes.
 pub fn file(path: &Path) -> String {
+    if path.as_os_str().is_empty() {
+        return "\"\"".to_owned();
+    }
     sentence(&path.to_string_lossy())
 }
 
@@ -157,6 +171,16 @@ mod tests {
             long.contains(" .. (19858 characters left out) .. "),
             "{long}"
         );
-        assert!(message(&"y".repeat(50_000)).len() < 2000);
+        assert!(message(&"y".repeat(50_000)).len() < 1000);
+        assert_eq!(file(Path::new("")), "\"\"");
+        let sizes =
+            [(3 << 20, 1 << 20), ((1 << 20) + 1, 1 << 20)].map(|(found, most)| beyond(found, most));
+        assert_eq!(
+            sizes,
+            [
+                "3.00 MiB, the limit is 1.00 MiB",
+                "1 B more than the limit of 1.00 MiB"
+            ]
+        );
     }
 }

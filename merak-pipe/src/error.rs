@@ -9,20 +9,45 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Any error that a user's stage returned.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
+/// A text of somebody else's, as a message shows it: its beginning, and nothing that acts on a terminal.
+fn shown(text: &str) -> String {
+    const LONGEST: usize = 60;
+    let more = if text.chars().nth(LONGEST).is_some() {
+        ".."
+    } else {
+        ""
+    };
+    let start = text.chars().take(LONGEST);
+    let escaped = start.flat_map(|c| {
+        let acts = c.is_control();
+        let (escape, plain) = if acts {
+            (Some(c.escape_default()), None)
+        } else {
+            (None, Some(c))
+        };
+        escape.into_iter().flatten().chain(plain)
+    });
+    escaped.chain(more.chars()).collect()
+}
+
 /// A schedule that cannot be made, read, proved or carried out.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A text is no action.
     #[error(
-        "expected an action such as 0F3 (stage, one of F R B I W, microbatch), found {found:?}"
+        "expected an action such as 0F3 (stage, one of F R B I W, microbatch), found \"{}\"",
+        shown(found)
     )]
     ParseAction {
         /// The text.
         found: String,
     },
     /// A text is no pair of actions that run at once.
-    #[error("expected a forward and a full backward such as (0F7;7B3)OVERLAP_F_B, found {found:?}")]
+    #[error(
+        "expected a forward and a full backward such as (0F7;7B3)OVERLAP_F_B, found \"{}\"",
+        shown(found)
+    )]
     ParsePair {
         /// The text.
         found: String,
@@ -38,7 +63,10 @@ pub enum Error {
         source: Box<Error>,
     },
     /// No schedule has this name.
-    #[error("unknown schedule {name:?}; did you mean {nearest:?}? (one of {known})")]
+    #[error(
+        "unknown schedule \"{}\"; did you mean \"{nearest}\"? (one of {known})",
+        shown(name)
+    )]
     UnknownSchedule {
         /// The name that was asked for.
         name: String,
@@ -209,13 +237,19 @@ pub enum Error {
         found: usize,
     },
     /// A list of costs has an entry that is not one of its keys.
-    #[error("expected costs such as F=1,I=1,W=1,R=1,C=0,O=1, found {found:?}")]
+    #[error(
+        "expected costs such as F=1,I=1,W=1,R=1,C=0,O=1, found \"{}\"",
+        shown(found)
+    )]
     ParseCosts {
         /// The entry.
         found: String,
     },
     /// Bytes of activations have an entry that is not one of their keys.
-    #[error("expected bytes such as I=1048576,W=524288, found {found:?}")]
+    #[error(
+        "expected bytes such as I=1048576,W=524288, found \"{}\"",
+        shown(found)
+    )]
     ParseBytes {
         /// The entry.
         found: String,

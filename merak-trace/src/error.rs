@@ -43,6 +43,18 @@ pub enum Error {
         /// What was found and expected.
         reason: String,
     },
+    /// A sequence that is longer than the model takes.
+    #[error(
+        "\"{field}\" of the model's configuration allows sequences of 1 to {max} tokens, not {found}"
+    )]
+    SeqLength {
+        /// The field that says how long they may be.
+        field: &'static str,
+        /// What it says.
+        max: usize,
+        /// The length that was asked for.
+        found: usize,
+    },
     /// No builder is registered for a model type.
     #[error("model type \"{found}\" is not known; known are {known}")]
     UnknownModel {

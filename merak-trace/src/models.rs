@@ -360,12 +360,10 @@ pub fn from_config(config: &Json) -> Result<Box<dyn Model>> {
 }
 
 /// Checks a sequence length against the model's longest.
-fn check_seq(seq: usize, max: usize, field: &str) -> Result<()> {
-    if seq == 0 || seq > max {
-        return Err(Error::ModelConfig {
-            field: field.to_owned(),
-            reason: format!("allows sequences of 1 to {max}, not {seq}"),
-        });
+fn check_seq(found: usize, max: usize, field: &'static str) -> Result<()> {
+    if (1..=max).contains(&found) {
+        Ok(())
+    } else {
+        Err(Error::SeqLength { field, max, found })
     }
-    Ok(())
 }

@@ -24,6 +24,7 @@ mod reserved;
 mod schedule;
 mod setting;
 mod special;
+mod strict;
 
 use std::{
     collections::BTreeMap,
@@ -48,6 +49,7 @@ pub use self::{
     },
     help::{key_help, key_page},
     key::Key,
+    layer::{Given, VARIABLES},
     origin::Origin,
     schedule::TrainSchedule,
     setting::InputPath,
@@ -93,6 +95,20 @@ impl Config {
         environment: impl IntoIterator<Item = (String, String)>,
         command_line: &[String],
     ) -> Result<Self> {
+        Self::load_with(file, environment, command_line, [])
+    }
+
+    /// The same with what a command gives by itself, above all layers.
+    ///
+    /// # Errors
+    ///
+    /// As [`Config::load`].
+    pub fn load_with(
+        file: Option<&Path>,
+        environment: impl IntoIterator<Item = (String, String)>,
+        command_line: &[String],
+        given: impl IntoIterator<Item = Given>,
+    ) -> Result<Self> {
         let mut config = Self {
             file: file.map(Path::to_path_buf),
             ..Self::default()
@@ -102,6 +118,7 @@ impl Config {
         }
         config.apply(layer::from_environment(environment)?)?;
         config.apply(layer::from_command_line(command_line)?)?;
+        config.apply(layer::from_command(given))?;
         config.look_into_folders();
         Ok(config)
     }
@@ -124,7 +141,11 @@ impl Config {
     /// An error with the place of the key that is to blame for it, where a layer set that.
     #[must_use]
     pub fn locate(&self, error: Error) -> Error {
-        let Some(key) = error.key().or_else(|| self.key_of_weights(&error)) else {
+        let mut keys = error.keys();
+        keys.extend(self.key_of_weights(&error));
+        // Of those that are as likely, the first.
+        let likeliest = keys.into_iter().rev();
+        let Some(key) = likeliest.max_by_key(|key| self.origin(key).suspicion()) else {
             return error;
         };
         let source = match error {
@@ -143,7 +164,11 @@ impl Config {
             return None;
         };
         if self.arguments.resume_from_checkpoint.is_some() {
-            let is_none = matches!(**error, E::NotFound { .. } | E::NotACheckpoint { .. });
+            let is_none = match **error {
+                E::NotFound { .. } | E::NotACheckpoint { .. } => true,
+                E::Io { .. } => error.is_user_error(),
+                _ => false,
+            };
             return is_none.then_some("resume_from_checkpoint");
         }
         let folder = file(&self.arguments.model.hf_dir.as_ref()?.0);
@@ -158,6 +183,7 @@ impl Config {
     /// The first illegal value, with its place and the legal ones.
     pub fn check(&self) -> Result<CheckedArguments> {
         check::check(&self.arguments, &|key| self.origin(key).to_string())
+            .map_err(|error| self.locate(error))
     }
 
     /// The content of `config.resolved.toml`: every key that has a value. Loading it gives the same
@@ -287,6 +313,12 @@ fn refused(key: &'static str, refusal: Refusal, expected: String, entry: &Entry)
             key: key.to_owned(),
             expected,
             found,
+            place,
+        },
+        Refusal::Syntax { reason } => Error::WrongType {
+            key: key.to_owned(),
+            expected,
+            found: format!("{} ({})", brief(&found), brief(&reason)),
             place,
         },
         Refusal::Choice { choices, nearest } => Error::UnknownChoice {

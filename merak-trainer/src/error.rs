@@ -5,8 +5,8 @@ mod words;
 
 pub use self::words::StepPart;
 use self::words::{
-    blamed, by_auto, did_you_mean, of, other_length, other_share, passed_over, purpose, records_of,
-    replaced_run, saved_with, stages_of,
+    blamed, by_auto, did_you_mean, of, of_model_file, other_length, other_share, passed_over,
+    purpose, records_of, replaced_run, saved_with, stages_of,
 };
 use crate::{config::DataFormat, data::DataFingerprint};
 use merak_ckpt::words::{Bytes, brief, file, sentence};
@@ -121,11 +121,6 @@ pub enum Error {
         /// How to set it.
         advice: String,
     },
-    /// A model described twice.
-    #[error(
-        "\"model.config\" and \"model.hf_dir\" are both set: the folder has a config.json of its own"
-    )]
-    TwoModels,
     /// A schedule that does not fit the microbatches or stages.
     #[error(transparent)]
     Schedule(Box<merak_pipe::Error>),
@@ -587,6 +582,22 @@ pub enum Error {
         /// What the parser says.
         message: String,
     },
+    /// The model's configuration file has a field that is missing or cannot be used.
+    #[error("{}: {}", file(path), of_model_file(reason))]
+    ModelContent {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: Box<merak_trace::Error>,
+    },
+    /// A variable or argument that is no text.
+    #[error("{place} is no UTF-8 text, found \"{}\"", brief(found))]
+    NotUtf8 {
+        /// Where it stands.
+        place: String,
+        /// The value, as far as it is text.
+        found: String,
+    },
     /// A token of the configuration that the model does not know.
     #[error("\"{key}\" is {token}, but the model knows the tokens 0 to {} only", vocab - 1)]
     UnknownToken {
@@ -596,6 +607,17 @@ pub enum Error {
         token: u32,
         /// Size of the model's vocabulary.
         vocab: usize,
+    },
+    /// Nothing lies where a run was to go on from.
+    #[error(
+        "{reason}, expected a checkpoint, an output folder, latest or auto{}",
+        did_you_mean(nearest.as_deref())
+    )]
+    NoCheckpoint {
+        /// What is wrong.
+        reason: Box<merak_ckpt::Error>,
+        /// The word that is most like it.
+        nearest: Option<String>,
     },
     /// A checkpoint holds other tensors than the model.
     #[error("the checkpoint {} is of another model: {difference}", file(path))]
@@ -646,9 +668,12 @@ pub enum Error {
     },
     /// The model's vocabulary has no room for the tokenizer's.
     #[error(
-        "the tokenizer has {tokens} tokens, but the model's vocabulary only {vocab}: use a model configuration with \"vocab_size\" of at least {tokens}"
+        "the tokenizer {} has {tokens} tokens, but the model's vocabulary only {vocab}: use a model configuration with \"vocab_size\" of at least {tokens}, or another tokenizer",
+        brief(tokenizer)
     )]
     Vocabulary {
+        /// The tokenizer.
+        tokenizer: String,
         /// Tokens of the tokenizer.
         tokens: usize,
         /// Size of the model's vocabulary.
@@ -707,8 +732,16 @@ pub enum Error {
     #[error(transparent)]
     Checkpoint(Box<merak_ckpt::Error>),
     /// A model that cannot get the adapter that is asked for.
-    #[error("\"lora_config\": {0}")]
+    #[error(transparent)]
     Adapter(Box<merak_ckpt::AdaptError>),
+    /// The description of an adapter that does not fit the model.
+    #[error("{}: {}", file(path), sentence(&reason.to_string()))]
+    AdapterFile {
+        /// The description.
+        path: PathBuf,
+        /// What does not fit.
+        reason: Box<merak_ckpt::AdaptError>,
+    },
     /// A collective or a group failed.
     #[error(transparent)]
     Group(Box<merak_mpu::Error>),

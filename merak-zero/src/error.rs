@@ -40,6 +40,14 @@ pub enum Error {
         /// Every known name.
         known: String,
     },
+    /// The decay of `wsd` begins before the run.
+    #[error("`num_decay_steps` is {decay_steps}, expected at most the {total} steps of the run")]
+    LongDecay {
+        /// Steps of the decay.
+        decay_steps: u64,
+        /// Steps of the run.
+        total: u64,
+    },
     /// A schedule was given a keyword argument that it does not take.
     #[error("`lr_scheduler_kwargs` has `{kwarg}`, but the {schedule} schedule takes {takes}")]
     ForeignKwarg {

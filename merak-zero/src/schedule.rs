@@ -294,13 +294,9 @@ impl Shape {
             }
             LrSchedulerType::Wsd => {
                 let decay_steps = kwargs.num_decay_steps.unwrap_or(total / 10);
-                let legal = decay_steps <= total;
-                in_range(
-                    "num_decay_steps",
-                    decay_steps as f64,
-                    legal,
-                    "at most the number of steps",
-                )?;
+                if decay_steps > total {
+                    return Err(Error::LongDecay { decay_steps, total });
+                }
                 let min_ratio = kwargs.min_lr_ratio.unwrap_or(0.0);
                 in_range(
                     "min_lr_ratio",

@@ -8,6 +8,7 @@
 //!
 //! What the directory says is checked against the file before it is used; its size is limited, and so is the memory.
 
+use crate::words::beyond;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
@@ -98,9 +99,7 @@ impl<'a> Archive<'a> {
         let [begin, end] = self.place(name)?;
         let size = end - begin;
         if size > limit {
-            return Err(format!(
-                "member `{name}` has {size} bytes, the limit is {limit}"
-            ));
+            return Err(format!("member `{name}` has {}", beyond(size, limit)));
         }
         let mut bytes = vec![0; size as usize];
         self.read(&mut bytes, begin - self.stretch.start)?;

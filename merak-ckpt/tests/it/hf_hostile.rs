@@ -81,7 +81,7 @@ fn files_that_are_no_regular_ones_are_refused_at_once() {
     insta::assert_snapshot!(messages.join("\n"), @"
     cannot read HF/model.safetensors: it only points to the weights, which Git LFS has: fetch them with `git lfs pull`
     cannot read HF/w.safetensors: it is no regular file
-    cannot read HF/config.json: it has 1099511627776 bytes, the limit is 4194304
+    cannot read HF/config.json: it has 1.00 TiB, the limit is 4.00 MiB
     cannot read HF/config.json: it is no regular file
     ");
 }

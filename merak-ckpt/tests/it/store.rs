@@ -173,7 +173,7 @@ fn a_pointer_is_a_short_file_of_text() {
     insta::assert_snapshot!(messages.join("\n"), @r#"
     cannot read OUT/checkpoints/latest: it names `step-�`, expected a checkpoint like step-00001000
     cannot read OUT/checkpoints/latest: it names `\u{1b}[31mred`, expected a checkpoint like step-00001000
-    cannot read OUT/checkpoints/latest: it has 1099511627776 bytes, the limit is 1024
+    cannot read OUT/checkpoints/latest: it has 1.00 TiB, the limit is 1.00 KiB
     cannot read OUT/checkpoints/latest: it is no regular file
     "#);
 }

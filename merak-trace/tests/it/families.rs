@@ -152,7 +152,7 @@ fn a_base_that_grows_lets_sequences_grow() {
     let lengths = [1, 16, 17, 18].map(|seq| model.scaling_length(seq));
     assert_eq!((model.info().max_seq, lengths), (32, [1, 1, 17, 18]));
     let error = model.trace(&TraceOptions::training(1, 33)).unwrap_err();
-    insta::assert_snapshot!(error, @"model configuration: max_position_embeddings: allows sequences of 1 to 32, not 33");
+    insta::assert_snapshot!(error, @r#""max_position_embeddings" of the model's configuration allows sequences of 1 to 32 tokens, not 33"#);
 }
 
 /// The first turn of a model with rotary positions.

@@ -9,7 +9,7 @@ use super::{Outcome, output};
 use clap::{Args as ClapArgs, Subcommand};
 use merak_trace::models;
 use merak_trainer::{
-    CheckedArguments, Config, MerakTrainer, Plan, Result, TrainerParts, Workload,
+    CheckedArguments, Config, Error, Given, MerakTrainer, Plan, Result, TrainerParts, Workload,
     data::{Dataset, LABELS, Sample, SampleTensor},
     metrics::peak_resident_bytes,
     run_world,
@@ -112,13 +112,24 @@ impl Gpt {
         if self.steps == 0 {
             return Err("--steps is 0, expected at least 1".into());
         }
-        let args = self.arguments()?;
+        let (config, args) = self.arguments()?;
         let model = models::from_config(&json!({
             "model_type": "gpt", "vocab_size": self.vocab, "max_position_embeddings": self.seq, "hidden_size": self.hidden,
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
-        }))?;
-        let plan = Arc::new(Plan::new(model.into(), &args)?);
-        plan.check_memory(&args, &[Workload::Training])?;
+        }));
+        let model = model.map_err(|error| of_size(error, "--seq"))?;
+        self.measure(model, &args)
+            .map_err(|error| located(&config, error))
+    }
+
+    /// The figures of a model.
+    fn measure(
+        &self,
+        model: Box<dyn models::Model>,
+        args: &CheckedArguments,
+    ) -> Result<serde_json::Value, super::Failure> {
+        let plan = Arc::new(Plan::new(model.into(), args)?);
+        plan.check_memory(args, &[Workload::Training])?;
         let samples = self
             .steps
             .checked_add(self.warmup)
@@ -129,13 +140,13 @@ impl Gpt {
             seq: self.seq,
             vocab: self.vocab,
         });
-        let results = run_world(&args, |member| {
+        let results = run_world(args, |member| {
             let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
             let parts = TrainerParts {
                 train_data: Some(Arc::clone(&data)),
                 ..TrainerParts::default()
             };
-            let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?;
+            let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, args, parts)?;
             (0..self.warmup + self.steps)
                 .map(|_| trainer.train_step())
                 .collect::<Result<Vec<_>>>()
@@ -160,47 +171,56 @@ impl Gpt {
     }
 
     /// The same run as a configuration.
-    fn arguments(&self) -> Result<CheckedArguments, super::Failure> {
+    fn arguments(&self) -> Result<(Config, CheckedArguments), super::Failure> {
         let bf16 = is_bf16(&self.dtype)?;
-        let batches = |what: &str, number: usize, by: usize| {
+        let batches = |what: &str, number: usize, of: &str, by: usize| {
             let divides = by != 0 && number != 0 && number.is_multiple_of(by);
             if divides {
                 Ok(number / by)
             } else {
-                Err(format!("{what} {number} is no multiple of {by}"))
+                Err(format!(
+                    "{what} is {number}, expected a multiple of {of}, which is {by}"
+                ))
             }
         };
-        let mut keys = vec![
-            ("dp", self.dp.to_string()),
-            ("tp", self.tp.to_string()),
-            ("pp", self.pp.to_string()),
-            ("zero_stage", self.zero.to_string()),
-            ("train_schedule", self.schedule().to_owned()),
-            ("virtual_stages", self.virtual_stages.to_string()),
-            ("partition_method", self.partition.clone()),
+        let microbatches = batches("--microbatches", self.microbatches, "--dp", self.dp)?;
+        let samples = batches("--batch", self.batch, "--microbatches", self.microbatches)?;
+        let mut options: Options = vec![
+            ("--dp", "dp", self.dp.to_string()),
+            ("--tp", "tp", self.tp.to_string()),
+            ("--pp", "pp", self.pp.to_string()),
+            ("--zero", "zero_stage", self.zero.to_string()),
+            ("--schedule", "train_schedule", self.schedule().to_owned()),
             (
+                "--virtual-stages",
+                "virtual_stages",
+                self.virtual_stages.to_string(),
+            ),
+            ("--partition", "partition_method", self.partition.clone()),
+            (
+                "--microbatches",
                 "gradient_accumulation_steps",
-                batches("--microbatches", self.microbatches, self.dp)?.to_string(),
+                microbatches.to_string(),
             ),
             (
+                "--batch",
                 "per_device_train_batch_size",
-                batches("--batch", self.batch, self.microbatches)?.to_string(),
+                samples.to_string(),
             ),
-            ("activation_checkpointing", "false".to_owned()),
-            ("learning_rate", "3e-4".to_owned()),
-            ("lr_scheduler_type", "constant".to_owned()),
-            ("weight_decay", "0.01".to_owned()),
-            ("max_grad_norm", "0".to_owned()),
-            ("num_train_epochs", "1".to_owned()),
-            ("compute.backend", self.backend.clone()),
-            ("compute.device", self.device.clone()),
-            ("bf16", bf16.to_string()),
+            ("--backend", "compute.backend", self.backend.clone()),
+            ("--device", "compute.device", self.device.clone()),
+            ("--dtype", "bf16", bf16.to_string()),
         ];
-        let threads = self.threads.map(|threads| threads.to_string());
-        keys.extend(threads.map(|threads| ("compute.threads_per_rank", threads)));
-        let lora = self.lora_config.clone();
-        keys.extend(lora.map(|lora| ("lora_config", lora)));
-        checked(keys)
+        options.extend(of_ranks(self.threads, self.lora_config.as_deref()));
+        let always = [
+            ("activation_checkpointing", "false"),
+            ("learning_rate", "3e-4"),
+            ("lr_scheduler_type", "constant"),
+            ("weight_decay", "0.01"),
+            ("max_grad_norm", "0"),
+            ("num_train_epochs", "1"),
+        ];
+        configured(options, &always)
     }
 
     fn schedule(&self) -> &str {
@@ -244,11 +264,17 @@ struct Gpt2Shape {
 }
 
 impl Gpt2Shape {
-    fn model(&self, positions: usize) -> Result<Box<dyn models::Model>> {
-        Ok(models::from_config(&json!({
+    /// The model with so many positions, which an option asks for.
+    fn model(
+        &self,
+        positions: usize,
+        option: &str,
+    ) -> Result<Box<dyn models::Model>, super::Failure> {
+        let json = json!({
             "model_type": "gpt2", "vocab_size": self.vocab, "n_positions": positions, "n_embd": self.hidden,
             "n_layer": self.layers, "n_head": self.heads,
-        }))?)
+        });
+        models::from_config(&json).map_err(|error| of_size(error, option))
     }
 }
 
@@ -264,13 +290,52 @@ fn is_bf16(dtype: &str) -> Result<bool, super::Failure> {
     }
 }
 
-/// The configuration that sets these keys.
-fn checked(keys: Vec<(&str, String)>) -> Result<CheckedArguments, super::Failure> {
-    let flags = keys.into_iter();
-    let line: Vec<_> = flags
-        .flat_map(|(key, value)| [format!("--{key}"), value])
-        .collect();
-    Ok(Config::load(None, [], &line)?.check()?)
+/// The options of a command that stand for keys, as option, key and value.
+type Options = Vec<(&'static str, &'static str, String)>;
+
+/// The configuration that has these keys by the options, and those by the command.
+fn configured(
+    options: Options,
+    always: &[(&'static str, &str)],
+) -> Result<(Config, CheckedArguments), super::Failure> {
+    let by = |(option, key, value)| Given::by(option, key, value);
+    let always = always.iter().map(|&(key, value)| Given::always(key, value));
+    let given: Vec<_> = options.into_iter().map(by).chain(always).collect();
+    let config = Config::load_with(None, [], &[], given)?;
+    let args = config.check()?;
+    Ok((config, args))
+}
+
+/// Options that several commands have, where they are given.
+fn of_ranks(threads: Option<usize>, lora: Option<&str>) -> Options {
+    let threads =
+        threads.map(|threads| ("--threads", "compute.threads_per_rank", threads.to_string()));
+    let lora = lora.map(|lora| ("--lora-config", "lora_config", lora.to_owned()));
+    threads.into_iter().chain(lora).collect()
+}
+
+/// A failure with the option behind it, where it is due to a key.
+fn located(config: &Config, failure: super::Failure) -> super::Failure {
+    match failure.0.downcast::<Error>() {
+        Ok(error) => config.locate(*error).into(),
+        Err(other) => super::Failure(other),
+    }
+}
+
+/// Names the option behind a size of which no model can be made.
+fn of_size(error: merak_trace::Error, positions: &str) -> super::Failure {
+    let merak_trace::Error::ModelConfig { field, reason } = &error else {
+        return error.into();
+    };
+    let option = match field.as_str() {
+        "vocab_size" => "--vocab",
+        "n_positions" | "max_position_embeddings" => positions,
+        "n_embd" | "hidden_size" => "--hidden",
+        "n_layer" | "num_hidden_layers" => "--layers",
+        "n_head" | "num_attention_heads" => "--heads",
+        _ => return error.into(),
+    };
+    format!("{option} {reason}").into()
 }
 
 /// Random tokens: sample and position decide each.

@@ -1,12 +1,39 @@
 //! What the command takes from the process around it.
 
-use merak_trainer::data::CrateSources;
-use std::path::{Path, PathBuf};
+use merak_ckpt::words::brief;
+use merak_trainer::{Error, Result, VARIABLES, data::CrateSources};
+use std::{
+    ffi::OsString,
+    path::{Path, PathBuf},
+};
 
-/// The environment's variables.
-pub(crate) fn variables() -> impl Iterator<Item = (String, String)> {
-    std::env::vars_os()
-        .filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?)))
+/// The environment's variables that set keys.
+///
+/// # Errors
+/// [`Error::NotUtf8`] for the first of them that is no text.
+pub(crate) fn variables() -> Result<Vec<(String, String)>> {
+    of_ours(std::env::vars_os())
+}
+
+fn of_ours(
+    variables: impl IntoIterator<Item = (OsString, OsString)>,
+) -> Result<Vec<(String, String)>> {
+    let ours = variables.into_iter().filter(|(name, _)| {
+        let name = name.as_encoded_bytes();
+        name.starts_with(VARIABLES.as_bytes())
+    });
+    let text = |text: OsString, place: String| {
+        text.into_string().map_err(|text| Error::NotUtf8 {
+            place,
+            found: text.to_string_lossy().into_owned(),
+        })
+    };
+    let pair = |(name, value): (OsString, OsString)| {
+        let name = text(name, "the name of an environment variable".to_owned())?;
+        let value = text(value, format!("the environment variable {}", brief(&name)))?;
+        Ok((name, value))
+    };
+    ours.map(pair).collect()
 }
 
 /// Where measured times are kept: in the user's folder for caches, where there is one.
@@ -32,5 +59,22 @@ pub(crate) fn crate_sources(config: Option<&Path>) -> CrateSources {
     CrateSources {
         registry: home.map(|home| home.join("registry").join("src")),
         search,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[cfg(unix)]
+    #[test]
+    fn a_variable_of_ours_that_is_no_text_is_refused_by_name() {
+        use std::os::unix::ffi::OsStringExt;
+        let no_text = || OsString::from_vec(b"2\xff".to_vec());
+        let of = |name: &str| of_ours([(OsString::from(name), no_text())]);
+        assert_eq!(of("PATH").unwrap(), []);
+        let refused = of("MERAK_TP").unwrap_err().to_string();
+        let expected = "the environment variable MERAK_TP is no UTF-8 text, found \"2\u{fffd}\"";
+        assert_eq!(refused, expected);
     }
 }

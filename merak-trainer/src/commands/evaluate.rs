@@ -3,7 +3,7 @@
 use super::{Outcome, keys::Keys, output, prepared::Prepared};
 use clap::Args as ClapArgs;
 use merak_trainer::{
-    Error, MerakTrainer,
+    Error, Given, MerakTrainer,
     data::bigram_loss,
     metrics::{EvaluationMetrics, EvaluationProgress, Screen},
     run_world,
@@ -28,10 +28,12 @@ pub(crate) struct Args {
 pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let json = args.keys.take_flag("--json") || args.json;
     let checkpoint = args.checkpoint.display().to_string();
-    args.keys.push("resume_from_checkpoint", checkpoint);
-    args.keys.push("finetune", "true");
-    args.keys.push("do_eval", "true");
-    let prepared = Prepared::to_evaluate(&args.keys.load(&args.config)?)?;
+    let name = "resume_from_checkpoint";
+    args.keys.give(Given::by("CHECKPOINT", name, checkpoint));
+    args.keys.give(Given::always("finetune", "true"));
+    args.keys.give(Given::always("do_eval", "true"));
+    let config = args.keys.load(&args.config)?;
+    let prepared = Prepared::to_evaluate(&config)?;
     prepared.check_memory()?;
     let results = run_world(&prepared.args, |member| {
         let mpu = merak_mpu::Mpu::new(member, prepared.plan.degrees)?;
@@ -42,7 +44,8 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
             parts.callbacks.push(Box::new(progress));
         }
         MerakTrainer::new(plan, mpu, &prepared.args, parts)?.evaluate()
-    })?;
+    })
+    .map_err(|error| config.locate(error))?;
     let document = figures(&results[0], &prepared);
     output::print(&if json {
         format!("{document:#}")

@@ -8,7 +8,7 @@ use super::{
 };
 use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
 use merak_ckpt::{Adapter, Checkpoint, Completion, words::file};
-use merak_trainer::{Config, Error, Origin, Result, data::Tokenizer};
+use merak_trainer::{Config, Error, Given, Origin, Result, data::Tokenizer};
 use serde_json::json;
 use std::{path::PathBuf, process::ExitCode};
 
@@ -99,7 +99,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let config = args.configuration(&checkpoint)?;
     let checked = config.check()?;
     let loaded = Loaded::of(&checked).map_err(|error| config.locate(error))?;
-    let checked = loaded.complete_to_generate(checked, &config)?;
+    let checked = loaded
+        .complete_to_generate(checked, &config)
+        .map_err(|error| config.locate(error))?;
     let adapters = adapters(args, &checkpoint, &loaded)?;
     let positions = prompts.iter().map(Vec::len).sum();
     let session = Session::new(checked, loaded, tokenizer, positions)
@@ -116,7 +118,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
             session.generate(trainer, &prompts, streams)
         };
         adapters.iter().map(continued).collect::<Result<Vec<_>>>()
-    })?;
+    });
+    let results = results.map_err(|error| config.locate(error))?;
     if streams {
         output::print("")?;
     } else {
@@ -143,60 +146,59 @@ impl Args {
     /// The options as configuration keys, above those of the environment.
     fn configuration(&self, checkpoint: &Checkpoint) -> Result<Config> {
         let folder = checkpoint.path();
-        let given = [
-            ("max-new-tokens", self.max_new_tokens.map(|n| n.to_string())),
-            ("temperature", self.temperature.clone()),
-            ("top-k", self.top_k.map(|k| k.to_string())),
-            ("top-p", self.top_p.map(|p| p.to_string())),
-            ("min-p", self.min_p.map(|p| p.to_string())),
+        let text = |value: &dyn ToString| value.to_string();
+        let stops = (!self.stop.is_empty()).then(|| json!(self.stop).to_string());
+        let options = [
             (
-                "repetition-penalty",
-                self.repetition_penalty.map(|factor| factor.to_string()),
+                "--max-new-tokens",
+                "max_new_tokens",
+                self.max_new_tokens.map(|n| text(&n)),
             ),
-            ("seed", self.seed.map(|seed| seed.to_string())),
+            ("--temperature", "temperature", self.temperature.clone()),
+            ("--top-k", "top_k", self.top_k.map(|k| text(&k))),
+            ("--top-p", "top_p", self.top_p.map(|p| text(&p))),
+            ("--min-p", "min_p", self.min_p.map(|p| text(&p))),
             (
-                "stop-strings",
-                (!self.stop.is_empty()).then(|| json!(self.stop).to_string()),
+                "--repetition-penalty",
+                "repetition_penalty",
+                self.repetition_penalty.map(|f| text(&f)),
             ),
+            ("--seed", "seed", self.seed.map(|seed| text(&seed))),
+            ("--stop", "stop_strings", stops),
+            ("--dp", "dp", Some(text(&self.dp))),
+            ("--tp", "tp", Some(text(&self.tp))),
+            ("--pp", "pp", Some(text(&self.pp))),
         ];
-        let mut keys = vec![
-            (
+        let by_option = |(option, key, value): (&str, _, Option<String>)| {
+            value.map(|value| Given::by(option, key, value))
+        };
+        let mut given: Vec<_> = options.into_iter().filter_map(by_option).collect();
+        let seq_length = checkpoint.manifest().header.model["seq_length"].to_string();
+        let of_checkpoint = |key, value: String| Given::by("CHECKPOINT", key, value);
+        given.extend([
+            of_checkpoint(
                 "model.config",
                 folder.join("config.json").display().to_string(),
             ),
-            ("resume_from_checkpoint", folder.display().to_string()),
-            ("finetune", "true".to_owned()),
-            ("output_dir", folder.display().to_string()),
-            ("dp", self.dp.to_string()),
-            ("tp", self.tp.to_string()),
-            ("pp", self.pp.to_string()),
-            ("per_device_train_batch_size", "1".to_owned()),
-            (
-                "seq_length",
-                checkpoint.manifest().header.model["seq_length"].to_string(),
-            ),
-        ];
+            of_checkpoint("resume_from_checkpoint", folder.display().to_string()),
+            of_checkpoint("output_dir", folder.display().to_string()),
+            of_checkpoint("seq_length", seq_length),
+            Given::always("finetune", "true"),
+            Given::always("per_device_train_batch_size", "1"),
+        ]);
         if let Some((file, name)) = own_adapter(checkpoint) {
-            keys.push(("lora_config", file.display().to_string()));
-            keys.push(("adapter_name", name));
+            given.push(of_checkpoint("lora_config", file.display().to_string()));
+            given.push(of_checkpoint("adapter_name", name));
         }
-        keys.extend(
-            given
-                .into_iter()
-                .filter_map(|(key, value)| Some((key, value?))),
-        );
-        let load = |keys: &[(&str, String)]| {
-            let words: Vec<_> = keys
-                .iter()
-                .map(|(key, value)| format!("--{key}={value}"))
-                .collect();
-            Config::load(None, environment::variables(), &words)
+        let variables = environment::variables()?;
+        let load = |given: &[Given]| {
+            Config::load_with(None, variables.clone(), &[], given.iter().cloned())
         };
-        let config = load(&keys)?;
+        let config = load(&given)?;
         let is_open = |key: &str| *config.origin(key) == Origin::Default;
         if is_open("max_new_tokens") && is_open("out_seq_length") {
-            keys.push(("max-new-tokens", NEW_TOKENS.to_string()));
-            return load(&keys);
+            given.push(Given::always("max_new_tokens", NEW_TOKENS.to_string()));
+            return load(&given);
         }
         Ok(config)
     }

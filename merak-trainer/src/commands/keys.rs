@@ -2,7 +2,7 @@
 
 use super::environment;
 use clap::Args as ClapArgs;
-use merak_trainer::{Config, Result};
+use merak_trainer::{Config, Given, Result};
 use std::path::Path;
 
 /// Keys of the configuration, behind everything else.
@@ -16,6 +16,9 @@ pub(crate) struct Keys {
         value_name = "KEYS"
     )]
     words: Vec<String>,
+    /// What the command gives by itself.
+    #[arg(skip)]
+    given: Vec<Given>,
 }
 
 impl Keys {
@@ -42,9 +45,9 @@ impl Keys {
         }
     }
 
-    /// Adds a key, as if it stood at the end of the line.
-    pub(crate) fn push(&mut self, key: &str, value: impl Into<String>) {
-        self.words.extend([format!("--{key}"), value.into()]);
+    /// Adds a value that the command gives a key.
+    pub(crate) fn give(&mut self, given: Given) {
+        self.given.push(given);
     }
 
     /// Resolves the file, the environment and these keys.
@@ -54,17 +57,8 @@ impl Keys {
 
     /// Resolves the environment and these keys, over a file if there is one.
     pub(crate) fn resolve(&self, file: Option<&Path>) -> Result<Config> {
-        let word = |word: &String| {
-            // The short name of `resume_from_checkpoint`.
-            match word.strip_prefix("--resume") {
-                Some(value) if value.is_empty() || value.starts_with('=') => {
-                    format!("--resume_from_checkpoint{value}")
-                }
-                _ => word.clone(),
-            }
-        };
-        let words: Vec<_> = self.words.iter().map(word).collect();
-        Config::load(file, environment::variables(), &words)
+        let given = self.given.iter().cloned();
+        Config::load_with(file, environment::variables()?, &self.words, given)
     }
 }
 

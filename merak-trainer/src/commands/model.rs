@@ -46,6 +46,7 @@ impl Loaded {
             folder.correct(&mut json);
         }
         let names = json["model_type"].as_str().and_then(models::size_fields);
+        let stated = json.clone();
         let mut overridden = Vec::new();
         if let (Some(fields), Some(names)) = (json.as_object_mut(), names) {
             overridden = override_sizes(fields, names, args);
@@ -56,7 +57,16 @@ impl Loaded {
         }
         Ok(Self {
             model: models::from_config(&json)
-                .map_err(|error| blame(error, key, &overridden))?
+                .map_err(|error| match by_override(&error, &stated, &overridden) {
+                    Some(key) => blamed(key, error),
+                    None => blamed(
+                        key,
+                        Error::ModelContent {
+                            path: file,
+                            reason: Box::new(error),
+                        },
+                    ),
+                })?
                 .into(),
             json,
             generation,
@@ -250,20 +260,21 @@ fn blamed(key: &'static str, error: impl Into<Error>) -> Error {
     }
 }
 
-/// An error about a model's configuration with the key that is to blame for it: the one that set the size which does not
-/// fit, else the one that names the model.
-fn blame(
-    error: merak_trace::Error,
-    key: &'static str,
+/// The key of the size to which an error is due: the file states a model that could be made, so it is one that was put in
+/// the place of its own.
+fn by_override(
+    error: &merak_trace::Error,
+    stated: &Value,
     overridden: &[(&'static str, &'static str)],
-) -> Error {
-    let merak_trace::Error::ModelConfig { field, .. } = &error else {
-        return blamed(key, error);
+) -> Option<&'static str> {
+    let merak_trace::Error::ModelConfig { field, .. } = error else {
+        return None;
     };
-    let by = overridden.iter().find(|(_, name)| name == field);
+    let own = overridden.iter().find(|(_, name)| name == field);
     // A width that was set may not divide by the heads of the configuration.
-    let by = by.or_else(|| overridden.iter().find(|(key, _)| *key == "hidden_size"));
-    blamed(by.map_or(key, |(key, _)| key), error)
+    let width = || overridden.iter().find(|(key, _)| *key == "hidden_size");
+    let (key, _) = own.or_else(width).or(overridden.first())?;
+    models::from_config(stated).is_ok().then_some(*key)
 }
 
 /// Puts the sizes that the arguments have in the place of the configuration's; returns which, as key and field.
@@ -301,8 +312,8 @@ fn weights_folder(args: &CheckedArguments) -> Option<&Path> {
 /// The file that describes the model, and the key that names it.
 fn config_file(args: &CheckedArguments) -> Result<(&'static str, PathBuf)> {
     match (&args.model.config, &args.model.hf_dir) {
-        (Some(_), Some(_)) => Err(Error::TwoModels),
-        (Some(file), None) => Ok((CONFIG, file.0.clone())),
+        // They are not set both.
+        (Some(file), _) => Ok((CONFIG, file.0.clone())),
         (None, Some(folder)) => Ok(("model.hf_dir", folder.0.join("config.json"))),
         (None, None) => Err(Error::MissingKey {
             key: CONFIG,

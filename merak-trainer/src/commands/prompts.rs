@@ -22,6 +22,10 @@ const STOP: &str = "stop";
 
 /// Continues one line of standard input after the other, until one says `stop` or there are no more.
 pub(crate) fn run(config: &Config) -> Outcome {
+    Ok(continue_lines(config).map_err(|error| config.locate(error))?)
+}
+
+fn continue_lines(config: &Config) -> Result<ExitCode> {
     let mut arguments = config.check()?.into_arguments();
     // Of a checkpoint, the weights.
     arguments.finetune = arguments.resume_from_checkpoint.is_some();

@@ -2,14 +2,16 @@
 
 use super::{Failure, Outcome, output};
 use clap::{Args as ClapArgs, ValueEnum};
+use merak_ckpt::words::{brief, file};
 use merak_pipe::{
     ActivationBytes, AutoLimits, ByteLimits, Costs, Figure, GridStyle, PageOptions, PeakBytes,
     Schedule, ScheduleKind, Simulation, Size, UnitCosts, auto, grid, html, json, json_with_bytes,
     simulate_on, svg, trace,
 };
+use merak_trainer::chain;
 use std::{
     fs,
-    io::IsTerminal,
+    io::{self, IsTerminal},
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -49,7 +51,7 @@ pub(crate) struct Args {
     #[arg(long, default_value = "")]
     costs: String,
     /// Bytes of activations that a microbatch keeps on one stage for its input gradient alone (I) and for its weight
-    /// gradients (W), as in I=1048576,W=524288, with colons where stages differ; the peak of each rank is then shown,
+    /// gradients (W), as in I=1MiB,W=512KiB, with colons where stages differ; the peak of each rank is then shown,
     /// and --memory may limit it; @FILE reads them from a file.
     #[arg(long, value_name = "BYTES")]
     bytes: Option<String>,
@@ -133,7 +135,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let costs_text = given(&args.costs)?;
     let costs = order.costs(&costs_text, size)?;
     let bytes = args.bytes.as_deref().map(|text| {
-        let bytes = ActivationBytes::parse(&given(text)?, size.stages())?;
+        let bytes = ActivationBytes::parse(&in_bytes(&given(text)?), size.stages())?;
         Ok::<_, Failure>(bytes)
     });
     let bytes = bytes.transpose()?;
@@ -173,7 +175,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Format::Grid => {
             let simulation = simulate()?;
             let colour = args.output.is_none()
-                && std::io::stdout().is_terminal()
+                && io::stdout().is_terminal()
                 && std::env::var_os("NO_COLOR").is_none();
             let style = GridStyle {
                 colour,
@@ -197,12 +199,23 @@ pub(crate) fn run(args: &Args) -> Outcome {
     };
     match &args.output {
         None => output::print_as_is(&text)?,
-        Some(path) => fs::write(path, text).map_err(|source| merak_trainer::Error::Write {
-            path: path.clone(),
-            source,
-        })?,
+        Some(path) => fs::write(path, text).map_err(|source| not_written(path, source))?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The failure of a file that cannot be written: where no file can be, the option is at fault.
+fn not_written(path: &Path, source: io::Error) -> Failure {
+    use io::ErrorKind as K;
+    let path = path.to_path_buf();
+    match source.kind() {
+        K::NotFound | K::PermissionDenied | K::IsADirectory | K::NotADirectory => format!(
+            "cannot write {}, which --output names: {source}",
+            file(&path)
+        )
+        .into(),
+        _ => merak_trainer::Error::Write { path, source }.into(),
+    }
 }
 
 /// An argument, or what the file holds that it names with an `@`.
@@ -226,6 +239,23 @@ fn names_recompute(costs: &str) -> bool {
     entries.any(|entry| entry.split('=').next().is_some_and(|key| key.trim() == "R"))
 }
 
+/// Entries such as `I=1MiB:64k` with their sizes as numbers of bytes; what is no size is left for whoever reads them.
+fn in_bytes(text: &str) -> String {
+    let size = |text: &str| {
+        let size = merak_ckpt::parse_byte_size(text);
+        size.map_or_else(|_| text.to_owned(), |bytes| bytes.to_string())
+    };
+    let entry = |entry: &str| match entry.split_once('=') {
+        Some((key, sizes)) => {
+            let sizes: Vec<_> = sizes.split(':').map(size).collect();
+            format!("{key}={}", sizes.join(":"))
+        }
+        None => entry.to_owned(),
+    };
+    let entries: Vec<_> = text.split(',').map(entry).collect();
+    entries.join(",")
+}
+
 /// What `--memory` counts.
 enum MemoryLimits {
     Activations(Vec<f64>),
@@ -246,13 +276,13 @@ impl MemoryLimits {
         });
         let Some(sizes) = sizes.collect::<Option<Vec<u64>>>() else {
             return Err(format!(
-                "--memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes such as 96MiB:64MiB, found {text:?}"
+                "--memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes such as 96MiB:64MiB, found \"{}\"", brief(text)
             )
             .into());
         };
         if !knows_bytes {
             return Err(format!(
-                "--memory {text} limits bytes: say with --bytes what a microbatch keeps on a stage, as in --bytes I=1048576,W=524288"
+                "--memory {text} limits bytes: say with --bytes what a microbatch keeps on a stage, as in --bytes I=1MiB,W=512KiB"
             )
             .into());
         }
@@ -364,7 +394,8 @@ impl Order {
                 source,
             }
         })?;
-        let sized = Schedule::from_sized_csv(path.display().to_string(), &text)?;
+        let sized = Schedule::from_sized_csv(path.display().to_string(), &text)
+            .map_err(|error| of_file(path, &error))?;
         Ok(Self::File { text, sized })
     }
 
@@ -402,18 +433,26 @@ impl Order {
     ) -> Result<Schedule, Failure> {
         match self {
             Self::File { text, sized } => {
-                let schedule = if size == sized.size {
-                    sized.clone()
-                } else {
-                    Schedule::from_csv(sized.name.clone(), text, size)?
+                let checked = || {
+                    let schedule = if size == sized.size {
+                        sized.clone()
+                    } else {
+                        Schedule::from_csv(sized.name.clone(), text, size)?
+                    };
+                    schedule.validate()?;
+                    Ok(schedule)
                 };
-                schedule.validate()?;
-                Ok(schedule)
+                checked().map_err(|error: merak_pipe::Error| of_file(sized.name.as_ref(), &error))
             }
             Self::Named(kind) => Ok(kind.generate(size)?),
             Self::Auto => searched(size, costs, memory),
         }
     }
+}
+
+/// What is wrong with a file of a schedule.
+fn of_file(path: &Path, error: &merak_pipe::Error) -> Failure {
+    format!("{}: {}", file(path), chain(error)).into()
 }
 
 /// The schedule with a name; `auto` is none of the crate's schedules, but one of the names here.

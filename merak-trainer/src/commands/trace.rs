@@ -7,8 +7,9 @@ use super::{
     output,
 };
 use clap::{Args as ClapArgs, ValueEnum};
+use merak_ckpt::words::brief;
 use merak_trace::{StageCuts, StageProgram, render};
-use merak_trainer::{Config, Origin, Plan};
+use merak_trainer::{Config, Given, Origin, Plan};
 use std::{path::PathBuf, process::ExitCode};
 
 /// Prints the graph of a model, as one rank runs it.
@@ -85,17 +86,24 @@ impl Args {
     /// Whatever follows the first key lands among the keys; what is the command's own is taken from there.
     fn take_own_options(&mut self) -> Result<(), Failure> {
         if let Some(format) = self.keys.take_option("--format") {
-            self.format = Format::from_str(&format, false)
-                .map_err(|_| format!("--format expects text, dot or json, found {format:?}"))?;
+            self.format = Format::from_str(&format, false).map_err(|_| {
+                format!(
+                    "--format expects text, dot or json, found \"{}\"",
+                    brief(&format)
+                )
+            })?;
         }
         if let Some(stage) = self.keys.take_option("--stage") {
             let parsed = stage.parse();
             self.stage =
-                Some(parsed.map_err(|_| format!("--stage expects a number, found {stage:?}"))?);
+                Some(parsed.map_err(|_| {
+                    format!("--stage expects a number, found \"{}\"", brief(&stage))
+                })?);
         }
         for (key, value) in [("tp", self.tp), ("pp", self.pp)] {
             if let Some(value) = value {
-                self.keys.push(key, value.to_string());
+                let given = Given::by(format!("--{key}"), key, value.to_string());
+                self.keys.give(given);
             }
         }
         Ok(())
@@ -112,7 +120,9 @@ impl Args {
         };
         Ok(match described {
             Some(path) => {
-                self.keys.push("model.config", path.display().to_string());
+                let path = path.display().to_string();
+                self.keys
+                    .give(Given::by("CONFIG|HF_DIR", "model.config", path));
                 self.keys.resolve(None)?
             }
             None => self.keys.load(&self.source)?,

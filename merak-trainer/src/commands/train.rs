@@ -10,8 +10,8 @@ use merak_mpu::Member;
 use merak_pipe::Timeline;
 use merak_trace::models::Objective;
 use merak_trainer::{
-    Callback, Config, Error, LoadedCheckpoint, MerakTrainer, Origin, Result, RunFolder, StepRecord,
-    TrainOutput, TrainerParts, chain,
+    Callback, Config, Error, Given, LoadedCheckpoint, MerakTrainer, Origin, Result, RunFolder,
+    StepRecord, TrainOutput, TrainerParts, chain,
     data::bigram_loss,
     metrics::{EvaluationMetrics, Progress, Reporter, Screen},
     run_world,
@@ -107,7 +107,7 @@ fn load(args: &mut Args) -> Result<Config> {
             "do_train is false, but this command trains whatever it says: `merak evaluate` evaluates alone"
         );
     }
-    args.keys.push("do_train", "true");
+    args.keys.give(Given::always("do_train", "true"));
     args.keys.load(&args.config)
 }
 

@@ -1,7 +1,7 @@
 //! Whether the values of the keys are legal, each by itself and beside the others.
 
 use std::{
-    fmt::Display,
+    fmt::{self, Display},
     path::{Path, PathBuf},
 };
 
@@ -17,6 +17,20 @@ use super::{
     special::Ratios,
 };
 use crate::error::{Error, Result};
+
+/// A number as people write it: what has many digits, with an exponent.
+struct Number(f64);
+
+impl Display for Number {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(number) = self;
+        if *number == 0.0 || (1e-6..1e15).contains(&number.abs()) {
+            write!(f, "{number}")
+        } else {
+            write!(f, "{number:e}")
+        }
+    }
+}
 
 /// The checks, with the places of keys for their messages.
 struct Checker<'a> {
@@ -56,15 +70,15 @@ impl Checker<'_> {
     }
 
     fn not_negative(&self, values: &[(&'static str, f64)]) -> Result<()> {
-        values
-            .iter()
-            .try_for_each(|&(key, value)| self.require(value >= 0.0, key, value, "at least 0"))
+        values.iter().try_for_each(|&(key, value)| {
+            self.require(value >= 0.0, key, Number(value), "at least 0")
+        })
     }
 
     fn positive(&self, values: &[(&'static str, f64)]) -> Result<()> {
-        values
-            .iter()
-            .try_for_each(|&(key, value)| self.require(value > 0.0, key, value, "more than 0"))
+        values.iter().try_for_each(|&(key, value)| {
+            self.require(value > 0.0, key, Number(value), "more than 0")
+        })
     }
 
     /// Fractions in 0..1, the end excluded.
@@ -73,7 +87,7 @@ impl Checker<'_> {
             self.require(
                 (0.0..1.0).contains(&value),
                 key,
-                value,
+                Number(value),
                 "at least 0 and less than 1",
             )
         })
@@ -113,22 +127,34 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         let mut factors = factors.iter();
         factors.try_fold(1_usize, |product, factor| product.checked_mul(*factor))
     };
-    let ranks = product(&[a.dp, a.tp, a.pp]);
+    // Of factors that are too large together, the largest is the slip.
+    let largest = |factors: [(&'static str, usize); 3]| {
+        let larger = |a: (_, usize), b: (_, usize)| if b.1 > a.1 { b } else { a };
+        let [first, second, third] = factors;
+        larger(larger(first, second), third)
+    };
+    let degrees = [("dp", a.dp), ("tp", a.tp), ("pp", a.pp)];
+    let ranks = product(&degrees.map(|(_, degree)| degree));
+    let (key, degree) = largest(degrees);
+    let most = u32::MAX;
     checker.require(
         ranks.is_some_and(|ranks| u32::try_from(ranks).is_ok()),
-        "dp",
-        a.dp,
-        "small enough to count the ranks",
+        key,
+        degree,
+        format_args!("so small that \"dp\" x \"tp\" x \"pp\", the ranks, is at most {most}"),
     )?;
     for (key, batch) in [
         ("per_device_train_batch_size", a.per_device_train_batch_size),
         ("per_device_eval_batch_size", a.per_device_eval_batch_size),
     ] {
+        let steps = ("gradient_accumulation_steps", a.gradient_accumulation_steps);
+        let factors = [(key, batch), steps, ("dp", a.dp)];
+        let (key, found) = largest(factors);
         checker.require(
-            product(&[batch, a.gradient_accumulation_steps, a.dp]).is_some(),
+            product(&factors.map(|(_, factor)| factor)).is_some(),
             key,
-            batch,
-            "small enough to count the samples of a step",
+            found,
+            "so small that the samples of a step, microbatch x microbatches x \"dp\", can be counted",
         )?;
     }
     if let Some(heads) = a.num_heads {
@@ -153,7 +179,7 @@ fn check_machine(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.require(
         timeout > 0.0 && timeout <= MAX_TIMEOUT_S,
         "distributed.timeout_s",
-        format_args!("{timeout:?}"),
+        Number(timeout),
         format_args!("more than 0 and at most {MAX_TIMEOUT_S:e}"),
     )?;
     checker.require(
@@ -171,6 +197,14 @@ fn check_folders(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "output_dir",
         "empty",
         "the name of a folder",
+    )?;
+    let config = a.model.config.as_ref().map(|config| file(&config.0));
+    let place = (checker.place)("model.hf_dir");
+    checker.require(
+        config.is_none() || a.model.hf_dir.is_none(),
+        "model.config",
+        config.unwrap_or_default(),
+        format_args!("unset while \"model.hf_dir\" ({place}) is set, whose folder has a config.json of its own"),
     )?;
     checker.require(
         !a.do_eval || a.data.validation_fraction > 0.0,
@@ -238,7 +272,7 @@ fn check_autopipe(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     }
     if let Some(found) = options.comm_cost {
         let legal = (0.0..=1e15).contains(&found);
-        checker.require(legal, "autopipe.comm_cost", found, "from 0 to 1e15")?;
+        checker.require(legal, "autopipe.comm_cost", Number(found), "from 0 to 1e15")?;
     }
     checker.at_least_1_if_set(&[("autopipe.memory_limit", options.memory_limit)])?;
     let searches =
@@ -251,7 +285,7 @@ fn check_autopipe(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         checker.require(searches, "autopipe.memory_limit", found, expected)?;
     }
     if let Some(found) = options.comm_cost {
-        checker.require(searches, "autopipe.comm_cost", found, expected)?;
+        checker.require(searches, "autopipe.comm_cost", Number(found), expected)?;
     }
     checker.require(
         a.cost_cache.is_none() || a.cost_model == CostSource::Measured,
@@ -443,7 +477,7 @@ fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.require(
         (0.0..=1.0).contains(&a.warmup_ratio),
         "warmup_ratio",
-        a.warmup_ratio,
+        Number(a.warmup_ratio),
         "from 0 to 1",
     )?;
     checker.require(
@@ -457,7 +491,7 @@ fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.require(
         undivided || a.prescale_gradients,
         "gradient_predivide_factor",
-        a.gradient_predivide_factor,
+        Number(a.gradient_predivide_factor),
         "1 unless \"prescale_gradients\" is true",
     )
 }
@@ -487,20 +521,20 @@ fn check_data(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.require(
         (0.0..=1.0).contains(&masked),
         "data.mask_replace_prob",
-        masked,
+        Number(masked),
         "from 0 to 1",
     )?;
     checker.require(
         random >= 0.0 && masked + random <= 1.0,
         "data.random_replace_prob",
-        random,
+        Number(random),
         format_args!("at least 0 and, with \"data.mask_replace_prob\" {masked}, at most 1"),
     )?;
     let span = data.mean_noise_span_length;
     checker.require(
         span >= 1.0,
         "data.mean_noise_span_length",
-        span,
+        Number(span),
         "at least 1",
     )
 }
@@ -541,13 +575,13 @@ fn check_generation(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     checker.require(
         a.top_p > 0.0 && a.top_p <= 1.0,
         "top_p",
-        a.top_p,
+        Number(a.top_p),
         "more than 0 and at most 1",
     )?;
     checker.require(
         (0.0..=1.0).contains(&a.min_p),
         "min_p",
-        a.min_p,
+        Number(a.min_p),
         "from 0 to 1",
     )
 }

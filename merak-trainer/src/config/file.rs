@@ -1,6 +1,6 @@
 //! Reading a configuration file: TOML with line numbers, YAML and JSON.
 
-use std::path::Path;
+use std::{collections::BTreeMap, path::Path};
 
 use merak_ckpt::{MAX_CONFIG_BYTES, read_text};
 use serde_json::{Map, Value};
@@ -15,6 +15,7 @@ use super::{
     layer::{Entry, push_value},
     lines::{Lines, key_lines},
     origin::Origin,
+    strict,
 };
 use crate::error::{Error, Result};
 
@@ -26,6 +27,36 @@ pub(crate) fn read(path: &Path) -> Result<Vec<Entry>> {
     })?;
     // Some editors put a byte-order mark before a text.
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+    let entries = parse(path, text)?;
+    refuse_duplicates(path, &entries)?;
+    Ok(entries)
+}
+
+/// Refuses a key that is given in two ways, such as in its section and with the section's name before it.
+fn refuse_duplicates(path: &Path, entries: &[Entry]) -> Result<()> {
+    let mut seen = BTreeMap::new();
+    for entry in entries {
+        let Origin::File { line, .. } = entry.origin else {
+            continue;
+        };
+        if let Some(first) = seen.insert(&entry.name, line) {
+            let at = |line: Option<usize>| line.map(|line| format!(" at line {line}"));
+            // Lines of JSON go by the whole name, which both have.
+            let places = [first, line].map(|line| at(line).unwrap_or_default());
+            let places = if first == line {
+                ", in its section and beside it".to_owned()
+            } else {
+                places.join(" and")
+            };
+            let message = format!("{}{places}", strict::twice(&entry.name));
+            return Err(syntax(path, &message));
+        }
+    }
+    Ok(())
+}
+
+/// The entries of a text, whose format the file's name tells.
+fn parse(path: &Path, text: &str) -> Result<Vec<Entry>> {
     let extension = path
         .extension()
         .and_then(|extension| extension.to_str())
@@ -37,7 +68,7 @@ pub(crate) fn read(path: &Path) -> Result<Vec<Entry>> {
             entries_of(path, parse_yaml(path, text, &lines)?, &lines)
         }
         "json" => {
-            let value = serde_json::from_str(text).map_err(|error| syntax(path, &error))?;
+            let value = strict::parse(text).map_err(|error| syntax(path, &error))?;
             // JSON is YAML, but for rarities.
             entries_of(path, value, &key_lines(text).unwrap_or_default())
         }
@@ -87,10 +118,12 @@ fn parse_toml(path: &Path, text: &str) -> Result<Vec<Entry>> {
         let line = error
             .span()
             .map(|span| format!("line {}: ", line_of(span.start)));
-        syntax(
-            path,
-            &format!("{}{}", line.unwrap_or_default(), error.message()),
-        )
+        let key = error.span().and_then(|span| text.get(span));
+        let message = match (error.message(), key) {
+            ("duplicate key", Some(key)) => strict::twice(key),
+            (message, _) => message.to_owned(),
+        };
+        syntax(path, &format!("{}{message}", line.unwrap_or_default()))
     })?;
     let mut entries = Vec::new();
     for (key, value) in table.get_ref() {
@@ -124,8 +157,12 @@ fn parse_toml(path: &Path, text: &str) -> Result<Vec<Entry>> {
 fn json_of_toml(value: &DeValue<'_>) -> Value {
     match value {
         DeValue::String(text) => Value::from(text.as_ref()),
-        DeValue::Integer(integer) => i64::from_str_radix(integer.as_str(), integer.radix())
-            .map_or_else(|_| Value::from(integer.as_str()), Value::from),
+        DeValue::Integer(integer) => {
+            let (digits, radix) = (integer.as_str(), integer.radix());
+            let number = i64::from_str_radix(digits, radix).map(Value::from);
+            let number = number.or_else(|_| u64::from_str_radix(digits, radix).map(Value::from));
+            number.unwrap_or_else(|_| json_of_float(digits))
+        }
         DeValue::Float(float) => json_of_float(float.as_str()),
         DeValue::Boolean(flag) => Value::Bool(*flag),
         DeValue::Datetime(date) => Value::from(date.to_string()),

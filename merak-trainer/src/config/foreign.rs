@@ -77,14 +77,35 @@ impl Setting for ZeroStage {
     }
 }
 
+/// The parameters of learning-rate schedules; all but the last are numbers.
+const KWARGS: [&str; 7] = [
+    "num_cycles",
+    "power",
+    "lr_end",
+    "timescale",
+    "num_decay_steps",
+    "min_lr_ratio",
+    "decay_type",
+];
+
+/// What the last of them may be.
+const DECAYS: [&str; 3] = ["cosine", "linear", "1-sqrt"];
+
 impl Setting for LrSchedulerKwargs {
     fn expected() -> String {
-        "a table of num_cycles, power, lr_end, timescale, num_decay_steps, min_lr_ratio and decay_type"
-            .into()
+        let (numbers, decays) = (KWARGS[..KWARGS.len() - 1].join(", "), one_of(&DECAYS));
+        format!("a table of the numbers {numbers}, and decay_type, which is {decays}")
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {
         let table = value.as_object().ok_or(Refusal::Type)?;
+        if let Some(unknown) = table.keys().find(|name| !KWARGS.contains(&name.as_str())) {
+            return Err(refuse(unknown, KWARGS.into_iter(), &[]));
+        }
+        let decay = table.get("decay_type").and_then(Value::as_str);
+        if let Some(unknown) = decay.filter(|name| !DECAYS.contains(name)) {
+            return Err(refuse(unknown, DECAYS.into_iter(), &[]));
+        }
         let integral = |value: &Value| match whole(value) {
             Some(number) => i64::try_from(number).map_or_else(|_| value.clone(), Value::from),
             None => value.clone(),
@@ -148,9 +169,21 @@ mod tests {
             kwargs.to_value(),
             json!({"num_decay_steps": 5, "decay_type": "linear"})
         );
-        assert_eq!(
-            LrSchedulerKwargs::from_value(&json!({"cycles": 1})),
-            Err(Refusal::Type)
-        );
+        for (value, name) in [
+            (json!({"num_cycle": 1}), "num_cycles"),
+            (json!({"decay_type": "lineal"}), "linear"),
+        ] {
+            let refused = LrSchedulerKwargs::from_value(&value);
+            let nearest = |refusal: &Refusal| matches!(refusal, Refusal::Choice { nearest, .. } if nearest.as_deref() == Some(name));
+            assert!(refused.as_ref().is_err_and(nearest), "{refused:?}");
+        }
+        for name in KWARGS {
+            let value = if name == "decay_type" {
+                json!("linear")
+            } else {
+                json!(1)
+            };
+            assert!(LrSchedulerKwargs::from_value(&json!({ name: value })).is_ok());
+        }
     }
 }

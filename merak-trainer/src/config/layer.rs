@@ -10,6 +10,7 @@ use super::{
     origin::Origin,
     reserved::RESERVED,
     setting::Setting,
+    strict,
 };
 use crate::error::{Error, Result};
 
@@ -24,6 +25,45 @@ pub(crate) struct Entry {
     pub(crate) origin: Origin,
 }
 
+/// A value that a command gives a key, beside those of the layers: from an option or argument of its own, or whatever its
+/// line says.
+#[derive(Debug, Clone)]
+pub struct Given {
+    key: &'static str,
+    text: String,
+    origin: Origin,
+}
+
+impl Given {
+    /// The value of a key that the command calls something else: `--schedule`, `CHECKPOINT`. Messages name it so.
+    pub fn by(option: impl Into<String>, key: &'static str, text: impl Into<String>) -> Self {
+        let option = option.into();
+        Self {
+            origin: Origin::CommandLine { option },
+            ..Self::always(key, text)
+        }
+    }
+
+    /// The value that a key has under this command.
+    pub fn always(key: &'static str, text: impl Into<String>) -> Self {
+        Self {
+            key,
+            text: text.into(),
+            origin: Origin::Command,
+        }
+    }
+}
+
+/// Entries of a command's own.
+pub(crate) fn from_command(given: impl IntoIterator<Item = Given>) -> Vec<Entry> {
+    let entry = |given: Given| Entry {
+        name: given.key.to_owned(),
+        raw: Raw::Text(given.text),
+        origin: given.origin,
+    };
+    given.into_iter().map(entry).collect()
+}
+
 /// The folder that an entry's relative input paths start from.
 pub(crate) fn base_of(origin: &Origin) -> PathBuf {
     match origin {
@@ -32,8 +72,8 @@ pub(crate) fn base_of(origin: &Origin) -> PathBuf {
     }
 }
 
-/// The prefix of our variables in the environment.
-const PREFIX: &str = "MERAK_";
+/// How the names of the environment's variables begin that set keys.
+pub const VARIABLES: &str = "MERAK_";
 
 /// Entries of the environment: `MERAK_TP`, `MERAK_DATA__PATH`; `MERAK_LOG` is the log filter's.
 pub(crate) fn from_environment(
@@ -41,13 +81,13 @@ pub(crate) fn from_environment(
 ) -> Result<Vec<Entry>> {
     let mut variables: Vec<_> = environment
         .into_iter()
-        .filter(|(variable, _)| variable.starts_with(PREFIX) && variable != "MERAK_LOG")
+        .filter(|(variable, _)| variable.starts_with(VARIABLES) && variable != "MERAK_LOG")
         .collect();
     // The order of the environment is the operating system's affair.
     variables.sort();
     let mut entries = Vec::new();
     for (variable, text) in variables {
-        let name = variable[PREFIX.len()..]
+        let name = variable[VARIABLES.len()..]
             .to_ascii_lowercase()
             .replace("__", ".");
         push_text(&mut entries, name, text, Origin::Environment { variable })?;
@@ -115,9 +155,14 @@ fn split_pair(pair: Option<String>) -> Result<(String, String)> {
     }
 }
 
-/// A key as its name is spelled: with underscores.
+/// Short names that keys have on the command line.
+const SHORT: [(&str, &str); 1] = [("resume", "resume_from_checkpoint")];
+
+/// A key of the command line as its name is spelled: with underscores, and whole.
 fn spelled(key: &str) -> String {
-    key.replace('-', "_")
+    let key = key.replace('-', "_");
+    let short = SHORT.iter().find(|(short, _)| *short == key);
+    short.map_or(key, |(_, name)| (*name).to_owned())
 }
 
 fn is_flag(name: &str) -> bool {
@@ -137,7 +182,7 @@ fn needs_value(name: &str) -> bool {
 fn push_text(entries: &mut Vec<Entry>, name: String, text: String, origin: Origin) -> Result<()> {
     if SECTIONS.contains(&name.as_str()) {
         // A whole section, as a JSON object.
-        let value = serde_json::from_str(&text).unwrap_or(Value::String(text));
+        let value = strict::parse(&text).unwrap_or(Value::String(text));
         return push_section(entries, &name, value, &origin);
     }
     entries.push(Entry {

@@ -1,7 +1,8 @@
 //! Where the keys of a YAML or JSON file stand, and how large it is once its aliases are followed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
+use super::strict::twice;
 use yaml_rust2::{Event, parser::Parser, scanner::Marker};
 
 /// Lists and tables inside each other that a configuration may have.
@@ -37,6 +38,8 @@ struct Open {
     values: usize,
     /// In a table, the key whose value comes next.
     key: Option<String>,
+    /// Its keys so far.
+    keys: BTreeSet<String>,
     is_table: bool,
 }
 
@@ -54,7 +57,7 @@ impl Walk {
         let line = mark.line();
         match event {
             Event::Scalar(text, _, anchor, _) => {
-                let is_key = self.take_key(&text, line);
+                let is_key = self.take_key(&text, line)?;
                 if !is_key {
                     self.anchors.insert(anchor, 1);
                     self.count(1, line)?;
@@ -78,17 +81,20 @@ impl Walk {
     }
 
     /// Notes a key of the table that is open, if one is due.
-    fn take_key(&mut self, text: &str, line: usize) -> bool {
+    fn take_key(&mut self, text: &str, line: usize) -> Result<bool, String> {
         let depth = self.open.len();
         let outer = match self.open.as_slice() {
             [outer, _] => outer.key.clone(),
             _ => None,
         };
         let Some(table) = self.open.last_mut().filter(|open| open.is_table) else {
-            return false;
+            return Ok(false);
         };
         if table.key.is_some() {
-            return false;
+            return Ok(false);
+        }
+        if !table.keys.insert(text.to_owned()) {
+            return Err(format!("{} at line {line}", twice(text)));
         }
         table.key = Some(text.to_owned());
         match (depth, outer) {
@@ -100,7 +106,7 @@ impl Walk {
             }
             _ => {}
         }
-        true
+        Ok(true)
     }
 
     fn start(&mut self, anchor: usize, is_table: bool, line: usize) -> Result<(), String> {
@@ -117,6 +123,7 @@ impl Walk {
             anchor,
             values: 1,
             key: None,
+            keys: BTreeSet::new(),
             is_table,
         });
         Ok(())

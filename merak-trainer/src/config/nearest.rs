@@ -44,6 +44,7 @@ const SYNONYMS: &[(&str, &str)] = &[
     ("model_dir", "model.hf_dir"),
     ("model_name_or_path", "model.hf_dir"),
     ("model_path", "model.hf_dir"),
+    ("model_type", "model.config"),
     ("momentum", "sgd_momentum"),
     ("num_workers", "dataloader_num_workers"),
     ("optimizer", "optim"),

@@ -23,9 +23,24 @@ pub enum Origin {
     },
     /// The command line.
     CommandLine {
-        /// The option as it was written, without its value.
+        /// The option or argument as it was written, without its value.
         option: String,
     },
+    /// The command itself, whatever its line says.
+    Command,
+}
+
+impl Origin {
+    /// How likely a value from here is the slip, where several keys may be to blame: what somebody typed last, at the end
+    /// what nobody did.
+    pub(super) fn suspicion(&self) -> u8 {
+        match self {
+            Self::Default | Self::Command => 0,
+            Self::File { .. } => 1,
+            Self::Environment { .. } => 2,
+            Self::CommandLine { .. } => 3,
+        }
+    }
 }
 
 impl fmt::Display for Origin {
@@ -39,6 +54,7 @@ impl fmt::Display for Origin {
             Self::File { path, line: None } => f.write_str(&file(path)),
             Self::Environment { variable } => write!(f, "environment {}", brief(variable)),
             Self::CommandLine { option } => write!(f, "command line {}", brief(option)),
+            Self::Command => f.write_str("set by the command"),
         }
     }
 }

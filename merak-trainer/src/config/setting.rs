@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::strict;
 use serde_json::Value;
 
 /// Why a value was refused; the place and the key are added by whoever knows them.
@@ -9,6 +10,8 @@ use serde_json::Value;
 pub(crate) enum Refusal {
     /// The value has another type than the key, or lies outside the type's range.
     Type,
+    /// The text of a table or list cannot be read.
+    Syntax { reason: String },
     /// The value is none of the names that the key knows.
     Choice {
         choices: String,
@@ -31,7 +34,7 @@ pub(crate) trait Setting: Sized {
 
     /// Reads text, as the environment and the command line give it.
     fn from_text(text: &str) -> Result<Self, Refusal> {
-        let value = serde_json::from_str(text).map_err(|_| Refusal::Type)?;
+        let value = strict::parse_text(text)?;
         Self::from_value(&value)
     }
 
@@ -274,7 +277,7 @@ impl<T: Setting> Setting for Vec<T> {
     fn from_text(text: &str) -> Result<Self, Refusal> {
         let text = text.trim();
         if text.starts_with('[') {
-            let value = serde_json::from_str(text).map_err(|_| Refusal::Type)?;
+            let value = strict::parse_text(text)?;
             return Self::from_value(&value);
         }
         text.split(',')

@@ -7,7 +7,10 @@ use std::{
 
 use serde_json::Value;
 
-use super::setting::{Refusal, Setting, absolute};
+use super::{
+    setting::{Refusal, Setting, absolute},
+    strict,
+};
 
 /// How text becomes token ids.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,9 +41,7 @@ impl Setting for TokenizerSource {
         match text {
             "bytes" => Ok(Self::Bytes),
             "" => Err(Refusal::Type),
-            table if table.starts_with('{') => {
-                Self::from_value(&serde_json::from_str(table).map_err(|_| Refusal::Type)?)
-            }
+            table if table.starts_with('{') => Self::from_value(&strict::parse_text(table)?),
             path => Ok(Self::File(path.into())),
         }
     }

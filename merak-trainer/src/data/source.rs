@@ -149,6 +149,7 @@ impl Source {
         let vocab = model.info().vocab_size;
         match &self.tokenizer {
             Some(tokenizer) if tokenizer.vocab_size() > vocab => Err(Error::Vocabulary {
+                tokenizer: tokenizer.name(),
                 tokens: tokenizer.vocab_size(),
                 vocab,
             }),

@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use merak_ckpt::words::file;
 use serde_json::{Map, Value, json};
 
 use super::plain::TextKind;
@@ -146,6 +147,14 @@ impl Tokenizer {
                 .into_values()
                 .max()
                 .map_or(0, |id| id as usize + 1),
+        }
+    }
+
+    /// What a configuration calls it: `bytes`, or its file.
+    pub(crate) fn name(&self) -> String {
+        match &self.0 {
+            Kind::Bytes => "bytes".to_owned(),
+            Kind::File { path, .. } => file(path),
         }
     }
 

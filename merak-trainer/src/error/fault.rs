@@ -1,6 +1,7 @@
 //! Who is at fault.
 
 use super::Error;
+use crate::config::keys;
 
 impl Error {
     /// Whether the command line, the configuration or an input is at fault (exit status 2), and not
@@ -38,40 +39,130 @@ impl Error {
 }
 
 impl Error {
-    /// The key whose value does not fit what was found, where there is one, as far as the error tells.
-    pub(crate) fn key(&self) -> Option<&'static str> {
-        use merak_tp::Error as T;
-        Some(match self {
+    /// The keys of which one has a value that does not fit what was found, as far as the error tells: the likeliest first.
+    /// Of several, the one that was set by the highest layer is to blame.
+    pub(crate) fn keys(&self) -> Vec<&'static str> {
+        match self {
             Self::ReadInput { key, .. }
             | Self::UnknownToken { key, .. }
             | Self::Blamed {
                 key, place: None, ..
-            } => key,
+            } => vec![key],
+            Self::NoRecords { .. } | Self::Record { .. } => vec!["data.path", "data.format"],
+            Self::NoCheckpoint { .. } => vec!["resume_from_checkpoint"],
             Self::NoText { .. }
-            | Self::NoRecords { .. }
             | Self::TensorFile { .. }
             | Self::NotText { .. }
-            | Self::DataTooLarge { .. } => "data.path",
-            Self::Tokenizer { .. } => "data.tokenizer",
-            Self::OutputDir { .. } => "output_dir",
-            Self::FewerLayers { .. } => "pp",
-            Self::TwoLengths { .. } | Self::ShortSpans { .. } | Self::ShortTarget { .. } => {
-                "seq_length"
+            | Self::DataTooLarge { .. } => vec!["data.path"],
+            Self::Tokenizer { .. } => vec!["data.tokenizer"],
+            Self::Vocabulary { .. } | Self::SpareTokens { .. } => {
+                vec!["data.tokenizer", "model.config", "model.hf_dir"]
             }
-            Self::DataKind { .. } => "data.format",
-            Self::ActivationBudget { .. } => "activation_memory_budget",
-            Self::StageMemory { .. } => "autopipe.memory_limit",
-            Self::TensorParallel(error) => match **error {
-                T::BothKinds { .. } | T::IncompleteLists { .. } => "tp_layer_lists.col_para_list",
-                T::Indivisible { .. }
-                | T::Heads { .. }
-                | T::KvHeads { .. }
-                | T::NothingMatched { .. }
-                | T::NoLists { .. } => "tp",
-                _ => return None,
+            Self::OutputDir { .. } => vec!["output_dir"],
+            Self::FewerLayers { .. } => vec!["pp"],
+            Self::TooManyRanks { .. } => vec!["dp", "tp", "pp"],
+            Self::TwoLengths { .. } | Self::ShortSpans { .. } | Self::ShortTarget { .. } => {
+                vec!["seq_length"]
+            }
+            Self::TooFewTokens { .. } => vec!["seq_length", "data.path"],
+            Self::TooFewSamples { split, .. } if *split == "evaluation" => vec![
+                "per_device_eval_batch_size",
+                "dataloader_drop_last",
+                "gradient_accumulation_steps",
+                "dp",
+                "data.path",
+            ],
+            Self::TooFewSamples { .. } => vec![
+                "per_device_train_batch_size",
+                "gradient_accumulation_steps",
+                "dp",
+                "data.path",
+            ],
+            Self::DataKind { .. } => vec!["data.format"],
+            Self::ActivationBudget { .. } => vec!["activation_memory_budget"],
+            Self::StageMemory { .. } => vec!["autopipe.memory_limit"],
+            Self::Adapter(error) => match **error {
+                merak_ckpt::AdaptError::Name { .. } => vec!["adapter_name"],
+                _ => vec!["lora_config"],
             },
-            _ => return None,
-        })
+            Self::AdapterFile { .. } | Self::NothingTrained => vec!["lora_config"],
+            Self::Model(error) => of_model(error),
+            Self::Optimizer(error) => of_optimizer(error),
+            Self::Schedule(error) => of_schedule(error),
+            Self::Partition(error) => of_partition(error),
+            Self::TensorParallel(error) => of_tensor_parallel(error),
+            _ => Vec::new(),
+        }
+    }
+}
+
+fn of_model(error: &merak_trace::Error) -> Vec<&'static str> {
+    match error {
+        merak_trace::Error::SeqLength { .. } => {
+            vec!["seq_length", "data.path", "model.config", "model.hf_dir"]
+        }
+        _ => Vec::new(),
+    }
+}
+
+fn of_optimizer(error: &merak_zero::Error) -> Vec<&'static str> {
+    use merak_zero::Error as E;
+    match error {
+        E::ForeignKwarg { .. } | E::LongDecay { .. } => vec!["lr_scheduler_kwargs"],
+        E::OutOfRange { key, .. } | E::NotAvailable { key, .. } | E::UnknownName { key, .. } => {
+            // What is no key is one of the schedule's parameters.
+            let known = keys().find(|known| known.name == *key);
+            vec![known.map_or("lr_scheduler_kwargs", |known| known.name)]
+        }
+        _ => Vec::new(),
+    }
+}
+
+fn of_schedule(error: &merak_pipe::Error) -> Vec<&'static str> {
+    use merak_pipe::Error as E;
+    match error {
+        E::TooFewMicrobatches { .. } => vec!["gradient_accumulation_steps", "train_schedule"],
+        E::Chunks { .. } => vec!["virtual_stages", "train_schedule"],
+        E::Count { what, .. } if what.starts_with("microbatch") => {
+            vec!["gradient_accumulation_steps"]
+        }
+        E::Count { .. } => vec!["pp", "virtual_stages", "gradient_accumulation_steps"],
+        _ => Vec::new(),
+    }
+}
+
+fn of_partition(error: &merak_partition::Error) -> Vec<&'static str> {
+    use merak_partition::Error as E;
+    match error {
+        E::ShardCount { .. } => vec!["shard_count", "pp"],
+        E::TooFewSegments { .. } | E::NoLegalCut { .. } => vec!["pp", "virtual_stages"],
+        E::UnknownSplitPoint { .. } | E::NoSplitPoint { .. } | E::UnknownFamily { .. } => {
+            vec!["custom_split_points", "split_method"]
+        }
+        E::CustomPartition { .. } => vec!["custom_partition"],
+        E::NotACommCost { .. } => vec!["autopipe.comm_cost"],
+        E::Microbatches { .. } => vec!["autopipe.micro_batches", "gradient_accumulation_steps"],
+        E::NoPartition { .. } => vec!["autopipe.memory_limit"],
+        E::Schedule(error) => of_schedule(error),
+        _ => Vec::new(),
+    }
+}
+
+fn of_tensor_parallel(error: &merak_tp::Error) -> Vec<&'static str> {
+    use merak_tp::Error as E;
+    match error {
+        E::BothKinds { .. } | E::IncompleteLists { .. } => {
+            vec![
+                "tp_layer_lists.col_para_list",
+                "tp_layer_lists.row_para_list",
+            ]
+        }
+        E::Indivisible { .. }
+        | E::Heads { .. }
+        | E::KvHeads { .. }
+        | E::NothingMatched { .. }
+        | E::NoLists { .. } => vec!["tp"],
+        _ => Vec::new(),
     }
 }
 

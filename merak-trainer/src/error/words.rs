@@ -2,7 +2,7 @@
 
 use super::Error;
 use crate::{config::DataFormat, data::DataFingerprint};
-use merak_ckpt::words::file;
+use merak_ckpt::words::{file, sentence};
 use std::{fmt, path::Path};
 
 /// What of a step a rank was about when it failed.
@@ -102,6 +102,16 @@ pub(super) fn purpose(part: &str) -> &'static str {
             "measure: choose another \"data.validation_fraction\" (0 for no validation)"
         }
         _ => "learn from",
+    }
+}
+
+/// What is wrong with a model's configuration, behind the name of its file.
+pub(super) fn of_model_file(error: &merak_trace::Error) -> String {
+    match error {
+        merak_trace::Error::ModelConfig { field, reason } => {
+            sentence(&format!("\"{field}\" {reason}"))
+        }
+        other => sentence(&other.to_string()),
     }
 }
 

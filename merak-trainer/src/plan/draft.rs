@@ -1,7 +1,7 @@
 //! What a plan rests on whatever things cost: the graph of a rank, in segments.
 
-use crate::{Backend, CheckedArguments, Error, Result, SplitMethod, plan::Lora};
-use merak_ckpt::{LoraConfig, adapt};
+use crate::{Backend, CheckedArguments, Error, InputPath, Result, SplitMethod, plan::Lora};
+use merak_ckpt::{AdaptError, LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
 use merak_partition::{Partition, SegmentOptions, Segments, recompute_plan, segment};
 use merak_tp::{LayerLists, rewrite};
@@ -54,7 +54,14 @@ impl Draft {
             ..TraceOptions::training(args.per_device_train_batch_size, lengths.input)
         };
         let lists = layer_lists(args, info.family)?;
-        let (graph, lora) = with_adapter(model.trace(&trace)?, lora(args)?, info.family, frozen)?;
+        let adapted = with_adapter(model.trace(&trace)?, lora(args)?, info.family, frozen);
+        let (graph, lora) = adapted.map_err(|error| match (error, &args.lora_config) {
+            (Error::Adapter(reason), Some(InputPath(path))) if !is_of_name(&reason) => {
+                let path = path.clone();
+                Error::AdapterFile { path, reason }
+            }
+            (error, _) => error,
+        })?;
         let rewritten = rewrite(&graph, &lists, args.tp)?;
         let options = SegmentOptions {
             method: split_method(args.split_method),
@@ -134,6 +141,11 @@ fn check(info: &ModelInfo, args: &CheckedArguments) -> Result<()> {
     Ok(())
 }
 
+/// Whether an adapter's own name is at fault, which its description does not have.
+fn is_of_name(error: &AdaptError) -> bool {
+    matches!(error, AdaptError::Name { .. })
+}
+
 /// What `lora_config` asks for.
 fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
     let Some(path) = &args.lora_config else {
@@ -145,7 +157,11 @@ fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
             path,
             source,
         },
-        other => other.into(),
+        other => Error::Blamed {
+            key: "lora_config",
+            place: None,
+            source: Box::new(other.into()),
+        },
     })?;
     let base = "base_model_name_or_path";
     let config = match &args.model.hf_dir {

@@ -353,7 +353,8 @@ impl MerakTrainer {
     pub(super) fn resume(&mut self, from: &str) -> Result<bool> {
         let tells = self.stages.mpu.is_rank_0();
         let mut candidates = Candidates::new(from, || self.args.run_folder(), tells)?;
-        while let Some(checkpoint) = candidates.next().transpose()? {
+        let words = |error| resume::with_words(error, from);
+        while let Some(checkpoint) = candidates.next().transpose().map_err(words)? {
             let checkpoint = resume::untied(checkpoint, &self.args)?;
             let state = resume::check(&checkpoint, &self.stages.plan, &self.args, &self.parts)?;
             let read = self.read(&checkpoint, state);

@@ -5,7 +5,7 @@ use super::{
     TrainerParts,
     checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint, RunState},
 };
-use crate::{CheckedArguments, Error, Plan, Result};
+use crate::{CheckedArguments, Error, Plan, Result, config::nearest};
 use merak_ckpt::{Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, Store, TensorEntry};
 use serde_json::Value;
 use std::{
@@ -111,7 +111,8 @@ pub(super) fn find(
     parts: &TrainerParts,
 ) -> Result<Option<LoadedCheckpoint>> {
     if let Some(from) = &args.resume_from_checkpoint
-        && let Some(found) = find_from(from, plan, args, parts)?
+        && let Some(found) =
+            find_from(from, plan, args, parts).map_err(|error| with_words(error, from))?
     {
         return Ok(Some(found));
     }
@@ -120,6 +121,22 @@ pub(super) fn find(
         check(&untied(release, args)?, plan, args, parts)?;
     }
     Ok(None)
+}
+
+/// What stands for a checkpoint of the run itself.
+const WORDS: [&str; 2] = ["latest", "auto"];
+
+/// An error that nothing lies at a path, with the words that are none.
+pub(super) fn with_words(error: Error, from: &str) -> Error {
+    match error {
+        Error::Checkpoint(reason)
+            if matches!(*reason, CkptError::NotFound { .. }) && !WORDS.contains(&from) =>
+        {
+            let nearest = nearest(from, WORDS.into_iter()).map(Into::into);
+            Error::NoCheckpoint { reason, nearest }
+        }
+        other => other,
+    }
 }
 
 fn find_from(

@@ -416,7 +416,7 @@ fn a_damaged_command_line_or_file_is_one_clear_message() {
     assert_snapshot!(message(load_line("tp=2")), @r#"unexpected argument "tp=2": keys are given as --KEY VALUE or --set KEY=VALUE"#);
     assert_snapshot!(message(load_file("merak.ini", "tp=2")), @"cannot tell the format of the configuration merak.ini: name it .toml, .yaml, .yml or .json");
     assert_snapshot!(message(load_file("merak.toml", "tp = 2\npp = \n")), @"cannot parse the configuration merak.toml: line 2: string values must be quoted, expected literal string");
-    assert_snapshot!(message(load_file("merak.toml", "tp = 2\ntp = 3\n")), @"cannot parse the configuration merak.toml: line 2: duplicate key");
+    assert_snapshot!(message(load_file("merak.toml", "tp = 2\ntp = 3\n")), @r#"cannot parse the configuration merak.toml: line 2: duplicate key "tp""#);
     assert_snapshot!(message(load_file("merak.json", "[1]")), @"cannot parse the configuration merak.json: the file holds no table of keys");
     for (name, text) in [
         ("merak.yaml", "\u{feff}tp: 2\n"),
@@ -460,16 +460,16 @@ fn an_illegal_value_names_the_legal_ones() {
     assert_snapshot!(message(load_line("--train_schedule interleaved_1f1b --virtual_stages 0")), @r#""virtual_stages" is 0 (command line --virtual_stages), but must be at least 1"#);
     assert_snapshot!(message(load_line("--train_schedule zb_v --pp 2 --shard_count 3")), @r#""shard_count" is 3 (command line --shard_count), but must be at least "pp" times 2 stages per rank, which is 4"#);
     assert_snapshot!(message(load_line("--train_schedule zb_v --pp 2 --partition_method custom --custom_partition 0,4,8")), @r#""custom_partition" is [0, 4, 8] (command line --custom_partition), but must be 5 boundaries, because "pp" times 2 stages per rank is 4"#);
-    assert_snapshot!(message(load_line("--train_schedule shifted_critical_path --pp 2 --gradient_accumulation_steps 3")), @"shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 2 and 4), got 3");
-    assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"power\":2}")), @"`lr_scheduler_kwargs` has `power`, but the linear schedule takes none");
-    assert_snapshot!(message(load_line("--lr_scheduler_type polynomial --lr_scheduler_kwargs={\"power\":0}")), @"`power` is 0, expected more than 0");
-    assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"cycles\":2}")), @r#""lr_scheduler_kwargs" expects a table of num_cycles, power, lr_end, timescale, num_decay_steps, min_lr_ratio and decay_type, found "{"cycles":2}" (command line --lr_scheduler_kwargs)"#);
+    assert_snapshot!(message(load_line("--train_schedule shifted_critical_path --pp 2 --gradient_accumulation_steps 3")), @r#"shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 2 and 4), got 3 ("gradient_accumulation_steps", command line --gradient_accumulation_steps)"#);
+    assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"power\":2}")), @r#"`lr_scheduler_kwargs` has `power`, but the linear schedule takes none ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
+    assert_snapshot!(message(load_line("--lr_scheduler_type polynomial --lr_scheduler_kwargs={\"power\":0}")), @r#"`power` is 0, expected more than 0 ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
+    assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"cycles\":2}")), @r#""lr_scheduler_kwargs" expects num_cycles, power, lr_end, timescale, num_decay_steps, min_lr_ratio or decay_type, found "{"cycles":2}" (command line --lr_scheduler_kwargs)"#);
     assert_snapshot!(message(load_line("--num_train_epochs 0")), @r#""num_train_epochs" is 0 (command line --num_train_epochs), but must be more than 0"#);
     assert_snapshot!(message(load_line("--num_train_epochs 0 --max_steps 5")), @"no error");
     assert_snapshot!(message(load_line("--top_p 0")), @r#""top_p" is 0 (command line --top_p), but must be more than 0 and at most 1"#);
     assert_snapshot!(message(load_line("--adam_beta2 1")), @r#""adam_beta2" is 1 (command line --adam_beta2), but must be at least 0 and less than 1"#);
     assert_snapshot!(message(load_line("--data.validation_fraction 1")), @r#""data.validation_fraction" is 1 (command line --data.validation_fraction), but must be at least 0 and less than 1"#);
-    assert_snapshot!(message(load_line("--dp 99999999999 --tp 99999999999")), @r#""dp" is 99999999999 (command line --dp), but must be small enough to count the ranks"#);
+    assert_snapshot!(message(load_line("--dp 99999999999 --tp 99999999999")), @r#""dp" is 99999999999 (command line --dp), but must be so small that "dp" x "tp" x "pp", the ranks, is at most 4294967295"#);
 }
 
 #[test]
@@ -498,4 +498,104 @@ fn derived_values_follow_the_formulas() {
     assert_eq!(fixed.total_steps(3), 5);
     assert_eq!(fixed.lr_schedule(5).unwrap().warmup(), 2);
     assert_eq!(fixed.checkpoints_kept().map(usize::from), Some(2));
+}
+
+#[test]
+fn a_key_that_a_file_has_twice_is_named_with_its_line() {
+    assert_snapshot!(message(load_file("merak.json", "{\n \"tp\": 1,\n \"tp\": 2\n}")), @r#"cannot parse the configuration merak.json: duplicate key "tp" at line 3 column 5"#);
+    assert_snapshot!(message(load_file("merak.json", "{\"data\": {\n \"path\": \"a\",\n \"path\": \"b\"}}")), @r#"cannot parse the configuration merak.json: duplicate key "path" at line 3 column 7"#);
+    assert_snapshot!(message(load_file("merak.json", "{\"data.path\": \"a\",\n \"data\": {\"path\": \"b\"}}")), @r#"cannot parse the configuration merak.json: duplicate key "data.path", in its section and beside it"#);
+    assert_snapshot!(message(load_file("merak.yaml", "tp: 1\npp: 1\ntp: 2\n")), @r#"cannot parse the configuration merak.yaml: duplicate key "tp" at line 3"#);
+    assert_snapshot!(message(load_file("merak.yaml", "data:\n  path: a\n  path: b\n")), @r#"cannot parse the configuration merak.yaml: duplicate key "path" at line 3"#);
+    assert_snapshot!(message(load_file("merak.yaml", "lr_scheduler_kwargs: {power: 1, power: 2}\n")), @r#"cannot parse the configuration merak.yaml: duplicate key "power" at line 1"#);
+    assert_snapshot!(message(load_file("merak.toml", "[data]\npath = 'a'\npath = 'b'\n")), @r#"cannot parse the configuration merak.toml: line 3: duplicate key "path""#);
+    assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"power\":1,\"power\":2}")), @r#""lr_scheduler_kwargs" expects a table of the numbers num_cycles, power, lr_end, timescale, num_decay_steps, min_lr_ratio, and decay_type, which is cosine, linear or 1-sqrt, found "{"power":1,"power":2}" (duplicate key "power" at line 1 column 18) (command line --lr_scheduler_kwargs)"#);
+    assert_snapshot!(message(load_line("--tp 1 --tp 2")), @"no error");
+}
+
+#[test]
+fn numbers_of_many_digits_are_shown_short_and_are_no_text() {
+    assert_snapshot!(message(load_line("--adam_beta1 1e300")), @r#""adam_beta1" is 1e300 (command line --adam_beta1), but must be at least 0 and less than 1"#);
+    assert_snapshot!(message(load_line("--top_p=-1e-300")), @r#""top_p" is -1e-300 (command line --top_p), but must be more than 0 and at most 1"#);
+    assert_snapshot!(message(load_line("--top_p 1.5")), @r#""top_p" is 1.5 (command line --top_p), but must be more than 0 and at most 1"#);
+    assert_snapshot!(message(load_file("merak.toml", "output_dir = 99999999999999999999999\n")), @r#""output_dir" expects a path or none, found 1e+23 (merak.toml:1)"#);
+    assert_snapshot!(message(load_file("merak.toml", "seed = 18446744073709551615\n")), @r#""seed" expects an integer from 0 to 9223372036854775807, found 18446744073709551615 (merak.toml:1)"#);
+    assert_snapshot!(message(load_file("merak.json", "{\"model_type\": \"gpt2\"}")), @r#"unknown key "model_type" (merak.json:1); did you mean "model.config"?"#);
+}
+
+/// Whether a message says which key, where, and what would be right, in little room.
+fn check_words(text: &str, key: &str, place: &str) {
+    assert!(text.contains(place), "{key} without {place}: {text}");
+    let last = key.rsplit('.').next().unwrap_or(key);
+    assert!(text.contains(last), "{key}: {text}");
+    assert!(text.chars().count() < 1000, "{key}: {text}");
+    assert!(!text.contains(char::is_control), "{key}: {text:?}");
+    let helps = ["expects", "must be", "did you mean", "choose", "is not set"];
+    assert!(
+        helps.iter().any(|word| text.contains(word)),
+        "{key}: {text}"
+    );
+}
+
+#[test]
+fn every_wrong_value_of_every_key_is_refused_with_key_and_place_in_every_layer() {
+    let wrong = [
+        json!(-7),
+        json!(0),
+        json!(1e300),
+        json!(2.5),
+        json!(""),
+        json!("wrong \u{1b}[2J value"),
+        json!("x".repeat(5000)),
+        json!([1, "x"]),
+        json!({"a": 1}),
+        json!(true),
+        json!(null),
+    ];
+    let mut refused = 0;
+    for key in keys() {
+        let full = key.name;
+        for value in &wrong {
+            let text = value
+                .as_str()
+                .map_or_else(|| value.to_string(), str::to_owned);
+            let table = match full.split_once('.') {
+                Some((section, name)) => json!({ section: { name: value } }),
+                None => json!({ full: value }),
+            };
+            let variable = format!("MERAK_{}", full.to_uppercase().replace('.', "__"));
+            let line = [format!("--{full}={text}")];
+            let layers = [
+                (
+                    load_file("merak.json", &table.to_string()),
+                    "merak.json:1".to_owned(),
+                ),
+                (
+                    load_file("merak.yaml", &table.to_string()),
+                    "merak.yaml:1".to_owned(),
+                ),
+                (
+                    load_environment(&variable, &text),
+                    format!("environment {variable}"),
+                ),
+                (
+                    Config::load(None, [], &line),
+                    format!("command line --{full}"),
+                ),
+            ];
+            for (loaded, place) in layers {
+                if let Err(error) = loaded.and_then(|config| config.check()) {
+                    refused += 1;
+                    check_words(&error.to_string(), full, &place);
+                }
+            }
+        }
+        let name = format!("{full}q");
+        check_words(
+            &message(load_line(&format!("--{name}=1"))),
+            full,
+            &format!("command line --{name}"),
+        );
+    }
+    assert!(refused > 4000, "only {refused}");
 }

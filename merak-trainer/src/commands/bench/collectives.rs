@@ -1,7 +1,7 @@
 //! `merak bench collectives`: how fast ranks exchange.
 
 use clap::Args as ClapArgs;
-use merak_ckpt::parse_byte_size;
+use merak_ckpt::{parse_byte_size, words::Bytes};
 use merak_trainer::{Result, network::EXCHANGES};
 use serde_json::{Value, json};
 
@@ -38,12 +38,16 @@ impl Collectives {
         let mut lines = Vec::new();
         for &bytes in &self.bytes {
             if !(unit..=MAX_BYTES).contains(&bytes) {
-                return Err(format!("--bytes has {bytes}, expected {unit} to {MAX_BYTES}").into());
+                let [found, least, most] = [bytes, unit, MAX_BYTES].map(Bytes);
+                return Err(format!("--bytes has {found}, expected {least} to {most}").into());
             }
             let needed = bytes.saturating_mul(4 * self.world as u64);
             if needed > merak_trainer::available_bytes() {
+                let [found, needed, most] =
+                    [bytes, needed, merak_trainer::available_bytes()].map(Bytes);
                 return Err(format!(
-                    "--bytes {bytes} on {} ranks do not fit into memory",
+                    "--bytes has {found}, which take {needed} on {} ranks, but this process may use {most}: choose fewer \
+                     bytes or a smaller --world",
                     self.world
                 )
                 .into());

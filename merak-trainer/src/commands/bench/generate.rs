@@ -2,9 +2,9 @@
 
 use clap::Args as ClapArgs;
 use merak_ckpt::GenerateOptions;
-use merak_trace::Param;
+use merak_trace::{Param, models::Model};
 use merak_trainer::{
-    CheckedArguments, MerakTrainer, Plan, Result, TrainerParts, Workload,
+    CheckedArguments, Config, MerakTrainer, Plan, Result, TrainerParts, Workload,
     metrics::peak_resident_bytes, run_world,
 };
 use serde_json::{Value, json};
@@ -70,18 +70,31 @@ impl Generate {
             );
         }
         let length = self.prompt.saturating_add(self.new_tokens);
-        let args = self.arguments(length)?;
-        let model = self.shape.model(length)?;
-        let plan = Arc::new(Plan::new(model.into(), &args)?.frozen());
+        let (config, args) = self.arguments(length)?;
+        let model = self
+            .shape
+            .model(length, "--prompt and --new-tokens: their sum")?;
+        self.measure(model, length, &args)
+            .map_err(|error| super::located(&config, error))
+    }
+
+    /// The figures of a model that continues prompts to a length.
+    fn measure(
+        &self,
+        model: Box<dyn Model>,
+        length: usize,
+        args: &CheckedArguments,
+    ) -> Result<Value, super::super::Failure> {
+        let plan = Arc::new(Plan::new(model.into(), args)?.frozen());
         let positions = self.batch.saturating_mul(length);
-        plan.check_memory(&args, &[Workload::Generation { positions }])?;
+        plan.check_memory(args, &[Workload::Generation { positions }])?;
         let prompts: Vec<Vec<u32>> = (0..self.batch)
             .map(|row| (0..self.prompt).map(|at| self.token(row, at)).collect())
             .collect();
-        let times = run_world(&args, |member| {
+        let times = run_world(args, |member| {
             let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
             let parts = TrainerParts::default();
-            let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?;
+            let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, args, parts)?;
             self.timed(&mut trainer, &prompts, 2)?;
             (0..self.steps)
                 .map(|_| self.timed(&mut trainer, &prompts, self.new_tokens))
@@ -149,19 +162,23 @@ impl Generate {
         ((7 * row + (at + row) * at) % self.shape.vocab) as u32
     }
 
-    fn arguments(&self, length: usize) -> Result<CheckedArguments, super::super::Failure> {
-        let mut keys = vec![
-            ("dp", self.dp.to_string()),
-            ("tp", self.tp.to_string()),
-            ("pp", self.pp.to_string()),
-            ("seq_length", length.to_string()),
-            ("per_device_train_batch_size", "1".to_owned()),
-            ("bf16", super::is_bf16(&self.dtype)?.to_string()),
+    fn arguments(
+        &self,
+        length: usize,
+    ) -> Result<(Config, CheckedArguments), super::super::Failure> {
+        let bf16 = super::is_bf16(&self.dtype)?;
+        let mut options: super::Options = vec![
+            ("--dp", "dp", self.dp.to_string()),
+            ("--tp", "tp", self.tp.to_string()),
+            ("--pp", "pp", self.pp.to_string()),
+            (
+                "--prompt and --new-tokens",
+                "seq_length",
+                length.to_string(),
+            ),
+            ("--dtype", "bf16", bf16.to_string()),
         ];
-        let lora = self.lora_config.clone();
-        keys.extend(lora.map(|lora| ("lora_config", lora)));
-        let threads = self.threads.map(|threads| threads.to_string());
-        keys.extend(threads.map(|threads| ("compute.threads_per_rank", threads)));
-        super::checked(keys)
+        options.extend(super::of_ranks(self.threads, self.lora_config.as_deref()));
+        super::configured(options, &[("per_device_train_batch_size", "1")])
     }
 }

@@ -1,13 +1,13 @@
 //! `merak bench pipeline`: schedules as they ran, beside what the simulator foretold.
 
-use super::{super::Failure, MadeUp, checked};
+use super::{super::Failure, MadeUp, Options, configured, located, of_size};
 use clap::Args as ClapArgs;
 use merak_mpu::Mpu;
 use merak_pipe::{Costs, ScheduleKind, Timeline, simulate_on};
 use merak_trace::models::{self, Model};
 use merak_trainer::{
-    CheckedArguments, CostModel, MerakTrainer, Plan, Prediction, Result, StageTimes, StepRecord,
-    TrainerParts, Workload, data::Dataset, run_world,
+    CheckedArguments, Config, CostModel, MerakTrainer, Plan, Prediction, Result, StageTimes,
+    StepRecord, TrainerParts, Workload, data::Dataset, run_world,
 };
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Instant};
@@ -81,15 +81,17 @@ impl Pipeline {
         let model: Arc<dyn Model> = models::from_config(&json!({
             "model_type": "gpt", "vocab_size": self.vocab, "max_position_embeddings": self.seq, "hidden_size": self.hidden,
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
-        }))?
+        }))
+        .map_err(|error| of_size(error, "--seq"))?
         .into();
         let mut schedules = Vec::new();
         for name in self.names() {
             schedules.push((self.arguments(&name)?, name, Found::default()));
         }
         for _ in 0..self.rounds {
-            for (args, _, found) in &mut schedules {
-                self.round(&model, args, found)?;
+            for ((config, args), _, found) in &mut schedules {
+                self.round(&model, args, found)
+                    .map_err(|error| located(config, error))?;
             }
         }
         let lines = schedules.into_iter();
@@ -108,25 +110,43 @@ impl Pipeline {
         self.schedules.clone()
     }
 
-    fn arguments(&self, schedule: &str) -> Result<CheckedArguments, Failure> {
+    fn arguments(&self, schedule: &str) -> Result<(Config, CheckedArguments), Failure> {
         let chunks = if schedule == ScheduleKind::Interleaved.as_str() {
             "2"
         } else {
             "1"
         };
-        let keys = [
-            ("pp", self.pp.to_string()),
-            ("train_schedule", schedule.to_owned()),
-            ("virtual_stages", chunks.to_owned()),
-            ("partition_method", self.partition.clone()),
-            ("gradient_accumulation_steps", self.microbatches.to_string()),
-            ("per_device_train_batch_size", self.batch.to_string()),
-            ("activation_checkpointing", self.recompute.to_string()),
-            ("lr_scheduler_type", "constant".to_owned()),
-            ("num_train_epochs", "1".to_owned()),
-            ("compute.threads_per_rank", self.threads.to_string()),
+        let options: Options = vec![
+            ("--pp", "pp", self.pp.to_string()),
+            ("--schedules", "train_schedule", schedule.to_owned()),
+            ("--partition", "partition_method", self.partition.clone()),
+            (
+                "--microbatches",
+                "gradient_accumulation_steps",
+                self.microbatches.to_string(),
+            ),
+            (
+                "--batch",
+                "per_device_train_batch_size",
+                self.batch.to_string(),
+            ),
+            (
+                "--recompute",
+                "activation_checkpointing",
+                self.recompute.to_string(),
+            ),
+            (
+                "--threads",
+                "compute.threads_per_rank",
+                self.threads.to_string(),
+            ),
         ];
-        checked(keys.to_vec())
+        let always = [
+            ("virtual_stages", chunks),
+            ("lr_scheduler_type", "constant"),
+            ("num_train_epochs", "1"),
+        ];
+        configured(options, &always)
     }
 
     /// Predicts, runs and simulates the steps of one schedule.

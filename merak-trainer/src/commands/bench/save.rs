@@ -1,8 +1,10 @@
 //! `merak bench save`: how long saving stops training.
 
 use clap::Args as ClapArgs;
+use merak_trace::models::Model;
 use merak_trainer::{
-    CheckedArguments, MerakTrainer, Plan, Result, TrainerParts, Workload, data::Dataset, run_world,
+    CheckedArguments, Config, MerakTrainer, Plan, Result, TrainerParts, Workload, data::Dataset,
+    run_world,
 };
 use serde_json::{Value, json};
 use std::{
@@ -53,22 +55,32 @@ impl Save {
         if self.steps == 0 {
             return Err("--steps is 0, expected at least 1".into());
         }
-        let args = self.arguments()?;
-        let model = self.shape.model(self.seq)?;
-        let plan = Arc::new(Plan::new(model.into(), &args)?);
-        plan.check_memory(&args, &[Workload::Training])?;
+        let (config, args) = self.arguments()?;
+        let model = self.shape.model(self.seq, "--seq")?;
+        self.measure(model, &args)
+            .map_err(|error| super::located(&config, error))
+    }
+
+    /// The figures of a model.
+    fn measure(
+        &self,
+        model: Box<dyn Model>,
+        args: &CheckedArguments,
+    ) -> Result<Value, super::super::Failure> {
+        let plan = Arc::new(Plan::new(model.into(), args)?);
+        plan.check_memory(args, &[Workload::Training])?;
         let data: Arc<dyn Dataset> = Arc::new(MadeUp {
             samples: 64 * self.dp,
             seq: self.seq,
             vocab: self.shape.vocab,
         });
-        let rounds = run_world(&args, |member| {
+        let rounds = run_world(args, |member| {
             let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
             let parts = TrainerParts {
                 train_data: Some(Arc::clone(&data)),
                 ..TrainerParts::default()
             };
-            let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?;
+            let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, args, parts)?;
             // The first one touches memory.
             trainer.train_step()?;
             (0..self.steps)
@@ -92,15 +104,18 @@ impl Save {
         }))
     }
 
-    fn arguments(&self) -> Result<CheckedArguments, super::super::Failure> {
-        super::checked(vec![
-            ("dp", self.dp.to_string()),
-            ("zero_stage", self.zero.to_string()),
-            ("output_dir", self.folder.display().to_string()),
-            ("per_device_train_batch_size", "1".to_owned()),
-            ("save_total_limit", "1".to_owned()),
-            ("max_steps", "1000000".to_owned()),
-        ])
+    fn arguments(&self) -> Result<(Config, CheckedArguments), super::super::Failure> {
+        let options = vec![
+            ("--dp", "dp", self.dp.to_string()),
+            ("--zero", "zero_stage", self.zero.to_string()),
+            ("FOLDER", "output_dir", self.folder.display().to_string()),
+        ];
+        let always = [
+            ("per_device_train_batch_size", "1"),
+            ("save_total_limit", "1"),
+            ("max_steps", "1000000"),
+        ];
+        super::configured(options, &always)
     }
 }
 

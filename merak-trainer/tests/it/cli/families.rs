@@ -449,16 +449,16 @@ fn a_family_fed_with_another_kind_of_data_says_what_it_learns() {
     assert_snapshot!(refused(&gpt2(), "tensors", "--data.path none"), @r#"error: "data.path" is not set: "data.format" tensors needs a file or folder"#);
     assert_snapshot!(refused(&gpt2(), "tensors", ""), @r#"error: cannot use the tensors of text: the folder has no .safetensors file ("data.path", merak.toml:15)"#);
     assert_snapshot!(refused(&gpt2(), "tensors", "--data.path model.json"), @"error: cannot read model.json: its header has 6875982213128462971 bytes, expected at most 81");
-    assert_snapshot!(refused(&gpt2(), "text", "--seq_length 8,8"), @r#"error: the tokenizer has 257 tokens, but the model's vocabulary only 64: use a model configuration with "vocab_size" of at least 257"#);
+    assert_snapshot!(refused(&gpt2(), "text", "--seq_length 8,8"), @r#"error: the tokenizer bytes has 257 tokens, but the model's vocabulary only 64: use a model configuration with "vocab_size" of at least 257, or another tokenizer ("model.config", merak.toml:12)"#);
     assert_snapshot!(refused(&bert("BertForMaskedLM"), "text", "--seq_length 8,8"), @r#"error: "seq_length" has two lengths, but this bert model has no decoder: give one (command line --seq_length)"#);
     assert_snapshot!(refused(&t5(), "text", "--seq_length 24,5"), @r#"error: "seq_length" gives the decoder 5 positions, but span corruption of an input of 24 needs 6 (command line --seq_length)"#);
     assert_snapshot!(refused(&t5(), "text", "--seq_length 2"), @r#"error: "seq_length" is 2, but span corruption needs at least 3 (command line --seq_length)"#);
     let mut narrow = bert("BertForMaskedLM");
     narrow["vocab_size"] = 257.into();
-    assert_snapshot!(refused(&narrow, "text", ""), @r#"error: the tokenizer has no token for what is hidden, [MASK] or <mask>, and the model's vocabulary of 257 leaves no room behind its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 258"#);
+    assert_snapshot!(refused(&narrow, "text", ""), @r#"error: the tokenizer has no token for what is hidden, [MASK] or <mask>, and the model's vocabulary of 257 leaves no room behind its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 258 ("model.config", merak.toml:12)"#);
     let mut narrow = t5();
     narrow["vocab_size"] = 259.into();
-    assert_snapshot!(refused(&narrow, "text", "--data.mean_noise_span_length 1"), @r#"error: the tokenizer has no tokens for 3 left-out pieces, <extra_id_0> and so on, and the model's vocabulary of 259 leaves no room behind its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 260"#);
+    assert_snapshot!(refused(&narrow, "text", "--data.mean_noise_span_length 1"), @r#"error: the tokenizer has no tokens for 3 left-out pieces, <extra_id_0> and so on, and the model's vocabulary of 259 leaves no room behind its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 260 ("model.config", merak.toml:12)"#);
     assert_snapshot!(refused(&t5(), "text", "--data.mlm_probability 1"), @r#"error: "data.mlm_probability" is 1 (command line --data.mlm_probability), but must be at least 0 and less than 1"#);
     assert_snapshot!(refused(&t5(), "text", "--data.random_replace_prob 0.3"), @r#"error: "data.random_replace_prob" is 0.3 (command line --data.random_replace_prob), but must be at least 0 and, with "data.mask_replace_prob" 0.8, at most 1"#);
     assert_snapshot!(refused(&gpt2(), "text", "--data.mlm_probability 0.2"), @r#"error: "data.mlm_probability" is 0.2 (command line --data.mlm_probability), but must be 0.15, its default: it does nothing for this gpt2 model for causal language modelling on such data"#);
@@ -474,10 +474,10 @@ fn records_that_do_not_fit_are_named_by_line() {
         place.mistake("train merak.toml")
     };
     let classifier = bert("BertForSequenceClassification");
-    assert_snapshot!(refused(&classifier, json!({ "text": "a", "label": 3 })), @"error: a.jsonl:1: the label is 3, expected a class from 0 to 2 or one of long, other, short");
-    assert_snapshot!(refused(&classifier, json!({ "sentence": "a", "label": 1 })), @r#"error: a.jsonl:1: the record has no "text": it has "sentence", "label", but records of sequence classification need "text" and "label" and may have "text_pair""#);
-    assert_snapshot!(refused(&t5(), json!({ "source": "a", "label": 1 })), @r#"error: a.jsonl:1: the record has no "target": it has "source", "label", but records of sequence-to-sequence learning need "source" and "target", or "text" for span corruption"#);
-    assert_snapshot!(refused(&bert("BertForMaskedLM"), json!({ "text": 3 })), @r#"error: a.jsonl:1: the field "text" is 3, expected a text"#);
+    assert_snapshot!(refused(&classifier, json!({ "text": "a", "label": 3 })), @r#"error: a.jsonl:1: the label is 3, expected a class from 0 to 2 or one of long, other, short ("data.path", merak.toml:15)"#);
+    assert_snapshot!(refused(&classifier, json!({ "sentence": "a", "label": 1 })), @r#"error: a.jsonl:1: the record has no "text": it has "sentence", "label", but records of sequence classification need "text" and "label" and may have "text_pair" ("data.path", merak.toml:15)"#);
+    assert_snapshot!(refused(&t5(), json!({ "source": "a", "label": 1 })), @r#"error: a.jsonl:1: the record has no "target": it has "source", "label", but records of sequence-to-sequence learning need "source" and "target", or "text" for span corruption ("data.path", merak.toml:15)"#);
+    assert_snapshot!(refused(&bert("BertForMaskedLM"), json!({ "text": 3 })), @r#"error: a.jsonl:1: the field "text" is 3, expected a text ("data.path", merak.toml:15)"#);
 }
 
 #[test]

@@ -52,7 +52,8 @@ fn pipes_and_devices_are_no_files_to_read() {
             );
         }
         let message = train(&format!("--lora_config {file}"));
-        assert!(message.ends_with(": it is no regular file"), "{message}");
+        let expected = ": it is no regular file (\"lora_config\", command line --lora_config)";
+        assert!(message.ends_with(expected), "{message}");
         let message = refusal(&place, &format!("generate run --prompt-file {file}"));
         assert_eq!(
             message,
@@ -71,10 +72,10 @@ fn files_longer_than_any_of_their_kind_are_refused_by_their_length() {
         file.set_len(10_000_000_000).expect("a sparse file");
     }
     place.succeed("train merak.toml --max_steps 1");
-    assert_snapshot!(refusal(&place, "train merak.toml --data.tokenizer tokenizer.json"), @r#"error: cannot read tokenizer.json, which "data.tokenizer" names (command line --data.tokenizer): it has 10000000000 bytes, the limit is 268435456"#);
-    assert_snapshot!(refusal(&place, "train merak.toml --model.config config.json"), @r#"error: cannot read config.json, which "model.config" names (command line --model.config): it has 10000000000 bytes, the limit is 4194304"#);
-    assert_snapshot!(refusal(&place, "train long.toml"), @"error: cannot read long.toml: it has 10000000000 bytes, the limit is 4194304");
-    assert_snapshot!(refusal(&place, "generate run --prompt-file prompts.txt"), @"error: cannot read prompts.txt: it has 10000000000 bytes, the limit is 67108864");
+    assert_snapshot!(refusal(&place, "train merak.toml --data.tokenizer tokenizer.json"), @r#"error: cannot read tokenizer.json, which "data.tokenizer" names (command line --data.tokenizer): it has 9.31 GiB, the limit is 256 MiB"#);
+    assert_snapshot!(refusal(&place, "train merak.toml --model.config config.json"), @r#"error: cannot read config.json, which "model.config" names (command line --model.config): it has 9.31 GiB, the limit is 4.00 MiB"#);
+    assert_snapshot!(refusal(&place, "train long.toml"), @"error: cannot read long.toml: it has 9.31 GiB, the limit is 4.00 MiB");
+    assert_snapshot!(refusal(&place, "generate run --prompt-file prompts.txt"), @"error: cannot read prompts.txt: it has 9.31 GiB, the limit is 64.0 MiB");
 }
 
 #[test]

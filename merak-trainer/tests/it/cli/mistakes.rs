@@ -13,10 +13,10 @@ fn degrees_that_do_not_fit_the_model_are_refused() {
     assert_snapshot!(train("--tp 4"), @r#"error: transformer.h.0.attn: 2 attention heads cannot be split over tp = 4: choose "tp" among 1, 2 (command line --tp)"#);
     assert_snapshot!(train("--pp 400"), @r#"error: the model has 4 layers, fewer than the 400 stages that "pp" asks for: choose at most 4 (command line --pp)"#);
     assert_snapshot!(train("--shard_count 4 --pp 8"), @r#"error: "shard_count" is 4 (command line --shard_count), but must be at least "pp", which is 8"#);
-    assert_snapshot!(train("--pp 2 --train_schedule shifted_critical_path --gradient_accumulation_steps 3"), @"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 2 and 4), got 3");
-    assert_snapshot!(train("--pp 4 --train_schedule pre_recompute_1f1b --gradient_accumulation_steps 2"), @"error: pre_recompute_1f1b needs gradient_accumulation_steps >= 4 (pp 4), got 2");
+    assert_snapshot!(train("--pp 2 --train_schedule shifted_critical_path --gradient_accumulation_steps 3"), @r#"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 2 and 4), got 3 ("gradient_accumulation_steps", command line --gradient_accumulation_steps)"#);
+    assert_snapshot!(train("--pp 4 --train_schedule pre_recompute_1f1b --gradient_accumulation_steps 2"), @r#"error: pre_recompute_1f1b needs gradient_accumulation_steps >= 4 (pp 4), got 2 ("gradient_accumulation_steps", command line --gradient_accumulation_steps)"#);
     assert_snapshot!(train("--dp 0"), @r#"error: "dp" is 0 (command line --dp), but must be at least 1"#);
-    assert_snapshot!(train("--seq_length 64"), @"error: model configuration: n_positions: allows sequences of 1 to 32, not 64");
+    assert_snapshot!(train("--seq_length 64"), @r#"error: "n_positions" of the model's configuration allows sequences of 1 to 32 tokens, not 64 ("seq_length", command line --seq_length)"#);
 }
 
 #[test]
@@ -42,7 +42,7 @@ fn unknown_and_ill_typed_keys_name_the_nearest_in_every_layer() {
         schedule.starts_with(start) && schedule.ends_with(end),
         "{schedule}"
     );
-    assert_snapshot!(place.mistake("train merak.toml --resume"), @"error: the option --resume_from_checkpoint has no value: write --resume_from_checkpoint VALUE");
+    assert_snapshot!(place.mistake("train merak.toml --resume"), @"error: the option --resume has no value: write --resume VALUE");
     let environment = place
         .command("train merak.toml")
         .env("MERAK_SEQ_LENGHT", "8")
@@ -66,17 +66,17 @@ fn missing_and_unusable_files_are_named() {
     let train = |keys: &str| place.mistake(&format!("train merak.toml {keys}"));
     assert_snapshot!(train("--data.path nowhere"), @r#"error: cannot read nowhere, which "data.path" names (command line --data.path): No such file or directory (os error 2)"#);
     assert_snapshot!(train("--data.path empty"), @r#"error: no text in empty: "data.path" needs a file or folder with text (command line --data.path)"#);
-    assert_snapshot!(train("--data.path short"), @r#"error: the training part of the data has 11 tokens, but one sample needs 17: give more data or a smaller "seq_length""#);
+    assert_snapshot!(train("--data.path short"), @r#"error: the training part of the data has 11 tokens, but one sample needs 17: give more data or a smaller "seq_length" ("data.path", command line --data.path)"#);
     assert_snapshot!(train("--model.config nowhere.json"), @r#"error: cannot read nowhere.json, which "model.config" names (command line --model.config): No such file or directory (os error 2)"#);
     assert_snapshot!(train("--model.config broken.json"), @r#"error: cannot parse the model configuration broken.json: EOF while parsing a value at line 1 column 15 ("model.config", command line --model.config)"#);
     let unknown = train("--model.config other.json");
     assert!(
-        unknown.starts_with(r#"error: model type "gpt9" is not known; known are "#),
+        unknown.starts_with(r#"error: other.json: model type "gpt9" is not known; known are "#),
         "{unknown}"
     );
-    assert_snapshot!(train("--model.config small.json"), @r#"error: the tokenizer has 257 tokens, but the model's vocabulary only 100: use a model configuration with "vocab_size" of at least 257"#);
+    assert_snapshot!(train("--model.config small.json"), @r#"error: the tokenizer bytes has 257 tokens, but the model's vocabulary only 100: use a model configuration with "vocab_size" of at least 257, or another tokenizer ("model.config", command line --model.config)"#);
     assert_snapshot!(train("--data.tokenizer model.json"), @r#"error: cannot use the tokenizer model.json: expected `,` or `}` at line 1 column 14 ("data.tokenizer", command line --data.tokenizer)"#);
-    assert_snapshot!(train("--per_device_train_batch_size 1000"), @"error: 116 training samples are fewer than one global batch of 4000 (1000 per microbatch x 4 microbatches x dp 1): give more data or a smaller batch");
+    assert_snapshot!(train("--per_device_train_batch_size 1000"), @r#"error: 116 training samples are fewer than one global batch of 4000 (1000 per microbatch x 4 microbatches x dp 1): give more data or a smaller batch ("per_device_train_batch_size", command line --per_device_train_batch_size)"#);
     assert_snapshot!(place.mistake("train nowhere.toml"), @"error: cannot read nowhere.toml: No such file or directory (os error 2)");
     place.write("bare.toml", "max_steps = 1\n");
     assert_snapshot!(place.mistake("train bare.toml"), @r#"error: "model.config" is not set: name a Hugging Face config.json"#);
@@ -91,7 +91,7 @@ fn checkpoints_that_do_not_fit_are_refused() {
     place.write("wider.json", &wider.to_string());
     let resume = |keys: &str| place.mistake(&format!("train merak.toml --max_steps 4 {keys}"));
     assert_snapshot!(resume("--resume latest --model.config wider.json"), @"error: the checkpoint run/checkpoints/step-00000002 is of another model: transformer.wte.weight has shape [257, 16] there, but [257, 32] in the model");
-    assert_snapshot!(resume("--resume nowhere"), @r#"error: no checkpoint at nowhere: the path does not exist ("resume_from_checkpoint", command line --resume_from_checkpoint)"#);
+    assert_snapshot!(resume("--resume nowhere"), @r#"error: no checkpoint at nowhere: the path does not exist, expected a checkpoint, an output folder, latest or auto ("resume_from_checkpoint", command line --resume)"#);
     assert_snapshot!(place.mistake("generate nowhere --prompt a"), @"error: no checkpoint at nowhere: the path does not exist");
     assert_snapshot!(place.mistake("generate text --prompt a"), @"error: no checkpoint at text: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`");
 
@@ -131,7 +131,7 @@ fn generation_options_are_checked() {
         ("--stop=", "error: a value is required for '--stop <TEXT>'"),
         (
             "--dp 18446744073709551615",
-            "error: \"dp\" is 18446744073709551615 (command line --dp), but must be small enough",
+            "error: \"dp\" is 18446744073709551615 (command line --dp), but must be so small",
         ),
     ] {
         let refused = generate(&format!("--prompt-ids 5 {option}"));
@@ -162,7 +162,7 @@ fn other_commands_check_their_arguments() {
     assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=1,F=2"), @"error: the cost F is given twice");
     assert_snapshot!(place.mistake("schedule --check nowhere.csv -p 2 -m 4"), @"error: cannot read nowhere.csv: No such file or directory (os error 2)");
     place.write("wrong.csv", "0F0,0B0\n1B0,1F0\n");
-    assert_snapshot!(place.mistake("schedule --check wrong.csv -p 2 -m 1"), @"error: rank 1, position 0: 1B0 comes before 1F0");
+    assert_snapshot!(place.mistake("schedule --check wrong.csv -p 2 -m 1"), @"error: wrong.csv: rank 1, position 0: 1B0 comes before 1F0");
     assert_snapshot!(place.mistake("trace model.json --stage 3 --pp 2"), @"error: --stage 3 does not exist: with --pp 2 stages are 0 to 1");
     assert_snapshot!(place.mistake("trace model.json --pp 2"), @"error: --pp 2 cuts the graph, but --stage does not say which part to print: add --stage K with K from 0 to 1");
     assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=1e300"), @"error: the cost F must be from 0 to 1e15, found 1e300");
@@ -172,11 +172,11 @@ fn other_commands_check_their_arguments() {
     );
     assert!(many.starts_with("error: the run needs at least "), "{many}");
     assert!(many.ends_with("choose fewer or shorter prompts"), "{many}");
-    assert_snapshot!(place.mistake("bench gpt --batch 7 --microbatches 2"), @"error: --batch 7 is no multiple of 2");
-    assert_snapshot!(place.mistake("bench gpt --hidden 30 --heads 4"), @"error: model configuration: num_attention_heads: is 4, which does not divide the width 30");
+    assert_snapshot!(place.mistake("bench gpt --batch 7 --microbatches 2"), @"error: --batch is 7, expected a multiple of --microbatches, which is 2");
+    assert_snapshot!(place.mistake("bench gpt --hidden 30 --heads 4"), @"error: --heads is 4, which does not divide the width 30");
     assert_snapshot!(place.mistake("bench gpt --dtype f64"), @"error: --dtype expects f32 or bf16, found f64");
     #[cfg(not(feature = "tch"))]
-    assert_snapshot!(place.mistake("bench gpt --backend tch"), @r#"error: "compute.backend" "tch" (command line --compute.backend) is not in this build: build with --features tch, or choose candle"#);
+    assert_snapshot!(place.mistake("bench gpt --backend tch"), @r#"error: "compute.backend" "tch" (command line --backend) is not in this build: build with --features tch, or choose candle"#);
     assert_eq!(place.merak("trane").status, Some(2));
     assert_eq!(place.merak("schedule").status, Some(2));
 }
@@ -203,10 +203,10 @@ fn an_output_folder_that_cannot_be_written_is_refused() {
 fn a_dry_run_refuses_what_the_run_would_refuse() {
     let place = Workplace::new();
     let dry = |keys: &str| place.mistake(&format!("train merak.toml --dry-run {keys}"));
-    assert_snapshot!(dry("--per_device_train_batch_size 1000"), @"error: 116 training samples are fewer than one global batch of 4000 (1000 per microbatch x 4 microbatches x dp 1): give more data or a smaller batch");
+    assert_snapshot!(dry("--per_device_train_batch_size 1000"), @r#"error: 116 training samples are fewer than one global batch of 4000 (1000 per microbatch x 4 microbatches x dp 1): give more data or a smaller batch ("per_device_train_batch_size", command line --per_device_train_batch_size)"#);
     assert_snapshot!(dry("--data.path nowhere"), @r#"error: cannot read nowhere, which "data.path" names (command line --data.path): No such file or directory (os error 2)"#);
-    assert_snapshot!(dry("--resume nowhere"), @r#"error: no checkpoint at nowhere: the path does not exist ("resume_from_checkpoint", command line --resume_from_checkpoint)"#);
-    assert_snapshot!(dry("--resume latest"), @r#"error: no checkpoint at run: the path does not exist ("resume_from_checkpoint", command line --resume_from_checkpoint)"#);
+    assert_snapshot!(dry("--resume nowhere"), @r#"error: no checkpoint at nowhere: the path does not exist, expected a checkpoint, an output folder, latest or auto ("resume_from_checkpoint", command line --resume)"#);
+    assert_snapshot!(dry("--resume latest"), @r#"error: no checkpoint at run: the path does not exist ("resume_from_checkpoint", command line --resume)"#);
     place.succeed("train merak.toml --max_steps 1");
     place.succeed("train merak.toml --max_steps 2 --resume latest");
     let plan = place.succeed("train merak.toml --dry-run --resume latest --tp 2");
@@ -239,7 +239,7 @@ fn a_dry_run_refuses_what_the_run_would_refuse() {
 #[test]
 fn short_validation_data_name_their_share() {
     let place = Workplace::new();
-    assert_snapshot!(place.mistake("train merak.toml --data.validation_fraction 0.002"), @r#"error: the validation part of the data has 3 tokens, but one sample needs 17: give more data or a smaller "seq_length", or choose another "data.validation_fraction" (0 for no validation)"#);
+    assert_snapshot!(place.mistake("train merak.toml --data.validation_fraction 0.002"), @r#"error: the validation part of the data has 3 tokens, but one sample needs 17: give more data or a smaller "seq_length", or choose another "data.validation_fraction" (0 for no validation) (merak.toml:2)"#);
     assert_snapshot!(place.mistake("train merak.toml --do_eval --data.validation_fraction 0"), @r#"error: "do_eval" is true (command line --do_eval), but must be false while "data.validation_fraction" is 0, which leaves nothing to evaluate"#);
 }
 
@@ -338,4 +338,133 @@ fn keys_of_other_programs_are_found() {
     assert_snapshot!(train("--lr 1e-3"), @r#"error: unknown key "lr" (command line --lr); did you mean "learning_rate"?"#);
     assert_snapshot!(train("--path text"), @r#"error: unknown key "path" (command line --path); did you mean "data.path"?"#);
     assert_snapshot!(train("--batch-size 4"), @r#"error: unknown key "batch_size" (command line --batch-size); did you mean "per_device_train_batch_size"?"#);
+}
+
+#[test]
+fn what_does_not_fit_names_the_key_the_place_and_the_file() {
+    let place = Workplace::new();
+    let train = |keys: &str| place.mistake(&format!("train merak.toml --dry-run {keys}"));
+    let with_model = |name: &str, field: &str, value: u32| {
+        let mut json = model();
+        json[field] = value.into();
+        place.write(name, &json.to_string());
+    };
+    with_model("odd.json", "n_heads", 3);
+    with_model("heads.json", "n_head", 3);
+    with_model("short.json", "n_positions", 8);
+    with_model("small.json", "vocab_size", 100);
+    place.write("rank.json", "{\"rank\": 4}");
+    place.write(
+        "target.json",
+        "{\"r\": 4, \"target_modules\": [\"nothing\"]}",
+    );
+    assert_snapshot!(train("--model.config odd.json"), @r#"error: odd.json: "n_heads" is 3, but this model has no such field; the nearest known field is "n_head" ("model.config", command line --model.config)"#);
+    assert_snapshot!(train("--model.config heads.json"), @r#"error: heads.json: "n_head" is 3, which does not divide the width 16 ("model.config", command line --model.config)"#);
+    assert_snapshot!(train("--model.config heads.json --num_layers 2"), @r#"error: heads.json: "n_head" is 3, which does not divide the width 16 ("model.config", command line --model.config)"#);
+    assert_snapshot!(train("--num_heads 3"), @r#"error: model configuration: n_head: is 3, which does not divide the width 16 ("num_heads", command line --num_heads)"#);
+    assert_snapshot!(train("--hidden_size 17"), @r#"error: model configuration: n_head: is 2, which does not divide the width 17 ("hidden_size", command line --hidden_size)"#);
+    assert_snapshot!(train("--model.config short.json"), @r#"error: "n_positions" of the model's configuration allows sequences of 1 to 8 tokens, not 16 ("model.config", command line --model.config)"#);
+    assert_snapshot!(train("--model.config small.json"), @r#"error: the tokenizer bytes has 257 tokens, but the model's vocabulary only 100: use a model configuration with "vocab_size" of at least 257, or another tokenizer ("model.config", command line --model.config)"#);
+    assert_snapshot!(train("--model.hf_dir text"), @r#"error: "model.config" is model.json (merak.toml:12), but must be unset while "model.hf_dir" (command line --model.hf_dir) is set, whose folder has a config.json of its own"#);
+    assert_snapshot!(train("--lora_config rank.json"), @r#"error: cannot read rank.json: `rank` is 4, which is not supported ("lora_config", command line --lora_config)"#);
+    assert_snapshot!(train("--lora_config target.json"), @r#"error: target.json: no layer is one of the `target_modules` ["nothing"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte ("lora_config", command line --lora_config)"#);
+    assert_snapshot!(train("--lora_config target.json --adapter_name a.b"), @r#"error: `adapter_name` is "a.b", expected 1 to 100 letters, digits, `-` and `_` ("adapter_name", command line --adapter_name)"#);
+    let wsd = |kwargs: &str| {
+        train(&format!(
+            "--lr_scheduler_type wsd --lr_scheduler_kwargs {kwargs}"
+        ))
+    };
+    assert_snapshot!(wsd("{\"num_decay_steps\":99}"), @r#"error: `num_decay_steps` is 99, expected at most the 5 steps of the run ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
+    assert_snapshot!(wsd("{\"num_decay_step\":9}"), @r#"error: "lr_scheduler_kwargs" expects num_cycles, power, lr_end, timescale, num_decay_steps, min_lr_ratio or decay_type, found "{"num_decay_step":9}" (command line --lr_scheduler_kwargs); did you mean "num_decay_steps"?"#);
+    assert_snapshot!(wsd("{\"decay_type\":\"lineal\"}"), @r#"error: "lr_scheduler_kwargs" expects cosine, linear or 1-sqrt, found "{"decay_type":"lineal"}" (command line --lr_scheduler_kwargs); did you mean "linear"?"#);
+    assert_snapshot!(wsd("{\"power\":9}"), @r#"error: `lr_scheduler_kwargs` has `power`, but the wsd schedule takes `num_decay_steps`, `min_lr_ratio` and `decay_type` ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
+    assert_snapshot!(train("--split_method layer_split --custom_split_points transformer.h.9"), @r#"error: split point "transformer.h.9" matches no module or parameter; the nearest is "transformer.h.0" ("custom_split_points", command line --custom_split_points)"#);
+    assert_snapshot!(train("--tp 1000000000000 --pp 2"), @r#"error: "tp" is 1000000000000 (command line --tp), but must be so small that "dp" x "tp" x "pp", the ranks, is at most 4294967295"#);
+    assert_snapshot!(train("--gradient_accumulation_steps 9000000000000000000 --dp 2"), @r#"error: "gradient_accumulation_steps" is 9000000000000000000 (command line --gradient_accumulation_steps), but must be so small that the samples of a step, microbatch x microbatches x "dp", can be counted"#);
+    assert_snapshot!(train("--dp 2000"), @r#"error: 116 training samples are fewer than one global batch of 8000 (1 per microbatch x 4 microbatches x dp 2000): give more data or a smaller batch ("dp", command line --dp)"#);
+    assert_snapshot!(train("--dataloader_drop_last --per_device_eval_batch_size 50"), @r#"error: 6 evaluation samples are fewer than one global batch of 200 (50 per microbatch x 4 microbatches x dp 1): give more data or a smaller batch ("per_device_eval_batch_size", command line --per_device_eval_batch_size)"#);
+    assert_snapshot!(train("--data.format jsonl"), @r#"error: text/a.txt:1: the line is no JSON: expected value at line 1 column 1 ("data.format", command line --data.format)"#);
+    assert_snapshot!(train("--resume lastest"), @r#"error: no checkpoint at lastest: the path does not exist, expected a checkpoint, an output folder, latest or auto; did you mean "latest"? ("resume_from_checkpoint", command line --resume)"#);
+    assert_snapshot!(train("--resume ../run"), @r#"error: no checkpoint at ../run: the path does not exist, expected a checkpoint, an output folder, latest or auto ("resume_from_checkpoint", command line --resume)"#);
+    place.write("long.toml", "output_dir = \"run\"\nseq_length = 64\nmodel.config = \"model.json\"\ndata.path = \"text\"\n");
+    assert_snapshot!(place.mistake("train long.toml --dry-run"), @r#"error: "n_positions" of the model's configuration allows sequences of 1 to 32 tokens, not 64 ("seq_length", long.toml:2)"#);
+    // No system takes such a name.
+    let name = "x".repeat(5000);
+    for keys in [
+        "--resume",
+        "--lora_config",
+        "--data.path",
+        "--data.tokenizer",
+    ] {
+        let message = train(&format!("{keys} {name}"));
+        assert!(
+            message.len() < 1500 && message.contains("command line --"),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn a_benchmark_names_its_options_as_they_were_typed() {
+    let place = Workplace::new();
+    let bench = |line: &str| place.mistake(&format!("bench {line}"));
+    assert_snapshot!(bench("gpt --partition evn"), @r#"error: "partition_method" expects uniform, uniform_floor, parameters, custom, autopipe or exact, found "evn" (command line --partition)"#);
+    assert_snapshot!(bench("gpt --zero 2"), @r#"error: "zero_stage" 2 (command line --zero) is not available in this version: choose 0 or 1"#);
+    assert_snapshot!(bench("gpt --threads 0"), @r#"error: "compute.threads_per_rank" expects "auto" or an integer of 1 to 1024, found 0 (command line --threads)"#);
+    assert_snapshot!(bench("gpt --pp 4 --schedule shifted_critical_path --microbatches 2"), @r#"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 4 and 4), got 2 ("gradient_accumulation_steps", command line --microbatches)"#);
+    assert_snapshot!(bench("gpt --virtual-stages 3"), @r#"error: "virtual_stages" is 3 (command line --virtual-stages), but must be 1 under "train_schedule" 1f1b"#);
+    assert_snapshot!(bench("gpt --tp 3"), @r#"error: h.0.attn.q: 512 output features cannot be split over tp = 3 (col_para_list "attn.q"): choose "tp" among 1, 2, 4, 8 (command line --tp)"#);
+    assert_snapshot!(bench("gpt --lora-config nowhere"), @r#"error: cannot read nowhere: the file is missing ("lora_config", command line --lora-config)"#);
+    assert_snapshot!(bench("gpt --vocab 0"), @"error: --vocab is 0, expected a positive integer");
+    assert_snapshot!(bench("generate --heads 7"), @"error: --heads is 7, which does not divide the width 768");
+    assert_snapshot!(bench("pipeline --microbatches 1"), @r#"error: pre_recompute_1f1b needs gradient_accumulation_steps >= 2 (pp 2), got 1 ("gradient_accumulation_steps", command line --microbatches)"#);
+    assert_snapshot!(bench("save run --zero 7"), @r#"error: "zero_stage" expects 0 or 1, found 7 (command line --zero)"#);
+    assert_snapshot!(bench("gpt --steps x"), @r"
+    error: invalid value 'x' for '--steps <STEPS>': expected a whole number of at least 0
+
+    Usage: merak [OPTIONS] <COMMAND>
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(place.mistake("evaluate merak.toml nowhere"), @r#"error: no checkpoint at nowhere: the path does not exist, expected a checkpoint, an output folder, latest or auto ("resume_from_checkpoint", command line CHECKPOINT)"#);
+    assert_snapshot!(place.mistake("trace text"), @r#"error: cannot read text/config.json, which "model.config" names (command line CONFIG|HF_DIR): No such file or directory (os error 2)"#);
+}
+
+#[test]
+fn sizes_are_read_with_every_unit_and_refused_with_units() {
+    let place = Workplace::new();
+    for bytes in ["1k", "1K", "1kib", "1024"] {
+        let line = format!("bench collectives --steps 1 --bytes {bytes}");
+        assert!(place.succeed(&line).contains("\"bytes\":1024"), "{bytes}");
+    }
+    let schedule = |bytes: &str| place.succeed(&format!("schedule 1f1b -p 2 -m 2 --bytes {bytes}"));
+    assert_eq!(
+        schedule("I=1MiB:2k,W=512"),
+        schedule("I=1048576:2048,W=512")
+    );
+    assert_snapshot!(place.mistake("bench collectives --bytes 8T"), @"error: --bytes has 8.00 TiB, expected 8 B to 4.00 GiB");
+    assert_snapshot!(place.mistake("bench collectives --bytes 64x"), @r"
+    error: invalid value '64x' for '--bytes <BYTES>': expected a whole number of bytes below 2^64 as in 1000000, 64KiB, 256M or 5GB, found `64x`
+
+    For more information, try '--help'.
+    ");
+    let file = fs::File::create(place.path("large.toml")).unwrap();
+    file.set_len(3 << 30).unwrap();
+    assert_snapshot!(place.mistake("train large.toml"), @"error: cannot read large.toml: it has 3.00 GiB, the limit is 4.00 MiB");
+}
+
+#[cfg(unix)]
+#[test]
+fn what_is_no_text_is_named_on_the_line_and_in_the_environment() {
+    use std::os::unix::ffi::OsStrExt;
+    let place = Workplace::new();
+    let no_text = std::ffi::OsStr::from_bytes(b"2\xff");
+    let mut command = place.command("config merak.toml --tp");
+    let ended = place.ended(&command.arg(no_text).output().unwrap());
+    assert_eq!(ended.status, Some(2));
+    assert_snapshot!(ended.stderr.lines().next().unwrap(), @r#"error: argument 4, "2�" behind "--tp", is no UTF-8 text"#);
+    let mut command = place.command("config merak.toml");
+    let ended = place.ended(&command.env("MERAK_TP", no_text).output().unwrap());
+    assert_eq!(ended.status, Some(2));
+    assert_snapshot!(ended.stderr, @r#"error: the environment variable MERAK_TP is no UTF-8 text, found "2�""#);
 }

@@ -106,7 +106,7 @@ fn limits_of_memory_are_microbatches_or_bytes_and_the_page_shows_them_with_uneve
         "{searched}"
     );
     let message = |command: &str| place.mistake(command);
-    assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 8MiB"), @"error: --memory 8MiB limits bytes: say with --bytes what a microbatch keeps on a stage, as in --bytes I=1048576,W=524288");
+    assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 8MiB"), @"error: --memory 8MiB limits bytes: say with --bytes what a microbatch keeps on a stage, as in --bytes I=1MiB,W=512KiB");
     assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 8MiB:4 --bytes I=1"), @r#"error: --memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes such as 96MiB:64MiB, found "8MiB:4""#);
     assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 7B --bytes I=8"), @"error: a microbatch keeps 8 bytes on the stages of rank 0, found a limit of 7 bytes");
 
@@ -211,7 +211,7 @@ fn a_schedule_has_its_own_defaults_and_prints_the_costs_in_use() {
     let wrong = place.mistake("schedule --check given.csv -p 3");
     assert_eq!(
         wrong,
-        "error: expected one list of actions for each of 3 ranks, found 2"
+        "error: given.csv: expected one list of actions for each of 3 ranks, found 2"
     );
     let picture = place.succeed("schedule dualpipe_v -p 2 -m 4 --format svg");
     assert!(
@@ -389,9 +389,9 @@ fn the_bench_of_collectives_prints_a_line_per_operation_and_size() {
         assert!(line["us"].as_f64() > Some(0.0) && line["bus_bytes_per_s"].as_f64() > Some(0.0));
     }
     assert_snapshot!(place.mistake("bench collectives --world 1"), @"error: --world is 1, expected 2 to 256 ranks");
-    assert_snapshot!(place.mistake("bench collectives --bytes 7"), @"error: --bytes has 7, expected 8 to 4294967296");
+    assert_snapshot!(place.mistake("bench collectives --bytes 7"), @"error: --bytes has 7 B, expected 8 B to 4.00 GiB");
     let message = place.mistake("bench collectives --bytes 1.5M");
-    let expected = "expected a number of bytes as in 1000000, 64KiB, 256M or 5GB, found `1.5M`";
+    let expected = "expected a whole number of bytes below 2^64 as in 1000000, 64KiB, 256M or 5GB, found `1.5M`";
     assert!(message.contains(expected), "{message}");
 }
 

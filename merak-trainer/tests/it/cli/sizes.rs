@@ -31,7 +31,7 @@ fn batches_and_degrees_beyond_the_data_are_counted_not_allocated() {
                 let message = refusal(&place, &format!("{command} --{key} {size}"));
                 let counted = message.contains("training samples are fewer than one global batch");
                 assert!(
-                    counted || message.contains("small enough to count"),
+                    counted || message.contains("must be so small that"),
                     "{message}"
                 );
             }
@@ -39,7 +39,7 @@ fn batches_and_degrees_beyond_the_data_are_counted_not_allocated() {
         refusal(&place, &format!("train merak.toml --tp {size}"));
         refusal(&place, &format!("train merak.toml --pp {size}"));
     }
-    assert_snapshot!(refusal(&place, "train merak.toml --dp 1000000000000"), @r#"error: "dp" is 1000000000000 (command line --dp), but must be small enough to count the ranks"#);
+    assert_snapshot!(refusal(&place, "train merak.toml --dp 1000000000000"), @r#"error: "dp" is 1000000000000 (command line --dp), but must be so small that "dp" x "tp" x "pp", the ranks, is at most 4294967295"#);
     // An evaluation takes no more rows than there are samples.
     let usual = place.succeed(
         "train merak.toml --overwrite_output_dir --max_steps 1 --per_device_eval_batch_size 6",
@@ -75,8 +75,8 @@ fn models_beyond_any_memory_name_the_size() {
         let message = train(field, 1_000_000_000_000);
         assert!(message.contains(field), "{message}");
     }
-    assert_snapshot!(train("n_positions", 1_000_000_000_000), @r#"error: model configuration: n_positions: is 1000000000000, expected a positive integer of at most 4294967295 ("model.config", command line --model.config)"#);
-    assert_snapshot!(train("n_layer", 1_000_000_000), @r#"error: model configuration: n_layer: is 1000000000, expected at most 16384 layers ("model.config", command line --model.config)"#);
+    assert_snapshot!(train("n_positions", 1_000_000_000_000), @r#"error: huge.json: "n_positions" is 1000000000000, expected a positive integer of at most 4294967295 ("model.config", command line --model.config)"#);
+    assert_snapshot!(train("n_layer", 1_000_000_000), @r#"error: huge.json: "n_layer" is 1000000000, expected at most 16384 layers ("model.config", command line --model.config)"#);
     assert_snapshot!(train("n_embd", 4_000_000_000), @"error: parameter transformer.h.0.attn.c_attn.weight: f32[4000000000, 12000000000] is larger than any memory: choose smaller sizes");
     let message = train("vocab_size", 4_000_000_000);
     let figures = [
@@ -119,7 +119,7 @@ fn layers_are_counted_before_a_list_is_made_of_them() {
         let message = refusal(&place, "train merak.toml --model.config huge.json");
         assert_eq!(
             message,
-            "error: model configuration: num_hidden_layers: is 2147483648, expected at most 16384 layers \
+            "error: huge.json: \"num_hidden_layers\" is 2147483648, expected at most 16384 layers \
              (\"model.config\", command line --model.config)"
         );
     }

@@ -74,7 +74,7 @@ fn training_starts_from_a_hugging_face_folder_on_any_topology() {
     place.succeed("train hf.toml --max_steps 7 --resume auto");
     assert_eq!(records(&place, "tuned").last().expect("a record").0, 7);
     let both = place.mistake("train hf.toml --model.config model.json");
-    insta::assert_snapshot!(both, @r#"error: "model.config" and "model.hf_dir" are both set: the folder has a config.json of its own"#);
+    insta::assert_snapshot!(both, @r#"error: "model.config" is model.json (command line --model.config), but must be unset while "model.hf_dir" (hf.toml:12) is set, whose folder has a config.json of its own"#);
 }
 
 #[test]
@@ -335,8 +335,8 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
         let folder = place.path("other/adapter").join(name);
         assert!(folder.join("adapter_config.json").is_file(), "{name}");
     }
-    insta::assert_snapshot!(place.mistake("train hf.toml --lora_config lora.json --adapter_name a.b"), @r#"error: "lora_config": `adapter_name` is "a.b", expected 1 to 100 letters, digits, `-` and `_`"#);
-    insta::assert_snapshot!(place.mistake("train hf.toml --lora_config nowhere.json"), @"error: cannot read nowhere.json: the file is missing");
+    insta::assert_snapshot!(place.mistake("train hf.toml --lora_config lora.json --adapter_name a.b"), @r#"error: `adapter_name` is "a.b", expected 1 to 100 letters, digits, `-` and `_` ("adapter_name", command line --adapter_name)"#);
+    insta::assert_snapshot!(place.mistake("train hf.toml --lora_config nowhere.json"), @r#"error: cannot read nowhere.json: the file is missing ("lora_config", command line --lora_config)"#);
 }
 
 #[test]
