@@ -35,10 +35,8 @@ pub(super) fn read(file: &Path) -> Profiles {
         }
         let document: Document = serde_json::from_slice(&bytes)?;
         for (conditions, profiles) in &document.profiles {
-            let faults = profiles.iter().map(Profile::fault).enumerate();
-            let found = faults
-                .filter_map(|(place, fault)| Some((place, fault?)))
-                .next();
+            let mut faults = profiles.iter().map(Profile::fault).enumerate();
+            let found = faults.find_map(|(place, fault)| Some((place, fault?)));
             if let Some((place, fault)) = found {
                 let reason = format!("profile {place} of {conditions:?}: {fault}");
                 return Err(io::Error::other(reason));
