@@ -1,4 +1,5 @@
-//! Ranks find their place on a mesh of data x tensor x pipeline and talk to their groups (merak-mpu).
+//! Ranks find their place on a mesh of data x tensor x pipeline and talk to their groups
+//! (merak-mpu).
 //!
 //! `cargo run -p merak-examples --example 01-process-groups [DP [TP [PP]]]`, each 2 unless told.
 #![expect(clippy::print_stdout, reason = "an example prints")]

@@ -1,6 +1,8 @@
-//! Pipeline schedules as data: generate, prove, simulate and draw them, and bring your own (merak-pipe).
+//! Pipeline schedules as data: generate, prove, simulate and draw them, and bring your own
+//! (merak-pipe).
 //!
-//! `cargo run -p merak-examples --example 02-schedules [RANKS [MICROBATCHES]]`, 4 and 8 unless told.
+//! `cargo run -p merak-examples --example 02-schedules [RANKS [MICROBATCHES]]`, 4 and 8 unless
+//! told.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Result, ensure};
@@ -18,7 +20,8 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Every schedule, with full recomputation: F = I = W = R = 1. One that does not take the size says why.
+/// Every schedule, with full recomputation: F = I = W = R = 1. One that does not take the size says
+/// why.
 fn compare_all(size: Size) -> Result<()> {
     let costs = Costs::uniform(UnitCosts::default(), size.stages());
     println!("schedule                    time  bubble  peak activations by rank");
@@ -73,7 +76,8 @@ fn refuse_a_wrong_one(size: Size) -> Result<()> {
     Ok(())
 }
 
-/// A schedule of one's own: the backward cut in halves, the weight gradients (W) moved into the bubble.
+/// A schedule of one's own: the backward cut in halves, the weight gradients (W) moved into the
+/// bubble.
 fn postpone_weight_gradients() -> Result<()> {
     let text = "\
 0F0,0F1,0I0,0W0,0I1,0W1

@@ -1,4 +1,5 @@
-//! Traces models without storage: an MLP in ordinary Rust, and GPT-3 with 175 billion parameters (merak-trace).
+//! Traces models without storage: an MLP in ordinary Rust, and GPT-3 with 175 billion parameters
+//! (merak-trace).
 //!
 //! `cargo run -p merak-examples --example 04-trace-a-model`
 #![expect(clippy::print_stdout, reason = "an example prints")]
@@ -61,8 +62,8 @@ fn refuse_what_does_not_fit() -> Result<()> {
     Ok(())
 }
 
-/// A model definition reads Hugging Face's `config.json`. A parameter is a name, a type and an initialiser, so
-/// no weight is ever allocated.
+/// A model definition reads Hugging Face's `config.json`. A parameter is a name, a type and an
+/// initialiser, so no weight is ever allocated.
 fn gpt3() -> Result<()> {
     let config = serde_json::json!({
         "model_type": "gpt2", "vocab_size": 50257, "n_positions": 2048,

@@ -1,5 +1,5 @@
-//! Differentiates a traced model and runs it: forward (F), input gradients (I), weight gradients (W)
-//! (merak-trace, on the candle backend).
+//! Differentiates a traced model and runs it: forward (F), input gradients (I), weight gradients
+//! (W) (merak-trace, on the candle backend).
 //!
 //! `cargo run -p merak-examples --example 05-gradients`
 #![expect(clippy::print_stdout, reason = "an example prints")]

@@ -1,6 +1,7 @@
 //! Splits a GPT-2 over the ranks of the tensor axis and gets the loss of one rank (merak-tp).
 //!
-//! `cargo run -p merak-examples --example 06-tensor-parallel [RANKS]`, 2 unless told; 1, 2 and 4 divide the heads.
+//! `cargo run -p merak-examples --example 06-tensor-parallel [RANKS]`, 2 unless told; 1, 2 and 4
+//! divide the heads.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Context, Result, ensure};
@@ -30,7 +31,8 @@ fn main() -> Result<()> {
     };
     let graph = models::from_config(&config)?.trace(&options)?;
 
-    // The lists name the layers to split. Known families have their own; other models need these two.
+    // The lists name the layers to split. Known families have their own; other models need these
+    // two.
     let lists = LayerLists::col_row(["c_attn", "c_fc"], ["c_proj"]);
     let split = rewrite(&graph, &lists, tp)?;
     let known = default_lists("gpt2").context("the family is known")?;

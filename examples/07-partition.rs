@@ -1,4 +1,5 @@
-//! Cuts a model into segments and stages, with a report of what lies where and why (merak-partition).
+//! Cuts a model into segments and stages, with a report of what lies where and why
+//! (merak-partition).
 //!
 //! `cargo run -p merak-examples --example 07-partition [STAGES]`, 4 unless told.
 #![expect(clippy::print_stdout, reason = "an example prints")]

@@ -1,6 +1,8 @@
-//! Saves slices of four ranks, loads them as another topology, and finds a damaged byte (merak-ckpt).
+//! Saves slices of four ranks, loads them as another topology, and finds a damaged byte
+//! (merak-ckpt).
 //!
-//! `cargo run -p merak-examples --example 09-checkpoints [TP [DP]]`, the ranks that load, 4 and 2 unless told.
+//! `cargo run -p merak-examples --example 09-checkpoints [TP [DP]]`, the ranks that load, 4 and 2
+//! unless told.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Context, Result, ensure};
@@ -9,8 +11,8 @@ use merak_examples::count;
 use merak_mpu::{Degrees, Mpu, threads};
 use std::{fs, ops::Range};
 
-/// A fused projection, `[q | k | v]` of four rows each: tensor parallelism cuts every part of it. With it goes
-/// one optimizer moment, which ZeRO divides over replicas as flat ranges of the slice.
+/// A fused projection, `[q | k | v]` of four rows each: tensor parallelism cuts every part of it.
+/// With it goes one optimizer moment, which ZeRO divides over replicas as flat ranges of the slice.
 const SHAPE: [usize; 2] = [3 * ROWS, COLUMNS];
 const ROWS: usize = 4;
 const COLUMNS: usize = 6;
@@ -79,7 +81,8 @@ fn save(mpu: &Mpu, store: &Store, step: u64) -> Result<()> {
     Ok(world.barrier()?)
 }
 
-/// Replicas hold the same weights, so the first one writes them. Each has its own part of the moment.
+/// Replicas hold the same weights, so the first one writes them. Each has its own part of the
+/// moment.
 fn write(mpu: &Mpu, draft: &Draft) -> Result<Shard> {
     let (rank, replica) = (mpu.rank().0, mpu.data_parallel_rank());
     let rows = rows(mpu.tensor_parallel_rank(), mpu.degrees().tp);

@@ -33,7 +33,8 @@ impl Chain {
     }
 }
 
-/// All that the decode loop wants of a model: logits of the next token, for several sequences at once.
+/// All that the decode loop wants of a model: logits of the next token, for several sequences at
+/// once.
 impl LogitsSource for Chain {
     fn next_logits(&mut self, rows: &[Row<'_>]) -> Result<Vec<Vec<f32>>, BoxError> {
         let of_row = |row: &Row<'_>| {

@@ -1,7 +1,8 @@
-//! Trains a GPT over data x tensor x pipeline ranks on data of one's own (merak-trainer as a library).
+//! Trains a GPT over data x tensor x pipeline ranks on data of one's own (merak-trainer as a
+//! library).
 //!
-//! `cargo run -p merak-examples --example 11-train-3d [DP [TP [PP]]]`, each 2 unless told; the global batch of 16
-//! samples and the model's 4 heads and 4 layers are divided among them.
+//! `cargo run -p merak-examples --example 11-train-3d [DP [TP [PP]]]`, each 2 unless told; the
+//! global batch of 16 samples and the model's 4 heads and 4 layers are divided among them.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Result, ensure};

@@ -1,7 +1,7 @@
 //! Saves a run of dp 2 x tp 1 x pp 2 ranks and goes on with it as another topology (merak-trainer).
 //!
-//! `cargo run -p merak-examples --example 12-resume-elsewhere [DP [TP [PP]]]`, the ranks that go on, 1, 2 and 1 unless
-//! told.
+//! `cargo run -p merak-examples --example 12-resume-elsewhere [DP [TP [PP]]]`, the ranks that go
+//! on, 1, 2 and 1 unless told.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Result, ensure};

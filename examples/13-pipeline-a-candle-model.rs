@@ -1,7 +1,9 @@
-//! Pipelines a model written for candle-nn alone, with its layers, its autograd and its optimizer (merak-pipe).
+//! Pipelines a model written for candle-nn alone, with its layers, its autograd and its optimizer
+//! (merak-pipe).
 //!
-//! A rank may run several stages, as in a V. Two rules make that right, and `compare_with_unpipelined` tests them: what is
-//! kept belongs to a stage and a microbatch, and what stages send each other is detached from candle's graph.
+//! A rank may run several stages, as in a V. Two rules make that right, and
+//! `compare_with_unpipelined` tests them: what is kept belongs to a stage and a microbatch, and
+//! what stages send each other is detached from candle's graph.
 //!
 //! `cargo run -p merak-examples --example 13-pipeline-a-candle-model [RANKS]`, 2 unless told.
 #![expect(clippy::print_stdout, reason = "an example prints")]
@@ -78,7 +80,8 @@ struct Rank {
     stages: BTreeMap<StageId, Stage>,
     vars: BTreeMap<String, Var>,
     optimizer: AdamW,
-    /// By stage and microbatch: the input, and the output or the loss, with candle's graph between them.
+    /// By stage and microbatch: the input, and the output or the loss, with candle's graph between
+    /// them.
     live: BTreeMap<(StageId, usize), (Var, Tensor)>,
     /// By stage and microbatch: gradients of the weights that are not yet added.
     found: BTreeMap<(StageId, usize), GradStore>,
@@ -149,9 +152,10 @@ impl StageModule for Rank {
         Ok(None)
     }
 
-    /// Candle has no backward for some gradients alone: its `backward` walks the graph once and computes those of the
-    /// weights with that of the input. The work of `W` is therefore done here, and `backward_weight` only adds: a
-    /// schedule that splits backwards gives the same bits, and gains nothing.
+    /// Candle has no backward for some gradients alone: its `backward` walks the graph once and
+    /// computes those of the weights with that of the input. The work of `W` is therefore done
+    /// here, and `backward_weight` only adds: a schedule that splits backwards gives the same bits,
+    /// and gains nothing.
     fn backward_input(
         &mut self,
         at: Action,
@@ -170,8 +174,9 @@ impl StageModule for Rank {
             .remove(&input)
             .filter(|_| self.stages[&at.stage].embed.is_none());
         self.found.insert(key, grads);
-        // Candle's gradients carry the graph that made them. The backward that takes this one would follow it into
-        // the stages behind, and add to the gradients of those that lie on its rank once more.
+        // Candle's gradients carry the graph that made them. The backward that takes this one would
+        // follow it into the stages behind, and add to the gradients of those that lie on its rank
+        // once more.
         Ok(back.map(|grad| grad.detach()))
     }
 

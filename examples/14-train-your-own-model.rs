@@ -1,7 +1,8 @@
-//! Trains a model of one's own, with a loss of one's own, over data x tensor x pipeline ranks (merak-trainer).
+//! Trains a model of one's own, with a loss of one's own, over data x tensor x pipeline ranks
+//! (merak-trainer).
 //!
-//! `cargo run -p merak-examples --example 14-train-your-own-model [DP [TP [PP]]]`, each 2 unless told; docs/OWN-MODEL.md
-//! explains the parts.
+//! `cargo run -p merak-examples --example 14-train-your-own-model [DP [TP [PP]]]`, each 2 unless
+//! told; docs/OWN-MODEL.md explains the parts.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Result, ensure};

@@ -4,7 +4,8 @@
 
 use anyhow::{Context, Result, ensure};
 
-/// The `index`-th argument of the command line, a count of at least 1, or `default` where there is none.
+/// The `index`-th argument of the command line, a count of at least 1, or `default` where there is
+/// none.
 ///
 /// # Errors
 /// When the argument is no number, or zero.

@@ -1,4 +1,5 @@
-//! Writes libtorch's folder into the run path of the command and the tests, in builds with feature `tch`.
+//! Writes libtorch's folder into the run path of the command and the tests, in builds with feature
+//! `tch`.
 
 use std::{env, path::PathBuf};
 

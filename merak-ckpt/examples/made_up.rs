@@ -1,5 +1,5 @@
-//! Writes the checkpoint of a made-up GPT with the state of AdamW, as tensor-parallel ranks would, for measuring what
-//! `merak-ckpt` does with large ones; `docs/peers/reshard_peer.py` uses it.
+//! Writes the checkpoint of a made-up GPT with the state of AdamW, as tensor-parallel ranks would,
+//! for measuring what `merak-ckpt` does with large ones; `docs/peers/reshard_peer.py` uses it.
 //!
 //! ```sh
 //! cargo run --release -p merak-ckpt --example made_up -- FOLDER --layers 12 --hidden 768 --tp 4

@@ -10,10 +10,11 @@ use std::path::{Path, PathBuf};
 /// How the name begins under which a folder is written: one that nobody else gives.
 const DRAFT: &str = ".merak-tmp-";
 
-/// A folder that is being written: `.merak-tmp-NAME` beside the place of `NAME`, which nobody else writes meanwhile.
+/// A folder that is being written: `.merak-tmp-NAME` beside the place of `NAME`, which nobody else
+/// writes meanwhile.
 ///
-/// Dropped before it is finished, it is removed. What a process left that was killed is taken over. On file systems
-/// without locks, it keeps nobody off.
+/// Dropped before it is finished, it is removed. What a process left that was killed is taken over.
+/// On file systems without locks, it keeps nobody off.
 #[derive(Debug)]
 pub(crate) struct DraftBeside {
     folder: PathBuf,
@@ -31,8 +32,8 @@ impl DraftBeside {
     /// Makes an empty folder that is to take the place of `folder`.
     ///
     /// # Errors
-    /// [`Error::InUse`] where a process that lives is writing it, [`Error::AlreadyExists`] for a path without a name,
-    /// [`Error::Io`] where the disk refuses.
+    /// [`Error::InUse`] where a process that lives is writing it, [`Error::AlreadyExists`] for a
+    /// path without a name, [`Error::Io`] where the disk refuses.
     pub(crate) fn begin(folder: &Path) -> Result<Self> {
         let path = beside(folder, DRAFT)?;
         let parent = match path.parent() {

@@ -30,8 +30,8 @@ pub struct BadByteSize {
     pub found: String,
 }
 
-/// Reads a number of bytes: `1000`, `5GB` (powers of 1000), `256MiB` or `256M` (powers of 1024, as `dd` and `truncate`
-/// read them), in capitals or small letters.
+/// Reads a number of bytes: `1000`, `5GB` (powers of 1000), `256MiB` or `256M` (powers of 1024, as
+/// `dd` and `truncate` read them), in capitals or small letters.
 ///
 /// # Errors
 /// When it is no whole number, has another unit, or is more than 64 bits hold.

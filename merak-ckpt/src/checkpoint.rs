@@ -54,8 +54,8 @@ impl Checkpoint {
         Self::load(&resolve(path.as_ref())?).map_err(Error::with_older)
     }
 
-    /// Opens a checkpoint whose manifest is sound, whatever its files are: for [`Checkpoint::verify`] to look at all of
-    /// them.
+    /// Opens a checkpoint whose manifest is sound, whatever its files are: for
+    /// [`Checkpoint::verify`] to look at all of them.
     ///
     /// # Errors
     /// As for [`Checkpoint::open`], but for damage of other files than the manifests (its own and
@@ -64,8 +64,8 @@ impl Checkpoint {
         Self::read_table(&resolve(path.as_ref())?).map_err(Error::with_older)
     }
 
-    /// Opens the checkpoint at `path`, or the Hugging Face folder there as one that holds weights only: its
-    /// state is `null`, and its slices have no checksums.
+    /// Opens the checkpoint at `path`, or the Hugging Face folder there as one that holds weights
+    /// only: its state is `null`, and its slices have no checksums.
     ///
     /// # Errors
     /// As for [`Checkpoint::open`] and [`HfFolder::open`](crate::HfFolder::open).
@@ -80,8 +80,8 @@ impl Checkpoint {
     /// Opens the newest complete checkpoint of an output folder or its `checkpoints` folder, or
     /// returns `None` where there is none: what `resume_from_checkpoint = "auto"` asks for.
     ///
-    /// Completeness is that of [`Store::newest_complete`](crate::Store::newest_complete). Where reading the result uncovers
-    /// damage, [`Checkpoint::older`] goes on.
+    /// Completeness is that of [`Store::newest_complete`](crate::Store::newest_complete). Where
+    /// reading the result uncovers damage, [`Checkpoint::older`] goes on.
     ///
     /// # Errors
     /// [`Error::Io`] where a folder exists but cannot be listed.
@@ -235,8 +235,8 @@ impl Checkpoint {
     /// A handle on some of the parameters under other names; `names` has the own name of each.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`] where there is none, [`Error::Damaged`] where the header of its file is not that of the
-    /// manifest.
+    /// [`Error::MissingTensor`] where there is none, [`Error::Damaged`] where the header of its
+    /// file is not that of the manifest.
     pub(crate) fn renamed(&self, names: &BTreeMap<String, String>) -> Result<Self> {
         let mut tensors = Vec::with_capacity(names.len());
         for (name, own) in names {

@@ -68,12 +68,12 @@ pub(crate) fn remove(path: &Path) -> Result<()> {
     removed.map_err(io_error("remove", path))
 }
 
-/// The most bytes of a configuration: a `config.json`, an `adapter_config.json`, a file of settings. As values they may
-/// take a hundred times the memory.
+/// The most bytes of a configuration: a `config.json`, an `adapter_config.json`, a file of
+/// settings. As values they may take a hundred times the memory.
 pub const MAX_CONFIG_BYTES: u64 = 4 << 20;
 
-/// Opens a file that somebody named, and tells its length in bytes. A pipe would keep who opens it waiting, and a
-/// device may have no end, so both are refused.
+/// Opens a file that somebody named, and tells its length in bytes. A pipe would keep who opens it
+/// waiting, and a device may have no end, so both are refused.
 ///
 /// # Errors
 /// When there is no regular file, or the system refuses to open it.
@@ -88,8 +88,8 @@ pub fn open_regular(path: &Path) -> io::Result<(File, u64)> {
     Ok((File::open(path)?, metadata.len()))
 }
 
-/// Opens a file to write it, as `options` say. A pipe in its place would keep who opens it waiting, so what is there
-/// already must be a regular file, or a link to one.
+/// Opens a file to write it, as `options` say. A pipe in its place would keep who opens it waiting,
+/// so what is there already must be a regular file, or a link to one.
 ///
 /// # Errors
 /// When something else is there, or the system refuses to open it.
@@ -189,7 +189,8 @@ pub(crate) fn not_read(path: &Path, error: io::Error) -> Error {
     }
 }
 
-/// A folder that nobody else locks as long as this lives. On file systems without locks, it keeps nobody off.
+/// A folder that nobody else locks as long as this lives. On file systems without locks, it keeps
+/// nobody off.
 #[derive(Debug)]
 pub(crate) struct Lock(#[expect(dead_code, reason = "it unlocks when it is closed")] File);
 

@@ -151,8 +151,9 @@ impl DType {
     }
 }
 
-/// The number as `f32`, rounded to odd: where it lies between two, the one with an odd last bit. Rounded again to a type
-/// of fewer bits, it comes out as if it had been rounded once, since a tie remains one only where it was one.
+/// The number as `f32`, rounded to odd: where it lies between two, the one with an odd last bit.
+/// Rounded again to a type of fewer bits, it comes out as if it had been rounded once, since a tie
+/// remains one only where it was one.
 fn to_odd(value: f64) -> f32 {
     let nearest = value as f32;
     let bits = nearest.to_bits();
@@ -217,7 +218,8 @@ mod tests {
             u16::from_le_bytes(out)
         };
         let of = |bits: u32| f64::from(f32::from_bits(bits));
-        // 1 + 2^-8 and 1 + 2^-11 lie in the middle between two numbers, and so do the smallest ones' halves.
+        // 1 + 2^-8 and 1 + 2^-11 lie in the middle between two numbers, and so do the smallest
+        // ones' halves.
         for (dtype, tie, one) in [
             (DType::BF16, 0x3F80_8000, 0x3F80),
             (DType::F16, 0x3F80_1000, 0x3C00),

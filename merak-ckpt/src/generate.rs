@@ -4,7 +4,8 @@ use crate::{BoxError, Error, Result, Sampler};
 use serde::{Deserialize, Serialize};
 use std::{borrow::Cow, ops::ControlFlow};
 
-/// How to continue prompts. The names are those of the configuration keys, and of `generation_config.json`.
+/// How to continue prompts. The names are those of the configuration keys, and of
+/// `generation_config.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GenerateOptions {
@@ -39,8 +40,8 @@ pub struct GenerateOptions {
 /// A sequence that waits for its next token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row<'a> {
-    /// Index of the prompt. From one call to the next the tokens of a prompt grow at the end
-    /// only, so that a cache may be kept per prompt; a prompt that is no longer asked about is done.
+    /// Index of the prompt. From one call to the next the tokens of a prompt grow at the end only,
+    /// so that a cache may be kept per prompt; a prompt that is no longer asked about is done.
     pub prompt: u64,
     /// The prompt and what was generated so far, never empty.
     pub tokens: &'a [u32],
@@ -380,8 +381,8 @@ impl Decoding {
 /// None of its own. Under several ranks each calls it with equal arguments; see [`TokenSource`].
 ///
 /// # Errors
-/// [`Error::InvalidOption`], [`Error::EmptyPrompt`] and [`Error::PromptTooLong`] for wrong arguments; [`Error::Source`]
-/// and [`Error::SourceLength`] where the model fails.
+/// [`Error::InvalidOption`], [`Error::EmptyPrompt`] and [`Error::PromptTooLong`] for wrong
+/// arguments; [`Error::Source`] and [`Error::SourceLength`] where the model fails.
 pub fn generate(
     source: &mut dyn TokenSource,
     prompts: &[Vec<u32>],

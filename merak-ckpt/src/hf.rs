@@ -77,10 +77,11 @@ const COMPANIONS: [&str; 18] = [
 /// knows tensors and plain containers, runs nothing, and refuses everything else by name.
 ///
 /// Names are those of the model with its head: where a folder holds the bare model (`wte.weight`),
-/// the prefix of its `model_type` is added (`transformer.wte.weight`). Left out are causal masks and
-/// other buffers that models make up themselves, and a head that the configuration ties to the embedding: only
-/// where the two are equal. Where both are there and differ, the configuration is wrong, as version 5 of
-/// `transformers` saves it for T5 1.1, and they stay apart, as when `transformers` loads such a folder.
+/// the prefix of its `model_type` is added (`transformer.wte.weight`). Left out are causal masks
+/// and other buffers that models make up themselves, and a head that the configuration ties to the
+/// embedding: only where the two are equal. Where both are there and differ, the configuration is
+/// wrong, as version 5 of `transformers` saves it for T5 1.1, and they stay apart, as when
+/// `transformers` loads such a folder.
 #[derive(Debug)]
 pub struct HfFolder {
     /// The weights as slices of files, without checksums.
@@ -100,8 +101,8 @@ pub struct StoredTensor {
     pub dtype: DType,
     /// Its sizes, outermost first.
     pub shape: Vec<usize>,
-    /// Elements from one index to the next of each dim, where the elements do not lie row by row: as of a transposed
-    /// tensor that `torch.save` wrote.
+    /// Elements from one index to the next of each dim, where the elements do not lie row by row:
+    /// as of a transposed tensor that `torch.save` wrote.
     pub strides: Option<Vec<usize>>,
     /// First byte in the file, and the one after the last; elements are little-endian.
     pub bytes: [u64; 2],
@@ -127,13 +128,14 @@ impl HfFolder {
     /// Opens a folder: reads its `config.json` and the headers of its weights.
     ///
     /// # Errors
-    /// [`Error::Foreign`] where the folder does not exist, lacks `config.json` or weights, or a file
-    /// is not what it should be.
+    /// [`Error::Foreign`] where the folder does not exist, lacks `config.json` or weights, or a
+    /// file is not what it should be.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_within(path, DEFAULT_MAX_MEMORY)
     }
 
-    /// The same, with a limit for the bytes of memory that the table of a `pytorch_model.bin` may take.
+    /// The same, with a limit for the bytes of memory that the table of a `pytorch_model.bin` may
+    /// take.
     ///
     /// # Errors
     /// As for [`HfFolder::open`], and where a table takes more.
@@ -202,14 +204,16 @@ impl HfFolder {
         })
     }
 
-    /// Whether this is a folder of a model and no checkpoint: it has a `config.json` or weights, and no manifest.
+    /// Whether this is a folder of a model and no checkpoint: it has a `config.json` or weights,
+    /// and no manifest.
     pub fn is_one(path: impl AsRef<Path>) -> bool {
         let path = path.as_ref();
         let has = |name: &str| path.join(name).is_file();
         (has(CONFIG) || weight_files(path).is_ok()) && !has(format::MANIFEST)
     }
 
-    /// Refuses a folder or file that another program wrote in a format of its own, with what it is and the way in.
+    /// Refuses a folder or file that another program wrote in a format of its own, with what it is
+    /// and the way in.
     ///
     /// # Errors
     /// [`Error::Foreign`] for such a one.
@@ -229,8 +233,9 @@ impl HfFolder {
         &self.config
     }
 
-    /// Says in a configuration of the folder's model that head and embedding are apart, with a warning, where the
-    /// weights are so although `config.json` says otherwise. Returns whether they are.
+    /// Says in a configuration of the folder's model that head and embedding are apart, with a
+    /// warning, where the weights are so although `config.json` says otherwise. Returns whether
+    /// they are.
     pub fn correct(&self, config: &mut Value) -> bool {
         if self.is_untied {
             tracing::warn!(
@@ -288,7 +293,8 @@ fn check_is_folder(path: &Path) -> Result<()> {
     Err(foreign(path, reason))
 }
 
-/// Says what a folder is that another program wrote and that lacks the file by which it was to be read.
+/// Says what a folder is that another program wrote and that lacks the file by which it was to be
+/// read.
 fn check_is_none_of_others(needed: &Path, folder: &Path) -> Result<()> {
     match what_it_is(folder).filter(|_| !needed.exists()) {
         Some(reason) => Err(foreign(folder, reason)),

@@ -53,32 +53,36 @@
 //!                                                                           ── barrier, or the path ─►
 //! ```
 //!
-//! With [`Draft::write_shard_later`] a rank trains on while a thread copies its tensors and writes them: until the next
-//! update nobody changes them, so the copy is made beside the next forward and backward passes. The gathering and
-//! the rest wait until [`PendingShard::wait`] has every rank's shard.
+//! With [`Draft::write_shard_later`] a rank trains on while a thread copies its tensors and writes
+//! them: until the next update nobody changes them, so the copy is made beside the next forward and
+//! backward passes. The gathering and the rest wait until [`PendingShard::wait`] has every rank's
+//! shard.
 //!
 //! Each rank writes what it owns under a file index of its own (its rank, say); of a tensor that
-//! several ranks hold, one writes. [`Draft::commit`] refuses shards that overlap or leave an element
-//! out, so a mistake in ownership is found when saving. Nobody else can see the folder before it is
-//! complete, synced and renamed.
+//! several ranks hold, one writes. [`Draft::commit`] refuses shards that overlap or leave an
+//! element out, so a mistake in ownership is found when saving. Nobody else can see the folder
+//! before it is complete, synced and renamed.
 //!
 //! # Main types
 //!
-//! - [`Store`]: the folder of checkpoints; `latest`, `best`, rotation. [`Draft`]: one being written.
+//! - [`Store`]: the folder of checkpoints; `latest`, `best`, rotation. [`Draft`]: one being
+//!   written.
 //! - [`Base`]: parameters that do not change, kept once beside the checkpoints that share them.
 //! - [`HeldFile`]: what one process at a time may do in a folder.
-//! - [`Layout`]: how a rank's local tensor lies in the global one, as boxes; [`Piece`] names a local
-//!   tensor or a flat range of it, for writing and reading alike.
+//! - [`Layout`]: how a rank's local tensor lies in the global one, as boxes; [`Piece`] names a
+//!   local tensor or a flat range of it, for writing and reading alike.
 //! - [`Checkpoint`]: an open one: [`read`](Checkpoint::read), [`verify`](Checkpoint::verify), and
 //!   [`diff`] of two. [`Manifest`] is what it holds; [`mod@format`] specifies every byte.
 //! - [`reshard`]: a checkpoint's files rewritten for another topology, as [`ReshardOptions`] say;
 //!   [`Cut`] is how tensor parallelism cuts a tensor at any degree.
-//! - [`HfFolder`]: a Hugging Face folder, read by slices like a checkpoint; [`import_hf`], [`export_hf`], and
-//!   [`import_merak`] for weights of the original Python Merak; [`import_dcp`] for folders of `torch.distributed.checkpoint`.
-//! - [`Adapter`]: a PEFT folder, merged into any slice of a weight; [`merge_lora`] writes the whole model.
-//!   [`LoraConfig`] describes an adapter that is to be trained, [`extract_lora`] writes one that was.
-//! - [`generate`], [`TokenSource`], [`LogitsSource`], [`Sampler`], [`Decoding`]: the decode loop, which
-//!   knows no model and no ranks.
+//! - [`HfFolder`]: a Hugging Face folder, read by slices like a checkpoint; [`import_hf`],
+//!   [`export_hf`], and [`import_merak`] for weights of the original Python Merak; [`import_dcp`]
+//!   for folders of `torch.distributed.checkpoint`.
+//! - [`Adapter`]: a PEFT folder, merged into any slice of a weight; [`merge_lora`] writes the whole
+//!   model. [`LoraConfig`] describes an adapter that is to be trained, [`extract_lora`] writes one
+//!   that was.
+//! - [`generate`], [`TokenSource`], [`LogitsSource`], [`Sampler`], [`Decoding`]: the decode loop,
+//!   which knows no model and no ranks.
 //!
 //! # How a piece is read
 //!
@@ -97,14 +101,14 @@
 //!
 //! - Resharding streams: it holds [`DEFAULT_MAX_MEMORY`] bytes of tensors, or as few as 4 MiB.
 //! - Weights from pickles (`pytorch_model.bin`) are read without running anything of them.
-//! - Any topology reads what any other wrote, bit for bit; reading needs a block of 1 MiB besides the
-//!   caller's buffer.
+//! - Any topology reads what any other wrote, bit for bit; reading needs a block of 1 MiB besides
+//!   the caller's buffer.
 //! - Equal states make equal bytes: sorted tables, no clock, no hash order.
 //! - A crash at any byte leaves the older checkpoints valid, and `latest` naming one of them.
-//! - Damage of any byte of a file is found by [`Checkpoint::verify`]. Opening finds it in the manifest and in
-//!   the caller's files, [`Checkpoint::read`] in the slices that it touches and in the headers of their
-//!   files: what was loaded is what was saved. The error names file, tensor and the newest complete older
-//!   checkpoint. Hostile manifests and headers give errors as well.
+//! - Damage of any byte of a file is found by [`Checkpoint::verify`]. Opening finds it in the
+//!   manifest and in the caller's files, [`Checkpoint::read`] in the slices that it touches and in
+//!   the headers of their files: what was loaded is what was saved. The error names file, tensor
+//!   and the newest complete older checkpoint. Hostile manifests and headers give errors as well.
 //! - The token drawn for a prompt depends on (logits, seed, prompt index, position) only.
 //!
 //! # Features

@@ -45,7 +45,8 @@ pub struct Adapter {
     /// The adapter's tensors under their own names, without checksums.
     tensors: Checkpoint,
     updates: BTreeMap<String, Update>,
-    /// Head and embedding, where the base has one tensor for both and this gives one of them other values.
+    /// Head and embedding, where the base has one tensor for both and this gives one of them other
+    /// values.
     untied: Option<[&'static str; 2]>,
 }
 
@@ -66,8 +67,8 @@ struct LowRank {
     left: Vec<f32>,
     /// `[rank, columns]`.
     right: Vec<f32>,
-    /// Where it has magnitudes (`use_dora`): those, and from [`Adapter::measure`] on the factors that give each
-    /// output its own.
+    /// Where it has magnitudes (`use_dora`): those, and from [`Adapter::measure`] on the factors
+    /// that give each output its own.
     magnitudes: Option<Magnitudes>,
 }
 
@@ -114,9 +115,9 @@ impl Adapter {
     /// The names of modules are those of the base, or the same without its prefix (`transformer.`).
     ///
     /// # Errors
-    /// [`Error::Foreign`](crate::Error::Foreign) where a file is missing or not what it should be, the
-    /// configuration has an active field that is not supported, a tensor fits no parameter of the base, or factors are
-    /// not what the configuration says.
+    /// [`Error::Foreign`](crate::Error::Foreign) where a file is missing or not what it should be,
+    /// the configuration has an active field that is not supported, a tensor fits no parameter of
+    /// the base, or factors are not what the configuration says.
     pub fn open(
         folder: impl AsRef<Path>,
         base_config: &Value,
@@ -236,7 +237,8 @@ impl Adapter {
         self.updates.keys().map(String::as_str)
     }
 
-    /// The tensor that is head and embedding of the base, where it gives one of them other values: merged, they are two.
+    /// The tensor that is head and embedding of the base, where it gives one of them other values:
+    /// merged, they are two.
     pub fn tied_target(&self) -> Option<&str> {
         self.untied.map(|[_, embedding]| embedding)
     }
@@ -321,7 +323,8 @@ impl Contents {
                 return Err(foreign(file, format!("`{name}` is not supported")));
             }
         }
-        // What factors are beside is the base's own; PEFT saves it where a vocabulary may have grown.
+        // What factors are beside is the base's own; PEFT saves it where a vocabulary may have
+        // grown.
         contents.wholes.retain(|name, _| {
             let module = name.strip_suffix(".weight");
             module.is_none_or(|module| !contents.modules.contains_key(module))
@@ -329,8 +332,9 @@ impl Contents {
         Ok(contents)
     }
 
-    /// What the configuration names and the base has, but the file lacks. Of targets and biases only those in layers
-    /// that have a number count: a base may have more around them than the model that was adapted.
+    /// What the configuration names and the base has, but the file lacks. Of targets and biases
+    /// only those in layers that have a number count: a base may have more around them than the
+    /// model that was adapted.
     fn first_missing(
         &self,
         config: &LoraConfig,
@@ -395,10 +399,11 @@ impl Contents {
         true
     }
 
-    /// Notes a tensor that replaces one of the base; false for what belongs to an unknown kind of adapter.
+    /// Notes a tensor that replaces one of the base; false for what belongs to an unknown kind of
+    /// adapter.
     fn add_whole(&mut self, place: &str, name: &str) -> bool {
-        // Biases of adapted layers and of modules that are saved whole come with their wrappers' names;
-        // what such a wrapper replaced is of no use.
+        // Biases of adapted layers and of modules that are saved whole come with their wrappers'
+        // names; what such a wrapper replaced is of no use.
         if place.contains(".original_module.") {
             return true;
         }

@@ -15,9 +15,9 @@ use std::ops::Range;
 
 /// What a checkpoint holds and where: the content of `manifest.json`.
 ///
-/// A manifest that was read, or written by [`Draft::commit`](crate::Draft::commit), is sound: names are in order and
-/// unique, every slice lies in its file and its tensor, no two slices share bytes or elements,
-/// and the slices of a tensor hold all of it.
+/// A manifest that was read, or written by [`Draft::commit`](crate::Draft::commit), is sound: names
+/// are in order and unique, every slice lies in its file and its tensor, no two slices share bytes
+/// or elements, and the slices of a tensor hold all of it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Manifest {
     /// Step, topology and the caller's own data.
@@ -138,8 +138,9 @@ pub struct SliceEntry {
     pub bytes: [u64; 2],
     /// Checksum of these bytes.
     pub checksum: Checksum,
-    /// Elements from one index to the next of each dim where these bytes, the slice's from its first element to its last,
-    /// do not lie row by row: in files of other programs, and never in a manifest.
+    /// Elements from one index to the next of each dim where these bytes, the slice's from its
+    /// first element to its last, do not lie row by row: in files of other programs, and never in a
+    /// manifest.
     #[serde(skip)]
     pub strides: Option<Vec<usize>>,
 }
@@ -192,7 +193,8 @@ impl TensorEntry {
         num_elements(&self.shape).unwrap_or(usize::MAX)
     }
 
-    /// Whether it is a parameter of a LoRA adapter itself, and none of the model beside which that stands.
+    /// Whether it is a parameter of a LoRA adapter itself, and none of the model beside which that
+    /// stands.
     pub fn is_of_adapter(&self) -> bool {
         self.kind == Kind::Parameter && is_factor(&self.name)
     }

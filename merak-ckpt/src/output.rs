@@ -11,9 +11,9 @@ const TRAIL_BYTES: u64 = 4 * STEP_BYTES;
 
 /// A new file that goes to the disk while it is written, and leaves the page cache on the way.
 ///
-/// The disk then works while the next bytes are made, and the page cache takes 32 MiB or so instead of the size of the
-/// file: memory that was not in use before costs more than the copy, and what others have in the page cache stays there.
-/// A file of less than 8 MiB stays in the page cache.
+/// The disk then works while the next bytes are made, and the page cache takes 32 MiB or so instead
+/// of the size of the file: memory that was not in use before costs more than the copy, and what
+/// others have in the page cache stays there. A file of less than 8 MiB stays in the page cache.
 #[derive(Debug)]
 pub(crate) struct OutputFile {
     file: File,
@@ -60,7 +60,8 @@ impl Write for OutputFile {
     }
 }
 
-/// Sends the bytes from `begin` on to the disk without waiting for it, and lets go of those that have arrived.
+/// Sends the bytes from `begin` on to the disk without waiting for it, and lets go of those that
+/// have arrived.
 #[cfg(target_os = "linux")]
 fn release(file: &File, begin: u64) {
     // A file system that knows no such advice keeps the bytes, which is as right.

@@ -31,21 +31,21 @@ impl Drop for Copying {
 /// What is shown the pieces of a shard, each with its bytes.
 pub type Look<'a> = dyn FnMut(&[(Piece<'_>, &[u8])]) + 'a;
 
-/// Memory for the copy of a shard, kept for the next one: to have fresh memory from the operating system takes longer
-/// than to copy.
+/// Memory for the copy of a shard, kept for the next one: to have fresh memory from the operating
+/// system takes longer than to copy.
 ///
 /// Clones share the memory, so one serves one shard at a time.
 #[derive(Debug, Clone, Default)]
 pub struct Staging(Arc<Mutex<Vec<u8>>>);
 
 impl Draft {
-    /// Writes a rank's pieces as [`Draft::write_shard`] does, on a thread of its own, from a copy that the thread
-    /// makes in `staging`. Returns as soon as the pieces are in sight, so that the caller stalls for neither the disk
-    /// nor the copy, which takes as much memory as the pieces.
+    /// Writes a rank's pieces as [`Draft::write_shard`] does, on a thread of its own, from a copy
+    /// that the thread makes in `staging`. Returns as soon as the pieces are in sight, so that the
+    /// caller stalls for neither the disk nor the copy, which takes as much memory as the pieces.
     ///
-    /// `source` runs on the thread and shows the pieces once. What it shows must not change until the call that it
-    /// makes returns: it holds a lock, say, that whoever changes the tensors takes first, or values that are copied
-    /// when somebody changes them (`Arc::make_mut`).
+    /// `source` runs on the thread and shows the pieces once. What it shows must not change until
+    /// the call that it makes returns: it holds a lock, say, that whoever changes the tensors takes
+    /// first, or values that are copied when somebody changes them (`Arc::make_mut`).
     ///
     /// A draft may have any number of pending shards; wait for all of them before
     /// [`Draft::commit`] or [`Draft::abandon`].

@@ -17,7 +17,8 @@ use xxhash_rust::xxh3::Xxh3;
 const BLOCK_BYTES: usize = 1 << 20;
 /// Fewest bytes that are read right to their place.
 const DIRECT_BYTES: usize = 1 << 16;
-/// Most bytes that are read to their place before they are hashed, so that the processor has them at hand.
+/// Most bytes that are read to their place before they are hashed, so that the processor has them
+/// at hand.
 const HASHED_BYTES: usize = 1 << 18;
 
 /// A slice and where its bytes are.
@@ -78,7 +79,8 @@ pub(crate) fn read_slice(
     blocks.map_or(Ok(()), Blocks::finish)
 }
 
-/// A box of a slice whose elements do not lie row by row, as lines of elements that lie next to one another.
+/// A box of a slice whose elements do not lie row by row, as lines of elements that lie next to one
+/// another.
 struct Lines<'a> {
     slice: &'a SliceReader<'a>,
     strides: &'a [usize],

@@ -31,8 +31,8 @@ impl Default for ReshardOptions {
 /// Rewrites a checkpoint as ranks of another topology would have written it: returns the folder
 /// of the new one, which holds the same tensors, state and files.
 ///
-/// Readers need no resharding, since any topology reads what any other wrote. It is for files that fit a
-/// cluster: a file for each rank on its own disk, or one for all.
+/// Readers need no resharding, since any topology reads what any other wrote. It is for files that
+/// fit a cluster: a file for each rank on its own disk, or one for all.
 ///
 /// `destination` is an output folder, a `checkpoints` folder, or the new checkpoint's own folder
 /// (`step-…`, with the step of the source). Each element is written by one rank:
@@ -44,14 +44,14 @@ impl Default for ReshardOptions {
 ///   local tensors, in order of their names, are one flat sequence that is dealt out in even
 ///   ranges. Otherwise the first replica writes everything.
 ///
-/// So the result depends on the tensors, the notes and the options only, not on the topology of the source:
-/// from one rank's checkpoint there and back gives the same bytes.
+/// So the result depends on the tensors, the notes and the options only, not on the topology of the
+/// source: from one rank's checkpoint there and back gives the same bytes.
 ///
 /// # Errors
-/// [`Error::InvalidOption`] for degrees or stages that cannot be, [`Error::InvalidName`] for a destination in the
-/// source, [`Error::AlreadyExists`] where
-/// the destination has a checkpoint of this step, [`Error::Damaged`] where the source is
-/// damaged. Nothing is left at the destination then.
+/// [`Error::InvalidOption`] for degrees or stages that cannot be, [`Error::InvalidName`] for a
+/// destination in the source, [`Error::AlreadyExists`] where the destination has a checkpoint of
+/// this step, [`Error::Damaged`] where the source is damaged. Nothing is left at the destination
+/// then.
 ///
 /// # Examples
 /// ```
@@ -115,7 +115,8 @@ pub fn reshard(
     })
 }
 
-/// Refuses a destination in the folder of the checkpoint that is read, which would no longer be what was saved.
+/// Refuses a destination in the folder of the checkpoint that is read, which would no longer be
+/// what was saved.
 pub(crate) fn check_outside(source: &Checkpoint, destination: &Path) -> Result<()> {
     let source = source.path().canonicalize();
     let absolute = std::path::absolute(destination);

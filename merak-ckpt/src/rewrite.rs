@@ -237,8 +237,8 @@ impl Batch {
         }
     }
 
-    /// How many of so many bytes of a slice to take now: slices are divided only where they would leave half of the batch
-    /// empty, since each part of one may cost as much to find as a whole.
+    /// How many of so many bytes of a slice to take now: slices are divided only where they would
+    /// leave half of the batch empty, since each part of one may cost as much to find as a whole.
     fn room_for(&self, wanted: usize) -> usize {
         let room = self.memory.len() - self.filled;
         if wanted <= room || room >= self.memory.len() / 2 {
@@ -269,7 +269,8 @@ impl Batch {
     }
 }
 
-/// Copies the files of a checkpoint that hold no tensors and that are wanted, checking them on the way.
+/// Copies the files of a checkpoint that hold no tensors and that are wanted, checking them on the
+/// way.
 pub(crate) fn copy_other_files(
     source: &Checkpoint,
     folder: &Path,

@@ -198,7 +198,8 @@ fn put_likeliest_first(candidates: &mut [Candidate], len: usize) {
     candidates[..len].sort_unstable_by(likelier);
 }
 
-/// Keeps the fewest of the likeliest whose weights reach `enough`, if they are among the `len` likeliest.
+/// Keeps the fewest of the likeliest whose weights reach `enough`, if they are among the `len`
+/// likeliest.
 fn truncate_at(candidates: &mut Vec<Candidate>, len: usize, enough: f64) -> bool {
     put_likeliest_first(candidates, len);
     let mut sum = 0.0;
@@ -215,8 +216,8 @@ fn truncate_at(candidates: &mut Vec<Candidate>, len: usize, enough: f64) -> bool
     true
 }
 
-/// The greatest of each block of logits: finding the greatest of a vocabulary is most of what greedy decoding does
-/// beside the model, so the loop over a block has no branch.
+/// The greatest of each block of logits: finding the greatest of a vocabulary is most of what
+/// greedy decoding does beside the model, so the loop over a block has no branch.
 struct Greatest(Vec<f32>);
 
 impl Greatest {

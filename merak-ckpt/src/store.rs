@@ -170,7 +170,8 @@ impl Store {
     /// removed when that is dropped before; the others call [`Store::draft`] afterwards.
     ///
     /// # Errors
-    /// [`Error::InUse`] where this step is being saved already, [`Error::Io`] where the folder cannot be changed.
+    /// [`Error::InUse`] where this step is being saved already, [`Error::Io`] where the folder
+    /// cannot be changed.
     pub fn begin(&self, step: u64) -> Result<Draft> {
         self.begin_draft(self.draft(step))
     }
@@ -202,10 +203,11 @@ impl Store {
         Draft::new(self.clone(), step)
     }
 
-    /// Deletes checkpoints beyond the newest `save_total_limit` by number, and returns their
-    /// steps; a limit of zero or less keeps all. Steps in `keep` (the best one, the one being
-    /// loaded) and the one that `latest` names are never deleted. Where the one that `best` names is deleted, so is
-    /// that file. Bases that no checkpoint of the folder names are deleted too. One rank calls it.
+    /// Deletes checkpoints beyond the newest `save_total_limit` by number, and returns their steps;
+    /// a limit of zero or less keeps all. Steps in `keep` (the best one, the one being loaded) and
+    /// the one that `latest` names are never deleted. Where the one that `best` names is deleted,
+    /// so is that file. Bases that no checkpoint of the folder names are deleted too. One rank
+    /// calls it.
     ///
     /// # Errors
     /// [`Error::Io`] where the folder cannot be listed or changed.
@@ -265,7 +267,8 @@ impl Store {
         self.recover()
     }
 
-    /// Removes leftovers of crashed saves; gives a checkpoint that was set aside its name back. The folder is locked.
+    /// Removes leftovers of crashed saves; gives a checkpoint that was set aside its name back. The
+    /// folder is locked.
     fn recover(&self) -> Result<()> {
         for name in self.names()? {
             let path = self.folder.join(&name);

@@ -28,8 +28,9 @@ impl Checkpoint {
     /// safetensors files say what the manifest says. (The manifest itself was checked on opening.)
     ///
     /// Damage is reported, not returned as an error: all of it, so that a user sees what can be
-    /// saved; of a file that cannot be read at all, only that. Of a Hugging Face folder, which has no checksums, nothing
-    /// is checked. Each file is read once; memory stays below a few MiB plus the largest header.
+    /// saved; of a file that cannot be read at all, only that. Of a Hugging Face folder, which has
+    /// no checksums, nothing is checked. Each file is read once; memory stays below a few MiB plus
+    /// the largest header.
     pub fn verify(&self) -> VerifyReport {
         let manifest = self.manifest();
         let (mut damage, mut wrong_slices) = (Vec::new(), Vec::new());
@@ -64,8 +65,8 @@ impl Checkpoint {
         }
     }
 
-    /// Reads a file once for its own checksum and those of its slices; `wrong` gets the slices that have another one,
-    /// unless the file cannot be read.
+    /// Reads a file once for its own checksum and those of its slices; `wrong` gets the slices that
+    /// have another one, unless the file cannot be read.
     fn verify_file(&self, index: usize, wrong: &mut Vec<(Place, Checksum)>) -> Result<(), Problem> {
         let manifest = self.manifest();
         let entry = &manifest.files[index];

@@ -1,4 +1,5 @@
-//! How both commands write what others have named: sizes, and names and values that anybody may have typed.
+//! How both commands write what others have named: sizes, and names and values that anybody may
+//! have typed.
 //!
 //! ```
 //! use merak_ckpt::words::{Bytes, brief, message};
@@ -37,7 +38,8 @@ impl From<usize> for Bytes {
     }
 }
 
-/// A size, and the limit that it is beyond: by how much is told where the units do not tell them apart.
+/// A size, and the limit that it is beyond: by how much is told where the units do not tell them
+/// apart.
 pub(crate) fn beyond(found: u64, limit: u64) -> String {
     let (shown, most) = (Bytes(found).to_string(), Bytes(limit).to_string());
     if shown == most {
@@ -54,8 +56,8 @@ const LONGEST_VALUE: usize = 200;
 /// The longest message that is shown whole, in characters.
 const LONGEST_MESSAGE: usize = 1200;
 
-/// A name or value in one line, as messages show it: what a terminal would act on is escaped, and of a long text
-/// beginning and end stand.
+/// A name or value in one line, as messages show it: what a terminal would act on is escaped, and
+/// of a long text beginning and end stand.
 pub fn brief(text: &str) -> String {
     shortened(text, LONGEST_VALUE, |c| acts(c) || c == '\n')
 }
@@ -73,13 +75,14 @@ pub fn file(path: &Path) -> String {
     sentence(&path.to_string_lossy())
 }
 
-/// A message on its way to the terminal: its lines stay, what a terminal would act on is escaped, and of a long one
-/// beginning and end stand, which name the key and say what to do.
+/// A message on its way to the terminal: its lines stay, what a terminal would act on is escaped,
+/// and of a long one beginning and end stand, which name the key and say what to do.
 pub fn message(text: &str) -> String {
     shortened(text, LONGEST_MESSAGE, acts)
 }
 
-/// A text on its way to the terminal, whole: what a terminal would act on is escaped, lines and tabs stay.
+/// A text on its way to the terminal, whole: what a terminal would act on is escaped, lines and
+/// tabs stay.
 pub fn plain(text: &str) -> Cow<'_, str> {
     let acts = |c| acts(c) && c != '\t';
     if text.contains(acts) {
@@ -89,8 +92,8 @@ pub fn plain(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// Whether a terminal would do something else than show the character: control characters, and those that turn the
-/// direction of a text.
+/// Whether a terminal would do something else than show the character: control characters, and
+/// those that turn the direction of a text.
 fn acts(c: char) -> bool {
     let turns =
         matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
@@ -109,7 +112,8 @@ fn escaped(text: &str, acts: impl Fn(char) -> bool) -> String {
     shown
 }
 
-/// The text, escaped; of more than `longest` characters, the first half and the last quarter of so many.
+/// The text, escaped; of more than `longest` characters, the first half and the last quarter of so
+/// many.
 fn shortened(text: &str, longest: usize, acts: impl Fn(char) -> bool) -> String {
     let shown = escaped(text, acts);
     // More than four bytes a character there are not.

@@ -1,7 +1,8 @@
 //! Throughput of the threads engine beside plain copies on as many threads in the same run.
 //!
-//! `cargo bench -p merak-mpu` prints one line per operation and size: the median time, and how many times
-//! as long as each thread's copy of that many bytes to a second buffer it took. Ratios travel between hosts.
+//! `cargo bench -p merak-mpu` prints one line per operation and size: the median time, and how many
+//! times as long as each thread's copy of that many bytes to a second buffer it took. Ratios travel
+//! between hosts.
 #![expect(clippy::print_stdout, reason = "a bench reports on standard output")]
 
 use merak_mpu::{Group, ReduceOp, Result, threads};

@@ -132,9 +132,10 @@ impl fmt::Debug for Turn {
 
 /// One rank's handle on a group of ranks, offered by every engine.
 ///
-/// Every member must start the same collectives in the same order; they may be waited for in any order.
-/// Group ranks count from 0 in ascending world rank. A reduction has one fixed order of summation, so
-/// every member gets the same bits, however many threads run. `N` is the world size of the group.
+/// Every member must start the same collectives in the same order; they may be waited for in any
+/// order. Group ranks count from 0 in ascending world rank. A reduction has one fixed order of
+/// summation, so every member gets the same bits, however many threads run. `N` is the world size
+/// of the group.
 pub trait Communicator: Send + Sync + fmt::Debug {
     /// This member's rank within the group.
     fn rank(&self) -> usize;
@@ -178,7 +179,8 @@ pub trait Communicator: Send + Sync + fmt::Debug {
         root: usize,
     ) -> Result<Pending<Box<dyn Buffer>>>;
 
-    /// Sends the `p`-th `[L]` of `[N * L]` to member `p`, and gets `[N * L]` with one `[L]` from each.
+    /// Sends the `p`-th `[L]` of `[N * L]` to member `p`, and gets `[N * L]` with one `[L]` from
+    /// each.
     ///
     /// # Errors
     /// As [`Communicator::start_all_reduce`]; also when the length is no multiple of `N`.
@@ -190,8 +192,8 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// As [`Communicator::start_all_reduce`].
     fn barrier(&self) -> Result<()>;
 
-    /// Sends a message to member `to`; never waits for the receiver. Messages with one `(from, to, tag)`
-    /// arrive in the order in which they were sent.
+    /// Sends a message to member `to`; never waits for the receiver. Messages with one
+    /// `(from, to, tag)` arrive in the order in which they were sent.
     ///
     /// # Errors
     /// When the group is poisoned or `to` is not a member.
@@ -203,12 +205,14 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// When the group is poisoned or `from` is not a member.
     fn start_recv(&self, from: usize, tag: u64) -> Result<Pending<Message>>;
 
-    /// Waits until this group may compute, where ranks share fewer cores than there are ranks; at once elsewhere.
+    /// Waits until this group may compute, where ranks share fewer cores than there are ranks; at
+    /// once elsewhere.
     ///
-    /// Turns come in the order in which they were asked for. The n-th turn of a group is that of all its members:
-    /// it comes when the first one asks and a core is free, and ends when every member has dropped it.
-    /// Between asking and dropping, members may wait for each other and for nobody else, since others may need
-    /// their cores. Each turn that a member takes, the others take too.
+    /// Turns come in the order in which they were asked for. The n-th turn of a group is that of
+    /// all its members: it comes when the first one asks and a core is free, and ends when every
+    /// member has dropped it. Between asking and dropping, members may wait for each other and for
+    /// nobody else, since others may need their cores. Each turn that a member takes, the others
+    /// take too.
     ///
     /// # Errors
     /// When the group is poisoned, or no turn came before the deadline.

@@ -110,7 +110,8 @@ impl Degrees {
         best.map(|(_, degrees)| degrees)
     }
 
-    /// Number of changed degrees, the factors by which they change, and how unwelcome each change is.
+    /// Number of changed degrees, the factors by which they change, and how unwelcome each change
+    /// is.
     fn distance(&self, other: &Self) -> (usize, u64, usize) {
         let unwelcome = [
             (Axis::Data, 1),

@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 /// One rank's handle on a group: who is in it, and every collective in blocking and pending form.
 ///
-/// Clones are the same member. `N` is the number of members and `L` a length in elements. The pending
-/// forms are those of [`Communicator`], which a group implements; `*_vec` forms take and give a `Vec`
-/// of any [`Element`] type without a copy. A group of one rank returns each buffer as it is, at once.
-/// A group that is dropped while its thread panics poisons the world.
+/// Clones are the same member. `N` is the number of members and `L` a length in elements. The
+/// pending forms are those of [`Communicator`], which a group implements; `*_vec` forms take and
+/// give a `Vec` of any [`Element`] type without a copy. A group of one rank returns each buffer as
+/// it is, at once. A group that is dropped while its thread panics poisons the world.
 ///
 /// ```
 /// use merak_mpu::{Communicator, ReduceOp, into_vec, threads};
@@ -142,7 +142,8 @@ impl Group {
         into_vec(self.broadcast(Box::new(data), root)?)
     }
 
-    /// Sends the `p`-th `[L]` of `[N * L]` to member `p`, and gets `[N * L]` with one `[L]` from each.
+    /// Sends the `p`-th `[L]` of `[N * L]` to member `p`, and gets `[N * L]` with one `[L]` from
+    /// each.
     ///
     /// # Errors
     /// As [`Communicator::start_all_to_all`] and [`Pending::wait`].
@@ -180,7 +181,8 @@ impl Group {
             .collect())
     }
 
-    /// Copies the byte string of member `root`, whose length the others need not know, to every member.
+    /// Copies the byte string of member `root`, whose length the others need not know, to every
+    /// member.
     ///
     /// # Communication
     /// A broadcast of the length, then one of the string.

@@ -17,8 +17,8 @@ pub enum Backend {
 
 /// What a launcher told this process about its world.
 ///
-/// Read from `RANK` and `WORLD_SIZE`, or the SLURM equivalents `SLURM_PROCID` and `SLURM_NTASKS`; alone
-/// without them.
+/// Read from `RANK` and `WORLD_SIZE`, or the SLURM equivalents `SLURM_PROCID` and `SLURM_NTASKS`;
+/// alone without them.
 ///
 /// ```
 /// use merak_mpu::Launch;
@@ -54,7 +54,8 @@ impl Launch {
     /// Reads the variables through a function, as from a table in a test.
     ///
     /// # Errors
-    /// [`Error::BadVariable`] for a value that is no number, a world of 0 or a rank outside the world.
+    /// [`Error::BadVariable`] for a value that is no number, a world of 0 or a rank outside the
+    /// world.
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let first_of = |names: [&'static str; 2]| {
             names
@@ -147,8 +148,8 @@ impl InitOptions {
     /// Joins the world that `launch` describes.
     ///
     /// # Errors
-    /// [`Error::NoProcessEngine`] when that has several processes: both backends of this build connect
-    /// threads. Else as [`InitOptions::init_member`].
+    /// [`Error::NoProcessEngine`] when that has several processes: both backends of this build
+    /// connect threads. Else as [`InitOptions::init_member`].
     pub fn init_launched(&self, launch: &Launch) -> Result<Mpu> {
         if let (Some(variable), 2..) = (launch.source, launch.world_size) {
             return Err(Error::NoProcessEngine {
@@ -186,8 +187,8 @@ impl InitOptions {
 /// [`threads::run`](crate::threads::run) gives each its [`Member`], for [`Mpu::new`].
 ///
 /// # Errors
-/// [`Error::WorldSize`] when the degrees do not multiply to the world size, [`Error::NoProcessEngine`],
-/// [`Error::BadVariable`].
+/// [`Error::WorldSize`] when the degrees do not multiply to the world size,
+/// [`Error::NoProcessEngine`], [`Error::BadVariable`].
 ///
 /// ```
 /// assert_eq!(merak_mpu::init(1, 1, 1)?.world_size(), 1);

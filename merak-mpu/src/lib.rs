@@ -1,9 +1,10 @@
 //! Ranks, process groups and collectives for data, tensor, pipeline and sequence parallelism.
 //!
-//! A training run splits its work along four axes: copies of the model that see different samples (data),
-//! parts of each layer (tensor), consecutive stages of layers (pipeline) and parts of each sample
-//! (sequence). This crate says which rank stands where, which ranks form a group, and carries what the
-//! members of a group tell each other. It knows nothing of models, so any Rust program can use it.
+//! A training run splits its work along four axes: copies of the model that see different samples
+//! (data), parts of each layer (tensor), consecutive stages of layers (pipeline) and parts of each
+//! sample (sequence). This crate says which rank stands where, which ranks form a group, and
+//! carries what the members of a group tell each other. It knows nothing of models, so any Rust
+//! program can use it.
 //!
 //! ```
 //! use merak_mpu::{Degrees, Mpu, ReduceOp, threads};
@@ -20,11 +21,13 @@
 //! ```
 //!
 //! # Main types
-//! - [`Degrees`] and [`Topology`]: sizes of the axes; pure arithmetic between ranks, places and groups.
+//! - [`Degrees`] and [`Topology`]: sizes of the axes; pure arithmetic between ranks, places and
+//!   groups.
 //! - [`Mpu`]: one rank's place, its neighbours and all its groups. [`init`] makes it for a process.
 //! - [`Group`]: collectives and messages among some ranks, blocking or [`Pending`].
 //! - [`Buffer`]: memory of a [`DType`] that a collective reads and writes where it lies.
-//! - [`threads`]: the engine whose ranks are threads. Others implement [`Engine`] and [`Communicator`].
+//! - [`threads`]: the engine whose ranks are threads. Others implement [`Engine`] and
+//!   [`Communicator`].
 //!
 //! # How it fits together
 //! ```text
@@ -36,23 +39,24 @@
 //! ```
 //!
 //! # Guarantees
-//! - **Fixed order.** A sum runs in ascending group rank, in f32 for 16-bit floats, whatever the number
-//!   of threads, so every member and every run gets the same bits.
-//! - **No rank waits for ever.** An error or a panic on one rank poisons the world: every pending or later
-//!   call on the others returns [`Error::Aborted`], which names the culprit. A peer that never comes is an
-//!   [`Error::Timeout`], which names who waits for whom.
-//! - **No call is mistaken for another.** Members that call different operations, types or lengths get
-//!   [`Error::Mismatch`] with both sides.
+//! - **Fixed order.** A sum runs in ascending group rank, in f32 for 16-bit floats, whatever the
+//!   number of threads, so every member and every run gets the same bits.
+//! - **No rank waits for ever.** An error or a panic on one rank poisons the world: every pending
+//!   or later call on the others returns [`Error::Aborted`], which names the culprit. A peer that
+//!   never comes is an [`Error::Timeout`], which names who waits for whom.
+//! - **No call is mistaken for another.** Members that call different operations, types or lengths
+//!   get [`Error::Mismatch`] with both sides.
 //! - **A started operation owns its buffer** until [`Pending::wait`] gives it back, once.
-//! - **No hidden state.** Worlds are values: two of them fit in one process. Only [`Launch::from_env`]
-//!   (under [`init`]) reads the environment.
+//! - **No hidden state.** Worlds are values: two of them fit in one process. Only
+//!   [`Launch::from_env`] (under [`init`]) reads the environment.
 //!
 //! # Features
 //! - `testing`: worlds with deadlines, tolerances, and the suite that every engine must pass.
 //!
 //! # Papers
-//! The axes and their order follow [Megatron-LM](https://arxiv.org/abs/2104.04473), sections 2 and 3;
-//! the sequence axis is that of [DeepSpeed-Ulysses](https://arxiv.org/abs/2309.14509), section 3.
+//! The axes and their order follow [Megatron-LM](https://arxiv.org/abs/2104.04473), sections 2 and
+//! 3; the sequence axis is that of [DeepSpeed-Ulysses](https://arxiv.org/abs/2309.14509),
+//! section 3.
 
 mod axis;
 mod buffer;

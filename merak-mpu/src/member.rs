@@ -16,8 +16,8 @@ pub trait Engine: Send + Sync + fmt::Debug {
 
     /// Joins the group of `members`, which are ascending world ranks and include this one.
     ///
-    /// The n-th call with a name and members meets the n-th such call of the other members. It does not
-    /// wait for them.
+    /// The n-th call with a name and members meets the n-th such call of the other members. It does
+    /// not wait for them.
     ///
     /// # Errors
     /// When the world is poisoned.
@@ -26,8 +26,8 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// Poisons the world: each pending and later call on any rank returns [`Error::Aborted`].
     fn abort(&self, reason: &str);
 
-    /// States that this rank will start nothing more, so that peers that wait for it fail at once. What
-    /// it has started or sent before is still completed.
+    /// States that this rank will start nothing more, so that peers that wait for it fail at once.
+    /// What it has started or sent before is still completed.
     fn end(&self);
 
     /// The rank whose call poisoned the world, if it is poisoned.
@@ -78,7 +78,8 @@ impl Member {
     /// None: members meet in their first collective.
     ///
     /// # Errors
-    /// [`Error::BadGroup`] unless `members` ascend, exist and include this rank; [`Error::Aborted`].
+    /// [`Error::BadGroup`] unless `members` ascend, exist and include this rank;
+    /// [`Error::Aborted`].
     pub fn group(&self, name: &str, members: &[Rank]) -> Result<Group> {
         let bad = |reason: &str| Error::BadGroup {
             name: name.to_owned(),

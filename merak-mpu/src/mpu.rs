@@ -8,8 +8,8 @@ pub const EMBEDDING: &str = "embedding";
 
 /// One rank's place in a parallel run: its coordinates, its neighbours and all its groups.
 ///
-/// Every rank makes it with the same degrees and then the same tied groups in the same order. Making it
-/// does not communicate. Here `model_parallel` always means tensor x pipeline.
+/// Every rank makes it with the same degrees and then the same tied groups in the same order.
+/// Making it does not communicate. Here `model_parallel` always means tensor x pipeline.
 ///
 /// ```
 /// use merak_mpu::{Degrees, EMBEDDING, Mpu, ReduceOp, threads};
@@ -43,8 +43,8 @@ impl Mpu {
     /// None.
     ///
     /// # Errors
-    /// [`Error::ZeroDegree`], [`Error::WorldSize`]; [`Error::OtherDegrees`] when this member was set up
-    /// with other degrees and that was not [destroyed](Mpu::destroy); [`Error::Aborted`].
+    /// [`Error::ZeroDegree`], [`Error::WorldSize`]; [`Error::OtherDegrees`] when this member was
+    /// set up with other degrees and that was not [destroyed](Mpu::destroy); [`Error::Aborted`].
     pub fn new(member: Member, degrees: Degrees) -> Result<Self> {
         degrees.check_world(member.world_size())?;
         let first = *member.degrees().get_or_insert(degrees);

@@ -60,7 +60,8 @@ pub struct Wait {
     pub op: String,
     /// The name and members of the group.
     pub group: String,
-    /// The number of the operation within its group, from 0; for a receipt within its sender and tag.
+    /// The number of the operation within its group, from 0; for a receipt within its sender and
+    /// tag.
     pub sequence: u64,
     /// The ranks that have not come; empty when all came and the result is being computed.
     pub missing: Vec<Rank>,

@@ -15,8 +15,8 @@ pub const DEADLINE: Duration = Duration::from_secs(20);
 /// Runs `body` on `n` ranks, each a thread, and returns the results by rank.
 ///
 /// # Panics
-/// When a rank panics, with its message; a wait of more than [`DEADLINE`] is an error on that rank which
-/// says who waits for whom.
+/// When a rank panics, with its message; a wait of more than [`DEADLINE`] is an error on that rank
+/// which says who waits for whom.
 ///
 /// ```
 /// use merak_mpu::{ReduceOp, testing};

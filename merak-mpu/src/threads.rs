@@ -1,23 +1,24 @@
 //! Ranks as threads of one process: the engine that needs nothing but std.
 //!
 //! Messages move by pointer: the box that one rank sends is the box that the other receives. A
-//! collective has no messages at all. Each member deposits its buffer; the first to wait once all have
-//! come opens every buffer, cuts the work into chunks of 32 KiB, and all members that wait share them:
+//! collective has no messages at all. Each member deposits its buffer; the first to wait once all
+//! have come opens every buffer, cuts the work into chunks of 32 KiB, and all members that wait
+//! share them:
 //!
 //! ```text
 //! rank 0  start ─ deposit ┐             ┌ wait: opens all buffers ─ chunk 0 ─ chunk 2 ─ closes ─ takes its own
 //! rank 1  start ─ deposit ┴─ all here ──┴ wait: ··················· chunk 1 ─ chunk 3 ·········· takes its own
 //! ```
 //!
-//! The arithmetic of an element never depends on who computes its chunk, so results are the same bits
-//! in every run. Nobody needs a peer's thread to make progress once all have deposited, so pending
-//! operations may be waited for in any order, or by some members only.
+//! The arithmetic of an element never depends on who computes its chunk, so results are the same
+//! bits in every run. Nobody needs a peer's thread to make progress once all have deposited, so
+//! pending operations may be waited for in any order, or by some members only.
 //!
 //! A wait spins for some tens of microseconds, then sleeps; a rank that shares cores and has no
-//! turn sleeps at once, since a core is the last thing that it should take. It ends with the result, with
-//! [`Error::Aborted`](crate::Error::Aborted) as soon as any rank fails, or with
-//! [`Error::Timeout`](crate::Error::Timeout), which names the missing ranks. That all members call the
-//! same operation is checked in every build, since here it costs one comparison.
+//! turn sleeps at once, since a core is the last thing that it should take. It ends with the
+//! result, with [`Error::Aborted`](crate::Error::Aborted) as soon as any rank fails, or with
+//! [`Error::Timeout`](crate::Error::Timeout), which names the missing ranks. That all members call
+//! the same operation is checked in every build, since here it costs one comparison.
 
 mod affinity;
 mod collective;
@@ -39,8 +40,8 @@ pub struct WorldOptions {
     pub timeout: Duration,
     /// Stack of each thread that [`run`] starts; 8 MiB unless told.
     pub stack_bytes: usize,
-    /// Ranks that can compute at once, which decides who gets a [`turn`](crate::Communicator::turn); as many as the
-    /// machine has cores unless told.
+    /// Ranks that can compute at once, which decides who gets a
+    /// [`turn`](crate::Communicator::turn); as many as the machine has cores unless told.
     pub cores: usize,
 }
 
@@ -72,12 +73,13 @@ pub fn world(n: usize, options: WorldOptions) -> Vec<Member> {
         .collect()
 }
 
-/// Runs `body` once for each rank of a new world, each on its own thread, and returns the results by rank.
+/// Runs `body` once for each rank of a new world, each on its own thread, and returns the results
+/// by rank.
 ///
-/// The first rank that returns an error or panics poisons the world, so that the others leave their waits
-/// with [`Error::Aborted`](crate::Error::Aborted). A rank that returns while others still wait for it ends
-/// those waits too. All threads are joined before this returns; a rank that computes without ever calling
-/// this crate is not interrupted.
+/// The first rank that returns an error or panics poisons the world, so that the others leave their
+/// waits with [`Error::Aborted`](crate::Error::Aborted). A rank that returns while others still
+/// wait for it ends those waits too. All threads are joined before this returns; a rank that
+/// computes without ever calling this crate is not interrupted.
 ///
 /// # Errors
 /// The cause on the rank that failed first.

@@ -161,7 +161,8 @@ impl Topology {
         })
     }
 
-    /// All groups whose members differ along `axis` alone, in ascending order of their first member.
+    /// All groups whose members differ along `axis` alone, in ascending order of their first
+    /// member.
     pub fn axis_comm_lists(&self, axis: Axis) -> Vec<Vec<Rank>> {
         self.comm_lists(&[axis])
     }
@@ -188,7 +189,8 @@ impl Topology {
     /// The groups of a weight that the given stages own copies of: one for each (dp, sp, tp).
     ///
     /// # Errors
-    /// [`Error::NoSuchCoordinate`] when a stage does not exist; [`Error::BadGroup`] without a stage.
+    /// [`Error::NoSuchCoordinate`] when a stage does not exist; [`Error::BadGroup`] without a
+    /// stage.
     pub fn tied_groups(&self, stages: &[usize]) -> Result<Vec<Vec<Rank>>> {
         for &stage in stages {
             self.check_index(Axis::Pipeline, stage)?;
@@ -226,7 +228,8 @@ impl Topology {
 
     /// A name for files and logs, as in `pipe_00-data_01-tensor_00`, without the axes in `omit`.
     ///
-    /// The sequence axis is named (`seq_00`, before `tensor`) only where it has more than one index.
+    /// The sequence axis is named (`seq_00`, before `tensor`) only where it has more than one
+    /// index.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`].

@@ -1,5 +1,5 @@
-//! Plans the 175-billion-parameter GPT-3 for 16 stages and prints how long each step took: no weight is
-//! ever allocated. Run with `cargo run --release -p merak-partition --example gpt3`.
+//! Plans the 175-billion-parameter GPT-3 for 16 stages and prints how long each step took: no
+//! weight is ever allocated. Run with `cargo run --release -p merak-partition --example gpt3`.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use merak_partition::{

@@ -66,7 +66,8 @@ impl Borders {
         self.params.len()
     }
 
-    /// Whether a dependency method may cut here: complete values cross, and no lookup was just made.
+    /// Whether a dependency method may cut here: complete values cross, and no lookup was just
+    /// made.
     pub(crate) fn allows(&self, border: usize) -> bool {
         self.legal[border] && !self.after_lookup[border]
     }
@@ -172,7 +173,8 @@ fn open_values(graph: &Graph) -> Vec<bool> {
     partial
 }
 
-/// Whether a node multiplies with, or looks up in, a table whose summed dimension is split over ranks.
+/// Whether a node multiplies with, or looks up in, a table whose summed dimension is split over
+/// ranks.
 fn makes_partial_sum(graph: &Graph, node: &Node) -> bool {
     let summed = match node.op {
         Op::Linear { layout, .. } => layout.in_dim(),

@@ -1,9 +1,9 @@
 //! Cuts a traced model into segments and balances them over pipeline stages, with a report of why.
 //!
-//! Pipeline parallelism gives each rank of the pipeline a consecutive part of the model, a *stage*. This
-//! crate answers "which layer goes where, and why": it takes the graph of a whole model (or its
-//! tensor-parallel rewrite), and returns where to cut it. It neither reads a clock nor talks to other ranks,
-//! so every rank computes the same answer from the same graph.
+//! Pipeline parallelism gives each rank of the pipeline a consecutive part of the model, a *stage*.
+//! This crate answers "which layer goes where, and why": it takes the graph of a whole model (or
+//! its tensor-parallel rewrite), and returns where to cut it. It neither reads a clock nor talks to
+//! other ranks, so every rank computes the same answer from the same graph.
 //!
 //! ```
 //! use merak_partition::{Partition, ReportOptions, SegmentOptions, StageMethod, report};
@@ -25,14 +25,16 @@
 //! ```
 //!
 //! # Main types
-//! - [`segment`] makes [`Segments`] by a [`SplitMethod`]; [`stages`] lays them out by a [`StageMethod`].
-//! - [`autopipe`] and [`exact`] search for the stages with the shortest step: [`SegmentCosts`] say what segments
-//!   take, and a [`StepTime`] such as [`OneFOneB`] what that makes of a step.
-//! - [`lay_out`] does so for the schedules of merak-pipe, those with several stages per rank included, within the
-//!   [memory](RankMemory) of each rank.
+//! - [`segment`] makes [`Segments`] by a [`SplitMethod`]; [`stages`] lays them out by a
+//!   [`StageMethod`].
+//! - [`autopipe`] and [`exact`] search for the stages with the shortest step: [`SegmentCosts`] say
+//!   what segments take, and a [`StepTime`] such as [`OneFOneB`] what that makes of a step.
+//! - [`lay_out`] does so for the schedules of merak-pipe, those with several stages per rank
+//!   included, within the [memory](RankMemory) of each rank.
 //! - [`Partition`] is both together, and gives the cuts from which stage programs are made.
 //! - [`recompute_plan`] says what a stage computes again instead of keeping.
-//! - [`report()`] describes each stage: modules, parameters, work, traffic, memory; [`cost`] is its model of work.
+//! - [`report()`] describes each stage: modules, parameters, work, traffic, memory; [`cost`] is its
+//!   model of work.
 //!
 //! # How it works
 //! ```text
@@ -41,17 +43,20 @@
 //! segments  └─ apart ───┘ └──────── ~ budget ────────┘ └──── ~ budget ────┘    └──── apart ─────┘
 //! stages    └──────────────── stage 0 ───────────────┘ └───────────── stage 1 ──────────────────┘
 //! ```
-//! The default method walks the nodes and counts the values that cross each border: a good cut is one that a
-//! single value crosses. Of these it takes the ones nearest to a budget of parameters per segment. Two kinds
-//! of values are not counted, because every stage can have them for little: functions of the model's inputs
-//! alone, such as position tables, and values with more than five users. Embeddings and the output head stand
-//! apart, since their size says nothing of their work. Everything is linear in the number of nodes.
+//! The default method walks the nodes and counts the values that cross each border: a good cut is
+//! one that a single value crosses. Of these it takes the ones nearest to a budget of parameters
+//! per segment. Two kinds of values are not counted, because every stage can have them for little:
+//! functions of the model's inputs alone, such as position tables, and values with more than five
+//! users. Embeddings and the output head stand apart, since their size says nothing of their work.
+//! Everything is linear in the number of nodes.
 //!
 //! # Guarantees
 //! - Segments cover each node once, in order; no segment and no stage is empty.
-//! - The dependency methods never cut right after an embedding lookup. No method cuts between a summand and the
-//!   all-reduce that completes it, nor between a copy into a split region and its use.
-//! - A parameter counts in full whatever slice a rank holds; a tied one counts once, at its first use.
+//! - The dependency methods never cut right after an embedding lookup. No method cuts between a
+//!   summand and the all-reduce that completes it, nor between a copy into a split region and its
+//!   use.
+//! - A parameter counts in full whatever slice a rank holds; a tied one counts once, at its first
+//!   use.
 //! - Same graph, same options, same result.
 //!
 //! # Papers

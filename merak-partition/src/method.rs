@@ -98,7 +98,8 @@ fn unknown_method(what: &'static str, found: &str, names: &[&'static str]) -> Er
     }
 }
 
-/// The most similar of some names, the first among equals; the end of a path is more similar than anything else.
+/// The most similar of some names, the first among equals; the end of a path is more similar than
+/// anything else.
 pub(crate) fn nearest<'a>(found: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let is_end = |name: &str| {
         let head = name.strip_suffix(found);

@@ -79,13 +79,13 @@ impl Partition {
     }
 }
 
-/// What a stage computes again in its backward instead of keeping: chunks of `checkpoint_num_layers`
-/// segments, counted from the stage's first; only what enters a chunk is kept
-/// ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)).
+/// What a stage computes again in its backward instead of keeping: chunks of
+/// `checkpoint_num_layers` segments, counted from the stage's first; only what enters a chunk is
+/// kept ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)).
 ///
-/// Kept as they are: a chunk without parameters, a chunk with an embedding lookup, and the last chunk of the
-/// last stage, whose backward starts at once. Of the other segments the first `most` are recomputed; none is when
-/// `checkpoint_num_layers` is 0.
+/// Kept as they are: a chunk without parameters, a chunk with an embedding lookup, and the last
+/// chunk of the last stage, whose backward starts at once. Of the other segments the first `most`
+/// are recomputed; none is when `checkpoint_num_layers` is 0.
 ///
 /// `graph` is the graph that `partition` was made for.
 pub fn recompute_plan(

@@ -14,7 +14,8 @@ use std::collections::BTreeSet;
 /// What the report takes from the rest of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportOptions {
-    /// For each stage, the most microbatches whose activations it holds at once; the schedule knows.
+    /// For each stage, the most microbatches whose activations it holds at once; the schedule
+    /// knows.
     pub live_microbatches: Vec<usize>,
     /// For each stage, what it computes again; empty when nothing is.
     pub recompute: Vec<RecomputePlan>,
@@ -27,7 +28,8 @@ pub struct ReportOptions {
 }
 
 impl ReportOptions {
-    /// `1f1b` with `num_microbatches`, gradients in f32, two f32 moments on every rank, no recomputation.
+    /// `1f1b` with `num_microbatches`, gradients in f32, two f32 moments on every rank, no
+    /// recomputation.
     pub fn one_f_one_b(num_stages: usize, num_microbatches: usize) -> Self {
         Self {
             live_microbatches: (0..num_stages)
@@ -50,7 +52,8 @@ pub struct Traffic {
     pub gradient_bytes: usize,
 }
 
-/// One stage of a [`PartitionReport`]. Sizes are those of one rank; work and traffic are per microbatch.
+/// One stage of a [`PartitionReport`]. Sizes are those of one rank; work and traffic are per
+/// microbatch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct StageReport {
     /// The stage.
@@ -114,8 +117,8 @@ pub struct PartitionReport {
 /// Looks at the program of every stage.
 ///
 /// # Errors
-/// [`Error::PerStage`] when a list of the options does not have one entry per stage; [`Error::OtherGraph`];
-/// [`Error::Program`] when a stage cannot be differentiated.
+/// [`Error::PerStage`] when a list of the options does not have one entry per stage;
+/// [`Error::OtherGraph`]; [`Error::Program`] when a stage cannot be differentiated.
 pub fn report(
     graph: &Graph,
     partition: &Partition,

@@ -98,8 +98,8 @@ impl Best {
         }
     }
 
-    /// Simulates a partition and keeps it where it is better than all before; gives its step time, if it is
-    /// allowed.
+    /// Simulates a partition and keeps it where it is better than all before; gives its step time,
+    /// if it is allowed.
     ///
     /// # Errors
     /// [`Error::NotAStepTime`].

@@ -16,7 +16,8 @@ use std::{fmt, ops::Range};
 pub struct SegmentOptions {
     /// How to cut.
     pub method: SplitMethod,
-    /// Segments that `farthest_min_deps` aims at; unset: twice the layers, or `max(3, 2 num_stages)`.
+    /// Segments that `farthest_min_deps` aims at; unset: twice the layers, or
+    /// `max(3, 2 num_stages)`.
     pub shard_count: Option<usize>,
     /// For `layer_split`: module or parameter paths before which to cut, instead of the family's.
     ///
@@ -69,13 +70,14 @@ impl SegmentOptions {
 
 /// A graph cut into consecutive pieces.
 ///
-/// Segment `s` has nodes `bounds[s]..bounds[s + 1]`. The bounds rise strictly from 0 to the number of nodes,
-/// so every node is in one segment and none is empty.
+/// Segment `s` has nodes `bounds[s]..bounds[s + 1]`. The bounds rise strictly from 0 to the number
+/// of nodes, so every node is in one segment and none is empty.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Segments {
     /// Borders between nodes.
     pub bounds: Vec<usize>,
-    /// Elements of the parameters of each segment, in the whole model; a tied one counts at its first use.
+    /// Elements of the parameters of each segment, in the whole model; a tied one counts at its
+    /// first use.
     pub params: Vec<usize>,
     /// Why the cuts are where they are.
     pub rule: SplitRule,
@@ -154,13 +156,15 @@ impl fmt::Display for SplitRule {
 
 /// Cuts a graph into segments.
 ///
-/// The graph may be a whole model or its tensor-parallel rewrite. No cut separates a partial sum from the
-/// all-reduce that completes it.
+/// The graph may be a whole model or its tensor-parallel rewrite. No cut separates a partial sum
+/// from the all-reduce that completes it.
 ///
 /// # Errors
-/// - [`Error::EmptyModel`], [`Error::NoStages`] and [`Error::ShardCount`] for sizes that make no sense;
+/// - [`Error::EmptyModel`], [`Error::NoStages`] and [`Error::ShardCount`] for sizes that make no
+///   sense;
 /// - [`Error::NoLegalCut`] or [`Error::TooFewSegments`] when there are fewer segments than stages;
-/// - for `layer_split`, [`Error::UnknownFamily`], [`Error::NoSplitPoint`] and [`Error::UnknownSplitPoint`].
+/// - for `layer_split`, [`Error::UnknownFamily`], [`Error::NoSplitPoint`] and
+///   [`Error::UnknownSplitPoint`].
 ///
 /// ```
 /// use merak_partition::{SegmentOptions, segment};

@@ -14,8 +14,8 @@ use crate::{Error, Result, Segments, StageMethod};
 /// | `custom` | as given | | |
 ///
 /// # Errors
-/// [`Error::NoStages`], [`Error::TooFewSegments`], and [`Error::CustomPartition`] for given boundaries that
-/// are no partition.
+/// [`Error::NoStages`], [`Error::TooFewSegments`], and [`Error::CustomPartition`] for given
+/// boundaries that are no partition.
 pub fn stages(segments: &Segments, method: &StageMethod, num_stages: usize) -> Result<Vec<usize>> {
     let found = segments.len();
     check_counts(found, num_stages)?;
@@ -87,7 +87,8 @@ pub(crate) fn min_max(weights: &[usize], num_stages: usize) -> Vec<usize> {
     let mut bounds = vec![0];
     for stages_left in (1..num_stages).rev() {
         let first = bounds[bounds.len() - 1] + 1;
-        // Weights are not negative, so the earliest bound that the rest can be cut behind is within the maximum.
+        // Weights are not negative, so the earliest bound that the rest can be cut behind is within
+        // the maximum.
         let bound = (first..num_segments)
             .find(|&bound| needed[bound] <= stages_left)
             .unwrap_or(first);

@@ -1,10 +1,12 @@
-//! How well the simulator foretells the engine: stages that sleep for a known time, under every schedule.
+//! How well the simulator foretells the engine: stages that sleep for a known time, under every
+//! schedule.
 //!
-//! `cargo run --release -p merak-pipe --example sleeping [RANKS] [MILLISECONDS]`, 4 ranks and 4 ms unless told.
+//! `cargo run --release -p merak-pipe --example sleeping [RANKS] [MILLISECONDS]`, 4 ranks and 4 ms
+//! unless told.
 //!
-//! Sleeping ranks need no core, so that as many ranks as wished run on two. The makespan is counted from the first
-//! start of any rank, and each schedule takes the best of five runs: other programs only make a run longer. The
-//! simulator is fed with the mean times of the actions of that run.
+//! Sleeping ranks need no core, so that as many ranks as wished run on two. The makespan is counted
+//! from the first start of any rank, and each schedule takes the best of five runs: other programs
+//! only make a run longer. The simulator is fed with the mean times of the actions of that run.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use merak_mpu::{Message, Packet, threads};
@@ -24,7 +26,8 @@ use std::{
 const RUNS: usize = 5;
 const DEADLINE: Duration = Duration::from_mins(1);
 
-/// The stages of a rank: an action takes a time that depends on its kind and stage, and sends a small message.
+/// The stages of a rank: an action takes a time that depends on its kind and stage, and sends a
+/// small message.
 struct Sleeper {
     stages: usize,
     /// One action of a whole rank.

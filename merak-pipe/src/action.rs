@@ -71,7 +71,8 @@ impl Kind {
         matches!(self, Self::Backward | Self::InputGrad)
     }
 
-    /// Whether the action adds to the gradients of the weights, and so ends its microbatch: `B` and `W`.
+    /// Whether the action adds to the gradients of the weights, and so ends its microbatch: `B` and
+    /// `W`.
     pub const fn ends_microbatch(self) -> bool {
         matches!(self, Self::Backward | Self::WeightGrad)
     }
@@ -156,8 +157,9 @@ impl FromStr for Action {
 
 /// A forward and a full backward of one rank that run at once, written as PyTorch does.
 ///
-/// What one of them waits for, communication above all, is hidden under the other. Both are actions of a schedule's
-/// list, the forward before the backward; [`Schedule::pairs`](crate::Schedule::pairs) says which belong together.
+/// What one of them waits for, communication above all, is hidden under the other. Both are actions
+/// of a schedule's list, the forward before the backward;
+/// [`Schedule::pairs`](crate::Schedule::pairs) says which belong together.
 ///
 /// ```
 /// use merak_pipe::Pair;
@@ -214,7 +216,8 @@ impl Serialize for Pair {
     }
 }
 
-/// An action of a rank's list as it is written: alone, or with the backward that runs at once with it.
+/// An action of a rank's list as it is written: alone, or with the backward that runs at once with
+/// it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub(crate) enum Cell {
@@ -296,8 +299,8 @@ impl<'de> Deserialize<'de> for Action {
     }
 }
 
-/// The address of one message between stages: an activation when it goes to a later stage, a gradient
-/// when it goes to an earlier one.
+/// The address of one message between stages: an activation when it goes to a later stage, a
+/// gradient when it goes to an earlier one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag {
     /// The stage that computed the message.
@@ -314,8 +317,8 @@ impl Tag {
         self.from < self.to
     }
 
-    /// The tag as one number: 16 bits for each stage, 32 for the microbatch, so that it is distinct for
-    /// pipelines of up to 65,536 stages.
+    /// The tag as one number: 16 bits for each stage, 32 for the microbatch, so that it is distinct
+    /// for pipelines of up to 65,536 stages.
     pub fn to_u64(self) -> u64 {
         let stage = |id: StageId| (id.0 as u64) & 0xffff;
         stage(self.from) << 48 | stage(self.to) << 32 | (self.microbatch.0 as u64) & 0xffff_ffff

@@ -1,8 +1,9 @@
 //! `auto`: a schedule built for given costs and a limit of memory.
 //!
-//! The search starts from the best schedules that keep the limit, of the named ones and of those that list
-//! scheduling makes for these costs, one for each placement of the stages. It splits their backwards, and moves
-//! single actions along their rank's list where the critical path passes:
+//! The search starts from the best schedules that keep the limit, of the named ones and of those
+//! that list scheduling makes for these costs, one for each placement of the stages. It splits
+//! their backwards, and moves single actions along their rank's list where the critical path
+//! passes:
 //!
 //! ```text
 //! named schedules ─┐
@@ -13,17 +14,18 @@
 //!            └────────────────────────────────────────────────────────┘   until bound or budget
 //! ```
 //!
-//! List scheduling lets each rank, whenever it is free, do the first of its ready actions under one of several rules
-//! (input gradients first or forwards first, up to how many live microbatches, how long weight gradients wait for a
-//! message that is about to come). Stages are placed in turn and, where a rank has several, there and back (a V for
-//! two); in small pipelines also where the lower bound is least.
+//! List scheduling lets each rank, whenever it is free, do the first of its ready actions under one
+//! of several rules (input gradients first or forwards first, up to how many live microbatches, how
+//! long weight gradients wait for a message that is about to come). Stages are placed in turn and,
+//! where a rank has several, there and back (a V for two); in small pipelines also where the lower
+//! bound is least.
 //!
-//! Beam search lets the lists of all ranks grow side by side and keeps the most promising beginnings. It finds what moves
-//! of single actions do not lead to: where memory is short, which of its stages a rank begins a microbatch on decides what
-//! other ranks can do long before.
+//! Beam search lets the lists of all ranks grow side by side and keeps the most promising
+//! beginnings. It finds what moves of single actions do not lead to: where memory is short, which
+//! of its stages a rank begins a microbatch on decides what other ranks can do long before.
 //!
-//! The budget counts timed orders and the draws come from a fixed seed, so the same question always has the
-//! same answer.
+//! The budget counts timed orders and the draws come from a fixed seed, so the same question always
+//! has the same answer.
 
 mod beam;
 mod bound;
@@ -64,8 +66,8 @@ impl Default for AutoLimits {
     }
 }
 
-/// Limits of memory in bytes, as in [`Schedule::peak_bytes`]: what waits for an input gradient is free when that ends,
-/// although the weight gradients are still to come.
+/// Limits of memory in bytes, as in [`Schedule::peak_bytes`]: what waits for an input gradient is
+/// free when that ends, although the weight gradients are still to come.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ByteLimits {
     /// What a microbatch keeps on each stage.
@@ -86,8 +88,8 @@ impl ByteLimits {
         Ok(())
     }
 
-    /// Most microbatches that wait for an input gradient on one stage, and activations of stages on one rank that do,
-    /// wherever the stages are.
+    /// Most microbatches that wait for an input gradient on one stage, and activations of stages on
+    /// one rank that do, wherever the stages are.
     fn most_before_input(&self) -> usize {
         let stages = 0..self.kept.until_input_grad.len();
         let least = stages.map(|stage| self.kept.of_stage(stage)).min();
@@ -126,8 +128,8 @@ struct Memory<'a> {
 /// Most actions that are timed by moves: a second or two.
 const TIMED_ACTIONS: usize = 150_000_000;
 
-/// Most placements that list scheduling tries besides the usual ones, and most actions of schedules for them, for each
-/// of its rules.
+/// Most placements that list scheduling tries besides the usual ones, and most actions of schedules
+/// for them, for each of its rules.
 const MOST_PLACEMENTS: usize = 60;
 const LISTED_ACTIONS: usize = 200_000;
 
@@ -172,10 +174,11 @@ pub struct Auto {
     pub schedule: Schedule,
     /// Its figures.
     pub simulation: Simulation,
-    /// The best named schedule that keeps the limits, and its makespan; some limits are kept by none.
+    /// The best named schedule that keeps the limits, and its makespan; some limits are kept by
+    /// none.
     pub start: Option<(ScheduleKind, f64)>,
-    /// No schedule of this size is shorter, whichever stages its ranks run, if it recomputes on the same stages
-    /// and keeps on no rank more than the largest of the limits.
+    /// No schedule of this size is shorter, whichever stages its ranks run, if it recomputes on the
+    /// same stages and keeps on no rank more than the largest of the limits.
     pub bound: f64,
     /// Orders that were timed.
     pub moves: usize,
@@ -202,11 +205,13 @@ impl std::fmt::Display for Stopped {
 }
 
 /// Searches a schedule for the given costs that keeps the limits, at least as short as every named
-/// training schedule of the same size that does, where no two actions run at once: it makes no pairs, and gains nothing
-/// by [`Costs::overlap`]. There is a schedule for every limit of a microbatch or more.
+/// training schedule of the same size that does, where no two actions run at once: it makes no
+/// pairs, and gains nothing by [`Costs::overlap`]. There is a schedule for every limit of a
+/// microbatch or more.
 ///
 /// # Errors
-/// When the size, the costs or the limits are not legal, and [`Error::ByteLimit`] for bytes into which no microbatch fits.
+/// When the size, the costs or the limits are not legal, and [`Error::ByteLimit`] for bytes into
+/// which no microbatch fits.
 ///
 /// ```
 /// use merak_pipe::{AutoLimits, Costs, Size, UnitCosts, auto};
@@ -302,7 +307,8 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
     })
 }
 
-/// Why nothing fits. One microbatch after the other fits where each does, so bytes are what some rank has too few of.
+/// Why nothing fits. One microbatch after the other fits where each does, so bytes are what some
+/// rank has too few of.
 fn without_room(memory: &Memory<'_>, placements: &[Vec<usize>]) -> Error {
     let bytes = memory.bytes.zip(placements.first());
     let short = bytes.and_then(|(bytes, in_turn)| bytes.without_room(in_turn));
@@ -379,7 +385,8 @@ fn best_named(
     Ok(best)
 }
 
-/// The rules of list scheduling: within the limits of memory, and with fewer live microbatches than they allow.
+/// The rules of list scheduling: within the limits of memory, and with fewer live microbatches than
+/// they allow.
 fn rules<'a>(size: Size, memory: &Memory<'a>) -> Vec<Rule<'a>> {
     let ranks = size.ranks;
     let most = size.microbatches.saturating_mul(size.chunks);
@@ -407,7 +414,8 @@ fn rules<'a>(size: Size, memory: &Memory<'a>) -> Vec<Rule<'a>> {
     rules
 }
 
-/// Every full backward as its two halves. An input gradient leaves earlier then, so nothing gets longer.
+/// Every full backward as its two halves. An input gradient leaves earlier then, so nothing gets
+/// longer.
 fn split_backwards(schedule: &Schedule) -> Schedule {
     let split = |action: &Action| {
         let with = |kind| Action { kind, ..*action };
@@ -468,8 +476,9 @@ impl Candidate {
 /// Rounds of moves: how many schedules are improved, and the part of all moves that they share.
 const ROUNDS: [(usize, usize); 4] = [(64, 4), (12, 4), (4, 4), (1, 4)];
 
-/// What beam searches may cost: for each placement its width times the square of the schedule's actions; and how many
-/// placements, those with the shortest schedules so far, share it after all did.
+/// What beam searches may cost: for each placement its width times the square of the schedule's
+/// actions; and how many placements, those with the shortest schedules so far, share it after all
+/// did.
 const BEAMS: usize = 4_000_000;
 const BEST_PLACEMENTS: usize = 8;
 
@@ -510,7 +519,8 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// Looks for shorter schedules by beam search, for all placements and then wider for the best ones.
+    /// Looks for shorter schedules by beam search, for all placements and then wider for the best
+    /// ones.
     fn look_ahead(&mut self, problems: &[Problem<'_>], no_recompute: &[StageId]) -> Result<()> {
         let rule = Rule::within(self.memory);
         for most in [problems.len(), BEST_PLACEMENTS] {
@@ -542,8 +552,8 @@ impl Search<'_> {
         self.found.sort_by(|a, b| a.makespan.total_cmp(&b.makespan));
     }
 
-    /// Moves actions of the shortest schedules: in the first round of many, and then of few. Returns how many orders
-    /// were timed.
+    /// Moves actions of the shortest schedules: in the first round of many, and then of few.
+    /// Returns how many orders were timed.
     fn improve(&mut self) -> usize {
         let mut spent = 0;
         for (round, (kept, share)) in (1..).zip(ROUNDS) {

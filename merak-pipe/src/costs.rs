@@ -24,12 +24,14 @@ pub struct UnitCosts {
     pub recompute: f64,
     /// `C`: a message between two ranks.
     pub hop: f64,
-    /// `O`: the time of a forward and a backward that run at once, as a share of the sum of their times.
+    /// `O`: the time of a forward and a backward that run at once, as a share of the sum of their
+    /// times.
     pub overlap: f64,
 }
 
 impl Default for UnitCosts {
-    /// One for every kind of computation, free communication, and nothing won where two actions run at once.
+    /// One for every kind of computation, free communication, and nothing won where two actions run
+    /// at once.
     fn default() -> Self {
         Self {
             forward: 1.0,
@@ -95,11 +97,12 @@ pub struct Costs {
     pub weight_grad: Vec<f64>,
     /// For each stage its recompute, `R`; zero where it keeps all activations.
     pub recompute: Vec<f64>,
-    /// For each hop between stages `s` and `s + 1` the time of a message, either way: latency plus size
-    /// over bandwidth. A hop within a rank is free.
+    /// For each hop between stages `s` and `s + 1` the time of a message, either way: latency plus
+    /// size over bandwidth. A hop within a rank is free.
     pub hop: Vec<f64>,
-    /// The time of a forward and a backward that run at once, as a share of the sum of their times, `O`. With 1 they
-    /// run one after the other; with less they begin when both messages have come, and end together.
+    /// The time of a forward and a backward that run at once, as a share of the sum of their times,
+    /// `O`. With 1 they run one after the other; with less they begin when both messages have come,
+    /// and end together.
     pub overlap: f64,
 }
 
@@ -116,11 +119,12 @@ impl Costs {
         }
     }
 
-    /// The mean times of what ran, with free hops: what the simulator expects of a schedule whose actions take as
-    /// long as the recorded ones.
+    /// The mean times of what ran, with free hops: what the simulator expects of a schedule whose
+    /// actions take as long as the recorded ones.
     ///
-    /// Of a stage whose backwards are whole, all of their time counts as `I`: that of the backwards after an `R`,
-    /// where the stage has some. Of actions that ran at once only the sum counts, towards the overlap.
+    /// Of a stage whose backwards are whole, all of their time counts as `I`: that of the backwards
+    /// after an `R`, where the stage has some. Of actions that ran at once only the sum counts,
+    /// towards the overlap.
     ///
     /// # Errors
     /// When an action does not fit the schedule's size.
@@ -208,11 +212,13 @@ impl Costs {
         })
     }
 
-    /// Reads `F=1:2:1,I=1,W=0.5,C=0` for so many stages: one number for all stages, or a list of them with colons in
-    /// between, one for each stage and for `C` one for each hop. What is not named keeps its default.
+    /// Reads `F=1:2:1,I=1,W=0.5,C=0` for so many stages: one number for all stages, or a list of
+    /// them with colons in between, one for each stage and for `C` one for each hop. What is not
+    /// named keeps its default.
     ///
     /// # Errors
-    /// When the text has another form, names a cost twice, gives one that is none, or has a list of another length.
+    /// When the text has another form, names a cost twice, gives one that is none, or has a list of
+    /// another length.
     ///
     /// ```
     /// use merak_pipe::{Costs, UnitCosts};
@@ -302,8 +308,8 @@ impl Costs {
 }
 
 impl fmt::Display for Costs {
-    /// As in `F=1,I=1,W=1,R=0,C=0,O=1`: one number for a cost that is the same everywhere, otherwise one for each stage
-    /// or hop with colons in between.
+    /// As in `F=1,I=1,W=1,R=0,C=0,O=1`: one number for a cost that is the same everywhere,
+    /// otherwise one for each stage or hop with colons in between.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (key, list) in self.lists() {
             write!(f, "{key}=")?;
@@ -362,10 +368,12 @@ impl Serialize for Costs {
     }
 }
 
-/// Reads entries such as `F=1:2,W=1`, and hands each key with its numbers to `take`, which says whether it knows it.
+/// Reads entries such as `F=1:2,W=1`, and hands each key with its numbers to `take`, which says
+/// whether it knows it.
 ///
 /// # Errors
-/// The `error` of an entry of another form or an unknown key, [`Error::CostTwice`], and those of `take`.
+/// The `error` of an entry of another form or an unknown key, [`Error::CostTwice`], and those of
+/// `take`.
 pub(crate) fn by_stage<T: FromStr>(
     text: &str,
     error: impl Fn(&str) -> Error,

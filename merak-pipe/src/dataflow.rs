@@ -36,9 +36,9 @@ impl Slots {
     }
 }
 
-/// Visits every action once, each after those of its rank that come before it and after the one that
-/// makes its message; two that run at once after both messages. Takes time `O(actions)`. Sends are buffered: they
-/// wait for nobody.
+/// Visits every action once, each after those of its rank that come before it and after the one
+/// that makes its message; two that run at once after both messages. Takes time `O(actions)`. Sends
+/// are buffered: they wait for nobody.
 ///
 /// # Errors
 /// When some ranks wait for each other; the first of them is named.

@@ -24,14 +24,16 @@ const POSTED_AHEAD: usize = 2;
 
 /// One rank's part of a schedule, ready to run any number of steps.
 ///
-/// The engine keeps the order of the rank's actions. Before an action it takes the message that the action
-/// needs, from the link or, between two stages of one rank, from its own hands; after the action it passes
-/// on what the stage returned. Sends do not wait, and the next receives are posted ahead, so that
-/// communication runs under the computation. Where ranks share cores, the link lets them compute by turns. What the validator proves is not checked again: a schedule
-/// that it would refuse ends in an error here, at the latest when the link's deadline passes.
+/// The engine keeps the order of the rank's actions. Before an action it takes the message that the
+/// action needs, from the link or, between two stages of one rank, from its own hands; after the
+/// action it passes on what the stage returned. Sends do not wait, and the next receives are posted
+/// ahead, so that communication runs under the computation. Where ranks share cores, the link lets
+/// them compute by turns. What the validator proves is not checked again: a schedule that it would
+/// refuse ends in an error here, at the latest when the link's deadline passes.
 ///
-/// A forward and a backward that stand as a [pair](crate::Pair) run at once where the module
-/// [can do that](StageModule::overlaps), after both their messages have come; elsewhere one after the other.
+/// A forward and a backward that stand as a [pair](crate::Pair) run at once where the module [can
+/// do that](StageModule::overlaps), after both their messages have come; elsewhere one after the
+/// other.
 ///
 /// Schedules without backwards run in the same way, for evaluation and generation.
 ///
@@ -82,7 +84,8 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Prepares some actions of `rank`, one after the other, where `placement` tells the rank of every stage.
+    /// Prepares some actions of `rank`, one after the other, where `placement` tells the rank of
+    /// every stage.
     ///
     /// # Panics
     /// When an action is of a stage beside these.
@@ -114,7 +117,8 @@ impl Engine {
         }
     }
 
-    /// Records times since `epoch` instead of the start of each run, so that ranks share one time axis.
+    /// Records times since `epoch` instead of the start of each run, so that ranks share one time
+    /// axis.
     #[must_use]
     pub fn with_epoch(mut self, epoch: Instant) -> Self {
         self.epoch = Some(epoch);
@@ -131,9 +135,9 @@ impl Engine {
     /// Runs every action once and returns when each one started and ended, in seconds.
     ///
     /// # Errors
-    /// When the stage or the link fails, or the run is [cancelled](Engine::with_cancel). The link's other ranks are
-    /// then made to fail too, and the module is [reset](StageModule::reset), so that it can begin a step anew over
-    /// another link.
+    /// When the stage or the link fails, or the run is [cancelled](Engine::with_cancel). The link's
+    /// other ranks are then made to fail too, and the module is [reset](StageModule::reset), so
+    /// that it can begin a step anew over another link.
     pub fn run<M, L>(&self, module: &mut M, link: &mut L) -> Result<Vec<Span>>
     where
         M: StageModule,
@@ -318,7 +322,8 @@ impl<P: Send> Run<'_, P> {
     }
 }
 
-/// The error and everything below it, in one line for the other ranks, which are told the rank besides.
+/// The error and everything below it, in one line for the other ranks, which are told the rank
+/// besides.
 fn reason(error: &Error) -> String {
     let mut text = match error {
         Error::Stage { action, .. } => action.to_string(),

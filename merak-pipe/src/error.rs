@@ -9,7 +9,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Any error that a user's stage returned.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A text of somebody else's, as a message shows it: its beginning, and nothing that acts on a terminal.
+/// A text of somebody else's, as a message shows it: its beginning, and nothing that acts on a
+/// terminal.
 fn shown(text: &str) -> String {
     const LONGEST: usize = 60;
     let more = if text.chars().nth(LONGEST).is_some() {

@@ -54,15 +54,15 @@ impl Stage {
     }
 }
 
-/// Buffers of each stage under the schedules that alternate forwards and backwards: one more than live
-/// microbatches, so that a receive can be posted while all of them are in use.
+/// Buffers of each stage under the schedules that alternate forwards and backwards: one more than
+/// live microbatches, so that a receive can be posted while all of them are in use.
 fn alternating_buffers(size: Size) -> Vec<usize> {
     let buffers = |stage: usize| (size.ranks - stage + 1).min(size.microbatches).max(2);
     (0..size.ranks).map(buffers).collect()
 }
 
-/// The same order without microbatches from `microbatches` on. What is left waits for nothing that is
-/// gone, since microbatches never wait for each other but through the order of a rank.
+/// The same order without microbatches from `microbatches` on. What is left waits for nothing that
+/// is gone, since microbatches never wait for each other but through the order of a rank.
 fn only_microbatches(mut actions: Vec<Vec<Action>>, microbatches: usize) -> Vec<Vec<Action>> {
     for order in &mut actions {
         order.retain(|action| action.microbatch.0 < microbatches);

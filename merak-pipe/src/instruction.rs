@@ -18,8 +18,8 @@ pub struct Slot {
 
 /// One instruction of a rank, in the vocabulary of DeepSpeed's pipeline engine and of Merak.
 ///
-/// As JSON it is `[name, {"buffer_id": b}]`, with two buffers for an exchange or for two passes at once and none for
-/// the closing steps, and with a `chunk` for each where ranks run several stages.
+/// As JSON it is `[name, {"buffer_id": b}]`, with two buffers for an exchange or for two passes at
+/// once and none for the closing steps, and with a `chunk` for each where ranks run several stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Instruction {
@@ -104,8 +104,8 @@ impl Instruction {
         }
     }
 
-    /// What the instruction works on: nothing, one slot, the sent and the received one, or the one that runs forward
-    /// and the one that runs backward.
+    /// What the instruction works on: nothing, one slot, the sent and the received one, or the one
+    /// that runs forward and the one that runs backward.
     pub fn slots(&self) -> (Option<Slot>, Option<Slot>) {
         match *self {
             Self::LoadMicroBatch(slot)

@@ -6,8 +6,8 @@ use std::{fmt, str::FromStr};
 
 /// The schedules that this crate generates, under the names that users write.
 ///
-/// Step times are for `F = 1`, `B = 2`, a recompute of 1 on every stage and free communication, where the
-/// ideal is `4M`; `P` ranks, `M` microbatches.
+/// Step times are for `F = 1`, `B = 2`, a recompute of 1 on every stage and free communication,
+/// where the ideal is `4M`; `P` ranks, `M` microbatches.
 ///
 /// | schedule | step time | peak live microbatches on stage `s` | needs |
 /// |---|---|---|---|
@@ -17,11 +17,11 @@ use std::{fmt, str::FromStr};
 /// | `last_no_recompute_1f1b` | `4(M+P-1) - (P+1)` | `P-s` | `M >= max(P, 3)` |
 /// | `shifted_critical_path` | `4(M+P-1) - (P+2)` | `P-s`, but 3 on stage `P-2` | `M >= max(P, 4)` |
 ///
-/// On one rank nothing can be hidden, and the order is that of `1f1b` for any `M`: `4M`, or `3M` under
-/// `last_no_recompute_1f1b` and `shifted_critical_path`, whose last stage never recomputes.
+/// On one rank nothing can be hidden, and the order is that of `1f1b` for any `M`: `4M`, or `3M`
+/// under `last_no_recompute_1f1b` and `shifted_critical_path`, whose last stage never recomputes.
 ///
-/// For the others, extra time over the ideal `3M` with `F = I = W = 1` on a whole rank, `M >= 2P` and free
-/// communication; `v` chunks per rank. Memory is in microbatches of a whole rank.
+/// For the others, extra time over the ideal `3M` with `F = I = W = 1` on a whole rank, `M >= 2P`
+/// and free communication; `v` chunks per rank. Memory is in microbatches of a whole rank.
 ///
 /// | schedule | extra time | peak live microbatches | chunks |
 /// |---|---|---|---|
@@ -33,8 +33,9 @@ use std::{fmt, str::FromStr};
 /// | `v_min` | `2(P-1) - 1/2` | `(P+4)/3`, rounded up to a chunk | 2 |
 /// | `dualpipe_v` | `(P-1)/2`, and less where a [pair](crate::Pair) takes less than its parts | `P + 1/2` | 2 |
 ///
-/// Where `P` does not divide `M`, `interleaved_1f1b` runs a smaller last round, which waits for its way around the
-/// ranks: with two chunks that takes `P - M mod P` more. Megatron-LM refuses such sizes.
+/// Where `P` does not divide `M`, `interleaved_1f1b` runs a smaller last round, which waits for its
+/// way around the ranks: with two chunks that takes `P - M mod P` more. Megatron-LM refuses such
+/// sizes.
 ///
 /// ```
 /// use merak_pipe::ScheduleKind;
@@ -156,8 +157,8 @@ impl ScheduleKind {
         })
     }
 
-    /// The stages that each rank must run: two for the V shapes, one for most others, and any number
-    /// (`None`) for `interleaved_1f1b`.
+    /// The stages that each rank must run: two for the V shapes, one for most others, and any
+    /// number (`None`) for `interleaved_1f1b`.
     pub const fn fixed_chunks(self) -> Option<usize> {
         match self {
             Self::Interleaved => None,
@@ -166,7 +167,8 @@ impl ScheduleKind {
         }
     }
 
-    /// The stages that each rank runs unless told: two for the V shapes and `interleaved_1f1b`, one for the others.
+    /// The stages that each rank runs unless told: two for the V shapes and `interleaved_1f1b`, one
+    /// for the others.
     pub const fn default_chunks(self) -> usize {
         match self.fixed_chunks() {
             Some(chunks) => chunks,
@@ -174,8 +176,9 @@ impl ScheduleKind {
         }
     }
 
-    /// The costs that are assumed unless told: those of [`UnitCosts::default`], with a recompute of 1 for the schedules
-    /// that are made for recomputation, from `gpipe` to `shifted_critical_path`, and 0 for the others.
+    /// The costs that are assumed unless told: those of [`UnitCosts::default`], with a recompute of
+    /// 1 for the schedules that are made for recomputation, from `gpipe` to
+    /// `shifted_critical_path`, and 0 for the others.
     pub fn default_costs(self) -> UnitCosts {
         let recomputes = matches!(
             self,

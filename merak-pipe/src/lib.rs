@@ -1,10 +1,11 @@
 //! Pipeline schedules as data: generate, validate, simulate, draw and run them.
 //!
 //! Pipeline parallelism gives every rank a *stage*, a consecutive part of the model, and sends each
-//! *microbatch* of a step through all stages, forward and back. In 3D parallelism it is the axis with the
-//! least traffic, one activation per hop, and so the one that spans hosts; what it costs is the *bubble*,
-//! the time in which ranks wait for each other. How large that is, and how many activations are kept, is
-//! decided by the *schedule*: for every rank the list of what it computes, in order.
+//! *microbatch* of a step through all stages, forward and back. In 3D parallelism it is the axis
+//! with the least traffic, one activation per hop, and so the one that spans hosts; what it costs
+//! is the *bubble*, the time in which ranks wait for each other. How large that is, and how many
+//! activations are kept, is decided by the *schedule*: for every rank the list of what it computes,
+//! in order.
 //!
 //! # Example
 //! ```
@@ -24,21 +25,23 @@
 //! ```
 //!
 //! # Main types
-//! - [`Action`], such as `1F3`: stage 1 runs microbatch 3 forward. [`Kind`] also knows `B` backward, its
-//!   halves `I` (input gradient) and `W` (weight gradients), and `R` recompute; a [`Pair`] of `F` and `B` runs at once.
+//! - [`Action`], such as `1F3`: stage 1 runs microbatch 3 forward. [`Kind`] also knows `B`
+//!   backward, its halves `I` (input gradient) and `W` (weight gradients), and `R` recompute; a
+//!   [`Pair`] of `F` and `B` runs at once.
 //! - [`Schedule`]: the actions of every rank, from a [`ScheduleKind`] or from CSV;
 //!   [`Schedule::validate`] proves it, [`Schedule::instructions`] adds the communication.
 //! - [`simulate`](fn@simulate): [`Costs`] in, makespan, bubble, memory and critical path out;
 //!   [`simulate_on`]: the same for ranks that take turns on fewer cores.
 //! - [`ActivationBytes`]: what a microbatch keeps for its input and for its weight gradients;
 //!   [`Schedule::peak_bytes`] makes it the memory of each rank.
-//! - [`auto`](fn@auto): a schedule searched for given costs and memory; [`Costs::measured`] takes them from a
-//!   recorded timeline.
-//! - [`Engine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`]; [`run_threads`] runs
-//!   a whole pipeline in one process.
-//! - [`compare_with_unpipelined`]: the check for a module of one's own; it runs a step with and without the pipeline.
-//! - [`Timeline`]: what ran when, from the simulator or the engine; [`grid`](fn@grid), [`svg`](fn@svg) and
-//!   [`trace`](fn@trace) draw it.
+//! - [`auto`](fn@auto): a schedule searched for given costs and memory; [`Costs::measured`] takes
+//!   them from a recorded timeline.
+//! - [`Engine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`];
+//!   [`run_threads`] runs a whole pipeline in one process.
+//! - [`compare_with_unpipelined`]: the check for a module of one's own; it runs a step with and
+//!   without the pipeline.
+//! - [`Timeline`]: what ran when, from the simulator or the engine; [`grid`](fn@grid),
+//!   [`svg`](fn@svg) and [`trace`](fn@trace) draw it.
 //!
 //! # How the parts meet
 //! ```text
@@ -49,25 +52,25 @@
 //! ```
 //!
 //! # Guarantees
-//! - Schedules, proofs, figures and pictures are pure functions: every rank computes the same ones alone.
+//! - Schedules, proofs, figures and pictures are pure functions: every rank computes the same ones
+//!   alone.
 //! - A valid schedule cannot deadlock, whether sends are buffered or wait for their receiver.
-//! - Every valid schedule adds up the weight gradients of a stage in ascending order of the microbatches,
-//!   so the choice of schedule changes no bit of them.
-//! - A rank that fails ends all ranks with an error that names it; no wait outlasts the link's deadline. A
-//!   [`Cancel`] ends a run from outside.
+//! - Every valid schedule adds up the weight gradients of a stage in ascending order of the
+//!   microbatches, so the choice of schedule changes no bit of them.
+//! - A rank that fails ends all ranks with an error that names it; no wait outlasts the link's
+//!   deadline. A [`Cancel`] ends a run from outside.
 //!
 //! # Features
 //! - `mpu`: `GroupLink`, a link over the process groups of `merak-mpu`.
 //! - `testing`: `testing::check_links`, the checks that a link of one's own must pass.
 //!
 //! # Papers
-//! [GPipe](https://arxiv.org/abs/1811.06965), [PipeDream-Flush](https://arxiv.org/abs/2006.09503) and
-//! [Megatron-LM](https://arxiv.org/abs/2104.04473) for `gpipe` and `1f1b`;
-//! [Merak](https://arxiv.org/abs/2206.04959) for recomputation within the schedule;
-//! [Zero Bubble](https://arxiv.org/abs/2401.10241) for the split of `B` into `I` and `W` (which it writes
-//! B and W), `zb_h1`, `zb_h2` and `zb_v`;
-//! [Controllable Memory](https://arxiv.org/abs/2405.15362) for `v_half` and `v_min`;
-//! [DeepSeek-V3](https://arxiv.org/abs/2412.19437) for `dualpipe_v`.
+//! [GPipe](https://arxiv.org/abs/1811.06965), [PipeDream-Flush](https://arxiv.org/abs/2006.09503)
+//! and [Megatron-LM](https://arxiv.org/abs/2104.04473) for `gpipe` and `1f1b`;
+//! [Merak](https://arxiv.org/abs/2206.04959) for recomputation within the schedule; [Zero
+//! Bubble](https://arxiv.org/abs/2401.10241) for the split of `B` into `I` and `W` (which it writes
+//! B and W), `zb_h1`, `zb_h2` and `zb_v`; [Controllable Memory](https://arxiv.org/abs/2405.15362)
+//! for `v_half` and `v_min`; [DeepSeek-V3](https://arxiv.org/abs/2412.19437) for `dualpipe_v`.
 
 mod action;
 mod auto;

@@ -1,19 +1,20 @@
 //! Lowering: from a rank's actions to its instruction stream.
 //!
-//! Communication follows from the computation: a receive stands before the action that needs it, a send
-//! behind the action that made it. These rules keep streams free of deadlock when a send waits for its
-//! receiver:
+//! Communication follows from the computation: a receive stands before the action that needs it, a
+//! send behind the action that made it. These rules keep streams free of deadlock when a send waits
+//! for its receiver:
 //!
-//! 1. Where both ends of a hop send one way and then receive the other way, back to back, the two become
-//!    one exchange. With [`Exchanges::Split`] both go the same way first: activations, then gradients.
-//! 2. Elsewhere the later stage keeps its natural order, and the earlier stage holds an activation back
-//!    until it has taken all gradients that the later stage sends first.
-//! 3. Where ranks run several stages, or two actions at once, all messages keep one order in time: see
-//!    `lower/chunked.rs`.
+//! 1. Where both ends of a hop send one way and then receive the other way, back to back, the two
+//!    become one exchange. With [`Exchanges::Split`] both go the same way first: activations, then
+//!    gradients.
+//! 2. Elsewhere the later stage keeps its natural order, and the earlier stage holds an activation
+//!    back until it has taken all gradients that the later stage sends first.
+//! 3. Where ranks run several stages, or two actions at once, all messages keep one order in time:
+//!    see `lower/chunked.rs`.
 //! 4. A recompute directly before its backward receives the gradient; an earlier one receives
 //!    nothing, and the gradient comes where the backward stands.
-//! 5. A schedule of forwards alone is staggered: even stages send the last result before they receive,
-//!    odd stages receive first.
+//! 5. A schedule of forwards alone is staggered: even stages send the last result before they
+//!    receive, odd stages receive first.
 
 mod chunked;
 mod natural;
@@ -39,7 +40,8 @@ impl Schedule {
         self.instructions_loading(&[])
     }
 
-    /// As [`Schedule::instructions`], with loads on further stages, those that own inputs of the model.
+    /// As [`Schedule::instructions`], with loads on further stages, those that own inputs of the
+    /// model.
     ///
     /// # Errors
     /// As [`Schedule::instructions`].
@@ -159,7 +161,8 @@ impl<'a> Lowering<'a> {
         tag.filter(|tag| self.is_remote(*tag))
     }
 
-    /// The message from another rank directly before an action; a gradient that comes with `R` is not.
+    /// The message from another rank directly before an action; a gradient that comes with `R` is
+    /// not.
     fn received(&self, action: Action) -> Option<Tag> {
         let tag = action.input(self.placement.len());
         let with_recompute = action.kind.moves_gradient() && self.receives_with_recompute(action);

@@ -5,11 +5,11 @@ use serde::Serialize;
 
 /// What one microbatch keeps on each stage, in bytes, told apart by what it is kept for.
 ///
-/// Where backwards are split, an activation that only the input gradient needs is free when `I` ends, and the input
-/// of a layer with weights waits for `W`. `B` ends both.
+/// Where backwards are split, an activation that only the input gradient needs is free when `I`
+/// ends, and the input of a layer with weights waits for `W`. `B` ends both.
 ///
-/// Gradients that `I` leaves for `W`, of the outputs of layers with weights, belong to `W`'s part. They are there from `I`
-/// on alone, and are counted from `F` on: a peak is never told too low.
+/// Gradients that `I` leaves for `W`, of the outputs of layers with weights, belong to `W`'s part.
+/// They are there from `I` on alone, and are counted from `F` on: a peak is never told too low.
 ///
 /// ```
 /// use merak_pipe::{ActivationBytes, ScheduleKind, Size};
@@ -34,11 +34,12 @@ pub struct ActivationBytes {
 }
 
 impl ActivationBytes {
-    /// Reads `I=1048576,W=524288` for so many stages; a list with colons, such as `W=4096:8192`, has one number for each
-    /// stage. What is not named is 0.
+    /// Reads `I=1048576,W=524288` for so many stages; a list with colons, such as `W=4096:8192`,
+    /// has one number for each stage. What is not named is 0.
     ///
     /// # Errors
-    /// When the text has another form, names something twice, or a list has not one number per stage.
+    /// When the text has another form, names something twice, or a list has not one number per
+    /// stage.
     pub fn parse(text: &str, stages: usize) -> Result<Self> {
         let mut bytes = Self {
             until_input_grad: vec![0; stages],
@@ -59,7 +60,8 @@ impl ActivationBytes {
         Ok(bytes)
     }
 
-    /// Checks that there are numbers for the stages of this size, and that no sum of them leaves the range.
+    /// Checks that there are numbers for the stages of this size, and that no sum of them leaves
+    /// the range.
     pub(crate) fn check(&self, size: Size) -> Result<()> {
         let lists = [&self.until_input_grad, &self.until_weight_grad];
         for list in lists {
@@ -83,7 +85,8 @@ impl ActivationBytes {
     }
 }
 
-/// The most bytes of activations that a rank keeps at once, told apart by the gradient that ends them.
+/// The most bytes of activations that a rank keeps at once, told apart by the gradient that ends
+/// them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct PeakBytes {
     /// What waits for the input gradient, `I`.

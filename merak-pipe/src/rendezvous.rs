@@ -18,7 +18,8 @@ impl Meeting {
     }
 }
 
-/// Runs the streams with sends that wait for their receiver; both halves of an exchange begin at once.
+/// Runs the streams with sends that wait for their receiver; both halves of an exchange begin at
+/// once.
 ///
 /// # Errors
 /// When some ranks wait for each other; the first of them is named.

@@ -13,16 +13,17 @@ pub struct Visit {
     pub group: usize,
 }
 
-/// The order in which groups visit the ranks of a pipeline when each starts at the first stage again once it has left
-/// the last: what comes of a round is the input of the next.
+/// The order in which groups visit the ranks of a pipeline when each starts at the first stage
+/// again once it has left the last: what comes of a round is the input of the next.
 ///
-/// Every rank makes the same endless list and carries out its own visits. It is what happens where a rank takes, of the
-/// groups that wait for it, the one that has waited longest, all stages taking equally long and messages no time; of
-/// two that come at once the one that has come further. With as many groups as ranks, no rank then waits: with one stage
-/// per rank, with several in turn and in a V.
+/// Every rank makes the same endless list and carries out its own visits. It is what happens where
+/// a rank takes, of the groups that wait for it, the one that has waited longest, all stages taking
+/// equally long and messages no time; of two that come at once the one that has come further. With
+/// as many groups as ranks, no rank then waits: with one stage per rank, with several in turn and
+/// in a V.
 ///
-/// A group that has ended may be left out from then on: the others stay in an order that cannot deadlock. Groups
-/// visit each stage in turn, always in the same order.
+/// A group that has ended may be left out from then on: the others stay in an order that cannot
+/// deadlock. Groups visit each stage in turn, always in the same order.
 ///
 /// ```
 /// use merak_pipe::Rounds;

@@ -91,8 +91,9 @@ pub enum Exchanges {
 
 /// Every action of every rank, in execution order, and what goes with it.
 ///
-/// This is plain data: anybody can build or change one, so it need not be valid. [`Schedule::validate`]
-/// proves it; the engine and the simulator return an error on one that cannot be carried out.
+/// This is plain data: anybody can build or change one, so it need not be valid.
+/// [`Schedule::validate`] proves it; the engine and the simulator return an error on one that
+/// cannot be carried out.
 ///
 /// ```
 /// use merak_pipe::{ScheduleKind, Size};
@@ -108,9 +109,11 @@ pub struct Schedule {
     pub size: Size,
     /// For each rank its actions, first to last.
     pub actions: Vec<Vec<Action>>,
-    /// The pairs that run at once, each by its rank and the position of its forward; its backward is the next action.
+    /// The pairs that run at once, each by its rank and the position of its forward; its backward
+    /// is the next action.
     pub pairs: BTreeSet<(usize, usize)>,
-    /// For each stage the number of activation buffers; microbatch `m` uses buffer `m` modulo that number.
+    /// For each stage the number of activation buffers; microbatch `m` uses buffer `m` modulo that
+    /// number.
     pub buffers: Vec<usize>,
     /// How the instruction stream writes exchanges.
     pub exchanges: Exchanges,
@@ -168,7 +171,8 @@ impl Schedule {
         actions.all(|action| action.kind == Kind::Forward)
     }
 
-    /// Forwards alone of `microbatches` over the same stages on the same ranks, for evaluation and generation.
+    /// Forwards alone of `microbatches` over the same stages on the same ranks, for evaluation and
+    /// generation.
     ///
     /// # Errors
     /// As [`Schedule::placement`].
@@ -189,7 +193,8 @@ impl Schedule {
         Ok(generate::inference(size, &placement))
     }
 
-    /// For each stage the most microbatches at once between their forward and the end of their backward.
+    /// For each stage the most microbatches at once between their forward and the end of their
+    /// backward.
     pub fn live_microbatches(&self) -> Vec<usize> {
         let stages = self.buffers.len();
         let (mut live, mut peak) = (vec![0_usize; stages], vec![0; stages]);
@@ -212,7 +217,8 @@ impl Schedule {
     /// For each stage the rank that runs it.
     ///
     /// # Errors
-    /// When the counts do not fit each other, an action lies outside them, or a stage has two ranks or none.
+    /// When the counts do not fit each other, an action lies outside them, or a stage has two ranks
+    /// or none.
     pub fn placement(&self) -> Result<Vec<usize>> {
         self.size.check()?;
         let Size { ranks, .. } = self.size;
@@ -261,22 +267,23 @@ impl Schedule {
             .collect()
     }
 
-    /// Reads a schedule from comma-separated values: one line per rank, one cell per action or [`Pair`]; blank cells
-    /// and blank lines are skipped, and so is a byte order mark.
+    /// Reads a schedule from comma-separated values: one line per rank, one cell per action or
+    /// [`Pair`]; blank cells and blank lines are skipped, and so is a byte order mark.
     ///
     /// # Errors
-    /// When a cell is no action or the lines are not one per rank. The order of the actions is checked
-    /// by [`Schedule::validate`].
+    /// When a cell is no action or the lines are not one per rank. The order of the actions is
+    /// checked by [`Schedule::validate`].
     pub fn from_csv(name: impl Into<String>, text: &str, size: Size) -> Result<Self> {
         size.check()?;
         Self::checked(name.into(), &read_cells(text)?, size)
     }
 
-    /// As [`Schedule::from_csv`], with the size that the file has: a rank for each line that is not blank, and as many
-    /// stages and microbatches as the largest numbers in it tell.
+    /// As [`Schedule::from_csv`], with the size that the file has: a rank for each line that is not
+    /// blank, and as many stages and microbatches as the largest numbers in it tell.
     ///
     /// # Errors
-    /// As [`Schedule::from_csv`], and [`Error::StageWithoutLine`] and [`Error::UnevenStages`] where lines are missing.
+    /// As [`Schedule::from_csv`], and [`Error::StageWithoutLine`] and [`Error::UnevenStages`] where
+    /// lines are missing.
     ///
     /// ```
     /// use merak_pipe::{Schedule, Size};
@@ -375,8 +382,9 @@ fn read_cells(text: &str) -> Result<Vec<Vec<Cell>>> {
     filled.map(read).collect()
 }
 
-/// For each stage the smallest ring of buffers in which no live microbatch is overwritten, at least two:
-/// the widest range of microbatches that are between their forward and their last backward action.
+/// For each stage the smallest ring of buffers in which no live microbatch is overwritten, at least
+/// two: the widest range of microbatches that are between their forward and their last backward
+/// action.
 fn buffers_needed(size: Size, actions: &[Vec<Action>]) -> Vec<usize> {
     if size.check().is_err() {
         return Vec::new();

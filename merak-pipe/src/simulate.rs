@@ -16,12 +16,12 @@ pub struct Simulation {
     pub timeline: Timeline,
     /// When the last action ends.
     pub makespan: f64,
-    /// For each rank the most microbatches whose activations it keeps at once, from `F` to the end of `W`
-    /// or `B`; a chunk of a microbatch counts as its share, so that schedules with different numbers of
-    /// chunks compare.
+    /// For each rank the most microbatches whose activations it keeps at once, from `F` to the end
+    /// of `W` or `B`; a chunk of a microbatch counts as its share, so that schedules with different
+    /// numbers of chunks compare.
     pub peak_activations: Vec<f64>,
-    /// The chain of actions that ends the run: each starts when its message comes from the one before, or when its
-    /// rank has done the one before, or when that one leaves it its core.
+    /// The chain of actions that ends the run: each starts when its message comes from the one
+    /// before, or when its rank has done the one before, or when that one leaves it its core.
     pub critical_path: Vec<Action>,
 }
 
@@ -37,18 +37,21 @@ impl Simulation {
     }
 }
 
-/// Times every action: it starts when the previous one of its rank has ended and its message is there, a
-/// hop after the action that made it. Sends cost their rank nothing.
+/// Times every action: it starts when the previous one of its rank has ended and its message is
+/// there, a hop after the action that made it. Sends cost their rank nothing.
 ///
-/// A forward and a backward that stand as a [pair](crate::Pair) take [`Costs::overlap`] of the sum of their times and
-/// begin when both messages are there; where nothing is won that way, with an overlap of 1, they run one after the
-/// other, and the forward sends its result before the backward begins.
+/// A forward and a backward that stand as a [pair](crate::Pair) take [`Costs::overlap`] of the sum
+/// of their times and begin when both messages are there; where nothing is won that way, with an
+/// overlap of 1, they run one after the other, and the forward sends its result before the backward
+/// begins.
 ///
-/// `B` costs `I + W`. A recompute without an `R` of its own is charged within the backward, but not on a
-/// stage that the schedule says never recomputes. Takes time proportional to the number of actions.
+/// `B` costs `I + W`. A recompute without an `R` of its own is charged within the backward, but not
+/// on a stage that the schedule says never recomputes. Takes time proportional to the number of
+/// actions.
 ///
 /// # Errors
-/// When the schedule's actions are out of order, incomplete or deadlock, or the costs do not fit it.
+/// When the schedule's actions are out of order, incomplete or deadlock, or the costs do not fit
+/// it.
 ///
 /// ```
 /// use merak_pipe::{Costs, ScheduleKind, Size, UnitCosts, simulate};
@@ -61,13 +64,14 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Simulation> {
     simulate_on(schedule, costs, f64::INFINITY)
 }
 
-/// [`simulate`] for ranks that share so many cores: an action that finds none free waits in a queue, first come,
-/// first served, and then runs to its end, as under the [engine](crate::Engine) with a link that has turns. Costs
-/// are times on a core of one's own; hops need no core.
+/// [`simulate`] for ranks that share so many cores: an action that finds none free waits in a
+/// queue, first come, first served, and then runs to its end, as under the [engine](crate::Engine)
+/// with a link that has turns. Costs are times on a core of one's own; hops need no core.
 ///
-/// Where every rank has a core, the result is that of [`simulate`]; otherwise time grows by the logarithm of the
-/// number of ranks. A fraction is a share: two pipelines side by side on three cores have one and a half each, on
-/// which two actions at once run at three quarters of their speed.
+/// Where every rank has a core, the result is that of [`simulate`]; otherwise time grows by the
+/// logarithm of the number of ranks. A fraction is a share: two pipelines side by side on three
+/// cores have one and a half each, on which two actions at once run at three quarters of their
+/// speed.
 ///
 /// # Errors
 /// As [`simulate`], and [`Error::Cores`] when the number is less than a millionth.
@@ -167,7 +171,8 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// What runs one after the other: both actions of a pair where nothing is won when they run at once.
+    /// What runs one after the other: both actions of a pair where nothing is won when they run at
+    /// once.
     fn parts(&self, cell: Cell) -> impl Iterator<Item = Cell> + use<> {
         let at_once = self.costs.overlaps();
         let whole = at_once.then_some(cell);
@@ -222,7 +227,8 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// Writes down what a rank did next, and sends what it made; gives the messages and their arrivals.
+    /// Writes down what a rank did next, and sends what it made; gives the messages and their
+    /// arrivals.
     fn record(
         &mut self,
         rank: usize,

@@ -25,14 +25,15 @@ const SHORT: Duration = Duration::from_millis(200);
 /// By then every rank of a check has ended, or it hangs.
 const HANGS: Duration = Duration::from_mins(1);
 
-/// Checks links against the promises of [`Link`]; `make` makes those of so many ranks, in order, whose waits end at
-/// a deadline.
+/// Checks links against the promises of [`Link`]; `make` makes those of so many ranks, in order,
+/// whose waits end at a deadline.
 ///
-/// The checks: messages with one tag keep their order and those with others may overtake them; payloads of many
-/// megabytes come whole, both ways at once, whether receives were announced or not; steps follow each other over the
-/// same links; a message that never comes is an error by the deadline; a rank that leaves is an error for the one
-/// that waits for it; an abort ends the waits of all ranks at once with its reason, and so does an
-/// [interrupter](Link::interrupter), where the link has one.
+/// The checks: messages with one tag keep their order and those with others may overtake them;
+/// payloads of many megabytes come whole, both ways at once, whether receives were announced or
+/// not; steps follow each other over the same links; a message that never comes is an error by the
+/// deadline; a rank that leaves is an error for the one that waits for it; an abort ends the waits
+/// of all ranks at once with its reason, and so does an [interrupter](Link::interrupter), where the
+/// link has one.
 ///
 /// # Panics
 /// When a link breaks a promise, with the name of the check, or hangs.

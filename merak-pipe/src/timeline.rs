@@ -17,7 +17,8 @@ pub struct Span {
 
 /// The spans of every rank, in execution order, on one time axis.
 ///
-/// The simulator and the engine both make it, so that plan and fact can be drawn one above the other.
+/// The simulator and the engine both make it, so that plan and fact can be drawn one above the
+/// other.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub struct Timeline {
     /// For each rank its spans, first to last.
@@ -65,8 +66,8 @@ impl Timeline {
         idle_share(whole, self.busy_times().iter().sum())
     }
 
-    /// For each rank the idle share between its own first start and last end, from 0 to 1: what is left
-    /// when a rank need not wait for the others at the end of a step.
+    /// For each rank the idle share between its own first start and last end, from 0 to 1: what is
+    /// left when a rank need not wait for the others at the end of a step.
     pub fn bubble_by_rank(&self) -> Vec<f64> {
         let times = self.rank_times().into_iter().zip(self.busy_times());
         times.map(|(whole, busy)| idle_share(whole, busy)).collect()

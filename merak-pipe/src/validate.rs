@@ -9,8 +9,9 @@ impl Schedule {
     /// Proves the schedule:
     ///
     /// - every stage belongs to one rank, and every rank has the same number of stages;
-    /// - every microbatch has on every stage one `F`, then one `B` or one `I` and later one `W`, and an
-    ///   `R` at most once between its `F` and its backward (a schedule of forwards alone has one `F` each);
+    /// - every microbatch has on every stage one `F`, then one `B` or one `I` and later one `W`,
+    ///   and an `R` at most once between its `F` and its backward (a schedule of forwards alone has
+    ///   one `F` each);
     /// - actions that run at once are a forward and a full backward that does not need it;
     /// - the weight gradients of a stage come in ascending order of the microbatches, so that every
     ///   schedule adds them up to the same bits;

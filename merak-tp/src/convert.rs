@@ -7,17 +7,19 @@
 //! | slices | whole | all-gather | own slice |
 //! | whole | slices | own slice (`scatter`) | all-gather |
 //!
-//! Each form of a value is made once and shared by all of its users, so the query, key and value projections
-//! of a layer have one `copy_to` and one all-reduce backward.
+//! Each form of a value is made once and shared by all of its users, so the query, key and value
+//! projections of a layer have one `copy_to` and one all-reduce backward.
 
 use crate::{Result, report::Gather, rewriter::Rewriter, rules::Need};
 use merak_trace::{Axis, Op, Placement, Shard, Source, ValueId};
 use std::sync::Arc;
 
 impl Rewriter<'_> {
-    /// The value of the new graph that has the contents of `value` as `need` says; `user` asks for it.
+    /// The value of the new graph that has the contents of `value` as `need` says; `user` asks for
+    /// it.
     ///
-    /// A parameter that is cut where it is first used is placed so: a rank holds nothing but its slice.
+    /// A parameter that is cut where it is first used is placed so: a rank holds nothing but its
+    /// slice.
     pub(crate) fn convert(
         &mut self,
         value: ValueId,
@@ -81,8 +83,9 @@ impl Rewriter<'_> {
         self.not_param(whole, scope)
     }
 
-    /// A value that is no parameter. The gradient of a conversion may communicate, and what computes the
-    /// gradient of a parameter directly belongs to the half of the backward that waits for nobody.
+    /// A value that is no parameter. The gradient of a conversion may communicate, and what
+    /// computes the gradient of a parameter directly belongs to the half of the backward that waits
+    /// for nobody.
     fn not_param(&mut self, value: ValueId, scope: &Arc<str>) -> Result<ValueId> {
         match self.graph.param_of(value) {
             Some(_) => Ok(self.add(scope, Op::Identity, vec![value])?[0]),

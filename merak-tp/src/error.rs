@@ -23,7 +23,8 @@ pub enum Error {
         degree: usize,
         /// The list and its entry that asked for the split.
         list: String,
-        /// The degrees that divide it, and that all other layers allow; at most one more than are shown.
+        /// The degrees that divide it, and that all other layers allow; at most one more than are
+        /// shown.
         legal: Vec<usize>,
     },
     /// The ranks cannot share the query heads of an attention evenly.
@@ -38,7 +39,8 @@ pub enum Error {
         heads: usize,
         /// The tensor-parallel degree.
         degree: usize,
-        /// The degrees that share out all heads, and that all other layers allow; at most one more than are shown.
+        /// The degrees that share out all heads, and that all other layers allow; at most one more
+        /// than are shown.
         legal: Vec<usize>,
     },
     /// The key and value heads can neither be shared out nor repeated.
@@ -54,7 +56,8 @@ pub enum Error {
         kv_heads: usize,
         /// The tensor-parallel degree.
         degree: usize,
-        /// The degrees that share out all heads, and that all other layers allow; at most one more than are shown.
+        /// The degrees that share out all heads, and that all other layers allow; at most one more
+        /// than are shown.
         legal: Vec<usize>,
     },
     /// A module is to be split both ways.

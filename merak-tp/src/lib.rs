@@ -1,10 +1,10 @@
 //! Splits a traced model over the ranks of the tensor axis.
 //!
-//! In 3D parallelism this is the step between tracing and cutting into stages: it reads a graph, which knows
-//! nothing of ranks, and returns the graph that every rank of a tensor-parallel group runs. Layers named by
-//! the user, or by the defaults of the model family, are split by columns or rows as in
-//! [Megatron-LM](https://arxiv.org/abs/1909.08053) (section 3); everything else follows from how their
-//! outputs lie.
+//! In 3D parallelism this is the step between tracing and cutting into stages: it reads a graph,
+//! which knows nothing of ranks, and returns the graph that every rank of a tensor-parallel group
+//! runs. Layers named by the user, or by the defaults of the model family, are split by columns or
+//! rows as in [Megatron-LM](https://arxiv.org/abs/1909.08053) (section 3); everything else follows
+//! from how their outputs lie.
 //!
 //! ```
 //! use merak_tp::{LayerLists, rewrite};
@@ -27,15 +27,16 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! - [`LayerLists`] say which linear layers are split; [`default_lists`] has them for known families, and
-//!   [`set_tp_layer_lists`] keeps a user's for trainers that are built later.
+//! - [`LayerLists`] say which linear layers are split; [`default_lists`] has them for known
+//!   families, and [`set_tp_layer_lists`] keeps a user's for trainers that are built later.
 //! - [`rewrite`] makes the [`Rewritten`] graph, with a [`Report`].
 //!
 //! # The algorithm
 //!
-//! Nodes are visited in order. Every value has a [`Placement`](merak_trace::Placement) on the tensor axis; a
-//! rule per operation says how it needs its operands, what a rank runs, and how its results lie. Where need
-//! and placement differ, a conversion is inserted, a node that knows its own gradient:
+//! Nodes are visited in order. Every value has a [`Placement`](merak_trace::Placement) on the
+//! tensor axis; a rule per operation says how it needs its operands, what a rank runs, and how its
+//! results lie. Where need and placement differ, a conversion is inserted, a node that knows its
+//! own gradient:
 //!
 //! ```text
 //!   x ──────────► copy_to ──► linear [W₀|W₁] ──► gelu ──► linear [V₀;V₁] ──► all_reduce ──► add b ──► y
@@ -43,13 +44,14 @@
 //!   backward: all_reduce                                                       identity
 //! ```
 //!
-//! A column layer whose output is cut into pieces (a fused query, key and value projection) is split piece by
-//! piece. Attention has `heads / T` heads per rank; fewer key and value heads than ranks are repeated.
+//! A column layer whose output is cut into pieces (a fused query, key and value projection) is
+//! split piece by piece. Attention has `heads / T` heads per rank; fewer key and value heads than
+//! ranks are repeated.
 //!
 //! # Guarantees
 //!
-//! - Values are sliced, never made anew: forward, loss and gradients are those of one rank up to the order of
-//!   summation. Dropout draws each rank's part of the mask of the whole tensor.
+//! - Values are sliced, never made anew: forward, loss and gradients are those of one rank up to
+//!   the order of summation. Dropout draws each rank's part of the mask of the whole tensor.
 //! - An operation without a rule gets whole operands. What is gathered for it stands in the report.
 //! - The result depends on the arguments alone, so all ranks compute the same graph.
 

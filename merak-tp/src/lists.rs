@@ -9,8 +9,8 @@ use std::{
 
 /// Which linear layers are split over the tensor axis, and how.
 ///
-/// Names match when they occur anywhere in the qualified name of a linear layer, case-sensitively. An empty
-/// list is an unset one.
+/// Names match when they occur anywhere in the qualified name of a linear layer, case-sensitively.
+/// An empty list is an unset one.
 ///
 /// ```
 /// use merak_tp::LayerLists;
@@ -26,7 +26,8 @@ pub struct LayerLists {
     /// Layers whose output features are split; the output stays split.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub col_para_list: Vec<String>,
-    /// Layers whose input features are split; partial outputs are summed, then the bias is added once.
+    /// Layers whose input features are split; partial outputs are summed, then the bias is added
+    /// once.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub row_para_list: Vec<String>,
     /// Layers by the ratio of their features; the first match wins.
@@ -35,8 +36,8 @@ pub struct LayerLists {
     /// Parameters to slice by name and dimension. Not available yet: setting it is an error.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub weight_change_list: Vec<(String, usize)>,
-    /// Size attributes of opaque modules. Head counts and split sizes of a traced graph follow from the
-    /// placements, so the list changes nothing there.
+    /// Size attributes of opaque modules. Head counts and split sizes of a traced graph follow from
+    /// the placements, so the list changes nothing there.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tp_attr_list: Vec<String>,
     /// Convolutions whose input channels are split. Not available yet: setting it is an error.
@@ -161,8 +162,8 @@ static LISTS: Mutex<Option<LayerLists>> = Mutex::new(None);
 
 /// Sets the lists for trainers that are built later in this process.
 ///
-/// A trainer copies [`tp_layer_lists`] when it is built, so a later call disturbs no existing one. Nothing
-/// else reads the setting: [`rewrite`](crate::rewrite) takes its lists as an argument.
+/// A trainer copies [`tp_layer_lists`] when it is built, so a later call disturbs no existing one.
+/// Nothing else reads the setting: [`rewrite`](crate::rewrite) takes its lists as an argument.
 pub fn set_tp_layer_lists(lists: LayerLists) {
     *LISTS.lock().unwrap_or_else(PoisonError::into_inner) = Some(lists);
 }

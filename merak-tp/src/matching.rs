@@ -209,8 +209,8 @@ fn beside<'a>(model: &'a Graph, node: &Node) -> Option<&'a Beside> {
     model.param(weight).beside.as_ref()
 }
 
-/// Splits the halves of adapters as their layers: where the features that a factor shares with the layer's matrix
-/// are cut, so is the factor.
+/// Splits the halves of adapters as their layers: where the features that a factor shares with the
+/// layer's matrix are cut, so is the factor.
 fn follow(model: &Graph, matches: &mut Matches) {
     let mut cuts = BTreeMap::new();
     for (id, role) in &matches.roles {
@@ -259,8 +259,8 @@ fn parts(model: &Graph, users: &[Vec<NodeId>], layer: &Layer<'_>) -> Vec<usize> 
     vec![layer.outputs]
 }
 
-/// Takes the column layers out that make key or value heads of which there are fewer than ranks: each rank
-/// computes all of them and attention then picks the one that its query heads share.
+/// Takes the column layers out that make key or value heads of which there are fewer than ranks:
+/// each rank computes all of them and attention then picks the one that its query heads share.
 fn keep_shared_heads_whole(model: &Graph, degree: usize, matches: &mut Matches) {
     for node in model.nodes() {
         let Op::Attention(spec) = &node.op else {

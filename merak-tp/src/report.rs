@@ -12,7 +12,8 @@ pub struct Report {
     pub degree: usize,
     /// The layers that are split, in graph order.
     pub modules: Vec<SplitModule>,
-    /// Layers that are in the lists but stay whole, because their key or value heads are fewer than ranks.
+    /// Layers that are in the lists but stay whole, because their key or value heads are fewer than
+    /// ranks.
     pub kept_whole: Vec<KeptWhole>,
     /// Split values that an operation needs whole.
     pub gathers: Vec<Gather>,
@@ -35,7 +36,8 @@ pub struct SplitModule {
     pub in_features: usize,
     /// Output features of the whole layer.
     pub out_features: usize,
-    /// Parts of the output features that are split one by one: 3 in a fused query, key and value projection.
+    /// Parts of the output features that are split one by one: 3 in a fused query, key and value
+    /// projection.
     pub parts: usize,
 }
 
@@ -68,8 +70,8 @@ pub struct Traffic {
     pub backward: bool,
     /// How many there are.
     pub count: usize,
-    /// Bytes of the whole values together. Over a ring of `T` ranks each sends `2(T-1)/T` of them in an
-    /// all-reduce and `(T-1)/T` in an all-gather.
+    /// Bytes of the whole values together. Over a ring of `T` ranks each sends `2(T-1)/T` of them
+    /// in an all-reduce and `(T-1)/T` in an all-gather.
     pub bytes: usize,
 }
 

@@ -24,17 +24,18 @@ pub struct Rewritten {
 
 /// Splits a model over `degree` ranks of the tensor axis by the given lists.
 ///
-/// Names, scopes and random keys of the model's nodes stay; parameters keep their names, full types and
-/// initialisers and get a placement. Inputs and outputs are whole on every rank. A `degree` of 1 returns the
-/// graph unchanged.
+/// Names, scopes and random keys of the model's nodes stay; parameters keep their names, full types
+/// and initialisers and get a placement. Inputs and outputs are whole on every rank. A `degree` of
+/// 1 returns the graph unchanged.
 ///
 /// # Communication
-/// Per microbatch and split region, forward one all-reduce (after the row layer) and backward one (before
-/// the column layers), each of the bytes of one activation; [`Report::traffic`] has the sums.
+/// Per microbatch and split region, forward one all-reduce (after the row layer) and backward one
+/// (before the column layers), each of the bytes of one activation; [`Report::traffic`] has the
+/// sums.
 ///
 /// # Errors
-/// When the lists are incomplete, ask for what is not available, match nothing or one layer both ways; when
-/// features or heads are no multiple of `degree`; when the model was rewritten before.
+/// When the lists are incomplete, ask for what is not available, match nothing or one layer both
+/// ways; when features or heads are no multiple of `degree`; when the model was rewritten before.
 pub fn rewrite(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewritten> {
     match degree {
         0 => return Err(Error::ZeroDegree),
@@ -75,8 +76,9 @@ fn split(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewritten> 
     rewriter.finish()
 }
 
-/// How the lists cut each parameter, whatever the degree: the dimension and the sizes of its parts. What every
-/// rank keeps whole is not in it. For writers of checkpoints that another degree shall read.
+/// How the lists cut each parameter, whatever the degree: the dimension and the sizes of its parts.
+/// What every rank keeps whole is not in it. For writers of checkpoints that another degree shall
+/// read.
 ///
 /// # Errors
 /// As [`rewrite`], but where the lists say nothing or match nothing: then nothing is cut.

@@ -1,8 +1,8 @@
 //! What each operation does with operands that are split.
 //!
-//! A rule reads the whole types and the placements of a node's operands and answers with a [`Plan`]: how it
-//! needs each operand, the operation that a rank runs on its part, and how the results lie. Which conversion
-//! turns a placement into a need is not its business.
+//! A rule reads the whole types and the placements of a node's operands and answers with a
+//! [`Plan`]: how it needs each operand, the operation that a rank runs on its part, and how the
+//! results lie. Which conversion turns a placement into a need is not its business.
 
 mod attention;
 mod elementwise;

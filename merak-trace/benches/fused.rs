@@ -1,8 +1,10 @@
 //! Speed of the fused kernels beside the same mathematics composed of plain tensor operations.
 //!
-//! `RAYON_NUM_THREADS=1 cargo bench -p merak-trace --features bench --bench fused` prints medians and the median ratio. Both
-//! sides compute the output and all gradients on one thread, by turns, at the shapes of a GPT with layers of
-//! 512. The plain side are candle's operations on whole tensors and its autograd, from the sum of the outputs.
+//! `RAYON_NUM_THREADS=1 cargo bench -p merak-trace --features bench --bench fused` prints medians
+//! and the median ratio. Both sides compute the output and all gradients on one thread, by turns,
+//! at the shapes of a GPT with layers of
+//! 512. The plain side are candle's operations on whole tensors and its autograd, from the sum of
+//!      the outputs.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use merak_trace::kernels::{
@@ -143,7 +145,8 @@ const CAUSAL: Form = Form {
     biased: false,
 };
 
-/// The forms that families use: encoders with padding, grouped-query heads, windows, relative positions.
+/// The forms that families use: encoders with padding, grouped-query heads, windows, relative
+/// positions.
 const FORMS: [Form; 5] = [
     CAUSAL,
     Form {

@@ -1,6 +1,7 @@
 //! Speed of the CPU kernels at the shapes of a GPT with 8 layers of 512, beside a copy.
 //!
-//! `cargo bench -p merak-trace --features bench --bench kernels`; each benchmark runs on one and on two threads.
+//! `cargo bench -p merak-trace --features bench --bench kernels`; each benchmark runs on one and on
+//! two threads.
 
 use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};

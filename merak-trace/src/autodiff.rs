@@ -1,9 +1,10 @@
 //! Reverse-mode differentiation of a graph, once, when a program is planned.
 //!
-//! Gradient nodes are appended to the graph itself. The backward is cut in two: **input gradients**, which
-//! earlier stages wait for, and **weight gradients**, the leaves that nobody waits for
-//! ([Qi et al. 2023](https://arxiv.org/abs/2401.10241), section 2). Contributions to one value are added in
-//! reverse graph order, so a graph that is cut into stages adds in the order of the uncut one.
+//! Gradient nodes are appended to the graph itself. The backward is cut in two: **input
+//! gradients**, which earlier stages wait for, and **weight gradients**, the leaves that nobody
+//! waits for ([Qi et al. 2023](https://arxiv.org/abs/2401.10241), section 2). Contributions to one
+//! value are added in reverse graph order, so a graph that is cut into stages adds in the order of
+//! the uncut one.
 
 mod rules;
 
@@ -45,8 +46,8 @@ pub(crate) struct Gradients {
     pub(crate) params: Vec<ParamGrad>,
 }
 
-/// For each value of a graph, whether a gradient flows through it: it depends on a parameter that is trained or on one
-/// of the `wanted` values.
+/// For each value of a graph, whether a gradient flows through it: it depends on a parameter that
+/// is trained or on one of the `wanted` values.
 pub fn needs_grad(graph: &Graph, wanted: &[ValueId]) -> Vec<bool> {
     let mut needs = vec![false; graph.num_values()];
     for id in wanted {
@@ -69,8 +70,8 @@ pub fn needs_grad(graph: &Graph, wanted: &[ValueId]) -> Vec<bool> {
 
 /// Appends the backward of `graph` to it.
 ///
-/// `seeds` pairs values with their given gradients; `wanted` are the values whose gradients are asked for
-/// (zeros where nothing depends on them).
+/// `seeds` pairs values with their given gradients; `wanted` are the values whose gradients are
+/// asked for (zeros where nothing depends on them).
 ///
 /// # Errors
 /// [`Error::NoGradient`](crate::Error::NoGradient) when an operation on the way has none.
@@ -158,7 +159,8 @@ impl Tape<'_> {
         Ok(())
     }
 
-    /// Gradient nodes whose results are gradients of parameters and nothing else belong to the weight half.
+    /// Gradient nodes whose results are gradients of parameters and nothing else belong to the
+    /// weight half.
     fn mark_weight_gradients(
         &mut self,
         inputs: &[ValueId],
@@ -173,7 +175,8 @@ impl Tape<'_> {
                 .peekable();
             let is_param =
                 |&(operand, _): &(usize, ValueId)| self.graph.param_of(inputs[operand]).is_some();
-            // A result that nobody asked for, as where the other is of a frozen parameter, has no place to go.
+            // A result that nobody asked for, as where the other is of a frozen parameter, has no
+            // place to go.
             let is_wanted =
                 |value: &ValueId| contributions.iter().any(|(_, wanted)| wanted == value);
             if uses.peek().is_some() && uses.all(is_param) && outputs.iter().all(is_wanted) {

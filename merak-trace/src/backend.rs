@@ -89,13 +89,15 @@ pub struct Call<'a> {
     pub context: &'a RunContext,
 }
 
-/// Where gradients accumulate: flat buffers, and a range of one of them for each gradient of a program.
+/// Where gradients accumulate: flat buffers, and a range of one of them for each gradient of a
+/// program.
 #[derive(Debug, Default)]
 pub struct GradStore {
     /// The flat buffers.
     pub buffers: Vec<Box<dyn Buffer>>,
-    /// For each entry of [`StageProgram::grads`](crate::StageProgram::grads), its buffer and range; of several
-    /// programs one after another ([`Interpreter::with_first_slot`](crate::Interpreter::with_first_slot)).
+    /// For each entry of [`StageProgram::grads`](crate::StageProgram::grads), its buffer and range;
+    /// of several programs one after another
+    /// ([`Interpreter::with_first_slot`](crate::Interpreter::with_first_slot)).
     pub slots: Vec<GradSlot>,
 }
 
@@ -113,8 +115,9 @@ pub struct GradSlot {
 /// Flat parameter memory and the tensors that are views of it.
 #[derive(Debug)]
 pub struct ParamStore {
-    /// All parameters end to end; writing it changes the views. Its element type is that in which the parameters are
-    /// kept, or `f32` where it holds the masters of 16-bit ones that are trained.
+    /// All parameters end to end; writing it changes the views. Its element type is that in which
+    /// the parameters are kept, or `f32` where it holds the masters of 16-bit ones that are
+    /// trained.
     pub flat: Box<dyn Buffer>,
     /// One value per parameter of a program, in its order.
     pub views: Vec<Value>,
@@ -138,8 +141,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// When the backend lacks the operation for these types, or operand values are out of range.
     fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>>;
 
-    /// Computes a causal attention over the next positions of several sequences, which lie end to end, and those that
-    /// passed before, to which it adds them.
+    /// Computes a causal attention over the next positions of several sequences, which lie end to
+    /// end, and those that passed before, to which it adds them.
     ///
     /// # Shapes
     /// With N the sum of the sequences' positions, the operands are `q: [1, N, heads*D]` and
@@ -189,8 +192,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// Makes a zeroed buffer for gradients.
     fn grad_buffer(&self, dtype: DType, len: usize) -> Box<dyn Buffer>;
 
-    /// Lays out parameters at the given offsets of one flat buffer of `len` elements, filled with zeros. Those of a call
-    /// are [kept](Param::kept) in one element type.
+    /// Lays out parameters at the given offsets of one flat buffer of `len` elements, filled with
+    /// zeros. Those of a call are [kept](Param::kept) in one element type.
     ///
     /// # Errors
     /// When a parameter does not fit the buffer or element types are mixed.

@@ -105,7 +105,8 @@ impl Module {
         }
     }
 
-    /// Hides the keys where `seen`, `[B, Sk]` i64, is 0 from every [`Module::attention`] of the model that follows.
+    /// Hides the keys where `seen`, `[B, Sk]` i64, is 0 from every [`Module::attention`] of the
+    /// model that follows.
     pub fn hide_unseen(&self, seen: &Symbol) {
         // The first mask stays.
         let _ = self.seen.set(seen.clone());
@@ -289,7 +290,8 @@ impl Module {
         }
     }
 
-    /// Rows of the parameter `weight`, `[rows, width]`, and that parameter, which another layer may tie to.
+    /// Rows of the parameter `weight`, `[rows, width]`, and that parameter, which another layer may
+    /// tie to.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -382,8 +384,8 @@ impl Module {
         self.apply1(Op::Positions { len, first }, &[])
     }
 
-    /// The number of each position of `seen`, `[B, S]` i64, among those that are not 0, counted from `first`;
-    /// `first - 1` where it is 0.
+    /// The number of each position of `seen`, `[B, S]` i64, among those that are not 0, counted
+    /// from `first`; `first - 1` where it is 0.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -391,7 +393,8 @@ impl Module {
         self.apply1(Op::SeenPositions { first }, &[seen])
     }
 
-    /// Attention over packed heads, to the keys that are not hidden; `dropout` is the probability of zeroing a weight.
+    /// Attention over packed heads, to the keys that are not hidden; `dropout` is the probability
+    /// of zeroing a weight.
     ///
     /// # Errors
     /// As [`Module::apply`].

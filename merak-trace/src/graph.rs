@@ -105,9 +105,9 @@ pub struct Port {
 
 /// A model, or a rank's part of one, as a list of nodes in an order in which they can run.
 ///
-/// Every value is assigned once, before its first use. The types of all results are inferred and the
-/// operands checked when a node is added, so a graph that exists is well typed. It owns no storage:
-/// a graph of 175 billion parameters takes a few megabytes.
+/// Every value is assigned once, before its first use. The types of all results are inferred and
+/// the operands checked when a node is added, so a graph that exists is well typed. It owns no
+/// storage: a graph of 175 billion parameters takes a few megabytes.
 #[derive(Debug, Clone, Default)]
 pub struct Graph {
     nodes: Vec<Node>,
@@ -186,8 +186,9 @@ impl Graph {
         }
     }
 
-    /// The parameter that is the weight of a linear layer or a lookup: its matrix or table as it is stored, or
-    /// reshaped (the kernel of a convolution, whose first two dims are then where those of the matrix are).
+    /// The parameter that is the weight of a linear layer or a lookup: its matrix or table as it is
+    /// stored, or reshaped (the kernel of a convolution, whose first two dims are then where those
+    /// of the matrix are).
     pub fn weight_of(&self, node: &Node) -> Option<ParamId> {
         let mut weight = *node.inputs.get(1)?;
         while let Some(made_by) = self.producer(weight).map(|id| self.node(id))
@@ -284,7 +285,8 @@ impl Graph {
         Ok(value)
     }
 
-    /// Places a parameter on `degree` ranks, before any node uses it, and gives its value the local type.
+    /// Places a parameter on `degree` ranks, before any node uses it, and gives its value the local
+    /// type.
     pub fn place_param(&mut self, id: ParamId, placement: Placement, degree: usize) {
         let value = self.param_values[id.index()];
         debug_assert!(
@@ -299,8 +301,8 @@ impl Graph {
     /// Adds a node and returns its results.
     ///
     /// # Errors
-    /// [`Error::Operands`] naming the module path, the operation and the types when they do not fit;
-    /// [`Error::TooLarge`].
+    /// [`Error::Operands`] naming the module path, the operation and the types when they do not
+    /// fit; [`Error::TooLarge`].
     pub fn add_node(
         &mut self,
         scope: &Arc<str>,
@@ -316,8 +318,8 @@ impl Graph {
         self.names.extend(names.cloned());
     }
 
-    /// Whether a value is the model's result or goes into its loss, with nothing but changes of shape, type or
-    /// scale between. `users` are those of [`Graph::users`].
+    /// Whether a value is the model's result or goes into its loss, with nothing but changes of
+    /// shape, type or scale between. `users` are those of [`Graph::users`].
     pub fn ends_model(&self, users: &[Vec<NodeId>], value: ValueId) -> bool {
         self.outputs.iter().any(|port| port.value == value)
             || users[value.index()]
@@ -332,7 +334,8 @@ impl Graph {
                 })
     }
 
-    /// Whether a linear layer makes the logits: it ends the model, or its matrix is a tied embedding table.
+    /// Whether a linear layer makes the logits: it ends the model, or its matrix is a tied
+    /// embedding table.
     pub fn is_head(&self, users: &[Vec<NodeId>], node: &Node) -> bool {
         self.is_tied_head(node) || self.ends_model(users, node.outputs[0])
     }

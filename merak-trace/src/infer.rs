@@ -311,7 +311,8 @@ fn attention(spec: &Attention, [q, k, v]: [&TensorType; 3]) -> Types {
     ensure(q.shape[0] == k.shape[0] && q.dtype == k.dtype, || {
         format!("the batches of {q} and {k} differ")
     })?;
-    // Positions are counted from the ends of both, so the first queries would stand before the first key.
+    // Positions are counted from the ends of both, so the first queries would stand before the
+    // first key.
     let by_position = spec.causal || spec.window.is_some();
     ensure(!by_position || q.shape[1] <= k.shape[1], || {
         format!("{} queries see only {} keys", q.shape[1], k.shape[1])
@@ -322,8 +323,8 @@ fn attention(spec: &Attention, [q, k, v]: [&TensorType; 3]) -> Types {
     ])
 }
 
-/// Checks the operands behind the `required` ones and returns the table, if there is one; `qk` are the
-/// positions of queries and keys.
+/// Checks the operands behind the `required` ones and returns the table, if there is one; `qk` are
+/// the positions of queries and keys.
 fn attention_options<'a>(
     spec: &Attention,
     inputs: &'a [TensorType],

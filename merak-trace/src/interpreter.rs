@@ -116,8 +116,8 @@ impl Interpreter {
 
     /// Runs the forward of one microbatch.
     ///
-    /// `params` are the stage's parameters in their order, `batch` holds the stage's inputs by name (others
-    /// are ignored), `received` the values of [`StageProgram::recv`].
+    /// `params` are the stage's parameters in their order, `batch` holds the stage's inputs by name
+    /// (others are ignored), `received` the values of [`StageProgram::recv`].
     ///
     /// # Errors
     /// When an input is missing or of another type, or a node fails.
@@ -187,10 +187,11 @@ impl Interpreter {
         Ok(())
     }
 
-    /// Runs the whole backward: returns the gradients of [`StageProgram::recv`] and adds those of parameters
-    /// to `store`.
+    /// Runs the whole backward: returns the gradients of [`StageProgram::recv`] and adds those of
+    /// parameters to `store`.
     ///
-    /// `grads` are the gradients of [`StageProgram::send`] that have one, `loss_grad` that of the loss.
+    /// `grads` are the gradients of [`StageProgram::send`] that have one, `loss_grad` that of the
+    /// loss.
     ///
     /// # Errors
     /// When a gradient is of another type or a node fails.

@@ -1,7 +1,7 @@
 //! Fused CPU kernels as pure functions on slices.
 //!
-//! The `candle` backend runs the nodes of a graph with these functions. A kernel reads slices, writes slices
-//! that the caller owns, and has the same result for any number of threads.
+//! The `candle` backend runs the nodes of a graph with these functions. A kernel reads slices,
+//! writes slices that the caller owns, and has the same result for any number of threads.
 //!
 //! | group | functions |
 //! |---|---|
@@ -12,14 +12,14 @@
 //! | elements | [`activation`], [`silu_mul`] and their gradients, [`add`], [`mul`], [`scale`], [`add_suffix`] |
 //! | random | [`dropout`], [`init`] |
 //!
-//! Letters in shapes: B samples, S positions (Sq of queries, Sk of keys), H heads (Hq, Hkv), D width
-//! of a head, V vocabulary, R rows and C columns of a matrix whose rows are contiguous.
+//! Letters in shapes: B samples, S positions (Sq of queries, Sk of keys), H heads (Hq, Hkv), D
+//! width of a head, V vocabulary, R rows and C columns of a matrix whose rows are contiguous.
 //!
 //! # Guarantees
 //!
-//! - **Bits.** Work is cut into pieces by constants of each kernel, sums run over lanes and blocks of
-//!   fixed size in a fixed order, and no sum is shared between threads. The thread count changes no
-//!   bit of a result; neither does the instruction set, products apart.
+//! - **Bits.** Work is cut into pieces by constants of each kernel, sums run over lanes and blocks
+//!   of fixed size in a fixed order, and no sum is shared between threads. The thread count changes
+//!   no bit of a result; neither does the instruction set, products apart.
 //! - **NaN and infinity** go where PyTorch lets them go.
 //! - Lengths that do not fit each other are a caller's bug and panic; what a user's data can get
 //!   wrong (labels, token ids) is a [`KernelError`].

@@ -1,13 +1,14 @@
 //! A typed graph of a model: symbolic tracing, autodiff, backends and model definitions.
 //!
-//! In 3D parallelism everything begins with a graph: it is rewritten for tensor parallelism, cut into
-//! pipeline stages, differentiated, and run node by node. This crate owns the graph and what happens to it
-//! on one rank. Planning owns no storage: a model of 175 billion parameters is a few megabytes here.
+//! In 3D parallelism everything begins with a graph: it is rewritten for tensor parallelism, cut
+//! into pipeline stages, differentiated, and run node by node. This crate owns the graph and what
+//! happens to it on one rank. Planning owns no storage: a model of 175 billion parameters is a few
+//! megabytes here.
 //!
 //! # Example
 //!
-//! A model is ordinary Rust code on symbolic values; what it did is a graph, and a program of it runs
-//! forward and backward.
+//! A model is ordinary Rust code on symbolic values; what it did is a graph, and a program of it
+//! runs forward and backward.
 //!
 //! ```
 //! use merak_trace::{
@@ -48,17 +49,19 @@
 //!
 //! # Main types
 //!
-//! - [`Graph`] of [`Node`]s: an [`Op`], typed values, a module path. [`mod@fx`] traces one, [`models`] holds
-//!   the model families, [`render`] writes one out.
-//! - [`Param`]: a name, a type, an initialiser, a [`Placement`]; [`initial_values`] fills a rank's slice.
-//! - [`StageCuts`] and [`StageProgram`]: one stage's forward, both halves of its backward, and what it keeps.
-//! - [`Interpreter`]: runs a program; [`Backend`] computes nodes, [`backend::candle`] is the default one, on
-//!   fused kernels; with the feature `tch` there is `backend::tch`, on libtorch.
+//! - [`Graph`] of [`Node`]s: an [`Op`], typed values, a module path. [`mod@fx`] traces one,
+//!   [`models`] holds the model families, [`render`] writes one out.
+//! - [`Param`]: a name, a type, an initialiser, a [`Placement`]; [`initial_values`] fills a rank's
+//!   slice.
+//! - [`StageCuts`] and [`StageProgram`]: one stage's forward, both halves of its backward, and what
+//!   it keeps.
+//! - [`Interpreter`]: runs a program; [`Backend`] computes nodes, [`backend::candle`] is the
+//!   default one, on fused kernels; with the feature `tch` there is `backend::tch`, on libtorch.
 //!
 //! # Features
 //!
-//! - `cpu` (default): the kernels, the backend `candle`, and starting values. Without it the crate traces, rewrites,
-//!   differentiates and cuts graphs, with few dependencies.
+//! - `cpu` (default): the kernels, the backend `candle`, and starting values. Without it the crate
+//!   traces, rewrites, differentiates and cuts graphs, with few dependencies.
 //! - `tch`: the libtorch backend; needs libtorch when it is built.
 //!
 //! # From a model to a program
@@ -74,16 +77,17 @@
 //!
 //! - A graph that exists is well typed; errors name the module path, the operation and the types.
 //! - Results do not depend on the number of compute threads.
-//! - Cutting into stages, recomputing, and running the backward in halves change no bit of a loss or a
-//!   gradient: contributions to a gradient are added in reverse graph order, and each use of a parameter
-//!   accumulates apart.
-//! - Starting values and dropout masks are functions of (seed, name, logical index), so that a slice of a
-//!   tensor has the numbers of the whole one.
+//! - Cutting into stages, recomputing, and running the backward in halves change no bit of a loss
+//!   or a gradient: contributions to a gradient are added in reverse graph order, and each use of a
+//!   parameter accumulates apart.
+//! - Starting values and dropout masks are functions of (seed, name, logical index), so that a
+//!   slice of a tensor has the numbers of the whole one.
 //!
 //! # Papers
 //!
-//! [torch.fx](https://arxiv.org/abs/2112.08429) (symbolic tracing), [Chen et al.](https://arxiv.org/abs/1604.06174)
-//! (recomputation), [zero bubble pipelines](https://arxiv.org/abs/2401.10241) (the split backward),
+//! [torch.fx](https://arxiv.org/abs/2112.08429) (symbolic tracing), [Chen et
+//! al.](https://arxiv.org/abs/1604.06174) (recomputation), [zero bubble
+//! pipelines](https://arxiv.org/abs/2401.10241) (the split backward),
 //! [FlashAttention-2](https://arxiv.org/abs/2307.08691) (blockwise attention),
 //! [Philox](https://doi.org/10.1145/2063384.2063405) (counter-based random numbers).
 

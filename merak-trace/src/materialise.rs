@@ -12,7 +12,8 @@ const BLOCK: usize = 1 << 20;
 
 /// Fills `out` with the starting values of what rank `rank` of `degree` holds of a parameter.
 ///
-/// A value depends only on the seed, the parameter's name and the index of the element in the full tensor.
+/// A value depends only on the seed, the parameter's name and the index of the element in the full
+/// tensor.
 ///
 /// ```
 /// use merak_trace::{DType, Init, Param, ParamRole, Placement, TensorType, Threads, initial_values};
@@ -47,8 +48,8 @@ pub fn initial_values<T: Element>(
     });
 }
 
-/// Shows the values of [`initial_values`] a few at a time, with the place of the first of them in the local tensor. A
-/// caller that keeps them in another type converts them here.
+/// Shows the values of [`initial_values`] a few at a time, with the place of the first of them in
+/// the local tensor. A caller that keeps them in another type converts them here.
 ///
 /// # Panics
 /// When `T` is neither `f32` nor `f64`.
@@ -126,7 +127,8 @@ fn blocks(piece: LocalBox) -> impl Iterator<Item = (LocalBox, usize)> {
     })
 }
 
-/// Shows the elements of a block that begins with a row of its box, by their place in the local tensor.
+/// Shows the elements of a block that begins with a row of its box, by their place in the local
+/// tensor.
 fn put<T>(
     block: &LocalBox,
     row: usize,

@@ -49,17 +49,18 @@ pub struct TraceOptions {
     pub batch: usize,
     /// Length of a sequence.
     pub seq: usize,
-    /// Length of what a decoder makes of it, `seq` unless given; ignored by models without an encoder.
+    /// Length of what a decoder makes of it, `seq` unless given; ignored by models without an
+    /// encoder.
     pub target_seq: Option<usize>,
-    /// Length of the texts of which `seq` positions pass at a time, `seq` unless given: scalings of rotary positions
-    /// that depend on the length go by it ([`Model::scaling_length`]).
+    /// Length of the texts of which `seq` positions pass at a time, `seq` unless given: scalings of
+    /// rotary positions that depend on the length go by it ([`Model::scaling_length`]).
     pub context: Option<usize>,
     /// Element type of parameters and activations.
     pub dtype: DType,
     /// What the model ends in.
     pub head: Head,
-    /// Gives models of the next token an input `attention_mask: [B, S] i64`, whose zeros hide padding from all
-    /// attentions; only padding before the tokens needs that.
+    /// Gives models of the next token an input `attention_mask: [B, S] i64`, whose zeros hide
+    /// padding from all attentions; only padding before the tokens needs that.
     pub attention_mask: bool,
     /// Makes tied weights independent copies.
     pub untie: bool,
@@ -157,20 +158,22 @@ pub trait Model: fmt::Debug + Send + Sync {
         Objective::CausalLm
     }
 
-    /// Integer inputs that data need not have, with the number that then stands in all their elements.
+    /// Integer inputs that data need not have, with the number that then stands in all their
+    /// elements.
     fn optional_inputs(&self) -> &'static [(&'static str, i64)] {
         &[]
     }
 
-    /// The shortest length at which positions are scaled as in sequences of length `seq`; 1 where the length does not
-    /// matter. Keys that were computed at another one do not fit: what a cache holds must pass again.
+    /// The shortest length at which positions are scaled as in sequences of length `seq`; 1 where
+    /// the length does not matter. Keys that were computed at another one do not fit: what a cache
+    /// holds must pass again.
     fn scaling_length(&self, seq: usize) -> usize {
         let _ = seq;
         1
     }
 
-    /// Traces the model. Its inputs are the graph's, named as Hugging Face does: for language models
-    /// `input_ids: [B, S] i64` and, for a loss, `labels: [B, S] i64`.
+    /// Traces the model. Its inputs are the graph's, named as Hugging Face does: for language
+    /// models `input_ids: [B, S] i64` and, for a loss, `labels: [B, S] i64`.
     ///
     /// # Errors
     /// When the sequence is longer than the model allows or operands do not fit.
@@ -327,7 +330,8 @@ fn family(model_type: &str) -> Option<&'static Family> {
         .find(|family| family.model_type == model_type)
 }
 
-/// Builds a model from the contents of a Hugging Face `config.json`, as `transformers` 4 and 5 write it.
+/// Builds a model from the contents of a Hugging Face `config.json`, as `transformers` 4 and 5
+/// write it.
 ///
 /// Every field is used, known to change no number, or refused.
 ///

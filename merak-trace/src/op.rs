@@ -72,8 +72,8 @@ pub struct AxisSlice {
     pub full: usize,
 }
 
-/// Random zeroing with rescaling; the mask is a function of the run's seed, the step, the global sample
-/// index (dimension 0), this node's key and the logical element index within the sample.
+/// Random zeroing with rescaling; the mask is a function of the run's seed, the step, the global
+/// sample index (dimension 0), this node's key and the logical element index within the sample.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Dropout {
     /// Probability that an element becomes zero.
@@ -105,9 +105,9 @@ pub struct Attention {
 
 /// Which of the operands of an attention that may be left out are there, by their positions.
 ///
-/// Behind the required operands may stand `seen [B, Sk] i64` (0 hides a key from all queries of its sample),
-/// then a pair of `table [R, heads]` and `index [Sq, Sk] i64`: the score of (head, query, key) gets
-/// `table[index[query, key], head]` added.
+/// Behind the required operands may stand `seen [B, Sk] i64` (0 hides a key from all queries of its
+/// sample), then a pair of `table [R, heads]` and `index [Sq, Sk] i64`: the score of (head, query,
+/// key) gets `table[index[query, key], head]` added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AttentionOptions {
     /// Position of `seen`.
@@ -134,8 +134,8 @@ impl AttentionOptions {
     }
 }
 
-/// Buckets of relative positions: small distances have one each, larger ones share them by their logarithm
-/// ([Raffel et al. 2019](https://arxiv.org/abs/1910.10683), section 2.1).
+/// Buckets of relative positions: small distances have one each, larger ones share them by their
+/// logarithm ([Raffel et al. 2019](https://arxiv.org/abs/1910.10683), section 2.1).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RelativeBuckets {
     /// Queries.
@@ -146,8 +146,8 @@ pub struct RelativeBuckets {
     pub buckets: usize,
     /// Distances from here on share the last bucket.
     pub max_distance: usize,
-    /// Whether keys behind the query have buckets of their own, which takes half of them; otherwise they
-    /// share bucket 0.
+    /// Whether keys behind the query have buckets of their own, which takes half of them; otherwise
+    /// they share bucket 0.
     pub bidirectional: bool,
 }
 
@@ -210,7 +210,8 @@ impl RelativeBuckets {
 pub struct Rope {
     /// Size of one head.
     pub head_dim: usize,
-    /// Angle per position for each pair of elements; `2 * inv_freq.len()` elements of a head are rotated.
+    /// Angle per position for each pair of elements; `2 * inv_freq.len()` elements of a head are
+    /// rotated.
     pub inv_freq: Vec<f32>,
     /// Factor of the rotated elements, 1 for a plain turn.
     pub scale: f64,
@@ -222,21 +223,22 @@ pub struct Rope {
 ///
 /// Statistics (`mean`, `rstd`, `lse`) of 16-bit tensors are `f32`.
 ///
-/// Composite operations stay whole, because fused kernels, placement rules and good gradients live there.
-/// Gradient operations are operations like any other, so that a differentiated program is a graph too.
+/// Composite operations stay whole, because fused kernels, placement rules and good gradients live
+/// there. Gradient operations are operations like any other, so that a differentiated program is a
+/// graph too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Op {
-    /// `-> [len] i64`: the position of each element of a sequence, counted from `first` plus the run's position
-    /// offset.
+    /// `-> [len] i64`: the position of each element of a sequence, counted from `first` plus the
+    /// run's position offset.
     Positions {
         /// Length of the sequence.
         len: usize,
         /// Number of the first position.
         first: usize,
     },
-    /// `seen [B, S] i64 -> [B, S] i64`: the number of each position among those of its sample that are not 0,
-    /// counted from `first`; `first - 1` where it is 0.
+    /// `seen [B, S] i64 -> [B, S] i64`: the number of each position among those of its sample that
+    /// are not 0, counted from `first`; `first - 1` where it is 0.
     SeenPositions {
         /// Number of the first position that is seen.
         first: usize,
@@ -326,7 +328,8 @@ pub enum Op {
     /// `x -> y`; its gradient is the same operation. The identity outside training.
     Dropout(Dropout),
 
-    /// `logits [.., V], labels [..] i64 -> sum of token losses [] f64, lse [rows]`; [`IGNORED_LABEL`] does not count.
+    /// `logits [.., V], labels [..] i64 -> sum of token losses [] f64, lse [rows]`;
+    /// [`IGNORED_LABEL`] does not count.
     CrossEntropy {
         /// Share of probability spread over all classes.
         label_smoothing: f64,
@@ -393,7 +396,8 @@ pub enum Op {
         dtype: DType,
     },
 
-    /// `x -> x`; backward all-reduces the gradient. Opens a region whose work is split over the axis.
+    /// `x -> x`; backward all-reduces the gradient. Opens a region whose work is split over the
+    /// axis.
     CopyTo {
         /// The mesh axis.
         axis: Axis,
@@ -546,7 +550,8 @@ impl Op {
         }
     }
 
-    /// Whether the operation is a border between whole and sharded work, which the interpreter runs itself.
+    /// Whether the operation is a border between whole and sharded work, which the interpreter runs
+    /// itself.
     pub fn is_region(&self) -> bool {
         matches!(
             self,

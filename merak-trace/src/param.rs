@@ -4,8 +4,9 @@ use crate::TensorType;
 use merak_mpu::{Axis, DType};
 use serde::{Deserialize, Serialize};
 
-/// How the elements of a parameter start. A value depends only on the seed, the name of the parameter
-/// and the index of the element in the full tensor, so every topology starts from the same weights.
+/// How the elements of a parameter start. A value depends only on the seed, the name of the
+/// parameter and the index of the element in the full tensor, so every topology starts from the
+/// same weights.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Init {
@@ -46,9 +47,9 @@ pub enum Placement {
 
 /// A tensor cut along one dimension.
 ///
-/// The dimension is the concatenation of `parts`, and each part is cut evenly: rank `r` of `n` holds the
-/// `r`-th `1/n` of every part, one after the other. One part is the usual slice; a fused `[q|k|v]`
-/// projection has three, and rank `r` then holds `q_r|k_r|v_r`.
+/// The dimension is the concatenation of `parts`, and each part is cut evenly: rank `r` of `n`
+/// holds the `r`-th `1/n` of every part, one after the other. One part is the usual slice; a fused
+/// `[q|k|v]` projection has three, and rank `r` then holds `q_r|k_r|v_r`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shard {
     /// The dimension that is cut.
@@ -90,7 +91,8 @@ impl Placement {
         }
     }
 
-    /// The boxes of the full tensor that rank `rank` of `degree` holds, in the order of its local tensor.
+    /// The boxes of the full tensor that rank `rank` of `degree` holds, in the order of its local
+    /// tensor.
     pub fn local_boxes(&self, full: &TensorType, rank: usize, degree: usize) -> Vec<LocalBox> {
         let zeros = vec![0; full.ndim()];
         let Self::Shard(shard) = self else {
@@ -142,8 +144,8 @@ pub struct Param {
     /// Whether training changes it. A frozen parameter has no gradient.
     #[serde(default = "yes")]
     pub trainable: bool,
-    /// The element type in which it lies in memory and in checkpoints, where that is narrower than the one that nodes
-    /// compute with. For frozen parameters alone: small steps would be lost.
+    /// The element type in which it lies in memory and in checkpoints, where that is narrower than
+    /// the one that nodes compute with. For frozen parameters alone: small steps would be lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kept: Option<DType>,
     /// The parameter whose layer it adapts, where it is a factor of a low-rank update.
@@ -187,8 +189,9 @@ impl Param {
         }
     }
 
-    /// Whether weight decay applies: not to biases and normalisation layers, nor to what only has "bias" in its name,
-    /// as T5's `relative_attention_bias`, which is a table. Trainers of transformers go by names as well.
+    /// Whether weight decay applies: not to biases and normalisation layers, nor to what only has
+    /// "bias" in its name, as T5's `relative_attention_bias`, which is a table. Trainers of
+    /// transformers go by names as well.
     pub fn decays(&self) -> bool {
         matches!(self.role, ParamRole::Weight | ParamRole::Embedding) && !self.name.contains("bias")
     }

@@ -34,8 +34,8 @@ pub struct Hop {
 pub struct GradPort {
     /// The parameter, in the stage's graph.
     pub param: ParamId,
-    /// Which use of the parameter this is, counted over the whole model. Uses of a tied weight accumulate
-    /// apart and are added in this order at the end of a step, on one rank too.
+    /// Which use of the parameter this is, counted over the whole model. Uses of a tied weight
+    /// accumulate apart and are added in this order at the end of a step, on one rank too.
     pub use_index: usize,
     /// The value that holds the gradient of one microbatch.
     pub value: ValueId,
@@ -51,8 +51,8 @@ pub struct GradPort {
 ///                └─► W ─► grads                     backward: R, I and W nodes, each before its use
 /// ```
 ///
-/// A value of the forward that a later phase uses is kept until its last use. Nodes of the recompute phase
-/// are copies of forward nodes whose results are not kept.
+/// A value of the forward that a later phase uses is kept until its last use. Nodes of the
+/// recompute phase are copies of forward nodes whose results are not kept.
 #[derive(Debug, Clone)]
 pub struct StageProgram {
     /// All nodes and values, gradients included.
@@ -80,7 +80,8 @@ pub struct StageProgram {
 /// Which results of a stage's forward are computed again instead of kept.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RecomputePlan {
-    /// Ranges of nodes of the whole model, each recomputed as one chunk: it keeps nothing but what leaves it.
+    /// Ranges of nodes of the whole model, each recomputed as one chunk: it keeps nothing but what
+    /// leaves it.
     pub chunks: Vec<Range<usize>>,
     /// Further nodes of the whole model, ascending, whose results are not kept whoever reads them.
     pub nodes: Vec<usize>,

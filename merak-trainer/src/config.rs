@@ -206,8 +206,8 @@ impl Config {
         text
     }
 
-    /// The resolved configuration as a table for people: key, value, origin, of so many columns where that is given. What
-    /// is longer has its origin in a line of its own.
+    /// The resolved configuration as a table for people: key, value, origin, of so many columns
+    /// where that is given. What is longer has its origin in a line of its own.
     pub fn explain(&self, columns: Option<usize>) -> String {
         let rows: Vec<_> = keys()
             .map(|key| {

@@ -1,4 +1,5 @@
-//! What the work of a step costs: by counts of operations, or by times that were measured on this machine.
+//! What the work of a step costs: by counts of operations, or by times that were measured on this
+//! machine.
 //!
 //! ```text
 //! graph ─► segments, one of each kind ─► a short run of their nodes ─► seconds by kind of node ─► file
@@ -7,13 +8,14 @@
 //!   prediction: sums over the nodes of stages, simulated on the machine's cores ◄┘
 //! ```
 //!
-//! Times are kept by what decides them: the operation and the types of operands and results. A transformer has some
-//! thirty kinds of nodes however deep it is, and any cut into stages and any recomputation is a sum of them.
+//! Times are kept by what decides them: the operation and the types of operands and results. A
+//! transformer has some thirty kinds of nodes however deep it is, and any cut into stages and any
+//! recomputation is a sum of them.
 //!
-//! A machine that does something else meanwhile gives times that mislead. So a measurement whose repetitions differ
-//! widely is done again at once, and one that the first steps of a run contradict is done again by the next run; the
-//! run itself keeps its plan. Where the new one agrees with the old one, something else is different, and it stays until
-//! it is a week old.
+//! A machine that does something else meanwhile gives times that mislead. So a measurement whose
+//! repetitions differ widely is done again at once, and one that the first steps of a run
+//! contradict is done again by the next run; the run itself keeps its plan. Where the new one
+//! agrees with the old one, something else is different, and it stays until it is a week old.
 
 mod cache;
 mod first_steps;
@@ -107,7 +109,8 @@ impl CostModel {
         }
     }
 
-    /// The cores that the ranks of one pipeline share; a rank with several threads needs as many for each of them.
+    /// The cores that the ranks of one pipeline share; a rank with several threads needs as many
+    /// for each of them.
     pub(crate) fn cores(&self, args: &CheckedArguments) -> f64 {
         match self {
             Self::Counted => f64::INFINITY,
@@ -118,7 +121,8 @@ impl CostModel {
         }
     }
 
-    /// The seconds of an optimizer step on a rank, reduction of gradients included; `None` where nothing was measured.
+    /// The seconds of an optimizer step on a rank, reduction of gradients included; `None` where
+    /// nothing was measured.
     pub(crate) fn update(
         &self,
         args: &CheckedArguments,
@@ -147,8 +151,9 @@ impl CostModel {
         }
     }
 
-    /// What the arguments ask for: times from a file that keeps them, or measured now. Operations are counted on CUDA
-    /// devices, which run behind the clock's back, and where a measurement needs more memory than there is.
+    /// What the arguments ask for: times from a file that keeps them, or measured now. Operations
+    /// are counted on CUDA devices, which run behind the clock's back, and where a measurement
+    /// needs more memory than there is.
     ///
     /// # Errors
     /// When the work cannot be planned, or a measurement fails.
@@ -185,7 +190,8 @@ enum Doubt {
     None,
     /// The steps of a run took another time: it is to be done again.
     Open,
-    /// It was done again and agreed with the one before: the reason lies elsewhere, as long as it is fresh.
+    /// It was done again and agreed with the one before: the reason lies elsewhere, as long as it
+    /// is fresh.
     Settled,
 }
 
@@ -196,7 +202,8 @@ pub struct Measurement {
     pub at: SystemTime,
     /// Of the times of its repetitions, the width of the middle half by the median.
     pub spread: f64,
-    /// Whether a run contradicted such times before, and they were measured again with the same outcome.
+    /// Whether a run contradicted such times before, and they were measured again with the same
+    /// outcome.
     pub is_contradicted: bool,
 }
 
@@ -204,8 +211,8 @@ pub struct Measurement {
 const FRESH: Duration = Duration::from_hours(7 * 24);
 
 impl Measurement {
-    /// Whether it is old or unsteady: a run that contradicts it is then reason enough to measure again, however often
-    /// that was done before.
+    /// Whether it is old or unsteady: a run that contradicts it is then reason enough to measure
+    /// again, however often that was done before.
     pub fn is_worn(&self) -> bool {
         self.is_unsteady() || self.at.elapsed().unwrap_or_default() > FRESH
     }

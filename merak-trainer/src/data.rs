@@ -6,8 +6,8 @@
 //!         Tokenizer                                  TrainingOrder, EvaluationOrder
 //! ```
 //!
-//! Samples are tensors by the names of the model's inputs ([`Dataset`]). [`Source`] says which data make samples
-//! for which models; a program may bring a data set of its own for any of them.
+//! Samples are tensors by the names of the model's inputs ([`Dataset`]). [`Source`] says which data
+//! make samples for which models; a program may bring a data set of its own for any of them.
 //!
 //! The order is computed from (seed, epoch) on each rank alone and does not depend on the topology:
 //! with the same global batch every topology trains on the same samples in the same step.

@@ -1,9 +1,9 @@
 //! The full stack: configuration, data, the training loop, metrics and the `merak` command.
 //!
-//! The trainer composes the other crates: it traces a model (merak-trace), splits it over tensor ranks
-//! (merak-tp), cuts it into stages (merak-partition), drives the pipeline (merak-pipe) over process groups
-//! (merak-mpu), steps a sharded optimizer (merak-zero) and writes checkpoints that any other topology reads
-//! (merak-ckpt). The user names a model and three degrees.
+//! The trainer composes the other crates: it traces a model (merak-trace), splits it over tensor
+//! ranks (merak-tp), cuts it into stages (merak-partition), drives the pipeline (merak-pipe) over
+//! process groups (merak-mpu), steps a sharded optimizer (merak-zero) and writes checkpoints that
+//! any other topology reads (merak-ckpt). The user names a model and three degrees.
 //!
 //! # Example
 //!
@@ -33,10 +33,11 @@
 //!
 //! # Main types
 //!
-//! - [`Config`], [`MerakArguments`], [`CheckedArguments`]: layers of configuration, the values, and values
-//!   that agree with each other.
+//! - [`Config`], [`MerakArguments`], [`CheckedArguments`]: layers of configuration, the values, and
+//!   values that agree with each other.
 //! - [`Plan`]: what every rank decides alone and alike before anything runs.
-//! - [`MerakTrainer`]: one rank's trainer; [`run_world`] starts the ranks. [`Callback`]s are told what happens.
+//! - [`MerakTrainer`]: one rank's trainer; [`run_world`] starts the ranks. [`Callback`]s are told
+//!   what happens.
 //! - [`data`]: data sets, their order, tokenizers. [`metrics`]: records and progress.
 //!
 //! # One step of a rank
@@ -48,8 +49,8 @@
 //!
 //! # Guarantees
 //!
-//! - The pipeline's schedule, cut and recomputation change no bit of a loss, gradient or weight; data and
-//!   tensor parallelism and ZeRO change them by the order of summation only.
+//! - The pipeline's schedule, cut and recomputation change no bit of a loss, gradient or weight;
+//!   data and tensor parallelism and ZeRO change them by the order of summation only.
 //! - The loss is the mean over all labels of the global batch, on every rank.
 //! - A rank that fails ends the run on all ranks within the deadline, with its cause.
 

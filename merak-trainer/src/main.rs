@@ -88,7 +88,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// The command line, with `--log FILTER` in front: behind CONFIG every option is a configuration key.
+/// The command line, with `--log FILTER` in front: behind CONFIG every option is a configuration
+/// key.
 fn arguments() -> Vec<OsString> {
     let mut words: Vec<OsString> = std::env::args_os().collect();
     if let Some(at) = words.iter().position(|word| word == "--log")

@@ -40,8 +40,8 @@ pub struct MemoryNeed {
     pub optimizer: usize,
     /// Batches and values of the graph that are alive at once, in the largest of the workloads.
     pub activations: usize,
-    /// Memory of freed values that is kept for the next of their length, in the workload that keeps most. What a trainer
-    /// holds of it is not counted.
+    /// Memory of freed values that is kept for the next of their length, in the workload that keeps
+    /// most. What a trainer holds of it is not counted.
     pub pool: usize,
     /// The workload that needs the activations.
     pub largest: Option<Workload>,
@@ -83,7 +83,8 @@ pub struct MemoryShortage {
     pub optimizer: u64,
     /// Of that, values of the graph, and the memory of freed ones that is kept for the next.
     pub activations: u64,
-    /// Of that, the stacks of threads: all of them where addresses are short, otherwise what threads touch.
+    /// Of that, the stacks of threads: all of them where addresses are short, otherwise what
+    /// threads touch.
     pub threads: u64,
     /// Of that, the data that are held in memory.
     pub data: u64,
@@ -99,7 +100,8 @@ pub struct MemoryShortage {
 const FIRST_TOKENS: usize = 1;
 
 impl Plan {
-    /// The least memory that each rank of the pipeline needs for these workloads. Nothing is allocated.
+    /// The least memory that each rank of the pipeline needs for these workloads. Nothing is
+    /// allocated.
     ///
     /// # Errors
     /// When a stage has no program for a workload.
@@ -175,7 +177,8 @@ impl Plan {
         Ok(need)
     }
 
-    /// Batches of a step, and the values of the microbatches that the schedule has under way at the worst moment.
+    /// Batches of a step, and the values of the microbatches that the schedule has under way at the
+    /// worst moment.
     fn training_bytes(&self, programs: &RankPrograms, rank: usize) -> usize {
         let held = programs.stages.iter();
         let held = held.map(|(stage, program)| (*stage, program.live_bytes()));
@@ -296,7 +299,8 @@ impl Plan {
     }
 }
 
-/// Bytes of the gradient of a parameter, of a moment of it, or of its master, all of which are `f32`.
+/// Bytes of the gradient of a parameter, of a moment of it, or of its master, all of which are
+/// `f32`.
 fn trained_bytes(param: &Param) -> usize {
     param.local.numel().saturating_mul(size_of::<f32>())
 }
@@ -312,8 +316,9 @@ fn weight_bytes(param: &Param) -> usize {
     param.kept_bytes().saturating_add(master)
 }
 
-/// No fewer bytes than a microbatch on a stage needs on a backend without scratch memory. Batches are held until their
-/// forward ends, the model's outputs until the step of so many microbatches does.
+/// No fewer bytes than a microbatch on a stage needs on a backend without scratch memory. Batches
+/// are held until their forward ends, the model's outputs until the step of so many microbatches
+/// does.
 pub(crate) fn held_at_most(program: &StageProgram, microbatches: usize) -> LiveBytes {
     let size = |value| program.graph.ty(value).size_bytes();
     let bytes = |ports: &[Port]| ports.iter().map(|port| size(port.value)).sum::<usize>();
@@ -334,7 +339,8 @@ pub(crate) fn held_at_most(program: &StageProgram, microbatches: usize) -> LiveB
     live
 }
 
-/// The most bytes of values at once under a rank's actions; `held` tells what a microbatch needs on each stage.
+/// The most bytes of values at once under a rank's actions; `held` tells what a microbatch needs on
+/// each stage.
 pub(crate) fn activation_bytes(actions: &[Action], held: &BTreeMap<usize, LiveBytes>) -> usize {
     let (mut total, mut peak) = (0_usize, 0);
     // Microbatches that were recomputed ahead.
@@ -416,13 +422,14 @@ impl Room {
     }
 }
 
-/// What this process may fill: memory and swap of the machine, or less where a control group or a limit on
-/// the address space says so.
+/// What this process may fill: memory and swap of the machine, or less where a control group or a
+/// limit on the address space says so.
 pub fn available_bytes() -> u64 {
     memory_bytes().min(address_space())
 }
 
-/// Memory and swap of the machine, or the memory of a control group where that has less than the machine.
+/// Memory and swap of the machine, or the memory of a control group where that has less than the
+/// machine.
 fn memory_bytes() -> u64 {
     let Ok(mut system) = System::new() else {
         // The system does not tell.
@@ -440,8 +447,9 @@ fn memory_bytes() -> u64 {
     within_group(machine, system.total_memory(), groups.min())
 }
 
-/// What a process may fill on a machine that has `machine` bytes, `memory` of which are no swap, in a group. Whether the
-/// group may swap is not known, so a limit is taken as it is; a group without one is told to have the machine's memory.
+/// What a process may fill on a machine that has `machine` bytes, `memory` of which are no swap, in
+/// a group. Whether the group may swap is not known, so a limit is taken as it is; a group without
+/// one is told to have the machine's memory.
 fn within_group(machine: u64, memory: u64, group: Option<u64>) -> u64 {
     match group.filter(|&group| group < memory) {
         Some(group) => group,

@@ -1,12 +1,13 @@
-//! How fast the ranks of this machine exchange: `merak bench collectives`, and what the cost model takes from it.
+//! How fast the ranks of this machine exchange: `merak bench collectives`, and what the cost model
+//! takes from it.
 
 use crate::{Error, Result};
 use merak_mpu::{Group, Packet, ReduceOp, threads};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// Runs an operation on a rank's numbers, and gives numbers back for the next time; the last numbers are a buffer that
-/// stays with the rank.
+/// Runs an operation on a rank's numbers, and gives numbers back for the next time; the last
+/// numbers are a buffer that stays with the rank.
 type Run = fn(&Group, Vec<f32>, &mut Vec<f32>) -> merak_mpu::Result<Vec<f32>>;
 
 /// An operation between ranks that can be timed.
@@ -50,8 +51,8 @@ const ALL_REDUCE: Exchange = Exchange {
     share: |n| 2.0 * (n - 1.0) / n,
 };
 
-/// Every rank sends to the next one, receives from the one before, and copies what it received into a buffer of its own:
-/// between threads a message alone is a pointer, whatever its size.
+/// Every rank sends to the next one, receives from the one before, and copies what it received into
+/// a buffer of its own: between threads a message alone is a pointer, whatever its size.
 const SEND_RECV: Exchange = Exchange {
     name: "send_recv",
     run: |group, data, own| {
@@ -63,8 +64,8 @@ const SEND_RECV: Exchange = Exchange {
     share: |_| 1.0,
 };
 
-/// The same without the copy, as stages have it: the nodes that read a value first bring it to their core, and that is
-/// part of their measured time.
+/// The same without the copy, as stages have it: the nodes that read a value first bring it to
+/// their core, and that is part of their measured time.
 const HAND_OVER: Exchange = Exchange {
     name: "hand_over",
     run: |group, data, _| hand_over(group, data),
@@ -72,13 +73,14 @@ const HAND_OVER: Exchange = Exchange {
 };
 
 impl Exchange {
-    /// The share of the bytes that a rank hands in which passes the busiest link of a ring of so many ranks.
+    /// The share of the bytes that a rank hands in which passes the busiest link of a ring of so
+    /// many ranks.
     pub fn share(&self, world: usize) -> f64 {
         (self.share)(world as f64)
     }
 
-    /// The median time on rank 0 of `steps` times, all ranks starting together; each hands in so many bytes, in
-    /// whole numbers for each of the others.
+    /// The median time on rank 0 of `steps` times, all ranks starting together; each hands in so
+    /// many bytes, in whole numbers for each of the others.
     ///
     /// # Errors
     /// When a rank fails.

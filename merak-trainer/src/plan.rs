@@ -30,7 +30,8 @@ use std::{collections::BTreeMap, sync::Arc};
 
 /// A model, cut over the ranks of a run.
 ///
-/// Making a plan is pure: no clock, no environment, no storage for weights. Every rank makes the same one.
+/// Making a plan is pure: no clock, no environment, no storage for weights. Every rank makes the
+/// same one.
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// The model.
@@ -103,8 +104,8 @@ impl Forward {
 }
 
 impl Plan {
-    /// Traces, rewrites and cuts a model as the arguments say, with the adapter that `lora_config` describes. Searches
-    /// count operations.
+    /// Traces, rewrites and cuts a model as the arguments say, with the adapter that `lora_config`
+    /// describes. Searches count operations.
     ///
     /// # Errors
     /// When the model cannot be split or cut that way, or the schedule needs other sizes.
@@ -172,7 +173,8 @@ impl Plan {
         })
     }
 
-    /// The schedule, for people: its name, and for one that was searched the named one that it is or grew from.
+    /// The schedule, for people: its name, and for one that was searched the named one that it is
+    /// or grew from.
     pub fn schedule_name(&self) -> String {
         let name = &self.schedule.name;
         let Some((start, _)) = self.search.as_ref().and_then(|found| found.start) else {
@@ -188,7 +190,8 @@ impl Plan {
         }
     }
 
-    /// The same for a run that trains nothing: no rank keeps gradients, optimizer state or `f32` masters for it.
+    /// The same for a run that trains nothing: no rank keeps gradients, optimizer state or `f32`
+    /// masters for it.
     #[must_use]
     pub fn frozen(mut self) -> Self {
         let params = self.graph.params().iter();
@@ -227,7 +230,8 @@ impl Plan {
         self.rank_of(self.placement.len() - 1)
     }
 
-    /// The stage with the model's last attention; behind it, positions have nothing to do with each other.
+    /// The stage with the model's last attention; behind it, positions have nothing to do with each
+    /// other.
     pub(crate) fn last_attention(&self) -> usize {
         let is_attention = |node: &Node| matches!(node.op, Op::Attention(_));
         let last = self.graph.nodes().iter().rposition(is_attention);
@@ -377,8 +381,8 @@ impl Plan {
         params.filter(|param| param.trainable)
     }
 
-    /// Floating-point operations per token, forward and backward, by the usual count of six per parameter, of which
-    /// frozen ones save the two for their gradient (attention scores left out).
+    /// Floating-point operations per token, forward and backward, by the usual count of six per
+    /// parameter, of which frozen ones save the two for their gradient (attention scores left out).
     pub fn flops_per_token(&self) -> f64 {
         let trained: usize = self.trained_params().map(|param| param.full.numel()).sum();
         4.0 * self.graph.num_elements() as f64 + 2.0 * trained as f64

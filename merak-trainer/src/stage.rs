@@ -56,7 +56,8 @@ pub(crate) struct Stage {
 }
 
 impl RankStages {
-    /// Builds the rank's part of the plan; its parameters are without values until [`RankStages::draw`].
+    /// Builds the rank's part of the plan; its parameters are without values until
+    /// [`RankStages::draw`].
     pub(crate) fn new(
         plan: Arc<Plan>,
         mpu: Arc<Mpu>,
@@ -121,7 +122,8 @@ impl RankStages {
         Ok(Engine::new(&schedule, self.mpu.pipeline_parallel_rank())?)
     }
 
-    /// Draws the starting values of those parameters that nobody else gives any: a large model takes seconds.
+    /// Draws the starting values of those parameters that nobody else gives any: a large model
+    /// takes seconds.
     pub(crate) fn draw(&mut self, num_threads: usize, draws: impl Fn(usize) -> bool) -> Result<()> {
         self.is_blank = false;
         if !(0..self.table.len()).any(&draws) {
@@ -144,7 +146,8 @@ impl RankStages {
         Ok(())
     }
 
-    /// Adds up the uses of tied weights, then reduces, clips and applies the gradients, and clears them.
+    /// Adds up the uses of tied weights, then reduces, clips and applies the gradients, and clears
+    /// them.
     pub(crate) fn update(&mut self, lr: f64) -> Result<merak_zero::StepReport> {
         self.tied.sum(&*self.backend, &mut self.grads)?;
         let (optimizer, grads) = (&mut self.optimizer, &mut self.grads.buffers[0]);
@@ -223,7 +226,8 @@ impl RankStages {
         out
     }
 
-    /// The positions in the table of the parameters that are trained, in the order of the optimizer's layout.
+    /// The positions in the table of the parameters that are trained, in the order of the
+    /// optimizer's layout.
     pub(crate) fn trained(&self) -> Vec<usize> {
         let params = self.table.iter().enumerate();
         params
@@ -280,8 +284,8 @@ impl Executor {
     }
 }
 
-/// Memory for the gradients of all uses: the first use of a parameter accumulates in the flat buffer, further ones
-/// apart.
+/// Memory for the gradients of all uses: the first use of a parameter accumulates in the flat
+/// buffer, further ones apart.
 pub(crate) fn grad_store(
     programs: &RankPrograms,
     layout: &FlatLayout,
@@ -343,7 +347,8 @@ fn trained_positions(table: &[Param]) -> Vec<usize> {
     table.iter().map(position).collect()
 }
 
-/// Of the ranks that hold the same slice of a parameter in one replica, one counts it and writes it.
+/// Of the ranks that hold the same slice of a parameter in one replica, one counts it and writes
+/// it.
 fn owned(table: &[Param], mpu: &Mpu, tied: &tied::TiedGrads) -> Vec<bool> {
     let is_owned = |param: &Param| {
         let is_sharded = matches!(param.placement, Placement::Shard(_));

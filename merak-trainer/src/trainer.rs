@@ -46,7 +46,8 @@ pub trait Callback: Send {
         let _ = report;
     }
 
-    /// Of the `total` iterations of an evaluation, so many are done: 0 at its start, `total` at its end.
+    /// Of the `total` iterations of an evaluation, so many are done: 0 at its start, `total` at its
+    /// end.
     fn on_evaluation_step(&mut self, done: usize, total: usize) {
         let _ = (done, total);
     }
@@ -84,7 +85,8 @@ pub struct TrainerParts {
     pub num_threads: usize,
     /// Who is told what happens.
     pub callbacks: Vec<Box<dyn Callback>>,
-    /// From when timelines count, so that those of several ranks have one axis; unset: from the start of each step.
+    /// From when timelines count, so that those of several ranks have one axis; unset: from the
+    /// start of each step.
     pub epoch: Option<Instant>,
 }
 
@@ -129,8 +131,8 @@ pub struct TrainOutput {
     pub stopped_by: Option<i64>,
     /// What the last step was evaluated as, with `do_eval` and where it was reached.
     pub evaluation: Option<EvaluationMetrics>,
-    /// The checkpoint whose weights the trainer now has, with `load_best_model_at_end`; the optimizer's state stays that of the
-    /// last step.
+    /// The checkpoint whose weights the trainer now has, with `load_best_model_at_end`; the
+    /// optimizer's state stays that of the last step.
     pub best: Option<BestModel>,
 }
 
@@ -176,14 +178,15 @@ impl fmt::Debug for MerakTrainer {
 }
 
 impl MerakTrainer {
-    /// Makes this rank's trainer, with fresh weights or those of `model.hf_dir`; resumes when the arguments say
-    /// so.
+    /// Makes this rank's trainer, with fresh weights or those of `model.hf_dir`; resumes when the
+    /// arguments say so.
     ///
     /// # Communication
     /// None for a fresh start; when loading, an all-reduce of 8 bytes over the world.
     ///
     /// # Errors
-    /// When the data are too few, an argument does not fit the model, or the checkpoint cannot be loaded.
+    /// When the data are too few, an argument does not fit the model, or the checkpoint cannot be
+    /// loaded.
     pub fn new(
         plan: Arc<Plan>,
         mpu: Mpu,
@@ -250,9 +253,10 @@ impl MerakTrainer {
         Ok(trainer)
     }
 
-    /// Checks what [`MerakTrainer::new`] would refuse about the data, their number and the course of the learning
-    /// rate over them; and whether there is a label among them, for which samples are read until one has some.
-    /// Needs neither model nor ranks. Returns the steps of the whole run.
+    /// Checks what [`MerakTrainer::new`] would refuse about the data, their number and the course
+    /// of the learning rate over them; and whether there is a label among them, for which samples
+    /// are read until one has some. Needs neither model nor ranks. Returns the steps of the whole
+    /// run.
     ///
     /// # Errors
     /// When the data are too few or all without labels.
@@ -266,8 +270,8 @@ impl MerakTrainer {
     /// last byte; `None` for a fresh start.
     ///
     /// # Errors
-    /// When there is none where there must be one, or it is damaged, of another model, or lacks a part that no
-    /// flag excuses; when the data have no place where it stands.
+    /// When there is none where there must be one, or it is damaged, of another model, or lacks a
+    /// part that no flag excuses; when the data have no place where it stands.
     pub fn check_checkpoint(
         plan: &Plan,
         args: &CheckedArguments,
@@ -311,8 +315,8 @@ impl MerakTrainer {
         &self.timeline
     }
 
-    /// What this rank ran in the last steps that it trained, 32 at most. The first step of a run, in which memory
-    /// is touched and threads wake up, is left out once there is another.
+    /// What this rank ran in the last steps that it trained, 32 at most. The first step of a run,
+    /// in which memory is touched and threads wake up, is left out once there is another.
     pub fn records(&self) -> impl ExactSizeIterator<Item = &StepRecord> {
         self.records.iter()
     }
@@ -322,18 +326,19 @@ impl MerakTrainer {
         self.stages.peak_activation_bytes()
     }
 
-    /// The bytes that this rank holds: what [`Plan::memory`] says beforehand. Activations are the most that were alive
-    /// at once.
+    /// The bytes that this rank holds: what [`Plan::memory`] says beforehand. Activations are the
+    /// most that were alive at once.
     pub fn memory(&self) -> MemoryNeed {
         self.stages.memory()
     }
 
-    /// Trains until the last step, evaluating and saving on the way as the arguments say; then takes the weights of
-    /// the best model, if that is asked for and no signal ended training.
+    /// Trains until the last step, evaluating and saving on the way as the arguments say; then
+    /// takes the weights of the best model, if that is asked for and no signal ended training.
     ///
     /// # Errors
-    /// When everything is frozen; when a rank fails, which ends the run on all of them; when gradients are not finite in so many steps in a
-    /// row as `max_skipped_steps` says, or in every step of this call.
+    /// When everything is frozen; when a rank fails, which ends the run on all of them; when
+    /// gradients are not finite in so many steps in a row as `max_skipped_steps` says, or in every
+    /// step of this call.
     pub fn train(&mut self) -> Result<TrainOutput> {
         if self.stages.plan.trained_params().next().is_none() {
             return Err(Error::NothingTrained);
@@ -404,8 +409,8 @@ impl MerakTrainer {
         })
     }
 
-    /// Ends a run in which nothing changes any more: as many steps in a row as the arguments allow, or all of them,
-    /// `updates` of which changed something.
+    /// Ends a run in which nothing changes any more: as many steps in a row as the arguments allow,
+    /// or all of them, `updates` of which changed something.
     fn check_skipped(&mut self, report: StepReport, updates: u32) -> Result<()> {
         let (steps, limit) = (
             self.stages.optimizer.progress().skipped_in_a_row,
@@ -427,8 +432,9 @@ impl MerakTrainer {
         }
     }
 
-    /// Evaluates and saves where a step is due for it. Of the steps that are saved, `best` names the one that was
-    /// evaluated best; a step is saved for that reason where the best model is to be loaded in the end.
+    /// Evaluates and saves where a step is due for it. Of the steps that are saved, `best` names
+    /// the one that was evaluated best; a step is saved for that reason where the best model is to
+    /// be loaded in the end.
     fn after_step(&mut self) -> Result<Option<EvaluationMetrics>> {
         let done = self.global_step;
         let ends_epoch = self

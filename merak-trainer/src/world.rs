@@ -5,11 +5,12 @@ use merak_ckpt::words::sentence;
 use merak_mpu::{Member, RunError, threads};
 use std::{error::Error as StdError, fmt, time::Duration};
 
-/// Ranks as threads of one process: beyond this a system runs out of threads, and no machine has the cores.
+/// Ranks as threads of one process: beyond this a system runs out of threads, and no machine has
+/// the cores.
 const MAX_RANKS: usize = 1024;
 
-/// Runs `body` on every rank of the arguments' world, as threads of this process, and returns the results
-/// by rank.
+/// Runs `body` on every rank of the arguments' world, as threads of this process, and returns the
+/// results by rank.
 ///
 /// # Errors
 /// [`Error::Rank`] with the rank that failed first and its cause, or the cause itself where it
@@ -88,8 +89,8 @@ impl fmt::Display for Cause {
     }
 }
 
-/// An error and its causes, outermost first, separated by colons: one line of a length that one reads, in which nothing
-/// acts on a terminal.
+/// An error and its causes, outermost first, separated by colons: one line of a length that one
+/// reads, in which nothing acts on a terminal.
 pub fn chain(error: &dyn StdError) -> String {
     let mut text = sentence(&error.to_string());
     let mut source = error.source();

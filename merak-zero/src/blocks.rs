@@ -4,9 +4,10 @@ use std::ops::Range;
 
 /// Elements of one norm block: 64 KiB of f32.
 ///
-/// Blocks count from the start of each local tensor, so the cut of the model into stages, buckets and ZeRO
-/// parts never changes what one block holds. Small enough that parts made of whole blocks are nearly equal,
-/// large enough that a model with 175 billion parameters over 8 tensor ranks exchanges 11 MB for its norm.
+/// Blocks count from the start of each local tensor, so the cut of the model into stages, buckets
+/// and ZeRO parts never changes what one block holds. Small enough that parts made of whole blocks
+/// are nearly equal, large enough that a model with 175 billion parameters over 8 tensor ranks
+/// exchanges 11 MB for its norm.
 pub const NORM_BLOCK: usize = 16 * 1024;
 
 /// The number of norm blocks of a local tensor with `numel` elements.

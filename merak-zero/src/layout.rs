@@ -17,10 +17,10 @@ const OVERLAP_BUCKETS: usize = 8;
 /// parts     | rank 0       | rank 1     | rank 0       | rank 1        | ..    of the data x sequence group
 /// ```
 ///
-/// Every border lies on a norm-block border. A bucket is the most norm blocks within the bucket size and an
-/// eighth of the buffer (or 1 Mi elements, when that is more), but at least one block. Its parts are as equal
-/// as whole blocks allow; a collective pads each to the longest, so that its length is a multiple of the
-/// group's world size while the buffer itself stays free of holes.
+/// Every border lies on a norm-block border. A bucket is the most norm blocks within the bucket
+/// size and an eighth of the buffer (or 1 Mi elements, when that is more), but at least one block.
+/// Its parts are as equal as whole blocks allow; a collective pads each to the longest, so that its
+/// length is a multiple of the group's world size while the buffer itself stays free of holes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FlatLayout {
     params: Vec<ParamSpec>,

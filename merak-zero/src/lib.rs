@@ -1,8 +1,10 @@
-//! Sharded optimizers over flat buckets: ZeRO, clipping by the true global norm, learning-rate schedules.
+//! Sharded optimizers over flat buckets: ZeRO, clipping by the true global norm, learning-rate
+//! schedules.
 //!
-//! In 3D parallelism this is the tail of a step. Each rank holds a tensor-parallel slice of one pipeline
-//! stage; ranks that differ in their data or sequence coordinate alone hold the same parameters. Their
-//! gradients are averaged here, clipped by the norm of the whole model, and applied.
+//! In 3D parallelism this is the tail of a step. Each rank holds a tensor-parallel slice of one
+//! pipeline stage; ranks that differ in their data or sequence coordinate alone hold the same
+//! parameters. Their gradients are averaged here, clipped by the norm of the whole model, and
+//! applied.
 //!
 //! ```
 //! use merak_mpu::threads;
@@ -31,11 +33,13 @@
 //! ```
 //!
 //! # Main types
-//! - [`ZeroOptimizer`] reduces, clips and steps the flat parameters of one rank, as [`ZeroConfig`] says.
-//! - [`FlatLayout`] says where each [`ParamSpec`] lies, and cuts buckets and parts; [`GlobalParams`] lists the
-//!   parameters of the whole model, so that every rank adds the norm in one order.
-//! - [`OptimizerConfig`] chooses the rule; [`adam_update`] and [`sgd_update`] are the rules themselves, over
-//!   plain slices.
+//! - [`ZeroOptimizer`] reduces, clips and steps the flat parameters of one rank, as [`ZeroConfig`]
+//!   says.
+//! - [`FlatLayout`] says where each [`ParamSpec`] lies, and cuts buckets and parts;
+//!   [`GlobalParams`] lists the parameters of the whole model, so that every rank adds the norm in
+//!   one order.
+//! - [`OptimizerConfig`] chooses the rule; [`adam_update`] and [`sgd_update`] are the rules
+//!   themselves, over plain slices.
 //! - [`StepDevice`] steps buffers in the memory of a device, where the state then lies too.
 //! - [`OwnedState`] is what a checkpoint saves, [`Progress`] how far the optimizer has come.
 //! - [`LrSchedule`] turns the number of steps done into a learning rate.
@@ -51,7 +55,8 @@
 //! stage 1            all-gather of the parts
 //! ```
 //!
-//! With `L` elements on a rank, `N` ranks in its data x sequence group and `k` state values per element:
+//! With `L` elements on a rank, `N` ranks in its data x sequence group and `k` state values per
+//! element:
 //!
 //! | stage | state of a rank | bytes sent by a rank |
 //! |---|---|---|
@@ -59,19 +64,22 @@
 //! | 1 | `4 k L / N` bytes | the same: a reduce-scatter and an all-gather |
 //!
 //! # Guarantees
-//! - Stage 1 gives the same bits as stage 0 where the group reduces in a fixed order, as the threads engine does.
-//! - The norm does not depend on where the pipeline is cut, nor on the stage, bucket sizes or thread count, in
-//!   any bit; nor does the update.
-//! - The norm counts each logical element once: slices of all tensor ranks, replicated parameters on one, tied
-//!   weights on one stage.
+//! - Stage 1 gives the same bits as stage 0 where the group reduces in a fixed order, as the
+//!   threads engine does.
+//! - The norm does not depend on where the pipeline is cut, nor on the stage, bucket sizes or
+//!   thread count, in any bit; nor does the update.
+//! - The norm counts each logical element once: slices of all tensor ranks, replicated parameters
+//!   on one, tied weights on one stage.
 //! - Either all ranks of the model update or none does.
 //!
-//! This version steps f32 parameters with f32 gradients in stages 0 and 1; asking for more is an error.
+//! This version steps f32 parameters with f32 gradients in stages 0 and 1; asking for more is an
+//! error.
 //!
 //! # Papers
-//! [ZeRO](https://arxiv.org/abs/1910.02054) (the stages, section 5), [AdamW](https://arxiv.org/abs/1711.05101),
-//! [Adam](https://arxiv.org/abs/1412.6980), [clipping](https://arxiv.org/abs/1211.5063), [SGDR](https://arxiv.org/abs/1608.03983)
-//! (cosine schedules), [WSD](https://arxiv.org/abs/2404.06395). Unlike ZeRO's own code, part borders lie on
+//! [ZeRO](https://arxiv.org/abs/1910.02054) (the stages, section 5),
+//! [AdamW](https://arxiv.org/abs/1711.05101), [Adam](https://arxiv.org/abs/1412.6980),
+//! [clipping](https://arxiv.org/abs/1211.5063), [SGDR](https://arxiv.org/abs/1608.03983) (cosine
+//! schedules), [WSD](https://arxiv.org/abs/2404.06395). Unlike ZeRO's own code, part borders lie on
 //! norm-block borders, so that the norm of divided gradients has the bits of the undivided ones.
 
 mod blocks;

@@ -14,7 +14,8 @@ pub struct GradNorm {
 }
 
 impl GradNorm {
-    /// The factor that brings the norm down to `max_grad_norm`, at most 1; 1 when that is 0 or less.
+    /// The factor that brings the norm down to `max_grad_norm`, at most 1; 1 when that is 0 or
+    /// less.
     ///
     /// ```
     /// use merak_zero::GradNorm;

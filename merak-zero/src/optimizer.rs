@@ -17,10 +17,12 @@ pub enum OptimizerKind {
     #[default]
     #[serde(rename = "adamw_torch")]
     AdamW,
-    /// [Adam](https://arxiv.org/abs/1412.6980), algorithm 1, with weight decay added to the gradient.
+    /// [Adam](https://arxiv.org/abs/1412.6980), algorithm 1, with weight decay added to the
+    /// gradient.
     #[serde(rename = "adam")]
     Adam,
-    /// Stochastic gradient descent, optionally with momentum, with weight decay added to the gradient.
+    /// Stochastic gradient descent, optionally with momentum, with weight decay added to the
+    /// gradient.
     #[serde(rename = "sgd")]
     Sgd,
 }
@@ -170,7 +172,8 @@ impl OptimizerConfig {
         Ok(())
     }
 
-    /// The names of the values that the rule keeps for each element, as PyTorch's state dicts have them.
+    /// The names of the values that the rule keeps for each element, as PyTorch's state dicts have
+    /// them.
     pub fn state_names(&self) -> &'static [&'static str] {
         match self.optim {
             OptimizerKind::AdamW | OptimizerKind::Adam => &["exp_avg", "exp_avg_sq"],
@@ -181,7 +184,8 @@ impl OptimizerConfig {
 
     /// Fixes the rule for one step.
     ///
-    /// `time` counts this step: 1 for the first. Gradients are multiplied by `grad_scale` as they are read.
+    /// `time` counts this step: 1 for the first. Gradients are multiplied by `grad_scale` as they
+    /// are read.
     pub(crate) fn rule(&self, lr: f64, time: u64, grad_scale: f64) -> Rule {
         match self.optim {
             OptimizerKind::AdamW | OptimizerKind::Adam => {
@@ -205,7 +209,8 @@ impl OptimizerConfig {
 /// The most state values that a rule keeps for each element.
 pub(crate) const MAX_STATES: usize = 2;
 
-/// An update rule with every scalar of one step worked out, for parameters that decay and those that do not.
+/// An update rule with every scalar of one step worked out, for parameters that decay and those
+/// that do not.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Rule {
     Adam { decaying: AdamStep, plain: AdamStep },

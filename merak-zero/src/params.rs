@@ -24,9 +24,9 @@ pub struct ParamSpec {
     pub global_index: usize,
     /// Whether weight decay applies; not to biases and the weights of normalisation layers.
     pub decay: bool,
-    /// Whether this copy counts in the global norm, which takes each logical element once: true for a
-    /// tensor-parallel slice; for a parameter that all tensor ranks hold whole, on tensor rank 0 alone;
-    /// for a tied weight, on the first stage that owns it alone.
+    /// Whether this copy counts in the global norm, which takes each logical element once: true for
+    /// a tensor-parallel slice; for a parameter that all tensor ranks hold whole, on tensor rank 0
+    /// alone; for a tied weight, on the first stage that owns it alone.
     pub counts_in_norm: bool,
 }
 
@@ -64,8 +64,8 @@ impl ParamSpec {
 
 /// Every trainable logical parameter of the whole model, in model order: the same on all ranks.
 ///
-/// It gives each norm block of each parameter its own place in one vector, so that the global norm adds
-/// the same numbers in the same order wherever the pipeline is cut.
+/// It gives each norm block of each parameter its own place in one vector, so that the global norm
+/// adds the same numbers in the same order wherever the pipeline is cut.
 ///
 /// ```
 /// use merak_zero::{GlobalParams, NORM_BLOCK};

@@ -6,8 +6,9 @@ use std::f64::consts::PI;
 
 /// The shape of a learning-rate schedule, under its name in a configuration.
 ///
-/// With `t` optimizer steps done, `w` warmup steps, `N` steps in all and `p = (t - w) / max(1, N - w)`, the
-/// factor of the learning rate is `t / max(1, w)` while `t < w` (`wsd` rises from `r` to 1 instead), and then:
+/// With `t` optimizer steps done, `w` warmup steps, `N` steps in all and
+/// `p = (t - w) / max(1, N - w)`, the factor of the learning rate is `t / max(1, w)` while `t < w`
+/// (`wsd` rises from `r` to 1 instead), and then:
 ///
 /// | shape | factor for `t >= w` | keyword arguments |
 /// |---|---|---|
@@ -105,7 +106,8 @@ impl DecayType {
     }
 }
 
-/// The keyword arguments of all schedules; each shape takes those of its row in [`LrSchedulerType`].
+/// The keyword arguments of all schedules; each shape takes those of its row in
+/// [`LrSchedulerType`].
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LrSchedulerKwargs {
@@ -127,7 +129,8 @@ pub struct LrSchedulerKwargs {
 
 /// A learning-rate schedule with every number filled in.
 ///
-/// It holds no position: the caller counts the steps done, and steps that were skipped are not among them.
+/// It holds no position: the caller counts the steps done, and steps that were skipped are not
+/// among them.
 ///
 /// ```
 /// use merak_zero::{LrSchedule, LrSchedulerKwargs, LrSchedulerType};
@@ -172,8 +175,8 @@ enum Shape {
 }
 
 impl LrSchedule {
-    /// Builds a schedule for `total` optimizer steps, of which the first `warmup` warm up, at peak learning
-    /// rate `lr`.
+    /// Builds a schedule for `total` optimizer steps, of which the first `warmup` warm up, at peak
+    /// learning rate `lr`.
     ///
     /// # Errors
     /// When a keyword argument is out of range or belongs to another shape, or `lr` is negative.
@@ -315,8 +318,8 @@ impl Shape {
     }
 }
 
-/// The number of warmup steps: `warmup_steps` when it is positive, else `warmup_ratio` of the `total`,
-/// rounded up.
+/// The number of warmup steps: `warmup_steps` when it is positive, else `warmup_ratio` of the
+/// `total`, rounded up.
 ///
 /// ```
 /// assert_eq!(merak_zero::warmup_steps(0, 0.03, 101), 4);

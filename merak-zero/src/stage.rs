@@ -3,16 +3,18 @@
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// What the ranks of the data x sequence group divide among themselves, as a number in a configuration.
+/// What the ranks of the data x sequence group divide among themselves, as a number in a
+/// configuration.
 ///
-/// Stage numbers are those of [ZeRO](https://arxiv.org/abs/1910.02054), section 5. Stages 2 and 3, which also
-/// divide gradients and parameters, are legal choices that this version refuses.
+/// Stage numbers are those of [ZeRO](https://arxiv.org/abs/1910.02054), section 5. Stages 2 and 3,
+/// which also divide gradients and parameters, are legal choices that this version refuses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(try_from = "u8", into = "u8")]
 pub enum ZeroStage {
     /// Stage 0: nothing; gradients are all-reduced once per step.
     Replicated,
-    /// Stage 1: the optimizer state; gradients are reduce-scattered and parameters all-gathered once per step.
+    /// Stage 1: the optimizer state; gradients are reduce-scattered and parameters all-gathered
+    /// once per step.
     #[default]
     OptimizerState,
 }

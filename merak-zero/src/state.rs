@@ -7,8 +7,8 @@ use std::{ops::Range, sync::Arc};
 ///
 /// Checkpoints see it as slices of logical parameters, which no topology shows through.
 ///
-/// A clone shares the values until one of the two changes, so that a snapshot for a writer costs nothing; who
-/// changes values that are still shared copies them first.
+/// A clone shares the values until one of the two changes, so that a snapshot for a writer costs
+/// nothing; who changes values that are still shared copies them first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OwnedState {
     blocks: Vec<Block>,
@@ -86,7 +86,8 @@ impl OwnedState {
         self.runs.last().map_or(0, |run| run.packed.end)
     }
 
-    /// The owned pieces of the layout's parameters, as (position in the layout, elements of the local tensor).
+    /// The owned pieces of the layout's parameters, as (position in the layout, elements of the
+    /// local tensor).
     pub fn owned(&self) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
         self.runs.iter().map(|run| (run.param, run.local.clone()))
     }

@@ -33,9 +33,10 @@ pub struct StepReport {
 
 /// Reduces, clips and steps the flat parameters of one rank.
 ///
-/// The caller owns two flat f32 buffers, parameters and gradients, laid out by [`ZeroOptimizer::layout`];
-/// the optimizer owns its state, for the blocks that this rank owns alone: all of them in stage 0, one part
-/// of each bucket in stage 1. Every rank of the model builds one and steps it at the same time.
+/// The caller owns two flat f32 buffers, parameters and gradients, laid out by
+/// [`ZeroOptimizer::layout`]; the optimizer owns its state, for the blocks that this rank owns
+/// alone: all of them in stage 0, one part of each bucket in stage 1. Every rank of the model
+/// builds one and steps it at the same time.
 #[derive(Debug)]
 pub struct ZeroOptimizer {
     layout: FlatLayout,
@@ -54,8 +55,8 @@ pub struct ZeroOptimizer {
 impl ZeroOptimizer {
     /// Builds the optimizer of this rank, with zeroed state.
     ///
-    /// `params` are this rank's trainable parameters in the order in which they shall lie, the same on all
-    /// ranks of `groups.data_sequence`; `model` is the same on all ranks.
+    /// `params` are this rank's trainable parameters in the order in which they shall lie, the same
+    /// on all ranks of `groups.data_sequence`; `model` is the same on all ranks.
     ///
     /// # Errors
     /// When a number of `config` is out of range, or `params` and `model` do not fit together.
@@ -92,7 +93,8 @@ impl ZeroOptimizer {
         })
     }
 
-    /// The same with zeroed state in the memory of a device, which then steps buffers that lie there.
+    /// The same with zeroed state in the memory of a device, which then steps buffers that lie
+    /// there.
     ///
     /// Reductions over several ranks go through host memory.
     ///
@@ -146,8 +148,9 @@ impl ZeroOptimizer {
 
     /// Starts the reduction of one bucket while the backward pass works on others.
     ///
-    /// The gradients of the bucket must be complete: later changes are lost. Every rank of the data x sequence
-    /// group starts the same buckets in the same order; [`ZeroOptimizer::reduce_gradients`] starts the rest.
+    /// The gradients of the bucket must be complete: later changes are lost. Every rank of the data
+    /// x sequence group starts the same buckets in the same order;
+    /// [`ZeroOptimizer::reduce_gradients`] starts the rest.
     ///
     /// # Communication
     /// As [`ZeroOptimizer::reduce_gradients`], for one bucket.
@@ -177,16 +180,20 @@ impl ZeroOptimizer {
         flat::read(grads, |g| self.exchange.start_reduce(bucket, range, g))
     }
 
-    /// Replaces the gradients of what this rank owns by their average over the data x sequence group.
+    /// Replaces the gradients of what this rank owns by their average over the data x sequence
+    /// group.
     ///
-    /// What other ranks own is left as it was. [`ZeroOptimizer::step`] calls this when the caller did not.
+    /// What other ranks own is left as it was. [`ZeroOptimizer::step`] calls this when the caller
+    /// did not.
     ///
     /// # Communication
-    /// With `L` elements over `N` ranks: an all-reduce of `4 L` bytes in stage 0, a reduce-scatter of `4 L` bytes
-    /// in stage 1, bucket by bucket from the last, one bucket ahead of the copy back.
+    /// With `L` elements over `N` ranks: an all-reduce of `4 L` bytes in stage 0, a reduce-scatter
+    /// of `4 L` bytes in stage 1, bucket by bucket from the last, one bucket ahead of the copy
+    /// back.
     ///
     /// # Errors
-    /// When the gradients of this step were reduced before, `grads` does not fit the layout, or the group fails.
+    /// When the gradients of this step were reduced before, `grads` does not fit the layout, or the
+    /// group fails.
     pub fn reduce_gradients(&mut self, grads: &mut dyn Buffer) -> Result<()> {
         flat::check("gradient", grads, self.layout.len())?;
         if self.reduced {
@@ -211,12 +218,12 @@ impl ZeroOptimizer {
 
     /// The norm of the averaged gradients of the whole model.
     ///
-    /// Sums of squares of norm blocks, in f64, are added by parameter and then over the parameters in model
-    /// order, so the cut into pipeline stages and the ZeRO stage change no bit of it.
+    /// Sums of squares of norm blocks, in f64, are added by parameter and then over the parameters
+    /// in model order, so the cut into pipeline stages and the ZeRO stage change no bit of it.
     ///
     /// # Communication
-    /// An all-reduce of 8 bytes per norm block of the whole model over the model group, in stage 1 also over the
-    /// data x sequence group.
+    /// An all-reduce of 8 bytes per norm block of the whole model over the model group, in stage 1
+    /// also over the data x sequence group.
     ///
     /// # Errors
     /// When `grads` does not fit the layout or a group fails.
@@ -238,14 +245,15 @@ impl ZeroOptimizer {
         Ok(norm::combine(&self.model, &sums))
     }
 
-    /// Reduces, clips and applies the gradients with learning rate `lr`, and gathers the parameters.
+    /// Reduces, clips and applies the gradients with learning rate `lr`, and gathers the
+    /// parameters.
     ///
-    /// A gradient that is not finite, on whatever rank, skips the step on all: parameters, state and the step
-    /// count stay as they were.
+    /// A gradient that is not finite, on whatever rank, skips the step on all: parameters, state
+    /// and the step count stay as they were.
     ///
     /// # Communication
-    /// [`ZeroOptimizer::reduce_gradients`] unless done before, [`ZeroOptimizer::grad_norm`], and in stage 1 an
-    /// all-gather of `4 L / N` bytes from each of the `N` ranks.
+    /// [`ZeroOptimizer::reduce_gradients`] unless done before, [`ZeroOptimizer::grad_norm`], and in
+    /// stage 1 an all-gather of `4 L / N` bytes from each of the `N` ranks.
     ///
     /// # Errors
     /// When a buffer does not fit the layout, `lr` is negative or not finite, or a group fails.

@@ -1,4 +1,5 @@
-//! Zip archives of members that are not compressed, as `torch.save` writes them, alone in a file or as a stretch of one.
+//! Zip archives of members that are not compressed, as `torch.save` writes them, alone in a file or
+//! as a stretch of one.
 //!
 //! ```text
 //! per member: local header (30 bytes, name, extra), the bytes
@@ -6,7 +7,8 @@
 //! end:        in archives beyond 4 GiB a record of 56 bytes and its place; then 22 bytes and a comment
 //! ```
 //!
-//! What the directory says is checked against the file before it is used; its size is limited, and so is the memory.
+//! What the directory says is checked against the file before it is used; its size is limited, and
+//! so is the memory.
 
 use crate::words::beyond;
 use std::collections::BTreeMap;
@@ -49,7 +51,8 @@ struct Member {
 }
 
 impl<'a> Archive<'a> {
-    /// Reads the directory of the archive in this stretch of the file, which takes `limit` bytes of memory at most.
+    /// Reads the directory of the archive in this stretch of the file, which takes `limit` bytes of
+    /// memory at most.
     pub(super) fn open(file: &'a File, stretch: Range<u64>, limit: usize) -> Result<Self, String> {
         let mut archive = Self {
             file,

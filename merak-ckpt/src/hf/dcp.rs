@@ -12,8 +12,9 @@
 //! | `optim.state.transformer.wte.weight.step` | the step of the checkpoint |
 //! | `optim.param_groups.0.lr` | a number in the state of the run |
 //!
-//! The index is run by the interpreter of tables of tensors, with a list of classes whose objects are attributes and
-//! nothing else. Boxes are read where they lie, so an import streams as any other.
+//! The index is run by the interpreter of tables of tensors, with a list of classes whose objects
+//! are attributes and nothing else. Boxes are read where they lie, so an import streams as any
+//! other.
 
 mod index;
 mod items;
@@ -44,18 +45,19 @@ const MAX_PREFIX_PARTS: usize = 16;
 /// Most names that a warning lists.
 const MAX_LISTED: usize = 12;
 
-/// Makes a checkpoint of a folder of `torch.distributed.checkpoint`: the weights under `prefix` by the names that
-/// `config`, a `config.json` of Hugging Face, gives its model, and the optimizer state that belongs to them. Returns the
-/// checkpoint's folder.
+/// Makes a checkpoint of a folder of `torch.distributed.checkpoint`: the weights under `prefix` by
+/// the names that `config`, a `config.json` of Hugging Face, gives its model, and the optimizer
+/// state that belongs to them. Returns the checkpoint's folder.
 ///
 /// Its step is that of the optimizer, 0 without one. The state of the run is
-/// `{"imported": {"step": …, "optimizer": …, "param_groups": …}}`, from which `merak train --resume` goes on with seeds and
-/// data of its own; without optimizer state it is `null`. Names that the model has no place for are left out with a warning
-/// that lists them. Files of tokenizers beside `config` come along. Otherwise as [`import_hf`](crate::import_hf).
+/// `{"imported": {"step": …, "optimizer": …, "param_groups": …}}`, from which
+/// `merak train --resume` goes on with seeds and data of its own; without optimizer state it is
+/// `null`. Names that the model has no place for are left out with a warning that lists them. Files
+/// of tokenizers beside `config` come along. Otherwise as [`import_hf`](crate::import_hf).
 ///
 /// # Errors
-/// As [`import_hf`](crate::import_hf); [`Error::Foreign`](crate::Error::Foreign) where the index or an item is not what it should be, and
-/// where no tensor's name begins with the prefix.
+/// As [`import_hf`](crate::import_hf); [`Error::Foreign`](crate::Error::Foreign) where the index or
+/// an item is not what it should be, and where no tensor's name begins with the prefix.
 pub fn import_dcp(
     folder: impl AsRef<Path>,
     destination: impl AsRef<Path>,
@@ -139,7 +141,8 @@ struct Run<'a> {
     prefix: &'a str,
     max_memory: usize,
     params: Vec<Taken<'a>>,
-    /// The name of the parameter, by the name that the folder has behind the prefix; none of those left out.
+    /// The name of the parameter, by the name that the folder has behind the prefix; none of those
+    /// left out.
     names: BTreeMap<&'a str, String>,
     state: Vec<Taken<'a>>,
     /// The items that say how many updates there were.
@@ -211,8 +214,8 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Leaves out what the model has no parameter for, as a head that is the embedding. Returns whether they differ
-    /// although the configuration says that they are one.
+    /// Leaves out what the model has no parameter for, as a head that is the embedding. Returns
+    /// whether they differ although the configuration says that they are one.
     fn settle_head(&mut self, config: &Value) -> Result<bool> {
         let Some(family) = self.family else {
             return Ok(false);
@@ -248,7 +251,8 @@ impl<'a> Run<'a> {
         self.params.iter().find(|taken| taken.name == name)
     }
 
-    /// Finds the state of the optimizer and the fields of its groups; what is not taken is left out.
+    /// Finds the state of the optimizer and the fields of its groups; what is not taken is left
+    /// out.
     fn take_state(&mut self, config: &Value) {
         let params = self.params.iter().map(|taken| taken.stored.key.as_str());
         let known: BTreeSet<_> = params.chain(self.unused.iter().copied()).collect();
@@ -287,7 +291,8 @@ impl<'a> Run<'a> {
                 Some((_, what)) if KINDS.contains(&what) => self.left_out.push(key),
                 Some(_) => self.without_use.push(key),
                 None => match (Field::of(key), &stored.chunks[..]) {
-                    // A number that a script keeps in a tensor, as a learning rate that a compiled step reads.
+                    // A number that a script keeps in a tensor, as a learning rate that a compiled
+                    // step reads.
                     (Some(field), [chunk]) => self.fields.push((field, &chunk.place)),
                     _ => self.left_out.push(key),
                 },
@@ -539,7 +544,8 @@ struct Field<'a> {
     /// The group's number, or the name of its one parameter.
     group: &'a str,
     name: &'a str,
-    /// The place in a list whose members have keys of their own, as those of a list of tensors have.
+    /// The place in a list whose members have keys of their own, as those of a list of tensors
+    /// have.
     nth: Option<usize>,
 }
 

@@ -41,18 +41,19 @@ impl Default for ExportOptions {
 ///
 /// In `config.json`, `dtype` (or `torch_dtype`) is set to the type of the weights, and for a known
 /// `model_type`, `tie_word_embeddings` to whether the folder has a head of its own, so that
-/// `transformers` finds every weight it asks for and none besides. A head that equals the embedding, under a
-/// configuration that ties the two, is not written. An adapter that the checkpoint's run trained is
-/// folded into the weights, as [`merge_lora`](crate::merge_lora) does; [`extract_lora`](crate::extract_lora) writes it
-/// by itself.
+/// `transformers` finds every weight it asks for and none besides. A head that equals the
+/// embedding, under a configuration that ties the two, is not written. An adapter that the
+/// checkpoint's run trained is folded into the weights, as [`merge_lora`](crate::merge_lora) does;
+/// [`extract_lora`](crate::extract_lora) writes it by itself.
 ///
-/// `folder` must not exist, or be empty; it gets its name when it is complete. Until then it is `.merak-tmp-NAME` beside its
-/// place; what a killed process left there is taken over.
+/// `folder` must not exist, or be empty; it gets its name when it is complete. Until then it is
+/// `.merak-tmp-NAME` beside its place; what a killed process left there is taken over.
 ///
 /// # Errors
-/// [`Error::AlreadyExists`] for a folder with content, [`Error::InUse`] for one that another process is writing, [`Error::Foreign`] where the checkpoint has
-/// no `config.json`, [`Error::InvalidOption`] for a type that is no floating-point type,
-/// [`Error::Damaged`] for a damaged checkpoint.
+/// [`Error::AlreadyExists`] for a folder with content, [`Error::InUse`] for one that another
+/// process is writing, [`Error::Foreign`] where the checkpoint has no `config.json`,
+/// [`Error::InvalidOption`] for a type that is no floating-point type, [`Error::Damaged`] for a
+/// damaged checkpoint.
 pub fn export_hf(
     source: &Checkpoint,
     folder: impl AsRef<Path>,
@@ -102,8 +103,8 @@ pub(crate) fn make(folder: &Path, content: &Content<'_>, options: &ExportOptions
     draft.finish()
 }
 
-/// The parameters to write, in natural order of their names, with the types to write; `changes` says
-/// which of them will have other values than `source` has.
+/// The parameters to write, in natural order of their names, with the types to write; `changes`
+/// says which of them will have other values than `source` has.
 pub(crate) fn exported(
     source: &Checkpoint,
     config: &Value,
@@ -209,10 +210,12 @@ fn write(
     sync_folder(folder)
 }
 
-/// The name that `transformers` asks for though nothing is stored under it, and the tensor that has its values.
+/// The name that `transformers` asks for though nothing is stored under it, and the tensor that has
+/// its values.
 type Twin = [&'static str; 2];
 
-/// The twin of a parameter of a head that is not the embedding; the model it comes from may have had either.
+/// The twin of a parameter of a head that is not the embedding; the model it comes from may have
+/// had either.
 fn twin_of(content: &Content<'_>) -> Option<Twin> {
     let tie = family_of(&content.config)?.tie(&content.config)?;
     let is_there = |name: &str| content.tensors.iter().any(|tensor| tensor.name == name);

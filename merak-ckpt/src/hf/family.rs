@@ -19,8 +19,8 @@ pub(crate) struct Family {
     is_transposed: bool,
     /// Names that files may have for others, as those that a model has in memory.
     aliases: &'static [(&'static str, &'static str)],
-    /// How the names of layers differ that a model has in memory: what comes before their numbers behind the prefix, in memory
-    /// and in files, and parts of a layer.
+    /// How the names of layers differ that a model has in memory: what comes before their numbers
+    /// behind the prefix, in memory and in files, and parts of a layer.
     in_memory: Option<[&'static str; 2]>,
     memory_parts: &'static [(&'static str, &'static str)],
     /// Linear layers whose outputs tensor parallelism cuts, and the equal parts of these.
@@ -29,7 +29,8 @@ pub(crate) struct Family {
     rows: &'static [&'static str],
     /// Tables whose columns it cuts.
     tables: &'static [&'static str],
-    /// Ends of names of tensors that files may have and models do without, and the architectures that do not.
+    /// Ends of names of tensors that files may have and models do without, and the architectures
+    /// that do not.
     unused: &'static [(&'static str, &'static [&'static str])],
 }
 
@@ -42,8 +43,9 @@ pub(crate) struct Tie {
     pub(crate) embedding: &'static str,
     /// Whether they are one where the configuration does not say.
     is_default: bool,
-    /// A parameter beside the head that files may have under two names: the one in use where head and embedding
-    /// are one, and the one in use where they are not, when `transformers` creates the other all the same.
+    /// A parameter beside the head that files may have under two names: the one in use where head
+    /// and embedding are one, and the one in use where they are not, when `transformers` creates
+    /// the other all the same.
     pub(crate) twin: Option<[&'static str; 2]>,
     /// A field of the configuration that says the same as `tie_word_embeddings` where it is absent.
     follower: Option<&'static str>,
@@ -262,7 +264,8 @@ impl Family {
         has_one.then_some(tie.head)
     }
 
-    /// Whether the configuration's model is one of language with its head; where it does not say, it is.
+    /// Whether the configuration's model is one of language with its head; where it does not say,
+    /// it is.
     pub(crate) fn has_head(&self, config: &Value) -> bool {
         let is_headed = |name: &str| HEADED.iter().any(|end| name.ends_with(end));
         self.tie(config).is_some() && architecture(config).is_none_or(is_headed)
@@ -321,7 +324,8 @@ impl Family {
             .then(|| Cut::new(dim, vec![size / parts; parts]))
     }
 
-    /// The name in files of what a model has under this one in memory, and the other one of two that are one parameter.
+    /// The name in files of what a model has under this one in memory, and the other one of two
+    /// that are one parameter.
     pub(crate) fn other_name(&self, config: &Value, name: &str) -> Option<&'static str> {
         let alias = self.aliases.iter().find(|(alias, _)| *alias == name);
         let twins = self.tie(config).and_then(|tie| tie.twin);
@@ -441,8 +445,8 @@ pub(super) fn architecture(config: &Value) -> Option<&str> {
     config.pointer("/architectures/0").and_then(Value::as_str)
 }
 
-/// Says in a `config.json` whether head and embedding are one. What follows from that where the configuration is
-/// silent stays as it was: T5 scales the input of its head or not.
+/// Says in a `config.json` whether head and embedding are one. What follows from that where the
+/// configuration is silent stays as it was: T5 scales the input of its head or not.
 pub fn set_tie(config: &mut Value, is_one: bool) {
     let tie = family_of(config).and_then(|family| family.tie(config));
     let follower = tie.and_then(|tie| Some((tie.follower?, tie.is_one(config))));
@@ -459,8 +463,8 @@ pub fn set_tie(config: &mut Value, is_one: bool) {
 }
 
 impl Tie {
-    /// The name of the twin that is not in use. Where a file has only that one, as version 4 of transformers writes
-    /// a head of its own, the tensor gets the name in use.
+    /// The name of the twin that is not in use. Where a file has only that one, as version 4 of
+    /// transformers writes a head of its own, the tensor gets the name in use.
     fn unused_twin(
         &self,
         config: &Value,

@@ -35,15 +35,18 @@ impl Default for ImportOptions {
 }
 
 /// Makes a checkpoint of step 0 from a Hugging Face folder: weights under the folder's names, its
-/// `config.json` (see [`HfFolder::correct`]), tokenizer and the like, no optimizer state. Returns the checkpoint's folder.
+/// `config.json` (see [`HfFolder::correct`]), tokenizer and the like, no optimizer state. Returns
+/// the checkpoint's folder.
 ///
-/// `destination` and the topology are those of [`reshard`](crate::reshard); tensor parallelism cuts by the
-/// rules of the configuration's `model_type` where it is one of those that merak-trace knows by names of Hugging Face. The
-/// state of the run is `null`, the model's description `{"model_type": …, "source": "hugging_face"}`.
+/// `destination` and the topology are those of [`reshard`](crate::reshard); tensor parallelism cuts
+/// by the rules of the configuration's `model_type` where it is one of those that merak-trace knows
+/// by names of Hugging Face. The state of the run is `null`, the model's description
+/// `{"model_type": …, "source": "hugging_face"}`.
 ///
 /// # Errors
-/// [`Error::Foreign`](crate::Error::Foreign) where the family is known and the weights lack a parameter that every model of it has, or have
-/// one in another shape than `config.json` states; tensors of layers that it does not count are left out with a warning,
+/// [`Error::Foreign`](crate::Error::Foreign) where the family is known and the weights lack a
+/// parameter that every model of it has, or have one in another shape than `config.json` states;
+/// tensors of layers that it does not count are left out with a warning,
 /// [`Error::InvalidOption`](crate::Error::InvalidOption) for a topology that cannot be,
 /// [`Error::AlreadyExists`](crate::Error::AlreadyExists) where the destination has a checkpoint of
 /// step 0, [`Error::Io`](crate::Error::Io) where the disk refuses.

@@ -1,7 +1,7 @@
 //! Weights of the original Python Merak, after its own conversion to safetensors.
 //!
-//! Its files hold the names of a pipeline's modules, the slices of tensor-parallel ranks one behind the other, and
-//! linear layers that were split as `[out, in]`, whatever the model has:
+//! Its files hold the names of a pipeline's modules, the slices of tensor-parallel ranks one behind
+//! the other, and linear layers that were split as `[out, in]`, whatever the model has:
 //!
 //! | there | here |
 //! |---|---|
@@ -21,14 +21,15 @@ use std::sync::Mutex;
 /// Where the converter says what it put together.
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Makes a checkpoint of step 0 from a folder that the original Merak's `convert_safetensor.py` wrote, to which the
-/// model's `config.json` was added. `tp` are the tensor-parallel ranks that trained the model; they are not in the
-/// files, and matter where a layer makes queries, keys and values at once. Otherwise as
-/// [`import_hf`](crate::import_hf).
+/// Makes a checkpoint of step 0 from a folder that the original Merak's `convert_safetensor.py`
+/// wrote, to which the model's `config.json` was added. `tp` are the tensor-parallel ranks that
+/// trained the model; they are not in the files, and matter where a layer makes queries, keys and
+/// values at once. Otherwise as [`import_hf`](crate::import_hf).
 ///
 /// # Errors
-/// As [`import_hf`](crate::import_hf); [`Error::Foreign`] where the index is missing or a tensor cannot come from so
-/// many ranks; [`Error::InvalidOption`] where the memory is too little to hold the largest of them that has to be changed.
+/// As [`import_hf`](crate::import_hf); [`Error::Foreign`] where the index is missing or a tensor
+/// cannot come from so many ranks; [`Error::InvalidOption`] where the memory is too little to hold
+/// the largest of them that has to be changed.
 pub fn import_merak(
     folder: impl AsRef<Path>,
     destination: impl AsRef<Path>,
@@ -198,7 +199,8 @@ impl Change {
     }
 }
 
-/// A folder's tensors as the model has them. One tensor that has to be changed is kept whole in memory.
+/// A folder's tensors as the model has them. One tensor that has to be changed is kept whole in
+/// memory.
 struct Changed<'a> {
     source: &'a Checkpoint,
     changes: BTreeMap<String, Change>,

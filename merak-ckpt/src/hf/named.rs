@@ -6,7 +6,8 @@ use crate::lora::ADAPTER_CONFIG;
 use std::fs;
 use std::path::Path;
 
-/// What to do with a folder that torchtitan wrote, whose models have names and rotary layouts of their own.
+/// What to do with a folder that torchtitan wrote, whose models have names and rotary layouts of
+/// their own.
 pub(super) const TORCHTITAN: &str = "it is a checkpoint of torchtitan, whose names are not those of transformers: convert it with \
      torchtitan's scripts/checkpoint_conversion/convert_to_hf.py, then use the Hugging Face folder";
 const DCP: &str = "it is a folder of torch.distributed.checkpoint: import it with `merak-ckpt import-dcp DIR DST --config config.json`";
@@ -33,11 +34,13 @@ const MAX_NAMES: usize = 4096;
 /// Largest index in which names of torchtitan are looked for.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 
-/// What this folder or file is, where it is one that another program wrote, and how to get in: a clause for an error that has
-/// named the path. None of a checkpoint of this crate, of what is unknown, and of a path where nothing lies.
+/// What this folder or file is, where it is one that another program wrote, and how to get in: a
+/// clause for an error that has named the path. None of a checkpoint of this crate, of what is
+/// unknown, and of a path where nothing lies.
 ///
-/// Only names are looked at, and the index of a folder of `torch.distributed.checkpoint`. A folder of Hugging Face is one of
-/// another program as well: who takes such folders asks when it could not open one.
+/// Only names are looked at, and the index of a folder of `torch.distributed.checkpoint`. A folder
+/// of Hugging Face is one of another program as well: who takes such folders asks when it could not
+/// open one.
 ///
 /// # Examples
 /// ```

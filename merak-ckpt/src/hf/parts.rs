@@ -1,4 +1,5 @@
-//! What models of the known families consist of: their modules, and the sizes of these by the configuration.
+//! What models of the known families consist of: their modules, and the sizes of these by the
+//! configuration.
 
 use super::family::architecture;
 use serde_json::Value;
@@ -43,7 +44,8 @@ impl Parts {
 pub(super) struct Stack {
     /// What comes before a layer's number.
     pub(super) before: &'static str,
-    /// Fields of the configuration that say how many there are; the first one that is stated counts.
+    /// Fields of the configuration that say how many there are; the first one that is stated
+    /// counts.
     pub(super) count: &'static [&'static str],
     pub(super) has: When,
     /// The modules of a layer, in groups: what comes before their names within it, and they.
@@ -380,7 +382,8 @@ impl Module {
         [self.name, self.weight].concat()
     }
 
-    /// The names of the parameters that the configuration's model has of this module, and their sizes.
+    /// The names of the parameters that the configuration's model has of this module, and their
+    /// sizes.
     pub(super) fn parameters(&self, config: &Value) -> Vec<(String, &'static [Size])> {
         if !(self.has)(config) {
             return Vec::new();

@@ -1,14 +1,14 @@
 //! A pickle interpreter that knows tensors and plain containers, and runs nothing.
 //!
 //! A pickle is a program for a stack machine that may name any function of any Python module and
-//! have it called. This interpreter has a list of the few names that a [`Purpose`] needs, each of which is a
-//! case of an enum here; every other name, and every opcode that such pickles do not use, is an error
-//! that says which. Containers live in an arena and values are small and `Copy`, so that a
-//! deeply nested pickle costs no call stack.
+//! have it called. This interpreter has a list of the few names that a [`Purpose`] needs, each of
+//! which is a case of an enum here; every other name, and every opcode that such pickles do not
+//! use, is an error that says which. Containers live in an arena and values are small and `Copy`,
+//! so that a deeply nested pickle costs no call stack.
 //!
-//! An opcode costs time for the bytes that it takes and the values that it moves, each of which was pushed once, so the
-//! time is linear in the length. What a pickle makes is counted in bytes, with what the allocator adds, and a limit holds
-//! for the sum.
+//! An opcode costs time for the bytes that it takes and the values that it moves, each of which was
+//! pushed once, so the time is linear in the length. What a pickle makes is counted in bytes, with
+//! what the allocator adds, and a limit holds for the sum.
 
 mod objects;
 
@@ -18,12 +18,14 @@ use std::collections::BTreeMap;
 
 /// Bytes that a value takes in a container that grows by doubling.
 const VALUE_BYTES: usize = 2 * size_of::<Value<'_>>();
-/// Bytes that a container takes besides its values: its place in the arena, and a block of the allocator.
+/// Bytes that a container takes besides its values: its place in the arena, and a block of the
+/// allocator.
 const CONTAINER_BYTES: usize = 2 * size_of::<Vec<Value<'_>>>() + 16;
 /// Bytes that an entry of the memo takes in a tree whose nodes may be half empty.
 const MEMO_BYTES: usize = 2 * (size_of::<Value<'_>>() + size_of::<u32>() + 4);
 
-/// Longest name of a storage, which is a number. Any number of storages may have one name, and names are compared.
+/// Longest name of a storage, which is a number. Any number of storages may have one name, and
+/// names are compared.
 const MAX_STORAGE_NAME_BYTES: usize = 128;
 
 /// The machine that runs one pickle.
@@ -42,8 +44,8 @@ struct Machine<'a> {
 
 type Outcome<T> = Result<T, String>;
 
-/// Runs the pickle at the start of `bytes`: its value, what it has made, and its length. What it makes takes `limit`
-/// bytes at most.
+/// Runs the pickle at the start of `bytes`: its value, what it has made, and its length. What it
+/// makes takes `limit` bytes at most.
 pub(super) fn run(
     bytes: &[u8],
     purpose: Purpose,
@@ -147,7 +149,8 @@ impl<'a> Machine<'a> {
                 }
                 _ => Err("it makes an object of no class".to_owned()),
             },
-            // BUILD: attributes of an object, or of a dictionary (`_metadata`), which tensors do not need.
+            // BUILD: attributes of an object, or of a dictionary (`_metadata`), which tensors do
+            // not need.
             b'b' => match self.pop_many(2)?[..] {
                 [Value::Dict(dict), _] => self.push(Value::Dict(dict)),
                 [Value::Object(object), state] => {
@@ -363,7 +366,8 @@ impl<'a> Machine<'a> {
         self.push(Value::Storage(self.heap.storages.len() - 1))
     }
 
-    /// REDUCE: one of the calls that make a tensor, a dictionary, or something that nobody looks at.
+    /// REDUCE: one of the calls that make a tensor, a dictionary, or something that nobody looks
+    /// at.
     fn call(&mut self) -> Outcome<()> {
         let called = self.pop_many(2)?;
         let arguments = self.heap.items(called[1]).ok_or("arguments are no tuple")?;

@@ -21,7 +21,8 @@ use std::path::Path;
 
 /// Largest table that is read.
 const MAX_PICKLE_BYTES: u64 = 16 << 20;
-/// Bytes that a tensor of a file takes once it is found, with its name and shape, in tables of tensors.
+/// Bytes that a tensor of a file takes once it is found, with its name and shape, in tables of
+/// tensors.
 const TENSOR_BYTES: usize = 512;
 /// The pickle of the magic number that files before 1.6 begin with.
 const OLD_MAGIC: &[u8] = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.";

@@ -7,10 +7,11 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Keeps the tensors of the configuration's layers, and checks what names and shapes tell of a model whose family is
-/// known: its parameters are floating-point numbers, it has those that every model of the family has, in the sizes that
-/// the configuration states, the head that is not tied to the embedding, and in each layer the same. The graph of a
-/// model knows the rest, when weights are loaded into one.
+/// Keeps the tensors of the configuration's layers, and checks what names and shapes tell of a
+/// model whose family is known: its parameters are floating-point numbers, it has those that every
+/// model of the family has, in the sizes that the configuration states, the head that is not tied
+/// to the embedding, and in each layer the same. The graph of a model knows the rest, when weights
+/// are loaded into one.
 pub(super) fn check(
     folder: &Path,
     config: &Value,
@@ -90,7 +91,8 @@ fn root(family: &Family, tensors: &[TensorEntry]) -> &'static str {
     }
 }
 
-/// The stacks of the configuration's model: what comes before the number of a layer, the stack, how many layers.
+/// The stacks of the configuration's model: what comes before the number of a layer, the stack, how
+/// many layers.
 fn stacks(
     folder: &Path,
     config: &Value,

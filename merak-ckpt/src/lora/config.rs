@@ -155,11 +155,12 @@ pub struct LoraConfig {
 }
 
 impl LoraConfig {
-    /// Reads a file that describes an adapter that is to be trained. What is left out has PEFT's default.
+    /// Reads a file that describes an adapter that is to be trained. What is left out has PEFT's
+    /// default.
     ///
     /// # Errors
-    /// [`Error::Foreign`](crate::Error::Foreign) where the file is missing, is no JSON object, or has an active
-    /// field that is unknown or not supported.
+    /// [`Error::Foreign`](crate::Error::Foreign) where the file is missing, is no JSON object, or
+    /// has an active field that is unknown or not supported.
     pub fn read(path: &Path) -> Result<Self> {
         Self::from_json(&read_json(path)?).map_err(|reason| foreign(path, reason))
     }
@@ -327,7 +328,8 @@ impl LoraConfig {
         alpha / if self.use_rslora { rank.sqrt() } else { rank }
     }
 
-    /// Whether a parameter of the base is trained itself. `is_adapted` tells layers that have an adapter.
+    /// Whether a parameter of the base is trained itself. `is_adapted` tells layers that have an
+    /// adapter.
     pub(super) fn trains_whole(&self, param: &str, is_adapted: impl Fn(&str) -> bool) -> bool {
         let Some((module, end)) = param.rsplit_once('.') else {
             return false;
@@ -340,8 +342,8 @@ impl LoraConfig {
         end == "bias" && trains_bias || self.saves(module)
     }
 
-    /// Whether a module is trained whole, or a part of one that is. As to PEFT, `norm` is every module whose name ends
-    /// so, `layernorm` too.
+    /// Whether a module is trained whole, or a part of one that is. As to PEFT, `norm` is every
+    /// module whose name ends so, `layernorm` too.
     pub(super) fn saves(&self, module: &str) -> bool {
         self.saved_modules()
             .any(|saved| wholes(module).any(|whole| whole.ends_with(saved)))
@@ -384,7 +386,8 @@ impl LoraConfig {
         by_name && self.names(module) && self.obstacle(module).is_none()
     }
 
-    /// Whether an adapter may have factors for a module: it is a target by its name, or all are that can be.
+    /// Whether an adapter may have factors for a module: it is a target by its name, or all are
+    /// that can be.
     pub(super) fn may_adapt(&self, module: &str) -> bool {
         let is_open = matches!(self.targets, None | Some(Names::AllLinear));
         is_open || self.is_target(module)
@@ -431,7 +434,8 @@ impl LoraConfig {
         }
     }
 
-    /// The first of some fields that another configuration has otherwise, with the value here and there.
+    /// The first of some fields that another configuration has otherwise, with the value here and
+    /// there.
     pub fn difference(
         &self,
         other: &Self,
@@ -536,7 +540,8 @@ fn patterns(name: &str, value: &Value) -> Result<Vec<(Regex, f64)>, String> {
         .collect()
 }
 
-/// A value with which those that mean the same are equal: lists have no order, 8 and 8.0 are one number.
+/// A value with which those that mean the same are equal: lists have no order, 8 and 8.0 are one
+/// number.
 fn plain(value: &Value) -> Value {
     match value {
         value if is_inactive(value) => Value::Null,

@@ -23,16 +23,17 @@ const WEIGHTS: &str = "adapter_model.safetensors";
 /// The adapter that a folder itself holds; others have subfolders.
 const DEFAULT: &str = "default";
 
-/// Writes the adapters of a checkpoint as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`, for
-/// an adapter of another name than `default` in a subfolder of that name. Factors are whole, whatever topology
-/// wrote them; so are the biases and modules that were trained beside them.
+/// Writes the adapters of a checkpoint as a PEFT folder: `adapter_config.json` and
+/// `adapter_model.safetensors`, for an adapter of another name than `default` in a subfolder of
+/// that name. Factors are whole, whatever topology wrote them; so are the biases and modules that
+/// were trained beside them.
 ///
 /// `folder` must not exist, or be empty.
 ///
 /// # Errors
-/// [`Error::AlreadyExists`] for a folder with content, [`Error::InUse`] for one that another process is writing,
-/// [`Error::Foreign`] for a checkpoint without an adapter,
-/// [`Error::Damaged`] for a damaged one.
+/// [`Error::AlreadyExists`] for a folder with content, [`Error::InUse`] for one that another
+/// process is writing, [`Error::Foreign`] for a checkpoint without an adapter, [`Error::Damaged`]
+/// for a damaged one.
 pub fn extract_lora(source: &Checkpoint, folder: impl AsRef<Path>) -> Result<()> {
     let folder = folder.as_ref();
     let is_taken =
@@ -56,7 +57,8 @@ pub fn replace_lora(source: &Checkpoint, folder: impl AsRef<Path>) -> Result<()>
 fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
     let adapters = adapters(source)?;
     let draft = DraftBeside::begin(folder)?;
-    // A crash between the two renames leaves the whole folder under this name, which nobody else gives.
+    // A crash between the two renames leaves the whole folder under this name, which nobody else
+    // gives.
     let old = beside(folder, ".merak-old-")?;
     if old.exists() && !folder.exists() {
         rename(&old, folder)?;
@@ -115,10 +117,12 @@ fn kind_of(path: &Path) -> Result<fs::FileType> {
     ))
 }
 
-/// Whether a folder has an adapter of this name, which [`replace_lora`] would replace. Changes nothing.
+/// Whether a folder has an adapter of this name, which [`replace_lora`] would replace. Changes
+/// nothing.
 ///
 /// # Errors
-/// [`Error::Foreign`] for what [`replace_lora`] cannot keep: something else than a folder, or a pipe or device in it.
+/// [`Error::Foreign`] for what [`replace_lora`] cannot keep: something else than a folder, or a
+/// pipe or device in it.
 pub fn has_lora(folder: impl AsRef<Path>, name: &str) -> Result<bool> {
     let folder = folder.as_ref();
     match fs::metadata(folder) {

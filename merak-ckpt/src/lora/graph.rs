@@ -6,8 +6,9 @@
 //!        └─ dropout ─► A ─► B ─► scale ──┘
 //! ```
 //!
-//! The factors are ordinary parameters and their products ordinary nodes, so whatever comes after (tensor
-//! parallelism, the cut into stages, gradients) knows nothing of adapters but that a factor lies as its layer does.
+//! The factors are ordinary parameters and their products ordinary nodes, so whatever comes after
+//! (tensor parallelism, the cut into stages, gradients) knows nothing of adapters but that a factor
+//! lies as its layer does.
 
 use super::LoraConfig;
 use super::config::{InitWeights, Names, ends_with};
@@ -60,8 +61,9 @@ const DEFAULT_TARGETS: &[(&[&str], &[&str])] = &[
     (&["blip-2"], &["q", "v", "q_proj", "v_proj"]),
 ];
 
-/// Modules that can have no adapter which PEFT would understand, by `model_type`: T5's encoder and decoder have tables of
-/// their own there beside the one that files hold, and GPT-NeoX's head is called otherwise than in files.
+/// Modules that can have no adapter which PEFT would understand, by `model_type`: T5's encoder and
+/// decoder have tables of their own there beside the one that files hold, and GPT-NeoX's head is
+/// called otherwise than in files.
 const NO_LAYERS: &[(&str, &[&str])] = &[
     (
         "t5",
@@ -162,17 +164,20 @@ pub enum AdaptError {
     Graph(#[from] merak_trace::Error),
 }
 
-/// Puts an adapter into the graph of a model: for each target layer `y = W x`, `y + scale * B(A(dropout(x)))`, and
-/// for each target table the same without dropout ([Hu et al. 2021](https://arxiv.org/abs/2106.09685), section 4.1).
-/// A linear layer whose matrix is a reshaped kernel is a convolution, and its factors have PEFT's shapes for one.
+/// Puts an adapter into the graph of a model: for each target layer `y = W x`,
+/// `y + scale * B(A(dropout(x)))`, and for each target table the same without dropout ([Hu et al.
+/// 2021](https://arxiv.org/abs/2106.09685), section 4.1). A linear layer whose matrix is a reshaped
+/// kernel is a convolution, and its factors have PEFT's shapes for one.
 ///
 /// `name` is the adapter's, and part of the names of its parameters, as in PEFT
-/// (`h.0.attn.c_attn.lora_A.default.weight`); `model_type` decides the targets where the configuration names none.
-/// In a 16-bit model the factors are `f32`, and so is the arithmetic on them.
+/// (`h.0.attn.c_attn.lora_A.default.weight`); `model_type` decides the targets where the
+/// configuration names none. In a 16-bit model the factors are `f32`, and so is the arithmetic on
+/// them.
 ///
 /// # Shapes
-/// Layer `x: [.., in]`, `y: [.., out]`: A `[r, in]`, B `[out, r]`. Table `[rows, width]`: A `[r, rows]`, B `[width, r]`.
-/// Convolution of kernel `[out, c, h, w]`: A `[r, c, h, w]`, B `[out, r, 1, 1]`.
+/// Layer `x: [.., in]`, `y: [.., out]`: A `[r, in]`, B `[out, r]`. Table `[rows, width]`: A
+/// `[r, rows]`, B `[width, r]`. Convolution of kernel `[out, c, h, w]`: A `[r, c, h, w]`, B
+/// `[out, r, 1, 1]`.
 ///
 /// # Errors
 /// When no layer is a target, or the configuration cannot be trained.
@@ -260,7 +265,8 @@ struct Layer<'a> {
 enum WeightUse {
     /// A matrix to multiply with, stored `[out, in]` or `[in, out]`.
     Matrix(WeightLayout),
-    /// A kernel `[out, c, h, w]`, reshaped to the matrix `[out, c * h * w]` that unfolded patches are multiplied with.
+    /// A kernel `[out, c, h, w]`, reshaped to the matrix `[out, c * h * w]` that unfolded patches
+    /// are multiplied with.
     Kernel,
     /// `[rows, width]`, to look rows up in.
     Table,
@@ -280,7 +286,8 @@ impl WeightUse {
         }
     }
 
-    /// Where inputs and outputs are among the dims of the weight, or of the matrix that it is used as.
+    /// Where inputs and outputs are among the dims of the weight, or of the matrix that it is used
+    /// as.
     fn layout(self) -> WeightLayout {
         match self {
             Self::Matrix(layout) => layout,
@@ -368,7 +375,8 @@ fn check_targets(
     )
 }
 
-/// Checks that what is trained whole belongs to one layer: PEFT trains a copy for the module that is named.
+/// Checks that what is trained whole belongs to one layer: PEFT trains a copy for the module that
+/// is named.
 fn check_whole(
     graph: &Graph,
     config: &LoraConfig,
@@ -545,7 +553,8 @@ impl Adapter<'_> {
             _ => (Init::Uniform(of_inputs), Init::Constant(0.0)),
         };
         let (weight, layout) = (&layer.weight.full.shape, layer.weight_use.layout());
-        // Those of convolutions that PEFT puts one after the other: the second one's kernel is of one pixel.
+        // Those of convolutions that PEFT puts one after the other: the second one's kernel is of
+        // one pixel.
         let (first_shape, second_shape) = match layer.weight_use {
             WeightUse::Kernel => ([&[rank], &weight[1..]].concat(), vec![outputs, rank, 1, 1]),
             _ => (vec![rank, inputs], vec![outputs, rank]),
@@ -574,9 +583,10 @@ impl Adapter<'_> {
         })
     }
 
-    /// The adapted layer with a magnitude of its own for each output
-    /// ([Liu et al. 2024](https://arxiv.org/abs/2402.09353), equation 5): `m / |V| * V x` for `V = W + scale * B A`,
-    /// where the norms of the rows of `V` are constants to the gradient (section 4.3).
+    /// The adapted layer with a magnitude of its own for each output ([Liu et al.
+    /// 2024](https://arxiv.org/abs/2402.09353), equation 5): `m / |V| * V x` for
+    /// `V = W + scale * B A`, where the norms of the rows of `V` are constants to the gradient
+    /// (section 4.3).
     fn decomposed(
         &self,
         module: &Module,

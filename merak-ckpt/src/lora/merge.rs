@@ -23,12 +23,13 @@ impl Values for Merged<'_> {
 /// Writes a Hugging Face folder of a base model with the PEFT adapter in `adapter` folded into its
 /// weights: `W + scale * B * A`, and what the adapter replaces. `base` is a Hugging Face folder, a
 /// checkpoint, or an output folder; see [`export_hf`](crate::export_hf) for what is written, and
-/// [`Adapter::open`] for what is read. An adapter that the base has of its own is left out. Where head and embedding of
-/// the base are one and the adapter changes one of them, the folder's are two.
+/// [`Adapter::open`] for what is read. An adapter that the base has of its own is left out. Where
+/// head and embedding of the base are one and the adapter changes one of them, the folder's are
+/// two.
 ///
 /// # Errors
-/// As for [`export_hf`](crate::export_hf), [`Adapter::open`] and [`Adapter::merge`]. Nothing is left at
-/// `folder` then.
+/// As for [`export_hf`](crate::export_hf), [`Adapter::open`] and [`Adapter::merge`]. Nothing is
+/// left at `folder` then.
 pub fn merge_lora(
     base: impl AsRef<Path>,
     adapter: impl AsRef<Path>,
@@ -70,8 +71,8 @@ pub(crate) fn merge_own(
     merge(source, (config, adapter), folder, options, &others)
 }
 
-/// Copies the files of a checkpoint that belong to its model: a folder with the description of an adapter would be one
-/// of PEFT.
+/// Copies the files of a checkpoint that belong to its model: a folder with the description of an
+/// adapter would be one of PEFT.
 pub(crate) fn copy_companions(source: &Checkpoint, folder: &Path) -> Result<()> {
     copy_other_files(source, folder, |name| name != config::FILE).map(drop)
 }

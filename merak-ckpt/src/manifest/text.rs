@@ -134,7 +134,8 @@ fn tail(checksum: Checksum) -> String {
     format!("\"checksum\": \"{checksum}\"\n}}\n")
 }
 
-/// Checks the end of the text and with it all that comes before, so that damage is not taken for values.
+/// Checks the end of the text and with it all that comes before, so that damage is not taken for
+/// values.
 fn check_tail(text: &[u8]) -> Result<(), Refused> {
     let (body, end) = text.split_at(text.len().saturating_sub(TAIL_BYTES));
     let found = Checksum::of(body);

@@ -46,7 +46,8 @@ fn write_destination(folder: &Path, name: &str) -> Store {
 const RESHARD: [&str; 2] = ["reshard", "source"];
 const DEGREES: [&str; 4] = ["--pp", "4", "--max-memory", "4MiB"];
 
-/// Both what `latest` names and the newest step are sound, and they are what was there before or what was written.
+/// Both what `latest` names and the newest step are sound, and they are what was there before or
+/// what was written.
 fn check_survivors(store: &Store) {
     let latest = Checkpoint::open(store.folder()).expect("it opens");
     let newest = Checkpoint::open_newest(store.folder())

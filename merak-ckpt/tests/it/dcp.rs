@@ -282,7 +282,8 @@ fn places_and_boxes_that_lie_are_refused() {
     let index = folder.path().join(".metadata");
     let bytes = fs::read(&index).unwrap();
     let mut messages = Vec::new();
-    // The last number of the first box becomes larger; an offset becomes one beyond 2^62; a file lies elsewhere.
+    // The last number of the first box becomes larger; an offset becomes one beyond 2^62; a file
+    // lies elsewhere.
     let find = |what: &[u8]| {
         bytes
             .windows(what.len())

@@ -1,6 +1,7 @@
 //! Hugging Face folders: what comes in goes out again.
 //!
-//! `tests/goldens/hf` has the folders, the script that made them and the one that loads what we export.
+//! `tests/goldens/hf` has the folders, the script that made them and the one that loads what we
+//! export.
 
 use crate::hf_whole::whole;
 use crate::support::topology;

@@ -1,4 +1,5 @@
-//! Hugging Face folders that are damaged or made to harm: an error names the file, and nothing is run.
+//! Hugging Face folders that are damaged or made to harm: an error names the file, and nothing is
+//! run.
 
 use crate::hf::{content, copy, golden};
 use merak_ckpt::HfFolder;

@@ -1,7 +1,8 @@
-//! Hugging Face folders that lack something or do not fit their `config.json` are refused, those that
-//! transformers saves are not.
+//! Hugging Face folders that lack something or do not fit their `config.json` are refused, those
+//! that transformers saves are not.
 //!
-//! `tests/goldens/hf/shapes.json` has configuration and shapes of such, and the script beside it made them.
+//! `tests/goldens/hf/shapes.json` has configuration and shapes of such, and the script beside it
+//! made them.
 
 use crate::hf::{golden, import_refusal, json, written};
 use merak_ckpt::{Checkpoint, HfFolder, ImportOptions, Topology, import_hf};

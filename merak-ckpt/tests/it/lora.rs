@@ -80,7 +80,8 @@ fn check(base: &Path, adapter: impl AsRef<Path>, tolerance: f64) {
 fn merged_weights_are_those_of_peft() {
     let gpt2 = golden("hf/gpt2-safetensors");
     check(&gpt2, "gpt2", 1e-6);
-    // Head and embedding of the base are one tensor, of which the adapters are for one or the other.
+    // Head and embedding of the base are one tensor, of which the adapters are for one or the
+    // other.
     check(&gpt2, "embedding", 1e-6);
     check(&gpt2, "head", 1e-6);
     // In bf16 PEFT rounds twice.

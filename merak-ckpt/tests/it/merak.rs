@@ -1,4 +1,5 @@
-//! Weights of the original Merak: what its converter writes becomes the checkpoint of the same model.
+//! Weights of the original Merak: what its converter writes becomes the checkpoint of the same
+//! model.
 
 use merak_ckpt::{
     Checkpoint, DType, HfFolder, ImportOptions, Kind, Layout, Piece, Tolerance, Topology, diff,
@@ -40,7 +41,8 @@ fn values(folder: &HfFolder, name: &str, shape: &[usize]) -> Vec<f32> {
         .collect()
 }
 
-/// The rows of a matrix `[out, in]` as two ranks leave them behind: each rank's part of q, of k, of v.
+/// The rows of a matrix `[out, in]` as two ranks leave them behind: each rank's part of q, of k, of
+/// v.
 fn interleaved(rows: &[Vec<f32>], parts: usize) -> Vec<Vec<f32>> {
     let part = rows.len() / parts;
     let slice = part / RANKS;

@@ -36,7 +36,8 @@ fn rewrite(source: &Path, folder: &Path, topology: Topology) -> PathBuf {
     reshard(&source, folder.join(name), &options(topology)).expect("it reshards")
 }
 
-/// Every topology to rewrite for, with the ZeRO stages and both degrees of the sequence axis by turns.
+/// Every topology to rewrite for, with the ZeRO stages and both degrees of the sequence axis by
+/// turns.
 fn targets() -> Vec<Topology> {
     let all = topologies().into_iter().enumerate();
     let target = |(number, topology): (usize, Topology)| Topology {

@@ -1,8 +1,9 @@
 //! What every engine must do: the same checks for threads, sockets, MPI and NCCL.
 //!
-//! A check is a function that all ranks of a world call together; it makes its own groups and panics
-//! where an engine is wrong. [`CHECKS`] are those for a healthy world of any size, to be run under any
-//! launcher. [`faults`] breaks worlds on purpose, so it needs a function that makes new ones.
+//! A check is a function that all ranks of a world call together; it makes its own groups and
+//! panics where an engine is wrong. [`CHECKS`] are those for a healthy world of any size, to be run
+//! under any launcher. [`faults`] breaks worlds on purpose, so it needs a function that makes new
+//! ones.
 //!
 //! ```
 //! use merak_mpu::testing::{suite, world};

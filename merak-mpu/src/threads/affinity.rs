@@ -18,7 +18,8 @@ mod linux {
             Self(gettid())
         }
 
-        /// Lets the thread run on these processors alone. Where the system refuses, it runs where it did.
+        /// Lets the thread run on these processors alone. Where the system refuses, it runs where
+        /// it did.
         pub(in super::super) fn run_on(self, processors: &[usize]) {
             let mut set = CpuSet::new();
             for number in processors {

@@ -68,7 +68,8 @@ impl Collective {
         (self.first, self.fingerprint)
     }
 
-    /// Leaves the buffer of member `rank`, whose fingerprint is that of the first. Returns whether all have come.
+    /// Leaves the buffer of member `rank`, whose fingerprint is that of the first. Returns whether
+    /// all have come.
     pub(super) fn deposit(&self, rank: usize, input: Box<dyn Buffer>) -> bool {
         let mut deposits = lock(&self.deposits);
         let output = Plan::output_len(self.fingerprint, deposits.len())
@@ -214,7 +215,8 @@ struct Region {
     len: usize,
 }
 
-// SAFETY: a region is only dereferenced through `Work::memory`, whose callers hold different chunks.
+// SAFETY: a region is only dereferenced through `Work::memory`, whose callers hold different
+// chunks.
 unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
@@ -233,8 +235,9 @@ impl Region {
 
 /// The chunks of an opened collective, and who is at them.
 ///
-/// Invariant: the regions are valid, and nobody else touches them, until `next` is past the last chunk
-/// and as many chunks are `finished` as were claimed. [`Closing`] keeps the buffers open until then.
+/// Invariant: the regions are valid, and nobody else touches them, until `next` is past the last
+/// chunk and as many chunks are `finished` as were claimed. [`Closing`] keeps the buffers open
+/// until then.
 struct Work {
     plan: Plan,
     regions: Vec<Region>,
@@ -284,8 +287,8 @@ impl Work {
                 assert!(range.start <= range.end && range.end <= region.len);
                 // SAFETY: the range was just checked to lie within the region.
                 let start = unsafe { region.start.add(range.start) };
-                // SAFETY: the region is valid and ours for the time of the claim; footprints of different
-                // chunks, and the parts of one, do not overlap (tested in `plan.rs`).
+                // SAFETY: the region is valid and ours for the time of the claim; footprints of
+                // different chunks, and the parts of one, do not overlap (tested in `plan.rs`).
                 unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
             })
             .collect()

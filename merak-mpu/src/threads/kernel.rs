@@ -63,7 +63,8 @@ trait Fold: Element {
     fn store(sum: &[Self::Sum], elements: &mut [Self]);
 }
 
-/// Types that are their own sum. `x != x` is true for a NaN alone, which stays once it is in the sum.
+/// Types that are their own sum. `x != x` is true for a NaN alone, which stays once it is in the
+/// sum.
 macro_rules! fold_as_itself {
     ($($type:ty: $add:expr),*) => {$(
         impl Fold for $type {

@@ -55,8 +55,9 @@ impl fmt::Display for Fingerprint {
 
 /// The chunks of one collective over `n` members.
 ///
-/// Buffers are numbered: the inputs by group rank, then the outputs by group rank where the call has them.
-/// Memory falls into blocks (the part of one rank, or the exchange of two), and these into chunks.
+/// Buffers are numbered: the inputs by group rank, then the outputs by group rank where the call
+/// has them. Memory falls into blocks (the part of one rank, or the exchange of two), and these
+/// into chunks.
 #[derive(Debug)]
 pub(super) struct Plan {
     fingerprint: Fingerprint,

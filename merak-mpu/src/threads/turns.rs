@@ -5,13 +5,13 @@
 //! core 1   rank 1  1F0 │ rank 2  2F0 │ rank 3  ..      all cores are taken, turns wait: first come, first served
 //! ```
 //!
-//! A turn is that of a whole group: it comes for all members when the first one asks, and ends when the last one
-//! has ended it. So members may wait for each other within a turn, and a turn that has come ends whatever those in
-//! the queue do.
+//! A turn is that of a whole group: it comes for all members when the first one asks, and ends when
+//! the last one has ended it. So members may wait for each other within a turn, and a turn that has
+//! come ends whatever those in the queue do.
 //!
-//! While its turn lasts, a thread stays on a core of its own, if it can the one of its last turn. Left to itself, an
-//! operating system wakes a thread now and then on a core where another one computes, and lets both share it for some
-//! milliseconds while the other core idles.
+//! While its turn lasts, a thread stays on a core of its own, if it can the one of its last turn.
+//! Left to itself, an operating system wakes a thread now and then on a core where another one
+//! computes, and lets both share it for some milliseconds while the other core idles.
 
 use super::{
     affinity::{Thread, processors},
@@ -74,7 +74,8 @@ struct Member {
 }
 
 impl Turns {
-    /// Turns of so many ranks on so many cores. Threads are moved where each core is a processor of this process.
+    /// Turns of so many ranks on so many cores. Threads are moved where each core is a processor of
+    /// this process.
     pub(super) fn new(ranks: usize, cores: usize) -> Self {
         let mut processors = processors();
         if processors.len() != cores {
@@ -168,7 +169,8 @@ impl Turns {
 }
 
 impl State {
-    /// Lets turns come while a core is free, though it may be too few for the last one; gives their bells.
+    /// Lets turns come while a core is free, though it may be too few for the last one; gives their
+    /// bells.
     fn admit(&mut self, cores: usize) -> Vec<Arc<Bell>> {
         let mut bells = Vec::new();
         while let Some(turn) = self.queue.front().and_then(|key| self.turns.get_mut(key)) {

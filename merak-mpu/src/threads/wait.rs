@@ -1,4 +1,5 @@
-//! Waiting: spin, where the rank has a core of its own, then sleep, until ready, poisoned, deserted or late.
+//! Waiting: spin, where the rank has a core of its own, then sleep, until ready, poisoned, deserted
+//! or late.
 
 use super::world::{World, lock};
 use crate::{Error, Rank, Result, Wait};
@@ -8,15 +9,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A sleep costs some microseconds to start and to end, so waits that end sooner never sleep. Where ranks share
-/// cores, all do: who spins takes a core from those it waits for, and who yields its core again and again is
-/// the last to get one when what it waits for has come.
+/// A sleep costs some microseconds to start and to end, so waits that end sooner never sleep. Where
+/// ranks share cores, all do: who spins takes a core from those it waits for, and who yields its
+/// core again and again is the last to get one when what it waits for has come.
 const SPIN: Duration = Duration::from_micros(40);
 
 /// Wakes the sleeping members of a group.
 ///
-/// Whoever changes what others wait for does so before it rings; a sleeper looks again between taking
-/// the lock and sleeping. So either the sleeper sees the change or the ringer sees the sleeper.
+/// Whoever changes what others wait for does so before it rings; a sleeper looks again between
+/// taking the lock and sleeping. So either the sleeper sees the change or the ringer sees the
+/// sleeper.
 #[derive(Debug, Default)]
 pub(super) struct Bell {
     sleepers: Mutex<usize>,
@@ -70,7 +72,8 @@ pub(super) fn wait(
     }
     let deadline = Instant::now() + world.timeout();
     let note = world.note_wait(describe());
-    // An ended rank deposited whatever it had to before it ended, so `ended` is read before `ready`.
+    // An ended rank deposited whatever it had to before it ended, so `ended` is read before
+    // `ready`.
     let deserter = || {
         let ended = world.ended();
         if ended.is_empty() || ready() {
@@ -123,7 +126,8 @@ fn spin(world: &World, ready: &dyn Fn() -> bool) -> bool {
     false
 }
 
-/// Follows who waits for whom to a rank that waits for nobody; in a circle, the one that reports it.
+/// Follows who waits for whom to a rank that waits for nobody; in a circle, the one that reports
+/// it.
 fn culprit(wait: &Wait, others: &[Wait]) -> Rank {
     let mut seen = vec![wait.rank];
     let mut missing = &wait.missing;

@@ -22,7 +22,8 @@ fn world_of(member: &Member) -> Group {
 
 #[test]
 fn a_timeout_says_who_waits_for_whom() {
-    // Rank 0 waits for rank 1, which has waited longer for a message of rank 2, which has other work.
+    // Rank 0 waits for rank 1, which has waited longer for a message of rank 2, which has other
+    // work.
     let over = AtomicBool::new(false);
     let failure = threads::run(3, within(400), |member| {
         let world = world_of(&member);

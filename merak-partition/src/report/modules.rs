@@ -19,8 +19,8 @@ impl<'a> ModuleRanges<'a> {
 
     /// The largest modules that lie within a range of nodes, lists of layers folded.
     ///
-    /// A module that reaches beyond the range stands for itself only where the range has parameters of its own;
-    /// the glue between its children is left out.
+    /// A module that reaches beyond the range stands for itself only where the range has parameters
+    /// of its own; the glue between its children is left out.
     pub(super) fn names(&self, graph: &'a Graph, nodes: Range<usize>) -> Vec<String> {
         let mut names: Vec<&str> = Vec::new();
         let mut glue: Vec<&str> = Vec::new();
@@ -70,7 +70,8 @@ fn number(component: &str) -> Option<usize> {
     component.parse().ok()
 }
 
-/// Neighbours `h.0`, `h.1`, `h.2` become `h.0-2`; the parts `h.3.ln_1`, `h.3.attn` become `h.3.{ln_1, attn}`.
+/// Neighbours `h.0`, `h.1`, `h.2` become `h.0-2`; the parts `h.3.ln_1`, `h.3.attn` become
+/// `h.3.{ln_1, attn}`.
 fn fold(names: &[&str]) -> Vec<String> {
     let mut folded: Vec<Fold<'_>> = Vec::new();
     for name in names {

@@ -33,8 +33,9 @@ impl fmt::Display for PartitionReport {
 }
 
 impl PartitionReport {
-    /// The report as it prints, in lines of at most so many columns where that is given: what has no room beside
-    /// the other columns follows in further tables, and long lists take several lines.
+    /// The report as it prints, in lines of at most so many columns where that is given: what has
+    /// no room beside the other columns follows in further tables, and long lists take several
+    /// lines.
     pub fn to_text(&self, columns: Option<usize>) -> String {
         let mut text = String::new();
         for table in self.tables(columns.unwrap_or(usize::MAX)) {
@@ -61,7 +62,8 @@ impl PartitionReport {
         text
     }
 
-    /// The rows of the tables that the columns make, so many characters wide. Each begins with the stages.
+    /// The rows of the tables that the columns make, so many characters wide. Each begins with the
+    /// stages.
     fn tables(&self, width: usize) -> Vec<Vec<String>> {
         let mut rows = vec![HEADER.map(str::to_owned)];
         rows.extend(self.stages.iter().map(cells));
@@ -95,7 +97,8 @@ impl PartitionReport {
 /// What stands between two columns.
 const GAP: &str = "  ";
 
-/// A row of a table: its stage and these columns. The last one goes on in further lines where it has no room.
+/// A row of a table: its stage and these columns. The last one goes on in further lines where it
+/// has no room.
 fn lines(
     row: &[String; HEADER.len()],
     columns: &[usize],

@@ -13,20 +13,20 @@ const EXHAUSTIVE: u64 = 100_000;
 /// Work of a search, in simulated operations.
 const BUDGET: usize = 4_000_000;
 
-/// The partition with the shortest simulated step: the best of all where there are at most 100,000 of them,
-/// else the best that moves lead to from the partition of the most even stages.
+/// The partition with the shortest simulated step: the best of all where there are at most 100,000
+/// of them, else the best that moves lead to from the partition of the most even stages.
 ///
-/// The critical stage is the last of those with the most work, which is never idle between its first and its
-/// last microbatch: only what unloads it, or the stages behind it, can help. So a move gives its first segment
-/// to the stages before it, or its last one to those behind, and makes these even again. The partition
-/// with the shortest step is moved first.
+/// The critical stage is the last of those with the most work, which is never idle between its
+/// first and its last microbatch: only what unloads it, or the stages behind it, can help. So a
+/// move gives its first segment to the stages before it, or its last one to those behind, and makes
+/// these even again. The partition with the shortest step is moved first.
 ///
 /// The result is never worse than where the search starts.
 ///
 /// # Errors
-/// [`Error::NoStages`], [`Error::TooFewSegments`], [`Error::Microbatches`] and those of [`StepTime::check`] for an
-/// objective that makes no sense, [`Error::NotAStepTime`] for what it gives, and [`Error::NoPartition`] when it
-/// allows none of those that were tried.
+/// [`Error::NoStages`], [`Error::TooFewSegments`], [`Error::Microbatches`] and those of
+/// [`StepTime::check`] for an objective that makes no sense, [`Error::NotAStepTime`] for what it
+/// gives, and [`Error::NoPartition`] when it allows none of those that were tried.
 ///
 /// ```
 /// use merak_partition::{OneFOneB, SegmentCosts, autopipe};
@@ -128,8 +128,8 @@ impl Search<'_> {
         moves
     }
 
-    /// The border behind a stage one segment further on or back: as it is, with the stages before it made
-    /// even, and with those behind it made even.
+    /// The border behind a stage one segment further on or back: as it is, with the stages before
+    /// it made even, and with those behind it made even.
     fn shifted(&self, bounds: &[usize], stage: usize, by: isize) -> Vec<Vec<usize>> {
         let border = stage + 1;
         if border + 1 >= bounds.len() {

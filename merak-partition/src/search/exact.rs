@@ -20,12 +20,13 @@ impl Default for ExactOptions {
     }
 }
 
-/// The partition with the shortest step, by branch and bound, for any objective: another schedule than 1F1B,
-/// limits of memory.
+/// The partition with the shortest step, by branch and bound, for any objective: another schedule
+/// than 1F1B, limits of memory.
 ///
-/// Borders are set from first to last. What a beginning cannot fall below is the time of its longest stage
-/// over all microbatches, or of the mean of the stages to come, behind one forward of the stages before. Of
-/// equal partitions the first is taken, in lexicographic order behind the most even one.
+/// Borders are set from first to last. What a beginning cannot fall below is the time of its
+/// longest stage over all microbatches, or of the mean of the stages to come, behind one forward of
+/// the stages before. Of equal partitions the first is taken, in lexicographic order behind the
+/// most even one.
 ///
 /// # Errors
 /// As [`autopipe`](fn@crate::autopipe).

@@ -18,8 +18,8 @@ impl SegmentCosts {
     /// Costs that were measured: one forward and one backward per segment.
     ///
     /// # Errors
-    /// [`Error::PerSegment`] when there are not as many backwards as forwards, [`Error::NotACost`] for one
-    /// that is negative, not a number, or above 1e100, so large that sums of them are none.
+    /// [`Error::PerSegment`] when there are not as many backwards as forwards, [`Error::NotACost`]
+    /// for one that is negative, not a number, or above 1e100, so large that sums of them are none.
     pub fn new(forward: Vec<f64>, backward: Vec<f64>) -> Result<Self> {
         if forward.len() != backward.len() {
             return Err(Error::PerSegment {
@@ -50,8 +50,8 @@ impl SegmentCosts {
         })
     }
 
-    /// Costs by counting operations: the backward takes twice the forward, and once more where the forward
-    /// is computed again.
+    /// Costs by counting operations: the backward takes twice the forward, and once more where the
+    /// forward is computed again.
     ///
     /// # Errors
     /// [`Error::OtherGraph`] when the segments were made for another graph.

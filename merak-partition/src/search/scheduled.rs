@@ -4,10 +4,12 @@ use super::{Found, SegmentCosts, StageLoad, StepTime, Stopped, autopipe, is_cost
 use crate::{Error, Result};
 use merak_pipe::{ActivationBytes, Costs, Schedule, ScheduleKind, Size, simulate};
 
-/// The simulated step of a schedule, whose ranks may run several stages, with a limit of memory for each rank.
+/// The simulated step of a schedule, whose ranks may run several stages, with a limit of memory for
+/// each rank.
 ///
-/// Stages are those of the model in order, `P * v` of them; the schedule's [placement](Scheduled::placement) says which
-/// rank runs which. What has to be even is the work of ranks and not of stages: [`lay_out`] searches for that.
+/// Stages are those of the model in order, `P * v` of them; the schedule's
+/// [placement](Scheduled::placement) says which rank runs which. What has to be even is the work of
+/// ranks and not of stages: [`lay_out`] searches for that.
 #[derive(Debug, Clone)]
 pub struct Scheduled {
     schedule: Schedule,
@@ -205,13 +207,14 @@ impl StepTime for Scheduled {
     }
 }
 
-/// The partition into the stages of a schedule, several per rank included, whose simulated step is shortest: that of
-/// [`autopipe`](fn@autopipe), and where it could not try all, what further moves make of it. A move shifts neighbouring
-/// borders by one segment, so that work goes from one rank to another whose stages lie elsewhere.
+/// The partition into the stages of a schedule, several per rank included, whose simulated step is
+/// shortest: that of [`autopipe`](fn@autopipe), and where it could not try all, what further moves
+/// make of it. A move shifts neighbouring borders by one segment, so that work goes from one rank
+/// to another whose stages lie elsewhere.
 ///
 /// # Errors
-/// As [`autopipe`](fn@autopipe), [`Error::PerSegment`] and [`Error::PerRank`] for bytes that do not fit, and
-/// [`Error::NotAShare`].
+/// As [`autopipe`](fn@autopipe), [`Error::PerSegment`] and [`Error::PerRank`] for bytes that do not
+/// fit, and [`Error::NotAShare`].
 ///
 /// ```
 /// use merak_partition::{Scheduled, SegmentCosts, lay_out};

@@ -5,11 +5,12 @@ use crate::{Error, Result};
 
 /// What a search makes small.
 pub trait StepTime {
-    /// The step time of stages with these loads, or nothing where they are not allowed: a stage that needs
-    /// more memory than its rank has, say.
+    /// The step time of stages with these loads, or nothing where they are not allowed: a stage
+    /// that needs more memory than its rank has, say.
     ///
-    /// A search counts on two properties that every pipeline has: a stage runs its forward and backward once
-    /// per microbatch, and starts when the forwards of the stages before it have run once.
+    /// A search counts on two properties that every pipeline has: a stage runs its forward and
+    /// backward once per microbatch, and starts when the forwards of the stages before it have run
+    /// once.
     fn step_time(&self, stages: &[StageLoad]) -> Option<f64>;
 
     /// Microbatches of a step, 1 or more.
@@ -24,11 +25,11 @@ pub trait StepTime {
     }
 }
 
-/// The step of the 1F1B schedule ([PipeDream](https://arxiv.org/abs/1806.03377), section 3.2): an operation starts
-/// when the one before on its stage has ended and its input has come.
+/// The step of the 1F1B schedule ([PipeDream](https://arxiv.org/abs/1806.03377), section 3.2): an
+/// operation starts when the one before on its stage has ended and its input has come.
 ///
-/// Its step time is nothing where a cost is negative or not a number, or there is no microbatch; a search refuses
-/// such options.
+/// Its step time is nothing where a cost is negative or not a number, or there is no microbatch; a
+/// search refuses such options.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OneFOneB {
     /// Microbatches of a step.
@@ -126,8 +127,8 @@ impl<'a> Clock<'a> {
     }
 }
 
-/// The operation at a position of a stage with so many stages behind it: whether it is a forward, and its
-/// microbatch.
+/// The operation at a position of a stage with so many stages behind it: whether it is a forward,
+/// and its microbatch.
 fn operation(position: usize, behind: usize, micro_batches: usize) -> (bool, usize) {
     let warmup = behind.min(micro_batches);
     let steady = position - position.min(warmup);

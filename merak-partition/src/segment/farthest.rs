@@ -34,7 +34,8 @@ pub(super) fn cut(graph: &Graph, borders: &Borders, shard_count: usize) -> (Vec<
     )
 }
 
-/// The weight of each node, and the budget of a segment. Lookups and the output head exceed any budget.
+/// The weight of each node, and the budget of a segment. Lookups and the output head exceed any
+/// budget.
 fn weights(graph: &Graph, borders: &Borders, shard_count: usize) -> (Vec<usize>, usize) {
     let heads = output_heads(graph);
     let stands_apart: Vec<_> = graph
@@ -64,8 +65,8 @@ fn weights(graph: &Graph, borders: &Borders, shard_count: usize) -> (Vec<usize>,
     (weights.collect(), budget)
 }
 
-/// The borders that one counted value crosses; of those with nothing but parameter-free nodes between
-/// them, the last.
+/// The borders that one counted value crosses; of those with nothing but parameter-free nodes
+/// between them, the last.
 fn candidates(borders: &Borders, weights: &[usize]) -> (Vec<Candidate>, usize) {
     let mut candidates: Vec<Candidate> = Vec::new();
     let mut weight = 0;
@@ -79,8 +80,8 @@ fn candidates(borders: &Borders, weights: &[usize]) -> (Vec<Candidate>, usize) {
     (candidates, weight + weights[weights.len() - 1])
 }
 
-/// Walks the candidates. At the first one beyond the budget, cuts there or at the one before, whichever is
-/// nearer to the budget.
+/// Walks the candidates. At the first one beyond the budget, cuts there or at the one before,
+/// whichever is nearer to the budget.
 fn choose(candidates: &[Candidate], budget: usize) -> Vec<Candidate> {
     let mut cuts = Vec::new();
     let mut start = 0;

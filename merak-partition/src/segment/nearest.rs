@@ -26,8 +26,8 @@ pub(super) fn cut(borders: &Borders) -> (Vec<usize>, SplitRule) {
     )
 }
 
-/// Cuts one valley before each node that reads parameters, or else at its last border, wherever the segment
-/// that ends there holds parameters.
+/// Cuts one valley before each node that reads parameters, or else at its last border, wherever the
+/// segment that ends there holds parameters.
 fn cut_valley(borders: &Borders, valley: Range<usize>, bounds: &mut Vec<usize>) {
     let before = bounds.len();
     let mut start = bounds[before - 1];

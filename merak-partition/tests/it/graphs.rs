@@ -164,7 +164,8 @@ proptest! {
         prop_assert_eq!(segments.refined, 0);
         for (index, &border) in segments.bounds[1..segments.len()].iter().enumerate() {
             prop_assert_eq!(counted(&graph, border), 1);
-            // Parameter-free nodes stay with their producer wherever the next border would do as well.
+            // Parameter-free nodes stay with their producer wherever the next border would do as
+            // well.
             let free = graph.nodes()[border].inputs.iter().all(|&input| graph.param_of(input).is_none());
             let next_is_cut_too = segments.bounds[index + 2] == border + 1;
             let after_lookup = matches!(graph.nodes()[border].op, Op::Embedding { .. });

@@ -2,7 +2,8 @@
 //! - `models`: segments and stages of real models;
 //! - `graphs`: laws over random graphs;
 //! - `tensor_parallel`: no cut through a sum over ranks;
-//! - `search`: the shortest steps, against trying all partitions and against the simulator of schedules;
+//! - `search`: the shortest steps, against trying all partitions and against the simulator of
+//!   schedules;
 //! - `report`: the table and its figures;
 //! - `errors`: messages that users read.
 

@@ -223,7 +223,8 @@ fn parameters_are_balanced_as_well_as_can_be() {
     let model = gpt2(12);
     let graph = trace(&*model);
     let segments = cut(&graph, &*model, SplitMethod::FarthestMinDeps, 4);
-    // The embeddings outweigh a third of the blocks, so the first stage is the largest whatever the others do.
+    // The embeddings outweigh a third of the blocks, so the first stage is the largest whatever the
+    // others do.
     assert_eq!(
         stages(&segments, &StageMethod::Parameters, 4).unwrap(),
         [0, 1, 5, 15, 26]
@@ -257,7 +258,8 @@ fn recompute_spares_the_embeddings_and_the_last_chunk_of_the_last_stage() {
     let graph = trace(&*model);
     let options = SegmentOptions::for_model(&model.info(), 2);
     let partition = Partition::new(&graph, &options, &StageMethod::Uniform).unwrap();
-    // Chunks by the segments at their ends: embeddings, attention 0, MLP 0 | attention 1, MLP 1, head.
+    // Chunks by the segments at their ends: embeddings, attention 0, MLP 0 | attention 1, MLP 1,
+    // head.
     let plan = |stage, chunk, most| {
         let chunks = recompute_plan(&graph, &partition, stage, chunk, most).chunks;
         let segment = |node| {

@@ -1,5 +1,5 @@
-//! Beam search: the lists of all ranks grow side by side, and of the beginnings that come of every choice the most
-//! promising ones are kept.
+//! Beam search: the lists of all ranks grow side by side, and of the beginnings that come of every
+//! choice the most promising ones are kept.
 
 use super::greedy::{Board, FORWARD, INPUT, Problem, Rule};
 use crate::{Action, Kind, Schedule};
@@ -8,13 +8,14 @@ use std::collections::BTreeSet;
 /// Weight of the earliest ends of all ranks, on average, beside the latest of them.
 const MEAN: f64 = 0.3;
 
-/// The shortest schedule that goes on from the `width` most promising beginnings of each length, or `None` where none is
-/// shorter than `below`.
+/// The shortest schedule that goes on from the `width` most promising beginnings of each length, or
+/// `None` where none is shorter than `below`.
 ///
-/// The rank whose next action can end first has the choice, among all actions that it can begin before that end: every
-/// schedule in which nothing could be done earlier is made of such choices
-/// ([Giffler and Thompson](https://doi.org/10.1287/opre.8.4.487)). Where a forward takes the last room of a rank, another
-/// one that comes later may be the better one to have it, so it can be put off too.
+/// The rank whose next action can end first has the choice, among all actions that it can begin
+/// before that end: every schedule in which nothing could be done earlier is made of such choices
+/// ([Giffler and Thompson](https://doi.org/10.1287/opre.8.4.487)). Where a forward takes the last
+/// room of a rank, another one that comes later may be the better one to have it, so it can be put
+/// off too.
 pub(super) fn beam(
     problem: &Problem<'_>,
     rule: &Rule<'_>,
@@ -56,7 +57,8 @@ pub(super) fn beam(
 /// What follows at least, whatever has been done before.
 struct Guide<'a> {
     problem: &'a Problem<'a>,
-    /// By stage: the time from the end of a forward to that of its input gradient, and what follows that at least.
+    /// By stage: the time from the end of a forward to that of its input gradient, and what follows
+    /// that at least.
     back: Vec<f64>,
     tail: Vec<f64>,
 }

@@ -1,8 +1,8 @@
 //! Times than which no schedule is shorter.
 //!
-//! On every rank, some of its work has to wait for the forwards of stages before, and some of it is followed by
-//! work of other ranks. From such heads and tails follow bounds for a placement of the stages; the least of all
-//! placements is one for every schedule.
+//! On every rank, some of its work has to wait for the forwards of stages before, and some of it is
+//! followed by work of other ranks. From such heads and tails follow bounds for a placement of the
+//! stages; the least of all placements is one for every schedule.
 
 use crate::{Costs, Size};
 
@@ -21,8 +21,8 @@ pub(super) struct Bounds<'a> {
     pub(super) before_input: usize,
 }
 
-/// A bound for every placement with the same number of stages on each rank, and placements whose own
-/// bound is lowest, best first.
+/// A bound for every placement with the same number of stages on each rank, and placements whose
+/// own bound is lowest, best first.
 pub(super) fn all_placements(bounds: Bounds<'_>, wanted: usize) -> (f64, Vec<Vec<usize>>) {
     let Size { ranks, chunks, .. } = bounds.size;
     if chunks == 1 {
@@ -50,7 +50,8 @@ pub(super) fn all_placements(bounds: Bounds<'_>, wanted: usize) -> (f64, Vec<Vec
     (least, placements.take(wanted).collect())
 }
 
-/// Visits the placements in which ranks are numbered by their first stages; whether it came to the end.
+/// Visits the placements in which ranks are numbered by their first stages; whether it came to the
+/// end.
 fn place(
     placement: &mut [usize],
     stage: usize,
@@ -89,8 +90,9 @@ impl Bounds<'_> {
                 .is_some_and(|p| *p != placement[stage]);
             if crosses { self.costs.hop[stage] } else { 0.0 }
         };
-        // When the first activation comes to a stage, and how long after the start of a microbatch's
-        // forward there its input gradient can begin. What is recomputed may be so meanwhile.
+        // When the first activation comes to a stage, and how long after the start of a
+        // microbatch's forward there its input gradient can begin. What is recomputed may be so
+        // meanwhile.
         let mut arrival = vec![0.0; stages];
         for stage in 1..stages {
             arrival[stage] = arrival[stage - 1] + self.costs.forward[stage - 1] + hop(stage - 1);
@@ -131,7 +133,8 @@ impl Bounds<'_> {
         let work = urgent + microbatches * weights;
         // All weight gradients may come last.
         let behind_inputs = head + urgent + least(&|stage| tail[stage]);
-        // Before the first input gradient come forwards and recomputes alone, of as many microbatches as are kept.
+        // Before the first input gradient come forwards and recomputes alone, of as many
+        // microbatches as are kept.
         let first_input = least(&|stage| arrival[stage] + round[stage]);
         let kept =
             self.limit.min(self.before_input) as f64 * own.iter().map(early).fold(0.0, f64::max);
@@ -150,8 +153,9 @@ impl Bounds<'_> {
             .fold(0.0, f64::max)
     }
 
-    /// A bound for all placements at once, where they are too many: the stages at which ranks begin are all
-    /// different, so that one of them is far behind; and ranks cannot all have less than the mean of the work.
+    /// A bound for all placements at once, where they are too many: the stages at which ranks begin
+    /// are all different, so that one of them is far behind; and ranks cannot all have less than
+    /// the mean of the work.
     fn relaxed(&self) -> f64 {
         let Size {
             ranks,

@@ -47,19 +47,20 @@ pub(super) struct Descended {
     pub(super) moves: usize,
 }
 
-/// How much longer than the present order one may be at the beginning, in actions of mean length; this falls to
-/// nothing towards the end.
+/// How much longer than the present order one may be at the beginning, in actions of mean length;
+/// this falls to nothing towards the end.
 const TOLERANCE: f64 = 1.5;
 
-/// Weight of the time at which ranks end on average beside the makespan: many orders have one makespan.
+/// Weight of the time at which ranks end on average beside the makespan: many orders have one
+/// makespan.
 const ENDS: f64 = 0.02;
 
-/// Moves single actions along their rank's list where the critical path passes, so that some rank no
-/// longer waits.
+/// Moves single actions along their rank's list where the critical path passes, so that some rank
+/// no longer waits.
 ///
-/// A move is kept where the order is not longer than the one before by more than a tolerance that falls
-/// from step to step ([threshold accepting](https://doi.org/10.1016/0021-9991(90)90201-B)); the shortest
-/// order of all is the result.
+/// A move is kept where the order is not longer than the one before by more than a tolerance that
+/// falls from step to step ([threshold accepting](https://doi.org/10.1016/0021-9991(90)90201-B));
+/// the shortest order of all is the result.
 pub(super) fn descend(
     shop: &Shop,
     mut lists: Vec<Vec<u32>>,
@@ -160,8 +161,8 @@ fn shift(list: &mut [u32], from: usize, to: usize) {
     }
 }
 
-/// A move that the order of its rank allows: most of the time of an action on the critical path, to before
-/// one that it waits for, or of that one to behind it; now and then of any action.
+/// A move that the order of its rank allows: most of the time of an action on the critical path, to
+/// before one that it waits for, or of that one to behind it; now and then of any action.
 fn draw(
     shop: &Shop,
     lists: &[Vec<u32>],

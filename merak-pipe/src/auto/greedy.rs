@@ -1,4 +1,5 @@
-//! List scheduling: a rank that is free takes, of the actions that are ready, the one that its rule puts first.
+//! List scheduling: a rank that is free takes, of the actions that are ready, the one that its rule
+//! puts first.
 
 use super::{ByteLimits, Memory};
 use crate::{Action, Costs, Kind, MicrobatchId, PeakBytes, Schedule, Size, StageId};
@@ -13,7 +14,8 @@ pub(super) struct Rule<'a> {
     pub(super) bytes: Option<&'a ByteLimits>,
     /// Forwards before input gradients, not behind them.
     pub(super) forward_first: bool,
-    /// Of the stages of a rank, the forward of the oldest microbatch first, not that of the last stage.
+    /// Of the stages of a rank, the forward of the oldest microbatch first, not that of the last
+    /// stage.
     pub(super) oldest_first: bool,
     /// A weight gradient waits where a message is about to come before this share of it were done.
     pub(super) patience: f64,
@@ -183,8 +185,8 @@ impl<'a> Board<'a> {
         self.ready_at(kind, stage) <= by
     }
 
-    /// When the next microbatch of a kind is ready on a stage: infinite before its message was sent, and where there is
-    /// none.
+    /// When the next microbatch of a kind is ready on a stage: infinite before its message was
+    /// sent, and where there is none.
     pub(super) fn ready_at(&self, kind: usize, stage: usize) -> f64 {
         let microbatch = self.next[stage][kind];
         if microbatch < self.problem.size.microbatches {
@@ -196,9 +198,9 @@ impl<'a> Board<'a> {
 
     /// Whether another activation fits, so that what was begun can always be ended.
     ///
-    /// A microbatch needs room on all stages of a rank at once. So beside the oldest one that has not come to the
-    /// rank's last stage yet, younger ones take no more than what all stages of that one leave. Older ones go without
-    /// more room.
+    /// A microbatch needs room on all stages of a rank at once. So beside the oldest one that has
+    /// not come to the rank's last stage yet, younger ones take no more than what all stages of
+    /// that one leave. Older ones go without more room.
     pub(super) fn has_room(&self, rank: usize, chunk: usize) -> bool {
         let limit = self.rule.limits[rank] as u64;
         self.fits(rank, chunk, (self.live[rank], limit), |_| 1)
@@ -250,7 +252,8 @@ impl<'a> Board<'a> {
         Action::new(StageId(stage), kind, MicrobatchId(microbatch))
     }
 
-    /// Carries out the next action of its kind and stage; gives when its message comes to which rank.
+    /// Carries out the next action of its kind and stage; gives when its message comes to which
+    /// rank.
     pub(super) fn carry_out(
         &mut self,
         rank: usize,

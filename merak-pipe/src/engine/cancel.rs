@@ -7,15 +7,17 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Ends the waits of a link's ranks from any thread, with a reason; see [`Link::interrupter`](crate::Link::interrupter).
+/// Ends the waits of a link's ranks from any thread, with a reason; see
+/// [`Link::interrupter`](crate::Link::interrupter).
 pub type Interrupter = Box<dyn Fn(&str) + Send + Sync>;
 
 /// A handle that ends runs from outside: from another thread, after a signal, at a time limit.
 ///
-/// Clones are the same handle. An [`Engine`](crate::Engine) that [has one](crate::Engine::with_cancel) ends with
-/// [`Error::Cancelled`] before its next action, or at once where it waits for a message over a link that can be
-/// interrupted, as those of this crate can. The other ranks of its pipeline end with it. A handle that was used stays
-/// so: what runs next needs a new one, and new links.
+/// Clones are the same handle. An [`Engine`](crate::Engine) that [has
+/// one](crate::Engine::with_cancel) ends with [`Error::Cancelled`] before its next action, or at
+/// once where it waits for a message over a link that can be interrupted, as those of this crate
+/// can. The other ranks of its pipeline end with it. A handle that was used stays so: what runs
+/// next needs a new one, and new links.
 ///
 /// ```
 /// use merak_pipe::{Cancel, Error};

@@ -18,23 +18,27 @@ pub struct Comparison {
     pub name: String,
 }
 
-/// Runs one step of a schedule, and the same step without a pipeline, and compares what comes of them: the test for a
-/// [`StageModule`] of one's own.
+/// Runs one step of a schedule, and the same step without a pipeline, and compares what comes of
+/// them: the test for a [`StageModule`] of one's own.
 ///
-/// Without the pipeline every stage is a module of its own, and microbatches go through all stages there and back, one
-/// after the other, on this thread. What a module does wrong because of the order of its calls, of the stages that it
-/// shares a rank with or of what hangs on its payloads then shows as a difference.
+/// Without the pipeline every stage is a module of its own, and microbatches go through all stages
+/// there and back, one after the other, on this thread. What a module does wrong because of the
+/// order of its calls, of the stages that it shares a rank with or of what hangs on its payloads
+/// then shows as a difference.
 ///
-/// `make` makes the module of some stages, with the same weights for a stage whatever its company. `results` reads from a
-/// module, after the step, lists of numbers under names that do not depend on the cut: the gradients of its parameters,
-/// its loss. Lists with one name in several modules are added up, so that tied weights and losses need no more.
+/// `make` makes the module of some stages, with the same weights for a stage whatever its company.
+/// `results` reads from a module, after the step, lists of numbers under names that do not depend
+/// on the cut: the gradients of its parameters, its loss. Lists with one name in several modules
+/// are added up, so that tied weights and losses need no more.
 ///
-/// `tolerance` is relative to the largest number of a list: 0 where all sums run in one order, as under a module whose
-/// gradients are added by microbatch. A wait of the pipelined step ends by the `deadline`.
+/// `tolerance` is relative to the largest number of a list: 0 where all sums run in one order, as
+/// under a module whose gradients are added by microbatch. A wait of the pipelined step ends by the
+/// `deadline`.
 ///
 /// # Errors
-/// [`Error::Unlike`] and [`Error::UnlikeCount`] where the two differ, [`Error::NothingToCompare`] where there are no
-/// lists or one is empty, [`Error::Module`] when `make` or `results` fails, and as [`run_threads`].
+/// [`Error::Unlike`] and [`Error::UnlikeCount`] where the two differ, [`Error::NothingToCompare`]
+/// where there are no lists or one is empty, [`Error::Module`] when `make` or `results` fails, and
+/// as [`run_threads`].
 pub fn compare_with_unpipelined<M, E>(
     schedule: &Schedule,
     mut make: impl FnMut(&[StageId]) -> Result<M, E>,

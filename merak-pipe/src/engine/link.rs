@@ -5,9 +5,10 @@ use crate::{Result, Tag};
 
 /// One rank's connection to the other ranks of its pipeline.
 ///
-/// Messages with one tag between two ranks arrive in the order in which they were sent, step after step. A
-/// wait ends with an error when a rank failed or a deadline passed, and never lasts for ever. With the feature
-/// `testing`, `testing::check_links` checks that a link keeps these promises.
+/// Messages with one tag between two ranks arrive in the order in which they were sent, step after
+/// step. A wait ends with an error when a rank failed or a deadline passed, and never lasts for
+/// ever. With the feature `testing`, `testing::check_links` checks that a link keeps these
+/// promises.
 pub trait Link<P> {
     /// Hands a message over without waiting for its receiver.
     ///
@@ -30,7 +31,8 @@ pub trait Link<P> {
         Ok(())
     }
 
-    /// Waits until this rank may compute, before each action. Links whose ranks each have a core have no queue.
+    /// Waits until this rank may compute, before each action. Links whose ranks each have a core
+    /// have no queue.
     ///
     /// # Errors
     /// When a rank failed or the deadline passed.
@@ -52,9 +54,9 @@ pub trait Link<P> {
     /// Makes each pending and later wait of all ranks fail with this rank and the reason.
     fn abort(&mut self, reason: &str);
 
-    /// A function that does what [`Link::abort`] does, from any thread and while this rank waits, so that a
-    /// [`Cancel`](crate::Cancel) ends a run at once. Over a link without one, a run that is cancelled ends when its
-    /// wait does.
+    /// A function that does what [`Link::abort`] does, from any thread and while this rank waits,
+    /// so that a [`Cancel`](crate::Cancel) ends a run at once. Over a link without one, a run that
+    /// is cancelled ends when its wait does.
     fn interrupter(&self) -> Option<Interrupter> {
         None
     }

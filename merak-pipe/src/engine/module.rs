@@ -4,22 +4,25 @@ use crate::{Action, BoxError};
 
 /// The stages of one rank, as the [`Engine`](crate::Engine) drives them.
 ///
-/// Each call gets the [`Action`], whose `stage` tells the stages of an interleaved schedule apart and whose
-/// `microbatch` tells which kept activations belong to it. Calls come in the order of the schedule.
+/// Each call gets the [`Action`], whose `stage` tells the stages of an interleaved schedule apart
+/// and whose `microbatch` tells which kept activations belong to it. Calls come in the order of the
+/// schedule.
 ///
 /// What a module does must not depend on that order, nor on which stages it shares a rank with:
 ///
-/// - **A payload is numbers alone.** Activations and gradients must leave without the graph of an autograd engine
-///   that made them: detach both. A gradient that candle computed still hangs on the weights it came from. Where one
-///   rank runs several stages, as in the V schedules, the next backward would follow it into another stage of the same
-///   module and add to that stage's gradients once more, without an error.
-/// - **What is kept belongs to a stage and a microbatch**, and never to a microbatch alone: several stages of one module
-///   are in flight at once.
-/// - **`backward_input` computes the gradient of the input and nothing else**, for a schedule that splits backwards to
-///   gain anything. A module whose autograd computes both gradients in one walk stays right, but it does the work of `W`
-///   within `I`, and `W` only adds.
+/// - **A payload is numbers alone.** Activations and gradients must leave without the graph of an
+///   autograd engine that made them: detach both. A gradient that candle computed still hangs on
+///   the weights it came from. Where one rank runs several stages, as in the V schedules, the next
+///   backward would follow it into another stage of the same module and add to that stage's
+///   gradients once more, without an error.
+/// - **What is kept belongs to a stage and a microbatch**, and never to a microbatch alone: several
+///   stages of one module are in flight at once.
+/// - **`backward_input` computes the gradient of the input and nothing else**, for a schedule that
+///   splits backwards to gain anything. A module whose autograd computes both gradients in one walk
+///   stays right, but it does the work of `W` within `I`, and `W` only adds.
 ///
-/// [`compare_with_unpipelined`](crate::compare_with_unpipelined) tests a module against these rules.
+/// [`compare_with_unpipelined`](crate::compare_with_unpipelined) tests a module against these
+/// rules.
 pub trait StageModule {
     /// What stages send each other; the gradient of a payload is a payload as well.
     type Payload: Send + 'static;
@@ -28,8 +31,9 @@ pub trait StageModule {
 
     /// Runs a stage forward and keeps what its backward needs.
     ///
-    /// `input` is what the stage before returned, `None` on the first stage, which loads its own inputs.
-    /// Returns what the next stage gets, `None` on the last stage, which keeps its loss or its outputs.
+    /// `input` is what the stage before returned, `None` on the first stage, which loads its own
+    /// inputs. Returns what the next stage gets, `None` on the last stage, which keeps its loss or
+    /// its outputs.
     ///
     /// # Errors
     /// The module's own; the engine stops and makes all ranks fail.
@@ -41,8 +45,9 @@ pub trait StageModule {
 
     /// Computes the gradient of the stage's input.
     ///
-    /// `grad` is the gradient of what `forward` returned, `None` on the last stage, whose own loss begins
-    /// the backward. Returns the gradient of what `forward` was given, `None` on the first stage.
+    /// `grad` is the gradient of what `forward` returned, `None` on the last stage, whose own loss
+    /// begins the backward. Returns the gradient of what `forward` was given, `None` on the first
+    /// stage.
     ///
     /// # Errors
     /// As [`StageModule::forward`].
@@ -52,7 +57,8 @@ pub trait StageModule {
         grad: Option<Self::Payload>,
     ) -> Result<Option<Self::Payload>, Self::Error>;
 
-    /// Adds the microbatch's part to the gradients of the stage's weights, and frees what is left of it.
+    /// Adds the microbatch's part to the gradients of the stage's weights, and frees what is left
+    /// of it.
     ///
     /// # Errors
     /// As [`StageModule::forward`].
@@ -72,8 +78,8 @@ pub trait StageModule {
         Ok(input_grad)
     }
 
-    /// Brings back the activations that `forward` did not keep, ahead of the backward, which then does not
-    /// recompute them. A module that keeps all its activations has nothing to do.
+    /// Brings back the activations that `forward` did not keep, ahead of the backward, which then
+    /// does not recompute them. A module that keeps all its activations has nothing to do.
     ///
     /// # Errors
     /// As [`StageModule::forward`].
@@ -82,16 +88,19 @@ pub trait StageModule {
         Ok(())
     }
 
-    /// Whether [`StageModule::forward_and_backward`] gains something over one pass after the other. The engine then
-    /// waits for the messages of both before it begins, and sends both results when both are done.
+    /// Whether [`StageModule::forward_and_backward`] gains something over one pass after the other.
+    /// The engine then waits for the messages of both before it begins, and sends both results when
+    /// both are done.
     fn overlaps(&self) -> bool {
         false
     }
 
-    /// Runs `forward` as [`StageModule::forward`] does and `backward` as [`StageModule::backward`] does, at once: what one
-    /// waits for, communication above all, is hidden under the other. They are of different stages or microbatches.
+    /// Runs `forward` as [`StageModule::forward`] does and `backward` as [`StageModule::backward`]
+    /// does, at once: what one waits for, communication above all, is hidden under the other. They
+    /// are of different stages or microbatches.
     ///
-    /// Called for the pairs of a schedule where [`StageModule::overlaps`]. Returns what both return.
+    /// Called for the pairs of a schedule where [`StageModule::overlaps`]. Returns what both
+    /// return.
     ///
     /// # Errors
     /// As [`StageModule::forward`].
@@ -108,10 +117,11 @@ pub trait StageModule {
         ))
     }
 
-    /// Drops what a step that failed has left behind: activations that are kept, gradients that wait for their
-    /// weights' half, and the sums of weight gradients that the step has begun. The engine calls it when a run ends
-    /// with an error. A module that keeps nothing has nothing to do; one that keeps something and does not
-    /// override this must not be run again after a failure.
+    /// Drops what a step that failed has left behind: activations that are kept, gradients that
+    /// wait for their weights' half, and the sums of weight gradients that the step has begun. The
+    /// engine calls it when a run ends with an error. A module that keeps nothing has nothing to
+    /// do; one that keeps something and does not override this must not be run again after a
+    /// failure.
     fn reset(&mut self) {}
 }
 

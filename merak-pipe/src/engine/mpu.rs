@@ -7,9 +7,10 @@ use std::collections::{BTreeMap, VecDeque};
 
 /// One rank's link over a group whose members are the ranks of the pipeline.
 ///
-/// Payloads are [`Message`]s, or anything that converts to and from one. Receives are posted ahead and sends
-/// are waited for at the end of a step, so both overlap with computation where the group's engine can. A
-/// failure poisons the group's world: errors name the world rank of the culprit.
+/// Payloads are [`Message`]s, or anything that converts to and from one. Receives are posted ahead
+/// and sends are waited for at the end of a step, so both overlap with computation where the
+/// group's engine can. A failure poisons the group's world: errors name the world rank of the
+/// culprit.
 ///
 /// ```
 /// use merak_mpu::{Message, Packet, into_vec, threads};
@@ -55,9 +56,9 @@ impl GroupLink {
         }
     }
 
-    /// Makes each action a [`turn`](Communicator::turn) of `group`: the ranks that compute one stage together, or
-    /// this rank alone. Where ranks share cores, actions then run one after the other at full speed instead of all
-    /// at once, as [`simulate_on`](crate::simulate_on) foresees.
+    /// Makes each action a [`turn`](Communicator::turn) of `group`: the ranks that compute one
+    /// stage together, or this rank alone. Where ranks share cores, actions then run one after the
+    /// other at full speed instead of all at once, as [`simulate_on`](crate::simulate_on) foresees.
     #[must_use]
     pub fn with_turns(mut self, group: Group) -> Self {
         self.turns = Some(group);

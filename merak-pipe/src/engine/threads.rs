@@ -12,7 +12,8 @@ use std::{
 
 /// Makes the links of `ranks` ranks of one process; payloads move without a copy.
 ///
-/// A wait ends by the `deadline`, at once when a rank failed, and at once when the sender's link was dropped.
+/// A wait ends by the `deadline`, at once when a rank failed, and at once when the sender's link
+/// was dropped.
 ///
 /// ```
 /// use merak_pipe::{Link, MicrobatchId, StageId, Tag, threads};
@@ -185,13 +186,14 @@ impl<P> fmt::Debug for ThreadLink<P> {
     }
 }
 
-/// Runs a schedule once with one thread per rank, and returns what ran when, on one time axis in seconds.
+/// Runs a schedule once with one thread per rank, and returns what ran when, on one time axis in
+/// seconds.
 ///
 /// `modules` holds the stages of each rank, in rank order.
 ///
 /// # Errors
-/// When the schedule or the number of modules does not fit, a stage fails or panics, or a message does not
-/// come within the `deadline`; the error is that of the rank where it began.
+/// When the schedule or the number of modules does not fit, a stage fails or panics, or a message
+/// does not come within the `deadline`; the error is that of the rank where it began.
 pub fn run_threads<M>(
     schedule: &Schedule,
     modules: &mut [M],
@@ -266,7 +268,8 @@ where
             .collect()
     });
     if outcomes.iter().any(Result::is_err) {
-        // A module that panicked could not be reset by its engine, and one that came to its end did not need to be.
+        // A module that panicked could not be reset by its engine, and one that came to its end did
+        // not need to be.
         modules.iter_mut().for_each(StageModule::reset);
     }
     first_cause(outcomes.into_iter())

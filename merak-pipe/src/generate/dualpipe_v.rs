@@ -3,15 +3,16 @@
 use super::Stage;
 use crate::{Action, Pair, Schedule, Size, action::Cell};
 
-/// `dualpipe_v`, the V shape of DualPipe: [DeepSeek-V3](https://arxiv.org/abs/2412.19437), section 3.2.1,
-/// folded in half as in [Cut-in-half](https://hackmd.io/@ufotalent/r1lVXsa9Jg). Rank `r` runs stage `r` on the way
-/// down and stage `2P-1-r` on the way back; in the steady phase each forward of one stage runs at once with a
-/// backward of the other, so that a rank can compute one while it communicates for the other.
+/// `dualpipe_v`, the V shape of DualPipe: [DeepSeek-V3](https://arxiv.org/abs/2412.19437), section
+/// 3.2.1, folded in half as in [Cut-in-half](https://hackmd.io/@ufotalent/r1lVXsa9Jg). Rank `r`
+/// runs stage `r` on the way down and stage `2P-1-r` on the way back; in the steady phase each
+/// forward of one stage runs at once with a backward of the other, so that a rank can compute one
+/// while it communicates for the other.
 ///
-/// Where nothing is won by that, the extra time is half of the published `(P-1)(F + 2B - 3W)` of one stage, with at
-/// most `2P + 1` live stages per rank: the first backwards of the way back are split too, so that their input gradients
-/// leave a weight gradient earlier. The construction is one for `M >= 2P`; fewer microbatches run the order of `2P`
-/// without the missing ones.
+/// Where nothing is won by that, the extra time is half of the published `(P-1)(F + 2B - 3W)` of
+/// one stage, with at most `2P + 1` live stages per rank: the first backwards of the way back are
+/// split too, so that their input gradients leave a weight gradient earlier. The construction is
+/// one for `M >= 2P`; fewer microbatches run the order of `2P` without the missing ones.
 pub(crate) fn dualpipe_v(size: Size) -> Schedule {
     let microbatches = size.microbatches.max(2 * size.ranks);
     let order = |rank| {
@@ -27,7 +28,8 @@ pub(crate) fn dualpipe_v(size: Size) -> Schedule {
     )
 }
 
-/// The order of one rank while it is written: what comes next on its stage on the way down and back.
+/// The order of one rank while it is written: what comes next on its stage on the way down and
+/// back.
 struct Order {
     stages: [Stage; 2],
     forwards: [usize; 2],
@@ -66,8 +68,8 @@ impl Order {
             o.weight_grad();
             o.forward(BACK);
         });
-        // A forward at once with every backward, but for the first on the rank where the V turns: the backward has
-        // its message at once, while others wait for the forward.
+        // A forward at once with every backward, but for the first on the rank where the V turns:
+        // the backward has its message at once, while others wait for the forward.
         for turn in 0..microbatches - ranks - behind {
             if turn == 0 && behind == 0 {
                 self.forward(DOWN);
@@ -143,7 +145,8 @@ impl Order {
     }
 }
 
-/// The same order without microbatches from `microbatches` on; what ran at once with one of them runs alone.
+/// The same order without microbatches from `microbatches` on; what ran at once with one of them
+/// runs alone.
 fn only_microbatches(cells: Vec<Vec<Cell>>, microbatches: usize) -> Vec<Vec<Cell>> {
     let cut = |cell: Cell| {
         let mut kept = cell

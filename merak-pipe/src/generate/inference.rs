@@ -3,10 +3,12 @@
 use super::Stage;
 use crate::{Exchanges, Schedule, Size};
 
-/// `inference`: with one stage per rank, stage `s` forwards microbatch `t - s` at step `t`, in `M+P-1` steps.
+/// `inference`: with one stage per rank, stage `s` forwards microbatch `t - s` at step `t`, in
+/// `M+P-1` steps.
 ///
-/// With several, microbatches go in rounds of `P`: a rank runs a round through one of its stages, then through
-/// the next. The order (round, stage, microbatch) is one for all ranks, and every message goes forward in it.
+/// With several, microbatches go in rounds of `P`: a rank runs a round through one of its stages,
+/// then through the next. The order (round, stage, microbatch) is one for all ranks, and every
+/// message goes forward in it.
 pub(crate) fn inference(size: Size, placement: &[usize]) -> Schedule {
     let mut actions = vec![Vec::new(); size.ranks];
     for first in (0..size.microbatches).step_by(size.ranks) {

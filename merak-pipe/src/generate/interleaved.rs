@@ -3,13 +3,13 @@
 use super::{Stage, only_microbatches};
 use crate::{Action, Schedule, Size};
 
-/// `interleaved_1f1b`, from [Megatron-LM](https://arxiv.org/abs/2104.04473), section 2.3: rank `r` runs the
-/// stages `r`, `r + P`, `r + 2P`, .., which divides the bubble of `1f1b` by the number of chunks and
-/// multiplies the messages by it.
+/// `interleaved_1f1b`, from [Megatron-LM](https://arxiv.org/abs/2104.04473), section 2.3: rank `r`
+/// runs the stages `r`, `r + P`, `r + 2P`, .., which divides the bubble of `1f1b` by the number of
+/// chunks and multiplies the messages by it.
 ///
-/// Microbatches go round by round, `P` in each: a rank runs a round through its first chunk, then through
-/// its second, and so on. Where `P` does not divide `M`, the last round is smaller: the order is that of
-/// full rounds without the missing microbatches.
+/// Microbatches go round by round, `P` in each: a rank runs a round through its first chunk, then
+/// through its second, and so on. Where `P` does not divide `M`, the last round is smaller: the
+/// order is that of full rounds without the missing microbatches.
 pub(crate) fn interleaved(size: Size) -> Schedule {
     let rounds = size.microbatches.div_ceil(size.ranks);
     let actions = (0..size.ranks).map(|rank| rank_order(size, rank, rounds));

@@ -4,8 +4,8 @@ use super::{Stage, alternating_buffers};
 use crate::{Action, Exchanges, Schedule, Size};
 
 /// `1f1b`, from [PipeDream-Flush](https://arxiv.org/abs/2006.09503), section 3.2, and
-/// [Megatron-LM](https://arxiv.org/abs/2104.04473), section 2.2: the bubble of `gpipe`, with at most
-/// `P - s` live microbatches on stage `s`.
+/// [Megatron-LM](https://arxiv.org/abs/2104.04473), section 2.2: the bubble of `gpipe`, with at
+/// most `P - s` live microbatches on stage `s`.
 pub(crate) fn one_f_one_b(size: Size) -> Schedule {
     let actions = (0..size.ranks).map(|stage| stage_order(size, stage));
     Schedule {

@@ -1,8 +1,9 @@
 //! `1f1b` that recomputes before the gradient arrives.
 //!
-//! Where a stage waits for a gradient anyway, it recomputes the activations meanwhile, with an `R` before
-//! the `B`. From [Merak](https://arxiv.org/abs/2206.04959). A sketch of the critical path
-//! for `P = 2`, which the three schedules shorten step by step (`b` is a backward with its recompute):
+//! Where a stage waits for a gradient anyway, it recomputes the activations meanwhile, with an `R`
+//! before the `B`. From [Merak](https://arxiv.org/abs/2206.04959). A sketch of the critical path
+//! for `P = 2`, which the three schedules shorten step by step (`b` is a backward with its
+//! recompute):
 //!
 //! ```text
 //! 1f1b                 F0 F1 .. .. .. b0    F2 ..     the last stage recomputes within b0
@@ -16,7 +17,8 @@
 use super::{Stage, alternating_buffers, one_f_one_b::stage_order};
 use crate::{Action, Kind, Schedule, Size, StageId};
 
-/// `pre_recompute_1f1b`: in the cooldown of every stage but the last, recompute comes before the wait.
+/// `pre_recompute_1f1b`: in the cooldown of every stage but the last, recompute comes before the
+/// wait.
 pub(crate) fn pre_recompute(size: Size) -> Schedule {
     let last = size.ranks - 1;
     let actions = (0..size.ranks).map(|stage| {
@@ -30,8 +32,8 @@ pub(crate) fn pre_recompute(size: Size) -> Schedule {
     schedule("pre_recompute_1f1b", size, actions.collect(), Vec::new())
 }
 
-/// `last_no_recompute_1f1b`: besides, the last stage never recomputes, and the stage before it hides one
-/// recompute under the last stage's first backward.
+/// `last_no_recompute_1f1b`: besides, the last stage never recomputes, and the stage before it
+/// hides one recompute under the last stage's first backward.
 pub(crate) fn last_no_recompute(size: Size) -> Schedule {
     let last = size.ranks - 1;
     let actions = (0..size.ranks).map(|stage| {

@@ -1,11 +1,11 @@
 //! Two stages per rank in the shape of a V, ordered by one repeated block.
 //!
-//! Rank `r` runs stage `r` on the way down and stage `2P-1-r` on the way back, so that the memory of early
-//! and late stages evens out. From
-//! [Pipeline Parallelism with Controllable Memory](https://arxiv.org/abs/2405.15362), sections 3 and 4: the
-//! forwards and input gradients of one microbatch make a *block*, and the same block six units later (three
-//! kinds of action on two stages, a unit each) is the next microbatch. How long a block holds a rank's
-//! activations, over six, is the memory; weight gradients go where a rank would wait.
+//! Rank `r` runs stage `r` on the way down and stage `2P-1-r` on the way back, so that the memory
+//! of early and late stages evens out. From [Pipeline Parallelism with Controllable
+//! Memory](https://arxiv.org/abs/2405.15362), sections 3 and 4: the forwards and input gradients of
+//! one microbatch make a *block*, and the same block six units later (three kinds of action on two
+//! stages, a unit each) is the next microbatch. How long a block holds a rank's activations, over
+//! six, is the memory; weight gradients go where a rank would wait.
 //!
 //! ```text
 //! rank 0  f . . . . . . F I . . . . . . i      P = 4, the block of v_min:
@@ -14,8 +14,8 @@
 //! rank 3  . . . f F . . . . . . I i . . .
 //! ```
 //!
-//! The paper gives regular blocks; here irregular ones are drawn as well, which save some more of the
-//! bubble. Which one is best shows when up to `4P` microbatches are played.
+//! The paper gives regular blocks; here irregular ones are drawn as well, which save some more of
+//! the bubble. Which one is best shows when up to `4P` microbatches are played.
 
 mod block;
 mod play;
@@ -44,8 +44,8 @@ const DRAWS: usize = 20_000;
 /// Blocks that fit into the memory and are played.
 const PLAYS: usize = 300;
 
-/// The block that fits into the memory and whose schedule takes the shortest time, on all ranks together and
-/// then on the slowest rank.
+/// The block that fits into the memory and whose schedule takes the shortest time, on all ranks
+/// together and then on the slowest rank.
 fn best(size: Size, candidates: impl Iterator<Item = Block>, limit: usize) -> Block {
     let trial = Size {
         microbatches: size.microbatches.min(4 * size.ranks),

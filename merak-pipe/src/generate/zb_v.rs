@@ -3,12 +3,12 @@
 use super::{Stage, only_microbatches};
 use crate::{Action, Schedule, Size};
 
-/// `zb_v`, from [Zero Bubble](https://arxiv.org/abs/2401.10241), section 6: rank `r` runs stage `r` on the way
-/// down and stage `2P-1-r` on the way back, with the memory of `1f1b` and a sixth of its bubble. Ranks start and
-/// end one after another; in between none waits when `F = I = W`.
+/// `zb_v`, from [Zero Bubble](https://arxiv.org/abs/2401.10241), section 6: rank `r` runs stage `r`
+/// on the way down and stage `2P-1-r` on the way back, with the memory of `1f1b` and a sixth of its
+/// bubble. Ranks start and end one after another; in between none waits when `F = I = W`.
 ///
-/// The construction is one for `M >= 2P - 1`; fewer microbatches run the order of `2P - 1` without the missing
-/// ones.
+/// The construction is one for `M >= 2P - 1`; fewer microbatches run the order of `2P - 1` without
+/// the missing ones.
 ///
 /// ```text
 /// rank 0  f f f F I W F I W f i w F I W ..      P = 2: f, i, w on the way down,

@@ -9,21 +9,22 @@
 use super::Stage;
 use crate::{Action, Schedule, Size};
 
-/// `zb_h1`, from [Zero Bubble](https://arxiv.org/abs/2401.10241), section 2.3 (which writes B for our `I`):
-/// the forwards of `1f1b`, its memory on the first rank, and a third of its bubble, `(P-1)(F + I - W)`.
+/// `zb_h1`, from [Zero Bubble](https://arxiv.org/abs/2401.10241), section 2.3 (which writes B for
+/// our `I`): the forwards of `1f1b`, its memory on the first rank, and a third of its bubble,
+/// `(P-1)(F + I - W)`.
 pub(crate) fn zb_h1(size: Size) -> Schedule {
     schedule("zb_h1", size, 1)
 }
 
-/// `zb_h2`, from the same section: enough forwards ahead to keep every rank busy from its first action to
-/// its last, with up to `2P - 1` live microbatches. Ranks start and end one after another, so that the bubble
-/// is zero where the optimizer step does not wait for all of them.
+/// `zb_h2`, from the same section: enough forwards ahead to keep every rank busy from its first
+/// action to its last, with up to `2P - 1` live microbatches. Ranks start and end one after
+/// another, so that the bubble is zero where the optimizer step does not wait for all of them.
 pub(crate) fn zb_h2(size: Size) -> Schedule {
     schedule("zb_h2", size, 2)
 }
 
-/// Rank `r` is `per_hop` forwards ahead for each rank behind it, and puts as many weight gradients off for
-/// each rank before it: what it has under way at once is the same on every rank.
+/// Rank `r` is `per_hop` forwards ahead for each rank behind it, and puts as many weight gradients
+/// off for each rank before it: what it has under way at once is the same on every rank.
 fn schedule(name: &str, size: Size, per_hop: usize) -> Schedule {
     let order = |rank| {
         rank_order(
@@ -36,8 +37,8 @@ fn schedule(name: &str, size: Size, per_hop: usize) -> Schedule {
     Schedule::new(name, size, (0..size.ranks).map(order).collect())
 }
 
-/// `ahead` forwards, then a forward and an input gradient in turn, with a weight gradient behind each but
-/// the first `put_off`.
+/// `ahead` forwards, then a forward and an input gradient in turn, with a weight gradient behind
+/// each but the first `put_off`.
 fn rank_order(size: Size, rank: usize, ahead: usize, put_off: usize) -> Vec<Action> {
     let microbatches = size.microbatches;
     let stage = Stage(rank);

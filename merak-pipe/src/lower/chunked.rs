@@ -1,10 +1,11 @@
 //! Streams of ranks that run several stages.
 //!
-//! A rank then talks to a neighbour for several hops at once, and the natural places of sends and receives
-//! can wait for each other. Here all ranks agree on one order of everything instead: actions by the time
-//! at which they start when each takes one unit, and each message directly before the action that takes
-//! it. Both ends put the message at that place, so the first thing that is not yet done in the common order
-//! can always be done. Two actions that run at once take their messages at one place, the forward's first.
+//! A rank then talks to a neighbour for several hops at once, and the natural places of sends and
+//! receives can wait for each other. Here all ranks agree on one order of everything instead:
+//! actions by the time at which they start when each takes one unit, and each message directly
+//! before the action that takes it. Both ends put the message at that place, so the first thing
+//! that is not yet done in the common order can always be done. Two actions that run at once take
+//! their messages at one place, the forward's first.
 
 use super::Lowering;
 use crate::{
@@ -50,7 +51,8 @@ impl Lowering<'_> {
         Ok(finished.collect())
     }
 
-    /// The instructions of the computation at a position of a rank's list; those of a pair stand at its backward.
+    /// The instructions of the computation at a position of a rank's list; those of a pair stand at
+    /// its backward.
     fn passes(&self, rank: usize, position: usize) -> impl Iterator<Item = Instruction> {
         let pair_at = |position| self.schedule.pair(rank, position);
         // A forward that is recomputed on its own keeps its own instruction.

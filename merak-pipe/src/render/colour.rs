@@ -18,8 +18,8 @@ pub(super) const fn colour(kind: Kind) -> [u8; 3] {
     }
 }
 
-/// The colour of a kind on the stage of a rank that is its `chunk`-th of `chunks`: paler from stage to stage, so that
-/// text stays readable on each.
+/// The colour of a kind on the stage of a rank that is its `chunk`-th of `chunks`: paler from stage
+/// to stage, so that text stays readable on each.
 pub(super) fn fill(kind: Kind, chunk: usize, chunks: usize) -> String {
     let share = chunk as f64 / chunks.saturating_sub(1).max(1) as f64;
     let paler = |value: u8| {

@@ -21,10 +21,11 @@ impl Default for GridStyle {
     }
 }
 
-/// Draws a timeline: time runs to the right, an action fills as many cells as it lasts, a dot is idle.
+/// Draws a timeline: time runs to the right, an action fills as many cells as it lasts, a dot is
+/// idle.
 ///
-/// A cell lasts as long as the shortest action. Actions are named by kind and microbatch, and by their
-/// stage too where a rank runs several; two that run at once share a bar, as in `F7+B3----`.
+/// A cell lasts as long as the shortest action. Actions are named by kind and microbatch, and by
+/// their stage too where a rank runs several; two that run at once share a bar, as in `F7+B3----`.
 ///
 /// ```
 /// use merak_pipe::{Costs, GridStyle, ScheduleKind, Size, UnitCosts, grid, simulate};
@@ -120,7 +121,8 @@ fn short_len(action: &Action) -> usize {
     1 + action.microbatch.to_string().len()
 }
 
-/// The time of one cell: that of the shortest action that takes time, or longer where there are too many.
+/// The time of one cell: that of the shortest action that takes time, or longer where there are too
+/// many.
 fn cell_time(timeline: &Timeline, max_cells: usize) -> f64 {
     let spans = timeline.ranks.iter().flatten();
     let times = spans

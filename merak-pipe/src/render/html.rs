@@ -21,8 +21,8 @@ pub struct PageOptions {
     pub peak_activations: Vec<f64>,
     /// For each rank the most bytes of activations that it may keep; empty for no limit.
     pub peak_bytes: Vec<u64>,
-    /// Whether the recompute of the costs, `R`, is meant for every schedule of the page; else it is that of the given one,
-    /// and others have their [own](ScheduleKind::default_costs).
+    /// Whether the recompute of the costs, `R`, is meant for every schedule of the page; else it is
+    /// that of the given one, and others have their [own](ScheduleKind::default_costs).
     pub is_recompute_named: bool,
 }
 
@@ -62,22 +62,22 @@ struct Data<'a> {
     schedules: BTreeMap<&'static str, BTreeMap<String, Stored>>,
 }
 
-/// Stages of each rank, a letter for each action and a plus sign before two that run at once, stages that never
-/// recompute.
+/// Stages of each rank, a letter for each action and a plus sign before two that run at once,
+/// stages that never recompute.
 type Stored = (Vec<Vec<StageId>>, Vec<String>, Vec<StageId>);
 
-/// Writes a page on which the given schedule and every named one, for up to 8 ranks and 16 microbatches, can
-/// be tried under other costs: it shows bubble, memory and critical path on a time axis that can be zoomed. A given
-/// schedule can be seen with fewer microbatches too. It stands alone, in one file, and is dark where its reader prefers
-/// that.
+/// Writes a page on which the given schedule and every named one, for up to 8 ranks and 16
+/// microbatches, can be tried under other costs: it shows bubble, memory and critical path on a
+/// time axis that can be zoomed. A given schedule can be seen with fewer microbatches too. It
+/// stands alone, in one file, and is dark where its reader prefers that.
 ///
-/// Costs and bytes may differ from stage to stage: a slider moves all stages alike, and the field beside it takes one
-/// number, or one for each stage with colons in between. Stages of a schedule that has another number of them take the
-/// mean over their part of the list.
+/// Costs and bytes may differ from stage to stage: a slider moves all stages alike, and the field
+/// beside it takes one number, or one for each stage with colons in between. Stages of a schedule
+/// that has another number of them take the mean over their part of the list.
 ///
-/// The script has no generators of its own: the page carries the schedules that this crate generated, with a
-/// letter for each action. Its simulator is that of [`simulate`](fn@crate::simulate) in another language, and
-/// gives the same figures.
+/// The script has no generators of its own: the page carries the schedules that this crate
+/// generated, with a letter for each action. Its simulator is that of
+/// [`simulate`](fn@crate::simulate) in another language, and gives the same figures.
 ///
 /// # Errors
 /// When the schedule's actions do not fit its size, a cost is none, or a list has another length.
@@ -135,8 +135,8 @@ pub fn html(schedule: &Schedule, costs: &Costs, options: &PageOptions) -> Result
     Ok(include_str!("page.html").replacen("/*DATA*/null", &data, 1))
 }
 
-/// Microbatches are left out: on each stage those of forwards, of input gradients and of weight gradients
-/// ascend, and an `R` is that of the next `B`.
+/// Microbatches are left out: on each stage those of forwards, of input gradients and of weight
+/// gradients ascend, and an `R` is that of the next `B`.
 fn stored(schedule: &Schedule) -> Result<Stored> {
     let placement = schedule.placement()?;
     let own = |rank| {

@@ -31,10 +31,10 @@ struct Document<'a> {
     critical_path: Vec<Action>,
 }
 
-/// Writes a schedule, its instruction streams and its figures under the given costs as one JSON object on
-/// one line: `name`, `stages`, `ranks`, `microbatches`, `chunks`, `costs`, `actions`, `instructions`,
-/// `makespan`, `bubble`, `longest_rank_time`, `bubble_by_rank`, `peak_activations`, `critical_path`. Actions that run at
-/// once stand in `actions` as one [`Pair`](crate::Pair).
+/// Writes a schedule, its instruction streams and its figures under the given costs as one JSON
+/// object on one line: `name`, `stages`, `ranks`, `microbatches`, `chunks`, `costs`, `actions`,
+/// `instructions`, `makespan`, `bubble`, `longest_rank_time`, `bubble_by_rank`, `peak_activations`,
+/// `critical_path`. Actions that run at once stand in `actions` as one [`Pair`](crate::Pair).
 ///
 /// # Errors
 /// As [`simulate`](fn@simulate).
@@ -50,8 +50,9 @@ pub fn json(schedule: &Schedule, costs: &Costs) -> Result<String> {
     document(schedule, costs, None)
 }
 
-/// [`json`] with `activation_bytes`, by stage what a microbatch keeps for `I` and for `W`, and `peak_bytes`, by rank the
-/// most bytes kept at once, with `peak_bytes_by_grad`, what of them waits for `I` and what for `W`.
+/// [`json`] with `activation_bytes`, by stage what a microbatch keeps for `I` and for `W`, and
+/// `peak_bytes`, by rank the most bytes kept at once, with `peak_bytes_by_grad`, what of them waits
+/// for `I` and what for `W`.
 ///
 /// # Errors
 /// As [`simulate`](fn@simulate) and [`Schedule::peak_bytes`].

@@ -10,16 +10,18 @@ const ROW: f64 = 34.0;
 const BAR: f64 = 26.0;
 /// Room of a letter in a bar.
 const LETTER: f64 = 6.6;
-/// Most actions that get bars of their own, with titles; the bars of more are drawn as one shape for each kind.
+/// Most actions that get bars of their own, with titles; the bars of more are drawn as one shape
+/// for each kind.
 const MOST_TITLED: usize = 4_000;
 
-/// Draws a simulated schedule as an SVG document: a row for each rank, time to the right, a bar for each
-/// action, the critical path outlined, the figures above. The stages of a rank differ in shade, and by their number where
-/// there is room; the halves of one bar run at once, and a line joins what would if anything were won by it.
+/// Draws a simulated schedule as an SVG document: a row for each rank, time to the right, a bar for
+/// each action, the critical path outlined, the figures above. The stages of a rank differ in
+/// shade, and by their number where there is room; the halves of one bar run at once, and a line
+/// joins what would if anything were won by it.
 ///
-/// Stands alone: no fonts, scripts or files are needed to show it, and it is dark where its reader prefers that. Every
-/// bar has a title with its times, up to 4,000 of them. The picture of the largest schedule that can be looked at,
-/// some 25,000 actions, stays below a megabyte.
+/// Stands alone: no fonts, scripts or files are needed to show it, and it is dark where its reader
+/// prefers that. Every bar has a title with its times, up to 4,000 of them. The picture of the
+/// largest schedule that can be looked at, some 25,000 actions, stays below a megabyte.
 ///
 /// ```
 /// use merak_pipe::{Costs, ScheduleKind, Size, UnitCosts, simulate, svg};
@@ -65,7 +67,8 @@ impl<'a> Picture<'a> {
             .filter(|time| *time > 0.0)
             .fold(f64::INFINITY, f64::min);
         let makespan = simulation.makespan;
-        // The shortest action that takes time has room for its name, but the picture stays one that can be shown.
+        // The shortest action that takes time has room for its name, but the picture stays one that
+        // can be shown.
         let widest = if titled { 20_000.0 } else { 5_000.0 };
         let scale = if makespan > 0.0 && shortest.is_finite() {
             (32.0 / shortest).min(widest / makespan)

@@ -49,10 +49,12 @@ struct Place {
     with: Option<String>,
 }
 
-/// Writes a timeline as JSON for `chrome://tracing` and [Perfetto](https://ui.perfetto.dev): a track for each
-/// rank, an event for each action under its name in the schedule, such as `0F3`, and one for two that run at once.
+/// Writes a timeline as JSON for `chrome://tracing` and [Perfetto](https://ui.perfetto.dev): a
+/// track for each rank, an event for each action under its name in the schedule, such as `0F3`, and
+/// one for two that run at once.
 ///
-/// Times are taken for seconds and written in microseconds, so that a unit of a simulation is a second.
+/// Times are taken for seconds and written in microseconds, so that a unit of a simulation is a
+/// second.
 ///
 /// ```
 /// use merak_pipe::{Costs, ScheduleKind, Size, UnitCosts, simulate, trace};

@@ -5,9 +5,10 @@
 //!                         rank 1  .. .. F0 F1      and then runs to its end
 //! ```
 //!
-//! On a share of a core actions run at that share of their speed. All running actions slow down alike, so they are
-//! kept by the *work* at which they end: the time that has passed for an action that runs from the beginning at full
-//! speed. It grows by `min(1, cores / running)` for each unit of time.
+//! On a share of a core actions run at that share of their speed. All running actions slow down
+//! alike, so they are kept by the *work* at which they end: the time that has passed for an action
+//! that runs from the beginning at full speed. It grows by `min(1, cores / running)` for each unit
+//! of time.
 
 use super::Clock;
 use crate::action::Cell;

@@ -137,7 +137,8 @@ fn limits_that_no_schedule_keeps_are_named() {
     insta::assert_snapshot!(refusal(&[2.0]), @"expected a limit of memory for each of 2 ranks, found 1");
 }
 
-/// Every order of actions of a small pipeline under a placement: the shortest makespan, by trying all.
+/// Every order of actions of a small pipeline under a placement: the shortest makespan, by trying
+/// all.
 fn shortest(placement: &[usize], microbatches: usize, costs: &Costs) -> f64 {
     struct All<'a> {
         placement: &'a [usize],
@@ -184,8 +185,9 @@ fn shortest(placement: &[usize], microbatches: usize, costs: &Costs) -> f64 {
             }
         }
 
-        /// Among the actions that can come next, the one that could end first decides on a rank; every order
-        /// worth trying goes on with one of this rank's actions that can begin before that.
+        /// Among the actions that can come next, the one that could end first decides on a rank;
+        /// every order worth trying goes on with one of this rank's actions that can begin before
+        /// that.
         fn descend(&mut self) {
             let stages = self.placement.len();
             let mut bound: f64 = 0.0;
@@ -394,7 +396,8 @@ fn a_search_over_32_ranks_and_128_microbatches_ends_in_time() {
 
 #[test]
 fn random_costs_leave_much_to_gain_over_the_named_schedules() {
-    // Where every stage costs something else, list scheduling alone finds shorter schedules most of the time.
+    // Where every stage costs something else, list scheduling alone finds shorter schedules most of
+    // the time.
     let mut state = 7_u64;
     let mut draw = || {
         state = state

@@ -10,7 +10,8 @@ use merak_pipe::{
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
     None,
-    /// A gradient carries the stages that made it, and the backward that takes it adds to those of its rank.
+    /// A gradient carries the stages that made it, and the backward that takes it adds to those of
+    /// its rank.
     CarriesGraph,
     /// Results depend on how many forwards came before.
     CountsCalls,

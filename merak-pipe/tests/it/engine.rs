@@ -8,8 +8,8 @@ use std::{collections::BTreeMap, thread, time::Duration};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
-/// The stages of one rank: `y = tanh(w * x)`, where a recompute must happen at most once per backward and
-/// activations are dropped after the forward, as with full recomputation.
+/// The stages of one rank: `y = tanh(w * x)`, where a recompute must happen at most once per
+/// backward and activations are dropped after the forward, as with full recomputation.
 #[derive(Debug)]
 pub(crate) struct Stages {
     /// Stages of the whole model.
@@ -418,7 +418,8 @@ fn a_handle_ends_a_run_from_outside_on_all_ranks() {
             thread::sleep(Duration::from_millis(50));
             cancel.cancel("the user pressed a key");
         });
-        // One rank computes and the other waits for its message, for longer than this test may take.
+        // One rank computes and the other waits for its message, for longer than this test may
+        // take.
         let minutes = Duration::from_mins(10);
         merak_pipe::run_threads_until(&schedule, &mut modules, minutes, &cancel).unwrap_err()
     });

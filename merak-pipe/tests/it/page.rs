@@ -14,8 +14,8 @@ fn page_of(schedule: &Schedule, costs: UnitCosts) -> String {
     html(schedule, &costs, &PageOptions::default()).expect("the sizes fit")
 }
 
-/// Reads the page and a list of `[name, ranks, microbatches, costs, bytes]` as two lines, runs the page's own script
-/// and prints the figures of each.
+/// Reads the page and a list of `[name, ranks, microbatches, costs, bytes]` as two lines, runs the
+/// page's own script and prints the figures of each.
 const DRIVER: &str = r#"
 const [page, cases] = require("fs").readFileSync(0, "utf8").split("\n").map(line => JSON.parse(line));
 const script = page.split("<script>")[1].split("</script>")[0];
@@ -147,7 +147,8 @@ const told = CASES.map(([name, P, M, costs]) => {
 document.title = JSON.stringify(told);
 }</script>"##;
 
-/// What a headless browser says of the page when this script has run, or `None` where there is none.
+/// What a headless browser says of the page when this script has run, or `None` where there is
+/// none.
 fn seen(page: &str, hands: &str) -> Option<serde_json::Value> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("page.html");
@@ -421,7 +422,8 @@ fn the_page_uses_the_costs_and_the_bytes_of_each_stage() {
     }
 }
 
-/// Types lists into the fields of a page, moves a slider over one, and goes to another number of stages.
+/// Types lists into the fields of a page, moves a slider over one, and goes to another number of
+/// stages.
 const FIELDS: &str = r##"<script>{
 const set = (id, value) => {
   const input = document.getElementById(id);

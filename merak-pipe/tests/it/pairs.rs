@@ -21,7 +21,8 @@ fn costs(text: &str, schedule: &Schedule) -> Costs {
 
 #[test]
 fn dualpipe_v_pairs_every_forward_of_its_steady_phase() {
-    // Per rank: M - 2P + r + 1 turns of two pairs and P - r - 1 of one, less the one that the last rank keeps apart.
+    // Per rank: M - 2P + r + 1 turns of two pairs and P - r - 1 of one, less the one that the last
+    // rank keeps apart.
     for (p, m) in [(2, 4), (4, 8), (4, 11), (8, 16)] {
         let schedule = dualpipe(p, m);
         let count = |rank| schedule.pairs.iter().filter(|pair| pair.0 == rank).count();
@@ -131,7 +132,8 @@ fn pairs_that_cannot_run_at_once_are_refused() {
         schedule.validate().unwrap_err().to_string()
     };
     insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n(1F0;1B0)OVERLAP_F_B,1F1,1B1\n"), @"rank 1, position 0: 1F0 runs at once with 1B0, which needs it");
-    // Rank 1 sends the gradient of microbatch 0 only once it has the activation that the pair makes.
+    // Rank 1 sends the gradient of microbatch 0 only once it has the activation that the pair
+    // makes.
     insta::assert_snapshot!(refusal("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1\n"), @"deadlock: rank 0 waits at position 1 (0B0) for the gradient of microbatch 0 from stage 1 to stage 0");
     let mut schedule = dualpipe(2, 4);
     schedule.pairs.insert((0, 0));

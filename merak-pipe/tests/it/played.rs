@@ -31,8 +31,8 @@ impl Deal {
     }
 }
 
-/// Plays a pipeline in which each rank, in turn, does the one of its ready actions that `choices` picks,
-/// with at most `live` microbatches of a stage between forward and weight gradient.
+/// Plays a pipeline in which each rank, in turn, does the one of its ready actions that `choices`
+/// picks, with at most `live` microbatches of a stage between forward and weight gradient.
 fn play(size: Size, deal: Deal, live: usize, choices: &[u8]) -> Schedule {
     let stages = size.stages();
     let [mut forwards, mut inputs, mut weights] = [0; 3].map(|_| vec![0; stages]);

@@ -38,7 +38,8 @@ fn makespan(schedule: &Schedule, costs: &str) -> f64 {
         .makespan
 }
 
-/// Actions without their stages, with `C` for a forward that is recomputed on its own, and `X` for that.
+/// Actions without their stages, with `C` for a forward that is recomputed on its own, and `X` for
+/// that.
 fn compute_order(schedule: &Schedule) -> String {
     let mut text = String::new();
     for actions in &schedule.actions {
@@ -305,7 +306,8 @@ fn a_hundred_thousand_actions_are_no_burden() {
     assert!((makespan(&schedule, "R=0") - 3.0 * 1049.0).abs() < 1e-6);
 }
 
-/// A buffer holds an activation from its receive or forward on until the backward, or until it was sent.
+/// A buffer holds an activation from its receive or forward on until the backward, or until it was
+/// sent.
 #[test]
 fn no_stream_overwrites_a_live_buffer_or_recomputes_without_a_checkpoint() {
     for (kind, schedule) in all_small() {

@@ -47,7 +47,8 @@ fn two_ranks_on_one_core_compute_by_turns() {
         let spans = simulation.timeline.ranks[rank].iter();
         spans.map(|span| (span.start, span.end)).collect::<Vec<_>>()
     };
-    // Rank 0 goes on with 0F1 before the message of 0F0 has come; 0B0 waits for 1B1 in the same way.
+    // Rank 0 goes on with 0F1 before the message of 0F0 has come; 0B0 waits for 1B1 in the same
+    // way.
     assert_eq!(
         times(0),
         [(0.0, 1.0), (1.0, 2.0), (8.0, 10.0), (10.0, 12.0)]
@@ -97,7 +98,8 @@ proptest! {
         let work: f64 = alone.timeline.busy_times().iter().sum();
         let least = alone.makespan.max(work / cores);
         prop_assert!(shared.makespan >= least - TINY * least, "{} {least}", shared.makespan);
-        // While a core is free, all that could run runs, and what is left of the longest chain gets shorter.
+        // While a core is free, all that could run runs, and what is left of the longest chain gets
+        // shorter.
         let most = work / cores + alone.makespan;
         prop_assert!(shared.makespan <= most + TINY * most, "{} {most}", shared.makespan);
         for (spans, actions) in shared.timeline.ranks.iter().zip(&schedule.actions) {

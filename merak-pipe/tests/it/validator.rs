@@ -77,8 +77,8 @@ fn schedules() -> impl Strategy<Value = Schedule> {
     })
 }
 
-/// The schedule with each full backward in two halves, the weight gradient `delay` actions later. One that
-/// has halves already stays as it is.
+/// The schedule with each full backward in two halves, the weight gradient `delay` actions later.
+/// One that has halves already stays as it is.
 fn split(schedule: &Schedule, delay: usize) -> Schedule {
     let mut all = schedule.actions.iter().flatten();
     if all.any(|action| action.kind == Kind::WeightGrad) {
@@ -108,7 +108,8 @@ fn split(schedule: &Schedule, delay: usize) -> Schedule {
 
 #[test]
 fn a_recompute_may_come_long_before_its_gradient() {
-    // Rank 0 recomputes microbatch 0 before it sends the activation that rank 1 needs before its first backward.
+    // Rank 0 recomputes microbatch 0 before it sends the activation that rank 1 needs before its
+    // first backward.
     let csv = "0F0,0R0,0F1,0B0,0R1,0B1\n1F0,1F1,1B0,1B1\n";
     let schedule = Schedule::from_csv("mine", csv, Size::new(2, 2)).unwrap();
     schedule.validate().unwrap();
@@ -120,7 +121,8 @@ fn a_recompute_may_come_long_before_its_gradient() {
             .collect();
         names.join(" ")
     };
-    // The first recompute receives nothing; the second stands beside its backward and receives the gradient.
+    // The first recompute receives nothing; the second stands beside its backward and receives the
+    // gradient.
     insta::assert_snapshot!(names(0), @"LoadMicroBatch PreCheckpointForwardPass RestoreRecomputeStatus SendActivation RecomputeForwardPass RestoreRecomputeStatus LoadMicroBatch PreCheckpointForwardPass SendActivation RecvGrad BackwardPass RecomputeRecvGrad BackwardPass RestoreRecomputeStatus ReduceTiedGrads ReduceGrads OptimizerStep");
     let costs = merak_pipe::UnitCosts::default();
     let costs = merak_pipe::Costs::uniform(costs, 2);
@@ -202,8 +204,8 @@ proptest! {
         let rank = rank.index(schedule.size.ranks);
         let at = at.index(schedule.actions[rank].len());
         let dropped = schedule.actions[rank].remove(at);
-        // A recompute is optional: without it the backward recomputes. Where nothing but forwards is
-        // left, the schedule has become another one.
+        // A recompute is optional: without it the backward recomputes. Where nothing but forwards
+        // is left, the schedule has become another one.
         let optional = dropped.kind == Kind::Recompute || schedule.is_forward_only();
         let complete = dropped.kind != Kind::Forward && optional;
         prop_assert_eq!(schedule.validate().is_ok(), complete);
@@ -243,7 +245,8 @@ proptest! {
         let costs = merak_pipe::Costs::uniform(merak_pipe::UnitCosts::default(), schedule.size.stages());
         let simulated = merak_pipe::simulate(&schedule, &costs).is_ok();
         prop_assert!(simulated || !verdict, "what is valid can be simulated");
-        // The order of messages between ranks of several stages follows from an order of the actions.
+        // The order of messages between ranks of several stages follows from an order of the
+        // actions.
         let ordered = verdict || schedule.size.chunks == 1;
         prop_assert!(!ordered || schedule.instructions().is_ok());
     }

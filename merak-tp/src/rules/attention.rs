@@ -12,8 +12,8 @@ const PACKED: usize = 2;
 
 /// Each rank computes its share of the query heads.
 ///
-/// Key and value heads are shared out likewise; where there are fewer than ranks, neighbouring ranks whose
-/// query heads share one get the same.
+/// Key and value heads are shared out likewise; where there are fewer than ranks, neighbouring
+/// ranks whose query heads share one get the same.
 pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<Plan> {
     let degree = site.degree;
     let by_heads =

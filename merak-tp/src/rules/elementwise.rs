@@ -20,8 +20,8 @@ pub(super) fn unary(site: &Site<'_>) -> Plan {
 
 /// Keeps the split and draws this rank's part of the whole mask.
 ///
-/// The mask is a function of one global sample index per row, so samples stay together, and a slice is
-/// contiguous, so fused parts are joined first.
+/// The mask is a function of one global sample index per row, so samples stay together, and a slice
+/// is contiguous, so fused parts are joined first.
 pub(super) fn dropout(site: &Site<'_>, dropout: &Dropout) -> Plan {
     let Some(shard) = site.shard(0) else {
         return site.whole();

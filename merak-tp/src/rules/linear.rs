@@ -34,7 +34,8 @@ fn column(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Res
     ))
 }
 
-/// `y = Σ x_r W_r + b`: the input features are split as they come, the bias is added once, after the sum.
+/// `y = Σ x_r W_r + b`: the input features are split as they come, the bias is added once, after
+/// the sum.
 fn row(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Result<Plan> {
     let last = site.types[0].ndim() - 1;
     let parts = match site.shard(0) {
@@ -95,7 +96,8 @@ fn divides(site: &Site<'_>, role: &Role, size: usize, what: &'static str) -> Res
     })
 }
 
-/// `a [.., m, k] b [.., k, n]`: batches and outer dimensions stay split, a split `k` makes partial sums.
+/// `a [.., m, k] b [.., k, n]`: batches and outer dimensions stay split, a split `k` makes partial
+/// sums.
 pub(super) fn matmul(site: &Site<'_>, transpose_a: bool, transpose_b: bool) -> Plan {
     let n = site.types[0].ndim();
     let dims = |transposed| {

@@ -3,11 +3,11 @@
 use super::{Need, Plan, Site};
 use merak_trace::Placement;
 
-/// Layer norm, RMS norm, softmax: other dimensions may be split, and parameters then get a part of their
-/// gradient from each rank.
+/// Layer norm, RMS norm, softmax: other dimensions may be split, and parameters then get a part of
+/// their gradient from each rank.
 ///
-/// Further results (statistics per row) have no split form unless whole leading dimensions are cut, so they
-/// may then not be used outside the gradient.
+/// Further results (statistics per row) have no split form unless whole leading dimensions are cut,
+/// so they may then not be used outside the gradient.
 pub(super) fn over_last_dim(site: &Site<'_>) -> Plan {
     let last = site.types[0].ndim() - 1;
     let statistics_used = site.used[1..].contains(&true);

@@ -25,12 +25,13 @@ pub(super) fn reshape(site: &Site<'_>, to: &[usize]) -> Plan {
 
 /// Where the cut of `from` lies in `to`, if slices stay slices.
 ///
-/// The elements before the cut dimension must be those before some dimension of `to`, and every slice must
-/// hold whole steps of that dimension.
+/// The elements before the cut dimension must be those before some dimension of `to`, and every
+/// slice must hold whole steps of that dimension.
 fn reshaped(shard: &Shard, from: &[usize], to: &[usize], degree: usize) -> Option<Shard> {
     let outer: usize = from[..shard.dim].iter().product();
     let inner: usize = from[shard.dim + 1..].iter().product();
-    // Dimensions of size 1 have the same elements before them; the last of the candidates is the real one.
+    // Dimensions of size 1 have the same elements before them; the last of the candidates is the
+    // real one.
     let dim = (0..to.len())
         .rev()
         .find(|&dim| to[..dim].iter().product::<usize>() == outer)?;

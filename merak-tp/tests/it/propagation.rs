@@ -8,7 +8,8 @@ use merak_trace::{
     op::{Activation, Attention, AxisSlice, Rope, WeightLayout},
 };
 
-/// The operations after a column layer of 16 features over `[2, 3, 8]`, split in two, and before a row layer.
+/// The operations after a column layer of 16 features over `[2, 3, 8]`, split in two, and before a
+/// row layer.
 fn between(middle: impl FnOnce(&Module, &Symbol) -> merak_trace::Result<Symbol>) -> Vec<String> {
     between_split(middle).1
 }

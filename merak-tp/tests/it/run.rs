@@ -31,8 +31,8 @@ pub(crate) fn on_ranks(graph: &Graph, degree: usize) -> Vec<Step> {
 
 /// Asserts that all ranks of a split graph compute what one rank does of the whole one.
 ///
-/// In f64 sums in another order differ by some 1e-15 of the largest summand. A gradient that cancels out is
-/// held against the norm of all gradients.
+/// In f64 sums in another order differ by some 1e-15 of the largest summand. A gradient that
+/// cancels out is held against the norm of all gradients.
 #[track_caller]
 pub(crate) fn assert_same(whole: &Graph, split: &Graph, degree: usize) {
     let expected = on_one_rank(whole);

@@ -1,4 +1,5 @@
-//! The default backend: candle tensors in host memory, with fused kernels for what decides the speed.
+//! The default backend: candle tensors in host memory, with fused kernels for what decides the
+//! speed.
 
 mod accumulate;
 mod attention;
@@ -24,9 +25,9 @@ use storage::{Handle, Kept, Scalar, at, elements, kept, steal};
 ///
 /// Results do not depend on the number of threads. Memory of freed values is kept and reused.
 ///
-/// Frozen parameters of f32 may be [kept](Param::kept) in bf16. Products and lookups widen their elements where they
-/// load them, other operations in memory of their own, so all results are those of an f32 parameter with the same
-/// values.
+/// Frozen parameters of f32 may be [kept](Param::kept) in bf16. Products and lookups widen their
+/// elements where they load them, other operations in memory of their own, so all results are those
+/// of an f32 parameter with the same values.
 #[derive(Debug)]
 pub struct Candle {
     threads: Threads,

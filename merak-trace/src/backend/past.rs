@@ -4,7 +4,8 @@ use super::{Backend, Call};
 use crate::{Op, Result, TensorType, Value};
 use std::{any::Any, fmt};
 
-/// Keys and values of the positions of one sequence at one attention, in whatever memory a backend likes.
+/// Keys and values of the positions of one sequence at one attention, in whatever memory a backend
+/// likes.
 #[derive(Default)]
 pub struct Past {
     store: Option<Box<dyn Any + Send + Sync>>,
@@ -38,7 +39,8 @@ pub struct Following<'a> {
     pub past: &'a mut Past,
 }
 
-/// [`Backend::attend`] by operations that every backend has: past and new positions of each sequence are joined.
+/// [`Backend::attend`] by operations that every backend has: past and new positions of each
+/// sequence are joined.
 pub(super) fn attend<B: Backend + ?Sized>(
     backend: &B,
     call: Call<'_>,

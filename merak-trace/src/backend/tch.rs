@@ -1,17 +1,18 @@
 //! The libtorch backend: ATen's kernels, on the processor or on a CUDA device.
 //!
-//! Values are libtorch tensors, which may be strided: a transpose, a split or a reshape is a view of its
-//! operand. Operations of the graph map to ATen's fused kernels, forward and backward (attention, layer
-//! norm, gelu, softmax, embeddings); what libtorch has no kernel for is composed of ATen operations. Dropout
-//! masks are drawn by this crate's own generator on the host, so that they are the masks of every backend.
+//! Values are libtorch tensors, which may be strided: a transpose, a split or a reshape is a view
+//! of its operand. Operations of the graph map to ATen's fused kernels, forward and backward
+//! (attention, layer norm, gelu, softmax, embeddings); what libtorch has no kernel for is composed
+//! of ATen operations. Dropout masks are drawn by this crate's own generator on the host, so that
+//! they are the masks of every backend.
 //!
 //! | element type | parameters | gradients, statistics of norms, sums |
 //! |---|---|---|
 //! | `f32`, `f64` | the same | the same |
 //! | `bf16`, `f16` | `f32` masters and a 16-bit copy that nodes read; frozen ones without masters | `f32` |
 //!
-//! Results do not depend on which rank computes them, but libtorch gives no promise about the number of
-//! threads: runs are compared bit by bit at equal threads.
+//! Results do not depend on which rank computes them, but libtorch gives no promise about the
+//! number of threads: runs are compared bit by bit at equal threads.
 //!
 //! ```no_run
 //! use merak_trace::{Backend, DType, TensorType, backend::tch::{Tch, TchDevice}};

@@ -17,11 +17,12 @@ pub struct Copied<'a> {
     pub outputs: Vec<Symbol>,
 }
 
-/// Copies a graph node by node; `visit` sees each copy, may add nodes behind it, and returns the values that take
-/// the place of its results. `declare` may change what is said of the model's parameters.
+/// Copies a graph node by node; `visit` sees each copy, may add nodes behind it, and returns the
+/// values that take the place of its results. `declare` may change what is said of the model's
+/// parameters.
 ///
-/// Nodes, inputs and parameters keep their names and their order, so a graph that is traced for another batch and
-/// extended alike has the same new nodes at the same places.
+/// Nodes, inputs and parameters keep their names and their order, so a graph that is traced for
+/// another batch and extended alike has the same new nodes at the same places.
 ///
 /// ```
 /// use merak_trace::{DType, Error, Init, Op, TensorType, fx, op::WeightLayout};

@@ -7,12 +7,12 @@ use crate::{
 use merak_mpu::DType;
 use std::collections::BTreeMap;
 
-/// Keys and values of the positions that have passed, for each sequence and each attention of a stage of a causal
-/// model.
+/// Keys and values of the positions that have passed, for each sequence and each attention of a
+/// stage of a causal model.
 ///
-/// A prompt passes once and fills it; then one position at a time passes, and every attention sees the
-/// keys before it too. Sequences come and go, and have lengths of their own. A rank of the tensor axis keeps the
-/// keys and values of its own heads, a stage those of its own layers.
+/// A prompt passes once and fills it; then one position at a time passes, and every attention sees
+/// the keys before it too. Sequences come and go, and have lengths of their own. A rank of the
+/// tensor axis keeps the keys and values of its own heads, a stage those of its own layers.
 ///
 /// # Shapes
 /// After `n` positions, keys and values of a sequence are `[n, kv_heads * head_dim]`.
@@ -30,13 +30,14 @@ struct Passed {
     pasts: Vec<Past>,
 }
 
-/// The next positions of some sequences. They pass end to end, as one sequence of a batch of one, so that sequences
-/// of any lengths share a pass without padding.
+/// The next positions of some sequences. They pass end to end, as one sequence of a batch of one,
+/// so that sequences of any lengths share a pass without padding.
 #[derive(Debug)]
 pub struct Continuation<'a> {
     /// Keeps the positions before these, and then these too.
     pub cache: &'a mut KvCache,
-    /// The sequences, by the numbers that the caller gave them, and how many positions of each follow.
+    /// The sequences, by the numbers that the caller gave them, and how many positions of each
+    /// follow.
     pub sequences: &'a [(u64, usize)],
     /// Where only some of the positions matter behind the last attention.
     pub tail: Option<Tail<'a>>,
@@ -71,13 +72,14 @@ impl KvCache {
 }
 
 impl Interpreter {
-    /// Runs the forward of the positions that follow in some sequences, and adds them to the cache. The
-    /// program is an inference one for a single sequence of as many positions as pass; otherwise as
-    /// [`Interpreter::forward`]. What is sent and given out is of the tail's positions, where there is one.
+    /// Runs the forward of the positions that follow in some sequences, and adds them to the cache.
+    /// The program is an inference one for a single sequence of as many positions as pass;
+    /// otherwise as [`Interpreter::forward`]. What is sent and given out is of the tail's
+    /// positions, where there is one.
     ///
     /// # Errors
-    /// As for [`Interpreter::forward`], and when an attention is not causal or hides or biases keys; the cache
-    /// then has lost the sequences.
+    /// As for [`Interpreter::forward`], and when an attention is not causal or hides or biases
+    /// keys; the cache then has lost the sequences.
     pub fn forward_cached(
         &self,
         params: &[Value],
@@ -207,8 +209,8 @@ impl Interpreter {
         Ok(())
     }
 
-    /// The frame of a program that differs from this one in the number of positions only: of each value that is
-    /// alive, some positions.
+    /// The frame of a program that differs from this one in the number of positions only: of each
+    /// value that is alive, some positions.
     fn narrow(&self, frame: Frame, to: &Self, positions: &[usize]) -> Result<Frame> {
         let ids = numbers(positions.iter().copied());
         let ids_ty = TensorType::new([positions.len()], DType::I64);

@@ -12,8 +12,8 @@
 //! ```
 //!
 //! Only one tile of scores exists per thread. Tiles that a causal mask or a window hides whole are
-//! skipped. The unit of parallel work is a block of queries forward, and a key-value head of a sample
-//! backward; key blocks go in ascending order, so nothing depends on the threads.
+//! skipped. The unit of parallel work is a block of queries forward, and a key-value head of a
+//! sample backward; key blocks go in ascending order, so nothing depends on the threads.
 
 mod backward;
 mod forward;
@@ -107,8 +107,8 @@ impl AttentionShape {
     }
 }
 
-/// Values added to the scores: `data[b * batch_stride + h * head_stride + q * row_stride + k]`, where
-/// a stride of zero repeats along its dimension. Minus infinity hides a key.
+/// Values added to the scores: `data[b * batch_stride + h * head_stride + q * row_stride + k]`,
+/// where a stride of zero repeats along its dimension. Minus infinity hides a key.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionMask<'a, T> {
     /// The values.

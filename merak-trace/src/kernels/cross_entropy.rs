@@ -13,8 +13,8 @@ const CHUNK: usize = 32 * 1024;
 /// Computes the sum of the losses of the rows that count.
 ///
 /// With `lse = ln(sum exp(x))` and smoothing e, a row's loss is
-/// `lse - (1 - e) x[label] - e mean(x)`. Losses are summed in f64 in the order of rows; the mean over
-/// the rows that count is the caller's, since on several ranks their number is a sum as well.
+/// `lse - (1 - e) x[label] - e mean(x)`. Losses are summed in f64 in the order of rows; the mean
+/// over the rows that count is the caller's, since on several ranks their number is a sum as well.
 ///
 /// # Shapes
 ///

@@ -33,9 +33,9 @@ pub struct DropoutMask {
 
 /// Where a slice lies in its logical tensor `[samples, outer, dim, inner]`.
 ///
-/// The slice holds whole samples and `dim_local` of the `dim_full` indices of one dimension. Element
-/// `(s, o, d, i)` of the slice is drawn as element `(o dim_full + dim_start + d) inner + i` of sample
-/// `first_sample + s`, so slices of one tensor draw the matching pieces of one mask.
+/// The slice holds whole samples and `dim_local` of the `dim_full` indices of one dimension.
+/// Element `(s, o, d, i)` of the slice is drawn as element `(o dim_full + dim_start + d) inner + i`
+/// of sample `first_sample + s`, so slices of one tensor draw the matching pieces of one mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampleSlice {
     /// Global index of the first sample.

@@ -46,7 +46,8 @@ pub fn scale<T: Float>(threads: &Threads, factor: T, x: &[T], out: &mut [T]) {
     map(threads, x, out, |x| factor * x);
 }
 
-/// Adds a tensor to each of the blocks that follow each other in `x`: a bias, or position embeddings.
+/// Adds a tensor to each of the blocks that follow each other in `x`: a bias, or position
+/// embeddings.
 ///
 /// # Shapes
 ///

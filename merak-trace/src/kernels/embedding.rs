@@ -60,7 +60,8 @@ impl TableRows {
 ///
 /// # Shapes
 ///
-/// `table`: `[rows here, H]`; `ids`: `[N]`; `out`: `[N, H]`. The elements of the table may be narrower.
+/// `table`: `[rows here, H]`; `ids`: `[N]`; `out`: `[N, H]`. The elements of the table may be
+/// narrower.
 ///
 /// # Errors
 ///
@@ -94,8 +95,8 @@ pub fn embedding<T: Float, W: Operand<T>>(
     Ok(())
 }
 
-/// Adds each row of `dy` to the row of its id in `dtable`, in the order of positions; those of the padding
-/// row are left out.
+/// Adds each row of `dy` to the row of its id in `dtable`, in the order of positions; those of the
+/// padding row are left out.
 ///
 /// # Shapes
 ///

@@ -14,8 +14,8 @@ use super::trig::ln_of_normal;
 /// An element type: `f32` to compute with, `f64` to check gradients by finite differences.
 ///
 /// The functions of `f32` are branch-free polynomials, good to about 1e-7 of the value, and made of
-/// additions, fused multiply-adds and divisions alone, so that they vectorise and give the same bits
-/// on every host. NaN and infinities behave as in the standard library.
+/// additions, fused multiply-adds and divisions alone, so that they vectorise and give the same
+/// bits on every host. NaN and infinities behave as in the standard library.
 pub trait Float:
     faer::traits::ComplexField
     + Lanes
@@ -93,8 +93,8 @@ impl Float for f32 {
         self.mul_add(factor, summand)
     }
 
-    /// Results below the normal numbers are zero: processors are slow on subnormal ones, and softmax
-    /// has many.
+    /// Results below the normal numbers are zero: processors are slow on subnormal ones, and
+    /// softmax has many.
     #[inline(always)]
     fn exp(self) -> Self {
         const LOWEST: f32 = -87.336_54;
@@ -227,7 +227,8 @@ fn polynomial(x: f32, coefficients: &[f32]) -> f32 {
         .fold(0.0, |sum, &coefficient| sum.mul_add(x, coefficient))
 }
 
-/// `exp(x) = 2^power (1 + fraction)`, with `|x - power ln 2| <= ln 2 / 2`, where x is less than 100.
+/// `exp(x) = 2^power (1 + fraction)`, with `|x - power ln 2| <= ln 2 / 2`, where x is less
+/// than 100.
 #[inline(always)]
 fn split_exp(x: f32) -> (f32, i32) {
     /// Adding it puts the nearest integer into the low bits of the sum.

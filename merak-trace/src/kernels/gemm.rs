@@ -34,7 +34,8 @@ pub trait Lanes: bytemuck::Pod {}
 impl<T: bytemuck::Pod> Lanes for T {}
 
 /// Height and width of the tiles of a product: the unit of parallel work. Measured best of 128 to
-/// 1024 for products of 512 to 8192: the last level of packing then stays in the second-level cache.
+/// 1024 for products of 512 to 8192: the last level of packing then stays in the second-level
+/// cache.
 const TILE: usize = 256;
 
 /// Elements between two columns of a repacked left operand: the tile and a cache line, so that
@@ -87,7 +88,8 @@ impl<T> Start<'_, T> {
 ///
 /// # Shapes
 ///
-/// `a: [M, K]`, `b: [K, N]`, `c: [M, N]`; a product with K = 0 is zero. The elements of `b` may be narrower.
+/// `a: [M, K]`, `b: [K, N]`, `c: [M, N]`; a product with K = 0 is zero. The elements of `b` may be
+/// narrower.
 ///
 /// # Panics
 ///
@@ -201,7 +203,8 @@ pub fn gemm_batched<'a, T: Float>(
     });
 }
 
-/// Computes `c = alpha a b` (or adds it) on the calling thread, for kernels that are parallel outside.
+/// Computes `c = alpha a b` (or adds it) on the calling thread, for kernels that are parallel
+/// outside.
 #[inline]
 pub(super) fn gemm_inline<T: Float>(
     alpha: T,
@@ -270,8 +273,9 @@ fn tile_product<T: Float, W: Operand<T>>(
     });
 }
 
-/// Copies a left operand with contiguous columns to a stride that suits the cache. Columns that begin
-/// a multiple of 4 KiB apart (weight gradients of a 1024 or 2048 wide layer) halve the speed else.
+/// Copies a left operand with contiguous columns to a stride that suits the cache. Columns that
+/// begin a multiple of 4 KiB apart (weight gradients of a 1024 or 2048 wide layer) halve the speed
+/// else.
 fn repack<'a, T: Float>(a: MatRef<'_, T>, memory: &'a mut [T]) -> MatRef<'a, T> {
     let columns = a.transposed();
     for (column, out) in memory.chunks_exact_mut(REPACKED_STRIDE).enumerate() {

@@ -37,7 +37,8 @@ pub enum Distribution {
     },
 }
 
-/// A box of a tensor: along dimension d, the indices `start[d] .. start[d] + local[d]` of `full[d]`.
+/// A box of a tensor: along dimension d, the indices `start[d] .. start[d] + local[d]` of
+/// `full[d]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorBox<'a> {
     /// Shape of the whole tensor.
@@ -61,7 +62,8 @@ impl TensorBox<'_> {
         );
     }
 
-    /// Index in the whole tensor of the first element of a row (along the last dimension) of the box.
+    /// Index in the whole tensor of the first element of a row (along the last dimension) of the
+    /// box.
     fn row_start(&self, mut row: usize) -> u64 {
         let Some((last, outer)) = self.start.split_last() else {
             return 0;
@@ -141,8 +143,8 @@ fn fill<T: Float>(key: Key, distribution: Distribution, first: u64, out: &mut [T
     }
 }
 
-/// Normal numbers from a group of words: radius and angle come from the words of the first and second
-/// quarter, and of the third and fourth.
+/// Normal numbers from a group of words: radius and angle come from the words of the first and
+/// second quarter, and of the third and fourth.
 fn normal_group(key: Key, index: u64) -> [f64; GROUP] {
     const QUARTER: usize = GROUP / 4;
     let words = philox::group(key, 0, index);

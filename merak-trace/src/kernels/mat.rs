@@ -96,8 +96,8 @@ impl<'a, T: Copy> MatRef<'a, T> {
 
 /// A mutable view of `rows x cols` elements whose rows are contiguous.
 ///
-/// Splitting it gives disjoint views, so the parts of a packed tensor (queries, keys and values side
-/// by side, say) can be written by one kernel, and the tiles of a matrix by several threads.
+/// Splitting it gives disjoint views, so the parts of a packed tensor (queries, keys and values
+/// side by side, say) can be written by one kernel, and the tiles of a matrix by several threads.
 #[derive(Debug)]
 pub struct MatMut<'a, T> {
     view: faer::MatMut<'a, T>,

@@ -1,8 +1,8 @@
 //! The counter-based random numbers behind dropout and initial values.
 //!
 //! Philox4x32 with ten rounds ([Random123](https://doi.org/10.1145/2063384.2063405), section 3.3)
-//! maps a key of 64 bits and a counter of 128 bits to 128 random bits. There is no state: a number is
-//! found from its index alone, by any rank, in any order.
+//! maps a key of 64 bits and a counter of 128 bits to 128 random bits. There is no state: a number
+//! is found from its index alone, by any rank, in any order.
 #![expect(
     clippy::inline_always,
     reason = "the rounds vectorise only where they are inlined into a dispatched loop"
@@ -52,8 +52,8 @@ pub(super) fn for_each_run(
 /// The words `64 index .. 64 (index + 1)` of a stream.
 #[inline(always)]
 pub(super) fn group(key: Key, stream: u64, index: u64) -> [u32; GROUP] {
-    // One array per word, so that a round is the same operation on neighbouring numbers, and 64 bits
-    // per word, as the multiplication wants them; what is in the high halves does not matter.
+    // One array per word, so that a round is the same operation on neighbouring numbers, and 64
+    // bits per word, as the multiplication wants them; what is in the high halves does not matter.
     let mut a: [u64; LANES] =
         array::from_fn(|lane| index.wrapping_mul(16).wrapping_add(lane as u64));
     let mut b = a.map(|number| number >> 32);

@@ -1,4 +1,5 @@
-//! The bias that attention scores get by a table of relative positions, and the gradient of the table.
+//! The bias that attention scores get by a table of relative positions, and the gradient of the
+//! table.
 
 use super::{Float, KernelError, Threads};
 
@@ -37,8 +38,8 @@ pub fn relative_bias<T: Float>(
     Ok(())
 }
 
-/// `dtable[r, h] = sum of dbias[h, q, k] over all pairs with index[q, k] = r`, first within each query, then
-/// over the queries.
+/// `dtable[r, h] = sum of dbias[h, q, k] over all pairs with index[q, k] = r`, first within each
+/// query, then over the queries.
 ///
 /// # Shapes
 ///

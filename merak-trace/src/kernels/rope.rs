@@ -23,17 +23,17 @@ pub struct Turn<'a> {
 }
 
 /// Turns pairs of elements of each head by angles proportional to the position
-/// ([`RoPE`](https://arxiv.org/abs/2104.09864), section 3.2.2, with the two halves of the rotated part
-/// as pairs, as Hugging Face stores weights).
+/// ([`RoPE`](https://arxiv.org/abs/2104.09864), section 3.2.2, with the two halves of the rotated
+/// part as pairs, as Hugging Face stores weights).
 ///
 /// With `n = inv_freq.len()`, elements d and `d + n` of a head, `d < n`, are turned by
-/// `position * inv_freq[d]` and multiplied by `scale`; elements from `2 n` on stay. The gradient by the input
-/// is the inverse turn of the gradient by the output, with the same scale.
+/// `position * inv_freq[d]` and multiplied by `scale`; elements from `2 n` on stay. The gradient by
+/// the input is the inverse turn of the gradient by the output, with the same scale.
 ///
 /// # Shapes
 ///
-/// `x`, `y`: `[R, width]` with heads of `head_dim` elements side by side; `positions`: `[R]`, or one
-/// sample's `[S]`, repeated.
+/// `x`, `y`: `[R, width]` with heads of `head_dim` elements side by side; `positions`: `[R]`, or
+/// one sample's `[S]`, repeated.
 ///
 /// # Panics
 ///

@@ -32,8 +32,8 @@ pub fn sum_rows<T: Float>(threads: &Threads, x: &[T], out: &mut [T]) {
     });
 }
 
-/// Adds to `out` what `add_row(row, first column, partial)` adds for each row. Blocks of columns are
-/// the unit of parallel work; each block of rows has a partial sum of its own.
+/// Adds to `out` what `add_row(row, first column, partial)` adds for each row. Blocks of columns
+/// are the unit of parallel work; each block of rows has a partial sum of its own.
 pub(super) fn add_over_rows<T: Float>(
     threads: &Threads,
     num_rows: usize,

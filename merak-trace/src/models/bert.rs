@@ -1,5 +1,5 @@
-//! BERT ([Devlin et al. 2018](https://arxiv.org/abs/1810.04805)): a post-norm encoder that fills in masked tokens
-//! or classifies sequences.
+//! BERT ([Devlin et al. 2018](https://arxiv.org/abs/1810.04805)): a post-norm encoder that fills in
+//! masked tokens or classifies sequences.
 
 use super::{
     Model, ModelInfo, Objective, TraceOptions,
@@ -38,8 +38,8 @@ pub struct Bert {
 }
 
 impl Bert {
-    /// Reads the configuration; absent fields have the defaults of `transformers`. The first of `architectures`
-    /// says whether tokens are filled in (also without it) or sequences classified.
+    /// Reads the configuration; absent fields have the defaults of `transformers`. The first of
+    /// `architectures` says whether tokens are filled in (also without it) or sequences classified.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
         // Written by early checkpoints and never read.
         f.ignore(&[
@@ -137,7 +137,8 @@ impl Bert {
             let shape = [self.vocab_size, width];
             decoder.param("weight", &shape, init, ParamRole::Weight)?
         };
-        // transformers ties the bias together with the weight; apart from each other, the decoder's is the one in use.
+        // transformers ties the bias together with the weight; apart from each other, the decoder's
+        // is the one in use.
         let owner = if tied.is_some() { &head } else { &decoder };
         let shape = [self.vocab_size];
         let bias = owner.param("bias", &shape, Init::Constant(0.0), ParamRole::Bias)?;

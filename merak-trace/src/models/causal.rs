@@ -13,8 +13,8 @@ use crate::{
 use merak_mpu::DType;
 use serde_json::json;
 
-/// Refuses a configuration that names a class of another family, whose names begin with another word than `family`,
-/// or of another task than predicting the next token.
+/// Refuses a configuration that names a class of another family, whose names begin with another
+/// word than `family`, or of another task than predicting the next token.
 pub(super) fn check_architecture(f: &Fields<'_>, family: &str) -> Result<()> {
     f.refuse("is_encoder_decoder", &[json!(false)])?;
     for name in f.strings("architectures")? {
@@ -30,7 +30,8 @@ pub(super) fn check_architecture(f: &Fields<'_>, family: &str) -> Result<()> {
     Ok(())
 }
 
-/// The row of the embedding that looking it up does not train: `pad_token_id`, as `torch.nn.Embedding` has it.
+/// The row of the embedding that looking it up does not train: `pad_token_id`, as
+/// `torch.nn.Embedding` has it.
 pub(super) fn padding(
     f: &Fields<'_>,
     default: Option<usize>,
@@ -56,7 +57,8 @@ pub(super) fn token(
     }
 }
 
-/// Declares the input `input_ids: [B, S]` of a model that predicts tokens, and `attention_mask` where the options ask for it.
+/// Declares the input `input_ids: [B, S]` of a model that predicts tokens, and `attention_mask`
+/// where the options ask for it.
 pub fn input_ids(root: &Module, options: &TraceOptions) -> Symbol {
     let ty = TensorType::new([options.batch, options.seq], DType::I64);
     let ids = root.input("input_ids", ty.clone());
@@ -66,7 +68,8 @@ pub fn input_ids(root: &Module, options: &TraceOptions) -> Symbol {
     ids
 }
 
-/// The output projection `name` from `x: [.., H]` to logits `[.., V]`: its own weight, or the embedding table `tied: [V, H]`.
+/// The output projection `name` from `x: [.., H]` to logits `[.., V]`: its own weight, or the
+/// embedding table `tied: [V, H]`.
 ///
 /// # Errors
 /// As [`Module::apply`].
@@ -93,7 +96,8 @@ pub fn lm_head(
     head.linear_with(x, &weight, WeightLayout::OutIn)
 }
 
-/// Declares the labels that a loss is counted against, `labels: [B, S]`; those that are -100 do not count.
+/// Declares the labels that a loss is counted against, `labels: [B, S]`; those that are -100 do not
+/// count.
 pub fn labels(root: &Module, options: &TraceOptions) -> Symbol {
     labels_of(root, &[options.batch, options.seq])
 }
@@ -102,7 +106,8 @@ fn labels_of(root: &Module, shape: &[usize]) -> Symbol {
     root.input("labels", TensorType::new(shape, DType::I64))
 }
 
-/// The end that the options ask for: the output `logits`, or `loss`, the cross-entropy of the logits against `labels`.
+/// The end that the options ask for: the output `logits`, or `loss`, the cross-entropy of the
+/// logits against `labels`.
 ///
 /// # Errors
 /// As [`Module::apply`].

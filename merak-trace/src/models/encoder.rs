@@ -26,7 +26,8 @@ pub(super) struct Encoder {
 }
 
 impl Encoder {
-    /// Reads the configuration; absent fields have the defaults of `transformers`, `dropout` among them.
+    /// Reads the configuration; absent fields have the defaults of `transformers`, `dropout` among
+    /// them.
     pub(super) fn from_fields(f: &Fields<'_>, dropout: f64) -> Result<Self> {
         f.refuse("is_decoder", &[json!(false)])?;
         f.refuse("is_encoder_decoder", &[json!(false)])?;
@@ -56,8 +57,8 @@ impl Encoder {
         module.layer_norm(x, self.layer_norm_eps)
     }
 
-    /// Attention of all positions to all, or to those of `seen`; the layers `query`, `key` and `value` of `attn`
-    /// have a bias where `bias` says so.
+    /// Attention of all positions to all, or to those of `seen`; the layers `query`, `key` and
+    /// `value` of `attn` have a bias where `bias` says so.
     pub(super) fn attention(
         &self,
         attn: &Module,
@@ -84,8 +85,8 @@ impl Encoder {
         attn.attention_with([&q?, &k?, &v?], terms, &spec, self.attention_dropout)
     }
 
-    /// Widens, bends and narrows again: the layers `intermediate.dense` and `output.dense` of a layer, with the
-    /// dropout of the latter.
+    /// Widens, bends and narrows again: the layers `intermediate.dense` and `output.dense` of a
+    /// layer, with the dropout of the latter.
     pub(super) fn feed_forward(&self, layer: &Module, x: &Symbol, init: Init) -> Result<Symbol> {
         let intermediate = layer.sub("intermediate");
         let hidden = linear(&intermediate.sub("dense"), x, self.intermediate_size, init)?;

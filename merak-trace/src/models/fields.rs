@@ -175,7 +175,8 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.error(name, "is missing"))
     }
 
-    /// A number of layers: lists are as long, and a graph of more takes longer to plan than a model to train.
+    /// A number of layers: lists are as long, and a graph of more takes longer to plan than a model
+    /// to train.
     pub(super) fn layers(&self, name: &str) -> Result<usize> {
         self.bounded(name, self.size(name)?, (MAX_LAYERS, "layers"))
     }
@@ -378,7 +379,8 @@ impl<'a> Fields<'a> {
         self.asked.borrow_mut().extend(names);
     }
 
-    /// Which of the `known` classes the first of `architectures` is; the first one without that field.
+    /// Which of the `known` classes the first of `architectures` is; the first one without that
+    /// field.
     pub(super) fn architecture(&self, known: &[&str]) -> Result<usize> {
         let name = "architectures";
         let found = self.strings(name)?;

@@ -1,4 +1,5 @@
-//! The plain pre-norm GPT that the benchmarks train: separate projections, learned positions, an untied head.
+//! The plain pre-norm GPT that the benchmarks train: separate projections, learned positions, an
+//! untied head.
 
 use super::{
     Model, ModelInfo, TraceOptions,

@@ -1,5 +1,6 @@
-//! GPT-NeoX ([Black et al. 2022](https://arxiv.org/abs/2204.06745)): attention and MLP side by side, rotary positions
-//! on a part of each head, query, key and value of a head next to each other in one projection.
+//! GPT-NeoX ([Black et al. 2022](https://arxiv.org/abs/2204.06745)): attention and MLP side by
+//! side, rotary positions on a part of each head, query, key and value of a head next to each other
+//! in one projection.
 
 use super::{
     Model, ModelInfo, TraceOptions,
@@ -131,7 +132,8 @@ impl GptNeoX {
         linear("dense", &mixed, self.hidden_size)
     }
 
-    /// Query, key and value, `[B, S, H]` each, of a projection in which they alternate head by head.
+    /// Query, key and value, `[B, S, H]` each, of a projection in which they alternate head by
+    /// head.
     fn heads(&self, attn: &Module, fused: &Symbol) -> Result<[Symbol; 3]> {
         let [batch, seq] = [fused.shape()[0], fused.shape()[1]];
         let by_head = attn.reshape(fused, &[batch, seq, self.num_heads, 3 * self.head_dim])?;

@@ -1,5 +1,5 @@
-//! Llama ([Touvron et al. 2023](https://arxiv.org/abs/2302.13971)) and its relatives: RMS norms, rotary positions,
-//! gated MLP, grouped-query heads.
+//! Llama ([Touvron et al. 2023](https://arxiv.org/abs/2302.13971)) and its relatives: RMS norms,
+//! rotary positions, gated MLP, grouped-query heads.
 //!
 //! | family | differs by |
 //! |---|---|

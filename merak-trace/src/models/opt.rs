@@ -1,5 +1,5 @@
-//! OPT ([Zhang et al. 2022](https://arxiv.org/abs/2205.01068)): learned positions from the third row on, layer norms
-//! before or after each part, an embedding that may be narrower than the model.
+//! OPT ([Zhang et al. 2022](https://arxiv.org/abs/2205.01068)): learned positions from the third
+//! row on, layer norms before or after each part, an embedding that may be narrower than the model.
 
 use super::{
     Model, ModelInfo, TraceOptions,

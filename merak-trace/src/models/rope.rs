@@ -33,7 +33,8 @@ pub(super) struct RotaryFields {
 }
 
 impl Rotary {
-    /// Reads `rope_parameters` of transformers 5, or `rope_scaling` and the top level of transformers 4.
+    /// Reads `rope_parameters` of transformers 5, or `rope_scaling` and the top level of
+    /// transformers 4.
     pub(super) fn from_fields(
         f: &Fields<'_>,
         names: RotaryFields,

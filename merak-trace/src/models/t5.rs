@@ -1,9 +1,10 @@
-//! T5 ([Raffel et al. 2019](https://arxiv.org/abs/1910.10683)): encoder and decoder with a bias of the scores by
-//! relative position in place of embedded positions, and its version 1.1 with a gated MLP
-//! ([Shazeer 2020](https://arxiv.org/abs/2002.05202)).
+//! T5 ([Raffel et al. 2019](https://arxiv.org/abs/1910.10683)): encoder and decoder with a bias of
+//! the scores by relative position in place of embedded positions, and its version 1.1 with a gated
+//! MLP ([Shazeer 2020](https://arxiv.org/abs/2002.05202)).
 //!
-//! Every layer of a stack uses one table of biases, a weight that ties the stages which the stack is cut into.
-//! What crosses a cut are the hidden states and, in the decoder, the output of the encoder.
+//! Every layer of a stack uses one table of biases, a weight that ties the stages which the stack
+//! is cut into. What crosses a cut are the hidden states and, in the decoder, the output of the
+//! encoder.
 
 use super::{
     Model, ModelInfo, Objective, TraceOptions,
@@ -54,16 +55,17 @@ struct Stack<'a> {
 }
 
 impl T5 {
-    /// Reads the configuration of a `T5ForConditionalGeneration`; absent fields have the defaults of
-    /// `transformers`.
+    /// Reads the configuration of a `T5ForConditionalGeneration`; absent fields have the defaults
+    /// of `transformers`.
     ///
-    /// `tie_word_embeddings: false`, which version 1.1 has, makes the head a weight of its own and leaves its
-    /// input unscaled.
+    /// `tie_word_embeddings: false`, which version 1.1 has, makes the head a weight of its own and
+    /// leaves its input unscaled.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
         f.architecture(&["T5ForConditionalGeneration"])?;
         f.refuse("is_encoder_decoder", &[json!(true)])?;
         f.refuse("is_decoder", &[json!(false)])?;
-        // transformers takes two of these from feed_forward_proj whatever they say; the last is of another head.
+        // transformers takes two of these from feed_forward_proj whatever they say; the last is of
+        // another head.
         f.ignore(&["dense_act_fn", "is_gated_act", "classifier_dropout"]);
         let encoder_layers = f.layers_or("num_layers", 6)?;
         let (activation, is_gated) = feed_forward(f)?;
@@ -277,8 +279,8 @@ impl Model for T5 {
         &[("attention_mask", 1)]
     }
 
-    /// Inputs are `input_ids` and `attention_mask: [B, S] i64`, `decoder_input_ids: [B, T] i64` (the labels
-    /// moved one to the right) and, for a loss, `labels: [B, T] i64`.
+    /// Inputs are `input_ids` and `attention_mask: [B, S] i64`, `decoder_input_ids: [B, T] i64`
+    /// (the labels moved one to the right) and, for a loss, `labels: [B, T] i64`.
     fn trace(&self, options: &TraceOptions) -> Result<Graph> {
         let target = options.target_seq.unwrap_or(options.seq);
         // Relative positions have no end.
@@ -323,7 +325,8 @@ impl Model for T5 {
     }
 }
 
-/// The activation of the MLP and whether it gates, from `feed_forward_proj`: `relu`, `gated-gelu`, ..
+/// The activation of the MLP and whether it gates, from `feed_forward_proj`: `relu`, `gated-gelu`,
+/// ..
 fn feed_forward(f: &Fields<'_>) -> Result<(Activation, bool)> {
     let field = "feed_forward_proj";
     let found = f.string_or(field, "relu")?;

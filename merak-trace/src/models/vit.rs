@@ -1,5 +1,5 @@
-//! Vision transformer ([Dosovitskiy et al. 2020](https://arxiv.org/abs/2010.11929)): a pre-norm encoder of image
-//! patches that classifies images.
+//! Vision transformer ([Dosovitskiy et al. 2020](https://arxiv.org/abs/2010.11929)): a pre-norm
+//! encoder of image patches that classifies images.
 
 use super::{
     Model, ModelInfo, Objective, TraceOptions,
@@ -30,7 +30,8 @@ impl Vit {
     /// `transformers`.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
         f.architecture(&["ViTForImageClassification"])?;
-        // Of the decoder of masked images, of the pooler, which the classifier does without, and of words.
+        // Of the decoder of masked images, of the pooler, which the classifier does without, and of
+        // words.
         f.ignore(&[
             "encoder_stride",
             "pooler_output_size",
@@ -63,8 +64,8 @@ impl Vit {
         1 + self.grid()[0] * self.grid()[1]
     }
 
-    /// The convolution whose kernel is as large as its stride, as a linear layer of unfolded patches:
-    /// `[B, C, H, W] -> [B, patches, width]`.
+    /// The convolution whose kernel is as large as its stride, as a linear layer of unfolded
+    /// patches: `[B, C, H, W] -> [B, patches, width]`.
     fn patches(&self, module: &Module, pixels: &Symbol, init: Init) -> Result<Symbol> {
         let (batch, channels) = (pixels.shape()[0], self.num_channels);
         let ([rows, cols], [height, width]) = (self.grid(), self.patch);

@@ -1,8 +1,9 @@
-//! What an operation costs: a model of flops and bytes from the operation and the types of its operands.
+//! What an operation costs: a model of flops and bytes from the operation and the types of its
+//! operands.
 //!
-//! A fused multiply-add counts as two flops. Products are exact; the few flops per element of norms and
-//! activations are rounded to what a plain implementation does. Bytes are what must pass through memory
-//! when nothing is cached: operands read and results written, and nothing for views.
+//! A fused multiply-add counts as two flops. Products are exact; the few flops per element of norms
+//! and activations are rounded to what a plain implementation does. Bytes are what must pass
+//! through memory when nothing is cached: operands read and results written, and nothing for views.
 
 use super::{Activation, Attention, Op, ResultMemory};
 use crate::{Graph, Node, ValueId};
@@ -134,7 +135,8 @@ impl Shapes<'_> {
         }
     }
 
-    /// Scores that queries and keys have in all heads; the queries are operand `q`, the keys the next.
+    /// Scores that queries and keys have in all heads; the queries are operand `q`, the keys the
+    /// next.
     fn scores(&self, spec: &Attention, q: usize) -> u128 {
         let size = |operand: usize, dim: usize| {
             self.graph.ty(self.node.inputs[operand]).shape[dim] as u128
@@ -142,7 +144,8 @@ impl Shapes<'_> {
         let (batch, queries, keys) = (size(q, 0), size(q, 1), size(q + 1, 1));
         let most = spec.window.map_or(keys, |window| keys.min(window as u128));
         let seen = if spec.causal {
-            // Query i of Q sees keys up to K - Q + i: sums of min(n, most) over the last Q numbers n up to K.
+            // Query i of Q sees keys up to K - Q + i: sums of min(n, most) over the last Q numbers
+            // n up to K.
             let up_to = |n: u128| {
                 let rising = n.min(most);
                 rising * (rising + 1) / 2 + (n - rising) * most

@@ -34,7 +34,8 @@ impl StageCuts {
         }
     }
 
-    /// Cuts before the nodes `bounds[1..]`, the first bound being 0 and the last the number of nodes.
+    /// Cuts before the nodes `bounds[1..]`, the first bound being 0 and the last the number of
+    /// nodes.
     ///
     /// # Errors
     /// [`Error::Cuts`] when the bounds do not rise from 0 to the number of nodes.

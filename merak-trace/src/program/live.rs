@@ -4,8 +4,8 @@ use super::StageProgram;
 use crate::{Graph, Node, NodeId, Source, ValueId, autodiff::Phase, op::ResultMemory};
 use std::collections::BTreeMap;
 
-/// What the values of one microbatch take. Scratch memory of kernels, parameters and gradients of parameters are not
-/// in it.
+/// What the values of one microbatch take. Scratch memory of kernels, parameters and gradients of
+/// parameters are not in it.
 ///
 /// ```text
 ///   forward ─► kept ─┬─► backward ─────────────────────────────────────────────► nothing
@@ -37,10 +37,11 @@ pub struct LiveBytes {
 }
 
 impl StageProgram {
-    /// The least that any backend needs which keeps what a later node reads: the program is walked as the
-    /// interpreter does, with sizes in place of values.
+    /// The least that any backend needs which keeps what a later node reads: the program is walked
+    /// as the interpreter does, with sizes in place of values.
     ///
-    /// An operation may write its result over an operand that nobody reads any more, and a view takes nothing.
+    /// An operation may write its result over an operand that nobody reads any more, and a view
+    /// takes nothing.
     ///
     /// ```
     /// use merak_trace::{RecomputePlan, StageCuts, StageProgram, models::{self, TraceOptions}};
@@ -62,8 +63,8 @@ impl StageProgram {
         self.walked(false)
     }
 
-    /// What a backend that keeps the memory of freed values by length holds beyond the peak of a microbatch: lengths
-    /// peak at different times.
+    /// What a backend that keeps the memory of freed values by length holds beyond the peak of a
+    /// microbatch: lengths peak at different times.
     pub fn kept_free_bytes(&self) -> usize {
         let mut walk = Walk::new(self, true);
         walk.lengths = Some(BTreeMap::new());
@@ -258,7 +259,8 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Bytes of results that no node reads, but of gradients that kernels add straight to where they are summed.
+    /// Bytes of results that no node reads, but of gradients that kernels add straight to where
+    /// they are summed.
     fn dropped(&self, node: &Node) -> usize {
         if node.op.result_memory() == ResultMemory::Sum {
             return 0;

@@ -88,7 +88,8 @@ impl Plan<'_> {
         }
     }
 
-    /// The value that the backward reads instead of `value`: itself, or a copy that is computed again.
+    /// The value that the backward reads instead of `value`: itself, or a copy that is computed
+    /// again.
     fn available(&mut self, value: ValueId) -> Result<ValueId> {
         if let Some(&copy) = self.copies.get(&value) {
             return Ok(copy);

@@ -28,7 +28,8 @@ fn count(bytes: usize) {
 }
 
 #[expect(unsafe_code, reason = "allocators cannot be written without")]
-// SAFETY: all of it is left to the system's allocator; counting touches no memory that it hands out.
+// SAFETY: all of it is left to the system's allocator; counting touches no memory that it hands
+// out.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
@@ -86,7 +87,8 @@ fn of_a_warm_step() {
             let what = format!("{} on {threads} threads: {steps:?}", config["model_type"]);
             assert!(steps[0] > 20, "the first step takes memory, {what}");
             let fresh = steps[2..].iter().filter(|&&count| count > 0).count();
-            // Which thread takes what is a matter of chance, and each takes the memory that it works in once.
+            // Which thread takes what is a matter of chance, and each takes the memory that it
+            // works in once.
             let most = if threads == 1 { 0 } else { STEPS / 2 };
             assert!(fresh <= most, "{what}");
         }

@@ -1,4 +1,5 @@
-//! Configurations as transformers 4 and 5 write them, and the fields that tell models apart: used, or refused by name.
+//! Configurations as transformers 4 and 5 write them, and the fields that tell models apart: used,
+//! or refused by name.
 //!
 //! `goldens/configs` has the configurations and the script that made them.
 
@@ -141,7 +142,8 @@ fn fields_that_tell_models_apart_are_used_or_refused() {
         format!("{field}: used by [{used}], without effect on [{none}]")
     });
     let table = table.collect::<Vec<_>>().join("\n");
-    // The others refuse it. Without effect is what the family's defaults switch off, and a head that is not there.
+    // The others refuse it. Without effect is what the family's defaults switch off, and a head
+    // that is not there.
     insta::assert_snapshot!(table, @r"
     attention_bias: used by [gpt_neox llama qwen3], without effect on []
     mlp_bias: used by [llama], without effect on []

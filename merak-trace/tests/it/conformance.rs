@@ -1,8 +1,9 @@
 //! One suite for every backend: each operation, forward and gradient, in every element type.
 //!
-//! The reference is the candle backend in f64, whose gradients the finite differences of `gradients` check;
-//! that module hands each of its cases on to [`agree`]. Here stand larger and odder sizes, and what is not a
-//! number. Each case also runs with operands that are frozen and kept in bf16, where results may not change by a bit.
+//! The reference is the candle backend in f64, whose gradients the finite differences of
+//! `gradients` check; that module hands each of its cases on to [`agree`]. Here stand larger and
+//! odder sizes, and what is not a number. Each case also runs with operands that are frozen and
+//! kept in bf16, where results may not change by a bit.
 
 use crate::support::{
     backend, backends, context, dtypes, floats, grad_store, host_backends, interpreter,
@@ -34,14 +35,15 @@ impl Case<'_> {
     }
 }
 
-/// Checks that every backend gives the reference's results and gradients, in each of its element types.
+/// Checks that every backend gives the reference's results and gradients, in each of its element
+/// types.
 pub(crate) fn agree(case: &Case<'_>) {
     compare(case, None, &backends(2));
     keeps_narrow(case);
 }
 
-/// Checks that operands of f32 which are kept in bf16 give the bits of the same numbers kept in f32: each alone, so that
-/// gradients pass beside it, and all of them.
+/// Checks that operands of f32 which are kept in bf16 give the bits of the same numbers kept in
+/// f32: each alone, so that gradients pass beside it, and all of them.
 fn keeps_narrow(case: &Case<'_>) {
     let backend = backend(2);
     let count = case.operands.len();
@@ -102,7 +104,8 @@ fn compare(case: &Case<'_>, poison: Option<f64>, backends: &[SharedBackend]) {
 pub(crate) struct Run<'a> {
     pub(crate) backend: &'a SharedBackend,
     pub(crate) dtype: DType,
-    /// The type to which operands are rounded, so that the reference sees what a narrower type sees.
+    /// The type to which operands are rounded, so that the reference sees what a narrower type
+    /// sees.
     pub(crate) rounded: DType,
     /// What the middle element of the first operand is replaced by.
     pub(crate) poison: Option<f64>,
@@ -138,8 +141,9 @@ pub(crate) fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Numbers agree within rounding of the largest one, NaN with NaN and an infinity with itself. Where `is_loose`, one
-/// may stand for the other, as libtorch's own `f32` and `f64` kernels of one function disagree there.
+/// Numbers agree within rounding of the largest one, NaN with NaN and an infinity with itself.
+/// Where `is_loose`, one may stand for the other, as libtorch's own `f32` and `f64` kernels of one
+/// function disagree there.
 pub(crate) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64, is_loose: bool) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let finite = expected.iter().filter(|x| x.is_finite());
@@ -156,7 +160,8 @@ pub(crate) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64, 
     }
 }
 
-/// Results, as gradients of the weights in `sum(weights * op(operands))`, and gradients of the operands.
+/// Results, as gradients of the weights in `sum(weights * op(operands))`, and gradients of the
+/// operands.
 pub(crate) fn measure(case: &Case<'_>, run: &Run<'_>) -> BTreeMap<String, Vec<f64>> {
     let (backend, poison) = (run.backend, run.poison);
     let mut graph = case.graph(run.dtype);
@@ -474,7 +479,8 @@ fn odd_sizes_agree_for_attention_with_hidden_keys_and_biases() {
         let kv = t(&[2, k_len, 10]);
         let mut operands = vec![t(&[2, q_len, 20]), kv.clone(), kv];
         operands.extend(biased.then(|| t(&[9, 4])));
-        // Of the second sample, which has padding on both sides, the first queries see nothing when causal.
+        // Of the second sample, which has padding on both sides, the first queries see nothing when
+        // causal.
         let seen: Vec<_> = (0..2 * k_len)
             .map(|key| i64::from(key < k_len || (key > k_len + 2 && key + 4 < 2 * k_len)))
             .collect();
@@ -554,7 +560,8 @@ fn what_is_no_number_spreads_alike() {
             dropout: None,
         };
         let qkv = [t(&[2, 3, 9]), t(&[2, 3, 9]), t(&[2, 3, 9])];
-        // PyTorch's kernel for the processor takes a query of NaN for one that sees no key, and gives zeros.
+        // PyTorch's kernel for the processor takes a query of NaN for one that sees no key, and
+        // gives zeros.
         with(
             "attention",
             &qkv,

@@ -245,7 +245,8 @@ impl AxisGroups for TensorGroup {
     }
 }
 
-/// The place of each of six columns in parts of two and four over two ranks: rank, and column there.
+/// The place of each of six columns in parts of two and four over two ranks: rank, and column
+/// there.
 const PLACES: [(usize, usize); 6] = [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)];
 
 /// The slices of `x [4, 6]` go through a function on their ranks, and are joined and summed.

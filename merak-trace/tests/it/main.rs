@@ -1,7 +1,8 @@
 //! What the graph engine promises, tested from outside.
 //!
 //! - `allocations`: once warm, a step takes no fresh memory for tensors.
-//! - `configs`: configurations as transformers 4 and 5 write them, and fields that tell models apart.
+//! - `configs`: configurations as transformers 4 and 5 write them, and fields that tell models
+//!   apart.
 //! - `conformance`: every operation, forward and gradient, in every element type, on every backend.
 //! - `coverage`: no operation is without a case of `conformance`.
 //! - `decoding`: positions that pass one by one, with a cache, give what they give together.

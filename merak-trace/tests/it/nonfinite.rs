@@ -243,9 +243,9 @@ impl Case {
         found
     }
 
-    /// Whether kernels of libtorch for the processor have other results than the operations that the script is
-    /// written in: attention takes a query of NaN for one that sees no key, and the vectors of gelu make NaN of
-    /// infinity.
+    /// Whether kernels of libtorch for the processor have other results than the operations that
+    /// the script is written in: attention takes a query of NaN for one that sees no key, and the
+    /// vectors of gelu make NaN of infinity.
     fn differs_in_libtorch(&self) -> bool {
         self.op.starts_with("attention") || self.op == "gelu_erf"
     }

@@ -1,5 +1,5 @@
-//! Gradients at sizes that leave an odd tail behind vectors and tiles, with keys that are hidden and heads that
-//! are shared.
+//! Gradients at sizes that leave an odd tail behind vectors and tiles, with keys that are hidden
+//! and heads that are shared.
 
 use crate::gradients::{apply, check, ids, t};
 use merak_trace::{

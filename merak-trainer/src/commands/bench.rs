@@ -71,7 +71,8 @@ pub(crate) struct Gpt {
     /// Compute threads of each rank; unset: the cores shared out.
     #[arg(long)]
     threads: Option<usize>,
-    /// Pipeline schedule, which the result names; unset: `auto`, which searches one, and `1f1b` on one rank.
+    /// Pipeline schedule, which the result names; unset: `auto`, which searches one, and `1f1b` on
+    /// one rank.
     #[arg(long)]
     schedule: Option<String>,
     /// Stages per rank, under `interleaved_1f1b` and `auto`.

@@ -128,7 +128,8 @@ fn default_text() -> String {
     }
 }
 
-/// Trains a model of a few hundred weights for a step on two ranks, which takes every part of the stack.
+/// Trains a model of a few hundred weights for a step on two ranks, which takes every part of the
+/// stack.
 fn trial() -> Result<()> {
     let line = [
         "--pp=2",

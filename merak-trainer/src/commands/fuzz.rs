@@ -1,4 +1,5 @@
-//! Made-up configurations, taken the way of `merak train --dry-run`: none panics, and each refusal is one message.
+//! Made-up configurations, taken the way of `merak train --dry-run`: none panics, and each refusal
+//! is one message.
 //!
 //! ```text
 //! cargo test -p merak-trainer --bin merak -- --ignored fuzz --nocapture     # FUZZ_CASES=5000 FUZZ_SEED=1

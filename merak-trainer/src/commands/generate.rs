@@ -32,8 +32,9 @@ pub(crate) struct Args {
     /// A file with one prompt per line.
     #[arg(long, group = "prompts", value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// A PEFT folder, whose adapter is merged into the weights first, in place of the checkpoint's own. May be
-    /// repeated: prompts are then continued with one after the other; `none` is the model without one.
+    /// A PEFT folder, whose adapter is merged into the weights first, in place of the checkpoint's
+    /// own. May be repeated: prompts are then continued with one after the other; `none` is the
+    /// model without one.
     #[arg(long, value_name = "DIR")]
     adapter: Vec<PathBuf>,
     /// Most new tokens per prompt [default: 128, where the environment has no other].
@@ -48,7 +49,8 @@ pub(crate) struct Args {
     /// Draws from the likeliest tokens up to this probability [default: 0.9].
     #[arg(long, allow_negative_numbers = true, value_name = "P")]
     top_p: Option<f64>,
-    /// Draws from tokens with at least this share of the likeliest one's probability; 0 is off [default: 0].
+    /// Draws from tokens with at least this share of the likeliest one's probability; 0 is off
+    /// [default: 0].
     #[arg(long, allow_negative_numbers = true, value_name = "P")]
     min_p: Option<f64>,
     /// Divides the positive logits of tokens that are already there; 1 is off [default: 1].

@@ -22,7 +22,8 @@ pub(crate) struct Keys {
 }
 
 impl Keys {
-    /// Removes a flag of the command and says whether it was there: whatever follows the first key lands here.
+    /// Removes a flag of the command and says whether it was there: whatever follows the first key
+    /// lands here.
     pub(crate) fn take_flag(&mut self, flag: &str) -> bool {
         let before = self.words.len();
         self.words.retain(|word| dashed(word) != flag);

@@ -121,7 +121,8 @@ impl Loaded {
         args.check()
     }
 
-    /// Fields of `generation_config.json` that choose other tokens in transformers, and have no part here.
+    /// Fields of `generation_config.json` that choose other tokens in transformers, and have no
+    /// part here.
     fn unapplied(&self) -> impl Iterator<Item = &'static str> {
         // Without effect are these numbers, and what is null, false or empty.
         const FIELDS: &[(&str, Option<f64>)] = &[
@@ -191,8 +192,9 @@ impl Loaded {
         }
     }
 
-    /// The tokens that end a text: the one that the arguments name, else the model's and the tokenizer's. The model's
-    /// are those of `generation_config.json`, as in transformers, where that file names some.
+    /// The tokens that end a text: the one that the arguments name, else the model's and the
+    /// tokenizer's. The model's are those of `generation_config.json`, as in transformers, where
+    /// that file names some.
     fn ends(&self, args: &CheckedArguments, tokenizer: Option<&Tokenizer>) -> Vec<u32> {
         const NAME: &str = "eos_token_id";
         if let Some(end) = args.eos_token_id {
@@ -205,7 +207,8 @@ impl Loaded {
         ends
     }
 
-    /// What a configuration of the model says under a name: a token or a list of them. Negative ones stand for none.
+    /// What a configuration of the model says under a name: a token or a list of them. Negative
+    /// ones stand for none.
     fn tokens(&self, config: &Value, name: &str) -> Vec<u32> {
         let stated = match config.get(name) {
             Some(Value::Array(tokens)) => tokens.as_slice(),
@@ -260,8 +263,8 @@ fn blamed(key: &'static str, error: impl Into<Error>) -> Error {
     }
 }
 
-/// The key of the size to which an error is due: the file states a model that could be made, so it is one that was put in
-/// the place of its own.
+/// The key of the size to which an error is due: the file states a model that could be made, so it
+/// is one that was put in the place of its own.
 fn by_override(
     error: &merak_trace::Error,
     stated: &Value,
@@ -277,7 +280,8 @@ fn by_override(
     models::from_config(stated).is_ok().then_some(*key)
 }
 
-/// Puts the sizes that the arguments have in the place of the configuration's; returns which, as key and field.
+/// Puts the sizes that the arguments have in the place of the configuration's; returns which, as
+/// key and field.
 fn override_sizes(
     fields: &mut Map<String, Value>,
     names: SizeFields,
@@ -325,7 +329,8 @@ fn config_file(args: &CheckedArguments) -> Result<(&'static str, PathBuf)> {
 /// The most bytes of a file beside weights: vocabularies are the largest.
 const MAX_COMPANION_BYTES: u64 = 256 << 20;
 
-/// What lies beside the weights of `model.hf_dir` and belongs to the model: it travels with checkpoints.
+/// What lies beside the weights of `model.hf_dir` and belongs to the model: it travels with
+/// checkpoints.
 pub(crate) fn companions(args: &CheckedArguments) -> Result<Vec<(String, Vec<u8>)>> {
     let Some(folder) = &args.model.hf_dir else {
         return Ok(Vec::new());

@@ -6,8 +6,8 @@ use std::{
     io::{self, IsTerminal, Write},
 };
 
-/// Writes results to standard output; nothing in them acts on a terminal. A reader that went away, such as `head`, is
-/// no failure.
+/// Writes results to standard output; nothing in them acts on a terminal. A reader that went away,
+/// such as `head`, is no failure.
 pub(crate) fn print(text: impl AsRef<[u8]>) -> io::Result<()> {
     print_as_is(shown(&io::stdout(), text.as_ref()))
 }
@@ -29,7 +29,8 @@ pub(crate) fn print_as_is(text: impl AsRef<[u8]>) -> io::Result<()> {
     }
 }
 
-/// Writes a piece of a result that is still coming; whether it arrived is told when the end is written.
+/// Writes a piece of a result that is still coming; whether it arrived is told when the end is
+/// written.
 pub(crate) fn stream(text: impl AsRef<[u8]>) {
     let mut out = io::stdout().lock();
     let text = shown(&out, text.as_ref());
@@ -47,8 +48,8 @@ fn shown<'a>(out: &impl IsTerminal, text: &'a [u8]) -> Cow<'a, [u8]> {
     }
 }
 
-/// A text whose long lines go on below, behind the words that lines begin with here, where they would not fit the
-/// terminal.
+/// A text whose long lines go on below, behind the words that lines begin with here, where they
+/// would not fit the terminal.
 pub(crate) fn fitted(text: &str) -> String {
     const INDENT: usize = 10;
     let columns = columns().unwrap_or(usize::MAX);

@@ -1,4 +1,5 @@
-//! A run before its ranks start: everything that the configuration names, read, checked and planned.
+//! A run before its ranks start: everything that the configuration names, read, checked and
+//! planned.
 
 use super::{
     environment,
@@ -46,8 +47,8 @@ impl Prepared {
     pub(crate) fn to_train(config: &Config, dry_run: bool) -> Result<Self> {
         let prepare = || {
             let mut prepared = Self::new(config, true)?;
-            // Before costs are measured, which takes a while. A dry run tells of another run below its
-            // plan.
+            // Before costs are measured, which takes a while. A dry run tells of another run below
+            // its plan.
             match RunFolder::check(&prepared.args) {
                 Err(Error::RunExists { .. } | Error::RunInUse { .. }) if dry_run => {}
                 other => other?,
@@ -58,8 +59,8 @@ impl Prepared {
         prepare().map_err(|error| config.locate(error))
     }
 
-    /// Measures what the work costs, and plans anew where the plan goes by that. What does not fit into this
-    /// machine's memory is left as it is.
+    /// Measures what the work costs, and plans anew where the plan goes by that. What does not fit
+    /// into this machine's memory is left as it is.
     fn measure(&mut self, keeps: bool) -> Result<()> {
         if self.check_memory().is_err() {
             return Ok(());
@@ -134,7 +135,8 @@ impl Prepared {
         let fingerprint = samples.map(print).transpose()?;
         let plan = Plan::new(Arc::clone(&model.model), &args)?;
         let plan = Arc::new(if trains { plan } else { plan.frozen() });
-        // The configuration in use, overrides included, so that a checkpoint alone makes the model again.
+        // The configuration in use, overrides included, so that a checkpoint alone makes the model
+        // again.
         let model_json = format!("{:#}\n", model.json).into_bytes();
         let mut model_files = vec![("config.json".to_owned(), model_json)];
         if let Some(tokenizer) = &tokenizer {
@@ -207,7 +209,8 @@ impl Prepared {
         training.into_iter().chain(evaluation).collect()
     }
 
-    /// The steps of the warmup and of the run, where the run ends before its learning rate is reached.
+    /// The steps of the warmup and of the run, where the run ends before its learning rate is
+    /// reached.
     fn long_warmup(&self) -> Result<Option<(u64, usize)>> {
         let Some(train) = &self.datasets.train else {
             return Ok(None);

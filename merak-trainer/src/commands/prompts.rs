@@ -1,5 +1,5 @@
-//! `text_generation = true`: prompts on standard input instead of training. A line that is no prompt is told and passed
-//! over.
+//! `text_generation = true`: prompts on standard input instead of training. A line that is no
+//! prompt is told and passed over.
 
 use super::{
     Outcome,
@@ -20,7 +20,8 @@ use std::{
 /// The line that ends the loop.
 const STOP: &str = "stop";
 
-/// Continues one line of standard input after the other, until one says `stop` or there are no more.
+/// Continues one line of standard input after the other, until one says `stop` or there are no
+/// more.
 pub(crate) fn run(config: &Config) -> Outcome {
     Ok(continue_lines(config).map_err(|error| config.locate(error))?)
 }
@@ -79,7 +80,8 @@ fn continue_lines(config: &Config) -> Result<ExitCode> {
     Ok(ExitCode::from(if refused > 0 { 2 } else { 0 }))
 }
 
-/// The adapter that the checkpoint has of its own; one that cannot be opened is told where its weights are read.
+/// The adapter that the checkpoint has of its own; one that cannot be opened is told where its
+/// weights are read.
 fn resumed_adapter(arguments: &MerakArguments) -> Option<(PathBuf, String)> {
     let folder = match arguments.resume_from_checkpoint.as_deref()? {
         "auto" | "latest" => arguments.output_dir.clone()?,

@@ -41,26 +41,29 @@ pub(crate) struct Args {
         required_unless_present = "check"
     )]
     microbatches: Option<usize>,
-    /// Stages per rank; unset: as many as the schedule needs or the file names, 2 for `interleaved_1f1b`.
+    /// Stages per rank; unset: as many as the schedule needs or the file names, 2 for
+    /// `interleaved_1f1b`.
     #[arg(short = 'v', long, value_name = "CHUNKS")]
     chunks: Option<usize>,
-    /// Time of each kind of action of one stage, of a hop (C), and of a forward and a backward at once as a share of their
-    /// sum (O): one number for all stages, or one for each with colons in between, as in F=1:1:1:2; @FILE reads them from a
-    /// file. Unset: F=1,I=1,W=1,C=0,O=1, and R=1 for gpipe, 1f1b, `ds_default` and the recompute schedules, R=0
-    /// elsewhere.
+    /// Time of each kind of action of one stage, of a hop (C), and of a forward and a backward at
+    /// once as a share of their sum (O): one number for all stages, or one for each with colons in
+    /// between, as in F=1:1:1:2; @FILE reads them from a file. Unset: F=1,I=1,W=1,C=0,O=1, and R=1
+    /// for gpipe, 1f1b, `ds_default` and the recompute schedules, R=0 elsewhere.
     #[arg(long, default_value = "")]
     costs: String,
-    /// Bytes of activations that a microbatch keeps on one stage for its input gradient alone (I) and for its weight
-    /// gradients (W), as in I=1MiB,W=512KiB, with colons where stages differ; the peak of each rank is then shown,
-    /// and --memory may limit it; @FILE reads them from a file.
+    /// Bytes of activations that a microbatch keeps on one stage for its input gradient alone (I)
+    /// and for its weight gradients (W), as in I=1MiB,W=512KiB, with colons where stages differ;
+    /// the peak of each rank is then shown, and --memory may limit it; @FILE reads them from a
+    /// file.
     #[arg(long, value_name = "BYTES")]
     bytes: Option<String>,
     /// Cores that the ranks share, for the formats that show times; unset: each has one.
     #[arg(long)]
     cores: Option<f64>,
-    /// Most that a rank may keep, for `auto` and --format html: microbatches, as in 4, or with --bytes bytes, as in 96MiB;
-    /// one limit for all ranks, or one for each with colons in between, as in 4:3:2:1 or 96MiB:64MiB. Bytes count what waits
-    /// for I and what waits for W, each until then.
+    /// Most that a rank may keep, for `auto` and --format html: microbatches, as in 4, or with
+    /// --bytes bytes, as in 96MiB; one limit for all ranks, or one for each with colons in between,
+    /// as in 4:3:2:1 or 96MiB:64MiB. Bytes count what waits for I and what waits for W, each until
+    /// then.
     #[arg(long, value_name = "LIMITS")]
     memory: Option<String>,
     /// What to print.
@@ -239,7 +242,8 @@ fn names_recompute(costs: &str) -> bool {
     entries.any(|entry| entry.split('=').next().is_some_and(|key| key.trim() == "R"))
 }
 
-/// Entries such as `I=1MiB:64k` with their sizes as numbers of bytes; what is no size is left for whoever reads them.
+/// Entries such as `I=1MiB:64k` with their sizes as numbers of bytes; what is no size is left for
+/// whoever reads them.
 fn in_bytes(text: &str) -> String {
     let size = |text: &str| {
         let size = merak_ckpt::parse_byte_size(text);
@@ -263,7 +267,8 @@ enum MemoryLimits {
 }
 
 impl MemoryLimits {
-    /// Reads limits for so many ranks: microbatches, or sizes with units where it is known what a microbatch keeps.
+    /// Reads limits for so many ranks: microbatches, or sizes with units where it is known what a
+    /// microbatch keeps.
     fn parse(text: &str, ranks: usize, knows_bytes: bool) -> Result<Self, Failure> {
         let texts: Vec<_> = text.split(':').map(str::trim).collect();
         let microbatches: Result<Vec<f64>, _> = texts.iter().map(|text| text.parse()).collect();

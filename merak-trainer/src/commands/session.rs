@@ -17,7 +17,8 @@ pub(crate) struct Session {
     options: GenerateOptions,
 }
 
-/// The sampling options of a configuration; where texts end is for the model and the tokenizer to say.
+/// The sampling options of a configuration; where texts end is for the model and the tokenizer to
+/// say.
 pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
     GenerateOptions {
         max_new_tokens: args.new_token_limit(),
@@ -32,7 +33,8 @@ pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
 }
 
 impl Session {
-    /// Plans the model of a configuration, for prompts with at least so many `positions`; its arguments are complete.
+    /// Plans the model of a configuration, for prompts with at least so many `positions`; its
+    /// arguments are complete.
     pub(crate) fn new(
         args: CheckedArguments,
         loaded: Loaded,
@@ -78,7 +80,8 @@ impl Session {
         trainer.check_prompts(prompts, &self.options)
     }
 
-    /// Continues prompts on this rank; where `streams`, the first rank prints the text of the one prompt as it comes.
+    /// Continues prompts on this rank; where `streams`, the first rank prints the text of the one
+    /// prompt as it comes.
     pub(crate) fn generate(
         &self,
         trainer: &mut MerakTrainer,
@@ -101,7 +104,8 @@ impl Session {
         }
     }
 
-    /// The tokens of a prompt: those of its text, or the numbers that it consists of where there is no tokenizer.
+    /// The tokens of a prompt: those of its text, or the numbers that it consists of where there is
+    /// no tokenizer.
     pub(crate) fn tokens(&self, prompt: &[u8]) -> Result<Vec<u32>> {
         match &self.tokenizer {
             Some(tokenizer) => tokenizer.encode_prompt(prompt),

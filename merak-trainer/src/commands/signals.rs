@@ -34,7 +34,8 @@ fn listen(stop: &Arc<AtomicI64>) -> io::Result<()> {
     if !is_ignored(SIGHUP) {
         watched.push(SIGHUP);
     }
-    // A file beyond the limit of its size is then an error of the write, which names it, and no end of the process.
+    // A file beyond the limit of its size is then an error of the write, which names it, and no end
+    // of the process.
     flag::register(SIGXFSZ, Arc::default())?;
     let is_late = Arc::new(AtomicBool::new(false));
     for &signal in &watched {

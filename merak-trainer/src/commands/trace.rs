@@ -83,7 +83,8 @@ pub(crate) fn run(mut args: Args) -> Outcome {
 }
 
 impl Args {
-    /// Whatever follows the first key lands among the keys; what is the command's own is taken from there.
+    /// Whatever follows the first key lands among the keys; what is the command's own is taken from
+    /// there.
     fn take_own_options(&mut self) -> Result<(), Failure> {
         if let Some(format) = self.keys.take_option("--format") {
             self.format = Format::from_str(&format, false).map_err(|_| {

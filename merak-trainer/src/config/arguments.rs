@@ -20,12 +20,13 @@ settings! {
     /// The arguments of a run: what a configuration file holds, as values.
     ///
     /// Fields carry the names of their keys. The values have the right types and nothing more:
-    /// [`MerakArguments::check`] turns them into [`CheckedArguments`](crate::CheckedArguments), whose values agree with each
-    /// other.
+    /// [`MerakArguments::check`] turns them into [`CheckedArguments`](crate::CheckedArguments),
+    /// whose values agree with each other.
     MerakArguments under "" {
         /// Folder that the run writes; required for training.
         output_dir: Option<PathBuf> = None,
-        /// Whether a new run may take a folder that has one, which is set aside until the new one's first save.
+        /// Whether a new run may take a folder that has one, which is set aside until the new one's
+        /// first save.
         overwrite_output_dir: bool = false,
         /// Data-parallel replicas.
         dp: usize = 1,
@@ -35,15 +36,18 @@ settings! {
         pp: usize = 1,
         /// Order of the microbatches' forwards and backwards on each rank.
         train_schedule: TrainSchedule = TrainSchedule::Named(ScheduleKind::OneFOneB),
-        /// Stages per rank, for the schedules that run several; those in the shape of a V always run two.
+        /// Stages per rank, for the schedules that run several; those in the shape of a V always
+        /// run two.
         virtual_stages: usize = 1,
         /// Rule that gives shards to stages.
         partition_method: PartitionMethod = PartitionMethod::Uniform,
-        /// Boundaries of `partition_method = "custom"`: pp + 1 of them, from 0 to the number of shards.
+        /// Boundaries of `partition_method = "custom"`: pp + 1 of them, from 0 to the number of
+        /// shards.
         custom_partition: Option<Boundaries> = None,
         /// What searches for stages and schedules, and predictions of step times, go by.
         cost_model: CostSource = CostSource::Measured,
-        /// File that keeps measured times; unset: `merak/costs.json` in the user's folder for caches.
+        /// File that keeps measured times; unset: `merak/costs.json` in the user's folder for
+        /// caches.
         cost_cache: Option<PathBuf> = None,
         /// Rule that cuts the graph into shards.
         split_method: SplitMethod = SplitMethod::FarthestMinDeps,
@@ -61,21 +65,25 @@ settings! {
         checkpoint_num_layers: usize = 1,
         /// What recomputation drops.
         recompute: Recompute = Recompute::Full,
-        /// Part of the first stage's shards that is recomputed, or a list with one value per stage; unset: all.
+        /// Part of the first stage's shards that is recomputed, or a list with one value per stage;
+        /// unset: all.
         activation_checkpoint_ratio: Option<Ratios> = None,
-        /// Operations whose results `recompute = "selective"` drops; unset: attention, activation and norm.
+        /// Operations whose results `recompute = "selective"` drops; unset: attention, activation
+        /// and norm.
         recompute_ops: Option<Vec<RecomputeOp>> = None,
         /// Bytes of activations per rank under `recompute = "budget"`.
         activation_memory_budget: Option<usize> = None,
         /// Layers; unset: from the model's config.
         num_layers: Option<usize> = None,
-        /// Longest sequence, in tokens, or a pair for encoder and decoder; unset: from the data's tensors or the model's config.
+        /// Longest sequence, in tokens, or a pair for encoder and decoder; unset: from the data's
+        /// tensors or the model's config.
         seq_length: Option<SeqLength> = None,
         /// Width of hidden states; unset: from the model's config.
         hidden_size: Option<usize> = None,
         /// Attention heads; unset: from the model's config.
         num_heads: Option<usize> = None,
-        /// Whether weights and activations are bf16, with f32 masters and gradients; on the default backend the frozen weights under `lora_config` alone.
+        /// Whether weights and activations are bf16, with f32 masters and gradients; on the default
+        /// backend the frozen weights under `lora_config` alone.
         bf16: bool = false,
         /// Whether tied weights become independent copies.
         no_tie_modules: bool = false,
@@ -89,15 +97,18 @@ settings! {
         prescale_gradients: bool = false,
         /// Part of that division done before the reduction; 1: all of it.
         gradient_predivide_factor: f64 = 1.0,
-        /// Whether checkpoints are written; unset: where `output_dir` is given or `lora_config` trains an adapter.
+        /// Whether checkpoints are written; unset: where `output_dir` is given or `lora_config`
+        /// trains an adapter.
         save: Option<bool> = None,
-        /// Steps between checkpoints, and then none at epochs' ends; unset: 500, and each epoch's end.
+        /// Steps between checkpoints, and then none at epochs' ends; unset: 500, and each epoch's
+        /// end.
         save_steps: Option<usize> = None,
         /// Whether training goes on while a checkpoint is written, from a copy of the tensors.
         async_save: bool = false,
         /// Newest checkpoints kept; 0 or less keeps all.
         save_total_limit: i64 = -1,
-        /// Whether training ends with the weights of the step whose evaluation was best; such steps are saved too.
+        /// Whether training ends with the weights of the step whose evaluation was best; such steps
+        /// are saved too.
         load_best_model_at_end: bool = false,
         /// What an evaluation is judged by.
         metric_for_best_model: BestMetric = BestMetric::EvalLoss,
@@ -127,7 +138,8 @@ settings! {
         do_eval: bool = false,
         /// Steps between evaluations; unset: at each epoch's end.
         eval_steps: Option<usize> = None,
-        /// Evaluation iterations, each of `gradient_accumulation_steps` microbatches per replica; unset: the whole set.
+        /// Evaluation iterations, each of `gradient_accumulation_steps` microbatches per replica;
+        /// unset: the whole set.
         eval_iters: Option<usize> = None,
         /// Seed of all randomness.
         seed: u64 = 42,
@@ -151,7 +163,8 @@ settings! {
         optim: OptimizerKind = OptimizerKind::AdamW,
         /// Learning rate after warmup.
         learning_rate: f64 = 5e-5,
-        /// Weight decay, decoupled under `adamw_torch` and added to the gradient under `adam` and `sgd`; none on norm weights and on what has "bias" in its name.
+        /// Weight decay, decoupled under `adamw_torch` and added to the gradient under `adam` and
+        /// `sgd`; none on norm weights and on what has "bias" in its name.
         weight_decay: f64 = 0.0,
         /// Decay of Adam's first moment.
         adam_beta1: f64 = 0.9,
@@ -165,7 +178,8 @@ settings! {
         nesterov: bool = false,
         /// Largest global gradient norm; 0 or less switches clipping off.
         max_grad_norm: f64 = 1.0,
-        /// Steps in a row without finite gradients after which a run ends; each of them changes nothing.
+        /// Steps in a row without finite gradients after which a run ends; each of them changes
+        /// nothing.
         max_skipped_steps: usize = 50,
         /// Shape of the learning rate over the run.
         lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
@@ -175,7 +189,8 @@ settings! {
         warmup_steps: usize = 0,
         /// Warmup as a share of all steps.
         warmup_ratio: f64 = 0.0,
-        /// Share of the target spread over all tokens in the training loss; evaluation reports the loss without it.
+        /// Share of the target spread over all tokens in the training loss; evaluation reports the
+        /// loss without it.
         label_smoothing_factor: f64 = 0.0,
         /// Steps between log lines.
         logging_steps: usize = 500,
@@ -195,7 +210,8 @@ settings! {
         top_p: f64 = 0.9,
         /// Sampling drops tokens less likely than this share of the likeliest.
         min_p: f64 = 0.0,
-        /// Whether generation keeps keys and values between tokens; changes no token, only the time.
+        /// Whether generation keeps keys and values between tokens; changes no token, only the
+        /// time.
         use_cache: bool = true,
         /// Divisor of the positive logits of tokens already present; 1 is off.
         repetition_penalty: f64 = 1.0,
@@ -217,7 +233,8 @@ settings! {
         compute: ComputeArguments,
         /// What `partition_method` `autopipe` and `exact` assume of a step.
         autopipe: AutopipeArguments,
-        /// Which layers are split over tensor-parallel ranks, instead of the model family's default.
+        /// Which layers are split over tensor-parallel ranks, instead of the model family's
+        /// default.
         tp_layer_lists: TpLayerListArguments,
     }
 }
@@ -227,7 +244,8 @@ settings! {
     ModelArguments under "model." {
         /// A Hugging Face config.json, which names the family and the sizes.
         config: Option<InputPath> = None,
-        /// A Hugging Face folder: its config.json, its weights to start from, its tokenizer where none is set.
+        /// A Hugging Face folder: its config.json, its weights to start from, its tokenizer where
+        /// none is set.
         hf_dir: Option<InputPath> = None,
     }
 }
@@ -245,9 +263,11 @@ settings! {
         validation_fraction: f64 = 0.05,
         /// Most bytes of text that are read; unset: all of `path`, or 8 MiB of the crates' sources.
         max_bytes: Option<usize> = None,
-        /// Whether files that are no text (binary, or not UTF-8 where the tokenizer needs that) are passed over and counted, not refused.
+        /// Whether files that are no text (binary, or not UTF-8 where the tokenizer needs that) are
+        /// passed over and counted, not refused.
         skip_binary: bool = false,
-        /// Share of a text's tokens that masked language modelling hides and span corruption leaves out.
+        /// Share of a text's tokens that masked language modelling hides and span corruption leaves
+        /// out.
         mlm_probability: f64 = 0.15,
         /// Share of the hidden tokens that the mask token replaces.
         mask_replace_prob: f64 = 0.8,
@@ -285,9 +305,11 @@ settings! {
     AutopipeArguments under "autopipe." {
         /// Microbatches of the simulated step; unset: those of the run.
         micro_batches: Option<usize> = None,
-        /// Time of a message between stages: seconds, or billions of operations where these are counted; unset: as measured, or 0.
+        /// Time of a message between stages: seconds, or billions of operations where these are
+        /// counted; unset: as measured, or 0.
         comm_cost: Option<f64> = None,
-        /// Most bytes of weights, gradients, optimizer state and activations that the search gives a rank; unset: no limit.
+        /// Most bytes of weights, gradients, optimizer state and activations that the search gives
+        /// a rank; unset: no limit.
         memory_limit: Option<usize> = None,
     }
 }

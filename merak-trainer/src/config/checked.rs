@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 
 /// Arguments whose values agree with each other.
 ///
-/// Read like [`MerakArguments`]; they cannot be changed any more. What only the model, the data or the world
-/// decides is checked where those are known.
+/// Read like [`MerakArguments`]; they cannot be changed any more. What only the model, the data or
+/// the world decides is checked where those are known.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CheckedArguments(MerakArguments);
 
@@ -108,8 +108,8 @@ impl CheckedArguments {
         self.data_seed.unwrap_or(self.seed)
     }
 
-    /// Steps of the whole run, when an epoch has `steps_per_epoch`: `max_steps` if it is more than 0,
-    /// else ceil(`num_train_epochs` · `steps_per_epoch`).
+    /// Steps of the whole run, when an epoch has `steps_per_epoch`: `max_steps` if it is more than
+    /// 0, else ceil(`num_train_epochs` · `steps_per_epoch`).
     pub fn total_steps(&self, steps_per_epoch: usize) -> usize {
         match usize::try_from(self.max_steps) {
             Ok(steps) if steps > 0 => steps,

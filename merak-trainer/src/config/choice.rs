@@ -9,7 +9,8 @@ use super::{
     setting::{Refusal, Setting},
 };
 
-/// Declares an enum whose variants are documented names, with the names that a later version will add.
+/// Declares an enum whose variants are documented names, with the names that a later version will
+/// add.
 macro_rules! choices {
     (
         $(#[doc = $doc:literal])+
@@ -174,7 +175,8 @@ choices! {
         Csv = "csv",
         /// The same, parted by tabs.
         Tsv = "tsv",
-        /// Safetensors files: the inputs of the model by name, their first dimension counting samples.
+        /// Safetensors files: the inputs of the model by name, their first dimension counting
+        /// samples.
         Tensors = "tensors",
     }
     later ["parquet", "tokens", "images"]

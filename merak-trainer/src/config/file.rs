@@ -32,7 +32,8 @@ pub(crate) fn read(path: &Path) -> Result<Vec<Entry>> {
     Ok(entries)
 }
 
-/// Refuses a key that is given in two ways, such as in its section and with the section's name before it.
+/// Refuses a key that is given in two ways, such as in its section and with the section's name
+/// before it.
 fn refuse_duplicates(path: &Path, entries: &[Entry]) -> Result<()> {
     let mut seen = BTreeMap::new();
     for entry in entries {

@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 const TOKENIZER: &str = "tokenizer.json";
 
 impl Config {
-    /// A folder given for `model.config` or `data.tokenizer` stands for the file of that kind in it. A model that
-    /// starts from weights knows its tokens: where no layer sets a tokenizer, it is the one beside the weights.
+    /// A folder given for `model.config` or `data.tokenizer` stands for the file of that kind in
+    /// it. A model that starts from weights knows its tokens: where no layer sets a tokenizer, it
+    /// is the one beside the weights.
     pub(super) fn look_into_folders(&mut self) {
         if let Some(path) = &mut self.arguments.model.config {
             path.0 = inside(&path.0, "config.json");

@@ -4,8 +4,8 @@ use super::{arguments::keys, key::Key, shown, toml_of_json};
 use serde_json::Value;
 use std::fmt::Write as _;
 
-/// All keys for people at a terminal, of so many columns where it is known: each with its default, what it expects
-/// and what it does.
+/// All keys for people at a terminal, of so many columns where it is known: each with its default,
+/// what it expects and what it does.
 ///
 /// ```
 /// let text = merak_trainer::key_help(Some(80));

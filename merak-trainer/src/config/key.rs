@@ -1,4 +1,5 @@
-//! What is known about a key, and the macro that declares keys and the struct that holds them in one place.
+//! What is known about a key, and the macro that declares keys and the struct that holds them in
+//! one place.
 
 use std::{fmt, path::Path};
 
@@ -79,7 +80,8 @@ macro_rules! settings {
                 }, )+
             ];
 
-            /// Sets a key by its full name; `None` where the key is not known. Input paths are relative to `base`.
+            /// Sets a key by its full name; `None` where the key is not known. Input paths are
+            /// relative to `base`.
             pub(crate) fn set(
                 &mut self,
                 name: &str,

@@ -1,4 +1,5 @@
-//! A layer of the configuration: the entries that a file, the environment or the command line gives.
+//! A layer of the configuration: the entries that a file, the environment or the command line
+//! gives.
 
 use std::path::{Path, PathBuf};
 
@@ -25,8 +26,8 @@ pub(crate) struct Entry {
     pub(crate) origin: Origin,
 }
 
-/// A value that a command gives a key, beside those of the layers: from an option or argument of its own, or whatever its
-/// line says.
+/// A value that a command gives a key, beside those of the layers: from an option or argument of
+/// its own, or whatever its line says.
 #[derive(Debug, Clone)]
 pub struct Given {
     key: &'static str,
@@ -35,7 +36,8 @@ pub struct Given {
 }
 
 impl Given {
-    /// The value of a key that the command calls something else: `--schedule`, `CHECKPOINT`. Messages name it so.
+    /// The value of a key that the command calls something else: `--schedule`, `CHECKPOINT`.
+    /// Messages name it so.
     pub fn by(option: impl Into<String>, key: &'static str, text: impl Into<String>) -> Self {
         let option = option.into();
         Self {
@@ -170,7 +172,8 @@ fn is_flag(name: &str) -> bool {
         || RESERVED.iter().any(|key| key.name == name && key.is_flag())
 }
 
-/// Whether the option needs a value: not so for flags, nor for unknown keys, which get their own error.
+/// Whether the option needs a value: not so for flags, nor for unknown keys, which get their own
+/// error.
 fn needs_value(name: &str) -> bool {
     keys().any(|key| key.name == name && !key.is_flag)
         || RESERVED

@@ -72,8 +72,8 @@ const SYNONYMS: &[(&str, &str)] = &[
     ("zero", "zero_stage"),
 ];
 
-/// The key that somebody means by a name that is none: what other programs call so, a key of a section under its last
-/// word alone, else the one that is written most alike.
+/// The key that somebody means by a name that is none: what other programs call so, a key of a
+/// section under its last word alone, else the one that is written most alike.
 pub(super) fn nearest_key(name: &str) -> Option<&'static str> {
     let known = || {
         let reserved = RESERVED.iter().map(|key| key.name);
@@ -95,7 +95,8 @@ pub(super) fn nearest_key(name: &str) -> Option<&'static str> {
     meant.or_else(same_end).or_else(|| nearest(name, known()))
 }
 
-/// The candidate that is most like `name`, if any is like it; the first one on ties. Capitals make no difference.
+/// The candidate that is most like `name`, if any is like it; the first one on ties. Capitals make
+/// no difference.
 pub(crate) fn nearest<'a>(
     name: &str,
     candidates: impl Iterator<Item = &'a str>,

@@ -31,8 +31,8 @@ pub enum Origin {
 }
 
 impl Origin {
-    /// How likely a value from here is the slip, where several keys may be to blame: what somebody typed last, at the end
-    /// what nobody did.
+    /// How likely a value from here is the slip, where several keys may be to blame: what somebody
+    /// typed last, at the end what nobody did.
     pub(super) fn suspicion(&self) -> u8 {
         match self {
             Self::Default | Self::Command => 0,

@@ -74,7 +74,8 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("tp_layer_lists.conv_para_list", NONE),
 ];
 
-/// Hugging Face training arguments without effect here, and what to use instead where there is something.
+/// Hugging Face training arguments without effect here, and what to use instead where there is
+/// something.
 pub(crate) const NO_EFFECT: &[(&str, &str)] = &[
     ("accelerator_config", ""),
     ("auto_find_batch_size", ""),

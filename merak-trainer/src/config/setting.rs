@@ -1,4 +1,5 @@
-//! What a configuration value may be: the types of keys, and how each is read from a file or from text.
+//! What a configuration value may be: the types of keys, and how each is read from a file or from
+//! text.
 
 use std::path::{Path, PathBuf};
 

@@ -133,7 +133,8 @@ impl Setting for ThreadsPerRank {
     }
 }
 
-/// Shard boundaries of the stages, as integers in a list, in text (`"0,6,12"`), or in a list of text.
+/// Shard boundaries of the stages, as integers in a list, in text (`"0,6,12"`), or in a list of
+/// text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Boundaries(pub Vec<usize>);
 
@@ -166,7 +167,8 @@ impl Setting for Boundaries {
     }
 }
 
-/// Longest sequences: what a model reads, and what its decoder writes where that has a length of its own.
+/// Longest sequences: what a model reads, and what its decoder writes where that has a length of
+/// its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SeqLength {
     /// Tokens of an input.

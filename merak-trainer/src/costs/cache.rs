@@ -25,7 +25,8 @@ struct Version {
     format: u32,
 }
 
-/// What a file keeps. One that cannot be read is made anew, as it holds nothing that cannot be measured again.
+/// What a file keeps. One that cannot be read is made anew, as it holds nothing that cannot be
+/// measured again.
 pub(super) fn read(file: &Path) -> Profiles {
     let profiles = merak_ckpt::read_regular(file, MAX_BYTES).and_then(|bytes| {
         let Version { format } = serde_json::from_slice(&bytes)?;

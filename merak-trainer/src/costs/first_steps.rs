@@ -7,9 +7,10 @@ use std::time::Duration;
 /// Steps that are looked at, after the first one, which touches memory.
 const STEPS: usize = 5;
 
-/// Compares the first steps of a run with the time that was predicted for them. Where they differ by more than 30 %, it
-/// says so and notes in the file of measured times that these are doubtful, so that the next run measures them again;
-/// where that was done lately, with the same outcome, it only says so.
+/// Compares the first steps of a run with the time that was predicted for them. Where they differ
+/// by more than 30 %, it says so and notes in the file of measured times that these are doubtful,
+/// so that the next run measures them again; where that was done lately, with the same outcome, it
+/// only says so.
 #[derive(Debug)]
 pub struct FirstSteps {
     args: CheckedArguments,

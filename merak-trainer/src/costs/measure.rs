@@ -29,7 +29,8 @@ use sysinfo::{CpuRefreshKind, System};
 
 /// How long the nodes are run, once they are warm, unless one round takes longer.
 const BUDGET: Duration = Duration::from_millis(600);
-/// Microbatches between their forward and their backward, so that activations leave the caches as in a run.
+/// Microbatches between their forward and their backward, so that activations leave the caches as
+/// in a run.
 const UNDER_WAY: usize = 2;
 /// Times that all is measured again where the repetitions differ widely.
 const FURTHER_ATTEMPTS: usize = 2;
@@ -185,7 +186,8 @@ struct Rank<'a> {
     context: RunContext,
 }
 
-/// A value as bytes, from which fresh ones are made: what nobody shares may be overwritten, as in a run.
+/// A value as bytes, from which fresh ones are made: what nobody shares may be overwritten, as in a
+/// run.
 type Bytes = (TensorType, Vec<u8>);
 
 impl<'a> Rank<'a> {
@@ -299,8 +301,9 @@ impl<'a> Rank<'a> {
         Ok(given.into_iter().flatten().collect())
     }
 
-    /// The forwards of each kind of segment for some microbatches, then both halves of their backwards; the seconds of
-    /// all of them for one microbatch. Each of these is a turn, as an action of a run is.
+    /// The forwards of each kind of segment for some microbatches, then both halves of their
+    /// backwards; the seconds of all of them for one microbatch. Each of these is a turn, as an
+    /// action of a run is.
     fn round(&mut self, stages: &[Stage], given: &[Vec<Bytes>]) -> Result<f64> {
         let mut time = Duration::ZERO;
         let mut microbatches = Vec::new();
@@ -458,8 +461,8 @@ fn median(mut times: Vec<f64>) -> f64 {
     times.get(times.len() / 2).copied().unwrap_or_default()
 }
 
-/// Bytes that a profiling run needs: weights, gradients and two moments of one segment of each kind, and the values of
-/// some microbatches, on every rank that takes part.
+/// Bytes that a profiling run needs: weights, gradients and two moments of one segment of each
+/// kind, and the values of some microbatches, on every rank that takes part.
 pub(super) fn needed_bytes(programs: &[StageProgram], args: &CheckedArguments) -> u64 {
     let kinds = Kinds::of(programs).programs;
     let params = kinds.params.iter();

@@ -11,7 +11,8 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// How long this machine takes for the kinds of nodes of a model, with the ranks of a run side by side: one measurement.
+/// How long this machine takes for the kinds of nodes of a model, with the ranks of a run side by
+/// side: one measurement.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Profile {
     /// When it was measured, in seconds since 1970.
@@ -39,7 +40,8 @@ pub(super) enum Verdict {
     Settled,
 }
 
-/// Whether two measurements of one step agree: what differs between their parts is a small share of the whole.
+/// Whether two measurements of one step agree: what differs between their parts is a small share of
+/// the whole.
 fn agree(one: [f64; 3], other: [f64; 3]) -> bool {
     let differs: f64 = one.iter().zip(other).map(|(a, b)| (a - b).abs()).sum();
     let whole = one.iter().sum::<f64>().min(other.iter().sum());
@@ -56,8 +58,8 @@ const FLOPS_PER_SECOND: f64 = 1e11;
 const FLOPS_PER_BYTE: f64 = 16.0;
 
 impl Profile {
-    /// The profile of a model's work under the arguments: from the file that keeps it, or measured now, unless that
-    /// needs more memory than there is.
+    /// The profile of a model's work under the arguments: from the file that keeps it, or measured
+    /// now, unless that needs more memory than there is.
     pub(super) fn of(
         model: &Arc<dyn Model>,
         args: &CheckedArguments,
@@ -98,7 +100,8 @@ impl Profile {
         Ok(Some(profile))
     }
 
-    /// Seconds of a step over all stages by what they are spent on: nodes, the update of the parameters, messages.
+    /// Seconds of a step over all stages by what they are spent on: nodes, the update of the
+    /// parameters, messages.
     fn parts(&self, programs: &[StageProgram], args: &CheckedArguments) -> [f64; 3] {
         let microbatches = args.gradient_accumulation_steps as f64;
         let nodes = programs.iter().map(|program| {
@@ -127,8 +130,8 @@ impl Profile {
         ]
     }
 
-    /// Notes in the file that keeps it that a run took another time than it foretells, so that the next run measures
-    /// again.
+    /// Notes in the file that keeps it that a run took another time than it foretells, so that the
+    /// next run measures again.
     pub(super) fn cast_doubt(&self, args: &CheckedArguments, cache: &CostCache) -> Verdict {
         if !cache.keeps {
             return Verdict::None;
@@ -200,13 +203,14 @@ impl Profile {
         }
     }
 
-    /// What a node may take whose kind no segment has: additions where gradients of several segments meet.
+    /// What a node may take whose kind no segment has: additions where gradients of several
+    /// segments meet.
     fn estimate(cost: Cost) -> f64 {
         (cost.flops as f64 + FLOPS_PER_BYTE * cost.bytes as f64) / FLOPS_PER_SECOND
     }
 
-    /// Seconds of an optimizer step on a rank with so many trained parameters, of which other ranks of the pipeline
-    /// use so many too. Where ranks share cores, all of them are done together.
+    /// Seconds of an optimizer step on a rank with so many trained parameters, of which other ranks
+    /// of the pipeline use so many too. Where ranks share cores, all of them are done together.
     pub(super) fn update(&self, args: &CheckedArguments, trained: usize, tied: usize) -> f64 {
         let bytes = size_of::<f32>();
         let owned = match args.zero_stage {

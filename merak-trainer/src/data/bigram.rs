@@ -2,8 +2,8 @@
 
 use indexmap::IndexMap;
 
-/// Cross-entropy on `validation`, in nats per token, of the bigram model of `train`; `None` when either
-/// has fewer than two tokens.
+/// Cross-entropy on `validation`, in nats per token, of the bigram model of `train`; `None` when
+/// either has fewer than two tokens.
 ///
 /// Smoothed as by [Witten and Bell 1991](https://doi.org/10.1109/18.87000): with c the counts, T(a)
 /// the number of different tokens seen after a, N all tokens and V = `vocab_size`,

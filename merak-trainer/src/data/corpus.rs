@@ -24,13 +24,14 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// Reads and tokenizes the text that `arguments` name, or the sources of the crates where they name
-    /// none. Documents follow each other in the order of their paths, each with the token that ends a
-    /// document behind it.
+    /// Reads and tokenizes the text that `arguments` name, or the sources of the crates where they
+    /// name none. Documents follow each other in the order of their paths, each with the token that
+    /// ends a document behind it.
     ///
     /// # Errors
     ///
-    /// Missing or empty data, files that are no text unless `skip_binary` is set, and a tokenizer that cannot be used.
+    /// Missing or empty data, files that are no text unless `skip_binary` is set, and a tokenizer
+    /// that cannot be used.
     pub fn load(arguments: &DataArguments, crates: &CrateSources) -> Result<Self> {
         let tokenizer = Tokenizer::load(&arguments.tokenizer)?;
         let (kind, bytes_per_byte) = (tokenizer.text_kind(), tokenizer.bytes_per_byte());

@@ -56,15 +56,16 @@ impl CrateSources {
 
     /// The library sources of the crates that `Cargo.lock` names, sorted by crate and path.
     ///
-    /// Of each crate the `*.rs` under `src` are taken; bindings (`libc`, `windows-*`, `*-sys`), hidden
-    /// files and files over 128 KiB are left out, and so are crates that cargo has not unpacked because
-    /// this platform does not need them. Where this is more than `max_bytes` (8 MiB unless given),
-    /// whole files are left out evenly over the list, so that the text stays as varied.
+    /// Of each crate the `*.rs` under `src` are taken; bindings (`libc`, `windows-*`, `*-sys`),
+    /// hidden files and files over 128 KiB are left out, and so are crates that cargo has not
+    /// unpacked because this platform does not need them. Where this is more than `max_bytes` (8
+    /// MiB unless given), whole files are left out evenly over the list, so that the text stays as
+    /// varied.
     ///
     /// # Errors
     ///
-    /// [`Error::NoDefaultText`] without `Cargo.lock`, without a registry, or when none of the crates is
-    /// in it.
+    /// [`Error::NoDefaultText`] without `Cargo.lock`, without a registry, or when none of the
+    /// crates is in it.
     pub(crate) fn read(&self, max_bytes: Option<usize>, kind: TextKind) -> Result<Documents> {
         let files = self.files(max_bytes)?;
         // Nobody chose these files one by one.

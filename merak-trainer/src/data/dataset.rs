@@ -80,7 +80,8 @@ impl SampleTensor {
         }
     }
 
-    /// The bytes of the elements, floats in another floating-point type where a model computes in that.
+    /// The bytes of the elements, floats in another floating-point type where a model computes in
+    /// that.
     pub(crate) fn bytes_as(&self, dtype: DType) -> Cow<'_, [u8]> {
         let Values::Floats(values) = &self.values else {
             return Cow::Borrowed(self.as_bytes());
@@ -102,7 +103,8 @@ impl SampleTensor {
         format!("{} of shape {:?}", self.dtype(), self.shape)
     }
 
-    /// Tensors like this one stacked along a new first dimension of `rows`, filled up with `padding`.
+    /// Tensors like this one stacked along a new first dimension of `rows`, filled up with
+    /// `padding`.
     fn stack(&self, tensors: &[&Self], rows: usize, padding: i64) -> Self {
         let len = rows * self.shape.iter().product::<usize>();
         let values = match self.values {
@@ -135,7 +137,8 @@ fn fills(shape: &[usize], len: usize) -> bool {
     sizes.try_fold(1_usize, |count, size| count.checked_mul(*size)) == Some(len)
 }
 
-/// Tensors by name: the inputs of the model's graph that a sample gives, without the dimension of the samples.
+/// Tensors by name: the inputs of the model's graph that a sample gives, without the dimension of
+/// the samples.
 pub type Sample = BTreeMap<String, SampleTensor>;
 
 /// Samples by index. Ranks that need the same sample call this with the same index and get the same
@@ -156,8 +159,8 @@ pub trait Dataset: Send + Sync + std::fmt::Debug {
     /// When the sample cannot be read.
     fn get(&self, index: usize) -> Result<Sample>;
 
-    /// The sample as the pass `epoch` over the data sees it, for data sets that draw a part of their samples: what
-    /// is drawn depends on (seed, epoch, index) only.
+    /// The sample as the pass `epoch` over the data sees it, for data sets that draw a part of
+    /// their samples: what is drawn depends on (seed, epoch, index) only.
     ///
     /// # Errors
     ///

@@ -31,8 +31,8 @@ pub struct DataFingerprint {
     pub bytes: u64,
     /// Of their names below the folder and their sizes, in order.
     pub names: Checksum,
-    /// Of what they hold: of all of it up to 64 MiB, and of 1024 blocks of 64 KiB, spread evenly, where there is
-    /// more. Absent in checkpoints of earlier versions.
+    /// Of what they hold: of all of it up to 64 MiB, and of 1024 blocks of 64 KiB, spread evenly,
+    /// where there is more. Absent in checkpoints of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub contents: Option<Checksum>,
     /// Samples to train on.
@@ -96,7 +96,8 @@ impl DataFingerprint {
         Ok(found)
     }
 
-    /// Whether these are the same files and the same tokenizer, as far as both tell; they may be cut into other samples.
+    /// Whether these are the same files and the same tokenizer, as far as both tell; they may be
+    /// cut into other samples.
     pub fn is_of_same_files(&self, other: &Self) -> bool {
         let of_files = |print: &Self, partner: &Self| Self {
             samples: 0,
@@ -161,8 +162,8 @@ const BLOCK: u64 = 64 << 10;
 /// The most blocks of all files together.
 const BLOCKS: u64 = 1024;
 
-/// Where the blocks begin in so many bytes: one behind the other, or the first at the begin, the last at the end and
-/// the others evenly between them.
+/// Where the blocks begin in so many bytes: one behind the other, or the first at the begin, the
+/// last at the end and the others evenly between them.
 fn blocks(bytes: u64) -> impl Iterator<Item = u64> {
     let count = bytes.div_ceil(BLOCK).min(BLOCKS);
     let room = u128::from(bytes.saturating_sub(BLOCK));

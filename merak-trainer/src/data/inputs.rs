@@ -183,7 +183,8 @@ impl ModelInputs {
     }
 }
 
-/// What the integers of an input must be below: the rows of the table or classes of the logits that they choose among.
+/// What the integers of an input must be below: the rows of the table or classes of the logits that
+/// they choose among.
 pub(crate) fn integer_limit(graph: &Graph, name: &str, value: ValueId) -> Option<usize> {
     if name == ATTENTION_MASK {
         return Some(2);

@@ -34,7 +34,8 @@ pub struct Masking {
 ///
 /// # Shapes
 ///
-/// `input_ids: [S]`; `labels: [S]`, the token where one is to be filled in and [`IGNORED_LABEL`] elsewhere.
+/// `input_ids: [S]`; `labels: [S]`, the token where one is to be filled in and [`IGNORED_LABEL`]
+/// elsewhere.
 ///
 /// # Examples
 ///
@@ -60,8 +61,8 @@ pub struct MaskedDataset {
 }
 
 impl MaskedDataset {
-    /// Cuts `tokens` into samples of `seq_length` (S, at least 1); a rest is left out. `part` names the stream in the
-    /// error: `training` or `validation`.
+    /// Cuts `tokens` into samples of `seq_length` (S, at least 1); a rest is left out. `part` names
+    /// the stream in the error: `training` or `validation`.
     ///
     /// # Errors
     ///
@@ -178,7 +179,8 @@ mod tests {
                 }
             }
         }
-        // 39 200 tokens may be hidden: mean 5880, standard deviation 71; of these 4704, 588 and 588.
+        // 39 200 tokens may be hidden: mean 5880, standard deviation 71; of these 4704, 588
+        // and 588.
         assert!((5600..6150).contains(&hidden), "{hidden}");
         assert!((4450..4950).contains(&masked), "{masked}");
         for count in [random, kept] {

@@ -73,8 +73,8 @@ pub struct DataPosition {
 /// The order of training: which samples each step, replica and microbatch takes.
 ///
 /// An epoch is a permutation of the data set from (seed, epoch). Its k-th global batch takes the
-/// positions kG..(k+1)G of it, and microbatch m of replica d takes b of them from kG + (m·D + d)·b on.
-/// The last partial global batch of an epoch is dropped.
+/// positions kG..(k+1)G of it, and microbatch m of replica d takes b of them from kG + (m·D + d)·b
+/// on. The last partial global batch of an epoch is dropped.
 ///
 /// # Examples
 ///
@@ -93,7 +93,8 @@ pub struct TrainingOrder {
     samples: usize,
     shape: BatchShape,
     seed: u64,
-    /// Where in the data the run was picked up: at this step, at this global batch counted over epochs.
+    /// Where in the data the run was picked up: at this step, at this global batch counted over
+    /// epochs.
     start_step: usize,
     start_batch: usize,
 }
@@ -117,8 +118,8 @@ impl TrainingOrder {
         })
     }
 
-    /// Goes on from `position` at `step`. Returns how many samples of the epoch are left out because
-    /// `position` lies inside a global batch, as it does when the global batch has changed.
+    /// Goes on from `position` at `step`. Returns how many samples of the epoch are left out
+    /// because `position` lies inside a global batch, as it does when the global batch has changed.
     pub fn resume(&mut self, step: usize, position: DataPosition) -> usize {
         let global_batch = self.shape.global_batch();
         let batch = position

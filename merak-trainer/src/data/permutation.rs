@@ -8,9 +8,9 @@ const ROUNDS: u64 = 8;
 
 /// A permutation of `0..len`, the same on every rank and machine for the same key.
 ///
-/// A Feistel network permutes the smallest even power of two that is at least `len`; a value that falls
-/// outside `0..len` is permuted again until it falls inside (cycle walking, on average at most four
-/// turns), which leaves a permutation of `0..len`.
+/// A Feistel network permutes the smallest even power of two that is at least `len`; a value that
+/// falls outside `0..len` is permuted again until it falls inside (cycle walking, on average at
+/// most four turns), which leaves a permutation of `0..len`.
 ///
 /// ```text
 /// (left, right) -> (right, left ^ hash(key, round, right))      eight times

@@ -33,7 +33,8 @@ enum Found {
     NotUtf8 { byte: u8, line: usize },
 }
 
-/// Formats by their first bytes. Some of these are letters, so they only name what was found to be no text.
+/// Formats by their first bytes. Some of these are letters, so they only name what was found to be
+/// no text.
 const FORMATS: [(&[u8], &str); 20] = [
     (b"\x89PNG\r\n\x1a\n", "a PNG image"),
     (b"\xff\xd8\xff", "a JPEG image"),
@@ -68,8 +69,8 @@ const MAX_HEADER: u64 = 100_000_000;
 /// What some editors put before UTF-8; it is no part of a text.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Makes a text of the bytes of a file, without the byte order mark that it may begin with. Where more bytes followed
-/// (`is_cut`), a character that is not whole at the end goes.
+/// Makes a text of the bytes of a file, without the byte order mark that it may begin with. Where
+/// more bytes followed (`is_cut`), a character that is not whole at the end goes.
 pub(crate) fn text_of(
     mut bytes: Vec<u8>,
     kind: TextKind,

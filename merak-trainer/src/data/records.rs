@@ -29,8 +29,8 @@ pub(crate) struct Record {
     fields: Map<String, Value>,
 }
 
-/// Reads the records of a file, or of the files of a folder in the order of their paths, and says how many files there
-/// were. Where `skips`, files that are no text are passed over.
+/// Reads the records of a file, or of the files of a folder in the order of their paths, and says
+/// how many files there were. Where `skips`, files that are no text are passed over.
 ///
 /// # Errors
 ///

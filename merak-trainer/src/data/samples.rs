@@ -214,7 +214,8 @@ impl Maker<'_> {
         self.spare(tokenizer, count, &what)
     }
 
-    /// The last tokens of the model's vocabulary, the last one first, for what the tokenizer has no tokens for.
+    /// The last tokens of the model's vocabulary, the last one first, for what the tokenizer has no
+    /// tokens for.
     fn spare(&self, tokenizer: &Tokenizer, count: usize, what: &str) -> Result<Vec<u32>> {
         let (tokens, vocab) = (tokenizer.vocab_size(), self.model.vocab_size);
         if vocab < tokens.saturating_add(count) {

@@ -71,8 +71,8 @@ impl Source {
     ///
     /// # Errors
     ///
-    /// Data that are missing, cannot be read, or do not have what the model learns from; a tokenizer that cannot be
-    /// used or has more tokens than the model.
+    /// Data that are missing, cannot be read, or do not have what the model learns from; a
+    /// tokenizer that cannot be used or has more tokens than the model.
     pub fn load(
         arguments: &DataArguments,
         model: &dyn Model,
@@ -157,8 +157,8 @@ impl Source {
         }
     }
 
-    /// Whether there is padding before tokens, which a model of the next token must be told of; behind them nothing
-    /// attends to it.
+    /// Whether there is padding before tokens, which a model of the next token must be told of;
+    /// behind them nothing attends to it.
     ///
     /// # Errors
     ///
@@ -210,8 +210,8 @@ impl Source {
         Ok(lengths)
     }
 
-    /// Makes samples for a model, for training too unless `trains` is false. The stream that they are cut
-    /// from comes along where there is one.
+    /// Makes samples for a model, for training too unless `trains` is false. The stream that they
+    /// are cut from comes along where there is one.
     ///
     /// # Errors
     ///

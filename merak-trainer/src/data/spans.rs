@@ -12,7 +12,8 @@ use crate::error::{Error, Result};
 /// Keeps these draws apart from those of other data sets with the same seed.
 const STREAM: u64 = 0x0073_7061_6E73_0000;
 
-/// How much of a text is left out, and in which pieces ([T5](https://arxiv.org/abs/1910.10683), section 3.1.4).
+/// How much of a text is left out, and in which pieces ([T5](https://arxiv.org/abs/1910.10683),
+/// section 3.1.4).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Corruption {
     /// Share of the tokens that are left out.
@@ -60,7 +61,8 @@ impl Corruption {
         }
     }
 
-    /// The longest text that an encoder of `input` positions can read; `None` below 3, which is too short for any.
+    /// The longest text that an encoder of `input` positions can read; `None` below 3, which is too
+    /// short for any.
     pub fn longest(&self, input: usize) -> Option<SpanCounts> {
         let fits = |tokens: &usize| self.counts(*tokens).input() <= input;
         // A text is less than twice as long as what is read of it unless most is left out.
@@ -103,8 +105,8 @@ pub struct SpanTokens {
 }
 
 impl SpanDataset {
-    /// Cuts `tokens` into texts as long as `counts` says; a rest is left out. `part` names the stream in the
-    /// error: `training` or `validation`.
+    /// Cuts `tokens` into texts as long as `counts` says; a rest is left out. `part` names the
+    /// stream in the error: `training` or `validation`.
     ///
     /// # Errors
     ///
@@ -165,7 +167,8 @@ impl Dataset for SpanDataset {
 
 /// Cuts `items` into `count` parts of at least one, every way about equally likely.
 fn parts(items: usize, count: usize, key: u64) -> impl Iterator<Item = usize> {
-    // Knuth's selection sampling of the borders among the places between items (TAOCP 3.4.2, algorithm S).
+    // Knuth's selection sampling of the borders among the places between items (TAOCP 3.4.2,
+    // algorithm S).
     let (mut borders, mut last) = (count - 1, 0);
     let places = (1..items).filter(move |&place| {
         let is_border = below(hash(&[key, place as u64]), items - place) < borders;
@@ -208,7 +211,8 @@ mod tests {
 
     #[test]
     fn lengths_are_those_of_t5() {
-        // compute_input_and_target_lengths of transformers' run_t5_mlm_flax.py: 512 gives 568 and 114.
+        // compute_input_and_target_lengths of transformers' run_t5_mlm_flax.py: 512 gives 568
+        // and 114.
         let counts = T5.longest(512).unwrap();
         assert_eq!(
             (counts.tokens, counts.input(), counts.target()),

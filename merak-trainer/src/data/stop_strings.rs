@@ -4,8 +4,9 @@ use super::Tokenizer;
 
 /// Looks for strings at the end of a text that grows by tokens.
 ///
-/// A text has come to its end when one of the strings ends within its last token, wherever it began: in a prompt, or
-/// in the middle of a token. That is what `stop_strings` means to transformers too.
+/// A text has come to its end when one of the strings ends within its last token, wherever it
+/// began: in a prompt, or in the middle of a token. That is what `stop_strings` means to
+/// transformers too.
 ///
 /// ```
 /// use merak_trainer::data::{StopStrings, Tokenizer};

@@ -29,12 +29,13 @@ struct Part {
 }
 
 impl TensorFiles {
-    /// Opens a safetensors file, or those of a folder in the order of their names. Headers are read, elements
-    /// are not.
+    /// Opens a safetensors file, or those of a folder in the order of their names. Headers are
+    /// read, elements are not.
     ///
     /// # Errors
     ///
-    /// A file that is none, or whose tensors do not agree in the number of samples, in names, types or sizes.
+    /// A file that is none, or whose tensors do not agree in the number of samples, in names, types
+    /// or sizes.
     pub fn open(path: &Path) -> Result<Self> {
         let files = if path.is_dir() {
             let is_one = |path: &Path| path.extension().is_some_and(|end| end == "safetensors");

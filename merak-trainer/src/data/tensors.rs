@@ -29,12 +29,12 @@ enum Derived {
 
 /// The samples of [`TensorFiles`] as a model reads them.
 ///
-/// Integers of any width become 64-bit ones, floats `f32`; where a model reads floats, bytes (`u8`) are pixels and
-/// become `x / 127.5 - 1`, as `ViTImageProcessor` has them.
+/// Integers of any width become 64-bit ones, floats `f32`; where a model reads floats, bytes (`u8`)
+/// are pixels and become `x / 127.5 - 1`, as `ViTImageProcessor` has them.
 ///
-/// Labels of models that predict the next token stand at the position that predicts them; without labels they are made
-/// of `input_ids` (the next token, none behind the last or where one of the two is padding). `decoder_input_ids` are made of `labels` where they
-/// are missing.
+/// Labels of models that predict the next token stand at the position that predicts them; without
+/// labels they are made of `input_ids` (the next token, none behind the last or where one of the
+/// two is padding). `decoder_input_ids` are made of `labels` where they are missing.
 #[derive(Debug)]
 pub struct TensorDataset {
     files: TensorFiles,
@@ -44,13 +44,13 @@ pub struct TensorDataset {
 }
 
 impl TensorDataset {
-    /// Checks the tensors against what a model reads, their integers one by one. `start` and `pad` are the
-    /// tokens from which a decoder starts and which fill sequences up.
+    /// Checks the tensors against what a model reads, their integers one by one. `start` and `pad`
+    /// are the tokens from which a decoder starts and which fill sequences up.
     ///
     /// # Errors
     ///
-    /// A tensor that is missing, of another type or size, or with a value that the model cannot take; one that the
-    /// model does not read.
+    /// A tensor that is missing, of another type or size, or with a value that the model cannot
+    /// take; one that the model does not read.
     pub fn new(files: TensorFiles, model: &ModelInputs, start: u32, pad: u32) -> Result<Self> {
         let is_there = |name: &str| files.shape(name).is_some();
         let derived = match model.objective {
@@ -119,7 +119,8 @@ impl TensorDataset {
         Ok(())
     }
 
-    /// Labels that repeat the tokens, as Hugging Face has them, would teach a model to repeat its input.
+    /// Labels that repeat the tokens, as Hugging Face has them, would teach a model to repeat its
+    /// input.
     fn check_shift(&self, model: &ModelInputs) -> Result<()> {
         if self.derived == Derived::NextTokens || self.files.samples() == 0 {
             return Ok(());
@@ -180,7 +181,8 @@ impl Dataset for TensorDataset {
     }
 }
 
-/// Refuses tensors that are not read: a mistyped name, or something that `transformers` would reckon with.
+/// Refuses tensors that are not read: a mistyped name, or something that `transformers` would
+/// reckon with.
 fn check_names(files: &TensorFiles, model: &ModelInputs) -> Result<()> {
     let mut read: Vec<_> = model.inputs.iter().map(|input| &*input.name).collect();
     // A mask that hides nothing before the tokens is checked, and makes labels.

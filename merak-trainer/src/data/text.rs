@@ -57,13 +57,13 @@ pub(crate) struct Candidate {
 }
 
 /// Reads a file, or the files of a folder and its subfolders in the order of their paths, up to
-/// `max_bytes` in all, if memory has room for `bytes_per_byte` bytes for each. Hidden files and folders (`.git`) and
-/// empty files are left out, links to folders are not followed.
+/// `max_bytes` in all, if memory has room for `bytes_per_byte` bytes for each. Hidden files and
+/// folders (`.git`) and empty files are left out, links to folders are not followed.
 ///
 /// # Errors
 ///
-/// An unreadable path, one without text, a file that is no text and not to be passed over, or more text than memory has
-/// room for.
+/// An unreadable path, one without text, a file that is no text and not to be passed over, or more
+/// text than memory has room for.
 pub(crate) fn read(
     path: &Path,
     max_bytes: Option<usize>,
@@ -97,8 +97,8 @@ pub(crate) fn read(
 /// Bytes of a file by whose look it may be passed over before the rest is read.
 const HEAD: u64 = 8 << 10;
 
-/// The files that do not begin like something else than text, and how many others there are. Those may be too large to
-/// be read.
+/// The files that do not begin like something else than text, and how many others there are. Those
+/// may be too large to be read.
 fn without_binary(files: Vec<Candidate>, kind: TextKind) -> Result<(Vec<Candidate>, usize)> {
     let all = files.len();
     let mut kept = Vec::with_capacity(all);

@@ -37,8 +37,8 @@ const END_NAMES: &[&str] = &[
 /// Names under which a tokenizer file may hold what stands for a hidden token.
 const MASK_NAMES: &[&str] = &["[MASK]", "<mask>", "<|mask|>"];
 
-/// Tokens of a text or a pair of texts with those that a model wants around them, and which of the two each
-/// belongs to.
+/// Tokens of a text or a pair of texts with those that a model wants around them, and which of the
+/// two each belongs to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
     /// The tokens.
@@ -84,8 +84,8 @@ impl Tokenizer {
         }
     }
 
-    /// A Hugging Face `tokenizer.json`. One that [`Tokenizer::to_json`] wrote of the byte vocabulary is that vocabulary
-    /// again, and so keeps bytes that are not UTF-8.
+    /// A Hugging Face `tokenizer.json`. One that [`Tokenizer::to_json`] wrote of the byte
+    /// vocabulary is that vocabulary again, and so keeps bytes that are not UTF-8.
     ///
     /// # Errors
     ///
@@ -177,8 +177,8 @@ impl Tokenizer {
         }
     }
 
-    /// What stands for the pieces that span corruption leaves out, in their order: `<extra_id_0>` and so on, as many
-    /// as the vocabulary has.
+    /// What stands for the pieces that span corruption leaves out, in their order: `<extra_id_0>`
+    /// and so on, as many as the vocabulary has.
     pub fn sentinels(&self) -> Vec<u32> {
         match &self.0 {
             Kind::Bytes => Vec::new(),
@@ -188,9 +188,9 @@ impl Tokenizer {
         }
     }
 
-    /// Texts or pairs of texts, each with the special tokens that a tokenizer file puts around it, in at most
-    /// `max_len` tokens: the longer text of a pair is cut first. The byte vocabulary puts its end of a document
-    /// before the first text and behind each.
+    /// Texts or pairs of texts, each with the special tokens that a tokenizer file puts around it,
+    /// in at most `max_len` tokens: the longer text of a pair is cut first. The byte vocabulary
+    /// puts its end of a document before the first text and behind each.
     ///
     /// # Errors
     ///
@@ -249,7 +249,8 @@ impl Tokenizer {
     ///
     /// # Errors
     ///
-    /// When the tokenizer refuses the text, or it is not UTF-8 and the vocabulary is not that of bytes.
+    /// When the tokenizer refuses the text, or it is not UTF-8 and the vocabulary is not that of
+    /// bytes.
     pub fn encode(&self, text: &[u8]) -> Result<Vec<u32>> {
         match &self.0 {
             Kind::Bytes => Ok(text.iter().map(|byte| u32::from(*byte)).collect()),
@@ -261,8 +262,8 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of a text that is to be continued: with the special ones that a tokenizer file puts around a text,
-    /// as in transformers. The byte vocabulary takes any bytes.
+    /// The tokens of a text that is to be continued: with the special ones that a tokenizer file
+    /// puts around a text, as in transformers. The byte vocabulary takes any bytes.
     ///
     /// # Errors
     ///
@@ -295,8 +296,8 @@ impl Tokenizer {
         }
     }
 
-    /// What tokens say beyond the first `known` of them. Alone, they would not begin with the space that many
-    /// tokenizers leave out at the start of a text.
+    /// What tokens say beyond the first `known` of them. Alone, they would not begin with the space
+    /// that many tokenizers leave out at the start of a text.
     ///
     /// # Errors
     ///
@@ -314,8 +315,8 @@ impl Tokenizer {
         Ok(all[same..].to_owned())
     }
 
-    /// The text of tokens; special ones and unknown ids are left out. Bytes that are not UTF-8 become U+FFFD, which
-    /// [`Tokenizer::bytes_after`] leaves as they are.
+    /// The text of tokens; special ones and unknown ids are left out. Bytes that are not UTF-8
+    /// become U+FFFD, which [`Tokenizer::bytes_after`] leaves as they are.
     ///
     /// # Errors
     ///
@@ -353,8 +354,8 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
-/// Lengths of two texts that make at most `room` together, the longer one cut first; where both are cut, the longer one
-/// keeps an odd token.
+/// Lengths of two texts that make at most `room` together, the longer one cut first; where both are
+/// cut, the longer one keeps an odd token.
 fn cut([first, second]: [usize; 2], room: usize) -> [usize; 2] {
     if first > second {
         let [second, first] = cut([second, first], room);

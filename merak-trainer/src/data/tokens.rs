@@ -7,8 +7,8 @@ use crate::error::{Error, Result};
 
 /// Consecutive windows of a token stream.
 ///
-/// Sample i is made of the S + 1 tokens from i·S on: `input_ids` are the first S of them, `labels` the
-/// last S, so labels align with the logits and each token is a target once.
+/// Sample i is made of the S + 1 tokens from i·S on: `input_ids` are the first S of them, `labels`
+/// the last S, so labels align with the logits and each token is a target once.
 ///
 /// # Shapes
 ///

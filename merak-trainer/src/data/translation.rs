@@ -20,8 +20,8 @@ pub struct PairShape {
 }
 
 impl PairShape {
-    /// Fills a pair up and moves the target one to the right, as `_shift_right` of `transformers` does. What is
-    /// too long is cut.
+    /// Fills a pair up and moves the target one to the right, as `_shift_right` of `transformers`
+    /// does. What is too long is cut.
     ///
     /// # Shapes
     ///

@@ -39,8 +39,9 @@ impl Error {
 }
 
 impl Error {
-    /// The keys of which one has a value that does not fit what was found, as far as the error tells: the likeliest first.
-    /// Of several, the one that was set by the highest layer is to blame.
+    /// The keys of which one has a value that does not fit what was found, as far as the error
+    /// tells: the likeliest first. Of several, the one that was set by the highest layer is to
+    /// blame.
     pub(crate) fn keys(&self) -> Vec<&'static str> {
         match self {
             Self::ReadInput { key, .. }

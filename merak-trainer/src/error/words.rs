@@ -122,7 +122,8 @@ pub(super) fn did_you_mean(nearest: Option<&str>) -> String {
         .unwrap_or_default()
 }
 
-/// What names the key behind a message, and its place: what the message has already is not repeated.
+/// What names the key behind a message, and its place: what the message has already is not
+/// repeated.
 pub(super) fn blamed(key: &str, place: Option<&str>, error: &Error) -> String {
     let key = format!("\"{key}\"");
     let is_named = error.to_string().contains(&key);

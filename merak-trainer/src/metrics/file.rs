@@ -15,37 +15,37 @@ use crate::error::{Error, Result};
 /// Where a run's records are in its folder.
 pub const METRICS_FILE: &str = "metrics.jsonl";
 
-/// What a logged step reports: every `logging_steps` steps, the first step of a run or of its resumed part, and
-/// the last one. A number that is not finite is written as `null`.
+/// What a logged step reports: every `logging_steps` steps, the first step of a run or of its
+/// resumed part, and the last one. A number that is not finite is written as `null`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub struct StepMetrics {
     /// Optimizer steps done, skipped ones included.
     pub step: usize,
-    /// Training loss of this step in nats per token: the mean over the labels of its global batch, before its
-    /// update. It is no average over steps, so that it does not depend on `logging_steps` or on where a run
-    /// was resumed.
+    /// Training loss of this step in nats per token: the mean over the labels of its global batch,
+    /// before its update. It is no average over steps, so that it does not depend on
+    /// `logging_steps` or on where a run was resumed.
     pub loss: f64,
     /// Global gradient norm of this step before clipping.
     pub grad_norm: f64,
     /// Learning rate of this step.
     pub lr: f64,
-    /// Tokens of all global batches since the run's first step, padding included, over all replicas. It goes
-    /// on in a resumed run, also with another batch.
+    /// Tokens of all global batches since the run's first step, padding included, over all
+    /// replicas. It goes on in a resumed run, also with another batch.
     pub tokens: u64,
     /// Tokens per second over the steps since the last record; evaluating and saving do not count.
     pub tokens_per_s: f64,
-    /// Floating-point operations of the model per second at this speed, in units of 10^12, over all ranks: six
-    /// per parameter and token, whatever is recomputed.
+    /// Floating-point operations of the model per second at this speed, in units of 10^12, over all
+    /// ranks: six per parameter and token, whatever is recomputed.
     pub tflops: Option<f64>,
     /// Share of the devices' peak that this is; `null` where the peak is not known, as on CPUs.
     pub mfu: Option<f64>,
-    /// Resident bytes of the process of rank 0 when the record is written, with ranks as threads that of all
-    /// ranks; `null` where the system does not tell.
+    /// Resident bytes of the process of rank 0 when the record is written, with ranks as threads
+    /// that of all ranks; `null` where the system does not tell.
     pub memory_bytes: Option<u64>,
     /// Loss scale; `null` where there is none, as in f32.
     pub loss_scale: Option<f64>,
-    /// Seconds since training started, evaluating and saving included. A resumed run goes on from the last
-    /// record that it keeps.
+    /// Seconds since training started, evaluating and saving included. A resumed run goes on from
+    /// the last record that it keeps.
     pub time_s: f64,
 }
 

@@ -20,8 +20,9 @@ const WINDOW: usize = 20;
 
 /// The progress of a run, reported by one rank.
 ///
-/// On a terminal a bar is redrawn at each step, and evaluating and saving have bars of their own below it while they
-/// last. Elsewhere a line is written at each step that is logged: `step 20/100  loss 3.2184  1024 tokens/s  1m 20s left`.
+/// On a terminal a bar is redrawn at each step, and evaluating and saving have bars of their own
+/// below it while they last. Elsewhere a line is written at each step that is logged:
+/// `step 20/100  loss 3.2184  1024 tokens/s  1m 20s left`.
 pub struct Progress {
     total: usize,
     times: StepTimes,
@@ -40,8 +41,8 @@ enum Output {
 }
 
 impl Progress {
-    /// Bars on a screen, for a run of `total` steps of which `done` are done already; where it shows none, lines on
-    /// standard error.
+    /// Bars on a screen, for a run of `total` steps of which `done` are done already; where it
+    /// shows none, lines on standard error.
     pub fn on(screen: &Screen, total: usize, done: usize) -> Self {
         if !screen.has_bars() {
             return Self::lines(total, Box::new(io::stderr()));

@@ -14,8 +14,8 @@ use crate::{Callback, CheckedArguments, Error, MerakTrainer, Result, StepReport}
 
 /// Writes `metrics.jsonl` and shows progress, on the rank that it is given to.
 ///
-/// Clones share their state: one goes to the trainer as a [`Callback`], another stays with whoever runs the
-/// trainer. Until [`Reporter::start`] it reports nothing.
+/// Clones share their state: one goes to the trainer as a [`Callback`], another stays with whoever
+/// runs the trainer. Until [`Reporter::start`] it reports nothing.
 #[derive(Debug, Clone, Default)]
 pub struct Reporter(Arc<Mutex<Option<Report>>>);
 
@@ -45,8 +45,8 @@ struct Window {
 }
 
 impl Reporter {
-    /// Starts to report a trainer's run, in `metrics.jsonl` of its output folder and on `progress`. After
-    /// resuming, the records of later steps are removed, and counts go on where they stood.
+    /// Starts to report a trainer's run, in `metrics.jsonl` of its output folder and on `progress`.
+    /// After resuming, the records of later steps are removed, and counts go on where they stood.
     ///
     /// # Errors
     ///

@@ -10,7 +10,8 @@ use std::{
 /// How often a bar without steps shows that it lives.
 const TICK: Duration = Duration::from_millis(120);
 
-/// Standard error with bars at its end: whatever is written to it stands above them. Clones share it.
+/// Standard error with bars at its end: whatever is written to it stands above them. Clones share
+/// it.
 ///
 /// Where standard error is no terminal, no bar is shown, and it is written to as it is.
 #[derive(Debug, Clone, Default)]

@@ -92,7 +92,8 @@ impl Draft {
         })
     }
 
-    /// The program of each segment, as if it were a stage, with what it recomputes; `[]` is nothing.
+    /// The program of each segment, as if it were a stage, with what it recomputes; `[]` is
+    /// nothing.
     ///
     /// # Errors
     /// When an operation has no gradient.
@@ -178,8 +179,8 @@ fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
     }))
 }
 
-/// A model's graph with an adapter in it, and what was left open of the adapter filled in. The model's frozen weights are
-/// kept in the type `frozen`, if there is one.
+/// A model's graph with an adapter in it, and what was left open of the adapter filled in. The
+/// model's frozen weights are kept in the type `frozen`, if there is one.
 pub(super) fn with_adapter(
     graph: Graph,
     lora: Option<Lora>,

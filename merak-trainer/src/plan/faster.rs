@@ -19,15 +19,15 @@ pub struct FasterSchedule {
 }
 
 impl FasterSchedule {
-    /// The share of the fullest rank's memory that it may need more: schedules that keep as many microbatches on all ranks
-    /// as others on the first one differ by the logits of the last.
+    /// The share of the fullest rank's memory that it may need more: schedules that keep as many
+    /// microbatches on all ranks as others on the first one differ by the logits of the last.
     pub const MORE_MEMORY: f64 = 0.1;
 }
 
 impl Plan {
-    /// The named schedule that shortens a step most, by more than 5 %, as the simulator has it for the same stages and
-    /// recomputation on the same cores, of those with as many stages per rank. The fullest rank needs at most
-    /// [a tenth](FasterSchedule::MORE_MEMORY) more memory than now.
+    /// The named schedule that shortens a step most, by more than 5 %, as the simulator has it for
+    /// the same stages and recomputation on the same cores, of those with as many stages per rank.
+    /// The fullest rank needs at most [a tenth](FasterSchedule::MORE_MEMORY) more memory than now.
     ///
     /// # Errors
     /// When an operation has no gradient.
@@ -81,7 +81,8 @@ impl Plan {
         stages.costs(&self.recompute)
     }
 
-    /// The schedule of this name for as many stages per rank, where the same would be recomputed under it.
+    /// The schedule of this name for as many stages per rank, where the same would be recomputed
+    /// under it.
     fn instead(&self, kind: ScheduleKind, args: &CheckedArguments) -> Result<Option<Schedule>> {
         let mut arguments = args.clone().into_arguments();
         arguments.train_schedule = TrainSchedule::Named(kind);

@@ -8,7 +8,8 @@ use std::fmt;
 /// A step as the cost model foresees it.
 #[derive(Debug, Clone)]
 pub struct Prediction {
-    /// What the phases of each stage take on a core of their own, in seconds, and messages between stages.
+    /// What the phases of each stage take on a core of their own, in seconds, and messages between
+    /// stages.
     pub costs: Costs,
     /// The cores that the ranks of a pipeline share.
     pub cores: f64,
@@ -75,7 +76,8 @@ impl Plan {
         }))
     }
 
-    /// A table of what the phases of each stage took in a run, per microbatch, beside the prediction.
+    /// A table of what the phases of each stage took in a run, per microbatch, beside the
+    /// prediction.
     ///
     /// # Errors
     /// When the timeline is of another schedule.

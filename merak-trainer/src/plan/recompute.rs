@@ -24,7 +24,8 @@ impl Pipeline<'_> {
     /// What each stage recomputes.
     ///
     /// # Errors
-    /// [`Error::ActivationBudget`] when full recomputation is still above `activation_memory_budget`.
+    /// [`Error::ActivationBudget`] when full recomputation is still above
+    /// `activation_memory_budget`.
     pub(super) fn recompute(&self, args: &CheckedArguments) -> Result<Vec<RecomputePlan>> {
         let stages = 0..self.placement.len();
         if !args.activation_checkpointing {
@@ -117,7 +118,8 @@ impl Pipeline<'_> {
 }
 
 impl RecomputeOp {
-    /// What `selective` recomputes where nothing else is said: large results that are cheap to make.
+    /// What `selective` recomputes where nothing else is said: large results that are cheap to
+    /// make.
     const USUAL: [Self; 3] = [Self::Attention, Self::Activation, Self::Norm];
 
     /// Whether an operation is of this kind.
@@ -133,10 +135,10 @@ impl RecomputeOp {
 
 /// The part of each stage's segments that is recomputed.
 ///
-/// One value `r` is that of the first stage; stage `s` of `S` takes `1 - (1 - r) (S-1) / (S-1-s)`, as fewer of its
-/// microbatches are alive, and the last stage 0. Several values go to the stages in order, the last of them to the
-/// rest. Under `shifted_critical_path` the last stage but one, which holds a microbatch more, does as the one before
-/// it. Without a value everything is recomputed.
+/// One value `r` is that of the first stage; stage `s` of `S` takes `1 - (1 - r) (S-1) / (S-1-s)`,
+/// as fewer of its microbatches are alive, and the last stage 0. Several values go to the stages in
+/// order, the last of them to the rest. Under `shifted_critical_path` the last stage but one, which
+/// holds a microbatch more, does as the one before it. Without a value everything is recomputed.
 fn ratios(given: Option<&[f64]>, schedule: TrainSchedule, stages: usize) -> Vec<f64> {
     let last = stages - 1;
     let mut ratios: Vec<f64> = match given {

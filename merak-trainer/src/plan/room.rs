@@ -7,7 +7,8 @@ use merak_trace::StageProgram;
 use merak_zero::ZeroStage;
 use std::cell::Cell;
 
-/// What segments need, and the bytes that a rank has for weights, gradients, optimizer state and activations.
+/// What segments need, and the bytes that a rank has for weights, gradients, optimizer state and
+/// activations.
 #[derive(Debug)]
 pub(super) struct Room {
     limit: usize,

@@ -23,13 +23,15 @@ pub(super) struct Found {
 
 /// Searches a schedule for the stages.
 ///
-/// A rank keeps at most the activations that `interleaved_1f1b` would keep on any rank (with one stage per rank that
-/// is `1f1b`). What is recomputed decides the costs, and may in turn depend on the schedule: it is chosen under
-/// `interleaved_1f1b`, and again under the schedule that was found. Where a budget of bytes is kept by the former
-/// and not by the latter, whose halves of backwards lie apart, the former stays.
+/// A rank keeps at most the activations that `interleaved_1f1b` would keep on any rank (with one
+/// stage per rank that is `1f1b`). What is recomputed decides the costs, and may in turn depend on
+/// the schedule: it is chosen under `interleaved_1f1b`, and again under the schedule that was
+/// found. Where a budget of bytes is kept by the former and not by the latter, whose halves of
+/// backwards lie apart, the former stays.
 ///
 /// # Errors
-/// When the size is not legal, an operation has no gradient, or `interleaved_1f1b` does not keep the budget.
+/// When the size is not legal, an operation has no gradient, or `interleaved_1f1b` does not keep
+/// the budget.
 pub(super) fn search(
     stages: &Stages<'_>,
     size: Size,

@@ -1,4 +1,5 @@
-//! The starting magnitudes of an adapter that has them (`DoRA`): the norms of the weights as they are.
+//! The starting magnitudes of an adapter that has them (`DoRA`): the norms of the weights as they
+//! are.
 
 use super::RankStages;
 use super::params::Floats;
@@ -14,11 +15,12 @@ const MAGNITUDE: &str = ".lora_magnitude_vector.";
 type Values<'a> = BTreeMap<&'a str, Floats<'a>>;
 
 impl RankStages {
-    /// Gives each magnitude the norm of the weights, updated, that make its output; so an adapter starts without
-    /// changing them.
+    /// Gives each magnitude the norm of the weights, updated, that make its output; so an adapter
+    /// starts without changing them.
     ///
     /// # Communication
-    /// For each layer whose inputs are cut over tensor-parallel ranks, an all-reduce of a number per output.
+    /// For each layer whose inputs are cut over tensor-parallel ranks, an all-reduce of a number
+    /// per output.
     pub(crate) fn start_magnitudes(&mut self) -> Result<()> {
         let params = &self.table;
         if !params.iter().any(|param| param.name.contains(MAGNITUDE)) {
@@ -60,7 +62,8 @@ impl RankStages {
         Ok(())
     }
 
-    /// Over this rank's inputs, the squares of the updated weights of each output, if this is a magnitude.
+    /// Over this rank's inputs, the squares of the updated weights of each output, if this is a
+    /// magnitude.
     fn squares(&self, magnitude: &Param, values: &Values<'_>) -> Option<Vec<f64>> {
         let (module, adapter) = magnitude.name.split_once(MAGNITUDE)?;
         let beside = magnitude.beside.as_ref()?;

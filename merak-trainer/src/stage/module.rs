@@ -24,7 +24,8 @@ pub(crate) struct StepInputs {
     pub(crate) loss_grad: f64,
 }
 
-/// What came out of the model's outputs, one entry per microbatch; empty but where the last stage is.
+/// What came out of the model's outputs, one entry per microbatch; empty but where the last stage
+/// is.
 #[derive(Debug, Default)]
 pub(crate) struct StepResult {
     pub(crate) outputs: BTreeMap<usize, Vec<Value>>,
@@ -135,7 +136,8 @@ impl<'a> StepModule<'a> {
         (index, action.microbatch.0)
     }
 
-    /// The inputs of a microbatch as tensors: what the data give, and what the model puts where they do not.
+    /// The inputs of a microbatch as tensors: what the data give, and what the model puts where
+    /// they do not.
     fn batch(
         &self,
         program: &StageProgram,

@@ -1,4 +1,5 @@
-//! The parameters of a rank's stages: those that are trained, as the optimizer lays them out, and the frozen ones.
+//! The parameters of a rank's stages: those that are trained, as the optimizer lays them out, and
+//! the frozen ones.
 
 use crate::Result;
 use half::{bf16, f16, slice::HalfFloatSliceExt};
@@ -19,13 +20,14 @@ pub(crate) struct StageParams {
     pub(crate) views: Vec<Value>,
 }
 
-/// A handle on the memory of parameters, by which other threads read it: who changes it waits for who reads it here.
+/// A handle on the memory of parameters, by which other threads read it: who changes it waits for
+/// who reads it here.
 ///
 /// What is frozen lies apart: no optimizer, no gradient and no collective knows it.
 #[derive(Debug, Clone)]
 pub(crate) struct ParamMemory {
-    /// The parameters that are trained, end to end, of 16-bit ones the `f32` masters; then the frozen ones, those of
-    /// one element type together.
+    /// The parameters that are trained, end to end, of 16-bit ones the `f32` masters; then the
+    /// frozen ones, those of one element type together.
     buffers: Arc<RwLock<Vec<Box<dyn Buffer>>>>,
     places: Arc<[Place]>,
 }
@@ -138,7 +140,8 @@ impl StageParams {
         self.memory.clone()
     }
 
-    /// The element type in which a parameter is kept: `f32` for one that is trained, whatever nodes read.
+    /// The element type in which a parameter is kept: `f32` for one that is trained, whatever nodes
+    /// read.
     pub(crate) fn dtype(&self, index: usize) -> DType {
         self.memory.places[index].dtype
     }
@@ -172,7 +175,8 @@ impl StageParams {
         });
     }
 
-    /// Lets `change` see and change the bytes of each parameter as it is kept, given with its position in the program.
+    /// Lets `change` see and change the bytes of each parameter as it is kept, given with its
+    /// position in the program.
     pub(crate) fn write(&mut self, change: &mut dyn FnMut(usize, &mut [u8])) {
         let places = Arc::clone(&self.memory.places);
         self.change(|buffers| {
@@ -200,8 +204,8 @@ impl StageParams {
         });
     }
 
-    /// Lets `values` put new values of each parameter in their places, a few at a time; they are rounded where they are
-    /// kept in 16 bits.
+    /// Lets `values` put new values of each parameter in their places, a few at a time; they are
+    /// rounded where they are kept in 16 bits.
     pub(crate) fn fill(&mut self, values: &mut dyn FnMut(usize, &mut Put<'_>)) {
         let places = Arc::clone(&self.memory.places);
         self.write(&mut |index, bytes| {

@@ -1,7 +1,7 @@
 //! Gradients of weights that are used more than once.
 //!
-//! Each use accumulates apart, and the uses are added in model order at the end of a step, on one rank as on
-//! many: so neither the cut into stages nor the schedule changes a bit of the sum.
+//! Each use accumulates apart, and the uses are added in model order at the end of a step, on one
+//! rank as on many: so neither the cut into stages nor the schedule changes a bit of the sum.
 
 use crate::{Plan, Result, plan::RankPrograms};
 use merak_mpu::{Buffer, Group, Mpu, ReduceOp};
@@ -19,7 +19,8 @@ pub(super) struct TiedGrads {
 struct TiedWeight {
     /// Slots of this rank's uses, in model order; the first is the one in the flat buffer.
     slots: Vec<usize>,
-    /// Where the weight spans ranks: their group, and for every use in model order the group rank that has it.
+    /// Where the weight spans ranks: their group, and for every use in model order the group rank
+    /// that has it.
     shared: Option<(Group, Vec<usize>)>,
 }
 
@@ -30,7 +31,8 @@ impl TiedGrads {
         let uses = programs.uses();
         let mut weights = Vec::new();
         let mut borrowed = Vec::new();
-        // In the model's order, which all ranks share: groups that overlap would else wait for each other.
+        // In the model's order, which all ranks share: groups that overlap would else wait for each
+        // other.
         let mut params: Vec<_> = programs.params.iter().enumerate().collect();
         params.sort_by_key(|(_, param)| plan.graph.find_param(&param.name));
         for (index, param) in params {
@@ -70,8 +72,8 @@ impl TiedGrads {
     /// Leaves the sum over all uses in the flat buffer, on every rank that has one.
     ///
     /// # Communication
-    /// For each weight that spans ranks, an all-reduce over its group when each rank has one use and they come in
-    /// the order of the ranks, else a broadcast per use.
+    /// For each weight that spans ranks, an all-reduce over its group when each rank has one use
+    /// and they come in the order of the ranks, else a broadcast per use.
     pub(super) fn sum(&self, backend: &dyn Backend, grads: &mut GradStore) -> Result<()> {
         for weight in &self.weights {
             let Some((group, owners)) = &weight.shared else {

@@ -25,13 +25,15 @@ impl BestMetric {
 }
 
 impl BestModel {
-    /// Whether this is the checkpoint that was judged: another run may have saved the same step since.
+    /// Whether this is the checkpoint that was judged: another run may have saved the same step
+    /// since.
     fn is_of(self, checkpoint: &Checkpoint) -> bool {
         let state = &checkpoint.manifest().header.state;
         serde_json::from_value(state["best"].clone()).is_ok_and(|best: Self| best == self)
     }
 
-    /// Whether these metrics are better than the best so far; where they are not finite they are not.
+    /// Whether these metrics are better than the best so far; where they are not finite they are
+    /// not.
     fn is_surpassed(best: Option<Self>, score: f64, greater_is_better: bool) -> bool {
         let surpasses = |best: Self| {
             if greater_is_better {

@@ -64,8 +64,9 @@ struct Imported {
 }
 
 impl RunState {
-    /// Reads the state of a checkpoint; `None` where it is a release. A run that was imported knows its updates: seeds are
-    /// those that are given, and it begins with the first sample of the data.
+    /// Reads the state of a checkpoint; `None` where it is a release. A run that was imported knows
+    /// its updates: seeds are those that are given, and it begins with the first sample of the
+    /// data.
     pub(super) fn read(
         state: &serde_json::Value,
         args: &CheckedArguments,
@@ -78,7 +79,8 @@ impl RunState {
             steps: step as u64,
             ..Progress::default()
         };
-        // By the names of a state's fields, so that what is left out is as in states of earlier versions.
+        // By the names of a state's fields, so that what is left out is as in states of earlier
+        // versions.
         let fields = serde_json::json!({
             "global_step": step, "tokens": 0, "progress": progress, "position": DataPosition::default(),
             "seed": args.seed, "data_seed": args.data_seed(), "global_batch": args.global_batch(),
@@ -147,8 +149,8 @@ impl MerakTrainer {
         Ok(path)
     }
 
-    /// A draft of the run as it stands, once no other save is under way, with what `write` makes of each shard
-    /// that this rank owns.
+    /// A draft of the run as it stands, once no other save is under way, with what `write` makes of
+    /// each shard that this rank owns.
     pub(super) fn draft_of<T>(
         &mut self,
         write: impl Fn(ShardSource, &Draft) -> merak_ckpt::Result<T>,
@@ -265,17 +267,19 @@ impl MerakTrainer {
         }
     }
 
-    /// Merges a PEFT adapter into this rank's weights, whatever slices of them it holds, in place of the one that
-    /// was merged before. Without one, the weights have the bits of the base again: they are kept while others stand
-    /// in their place. An adapter beside the layers (`lora_config`) makes way for good, as far as the base is still
-    /// there: not for the values of modules and biases that it trained themselves.
+    /// Merges a PEFT adapter into this rank's weights, whatever slices of them it holds, in place
+    /// of the one that was merged before. Without one, the weights have the bits of the base again:
+    /// they are kept while others stand in their place. An adapter beside the layers
+    /// (`lora_config`) makes way for good, as far as the base is still there: not for the values of
+    /// modules and biases that it trained themselves.
     ///
     /// # Communication
-    /// None, but for the norms of layers with magnitudes (`use_dora`) in `lora_config`: for each whose inputs are cut
-    /// over tensor-parallel ranks, an all-reduce of a number per output.
+    /// None, but for the norms of layers with magnitudes (`use_dora`) in `lora_config`: for each
+    /// whose inputs are cut over tensor-parallel ranks, an all-reduce of a number per output.
     ///
     /// # Errors
-    /// When a weight is no longer finite, and where several layers share it; the weights then are those of the base.
+    /// When a weight is no longer finite, and where several layers share it; the weights then are
+    /// those of the base.
     pub fn set_adapter(&mut self, adapter: Option<&Adapter>) -> Result<()> {
         let tied = adapter.and_then(Adapter::tied_target);
         if let Some((param, layers)) = tied.and_then(|name| self.stages.plan.shared_layers(name)) {
@@ -315,7 +319,8 @@ impl MerakTrainer {
             self.set_adapter(None)?;
             return Err(error.into());
         }
-        // Of factors that are zero, these are the norms of the weights as they now are: nothing is scaled.
+        // Of factors that are zero, these are the norms of the weights as they now are: nothing is
+        // scaled.
         self.stages.start_magnitudes()
     }
 
@@ -347,9 +352,9 @@ impl MerakTrainer {
         Ok(Layout::along(&param.full.shape, shard.dim, &ranges)?)
     }
 
-    /// Resumes as `resume_from_checkpoint` says. Only `auto` goes on to another checkpoint where the one that
-    /// `latest` names is damaged, and to a fresh start where there is none.
-    /// Returns whether there was one.
+    /// Resumes as `resume_from_checkpoint` says. Only `auto` goes on to another checkpoint where
+    /// the one that `latest` names is damaged, and to a fresh start where there is none. Returns
+    /// whether there was one.
     pub(super) fn resume(&mut self, from: &str) -> Result<bool> {
         let tells = self.stages.mpu.is_rank_0();
         let mut candidates = Candidates::new(from, || self.args.run_folder(), tells)?;
@@ -371,10 +376,11 @@ impl MerakTrainer {
         Ok(false)
     }
 
-    /// Loads a checkpoint, whatever topology saved it, or a Hugging Face folder; each rank reads its slices only.
+    /// Loads a checkpoint, whatever topology saved it, or a Hugging Face folder; each rank reads
+    /// its slices only.
     ///
-    /// With `finetune`, or where it is a release without a run's state, the weights alone are loaded. No weight
-    /// changes unless every rank could read its part.
+    /// With `finetune`, or where it is a release without a run's state, the weights alone are
+    /// loaded. No weight changes unless every rank could read its part.
     ///
     /// # Communication
     /// Two all-reduces of 8 bytes over the world.
@@ -388,8 +394,8 @@ impl MerakTrainer {
         self.apply(&checkpoint, read)
     }
 
-    /// What this rank has read if every rank could read its part; else the error of the rank that could not, which ends
-    /// the others too.
+    /// What this rank has read if every rank could read its part; else the error of the rank that
+    /// could not, which ends the others too.
     pub(super) fn on_all_ranks<T>(&self, read: Result<T>) -> Result<T> {
         let Some(rank) = self.first_failed(&read)? else {
             return read;

@@ -11,13 +11,13 @@ use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp};
 use std::{collections::VecDeque, sync::Arc, time::Instant};
 
 impl MerakTrainer {
-    /// The mean loss over the evaluation data, each sample once; the same on every rank. Where it is not finite, the
-    /// log names the first samples whose loss is not.
+    /// The mean loss over the evaluation data, each sample once; the same on every rank. Where it
+    /// is not finite, the log names the first samples whose loss is not.
     ///
     /// # Communication
-    /// Per microbatch the pipeline's forward hops, per iteration an all-reduce of 8 bytes over the pipeline, which is
-    /// waited for some iterations later; at the end an all-reduce over the data group and a broadcast over the
-    /// pipeline.
+    /// Per microbatch the pipeline's forward hops, per iteration an all-reduce of 8 bytes over the
+    /// pipeline, which is waited for some iterations later; at the end an all-reduce over the data
+    /// group and a broadcast over the pipeline.
     ///
     /// # Errors
     /// When there are no samples to evaluate or a rank fails.
@@ -115,8 +115,8 @@ impl MerakTrainer {
     }
 }
 
-/// Keeps the first stages of a pipeline from running ahead of the last ones, which would have to hold all that they
-/// are sent.
+/// Keeps the first stages of a pipeline from running ahead of the last ones, which would have to
+/// hold all that they are sent.
 struct Pace<'a> {
     group: &'a Group,
     /// Iterations that this rank has ended and others may not have.
@@ -131,8 +131,8 @@ impl<'a> Pace<'a> {
         }
     }
 
-    /// Says that an iteration has ended here. With P ranks, waits until all have ended the one P before: each has work
-    /// as long as the pipeline is full.
+    /// Says that an iteration has ended here. With P ranks, waits until all have ended the one P
+    /// before: each has work as long as the pipeline is full.
     fn ended(&mut self) -> Result<()> {
         let nothing: Box<dyn Buffer> = Box::new(vec![0_i64]);
         let pending = self.group.start_all_reduce(nothing, ReduceOp::Sum)?;
@@ -153,8 +153,8 @@ impl<'a> Pace<'a> {
     }
 }
 
-/// Rows of a microbatch: no more than a replica has samples, as the rest would be padding. What counts as the
-/// last partial batch, to be dropped, is for the user to say.
+/// Rows of a microbatch: no more than a replica has samples, as the rest would be padding. What
+/// counts as the last partial batch, to be dropped, is for the user to say.
 pub(crate) fn batch(args: &CheckedArguments, samples: usize) -> usize {
     if args.dataloader_drop_last {
         return args.per_device_eval_batch_size;

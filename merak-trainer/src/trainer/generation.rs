@@ -11,22 +11,24 @@ use merak_ckpt::{Completion, Decoding, GenerateOptions, NewToken, Sampler};
 use std::ops::{ControlFlow, Range};
 
 impl MerakTrainer {
-    /// Continues prompts; every rank calls it with the same ones and gets the same. Replicas share them out.
+    /// Continues prompts; every rank calls it with the same ones and gets the same. Replicas share
+    /// them out.
     ///
-    /// A prompt passes the model once, then one token at a time: each stage keeps the keys and values of its own
-    /// layers and heads. Prompts of any lengths pass together, end to end and without padding, in as many groups as
-    /// the pipeline has ranks, which follow each other through it. Without `use_cache` the whole sequence passes
-    /// again for each token; with it where positions are scaled by the length and the next token changes that (once
-    /// under `longrope`, from the longest sequence of training on under `dynamic`), as keys of other positions would
-    /// not fit.
+    /// A prompt passes the model once, then one token at a time: each stage keeps the keys and
+    /// values of its own layers and heads. Prompts of any lengths pass together, end to end and
+    /// without padding, in as many groups as the pipeline has ranks, which follow each other
+    /// through it. Without `use_cache` the whole sequence passes again for each token; with it
+    /// where positions are scaled by the length and the next token changes that (once under
+    /// `longrope`, from the longest sequence of training on under `dynamic`), as keys of other
+    /// positions would not fit.
     ///
     /// # Communication
-    /// Per token the pipeline's forward hops for each group of prompts, and the tokens from the last stage to each
-    /// other one; at the end the completions over the data group.
+    /// Per token the pipeline's forward hops for each group of prompts, and the tokens from the
+    /// last stage to each other one; at the end the completions over the data group.
     ///
     /// # Errors
-    /// When an option is out of range, a prompt is empty, leaves no room or has an unknown token, or a rank
-    /// fails.
+    /// When an option is out of range, a prompt is empty, leaves no room or has an unknown token,
+    /// or a rank fails.
     pub fn generate(
         &mut self,
         prompts: &[Vec<u32>],
@@ -39,7 +41,8 @@ impl MerakTrainer {
     /// Checks what [`MerakTrainer::generate`] would refuse, on whichever rank; needs no other.
     ///
     /// # Errors
-    /// When an option is out of range, or a prompt is empty, leaves no room or has an unknown token.
+    /// When an option is out of range, or a prompt is empty, leaves no room or has an unknown
+    /// token.
     pub fn check_prompts(&self, prompts: &[Vec<u32>], options: &GenerateOptions) -> Result<()> {
         self.stages.plan.expect_causal("text generation")?;
         let vocab = self.stages.plan.info.vocab_size;
@@ -66,9 +69,9 @@ impl MerakTrainer {
         }
     }
 
-    /// The same; `on_token` sees each token of the prompts that this rank's replica continues as it is chosen, and
-    /// ends its sequence where it breaks. On every rank of a replica it must decide alike. The first replica
-    /// continues the first prompt.
+    /// The same; `on_token` sees each token of the prompts that this rank's replica continues as it
+    /// is chosen, and ends its sequence where it breaks. On every rank of a replica it must decide
+    /// alike. The first replica continues the first prompt.
     ///
     /// # Errors
     /// As [`MerakTrainer::generate`].
@@ -103,7 +106,8 @@ impl MerakTrainer {
     }
 }
 
-/// The prompts that a replica continues: as many as the others, or one more where it is among the first.
+/// The prompts that a replica continues: as many as the others, or one more where it is among the
+/// first.
 fn share(prompts: usize, replica: usize, replicas: usize) -> Range<usize> {
     let first = |replica: usize| (replica * prompts).div_ceil(replicas);
     first(replica)..first(replica + 1)

@@ -1,5 +1,5 @@
-//! Which checkpoint a run goes on from, and whether it fits: decided from files and the plan alone, so that
-//! every rank comes to the same answer.
+//! Which checkpoint a run goes on from, and whether it fits: decided from files and the plan alone,
+//! so that every rank comes to the same answer.
 
 use super::{
     TrainerParts,
@@ -14,13 +14,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The checkpoints that `resume_from_checkpoint` names, best first, each opened when it is asked for.
+/// The checkpoints that `resume_from_checkpoint` names, best first, each opened when it is asked
+/// for.
 #[derive(Debug)]
 pub(super) enum Candidates {
     /// One that the user named: it or nothing.
     Named(Option<PathBuf>),
-    /// `auto`: the one that `latest` names, then the others from the highest step down; damaged ones are
-    /// passed over.
+    /// `auto`: the one that `latest` names, then the others from the highest step down; damaged
+    /// ones are passed over.
     Auto {
         paths: VecDeque<PathBuf>,
         /// Whether this rank tells which ones.
@@ -99,12 +100,12 @@ fn by_preference(store: &Store, tells: bool) -> Result<VecDeque<PathBuf>> {
     Ok(paths)
 }
 
-/// The checkpoint that a run with these arguments goes on from, after every check that needs no rank, each
-/// checksum included; `None` for a fresh start. Changes nothing.
+/// The checkpoint that a run with these arguments goes on from, after every check that needs no
+/// rank, each checksum included; `None` for a fresh start. Changes nothing.
 ///
 /// # Errors
-/// When there is none where there must be one, or it is damaged, of another model, or lacks a part that no
-/// flag excuses.
+/// When there is none where there must be one, or it is damaged, of another model, or lacks a part
+/// that no flag excuses.
 pub(super) fn find(
     plan: &Plan,
     args: &CheckedArguments,
@@ -169,7 +170,8 @@ fn find_from(
     Ok(None)
 }
 
-/// A checkpoint of which only weights are taken, with a head of its own where the model's is to be one.
+/// A checkpoint of which only weights are taken, with a head of its own where the model's is to be
+/// one.
 pub(super) fn untied(checkpoint: Checkpoint, args: &CheckedArguments) -> Result<Checkpoint> {
     let is_base = args.finetune || checkpoint.manifest().header.state.is_null();
     if args.no_tie_modules && is_base {
@@ -178,8 +180,8 @@ pub(super) fn untied(checkpoint: Checkpoint, args: &CheckedArguments) -> Result<
     Ok(checkpoint)
 }
 
-/// Checks what the manifest tells: the model, the parts, the optimizer. Returns the state of the run that saved
-/// it; `None` where it is a release, weights without a run.
+/// Checks what the manifest tells: the model, the parts, the optimizer. Returns the state of the
+/// run that saved it; `None` where it is a release, weights without a run.
 pub(super) fn check(
     checkpoint: &Checkpoint,
     plan: &Plan,
@@ -210,7 +212,8 @@ pub(super) fn check(
     Ok(state)
 }
 
-/// Compares the checkpoint's adapter with that of the run: what it computes, and where the run goes on what it trains.
+/// Compares the checkpoint's adapter with that of the run: what it computes, and where the run goes
+/// on what it trains.
 fn check_adapter(
     checkpoint: &Checkpoint,
     plan: &Plan,
@@ -301,8 +304,8 @@ const MEANING: [&str; 5] = [
     "modules_to_save",
 ];
 
-/// Compares the checkpoint's parameters with the whole model's; floats may have any size. A release may have more of
-/// them. An adapter starts on a release or another base that has none.
+/// Compares the checkpoint's parameters with the whole model's; floats may have any size. A release
+/// may have more of them. An adapter starts on a release or another base that has none.
 fn check_model(
     checkpoint: &Checkpoint,
     plan: &Plan,
@@ -362,8 +365,8 @@ fn is_factor(name: &str) -> bool {
     name.contains(".lora_")
 }
 
-/// The name that a parameter has in a checkpoint. Only releases may leave the model's base prefix out, as in
-/// `wte.weight` for `transformer.wte.weight`, or have one more.
+/// The name that a parameter has in a checkpoint. Only releases may leave the model's base prefix
+/// out, as in `wte.weight` for `transformer.wte.weight`, or have one more.
 pub(super) fn stored_name<'a>(
     manifest: &'a Manifest,
     name: &'a str,

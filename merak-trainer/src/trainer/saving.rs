@@ -1,5 +1,5 @@
-//! Saving while training goes on: threads copy the tensors beside the next forward and backward passes, write the copies, and
-//! the ranks meet again when all have.
+//! Saving while training goes on: threads copy the tensors beside the next forward and backward
+//! passes, write the copies, and the ranks meet again when all have.
 
 use super::{MerakTrainer, shards::ShardSource};
 use crate::{Result, StepPart, error::no_thread};
@@ -20,10 +20,10 @@ pub(super) struct PendingSave {
 }
 
 impl MerakTrainer {
-    /// Begins a checkpoint of the run as it stands. Threads copy the tensors while this rank computes the gradients of
-    /// its next step; the update waits until the copy is made. It takes as much memory as they do, which is kept for
-    /// the next save. The checkpoint is complete after [`MerakTrainer::finish_save`]; a crash until then leaves the older ones as they
-    /// were.
+    /// Begins a checkpoint of the run as it stands. Threads copy the tensors while this rank
+    /// computes the gradients of its next step; the update waits until the copy is made. It takes
+    /// as much memory as they do, which is kept for the next save. The checkpoint is complete after
+    /// [`MerakTrainer::finish_save`]; a crash until then leaves the older ones as they were.
     ///
     /// # Communication
     /// A barrier, and what a save that is still under way needs.
@@ -70,8 +70,8 @@ impl MerakTrainer {
         })
     }
 
-    /// Completes the save that is under way if every rank has written its part. Returns whether one is under way
-    /// still.
+    /// Completes the save that is under way if every rank has written its part. Returns whether one
+    /// is under way still.
     ///
     /// # Communication
     /// An all-reduce of 8 bytes over the world, where one is under way.
@@ -90,8 +90,8 @@ impl MerakTrainer {
         Ok(self.pending_save.is_some())
     }
 
-    /// How long the last [`MerakTrainer::save_later`] has kept this rank from training, all told: the call, the wait
-    /// for the copy before an update, and the completion.
+    /// How long the last [`MerakTrainer::save_later`] has kept this rank from training, all told:
+    /// the call, the wait for the copy before an update, and the completion.
     pub fn save_stall(&self) -> Duration {
         self.save_stall
     }

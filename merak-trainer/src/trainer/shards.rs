@@ -12,8 +12,8 @@ use merak_zero::{OwnedState, ZeroStage};
 /// Elements that are compared at once.
 const BLOCK_ELEMENTS: usize = 1 << 18;
 
-/// A file of a checkpoint that is to be written. It may be shown on another thread: values that it shows do not
-/// change meanwhile.
+/// A file of a checkpoint that is to be written. It may be shown on another thread: values that it
+/// shows do not change meanwhile.
 #[derive(Debug)]
 pub(super) struct ShardSource {
     kind: ShardKind,
@@ -123,7 +123,8 @@ impl MerakTrainer {
         let layouts = self.noted_layouts()?;
         let is_saved = |param: &Param| param.trainable || !is_on_base;
         let mut sources = vec![self.parameters_source(&layouts, is_saved)];
-        // Undivided state is the same on all replicas; of divided state every replica writes its own.
+        // Undivided state is the same on all replicas; of divided state every replica writes its
+        // own.
         let divided =
             self.stages.optimizer.config().zero_stage != ZeroStage::Replicated && self.args.dp > 1;
         if !self.args.no_save_optim && (divided || self.is_first_replica()) {
@@ -138,7 +139,8 @@ impl MerakTrainer {
         Ok(self.parameters_source(&self.noted_layouts()?, is_frozen))
     }
 
-    /// How each parameter lies in the whole, with what whoever reshards goes by, from one tensor-parallel rank on.
+    /// How each parameter lies in the whole, with what whoever reshards goes by, from one
+    /// tensor-parallel rank on.
     fn noted_layouts(&self) -> Result<Vec<Layout>> {
         let cuts = self.stages.plan.param_cuts()?;
         let noted = |param: &Param| {

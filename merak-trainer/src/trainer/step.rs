@@ -31,7 +31,8 @@ pub struct StepReport {
     pub lr: f64,
     /// Tokens of the global batch.
     pub tokens: u64,
-    /// The first parameter with a gradient that is not finite, because of which nothing was updated.
+    /// The first parameter with a gradient that is not finite, because of which nothing was
+    /// updated.
     pub skipped: Option<String>,
     /// How long the step took on this rank.
     pub time: Duration,
@@ -41,8 +42,9 @@ impl MerakTrainer {
     /// Makes one optimizer step.
     ///
     /// # Communication
-    /// The pipeline's hops, the collectives of the tensor-parallel graph, those of the optimizer, an
-    /// all-reduce of the count of labels over the data group and a broadcast of the loss over the pipeline.
+    /// The pipeline's hops, the collectives of the tensor-parallel graph, those of the optimizer,
+    /// an all-reduce of the count of labels over the data group and a broadcast of the loss over
+    /// the pipeline.
     ///
     /// # Errors
     /// When a rank fails.
@@ -124,15 +126,17 @@ impl MerakTrainer {
         });
     }
 
-    /// The gradients of the next step's global batch, summed over the uses of tied weights and not yet reduced
-    /// over replicas; the loss beside them. The run stands afterwards where it stood. For tests and tools.
+    /// The gradients of the next step's global batch, summed over the uses of tied weights and not
+    /// yet reduced over replicas; the loss beside them. The run stands afterwards where it stood.
+    /// For tests and tools.
     ///
     /// # Errors
     /// When a rank fails.
     pub fn gradients(&mut self) -> Result<(f64, NamedTensors)> {
         let (loss, _) = self.backward_step(self.global_step)?;
         let gradients = self.stages.gradients()?;
-        // The step itself is still to come: its batches are read again, its gradients start from zero.
+        // The step itself is still to come: its batches are read again, its gradients start from
+        // zero.
         self.loader = None;
         self.stages.clear_gradients();
         Ok((loss, gradients))
@@ -143,7 +147,8 @@ impl MerakTrainer {
         self.stages.parameters()
     }
 
-    /// Runs the schedule over a global batch: loss and tokens, the gradients being left in the store.
+    /// Runs the schedule over a global batch: loss and tokens, the gradients being left in the
+    /// store.
     fn backward_step(&mut self, step: usize) -> Result<(f64, u64)> {
         let batches = self.next_batches(step)?;
         let (labels, loss_grad) = self.loss_scale(&batches)?;
@@ -197,8 +202,9 @@ impl MerakTrainer {
         loader.take(microbatches).collect()
     }
 
-    /// Labels of the global batch, and the gradient of each loss that makes the average over replicas the
-    /// mean over all labels: `N / labels`. Zero on ranks without labels, which need neither.
+    /// Labels of the global batch, and the gradient of each loss that makes the average over
+    /// replicas the mean over all labels: `N / labels`. Zero on ranks without labels, which need
+    /// neither.
     fn loss_scale(&self, batches: &[Batch]) -> Result<(f64, f64)> {
         let mpu = &self.stages.mpu;
         if !self.stages.has_last() {

@@ -63,8 +63,9 @@ impl Workplace {
         fs::write(path, content).expect("a writable folder");
     }
 
-    /// The command with words separated by blanks; it runs in the folder and sees nothing of our environment. Costs
-    /// are counted where nothing else is said, so that plans are the same in every run.
+    /// The command with words separated by blanks; it runs in the folder and sees nothing of our
+    /// environment. Costs are counted where nothing else is said, so that plans are the same in
+    /// every run.
     fn command(&self, line: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_merak"));
         command

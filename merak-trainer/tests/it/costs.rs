@@ -44,7 +44,8 @@ fn measured_times_are_kept_under_what_changes_them() {
     let (first, file) = measure(&case);
     // The same question has the same answer, and so the same plan, without another run.
     assert_eq!(measure(&case), (first, file.clone()));
-    // Another sequence has other nodes; another number of ranks or threads is another machine to each of them.
+    // Another sequence has other nodes; another number of ranks or threads is another machine to
+    // each of them.
     let (_, longer) = measure(&case.clone().with("seq_length", 16));
     assert!(longer.len() > file.len());
     let (_, alone) = measure(&case.clone().on((1, 1, 1)));
@@ -298,7 +299,8 @@ fn a_faster_schedule_in_the_same_memory_is_told() {
         let found = case.plan().faster_schedule(&case.arguments(), &costs);
         found.expect("the stages have costs")
     };
-    // Few microbatches: weight gradients fill the gaps, and 1f1b keeps as many activations on its first rank.
+    // Few microbatches: weight gradients fill the gaps, and 1f1b keeps as many activations on its
+    // first rank.
     let found = told("1f1b", 2, 2).expect("a shorter schedule");
     assert!(
         [ScheduleKind::ZbH1, ScheduleKind::ZbH2].contains(&found.kind),

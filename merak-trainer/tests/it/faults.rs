@@ -1,4 +1,5 @@
-//! Ranks that fail, files that are damaged: every run ends with a message, and what was saved stays good.
+//! Ranks that fail, files that are damaged: every run ends with a message, and what was saved stays
+//! good.
 
 use std::{
     fs, io,
@@ -90,8 +91,9 @@ fn message(error: &Error, folder: &Path) -> String {
     without_checksums(&chain(error).replace(&folder.display().to_string(), "OUT"))
 }
 
-/// Trains with a bad sample in step 3, a checkpoint having been saved after step 2: the run must end soon,
-/// the checkpoint be whole, and training go on from it with good data as if nothing had been.
+/// Trains with a bad sample in step 3, a checkpoint having been saved after step 2: the run must
+/// end soon, the checkpoint be whole, and training go on from it with good data as if nothing had
+/// been.
 fn fails_in_step_3(degrees: (usize, usize, usize), fault: Fault) -> String {
     let folder = tempdir().expect("a temporary folder");
     let case = Case::gpt2()

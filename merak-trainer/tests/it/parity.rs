@@ -1,7 +1,7 @@
 //! L4: logits and losses equal those of `transformers` on the same weights and data.
 //!
-//! `goldens/families` has the numbers and the script that made them. Weights come in through a folder as
-//! `transformers` writes it, so the names of parameters are held against its own too.
+//! `goldens/families` has the numbers and the script that made them. Weights come in through a
+//! folder as `transformers` writes it, so the names of parameters are held against its own too.
 
 pub(crate) mod formula;
 mod generation;

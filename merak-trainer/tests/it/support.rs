@@ -58,7 +58,8 @@ impl Case {
         }))
     }
 
-    /// A Llama of 4 layers: rotary positions, RMS norms, two query heads for each key head, an untied head.
+    /// A Llama of 4 layers: rotary positions, RMS norms, two query heads for each key head, an
+    /// untied head.
     pub(crate) fn llama() -> Self {
         Self::of(json!({
             "model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 2 * SEQ, "hidden_size": 32,
@@ -324,8 +325,8 @@ impl Place {
     }
 }
 
-/// Sequences that a model can learn a little of, some positions without a label, so that microbatches count
-/// differently many.
+/// Sequences that a model can learn a little of, some positions without a label, so that
+/// microbatches count differently many.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tokens {
     pub(crate) samples: usize,

@@ -4,7 +4,8 @@ use crate::{OptimizerConfig, OptimizerKind};
 
 /// The scalars of one Adam or AdamW step, worked out in f64 and rounded once.
 ///
-/// With learning rate `a`, decay `w`, step `t` from 1 and gradient `g`, as PyTorch orders the operations:
+/// With learning rate `a`, decay `w`, step `t` from 1 and gradient `g`, as PyTorch orders the
+/// operations:
 ///
 /// ```text
 /// AdamW: p <- p * (1 - a w)          Adam: g <- g + w p
@@ -26,8 +27,8 @@ pub struct AdamStep {
 }
 
 impl AdamStep {
-    /// Prepares step number `time` (1 for the first) with learning rate `lr`; gradients are multiplied by
-    /// `grad_scale`, the clip factor, as they are read.
+    /// Prepares step number `time` (1 for the first) with learning rate `lr`; gradients are
+    /// multiplied by `grad_scale`, the clip factor, as they are read.
     pub fn new(config: &OptimizerConfig, lr: f64, time: u64, grad_scale: f64) -> Self {
         let decoupled = config.optim != OptimizerKind::Adam;
         let decay = config.weight_decay;
@@ -62,7 +63,8 @@ impl AdamStep {
 
 /// Updates `param` and its two moments in one pass over memory.
 ///
-/// Each element is updated by itself, so any cut of the slices, over any threads, gives the same bits.
+/// Each element is updated by itself, so any cut of the slices, over any threads, gives the same
+/// bits.
 ///
 /// # Panics
 /// When the slices differ in length.

@@ -4,7 +4,8 @@ use crate::OptimizerConfig;
 
 /// The scalars of one SGD step.
 ///
-/// With learning rate `a`, decay `w`, momentum `u` and gradient `g`, as PyTorch orders the operations:
+/// With learning rate `a`, decay `w`, momentum `u` and gradient `g`, as PyTorch orders the
+/// operations:
 ///
 /// ```text
 /// g <- g + w p
@@ -22,8 +23,8 @@ pub struct SgdStep {
 }
 
 impl SgdStep {
-    /// Prepares a step with learning rate `lr`; gradients are multiplied by `grad_scale`, the clip factor,
-    /// as they are read.
+    /// Prepares a step with learning rate `lr`; gradients are multiplied by `grad_scale`, the clip
+    /// factor, as they are read.
     pub fn new(config: &OptimizerConfig, lr: f64, grad_scale: f64) -> Self {
         Self {
             grad_scale: grad_scale as f32,
@@ -46,7 +47,8 @@ impl SgdStep {
 
 /// Updates `param`, and its momentum when the step has one, in one pass over memory.
 ///
-/// Each element is updated by itself, so any cut of the slices, over any threads, gives the same bits.
+/// Each element is updated by itself, so any cut of the slices, over any threads, gives the same
+/// bits.
 ///
 /// # Panics
 /// When the slices differ in length; `momentum` is empty for a step without momentum.

@@ -82,8 +82,8 @@ pub(crate) fn data_parallel(member: &Member, config: ZeroConfig) -> ZeroOptimize
     ZeroOptimizer::new(params(), model(), config, groups).expect("a legal configuration")
 }
 
-/// What `num_ranks` data-parallel ranks come to after `steps` steps, computed on one thread from whole
-/// tensors, with the norm as one plain f64 sum over blocks.
+/// What `num_ranks` data-parallel ranks come to after `steps` steps, computed on one thread from
+/// whole tensors, with the norm as one plain f64 sum over blocks.
 pub(crate) fn serial(num_ranks: usize, steps: u64, config: &ZeroConfig) -> Vec<f32> {
     let layout = FlatLayout::new(params(), usize::MAX, 1).expect("legal parameters");
     let mut weights = noises(1, len());

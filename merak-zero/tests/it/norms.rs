@@ -8,7 +8,8 @@ use merak_zero::{GlobalParams, ParamSpec, ZeroConfig, ZeroGroups, ZeroOptimizer,
 const ROWS: usize = 400;
 const COLS: usize = 96;
 
-/// A logical parameter of a model with a tied head: its slices by rows, or one whole copy per tensor rank.
+/// A logical parameter of a model with a tied head: its slices by rows, or one whole copy per
+/// tensor rank.
 struct Logical {
     name: &'static str,
     rows: usize,

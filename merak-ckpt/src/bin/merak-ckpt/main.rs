@@ -18,14 +18,16 @@ use tracing_subscriber::EnvFilter;
 
 /// Looks at checkpoints, checks, compares and rewrites them.
 ///
-/// PATH is a checkpoint's folder (checkpoints/step-00001000), the file `latest` or `best` that names one, or an output folder,
-/// which stands for its latest checkpoint.
+/// PATH is a checkpoint's folder (checkpoints/step-00001000), the file `latest` or `best` that
+/// names one, or an output folder, which stands for its latest checkpoint.
 ///
-/// Exit status: 0 done, 1 the checkpoints differ or the run failed, 2 the command line or a checkpoint is wrong.
+/// Exit status: 0 done, 1 the checkpoints differ or the run failed, 2 the command line or a
+/// checkpoint is wrong.
 #[derive(Parser)]
 #[command(name = "merak-ckpt", version)]
 struct Arguments {
-    /// What to log, as a tracing filter: `info`, `merak_ckpt=debug`; the variable `RUST_LOG` comes first
+    /// What to log, as a tracing filter: `info`, `merak_ckpt=debug`; the variable `RUST_LOG` comes
+    /// first
     #[arg(long, global = true, default_value = "warn", value_name = "FILTER")]
     log: String,
     #[command(subcommand)]
@@ -47,7 +49,8 @@ enum Command {
         /// Checkpoint or output folder
         path: PathBuf,
     },
-    /// Compares two checkpoints tensor by tensor, whatever their topology: a summary, then what differs
+    /// Compares two checkpoints tensor by tensor, whatever their topology: a summary, then what
+    /// differs
     Diff {
         /// First checkpoint
         a: PathBuf,
@@ -67,9 +70,11 @@ enum Command {
     Reshard(rewrite::Reshard),
     /// Makes a checkpoint of a Hugging Face folder, and prints its folder
     ImportHf(rewrite::ImportHf),
-    /// Makes a checkpoint of a folder of torch.distributed.checkpoint, optimizer state included, and prints its folder
+    /// Makes a checkpoint of a folder of torch.distributed.checkpoint, optimizer state included,
+    /// and prints its folder
     ImportDcp(rewrite::ImportDcp),
-    /// Makes a checkpoint of weights of the original Python Merak, after its conversion to safetensors
+    /// Makes a checkpoint of weights of the original Python Merak, after its conversion to
+    /// safetensors
     ImportMerak(rewrite::ImportMerak),
     /// Makes a Hugging Face folder of a checkpoint
     ExportHf(rewrite::ExportHf),

@@ -29,7 +29,8 @@ const MAX_MEMORY: &str = "256MiB";
 /// How much memory to take.
 #[derive(Args)]
 pub(crate) struct Memory {
-    /// Most memory to take for tensors, as in 256MiB, besides some MiB of tables and the program itself
+    /// Most memory to take for tensors, as in 256MiB, besides some MiB of tables and the program
+    /// itself
     #[arg(long, allow_negative_numbers = true, default_value = MAX_MEMORY, value_parser = parse_byte_size, value_name = "BYTES")]
     max_memory: u64,
 }
@@ -123,10 +124,12 @@ pub(crate) struct ImportDcp {
     dir: PathBuf,
     /// Output folder for the checkpoint, which is that of the optimizer's step
     dst: PathBuf,
-    /// The model's config.json of Hugging Face, or the folder that it lies in with the files of the tokenizer
+    /// The model's config.json of Hugging Face, or the folder that it lies in with the files of the
+    /// tokenizer
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
-    /// What the names of the model's weights begin with, as `model.` where a script saved {"model": .., "optim": ..}
+    /// What the names of the model's weights begin with, as `model.` where a script saved {"model":
+    /// .., "optim": ..}
     #[arg(long, default_value = "", hide_default_value = true, value_name = "P")]
     prefix: String,
     #[command(flatten)]
@@ -143,7 +146,8 @@ impl ImportDcp {
 
 #[derive(Args)]
 pub(crate) struct ImportMerak {
-    /// Folder that its conversion to safetensors wrote, with the model's config.json beside the weights
+    /// Folder that its conversion to safetensors wrote, with the model's config.json beside the
+    /// weights
     src: PathBuf,
     /// Output folder for the checkpoint, which is that of step 0
     dst: PathBuf,

@@ -163,8 +163,8 @@ fn places<'a>(root: Value<'a>, heap: &Heap<'a>) -> Result<Places<'a>, String> {
     Ok(places)
 }
 
-/// Checks that no item has bytes of another, so that all of them together are no longer than the files. One and the same
-/// stretch may have several names.
+/// Checks that no item has bytes of another, so that all of them together are no longer than the
+/// files. One and the same stretch may have several names.
 fn check_apart(places: &Places<'_>) -> Result<(), String> {
     let mut all: Vec<_> = places.values().collect();
     all.sort_unstable();

@@ -89,8 +89,8 @@ pub(in crate::hf) struct View {
     pub(in crate::hf) strides: Vec<usize>,
 }
 
-/// Most attributes of an object. Its class has fewer, and any number of names may stand for one object, each of which has its
-/// attributes looked for.
+/// Most attributes of an object. Its class has fewer, and any number of names may stand for one
+/// object, each of which has its attributes looked for.
 const MAX_ATTRIBUTES: usize = 32;
 
 /// What a pickle has made.
@@ -134,7 +134,8 @@ impl<'a> Heap<'a> {
         Ok(())
     }
 
-    /// The attribute of an object of this class; none where the object has more than any such class.
+    /// The attribute of an object of this class; none where the object has more than any such
+    /// class.
     pub(in crate::hf) fn attribute(
         &self,
         value: Value<'a>,

@@ -34,7 +34,8 @@ pub fn ring_exchange(member: &Member) {
     assert!(outside.is_err(), "there is no rank {n}");
 }
 
-/// Messages of one tag keep their order, tags do not mix, and receipts may be waited for in any order.
+/// Messages of one tag keep their order, tags do not mix, and receipts may be waited for in any
+/// order.
 ///
 /// # Panics
 /// When the engine is wrong.

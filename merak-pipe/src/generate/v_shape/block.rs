@@ -1,7 +1,7 @@
 //! The block of one microbatch.
 
-/// When the forwards and input gradients of microbatch 0 start, in units; those of microbatch `m` start
-/// [`PERIOD`] times `m` later. On each rank the four starts differ modulo the period.
+/// When the forwards and input gradients of microbatch 0 start, in units; those of microbatch `m`
+/// start [`PERIOD`] times `m` later. On each rank the four starts differ modulo the period.
 #[derive(Debug, Clone)]
 pub(super) struct Block {
     /// For each rank the starts by [`Part`].
@@ -44,8 +44,8 @@ impl Block {
     /// Most activations on a rank at once, when each weight gradient follows its input gradient.
     pub(super) fn peak(&self) -> usize {
         let live = |starts: &[usize; 4], at: usize| {
-            // Of each stage, the microbatches begun until `at` less those that are done with, all counted
-            // from a time before the first.
+            // Of each stage, the microbatches begun until `at` less those that are done with, all
+            // counted from a time before the first.
             let shift = PERIOD * starts[Part::InputDown as usize];
             let begun = |part: Part| (at + shift - starts[part as usize]) / PERIOD;
             begun(Part::ForwardDown) - begun(Part::InputDown) + begun(Part::ForwardBack)
@@ -55,8 +55,8 @@ impl Block {
         self.starts.iter().map(peak).max().unwrap_or(0)
     }
 
-    /// The block in which everything follows at once. With a multiple of three ranks, two parts would meet
-    /// modulo the period, so the turns wait two units.
+    /// The block in which everything follows at once. With a multiple of three ranks, two parts
+    /// would meet modulo the period, so the turns wait two units.
     pub(super) fn shortest(ranks: usize) -> Self {
         let wait = if ranks.is_multiple_of(3) { 2 } else { 0 };
         Self::regular(ranks, [1; 4], [wait, 0, wait])

@@ -14,8 +14,8 @@ pub(super) struct Played {
     pub(super) longest: usize,
 }
 
-/// Lets the ranks work unit by unit: each does its next ready forward or input gradient, and a weight
-/// gradient when there is none. At most `limit` activations of stages are kept on a rank.
+/// Lets the ranks work unit by unit: each does its next ready forward or input gradient, and a
+/// weight gradient when there is none. At most `limit` activations of stages are kept on a rank.
 ///
 /// Forwards and input gradients keep the block's order. Ends where the block fits into the limit.
 pub(super) fn play(block: &Block, size: Size, limit: usize) -> Played {

@@ -93,7 +93,8 @@ impl Node<'_> {
         self.moved_in::<T>(inputs, |ty| vec![T::zero(); ty.numel()], Candle::wrap_once)
     }
 
-    /// [`Self::moved`] in one element type: `memory` gives room for a result, `wrap` makes it a value.
+    /// [`Self::moved`] in one element type: `memory` gives room for a result, `wrap` makes it a
+    /// value.
     fn moved_in<T: Scalar>(
         &self,
         inputs: &[Value],

@@ -1,8 +1,9 @@
 //! Memory of freed values, kept for the values to come.
 //!
-//! A run takes memory of the same lengths over and over, so memory that comes back serves again. Not all of it may be
-//! kept: messages of other ranks and values made of bytes come from elsewhere, and for each of them one more comes back
-//! than was taken. What a shelf keeps is therefore bounded by its [`Demand`].
+//! A run takes memory of the same lengths over and over, so memory that comes back serves again.
+//! Not all of it may be kept: messages of other ranks and values made of bytes come from elsewhere,
+//! and for each of them one more comes back than was taken. What a shelf keeps is therefore bounded
+//! by its [`Demand`].
 
 use super::Scalar;
 use candle_core::CpuStorage;
@@ -13,14 +14,15 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// A round ends when so many times the bytes that are asked for at once have been taken: after a few steps at most,
-/// and hardly ever within one.
+/// A round ends when so many times the bytes that are asked for at once have been taken: after a
+/// few steps at most, and hardly ever within one.
 const TURNS: usize = 64;
 
 /// The fewest bytes of a round.
 const SHORTEST_ROUND: usize = 1 << 20;
 
-/// The pool keeps so many times the bytes that are asked for at once, as lengths are asked for at different times.
+/// The pool keeps so many times the bytes that are asked for at once, as lengths are asked for at
+/// different times.
 const SLACK: usize = 2;
 
 /// Element types whose memory is pooled.
@@ -32,8 +34,8 @@ impl Pooled for i64 {}
 
 /// Memory of freed values, kept for the next value of the same length.
 ///
-/// Each length keeps no more than was asked for at once in this round and the one before, and so do all lengths
-/// together, but for some slack.
+/// Each length keeps no more than was asked for at once in this round and the one before, and so do
+/// all lengths together, but for some slack.
 #[derive(Clone, Default)]
 pub(super) struct Pool(Arc<Mutex<Shelves>>);
 
@@ -58,7 +60,8 @@ struct Shelf {
     last_take: u64,
 }
 
-/// What may be asked for before as much has come back: the largest rise of what was taken less what came back.
+/// What may be asked for before as much has come back: the largest rise of what was taken less what
+/// came back.
 #[derive(Debug, Default)]
 struct Demand {
     /// Taken less come back, since the round began.

@@ -31,8 +31,8 @@ pub(super) fn candle_dtype(dtype: DType) -> candle_core::DType {
 
 /// A value of this backend: a contiguous tensor, and the allocation that it is a view of.
 ///
-/// The tensor's elements may be narrower than the value's type says: those of a frozen parameter that is kept in bf16,
-/// and of what only moves them. Who reads them gets them [widened](elements).
+/// The tensor's elements may be narrower than the value's type says: those of a frozen parameter
+/// that is kept in bf16, and of what only moves them. Who reads them gets them [widened](elements).
 ///
 /// The tensor is declared first, so that it is gone when the last handle gives the allocation back.
 #[derive(Debug, Clone)]
@@ -75,7 +75,8 @@ fn take_storage(tensor: &Tensor) -> CpuStorage {
         }
     }
     let take = Take(Mutex::new(CpuStorage::F32(Vec::new())));
-    // A tensor of the CPU always accepts an operation for the CPU; if not, its memory is simply freed.
+    // A tensor of the CPU always accepts an operation for the CPU; if not, its memory is simply
+    // freed.
     let _ = tensor.inplace_op1(&take);
     take.0.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
@@ -322,8 +323,8 @@ impl Buffer for FlatParams {
     }
 }
 
-/// Lays out parameters in one flat tensor. Frozen ones of f32 may be kept in bf16; `wide` gives memory to who reads
-/// these in f32.
+/// Lays out parameters in one flat tensor. Frozen ones of f32 may be kept in bf16; `wide` gives
+/// memory to who reads these in f32.
 pub(super) fn param_store(
     params: &[Param],
     offsets: &[usize],

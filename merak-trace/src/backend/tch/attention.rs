@@ -1,7 +1,8 @@
 //! Attention: ATen's blockwise kernels, products and a softmax where they do not serve.
 //!
-//! The blockwise kernels never hold all scores. The composed form does: for dropout, whose masks are drawn per
-//! score, for the gradient of a table of relative positions, and on a device for what its kernel lacks.
+//! The blockwise kernels never hold all scores. The composed form does: for dropout, whose masks
+//! are drawn per score, for the gradient of a table of relative positions, and on a device for what
+//! its kernel lacks.
 
 mod composed;
 mod terms;
@@ -91,8 +92,8 @@ enum Kernel {
 }
 
 impl Node<'_> {
-    /// `q, k, v, (seen), (table, index) -> out, lse`. The `lse` of a query that sees no key is 0, and its
-    /// result too.
+    /// `q, k, v, (seen), (table, index) -> out, lse`. The `lse` of a query that sees no key is 0,
+    /// and its result too.
     pub(super) fn attention(&self, spec: &op::Attention, inputs: &[Value]) -> Result<Vec<Tensor>> {
         let x = |i: usize| tensor(&inputs[i]);
         let (q, k, v) = (x(0)?, x(1)?, x(2)?);

@@ -32,7 +32,8 @@ pub(super) fn silu_mul_grad([gate, up, dy]: [&Tensor; 3]) -> Outcome<Vec<Tensor>
     Ok(vec![dgate, gate.f_silu()?.f_mul_(dy)?])
 }
 
-/// Turns elements d and d + n of each head by `position * inv_freq[d]` and scales them, as `kernels::rope`.
+/// Turns elements d and d + n of each head by `position * inv_freq[d]` and scales them, as
+/// `kernels::rope`.
 pub(super) fn rope(spec: &Rope, x: &Tensor, positions: &Tensor) -> Outcome {
     let shape = x.size();
     let (pairs, head) = (int(spec.inv_freq.len()), int(spec.head_dim));

@@ -1,4 +1,5 @@
-//! Norms over the last dimension: ATen's layer norm, and a root-mean-square norm of ATen operations.
+//! Norms over the last dimension: ATen's layer norm, and a root-mean-square norm of ATen
+//! operations.
 //!
 //! Statistics of 16-bit tensors are `f32`.
 
@@ -56,8 +57,9 @@ impl Node<'_> {
         Ok(norm.of_params(self.call.name)?.into())
     }
 
-    /// The type of weights that makes libtorch keep statistics of 16-bit tensors in `f32`: on the processor it
-    /// follows the weights, on a device it is always so and the weights are of the tensor's type.
+    /// The type of weights that makes libtorch keep statistics of 16-bit tensors in `f32`: on the
+    /// processor it follows the weights, on a device it is always so and the weights are of the
+    /// tensor's type.
     fn param_kind(&self, x: &Tensor) -> Kind {
         if self.backend.is_cpu() {
             stat_kind(x.kind())

@@ -62,7 +62,8 @@ impl Node<'_> {
         outcome.map_err(at(self.call.name))
     }
 
-    /// The results of an operation that makes tensors of its own, in memory that nothing else shares.
+    /// The results of an operation that makes tensors of its own, in memory that nothing else
+    /// shares.
     pub(super) fn compute(&self, inputs: &[Value]) -> Result<Vec<Tensor>> {
         let x = |i: usize| tensor(&inputs[i]);
         let one = |outcome: Outcome| Ok(vec![self.at(outcome)?]);

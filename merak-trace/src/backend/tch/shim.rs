@@ -51,11 +51,12 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// Makes libtorch keep freed memory of large tensors on the processor for the next ones of their size.
+/// Makes libtorch keep freed memory of large tensors on the processor for the next ones of their
+/// size.
 pub(super) fn pool_memory() {
     static ONCE: Once = Once::new();
-    // SAFETY: the function takes nothing; its allocator lives as long as the process, and tensors from before
-    // are still freed by theirs.
+    // SAFETY: the function takes nothing; its allocator lives as long as the process, and tensors
+    // from before are still freed by theirs.
     ONCE.call_once(|| unsafe { merak_tch_pool_memory() });
 }
 
@@ -112,8 +113,8 @@ impl LayerNorm<'_> {
     }
 }
 
-/// FlashAttention-2 on a CUDA device: `q, k, v [B, H, S, D] -> out [B, H, Sq, D], lse [B, H, Sq]`. Its
-/// backward is one that the tch crate binds.
+/// FlashAttention-2 on a CUDA device: `q, k, v [B, H, S, D] -> out [B, H, Sq, D], lse [B, H, Sq]`.
+/// Its backward is one that the tch crate binds.
 pub(super) fn flash_attention(
     node: &str,
     [q, k, v]: [&Tensor; 3],
@@ -136,8 +137,8 @@ pub(super) fn flash_attention(
     out.zip(lse).ok_or_else(|| nothing(node))
 }
 
-/// Adds `a^T b` to `sum [M, N]` in f32, for `a [K, M]` and `b [K, N]` of bf16; false where libtorch has no kernel
-/// for it.
+/// Adds `a^T b` to `sum [M, N]` in f32, for `a [K, M]` and `b [K, N]` of bf16; false where libtorch
+/// has no kernel for it.
 pub(super) fn add_product(node: &str, a: &Tensor, b: &Tensor, sum: &mut Tensor) -> Result<bool> {
     let is_plain = |x: &Tensor, kind| {
         x.kind() == kind && x.device() == Device::Cpu && x.is_contiguous() && x.dim() == 2
@@ -152,14 +153,15 @@ pub(super) fn add_product(node: &str, a: &Tensor, b: &Tensor, sum: &mut Tensor) 
         "sizes of a product"
     );
     let mut done = false;
-    // SAFETY: the operands are live tensors of the types, sizes and layout that the kernel takes, as checked
-    // above, and `done` is one flag.
+    // SAFETY: the operands are live tensors of the types, sizes and layout that the kernel takes,
+    // as checked above, and `done` is one flag.
     let message =
         unsafe { merak_tch_add_product(a.as_ptr(), b.as_ptr(), sum.as_mut_ptr(), &raw mut done) };
     adopted(node, message, []).map(|[]| done)
 }
 
-/// A fused step on lists of parameters, gradients and both moments, which are as long as each other.
+/// A fused step on lists of parameters, gradients and both moments, which are as long as each
+/// other.
 pub(super) fn adam(step: &AdamStep, lists: &[Vec<Tensor>; 4]) -> Result<()> {
     let count = lists[0].len();
     assert!(

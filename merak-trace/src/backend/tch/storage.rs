@@ -52,8 +52,8 @@ pub(super) struct Handle {
     lease: Option<Arc<Lease>>,
 }
 
-// SAFETY: a shared handle gives out `&Tensor` only, on which every operation that this backend calls reads;
-// libtorch allows concurrent reads of a tensor, and its reference counts are atomic.
+// SAFETY: a shared handle gives out `&Tensor` only, on which every operation that this backend
+// calls reads; libtorch allows concurrent reads of a tensor, and its reference counts are atomic.
 unsafe impl Sync for Handle {}
 
 impl Handle {
@@ -131,8 +131,9 @@ fn bytes(tensor: &Tensor, dtype: DType) -> &[u8] {
         // Aligned, as the memory of a tensor is: a slice of any numbers.
         return bytemuck::cast_slice::<u64, u8>(&[]);
     }
-    // SAFETY: `memory` checked that `len` bytes of initialised numbers lie there, which the tensor keeps
-    // alive; this backend writes a tensor's memory only where it holds it alone (see `bytes_mut`).
+    // SAFETY: `memory` checked that `len` bytes of initialised numbers lie there, which the tensor
+    // keeps alive; this backend writes a tensor's memory only where it holds it alone (see
+    // `bytes_mut`).
     unsafe { std::slice::from_raw_parts(start, len) }
 }
 
@@ -141,8 +142,9 @@ fn bytes_mut(tensor: &mut Tensor, dtype: DType) -> &mut [u8] {
     if len == 0 {
         return bytemuck::cast_slice_mut::<u64, u8>(&mut []);
     }
-    // SAFETY: as in `bytes`; callers pass a tensor of their own making, a buffer that they own, or the flat
-    // parameters, which are written between steps, when no node that reads a view of them runs.
+    // SAFETY: as in `bytes`; callers pass a tensor of their own making, a buffer that they own, or
+    // the flat parameters, which are written between steps, when no node that reads a view of them
+    // runs.
     unsafe { std::slice::from_raw_parts_mut(start, len) }
 }
 
@@ -270,8 +272,8 @@ impl Buffer for TchBuffer {
     }
 }
 
-/// Lays out parameters in one flat tensor. 16-bit ones of which some are trained are views of a copy of `f32` masters;
-/// frozen ones need no masters.
+/// Lays out parameters in one flat tensor. 16-bit ones of which some are trained are views of a
+/// copy of `f32` masters; frozen ones need no masters.
 pub(super) fn param_store(
     device: Device,
     params: &[Param],
@@ -329,8 +331,8 @@ pub(super) fn param_store(
     })
 }
 
-/// The element type of the flat memory of parameters, and that of the copy which 16-bit ones are read from, if they
-/// have masters.
+/// The element type of the flat memory of parameters, and that of the copy which 16-bit ones are
+/// read from, if they have masters.
 fn store_types(params: &[Param]) -> (DType, Option<DType>) {
     let mut types = params.iter().map(|param| param.local.dtype);
     let first = types.clone().next().unwrap_or(DType::F32);

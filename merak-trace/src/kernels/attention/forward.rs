@@ -20,8 +20,8 @@ use crate::kernels::Threads;
 ///
 /// # Shapes
 ///
-/// `q`: `[B, Sq, Hq D]`; `k`, `v`: `[B, Sk, Hkv D]`; `out`: `[B Sq, Hq D]`; `lse`: `[B, Hq, Sq]`, the
-/// logarithms of the softmax denominators (minus infinity where no key is seen), kept for
+/// `q`: `[B, Sq, Hq D]`; `k`, `v`: `[B, Sk, Hkv D]`; `out`: `[B Sq, Hq D]`; `lse`: `[B, Hq, Sq]`,
+/// the logarithms of the softmax denominators (minus infinity where no key is seen), kept for
 /// [`attention_grad`](super::attention_grad).
 ///
 /// # Panics
@@ -138,8 +138,8 @@ impl<T: Float> Block<'_, T> {
         );
     }
 
-    /// Turns the scores of a tile into probabilities relative to the new running maximum, and brings
-    /// what was summed so far to it.
+    /// Turns the scores of a tile into probabilities relative to the new running maximum, and
+    /// brings what was summed so far to it.
     #[inline(always)]
     fn softmax_step(
         &mut self,

@@ -30,8 +30,8 @@ pub struct Newest<'a, T> {
 ///
 /// # Shapes
 ///
-/// See [`Newest`]. Of the spec, the heads, the scale and the window count; a query sees all keys, as the last position
-/// of a causal attention does.
+/// See [`Newest`]. Of the spec, the heads, the scale and the window count; a query sees all keys,
+/// as the last position of a causal attention does.
 ///
 /// # Panics
 ///

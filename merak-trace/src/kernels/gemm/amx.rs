@@ -1,17 +1,18 @@
 //! f32 products on the matrix units of a processor (AMX), which multiply bf16.
 //!
-//! An f32 is the exact sum of three bf16, `a = a1 + a2 + a3`, each about 256 times smaller than the one
-//! before. Of the nine products of two such sums the six largest are kept; what is dropped is about half a
-//! unit in the last place of `a b` on average, always towards zero, and less than what summing in f32 rounds
-//! off. So a product is as exact as one of fused multiply-adds, at a sixth of the unit's speed for bf16, which
-//! is still more than twice that of AVX-512. The idea is that of Henry, Tang and Heinecke, "Leveraging the
-//! bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations" (2019).
+//! An f32 is the exact sum of three bf16, `a = a1 + a2 + a3`, each about 256 times smaller than the
+//! one before. Of the nine products of two such sums the six largest are kept; what is dropped is
+//! about half a unit in the last place of `a b` on average, always towards zero, and less than what
+//! summing in f32 rounds off. So a product is as exact as one of fused multiply-adds, at a sixth of
+//! the unit's speed for bf16, which is still more than twice that of AVX-512. The idea is that of
+//! Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
+//! Higher-Precision Computations" (2019).
 //!
-//! Parts below 2^-126 count as zero, so values below 2^-110 lose digits. Infinities and NaN cannot be split:
-//! a tile that depends on one is computed in f32.
+//! Parts below 2^-126 count as zero, so values below 2^-110 lose digits. Infinities and NaN cannot
+//! be split: a tile that depends on one is computed in f32.
 //!
-//! Element (i, j) is a sum over k in blocks of [`DEPTH`], in an order that depends on k alone, however the
-//! work is shared.
+//! Element (i, j) is a sum over k in blocks of [`DEPTH`], in an order that depends on k alone,
+//! however the work is shared.
 #![expect(
     clippy::inline_always,
     reason = "packing and writing use registers only where they are inlined into their dispatch"
@@ -30,15 +31,15 @@ use tiles::{Sums, Tiles, prefetch};
 mod pack;
 mod tiles;
 
-/// Depth of a block of k: long enough that writing the sums takes little of the time, short enough that a
-/// block of packed columns, of 768 KiB, stays in the second-level cache.
+/// Depth of a block of k: long enough that writing the sums takes little of the time, short enough
+/// that a block of packed columns, of 768 KiB, stays in the second-level cache.
 const DEPTH: usize = 512;
 
 /// Columns of an output that a thread computes at once.
 const BLOCK: usize = MAX_PANELS * LINES;
 
-/// Rows of the left operand that are packed at a time: enough that neighbours along a column share pages
-/// and cache lines.
+/// Rows of the left operand that are packed at a time: enough that neighbours along a column share
+/// pages and cache lines.
 const ROWS: usize = 4 * LINES;
 
 /// Computes `c = alpha a b + start`.
@@ -81,8 +82,8 @@ pub(super) fn product<'c, W: Operand<f32>>(
     Ok(())
 }
 
-/// Height and width of the blocks of an output, in whole panels, so that each thread gets as many as the
-/// others: the longer side is cut further.
+/// Height and width of the blocks of an output, in whole panels, so that each thread gets as many
+/// as the others: the longer side is cut further.
 fn block_size(rows: usize, cols: usize, num_threads: usize) -> (usize, usize) {
     let cut = |len: usize, parts: usize| len.div_ceil(parts).next_multiple_of(LINES);
     let col_parts = cols.div_ceil(BLOCK);

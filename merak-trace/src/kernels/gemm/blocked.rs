@@ -2,8 +2,9 @@
 //!
 //! Blocked as in Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008),
 //! section 5: the operands are copied so that the innermost loop reads both in order. For each
-//! [`DEPTH`] of k, all threads pack the left operand; then each takes blocks of columns, packs their part
-//! of the right operand, which stays in its second-level cache, and multiplies all rows by it.
+//! [`DEPTH`] of k, all threads pack the left operand; then each takes blocks of columns, packs
+//! their part of the right operand, which stays in its second-level cache, and multiplies all rows
+//! by it.
 //!
 //! Element (i, j) is a sum over k in blocks of [`DEPTH`], each in ascending order, whatever the
 //! other rows and columns are and however the work is shared.
@@ -62,8 +63,8 @@ pub(super) fn product<S: Isa, T: Float, W: Operand<T>, const STRIP: usize>(
 
 /// Panels of a block, so that each thread gets as many blocks as the others.
 fn block_panels<S: Isa>(panels: usize, num_threads: usize) -> usize {
-    // Half of a second-level cache: 1 MiB with AVX-512; with AVX2, whose panels are half as wide and whose
-    // processors have less, 256 KiB.
+    // Half of a second-level cache: 1 MiB with AVX-512; with AVX2, whose panels are half as wide
+    // and whose processors have less, 256 KiB.
     let most = S::REGISTER_COUNT / 2;
     let rounds = panels.div_ceil(num_threads * most);
     panels.div_ceil(num_threads * rounds).max(1)

@@ -13,10 +13,11 @@ use super::super::{Float, MatRef, Threads, simd::vectorize};
 #[cfg(target_arch = "x86_64")]
 use super::{Isa, Lanes, MatMut, Start, amx};
 
-/// An element type all values of which are values of `T`: `T` itself, or one that takes less memory.
+/// An element type all values of which are values of `T`: `T` itself, or one that takes less
+/// memory.
 ///
-/// A product widens such elements where it loads or packs them, so its sums have the bits of a product with the widened
-/// operand, which is never made as a whole.
+/// A product widens such elements where it loads or packs them, so its sums have the bits of a
+/// product with the widened operand, which is never made as a whole.
 pub trait Operand<T: Float>: Pod + Send + Sync {
     /// As many elements as a register of `T` has lanes.
     #[cfg(target_arch = "x86_64")]

@@ -42,8 +42,8 @@ impl Order {
 /// Strips of a left operand that are packed together, as neighbours share a cache line and a page.
 const GROUP: usize = 8;
 
-/// Packs a left operand of depth [`DEPTH`] or less, with all threads, into strips of `STRIP` rows of
-/// [`ROW`] elements; what lies past the edges keeps any value.
+/// Packs a left operand of depth [`DEPTH`] or less, with all threads, into strips of `STRIP` rows
+/// of [`ROW`] elements; what lies past the edges keeps any value.
 pub(super) fn pack_left<T: Float, const STRIP: usize>(
     threads: &Threads,
     a: MatRef<'_, T>,
@@ -57,7 +57,8 @@ pub(super) fn pack_left<T: Float, const STRIP: usize>(
     });
 }
 
-/// Packs a right operand, widened, into panels of `width` columns, row by row, with zeros past the edge.
+/// Packs a right operand, widened, into panels of `width` columns, row by row, with zeros past the
+/// edge.
 pub(super) fn pack_right<S: Isa, T: Float, W: Operand<T>>(
     simd: S,
     b: MatRef<'_, W>,

@@ -1,13 +1,13 @@
-//! Products of a few rows, as a decode step makes them: the right operand is read once, in the order in which it
-//! lies, so the speed is that of the memory.
+//! Products of a few rows, as a decode step makes them: the right operand is read once, in the
+//! order in which it lies, so the speed is that of the memory.
 //!
 //! ```text
 //! rows of b contiguous      c = Σ over chunks of k: a[:, chunk] · b[chunk, :]       a chunk per item, then the sum
 //! columns of b contiguous   c[i, j] = a[i, :] · b[:, j]                             a block of columns per item
 //! ```
 //!
-//! Chunks and blocks follow from the shapes alone, and an element is a sum over k in one order, whatever the other
-//! rows and columns are: a sequence gets the same bits alone and in a batch.
+//! Chunks and blocks follow from the shapes alone, and an element is a sum over k in one order,
+//! whatever the other rows and columns are: a sequence gets the same bits alone and in a batch.
 #![expect(
     clippy::inline_always,
     reason = "sums stay in registers only where they are inlined into their dispatch"
@@ -30,7 +30,8 @@ const MIN_ELEMENTS: usize = 1 << 14;
 /// Most chunks of k, and the fewest rows of one but for the last.
 const CHUNKS: usize = 8;
 const CHUNK_ROWS: usize = 128;
-/// Rows of the right operand that are read side by side: for each, the sums of all columns are loaded and stored once.
+/// Rows of the right operand that are read side by side: for each, the sums of all columns are
+/// loaded and stored once.
 const DEPTH: usize = 16;
 /// Columns of the right operand that are read side by side.
 const STEP: usize = 4;
@@ -152,7 +153,8 @@ fn dot_columns<S: Isa, T: Float, W: Operand<T>, const N: usize>(
     }
 }
 
-/// The products of `R` rows with `N` columns: a register of sums for each, whose lanes are added in the end.
+/// The products of `R` rows with `N` columns: a register of sums for each, whose lanes are added in
+/// the end.
 #[inline(always)]
 fn multiply<S: Isa, T: Float, W: Operand<T>, const R: usize, const N: usize>(
     simd: S,

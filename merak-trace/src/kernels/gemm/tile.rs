@@ -8,12 +8,13 @@ use super::super::Float;
 use super::pack::{Order, ROW};
 use super::{Isa, Lanes, Start};
 
-/// Rows of a register tile with AVX-512: with two registers of columns, 28 of the 32 registers hold sums.
+/// Rows of a register tile with AVX-512: with two registers of columns, 28 of the 32 registers hold
+/// sums.
 pub(super) const STRIP: usize = 14;
 
-/// Products summed in registers before they are added to the output. Two registers of columns of the
-/// right operand are then 64 KiB, which pass through the first-level cache, and a strip of the left
-/// one 28 KiB, which stay in it.
+/// Products summed in registers before they are added to the output. Two registers of columns of
+/// the right operand are then 64 KiB, which pass through the first-level cache, and a strip of the
+/// left one 28 KiB, which stay in it.
 pub(super) const DEPTH: usize = 512;
 
 /// Sums of one tile: two registers per row.

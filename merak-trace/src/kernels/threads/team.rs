@@ -1,13 +1,15 @@
-//! Threads that share the work of one call after the other, and stay awake for a while between calls.
+//! Threads that share the work of one call after the other, and stay awake for a while between
+//! calls.
 //!
 //! ```text
 //! caller   publish job ── run it ── close ── wait until nobody is inside ── next call
 //! worker   spin .. enter ── run it ── leave ── spin .. yield .. sleep
 //! ```
 //!
-//! One word holds it all: the number of the call, whether it is open, and how many workers are inside. A worker
-//! enters by a compare-and-swap of that word, so none enters a call that was closed, and the caller, which closes and
-//! then waits until nobody is inside, may take the job away.
+//! One word holds it all: the number of the call, whether it is open, and how many workers are
+//! inside. A worker enters by a compare-and-swap of that word, so none enters a call that was
+//! closed, and the caller, which closes and then waits until nobody is inside, may take the job
+//! away.
 #![expect(
     unsafe_code,
     reason = "threads that outlive a call run a closure that borrows from its caller"
@@ -90,8 +92,9 @@ impl Team {
         self.workers.len() + 1
     }
 
-    /// Runs the job on the caller and on every worker that comes before the caller is through with it. A job must
-    /// get done on one thread alone too: that is what happens within a job, and beside a call of another thread's.
+    /// Runs the job on the caller and on every worker that comes before the caller is through with
+    /// it. A job must get done on one thread alone too: that is what happens within a job, and
+    /// beside a call of another thread's.
     pub(super) fn run(&self, job: &Job<'_>) {
         let _call = match self.call.try_lock() {
             Ok(call) => call,
@@ -165,8 +168,8 @@ impl Shared {
         while let Some(call) = self.enter(last) {
             last = call;
             let job = self.job.load(Ordering::Relaxed).cast::<&Job<'_>>();
-            // SAFETY: it points to the caller's job, as the word was read after it was stored; the caller waits
-            // until this worker has left.
+            // SAFETY: it points to the caller's job, as the word was read after it was stored; the
+            // caller waits until this worker has left.
             let job = unsafe { &*job };
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| job(number))) {
                 locked(&self.panic).get_or_insert(panic);
@@ -175,7 +178,8 @@ impl Shared {
         }
     }
 
-    /// Waits for a call after `last` and enters it; gives its number, or nothing when the team ends.
+    /// Waits for a call after `last` and enters it; gives its number, or nothing when the team
+    /// ends.
     fn enter(&self, last: u64) -> Option<u64> {
         let mut looks = 0;
         loop {
@@ -206,8 +210,8 @@ impl Shared {
     fn sleep(&self, last: u64) {
         let mut lock = locked(&self.lock);
         self.sleeping.fetch_add(1, Ordering::SeqCst);
-        // Whoever opens a call looks at `sleeping` after it wrote the word: it sees this worker, or the worker the
-        // call.
+        // Whoever opens a call looks at `sleeping` after it wrote the word: it sees this worker, or
+        // the worker the call.
         loop {
             let state = self.state.load(Ordering::SeqCst);
             if state & STOP != 0 || is_new(state, last) {

@@ -1,4 +1,5 @@
-//! How the frequencies of a model are stretched over a longer context than it was first trained for.
+//! How the frequencies of a model are stretched over a longer context than it was first trained
+//! for.
 
 use super::Fields;
 use crate::{Result, models::fields::error};
@@ -21,8 +22,8 @@ pub(super) enum Scaling {
         /// Factor of sines and cosines, section 3.4 as `transformers` has it.
         attention: f64,
     },
-    /// A divisor for each pair, and others for sequences that are longer than those of the first training
-    /// ([`LongRoPE`](https://arxiv.org/abs/2402.13753), section 3; Phi-3).
+    /// A divisor for each pair, and others for sequences that are longer than those of the first
+    /// training ([`LongRoPE`](https://arxiv.org/abs/2402.13753), section 3; Phi-3).
     LongRope {
         short: Vec<f64>,
         long: Vec<f64>,
@@ -57,7 +58,8 @@ impl Llama3 {
     }
 }
 
-/// A ramp over the pairs from kept to divided frequencies ([`YaRN`](https://arxiv.org/abs/2309.00071), section 3.2).
+/// A ramp over the pairs from kept to divided frequencies
+/// ([`YaRN`](https://arxiv.org/abs/2309.00071), section 3.2).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Ramp {
     factor: f64,
@@ -75,8 +77,8 @@ impl Ramp {
         divided * plain / self.factor + (1.0 - divided) * plain
     }
 
-    /// The pairs between which frequencies go from kept to divided: those that turn `fast` and `slow` times over
-    /// the original context.
+    /// The pairs between which frequencies go from kept to divided: those that turn `fast` and
+    /// `slow` times over the original context.
     fn ends(&self, dim: f64, theta: f64) -> (f64, f64) {
         let pair =
             |turns: f64| dim * (self.original / (turns * 2.0 * PI)).ln() / (2.0 * theta.ln());

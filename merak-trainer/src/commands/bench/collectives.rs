@@ -5,14 +5,15 @@ use merak_ckpt::{parse_byte_size, words::Bytes};
 use merak_trainer::{Result, network::EXCHANGES};
 use serde_json::{Value, json};
 
-/// Times collectives and messages between ranks; prints one JSON line per operation and size. `send_recv` ends when the
-/// receiver has copied the message into a buffer of its own.
+/// Times collectives and messages between ranks; prints one JSON line per operation and size.
+/// `send_recv` ends when the receiver has copied the message into a buffer of its own.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Collectives {
     /// Ranks.
     #[arg(long, default_value_t = 2)]
     world: usize,
-    /// Bytes that each rank hands in, as in 4096, 64KiB or 1M, rounded down to whole numbers for each rank.
+    /// Bytes that each rank hands in, as in 4096, 64KiB or 1M, rounded down to whole numbers for
+    /// each rank.
     #[arg(long, value_delimiter = ',', default_value = "4KiB,256KiB,16MiB", value_parser = parse_byte_size)]
     bytes: Vec<u64>,
     /// Times that each is run; the median counts.

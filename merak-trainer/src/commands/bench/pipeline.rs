@@ -12,8 +12,8 @@ use merak_trainer::{
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Instant};
 
-/// Runs pipeline schedules on a GPT and prints a JSON line for each: what was executed, what the simulator makes of the
-/// action times of the same steps, and what the cost model predicted before.
+/// Runs pipeline schedules on a GPT and prints a JSON line for each: what was executed, what the
+/// simulator makes of the action times of the same steps, and what the cost model predicted before.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Pipeline {
     /// Ranks of the pipeline.

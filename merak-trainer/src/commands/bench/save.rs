@@ -15,7 +15,8 @@ use std::{
 
 use super::{Gpt2Shape, MadeUp};
 
-/// Times checkpoints of a GPT that are written at once and while training goes on; prints one JSON line.
+/// Times checkpoints of a GPT that are written at once and while training goes on; prints one JSON
+/// line.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Save {
     /// Folder for the checkpoints, on the disk that is measured.

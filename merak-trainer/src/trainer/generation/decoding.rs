@@ -15,13 +15,14 @@ use std::{collections::BTreeMap, ops::ControlFlow, time::Instant};
 /// Most positions of several sequences that pass together: enough for fast products.
 const MAX_POSITIONS: usize = 512;
 
-/// The tag of messages with tokens of the first group, which no two stages use; others have those below.
+/// The tag of messages with tokens of the first group, which no two stages use; others have those
+/// below.
 const TOKENS: u64 = u64::MAX;
 
 /// One call of [`MerakTrainer::generate`] on this rank.
 ///
-/// Each group of prompts is in one place of the pipeline, and starts again as soon as it has its tokens
-/// ([`Rounds`]). So with as many groups as ranks, each rank has one to work on.
+/// Each group of prompts is in one place of the pipeline, and starts again as soon as it has its
+/// tokens ([`Rounds`]). So with as many groups as ranks, each rank has one to work on.
 ///
 /// ```text
 /// stage 0   g0 g1 g2 g0 g1 g2 ..        the tokens of g0 come back while g1 and g2 pass
@@ -117,7 +118,8 @@ impl<'a> Generation<'a> {
         Ok(decoding.finish())
     }
 
-    /// Ends a group's round: its sequences grow by their tokens, and those that have ended leave it.
+    /// Ends a group's round: its sequences grow by their tokens, and those that have ended leave
+    /// it.
     fn take_tokens(
         &mut self,
         group: &mut Group,
@@ -212,7 +214,8 @@ impl<'a> Generation<'a> {
         self.trainer.stages.plan.model.scaling_length(positions)
     }
 
-    /// Forgets the keys of a sequence when they belong to other positions than its next ones, or are not to be used.
+    /// Forgets the keys of a sequence when they belong to other positions than its next ones, or
+    /// are not to be used.
     fn forget_unless_it_fits(&mut self, row: &Row<'_>) {
         let fits = self.context(self.passed(row)) == self.context(row.tokens.len());
         if !fits || !self.trainer.args.use_cache {
@@ -225,8 +228,8 @@ impl<'a> Generation<'a> {
         caches.for_each(|cache| cache.remove(prompt));
     }
 
-    /// How many rows pass together: those whose next positions fit into one sequence of the model and are scaled
-    /// alike.
+    /// How many rows pass together: those whose next positions fit into one sequence of the model
+    /// and are scaled alike.
     fn fitting(&self, rows: &[Row<'_>]) -> usize {
         let limit = self.trainer.stages.plan.info.max_seq.min(MAX_POSITIONS);
         let context = |row: &Row<'_>| self.context(row.tokens.len());

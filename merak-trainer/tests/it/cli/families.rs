@@ -1,4 +1,5 @@
-//! Every family trains and is evaluated by command, on data of its kind, the same on every topology.
+//! Every family trains and is evaluated by command, on data of its kind, the same on every
+//! topology.
 
 use std::{fs, path::Path};
 
@@ -227,7 +228,8 @@ fn t5_learns_pairs_of_texts() {
         |_: usize, phrase: &str| json!({ "source": phrase, "target": phrase.split(' ').next() });
     place.write("pairs.jsonl", &lines(pair));
     same_everywhere(&place);
-    // Less padding behind the target changes nothing but the order of sums; masks of dropout know positions.
+    // Less padding behind the target changes nothing but the order of sums; masks of dropout know
+    // positions.
     let mut without_dropout = t5();
     without_dropout["dropout_rate"] = 0.into();
     place.write("model.json", &without_dropout.to_string());
@@ -327,7 +329,8 @@ fn a_file_of_tensors_feeds_any_family() {
     same_everywhere(&masked);
 }
 
-/// Twenty samples of eight positions: with padding behind five tokens or before them, and with another token there.
+/// Twenty samples of eight positions: with padding behind five tokens or before them, and with
+/// another token there.
 fn padded(model: &Value) -> Workplace {
     let place = place(model, "tensors", "behind.safetensors");
     // Five tokens of eight positions, the rest of which is padding of one kind or another.

@@ -1,4 +1,5 @@
-//! Data of which nothing can be learned: tensors that are not read, labels that do not count, numbers that are none.
+//! Data of which nothing can be learned: tensors that are not read, labels that do not count,
+//! numbers that are none.
 
 use std::fs;
 

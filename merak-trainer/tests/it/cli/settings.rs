@@ -83,7 +83,8 @@ fn the_sample_at_the_end_of_a_training_ends_at_the_given_token() {
     let first = u32::from(whole.chars().next().expect("a character"));
     let ended = sample(&place.succeed(&format!("{train} --eos_token_id {first}")));
     assert_eq!(ended.chars().count(), 1, "{ended:?}");
-    // Or at those that the model's folder names for generation; `config.json` counts where it names none.
+    // Or at those that the model's folder names for generation; `config.json` counts where it names
+    // none.
     let file = "generation_config.json";
     place.write(file, &format!("{{ \"eos_token_id\": [3, {first}] }}"));
     let ended = sample(&place.succeed(train));

@@ -91,8 +91,8 @@ fn text_is_generated_from_a_folder_as_from_its_checkpoint() {
     place.succeed("train hf.toml --max_steps 1");
 }
 
-/// A T5 1.1 as transformers 5 saves it: a configuration that ties the head, and a head of its own; with the loss
-/// of the first batch, which lies in `data.safetensors` twice.
+/// A T5 1.1 as transformers 5 saves it: a configuration that ties the head, and a head of its own;
+/// with the loss of the first batch, which lies in `data.safetensors` twice.
 fn t5_with_a_head_of_its_own(place: &Workplace) -> f64 {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../merak-trace/tests/goldens/families/t5-gated.json");
@@ -285,7 +285,8 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     let ended = settings::answered(&place, options, "every\n");
     assert_eq!(ended.stdout, format!("{text}\n"), "{}", ended.stderr);
     let saved = Checkpoint::open(place.path("tuned")).expect("it opens");
-    // A hidden folder beside it is somebody's own, and what a crash has left aside is the folder itself.
+    // A hidden folder beside it is somebody's own, and what a crash has left aside is the folder
+    // itself.
     place.write(".old-extracted/mine", "");
     place.write(".merak-old-extracted/notes", "");
     replace_lora(&saved, place.path("extracted")).expect("it has an adapter");
@@ -313,7 +314,8 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
         "{model}"
     );
     assert!(numbers[1] * 10 < numbers[0], "{model}");
-    // As a Hugging Face folder, the model has the adapter in its weights and no trace of it besides.
+    // As a Hugging Face folder, the model has the adapter in its weights and no trace of it
+    // besides.
     export_hf(&saved, place.path("whole"), &ExportOptions::default()).expect("it merges");
     let open = |folder: &str| HfFolder::open(place.path(folder)).expect("it opens");
     let names = |folder: &str| {

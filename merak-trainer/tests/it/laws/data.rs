@@ -87,7 +87,8 @@ fn middle_stages_read_no_data() {
     let recorder = Recorder::default();
     let case = Case::gpt2().with_data(recorder.clone()).on((1, 1, 4));
     case.on_ranks(MerakTrainer::train_step);
-    // 8 samples on the first stage, which reads the inputs, and 8 on the last, which reads the labels.
+    // 8 samples on the first stage, which reads the inputs, and 8 on the last, which reads the
+    // labels.
     assert_eq!(recorder.take().len(), 16);
 }
 

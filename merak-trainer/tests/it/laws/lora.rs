@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use super::encoders;
 use crate::support::{Case, assert_close_losses, assert_close_tensors, assert_same_bits, numbers};
 
-/// Fused and plain, column and row layers of a GPT-2, a table, biases and a module that is trained whole. Both
-/// factors are random, so that both have gradients from the start.
+/// Fused and plain, column and row layers of a GPT-2, a table, biases and a module that is trained
+/// whole. Both factors are random, so that both have gradients from the start.
 pub(crate) fn everything() -> Value {
     json!({
         "r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "init_lora_weights": false, "bias": "lora_only",

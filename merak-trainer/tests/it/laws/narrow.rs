@@ -1,4 +1,5 @@
-//! L1 to L3 of adapters beside weights in bf16, on each backend; the default one has the numbers of f32.
+//! L1 to L3 of adapters beside weights in bf16, on each backend; the default one has the numbers of
+//! f32.
 
 use std::path::Path;
 

@@ -5,8 +5,8 @@ use merak_trainer::{Error, NamedTensors, Plan};
 
 use crate::support::{Case, Run, assert_same_bits};
 
-/// With M = 5 microbatches each of them fits 2 and 4 stages, and no number of stages divides M. Several stages per
-/// rank: see `stages.rs`.
+/// With M = 5 microbatches each of them fits 2 and 4 stages, and no number of stages divides M.
+/// Several stages per rank: see `stages.rs`.
 const SCHEDULES: [&str; 8] = [
     "gpipe",
     "1f1b",
@@ -325,8 +325,8 @@ fn activations_stay_inside_their_budget() {
                 used.extend(peaks.into_iter().max());
             }
         }
-        // Less memory is never paid with more of it. Where the halves of backwards lie apart, what the weight half
-        // reads lies between them, recomputed or not, and may be the most.
+        // Less memory is never paid with more of it. Where the halves of backwards lie apart, what
+        // the weight half reads lies between them, recomputed or not, and may be the most.
         let what = format!("{schedule} on {pp}: {used:?} of {most}");
         assert!(used.windows(2).all(|pair| pair[1] <= pair[0]), "{what}");
         let is_split = schedule.starts_with("zb") || schedule == "auto";
@@ -335,7 +335,8 @@ fn activations_stay_inside_their_budget() {
     }
 }
 
-/// A case for a budget, and the bytes of activations that its worst rank keeps where nothing is recomputed.
+/// A case for a budget, and the bytes of activations that its worst rank keeps where nothing is
+/// recomputed.
 fn budgeted(schedule: &str, pp: usize, chunks: usize) -> (Case, usize) {
     let case = Case::gpt2()
         .with_microbatches(6)

@@ -115,7 +115,8 @@ fn all_degrees() -> Vec<(usize, usize, usize)> {
     all.filter(|(dp, tp, pp)| dp * tp * pp <= 8).collect()
 }
 
-/// Runs on `from`, interrupted and picked up on each of `to`, with the other ZeRO stage where there is one.
+/// Runs on `from`, interrupted and picked up on each of `to`, with the other ZeRO stage where there
+/// is one.
 fn check_moves(case: &Case, from: (usize, usize, usize), to: &[(usize, usize, usize)]) {
     let zero = |(dp, tp, pp): (usize, usize, usize)| usize::from(dp > 1) * ((tp + pp) % 2);
     let case = case.clone().on(from).with("zero_stage", zero(from));

@@ -6,8 +6,8 @@ use tempfile::tempdir;
 
 use crate::support::{Case, assert_close_losses, assert_same_bits, numbers};
 
-/// Schedules with the stages of each rank, placed in turn or in the shape of a V. Two ranks of three stages, and
-/// four of two, have fewer layers than stages: some cuts lie within a block.
+/// Schedules with the stages of each rank, placed in turn or in the shape of a V. Two ranks of
+/// three stages, and four of two, have fewer layers than stages: some cuts lie within a block.
 const SCHEDULES: [(&str, usize, usize); 14] = [
     ("interleaved_1f1b", 1, 3),
     ("interleaved_1f1b", 2, 2),

@@ -61,8 +61,8 @@ impl Samples {
         Self { seq, pad, places }
     }
 
-    /// Tokens and labels of a sample of the formula. Every third is padded at its end; padded positions and
-    /// those before them have no label.
+    /// Tokens and labels of a sample of the formula. Every third is padded at its end; padded
+    /// positions and those before them have no label.
     pub(super) fn sample(&self, index: usize) -> (Vec<i64>, Vec<i64>) {
         let real = self.real(index);
         let token = |t: usize| {

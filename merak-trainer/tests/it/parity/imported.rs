@@ -12,7 +12,8 @@ use crate::support::Case;
 /// Steps that torch did before it saved, and after.
 const STEPS: usize = 5;
 
-/// `merak-ckpt/tests/goldens/dcp/make.py` trained a GPT-2 with AdamW, saved it, and trained on with its first batches.
+/// `merak-ckpt/tests/goldens/dcp/make.py` trained a GPT-2 with AdamW, saved it, and trained on with
+/// its first batches.
 #[test]
 fn a_run_that_torch_began_goes_on_with_the_losses_of_torch() {
     let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../merak-ckpt/tests/goldens/dcp");

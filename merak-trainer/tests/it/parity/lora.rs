@@ -1,4 +1,5 @@
-//! Adapters have the numbers of `peft`: logits, losses, greedy tokens, and the tensors of their files.
+//! Adapters have the numbers of `peft`: logits, losses, greedy tokens, and the tensors of their
+//! files.
 
 use std::{collections::BTreeMap, fs, path::Path};
 

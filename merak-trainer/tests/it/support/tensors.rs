@@ -18,8 +18,8 @@ pub(crate) fn numbers(reports: &[StepReport]) -> Vec<(u64, u64, u64)> {
     reports.iter().map(bits).collect()
 }
 
-/// Lays the ranks' slices together; those of replicas are averaged where `replicas` counts them, and must be the
-/// same else.
+/// Lays the ranks' slices together; those of replicas are averaged where `replicas` counts them,
+/// and must be the same else.
 pub(super) fn whole<'a>(
     plan: &Plan,
     ranks: impl Iterator<Item = (Place, &'a NamedTensors)>,
@@ -55,7 +55,8 @@ pub(super) fn whole<'a>(
                     piece.size.get(piece.dim).copied(),
                 );
                 let part: Vec<f32> = local.flat_map(|range| &values[range]).copied().collect();
-                // Ranks of one replica that hold the same box hold the same bits, on whichever stage.
+                // Ranks of one replica that hold the same box hold the same bits, on whichever
+                // stage.
                 let key = (name.clone(), piece.offset.clone(), place.dp);
                 if let Some(twin) = seen.get(&key) {
                     assert_eq!(bits(twin), bits(&part), "{name} differs on {place:?}");
@@ -143,10 +144,10 @@ pub(crate) fn norm(values: impl IntoIterator<Item = f32>) -> f64 {
         .sqrt()
 }
 
-/// Demands equality up to the order of summation: the difference of each tensor within `tolerance` of its
-/// norm, or of a millionth of all tensors' norm where that is larger. The bias of a key is measured by that of the
-/// query beside it: without rotary positions it adds the same to all scores of a query, so its gradient is
-/// nothing but rounding.
+/// Demands equality up to the order of summation: the difference of each tensor within `tolerance`
+/// of its norm, or of a millionth of all tensors' norm where that is larger. The bias of a key is
+/// measured by that of the query beside it: without rotary positions it adds the same to all scores
+/// of a query, so its gradient is nothing but rounding.
 pub(crate) fn assert_close_tensors(
     actual: &Tensors,
     expected: &Tensors,

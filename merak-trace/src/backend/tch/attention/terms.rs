@@ -63,7 +63,8 @@ impl<'a> Terms<'a> {
         }
     }
 
-    /// The sum of all terms, of the type and on the device of `like`: it repeats to `[B, H, Sq, Sk]`.
+    /// The sum of all terms, of the type and on the device of `like`: it repeats to
+    /// `[B, H, Sq, Sk]`.
     fn added(&self, spec: &op::Attention, sizes: &Sizes, like: &Tensor) -> Outcome<Option<Tensor>> {
         let mut sum = by_position(spec, sizes, like)?;
         let mut add = |term: Tensor| -> Outcome<()> {

@@ -40,15 +40,17 @@ pub(super) enum Layout {
 /// Panels that are packed by one call at most.
 pub(super) const MAX_PANELS: usize = 8;
 
-/// Packs lines of an operand (its rows on the left, its columns on the right), widened, with zeros past the edges,
-/// into panels of [`LINES`]; says of each panel whether all its elements are finite.
+/// Packs lines of an operand (its rows on the left, its columns on the right), widened, with zeros
+/// past the edges, into panels of [`LINES`]; says of each panel whether all its elements are
+/// finite.
 ///
-/// A pair holds elements k and k + 16 of its group, as both operands do: whole registers are then split.
+/// A pair holds elements k and k + 16 of its group, as both operands do: whole registers are then
+/// split.
 ///
 /// # Shapes
 ///
-/// `x: [lines, depth]`; `out`: for each panel, each [`GROUP`] of the depth, each of three parts and each of
-/// two tiles, `[16, 16]`.
+/// `x: [lines, depth]`; `out`: for each panel, each [`GROUP`] of the depth, each of three parts and
+/// each of two tiles, `[16, 16]`.
 #[inline(always)]
 pub(super) fn pack<W: Operand<f32>>(
     simd: V4,

@@ -123,7 +123,8 @@ impl Tiles {
     /// The units are not [`available`].
     pub(super) fn configure() -> Self {
         assert!(available(), "the caller asks for tiles where there are any");
-        // SAFETY: the instruction exists, as was asserted, and the configuration is 64 bytes of palette 1.
+        // SAFETY: the instruction exists, as was asserted, and the configuration is 64 bytes of
+        // palette 1.
         unsafe {
             asm!("ldtilecfg [{}]", in(reg) &raw const EIGHT_FULL_TILES, options(nostack, readonly));
         }
@@ -134,7 +135,8 @@ impl Tiles {
 
     /// Multiplies a packed strip by a packed panel, which have the same depth.
     ///
-    /// The five smaller products of parts are summed first, while the sums are small, then the largest.
+    /// The five smaller products of parts are summed first, while the sums are small, then the
+    /// largest.
     ///
     /// # Panics
     ///
@@ -147,10 +149,10 @@ impl Tiles {
         let groups = left.len() / GROUP_LEN;
         assert!(groups > 0 && left.len() == groups * GROUP_LEN && right.len() == left.len());
         let bytes = size_of_val(left);
-        // SAFETY: the tiles are configured on this thread as long as `self` lives. The loops read `groups`
-        // times 6 KiB from both operands, which hold as much, and the last part writes the 4 KiB of `sums`.
-        // The registers of the tiles are used nowhere else. (a, b) below: part a of the left operand times
-        // part b of the right one.
+        // SAFETY: the tiles are configured on this thread as long as `self` lives. The loops read
+        // `groups` times 6 KiB from both operands, which hold as much, and the last part writes the
+        // 4 KiB of `sums`. The registers of the tiles are used nowhere else. (a, b) below: part a
+        // of the left operand times part b of the right one.
         unsafe {
             asm!(
                 "tilezero tmm0",
