@@ -1,7 +1,7 @@
 //! Ranks find their place on a mesh of data x tensor x pipeline and talk to their groups
 //! (merak-mpu).
 //!
-//! `cargo run -p merak-examples --example 01-process-groups [DP [TP [PP]]]`, each 2 unless told.
+//! `cargo run -p merak-examples --example 01-process-groups [DP [TP [PP]]]`, each 2 by default.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use merak_examples::count;
@@ -30,7 +30,7 @@ fn main() -> anyhow::Result<()> {
         ..Degrees::default()
     };
 
-    // Who is where is arithmetic: it needs no ranks that run.
+    // The place of each rank is arithmetic: it needs no running ranks.
     let topology = Topology::new(degrees)?;
     println!("{degrees}, a world of {}", topology.world_size());
     for kind in [GroupKind::Tensor, GroupKind::Data, GroupKind::Pipeline] {

@@ -1,8 +1,7 @@
 //! Pipeline schedules as data: generate, prove, simulate and draw them, and bring your own
 //! (merak-pipe).
 //!
-//! `cargo run -p merak-examples --example 02-schedules [RANKS [MICROBATCHES]]`, 4 and 8 unless
-//! told.
+//! `cargo run -p merak-examples --example 02-schedules [RANKS [MICROBATCHES]]`, 4 and 8 by default.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Result, ensure};

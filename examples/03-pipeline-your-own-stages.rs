@@ -1,6 +1,6 @@
 //! Pipelines stages of one's own: plain vectors between threads, no tensor library (merak-pipe).
 //!
-//! `cargo run -p merak-examples --example 03-pipeline-your-own-stages [RANKS]`, 3 unless told.
+//! `cargo run -p merak-examples --example 03-pipeline-your-own-stages [RANKS]`, 3 by default.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Result, ensure};
@@ -83,7 +83,7 @@ fn samples(microbatch: usize) -> Values {
     numbers.map(|number| 2.0 * number / last - 1.0).collect()
 }
 
-/// What the pipeline shall make of them.
+/// The targets of a microbatch, which the pipeline shall come close to.
 fn targets(microbatch: usize) -> Values {
     let samples = samples(microbatch).into_iter();
     samples.map(|x| (0.4 * x + 0.3).tanh()).collect()

@@ -1,6 +1,6 @@
 //! Splits a GPT-2 over the ranks of the tensor axis and gets the loss of one rank (merak-tp).
 //!
-//! `cargo run -p merak-examples --example 06-tensor-parallel [RANKS]`, 2 unless told; 1, 2 and 4
+//! `cargo run -p merak-examples --example 06-tensor-parallel [RANKS]`, 2 by default; 1, 2 and 4
 //! divide the heads.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 

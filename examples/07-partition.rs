@@ -1,7 +1,7 @@
 //! Cuts a model into segments and stages, with a report of what lies where and why
 //! (merak-partition).
 //!
-//! `cargo run -p merak-examples --example 07-partition [STAGES]`, 4 unless told.
+//! `cargo run -p merak-examples --example 07-partition [STAGES]`, 4 by default.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Result, ensure};

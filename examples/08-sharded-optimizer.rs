@@ -1,6 +1,6 @@
 //! AdamW over data-parallel ranks, its state on every rank or divided among them (merak-zero).
 //!
-//! `cargo run -p merak-examples --example 08-sharded-optimizer [RANKS]`, 2 unless told; a divisor
+//! `cargo run -p merak-examples --example 08-sharded-optimizer [RANKS]`, 2 by default; a divisor
 //! of 16.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 

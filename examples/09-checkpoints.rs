@@ -2,7 +2,7 @@
 //! (merak-ckpt).
 //!
 //! `cargo run -p merak-examples --example 09-checkpoints [TP [DP]]`, the ranks that load, 4 and 2
-//! unless told.
+//! by default.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Context, Result, ensure};

@@ -1,7 +1,7 @@
 //! Trains a GPT over data x tensor x pipeline ranks on data of one's own (merak-trainer as a
 //! library).
 //!
-//! `cargo run -p merak-examples --example 11-train-3d [DP [TP [PP]]]`, each 2 unless told; the
+//! `cargo run -p merak-examples --example 11-train-3d [DP [TP [PP]]]`, each 2 by default; the
 //! global batch of 16 samples and the model's 4 heads and 4 layers are divided among them.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 

@@ -1,7 +1,7 @@
 //! Saves a run of dp 2 x tp 1 x pp 2 ranks and goes on with it as another topology (merak-trainer).
 //!
 //! `cargo run -p merak-examples --example 12-resume-elsewhere [DP [TP [PP]]]`, the ranks that go
-//! on, 1, 2 and 1 unless told.
+//! on, 1, 2 and 1 by default.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Result, ensure};
@@ -14,7 +14,7 @@ use merak_trainer::{
 };
 use std::{path::Path, sync::Arc};
 
-/// Samples of a step, whatever the topology.
+/// Samples of a step, the same for every topology.
 const GLOBAL_BATCH: usize = 8;
 const MICROBATCHES: usize = 2;
 const SAVED_AFTER: usize = 4;

@@ -5,7 +5,7 @@
 //! `compare_with_unpipelined` tests them: what is kept belongs to a stage and a microbatch, and
 //! what stages send each other is detached from candle's graph.
 //!
-//! `cargo run -p merak-examples --example 13-pipeline-a-candle-model [RANKS]`, 2 unless told.
+//! `cargo run -p merak-examples --example 13-pipeline-a-candle-model [RANKS]`, 2 by default.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Context, Result, ensure};
@@ -27,7 +27,7 @@ const ROWS: usize = 16;
 const STEPS: usize = 40;
 const DEADLINE: Duration = Duration::from_mins(1);
 
-/// A residual block, as anybody would write it.
+/// A residual block, in plain candle-nn.
 struct Block {
     up: Linear,
     down: Linear,
@@ -90,7 +90,7 @@ struct Rank {
 }
 
 impl Rank {
-    /// The rank that runs some of so many stages.
+    /// The rank that runs the stages `own` of `stages`.
     fn new(own: &[StageId], stages: usize) -> Result<Self> {
         let weights = VarMap::new();
         let vb = VarBuilder::from_varmap(&weights, DType::F32, &Device::Cpu);
@@ -250,13 +250,13 @@ fn train(schedule: &Schedule) -> Result<Vec<f32>> {
     Ok(losses)
 }
 
-/// The schedule on so many ranks.
+/// The schedule on `ranks` ranks.
 fn schedule(kind: ScheduleKind, ranks: usize) -> Result<Schedule> {
     let size = Size::new(ranks, MICROBATCHES).with_chunks(kind.default_chunks());
     Ok(kind.generate(size)?)
 }
 
-/// Tests a module against one step without a pipeline; that of one's own needs no more.
+/// Tests a module against one step without a pipeline; a module of one's own needs no more.
 fn check(schedule: &Schedule) -> Result<()> {
     let stages = schedule.size.stages();
     let make = |own: &[StageId]| Rank::new(own, stages);

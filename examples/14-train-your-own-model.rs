@@ -1,8 +1,8 @@
 //! Trains a model of one's own, with a loss of one's own, over data x tensor x pipeline ranks
 //! (merak-trainer).
 //!
-//! `cargo run -p merak-examples --example 14-train-your-own-model [DP [TP [PP]]]`, each 2 unless
-//! told; docs/OWN-MODEL.md explains the parts.
+//! `cargo run -p merak-examples --example 14-train-your-own-model [DP [TP [PP]]]`, each 2 by
+//! default; docs/OWN-MODEL.md explains the parts.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use anyhow::{Result, ensure};
@@ -116,14 +116,14 @@ impl Dataset for Counting {
     }
 }
 
-/// The mean loss of a run on so many ranks.
+/// The mean loss of a run with these degrees.
 fn train(dp: usize, tp: usize, pp: usize) -> Result<f64> {
     let mut args = MerakArguments::default();
     (args.dp, args.tp, args.pp) = (dp, tp, pp);
     args.per_device_train_batch_size = 4 / dp;
     args.gradient_accumulation_steps = 4;
     (args.max_steps, args.learning_rate) = (30, 5e-3);
-    // Known families have such lists; a model of one's own says itself which layers are split.
+    // Known families have such lists; a model of one's own says which layers are split.
     let list = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());
     args.tp_layer_lists.col_para_list = list(&["q", "k", "v", "up"]);
     args.tp_layer_lists.row_para_list = list(&["out", "down"]);

@@ -65,7 +65,7 @@ fn parameters(arguments: &Arguments) -> Vec<Parameter> {
     all
 }
 
-/// What Hugging Face says of such a model.
+/// The `config.json` of Hugging Face for such a model.
 fn config(arguments: &Arguments) -> String {
     let Arguments {
         layers,

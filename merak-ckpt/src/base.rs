@@ -8,17 +8,17 @@ use crate::{Checkpoint, Checksum, Draft, Error, Result, Store};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Where a checkpoint's other tensors lie: in a folder beside its own, which later checkpoints
-/// share.
+/// The folder of a checkpoint's shared tensors. It lies beside the checkpoint's own folder, and
+/// later checkpoints share it.
 ///
-/// The folder is a checkpoint as any other, but for its name: `latest` never names it, and
-/// rotation removes it once no checkpoint beside it names it.
+/// The folder is an ordinary checkpoint except for its name: `latest` never names it, and rotation
+/// removes it once no checkpoint beside it names it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Base {
     /// Name of the folder, as in `base-00001`.
     pub folder: String,
-    /// Checksum of the whole manifest there, so that another base in its place is found.
+    /// Checksum of the whole manifest there, which detects another base in its place.
     pub checksum: Checksum,
 }
 
@@ -38,7 +38,7 @@ impl Store {
         Ok(numbers)
     }
 
-    /// Opens a base: what checkpoints on it name, and its tensors.
+    /// Opens a base. Returns the entry for the manifests of checkpoints on it, and its tensors.
     ///
     /// # Errors
     /// As for [`Checkpoint::open`].
@@ -63,7 +63,7 @@ impl Store {
         Draft::of_base(self.clone(), number, step)
     }
 
-    /// Removes the bases that no checkpoint names. The folder is locked.
+    /// Removes the bases that no checkpoint names. The caller holds the folder's lock.
     pub(crate) fn remove_unnamed_bases(&self) -> Result<()> {
         let mut unnamed: Vec<_> = self.bases()?.into_iter().map(format::base_name).collect();
         for step in self.steps()?.into_iter().rev() {
@@ -72,14 +72,14 @@ impl Store {
             }
             let path = self.path_of(step);
             let manifest = read_manifest(&path).and_then(|text| parse_manifest(&path, &text));
-            // A checkpoint that cannot be read may stand on any of them.
+            // A checkpoint that cannot be read may use any of them.
             let Ok(manifest) = manifest else {
                 return Ok(());
             };
             let named = manifest.base.map(|base| base.folder);
             unnamed.retain(|folder| named.as_ref() != Some(folder));
         }
-        // So may one that somebody is writing.
+        // So may a checkpoint that is being written.
         if unnamed.is_empty() || self.is_being_written()? {
             return Ok(());
         }
@@ -88,11 +88,11 @@ impl Store {
     }
 }
 
-/// The manifest of the checkpoint in a folder, with what lies in its base.
+/// The manifest of the checkpoint in a folder, with the tensors and files of its base.
 ///
 /// # Errors
-/// [`Error::Damaged`] where the base is gone, another one, or has tensors that the checkpoint has
-/// too.
+/// [`Error::Damaged`] where the base is missing, was replaced by another one, or has a tensor that
+/// the checkpoint has too.
 pub(crate) fn joined(folder: &Path, mut manifest: Manifest) -> Result<Manifest> {
     let Some(base) = manifest.base.clone() else {
         return Ok(manifest);
@@ -160,7 +160,7 @@ mod tests {
     use crate::{DType, Header, Kind, Layout, Piece, ReshardOptions, ShardKind, reshard};
     use std::fs;
 
-    /// Writes a draft with tensors of a byte each.
+    /// Commits a draft with tensors of one byte each.
     fn commit(draft: &Draft, tensors: &[(&str, u8)]) {
         let layout = Layout::whole(&[1]);
         let bytes: Vec<_> = tensors.iter().map(|(_, value)| [*value]).collect();
@@ -267,7 +267,7 @@ mod tests {
         assert_eq!(store.bases().unwrap(), [1], "it may stand on it");
         fs::write(&manifest, text).unwrap();
 
-        // Whoever writes a checkpoint may stand on it before there is a manifest that says so.
+        // A checkpoint that is being written may use the base before a manifest says so.
         let draft = store.begin(4).unwrap();
         assert_eq!(store.rotate(1, &[]).unwrap(), [2]);
         assert_eq!(store.bases().unwrap(), [1]);
@@ -318,7 +318,7 @@ mod tests {
                     .contains("expected a folder like base-00001")
             );
         }
-        // Whatever an earlier version wrote has no base.
+        // Manifests of earlier versions have no base.
         let text = String::from_utf8(text)
             .unwrap()
             .replace("\"version\": 2", "\"version\": 1");

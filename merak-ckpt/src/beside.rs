@@ -1,4 +1,4 @@
-//! Folders that are written under another name beside their place, until they are whole.
+//! Folders that have a temporary name beside their place until they are complete.
 
 use crate::disk::{Lock, remove, rename, sync_parent};
 use crate::error::{WithCauses, io_error};
@@ -7,20 +7,19 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// How the name begins under which a folder is written: one that nobody else gives.
+/// Prefix of the temporary name, which no other program uses.
 const DRAFT: &str = ".merak-tmp-";
 
-/// A folder that is being written: `.merak-tmp-NAME` beside the place of `NAME`, which nobody else
-/// writes meanwhile.
+/// A folder that one process is writing: `.merak-tmp-NAME` beside the place of `NAME`.
 ///
-/// Dropped before it is finished, it is removed. What a process left that was killed is taken over.
-/// On file systems without locks, it keeps nobody off.
+/// Dropping it unfinished removes it. The leftover of a killed process is taken over. Without locks
+/// in the file system, other processes are not kept out.
 #[derive(Debug)]
 pub(crate) struct DraftBeside {
     folder: PathBuf,
     path: PathBuf,
     is_named: bool,
-    /// Shows others that it is being written.
+    /// Shows other processes that the folder is being written.
     #[expect(
         dead_code,
         reason = "it ends when it is dropped, after the folder is removed"
@@ -29,11 +28,11 @@ pub(crate) struct DraftBeside {
 }
 
 impl DraftBeside {
-    /// Makes an empty folder that is to take the place of `folder`.
+    /// Makes an empty folder that will take the place of `folder`.
     ///
     /// # Errors
-    /// [`Error::InUse`] where a process that lives is writing it, [`Error::AlreadyExists`] for a
-    /// path without a name, [`Error::Io`] where the disk refuses.
+    /// [`Error::InUse`] where a live process is writing it, [`Error::AlreadyExists`] for a path
+    /// without a name, [`Error::Io`] where the disk refuses.
     pub(crate) fn begin(folder: &Path) -> Result<Self> {
         let path = beside(folder, DRAFT)?;
         let parent = match path.parent() {
@@ -41,7 +40,7 @@ impl DraftBeside {
             _ => Path::new("."),
         };
         fs::create_dir_all(parent).map_err(io_error("create", parent))?;
-        // Of two that find a leftover, one takes it over.
+        // When two processes find a leftover, only one takes it over.
         let _names = Lock::of(parent)?;
         if Lock::is_held(&path) {
             return Err(Error::InUse {
@@ -88,7 +87,7 @@ impl Drop for DraftBeside {
     }
 }
 
-/// The path beside a folder whose name begins so.
+/// The path beside a folder, with `start` before its name.
 ///
 /// # Errors
 /// [`Error::AlreadyExists`] for a path without a name.
@@ -127,7 +126,7 @@ mod tests {
         drop(DraftBeside::begin(&parent.path().join("other")).unwrap());
         draft.finish().unwrap();
         assert!(folder.join("mine").exists());
-        // What came of it is nobody's draft any more.
+        // The finished folder is no draft any more.
         drop(DraftBeside::begin(&folder).unwrap());
         let names: Vec<_> = fs::read_dir(parent.path()).unwrap().collect();
         assert_eq!(names.len(), 1, "{names:?}");

@@ -34,7 +34,7 @@ pub struct BadByteSize {
 /// `dd` and `truncate` read them), in capitals or small letters.
 ///
 /// # Errors
-/// When it is no whole number, has another unit, or is more than 64 bits hold.
+/// When it is no whole number, has an unknown unit, or does not fit into 64 bits.
 ///
 /// ```
 /// use merak_ckpt::parse_byte_size;

@@ -25,13 +25,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub struct Checkpoint {
     folder: PathBuf,
     manifest: Manifest,
-    /// Whether the manifest knows checksums.
+    /// Whether the manifest has checksums.
     has_checksums: bool,
     /// One per file of the manifest.
     files: Vec<OpenFile>,
     /// The slices of each file, computed when a header is first checked.
     slices_by_file: OnceLock<Vec<Vec<Place>>>,
-    /// For each tensor, one flag per slice: its checksum was found right.
+    /// For each tensor, one flag per slice: whether its checksum was found right.
     verified: Vec<Vec<AtomicBool>>,
 }
 
@@ -39,7 +39,7 @@ pub struct Checkpoint {
 #[derive(Debug)]
 struct OpenFile {
     file: OnceLock<File>,
-    /// Whether its header was found right, or is not to be looked at.
+    /// Whether its header was found right, or needs no check.
     has_sound_header: AtomicBool,
 }
 
@@ -54,12 +54,12 @@ impl Checkpoint {
         Self::load(&resolve(path.as_ref())?).map_err(Error::with_older)
     }
 
-    /// Opens a checkpoint whose manifest is sound, whatever its files are: for
-    /// [`Checkpoint::verify`] to look at all of them.
+    /// Opens a checkpoint whose manifest is sound, without checking its files, so that
+    /// [`Checkpoint::verify`] can look at all of them.
     ///
     /// # Errors
-    /// As for [`Checkpoint::open`], but for damage of other files than the manifests (its own and
-    /// its base's).
+    /// As for [`Checkpoint::open`], except for damage of files other than the manifests of the
+    /// checkpoint and its base.
     pub fn open_damaged(path: impl AsRef<Path>) -> Result<Self> {
         Self::read_table(&resolve(path.as_ref())?).map_err(Error::with_older)
     }
@@ -212,7 +212,7 @@ impl Checkpoint {
     }
 
     /// A handle on the files that a sound manifest describes; `verified` says that checksums and
-    /// headers are not to be looked at.
+    /// headers need no check.
     pub(crate) fn over(folder: &Path, manifest: Manifest, verified: bool) -> Self {
         let flags = |tensor: &TensorEntry| {
             let flag = |_| AtomicBool::new(verified);
@@ -232,7 +232,8 @@ impl Checkpoint {
         }
     }
 
-    /// A handle on some of the parameters under other names; `names` has the own name of each.
+    /// A handle on some of the parameters under other names; `names` maps each new name to the
+    /// parameter's own.
     ///
     /// # Errors
     /// [`Error::MissingTensor`] where there is none, [`Error::Damaged`] where the header of its
@@ -255,7 +256,7 @@ impl Checkpoint {
             tensors,
         };
         let renamed = Self::over(&self.folder, manifest, !self.has_checksums);
-        // They have the own names, and were just checked.
+        // They have the parameters' own names, and were just checked.
         let headers = renamed.files.iter().map(|file| &file.has_sound_header);
         headers.for_each(mark);
         Ok(renamed)

@@ -52,7 +52,7 @@ impl<'de> Deserialize<'de> for Checksum {
 /// Passes bytes on to a writer, counting and hashing them.
 pub(crate) struct HashingWriter<W> {
     inner: W,
-    /// Absent where nobody asks for the checksum.
+    /// Absent where the checksum is not needed.
     hasher: Option<Xxh3>,
     written: u64,
 }

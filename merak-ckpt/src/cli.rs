@@ -14,7 +14,7 @@ use std::{
 /// Reads a command line. Options of all commands are taken with dashes and with underscores.
 ///
 /// # Errors
-/// What clap says about it, help texts included; nothing in it acts on a terminal.
+/// Clap's error, help texts included, with words that a terminal can show safely.
 pub fn parse<C: CommandFactory + FromArgMatches>(
     words: impl IntoIterator<Item = OsString>,
 ) -> Result<C, Error> {
@@ -30,7 +30,8 @@ pub fn parse<C: CommandFactory + FromArgMatches>(
     C::from_arg_matches(&matches).map_err(|error| harmless(error.format(&mut command)))
 }
 
-/// The error of an option whose number is none, with what it expects; any other as it is.
+/// Adds the expected number to the error of an option with another value; leaves other errors as
+/// they are.
 fn expecting(error: Error, command: &mut Command) -> Error {
     let number = error.source().and_then(|source| {
         let float = source.downcast_ref::<ParseFloatError>();
@@ -54,7 +55,7 @@ fn expecting(error: Error, command: &mut Command) -> Error {
     command.error(ErrorKind::ValueValidation, message)
 }
 
-/// What is said of the first word that is no text.
+/// The message about the first word that is not UTF-8.
 fn no_text(words: &[OsString]) -> Option<String> {
     let (at, word) = words
         .iter()
@@ -82,7 +83,7 @@ fn with_underscores(command: Command) -> Command {
     command.mut_subcommands(with_underscores)
 }
 
-/// The error with the words of the line in a form that a terminal only shows.
+/// The error with the words of the line escaped for a terminal.
 fn harmless(mut error: Error) -> Error {
     let shown: Vec<_> = error
         .context()

@@ -7,8 +7,8 @@ use half::{bf16, f16};
 const BLOCK_ELEMENTS: usize = 1 << 17;
 
 impl Checkpoint {
-    /// Reads a piece as [`Checkpoint::read`] does, and where it is stored in another
-    /// floating-point type converts it (rounding to nearest, ties to even).
+    /// Reads a piece as [`Checkpoint::read`] does, and converts it where it is stored in another
+    /// floating-point type (rounding to nearest, ties to even).
     ///
     /// # Errors
     /// As for [`Checkpoint::read`];
@@ -28,7 +28,7 @@ impl Checkpoint {
         {
             let begin = range.start + part * BLOCK_ELEMENTS;
             let end = begin + out.len() / piece.dtype.size_bytes();
-            // Padding keeps what the caller put there.
+            // Padding keeps the caller's values.
             let block = &mut block[..(end - begin) * width];
             convert(piece.dtype, out, stored, block);
             let native = Piece {

@@ -68,7 +68,7 @@ impl Cut {
         Layout::along(shape, self.dim, &ranges)?.with_cut(self.clone())
     }
 
-    /// Whether the cut fits a tensor of this shape; the reason why not.
+    /// Checks that the cut fits a tensor of this shape; returns the reason why not.
     pub(crate) fn check(&self, shape: &[usize]) -> Result<(), String> {
         let Some(&size) = shape.get(self.dim) else {
             return Err(format!("{self}, but it has no dim {}", self.dim));

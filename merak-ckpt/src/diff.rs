@@ -18,7 +18,7 @@ pub struct Tolerance {
     pub atol: f64,
 }
 
-/// What two checkpoints have in common and what not.
+/// Where two checkpoints agree and where they differ.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct DiffReport {
     /// Number of tensors that both have and that agree.
@@ -77,7 +77,7 @@ pub struct ValueDiff {
     pub beyond: usize,
     /// Greatest `|a - b|`; not a number counts as infinitely far.
     pub max_absolute: f64,
-    /// Flat index of the first element that far apart.
+    /// Flat index of the first element with that difference.
     pub at: usize,
     /// Greatest `|a - b| / |b|`.
     pub max_relative: f64,

@@ -9,7 +9,7 @@ use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::Path;
 
-/// Whether the file is there in full length.
+/// Checks that the file exists in full length.
 pub(crate) fn check_length(folder: &Path, entry: &FileEntry) -> Result<(), Damage> {
     let damage = |problem| Damage {
         file: entry.name.clone(),
@@ -47,7 +47,7 @@ pub(crate) fn sync_folder(path: &Path) -> Result<()> {
         .map_err(io_error("sync", path))
 }
 
-/// Makes the name of a file or folder last.
+/// Syncs the folder around a file or folder, so that a crash cannot lose its name.
 pub(crate) fn sync_parent(path: &Path) -> Result<()> {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => sync_folder(parent),
@@ -68,12 +68,12 @@ pub(crate) fn remove(path: &Path) -> Result<()> {
     removed.map_err(io_error("remove", path))
 }
 
-/// The most bytes of a configuration: a `config.json`, an `adapter_config.json`, a file of
-/// settings. As values they may take a hundred times the memory.
+/// Maximum bytes of a configuration: a `config.json`, an `adapter_config.json`, a file of settings.
+/// Parsed, they may take a hundred times the memory.
 pub const MAX_CONFIG_BYTES: u64 = 4 << 20;
 
-/// Opens a file that somebody named, and tells its length in bytes. A pipe would keep who opens it
-/// waiting, and a device may have no end, so both are refused.
+/// Opens a file that a user named, and returns its length in bytes. Opening a pipe would block, and
+/// a device may have no end, so both are refused.
 ///
 /// # Errors
 /// When there is no regular file, or the system refuses to open it.
@@ -88,8 +88,8 @@ pub fn open_regular(path: &Path) -> io::Result<(File, u64)> {
     Ok((File::open(path)?, metadata.len()))
 }
 
-/// Opens a file to write it, as `options` say. A pipe in its place would keep who opens it waiting,
-/// so what is there already must be a regular file, or a link to one.
+/// Opens a file to write it, as `options` say. Opening a pipe would block, so an existing file must
+/// be a regular one, or a link to one.
 ///
 /// # Errors
 /// When something else is there, or the system refuses to open it.
@@ -108,12 +108,12 @@ pub fn open_to_write(path: &Path, options: &OpenOptions) -> io::Result<File> {
         Err(error) => return Err(error),
     }
     let file = options.open(path)?;
-    // Somebody may have put something else there meanwhile.
+    // Another process may have replaced the file meanwhile.
     check_is_regular(&file.metadata()?)?;
     Ok(file)
 }
 
-/// Writes the whole content of a file, in place of what it has.
+/// Replaces the whole content of a file.
 ///
 /// # Errors
 /// As for [`open_to_write`], and when the system refuses to write.
@@ -134,7 +134,7 @@ fn check_is_regular(metadata: &Metadata) -> io::Result<()> {
     Err(io::Error::new(ErrorKind::InvalidInput, reason))
 }
 
-/// The content of a file that somebody named, which has `limit` bytes at most.
+/// The content of a file that a user named, at most `limit` bytes.
 ///
 /// # Errors
 /// As for [`open_regular`], and for a file that is longer.
@@ -147,7 +147,7 @@ pub fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     if length > limit {
         return too_long(length);
     }
-    // It may grow, or have another length than its folder says.
+    // The file may grow, or have another length than its metadata says.
     let mut content = Vec::new();
     let read = file.take(limit.saturating_add(1)).read_to_end(&mut content);
     read?;
@@ -157,7 +157,7 @@ pub fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     }
 }
 
-/// The text of a file that somebody named, which has `limit` bytes at most.
+/// The text of a file that a user named, at most `limit` bytes.
 ///
 /// # Errors
 /// As for [`read_regular`], and for bytes that are not UTF-8.
@@ -170,7 +170,7 @@ pub fn read_text(path: &Path, limit: u64) -> io::Result<String> {
     })
 }
 
-/// The content of a file of so many bytes at most, or `None` where there is none.
+/// The content of a file of at most `limit` bytes, or `None` where there is no file.
 pub(crate) fn read_small(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     match read_regular(path, limit) {
         Ok(content) => Ok(Some(content)),
@@ -179,7 +179,7 @@ pub(crate) fn read_small(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     }
 }
 
-/// The error of a file that is not what it should be, or that the system does not let us read.
+/// The error of a file that has the wrong form, or that the system refuses to read.
 pub(crate) fn not_read(path: &Path, error: io::Error) -> Error {
     match error.kind() {
         ErrorKind::InvalidInput | ErrorKind::FileTooLarge if error.raw_os_error().is_none() => {
@@ -189,13 +189,13 @@ pub(crate) fn not_read(path: &Path, error: io::Error) -> Error {
     }
 }
 
-/// A folder that nobody else locks as long as this lives. On file systems without locks, it keeps
-/// nobody off.
+/// A lock on a folder, held as long as this lives. Without locks in the file system, other
+/// processes are not kept out.
 #[derive(Debug)]
 pub(crate) struct Lock(#[expect(dead_code, reason = "it unlocks when it is closed")] File);
 
 impl Lock {
-    /// Waits until nobody else has locked the folder.
+    /// Locks the folder, after waiting for other processes to unlock it.
     pub(crate) fn of(folder: &Path) -> Result<Self> {
         let file = File::open(folder).map_err(io_error("open", folder))?;
         while file
@@ -205,7 +205,7 @@ impl Lock {
         Ok(Self(file))
     }
 
-    /// Whether somebody has locked the folder.
+    /// Whether the folder is locked.
     pub(crate) fn is_held(folder: &Path) -> bool {
         let is_held = |file: File| matches!(file.try_lock(), Err(TryLockError::WouldBlock));
         folder.is_dir() && File::open(folder).is_ok_and(is_held)

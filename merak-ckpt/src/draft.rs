@@ -13,25 +13,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A checkpoint that is being written, under a temporary name.
 ///
-/// See the crate page for who calls what.
+/// The crate page shows which rank calls what.
 #[derive(Debug, Clone)]
 pub struct Draft {
     store: Store,
     step: u64,
-    /// What the folder is to be called.
+    /// The folder's final name.
     name: String,
-    /// Where the tensors lie that are not written again.
+    /// The base, which holds the tensors that are not written again.
     base: Option<Base>,
-    /// Of the rank that began it.
+    /// Present on the rank that began the draft.
     folder: Option<Arc<DraftFolder>>,
 }
 
-/// The folder of a draft, which goes with it unless it got its name.
+/// The folder of a draft. Dropping it removes the folder, unless that has its final name.
 #[derive(Debug)]
 struct DraftFolder {
     path: PathBuf,
     is_named: AtomicBool,
-    /// Shows others that it is being written.
+    /// Shows other processes that the folder is being written.
     #[expect(
         dead_code,
         reason = "it ends when it is dropped, after the folder is removed"
@@ -51,7 +51,8 @@ impl Drop for DraftFolder {
     }
 }
 
-/// What gives a written draft its name, in order; a crash between any two loses no checkpoint.
+/// The operations that give a written draft its name, in order; a crash between any two loses no
+/// checkpoint.
 const NAMING: [fn(&Draft) -> Result<()>; 4] = [
     Draft::set_predecessor_aside,
     Draft::take_name,
@@ -78,13 +79,13 @@ impl Draft {
         }
     }
 
-    /// The same, of a checkpoint that has what lies in a base besides what is written of it.
+    /// Sets the base, whose tensors the checkpoint has besides those that are written.
     #[must_use]
     pub fn with_base(self, base: Option<Base>) -> Self {
         Self { base, ..self }
     }
 
-    /// The draft of whoever made its folder.
+    /// The draft on the rank that made its folder.
     pub(crate) fn begun(self, lock: Lock) -> Self {
         let folder = DraftFolder {
             path: self.path(),
@@ -112,7 +113,7 @@ impl Draft {
     /// each under an index of its own; without pieces nothing is written.
     ///
     /// Each piece comes with its bytes: the elements of the local tensor (or of the flat range of
-    /// it), row-major, little-endian. Of a tensor that several ranks hold, one rank writes.
+    /// it), row-major, little-endian. Where several ranks hold a tensor, one of them writes it.
     ///
     /// # Errors
     /// [`Error::Io`] where the file exists or cannot be written; [`Error::BufferLength`],
@@ -126,9 +127,9 @@ impl Draft {
         shard::write(&self.path(), &kind.file_name(index), pieces)
     }
 
-    /// Completes the checkpoint: writes `files` (name and content: `config.json` and the like)
-    /// and the manifest, gives the folder its name, and makes `latest` name it (but for a base).
-    /// One rank calls it with the shards of all ranks; returns the checkpoint's folder.
+    /// Completes the checkpoint: writes `files` (name and content: `config.json` and the like) and
+    /// the manifest, gives the folder its name, and makes `latest` name it (except for a base). One
+    /// rank calls it with the shards of all ranks; returns the checkpoint's folder.
     ///
     /// The step of `header` is set to the draft's. A checkpoint of the same step is replaced.
     ///
@@ -283,7 +284,7 @@ fn merge(shards: Vec<Shard>, header: Header) -> Result<Manifest, Damage> {
     })
 }
 
-/// How what two ranks say about one tensor differs.
+/// The difference between two ranks' entries of one tensor.
 fn disagreement(first: &TensorEntry, second: &TensorEntry) -> Option<String> {
     if (first.dtype, &first.shape) != (second.dtype, &second.shape) {
         return Some(format!(
@@ -323,13 +324,13 @@ mod tests {
         (draft, vec![shard])
     }
 
-    /// Ends as a process does that is killed: locks end, files stay.
+    /// Ends like a killed process: locks end, files stay.
     fn crash(draft: Draft) {
         let folder = Arc::into_inner(draft.folder.unwrap()).unwrap();
         folder.is_named.store(true, Ordering::Relaxed);
     }
 
-    /// What a run finds that starts now: the values in the latest and in the newest checkpoint.
+    /// The values that a new run finds in the latest and in the newest checkpoint.
     fn found(store: &Store) -> (u8, u8) {
         let latest = Checkpoint::open(store.folder()).unwrap();
         let newest = Checkpoint::open_newest(store.folder()).unwrap().unwrap();
@@ -361,7 +362,7 @@ mod tests {
                     "step {step}, {done} operations done"
                 );
 
-                // The next save removes what is left over and works as ever.
+                // The next save removes the leftovers and works as usual.
                 crash(draft);
                 let (draft, shards) = write(&store, 3, 30);
                 draft.commit(shards, Header::default(), &[]).unwrap();
@@ -419,8 +420,7 @@ mod tests {
         draft
             .commit(shards.clone(), Header::default(), &[])
             .unwrap();
-        // What is written under the same name by another save is none of a committed draft's
-        // business.
+        // A committed draft leaves alone what another save writes under the same name.
         let next = store.begin(1).unwrap();
         drop(draft);
         assert!(next.path().exists());

@@ -151,9 +151,9 @@ impl DType {
     }
 }
 
-/// The number as `f32`, rounded to odd: where it lies between two, the one with an odd last bit.
-/// Rounded again to a type of fewer bits, it comes out as if it had been rounded once, since a tie
-/// remains one only where it was one.
+/// The number as `f32`, rounded to odd: between two `f32` numbers, the one with an odd last bit.
+/// Rounding the result to a type of fewer bits equals rounding once, since only a true tie remains
+/// a tie.
 fn to_odd(value: f64) -> f32 {
     let nearest = value as f32;
     let bits = nearest.to_bits();
@@ -161,7 +161,7 @@ fn to_odd(value: f64) -> f32 {
     if value.is_nan() || wide.to_bits() == value.to_bits() || bits % 2 == 1 {
         return nearest;
     }
-    // Toward the value; an infinity that it is not comes back to the largest number.
+    // One step toward the value; an infinity from overflow becomes the largest number.
     let is_beyond = wide.abs() > value.abs();
     f32::from_bits(if is_beyond { bits - 1 } else { bits + 1 })
 }
@@ -218,8 +218,8 @@ mod tests {
             u16::from_le_bytes(out)
         };
         let of = |bits: u32| f64::from(f32::from_bits(bits));
-        // 1 + 2^-8 and 1 + 2^-11 lie in the middle between two numbers, and so do the smallest
-        // ones' halves.
+        // 1 + 2^-8 and 1 + 2^-11 lie in the middle between two numbers, and so do halves of the
+        // smallest numbers.
         for (dtype, tie, one) in [
             (DType::BF16, 0x3F80_8000, 0x3F80),
             (DType::F16, 0x3F80_1000, 0x3C00),

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error whose type only its maker knows: that of a [`TokenSource`](crate::TokenSource).
+/// An error of any type, as a [`TokenSource`](crate::TokenSource) returns it.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A failed save, load or generation.
@@ -43,7 +43,7 @@ pub enum Error {
         /// The path.
         path: PathBuf,
     },
-    /// Somebody else is writing there.
+    /// Another process is writing there.
     #[error(
         "{} is being written by {}: wait until that has ended",
         file(path),
@@ -52,7 +52,7 @@ pub enum Error {
     InUse {
         /// The folder.
         path: PathBuf,
-        /// Who writes it, as in `process 4711`.
+        /// The process that writes it, as in `process 4711`.
         holder: String,
     },
     /// The path is neither a checkpoint nor a folder that holds some.
@@ -300,7 +300,7 @@ pub struct Damage {
 }
 
 impl Damage {
-    /// Damage that is no single tensor's.
+    /// Damage that belongs to no single tensor.
     pub(crate) fn of_file(file: &str, problem: Problem) -> Self {
         Self {
             file: file.to_owned(),
@@ -343,7 +343,7 @@ pub enum Problem {
     OtherBase {
         /// Checksum of the manifest of the checkpoint's base.
         expected: Checksum,
-        /// That of the one which is there.
+        /// Checksum of the manifest that is there.
         found: Checksum,
     },
     /// A folder, pipe or device lies where a file should.
@@ -414,7 +414,7 @@ pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Err
     }
 }
 
-/// How much there is of something, and the most that there may be.
+/// The message of an exceeded limit: the amount found, and the limit.
 fn too_much(what: &str, found: u64, limit: u64) -> String {
     match what {
         "bytes" => beyond(found, limit),

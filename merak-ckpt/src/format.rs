@@ -2,7 +2,7 @@
 
 /// Name of the format, in every manifest.
 pub const NAME: &str = "merak-checkpoint";
-/// The newest version that is read, that of checkpoints with a base; those without one have
+/// The newest version that is read. Checkpoints with a base have it, those without one have
 /// version 1.
 pub const VERSION: u64 = 2;
 /// File name of the manifest.

@@ -26,7 +26,7 @@ pub struct GenerateOptions {
     pub repetition_penalty: f64,
     /// Tokens that end a sequence.
     pub eos_token_ids: Vec<u32>,
-    /// New tokens before one of those.
+    /// Fewest new tokens before an end token.
     pub min_new_tokens: usize,
     /// Tokens that are never chosen.
     pub suppress_tokens: Vec<u32>,
@@ -70,15 +70,15 @@ impl Row<'_> {
 
 /// Gives the next token of sequences: the seam between the decode loop and a model.
 ///
-/// Whoever can give logits implements [`LogitsSource`] and has this for free. A model that is
-/// spread over ranks implements this one: every rank runs the same loop, the source computes the
-/// logits together with the other ranks, the rank that has them calls [`Row::pick`], and the
-/// tokens are broadcast, so that every rank returns the same.
+/// A type that gives logits implements [`LogitsSource`] and has this trait for free. A model that
+/// is spread over ranks implements this one: every rank runs the same loop, the source computes the
+/// logits together with the other ranks, the rank that has them calls [`Row::pick`], and the tokens
+/// are broadcast, so that every rank returns the same.
 pub trait TokenSource {
     /// The next token of each row, in order.
     ///
     /// # Errors
-    /// Whatever keeps the model from answering.
+    /// Any failure of the model.
     fn next_tokens(&mut self, rows: &[Row<'_>], sampler: &Sampler) -> Result<Vec<u32>, BoxError>;
 }
 
@@ -106,8 +106,14 @@ pub trait TokenSource {
 ///     ..Default::default()
 /// };
 /// let completions = generate(&mut Counter, &[vec![0], vec![7, 3]], &options)?;
-/// assert_eq!((completions[0].ids.as_slice(), completions[0].reason), (&[1, 2, 3][..], Reason::Length));
-/// assert_eq!((completions[1].ids.as_slice(), completions[1].reason), (&[4, 5][..], Reason::Eos));
+/// assert_eq!(
+///     (completions[0].ids.as_slice(), completions[0].reason),
+///     (&[1, 2, 3][..], Reason::Length)
+/// );
+/// assert_eq!(
+///     (completions[1].ids.as_slice(), completions[1].reason),
+///     (&[4, 5][..], Reason::Eos)
+/// );
 /// # Ok(())
 /// # }
 /// ```
@@ -118,7 +124,7 @@ pub trait LogitsSource {
     /// One `[V]` per row: the whole vocabulary, in f32; padded entries are minus infinity.
     ///
     /// # Errors
-    /// Whatever keeps the model from answering.
+    /// Any failure of the model.
     fn next_logits(&mut self, rows: &[Row<'_>]) -> Result<Vec<Vec<f32>>, BoxError>;
 }
 
@@ -166,7 +172,7 @@ pub struct Decoding {
     first_prompt: u64,
     eos_token_ids: Vec<u32>,
     min_new_tokens: usize,
-    /// What is never chosen; what is not before so many tokens.
+    /// Tokens that are never chosen; tokens that are not chosen before `min_new_tokens`.
     suppressed: [Vec<u32>; 2],
     sequences: Vec<Sequence>,
 }
@@ -175,7 +181,7 @@ pub struct Decoding {
 struct Sequence {
     tokens: Vec<u32>,
     prompt_length: usize,
-    /// Tokens when it is full.
+    /// Its length in tokens when it is full.
     limit: usize,
     reason: Option<Reason>,
 }
@@ -352,8 +358,8 @@ impl Decoding {
         }
     }
 
-    /// Ends a sequence for a reason of the caller's; one that has ended keeps its reason, unless
-    /// that is its length.
+    /// Ends a sequence for a reason of the caller's. A sequence that an end token has ended keeps
+    /// that reason.
     ///
     /// # Panics
     /// Where the prompt is unknown.

@@ -1,4 +1,4 @@
-//! Whether the files of a checkpoint are what its manifest says, apart from the slices themselves.
+//! Checks of a checkpoint's files against its manifest, except for the slices themselves.
 
 use crate::error::Problem;
 use crate::format;
@@ -29,7 +29,7 @@ pub(crate) fn slices_by_file(manifest: &Manifest) -> Vec<Vec<Place>> {
     places
 }
 
-/// Whether a file has the content that the manifest says; `watch` sees the bytes, block by block.
+/// Checks the content of a file against the manifest; `watch` sees the bytes, block by block.
 pub(crate) fn check_content(
     folder: &Path,
     entry: &FileEntry,
@@ -54,7 +54,7 @@ pub(crate) fn check_content(
     Err(Problem::Checksum { expected, found })
 }
 
-/// Whether a safetensors file's header announces the slices that the manifest says, where it says,
+/// Checks that a safetensors file's header announces the slices of the manifest at their places,
 /// and nothing else.
 pub(crate) fn check_header(
     file: &File,

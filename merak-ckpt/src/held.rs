@@ -1,4 +1,4 @@
-//! What one process at a time may do in a folder.
+//! Files that one process at a time holds.
 
 use crate::error::io_error;
 use crate::hf::foreign;
@@ -11,8 +11,8 @@ use std::thread;
 use std::time::Duration;
 
 /// A file that one process at a time holds, by a lock (`flock`) on it. Its text names the process.
-/// It is removed when this is dropped; what a killed process leaves is taken over, and the file of
-/// another program is left alone. On file systems without locks, it keeps nobody off.
+/// Dropping this removes it. The file of a killed process is taken over, and the file of another
+/// program is left alone. Without locks in the file system, other processes are not kept out.
 ///
 /// # Examples
 /// ```
@@ -33,14 +33,14 @@ pub struct HeldFile {
     path: PathBuf,
 }
 
-/// How the text of such a file begins.
+/// The start of such a file's text.
 const PROCESS: &str = "process ";
 
-/// More of a holder's name is not read.
+/// Maximum bytes that are read of a holder's name.
 const MAX_HOLDER_BYTES: u64 = 256;
 
-/// How often, and how long apart, somebody looks who wants a file that is held: whoever asks for
-/// its holder has it for a moment too.
+/// Number of attempts to take a file that is held, and the pause between two: [`HeldFile::check`]
+/// locks the file for a moment too.
 const LOOKS: (u32, Duration) = (20, Duration::from_millis(5));
 
 impl HeldFile {
@@ -48,8 +48,9 @@ impl HeldFile {
     /// `4711 on host`.
     ///
     /// # Errors
-    /// [`Error::InUse`] with the folder and the holder where somebody has it, [`Error::Foreign`]
-    /// where something else lies there, [`Error::Io`] where the file cannot be made or written.
+    /// [`Error::InUse`] with the folder and the holder where another process holds it,
+    /// [`Error::Foreign`] where something else lies there, [`Error::Io`] where the file cannot be
+    /// made or written.
     pub fn take(path: &Path, process: &str) -> Result<Self> {
         loop {
             check_is_file(path)?;
@@ -70,7 +71,7 @@ impl HeldFile {
                 file,
                 path: path.to_owned(),
             };
-            // Whoever had it may have removed it since it was opened.
+            // The previous holder may have removed the file since it was opened.
             if !held.is_in_place() {
                 continue;
             }
@@ -84,8 +85,8 @@ impl HeldFile {
         }
     }
 
-    /// Checks what [`HeldFile::take`] would refuse: that somebody has the file, or that it is none.
-    /// Changes nothing.
+    /// Fails where [`HeldFile::take`] would: where a process holds the file, or something else lies
+    /// there. Changes nothing.
     ///
     /// # Errors
     /// As [`HeldFile::take`]; [`Error::Io`] where the file cannot be looked at.
@@ -102,13 +103,13 @@ impl HeldFile {
         holder(path, &mut file).map(drop)
     }
 
-    /// Whether the file still lies where it was taken: somebody may have removed its folder.
+    /// Whether the file still lies where it was taken: another process may have removed its folder.
     pub fn is_in_place(&self) -> bool {
         is_same(&self.file, fs::symlink_metadata(&self.path))
     }
 }
 
-/// Whether an open file still lies at a path: somebody may have removed or replaced it.
+/// Whether an open file still lies at a path: another process may have removed or replaced it.
 pub fn lies_at(file: &File, path: &Path) -> bool {
     is_same(file, fs::metadata(path))
 }
@@ -123,7 +124,7 @@ fn is_same(file: &File, there: io::Result<Metadata>) -> bool {
 impl Drop for HeldFile {
     fn drop(&mut self) {
         if self.is_in_place() {
-            // Whoever comes next takes over what cannot be removed.
+            // The next holder takes over a file that cannot be removed.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -134,7 +135,7 @@ fn is_held_after(pause: Duration, is_held: impl Fn() -> bool) -> bool {
     is_held()
 }
 
-/// Refuses a pipe, which nobody can hold, and a link: the file behind it is another one.
+/// Refuses a pipe, which cannot be held, and a link, which leads to another file.
 fn check_is_file(path: &Path) -> Result<()> {
     match fs::symlink_metadata(path) {
         Ok(found) if found.is_symlink() => Err(foreign(
@@ -158,7 +159,7 @@ fn holder(path: &Path, file: &mut File) -> Result<Option<String>> {
         .and_then(|()| file.take(MAX_HOLDER_BYTES).read_to_end(&mut text))
         .map_err(io_error("read", path))?;
     let text = String::from_utf8_lossy(&text);
-    // A process that was killed may have written the first bytes.
+    // A killed process may have written only the first bytes.
     if !text.starts_with(PROCESS) && !PROCESS.starts_with(&*text) {
         let reason = "it is no lock, but a file of another program: move it away";
         return Err(foreign(path, reason));

@@ -47,7 +47,7 @@ use std::path::{Path, PathBuf};
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 pub(crate) const CONFIG: &str = "config.json";
 
-/// What a folder may hold besides weights that belongs to the model.
+/// Files beside the weights that belong to the model.
 const COMPANIONS: [&str; 18] = [
     CONFIG,
     "added_tokens.json",
@@ -77,10 +77,10 @@ const COMPANIONS: [&str; 18] = [
 /// knows tensors and plain containers, runs nothing, and refuses everything else by name.
 ///
 /// Names are those of the model with its head: where a folder holds the bare model (`wte.weight`),
-/// the prefix of its `model_type` is added (`transformer.wte.weight`). Left out are causal masks
-/// and other buffers that models make up themselves, and a head that the configuration ties to the
-/// embedding: only where the two are equal. Where both are there and differ, the configuration is
-/// wrong, as version 5 of `transformers` saves it for T5 1.1, and they stay apart, as when
+/// the prefix of its `model_type` is added (`transformer.wte.weight`). Causal masks and other
+/// buffers that models compute themselves are left out. So is a head that the configuration ties to
+/// the embedding, if the two are equal. Where both are there and differ, the configuration is wrong
+/// (version 5 of `transformers` saves such a one for T5 1.1), and they stay apart, as when
 /// `transformers` loads such a folder.
 #[derive(Debug)]
 pub struct HfFolder {
@@ -101,17 +101,17 @@ pub struct StoredTensor {
     pub dtype: DType,
     /// Its sizes, outermost first.
     pub shape: Vec<usize>,
-    /// Elements from one index to the next of each dim, where the elements do not lie row by row:
-    /// as of a transposed tensor that `torch.save` wrote.
+    /// Elements from one index to the next of each dim, where the order is not row-major, as in a
+    /// transposed tensor that `torch.save` wrote.
     pub strides: Option<Vec<usize>>,
     /// First byte in the file, and the one after the last; elements are little-endian.
     pub bytes: [u64; 2],
 }
 
-/// The name of a file, and which of its tensors are wanted where an index says so.
+/// The name of a file, how it keeps tensors, and the tensors that an index wants of it.
 type WeightFile = (String, FileKind, Option<BTreeSet<String>>);
 
-/// The weights where they are one file, in order of preference.
+/// The names of weights in one file, in order of preference.
 const WEIGHTS: [(&str, FileKind); 2] = [
     ("model.safetensors", FileKind::Safetensors),
     ("pytorch_model.bin", FileKind::Torch),
@@ -212,11 +212,11 @@ impl HfFolder {
         (has(CONFIG) || weight_files(path).is_ok()) && !has(format::MANIFEST)
     }
 
-    /// Refuses a folder or file that another program wrote in a format of its own, with what it is
-    /// and the way in.
+    /// Refuses a folder or file in another program's format. The error says what it is and how to
+    /// import it.
     ///
     /// # Errors
-    /// [`Error::Foreign`] for such a one.
+    /// [`Error::Foreign`] for such a folder or file.
     pub fn refuse_others(path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         what_it_is(path).map_or(Ok(()), |reason| Err(foreign(path, reason)))
@@ -233,9 +233,8 @@ impl HfFolder {
         &self.config
     }
 
-    /// Says in a configuration of the folder's model that head and embedding are apart, with a
-    /// warning, where the weights are so although `config.json` says otherwise. Returns whether
-    /// they are.
+    /// Unties head and embedding in a configuration of the folder's model, with a warning, where
+    /// `config.json` ties them although the weights differ. Returns whether they differ.
     pub fn correct(&self, config: &mut Value) -> bool {
         if self.is_untied {
             tracing::warn!(
@@ -271,7 +270,7 @@ impl HfFolder {
         &self.weights
     }
 
-    /// The same without what the folder knows besides.
+    /// The weights as an open checkpoint, without the rest of the folder.
     pub(crate) fn into_weights(self) -> Checkpoint {
         self.weights
     }
@@ -293,8 +292,7 @@ fn check_is_folder(path: &Path) -> Result<()> {
     Err(foreign(path, reason))
 }
 
-/// Says what a folder is that another program wrote and that lacks the file by which it was to be
-/// read.
+/// Refuses a folder of another program that lacks the needed file, with what the folder is.
 fn check_is_none_of_others(needed: &Path, folder: &Path) -> Result<()> {
     match what_it_is(folder).filter(|_| !needed.exists()) {
         Some(reason) => Err(foreign(folder, reason)),
@@ -307,7 +305,7 @@ pub(crate) fn family_of(config: &Value) -> Option<&'static Family> {
     family::of(config.get("model_type")?.as_str()?)
 }
 
-/// Whether the weights are numbers of the model, and none that stand for such.
+/// Checks that the weights are not quantized.
 fn check_is_plain(config: &Value) -> Result<(), String> {
     let quantization = config.get("quantization_config");
     let Some(fields) = quantization.and_then(Value::as_object) else {
@@ -342,7 +340,7 @@ fn are_apart(
     let [Some(first), Some(second)] = names.map(find) else {
         return Ok(false);
     };
-    // Old files have a tied weight once, under both names.
+    // Old files store a tied weight once, under both names.
     let place = |(file, tensor): &(String, StoredTensor)| {
         (file.clone(), tensor.bytes, tensor.strides.clone())
     };
@@ -381,7 +379,7 @@ fn weight_files(folder: &Path) -> Result<Vec<WeightFile>> {
     ))
 }
 
-/// The index of weights that would be one file of this name.
+/// The index of weights that are split into several files; `single` is the name of the one file.
 fn index_of(folder: &Path, single: &str) -> PathBuf {
     folder.join(format!("{single}.index.json"))
 }
@@ -403,12 +401,12 @@ fn indexed_files(index: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {
     Ok(files)
 }
 
-/// What is read of an index of weights.
+/// The fields that are read of an index of weights.
 #[derive(Deserialize)]
 struct Index {
     /// The file of each tensor.
     weight_map: Option<BTreeMap<String, String>>,
-    /// What the original Merak notes: the layers that it has put together.
+    /// The original Merak's note of the layers that it has put together.
     #[expect(
         clippy::zero_sized_map_values,
         reason = "of a JSON object only the keys are of use"
@@ -532,7 +530,7 @@ fn parsed<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<T> {
     serde_json::from_slice(&text).map_err(|error| foreign(path, error.to_string()))
 }
 
-/// Opens a file of weights, for tensors to be found in it.
+/// Opens a file of weights.
 fn open_weights(path: &Path) -> Result<File> {
     const POINTER: &[u8] = b"version https://git-lfs";
     let (file, _) = open_regular(path).map_err(|error| not_read(path, error))?;

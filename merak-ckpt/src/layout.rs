@@ -155,9 +155,9 @@ impl Layout {
         })
     }
 
-    /// Adds how tensor parallelism cuts the tensor, for the manifest: what
-    /// [`reshard`](crate::reshard) goes by when it cuts for another degree. A writer of one rank
-    /// notes it as well; a tensor that every rank holds whole has none.
+    /// Adds to the manifest how tensor parallelism cuts the tensor, which
+    /// [`reshard`](crate::reshard) needs to cut for another degree. A writer of one rank notes the
+    /// cut too; a tensor that every rank holds whole has none.
     ///
     /// # Errors
     /// [`Error::InvalidLayout`] where the cut does not fit the global shape.

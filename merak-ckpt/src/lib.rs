@@ -43,32 +43,32 @@
 //!
 //! # Saving with many ranks
 //!
-//! The ranks know each other through the caller only, whose part is two messages:
+//! The ranks communicate through the caller only, which sends two messages:
 //!
 //! ```text
-//! rank 0                          every rank                               rank 0
-//! store.begin(step)  ── barrier ─►  store.draft(step).write_shard(..) ─┐
-//!                                   Shard (serde) ── gather ───────────┴─►  draft.commit(shards, ..)
-//!                                                                           store.rotate(limit, ..)
-//!                                                                           ── barrier, or the path ─►
+//! rank 0                         every rank                             rank 0
+//! store.begin(step) ─ barrier ─► store.draft(step).write_shard(..) ─┐
+//!                                Shard (serde) ── gather ───────────┴─► draft.commit(shards, ..)
+//!                                                                       store.rotate(limit, ..)
+//!                                                                       ─ barrier, or the path ─►
 //! ```
 //!
 //! With [`Draft::write_shard_later`] a rank trains on while a thread copies its tensors and writes
-//! them: until the next update nobody changes them, so the copy is made beside the next forward and
-//! backward passes. The gathering and the rest wait until [`PendingShard::wait`] has every rank's
-//! shard.
+//! them: nothing changes them until the next update, so the copy is made during the next forward
+//! and backward passes. The gathering and the rest wait until [`PendingShard::wait`] has every
+//! rank's shard.
 //!
-//! Each rank writes what it owns under a file index of its own (its rank, say); of a tensor that
-//! several ranks hold, one writes. [`Draft::commit`] refuses shards that overlap or leave an
-//! element out, so a mistake in ownership is found when saving. Nobody else can see the folder
-//! before it is complete, synced and renamed.
+//! Each rank writes what it owns under a file index of its own (its rank, say); where several ranks
+//! hold a tensor, one of them writes it. [`Draft::commit`] refuses shards that overlap or leave an
+//! element out, so a mistake in ownership is found when saving. Readers see the folder only once it
+//! is complete, synced and renamed.
 //!
 //! # Main types
 //!
 //! - [`Store`]: the folder of checkpoints; `latest`, `best`, rotation. [`Draft`]: one being
 //!   written.
 //! - [`Base`]: parameters that do not change, kept once beside the checkpoints that share them.
-//! - [`HeldFile`]: what one process at a time may do in a folder.
+//! - [`HeldFile`]: a file that one process at a time holds, as a lock.
 //! - [`Layout`]: how a rank's local tensor lies in the global one, as boxes; [`Piece`] names a
 //!   local tensor or a flat range of it, for writing and reading alike.
 //! - [`Checkpoint`]: an open one: [`read`](Checkpoint::read), [`verify`](Checkpoint::verify), and
@@ -100,7 +100,7 @@
 //! # What holds
 //!
 //! - Resharding streams: it holds [`DEFAULT_MAX_MEMORY`] bytes of tensors, or as few as 4 MiB.
-//! - Weights from pickles (`pytorch_model.bin`) are read without running anything of them.
+//! - Weights from pickles (`pytorch_model.bin`) are read without running any code in them.
 //! - Any topology reads what any other wrote, bit for bit; reading needs a block of 1 MiB besides
 //!   the caller's buffer.
 //! - Equal states make equal bytes: sorted tables, no clock, no hash order.

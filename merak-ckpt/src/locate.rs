@@ -18,12 +18,12 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
     if metadata.is_file() {
         match (pointed_to(path), what_it_is(path)) {
             (Ok(Some(named)), _) => return Ok(named),
-            // Folders of others may have a file `latest` too.
+            // Folders of other programs may have a file `latest` too.
             (_, Some(reason)) => return Err(foreign(path, reason)),
             (Err(error), None) => return Err(error),
             (Ok(None), None) => {}
         }
-        // Somebody named the manifest.
+        // The path may be that of the manifest.
         let beside = path.parent().map(resolve).and_then(Result::ok);
         return Err(Error::NotACheckpoint {
             path: path.to_owned(),
@@ -45,7 +45,7 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
     let store = store_of(path);
     match (store.latest(), what_it_is(path)) {
         (Ok(Some(latest)), _) => Ok(latest),
-        // Folders of others may have a file `latest` too.
+        // Folders of other programs may have a file `latest` too.
         (_, Some(reason)) => Err(foreign(path, reason)),
         (Err(error), None) => Err(error),
         (Ok(None), None) => Err(Error::NotACheckpoint {

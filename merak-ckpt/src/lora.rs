@@ -5,7 +5,7 @@
 //! weight [in, out] (Conv1D)        W + scale · (B · A)ᵀ
 //! embedding [tokens, width]        W + scale · (B · A)ᵀ     A [r, tokens], B [width, r]
 //! kernel [out, c, h, w]            W + scale · B · A        A [r, c, h, w], B [out, r, 1, 1]
-//! with magnitudes m [out]          m / |V| · V              V one of the above, |V| of what makes an output;
+//! with magnitudes m [out]          m / |V| · V              V one of the above, |V| per output;
 //!                                                           m [1, out, 1, 1] of a kernel
 //! ```
 
@@ -45,8 +45,8 @@ pub struct Adapter {
     /// The adapter's tensors under their own names, without checksums.
     tensors: Checkpoint,
     updates: BTreeMap<String, Update>,
-    /// Head and embedding, where the base has one tensor for both and this gives one of them other
-    /// values.
+    /// Head and embedding, where the base has one tensor for both and the adapter changes one of
+    /// them.
     untied: Option<[&'static str; 2]>,
 }
 
@@ -67,8 +67,8 @@ struct LowRank {
     left: Vec<f32>,
     /// `[rank, columns]`.
     right: Vec<f32>,
-    /// Where it has magnitudes (`use_dora`): those, and from [`Adapter::measure`] on the factors
-    /// that give each output its own.
+    /// Its magnitudes, if any (`use_dora`), and from [`Adapter::measure`] on the factors that give
+    /// each output its magnitude.
     magnitudes: Option<Magnitudes>,
 }
 
@@ -80,10 +80,10 @@ struct Magnitudes {
     of_columns: bool,
 }
 
-/// Says what a folder or file is that another program wrote, and that is no adapter.
+/// Refuses a folder or file of another program that is no adapter, with what it is.
 fn check_is_adapter(path: &Path) -> Result<()> {
     let is_other = !path.join(config::FILE).exists();
-    // Behind it stands the way in for a model.
+    // The text behind the colon says how to import a model.
     let what = hf::what_it_is(path).filter(|_| is_other);
     let what = what.map(|what| what.split_once(": ").map_or(what, |(what, _)| what));
     match what {
@@ -158,7 +158,8 @@ impl Adapter {
             .filter(|tensor| tensor.kind == Kind::Parameter)
             .map(|tensor| (tensor.name.as_str(), Cow::Borrowed(tensor)))
             .collect();
-        // PEFT wraps modules: of two that share a tensor, the other one keeps it as it was.
+        // PEFT wraps modules: of two that share a tensor, the one that is not wrapped keeps it
+        // unchanged.
         let tie = family
             .filter(|family| family.has_head(base_config))
             .and_then(|family| family.tie(base_config))
@@ -193,7 +194,7 @@ impl Adapter {
             }
             let weight = format!("{module}.weight");
             let base = resolve(&weight).ok_or_else(|| unknown(&weight))?;
-            // As PEFT, which looks at the layer: what the configuration says may be wrong.
+            // As in PEFT, the layer decides, since the configuration may be wrong.
             let transposed = family.map_or(config.fan_in_fan_out, |family| {
                 family.is_transposed(&base.name)
             });
@@ -237,7 +238,7 @@ impl Adapter {
         self.updates.keys().map(String::as_str)
     }
 
-    /// The tensor that is head and embedding of the base, where it gives one of them other values:
+    /// The tensor that is head and embedding of the base, where the adapter changes one of them:
     /// merged, they are two.
     pub fn tied_target(&self) -> Option<&str> {
         self.untied.map(|[_, embedding]| embedding)
@@ -299,12 +300,12 @@ impl Adapter {
     }
 }
 
-/// What the tensors of an adapter are for.
+/// The tensors of an adapter, by their use.
 #[derive(Debug, Default)]
 struct Contents {
     /// Factors by module.
     modules: BTreeMap<String, Factors>,
-    /// What is replaced: the name in the base, and the own one.
+    /// Tensors that replace those of the base: the name in the base, and the adapter's own.
     wholes: BTreeMap<String, String>,
 }
 
@@ -323,7 +324,7 @@ impl Contents {
                 return Err(foreign(file, format!("`{name}` is not supported")));
             }
         }
-        // What factors are beside is the base's own; PEFT saves it where a vocabulary may have
+        // A weight beside factors is the base's own; PEFT saves it where a vocabulary may have
         // grown.
         contents.wholes.retain(|name, _| {
             let module = name.strip_suffix(".weight");
@@ -332,9 +333,9 @@ impl Contents {
         Ok(contents)
     }
 
-    /// What the configuration names and the base has, but the file lacks. Of targets and biases
-    /// only those in layers that have a number count: a base may have more around them than the
-    /// model that was adapted.
+    /// The message about the first tensor that the configuration names and the base has, but the
+    /// file lacks. Targets and biases count only in numbered layers: a base may have more around
+    /// these than the model that was adapted.
     fn first_missing(
         &self,
         config: &LoraConfig,
@@ -373,7 +374,7 @@ impl Contents {
         None
     }
 
-    /// Notes a factor; whether it is one.
+    /// Notes a factor; returns whether the tensor is one.
     fn add_factor(&mut self, place: &str, name: &str) -> bool {
         if let Some(module) = place.strip_suffix(".lora_magnitude_vector") {
             let factors = self.modules.entry(module.to_owned()).or_default();
@@ -399,17 +400,17 @@ impl Contents {
         true
     }
 
-    /// Notes a tensor that replaces one of the base; false for what belongs to an unknown kind of
-    /// adapter.
+    /// Notes a tensor that replaces one of the base; returns false for a tensor of an unknown kind
+    /// of adapter.
     fn add_whole(&mut self, place: &str, name: &str) -> bool {
         // Biases of adapted layers and of modules that are saved whole come with their wrappers'
-        // names; what such a wrapper replaced is of no use.
+        // names; tensors that such a wrapper replaced are not used.
         if place.contains(".original_module.") {
             return true;
         }
         let mut plain = place.replace(".base_layer.", ".");
         if let Some((module, part)) = plain.split_once(".modules_to_save.") {
-            // Of a part of the module PEFT leaves the adapter's name in.
+            // PEFT leaves the adapter's name in the names of a module's parts.
             let part = part.split_once('.').map_or(part, |(_, part)| part);
             plain = format!("{module}.{part}");
         }
@@ -453,7 +454,7 @@ impl LowRank {
             let expected = if transposed { (into, out) } else { (out, into) };
             rank == same && rank > 0 && expected == (rows, columns)
         };
-        // Where only one way fits, that is the one: configurations are not always right about it.
+        // If only one orientation fits, it is used: configurations are not always right about it.
         let transposed = if fits(transposed) {
             transposed
         } else {
@@ -483,7 +484,7 @@ impl LowRank {
             let found = shape(name)?;
             let expected = match base.shape.len() {
                 ..=2 => vec![out],
-                // Of a convolution they lie as the channels of its results.
+                // Those of a convolution have the shape of its output channels.
                 ndim => [&[1, out], &vec![1; ndim - 2][..]].concat(),
             };
             if found != expected {
@@ -510,7 +511,8 @@ impl LowRank {
         magnitudes.is_some_and(|magnitudes| magnitudes.factors.is_none())
     }
 
-    /// Finds the factor of each output: its magnitude by the norm of its weights with the update.
+    /// Computes the factor of each output: its magnitude, divided by the norm of its updated
+    /// weights.
     fn measure(&mut self, base: &Checkpoint, name: &str) -> Result<()> {
         const BLOCK_ELEMENTS: usize = 1 << 18;
         let Some(magnitudes) = &self.magnitudes else {
@@ -552,7 +554,7 @@ impl LowRank {
         Ok(())
     }
 
-    /// What the updated weight at a place is multiplied by.
+    /// The factor of the updated weight at a place.
     fn factor(&self, row: usize, column: usize) -> f64 {
         let magnitudes = self.magnitudes.as_ref();
         magnitudes.map_or(1.0, |magnitudes| {
@@ -632,7 +634,7 @@ fn read_f32(tensors: &Checkpoint, name: &str, shape: &[usize]) -> Result<Vec<f32
         .collect())
 }
 
-/// The transpose of a matrix of so many rows.
+/// The transpose of a matrix of `rows` rows.
 fn turned(values: &[f32], rows: usize) -> Vec<f32> {
     let columns = values.len() / rows.max(1);
     (0..values.len())

@@ -22,8 +22,8 @@ use std::ops::Range;
 pub struct Manifest {
     /// Step, topology and the caller's own data.
     pub header: Header,
-    /// Where tensors lie that it shares with others, if there are any. In an open checkpoint they
-    /// are among `tensors`, and their files among `files`, as in
+    /// The base with the tensors that it shares with others, if there are any. In an open
+    /// checkpoint these are among `tensors`, and their files among `files`, as in
     /// `../base-00001/model-00000.safetensors`.
     pub base: Option<Base>,
     /// Every file but the manifest itself, sorted by name.
@@ -138,9 +138,9 @@ pub struct SliceEntry {
     pub bytes: [u64; 2],
     /// Checksum of these bytes.
     pub checksum: Checksum,
-    /// Elements from one index to the next of each dim where these bytes, the slice's from its
-    /// first element to its last, do not lie row by row: in files of other programs, and never in a
-    /// manifest.
+    /// Elements from one index to the next of each dim, where the order is not row-major: in files
+    /// of other programs, and never in a manifest. `bytes` then reaches from the slice's first
+    /// element to its last.
     #[serde(skip)]
     pub strides: Option<Vec<usize>>,
 }
@@ -193,8 +193,7 @@ impl TensorEntry {
         num_elements(&self.shape).unwrap_or(usize::MAX)
     }
 
-    /// Whether it is a parameter of a LoRA adapter itself, and none of the model beside which that
-    /// stands.
+    /// Whether it is a parameter of a LoRA adapter, and not of the model beside it.
     pub fn is_of_adapter(&self) -> bool {
         self.kind == Kind::Parameter && is_factor(&self.name)
     }

@@ -64,7 +64,7 @@ impl Write for OutputFile {
 /// have arrived.
 #[cfg(target_os = "linux")]
 fn release(file: &File, begin: u64) {
-    // A file system that knows no such advice keeps the bytes, which is as right.
+    // A file system without such advice keeps the bytes, which is correct too.
     let _ = rustix::fs::fadvise(file, begin, None, rustix::fs::Advice::DontNeed);
 }
 

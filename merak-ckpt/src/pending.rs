@@ -12,27 +12,27 @@ use std::thread::{self, JoinHandle};
 #[must_use = "the shard's entry is needed to commit the checkpoint"]
 #[derive(Debug)]
 pub struct PendingShard {
-    /// Present until somebody waits.
+    /// Present until [`PendingShard::wait`] takes it.
     writer: Option<JoinHandle<Result<Shard>>>,
     /// Set once the copy is made.
     copied: Arc<OnceLock<()>>,
 }
 
-/// Says that the copy is made when it is dropped, also by a panic.
+/// Dropping it, also by a panic, says that the copy is made.
 struct Copying(Arc<OnceLock<()>>);
 
 impl Drop for Copying {
     fn drop(&mut self) {
-        // Nobody else sets it.
+        // It is set only here.
         let _ = self.0.set(());
     }
 }
 
-/// What is shown the pieces of a shard, each with its bytes.
+/// A callback that is shown the pieces of a shard, each with its bytes.
 pub type Look<'a> = dyn FnMut(&[(Piece<'_>, &[u8])]) + 'a;
 
-/// Memory for the copy of a shard, kept for the next one: to have fresh memory from the operating
-/// system takes longer than to copy.
+/// Memory for the copy of a shard, kept for the next one: getting fresh memory from the operating
+/// system takes longer than copying.
 ///
 /// Clones share the memory, so one serves one shard at a time.
 #[derive(Debug, Clone, Default)]
@@ -44,8 +44,8 @@ impl Draft {
     /// caller stalls for neither the disk nor the copy, which takes as much memory as the pieces.
     ///
     /// `source` runs on the thread and shows the pieces once. What it shows must not change until
-    /// the call that it makes returns: it holds a lock, say, that whoever changes the tensors takes
-    /// first, or values that are copied when somebody changes them (`Arc::make_mut`).
+    /// the call that it makes returns: it holds a lock, say, that every change of the tensors takes
+    /// first, or values that are copied on change (`Arc::make_mut`).
     ///
     /// A draft may have any number of pending shards; wait for all of them before
     /// [`Draft::commit`] or [`Draft::abandon`].
@@ -53,8 +53,8 @@ impl Draft {
     /// # Errors
     /// [`Error::BufferLength`](crate::Error::BufferLength) and
     /// [`Error::InvalidLayout`](crate::Error::InvalidLayout) for pieces that do not fit their
-    /// buffers, [`Error::Io`](crate::Error::Io) where no thread can be started. What goes wrong
-    /// with the file, [`PendingShard::wait`] returns.
+    /// buffers, [`Error::Io`](crate::Error::Io) where no thread can be started.
+    /// [`PendingShard::wait`] returns the errors of the file.
     ///
     /// # Examples
     /// ```
@@ -101,7 +101,7 @@ impl Draft {
         let (copying, staging) = (Copying(Arc::clone(&copied)), staging.clone());
         let write = move || {
             let (mut own, mut ends) = (Vec::new(), Vec::new());
-            // What an earlier thread left there is of no interest.
+            // The content that an earlier thread left there does not matter.
             let mut memory = staging.0.lock().unwrap_or_else(PoisonError::into_inner);
             memory.clear();
             source(&mut |pieces| {
@@ -109,7 +109,7 @@ impl Draft {
                     .iter()
                     .try_for_each(|(piece, bytes)| piece.check_buffer(bytes.len()));
                 let is_sound = checked.is_ok();
-                // Nobody else receives; if the caller is gone, the copy is made all the same.
+                // Only the caller receives; if it is gone, the copy is made all the same.
                 let _ = shown.send(checked);
                 if is_sound {
                     memory.reserve_exact(pieces.iter().map(|(_, bytes)| bytes.len()).sum());

@@ -103,7 +103,7 @@ pub(crate) fn plan(
     Ok(files)
 }
 
-/// Whether the tensors' cuts leave boxes enough for so many ranks.
+/// Checks that `tp` ranks cut no tensor into more boxes than the format allows.
 fn check_boxes(tensors: &[TensorEntry], tp: usize) -> Result<()> {
     for tensor in tensors.iter().filter(|tensor| tensor.num_elements() > 0) {
         let parts = cut_of(tensors, tensor).map_or(&[][..], |cut| &cut.parts);

@@ -15,10 +15,10 @@ use xxhash_rust::xxh3::Xxh3;
 
 /// Most bytes that are read at once into a block.
 const BLOCK_BYTES: usize = 1 << 20;
-/// Fewest bytes that are read right to their place.
+/// Fewest bytes that are read directly to their place.
 const DIRECT_BYTES: usize = 1 << 16;
-/// Most bytes that are read to their place before they are hashed, so that the processor has them
-/// at hand.
+/// Most bytes that are read to their place before they are hashed, so that they are still in the
+/// processor's cache.
 const HASHED_BYTES: usize = 1 << 18;
 
 /// A slice and where its bytes are.
@@ -79,8 +79,7 @@ pub(crate) fn read_slice(
     blocks.map_or(Ok(()), Blocks::finish)
 }
 
-/// A box of a slice whose elements do not lie row by row, as lines of elements that lie next to one
-/// another.
+/// A box of a slice that is not in row-major order, as lines of adjacent elements.
 struct Lines<'a> {
     slice: &'a SliceReader<'a>,
     strides: &'a [usize],
@@ -152,7 +151,7 @@ impl<'a> Lines<'a> {
         }
     }
 
-    /// Copies what is wanted of the line that begins at these elements.
+    /// Copies the wanted elements of the line that begins at these elements.
     fn line(
         &mut self,
         from: usize,

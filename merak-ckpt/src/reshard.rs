@@ -31,7 +31,7 @@ impl Default for ReshardOptions {
 /// Rewrites a checkpoint as ranks of another topology would have written it: returns the folder
 /// of the new one, which holds the same tensors, state and files.
 ///
-/// Readers need no resharding, since any topology reads what any other wrote. It is for files that
+/// Readers need no resharding, since any topology reads what any other wrote. It makes files that
 /// fit a cluster: a file for each rank on its own disk, or one for all.
 ///
 /// `destination` is an output folder, a `checkpoints` folder, or the new checkpoint's own folder
@@ -48,7 +48,7 @@ impl Default for ReshardOptions {
 /// source: from one rank's checkpoint there and back gives the same bytes.
 ///
 /// # Errors
-/// [`Error::InvalidOption`] for degrees or stages that cannot be, [`Error::InvalidName`] for a
+/// [`Error::InvalidOption`] for impossible degrees or stages, [`Error::InvalidName`] for a
 /// destination in the source, [`Error::AlreadyExists`] where the destination has a checkpoint of
 /// this step, [`Error::Damaged`] where the source is damaged. Nothing is left at the destination
 /// then.
@@ -56,7 +56,8 @@ impl Default for ReshardOptions {
 /// # Examples
 /// ```
 /// use merak_ckpt::{
-///     Checkpoint, Cut, DType, Header, Kind, Piece, ReshardOptions, ShardKind, Store, Topology, reshard,
+///     Checkpoint, Cut, DType, Header, Kind, Piece, ReshardOptions, ShardKind, Store, Topology,
+///     reshard,
 /// };
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -115,15 +116,14 @@ pub fn reshard(
     })
 }
 
-/// Refuses a destination in the folder of the checkpoint that is read, which would no longer be
-/// what was saved.
+/// Refuses a destination in the source checkpoint's folder, which must stay as it was saved.
 pub(crate) fn check_outside(source: &Checkpoint, destination: &Path) -> Result<()> {
     let source = source.path().canonicalize();
     let absolute = std::path::absolute(destination);
     let (Ok(source), Ok(absolute)) = (source, absolute) else {
         return Ok(());
     };
-    // The first that exists of the folders around it, wherever links lead.
+    // The nearest existing folder around it, with links followed.
     let mut around = absolute.ancestors().skip(1);
     let existing = around.find_map(|path| path.canonicalize().ok());
     if existing.is_some_and(|existing| existing.starts_with(&source)) {

@@ -17,9 +17,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::thread;
 
-/// Bytes that rewriting a checkpoint holds in memory, where nothing else is asked for.
+/// Bytes that rewriting a checkpoint holds in memory by default.
 pub const DEFAULT_MAX_MEMORY: usize = 256 << 20;
-/// The least that it can do with.
+/// The least memory that a rewrite needs.
 pub(crate) const MIN_MEMORY: usize = 4 << 20;
 /// Most files that are written at a time: one is synced while others are copied.
 const MAX_WORKERS: usize = 4;
@@ -58,7 +58,7 @@ impl Budget {
         })
     }
 
-    /// For files of which nobody notes a checksum.
+    /// For files whose checksums are not noted.
     pub(crate) fn without_checksums(self) -> Self {
         Self {
             has_checksums: false,
@@ -116,7 +116,7 @@ pub(crate) fn write_planned(
     };
     thread::scope(|scope| {
         for _ in 1..budget.workers.min(files.len()) {
-            // Without a thread, those that there are write its files.
+            // If a thread cannot start, the others write its files.
             if thread::Builder::new().spawn_scoped(scope, work).is_err() {
                 break;
             }
@@ -141,7 +141,7 @@ struct Stream<'a> {
 /// Bytes of slices, on their way from the thread that reads to the one that writes.
 struct Batch {
     memory: Vec<u8>,
-    /// For each slice that it has some of: its position, and how many bytes.
+    /// For each slice that has bytes here: its position, and the number of bytes.
     stretches: Vec<(usize, usize)>,
     filled: usize,
 }
@@ -160,18 +160,18 @@ impl Supply for Stream<'_> {
         let mut left = self.left.take();
         left.resize_with(NUM_BATCHES, || Batch::new(self.budget.buffer_bytes));
         for batch in left {
-            // Nobody has ended yet.
+            // The reader has not started yet, so this cannot fail.
             let _ = spare.send(batch);
         }
         let (source, left) = (self.source, &self.left);
         let reader = move || {
             if let Err(error) = read_all(source, slices, &empty, &full) {
-                // Who writes may have failed before.
+                // The writer may have failed before.
                 let _ = full.send(Err(error));
             }
             empty
         };
-        // Whoever ends first lets go of its ends of the channels, so that the other ends as well.
+        // The side that ends first drops its ends of the channels, so that the other side ends too.
         thread::scope(move |scope| {
             let reader = thread::Builder::new()
                 .name("merak-ckpt".to_owned())
@@ -191,7 +191,7 @@ impl Supply for Stream<'_> {
     }
 }
 
-/// Reads all slices into batches, until nobody takes them.
+/// Reads all slices into batches, unless the writer ends before.
 fn read_all(
     source: &dyn Values,
     slices: &[Outgoing<'_>],
@@ -223,7 +223,7 @@ fn read_all(
             range.start += len;
         }
     }
-    // Who writes may have failed.
+    // The writer may have failed.
     let _ = full.send(Ok(batch));
     Ok(())
 }
@@ -237,8 +237,9 @@ impl Batch {
         }
     }
 
-    /// How many of so many bytes of a slice to take now: slices are divided only where they would
-    /// leave half of the batch empty, since each part of one may cost as much to find as a whole.
+    /// How many of the `wanted` bytes of a slice to take now. A slice is divided only where it
+    /// would leave half of the batch empty, since finding a part may cost as much as finding the
+    /// whole.
     fn room_for(&self, wanted: usize) -> usize {
         let room = self.memory.len() - self.filled;
         if wanted <= room || room >= self.memory.len() / 2 {
@@ -248,7 +249,7 @@ impl Batch {
         }
     }
 
-    /// The next bytes, which are to hold some of a slice.
+    /// The next bytes of the batch, to be filled from a slice.
     fn take(&mut self, slice: usize, bytes: usize) -> &mut [u8] {
         let begin = self.filled;
         self.filled += bytes;
@@ -358,7 +359,7 @@ mod tests {
         }
     }
 
-    /// What a stream through batches of so many bytes passes on of tensors of these sizes.
+    /// Streams tensors of these sizes to `sink`, through batches of `buffer_bytes`.
     fn stream(
         source: &dyn Values,
         sizes: &[usize],
@@ -419,7 +420,7 @@ mod tests {
         let source = Counting(Some(begins));
         stream(&source, &[12], 4, &mut |_, _| {
             written += 1;
-            // Of three reads, the one after this write's.
+            // There are three reads; each write sees the read of the next bytes begin.
             let reads = if written == 1 {
                 2
             } else {

@@ -94,7 +94,12 @@ impl Sampler {
     /// use merak_ckpt::{GenerateOptions, Sampler};
     ///
     /// # fn main() -> Result<(), merak_ckpt::Error> {
-    /// let options = GenerateOptions { temperature: 1.0, top_p: 1.0, top_k: 2, ..Default::default() };
+    /// let options = GenerateOptions {
+    ///     temperature: 1.0,
+    ///     top_p: 1.0,
+    ///     top_k: 2,
+    ///     ..Default::default()
+    /// };
     /// let found = Sampler::new(&options)?.probabilities(&[1.0, 0.0, 2.0], 0, &[]);
     /// assert_eq!(found?.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [2, 0]);
     /// # Ok(())
@@ -112,7 +117,7 @@ impl Sampler {
         prompt: u64,
         tokens: &[u32],
     ) -> Result<Vec<(u32, f64)>> {
-        // What keeps a token from being chosen keeps it from having a probability.
+        // Where no token can be chosen, there are no probabilities either.
         self.pick(logits, prompt, tokens)?;
         let mut candidates = self.candidates(logits, tokens);
         candidates.sort_unstable_by(likelier);
@@ -179,7 +184,7 @@ impl Sampler {
         }
         if self.top_p < 1.0 {
             let enough = self.top_p * total(candidates);
-            // Few tokens have most of the probability, so that many need not be sorted.
+            // Few tokens have most of the probability, so only these are sorted.
             let mut len = 64;
             while !truncate_at(candidates, len.min(candidates.len()), enough) {
                 len *= 8;

@@ -37,7 +37,7 @@ pub struct Piece<'a> {
     pub range: Option<Range<usize>>,
 }
 
-/// A [`Piece`] that borrows nothing, for whoever hands it to another thread.
+/// A [`Piece`] that borrows nothing, so that another thread can take it.
 #[derive(Debug, Clone)]
 pub struct OwnedPiece {
     /// What the tensor is.
@@ -83,13 +83,13 @@ pub(crate) trait Supply {
     /// Passes all bytes of all slices to `sink`, in order, in as many calls as it likes.
     fn supply(&self, slices: &[Outgoing<'_>], sink: &mut Sink<'_>) -> Result<()>;
 
-    /// Whether anybody asks for the checksums.
+    /// Whether the checksums are needed.
     fn has_checksums(&self) -> bool {
         true
     }
 }
 
-/// What takes bytes, with the position of the slice that they belong to.
+/// A callback that takes bytes, with the position of the slice that they belong to.
 pub(crate) type Sink<'a> = dyn FnMut(usize, &[u8]) -> Result<()> + 'a;
 
 /// Supplies slices from buffers that hold the pieces, in the order of the pieces.
@@ -134,7 +134,7 @@ impl Piece<'_> {
 }
 
 impl OwnedPiece {
-    /// The same, borrowed.
+    /// The piece, borrowed.
     pub fn piece(&self) -> Piece<'_> {
         Piece {
             kind: &self.kind,
@@ -169,7 +169,7 @@ impl ShardKind {
 }
 
 impl Shard {
-    /// Adds what another call has written.
+    /// Adds the files and tensors that another call has written.
     pub fn append(&mut self, mut other: Self) {
         self.files.append(&mut other.files);
         self.tensors.append(&mut other.tensors);
@@ -333,7 +333,7 @@ fn write_file(
     write(header)?;
     let mut checksums = SliceChecksums::new(outgoing.len());
     supply.supply(outgoing, &mut |slice, bytes| {
-        // Each block is hashed twice and written while the processor has it at hand.
+        // Each block is hashed twice and written while it is in the processor's cache.
         for block in bytes.chunks(BLOCK_BYTES) {
             if has_checksums {
                 checksums.update(slice, block);
@@ -356,7 +356,7 @@ fn write_file(
 /// The checksums of slices whose bytes come one slice after the other.
 struct SliceChecksums {
     done: Vec<Checksum>,
-    /// The slice in hand.
+    /// Position of the current slice.
     slice: usize,
     hasher: Xxh3,
 }

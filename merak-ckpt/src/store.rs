@@ -16,11 +16,11 @@ pub struct Store {
     folder: PathBuf,
 }
 
-/// How the name of anything unfinished begins.
+/// Name prefix of anything unfinished.
 pub(crate) const DRAFT: &str = ".tmp-";
-/// How the name of a checkpoint begins that a new one of the same step is replacing.
+/// Name prefix of a checkpoint that a new one of the same step is replacing.
 pub(crate) const ASIDE: &str = ".replaced-";
-/// How the name of a folder goes on, behind [`DRAFT`], that is being deleted.
+/// What follows [`DRAFT`] in the name of a folder that is being deleted.
 const DELETE: &str = "delete-";
 
 /// Largest `latest` or `best` that is read.
@@ -60,8 +60,7 @@ impl Store {
         Ok(steps)
     }
 
-    /// The names in the folder that belong to a store, and those that are somebody else's; each
-    /// sorted.
+    /// The names in the folder that belong to a store, and the other names; each sorted.
     ///
     /// # Errors
     /// [`Error::Io`] where the folder exists but cannot be listed.
@@ -70,8 +69,8 @@ impl Store {
         Ok(names.partition(|name| is_own(name)))
     }
 
-    /// Checks that what lies under a name of the store's is what a store has there: a later save
-    /// would fail, or replace it. Changes nothing.
+    /// Checks that each entry under a name of the store's is of the type that a store writes: a
+    /// later save would fail, or replace it. Changes nothing.
     ///
     /// # Errors
     /// [`Error::Foreign`] with the first that is something else, [`Error::Io`] where the folder
@@ -166,8 +165,8 @@ impl Store {
     }
 
     /// Starts a checkpoint: removes what a crashed save has left, and makes an empty folder under a
-    /// temporary name. One rank calls it and keeps the result until the commit, since the folder is
-    /// removed when that is dropped before; the others call [`Store::draft`] afterwards.
+    /// temporary name. One rank calls it and keeps the draft until the commit, since dropping it
+    /// before removes the folder; the others call [`Store::draft`] afterwards.
     ///
     /// # Errors
     /// [`Error::InUse`] where this step is being saved already, [`Error::Io`] where the folder
@@ -247,14 +246,14 @@ impl Store {
         fs::remove_dir_all(&doomed).map_err(io_error("remove", &doomed))
     }
 
-    /// Whether somebody is writing a checkpoint here.
+    /// Whether a checkpoint is being written here.
     pub(crate) fn is_being_written(&self) -> Result<bool> {
         let names = self.names()?.into_iter();
         let mut drafts = names.filter(|name| is_draft(name));
         Ok(drafts.any(|name| Lock::is_held(&self.folder.join(name))))
     }
 
-    /// Removes what saves have left that failed or crashed, as the next save would. One rank calls
+    /// Removes the leftovers of failed and crashed saves, as the next save would. One rank calls
     /// it.
     ///
     /// # Errors
@@ -268,7 +267,7 @@ impl Store {
     }
 
     /// Removes leftovers of crashed saves; gives a checkpoint that was set aside its name back. The
-    /// folder is locked.
+    /// caller holds the folder's lock.
     fn recover(&self) -> Result<()> {
         for name in self.names()? {
             let path = self.folder.join(&name);
@@ -335,12 +334,12 @@ impl Store {
     }
 }
 
-/// The name that a folder has once no other takes its place.
+/// The name that a folder had before it was set aside.
 fn without_aside(name: &str) -> &str {
     name.strip_prefix(ASIDE).unwrap_or(name)
 }
 
-/// The step of a checkpoint, under its name or the one that it has while another takes its place.
+/// The step of a checkpoint, by its name or the name that it has while it is set aside.
 fn step_of(name: &str) -> Option<u64> {
     format::parse_step_name(without_aside(name))
 }

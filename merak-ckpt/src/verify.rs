@@ -27,10 +27,10 @@ impl Checkpoint {
     /// Checks every byte: the checksum of each file and each slice, and that the headers of the
     /// safetensors files say what the manifest says. (The manifest itself was checked on opening.)
     ///
-    /// Damage is reported, not returned as an error: all of it, so that a user sees what can be
-    /// saved; of a file that cannot be read at all, only that. Of a Hugging Face folder, which has
-    /// no checksums, nothing is checked. Each file is read once; memory stays below a few MiB plus
-    /// the largest header.
+    /// All damage is reported and none is returned as an error, so that a user sees what can be
+    /// saved. Of a file that cannot be read, only that is reported. In a Hugging Face folder
+    /// nothing is checked, since it has no checksums. Each file is read once; memory stays below a
+    /// few MiB plus the largest header.
     pub fn verify(&self) -> VerifyReport {
         let manifest = self.manifest();
         let (mut damage, mut wrong_slices) = (Vec::new(), Vec::new());
@@ -100,7 +100,7 @@ struct StretchHashes {
     stretches: Vec<[u64; 2]>,
     /// The checksums of those that lie before `at`.
     done: Vec<Checksum>,
-    /// That of the first part of the next one.
+    /// The hasher of the next one, fed with its bytes before `at`.
     hasher: Xxh3,
     /// Bytes read.
     at: u64,
@@ -134,7 +134,7 @@ impl StretchHashes {
         self.hasher.reset();
     }
 
-    /// One checksum per stretch, of what there was of it.
+    /// One checksum per stretch, of those of its bytes that were there.
     fn finish(mut self) -> Vec<Checksum> {
         while self.done.len() < self.stretches.len() {
             self.next();

@@ -1,5 +1,4 @@
-//! How both commands write what others have named: sizes, and names and values that anybody may
-//! have typed.
+//! How both commands print sizes, and names and values that come from outside.
 //!
 //! ```
 //! use merak_ckpt::words::{Bytes, brief, message};
@@ -38,8 +37,7 @@ impl From<usize> for Bytes {
     }
 }
 
-/// A size, and the limit that it is beyond: by how much is told where the units do not tell them
-/// apart.
+/// A size, and the limit that it exceeds. Where both print alike, the difference is told instead.
 pub(crate) fn beyond(found: u64, limit: u64) -> String {
     let (shown, most) = (Bytes(found).to_string(), Bytes(limit).to_string());
     if shown == most {
@@ -56,13 +54,13 @@ const LONGEST_VALUE: usize = 200;
 /// The longest message that is shown whole, in characters.
 const LONGEST_MESSAGE: usize = 1200;
 
-/// A name or value in one line, as messages show it: what a terminal would act on is escaped, and
-/// of a long text beginning and end stand.
+/// A name or value in one line, as messages show it: what a terminal would act on is escaped, and a
+/// long text keeps its beginning and end.
 pub fn brief(text: &str) -> String {
     shortened(text, LONGEST_VALUE, |c| acts(c) || c == '\n')
 }
 
-/// A reason that quotes somebody else's words: as [`brief`], but longer.
+/// A reason that quotes text from outside: as [`brief`], but longer.
 pub fn sentence(text: &str) -> String {
     shortened(text, LONGEST_MESSAGE / 2, |c| acts(c) || c == '\n')
 }
@@ -76,7 +74,7 @@ pub fn file(path: &Path) -> String {
 }
 
 /// A message on its way to the terminal: its lines stay, what a terminal would act on is escaped,
-/// and of a long one beginning and end stand, which name the key and say what to do.
+/// and a long one keeps its beginning and end, which name the key and say what to do.
 pub fn message(text: &str) -> String {
     shortened(text, LONGEST_MESSAGE, acts)
 }
@@ -112,11 +110,11 @@ fn escaped(text: &str, acts: impl Fn(char) -> bool) -> String {
     shown
 }
 
-/// The text, escaped; of more than `longest` characters, the first half and the last quarter of so
-/// many.
+/// The text, escaped; if it is longer than `longest` characters, the first `longest / 2` and the
+/// last `longest / 4` of them.
 fn shortened(text: &str, longest: usize, acts: impl Fn(char) -> bool) -> String {
     let shown = escaped(text, acts);
-    // More than four bytes a character there are not.
+    // A text has no more characters than bytes.
     let count = if shown.len() <= longest {
         0
     } else {

@@ -7,12 +7,12 @@ use std::{any::Any, fmt};
 ///
 /// The trait is what this crate, `merak-zero` and the tensor backends share: a backend implements
 /// it for its own storage, so that a gradient bucket is reduced where it lies. Host memory is
-/// reached inside a closure, which lets an implementation hold whatever lock its storage needs for
-/// just that long.
+/// reached inside a closure, so that an implementation holds the lock of its storage for just that
+/// long.
 ///
 /// An engine may hold the buffers of several ranks open at once, one within the other in ascending
-/// rank, on the thread of any of them. So a lock is per rank at most, and nobody waits for a
-/// collective inside a closure of `read` or `write`.
+/// rank, on the thread of any of them. A lock is therefore per rank at most, and no closure of
+/// `read` or `write` waits for a collective.
 ///
 /// `Vec<T>` is a buffer for every [`Element`] type.
 ///

@@ -108,7 +108,7 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// A turn that calls `end` when it is dropped; the default one has nobody to tell.
+    /// A turn that calls `end` when it is dropped; the default one calls nothing.
     pub fn new(end: impl FnOnce() + Send + 'static) -> Self {
         Self {
             end: Some(Box::new(end)),
@@ -205,13 +205,13 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// When the group is poisoned or `from` is not a member.
     fn start_recv(&self, from: usize, tag: u64) -> Result<Pending<Message>>;
 
-    /// Waits until this group may compute, where ranks share fewer cores than there are ranks; at
-    /// once elsewhere.
+    /// Waits until this group may compute, where there are fewer cores than ranks; elsewhere
+    /// returns at once.
     ///
     /// Turns come in the order in which they were asked for. The n-th turn of a group is that of
     /// all its members: it comes when the first one asks and a core is free, and ends when every
-    /// member has dropped it. Between asking and dropping, members may wait for each other and for
-    /// nobody else, since others may need their cores. Each turn that a member takes, the others
+    /// member has dropped it. Between asking and dropping, members may wait for each other but for
+    /// no other rank, since others may need their cores. Each turn that a member takes, the others
     /// take too.
     ///
     /// # Errors

@@ -118,7 +118,7 @@ pub enum Error {
         /// The number of members.
         parts: usize,
     },
-    /// A tied group was asked for that nobody created.
+    /// A tied group was asked for that does not exist.
     #[error("no tied group is named {key:?}; there are {known:?}")]
     UnknownTiedGroup {
         /// The key asked for.

@@ -5,7 +5,7 @@ use crate::{
 };
 use std::sync::Arc;
 
-/// One rank's handle on a group: who is in it, and every collective in blocking and pending form.
+/// One rank's handle on a group: its members, and every collective in blocking and pending form.
 ///
 /// Clones are the same member. `N` is the number of members and `L` a length in elements. The
 /// pending forms are those of [`Communicator`], which a group implements; `*_vec` forms take and
@@ -249,7 +249,7 @@ impl Group {
     }
 }
 
-/// Checks the arguments, and leaves the engine alone in a group of one.
+/// Checks the arguments, and does not call the engine in a group of one.
 impl Communicator for Group {
     fn rank(&self) -> usize {
         self.communicator.rank()

@@ -18,13 +18,14 @@ pub enum Backend {
 /// What a launcher told this process about its world.
 ///
 /// Read from `RANK` and `WORLD_SIZE`, or the SLURM equivalents `SLURM_PROCID` and `SLURM_NTASKS`;
-/// alone without them.
+/// without them a world of one.
 ///
 /// ```
 /// use merak_mpu::Launch;
 /// let launch = Launch::from_lookup(|name| (name == "WORLD_SIZE").then(|| "1".to_owned()))?;
 /// assert_eq!((launch.rank, launch.world_size), (0, 1));
-/// let error = Launch::from_lookup(|name| (name == "RANK").then(|| "first".to_owned())).unwrap_err();
+/// let lookup = |name: &str| (name == "RANK").then(|| "first".to_owned());
+/// let error = Launch::from_lookup(lookup).unwrap_err();
 /// assert_eq!(error.to_string(), r#"RANK is "first", but should be a number"#);
 /// # Ok::<(), merak_mpu::Error>(())
 /// ```
@@ -100,7 +101,8 @@ impl Launch {
 ///
 /// ```
 /// use merak_mpu::InitOptions;
-/// let mpu = InitOptions { tied: vec![("head".into(), vec![0])], ..InitOptions::default() }.init()?;
+/// let tied = vec![("head".into(), vec![0])];
+/// let mpu = InitOptions { tied, ..InitOptions::default() }.init()?;
 /// assert!(mpu.tied_group("head")?.is_some());
 /// # Ok::<(), merak_mpu::Error>(())
 /// ```

@@ -31,7 +31,7 @@
 //!
 //! # How it fits together
 //! ```text
-//!      Degrees ─────> Topology            who is where (pure)
+//!      Degrees ─────> Topology            places of the ranks (pure)
 //!                        │
 //! threads::run ─> Member ─> Mpu ─> Group ─> dyn Communicator     one rank's handles
 //!                   │                           │
@@ -39,11 +39,11 @@
 //! ```
 //!
 //! # Guarantees
-//! - **Fixed order.** A sum runs in ascending group rank, in f32 for 16-bit floats, whatever the
-//!   number of threads, so every member and every run gets the same bits.
+//! - **Fixed order.** A sum runs in ascending group rank, in f32 for 16-bit floats, for any number
+//!   of threads, so every member and every run gets the same bits.
 //! - **No rank waits for ever.** An error or a panic on one rank poisons the world: every pending
 //!   or later call on the others returns [`Error::Aborted`], which names the culprit. A peer that
-//!   never comes is an [`Error::Timeout`], which names who waits for whom.
+//!   never comes is an [`Error::Timeout`], which names the waiting and the missing ranks.
 //! - **No call is mistaken for another.** Members that call different operations, types or lengths
 //!   get [`Error::Mismatch`] with both sides.
 //! - **A started operation owns its buffer** until [`Pending::wait`] gives it back, once.

@@ -1,4 +1,4 @@
-//! One rank's membership of a world, whichever engine connects it.
+//! One rank's membership of a world, for any engine.
 
 use crate::{Communicator, Degrees, Error, Group, Rank, Result};
 use std::{
@@ -34,7 +34,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     fn first_failure(&self) -> Option<Rank>;
 }
 
-/// One rank's handle on its world: who it is, and how it joins groups.
+/// One rank's handle on its world: its number, and how it joins groups.
 ///
 /// Clones are the same member. A member that is dropped while its thread panics poisons the world.
 ///

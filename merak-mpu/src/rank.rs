@@ -39,7 +39,7 @@ impl fmt::Debug for Rank {
     }
 }
 
-/// One rank waiting for others: who, where, for whom.
+/// One rank that waits for others: its number, its operation and the missing ranks.
 ///
 /// ```
 /// use merak_mpu::{Rank, Wait};

@@ -16,7 +16,7 @@ pub const DEADLINE: Duration = Duration::from_secs(20);
 ///
 /// # Panics
 /// When a rank panics, with its message; a wait of more than [`DEADLINE`] is an error on that rank
-/// which says who waits for whom.
+/// which names the waiting and the missing ranks.
 ///
 /// ```
 /// use merak_mpu::{ReduceOp, testing};

@@ -6,19 +6,19 @@
 //! share them:
 //!
 //! ```text
-//! rank 0  start ─ deposit ┐             ┌ wait: opens all buffers ─ chunk 0 ─ chunk 2 ─ closes ─ takes its own
-//! rank 1  start ─ deposit ┴─ all here ──┴ wait: ··················· chunk 1 ─ chunk 3 ·········· takes its own
+//! rank 0  start ─ deposit ┐            ┌ wait: opens all ─ chunk 0 ─ chunk 2 ─ closes ─ takes own
+//! rank 1  start ─ deposit ┴─ all here ─┴ wait: ··········· chunk 1 ─ chunk 3 ·········· takes own
 //! ```
 //!
-//! The arithmetic of an element never depends on who computes its chunk, so results are the same
-//! bits in every run. Nobody needs a peer's thread to make progress once all have deposited, so
-//! pending operations may be waited for in any order, or by some members only.
+//! The arithmetic of an element never depends on the rank that computes its chunk, so results are
+//! the same bits in every run. Once all have deposited, no member needs a peer's thread to make
+//! progress, so pending operations may be waited for in any order, or by some members only.
 //!
 //! A wait spins for some tens of microseconds, then sleeps; a rank that shares cores and has no
-//! turn sleeps at once, since a core is the last thing that it should take. It ends with the
-//! result, with [`Error::Aborted`](crate::Error::Aborted) as soon as any rank fails, or with
-//! [`Error::Timeout`](crate::Error::Timeout), which names the missing ranks. That all members call
-//! the same operation is checked in every build, since here it costs one comparison.
+//! turn sleeps at once, so that it takes no core from the others. It ends with the result, with
+//! [`Error::Aborted`](crate::Error::Aborted) as soon as any rank fails, or with
+//! [`Error::Timeout`](crate::Error::Timeout), which names the missing ranks. Every build checks
+//! that all members call the same operation, since here this costs one comparison.
 
 mod affinity;
 mod collective;
@@ -36,12 +36,12 @@ use std::{fmt::Display, sync::Arc, thread, time::Duration};
 /// How a world of threads behaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorldOptions {
-    /// Longest wait for a peer; ten minutes unless told.
+    /// Longest wait for a peer; ten minutes by default.
     pub timeout: Duration,
-    /// Stack of each thread that [`run`] starts; 8 MiB unless told.
+    /// Stack of each thread that [`run`] starts; 8 MiB by default.
     pub stack_bytes: usize,
-    /// Ranks that can compute at once, which decides who gets a
-    /// [`turn`](crate::Communicator::turn); as many as the machine has cores unless told.
+    /// Ranks that can compute at once in [turns](crate::Communicator::turn); by default the number
+    /// of cores of the machine.
     pub cores: usize,
 }
 

@@ -2,7 +2,7 @@
 
 use merak_trace::{Graph, Node, Op, Placement, Source, ValueId};
 
-/// A value with more users than this is handed along, not counted.
+/// A value with more users than this is not counted: stages hand it along.
 const MAX_COUNTED_USERS: usize = 5;
 
 /// The borders of a graph: border `b` lies before node `b`, so the inner ones are `1..num_nodes`.
@@ -73,7 +73,7 @@ impl Borders {
     }
 }
 
-/// How often and until where values are used by nodes.
+/// How many nodes use each value, and the last of them.
 struct Uses {
     /// Distinct nodes that use each value.
     count: Vec<usize>,
@@ -99,7 +99,7 @@ impl Uses {
     }
 }
 
-/// Numbers per border, given by the ranges over which something is added.
+/// Numbers per border, as sums over ranges of borders.
 struct Steps {
     rises: Vec<usize>,
     falls: Vec<usize>,
@@ -206,7 +206,7 @@ fn params_of_nodes(graph: &Graph) -> (Vec<usize>, Vec<bool>) {
     (elements, reads)
 }
 
-/// A border follows a lookup when between them lie only its collectives and functions of inputs.
+/// A border follows a lookup when only its collectives and functions of inputs lie between them.
 fn borders_after_lookups(graph: &Graph, from_inputs: &[bool]) -> Vec<bool> {
     let mut after = vec![false; graph.nodes().len() + 1];
     for (index, node) in graph.nodes().iter().enumerate() {

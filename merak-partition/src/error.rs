@@ -13,10 +13,10 @@ pub enum Error {
     /// No stages were asked for.
     #[error("a pipeline has at least 1 stage, found 0")]
     NoStages,
-    /// The wished number of segments is below the number of stages.
+    /// The requested number of segments is below the number of stages.
     #[error("shard_count is {found}, expected at least {num_stages} for {num_stages} stages")]
     ShardCount {
-        /// The wish.
+        /// The requested number.
         found: usize,
         /// Stages of the pipeline.
         num_stages: usize,
@@ -81,7 +81,7 @@ pub enum Error {
         /// Entries.
         found: usize,
     },
-    /// A time of a segment that is no time.
+    /// An invalid time of a segment.
     #[error("the {what} cost of segment {segment} is {found:?}, expected a number from 0 to {max:e}", max = crate::search::MAX_COST)]
     NotACost {
         /// `forward` or `backward`.
@@ -91,7 +91,7 @@ pub enum Error {
         /// The cost.
         found: f64,
     },
-    /// A time of a message that is no time.
+    /// An invalid time of a message.
     #[error("the communication cost is {found:?}, expected a number from 0 to {max:e}", max = crate::search::MAX_COST)]
     NotACommCost {
         /// The cost.
@@ -107,7 +107,7 @@ pub enum Error {
         /// Stages of the pipeline.
         num_stages: usize,
     },
-    /// An objective gave a step time that is no time.
+    /// An objective gave an invalid step time.
     #[error("the step time of partition {bounds:?} is {found:?}, expected a finite number from 0")]
     NotAStepTime {
         /// The partition.
@@ -115,7 +115,7 @@ pub enum Error {
         /// The time.
         found: f64,
     },
-    /// A share that is none.
+    /// A share outside 0 to 1.
     #[error(
         "the share of weight gradients in a backward is {found:?}, expected a number from 0 to 1"
     )]
@@ -142,7 +142,7 @@ pub enum Error {
         /// Their number.
         tried: usize,
     },
-    /// Given boundaries are no partition.
+    /// Given boundaries do not form a partition.
     #[error("custom_partition {bounds:?} should be {} boundaries that rise strictly from 0 to {segments}", num_stages + 1)]
     CustomPartition {
         /// The boundaries.
@@ -155,7 +155,7 @@ pub enum Error {
     /// No method has this name.
     #[error("unknown {what} \"{found}\"; did you mean \"{nearest}\"? (one of {known})")]
     UnknownMethod {
-        /// What kind of method.
+        /// The kind of method.
         what: &'static str,
         /// The name that was asked for.
         found: String,

@@ -16,23 +16,25 @@
 //!
 //! let options = SegmentOptions::for_model(&model.info(), 2);
 //! let partition = Partition::new(&graph, &options, &StageMethod::Uniform)?;
-//! assert_eq!(partition.segments.len(), 10); // embeddings, 4 x (attention, MLP), final norm with head
+//! // Embeddings, 4 x (attention, MLP), final norm with head.
+//! assert_eq!(partition.segments.len(), 10);
 //! assert_eq!(partition.stage_bounds, [0, 5, 10]);
 //!
 //! let report = report(&graph, &partition, &ReportOptions::one_f_one_b(2, 8))?;
-//! assert_eq!(report.stages[0].modules, ["transformer.wte", "transformer.wpe", "transformer.h.0-1"]);
+//! let modules = ["transformer.wte", "transformer.wpe", "transformer.h.0-1"];
+//! assert_eq!(report.stages[0].modules, modules);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! # Main types
 //! - [`segment`] makes [`Segments`] by a [`SplitMethod`]; [`stages`] lays them out by a
 //!   [`StageMethod`].
-//! - [`autopipe`] and [`exact`] search for the stages with the shortest step: [`SegmentCosts`] say
-//!   what segments take, and a [`StepTime`] such as [`OneFOneB`] what that makes of a step.
+//! - [`autopipe`] and [`exact`] search for the stages with the shortest step: [`SegmentCosts`] hold
+//!   the times of segments, and a [`StepTime`] such as [`OneFOneB`] gives the time of a step.
 //! - [`lay_out`] does so for the schedules of merak-pipe, those with several stages per rank
 //!   included, within the [memory](RankMemory) of each rank.
 //! - [`Partition`] is both together, and gives the cuts from which stage programs are made.
-//! - [`recompute_plan`] says what a stage computes again instead of keeping.
+//! - [`recompute_plan`] selects the values that a stage recomputes instead of keeping.
 //! - [`report()`] describes each stage: modules, parameters, work, traffic, memory; [`cost`] is its
 //!   model of work.
 //!
@@ -45,17 +47,17 @@
 //! ```
 //! The default method walks the nodes and counts the values that cross each border: a good cut is
 //! one that a single value crosses. Of these it takes the ones nearest to a budget of parameters
-//! per segment. Two kinds of values are not counted, because every stage can have them for little:
-//! functions of the model's inputs alone, such as position tables, and values with more than five
-//! users. Embeddings and the output head stand apart, since their size says nothing of their work.
-//! Everything is linear in the number of nodes.
+//! per segment. Two kinds of values are not counted, because every stage can have them at little
+//! cost: functions of the model's inputs alone, such as position tables, and values with more than
+//! five users. Embeddings and the output head stand apart, since their size says nothing of their
+//! work. Everything is linear in the number of nodes.
 //!
 //! # Guarantees
 //! - Segments cover each node once, in order; no segment and no stage is empty.
 //! - The dependency methods never cut right after an embedding lookup. No method cuts between a
 //!   summand and the all-reduce that completes it, nor between a copy into a split region and its
 //!   use.
-//! - A parameter counts in full whatever slice a rank holds; a tied one counts once, at its first
+//! - A parameter counts in full, even if ranks hold slices; a tied one counts once, at its first
 //!   use.
 //! - Same graph, same options, same result.
 //!

@@ -11,7 +11,7 @@ pub struct Partition {
     pub segments: Segments,
     /// Stage `s` has segments `stage_bounds[s]..stage_bounds[s + 1]`.
     pub stage_bounds: Vec<usize>,
-    /// What laid the segments out, as a report says it.
+    /// The method that laid the segments out, as a report names it.
     pub method: String,
 }
 
@@ -30,7 +30,7 @@ impl Partition {
         })
     }
 
-    /// The stages that a search found, by the name of the search.
+    /// The stages that the search of this name found.
     pub fn found(segments: Segments, search: &str, found: Found) -> Self {
         let Found { tried, stopped, .. } = found;
         Self {
@@ -79,13 +79,13 @@ impl Partition {
     }
 }
 
-/// What a stage computes again in its backward instead of keeping: chunks of
-/// `checkpoint_num_layers` segments, counted from the stage's first; only what enters a chunk is
-/// kept ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)).
+/// The chunks that a stage recomputes in its backward: `checkpoint_num_layers` segments each,
+/// counted from the stage's first. Only the values that enter a chunk are kept ([Chen et al.
+/// 2016](https://arxiv.org/abs/1604.06174)).
 ///
-/// Kept as they are: a chunk without parameters, a chunk with an embedding lookup, and the last
-/// chunk of the last stage, whose backward starts at once. Of the other segments the first `most`
-/// are recomputed; none is when `checkpoint_num_layers` is 0.
+/// Not recomputed: a chunk without parameters, a chunk with an embedding lookup, and the last chunk
+/// of the last stage, whose backward starts at once. Of the other segments the first `most` are
+/// recomputed, or none when `checkpoint_num_layers` is 0.
 ///
 /// `graph` is the graph that `partition` was made for.
 pub fn recompute_plan(

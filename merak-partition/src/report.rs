@@ -11,13 +11,12 @@ use modules::ModuleRanges;
 use serde::Serialize;
 use std::collections::BTreeSet;
 
-/// What the report takes from the rest of a run.
+/// Facts of a run that the report needs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportOptions {
-    /// For each stage, the most microbatches whose activations it holds at once; the schedule
-    /// knows.
+    /// For each stage, the most microbatches whose activations it holds at once under the schedule.
     pub live_microbatches: Vec<usize>,
-    /// For each stage, what it computes again; empty when nothing is.
+    /// For each stage, its recomputation; empty when there is none.
     pub recompute: Vec<RecomputePlan>,
     /// For each stage the rank that runs it; empty where each rank runs the stage of its number.
     pub placement: Vec<usize>,
@@ -70,9 +69,9 @@ pub struct StageReport {
     pub local_parameters: usize,
     /// Work of the forward.
     pub forward: Cost,
-    /// Work of the backward, without what is computed again.
+    /// Work of the backward, without recomputation.
     pub backward: Cost,
-    /// Work that is done again.
+    /// Work of the recomputation.
     pub recompute: Cost,
     /// What it sends: activations to the next stage, gradients to the one before.
     pub sent: Traffic,
@@ -108,9 +107,9 @@ pub struct PartitionReport {
     pub stages: Vec<StageReport>,
     /// Parameters that several stages use.
     pub tied: Vec<TiedReport>,
-    /// What decided the segments.
+    /// The rule that decided the segments.
     pub split: String,
-    /// What decided the stages.
+    /// The method that decided the stages.
     pub layout: String,
 }
 
@@ -184,7 +183,7 @@ fn check_length(what: &'static str, found: usize, expected: usize) -> Result<()>
     }
 }
 
-/// What the program of a stage tells.
+/// The entries that follow from a stage's program.
 fn of_program(
     program: &StageProgram,
     options: &ReportOptions,
@@ -245,7 +244,7 @@ fn of_program(
     }
 }
 
-/// The sum of sizes that may be absurd.
+/// The saturating sum of sizes.
 fn total(sizes: impl IntoIterator<Item = usize>) -> usize {
     sizes.into_iter().fold(0, usize::saturating_add)
 }

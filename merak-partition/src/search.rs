@@ -16,7 +16,7 @@ use crate::{Error, Result};
 use serde::Serialize;
 use std::fmt;
 
-/// No cost is larger: sums over all segments and microbatches stay finite.
+/// The largest cost: sums over all segments and microbatches stay finite.
 pub(crate) const MAX_COST: f64 = 1e100;
 
 /// Most pairs of a stage and a microbatch of a simulated step: its tables stay within a few GiB.
@@ -44,7 +44,7 @@ fn is_cost(found: f64) -> bool {
     (0.0..=MAX_COST).contains(&found)
 }
 
-/// A partition that was searched for.
+/// The partition that a search found.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Found {
@@ -54,7 +54,7 @@ pub struct Found {
     pub step_time: f64,
     /// Partitions whose step was simulated.
     pub tried: usize,
-    /// Why there were no more.
+    /// Why the search ended.
     pub stopped: Stopped,
 }
 
@@ -65,9 +65,9 @@ pub struct Found {
 pub enum Stopped {
     /// No partition is better.
     Proven,
-    /// No move from a partition that was found leads to one that was not.
+    /// No move from the partitions found leads to a new one.
     NoMoves,
-    /// So many partitions were allowed; there may be a better one.
+    /// The limit of partitions was reached; there may be a better one.
     Limit,
 }
 

@@ -11,7 +11,7 @@ use merak_trace::{Graph, ValueId, models::ModelInfo};
 use serde::Serialize;
 use std::{fmt, ops::Range};
 
-/// What a graph is cut for.
+/// Options for cutting a graph.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SegmentOptions {
     /// How to cut.
@@ -91,7 +91,7 @@ impl Segments {
         self.params.len()
     }
 
-    /// Never: a model has at least one segment.
+    /// Always false: a model has at least one segment.
     pub fn is_empty(&self) -> bool {
         self.params.is_empty()
     }
@@ -107,7 +107,7 @@ impl Segments {
     }
 }
 
-/// What decided the cuts; prints as a clause of a report.
+/// The rule that decided the cuts; prints as a clause of a report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]

@@ -9,8 +9,8 @@ use crate::{Error, Result, Segments, StageMethod};
 /// | method | rule | 26 segments, 4 stages | 10 segments, 4 stages |
 /// |---|---|---|---|
 /// | `uniform` | what is left over goes to the first stages | 0, 7, 14, 20, 26 | 0, 3, 6, 8, 10 |
-/// | `uniform_floor` | it goes to the stages behind the first, which has the embeddings | 0, 6, 13, 20, 26 | 0, 2, 5, 8, 10 |
-/// | `parameters` | smallest possible maximum of [`Segments::params`], then lexicographically smallest | | |
+/// | `uniform_floor` | it goes after stage 0 (embeddings) | 0, 6, 13, 20, 26 | 0, 2, 5, 8, 10 |
+/// | `parameters` | smallest maximum of [`Segments::params`], then lexicographic order | | |
 /// | `custom` | as given | | |
 ///
 /// # Errors
@@ -61,7 +61,7 @@ fn uniform(num_segments: usize, num_stages: usize, first_extra: usize) -> Vec<us
         .collect()
 }
 
-/// The bounds of at most the smallest possible maximum, lexicographically smallest.
+/// The lexicographically smallest bounds with the smallest possible maximum.
 ///
 /// The maximum is found by bisection: `O(n log(sum))`.
 pub(crate) fn min_max(weights: &[usize], num_stages: usize) -> Vec<usize> {

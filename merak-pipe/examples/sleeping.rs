@@ -2,7 +2,7 @@
 //! schedule.
 //!
 //! `cargo run --release -p merak-pipe --example sleeping [RANKS] [MILLISECONDS]`, 4 ranks and 4 ms
-//! unless told.
+//! by default.
 //!
 //! Sleeping ranks need no core, so that as many ranks as wished run on two. The makespan is counted
 //! from the first start of any rank, and each schedule takes the best of five runs: other programs
@@ -33,7 +33,7 @@ struct Sleeper {
     /// One action of a whole rank.
     unit: Duration,
     chunks: u32,
-    /// Stages that recompute: within their backwards, but where an `R` came before.
+    /// Stages that recompute: within their backwards, except where an `R` came before.
     recomputing: BTreeSet<StageId>,
     recomputed: BTreeSet<(StageId, MicrobatchId)>,
 }

@@ -31,13 +31,13 @@ impl fmt::Display for MicrobatchId {
 pub enum Kind {
     /// `F`: the forward pass.
     Forward,
-    /// `R`: the forward pass again, to have its activations when the gradient comes.
+    /// `R`: the forward pass again, so that its activations are there when the gradient comes.
     Recompute,
     /// `B`: the full backward pass, [`Kind::InputGrad`] and [`Kind::WeightGrad`] in one.
     Backward,
     /// `I`: the gradient of the stage's input, which earlier stages wait for.
     InputGrad,
-    /// `W`: the gradients of the weights, which nobody waits for.
+    /// `W`: the gradients of the weights, which no other rank waits for.
     WeightGrad,
 }
 
@@ -98,7 +98,7 @@ pub struct Action {
 }
 
 impl Action {
-    /// Makes an action of its three parts.
+    /// Makes an action from its three parts.
     pub const fn new(stage: StageId, kind: Kind, microbatch: MicrobatchId) -> Self {
         Self {
             stage,
@@ -157,8 +157,8 @@ impl FromStr for Action {
 
 /// A forward and a full backward of one rank that run at once, written as PyTorch does.
 ///
-/// What one of them waits for, communication above all, is hidden under the other. Both are actions
-/// of a schedule's list, the forward before the backward;
+/// Each of them uses the time in which the other waits, above all for communication. Both are
+/// actions of a schedule's list, the forward before the backward;
 /// [`Schedule::pairs`](crate::Schedule::pairs) says which belong together.
 ///
 /// ```
@@ -216,8 +216,7 @@ impl Serialize for Pair {
     }
 }
 
-/// An action of a rank's list as it is written: alone, or with the backward that runs at once with
-/// it.
+/// A cell of a rank's list: one action, or a forward with the backward that runs at once with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub(crate) enum Cell {

@@ -1,9 +1,9 @@
 //! `auto`: a schedule built for given costs and a limit of memory.
 //!
-//! The search starts from the best schedules that keep the limit, of the named ones and of those
-//! that list scheduling makes for these costs, one for each placement of the stages. It splits
-//! their backwards, and moves single actions along their rank's list where the critical path
-//! passes:
+//! The search starts from the shortest schedules within the limit, one for each placement of the
+//! stages: named ones, and those that list scheduling and beam search make for these costs. It
+//! splits their backwards. Then it moves single actions along their rank's list where the critical
+//! path passes:
 //!
 //! ```text
 //! named schedules ─┐
@@ -14,18 +14,18 @@
 //!            └────────────────────────────────────────────────────────┘   until bound or budget
 //! ```
 //!
-//! List scheduling lets each rank, whenever it is free, do the first of its ready actions under one
-//! of several rules (input gradients first or forwards first, up to how many live microbatches, how
-//! long weight gradients wait for a message that is about to come). Stages are placed in turn and,
-//! where a rank has several, there and back (a V for two); in small pipelines also where the lower
-//! bound is least.
+//! In list scheduling a free rank runs the first of its ready actions. Several rules say which one
+//! is first: input gradients or forwards, how many microbatches may be live, how long weight
+//! gradients wait for a message that is about to come. Stages are placed in turn and, where a rank
+//! has several, there and back (a V for two); in small pipelines also where the lower bound is
+//! least.
 //!
 //! Beam search lets the lists of all ranks grow side by side and keeps the most promising
 //! beginnings. It finds what moves of single actions do not lead to: where memory is short, which
 //! of its stages a rank begins a microbatch on decides what other ranks can do long before.
 //!
-//! The budget counts timed orders and the draws come from a fixed seed, so the same question always
-//! has the same answer.
+//! The budget counts timed orders and the draws come from a fixed seed, so the same input always
+//! gives the same schedule.
 
 mod beam;
 mod bound;
@@ -43,7 +43,7 @@ use descent::{Draws, Effort, descend};
 use greedy::{Problem, Rule, greedy};
 use shop::Shop;
 
-/// What [`auto`](fn@auto) may use.
+/// The limits of a search by [`auto`](fn@auto): memory and timed orders.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AutoLimits {
     /// For each rank the most microbatches whose activations it may keep, as in
@@ -51,7 +51,8 @@ pub struct AutoLimits {
     pub peak_activations: Vec<f64>,
     /// The most bytes of activations that each rank may keep, if they are limited.
     pub bytes: Option<ByteLimits>,
-    /// Most orders that are timed; fewer of large schedules, whose time is bounded besides.
+    /// The most orders that are timed. Large schedules get fewer, which bounds the time of the
+    /// search.
     pub moves: usize,
 }
 
@@ -66,11 +67,11 @@ impl Default for AutoLimits {
     }
 }
 
-/// Limits of memory in bytes, as in [`Schedule::peak_bytes`]: what waits for an input gradient is
-/// free when that ends, although the weight gradients are still to come.
+/// Limits of memory in bytes, as in [`Schedule::peak_bytes`]: bytes that only the input gradient
+/// needs are free when it ends, before the weight gradients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ByteLimits {
-    /// What a microbatch keeps on each stage.
+    /// The bytes that a microbatch keeps on each stage.
     pub kept: ActivationBytes,
     /// For each rank the most bytes that it may keep.
     pub peaks: Vec<u64>,
@@ -88,8 +89,8 @@ impl ByteLimits {
         Ok(())
     }
 
-    /// Most microbatches that wait for an input gradient on one stage, and activations of stages on
-    /// one rank that do, wherever the stages are.
+    /// An upper bound on the microbatches that wait for an input gradient on one stage, and on the
+    /// activations of stages on one rank that do, for any placement.
     fn most_before_input(&self) -> usize {
         let stages = 0..self.kept.until_input_grad.len();
         let least = stages.map(|stage| self.kept.of_stage(stage)).min();
@@ -125,11 +126,11 @@ struct Memory<'a> {
     bytes: Option<&'a ByteLimits>,
 }
 
-/// Most actions that are timed by moves: a second or two.
+/// The most actions that moves may time: one or two seconds.
 const TIMED_ACTIONS: usize = 150_000_000;
 
-/// Most placements that list scheduling tries besides the usual ones, and most actions of schedules
-/// for them, for each of its rules.
+/// The most placements that list scheduling tries besides the usual ones, and the most actions of
+/// their schedules for each of its rules.
 const MOST_PLACEMENTS: usize = 60;
 const LISTED_ACTIONS: usize = 200_000;
 
@@ -154,7 +155,8 @@ impl AutoLimits {
         let limits = self.peak_activations.iter().enumerate();
         let whole = |(rank, &found): (usize, &f64)| {
             let kept = (found * size.chunks as f64 + ROUNDING) as usize;
-            // A microbatch is on all stages of a rank at once, and one after the other always fits.
+            // A microbatch needs room on all stages of a rank at once. Then one after the other
+            // fits.
             if kept < size.chunks {
                 return Err(Error::MemoryLimit { rank, found });
             }
@@ -164,7 +166,7 @@ impl AutoLimits {
     }
 }
 
-/// What limits of memory may be off by.
+/// Tolerance of the limits of memory, for rounding.
 const ROUNDING: f64 = 1e-9;
 
 /// A schedule that [`auto`](fn@auto) found, and how.
@@ -177,8 +179,9 @@ pub struct Auto {
     /// The best named schedule that keeps the limits, and its makespan; some limits are kept by
     /// none.
     pub start: Option<(ScheduleKind, f64)>,
-    /// No schedule of this size is shorter, whichever stages its ranks run, if it recomputes on the
-    /// same stages and keeps on no rank more than the largest of the limits.
+    /// A lower bound on the makespan of every schedule of this size, for any placement of the
+    /// stages, that recomputes on the same stages and keeps on no rank more than the largest of the
+    /// limits.
     pub bound: f64,
     /// Orders that were timed.
     pub moves: usize,
@@ -189,7 +192,7 @@ pub struct Auto {
 /// Why a search ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stopped {
-    /// The makespan is the lower bound: nothing is shorter, wherever the stages are placed.
+    /// The makespan is the lower bound: no schedule is shorter, for any placement of the stages.
     Optimal,
     /// All moves of the budget were made.
     Budget,
@@ -204,14 +207,14 @@ impl std::fmt::Display for Stopped {
     }
 }
 
-/// Searches a schedule for the given costs that keeps the limits, at least as short as every named
-/// training schedule of the same size that does, where no two actions run at once: it makes no
-/// pairs, and gains nothing by [`Costs::overlap`]. There is a schedule for every limit of a
-/// microbatch or more.
+/// Searches for a short schedule within the limits, for the given costs. The result is at least as
+/// short as every named training schedule of the same size within the limits when no two actions
+/// run at once: the search makes no pairs, and gains nothing by [`Costs::overlap`]. Every limit of
+/// one microbatch or more has a schedule.
 ///
 /// # Errors
-/// When the size, the costs or the limits are not legal, and [`Error::ByteLimit`] for bytes into
-/// which no microbatch fits.
+/// When the size, the costs or the limits are not legal, and [`Error::ByteLimit`] when no
+/// microbatch fits into the bytes.
 ///
 /// ```
 /// use merak_pipe::{AutoLimits, Costs, Size, UnitCosts, auto};
@@ -285,7 +288,7 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
     search.look_ahead(&problems, &no_recompute)?;
     let moves = search.improve();
     let (mut schedule, mut simulation) = search.shortest()?;
-    // Halves of backwards are for what they save.
+    // Backwards are split only where that makes the schedule shorter.
     if let Some((_, whole, as_named)) = named
         && as_named.makespan <= simulation.makespan * (1.0 + 1e-12)
     {
@@ -307,8 +310,8 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
     })
 }
 
-/// Why nothing fits. One microbatch after the other fits where each does, so bytes are what some
-/// rank has too few of.
+/// The error when no schedule was found. Legal counts always have room for one microbatch after the
+/// other, so some rank has too few bytes.
 fn without_room(memory: &Memory<'_>, placements: &[Vec<usize>]) -> Error {
     let bytes = memory.bytes.zip(placements.first());
     let short = bytes.and_then(|(bytes, in_turn)| bytes.without_room(in_turn));
@@ -319,7 +322,7 @@ fn is_optimal(makespan: f64, bound: f64) -> bool {
     makespan <= bound * (1.0 + 1e-12)
 }
 
-/// Where stages are laid: in turn, there and back, and where the bound is least.
+/// The placements to try: in turn, there and back, and those with the least bounds.
 fn placements(size: Size, best: Vec<Vec<usize>>) -> Vec<Vec<usize>> {
     let Size { ranks, .. } = size;
     let in_turn: Vec<_> = (0..size.stages()).map(|stage| stage % ranks).collect();
@@ -338,7 +341,7 @@ fn placements(size: Size, best: Vec<Vec<usize>>) -> Vec<Vec<usize>> {
     distinct
 }
 
-/// The costs where some stages never recompute.
+/// The costs without the recompute of these stages.
 fn without_recompute(costs: &Costs, stages: &[StageId]) -> Costs {
     let mut costs = costs.clone();
     for stage in stages {
@@ -414,8 +417,8 @@ fn rules<'a>(size: Size, memory: &Memory<'a>) -> Vec<Rule<'a>> {
     rules
 }
 
-/// Every full backward as its two halves. An input gradient leaves earlier then, so nothing gets
-/// longer.
+/// Splits every full backward into its two halves. Input gradients leave earlier, so the schedule
+/// gets no longer.
 fn split_backwards(schedule: &Schedule) -> Schedule {
     let split = |action: &Action| {
         let with = |kind| Action { kind, ..*action };
@@ -450,7 +453,7 @@ struct Candidate {
 }
 
 impl Candidate {
-    /// Moves its actions; gives how many orders were timed.
+    /// Moves its actions; returns the number of orders that were timed.
     fn improve(
         &mut self,
         costs: &Costs,
@@ -473,16 +476,17 @@ impl Candidate {
     }
 }
 
-/// Rounds of moves: how many schedules are improved, and the part of all moves that they share.
+/// Rounds of moves: the number of schedules improved, and the divisor of all moves that gives their
+/// share.
 const ROUNDS: [(usize, usize); 4] = [(64, 4), (12, 4), (4, 4), (1, 4)];
 
-/// What beam searches may cost: for each placement its width times the square of the schedule's
-/// actions; and how many placements, those with the shortest schedules so far, share it after all
-/// did.
+/// Budget of a round of beam searches: the width times the square of the schedule's actions, summed
+/// over the placements. Then the number of placements in the second round: those with the shortest
+/// schedules so far.
 const BEAMS: usize = 4_000_000;
 const BEST_PLACEMENTS: usize = 8;
 
-/// The most beginnings that a beam search keeps.
+/// The largest width of a beam search: the beginnings that it keeps.
 const MOST_WIDTH: usize = 200;
 
 /// The shortest schedules so far.
@@ -552,8 +556,8 @@ impl Search<'_> {
         self.found.sort_by(|a, b| a.makespan.total_cmp(&b.makespan));
     }
 
-    /// Moves actions of the shortest schedules: in the first round of many, and then of few.
-    /// Returns how many orders were timed.
+    /// Moves actions of the shortest schedules: of many in the first round, then of fewer. Returns
+    /// the number of orders that were timed.
     fn improve(&mut self) -> usize {
         let mut spent = 0;
         for (round, (kept, share)) in (1..).zip(ROUNDS) {

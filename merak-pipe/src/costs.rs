@@ -30,8 +30,8 @@ pub struct UnitCosts {
 }
 
 impl Default for UnitCosts {
-    /// One for every kind of computation, free communication, and nothing won where two actions run
-    /// at once.
+    /// One for every kind of computation, free communication, and no gain from actions that run at
+    /// once.
     fn default() -> Self {
         Self {
             forward: 1.0,
@@ -54,10 +54,10 @@ impl FromStr for UnitCosts {
 }
 
 impl UnitCosts {
-    /// These costs with those that a text such as `F=1,W=0.5` names.
+    /// These costs, with the values of a text such as `F=1,W=0.5` in place of theirs.
     ///
     /// # Errors
-    /// When the text has another form, names a cost twice or gives one that is none.
+    /// When the text has another form, names a cost twice or gives an illegal value.
     pub fn with(self, text: &str) -> Result<Self> {
         let mut costs = self;
         let mut seen = BTreeSet::new();
@@ -119,12 +119,11 @@ impl Costs {
         }
     }
 
-    /// The mean times of what ran, with free hops: what the simulator expects of a schedule whose
-    /// actions take as long as the recorded ones.
+    /// Costs from a timeline: the mean time of each kind on each stage, and free hops.
     ///
-    /// Of a stage whose backwards are whole, all of their time counts as `I`: that of the backwards
-    /// after an `R`, where the stage has some. Of actions that ran at once only the sum counts,
-    /// towards the overlap.
+    /// On a stage with full backwards, all of their time counts as `I`; where some of them follow
+    /// an `R`, only those count. Of actions that ran at once only the sum counts, towards the
+    /// overlap.
     ///
     /// # Errors
     /// When an action does not fit the schedule's size.
@@ -158,7 +157,7 @@ impl Costs {
                 kind: Kind::Recompute,
                 ..span.action
             };
-            // With its recompute inside, it would tell nothing about the backward alone.
+            // A backward with its recompute inside says nothing about the backward alone.
             let is_mixed = kind.moves_gradient()
                 && has_separate.contains(&stage)
                 && !separate.contains(&recompute);
@@ -172,7 +171,7 @@ impl Costs {
             let (sum, count) = sums[stage][kind as usize];
             if count > 0.0 { sum / count } else { 0.0 }
         };
-        // A pair that ran at once tells what that saves, and nothing about its parts.
+        // A pair that ran at once shows what running at once saves, and nothing about its parts.
         let (mut together, mut apart) = (0.0, 0.0);
         for &(forward, backward) in &groups {
             let Some(backward) = backward else { continue };
@@ -212,12 +211,12 @@ impl Costs {
         })
     }
 
-    /// Reads `F=1:2:1,I=1,W=0.5,C=0` for so many stages: one number for all stages, or a list of
-    /// them with colons in between, one for each stage and for `C` one for each hop. What is not
-    /// named keeps its default.
+    /// Reads `F=1:2:1,I=1,W=0.5,C=0` for `stages` stages: one number for all stages, or a list with
+    /// colons, with one number for each stage and for `C` one for each hop. Costs that are not
+    /// named keep their defaults.
     ///
     /// # Errors
-    /// When the text has another form, names a cost twice, gives one that is none, or has a list of
+    /// When the text has another form, names a cost twice, gives an illegal value, or has a list of
     /// another length.
     ///
     /// ```
@@ -396,7 +395,7 @@ pub(crate) fn by_stage<T: FromStr>(
     Ok(())
 }
 
-/// Puts one number everywhere, or a list where it is as long.
+/// Sets every entry to a single number, or the list to one of the same length.
 ///
 /// # Errors
 /// [`Error::CostCount`].
@@ -415,7 +414,7 @@ pub(crate) fn fill<T: Clone>(what: &'static str, list: &mut Vec<T>, values: Vec<
     Ok(())
 }
 
-/// No cost is larger: sums over the largest schedule stay finite and exact to a few digits.
+/// The largest cost: sums over the largest schedule stay finite and exact to a few digits.
 pub(crate) const MAX_COST: f64 = 1e15;
 
 fn check(key: char, found: f64) -> Result<()> {

@@ -36,9 +36,9 @@ impl Slots {
     }
 }
 
-/// Visits every action once, each after those of its rank that come before it and after the one
-/// that makes its message; two that run at once after both messages. Takes time `O(actions)`. Sends
-/// are buffered: they wait for nobody.
+/// Visits every action once, after those of its rank that come before it and after the one that
+/// makes its message; two that run at once after both messages. Takes time `O(actions)`. Sends are
+/// buffered: they wait for no rank.
 ///
 /// # Errors
 /// When some ranks wait for each other; the first of them is named.
@@ -51,7 +51,7 @@ pub(crate) fn walk(
     walk_with(schedule, placement, |action| action.input(stages), visit)
 }
 
-/// [`walk`] for actions that wait for the messages that `input` says.
+/// [`walk`] for actions that wait for the messages that `input` returns.
 ///
 /// # Errors
 /// As [`walk`].

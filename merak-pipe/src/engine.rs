@@ -19,7 +19,7 @@ pub use threads::{ThreadLink, run_threads, run_threads_until, threads};
 use crate::{Action, Error, Kind, Result, Schedule, Span, Tag, timeline::Recorder};
 use std::{collections::BTreeMap, time::Instant};
 
-/// Receives that are posted beyond the one that is waited for.
+/// Receives that are posted ahead of the one that the rank waits for.
 const POSTED_AHEAD: usize = 2;
 
 /// One rank's part of a schedule, ready to run any number of steps.
@@ -322,8 +322,7 @@ impl<P: Send> Run<'_, P> {
     }
 }
 
-/// The error and everything below it, in one line for the other ranks, which are told the rank
-/// besides.
+/// The error and its sources in one line for the other ranks, which are told the rank as well.
 fn reason(error: &Error) -> String {
     let mut text = match error {
         Error::Stage { action, .. } => action.to_string(),
@@ -338,7 +337,7 @@ fn reason(error: &Error) -> String {
     text
 }
 
-/// What a panic said, by the payload that it left.
+/// The message of a panic, from the payload that it left.
 ///
 /// ```
 /// let payload = std::panic::catch_unwind(|| panic!("no room")).unwrap_err();

@@ -9,8 +9,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Any error that a user's stage returned.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A text of somebody else's, as a message shows it: its beginning, and nothing that acts on a
-/// terminal.
+/// The beginning of a foreign text for a message, without anything that acts on a terminal.
 fn shown(text: &str) -> String {
     const LONGEST: usize = 60;
     let more = if text.chars().nth(LONGEST).is_some() {
@@ -35,7 +34,7 @@ fn shown(text: &str) -> String {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A text is no action.
+    /// A text is not an action.
     #[error(
         "expected an action such as 0F3 (stage, one of F R B I W, microbatch), found \"{}\"",
         shown(found)
@@ -44,7 +43,7 @@ pub enum Error {
         /// The text.
         found: String,
     },
-    /// A text is no pair of actions that run at once.
+    /// A text is not a pair of actions that run at once.
     #[error(
         "expected a forward and a full backward such as (0F7;7B3)OVERLAP_F_B, found \"{}\"",
         shown(found)
@@ -53,7 +52,7 @@ pub enum Error {
         /// The text.
         found: String,
     },
-    /// A cell of a schedule file is no action.
+    /// A cell of a schedule file is not an action.
     #[error("line {line}, cell {cell} is no action")]
     Cell {
         /// Line of the file, from 1.
@@ -76,7 +75,7 @@ pub enum Error {
         /// All names, separated by commas.
         known: String,
     },
-    /// A count is zero or too large to be meant.
+    /// A count is zero or above its limit.
     #[error("a schedule has 1 to {max} {what}, found {found}")]
     Count {
         /// What is counted.
@@ -114,7 +113,7 @@ pub enum Error {
         /// The number.
         found: f64,
     },
-    /// The limits of memory are not one per rank.
+    /// The number of memory limits is not the number of ranks.
     #[error("expected a limit of memory for each of {expected} ranks, found {found}")]
     LimitCount {
         /// Ranks of the schedule.
@@ -144,7 +143,7 @@ pub enum Error {
         /// Its limit.
         found: u64,
     },
-    /// The lists of actions are not one per rank.
+    /// The number of lists of actions is not the number of ranks.
     #[error("expected one list of actions for each of {expected} ranks, found {found}")]
     RankCount {
         /// Ranks of the schedule.
@@ -175,7 +174,7 @@ pub enum Error {
         /// Lines with actions.
         lines: usize,
     },
-    /// A stage is run by no rank.
+    /// No rank runs a stage.
     #[error("no rank runs stage {stage}")]
     StageWithoutActions {
         /// The stage.
@@ -267,7 +266,7 @@ pub enum Error {
         /// Letter of the cost.
         key: char,
     },
-    /// The share of a pair's time is no share.
+    /// The overlap is not a share from 0 to 1.
     #[error("the overlap O must be from 0 to 1, found {found:?}")]
     OverlapValue {
         /// Its value.
@@ -281,7 +280,7 @@ pub enum Error {
         /// Its value.
         found: f64,
     },
-    /// There are not costs for each stage and each hop.
+    /// A list of costs does not have one entry for each stage or hop.
     #[error("expected costs of {expected} {what}, found {found}")]
     CostCount {
         /// `stages` or `hops`.
@@ -319,7 +318,7 @@ pub enum Error {
         /// The message that is missing.
         tag: Tag,
     },
-    /// A stage at the end of the pipeline returned a payload that nobody takes.
+    /// A stage at the end of the pipeline returned a payload that no stage takes.
     #[error("rank {rank}: {action} returned a payload, but no stage follows it")]
     UnexpectedOutput {
         /// The rank.
@@ -345,10 +344,10 @@ pub enum Error {
         /// What happened there.
         reason: String,
     },
-    /// Somebody outside ended the run.
+    /// The run was cancelled from outside.
     #[error("the run was cancelled: {reason}")]
     Cancelled {
-        /// Why, in the words of whoever did.
+        /// The reason that was given.
         reason: String,
     },
     /// A message did not come in time.
@@ -389,7 +388,7 @@ pub enum Error {
         /// What the system said.
         source: std::io::Error,
     },
-    /// The modules given to a run are not one per rank.
+    /// The number of modules of a run is not the number of ranks.
     #[error("expected one stage module for each of {expected} ranks, found {found}")]
     ModuleCount {
         /// Ranks of the schedule.
@@ -495,7 +494,7 @@ pub enum Violation {
         /// The backward.
         backward: Action,
     },
-    /// A full backward and one of its halves are both there.
+    /// A full backward and one of its halves both exist.
     #[error("repeats a part of {other}: a full backward is an input and a weight gradient")]
     BackwardTwice {
         /// The other action.
@@ -507,7 +506,7 @@ pub enum Violation {
         /// The microbatch that came before.
         after: MicrobatchId,
     },
-    /// A stage recomputes that never does in this schedule.
+    /// A stage recomputes although it keeps its activations in this schedule.
     #[error("recomputes on a stage that keeps its activations in this schedule")]
     NeverRecomputes,
     /// The buffer of the microbatch still holds another one.
@@ -528,7 +527,7 @@ pub enum Violation {
         /// What the receiver takes.
         found: Tag,
     },
-    /// What is to run at once with the action is no backward, or the action is no forward.
+    /// Two actions that are to run at once are not a forward and a full backward.
     #[error("is to run at once with what follows, but the two are no forward and full backward")]
     NoPair,
     /// A backward is to run at once with its own forward.

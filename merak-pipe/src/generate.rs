@@ -61,8 +61,8 @@ fn alternating_buffers(size: Size) -> Vec<usize> {
     (0..size.ranks).map(buffers).collect()
 }
 
-/// The same order without microbatches from `microbatches` on. What is left waits for nothing that
-/// is gone, since microbatches never wait for each other but through the order of a rank.
+/// The same order without microbatches from `microbatches` on. The others do not need the missing
+/// ones, since microbatches wait for each other only through the order of a rank.
 fn only_microbatches(mut actions: Vec<Vec<Action>>, microbatches: usize) -> Vec<Vec<Action>> {
     for order in &mut actions {
         order.retain(|action| action.microbatch.0 < microbatches);

@@ -15,7 +15,7 @@ use std::{fmt, str::FromStr};
 /// | `1f1b`, `ds_default` | `4(M+P-1)` | `min(P-s, M)` | |
 /// | `pre_recompute_1f1b` | `4(M+P-1) - (P-1)` | `P-s` | `M >= P` |
 /// | `last_no_recompute_1f1b` | `4(M+P-1) - (P+1)` | `P-s` | `M >= max(P, 3)` |
-/// | `shifted_critical_path` | `4(M+P-1) - (P+2)` | `P-s`, but 3 on stage `P-2` | `M >= max(P, 4)` |
+/// | `shifted_critical_path` | `4(M+P-1) - (P+2)` | `P-s`, 3 on stage `P-2` | `M >= max(P, 4)` |
 ///
 /// On one rank nothing can be hidden, and the order is that of `1f1b` for any `M`: `4M`, or `3M`
 /// under `last_no_recompute_1f1b` and `shifted_critical_path`, whose last stage never recomputes.
@@ -31,7 +31,7 @@ use std::{fmt, str::FromStr};
 /// | `zb_v` | `(P-1)/2`, no rank waits | `P` | 2 |
 /// | `v_half` | at most `1.5(P-1)` | `(P+2)/2` | 2 |
 /// | `v_min` | `2(P-1) - 1/2` | `(P+4)/3`, rounded up to a chunk | 2 |
-/// | `dualpipe_v` | `(P-1)/2`, and less where a [pair](crate::Pair) takes less than its parts | `P + 1/2` | 2 |
+/// | `dualpipe_v` | `(P-1)/2`, less where [pairs](crate::Pair) save time | `P + 1/2` | 2 |
 ///
 /// Where `P` does not divide `M`, `interleaved_1f1b` runs a smaller last round, which waits for its
 /// way around the ranks: with two chunks that takes `P - M mod P` more. Megatron-LM refuses such
@@ -40,7 +40,8 @@ use std::{fmt, str::FromStr};
 /// ```
 /// use merak_pipe::ScheduleKind;
 /// assert_eq!("1f1b".parse::<ScheduleKind>()?, ScheduleKind::OneFOneB);
-/// assert!("1fb1".parse::<ScheduleKind>().unwrap_err().to_string().contains("did you mean \"1f1b\"?"));
+/// let error = "1fb1".parse::<ScheduleKind>().unwrap_err();
+/// assert!(error.to_string().contains("did you mean \"1f1b\"?"));
 /// # Ok::<(), merak_pipe::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -157,8 +158,8 @@ impl ScheduleKind {
         })
     }
 
-    /// The stages that each rank must run: two for the V shapes, one for most others, and any
-    /// number (`None`) for `interleaved_1f1b`.
+    /// The number of stages that each rank must run: two for the V shapes, one for most others, and
+    /// any number (`None`) for `interleaved_1f1b`.
     pub const fn fixed_chunks(self) -> Option<usize> {
         match self {
             Self::Interleaved => None,
@@ -167,8 +168,8 @@ impl ScheduleKind {
         }
     }
 
-    /// The stages that each rank runs unless told: two for the V shapes and `interleaved_1f1b`, one
-    /// for the others.
+    /// The default number of stages per rank: two for the V shapes and `interleaved_1f1b`, one for
+    /// the others.
     pub const fn default_chunks(self) -> usize {
         match self.fixed_chunks() {
             Some(chunks) => chunks,
@@ -176,9 +177,9 @@ impl ScheduleKind {
         }
     }
 
-    /// The costs that are assumed unless told: those of [`UnitCosts::default`], with a recompute of
-    /// 1 for the schedules that are made for recomputation, from `gpipe` to
-    /// `shifted_critical_path`, and 0 for the others.
+    /// The default costs: those of [`UnitCosts::default`], with a recompute of 1 for the schedules
+    /// that are made for recomputation, from `gpipe` to `shifted_critical_path`, and 0 for the
+    /// others.
     pub fn default_costs(self) -> UnitCosts {
         let recomputes = matches!(
             self,

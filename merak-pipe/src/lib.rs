@@ -2,10 +2,10 @@
 //!
 //! Pipeline parallelism gives every rank a *stage*, a consecutive part of the model, and sends each
 //! *microbatch* of a step through all stages, forward and back. In 3D parallelism it is the axis
-//! with the least traffic, one activation per hop, and so the one that spans hosts; what it costs
-//! is the *bubble*, the time in which ranks wait for each other. How large that is, and how many
-//! activations are kept, is decided by the *schedule*: for every rank the list of what it computes,
-//! in order.
+//! with the least traffic, one activation per hop, and so the one that spans hosts. Its cost is the
+//! *bubble*, the time in which ranks wait for each other. The *schedule* decides how large the
+//! bubble is and how many activations are kept: for every rank it lists what the rank computes, in
+//! order.
 //!
 //! # Example
 //! ```
@@ -45,10 +45,10 @@
 //!
 //! # How the parts meet
 //! ```text
-//! ScheduleKind + Size ──► Schedule ──► validate        once, before anything runs
-//!        CSV ─────────────┘  │ │ └───► simulate ──► Timeline (planned)  ──► grid, json, svg, trace
-//!                            │ └─────► instructions                    ──► json
-//!                            └► Engine + StageModule + Link ──► Timeline (recorded) ──► grid, trace
+//! ScheduleKind + Size ─► Schedule ──► validate        once, before anything runs
+//!        CSV ────────────┘  │ │ └───► simulate ──► Timeline (planned)  ──► grid, json, svg, trace
+//!                           │ └─────► instructions                    ──► json
+//!                           └► Engine + StageModule + Link ──► Timeline (recorded) ──► grid, trace
 //! ```
 //!
 //! # Guarantees

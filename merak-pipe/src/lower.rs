@@ -33,15 +33,18 @@ impl Schedule {
     /// use merak_pipe::{ScheduleKind, Size};
     /// let schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 1))?;
     /// let names: Vec<_> = schedule.instructions()?[1].iter().map(|i| i.name()).collect();
-    /// assert_eq!(names[..5], ["RecvActivation", "LoadMicroBatch", "ForwardPass", "BackwardPass", "SendGrad"]);
+    /// assert_eq!(
+    ///     names[..5],
+    ///     ["RecvActivation", "LoadMicroBatch", "ForwardPass", "BackwardPass", "SendGrad"],
+    /// );
     /// # Ok::<(), merak_pipe::Error>(())
     /// ```
     pub fn instructions(&self) -> Result<Vec<Vec<Instruction>>> {
         self.instructions_loading(&[])
     }
 
-    /// As [`Schedule::instructions`], with loads on further stages, those that own inputs of the
-    /// model.
+    /// As [`Schedule::instructions`], with loads on further stages: those in `loading`, which own
+    /// inputs of the model.
     ///
     /// # Errors
     /// As [`Schedule::instructions`].
@@ -80,7 +83,7 @@ struct Recomputed {
     receives: bool,
 }
 
-/// What the streams of all ranks need to know of each other.
+/// Facts about all ranks that each stream needs.
 struct Lowering<'a> {
     schedule: &'a Schedule,
     placement: &'a [usize],
@@ -91,11 +94,11 @@ struct Lowering<'a> {
     chunks: Vec<usize>,
     /// By stage and microbatch: its `R`.
     recomputes: Vec<Option<Recomputed>>,
-    /// By rank: where its last forward stands; what is recomputed before it is recomputed early.
+    /// By rank: the position of its last forward; a recompute before it is an early one.
     last_forwards: Vec<usize>,
     /// By message that is sent: the message received back to back with it.
     partners: Vec<Option<Tag>>,
-    /// By activation: the gradients that its receiver sends before it.
+    /// By activation: the number of gradients that its receiver sends before it.
     gradients_before: Vec<usize>,
 }
 
@@ -161,8 +164,8 @@ impl<'a> Lowering<'a> {
         tag.filter(|tag| self.is_remote(*tag))
     }
 
-    /// The message from another rank directly before an action; a gradient that comes with `R` is
-    /// not.
+    /// The message from another rank directly before an action, except a gradient that comes with
+    /// `R`.
     fn received(&self, action: Action) -> Option<Tag> {
         let tag = action.input(self.placement.len());
         let with_recompute = action.kind.moves_gradient() && self.receives_with_recompute(action);

@@ -3,13 +3,13 @@
 use crate::{Error, Kind, Result, Schedule, Size, costs::by_stage};
 use serde::Serialize;
 
-/// What one microbatch keeps on each stage, in bytes, told apart by what it is kept for.
+/// The bytes that one microbatch keeps on each stage, by the gradient that needs them.
 ///
 /// Where backwards are split, an activation that only the input gradient needs is free when `I`
 /// ends, and the input of a layer with weights waits for `W`. `B` ends both.
 ///
 /// Gradients that `I` leaves for `W`, of the outputs of layers with weights, belong to `W`'s part.
-/// They are there from `I` on alone, and are counted from `F` on: a peak is never told too low.
+/// They exist from `I` on only, but count from `F` on, so that a peak is never too low.
 ///
 /// ```
 /// use merak_pipe::{ActivationBytes, ScheduleKind, Size};
@@ -17,7 +17,8 @@ use serde::Serialize;
 /// let split = ScheduleKind::ZbH2.generate(Size::new(2, 4))?;
 /// let whole = ScheduleKind::OneFOneB.generate(Size::new(2, 4))?;
 /// assert_eq!(whole.peak_bytes(&bytes)?, [800, 400]);
-/// // The first rank keeps three microbatches whole, the second one of three: two wait for their weight gradients alone.
+/// // The first rank keeps three microbatches whole. The second keeps one of three whole: two wait
+/// // for their weight gradients alone.
 /// assert_eq!(split.peak_bytes(&bytes)?, [1200, 600]);
 /// let second = split.peak_bytes_by_grad(&bytes)?[1];
 /// assert_eq!((second.until_input_grad, second.until_weight_grad), (300, 300));
@@ -25,20 +26,20 @@ use serde::Serialize;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ActivationBytes {
-    /// For each stage what waits for the input gradient alone, `I`.
+    /// By stage: the bytes that wait for the input gradient alone, `I`.
     #[serde(rename = "I")]
     pub until_input_grad: Vec<u64>,
-    /// For each stage what waits for the weight gradients, `W`.
+    /// By stage: the bytes that wait for the weight gradients, `W`.
     #[serde(rename = "W")]
     pub until_weight_grad: Vec<u64>,
 }
 
 impl ActivationBytes {
-    /// Reads `I=1048576,W=524288` for so many stages; a list with colons, such as `W=4096:8192`,
-    /// has one number for each stage. What is not named is 0.
+    /// Reads `I=1048576,W=524288` for `stages` stages; a list with colons, such as `W=4096:8192`,
+    /// has one number for each stage. A part that is not named is 0.
     ///
     /// # Errors
-    /// When the text has another form, names something twice, or a list has not one number per
+    /// When the text has another form, names a part twice, or a list does not have one number per
     /// stage.
     pub fn parse(text: &str, stages: usize) -> Result<Self> {
         let mut bytes = Self {
@@ -60,8 +61,7 @@ impl ActivationBytes {
         Ok(bytes)
     }
 
-    /// Checks that there are numbers for the stages of this size, and that no sum of them leaves
-    /// the range.
+    /// Checks that each stage has its numbers, and that their sums stay in range.
     pub(crate) fn check(&self, size: Size) -> Result<()> {
         let lists = [&self.until_input_grad, &self.until_weight_grad];
         for list in lists {
@@ -79,20 +79,19 @@ impl ActivationBytes {
         most.map_or(Err(Error::TooManyBytes), |_| Ok(()))
     }
 
-    /// What a microbatch keeps on a stage at first.
+    /// The bytes that a microbatch keeps on a stage at first.
     pub(crate) fn of_stage(&self, stage: usize) -> u64 {
         self.until_input_grad[stage].saturating_add(self.until_weight_grad[stage])
     }
 }
 
-/// The most bytes of activations that a rank keeps at once, told apart by the gradient that ends
-/// them.
+/// The most bytes of activations that a rank keeps at once, by the gradient that ends them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct PeakBytes {
-    /// What waits for the input gradient, `I`.
+    /// The bytes that wait for the input gradient, `I`.
     #[serde(rename = "I")]
     pub until_input_grad: u64,
-    /// What waits for the weight gradients, `W`.
+    /// The bytes that wait for the weight gradients, `W`.
     #[serde(rename = "W")]
     pub until_weight_grad: u64,
 }
@@ -115,7 +114,8 @@ impl Schedule {
         Ok(peaks.map(PeakBytes::total).collect())
     }
 
-    /// [`Schedule::peak_bytes`] by what the bytes wait for at the first time of the peak.
+    /// [`Schedule::peak_bytes`] by the gradient that the bytes wait for, at the first moment of the
+    /// peak.
     ///
     /// # Errors
     /// As [`Schedule::peak_bytes`].
@@ -145,7 +145,7 @@ impl Schedule {
 }
 
 impl PeakBytes {
-    /// Takes what an action of this kind makes.
+    /// Adds the bytes that an action of this kind makes.
     pub(crate) fn begin(&mut self, bytes: &ActivationBytes, stage: usize, kind: Kind) {
         if kind == Kind::Forward {
             let (input, weight) = (&mut self.until_input_grad, &mut self.until_weight_grad);
@@ -154,7 +154,7 @@ impl PeakBytes {
         }
     }
 
-    /// Gives back what nothing needs behind an action of this kind.
+    /// Frees the bytes that nothing needs after an action of this kind.
     pub(crate) fn end(&mut self, bytes: &ActivationBytes, stage: usize, kind: Kind) {
         let (input, weight) = (&mut self.until_input_grad, &mut self.until_weight_grad);
         if kind.moves_gradient() {

@@ -14,13 +14,12 @@ pub struct Visit {
 }
 
 /// The order in which groups visit the ranks of a pipeline when each starts at the first stage
-/// again once it has left the last: what comes of a round is the input of the next.
+/// again once it has left the last: the result of a round is the input of the next.
 ///
-/// Every rank makes the same endless list and carries out its own visits. It is what happens where
-/// a rank takes, of the groups that wait for it, the one that has waited longest, all stages taking
-/// equally long and messages no time; of two that come at once the one that has come further. With
-/// as many groups as ranks, no rank then waits: with one stage per rank, with several in turn and
-/// in a V.
+/// Every rank makes the same endless list and carries out its own visits. It is the order that
+/// arises where all stages take equally long, messages take no time and a rank takes the group that
+/// has waited longest; of two that come at once, the one that has come further. With as many groups
+/// as ranks, no rank then waits: with one stage per rank, with several in turn and in a V.
 ///
 /// A group that has ended may be left out from then on: the others stay in an order that cannot
 /// deadlock. Groups visit each stage in turn, always in the same order.
@@ -29,13 +28,13 @@ pub struct Visit {
 /// use merak_pipe::Rounds;
 ///
 /// // Two ranks with two stages each, in turn.
-/// let order: Vec<_> = Rounds::new(&[0, 1, 0, 1], 2).filter(|visit| visit.rank == 0).take(5).collect();
-/// let order: Vec<_> = order.iter().map(|visit| (visit.stages.start, visit.group)).collect();
+/// let visits = Rounds::new(&[0, 1, 0, 1], 2).filter(|visit| visit.rank == 0).take(5);
+/// let order: Vec<_> = visits.map(|visit| (visit.stages.start, visit.group)).collect();
 /// assert_eq!(order, [(0, 0), (0, 1), (2, 0), (2, 1), (0, 0)]);
 /// ```
 #[derive(Debug, Clone)]
 pub struct Rounds {
-    /// What lies on one rank without a hop in between.
+    /// Stages that lie on one rank without a hop in between, with that rank.
     hops: Vec<(usize, Range<usize>)>,
     /// When each rank is free.
     free: Vec<usize>,
@@ -44,7 +43,7 @@ pub struct Rounds {
 }
 
 impl Rounds {
-    /// The order for stages on these ranks, and so many groups.
+    /// The order of `groups` groups over stages on these ranks.
     pub fn new(placement: &[usize], groups: usize) -> Self {
         let mut hops: Vec<(usize, Range<usize>)> = Vec::new();
         for (stage, &rank) in placement.iter().enumerate() {

@@ -45,7 +45,7 @@ impl Size {
     /// Checks that there is something to do and that its size fits the address space.
     ///
     /// # Errors
-    /// When a count is zero or too large to be meant.
+    /// When a count is zero or above its limit.
     pub fn check(self) -> Result<()> {
         let counts = [
             ("ranks", self.ranks),
@@ -91,7 +91,7 @@ pub enum Exchanges {
 
 /// Every action of every rank, in execution order, and what goes with it.
 ///
-/// This is plain data: anybody can build or change one, so it need not be valid.
+/// This is plain data: a schedule that was built or changed by hand need not be valid.
 /// [`Schedule::validate`] proves it; the engine and the simulator return an error on one that
 /// cannot be carried out.
 ///
@@ -117,7 +117,7 @@ pub struct Schedule {
     pub buffers: Vec<usize>,
     /// How the instruction stream writes exchanges.
     pub exchanges: Exchanges,
-    /// Stages that keep their activations whatever the recomputation settings say.
+    /// Stages that keep their activations under all recomputation settings.
     pub no_recompute: Vec<StageId>,
 }
 
@@ -149,13 +149,13 @@ impl Schedule {
         Pair::new(*list.get(position)?, *list.get(position + 1)?)
     }
 
-    /// What stands at a position of a rank's list, with what runs at once with it.
+    /// The cell at a position of a rank's list: an action, with the one that runs at once with it.
     pub(crate) fn cell(&self, rank: usize, position: usize) -> Option<Cell> {
         let alone = || Some(Cell::Alone(*self.actions.get(rank)?.get(position)?));
         self.pair(rank, position).map(Cell::Paired).or_else(alone)
     }
 
-    /// A rank's list as it is written, pairs as one.
+    /// The cells of a rank's list, each an action or a pair.
     pub(crate) fn cells(&self, rank: usize) -> impl Iterator<Item = Cell> {
         let mut position = 0;
         std::iter::from_fn(move || {
@@ -330,7 +330,7 @@ impl Schedule {
         Ok(schedule)
     }
 
-    /// Makes a schedule of what each rank runs, alone or at once.
+    /// Makes a schedule from the cells of each rank.
     pub(crate) fn of_cells(name: impl Into<String>, size: Size, cells: &[Vec<Cell>]) -> Self {
         let mut actions = vec![Vec::new(); cells.len()];
         let mut pairs = BTreeSet::new();

@@ -20,8 +20,8 @@ pub struct Simulation {
     /// of `W` or `B`; a chunk of a microbatch counts as its share, so that schedules with different
     /// numbers of chunks compare.
     pub peak_activations: Vec<f64>,
-    /// The chain of actions that ends the run: each starts when its message comes from the one
-    /// before, or when its rank has done the one before, or when that one leaves it its core.
+    /// The chain of actions that ends the run: each starts when the message of the one before it
+    /// arrives, or when that one frees its rank or its core.
     pub critical_path: Vec<Action>,
 }
 
@@ -64,7 +64,7 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Simulation> {
     simulate_on(schedule, costs, f64::INFINITY)
 }
 
-/// [`simulate`] for ranks that share so many cores: an action that finds none free waits in a
+/// [`simulate`] for ranks that share `cores` cores: an action that finds none free waits in a
 /// queue, first come, first served, and then runs to its end, as under the [engine](crate::Engine)
 /// with a link that has turns. Costs are times on a core of one's own; hops need no core.
 ///
@@ -95,7 +95,7 @@ pub fn simulate_on(schedule: &Schedule, costs: &Costs, cores: f64) -> Result<Sim
     if cores >= schedule.size.ranks as f64 {
         dataflow::walk(schedule, &placement, |visit| clock.run(visit))?;
     } else {
-        // Who shares cores decides when things happen, and not whether they can.
+        // Sharing cores changes when actions run, not whether they can.
         dataflow::walk(schedule, &placement, |_| ())?;
         shared::run(&mut clock, cores);
     }
@@ -109,7 +109,7 @@ pub fn simulate_on(schedule: &Schedule, costs: &Costs, cores: f64) -> Result<Sim
     })
 }
 
-/// Ranks share no less: times stay finite, and exact to a few digits.
+/// The smallest number of cores: times stay finite, and exact to a few digits.
 pub(crate) const LEAST_CORES: f64 = 1e-6;
 
 struct Clock<'a> {
@@ -118,7 +118,7 @@ struct Clock<'a> {
     costs: &'a Costs,
     slots: Slots,
     spans: Vec<Vec<Span>>,
-    /// By rank and position: the action, by the same, after which this one could begin.
+    /// By rank and position: the rank and position of the action after which this one could begin.
     after: Vec<Vec<Option<(usize, usize)>>>,
     /// By message: when it arrives, and the rank and position that made it.
     messages: Vec<(f64, usize, usize)>,
@@ -171,8 +171,8 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// What runs one after the other: both actions of a pair where nothing is won when they run at
-    /// once.
+    /// The parts that run one after the other: both actions of a pair where running at once gains
+    /// nothing.
     fn parts(&self, cell: Cell) -> impl Iterator<Item = Cell> + use<> {
         let at_once = self.costs.overlaps();
         let whole = at_once.then_some(cell);
@@ -180,14 +180,14 @@ impl<'a> Clock<'a> {
         whole.into_iter().chain(apart)
     }
 
-    /// What the rank does next, without what runs after it.
+    /// The next part that the rank runs.
     fn next(&self, rank: usize) -> Option<Cell> {
         let position = self.spans[rank].len();
         // The second action of a pair stands alone here.
         self.parts(self.schedule.cell(rank, position)?).next()
     }
 
-    /// When the last message of what runs at once arrives; `None` where nothing is needed.
+    /// When the last message of a cell arrives; `None` where it needs no message.
     fn arrival(&self, cell: Cell) -> Option<f64> {
         let message = self.last_message(cell)?;
         Some(message.0)
@@ -200,7 +200,8 @@ impl<'a> Clock<'a> {
         messages.reduce(|last, message| if message.0 > last.0 { message } else { last })
     }
 
-    /// What the next action of a rank waits for last: the rank itself, or the maker of its message.
+    /// The action that the next one of a rank waits for last: the maker of its message, or the one
+    /// before it on the rank.
     fn cause(&self, rank: usize, cell: Cell) -> Option<(usize, usize)> {
         let free = self.spans[rank].last().map(|span| span.end);
         match self.last_message(cell) {
@@ -227,7 +228,7 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// Writes down what a rank did next, and sends what it made; gives the messages and their
+    /// Records what a rank did next, and sends the results. Returns the messages and their
     /// arrivals.
     fn record(
         &mut self,

@@ -16,17 +16,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A wait that nobody should come to the end of.
+/// A wait that must not reach its end.
 const LONG: Duration = Duration::from_secs(30);
 
 /// A wait that is meant to end.
 const SHORT: Duration = Duration::from_millis(200);
 
-/// By then every rank of a check has ended, or it hangs.
+/// A check whose ranks have not ended by then hangs.
 const HANGS: Duration = Duration::from_mins(1);
 
-/// Checks links against the promises of [`Link`]; `make` makes those of so many ranks, in order,
-/// whose waits end at a deadline.
+/// Checks links against the promises of [`Link`]. `make` takes the number of ranks and the deadline
+/// of their waits, and returns the links in rank order.
 ///
 /// The checks: messages with one tag keep their order and those with others may overtake them;
 /// payloads of many megabytes come whole, both ways at once, whether receives were announced or
@@ -64,7 +64,7 @@ where
         thread::spawn(move || {
             let outcome =
                 std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| check(rank, link)));
-            // Nobody listens any more where another rank has failed already.
+            // The receiver is gone where another rank has failed already.
             drop(done.send((rank, outcome)));
         })
     };
@@ -187,7 +187,7 @@ fn deadline<P: From<Vec<u8>> + Into<Vec<u8>>, L: Link<P>>(rank: usize, mut link:
         assert!(start.elapsed() < LONG / 2, "the deadline is long past");
         link.abort("the check is over");
     } else {
-        // It stays until the other has given up.
+        // The rank stays until the other one has given up.
         refused(&mut link, 0, tag(0, 1, 0));
     }
 }
@@ -228,7 +228,7 @@ fn assert_blames(error: &Error, reason: &str) {
     );
 }
 
-/// An interrupter ends the waits of all ranks, those that have none of their own included.
+/// An interrupter ends the waits of all ranks, also of those without an interrupter.
 fn interrupt<P, L>(links: Vec<L>)
 where
     P: From<Vec<u8>> + Into<Vec<u8>> + Send + 'static,

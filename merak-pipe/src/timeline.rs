@@ -115,7 +115,7 @@ impl Recorder {
         self.begun = self.epoch.elapsed().as_secs_f64();
     }
 
-    /// Writes down what began last; two actions where they ran at once.
+    /// Records the end of the action that began last, or of the two that ran at once.
     pub(crate) fn end(&mut self, actions: impl IntoIterator<Item = Action>) {
         let (start, end) = (self.begun, self.epoch.elapsed().as_secs_f64());
         let spans = actions

@@ -97,7 +97,7 @@ pub(crate) fn check_actions(schedule: &Schedule, placement: &[usize]) -> Result<
     Ok(())
 }
 
-/// Checks that what runs at once can.
+/// Checks that the actions of each pair can run at once.
 fn check_pairs(schedule: &Schedule) -> Result<()> {
     for &(rank, position) in &schedule.pairs {
         let list = schedule.actions.get(rank);
@@ -154,13 +154,13 @@ impl Seen {
     }
 }
 
-/// What is known of a stage at some place in its rank's list.
+/// The state of a stage at a place in its rank's list.
 #[derive(Debug)]
 struct StageState {
     seen: Vec<Seen>,
     last_weight: Option<MicrobatchId>,
     buffers: usize,
-    /// The live microbatch of each buffer; never longer than the microbatches are many.
+    /// The live microbatch of each buffer; at most as long as there are microbatches.
     ring: Vec<Option<MicrobatchId>>,
     recomputes: bool,
     forward_only: bool,

@@ -1,4 +1,4 @@
-//! From how a value lies to how a node needs it.
+//! Conversions from a value's placement to the form that a node needs.
 //!
 //! | from | to | forward | backward |
 //! |---|---|---|---|
@@ -15,11 +15,9 @@ use merak_trace::{Axis, Op, Placement, Shard, Source, ValueId};
 use std::sync::Arc;
 
 impl Rewriter<'_> {
-    /// The value of the new graph that has the contents of `value` as `need` says; `user` asks for
-    /// it.
+    /// The value of the new graph that holds `value` in the form `need`; `user` asks for it.
     ///
-    /// A parameter that is cut where it is first used is placed so: a rank holds nothing but its
-    /// slice.
+    /// A parameter that is cut at its first use is placed that way: a rank holds only its slice.
     pub(crate) fn convert(
         &mut self,
         value: ValueId,
@@ -83,9 +81,9 @@ impl Rewriter<'_> {
         self.not_param(whole, scope)
     }
 
-    /// A value that is no parameter. The gradient of a conversion may communicate, and what
-    /// computes the gradient of a parameter directly belongs to the half of the backward that waits
-    /// for nobody.
+    /// `value`, or a copy of it if it is a parameter. The gradient of a conversion may communicate,
+    /// but the weight half of the backward, which computes the gradients of parameters directly,
+    /// waits for no other rank.
     fn not_param(&mut self, value: ValueId, scope: &Arc<str>) -> Result<ValueId> {
         match self.graph.param_of(value) {
             Some(_) => Ok(self.add(scope, Op::Identity, vec![value])?[0]),
@@ -155,7 +153,7 @@ impl Rewriter<'_> {
         )
     }
 
-    /// The name of a value of the model in messages.
+    /// The name of a value of the model for messages.
     fn name_of(&self, value: ValueId) -> String {
         match self.model.value(value).source {
             Source::Input(index) => format!("input {}", self.model.inputs()[index].name),

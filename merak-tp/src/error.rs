@@ -1,4 +1,4 @@
-//! What can stand against splitting a model.
+//! Reasons why a model cannot be split.
 
 /// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -109,7 +109,7 @@ pub enum Error {
         /// Name of the list.
         list: &'static str,
     },
-    /// The degree is no degree.
+    /// The degree is invalid.
     #[error("tp = 0 is no number of ranks, expected 1 or more")]
     ZeroDegree,
     /// The model was rewritten before.
@@ -128,13 +128,13 @@ pub enum Error {
         /// The type of the node that was made.
         found: String,
     },
-    /// The rewritten node does not check.
+    /// The rewritten node fails its checks.
     #[error(transparent)]
     Graph(#[from] merak_trace::Error),
 }
 
 impl Error {
-    /// The degrees that would do, where a size or heads stand in the way.
+    /// The degrees to choose from, if a size or heads prevent the split.
     pub(crate) fn legal_mut(&mut self) -> Option<&mut Vec<usize>> {
         match self {
             Self::Indivisible { legal, .. }
@@ -159,7 +159,7 @@ pub(crate) fn divisors(size: usize) -> Vec<usize> {
 /// Degrees that a message names; dots stand for more.
 pub(crate) const MOST_LISTED: usize = 12;
 
-/// `1, 2, 4`, and dots behind more than a reader wants.
+/// `1, 2, 4`, and dots after [`MOST_LISTED`] degrees.
 fn listed(degrees: &[usize]) -> String {
     let shown = degrees.iter().take(MOST_LISTED);
     let mut words: Vec<_> = shown.map(ToString::to_string).collect();

@@ -4,7 +4,7 @@
 //! which knows nothing of ranks, and returns the graph that every rank of a tensor-parallel group
 //! runs. Layers named by the user, or by the defaults of the model family, are split by columns or
 //! rows as in [Megatron-LM](https://arxiv.org/abs/1909.08053) (section 3); everything else follows
-//! from how their outputs lie.
+//! from the placement of their outputs.
 //!
 //! ```
 //! use merak_tp::{LayerLists, rewrite};
@@ -39,9 +39,9 @@
 //! own gradient:
 //!
 //! ```text
-//!   x ──────────► copy_to ──► linear [W₀|W₁] ──► gelu ──► linear [V₀;V₁] ──► all_reduce ──► add b ──► y
-//!   replicate                 column: shard(out)  shard    row: partial        replicate      once
-//!   backward: all_reduce                                                       identity
+//!   x ────► copy_to ──► linear [W₀|W₁] ──► gelu ──► linear [V₀;V₁] ──► all_reduce ──► add b ──► y
+//!   replicate           column: shard(out)  shard    row: partial        replicate      once
+//!   backward: all_reduce                                                 identity
 //! ```
 //!
 //! A column layer whose output is cut into pieces (a fused query, key and value projection) is
@@ -52,7 +52,8 @@
 //!
 //! - Values are sliced, never made anew: forward, loss and gradients are those of one rank up to
 //!   the order of summation. Dropout draws each rank's part of the mask of the whole tensor.
-//! - An operation without a rule gets whole operands. What is gathered for it stands in the report.
+//! - An operation without a rule gets whole operands. The report lists the values that are gathered
+//!   for it.
 //! - The result depends on the arguments alone, so all ranks compute the same graph.
 
 mod convert;

@@ -1,4 +1,4 @@
-//! The lists by which a user says which layers are split.
+//! The lists of layers that a user wants split.
 
 use crate::{Error, Result, default_lists, defaults::families};
 use serde::{Deserialize, Serialize};
@@ -101,7 +101,7 @@ impl LayerLists {
         }
     }
 
-    /// Checks that the lists say how to split a model and ask for nothing that is not built.
+    /// Checks that the lists say how to split a model and ask for nothing unsupported.
     pub(crate) fn check(&self, degree: usize) -> Result<()> {
         if !self.weight_change_list.is_empty() {
             return Err(Error::ListNotAvailable {
@@ -157,7 +157,7 @@ impl fmt::Display for SplitKind {
     }
 }
 
-/// What [`set_tp_layer_lists`] set.
+/// The lists of the last [`set_tp_layer_lists`].
 static LISTS: Mutex<Option<LayerLists>> = Mutex::new(None);
 
 /// Sets the lists for trainers that are built later in this process.

@@ -14,7 +14,7 @@ pub(crate) struct Role {
     pub(crate) parts: Vec<usize>,
 }
 
-/// What the lists say about a model.
+/// The layers of a model that the lists match.
 #[derive(Debug, Default)]
 pub(crate) struct Matches {
     pub(crate) roles: BTreeMap<NodeId, Role>,
@@ -189,7 +189,7 @@ fn is_head(model: &Graph, users: &[Vec<NodeId>], node: &Node) -> bool {
     model.is_tied_head(node) || model.ends_model(users, adapted(model, users, node))
 }
 
-/// What a layer makes together with its adapters: sums and products within its own module.
+/// The output of a layer together with its adapters: sums and products within its own module.
 fn adapted(model: &Graph, users: &[Vec<NodeId>], layer: &Node) -> ValueId {
     let mut value = layer.outputs[0];
     while let [user] = users[value.index()][..] {
@@ -203,14 +203,14 @@ fn adapted(model: &Graph, users: &[Vec<NodeId>], layer: &Node) -> ValueId {
     value
 }
 
-/// What the matrix of a linear layer stands beside, where the layer is half of an adapter.
+/// The [`Beside`] of a linear layer's matrix, if the layer is half of an adapter.
 fn beside<'a>(model: &'a Graph, node: &Node) -> Option<&'a Beside> {
     let weight = model.weight_of(node)?;
     model.param(weight).beside.as_ref()
 }
 
-/// Splits the halves of adapters as their layers: where the features that a factor shares with the
-/// layer's matrix are cut, so is the factor.
+/// Splits the halves of adapters as their layers: a factor is cut where the features that it shares
+/// with the layer's matrix are cut.
 fn follow(model: &Graph, matches: &mut Matches) {
     let mut cuts = BTreeMap::new();
     for (id, role) in &matches.roles {
@@ -247,7 +247,8 @@ fn follow(model: &Graph, matches: &mut Matches) {
     }
 }
 
-/// The parts of a layer's output features: where its only user cuts them into pieces, those.
+/// The parts of a layer's output features: the pieces that its only user cuts them into, if it
+/// does.
 fn parts(model: &Graph, users: &[Vec<NodeId>], layer: &Layer<'_>) -> Vec<usize> {
     let output = adapted(model, users, layer.node);
     if let [user] = users[output.index()][..]
@@ -259,8 +260,8 @@ fn parts(model: &Graph, users: &[Vec<NodeId>], layer: &Layer<'_>) -> Vec<usize> 
     vec![layer.outputs]
 }
 
-/// Takes the column layers out that make key or value heads of which there are fewer than ranks:
-/// each rank computes all of them and attention then picks the one that its query heads share.
+/// Removes the column layers that make key or value heads if these are fewer than ranks: each rank
+/// computes all of them, and attention then picks the one that its query heads share.
 fn keep_shared_heads_whole(model: &Graph, degree: usize, matches: &mut Matches) {
     for node in model.nodes() {
         let Op::Attention(spec) = &node.op else {

@@ -1,4 +1,4 @@
-//! What a rewrite did, for people.
+//! The report of a rewrite, for people.
 
 use crate::SplitKind;
 use merak_trace::{Axis, Graph, Op, needs_grad};

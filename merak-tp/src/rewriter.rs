@@ -76,12 +76,12 @@ fn split(model: &Graph, lists: &LayerLists, degree: usize) -> Result<Rewritten> 
     rewriter.finish()
 }
 
-/// How the lists cut each parameter, whatever the degree: the dimension and the sizes of its parts.
-/// What every rank keeps whole is not in it. For writers of checkpoints that another degree shall
-/// read.
+/// How the lists cut each parameter, for any degree: the dimension and the sizes of its parts.
+/// Parameters that every rank keeps whole are left out. For writers of checkpoints that another
+/// degree reads.
 ///
 /// # Errors
-/// As [`rewrite`], but where the lists say nothing or match nothing: then nothing is cut.
+/// As [`rewrite`], except that lists that are empty or match nothing cut nothing.
 pub fn cuts(model: &Graph, lists: &LayerLists) -> Result<BTreeMap<String, Shard>> {
     if *lists == LayerLists::default() {
         return Ok(BTreeMap::new());
@@ -92,7 +92,7 @@ pub fn cuts(model: &Graph, lists: &LayerLists) -> Result<BTreeMap<String, Shard>
         Err(Error::NothingMatched { .. }) => return Ok(BTreeMap::new()),
         matches => matches?,
     };
-    // One rank divides everything, so no size stands in the way.
+    // Degree 1 divides every size.
     let mut rewriter = Rewriter::new(model, 1, Report::new(1))?;
     for id in model.node_ids() {
         rewriter.place(id, matches.roles.get(&id))?;
@@ -111,7 +111,7 @@ pub fn cuts(model: &Graph, lists: &LayerLists) -> Result<BTreeMap<String, Shard>
 pub(crate) struct Placed {
     pub(crate) value: ValueId,
     pub(crate) placement: Placement,
-    /// Whether a node uses it as it lies, so that it has to stay so.
+    /// Whether a node uses it in this placement, which must then stay.
     pub(crate) is_fixed: bool,
     /// Other forms of it that were made already.
     pub(crate) forms: Vec<(Need, ValueId)>,
@@ -136,7 +136,7 @@ pub(crate) struct Rewriter<'a> {
     pub(crate) report: Report,
     /// The counterpart of each value of the model that is known so far.
     pub(crate) placed: BTreeMap<ValueId, Placed>,
-    /// Values of the model that something uses.
+    /// Values of the model that are used.
     used: BTreeSet<ValueId>,
     /// Names of all nodes, old and new.
     names: BTreeSet<Arc<str>>,
@@ -218,7 +218,7 @@ impl<'a> Rewriter<'a> {
         Ok(())
     }
 
-    /// What a rule reads.
+    /// The facts that a rule reads.
     fn site<'s>(&'s self, node: &'s Node, role: Option<&'s Role>) -> Site<'s> {
         Site {
             node,
@@ -247,7 +247,7 @@ impl<'a> Rewriter<'a> {
         }
     }
 
-    /// Sums the parts of all ranks, then adds what counts once.
+    /// Sums the parts of all ranks, then adds `once`.
     fn reduce(
         &mut self,
         value: ValueId,
@@ -282,7 +282,7 @@ impl<'a> Rewriter<'a> {
         Ok(self.graph.add_named_node(name, scope, op, inputs)?)
     }
 
-    /// A rule's operation must make what its placement says.
+    /// Checks that a rule's operation makes the type of its placement.
     fn check_local(
         &self,
         node: &Node,
@@ -338,7 +338,7 @@ fn split_module(model: &Graph, node: &Node, role: &Role) -> SplitModule {
     }
 }
 
-/// A second rewrite would split what is split already.
+/// Refuses a rewritten model: a second rewrite would split it again.
 fn refuse_rewritten(model: &Graph) -> Result<()> {
     let param = model
         .params()

@@ -2,7 +2,7 @@
 //!
 //! A rule reads the whole types and the placements of a node's operands and answers with a
 //! [`Plan`]: how it needs each operand, the operation that a rank runs on its part, and how the
-//! results lie. Which conversion turns a placement into a need is not its business.
+//! results lie. It does not choose the conversion from a placement to a need.
 
 mod attention;
 mod elementwise;
@@ -16,9 +16,9 @@ use merak_trace::{Node, Op, Placement, Shard, TensorType};
 /// How a node needs an operand.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Need {
-    /// The whole value, with which every rank does the same.
+    /// The whole value, for the same work on every rank.
     Whole,
-    /// The whole value, with which each rank does its own part of the work: gradients are summed.
+    /// The whole value, for a different part of the work on each rank: gradients are summed.
     Copied,
     /// A slice per rank.
     Cut(Shard),
@@ -51,7 +51,7 @@ pub(crate) struct Plan {
     pub(crate) op: Op,
     /// How the results lie; a partial one is reduced at once.
     pub(crate) results: Vec<Placement>,
-    /// The last operand is no operand of `op` but is added to the reduced result.
+    /// Whether the last operand is added to the reduced result instead of going to `op`.
     pub(crate) adds_last: bool,
 }
 
@@ -125,7 +125,7 @@ pub(crate) fn plan(site: &Site<'_>) -> Result<Plan> {
         | Op::AllReduce { .. }
         | Op::AllGather { .. }
         | Op::Scatter { .. }
-        // Gradients come into being after the rewrite.
+        // Gradients are added after the rewrite.
         | Op::LinearGradInput { .. }
         | Op::LinearGradWeight { .. }
         | Op::EmbeddingGrad { .. }

@@ -2,9 +2,8 @@
 //!
 //! `RAYON_NUM_THREADS=1 cargo bench -p merak-trace --features bench --bench fused` prints medians
 //! and the median ratio. Both sides compute the output and all gradients on one thread, by turns,
-//! at the shapes of a GPT with layers of
-//! 512. The plain side are candle's operations on whole tensors and its autograd, from the sum of
-//!      the outputs.
+//! at the shapes of a GPT with layers of 512. The plain side runs candle's operations on whole
+//! tensors, and its autograd from the sum of the outputs.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use merak_trace::kernels::{
@@ -123,14 +122,14 @@ fn backward(output: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// A form of attention, at the length and the width of the others.
+/// A form of attention; length and width are common to all forms.
 #[derive(Clone, Copy)]
 struct Form {
     name: &'static str,
     kv_heads: usize,
     causal: bool,
     window: Option<usize>,
-    /// Keys at the end of the second half of the samples that are hidden, as padding is.
+    /// Number of keys hidden as padding at the end of each sample in the second half.
     hidden: usize,
     /// Whether a table `[heads, q, k]` is added to the scores and has a gradient.
     biased: bool,
@@ -145,7 +144,7 @@ const CAUSAL: Form = Form {
     biased: false,
 };
 
-/// The forms that families use: encoders with padding, grouped-query heads, windows, relative
+/// The forms in model families: encoders with padding, grouped-query heads, windows, relative
 /// positions.
 const FORMS: [Form; 5] = [
     CAUSAL,
@@ -182,7 +181,7 @@ impl Form {
         !(self.causal && key > query) && query.saturating_sub(key) < window
     }
 
-    /// What hides padding, `[B, k]`.
+    /// The mask that hides padding, `[B, k]`.
     fn padding(&self) -> Vec<f32> {
         let seen = |sample, key| sample < BATCH / 2 || key + self.hidden < ATTENTION_LEN;
         let keys = (0..BATCH * ATTENTION_LEN).map(|i| (i / ATTENTION_LEN, i % ATTENTION_LEN));
@@ -257,7 +256,7 @@ impl Form {
             let padding = Tensor::from_vec(self.padding(), (BATCH, 1, 1, LEN), &Device::Cpu)?;
             hidden = hidden.broadcast_add(&padding)?;
         }
-        // Each head of keys once for every head of queries that shares it.
+        // Each head of keys, repeated for every head of queries that shares it.
         let shared = move |x: &Tensor| -> Result<Tensor> {
             let shape = (BATCH, HEADS / group, group, LEN, dim);
             let shared = x.unsqueeze(2)?.broadcast_as(shape)?;
@@ -282,7 +281,7 @@ impl Form {
     }
 }
 
-/// What is added to the score of a key.
+/// The term added to the score of a key.
 fn hidden_unless(seen: bool) -> f32 {
     if seen { 0.0 } else { f32::NEG_INFINITY }
 }

@@ -31,7 +31,7 @@ fn run(bencher: Bencher<'_, '_>, num_threads: usize, mut kernel: impl FnMut(&Thr
     bencher.bench_local(|| kernel(&threads));
 }
 
-/// The yardstick of everything that is limited by memory.
+/// The yardstick of kernels that are limited by memory speed.
 #[divan::bench]
 fn copy(bencher: Bencher<'_, '_>) {
     let (x, mut y) = (noise(ROWS * 4 * WIDTH), noise(ROWS * 4 * WIDTH));

@@ -1,7 +1,7 @@
 //! Reverse-mode differentiation of a graph, once, when a program is planned.
 //!
 //! Gradient nodes are appended to the graph itself. The backward is cut in two: **input
-//! gradients**, which earlier stages wait for, and **weight gradients**, the leaves that nobody
+//! gradients**, which earlier stages wait for, and **weight gradients**, the leaves that no stage
 //! waits for ([Qi et al. 2023](https://arxiv.org/abs/2401.10241), section 2). Contributions to one
 //! value are added in reverse graph order, so a graph that is cut into stages adds in the order of
 //! the uncut one.
@@ -16,11 +16,11 @@ use std::sync::Arc;
 pub enum Phase {
     /// `F`: computes activations.
     Forward,
-    /// `R`: computes activations again that were not kept.
+    /// `R`: recomputes activations that were not kept.
     Recompute,
-    /// `I`: what the gradients of the stage's inputs need.
+    /// `I`: computes the gradients that lead to the stage's inputs.
     BackwardInput,
-    /// `W`: gradients of parameters.
+    /// `W`: computes the gradients of parameters.
     BackwardWeight,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct ParamGrad {
     pub(crate) value: ValueId,
 }
 
-/// What [`differentiate`] found.
+/// The result of [`differentiate`].
 #[derive(Debug, Clone)]
 pub(crate) struct Gradients {
     /// The phase of every node of the graph, the gradient nodes at the end.
@@ -138,7 +138,7 @@ impl Tape<'_> {
         let first_new = self.graph.nodes().len();
         let contributions = rules::gradient(self, &node, &douts)?;
         self.mark_weight_gradients(&node.inputs, &contributions, first_new);
-        // Parameters in reverse operand order, since the whole list is turned round at the end.
+        // Parameters in reverse operand order, since the whole list is reversed at the end.
         for &(operand, value) in contributions.iter().rev() {
             let input = node.inputs[operand];
             if let Some(param) = self.graph.param_of(input) {
@@ -159,8 +159,7 @@ impl Tape<'_> {
         Ok(())
     }
 
-    /// Gradient nodes whose results are gradients of parameters and nothing else belong to the
-    /// weight half.
+    /// Puts a gradient node in the weight half if all its results are gradients of parameters.
     fn mark_weight_gradients(
         &mut self,
         inputs: &[ValueId],
@@ -175,8 +174,8 @@ impl Tape<'_> {
                 .peekable();
             let is_param =
                 |&(operand, _): &(usize, ValueId)| self.graph.param_of(inputs[operand]).is_some();
-            // A result that nobody asked for, as where the other is of a frozen parameter, has no
-            // place to go.
+            // A node with an unwanted result, such as that of a frozen parameter, stays in the
+            // input half.
             let is_wanted =
                 |value: &ValueId| contributions.iter().any(|(_, wanted)| wanted == value);
             if uses.peek().is_some() && uses.all(is_param) && outputs.iter().all(is_wanted) {
@@ -185,7 +184,7 @@ impl Tape<'_> {
         }
     }
 
-    /// A value that only the gradient of a parameter is: itself, or a copy in the weight half.
+    /// A value that is the gradient of one parameter only: `value`, or a copy in the weight half.
     fn leaf(&mut self, value: ValueId, scope: &Arc<str>, first_new: usize) -> Result<ValueId> {
         let is_leaf = self.graph.producer(value).is_some_and(|node| {
             node.index() >= first_new
@@ -205,7 +204,7 @@ impl Tape<'_> {
         Ok(copy)
     }
 
-    /// Adds `value` to what is known of the gradient of `of`.
+    /// Adds `value` to the gradient of `of`.
     fn contribute(&mut self, of: ValueId, value: ValueId, scope: &Arc<str>) -> Result<()> {
         let sum = match self.grads[of.index()] {
             None => value,

@@ -1,4 +1,4 @@
-//! What executes nodes and moves bytes.
+//! Backends: they execute nodes and move bytes.
 
 #[cfg(feature = "cpu")]
 pub mod candle;
@@ -17,7 +17,7 @@ use std::{fmt, sync::Arc};
 
 pub use past::{Following, Past};
 
-/// What the nodes of one microbatch may ask about the run around them.
+/// Facts about the run for the nodes of one microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RunContext {
     /// Seed of all random numbers.
@@ -95,8 +95,8 @@ pub struct Call<'a> {
 pub struct GradStore {
     /// The flat buffers.
     pub buffers: Vec<Box<dyn Buffer>>,
-    /// For each entry of [`StageProgram::grads`](crate::StageProgram::grads), its buffer and range;
-    /// of several programs one after another
+    /// Buffer and range of each entry of [`StageProgram::grads`](crate::StageProgram::grads);
+    /// several programs follow one another
     /// ([`Interpreter::with_first_slot`](crate::Interpreter::with_first_slot)).
     pub slots: Vec<GradSlot>,
 }
@@ -115,9 +115,9 @@ pub struct GradSlot {
 /// Flat parameter memory and the tensors that are views of it.
 #[derive(Debug)]
 pub struct ParamStore {
-    /// All parameters end to end; writing it changes the views. Its element type is that in which
-    /// the parameters are kept, or `f32` where it holds the masters of 16-bit ones that are
-    /// trained.
+    /// All parameters end to end; writing it changes the views. Its element type is the one in
+    /// which the parameters are kept, or `f32` if it holds the masters of trained 16-bit
+    /// parameters.
     pub flat: Box<dyn Buffer>,
     /// One value per parameter of a program, in its order.
     pub views: Vec<Value>,
@@ -141,8 +141,9 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// When the backend lacks the operation for these types, or operand values are out of range.
     fn run(&self, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>>;
 
-    /// Computes a causal attention over the next positions of several sequences, which lie end to
-    /// end, and those that passed before, to which it adds them.
+    /// Computes causal attention for the next positions of several sequences, which lie end to end.
+    /// Each position also sees the past of its sequence; keys and values of the next positions are
+    /// added to the past.
     ///
     /// # Shapes
     /// With N the sum of the sequences' positions, the operands are `q: [1, N, heads*D]` and
@@ -193,7 +194,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn grad_buffer(&self, dtype: DType, len: usize) -> Box<dyn Buffer>;
 
     /// Lays out parameters at the given offsets of one flat buffer of `len` elements, filled with
-    /// zeros. Those of a call are [kept](Param::kept) in one element type.
+    /// zeros. All parameters of a call are [kept](Param::kept) in one element type.
     ///
     /// # Errors
     /// When a parameter does not fit the buffer or element types are mixed.

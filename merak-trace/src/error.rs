@@ -48,9 +48,9 @@ pub enum Error {
         "\"{field}\" of the model's configuration allows sequences of 1 to {max} tokens, not {found}"
     )]
     SeqLength {
-        /// The field that says how long they may be.
+        /// The field that limits the length.
         field: &'static str,
-        /// What it says.
+        /// Its value.
         max: usize,
         /// The length that was asked for.
         found: usize,
@@ -60,7 +60,7 @@ pub enum Error {
     UnknownModel {
         /// The `model_type` or class name that was asked for.
         found: String,
-        /// All known ones.
+        /// All known model types.
         known: String,
     },
     /// An operation has no gradient with respect to an operand that needs one.
@@ -108,7 +108,7 @@ pub enum Error {
     Backend {
         /// Name of the node.
         node: String,
-        /// What the library said.
+        /// The library's message.
         reason: String,
     },
     /// The device that a backend should compute on is not there.
@@ -149,7 +149,7 @@ pub enum Error {
     },
 }
 
-/// What a kernel refuses: threads that do not start, and values of a caller's data.
+/// A kernel's refusal: threads that do not start, or values in the caller's data.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
@@ -158,10 +158,10 @@ pub enum KernelError {
     StartThreads {
         /// Number of threads asked for.
         num_threads: usize,
-        /// What it said.
+        /// Its message.
         source: std::io::Error,
     },
-    /// A label is no class and does not say "ignore" either.
+    /// A label is neither a class nor the ignored label.
     #[error(
         "label {label} at position {position} is out of range, expected 0 to {} or {ignored} to ignore it",
         classes.saturating_sub(1)

@@ -5,9 +5,11 @@
 //!
 //! let graph = fx::trace(DType::F32, |module| {
 //!     let x = module.input("x", TensorType::new([4, 8], DType::F32));
-//!     let hidden = module.sub("up").linear(&x, 16, WeightLayout::OutIn, true, Init::Normal(0.02))?;
+//!     let hidden =
+//!         module.sub("up").linear(&x, 16, WeightLayout::OutIn, true, Init::Normal(0.02))?;
 //!     let hidden = module.activation(&hidden, Activation::GeluTanh)?;
-//!     let y = module.sub("down").linear(&hidden, 8, WeightLayout::OutIn, true, Init::Normal(0.02))?;
+//!     let y =
+//!         module.sub("down").linear(&hidden, 8, WeightLayout::OutIn, true, Init::Normal(0.02))?;
 //!     module.output("y", &y);
 //!     Ok(())
 //! })?;
@@ -33,7 +35,7 @@ mod extend;
 
 pub use extend::{Copied, extend};
 
-/// Runs `model` once on symbolic values and returns the graph of what it did.
+/// Runs `model` once on symbolic values and returns the graph of its operations.
 ///
 /// `dtype` is the element type of the parameters and float constants.
 ///
@@ -74,7 +76,7 @@ impl Symbol {
     }
 }
 
-/// What the scores of an attention may get added.
+/// Terms that may be added to the scores of an attention.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AttentionTerms<'a> {
     /// `[B, Sk]` i64, 0 for keys that no query sees.
@@ -89,12 +91,12 @@ pub struct Module {
     graph: Rc<RefCell<Graph>>,
     path: Arc<str>,
     dtype: DType,
-    /// Which keys every attention sees, unless it is told otherwise.
+    /// The default mask of the keys that an attention sees.
     seen: Rc<OnceCell<Symbol>>,
 }
 
 impl Module {
-    /// The module of that name within this one; dots make further levels.
+    /// The submodule of that name; dots make further levels.
     #[must_use]
     pub fn sub(&self, name: &str) -> Self {
         Self {
@@ -105,14 +107,14 @@ impl Module {
         }
     }
 
-    /// Hides the keys where `seen`, `[B, Sk]` i64, is 0 from every [`Module::attention`] of the
-    /// model that follows.
+    /// Hides the keys where `seen`, `[B, Sk]` i64, is 0 from every later [`Module::attention`] of
+    /// the model.
     pub fn hide_unseen(&self, seen: &Symbol) {
         // The first mask stays.
         let _ = self.seen.set(seen.clone());
     }
 
-    /// What hides keys from every attention, if something does.
+    /// The mask that hides keys from every attention, if there is one.
     pub fn seen(&self) -> Option<&Symbol> {
         self.seen.get()
     }
@@ -131,7 +133,7 @@ impl Module {
         &self.path
     }
 
-    /// Changes what was said of a parameter of the graph, but for its name and type.
+    /// Changes a parameter of the graph, except its name and type.
     pub fn declare(&self, param: &Symbol, change: impl FnOnce(&mut Param)) {
         let mut graph = self.graph.borrow_mut();
         if let Some(id) = graph.param_of(param.id) {
@@ -139,7 +141,7 @@ impl Module {
         }
     }
 
-    /// `x` in another element type; no node where it has that type.
+    /// `x` in another element type; adds no node if it has that type already.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -290,8 +292,8 @@ impl Module {
         }
     }
 
-    /// Rows of the parameter `weight`, `[rows, width]`, and that parameter, which another layer may
-    /// tie to.
+    /// Rows of the parameter `weight`, `[rows, width]`, and that parameter, so that another layer
+    /// can tie to it.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -305,7 +307,7 @@ impl Module {
         self.padded_embedding(ids, rows, width, None, init)
     }
 
-    /// As [`Module::embedding`]; looking up the row `padding` does not train it.
+    /// As [`Module::embedding`], but lookups do not train the row `padding`.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -376,7 +378,7 @@ impl Module {
         self.positions_from(0, len)
     }
 
-    /// The same counted from `first`.
+    /// As [`Module::positions`], counted from `first`.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -384,8 +386,8 @@ impl Module {
         self.apply1(Op::Positions { len, first }, &[])
     }
 
-    /// The number of each position of `seen`, `[B, S]` i64, among those that are not 0, counted
-    /// from `first`; `first - 1` where it is 0.
+    /// Numbers the positions of `seen`, `[B, S]` i64, that are not 0, from `first` on; the others
+    /// get `first - 1`.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -471,7 +473,7 @@ impl Module {
         self.apply1(Op::SiluMul, &[gate, up])
     }
 
-    /// Zeroes elements with probability `p`; no node when `p` is 0.
+    /// Zeroes elements with probability `p`; adds no node when `p` is 0.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -584,7 +586,7 @@ impl Module {
         )
     }
 
-    /// The sum of all elements, `[] f64`: what a loss of one's own ends in.
+    /// The sum of all elements, `[] f64`: the end of a custom loss.
     ///
     /// # Errors
     /// As [`Module::apply`].
@@ -597,7 +599,8 @@ impl Module {
     ///     module.output("loss", &module.sum(&squares)?);
     ///     Ok(())
     /// })?;
-    /// assert_eq!(graph.output("loss").map(|loss| graph.ty(loss).to_string()).as_deref(), Some("f64[]"));
+    /// let loss = graph.output("loss").map(|loss| graph.ty(loss).to_string());
+    /// assert_eq!(loss.as_deref(), Some("f64[]"));
     /// # Ok::<(), merak_trace::Error>(())
     /// ```
     pub fn sum(&self, x: &Symbol) -> Result<Symbol> {

@@ -70,7 +70,7 @@ pub enum Source {
     },
 }
 
-/// What is known of a value before anything runs.
+/// The type and the source of a value.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ValueInfo {
     /// Shape and element type.
@@ -118,7 +118,7 @@ pub struct Graph {
     inputs: Vec<Port>,
     outputs: Vec<Port>,
     names: BTreeSet<Arc<str>>,
-    /// How often each base name was asked for.
+    /// Number of requests for each base name.
     name_counts: BTreeMap<Arc<str>, u32>,
 }
 
@@ -143,7 +143,7 @@ impl Graph {
         (0..self.nodes.len()).map(NodeId::at)
     }
 
-    /// What is known of a value.
+    /// The type and the source of a value.
     pub fn value(&self, id: ValueId) -> &ValueInfo {
         &self.values[id.index()]
     }
@@ -178,7 +178,7 @@ impl Graph {
         self.param_ids.get(name).copied()
     }
 
-    /// The parameter that a value reads, if it does.
+    /// The parameter that a value reads, if any.
     pub fn param_of(&self, value: ValueId) -> Option<ParamId> {
         match self.value(value).source {
             Source::Param(id) => Some(id),
@@ -186,9 +186,9 @@ impl Graph {
         }
     }
 
-    /// The parameter that is the weight of a linear layer or a lookup: its matrix or table as it is
-    /// stored, or reshaped (the kernel of a convolution, whose first two dims are then where those
-    /// of the matrix are).
+    /// The parameter that holds the weight of a linear layer or a lookup. It is the matrix or table
+    /// itself, or is reshaped to it: the kernel of a convolution, whose first two dims are those of
+    /// the matrix.
     pub fn weight_of(&self, node: &Node) -> Option<ParamId> {
         let mut weight = *node.inputs.get(1)?;
         while let Some(made_by) = self.producer(weight).map(|id| self.node(id))
@@ -199,7 +199,7 @@ impl Graph {
         self.param_of(weight)
     }
 
-    /// The node that produces a value, if one does.
+    /// The node that produces a value, if any.
     pub fn producer(&self, value: ValueId) -> Option<NodeId> {
         match self.value(value).source {
             Source::Node { node, .. } => Some(node),
@@ -230,7 +230,7 @@ impl Graph {
         self.params.iter().map(|param| param.full.numel()).sum()
     }
 
-    /// The nodes that use each value, in order; a node that uses it twice stands there twice.
+    /// The nodes that use each value, in order; a node that uses it twice is listed twice.
     pub fn users(&self) -> Vec<Vec<NodeId>> {
         let mut users = vec![Vec::new(); self.values.len()];
         for (index, node) in self.nodes.iter().enumerate() {
@@ -313,13 +313,13 @@ impl Graph {
         self.add_named_node(name, scope, op, inputs)
     }
 
-    /// Keeps names free for nodes that come under them.
+    /// Reserves names for nodes that are added under them later.
     pub(crate) fn reserve_names<'a>(&mut self, names: impl Iterator<Item = &'a Arc<str>>) {
         self.names.extend(names.cloned());
     }
 
-    /// Whether a value is the model's result or goes into its loss, with nothing but changes of
-    /// shape, type or scale between. `users` are those of [`Graph::users`].
+    /// Whether a value is the model's result or enters its loss, possibly after changes of shape,
+    /// type or scale. `users` is the result of [`Graph::users`].
     pub fn ends_model(&self, users: &[Vec<NodeId>], value: ValueId) -> bool {
         self.outputs.iter().any(|port| port.value == value)
             || users[value.index()]
@@ -367,7 +367,7 @@ impl Graph {
         }
     }
 
-    /// Adds a node under a name that the caller keeps unique, as a rewrite does that copies nodes.
+    /// Adds a node under a name that the caller keeps unique, for rewrites that copy nodes.
     ///
     /// # Errors
     /// As [`Graph::add_node`].

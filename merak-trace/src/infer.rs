@@ -311,7 +311,7 @@ fn attention(spec: &Attention, [q, k, v]: [&TensorType; 3]) -> Types {
     ensure(q.shape[0] == k.shape[0] && q.dtype == k.dtype, || {
         format!("the batches of {q} and {k} differ")
     })?;
-    // Positions are counted from the ends of both, so the first queries would stand before the
+    // Positions count from the ends of both sequences, so the first queries would come before the
     // first key.
     let by_position = spec.causal || spec.window.is_some();
     ensure(!by_position || q.shape[1] <= k.shape[1], || {
@@ -323,7 +323,7 @@ fn attention(spec: &Attention, [q, k, v]: [&TensorType; 3]) -> Types {
     ])
 }
 
-/// Checks the operands behind the `required` ones and returns the table, if there is one; `qk` are
+/// Checks the operands after the `required` ones and returns the table, if there is one; `qk` are
 /// the positions of queries and keys.
 fn attention_options<'a>(
     spec: &Attention,

@@ -45,7 +45,7 @@ pub struct Interpreter {
     grad_slots: Arc<BTreeMap<ValueId, usize>>,
 }
 
-/// What is alive of one microbatch between its forward and its last backward.
+/// Live values of one microbatch between its forward and its last backward.
 #[derive(Debug)]
 pub struct Frame {
     slots: Vec<Option<Value>>,
@@ -54,10 +54,10 @@ pub struct Frame {
     recomputed: bool,
 }
 
-/// What a forward hands on.
+/// The result of a forward.
 #[derive(Debug)]
 pub struct Forwarded {
-    /// What later phases need.
+    /// The values that later phases need.
     pub frame: Frame,
     /// Values for the next stage, as [`StageProgram::send`].
     pub send: Vec<Value>,
@@ -135,7 +135,7 @@ impl Interpreter {
         self.end(frame, params)
     }
 
-    /// The frame of a forward, with its inputs.
+    /// A new frame that holds the inputs of a forward.
     fn begin(&self, batch: &Batch, received: Vec<Value>, context: RunContext) -> Result<Frame> {
         let mut frame = Frame {
             slots: vec![None; self.program.graph.num_values()],
@@ -156,7 +156,7 @@ impl Interpreter {
         Ok(frame)
     }
 
-    /// What a forward that has run hands on.
+    /// The result of a forward that has run.
     fn end(&self, mut frame: Frame, params: &[Value]) -> Result<Forwarded> {
         let send = self
             .program
@@ -177,7 +177,7 @@ impl Interpreter {
         })
     }
 
-    /// Computes again what the forward did not keep, before the gradient arrives.
+    /// Recomputes the values that the forward did not keep, before the gradient arrives.
     ///
     /// # Errors
     /// When a node fails.
@@ -310,7 +310,7 @@ impl Interpreter {
         Ok(())
     }
 
-    /// One read of a value; the last one gives it away.
+    /// Reads a value; the last read takes it out of the frame.
     fn take(&self, frame: &mut Frame, params: &[Value], id: ValueId) -> Result<Value> {
         if let Source::Param(param) = self.program.graph.value(id).source {
             return Ok(params[param.index()].clone());
@@ -361,7 +361,7 @@ impl Interpreter {
         if !node.op.is_region() {
             return self.backend.accumulate(call, inputs, store, &slots);
         }
-        // A parameter that sharded work used whole: its gradient crosses the region's border first.
+        // Sharded work used the whole parameter: its gradient crosses the region's border first.
         let summed = self.execute(call, inputs)?;
         self.backend.accumulate(
             Call {
@@ -393,7 +393,7 @@ impl Interpreter {
         }
     }
 
-    /// Keeps the results of a node that somebody will read.
+    /// Keeps the results of a node that are read later.
     fn keep(&self, frame: &mut Frame, id: NodeId, values: Vec<Value>) {
         let outputs = &self.program.graph.node(id).outputs;
         for (&output, value) in outputs.iter().zip(values) {
@@ -443,7 +443,7 @@ impl Interpreter {
         }
     }
 
-    /// Joins the slices of all ranks: rank-major as they arrive, then part by part.
+    /// Joins the slices of all ranks part by part; they arrive in rank order.
     fn all_gather(
         &self,
         call: Call<'_>,

@@ -6,10 +6,12 @@
 //! | group | functions |
 //! |---|---|
 //! | products | [`gemm`], [`gemm_bias`], [`gemm_batched`] |
-//! | attention | [`attention`], [`attention_grad`], [`attention_newest`], [`rope`], [`relative_bias`] and its gradient |
-//! | norms | [`layer_norm`], [`rms_norm`] and their gradients by input and by parameters |
+//! | attention | [`attention`], [`attention_grad`], [`attention_newest`] |
+//! | positions | [`rope`], [`relative_bias`] and its gradient |
+//! | norms | [`layer_norm`], [`rms_norm`] and their gradients for input and parameters |
 //! | rows | [`softmax`], [`cross_entropy`], [`embedding`] and their gradients, [`sum_rows`] |
-//! | elements | [`activation`], [`silu_mul`] and their gradients, [`add`], [`mul`], [`scale`], [`add_suffix`] |
+//! | activations | [`activation`], [`silu_mul`] and their gradients |
+//! | arithmetic | [`add`], [`mul`], [`scale`], [`add_suffix`] |
 //! | random | [`dropout`], [`init`] |
 //!
 //! Letters in shapes: B samples, S positions (Sq of queries, Sk of keys), H heads (Hq, Hkv), D
@@ -20,9 +22,9 @@
 //! - **Bits.** Work is cut into pieces by constants of each kernel, sums run over lanes and blocks
 //!   of fixed size in a fixed order, and no sum is shared between threads. The thread count changes
 //!   no bit of a result; neither does the instruction set, products apart.
-//! - **NaN and infinity** go where PyTorch lets them go.
-//! - Lengths that do not fit each other are a caller's bug and panic; what a user's data can get
-//!   wrong (labels, token ids) is a [`KernelError`].
+//! - **NaN and infinity** propagate as in PyTorch.
+//! - Lengths that do not fit each other are a caller's bug and panic; invalid values in a user's
+//!   data (labels, token ids) are a [`KernelError`].
 #![expect(unreachable_pub, reason = "the benches reach these functions")]
 #![cfg_attr(
     feature = "bench",

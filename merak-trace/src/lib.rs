@@ -7,26 +7,28 @@
 //!
 //! # Example
 //!
-//! A model is ordinary Rust code on symbolic values; what it did is a graph, and a program of it
-//! runs forward and backward.
+//! A model is ordinary Rust code on symbolic values; tracing it gives a graph, and a program of the
+//! graph runs forward and backward.
 //!
 //! ```
 //! use merak_trace::{
-//!     Batch, DType, GradSlot, GradStore, Init, Interpreter, RecomputePlan, RunContext, SingleRank, StageCuts,
-//!     StageProgram, TensorType, backend::candle::Candle, fx, op::WeightLayout,
+//!     Batch, DType, GradSlot, GradStore, Init, Interpreter, RecomputePlan, RunContext, SingleRank,
+//!     StageCuts, StageProgram, TensorType, backend::candle::Candle, fx, op::WeightLayout,
 //! };
 //! use std::sync::Arc;
 //!
 //! let graph = fx::trace(DType::F32, |module| {
 //!     let x = module.input("x", TensorType::new([2, 3], DType::F32));
 //!     let classes = module.input("classes", TensorType::new([2], DType::I64));
-//!     let logits = module.sub("head").linear(&x, 5, WeightLayout::OutIn, false, Init::Normal(0.02))?;
+//!     let logits =
+//!         module.sub("head").linear(&x, 5, WeightLayout::OutIn, false, Init::Normal(0.02))?;
 //!     module.output("loss", &module.cross_entropy(&logits, &classes, 0.0)?);
 //!     Ok(())
 //! })?;
 //!
 //! // One stage, nothing recomputed; the weights lie in one flat buffer, as zeros.
-//! let program = StageProgram::training(&graph, &StageCuts::whole(&graph), 0, &RecomputePlan::default())?;
+//! let (cuts, plan) = (StageCuts::whole(&graph), RecomputePlan::default());
+//! let program = StageProgram::training(&graph, &cuts, 0, &plan)?;
 //! let backend: merak_trace::SharedBackend = Arc::new(Candle::new(1)?);
 //! let params = backend.param_store(program.params(), &[0], 15)?;
 //! let mut grads = GradStore {
@@ -69,8 +71,8 @@
 //! ```text
 //! model code ── fx ──► Graph ── (merak-tp) ──► Graph ── StageCuts ──► one stage's forward
 //!                                                                         │ differentiate
-//!                                            F ──► kept values ──► I (input gradients), W (weight gradients)
-//!                                            └── not kept: R (recomputed before I) ──┘
+//!                                  F ──► kept values ──► I (input gradients), W (weight gradients)
+//!                                  └── not kept: R (recomputed before I) ──┘
 //! ```
 //!
 //! # Guarantees

@@ -1,4 +1,4 @@
-//! Parameters come into being: a rank fills its own slices, and only those.
+//! Starting values of parameters: a rank fills its own slices only.
 
 use crate::{
     Init, LocalBox, Param,
@@ -7,16 +7,18 @@ use crate::{
 };
 use merak_mpu::{DType, Element};
 
-/// Elements of a tensor that come into being together, but for a row that is longer.
+/// Most elements that are drawn at a time, unless one row is longer.
 const BLOCK: usize = 1 << 20;
 
-/// Fills `out` with the starting values of what rank `rank` of `degree` holds of a parameter.
+/// Fills `out` with the starting values of a parameter's slice on rank `rank` of `degree`.
 ///
 /// A value depends only on the seed, the parameter's name and the index of the element in the full
 /// tensor.
 ///
 /// ```
-/// use merak_trace::{DType, Init, Param, ParamRole, Placement, TensorType, Threads, initial_values};
+/// use merak_trace::{
+///     DType, Init, Param, ParamRole, Placement, TensorType, Threads, initial_values,
+/// };
 /// let full = TensorType::new([4, 6], DType::F32);
 /// let mut param = Param::new("w", full, Init::Normal(0.02), ParamRole::Weight);
 /// let mut whole = vec![0.0_f32; 24];
@@ -28,7 +30,7 @@ const BLOCK: usize = 1 << 20;
 /// ```
 ///
 /// # Panics
-/// When `out` has not as many elements as the local tensor, or `T` is neither `f32` nor `f64`.
+/// When `out` and the local tensor differ in length, or `T` is neither `f32` nor `f64`.
 pub fn initial_values<T: Element>(
     threads: &Threads,
     seed: u64,
@@ -48,8 +50,8 @@ pub fn initial_values<T: Element>(
     });
 }
 
-/// Shows the values of [`initial_values`] a few at a time, with the place of the first of them in
-/// the local tensor. A caller that keeps them in another type converts them here.
+/// Passes the values of [`initial_values`] to `show` a few at a time, with the index of their first
+/// in the local tensor. A caller that keeps them in another type converts them there.
 ///
 /// # Panics
 /// When `T` is neither `f32` nor `f64`.
@@ -112,7 +114,7 @@ fn draw<T: Float>(
     }
 }
 
-/// Cuts a box along dimension 0; with each block the row of the box that it begins with.
+/// Cuts a box along dimension 0 into blocks, each with its first row in the box.
 fn blocks(piece: LocalBox) -> impl Iterator<Item = (LocalBox, usize)> {
     let rows = piece.size.first().copied().unwrap_or(1);
     let width: usize = piece.size.iter().skip(1).product();
@@ -127,8 +129,8 @@ fn blocks(piece: LocalBox) -> impl Iterator<Item = (LocalBox, usize)> {
     })
 }
 
-/// Shows the elements of a block that begins with a row of its box, by their place in the local
-/// tensor.
+/// Passes the elements of a block to `show` with their index in the local tensor; `row` is the
+/// block's first row in its box.
 fn put<T>(
     block: &LocalBox,
     row: usize,

@@ -30,7 +30,7 @@ pub use opt::Opt;
 pub use t5::T5;
 pub use vit::Vit;
 
-/// What the traced model ends in.
+/// The output of the traced model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Head {
     /// Output `loss`: the sum of token losses against input `labels`, with this label smoothing.
@@ -49,15 +49,15 @@ pub struct TraceOptions {
     pub batch: usize,
     /// Length of a sequence.
     pub seq: usize,
-    /// Length of what a decoder makes of it, `seq` unless given; ignored by models without an
-    /// encoder.
+    /// Length of the sequence that a decoder produces, `seq` unless given; ignored by models
+    /// without an encoder.
     pub target_seq: Option<usize>,
-    /// Length of the texts of which `seq` positions pass at a time, `seq` unless given: scalings of
-    /// rotary positions that depend on the length go by it ([`Model::scaling_length`]).
+    /// Length of the whole text when `seq` of its positions pass at a time, `seq` unless given.
+    /// Scalings of rotary positions that depend on the length use it ([`Model::scaling_length`]).
     pub context: Option<usize>,
     /// Element type of parameters and activations.
     pub dtype: DType,
-    /// What the model ends in.
+    /// The output of the model.
     pub head: Head,
     /// Gives models of the next token an input `attention_mask: [B, S] i64`, whose zeros hide
     /// padding from all attentions; only padding before the tokens needs that.
@@ -91,7 +91,7 @@ impl TraceOptions {
         self.context.unwrap_or(self.seq)
     }
 
-    /// The same model with `logits` as its output.
+    /// The same options with another output.
     #[must_use]
     pub fn with_head(mut self, head: Head) -> Self {
         self.head = head;
@@ -114,13 +114,13 @@ pub struct ModelInfo {
     pub num_kv_heads: usize,
     /// Longest sequence.
     pub max_seq: usize,
-    /// Tokens that the model knows.
+    /// Size of the vocabulary.
     pub vocab_size: usize,
     /// Token that ends a text, if the configuration names one.
     pub eos_token_id: Option<u32>,
 }
 
-/// What a model learns, which says what its data are.
+/// The training objective of a model, which determines its inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Objective {
@@ -130,7 +130,7 @@ pub enum Objective {
     MaskedLm,
     /// A class for each sequence: `input_ids`, `labels: [B]`.
     SequenceClassification,
-    /// A sequence for each sequence: `input_ids`, `decoder_input_ids`, `labels`.
+    /// A target sequence for each sequence: `input_ids`, `decoder_input_ids`, `labels`.
     SequenceToSequence,
     /// A class for each image: `pixel_values`, `labels: [B]`.
     ImageClassification,
@@ -153,26 +153,25 @@ pub trait Model: fmt::Debug + Send + Sync {
     /// Sizes of the model.
     fn info(&self) -> ModelInfo;
 
-    /// What it learns.
+    /// Its training objective.
     fn objective(&self) -> Objective {
         Objective::CausalLm
     }
 
-    /// Integer inputs that data need not have, with the number that then stands in all their
-    /// elements.
+    /// Integer inputs that data may lack, each with the number that then fills it.
     fn optional_inputs(&self) -> &'static [(&'static str, i64)] {
         &[]
     }
 
     /// The shortest length at which positions are scaled as in sequences of length `seq`; 1 where
-    /// the length does not matter. Keys that were computed at another one do not fit: what a cache
-    /// holds must pass again.
+    /// the length does not matter. Keys computed at another scaling length do not fit: cached
+    /// positions must pass again.
     fn scaling_length(&self, seq: usize) -> usize {
         let _ = seq;
         1
     }
 
-    /// Traces the model. Its inputs are the graph's, named as Hugging Face does: for language
+    /// Traces the model. Its inputs are the graph's, with the names of Hugging Face: for language
     /// models `input_ids: [B, S] i64` and, for a loss, `labels: [B, S] i64`.
     ///
     /// # Errors
@@ -217,7 +216,7 @@ impl Model for Masked {
 struct Family {
     /// `model_type` in `config.json`.
     model_type: &'static str,
-    /// What its configuration calls the sizes that a run may override.
+    /// Its configuration's names of the sizes that a run may override.
     sizes: SizeFields,
     /// Reads the configuration.
     build: fn(&Fields<'_>) -> Result<Box<dyn Model>>,
@@ -241,7 +240,7 @@ const USUAL: SizeFields = SizeFields {
     heads: &["num_attention_heads"],
 };
 
-/// The names of GPT-2, which also goes by the usual ones.
+/// The names of GPT-2, which accepts the usual ones too.
 const OF_GPT2: SizeFields = SizeFields {
     layers: &["n_layer", "num_hidden_layers"],
     hidden: &["n_embd", "hidden_size"],
@@ -319,7 +318,7 @@ pub fn known_families() -> impl Iterator<Item = &'static str> {
     FAMILIES.iter().map(|family| family.model_type)
 }
 
-/// What configurations of this `model_type` call their sizes; `None` for an unknown one.
+/// The names of sizes in configurations of this `model_type`; `None` for an unknown one.
 pub fn size_fields(model_type: &str) -> Option<SizeFields> {
     family(model_type).map(|family| family.sizes)
 }
@@ -345,7 +344,8 @@ fn family(model_type: &str) -> Option<&'static Family> {
 ///     "n_embd": 16, "n_layer": 2, "n_head": 4 });
 /// let model = models::from_config(&config)?;
 /// let graph = model.trace(&TraceOptions::training(2, 32))?;
-/// assert_eq!(graph.output("loss").map(|loss| graph.ty(loss).to_string()).as_deref(), Some("f64[]"));
+/// let loss = graph.output("loss").map(|loss| graph.ty(loss).to_string());
+/// assert_eq!(loss.as_deref(), Some("f64[]"));
 /// # Ok::<(), merak_trace::Error>(())
 /// ```
 pub fn from_config(config: &Json) -> Result<Box<dyn Model>> {

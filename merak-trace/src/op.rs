@@ -1,4 +1,4 @@
-//! The operations that a node can be, and the facts about each that others decide by.
+//! The operations of nodes, and the facts about each that other modules use.
 
 mod cost;
 
@@ -103,11 +103,11 @@ pub struct Attention {
     pub dropout: Option<Dropout>,
 }
 
-/// Which of the operands of an attention that may be left out are there, by their positions.
+/// Positions of an attention's optional operands, where present.
 ///
-/// Behind the required operands may stand `seen [B, Sk] i64` (0 hides a key from all queries of its
-/// sample), then a pair of `table [R, heads]` and `index [Sq, Sk] i64`: the score of (head, query,
-/// key) gets `table[index[query, key], head]` added.
+/// The required operands may be followed by `seen [B, Sk] i64` (0 hides a key from all queries of
+/// its sample), then by a pair of `table [R, heads]` and `index [Sq, Sk] i64`: the score of (head,
+/// query, key) gets `table[index[query, key], head]` added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AttentionOptions {
     /// Position of `seen`.
@@ -117,7 +117,7 @@ pub struct AttentionOptions {
 }
 
 impl AttentionOptions {
-    /// Finds them by their types behind the first `required` operands.
+    /// Finds them by their types after the first `required` operands.
     pub fn find<'a>(types: impl IntoIterator<Item = &'a TensorType>, required: usize) -> Self {
         let mut found = Self::default();
         let mut types = types.into_iter().enumerate().skip(required).peekable();
@@ -128,7 +128,7 @@ impl AttentionOptions {
         found
     }
 
-    /// How many there are.
+    /// The number of optional operands that are present.
     pub fn count(self) -> usize {
         usize::from(self.seen.is_some()) + 2 * usize::from(self.table.is_some())
     }
@@ -146,8 +146,8 @@ pub struct RelativeBuckets {
     pub buckets: usize,
     /// Distances from here on share the last bucket.
     pub max_distance: usize,
-    /// Whether keys behind the query have buckets of their own, which takes half of them; otherwise
-    /// they share bucket 0.
+    /// Whether keys after the query have buckets of their own, half of them all; otherwise they
+    /// share bucket 0.
     pub bidirectional: bool,
 }
 
@@ -169,9 +169,9 @@ impl RelativeBuckets {
         indices
     }
 
-    /// The same into memory that is there, `q_len * k_len` elements.
+    /// Writes the same to `indices`, `q_len * k_len` elements.
     pub(crate) fn write_indices(&self, indices: &mut [i64]) {
-        // A row of all distances, of which each query takes its part.
+        // A row of all distances; each query copies its part.
         let last_query = self.q_len.saturating_sub(1);
         let row: Vec<_> = (0..self.q_len + self.k_len)
             .map(|key| self.bucket(key, last_query))
@@ -273,7 +273,7 @@ pub enum Op {
 
     /// `ids [..] i64, table [rows, width] -> [.., width]`.
     Embedding {
-        /// A row that looking it up does not train (`padding_idx` of `torch.nn.Embedding`).
+        /// A row that lookups do not train (`padding_idx` of `torch.nn.Embedding`).
         padding: Option<usize>,
     },
     /// `ids [..] i64, dy [.., width] -> [rows, width]`.
@@ -304,7 +304,8 @@ pub enum Op {
     RmsNormGradParams,
 
     /// `q [B, Sq, heads*D], k [B, Sk, kv_heads*D], v [B, Sk, kv_heads*D], (seen), (table, index) ->
-    /// out [B, Sq, heads*D], lse [B, heads, Sq]`; [`AttentionOptions`] says what may be left out.
+    /// out [B, Sq, heads*D], lse [B, heads, Sq]`; [`AttentionOptions`] describes the optional
+    /// operands.
     Attention(Attention),
     /// `dout, q, k, v, out, lse, (seen), (table, index) -> dq, dk, dv, (dtable)`.
     AttentionGrad(Attention),
@@ -323,7 +324,7 @@ pub enum Op {
     Softmax,
     /// `y, dy -> dx`.
     SoftmaxGrad,
-    /// `x -> 1/√x`, elementwise. A constant to whoever differentiates: no gradient passes.
+    /// `x -> 1/√x`, elementwise. No gradient passes: it counts as a constant.
     InverseRoot,
     /// `x -> y`; its gradient is the same operation. The identity outside training.
     Dropout(Dropout),
@@ -388,7 +389,7 @@ pub enum Op {
         /// The dimension.
         dim: usize,
     },
-    /// `-> zeros`: the gradient of a value that nobody uses.
+    /// `-> zeros`: the gradient of a value that no node uses.
     Zeros {
         /// Shape of the result.
         shape: Vec<usize>,
@@ -407,7 +408,7 @@ pub enum Op {
         /// The mesh axis.
         axis: Axis,
     },
-    /// `x -> x` joined from the slices of all ranks; backward keeps the own slice.
+    /// `x -> x` joined from the slices of all ranks; backward keeps the rank's own slice.
     AllGather {
         /// The mesh axis.
         axis: Axis,
@@ -432,7 +433,7 @@ pub enum ResultMemory {
     Own,
     /// In the memory of the first operand.
     View,
-    /// Sums, which a kernel can add straight to where they accumulate; else in memory of their own.
+    /// Sums: a kernel can add them straight to their accumulator; otherwise in memory of their own.
     Sum,
 }
 
@@ -590,7 +591,7 @@ mod tests {
 
     #[test]
     fn near_keys_have_buckets_of_their_own_and_far_ones_share() {
-        // What T5Attention._relative_position_bucket of transformers 5.23 gives.
+        // The results of T5Attention._relative_position_bucket in transformers 5.23.
         assert_eq!(
             around(8, 6, true, 8),
             [3, 3, 3, 3, 3, 2, 2, 1, 0, 5, 6, 6, 7, 7, 7, 7, 7]

@@ -4,9 +4,8 @@ use crate::TensorType;
 use merak_mpu::{Axis, DType};
 use serde::{Deserialize, Serialize};
 
-/// How the elements of a parameter start. A value depends only on the seed, the name of the
-/// parameter and the index of the element in the full tensor, so every topology starts from the
-/// same weights.
+/// The starting values of a parameter. A value depends only on the seed, the name of the parameter
+/// and the index of the element in the full tensor, so every topology starts from the same weights.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Init {
@@ -18,7 +17,7 @@ pub enum Init {
     Constant(f64),
 }
 
-/// What a parameter is for; decides weight decay and the names in reports.
+/// The role of a parameter, which decides weight decay and the names in reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ParamRole {
@@ -133,19 +132,19 @@ pub struct Param {
     pub aliases: Vec<String>,
     /// The type of the whole parameter.
     pub full: TensorType,
-    /// The type of what one rank holds; equals `full` until a rewrite places the parameter.
+    /// The type of one rank's slice; equals `full` until a rewrite places the parameter.
     pub local: TensorType,
-    /// How the elements start.
+    /// The starting values.
     pub init: Init,
-    /// What the parameter is for.
+    /// The parameter's role.
     pub role: ParamRole,
     /// How it lies on the ranks of the tensor axis.
     pub placement: Placement,
     /// Whether training changes it. A frozen parameter has no gradient.
     #[serde(default = "yes")]
     pub trainable: bool,
-    /// The element type in which it lies in memory and in checkpoints, where that is narrower than
-    /// the one that nodes compute with. For frozen parameters alone: small steps would be lost.
+    /// The element type in memory and in checkpoints, if it is narrower than the one that nodes
+    /// compute with. For frozen parameters only: small updates would be lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kept: Option<DType>,
     /// The parameter whose layer it adapts, where it is a factor of a low-rank update.
@@ -153,14 +152,15 @@ pub struct Param {
     pub beside: Option<Beside>,
 }
 
-/// What a factor of a low-rank update has in common with the parameter that is updated.
+/// The dimension that a factor of a low-rank update shares with the updated parameter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Beside {
     /// The name of the other parameter.
     pub param: String,
-    /// The dimension of this parameter that has the features of one of the other's.
+    /// The dimension of this parameter with the shared features.
     pub dim: usize,
-    /// That dimension of the other parameter: where it is cut, this one is cut alike.
+    /// The dimension of the other parameter with these features: if it is cut, this one is cut
+    /// alike.
     pub of: usize,
 }
 
@@ -189,19 +189,19 @@ impl Param {
         }
     }
 
-    /// Whether weight decay applies: not to biases and normalisation layers, nor to what only has
-    /// "bias" in its name, as T5's `relative_attention_bias`, which is a table. Trainers of
-    /// transformers go by names as well.
+    /// Whether weight decay applies: not to biases and normalisation layers, nor to parameters with
+    /// "bias" in their name, such as T5's table `relative_attention_bias`. Trainers of transformers
+    /// decide by names too.
     pub fn decays(&self) -> bool {
         matches!(self.role, ParamRole::Weight | ParamRole::Embedding) && !self.name.contains("bias")
     }
 
-    /// The element type in which it lies in memory.
+    /// The element type in memory.
     pub fn kept_dtype(&self) -> DType {
         self.kept.unwrap_or(self.local.dtype)
     }
 
-    /// Bytes of what one rank holds, in memory.
+    /// Bytes of one rank's slice in memory.
     pub fn kept_bytes(&self) -> usize {
         let kept = TensorType::new(self.local.shape.clone(), self.kept_dtype());
         kept.size_bytes()

@@ -1,4 +1,5 @@
-//! What one rank runs for its stage: the forward, what it keeps, and both halves of the backward.
+//! The program of a rank's stage: the forward, the values that it keeps, and both halves of the
+//! backward.
 
 mod cut;
 mod live;
@@ -25,7 +26,7 @@ pub struct Hop {
     pub value: ValueId,
     /// Its type.
     pub ty: TensorType,
-    /// Its gradient, which passes the other way, where one flows.
+    /// Its gradient, which passes the other way, if one flows.
     pub grad: Option<ValueId>,
 }
 
@@ -48,7 +49,7 @@ pub struct GradPort {
 ///  inputs ┴─► F ─┬─► saved ──┐   └─ outputs
 ///                │   (R)     ▼
 ///  recv.grad ◄── I ◄─────────┴──── send.grad, loss_grad
-///                └─► W ─► grads                     backward: R, I and W nodes, each before its use
+///                └─► W ─► grads                     backward: R, I, W nodes, each before its use
 /// ```
 ///
 /// A value of the forward that a later phase uses is kept until its last use. Nodes of the
@@ -77,13 +78,13 @@ pub struct StageProgram {
     pub grads: Vec<GradPort>,
 }
 
-/// Which results of a stage's forward are computed again instead of kept.
+/// The results of a stage's forward that are recomputed instead of kept.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RecomputePlan {
-    /// Ranges of nodes of the whole model, each recomputed as one chunk: it keeps nothing but what
-    /// leaves it.
+    /// Ranges of nodes of the whole model, each recomputed as one chunk: only results that leave it
+    /// are kept.
     pub chunks: Vec<Range<usize>>,
-    /// Further nodes of the whole model, ascending, whose results are not kept whoever reads them.
+    /// Further nodes of the whole model, ascending, whose results are not kept for any reader.
     pub nodes: Vec<usize>,
 }
 

@@ -49,8 +49,8 @@ impl TensorType {
         self.numel() * self.dtype.size_bytes()
     }
 
-    /// Whether a memory could hold it: at most 2^47 bytes, which is all that a process can address.
-    /// Sums and products of the sizes of a few such types do not overflow.
+    /// Whether memory can hold it: at most 2^47 bytes, all that a process can address. Sums and
+    /// products of the sizes of a few such types do not overflow.
     pub fn is_addressable(&self) -> bool {
         let bytes = self
             .shape

@@ -1,4 +1,4 @@
-//! Tensors that exist: a type, a backend's storage, and an account of its bytes.
+//! Tensors with storage: a type, a backend's tensor, and an account of its bytes.
 
 use crate::TensorType;
 use std::{

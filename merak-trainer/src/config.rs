@@ -98,7 +98,7 @@ impl Config {
         Self::load_with(file, environment, command_line, [])
     }
 
-    /// The same with what a command gives by itself, above all layers.
+    /// As [`Config::load`], with the command's own values above all layers.
     ///
     /// # Errors
     ///
@@ -138,12 +138,12 @@ impl Config {
         self.origins.get(key).unwrap_or(&Origin::Default)
     }
 
-    /// An error with the place of the key that is to blame for it, where a layer set that.
+    /// Adds to an error the key that is to blame, with its place where a layer set it.
     #[must_use]
     pub fn locate(&self, error: Error) -> Error {
         let mut keys = error.keys();
         keys.extend(self.key_of_weights(&error));
-        // Of those that are as likely, the first.
+        // `max_by_key` takes the last of equals: reversed, that is the first key.
         let likeliest = keys.into_iter().rev();
         let Some(key) = likeliest.max_by_key(|key| self.origin(key).suspicion()) else {
             return error;
@@ -206,8 +206,8 @@ impl Config {
         text
     }
 
-    /// The resolved configuration as a table for people: key, value, origin, of so many columns
-    /// where that is given. What is longer has its origin in a line of its own.
+    /// The resolved configuration as a table for people: key, value, origin. Where a row exceeds
+    /// `columns`, its origin stands on a line of its own.
     pub fn explain(&self, columns: Option<usize>) -> String {
         let rows: Vec<_> = keys()
             .map(|key| {

@@ -1,21 +1,20 @@
-//! What the work of a step costs: by counts of operations, or by times that were measured on this
-//! machine.
+//! The cost of a step's work, as counts of operations or as times measured on this machine.
 //!
 //! ```text
-//! graph ─► segments, one of each kind ─► a short run of their nodes ─► seconds by kind of node ─► file
-//!                                                                              │
-//!   partition, schedule: sums over the nodes of segments ◄─────────────────────┤
-//!   prediction: sums over the nodes of stages, simulated on the machine's cores ◄┘
+//! graph ─► segments, one of each kind ─► run of their nodes ─► seconds by kind of node ─► file
+//!                                                                         │
+//!   partition, schedule: sums over the nodes of segments ◄────────────────┤
+//!   prediction: sums over nodes of stages, simulated on this machine ◄────┘
 //! ```
 //!
-//! Times are kept by what decides them: the operation and the types of operands and results. A
-//! transformer has some thirty kinds of nodes however deep it is, and any cut into stages and any
-//! recomputation is a sum of them.
+//! A time is kept per kind of node: the operation and the types of operands and results. A
+//! transformer of any depth has some thirty kinds of nodes. The cost of any cut into stages, with
+//! any recomputation, is a sum of their times.
 //!
-//! A machine that does something else meanwhile gives times that mislead. So a measurement whose
-//! repetitions differ widely is done again at once, and one that the first steps of a run
-//! contradict is done again by the next run; the run itself keeps its plan. Where the new one
-//! agrees with the old one, something else is different, and it stays until it is a week old.
+//! Other load on the machine makes times mislead. A measurement whose repetitions differ widely is
+//! repeated at once. A measurement that the first steps of a run contradict is repeated by the next
+//! run; the run itself keeps its plan. Where the new measurement agrees with the old one, the cause
+//! lies elsewhere, and the new one stays until it is a week old.
 
 mod cache;
 mod first_steps;
@@ -109,8 +108,7 @@ impl CostModel {
         }
     }
 
-    /// The cores that the ranks of one pipeline share; a rank with several threads needs as many
-    /// for each of them.
+    /// How many ranks of one pipeline the machine has cores for; a rank needs a core per thread.
     pub(crate) fn cores(&self, args: &CheckedArguments) -> f64 {
         match self {
             Self::Counted => f64::INFINITY,
@@ -151,9 +149,9 @@ impl CostModel {
         }
     }
 
-    /// What the arguments ask for: times from a file that keeps them, or measured now. Operations
-    /// are counted on CUDA devices, which run behind the clock's back, and where a measurement
-    /// needs more memory than there is.
+    /// The costs that the arguments ask for: times from a file that keeps them, or measured now.
+    /// Operations are counted on CUDA devices, which run asynchronously to the clock, and where a
+    /// measurement needs more memory than there is.
     ///
     /// # Errors
     /// When the work cannot be planned, or a measurement fails.
@@ -170,7 +168,7 @@ impl CostModel {
     }
 }
 
-/// From this spread on, repetitions of a measurement differ widely.
+/// Above this spread, repetitions of a measurement differ widely.
 const WIDE_SPREAD: f64 = 0.3;
 
 /// Times that differ by less agree.
@@ -181,50 +179,50 @@ fn agree(one: f64, other: f64) -> bool {
     one.max(other) <= one.min(other) * (1.0 + AGREEMENT)
 }
 
-/// Whether a measurement foretells how long steps take.
+/// Whether a measurement predicts how long steps take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Doubt {
-    /// Nothing is known against it.
+    /// Nothing contradicts it.
     #[default]
     None,
-    /// The steps of a run took another time: it is to be done again.
+    /// The steps of a run took another time: the next run measures again.
     Open,
-    /// It was done again and agreed with the one before: the reason lies elsewhere, as long as it
-    /// is fresh.
+    /// The repeated measurement agreed with the one before: the cause lies elsewhere, as long as
+    /// the measurement is fresh.
     Settled,
 }
 
 /// When and how steadily times were measured.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Measurement {
-    /// When.
+    /// Time of the measurement.
     pub at: SystemTime,
-    /// Of the times of its repetitions, the width of the middle half by the median.
+    /// Width of the middle half of its repetitions' times, divided by their median.
     pub spread: f64,
     /// Whether a run contradicted such times before, and they were measured again with the same
     /// outcome.
     pub is_contradicted: bool,
 }
 
-/// Times that are older may be those of another machine: drivers, clocks and neighbours change.
+/// Older times may no longer hold: drivers, clocks and neighbours change.
 const FRESH: Duration = Duration::from_hours(7 * 24);
 
 impl Measurement {
-    /// Whether it is old or unsteady: a run that contradicts it is then reason enough to measure
-    /// again, however often that was done before.
+    /// Whether it is old or unsteady. A run that contradicts it then causes a new measurement, even
+    /// after earlier repetitions.
     pub fn is_worn(&self) -> bool {
         self.is_unsteady() || self.at.elapsed().unwrap_or_default() > FRESH
     }
 
-    /// Whether the repetitions differed widely, as on a machine that does something else meanwhile.
+    /// Whether the repetitions differed widely, as on a machine with other load.
     pub fn is_unsteady(&self) -> bool {
         self.spread > WIDE_SPREAD
     }
 
     /// How long ago it was, for people: `just now`, `3 days ago`.
     pub fn age(&self) -> String {
-        // Where the clock was set back, nobody knows.
+        // After the clock was set back, the age is unknown and counts as 0.
         let age = self.at.elapsed().unwrap_or_default();
         if age < Duration::from_mins(1) {
             "just now".to_owned()

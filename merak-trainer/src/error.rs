@@ -246,11 +246,11 @@ pub enum Error {
     RunExists {
         /// The folder.
         folder: PathBuf,
-        /// What tells of the run.
+        /// The signs of the run.
         found: String,
         /// Whether there is a checkpoint to go on from.
         has_checkpoint: bool,
-        /// Where the run lies that it was to replace, while it has saved nothing.
+        /// Where the run to be replaced lies, while this one has saved nothing.
         aside: Option<PathBuf>,
     },
     /// An adapter where a run is to write its own.
@@ -274,7 +274,7 @@ pub enum Error {
         /// The process.
         holder: String,
     },
-    /// A place in the data that other data do not have.
+    /// A position in a checkpoint's data that the run's data do not have.
     #[error(
         "the checkpoint {} stands at sample {position} of its pass over the data, but there are only {samples} now{}: \
          give the data that it was saved with{}, or set \"ignore_data_skip\" to begin a pass anew",
@@ -283,7 +283,7 @@ pub enum Error {
     PositionBehindEnd {
         /// The checkpoint.
         path: PathBuf,
-        /// Samples used of the pass in hand.
+        /// Samples used in the current pass.
         position: usize,
         /// Samples of the data.
         samples: usize,
@@ -292,7 +292,7 @@ pub enum Error {
         /// The data that it was saved with, where it says so.
         saved: Option<Box<DataFingerprint>>,
     },
-    /// The folder that a run shall write.
+    /// An output folder that cannot be written.
     #[error("cannot write into {}, which \"output_dir\" names", file(path))]
     OutputDir {
         /// The folder, or what stands in its way.
@@ -305,7 +305,7 @@ pub enum Error {
     NoText {
         /// The path.
         path: PathBuf,
-        /// Files that were passed over, as they are no text.
+        /// Files that were passed over because they are not text.
         skipped: usize,
     },
     /// A file that was to be read as text.
@@ -317,7 +317,7 @@ pub enum Error {
     NotText {
         /// The file.
         path: PathBuf,
-        /// The first byte that is no text.
+        /// The first byte that is not text.
         offset: usize,
         /// What the file is instead.
         found: String,
@@ -329,10 +329,10 @@ pub enum Error {
     NoRecords {
         /// The path.
         path: PathBuf,
-        /// What the files were to hold.
+        /// The format that the files should have.
         format: DataFormat,
     },
-    /// Samples of which a model can learn nothing.
+    /// Samples that a model cannot learn from.
     #[error(
         "none of the {samples} {part} samples{} has a label other than {}: there is nothing to {}",
         of(path.as_deref()), crate::data::IGNORED_LABEL, purpose(part)
@@ -361,7 +361,7 @@ pub enum Error {
         /// How many may be skipped.
         limit: usize,
     },
-    /// An evaluation whose result is no number.
+    /// An evaluation whose result is not a number.
     #[error(
         "the evaluation loss is {loss}: the weights, or samples of the data, have numbers that are not finite or very large"
     )]
@@ -488,7 +488,7 @@ pub enum Error {
         name: String,
         /// Its type and sizes in the model.
         expected: String,
-        /// And in the data.
+        /// Its type and sizes in the data.
         found: String,
     },
     /// An integer that the model cannot look up.
@@ -504,7 +504,7 @@ pub enum Error {
         found: i64,
         /// The model's family.
         family: &'static str,
-        /// What would be right.
+        /// The legal values.
         expected: String,
     },
     /// A tensor that no part of the model reads.
@@ -522,7 +522,7 @@ pub enum Error {
         /// The most similar of them.
         nearest: Option<String>,
     },
-    /// Labels as Hugging Face has them, where they stand at the tokens that they are.
+    /// Labels as Hugging Face has them: each stands at the position of its own token.
     #[error(
         "\"labels\" repeat \"input_ids\", but a label of this {family} model stands at the position that predicts \
          it, one to the left: leave \"labels\" out, and they are made of \"input_ids\""
@@ -558,7 +558,7 @@ pub enum Error {
         /// The length.
         input: usize,
     },
-    /// A decoder too short for what span corruption asks of it.
+    /// A decoder too short for the targets of span corruption.
     #[error(
         "\"seq_length\" gives the decoder {target} positions, but span corruption of an input of {input} needs {needed}"
     )]
@@ -570,7 +570,7 @@ pub enum Error {
         /// Length of the input.
         input: usize,
     },
-    /// The model's configuration file is no JSON.
+    /// The model's configuration file is not JSON.
     #[error(
         "cannot parse the model configuration {}: {}",
         file(path),
@@ -590,7 +590,7 @@ pub enum Error {
         /// What is wrong.
         reason: Box<merak_trace::Error>,
     },
-    /// A variable or argument that is no text.
+    /// A variable or argument that is not UTF-8.
     #[error("{place} is no UTF-8 text, found \"{}\"", brief(found))]
     NotUtf8 {
         /// Where it stands.
@@ -608,7 +608,7 @@ pub enum Error {
         /// Size of the model's vocabulary.
         vocab: usize,
     },
-    /// Nothing lies where a run was to go on from.
+    /// There is no checkpoint where a run was to resume.
     #[error(
         "{reason}, expected a checkpoint, an output folder, latest or auto{}",
         did_you_mean(nearest.as_deref())
@@ -616,7 +616,7 @@ pub enum Error {
     NoCheckpoint {
         /// What is wrong.
         reason: Box<merak_ckpt::Error>,
-        /// The word that is most like it.
+        /// The most similar word.
         nearest: Option<String>,
     },
     /// A checkpoint holds other tensors than the model.
@@ -627,7 +627,7 @@ pub enum Error {
         /// The first difference.
         difference: String,
     },
-    /// The best model cannot be taken in the end.
+    /// The best model cannot be loaded at the end.
     #[error(
         "training is done, and step {last} is saved, but the best model, that of step {step}, cannot be loaded"
     )]
@@ -679,7 +679,7 @@ pub enum Error {
         /// Size of the model's vocabulary.
         vocab: usize,
     },
-    /// Activations that need more than their budget, whatever is recomputed.
+    /// Activations that need more than their budget, even with everything recomputed.
     #[error(
         "\"activation_memory_budget\" is {}, but the activations of pipeline rank {rank} need at least \
          {} ({least} bytes), with every chunk of \"checkpoint_num_layers\" segments recomputed: raise it, or choose a smaller \
@@ -691,7 +691,7 @@ pub enum Error {
         rank: usize,
         /// The bytes that it may use.
         budget: usize,
-        /// The least that it can do with.
+        /// The fewest bytes that it needs.
         least: usize,
     },
     /// Stages that no partition makes small enough for a rank.
@@ -703,7 +703,7 @@ pub enum Error {
     StageMemory {
         /// The bytes that a rank may use.
         limit: usize,
-        /// The least that the fullest rank can do with.
+        /// The fewest bytes that the fullest rank needs.
         least: usize,
     },
     /// An error that a key is to blame for.
@@ -731,7 +731,7 @@ pub enum Error {
     /// A checkpoint could not be read or written, or generation failed.
     #[error(transparent)]
     Checkpoint(Box<merak_ckpt::Error>),
-    /// A model that cannot get the adapter that is asked for.
+    /// A model that cannot take the requested adapter.
     #[error(transparent)]
     Adapter(Box<merak_ckpt::AdaptError>),
     /// The description of an adapter that does not fit the model.
@@ -760,7 +760,7 @@ pub enum Error {
         rank: usize,
         /// The stages of the pipeline that it runs.
         stages: Vec<usize>,
-        /// What it was about.
+        /// The part of the step.
         part: StepPart,
         /// The step, counted from 1.
         step: usize,
@@ -807,18 +807,18 @@ pub enum Error {
         "every parameter is frozen: `inference_mode` in \"lora_config\" is for adapters that are not trained"
     )]
     NothingTrained,
-    /// A list of token ids that is none.
+    /// Text that is not a list of token ids.
     #[error("\"{}\" is no token id: write ids as 5,17,3", brief(found))]
     PromptIds {
         /// What stands where an id should.
         found: String,
     },
-    /// A model that was made for something else.
+    /// A model that was made for another task.
     #[error(
         "{what} needs a model for causal language modelling, but this {family} model is for {objective}"
     )]
     OtherObjective {
-        /// What was asked for.
+        /// The requested task.
         what: &'static str,
         /// The model's family.
         family: &'static str,
@@ -828,7 +828,7 @@ pub enum Error {
     /// The system gives no thread.
     #[error("cannot start a thread to {task}")]
     NoThread {
-        /// What it was to do.
+        /// The task of the thread.
         task: &'static str,
         /// The system's reason.
         source: io::Error,
@@ -846,7 +846,8 @@ pub(crate) fn no_thread(task: &'static str) -> impl FnOnce(io::Error) -> Error {
 impl From<merak_pipe::Error> for Error {
     fn from(error: merak_pipe::Error) -> Self {
         match error {
-            // The rank is told by whoever runs the world; the pipeline's own numbers count stages.
+            // The caller that runs the world adds the rank; the pipeline's own numbers count
+            // stages.
             merak_pipe::Error::Stage { action, source, .. } => Self::Stage { action, source },
             other => Self::Schedule(Box::new(other)),
         }

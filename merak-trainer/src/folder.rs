@@ -1,13 +1,13 @@
-//! The folder of a run: who writes it, and what becomes of a run that is there already.
+//! The folder of a run: its lock, and the treatment of a run that it has already.
 //!
 //! ```text
 //! OUTPUT_DIR/
 //!   .lock                    the process that writes; gone when it ends
 //!   checkpoints/ ..          the run
 //!   replaced-run/            the run that it replaces, until its first save
-//!   earlier-run-1/ ..        runs without a checkpoint to go on from, which nobody removes
-//!   .tmp-replaced-run/       on the way there: what a crash leaves of it goes back
-//!   .tmp-removed-run/        on the way out: what a crash leaves of it is removed
+//!   earlier-run-1/ ..        runs without a checkpoint to go on from, kept for good
+//!   .tmp-replaced-run/       a run on its way there; put back after a crash
+//!   .tmp-removed-run/        a run on its way out; removed after a crash
 //! ```
 
 use crate::{
@@ -32,28 +32,28 @@ const RESOLVED: &str = "config.resolved.toml";
 /// The files that a run writes beside its checkpoints.
 const FILES: [&str; 2] = [RESOLVED, METRICS_FILE];
 
-/// Says which process writes.
+/// The lock file, which names the writing process.
 const LOCK: &str = ".lock";
 
-/// Where a run lies that another one replaces, until that one saves.
+/// Folder of a replaced run, until the run that replaces it saves.
 const ASIDE: &str = "replaced-run";
 
-/// Where a run lies that had no checkpoint to go on from, with a number behind.
+/// Folder of a run without a checkpoint to resume from; a number follows.
 const EARLIER: &str = "earlier-run-";
 
-/// A run on its way to one of these.
+/// Folder of a run on its way to one of these.
 const MOVING: &str = ".tmp-replaced-run";
 
-/// A run that is being removed.
+/// Folder of a run that is being removed.
 const REMOVED: &str = ".tmp-removed-run";
 
 /// The folder of a run, which one process at a time writes, and which holds one run at a time.
 ///
 /// A run may write a folder without a run, or go on from a checkpoint of the folder's run. With
-/// `overwrite_output_dir` it may begin where another run is, which is set aside and removed after
-/// the first save. With `resume_from_checkpoint` set to `auto` it may begin where another run has
-/// no checkpoint to go on from, which is set aside for good. What lies in the folder under other
-/// names than a run's is somebody else's, and stays where it is.
+/// `overwrite_output_dir` it may begin where another run is: that run is set aside, and removed
+/// after the first save. With `resume_from_checkpoint` set to `auto` it may begin where another run
+/// has no checkpoint to go on from: that run is set aside for good. Files in the folder under other
+/// names than a run's belong to others and stay in place.
 #[derive(Debug)]
 pub struct RunFolder {
     path: PathBuf,
@@ -71,18 +71,18 @@ pub struct RunFolder {
 /// How a run takes its folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Start {
-    /// There must be no run.
+    /// The folder must have no run.
     Fresh,
-    /// On a checkpoint of the run that is there; where it has none, in its place.
+    /// Resumes from a checkpoint of the folder's run; where there is none, takes its place.
     GoesOn {
         /// Whether the run that has no checkpoint is removed after the first save.
         overwrites: bool,
     },
-    /// In the place of the run that is there.
+    /// Takes the place of the folder's run.
     Replaces,
 }
 
-/// What lies in a folder.
+/// The state of a folder.
 #[derive(Debug, Default)]
 struct Found {
     newest_step: Option<u64>,
@@ -134,9 +134,9 @@ impl RunFolder {
         }))
     }
 
-    /// Begins to write: sets aside the run that is to make way, and writes the configuration.
-    /// `goes_on` says whether there was a checkpoint to go on from. Whatever is read from the run
-    /// that is there has been read by then.
+    /// Begins to write: sets aside the run that makes way, and writes the configuration. `goes_on`
+    /// says whether there was a checkpoint to go on from. Call it once everything needed of the
+    /// earlier run has been read.
     ///
     /// # Errors
     /// When the folder cannot be changed.
@@ -154,7 +154,7 @@ impl RunFolder {
             Start::GoesOn { overwrites: false } if !goes_on => self.keep_all()?,
             Start::GoesOn { overwrites: true } if !goes_on => self.replace()?,
             Start::Replaces => self.replace()?,
-            // A crash between a first save and the removal.
+            // Left by a crash between a first save and the removal.
             Start::GoesOn { .. } if self.found()?.aside.is_some() => remove_aside(&self.path)?,
             Start::Fresh | Start::GoesOn { .. } => {}
         }
@@ -167,10 +167,10 @@ impl RunFolder {
         Found::look(&self.path).map_err(io::Error::other)
     }
 
-    /// Makes room by what `overwrite_output_dir` allows.
+    /// Makes room as `overwrite_output_dir` allows.
     fn replace(&self) -> io::Result<()> {
         let mut found = self.found()?;
-        // A crash between a first save and the removal.
+        // Left by a crash between a first save and the removal.
         if found.newest_step.is_some() && found.aside.take().is_some() {
             remove_aside(&self.path)?;
         }
@@ -181,7 +181,7 @@ impl RunFolder {
         if !found.is_run() {
             Ok(())
         } else if found.aside.is_some() {
-            // A run that has saved nothing makes way for good; the one that it was to replace
+            // A run that has saved nothing makes way for good; the run that it was to replace
             // stays.
             remove_run(&self.path, has_adapter)
         } else {
@@ -189,7 +189,7 @@ impl RunFolder {
         }
     }
 
-    /// Makes room where nobody has allowed to remove anything.
+    /// Makes room without removing anything.
     fn keep_all(&self) -> io::Result<()> {
         let found = self.found()?;
         if let Some(aside) = found.aside {
@@ -219,14 +219,13 @@ impl RunFolder {
         free.expect("no folder has so many entries")
     }
 
-    /// Where the run lies that this one replaces, as long as it does.
+    /// Where the run that this one replaces lies, as long as it is there.
     pub fn replaced(&self) -> Option<PathBuf> {
         let aside = self.path.join(ASIDE);
         (self.has_aside.load(Ordering::Relaxed) && aside.is_dir()).then_some(aside)
     }
 
-    /// Puts back the run that was to be replaced where this one has failed before it recorded
-    /// anything.
+    /// Puts back the run that was to be replaced if this one has recorded nothing.
     pub fn withdraw(&self) {
         let has_recorded = || Found::look(&self.path).map_or(true, |found| found.is_run());
         if self.replaced().is_none() || has_recorded() {
@@ -251,7 +250,7 @@ impl RunFolder {
         }
     }
 
-    /// Makes the folder anew where somebody has removed it.
+    /// Makes the folder anew if it was removed.
     fn renew(&self) {
         let mut lock = self.lock();
         if lock.is_in_place() || self.has_lost.load(Ordering::Relaxed) {
@@ -304,8 +303,8 @@ impl Start {
         }
     }
 
-    /// Refuses a folder with something that this run neither goes on with nor may replace: a run,
-    /// or an adapter of none.
+    /// Refuses a folder with a run, or with an adapter of no run, that this run neither goes on
+    /// with nor may replace.
     fn check(self, folder: &Path, adapter: Option<&str>) -> Result<()> {
         if let Some(name) = adapter {
             let path = folder.join(ADAPTER);
@@ -373,7 +372,7 @@ fn is_of(from: &str, folder: &Path) -> bool {
     if matches!(from, "auto" | "latest") {
         return true;
     }
-    // A path that leads nowhere is an error of its own, which says more.
+    // A path that leads nowhere gets its own error later, which says more.
     let Ok(from) = Path::new(from).canonicalize() else {
         return true;
     };
@@ -387,7 +386,7 @@ fn check_place(output_dir: &Path) -> Result<()> {
         path: path.to_owned(),
         source,
     };
-    // A name that no file system takes, or a folder above that nobody may look into.
+    // Such as an illegal name, or a parent folder that may not be read.
     if let Err(error) = fs::metadata(output_dir)
         && !matches!(
             error.kind(),
@@ -412,7 +411,7 @@ fn check_place(output_dir: &Path) -> Result<()> {
     }
 }
 
-/// Checks that what lies under the names that a run gives may be what a run has there.
+/// Checks that entries under the names of a run's files and folders can be a run's.
 fn check_names(folder: &Path) -> Result<()> {
     let refused = |path: PathBuf, source| Error::OutputDir { path, source };
     for name in FILES {
@@ -495,7 +494,7 @@ fn set_aside(folder: &Path, aside: &Path, has_adapter: bool) -> io::Result<()> {
     fs::rename(moving, aside)
 }
 
-/// Moves what there is of a run, in whose place nothing stays.
+/// Moves the entries of a run, and removes what lies in their new places.
 fn move_run(from: &Path, to: &Path, run: Vec<PathBuf>, has_adapter: bool) -> io::Result<()> {
     for entry in run {
         if entry == Path::new(ADAPTER) && !has_adapter {
@@ -538,22 +537,22 @@ fn remove_entry(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes a folder in which nothing of anybody is left.
+/// Removes a folder if it is empty.
 fn remove_if_empty(folder: &Path) {
-    // It stays where it is not empty.
+    // Fails where it is not empty.
     let _ = fs::remove_dir(folder);
 }
 
-/// Whether somebody else has something among the checkpoints. Behind a link nothing is moved, but
-/// the link itself.
+/// Whether files of others lie among the checkpoints. Behind a link they do not matter, since the
+/// link alone is moved.
 fn has_other_checkpoints(folder: &Path) -> io::Result<bool> {
     let store = Store::in_output_dir(folder);
     let (_, others) = store.entries().map_err(io::Error::other)?;
     Ok(!others.is_empty() && !store.folder().is_symlink())
 }
 
-/// What there is of a run in a folder, by the paths there: the folder of checkpoints as a whole, or
-/// one by one those that are a run's.
+/// The paths of a run's entries in a folder. The folder of checkpoints is one of them, or with
+/// `one_by_one` each of the run's checkpoints.
 fn run_in(folder: &Path, one_by_one: bool) -> io::Result<Vec<PathBuf>> {
     let mut paths: Vec<_> = FILES
         .into_iter()
@@ -602,7 +601,7 @@ mod tests {
         RunFolder::take(args, "tp = 1\n".to_owned())
     }
 
-    /// Leaves a run of so many steps.
+    /// Leaves a run of `step` steps.
     fn run(folder: &Path, step: u64) {
         fs::create_dir_all(folder).unwrap();
         fs::write(folder.join(METRICS_FILE), format!("{{\"step\":{step}}}\n")).unwrap();
@@ -645,7 +644,7 @@ mod tests {
         insta::assert_snapshot!(text(&refused), @r#"run, which "output_dir" names, has a run already (checkpoints up to step 7): go on with it by --resume auto, replace it by --overwrite_output_dir, or name another folder"#);
         fs::remove_dir_all(path.join(CHECKPOINTS)).unwrap();
         insta::assert_snapshot!(text(&take(&fresh).unwrap_err()), @r#"run, which "output_dir" names, has a run already (metrics.jsonl, and no checkpoint): keep it aside and begin anew by --resume auto, replace it by --overwrite_output_dir, or name another folder"#);
-        // Its own checkpoints are a way on, those of others are none.
+        // It can resume from its own checkpoints, not from those of others.
         run(&path, 7);
         let other = folder.path().join("other");
         run(&other, 9);
@@ -789,7 +788,7 @@ mod tests {
             auto.begin(goes_on).unwrap();
             auto.on_save(Path::new("step"));
         };
-        // A run that has recorded nothing is nothing to keep.
+        // A run that has recorded nothing is not kept.
         fs::write(path.join(RESOLVED), "tp = 1\n").unwrap();
         auto(false);
         assert_eq!(names(path), [RESOLVED]);
@@ -800,7 +799,7 @@ mod tests {
             assert_eq!(kept.unwrap(), metrics(step));
             assert!(!path.join(METRICS_FILE).exists());
         }
-        // Checkpoints that nobody can go on from are kept as well.
+        // Checkpoints that cannot be resumed from are kept as well.
         run(path, 7);
         auto(true);
         assert_eq!(steps(path), [7]);
@@ -851,7 +850,7 @@ mod tests {
         new.begin(false).unwrap();
         assert_eq!(steps(&new.replaced().unwrap()), [7]);
         assert_eq!(names(&path.join(CHECKPOINTS)), [".tmp-notes", "notes.txt"]);
-        // Back among them.
+        // Puts the checkpoint back among the files of others.
         new.withdraw();
         assert_eq!(steps(path), [7]);
         new.begin(false).unwrap();
@@ -919,11 +918,11 @@ mod tests {
         insta::assert_snapshot!(text, @r#"run/adapter has an adapter already, which no run of this folder has trained: move it away, or name another "output_dir" or "adapter_name""#);
         assert!(refused.is_user_error());
         take(&training("other", None)).unwrap();
-        // A run that trains none leaves it where it is.
+        // A run without an adapter leaves it in place.
         run(path, 7);
         take(&replacing(path)).unwrap().begin(false).unwrap();
         assert!(own.exists());
-        // Nobody is there to ask under `auto`: it is kept aside.
+        // `auto` keeps it aside instead of asking.
         take(&training("default", Some("auto")))
             .unwrap()
             .begin(false)
@@ -933,7 +932,7 @@ mod tests {
                 .join(ADAPTER_CONFIG)
                 .exists()
         );
-        // What a run of the folder has trained goes with it.
+        // An adapter that a run of the folder has trained moves with the run.
         run(path, 8);
         let step = Store::in_output_dir(path).path_of(8);
         fs::write(step.join(ADAPTER_CONFIG), "{}").unwrap();
@@ -949,7 +948,7 @@ mod tests {
     fn a_second_process_is_told_who_writes_the_folder() {
         let folder = tempfile::tempdir().unwrap();
         let first = take(&args(folder.path(), |_| ())).unwrap();
-        // Whoever writes it is said before what there is.
+        // The writing process is reported before the run that is there.
         run(folder.path(), 1);
         let holder = format!("is in use by process {}", std::process::id());
         for second in [args(folder.path(), |_| ()), resuming(folder.path(), "auto")] {

@@ -13,18 +13,31 @@
 //! use merak_trainer::{Config, MerakTrainer, Plan, TrainerParts, data::TokenDataset, run_world};
 //! use std::sync::Arc;
 //!
-//! let line = ["--tp=2", "--pp=2", "--gradient_accumulation_steps=2", "--per_device_train_batch_size=1",
-//!     "--max_steps=2", "--learning_rate=1e-3"].map(String::from);
+//! let line = [
+//!     "--tp=2",
+//!     "--pp=2",
+//!     "--gradient_accumulation_steps=2",
+//!     "--per_device_train_batch_size=1",
+//!     "--max_steps=2",
+//!     "--learning_rate=1e-3",
+//! ]
+//! .map(String::from);
 //! let args = Config::load(None, [], &line)?.check()?;
-//! let model = merak_trace::models::from_config(&serde_json::json!({ "model_type": "gpt2", "vocab_size": 32,
-//!     "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2 }))?;
+//! let model = merak_trace::models::from_config(&serde_json::json!({
+//!     "model_type": "gpt2", "vocab_size": 32,
+//!     "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2,
+//! }))?;
 //! let plan = Arc::new(Plan::new(model.into(), &args)?);
 //! let tokens: Arc<[u32]> = (0..200).map(|i| i % 32).collect();
 //! let data = Arc::new(TokenDataset::new(tokens, plan.seq_length, "training")?);
 //!
 //! let losses = run_world(&args, |member| {
 //!     let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
-//!     let parts = TrainerParts { train_data: Some(data.clone()), num_threads: 1, ..TrainerParts::default() };
+//!     let parts = TrainerParts {
+//!         train_data: Some(data.clone()),
+//!         num_threads: 1,
+//!         ..TrainerParts::default()
+//!     };
 //!     Ok(MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?.train()?.training_loss)
 //! })?;
 //! assert!(losses.iter().all(|loss| loss.to_bits() == losses[0].to_bits()));
@@ -35,16 +48,16 @@
 //!
 //! - [`Config`], [`MerakArguments`], [`CheckedArguments`]: layers of configuration, the values, and
 //!   values that agree with each other.
-//! - [`Plan`]: what every rank decides alone and alike before anything runs.
+//! - [`Plan`]: the decisions that every rank makes alone and alike before anything runs.
 //! - [`MerakTrainer`]: one rank's trainer; [`run_world`] starts the ranks. [`Callback`]s are told
-//!   what happens.
+//!   of its events.
 //! - [`data`]: data sets, their order, tokenizers. [`metrics`]: records and progress.
 //!
 //! # One step of a rank
 //!
 //! ```text
 //! batches ─► schedule (F, B of each microbatch, hops between stages) ─► gradients of all uses
-//!        ─► uses of tied weights added ─► averaged over replicas ─► norm, clip ─► optimizer ─► weights
+//!        ─► uses of tied weights added ─► mean over replicas ─► norm, clip ─► optimizer ─► weights
 //! ```
 //!
 //! # Guarantees

@@ -88,8 +88,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// The command line, with `--log FILTER` in front: behind CONFIG every option is a configuration
-/// key.
+/// The command line with `--log FILTER` moved to the front, since every option behind CONFIG is a
+/// configuration key.
 fn arguments() -> Vec<OsString> {
     let mut words: Vec<OsString> = std::env::args_os().collect();
     if let Some(at) = words.iter().position(|word| word == "--log")
@@ -101,7 +101,7 @@ fn arguments() -> Vec<OsString> {
     words
 }
 
-/// Writes a message to standard error; a closed one is no reason to fail.
+/// Writes a message to standard error; a closed one is not an error.
 fn eprint_line(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", message(line));
 }

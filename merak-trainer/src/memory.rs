@@ -24,31 +24,31 @@ pub enum Workload {
     },
     /// One token after the other.
     Generation {
-        /// Of all sequences together: those whose keys and values are kept at least.
+        /// Lower bound on the positions, of all sequences together, whose keys and values are kept.
         positions: usize,
     },
 }
 
-/// The least bytes that a rank needs: what no backend gets around.
+/// The bytes that a rank needs at least, on any backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryNeed {
     /// Its parameters.
     pub weights: usize,
-    /// Their gradients, one more for each further use of a tied one.
+    /// Their gradients, with one more for each further use of a tied parameter.
     pub gradients: usize,
     /// What the optimizer keeps.
     pub optimizer: usize,
     /// Batches and values of the graph that are alive at once, in the largest of the workloads.
     pub activations: usize,
-    /// Memory of freed values that is kept for the next of their length, in the workload that keeps
-    /// most. What a trainer holds of it is not counted.
+    /// Memory of freed values that is kept for later values of the same length, in the workload
+    /// that keeps most. A trainer reports 0, as it does not count what it holds.
     pub pool: usize,
     /// The workload that needs the activations.
     pub largest: Option<Workload>,
 }
 
 impl MemoryNeed {
-    /// All of it.
+    /// The sum of all parts.
     pub fn total(&self) -> usize {
         [
             self.weights,
@@ -62,7 +62,7 @@ impl MemoryNeed {
     }
 }
 
-/// Why a run does not fit: the least bytes of all ranks of this process.
+/// Why a run does not fit: the bytes that all ranks of this process need at least.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the run needs at least {} of {what}, but this process may use {}: of all ranks ({ranks}) weights take {}, \
@@ -73,7 +73,7 @@ impl MemoryNeed {
 pub struct MemoryShortage {
     /// The ranks.
     pub ranks: usize,
-    /// What they need together.
+    /// Bytes that they need together.
     pub needed: u64,
     /// Of that, parameters.
     pub weights: u64,
@@ -83,20 +83,20 @@ pub struct MemoryShortage {
     pub optimizer: u64,
     /// Of that, values of the graph, and the memory of freed ones that is kept for the next.
     pub activations: u64,
-    /// Of that, the stacks of threads: all of them where addresses are short, otherwise what
-    /// threads touch.
+    /// Of that, the stacks of threads: whole stacks where addresses are short, otherwise the
+    /// touched part.
     pub threads: u64,
     /// Of that, the data that are held in memory.
     pub data: u64,
-    /// Of what there is too little: `memory` or `addresses`.
+    /// The resource that is short: `memory` or `addresses`.
     pub what: &'static str,
-    /// What the process may use.
+    /// Bytes that the process may use.
     pub available: u64,
-    /// What would need less.
+    /// A choice that would need less.
     pub advice: &'static str,
 }
 
-/// Tokens of a sequence that generation starts with at least.
+/// The fewest tokens with which a sequence starts generation.
 const FIRST_TOKENS: usize = 1;
 
 impl Plan {
@@ -161,7 +161,7 @@ impl Plan {
                         logits: true,
                         ..Forward::loss(1, FIRST_TOKENS)
                     };
-                    // Without a cache, they are computed again and again.
+                    // Without a cache, keys and values are computed again for each token.
                     let kept = if args.use_cache { positions } else { 0 };
                     let cache = self.cached_bytes(rank, first)?;
                     let cache = cache.saturating_mul(kept.div_ceil(args.dp));
@@ -188,7 +188,7 @@ impl Plan {
         batches.saturating_add(peak)
     }
 
-    /// What a rank's caches keep of the positions of a forward.
+    /// Bytes that a rank's caches keep of the positions of a forward.
     fn cached_bytes(&self, rank: usize, forward: Forward) -> Result<usize> {
         let programs = self.inference_programs(self.stages_of(rank), forward)?;
         let graphs = programs.iter().map(|program| &program.graph);
@@ -222,7 +222,7 @@ impl Plan {
         self.check_memory_beside(args, workloads, 0)
     }
 
-    /// As [`Plan::check_memory`], beside so many bytes of data that are held in memory.
+    /// As [`Plan::check_memory`], beside `data` bytes of data that are held in memory.
     ///
     /// # Errors
     /// As [`Plan::check_memory`].
@@ -316,9 +316,9 @@ fn weight_bytes(param: &Param) -> usize {
     param.kept_bytes().saturating_add(master)
 }
 
-/// No fewer bytes than a microbatch on a stage needs on a backend without scratch memory. Batches
-/// are held until their forward ends, the model's outputs until the step of so many microbatches
-/// does.
+/// Upper bound on the bytes of a microbatch on a stage, on a backend without scratch memory.
+/// Batches are held until their forward ends, the model's outputs until the step of `microbatches`
+/// microbatches ends.
 pub(crate) fn held_at_most(program: &StageProgram, microbatches: usize) -> LiveBytes {
     let size = |value| program.graph.ty(value).size_bytes();
     let bytes = |ports: &[Port]| ports.iter().map(|port| size(port.value)).sum::<usize>();
@@ -339,11 +339,11 @@ pub(crate) fn held_at_most(program: &StageProgram, microbatches: usize) -> LiveB
     live
 }
 
-/// The most bytes of values at once under a rank's actions; `held` tells what a microbatch needs on
+/// The peak of the bytes of values under a rank's actions; `held` has the bytes of a microbatch on
 /// each stage.
 pub(crate) fn activation_bytes(actions: &[Action], held: &BTreeMap<usize, LiveBytes>) -> usize {
     let (mut total, mut peak) = (0_usize, 0);
-    // Microbatches that were recomputed ahead.
+    // Microbatches that were recomputed ahead of their backward.
     let mut ahead = BTreeSet::new();
     for action in actions {
         let Some(held) = held.get(&action.stage.0) else {
@@ -385,13 +385,13 @@ fn input_bytes<'a>(programs: impl Iterator<Item = &'a StageProgram>) -> usize {
     sizes.into_values().fold(0, usize::saturating_add)
 }
 
-/// What a thread touches of its stack, and of what the system keeps for it.
+/// Bytes that a thread touches of its stack, and of the system's memory for it.
 const TOUCHED_BYTES: u64 = 64 << 10;
 
-/// The stack of a thread that is no rank: what the standard library gives.
+/// The stack of a thread that is no rank: the default of the standard library.
 const STACK_BYTES: u64 = 2 << 20;
 
-/// What the threads of all ranks touch, and the addresses that their stacks take.
+/// Bytes that the threads of all ranks touch, and addresses that their stacks take.
 fn thread_bytes(args: &CheckedArguments) -> (u64, u64) {
     let ranks = args.world_size() as u64;
     let beside = (threads_per_rank(args) - 1).saturating_add(args.dataloader_num_workers) as u64;
@@ -404,7 +404,7 @@ fn thread_bytes(args: &CheckedArguments) -> (u64, u64) {
     )
 }
 
-/// What this process may use.
+/// The memory that this process may use.
 #[derive(Debug, Clone, Copy)]
 struct Room {
     /// Bytes that it may fill.
@@ -422,8 +422,8 @@ impl Room {
     }
 }
 
-/// What this process may fill: memory and swap of the machine, or less where a control group or a
-/// limit on the address space says so.
+/// Bytes that this process may fill: memory and swap of the machine, or less under a control group
+/// or a limit on the address space.
 pub fn available_bytes() -> u64 {
     memory_bytes().min(address_space())
 }
@@ -447,9 +447,9 @@ fn memory_bytes() -> u64 {
     within_group(machine, system.total_memory(), groups.min())
 }
 
-/// What a process may fill on a machine that has `machine` bytes, `memory` of which are no swap, in
-/// a group. Whether the group may swap is not known, so a limit is taken as it is; a group without
-/// one is told to have the machine's memory.
+/// Bytes that a process of a group may fill on a machine with `machine` bytes, `memory` of which
+/// are no swap. Whether the group may swap is unknown, so its limit is taken as it is. A group
+/// without a limit reports the machine's memory.
 fn within_group(machine: u64, memory: u64, group: Option<u64>) -> u64 {
     match group.filter(|&group| group < memory) {
         Some(group) => group,

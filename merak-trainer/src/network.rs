@@ -1,13 +1,13 @@
-//! How fast the ranks of this machine exchange: `merak bench collectives`, and what the cost model
-//! takes from it.
+//! How fast the ranks of this machine exchange data: for `merak bench collectives` and the cost
+//! model.
 
 use crate::{Error, Result};
 use merak_mpu::{Group, Packet, ReduceOp, threads};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// Runs an operation on a rank's numbers, and gives numbers back for the next time; the last
-/// numbers are a buffer that stays with the rank.
+/// Runs an operation on a rank's numbers, and returns numbers for the next run; the last argument
+/// is a buffer that stays with the rank.
 type Run = fn(&Group, Vec<f32>, &mut Vec<f32>) -> merak_mpu::Result<Vec<f32>>;
 
 /// An operation between ranks that can be timed.
@@ -19,7 +19,7 @@ pub struct Exchange {
     share: fn(f64) -> f64,
 }
 
-/// Every one of them.
+/// All exchanges that are timed.
 pub const EXCHANGES: [Exchange; 6] = [
     ALL_REDUCE,
     Exchange {
@@ -52,7 +52,7 @@ const ALL_REDUCE: Exchange = Exchange {
 };
 
 /// Every rank sends to the next one, receives from the one before, and copies what it received into
-/// a buffer of its own: between threads a message alone is a pointer, whatever its size.
+/// a buffer of its own: between threads a message alone is a pointer at any size.
 const SEND_RECV: Exchange = Exchange {
     name: "send_recv",
     run: |group, data, own| {
@@ -64,8 +64,8 @@ const SEND_RECV: Exchange = Exchange {
     share: |_| 1.0,
 };
 
-/// The same without the copy, as stages have it: the nodes that read a value first bring it to
-/// their core, and that is part of their measured time.
+/// The same without the copy, as stages exchange: the first nodes that read a value bring it to
+/// their core, as part of their measured time.
 const HAND_OVER: Exchange = Exchange {
     name: "hand_over",
     run: |group, data, _| hand_over(group, data),
@@ -73,14 +73,13 @@ const HAND_OVER: Exchange = Exchange {
 };
 
 impl Exchange {
-    /// The share of the bytes that a rank hands in which passes the busiest link of a ring of so
-    /// many ranks.
+    /// Bytes over the busiest link of a ring of `world` ranks, per byte that a rank hands in.
     pub fn share(&self, world: usize) -> f64 {
         (self.share)(world as f64)
     }
 
-    /// The median time on rank 0 of `steps` times, all ranks starting together; each hands in so
-    /// many bytes, in whole numbers for each of the others.
+    /// The median time of `steps` runs on rank 0, all ranks starting together. Each rank hands in
+    /// `bytes` bytes, with the same whole number of elements for each rank.
     ///
     /// # Errors
     /// When a rank fails.
@@ -90,7 +89,7 @@ impl Exchange {
             let len = bytes / size_of::<f32>();
             let mut times = Vec::with_capacity(steps);
             let (mut data, mut own) = (vec![1.0_f32; len], Vec::new());
-            // The first time wakes threads and touches memory.
+            // The first run wakes threads and touches memory.
             for _ in 0..=steps {
                 data.resize(len, 1.0);
                 group.barrier()?;
@@ -135,7 +134,7 @@ const STEPS: usize = 7;
 
 impl Line {
     fn of(exchange: &Exchange, world: usize) -> Result<Self> {
-        // Whole numbers for every rank.
+        // A whole number of elements for every rank.
         let unit = world * size_of::<f32>();
         let [small, large] = SIZES.map(|bytes| bytes.next_multiple_of(unit));
         let seconds = |bytes| Ok::<_, Error>(exchange.median(world, bytes, STEPS)?.as_secs_f64());
@@ -152,7 +151,7 @@ impl Line {
     }
 }
 
-/// What exchanges between ranks take.
+/// Times of exchanges between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub(crate) struct Network {
     /// A message from stage to stage.

@@ -1,4 +1,5 @@
-//! What every rank decides alone and alike, before anything runs: the graph, the cut, the schedule.
+//! The plan of a run: the graph, the cut, the schedule. Every rank makes the same plan on its own,
+//! before anything runs.
 
 mod draft;
 mod faster;
@@ -42,28 +43,28 @@ pub struct Plan {
     pub degrees: Degrees,
     /// Length of the training sequences.
     pub seq_length: usize,
-    /// Length of what a decoder makes of them, where it is another.
+    /// Length of the decoder's sequences, where it differs.
     pub target_length: Option<usize>,
-    /// What one rank of the tensor axis computes for a microbatch.
+    /// The graph that one rank of the tensor axis computes for a microbatch.
     pub graph: Graph,
     /// How tensor parallelism split it.
     pub tensor: merak_tp::Report,
     /// Which part of it runs on which stage.
     pub partition: Partition,
-    /// The same in the form that programs are made from.
+    /// The partition in the form that programs are made from.
     pub cuts: StageCuts,
     /// The order of the microbatches on each rank.
     pub schedule: Schedule,
-    /// The adapter that is trained in place of the model, if one is.
+    /// The adapter that is trained in place of the model, if any.
     pub lora: Option<Lora>,
-    /// How it was found, where it was searched.
+    /// How the schedule was found, where it was searched.
     pub search: Option<Auto>,
     /// For each stage the rank of the pipeline that runs it.
     placement: Vec<usize>,
     lists: LayerLists,
-    /// What frozen weights are kept in, where that is not what nodes read.
+    /// The element type in which frozen weights are kept, where nodes read another.
     frozen: Option<DType>,
-    /// For each stage what it computes again.
+    /// What each stage recomputes.
     recompute: Vec<RecomputePlan>,
     trace: TraceOptions,
 }
@@ -73,16 +74,16 @@ pub struct Plan {
 pub struct Lora {
     /// Its name.
     pub name: String,
-    /// Which layers it stands beside; targets that were left open are filled in.
+    /// The layers that it stands beside; targets that were left open are filled in.
     pub config: LoraConfig,
 }
 
-/// What a forward without gradients is made for.
+/// The sizes and the output of a forward without gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Forward {
     /// Sequences.
     pub batch: usize,
-    /// Positions of each that pass.
+    /// Positions of each sequence that pass.
     pub seq: usize,
     /// The length by which positions are scaled
     /// ([`Model::scaling_length`](merak_trace::models::Model::scaling_length)).
@@ -113,7 +114,8 @@ impl Plan {
         Self::with_costs(model, args, &CostModel::Counted)
     }
 
-    /// The same by other costs. All ranks of a run take one plan, as measurements differ.
+    /// The same with searches by `costs`. All ranks of a run take one plan, as their measurements
+    /// differ.
     ///
     /// # Errors
     /// As [`Plan::new`].
@@ -173,8 +175,8 @@ impl Plan {
         })
     }
 
-    /// The schedule, for people: its name, and for one that was searched the named one that it is
-    /// or grew from.
+    /// The name of the schedule, for people; for a searched schedule, also the named one that it
+    /// equals or started from.
     pub fn schedule_name(&self) -> String {
         let name = &self.schedule.name;
         let Some((start, _)) = self.search.as_ref().and_then(|found| found.start) else {
@@ -190,8 +192,8 @@ impl Plan {
         }
     }
 
-    /// The same for a run that trains nothing: no rank keeps gradients, optimizer state or `f32`
-    /// masters for it.
+    /// The same plan for a run that trains nothing: no rank keeps gradients, optimizer state or
+    /// `f32` masters.
     #[must_use]
     pub fn frozen(mut self) -> Self {
         let params = self.graph.params().iter();
@@ -230,8 +232,7 @@ impl Plan {
         self.rank_of(self.placement.len() - 1)
     }
 
-    /// The stage with the model's last attention; behind it, positions have nothing to do with each
-    /// other.
+    /// The stage with the model's last attention; after it, positions do not depend on each other.
     pub(crate) fn last_attention(&self) -> usize {
         let is_attention = |node: &Node| matches!(node.op, Op::Attention(_));
         let last = self.graph.nodes().iter().rposition(is_attention);
@@ -240,7 +241,7 @@ impl Plan {
         holder.unwrap_or(0)
     }
 
-    /// The layers that use a parameter, with its name, if they are several.
+    /// A parameter's name and the layers that use it, if there are several.
     pub(crate) fn shared_layers(&self, param: &str) -> Option<(String, String)> {
         let reads = |node: &&Node| {
             let mut inputs = node.inputs.iter();
@@ -330,12 +331,12 @@ impl Plan {
         )?)
     }
 
-    /// Whether every stage keeps all that its backward reads.
+    /// Whether every stage keeps all values that its backward reads.
     pub fn recomputes_nothing(&self) -> bool {
         self.recompute.iter().all(RecomputePlan::is_empty)
     }
 
-    /// How tensor parallelism cuts parameters, with one tensor-parallel rank too.
+    /// How tensor parallelism cuts parameters, also with one tensor-parallel rank.
     pub(crate) fn param_cuts(&self) -> Result<BTreeMap<String, Shard>> {
         if self.degrees.tp == 1 {
             return Ok(merak_tp::cuts(&self.graph, &self.lists)?);
@@ -381,8 +382,8 @@ impl Plan {
         params.filter(|param| param.trainable)
     }
 
-    /// Floating-point operations per token, forward and backward, by the usual count of six per
-    /// parameter, of which frozen ones save the two for their gradient (attention scores left out).
+    /// Floating-point operations per token, forward and backward: six per trained parameter, and
+    /// four per frozen one, which has no gradient. Attention scores are left out.
     pub fn flops_per_token(&self) -> f64 {
         let trained: usize = self.trained_params().map(|param| param.full.numel()).sum();
         4.0 * self.graph.num_elements() as f64 + 2.0 * trained as f64

@@ -35,7 +35,7 @@ pub(crate) struct RankStages {
     /// The parameters of all stages, each once.
     pub(crate) table: Vec<Param>,
     pub(crate) params: StageParams,
-    /// Which of these parameters this rank answers for, as one of those that hold the same.
+    /// Which of these parameters this rank owns, among the ranks that hold the same slice.
     pub(crate) owned: Vec<bool>,
     pub(crate) optimizer: ZeroOptimizer,
     grads: GradStore,
@@ -45,7 +45,7 @@ pub(crate) struct RankStages {
     pub(crate) is_blank: bool,
 }
 
-/// One of them.
+/// One stage of a rank.
 #[derive(Debug)]
 pub(crate) struct Stage {
     /// Its number in the model.
@@ -122,8 +122,8 @@ impl RankStages {
         Ok(Engine::new(&schedule, self.mpu.pipeline_parallel_rank())?)
     }
 
-    /// Draws the starting values of those parameters that nobody else gives any: a large model
-    /// takes seconds.
+    /// Draws the starting values of the parameters that `draws` selects, and no others: drawing a
+    /// large model takes seconds.
     pub(crate) fn draw(&mut self, num_threads: usize, draws: impl Fn(usize) -> bool) -> Result<()> {
         self.is_blank = false;
         if !(0..self.table.len()).any(&draws) {
@@ -183,7 +183,7 @@ impl RankStages {
         }
     }
 
-    /// The bytes that parameters, gradients and optimizer state take, and activations took at most.
+    /// The bytes of parameters, gradients and optimizer state, and the peak of activations.
     pub(crate) fn memory(&self) -> MemoryNeed {
         let buffers = self.grads.buffers.iter();
         let state = self.optimizer.state();
@@ -244,7 +244,7 @@ impl RankStages {
     }
 }
 
-/// What executes a rank's nodes, and steps its parameters where they lie.
+/// The backend of a rank's nodes, and the device that steps its parameters in place.
 pub(crate) struct Executor {
     pub(crate) backend: SharedBackend,
     /// Where the optimizer steps, if not on slices of host memory.
@@ -336,7 +336,7 @@ pub(crate) fn stages(
     programs.stages.iter().map(stage).collect()
 }
 
-/// For each parameter of a rank, how many trained ones stand before it.
+/// For each parameter of a rank, how many trained parameters precede it.
 fn trained_positions(table: &[Param]) -> Vec<usize> {
     let mut next = 0;
     let position = |param: &Param| {
@@ -347,8 +347,8 @@ fn trained_positions(table: &[Param]) -> Vec<usize> {
     table.iter().map(position).collect()
 }
 
-/// Of the ranks that hold the same slice of a parameter in one replica, one counts it and writes
-/// it.
+/// Which parameters this rank owns. Of the ranks of one replica that hold the same slice, one
+/// counts it and writes it.
 fn owned(table: &[Param], mpu: &Mpu, tied: &tied::TiedGrads) -> Vec<bool> {
     let is_owned = |param: &Param| {
         let is_sharded = matches!(param.placement, Placement::Shard(_));

@@ -39,14 +39,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Is told what a run does, on the rank that it was given to. Every method is optional.
+/// Observes a run on the rank that holds it. Every method is optional.
 pub trait Callback: Send {
     /// An optimizer step ended.
     fn on_step(&mut self, report: &StepReport) {
         let _ = report;
     }
 
-    /// Of the `total` iterations of an evaluation, so many are done: 0 at its start, `total` at its
+    /// `done` of the `total` iterations of an evaluation are done: 0 at its start, `total` at its
     /// end.
     fn on_evaluation_step(&mut self, done: usize, total: usize) {
         let _ = (done, total);
@@ -77,16 +77,16 @@ pub struct TrainerParts {
     pub eval_data: Option<Arc<dyn Dataset>>,
     /// The model's `config.json`, tokenizer and the like, which travel with checkpoints.
     pub model_files: Vec<(String, Vec<u8>)>,
-    /// What the samples were made of; a run that goes on compares it with what its checkpoint says.
+    /// Fingerprint of the samples' source; a resumed run compares it with that of its checkpoint.
     pub fingerprint: Option<DataFingerprint>,
     /// Set to a signal's number, it ends training after the step in hand.
     pub stop: Arc<AtomicI64>,
     /// Compute threads of this rank; 0 takes those that the arguments give to each rank.
     pub num_threads: usize,
-    /// Who is told what happens.
+    /// Observers of the run.
     pub callbacks: Vec<Box<dyn Callback>>,
-    /// From when timelines count, so that those of several ranks have one axis; unset: from the
-    /// start of each step.
+    /// Start of timelines, so that those of several ranks have one axis; if unset, the start of
+    /// each step.
     pub epoch: Option<Instant>,
 }
 
@@ -115,7 +115,7 @@ const RECORDS: usize = 32;
 pub struct TrainOutput {
     /// Optimizer steps done since the beginning of the run, resumed parts included.
     pub global_step: usize,
-    /// Those of them that this call made.
+    /// Steps that this call made.
     pub steps: usize,
     /// Mean of the losses of the steps that this call made, skipped ones aside.
     pub training_loss: f64,
@@ -129,7 +129,7 @@ pub struct TrainOutput {
     pub tokens: u64,
     /// The signal that ended training early.
     pub stopped_by: Option<i64>,
-    /// What the last step was evaluated as, with `do_eval` and where it was reached.
+    /// The evaluation of the last step, with `do_eval` and if that step was reached.
     pub evaluation: Option<EvaluationMetrics>,
     /// The checkpoint whose weights the trainer now has, with `load_best_model_at_end`; the
     /// optimizer's state stays that of the last step.
@@ -161,9 +161,9 @@ pub struct MerakTrainer {
     staging: shards::StagingMemory,
     /// Deletes older checkpoints.
     rotation: Option<JoinHandle<merak_ckpt::Result<Vec<u64>>>>,
-    /// What an adapter stands in the place of, by parameter.
+    /// The base's values of parameters into which an adapter is merged, by parameter.
     base_values: BTreeMap<usize, Vec<u8>>,
-    /// Where the parameters lie that are not trained, once they are saved.
+    /// The saved base with the parameters that are not trained, once there is one.
     shared_base: Option<merak_ckpt::Base>,
 }
 
@@ -253,10 +253,9 @@ impl MerakTrainer {
         Ok(trainer)
     }
 
-    /// Checks what [`MerakTrainer::new`] would refuse about the data, their number and the course
-    /// of the learning rate over them; and whether there is a label among them, for which samples
-    /// are read until one has some. Needs neither model nor ranks. Returns the steps of the whole
-    /// run.
+    /// Checks the data as [`MerakTrainer::new`] does: their number, and the course of the learning
+    /// rate over them. Checks also that there are labels: samples are read until one has some.
+    /// Needs neither model nor ranks. Returns the steps of the whole run.
     ///
     /// # Errors
     /// When the data are too few or all without labels.
@@ -270,8 +269,8 @@ impl MerakTrainer {
     /// last byte; `None` for a fresh start.
     ///
     /// # Errors
-    /// When there is none where there must be one, or it is damaged, of another model, or lacks a
-    /// part that no flag excuses; when the data have no place where it stands.
+    /// When a required checkpoint is missing; when it is damaged, of another model, or lacks a part
+    /// that no flag excuses; when the data end before its position.
     pub fn check_checkpoint(
         plan: &Plan,
         args: &CheckedArguments,
@@ -300,7 +299,7 @@ impl MerakTrainer {
         self.global_step
     }
 
-    /// Tokens of the global batches of these steps, whichever their sizes were.
+    /// Tokens of the global batches of these steps, each at its own size.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
@@ -326,8 +325,8 @@ impl MerakTrainer {
         self.stages.peak_activation_bytes()
     }
 
-    /// The bytes that this rank holds: what [`Plan::memory`] says beforehand. Activations are the
-    /// most that were alive at once.
+    /// The bytes that this rank holds, which [`Plan::memory`] predicts. Activations are the most
+    /// that were alive at once.
     pub fn memory(&self) -> MemoryNeed {
         self.stages.memory()
     }
@@ -337,8 +336,8 @@ impl MerakTrainer {
     ///
     /// # Errors
     /// When everything is frozen; when a rank fails, which ends the run on all of them; when
-    /// gradients are not finite in so many steps in a row as `max_skipped_steps` says, or in every
-    /// step of this call.
+    /// gradients are not finite in `max_skipped_steps` steps in a row, or in every step of this
+    /// call.
     pub fn train(&mut self) -> Result<TrainOutput> {
         if self.stages.plan.trained_params().next().is_none() {
             return Err(Error::NothingTrained);
@@ -377,7 +376,7 @@ impl MerakTrainer {
             }
         }
         self.finish_save()?;
-        // A run that had nothing left to do leaves the checkpoint that it came from alone.
+        // A run without steps left does not replace the checkpoint that it came from.
         let made_steps = self.global_step > first_step;
         if self.args.saves() && made_steps && self.last_saved != Some(self.global_step) {
             self.save_checkpoint()?;
@@ -409,8 +408,8 @@ impl MerakTrainer {
         })
     }
 
-    /// Ends a run in which nothing changes any more: as many steps in a row as the arguments allow,
-    /// or all of them, `updates` of which changed something.
+    /// Ends a run that skips too many steps: as many in a row as the arguments allow, or all of
+    /// them. `updates` counts the steps that were not skipped.
     fn check_skipped(&mut self, report: StepReport, updates: u32) -> Result<()> {
         let (steps, limit) = (
             self.stages.optimizer.progress().skipped_in_a_row,
@@ -432,9 +431,9 @@ impl MerakTrainer {
         }
     }
 
-    /// Evaluates and saves where a step is due for it. Of the steps that are saved, `best` names
-    /// the one that was evaluated best; a step is saved for that reason where the best model is to
-    /// be loaded in the end.
+    /// Evaluates and saves where a step is due for it. `best` names the saved step with the best
+    /// evaluation. Where the best model is loaded in the end, a step with a new best evaluation is
+    /// saved too.
     fn after_step(&mut self) -> Result<Option<EvaluationMetrics>> {
         let done = self.global_step;
         let ends_epoch = self
@@ -453,7 +452,7 @@ impl MerakTrainer {
         let saves_best = best.is_some() && self.args.load_best_model_at_end;
         let must_save = self.args.saves() && (is_last || saves_best);
         if must_save || self.args.saves_after(done, ends_epoch) {
-            // What is still being saved tells what was best then.
+            // A save under way records the best of its own step, so it ends first.
             self.finish_save()?;
             self.best = best.or(self.best);
             self.save_on_the_way()?;
@@ -483,7 +482,7 @@ impl MerakTrainer {
             .unwrap_or_default()
     }
 
-    /// The order of training, for what needs training data.
+    /// The order of training; an error without training data.
     fn order(&self) -> Result<&TrainingOrder> {
         self.order.as_ref().ok_or(Error::MissingKey {
             key: "data.path",

@@ -5,8 +5,8 @@ use merak_ckpt::words::sentence;
 use merak_mpu::{Member, RunError, threads};
 use std::{error::Error as StdError, fmt, time::Duration};
 
-/// Ranks as threads of one process: beyond this a system runs out of threads, and no machine has
-/// the cores.
+/// Upper bound on ranks as threads of one process: beyond it a system runs out of threads, and no
+/// machine has the cores.
 const MAX_RANKS: usize = 1024;
 
 /// Runs `body` on every rank of the arguments' world, as threads of this process, and returns the
@@ -40,8 +40,8 @@ pub(crate) fn run_ranks<T: Send>(
     };
     let outcome = threads::run(world, options, |member| body(member).map_err(Cause));
     outcome.map_err(|error| match error {
-        // One rank alone has no rank to speak of, what ends all of them has none, and some errors
-        // name theirs.
+        // The rank is left out where it is the only one, where the error concerns all ranks, and
+        // where the error names its rank.
         RunError::Failed {
             cause: Cause(cause),
             ..
@@ -89,8 +89,8 @@ impl fmt::Display for Cause {
     }
 }
 
-/// An error and its causes, outermost first, separated by colons: one line of a length that one
-/// reads, in which nothing acts on a terminal.
+/// An error and its causes, outermost first, separated by colons: one line of readable length,
+/// without characters that act on a terminal.
 pub fn chain(error: &dyn StdError) -> String {
     let mut text = sentence(&error.to_string());
     let mut source = error.source();

@@ -1,10 +1,10 @@
-//! Steps on buffers that lie in the memory of a device, without a way through the host's.
+//! Steps on buffers in the memory of a device, without a detour through host memory.
 
 use crate::{Error, FlatLayout, OptimizerConfig, Result, state::OwnedState};
 use merak_mpu::Buffer;
 use std::{fmt, ops::Range, sync::Arc};
 
-/// What goes wrong on a device.
+/// An error of a device.
 pub type DeviceError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The arithmetic of a step on buffers in the memory of a device.
@@ -75,7 +75,7 @@ pub(crate) struct DeviceState {
 }
 
 impl DeviceState {
-    /// Zeroed state for what the rank owns.
+    /// Zeroed state for the elements that the rank owns.
     pub(crate) fn new(
         device: Arc<dyn StepDevice>,
         layout: &FlatLayout,
@@ -118,7 +118,7 @@ impl DeviceState {
         self.values.iter().map(|buffer| host(&**buffer)).collect()
     }
 
-    /// Replaces the state by a copy of what is in host memory.
+    /// Replaces the state by a copy of these values of host memory.
     pub(crate) fn write(&mut self, values: &[Arc<Vec<f32>>]) {
         for (buffer, values) in self.values.iter_mut().zip(values) {
             crate::flat::write(&mut **buffer, |to| to.copy_from_slice(values));
@@ -126,7 +126,7 @@ impl DeviceState {
     }
 }
 
-/// What the rank owns, in as few pieces as possible.
+/// The elements that the rank owns, in as few pieces as possible.
 fn pieces(layout: &FlatLayout, state: &OwnedState) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = Vec::new();
     let blocks = state.blocks();

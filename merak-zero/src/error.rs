@@ -30,7 +30,7 @@ pub enum Error {
         /// The values that can be used.
         available: &'static str,
     },
-    /// A name that is none of the known ones.
+    /// A name that is not one of the known ones.
     #[error("`{key}` has no value \"{found}\": choose one of {known}")]
     UnknownName {
         /// The setting.

@@ -3,7 +3,7 @@
 use crate::{Block, Error, NORM_BLOCK, ParamSpec, Result};
 use std::{collections::BTreeSet, ops::Range};
 
-/// A bucket is never cut smaller than this for the sake of overlap: 4 MiB of f32.
+/// The smallest bucket that is cut for the sake of overlap: 4 MiB of f32.
 const MIN_OVERLAP_BUCKET: usize = 1 << 20;
 /// With this many buckets, reduction and backward overlap well.
 const OVERLAP_BUCKETS: usize = 8;
@@ -12,9 +12,9 @@ const OVERLAP_BUCKETS: usize = 8;
 ///
 /// ```text
 /// flat      | wte                     | wpe   | ln | c_attn          | ..
-/// blocks    |       |       |       | |       |    |       |       | | ..      borders of norm blocks
-/// buckets   | 0                         | 1                            | ..    one collective each
-/// parts     | rank 0       | rank 1     | rank 0       | rank 1        | ..    of the data x sequence group
+/// blocks    |       |       |       | |       |    |       |       | | ..  borders of norm blocks
+/// buckets   | 0                         | 1                            | ..  one collective each
+/// parts     | rank 0       | rank 1     | rank 0       | rank 1        | ..  one for each rank
 /// ```
 ///
 /// Every border lies on a norm-block border. A bucket is the most norm blocks within the bucket
@@ -167,7 +167,7 @@ fn cut_into_buckets(blocks: &[Block], max_len: usize) -> Vec<Range<usize>> {
     buckets
 }
 
-/// Gives each block to the part in which its middle lies, were the parts exactly equal.
+/// Gives each block to the part in which its middle would lie if the parts were exactly equal.
 fn cut_into_parts(blocks: &[Block], bucket: Range<usize>, num_parts: usize) -> Bucket {
     let own = &blocks[bucket.clone()];
     let flat = own[0].flat.start..own[own.len() - 1].flat.end;

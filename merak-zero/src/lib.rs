@@ -46,12 +46,12 @@
 //!
 //! # One step
 //! ```text
-//! gradients, flat    | bucket 0          | bucket 1          |      summed over microbatches, on every rank
-//! stage 0            all-reduce          all-reduce                 last bucket first, x 1/N
-//! stage 1            reduce-scatter      reduce-scatter             rank r gets part r of each, x 1/N
+//! gradients, flat    | bucket 0          | bucket 1          |     each rank: sum of microbatches
+//! stage 0            all-reduce          all-reduce                last bucket first, x 1/N
+//! stage 1            reduce-scatter      reduce-scatter            rank r gets part r, x 1/N
 //! norm               sums of squares of whole blocks -> one vector -> model order -> square root
 //! not finite         skip: nothing changes, the report names the parameter
-//! update             stage 0: all        stage 1: part r            gradient x clip factor
+//! update             stage 0: all        stage 1: part r           gradient x clip factor
 //! stage 1            all-gather of the parts
 //! ```
 //!

@@ -16,9 +16,12 @@ use std::f64::consts::PI;
 /// | `cosine` | `max(0, (1 + cos(2 pi c p)) / 2)` | `num_cycles` c, 0.5 |
 /// | `cosine_with_restarts` | `(1 + cos(pi (c p mod 1))) / 2`, 0 from `N` | `num_cycles` c, 1 |
 /// | `constant`, `constant_with_warmup` | 1, the first without warmup | |
-/// | `polynomial` | `((lr - e) (1 - p)^k + e) / lr`, `e / lr` after `N` | `power` k, 1; `lr_end` e, 1e-7 |
+/// | `polynomial` | `((lr-e)(1-p)^k + e) / lr`, `e/lr` after `N` | `power` k, 1; `lr_end` e, 1e-7 |
 /// | `inverse_sqrt` | `sqrt(s / (t - w + s))` | `timescale` s, `w` or else 10000 |
-/// | `wsd` | 1, then over the last `d` steps from 1 to `r` along `decay_type` | `num_decay_steps` d, N/10; `min_lr_ratio` r, 0; `decay_type`, `cosine` |
+/// | `wsd` | 1, then over the last `d` steps from 1 to `r` along `decay_type` | see below |
+///
+/// The table gives a keyword argument with its letter and its default. Those of `wsd` are
+/// `num_decay_steps` d, N/10; `min_lr_ratio` r, 0; `decay_type`, `cosine`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LrSchedulerType {

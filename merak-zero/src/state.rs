@@ -5,10 +5,10 @@ use std::{ops::Range, sync::Arc};
 
 /// The optimizer state of one rank: a value of each kind for each element that the rank owns.
 ///
-/// Checkpoints see it as slices of logical parameters, which no topology shows through.
+/// Checkpoints see it as slices of logical parameters, which do not depend on the topology.
 ///
 /// A clone shares the values until one of the two changes, so that a snapshot for a writer costs
-/// nothing; who changes values that are still shared copies them first.
+/// nothing. A change of values that are still shared copies them first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OwnedState {
     blocks: Vec<Block>,
@@ -181,7 +181,7 @@ mod tests {
             (first(&state), first(&snapshot)),
             (vec![1.0; 4], vec![0.0; 4])
         );
-        // Alone again, it changes where it lies.
+        // Without a clone, the state changes its values where they lie.
         let place = Arc::as_ptr(&state.values[0]);
         for slice in state.slices_mut() {
             slice.values.fill(2.0);

@@ -20,14 +20,14 @@ pub struct Progress {
     pub skipped_in_a_row: u64,
 }
 
-/// What a step did, the same on every rank.
+/// The outcome of a step, the same on every rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepReport {
     /// The global norm of the averaged gradients, before clipping.
     pub grad_norm: f64,
     /// The factor that gradients were multiplied by.
     pub clip_factor: f64,
-    /// The first parameter with a non-finite gradient, because of which nothing was updated.
+    /// The first parameter with a non-finite gradient, if that made all ranks skip the update.
     pub skipped: Option<String>,
 }
 
@@ -116,7 +116,7 @@ impl ZeroOptimizer {
         &self.config
     }
 
-    /// What this rank keeps for each element that it owns; a copy of what is on a device.
+    /// The state of the elements that this rank owns; a copy if it lies on a device.
     pub fn state(&self) -> Cow<'_, OwnedState> {
         match &self.on_device {
             None => Cow::Borrowed(&self.state),
@@ -124,7 +124,7 @@ impl ZeroOptimizer {
         }
     }
 
-    /// Changes what this rank keeps for each element that it owns, from a checkpoint.
+    /// Changes the state of the elements that this rank owns, as from a checkpoint.
     pub fn edit_state(&mut self, edit: impl FnOnce(&mut OwnedState)) {
         match &mut self.on_device {
             None => edit(&mut self.state),
@@ -183,8 +183,8 @@ impl ZeroOptimizer {
     /// Replaces the gradients of what this rank owns by their average over the data x sequence
     /// group.
     ///
-    /// What other ranks own is left as it was. [`ZeroOptimizer::step`] calls this when the caller
-    /// did not.
+    /// Elements of other ranks stay as they were. [`ZeroOptimizer::step`] calls this when the
+    /// caller did not.
     ///
     /// # Communication
     /// With `L` elements over `N` ranks: an all-reduce of `4 L` bytes in stage 0, a reduce-scatter
@@ -248,8 +248,8 @@ impl ZeroOptimizer {
     /// Reduces, clips and applies the gradients with learning rate `lr`, and gathers the
     /// parameters.
     ///
-    /// A gradient that is not finite, on whatever rank, skips the step on all: parameters, state
-    /// and the step count stay as they were.
+    /// A gradient that is not finite, on any rank, skips the step on all: parameters, state and the
+    /// step count stay as they were.
     ///
     /// # Communication
     /// [`ZeroOptimizer::reduce_gradients`] unless done before, [`ZeroOptimizer::grad_norm`], and in

@@ -1,4 +1,4 @@
-//! Opens hostile files and reads whatever they seem to hold; see README.md.
+//! Opens hostile files and reads all that they seem to hold; see README.md.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! per member: local header (30 bytes, name, extra), the bytes
-//! directory:  per member 46 bytes (method, checksum, sizes, place of the local header), name, extra, comment
-//! end:        in archives beyond 4 GiB a record of 56 bytes and its place; then 22 bytes and a comment
+//! directory:  per member 46 bytes (method, checksum, sizes, place), name, extra, comment
+//! end:        beyond 4 GiB a record of 56 bytes and its place; then 22 bytes and a comment
 //! ```
 //!
 //! What the directory says is checked against the file before it is used; its size is limited, and
@@ -17,18 +17,18 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// The end record of a directory, and most bytes of the comment after it.
+/// Bytes of a directory's end record, and maximum bytes of the comment after it.
 const END: usize = 22;
 const MAX_COMMENT: u64 = 0xFFFF;
-/// The place of the long end record, and that record.
+/// Bytes of the long end record's locator, and of that record.
 const LOCATOR: u64 = 20;
 const LONG_END: usize = 56;
-/// A member in the directory, and before its bytes.
+/// Bytes of a member's entry in the directory, and of its local header.
 const ENTRY: usize = 46;
 const LOCAL: usize = 30;
-/// Bytes of memory that a member takes, for each byte of its entry at most.
+/// Maximum bytes of memory that a member takes for each byte of its entry.
 const MEMORY_PER_BYTE: u64 = 6;
-/// Stands for a number that an extra field has in 64 bits.
+/// Marks a number that an extra field has in 64 bits.
 const LONG: u32 = u32::MAX;
 
 /// An archive whose directory has been read.
@@ -40,7 +40,7 @@ pub(super) struct Archive<'a> {
     members: BTreeMap<String, Member>,
 }
 
-/// A member, by the directory.
+/// A member as the directory describes it.
 #[derive(Debug, Clone, Copy)]
 struct Member {
     /// Place of its local header in the archive.
@@ -158,7 +158,7 @@ impl<'a> Archive<'a> {
         Ok(offset..end.ok_or("the directory of its zip archive lies beyond it")?)
     }
 
-    /// The end record in 64 bits, where there is one before the one that begins here.
+    /// The end record in 64 bits, where its locator stands before the end record at `end`.
     fn long_end(&self, end: u64) -> Result<Option<[u8; LONG_END]>, String> {
         let Some(at) = end.checked_sub(LOCATOR) else {
             return Ok(None);
@@ -197,7 +197,7 @@ impl<'a> Archive<'a> {
             }
             short => Some(short.into()),
         };
-        // In this order, if they are there at all.
+        // The extra field has them in this order, those that are there.
         let (size, packed, header) = (number(24), number(20), number(42));
         let (size, packed) = size.zip(packed).ok_or_else(damaged)?;
         let member = Member {

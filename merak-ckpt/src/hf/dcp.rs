@@ -1,13 +1,13 @@
 //! Folders of `torch.distributed.checkpoint` as checkpoints.
 //!
 //! ```text
-//! .metadata         a pickle: type, shape and boxes of each tensor; which stretch of which file holds which item
-//! __0_0.distcp …    items one behind the other, each what `torch.save` writes: a box of a tensor, or a value
+//! .metadata         a pickle: type, shape, boxes of each tensor; file and stretch of each item
+//! __0_0.distcp …    items in sequence, each as `torch.save` writes it: a box of a tensor, a value
 //! ```
 //!
 //! | key | here |
 //! |---|---|
-//! | `model.transformer.wte.weight`, with the prefix `model.` | the parameter `transformer.wte.weight` |
+//! | `model.transformer.wte.weight`, prefix `model.` | the parameter `transformer.wte.weight` |
 //! | `optim.state.transformer.wte.weight.exp_avg` | its optimizer state `exp_avg` |
 //! | `optim.state.transformer.wte.weight.step` | the step of the checkpoint |
 //! | `optim.param_groups.0.lr` | a number in the state of the run |
@@ -38,16 +38,16 @@ pub(crate) const INDEX: &str = ".metadata";
 const KINDS: [&str; 3] = ["exp_avg", "exp_avg_sq", "momentum_buffer"];
 /// The optimizer's count of updates.
 const STEP: &str = "step";
-/// What `amsgrad` keeps besides, which no optimizer of Merak does.
+/// State of `amsgrad` that no optimizer of Merak has.
 const AMSGRAD: &str = "max_exp_avg_sq";
 /// Most parts of a name that are taken for a prefix.
 const MAX_PREFIX_PARTS: usize = 16;
 /// Most names that a warning lists.
 const MAX_LISTED: usize = 12;
 
-/// Makes a checkpoint of a folder of `torch.distributed.checkpoint`: the weights under `prefix` by
-/// the names that `config`, a `config.json` of Hugging Face, gives its model, and the optimizer
-/// state that belongs to them. Returns the checkpoint's folder.
+/// Makes a checkpoint of a folder of `torch.distributed.checkpoint`: the weights under `prefix`,
+/// and the optimizer state that belongs to them. `config`, a `config.json` of Hugging Face,
+/// describes the model and thus the names. Returns the checkpoint's folder.
 ///
 /// Its step is that of the optimizer, 0 without one. The state of the run is
 /// `{"imported": {"step": …, "optimizer": …, "param_groups": …}}`, from which
@@ -93,7 +93,7 @@ pub fn import_dcp(
         .iter_mut()
         .filter(|tensor| tensor.kind != Kind::Parameter)
     {
-        // What optimizers of Merak keep.
+        // Optimizers of Merak keep this type.
         tensor.dtype = DType::F32;
     }
     let companions = companions(&config_path);
@@ -107,7 +107,7 @@ pub fn import_dcp(
     import(&origin, &checkpoint, tensors, destination.as_ref(), options)
 }
 
-/// The file, or the one of that name in a folder.
+/// The file at this path, or the `config.json` in a folder.
 fn config_file(path: &Path) -> PathBuf {
     if path.is_dir() {
         path.join(CONFIG)
@@ -116,7 +116,7 @@ fn config_file(path: &Path) -> PathBuf {
     }
 }
 
-/// The files of a tokenizer and the like beside a configuration, as those of a model's folder.
+/// The files of a tokenizer and the like beside a configuration, as in a model's folder.
 fn companions(config: &Path) -> Vec<PathBuf> {
     let folder = config.parent().unwrap_or(Path::new(""));
     let beside = COMPANIONS.into_iter().filter(|name| *name != CONFIG);
@@ -141,17 +141,17 @@ struct Run<'a> {
     prefix: &'a str,
     max_memory: usize,
     params: Vec<Taken<'a>>,
-    /// The name of the parameter, by the name that the folder has behind the prefix; none of those
+    /// The names of parameters by the names that the folder has behind the prefix, without those
     /// left out.
     names: BTreeMap<&'a str, String>,
     state: Vec<Taken<'a>>,
-    /// The items that say how many updates there were.
+    /// The items that count the optimizer's updates.
     steps: Vec<&'a Place>,
     /// The fields of groups of parameters.
     fields: Vec<(Field<'a>, &'a Place)>,
     /// Keys of the optimizer's state that no optimizer of Merak has.
     without_use: Vec<&'a str>,
-    /// Keys of what the model has besides its parameters, as a head that is the embedding.
+    /// Keys of tensors that are no parameters of the model, such as a head that is the embedding.
     unused: Vec<&'a str>,
     left_out: Vec<&'a str>,
 }
@@ -214,8 +214,8 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Leaves out what the model has no parameter for, as a head that is the embedding. Returns
-    /// whether they differ although the configuration says that they are one.
+    /// Leaves out tensors that are no parameters of the model, such as a head that is the
+    /// embedding. Returns whether head and embedding differ although the configuration ties them.
     fn settle_head(&mut self, config: &Value) -> Result<bool> {
         let Some(family) = self.family else {
             return Ok(false);
@@ -251,8 +251,7 @@ impl<'a> Run<'a> {
         self.params.iter().find(|taken| taken.name == name)
     }
 
-    /// Finds the state of the optimizer and the fields of its groups; what is not taken is left
-    /// out.
+    /// Finds the state of the optimizer and the fields of its groups; the rest is left out.
     fn take_state(&mut self, config: &Value) {
         let params = self.params.iter().map(|taken| taken.stored.key.as_str());
         let known: BTreeSet<_> = params.chain(self.unused.iter().copied()).collect();
@@ -291,8 +290,8 @@ impl<'a> Run<'a> {
                 Some((_, what)) if KINDS.contains(&what) => self.left_out.push(key),
                 Some(_) => self.without_use.push(key),
                 None => match (Field::of(key), &stored.chunks[..]) {
-                    // A number that a script keeps in a tensor, as a learning rate that a compiled
-                    // step reads.
+                    // A number that a script keeps in a tensor, such as the learning rate of a
+                    // compiled step.
                     (Some(field), [chunk]) => self.fields.push((field, &chunk.place)),
                     _ => self.left_out.push(key),
                 },
@@ -362,7 +361,7 @@ impl<'a> Run<'a> {
         for (Field { group, name, nth }, place) in &self.fields {
             let value = match reader.number(place)? {
                 Found::Number(value) => value,
-                // The names of a group's parameters, or what is not set.
+                // The names of a group's parameters, or an unset field.
                 Found::NoNumber => continue,
                 Found::Other(reason) => {
                     tracing::warn!(
@@ -415,7 +414,7 @@ impl<'a> Run<'a> {
         Ok(Checkpoint::over(self.folder, manifest, true))
     }
 
-    /// Says what the checkpoint does without.
+    /// Warns about what the checkpoint leaves out.
     fn warn(&self, tensors: &[TensorEntry]) {
         if !self.left_out.is_empty() {
             let names = self.left_out.iter().take(MAX_LISTED).copied();
@@ -460,7 +459,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// What to say where a folder has no name of the model behind the prefix.
+/// The message for a folder that has no name of the model behind the prefix.
 fn other_names(index: &Index, family: Option<&Family>, config: &Value, prefix: &str) -> String {
     if index.is_of_torchtitan() {
         return named::TORCHTITAN.to_owned();
@@ -504,7 +503,7 @@ fn other_names(index: &Index, family: Option<&Family>, config: &Value, prefix: &
     )
 }
 
-/// Whether a name is one of an optimizer's state, whose parameter need not be known.
+/// Whether a name is one of optimizer state; its parameter need not be known.
 fn is_state(name: &str) -> bool {
     let known = |what: &str| KINDS.contains(&what) || what == STEP || what == AMSGRAD;
     let last = name.rsplit_once('.');
@@ -513,7 +512,8 @@ fn is_state(name: &str) -> bool {
     })
 }
 
-/// The parameter, by its name in the checkpoint, and what of its optimizer state a key is of.
+/// The parameter's name in the checkpoint, and the name of its optimizer state, that a key stands
+/// for.
 fn state_of<'a, 'b>(
     key: &'b str,
     prefix: &str,
@@ -531,7 +531,7 @@ fn state_of<'a, 'b>(
     })
 }
 
-/// Whether a key is of state that stands under the number of a parameter.
+/// Whether a key names optimizer state by the parameter's number.
 fn is_numbered(key: &str) -> bool {
     let rest = key.split_once("state.").map(|(_, rest)| rest);
     let number = rest.and_then(|rest| rest.split_once('.'));
@@ -544,13 +544,12 @@ struct Field<'a> {
     /// The group's number, or the name of its one parameter.
     group: &'a str,
     name: &'a str,
-    /// The place in a list whose members have keys of their own, as those of a list of tensors
-    /// have.
+    /// The index in a list whose members have keys of their own, such as a list of tensors.
     nth: Option<usize>,
 }
 
 impl<'a> Field<'a> {
-    /// The field that a key is of.
+    /// The field that a key names.
     fn of(key: &'a str) -> Option<Self> {
         const GROUPS: &str = "param_groups.";
         let at = key.find(GROUPS)?;

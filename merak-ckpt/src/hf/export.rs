@@ -128,7 +128,7 @@ pub(crate) fn exported(
     if tensors.is_empty() {
         return Err(foreign(source.path(), "it has no parameters"));
     }
-    // A configuration that says nothing is taken to mean what the weights are.
+    // A configuration without the field is taken to agree with the weights.
     if config.get("tie_word_embeddings").is_some()
         && let Some(head) = family_of(config).and_then(|family| family.own_head(config))
         && tensors.iter().all(|tensor| tensor.name != head)
@@ -142,7 +142,7 @@ pub(crate) fn exported(
     Ok(tensors)
 }
 
-/// Whether the checkpoint has both parameters and they are equal, be it in different types.
+/// Whether the checkpoint has both parameters and their values are equal, also in different types.
 pub(super) fn is_same(source: &Checkpoint, first: &str, second: &str) -> Result<bool> {
     const BLOCK_ELEMENTS: usize = 1 << 18;
     let entry = |name| source.manifest().tensor(&Kind::Parameter, name);
@@ -210,12 +210,12 @@ fn write(
     sync_folder(folder)
 }
 
-/// The name that `transformers` asks for though nothing is stored under it, and the tensor that has
-/// its values.
+/// A name that `transformers` asks for and that is not stored, and the stored tensor with its
+/// values.
 type Twin = [&'static str; 2];
 
-/// The twin of a parameter of a head that is not the embedding; the model it comes from may have
-/// had either.
+/// The missing twin of a parameter of an untied head; the model that it comes from may have had
+/// either of the two.
 fn twin_of(content: &Content<'_>) -> Option<Twin> {
     let tie = family_of(&content.config)?.tie(&content.config)?;
     let is_there = |name: &str| content.tensors.iter().any(|tensor| tensor.name == name);
@@ -241,7 +241,7 @@ fn with_twin(tensors: &[TensorEntry], twin: Option<Twin>) -> Vec<TensorEntry> {
     all
 }
 
-/// Values of which one tensor has two names.
+/// Values in which one tensor has two names.
 struct Twinned<'a> {
     values: &'a dyn Values,
     twin: Option<Twin>,
@@ -262,7 +262,7 @@ impl Values for Twinned<'_> {
     }
 }
 
-/// Fills files in order of the tensors.
+/// Deals the tensors out to files, in order.
 fn shards(tensors: &[TensorEntry], max_bytes: u64) -> Vec<PlannedFile> {
     let mut files: Vec<PlannedFile> = Vec::new();
     let mut filled = 0_u64;
@@ -299,7 +299,7 @@ fn index(tensors: &[TensorEntry], written: &[Shard]) -> String {
     format!("{index:#}\n")
 }
 
-/// The configuration with what the weights say, where that is not in it.
+/// The configuration with the type and the tie of the weights; `None` where it has them already.
 fn adapted(mut config: Value, tensors: &[TensorEntry]) -> Option<Value> {
     let original = config.clone();
     let tie = family_of(&config).and_then(|family| family.tie(&original));

@@ -17,20 +17,20 @@ pub(crate) struct Family {
     tie: Option<Tie>,
     /// Whether linear weights are stored `[in, out]`.
     is_transposed: bool,
-    /// Names that files may have for others, as those that a model has in memory.
+    /// Other names that files may have, such as a model's names in memory, and the usual names.
     aliases: &'static [(&'static str, &'static str)],
-    /// How the names of layers differ that a model has in memory: what comes before their numbers
-    /// behind the prefix, in memory and in files, and parts of a layer.
+    /// The differences between layer names in memory and in files: the text between the prefix and
+    /// a layer's number, and the parts of a layer; each first in memory, then in files.
     in_memory: Option<[&'static str; 2]>,
     memory_parts: &'static [(&'static str, &'static str)],
-    /// Linear layers whose outputs tensor parallelism cuts, and the equal parts of these.
+    /// Linear layers whose outputs tensor parallelism cuts, and the number of equal parts of each.
     columns: &'static [(&'static str, usize)],
     /// Linear layers whose inputs it cuts.
     rows: &'static [&'static str],
     /// Tables whose columns it cuts.
     tables: &'static [&'static str],
-    /// Ends of names of tensors that files may have and models do without, and the architectures
-    /// that do not.
+    /// Name endings of tensors that files may have but models do not use, and the architectures
+    /// that do use them.
     unused: &'static [(&'static str, &'static [&'static str])],
 }
 
@@ -41,17 +41,17 @@ pub(crate) struct Tie {
     pub(crate) head: &'static str,
     /// The input embedding.
     pub(crate) embedding: &'static str,
-    /// Whether they are one where the configuration does not say.
+    /// Whether they are tied where the configuration does not say.
     is_default: bool,
     /// A parameter beside the head that files may have under two names: the one in use where head
-    /// and embedding are one, and the one in use where they are not, when `transformers` creates
-    /// the other all the same.
+    /// and embedding are tied, and the one in use where they are not. In the second case
+    /// `transformers` creates both.
     pub(crate) twin: Option<[&'static str; 2]>,
     /// A field of the configuration that says the same as `tie_word_embeddings` where it is absent.
     follower: Option<&'static str>,
 }
 
-/// What most families are.
+/// The fields that most families share.
 const PLAIN: Family = Family {
     model_types: &[],
     prefix: "",
@@ -85,7 +85,7 @@ const ENCODER: Family = Family {
 /// Architectures with the head for pairs of sentences.
 pub(super) const PAIRS: &[&str] = &["BertForPreTraining", "BertForNextSentencePrediction"];
 
-/// How the names of heads begin that classify.
+/// Name prefixes of classification heads.
 const TASK_HEADS: [&str; 4] = [
     "classifier.",
     "classification_head.",
@@ -93,7 +93,7 @@ const TASK_HEADS: [&str; 4] = [
     "score.",
 ];
 
-/// How the names of architectures end that have a language model's head.
+/// Name endings of architectures with a language model's head.
 const HEADED: [&str; 5] = [
     "LMHeadModel",
     "ForCausalLM",
@@ -264,8 +264,8 @@ impl Family {
         has_one.then_some(tie.head)
     }
 
-    /// Whether the configuration's model is one of language with its head; where it does not say,
-    /// it is.
+    /// Whether the configuration's model is a language model with its head; so is one that names no
+    /// architecture.
     pub(crate) fn has_head(&self, config: &Value) -> bool {
         let is_headed = |name: &str| HEADED.iter().any(|end| name.ends_with(end));
         self.tie(config).is_some() && architecture(config).is_none_or(is_headed)
@@ -281,13 +281,13 @@ impl Family {
         Some(if tie.is_one(config) { tied } else { own })
     }
 
-    /// Whether a layer has this parameter though the others need not.
+    /// Whether this is a table, which one layer may have alone.
     pub(super) fn is_table(&self, name: &str) -> bool {
         let module = name.strip_suffix(".weight");
         module.is_some_and(|module| self.tables.iter().any(|end| module.ends_with(end)))
     }
 
-    /// What the names of the model without its head begin with in the model with it.
+    /// The prefix that the bare model's names get in the model with its head.
     pub(crate) fn prefix(&self) -> &'static str {
         self.prefix
     }
@@ -324,8 +324,7 @@ impl Family {
             .then(|| Cut::new(dim, vec![size / parts; parts]))
     }
 
-    /// The name in files of what a model has under this one in memory, and the other one of two
-    /// that are one parameter.
+    /// The name in files for this name in memory, or the other name of a parameter that has two.
     pub(crate) fn other_name(&self, config: &Value, name: &str) -> Option<&'static str> {
         let alias = self.aliases.iter().find(|(alias, _)| *alias == name);
         let twins = self.tie(config).and_then(|tie| tie.twin);
@@ -337,7 +336,7 @@ impl Family {
         alias.map(|(_, name)| *name).or(twin)
     }
 
-    /// The name in files of a layer's tensor that has this one in memory, where the two differ.
+    /// The name in files for this name in memory of a layer's tensor, where the two differ.
     fn name_in_files(&self, name: &str) -> Option<String> {
         let [before, in_files] = self.in_memory?;
         let bare = name.strip_prefix(self.prefix).unwrap_or(name);
@@ -375,7 +374,7 @@ impl Family {
             if is_bare && tie.is_none_or(|tie| tensor.name != tie.head) {
                 tensor.name.insert_str(0, self.prefix);
             }
-            // What the first checkpoints of BERT call the weights of their norms.
+            // The first checkpoints of BERT name the weights of their norms so.
             for (old, new) in [(".gamma", ".weight"), (".beta", ".bias")] {
                 if let Some(module) = tensor.name.strip_suffix(old) {
                     tensor.name = format!("{module}{new}");
@@ -384,7 +383,7 @@ impl Family {
         }
     }
 
-    /// Whether files may have a tensor of this name that the configuration's model does without.
+    /// Whether files may have a tensor of this name that the configuration's model does not use.
     pub(super) fn is_unused(&self, config: &Value, name: &str) -> bool {
         let architecture = architecture(config);
         let mut all = self.unused.iter();
@@ -414,7 +413,7 @@ impl Family {
             || is_buffer_name(name)
     }
 
-    /// Takes out what the model has no parameter for; the names go to `left_out`.
+    /// Removes tensors that are no parameters of the model; their names go to `left_out`.
     pub(super) fn leave_out(
         &self,
         config: &Value,
@@ -445,8 +444,8 @@ pub(super) fn architecture(config: &Value) -> Option<&str> {
     config.pointer("/architectures/0").and_then(Value::as_str)
 }
 
-/// Says in a `config.json` whether head and embedding are one. What follows from that where the
-/// configuration is silent stays as it was: T5 scales the input of its head or not.
+/// Sets in a `config.json` whether head and embedding are tied. A field whose default follows from
+/// the tie keeps its value: whether T5 scales the input of its head.
 pub fn set_tie(config: &mut Value, is_one: bool) {
     let tie = family_of(config).and_then(|family| family.tie(config));
     let follower = tie.and_then(|tie| Some((tie.follower?, tie.is_one(config))));
@@ -483,14 +482,14 @@ impl Tie {
         Some(unused)
     }
 
-    /// Whether head and embedding are one by the configuration.
+    /// Whether the configuration ties head and embedding.
     pub(crate) fn is_one(&self, config: &Value) -> bool {
         let said = config.get("tie_word_embeddings").and_then(Value::as_bool);
         said.unwrap_or(self.is_default)
     }
 }
 
-/// Whether a tensor is one that older versions saved though it follows from the configuration.
+/// Whether a tensor is a buffer that older versions saved although the configuration determines it.
 fn is_buffer(tensor: &StoredTensor) -> bool {
     let name = tensor.name.as_str();
     is_buffer_name(name) && (!is_mask_name(name) || tensor.shape.len() == 4)

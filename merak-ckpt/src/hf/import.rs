@@ -45,9 +45,9 @@ impl Default for ImportOptions {
 ///
 /// # Errors
 /// [`Error::Foreign`](crate::Error::Foreign) where the family is known and the weights lack a
-/// parameter that every model of it has, or have one in another shape than `config.json` states;
-/// tensors of layers that it does not count are left out with a warning,
-/// [`Error::InvalidOption`](crate::Error::InvalidOption) for a topology that cannot be,
+/// parameter that every model of it has, or have one in another shape than `config.json` states
+/// (tensors of layers that it does not count are left out with a warning),
+/// [`Error::InvalidOption`](crate::Error::InvalidOption) for an impossible topology,
 /// [`Error::AlreadyExists`](crate::Error::AlreadyExists) where the destination has a checkpoint of
 /// step 0, [`Error::Io`](crate::Error::Io) where the disk refuses.
 pub fn import_hf(
@@ -65,7 +65,7 @@ pub fn import_hf(
     )
 }
 
-/// Makes a checkpoint of these tensors, whose values may be other than the folder's.
+/// Makes a checkpoint of these tensors, whose values may differ from the folder's.
 pub(super) fn import_folder(
     source: &HfFolder,
     values: &dyn Values,
@@ -161,7 +161,7 @@ fn copy_beside(file: &Path, to: &Path) -> Result<FileEntry> {
     copy_file(file.parent().unwrap_or(Path::new("")), to, name)
 }
 
-/// Says what a checkpoint of this folder does without.
+/// Warns about what a checkpoint of this folder leaves out.
 fn warn(source: &HfFolder) {
     let config = source.config();
     if source.path().join("additional_chat_templates").is_dir() {

@@ -1,7 +1,8 @@
 //! Weights of the original Python Merak, after its own conversion to safetensors.
 //!
 //! Its files hold the names of a pipeline's modules, the slices of tensor-parallel ranks one behind
-//! the other, and linear layers that were split as `[out, in]`, whatever the model has:
+//! the other, and linear layers that were split as `[out, in]`, also where the model has
+//! `[in, out]`:
 //!
 //! | there | here |
 //! |---|---|
@@ -18,7 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// Where the converter says what it put together.
+/// The file in which the converter lists the layers that it put together.
 const INDEX: &str = "model.safetensors.index.json";
 
 /// Makes a checkpoint of step 0 from a folder that the original Merak's `convert_safetensor.py`
@@ -28,8 +29,8 @@ const INDEX: &str = "model.safetensors.index.json";
 ///
 /// # Errors
 /// As [`import_hf`](crate::import_hf); [`Error::Foreign`] where the index is missing or a tensor
-/// cannot come from so many ranks; [`Error::InvalidOption`] where the memory is too little to hold
-/// the largest of them that has to be changed.
+/// cannot come from `tp` ranks; [`Error::InvalidOption`] where the memory is too little to hold the
+/// largest of them that has to be changed.
 pub fn import_merak(
     folder: impl AsRef<Path>,
     destination: impl AsRef<Path>,
@@ -115,7 +116,7 @@ pub fn import_merak(
     import_folder(&source, &values, tensors, destination.as_ref(), &options)
 }
 
-/// The options for what is left of the memory beside a tensor of this size.
+/// The options with the memory that remains beside a tensor of this size.
 fn with_room(options: &ImportOptions, largest: usize) -> Result<ImportOptions> {
     let rest = options.max_memory.checked_sub(largest);
     match rest.filter(|&rest| rest >= MIN_MEMORY || largest == 0) {
@@ -161,7 +162,7 @@ struct Change {
     fused: Option<Fused>,
 }
 
-/// Parts of a dimension, each of which every rank had a slice of.
+/// Parts of a dimension; every rank had a slice of each part.
 #[derive(Debug)]
 struct Fused {
     dim: usize,

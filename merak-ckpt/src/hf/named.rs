@@ -1,4 +1,4 @@
-//! What other programs' folders and files are, told from their names, and the way in for each.
+//! Recognizes folders and files of other programs by their names, and says how to import each.
 
 use super::{CONFIG, has_weights};
 use crate::format;
@@ -6,8 +6,7 @@ use crate::lora::ADAPTER_CONFIG;
 use std::fs;
 use std::path::Path;
 
-/// What to do with a folder that torchtitan wrote, whose models have names and rotary layouts of
-/// their own.
+/// The message for a folder of torchtitan, whose models have names and rotary layouts of their own.
 pub(super) const TORCHTITAN: &str = "it is a checkpoint of torchtitan, whose names are not those of transformers: convert it with \
      torchtitan's scripts/checkpoint_conversion/convert_to_hf.py, then use the Hugging Face folder";
 const DCP: &str = "it is a folder of torch.distributed.checkpoint: import it with `merak-ckpt import-dcp DIR DST --config config.json`";
@@ -29,18 +28,18 @@ const GGUF: &str = "it is GGUF, the format of llama.cpp, which cannot be read: u
      it with transformers (`from_pretrained(DIR, gguf_file=FILE)`) and save it with `save_pretrained`";
 const TORCH: &str = "it is a lone file of torch.save: put it into a folder as pytorch_model.bin beside the model's config.json, and use \
      that; it should hold the state_dict of the model";
-/// Names of a folder that are looked at.
+/// Maximum number of a folder's names that are looked at.
 const MAX_NAMES: usize = 4096;
 /// Largest index in which names of torchtitan are looked for.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 
-/// What this folder or file is, where it is one that another program wrote, and how to get in: a
-/// clause for an error that has named the path. None of a checkpoint of this crate, of what is
-/// unknown, and of a path where nothing lies.
+/// What this folder or file of another program is, and how to import it: a clause for an error that
+/// has named the path. `None` for a checkpoint of this crate, an unknown format, and a path where
+/// nothing lies.
 ///
-/// Only names are looked at, and the index of a folder of `torch.distributed.checkpoint`. A folder
-/// of Hugging Face is one of another program as well: who takes such folders asks when it could not
-/// open one.
+/// Looks only at names, and at the index of a folder of `torch.distributed.checkpoint`. A folder of
+/// Hugging Face counts as another program's too: callers that take such folders ask only after
+/// failing to open one.
 ///
 /// # Examples
 /// ```
@@ -84,7 +83,7 @@ pub fn what_it_is(path: &Path) -> Option<&'static str> {
     }) {
         return Some(MEGATRON);
     }
-    // A run's folder: the steps of torchtitan, or of a script of one's own.
+    // A run's folder: the steps of torchtitan, or of a user's script.
     let mut steps = names
         .iter()
         .filter(|name| path.join(name).join(super::dcp::INDEX).is_file());
@@ -117,7 +116,7 @@ pub fn what_it_is(path: &Path) -> Option<&'static str> {
     (end(".pt") || end(".pth")).then_some(TORCH)
 }
 
-/// The same of a file.
+/// What a file is, and how to import it.
 fn file(path: &Path) -> Option<&'static str> {
     let name = path.file_name()?.to_str()?;
     let beside = || path.parent().and_then(what_it_is);

@@ -42,13 +42,14 @@ impl Parts {
 /// Layers, one like the other.
 #[derive(Debug)]
 pub(super) struct Stack {
-    /// What comes before a layer's number.
+    /// The prefix before a layer's number.
     pub(super) before: &'static str,
     /// Fields of the configuration that say how many there are; the first one that is stated
     /// counts.
     pub(super) count: &'static [&'static str],
     pub(super) has: When,
-    /// The modules of a layer, in groups: what comes before their names within it, and they.
+    /// The modules of a layer, in groups: the prefix of their names within the layer, and the
+    /// modules.
     pub(super) layer: &'static [(&'static str, &'static [Module])],
 }
 
@@ -56,7 +57,7 @@ pub(super) struct Stack {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Module {
     name: &'static str,
-    /// How the name of its weight goes on.
+    /// Suffix of its weight's name.
     weight: &'static str,
     /// The weight's sizes; of a linear layer outputs, then inputs.
     sizes: &'static [Size],
@@ -64,10 +65,10 @@ pub(super) struct Module {
     has_bias: When,
 }
 
-/// A size that the configuration states.
+/// A size, by the configuration.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Size {
-    /// One that it does not.
+    /// A size that it does not state.
     Any,
     /// A field.
     Field(&'static str),
@@ -82,7 +83,7 @@ pub(super) enum Size {
     Head,
     /// The queries of all heads.
     Queries,
-    /// The keys, or the values, of all heads that have own ones.
+    /// The keys, or the values, of all heads that have their own.
     Keys,
 }
 
@@ -98,7 +99,7 @@ const HEADS: [&str; 2] = ["num_attention_heads", "num_heads"];
 const HEAD: [&str; 2] = ["head_dim", "d_kv"];
 const KEY_HEADS: [&str; 1] = ["num_key_value_heads"];
 
-/// Of a family of which nothing is known.
+/// The modules of an unknown family.
 pub(super) const UNKNOWN: Parts = Parts {
     outside: &[],
     stacks: &[],
@@ -271,7 +272,7 @@ pub(super) const VIT: Parts = Parts {
     }],
 };
 
-/// The distances that T5 tells apart, which the first layer of a stack has for all.
+/// Sizes of T5's table of distances, which the first layer of a stack has for all.
 const DISTANCES: &[Size] = &[Field("relative_attention_num_buckets"), Field("num_heads")];
 
 const T5_ATTENTION: &[Module] = &[
@@ -288,7 +289,7 @@ const T5_FEED_FORWARD: &[Module] = &[
     table("wo", &[Width, Inner]),
 ];
 
-/// What comes before each of a layer's parts.
+/// The norm before each part of a layer.
 const T5_NORM: &[Module] = &[scale("layer_norm")];
 
 pub(super) const T5: Parts = Parts {
@@ -382,8 +383,7 @@ impl Module {
         [self.name, self.weight].concat()
     }
 
-    /// The names of the parameters that the configuration's model has of this module, and their
-    /// sizes.
+    /// Names and sizes of this module's parameters in the configuration's model.
     pub(super) fn parameters(&self, config: &Value) -> Vec<(String, &'static [Size])> {
         if !(self.has)(config) {
             return Vec::new();
@@ -397,7 +397,7 @@ impl Module {
 }
 
 impl Size {
-    /// The size, where the configuration states what it takes.
+    /// The size, where the configuration states the fields that it depends on.
     ///
     /// # Errors
     /// What is wrong with a number in the configuration.
@@ -406,7 +406,7 @@ impl Size {
         let times = |a: Option<usize>, b: Option<usize>| Some(a?.saturating_mul(b?));
         let heads = number(config, &HEADS)?;
         let head = match number(config, &HEAD)? {
-            // In other families it has a value of its own.
+            // Other families have a default of their own.
             None if ["llama", "mistral", "qwen2"].contains(&kind(config)) => {
                 width.zip(heads).map(|(width, heads)| width / heads)
             }
@@ -425,14 +425,14 @@ impl Size {
             Head => head,
             Queries => times(heads, head),
             Keys => match number(config, &KEY_HEADS)? {
-                // Left out, it is a number of its own in other families.
+                // Other families have a default of their own.
                 None if kind(config) == "llama" => times(heads, head),
                 own => times(own, head),
             },
         })
     }
 
-    /// The fields of the configuration that it takes.
+    /// The fields of the configuration that it depends on.
     pub(super) fn fields(self) -> Vec<&'static str> {
         match self {
             Any => Vec::new(),
@@ -449,7 +449,7 @@ impl Size {
 /// The first of these numbers that is stated.
 ///
 /// # Errors
-/// That it is none, in a sentence.
+/// A sentence about a value that is no number.
 pub(super) fn number(config: &Value, names: &[&str]) -> Result<Option<usize>, String> {
     let stated = names.iter().find_map(|&name| {
         let value = config.get(name).filter(|value| !value.is_null())?;
@@ -540,7 +540,7 @@ fn predicts_pairs(config: &Value) -> bool {
     architecture(config).is_some_and(|name| super::family::PAIRS.contains(&name))
 }
 
-/// A model may have a pooler though no head reads it; this tells those that cannot do without.
+/// Whether the model needs its pooler: a model may have one that no head reads.
 fn reads_first_token(config: &Value) -> bool {
     let others = ["BertForSequenceClassification", "BertForMultipleChoice"];
     predicts_pairs(config) || architecture(config).is_some_and(|name| others.contains(&name))

@@ -35,7 +35,7 @@ struct Machine<'a> {
     purpose: Purpose,
     heap: Heap<'a>,
     stack: Vec<Value<'a>>,
-    /// Most values that the stack has held: so much of its memory is counted.
+    /// Most values that the stack has held; their memory is counted.
     highest: usize,
     /// Heights of the stack at the open marks.
     marks: Vec<usize>,
@@ -44,8 +44,8 @@ struct Machine<'a> {
 
 type Outcome<T> = Result<T, String>;
 
-/// Runs the pickle at the start of `bytes`: its value, what it has made, and its length. What it
-/// makes takes `limit` bytes at most.
+/// Runs the pickle at the start of `bytes`. Returns its value, the objects that it made, and its
+/// length. The objects take `limit` bytes at most.
 pub(super) fn run(
     bytes: &[u8],
     purpose: Purpose,
@@ -366,8 +366,7 @@ impl<'a> Machine<'a> {
         self.push(Value::Storage(self.heap.storages.len() - 1))
     }
 
-    /// REDUCE: one of the calls that make a tensor, a dictionary, or something that nobody looks
-    /// at.
+    /// REDUCE: one of the calls that make a tensor, a dictionary, or something that is never read.
     fn call(&mut self) -> Outcome<()> {
         let called = self.pop_many(2)?;
         let arguments = self.heap.items(called[1]).ok_or("arguments are no tuple")?;

@@ -10,7 +10,7 @@ use std::fmt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// The tensors of a safetensors file, in the order of their bytes; none of their elements is read.
+/// The tensors of a safetensors file, in the order of their bytes. Reads no elements.
 ///
 /// # Errors
 /// [`Error::Foreign`](crate::Error::Foreign) where the file is not what its header says,

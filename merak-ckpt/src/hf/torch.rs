@@ -55,7 +55,7 @@ fn zipped(file: &File, limit: usize) -> Result<Vec<StoredTensor>, String> {
 #[derive(Debug)]
 pub(super) struct Saved<'a> {
     archive: Archive<'a>,
-    /// What comes before the names of the archive's members.
+    /// The prefix of the names of the archive's members.
     prefix: String,
     table: Vec<u8>,
     limit: usize,
@@ -93,14 +93,14 @@ impl<'a> Saved<'a> {
         })
     }
 
-    /// What the table makes.
+    /// Runs the table; returns its value and its objects.
     pub(super) fn run(&self) -> Result<(Value<'_>, Heap<'_>), String> {
         let limit = self.limit.saturating_sub(self.table.len());
         let (value, heap, _) = pickle::run(&self.table, Purpose::Tensors, limit)?;
         Ok((value, heap))
     }
 
-    /// Where the storages are that the table mentions.
+    /// The places of the storages that the table mentions.
     pub(super) fn places<'b>(&self, heap: &Heap<'b>) -> Result<Places<'b>, String> {
         let mut places = Places::new();
         for Storage { key, dtype, len } in &heap.storages {

@@ -5,9 +5,9 @@ use crate::{Checkpoint, Kind, Result};
 use std::collections::BTreeMap;
 
 impl Checkpoint {
-    /// The weights as those of a model whose head and embedding are two tensors: where they are
-    /// one, under both names, parameters only. The `config.json` beside the weights says which they
-    /// are; it is left as it is.
+    /// The weights as those of a model whose head and embedding are two tensors. Where they are
+    /// one, the result has the parameters only, and that tensor under both names. The `config.json`
+    /// beside the weights says which tensors they are; it does not change.
     ///
     /// # Errors
     /// As for [`Checkpoint::open`], where the header of a file is not what the manifest says.

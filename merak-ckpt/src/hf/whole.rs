@@ -7,11 +7,11 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Keeps the tensors of the configuration's layers, and checks what names and shapes tell of a
-/// model whose family is known: its parameters are floating-point numbers, it has those that every
-/// model of the family has, in the sizes that the configuration states, the head that is not tied
-/// to the embedding, and in each layer the same. The graph of a model knows the rest, when weights
-/// are loaded into one.
+/// Keeps the tensors of the configuration's layers, and checks a model whose family is known by
+/// names and shapes: its parameters are floating-point numbers; it has those that every model of
+/// the family has, in the sizes that the configuration states; it has its head, unless that is tied
+/// to the embedding; all layers have the same tensors. Loading the weights into a model's graph
+/// checks the rest.
 pub(super) fn check(
     folder: &Path,
     config: &Value,
@@ -65,7 +65,7 @@ pub(super) fn check(
     Ok(tensors)
 }
 
-/// The error about a model whose head is neither there nor the embedding.
+/// The error about a model whose head is neither stored nor tied to the embedding.
 pub(super) fn without_head(folder: &Path, head: &str) -> crate::Error {
     let reason =
         format!("it lacks tensor `{head}`, which its config.json does not tie to the embedding");
@@ -76,7 +76,7 @@ fn missing(folder: &Path, name: &str) -> crate::Error {
     foreign(folder, format!("it lacks tensor `{name}`"))
 }
 
-/// What the names of all modules begin with: the classifiers of T5 have the model in a module.
+/// The prefix of all modules' names: the classifiers of T5 have the model in a module.
 fn root(family: &Family, tensors: &[TensorEntry]) -> &'static str {
     const MODULE: &str = "transformer.";
     let stacks = family.parts.stacks;
@@ -91,8 +91,8 @@ fn root(family: &Family, tensors: &[TensorEntry]) -> &'static str {
     }
 }
 
-/// The stacks of the configuration's model: what comes before the number of a layer, the stack, how
-/// many layers.
+/// The stacks of the configuration's model: the prefix before a layer's number, the stack, the
+/// number of layers.
 fn stacks(
     folder: &Path,
     config: &Value,
@@ -136,7 +136,7 @@ struct Model<'a> {
 }
 
 impl Model<'_> {
-    /// Checks that the model has these modules, whose names go on from `before`, in their sizes.
+    /// Checks that the model has these modules, whose names follow `before`, in their sizes.
     fn check_modules(&self, before: &str, modules: &[Module]) -> Result<()> {
         for module in modules {
             for (name, sizes) in module.parameters(self.config) {

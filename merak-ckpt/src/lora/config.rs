@@ -9,7 +9,7 @@ use std::path::Path;
 /// Name of the file.
 pub(crate) const FILE: &str = "adapter_config.json";
 
-/// Fields that something depends on.
+/// Fields that training or merging depends on.
 const FIELDS: [&str; 18] = [
     "alpha_pattern",
     "bias",
@@ -43,7 +43,7 @@ const OTHERS: [&str; 8] = [
     "runtime_config",
 ];
 
-/// What PEFT knows as `task_type`.
+/// The values that PEFT knows for `task_type`.
 const TASKS: [&str; 6] = [
     "SEQ_CLS",
     "SEQ_2_SEQ_LM",
@@ -53,7 +53,7 @@ const TASKS: [&str; 6] = [
     "FEATURE_EXTRACTION",
 ];
 
-/// What factors may be scaled by.
+/// The numbers that factors may be scaled by, as messages name them.
 const ALPHA: &str = "a number that f32 can hold";
 
 fn is_alpha(alpha: f64) -> bool {
@@ -104,13 +104,13 @@ impl Names {
     }
 }
 
-/// Whether a module's name is `end`, or ends so after a dot.
+/// Whether a module's name is `end`, or ends with it after a dot.
 pub(super) fn ends_with(module: &str, end: &str) -> bool {
     let rest = module.strip_suffix(end);
     rest.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
-/// The module, and those that it is a part of.
+/// The module, and the modules that it is a part of.
 fn wholes(module: &str) -> impl Iterator<Item = &str> + Clone {
     let dots = module.match_indices('.');
     dots.map(|(dot, _)| &module[..dot])
@@ -120,7 +120,8 @@ fn wholes(module: &str) -> impl Iterator<Item = &str> + Clone {
 /// An `adapter_config.json` of PEFT: which layers get an adapter, and of which size.
 ///
 /// ```
-/// let config = merak_ckpt::LoraConfig::from_json(&serde_json::json!({ "r": 4, "lora_alpha": 8 }))?;
+/// let json = serde_json::json!({ "r": 4, "lora_alpha": 8 });
+/// let config = merak_ckpt::LoraConfig::from_json(&json)?;
 /// assert_eq!(config.to_json()["r"], 4);
 /// let error = merak_ckpt::LoraConfig::from_json(&serde_json::json!({ "rank": 4 })).unwrap_err();
 /// assert_eq!(error, "`rank` is 4, which is not supported");
@@ -132,7 +133,7 @@ fn wholes(module: &str) -> impl Iterator<Item = &str> + Clone {
     reason = "the fields are those of the file"
 )]
 pub struct LoraConfig {
-    /// As they were given.
+    /// The fields as they were given.
     fields: Map<String, Value>,
     rank: usize,
     alpha: f64,
@@ -155,8 +156,8 @@ pub struct LoraConfig {
 }
 
 impl LoraConfig {
-    /// Reads a file that describes an adapter that is to be trained. What is left out has PEFT's
-    /// default.
+    /// Reads a file that describes an adapter that is to be trained. A field that is left out has
+    /// PEFT's default.
     ///
     /// # Errors
     /// [`Error::Foreign`](crate::Error::Foreign) where the file is missing, is no JSON object, or
@@ -174,7 +175,7 @@ impl LoraConfig {
         Self::from_fields(fields)
     }
 
-    /// Reads the file of an adapter that exists and says what it is.
+    /// Reads the file of an existing adapter, which must state its `peft_type`.
     pub(super) fn of_adapter(path: &Path) -> Result<Self> {
         let config = Self::read(path)?;
         if !config.fields.contains_key("peft_type") {
@@ -342,14 +343,14 @@ impl LoraConfig {
         end == "bias" && trains_bias || self.saves(module)
     }
 
-    /// Whether a module is trained whole, or a part of one that is. As to PEFT, `norm` is every
-    /// module whose name ends so, `layernorm` too.
+    /// Whether a module is trained whole, or a part of one that is. As in PEFT, `norm` is every
+    /// module whose name ends with it, `layernorm` too.
     pub(super) fn saves(&self, module: &str) -> bool {
         self.saved_modules()
             .any(|saved| wholes(module).any(|whole| whole.ends_with(saved)))
     }
 
-    /// The names of what is trained whole.
+    /// The names of modules that are trained whole.
     fn saved_modules(&self) -> impl Iterator<Item = &str> {
         let is_classifier = matches!(
             self.fields.get("task_type").and_then(Value::as_str),
@@ -386,8 +387,8 @@ impl LoraConfig {
         by_name && self.names(module) && self.obstacle(module).is_none()
     }
 
-    /// Whether an adapter may have factors for a module: it is a target by its name, or all are
-    /// that can be.
+    /// Whether an adapter may have factors for a module: it is a target by its name, or all
+    /// possible layers are targets.
     pub(super) fn may_adapt(&self, module: &str) -> bool {
         let is_open = matches!(self.targets, None | Some(Names::AllLinear));
         is_open || self.is_target(module)
@@ -409,7 +410,7 @@ impl LoraConfig {
             return Some("modules_to_save");
         }
         let layers = self.layers.as_ref()?;
-        // Who names a module in full means that one, in whichever layer it is.
+        // A full name means that module, in any layer.
         if matches!(&self.targets, Some(Names::Listed(names)) if names.iter().any(|name| name == module))
         {
             return None;
@@ -434,8 +435,7 @@ impl LoraConfig {
         }
     }
 
-    /// The first of some fields that another configuration has otherwise, with the value here and
-    /// there.
+    /// The first of `fields` that differs in another configuration, with the value here and there.
     pub fn difference(
         &self,
         other: &Self,
@@ -447,7 +447,7 @@ impl LoraConfig {
         Some((field, here[field].clone(), there[field].clone()))
     }
 
-    /// The file, with what was left to defaults.
+    /// The content of the file, defaults included.
     pub fn to_json(&self) -> Value {
         let mut fields = self.fields.clone();
         let mut default = |name: &str, value: Value| {
@@ -540,8 +540,8 @@ fn patterns(name: &str, value: &Value) -> Result<Vec<(Regex, f64)>, String> {
         .collect()
 }
 
-/// A value with which those that mean the same are equal: lists have no order, 8 and 8.0 are one
-/// number.
+/// A normal form, in which values of the same meaning are equal: lists have no order, 8 and 8.0 are
+/// one number.
 fn plain(value: &Value) -> Value {
     match value {
         value if is_inactive(value) => Value::Null,
@@ -561,7 +561,7 @@ fn plain(value: &Value) -> Value {
     }
 }
 
-/// The field that somebody may have meant.
+/// The known field with the most similar name.
 fn nearest(name: &str) -> Option<&'static str> {
     let known = FIELDS.iter().chain(&OTHERS).copied();
     let similarity = |known: &str| strsim::normalized_damerau_levenshtein(name, known);
@@ -668,7 +668,7 @@ mod tests {
             "modules_to_save": ["norm"],
         }))
         .unwrap();
-        // A module that is named in full is one whatever its layer.
+        // A module that is named in full is a target in any layer.
         for (module, is_target) in [
             ("layers.1.q_proj", true),
             ("layers.2.q_proj", false),

@@ -46,7 +46,7 @@ pub fn extract_lora(source: &Checkpoint, folder: impl AsRef<Path>) -> Result<()>
     write(source, folder)
 }
 
-/// The same in place of what the folder has of these adapters; others stay.
+/// Writes as [`extract_lora`] does, and replaces these adapters in the folder; others stay.
 ///
 /// # Errors
 /// As [`extract_lora`], but for a folder with content.
@@ -57,8 +57,8 @@ pub fn replace_lora(source: &Checkpoint, folder: impl AsRef<Path>) -> Result<()>
 fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
     let adapters = adapters(source)?;
     let draft = DraftBeside::begin(folder)?;
-    // A crash between the two renames leaves the whole folder under this name, which nobody else
-    // gives.
+    // A crash between the two renames leaves the whole folder under this name, which no other
+    // program uses.
     let old = beside(folder, ".merak-old-")?;
     if old.exists() && !folder.exists() {
         rename(&old, folder)?;
@@ -80,7 +80,7 @@ fn write(source: &Checkpoint, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Copies what a folder has besides.
+/// Copies the other content of a folder.
 fn keep_others(folder: &Path, draft: &Path) -> Result<()> {
     for entry in fs::read_dir(folder).map_err(io_error("read", folder))? {
         let name = entry.map_err(io_error("read", folder))?.file_name();
@@ -104,7 +104,7 @@ fn keep_others(folder: &Path, draft: &Path) -> Result<()> {
     sync_folder(draft)
 }
 
-/// What lies at a path of a folder that is to be kept: a folder, a file or a link.
+/// The type of an entry that is to be kept: a folder, a file or a link.
 fn kind_of(path: &Path) -> Result<fs::FileType> {
     let kind = path.symlink_metadata().map_err(io_error("look at", path))?;
     let kind = kind.file_type();
@@ -166,7 +166,7 @@ static FACTOR: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(pattern).expect("the pattern is sound")
 });
 
-/// Whether a parameter is an adapter's own, and none of the model.
+/// Whether a parameter is an adapter's own, and not the model's.
 pub(crate) fn is_factor(name: &str) -> bool {
     FACTOR.is_match(name)
 }
@@ -265,7 +265,7 @@ fn write_adapter(source: &Checkpoint, folder: &Path, names: &Tensors) -> Result<
     )?;
     let path: PathBuf = folder.join(config::FILE);
     let config = LoraConfig::read(&source.path().join(config::FILE))?;
-    // As PEFT saves it: whoever loads it to train says so.
+    // As PEFT saves it: a script that loads the adapter to train says so.
     let config = config.with("inference_mode", json!(true));
     let text = config.expect("a flag is legal").to_json();
     write_synced(&path, format!("{text:#}\n").as_bytes())?;

@@ -6,9 +6,9 @@
 //!        └─ dropout ─► A ─► B ─► scale ──┘
 //! ```
 //!
-//! The factors are ordinary parameters and their products ordinary nodes, so whatever comes after
-//! (tensor parallelism, the cut into stages, gradients) knows nothing of adapters but that a factor
-//! lies as its layer does.
+//! The factors are ordinary parameters and their products ordinary nodes, so later passes (tensor
+//! parallelism, the cut into stages, gradients) know nothing of adapters except that a factor lies
+//! as its layer does.
 
 use super::LoraConfig;
 use super::config::{InitWeights, Names, ends_with};
@@ -61,9 +61,9 @@ const DEFAULT_TARGETS: &[(&[&str], &[&str])] = &[
     (&["blip-2"], &["q", "v", "q_proj", "v_proj"]),
 ];
 
-/// Modules that can have no adapter which PEFT would understand, by `model_type`: T5's encoder and
-/// decoder have tables of their own there beside the one that files hold, and GPT-NeoX's head is
-/// called otherwise than in files.
+/// Modules that can have no adapter in PEFT, by `model_type`: T5's encoder and decoder have tables
+/// of their own there beside the one that files hold, and GPT-NeoX's head has another name there
+/// than in files.
 const NO_LAYERS: &[(&str, &[&str])] = &[
     (
         "t5",
@@ -75,7 +75,8 @@ const NO_LAYERS: &[(&str, &[&str])] = &[
 /// A model with an adapter.
 #[derive(Debug, Clone)]
 pub struct Adapted {
-    /// The model's graph with the adapter in it; whatever the adapter does not train is frozen.
+    /// The model's graph with the adapter in it; everything that the adapter does not train is
+    /// frozen.
     pub graph: Graph,
     /// The configuration, with the targets that were left to the model's family.
     pub config: LoraConfig,
@@ -87,7 +88,7 @@ pub struct Adapted {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdaptError {
-    /// A name that cannot be part of a parameter's.
+    /// A name that cannot be part of a parameter's name.
     #[error("`adapter_name` is \"{name}\", expected 1 to 100 letters, digits, `-` and `_`")]
     Name {
         /// The name.
@@ -106,7 +107,7 @@ pub enum AdaptError {
     NoTarget {
         /// What was asked for.
         targets: String,
-        /// Ends of the names of the layers that there are.
+        /// Ends of the names of the model's layers.
         layers: String,
     },
     /// Layers match, but another field takes them all out.
@@ -126,7 +127,7 @@ pub enum AdaptError {
     NoLayer {
         /// The module.
         module: String,
-        /// Ends of the names of the layers that there are.
+        /// Ends of the names of the model's layers.
         layers: String,
     },
     /// A tensor of several layers that is to be trained for one of them.
@@ -139,7 +140,7 @@ pub enum AdaptError {
         /// The layers.
         layers: String,
     },
-    /// A module that is to be trained whole, of which there is nothing.
+    /// A module that is to be trained whole, but has no parameter.
     #[error("no parameter that can be saved whole belongs to `{module}` of `modules_to_save`")]
     NoModule {
         /// What was asked for.
@@ -329,7 +330,7 @@ fn no_layers(model_type: &str) -> &'static [&'static str] {
     found.map_or(&[], |(_, modules)| modules)
 }
 
-/// Checks that there are targets, and that all modules that are named can be.
+/// Checks that there are targets, and that every named module can be one.
 fn check_targets(
     graph: &Graph,
     config: &LoraConfig,
@@ -375,8 +376,8 @@ fn check_targets(
     )
 }
 
-/// Checks that what is trained whole belongs to one layer: PEFT trains a copy for the module that
-/// is named.
+/// Checks that each tensor that is trained whole belongs to one layer: PEFT trains a copy for the
+/// named module.
 fn check_whole(
     graph: &Graph,
     config: &LoraConfig,
@@ -416,7 +417,7 @@ fn with_defaults(config: &LoraConfig, model_type: &str) -> Result<LoraConfig, Ad
         .expect("a list of names is legal"))
 }
 
-/// The configuration as PEFT would have to be given it for the same adapter.
+/// The configuration from which PEFT makes the same adapter.
 fn written(
     config: &LoraConfig,
     chosen: &[&Layer<'_>],
@@ -446,7 +447,7 @@ fn written(
         .expect("a flag is legal")
 }
 
-/// What is put beside each target.
+/// The adapter that is put beside each target.
 struct Adapter<'a> {
     config: &'a LoraConfig,
     name: &'a str,
@@ -461,7 +462,7 @@ struct Factor<'a> {
     shares: (&'a str, usize, usize),
 }
 
-/// What an adapter makes of a layer's input.
+/// The values that an adapter computes from a layer's input.
 struct Update {
     /// `B A x`, before it is scaled.
     value: Symbol,
@@ -497,7 +498,7 @@ fn inverse_norms(
     Ok(module.apply(Op::InverseRoot, &[&sums[0]])?.swap_remove(0))
 }
 
-/// `x` in another shape; no node where it has that shape.
+/// `x` in another shape; adds no node where it has that shape.
 fn reshaped(module: &Module, x: &Symbol, shape: &[usize]) -> Result<Symbol, AdaptError> {
     if x.shape() == shape {
         return Ok(x.clone());
@@ -553,8 +554,8 @@ impl Adapter<'_> {
             _ => (Init::Uniform(of_inputs), Init::Constant(0.0)),
         };
         let (weight, layout) = (&layer.weight.full.shape, layer.weight_use.layout());
-        // Those of convolutions that PEFT puts one after the other: the second one's kernel is of
-        // one pixel.
+        // For a kernel, PEFT runs two convolutions in sequence, the second with a kernel of one
+        // pixel.
         let (first_shape, second_shape) = match layer.weight_use {
             WeightUse::Kernel => ([&[rank], &weight[1..]].concat(), vec![outputs, rank, 1, 1]),
             _ => (vec![rank, inputs], vec![outputs, rank]),
@@ -622,7 +623,7 @@ impl Adapter<'_> {
             .map(|bias| module.cast(bias, module.dtype()));
         let bias = bias.transpose()?;
         let y = if has_dropout {
-            // The layer itself has seen what the adapter has not.
+            // The layer's result `base` is of the input without dropout.
             let dropped = module.cast(&update.dropped, matrix.ty().dtype)?;
             let plain = module.linear_with(&dropped, matrix, layout)?;
             let plain = module.cast(&plain, module.dtype())?;

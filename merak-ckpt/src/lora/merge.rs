@@ -24,8 +24,8 @@ impl Values for Merged<'_> {
 /// weights: `W + scale * B * A`, and what the adapter replaces. `base` is a Hugging Face folder, a
 /// checkpoint, or an output folder; see [`export_hf`](crate::export_hf) for what is written, and
 /// [`Adapter::open`] for what is read. An adapter that the base has of its own is left out. Where
-/// head and embedding of the base are one and the adapter changes one of them, the folder's are
-/// two.
+/// head and embedding of the base are one and the adapter changes one of them, the folder has two
+/// tensors.
 ///
 /// # Errors
 /// As for [`export_hf`](crate::export_hf), [`Adapter::open`] and [`Adapter::merge`]. Nothing is

@@ -162,7 +162,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// No byte of a file belongs to two slices.
+    /// Checks that no byte of a file belongs to two slices.
     fn check_bytes_are_apart(&self) -> Result<(), Damage> {
         let mut stretches = Vec::new();
         for tensor in &self.tensors {
@@ -218,7 +218,7 @@ pub(crate) fn check_coverage(tensor: &TensorEntry) -> Result<(), Problem> {
     }
 }
 
-/// First of all, since messages list the dims.
+/// Checks the number of dims; it comes first, since messages list the dims.
 fn check_ndim(found: usize) -> Result<(), Problem> {
     if found <= format::MAX_NDIM {
         return Ok(());

@@ -11,7 +11,7 @@ use serde_json::value::RawValue;
 /// Bytes of the text after the stretch that the checksum covers.
 const TAIL_BYTES: usize = "\"checksum\": \"0123456789abcdef\"\n}\n".len();
 
-/// Where the digits are in them.
+/// The digits of the checksum in these bytes.
 const TAIL_DIGITS: std::ops::Range<usize> = 13..29;
 
 /// Why a text is no manifest of ours.
@@ -37,7 +37,7 @@ struct Document<'a> {
     version: u64,
     step: u64,
     topology: Topology,
-    // A value takes many times the memory of its text, so how long that is counts first.
+    // A value takes many times the memory of its text, so the length of the text is checked first.
     #[serde(borrow)]
     model: &'a RawValue,
     #[serde(borrow)]
@@ -129,7 +129,7 @@ fn value(bytes_of: &'static str, text: &RawValue) -> Result<serde_json::Value, R
     serde_json::from_str(text.get()).map_err(|error| malformed(&error))
 }
 
-/// What the text ends with.
+/// The end of the text.
 fn tail(checksum: Checksum) -> String {
     format!("\"checksum\": \"{checksum}\"\n}}\n")
 }
@@ -161,7 +161,7 @@ fn member(key: &str, value: &impl Serialize) -> String {
     format!("\"{key}\": {},\n", json(value))
 }
 
-/// A list with an item a line.
+/// A list with one item a line.
 fn list<T: Serialize>(key: &str, items: &[T]) -> String {
     let lines: Vec<_> = items.iter().map(json).collect();
     if lines.is_empty() {

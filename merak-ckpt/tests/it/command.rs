@@ -82,7 +82,7 @@ fn verify_names_what_is_damaged_and_a_way_out() {
 fn a_checkpoint_is_whole_beside_its_base_and_refused_with_the_way_out_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::in_output_dir(folder.path().join("run"));
-    // A base is a checkpoint as any other, but for its name; this one has all that there is.
+    // A base is an ordinary checkpoint except for its name; this one has all tensors.
     let saved = save(&store, 5, topology(1, 2, 1)).unwrap();
     fs::rename(saved, store.folder().join("base-00001")).unwrap();
     let (base, _) = store.base(1).unwrap();
@@ -128,7 +128,7 @@ fn a_checkpoint_is_whole_beside_its_base_and_refused_with_the_way_out_elsewhere(
         let (status, _, errors) = run(folder.path(), &arguments);
         assert_eq!((status, &errors), (2, &expected), "{arguments:?}");
     }
-    // What was written where both are stands alone wherever it is.
+    // The checkpoint that was resharded beside the base needs no base.
     let (status, _, errors) = run(folder.path(), &reshard("alone", "again"));
     assert_eq!(status, 0, "{errors}");
 }

@@ -99,7 +99,7 @@ fn a_process_that_is_killed_at_any_time_leaves_good_checkpoints() {
 fn a_disk_without_room_is_an_error_that_leaves_nothing_behind() {
     let folder = tempfile::tempdir().unwrap();
     write_source(folder.path());
-    // No file may grow beyond so many blocks: the first, a later, or the small files fail.
+    // No file may grow beyond `blocks` blocks: the first, a later, or the small files fail.
     for blocks in [0, 1, 100, 3000] {
         let name = format!("full-{blocks}");
         let store = write_destination(folder.path(), &name);

@@ -95,7 +95,8 @@ impl Patient {
         }
     }
 
-    /// Loads everything with `content` in the place of a file; all the bytes, and the run's state.
+    /// Loads everything with `content` in the place of a file; returns all bytes, and the run's
+    /// state.
     fn load_with(&self, name: &str, content: &[u8]) -> Result<(Vec<Vec<u8>>, String)> {
         fs::write(self.path.join(name), content).expect("it can be written");
         let loaded = self.load();
@@ -126,7 +127,7 @@ proptest! {
     #[test]
     fn what_is_loaded_is_what_was_saved_whatever_byte_changes(
         file in any::<prop::sample::Index>(),
-        // The beginning, where lengths and headers are, as often as everything.
+        // Half of the places are at the beginning, where lengths and headers are.
         at in prop_oneof![(0_usize..200), any::<prop::sample::Index>().prop_map(|at| at.index(1 << 20))],
         change in 1_u8..=255,
     ) {

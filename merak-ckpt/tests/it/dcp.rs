@@ -15,7 +15,7 @@ fn golden(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// A configuration of a kind of model of which nothing is known.
+/// A configuration of an unknown kind of model.
 fn unknown(folder: &Path) -> PathBuf {
     let path = folder.join("unknown.json");
     fs::write(&path, r#"{"model_type": "grid"}"#).expect("it can be written");
@@ -145,7 +145,7 @@ fn numbers_that_are_tensors_are_kept_as_numbers() {
     assert_eq!(groups["1"]["betas"], serde_json::json!([0.75, 0.25]));
     assert_eq!(groups["0"]["weight_decay"], 0.1);
     assert_eq!(state["step"], 4);
-    // Of two processes, which write two files each.
+    // A folder of two processes, which write two files each.
     let to = folder.path().join("threads");
     let imported = import(&golden("threads"), &to, &config, "model", &options).unwrap();
     let groups = &imported.manifest().header.state["imported"]["param_groups"];

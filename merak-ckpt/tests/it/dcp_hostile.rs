@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 const MODULE: &str = "torch.distributed.checkpoint.metadata";
-/// Time that none of these may take, on a machine with other work as well.
+/// Upper bound on the time of each case, also on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 fn text(text: &str) -> Vec<u8> {
@@ -53,7 +53,7 @@ fn fields(fields: &[(&str, Vec<u8>)]) -> Vec<u8> {
     dict(&fields)
 }
 
-/// What is remembered under a number, and what was.
+/// A value that the pickle stores under a number, and the opcode that recalls it.
 fn remembered(number: u8, value: &[u8]) -> Vec<u8> {
     [value, b"q", &[number]].concat()
 }
@@ -220,7 +220,7 @@ fn a_stretch_that_many_names_stand_for_is_read_once() {
             .iter()
             .map(|name| (key(name, None), places[1].clone())),
     );
-    // The step is a number of its own.
+    // The step is an item of its own.
     let count = zip(&[("a/data.pkl", b"\x80\x02K\x03.")]);
     let at = (tensor_item.len() + slow.len()) as u64;
     all.last_mut().expect("there are some").1 = place(&(at..at + count.len() as u64));

@@ -247,7 +247,7 @@ fn a_head_that_differs_from_the_embedding_is_kept_whatever_the_configuration_say
         assert!(source.correct(&mut corrected));
         assert_eq!(&corrected, source.config());
 
-        // What is made of it goes by the same.
+        // The import and the export of the folder keep the correction.
         let into = apart.path().join("imported");
         let imported = import_hf(&source, &into, &ImportOptions::default()).unwrap();
         let imported = Checkpoint::open(imported).unwrap();
@@ -389,7 +389,7 @@ fn the_bias_of_a_bert_head_has_the_names_that_transformers_asks_for() {
     let (bias, decoder) = ("cls.predictions.bias", "cls.predictions.decoder.bias");
     let head = "cls.predictions.decoder.weight";
     let words = "bert.embeddings.word_embeddings.weight";
-    // Apart from the embedding, transformers creates both and reads the decoder's.
+    // Where the head is untied, transformers creates both and reads the decoder's.
     let (tensors, config) = exported(
         &[(words, 1.0), (head, 2.0), (decoder, 3.0)],
         br#"{"model_type": "bert"}"#,
@@ -436,7 +436,7 @@ fn the_configuration_says_whether_there_is_a_head() {
         (vec![wte.to_owned()], &true.into())
     );
     assert_eq!(out["torch_dtype"], "float32");
-    // Trained apart: two, and the configuration no longer ties them.
+    // Trained apart: two tensors, and the configuration no longer ties them.
     let (names, out) = export(&[(wte, 1.5), (head, 2.5)], config);
     assert_eq!(
         (names.len(), &out["tie_word_embeddings"]),
@@ -448,7 +448,7 @@ fn the_configuration_says_whether_there_is_a_head() {
         br#"{"model_type": "llama"}"#,
     );
     assert_eq!(out["tie_word_embeddings"], true);
-    // Of a model of another type nothing is known.
+    // A model of another type is unknown.
     let (names, out) = export(&[(wte, 1.5), (head, 1.5)], br#"{"model_type": "gpt"}"#);
     assert_eq!((names.len(), out.get("tie_word_embeddings")), (2, None));
 }

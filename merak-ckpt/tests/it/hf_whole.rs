@@ -1,8 +1,8 @@
 //! Hugging Face folders that lack something or do not fit their `config.json` are refused, those
 //! that transformers saves are not.
 //!
-//! `tests/goldens/hf/shapes.json` has configuration and shapes of such, and the script beside it
-//! made them.
+//! `tests/goldens/hf/shapes.json` has configurations and shapes that transformers saves, and the
+//! script beside it made them.
 
 use crate::hf::{golden, import_refusal, json, written};
 use merak_ckpt::{Checkpoint, HfFolder, ImportOptions, Topology, import_hf};
@@ -62,7 +62,7 @@ impl Whole {
         tensors.map(|tensor| tensor.name).collect()
     }
 
-    /// The same without the name, of two that the bias of BERT's head may have, that is not in use.
+    /// The same without the unused one of the two names of BERT's head bias.
     fn without_twin(&self) -> Self {
         let mut used = self.clone();
         if used.tensors.contains_key("cls.predictions.decoder.bias") {
@@ -121,7 +121,7 @@ fn what_transformers_saves_is_whole_and_each_tensor_is_needed() {
 
 #[test]
 fn every_size_that_a_configuration_states_counts() {
-    // Dims that depend on what is not stated, or on more than one field.
+    // Dims that depend on a value that is not stated, or on more than one field.
     let unstated: [(&str, &[usize]); 6] = [
         ("embed_positions.weight", &[0]),
         ("seq_relationship.weight", &[0]),

@@ -80,15 +80,14 @@ fn check(base: &Path, adapter: impl AsRef<Path>, tolerance: f64) {
 fn merged_weights_are_those_of_peft() {
     let gpt2 = golden("hf/gpt2-safetensors");
     check(&gpt2, "gpt2", 1e-6);
-    // Head and embedding of the base are one tensor, of which the adapters are for one or the
-    // other.
+    // Head and embedding of the base are one tensor; each adapter is for one of them.
     check(&gpt2, "embedding", 1e-6);
     check(&gpt2, "head", 1e-6);
     // In bf16 PEFT rounds twice.
     let llama = golden("hf/llama-indexed");
     check(&llama, "llama", 1.6e-2);
     check(&llama, "tables", 1.6e-2);
-    // Of layers that are stored `[out, in]`, PEFT takes no other word for it.
+    // For layers that are stored `[out, in]`, PEFT ignores a field that says otherwise.
     let transposed = changed("tables", |config| config["fan_in_fan_out"] = json!(true));
     check(&llama, transposed.path(), 1.6e-2);
     // The convolution of a vision transformer, and linear layers beside it.

@@ -77,7 +77,7 @@ fn there_and_back_is_the_identity() {
 
 #[test]
 fn every_topology_is_rewritten_for_every_other_as_from_one_rank() {
-    // So any way there and back, by whatever topologies, is the identity too.
+    // So any way there and back is the identity too, through any topologies.
     let folder = tempfile::tempdir().unwrap();
     let saved = save(&Store::in_output_dir(folder.path()), 3, topology(1, 1, 1)).unwrap();
     let written: Vec<_> = targets()

@@ -147,7 +147,7 @@ pub(crate) fn localise(layout: &Layout, whole: &[u8]) -> Vec<u8> {
 /// Saves the model as `dp * tp * pp` ranks would, optimizer state cut by ZeRO.
 pub(crate) fn save(store: &Store, step: u64, topology: Topology) -> Result<PathBuf> {
     let Topology { dp, tp, pp, .. } = topology;
-    // Its folder is removed with it unless it got its name.
+    // Dropping it removes the folder, unless that has its final name.
     let _begun = store.begin(step)?;
     let mut shards = Vec::new();
     for rank in 0..dp * tp * pp {

@@ -31,7 +31,7 @@ mod linux {
         }
     }
 
-    /// Those on which the calling thread may run; none where nobody knows.
+    /// The processors on which the calling thread may run; empty where the system does not tell.
     pub(in super::super) fn processors() -> Vec<usize> {
         let Ok(set) = sched_getaffinity(None) else {
             return Vec::new();
@@ -56,7 +56,7 @@ mod other {
         pub(in super::super) fn run_on(self, _processors: &[usize]) {}
     }
 
-    /// None, as nobody may choose.
+    /// Empty, as this system offers no choice.
     pub(in super::super) fn processors() -> Vec<usize> {
         Vec::new()
     }

@@ -31,7 +31,7 @@ struct Deposit {
 /// ```
 pub(super) struct Collective {
     fingerprint: Fingerprint,
-    /// Group rank whose fingerprint that is.
+    /// Group rank that came first, with this fingerprint.
     first: usize,
     deposits: Mutex<Vec<Option<Deposit>>>,
     full: AtomicBool,
@@ -179,7 +179,8 @@ impl Collective {
             work.help();
             outcome = Ok(());
         });
-        // A buffer that was never opened has no region, and the ones before it do.
+        // Buffers open in order, so the number of regions is that of the first one that did not
+        // open.
         outcome.map_err(|number| {
             if plan.is_some() {
                 regions.len()
@@ -233,9 +234,9 @@ impl Region {
     }
 }
 
-/// The chunks of an opened collective, and who is at them.
+/// The chunks of an opened collective, and the work on them.
 ///
-/// Invariant: the regions are valid, and nobody else touches them, until `next` is past the last
+/// Invariant: the regions are valid, and no other code touches them, until `next` is past the last
 /// chunk and as many chunks are `finished` as were claimed. [`Closing`] keeps the buffers open
 /// until then.
 struct Work {
@@ -295,7 +296,7 @@ impl Work {
     }
 }
 
-/// One chunk, for the one who works on it; dropping it says that the work is over.
+/// One chunk, for the thread that works on it; dropping it counts the chunk as finished.
 struct Claim<'a> {
     work: &'a Work,
     chunk: usize,
@@ -307,7 +308,7 @@ impl Drop for Claim<'_> {
     }
 }
 
-/// Keeps the leader from closing the buffers, even in a panic, while somebody works on a chunk.
+/// Keeps the leader from closing the buffers, even in a panic, while a member works on a chunk.
 struct Closing<'a>(&'a Work);
 
 impl Drop for Closing<'_> {

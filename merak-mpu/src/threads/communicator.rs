@@ -214,7 +214,7 @@ impl Seat {
             .expect("the number of a receipt is its own, and the message is there"))
     }
 
-    /// Waits for a turn, which ends with what is given back.
+    /// Waits for a turn, which ends when the returned value is dropped.
     fn take_turn(self: &Arc<Self>, number: u64) -> Result<Turn> {
         let key = (self.group.number, number);
         let turns = self.world.turns();

@@ -1,13 +1,13 @@
 //! Turns at computing, in a world with more ranks than cores.
 //!
 //! ```text
-//! core 0   rank 0  0F0 0F1 0F2 │ rank 1  1B0 │ ..      a turn lasts from asking for it until it is dropped; while
-//! core 1   rank 1  1F0 │ rank 2  2F0 │ rank 3  ..      all cores are taken, turns wait: first come, first served
+//! core 0   rank 0  0F0 0F1 0F2 │ rank 1  1B0 │ ..      a turn lasts until it is dropped; while all
+//! core 1   rank 1  1F0 │ rank 2  2F0 │ rank 3  ..      cores are taken, turns wait in a queue
 //! ```
 //!
 //! A turn is that of a whole group: it comes for all members when the first one asks, and ends when
 //! the last one has ended it. So members may wait for each other within a turn, and a turn that has
-//! come ends whatever those in the queue do.
+//! come needs nothing of the turns in the queue to end.
 //!
 //! While its turn lasts, a thread stays on a core of its own, if it can the one of its last turn.
 //! Left to itself, an operating system wakes a thread now and then on a core where another one
@@ -30,7 +30,7 @@ use std::{
 /// The number of a group in its world, and how many turns it had before.
 pub(super) type Key = (usize, u64);
 
-/// Who computes, and who waits for a core.
+/// The turns that compute, and those that wait for a core.
 #[derive(Debug)]
 pub(super) struct Turns {
     cores: usize,
@@ -59,7 +59,7 @@ struct Turn {
     /// Whether there was a core for each member when it came.
     fits: bool,
     cores: usize,
-    /// Those that have not ended it yet.
+    /// The members that have not ended it yet.
     members: Vec<Member>,
     bell: Arc<Bell>,
 }
@@ -67,14 +67,14 @@ struct Turn {
 #[derive(Debug)]
 struct Member {
     rank: Rank,
-    /// Once it has asked.
+    /// Its thread, once it has asked.
     thread: Option<Thread>,
-    /// Once the turn has come.
+    /// Its processor, once the turn has come.
     processor: Option<usize>,
 }
 
 impl Turns {
-    /// Turns of so many ranks on so many cores. Threads are moved where each core is a processor of
+    /// Turns of `ranks` ranks on `cores` cores. Threads are moved where each core is a processor of
     /// this process.
     pub(super) fn new(ranks: usize, cores: usize) -> Self {
         let mut processors = processors();
@@ -93,7 +93,7 @@ impl Turns {
         }
     }
 
-    /// Whether a rank has a core that nobody else needs.
+    /// Whether a rank has a core that no other rank needs.
     pub(super) fn has_core(&self, rank: Rank) -> bool {
         self.computing.len() <= self.cores || self.computing[rank.0].load(Ordering::Relaxed)
     }
@@ -110,7 +110,7 @@ impl Turns {
         }
         if is_first {
             state.queue.push_back(key);
-            // Nobody waits for this one yet, and those before it have been looked at.
+            // No thread waits for this turn yet, and the turns before it have been looked at.
             state.admit(self.cores);
         }
         bell
@@ -155,7 +155,7 @@ impl Turns {
         holders
     }
 
-    /// Wakes everybody in the queue.
+    /// Wakes all ranks in the queue.
     pub(super) fn wake_all(&self) {
         let bells: Vec<_> = {
             let state = lock(&self.state);
@@ -169,8 +169,8 @@ impl Turns {
 }
 
 impl State {
-    /// Lets turns come while a core is free, though it may be too few for the last one; gives their
-    /// bells.
+    /// Grants turns while a core is free, even if the last turn needs more cores than are free.
+    /// Returns their bells.
     fn admit(&mut self, cores: usize) -> Vec<Arc<Bell>> {
         let mut bells = Vec::new();
         while let Some(turn) = self.queue.front().and_then(|key| self.turns.get_mut(key)) {
@@ -194,7 +194,7 @@ impl State {
         bells
     }
 
-    /// Takes a member out of its turn, and the turn out with the last of them.
+    /// Takes a member out of its turn, and removes a turn that has no more members.
     fn leave(&mut self, key: Key, rank: Rank, processors: &[usize]) {
         let Some(turn) = self.turns.get_mut(&key) else {
             return;
@@ -272,7 +272,7 @@ mod tests {
         assert_eq!(turns.holders(), [Rank(0), Rank(1)]);
         turns.end(keys[1], Rank(1));
         assert_eq!(come(), [true, false, true, false]);
-        // One that gives up its place leaves no gap.
+        // A turn that gives up its place leaves no gap.
         turns.end(keys[3], Rank(3));
         turns.end(keys[0], Rank(0));
         turns.end(keys[2], Rank(2));

@@ -10,15 +10,15 @@ use std::{
 };
 
 /// A sleep costs some microseconds to start and to end, so waits that end sooner never sleep. Where
-/// ranks share cores, all do: who spins takes a core from those it waits for, and who yields its
-/// core again and again is the last to get one when what it waits for has come.
+/// ranks share cores, all waits sleep: a rank that spins takes a core from those it waits for, and
+/// a rank that yields its core again and again is the last to get one when its wait is over.
 const SPIN: Duration = Duration::from_micros(40);
 
 /// Wakes the sleeping members of a group.
 ///
-/// Whoever changes what others wait for does so before it rings; a sleeper looks again between
-/// taking the lock and sleeping. So either the sleeper sees the change or the ringer sees the
-/// sleeper.
+/// A thread that changes what others wait for does so before it rings; a sleeper looks again
+/// between taking the lock and sleeping. So either the sleeper sees the change or the ringer sees
+/// the sleeper.
 #[derive(Debug, Default)]
 pub(super) struct Bell {
     sleepers: Mutex<usize>,
@@ -55,7 +55,8 @@ impl Bell {
 
 /// Waits until `ready`, at most as long as the world allows, on a thread of `rank`.
 ///
-/// `describe` says who waits for whom; it is called only when the wait is a long one.
+/// `describe` names the waiting and the missing ranks; it is called only when the wait is a long
+/// one.
 ///
 /// # Errors
 /// [`Error::Aborted`] when the world is poisoned or a missing rank has ended, [`Error::Timeout`].
@@ -72,8 +73,7 @@ pub(super) fn wait(
     }
     let deadline = Instant::now() + world.timeout();
     let note = world.note_wait(describe());
-    // An ended rank deposited whatever it had to before it ended, so `ended` is read before
-    // `ready`.
+    // An ended rank made all its deposits before it ended, so `ended` is read before `ready`.
     let deserter = || {
         let ended = world.ended();
         if ended.is_empty() || ready() {
@@ -126,7 +126,7 @@ fn spin(world: &World, ready: &dyn Fn() -> bool) -> bool {
     false
 }
 
-/// Follows who waits for whom to a rank that waits for nobody; in a circle, the one that reports
+/// Follows the waits to a rank that waits for no other; in a circle, returns the rank that reports
 /// it.
 fn culprit(wait: &Wait, others: &[Wait]) -> Rank {
     let mut seen = vec![wait.rank];

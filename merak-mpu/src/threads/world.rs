@@ -19,7 +19,7 @@ use std::{
 /// Name, members, and how many groups of this name and members the member made before.
 type GroupKey = (String, Vec<WorldRank>, usize);
 
-/// Who failed first. The culprit may be a rank that never came, named by the one that missed it.
+/// The first failure. The culprit may be a rank that never came, named by the one that missed it.
 #[derive(Debug)]
 struct Poison {
     culprit: usize,
@@ -72,7 +72,7 @@ impl World {
         }
     }
 
-    /// Fails the world for good, unless it has failed before, and wakes everybody.
+    /// Fails the world for good, unless it has failed before, and wakes all ranks.
     pub(super) fn fail(&self, culprit: usize, reporter: usize, reason: &str) {
         let poison = Poison {
             culprit,
@@ -102,7 +102,7 @@ impl World {
         lock(&self.waits).remove(&number);
     }
 
-    /// What everybody waits for now, by rank.
+    /// The waits of all ranks now, by rank.
     pub(super) fn waits(&self) -> Vec<Wait> {
         let mut waits: Vec<Wait> = lock(&self.waits).values().cloned().collect();
         waits.sort_by_key(|wait| wait.rank);

@@ -3,7 +3,7 @@
 use merak_trace::Graph;
 use std::{collections::BTreeMap, ops::Range};
 
-/// For each module path of a graph, its own and those above, the range of nodes that lie below it.
+/// For each module path of a graph and the paths above it, the range of nodes below it.
 pub(super) struct ModuleRanges<'a>(BTreeMap<&'a str, Range<usize>>);
 
 impl<'a> ModuleRanges<'a> {
@@ -19,8 +19,8 @@ impl<'a> ModuleRanges<'a> {
 
     /// The largest modules that lie within a range of nodes, lists of layers folded.
     ///
-    /// A module that reaches beyond the range stands for itself only where the range has parameters
-    /// of its own; the glue between its children is left out.
+    /// A module that reaches beyond the range is listed only if the range reads parameters of the
+    /// module itself; the glue between its children is left out.
     pub(super) fn names(&self, graph: &'a Graph, nodes: Range<usize>) -> Vec<String> {
         let mut names: Vec<&str> = Vec::new();
         let mut glue: Vec<&str> = Vec::new();

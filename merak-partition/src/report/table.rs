@@ -33,9 +33,8 @@ impl fmt::Display for PartitionReport {
 }
 
 impl PartitionReport {
-    /// The report as it prints, in lines of at most so many columns where that is given: what has
-    /// no room beside the other columns follows in further tables, and long lists take several
-    /// lines.
+    /// The report as it prints, in lines of at most `columns` characters if given. Columns without
+    /// room follow in further tables, and long lists take several lines.
     pub fn to_text(&self, columns: Option<usize>) -> String {
         let mut text = String::new();
         for table in self.tables(columns.unwrap_or(usize::MAX)) {
@@ -62,8 +61,8 @@ impl PartitionReport {
         text
     }
 
-    /// The rows of the tables that the columns make, so many characters wide. Each begins with the
-    /// stages.
+    /// The rows of each table, in tables at most `width` characters wide. Each begins with the
+    /// column of stages.
     fn tables(&self, width: usize) -> Vec<Vec<String>> {
         let mut rows = vec![HEADER.map(str::to_owned)];
         rows.extend(self.stages.iter().map(cells));
@@ -94,11 +93,11 @@ impl PartitionReport {
     }
 }
 
-/// What stands between two columns.
+/// The gap between two columns.
 const GAP: &str = "  ";
 
-/// A row of a table: its stage and these columns. The last one goes on in further lines where it
-/// has no room.
+/// A row of a table: its stage and these columns. The last one goes on in further lines if it lacks
+/// room.
 fn lines(
     row: &[String; HEADER.len()],
     columns: &[usize],

@@ -7,32 +7,34 @@ use crate::{
 };
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Up to so many partitions, all are tried.
+/// Up to this number of partitions, all are tried.
 const EXHAUSTIVE: u64 = 100_000;
 
 /// Work of a search, in simulated operations.
 const BUDGET: usize = 4_000_000;
 
-/// The partition with the shortest simulated step: the best of all where there are at most 100,000
-/// of them, else the best that moves lead to from the partition of the most even stages.
+/// The partition with the shortest simulated step: the best of all if there are at most 100,000,
+/// else the best that moves reach from the partition with the most even stages.
 ///
 /// The critical stage is the last of those with the most work, which is never idle between its
-/// first and its last microbatch: only what unloads it, or the stages behind it, can help. So a
-/// move gives its first segment to the stages before it, or its last one to those behind, and makes
+/// first and its last microbatch: only unloading it, or the stages behind it, can help. So a move
+/// gives its first segment to the stages before it, or its last one to those behind, and makes
 /// these even again. The partition with the shortest step is moved first.
 ///
-/// The result is never worse than where the search starts.
+/// The result is never worse than the start of the search.
 ///
 /// # Errors
 /// [`Error::NoStages`], [`Error::TooFewSegments`], [`Error::Microbatches`] and those of
-/// [`StepTime::check`] for an objective that makes no sense, [`Error::NotAStepTime`] for what it
-/// gives, and [`Error::NoPartition`] when it allows none of those that were tried.
+/// [`StepTime::check`] for an objective that makes no sense, [`Error::NotAStepTime`] for an invalid
+/// step time, and [`Error::NoPartition`] when the objective allows none of the partitions tried.
 ///
 /// ```
 /// use merak_partition::{OneFOneB, SegmentCosts, autopipe};
 ///
 /// // The last segment is a large output head.
-/// let costs = SegmentCosts::new(vec![1.0, 1.0, 1.0, 1.0, 1.0, 4.0], vec![2.0, 2.0, 2.0, 2.0, 2.0, 8.0])?;
+/// let forward = vec![1.0, 1.0, 1.0, 1.0, 1.0, 4.0];
+/// let backward = vec![2.0, 2.0, 2.0, 2.0, 2.0, 8.0];
+/// let costs = SegmentCosts::new(forward, backward)?;
 /// let step = OneFOneB { micro_batches: 8, comm_cost: 0.0 };
 /// assert_eq!(autopipe(&costs, 2, &step)?.bounds, [0, 5, 6]);
 /// # Ok::<(), merak_partition::Error>(())
@@ -75,7 +77,7 @@ pub fn autopipe(
     Ok(best.found(stopped))
 }
 
-/// Ways to choose the inner borders, as far as a `u64` goes.
+/// Number of ways to choose the inner borders, saturating.
 pub(super) fn num_partitions(num_segments: usize, num_stages: usize) -> u64 {
     let places = num_segments as u64 - 1;
     let chosen = (num_stages as u64 - 1).min(places - (num_stages as u64 - 1));

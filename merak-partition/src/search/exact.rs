@@ -1,4 +1,4 @@
-//! Every partition that may be better than the best so far.
+//! Tries every partition that may be better than the best so far.
 
 use super::{Best, Found, SegmentCosts, StepTime, Stopped, check_objective};
 use crate::{
@@ -23,10 +23,10 @@ impl Default for ExactOptions {
 /// The partition with the shortest step, by branch and bound, for any objective: another schedule
 /// than 1F1B, limits of memory.
 ///
-/// Borders are set from first to last. What a beginning cannot fall below is the time of its
-/// longest stage over all microbatches, or of the mean of the stages to come, behind one forward of
-/// the stages before. Of equal partitions the first is taken, in lexicographic order behind the
-/// most even one.
+/// Borders are set from first to last. The lower bound of a beginning is the time of its longest
+/// stage over all microbatches, or of the mean of the stages to come, after one forward of the
+/// stages before. Of equal partitions the first is taken: the most even one comes first, then
+/// lexicographic order.
 ///
 /// # Errors
 /// As [`autopipe`](fn@crate::autopipe).
@@ -92,17 +92,17 @@ struct Search<'a, O> {
     best: Best,
 }
 
-/// The stages that are set.
+/// The stages whose borders are set.
 #[derive(Debug, Clone, Copy, Default)]
 struct Beginning {
     /// One forward of all of them.
     forward: f64,
-    /// What the step takes at least because of them.
+    /// Lower bound on the step time because of them.
     bound: f64,
 }
 
 impl<O: StepTime> Search<'_, O> {
-    /// Tries all partitions that begin with these borders; whether it came to the end.
+    /// Tries all partitions that begin with these borders; returns whether the limit allowed it.
     ///
     /// # Errors
     /// [`Error::NotAStepTime`].
@@ -122,7 +122,7 @@ impl<O: StepTime> Search<'_, O> {
             let beginning = self.with_stage(before, start..border);
             let rest = self.costs.load(border..end).total() / behind as f64;
             let bound = beginning.bound.max(beginning.forward + self.all(rest));
-            // Rounding may not cut off what is as good.
+            // Rounding must not cut off an equally good partition.
             if bound * (1.0 - 1e-9) > self.best.step_time {
                 continue;
             }
@@ -144,7 +144,7 @@ impl<O: StepTime> Search<'_, O> {
         }
     }
 
-    /// So much work of all microbatches.
+    /// The time of all microbatches that take `work` each.
     fn all(&self, work: f64) -> f64 {
         work * self.objective.micro_batches() as f64
     }

@@ -1,4 +1,4 @@
-//! What segments and stages take.
+//! Times of segments and stages.
 
 use super::is_cost;
 use crate::{Error, Result, Segments};
@@ -19,7 +19,7 @@ impl SegmentCosts {
     ///
     /// # Errors
     /// [`Error::PerSegment`] when there are not as many backwards as forwards, [`Error::NotACost`]
-    /// for one that is negative, not a number, or above 1e100, so large that sums of them are none.
+    /// for a cost that is negative, not a number, or above 1e100, where sums may overflow.
     pub fn new(forward: Vec<f64>, backward: Vec<f64>) -> Result<Self> {
         if forward.len() != backward.len() {
             return Err(Error::PerSegment {
@@ -50,8 +50,8 @@ impl SegmentCosts {
         })
     }
 
-    /// Costs by counting operations: the backward takes twice the forward, and once more where the
-    /// forward is computed again.
+    /// Costs by counting operations: the backward takes twice the forward, and once more if the
+    /// forward is recomputed.
     ///
     /// # Errors
     /// [`Error::OtherGraph`] when the segments were made for another graph.
@@ -84,7 +84,7 @@ impl SegmentCosts {
         self.forward.is_empty()
     }
 
-    /// What the stages of a partition take.
+    /// The times of a partition's stages.
     ///
     /// # Panics
     /// A border is past the last segment.
@@ -115,7 +115,7 @@ impl SegmentCosts {
     }
 }
 
-/// What a stage takes for one microbatch.
+/// The times of a stage for one microbatch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StageLoad {
     /// Its forward.

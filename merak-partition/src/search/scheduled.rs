@@ -8,8 +8,8 @@ use merak_pipe::{ActivationBytes, Costs, Schedule, ScheduleKind, Size, simulate}
 /// each rank.
 ///
 /// Stages are those of the model in order, `P * v` of them; the schedule's
-/// [placement](Scheduled::placement) says which rank runs which. What has to be even is the work of
-/// ranks and not of stages: [`lay_out`] searches for that.
+/// [placement](Scheduled::placement) says which rank runs which. The work of ranks has to be even,
+/// not that of stages: [`lay_out`] searches for that.
 #[derive(Debug, Clone)]
 pub struct Scheduled {
     schedule: Schedule,
@@ -19,16 +19,16 @@ pub struct Scheduled {
     memory: Option<RankMemory>,
 }
 
-/// What segments keep, and what ranks have for it, in bytes.
+/// Memory that segments keep, and memory of each rank, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankMemory {
-    /// For each segment what a microbatch keeps until its input gradient has been computed.
+    /// For each segment, the bytes that a microbatch keeps until its input gradient is computed.
     pub until_input_grad: Vec<u64>,
-    /// For each segment what a microbatch keeps until its weight gradients have been.
+    /// For each segment, the bytes that a microbatch keeps until its weight gradients are computed.
     pub until_weight_grad: Vec<u64>,
-    /// For each segment its weights, gradients and optimizer state.
+    /// For each segment, the bytes of its weights, gradients and optimizer state.
     pub fixed: Vec<u64>,
-    /// For each rank what it has.
+    /// For each rank, its memory.
     pub limits: Vec<u64>,
 }
 
@@ -56,14 +56,14 @@ impl Scheduled {
         })
     }
 
-    /// The time of a message between two ranks, in the unit of the costs; 0 without.
+    /// The time of a message between two ranks, in the unit of the costs; 0 by default.
     #[must_use]
     pub fn with_comm_cost(mut self, cost: f64) -> Self {
         self.comm_cost = cost;
         self
     }
 
-    /// The share of a backward that computes weight gradients, from 0 to 1; a half without.
+    /// The share of a backward that computes weight gradients, from 0 to 1; a half by default.
     #[must_use]
     pub fn with_weight_share(mut self, share: f64) -> Self {
         self.weight_share = share;
@@ -77,12 +77,12 @@ impl Scheduled {
         self
     }
 
-    /// For each stage the rank that runs it.
+    /// For each stage, the rank that runs it.
     pub fn placement(&self) -> &[usize] {
         &self.placement
     }
 
-    /// What each rank computes for one microbatch, all its stages together.
+    /// The time of each rank for one microbatch, all its stages together.
     ///
     /// # Panics
     /// There are more loads than stages.
@@ -106,7 +106,7 @@ impl Scheduled {
                     .iter()
                     .fold(0_u64, |sum, more| sum.saturating_add(*more))
             };
-            // Lists are checked before a search begins: what is missing fits nowhere.
+            // Lists are checked before a search begins; a missing entry fits nowhere.
             stages
                 .iter()
                 .map(|load| of_stage(load).map_or(u64::MAX, sum))
@@ -167,7 +167,7 @@ impl StepTime for Scheduled {
         if stages.len() != self.placement.len() || !self.fits(stages) {
             return None;
         }
-        // Counted operations are larger than the simulator's largest time.
+        // Costs in counted operations may exceed the simulator's largest time.
         let longest = stages
             .iter()
             .map(StageLoad::total)
@@ -207,14 +207,14 @@ impl StepTime for Scheduled {
     }
 }
 
-/// The partition into the stages of a schedule, several per rank included, whose simulated step is
-/// shortest: that of [`autopipe`](fn@autopipe), and where it could not try all, what further moves
-/// make of it. A move shifts neighbouring borders by one segment, so that work goes from one rank
-/// to another whose stages lie elsewhere.
+/// The partition with the shortest simulated step into the stages of a schedule, several per rank
+/// included. The search starts from the result of [`autopipe`](fn@autopipe) and, if that could not
+/// try all partitions, improves it by further moves. A move shifts neighbouring borders by one
+/// segment, so that work goes from one rank to another whose stages lie elsewhere.
 ///
 /// # Errors
-/// As [`autopipe`](fn@autopipe), [`Error::PerSegment`] and [`Error::PerRank`] for bytes that do not
-/// fit, and [`Error::NotAShare`].
+/// As [`autopipe`](fn@autopipe), [`Error::PerSegment`] and [`Error::PerRank`] for lists of bytes of
+/// another length, and [`Error::NotAShare`].
 ///
 /// ```
 /// use merak_partition::{Scheduled, SegmentCosts, lay_out};

@@ -3,10 +3,10 @@
 use super::{StageLoad, is_cost};
 use crate::{Error, Result};
 
-/// What a search makes small.
+/// The objective that a search minimises.
 pub trait StepTime {
-    /// The step time of stages with these loads, or nothing where they are not allowed: a stage
-    /// that needs more memory than its rank has, say.
+    /// The step time of stages with these loads, or `None` if they are not allowed: a stage needs
+    /// more memory than its rank has, say.
     ///
     /// A search counts on two properties that every pipeline has: a stage runs its forward and
     /// backward once per microbatch, and starts when the forwards of the stages before it have run
@@ -19,7 +19,7 @@ pub trait StepTime {
     /// Checks the objective's own options before a search begins; nothing by default.
     ///
     /// # Errors
-    /// What is wrong with them.
+    /// When an option is invalid.
     fn check(&self) -> Result<()> {
         Ok(())
     }
@@ -28,7 +28,7 @@ pub trait StepTime {
 /// The step of the 1F1B schedule ([PipeDream](https://arxiv.org/abs/1806.03377), section 3.2): an
 /// operation starts when the one before on its stage has ended and its input has come.
 ///
-/// Its step time is nothing where a cost is negative or not a number, or there is no microbatch; a
+/// Its step time is `None` if a cost is negative or not a number, or there is no microbatch; a
 /// search refuses such options.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OneFOneB {
@@ -68,7 +68,7 @@ struct Clock<'a> {
     stages: &'a [StageLoad],
     /// When forward m of stage s has ended, at `s * M + m`.
     forwards: Vec<f64>,
-    /// The same of backwards.
+    /// The same for backwards.
     backwards: Vec<f64>,
     /// Per stage: operations done, and when the last one ended.
     done: Vec<(usize, f64)>,
@@ -127,7 +127,7 @@ impl<'a> Clock<'a> {
     }
 }
 
-/// The operation at a position of a stage with so many stages behind it: whether it is a forward,
+/// The operation at a position of a stage with `behind` stages behind it: whether it is a forward,
 /// and its microbatch.
 fn operation(position: usize, behind: usize, micro_batches: usize) -> (bool, usize) {
     let warmup = behind.min(micro_batches);

@@ -78,7 +78,8 @@ fn first_nodes(graph: &Graph, point: &str) -> Vec<usize> {
     found
 }
 
-/// The module of a node and the parameters that it reads, under the names that they have there.
+/// The module of a node and the parameters that it reads, by their names within it (aliases of tied
+/// ones).
 fn paths<'a>(graph: &'a Graph, node: &'a Node) -> Vec<&'a str> {
     let mut paths = vec![&*node.scope];
     for param in node

@@ -5,10 +5,10 @@ use std::{cmp::Reverse, ops::Range};
 
 /// Splits segments until there are `num_stages`.
 ///
-/// Each time the segment with most parameters is split, where the fewest counted values cross, then
-/// the fewest bytes, then the parameters are split most evenly, then last. A cut that leaves
-/// parameters on both sides goes before any that does not, since a stage without parameters only
-/// waits.
+/// Each time the segment with most parameters is split where the fewest counted values cross. Ties
+/// go to the fewest bytes, then to the most even parameters, then to the last border. A cut that
+/// leaves parameters on both sides goes before any that does not, since a stage without parameters
+/// only waits.
 pub(super) fn until(bounds: &mut Vec<usize>, borders: &Borders, num_stages: usize) -> Result<()> {
     let mut sums = vec![0];
     let mut readers = vec![0];

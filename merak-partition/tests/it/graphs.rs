@@ -16,7 +16,7 @@ const WIDTH: usize = 4;
 #[derive(Debug, Clone)]
 enum Step {
     Linear(usize),
-    /// A linear layer of the first width's weight, which ties it.
+    /// A linear layer with the weight that all such layers share.
     Tied(usize),
     Add(usize, usize),
     Gelu(usize),

@@ -223,8 +223,8 @@ fn parameters_are_balanced_as_well_as_can_be() {
     let model = gpt2(12);
     let graph = trace(&*model);
     let segments = cut(&graph, &*model, SplitMethod::FarthestMinDeps, 4);
-    // The embeddings outweigh a third of the blocks, so the first stage is the largest whatever the
-    // others do.
+    // The embeddings outweigh a third of the blocks, so the first stage is the largest in any
+    // partition.
     assert_eq!(
         stages(&segments, &StageMethod::Parameters, 4).unwrap(),
         [0, 1, 5, 15, 26]
@@ -291,7 +291,7 @@ fn recompute_spares_the_embeddings_and_the_last_chunk_of_the_last_stage() {
         ],
         [const { Vec::new() }; 3]
     );
-    // The first of them only, within a chunk as well.
+    // Only the first of them, even within a chunk.
     assert_eq!(plan(0, 1, 1), [(1, 2)]);
     assert_eq!(plan(1, 2, 1), [(3, 4)]);
 }

@@ -140,7 +140,7 @@ fn neighbours_agree_on_what_passes_between_them_and_nothing_is_lost() {
         (report.tied[0].owner, &*report.tied[0].copies),
         (0, &[3][..])
     );
-    // Products forward once and backward twice; the rest of the backward is smaller change.
+    // Products take one forward and two backward; the rest of the backward is small.
     for stage in &report.stages {
         let ratio = stage.backward.flops as f64 / stage.forward.flops as f64;
         assert!(

@@ -51,7 +51,7 @@ fn shortest(costs: &SegmentCosts, num_stages: usize, objective: &impl StepTime) 
     times.reduce(f64::min)
 }
 
-/// 1F1B on ranks that hold so many segments at most.
+/// 1F1B on ranks that hold at most this number of segments.
 struct Limited(OneFOneB, usize);
 
 impl StepTime for Limited {
@@ -192,7 +192,7 @@ fn searches_refuse_an_objective_that_makes_no_sense_and_say_what_they_found() {
     assert_eq!(step(0, 0.0).step_time(&six.loads(&[0, 3, 6])), None);
 }
 
-/// An objective that gives whatever it is told to.
+/// An objective that returns a given number.
 struct Says(f64);
 
 impl StepTime for Says {

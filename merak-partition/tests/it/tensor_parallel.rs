@@ -9,8 +9,8 @@ use merak_trace::{
 const WIDTH: usize = 8;
 
 /// A chain of blocks as a tensor-parallel rewrite leaves them: column, row, two linear operations
-/// on the summand, all-reduce, bias. Every value but the copies could be cut were it not for the
-/// open sums.
+/// on the summand, all-reduce, bias. Without the open sums, every value but the copies could be
+/// cut.
 fn chain(blocks: usize) -> Graph {
     let axis = Axis::Tensor;
     let half = |name: String, shape: [usize; 2], dim: usize| {

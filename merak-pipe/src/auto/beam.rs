@@ -1,21 +1,20 @@
-//! Beam search: the lists of all ranks grow side by side, and of the beginnings that come of every
-//! choice the most promising ones are kept.
+//! Beam search: the lists of all ranks grow side by side. Each step extends the beginnings by every
+//! choice and keeps the most promising ones.
 
 use super::greedy::{Board, FORWARD, INPUT, Problem, Rule};
 use crate::{Action, Kind, Schedule};
 use std::collections::BTreeSet;
 
-/// Weight of the earliest ends of all ranks, on average, beside the latest of them.
+/// Weight of the mean over ranks of their earliest ends, beside the latest of these ends.
 const MEAN: f64 = 0.3;
 
 /// The shortest schedule that goes on from the `width` most promising beginnings of each length, or
 /// `None` where none is shorter than `below`.
 ///
-/// The rank whose next action can end first has the choice, among all actions that it can begin
-/// before that end: every schedule in which nothing could be done earlier is made of such choices
-/// ([Giffler and Thompson](https://doi.org/10.1287/opre.8.4.487)). Where a forward takes the last
-/// room of a rank, another one that comes later may be the better one to have it, so it can be put
-/// off too.
+/// The rank whose next action can end first chooses among all actions that it can begin before that
+/// end. Such choices make every schedule in which no action could run earlier ([Giffler and
+/// Thompson](https://doi.org/10.1287/opre.8.4.487)). A forward that takes the last room of a rank
+/// can also be put off, as a later one may be the better one to have that room.
 pub(super) fn beam(
     problem: &Problem<'_>,
     rule: &Rule<'_>,
@@ -31,7 +30,8 @@ pub(super) fn beam(
             beginning.go_on(&guide, below, &mut next);
         }
         next.sort_by(|one, other| one.value.total_cmp(&other.value));
-        // Of those with as many actions of each stage and kind, the best one.
+        // Of the beginnings with the same number of actions of each stage and kind, only the best
+        // stays.
         let mut shapes = BTreeSet::new();
         next.retain(|beginning| shapes.insert(beginning.shape));
         next.truncate(width);
@@ -54,11 +54,11 @@ pub(super) fn beam(
     Some(Schedule::new("auto", problem.size, actions))
 }
 
-/// What follows at least, whatever has been done before.
+/// Lower bounds on the time after an action, for any beginning.
 struct Guide<'a> {
     problem: &'a Problem<'a>,
-    /// By stage: the time from the end of a forward to that of its input gradient, and what follows
-    /// that at least.
+    /// By stage: the least time from the end of a forward to the end of its input gradient, and the
+    /// least time after that.
     back: Vec<f64>,
     tail: Vec<f64>,
 }
@@ -90,16 +90,16 @@ impl<'a> Guide<'a> {
 #[derive(Clone)]
 struct Beginning<'a> {
     board: Board<'a>,
-    /// By rank: the time of what is still to do.
+    /// By rank: the time of the actions that are still to do.
     left: Vec<f64>,
     /// By stage: whether its rank puts off its forward until it has done something else.
     held: Vec<bool>,
-    /// The last action, and the place of the one before it among all that were kept.
+    /// The last action, and the index of the one before it in the path.
     done: Option<Action>,
     last: Option<usize>,
-    /// How long a schedule may get that begins so; less is better.
+    /// An estimate of the makespan with this beginning; less is better.
     value: f64,
-    /// The same for beginnings with as many actions of each stage and kind.
+    /// A hash, equal for beginnings with the same number of actions of each stage and kind.
     shape: u64,
 }
 
@@ -134,7 +134,7 @@ impl<'a> Beginning<'a> {
         }
     }
 
-    /// Adds what comes of each choice of the next action, unless it gets as long as `below`.
+    /// Adds the beginning that each choice of the next action gives, if its bound is below `below`.
     fn go_on(&self, guide: &Guide<'_>, below: f64, next: &mut Vec<Self>) {
         let mut held = self.held.clone();
         let mut seen: Vec<Action> = Vec::new();
@@ -218,7 +218,7 @@ impl<'a> Beginning<'a> {
         (bound < below).then_some(after)
     }
 
-    /// A time before which no schedule ends that begins so, and the mean of those of its ranks.
+    /// A lower bound on the makespan with this beginning, and the mean of the bounds of its ranks.
     fn bound(&self, guide: &Guide<'_>) -> (f64, f64) {
         let Self { board, left, .. } = self;
         let problem = guide.problem;

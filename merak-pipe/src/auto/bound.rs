@@ -1,19 +1,19 @@
-//! Times than which no schedule is shorter.
+//! Lower bounds on the makespan of schedules.
 //!
-//! On every rank, some of its work has to wait for the forwards of stages before, and some of it is
-//! followed by work of other ranks. From such heads and tails follow bounds for a placement of the
-//! stages; the least of all placements is one for every schedule.
+//! Each rank first waits for the forwards of earlier stages, and work of other ranks follows its
+//! last work. These heads and tails give a bound for a placement of the stages. The least bound of
+//! all placements holds for every schedule.
 
 use crate::{Costs, Size};
 
 /// Most placements that are tried one by one.
 const PLACEMENTS: usize = 20_000;
 
-/// What the bound of a placement needs.
+/// The inputs of the bound of a placement.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bounds<'a> {
     pub(super) size: Size,
-    /// Recomputations are zero on stages that have none.
+    /// Costs; the recompute is zero on stages that never recompute.
     pub(super) costs: &'a Costs,
     /// Most activations of stages that a rank keeps; the largest of all ranks.
     pub(super) limit: usize,
@@ -21,8 +21,8 @@ pub(super) struct Bounds<'a> {
     pub(super) before_input: usize,
 }
 
-/// A bound for every placement with the same number of stages on each rank, and placements whose
-/// own bound is lowest, best first.
+/// A bound that holds for every placement with the same number of stages on each rank, and the
+/// placements with the lowest bounds, best first.
 pub(super) fn all_placements(bounds: Bounds<'_>, wanted: usize) -> (f64, Vec<Vec<usize>>) {
     let Size { ranks, chunks, .. } = bounds.size;
     if chunks == 1 {
@@ -43,15 +43,15 @@ pub(super) fn all_placements(bounds: Bounds<'_>, wanted: usize) -> (f64, Vec<Vec
     if !complete {
         return (bounds.relaxed(), Vec::new());
     }
-    // The order of the list is that of equals.
+    // The sort is stable: equal bounds keep the order of the list.
     all.sort_by(|a, b| a.0.total_cmp(&b.0));
     let least = all.first().map_or(0.0, |(bound, _)| *bound);
     let placements = all.into_iter().map(|(_, placement)| placement);
     (least, placements.take(wanted).collect())
 }
 
-/// Visits the placements in which ranks are numbered by their first stages; whether it came to the
-/// end.
+/// Visits the placements in which ranks are numbered by their first stages. Returns whether it
+/// visited all of them.
 fn place(
     placement: &mut [usize],
     stage: usize,
@@ -90,9 +90,8 @@ impl Bounds<'_> {
                 .is_some_and(|p| *p != placement[stage]);
             if crosses { self.costs.hop[stage] } else { 0.0 }
         };
-        // When the first activation comes to a stage, and how long after the start of a
-        // microbatch's forward there its input gradient can begin. What is recomputed may be so
-        // meanwhile.
+        // By stage: when the first activation comes, and the least time from the start of a
+        // microbatch's forward to the start of its input gradient. Recomputes fit into that time.
         let mut arrival = vec![0.0; stages];
         for stage in 1..stages {
             arrival[stage] = arrival[stage - 1] + self.costs.forward[stage - 1] + hop(stage - 1);
@@ -102,7 +101,7 @@ impl Bounds<'_> {
             let back = self.costs.input_grad[stage + 1] + 2.0 * hop(stage);
             round[stage] = self.costs.forward[stage] + round[stage + 1] + back;
         }
-        // What follows at least after an input gradient.
+        // The least time after an input gradient.
         let mut tail = vec![self.costs.weight_grad[0]; stages];
         for stage in 1..stages {
             let upstream = hop(stage - 1) + self.costs.input_grad[stage - 1] + tail[stage - 1];
@@ -133,13 +132,13 @@ impl Bounds<'_> {
         let work = urgent + microbatches * weights;
         // All weight gradients may come last.
         let behind_inputs = head + urgent + least(&|stage| tail[stage]);
-        // Before the first input gradient come forwards and recomputes alone, of as many
-        // microbatches as are kept.
+        // Before its first input gradient a rank runs forwards and recomputes alone, of at most as
+        // many microbatches as it keeps.
         let first_input = least(&|stage| arrival[stage] + round[stage]);
         let kept =
             self.limit.min(self.before_input) as f64 * own.iter().map(early).fold(0.0, f64::max);
         let after_first = first_input + work - kept.min(microbatches * early_sum);
-        // A microbatch enters a stage when the one that was there so many before has left it.
+        // A stage holds at most `most` microbatches at once, so they pass it in this many turns.
         let visits = |most: usize| self.size.microbatches.div_ceil(most.max(1)) as f64;
         let (whole, to_input) = (visits(self.limit), visits(self.before_input));
         let in_turn = own.iter().map(|&stage| {
@@ -153,9 +152,9 @@ impl Bounds<'_> {
             .fold(0.0, f64::max)
     }
 
-    /// A bound for all placements at once, where they are too many: the stages at which ranks begin
-    /// are all different, so that one of them is far behind; and ranks cannot all have less than
-    /// the mean of the work.
+    /// A bound for all placements at once, for when they are too many to try. Ranks begin at
+    /// different stages, so one of them begins far behind; and some rank has at least the mean of
+    /// the work.
     fn relaxed(&self) -> f64 {
         let Size {
             ranks,

@@ -34,7 +34,7 @@ impl Draws {
 pub(super) struct Effort {
     /// Orders that are timed.
     pub(super) moves: usize,
-    /// A makespan than which none is shorter.
+    /// A lower bound on the makespan.
     pub(super) bound: f64,
 }
 
@@ -47,20 +47,19 @@ pub(super) struct Descended {
     pub(super) moves: usize,
 }
 
-/// How much longer than the present order one may be at the beginning, in actions of mean length;
-/// this falls to nothing towards the end.
+/// The largest increase that a move may cause at the beginning of the search, in actions of mean
+/// length; it falls to zero towards the end.
 const TOLERANCE: f64 = 1.5;
 
-/// Weight of the time at which ranks end on average beside the makespan: many orders have one
-/// makespan.
+/// Weight of the mean end of the ranks beside the makespan: many orders have the same makespan.
 const ENDS: f64 = 0.02;
 
 /// Moves single actions along their rank's list where the critical path passes, so that some rank
 /// no longer waits.
 ///
-/// A move is kept where the order is not longer than the one before by more than a tolerance that
-/// falls from step to step ([threshold accepting](https://doi.org/10.1016/0021-9991(90)90201-B));
-/// the shortest order of all is the result.
+/// A move is kept unless it makes the order longer by more than a tolerance, which falls from step
+/// to step ([threshold accepting](https://doi.org/10.1016/0021-9991(90)90201-B)). The result is the
+/// shortest order of all.
 pub(super) fn descend(
     shop: &Shop,
     mut lists: Vec<Vec<u32>>,
@@ -90,7 +89,7 @@ pub(super) fn descend(
         let tolerance = TOLERANCE * share * share * mean * draws.share();
         step.apply(&mut lists);
         let mut allowed = shop.keeps(step.rank, &lists[step.rank], memory);
-        // A forward that has no room may have it behind a weight gradient.
+        // A forward without room may fit behind a weight gradient.
         let freeing = if allowed {
             None
         } else {
@@ -139,7 +138,7 @@ impl Step {
         shift(&mut lists[self.rank], self.to, self.from);
     }
 
-    /// The move of the next weight gradient to before the action that this one has moved.
+    /// The move that puts the next weight gradient before the action that `self` has moved.
     fn freeing(self, shop: &Shop, list: &[u32]) -> Option<Self> {
         let to = self.to.min(self.from);
         let weight = |number: &u32| shop.action(*number).kind == Kind::WeightGrad;
@@ -161,8 +160,8 @@ fn shift(list: &mut [u32], from: usize, to: usize) {
     }
 }
 
-/// A move that the order of its rank allows: most of the time of an action on the critical path, to
-/// before one that it waits for, or of that one to behind it; now and then of any action.
+/// Draws a move that the order of its rank allows. Most moves put an action of the critical path
+/// before one that it waits for, or that one behind it; now and then a move takes any action.
 fn draw(
     shop: &Shop,
     lists: &[Vec<u32>],

@@ -1,28 +1,27 @@
-//! List scheduling: a rank that is free takes, of the actions that are ready, the one that its rule
-//! puts first.
+//! List scheduling: a free rank takes the ready action that its rule puts first.
 
 use super::{ByteLimits, Memory};
 use crate::{Action, Costs, Kind, MicrobatchId, PeakBytes, Schedule, Size, StageId};
 use std::{cmp::Reverse, collections::BinaryHeap};
 
-/// What a rank that is free prefers.
+/// What a free rank prefers.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Rule<'a> {
     /// For each rank the most activations of stages that it keeps.
     pub(super) limits: Vec<usize>,
-    /// What their bytes may be.
+    /// The limits of their bytes, if there are any.
     pub(super) bytes: Option<&'a ByteLimits>,
-    /// Forwards before input gradients, not behind them.
+    /// Whether forwards go before input gradients.
     pub(super) forward_first: bool,
-    /// Of the stages of a rank, the forward of the oldest microbatch first, not that of the last
-    /// stage.
+    /// Whether, among the stages of a rank, the forward of the oldest microbatch goes first instead
+    /// of that of the last stage.
     pub(super) oldest_first: bool,
-    /// A weight gradient waits where a message is about to come before this share of it were done.
+    /// A weight gradient waits if a message comes before this share of it would be done.
     pub(super) patience: f64,
 }
 
 impl<'a> Rule<'a> {
-    /// As much memory as there is, for those who choose themselves.
+    /// The full limits of memory, for a search that chooses the actions itself.
     pub(super) fn within(memory: &Memory<'a>) -> Self {
         Self {
             limits: memory.activations.clone(),
@@ -34,7 +33,7 @@ impl<'a> Rule<'a> {
     }
 }
 
-/// What is to be scheduled, on which ranks.
+/// What is scheduled, and on which ranks.
 #[derive(Debug)]
 pub(super) struct Problem<'a> {
     pub(super) size: Size,
@@ -79,7 +78,7 @@ pub(super) fn greedy(problem: &Problem<'_>, rule: &Rule<'_>) -> Option<Schedule>
     let ranks = problem.size.ranks;
     let mut board = Board::new(problem, rule);
     let mut actions = vec![Vec::new(); ranks];
-    // When a rank has something to decide. Times are not negative, so their bits ascend with them.
+    // The times at which ranks decide. Times are not negative, so their bits ascend with them.
     let mut events: BinaryHeap<_> = (0..ranks).map(|rank| Reverse((0_u64, rank))).collect();
     let mut done = 0;
     while let Some(Reverse((bits, rank))) = events.pop() {
@@ -107,7 +106,7 @@ pub(super) struct Board<'a> {
     pub(super) next: Vec<[usize; 3]>,
     /// By kind (forward, input gradient), stage and microbatch: when it is ready.
     ready: Vec<f64>,
-    /// By rank: activations that are kept, their bytes, and when it is free.
+    /// By rank: activations that are kept, their bytes, and when the rank is free.
     live: Vec<u64>,
     live_bytes: Vec<PeakBytes>,
     pub(super) free: Vec<f64>,
@@ -152,7 +151,7 @@ impl<'a> Board<'a> {
             let open = self.problem.stages[rank]
                 .iter()
                 .filter(|stage| self.is_ready(INPUT, **stage, now));
-            // The oldest microbatch, and of the same one the stage with the longest way back.
+            // The oldest microbatch; among its stages the one with the longest way back.
             let first = open.min_by_key(|stage| (self.next[**stage][INPUT], Reverse(**stage)));
             first.map(|stage| self.action(Kind::InputGrad, *stage))
         };
@@ -196,11 +195,11 @@ impl<'a> Board<'a> {
         }
     }
 
-    /// Whether another activation fits, so that what was begun can always be ended.
+    /// Whether another activation fits such that every microbatch that was begun can still end.
     ///
-    /// A microbatch needs room on all stages of a rank at once. So beside the oldest one that has
-    /// not come to the rank's last stage yet, younger ones take no more than what all stages of
-    /// that one leave. Older ones go without more room.
+    /// A microbatch needs room on all stages of a rank at once. The oldest microbatch that has not
+    /// reached the rank's last stage therefore has its room on all stages reserved. Younger ones
+    /// share what is left; older ones only have to fit.
     pub(super) fn has_room(&self, rank: usize, chunk: usize) -> bool {
         let limit = self.rule.limits[rank] as u64;
         self.fits(rank, chunk, (self.live[rank], limit), |_| 1)
@@ -217,7 +216,7 @@ impl<'a> Board<'a> {
         stages > 1 && (self.rule.bytes.is_some() || self.rule.limits[rank] < all)
     }
 
-    /// [`Board::has_room`] where activations of a stage count so much.
+    /// [`Board::has_room`] for a memory in which an activation of a stage takes its `weight`.
     fn fits(
         &self,
         rank: usize,
@@ -252,8 +251,8 @@ impl<'a> Board<'a> {
         Action::new(StageId(stage), kind, MicrobatchId(microbatch))
     }
 
-    /// Carries out the next action of its kind and stage; gives when its message comes to which
-    /// rank.
+    /// Carries out the next action of this kind and stage. Returns when its message comes, and to
+    /// which rank.
     pub(super) fn carry_out(
         &mut self,
         rank: usize,

@@ -11,8 +11,8 @@ const NONE: u32 = u32::MAX;
 pub(super) struct Shop {
     stages: usize,
     microbatches: usize,
-    /// By action: its time, the action whose message it takes with the time of that message, and
-    /// the action that takes its own.
+    /// By action: its time; the action that makes its message, with the time of that message; the
+    /// action that takes its own message.
     cost: Vec<f64>,
     before: Vec<u32>,
     lag: Vec<f64>,
@@ -21,7 +21,7 @@ pub(super) struct Shop {
     placement: Vec<usize>,
 }
 
-/// How long an order takes.
+/// The length of an order.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Length {
     /// When the last rank ends.
@@ -33,8 +33,7 @@ pub(super) struct Length {
 /// When the actions of an order end.
 #[derive(Debug)]
 pub(super) struct Times {
-    /// By action: when it ends, not a number for one that is still to come, and its place in its
-    /// rank's list.
+    /// By action: when it ends (NaN while it is still to come), and its place in its rank's list.
     ends: Vec<f64>,
     places: Vec<u32>,
     /// By rank: how far it has come, and when it is free.
@@ -170,8 +169,8 @@ impl Shop {
         })
     }
 
-    /// Follows from the last end back to the start what each action waited for, and lists the
-    /// places, rank and index, of those that waited for the one before them in their rank's list.
+    /// Follows the chain of waits from the last end back to the start. Lists, by rank and index,
+    /// the actions that waited for the one before them in their rank's list.
     pub(super) fn critical(
         &self,
         lists: &[Vec<u32>],
@@ -209,8 +208,8 @@ impl Shop {
         }
     }
 
-    /// Whether an action may pass those between two places of a list: actions of one stage keep
-    /// their order within a kind, and within a microbatch.
+    /// Whether an action may pass these others of its list: actions of one stage keep their order
+    /// within a kind, and within a microbatch.
     pub(super) fn may_pass(&self, moved: u32, passed: &[u32]) -> bool {
         let moved = self.action(moved);
         !passed.iter().map(|other| self.action(*other)).any(|other| {

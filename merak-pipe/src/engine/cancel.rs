@@ -25,7 +25,8 @@ pub type Interrupter = Box<dyn Fn(&str) + Send + Sync>;
 /// let elsewhere = cancel.clone();
 /// assert!(cancel.check().is_ok());
 /// elsewhere.cancel("the machine shuts down");
-/// assert_eq!(cancel.check().unwrap_err().to_string(), "the run was cancelled: the machine shuts down");
+/// let error = cancel.check().unwrap_err();
+/// assert_eq!(error.to_string(), "the run was cancelled: the machine shuts down");
 /// ```
 #[derive(Clone, Default)]
 pub struct Cancel(Arc<Mutex<State>>);
@@ -33,13 +34,13 @@ pub struct Cancel(Arc<Mutex<State>>);
 #[derive(Default)]
 struct State {
     reason: Option<String>,
-    /// What wakes the runs that go on, by number.
+    /// What wakes the runs in progress, by number.
     interrupters: BTreeMap<u64, Interrupter>,
     begun: u64,
 }
 
 impl Cancel {
-    /// A handle that was not used yet.
+    /// A handle that is not used yet.
     pub fn new() -> Self {
         Self::default()
     }
@@ -56,7 +57,7 @@ impl Cancel {
         }
     }
 
-    /// Whether nobody has cancelled.
+    /// Succeeds until [`Cancel::cancel`] is called.
     ///
     /// # Errors
     /// [`Error::Cancelled`].
@@ -105,7 +106,7 @@ pub(super) struct Watch<'a> {
 impl Drop for Watch<'_> {
     fn drop(&mut self) {
         let interrupter = self.cancel.lock().interrupters.remove(&self.number);
-        // A link's end may do more than this lock should wait for.
+        // Dropping it may take longer than this lock should be held.
         drop(interrupter);
     }
 }

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-/// How far a pipelined step was from the same step without a pipeline.
+/// How far a pipelined step is from the same step without a pipeline.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Comparison {
     /// Numbers that were compared.
@@ -18,21 +18,21 @@ pub struct Comparison {
     pub name: String,
 }
 
-/// Runs one step of a schedule, and the same step without a pipeline, and compares what comes of
-/// them: the test for a [`StageModule`] of one's own.
+/// Runs one step of a schedule and the same step without a pipeline, and compares their results:
+/// the test for a [`StageModule`] of one's own.
 ///
 /// Without the pipeline every stage is a module of its own, and microbatches go through all stages
-/// there and back, one after the other, on this thread. What a module does wrong because of the
-/// order of its calls, of the stages that it shares a rank with or of what hangs on its payloads
-/// then shows as a difference.
+/// there and back, one after the other, on this thread. A module whose results depend on the order
+/// of its calls, on the other stages of its rank or on state attached to its payloads then shows a
+/// difference.
 ///
-/// `make` makes the module of some stages, with the same weights for a stage whatever its company.
-/// `results` reads from a module, after the step, lists of numbers under names that do not depend
-/// on the cut: the gradients of its parameters, its loss. Lists with one name in several modules
-/// are added up, so that tied weights and losses need no more.
+/// `make` makes the module of some stages. The weights of a stage must not depend on the other
+/// stages of the module. `results` reads from a module, after the step, lists of numbers under
+/// names that do not depend on the cut: the gradients of its parameters, its loss. Lists with one
+/// name in several modules are added up, so that tied weights and losses need no more.
 ///
 /// `tolerance` is relative to the largest number of a list: 0 where all sums run in one order, as
-/// under a module whose gradients are added by microbatch. A wait of the pipelined step ends by the
+/// in a module whose gradients are added by microbatch. A wait of the pipelined step ends by the
 /// `deadline`.
 ///
 /// # Errors
@@ -180,7 +180,7 @@ fn compare(
             } else {
                 (expected - found).abs() / scale
             };
-            // A difference that is no number is none that is tolerated.
+            // A NaN difference is never tolerated.
             if difference.is_nan() || difference > tolerance {
                 return Err(Error::Unlike {
                     name: name.clone(),

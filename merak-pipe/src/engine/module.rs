@@ -8,7 +8,7 @@ use crate::{Action, BoxError};
 /// and whose `microbatch` tells which kept activations belong to it. Calls come in the order of the
 /// schedule.
 ///
-/// What a module does must not depend on that order, nor on which stages it shares a rank with:
+/// The results of a module must not depend on that order, nor on the other stages of its rank:
 ///
 /// - **A payload is numbers alone.** Activations and gradients must leave without the graph of an
 ///   autograd engine that made them: detach both. A gradient that candle computed still hangs on
@@ -24,7 +24,7 @@ use crate::{Action, BoxError};
 /// [`compare_with_unpipelined`](crate::compare_with_unpipelined) tests a module against these
 /// rules.
 pub trait StageModule {
-    /// What stages send each other; the gradient of a payload is a payload as well.
+    /// What stages send each other; the gradient of a payload is a payload too.
     type Payload: Send + 'static;
     /// What can go wrong; the engine adds rank, stage and microbatch.
     type Error: Into<BoxError>;
@@ -96,8 +96,8 @@ pub trait StageModule {
     }
 
     /// Runs `forward` as [`StageModule::forward`] does and `backward` as [`StageModule::backward`]
-    /// does, at once: what one waits for, communication above all, is hidden under the other. They
-    /// are of different stages or microbatches.
+    /// does, at once: each uses the time in which the other waits, above all for communication.
+    /// They are of different stages or microbatches.
     ///
     /// Called for the pairs of a schedule where [`StageModule::overlaps`]. Returns what both
     /// return.
@@ -117,13 +117,12 @@ pub trait StageModule {
         ))
     }
 
-    /// Drops what a step that failed has left behind: activations that are kept, gradients that
-    /// wait for their weights' half, and the sums of weight gradients that the step has begun. The
-    /// engine calls it when a run ends with an error. A module that keeps nothing has nothing to
-    /// do; one that keeps something and does not override this must not be run again after a
-    /// failure.
+    /// Drops the state that a failed step has left: kept activations, gradients that wait for the
+    /// weights' half of their backward, and the sums of weight gradients of this step. The engine
+    /// calls it when a run ends with an error. A module that keeps nothing has nothing to do; one
+    /// that keeps something and does not override this must not be run again after a failure.
     fn reset(&mut self) {}
 }
 
-/// What a forward and a backward return that ran at once.
+/// What a forward and a backward that ran at once return.
 pub(crate) type Both<P> = (Option<P>, Option<P>);

@@ -39,7 +39,7 @@ pub struct GroupLink {
     posted: BTreeMap<(usize, Tag), VecDeque<Pending<Message>>>,
     /// Sends that may still be on their way.
     sends: Vec<(usize, Tag, Pending<()>)>,
-    /// Whose turns the actions are, and the one that lasts.
+    /// The group whose turns the actions are, and the turn in progress.
     turns: Option<Group>,
     turn: Turn,
 }

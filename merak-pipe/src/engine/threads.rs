@@ -70,7 +70,7 @@ impl<P> Shared<P> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes every wait end; the first rank that failed counts.
+    /// Makes every wait end. Only the first failure counts.
     fn fail(&self, rank: usize, reason: &str) {
         let mut state = self.lock();
         state.failure.get_or_insert_with(|| (rank, reason.into()));
@@ -205,7 +205,7 @@ where
     run_threads_until(schedule, modules, deadline, &Cancel::new())
 }
 
-/// [`run_threads`] that a handle ends from outside.
+/// [`run_threads`], with a handle that ends it from outside.
 ///
 /// # Errors
 /// As [`run_threads`], and [`Error::Cancelled`]. All modules are then [reset](StageModule::reset).
@@ -214,7 +214,10 @@ where
 /// use merak_pipe::{Cancel, Schedule, StageModule, run_threads_until};
 /// use std::{thread, time::Duration};
 ///
-/// # fn step<M: StageModule + Send>(schedule: &Schedule, modules: &mut [M]) -> merak_pipe::Result<()> {
+/// # fn step<M: StageModule + Send>(
+/// #     schedule: &Schedule,
+/// #     modules: &mut [M],
+/// # ) -> merak_pipe::Result<()> {
 /// let cancel = Cancel::new();
 /// let watchdog = cancel.clone();
 /// thread::spawn(move || {

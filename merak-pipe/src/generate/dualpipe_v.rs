@@ -9,10 +9,10 @@ use crate::{Action, Pair, Schedule, Size, action::Cell};
 /// forward of one stage runs at once with a backward of the other, so that a rank can compute one
 /// while it communicates for the other.
 ///
-/// Where nothing is won by that, the extra time is half of the published `(P-1)(F + 2B - 3W)` of
-/// one stage, with at most `2P + 1` live stages per rank: the first backwards of the way back are
-/// split too, so that their input gradients leave a weight gradient earlier. The construction is
-/// one for `M >= 2P`; fewer microbatches run the order of `2P` without the missing ones.
+/// Without a gain from that, the extra time is half of the published `(P-1)(F + 2B - 3W)` of one
+/// stage, with at most `2P + 1` live stages per rank: the first backwards of the way back are split
+/// too, so that their input gradients leave a weight gradient earlier. The construction is one for
+/// `M >= 2P`; fewer microbatches run the order of `2P` without the missing ones.
 pub(crate) fn dualpipe_v(size: Size) -> Schedule {
     let microbatches = size.microbatches.max(2 * size.ranks);
     let order = |rank| {

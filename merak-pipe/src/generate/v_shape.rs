@@ -15,7 +15,7 @@
 //! ```
 //!
 //! The paper gives regular blocks; here irregular ones are drawn as well, which save some more of
-//! the bubble. Which one is best shows when up to `4P` microbatches are played.
+//! the bubble. Playing up to `4P` microbatches shows which one is best.
 
 mod block;
 mod play;

@@ -24,7 +24,7 @@ pub(crate) fn zb_h2(size: Size) -> Schedule {
 }
 
 /// Rank `r` is `per_hop` forwards ahead for each rank behind it, and puts as many weight gradients
-/// off for each rank before it: what it has under way at once is the same on every rank.
+/// off for each rank before it: the work under way at once is the same on every rank.
 fn schedule(name: &str, size: Size, per_hop: usize) -> Schedule {
     let order = |rank| {
         rank_order(

@@ -35,7 +35,7 @@ impl Lowering<'_> {
 struct Stream<'a> {
     lowering: &'a Lowering<'a>,
     out: Vec<Instruction>,
-    /// Activations that wait until so many gradients were received.
+    /// Activations that wait, each until this number of gradients was received.
     held_back: VecDeque<(usize, Slot)>,
     /// Gradients received so far.
     gradients: usize,

@@ -121,8 +121,8 @@ fn short_len(action: &Action) -> usize {
     1 + action.microbatch.to_string().len()
 }
 
-/// The time of one cell: that of the shortest action that takes time, or longer where there are too
-/// many.
+/// The time of one cell: that of the shortest action that takes time, or longer where that makes
+/// too many cells.
 fn cell_time(timeline: &Timeline, max_cells: usize) -> f64 {
     let spans = timeline.ranks.iter().flatten();
     let times = spans

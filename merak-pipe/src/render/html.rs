@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 const MAX_RANKS: usize = 8;
 const MAX_MICROBATCHES: usize = 16;
 
-/// What the page of [`html`] shows beside a schedule and its costs.
+/// What the page of [`html`] shows besides a schedule and its costs.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct PageOptions {
     /// What a microbatch keeps on each stage.
@@ -21,8 +21,8 @@ pub struct PageOptions {
     pub peak_activations: Vec<f64>,
     /// For each rank the most bytes of activations that it may keep; empty for no limit.
     pub peak_bytes: Vec<u64>,
-    /// Whether the recompute of the costs, `R`, is meant for every schedule of the page; else it is
-    /// that of the given one, and others have their [own](ScheduleKind::default_costs).
+    /// Whether the cost of a recompute, `R`, applies to every schedule of the page; otherwise only
+    /// to the given one, and the others have their [own](ScheduleKind::default_costs).
     pub is_recompute_named: bool,
 }
 
@@ -43,7 +43,7 @@ impl PageOptions {
     }
 }
 
-/// What the page's script gets.
+/// The data of the page's script.
 #[derive(Serialize)]
 struct Data<'a> {
     name: &'a str,
@@ -56,7 +56,7 @@ struct Data<'a> {
     /// By kind the colours of the first and of the last stage of a rank.
     colours: BTreeMap<char, [String; 2]>,
     critical: &'static str,
-    /// By name the cost of a recompute that is assumed unless told.
+    /// By name the default cost of a recompute.
     recomputes: BTreeMap<&'static str, f64>,
     /// By name and `ranks,microbatches`.
     schedules: BTreeMap<&'static str, BTreeMap<String, Stored>>,
@@ -80,7 +80,8 @@ type Stored = (Vec<Vec<StageId>>, Vec<String>, Vec<StageId>);
 /// [`simulate`](fn@crate::simulate) in another language, and gives the same figures.
 ///
 /// # Errors
-/// When the schedule's actions do not fit its size, a cost is none, or a list has another length.
+/// When the schedule's actions do not fit its size, a cost is not legal, or a list has another
+/// length.
 ///
 /// ```
 /// use merak_pipe::{Costs, PageOptions, ScheduleKind, Size, UnitCosts, html};
@@ -135,8 +136,8 @@ pub fn html(schedule: &Schedule, costs: &Costs, options: &PageOptions) -> Result
     Ok(include_str!("page.html").replacen("/*DATA*/null", &data, 1))
 }
 
-/// Microbatches are left out: on each stage those of forwards, of input gradients and of weight
-/// gradients ascend, and an `R` is that of the next `B`.
+/// The schedule without its microbatches: on each stage they ascend for forwards, for input
+/// gradients and for weight gradients, and an `R` belongs to the next `B`.
 fn stored(schedule: &Schedule) -> Result<Stored> {
     let placement = schedule.placement()?;
     let own = |rank| {

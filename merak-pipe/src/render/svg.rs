@@ -10,14 +10,14 @@ const ROW: f64 = 34.0;
 const BAR: f64 = 26.0;
 /// Room of a letter in a bar.
 const LETTER: f64 = 6.6;
-/// Most actions that get bars of their own, with titles; the bars of more are drawn as one shape
+/// The most actions that get bars of their own, with titles; more actions are drawn as one shape
 /// for each kind.
 const MOST_TITLED: usize = 4_000;
 
 /// Draws a simulated schedule as an SVG document: a row for each rank, time to the right, a bar for
 /// each action, the critical path outlined, the figures above. The stages of a rank differ in
-/// shade, and by their number where there is room; the halves of one bar run at once, and a line
-/// joins what would if anything were won by it.
+/// shade, and by their number where there is room. The halves of one bar run at once; a line joins
+/// two actions that would run at once if that gained anything.
 ///
 /// Stands alone: no fonts, scripts or files are needed to show it, and it is dark where its reader
 /// prefers that. Every bar has a title with its times, up to 4,000 of them. The picture of the
@@ -67,8 +67,8 @@ impl<'a> Picture<'a> {
             .filter(|time| *time > 0.0)
             .fold(f64::INFINITY, f64::min);
         let makespan = simulation.makespan;
-        // The shortest action that takes time has room for its name, but the picture stays one that
-        // can be shown.
+        // The shortest action that takes time has room for its name, as far as the picture can
+        // still be shown.
         let widest = if titled { 20_000.0 } else { 5_000.0 };
         let scale = if makespan > 0.0 && shortest.is_finite() {
             (32.0 / shortest).min(widest / makespan)
@@ -247,7 +247,7 @@ impl<'a> Picture<'a> {
         }
     }
 
-    /// A line below what could run at once and runs one after the other.
+    /// A line below two actions that could run at once and run one after the other.
     fn joins(&mut self, rank: usize) {
         let spans = &self.simulation.timeline.ranks[rank];
         let mut path = String::new();
@@ -358,7 +358,7 @@ fn outline(shape: &mut String, place: Place) {
         .expect("a String takes every write");
 }
 
-/// The smallest of 1, 2 and 5 times a power of ten that is no less.
+/// The smallest of 1, 2 and 5 times a power of ten that is at least `least`.
 fn tick(least: f64) -> f64 {
     let power = 10_f64.powf(least.max(f64::MIN_POSITIVE).log10().floor());
     let steps = [1.0, 2.0, 5.0].map(|step| step * power);

@@ -3,9 +3,9 @@
 use crate::{Kind, Pair, Span, Timeline, timeline::groups};
 use serde::Serialize;
 
-/// The document, in the [Trace Event Format].
+/// The document, in the [Trace Event Format][format].
 ///
-/// [Trace Event Format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+/// [format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Document {
@@ -44,7 +44,7 @@ struct Name {
 struct Place {
     stage: usize,
     microbatch: usize,
-    /// What runs at once with it.
+    /// The action that runs at once with it.
     #[serde(skip_serializing_if = "Option::is_none")]
     with: Option<String>,
 }
@@ -61,7 +61,11 @@ struct Place {
 /// let schedule = ScheduleKind::Gpipe.generate(Size::new(2, 1))?;
 /// let simulation = simulate(&schedule, &Costs::uniform(UnitCosts::default(), 2))?;
 /// let text = trace(&simulation.timeline);
-/// assert!(text.contains(r#"{"ph":"X","name":"1F0","cat":"forward","pid":0,"tid":1,"ts":1000000.0,"dur":1000000.0,"#));
+/// let event = concat!(
+///     r#"{"ph":"X","name":"1F0","cat":"forward","pid":0,"tid":1,"#,
+///     r#""ts":1000000.0,"dur":1000000.0,"#,
+/// );
+/// assert!(text.contains(event));
 /// # Ok::<(), merak_pipe::Error>(())
 /// ```
 #[expect(

@@ -1,14 +1,13 @@
 //! Ranks that share fewer cores than there are ranks.
 //!
 //! ```text
-//! two ranks, one core     rank 0  F0 F1 .. ..      an action that finds no core waits, first come, first served,
-//!                         rank 1  .. .. F0 F1      and then runs to its end
+//! two ranks, one core     rank 0  F0 F1 .. ..      an action that finds no core waits,
+//!                         rank 1  .. .. F0 F1      first come, first served, then runs to its end
 //! ```
 //!
 //! On a share of a core actions run at that share of their speed. All running actions slow down
-//! alike, so they are kept by the *work* at which they end: the time that has passed for an action
-//! that runs from the beginning at full speed. It grows by `min(1, cores / running)` for each unit
-//! of time.
+//! alike, so they are sorted by the *work* at which they end: the time that would have passed at
+//! full speed. It grows by `min(1, cores / running)` for each unit of time.
 
 use super::Clock;
 use crate::action::Cell;
@@ -84,7 +83,7 @@ impl Machine<'_, '_> {
         self.admit(None);
     }
 
-    /// Begins what waits while there are cores, one of which an action may have just left.
+    /// Begins waiting actions while cores are free; `left` is the action that has just left one.
     fn admit(&mut self, left: Option<(usize, usize)>) {
         while (self.running.len() as f64) < self.cores {
             let Some(rank) = self.queue.pop_front() else {
@@ -102,7 +101,7 @@ impl Machine<'_, '_> {
         }
     }
 
-    /// Goes on to the next end or arrival; whether there was one.
+    /// Goes on to the next end or arrival. Returns whether there was one.
     fn advance(&mut self) -> bool {
         let speed = (self.cores / self.running.len().max(1) as f64).min(1.0);
         let end = self.running.peek().map(|Reverse((bits, _))| {

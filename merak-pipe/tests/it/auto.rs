@@ -249,7 +249,7 @@ fn shortest(placement: &[usize], microbatches: usize, costs: &Costs) -> f64 {
     all.best
 }
 
-/// All ways to lay so many stages on each rank, but for the names of the ranks.
+/// All ways to lay `chunks` stages on each of `ranks` ranks, up to the names of the ranks.
 fn placements(ranks: usize, chunks: usize) -> Vec<Vec<usize>> {
     let mut heads = vec![Vec::new()];
     for _ in 0..ranks * chunks {
@@ -396,8 +396,8 @@ fn a_search_over_32_ranks_and_128_microbatches_ends_in_time() {
 
 #[test]
 fn random_costs_leave_much_to_gain_over_the_named_schedules() {
-    // Where every stage costs something else, list scheduling alone finds shorter schedules most of
-    // the time.
+    // Where the costs differ from stage to stage, list scheduling alone finds shorter schedules
+    // most of the time.
     let mut state = 7_u64;
     let mut draw = || {
         state = state
@@ -459,7 +459,7 @@ fn limits_in_bytes_are_kept_and_what_only_input_gradients_need_is_free_behind_th
         assert!(found.bound <= found.simulation.makespan + 1e-9);
         found.simulation.makespan
     };
-    // Where all waits for weight gradients, bytes are a count.
+    // Where all bytes wait for weight gradients, a limit of bytes is a limit of counts.
     let counted = AutoLimits {
         peak_activations: vec![4.0, 3.0, 2.0, 1.0],
         moves: 20_000,
@@ -468,7 +468,7 @@ fn limits_in_bytes_are_kept_and_what_only_input_gradients_need_is_free_behind_th
     let counted = auto(size, &costs, &counted).unwrap().simulation.makespan;
     let weights = search("W=400", &[1600, 1200, 800, 400]);
     assert!((weights - counted).abs() < 1e-9, "{weights} {counted}");
-    // Where a quarter does, weight gradients may wait within the same bytes.
+    // Where a quarter of them does, weight gradients may wait within the same bytes.
     let most_for_inputs = search("I=300,W=100", &[600; 4]);
     let all_for_weights = search("W=400", &[600; 4]);
     assert!(

@@ -121,7 +121,7 @@ fn a_gradient_that_carries_its_graph_is_found_where_a_rank_has_several_stages() 
         error.to_string().contains("what hangs on its payloads"),
         "{error}"
     );
-    // With one stage per rank nobody notices.
+    // With one stage per rank the fault does not show.
     assert!(compared(&generated(ScheduleKind::OneFOneB), Fault::CarriesGraph).is_ok());
 }
 

@@ -380,7 +380,7 @@ fn a_module_runs_again_after_a_failure_as_if_nothing_had_been() {
     }
 }
 
-/// A module whose first forward on the last rank takes until somebody cancels the run.
+/// A module whose first forward on the last rank lasts until the run is cancelled.
 struct Waits(merak_pipe::Cancel, usize);
 
 impl StageModule for Waits {

@@ -236,7 +236,7 @@ fn a_browser_shows_the_figures_of_the_simulator() {
     }
 }
 
-/// Moves each slider of a page with a schedule of somebody's own.
+/// Moves each slider of a page with a user's own schedule.
 const SLIDERS: &str = r##"<script>{
 const set = (id, value) => {
   const input = document.getElementById(id);

@@ -229,7 +229,7 @@ proptest! {
         let next = (at + 1..actions.len()).find(|next| alike(actions[*next], actions[at]));
         let Some(next) = next.filter(|_| actions[at].kind != Kind::Recompute) else { return Ok(()) };
         actions.swap(at, next);
-        // One rank may take forwards in any order, as nobody else has to agree.
+        // One rank may take forwards in any order, as no other rank has to agree.
         let alone = schedule.size.ranks == 1 && schedule.actions[rank][at].kind == Kind::Forward;
         prop_assert!(alone || schedule.validate().is_err());
     }

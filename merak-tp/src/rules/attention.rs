@@ -12,8 +12,8 @@ const PACKED: usize = 2;
 
 /// Each rank computes its share of the query heads.
 ///
-/// Key and value heads are shared out likewise; where there are fewer than ranks, neighbouring
-/// ranks whose query heads share one get the same.
+/// Key and value heads are shared out likewise; if there are fewer than ranks, neighbouring ranks
+/// get the head that their query heads share.
 pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<Plan> {
     let degree = site.degree;
     let by_heads =
@@ -81,7 +81,7 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<Plan> {
     Ok(Plan::new(needs, op, results))
 }
 
-/// Turns whole heads, whichever a rank has.
+/// Turns whole heads, each rank its own.
 pub(super) fn rope(site: &Site<'_>, rope: &Rope) -> Plan {
     let Some(shard) = site.shard(0) else {
         return site.whole();

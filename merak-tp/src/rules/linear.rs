@@ -65,7 +65,7 @@ fn row(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Result
     })
 }
 
-/// A layer that no list names: it needs whole rows, and may have fewer of them.
+/// A layer that no list names: it needs whole rows, but each rank may have some of them.
 fn unmatched(site: &Site<'_>, bias: bool) -> Plan {
     let last = site.types[0].ndim() - 1;
     match site.shard(0) {

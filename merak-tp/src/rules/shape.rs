@@ -23,7 +23,7 @@ pub(super) fn reshape(site: &Site<'_>, to: &[usize]) -> Plan {
     }
 }
 
-/// Where the cut of `from` lies in `to`, if slices stay slices.
+/// The cut of `from` in terms of `to`, if slices stay slices.
 ///
 /// The elements before the cut dimension must be those before some dimension of `to`, and every
 /// slice must hold whole steps of that dimension.
@@ -65,7 +65,7 @@ pub(super) fn transpose(site: &Site<'_>, perm: &[usize]) -> Plan {
     )
 }
 
-/// Takes pieces that consist of whole parts; across a part the operand is needed whole.
+/// Takes pieces that consist of whole parts; a piece across a part needs the whole operand.
 pub(super) fn split(site: &Site<'_>, dim: usize, sizes: &[usize]) -> Plan {
     let Some(shard) = site.shard(0) else {
         return site.whole();
@@ -106,7 +106,7 @@ fn grouped(parts: &[usize], sizes: &[usize]) -> Option<Vec<Vec<usize>>> {
     Some(groups)
 }
 
-/// Joins split operands part after part, or across a dimension that all of them share.
+/// Joins split operands part after part, or as slices of a dimension that all of them share.
 pub(super) fn concat(site: &Site<'_>, dim: usize) -> Plan {
     let Some(first) = (0..site.types.len()).find_map(|operand| site.shard(operand)) else {
         return site.whole();

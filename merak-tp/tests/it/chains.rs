@@ -1,4 +1,4 @@
-//! Random chains of layers: what many ranks compute is what one does.
+//! Random chains of layers: many ranks compute the same as one.
 
 use crate::{
     run::assert_same,
@@ -29,7 +29,7 @@ enum Link {
     HeadNorm,
     /// A matrix that is first used whole, then split, or the other way round.
     Tied(bool),
-    /// Query, key and value projections with so many key heads of 4.
+    /// Query, key and value projections with this many key heads for 4 query heads.
     Attention(usize),
     /// One projection for all three, with two key heads.
     FusedAttention,

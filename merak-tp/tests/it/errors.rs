@@ -1,4 +1,4 @@
-//! What is refused, and in which words.
+//! Refused models and their messages.
 
 use crate::support::{gpt2, input, linear, lists, llama, model, trace};
 use merak_tp::{LayerLists, Mapping, SplitKind, default_lists, rewrite};

@@ -8,11 +8,11 @@ use merak_trace::{
 };
 use std::{collections::BTreeMap, sync::Arc};
 
-/// What one rank computes in one microbatch, dropout on.
+/// The results of one rank for one microbatch, dropout on.
 #[derive(Debug, Clone)]
 pub(crate) struct Step {
     pub(crate) loss: f64,
-    /// The gradient of what the rank holds of each parameter, all uses together.
+    /// The gradient of the rank's slice of each parameter, all uses together.
     pub(crate) grads: BTreeMap<String, Vec<f64>>,
 }
 
@@ -29,7 +29,7 @@ pub(crate) fn on_ranks(graph: &Graph, degree: usize) -> Vec<Step> {
     })
 }
 
-/// Asserts that all ranks of a split graph compute what one rank does of the whole one.
+/// Asserts that all ranks of a split graph compute the same as one rank on the whole graph.
 ///
 /// In f64 sums in another order differ by some 1e-15 of the largest summand. A gradient that
 /// cancels out is held against the norm of all gradients.
@@ -151,7 +151,7 @@ fn start(param: &Param) -> Vec<f64> {
         .collect()
 }
 
-/// What a rank holds of a whole parameter, or of its gradient.
+/// A rank's slice of a whole parameter, or of its gradient.
 fn slice(param: &Param, whole: &[f64], rank: usize, degree: usize) -> Vec<f64> {
     let mut local = vec![0.0; param.local.numel()];
     for part in param.placement.local_boxes(&param.full, rank, degree) {

@@ -29,7 +29,7 @@ struct Rule<'a, 't> {
 }
 
 impl Rule<'_, '_> {
-    /// The gradient of all operations of which only the first result is differentiable.
+    /// The gradient of an operation of which only the first result is differentiable.
     #[expect(
         clippy::too_many_lines,
         reason = "a table with one entry per operation"
@@ -109,7 +109,7 @@ impl Rule<'_, '_> {
                 Ok(out)
             }
             Op::Mul => self.product(dy),
-            // Linear maps whose transpose is themselves, or simply the incoming gradient.
+            // Linear maps that are their own transpose, or that pass the incoming gradient on.
             Op::Dropout(_) | Op::Scale { .. } => self.one(0, self.node.op.clone(), &[dy]),
             Op::Identity | Op::AllReduce { .. } => Ok(self.pass(0, dy)),
             Op::CopyTo { axis } => self.one(0, Op::AllReduce { axis: *axis }, &[dy]),

@@ -1,5 +1,5 @@
-//! The default backend: candle tensors in host memory, with fused kernels for what decides the
-//! speed.
+//! The default backend: candle tensors in host memory, with fused kernels for the operations that
+//! decide the speed.
 
 mod accumulate;
 mod attention;
@@ -25,9 +25,9 @@ use storage::{Handle, Kept, Scalar, at, elements, kept, steal};
 ///
 /// Results do not depend on the number of threads. Memory of freed values is kept and reused.
 ///
-/// Frozen parameters of f32 may be [kept](Param::kept) in bf16. Products and lookups widen their
-/// elements where they load them, other operations in memory of their own, so all results are those
-/// of an f32 parameter with the same values.
+/// Frozen parameters of f32 may be [kept](Param::kept) in bf16. Products and lookups widen the
+/// elements as they load them; other operations widen them in temporary memory. All results are
+/// those of an f32 parameter with the same values.
 #[derive(Debug)]
 pub struct Candle {
     threads: Threads,
@@ -52,7 +52,7 @@ impl Candle {
         })
     }
 
-    /// Wraps memory of the pool's element types.
+    /// Wraps memory that the pool gets back.
     fn wrap<T: Pooled>(&self, ty: &TensorType, data: Vec<T>) -> Result<Value> {
         let lease = self.memory.lease(ty.size_bytes());
         let tensor =
@@ -70,12 +70,12 @@ impl Candle {
         )
     }
 
-    /// Memory for a result, with any contents.
+    /// Memory for a result, with unspecified contents.
     fn result<T: Pooled>(&self, ty: &TensorType) -> Vec<T> {
         self.pool.take(ty.numel())
     }
 
-    /// The elements of bytes, of which there are as many as of whole elements.
+    /// Copies the bytes of whole elements into memory from the pool.
     fn copied<T: Pooled>(&self, bytes: &[u8]) -> Vec<T> {
         let mut elements = self.pool.take::<T>(bytes.len() / size_of::<T>());
         bytemuck::cast_slice_mut(&mut elements).copy_from_slice(bytes);

@@ -1,21 +1,21 @@
-//! Attention over positions that passed before.
+//! Attention over past positions.
 
 use super::{Backend, Call};
 use crate::{Op, Result, TensorType, Value};
 use std::{any::Any, fmt};
 
-/// Keys and values of the positions of one sequence at one attention, in whatever memory a backend
-/// likes.
+/// Keys and values of the past positions of one sequence at one attention, in memory of the
+/// backend's choice.
 #[derive(Default)]
 pub struct Past {
     store: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl Past {
-    /// What the backend keeps of them, empty at first.
+    /// The backend's own store of these, empty at first.
     ///
     /// # Panics
-    /// It was filled with another type: one backend keeps one.
+    /// The store holds another type: one backend uses one type.
     pub fn store<S: Default + Send + Sync + 'static>(&mut self) -> &mut S {
         let store = self.store.get_or_insert_with(|| Box::new(S::default()));
         store
@@ -30,17 +30,17 @@ impl fmt::Debug for Past {
     }
 }
 
-/// A sequence whose next positions pass.
+/// The next positions of a sequence, and its past.
 #[derive(Debug)]
 pub struct Following<'a> {
-    /// How many positions follow, at least one.
+    /// Number of next positions, at least one.
     pub positions: usize,
-    /// Those before.
+    /// Past positions.
     pub past: &'a mut Past,
 }
 
-/// [`Backend::attend`] by operations that every backend has: past and new positions of each
-/// sequence are joined.
+/// [`Backend::attend`] by operations that every backend has: it joins past and new positions of
+/// each sequence.
 pub(super) fn attend<B: Backend + ?Sized>(
     backend: &B,
     call: Call<'_>,

@@ -2,17 +2,17 @@
 //!
 //! Values are libtorch tensors, which may be strided: a transpose, a split or a reshape is a view
 //! of its operand. Operations of the graph map to ATen's fused kernels, forward and backward
-//! (attention, layer norm, gelu, softmax, embeddings); what libtorch has no kernel for is composed
-//! of ATen operations. Dropout masks are drawn by this crate's own generator on the host, so that
-//! they are the masks of every backend.
+//! (attention, layer norm, gelu, softmax, embeddings); an operation without a kernel in libtorch is
+//! composed of ATen operations. Dropout masks are drawn on the host by this crate's own generator,
+//! so they are the masks of every backend.
 //!
 //! | element type | parameters | gradients, statistics of norms, sums |
 //! |---|---|---|
 //! | `f32`, `f64` | the same | the same |
-//! | `bf16`, `f16` | `f32` masters and a 16-bit copy that nodes read; frozen ones without masters | `f32` |
+//! | `bf16`, `f16` | `f32` masters and a 16-bit copy that nodes read; frozen: no masters | `f32` |
 //!
-//! Results do not depend on which rank computes them, but libtorch gives no promise about the
-//! number of threads: runs are compared bit by bit at equal threads.
+//! Results do not depend on which rank computes them. libtorch does not promise the same bits for
+//! different numbers of threads, so runs are compared bit by bit at equal threads.
 //!
 //! ```no_run
 //! use merak_trace::{Backend, DType, TensorType, backend::tch::{Tch, TchDevice}};
@@ -68,7 +68,8 @@ impl Tch {
     /// A backend that computes on a device, with `num_threads` threads per rank on the processor.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] when the device is not there; when the operating system refuses threads.
+    /// [`Error::NoDevice`] when the device does not exist; when the operating system refuses
+    /// threads.
     pub fn new(device: TchDevice, num_threads: usize) -> Result<Self> {
         let device = match device {
             TchDevice::Cpu => Device::Cpu,
@@ -207,7 +208,8 @@ impl Backend for Tch {
         }
         let any: &dyn Any = &*buffer;
         let tensor = if let Some(own) = any.downcast_ref::<TchBuffer>() {
-            // The buffer is given away, so nobody else writes what the tensor shares with it.
+            // The buffer is given away, so nothing else writes the memory that the tensor shares
+            // with it.
             own.tensor(self.device, ty)?
         } else {
             let mut tensor = None;

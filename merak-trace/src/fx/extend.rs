@@ -1,4 +1,4 @@
-//! Graphs that grow: a copy of a graph with nodes of its own beside those of the model.
+//! Copies a graph and adds nodes to those of the model.
 
 use super::{Module, Symbol};
 use crate::{DType, Graph, Node, Param, Result, Source, ValueId};
@@ -9,7 +9,7 @@ use std::{cell::RefCell, collections::BTreeMap, rc::Rc, sync::Arc};
 pub struct Copied<'a> {
     /// The node in the graph that is copied.
     pub node: &'a Node,
-    /// The module that called the operation, open for more.
+    /// The module that called the operation; it can add nodes.
     pub module: Module,
     /// Operands of the copy.
     pub inputs: Vec<Symbol>,
@@ -18,8 +18,7 @@ pub struct Copied<'a> {
 }
 
 /// Copies a graph node by node; `visit` sees each copy, may add nodes behind it, and returns the
-/// values that take the place of its results. `declare` may change what is said of the model's
-/// parameters.
+/// values that take the place of its results. `declare` may change the model's parameters.
 ///
 /// Nodes, inputs and parameters keep their names and their order, so a graph that is traced for
 /// another batch and extended alike has the same new nodes at the same places.
@@ -89,7 +88,7 @@ impl<'a, D: Fn(&mut Param)> Copy<'a, D> {
             let id = new.add_input(port.name.clone(), ty.clone());
             self.values.insert(port.value, Symbol { id, ty });
         }
-        // Names of nodes that are still to come are not for others.
+        // Added nodes must not take the names of nodes that are copied later.
         new.reserve_names(self.graph.nodes().iter().map(|node| &node.name));
     }
 
@@ -120,7 +119,7 @@ impl<'a, D: Fn(&mut Param)> Copy<'a, D> {
         })
     }
 
-    /// The counterpart of a value; that of a parameter is made where it is first asked for.
+    /// The counterpart of a value; a parameter gets one at its first use.
     fn operand(&mut self, value: ValueId) -> Result<Symbol> {
         if let Some(symbol) = self.values.get(&value) {
             return Ok(symbol.clone());

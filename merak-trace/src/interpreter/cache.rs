@@ -1,4 +1,4 @@
-//! Sequences that pass piece by piece, with what attentions have seen of them.
+//! Sequences that pass piece by piece, with the keys and values of their attentions.
 
 use super::{Batch, Forwarded, Frame, Interpreter};
 use crate::{
@@ -21,7 +21,7 @@ pub struct KvCache {
     sequences: BTreeMap<u64, Passed>,
 }
 
-/// What has passed of a sequence.
+/// The past of one sequence.
 #[derive(Debug, Default)]
 struct Passed {
     positions: usize,
@@ -34,21 +34,21 @@ struct Passed {
 /// so that sequences of any lengths share a pass without padding.
 #[derive(Debug)]
 pub struct Continuation<'a> {
-    /// Keeps the positions before these, and then these too.
+    /// Holds the positions before these; these are added to it.
     pub cache: &'a mut KvCache,
     /// The sequences, by the numbers that the caller gave them, and how many positions of each
     /// follow.
     pub sequences: &'a [(u64, usize)],
-    /// Where only some of the positions matter behind the last attention.
+    /// Set if only some of the positions are needed after the last attention.
     pub tail: Option<Tail<'a>>,
 }
 
-/// What goes on with some of the positions.
+/// The rest of a stage for some of the positions.
 #[derive(Debug, Clone, Copy)]
 pub struct Tail<'a> {
     /// The same stage for as many positions as are left.
     pub interpreter: &'a Interpreter,
-    /// Which they are.
+    /// Their indices in the pass.
     pub positions: &'a [usize],
 }
 
@@ -73,13 +73,13 @@ impl KvCache {
 
 impl Interpreter {
     /// Runs the forward of the positions that follow in some sequences, and adds them to the cache.
-    /// The program is an inference one for a single sequence of as many positions as pass;
-    /// otherwise as [`Interpreter::forward`]. What is sent and given out is of the tail's
-    /// positions, where there is one.
+    /// The program is an inference program for a single sequence of this number of positions.
+    /// Values that are sent or output belong to the tail's positions, if there is a tail. Otherwise
+    /// as [`Interpreter::forward`].
     ///
     /// # Errors
     /// As for [`Interpreter::forward`], and when an attention is not causal or hides or biases
-    /// keys; the cache then has lost the sequences.
+    /// keys; the cache then loses the sequences.
     pub fn forward_cached(
         &self,
         params: &[Value],
@@ -151,7 +151,7 @@ impl Interpreter {
         &self.program.graph.node(node).op
     }
 
-    /// Gives a node of positions those of the sequences.
+    /// Gives a node of positions the positions within the sequences as its result.
     fn place(
         &self,
         frame: &mut Frame,
@@ -166,7 +166,7 @@ impl Interpreter {
         Ok(())
     }
 
-    /// Runs an attention over the keys and values of the past and its own.
+    /// Runs an attention over past keys and values and its own.
     fn attend(
         &self,
         frame: &mut Frame,
@@ -177,7 +177,7 @@ impl Interpreter {
         let operands = self.operands(frame, params, id)?;
         let context = frame.context;
         let call = self.call(id, &context);
-        // What else an attention can take counts all positions, which pass apart here.
+        // Masks and biases of an attention cover whole sequences, which pass in pieces here.
         let causal = matches!(call.op, Op::Attention(spec) if spec.causal);
         let (true, Ok([query, key, value])) = (causal, <[Value; 3]>::try_from(operands)) else {
             return Err(Error::Backend {
@@ -209,8 +209,8 @@ impl Interpreter {
         Ok(())
     }
 
-    /// The frame of a program that differs from this one in the number of positions only: of each
-    /// value that is alive, some positions.
+    /// The frame of a program that differs from this one only in the number of positions: each live
+    /// value is narrowed to some positions.
     fn narrow(&self, frame: Frame, to: &Self, positions: &[usize]) -> Result<Frame> {
         let ids = numbers(positions.iter().copied());
         let ids_ty = TensorType::new([positions.len()], DType::I64);

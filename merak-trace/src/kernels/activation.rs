@@ -71,7 +71,7 @@ pub fn silu_mul<T: Float>(threads: &Threads, gate: &[T], up: &[T], y: &mut [T]) 
     map2(threads, gate, up, y, |gate, up| gate * gate.sigmoid() * up);
 }
 
-/// Gradients of [`silu_mul`] by both inputs.
+/// Gradients of [`silu_mul`] with respect to both inputs.
 ///
 /// # Panics
 ///

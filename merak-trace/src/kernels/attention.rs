@@ -128,8 +128,8 @@ impl<'a, T> AttentionMask<'a, T> {
     }
 }
 
-/// Dropout of the probabilities: the one of (head, query, key) is element
-/// `(head Sq + query) Sk + key` of its sample, with global numbers of sample and head.
+/// Dropout of the probabilities. The probability of (head, query, key) is element
+/// `(head Sq + query) Sk + key` of its sample; samples and heads have their global numbers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionDropout {
     /// Key and probability.
@@ -140,7 +140,7 @@ pub struct AttentionDropout {
     pub first_head: u64,
 }
 
-/// What is computed, apart from the data.
+/// Sizes and options of an attention.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionSpec<'a, T> {
     /// Sizes.
@@ -149,7 +149,7 @@ pub struct AttentionSpec<'a, T> {
     pub scale: f64,
     /// Query i sees the keys up to `i + Sk - Sq`.
     pub causal: bool,
-    /// Query i sees keys less than this far before `i + Sk - Sq` (and behind it, unless causal).
+    /// Query i sees keys less than this far before `i + Sk - Sq` (unless causal, also after it).
     pub window: Option<usize>,
     /// Added to the scores.
     pub mask: Option<AttentionMask<'a, T>>,
@@ -184,7 +184,7 @@ impl<T: Float> AttentionSpec<'_, T> {
 }
 
 impl<T: Float> AttentionSpec<'_, T> {
-    /// Keys that a query sees, the additive mask aside.
+    /// Keys that a query sees, without regard to the additive mask.
     fn visible(&self, query: usize) -> Range<usize> {
         let AttentionShape { q_len, k_len, .. } = self.shape;
         // One past the position of the query among the keys, plus the number of queries.
@@ -220,7 +220,7 @@ impl<T: Float> AttentionSpec<'_, T> {
         }
     }
 
-    /// Keys that any of these queries sees, in tiles.
+    /// Tiles of the keys that any of these queries sees.
     fn tiles(&self, queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<T> {
         let first = self.visible(queries.start).start;
         let end = self.visible(queries.end - 1).end;
@@ -233,7 +233,7 @@ impl<T: Float> AttentionSpec<'_, T> {
             .map(|dropout| (Mask::new(dropout.dropout), dropout))
     }
 
-    /// Multiplies the probabilities of a row, the first of which is of key `first_key`.
+    /// Applies dropout to the probabilities of a row, which begins with key `first_key`.
     #[expect(
         clippy::inline_always,
         reason = "vectorises only inside a dispatched loop"
@@ -260,7 +260,7 @@ fn clip(visible: &Range<usize>, tile: &Range<usize>) -> Range<usize> {
     start - tile.start..end - tile.start
 }
 
-/// Length of a row of scores with hidden ones behind it, so that loops over rows have no remainder.
+/// Length of a row of scores, padded with hidden ones so that loops over rows have no remainder.
 fn padded(len: usize) -> usize {
     len.next_multiple_of(64)
 }

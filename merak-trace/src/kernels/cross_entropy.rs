@@ -13,8 +13,8 @@ const CHUNK: usize = 32 * 1024;
 /// Computes the sum of the losses of the rows that count.
 ///
 /// With `lse = ln(sum exp(x))` and smoothing e, a row's loss is
-/// `lse - (1 - e) x[label] - e mean(x)`. Losses are summed in f64 in the order of rows; the mean
-/// over the rows that count is the caller's, since on several ranks their number is a sum as well.
+/// `lse - (1 - e) x[label] - e mean(x)`. Losses are summed in f64 in the order of rows. The caller
+/// divides by the number of rows that count, which is a sum over ranks as well.
 ///
 /// # Shapes
 ///
@@ -65,7 +65,7 @@ pub fn cross_entropy<T: Float>(
     Ok(losses.iter().sum())
 }
 
-/// Computes `scale` times the gradient of [`cross_entropy`] by the logits.
+/// Computes `scale` times the gradient of [`cross_entropy`] with respect to the logits.
 ///
 /// That is `scale (exp(x - lse) - (1 - e) [class = label] - e / V)`, and zeros where a label is
 /// ignored.
@@ -95,7 +95,7 @@ pub fn cross_entropy_grad<T: Float>(
     grad_chunks(threads, logits, labels, smoothing, lse, scale, dlogits)
 }
 
-/// Replaces the logits by what [`cross_entropy_grad`] gives, for callers that need them no more.
+/// Replaces the logits by what [`cross_entropy_grad`] gives, for callers that no longer need them.
 ///
 /// # Shapes
 ///
@@ -119,7 +119,7 @@ pub fn cross_entropy_grad_in_place<T: Float>(
     grad_chunks(threads, None, labels, smoothing, lse, scale, logits)
 }
 
-/// Turns the logits (those in `dlogits`, unless they are elsewhere) into gradients, row by row.
+/// Computes the gradients row by row from `logits`, or in place from the logits in `dlogits`.
 fn grad_chunks<T: Float>(
     threads: &Threads,
     logits: Option<&[T]>,
@@ -169,7 +169,7 @@ fn grad_chunks<T: Float>(
     Ok(())
 }
 
-/// Logarithm of the sum of exponentials; minus infinity where all are.
+/// Logarithm of the sum of exponentials; minus infinity if all elements are.
 #[inline(always)]
 fn log_sum_exp<T: Float>(x: &[T]) -> T {
     let largest = max(x);
@@ -181,7 +181,7 @@ fn log_sum_exp<T: Float>(x: &[T]) -> T {
     shift + Float::ln(sum([x], |[x]| Float::exp(x - shift)))
 }
 
-/// The number of classes, after a look at each label.
+/// Checks each label and returns the number of classes.
 fn check(num_logits: usize, labels: &[i64]) -> Result<usize, KernelError> {
     if labels.is_empty() {
         assert_eq!(num_logits, 0, "logits without labels");

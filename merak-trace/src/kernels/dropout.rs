@@ -11,7 +11,7 @@ use super::{Float, Threads};
 /// Elements per unit of parallel work.
 const CHUNK: usize = 16 * 1024;
 
-/// What the mask of a dropout node in one step is drawn from, besides the sample and the element.
+/// Together with the sample and the element, determines the mask of a dropout node in one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MaskKey {
     /// Seed of the run.
@@ -22,7 +22,7 @@ pub struct MaskKey {
     pub node: u64,
 }
 
-/// Dropout with probability `p`: an element is zero, or kept and divided by `1 - p`.
+/// Dropout with probability `p`: an element becomes zero, or is kept and divided by `1 - p`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DropoutMask {
     /// Where the mask comes from.
@@ -44,11 +44,11 @@ pub struct SampleSlice {
     pub outer: usize,
     /// Size of the divided dimension in the logical tensor.
     pub dim_full: usize,
-    /// First index of it in the slice.
+    /// First index of that dimension in the slice.
     pub dim_start: usize,
-    /// Number of its indices in the slice.
+    /// Number of indices of that dimension in the slice.
     pub dim_local: usize,
-    /// Product of the dimensions behind it.
+    /// Product of the dimensions after it.
     pub inner: usize,
 }
 
@@ -84,7 +84,7 @@ impl SampleSlice {
 
 /// Applies dropout to a slice; the same call on the output's gradient gives the input's.
 ///
-/// A dropped NaN or infinity stays NaN, as zero times it is.
+/// A dropped NaN or infinity becomes NaN, as zero times it is NaN.
 ///
 /// # Shapes
 ///
@@ -92,7 +92,7 @@ impl SampleSlice {
 ///
 /// # Panics
 ///
-/// The lengths differ or are no whole number of samples.
+/// The lengths differ or are not a whole number of samples.
 pub fn dropout<T: Float>(
     threads: &Threads,
     dropout: DropoutMask,
@@ -125,11 +125,12 @@ pub fn dropout<T: Float>(
     });
 }
 
-/// A dropout made ready to be drawn.
+/// A dropout with its constants computed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mask<T> {
     key: Key,
-    /// A word below it keeps its element; none is drawn where everything is kept.
+    /// An element whose random word is below it is kept; `None` keeps all elements and draws no
+    /// words.
     threshold: Option<u32>,
     scale: T,
 }
@@ -146,7 +147,7 @@ impl<T: Float> Mask<T> {
         }
     }
 
-    /// Multiplies values, the first of which is element `first` of the sample, by the mask.
+    /// Multiplies elements of a sample, from element `first` on, by their mask.
     #[inline(always)]
     pub(super) fn apply(&self, sample: u64, first: u64, values: &mut [T]) {
         let Some(threshold) = self.threshold else {

@@ -46,8 +46,7 @@ pub fn scale<T: Float>(threads: &Threads, factor: T, x: &[T], out: &mut [T]) {
     map(threads, x, out, |x| factor * x);
 }
 
-/// Adds a tensor to each of the blocks that follow each other in `x`: a bias, or position
-/// embeddings.
+/// Adds a tensor to each consecutive block of `x`: a bias, or position embeddings.
 ///
 /// # Shapes
 ///
@@ -55,7 +54,7 @@ pub fn scale<T: Float>(threads: &Threads, factor: T, x: &[T], out: &mut [T]) {
 ///
 /// # Panics
 ///
-/// The lengths differ or are no whole number of blocks.
+/// The lengths differ or are not a whole number of blocks.
 pub fn add_suffix<T: Float>(threads: &Threads, x: &[T], rhs: &[T], out: &mut [T]) {
     assert_eq!(x.len(), out.len(), "sums have the length of their terms");
     let Some(block) = (!rhs.is_empty()).then_some(rhs.len()) else {

@@ -1,4 +1,4 @@
-//! Rows of a table by their ids, and the gradient back into the table.
+//! Lookup of table rows by id, and the gradient of the table.
 
 use std::ops::Range;
 
@@ -14,9 +14,9 @@ const COLS: usize = 128;
 pub struct TableRows {
     /// Rows of the whole table: ids must be below it.
     pub total: usize,
-    /// Rows that are here; an id outside them gives zeros and takes no gradient.
+    /// Rows on this rank; an id outside them gives zeros and takes no gradient.
     pub local: Range<usize>,
-    /// A row that takes no gradient though it is here.
+    /// A row that takes no gradient even if it is local.
     pub padding: Option<usize>,
 }
 
@@ -65,7 +65,7 @@ impl TableRows {
 ///
 /// # Errors
 ///
-/// An id is no row of the whole table.
+/// An id is not a row of the whole table.
 ///
 /// # Panics
 ///
@@ -95,8 +95,8 @@ pub fn embedding<T: Float, W: Operand<T>>(
     Ok(())
 }
 
-/// Adds each row of `dy` to the row of its id in `dtable`, in the order of positions; those of the
-/// padding row are left out.
+/// Adds each row of `dy` to the row of its id in `dtable`, in the order of positions. The padding
+/// row gets nothing.
 ///
 /// # Shapes
 ///
@@ -104,7 +104,7 @@ pub fn embedding<T: Float, W: Operand<T>>(
 ///
 /// # Errors
 ///
-/// An id is no row of the whole table; then nothing is added.
+/// An id is not a row of the whole table; then nothing is added.
 ///
 /// # Panics
 ///

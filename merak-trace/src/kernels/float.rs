@@ -43,7 +43,7 @@ pub trait Float:
     /// Minus infinity.
     const NEG_INFINITY: Self;
 
-    /// The nearest value of this type.
+    /// Nearest value of this type.
     fn from_f64(value: f64) -> Self;
     /// The same value, exactly.
     fn to_f64(self) -> f64;

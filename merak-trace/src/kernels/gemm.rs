@@ -27,7 +27,7 @@ use tile::STRIP;
 pub use lanes::{Isa, Lanes};
 pub use operand::{Operand, widen};
 
-/// An element type of products; the registers are those of x86 alone.
+/// An element type of products; only x86 has register kernels.
 #[cfg(not(target_arch = "x86_64"))]
 pub trait Lanes: bytemuck::Pod {}
 #[cfg(not(target_arch = "x86_64"))]
@@ -145,10 +145,10 @@ fn product<T: Float, W: Operand<T>>(
     });
 }
 
-/// Computes a product with kernels for the registers of this processor.
+/// Computes a product with the register kernels for this processor.
 ///
 /// # Errors
-/// It has none that suit, or they do not pay; `c` is as it was.
+/// No such kernel suits the product or pays; `c` is unchanged.
 #[cfg(target_arch = "x86_64")]
 fn on_registers<'c, T: Float, W: Operand<T>>(
     threads: &Threads,
@@ -158,7 +158,7 @@ fn on_registers<'c, T: Float, W: Operand<T>>(
     c: MatMut<'c, T>,
 ) -> Result<(), MatMut<'c, T>> {
     let wide = V4::try_new();
-    // With AVX2, faer's blocks are the faster ones.
+    // With AVX2, faer's blocks are faster.
     if let (true, Some(simd)) = (blocked::pays(a.rows(), a.cols(), b.cols()), wide) {
         if let Err(c) = W::product_on_tiles(simd, threads, alpha, (a, b), start, c) {
             blocked::product::<_, _, _, STRIP>(simd, threads, alpha, (a, b), start, c);
@@ -274,8 +274,8 @@ fn tile_product<T: Float, W: Operand<T>>(
 }
 
 /// Copies a left operand with contiguous columns to a stride that suits the cache. Columns that
-/// begin a multiple of 4 KiB apart (weight gradients of a 1024 or 2048 wide layer) halve the speed
-/// else.
+/// begin a multiple of 4 KiB apart (weight gradients of a 1024 or 2048 wide layer) would halve the
+/// speed.
 fn repack<'a, T: Float>(a: MatRef<'_, T>, memory: &'a mut [T]) -> MatRef<'a, T> {
     let columns = a.transposed();
     for (column, out) in memory.chunks_exact_mut(REPACKED_STRIDE).enumerate() {

@@ -4,10 +4,10 @@ use super::philox::{self, GROUP, Key};
 use super::trig::{ln_of_normal, sin_cos};
 use super::{Float, Threads};
 
-/// Rows of a slice are taken together to about this many elements per unit of parallel work.
+/// About this many elements per unit of parallel work; a unit takes whole rows.
 const CHUNK: usize = 16 * 1024;
 
-/// What the initial values of a parameter are drawn from, besides the index of the element.
+/// Together with the index of an element, determines its initial value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InitKey {
     /// Seed of the run.
@@ -81,8 +81,8 @@ impl TensorBox<'_> {
 
 /// Fills a slice of a parameter with its initial values.
 ///
-/// An element depends on key, distribution and its index in the whole tensor alone, with the same
-/// bits on every host: however a parameter is cut, its ranks start from one tensor.
+/// An element depends only on key, distribution and its index in the whole tensor, with the same
+/// bits on every host. So all shardings of a parameter start from the same tensor.
 ///
 /// # Shapes
 ///
@@ -90,7 +90,7 @@ impl TensorBox<'_> {
 ///
 /// # Panics
 ///
-/// The box is no part of the tensor, or `out` has another length.
+/// The box is not part of the tensor, or `out` has another length.
 pub fn init<T: Float>(
     threads: &Threads,
     key: InitKey,

@@ -74,7 +74,7 @@ pub fn layer_norm<T: Float>(
     });
 }
 
-/// Gradient of [`layer_norm`] by its input.
+/// Gradient of [`layer_norm`] with respect to its input.
 ///
 /// With `g = dy w` and the normalised row `n`: `dx = rstd (g - mean(g) - n mean(g n))`.
 ///
@@ -125,7 +125,7 @@ pub fn layer_norm_grad_input<T: Float>(
     });
 }
 
-/// Adds the gradients of [`layer_norm`] by its parameters to `dw` and `db`.
+/// Adds the gradients of [`layer_norm`] with respect to its parameters to `dw` and `db`.
 ///
 /// `dw = sum over rows of dy n` and `db = sum over rows of dy`, in blocks of 64 rows.
 ///

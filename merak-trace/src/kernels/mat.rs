@@ -216,7 +216,7 @@ impl<'a, T: Float> MatMut<'a, T> {
     }
 }
 
-/// faer wants a whole stride for each column but the last; one column needs none.
+/// faer requires a full stride for each column but the last; a single column needs none.
 fn column_major<T>(data: &[T], rows: usize, cols: usize, stride: usize) -> faer::MatRef<'_, T> {
     if cols <= 1 {
         faer::MatRef::from_column_major_slice(&data[..rows * cols], rows, cols)

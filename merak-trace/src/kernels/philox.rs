@@ -14,7 +14,7 @@ use std::array;
 pub(super) const GROUP: usize = 64;
 const LANES: usize = 16;
 
-/// A key: every key and stream gives its own endless sequence of words.
+/// A key: each pair of key and stream gives its own endless sequence of words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Key([u32; 2]);
 
@@ -53,7 +53,7 @@ pub(super) fn for_each_run(
 #[inline(always)]
 pub(super) fn group(key: Key, stream: u64, index: u64) -> [u32; GROUP] {
     // One array per word, so that a round is the same operation on neighbouring numbers, and 64
-    // bits per word, as the multiplication wants them; what is in the high halves does not matter.
+    // bits per word, as the multiplication requires. The contents of the high halves do not matter.
     let mut a: [u64; LANES] =
         array::from_fn(|lane| index.wrapping_mul(16).wrapping_add(lane as u64));
     let mut b = a.map(|number| number >> 32);

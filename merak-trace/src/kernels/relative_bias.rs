@@ -1,5 +1,4 @@
-//! The bias that attention scores get by a table of relative positions, and the gradient of the
-//! table.
+//! The attention bias from a table of relative positions, and the gradient of the table.
 
 use super::{Float, KernelError, Threads};
 

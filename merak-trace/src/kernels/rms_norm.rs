@@ -48,7 +48,7 @@ pub fn rms_norm<T: Float>(
     });
 }
 
-/// Gradient of [`rms_norm`] by its input.
+/// Gradient of [`rms_norm`] with respect to its input.
 ///
 /// With `g = dy w` and the normalised row `n`: `dx = rstd (g - n mean(g n))`.
 ///
@@ -96,7 +96,7 @@ pub fn rms_norm_grad_input<T: Float>(
     });
 }
 
-/// Adds the gradient of [`rms_norm`] by its weight, `sum over rows of dy n`, to `dw`.
+/// Adds the gradient of [`rms_norm`] with respect to its weight, `sum over rows of dy n`, to `dw`.
 ///
 /// # Shapes
 ///

@@ -11,24 +11,25 @@ use super::{Float, Threads};
 /// Elements per unit of parallel work.
 const CHUNK: usize = 16 * 1024;
 
-/// How far pairs of elements turn.
+/// Rotation of pairs of elements.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Turn<'a> {
     /// Angle per position for each pair.
     pub inv_freq: &'a [f32],
     /// Factor of the turned elements.
     pub scale: f64,
-    /// Turns the other way.
+    /// Whether to turn the other way.
     pub inverse: bool,
 }
 
 /// Turns pairs of elements of each head by angles proportional to the position
-/// ([`RoPE`](https://arxiv.org/abs/2104.09864), section 3.2.2, with the two halves of the rotated
-/// part as pairs, as Hugging Face stores weights).
+/// ([`RoPE`](https://arxiv.org/abs/2104.09864), section 3.2.2; the two halves of the rotated part
+/// form the pairs, as in Hugging Face weights).
 ///
 /// With `n = inv_freq.len()`, elements d and `d + n` of a head, `d < n`, are turned by
-/// `position * inv_freq[d]` and multiplied by `scale`; elements from `2 n` on stay. The gradient by
-/// the input is the inverse turn of the gradient by the output, with the same scale.
+/// `position * inv_freq[d]` and multiplied by `scale`; elements from `2 n` on stay. The gradient
+/// with respect to the input is the inverse turn of the gradient of the output, with the same
+/// scale.
 ///
 /// # Shapes
 ///

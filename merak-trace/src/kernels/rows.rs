@@ -1,4 +1,4 @@
-//! What kernels over the rows of a matrix share, and the sum over them.
+//! Helpers of kernels over the rows of a matrix, and the sum over rows.
 
 use super::simd::vectorize;
 use super::{Float, Threads};
@@ -17,7 +17,7 @@ const ROWS: usize = 64;
 ///
 /// # Panics
 ///
-/// `x` holds no whole number of rows.
+/// The length of `x` is not a whole number of rows.
 pub fn sum_rows<T: Float>(threads: &Threads, x: &[T], out: &mut [T]) {
     let cols = out.len();
     if cols == 0 {

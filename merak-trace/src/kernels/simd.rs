@@ -75,7 +75,7 @@ pub(super) fn dot<T: Float>(x: &[T], y: &[T]) -> T {
     fold([x, y], T::ZERO, |acc, [x, y]| x.fma(y, acc), |a, b| a + b)
 }
 
-/// Largest element, minus infinity for none; a NaN is passed over.
+/// Largest element, or minus infinity if there is none. NaN is ignored.
 #[inline(always)]
 pub(super) fn max<T: Float>(x: &[T]) -> T {
     let larger = |a: T, b: T| if b > a { b } else { a };

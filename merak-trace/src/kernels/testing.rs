@@ -1,4 +1,4 @@
-//! What the tests of the kernels share.
+//! Helpers of the kernels' tests.
 use super::{Float, Threads};
 
 /// Values in -1 to 1 that look random and are the same everywhere.

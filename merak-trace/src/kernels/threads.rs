@@ -14,14 +14,14 @@ use team::Team;
 
 /// A handle on the compute threads of one rank.
 ///
-/// Work is handed over as items that own their piece of the output. Who makes the items decides the
-/// borders, and never by [`num_threads`](Self::num_threads): so a kernel's result has the same bits
-/// for any number of threads. One thread runs items in order on the caller.
+/// Work is handed over as items that own their piece of the output. The caller chooses the borders
+/// of the items without regard to [`num_threads`](Self::num_threads), so a kernel's result has the
+/// same bits for any number of threads. One thread runs items in order on the caller.
 ///
 /// The caller takes part. Each thread has its own run of neighbouring items, the same one in every
-/// call with as many, so that what it wrote lies in its cache; who is done early helps the others.
-/// Threads that wait stay awake for some 50 microseconds, which saves waking them between
-/// the short products of a decode step. A call from within an item runs on its thread.
+/// call with the same number of items, so what it wrote lies in its cache. A thread that finishes
+/// early helps the others. Idle threads stay awake for some 50 microseconds, which saves waking
+/// them between the short products of a decode step. A call from within an item runs on its thread.
 ///
 /// # Examples
 ///
@@ -44,14 +44,14 @@ pub struct Threads {
     scratch: Arc<Scratch>,
 }
 
-/// Memory that kernels used and will use again.
+/// Memory that kernels reuse.
 type Scratch = Mutex<Vec<Vec<u64>>>;
 
 /// Bytes of a cache line.
 const CACHE_LINE: usize = 64;
 
 impl Threads {
-    /// `num_threads` threads, the caller among them; the others are started.
+    /// `num_threads` threads: the caller and those that this starts.
     ///
     /// # Errors
     ///
@@ -83,7 +83,7 @@ impl Threads {
         self.team.as_ref().map_or(1, |team| team.num_threads())
     }
 
-    /// Gives `f` memory for `len` elements, beginning at a cache line, with any contents.
+    /// Gives `f` memory for `len` elements, aligned to a cache line, with unspecified contents.
     ///
     /// It is kept for later calls: a kernel that runs each microbatch allocates once.
     pub(super) fn with_scratch<T: Pod, R>(&self, len: usize, f: impl FnOnce(&mut [T]) -> R) -> R {
@@ -100,7 +100,7 @@ impl Threads {
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The smallest memory that suffices, or new one.
+    /// The smallest kept memory that suffices, or new memory.
     fn take_scratch(&self, bytes: usize) -> Vec<u64> {
         let mut scratch = self.scratch();
         let size = |memory: &Vec<u64>| size_of_val(&memory[..]);
@@ -170,11 +170,11 @@ impl<I> Runs<I> {
         Self((0..num_threads).map(run).collect())
     }
 
-    /// The next item of the thread's run, or the last one of another's.
+    /// The next item of the thread's run, or the last one of another thread's.
     fn take(&self, thread: usize) -> Option<I> {
         let (others_behind, own_on) = self.0.split_at(thread);
         let (own, others) = own_on.split_first()?;
-        // Whoever looks into another's run holds no lock on its own.
+        // A thread that looks into another's run holds no lock on its own.
         let item = Self::lock(own).next();
         let mut others = others.iter().chain(others_behind);
         item.or_else(|| others.find_map(|run| Self::lock(run).next_back()))

@@ -16,7 +16,7 @@ use crate::{
 use merak_mpu::DType;
 use serde_json::json;
 
-/// What stands on the encoder.
+/// The head on the encoder.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Task {
     /// `BertForMaskedLM`.
@@ -39,7 +39,7 @@ pub struct Bert {
 
 impl Bert {
     /// Reads the configuration; absent fields have the defaults of `transformers`. The first of
-    /// `architectures` says whether tokens are filled in (also without it) or sequences classified.
+    /// `architectures` selects filling in tokens (also the default) or classifying sequences.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
         // Written by early checkpoints and never read.
         f.ignore(&[
@@ -74,7 +74,7 @@ impl Bert {
         })
     }
 
-    /// Words, segments and positions; the table of the words beside them.
+    /// The embedded words, segments and positions, and the table of the words.
     fn embeddings(&self, module: &Module, ids: Ids<'_>, init: Init) -> Result<(Symbol, Symbol)> {
         let width = self.encoder.hidden_size;
         let (x, table) = module.sub("word_embeddings").padded_embedding(
@@ -137,8 +137,8 @@ impl Bert {
             let shape = [self.vocab_size, width];
             decoder.param("weight", &shape, init, ParamRole::Weight)?
         };
-        // transformers ties the bias together with the weight; apart from each other, the decoder's
-        // is the one in use.
+        // transformers ties the bias together with the weight. Without the tie it uses the
+        // decoder's bias.
         let owner = if tied.is_some() { &head } else { &decoder };
         let shape = [self.vocab_size];
         let bias = owner.param("bias", &shape, Init::Constant(0.0), ParamRole::Bias)?;

@@ -13,8 +13,8 @@ use crate::{
 use merak_mpu::DType;
 use serde_json::json;
 
-/// Refuses a configuration that names a class of another family, whose names begin with another
-/// word than `family`, or of another task than predicting the next token.
+/// Refuses a configuration that names a class of another family (whose names do not begin with
+/// `family`) or of another task than predicting the next token.
 pub(super) fn check_architecture(f: &Fields<'_>, family: &str) -> Result<()> {
     f.refuse("is_encoder_decoder", &[json!(false)])?;
     for name in f.strings("architectures")? {
@@ -30,8 +30,7 @@ pub(super) fn check_architecture(f: &Fields<'_>, family: &str) -> Result<()> {
     Ok(())
 }
 
-/// The row of the embedding that looking it up does not train: `pad_token_id`, as
-/// `torch.nn.Embedding` has it.
+/// The row of the embedding that lookups do not train: `pad_token_id`, as in `torch.nn.Embedding`.
 pub(super) fn padding(
     f: &Fields<'_>,
     default: Option<usize>,
@@ -96,8 +95,7 @@ pub fn lm_head(
     head.linear_with(x, &weight, WeightLayout::OutIn)
 }
 
-/// Declares the labels that a loss is counted against, `labels: [B, S]`; those that are -100 do not
-/// count.
+/// Declares the labels of a loss, `labels: [B, S]`; labels of -100 do not count.
 pub fn labels(root: &Module, options: &TraceOptions) -> Symbol {
     labels_of(root, &[options.batch, options.seq])
 }
@@ -106,7 +104,7 @@ fn labels_of(root: &Module, shape: &[usize]) -> Symbol {
     root.input("labels", TensorType::new(shape, DType::I64))
 }
 
-/// The end that the options ask for: the output `logits`, or `loss`, the cross-entropy of the
+/// Declares the output that the options ask for: `logits`, or `loss`, the cross-entropy of the
 /// logits against `labels`.
 ///
 /// # Errors

@@ -26,8 +26,8 @@ pub(super) struct Encoder {
 }
 
 impl Encoder {
-    /// Reads the configuration; absent fields have the defaults of `transformers`, `dropout` among
-    /// them.
+    /// Reads the configuration; absent fields have the defaults of `transformers`. `dropout` is the
+    /// default of both dropout probabilities.
     pub(super) fn from_fields(f: &Fields<'_>, dropout: f64) -> Result<Self> {
         f.refuse("is_decoder", &[json!(false)])?;
         f.refuse("is_encoder_decoder", &[json!(false)])?;
@@ -47,7 +47,7 @@ impl Encoder {
         })
     }
 
-    /// How weight matrices start.
+    /// The initialiser of weight matrices.
     pub(super) fn init(&self, options: &TraceOptions) -> Init {
         Init::Normal(self.initializer_range.unwrap_or(options.init_std))
     }
@@ -58,7 +58,7 @@ impl Encoder {
     }
 
     /// Attention of all positions to all, or to those of `seen`; the layers `query`, `key` and
-    /// `value` of `attn` have a bias where `bias` says so.
+    /// `value` of `attn` have a bias if `bias` is set.
     pub(super) fn attention(
         &self,
         attn: &Module,
@@ -85,8 +85,7 @@ impl Encoder {
         attn.attention_with([&q?, &k?, &v?], terms, &spec, self.attention_dropout)
     }
 
-    /// Widens, bends and narrows again: the layers `intermediate.dense` and `output.dense` of a
-    /// layer, with the dropout of the latter.
+    /// The MLP of a layer: `intermediate.dense`, the activation, then `output.dense` with dropout.
     pub(super) fn feed_forward(&self, layer: &Module, x: &Symbol, init: Init) -> Result<Symbol> {
         let intermediate = layer.sub("intermediate");
         let hidden = linear(&intermediate.sub("dense"), x, self.intermediate_size, init)?;
@@ -100,7 +99,7 @@ impl Encoder {
         module.dropout(&x, self.hidden_dropout)
     }
 
-    /// What reports ask for.
+    /// The sizes for reports.
     pub(super) fn info(
         &self,
         family: &'static str,

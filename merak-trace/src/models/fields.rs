@@ -8,11 +8,11 @@ use std::{cell::RefCell, collections::BTreeSet, fmt};
 /// The most layers that are traced.
 pub(super) const MAX_LAYERS: usize = 1 << 14;
 
-/// The fields of one configuration, which notes those that were asked for.
+/// The fields of one configuration; records which were read.
 #[derive(Debug)]
 pub(super) struct Fields<'a> {
     object: &'a Map<String, Json>,
-    /// What messages put before a name: the path of a nested object.
+    /// Prefix of names in messages: the path of a nested object.
     prefix: String,
     asked: RefCell<BTreeSet<String>>,
 }
@@ -55,7 +55,7 @@ impl<'a> Fields<'a> {
         self.error(name, &format!("is {found}, expected {expected}"))
     }
 
-    /// Refuses fields that nobody asked for, unless they are known to change no number.
+    /// Refuses fields that were not read, unless they are known to change no number.
     pub(super) fn finish(&self) -> Result<()> {
         let asked = self.asked.borrow();
         let is_known = |name: &str| asked.contains(name) || INERT.binary_search(&name).is_ok();
@@ -75,7 +75,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Checks what a configuration of any family may say.
+    /// Checks the fields that a configuration of any family may have.
     pub(super) fn check_common(&self) -> Result<()> {
         self.refuse("add_cross_attention", &[false.into()])?;
         self.refuse("tie_encoder_decoder", &[false.into()])?;
@@ -84,7 +84,7 @@ impl<'a> Fields<'a> {
         self.check_dtype()
     }
 
-    /// Checks the tokens with a meaning, which a run may read: one or a list, none where negative.
+    /// Checks the special tokens, which a run may read: one id or a list; a negative id means none.
     fn check_tokens(&self) -> Result<()> {
         for name in ["eos_token_id", "pad_token_id", "decoder_start_token_id"] {
             let Some(value) = self.object.get(name).filter(|value| !value.is_null()) else {
@@ -175,8 +175,8 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.error(name, "is missing"))
     }
 
-    /// A number of layers: lists are as long, and a graph of more takes longer to plan than a model
-    /// to train.
+    /// A number of layers, at most [`MAX_LAYERS`]: lists have this length, and larger graphs take
+    /// too long to plan.
     pub(super) fn layers(&self, name: &str) -> Result<usize> {
         self.bounded(name, self.size(name)?, (MAX_LAYERS, "layers"))
     }
@@ -186,7 +186,7 @@ impl<'a> Fields<'a> {
         self.bounded(name, self.size_or(name, default)?, (MAX_LAYERS, "layers"))
     }
 
-    /// The `size` that `name` gives, if it is no more than lists are made for.
+    /// The `size` in the field `name`, if it is at most `most`.
     pub(super) fn bounded(
         &self,
         name: &str,
@@ -336,7 +336,7 @@ impl<'a> Fields<'a> {
             .transpose()
     }
 
-    /// The first id of a token id or a list of them.
+    /// A token id, or the first of a list of them.
     pub(super) fn token_id(&self, name: &str) -> Option<u32> {
         let value = self.get(name)?;
         value
@@ -368,7 +368,7 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// Refuses a number other than zero, which asks for something that is not built.
+    /// Refuses a number other than zero, which asks for an unsupported feature.
     pub(super) fn refuse_unless_zero(&self, name: &str) -> Result<()> {
         self.refuse(name, &[Json::from(0), Json::from(0.0)])
     }
@@ -379,8 +379,7 @@ impl<'a> Fields<'a> {
         self.asked.borrow_mut().extend(names);
     }
 
-    /// Which of the `known` classes the first of `architectures` is; the first one without that
-    /// field.
+    /// The index in `known` of the first of `architectures`; 0 without that field.
     pub(super) fn architecture(&self, known: &[&str]) -> Result<usize> {
         let name = "architectures";
         let found = self.strings(name)?;
@@ -433,7 +432,7 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.wrong(name, "a positive integer or a pair of them", value))
     }
 
-    /// Refuses a field that asks for something that is not built.
+    /// Refuses a field that asks for an unsupported feature.
     pub(super) fn refuse(&self, name: &str, inactive: &[Json]) -> Result<()> {
         match self.get(name) {
             Some(value) if !inactive.contains(value) => {
@@ -451,7 +450,7 @@ pub(super) fn error(field: &str, reason: &str) -> Error {
     }
 }
 
-/// The name that is most like a mistyped one, if any is like it.
+/// The name most similar to a mistyped one, if any is similar.
 fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     let similarity = |other: &str| strsim::normalized_damerau_levenshtein(name, other);
     known

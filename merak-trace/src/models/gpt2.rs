@@ -1,5 +1,4 @@
-//! GPT-2 ([Radford et al.
-//! 2019](https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf)).
+//! GPT-2 ([Radford et al. 2019](https://openai.com/index/better-language-models)).
 
 use super::{
     Model, ModelInfo, TraceOptions,
@@ -38,8 +37,8 @@ impl Gpt2 {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
         check_architecture(f, "GPT2")?;
-        // The length again, other heads, what GPT had, and an order of products that is exact in
-        // any case.
+        // Fields that repeat the length, belong to other heads or to GPT, or order products (exact
+        // in any order).
         f.ignore(&[
             "n_ctx",
             "n_special",

@@ -41,7 +41,7 @@ impl GptNeoX {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
         check_architecture(f, "GPTNeoX")?;
-        // Of another head.
+        // A field of another head.
         f.ignore(&["classifier_dropout"]);
         f.refuse_unless_zero("attention_probs_dropout_prob")?;
         f.refuse_unless_zero("hidden_dropout_prob")?;

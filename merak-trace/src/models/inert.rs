@@ -1,8 +1,7 @@
 //! Fields of configurations that change no number of a training run.
 
 /// Names of fields about files, labels, generation and the way `transformers` runs a model, which
-/// configurations of any family may have, sorted. What one family has besides stands where that
-/// family is read.
+/// configurations of any family may have, sorted. Each family's module lists its further ones.
 pub(super) const INERT: &[&str] = &[
     "_attn_implementation",
     "_attn_implementation_autoset",

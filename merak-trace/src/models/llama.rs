@@ -4,9 +4,13 @@
 //! | family | differs by |
 //! |---|---|
 //! | `llama` | biases as the configuration asks |
-//! | `mistral` ([Jiang et al. 2023](https://arxiv.org/abs/2310.06825)) | every layer sees a window of keys |
-//! | `qwen2` ([Yang et al. 2024](https://arxiv.org/abs/2407.10671)) | biases of q, k, v; windows in the later layers |
-//! | `qwen3` ([Yang et al. 2025](https://arxiv.org/abs/2505.09388)) | RMS norm of each query and key head |
+//! | `mistral` ([Jiang et al. 2023]) | every layer sees a window of keys |
+//! | `qwen2` ([Yang et al. 2024]) | biases of q, k, v; windows in the later layers |
+//! | `qwen3` ([Yang et al. 2025]) | RMS norm of each query and key head |
+//!
+//! [Jiang et al. 2023]: https://arxiv.org/abs/2310.06825
+//! [Yang et al. 2024]: https://arxiv.org/abs/2407.10671
+//! [Yang et al. 2025]: https://arxiv.org/abs/2505.09388
 
 mod config;
 
@@ -37,14 +41,14 @@ pub struct Llama {
     max_seq: usize,
     rms_norm_eps: f64,
     rotary: Rotary,
-    /// Per layer, how many keys a query sees where it does not see all.
+    /// Per layer, the number of keys that a query sees, if not all.
     windows: Vec<Option<usize>>,
     biases: Biases,
     qk_norm: bool,
     attention_dropout: f64,
     tie_word_embeddings: bool,
     initializer_range: Option<f64>,
-    /// The token whose embedding is not trained by being looked up.
+    /// The token whose embedding lookups do not train.
     padding: Option<usize>,
     eos_token_id: Option<u32>,
 }
@@ -126,7 +130,7 @@ impl Llama {
         )
     }
 
-    /// Normalises each head on its own, where the family does.
+    /// Normalises each head on its own, in families that do so.
     fn norm_heads(&self, attn: &Module, name: &str, x: &Symbol) -> Result<Symbol> {
         if !self.qk_norm {
             return Ok(x.clone());

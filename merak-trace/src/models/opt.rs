@@ -25,7 +25,7 @@ const EPS: f64 = 1e-5;
 pub struct Opt {
     vocab_size: usize,
     hidden_size: usize,
-    /// Width of the embedding, which is projected where it is not that of the model.
+    /// Width of the embedding, which is projected if the model's width differs.
     embedding_size: usize,
     ffn_dim: usize,
     num_layers: usize,
@@ -94,7 +94,7 @@ impl Opt {
         module.linear(x, out, WeightLayout::OutIn, self.bias, Init::Normal(std))
     }
 
-    /// Tokens and positions: `[B, S, hidden]`, and the table of tokens.
+    /// Embedded tokens and positions: `[B, S, hidden]`, and the table of tokens.
     fn embed(&self, decoder: &Module, ids: &Symbol, std: f64) -> Result<(Symbol, Symbol)> {
         let (tokens, table) = decoder.sub("embed_tokens").padded_embedding(
             ids,
@@ -104,7 +104,7 @@ impl Opt {
             Init::Normal(std),
         )?;
         let tokens = self.project(&decoder.sub("project_in"), &tokens, self.hidden_size, std)?;
-        // Padding before the tokens does not count; it has the row before the first.
+        // Padding before the tokens is not numbered; it has the row before the first.
         let positions = match decoder.seen() {
             Some(seen) => decoder.seen_positions(seen, FIRST_POSITION)?,
             None => decoder.positions_from(FIRST_POSITION, ids.shape()[1])?,

@@ -23,7 +23,7 @@ pub(super) struct Rotary {
     scaling: Scaling,
 }
 
-/// Where a family keeps what others keep in `rope_theta` and `partial_rotary_factor`.
+/// A family's names for `rope_theta` and `partial_rotary_factor`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RotaryFields {
     /// Name of the base.
@@ -88,7 +88,7 @@ impl Rotary {
         }
     }
 
-    /// The shortest length whose sequences have the frequencies of those of length `seq`.
+    /// The shortest sequence length with the same frequencies as length `seq`.
     pub(super) fn scaling_length(&self, seq: usize) -> usize {
         match &self.scaling {
             Scaling::Dynamic { .. } if seq > self.max_seq => seq,

@@ -2,9 +2,8 @@
 //! the scores by relative position in place of embedded positions, and its version 1.1 with a gated
 //! MLP ([Shazeer 2020](https://arxiv.org/abs/2002.05202)).
 //!
-//! Every layer of a stack uses one table of biases, a weight that ties the stages which the stack
-//! is cut into. What crosses a cut are the hidden states and, in the decoder, the output of the
-//! encoder.
+//! All layers of a stack share one table of biases, a weight that ties the stages of the stack. The
+//! hidden states cross a cut and, in the decoder, the output of the encoder too.
 
 use super::{
     Model, ModelInfo, Objective, TraceOptions,
@@ -48,9 +47,9 @@ struct Stack<'a> {
     model: &'a T5,
     name: &'static str,
     layers: usize,
-    /// Which tokens the encoder got.
+    /// Mask of the tokens that the encoder sees.
     seen: &'a Symbol,
-    /// What it made of them, in the decoder.
+    /// The encoder's output, in the decoder.
     encoded: Option<&'a Symbol>,
 }
 
@@ -64,14 +63,14 @@ impl T5 {
         f.architecture(&["T5ForConditionalGeneration"])?;
         f.refuse("is_encoder_decoder", &[json!(true)])?;
         f.refuse("is_decoder", &[json!(false)])?;
-        // transformers takes two of these from feed_forward_proj whatever they say; the last is of
-        // another head.
+        // transformers derives the first two from feed_forward_proj; the last belongs to another
+        // head.
         f.ignore(&["dense_act_fn", "is_gated_act", "classifier_dropout"]);
         let encoder_layers = f.layers_or("num_layers", 6)?;
         let (activation, is_gated) = feed_forward(f)?;
         let tie_word_embeddings = f.flag_or("tie_word_embeddings", true)?;
         let vocab_size = f.size_or("vocab_size", 32128)?;
-        // Both stand among the decoder's inputs, but neither row is kept from training.
+        // Both occur among the decoder's inputs, and both rows are trained.
         token(f, "pad_token_id", Some(0), vocab_size)?;
         token(f, "decoder_start_token_id", None, vocab_size)?;
         let model = Self {
@@ -331,7 +330,7 @@ fn feed_forward(f: &Fields<'_>) -> Result<(Activation, bool)> {
     let field = "feed_forward_proj";
     let found = f.string_or(field, "relu")?;
     let (name, is_gated) = match found.strip_prefix("gated-") {
-        // By which the checkpoints of version 1.1 mean the tanh form.
+        // In checkpoints of version 1.1 it means the tanh form.
         Some("gelu") => ("gelu_new", true),
         Some(name) => (name, true),
         None => (&*found, false),

@@ -30,7 +30,7 @@ impl Vit {
     /// `transformers`.
     pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
         f.architecture(&["ViTForImageClassification"])?;
-        // Of the decoder of masked images, of the pooler, which the classifier does without, and of
+        // Fields of the decoder of masked images, of the pooler, which the classifier lacks, and of
         // words.
         f.ignore(&[
             "encoder_stride",

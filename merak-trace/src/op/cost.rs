@@ -37,12 +37,13 @@ impl Sum for Cost {
 }
 
 impl Cost {
-    /// The cost of one node; counts beyond 64 bits are cut off there.
+    /// The cost of one node; counts saturate at 64 bits.
     ///
     /// ```
     /// use merak_trace::{models::{self, TraceOptions}, op::Cost};
     ///
-    /// let model = models::from_config(&serde_json::json!({ "model_type": "gpt2", "n_layer": 1 }))?;
+    /// let config = serde_json::json!({ "model_type": "gpt2", "n_layer": 1 });
+    /// let model = models::from_config(&config)?;
     /// let graph = model.trace(&TraceOptions::training(2, 64))?;
     /// let head = graph.nodes().iter().find(|node| &*node.scope == "lm_head").ok_or("a head")?;
     /// assert_eq!(Cost::of(&graph, head).flops, 2 * (2 * 64) * 768 * 50_257);
@@ -135,8 +136,7 @@ impl Shapes<'_> {
         }
     }
 
-    /// Scores that queries and keys have in all heads; the queries are operand `q`, the keys the
-    /// next.
+    /// Number of scores in all heads; the queries are operand `q`, the keys the next.
     fn scores(&self, spec: &Attention, q: usize) -> u128 {
         let size = |operand: usize, dim: usize| {
             self.graph.ty(self.node.inputs[operand]).shape[dim] as u128

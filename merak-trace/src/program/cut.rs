@@ -99,13 +99,13 @@ pub(super) struct Part {
     pub(super) outputs: Vec<Port>,
     /// Values at the stage's borders through which a gradient flows.
     pub(super) flows: BTreeSet<ValueId>,
-    /// For each parameter of the stage, how many uses of it stand before the stage.
+    /// For each parameter of the stage, the number of its uses before the stage.
     pub(super) uses_before: BTreeMap<ParamId, usize>,
     range: Range<usize>,
 }
 
 impl Part {
-    /// The nodes of the stage's graph that a range of the model's nodes became.
+    /// The nodes of the stage's graph for a range of the model's nodes.
     pub(super) fn local_range(&self, range: &Range<usize>) -> Range<usize> {
         let clamp = |index: usize| index.clamp(self.range.start, self.range.end) - self.range.start;
         clamp(range.start)..clamp(range.end)
@@ -154,7 +154,7 @@ pub(super) fn extract(model: &Graph, cuts: &StageCuts, stage: usize) -> Result<P
     })
 }
 
-/// The results of nodes that are made before the border `at` and used behind it.
+/// The results of nodes before the border `at` that are used behind it.
 fn crossing(model: &Graph, cuts: &StageCuts, at: usize) -> Vec<ValueId> {
     if at == 0 || at == cuts.nodes(cuts.num_stages() - 1).end {
         return Vec::new();

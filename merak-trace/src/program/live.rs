@@ -4,8 +4,8 @@ use super::StageProgram;
 use crate::{Graph, Node, NodeId, Source, ValueId, autodiff::Phase, op::ResultMemory};
 use std::collections::BTreeMap;
 
-/// What the values of one microbatch take. Scratch memory of kernels, parameters and gradients of
-/// parameters are not in it.
+/// Bytes of the values of one microbatch, without scratch memory of kernels, parameters and
+/// gradients of parameters.
 ///
 /// ```text
 ///   forward ─► kept ─┬─► backward ─────────────────────────────────────────────► nothing
@@ -14,42 +14,45 @@ use std::collections::BTreeMap;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LiveBytes {
-    /// Most alive at once in the forward.
+    /// Peak of the forward.
     pub forward: usize,
-    /// Alive between the forward and what follows.
+    /// Alive after the forward.
     pub kept: usize,
-    /// Most alive at once in the whole backward, recomputation and what the forward kept included.
+    /// Peak of the whole backward, recomputation and values kept by the forward included.
     pub backward: usize,
-    /// Most alive at once in the input half of the backward, recomputation included.
+    /// Peak of the input half of the backward, recomputation included.
     pub input_half: usize,
-    /// Alive between the halves: what the weight half reads.
+    /// Alive between the halves: the values that the weight half reads.
     pub between_halves: usize,
-    /// Most alive at once in the weight half.
+    /// Peak of the weight half.
     pub weight_half: usize,
-    /// Most alive at once while everything is recomputed ahead of the backward.
+    /// Peak of a recomputation ahead of the backward.
     pub recompute: usize,
-    /// Alive behind that.
+    /// Alive after that recomputation.
     pub recomputed: usize,
-    /// Most alive at once in the whole backward behind it.
+    /// Peak of the whole backward after it.
     pub backward_after_recompute: usize,
-    /// Most alive at once in the input half behind it.
+    /// Peak of the input half after it.
     pub input_half_after_recompute: usize,
 }
 
 impl StageProgram {
-    /// The least that any backend needs which keeps what a later node reads: the program is walked
-    /// as the interpreter does, with sizes in place of values.
+    /// Lower bound for any backend that keeps a value until its last read. The program is walked as
+    /// the interpreter does, with sizes in place of values.
     ///
-    /// An operation may write its result over an operand that nobody reads any more, and a view
-    /// takes nothing.
+    /// An operation may overwrite an operand after its last read, and a view takes no memory.
     ///
     /// ```
     /// use merak_trace::{RecomputePlan, StageCuts, StageProgram, models::{self, TraceOptions}};
     ///
-    /// let config = serde_json::json!({ "model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 10 });
+    /// let config = serde_json::json!({ "model_type": "gpt2", "n_embd": 64, "n_layer": 4,
+    ///     "n_head": 4, "vocab_size": 10 });
     /// let graph = models::from_config(&config)?.trace(&TraceOptions::training(1, 128))?;
-    /// let live = |chunks| StageProgram::training(&graph, &StageCuts::whole(&graph), 0, &RecomputePlan { chunks, ..Default::default() })
-    ///     .map(|program| program.live_bytes());
+    /// let live = |chunks| {
+    ///     let plan = RecomputePlan { chunks, ..Default::default() };
+    ///     StageProgram::training(&graph, &StageCuts::whole(&graph), 0, &plan)
+    ///         .map(|program| program.live_bytes())
+    /// };
     /// let (all, least) = (live(vec![])?, live(vec![0..graph.nodes().len()])?);
     /// assert!(least.kept < all.kept && all.kept <= all.forward && all.forward <= all.backward);
     /// # Ok::<(), merak_trace::Error>(())
@@ -63,8 +66,8 @@ impl StageProgram {
         self.walked(false)
     }
 
-    /// What a backend that keeps the memory of freed values by length holds beyond the peak of a
-    /// microbatch: lengths peak at different times.
+    /// Bytes beyond a microbatch's peak in a backend that keeps freed memory by length: lengths
+    /// peak at different times.
     pub fn kept_free_bytes(&self) -> usize {
         let mut walk = Walk::new(self, true);
         walk.lengths = Some(BTreeMap::new());
@@ -113,7 +116,7 @@ impl StageProgram {
     }
 }
 
-/// How many values of a length there are.
+/// Number of live values of one length.
 #[derive(Clone, Default)]
 struct Length {
     now: usize,
@@ -123,9 +126,9 @@ struct Length {
 #[derive(Clone)]
 struct Walk<'a> {
     graph: &'a Graph,
-    /// Whether a result may lie where an operand ends.
+    /// Whether a result may take the memory of an operand that ends.
     overwrites: bool,
-    /// Reads of each value that are still to come.
+    /// Remaining reads of each value.
     remaining: Vec<u32>,
     /// The value whose memory each value lies in.
     storage: Vec<ValueId>,
@@ -133,7 +136,7 @@ struct Walk<'a> {
     holders: Vec<u32>,
     now: usize,
     peak: usize,
-    /// By the bytes of a value, where these are asked for.
+    /// Live values by their bytes, if asked for.
     lengths: Option<BTreeMap<usize, Length>>,
 }
 
@@ -152,7 +155,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// What comes in, the nodes of the forward, and what goes out.
+    /// Steps through the inputs, the nodes of the forward and the outputs.
     fn forward(&mut self, program: &StageProgram) {
         let given = program.inputs.iter().map(|port| port.value);
         given
@@ -173,7 +176,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// A value begins to live, if anybody reads it.
+    /// Begins the life of a value, if it is read.
     fn give(&mut self, value: ValueId) {
         if self.remaining[value.index()] == 0 {
             return;
@@ -192,7 +195,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// One read of a value; it ends with the last one.
+    /// Reads a value; the last read ends its life.
     fn take(&mut self, value: ValueId) {
         let remaining = &mut self.remaining[value.index()];
         *remaining = remaining.saturating_sub(1);
@@ -215,12 +218,12 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// What is alive, and the most that was since the last mark.
+    /// Live bytes, and their peak since the last mark.
     fn mark(&mut self) -> (usize, usize) {
         (self.now, std::mem::replace(&mut self.peak, self.now))
     }
 
-    /// What follows with the gradients that come in, in some phases of the backward.
+    /// A copy of the walk that goes on with the incoming gradients and some phases of the backward.
     fn backward(&self, program: &StageProgram, phases: &[Phase]) -> Self {
         let mut walk = self.clone();
         let grads = program.send.iter().filter_map(|hop| hop.grad);
@@ -253,14 +256,14 @@ impl<'a> Walk<'a> {
             results(self);
         } else {
             results(self);
-            // What nobody reads lives for a moment.
+            // Unread results live for a moment.
             self.peak = self.peak.max(self.now.saturating_add(self.dropped(node)));
             operands(self);
         }
     }
 
-    /// Bytes of results that no node reads, but of gradients that kernels add straight to where
-    /// they are summed.
+    /// Bytes of results that no node reads, except gradients that kernels add straight to their
+    /// sums.
     fn dropped(&self, node: &Node) -> usize {
         if node.op.result_memory() == ResultMemory::Sum {
             return 0;

@@ -7,18 +7,18 @@ use std::{
     ops::Range,
 };
 
-/// What is computed again, by nodes of the stage's forward.
+/// The nodes of the stage's forward that are recomputed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Again<'a> {
     /// Ascending and disjoint; results that another chunk, or no chunk, reads are kept.
     pub(super) chunks: &'a [Range<usize>],
-    /// Nodes whose results are not kept whoever reads them.
+    /// Nodes whose results are not kept for any reader.
     pub(super) single: &'a BTreeSet<usize>,
-    /// Values that are kept whatever happens.
+    /// Values that are always kept.
     pub(super) pinned: &'a [ValueId],
 }
 
-/// Rewrites the backward so that it reads copies of what is not kept.
+/// Rewrites the backward so that it reads copies of values that are not kept.
 ///
 /// Returns the backward with the copies in front of their first use.
 pub(super) fn rewrite(
@@ -54,7 +54,7 @@ pub(super) fn rewrite(
 struct Plan<'a> {
     graph: &'a mut Graph,
     phases: &'a mut Vec<Phase>,
-    /// Results of forward nodes that stay.
+    /// Results of forward nodes that are kept.
     kept: BTreeSet<ValueId>,
     again: &'a Again<'a>,
     copies: BTreeMap<ValueId, ValueId>,
@@ -115,7 +115,7 @@ impl Plan<'_> {
         self.phases.push(Phase::Recompute);
         self.order.push(NodeId::at(self.graph.nodes().len() - 1));
         for (old, &new) in original.outputs.iter().zip(&outputs) {
-            // A kept result stays the original: its copy is computed along and dropped.
+            // A kept result is read as it is: its copy is computed too and dropped.
             if !self.kept.contains(old) {
                 self.copies.insert(*old, new);
             }

@@ -1,4 +1,4 @@
-//! Once warm, a step takes no fresh memory for tensors: what is freed serves again.
+//! Once warm, a step takes no fresh memory for tensors: freed memory is used again.
 
 use crate::support::{backend, context, grad_store, interpreter, params, value};
 use merak_trace::{
@@ -28,8 +28,7 @@ fn count(bytes: usize) {
 }
 
 #[expect(unsafe_code, reason = "allocators cannot be written without")]
-// SAFETY: all of it is left to the system's allocator; counting touches no memory that it hands
-// out.
+// SAFETY: all calls go to the system's allocator; counting touches no memory that it returns.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
@@ -58,7 +57,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// A process of its own counts what no other test allocates.
+/// Counts in a process of its own, without the allocations of other tests.
 #[test]
 fn a_warm_step_makes_no_large_allocation() {
     let mut own = Command::new(std::env::current_exe().expect("it runs"));
@@ -87,8 +86,7 @@ fn of_a_warm_step() {
             let what = format!("{} on {threads} threads: {steps:?}", config["model_type"]);
             assert!(steps[0] > 20, "the first step takes memory, {what}");
             let fresh = steps[2..].iter().filter(|&&count| count > 0).count();
-            // Which thread takes what is a matter of chance, and each takes the memory that it
-            // works in once.
+            // Work falls to threads by chance, and each thread takes its working memory once.
             let most = if threads == 1 { 0 } else { STEPS / 2 };
             assert!(fresh <= most, "{what}");
         }

@@ -61,7 +61,7 @@ fn both_versions_of_transformers_write_the_same_models() {
     }
 }
 
-/// What a field does to a model.
+/// The effect of a field on a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Effect {
     Used,
@@ -88,7 +88,7 @@ fn effect(config: &Json, field: &str, value: &Json) -> Effect {
 /// The value that a field gets, by the configuration it is set in.
 type ValueOf = Box<dyn Fn(&Json) -> Json>;
 
-/// The contrary of what the configuration says.
+/// The opposite of the configuration's value.
 fn flag(field: &'static str) -> ValueOf {
     let default = field == "tie_word_embeddings";
     Box::new(move |config| json!(!config[field].as_bool().unwrap_or(default)))
@@ -103,7 +103,7 @@ fn fields_that_tell_models_apart_are_used_or_refused() {
     let mut cases = golden(GOLDENS[0]);
     cases.retain(|name, case| case["saved"]["model_type"] == *name);
     for case in cases.values_mut() {
-        // Which says of each layer what other fields say of all.
+        // This field says of each layer what other fields say of all layers.
         let fields = case["saved"].as_object_mut().expect("an object");
         fields.remove("layer_types");
     }
@@ -142,8 +142,8 @@ fn fields_that_tell_models_apart_are_used_or_refused() {
         format!("{field}: used by [{used}], without effect on [{none}]")
     });
     let table = table.collect::<Vec<_>>().join("\n");
-    // The others refuse it. Without effect is what the family's defaults switch off, and a head
-    // that is not there.
+    // The other families refuse the field. It has no effect where the family's defaults switch it
+    // off, or where there is no head.
     insta::assert_snapshot!(table, @r"
     attention_bias: used by [gpt_neox llama qwen3], without effect on []
     mlp_bias: used by [llama], without effect on []

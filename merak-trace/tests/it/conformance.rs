@@ -1,9 +1,9 @@
 //! One suite for every backend: each operation, forward and gradient, in every element type.
 //!
 //! The reference is the candle backend in f64, whose gradients the finite differences of
-//! `gradients` check; that module hands each of its cases on to [`agree`]. Here stand larger and
-//! odder sizes, and what is not a number. Each case also runs with operands that are frozen and
-//! kept in bf16, where results may not change by a bit.
+//! `gradients` check; that module hands each of its cases on to [`agree`]. This file adds larger
+//! and odder sizes, and numbers that are not finite. Each case also runs with operands that are
+//! frozen and kept in bf16, where results may not change by a bit.
 
 use crate::support::{
     backend, backends, context, dtypes, floats, grad_store, host_backends, interpreter,
@@ -104,14 +104,14 @@ fn compare(case: &Case<'_>, poison: Option<f64>, backends: &[SharedBackend]) {
 pub(crate) struct Run<'a> {
     pub(crate) backend: &'a SharedBackend,
     pub(crate) dtype: DType,
-    /// The type to which operands are rounded, so that the reference sees what a narrower type
-    /// sees.
+    /// The type to which operands are rounded, so that the reference sees the numbers of a narrower
+    /// type.
     pub(crate) rounded: DType,
-    /// What the middle element of the first operand is replaced by.
+    /// The replacement of the middle element of the first operand.
     pub(crate) poison: Option<f64>,
     /// Operands that have no gradient.
     pub(crate) frozen: Range<usize>,
-    /// What these are kept in, where that is not their type.
+    /// The type in which these are kept, if not their own.
     pub(crate) kept: Option<DType>,
     pub(crate) groups: Arc<dyn AxisGroups>,
 }
@@ -131,7 +131,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Rounding of the type, times what a chain of a few operations adds.
+/// Rounding of the type, times its growth over a chain of a few operations.
 pub(crate) fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => 1e-9,
@@ -141,8 +141,8 @@ pub(crate) fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// Numbers agree within rounding of the largest one, NaN with NaN and an infinity with itself.
-/// Where `is_loose`, one may stand for the other, as libtorch's own `f32` and `f64` kernels of one
+/// Numbers agree within rounding of the largest one, NaN with NaN and an infinity with itself. If
+/// `is_loose`, NaN and an infinity agree too, as libtorch's own `f32` and `f64` kernels of one
 /// function disagree there.
 pub(crate) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64, is_loose: bool) {
     assert_eq!(found.len(), expected.len(), "{what}");
@@ -166,7 +166,7 @@ pub(crate) fn measure(case: &Case<'_>, run: &Run<'_>) -> BTreeMap<String, Vec<f6
     let (backend, poison) = (run.backend, run.poison);
     let mut graph = case.graph(run.dtype);
     for operand in run.frozen.clone() {
-        // One that nothing reads is not in the graph.
+        // An operand that no node reads is not in the graph.
         if let Some(id) = graph.find_param(&format!("operand{operand}")) {
             let param = graph.param_mut(id);
             (param.trainable, param.kept) = (false, run.kept);
@@ -202,7 +202,7 @@ pub(crate) fn measure(case: &Case<'_>, run: &Run<'_>) -> BTreeMap<String, Vec<f6
         .expect(case.name);
 
     let mut measured = BTreeMap::new();
-    // Elsewhere the loss is a long sum that cancels, and the results themselves are compared.
+    // Otherwise the loss is a long sum that cancels, and the results themselves are compared.
     if poison.is_none() && !params.iter().any(|param| param.name.starts_with("weights")) {
         measured.insert("loss".to_owned(), loss);
     }
@@ -479,8 +479,7 @@ fn odd_sizes_agree_for_attention_with_hidden_keys_and_biases() {
         let kv = t(&[2, k_len, 10]);
         let mut operands = vec![t(&[2, q_len, 20]), kv.clone(), kv];
         operands.extend(biased.then(|| t(&[9, 4])));
-        // Of the second sample, which has padding on both sides, the first queries see nothing when
-        // causal.
+        // The second sample has padding on both sides: when causal, its first queries see nothing.
         let seen: Vec<_> = (0..2 * k_len)
             .map(|key| i64::from(key < k_len || (key > k_len + 2 && key + 4 < 2 * k_len)))
             .collect();
@@ -560,7 +559,7 @@ fn what_is_no_number_spreads_alike() {
             dropout: None,
         };
         let qkv = [t(&[2, 3, 9]), t(&[2, 3, 9]), t(&[2, 3, 9])];
-        // PyTorch's kernel for the processor takes a query of NaN for one that sees no key, and
+        // PyTorch's kernel for the processor treats a query of NaN as one that sees no key, and
         // gives zeros.
         with(
             "attention",

@@ -16,7 +16,7 @@ use std::{collections::BTreeSet, slice, sync::Arc};
 
 /// The names of all operations, as data.
 fn variants() -> BTreeSet<String> {
-    // What their reader says of a name that there is not: it lists those that there are.
+    // The error of reading an unknown name lists the known ones.
     let error = Op::deserialize(json!("nothing")).expect_err("there is no such operation");
     let error = error.to_string();
     let names = error.split('`').skip(1).step_by(2);
@@ -227,7 +227,7 @@ fn every_operation_has_a_case() {
     cases.attention();
     cases.rows();
     cases.shapes();
-    // Which run on two ranks below.
+    // These run on two ranks below.
     cases.note(&REGIONS);
     let variants = variants();
     assert!(variants.len() > 40, "{variants:?}");
@@ -245,8 +245,7 @@ impl AxisGroups for TensorGroup {
     }
 }
 
-/// The place of each of six columns in parts of two and four over two ranks: rank, and column
-/// there.
+/// The place (rank, column there) of each of six columns in parts of two and four over two ranks.
 const PLACES: [(usize, usize); 6] = [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)];
 
 /// The slices of `x [4, 6]` go through a function on their ranks, and are joined and summed.
@@ -301,7 +300,7 @@ fn regions_of_two_ranks_join_sum_and_slice() {
                 let local = i / 6 * 3 + PLACES[i % 6].1;
                 sum[local] += silu[i];
                 let slope = sigmoid(x) * (1.0 + x * (1.0 - sigmoid(x)));
-                // Two ranks use the whole of `x` alike.
+                // Both ranks use the whole of `x` in the same way.
                 gradient[i] = slope * (weights[0][i] + weights[1][local]) + 2.0 * weights[2][i];
             }
             for (rank, found) in found.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Positions that pass one by one, with a cache, give what they give together.
+//! Positions that pass one by one, with a cache, give the same as together.
 
 use crate::support::{backends, context, numbers, params, value};
 use merak_trace::{
@@ -12,7 +12,7 @@ use std::sync::Arc;
 const VOCAB: usize = 23;
 /// Lengths of three sequences.
 const LENGTHS: [usize; 3] = [7, 4, 8];
-/// The length by which positions are scaled, where they are.
+/// The length by which positions are scaled, in models that scale them.
 const CONTEXT: usize = 8;
 
 /// A model's forward for one sequence of `len` positions.
@@ -107,7 +107,7 @@ fn sequences_that_pass_in_pieces_and_together_give_the_logits_of_each_alone_and_
     }
 }
 
-/// Passes sequences in pieces and each at once.
+/// Compares sequences that pass in pieces with each at once.
 fn check(backend: &SharedBackend, config: &Json) {
     let whole: Vec<_> = LENGTHS
         .iter()

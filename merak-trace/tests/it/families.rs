@@ -143,7 +143,7 @@ fn a_base_that_grows_lets_sequences_grow() {
     let frequency = |seq| turn(&TraceOptions::training(1, seq))[1];
     assert_eq!(frequency(4).to_bits(), frequency(16).to_bits());
     assert!(frequency(17) < frequency(16));
-    // What passes a position at a time turns as the whole.
+    // Positions that pass one at a time turn as in the whole text.
     let part = TraceOptions {
         context: Some(17),
         ..TraceOptions::training(1, 1)
@@ -155,7 +155,7 @@ fn a_base_that_grows_lets_sequences_grow() {
     insta::assert_snapshot!(error, @r#""max_position_embeddings" of the model's configuration allows sequences of 1 to 32 tokens, not 33"#);
 }
 
-/// The first turn of a model with rotary positions.
+/// The first rotary operation of a model.
 fn turn(graph: &Graph) -> Rope {
     let turn = graph.nodes().iter().find_map(|node| match &node.op {
         Op::Rope(rope) => Some(rope.clone()),
@@ -208,7 +208,7 @@ fn padding_tokens_are_looked_up_and_not_trained() {
     );
 }
 
-/// What is said of each family with some fields set, a line each.
+/// The messages for each family with some fields set, a line each.
 fn refusals(cases: &[(&str, Json)]) -> String {
     let refusal = |(family, fields): &(&str, Json)| {
         let base = match *family {
@@ -376,7 +376,7 @@ fn what_published_configurations_carry_besides_is_accepted() {
                 "summary_proj_to_labels": true, "summary_first_dropout": 0.1, "summary_activation": null,
                 "task_specific_params": { "text-generation": { "do_sample": true, "max_length": 50 } } }),
         ),
-        // Of the first versions: GPT-2 of three sizes, BERT, the first Llama.
+        // Fields of the first versions: GPT-2 of three sizes, BERT, the first Llama.
         (
             json!({ "model_type": "gpt2" }),
             json!({ "n_special": 0, "predict_special_tokens": true, "output_past": true,
@@ -422,7 +422,7 @@ fn every_family_names_its_sizes() {
             Ok(model) => model.info(),
             Err(error) => unreachable!("{family}: {error}"),
         };
-        // T5 has as many in its decoder.
+        // T5 has as many layers in its decoder.
         let stacks = if family == "t5" { 2 } else { 1 };
         assert_eq!(
             (

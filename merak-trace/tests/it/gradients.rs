@@ -435,7 +435,7 @@ fn attention_with_hidden_keys_and_a_table_of_relative_positions() {
             t(&[batch, k_len, kv_heads * 3]),
         ];
         operands.extend(relative.then(|| t(&[6, heads])));
-        // The last keys of each sample are padding, of the second all of them.
+        // The last keys of each sample are padding; in the second sample all are.
         let mask: Vec<_> = (0..batch * k_len)
             .map(|key| i64::from(key + 2 < k_len))
             .collect();

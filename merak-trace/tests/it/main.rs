@@ -5,14 +5,14 @@
 //!   apart.
 //! - `conformance`: every operation, forward and gradient, in every element type, on every backend.
 //! - `coverage`: no operation is without a case of `conformance`.
-//! - `decoding`: positions that pass one by one, with a cache, give what they give together.
+//! - `decoding`: positions that pass one by one, with a cache, give the same as together.
 //! - `families`: configurations of model families, both spellings, every field used or refused.
 //! - `gradients`: every operation's gradient against finite differences in f64.
 //! - `nonfinite`: NaN and infinity go through operations as in PyTorch.
 //! - `odd_sizes`: gradients at sizes that leave a tail, with hidden keys and shared heads.
 //! - `parity`: the numbers of `transformers` on the same weights and data.
 //! - `programs`: stage cuts, recomputation and the halves of the backward change no bit.
-//! - `support`: small graphs and what runs them.
+//! - `support`: runs small graphs.
 
 mod allocations;
 mod configs;

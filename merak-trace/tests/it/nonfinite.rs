@@ -12,7 +12,7 @@ use merak_trace::{
 };
 use serde::Deserialize;
 
-/// Numbers, or the names of those that JSON has not.
+/// Numbers, or the names of those that JSON lacks.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(untagged)]
 enum Number {
@@ -80,7 +80,7 @@ const BUCKETS: RelativeBuckets = RelativeBuckets {
     bidirectional: true,
 };
 
-/// Copies of a small case's rows that are more than one thread takes at a time.
+/// Copies of a small case's rows, more than one thread takes at a time.
 const COPIES: usize = 1000;
 
 impl Case {
@@ -124,13 +124,13 @@ impl Case {
     /// The integers beside the operands.
     fn ids(&self) -> Vec<i64> {
         match self.op.as_str() {
-            // Where the script has its rows.
+            // The positions of the script's rows.
             "rope" => vec![0, 5, 2],
             _ => self.ids.clone(),
         }
     }
 
-    /// The same rows many times, where all operands have them and the result too.
+    /// The same rows many times, if all operands and the result have them.
     fn repeated(&self) -> Option<Self> {
         let shape = &self.operands[0].shape;
         let alike = self.operands.iter().all(|operand| operand.shape == *shape);
@@ -230,7 +230,7 @@ impl Case {
         (y, by_operand)
     }
 
-    /// What a backend has otherwise than PyTorch.
+    /// The differences of a backend from PyTorch.
     fn differences(&self, backend: &SharedBackend) -> Vec<String> {
         let (y, grads) = self.run(backend);
         let name = format!("{} on {}", self.name, backend.name());
@@ -243,15 +243,15 @@ impl Case {
         found
     }
 
-    /// Whether kernels of libtorch for the processor have other results than the operations that
-    /// the script is written in: attention takes a query of NaN for one that sees no key, and the
-    /// vectors of gelu make NaN of infinity.
+    /// Whether libtorch's kernels for the processor differ from the operations that the script is
+    /// written in: attention treats a query of NaN as one that sees no key, and the vectors of gelu
+    /// make NaN of infinity.
     fn differs_in_libtorch(&self) -> bool {
         self.op.starts_with("attention") || self.op == "gelu_erf"
     }
 }
 
-/// What differs between two lists of numbers: not finite in another way, or apart.
+/// The differences of two lists of numbers: not finite in another way, or too far apart.
 fn differences(what: &str, own: &[f64], expected: &[Number]) -> Vec<String> {
     assert_eq!(own.len(), expected.len(), "{what}");
     let largest = expected.iter().map(Number::value).filter(|x| x.is_finite());

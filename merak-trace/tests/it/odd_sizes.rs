@@ -54,7 +54,7 @@ fn rows_of_any_width() {
             apply(Op::RmsNorm { eps: 1e-5 }),
         );
         if width > 2 {
-            // Of two numbers the norm is all but a step, which differences cannot follow.
+            // The norm of two numbers is almost a step function, which differences cannot follow.
             check(
                 &named("layer_norm"),
                 &[rows.clone(), t(&[width]), t(&[width])],
@@ -274,7 +274,7 @@ fn attentions_with_a_bias_of_any_shape() {
         check_biased(q_len, k_len, causal, 0.0);
     }
     check_biased(17, 9, false, 0.3);
-    // One query behind a tile of them.
+    // One query more than a tile has.
     check_biased(65, 3, false, 0.0);
 }
 

@@ -34,7 +34,7 @@ fn golden(name: &str) -> Json {
     let mut golden: Json =
         serde_json::from_slice(&text).expect("the golden is as the script writes it");
     if golden["parameters"].get("lm_head.weight").is_some() {
-        // As merak-ckpt corrects a configuration that ties weights which differ.
+        // merak-ckpt makes this correction if a configuration ties weights that differ.
         golden["config"]["tie_word_embeddings"] = false.into();
     }
     golden
@@ -89,7 +89,7 @@ fn batch(backend: &SharedBackend, graph: &Graph, config: &Json, step: usize) -> 
     (batch, labels)
 }
 
-/// The moments of Adam and what it does with a gradient.
+/// The moments of Adam and its update.
 struct AdamW {
     moments: Vec<[f64; 2]>,
     steps: i32,
@@ -121,7 +121,7 @@ fn own_logits(backend: &SharedBackend, golden: &Json) -> Vec<f64> {
     let out = runner.forward(&params.views, &batch, Vec::new(), context);
     let mut logits = numbers(backend, &out.expect("the model runs").outputs[0]);
     if model.objective() == Objective::CausalLm {
-        // What stands at padding is nobody's business.
+        // Logits at padding do not count.
         let mask = Samples(&golden["config"]).batch("attention_mask", 0, BATCH * SEQ);
         let rows = logits.chunks_mut(model.info().vocab_size).zip(mask);
         rows.for_each(|(row, seen)| row.iter_mut().for_each(|x| *x *= seen));

@@ -115,7 +115,7 @@ fn run_stages(
     (loss, grads)
 }
 
-/// Bounds after the nodes whose names end so.
+/// Bounds after the nodes whose names have these endings.
 fn cut_after(graph: &Graph, ends: &[&str]) -> Vec<usize> {
     let position = |end: &&str| {
         1 + graph

@@ -146,7 +146,7 @@ pub(crate) fn params(backend: &SharedBackend, graph: &Graph) -> ParamStore {
     store
 }
 
-/// Parameters with the given elements, those of each way to keep them in a store of their own.
+/// Parameters with the given elements, trained and frozen ones in a store each.
 pub(crate) fn views(backend: &SharedBackend, params: &[Param], data: &[Vec<f64>]) -> Vec<Value> {
     let mut views = BTreeMap::new();
     for is_trained in [true, false] {

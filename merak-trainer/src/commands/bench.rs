@@ -123,7 +123,7 @@ impl Gpt {
             .map_err(|error| located(&config, error))
     }
 
-    /// The figures of a model.
+    /// Measures the training steps of a model.
     fn measure(
         &self,
         model: Box<dyn models::Model>,
@@ -171,7 +171,7 @@ impl Gpt {
         }))
     }
 
-    /// The same run as a configuration.
+    /// The run as a configuration.
     fn arguments(&self) -> Result<(Config, CheckedArguments), super::Failure> {
         let bf16 = is_bf16(&self.dtype)?;
         let batches = |what: &str, number: usize, of: &str, by: usize| {
@@ -265,7 +265,7 @@ struct Gpt2Shape {
 }
 
 impl Gpt2Shape {
-    /// The model with so many positions, which an option asks for.
+    /// The model with `positions` positions; errors name `option` for them.
     fn model(
         &self,
         positions: usize,
@@ -294,7 +294,7 @@ fn is_bf16(dtype: &str) -> Result<bool, super::Failure> {
 /// The options of a command that stand for keys, as option, key and value.
 type Options = Vec<(&'static str, &'static str, String)>;
 
-/// The configuration that has these keys by the options, and those by the command.
+/// The configuration with the keys of `options`, and with `always`, which the command sets.
 fn configured(
     options: Options,
     always: &[(&'static str, &str)],
@@ -307,7 +307,7 @@ fn configured(
     Ok((config, args))
 }
 
-/// Options that several commands have, where they are given.
+/// Those options that several commands share and that are given.
 fn of_ranks(threads: Option<usize>, lora: Option<&str>) -> Options {
     let threads =
         threads.map(|threads| ("--threads", "compute.threads_per_rank", threads.to_string()));
@@ -315,7 +315,7 @@ fn of_ranks(threads: Option<usize>, lora: Option<&str>) -> Options {
     threads.into_iter().chain(lora).collect()
 }
 
-/// A failure with the option behind it, where it is due to a key.
+/// Adds to a failure that is due to a key the option that set the key.
 fn located(config: &Config, failure: super::Failure) -> super::Failure {
     match failure.0.downcast::<Error>() {
         Ok(error) => config.locate(*error).into(),
@@ -323,7 +323,7 @@ fn located(config: &Config, failure: super::Failure) -> super::Failure {
     }
 }
 
-/// Names the option behind a size of which no model can be made.
+/// Names the option behind a size that no model can have.
 fn of_size(error: merak_trace::Error, positions: &str) -> super::Failure {
     let merak_trace::Error::ModelConfig { field, reason } = &error else {
         return error.into();

@@ -69,7 +69,7 @@ fn choices(name: &str) -> Vec<String> {
     names.split(", ").map(str::to_owned).collect()
 }
 
-/// Those of the names that this build takes, on this machine.
+/// The names of a key that work with this build on this machine.
 fn usable(name: &str) -> Vec<String> {
     let is_taken = |choice: &String| {
         let device = name == "compute.device" && choice == "cuda";
@@ -120,7 +120,7 @@ fn vector_instructions() -> Vec<&'static str> {
         .collect()
 }
 
-/// Whether a run without `data.path` finds text.
+/// Where a run without `data.path` finds text.
 fn default_text() -> String {
     match environment::crate_sources(None).registry {
         Some(registry) if registry.is_dir() => registry.display().to_string(),
@@ -128,7 +128,7 @@ fn default_text() -> String {
     }
 }
 
-/// Trains a model of a few hundred weights for a step on two ranks, which takes every part of the
+/// Trains a model of a few hundred weights for a step on two ranks, which uses every part of the
 /// stack.
 fn trial() -> Result<()> {
     let line = [

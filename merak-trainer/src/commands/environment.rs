@@ -10,7 +10,7 @@ use std::{
 /// The environment's variables that set keys.
 ///
 /// # Errors
-/// [`Error::NotUtf8`] for the first of them that is no text.
+/// [`Error::NotUtf8`] for the first of them that is not UTF-8.
 pub(crate) fn variables() -> Result<Vec<(String, String)>> {
     of_ours(std::env::vars_os())
 }

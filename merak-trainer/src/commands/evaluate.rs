@@ -59,8 +59,8 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The measurements; for a model of the next token its perplexity, and the loss of a bigram model
-/// beside them.
+/// The measurements, with the perplexity of a language model, and the loss of a bigram model beside
+/// that of a model of the next token.
 fn figures(metrics: &EvaluationMetrics, prepared: &Prepared) -> Value {
     let speed = metrics.eval_samples as f64 / metrics.eval_runtime.max(f64::MIN_POSITIVE);
     let mut document = json!({ "eval_loss": metrics.eval_loss });

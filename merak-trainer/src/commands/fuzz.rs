@@ -1,8 +1,9 @@
-//! Made-up configurations, taken the way of `merak train --dry-run`: none panics, and each refusal
-//! is one message.
+//! Made-up configurations, run as `merak train --dry-run`: none panics, and each refusal is one
+//! message.
 //!
 //! ```text
-//! cargo test -p merak-trainer --bin merak -- --ignored fuzz --nocapture     # FUZZ_CASES=5000 FUZZ_SEED=1
+//! export FUZZ_CASES=5000 FUZZ_SEED=1
+//! cargo test -p merak-trainer --bin merak -- --ignored fuzz --nocapture
 //! ```
 
 use super::prepared::Prepared;
@@ -15,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Configurations of a run of the test, where the environment names no other number.
+/// Default number of configurations in one run of the test.
 const CASES: u64 = 5000;
 
 /// The longest message, in bytes.
@@ -75,7 +76,7 @@ fn float(random: &mut Random) -> Value {
     json!(random.of(&edges))
 }
 
-/// A text: names that mean something, and such as nobody should print.
+/// A text: a known name, or text that is unsafe to print.
 fn words(random: &mut Random) -> String {
     let usual = [
         "",
@@ -217,7 +218,7 @@ fn models() -> Vec<Map<String, Value>> {
         .collect()
 }
 
-/// What the layers of a configuration say.
+/// The layers of a configuration.
 struct Case {
     file: PathBuf,
     environment: Vec<(String, String)>,
@@ -240,7 +241,7 @@ fn make(folder: &Path, models: &[Map<String, Value>], random: &mut Random) -> Ca
     let mut line = Vec::new();
     for _ in 0..random.below(7) {
         let name = *random.of(&known);
-        // What would read or write something else than the folder of the test.
+        // Keys that would read or write outside the folder of the test.
         if matches!(
             name,
             "cost_model" | "resume_from_checkpoint" | "lora_config"
@@ -295,7 +296,7 @@ fn make(folder: &Path, models: &[Map<String, Value>], random: &mut Random) -> Ca
     }
 }
 
-/// What `merak train --dry-run` does, up to its text.
+/// Does the work of `merak train --dry-run` and returns its text.
 fn dry_run(case: &Case) -> Result<String> {
     let config = Config::load(Some(&case.file), case.environment.clone(), &case.line)?;
     config.explain(Some(80));
@@ -305,7 +306,7 @@ fn dry_run(case: &Case) -> Result<String> {
     Ok(text)
 }
 
-/// What is wrong with how a case ended.
+/// The fault in the outcome of a case, if there is one.
 fn fault(outcome: std::thread::Result<Result<String>>, took: Duration) -> Option<String> {
     let message = match outcome {
         Err(_) => return Some("it panicked".to_owned()),
@@ -356,7 +357,7 @@ fn run_cases(seed: u64, cases: u64) -> Vec<String> {
             ));
         }
     }
-    // Most of the paths below the checks are never seen otherwise.
+    // Most of the code below the checks runs only for cases that make a plan.
     assert!(
         planned * 20 > cases,
         "only {planned} of {cases} made a plan"

@@ -79,10 +79,10 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// New tokens per prompt where nobody says how many.
+/// Default number of new tokens per prompt.
 const NEW_TOKENS: usize = 128;
 
-/// What `--adapter` calls the base without one.
+/// Name that `--adapter` has for the base model.
 const BASE: &str = "none";
 
 pub(crate) fn run(args: &Args) -> Outcome {
@@ -130,7 +130,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The adapters that were asked for, with which prompts are continued in turn; `None` is the base.
+/// The requested adapters, in the order in which they continue the prompts; `None` is the base.
 fn adapters(args: &Args, checkpoint: &Checkpoint, loaded: &Loaded) -> Result<Vec<Option<Adapter>>> {
     let open = |folder: &PathBuf| {
         if folder.as_os_str() == BASE {
@@ -205,7 +205,7 @@ impl Args {
         Ok(config)
     }
 
-    /// The results of each adapter.
+    /// The results of each adapter, as output.
     fn show(&self, results: &[Vec<Completion>], session: &Session) -> Result<Vec<u8>> {
         let names = self.adapter.iter().map(|path| path.display().to_string());
         let names: Vec<_> = names.map(Some).chain([None]).collect();

@@ -1,4 +1,4 @@
-//! The end of a command line: a configuration file's keys, given over.
+//! Configuration keys at the end of a command line.
 
 use super::environment;
 use clap::Args as ClapArgs;
@@ -22,8 +22,8 @@ pub(crate) struct Keys {
 }
 
 impl Keys {
-    /// Removes a flag of the command and says whether it was there: whatever follows the first key
-    /// lands here.
+    /// Removes a flag of the command and says whether it was there. All words after the first key
+    /// are among these words.
     pub(crate) fn take_flag(&mut self, flag: &str) -> bool {
         let before = self.words.len();
         self.words.retain(|word| dashed(word) != flag);

@@ -52,7 +52,7 @@ impl Loaded {
             overridden = override_sizes(fields, names, args);
         }
         if args.no_tie_modules && json.is_object() {
-            // Part of the configuration, so that a checkpoint alone makes the same model again.
+            // The configuration keeps it, so that a checkpoint alone makes the same model again.
             merak_ckpt::set_tie(&mut json, false);
         }
         Ok(Self {
@@ -73,7 +73,7 @@ impl Loaded {
         })
     }
 
-    /// The arguments with what they leave to the model's configuration.
+    /// Completes the arguments from the model's configuration.
     pub(crate) fn complete(&self, args: CheckedArguments) -> Result<CheckedArguments> {
         let mut args = args.into_arguments();
         if args.pad_token_id.is_none() {
@@ -82,7 +82,7 @@ impl Loaded {
         args.check()
     }
 
-    /// The same for generation, with what `generation_config.json` says of it.
+    /// Completes the arguments for generation, also from `generation_config.json`.
     pub(crate) fn complete_to_generate(
         &self,
         args: CheckedArguments,
@@ -121,10 +121,10 @@ impl Loaded {
         args.check()
     }
 
-    /// Fields of `generation_config.json` that choose other tokens in transformers, and have no
-    /// part here.
+    /// Fields of `generation_config.json` that change the chosen tokens in transformers and have no
+    /// effect here.
     fn unapplied(&self) -> impl Iterator<Item = &'static str> {
-        // Without effect are these numbers, and what is null, false or empty.
+        // A field is inactive at this number, and where it is null, false or empty.
         const FIELDS: &[(&str, Option<f64>)] = &[
             ("bad_words_ids", None),
             ("begin_suppress_tokens", None),
@@ -161,8 +161,8 @@ impl Loaded {
         FIELDS.iter().filter(is_active).map(|(name, _)| *name)
     }
 
-    /// How texts of the model end: the tokens that the arguments name, else its own; and what its
-    /// `generation_config.json` lets none of them choose.
+    /// The options of generation: the sampling options of the arguments, the tokens that end a
+    /// text, and the tokens and least length that `generation_config.json` prescribes.
     pub(crate) fn generate_options(
         &self,
         args: &CheckedArguments,
@@ -177,7 +177,7 @@ impl Loaded {
         }
     }
 
-    /// What the configuration says about data; `args` are complete.
+    /// The settings of the configuration about data; `args` are complete.
     pub(crate) fn data_tokens(&self, args: &CheckedArguments) -> DataTokens {
         let pad = args.pad_token_id.unwrap_or(0);
         let start = self.tokens(&self.json, "decoder_start_token_id");
@@ -207,8 +207,8 @@ impl Loaded {
         ends
     }
 
-    /// What a configuration of the model says under a name: a token or a list of them. Negative
-    /// ones stand for none.
+    /// The tokens under a name of the model's configuration, which has one or a list. Negative ones
+    /// stand for none.
     fn tokens(&self, config: &Value, name: &str) -> Vec<u32> {
         let stated = match config.get(name) {
             Some(Value::Array(tokens)) => tokens.as_slice(),
@@ -235,7 +235,7 @@ impl Loaded {
     }
 }
 
-/// Refuses tokens for the end of a text that are none.
+/// Refuses an end of texts that is not a token.
 fn check_ends(config: &Value, key: &'static str, path: &Path) -> Result<()> {
     const NAME: &str = "eos_token_id";
     let is_token = |value: &Value| value.is_null() || value.is_i64() || value.is_u64();
@@ -263,8 +263,8 @@ fn blamed(key: &'static str, error: impl Into<Error>) -> Error {
     }
 }
 
-/// The key of the size to which an error is due: the file states a model that could be made, so it
-/// is one that was put in the place of its own.
+/// The key of the size that caused an error, if the file's own sizes make a model: then one of the
+/// overrides is to blame.
 fn by_override(
     error: &merak_trace::Error,
     stated: &Value,
@@ -280,8 +280,8 @@ fn by_override(
     models::from_config(stated).is_ok().then_some(*key)
 }
 
-/// Puts the sizes that the arguments have in the place of the configuration's; returns which, as
-/// key and field.
+/// Replaces the configuration's sizes by those of the arguments; returns the replaced ones as key
+/// and field.
 fn override_sizes(
     fields: &mut Map<String, Value>,
     names: SizeFields,
@@ -316,7 +316,7 @@ fn weights_folder(args: &CheckedArguments) -> Option<&Path> {
 /// The file that describes the model, and the key that names it.
 fn config_file(args: &CheckedArguments) -> Result<(&'static str, PathBuf)> {
     match (&args.model.config, &args.model.hf_dir) {
-        // They are not set both.
+        // At most one of them is set.
         (Some(file), _) => Ok((CONFIG, file.0.clone())),
         (None, Some(folder)) => Ok(("model.hf_dir", folder.0.join("config.json"))),
         (None, None) => Err(Error::MissingKey {
@@ -329,8 +329,7 @@ fn config_file(args: &CheckedArguments) -> Result<(&'static str, PathBuf)> {
 /// The most bytes of a file beside weights: vocabularies are the largest.
 const MAX_COMPANION_BYTES: u64 = 256 << 20;
 
-/// What lies beside the weights of `model.hf_dir` and belongs to the model: it travels with
-/// checkpoints.
+/// The model's files beside the weights of `model.hf_dir`, which checkpoints take along.
 pub(crate) fn companions(args: &CheckedArguments) -> Result<Vec<(String, Vec<u8>)>> {
     let Some(folder) = &args.model.hf_dir else {
         return Ok(Vec::new());

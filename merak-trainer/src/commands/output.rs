@@ -6,13 +6,13 @@ use std::{
     io::{self, IsTerminal, Write},
 };
 
-/// Writes results to standard output; nothing in them acts on a terminal. A reader that went away,
-/// such as `head`, is no failure.
+/// Writes results to standard output; what a terminal would act on is escaped there. A reader that
+/// went away, such as `head`, is not a failure.
 pub(crate) fn print(text: impl AsRef<[u8]>) -> io::Result<()> {
     print_as_is(shown(&io::stdout(), text.as_ref()))
 }
 
-/// As [`print()`], for a text whose colours are our own and in which nobody else has a word.
+/// As [`print()`] without escapes, for a text that is our own, colours included.
 pub(crate) fn print_as_is(text: impl AsRef<[u8]>) -> io::Result<()> {
     let mut out = io::stdout().lock();
     let text = text.as_ref();
@@ -29,16 +29,15 @@ pub(crate) fn print_as_is(text: impl AsRef<[u8]>) -> io::Result<()> {
     }
 }
 
-/// Writes a piece of a result that is still coming; whether it arrived is told when the end is
-/// written.
+/// Writes a part of a result; a failed write is reported at the end of the result.
 pub(crate) fn stream(text: impl AsRef<[u8]>) {
     let mut out = io::stdout().lock();
     let text = shown(&out, text.as_ref());
-    // A reader that went away is told at the end.
+    // A failed write fails again at the end.
     let _ = out.write_all(&text).and_then(|()| out.flush());
 }
 
-/// A text as this place takes it: a terminal shows it, everything else gets it whole.
+/// A text for this output: escaped for a terminal, unchanged elsewhere.
 fn shown<'a>(out: &impl IsTerminal, text: &'a [u8]) -> Cow<'a, [u8]> {
     if out.is_terminal() {
         let text = String::from_utf8_lossy(text);
@@ -48,8 +47,8 @@ fn shown<'a>(out: &impl IsTerminal, text: &'a [u8]) -> Cow<'a, [u8]> {
     }
 }
 
-/// A text whose long lines go on below, behind the words that lines begin with here, where they
-/// would not fit the terminal.
+/// A text with its lines wrapped to the terminal. The continuation is indented past the word that a
+/// line begins with.
 pub(crate) fn fitted(text: &str) -> String {
     const INDENT: usize = 10;
     let columns = columns().unwrap_or(usize::MAX);

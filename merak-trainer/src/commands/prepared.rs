@@ -17,14 +17,14 @@ use merak_trainer::{
 };
 use std::{fmt::Write as _, sync::Arc};
 
-/// What all ranks of a run share.
+/// The parts of a run that all ranks share.
 pub(crate) struct Prepared {
     pub(crate) args: CheckedArguments,
     pub(crate) model: Loaded,
     pub(crate) plan: Arc<Plan>,
-    /// What turns text into tokens, where there is text.
+    /// The tokenizer, where there is text.
     pub(crate) tokenizer: Option<Tokenizer>,
-    /// The text of which the next token is learned.
+    /// The text whose next tokens the model learns.
     pub(crate) corpus: Option<Corpus>,
     /// How long a step will take, where that was measured.
     pub(crate) prediction: Option<Prediction>,
@@ -47,8 +47,8 @@ impl Prepared {
     pub(crate) fn to_train(config: &Config, dry_run: bool) -> Result<Self> {
         let prepare = || {
             let mut prepared = Self::new(config, true)?;
-            // Before costs are measured, which takes a while. A dry run tells of another run below
-            // its plan.
+            // Checked before costs are measured, which takes a while. A dry run reports another run
+            // below its plan.
             match RunFolder::check(&prepared.args) {
                 Err(Error::RunExists { .. } | Error::RunInUse { .. }) if dry_run => {}
                 other => other?,
@@ -59,8 +59,8 @@ impl Prepared {
         prepare().map_err(|error| config.locate(error))
     }
 
-    /// Measures what the work costs, and plans anew where the plan goes by that. What does not fit
-    /// into this machine's memory is left as it is.
+    /// Measures the costs of the work, and plans again where the plan depends on them. Does nothing
+    /// for a run that does not fit into this machine's memory.
     fn measure(&mut self, keeps: bool) -> Result<()> {
         if self.check_memory().is_err() {
             return Ok(());
@@ -78,7 +78,8 @@ impl Prepared {
         Ok(())
     }
 
-    /// Who holds the first steps against their prediction, where there is one whose times are kept.
+    /// The comparison of the first steps with their prediction, where there is one whose times are
+    /// kept.
     pub(crate) fn first_steps(&self) -> Option<FirstSteps> {
         let (prediction, cache) = self.prediction.as_ref().zip(self.cost_cache.clone())?;
         Some(FirstSteps::new(
@@ -89,7 +90,7 @@ impl Prepared {
         ))
     }
 
-    /// When the times were measured that the prediction is made of, for people.
+    /// When the times behind the prediction were measured, for people.
     fn measurement(&self) -> Option<String> {
         let measured = self.costs.measurement()?;
         let age = measured.age();
@@ -165,7 +166,7 @@ impl Prepared {
         })
     }
 
-    /// What each rank's trainer is made of.
+    /// The parts of each rank's trainer.
     pub(crate) fn parts(&self) -> TrainerParts {
         TrainerParts {
             train_data: self.datasets.train.clone(),
@@ -209,8 +210,7 @@ impl Prepared {
         training.into_iter().chain(evaluation).collect()
     }
 
-    /// The steps of the warmup and of the run, where the run ends before its learning rate is
-    /// reached.
+    /// The steps of the warmup and of the run, where the run ends before the warmup does.
     fn long_warmup(&self) -> Result<Option<(u64, usize)>> {
         let Some(train) = &self.datasets.train else {
             return Ok(None);
@@ -222,7 +222,7 @@ impl Prepared {
         Ok((warmup >= total as u64 && warmup > 0).then_some((warmup, total)))
     }
 
-    /// How much there is to train and to evaluate on, and in what it is counted.
+    /// The amounts of data to train and to evaluate on, and their unit.
     fn amounts(&self) -> (usize, usize, &'static str) {
         if let Some(corpus) = &self.corpus {
             return (corpus.train.len(), corpus.validation.len(), "tokens");
@@ -334,7 +334,7 @@ impl Prepared {
         }
     }
 
-    /// What of the configuration does nothing, or not what it seems to.
+    /// Warns of settings that do nothing, or not what they seem to.
     fn warn_in(&self, text: &mut String) -> Result<()> {
         let (args, plan) = (&self.args, &self.plan);
         for unmatched in &plan.tensor.unmatched {

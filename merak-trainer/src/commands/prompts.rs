@@ -1,5 +1,5 @@
-//! `text_generation = true`: prompts on standard input instead of training. A line that is no
-//! prompt is told and passed over.
+//! `text_generation = true`: prompts on standard input instead of training. A line that is not a
+//! prompt is reported and passed over.
 
 use super::{
     Outcome,
@@ -28,7 +28,7 @@ pub(crate) fn run(config: &Config) -> Outcome {
 
 fn continue_lines(config: &Config) -> Result<ExitCode> {
     let mut arguments = config.check()?.into_arguments();
-    // Of a checkpoint, the weights.
+    // Only the weights of a checkpoint are loaded.
     arguments.finetune = arguments.resume_from_checkpoint.is_some();
     if let (None, Some((file, name))) = (&arguments.lora_config, resumed_adapter(&arguments)) {
         arguments.lora_config = Some(InputPath(file));
@@ -54,7 +54,7 @@ fn continue_lines(config: &Config) -> Result<ExitCode> {
             });
             let prompt = match prompt {
                 Ok(prompt) => prompt,
-                // Every rank sees it; the model stays for the next line.
+                // Every rank gets the same error; the model stays for the next line.
                 Err(error) => {
                     refused += 1;
                     if trainer.mpu().is_rank_0() {
@@ -76,12 +76,12 @@ fn continue_lines(config: &Config) -> Result<ExitCode> {
         }
         Ok(refused)
     })?;
-    // As whatever else is wrong with an input.
+    // The same status as for other faulty inputs.
     Ok(ExitCode::from(if refused > 0 { 2 } else { 0 }))
 }
 
-/// The adapter that the checkpoint has of its own; one that cannot be opened is told where its
-/// weights are read.
+/// The checkpoint's own adapter. A checkpoint that cannot be opened is reported where its weights
+/// are read.
 fn resumed_adapter(arguments: &MerakArguments) -> Option<(PathBuf, String)> {
     let folder = match arguments.resume_from_checkpoint.as_deref()? {
         "auto" | "latest" => arguments.output_dir.clone()?,
@@ -111,7 +111,7 @@ fn tokenizer(config: &Config) -> Result<Option<Tokenizer>> {
 /// The most bytes of a line of standard input.
 const MAX_LINE_BYTES: u64 = 16 << 20;
 
-/// The next prompt, which the first rank reads, on every rank.
+/// The next prompt, on every rank; the first rank reads it.
 fn next_line(trainer: &MerakTrainer) -> Result<Option<Vec<u8>>> {
     let world = trainer.mpu().world_group();
     let mut line = Vec::new();
@@ -119,7 +119,7 @@ fn next_line(trainer: &MerakTrainer) -> Result<Option<Vec<u8>>> {
         if io::stdin().is_terminal() {
             output::stream("> ");
         }
-        // A line that is longer goes on as the next.
+        // The rest of a longer line becomes the next line.
         let mut input = io::stdin().lock().take(MAX_LINE_BYTES);
         let read = input.read_until(b'\n', &mut line);
         read.map_err(|source| Error::Read {

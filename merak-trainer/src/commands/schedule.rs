@@ -98,17 +98,17 @@ enum Format {
 const MOST_DRAWN: usize = 50_000;
 
 impl Format {
-    /// Most actions of a schedule that make a document of a size that somebody can open.
+    /// Most actions of a schedule whose document is small enough to open.
     const fn most_actions(self) -> usize {
         match self {
             Self::Svg | Self::Html => MOST_DRAWN,
             Self::Json | Self::Trace => 2_000_000,
-            // A grid of more shows the figures alone.
+            // A grid with too many actions is left out, and the figures are printed.
             Self::Csv | Self::Grid => usize::MAX,
         }
     }
 
-    /// Refuses what would be too much of it.
+    /// Refuses a schedule with too many actions for this format.
     fn check(self, schedule: &Schedule) -> Result<(), Failure> {
         let (found, most) = (num_actions(schedule), self.most_actions());
         if found <= most {
@@ -207,7 +207,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The failure of a file that cannot be written: where no file can be, the option is at fault.
+/// The failure of a file that cannot be written. Where the path is at fault, it names the option.
 fn not_written(path: &Path, source: io::Error) -> Failure {
     use io::ErrorKind as K;
     let path = path.to_path_buf();
@@ -221,7 +221,7 @@ fn not_written(path: &Path, source: io::Error) -> Failure {
     }
 }
 
-/// An argument, or what the file holds that it names with an `@`.
+/// An argument, or the content of the file that it names with an `@`.
 fn given(text: &str) -> Result<String, Failure> {
     let Some(path) = text.strip_prefix('@') else {
         return Ok(text.to_owned());
@@ -242,8 +242,8 @@ fn names_recompute(costs: &str) -> bool {
     entries.any(|entry| entry.split('=').next().is_some_and(|key| key.trim() == "R"))
 }
 
-/// Entries such as `I=1MiB:64k` with their sizes as numbers of bytes; what is no size is left for
-/// whoever reads them.
+/// Entries such as `I=1MiB:64k` with their sizes as numbers of bytes; text that is not a size
+/// stays, for the parser of the entries to refuse.
 fn in_bytes(text: &str) -> String {
     let size = |text: &str| {
         let size = merak_ckpt::parse_byte_size(text);
@@ -267,8 +267,8 @@ enum MemoryLimits {
 }
 
 impl MemoryLimits {
-    /// Reads limits for so many ranks: microbatches, or sizes with units where it is known what a
-    /// microbatch keeps.
+    /// Reads limits for `ranks` ranks: microbatches, or sizes with units where the bytes of a
+    /// microbatch are known.
     fn parse(text: &str, ranks: usize, knows_bytes: bool) -> Result<Self, Failure> {
         let texts: Vec<_> = text.split(':').map(str::trim).collect();
         let microbatches: Result<Vec<f64>, _> = texts.iter().map(|text| text.parse()).collect();
@@ -330,7 +330,7 @@ fn num_actions(schedule: &Schedule) -> usize {
     schedule.actions.iter().map(Vec::len).sum()
 }
 
-/// One line of figures; a rank's own bubble is that between its first and its last action.
+/// One line of figures; a rank's own bubble lies between its first and its last action.
 fn figures(schedule: &Schedule, simulation: &Simulation) -> String {
     let bubbles = simulation.timeline.bubble_by_rank().into_iter();
     let bubbles: Vec<_> = bubbles
@@ -348,7 +348,7 @@ fn figures(schedule: &Schedule, simulation: &Simulation) -> String {
     )
 }
 
-/// The peaks of all ranks in bytes, and what of each waits for which gradient.
+/// The peaks of all ranks in bytes, and the parts that wait for input and for weight gradients.
 fn byte_figures(schedule: &Schedule, bytes: &ActivationBytes) -> Result<String, Failure> {
     let peaks = schedule.peak_bytes_by_grad(bytes)?;
     let list = |part: fn(&PeakBytes) -> u64| {
@@ -368,7 +368,7 @@ enum Order {
     /// A file to check.
     File {
         text: String,
-        /// Its schedule, of the size that the file has.
+        /// The file's schedule, with the size that the file has.
         sized: Schedule,
     },
     /// The schedule with this name.
@@ -404,7 +404,7 @@ impl Order {
         Ok(Self::File { text, sized })
     }
 
-    /// The size that was asked for; what is not told of a file is that of its schedule.
+    /// The requested size; missing parts come from the file or are the schedule's defaults.
     fn size(&self, args: &Args) -> Size {
         let told = match self {
             Self::File { sized, .. } => sized.size,
@@ -460,7 +460,7 @@ fn of_file(path: &Path, error: &merak_pipe::Error) -> Failure {
     format!("{}: {}", file(path), chain(error)).into()
 }
 
-/// The schedule with a name; `auto` is none of the crate's schedules, but one of the names here.
+/// The schedule with this name. The error also lists `auto`, which is not a schedule of merak-pipe.
 fn named(name: &str) -> Result<ScheduleKind, Failure> {
     use merak_pipe::Error::UnknownSchedule;
     name.parse().map_err(|error| match error {

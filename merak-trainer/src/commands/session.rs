@@ -17,8 +17,7 @@ pub(crate) struct Session {
     options: GenerateOptions,
 }
 
-/// The sampling options of a configuration; where texts end is for the model and the tokenizer to
-/// say.
+/// The sampling options of a configuration. The model and the tokenizer decide where texts end.
 pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
     GenerateOptions {
         max_new_tokens: args.new_token_limit(),
@@ -33,8 +32,8 @@ pub(crate) fn options_of(args: &CheckedArguments) -> GenerateOptions {
 }
 
 impl Session {
-    /// Plans the model of a configuration, for prompts with at least so many `positions`; its
-    /// arguments are complete.
+    /// Plans the model of a configuration, with memory for at least `positions` positions. `args`
+    /// are complete.
     pub(crate) fn new(
         args: CheckedArguments,
         loaded: Loaded,
@@ -60,7 +59,7 @@ impl Session {
         })
     }
 
-    /// Calls `body` with each rank's trainer, and returns what the first rank's gave.
+    /// Calls `body` with each rank's trainer, and returns the first rank's result.
     pub(crate) fn on_ranks<T: Send>(
         &self,
         body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
@@ -75,12 +74,12 @@ impl Session {
         Ok(first.expect("a world has a first rank"))
     }
 
-    /// Checks what [`Session::generate`] would refuse, alike on every rank.
+    /// Refuses the prompts that [`Session::generate`] would refuse, alike on every rank.
     pub(crate) fn check(&self, trainer: &MerakTrainer, prompts: &[Vec<u32>]) -> Result<()> {
         trainer.check_prompts(prompts, &self.options)
     }
 
-    /// Continues prompts on this rank; where `streams`, the first rank prints the text of the one
+    /// Continues prompts on this rank; with `streams`, the first rank prints the text of the one
     /// prompt as it comes.
     pub(crate) fn generate(
         &self,
@@ -96,7 +95,7 @@ impl Session {
         Ok(completions)
     }
 
-    /// What people see of some tokens: their text, or their numbers where there is no tokenizer.
+    /// Tokens as people see them: their text, or their ids where there is no tokenizer.
     pub(crate) fn text(&self, ids: &[u32]) -> Result<Vec<u8>> {
         match &self.tokenizer {
             Some(tokenizer) => tokenizer.bytes_after(0, ids),
@@ -104,8 +103,7 @@ impl Session {
         }
     }
 
-    /// The tokens of a prompt: those of its text, or the numbers that it consists of where there is
-    /// no tokenizer.
+    /// The tokens of a prompt: those of its text, or the ids in it where there is no tokenizer.
     pub(crate) fn tokens(&self, prompt: &[u8]) -> Result<Vec<u32>> {
         match &self.tokenizer {
             Some(tokenizer) => tokenizer.encode_prompt(prompt),
@@ -137,9 +135,9 @@ pub(crate) fn parse_ids(list: &str) -> Result<Vec<u32>> {
 struct Watch<'a> {
     tokenizer: Option<&'a Tokenizer>,
     stops: Option<StopStrings<'a>>,
-    /// Whether what is new is printed at once.
+    /// Whether new text is printed at once.
     streams: bool,
-    /// The tokens of each prompt, and how much of the text of new ones was printed.
+    /// The tokens of each prompt, and the printed length of its new text.
     texts: BTreeMap<u64, Text>,
 }
 
@@ -179,7 +177,7 @@ impl<'a> Watch<'a> {
         }
     }
 
-    /// Takes note of a token; breaks where its text has come to a stop.
+    /// Adds a token to its text; breaks where the text ends.
     fn see(&mut self, token: NewToken) -> ControlFlow<()> {
         let (Some(tokenizer), Some(text)) = (self.tokenizer, self.texts.get_mut(&token.prompt))
         else {
@@ -196,7 +194,7 @@ impl<'a> Watch<'a> {
         }
     }
 
-    /// Prints what still waited.
+    /// Prints the text that still waits.
     fn finish(self) {
         if let (Some(tokenizer), true) = (self.tokenizer, self.streams) {
             let texts = self.texts.into_values();
@@ -206,7 +204,7 @@ impl<'a> Watch<'a> {
 }
 
 impl Text {
-    /// Prints what is new of the part of the text that `ready` gives.
+    /// Prints the new bytes of the part of the text that `ready` returns.
     fn show(&mut self, tokenizer: &Tokenizer, ready: impl Fn(&[u8]) -> &[u8]) {
         let Ok(all) = tokenizer.bytes_after(self.prompt_length, &self.tokens) else {
             return;

@@ -16,13 +16,13 @@ use std::{
     time::Duration,
 };
 
-/// Who asks a run to end often asks twice at once: the process, and the group that it is in. What
-/// comes within this time is the same request.
+/// A request to end often arrives twice: at the process, and at its process group. Signals within
+/// this time are the same request.
 const SAME_REQUEST: Duration = Duration::from_secs(2);
 
-/// Notes the number of a signal, at which the trainer looks after each step. After [`SAME_REQUEST`]
-/// another one ends the process at once. A hangup that was ignored at the start, as under `nohup`,
-/// stays ignored.
+/// Notes the number of a signal; the trainer looks at it after each step. Another signal after
+/// [`SAME_REQUEST`] ends the process at once. A hangup that was ignored at the start, as under
+/// `nohup`, stays ignored.
 pub(crate) fn watch(stop: &Arc<AtomicI64>) -> io::Result<()> {
     listen(stop).map_err(|error| {
         io::Error::new(error.kind(), format!("cannot listen for signals: {error}"))
@@ -34,8 +34,8 @@ fn listen(stop: &Arc<AtomicI64>) -> io::Result<()> {
     if !is_ignored(SIGHUP) {
         watched.push(SIGHUP);
     }
-    // A file beyond the limit of its size is then an error of the write, which names it, and no end
-    // of the process.
+    // A write beyond the limit on file sizes is then an error that names the file, and does not end
+    // the process.
     flag::register(SIGXFSZ, Arc::default())?;
     let is_late = Arc::new(AtomicBool::new(false));
     for &signal in &watched {
@@ -61,14 +61,13 @@ fn listen(stop: &Arc<AtomicI64>) -> io::Result<()> {
         .map(drop)
 }
 
-/// Whether whoever started this process made it ignore a signal. Where the system does not tell, it
-/// did not.
+/// Whether this process was started with a signal ignored; false where the system does not tell.
 fn is_ignored(signal: i32) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     is_in_mask(&status, signal)
 }
 
-/// Whether a process's status, as Linux writes it, has a signal among those that are ignored.
+/// Whether a process's status, as Linux writes it, lists a signal as ignored.
 fn is_in_mask(status: &str, signal: i32) -> bool {
     let mut lines = status.lines();
     let mask = lines.find_map(|line| line.strip_prefix("SigIgn:"));

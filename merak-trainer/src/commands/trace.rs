@@ -83,8 +83,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
 }
 
 impl Args {
-    /// Whatever follows the first key lands among the keys; what is the command's own is taken from
-    /// there.
+    /// Takes the command's own options from the keys, which hold all words after the first key.
     fn take_own_options(&mut self) -> Result<(), Failure> {
         if let Some(format) = self.keys.take_option("--format") {
             self.format = Format::from_str(&format, false).map_err(|_| {
@@ -110,7 +109,7 @@ impl Args {
         Ok(())
     }
 
-    /// The configuration that the source is, or that has the model which the source describes.
+    /// The configuration in the source, or one for the model that the source describes.
     fn config(&mut self) -> Result<Config, Failure> {
         let described = match &self.source {
             folder if folder.is_dir() => Some(folder.join("config.json")),

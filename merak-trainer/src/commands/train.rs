@@ -23,10 +23,10 @@ use std::{
     sync::{Arc, atomic::AtomicI64},
 };
 
-/// Tokens of the text that a trained model shows at the end.
+/// Tokens of the sample text that a trained model writes at the end.
 const SAMPLE_TOKENS: usize = 120;
 
-/// What a run says, at its start and its end, that leaves no model.
+/// Message of a run that leaves no model, at its start and its end.
 const KEEPS_NOTHING: &str =
     "saved     nothing: \"save\" is false, so that the run leaves its metrics and no model\n";
 
@@ -79,7 +79,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     for rank in ended {
         match rank {
             Ended::Trained(rank) => finished.push(*rank),
-            // They are all at the same step.
+            // All ranks are at the same step.
             Ended::HadNothingLeft(checkpoint) => {
                 output::print(run.nothing_left(&checkpoint))?;
                 return Ok(ExitCode::SUCCESS);
@@ -124,7 +124,7 @@ fn settle<T>(outcome: Result<T>, folder: &RunFolder, output_dir: &Path) -> Resul
     outcome
 }
 
-/// Says where the run lies that was to be replaced, while there is no checkpoint in its place.
+/// Says where the run to be replaced lies, while there is no checkpoint in its place.
 fn tell_of_replaced(folder: &RunFolder) {
     if let Some(path) = folder.replaced() {
         let path = file(&path);
@@ -135,7 +135,7 @@ fn tell_of_replaced(folder: &RunFolder) {
 /// How a rank ended.
 enum Ended {
     Trained(Box<Finished>),
-    /// The checkpoint that it was to go on from is at the last step.
+    /// The checkpoint to resume from is at the last step.
     HadNothingLeft(LoadedCheckpoint),
 }
 
@@ -156,7 +156,7 @@ struct Finished {
     evaluation: Option<EvaluationMetrics>,
     sample: Option<Completion>,
     peak_activation_bytes: usize,
-    /// Of the first pipeline: its last steps.
+    /// The last steps, on the ranks of the first pipeline.
     records: Vec<StepRecord>,
 }
 
@@ -174,7 +174,7 @@ impl Run<'_> {
         let reporter = is_first.then(Reporter::default);
         let mut callbacks: Vec<Box<dyn Callback>> = Vec::new();
         if let Some(reporter) = &reporter {
-            // What a record is written into is there first.
+            // The folder comes first, since records are written into it.
             callbacks.push(Box::new(Arc::clone(folder)));
             callbacks.push(Box::new(reporter.clone()));
         }
@@ -238,8 +238,8 @@ impl Run<'_> {
         })))
     }
 
-    /// What a dry run says below the plan. A plan for a larger machine is a good plan, and so is
-    /// one for a folder that has a run still.
+    /// The messages of a dry run below the plan. A plan for a larger machine, or for a folder with
+    /// another run, only gets a warning.
     fn foresee(&self, config: &Config, memory: Result<()>) -> Outcome {
         let mut text = String::new();
         let checkpoint = MerakTrainer::check_checkpoint(&self.plan, &self.args, &self.parts())
@@ -268,7 +268,7 @@ impl Run<'_> {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// What is said of a checkpoint that is at the end of the run.
+    /// The message about a checkpoint that is at the end of the run.
     fn nothing_left(&self, checkpoint: &LoadedCheckpoint) -> String {
         let (path, step, total) = (
             file(&checkpoint.path),
@@ -289,7 +289,7 @@ impl Run<'_> {
         text
     }
 
-    /// How a saved model is used.
+    /// Adds how to use a saved model.
     fn advise_to_generate(&self, checkpoint: &Path, text: &mut String) {
         if self.plan.model.objective() == Objective::CausalLm {
             let _ = writeln!(
@@ -322,7 +322,7 @@ impl Run<'_> {
         Ok(trainer.generate(&[prompt], &options)?.into_iter().next())
     }
 
-    /// What the run came to.
+    /// The summary of the run.
     fn summary(&self, ranks: &[Finished], output_dir: &Path) -> String {
         let finished = &ranks[0];
         let mut text = String::new();
@@ -414,7 +414,7 @@ impl Run<'_> {
         text
     }
 
-    /// The steps as they ran, beside the prediction.
+    /// Adds the measured times of the steps beside the prediction.
     fn compare_times(&self, ranks: &[Finished], text: &mut String) {
         let pipeline = ranks.iter().filter(|rank| !rank.records.is_empty());
         let Some((prediction, first)) = self.prediction.as_ref().zip(pipeline.clone().next())

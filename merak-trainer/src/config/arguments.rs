@@ -328,14 +328,14 @@ settings! {
 const SAVE_STEPS: usize = 500;
 
 impl MerakArguments {
-    /// Whether checkpoints are written: `save`, or else where there is a folder for them or an
-    /// adapter to keep.
+    /// Whether checkpoints are written: `save`, or where it is unset, whether there is an output
+    /// folder or an adapter.
     pub fn saves(&self) -> bool {
         self.save
             .unwrap_or_else(|| self.output_dir.is_some() || self.lora_config.is_some())
     }
 
-    /// Whether a run saves after `steps` steps, of which the last one does or does not end an
+    /// Whether a run saves after `steps` steps; `ends_epoch` tells whether the last one ends an
     /// epoch.
     pub(crate) fn saves_after(&self, steps: usize, ends_epoch: bool) -> bool {
         let is_due = match self.save_steps {

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// A number as people write it: what has many digits, with an exponent.
+/// A number for messages; very large and very small ones get an exponent.
 struct Number(f64);
 
 impl Display for Number {
@@ -127,7 +127,7 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         let mut factors = factors.iter();
         factors.try_fold(1_usize, |product, factor| product.checked_mul(*factor))
     };
-    // Of factors that are too large together, the largest is the slip.
+    // When a product is too large, its largest factor is to blame.
     let largest = |factors: [(&'static str, usize); 3]| {
         let larger = |a: (_, usize), b: (_, usize)| if b.1 > a.1 { b } else { a };
         let [first, second, third] = factors;
@@ -168,10 +168,10 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// More threads that read ahead than any machine has cores are a slip of the keyboard.
+/// Upper bound on prefetch threads: more than any machine has cores is a typing mistake.
 const MAX_WORKERS: usize = 1024;
 
-/// Some thirty years, which any clock can add.
+/// About thirty years: adding it to a clock cannot overflow.
 const MAX_TIMEOUT_S: f64 = 1e9;
 
 fn check_machine(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
@@ -260,7 +260,8 @@ fn check_graph(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     check_autopipe(a, checker)
 }
 
-/// Microbatches of the step that a search for stages simulates; what more would tell is the same.
+/// Most microbatches of the step that a search for stages simulates; more would not change its
+/// result.
 const MOST_SIMULATED: usize = 100_000;
 
 fn check_autopipe(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
@@ -336,7 +337,7 @@ fn num_stages(a: &MerakArguments) -> usize {
     a.pp.saturating_mul(a.chunks())
 }
 
-/// What decides their number, for messages.
+/// The keys that decide the number of stages, for messages.
 fn stages_key(a: &MerakArguments) -> String {
     match a.chunks() {
         1 => "\"pp\"".to_owned(),
@@ -384,7 +385,7 @@ fn check_schedule(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     if let TrainSchedule::Named(kind) = schedule
         && a.gradient_accumulation_steps < kind.min_microbatches(a.pp)
     {
-        // The crate that knows the condition words it.
+        // merak-pipe knows the condition and words the error.
         let size = Size::new(a.pp, a.gradient_accumulation_steps);
         kind.generate(size.with_chunks(a.chunks()))?;
     }
@@ -393,7 +394,7 @@ fn check_schedule(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         &a.lr_scheduler_kwargs,
         a.learning_rate,
         a.warmup_steps as u64,
-        // How long the run is depends on the data; the number of decay steps is checked there.
+        // The length of the run depends on the data; the decay steps are checked once it is known.
         u64::MAX,
     )?;
     Ok(())

@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 
 /// Arguments whose values agree with each other.
 ///
-/// Read like [`MerakArguments`]; they cannot be changed any more. What only the model, the data or
-/// the world decides is checked where those are known.
+/// They are read like [`MerakArguments`] and cannot be changed. Conditions on the model, the data
+/// or the world are checked where those are known.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CheckedArguments(MerakArguments);
 
@@ -89,7 +89,7 @@ impl CheckedArguments {
         })
     }
 
-    /// Whether a key says what is to be recomputed.
+    /// Whether keys ask for recomputation of particular shards or operations.
     pub fn asks_for_recomputation(&self) -> bool {
         let is_part = |ratio: &f64| *ratio > 0.0;
         let ratios = self.activation_checkpoint_ratio.as_ref();
@@ -97,7 +97,7 @@ impl CheckedArguments {
         self.activation_checkpointing && (by_ratio || self.recompute == Recompute::Selective)
     }
 
-    /// Whether the plan goes by what work costs.
+    /// Whether planning uses the costs of the work.
     pub fn searches(&self) -> bool {
         let searched = [PartitionMethod::Autopipe, PartitionMethod::Exact];
         searched.contains(&self.partition_method) || self.train_schedule == TrainSchedule::Auto

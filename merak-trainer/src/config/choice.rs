@@ -215,7 +215,7 @@ choices! {
     later []
 }
 
-/// The refusal of a name that is not built: either a later version's, or nobody's.
+/// The refusal of a name that is not built: either a later version's, or an unknown one.
 pub(crate) fn refuse<'a>(
     text: &str,
     built: impl Iterator<Item = &'a str>,

@@ -42,7 +42,7 @@ fn refuse_duplicates(path: &Path, entries: &[Entry]) -> Result<()> {
         };
         if let Some(first) = seen.insert(&entry.name, line) {
             let at = |line: Option<usize>| line.map(|line| format!(" at line {line}"));
-            // Lines of JSON go by the whole name, which both have.
+            // Lines of JSON are looked up by the full name, which both entries share.
             let places = [first, line].map(|line| at(line).unwrap_or_default());
             let places = if first == line {
                 ", in its section and beside it".to_owned()
@@ -70,7 +70,7 @@ fn parse(path: &Path, text: &str) -> Result<Vec<Entry>> {
         }
         "json" => {
             let value = strict::parse(text).map_err(|error| syntax(path, &error))?;
-            // JSON is YAML, but for rarities.
+            // JSON is YAML, with rare exceptions.
             entries_of(path, value, &key_lines(text).unwrap_or_default())
         }
         _ => Err(Error::ConfigFormat {
@@ -153,8 +153,8 @@ fn parse_toml(path: &Path, text: &str) -> Result<Vec<Entry>> {
     Ok(entries)
 }
 
-/// Values that JSON lacks (dates, infinities, integers beyond 64 bits) become their text, which no
-/// key but a string takes.
+/// Values that JSON lacks (dates, infinities, integers beyond 64 bits) become their text, which
+/// only keys of strings accept.
 fn json_of_toml(value: &DeValue<'_>) -> Value {
     match value {
         DeValue::String(text) => Value::from(text.as_ref()),
@@ -196,7 +196,7 @@ fn parse_yaml(path: &Path, text: &str, lines: &Lines) -> Result<Value> {
     }
 }
 
-/// The value as JSON has it; `key` is the one of the file that it belongs to.
+/// The value as JSON; `key` is the file's key that it belongs to.
 fn json_of_yaml(value: &Yaml, key: Option<&str>, lines: &Lines) -> Result<Value, String> {
     let place = || match key.and_then(|key| lines.get(key)) {
         Some(line) => format!(" at line {line} or below"),
@@ -216,7 +216,7 @@ fn json_of_yaml(value: &Yaml, key: Option<&str>, lines: &Lines) -> Result<Value,
             for (name, value) in table {
                 let Yaml::String(name) = name else {
                     let name = scalar(name);
-                    // The places of keys go by their words.
+                    // Lines are stored under the text of their keys.
                     let line = lines.get(&name).filter(|_| key.is_none());
                     let place = line.map_or_else(&place, |line| format!(" at line {line}"));
                     return Err(format!(
@@ -235,7 +235,7 @@ fn json_of_yaml(value: &Yaml, key: Option<&str>, lines: &Lines) -> Result<Value,
     })
 }
 
-/// A key that is no string, as it was written.
+/// A key that is not a string, as it was written.
 fn scalar(key: &Yaml) -> String {
     match key {
         Yaml::Real(text) => text.clone(),

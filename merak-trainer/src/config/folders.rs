@@ -1,15 +1,15 @@
-//! Folders that stand for the one file in them that a key is about.
+//! Folders given in place of a file in them.
 
 use super::{Config, Origin, special::TokenizerSource};
 use std::path::{Path, PathBuf};
 
-/// What a model's folder calls its tokenizer.
+/// File name of the tokenizer in a model's folder.
 const TOKENIZER: &str = "tokenizer.json";
 
 impl Config {
-    /// A folder given for `model.config` or `data.tokenizer` stands for the file of that kind in
-    /// it. A model that starts from weights knows its tokens: where no layer sets a tokenizer, it
-    /// is the one beside the weights.
+    /// Replaces a folder given for `model.config` or `data.tokenizer` by the file of that kind in
+    /// it. Where no layer sets a tokenizer, a model that starts from weights gets the one beside
+    /// them.
     pub(super) fn look_into_folders(&mut self) {
         if let Some(path) = &mut self.arguments.model.config {
             path.0 = inside(&path.0, "config.json");

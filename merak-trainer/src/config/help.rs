@@ -4,12 +4,13 @@ use super::{arguments::keys, key::Key, shown, toml_of_json};
 use serde_json::Value;
 use std::fmt::Write as _;
 
-/// All keys for people at a terminal, of so many columns where it is known: each with its default,
-/// what it expects and what it does.
+/// All keys for a terminal, wrapped to `columns` where given: each with its default, its meaning
+/// and the values that it expects.
 ///
 /// ```
 /// let text = merak_trainer::key_help(Some(80));
-/// assert!(text.contains("learning_rate = 0.00005\n    Learning rate after warmup.\n    Expects a number."));
+/// let entry = "learning_rate = 0.00005\n    Learning rate after warmup.\n    Expects a number.";
+/// assert!(text.contains(entry));
 /// assert!(text.lines().all(|line| line.chars().count() <= 80));
 /// ```
 pub fn key_help(columns: Option<usize>) -> String {
@@ -63,7 +64,7 @@ pub fn key_page() -> String {
     text
 }
 
-/// The value without a layer that sets the key, as TOML spells it.
+/// The default of a key in TOML's spelling.
 fn default(key: &Key) -> String {
     let value = (key.default)();
     let table = matches!(value, Value::String(_) | Value::Array(_) | Value::Object(_));
@@ -71,7 +72,7 @@ fn default(key: &Key) -> String {
     spelled.map_or_else(|| shown(&value), |value| value.to_string())
 }
 
-/// A paragraph in lines of at most so many columns, each behind the same blanks.
+/// A paragraph in lines of at most `columns` columns, each behind `indent`.
 fn filled(text: &str, indent: &str, columns: Option<usize>) -> String {
     let columns = columns.unwrap_or(usize::MAX);
     let mut lines = String::new();

@@ -1,5 +1,5 @@
-//! What is known about a key, and the macro that declares keys and the struct that holds them in
-//! one place.
+//! The description of a key, and the macro that declares keys together with the struct that holds
+//! them.
 
 use std::{fmt, path::Path};
 
@@ -35,9 +35,9 @@ impl fmt::Debug for Key {
 /// A value on its way into the configuration.
 #[derive(Debug, Clone)]
 pub(crate) enum Raw {
-    /// With the type that its file gave it.
+    /// A value with the type that its file gave it.
     Typed(Value),
-    /// As the environment or the command line spells it.
+    /// Text from the environment or the command line.
     Text(String),
 }
 

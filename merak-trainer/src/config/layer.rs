@@ -26,8 +26,8 @@ pub(crate) struct Entry {
     pub(crate) origin: Origin,
 }
 
-/// A value that a command gives a key, beside those of the layers: from an option or argument of
-/// its own, or whatever its line says.
+/// A value that the command itself gives a key, besides the layers: from one of the command's own
+/// options or arguments, or always.
 #[derive(Debug, Clone)]
 pub struct Given {
     key: &'static str,
@@ -36,8 +36,8 @@ pub struct Given {
 }
 
 impl Given {
-    /// The value of a key that the command calls something else: `--schedule`, `CHECKPOINT`.
-    /// Messages name it so.
+    /// The value of a key that has another name on the command, such as `--schedule` or
+    /// `CHECKPOINT`. Messages use that name.
     pub fn by(option: impl Into<String>, key: &'static str, text: impl Into<String>) -> Self {
         let option = option.into();
         Self {
@@ -46,7 +46,7 @@ impl Given {
         }
     }
 
-    /// The value that a key has under this command.
+    /// The value that a key always has under this command.
     pub fn always(key: &'static str, text: impl Into<String>) -> Self {
         Self {
             key,
@@ -56,7 +56,7 @@ impl Given {
     }
 }
 
-/// Entries of a command's own.
+/// Entries of the command's own values.
 pub(crate) fn from_command(given: impl IntoIterator<Item = Given>) -> Vec<Entry> {
     let entry = |given: Given| Entry {
         name: given.key.to_owned(),
@@ -74,10 +74,10 @@ pub(crate) fn base_of(origin: &Origin) -> PathBuf {
     }
 }
 
-/// How the names of the environment's variables begin that set keys.
+/// Prefix of the environment variables that set keys.
 pub const VARIABLES: &str = "MERAK_";
 
-/// Entries of the environment: `MERAK_TP`, `MERAK_DATA__PATH`; `MERAK_LOG` is the log filter's.
+/// Entries of the environment: `MERAK_TP`, `MERAK_DATA__PATH`; `MERAK_LOG` is the log filter.
 pub(crate) fn from_environment(
     environment: impl IntoIterator<Item = (String, String)>,
 ) -> Result<Vec<Entry>> {
@@ -85,7 +85,7 @@ pub(crate) fn from_environment(
         .into_iter()
         .filter(|(variable, _)| variable.starts_with(VARIABLES) && variable != "MERAK_LOG")
         .collect();
-    // The order of the environment is the operating system's affair.
+    // The operating system decides the order of the environment.
     variables.sort();
     let mut entries = Vec::new();
     for (variable, text) in variables {
@@ -140,7 +140,7 @@ pub(crate) fn from_command_line(arguments: &[String]) -> Result<Vec<Entry>> {
     Ok(entries)
 }
 
-/// The two halves of what follows `--set`.
+/// Key and value of the word after `--set`.
 fn split_pair(pair: Option<String>) -> Result<(String, String)> {
     let Some(pair) = pair else {
         return Err(Error::MissingValue {
@@ -160,7 +160,7 @@ fn split_pair(pair: Option<String>) -> Result<(String, String)> {
 /// Short names that keys have on the command line.
 const SHORT: [(&str, &str); 1] = [("resume", "resume_from_checkpoint")];
 
-/// A key of the command line as its name is spelled: with underscores, and whole.
+/// The full name of a key on the command line, with underscores.
 fn spelled(key: &str) -> String {
     let key = key.replace('-', "_");
     let short = SHORT.iter().find(|(short, _)| *short == key);
@@ -172,8 +172,7 @@ fn is_flag(name: &str) -> bool {
         || RESERVED.iter().any(|key| key.name == name && key.is_flag())
 }
 
-/// Whether the option needs a value: not so for flags, nor for unknown keys, which get their own
-/// error.
+/// Whether the option needs a value. Flags do not, nor do unknown keys, which get their own error.
 fn needs_value(name: &str) -> bool {
     keys().any(|key| key.name == name && !key.is_flag)
         || RESERVED

@@ -1,17 +1,17 @@
-//! Where the keys of a YAML or JSON file stand, and how large it is once its aliases are followed.
+//! The lines of the keys in a YAML or JSON file, and the file's size with its aliases followed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::strict::twice;
 use yaml_rust2::{Event, parser::Parser, scanner::Marker};
 
-/// Lists and tables inside each other that a configuration may have.
+/// Most levels of nested lists and tables in a configuration.
 const MAX_DEPTH: usize = 64;
 
-/// Values that a configuration may have, those behind aliases counted each time.
+/// Most values in a configuration; those behind aliases count each time.
 const MAX_VALUES: usize = 100_000;
 
-/// The line of each key, from 1: of the file's own, and of those of its tables as `table.key`.
+/// The line of each key, from 1; a key in a table is named `table.key`.
 pub(super) type Lines = BTreeMap<String, usize>;
 
 /// Reads the places of the keys.
@@ -47,7 +47,7 @@ struct Open {
 struct Walk {
     lines: Lines,
     open: Vec<Open>,
-    /// By anchor, the values behind it.
+    /// The number of values behind each anchor.
     anchors: BTreeMap<usize, usize>,
     values: usize,
 }

@@ -2,7 +2,7 @@
 
 use super::{arguments::keys, reserved::RESERVED};
 
-/// Names further away than this share of their length are no help.
+/// Names with less similarity than this are not suggested.
 const LEAST_SIMILARITY: f64 = 0.6;
 
 /// Names that other programs have for a key.
@@ -72,8 +72,8 @@ const SYNONYMS: &[(&str, &str)] = &[
     ("zero", "zero_stage"),
 ];
 
-/// The key that somebody means by a name that is none: what other programs call so, a key of a
-/// section under its last word alone, else the one that is written most alike.
+/// The key that an unknown name probably means: one that other programs call so, a section's key
+/// named by its last word alone, else the one with the most similar spelling.
 pub(super) fn nearest_key(name: &str) -> Option<&'static str> {
     let known = || {
         let reserved = RESERVED.iter().map(|key| key.name);
@@ -83,7 +83,7 @@ pub(super) fn nearest_key(name: &str) -> Option<&'static str> {
     let last = written.rsplit('.').next().unwrap_or_default();
     let synonym = SYNONYMS.iter().find(|(other, _)| *other == last);
     let of_section = |key: &&str| key.rsplit_once('.').is_some_and(|(_, key)| key == last);
-    // A word with a section of its own was meant for that one.
+    // A name with a section is first compared with full names.
     let is_bare = !written.contains('.');
     let of_a_section = if is_bare {
         None
@@ -95,8 +95,7 @@ pub(super) fn nearest_key(name: &str) -> Option<&'static str> {
     meant.or_else(same_end).or_else(|| nearest(name, known()))
 }
 
-/// The candidate that is most like `name`, if any is like it; the first one on ties. Capitals make
-/// no difference.
+/// The candidate most similar to `name`, if any is similar; the first one on ties. Case is ignored.
 pub(crate) fn nearest<'a>(
     name: &str,
     candidates: impl Iterator<Item = &'a str>,

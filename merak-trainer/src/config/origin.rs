@@ -26,13 +26,13 @@ pub enum Origin {
         /// The option or argument as it was written, without its value.
         option: String,
     },
-    /// The command itself, whatever its line says.
+    /// The command itself, independent of its options.
     Command,
 }
 
 impl Origin {
-    /// How likely a value from here is the slip, where several keys may be to blame: what somebody
-    /// typed last, at the end what nobody did.
+    /// How likely a value from here is the mistake, where several keys may be to blame: highest for
+    /// the command line, lowest for values that the user did not set.
     pub(super) fn suspicion(&self) -> u8 {
         match self {
             Self::Default | Self::Command => 0,

@@ -15,7 +15,7 @@ pub(crate) struct Reserved {
     pub(crate) name: &'static str,
     /// The values that ask for nothing, as JSON; the first is the documented default.
     pub(crate) inactive: &'static [&'static str],
-    /// What to use instead, besides those.
+    /// What to use instead, besides the inactive values.
     advice: &'static str,
 }
 
@@ -208,7 +208,7 @@ fn as_value(raw: &Raw) -> Value {
     }
 }
 
-/// Equal values look equal: numbers as floats, the words for none as null.
+/// A form in which equal values compare equal: numbers as floats, the words for none as null.
 fn normal(value: &Value) -> Value {
     match value {
         Value::Number(number) => Value::from(number.as_f64()),

@@ -9,7 +9,7 @@ use merak_pipe::ScheduleKind;
 pub enum TrainSchedule {
     /// A schedule with a name.
     Named(ScheduleKind),
-    /// One that is searched for the costs of the model's own stages.
+    /// A schedule that is searched for the costs of the model's stages.
     Auto,
 }
 

@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 use super::strict;
 use serde_json::Value;
 
-/// Why a value was refused; the place and the key are added by whoever knows them.
+/// Why a value was refused; the caller adds the place and the key.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Refusal {
     /// The value has another type than the key, or lies outside the type's range.
     Type,
     /// The text of a table or list cannot be read.
     Syntax { reason: String },
-    /// The value is none of the names that the key knows.
+    /// The value is not one of the names that the key knows.
     Choice {
         choices: String,
         nearest: Option<String>,

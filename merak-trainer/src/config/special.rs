@@ -60,11 +60,11 @@ impl Setting for TokenizerSource {
     }
 }
 
-/// What the logits are divided by before a token is drawn.
+/// Divisor of the logits before a token is drawn.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Temperature(pub f64);
 
-/// The temperature at which nothing is drawn: the likeliest token is taken.
+/// The temperature that takes the likeliest token instead of drawing one.
 const GREEDY: &str = "greedy";
 
 impl Setting for Temperature {
@@ -100,7 +100,7 @@ pub enum ThreadsPerRank {
     Count(NonZeroUsize),
 }
 
-/// More threads than any machine has cores are a slip of the keyboard.
+/// Upper bound on compute threads: more than any machine has cores is a typing mistake.
 const MAX_THREADS: usize = 1024;
 
 impl Setting for ThreadsPerRank {
@@ -167,13 +167,13 @@ impl Setting for Boundaries {
     }
 }
 
-/// Longest sequences: what a model reads, and what its decoder writes where that has a length of
-/// its own.
+/// Longest sequences: of the model's input, and of its decoder's output where that has its own
+/// length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SeqLength {
     /// Tokens of an input.
     pub input: usize,
-    /// Tokens that a decoder makes of it.
+    /// Tokens of the decoder's output.
     pub target: Option<usize>,
 }
 

@@ -7,7 +7,7 @@ use merak_ckpt::words::brief;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
-/// What is said of a key that stands in a table twice.
+/// The message about a key that stands in a table twice.
 pub(super) fn twice(key: &str) -> String {
     format!("duplicate key \"{}\"", brief(key))
 }
@@ -23,7 +23,7 @@ pub(super) fn parse(text: &str) -> Result<Value, serde_json::Error> {
 /// The value that a text of the environment or the command line stands for.
 pub(super) fn parse_text(text: &str) -> Result<Value, Refusal> {
     parse(text).map_err(|error| {
-        // A word that was to be a number is no damaged JSON.
+        // Text that does not begin like a table or list is a wrong type, not damaged JSON.
         let is_json = text.trim_start().starts_with(['{', '[']);
         let reason = error.to_string();
         if is_json {

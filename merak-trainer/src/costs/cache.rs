@@ -19,14 +19,13 @@ struct Document {
     profiles: Profiles,
 }
 
-/// What every version of the format has.
+/// The fields of every version of the format.
 #[derive(Deserialize)]
 struct Version {
     format: u32,
 }
 
-/// What a file keeps. One that cannot be read is made anew, as it holds nothing that cannot be
-/// measured again.
+/// The profiles of a file. An unreadable file counts as empty: all of it can be measured again.
 pub(super) fn read(file: &Path) -> Profiles {
     let profiles = merak_ckpt::read_regular(file, MAX_BYTES).and_then(|bytes| {
         let Version { format } = serde_json::from_slice(&bytes)?;
@@ -56,7 +55,7 @@ pub(super) fn read(file: &Path) -> Profiles {
     }
 }
 
-/// Whether the file may be replaced: there is none, or it holds times, damaged ones perhaps.
+/// Whether the file may be replaced: it is missing, or holds times, even damaged ones.
 fn is_ours(file: &Path) -> io::Result<bool> {
     let begins = |bytes: &[u8]| bytes.trim_ascii_start().starts_with(b"{\n  \"format\":");
     match merak_ckpt::read_regular(file, MAX_BYTES) {
@@ -66,7 +65,7 @@ fn is_ours(file: &Path) -> io::Result<bool> {
     }
 }
 
-/// Replaces a file that holds times; a run that cannot keep its times goes on with them.
+/// Replaces a file that holds times. A failure is only logged: the run goes on with its times.
 pub(super) fn write(file: &Path, profiles: &Profiles) {
     let document = Document {
         format: FORMAT,
@@ -83,7 +82,7 @@ pub(super) fn write(file: &Path, profiles: &Profiles) {
             if let Some(folder) = file.parent() {
                 fs::create_dir_all(folder)?;
             }
-            // Whoever reads meanwhile sees the old file or the new one.
+            // A concurrent reader sees the old file or the new one.
             let draft = file.with_extension(format!("{}.tmp", std::process::id()));
             merak_ckpt::write_regular(&draft, &bytes)?;
             fs::rename(&draft, file)

@@ -4,13 +4,12 @@ use super::{CostCache, CostModel, profile::Verdict};
 use crate::{Callback, CheckedArguments, StepReport};
 use std::time::Duration;
 
-/// Steps that are looked at, after the first one, which touches memory.
+/// Steps that are compared, after the first step of the run, which touches memory.
 const STEPS: usize = 5;
 
-/// Compares the first steps of a run with the time that was predicted for them. Where they differ
-/// by more than 30 %, it says so and notes in the file of measured times that these are doubtful,
-/// so that the next run measures them again; where that was done lately, with the same outcome, it
-/// only says so.
+/// Compares the first steps of a run with their predicted time. Above a difference of 30 %, it
+/// warns and marks the times in their file as doubtful, so that the next run measures them again.
+/// Where a recent repetition had the same outcome, it only warns.
 #[derive(Debug)]
 pub struct FirstSteps {
     args: CheckedArguments,
@@ -22,7 +21,7 @@ pub struct FirstSteps {
 }
 
 impl FirstSteps {
-    /// Expects steps to take so many seconds by `costs`, which `cache` keeps.
+    /// Expects steps to take `predicted` seconds by `costs`, which `cache` keeps.
     pub fn new(
         args: &CheckedArguments,
         costs: &CostModel,
@@ -38,7 +37,7 @@ impl FirstSteps {
         }
     }
 
-    /// Notes a doubt where these steps take another time than predicted.
+    /// Marks the times as doubtful where these steps took another time than predicted.
     fn judge(&self, mut steps: Vec<Duration>) {
         steps.sort_unstable();
         let step = steps[steps.len() / 2].as_secs_f64();

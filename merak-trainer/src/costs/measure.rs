@@ -29,10 +29,10 @@ use sysinfo::{CpuRefreshKind, System};
 
 /// How long the nodes are run, once they are warm, unless one round takes longer.
 const BUDGET: Duration = Duration::from_millis(600);
-/// Microbatches between their forward and their backward, so that activations leave the caches as
-/// in a run.
+/// Microbatches whose forwards run before the first backward, so that activations leave the caches
+/// as in a run.
 const UNDER_WAY: usize = 2;
-/// Times that all is measured again where the repetitions differ widely.
+/// How often all is measured again where the repetitions differ widely.
 const FURTHER_ATTEMPTS: usize = 2;
 /// Rounds of the timed run and of the plain one.
 const ROUNDS: RangeInclusive<i64> = 2..=40;
@@ -73,7 +73,7 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
         args.dp,
         args.tp,
         args.optim,
-        // Values say nothing of narrower elements behind them.
+        // The types of values do not show weights that are kept in narrower elements.
         if args.bf16 { ", bf16" } else { "" },
     )
 }
@@ -89,7 +89,7 @@ pub(super) fn profile(
 ) -> Result<Profile> {
     let threads = threads_per_rank(args);
     let kinds = Kinds::of(programs);
-    // Those that share cores take turns here too, and find the caches as the others left them.
+    // Ranks that share cores take turns here too, and find the caches as the others left them.
     let degrees = Degrees {
         dp: 1,
         tp: args.tp,
@@ -104,7 +104,7 @@ pub(super) fn profile(
         Ok::<_, Error>(mean(&ranks))
     };
     let mut profile = measure()?;
-    // Somebody else used the machine meanwhile, and may have finished.
+    // Another process may have used the machine, and may have finished.
     for _ in 0..FURTHER_ATTEMPTS {
         if profile.spread <= super::WIDE_SPREAD {
             break;
@@ -114,7 +114,7 @@ pub(super) fn profile(
             profile = next;
         }
     }
-    // All of them updated at once, without turns.
+    // All ranks updated at once, without turns.
     profile.per_param *= ranks_at_once(args).min(world) as f64 / world as f64;
     profile.network = Network::measure(args.tp.max(args.dp))?;
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
@@ -164,7 +164,7 @@ impl Kinds {
     }
 }
 
-/// The signatures of a program's nodes, and what it is given and gives.
+/// The signatures of a program's nodes, the types of its hops and the names of its inputs.
 fn shape(program: &StageProgram) -> Vec<String> {
     let nodes = program.graph.nodes().iter();
     let mut shape: Vec<_> = nodes.map(|node| of_node(&program.graph, node)).collect();
@@ -186,8 +186,8 @@ struct Rank<'a> {
     context: RunContext,
 }
 
-/// A value as bytes, from which fresh ones are made: what nobody shares may be overwritten, as in a
-/// run.
+/// A value as bytes, from which fresh values are made: a value with one owner may be overwritten,
+/// as in a run.
 type Bytes = (TensorType, Vec<u8>);
 
 impl<'a> Rank<'a> {
@@ -256,7 +256,7 @@ impl<'a> Rank<'a> {
         self.round(&plain, &given)?;
         let rounds = BUDGET.as_secs_f64() / start.elapsed().as_secs_f64().max(1e-6);
         let rounds = (rounds as i64).clamp(*ROUNDS.start(), *ROUNDS.end());
-        // Ranks with collectives between them go in step, and all begin together.
+        // Ranks with collectives between them run the same rounds, and all begin together.
         let rounds = self
             .mpu
             .world_group()
@@ -279,7 +279,7 @@ impl<'a> Rank<'a> {
         })
     }
 
-    /// What each kind of segment receives from the one before it.
+    /// The values that each kind of segment receives from the one before it.
     fn given(&mut self, stages: &[Stage]) -> Result<Vec<Vec<Bytes>>> {
         let mut given: Vec<Option<Vec<Bytes>>> = vec![None; stages.len()];
         let mut sent: Vec<Vec<Bytes>> = vec![Vec::new(); stages.len()];
@@ -301,9 +301,9 @@ impl<'a> Rank<'a> {
         Ok(given.into_iter().flatten().collect())
     }
 
-    /// The forwards of each kind of segment for some microbatches, then both halves of their
-    /// backwards; the seconds of all of them for one microbatch. Each of these is a turn, as an
-    /// action of a run is.
+    /// Runs the forwards of each kind of segment for some microbatches, then both halves of their
+    /// backwards. Returns the seconds of all of them for one microbatch. The forwards of a
+    /// microbatch are one turn and its backwards another, as the actions of a run are.
     fn round(&mut self, stages: &[Stage], given: &[Vec<Bytes>]) -> Result<f64> {
         let mut time = Duration::ZERO;
         let mut microbatches = Vec::new();
@@ -342,7 +342,7 @@ impl<'a> Rank<'a> {
         Ok(time.as_secs_f64() / UNDER_WAY as f64)
     }
 
-    /// Seconds of an optimizer step for each parameter, its gradient cleared.
+    /// Seconds of an optimizer step per parameter, clearing its gradient included.
     fn update(&mut self) -> Result<f64> {
         let len = self.optimizer.layout().len();
         let (optimizer, grads) = (&mut self.optimizer, &mut self.grads.buffers[0]);
@@ -383,7 +383,7 @@ impl<'a> Rank<'a> {
     }
 }
 
-/// Seconds between one node and the next, when one of each of the stages' nodes takes so long.
+/// Seconds between one node and the next, when all nodes of the stages take `whole` seconds.
 fn per_node(stages: &[Stage], nodes: &BTreeMap<String, f64>, whole: f64) -> f64 {
     let all = stages.iter().flat_map(|stage| {
         let graph = &stage.interpreter.program().graph;
@@ -441,7 +441,7 @@ fn small(index: usize) -> f32 {
     ((index * 31 % 17) as f32 - 8.0) * 2e-3
 }
 
-/// The width of the middle half of some times by their median.
+/// Width of the middle half of some times, divided by their median.
 fn spread(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     let last = times.len().saturating_sub(1);

@@ -1,4 +1,4 @@
-//! Measured times, by what decides them.
+//! Measured times, by kind of node.
 
 use super::{AGREEMENT, CostCache, Doubt, Measurement, cache, measure};
 use crate::{CheckedArguments, Result, available_bytes, network::Network, plan::Draft};
@@ -11,13 +11,13 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// How long this machine takes for the kinds of nodes of a model, with the ranks of a run side by
-/// side: one measurement.
+/// One measurement: how long this machine takes for each kind of node of a model, with the ranks of
+/// a run side by side.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Profile {
     /// When it was measured, in seconds since 1970.
     pub(super) measured_at: u64,
-    /// Of the times of its repetitions, the width of the middle half by the median.
+    /// Width of the middle half of its repetitions' times, divided by their median.
     pub(super) spread: f64,
     pub(super) doubt: Doubt,
     /// Seconds by [`signature`].
@@ -29,18 +29,18 @@ pub struct Profile {
     pub(crate) network: Network,
 }
 
-/// What a run that contradicts a profile comes to.
+/// The outcome of a run that contradicts a profile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// Nothing is noted: the file may not be written, or has other times by now.
     None,
     /// The next run measures again.
     Noted,
-    /// That was done before, and gave the same times.
+    /// A repeated measurement gave the same times.
     Settled,
 }
 
-/// Whether two measurements of one step agree: what differs between their parts is a small share of
+/// Whether two measurements of one step agree: the differences of their parts are a small share of
 /// the whole.
 fn agree(one: [f64; 3], other: [f64; 3]) -> bool {
     let differs: f64 = one.iter().zip(other).map(|(a, b)| (a - b).abs()).sum();
@@ -48,13 +48,13 @@ fn agree(one: [f64; 3], other: [f64; 3]) -> bool {
     differs <= AGREEMENT * whole
 }
 
-/// No node, message or update of a parameter takes longer: more than a day.
+/// Upper bound on the seconds of a node, a message or the update of a parameter: more than a day.
 const MOST_SECONDS: f64 = 1e5;
-/// Profiles that are kept of the same conditions; each model has one.
+/// Profiles that are kept for the same conditions; each model has one.
 const KEPT: usize = 32;
-/// A core of these years, for kinds of nodes that were not timed.
+/// Speed of a present-day core, for kinds of nodes that were not timed.
 const FLOPS_PER_SECOND: f64 = 1e11;
-/// Operations that it does while a byte passes through its memory.
+/// Operations of such a core while a byte passes through its memory.
 const FLOPS_PER_BYTE: f64 = 16.0;
 
 impl Profile {
@@ -121,7 +121,7 @@ impl Profile {
             let bytes = program.send.iter().map(|hop| hop.ty.size_bytes());
             self.network.send.seconds(bytes.sum())
         });
-        // Of the places where segments may be cut, stages are cut at some.
+        // Stages are cut at some of the borders between segments.
         let cut = (args.num_stages() - 1) as f64 / cuts as f64;
         [
             microbatches * nodes.sum::<f64>(),
@@ -130,8 +130,8 @@ impl Profile {
         ]
     }
 
-    /// Notes in the file that keeps it that a run took another time than it foretells, so that the
-    /// next run measures again.
+    /// Notes in the profile's file that a run took another time than predicted, so that the next
+    /// run measures again.
     pub(super) fn cast_doubt(&self, args: &CheckedArguments, cache: &CostCache) -> Verdict {
         if !cache.keeps {
             return Verdict::None;
@@ -161,7 +161,7 @@ impl Profile {
         }
     }
 
-    /// What of it is no time, in words.
+    /// The first number of the profile that is no time, in words.
     pub(super) fn fault(&self) -> Option<String> {
         let nodes = self.nodes.iter();
         let nodes = nodes.map(|(node, seconds)| (format!("nodes of {node:?}"), *seconds));
@@ -203,14 +203,14 @@ impl Profile {
         }
     }
 
-    /// What a node may take whose kind no segment has: additions where gradients of several
-    /// segments meet.
+    /// Estimated seconds of a node whose kind no segment has: an addition where gradients of
+    /// several segments meet.
     fn estimate(cost: Cost) -> f64 {
         (cost.flops as f64 + FLOPS_PER_BYTE * cost.bytes as f64) / FLOPS_PER_SECOND
     }
 
-    /// Seconds of an optimizer step on a rank with so many trained parameters, of which other ranks
-    /// of the pipeline use so many too. Where ranks share cores, all of them are done together.
+    /// Seconds of an optimizer step on a rank with `trained` trained parameters; other ranks of the
+    /// pipeline use `tied` of them too. Ranks that share cores all update at the same time.
     pub(super) fn update(&self, args: &CheckedArguments, trained: usize, tied: usize) -> f64 {
         let bytes = size_of::<f32>();
         let owned = match args.zero_stage {
@@ -229,7 +229,7 @@ impl Profile {
     }
 }
 
-/// Whether a backend runs such nodes.
+/// Whether a backend runs nodes with this operation.
 pub(super) fn is_timed(op: &Op) -> bool {
     !matches!(
         op,
@@ -269,7 +269,7 @@ pub(super) fn of_node(graph: &Graph, node: &Node) -> String {
     )
 }
 
-/// The operation without what tells nodes of one kind apart.
+/// The operation without the fields that tell nodes of one kind apart.
 fn without_key(op: &Op) -> Op {
     let mut op = op.clone();
     match &mut op {
@@ -292,12 +292,12 @@ mod tests {
     fn measurements_agree_where_what_differs_is_a_small_part_of_the_step() {
         assert!(agree([1.0, 0.5, 0.0], [1.2, 0.6, 0.1]));
         assert!(!agree([1.0, 0.5, 0.0], [1.6, 0.5, 0.0]));
-        // Nodes alone are alike.
+        // Only the nodes agree.
         assert!(!agree([1.0, 0.5, 0.0], [1.0, 9.0, 0.0]));
         assert!(!agree([1.0, 0.1, 0.0], [1.0, 0.1, 0.9]));
         // Errors do not make up for each other.
         assert!(!agree([1.0, 0.5, 0.0], [0.5, 1.0, 0.0]));
-        // What takes no time may differ as it likes.
+        // A part that takes no time may differ by any factor.
         assert!(agree([1.0, 1e-6, 0.0], [1.0, 9e-6, 0.0]));
     }
 

@@ -11,7 +11,7 @@ use crate::error::Result;
 /// A text as tokens, and its class.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LabelledText {
-    /// The tokens, no more than a sample has.
+    /// The tokens, at most as many as a sample has.
     pub text: Encoded,
     /// Its class.
     pub label: i64,

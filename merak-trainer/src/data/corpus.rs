@@ -15,7 +15,7 @@ use merak_ckpt::words::Bytes;
 pub struct Corpus {
     /// The vocabulary.
     pub tokenizer: Tokenizer,
-    /// All tokens but the last.
+    /// All tokens before those of `validation`.
     pub train: Arc<[u32]>,
     /// The last tokens: `validation_fraction` of all, rounded down.
     pub validation: Arc<[u32]>,
@@ -30,7 +30,7 @@ impl Corpus {
     ///
     /// # Errors
     ///
-    /// Missing or empty data, files that are no text unless `skip_binary` is set, and a tokenizer
+    /// Missing or empty data, files that are not text unless `skip_binary` is set, and a tokenizer
     /// that cannot be used.
     pub fn load(arguments: &DataArguments, crates: &CrateSources) -> Result<Self> {
         let tokenizer = Tokenizer::load(&arguments.tokenizer)?;

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// Most bytes that are read unless the configuration says otherwise.
+/// Default limit on the bytes that are read.
 const DEFAULT_MAX_BYTES: usize = 8 << 20;
 
 /// The most bytes of a `Cargo.lock`.
@@ -22,7 +22,7 @@ const MAX_LOCK_BYTES: u64 = 64 << 20;
 /// Files beyond this are mostly generated tables.
 const MAX_FILE_BYTES: u64 = 128 << 10;
 
-/// Crates of declarations that a tool wrote.
+/// Crates of generated declarations.
 const BINDINGS: &[&str] = &[
     "libc",
     "winapi",
@@ -32,7 +32,7 @@ const BINDINGS: &[&str] = &[
     "linux-raw-sys",
 ];
 
-/// Where the default text is looked for.
+/// Where to look for the default text.
 #[derive(Debug, Clone, Default)]
 pub struct CrateSources {
     /// Cargo's unpacked sources, `$CARGO_HOME/registry/src`; `None` where there is no home.
@@ -56,11 +56,10 @@ impl CrateSources {
 
     /// The library sources of the crates that `Cargo.lock` names, sorted by crate and path.
     ///
-    /// Of each crate the `*.rs` under `src` are taken; bindings (`libc`, `windows-*`, `*-sys`),
-    /// hidden files and files over 128 KiB are left out, and so are crates that cargo has not
-    /// unpacked because this platform does not need them. Where this is more than `max_bytes` (8
-    /// MiB unless given), whole files are left out evenly over the list, so that the text stays as
-    /// varied.
+    /// Takes the `*.rs` under `src` of each crate. Leaves out bindings (`libc`, `windows-*`,
+    /// `*-sys`), hidden files, files over 128 KiB, and crates that cargo has not unpacked because
+    /// this platform does not need them. Where the rest exceeds `max_bytes` (8 MiB unless given),
+    /// whole files are left out evenly over the list, so that the text stays as varied.
     ///
     /// # Errors
     ///
@@ -68,7 +67,7 @@ impl CrateSources {
     /// crates is in it.
     pub(crate) fn read(&self, max_bytes: Option<usize>, kind: TextKind) -> Result<Documents> {
         let files = self.files(max_bytes)?;
-        // Nobody chose these files one by one.
+        // The user did not choose these files, so one that is not text is passed over.
         let reading = Reading { kind, skips: true };
         read_up_to(&files, max_bytes.unwrap_or(DEFAULT_MAX_BYTES), reading)
     }

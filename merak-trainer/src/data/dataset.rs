@@ -64,7 +64,7 @@ impl SampleTensor {
         }
     }
 
-    /// The integers; none of a tensor of floats.
+    /// The integers; empty for a tensor of floats.
     pub fn ints(&self) -> &[i64] {
         match &self.values {
             Values::Ints(values) => values,
@@ -80,8 +80,7 @@ impl SampleTensor {
         }
     }
 
-    /// The bytes of the elements, floats in another floating-point type where a model computes in
-    /// that.
+    /// The bytes of the elements, with floats converted to the floating-point type `dtype`.
     pub(crate) fn bytes_as(&self, dtype: DType) -> Cow<'_, [u8]> {
         let Values::Floats(values) = &self.values else {
             return Cow::Borrowed(self.as_bytes());
@@ -159,8 +158,8 @@ pub trait Dataset: Send + Sync + std::fmt::Debug {
     /// When the sample cannot be read.
     fn get(&self, index: usize) -> Result<Sample>;
 
-    /// The sample as the pass `epoch` over the data sees it, for data sets that draw a part of
-    /// their samples: what is drawn depends on (seed, epoch, index) only.
+    /// The sample in pass `epoch` over the data, for data sets that draw a part of their samples.
+    /// The draws depend on (seed, epoch, index) only.
     ///
     /// # Errors
     ///

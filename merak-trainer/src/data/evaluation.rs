@@ -3,7 +3,7 @@
 use super::order::{BatchShape, Microbatch};
 use crate::error::Result;
 
-/// The dealing of evaluation: the data set's own order, each sample once.
+/// The order of evaluation: the data set's own order, each sample once.
 ///
 /// As in training, microbatch m of replica d of iteration i takes b samples from
 /// iG + (m·D + d)·b on. At the end microbatches run short or empty; their rows are then filled up

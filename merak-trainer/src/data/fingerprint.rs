@@ -1,4 +1,4 @@
-//! What tells the data of a run from others.
+//! Fingerprints that tell the data of runs apart.
 
 use std::{
     fmt::{self, Write as _},
@@ -20,39 +20,39 @@ use crate::{
     error::Result,
 };
 
-/// The files and tokenizer of a run's data. It is the same wherever their folder lies and
-/// whatever the ranks are; checkpoints keep it, so that a run that goes on in other data can say
-/// so.
+/// Fingerprint of a run's data files and tokenizer. It does not depend on the place of their folder
+/// or on the ranks. Checkpoints keep it, so that a resumed run can report other data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataFingerprint {
     /// How many files there are.
     pub files: u64,
-    /// Their bytes, as far as `data.max_bytes` lets them be read.
+    /// Their bytes, up to `data.max_bytes`.
     pub bytes: u64,
-    /// Of their names below the folder and their sizes, in order.
+    /// Checksum of their names below the folder and their sizes, in order.
     pub names: Checksum,
-    /// Of what they hold: of all of it up to 64 MiB, and of 1024 blocks of 64 KiB, spread evenly,
-    /// where there is more. Absent in checkpoints of earlier versions.
+    /// Checksum of their contents: of all bytes up to 64 MiB, else of 1024 evenly spread blocks of
+    /// 64 KiB. Absent in checkpoints of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub contents: Option<Checksum>,
     /// Samples to train on.
     pub samples: u64,
-    /// What turns text into tokens, where something does.
+    /// The tokenizer, where there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<TokenizerFingerprint>,
 }
 
-/// What tells a tokenizer from others.
+/// Fingerprint of a tokenizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenizerFingerprint {
-    /// Its tokens.
+    /// Size of its vocabulary.
     pub tokens: u64,
-    /// Of its `tokenizer.json`.
+    /// Checksum of its `tokenizer.json`.
     pub checksum: Checksum,
 }
 
 impl DataFingerprint {
-    /// Looks at the files that `arguments` name; of large ones reads some blocks.
+    /// Takes the fingerprint of the files that `arguments` name; reads only some blocks of large
+    /// ones.
     ///
     /// # Errors
     ///
@@ -96,8 +96,8 @@ impl DataFingerprint {
         Ok(found)
     }
 
-    /// Whether these are the same files and the same tokenizer, as far as both tell; they may be
-    /// cut into other samples.
+    /// Whether the files and the tokenizer are the same, as far as both tell. The samples may
+    /// differ.
     pub fn is_of_same_files(&self, other: &Self) -> bool {
         let of_files = |print: &Self, partner: &Self| Self {
             samples: 0,
@@ -157,13 +157,13 @@ pub(super) fn names_below(root: &Path, files: Vec<Candidate>) -> Vec<(String, Ca
     files.into_iter().map(name).collect()
 }
 
-/// Bytes of a block by which contents are told apart.
+/// Bytes of a block in the checksum of contents.
 const BLOCK: u64 = 64 << 10;
 /// The most blocks of all files together.
 const BLOCKS: u64 = 1024;
 
-/// Where the blocks begin in so many bytes: one behind the other, or the first at the begin, the
-/// last at the end and the others evenly between them.
+/// Where the blocks begin in `bytes` bytes: one behind the other where they cover all, else the
+/// first at the beginning, the last at the end and the others evenly between them.
 fn blocks(bytes: u64) -> impl Iterator<Item = u64> {
     let count = bytes.div_ceil(BLOCK).min(BLOCKS);
     let room = u128::from(bytes.saturating_sub(BLOCK));
@@ -177,7 +177,7 @@ fn blocks(bytes: u64) -> impl Iterator<Item = u64> {
     (0..count).map(begin)
 }
 
-/// What files hold, that have so many bytes one behind the other.
+/// Checksum of the contents of files that have `bytes` bytes in all.
 fn contents(files: &[Candidate], bytes: u64) -> Result<Checksum> {
     let mut checksums = Vec::new();
     let (mut begin, mut at, mut opened) = (0, 0, None);
@@ -287,7 +287,7 @@ mod tests {
             assert_eq!(begins.last(), Some(&(bytes - BLOCK)));
             assert!(begins.windows(2).all(|pair| pair[0] + BLOCK <= pair[1]));
         }
-        // A sparse file, whose last byte counts, read in a moment.
+        // A sparse file of 64 GiB takes a moment, and its last byte counts.
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("large");
         let file = fs::File::create(&path).unwrap();

@@ -1,4 +1,4 @@
-//! What a model reads of the data, and whether the data give it.
+//! The inputs that a model reads, and checks that the data have them.
 
 use merak_mpu::DType;
 use merak_trace::{
@@ -24,9 +24,9 @@ pub struct ModelInput {
     pub shape: Vec<usize>,
     /// Integers or floats.
     pub dtype: DType,
-    /// What its integers must be below, where the model looks something up by them.
+    /// Exclusive upper bound of its integers, where the model looks something up by them.
     pub limit: Option<usize>,
-    /// Whether the model does without it.
+    /// Whether the model also runs without it.
     pub is_optional: bool,
 }
 
@@ -51,7 +51,7 @@ impl ModelInput {
         values.iter().copied().find(|&value| !fits(value))
     }
 
-    /// What its values may be, for messages.
+    /// The range of its values, for messages.
     fn range(&self) -> String {
         let limit = self.limit.unwrap_or(usize::MAX);
         let ignored = if self.name == LABELS {
@@ -63,7 +63,7 @@ impl ModelInput {
     }
 }
 
-/// What a model reads of the data, as tracing it for one sample tells.
+/// The inputs that a model reads, found by tracing it for one sample.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelInputs {
     /// The model's family.
@@ -117,7 +117,7 @@ impl ModelInputs {
         self.inputs.iter().find(|input| input.name == name)
     }
 
-    /// Length of what a decoder writes.
+    /// Length of a decoder's output.
     pub(crate) fn target(&self) -> usize {
         self.lengths.target.unwrap_or(self.lengths.input)
     }
@@ -183,8 +183,8 @@ impl ModelInputs {
     }
 }
 
-/// What the integers of an input must be below: the rows of the table or classes of the logits that
-/// they choose among.
+/// Exclusive upper bound of an input's integers: the rows of the table, or the classes of the
+/// logits, that they choose among.
 pub(crate) fn integer_limit(graph: &Graph, name: &str, value: ValueId) -> Option<usize> {
     if name == ATTENTION_MASK {
         return Some(2);

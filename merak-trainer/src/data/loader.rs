@@ -15,14 +15,14 @@ use super::{
 };
 use crate::error::{Error, Result, no_thread};
 
-/// Which microbatch is the n-th to be read; `None` after the last.
+/// The n-th microbatch to read; `None` after the last.
 pub type Requests = Arc<dyn Fn(usize) -> Option<Microbatch> + Send + Sync>;
 
 /// Batches each worker keeps ready.
 const AHEAD: usize = 2;
 
-/// Delivers the batches of a list of microbatches in its order, whatever the number of workers:
-/// worker w of W reads the microbatches w, w + W, w + 2W, ..
+/// Delivers the batches of a list of microbatches in its order, for any number of workers: worker w
+/// of W reads the microbatches w, w + W, w + 2W, ..
 pub struct Loader {
     dataset: Arc<dyn Dataset>,
     requests: Requests,
@@ -45,7 +45,7 @@ impl Loader {
                     let Some(microbatch) = requests(number) else {
                         return;
                     };
-                    // The loader is gone when nobody receives: nothing is left to do.
+                    // Sending fails once the loader is gone: nothing is left to do.
                     if sender.send(collate(dataset.as_ref(), microbatch)).is_err() {
                         return;
                     }

@@ -20,9 +20,9 @@ pub struct Masking {
     pub mask_replace_prob: f64,
     /// Share of these that are replaced by any token; the rest stay as they are.
     pub random_replace_prob: f64,
-    /// What stands for a hidden token.
+    /// The token that stands for a hidden one.
     pub mask_token: u32,
-    /// Tokens to replace others by: all below this.
+    /// Random tokens are drawn from those below this.
     pub vocab_size: usize,
     /// A token that is never hidden: the end of a document.
     pub kept: Option<u32>,
@@ -46,7 +46,8 @@ pub struct Masking {
 ///     mask_token: 103, vocab_size: 100, kept: None };
 /// let data = MaskedDataset::new((0..64).collect(), 32, masking, 42, "training")?;
 /// let sample = data.get(0)?;
-/// for (position, (&id, &label)) in sample["input_ids"].ints().iter().zip(sample["labels"].ints()).enumerate() {
+/// let pairs = sample["input_ids"].ints().iter().zip(sample["labels"].ints());
+/// for (position, (&id, &label)) in pairs.enumerate() {
 ///     let token = position as i64;
 ///     assert!((id, label) == (token, IGNORED_LABEL) || (id, label) == (103, token));
 /// }

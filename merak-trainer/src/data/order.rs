@@ -43,8 +43,8 @@ impl BatchShape {
 /// The samples of one microbatch of one replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Microbatch {
-    /// Position of the first sample in the epoch's order; those of the others follow it. Equal on
-    /// every topology with the same global batch, so dropout masks may depend on it.
+    /// Position of the first sample in the epoch's order; the others follow it. Equal on every
+    /// topology with the same global batch, so dropout masks may depend on it.
     pub first_position: usize,
     /// The samples' indices in the data set.
     pub indices: Vec<usize>,
@@ -93,8 +93,7 @@ pub struct TrainingOrder {
     samples: usize,
     shape: BatchShape,
     seed: u64,
-    /// Where in the data the run was picked up: at this step, at this global batch counted over
-    /// epochs.
+    /// Where the run was resumed: at this step, and at this global batch counted over epochs.
     start_step: usize,
     start_batch: usize,
 }

@@ -15,7 +15,7 @@ pub(crate) enum TextKind {
     Records,
 }
 
-/// Why bytes are no text of the kind that is wanted.
+/// Why bytes are not text of the wanted kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct NotText {
     /// The first byte that does not belong there.
@@ -25,16 +25,16 @@ pub(crate) struct NotText {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Found {
-    /// A format by the way its files begin.
+    /// A format recognised by its first bytes.
     Format(&'static str),
-    /// Bytes that no encoding of single bytes has in text.
+    /// A zero byte, which no encoding with single bytes has in text.
     Zero,
-    /// A byte that does not stand there in UTF-8, and its line.
+    /// A byte that is not UTF-8 at its place, and its line.
     NotUtf8 { byte: u8, line: usize },
 }
 
-/// Formats by their first bytes. Some of these are letters, so they only name what was found to be
-/// no text.
+/// Formats by their first bytes. Some of these are letters, so they only name files already found
+/// not to be text.
 const FORMATS: [(&[u8], &str); 20] = [
     (b"\x89PNG\r\n\x1a\n", "a PNG image"),
     (b"\xff\xd8\xff", "a JPEG image"),
@@ -66,11 +66,11 @@ const SAFETENSORS: &str = "a safetensors file";
 /// The most bytes that the header of a safetensors file takes.
 const MAX_HEADER: u64 = 100_000_000;
 
-/// What some editors put before UTF-8; it is no part of a text.
+/// Byte order mark that some editors put before UTF-8; it does not belong to the text.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Makes a text of the bytes of a file, without the byte order mark that it may begin with. Where
-/// more bytes followed (`is_cut`), a character that is not whole at the end goes.
+/// Makes text of the bytes of a file, without a byte order mark at its beginning. Where the file
+/// has more bytes (`is_cut`), an incomplete character at the end is dropped.
 pub(crate) fn text_of(
     mut bytes: Vec<u8>,
     kind: TextKind,
@@ -82,7 +82,7 @@ pub(crate) fn text_of(
     let wrong = utf8.filter(is_whole).map(|error| error.valid_up_to());
     let zero = bytes.iter().position(|byte| *byte == 0);
     let first = zero.into_iter().chain(wrong).min();
-    // What a file is stands in its first bytes, wherever the one lies by which it is no text.
+    // The first bytes tell the format, wherever the first wrong byte lies.
     if let Some(format) = first.and_then(|_| format_of(&bytes)) {
         let found = Found::Format(format);
         return Err(NotText { offset: 0, found });
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(found(latin, TextKind::Bytes), "text of 10 bytes");
         insta::assert_snapshot!(found(latin, TextKind::Utf8), @r#"cannot read a as text: byte 0xe9 in line 2 is no UTF-8 (offset 8): convert it, or set "data.tokenizer" to "bytes", which keeps such bytes as they are, or set "data.skip_binary" to true to pass over such files"#);
         insta::assert_snapshot!(found(latin, TextKind::Records), @r#"cannot read a as text: byte 0xe9 in line 2 is no UTF-8 (offset 8): convert it to UTF-8, or set "data.skip_binary" to true to pass over such files"#);
-        // A character that the limit of bytes cut is no mistake.
+        // A character cut by the limit of bytes is not an error.
         let cut = "größe".as_bytes()[..3].to_vec();
         let text = |kind| text_of(cut.clone(), kind, true).unwrap();
         assert_eq!(text(TextKind::Utf8), b"gr");

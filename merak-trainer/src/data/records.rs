@@ -17,7 +17,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// The fewest bytes that a byte of records takes: its text, and the record made of it.
+/// Least memory in bytes per byte of records: the text, and the record made of it.
 const BYTES_PER_BYTE: u64 = 2;
 
 /// One record: its fields, and where it stands.
@@ -30,11 +30,11 @@ pub(crate) struct Record {
 }
 
 /// Reads the records of a file, or of the files of a folder in the order of their paths, and says
-/// how many files there were. Where `skips`, files that are no text are passed over.
+/// how many files there were. With `skips`, files that are not text are passed over.
 ///
 /// # Errors
 ///
-/// An unreadable path, one without text, a file that is no UTF-8, or a line that is no record.
+/// An unreadable path, one without text, a file that is not UTF-8, or a line that is not a record.
 pub(crate) fn read(path: &Path, format: DataFormat, skips: bool) -> Result<(Vec<Record>, String)> {
     let none = || Error::NoRecords {
         path: path.to_path_buf(),

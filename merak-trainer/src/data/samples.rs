@@ -30,7 +30,7 @@ pub(super) fn corruption(data: &DataArguments) -> Corruption {
     }
 }
 
-/// What of some sequences was too long.
+/// How many sequences were longer than a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Cuts {
     cut: usize,
@@ -55,7 +55,7 @@ impl Cuts {
         })
     }
 
-    /// Says so where something was cut off.
+    /// Warns where sequences were cut.
     fn tell(self, field: &str) {
         let Self {
             cut,
@@ -214,8 +214,8 @@ impl Maker<'_> {
         self.spare(tokenizer, count, &what)
     }
 
-    /// The last tokens of the model's vocabulary, the last one first, for what the tokenizer has no
-    /// tokens for.
+    /// The last tokens of the model's vocabulary, the last one first, for uses that the tokenizer
+    /// has no tokens for.
     fn spare(&self, tokenizer: &Tokenizer, count: usize, what: &str) -> Result<Vec<u32>> {
         let (tokens, vocab) = (tokenizer.vocab_size(), self.model.vocab_size);
         if vocab < tokens.saturating_add(count) {
@@ -232,7 +232,7 @@ impl Maker<'_> {
             .collect())
     }
 
-    /// What ends a sequence.
+    /// The token that ends a sequence.
     fn end(&self, tokenizer: &Tokenizer) -> Result<u32> {
         let end = tokenizer.end_of_document();
         let end = end.or_else(|| {

@@ -1,4 +1,4 @@
-//! From what a configuration names to the samples that its model learns from.
+//! From the data that a configuration names to the samples of its model.
 
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
@@ -24,9 +24,9 @@ use crate::{
 /// What a model's configuration says about data besides its sizes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct DataTokens {
-    /// What fills shorter sequences up.
+    /// The token that fills shorter sequences up.
     pub pad: u32,
-    /// What a decoder starts from.
+    /// The token that a decoder starts from.
     pub decoder_start: u32,
     /// The classes by name.
     pub label2id: BTreeMap<String, i64>,
@@ -34,16 +34,19 @@ pub struct DataTokens {
 
 /// Data as they were read, before samples are made of them.
 ///
-/// | `data.format` | next token | masked tokens | class of a text | sequence to sequence | class of an image |
+/// | format | next token | masked token | text class | sequence to sequence | image class |
 /// |---|---|---|---|---|---|
 /// | `text` | a stream | a stream | | span corruption of a stream | |
-/// | `jsonl`, `csv`, `tsv` | `text` | `text` | `text`, `label`; may have `text_pair` | `source`, `target`; or `text` | |
+/// | records | `text` | `text` | `text`, `label` | `source`, `target`; or `text` | |
 /// | `tensors` | yes | yes | yes | yes | yes |
 ///
-/// Each `text` of records is a document of a stream, but for classes.
+/// The format is `data.format`; records are `jsonl`, `csv` and `tsv`. Records for text classes may
+/// have `text_pair`.
+///
+/// Each `text` of records is a document of a stream, except where texts have classes.
 #[derive(Debug)]
 pub struct Source {
-    /// What turns text into tokens; none where there is no text and no tokenizer file.
+    /// The tokenizer; none where there is no text and no tokenizer file.
     pub tokenizer: Option<Tokenizer>,
     /// Where the data came from, for people.
     pub description: String,
@@ -67,7 +70,7 @@ pub struct Datasets {
 }
 
 impl Source {
-    /// Reads what `arguments` name, for what `model` learns.
+    /// Reads the data that `arguments` name, for the objective of `model`.
     ///
     /// # Errors
     ///
@@ -157,8 +160,8 @@ impl Source {
         }
     }
 
-    /// Whether there is padding before tokens, which a model of the next token must be told of;
-    /// behind them nothing attends to it.
+    /// Whether padding stands before tokens. A model of the next token must be told of it; to
+    /// padding behind them no token attends.
     ///
     /// # Errors
     ///
@@ -210,8 +213,8 @@ impl Source {
         Ok(lengths)
     }
 
-    /// Makes samples for a model, for training too unless `trains` is false. The stream that they
-    /// are cut from comes along where there is one.
+    /// Makes samples for a model: for validation, and for training if `trains` is set. Returns the
+    /// stream that they are cut from too, where there is one.
     ///
     /// # Errors
     ///
@@ -262,7 +265,7 @@ impl Source {
     }
 }
 
-/// Checks that files of this format can have what a model learns from.
+/// Checks that files of this format can hold the samples that a model learns from.
 fn check_kind(format: DataFormat, model: &dyn Model) -> Result<()> {
     let objective = model.objective();
     let expected = match (objective, format) {

@@ -34,25 +34,25 @@ pub struct SpanCounts {
 }
 
 impl SpanCounts {
-    /// Length of what the encoder reads: what is kept, a sentinel for each piece, the end.
+    /// Length of the encoder's input: the kept tokens, a sentinel for each piece, the end.
     pub fn input(&self) -> usize {
         self.tokens - self.noise + self.spans + 1
     }
 
-    /// Length of what the decoder writes: each piece behind its sentinel, the end.
+    /// Length of the decoder's output: each piece behind its sentinel, the end.
     pub fn target(&self) -> usize {
         self.noise + self.spans + 1
     }
 }
 
 impl Corruption {
-    /// What becomes of a text of `tokens`, at least 2: something is left out and something kept.
+    /// The sizes for a text of `tokens` tokens, at least 2: some are left out and some are kept.
     pub fn counts(&self, tokens: usize) -> SpanCounts {
         // As Python rounds.
         let round = |x: f64| x.round_ties_even() as usize;
         let noise = round(tokens as f64 * self.noise_density).clamp(1, tokens - 1);
         let spans = round(noise as f64 / self.mean_span_length);
-        // Pieces do not touch, so what is kept has as many.
+        // Pieces do not touch, so the kept tokens form as many pieces.
         let spans = spans.clamp(1, noise.min(tokens - noise));
         SpanCounts {
             tokens,
@@ -65,7 +65,7 @@ impl Corruption {
     /// short for any.
     pub fn longest(&self, input: usize) -> Option<SpanCounts> {
         let fits = |tokens: &usize| self.counts(*tokens).input() <= input;
-        // A text is less than twice as long as what is read of it unless most is left out.
+        // The input keeps about this share of a text, which bounds the length of the text.
         let share = (1.0 - self.noise_density).max(1e-3);
         let most = (input as f64 / share).ceil() as usize + 1;
         let tokens = (2..=most).rev().find(fits)?;
@@ -73,7 +73,7 @@ impl Corruption {
     }
 }
 
-/// Consecutive windows of a stream of tokens; pieces of each are left out and asked for.
+/// Consecutive windows of a stream of tokens; pieces of each are left out and become the target.
 ///
 /// ```text
 /// text      Thank you for inviting me to your party last week
@@ -81,7 +81,7 @@ impl Corruption {
 /// target    <X> for inviting <Y> last <end>
 /// ```
 ///
-/// What is left out is drawn from (seed, epoch, sample).
+/// The pieces are drawn from (seed, epoch, sample).
 ///
 /// # Shapes
 ///
@@ -98,9 +98,9 @@ pub struct SpanDataset {
 /// The tokens that span corruption puts in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SpanTokens {
-    /// What stands for the pieces, in their order: one for each.
+    /// The tokens that stand for the pieces, in their order: one for each.
     pub sentinels: Vec<u32>,
-    /// What ends input and target.
+    /// The token that ends input and target.
     pub end: u32,
 }
 

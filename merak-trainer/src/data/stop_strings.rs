@@ -4,9 +4,8 @@ use super::Tokenizer;
 
 /// Looks for strings at the end of a text that grows by tokens.
 ///
-/// A text has come to its end when one of the strings ends within its last token, wherever it
-/// began: in a prompt, or in the middle of a token. That is what `stop_strings` means to
-/// transformers too.
+/// A text ends when one of the strings ends within its last token. The string may begin in a prompt
+/// or in the middle of a token. `stop_strings` of transformers has the same meaning.
 ///
 /// ```
 /// use merak_trainer::data::{StopStrings, Tokenizer};
@@ -14,7 +13,8 @@ use super::Tokenizer;
 /// let tokenizer = Tokenizer::bytes();
 /// let strings = ["end".to_owned()];
 /// let stops = StopStrings::new(&tokenizer, &strings);
-/// let ends = |text: &str| stops.end(&tokenizer.encode(text.as_bytes()).expect("bytes have tokens"));
+/// let encode = |text: &str| tokenizer.encode(text.as_bytes()).expect("bytes have tokens");
+/// let ends = |text: &str| stops.end(&encode(text));
 /// assert!(ends("the end") && !ends("the end.") && !ends("the en"));
 /// ```
 #[derive(Debug, Clone, Copy)]
@@ -28,7 +28,7 @@ pub struct StopStrings<'a> {
 impl<'a> StopStrings<'a> {
     /// Looks for these strings; empty ones are never found.
     pub fn new(tokenizer: &'a Tokenizer, strings: &'a [String]) -> Self {
-        // A token of text has a byte at least.
+        // A token of text has at least one byte.
         let longest = strings.iter().map(String::len).max().unwrap_or(0);
         Self {
             tokenizer,
@@ -48,7 +48,7 @@ impl<'a> StopStrings<'a> {
         };
         let decode = |ids: &[u32]| self.tokenizer.decode(ids).unwrap_or_default();
         let (text, before) = (decode(window), decode(before));
-        // A character that the last token completes is no part of what was there before.
+        // A character that the last token completes does not belong to the text before it.
         let before = before.trim_end_matches(char::REPLACEMENT_CHARACTER).len();
         self.strings
             .iter()

@@ -34,8 +34,8 @@ impl TensorFiles {
     ///
     /// # Errors
     ///
-    /// A file that is none, or whose tensors do not agree in the number of samples, in names, types
-    /// or sizes.
+    /// A file that is not in this format, or whose tensors do not agree in the number of samples,
+    /// in names, types or sizes.
     pub fn open(path: &Path) -> Result<Self> {
         let files = if path.is_dir() {
             let is_one = |path: &Path| path.extension().is_some_and(|end| end == "safetensors");
@@ -78,7 +78,7 @@ impl TensorFiles {
         Some(&self.parts[0].tensors.get(name)?.shape[1..])
     }
 
-    /// Whether some sample has a zero before a one in a tensor that is a mask of integers.
+    /// Whether a mask of integers has a zero before a one in some sample.
     pub(super) fn hides_first(&self, mask: &str) -> Result<bool> {
         let is_mask = self.dtype(mask).is_some_and(|dtype| !dtype.is_float());
         if !is_mask {
@@ -230,7 +230,7 @@ fn ints(dtype: DType, bytes: &[u8]) -> Vec<i64> {
         DType::I32 => decode!(bytes, i32, i64::from),
         DType::I16 => decode!(bytes, i16, i64::from),
         DType::I8 => decode!(bytes, i8, i64::from),
-        // What no i64 holds is no token and no class either.
+        // A value beyond i64 is neither a token nor a class.
         DType::U64 => decode!(bytes, u64, |x| i64::try_from(x).unwrap_or(i64::MAX)),
         DType::U32 => decode!(bytes, u32, i64::from),
         DType::U16 => decode!(bytes, u16, i64::from),

@@ -14,7 +14,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// What a sample lacks and is made of the rest.
+/// A tensor that samples lack and that is made from their others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Derived {
     Nothing,
@@ -38,14 +38,14 @@ enum Derived {
 #[derive(Debug)]
 pub struct TensorDataset {
     files: TensorFiles,
-    /// Names, and whether floats are read.
+    /// Names of the tensors, and whether each is read as floats.
     read: Vec<(String, bool)>,
     derived: Derived,
 }
 
 impl TensorDataset {
-    /// Checks the tensors against what a model reads, their integers one by one. `start` and `pad`
-    /// are the tokens from which a decoder starts and which fill sequences up.
+    /// Checks the tensors against the inputs of a model, their integers one by one. A decoder
+    /// starts from the token `start`; the token `pad` fills sequences up.
     ///
     /// # Errors
     ///
@@ -181,11 +181,11 @@ impl Dataset for TensorDataset {
     }
 }
 
-/// Refuses tensors that are not read: a mistyped name, or something that `transformers` would
-/// reckon with.
+/// Refuses tensors that are not read: a mistyped name, or an input that `transformers` would use.
 fn check_names(files: &TensorFiles, model: &ModelInputs) -> Result<()> {
     let mut read: Vec<_> = model.inputs.iter().map(|input| &*input.name).collect();
-    // A mask that hides nothing before the tokens is checked, and makes labels.
+    // A mask may be there although the model does not read it: it is checked and serves to make
+    // labels.
     if model.objective == Objective::CausalLm && !read.contains(&ATTENTION_MASK) {
         read.push(ATTENTION_MASK);
     }
@@ -200,7 +200,7 @@ fn check_names(files: &TensorFiles, model: &ModelInputs) -> Result<()> {
     }
 }
 
-/// Whether floats are read of a tensor, if it is what the model reads.
+/// Whether a tensor is read as floats; an error where its type or sizes are not the model's.
 fn check_type(files: &TensorFiles, model: &ModelInputs, input: &ModelInput) -> Result<bool> {
     let (Some(dtype), Some(shape)) = (files.dtype(&input.name), files.shape(&input.name)) else {
         return Err(model.missing(input, &files.names().collect::<Vec<_>>()));

@@ -22,11 +22,11 @@ pub(crate) struct Document {
     pub(crate) text: Vec<u8>,
 }
 
-/// What was read.
+/// The documents that were read.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Documents {
     pub(crate) documents: Vec<Document>,
-    /// Files that were passed over, as they are no text.
+    /// Files that were passed over because they are not text.
     pub(crate) skipped: usize,
 }
 
@@ -41,11 +41,11 @@ impl Documents {
     }
 }
 
-/// What files are to hold, and what becomes of those that do not.
+/// The kind of text that files must hold, and how others are treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Reading {
     pub(crate) kind: TextKind,
-    /// Whether a file that is no text is passed over, and not an error.
+    /// Whether a file that is not text is passed over instead of an error.
     pub(crate) skips: bool,
 }
 
@@ -62,7 +62,7 @@ pub(crate) struct Candidate {
 ///
 /// # Errors
 ///
-/// An unreadable path, one without text, a file that is no text and not to be passed over, or more
+/// An unreadable path, one without text, a file that is not text and not to be passed over, or more
 /// text than memory has room for.
 pub(crate) fn read(
     path: &Path,
@@ -94,11 +94,11 @@ pub(crate) fn read(
     Ok(found)
 }
 
-/// Bytes of a file by whose look it may be passed over before the rest is read.
+/// First bytes of a file, which decide whether it is passed over before the rest is read.
 const HEAD: u64 = 8 << 10;
 
-/// The files that do not begin like something else than text, and how many others there are. Those
-/// may be too large to be read.
+/// The files that begin like text, and how many others there are. The others may be too large to
+/// read.
 fn without_binary(files: Vec<Candidate>, kind: TextKind) -> Result<(Vec<Candidate>, usize)> {
     let all = files.len();
     let mut kept = Vec::with_capacity(all);
@@ -166,7 +166,7 @@ pub(crate) fn list(folder: &Path, accept: &dyn Fn(&Path) -> bool) -> Result<Vec<
             if kind.is_dir() {
                 folders.push(path);
             } else if accept(&path) {
-                // A dangling link is no file.
+                // A dangling link is not a file.
                 let Ok(metadata) = fs::metadata(&path) else {
                     continue;
                 };
@@ -196,7 +196,7 @@ pub(crate) fn read_up_to(
             break;
         }
         let mut text = Vec::new();
-        // No more than it was when room was made for it.
+        // The file may have grown since its memory was checked.
         let most = file.bytes.min(left as u64);
         merak_ckpt::open_regular(&file.path)
             .and_then(|(opened, _)| opened.take(most).read_to_end(&mut text))

@@ -34,18 +34,18 @@ const END_NAMES: &[&str] = &[
     "[SEP]",
 ];
 
-/// Names under which a tokenizer file may hold what stands for a hidden token.
+/// Names under which a tokenizer file may hold its mask token.
 const MASK_NAMES: &[&str] = &["[MASK]", "<mask>", "<|mask|>"];
 
-/// Tokens of a text or a pair of texts with those that a model wants around them, and which of the
-/// two each belongs to.
+/// Tokens of a text or a pair of texts, with the special tokens around them, and the text that each
+/// belongs to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
     /// The tokens.
     pub ids: Vec<u32>,
     /// 0 for the first text, 1 for the second.
     pub types: Vec<u32>,
-    /// How many tokens there would be with nothing cut off.
+    /// Number of tokens before any were cut off.
     pub uncut: usize,
 }
 
@@ -67,7 +67,7 @@ enum Kind {
 }
 
 impl Tokenizer {
-    /// The byte vocabulary: 256 bytes, and 256 ends a document.
+    /// The byte vocabulary: the 256 bytes, and token 256 ends a document.
     pub fn bytes() -> Self {
         Self(Kind::Bytes)
     }
@@ -84,8 +84,8 @@ impl Tokenizer {
         }
     }
 
-    /// A Hugging Face `tokenizer.json`. One that [`Tokenizer::to_json`] wrote of the byte
-    /// vocabulary is that vocabulary again, and so keeps bytes that are not UTF-8.
+    /// A Hugging Face `tokenizer.json`. A file that [`Tokenizer::to_json`] wrote for the byte
+    /// vocabulary gives that vocabulary again, which keeps bytes that are not UTF-8.
     ///
     /// # Errors
     ///
@@ -106,7 +106,7 @@ impl Tokenizer {
     /// The content of a `tokenizer.json`.
     fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| failure(path, &e))?;
-        // How long samples are is for the run to say.
+        // The run decides the length of samples.
         inner
             .with_truncation(None)
             .map_err(|e| failure(path, &e))?
@@ -119,17 +119,17 @@ impl Tokenizer {
         }))
     }
 
-    /// The fewest bytes that a byte of text takes while its tokens are collected.
+    /// Least memory in bytes per byte of text while its tokens are collected.
     pub(super) fn bytes_per_byte(&self) -> u64 {
         match self.0 {
             // The text, its tokens, and the two parts that they are copied to.
             Kind::Bytes => 1 + 2 * size_of::<u32>() as u64,
-            // How long tokens are is not known beforehand.
+            // The length of tokens is not known beforehand.
             Kind::File { .. } => 1,
         }
     }
 
-    /// The text that it makes tokens of.
+    /// The kind of text that it accepts.
     pub(super) fn text_kind(&self) -> TextKind {
         match &self.0 {
             Kind::Bytes => TextKind::Bytes,
@@ -150,7 +150,7 @@ impl Tokenizer {
         }
     }
 
-    /// What a configuration calls it: `bytes`, or its file.
+    /// Its name in a configuration: `bytes`, or its file.
     pub(crate) fn name(&self) -> String {
         match &self.0 {
             Kind::Bytes => "bytes".to_owned(),
@@ -166,7 +166,7 @@ impl Tokenizer {
         }
     }
 
-    /// What stands for a hidden token, where the vocabulary has such a token.
+    /// The token that stands for a hidden one, where the vocabulary has it.
     pub fn mask_token(&self) -> Option<u32> {
         match &self.0 {
             Kind::Bytes => None,
@@ -177,8 +177,8 @@ impl Tokenizer {
         }
     }
 
-    /// What stands for the pieces that span corruption leaves out, in their order: `<extra_id_0>`
-    /// and so on, as many as the vocabulary has.
+    /// The tokens that stand for the pieces that span corruption leaves out, in their order:
+    /// `<extra_id_0>` and so on, as many as the vocabulary has.
     pub fn sentinels(&self) -> Vec<u32> {
         match &self.0 {
             Kind::Bytes => Vec::new(),
@@ -262,8 +262,8 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of a text that is to be continued: with the special ones that a tokenizer file
-    /// puts around a text, as in transformers. The byte vocabulary takes any bytes.
+    /// The tokens of a prompt, with the special ones that a tokenizer file puts around a text, as
+    /// in transformers. The byte vocabulary takes any bytes.
     ///
     /// # Errors
     ///
@@ -279,8 +279,8 @@ impl Tokenizer {
         }
     }
 
-    /// The bytes that tokens stand for beyond the first `known` of them: those of the text of
-    /// [`Tokenizer::decode_after`], and in the byte vocabulary any bytes as they are.
+    /// The bytes of the tokens after the first `known`: those of the text of
+    /// [`Tokenizer::decode_after`], or in the byte vocabulary the bytes unchanged.
     ///
     /// # Errors
     ///
@@ -288,7 +288,7 @@ impl Tokenizer {
     ///
     /// # Panics
     ///
-    /// When there are fewer than `known`.
+    /// When there are fewer than `known` tokens.
     pub fn bytes_after(&self, known: usize, ids: &[u32]) -> Result<Vec<u8>> {
         match &self.0 {
             Kind::Bytes => Ok(bytes_of(&ids[known..])),
@@ -296,7 +296,7 @@ impl Tokenizer {
         }
     }
 
-    /// What tokens say beyond the first `known` of them. Alone, they would not begin with the space
+    /// The text of the tokens after the first `known`. Decoded alone, they would lack the space
     /// that many tokenizers leave out at the start of a text.
     ///
     /// # Errors
@@ -305,10 +305,10 @@ impl Tokenizer {
     ///
     /// # Panics
     ///
-    /// When there are fewer than `known`.
+    /// When there are fewer than `known` tokens.
     pub fn decode_after(&self, known: usize, ids: &[u32]) -> Result<String> {
         let (before, all) = (self.decode(&ids[..known])?, self.decode(ids)?);
-        // A character that was cut is another one in the whole.
+        // A character cut at the end of `before` is a different one in `all`.
         let same = all.chars().zip(before.chars());
         let same = same.take_while(|(all, before)| all == before);
         let same: usize = same.map(|(all, _)| all.len_utf8()).sum();
@@ -316,7 +316,7 @@ impl Tokenizer {
     }
 
     /// The text of tokens; special ones and unknown ids are left out. Bytes that are not UTF-8
-    /// become U+FFFD, which [`Tokenizer::bytes_after`] leaves as they are.
+    /// become U+FFFD; [`Tokenizer::bytes_after`] leaves them unchanged.
     ///
     /// # Errors
     ///
@@ -391,7 +391,7 @@ fn bytes_of(ids: &[u32]) -> Vec<u8> {
     bytes.collect()
 }
 
-/// The text of a tokenizer that takes no other bytes.
+/// The text for a tokenizer that takes UTF-8 only.
 fn as_utf8<'t>(path: &Path, text: &'t [u8]) -> Result<&'t str> {
     std::str::from_utf8(text).map_err(|error| {
         let (at, byte) = (error.valid_up_to(), text[error.valid_up_to()]);
@@ -403,7 +403,7 @@ fn as_utf8<'t>(path: &Path, text: &'t [u8]) -> Result<&'t str> {
 /// Whether this is the byte vocabulary as [`Tokenizer::to_json`] writes it.
 fn is_of_bytes(json: &[u8]) -> bool {
     let written = bytes_as_hugging_face();
-    // Most files are megabytes larger.
+    // Most files are megabytes larger and need no parsing.
     json.len() < 4 * written.to_string().len()
         && serde_json::from_slice::<Value>(json).is_ok_and(|read| read == written)
 }

@@ -9,19 +9,19 @@ use crate::error::Result;
 /// How a pair of sequences becomes tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PairShape {
-    /// Length of what the encoder reads, S.
+    /// Length of the encoder's input, S.
     pub input: usize,
-    /// Length of what the decoder writes, T.
+    /// Length of the decoder's output, T.
     pub target: usize,
-    /// What fills shorter sequences up.
+    /// The token that fills shorter sequences up.
     pub pad: u32,
-    /// What the decoder starts from.
+    /// The token that the decoder starts from.
     pub start: u32,
 }
 
 impl PairShape {
     /// Fills a pair up and moves the target one to the right, as `_shift_right` of `transformers`
-    /// does. What is too long is cut.
+    /// does. Longer sequences are cut.
     ///
     /// # Shapes
     ///
@@ -43,7 +43,7 @@ impl PairShape {
     }
 }
 
-/// Tokens, and `fill` up to a length that is no smaller.
+/// Tokens, then `fill` up to `len`, which is at least their number.
 pub(super) fn filled(tokens: &[u32], len: usize, fill: i64) -> Vec<i64> {
     let mut ids: Vec<i64> = tokens.iter().map(|&token| token.into()).collect();
     ids.resize(len, fill);
@@ -57,7 +57,7 @@ pub(super) fn mask(tokens: usize, len: usize) -> Vec<i64> {
         .collect()
 }
 
-/// What a decoder is given to write `labels`: what stands one to the left of each.
+/// A decoder's input for `labels`: the label one to the left of each.
 pub(super) fn moved_right(labels: &[i64], start: u32, pad: u32) -> Vec<i64> {
     let shown = |&label: &i64| match label {
         IGNORED_LABEL => pad.into(),

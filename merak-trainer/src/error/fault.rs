@@ -1,4 +1,4 @@
-//! Who is at fault.
+//! Whether the user or the run is at fault, and which keys may be.
 
 use super::Error;
 use crate::config::keys;
@@ -31,17 +31,16 @@ impl Error {
         }
     }
 
-    /// Whether nobody has to say which rank it was: every rank ends with it alike, or it says so
-    /// itself.
+    /// Whether the rank need not be added: every rank ends with the same error, or the error names
+    /// its rank.
     pub(crate) fn says_whose(&self) -> bool {
         self.is_user_error() || matches!(self, Self::SkippedSteps { .. } | Self::Step { .. })
     }
 }
 
 impl Error {
-    /// The keys of which one has a value that does not fit what was found, as far as the error
-    /// tells: the likeliest first. Of several, the one that was set by the highest layer is to
-    /// blame.
+    /// The keys that may be to blame, as far as the error tells: the likeliest first. Of several,
+    /// the key that the highest layer set is to blame.
     pub(crate) fn keys(&self) -> Vec<&'static str> {
         match self {
             Self::ReadInput { key, .. }
@@ -111,7 +110,7 @@ fn of_optimizer(error: &merak_zero::Error) -> Vec<&'static str> {
     match error {
         E::ForeignKwarg { .. } | E::LongDecay { .. } => vec!["lr_scheduler_kwargs"],
         E::OutOfRange { key, .. } | E::NotAvailable { key, .. } | E::UnknownName { key, .. } => {
-            // What is no key is one of the schedule's parameters.
+            // A name that is not a key is a parameter of the learning-rate schedule.
             let known = keys().find(|known| known.name == *key);
             vec![known.map_or("lr_scheduler_kwargs", |known| known.name)]
         }

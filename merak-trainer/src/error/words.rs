@@ -5,7 +5,7 @@ use crate::{config::DataFormat, data::DataFingerprint};
 use merak_ckpt::words::{file, sentence};
 use std::{fmt, path::Path};
 
-/// What of a step a rank was about when it failed.
+/// The part of a step in which a rank failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepPart {
     /// The step itself.
@@ -64,7 +64,7 @@ pub(super) fn saved_with(data: Option<&DataFingerprint>) -> String {
     data.map(|data| format!(" ({data})")).unwrap_or_default()
 }
 
-/// What else gives a part of the data more tokens.
+/// Another way to give a part of the data more tokens.
 pub(super) fn other_share(part: &str) -> &'static str {
     match part {
         "validation" => ", or choose another \"data.validation_fraction\" (0 for no validation)",
@@ -72,7 +72,7 @@ pub(super) fn other_share(part: &str) -> &'static str {
     }
 }
 
-/// What a file of records has in it.
+/// The content that a file of records needs.
 pub(super) fn records_of(format: DataFormat) -> &'static str {
     match format {
         DataFormat::Jsonl => "a JSON object in each line",
@@ -80,7 +80,7 @@ pub(super) fn records_of(format: DataFormat) -> &'static str {
     }
 }
 
-/// What became of files that are no text.
+/// A note on files that were passed over because they are not text.
 pub(super) fn passed_over(files: usize) -> String {
     match files {
         0 => String::new(),
@@ -95,7 +95,7 @@ pub(super) fn of(path: Option<&Path>) -> String {
         .unwrap_or_default()
 }
 
-/// What samples of a part are for.
+/// The purpose of a part's samples.
 pub(super) fn purpose(part: &str) -> &'static str {
     match part {
         "evaluation" => {
@@ -122,7 +122,7 @@ pub(super) fn did_you_mean(nearest: Option<&str>) -> String {
         .unwrap_or_default()
 }
 
-/// What names the key behind a message, and its place: what the message has already is not
+/// The key and its place, to follow a message. A key that the message names already is not
 /// repeated.
 pub(super) fn blamed(key: &str, place: Option<&str>, error: &Error) -> String {
     let key = format!("\"{key}\"");

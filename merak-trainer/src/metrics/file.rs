@@ -22,7 +22,7 @@ pub struct StepMetrics {
     /// Optimizer steps done, skipped ones included.
     pub step: usize,
     /// Training loss of this step in nats per token: the mean over the labels of its global batch,
-    /// before its update. It is no average over steps, so that it does not depend on
+    /// before its update. It is not an average over steps, so that it does not depend on
     /// `logging_steps` or on where a run was resumed.
     pub loss: f64,
     /// Global gradient norm of this step before clipping.
@@ -115,8 +115,7 @@ impl MetricsFile {
         })
     }
 
-    /// Makes the file anew where somebody has removed it, or its folder, with the records that it
-    /// had.
+    /// Makes the file anew, with its records, if it or its folder was removed.
     fn renew(&mut self) -> io::Result<()> {
         if lies_at(&self.file, &self.path) {
             return Ok(());
@@ -138,7 +137,7 @@ impl MetricsFile {
         self.earlier_time_s
     }
 
-    /// Appends one record as one line, in a file made anew where somebody has removed it.
+    /// Appends one record as one line; makes the file anew if it was removed.
     ///
     /// # Errors
     ///
@@ -162,8 +161,8 @@ fn open(path: &Path) -> io::Result<File> {
     open_to_write(path, options.create(true).read(true).append(true))
 }
 
-/// The whole lines of records up to a step; none for a run that starts. Lines without a step are
-/// somebody else's and stay.
+/// The whole lines of records up to a step; none for a run that starts. Lines without a step belong
+/// to others and stay.
 fn records_until(text: &str, steps: usize) -> String {
     if steps == 0 {
         return String::new();

@@ -1,4 +1,4 @@
-//! What the system says of this process's memory.
+//! The memory of this process, as the system reports it.
 
 /// The most bytes of memory that this process ever held, where the system tells.
 pub fn peak_resident_bytes() -> Option<u64> {

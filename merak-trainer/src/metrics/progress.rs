@@ -32,7 +32,7 @@ pub struct Progress {
 enum Output {
     Bars {
         screen: Screen,
-        /// Of the steps, once there was one.
+        /// The bar of the steps.
         steps: ProgressBar,
         evaluation: Option<ProgressBar>,
         saving: Option<ProgressBar>,
@@ -120,7 +120,7 @@ impl Progress {
     /// When the line cannot be written.
     pub fn say(&mut self, line: &str) -> io::Result<()> {
         match &mut self.output {
-            // In one piece, as bars come back after each.
+            // In one write, as the bars are drawn again after each.
             Output::Bars { screen, .. } => screen.write_all(format!("{line}\n").as_bytes()),
             Output::Lines(output) => {
                 writeln!(output, "{line}")?;
@@ -129,7 +129,8 @@ impl Progress {
         }
     }
 
-    /// Shows that of the `total` iterations of an evaluation so many are done; all of them end it.
+    /// Shows that `done` of the `total` iterations of an evaluation are done; the last one ends the
+    /// bar.
     pub fn evaluation(&mut self, done: usize, total: usize) {
         let Output::Bars {
             screen, evaluation, ..

@@ -1,4 +1,4 @@
-//! What a run tells while it trains.
+//! Reports of a run while it trains.
 
 use std::{
     path::Path,
@@ -14,8 +14,8 @@ use crate::{Callback, CheckedArguments, Error, MerakTrainer, Result, StepReport}
 
 /// Writes `metrics.jsonl` and shows progress, on the rank that it is given to.
 ///
-/// Clones share their state: one goes to the trainer as a [`Callback`], another stays with whoever
-/// runs the trainer. Until [`Reporter::start`] it reports nothing.
+/// Clones share their state: one goes to the trainer as a [`Callback`], another stays with the
+/// caller that runs the trainer. Until [`Reporter::start`] it reports nothing.
 #[derive(Debug, Clone, Default)]
 pub struct Reporter(Arc<Mutex<Option<Report>>>);
 
@@ -139,7 +139,7 @@ impl Report {
         });
     }
 
-    /// A record that cannot be written costs the run no step, and is told once.
+    /// A record that cannot be written does not stop the run, and is reported once.
     fn record(&mut self, record: &impl Serialize) {
         if self.has_failed {
             return;

@@ -7,13 +7,12 @@ use std::{
     time::Duration,
 };
 
-/// How often a bar without steps shows that it lives.
+/// Time between two drawings of a bar without steps.
 const TICK: Duration = Duration::from_millis(120);
 
-/// Standard error with bars at its end: whatever is written to it stands above them. Clones share
-/// it.
+/// Standard error with bars at its end: text written to it stands above them. Clones share it.
 ///
-/// Where standard error is no terminal, no bar is shown, and it is written to as it is.
+/// Where standard error is not a terminal, no bar is shown, and text is written unchanged.
 #[derive(Debug, Clone, Default)]
 pub struct Screen(MultiProgress);
 
@@ -24,17 +23,17 @@ impl Screen {
         Self(MultiProgress::with_draw_target(target))
     }
 
-    /// Whether bars are seen.
+    /// Whether bars are shown.
     pub(crate) fn has_bars(&self) -> bool {
         !self.0.is_hidden()
     }
 
-    /// Does something while no bar is in the way.
+    /// Does `work` while the bars are off the screen.
     fn above<T>(&self, work: impl FnOnce() -> T) -> T {
         self.0.suspend(work)
     }
 
-    /// A new bar below the others, of so many `steps`.
+    /// A new bar of `steps` steps below the others.
     pub(super) fn bar(&self, steps: u64, template: &str) -> ProgressBar {
         let bar = self.0.add(ProgressBar::new(steps));
         // Templates are constants of ours; without one a bar keeps its default style.
@@ -49,7 +48,7 @@ impl Screen {
         self.bar(total as u64, "{bar:24} {pos}/{len}  evaluating, {eta} left")
     }
 
-    /// A new bar for work whose steps nobody counts.
+    /// A new bar for work without counted steps.
     pub(super) fn spinner(&self, message: String) -> ProgressBar {
         let bar = self.bar(0, "{spinner} {msg}  {elapsed}");
         bar.set_message(message);
@@ -61,7 +60,7 @@ impl Screen {
 /// Each call writes to standard error, above the bars.
 impl Write for Screen {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // A line that is cut would be drawn over.
+        // All bytes at once, as bars would be drawn over a partial line.
         self.above(|| io::stderr().write_all(bytes))?;
         Ok(bytes.len())
     }
@@ -71,7 +70,7 @@ impl Write for Screen {
     }
 }
 
-/// The bar of an evaluation that no training is around.
+/// The bar of an evaluation outside of a training.
 #[derive(Debug)]
 pub struct EvaluationProgress {
     screen: Screen,
@@ -107,7 +106,7 @@ mod tests {
     use super::*;
     use std::sync::{Arc, Mutex};
 
-    /// A terminal that notes what it is told.
+    /// A terminal that records what is written to it.
     #[derive(Debug, Clone, Default)]
     struct Recorder(Arc<Mutex<Vec<String>>>);
 

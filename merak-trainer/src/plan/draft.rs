@@ -1,4 +1,4 @@
-//! What a plan rests on whatever things cost: the graph of a rank, in segments.
+//! The part of a plan that does not depend on costs: the graph of a rank, in segments.
 
 use crate::{Backend, CheckedArguments, Error, InputPath, Result, SplitMethod, plan::Lora};
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
@@ -37,7 +37,8 @@ impl Draft {
         let info = model.info();
         check(&info, args)?;
         let lengths = args.seq_length.unwrap_or_else(|| info.max_seq.into());
-        // Kernels of the default backend compute in f32, whatever frozen weights are kept in.
+        // Kernels of the default backend compute in f32; frozen weights may be kept in another
+        // type.
         let (dtype, frozen) = match (args.bf16, args.compute.backend) {
             (false, _) => (DType::F32, None),
             (true, Backend::Tch) => (DType::BF16, None),
@@ -110,7 +111,7 @@ impl Draft {
         (0..self.segments.len()).map(program).collect()
     }
 
-    /// What each segment recomputes where all do that may.
+    /// What each segment recomputes under full recomputation.
     pub(super) fn full_recomputation(&self) -> Vec<RecomputePlan> {
         let apart = Partition {
             stage_bounds: (0..=self.segments.len()).collect(),
@@ -142,12 +143,12 @@ fn check(info: &ModelInfo, args: &CheckedArguments) -> Result<()> {
     Ok(())
 }
 
-/// Whether an adapter's own name is at fault, which its description does not have.
+/// Whether the adapter's name is at fault, which is no part of its description.
 fn is_of_name(error: &AdaptError) -> bool {
     matches!(error, AdaptError::Name { .. })
 }
 
-/// What `lora_config` asks for.
+/// The adapter that `lora_config` asks for.
 fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
     let Some(path) = &args.lora_config else {
         return Ok(None);
@@ -179,7 +180,7 @@ fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
     }))
 }
 
-/// A model's graph with an adapter in it, and what was left open of the adapter filled in. The
+/// A model's graph with an adapter in it, and the adapter with its open fields filled in. The
 /// model's frozen weights are kept in the type `frozen`, if there is one.
 pub(super) fn with_adapter(
     graph: Graph,
@@ -193,7 +194,7 @@ pub(super) fn with_adapter(
     let adapted = adapt(&graph, &config, &name, family)?;
     let (mut graph, config) = (adapted.graph, adapted.config);
     let ids = graph.params().iter().filter_map(|param| {
-        // What an adapter adds stays wide, trained or not.
+        // Parameters that an adapter adds keep their type, trained or not.
         let is_of_base = !param.trainable && param.beside.is_none();
         is_of_base.then(|| graph.find_param(&param.name)).flatten()
     });

@@ -19,14 +19,15 @@ pub struct FasterSchedule {
 }
 
 impl FasterSchedule {
-    /// The share of the fullest rank's memory that it may need more: schedules that keep as many
-    /// microbatches on all ranks as others on the first one differ by the logits of the last.
+    /// How much more memory the fullest rank may need, as a share. A schedule that keeps as many
+    /// microbatches on all ranks as another on the first one needs more by the logits of the last
+    /// rank.
     pub const MORE_MEMORY: f64 = 0.1;
 }
 
 impl Plan {
-    /// The named schedule that shortens a step most, by more than 5 %, as the simulator has it for
-    /// the same stages and recomputation on the same cores, of those with as many stages per rank.
+    /// The named schedule with as many stages per rank that shortens a step most, and by more than
+    /// 5 %. The simulator compares them with the same stages and recomputation on the same cores.
     /// The fullest rank needs at most [a tenth](FasterSchedule::MORE_MEMORY) more memory than now.
     ///
     /// # Errors
@@ -81,8 +82,7 @@ impl Plan {
         stages.costs(&self.recompute)
     }
 
-    /// The schedule of this name for as many stages per rank, where the same would be recomputed
-    /// under it.
+    /// The schedule of this kind with as many stages per rank, if the same is recomputed under it.
     fn instead(&self, kind: ScheduleKind, args: &CheckedArguments) -> Result<Option<Schedule>> {
         let mut arguments = args.clone().into_arguments();
         arguments.train_schedule = TrainSchedule::Named(kind);
@@ -115,7 +115,7 @@ impl Plan {
         })
     }
 
-    /// Bytes that the rank needs which needs most.
+    /// Bytes of the rank that needs most.
     fn fullest_rank(&self, args: &CheckedArguments) -> Result<usize> {
         let needs = self.memory(args, &[Workload::Training])?;
         let totals = needs.into_iter().map(|need| need.total());

@@ -8,8 +8,7 @@ use std::fmt;
 /// A step as the cost model foresees it.
 #[derive(Debug, Clone)]
 pub struct Prediction {
-    /// What the phases of each stage take on a core of their own, in seconds, and messages between
-    /// stages.
+    /// Seconds of each stage's phases on a core of their own, and of messages between stages.
     pub costs: Costs,
     /// The cores that the ranks of a pipeline share.
     pub cores: f64,
@@ -27,7 +26,7 @@ impl Prediction {
 }
 
 impl fmt::Display for Prediction {
-    /// One line: the step, and what it is made of.
+    /// One line: the step and its parts.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -76,8 +75,7 @@ impl Plan {
         }))
     }
 
-    /// A table of what the phases of each stage took in a run, per microbatch, beside the
-    /// prediction.
+    /// A table of the times of each stage's phases in a run, per microbatch, beside the prediction.
     ///
     /// # Errors
     /// When the timeline is of another schedule.
@@ -102,7 +100,7 @@ impl Plan {
     }
 }
 
-/// What a microbatch takes on a stage, in seconds: measured, and predicted.
+/// Seconds of a microbatch on a stage: measured, and predicted.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StageTimes {
     /// The stage.

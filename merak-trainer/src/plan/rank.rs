@@ -1,4 +1,4 @@
-//! What one rank of the pipeline trains with.
+//! The programs and parameters with which one rank of the pipeline trains.
 
 use super::Plan;
 use crate::Result;

@@ -1,4 +1,4 @@
-//! What each stage computes again in its backward, as the arguments say.
+//! What each stage recomputes in its backward, as the arguments say.
 
 use crate::{
     CheckedArguments, Error, Recompute, RecomputeOp, Result, TrainSchedule,
@@ -9,14 +9,14 @@ use merak_pipe::{Schedule, ScheduleKind, StageId};
 use merak_trace::{Graph, Op, RecomputePlan, StageCuts, StageProgram};
 use std::collections::BTreeMap;
 
-/// What the choice rests on.
+/// The inputs of the choice.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pipeline<'a> {
     pub(super) graph: &'a Graph,
     pub(super) partition: &'a Partition,
     pub(super) cuts: &'a StageCuts,
     pub(super) schedule: &'a Schedule,
-    /// For each stage its rank.
+    /// The rank of each stage.
     pub(super) placement: &'a [usize],
 }
 
@@ -77,7 +77,7 @@ impl Pipeline<'_> {
         }
     }
 
-    /// On each rank the fewest recomputed segments, in turn over its stages, that keep the budget.
+    /// Recomputes the fewest segments per stage with which each rank keeps the budget.
     fn within_budget(&self, args: &CheckedArguments) -> Result<Vec<RecomputePlan>> {
         let mut plans = vec![RecomputePlan::default(); self.placement.len()];
         let budget = args.activation_memory_budget.unwrap_or(usize::MAX);
@@ -118,8 +118,7 @@ impl Pipeline<'_> {
 }
 
 impl RecomputeOp {
-    /// What `selective` recomputes where nothing else is said: large results that are cheap to
-    /// make.
+    /// The default of `selective`: large results that are cheap to compute.
     const USUAL: [Self; 3] = [Self::Attention, Self::Activation, Self::Norm];
 
     /// Whether an operation is of this kind.
@@ -138,7 +137,8 @@ impl RecomputeOp {
 /// One value `r` is that of the first stage; stage `s` of `S` takes `1 - (1 - r) (S-1) / (S-1-s)`,
 /// as fewer of its microbatches are alive, and the last stage 0. Several values go to the stages in
 /// order, the last of them to the rest. Under `shifted_critical_path` the last stage but one, which
-/// holds a microbatch more, does as the one before it. Without a value everything is recomputed.
+/// holds a microbatch more, takes the value of the stage before it. Without a value everything is
+/// recomputed.
 fn ratios(given: Option<&[f64]>, schedule: TrainSchedule, stages: usize) -> Vec<f64> {
     let last = stages - 1;
     let mut ratios: Vec<f64> = match given {

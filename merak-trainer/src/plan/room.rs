@@ -1,4 +1,4 @@
-//! Memory as a limit on which segments a stage takes.
+//! Memory as a limit on the segments of a stage.
 
 use crate::{CheckedArguments, Error, Result};
 use merak_partition::StageLoad;
@@ -7,8 +7,8 @@ use merak_trace::StageProgram;
 use merak_zero::ZeroStage;
 use std::cell::Cell;
 
-/// What segments need, and the bytes that a rank has for weights, gradients, optimizer state and
-/// activations.
+/// The bytes that segments need, and those that a rank has for weights, gradients, optimizer state
+/// and activations.
 #[derive(Debug)]
 pub(super) struct Room {
     limit: usize,
@@ -16,13 +16,13 @@ pub(super) struct Room {
     /// For each stage its rank, and the microbatches whose values it keeps at once.
     placement: Vec<usize>,
     live: Vec<usize>,
-    /// The least that the fullest rank needed under any partition.
+    /// The fewest bytes that the fullest rank needed under any partition.
     least: Cell<usize>,
 }
 
 #[derive(Debug)]
 struct Segment {
-    /// Bytes for each parameter that it uses, and the segment before that uses it too.
+    /// Bytes of each parameter that it uses, and the last earlier segment that uses it too.
     params: Vec<(usize, Option<usize>)>,
     /// Bytes that a microbatch keeps until its backward, and the most that it needs besides.
     kept: usize,
@@ -103,7 +103,7 @@ impl Room {
         fullest <= self.limit
     }
 
-    /// Why nothing was found.
+    /// The error where no partition was found.
     pub(super) fn refusal(&self) -> Error {
         Error::StageMemory {
             limit: self.limit,

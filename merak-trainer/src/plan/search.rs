@@ -12,10 +12,10 @@ pub(super) struct Stages<'a> {
     pub(super) costs: &'a CostModel,
 }
 
-/// What a search came to.
+/// The result of a search.
 pub(super) struct Found {
     pub(super) schedule: Schedule,
-    /// For each stage what it computes again under that schedule.
+    /// What each stage recomputes under that schedule.
     pub(super) recompute: Vec<RecomputePlan>,
     /// How the schedule was found, unless it is the one that the search starts from.
     pub(super) search: Option<Auto>,
@@ -26,8 +26,8 @@ pub(super) struct Found {
 /// A rank keeps at most the activations that `interleaved_1f1b` would keep on any rank (with one
 /// stage per rank that is `1f1b`). What is recomputed decides the costs, and may in turn depend on
 /// the schedule: it is chosen under `interleaved_1f1b`, and again under the schedule that was
-/// found. Where a budget of bytes is kept by the former and not by the latter, whose halves of
-/// backwards lie apart, the former stays.
+/// found. Where only the former keeps a budget of bytes, it stays: the halves of backwards lie
+/// apart under the latter.
 ///
 /// # Errors
 /// When the size is not legal, an operation has no gradient, or `interleaved_1f1b` does not keep

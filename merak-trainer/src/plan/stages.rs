@@ -45,7 +45,7 @@ pub(super) fn partition(
 /// Searches the stages whose step is shortest under the schedule of the run.
 fn searched(draft: &Draft, args: &CheckedArguments, model: &CostModel) -> Result<Partition> {
     let step = Simulated::new(draft, args, model)?;
-    // Some stages may keep what they could recompute: a bound counts on the work that all do.
+    // Some stages may keep what they could recompute, so a bound counts only the work that all do.
     let backward = |costs: PhaseCosts| {
         if step.schedule.no_recompute.is_empty() {
             costs.backward()
@@ -89,7 +89,8 @@ impl Simulated {
                 .unwrap_or(args.gradient_accumulation_steps),
             ..args.pipeline_size()
         };
-        // A searched schedule is made for stages, so they are laid out for the one it starts from.
+        // The search for a schedule needs stages, so they are laid out for the schedule that it
+        // starts from.
         let kind = match args.train_schedule {
             TrainSchedule::Named(kind) => kind,
             TrainSchedule::Auto => ScheduleKind::Interleaved,
@@ -148,7 +149,7 @@ impl Simulated {
         }
     }
 
-    /// Says what was needed where nothing was allowed.
+    /// Names the needed memory where no partition was allowed.
     fn explain(&self, error: merak_partition::Error) -> Error {
         match (error, &self.room) {
             (merak_partition::Error::NoPartition { .. }, Some(room)) => room.refusal(),

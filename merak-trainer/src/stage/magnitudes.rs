@@ -8,14 +8,14 @@ use merak_mpu::ReduceOp;
 use merak_trace::{Param, Placement};
 use std::collections::BTreeMap;
 
-/// What the parameters of such an adapter have in their names.
+/// The part of a parameter's name that marks a magnitude.
 const MAGNITUDE: &str = ".lora_magnitude_vector.";
 
 /// The local values of a parameter by its name.
 type Values<'a> = BTreeMap<&'a str, Floats<'a>>;
 
 impl RankStages {
-    /// Gives each magnitude the norm of the weights, updated, that make its output; so an adapter
+    /// Sets each magnitude to the norm of the updated weights of its output, so that an adapter
     /// starts without changing them.
     ///
     /// # Communication
@@ -62,8 +62,8 @@ impl RankStages {
         Ok(())
     }
 
-    /// Over this rank's inputs, the squares of the updated weights of each output, if this is a
-    /// magnitude.
+    /// For a magnitude, the sum of squares of each output's updated weights, over this rank's
+    /// inputs.
     fn squares(&self, magnitude: &Param, values: &Values<'_>) -> Option<Vec<f64>> {
         let (module, adapter) = magnitude.name.split_once(MAGNITUDE)?;
         let beside = magnitude.beside.as_ref()?;

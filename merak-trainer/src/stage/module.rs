@@ -24,8 +24,8 @@ pub(crate) struct StepInputs {
     pub(crate) loss_grad: f64,
 }
 
-/// What came out of the model's outputs, one entry per microbatch; empty but where the last stage
-/// is.
+/// The values of the model's outputs, one entry per microbatch; empty on ranks without the last
+/// stage.
 #[derive(Debug, Default)]
 pub(crate) struct StepResult {
     pub(crate) outputs: BTreeMap<usize, Vec<Value>>,
@@ -36,11 +36,11 @@ pub(crate) struct StepResult {
 pub(crate) struct Decoded<'a> {
     /// For each stage of the rank, for all these positions.
     pub(crate) programs: Arc<[Interpreter]>,
-    /// The same for what goes on behind the last attention, where that is less.
+    /// The same for the positions that go on after the last attention, where these are fewer.
     pub(crate) tails: Option<Arc<[Interpreter]>>,
     /// The stage with the model's last attention.
     pub(crate) last_attention: usize,
-    /// For each stage of the rank, what its attentions have seen before.
+    /// For each stage of the rank, the keys and values of earlier positions.
     pub(crate) caches: &'a mut [KvCache],
     /// The sequences and how many positions of each pass.
     pub(crate) sequences: Vec<(u64, usize)>,
@@ -75,9 +75,9 @@ impl Decoded<'_> {
 #[derive(Debug)]
 pub(crate) struct StepModule<'a> {
     stages: &'a mut RankStages,
-    /// For each stage another program than training (evaluation, generation).
+    /// For each stage a program other than that of training (evaluation, generation).
     forward_only: Option<&'a [Interpreter]>,
-    /// Positions that follow others, the one microbatch.
+    /// Positions that follow those in caches; they are the only microbatch.
     decoded: Option<Decoded<'a>>,
     inputs: StepInputs,
     /// By index of the stage and microbatch.
@@ -136,8 +136,8 @@ impl<'a> StepModule<'a> {
         (index, action.microbatch.0)
     }
 
-    /// The inputs of a microbatch as tensors: what the data give, and what the model puts where
-    /// they do not.
+    /// The inputs of a microbatch as tensors: those of the data, and the model's defaults for
+    /// missing ones.
     fn batch(
         &self,
         program: &StageProgram,
@@ -215,7 +215,7 @@ impl<'a> StepModule<'a> {
         })
     }
 
-    /// What goes to the stage before: nothing from the first stage.
+    /// The message to the stage before; `None` on the first stage.
     fn pack_back(&self, stage: usize, back: Vec<Value>) -> Result<Option<Message>, TraceError> {
         let program = self.stages.stages[stage].interpreter.program();
         if program.recv.is_empty() {

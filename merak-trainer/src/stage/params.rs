@@ -20,14 +20,13 @@ pub(crate) struct StageParams {
     pub(crate) views: Vec<Value>,
 }
 
-/// A handle on the memory of parameters, by which other threads read it: who changes it waits for
-/// who reads it here.
+/// A handle with which other threads read the memory of parameters; writers wait for its readers.
 ///
-/// What is frozen lies apart: no optimizer, no gradient and no collective knows it.
+/// Frozen parameters lie apart: no optimizer, gradient or collective touches them.
 #[derive(Debug, Clone)]
 pub(crate) struct ParamMemory {
-    /// The parameters that are trained, end to end, of 16-bit ones the `f32` masters; then the
-    /// frozen ones, those of one element type together.
+    /// First the trained parameters, end to end, with `f32` masters for 16-bit ones; then the
+    /// frozen parameters, a buffer per element type.
     buffers: Arc<RwLock<Vec<Box<dyn Buffer>>>>,
     places: Arc<[Place]>,
 }
@@ -46,7 +45,7 @@ impl<'a> Floats<'a> {
     }
 }
 
-/// Takes values of a parameter, and the place of the first of them in it.
+/// Takes an index in a parameter, and values from that element on.
 type Put<'a> = dyn FnMut(usize, &[f32]) + 'a;
 
 /// The buffer of the trained parameters.
@@ -78,7 +77,7 @@ impl StageParams {
         params: &[Param],
         layout: &FlatLayout,
     ) -> Result<Self> {
-        // Elements of each buffer; the frozen ones by the element type that they are of.
+        // Elements of each buffer; frozen parameters have a buffer per element type.
         let mut lens = vec![layout.len()];
         let mut frozen: Vec<DType> = Vec::new();
         let mut next_trained = 0;
@@ -140,8 +139,8 @@ impl StageParams {
         self.memory.clone()
     }
 
-    /// The element type in which a parameter is kept: `f32` for one that is trained, whatever nodes
-    /// read.
+    /// The element type in which a parameter is kept: `f32` for a trained one, even if nodes read
+    /// another.
     pub(crate) fn dtype(&self, index: usize) -> DType {
         self.memory.places[index].dtype
     }
@@ -204,8 +203,8 @@ impl StageParams {
         });
     }
 
-    /// Lets `values` put new values of each parameter in their places, a few at a time; they are
-    /// rounded where they are kept in 16 bits.
+    /// Lets `values` write new values of each parameter, a few at a time; they are rounded where
+    /// they are kept in 16 bits.
     pub(crate) fn fill(&mut self, values: &mut dyn FnMut(usize, &mut Put<'_>)) {
         let places = Arc::clone(&self.memory.places);
         self.write(&mut |index, bytes| {
@@ -221,7 +220,7 @@ impl StageParams {
         });
     }
 
-    /// Hands the memory of the trained parameters to who updates it.
+    /// Hands the memory of the trained parameters to `update`.
     pub(crate) fn update<R>(&mut self, update: impl FnOnce(&mut dyn Buffer) -> R) -> R {
         self.change(|buffers| update(&mut *buffers[TRAINED]))
     }

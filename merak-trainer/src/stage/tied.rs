@@ -31,8 +31,8 @@ impl TiedGrads {
         let uses = programs.uses();
         let mut weights = Vec::new();
         let mut borrowed = Vec::new();
-        // In the model's order, which all ranks share: groups that overlap would else wait for each
-        // other.
+        // In the model's order, which all ranks share: otherwise overlapping groups would wait for
+        // each other.
         let mut params: Vec<_> = programs.params.iter().enumerate().collect();
         params.sort_by_key(|(_, param)| plan.graph.find_param(&param.name));
         for (index, param) in params {
@@ -69,7 +69,7 @@ impl TiedGrads {
         !self.borrowed.iter().any(|borrowed| borrowed == name)
     }
 
-    /// Leaves the sum over all uses in the flat buffer, on every rank that has one.
+    /// Leaves the sum over all uses in the flat buffer, on every rank with a use.
     ///
     /// # Communication
     /// For each weight that spans ranks, an all-reduce over its group when each rank has one use
@@ -130,7 +130,7 @@ fn owners_of_uses(plan: &Plan, tied: &TiedParam, ranks: &[usize]) -> Vec<usize> 
 /// Adds the uses of one stage to the first of them where they lie, and clears the others.
 fn add_up(backend: &dyn Backend, grads: &mut GradStore, slots: &[usize]) -> Result<()> {
     for &slot in &slots[1..] {
-        // Further uses have a buffer each, which is a value meanwhile.
+        // Each further use has a buffer of its own, which is a value during the sum.
         let slot = grads.slots[slot];
         let none: Box<dyn Buffer> = Box::new(Vec::<f32>::new());
         let buffer = std::mem::replace(&mut grads.buffers[slot.buffer], none);

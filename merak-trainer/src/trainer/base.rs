@@ -1,5 +1,5 @@
-//! What a run with an adapter does not train: it lies once beside the run's checkpoints, and they
-//! all stand on it.
+//! The base of a run with an adapter: the parameters that it does not train. They lie once beside
+//! the run's checkpoints, which all refer to them.
 
 use super::MerakTrainer;
 use crate::Result;
@@ -8,8 +8,8 @@ use merak_mpu::ReduceOp;
 use std::collections::BTreeSet;
 
 impl MerakTrainer {
-    /// The base of the checkpoints to come, found in the run's folder or written there; `None`
-    /// where they hold everything themselves: without an adapter beside the layers, and while
+    /// The base of the next checkpoints, found in the run's folder or written there; `None` where
+    /// checkpoints hold everything themselves: without an adapter beside the layers, and while
     /// another one is merged into the weights.
     ///
     /// # Communication
@@ -34,14 +34,14 @@ impl MerakTrainer {
         Ok(self.shared_base.clone())
     }
 
-    /// The parameters that are not trained, on whatever rank.
+    /// The names of the parameters that are not trained, on any rank.
     fn frozen_names(&self) -> BTreeSet<String> {
         let params = self.stages.plan.graph.params().iter();
         let frozen = params.filter(|param| !param.trainable);
         frozen.map(|param| param.name.clone()).collect()
     }
 
-    /// Whether the base in use is known and still there: somebody may have removed the folder.
+    /// Whether the base in use is known and still there: its folder may have been removed.
     fn has_base(&self, store: &Store) -> Result<bool> {
         let Some(base) = &self.shared_base else {
             return Ok(false);
@@ -55,8 +55,7 @@ impl MerakTrainer {
         Ok(self.largest(i64::from(is_gone))? == 0)
     }
 
-    /// The newest base in the folder that holds the values of all ranks: that of the run which goes
-    /// on.
+    /// The newest base in the folder that holds the values of all ranks, as a resumed run finds it.
     fn find_base(&self, store: &Store, frozen: &BTreeSet<String>) -> Result<Option<Base>> {
         let last = self.last_base(store)?;
         let source = self.frozen_source()?;
@@ -103,7 +102,7 @@ impl MerakTrainer {
     }
 }
 
-/// The names of what a base holds, if that is parameters only.
+/// The names of a base's parameters; empty if it holds anything else.
 fn names(saved: &Checkpoint) -> BTreeSet<String> {
     let tensors = saved.manifest().tensors.iter();
     let are_parameters = tensors.clone().all(|tensor| tensor.kind == Kind::Parameter);

@@ -12,7 +12,7 @@ use std::path::Path;
 pub struct BestModel {
     /// Its step.
     pub step: usize,
-    /// What `metric_for_best_model` came to; finite.
+    /// The value of `metric_for_best_model`; finite.
     pub score: f64,
 }
 
@@ -32,8 +32,7 @@ impl BestModel {
         serde_json::from_value(state["best"].clone()).is_ok_and(|best: Self| best == self)
     }
 
-    /// Whether these metrics are better than the best so far; where they are not finite they are
-    /// not.
+    /// Whether this score is finite and better than the best so far.
     fn is_surpassed(best: Option<Self>, score: f64, greater_is_better: bool) -> bool {
         let surpasses = |best: Self| {
             if greater_is_better {
@@ -47,7 +46,7 @@ impl BestModel {
 }
 
 impl MerakTrainer {
-    /// The step just evaluated as the best model, if it is.
+    /// The step just evaluated, if it is the best model so far.
     pub(super) fn judge(&self, metrics: &EvaluationMetrics) -> Option<BestModel> {
         let score = self.args.metric_for_best_model.of(metrics);
         let greater_is_better = self.args.greater_is_better.unwrap_or(false);
@@ -59,7 +58,7 @@ impl MerakTrainer {
     /// Makes the file `best` agree with the state of the run that was saved last. For rank 0.
     pub(super) fn name_best(&self, store: &Store) -> Result<()> {
         let step = self.best.map(|best| best.step as u64);
-        // What is not kept for being the best may be deleted.
+        // Without `load_best_model_at_end`, the best checkpoint may be deleted.
         let step = step.filter(|&step| store.path_of(step).is_dir());
         let named = store.best().ok().flatten();
         if named != step.map(|step| store.path_of(step)) {
@@ -68,7 +67,7 @@ impl MerakTrainer {
         Ok(())
     }
 
-    /// Goes on from what was best when a checkpoint was saved, if it is one of this run's folder.
+    /// Restores the best model as of a saved checkpoint, if this run's folder has both.
     ///
     /// # Communication
     /// An all-reduce of 8 bytes over the world.

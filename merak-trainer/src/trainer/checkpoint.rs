@@ -22,10 +22,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Under which name a checkpoint has the description of its adapter.
+/// The name under which a checkpoint has the description of its adapter.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 
-/// The adapter of a run in its folder, as PEFT has it.
+/// The folder, within a run's, of its adapter in PEFT's format.
 pub(crate) const ADAPTER: &str = "adapter";
 
 /// What a resumed run needs besides tensors.
@@ -34,7 +34,7 @@ pub(super) struct RunState {
     global_step: usize,
     /// Tokens of the global batches of these steps.
     tokens: u64,
-    /// Updates done and skipped: the time of the learning rate and of the optimizer.
+    /// Updates done and skipped, which set the learning rate and the optimizer's time.
     progress: Progress,
     pub(super) position: DataPosition,
     pub(super) seed: u64,
@@ -43,18 +43,18 @@ pub(super) struct RunState {
     /// Whether the random state above is to be trusted, and whether there is optimizer state.
     pub(super) has_rng: bool,
     pub(super) has_optimizer: bool,
-    /// What that state belongs to; absent in checkpoints of earlier versions.
+    /// The optimizer of that state; absent in checkpoints of earlier versions.
     #[serde(default)]
     pub(super) optim: Option<OptimizerKind>,
     /// The best checkpoint so far, this one included.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     best: Option<BestModel>,
-    /// What it was trained on.
+    /// The training data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) data: Option<DataFingerprint>,
 }
 
-/// What the state of a checkpoint says that another program's run was imported into.
+/// The state of a checkpoint that was imported from another program's run.
 #[derive(Debug, Deserialize)]
 struct Imported {
     /// Updates done.
@@ -64,9 +64,8 @@ struct Imported {
 }
 
 impl RunState {
-    /// Reads the state of a checkpoint; `None` where it is a release. A run that was imported knows
-    /// its updates: seeds are those that are given, and it begins with the first sample of the
-    /// data.
+    /// Reads the state of a checkpoint; `None` for a release. An imported run knows its updates
+    /// only: it takes the given seeds, and begins with the first sample of the data.
     pub(super) fn read(
         state: &serde_json::Value,
         args: &CheckedArguments,
@@ -79,8 +78,7 @@ impl RunState {
             steps: step as u64,
             ..Progress::default()
         };
-        // By the names of a state's fields, so that what is left out is as in states of earlier
-        // versions.
+        // Made from field names, so that missing fields are read as in states of earlier versions.
         let fields = serde_json::json!({
             "global_step": step, "tokens": 0, "progress": progress, "position": DataPosition::default(),
             "seed": args.seed, "data_seed": args.data_seed(), "global_batch": args.global_batch(),
@@ -149,8 +147,8 @@ impl MerakTrainer {
         Ok(path)
     }
 
-    /// A draft of the run as it stands, once no other save is under way, with what `write` makes of
-    /// each shard that this rank owns.
+    /// Waits for the save under way, then makes a draft of the run as it stands. Returns with it
+    /// the result of `write` for each shard that this rank owns.
     pub(super) fn draft_of<T>(
         &mut self,
         write: impl Fn(ShardSource, &Draft) -> merak_ckpt::Result<T>,
@@ -234,7 +232,7 @@ impl MerakTrainer {
             tokens: self.tokens,
             progress: self.stages.optimizer.progress(),
             position: self.position(),
-            // Those in use: a resumed run goes on with the ones that it began with.
+            // The seeds in use: a resumed run goes on with the seeds that it began with.
             seed: self.stages.seed,
             data_seed: self
                 .order
@@ -267,19 +265,18 @@ impl MerakTrainer {
         }
     }
 
-    /// Merges a PEFT adapter into this rank's weights, whatever slices of them it holds, in place
-    /// of the one that was merged before. Without one, the weights have the bits of the base again:
-    /// they are kept while others stand in their place. An adapter beside the layers
-    /// (`lora_config`) makes way for good, as far as the base is still there: not for the values of
-    /// modules and biases that it trained themselves.
+    /// Merges a PEFT adapter into this rank's slices of the weights, in place of the adapter that
+    /// was merged before. With `None`, the weights have the bits of the base again, which are kept
+    /// meanwhile. The factors of an adapter beside the layers (`lora_config`) are removed for good.
+    /// Modules and biases that it trained themselves keep their trained values.
     ///
     /// # Communication
     /// None, but for the norms of layers with magnitudes (`use_dora`) in `lora_config`: for each
     /// whose inputs are cut over tensor-parallel ranks, an all-reduce of a number per output.
     ///
     /// # Errors
-    /// When a weight is no longer finite, and where several layers share it; the weights then are
-    /// those of the base.
+    /// When a merged weight is not finite, or several layers share it. The weights then are those
+    /// of the base.
     pub fn set_adapter(&mut self, adapter: Option<&Adapter>) -> Result<()> {
         let tied = adapter.and_then(Adapter::tied_target);
         if let Some((param, layers)) = tied.and_then(|name| self.stages.plan.shared_layers(name)) {
@@ -319,8 +316,7 @@ impl MerakTrainer {
             self.set_adapter(None)?;
             return Err(error.into());
         }
-        // Of factors that are zero, these are the norms of the weights as they now are: nothing is
-        // scaled.
+        // With zero factors, magnitudes are the norms of the present weights, so nothing is scaled.
         self.stages.start_magnitudes()
     }
 
@@ -376,8 +372,8 @@ impl MerakTrainer {
         Ok(false)
     }
 
-    /// Loads a checkpoint, whatever topology saved it, or a Hugging Face folder; each rank reads
-    /// its slices only.
+    /// Loads a checkpoint of any topology, or a Hugging Face folder; each rank reads its slices
+    /// only.
     ///
     /// With `finetune`, or where it is a release without a run's state, the weights alone are
     /// loaded. No weight changes unless every rank could read its part.
@@ -394,8 +390,8 @@ impl MerakTrainer {
         self.apply(&checkpoint, read)
     }
 
-    /// What this rank has read if every rank could read its part; else the error of the rank that
-    /// could not, which ends the others too.
+    /// What this rank has read if every rank could read its part; otherwise this rank's own error,
+    /// or one that names the first rank that could not.
     pub(super) fn on_all_ranks<T>(&self, read: Result<T>) -> Result<T> {
         let Some(rank) = self.first_failed(&read)? else {
             return read;
@@ -466,9 +462,10 @@ impl MerakTrainer {
         Ok(LoadedCheckpoint::of(checkpoint, state.as_ref()))
     }
 
-    /// Takes weights that were read; what the checkpoint does not have is drawn, or stays as it is.
+    /// Takes weights that were read. Parameters that the checkpoint lacks are drawn, or stay as
+    /// they are.
     pub(super) fn set_weights(&mut self, weights: &[Option<Vec<u8>>]) -> Result<()> {
-        // Whether they are those of the base is to be seen.
+        // The weights may differ from those of the base.
         self.shared_base = None;
         if self.stages.is_blank {
             let lacks = |index: usize| weights[index].is_none();
@@ -517,7 +514,7 @@ impl MerakTrainer {
         Ok(())
     }
 
-    /// This rank's parameters, but for those of an adapter that a base does not have.
+    /// Reads this rank's parameters; `None` for those of an adapter that starts on this checkpoint.
     pub(super) fn read_weights(
         &self,
         checkpoint: &Checkpoint,

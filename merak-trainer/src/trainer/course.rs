@@ -15,7 +15,7 @@ pub(super) struct Course {
 }
 
 impl Course {
-    /// Lays it out.
+    /// Derives it from the arguments and the data.
     ///
     /// # Errors
     /// When the data are too few.
@@ -49,7 +49,7 @@ impl Course {
     }
 }
 
-/// Refuses data of which nothing can be learned: all of its samples are without labels.
+/// Refuses data of which nothing can be learned: no sample has a label.
 ///
 /// # Errors
 /// [`Error::NoLabels`], or when a sample cannot be read.

@@ -131,8 +131,8 @@ impl<'a> Pace<'a> {
         }
     }
 
-    /// Says that an iteration has ended here. With P ranks, waits until all have ended the one P
-    /// before: each has work as long as the pipeline is full.
+    /// Reports the end of an iteration on this rank. With P ranks, waits until all have ended the
+    /// iteration P before it: each has work as long as the pipeline is full.
     fn ended(&mut self) -> Result<()> {
         let nothing: Box<dyn Buffer> = Box::new(vec![0_i64]);
         let pending = self.group.start_all_reduce(nothing, ReduceOp::Sum)?;
@@ -153,8 +153,8 @@ impl<'a> Pace<'a> {
     }
 }
 
-/// Rows of a microbatch: no more than a replica has samples, as the rest would be padding. What
-/// counts as the last partial batch, to be dropped, is for the user to say.
+/// Rows of a microbatch: at most the samples of a replica, as the rest would be padding. With
+/// `dataloader_drop_last` the configured size stays, as it decides which samples are dropped.
 pub(crate) fn batch(args: &CheckedArguments, samples: usize) -> usize {
     if args.dataloader_drop_last {
         return args.per_device_eval_batch_size;
@@ -163,7 +163,7 @@ pub(crate) fn batch(args: &CheckedArguments, samples: usize) -> usize {
     args.per_device_eval_batch_size.min(most)
 }
 
-/// How the samples are dealt.
+/// The order of the samples.
 pub(super) fn order(args: &CheckedArguments, samples: usize) -> Result<EvaluationOrder> {
     let shape = BatchShape {
         batch: batch(args, samples),

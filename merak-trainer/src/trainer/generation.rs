@@ -11,16 +11,16 @@ use merak_ckpt::{Completion, Decoding, GenerateOptions, NewToken, Sampler};
 use std::ops::{ControlFlow, Range};
 
 impl MerakTrainer {
-    /// Continues prompts; every rank calls it with the same ones and gets the same. Replicas share
-    /// them out.
+    /// Continues prompts. Every rank gives the same prompts and gets the same completions. Replicas
+    /// share the prompts.
     ///
     /// A prompt passes the model once, then one token at a time: each stage keeps the keys and
     /// values of its own layers and heads. Prompts of any lengths pass together, end to end and
     /// without padding, in as many groups as the pipeline has ranks, which follow each other
-    /// through it. Without `use_cache` the whole sequence passes again for each token; with it
-    /// where positions are scaled by the length and the next token changes that (once under
-    /// `longrope`, from the longest sequence of training on under `dynamic`), as keys of other
-    /// positions would not fit.
+    /// through it. Without `use_cache` the whole sequence passes again for each token. With it, the
+    /// sequence passes again where the next token changes how its length scales positions, as the
+    /// kept keys would not fit: once under `longrope`, and from the longest training sequence on
+    /// under `dynamic`.
     ///
     /// # Communication
     /// Per token the pipeline's forward hops for each group of prompts, and the tokens from the
@@ -38,7 +38,7 @@ impl MerakTrainer {
         self.generate_with(prompts, options, &mut go_on)
     }
 
-    /// Checks what [`MerakTrainer::generate`] would refuse, on whichever rank; needs no other.
+    /// Checks the prompts as [`MerakTrainer::generate`] does, on any rank alone.
     ///
     /// # Errors
     /// When an option is out of range, or a prompt is empty, leaves no room or has an unknown
@@ -59,7 +59,7 @@ impl MerakTrainer {
         Ok(())
     }
 
-    /// The options with the length that the model takes.
+    /// The options with their length limited to the model's.
     fn limited(&self, options: &GenerateOptions) -> GenerateOptions {
         let longest = self.stages.plan.info.max_seq;
         let limit = options.seq_length.unwrap_or(longest);
@@ -69,9 +69,9 @@ impl MerakTrainer {
         }
     }
 
-    /// The same; `on_token` sees each token of the prompts that this rank's replica continues as it
-    /// is chosen, and ends its sequence where it breaks. On every rank of a replica it must decide
-    /// alike. The first replica continues the first prompt.
+    /// As [`MerakTrainer::generate`], with a callback: `on_token` sees each token of this rank's
+    /// replica as it is chosen, and ends the sequence by `Break`. It must decide alike on every
+    /// rank of a replica. The first replica continues the first prompt.
     ///
     /// # Errors
     /// As [`MerakTrainer::generate`].

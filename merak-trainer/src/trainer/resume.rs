@@ -18,19 +18,20 @@ use std::{
 /// for.
 #[derive(Debug)]
 pub(super) enum Candidates {
-    /// One that the user named: it or nothing.
+    /// A checkpoint that the user named; no other is tried.
     Named(Option<PathBuf>),
     /// `auto`: the one that `latest` names, then the others from the highest step down; damaged
     /// ones are passed over.
     Auto {
         paths: VecDeque<PathBuf>,
-        /// Whether this rank tells which ones.
+        /// Whether this rank logs which ones.
         tells: bool,
     },
 }
 
 impl Candidates {
-    /// `tells` says whether this rank warns of what cannot be followed or is damaged.
+    /// `tells` says whether this rank warns of a file `latest` that cannot be followed and of
+    /// damaged checkpoints.
     pub(super) fn new(
         from: &str,
         output_dir: impl FnOnce() -> Result<PathBuf>,
@@ -46,7 +47,7 @@ impl Candidates {
         })
     }
 
-    /// Whether damage of one is no reason to give up.
+    /// Whether damaged checkpoints are passed over.
     pub(super) fn is_auto(&self) -> bool {
         matches!(self, Self::Auto { .. })
     }
@@ -72,7 +73,7 @@ impl Iterator for Candidates {
     }
 }
 
-/// Says that `auto` leaves a damaged checkpoint alone.
+/// Warns that `auto` passes over a damaged checkpoint.
 pub(super) fn pass_over(error: &dyn std::error::Error) {
     tracing::warn!(error = crate::world::chain(error), "checkpoint passed over");
 }
@@ -104,7 +105,7 @@ fn by_preference(store: &Store, tells: bool) -> Result<VecDeque<PathBuf>> {
 /// rank, each checksum included; `None` for a fresh start. Changes nothing.
 ///
 /// # Errors
-/// When there is none where there must be one, or it is damaged, of another model, or lacks a part
+/// When a required checkpoint is missing; when it is damaged, of another model, or lacks a part
 /// that no flag excuses.
 pub(super) fn find(
     plan: &Plan,
@@ -124,10 +125,10 @@ pub(super) fn find(
     Ok(None)
 }
 
-/// What stands for a checkpoint of the run itself.
+/// The words that stand for a checkpoint of the run itself.
 const WORDS: [&str; 2] = ["latest", "auto"];
 
-/// An error that nothing lies at a path, with the words that are none.
+/// Adds the nearest of these words to an error that a path does not exist.
 pub(super) fn with_words(error: Error, from: &str) -> Error {
     match error {
         Error::Checkpoint(reason)
@@ -170,8 +171,7 @@ fn find_from(
     Ok(None)
 }
 
-/// A checkpoint of which only weights are taken, with a head of its own where the model's is to be
-/// one.
+/// Gives a checkpoint of which only weights are taken a head of its own, with `no_tie_modules`.
 pub(super) fn untied(checkpoint: Checkpoint, args: &CheckedArguments) -> Result<Checkpoint> {
     let is_base = args.finetune || checkpoint.manifest().header.state.is_null();
     if args.no_tie_modules && is_base {
@@ -212,8 +212,8 @@ pub(super) fn check(
     Ok(state)
 }
 
-/// Compares the checkpoint's adapter with that of the run: what it computes, and where the run goes
-/// on what it trains.
+/// Compares the checkpoint's adapter with that of the run: what it computes and, for a run that
+/// goes on, what it trains.
 fn check_adapter(
     checkpoint: &Checkpoint,
     plan: &Plan,
@@ -295,7 +295,7 @@ const SHAPE: [&str; 8] = [
     "modules_to_save",
 ];
 
-/// Those that decide what the factors come to, and then what else is trained.
+/// Fields that decide the effect of the factors, then those that decide what else is trained.
 const MEANING: [&str; 5] = [
     "lora_alpha",
     "alpha_pattern",
@@ -305,7 +305,7 @@ const MEANING: [&str; 5] = [
 ];
 
 /// Compares the checkpoint's parameters with the whole model's; floats may have any size. A release
-/// may have more of them. An adapter starts on a release or another base that has none.
+/// may have more parameters. An adapter starts on a release or another base without an adapter.
 fn check_model(
     checkpoint: &Checkpoint,
     plan: &Plan,
@@ -446,7 +446,7 @@ fn check_optimizer(
     })
 }
 
-/// Checks that the data have the place at which the run goes on.
+/// Checks that the data reach the position at which the run goes on.
 fn check_position(
     checkpoint: &Checkpoint,
     plan: &Plan,
@@ -476,8 +476,8 @@ fn other_length(plan: &Plan, checkpoint: &Checkpoint) -> Option<[u64; 2]> {
     (saved != now).then_some([saved, now])
 }
 
-/// Says so where the run goes on in samples other than those that the checkpoint was saved with:
-/// of other data, or cut from the same data in another way.
+/// Warns where the run goes on in samples other than those that the checkpoint was saved with: of
+/// other data, or cut from the same data in another way.
 pub(super) fn warn_of_data(
     plan: &Plan,
     parts: &TrainerParts,
@@ -514,7 +514,7 @@ pub(super) fn warn_of_data(
     }
 }
 
-/// Says so where a run that another program began goes on with other numbers of the optimizer.
+/// Warns where a run that another program began goes on with other numbers of the optimizer.
 pub(super) fn warn_of_optimizer(args: &CheckedArguments, checkpoint: &Checkpoint) {
     let state = &checkpoint.manifest().header.state;
     let Some(groups) = state["imported"]["param_groups"].as_object() else {
@@ -531,10 +531,10 @@ pub(super) fn warn_of_optimizer(args: &CheckedArguments, checkpoint: &Checkpoint
         ("nesterov", f64::from(args.nesterov), &["/nesterov"]),
     ];
     for (key, given, places) in fields {
-        // A scheduler of learning rates notes where it began.
+        // A learning-rate scheduler keeps its starting rate in `initial_lr`.
         let kept = |group: &Value| places.iter().find_map(|at| number(group.pointer(at)?));
         let mut kept: Vec<_> = groups.values().filter_map(kept).collect();
-        // A group of its own may go without, as norms without weight decay.
+        // Zeros count only where all groups have them: norms may have no weight decay.
         if kept.iter().any(|&kept| kept != 0.0) {
             kept.retain(|&kept| kept != 0.0);
         }
@@ -553,7 +553,7 @@ pub(super) fn warn_of_optimizer(args: &CheckedArguments, checkpoint: &Checkpoint
     }
 }
 
-/// Says so where the run goes on with seeds other than those that it was started with.
+/// Warns where the run goes on with seeds other than the given ones.
 pub(super) fn warn_of_seeds(args: &CheckedArguments, saved: &RunState, path: &Path) {
     let seeds = [
         ("seed", args.seed, saved.seed),

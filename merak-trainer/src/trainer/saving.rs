@@ -1,5 +1,5 @@
 //! Saving while training goes on: threads copy the tensors beside the next forward and backward
-//! passes, write the copies, and the ranks meet again when all have.
+//! passes, and write the copies. The ranks complete the checkpoint together when all have written.
 
 use super::{MerakTrainer, shards::ShardSource};
 use crate::{Result, StepPart, error::no_thread};
@@ -13,7 +13,7 @@ use std::{
 /// A checkpoint that threads are writing.
 #[derive(Debug)]
 pub(super) struct PendingSave {
-    // Dropped in this order: the draft's folder goes when nobody writes into it any more.
+    // Dropped in this order: the draft's folder is removed after all writes into it have ended.
     shards: Vec<PendingShard>,
     draft: Draft,
     header: Header,
@@ -21,9 +21,10 @@ pub(super) struct PendingSave {
 
 impl MerakTrainer {
     /// Begins a checkpoint of the run as it stands. Threads copy the tensors while this rank
-    /// computes the gradients of its next step; the update waits until the copy is made. It takes
-    /// as much memory as they do, which is kept for the next save. The checkpoint is complete after
-    /// [`MerakTrainer::finish_save`]; a crash until then leaves the older ones as they were.
+    /// computes the gradients of its next step; the update waits until the copy is made. The copy
+    /// takes as much memory as the tensors, which is kept for the next save. The checkpoint is
+    /// complete after [`MerakTrainer::finish_save`]; a crash until then leaves the older ones as
+    /// they were.
     ///
     /// # Communication
     /// A barrier, and what a save that is still under way needs.
@@ -96,7 +97,8 @@ impl MerakTrainer {
         self.save_stall
     }
 
-    /// Has a thread delete the checkpoints that are too many: freeing gigabytes takes a while.
+    /// Starts a thread that deletes the checkpoints beyond the limit: freeing gigabytes takes a
+    /// while.
     pub(super) fn start_rotation(&mut self, store: Store) -> Result<()> {
         let limit = self.args.save_total_limit;
         let best = self.best.filter(|_| self.args.load_best_model_at_end);
@@ -111,7 +113,7 @@ impl MerakTrainer {
         Ok(())
     }
 
-    /// Waits until no checkpoint is being deleted any more.
+    /// Waits for the deletion of checkpoints to end.
     pub(super) fn finish_rotation(&mut self) -> Result<()> {
         let Some(rotation) = self.rotation.take() else {
             return Ok(());
@@ -123,7 +125,7 @@ impl MerakTrainer {
         })
     }
 
-    /// Waits until what is being saved has been copied, before an update changes it.
+    /// Waits until the tensors of a save are copied, before an update changes them.
     pub(super) fn wait_copied(&mut self) {
         let start = Instant::now();
         if let Some(pending) = &self.pending_save {
@@ -132,7 +134,7 @@ impl MerakTrainer {
         }
     }
 
-    /// Does something for the save of a step, in time that training does not get.
+    /// Runs a part of the save of a step, and adds its time to that lost for training.
     fn stalled(&mut self, step: usize, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let start = Instant::now();
         let outcome = self.within(StepPart::Save, step, work);

@@ -12,8 +12,8 @@ use merak_zero::{OwnedState, ZeroStage};
 /// Elements that are compared at once.
 const BLOCK_ELEMENTS: usize = 1 << 18;
 
-/// A file of a checkpoint that is to be written. It may be shown on another thread: values that it
-/// shows do not change meanwhile.
+/// A file of a checkpoint that is to be written. Another thread may read it: its values do not
+/// change meanwhile.
 #[derive(Debug)]
 pub(super) struct ShardSource {
     kind: ShardKind,
@@ -52,7 +52,7 @@ impl ShardSource {
         outcome
     }
 
-    /// Has a thread write it.
+    /// Starts a thread that writes the file.
     pub(super) fn write_later(
         self,
         draft: &Draft,
@@ -110,15 +110,15 @@ fn holds(checkpoint: &Checkpoint, piece: &Piece<'_>, bytes: &[u8]) -> bool {
             ..piece.clone()
         };
         begin = end;
-        // Padding is nobody's.
+        // Padding is not stored, so it must compare as equal.
         let mut stored = bytes.to_vec();
         checkpoint.read(&block, &mut stored).is_ok() && stored == bytes
     })
 }
 
 impl MerakTrainer {
-    /// What this rank owns of a checkpoint of the run as it stands; of one on a base, without what
-    /// lies there.
+    /// The files that this rank writes of a checkpoint of the run as it stands. With a base, they
+    /// leave out what lies in it.
     pub(super) fn shard_sources(&self, is_on_base: bool) -> Result<Vec<ShardSource>> {
         let layouts = self.noted_layouts()?;
         let is_saved = |param: &Param| param.trainable || !is_on_base;
@@ -133,14 +133,14 @@ impl MerakTrainer {
         Ok(sources)
     }
 
-    /// The parameters that this rank owns of those that are not trained.
+    /// The parameters that this rank owns and that are not trained.
     pub(super) fn frozen_source(&self) -> Result<ShardSource> {
         let is_frozen = |param: &Param| !param.trainable;
         Ok(self.parameters_source(&self.noted_layouts()?, is_frozen))
     }
 
-    /// How each parameter lies in the whole, with what whoever reshards goes by, from one
-    /// tensor-parallel rank on.
+    /// How each parameter lies in the whole, with the cuts that resharding needs, also with one
+    /// tensor-parallel rank.
     fn noted_layouts(&self) -> Result<Vec<Layout>> {
         let cuts = self.stages.plan.param_cuts()?;
         let noted = |param: &Param| {

@@ -54,7 +54,7 @@ impl MerakTrainer {
         self.within(StepPart::Train, step, Self::step)
     }
 
-    /// Does something that belongs to a step. A failure, also by a panic, says where it happened.
+    /// Runs a part of a step. A failure, also by a panic, names its place.
     pub(super) fn within<T>(
         &mut self,
         part: StepPart,
@@ -70,8 +70,8 @@ impl MerakTrainer {
         self.placed(part, step, outcome)
     }
 
-    /// Says of a failure which rank and stages it happened on, in what. Once a step was made it is
-    /// the run that has failed, whatever the reason.
+    /// Adds rank, stages and the part of the step to a failure. Before the first step, a mistake of
+    /// the user stays as it is.
     pub(super) fn placed<T>(&self, part: StepPart, step: usize, outcome: Result<T>) -> Result<T> {
         outcome.map_err(|error| match error {
             error @ (Error::Step { .. } | Error::SkippedSteps { .. }) => error,
@@ -112,7 +112,7 @@ impl MerakTrainer {
         })
     }
 
-    /// Keeps what the step that was just made ran.
+    /// Records what the last step ran.
     fn note(&mut self, time: Duration) {
         let is_full = self.records.len() == RECORDS;
         let only_has_first = self.records.len() == 1 && !self.has_dropped_first;
@@ -127,7 +127,7 @@ impl MerakTrainer {
     }
 
     /// The gradients of the next step's global batch, summed over the uses of tied weights and not
-    /// yet reduced over replicas; the loss beside them. The run stands afterwards where it stood.
+    /// yet reduced over replicas; the loss beside them. The run then stands where it stood before.
     /// For tests and tools.
     ///
     /// # Errors
@@ -147,7 +147,7 @@ impl MerakTrainer {
         self.stages.parameters()
     }
 
-    /// Runs the schedule over a global batch: loss and tokens, the gradients being left in the
+    /// Runs the schedule over a global batch. Returns loss and tokens; the gradients stay in the
     /// store.
     fn backward_step(&mut self, step: usize) -> Result<(f64, u64)> {
         let batches = self.next_batches(step)?;
@@ -222,7 +222,7 @@ impl MerakTrainer {
         Ok((labels, grad))
     }
 
-    /// Says so where no sample of a step has a label, on one of the ranks that know.
+    /// Warns where no sample of a step has a label, on one of the ranks that know.
     fn warn_of_no_labels(&self, step: usize, batches: &[Batch], labels: f64) {
         let mpu = &self.stages.mpu;
         let tells = mpu.data_parallel_rank() == 0 && mpu.tensor_parallel_rank() == 0;

@@ -2,7 +2,7 @@
 
 mod checkpoints; // damaged files
 mod families; // every family on data of its kind
-mod files; // what is no file, or has no end
+mod files; // pipes, devices, files without end
 mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it
 mod output; // documents and formats

@@ -523,7 +523,7 @@ fn numbers_of_many_digits_are_shown_short_and_are_no_text() {
     assert_snapshot!(message(load_file("merak.json", "{\"model_type\": \"gpt2\"}")), @r#"unknown key "model_type" (merak.json:1); did you mean "model.config"?"#);
 }
 
-/// Whether a message says which key, where, and what would be right, in little room.
+/// Whether a short message says which key, where, and what would be right.
 fn check_words(text: &str, key: &str, place: &str) {
     assert!(text.contains(place), "{key} without {place}: {text}");
     let last = key.rsplit('.').next().unwrap_or(key);

@@ -50,7 +50,7 @@ fn measured_times_are_kept_under_what_changes_them() {
     assert!(longer.len() > file.len());
     let (_, alone) = measure(&case.clone().on((1, 1, 1)));
     assert!(alone.len() > longer.len());
-    // Who may not write leaves the file as it is.
+    // A cache that may not write leaves the file as it is.
     let looked = CostCache {
         keeps: false,
         ..cache.clone()
@@ -164,7 +164,7 @@ fn a_limit_of_memory_moves_the_stages_or_says_what_would_do() {
     assert_ne!(tight.partition.stage_bounds, free.partition.stage_bounds);
 }
 
-/// A step that took so long.
+/// A step that took `time`.
 fn step(time: Duration) -> StepReport {
     StepReport {
         step: 1,
@@ -193,7 +193,7 @@ fn times_that_the_first_steps_contradict_are_measured_again_by_the_next_run() {
     let is_doubted = || kept().contains("\"doubt\": \"open\"");
     let steps = |costs: &CostModel, cache: &CostCache, predicted: f64, taken: u64| {
         let mut first = FirstSteps::new(&args, costs, cache.clone(), predicted);
-        // The first one touches memory, and one of them met another program.
+        // The first step touches memory, and one of the others met other load.
         for millis in [9000, taken, taken, 800, taken, taken, 9000, 9000] {
             first.on_step(&step(Duration::from_millis(millis)));
         }
@@ -309,7 +309,7 @@ fn a_faster_schedule_in_the_same_memory_is_told() {
     assert!(found.gain > 0.05 && found.gain < 0.5, "{found:?}");
     let [now, then] = found.memory;
     assert!(0 < now && then * 10 <= now * 11, "{found:?}");
-    // The one that was told leaves nothing to tell, and one rank has nothing to wait for.
+    // The suggested schedule leaves nothing to suggest, and one rank has nothing to wait for.
     assert_eq!(told(found.kind.as_str(), 2, 2), None);
     assert_eq!(told("1f1b", 2, 1), None);
 }
@@ -321,7 +321,7 @@ fn a_faster_schedule_that_keeps_more_is_not_told() {
         case.with("train_schedule", schedule)
             .with("per_device_train_batch_size", 64)
     };
-    // What was computed again is kept until the weight gradients are made.
+    // Recomputed values are kept until the weight gradients are made.
     let (own, other) = (case("1f1b"), case("zb_h1"));
     let fullest = |case: &Case| {
         let needs = case.plan().memory(&case.arguments(), &[Workload::Training]);

@@ -304,7 +304,7 @@ fn files_that_are_no_text_are_refused_by_name_and_offset_or_passed_over_and_coun
     let bytes = b"hello|caf\xe9|".map(|byte| if byte == b'|' { 256 } else { u32::from(byte) });
     assert_eq!(*corpus.train, bytes, "other encodings stay as they are");
 
-    // A tokenizer file knows UTF-8 alone.
+    // A tokenizer file reads UTF-8 alone.
     let elsewhere = tempdir().expect("a temporary folder");
     let path = elsewhere.path().join("tokenizer.json");
     let json = Tokenizer::bytes().to_json().unwrap();

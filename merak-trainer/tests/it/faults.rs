@@ -19,7 +19,7 @@ use crate::support::{Case, Tokens, VOCAB, numbers, without_checksums};
 
 const TOKENS: Tokens = Tokens { samples: 37 };
 
-/// What happens to whoever reads the bad sample.
+/// What happens when the bad sample is read.
 #[derive(Debug, Clone, Copy)]
 enum Fault {
     Unreadable,
@@ -29,7 +29,7 @@ enum Fault {
     OtherShape,
 }
 
-/// Good samples but for one.
+/// Samples of which one is bad.
 #[derive(Debug, Clone, Copy)]
 struct Faulty {
     fault: Fault,
@@ -91,9 +91,8 @@ fn message(error: &Error, folder: &Path) -> String {
     without_checksums(&chain(error).replace(&folder.display().to_string(), "OUT"))
 }
 
-/// Trains with a bad sample in step 3, a checkpoint having been saved after step 2: the run must
-/// end soon, the checkpoint be whole, and training go on from it with good data as if nothing had
-/// been.
+/// Trains with a bad sample in step 3, after a checkpoint of step 2. The run must end soon, the
+/// checkpoint must be whole, and training must go on from it with good data like an unbroken run.
 fn fails_in_step_3(degrees: (usize, usize, usize), fault: Fault) -> String {
     let folder = tempdir().expect("a temporary folder");
     let case = Case::gpt2()

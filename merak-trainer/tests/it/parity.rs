@@ -1,7 +1,7 @@
 //! L4: logits and losses equal those of `transformers` on the same weights and data.
 //!
 //! `goldens/families` has the numbers and the script that made them. Weights come in through a
-//! folder as `transformers` writes it, so the names of parameters are held against its own too.
+//! folder as `transformers` writes it, so the names of parameters are compared with its own too.
 
 pub(crate) mod formula;
 mod generation;
@@ -54,7 +54,7 @@ struct Golden {
     config: Value,
     seq: usize,
     parameters: BTreeMap<String, Vec<usize>>,
-    /// Of the first samples, at the positions that are not padding.
+    /// Logits of the first samples, at the positions that are not padding.
     logits: Vec<Vec<f64>>,
     losses: Vec<f64>,
 }
@@ -282,7 +282,7 @@ fn logit_gaps(
             assert_eq!(own.len(), expected.len(), "logits of {name}");
             let largest = expected.iter().fold(0.0, |max: f64, x| max.max(x.abs()));
             let gap = own.iter().zip(expected).map(|(a, b)| (a - b).abs());
-            // As NaN is no gap that `max` would keep.
+            // `f64::max` would drop NaN.
             let gap = gap.fold(0.0, |max: f64, gap| if gap <= max { max } else { gap }) / largest;
             if gap > TOLERANCE || gap.is_nan() {
                 gaps.push(format!("{name}: logits of sample {row} are off by {gap:e}"));
@@ -312,7 +312,7 @@ fn loss_gaps(name: &str, case: &Case, losses: &[f64]) -> Vec<String> {
     gaps
 }
 
-/// Holds models against their goldens: names, logits, losses on one rank and on four.
+/// Compares models with their goldens: names, logits, losses on one rank and on four.
 fn check(names: &[&str]) {
     let gaps: Vec<_> = names.iter().flat_map(|name| gaps(name)).collect();
     assert!(gaps.is_empty(), "{}", gaps.join("\n"));

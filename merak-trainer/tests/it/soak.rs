@@ -1,4 +1,4 @@
-//! Memory that a process holds stays what it was, however long it trains, evaluates and generates.
+//! The memory of a process does not grow, however long it trains, evaluates and generates.
 
 use std::process::Command;
 
@@ -7,10 +7,10 @@ use merak_trainer::{MerakTrainer, Result, metrics::resident_bytes};
 
 use crate::support::{Case, Tokens};
 
-/// What the allocator may come to hold after a process is warm.
+/// Bytes that the allocator may gain after a process is warm.
 const TOLERANCE: u64 = 6 << 20;
 
-/// What the process holds now.
+/// Bytes that the process holds now.
 fn resident() -> u64 {
     resident_bytes().expect("the system tells")
 }
@@ -56,7 +56,7 @@ fn of_fifty_iterations() {
 /// Steps between two looks at the memory.
 const STEPS: usize = 1000;
 
-/// The looks.
+/// Number of looks at the memory.
 const LOOKS: usize = 20;
 
 /// Steps, an evaluation, and texts of lengths that differ from look to look.

@@ -39,7 +39,7 @@ pub(crate) struct Case {
     num_threads: usize,
 }
 
-/// What a training came to.
+/// The result of a training.
 #[derive(Debug)]
 pub(crate) struct Run {
     pub(crate) reports: Vec<StepReport>,
@@ -235,7 +235,7 @@ impl Case {
         self.try_on_ranks_told(|_| None, body)
     }
 
-    /// The same, where some ranks have somebody who is told what happens.
+    /// The same, with callbacks on some ranks.
     pub(crate) fn try_on_ranks_told<T: Send>(
         &self,
         told: impl Fn(usize) -> Option<Box<dyn Callback>> + Sync,
@@ -325,8 +325,8 @@ impl Place {
     }
 }
 
-/// Sequences that a model can learn a little of, some positions without a label, so that
-/// microbatches count differently many.
+/// Sequences that a model can learn a little of. Some positions have no label, so that microbatches
+/// differ in their count of labels.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tokens {
     pub(crate) samples: usize,

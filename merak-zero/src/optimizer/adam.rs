@@ -75,7 +75,8 @@ impl AdamStep {
 /// let (mut param, mut exp_avg, mut exp_avg_sq) = ([1.0], [0.0], [0.0]);
 /// let step = AdamStep::new(&OptimizerConfig::default(), 0.1, 1, 1.0);
 /// adam_update(&mut param, &[0.5], &mut exp_avg, &mut exp_avg_sq, &step);
-/// assert!((param[0] - 0.9).abs() < 1e-6); // the first step of Adam has the length of the learning rate
+/// // The first step of Adam has the length of the learning rate.
+/// assert!((param[0] - 0.9).abs() < 1e-6);
 /// ```
 pub fn adam_update(
     param: &mut [f32],

@@ -23,7 +23,7 @@ pub(crate) struct Degrees {
     pp: usize,
 }
 
-/// [`DEFAULT_MAX_MEMORY`](merak_ckpt::DEFAULT_MAX_MEMORY), as somebody would type it.
+/// [`DEFAULT_MAX_MEMORY`](merak_ckpt::DEFAULT_MAX_MEMORY), as a user would type it.
 const MAX_MEMORY: &str = "256MiB";
 
 /// How much memory to take.

@@ -17,7 +17,7 @@ const MAX_KEY_BYTES: usize = 2 * format::MAX_NAME_BYTES;
 pub(super) struct Index {
     /// In the order of the index.
     pub(super) tensors: Vec<Indexed>,
-    /// Where each value is that is no tensor.
+    /// The place of each value that is no tensor.
     pub(super) values: BTreeMap<String, Place>,
 }
 
@@ -45,7 +45,7 @@ pub(super) struct Place {
     pub(super) file: String,
     pub(super) offset: u64,
     pub(super) length: u64,
-    /// Whether the writer changed the bytes, as by compressing them.
+    /// Whether the writer changed the bytes, such as by compressing them.
     pub(super) is_changed: bool,
 }
 
@@ -163,8 +163,8 @@ fn places<'a>(root: Value<'a>, heap: &Heap<'a>) -> Result<Places<'a>, String> {
     Ok(places)
 }
 
-/// Checks that no item has bytes of another, so that all of them together are no longer than the
-/// files. One and the same stretch may have several names.
+/// Checks that no two items overlap, so that all of them together are no longer than the files. One
+/// stretch may have several names.
 fn check_apart(places: &Places<'_>) -> Result<(), String> {
     let mut all: Vec<_> = places.values().collect();
     all.sort_unstable();
@@ -185,7 +185,7 @@ fn check_apart(places: &Places<'_>) -> Result<(), String> {
     }
 }
 
-/// A tensor of the table, whose places are taken.
+/// A tensor of the table; takes its items out of `places`.
 fn tensor<'a>(
     key: &'a str,
     value: Value<'a>,
@@ -207,7 +207,7 @@ fn tensor<'a>(
             heap.sizes(found.ok_or("has a chunk without a box")?)
         };
         let (offset, size) = (sizes("offsets")?, sizes("sizes")?);
-        // A place is taken once, so that there are no more chunks than items, whatever is listed.
+        // Each place is taken once, so that there are no more chunks than items.
         let mut place = places.remove(&(key, Some(offset.clone())));
         if place.is_none() && listed.len() == 1 {
             // A tensor that is not cut may have no offset.

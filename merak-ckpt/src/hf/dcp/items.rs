@@ -17,11 +17,11 @@ use std::path::{Path, PathBuf};
 /// Most members of a list of numbers.
 const MAX_MEMBERS: usize = 16;
 
-/// What to say of an item of a writer that was told to write safetensors.
+/// The message about an item that was written as safetensors.
 const SAFETENSORS: &str = "it is safetensors and not what torch.save writes: save again without \
      serialization_format=SerializationFormat.SAFETENSORS, or with HuggingFaceStorageWriter";
 
-/// What an item is that is no tensor of the model.
+/// An item that is no tensor of the model.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Found {
     /// A number, a yes or no, or a list of such.
@@ -32,7 +32,7 @@ pub(super) enum Found {
     Other(String),
 }
 
-/// Looks at items, at each place once; keeps the file of the last one open.
+/// Reads items, each place once; keeps the file of the last one open.
 pub(super) struct Reader<'a> {
     folder: &'a Path,
     max_memory: usize,
@@ -100,7 +100,7 @@ impl<'a> Reader<'a> {
         Ok(entry)
     }
 
-    /// How many updates an item says that there were.
+    /// The number of updates that an item states.
     pub(super) fn count(&mut self, place: &Place) -> Result<u64> {
         let found = match self.number(place)? {
             Found::Number(found) => Some(found),
@@ -116,7 +116,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// What the item is.
+    /// The number that the item holds, or what it is instead.
     pub(super) fn number(&mut self, place: &Place) -> Result<Found> {
         if let Some(found) = self.numbers.get(place) {
             return Ok(found.clone());
@@ -126,7 +126,7 @@ impl<'a> Reader<'a> {
         let (saved, file) = self.open(place)?;
         let found = match saved.run() {
             Ok((value, heap)) => numbers(value, &heap, &saved, file).map_err(wrong)?,
-            // What asks for names of other things is none.
+            // A pickle that mentions other names is no number.
             Err(reason) => Found::Other(reason.trim_start_matches("it ").to_owned()),
         };
         self.numbers.insert(place.clone(), found.clone());
@@ -191,7 +191,7 @@ impl<'a> Reader<'a> {
         Ok((saved, file))
     }
 
-    /// The file of an item, all of which is there.
+    /// The file of an item, after checking that it holds the whole item.
     fn file(&mut self, place: &Place) -> Result<&File> {
         check_file_name(&place.file)
             .map_err(|error| foreign(&self.folder.join(super::INDEX), error.to_string()))?;
@@ -227,7 +227,7 @@ fn in_item(path: &Path, place: &Place, reason: &str) -> Error {
     foreign(path, reason)
 }
 
-/// What a value of an item is.
+/// The number, or list of numbers, that the value of an item is.
 fn numbers<'a>(
     value: Value<'a>,
     heap: &Heap<'a>,
@@ -254,7 +254,7 @@ fn numbers<'a>(
     })
 }
 
-/// What a value is by itself: a tensor of one element is that number.
+/// The number that a single value is: a tensor of one element is that number.
 fn number<'a>(
     value: Value<'a>,
     heap: &Heap<'a>,
@@ -281,7 +281,7 @@ fn number<'a>(
         }
         _ => return Ok(Found::Other("is no number".to_owned())),
     };
-    // JSON has no others.
+    // JSON has finite numbers only.
     Ok(if number.is_null() {
         Found::Other("is no finite number".to_owned())
     } else {
@@ -289,7 +289,7 @@ fn number<'a>(
     })
 }
 
-/// The number of these bytes, which are one element.
+/// The number in the bytes of one element.
 fn element(dtype: DType, bytes: &[u8]) -> serde_json::Value {
     let mut wide = [0; 8];
     wide[..bytes.len()].copy_from_slice(bytes);

@@ -10,7 +10,7 @@ pub(in crate::hf) enum Value<'a> {
     Bool(bool),
     Int(i64),
     Float(f64),
-    /// A whole number beyond 64 bits, which nobody looks at.
+    /// A whole number beyond 64 bits, which is never read.
     Wide,
     Text(&'a str),
     /// A list or tuple: its place in the arena.
@@ -43,7 +43,7 @@ pub(in crate::hf) enum Callable {
     StorageType(DType),
     /// Makes a tuple of a tuple.
     Size,
-    /// A call whose result nobody looks at: nothing is called.
+    /// A call whose result is never read: nothing is called.
     Inert,
     Class(Class),
 }
@@ -63,7 +63,7 @@ pub(in crate::hf) enum Class {
     Other,
 }
 
-/// An object: what it is of, and its attributes, a dictionary or a tuple.
+/// An object: its class, and its attributes, a dictionary or a tuple.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Object<'a> {
     pub(super) class: Class,
@@ -89,14 +89,14 @@ pub(in crate::hf) struct View {
     pub(in crate::hf) strides: Vec<usize>,
 }
 
-/// Most attributes of an object. Its class has fewer, and any number of names may stand for one
-/// object, each of which has its attributes looked for.
+/// Most attributes of an object. Its class has fewer; the limit bounds the search, since any number
+/// of names may stand for one object.
 const MAX_ATTRIBUTES: usize = 32;
 
 /// What a pickle has made.
 #[derive(Debug)]
 pub(in crate::hf) struct Heap<'a> {
-    /// Bytes that may still be taken, and that there were.
+    /// Bytes that may still be taken, and the limit at the start.
     left: usize,
     limit: usize,
     pub(super) items: Vec<Vec<Value<'a>>>,
@@ -134,8 +134,8 @@ impl<'a> Heap<'a> {
         Ok(())
     }
 
-    /// The attribute of an object of this class; none where the object has more than any such
-    /// class.
+    /// The attribute of an object of this class; none where the object has more than
+    /// `MAX_ATTRIBUTES`.
     pub(in crate::hf) fn attribute(
         &self,
         value: Value<'a>,
@@ -193,7 +193,7 @@ impl<'a> Heap<'a> {
     }
 }
 
-/// What a name stands for, where it is one of the few.
+/// The value that a name stands for; an error for a name that is not allowed.
 pub(super) fn callable<'a>(purpose: Purpose, module: &str, name: &str) -> Outcome<Value<'a>> {
     let found = match purpose {
         Purpose::Tensors => of_tensors(module, name).map(Value::Callable),

@@ -126,7 +126,7 @@ pub fn waits_in_any_order(member: &Member) {
         pending.reverse();
     }
     if rank == 0 {
-        // Nobody else is held up by a result that is not wanted.
+        // A result that is not wanted holds up no other member.
         drop(pending.pop());
     }
     for (number, pending) in pending {
@@ -137,7 +137,7 @@ pub fn waits_in_any_order(member: &Member) {
     group.barrier().expect("all ranks come to the barrier");
 }
 
-/// Collectives of overlapping groups do not mix, whatever the order in which ranks use them.
+/// Collectives of overlapping groups do not mix, for any order in which ranks use them.
 ///
 /// # Panics
 /// When the engine is wrong.

@@ -1,4 +1,4 @@
-//! Worlds that break: everybody hears of it in time, and of the culprit.
+//! Worlds that break: every rank hears of it in time, and of the culprit.
 
 use crate::{Communicator, Error, Member, ReduceOp, Result, RunError, run_members};
 use std::{
@@ -10,7 +10,7 @@ use std::{
 /// Longest wait in the worlds that a rank deserts.
 const SHORT: Duration = Duration::from_millis(200);
 
-/// Longest wait in the worlds where nobody may need it.
+/// Longest wait in the worlds where no rank should need it.
 const LONG: Duration = Duration::from_mins(1);
 
 const STACK_BYTES: usize = 2 << 20;
@@ -18,7 +18,7 @@ const STACK_BYTES: usize = 2 << 20;
 /// Breaks worlds of `n` ranks in every way; `make` makes one with a longest wait.
 ///
 /// # Panics
-/// When a rank hangs, or hears too late, or does not hear who failed.
+/// When a rank hangs, or hears too late, or does not hear which rank failed.
 pub fn faults(n: usize, make: impl Fn(usize, Duration) -> Vec<Member>) {
     let culprit = n - 1;
     an_error_reaches_ranks_that_wait(make(n, LONG), culprit);

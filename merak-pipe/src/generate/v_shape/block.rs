@@ -44,7 +44,7 @@ impl Block {
     /// Most activations on a rank at once, when each weight gradient follows its input gradient.
     pub(super) fn peak(&self) -> usize {
         let live = |starts: &[usize; 4], at: usize| {
-            // Of each stage, the microbatches begun until `at` less those that are done with, all
+            // Of each stage, the microbatches begun until `at` less those that have ended, both
             // counted from a time before the first.
             let shift = PERIOD * starts[Part::InputDown as usize];
             let begun = |part: Part| (at + shift - starts[part as usize]) / PERIOD;
@@ -55,7 +55,7 @@ impl Block {
         self.starts.iter().map(peak).max().unwrap_or(0)
     }
 
-    /// The block in which everything follows at once. With a multiple of three ranks, two parts
+    /// The block in which each part follows at once. With a multiple of three ranks, two parts
     /// would meet modulo the period, so the turns wait two units.
     pub(super) fn shortest(ranks: usize) -> Self {
         let wait = if ranks.is_multiple_of(3) { 2 } else { 0 };

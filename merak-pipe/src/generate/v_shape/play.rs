@@ -23,7 +23,7 @@ pub(super) fn play(block: &Block, size: Size, limit: usize) -> Played {
     let total = 6 * size.ranks * size.microbatches;
     let (mut done, mut now) = (0, 0);
     while done < total {
-        // All choose by what was done before this unit.
+        // All ranks choose from the state before this unit.
         let choices: Vec<_> = (0..size.ranks)
             .map(|rank| board.choose(rank, now))
             .collect();

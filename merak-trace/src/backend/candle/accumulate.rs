@@ -68,7 +68,7 @@ fn add<T: Number>(
     }
 }
 
-/// Adds results that were computed apart.
+/// Adds computed results to their slots.
 fn add_results(
     backend: &Candle,
     results: &[Value],

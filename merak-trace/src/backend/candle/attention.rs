@@ -14,7 +14,7 @@ use crate::{
 };
 use merak_mpu::{DType, Element};
 
-/// What is added to the scores of an attention, as numbers.
+/// Terms added to the scores of an attention, as numbers.
 struct Terms<T> {
     /// `[B, Sk]`: minus infinity for keys that are hidden.
     hidden: Option<Vec<T>>,
@@ -29,7 +29,7 @@ struct Kept<T> {
     values: Vec<T>,
 }
 
-/// Attention over what passed before, too.
+/// Attention that includes past positions.
 pub(super) fn attend(
     backend: &Candle,
     call: Call<'_>,
@@ -45,7 +45,7 @@ pub(super) fn attend(
 }
 
 impl Node<'_> {
-    /// `q, k, v -> out` of positions that follow those of each sequence.
+    /// `q, k, v -> out` of the next positions of each sequence.
     fn attend<T: Number>(
         &self,
         spec: &op::Attention,
@@ -169,7 +169,7 @@ impl Node<'_> {
         self.done([dq, dk, dv, dtable])
     }
 
-    /// The terms that the operands behind the `required` ones stand for.
+    /// The terms from the operands after the `required` ones.
     fn terms<T: Number>(
         &self,
         spec: &op::Attention,
@@ -200,7 +200,7 @@ impl Node<'_> {
         Ok(Terms { hidden, bias })
     }
 
-    /// Returns memory that was taken for the time of one node to the pool.
+    /// Returns temporary memory of a node to the pool.
     fn give_back<T: Number>(&self, memory: Option<Vec<T>>) -> Result<()> {
         if let Some(memory) = memory {
             let ty = TensorType::new([memory.len()], <T as Element>::DTYPE);

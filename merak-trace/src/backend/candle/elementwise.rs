@@ -88,7 +88,7 @@ impl Node<'_> {
         self.done([y])
     }
 
-    /// The second operand repeats over the first.
+    /// Multiplies; the second operand repeats over the first.
     fn mul<T: Number>(&self, a: &[T], b: &[T], y: &mut [T]) {
         let threads = &self.backend.threads;
         if a.len() == b.len() {

@@ -1,4 +1,4 @@
-//! Tables read by numbers, losses and sums.
+//! Table lookups, losses and sums.
 
 use super::{
     Kept, elements, kept,
@@ -25,7 +25,7 @@ impl Node<'_> {
         self.done([y])
     }
 
-    /// The loss, and the logarithm of each row's sum.
+    /// The loss, and the logarithm of each row's sum of exponentials.
     pub(super) fn cross_entropy<T: Number>(
         &self,
         inputs: &[Value],
@@ -84,14 +84,14 @@ impl Node<'_> {
         self.done([dx])
     }
 
-    /// The first result, which is a number.
+    /// The first result, a single number.
     fn scalar(&self, number: f64) -> Result<Value> {
         let mut memory = self.backend.result::<f64>(self.ty(0));
         memory.fill(number);
         self.backend.wrap(self.ty(0), memory)
     }
 
-    /// Runs what [`Node::add_to`] adds up, from zero.
+    /// Runs [`Node::add_to`] on zeros.
     pub(super) fn sums<T: Number>(&self, inputs: &[Value]) -> Result<Vec<Value>> {
         let types = self.call.results;
         let mut sums: Vec<_> = (0..types.len()).map(|i| self.zeros::<T>(i)).collect();

@@ -1,4 +1,4 @@
-//! Elements that move and positions that are numbered; nothing is computed with them.
+//! Operations that move or convert elements, or number positions.
 
 use super::{Candle, Handle, Scalar, at, elements, run::Node};
 use crate::{Op, Result, TensorType, Value, op::RelativeBuckets};
@@ -63,12 +63,12 @@ impl Node<'_> {
         )
     }
 
-    /// The result of an operation of candle's own, in memory of its own.
+    /// Wraps the result of an operation of candle's own, in its own memory.
     fn wrap_candle(&self, tensor: candle_core::Result<Tensor>) -> Result<Vec<Value>> {
         let tensor = tensor.map_err(at(self.call.name))?;
         let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
         let (wide, lease) = (self.backend.pool.clone(), self.backend.memory.lease(bytes));
-        // What only moves the elements of a narrow value has a narrow one.
+        // An operation that only moves narrow elements gives narrow elements.
         Ok(vec![
             Handle::narrow(tensor, wide, Some(lease)).into_value(self.ty(0).clone()),
         ])
@@ -93,8 +93,7 @@ impl Node<'_> {
         self.moved_in::<T>(inputs, |ty| vec![T::zero(); ty.numel()], Candle::wrap_once)
     }
 
-    /// [`Self::moved`] in one element type: `memory` gives room for a result, `wrap` makes it a
-    /// value.
+    /// [`Self::moved`] in one element type: `memory` allocates a result, `wrap` makes it a value.
     fn moved_in<T: Scalar>(
         &self,
         inputs: &[Value],

@@ -1,9 +1,9 @@
-//! Memory of freed values, kept for the values to come.
+//! Memory of freed values, kept for later values.
 //!
-//! A run takes memory of the same lengths over and over, so memory that comes back serves again.
-//! Not all of it may be kept: messages of other ranks and values made of bytes come from elsewhere,
-//! and for each of them one more comes back than was taken. What a shelf keeps is therefore bounded
-//! by its [`Demand`].
+//! A run takes memory of the same lengths over and over, so returned memory is used again. Not all
+//! of it may be kept: messages of other ranks and values made of bytes come from elsewhere, so
+//! their memory is returned without having been taken. Each shelf is therefore bounded by its
+//! [`Demand`].
 
 use super::Scalar;
 use candle_core::CpuStorage;
@@ -14,15 +14,15 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// A round ends when so many times the bytes that are asked for at once have been taken: after a
-/// few steps at most, and hardly ever within one.
+/// A round ends when the bytes taken are this many times the peak demand: after a few steps at
+/// most, and hardly ever within one.
 const TURNS: usize = 64;
 
 /// The fewest bytes of a round.
 const SHORTEST_ROUND: usize = 1 << 20;
 
-/// The pool keeps so many times the bytes that are asked for at once, as lengths are asked for at
-/// different times.
+/// The pool keeps up to this many times the peak demand in bytes, as the lengths peak at different
+/// times.
 const SLACK: usize = 2;
 
 /// Element types whose memory is pooled.
@@ -34,15 +34,15 @@ impl Pooled for i64 {}
 
 /// Memory of freed values, kept for the next value of the same length.
 ///
-/// Each length keeps no more than was asked for at once in this round and the one before, and so do
-/// all lengths together, but for some slack.
+/// Each length keeps at most the larger peak demand of this round and the one before. So do all
+/// lengths together, up to the factor [`SLACK`].
 #[derive(Clone, Default)]
 pub(super) struct Pool(Arc<Mutex<Shelves>>);
 
 #[derive(Default)]
 struct Shelves {
     of_length: BTreeMap<(DType, usize), Shelf>,
-    /// Of all shelves, in bytes.
+    /// Demand of all shelves, in bytes.
     demand: Demand,
     kept_bytes: usize,
     /// Bytes taken in this round.
@@ -56,17 +56,16 @@ struct Shelves {
 struct Shelf {
     memory: Vec<CpuStorage>,
     demand: Demand,
-    /// Which of all takes was the last of this length.
+    /// Number of the last take of this length.
     last_take: u64,
 }
 
-/// What may be asked for before as much has come back: the largest rise of what was taken less what
-/// came back.
+/// Peak demand: the largest rise of the amount taken less the amount returned.
 #[derive(Debug, Default)]
 struct Demand {
-    /// Taken less come back, since the round began.
+    /// Taken less returned, since the round began.
     out: i64,
-    /// The least of it.
+    /// Lowest value of `out`.
     low: i64,
     /// The largest rise in this round.
     rise: i64,
@@ -85,7 +84,7 @@ impl Demand {
         self.low = self.low.min(self.out);
     }
 
-    /// The most that may be asked for at once.
+    /// The larger peak demand of this round and the one before.
     fn most(&self) -> usize {
         usize::try_from(self.rise.max(self.before)).unwrap_or(0)
     }
@@ -103,7 +102,7 @@ fn signed(amount: usize) -> i64 {
     i64::try_from(amount).unwrap_or(i64::MAX)
 }
 
-/// The bytes of so many elements.
+/// Size of `len` elements.
 fn bytes_of((dtype, len): (DType, usize)) -> usize {
     len.saturating_mul(dtype.size_bytes())
 }
@@ -113,7 +112,7 @@ impl Pool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Memory for `len` elements with any contents; the caller writes all of it.
+    /// Memory for `len` elements with unspecified contents; the caller writes all of it.
     pub(super) fn take<T: Pooled>(&self, len: usize) -> Vec<T> {
         let (kept, freed) = self.lock().take((<T as Element>::DTYPE, len));
         drop(freed);
@@ -121,7 +120,7 @@ impl Pool {
             .unwrap_or_else(|| vec![T::zero(); len])
     }
 
-    /// Keeps memory that nobody reads any more, or frees it.
+    /// Keeps memory that is no longer read, or frees it.
     pub(super) fn put(&self, storage: CpuStorage) {
         let key = match &storage {
             CpuStorage::F32(memory) => (DType::F32, memory.len()),
@@ -130,13 +129,13 @@ impl Pool {
             _ => return,
         };
         if key.1 > 0 {
-            // Freed without the lock: the system may take its time.
+            // Freed without the lock, as the system may take its time.
             let freed = self.lock().put(key, storage);
             drop(freed);
         }
     }
 
-    /// Pieces of memory that are kept, and their bytes.
+    /// Number of kept pieces of memory, and their bytes.
     #[cfg(test)]
     pub(super) fn kept(&self) -> (usize, usize) {
         let shelves = self.lock();
@@ -146,7 +145,7 @@ impl Pool {
 }
 
 impl Shelves {
-    /// Memory of that length, if some is kept, and what is no longer.
+    /// Kept memory of that length, if any, and the memory to free.
     fn take(&mut self, key: (DType, usize)) -> (Option<CpuStorage>, Vec<CpuStorage>) {
         let bytes = bytes_of(key);
         let mut freed = Vec::new();
@@ -166,7 +165,7 @@ impl Shelves {
         (kept, freed)
     }
 
-    /// Keeps memory of that length; gives back what is too much.
+    /// Keeps memory of that length; returns the memory to free.
     fn put(&mut self, key: (DType, usize), storage: CpuStorage) -> Vec<CpuStorage> {
         let bytes = bytes_of(key);
         self.demand.put(bytes);
@@ -196,7 +195,7 @@ impl Shelves {
         }
     }
 
-    /// Frees what two rounds did not ask for.
+    /// Frees the memory that two rounds did not use.
     fn end_round(&mut self, freed: &mut Vec<CpuStorage>) {
         self.taken_bytes = 0;
         self.demand.end_round();
@@ -251,7 +250,7 @@ mod tests {
             give(&pool, vec![0.0; 10]);
         }
         assert_eq!(pool.kept(), (0, 0), "nobody asked for any");
-        // A rank that is sent what it also computes with.
+        // A rank that receives messages of the length that it computes with.
         for _ in 0..1000 {
             let own = [(); 3].map(|()| pool.take::<f32>(10));
             give(&pool, vec![0.0; 10]);

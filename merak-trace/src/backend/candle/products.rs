@@ -62,7 +62,7 @@ impl Node<'_> {
         Ok(())
     }
 
-    /// The same of matrices.
+    /// [`Self::linear`] of matrices.
     fn times<T: Number, W: Operand<T>>(
         &self,
         x: MatRef<'_, T>,

@@ -10,7 +10,7 @@ use merak_mpu::DType;
 
 /// An element type that the kernels compute with.
 pub(super) trait Number: Float + Pooled {
-    /// What values of frozen parameters may be kept in; itself where there is nothing narrower.
+    /// Element type in which frozen parameters may be kept: a narrower one, or this one.
     type Narrow: Operand<Self> + Scalar;
 }
 
@@ -71,7 +71,7 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
         Op::Attention(spec) => in_float!(node, attention(&inputs, spec)),
         Op::AttentionGrad(spec) => in_float!(node, attention_grad(&inputs, spec)),
         Op::Embedding { .. } => in_float!(node, embedding(&inputs)),
-        // The loss is always f64; its operands decide.
+        // The loss is always f64, so the type of its operands decides.
         Op::CrossEntropy { label_smoothing } => {
             in_float!(node in inputs[0].ty().dtype, cross_entropy(&inputs, *label_smoothing))
         }
@@ -84,7 +84,7 @@ pub(super) fn run(backend: &Candle, call: Call<'_>, inputs: Vec<Value>) -> Resul
         | Op::RmsNormGradParams
         | Op::SumLeading { .. }
         | Op::EmbeddingGrad { .. } => in_float!(node, sums(&inputs)),
-        // The interpreter runs these itself, where the axis has more than one rank.
+        // The interpreter runs these itself if the axis has more than one rank.
         Op::AllReduce { .. } | Op::AllGather { .. } | Op::Scatter { .. } => {
             Err(node.unsupported(&inputs))
         }

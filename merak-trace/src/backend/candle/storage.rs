@@ -31,10 +31,10 @@ pub(super) fn candle_dtype(dtype: DType) -> candle_core::DType {
 
 /// A value of this backend: a contiguous tensor, and the allocation that it is a view of.
 ///
-/// The tensor's elements may be narrower than the value's type says: those of a frozen parameter
-/// that is kept in bf16, and of what only moves them. Who reads them gets them [widened](elements).
+/// The tensor's elements may be narrower than the value's type: in a frozen parameter that is kept
+/// in bf16, and in results that only move such elements. Readers get them [widened](elements).
 ///
-/// The tensor is declared first, so that it is gone when the last handle gives the allocation back.
+/// The tensor is declared first, so it is dropped before the last handle gives the allocation back.
 #[derive(Debug, Clone)]
 pub(super) struct Handle {
     pub(super) tensor: Tensor,
@@ -46,7 +46,7 @@ pub(super) struct Handle {
 struct Root {
     tensor: Tensor,
     pool: Option<Pool>,
-    /// Where elements that are read in a wider type get memory from.
+    /// Memory for reading the elements in a wider type.
     wide: Option<Pool>,
     _lease: Option<Arc<Lease>>,
 }
@@ -59,7 +59,7 @@ impl Drop for Root {
     }
 }
 
-/// Replaces the storage of a tensor that nobody will read again.
+/// Takes the storage of a tensor that is not read again.
 fn take_storage(tensor: &Tensor) -> CpuStorage {
     struct Take(Mutex<CpuStorage>);
     impl InplaceOp1 for Take {
@@ -92,7 +92,7 @@ impl Handle {
         Self::with_root(tensor, pool, None, lease)
     }
 
-    /// Wraps memory of narrower elements than those of the value, which `wide` gives memory to.
+    /// Wraps memory of elements narrower than the value's; `wide` provides memory to widen them.
     pub(super) fn narrow(tensor: Tensor, wide: Pool, lease: Option<Arc<Lease>>) -> Self {
         Self::with_root(tensor, None, Some(wide), lease)
     }
@@ -193,7 +193,7 @@ pub(super) enum Kept<W, N> {
     Narrow(N),
 }
 
-/// Borrows the elements of a value for an operation that reads narrower ones too.
+/// Borrows the elements of a value for an operation that also reads narrower ones.
 pub(super) fn kept<T: Scalar, N: Scalar>(
     value: &Value,
 ) -> Result<
@@ -225,7 +225,7 @@ fn own_elements<'a, T: Scalar>(
     })
 }
 
-/// Memory for the wider elements of a value that is kept in narrower ones.
+/// The pool for widening the elements of a value, if they are narrower than its type.
 fn narrow_pool(value: &Value) -> Option<&Pool> {
     let handle = value.data::<Handle>()?;
     let is_narrow = handle.tensor.dtype() != candle_dtype(value.ty().dtype);
@@ -323,8 +323,8 @@ impl Buffer for FlatParams {
     }
 }
 
-/// Lays out parameters in one flat tensor. Frozen ones of f32 may be kept in bf16; `wide` gives
-/// memory to who reads these in f32.
+/// Lays out parameters in one flat tensor. Frozen ones of f32 may be kept in bf16; `wide` provides
+/// memory for reading them in f32.
 pub(super) fn param_store(
     params: &[Param],
     offsets: &[usize],

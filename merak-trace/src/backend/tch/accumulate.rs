@@ -35,7 +35,7 @@ pub(super) fn accumulate(
     Ok(())
 }
 
-/// Runs an operation whose kernel adds to its output; false where there is none for these types.
+/// Runs an operation whose kernel adds to its output; false if no kernel fits these types.
 fn add_in_place(
     node: &Node<'_>,
     inputs: &[Value],
@@ -60,7 +60,7 @@ fn add_in_place(
             let _ = node.at(sum.f_addmm_(&a, &b))?;
             Ok(true)
         }
-        // A device adds rows in any order; its own kernel sorts them instead.
+        // On a device `index_add` uses any order; the kernel of the gradient sorts the rows.
         Op::EmbeddingGrad { padding: None, .. } if node.backend.is_cpu() => {
             let (ids, dy) = (x(0)?, x(1)?);
             let mut sum = matrix(node, store, target)?;

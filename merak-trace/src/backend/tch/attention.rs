@@ -1,8 +1,8 @@
-//! Attention: ATen's blockwise kernels, products and a softmax where they do not serve.
+//! Attention by ATen's blockwise kernels, or by products and a softmax where these do not apply.
 //!
-//! The blockwise kernels never hold all scores. The composed form does: for dropout, whose masks
-//! are drawn per score, for the gradient of a table of relative positions, and on a device for what
-//! its kernel lacks.
+//! The blockwise kernels never hold all scores. The composed form does. It computes dropout, whose
+//! masks are drawn per score, the gradient of a table of relative positions, and on a device all
+//! that its blockwise kernel lacks.
 
 mod composed;
 mod terms;
@@ -47,7 +47,7 @@ impl Sizes {
             .f_transpose(1, 2)
     }
 
-    /// Keys or values as `[B, H, S, D]`, those that several query heads share repeated.
+    /// Keys or values as `[B, H, S, D]`, repeated for the query heads that share them.
     fn shared(&self, x: &Tensor) -> Outcome {
         let x = self.split(x, self.kv_heads)?;
         if self.heads == self.kv_heads {
@@ -67,7 +67,8 @@ impl Sizes {
         x.f_transpose(1, 2)?.f_reshape([self.batch, self.q_len, -1])
     }
 
-    /// Gradients of keys or values as `[B, S, kv_heads*D]`, those of sharing heads added.
+    /// Gradients of keys or values as `[B, S, kv_heads*D]`, summed over the query heads that share
+    /// them.
     fn join_shared(&self, grad: &Tensor) -> Outcome {
         let (group, len) = (self.heads / self.kv_heads, self.k_len);
         let grad = if group == 1 {
@@ -155,7 +156,7 @@ impl Node<'_> {
                 self.at(outcome())?
             }
             Kernel::Device => {
-                // Samples of unequal lengths and dropout have operands that stay undefined here.
+                // The operands for samples of unequal lengths and for dropout stay undefined.
                 let none = Tensor::new();
                 self.at(
                     Tensor::f_internal_scaled_dot_product_flash_attention_backward(

@@ -1,6 +1,6 @@
-//! Dropout masks, drawn on the host by the generator of every backend.
+//! Dropout masks, drawn on the host by the generator that all backends share.
 //!
-//! A mask costs one pass of the host's threads over its elements, and for a device its transfer.
+//! A mask costs one pass of the host's threads over its elements and, for a device, its transfer.
 
 use super::{
     run::{Node, stat_kind},

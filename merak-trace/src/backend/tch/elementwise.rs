@@ -32,7 +32,7 @@ pub(super) fn silu_mul_grad([gate, up, dy]: [&Tensor; 3]) -> Outcome<Vec<Tensor>
     Ok(vec![dgate, gate.f_silu()?.f_mul_(dy)?])
 }
 
-/// Turns elements d and d + n of each head by `position * inv_freq[d]` and scales them, as
+/// Turns elements d and d + n of each head by `position * inv_freq[d]` and scales them, like
 /// `kernels::rope`.
 pub(super) fn rope(spec: &Rope, x: &Tensor, positions: &Tensor) -> Outcome {
     let shape = x.size();

@@ -57,7 +57,7 @@ fn rows(logits: &Tensor) -> Outcome {
     logits.f_reshape([-1, logits.size().last().copied().unwrap_or(1)])
 }
 
-/// Which rows count, and their labels, with class 0 where they do not.
+/// Which rows count, and the labels of all rows, with class 0 for those that do not.
 fn targets(labels: &Tensor) -> Outcome<(Tensor, Tensor)> {
     let labels = labels.f_reshape(-1)?;
     let counts = labels.f_ne(IGNORED_LABEL)?;

@@ -57,9 +57,9 @@ impl Node<'_> {
         Ok(norm.of_params(self.call.name)?.into())
     }
 
-    /// The type of weights that makes libtorch keep statistics of 16-bit tensors in `f32`: on the
-    /// processor it follows the weights, on a device it is always so and the weights are of the
-    /// tensor's type.
+    /// The type of weights with which libtorch keeps statistics of 16-bit tensors in `f32`. On the
+    /// processor the statistics follow the weights. On a device they are always `f32`, and the
+    /// weights are of the tensor's type.
     fn param_kind(&self, x: &Tensor) -> Kind {
         if self.backend.is_cpu() {
             stat_kind(x.kind())

@@ -36,7 +36,7 @@ pub struct SgdStep {
     pub lr: f64,
     /// Momentum; 0 keeps none.
     pub momentum: f64,
-    /// Whether it looks ahead along the momentum.
+    /// Whether the momentum is Nesterov's, which looks ahead.
     pub nesterov: bool,
     /// Weight decay of the pieces that decay, added to the gradient.
     pub weight_decay: f64,
@@ -44,12 +44,12 @@ pub struct SgdStep {
     pub grad_scale: f64,
 }
 
-/// Adjacent elements that are updated alike.
+/// Adjacent elements with the same update rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepPiece {
-    /// Where they lie in parameters and gradients.
+    /// Their range in parameters and gradients.
     pub flat: Range<usize>,
-    /// Where they lie in the state.
+    /// Their range in the state.
     pub state: Range<usize>,
     /// Whether weight decay applies to them.
     pub decays: bool,

@@ -8,7 +8,7 @@ use crate::{Call, Error, Op, Result, TensorType, Value};
 use merak_mpu::DType;
 use tch::{Kind, TchError, Tensor};
 
-/// What a kernel gives.
+/// The result of a kernel.
 pub(super) type Outcome<T = Tensor> = Result<T, TchError>;
 
 /// Runs a node.
@@ -62,8 +62,7 @@ impl Node<'_> {
         outcome.map_err(at(self.call.name))
     }
 
-    /// The results of an operation that makes tensors of its own, in memory that nothing else
-    /// shares.
+    /// The results of an operation that allocates them; nothing else shares their memory.
     pub(super) fn compute(&self, inputs: &[Value]) -> Result<Vec<Tensor>> {
         let x = |i: usize| tensor(&inputs[i]);
         let one = |outcome: Outcome| Ok(vec![self.at(outcome)?]);
@@ -146,7 +145,7 @@ impl Node<'_> {
         }
     }
 
-    /// Positions and buckets of them.
+    /// Positions and their buckets.
     fn numbers(&self, inputs: &[Value]) -> Result<Outcome> {
         let device = self.backend.device;
         Ok(match self.call.op {
@@ -165,7 +164,7 @@ impl Node<'_> {
         })
     }
 
-    /// Operations that look at their operand's memory in another way.
+    /// Operations whose results are views of their operand.
     fn views(&self, inputs: &[Value]) -> Result<Vec<Value>> {
         let handle = Handle::of(&inputs[0])?;
         let x = tensor(&inputs[0])?;

@@ -160,8 +160,7 @@ pub(super) fn add_product(node: &str, a: &Tensor, b: &Tensor, sum: &mut Tensor) 
     adopted(node, message, []).map(|[]| done)
 }
 
-/// A fused step on lists of parameters, gradients and both moments, which are as long as each
-/// other.
+/// A fused step on lists of parameters, gradients and both moments, all of one length.
 pub(super) fn adam(step: &AdamStep, lists: &[Vec<Tensor>; 4]) -> Result<()> {
     let count = lists[0].len();
     assert!(

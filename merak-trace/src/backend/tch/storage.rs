@@ -128,7 +128,7 @@ pub(super) fn elements_mut<T: Element>(tensor: &mut Tensor) -> &mut [T] {
 fn bytes(tensor: &Tensor, dtype: DType) -> &[u8] {
     let (start, len) = memory(tensor, dtype);
     if len == 0 {
-        // Aligned, as the memory of a tensor is: a slice of any numbers.
+        // Aligned like the memory of a tensor, so it casts to a slice of any numbers.
         return bytemuck::cast_slice::<u64, u8>(&[]);
     }
     // SAFETY: `memory` checked that `len` bytes of initialised numbers lie there, which the tensor
@@ -170,7 +170,7 @@ pub(super) struct TchBuffer {
     copy: Option<Tensor>,
 }
 
-// SAFETY: a shared buffer only reads its tensors, as `Handle`.
+// SAFETY: a shared buffer only reads its tensors, like `Handle`.
 unsafe impl Sync for TchBuffer {}
 
 impl TchBuffer {
@@ -272,8 +272,8 @@ impl Buffer for TchBuffer {
     }
 }
 
-/// Lays out parameters in one flat tensor. 16-bit ones of which some are trained are views of a
-/// copy of `f32` masters; frozen ones need no masters.
+/// Lays out parameters in one flat tensor. 16-bit parameters are views of a 16-bit copy of `f32`
+/// masters. There are no masters if all parameters are frozen and of one type.
 pub(super) fn param_store(
     device: Device,
     params: &[Param],
@@ -331,8 +331,8 @@ pub(super) fn param_store(
     })
 }
 
-/// The element type of the flat memory of parameters, and that of the copy which 16-bit ones are
-/// read from, if they have masters.
+/// The element type of the flat memory of parameters and, if 16-bit parameters have masters, that
+/// of their copy.
 fn store_types(params: &[Param]) -> (DType, Option<DType>) {
     let mut types = params.iter().map(|param| param.local.dtype);
     let first = types.clone().next().unwrap_or(DType::F32);

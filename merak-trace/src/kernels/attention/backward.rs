@@ -15,7 +15,7 @@ use super::{
 };
 use crate::kernels::Threads;
 
-/// Where the gradients of an attention go; each is replaced.
+/// Outputs for the gradients of an attention; each is overwritten.
 #[derive(Debug)]
 pub struct AttentionGrads<'a, T> {
     /// `[B Sq, Hq D]`.
@@ -24,11 +24,12 @@ pub struct AttentionGrads<'a, T> {
     pub dk: MatMut<'a, T>,
     /// `[B Sk, Hkv D]`.
     pub dv: MatMut<'a, T>,
-    /// `[Hq, Sq, Sk]`: the gradient of the bias, summed over the samples, where it is asked for.
+    /// `[Hq, Sq, Sk]`: the gradient of the bias, summed over the samples, if requested.
     pub dbias: Option<&'a mut [T]>,
 }
 
-/// Computes the gradients of [`attention`](super::attention) by queries, keys and values.
+/// Computes the gradients of [`attention`](super::attention) with respect to queries, keys and
+/// values.
 ///
 /// Probabilities are recomputed tile by tile from `lse`:
 /// `dv = p^T dout`, `ds = p (dout v^T - rowsum(dout out))`, `dq = scale ds k`, `dk = scale ds^T q`,
@@ -79,7 +80,7 @@ pub fn attention_grad<T: Float>(
         dout,
         lse,
     };
-    // Without queries (or keys) there is no block of them to go with the others.
+    // Without queries (or keys), `dq` (or `dk` and `dv`) has no blocks.
     let mut dq = per_head(dq, shape.q_len, group_width);
     let mut dk = per_head(dk, shape.k_len, shape.head_dim);
     let mut dv = per_head(dv, shape.k_len, shape.head_dim);
@@ -104,7 +105,7 @@ pub fn attention_grad<T: Float>(
         return;
     };
     dbias.fill(T::ZERO);
-    // All samples of a key-value head, with the biases of its query heads.
+    // All samples of a key-value head, with the bias gradients of its query heads.
     let mut heads: Vec<(Vec<KvHead<'_, T>>, &mut [T])> = dbias
         .chunks_mut(shape.q_heads / shape.kv_heads * scores)
         .map(|dbias| (Vec::with_capacity(shape.batch), dbias))
@@ -121,7 +122,7 @@ pub fn attention_grad<T: Float>(
     });
 }
 
-/// What all heads read.
+/// Inputs that all heads read.
 struct Inputs<'a, T> {
     spec: &'a AttentionSpec<'a, T>,
     dropout: Option<&'a (Mask<T>, AttentionDropout)>,
@@ -167,7 +168,7 @@ impl<T: Float> KvHead<'_, T> {
     fn compute(self, inputs: &Inputs<'_, T>, dbias: &mut [T], scratch: &mut Scratch<'_, T>) {
         let shape = inputs.spec.shape;
         let Some((mut dk, mut dv)) = self.dkv else {
-            // No keys: the output is zero whatever the queries are.
+            // Without keys the output is zero for all queries.
             self.dq.into_iter().for_each(|mut dq| dq.fill(T::ZERO));
             return;
         };
@@ -269,7 +270,7 @@ impl Block {
         delta
     }
 
-    /// Turns scores into (dropped) probabilities, and gradients by these into gradients by the
+    /// Turns scores into (dropped) probabilities, and the gradients of these into gradients of the
     /// scores, times `scale`.
     #[inline(always)]
     fn softmax_grad<T: Float>(
@@ -312,7 +313,7 @@ impl Block {
         }
     }
 
-    /// Adds the gradients by the scores to those by the bias, then scales them.
+    /// Adds the gradients of the scores to those of the bias, then scales them.
     #[inline(always)]
     fn add_and_scale<T: Float>(
         &self,

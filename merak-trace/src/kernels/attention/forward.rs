@@ -81,7 +81,7 @@ struct Block<'a, T> {
     lse: &'a mut [T],
 }
 
-/// One tile of scores, and the softmax so far of each query.
+/// One tile of scores, and the running softmax of each query.
 struct Scratch<'s, T> {
     scores: &'s mut [T],
     maximum: [T; QUERIES],
@@ -139,7 +139,7 @@ impl<T: Float> Block<'_, T> {
     }
 
     /// Turns the scores of a tile into probabilities relative to the new running maximum, and
-    /// brings what was summed so far to it.
+    /// rescales the running sums to it.
     #[inline(always)]
     fn softmax_step(
         &mut self,
@@ -179,7 +179,7 @@ impl<T: Float> Block<'_, T> {
         }
     }
 
-    /// Divides by the sums and stores their logarithms.
+    /// Divides the outputs by the softmax denominators and stores the logarithms of these.
     #[inline(always)]
     fn finish(&mut self, scratch: &Scratch<'_, T>) {
         for i in 0..self.lse.len() {
@@ -195,7 +195,7 @@ impl<T: Float> Block<'_, T> {
     }
 }
 
-/// Zero for minus infinity: the maximum of no scores, which must not meet itself in a difference.
+/// Zero for minus infinity, the maximum of no scores: its difference with itself would be NaN.
 #[inline(always)]
 pub(super) fn finite_or_zero<T: Float>(x: T) -> T {
     if x == T::NEG_INFINITY { T::ZERO } else { x }

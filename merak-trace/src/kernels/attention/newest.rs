@@ -8,10 +8,10 @@ use super::super::simd::{dot, max, sum, vectorize};
 use super::{AttentionShape, AttentionSpec, Float};
 use crate::kernels::Threads;
 
-/// Elements of keys from which on another thread is worth waking for them.
+/// Elements of keys from which on several threads are worth waking.
 const MIN_ELEMENTS: usize = 1 << 14;
 
-/// One query and what it sees.
+/// One query with its keys and values.
 #[derive(Debug)]
 pub struct Newest<'a, T> {
     /// `[Hq D]`
@@ -24,14 +24,14 @@ pub struct Newest<'a, T> {
     pub out: &'a mut [T],
 }
 
-/// Computes attention of one query for each of some sequences, which need not be of one length.
+/// Computes attention of one query per sequence; the sequences may differ in length.
 ///
 /// A result depends on its own sequence alone.
 ///
 /// # Shapes
 ///
-/// See [`Newest`]. Of the spec, the heads, the scale and the window count; a query sees all keys,
-/// as the last position of a causal attention does.
+/// See [`Newest`]. Of the spec, only the heads, the scale and the window are used. A query sees all
+/// keys, as the last position of a causal attention does.
 ///
 /// # Panics
 ///
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn the_newest_position_of_each_sequence_is_the_last_one_of_blockwise_attention() {
-        // The longer ones are enough for several threads.
+        // The longer ones occupy several threads.
         for (lengths, (q_heads, kv_heads), dim, window) in [
             (&[1, 9, 200][..], (6, 3), 24, None),
             (&[300, 5, 290, 70], (4, 1), 64, None),

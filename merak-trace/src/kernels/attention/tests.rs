@@ -330,7 +330,7 @@ fn dropout_draws_by_global_sample_and_head() {
     assert_close(&out, &naive(&spec, &x, factor), 1e-12);
     check_gradients(&spec);
 
-    // Sample 1 and the heads 2 and 3, as another rank has them.
+    // Sample 1 and the heads 2 and 3, as another rank holds them.
     let part = shape(1, (70, 300), (2, 2), 4);
     let spec = AttentionSpec {
         dropout: Some(AttentionDropout {

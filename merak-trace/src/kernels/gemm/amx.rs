@@ -1,18 +1,18 @@
 //! f32 products on the matrix units of a processor (AMX), which multiply bf16.
 //!
 //! An f32 is the exact sum of three bf16, `a = a1 + a2 + a3`, each about 256 times smaller than the
-//! one before. Of the nine products of two such sums the six largest are kept; what is dropped is
-//! about half a unit in the last place of `a b` on average, always towards zero, and less than what
-//! summing in f32 rounds off. So a product is as exact as one of fused multiply-adds, at a sixth of
-//! the unit's speed for bf16, which is still more than twice that of AVX-512. The idea is that of
-//! Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
+//! one before. Of the nine products of two such sums the six largest are kept. The dropped ones are
+//! about half a unit in the last place of `a b` on average, always towards zero, and less than the
+//! rounding error of summing in f32. So a product is as exact as one of fused multiply-adds, at a
+//! sixth of the unit's speed for bf16, which is still more than twice that of AVX-512. The idea is
+//! that of Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
 //! Higher-Precision Computations" (2019).
 //!
 //! Parts below 2^-126 count as zero, so values below 2^-110 lose digits. Infinities and NaN cannot
 //! be split: a tile that depends on one is computed in f32.
 //!
-//! Element (i, j) is a sum over k in blocks of [`DEPTH`], in an order that depends on k alone,
-//! however the work is shared.
+//! Element (i, j) is a sum over k in blocks of [`DEPTH`], in an order that depends only on k, not
+//! on how the work is shared.
 #![expect(
     clippy::inline_always,
     reason = "packing and writing use registers only where they are inlined into their dispatch"
@@ -45,7 +45,7 @@ const ROWS: usize = 4 * LINES;
 /// Computes `c = alpha a b + start`.
 ///
 /// # Errors
-/// This process has no matrix units; `c` is as it was.
+/// This process has no matrix units; `c` is unchanged.
 pub(super) fn product<'c, W: Operand<f32>>(
     simd: V4,
     threads: &Threads,
@@ -82,8 +82,8 @@ pub(super) fn product<'c, W: Operand<f32>>(
     Ok(())
 }
 
-/// Height and width of the blocks of an output, in whole panels, so that each thread gets as many
-/// as the others: the longer side is cut further.
+/// Height and width of the blocks of an output, in whole panels. The longer side is cut further, so
+/// that all threads get equally many blocks.
 fn block_size(rows: usize, cols: usize, num_threads: usize) -> (usize, usize) {
     let cut = |len: usize, parts: usize| len.div_ceil(parts).next_multiple_of(LINES);
     let col_parts = cols.div_ceil(BLOCK);
@@ -94,7 +94,7 @@ fn block_size(rows: usize, cols: usize, num_threads: usize) -> (usize, usize) {
     }
 }
 
-/// Elements of packed memory for so many rows or columns.
+/// Elements of packed memory for `lines` rows or columns.
 fn panels_len(lines: usize) -> usize {
     lines.div_ceil(LINES) * DEPTH / GROUP * GROUP_LEN
 }
@@ -217,14 +217,14 @@ mod tests {
 
     const SHAPE: (usize, usize, usize) = (150, 1100, 330);
 
-    /// What computes a product.
+    /// The unit that computes a product.
     #[derive(Clone, Copy)]
     enum By {
         MatrixUnits,
         MultiplyAdds,
     }
 
-    /// The product, or nothing on a processor that lacks what computes it.
+    /// The product, or nothing on a processor without that unit.
     fn run(by: By, threads: &Threads, a: &[f32], b: &[f32]) -> Option<Vec<f32>> {
         let (m, k, n) = SHAPE;
         let simd = V4::try_new()?;

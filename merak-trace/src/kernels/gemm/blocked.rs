@@ -6,8 +6,8 @@
 //! their part of the right operand, which stays in its second-level cache, and multiplies all rows
 //! by it.
 //!
-//! Element (i, j) is a sum over k in blocks of [`DEPTH`], each in ascending order, whatever the
-//! other rows and columns are and however the work is shared.
+//! Element (i, j) is a sum over k in blocks of [`DEPTH`], each in ascending order. It depends
+//! neither on the other rows and columns nor on how the work is shared.
 #![expect(
     clippy::inline_always,
     reason = "a tile stays in registers only where it is inlined into its dispatch"
@@ -20,7 +20,7 @@ use super::pack::{Order, ROW, pack_left, pack_right};
 use super::tile::{DEPTH, finish, multiply};
 use super::{Isa, Lanes, Operand, Start};
 
-/// Whether packing pays: the copies are made once, but used once per row and column.
+/// Whether packing pays: an operand is copied once and used once per row or column of the other.
 pub(super) fn pays(m: usize, k: usize, n: usize) -> bool {
     m >= 48 && n >= 32 && k >= 32
 }
@@ -61,7 +61,7 @@ pub(super) fn product<S: Isa, T: Float, W: Operand<T>, const STRIP: usize>(
     }
 }
 
-/// Panels of a block, so that each thread gets as many blocks as the others.
+/// Panels of a block, so that all threads get equally many blocks.
 fn block_panels<S: Isa>(panels: usize, num_threads: usize) -> usize {
     // Half of a second-level cache: 1 MiB with AVX-512; with AVX2, whose panels are half as wide
     // and whose processors have less, 256 KiB.
@@ -97,7 +97,7 @@ fn block<S: Isa, T: Float, const STRIP: usize>(
                 cols,
                 out: out.reborrow(),
             };
-            // The rows at the lower edge are done by fewer at a time.
+            // The rows left at the lower edge are computed in smaller groups.
             let mut row = 0;
             row = tile.rows::<STRIP>(row);
             row = tile.rows::<8>(row);
@@ -127,7 +127,7 @@ struct Tile<'a, S, T, const STRIP: usize> {
 }
 
 impl<S: Isa, T: Float, const STRIP: usize> Tile<'_, S, T, STRIP> {
-    /// Computes rows from `row` on, R at a time, as long as there are as many; gives the next row.
+    /// Computes whole groups of R rows from `row` on; returns the next row.
     #[inline(always)]
     fn rows<const R: usize>(&mut self, mut row: usize) -> usize {
         while row + R <= self.out.rows() {

@@ -15,14 +15,14 @@ use super::Start;
 
 /// An instruction set that has kernels for products: AVX2 with fused multiply-adds, or AVX-512.
 pub trait Isa: Simd {
-    /// The bits of as many 16-bit elements as a register has lanes of `f32`.
+    /// Bits of as many 16-bit elements as a register has lanes of `f32`.
     type Halves: Pod;
 
     /// `a0 b0 a1 b1 ..`, over two registers.
     fn interleave_f32s(self, a: Self::f32s, b: Self::f32s) -> [Self::f32s; 2];
     /// `a0 b0 a1 b1 ..`, over two registers.
     fn interleave_f64s(self, a: Self::f64s, b: Self::f64s) -> [Self::f64s; 2];
-    /// The same numbers, of bf16.
+    /// Widens bf16 bits to `f32`.
     fn widen_bf16s(self, bits: Self::Halves) -> Self::f32s;
 }
 
@@ -32,7 +32,7 @@ impl Isa for V3 {
     #[inline(always)]
     fn interleave_f32s(self, a: Self::f32s, b: Self::f32s) -> [Self::f32s; 2] {
         let (avx, a, b) = (self.avx, cast(a), cast(b));
-        // The halves of a register are apart from each other in all but the last step.
+        // The unpacks work within each half of a register; only the last step crosses halves.
         let (low, high) = (avx._mm256_unpacklo_ps(a, b), avx._mm256_unpackhi_ps(a, b));
         [
             cast(avx._mm256_permute2f128_ps::<0x20>(low, high)),
@@ -107,15 +107,15 @@ pub trait Lanes: Pod {
         a: Self::Register<S>,
         b: Self::Register<S>,
     ) -> [Self::Register<S>; 2];
-    /// Whole registers of a slice; what is left over is dropped.
+    /// Whole registers of a slice; the remainder is dropped.
     fn registers<S: Isa>(slice: &[Self]) -> &[Self::Register<S>];
-    /// Whole registers of a slice; what is left over is dropped.
+    /// Whole registers of a slice; the remainder is dropped.
     fn registers_mut<S: Isa>(slice: &mut [Self]) -> &mut [Self::Register<S>];
 
     /// Computes `c = alpha a b + start` on the matrix units of the processor.
     ///
     /// # Errors
-    /// There are no such units, or not for this type; `c` is as it was.
+    /// The processor has no matrix units for this type; `c` is unchanged.
     fn product_on_tiles<'c>(
         simd: V4,
         threads: &Threads,

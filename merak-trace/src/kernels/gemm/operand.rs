@@ -13,38 +13,37 @@ use super::super::{Float, MatRef, Threads, simd::vectorize};
 #[cfg(target_arch = "x86_64")]
 use super::{Isa, Lanes, MatMut, Start, amx};
 
-/// An element type all values of which are values of `T`: `T` itself, or one that takes less
-/// memory.
+/// An element type whose values are all values of `T`: `T` itself, or one that takes less memory.
 ///
-/// A product widens such elements where it loads or packs them, so its sums have the bits of a
-/// product with the widened operand, which is never made as a whole.
+/// A product widens such elements where it loads or packs them. Its sums have the bits of a product
+/// with the widened operand, which is never in memory as a whole.
 pub trait Operand<T: Float>: Pod + Send + Sync {
     /// As many elements as a register of `T` has lanes.
     #[cfg(target_arch = "x86_64")]
     type Group<S: Isa>: Pod;
 
-    /// The same number.
+    /// Converts to `T`, exactly.
     fn wide(self) -> T;
 
-    /// Calls `f` with the same matrix of the other type.
+    /// Calls `f` with the matrix widened to `T`.
     fn with_wide<R>(
         threads: &Threads,
         matrix: MatRef<'_, Self>,
         f: impl FnOnce(MatRef<'_, T>) -> R,
     ) -> R;
 
-    /// Whole groups of a slice; what is left over is dropped.
+    /// Whole groups of a slice; the remainder is dropped.
     #[cfg(target_arch = "x86_64")]
     fn groups<S: Isa>(slice: &[Self]) -> &[Self::Group<S>];
 
-    /// A register with the numbers of a group.
+    /// A register with the elements of a group, widened.
     #[cfg(target_arch = "x86_64")]
     fn widen<S: Isa>(simd: S, group: Self::Group<S>) -> T::Register<S>;
 
     /// Computes `c = alpha a b + start` on the matrix units of the processor.
     ///
     /// # Errors
-    /// There are no such units, or not for these types; `c` is as it was.
+    /// The processor has no matrix units for these types; `c` is unchanged.
     #[cfg(target_arch = "x86_64")]
     fn product_on_tiles<'c>(
         simd: V4,
@@ -150,7 +149,7 @@ impl Operand<f32> for bf16 {
     }
 }
 
-/// Writes the same numbers in another type.
+/// Widens each element, exactly.
 pub fn widen<T: Float, N: Operand<T>>(narrow: &[N], wide: &mut [T]) {
     vectorize(|| {
         for (wide, narrow) in wide.iter_mut().zip(narrow) {
@@ -248,7 +247,7 @@ mod tests {
         use super::super::{STRIP, blocked};
         use pulp::x86::V3;
 
-        /// As many rows as 16 registers have sums for.
+        /// Rows of a strip whose sums fill 16 registers.
         const SHORT_STRIP: usize = 6;
 
         let Some(narrow_registers) = V3::try_new() else {

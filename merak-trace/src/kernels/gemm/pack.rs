@@ -12,12 +12,12 @@ use super::{Isa, Operand};
 /// one set of the cache.
 pub(super) const ROW: usize = DEPTH + 16;
 
-/// In which order a packed strip holds its elements; the one that needs no turning of the operand.
+/// Element order of a packed strip: the one that needs no transpose of the operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
     /// Rows, each [`ROW`] elements after the last.
     Rows,
-    /// Columns of as many elements as a strip has rows.
+    /// Columns, each as long as a strip has rows.
     Columns,
 }
 
@@ -43,7 +43,7 @@ impl Order {
 const GROUP: usize = 8;
 
 /// Packs a left operand of depth [`DEPTH`] or less, with all threads, into strips of `STRIP` rows
-/// of [`ROW`] elements; what lies past the edges keeps any value.
+/// of [`ROW`] elements. Elements past the edges are unspecified.
 pub(super) fn pack_left<T: Float, const STRIP: usize>(
     threads: &Threads,
     a: MatRef<'_, T>,
@@ -120,7 +120,7 @@ fn pack_rows<S: Isa, T: Float, W: Operand<T>>(
         for (panel, row) in b.row(k).chunks(width).enumerate() {
             let out = &mut out.row_mut(panel)[k * width..][..width];
             if row.len() == width {
-                // By registers, as a call of memcpy takes longer than so short a copy.
+                // Copies by registers: a call of memcpy would take longer than this short copy.
                 for (out, &group) in T::registers_mut::<S>(out)
                     .iter_mut()
                     .zip(W::groups::<S>(row))
@@ -178,8 +178,7 @@ fn turn<S: Isa, T: Float, W: Operand<T>>(simd: S, x: MatRef<'_, W>, width: usize
     }
 }
 
-/// Turns as many registers as a register has lanes: each round deals the upper half in between the
-/// lower half.
+/// Transposes a square of registers. Each round interleaves the upper half with the lower half.
 #[inline(always)]
 pub(super) fn turn_square<S: Isa, T: Float>(simd: S, rows: &mut [T::Register<S>]) {
     let half = rows.len() / 2;

@@ -2,12 +2,12 @@
 //! order in which it lies, so the speed is that of the memory.
 //!
 //! ```text
-//! rows of b contiguous      c = Σ over chunks of k: a[:, chunk] · b[chunk, :]       a chunk per item, then the sum
-//! columns of b contiguous   c[i, j] = a[i, :] · b[:, j]                             a block of columns per item
+//! rows of b contiguous      c = Σ a[:, chunk] · b[chunk, :]   a chunk of k per item, then the sum
+//! columns of b contiguous   c[i, j] = a[i, :] · b[:, j]       a block of columns per item
 //! ```
 //!
-//! Chunks and blocks follow from the shapes alone, and an element is a sum over k in one order,
-//! whatever the other rows and columns are: a sequence gets the same bits alone and in a batch.
+//! Chunks and blocks follow from the shapes alone, and each element is a sum over k in one order,
+//! independent of the other rows and columns: a sequence gets the same bits alone and in a batch.
 #![expect(
     clippy::inline_always,
     reason = "sums stay in registers only where they are inlined into their dispatch"
@@ -23,24 +23,24 @@ use std::{
 use super::super::{Float, MatMut, MatRef, Threads};
 use super::{Isa, Operand, Start};
 
-/// Most rows that are few; from then on packing pays.
+/// Largest number of rows for these kernels; above it packing pays.
 const MAX_ROWS: usize = 47;
-/// Elements of the right operand from which on its way from memory is what takes time.
+/// Right operands of at least this many elements are limited by memory speed.
 const MIN_ELEMENTS: usize = 1 << 14;
-/// Most chunks of k, and the fewest rows of one but for the last.
+/// Largest number of chunks of k, and smallest number of rows of all chunks but the last.
 const CHUNKS: usize = 8;
 const CHUNK_ROWS: usize = 128;
-/// Rows of the right operand that are read side by side: for each, the sums of all columns are
-/// loaded and stored once.
+/// Rows of the right operand that are read side by side: the sums of all columns are loaded and
+/// stored once per such group.
 const DEPTH: usize = 16;
 /// Columns of the right operand that are read side by side.
 const STEP: usize = 4;
-/// Columns of an item of dots.
+/// Columns per work item of [`dots`].
 const BLOCK_COLS: usize = 64;
-/// Numbers that an item adds up.
+/// Elements of partial sums that a work item adds up.
 const SUM_ELEMENTS: usize = 1 << 15;
 
-/// Whether this is such a product.
+/// Whether these kernels suit the product.
 pub(super) fn pays<T: Float, W: Operand<T>>(a: &MatRef<'_, T>, b: &MatRef<'_, W>) -> bool {
     a.rows() <= MAX_ROWS
         && b.rows() * b.cols() >= MIN_ELEMENTS
@@ -137,7 +137,7 @@ fn dot_columns<S: Isa, T: Float, W: Operand<T>, const N: usize>(
             sums.len()
         };
         let rows = |i| a.row(row + i);
-        // As many as have registers for their sums.
+        // As many rows as the registers hold sums for.
         row += match a.rows() - row {
             4.. if S::REGISTER_COUNT >= 32 => {
                 let rows = array::from_fn(rows);
@@ -153,7 +153,7 @@ fn dot_columns<S: Isa, T: Float, W: Operand<T>, const N: usize>(
     }
 }
 
-/// The products of `R` rows with `N` columns: a register of sums for each, whose lanes are added in
+/// The products of `R` rows with `N` columns: each has a register of sums, whose lanes are added in
 /// the end.
 #[inline(always)]
 fn multiply<S: Isa, T: Float, W: Operand<T>, const R: usize, const N: usize>(
@@ -251,7 +251,7 @@ fn add_chunk<S: Isa, T: Float, W: Operand<T>>(
 ) {
     let mut k = rows.start;
     while k < rows.end {
-        // The last rows are done by fewer at a time.
+        // The last rows are added in smaller groups.
         k += match rows.end - k {
             DEPTH.. => add_rows::<S, T, W, DEPTH>(simd, (a, b), k, sums),
             4.. => add_rows::<S, T, W, 4>(simd, (a, b), k, sums),
@@ -260,7 +260,7 @@ fn add_chunk<S: Isa, T: Float, W: Operand<T>>(
     }
 }
 
-/// Adds the products with `D` rows of `b` from row `k` on; gives their number.
+/// Adds the products with `D` rows of `b` from row `k` on; returns D.
 #[inline(always)]
 fn add_rows<S: Isa, T: Float, W: Operand<T>, const D: usize>(
     simd: S,
@@ -271,7 +271,7 @@ fn add_rows<S: Isa, T: Float, W: Operand<T>, const D: usize>(
     let n = b.cols();
     let row = |p: usize| &b.row(p.min(b.rows() - 1))[..n];
     let rows: [&[W]; D] = array::from_fn(|p| row(k + p));
-    // What comes next is on its way from memory while these rows are used for the first time.
+    // The next rows are prefetched while these rows are used for the first time.
     let mut next: [&[W]; D] = array::from_fn(|p| row(k + D + p));
     let mut first = 0;
     while first < a.rows() {
@@ -289,7 +289,7 @@ fn add_rows<S: Isa, T: Float, W: Operand<T>, const D: usize>(
     D
 }
 
-/// Adds the products of `R` rows of `a` from `first` on with `D` rows of `b`; gives R.
+/// Adds the products of `R` rows of `a` from `first` on with `D` rows of `b`; returns R.
 ///
 /// Two registers of columns at a time: the sums of R rows stay in registers while the D rows pass.
 #[inline(always)]
@@ -379,7 +379,7 @@ fn gather<T: Float>(
     }
 }
 
-/// What an element of a column begins with.
+/// Start value of an element in column `col`.
 #[inline(always)]
 fn begin<T: Float>(start: Start<'_, T>, col: usize, out: T) -> T {
     match start {

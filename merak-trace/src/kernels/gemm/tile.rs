@@ -83,7 +83,7 @@ pub(super) fn finish<S: Isa, T: Float>(
         }
         return;
     }
-    // Hidden, so that no register holds it while the sums need them all.
+    // `black_box` keeps alpha out of the registers while the sums need them all.
     let alpha = T::splat(simd, std::hint::black_box(alpha));
     let out = T::registers_mut::<S>(out);
     let mut add = |register: usize, start| {

@@ -1,15 +1,13 @@
-//! Threads that share the work of one call after the other, and stay awake for a while between
-//! calls.
+//! Threads that share the work of one call after another, and stay awake for a while between calls.
 //!
 //! ```text
-//! caller   publish job ── run it ── close ── wait until nobody is inside ── next call
+//! caller   publish job ── run it ── close ── wait until no worker is inside ── next call
 //! worker   spin .. enter ── run it ── leave ── spin .. yield .. sleep
 //! ```
 //!
-//! One word holds it all: the number of the call, whether it is open, and how many workers are
-//! inside. A worker enters by a compare-and-swap of that word, so none enters a call that was
-//! closed, and the caller, which closes and then waits until nobody is inside, may take the job
-//! away.
+//! One atomic word holds the number of the call, whether it is open, and how many workers are
+//! inside. A worker enters by a compare-and-swap of that word, so no worker enters a closed call.
+//! The caller closes the call and waits until no worker is inside; then it may take the job away.
 #![expect(
     unsafe_code,
     reason = "threads that outlive a call run a closure that borrows from its caller"
@@ -26,21 +24,21 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-/// What every thread of a call runs, with its number; the caller's is 0.
+/// The job of a call: every thread runs it with its own number, the caller with 0.
 type Job<'a> = dyn Fn(usize) + Sync + 'a;
 
-/// Workers inside the call.
+/// Mask of the number of workers inside the call.
 const INSIDE: u64 = 0xffff;
-/// Workers may enter.
+/// Bit: workers may enter.
 const OPEN: u64 = 1 << 16;
-/// Workers end.
+/// Bit: workers end.
 const STOP: u64 = 1 << 17;
-/// The number of the call lies above.
+/// First bit of the number of the call.
 const CALL: u32 = 32;
 
-/// How often a worker looks for a call before it lets others have its core: some 30 microseconds.
+/// How often a worker looks for a call before it yields its core: some 30 microseconds.
 const SPINS: usize = 600;
-/// How often it looks then, before it sleeps.
+/// How often it then looks before it sleeps.
 const YIELDS: usize = 100;
 
 /// The workers, and the way to call them.
@@ -55,7 +53,7 @@ struct Shared {
     state: AtomicU64,
     /// A `&Job` on the caller's stack.
     job: AtomicPtr<()>,
-    /// Workers that must be woken.
+    /// Number of sleeping workers.
     sleeping: AtomicUsize,
     lock: Mutex<()>,
     wake: Condvar,
@@ -92,9 +90,9 @@ impl Team {
         self.workers.len() + 1
     }
 
-    /// Runs the job on the caller and on every worker that comes before the caller is through with
-    /// it. A job must get done on one thread alone too: that is what happens within a job, and
-    /// beside a call of another thread's.
+    /// Runs the job on the caller, and on every worker that enters before the caller is done. The
+    /// job must also complete on one thread: a call from within a job, or during another thread's
+    /// call, runs on its caller alone.
     pub(super) fn run(&self, job: &Job<'_>) {
         let _call = match self.call.try_lock() {
             Ok(call) => call,
@@ -130,7 +128,7 @@ impl fmt::Debug for Team {
     }
 }
 
-/// An open call; closes it, and waits for the workers inside.
+/// An open call. Dropping it closes the call and waits for the workers inside.
 struct Open<'a>(&'a Shared);
 
 impl Drop for Open<'_> {
@@ -144,7 +142,7 @@ impl Drop for Open<'_> {
 }
 
 impl Shared {
-    /// Publishes a job until what is returned is dropped.
+    /// Publishes a job until the returned guard is dropped.
     fn open<'a>(&'a self, job: &'a &Job<'_>) -> Open<'a> {
         self.job
             .store((&raw const *job).cast_mut().cast(), Ordering::Relaxed);
@@ -162,14 +160,14 @@ impl Shared {
         self.wake.notify_all();
     }
 
-    /// The life of a worker.
+    /// Runs a worker until the team ends.
     fn work(&self, number: usize) {
         let mut last = 0;
         while let Some(call) = self.enter(last) {
             last = call;
             let job = self.job.load(Ordering::Relaxed).cast::<&Job<'_>>();
-            // SAFETY: it points to the caller's job, as the word was read after it was stored; the
-            // caller waits until this worker has left.
+            // SAFETY: it points to the caller's job, which was stored before the word that this
+            // worker read; the caller waits until this worker has left.
             let job = unsafe { &*job };
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| job(number))) {
                 locked(&self.panic).get_or_insert(panic);
@@ -178,7 +176,7 @@ impl Shared {
         }
     }
 
-    /// Waits for a call after `last` and enters it; gives its number, or nothing when the team
+    /// Waits for a call after `last` and enters it. Returns its number, or nothing when the team
     /// ends.
     fn enter(&self, last: u64) -> Option<u64> {
         let mut looks = 0;
@@ -210,8 +208,8 @@ impl Shared {
     fn sleep(&self, last: u64) {
         let mut lock = locked(&self.lock);
         self.sleeping.fetch_add(1, Ordering::SeqCst);
-        // Whoever opens a call looks at `sleeping` after it wrote the word: it sees this worker, or
-        // the worker the call.
+        // The caller looks at `sleeping` after it writes the word, so either it sees this worker or
+        // this worker sees the call.
         loop {
             let state = self.state.load(Ordering::SeqCst);
             if state & STOP != 0 || is_new(state, last) {
@@ -227,7 +225,7 @@ fn is_new(state: u64, last: u64) -> bool {
     state & OPEN != 0 && state >> CALL != last
 }
 
-/// Waits for a moment, longer from the [`SPINS`]-th time on.
+/// Waits for a moment; from the [`SPINS`]-th time on, yields the core.
 fn pause(looks: &mut usize) {
     if *looks < SPINS {
         hint::spin_loop();

@@ -1,4 +1,4 @@
-//! What configurations of the Llama kind say.
+//! Reads configurations of the Llama kind.
 
 use super::{Biases, Llama};
 use crate::{
@@ -11,11 +11,11 @@ use crate::{
 };
 use serde_json::json;
 
-/// What a family has where its configuration says nothing, as in `transformers`.
+/// The defaults of a family's configuration, as in `transformers`.
 #[derive(Debug)]
 pub(in crate::models) struct Variant {
     family: &'static str,
-    /// What the names of its classes begin with.
+    /// Prefix of the names of its classes.
     class: &'static str,
     vocab_size: usize,
     intermediate_size: usize,
@@ -45,7 +45,7 @@ enum BiasRule {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Windows {
     Nowhere,
-    /// All, where `sliding_window` is not null; of this size where it is absent.
+    /// All, unless `sliding_window` is null; of this size if it is absent.
     Everywhere(usize),
     /// Those that `use_sliding_window`, `max_window_layers` and `layer_types` name.
     Later {
@@ -106,7 +106,7 @@ impl Llama {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
     pub(in crate::models) fn from_fields(f: &Fields<'_>, variant: &Variant) -> Result<Self> {
         check_architecture(f, variant.class)?;
-        // Of slices that a layer was trained in, and of programs of others.
+        // Fields of slices that a layer was trained in, and of other programs.
         f.ignore(&["is_llama_config", "max_sequence_length", "pretraining_tp"]);
         f.refuse("rope_interleaved", &[json!(false)])?;
         f.refuse("use_mrope", &[json!(false)])?;
@@ -199,7 +199,7 @@ impl Variant {
     }
 }
 
-/// The windows of layers that are listed by what they see.
+/// The windows of layers by their types.
 fn windows_by_type(
     types: &[&str],
     window: Option<usize>,

@@ -22,8 +22,8 @@ pub(super) enum Scaling {
         /// Factor of sines and cosines, section 3.4 as `transformers` has it.
         attention: f64,
     },
-    /// A divisor for each pair, and others for sequences that are longer than those of the first
-    /// training ([`LongRoPE`](https://arxiv.org/abs/2402.13753), section 3; Phi-3).
+    /// A divisor for each pair, and another for sequences longer than those of the first training
+    /// ([`LongRoPE`](https://arxiv.org/abs/2402.13753), section 3; Phi-3).
     LongRope {
         short: Vec<f64>,
         long: Vec<f64>,
@@ -44,7 +44,7 @@ pub(super) struct Llama3 {
 }
 
 impl Llama3 {
-    /// What becomes of a frequency.
+    /// The scaled frequency.
     pub(super) fn scaled(&self, plain: f64) -> f64 {
         let wavelength = 2.0 * PI / plain;
         if wavelength < self.original / self.high {
@@ -70,7 +70,7 @@ pub(super) struct Ramp {
 }
 
 impl Ramp {
-    /// What becomes of the frequency of a pair.
+    /// The scaled frequency of a pair.
     pub(super) fn scaled(&self, pair: usize, plain: f64, rotated: usize, theta: f64) -> f64 {
         let (from, to) = self.ends(rotated as f64, theta);
         let divided = ((pair as f64 - from) / (to - from)).clamp(0.0, 1.0);
@@ -95,7 +95,7 @@ impl Ramp {
 }
 
 impl Scaling {
-    /// Reads the nested object, and what stands on the top level besides.
+    /// Reads the nested object and related fields of the top level.
     pub(super) fn from_fields(
         f: &Fields<'_>,
         nested: &Fields<'_>,
@@ -116,7 +116,7 @@ impl Scaling {
             Ok(original)
         };
         if ["default", "linear", "dynamic"].contains(&&*kind) {
-            // transformers takes the longest sequence of the model all the same.
+            // transformers uses the model's longest sequence regardless.
             nested.ignore(&[ORIGINAL]);
         }
         let scaling = match kind.as_str() {

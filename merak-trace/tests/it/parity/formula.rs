@@ -5,7 +5,7 @@ use serde_json::Value as Json;
 /// Samples of a batch.
 pub(super) const BATCH: usize = 3;
 
-/// Length of the texts, and of what they are translated to.
+/// Lengths of the texts and of their translations.
 pub(super) const SEQ: usize = 8;
 pub(super) const TARGET: usize = 6;
 
@@ -37,7 +37,7 @@ pub(super) fn weight(name: &str, len: usize) -> Vec<f64> {
     uniform(name, len).map(|u| shift + scale * u).collect()
 }
 
-/// What a model is given, by its configuration.
+/// The inputs of a model, by its configuration.
 pub(super) struct Samples<'a>(pub(super) &'a Json);
 
 impl Samples<'_> {

@@ -21,7 +21,7 @@ pub(crate) struct Collectives {
     steps: usize,
 }
 
-/// Most ranks and bytes: beyond them a slip of the keyboard is likelier than a machine.
+/// Most ranks and bytes: larger values are typing mistakes.
 const MAX_WORLD: usize = 256;
 const MAX_BYTES: u64 = 1 << 32;
 

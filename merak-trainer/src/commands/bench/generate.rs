@@ -20,7 +20,7 @@ use super::Gpt2Shape;
 struct Times {
     prefill: f64,
     decode: f64,
-    /// That it computed in all this time.
+    /// Seconds of computation within both.
     busy: f64,
 }
 
@@ -78,7 +78,7 @@ impl Generate {
             .map_err(|error| super::located(&config, error))
     }
 
-    /// The figures of a model that continues prompts to a length.
+    /// Measures a model that continues prompts to a length.
     fn measure(
         &self,
         model: Box<dyn Model>,
@@ -100,7 +100,7 @@ impl Generate {
                 .map(|_| self.timed(&mut trainer, &prompts, self.new_tokens))
                 .collect::<Result<Vec<_>>>()
         })?;
-        // The first replica has no fewer prompts than the others.
+        // The first replica has at least as many prompts as the others.
         let of_rank = |rank: usize, of: fn(&Times) -> f64| {
             let mut all: Vec<_> = times[rank].iter().map(of).collect();
             all.sort_by(f64::total_cmp);
@@ -152,7 +152,7 @@ impl Generate {
         Ok(Times {
             prefill: prefill.as_secs_f64(),
             decode: start.elapsed().saturating_sub(prefill).as_secs_f64(),
-            // A replica without a prompt has none, whose sum would be a negative zero.
+            // A replica without a prompt has no spans, whose sum would be a negative zero.
             busy: spans.fold(0.0, |busy, span| busy + (span.end - span.start)),
         })
     }

@@ -1,4 +1,4 @@
-//! `merak bench pipeline`: schedules as they ran, beside what the simulator foretold.
+//! `merak bench pipeline`: schedules as they ran, beside the simulator's predictions.
 
 use super::{super::Failure, MadeUp, Options, configured, located, of_size};
 use clap::Args as ClapArgs;
@@ -60,7 +60,7 @@ pub(crate) struct Pipeline {
     partition: String,
 }
 
-/// What the steps of one schedule came to, in the order of the runs.
+/// Times of the steps of one schedule, in the order of the runs.
 #[derive(Default)]
 struct Found {
     chunks: usize,
@@ -185,7 +185,7 @@ impl Pipeline {
         Ok(())
     }
 
-    /// For each rank its steps.
+    /// The steps of each rank.
     fn records(&self, plan: &Arc<Plan>, args: &CheckedArguments) -> Result<Vec<Vec<StepRecord>>> {
         let data: Arc<dyn Dataset> = Arc::new(MadeUp {
             samples: (self.steps + 1) * args.global_batch(),
@@ -232,7 +232,7 @@ impl Pipeline {
     }
 }
 
-/// What ran in one step on all ranks, from its first start on.
+/// Timeline of one step on all ranks, from its first start on.
 fn from_first_start(ranks: &[Vec<StepRecord>], step: usize) -> Timeline {
     let spans = || ranks.iter().map(|rank| &rank[step].spans);
     let starts = spans().filter_map(|spans| spans.first());

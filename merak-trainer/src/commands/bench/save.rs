@@ -37,17 +37,17 @@ pub(crate) struct Save {
     steps: usize,
 }
 
-/// What one round took on one rank.
+/// Times of one round on one rank.
 struct Round {
     /// A step while nothing is saved.
     step: Duration,
     /// A checkpoint that is written at once.
     save: Duration,
-    /// What one that is written meanwhile keeps from training.
+    /// Time for which a checkpoint written during training stops the training.
     stall: Duration,
-    /// The steps until it is complete.
+    /// Steps until that checkpoint is complete.
     steps: u32,
-    /// These steps and the stalls, beyond what the steps take while nothing is saved.
+    /// Time that those steps and stalls take beyond the same steps while nothing is saved.
     lost: Duration,
 }
 
@@ -62,7 +62,7 @@ impl Save {
             .map_err(|error| super::located(&config, error))
     }
 
-    /// The figures of a model.
+    /// Measures the checkpoints of a model.
     fn measure(
         &self,
         model: Box<dyn Model>,
@@ -82,7 +82,7 @@ impl Save {
                 ..TrainerParts::default()
             };
             let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, args, parts)?;
-            // The first one touches memory.
+            // The first step touches memory.
             trainer.train_step()?;
             (0..self.steps)
                 .map(|_| round(&mut trainer))
@@ -124,7 +124,7 @@ impl Save {
 fn round(trainer: &mut MerakTrainer) -> Result<Round> {
     let step = timed(|| trainer.train_step().map(drop))?;
     let save = timed(|| trainer.save_checkpoint().map(drop))?;
-    // Of another step, so that it replaces none.
+    // The next checkpoint is of another step, so that it replaces none.
     trainer.train_step()?;
     let mut steps = 0;
     let meanwhile = timed(|| {

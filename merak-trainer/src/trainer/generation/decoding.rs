@@ -12,11 +12,11 @@ use merak_pipe::{Action, Engine, Kind, MicrobatchId, Rounds, Span, StageId, Visi
 use merak_trace::{KvCache, Value};
 use std::{collections::BTreeMap, ops::ControlFlow, time::Instant};
 
-/// Most positions of several sequences that pass together: enough for fast products.
+/// Upper bound on the positions of several sequences that pass together: enough for fast products.
 const MAX_POSITIONS: usize = 512;
 
-/// The tag of messages with tokens of the first group, which no two stages use; others have those
-/// below.
+/// The tag of messages with tokens of the first group; other groups have the tags below it.
+/// Messages between stages use neither.
 const TOKENS: u64 = u64::MAX;
 
 /// One call of [`MerakTrainer::generate`] on this rank.
@@ -34,7 +34,7 @@ pub(super) struct Generation<'a> {
     sampler: Sampler,
     epoch: Instant,
     spans: Vec<Span>,
-    /// What the attentions of each stage of the rank have seen.
+    /// The keys and values of each stage of the rank.
     caches: Vec<KvCache>,
     /// The stage with the model's last attention.
     last_attention: usize,
@@ -44,9 +44,9 @@ pub(super) struct Generation<'a> {
 #[derive(Debug, Default)]
 struct Group {
     number: u64,
-    /// Those that have not ended.
+    /// The prompts that have not ended.
     prompts: Vec<u64>,
-    /// What passes in this round; nothing before the first.
+    /// The passes of this round; empty before the first.
     passes: Vec<Pass>,
     /// Its next tokens, on the rank that chose them.
     tokens: Option<Vec<u32>>,
@@ -60,7 +60,7 @@ struct Pass {
     ids: Vec<i64>,
     /// The last position of each sequence.
     newest: Vec<usize>,
-    /// The length by which they are scaled.
+    /// The length by which positions are scaled.
     context: usize,
 }
 
@@ -155,7 +155,8 @@ impl<'a> Generation<'a> {
         Ok(into_vec(data)?)
     }
 
-    /// Runs stages of this rank for a group; behind the last one, everybody is told its tokens.
+    /// Runs stages of this rank for a group; after the last stage, sends its tokens to all ranks of
+    /// the pipeline.
     fn visit(&mut self, visit: &Visit, group: &mut Group, decoding: &Decoding) -> Result<()> {
         let action = |stage| Action::new(StageId(stage), Kind::Forward, MicrobatchId(0));
         let actions: Vec<_> = visit.stages.clone().map(action).collect();
@@ -181,7 +182,7 @@ impl<'a> Generation<'a> {
         Ok(())
     }
 
-    /// The next positions of sequences that wait, as they pass together.
+    /// The next positions of sequences that wait, grouped into passes.
     fn passes(&mut self, decoding: &Decoding, prompts: &[u64]) -> Vec<Pass> {
         let rows: Vec<_> = prompts.iter().filter_map(|&p| decoding.row(p)).collect();
         for row in &rows {
@@ -214,8 +215,8 @@ impl<'a> Generation<'a> {
         self.trainer.stages.plan.model.scaling_length(positions)
     }
 
-    /// Forgets the keys of a sequence when they belong to other positions than its next ones, or
-    /// are not to be used.
+    /// Forgets the keys of a sequence when its next positions are scaled in another way, or without
+    /// `use_cache`.
     fn forget_unless_it_fits(&mut self, row: &Row<'_>) {
         let fits = self.context(self.passed(row)) == self.context(row.tokens.len());
         if !fits || !self.trainer.args.use_cache {
@@ -247,7 +248,7 @@ impl<'a> Generation<'a> {
         cache.map_or(0, |cache| cache.positions(row.prompt))
     }
 
-    /// Passes positions through stages of this rank; gives the tokens that follow on the last one.
+    /// Passes positions through stages of this rank; the last stage returns the tokens that follow.
     fn pass(&mut self, engine: &Engine, pass: &Pass, decoding: &Decoding) -> Result<Vec<u32>> {
         let forward = Forward {
             batch: 1,
@@ -319,7 +320,7 @@ impl<'a> Generation<'a> {
             };
             tokens = rows.map(pick).collect();
         });
-        // The backend uses the memory again.
+        // The backend reuses the memory.
         drop(backend.from_buffer(&ty, buffer)?);
         Ok(tokens?)
     }

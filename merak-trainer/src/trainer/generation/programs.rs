@@ -1,4 +1,4 @@
-//! Programs for the sizes that pass.
+//! Forward programs, by size.
 
 use crate::{Forward, Result, stage::RankStages};
 use merak_trace::Interpreter;

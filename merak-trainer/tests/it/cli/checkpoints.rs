@@ -1,10 +1,10 @@
-//! Damaged checkpoints: whoever loads one says which file it is, and ends with status 2.
+//! Damaged checkpoints: a command that loads one names the file and ends with status 2.
 
 use std::fs;
 
 use super::Workplace;
 
-/// Loads the checkpoint by both commands with a file of it changed; the message.
+/// Changes a file of the checkpoint and loads it by both commands; returns the message.
 fn refused(place: &Workplace, name: &str, change: impl FnOnce(&mut Vec<u8>)) -> String {
     let file = place.path("run/checkpoints/step-00000001").join(name);
     let good = fs::read(&file).expect("it is there");

@@ -133,7 +133,7 @@ fn assert_close(actual: &[f64], expected: &[f64], tolerance: f64, what: &str) {
     }
 }
 
-/// Trains on one rank and on several, and evaluates what came of it on one rank and on several.
+/// Trains on one rank and on several, and evaluates the result on one rank and on several.
 fn same_everywhere(place: &Workplace) -> Vec<f64> {
     let alone = trained(place, "");
     assert_eq!(alone.len(), 3);
@@ -179,7 +179,7 @@ fn bert_fills_in_the_words_of_a_text() {
     place.write("text.jsonl", &lines(|_, phrase| json!({ "text": phrase })));
     let keys = "--data.format jsonl --data.path text.jsonl";
     assert_eq!(trained(&place, keys).len(), 3);
-    // A resumed run draws what the unbroken one would have.
+    // A resumed run draws the numbers of the unbroken one.
     trained(&place, "--max_steps 2 --lr_scheduler_type constant");
     place.succeed("train merak.toml --resume latest --lr_scheduler_type constant");
     let resumed = self::losses(&place);

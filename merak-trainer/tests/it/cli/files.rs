@@ -1,4 +1,4 @@
-//! Files that somebody named and that have no end, or keep who opens them waiting: refused by name.
+//! Named files that have no end, or whose opening would block: refused by name.
 
 use std::{
     fs::File,
@@ -108,7 +108,7 @@ fn what_is_no_file_where_the_run_writes_is_refused_at_the_start() {
         std::fs::remove_dir_all(place.path("run")).expect("it can be removed");
     }
     place.succeed("train merak.toml --max_steps 1");
-    // A record of a later step is taken out on the way.
+    // Resuming removes a record of a later step.
     let metrics = place.path("run/metrics.jsonl");
     let records = std::fs::read_to_string(&metrics).expect("records");
     std::fs::write(&metrics, records + "{\"step\":9}\n").expect("a writable folder");

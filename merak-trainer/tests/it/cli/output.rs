@@ -194,7 +194,7 @@ fn a_schedule_has_its_own_defaults_and_prints_the_costs_in_use() {
     }
     let interleaved = place.document("schedule interleaved_1f1b -p 2 -m 4 --format json");
     assert_eq!(interleaved["chunks"], 2);
-    // What is given as CSV tells its own size; a byte order mark is read over.
+    // A schedule that is given as CSV tells its own size; a byte order mark is skipped.
     let csv = place.succeed("schedule dualpipe_v -p 2 -m 4 --format csv");
     assert!(csv.contains("(0F3;3B1)OVERLAP_F_B"), "{csv}");
     place.write("given.csv", &format!("\u{feff}{csv}"));
@@ -371,7 +371,7 @@ fn the_bench_of_collectives_prints_a_line_per_operation_and_size() {
         let names = of_size.filter_map(|line| line["op"].as_str());
         names.collect::<Vec<_>>()
     };
-    // Whole numbers for each of three ranks.
+    // A whole number of elements for each of three ranks.
     assert_eq!(operations(996), operations(48));
     assert_eq!(
         operations(48),
@@ -407,7 +407,8 @@ fn the_bench_of_collectives_reads_sizes_and_moves_the_bytes_of_messages() {
         .collect();
     let sizes: Vec<_> = messages.iter().map(|line| line["bytes"].as_u64()).collect();
     assert_eq!(sizes, [Some(64 << 10), Some(16 << 20)]);
-    // A pointer would take as long as any other; no memory has as many bytes in a second.
+    // A message that is a pointer alone would seem faster than any memory, and take the same time
+    // at any size.
     let speed = messages[1]["bus_bytes_per_s"].as_f64().expect("a number");
     assert!(speed < 1e12, "{speed}");
     let times = messages.iter().filter_map(|line| line["us"].as_f64());
@@ -461,7 +462,7 @@ fn the_doctor_tells_what_there_is_and_tries_it() {
     ] {
         assert!(names(key).contains(&name.to_owned()), "{key}: {found}");
     }
-    // What another build could do is not told.
+    // Abilities of other builds are not listed.
     let has_tch = cfg!(feature = "tch");
     assert_eq!(names("backends").contains(&"tch".to_owned()), has_tch);
     assert!(has_tch || !names("devices").contains(&"cuda".to_owned()));

@@ -13,7 +13,7 @@ use merak_ckpt::{Checkpoint, Store};
 
 use super::{Ended, Workplace, files};
 
-/// A training that goes on until somebody ends it.
+/// A training that goes on until a signal ends it.
 const ENDLESS: &str = "train merak.toml --max_steps 10000000 --save_steps 10000000";
 
 /// A command under way.
@@ -51,7 +51,7 @@ impl Running {
         assert!(sent.expect("a shell").success());
     }
 
-    /// How it ends, and what it says until then.
+    /// Waits for its end; returns its status and what it says until then.
     fn end(self) -> (ExitStatus, String) {
         let Self { mut child, lines } = self;
         let rest = thread::spawn(move || lines.map_while(Result::ok).collect::<Vec<_>>());
@@ -96,7 +96,7 @@ fn the_same_command_twice_is_refused_and_changes_nothing() {
     assert_eq!(dry.status, Some(0), "{}", dry.stderr);
     assert!(dry.stdout.contains("has a run already"), "{}", dry.stdout);
     assert!(files(&place.path("run")) == first);
-    // Both ways on.
+    // Both ways to go on.
     place.succeed("train merak.toml --resume auto --max_steps 7");
     assert_eq!(steps(&place, "run"), [5, 7]);
     place.succeed("train merak.toml --overwrite_output_dir");
@@ -106,7 +106,7 @@ fn the_same_command_twice_is_refused_and_changes_nothing() {
         names.collect::<Vec<_>>()
     };
     assert_eq!(names(&new), names(&first));
-    // What other runs have saved is no way on here.
+    // A checkpoint of another run does not go on in this run's folder.
     let other = place.merak("train merak.toml --output_dir other --max_steps 2");
     assert_eq!(other.status, Some(0), "{}", other.stderr);
     let mixed = place.merak("train merak.toml --resume other --max_steps 3");
@@ -157,7 +157,7 @@ fn a_run_killed_before_its_first_save_leaves_the_one_that_it_replaces() {
 fn auto_without_a_checkpoint_keeps_the_metrics_and_says_where() {
     let place = Workplace::new();
     let mut killed = Running::of(place.command(ENDLESS));
-    // A step is told before it is recorded.
+    // A step is printed before it is recorded.
     killed.read_until("step ");
     killed.send("KILL");
     killed.end();

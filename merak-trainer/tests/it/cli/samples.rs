@@ -1,5 +1,4 @@
-//! Data of which nothing can be learned: tensors that are not read, labels that do not count,
-//! numbers that are none.
+//! Data of which nothing can be learned: tensors that are not read, labels that do not count, NaN.
 
 use std::fs;
 
@@ -21,7 +20,7 @@ fn refused(model: &Value, tensors: &Tensors<'_>) -> String {
 #[test]
 fn a_tensor_that_no_part_of_the_model_reads_is_refused_with_the_nearest() {
     let ids = |name| (name, Dtype::I64, vec![20, 4], i64s((0..80).map(|i| i % 61)));
-    // Without labels they would be made of the tokens, and nobody would notice.
+    // Without labels, they would be made of the tokens, and the mistake would go unnoticed.
     assert_snapshot!(refused(&gpt2(), &[ids("input_ids"), ids("lables")]), @r#"error: the data give "lables", which this gpt2 model does not read: leave it out of the files, which may have input_ids, labels, attention_mask; did you mean "labels"?"#);
     assert_snapshot!(refused(&gpt2(), &[ids("input_ids"), ids("token_type_ids")]), @r#"error: the data give "token_type_ids", which this gpt2 model does not read: leave it out of the files, which may have input_ids, labels, attention_mask"#);
     let masked = bert("BertForMaskedLM");
@@ -98,13 +97,13 @@ fn gradients_that_are_never_finite_end_a_run() {
         log.contains("a.safetensors row=0 tensor=\"pixel_values\""),
         "{log}"
     );
-    // All steps of a run that is shorter than that.
+    // All steps of a run that is shorter than the limit.
     let (message, _) = failed(
         "train merak.toml --overwrite_output_dir --max_steps 2 --dp 2 --gradient_accumulation_steps 2",
     );
     assert_snapshot!(message, @r#"error: 2 steps in a row changed nothing, step 2 because the gradient of "vit.embeddings.cls_token" is not finite: look for numbers in the data or the starting weights that are not finite or very large, or choose a smaller "learning_rate" ("max_skipped_steps" is 50)"#);
 
-    // One sample among many costs a step, which is told, and is not averaged with the others.
+    // One bad sample among many costs a step, which is reported and left out of the average.
     write_tensors(
         &place.path("a.safetensors"),
         &with_nan(|row| row == 17 || row == 5),

@@ -83,8 +83,8 @@ fn the_sample_at_the_end_of_a_training_ends_at_the_given_token() {
     let first = u32::from(whole.chars().next().expect("a character"));
     let ended = sample(&place.succeed(&format!("{train} --eos_token_id {first}")));
     assert_eq!(ended.chars().count(), 1, "{ended:?}");
-    // Or at those that the model's folder names for generation; `config.json` counts where it names
-    // none.
+    // It also ends at the tokens that the model's folder names for generation; `config.json` counts
+    // where it names none.
     let file = "generation_config.json";
     place.write(file, &format!("{{ \"eos_token_id\": [3, {first}] }}"));
     let ended = sample(&place.succeed(train));
@@ -204,7 +204,7 @@ fn prompted(place: &Workplace, options: &str, lines: &str) -> String {
     ended.stdout
 }
 
-/// The same, however it ends.
+/// The same for a command that may fail.
 pub(super) fn answered(place: &Workplace, options: &str, lines: impl AsRef<[u8]>) -> Ended {
     let line = format!("train merak.toml --text_generation --temperature 0 {options}");
     let mut command = place.command(&line);
@@ -242,7 +242,7 @@ fn text_generation_continues_lines_until_one_says_stop() {
         prompted(&place, resumed, "every"),
         format!("{}\n", text("every"))
     );
-    // A line that cannot be continued costs nothing but the exit status.
+    // A line that cannot be continued changes the exit status alone.
     let ended = answered(&place, &format!("{resumed} --dp 2"), "\nevery\n");
     assert_eq!(ended.status, Some(2));
     assert_eq!(ended.stdout, format!("{}\n", text("every")));
@@ -253,7 +253,7 @@ fn text_generation_continues_lines_until_one_says_stop() {
         "{}",
         ended.stderr
     );
-    // Nor does one that is no text.
+    // A line that is no text does not change the status.
     let ended = answered(&place, resumed, b"\xff\nevery\n");
     assert_eq!(ended.status, Some(0));
     assert!(ended.stdout.ends_with(&format!("\n{}\n", text("every"))));
@@ -293,7 +293,7 @@ fn a_training_that_do_train_switches_off_and_a_warmup_beyond_the_run_are_told() 
     let ended =
         place.merak("train merak.toml --overwrite_output_dir --max_steps 1 --do_train true");
     assert!(!ended.stderr.contains("do_train"), "{}", ended.stderr);
-    // Less than nothing clips nothing.
+    // A negative norm clips nothing.
     place.succeed("train merak.toml --overwrite_output_dir --max_steps 1 --max_grad_norm -1");
 }
 

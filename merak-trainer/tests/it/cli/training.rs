@@ -64,7 +64,7 @@ fn a_run_leaves_its_files_and_the_same_bytes_each_time() {
     fs::remove_dir_all(place.path("run")).unwrap();
     place.succeed(line);
     assert!(artefacts(&place) == first, "the same bytes again");
-    // What was resolved says it all.
+    // The resolved configuration alone describes the run.
     fs::copy(
         place.path("run/config.resolved.toml"),
         place.path("again.toml"),
@@ -87,7 +87,7 @@ fn a_run_goes_on_from_its_checkpoint() {
     place.succeed("train merak.toml --lr_scheduler_type constant --max_steps 3 --resume auto");
     place.succeed("train merak.toml --lr_scheduler_type constant --resume auto");
     assert_eq!(losses(&place), unbroken);
-    // Once more, elsewhere: the same curve.
+    // Once more on another topology: the same curve.
     fs::remove_dir_all(place.path("run/checkpoints/step-00000005")).unwrap();
     fs::write(place.path("run/checkpoints/latest"), "step-00000003\n").unwrap();
     place.succeed("train merak.toml --lr_scheduler_type constant --dp 2 --pp 2 --gradient_accumulation_steps 2 --resume latest");
@@ -224,7 +224,7 @@ fn a_checkpoint_of_one_rank_is_cut_for_tensor_parallel_ranks() {
         continued(&place, "cut", "--tp 2"),
         continued(&place, "run", "")
     );
-    // Whoever saves, the notes are the same.
+    // Any topology saves the same notes.
     let noted = |checkpoint: &Checkpoint| {
         let tensors = checkpoint.manifest().tensors.iter();
         tensors.map(|tensor| tensor.cut.clone()).collect::<Vec<_>>()
@@ -280,7 +280,7 @@ fn an_interrupt_saves_and_ends_with_status_130() {
     let mut lines = BufReader::new(child.stderr.take().expect("a pipe")).lines();
     let first = lines.next().expect("a line of progress").expect("text");
     assert!(first.contains('1'), "{first}");
-    // Whoever stops reading would block the command.
+    // Without a reader, the command would block.
     let rest = thread::spawn(move || lines.count());
     let killed = Command::new("sh")
         .arg("-c")

@@ -70,7 +70,7 @@ fn training_starts_from_a_hugging_face_folder_on_any_topology() {
         place.succeed(&line);
         assert_eq!(records(&place, "tuned"), tuned, "{from}");
     }
-    // A run that is picked up does not start over.
+    // A resumed run does not start over.
     place.succeed("train hf.toml --max_steps 7 --resume auto");
     assert_eq!(records(&place, "tuned").last().expect("a record").0, 7);
     let both = place.mistake("train hf.toml --model.config model.json");
@@ -197,7 +197,7 @@ fn text_is_generated_with_a_head_that_differs_from_the_embedding() {
     assert_eq!(greedy("hf"), greedy("run"));
 }
 
-/// A PEFT folder for the model, with numbers that matter.
+/// A PEFT folder for the model, with factors that change its outputs.
 fn write_adapter(place: &Workplace) {
     let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
     for (module, into, out) in [
@@ -263,14 +263,14 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
         r#"{"r": 2, "lora_alpha": 4, "target_modules": ["c_attn", "c_proj"]}"#,
     );
     place.succeed("train hf.toml --lora_config lora.json --tp 2 --learning_rate 0.1");
-    // The run's own folder and the base with the adapter beside it say the same.
+    // The run's own folder and the base with the adapter beside it generate the same.
     let line = "--prompt every --temperature 1 --seed 3 --max-new-tokens 12 --json";
     let own = place.document(&format!("generate tuned {line}"));
     let beside = place.document(&format!("generate hf --adapter tuned/adapter {line}"));
     assert_eq!(own, beside);
     let base = place.document(&format!("generate hf {line}"));
     assert_ne!(own, base);
-    // Another one takes its place, and so does none.
+    // Another adapter, or none, takes its place.
     write_adapter(&place);
     let with = |model: &str, adapter: &str| {
         place.document(&format!("generate {model} --adapter {adapter} {line}"))
@@ -285,8 +285,7 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     let ended = settings::answered(&place, options, "every\n");
     assert_eq!(ended.stdout, format!("{text}\n"), "{}", ended.stderr);
     let saved = Checkpoint::open(place.path("tuned")).expect("it opens");
-    // A hidden folder beside it is somebody's own, and what a crash has left aside is the folder
-    // itself.
+    // An unrelated hidden folder is kept, and the folder that a crash has left aside comes back.
     place.write(".old-extracted/mine", "");
     place.write(".merak-old-extracted/notes", "");
     replace_lora(&saved, place.path("extracted")).expect("it has an adapter");
@@ -328,7 +327,7 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     assert_eq!(names("whole"), names("hf"));
     assert!(!place.path("whole/adapter_config.json").exists());
     assert_eq!(own, place.document(&format!("generate whole {line}")));
-    // Picked up, it goes on; under another name it is another adapter.
+    // Resumed, it goes on; under another name it is another adapter.
     place.succeed("train hf.toml --lora_config lora.json --max_steps 7 --resume auto");
     assert_eq!(records(&place, "tuned").last().expect("a record").0, 7);
     place.succeed("train hf.toml --lora_config lora.json --adapter_name mine --output_dir other");

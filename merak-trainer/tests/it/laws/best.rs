@@ -9,7 +9,8 @@ use tempfile::tempdir;
 
 use crate::support::Case;
 
-/// Evaluates after every second step. The loss falls, so the best of the larger ones is the first.
+/// Evaluates after every second step. The loss falls and a larger one counts as better, so the
+/// first is the best.
 fn judged() -> Case {
     Case::gpt2()
         .with("save", true)
@@ -21,7 +22,7 @@ fn judged() -> Case {
         .with("greater_is_better", true)
 }
 
-/// Trains; the best model, and what the weights that each rank has in the end are evaluated as.
+/// Trains and returns the best model; each rank's weights in the end must have its score.
 fn train(case: &Case, folder: &Path) -> BestModel {
     let case = case.clone().writing(folder);
     let ends = case.on_ranks(|trainer| {
@@ -31,7 +32,7 @@ fn train(case: &Case, folder: &Path) -> BestModel {
         let best = output.best.expect("losses are finite");
         assert!(best.score >= last.eval_loss, "the loss fell");
         let again = trainer.evaluate()?.eval_loss;
-        // Another topology than the one that judged adds up in another order.
+        // Another topology than that of the judged evaluation sums in another order.
         assert!((again / best.score - 1.0).abs() < 1e-6, "{again} {best:?}");
         Ok(best)
     });
@@ -94,10 +95,10 @@ fn a_resumed_run_knows_what_was_best_before() {
     let resumed = case
         .on((1, 2, 2))
         .with("resume_from_checkpoint", broken.path().display());
-    // In another folder it would have to be loaded from a run that is not this one's.
+    // A run in another folder does not load the best model of this run.
     assert_eq!(train(&resumed, elsewhere.path()).step, 4);
     assert_eq!(train(&resumed, broken.path()), first);
-    // A run that has nothing left to do ends with the best model as well.
+    // A run without steps left ends with the best model as well.
     let again = resumed.writing(broken.path());
     let ends = again.on_ranks(MerakTrainer::train);
     assert!(

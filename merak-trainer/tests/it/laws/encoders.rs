@@ -118,7 +118,7 @@ pub(crate) fn vit(dropout: f64) -> Case {
     case.with("seq_length", 5)
 }
 
-/// Models with dropout, whatever they learn.
+/// Models with dropout, of every objective.
 pub(crate) fn models() -> Vec<(&'static str, Case)> {
     let case = |model, task| Case::of(model).with_data(Samples(task));
     vec![

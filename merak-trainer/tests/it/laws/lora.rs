@@ -48,7 +48,7 @@ fn llama_dropout(folder: &Path) -> Case {
     Case::llama().with_lora(folder, &lora)
 }
 
-/// The convolution of patches beside linear layers, of a rank of its own.
+/// The convolution of patches beside linear layers, with an adapter rank of its own.
 pub(crate) fn vit(folder: &Path) -> Case {
     let lora = json!({ "target_modules": ["query", "projection"], "rank_pattern": { "projection": 3 }, "r": 2,
         "lora_alpha": 3, "lora_dropout": 0.1, "bias": "lora_only", "modules_to_save": ["classifier"],
@@ -205,7 +205,7 @@ fn a_resumed_adapter_goes_on_where_it_stood() {
     let run = resumed.run(2);
     assert_eq!(numbers(&run.reports), numbers(&unbroken.reports[2..]));
     assert!(run.weights == unbroken.weights && run.gradients == unbroken.gradients);
-    // Elsewhere the sums run in another order.
+    // On another topology the sums run in another order.
     let elsewhere = resumed.on((2, 1, 1)).run(2);
     assert_close_losses(
         &elsewhere.reports,
@@ -228,7 +228,7 @@ fn checkpoints_of_an_adapter_keep_what_is_not_trained_once() {
         trainer.finish_save()
     });
     let store = Store::in_output_dir(&run);
-    // Nothing of the first one is needed.
+    // The first checkpoint is not needed.
     std::fs::remove_dir_all(store.path_of(1)).unwrap();
     for degrees in [(1, 2, 2), (2, 1, 1)] {
         let resumed = case.clone().on(degrees);
@@ -307,7 +307,7 @@ fn a_base_outlives_a_crash_before_its_first_checkpoint_and_not_its_last_one() {
             trainer.save_checkpoint()
         });
     };
-    // Two replicas write it, which divide their state.
+    // Two replicas that divide their state write it.
     save(case.clone().on((2, 1, 2)).with("zero_stage", 1));
     let store = Store::in_output_dir(&run);
     let (base, _) = store.base(1).unwrap();

@@ -36,7 +36,7 @@ pub(crate) fn trains_alike_on_every_topology(backend: &str) {
         let what = format!("{degrees:?}");
         assert_close_losses(&run.reports, &alone.reports, 5e-3, &what);
     }
-    // What is frozen has the values of bf16, what is trained does not stay at them.
+    // Frozen weights have values of bf16; trained weights leave them.
     for (name, values) in &alone.weights {
         let is_trained = alone.gradients.contains_key(name);
         assert_eq!(!is_narrow(values), is_trained, "{name}");

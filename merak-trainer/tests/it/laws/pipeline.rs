@@ -35,7 +35,7 @@ fn models() -> Vec<(String, Case)> {
     models
 }
 
-/// One rank that keeps every activation: what all others are held against.
+/// One rank that keeps every activation: the reference for all others.
 fn reference(case: &Case) -> Run {
     let run = case
         .clone()
@@ -298,7 +298,7 @@ fn peaks(case: &Case) -> Vec<usize> {
     })
 }
 
-/// The case with a budget, unless nothing keeps it: then the least that would do.
+/// The case with a budget, or the least budget that would do.
 fn within(case: &Case, budget: usize) -> Result<Case, usize> {
     let case = case
         .clone()
@@ -325,8 +325,8 @@ fn activations_stay_inside_their_budget() {
                 used.extend(peaks.into_iter().max());
             }
         }
-        // Less memory is never paid with more of it. Where the halves of backwards lie apart, what
-        // the weight half reads lies between them, recomputed or not, and may be the most.
+        // A smaller budget never uses more memory. Where the halves of backwards lie apart, what
+        // the weight half reads lies between them, recomputed or not, and may be the peak.
         let what = format!("{schedule} on {pp}: {used:?} of {most}");
         assert!(used.windows(2).all(|pair| pair[1] <= pair[0]), "{what}");
         let is_split = schedule.starts_with("zb") || schedule == "auto";
@@ -381,7 +381,7 @@ fn a_budget_that_nothing_keeps_is_refused_with_the_least_that_would_do() {
             .with("virtual_stages", chunks);
         let what = format!("{schedule} on {pp}, {chunks} stages per rank");
         let mut budget = 1000;
-        // The first rank speaks first, then the others.
+        // The first rank over its budget is reported first, then the others.
         while let Err(least) = within(&case, budget) {
             assert!(least > budget, "{what}: {least} is more than {budget}");
             assert!(within(&case, least - 1).is_err(), "{what}: {least}");

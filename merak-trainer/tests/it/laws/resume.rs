@@ -1,4 +1,4 @@
-//! L3 and L5: interrupted runs go on as if nothing had been, and equal runs write equal bytes.
+//! L3 and L5: interrupted runs go on like unbroken ones, and equal runs write equal bytes.
 
 use std::{collections::BTreeMap, fs, path::Path, thread, time::Duration};
 
@@ -22,7 +22,7 @@ fn train_and_save(case: &Case, steps: usize, folder: &Path) {
     });
 }
 
-/// The same case, picked up from the newest checkpoint of `folder`.
+/// The same case, resumed from the newest checkpoint of `folder`.
 fn resumed(case: &Case, folder: &Path) -> Case {
     case.clone()
         .writing(folder)
@@ -115,7 +115,7 @@ fn all_degrees() -> Vec<(usize, usize, usize)> {
     all.filter(|(dp, tp, pp)| dp * tp * pp <= 8).collect()
 }
 
-/// Runs on `from`, interrupted and picked up on each of `to`, with the other ZeRO stage where there
+/// Runs on `from`, interrupted and resumed on each of `to`, with the other ZeRO stage where there
 /// is one.
 fn check_moves(case: &Case, from: (usize, usize, usize), to: &[(usize, usize, usize)]) {
     let zero = |(dp, tp, pp): (usize, usize, usize)| usize::from(dp > 1) * ((tp + pp) % 2);
@@ -202,7 +202,7 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     found
 }
 
-/// Samples that come late, each time by another time.
+/// Samples that come late, each by another delay.
 #[derive(Debug)]
 struct Late;
 

@@ -35,7 +35,7 @@ pub(crate) fn weight(name: &str, len: usize) -> Vec<f32> {
         .collect()
 }
 
-/// The samples in the order of the formula, whatever order the trainer takes them in.
+/// The samples, placed so that the trainer takes them in the order of the formula.
 #[derive(Debug)]
 pub(super) struct Samples {
     seq: usize,

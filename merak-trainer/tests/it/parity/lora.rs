@@ -127,7 +127,7 @@ fn check(name: &str) {
     let saved: BTreeMap<_, _> = saved
         .map(|(name, view)| (name, view.shape().to_vec()))
         .collect();
-    // Of a module that it trains whole, peft saves the biases twice more.
+    // peft saves the biases of a module that it trains whole twice more.
     let is_copy =
         |name: &str| name.contains(".modules_to_save.") || name.contains(".original_module.");
     let mut expected = golden.saved.clone();
@@ -206,7 +206,7 @@ struct NarrowGolden {
     losses: Vec<f64>,
     /// Types of the elements of every parameter.
     dtypes: BTreeMap<String, String>,
-    /// Of what it trained, after the last step.
+    /// Norms of what it trained, after the last step.
     norms: BTreeMap<String, f64>,
 }
 
@@ -215,7 +215,8 @@ struct NarrowGolden {
 fn f32_adapters_beside_a_bf16_base_have_the_numbers_of_peft() {
     /// Kernels round to 8 bits in different places.
     const TOLERANCE: f64 = 2e-3;
-    /// Adam makes steps of one size from gradients of any, those that are mostly rounding too.
+    /// Adam makes steps of one size from gradients of any size, even from those that are mostly
+    /// rounding.
     const NORM_TOLERANCE: f64 = 1e-2;
     for name in ["gpt2-bf16", "llama-bf16", "llama-dora-bf16"] {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/lora");

@@ -18,8 +18,8 @@ pub(crate) fn numbers(reports: &[StepReport]) -> Vec<(u64, u64, u64)> {
     reports.iter().map(bits).collect()
 }
 
-/// Lays the ranks' slices together; those of replicas are averaged where `replicas` counts them,
-/// and must be the same else.
+/// Joins the ranks' slices. Those of replicas are averaged where `replicas` counts them, and must
+/// be equal otherwise.
 pub(super) fn whole<'a>(
     plan: &Plan,
     ranks: impl Iterator<Item = (Place, &'a NamedTensors)>,
@@ -55,8 +55,7 @@ pub(super) fn whole<'a>(
                     piece.size.get(piece.dim).copied(),
                 );
                 let part: Vec<f32> = local.flat_map(|range| &values[range]).copied().collect();
-                // Ranks of one replica that hold the same box hold the same bits, on whichever
-                // stage.
+                // Ranks of one replica that hold the same box hold the same bits, on any stage.
                 let key = (name.clone(), piece.offset.clone(), place.dp);
                 if let Some(twin) = seen.get(&key) {
                     assert_eq!(bits(twin), bits(&part), "{name} differs on {place:?}");
@@ -78,7 +77,7 @@ pub(super) fn whole<'a>(
             }
         }
     }
-    // Gradients are those of what is trained.
+    // Only trained parameters have gradients.
     let expected = match replicas {
         None => plan.graph.params().len(),
         Some(_) => plan.trained_params().count(),

@@ -1,4 +1,4 @@
-//! Attention of products and a softmax over all scores.
+//! Attention by products and a softmax over all scores.
 
 use super::Outcome;
 use tch::Tensor;
@@ -10,7 +10,7 @@ pub(super) fn attention(
     factors: Option<&Tensor>,
 ) -> Outcome<(Tensor, Tensor)> {
     let lse = scores.f_logsumexp(-1, true)?;
-    // Where no key is seen, the kernels have 0 too: every share is exp(-inf - 0).
+    // As in the kernels, 0 if no key is seen: then every probability is exp(-inf - 0).
     let lse = lse.f_masked_fill(&lse.f_eq(f64::NEG_INFINITY)?, 0.0)?;
     let mut shares = scores.f_sub(&lse)?.f_exp()?;
     if let Some(factors) = factors {

@@ -1,4 +1,4 @@
-//! What is added to the scores of attention: minus infinity where a key is hidden, and biases.
+//! Terms added to attention scores: minus infinity for hidden keys, and biases.
 
 use super::{Outcome, Sizes, stat_kind, tensor};
 use crate::{
@@ -7,7 +7,7 @@ use crate::{
 };
 use tch::{Kind, Tensor};
 
-/// The operands that an attention may do without.
+/// The optional operands of an attention.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Terms<'a> {
     /// `[B, Sk]`: 0 hides a key.
@@ -17,7 +17,7 @@ pub(super) struct Terms<'a> {
 }
 
 impl<'a> Terms<'a> {
-    /// Finds them behind the first `required` operands.
+    /// Finds them after the first `required` operands.
     pub(super) fn find(inputs: &'a [Value], required: usize) -> Result<Self> {
         let options = AttentionOptions::find(inputs.iter().map(Value::ty), required);
         let operand = |i: usize| tensor(&inputs[i]);
@@ -32,7 +32,7 @@ impl<'a> Terms<'a> {
         self.seen.is_none() && self.table.is_none()
     }
 
-    /// What the blockwise kernel is told: its own causal rule, or values to add to the scores.
+    /// Visibility for the blockwise kernel: its own causal rule, or values to add to the scores.
     pub(super) fn visibility(
         &self,
         spec: &op::Attention,
@@ -63,7 +63,7 @@ impl<'a> Terms<'a> {
         }
     }
 
-    /// The sum of all terms, of the type and on the device of `like`: it repeats to
+    /// The sum of all terms, of the type and on the device of `like`; it broadcasts to
     /// `[B, H, Sq, Sk]`.
     fn added(&self, spec: &op::Attention, sizes: &Sizes, like: &Tensor) -> Outcome<Option<Tensor>> {
         let mut sum = by_position(spec, sizes, like)?;
@@ -89,7 +89,7 @@ impl<'a> Terms<'a> {
         Ok(sum)
     }
 
-    /// The gradient of the table from that of the scores; none without one.
+    /// The gradient of the table from that of the scores; none without a table.
     pub(super) fn table_grad(&self, dscores: &Tensor) -> Outcome<Option<Tensor>> {
         let Some([table, index]) = self.table else {
             return Ok(None);

@@ -25,10 +25,10 @@ const SIDE: usize = 16;
 /// Elements of a tile: pairs of bf16.
 const TILE: usize = SIDE * SIDE;
 
-/// The halves of f32 that are bf16.
+/// Mask of the upper half of an f32, which is a bf16.
 const UPPER: u32 = 0xffff_0000;
 
-/// How a tile lies.
+/// Layout of a tile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Layout {
     /// Line by line, as the left operand is read.
@@ -37,15 +37,15 @@ pub(super) enum Layout {
     Pairs,
 }
 
-/// Panels that are packed by one call at most.
+/// Largest number of panels that one call packs.
 pub(super) const MAX_PANELS: usize = 8;
 
 /// Packs lines of an operand (its rows on the left, its columns on the right), widened, with zeros
-/// past the edges, into panels of [`LINES`]; says of each panel whether all its elements are
+/// past the edges, into panels of [`LINES`]. Returns for each panel whether all its elements are
 /// finite.
 ///
-/// A pair holds elements k and k + 16 of its group, as both operands do: whole registers are then
-/// split.
+/// A pair holds elements k and k + 16 of its group, in both operands alike, so whole registers can
+/// be split.
 ///
 /// # Shapes
 ///
@@ -134,7 +134,7 @@ fn across<W: Operand<f32>>(
     }
 }
 
-/// Registers of fewer elements than they hold.
+/// Two registers from too few elements, filled up with zeros.
 #[cold]
 fn padded<W: Operand<f32>>(row: &[W]) -> [f32x16; 2] {
     let mut values = [0.0; GROUP];
@@ -144,7 +144,7 @@ fn padded<W: Operand<f32>>(row: &[W]) -> [f32x16; 2] {
     cast(values)
 }
 
-/// Writes the three parts of a tile, turned or as they are loaded.
+/// Writes the three parts of a tile, transposed if `turned`.
 #[inline(always)]
 fn tile(
     simd: V4,

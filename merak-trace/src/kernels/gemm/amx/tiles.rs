@@ -24,7 +24,7 @@ pub(super) fn available() -> bool {
     })
 }
 
-/// Asks the system for the registers of the units, as each process has to: they are large.
+/// Asks the system for the tile registers, which each process has to do because they are large.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_int = 0x1023;
@@ -40,7 +40,7 @@ fn permitted() -> bool {
     status == 0
 }
 
-/// How to ask is known for Linux alone.
+/// Only on Linux is it known how to ask.
 #[cfg(not(target_os = "linux"))]
 fn permitted() -> bool {
     false
@@ -113,7 +113,7 @@ macro_rules! four_products {
 /// The tile registers of this thread, configured until this is dropped.
 #[derive(Debug)]
 pub(super) struct Tiles {
-    /// They are those of a thread.
+    /// The registers belong to one thread.
     not_send: PhantomData<*const ()>,
 }
 
@@ -140,7 +140,7 @@ impl Tiles {
     ///
     /// # Panics
     ///
-    /// The operands are not whole groups of the same number.
+    /// The operands differ in their number of groups, or one has a partial group.
     #[expect(
         clippy::unused_self,
         reason = "holding it shows that the tiles are configured"
@@ -221,7 +221,7 @@ impl Tiles {
 
 impl Drop for Tiles {
     fn drop(&mut self) {
-        // SAFETY: tiles were configured, so the instruction exists; nobody uses them from here on.
+        // SAFETY: tiles were configured, so the instruction exists; nothing uses them from here on.
         unsafe { asm!("tilerelease", options(nomem, nostack)) };
     }
 }
