@@ -313,7 +313,6 @@ struct Solved {
 }
 
 #[test]
-#[expect(clippy::print_stdout, reason = "figures for docs/BENCHMARKS.md")]
 fn searched_schedules_are_within_a_percent_of_the_shortest_that_a_solver_finds() {
     let lines = include_str!("../goldens/optima.jsonl").lines();
     let mut above = Vec::new();
