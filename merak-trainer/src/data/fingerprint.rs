@@ -242,7 +242,7 @@ mod tests {
         let here = text("here");
         assert_eq!(text("else/where"), here);
         assert_eq!((here.files, here.bytes), (2, 7));
-        insta::assert_snapshot!(here, @"2 files of 7 bytes, names and sizes 03146ffdcd970346, 7 training samples, tokenizer 10501b8994605a29 of 257 tokens");
+        insta::assert_snapshot!(here, @"2 files of 7 bytes, names and sizes 03146ffdcd970346, contents 8893a3e09617c1b3, 7 training samples, tokenizer 10501b8994605a29 of 257 tokens");
         assert_eq!(text("here/a.txt").files, 1);
         assert_ne!(text("here/a.txt").names, here.names);
         write("here/a.txt", "abd");

@@ -428,7 +428,7 @@ fn a_missing_checkpoint_is_no_silent_fresh_start() {
         message(&failure.expect_err("nothing to resume"), folder.path())
     };
     assert_snapshot!(fail("latest"), @"no checkpoint at OUT: expected a folder with a manifest.json, or one whose checkpoints folder has a `latest`");
-    assert_snapshot!(fail("OUT/none"), @"no checkpoint at OUT/none: the path does not exist");
+    assert_snapshot!(fail("OUT/none"), @"no checkpoint at OUT/none: the path does not exist, expected a checkpoint, an output folder, latest or auto");
 }
 
 #[test]

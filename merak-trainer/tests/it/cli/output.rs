@@ -126,7 +126,7 @@ fn lines_that_are_blank_or_missing_bytes_beyond_counting_and_tiny_costs_do_not_m
     place.write("spaced.csv", "0F0,0B0\n\n1F0,1B0\n");
     place.succeed("schedule --check spaced.csv");
     place.write("short.csv", "0F0,0B0\n2F0,2B0\n");
-    assert_snapshot!(place.mistake("schedule --check short.csv"), @"error: no line runs stage 1, and of the 2 that have actions (one for each rank) some line runs stage 2: a line is missing, or stages are numbered wrongly");
+    assert_snapshot!(place.mistake("schedule --check short.csv"), @"error: short.csv: no line runs stage 1, and of the 2 that have actions (one for each rank) some line runs stage 2: a line is missing, or stages are numbered wrongly");
     assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --bytes I=18446744073709551615"), @"error: the activations of all stages and microbatches together are more than 18446744073709551615 bytes");
     let tiny = place.succeed("schedule 1f1b -p 1 -m 1 --costs F=1e-320,I=0,W=0,R=0");
     assert!(

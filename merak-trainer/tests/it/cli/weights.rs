@@ -252,7 +252,7 @@ fn an_adapter_generates_as_the_folder_that_it_is_merged_into() {
         );
     }
     let refused = place.mistake("generate run --prompt-ids 1 --adapter hf");
-    insta::assert_snapshot!(refused, @"error: cannot read hf/adapter_config.json: the file is missing");
+    insta::assert_snapshot!(refused, @"error: cannot read hf: it is a Hugging Face folder and no checkpoint, and no adapter: expected a folder that `save_pretrained` of PEFT wrote, with adapter_config.json and adapter_model.safetensors");
 }
 
 #[test]

@@ -624,24 +624,24 @@ fn targets_that_no_layer_has_are_told() {
         refusal_of(&neox, json!({ "modules_to_save": ["embed_out"] })),
     ];
     insta::assert_snapshot!(messages.join("\n"), @r#"
-    "lora_config": no layer is one of the `target_modules` ["q_proj"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
-    "lora_config": no layer is one of the `target_modules` "c_attn": the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
-    cannot read FOLDER/lora.json: `rank` is 4, which is not supported
-    cannot read FOLDER/lora.json: `r` is 0, expected a whole number from 1 on
-    cannot read FOLDER/lora.json: `lora_dropout` is 1, expected a number from 0 to less than 1
-    "lora_config": `init_lora_weights` is "eva", expected true, false or gaussian for a new adapter
-    "lora_config": `layers_to_transform` is 9, which leaves none of the `target_modules` ["c_attn"]
-    "lora_config": no parameter that can be saved whole belongs to `score` of `modules_to_save`
-    cannot read FOLDER/lora.json: `rank_pattern` is {"c_attn":0}, expected patterns and whole numbers from 1 on
-    "lora_config": `exclude_modules` is "transformer.*", which leaves none of the `target_modules` ["c_attn"]
-    "lora_config": `layers_pattern` is ["blocks"], which leaves none of the `target_modules` ["c_attn"]
-    "lora_config": `transformer.h.0.ln_1` is one of the `target_modules`, but can have no adapter: the model's layers that can are c_attn, c_fc, c_proj, lm_head, wpe, wte
-    "lora_config": `modules_to_save` has `transformer.wte.weight`, which lm_head and transformer.wte share: with "no_tie_modules" each has its own
-    "lora_config": `modules_to_save` has `transformer.wte.weight`, which lm_head and transformer.wte share: with "no_tie_modules" each has its own
-    "lora_config": `shared` is one of the `target_modules`, but can have no adapter: the model's layers that can are k, lm_head, o, q, v, wi, wo
-    "lora_config": `encoder.embed_tokens` is one of the `target_modules`, but can have no adapter: the model's layers that can are k, lm_head, o, q, v, wi, wo
-    "lora_config": `lm_head` is one of the `target_modules`, but can have no adapter: the model's layers that can are dense, dense_4h_to_h, dense_h_to_4h, embed_in, query_key_value
-    "lora_config": no parameter that can be saved whole belongs to `embed_out` of `modules_to_save`
+    FOLDER/lora.json: no layer is one of the `target_modules` ["q_proj"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
+    FOLDER/lora.json: no layer is one of the `target_modules` "c_attn": the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte
+    cannot read FOLDER/lora.json: `rank` is 4, which is not supported ("lora_config")
+    cannot read FOLDER/lora.json: `r` is 0, expected a whole number from 1 on ("lora_config")
+    cannot read FOLDER/lora.json: `lora_dropout` is 1, expected a number from 0 to less than 1 ("lora_config")
+    FOLDER/lora.json: `init_lora_weights` is "eva", expected true, false or gaussian for a new adapter
+    FOLDER/lora.json: `layers_to_transform` is 9, which leaves none of the `target_modules` ["c_attn"]
+    FOLDER/lora.json: no parameter that can be saved whole belongs to `score` of `modules_to_save`
+    cannot read FOLDER/lora.json: `rank_pattern` is {"c_attn":0}, expected patterns and whole numbers from 1 on ("lora_config")
+    FOLDER/lora.json: `exclude_modules` is "transformer.*", which leaves none of the `target_modules` ["c_attn"]
+    FOLDER/lora.json: `layers_pattern` is ["blocks"], which leaves none of the `target_modules` ["c_attn"]
+    FOLDER/lora.json: `transformer.h.0.ln_1` is one of the `target_modules`, but can have no adapter: the model's layers that can are c_attn, c_fc, c_proj, lm_head, wpe, wte
+    FOLDER/lora.json: `modules_to_save` has `transformer.wte.weight`, which lm_head and transformer.wte share: with "no_tie_modules" each has its own
+    FOLDER/lora.json: `modules_to_save` has `transformer.wte.weight`, which lm_head and transformer.wte share: with "no_tie_modules" each has its own
+    FOLDER/lora.json: `shared` is one of the `target_modules`, but can have no adapter: the model's layers that can are k, lm_head, o, q, v, wi, wo
+    FOLDER/lora.json: `encoder.embed_tokens` is one of the `target_modules`, but can have no adapter: the model's layers that can are k, lm_head, o, q, v, wi, wo
+    FOLDER/lora.json: `lm_head` is one of the `target_modules`, but can have no adapter: the model's layers that can are dense, dense_4h_to_h, dense_h_to_4h, embed_in, query_key_value
+    FOLDER/lora.json: no parameter that can be saved whole belongs to `embed_out` of `modules_to_save`
     "#);
 }
 
