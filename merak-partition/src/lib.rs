@@ -35,8 +35,8 @@
 //!   included, within the [memory](RankMemory) of each rank.
 //! - [`Partition`] is both together, and gives the cuts from which stage programs are made.
 //! - [`recompute_plan`] selects the values that a stage recomputes instead of keeping.
-//! - [`report()`] describes each stage: modules, parameters, work, traffic, memory; [`cost`] is its
-//!   model of work.
+//! - [`report()`] describes each stage: modules, parameters, work, traffic, memory.
+//!   [`Cost`](merak_trace::op::Cost) is its model of work.
 //!
 //! # How it works
 //! ```text

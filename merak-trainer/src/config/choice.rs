@@ -15,7 +15,7 @@ macro_rules! choices {
     (
         $(#[doc = $doc:literal])+
         $name:ident {
-            $( #[doc = $variant_doc:literal] $variant:ident = $text:literal, )+
+            $( $(#[doc = $variant_doc:literal])+ $variant:ident = $text:literal, )+
         }
         later [$($later:literal),*]
     ) => {
@@ -23,7 +23,7 @@ macro_rules! choices {
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         #[non_exhaustive]
         pub enum $name {
-            $( #[doc = $variant_doc] $variant, )+
+            $( $(#[doc = $variant_doc])+ $variant, )+
         }
 
         impl $name {

@@ -41,22 +41,22 @@ pub(crate) enum Raw {
     Text(String),
 }
 
-/// Declares a struct of settings: `name: type = default`, each with a documentation line, under a
-/// prefix. Names, types, defaults and documentation of keys have no other source.
+/// Declares a struct of settings: `name: type = default`, each with documentation, under a prefix.
+/// Names, types, defaults and documentation of keys have no other source.
 macro_rules! settings {
     (
         $(#[$meta:meta])*
         $struct:ident under $prefix:literal {
-            $( #[doc = $doc:literal] $field:ident: $type:ty = $default:expr, )+
+            $( $(#[doc = $doc:literal])+ $field:ident: $type:ty = $default:expr, )+
         }
-        $( sections { $( #[doc = $section_doc:literal] $section:ident: $section_type:ty, )+ } )?
+        $( sections { $( $(#[doc = $section_doc:literal])+ $section:ident: $section_type:ty, )+ } )?
     ) => {
         $(#[$meta])*
         #[derive(Debug, Clone, PartialEq)]
         #[non_exhaustive]
         pub struct $struct {
-            $( #[doc = $doc] pub $field: $type, )+
-            $( $( #[doc = $section_doc] pub $section: $section_type, )+ )?
+            $( $(#[doc = $doc])+ pub $field: $type, )+
+            $( $( $(#[doc = $section_doc])+ pub $section: $section_type, )+ )?
         }
 
         impl Default for $struct {
@@ -73,7 +73,8 @@ macro_rules! settings {
             pub(crate) const KEYS: &'static [$crate::config::key::Key] = &[
                 $( $crate::config::key::Key {
                     name: concat!($prefix, stringify!($field)),
-                    doc: $doc.trim_ascii(),
+                    // Lines of a doc comment begin with a blank.
+                    doc: concat!($($doc),+).trim_ascii(),
                     expected: <$type as $crate::config::setting::Setting>::expected,
                     default: || $crate::config::setting::Setting::to_value(&<$struct>::default().$field),
                     is_flag: <$type as $crate::config::setting::Setting>::IS_FLAG,
