@@ -1,6 +1,6 @@
 //! Folders that have a temporary name beside their place until they are complete.
 
-use crate::disk::{Lock, remove, rename, sync_parent};
+use crate::disk::{Lock, check_link, create_folders, remove, rename, sync_parent};
 use crate::error::{WithCauses, io_error};
 use crate::{Error, Result};
 use std::ffi::OsString;
@@ -39,7 +39,8 @@ impl DraftBeside {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
-        fs::create_dir_all(parent).map_err(io_error("create", parent))?;
+        check_link(folder)?;
+        create_folders(parent)?;
         // When two processes find a leftover, only one takes it over.
         let _names = Lock::of(parent)?;
         if Lock::is_held(&path) {

@@ -5,16 +5,19 @@ use crate::disk::check_length;
 use crate::error::{Damage, Problem, WithCauses, io_error};
 use crate::format;
 use crate::header::{self, Place, check_content, slices_by_file};
+use crate::hf::foreign;
 use crate::locate::{older_than, resolve, store_of};
 use crate::manifest::{Manifest, Refused, TensorEntry};
 use crate::read::{SliceReader, read_slice};
+use crate::sums::{Stretch, Sums};
+use crate::words::brief;
 use crate::{Error, HfFolder, Kind, Piece, Result};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// A complete checkpoint, open for reading.
 ///
@@ -41,6 +44,8 @@ struct OpenFile {
     file: OnceLock<File>,
     /// Whether its header was found right, or needs no check.
     has_sound_header: AtomicBool,
+    /// Checksums that the file itself has for stretches of it.
+    sums: Option<Arc<Sums>>,
 }
 
 impl Checkpoint {
@@ -51,7 +56,7 @@ impl Checkpoint {
     /// [`Error::NotFound`] or [`Error::NotACheckpoint`] where there is none, [`Error::Damaged`]
     /// where it is incomplete, [`Error::NewerVersion`] where a newer version wrote it.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
-        Self::load(&resolve(path.as_ref())?).map_err(Error::with_older)
+        Self::follow(path.as_ref(), Self::load)
     }
 
     /// Opens a checkpoint whose manifest is sound, without checking its files, so that
@@ -61,7 +66,7 @@ impl Checkpoint {
     /// As for [`Checkpoint::open`], except for damage of files other than the manifests of the
     /// checkpoint and its base.
     pub fn open_damaged(path: impl AsRef<Path>) -> Result<Self> {
-        Self::read_table(&resolve(path.as_ref())?).map_err(Error::with_older)
+        Self::follow(path.as_ref(), Self::read_table)
     }
 
     /// Opens the checkpoint at `path`, or the Hugging Face folder there as one that holds weights
@@ -94,7 +99,16 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Io`] where the folder cannot be listed.
     pub fn older(&self) -> Result<Option<Self>> {
-        older_than(&self.folder)
+        self.older_without(&[])
+    }
+
+    /// The newest complete checkpoint of a lower step beside this one that shares none of its
+    /// damaged files, such as those of a base.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the folder cannot be listed.
+    pub fn older_without(&self, damage: &[Damage]) -> Result<Option<Self>> {
+        older_than(&self.folder, damage)
     }
 
     /// The checkpoint's folder.
@@ -187,6 +201,18 @@ impl Checkpoint {
         Ok(out)
     }
 
+    /// Opens the checkpoint that a path stands for. Where the one that `latest` named cannot be
+    /// opened and `latest` names another one by now, a run has deleted it meanwhile, and the other
+    /// one is opened.
+    fn follow(path: &Path, open: impl Fn(&Path) -> Result<Self>) -> Result<Self> {
+        let folder = resolve(path)?;
+        let opened = open(&folder).or_else(|error| match resolve(path) {
+            Ok(newer) if newer != folder => open(&newer),
+            _ => Err(error),
+        });
+        opened.map_err(Error::with_older)
+    }
+
     /// Opens the checkpoint in this very folder; errors do not look for an older one.
     pub(crate) fn load(folder: &Path) -> Result<Self> {
         let checkpoint = Self::read_table(folder)?;
@@ -221,6 +247,7 @@ impl Checkpoint {
         let file = || OpenFile {
             file: OnceLock::new(),
             has_sound_header: AtomicBool::new(verified),
+            sums: None,
         };
         Self {
             folder: folder.to_owned(),
@@ -230,6 +257,15 @@ impl Checkpoint {
             verified: manifest.tensors.iter().map(flags).collect(),
             manifest,
         }
+    }
+
+    /// The same, with checksums that files themselves have for stretches of them, by file name.
+    pub(crate) fn with_sums(mut self, mut stretches: BTreeMap<String, Vec<Stretch>>) -> Self {
+        for (open, file) in self.files.iter_mut().zip(&self.manifest.files) {
+            let stretches = stretches.remove(&file.name);
+            open.sums = stretches.map(|stretches| Arc::new(Sums::new(stretches)));
+        }
+        self
     }
 
     /// A handle on some of the parameters under other names; `names` maps each new name to the
@@ -255,7 +291,10 @@ impl Checkpoint {
             files: self.manifest.files.clone(),
             tensors,
         };
-        let renamed = Self::over(&self.folder, manifest, !self.has_checksums);
+        let mut renamed = Self::over(&self.folder, manifest, !self.has_checksums);
+        for (renamed, own) in renamed.files.iter_mut().zip(&self.files) {
+            renamed.sums.clone_from(&own.sums);
+        }
         // They have the parameters' own names, and were just checked.
         let headers = renamed.files.iter().map(|file| &file.has_sound_header);
         headers.for_each(mark);
@@ -323,6 +362,7 @@ impl Checkpoint {
             entry: &entry.slices[slice],
             width: entry.dtype.size_bytes(),
             verified: &self.verified[tensor][slice],
+            sums: self.files[self.file_of(tensor, slice)].sums.as_deref(),
         })
     }
 
@@ -345,8 +385,14 @@ impl Checkpoint {
 
     fn damaged_slice(&self, tensor: usize, slice: usize, problem: Problem) -> Error {
         let tensor = &self.manifest.tensors[tensor];
+        let file = &tensor.slices[slice].file;
+        if !self.has_checksums {
+            // Another program's file: there is no older checkpoint beside it.
+            let reason = format!("tensor `{}`: {problem}", brief(&tensor.name));
+            return foreign(&self.folder.join(file), reason);
+        }
         self.damaged(Damage {
-            file: tensor.slices[slice].file.clone(),
+            file: file.clone(),
             tensor: Some(tensor.name.clone()),
             problem,
         })
@@ -365,8 +411,15 @@ impl Checkpoint {
 impl Error {
     /// Adds the newest complete older checkpoint to an error about a damaged one.
     fn with_older(mut self) -> Self {
-        if let Self::Damaged { path, older, .. } = &mut self {
-            let found = older_than(path).ok().flatten();
+        if let Self::Damaged {
+            path,
+            damage,
+            older,
+        } = &mut self
+        {
+            let found = older_than(path, std::slice::from_ref(damage))
+                .ok()
+                .flatten();
             *older = found.map(|checkpoint| checkpoint.folder);
         }
         self
@@ -432,4 +485,33 @@ pub(crate) fn read_manifest(folder: &Path) -> Result<Vec<u8>> {
         .read_to_end(&mut text)
         .map_err(io_error("read", &path))?;
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Header, Store};
+
+    #[test]
+    fn a_checkpoint_that_a_run_deletes_meanwhile_is_looked_up_once_more() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::in_output_dir(folder.path());
+        let save = |step| {
+            let draft = store.begin(step).unwrap();
+            draft.commit(Vec::new(), Header::default(), &[]).unwrap();
+        };
+        save(1);
+        let opened = Checkpoint::follow(folder.path(), |found| {
+            if found.ends_with("step-00000001") {
+                save(2);
+                store.rotate(1, &[]).unwrap();
+            }
+            Checkpoint::load(found)
+        });
+        assert_eq!(opened.unwrap().manifest().header.step, 2);
+        // Damage stays damage.
+        fs::remove_file(store.path_of(2).join(format::MANIFEST)).unwrap();
+        let error = Checkpoint::open(folder.path()).unwrap_err();
+        assert!(matches!(error, Error::Damaged { .. }), "{error}");
+    }
 }

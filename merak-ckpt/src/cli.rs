@@ -5,10 +5,13 @@ use clap::{
     Command, CommandFactory, FromArgMatches,
     error::{ContextKind, ContextValue, Error, ErrorKind},
 };
+use signal_hook::{consts::SIGXFSZ, flag};
 use std::{
     error::Error as _,
     ffi::OsString,
+    io,
     num::{IntErrorKind, ParseFloatError, ParseIntError},
+    sync::Arc,
 };
 
 /// Reads a command line. Options of all commands are taken with dashes and with underscores.
@@ -69,6 +72,15 @@ fn no_text(words: &[OsString]) -> Option<String> {
     Some(format!(
         "argument {at}, \"{word}\"{before}, is no UTF-8 text"
     ))
+}
+
+/// Makes a write beyond the limit on file sizes (`ulimit -f`) an error that names the file, which
+/// the signal SIGXFSZ would end the process without.
+///
+/// # Errors
+/// When the system refuses to change what the signal does.
+pub fn survive_size_limit() -> io::Result<()> {
+    flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
 /// Gives every option with dashes a second name with underscores, in all subcommands.

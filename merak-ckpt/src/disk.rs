@@ -3,11 +3,11 @@
 use crate::error::{Damage, Problem, io_error};
 use crate::hf::foreign;
 use crate::manifest::FileEntry;
-use crate::words::beyond;
+use crate::words::{self, beyond};
 use crate::{Error, Result};
 use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Checks that the file exists in full length.
 pub(crate) fn check_length(folder: &Path, entry: &FileEntry) -> Result<(), Damage> {
@@ -45,6 +45,31 @@ pub(crate) fn sync_folder(path: &Path) -> Result<()> {
     File::open(path)
         .and_then(|folder| folder.sync_all())
         .map_err(io_error("sync", path))
+}
+
+/// Makes a folder and those around it; returns the ones that were not there, innermost first.
+pub(crate) fn create_folders(path: &Path) -> Result<Vec<PathBuf>> {
+    let around = path.ancestors();
+    let around = around.filter(|folder| !folder.as_os_str().is_empty());
+    let missing = around.take_while(|folder| !folder.exists());
+    let missing: Vec<_> = missing.map(Path::to_owned).collect();
+    missing.iter().try_for_each(|folder| check_link(folder))?;
+    fs::create_dir_all(path).map_err(io_error("create", path))?;
+    Ok(missing)
+}
+
+/// Refuses to make a folder where a link points to a path at which nothing lies.
+pub(crate) fn check_link(path: &Path) -> Result<()> {
+    let target = fs::read_link(path).ok().filter(|_| !path.exists());
+    let Some(target) = target else {
+        return Ok(());
+    };
+    let reason = format!(
+        "it is a link to {}, where nothing lies",
+        words::file(&target)
+    );
+    let reason = io::Error::new(ErrorKind::AlreadyExists, reason);
+    Err(io_error("create", path)(reason))
 }
 
 /// Syncs the folder around a file or folder, so that a crash cannot lose its name.

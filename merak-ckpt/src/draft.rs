@@ -7,6 +7,7 @@ use crate::shard::{self, Piece, Shard, ShardKind};
 use crate::store::{ASIDE, DRAFT};
 use crate::{Base, Checksum, Cut, Error, Kind, Result, Store, format};
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,10 +27,13 @@ pub struct Draft {
     folder: Option<Arc<DraftFolder>>,
 }
 
-/// The folder of a draft. Dropping it removes the folder, unless that has its final name.
+/// The folder of a draft. Dropping it removes the folder, unless that has its final name, and those
+/// around it that were made for it and are empty.
 #[derive(Debug)]
 struct DraftFolder {
     path: PathBuf,
+    /// The folders around it that were made for it, innermost first.
+    made: Vec<PathBuf>,
     is_named: AtomicBool,
     /// Shows other processes that the folder is being written.
     #[expect(
@@ -41,12 +45,18 @@ struct DraftFolder {
 
 impl Drop for DraftFolder {
     fn drop(&mut self) {
-        if *self.is_named.get_mut() || !self.path.exists() {
+        if *self.is_named.get_mut() {
             return;
         }
-        if let Err(error) = remove(&self.path) {
+        if self.path.exists()
+            && let Err(error) = remove(&self.path)
+        {
             let error: &dyn std::error::Error = &error;
             tracing::warn!(error, "what a failed save has written could not be removed");
+        }
+        for folder in &self.made {
+            // The system keeps one that holds something else.
+            let _ = fs::remove_dir(folder);
         }
     }
 }
@@ -86,9 +96,10 @@ impl Draft {
     }
 
     /// The draft on the rank that made its folder.
-    pub(crate) fn begun(self, lock: Lock) -> Self {
+    pub(crate) fn begun(self, lock: Lock, made: Vec<PathBuf>) -> Self {
         let folder = DraftFolder {
             path: self.path(),
+            made,
             is_named: AtomicBool::new(false),
             lock,
         };

@@ -22,6 +22,7 @@ pub use family::set_tie;
 pub use import::{ImportOptions, import_hf};
 pub use merak::import_merak;
 pub use named::what_it_is;
+pub(crate) use named::what_of_others;
 pub use safe::stored_tensors;
 
 use crate::disk::{MAX_CONFIG_BYTES, not_read, open_regular, read_small};
@@ -75,6 +76,12 @@ const COMPANIONS: [&str; 18] = [
 /// `model.safetensors.index.json`, `pytorch_model.bin`, the files of
 /// `pytorch_model.bin.index.json`. The last two are pickles: they are read by an interpreter that
 /// knows tensors and plain containers, runs nothing, and refuses everything else by name.
+///
+/// A `pytorch_model.bin` since PyTorch 1.6 is a zip archive with a CRC32 for each storage, which
+/// torch does not check. Here it is checked while a storage is read: once all of its bytes have
+/// passed through this handle, in parts of any order. Not checked are a storage of which only some
+/// bytes are read, as by a rank of several under tensor parallelism, one that is read in more than
+/// a thousand scattered parts, files of before 1.6 and safetensors, which have no checksums.
 ///
 /// Names are those of the model with its head: where a folder holds the bare model (`wte.weight`),
 /// the prefix of its `model_type` is added (`transformer.wte.weight`). Causal masks and other
@@ -155,11 +162,16 @@ impl HfFolder {
         check_is_plain(&config).map_err(|reason| foreign(&path.join(CONFIG), reason))?;
         let family = family::of(model_type);
         let (mut files, mut found, mut left_out) = (Vec::new(), Vec::new(), Vec::new());
+        let mut members = BTreeMap::new();
         for (name, kind, wanted) in files_of_weights? {
             let file = path.join(&name);
             let mut tensors = match kind {
                 FileKind::Safetensors => stored_tensors(&file)?,
-                FileKind::Torch => torch::tensors(&file, max_memory)?,
+                FileKind::Torch => {
+                    let (tensors, of_file) = torch::tensors(&file, max_memory)?;
+                    members.insert(name.clone(), of_file);
+                    tensors
+                }
             };
             if let Some(wanted) = wanted {
                 tensors.retain(|tensor| wanted.contains(&tensor.name));
@@ -197,7 +209,7 @@ impl HfFolder {
             tensors: table(path, found, family)?,
         };
         Ok(Self {
-            weights: Checkpoint::over(path, manifest, true),
+            weights: Checkpoint::over(path, manifest, true).with_sums(members),
             config,
             is_untied,
             left_out,
@@ -212,8 +224,8 @@ impl HfFolder {
         (has(CONFIG) || weight_files(path).is_ok()) && !has(format::MANIFEST)
     }
 
-    /// Refuses a folder or file in another program's format. The error says what it is and how to
-    /// import it.
+    /// Refuses a folder or file in another format: another program's, or a checkpoint or output
+    /// folder of Merak. The error says what it is and how to use it.
     ///
     /// # Errors
     /// [`Error::Foreign`] for such a folder or file.
@@ -260,7 +272,8 @@ impl HfFolder {
     /// [`Checkpoint::read_as`]. Only the byte ranges that hold some of it are read.
     ///
     /// # Errors
-    /// As for [`Checkpoint::read`], but for checksums, which such folders do not have.
+    /// As for [`Checkpoint::read`]; [`Error::Foreign`] where a storage of a `pytorch_model.bin` has
+    /// another checksum than its archive says.
     pub fn read_as(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<()> {
         self.weights.read_as(piece, out)
     }
@@ -418,13 +431,14 @@ fn read_index(path: &Path) -> Result<Index> {
     parsed(path, MAX_INDEX_BYTES)
 }
 
-/// The weights of a PEFT folder: their file, and where its tensors are.
-pub(crate) fn adapter_tensors(folder: &Path) -> Result<(PathBuf, Vec<StoredTensor>)> {
+/// The weights of a PEFT folder: their file, where its tensors are, and the members of an archive
+/// that they lie in.
+pub(crate) fn adapter_tensors(folder: &Path) -> Result<(PathBuf, torch::Found)> {
     let (safetensors, torch) = ("adapter_model.safetensors", "adapter_model.bin");
     let file = folder.join(safetensors);
     if file.is_file() {
         let found = stored_tensors(&file)?;
-        return Ok((file, found));
+        return Ok((file, (found, Vec::new())));
     }
     let file = folder.join(torch);
     if file.is_file() {
@@ -441,9 +455,10 @@ pub(crate) fn adapter_tensors(folder: &Path) -> Result<(PathBuf, Vec<StoredTenso
 pub(crate) fn as_checkpoint(
     folder: &Path,
     file: &Path,
-    found: Vec<StoredTensor>,
+    (found, members): torch::Found,
 ) -> Result<Checkpoint> {
     let entry = file_entry(folder, file)?;
+    let members = [(entry.name.clone(), members)].into();
     let found = found.into_iter().map(|tensor| (entry.name.clone(), tensor));
     let manifest = Manifest {
         base: None,
@@ -451,7 +466,7 @@ pub(crate) fn as_checkpoint(
         tensors: table(folder, found.collect(), None)?,
         files: vec![entry],
     };
-    Ok(Checkpoint::over(folder, manifest, true))
+    Ok(Checkpoint::over(folder, manifest, true).with_sums(members))
 }
 
 /// A file of a folder, without a checksum.

@@ -161,6 +161,7 @@ mod rewrite;
 mod sampler;
 mod shard;
 mod store;
+mod sums;
 mod verify;
 pub mod words;
 

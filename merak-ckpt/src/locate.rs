@@ -1,11 +1,14 @@
 //! Which checkpoint a path stands for.
 
-use crate::error::io_error;
-use crate::hf::{foreign, what_it_is};
+use crate::error::{Damage, io_error};
+use crate::hf::{foreign, what_of_others};
 use crate::{Checkpoint, Error, Result, Store, format};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+
+/// What the names of files in a base begin with.
+const OUTSIDE: &str = "../";
 
 /// The folder of the checkpoint that `path` stands for.
 pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
@@ -16,7 +19,7 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
         _ => io_error("look at", path)(error),
     })?;
     if metadata.is_file() {
-        match (pointed_to(path), what_it_is(path)) {
+        match (pointed_to(path), what_of_others(path)) {
             (Ok(Some(named)), _) => return Ok(named),
             // Folders of other programs may have a file `latest` too.
             (_, Some(reason)) => return Err(foreign(path, reason)),
@@ -43,7 +46,7 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
         return Ok(path.to_owned());
     }
     let store = store_of(path);
-    match (store.latest(), what_it_is(path)) {
+    match (store.latest(), what_of_others(path)) {
         (Ok(Some(latest)), _) => Ok(latest),
         // Folders of other programs may have a file `latest` too.
         (_, Some(reason)) => Err(foreign(path, reason)),
@@ -77,8 +80,9 @@ pub(crate) fn store_of(path: &Path) -> Store {
     })
 }
 
-/// The newest complete checkpoint of a lower step beside this one.
-pub(crate) fn older_than(folder: &Path) -> Result<Option<Checkpoint>> {
+/// The newest complete checkpoint of a lower step beside this one that has none of these damaged
+/// files of it: checkpoints may stand on the same base.
+pub(crate) fn older_than(folder: &Path, damage: &[Damage]) -> Result<Option<Checkpoint>> {
     // A path like `.` has no name of its own.
     let folder = match folder.file_name() {
         Some(_) => folder.to_owned(),
@@ -89,5 +93,21 @@ pub(crate) fn older_than(folder: &Path) -> Result<Option<Checkpoint>> {
     let (Some(parent), Some(step)) = (folder.parent(), step) else {
         return Ok(None);
     };
-    Store::new(parent).newest_complete(Some(step))
+    let is_shared = |file: &str| {
+        let mut damaged = damage.iter().map(|damage| &*damage.file);
+        damaged.any(|damaged| damaged == file && damaged.starts_with(OUTSIDE))
+    };
+    let (store, mut before) = (Store::new(parent), step);
+    while let Some(older) = store.newest_complete(Some(before))? {
+        let mut files = older.manifest().files.iter();
+        if !files.any(|file| is_shared(&file.name)) {
+            return Ok(Some(older));
+        }
+        let name = older.path().file_name().and_then(|name| name.to_str());
+        let Some(step) = name.and_then(format::parse_step_name) else {
+            break;
+        };
+        before = step;
+    }
+    Ok(None)
 }

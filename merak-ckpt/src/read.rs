@@ -5,6 +5,7 @@ use crate::copy::{Side, advance, for_each_run};
 use crate::error::Problem;
 use crate::layout::PartRange;
 use crate::manifest::SliceEntry;
+use crate::sums::Sums;
 use crate::{Checksum, Piece, Region};
 use std::fs::File;
 use std::io;
@@ -29,6 +30,8 @@ pub(crate) struct SliceReader<'a> {
     pub(crate) width: usize,
     /// Whether the checksum has been found right before.
     pub(crate) verified: &'a AtomicBool,
+    /// Checksums of the file's own, where it has some.
+    pub(crate) sums: Option<&'a Sums>,
 }
 
 /// A walk through the bytes of a slice, forwards, one block in memory at a time.
@@ -283,7 +286,9 @@ fn read(slice: &SliceReader<'_>, at: usize, out: &mut [u8]) -> Result<(), Proble
         .read_exact_at(out, offset)
         .map_err(|error: io::Error| Problem::Unreadable {
             reason: error.to_string(),
-        })
+        })?;
+    let passed = slice.sums.map_or(Ok(()), |sums| sums.pass(offset, out));
+    passed.map_err(|reason| Problem::Malformed { reason })
 }
 
 fn difference<'a>(a: &'a [usize], b: &'a [usize]) -> impl Iterator<Item = usize> + 'a {

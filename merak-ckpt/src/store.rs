@@ -1,6 +1,6 @@
 //! The folder of checkpoints of a run: names, leftovers, rotation.
 
-use crate::disk::{Lock, read_small, remove, rename, sync_folder, write_synced};
+use crate::disk::{Lock, create_folders, read_small, remove, rename, sync_folder, write_synced};
 use crate::error::{WithCauses, io_error};
 use crate::hf::foreign;
 use crate::{Checkpoint, Draft, Error, Result, format};
@@ -177,7 +177,7 @@ impl Store {
 
     /// Makes the folder of a draft.
     pub(crate) fn begin_draft(&self, draft: Draft) -> Result<Draft> {
-        fs::create_dir_all(&self.folder).map_err(io_error("create", &self.folder))?;
+        let made = create_folders(&self.folder)?;
         let _lock = self.lock()?;
         self.recover()?;
         let path = draft.path();
@@ -189,7 +189,7 @@ impl Store {
             _ => io_error("create", &path)(error),
         })?;
         let lock = Lock::of(&path)?;
-        Ok(draft.begun(lock))
+        Ok(draft.begun(lock, made))
     }
 
     /// Keeps other processes from changing the names in the folder, for a moment.

@@ -10,6 +10,7 @@
 //! What the directory says is checked against the file before it is used; its size is limited, and
 //! so is the memory.
 
+use crate::sums::{self, Stretch};
 use crate::words::beyond;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -107,12 +108,17 @@ impl<'a> Archive<'a> {
         let mut bytes = vec![0; size as usize];
         self.read(&mut bytes, begin - self.stretch.start)?;
         let (expected, found) = (self.member(name)?.checksum, crc32fast::hash(&bytes));
-        if expected != found {
-            return Err(format!(
-                "member `{name}` has the checksum {found:08x}, expected {expected:08x}"
-            ));
-        }
+        sums::check(name, expected, found)?;
         Ok(bytes)
+    }
+
+    /// A member's place in the file, with its checksum.
+    pub(super) fn stretch(&self, name: &str) -> Result<Stretch, String> {
+        Ok(Stretch {
+            bytes: self.place(name)?,
+            checksum: self.member(name)?.checksum,
+            name: name.to_owned(),
+        })
     }
 
     fn member(&self, name: &str) -> Result<&Member, String> {

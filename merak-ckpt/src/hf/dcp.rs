@@ -66,6 +66,7 @@ pub fn import_dcp(
     options: &ImportOptions,
 ) -> Result<PathBuf> {
     let (folder, config_path) = (folder.as_ref(), config_file(config.as_ref()));
+    options.check()?;
     check_is_folder(folder)?;
     check_is_none_of_others(&folder.join(INDEX), folder)?;
     let prefix = match prefix {
@@ -411,7 +412,7 @@ impl<'a> Run<'a> {
             files: reader.files()?,
             tensors,
         };
-        Ok(Checkpoint::over(self.folder, manifest, true))
+        Ok(Checkpoint::over(self.folder, manifest, true).with_sums(reader.into_members()))
     }
 
     /// Warns about what the checkpoint leaves out.

@@ -22,6 +22,18 @@ pub struct ImportOptions {
     pub max_memory: usize,
 }
 
+impl ImportOptions {
+    /// Checks the limit of memory and the type of weights, which an import needs before it reads.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`](crate::Error::InvalidOption) for less than 4 MiB, and for a type
+    /// that is no floating-point type.
+    pub fn check(&self) -> Result<()> {
+        Budget::new(self.max_memory)?;
+        check_float(self.dtype)
+    }
+}
+
 impl Default for ImportOptions {
     /// One rank, `f32`, [`DEFAULT_MAX_MEMORY`].
     fn default() -> Self {

@@ -1,7 +1,8 @@
-//! Recognizes folders and files of other programs by their names, and says how to import each.
+//! Recognizes folders and files by their names, and says how to use each.
 
 use super::{CONFIG, has_weights};
 use crate::format;
+use crate::locate::store_of;
 use crate::lora::ADAPTER_CONFIG;
 use std::fs;
 use std::path::Path;
@@ -28,18 +29,21 @@ const GGUF: &str = "it is GGUF, the format of llama.cpp, which cannot be read: u
      it with transformers (`from_pretrained(DIR, gguf_file=FILE)`) and save it with `save_pretrained`";
 const TORCH: &str = "it is a lone file of torch.save: put it into a folder as pytorch_model.bin beside the model's config.json, and use \
      that; it should hold the state_dict of the model";
+const CHECKPOINT: &str = "it is a checkpoint of Merak: `merak train --resume DIR` goes on from it, and `merak-ckpt export-hf DIR HF_DIR` \
+     makes a Hugging Face folder of it";
+const RUN: &str = "it is the output folder of a run of Merak: `merak train --resume DIR` goes on from its latest checkpoint, and \
+     `merak-ckpt export-hf DIR HF_DIR` makes a Hugging Face folder of that";
 /// Maximum number of a folder's names that are looked at.
 const MAX_NAMES: usize = 4096;
 /// Largest index in which names of torchtitan are looked for.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 
-/// What this folder or file of another program is, and how to import it: a clause for an error that
-/// has named the path. `None` for a checkpoint of this crate, an unknown format, and a path where
-/// nothing lies.
+/// What this folder or file is, and how to use or import it: a clause for an error that has named
+/// the path. `None` for an unknown format, and for a path where nothing lies.
 ///
-/// Looks only at names, and at the index of a folder of `torch.distributed.checkpoint`. A folder of
-/// Hugging Face counts as another program's too: callers that take such folders ask only after
-/// failing to open one.
+/// Looks only at names, and at the index of a folder of `torch.distributed.checkpoint`. Checkpoints
+/// and output folders of this crate, and folders of Hugging Face, are told as well: callers that
+/// take such folders ask only after failing to open one.
 ///
 /// # Examples
 /// ```
@@ -50,13 +54,34 @@ const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// # Ok::<(), std::io::Error>(())
 /// ```
 pub fn what_it_is(path: &Path) -> Option<&'static str> {
+    own(path).or_else(|| what_of_others(path))
+}
+
+/// What this folder of a checkpoint or run of Merak is. Weights beside a manifest are a model's.
+fn own(path: &Path) -> Option<&'static str> {
+    if has_weights(path) {
+        return None;
+    }
+    if path.join(format::MANIFEST).is_file() {
+        return Some(CHECKPOINT);
+    }
+    let steps = store_of(path).steps().unwrap_or_default();
+    (!steps.is_empty()).then_some(RUN)
+}
+
+/// The same as [`what_it_is`], where the path is of another program than Merak.
+pub(crate) fn what_of_others(path: &Path) -> Option<&'static str> {
     if path.is_file() {
         return file(path);
     }
     if path.join(format::MANIFEST).exists() {
         return None;
     }
-    let names = names(path);
+    among(path, &names(path))
+}
+
+/// What a folder of another program is, by these of its names.
+fn among(path: &Path, names: &[String]) -> Option<&'static str> {
     let has = |is_one: &dyn Fn(&str) -> bool| names.iter().any(|name| is_one(name));
     let is_rank = |name: &str| name.starts_with("mp_rank_");
     let is_numbered = |name: &str, start: &str| {
@@ -119,7 +144,14 @@ pub fn what_it_is(path: &Path) -> Option<&'static str> {
 /// What a file is, and how to import it.
 fn file(path: &Path) -> Option<&'static str> {
     let name = path.file_name()?.to_str()?;
-    let beside = || path.parent().and_then(what_it_is);
+    let beside = || path.parent().and_then(what_of_others);
+    // Folders that lie beside the file say nothing about it.
+    let files_beside = || {
+        let folder = path.parent()?;
+        let mut names = names(folder);
+        names.retain(|name| !folder.join(name).is_dir());
+        among(folder, &names).filter(|_| !names.iter().any(|name| name == format::MANIFEST))
+    };
     match name.rsplit_once('.').map_or(name, |(_, end)| end) {
         "gguf" => Some(GGUF),
         "metadata" | "distcp" | "latest" | "txt" => beside(),
@@ -129,7 +161,7 @@ fn file(path: &Path) -> Option<&'static str> {
                 .into_iter()
                 .find(|known| *known == found),
         },
-        "pt" | "pth" | "bin" => match beside() {
+        "pt" | "pth" | "bin" => match files_beside() {
             Some(HUGGING_FACE) => Some(HUGGING_FACE_FILE),
             Some(GGUF | BARE_WEIGHTS) | None => Some(TORCH),
             found => found,

@@ -12,6 +12,7 @@ use super::pickle::{self, Heap, Purpose, Storage, Value, View};
 use super::{StoredTensor, checked_bytes, foreign, open_weights};
 use crate::manifest::check_tensor_name;
 use crate::region::num_elements;
+use crate::sums::Stretch;
 use crate::{DType, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -24,31 +25,45 @@ const MAX_PICKLE_BYTES: u64 = 16 << 20;
 /// Bytes that a tensor of a file takes once it is found, with its name and shape, in tables of
 /// tensors.
 const TENSOR_BYTES: usize = 512;
+/// Bytes that a member takes with its name and sum.
+const MEMBER_BYTES: usize = 256;
 /// The pickle of the magic number that files before 1.6 begin with.
 const OLD_MAGIC: &[u8] = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.";
 
 /// Where the elements of storages are, by their keys.
-type Places<'a> = BTreeMap<&'a str, [u64; 2]>;
+pub(super) type Places<'a> = BTreeMap<&'a str, [u64; 2]>;
+
+/// The tensors of a file, and the members of its archive that they lie in.
+pub(super) type Found = (Vec<StoredTensor>, Vec<Stretch>);
 
 /// The tensors of the file, in the order of its table, which takes `limit` bytes of memory at most.
-pub(super) fn tensors(path: &Path, limit: usize) -> Result<Vec<StoredTensor>> {
+/// A file of before 1.6 is no archive, and has no checksums.
+pub(super) fn tensors(path: &Path, limit: usize) -> Result<Found> {
     let file = open_weights(path)?;
     let mut start = [0; OLD_MAGIC.len()];
     let is_old = file.read_exact_at(&mut start, 0).is_ok() && start == OLD_MAGIC;
     let found = if is_old {
-        old(&file, limit)
+        old(&file, limit).map(|tensors| (tensors, Vec::new()))
     } else {
         zipped(&file, limit)
     };
     found.map_err(|reason| foreign(path, reason))
 }
 
-fn zipped(file: &File, limit: usize) -> Result<Vec<StoredTensor>, String> {
+fn zipped(file: &File, limit: usize) -> Result<Found, String> {
     let length = length_of(file)?;
     let saved = Saved::open(file, 0..length, limit)?;
     let (value, mut heap) = saved.run()?;
-    let places = saved.places(&heap)?;
-    views(value, &mut heap, &places)
+    heap.spend(heap.storages.len().saturating_mul(MEMBER_BYTES))?;
+    let members = saved.members(&heap)?;
+    let tensors = views(value, &mut heap, &places(&members))?;
+    Ok((tensors, members.into_values().collect()))
+}
+
+/// The places of members.
+pub(super) fn places<'a>(members: &BTreeMap<&'a str, Stretch>) -> Places<'a> {
+    let place = |(key, member): (&&'a str, &Stretch)| (*key, member.bytes);
+    members.iter().map(place).collect()
 }
 
 /// What `torch.save` has written into a stretch of a file, as a zip archive.
@@ -100,15 +115,19 @@ impl<'a> Saved<'a> {
         Ok((value, heap))
     }
 
-    /// The places of the storages that the table mentions.
-    pub(super) fn places<'b>(&self, heap: &Heap<'b>) -> Result<Places<'b>, String> {
-        let mut places = Places::new();
+    /// The members of the storages that the table mentions, by the storages' keys.
+    pub(super) fn members<'b>(
+        &self,
+        heap: &Heap<'b>,
+    ) -> Result<BTreeMap<&'b str, Stretch>, String> {
+        let mut members = BTreeMap::new();
         for Storage { key, dtype, len } in &heap.storages {
-            if places.contains_key(key) {
+            if members.contains_key(key) {
                 continue;
             }
             let name = format!("{}data/{key}", self.prefix);
-            let [begin, end] = self.archive.place(&name)?;
+            let member = self.archive.stretch(&name)?;
+            let [begin, end] = member.bytes;
             let expected = checked_bytes(*dtype, &[*len]).map(|bytes| bytes as u64);
             if expected.is_none_or(|expected| expected > end - begin) {
                 let size = end - begin;
@@ -116,9 +135,9 @@ impl<'a> Saved<'a> {
                     "`{name}` has {size} bytes, too few for {len} of {dtype}"
                 ));
             }
-            places.insert(*key, [begin, end]);
+            members.insert(*key, member);
         }
-        Ok(places)
+        Ok(members)
     }
 }
 

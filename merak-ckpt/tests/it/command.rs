@@ -490,3 +490,83 @@ fn options_are_taken_with_dashes_and_with_underscores_and_names_are_harmless() {
     let (_, _, errors) = run(folder.path(), &["inspect", &"x".repeat(20_000)]);
     assert!(errors.len() < 2048, "{errors}");
 }
+
+#[test]
+fn a_memory_limit_below_the_least_is_refused_as_such_whatever_is_imported() {
+    let folder = tempfile::tempdir().unwrap();
+    let golden = |name: &str| {
+        let goldens = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/goldens/");
+        format!("{goldens}{name}")
+    };
+    let (dcp, config, hf) = (
+        golden("dcp/gpt2"),
+        golden("dcp/gpt2.json"),
+        golden("hf/gpt2-zip"),
+    );
+    let dcp = ["import-dcp", &dcp, "to", "--config", &config];
+    let hf = ["import-hf", &hf, "to"];
+    for arguments in [&dcp[..], &hf] {
+        let arguments = [arguments, &["--max-memory", "1"]].concat();
+        let (status, _, errors) = run(folder.path(), &arguments);
+        assert_eq!(status, 2, "{errors}");
+        assert!(errors.contains("expected 4 MiB or more"), "{errors}");
+    }
+}
+
+#[test]
+fn a_destination_that_is_a_link_to_nowhere_is_called_so() {
+    let folder = tempfile::tempdir().unwrap();
+    save(
+        &Store::in_output_dir(folder.path().join("run")),
+        1,
+        topology(1, 1, 1),
+    )
+    .unwrap();
+    std::os::unix::fs::symlink("gone", folder.path().join("link")).unwrap();
+    for command in ["reshard", "export-hf"] {
+        let (status, _, errors) = run(folder.path(), &[command, "run", "link"]);
+        assert_eq!(status, 2, "{errors}");
+        let expected = "cannot create link: it is a link to gone, where nothing lies";
+        assert!(errors.contains(expected), "{errors}");
+        assert!(!folder.path().join("gone").exists());
+    }
+}
+
+#[test]
+fn damage_of_a_shared_base_leaves_no_checkpoint_on_it_to_propose() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::in_output_dir(folder.path());
+    save(&store, 1, topology(1, 1, 1)).unwrap();
+    let layout = Layout::whole(&[4]);
+    let piece = |name| Piece {
+        kind: &Kind::Parameter,
+        name,
+        dtype: DType::U8,
+        layout: &layout,
+        range: None,
+    };
+    let base = store.begin_base(1, 2).unwrap();
+    let shard = base.write_shard(ShardKind::Model, 0, &[(piece("frozen"), &[1; 4])]);
+    base.commit(vec![shard.unwrap()], Header::default(), &[])
+        .unwrap();
+    let (base, _) = store.base(1).unwrap();
+    for step in [2, 3, 4] {
+        let draft = store.begin(step).unwrap().with_base(Some(base.clone()));
+        let shard = draft.write_shard(ShardKind::Model, 0, &[(piece("w"), &[2; 4])]);
+        draft
+            .commit(vec![shard.unwrap()], Header::default(), &[])
+            .unwrap();
+    }
+    let path = store.folder().join("base-00001/model-00000.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&path, bytes).unwrap();
+    let proposed = "the newest complete older one is ./checkpoints/step-00000001";
+    let (status, text, _) = run(folder.path(), &["verify", "."]);
+    assert_eq!(status, 2);
+    assert!(text.contains(proposed), "{text}");
+    let error = merak_ckpt::Checkpoint::open(store.path_of(4)).unwrap();
+    let error = error.read_whole(&Kind::Parameter, "frozen").unwrap_err();
+    let error = error.to_string();
+    assert!(error.ends_with("step-00000001"), "{error}");
+}

@@ -107,7 +107,7 @@ fn a_disk_without_room_is_an_error_that_leaves_nothing_behind() {
             .current_dir(folder.path())
             .args([
                 "-c",
-                &format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\""),
+                &format!("ulimit -f {blocks}; exec \"$0\" \"$@\""),
                 env!("CARGO_BIN_EXE_merak-ckpt"),
             ])
             .args(RESHARD)
@@ -125,4 +125,27 @@ fn a_disk_without_room_is_an_error_that_leaves_nothing_behind() {
             .collect();
         assert_eq!(left.len(), 2, "{left:?}");
     }
+}
+
+#[test]
+fn a_save_that_fails_takes_the_folders_along_that_it_made() {
+    let folder = tempfile::tempdir().unwrap();
+    write_source(folder.path());
+    fs::create_dir(folder.path().join("there")).unwrap();
+    for (name, stays) in [("new/run", "new"), ("there", "there/checkpoints")] {
+        let output = Command::new("sh")
+            .current_dir(folder.path())
+            .args([
+                "-c",
+                "ulimit -f 1; exec \"$0\" \"$@\"",
+                env!("CARGO_BIN_EXE_merak-ckpt"),
+            ])
+            .args(RESHARD)
+            .arg(name)
+            .output()
+            .expect("a shell");
+        assert_eq!(output.status.code(), Some(1));
+        assert!(!folder.path().join(stays).exists(), "{name}");
+    }
+    assert!(folder.path().join("there").exists());
 }

@@ -318,3 +318,39 @@ fn places_and_boxes_that_lie_are_refused() {
     cannot open DCP/__9_9.distcp
     ");
 }
+
+#[test]
+fn a_changed_byte_of_an_item_is_refused_by_the_item_s_own_checksum() {
+    let to = tempfile::tempdir().unwrap();
+    let options = ImportOptions::default();
+    // Only the item of one field of a group, which Merak has no use for, is not read.
+    for (name, prefix, config) in cases(to.path()).into_iter().take(1) {
+        let folder = copy_of(&golden(name));
+        let mut files: Vec<_> = fs::read_dir(folder.path()).unwrap().collect();
+        files.retain(|entry| {
+            let path = entry.as_ref().unwrap().path();
+            path.extension().is_some_and(|end| end == "distcp")
+        });
+        let (mut refused, mut all) = (0, 0);
+        for entry in files {
+            let path = entry.unwrap().path();
+            let good = fs::read(&path).unwrap();
+            for (member, at) in crate::hf_hostile::storages(&good) {
+                let mut bad = good.clone();
+                bad[at] ^= 1;
+                fs::write(&path, bad).unwrap();
+                let to = to.path().join(format!("{name}-{all}"));
+                all += 1;
+                let Err(error) = import(folder.path(), &to, &config, prefix, &options) else {
+                    continue;
+                };
+                let message = error.to_string();
+                let member = format!("member `{member}` has the checksum");
+                assert!(message.contains(&member), "{message}");
+                refused += 1;
+            }
+            fs::write(&path, good).unwrap();
+        }
+        assert_eq!((refused, all), (65, 66), "{name}");
+    }
+}

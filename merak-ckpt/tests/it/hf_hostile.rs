@@ -1,8 +1,8 @@
 //! Hugging Face folders that are damaged or made to harm: an error names the file, and nothing is
 //! run.
 
-use crate::hf::{content, copy, golden};
-use merak_ckpt::HfFolder;
+use crate::hf::{copy, golden};
+use merak_ckpt::{HfFolder, ImportOptions, Kind, Layout, Piece, import_hf};
 use std::fs;
 use std::path::Path;
 
@@ -142,9 +142,23 @@ fn every_truncation_and_many_flipped_bits_give_an_error_or_tensors() {
             let mut bytes = bytes.clone();
             bytes[at] ^= 1 << (at % 8);
             fs::write(&path, bytes).unwrap();
-            match HfFolder::open(folder.path()) {
-                // What is left of a table may still be sound; then all of it can be read.
-                Ok(folder) => drop(content(&folder)),
+            let read_all = |folder: HfFolder| {
+                let mut tensors = folder.tensors().iter();
+                tensors.try_for_each(|tensor| {
+                    let piece = Piece {
+                        kind: &Kind::Parameter,
+                        name: &tensor.name,
+                        dtype: tensor.dtype,
+                        layout: &Layout::whole(&tensor.shape),
+                        range: None,
+                    };
+                    folder.read_as(&piece, &mut vec![0; tensor.num_bytes()])
+                })
+            };
+            match HfFolder::open(folder.path()).and_then(read_all) {
+                // What is left of a table may still be sound; then all of it can be read, unless
+                // the file has checksums.
+                Ok(()) => {}
                 Err(error) => {
                     assert!(error.is_user_error(), "{error}");
                     refused += 1;
@@ -224,4 +238,58 @@ fn headers_that_lie_are_refused() {
     cannot read HF/model.safetensors: tensor `w` of type f32 and shape [3] has 8 bytes, expected 12
     cannot read HF/model.safetensors: tensor `w` has 17 dims, the limit is 16
     ");
+}
+
+/// The names of the storages in the archives of a file, and their first bytes.
+pub(crate) fn storages(file: &[u8]) -> Vec<(String, usize)> {
+    let short = |at: usize| usize::from(u16::from_le_bytes([file[at], file[at + 1]]));
+    let headers = file.windows(4).enumerate();
+    let headers = headers.filter(|(_, window)| window == b"PK\x03\x04");
+    let member = |(at, _): (usize, &[u8])| {
+        let end = at + 30 + short(at + 26);
+        let name = String::from_utf8(file[at + 30..end].to_vec()).expect("a name");
+        (name, end + short(at + 28))
+    };
+    let members = headers.map(member);
+    members
+        .filter(|(name, _)| name.contains("/data/"))
+        .collect()
+}
+
+#[test]
+fn a_changed_byte_of_a_tensor_is_refused_by_the_archive_s_own_checksum() {
+    for topology in [(1, 1), (2, 2)] {
+        let options = ImportOptions {
+            topology: crate::support::topology(1, topology.0, topology.1),
+            ..ImportOptions::default()
+        };
+        for (name, least) in [("gpt2-zip", 28), ("gpt2-strided", 1)] {
+            let folder = copy(name);
+            let file = folder.path().join("pytorch_model.bin");
+            let good = fs::read(&file).unwrap();
+            let mut refused = 0;
+            for (member, at) in storages(&good) {
+                let mut bad = good.clone();
+                bad[at] ^= 1;
+                fs::write(&file, bad).unwrap();
+                let to = tempfile::tempdir().unwrap();
+                let source = HfFolder::open(folder.path()).unwrap();
+                let Err(error) = import_hf(&source, to.path().join("to"), &options) else {
+                    // A buffer that models compute themselves, which is not read.
+                    continue;
+                };
+                assert!(error.is_user_error(), "{error}");
+                let message = error.to_string();
+                let expected = [
+                    "pytorch_model.bin: tensor `",
+                    &format!("member `{member}` has the checksum"),
+                ];
+                let has_all = expected.iter().all(|text| message.contains(text));
+                assert!(has_all, "{message}");
+                assert!(!to.path().join("to").exists(), "nothing is left");
+                refused += 1;
+            }
+            assert!(refused >= least, "{name}: {refused}");
+        }
+    }
 }

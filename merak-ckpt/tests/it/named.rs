@@ -163,3 +163,52 @@ fn an_unreadable_path_is_refused_with_the_reason_of_the_system() {
         );
     }
 }
+
+#[test]
+fn a_lone_file_is_judged_by_itself_and_not_by_the_folders_beside_it() {
+    let folder = tempfile::tempdir().unwrap();
+    make(
+        folder.path(),
+        &[
+            "x.pt",
+            "step-10/.metadata",
+            "global_step5/",
+            "iter_0000001/",
+        ],
+    );
+    let error = Checkpoint::open(folder.path().join("x.pt")).unwrap_err();
+    let message = error.to_string();
+    assert!(
+        message.contains("it is a lone file of torch.save"),
+        "{message}"
+    );
+}
+
+#[test]
+fn folders_of_merak_are_named_where_a_model_is_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    let store = merak_ckpt::Store::in_output_dir(&run);
+    let step = crate::support::save(&store, 3, crate::support::topology(1, 1, 1)).unwrap();
+    let to = folder.path().join("to");
+    let options = ImportOptions::default();
+    let config = step.join("config.json");
+    for (path, what) in [
+        (&run, "it is the output folder of a run of Merak: "),
+        (&step, "it is a checkpoint of Merak: "),
+    ] {
+        for error in [
+            HfFolder::open(path).unwrap_err(),
+            HfFolder::refuse_others(path).unwrap_err(),
+            import_dcp(path, &to, &config, "", &options).unwrap_err(),
+            import_merak(path, &to, 1, &options).unwrap_err(),
+        ] {
+            let message = error.to_string();
+            let is_named = message.contains(what) && message.contains("export-hf");
+            assert!(is_named && message.contains("--resume"), "{message}");
+        }
+    }
+    fs::remove_file(store.folder().join("latest")).unwrap();
+    let error = Checkpoint::open(&run).unwrap_err().to_string();
+    assert!(error.contains("the newest complete one is"), "{error}");
+}

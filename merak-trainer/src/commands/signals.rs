@@ -1,7 +1,7 @@
 //! Signals that end a training after the step in hand.
 
 use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ},
+    consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1},
     flag,
     iterator::Signals,
     low_level::signal_name,
@@ -34,9 +34,7 @@ fn listen(stop: &Arc<AtomicI64>) -> io::Result<()> {
     if !is_ignored(SIGHUP) {
         watched.push(SIGHUP);
     }
-    // A write beyond the limit on file sizes is then an error that names the file, and does not end
-    // the process.
-    flag::register(SIGXFSZ, Arc::default())?;
+    merak_ckpt::cli::survive_size_limit()?;
     let is_late = Arc::new(AtomicBool::new(false));
     for &signal in &watched {
         flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&is_late))?;

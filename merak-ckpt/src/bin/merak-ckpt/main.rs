@@ -112,6 +112,9 @@ fn main() -> ExitCode {
         .with_ansi(io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
         .with_writer(io::stderr)
         .init();
+    if let Err(error) = cli::survive_size_limit() {
+        tracing::warn!(%error, "a write beyond the limit on file sizes ends the process");
+    }
     let outcome = match arguments.command {
         Command::Inspect { path, json } => inspect(&path, json),
         Command::Verify { path } => verify(&path),
@@ -194,7 +197,7 @@ fn verify(path: &PathBuf) -> Result<Outcome> {
     for damage in &report.damage {
         line(&mut text, format_args!("  {damage}"));
     }
-    match checkpoint.older()? {
+    match checkpoint.older_without(&report.damage)? {
         Some(older) => line(
             &mut text,
             format_args!("the newest complete older one is {}", file(older.path())),

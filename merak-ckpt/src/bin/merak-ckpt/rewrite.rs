@@ -228,6 +228,7 @@ impl ExtractLora {
 impl ImportHf {
     pub(crate) fn run(&self) -> Result<Outcome> {
         let options = self.import.options();
+        options.check()?;
         let folder = HfFolder::open_within(&self.hf_dir, options.max_memory)?;
         let path = import_hf(&folder, &self.dst, &options)?;
         Ok(written(&path))

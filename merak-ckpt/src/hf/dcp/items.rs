@@ -3,10 +3,11 @@
 use super::index::{Chunk, Indexed, Place};
 use crate::error::io_error;
 use crate::hf::pickle::{Heap, Value};
-use crate::hf::torch::{Saved, view};
+use crate::hf::torch::{Saved, places, view};
 use crate::hf::{StoredTensor, checked_bytes, file_entry, foreign, open_weights};
 use crate::manifest::{FileEntry, check_coverage, check_file_name, check_tensor_name};
 use crate::region::num_elements;
+use crate::sums::{Stretch, Sums};
 use crate::{Checksum, Cut, DType, Error, Kind, Result, SliceEntry, TensorEntry};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -41,6 +42,8 @@ pub(super) struct Reader<'a> {
     tensors: BTreeMap<Place, StoredTensor>,
     /// The files in which slices were found.
     used: BTreeSet<String>,
+    /// The members of the items that hold tensors, by file.
+    members: BTreeMap<String, Vec<Stretch>>,
 }
 
 impl<'a> Reader<'a> {
@@ -52,6 +55,7 @@ impl<'a> Reader<'a> {
             numbers: BTreeMap::new(),
             tensors: BTreeMap::new(),
             used: BTreeSet::new(),
+            members: BTreeMap::new(),
         }
     }
 
@@ -61,6 +65,11 @@ impl<'a> Reader<'a> {
         files
             .map(|name| file_entry(self.folder, &self.folder.join(name)))
             .collect()
+    }
+
+    /// The members in which the tensors lie, by file.
+    pub(super) fn into_members(self) -> BTreeMap<String, Vec<Stretch>> {
+        self.members
     }
 
     /// The entry of a tensor, whose boxes lie in the files as its slices.
@@ -165,9 +174,12 @@ impl<'a> Reader<'a> {
         let wrong = |reason: String| in_item(&path, place, &reason);
         let (saved, _) = self.open(place)?;
         let (value, heap) = saved.run().map_err(wrong)?;
-        let places = saved.places(&heap).map_err(wrong)?;
-        let tensor = view(&stored.key, value, &heap, &places);
+        let members = saved.members(&heap).map_err(wrong)?;
+        let tensor = view(&stored.key, value, &heap, &places(&members));
         let tensor = tensor.map_err(|reason| wrong(format!("it {reason}")))?;
+        let members: Vec<_> = members.into_values().collect();
+        let of_file = self.members.entry(place.file.clone()).or_default();
+        of_file.extend(members);
         self.tensors.insert(place.clone(), tensor.clone());
         Ok(tensor)
     }
@@ -267,8 +279,9 @@ fn number<'a>(
         Value::Float(value) => json!(value),
         Value::None | Value::Text(_) => return Ok(Found::NoNumber),
         Value::Tensor(_) => {
-            let places = saved.places(heap)?;
-            let tensor = view("", value, heap, &places).map_err(|reason| format!("it {reason}"))?;
+            let members = saved.members(heap)?;
+            let tensor = view("", value, heap, &places(&members));
+            let tensor = tensor.map_err(|reason| format!("it {reason}"))?;
             if num_elements(&tensor.shape) != Some(1) {
                 let shape = tensor.shape;
                 return Ok(Found::Other(format!("is a tensor of shape {shape:?}")));
@@ -277,6 +290,7 @@ fn number<'a>(
             let bytes = &mut bytes[..tensor.dtype.size_bytes()];
             let read = file.read_exact_at(bytes, tensor.bytes[0]);
             read.map_err(|error| format!("it cannot be read: {error}"))?;
+            Sums::new(members.into_values().collect()).pass(tensor.bytes[0], bytes)?;
             element(tensor.dtype, bytes)
         }
         _ => return Ok(Found::Other("is no number".to_owned())),
