@@ -37,7 +37,7 @@ use crate::{
     Action, ActivationBytes, Costs, Error, Kind, Result, Schedule, ScheduleKind, Simulation, Size,
     StageId, simulate,
 };
-use beam::beam;
+use beam::{Beam, beam};
 use bound::{Bounds, all_placements};
 use descent::{Draws, Effort, descend};
 use greedy::{Problem, Rule, greedy};
@@ -481,13 +481,18 @@ impl Candidate {
 const ROUNDS: [(usize, usize); 4] = [(64, 4), (12, 4), (4, 4), (1, 4)];
 
 /// Budget of a round of beam searches: the width times the square of the schedule's actions, summed
-/// over the placements. Then the number of placements in the second round: those with the shortest
-/// schedules so far.
-const BEAMS: usize = 4_000_000;
-const BEST_PLACEMENTS: usize = 8;
+/// over the placements.
+const BEAMS: usize = 30_000_000;
+
+/// Rounds of beam search: the number of placements, those with the shortest schedules so far, and
+/// the weight [`Beam::mean`]. The usual placements are in every round.
+const BEAM_ROUNDS: [(usize, f64); 3] = [(usize::MAX, 0.3), (8, 0.3), (8, 1.0)];
 
 /// The largest width of a beam search: the beginnings that it keeps.
-const MOST_WIDTH: usize = 200;
+const MOST_WIDTH: usize = 2000;
+
+/// The usual placements of the stages: in turn, and there and back.
+const USUAL_PLACEMENTS: usize = 2;
 
 /// The shortest schedules so far.
 struct Search<'a> {
@@ -523,33 +528,59 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// Looks for shorter schedules by beam search, for all placements and then wider for the best
-    /// ones.
+    /// Looks for shorter schedules by beam search: for all placements, then wider for the usual and
+    /// the best ones.
+    ///
+    /// The first round looks for the shortest schedule of each placement. Later rounds drop what
+    /// cannot be shorter than the shortest of all, which leaves more room for the rest.
     fn look_ahead(&mut self, problems: &[Problem<'_>], no_recompute: &[StageId]) -> Result<()> {
         let rule = Rule::within(self.memory);
-        for most in [problems.len(), BEST_PLACEMENTS] {
+        for (round, (most, mean)) in BEAM_ROUNDS.into_iter().enumerate() {
             self.sort();
-            let best = self.found.iter().take(most);
-            let best: Vec<_> = best
-                .map(|found| (found.placement.clone(), found.makespan))
-                .collect();
-            for (placement, makespan) in &best {
-                let problem = problems
-                    .iter()
-                    .find(|problem| problem.placement == placement);
-                let Some(problem) = problem else { continue };
+            let looked = self.looked_at(problems, most);
+            for problem in &looked {
                 let size = problem.num_actions().saturating_mul(problem.num_actions());
-                let width = (BEAMS / size / best.len()).min(MOST_WIDTH);
-                if width == 0 || is_optimal(*makespan, self.bound) {
+                let width = (BEAMS / size / looked.len()).min(MOST_WIDTH);
+                let below = match round {
+                    0 => self.makespan(|placement| *placement == *problem.placement),
+                    _ => self.makespan(|_| true),
+                };
+                if width == 0 || is_optimal(below, self.bound) {
                     continue;
                 }
-                if let Some(mut schedule) = beam(problem, &rule, width, *makespan) {
+                let search = Beam { width, below, mean };
+                if let Some(mut schedule) = beam(problem, &rule, search) {
                     schedule.no_recompute = no_recompute.to_vec();
                     self.offer(schedule)?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// The placements that a round of beam search looks at: those with the shortest schedules, and
+    /// the usual ones.
+    fn looked_at<'a>(&self, problems: &'a [Problem<'a>], most: usize) -> Vec<&'a Problem<'a>> {
+        let places = self.found.iter().filter_map(|found| {
+            problems
+                .iter()
+                .position(|problem| *problem.placement == *found.placement)
+        });
+        let mut places: Vec<_> = places.take(most).collect();
+        for usual in 0..USUAL_PLACEMENTS.min(problems.len()) {
+            if !places.contains(&usual) {
+                places.push(usual);
+            }
+        }
+        places.into_iter().map(|place| &problems[place]).collect()
+    }
+
+    /// The shortest makespan so far, of placements like this.
+    fn makespan(&self, is_like: impl Fn(&[usize]) -> bool) -> f64 {
+        let found = self.found.iter();
+        let like = found.filter(|found| is_like(&found.placement));
+        like.map(|found| found.makespan)
+            .fold(f64::INFINITY, f64::min)
     }
 
     fn sort(&mut self) {

@@ -5,36 +5,40 @@ use super::greedy::{Board, FORWARD, INPUT, Problem, Rule};
 use crate::{Action, Kind, Schedule};
 use std::collections::BTreeSet;
 
-/// Weight of the mean over ranks of their earliest ends, beside the latest of these ends.
-const MEAN: f64 = 0.3;
+/// What a beam search keeps.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Beam {
+    /// The beginnings of each length that stay.
+    pub(super) width: usize,
+    /// Only beginnings whose lower bound is below this makespan stay.
+    pub(super) below: f64,
+    /// Weight of the mean over ranks of their earliest ends, beside the latest of these ends, in
+    /// the estimate of a beginning.
+    pub(super) mean: f64,
+}
 
-/// The shortest schedule that goes on from the `width` most promising beginnings of each length, or
-/// `None` where none is shorter than `below`.
+/// The shortest schedule that goes on from the most promising beginnings of each length, or `None`
+/// where none is shorter than [`Beam::below`].
 ///
 /// The rank whose next action can end first chooses among all actions that it can begin before that
 /// end. Such choices make every schedule in which no action could run earlier ([Giffler and
 /// Thompson](https://doi.org/10.1287/opre.8.4.487)). A forward that takes the last room of a rank
 /// can also be put off, as a later one may be the better one to have that room.
-pub(super) fn beam(
-    problem: &Problem<'_>,
-    rule: &Rule<'_>,
-    width: usize,
-    below: f64,
-) -> Option<Schedule> {
-    let guide = Guide::new(problem);
+pub(super) fn beam(problem: &Problem<'_>, rule: &Rule<'_>, beam: Beam) -> Option<Schedule> {
+    let guide = Guide::new(problem, beam);
     let mut beginnings = vec![Beginning::new(problem, rule)];
     let mut path: Vec<(Action, Option<usize>)> = Vec::new();
     for _ in 0..problem.num_actions() {
         let mut next = Vec::new();
         for beginning in &beginnings {
-            beginning.go_on(&guide, below, &mut next);
+            beginning.go_on(&guide, &mut next);
         }
         next.sort_by(|one, other| one.value.total_cmp(&other.value));
         // Of the beginnings with the same number of actions of each stage and kind, only the best
         // stays.
         let mut shapes = BTreeSet::new();
         next.retain(|beginning| shapes.insert(beginning.shape));
-        next.truncate(width);
+        next.truncate(beam.width);
         for beginning in &mut next {
             path.extend(beginning.done.map(|action| (action, beginning.last)));
             beginning.last = path.len().checked_sub(1);
@@ -57,6 +61,7 @@ pub(super) fn beam(
 /// Lower bounds on the time after an action, for any beginning.
 struct Guide<'a> {
     problem: &'a Problem<'a>,
+    beam: Beam,
     /// By stage: the least time from the end of a forward to the end of its input gradient, and the
     /// least time after that.
     back: Vec<f64>,
@@ -64,7 +69,7 @@ struct Guide<'a> {
 }
 
 impl<'a> Guide<'a> {
-    fn new(problem: &'a Problem<'a>) -> Self {
+    fn new(problem: &'a Problem<'a>, beam: Beam) -> Self {
         let costs = problem.costs;
         let input = |stage: usize| costs.recompute[stage] + costs.input_grad[stage];
         let last = problem.placement.len() - 1;
@@ -80,6 +85,7 @@ impl<'a> Guide<'a> {
         }
         Self {
             problem,
+            beam,
             back,
             tail,
         }
@@ -134,8 +140,8 @@ impl<'a> Beginning<'a> {
         }
     }
 
-    /// Adds the beginning that each choice of the next action gives, if its bound is below `below`.
-    fn go_on(&self, guide: &Guide<'_>, below: f64, next: &mut Vec<Self>) {
+    /// Adds the beginning that each choice of the next action gives, if its bound is below [`Beam::below`].
+    fn go_on(&self, guide: &Guide<'_>, next: &mut Vec<Self>) {
         let mut held = self.held.clone();
         let mut seen: Vec<Action> = Vec::new();
         loop {
@@ -155,7 +161,7 @@ impl<'a> Beginning<'a> {
                 }
                 if !seen.contains(&choice.action) {
                     seen.push(choice.action);
-                    next.extend(self.with(choice, &held, guide, below));
+                    next.extend(self.with(choice, &held, guide));
                 }
             }
             if !waits {
@@ -195,7 +201,7 @@ impl<'a> Beginning<'a> {
         choices
     }
 
-    fn with(&self, choice: &Choice, held: &[bool], guide: &Guide<'_>, below: f64) -> Option<Self> {
+    fn with(&self, choice: &Choice, held: &[bool], guide: &Guide<'_>) -> Option<Self> {
         let &Choice {
             rank,
             action,
@@ -211,11 +217,11 @@ impl<'a> Beginning<'a> {
         }
         after.done = Some(action);
         let (bound, mean) = after.bound(guide);
-        after.value = bound + MEAN * mean;
+        after.value = bound + guide.beam.mean * mean;
         let row = (action.stage.0 * Kind::ALL.len() + action.kind as usize) as u64;
         let mixed = (row + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         after.shape = self.shape.wrapping_add(mixed ^ (mixed >> 29));
-        (bound < below).then_some(after)
+        (bound < guide.beam.below).then_some(after)
     }
 
     /// A lower bound on the makespan with this beginning, and the mean of the bounds of its ranks.

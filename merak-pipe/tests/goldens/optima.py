@@ -61,7 +61,7 @@ def solve(case, placement, seconds, shorter_than):
     for rank in range(case["ranks"]):
         model.add_no_overlap(on[rank])
         if case["limit"]:
-            model.add_cumulative(kept[rank], [1] * len(kept[rank]), case["limit"] * case["chunks"])
+            model.add_cumulative(kept[rank], [1] * len(kept[rank]), int(case["limit"] * case["chunks"]))
     makespan = model.new_int_var(0, horizon, "")
     for s in range(stages):
         model.add(makespan >= end["W", s, m - 1])
