@@ -87,7 +87,13 @@ pub(super) fn wait(
     bell.sleep(deadline, &|| {
         ready() || world.check().is_err() || deserter().is_some()
     });
-    let others = world.waits();
+    // A copy of all notes has a list of ranks for each rank, so only a wait that has failed makes
+    // one, while its own note is still there.
+    let others = if ready() || world.check().is_err() {
+        Vec::new()
+    } else {
+        world.waits()
+    };
     world.forget_wait(note);
     world.check()?;
     if ready() {

@@ -1,5 +1,7 @@
 //! merak-mpu from outside.
 
+/// Waits allocate little, however many ranks wait.
+mod allocations;
 /// Failures of ranks and what the others hear.
 mod faults;
 /// Collectives equal their serial definition, for random types, lengths and values.

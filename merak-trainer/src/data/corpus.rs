@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use super::{
     crates::CrateSources,
-    text::{self, Reading},
+    text::{self, Need, Reading},
     tokenizer::Tokenizer,
 };
-use crate::{config::DataArguments, error::Result};
+use crate::{available_bytes, config::DataArguments, error::Result};
 use merak_ckpt::words::Bytes;
 
 /// Tokens for training and validation.
@@ -34,14 +34,19 @@ impl Corpus {
     /// that cannot be used.
     pub fn load(arguments: &DataArguments, crates: &CrateSources) -> Result<Self> {
         let tokenizer = Tokenizer::load(&arguments.tokenizer)?;
-        let (kind, bytes_per_byte) = (tokenizer.text_kind(), tokenizer.bytes_per_byte());
+        let kind = tokenizer.text_kind();
+        let need = Need {
+            per_byte: tokenizer.bytes_per_byte(),
+            per_line: 0,
+        };
         let (found, source) = match &arguments.path {
             Some(path) => {
                 let reading = Reading {
                     kind,
                     skips: arguments.skip_binary,
                 };
-                let found = text::read(&path.0, arguments.max_bytes, reading, bytes_per_byte)?;
+                let room = (need, available_bytes());
+                let found = text::read(&path.0, arguments.max_bytes, reading, room)?;
                 (found, path.0.display().to_string())
             }
             None => (
@@ -52,20 +57,20 @@ impl Corpus {
         let documents = &found.documents;
         let bytes: usize = documents.iter().map(|document| document.text.len()).sum();
         let description = format!("{source}: {}, {}", found.files(), Bytes::from(bytes));
-        let texts = documents.iter().map(|document| document.text.as_slice());
+        let texts = documents.iter().map(|document| Ok(&document.text));
         Self::of(tokenizer, texts, arguments.validation_fraction, description)
     }
 
     /// Tokenizes documents, each with the token that ends a document behind it.
-    pub(super) fn of<'t>(
+    pub(super) fn of(
         tokenizer: Tokenizer,
-        texts: impl Iterator<Item = &'t [u8]>,
+        texts: impl Iterator<Item = Result<impl AsRef<[u8]>>>,
         validation_fraction: f64,
         description: String,
     ) -> Result<Self> {
         let mut tokens = Vec::new();
         for text in texts {
-            tokens.extend(tokenizer.encode(text)?);
+            tokens.extend(tokenizer.encode(text?.as_ref())?);
             tokens.extend(tokenizer.end_of_document());
         }
         let held_out = (tokens.len() as f64 * validation_fraction) as usize;

@@ -10,15 +10,21 @@ use serde_json::{Map, Value};
 
 use super::{
     plain::TextKind,
-    text::{self, Document, Reading},
+    text::{self, Document, Need, Reading},
 };
 use crate::{
     config::DataFormat,
     error::{Error, Result},
 };
 
-/// Least memory in bytes per byte of records: the text, and the record made of it.
-const BYTES_PER_BYTE: u64 = 2;
+/// Records as text, of which each is parsed where it is used: parsed ones take several times the
+/// memory.
+#[derive(Debug)]
+pub(crate) struct Records {
+    documents: Vec<Document>,
+    format: DataFormat,
+    len: usize,
+}
 
 /// One record: its fields, and where it stands.
 #[derive(Debug, Clone)]
@@ -29,69 +35,100 @@ pub(crate) struct Record {
     fields: Map<String, Value>,
 }
 
-/// Reads the records of a file, or of the files of a folder in the order of their paths, and says
-/// how many files there were. With `skips`, files that are not text are passed over.
+/// Reads the records of a file, or of the files of a folder in the order of their paths, if memory
+/// has room for what they need, and says how many files there were. With `skips`, files that are
+/// not text are passed over.
 ///
 /// # Errors
 ///
-/// An unreadable path, one without text, a file that is not UTF-8, or a line that is not a record.
-pub(crate) fn read(path: &Path, format: DataFormat, skips: bool) -> Result<(Vec<Record>, String)> {
+/// An unreadable path, one without text, a file that is not UTF-8, a line that is not a record, or
+/// more records than memory has room for.
+pub(crate) fn read(
+    path: &Path,
+    format: DataFormat,
+    skips: bool,
+    room: (Need, u64),
+) -> Result<(Records, String)> {
     let none = || Error::NoRecords {
         path: path.to_path_buf(),
         format,
     };
     let kind = TextKind::Records;
-    let found = text::read(path, None, Reading { kind, skips }, BYTES_PER_BYTE);
+    let found = text::read(path, None, Reading { kind, skips }, room);
     let found = found.map_err(|error| match error {
         Error::NoText { skipped: 0, .. } => none(),
         error => error,
     })?;
     let files = found.files();
-    let mut records = Vec::new();
-    for document in found.documents {
-        match format {
-            DataFormat::Csv => table(&document, b',', &mut records)?,
-            DataFormat::Tsv => table(&document, b'\t', &mut records)?,
-            _ => json_lines(&document, &mut records)?,
-        }
+    let mut records = Records {
+        documents: found.documents,
+        format,
+        len: 0,
+    };
+    let mut len = 0;
+    for record in records.iter() {
+        record?;
+        len += 1;
     }
-    if records.is_empty() {
+    records.len = len;
+    if len == 0 {
         return Err(none());
     }
     Ok((records, files))
 }
 
-fn json_lines(document: &Document, records: &mut Vec<Record>) -> Result<()> {
+/// The records of a document, one after the other.
+type Parsed<'a> = Box<dyn Iterator<Item = Result<Record>> + 'a>;
+
+impl Records {
+    /// How many there are, which is at least one.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Parses one record after the other, in order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Result<Record>> {
+        let parse = |document| match self.format {
+            DataFormat::Csv => table(document, b','),
+            DataFormat::Tsv => table(document, b'\t'),
+            _ => Ok(json_lines(document)),
+        };
+        let failed = |error| Box::new([Err(error)].into_iter()) as Parsed<'_>;
+        let documents = self.documents.iter();
+        documents.flat_map(move |document| parse(document).unwrap_or_else(failed))
+    }
+}
+
+fn json_lines(document: &Document) -> Parsed<'_> {
     let path: Arc<Path> = document.path.as_path().into();
-    for (number, line) in (1..).zip(document.text.split(|&byte| byte == b'\n')) {
-        if line.trim_ascii().is_empty() {
-            continue;
-        }
+    let lines = (1..).zip(document.text.split(|&byte| byte == b'\n'));
+    let lines = lines.filter(|(_, line)| !line.trim_ascii().is_empty());
+    Box::new(lines.map(move |(number, line)| {
         let wrong = |reason: String| wrong(&path, number, reason);
         let value: Value = serde_json::from_slice(line)
             .map_err(|error| wrong(format!("the line is no JSON: {error}")))?;
         let Value::Object(fields) = value else {
             return Err(wrong(format!("the line is {value}, expected an object")));
         };
-        records.push(Record {
+        Ok(Record {
             path: Arc::clone(&path),
             line: number,
             fields,
-        });
-    }
-    Ok(())
+        })
+    }))
 }
 
-fn table(document: &Document, delimiter: u8, records: &mut Vec<Record>) -> Result<()> {
+fn table(document: &Document, delimiter: u8) -> Result<Parsed<'_>> {
     let path: Arc<Path> = document.path.as_path().into();
     let mut reader = csv::ReaderBuilder::new()
         .delimiter(delimiter)
         .from_reader(document.text.as_slice());
-    let failed = |error: csv::Error| {
+    let failed = |path: &Path, error: csv::Error| {
         let line = error.position().map_or(1, csv::Position::line);
-        wrong(&path, line, error.to_string())
+        wrong(path, line, error.to_string())
     };
-    let names = reader.headers().map_err(failed)?.clone();
+    let names = reader.headers().map_err(|error| failed(&path, error))?;
+    let names = names.clone();
     let mut seen = BTreeSet::new();
     if let Some(twice) = names.iter().find(|name| !seen.insert(name.trim())) {
         return Err(wrong(
@@ -100,17 +137,16 @@ fn table(document: &Document, delimiter: u8, records: &mut Vec<Record>) -> Resul
             format!("the column \"{twice}\" stands twice"),
         ));
     }
-    for row in reader.records() {
-        let row = row.map_err(failed)?;
+    Ok(Box::new(reader.into_records().map(move |row| {
+        let row = row.map_err(|error| failed(&path, error))?;
         let fields = names.iter().zip(&row);
         let fields = fields.map(|(name, cell)| (name.trim().to_owned(), Value::from(cell)));
-        records.push(Record {
+        Ok(Record {
             path: Arc::clone(&path),
             line: row.position().map_or(0, csv::Position::line),
             fields: fields.collect(),
-        });
-    }
-    Ok(())
+        })
+    })))
 }
 
 fn wrong(path: &Path, line: u64, reason: String) -> Error {
@@ -205,13 +241,38 @@ mod tests {
         let path = folder.path().join(name);
         std::fs::write(&path, text).unwrap();
         let place = format!("{}/", folder.path().display());
-        let read = read(&path, format, false).map(|(records, _)| records);
+        let need = Need {
+            per_byte: 1,
+            per_line: 0,
+        };
+        let read = read(&path, format, false, (need, u64::MAX));
+        let read = read.and_then(|(records, _)| records.iter().collect());
         read.map_err(|error| error.to_string().replace(&place, ""))
     }
 
     fn message(record: &Record, result: Result<impl std::fmt::Debug>) -> String {
         let folder = format!("{}/", record.path.parent().unwrap().display());
         result.unwrap_err().to_string().replace(&folder, "")
+    }
+
+    #[test]
+    fn records_that_memory_has_no_room_for_are_refused_before_they_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.csv");
+        // Not UTF-8: reading it whole would give another error.
+        let text = [b"text\n".as_slice(), &b"a b\n".repeat(999), b"\xff"].concat();
+        std::fs::write(&path, text).unwrap();
+        let need = Need {
+            per_byte: 9,
+            per_line: 100,
+        };
+        let all = 9 * (5 + 4 * 999 + 1) + 100 * 1001;
+        for (available, is_refused) in [(all - 1, true), (all, false)] {
+            let error = read(&path, DataFormat::Csv, false, (need, available)).unwrap_err();
+            let refused = matches!(error, Error::DataTooLarge { needed, .. } if needed == all);
+            assert_eq!(refused, is_refused, "{error}");
+            assert!(error.is_user_error());
+        }
     }
 
     #[test]

@@ -9,7 +9,7 @@ use super::{
     dataset::{Dataset, LABELS},
     inputs::ModelInputs,
     masked::{MaskedDataset, Masking},
-    records::Record,
+    records::Records,
     source::DataTokens,
     spans::{Corruption, SpanDataset, SpanTokens},
     tokenizer::Tokenizer,
@@ -29,6 +29,16 @@ pub(super) fn corruption(data: &DataArguments) -> Corruption {
         mean_span_length: data.mean_noise_span_length,
     }
 }
+
+/// Bytes that an allocator adds to what it gives.
+const ALLOCATION_BYTES: usize = 16;
+
+/// Memory of a text with a class, beside its tokens.
+pub(super) const TEXT_BYTES: usize = size_of::<LabelledText>() + 2 * ALLOCATION_BYTES;
+
+/// Memory of a pair of sequences, and of their lengths before they are cut, beside their tokens.
+pub(super) const PAIR_BYTES: usize =
+    size_of::<[Vec<u32>; 2]>() + 2 * size_of::<usize>() + 2 * ALLOCATION_BYTES;
 
 /// How many sequences were longer than a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -122,7 +132,7 @@ impl Maker<'_> {
     /// Samples of records.
     pub(super) fn records(
         &self,
-        records: &[Record],
+        records: &Records,
         tokenizer: &Tokenizer,
     ) -> Result<Arc<dyn Dataset>> {
         if self.model.objective == Objective::SequenceClassification {
@@ -132,44 +142,41 @@ impl Maker<'_> {
         }
     }
 
-    fn classes(&self, records: &[Record], tokenizer: &Tokenizer) -> Result<Arc<dyn Dataset>> {
+    fn classes(&self, records: &Records, tokenizer: &Tokenizer) -> Result<Arc<dyn Dataset>> {
         let needs =
             "of sequence classification need \"text\" and \"label\" and may have \"text_pair\"";
         let labels = self.model.get(LABELS);
         let classes = labels.and_then(|input| input.limit).unwrap_or_default();
-        let texts = records.iter().map(|record| {
-            Ok((
-                record.text("text", needs)?,
-                record.optional_text("text_pair")?,
-            ))
-        });
-        let texts = texts.collect::<Result<Vec<_>>>()?;
-        let labels = records
-            .iter()
-            .map(|record| record.label(&self.tokens.label2id, classes, needs));
-        let labels = labels.collect::<Result<Vec<_>>>()?;
         let seq = self.model.lengths.input;
-        let encoded = tokenizer.encode_with_special(&texts, seq)?;
-        Cuts::of(encoded.iter().map(|text| text.uncut), seq).tell("text");
-        let texts = encoded.into_iter().zip(labels);
-        let texts = texts.map(|(text, label)| LabelledText { text, label });
-        let data = ClassDataset::new(texts.collect(), seq, self.tokens.pad);
+        let mut texts = Vec::with_capacity(records.len());
+        for record in records.iter() {
+            let record = record?;
+            let pair = record.optional_text("text_pair")?;
+            let text = (record.text("text", needs)?, pair);
+            let label = record.label(&self.tokens.label2id, classes, needs)?;
+            let encoded = tokenizer.encode_with_special(&[text], seq)?;
+            texts.extend(encoded.into_iter().map(|text| LabelledText { text, label }));
+        }
+        Cuts::of(texts.iter().map(|text| text.text.uncut), seq).tell("text");
+        let data = ClassDataset::new(texts, seq, self.tokens.pad);
         Ok(Arc::new(data))
     }
 
-    fn pairs(&self, records: &[Record], tokenizer: &Tokenizer) -> Result<Arc<dyn Dataset>> {
+    fn pairs(&self, records: &Records, tokenizer: &Tokenizer) -> Result<Arc<dyn Dataset>> {
         let needs = "of sequence-to-sequence learning need \"source\" and \"target\", or \"text\" for span corruption";
         let (shape, end) = (self.pair_shape(), self.end(tokenizer)?);
         let limits = [("source", shape.input), ("target", shape.target)];
-        let mut pairs: Vec<[Vec<u32>; 2]> = Vec::new();
-        let mut uncut = Vec::new();
-        for record in records {
+        let mut pairs: Vec<[Vec<u32>; 2]> = Vec::with_capacity(records.len());
+        let mut uncut = Vec::with_capacity(2 * records.len());
+        for record in records.iter() {
+            let record = record?;
             let mut pair = [Vec::new(), Vec::new()];
             for (ids, (field, limit)) in pair.iter_mut().zip(limits) {
                 *ids = tokenizer.encode(record.text(field, needs)?.as_bytes())?;
                 uncut.push(ids.len() + 1);
                 ids.truncate(limit - 1);
                 ids.push(end);
+                ids.shrink_to_fit();
             }
             pairs.push(pair);
         }

@@ -9,14 +9,15 @@ use super::{
     crates::CrateSources,
     dataset::{Dataset, Subset},
     inputs::{ATTENTION_MASK, ModelInputs},
-    records::{self, Record},
-    samples::{Maker, corruption},
+    records::{self, Records},
+    samples::{Maker, PAIR_BYTES, TEXT_BYTES, corruption},
     tensor_files::TensorFiles,
     tensors::TensorDataset,
+    text::Need,
     tokenizer::Tokenizer,
 };
 use crate::{
-    CheckedArguments,
+    CheckedArguments, available_bytes,
     config::{DataArguments, DataFormat, SeqLength, TokenizerSource},
     error::{Error, Result},
 };
@@ -56,7 +57,7 @@ pub struct Source {
 #[derive(Debug)]
 enum Content {
     Stream(Corpus),
-    Records(Vec<Record>, Tokenizer),
+    Records(Records, Tokenizer),
     Tensors(TensorFiles),
 }
 
@@ -122,12 +123,16 @@ impl Source {
     }
 
     fn of_records(path: &Path, arguments: &DataArguments, objective: Objective) -> Result<Self> {
-        let (records, files) = records::read(path, arguments.format, arguments.skip_binary)?;
         let tokenizer = Tokenizer::load(&arguments.tokenizer)?;
+        let room = (record_need(&tokenizer, objective), available_bytes());
+        let (records, files) = records::read(path, arguments.format, arguments.skip_binary, room)?;
         let described = count(records.len(), "record");
         let description = format!("{}: {files}, {described}", path.display());
         let is_stream = match objective {
-            Objective::SequenceToSequence => !records[0].has("source") && records[0].has("text"),
+            Objective::SequenceToSequence => {
+                let first = records.iter().next().transpose()?;
+                first.is_some_and(|first| !first.has("source") && first.has("text"))
+            }
             Objective::SequenceClassification => false,
             _ => true,
         };
@@ -138,11 +143,10 @@ impl Source {
                 content: Content::Records(records, tokenizer),
             });
         }
-        let texts = records
-            .iter()
-            .map(|record| record.text("text", "need \"text\""));
-        let texts: Vec<_> = texts.collect::<Result<_>>()?;
-        let texts = texts.into_iter().map(str::as_bytes);
+        let texts = records.iter().map(|record| {
+            let record = record?;
+            record.text("text", "need \"text\"").map(str::to_owned)
+        });
         let fraction = arguments.validation_fraction;
         let corpus = Corpus::of(tokenizer, texts, fraction, description)?;
         Ok(Self::of_stream(corpus))
@@ -284,6 +288,20 @@ fn check_kind(format: DataFormat, model: &dyn Model) -> Result<()> {
         format,
         expected,
     })
+}
+
+/// The memory of records: their text, and what is made of it meanwhile, a stream or samples.
+fn record_need(tokenizer: &Tokenizer, objective: Objective) -> Need {
+    let per_line = match objective {
+        Objective::SequenceClassification => TEXT_BYTES,
+        Objective::SequenceToSequence => PAIR_BYTES,
+        // The token behind a text, which takes less than the text's own line end.
+        _ => 0,
+    };
+    Need {
+        per_byte: tokenizer.bytes_per_byte(),
+        per_line: per_line as u64,
+    }
 }
 
 pub(super) fn count(number: usize, what: &str) -> String {

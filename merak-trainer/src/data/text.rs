@@ -10,10 +10,7 @@ use super::{
     plain::{TextKind, text_of},
     source::count,
 };
-use crate::{
-    available_bytes,
-    error::{Error, Result},
-};
+use crate::error::{Error, Result};
 
 /// The text of one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,9 +53,18 @@ pub(crate) struct Candidate {
     pub(crate) bytes: u64,
 }
 
+/// The least memory in bytes that data take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Need {
+    /// For each byte of a file.
+    pub(crate) per_byte: u64,
+    /// For each line.
+    pub(crate) per_line: u64,
+}
+
 /// Reads a file, or the files of a folder and its subfolders in the order of their paths, up to
-/// `max_bytes` in all, if memory has room for `bytes_per_byte` bytes for each. Hidden files and
-/// folders (`.git`) and empty files are left out, links to folders are not followed.
+/// `max_bytes` in all, if the `available` bytes of memory have room for what they need. Hidden
+/// files and folders (`.git`) and empty files are left out, links to folders are not followed.
 ///
 /// # Errors
 ///
@@ -68,7 +74,7 @@ pub(crate) fn read(
     path: &Path,
     max_bytes: Option<usize>,
     reading: Reading,
-    bytes_per_byte: u64,
+    (need, available): (Need, u64),
 ) -> Result<Documents> {
     let files = files_of(path, &|_| true)?;
     let max_bytes = max_bytes.unwrap_or(usize::MAX);
@@ -79,7 +85,13 @@ pub(crate) fn read(
     };
     let bytes = files.iter().map(|file| file.bytes);
     let bytes = bytes.fold(0, u64::saturating_add).min(max_bytes as u64);
-    check_room(path, (bytes, bytes_per_byte), available_bytes())?;
+    let needed = bytes.saturating_mul(need.per_byte);
+    check_room(path, (bytes, needed), available)?;
+    if need.per_line > 0 {
+        let lines = files.iter().map(lines_of).sum::<Result<u64>>()?;
+        let needed = needed.saturating_add(lines.saturating_mul(need.per_line));
+        check_room(path, (bytes, needed), available)?;
+    }
     let mut found = read_up_to(&files, max_bytes, reading)?;
     found.skipped += binary;
     if found.skipped > 0 {
@@ -93,6 +105,9 @@ pub(crate) fn read(
     }
     Ok(found)
 }
+
+/// Bytes of a file that are looked at together.
+const PIECE: usize = 64 << 10;
 
 /// First bytes of a file, which decide whether it is passed over before the rest is read.
 const HEAD: u64 = 8 << 10;
@@ -116,9 +131,22 @@ fn without_binary(files: Vec<Candidate>, kind: TextKind) -> Result<(Vec<Candidat
     Ok((kept, skipped))
 }
 
-/// Refuses more bytes of text than memory has room for.
-fn check_room(path: &Path, (found, bytes_per_byte): (u64, u64), available: u64) -> Result<()> {
-    let needed = found.saturating_mul(bytes_per_byte);
+/// The lines of a file, of which a piece at a time is in memory.
+fn lines_of(file: &Candidate) -> Result<u64> {
+    let unreadable = |source| cannot_read(&file.path, source);
+    let (mut opened, _) = merak_ckpt::open_regular(&file.path).map_err(unreadable)?;
+    let mut piece = vec![0; PIECE];
+    let mut lines = 1;
+    loop {
+        match opened.read(&mut piece).map_err(unreadable)? {
+            0 => return Ok(lines),
+            read => lines += piece[..read].iter().filter(|byte| **byte == b'\n').count() as u64,
+        }
+    }
+}
+
+/// Refuses `found` bytes of text where memory has no room for the bytes that they need.
+fn check_room(path: &Path, (found, needed): (u64, u64), available: u64) -> Result<()> {
     if needed <= available {
         return Ok(());
     }
@@ -240,14 +268,37 @@ mod tests {
         skips: false,
     };
 
+    const NEED: Need = Need {
+        per_byte: 9,
+        per_line: 0,
+    };
+
+    #[test]
+    fn lines_need_room_beside_their_bytes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lines");
+        fs::write(&path, "ab\n".repeat(100_000)).unwrap();
+        let need = Need {
+            per_byte: 2,
+            per_line: 100,
+        };
+        let read = |available| read(&path, None, ANY, (need, available));
+        let all = 2 * 300_000 + 100 * 100_001;
+        read(all).unwrap();
+        let error = read(all - 1).unwrap_err();
+        let Error::DataTooLarge { found, needed, .. } = error else {
+            panic!("{error}");
+        };
+        assert_eq!((found, needed), (300_000, all));
+    }
+
     #[test]
     fn text_that_memory_has_no_room_for_is_refused_by_its_size() {
         let path = Path::new("corpus");
-        assert!(check_room(path, (1000, 9), 9000).is_ok());
-        let error = check_room(path, (500 << 20, 9), 300 << 20).unwrap_err();
+        assert!(check_room(path, (1000, 9000), 9000).is_ok());
+        let error = check_room(path, (500 << 20, 4500 << 20), 300 << 20).unwrap_err();
         insta::assert_snapshot!(error, @r#"corpus has 500 MiB of data, which take at least 4.39 GiB of memory, but this process may use 300 MiB: give less data, or read a part of text with "data.max_bytes""#);
         assert!(error.is_user_error());
-        check_room(path, (u64::MAX, 9), u64::MAX - 1).unwrap_err();
     }
 
     #[test]
@@ -258,9 +309,9 @@ mod tests {
         file.write_all(b"0123456789").unwrap();
         // Not all file systems have room for such a length.
         if file.set_len(1 << 43).is_ok() {
-            let error = read(&path, None, ANY, 9).unwrap_err();
+            let error = read(&path, None, ANY, (NEED, 1 << 40)).unwrap_err();
             assert!(matches!(error, Error::DataTooLarge { .. }), "{error}");
-            let part = read(&path, Some(10), ANY, 9).unwrap();
+            let part = read(&path, Some(10), ANY, (NEED, 1 << 40)).unwrap();
             assert_eq!(part.documents[0].text, b"0123456789");
         }
     }
@@ -272,14 +323,14 @@ mod tests {
         let file = fs::File::create(folder.path().join("b.bin")).unwrap();
         if file.set_len(1 << 43).is_ok() {
             let skips = Reading { skips: true, ..ANY };
-            let found = read(folder.path(), None, skips, 9).unwrap();
+            let found = read(folder.path(), None, skips, (NEED, 1 << 40)).unwrap();
             assert_eq!((found.documents.len(), found.skipped), (1, 1));
         }
     }
 
     #[test]
     fn devices_and_pipes_are_no_text() {
-        let error = read(Path::new("/dev/zero"), None, ANY, 1).unwrap_err();
+        let error = read(Path::new("/dev/zero"), None, ANY, (NEED, 1 << 40)).unwrap_err();
         assert_eq!(
             crate::chain(&error),
             "cannot read /dev/zero, which \"data.path\" names: it is no regular file"
