@@ -28,9 +28,10 @@ pub fn parse<C: CommandFactory + FromArgMatches>(
         Some(word) if error.kind() == ErrorKind::InvalidUtf8 => {
             command.error(ErrorKind::InvalidUtf8, word)
         }
-        _ => harmless(expecting(error, &mut command)),
+        _ => harmless(expecting(error, &mut command), &mut command, &words),
     })?;
-    C::from_arg_matches(&matches).map_err(|error| harmless(error.format(&mut command)))
+    C::from_arg_matches(&matches)
+        .map_err(|error| harmless(error.format(&mut command), &mut command, &words))
 }
 
 /// Adds the expected number to the error of an option with another value; leaves other errors as
@@ -95,8 +96,34 @@ fn with_underscores(command: Command) -> Command {
     command.mut_subcommands(with_underscores)
 }
 
-/// The error with the words of the line escaped for a terminal.
-fn harmless(mut error: Error) -> Error {
+/// The message about an option before the file of a command whose keys come behind that file.
+fn without_file(error: &Error, command: &Command, words: &[OsString]) -> Option<String> {
+    let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else {
+        return None;
+    };
+    let is_slip = error.get(ContextKind::SuggestedArg).is_some();
+    if error.kind() != ErrorKind::UnknownArgument || is_slip || !word.starts_with("--") {
+        return None;
+    }
+    let subcommand = |word: &OsString| command.find_subcommand(word.to_str()?);
+    let command = words.iter().skip(1).find_map(subcommand)?;
+    let mut places = command.get_positionals();
+    let file = places.next()?.get_id().as_str().to_uppercase();
+    let keys = places.find(|place| place.is_trailing_var_arg_set())?;
+    let keys = keys.get_id().as_str();
+    Some(format!(
+        "{file} is missing before '{}': {keys} of the configuration come behind it",
+        brief(word)
+    ))
+}
+
+/// The error with the words of the line escaped for a terminal. Clap's tip to put `--` before a
+/// word is left out: it is wrong for an option's value, and quotes the word as it is.
+fn harmless(mut error: Error, command: &mut Command, words: &[OsString]) -> Error {
+    if let Some(message) = without_file(&error, command, words) {
+        return command.error(ErrorKind::MissingRequiredArgument, message);
+    }
+    error.remove(ContextKind::Suggested);
     let shown: Vec<_> = error
         .context()
         .filter_map(|(kind, value)| match value {
@@ -126,13 +153,19 @@ mod tests {
             #[arg(long)]
             max_size: usize,
         },
+        /// A file, and keys behind it.
+        Keys {
+            config: Option<String>,
+            #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+            keys: Vec<String>,
+        },
     }
 
     #[test]
     fn an_option_has_one_meaning_with_dashes_and_with_underscores() {
         for option in ["--max-size=2", "--max_size=2"] {
-            let Line::Go { max_size } = parse(["x", "go", option].map(OsString::from)).unwrap();
-            assert_eq!(max_size, 2);
+            let line = parse(["x", "go", option].map(OsString::from)).unwrap();
+            assert!(matches!(line, Line::Go { max_size: 2 }));
         }
     }
 
@@ -173,5 +206,30 @@ mod tests {
             let acts = |c: char| c.is_control() && c != '\n';
             assert!(!text.contains(acts), "{text:?}");
         }
+    }
+
+    #[test]
+    fn an_unknown_word_is_shortened_and_no_tip_quotes_it_or_advises_a_wrong_dash() {
+        let long = "k".repeat(20_000);
+        for word in [&format!("--{long}"), "-1", "--\u{1b}]0;x\u{7}"] {
+            let words = ["x", "go", word].map(OsString::from);
+            let text = parse::<Line>(words).unwrap_err().to_string();
+            assert!(text.len() < 1000 && !text.contains("tip"), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_key_before_the_file_says_that_the_file_is_missing() {
+        let words = ["x", "keys", "--set", "tp=2"].map(OsString::from);
+        let text = parse::<Line>(words).unwrap_err().to_string();
+        let expected =
+            "error: CONFIG is missing before '--set': keys of the configuration come behind it";
+        assert!(text.starts_with(expected), "{text}");
+        let words = ["x", "keys", "a.toml", "--set", "tp=2"].map(OsString::from);
+        let line = parse(words).unwrap();
+        let Line::Keys { config, keys } = line else {
+            panic!("another command");
+        };
+        assert_eq!((config.as_deref(), keys.len()), (Some("a.toml"), 2));
     }
 }

@@ -149,6 +149,7 @@ impl Costs {
         for &(span, _) in groups.iter().filter(|(_, other)| other.is_none()) {
             let Action { stage, kind, .. } = span.action;
             let of_stage = sums.get_mut(stage.0).ok_or(Error::CostCount {
+                list: "costs".into(),
                 what: "stages",
                 expected: stages,
                 found: stage.0 + 1,
@@ -243,7 +244,7 @@ impl Costs {
                 _ => return Ok(false),
             };
             values.iter().try_for_each(|value| check(letter, *value))?;
-            fill(what, list, values)?;
+            fill("costs", (letter, what), list, values)?;
             Ok(true)
         })?;
         Ok(Self {
@@ -273,6 +274,7 @@ impl Costs {
             };
             if list.len() != expected {
                 return Err(Error::CostCount {
+                    list: format!("costs {key}"),
                     what,
                     expected,
                     found: list.len(),
@@ -328,12 +330,14 @@ impl fmt::Display for Costs {
     }
 }
 
-/// A number for people: as it is, but one that has many zeros with an exponent.
+/// A number for people: with four digits behind the point at most, and of a number below 1 with
+/// four that are not leading zeros; one that has many zeros with an exponent.
 ///
 /// ```
 /// use merak_pipe::Figure;
-/// let texts = [0.0, 12.5, 1e-320, 2e22].map(|number| Figure(number).to_string());
-/// assert_eq!(texts, ["0", "12.5", "1e-320", "2e22"]);
+/// let numbers = [0.0, 12.5, 59.76666630000001, 3.0000000000000013, 0.0012345678, 1e-320, 2e22];
+/// let texts = numbers.map(|number| Figure(number).to_string());
+/// assert_eq!(texts, ["0", "12.5", "59.7667", "3", "0.001235", "1e-320", "2e22"]);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Figure(pub f64);
@@ -341,11 +345,30 @@ pub struct Figure(pub f64);
 impl fmt::Display for Figure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(number) = *self;
-        if number == 0.0 || (1e-5..1e16).contains(&number.abs()) {
-            write!(f, "{number}")
-        } else {
-            write!(f, "{number:e}")
+        if !has_few_zeros(number) {
+            return f.write_str(&exact(number));
         }
+        let power = number.abs().log10().floor();
+        let digits = if power < 0.0 { 3.0 - power } else { 4.0 };
+        let digits = if number == 0.0 { 0 } else { digits as usize };
+        let text = format!("{number:.digits$}");
+        match text.contains('.') {
+            true => f.write_str(text.trim_end_matches('0').trim_end_matches('.')),
+            false => f.write_str(&text),
+        }
+    }
+}
+
+fn has_few_zeros(number: f64) -> bool {
+    number == 0.0 || (1e-5..1e16).contains(&number.abs())
+}
+
+/// A number as it is, without a point where it is whole; one that has many zeros with an exponent.
+pub(crate) fn exact(number: f64) -> String {
+    if has_few_zeros(number) {
+        format!("{number}")
+    } else {
+        format!("{number:e}")
     }
 }
 
@@ -379,18 +402,37 @@ pub(crate) fn by_stage<T: FromStr>(
     mut take: impl FnMut(&str, Vec<T>) -> Result<bool>,
 ) -> Result<()> {
     let mut seen = BTreeSet::new();
-    let entries = text.split([',', '\n']).map(str::trim);
-    for entry in entries.filter(|entry| !entry.is_empty()) {
+    let mut read = |entry: &str| {
         let (key, values) = entry.split_once('=').ok_or_else(|| error(entry))?;
         let values = values.split(':').map(|value| value.trim().parse());
         let values: Vec<T> = values.collect::<Result<_, _>>().map_err(|_| error(entry))?;
         if !take(key.trim(), values)? {
             return Err(error(entry));
         }
-        if !seen.insert(key.trim()) {
+        if !seen.insert(key.trim().to_owned()) {
             let key = key.trim().chars().next().unwrap_or_default();
             return Err(Error::CostTwice { key });
         }
+        Ok(())
+    };
+    let has_lines = text.trim().contains('\n');
+    let lines = text.lines().map(str::trim).enumerate();
+    for (index, line) in lines.filter(|(_, line)| !line.is_empty()) {
+        // The end of a line ends an entry, with or without a comma.
+        let whole = if has_lines {
+            line.strip_suffix(',')
+        } else {
+            None
+        };
+        let mut entries = whole.unwrap_or(line).split(',').map(str::trim);
+        let outcome = entries.try_for_each(&mut read);
+        outcome.map_err(|source| match has_lines {
+            true => Error::Line {
+                line: index + 1,
+                source: Box::new(source),
+            },
+            false => source,
+        })?;
     }
     Ok(())
 }
@@ -399,12 +441,18 @@ pub(crate) fn by_stage<T: FromStr>(
 ///
 /// # Errors
 /// [`Error::CostCount`].
-pub(crate) fn fill<T: Clone>(what: &'static str, list: &mut Vec<T>, values: Vec<T>) -> Result<()> {
+pub(crate) fn fill<T: Clone>(
+    name: &str,
+    (key, what): (char, &'static str),
+    list: &mut Vec<T>,
+    values: Vec<T>,
+) -> Result<()> {
     match &values[..] {
         [all] => list.fill(all.clone()),
         _ if values.len() == list.len() => *list = values,
         _ => {
             return Err(Error::CostCount {
+                list: format!("{name} {key}"),
                 what,
                 expected: list.len(),
                 found: values.len(),

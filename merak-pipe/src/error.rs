@@ -1,6 +1,6 @@
 //! What can go wrong with a schedule and while one runs.
 
-use crate::{Action, MicrobatchId, StageId, Tag};
+use crate::{Action, MicrobatchId, StageId, Tag, costs::exact};
 use std::time::Duration;
 
 /// The result of an operation of this crate.
@@ -62,6 +62,17 @@ pub enum Error {
         /// Why not.
         source: Box<Error>,
     },
+    /// A line of a list of costs or bytes is wrong.
+    #[error("line {line}")]
+    Line {
+        /// Line of the text, from 1.
+        line: usize,
+        /// What is wrong with it.
+        source: Box<Error>,
+    },
+    /// A schedule file has no actions.
+    #[error("the file is empty: it has no actions")]
+    EmptyFile,
     /// No schedule has this name.
     #[error(
         "unknown schedule \"{}\"; did you mean \"{nearest}\"? (one of {known})",
@@ -108,7 +119,7 @@ pub enum Error {
         found: usize,
     },
     /// Ranks cannot run on that many cores.
-    #[error("ranks share {least} cores or more, found {found:?}", least = crate::simulate::LEAST_CORES)]
+    #[error("ranks share {least} cores or more, found {}", exact(*found), least = crate::simulate::LEAST_CORES)]
     Cores {
         /// The number.
         found: f64,
@@ -123,7 +134,8 @@ pub enum Error {
     },
     /// No schedule keeps the limit of memory.
     #[error(
-        "every rank keeps the activations of at least 1 microbatch, found a limit of {found:?} for rank {rank}"
+        "every rank keeps the activations of at least 1 microbatch, found a limit of {} for rank {rank}",
+        exact(*found)
     )]
     MemoryLimit {
         /// The first rank with such a limit.
@@ -227,7 +239,7 @@ pub enum Error {
         needs: Tag,
     },
     /// A rank runs more or fewer stages than the others.
-    #[error("expected {expected} stages on rank {rank}, found {found}")]
+    #[error("rank {rank} runs {found} stages, expected {expected}: all ranks run as many")]
     StagesOfRank {
         /// The rank.
         rank: usize,
@@ -267,13 +279,13 @@ pub enum Error {
         key: char,
     },
     /// The overlap is not a share from 0 to 1.
-    #[error("the overlap O must be from 0 to 1, found {found:?}")]
+    #[error("the overlap O must be from 0 to 1, found {}", exact(*found))]
     OverlapValue {
         /// Its value.
         found: f64,
     },
     /// A cost is negative, not a number or too large to be added up.
-    #[error("the cost {key} must be from 0 to {max:e}, found {found:?}", max = crate::costs::MAX_COST)]
+    #[error("the cost {key} must be from 0 to {max:e}, found {}", exact(*found), max = crate::costs::MAX_COST)]
     CostValue {
         /// Letter of the cost.
         key: char,
@@ -281,8 +293,10 @@ pub enum Error {
         found: f64,
     },
     /// A list of costs does not have one entry for each stage or hop.
-    #[error("expected costs of {expected} {what}, found {found}")]
+    #[error("expected {list} of {expected} {what}, found {found}")]
     CostCount {
+        /// The list, such as `costs F` or `bytes I`.
+        list: String,
         /// `stages` or `hops`.
         what: &'static str,
         /// How many the schedule has.

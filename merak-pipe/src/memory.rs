@@ -50,12 +50,12 @@ impl ActivationBytes {
             found: found.into(),
         };
         by_stage(text, error, |key, values| {
-            let list = match key {
-                "I" => &mut bytes.until_input_grad,
-                "W" => &mut bytes.until_weight_grad,
+            let (letter, list) = match key {
+                "I" => ('I', &mut bytes.until_input_grad),
+                "W" => ('W', &mut bytes.until_weight_grad),
                 _ => return Ok(false),
             };
-            crate::costs::fill("stages", list, values)?;
+            crate::costs::fill("bytes", (letter, "stages"), list, values)?;
             Ok(true)
         })?;
         Ok(bytes)
@@ -67,6 +67,7 @@ impl ActivationBytes {
         for list in lists {
             if list.len() != size.stages() {
                 return Err(Error::CostCount {
+                    list: "bytes".into(),
                     what: "stages",
                     expected: size.stages(),
                     found: list.len(),

@@ -282,7 +282,7 @@ impl Schedule {
     /// blank, and as many stages and microbatches as the largest numbers in it tell.
     ///
     /// # Errors
-    /// As [`Schedule::from_csv`], and [`Error::StageWithoutLine`] and [`Error::UnevenStages`] where
+    /// As [`Schedule::from_csv`], and [`Error::EmptyFile`], [`Error::StageWithoutLine`] and [`Error::UnevenStages`] where
     /// lines are missing.
     ///
     /// ```
@@ -293,6 +293,9 @@ impl Schedule {
     /// ```
     pub fn from_sized_csv(name: impl Into<String>, text: &str) -> Result<Self> {
         let cells = read_cells(text)?;
+        if cells.is_empty() {
+            return Err(Error::EmptyFile);
+        }
         let actions = || cells.iter().flatten().flat_map(|cell| cell.actions());
         let count = |last: Option<usize>| last.map_or(0, |last| last.saturating_add(1));
         let named: BTreeSet<_> = actions().map(|action| action.stage).collect();
@@ -305,14 +308,14 @@ impl Schedule {
             let lines = cells.len();
             return Err(Error::StageWithoutLine { stage, last, lines });
         }
-        if !cells.is_empty() && stages % cells.len() != 0 {
+        if stages % cells.len() != 0 {
             let lines = cells.len();
             return Err(Error::UnevenStages { stages, lines });
         }
         let size = Size {
             ranks: cells.len(),
             microbatches: count(actions().map(|action| action.microbatch.0).max()),
-            chunks: stages.div_ceil(cells.len().max(1)),
+            chunks: stages.div_ceil(cells.len()),
         };
         size.check()?;
         Self::checked(name.into(), &cells, size)

@@ -55,7 +55,13 @@ fn main() -> ExitCode {
     let filter = match filter {
         Ok(filter) => filter,
         Err(error) => {
-            eprint_line(&format!("error: --log \"{}\": {error}", cli.log));
+            let is_option = |word: OsString| word.to_string_lossy().starts_with("--log");
+            let source = if std::env::args_os().any(is_option) {
+                "--log"
+            } else {
+                "MERAK_LOG"
+            };
+            eprint_line(&format!("error: {source} \"{}\": {error}", cli.log));
             return ExitCode::from(2);
         }
     };

@@ -1,6 +1,6 @@
 //! A timeline as a text grid, one row per rank.
 
-use crate::{Action, Kind, Span, Timeline, timeline::groups};
+use crate::{Action, Figure, Kind, Span, Timeline, timeline::groups};
 use std::fmt::Write as _;
 
 /// How [`grid`] draws.
@@ -10,6 +10,8 @@ pub struct GridStyle {
     pub colour: bool,
     /// Most cells of a row; a longer timeline is drawn with more time per cell.
     pub max_cells: usize,
+    /// Most columns of a line; longer rows are folded into blocks, each of a window of time.
+    pub columns: Option<usize>,
 }
 
 impl Default for GridStyle {
@@ -17,6 +19,7 @@ impl Default for GridStyle {
         Self {
             colour: false,
             max_cells: 400,
+            columns: None,
         }
     }
 }
@@ -71,44 +74,98 @@ pub fn grid(timeline: &Timeline, style: GridStyle) -> String {
         (first.len() + second.len() + 1).div_ceil(lasts)
     });
     let width = width.max().unwrap_or(2);
-    let total = cells(timeline.makespan());
-    let digits = timeline.ranks.len().saturating_sub(1).to_string().len();
-    let mut text = String::new();
-    for (rank, spans) in timeline.ranks.iter().enumerate() {
-        let mut row = format!("rank {rank:<digits$}  ");
-        let mut at = 0;
-        let idle = |row: &mut String, count: usize| {
-            for _ in 0..count {
-                write!(row, "{:<width$}", ".").expect("a String takes every write");
-            }
-        };
+    let rows = timeline.ranks.iter().map(|spans| {
+        let mut row = Row::default();
         for group in groups(spans) {
             let (span, other) = group;
             // Rounding must not hide an action, so each has a cell of its own.
-            let start = cells(span.start).max(at);
+            let start = cells(span.start).max(row.at);
             let end = cells(span.end).max(start + 1);
-            idle(&mut row, start - at);
+            row.idle(start, width);
             let (first, second) = labels(&group);
             let len = (end - start) * width - 1;
             match other {
-                None => {
-                    let bar = format!("{first:-<len$}");
-                    row.push_str(&paint(&bar, span.action.kind, style.colour));
-                }
+                None => row.bar(&first, len, span.action.kind),
                 Some(other) => {
-                    let rest = format!("{second:-<len$}", len = len.saturating_sub(first.len()));
-                    row.push_str(&paint(&first, span.action.kind, style.colour));
-                    row.push_str(&paint(&rest, other.action.kind, style.colour));
+                    row.bar(&first, first.len(), span.action.kind);
+                    let rest = len.saturating_sub(first.len());
+                    row.bar(&second, rest, other.action.kind);
                 }
             }
-            row.push(' ');
-            at = end;
+            row.text.push((' ', None));
+            row.at = end;
         }
-        idle(&mut row, total.saturating_sub(at));
-        text.push_str(row.trim_end());
-        text.push('\n');
+        row.idle(cells(timeline.makespan()), width);
+        row
+    });
+    let rows: Vec<_> = rows.collect();
+    blocks(&rows, cell, width, style)
+}
+
+/// A row of the grid: characters with the kind of their action.
+#[derive(Default)]
+struct Row {
+    text: Vec<(char, Option<Kind>)>,
+    /// Cells so far.
+    at: usize,
+}
+
+impl Row {
+    /// Idle cells up to this one.
+    fn idle(&mut self, until: usize, width: usize) {
+        for _ in self.at..until {
+            let cell = format!("{:<width$}", ".");
+            self.text.extend(cell.chars().map(|c| (c, None)));
+        }
+        self.at = self.at.max(until);
+    }
+
+    /// A label, filled up to this length.
+    fn bar(&mut self, label: &str, len: usize, kind: Kind) {
+        let bar = format!("{label:-<len$}");
+        self.text.extend(bar.chars().map(|c| (c, Some(kind))));
+    }
+}
+
+/// The rows, with the ranks before them, in blocks that fit the style's columns. `cell` is the time
+/// of a cell and `width` its characters.
+fn blocks(rows: &[Row], cell: f64, width: usize, style: GridStyle) -> String {
+    let digits = rows.len().saturating_sub(1).to_string().len();
+    let total = rows.iter().map(|row| row.at).max().unwrap_or_default();
+    let prefix = "rank   ".len() + digits;
+    let room = style.columns.unwrap_or(usize::MAX).saturating_sub(prefix);
+    let per_block = (room / width).max(1);
+    let mut text = String::new();
+    for start in (0..total.max(1)).step_by(per_block) {
+        if per_block < total {
+            let gap = if start == 0 { "" } else { "\n" };
+            let end = start.saturating_add(per_block).min(total);
+            let [from, to] = [start, end].map(|at| Figure(at as f64 * cell));
+            writeln!(text, "{gap}time {from} to {to}").expect("a String takes every write");
+        }
+        for (rank, row) in rows.iter().enumerate() {
+            let begin = (start * width).min(row.text.len());
+            let end = begin.saturating_add(per_block.saturating_mul(width));
+            let part = painted(&row.text[begin..end.min(row.text.len())], style.colour);
+            let line = format!("rank {rank:<digits$}  {part}");
+            text.push_str(line.trim_end());
+            text.push('\n');
+        }
     }
     text
+}
+
+/// The characters, those of one kind that stand together in one bar.
+fn painted(text: &[(char, Option<Kind>)], colour: bool) -> String {
+    let bars = text.chunk_by(|(_, kind), (_, next)| kind == next);
+    let bars = bars.map(|bar| {
+        let text: String = bar.iter().map(|(c, _)| c).collect();
+        match bar.first() {
+            Some((_, Some(kind))) => paint(&text, *kind, colour),
+            _ => text,
+        }
+    });
+    bars.collect()
 }
 
 fn several_stages(spans: &[Span]) -> bool {

@@ -371,8 +371,9 @@ fn round(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
 
-/// Names may come from a user's file.
+/// Names may come from a user's file. XML has no control characters.
 fn escape(text: &str) -> String {
+    let text = text.replace(char::is_control, "");
     let text = text.replace('&', "&amp;").replace('<', "&lt;");
     text.replace('>', "&gt;").replace('"', "&quot;")
 }

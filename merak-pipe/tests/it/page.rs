@@ -437,8 +437,11 @@ set("F", 2.5);
 told.slid = [$("Fs").value, cell("makespan")];
 set("Fs", "1:1:1:1");
 told.typed = [$("F").value, cell("makespan")];
-set("Fs", "1:x");
-told.wrong = [$("Fs").validity.valid, cell("makespan")];
+for (const wrong of ["1e308", "1:1e16", "1:x"]) {
+  set("Fs", wrong);
+  told.wrong = [$("Fs").validity.valid, cell("makespan")];
+  if (told.wrong[0]) break;
+}
 set("Fs", "1:3");
 told.stretched = [cell("makespan"), $("parts").textContent];
 set("limit", "2:2:2:1");

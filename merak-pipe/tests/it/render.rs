@@ -35,6 +35,46 @@ fn the_grid_names_stages_where_a_rank_has_several() {
 }
 
 #[test]
+fn a_long_grid_is_folded_into_windows_of_time() {
+    let schedule = ScheduleKind::OneFOneB.generate(Size::new(4, 16)).unwrap();
+    let whole = drawn(&schedule, "R=0", GridStyle::default());
+    let style = GridStyle {
+        columns: Some(80),
+        ..GridStyle::default()
+    };
+    let folded = drawn(&schedule, "R=0", style);
+    assert!(folded.lines().all(|line| line.len() <= 80), "{folded}");
+    assert!(folded.starts_with("time 0 to 18\nrank 0  F0-"), "{folded}");
+    let of_rank = |text: &str| {
+        let rows = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("rank 1  "));
+        let rows = rows
+            .flat_map(|row| row.split([' ', '-']))
+            .filter(|cell| !cell.is_empty());
+        rows.map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(of_rank(&folded), of_rank(&whole));
+    let narrow = GridStyle {
+        columns: Some(1),
+        ..style
+    };
+    assert!(drawn(&schedule, "R=0", narrow).contains("rank 3"));
+}
+
+#[test]
+fn a_picture_has_no_control_characters_of_a_name() {
+    let schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 2)).unwrap();
+    let simulation = simulate(&schedule, &Costs::uniform(UnitCosts::default(), 2)).unwrap();
+    let schedule = Schedule {
+        name: "a\u{1b}[31m<b".into(),
+        ..schedule
+    };
+    let picture = svg(&schedule, &simulation);
+    assert!(picture.contains(">a[31m&lt;b</text>"), "{picture}");
+}
+
+#[test]
 fn a_long_run_gets_more_time_per_cell() {
     let schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 100)).unwrap();
     let style = GridStyle {

@@ -290,7 +290,7 @@ fn stages_may_cost_differently() {
     assert!((simulation.makespan - (1.0 + 3.0 * 5.0 + 2.0)).abs() < 1e-9);
     costs.forward.pop();
     let error = simulate(&schedule, &costs).unwrap_err();
-    assert_eq!(error.to_string(), "expected costs of 2 stages, found 1");
+    assert_eq!(error.to_string(), "expected costs F of 2 stages, found 1");
     costs.forward.push(f64::NAN);
     let error = simulate(&schedule, &costs).unwrap_err();
     assert_eq!(

@@ -63,7 +63,7 @@ fn buffers_and_recomputation_are_the_schedules_own_promises() {
 #[test]
 fn stages_are_spread_evenly() {
     let csv = "0F0,1F0,2F0,2B0,1B0,0B0\n3F0,3B0\n";
-    insta::assert_snapshot!(refusal(csv, Size::new(2, 1).with_chunks(2)), @"expected 2 stages on rank 0, found 3");
+    insta::assert_snapshot!(refusal(csv, Size::new(2, 1).with_chunks(2)), @"rank 0 runs 3 stages, expected 2: all ranks run as many");
 }
 
 /// Any generated schedule of moderate size.

@@ -41,7 +41,8 @@ fn examine() -> Value {
     } else {
         "release"
     };
-    let schedules = ScheduleKind::ALL.map(ScheduleKind::as_str);
+    let schedules = ScheduleKind::ALL.iter().map(|kind| kind.as_str());
+    let schedules: Vec<_> = schedules.chain(["auto"]).collect();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "build": build,

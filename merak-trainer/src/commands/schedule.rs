@@ -2,7 +2,7 @@
 
 use super::{Failure, Outcome, output};
 use clap::{Args as ClapArgs, ValueEnum};
-use merak_ckpt::words::{brief, file};
+use merak_ckpt::words::{Bytes, brief, file};
 use merak_pipe::{
     ActivationBytes, AutoLimits, ByteLimits, Costs, Figure, GridStyle, PageOptions, PeakBytes,
     Schedule, ScheduleKind, Simulation, Size, UnitCosts, auto, grid, html, json, json_with_bytes,
@@ -29,6 +29,7 @@ pub(crate) struct Args {
     #[arg(
         short = 'p',
         long,
+        visible_alias = "pp",
         value_name = "RANKS",
         required_unless_present = "check"
     )]
@@ -49,8 +50,8 @@ pub(crate) struct Args {
     /// once as a share of their sum (O): one number for all stages, or one for each with colons in
     /// between, as in F=1:1:1:2; @FILE reads them from a file. Unset: F=1,I=1,W=1,C=0,O=1, and R=1
     /// for gpipe, 1f1b, `ds_default` and the recompute schedules, R=0 elsewhere.
-    #[arg(long, default_value = "")]
-    costs: String,
+    #[arg(long)]
+    costs: Option<String>,
     /// Bytes of activations that a microbatch keeps on one stage for its input gradient alone (I)
     /// and for its weight gradients (W), as in I=1MiB,W=512KiB, with colons where stages differ;
     /// the peak of each rank is then shown, and --memory may limit it; @FILE reads them from a
@@ -72,7 +73,9 @@ pub(crate) struct Args {
     /// Writes to a file instead of standard output.
     #[arg(short = 'o', long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Checks the schedule in this CSV file instead: one line per rank, cells such as 0F3.
+    /// Checks the schedule in this CSV file instead: one line per rank, cells such as 0F3. The file
+    /// holds neither the cost R of its schedule, 0 where --costs does not name it, nor the stages
+    /// that never recompute, so that its times may be others.
     #[arg(long, value_name = "FILE")]
     check: Option<PathBuf>,
 }
@@ -135,17 +138,21 @@ pub(crate) fn run(args: &Args) -> Outcome {
     }
     let size = order.size(args);
     size.check()?;
-    let costs_text = given(&args.costs)?;
-    let costs = order.costs(&costs_text, size)?;
+    let named_costs = args.costs.as_deref();
+    let named_costs = named_costs.map(|text| Entries::read("--costs", text));
+    let named_costs = named_costs.transpose()?.unwrap_or_default();
+    let costs = order.costs(&named_costs.text, size);
+    let costs = costs.map_err(|error| named_costs.failure(error))?;
     let bytes = args.bytes.as_deref().map(|text| {
-        let bytes = ActivationBytes::parse(&in_bytes(&given(text)?), size.stages())?;
-        Ok::<_, Failure>(bytes)
+        let entries = Entries::read("--bytes", text)?;
+        let bytes = ActivationBytes::parse(&in_bytes(&entries.text), size.stages());
+        bytes.map_err(|error| entries.failure(error))
     });
     let bytes = bytes.transpose()?;
     let limits = args.memory.as_deref();
     let limits = limits.map(|text| MemoryLimits::parse(text, size.ranks, bytes.is_some()));
     let memory = PageOptions {
-        is_recompute_named: names_recompute(&costs_text),
+        is_recompute_named: names_recompute(&named_costs.text),
         ..page_memory(bytes, limits.transpose()?)
     };
     let bytes = &memory.bytes;
@@ -177,11 +184,13 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Format::Trace => trace(&simulate()?.timeline),
         Format::Grid => {
             let simulation = simulate()?;
+            let columns = output::columns().filter(|_| args.output.is_none());
             let colour = args.output.is_none()
                 && io::stdout().is_terminal()
                 && std::env::var_os("NO_COLOR").is_none();
             let style = GridStyle {
                 colour,
+                columns,
                 ..GridStyle::default()
             };
             let drawn = match num_actions(&schedule) {
@@ -190,14 +199,11 @@ pub(crate) fn run(args: &Args) -> Outcome {
                     "(a grid shows at most {MOST_DRAWN} actions, this schedule has {more})\n"
                 ),
             };
-            let mut text = format!(
-                "{drawn}\n{}\ncosts {costs}\n",
-                figures(&schedule, &simulation)
-            );
+            let mut told = format!("{}\ncosts {costs}\n", figures(&schedule, &simulation));
             if let Some(bytes) = bytes {
-                text.push_str(&byte_figures(&schedule, bytes)?);
+                told.push_str(&byte_figures(&schedule, bytes)?);
             }
-            text
+            format!("{drawn}\n{}", output::fitted_to(&told, columns))
         }
     };
     match &args.output {
@@ -221,19 +227,53 @@ fn not_written(path: &Path, source: io::Error) -> Failure {
     }
 }
 
-/// An argument, or the content of the file that it names with an `@`.
-fn given(text: &str) -> Result<String, Failure> {
-    let Some(path) = text.strip_prefix('@') else {
-        return Ok(text.to_owned());
-    };
-    let read = merak_ckpt::read_text(path.as_ref(), MAX_SCHEDULE_BYTES).map_err(|source| {
-        merak_trainer::Error::Read {
-            path: path.into(),
-            source,
+/// Entries such as `F=1,I=2`, and the file that they come from, if any.
+#[derive(Default)]
+struct Entries {
+    text: String,
+    file: Option<PathBuf>,
+}
+
+impl Entries {
+    /// An option's value, or the content of the file that it names with an `@`.
+    fn read(option: &str, value: &str) -> Result<Self, Failure> {
+        let entries = match value.strip_prefix('@') {
+            None => Self {
+                text: value.to_owned(),
+                file: None,
+            },
+            Some(path) => {
+                let path = PathBuf::from(path);
+                let read = merak_ckpt::read_text(&path, MAX_SCHEDULE_BYTES);
+                let read = read.map_err(|source| merak_trainer::Error::Read {
+                    path: path.clone(),
+                    source,
+                })?;
+                Self {
+                    // Some editors put a byte-order mark before a text.
+                    text: read.trim_start_matches('\u{feff}').to_owned(),
+                    file: Some(path),
+                }
+            }
+        };
+        if entries.text.trim().is_empty() {
+            let place = entries.file.as_deref().map(file);
+            let place = place.map_or_else(String::new, |file| format!("{file}, the file of "));
+            return Err(format!(
+                "{place}{option} is empty, expected entries such as F=1,I=1 or I=1MiB,W=512KiB"
+            )
+            .into());
         }
-    })?;
-    // Some editors put a byte-order mark before a text.
-    Ok(read.trim_start_matches('\u{feff}').to_owned())
+        Ok(entries)
+    }
+
+    /// What is wrong with the entries, with the file that has them.
+    fn failure(&self, error: merak_pipe::Error) -> Failure {
+        match &self.file {
+            Some(path) => of_file(path, &error),
+            None => error.into(),
+        }
+    }
 }
 
 /// Whether costs such as `F=1,R=0.5` say what a recompute costs.
@@ -256,8 +296,12 @@ fn in_bytes(text: &str) -> String {
         }
         None => entry.to_owned(),
     };
-    let entries: Vec<_> = text.split(',').map(entry).collect();
-    entries.join(",")
+    let line = |line: &str| {
+        let entries: Vec<_> = line.split(',').map(entry).collect();
+        entries.join(",")
+    };
+    let lines: Vec<_> = text.lines().map(line).collect();
+    lines.join("\n")
 }
 
 /// What `--memory` counts.
@@ -273,6 +317,13 @@ impl MemoryLimits {
         let texts: Vec<_> = text.split(':').map(str::trim).collect();
         let microbatches: Result<Vec<f64>, _> = texts.iter().map(|text| text.parse()).collect();
         if let Ok(limits) = microbatches {
+            if let Some(rank) = limits
+                .iter()
+                .position(|limit| limit.is_nan() || *limit < 1.0)
+            {
+                let found = limits[rank];
+                return Err(merak_pipe::Error::MemoryLimit { rank, found }.into());
+            }
             return Ok(Self::Activations(for_each_rank(limits, ranks)?));
         }
         let sizes = texts.iter().map(|text| {
@@ -281,7 +332,7 @@ impl MemoryLimits {
         });
         let Some(sizes) = sizes.collect::<Option<Vec<u64>>>() else {
             return Err(format!(
-                "--memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes such as 96MiB:64MiB, found \"{}\"", brief(text)
+                "--memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes of whole units such as 96MiB:64MiB, found \"{}\"", brief(text)
             )
             .into());
         };
@@ -337,9 +388,14 @@ fn figures(schedule: &Schedule, simulation: &Simulation) -> String {
         .map(|share| format!("{:.1}", 100.0 * share))
         .collect();
     let peaks = simulation.peak_activations.iter();
-    let peaks: Vec<_> = peaks.map(ToString::to_string).collect();
+    let peaks: Vec<_> = peaks.map(|peak| Figure(*peak).to_string()).collect();
+    let forwards = if schedule.is_forward_only() {
+        "forwards only, "
+    } else {
+        ""
+    };
     format!(
-        "{}: makespan {}, bubble {:.1} %, of each rank's own time {} %, peak activations per rank {}",
+        "{}: {forwards}makespan {}, bubble {:.1} %, of each rank's own time {} %, peak activations per rank {}",
         schedule.name,
         Figure(simulation.makespan),
         100.0 * simulation.bubble(),
@@ -352,11 +408,11 @@ fn figures(schedule: &Schedule, simulation: &Simulation) -> String {
 fn byte_figures(schedule: &Schedule, bytes: &ActivationBytes) -> Result<String, Failure> {
     let peaks = schedule.peak_bytes_by_grad(bytes)?;
     let list = |part: fn(&PeakBytes) -> u64| {
-        let texts: Vec<_> = peaks.iter().map(|peak| part(peak).to_string()).collect();
-        texts.join(" ")
+        let texts = peaks.iter().map(|peak| Bytes(part(peak)).to_string());
+        texts.collect::<Vec<_>>().join(", ")
     };
     Ok(format!(
-        "peak bytes of activations per rank {}, of them for I {}, for W {}\n",
+        "peak bytes of activations per rank: {}\n  of them for I: {}\n  of them for W: {}\n",
         list(|peak| peak.total()),
         list(|peak| peak.until_input_grad),
         list(|peak| peak.until_weight_grad),
@@ -399,8 +455,8 @@ impl Order {
                 source,
             }
         })?;
-        let sized = Schedule::from_sized_csv(path.display().to_string(), &text)
-            .map_err(|error| of_file(path, &error))?;
+        let sized =
+            Schedule::from_sized_csv(file(path), &text).map_err(|error| of_file(path, &error))?;
         Ok(Self::File { text, sized })
     }
 
@@ -419,7 +475,7 @@ impl Order {
     }
 
     /// The costs in use: those that are named, and the schedule's own defaults.
-    fn costs(&self, text: &str, size: Size) -> Result<Costs, Failure> {
+    fn costs(&self, text: &str, size: Size) -> merak_pipe::Result<Costs> {
         let defaults = match self {
             Self::Named(kind) => kind.default_costs(),
             Self::File { .. } | Self::Auto => UnitCosts {
@@ -427,7 +483,7 @@ impl Order {
                 ..UnitCosts::default()
             },
         };
-        Ok(Costs::parse(text, defaults, size.stages())?)
+        Costs::parse(text, defaults, size.stages())
     }
 
     fn schedule(

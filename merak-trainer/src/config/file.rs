@@ -87,8 +87,14 @@ fn syntax(path: &Path, message: &dyn std::fmt::Display) -> Error {
 }
 
 fn entries_of(path: &Path, value: Value, lines: &Lines) -> Result<Vec<Entry>> {
-    let Value::Object(table) = value else {
-        return Err(syntax(path, &"the file holds no table of keys"));
+    let table = match value {
+        Value::Object(table) => table,
+        Value::String(text) if text.contains(':') => {
+            let message =
+                "the file holds no table of keys: put a blank behind each key's colon, as in tp: 2";
+            return Err(syntax(path, &message));
+        }
+        _ => return Err(syntax(path, &"the file holds no table of keys")),
     };
     let origin = |key: &str| Origin::File {
         path: path.to_path_buf(),

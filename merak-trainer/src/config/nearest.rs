@@ -1,6 +1,9 @@
 //! The nearest known name to one that was mistyped.
 
-use super::{arguments::keys, reserved::RESERVED};
+use super::{
+    arguments::{SECTIONS, keys},
+    reserved::RESERVED,
+};
 
 /// Names with less similarity than this are not suggested.
 const LEAST_SIMILARITY: f64 = 0.6;
@@ -72,8 +75,8 @@ const SYNONYMS: &[(&str, &str)] = &[
     ("zero", "zero_stage"),
 ];
 
-/// The key that an unknown name probably means: one that other programs call so, a section's key
-/// named by its last word alone, else the one with the most similar spelling.
+/// The key or section that an unknown name probably means: one that other programs call so, a
+/// section's key named by its last word alone, else the one with the most similar spelling.
 pub(super) fn nearest_key(name: &str) -> Option<&'static str> {
     let known = || {
         let reserved = RESERVED.iter().map(|key| key.name);
@@ -92,15 +95,42 @@ pub(super) fn nearest_key(name: &str) -> Option<&'static str> {
     };
     let same_end = || known().find(|key| *key == last || (is_bare && of_section(key)));
     let meant = of_a_section.or(synonym.map(|(_, key)| *key));
-    meant.or_else(same_end).or_else(|| nearest(name, known()))
+    let similar = || {
+        let ends = known().filter_map(|key| Some(key.rsplit_once('.')?.1));
+        let (sections, ends) = (SECTIONS.iter().copied(), ends.filter(|_| is_bare));
+        let found = nearest(name, known().chain(sections).chain(ends))?;
+        let is_end = |key: &&str| key.rsplit_once('.').is_some_and(|(_, end)| end == found);
+        let is_whole = known()
+            .chain(SECTIONS.iter().copied())
+            .any(|key| key == found);
+        if is_whole {
+            Some(found)
+        } else {
+            known().find(is_end)
+        }
+    };
+    meant.or_else(same_end).or_else(similar)
 }
 
-/// The candidate most similar to `name`, if any is similar; the first one on ties. Case is ignored.
+/// Names with fewer characters are no abbreviation.
+const SHORTEST_ABBREVIATION: usize = 3;
+
+/// The only candidate that begins with `name`, else the one most similar to it, if any is similar;
+/// the first one on ties. Case is ignored.
 pub(crate) fn nearest<'a>(
     name: &str,
     candidates: impl Iterator<Item = &'a str>,
 ) -> Option<&'a str> {
     let name = name.to_lowercase();
+    let candidates: Vec<_> = candidates.collect();
+    if name.len() >= SHORTEST_ABBREVIATION {
+        let mut longer = candidates
+            .iter()
+            .filter(|other| other.to_lowercase().starts_with(&name));
+        if let (Some(&only), None) = (longer.next(), longer.next()) {
+            return Some(only);
+        }
+    }
     let mut best = None;
     let mut best_similarity = LEAST_SIMILARITY;
     for candidate in candidates {
@@ -126,6 +156,9 @@ mod tests {
         );
         assert_eq!(nearest("TP", names.into_iter()), Some("tp"));
         assert_eq!(nearest("zzz", names.into_iter()), None);
+        let names = ["adam", "adamw_torch", "sgd"];
+        assert_eq!(nearest("adamw", names.into_iter()), Some("adamw_torch"));
+        assert_eq!(nearest("adm", names.into_iter()), Some("adam"));
     }
 
     #[test]
@@ -140,6 +173,8 @@ mod tests {
             ("backend", "compute.backend"),
             ("data.pth", "data.path"),
             ("learning_rat", "learning_rate"),
+            ("modle", "model"),
+            ("confg", "model.config"),
         ] {
             assert_eq!(nearest_key(name), Some(key), "{name}");
         }

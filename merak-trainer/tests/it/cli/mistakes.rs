@@ -332,6 +332,43 @@ fn nothing_that_somebody_typed_acts_on_the_terminal() {
 }
 
 #[test]
+fn slips_are_answered_with_what_was_probably_meant() {
+    let place = Workplace::new();
+    place.write("section.toml", "[modle]\nconfig = \"x\"\n");
+    place.write("key.toml", "confg = \"x\"\n");
+    place.write("colon.yaml", "tp:2\n");
+    assert_snapshot!(place.mistake("config section.toml"), @r#"error: unknown key "modle"; did you mean "model"? (section.toml:1)"#);
+    assert_snapshot!(place.mistake("config key.toml"), @r#"error: unknown key "confg"; did you mean "model.config"? (key.toml:1)"#);
+    assert_snapshot!(place.mistake("config colon.yaml"), @"error: cannot parse the configuration colon.yaml: the file holds no table of keys: put a blank behind each key's colon, as in tp: 2");
+    let message = place.mistake("config merak.toml --set optim=adamw");
+    assert!(
+        message.contains("did you mean \"adamw_torch\"?"),
+        "{message}"
+    );
+    let message = place.mistake("config --tp 2");
+    assert!(
+        message.starts_with("error: CONFIG is missing before '--tp'"),
+        "{message}"
+    );
+    let help = place.succeed("schedule --help");
+    assert!(
+        help.contains("neither the cost R of its schedule"),
+        "{help}"
+    );
+    place.succeed("schedule 1f1b --pp 2 -m 2");
+
+    for (variable, option, source) in [("x==", "", "MERAK_LOG"), ("warn", "--log x==", "--log")] {
+        let line = format!("{option} config merak.toml");
+        let output = place.command(&line).env("MERAK_LOG", variable).output();
+        let stderr = String::from_utf8(output.unwrap().stderr).unwrap();
+        assert!(
+            stderr.starts_with(&format!("error: {source} \"x==\"")),
+            "{stderr}"
+        );
+    }
+}
+
+#[test]
 fn keys_of_other_programs_are_found() {
     let place = Workplace::new();
     let train = |line: &str| place.mistake(&format!("train merak.toml {line}"));

@@ -72,7 +72,7 @@ fn costs_and_limits_of_each_stage_and_rank_are_taken_and_memory_is_shown_in_byte
 
     let text = place.succeed("schedule zb_h2 -p 2 -m 4 --bytes I=300,W=100:50");
     assert!(
-        text.contains("peak bytes of activations per rank 1200 "),
+        text.contains("peak bytes of activations per rank: 1.17 KiB, "),
         "{text}"
     );
     let document = place.document("schedule zb_h2 -p 2 -m 4 --bytes I=300,W=100:50 --format json");
@@ -82,7 +82,7 @@ fn costs_and_limits_of_each_stage_and_rank_are_taken_and_memory_is_shown_in_byte
     );
     assert_eq!(document["peak_bytes"][0], 1200);
     assert!(
-        text.contains(", of them for I 900 "),
+        text.contains("  of them for I: 900 B, "),
         "what waits for I is told apart: {text}"
     );
     assert_eq!(
@@ -107,8 +107,13 @@ fn limits_of_memory_are_microbatches_or_bytes_and_the_page_shows_them_with_uneve
     );
     let message = |command: &str| place.mistake(command);
     assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 8MiB"), @"error: --memory 8MiB limits bytes: say with --bytes what a microbatch keeps on a stage, as in --bytes I=1MiB,W=512KiB");
-    assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 8MiB:4 --bytes I=1"), @r#"error: --memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes such as 96MiB:64MiB, found "8MiB:4""#);
+    assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 8MiB:4 --bytes I=1"), @r#"error: --memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes of whole units such as 96MiB:64MiB, found "8MiB:4""#);
     assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 7B --bytes I=8"), @"error: a microbatch keeps 8 bytes on the stages of rank 0, found a limit of 7 bytes");
+
+    for command in ["auto", "1f1b --format html"] {
+        let message = message(&format!("schedule {command} -p 2 -m 4 --memory 0"));
+        assert_snapshot!(message, @"error: every rank keeps the activations of at least 1 microbatch, found a limit of 0 for rank 0");
+    }
 
     let page = "schedule 1f1b -p 4 -m 8 --costs F=1:1:2:1 --bytes I=300,W=100 --memory 4:3:2:1 --format html";
     let page = place.succeed(page);
@@ -137,6 +142,48 @@ fn lines_that_are_blank_or_missing_bytes_beyond_counting_and_tiny_costs_do_not_m
         |costs: &str| place.succeed(&format!("schedule 1f1b -p 2 -m 4 --format html {costs}"));
     assert!(page("").contains(r#""is_recompute_named":false"#));
     assert!(page("--costs F=2,R=1").contains(r#""is_recompute_named":true"#));
+}
+
+#[test]
+fn entries_of_costs_and_bytes_are_read_by_line_and_faults_name_file_line_and_key() {
+    let place = Workplace::new();
+    place.write("bytes.txt", "I=1MiB\nW=512KiB\n");
+    let text = place.succeed("schedule 1f1b -p 2 -m 4 --bytes @bytes.txt");
+    let expected = "peak bytes of activations per rank: 3.00 MiB, 1.50 MiB\n  of them for I: 2.00 MiB, 1.00 MiB\n";
+    assert!(text.contains(expected), "{text}");
+    place.write("costs.txt", "F=1,\n\nI=x\n");
+    place.write("blank.txt", " \n");
+    let message = |options: &str| place.mistake(&format!("schedule 1f1b -p 4 -m 8 {options}"));
+    assert_snapshot!(message("--costs @costs.txt"), @r#"error: costs.txt: line 3: expected costs such as F=1,I=1,W=1,R=1,C=0,O=1, found "I=x""#);
+    assert_snapshot!(message("--costs @blank.txt"), @"error: blank.txt, the file of --costs is empty, expected entries such as F=1,I=1 or I=1MiB,W=512KiB");
+    assert_snapshot!(message("--costs F=1:2"), @"error: expected costs F of 4 stages, found 2");
+    assert_snapshot!(message("--bytes I=1:2"), @"error: expected bytes I of 4 stages, found 2");
+    assert_snapshot!(message("--bytes="), @"error: --bytes is empty, expected entries such as F=1,I=1 or I=1MiB,W=512KiB");
+    for costs in [",", "F=1,,I=2", "F=1,"] {
+        let message = message(&format!("--costs {costs}"));
+        assert!(message.ends_with("found \"\""), "{message}");
+    }
+    assert_snapshot!(message("--costs F=-1"), @"error: the cost F must be from 0 to 1e15, found -1");
+    assert_snapshot!(message("--cores 0"), @"error: ranks share 0.000001 cores or more, found 0");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_checked_file_is_named_safely_and_told_what_it_lacks() {
+    let place = Workplace::new();
+    let name = "a\u{1b}[31mb.csv";
+    place.write(name, "0F0,0F1\n1F0,1F1\n");
+    for format in ["grid", "svg", "json", "html"] {
+        let text = place.succeed(&format!("schedule --check {name} --format {format}"));
+        assert!(!text.contains('\u{1b}'), "{format}: {text}");
+    }
+    let text = place.succeed(&format!("schedule --check {name}"));
+    assert!(
+        text.contains(r"a\u{1b}[31mb.csv: forwards only, makespan 3,"),
+        "{text}"
+    );
+    place.write("empty.csv", "\n");
+    assert_snapshot!(place.mistake("schedule --check empty.csv"), @"error: empty.csv: the file is empty: it has no actions");
 }
 
 #[test]
@@ -458,6 +505,7 @@ fn the_doctor_tells_what_there_is_and_tries_it() {
         ("devices", "cpu"),
         ("optimizers", "adamw_torch"),
         ("schedules", "1f1b"),
+        ("schedules", "auto"),
         ("model_types", "gpt2"),
     ] {
         assert!(names(key).contains(&name.to_owned()), "{key}: {found}");
