@@ -159,6 +159,7 @@ mod tests {
     use super::*;
     use crate::{DType, Header, Kind, Layout, Piece, ReshardOptions, ShardKind, reshard};
     use std::fs;
+    use std::path::PathBuf;
 
     /// Commits a draft with tensors of one byte each.
     fn commit(draft: &Draft, tensors: &[(&str, u8)]) {
@@ -224,6 +225,26 @@ mod tests {
         let alone = Checkpoint::open(&alone).unwrap();
         assert_eq!(names(&alone), names(&saved));
         assert_eq!(alone.read_whole(&Kind::Parameter, "frozen").unwrap(), [1]);
+    }
+
+    #[test]
+    fn later_checkpoints_move_with_a_base_of_their_own_and_the_earlier_ones_keep_theirs() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = store(&folder.path().join("run"));
+        store.set_best(Some(2)).unwrap();
+        let aside = Store::new(folder.path().join("aside"));
+        assert!(store.move_later(2, &aside).unwrap().is_empty());
+        assert!(!aside.folder().exists(), "nothing is later");
+        assert_eq!(store.move_later(1, &aside).unwrap(), [2]);
+        let pointers = |store: &Store| (store.latest().unwrap(), store.best().unwrap());
+        assert_eq!(pointers(&store), (Some(store.path_of(1)), None));
+        let moved = Some(aside.path_of(2));
+        assert_eq!(pointers(&aside), (moved.clone(), moved));
+        // Either outlives the other.
+        let is_whole = |path: PathBuf| Checkpoint::open(path).unwrap().verify().damage.is_empty();
+        assert!(is_whole(store.path_of(1)) && is_whole(aside.path_of(2)));
+        fs::remove_dir_all(store.folder()).unwrap();
+        assert!(is_whole(aside.path_of(2)));
     }
 
     #[test]

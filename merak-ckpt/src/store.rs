@@ -236,6 +236,42 @@ impl Store {
         Ok(deleted)
     }
 
+    /// Moves the checkpoints after `step` to another store of the same file system, whose `latest`
+    /// and `best` name them as before. The bases are linked there, so that both stores have them.
+    /// Here `latest` then names `step`. Returns the steps that moved.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where one of the folders cannot be listed or changed.
+    pub fn move_later(&self, step: u64, to: &Self) -> Result<Vec<u64>> {
+        let mut later = self.steps()?;
+        later.retain(|&other| other > step);
+        let Some(&last) = later.last() else {
+            return Ok(later);
+        };
+        fs::create_dir_all(&to.folder).map_err(io_error("create", &to.folder))?;
+        let _lock = self.lock()?;
+        for number in self.bases()? {
+            let name = format::base_name(number);
+            link_folder(&self.folder.join(&name), to, &name)?;
+        }
+        let is_later = |named: &u64| later.contains(named);
+        let latest = self.read_pointer(format::LATEST).ok().flatten();
+        let best = self.read_pointer(format::BEST).ok().flatten();
+        to.write_pointer(format::LATEST, latest.filter(is_later).unwrap_or(last))?;
+        if let Some(best) = best.filter(is_later) {
+            to.write_pointer(format::BEST, best)?;
+            self.set_best(None)?;
+        }
+        self.write_pointer(format::LATEST, step)?;
+        for &moved in &later {
+            let there = to.folder.join(format::step_name(moved));
+            rename(&self.path_of(moved), &there)?;
+        }
+        sync_folder(&to.folder)?;
+        sync_folder(&self.folder)?;
+        Ok(later)
+    }
+
     /// Deletes a folder in this one, under a temporary name first, so that a crash leaves no half
     /// of it.
     pub(crate) fn delete(&self, path: &Path) -> Result<()> {
@@ -332,6 +368,23 @@ impl Store {
         written?;
         sync_folder(&self.folder)
     }
+}
+
+/// Links a folder's files into a folder of a store, which gets its name at the end. Files of
+/// checkpoints are replaced and never changed, so that two folders can share them.
+fn link_folder(from: &Path, to: &Store, name: &str) -> Result<()> {
+    let draft = to.folder.join(format!("{DRAFT}{name}"));
+    fs::create_dir(&draft).map_err(io_error("create", &draft))?;
+    for entry in fs::read_dir(from).map_err(io_error("list", from))? {
+        let entry = entry.map_err(io_error("list", from))?;
+        let link = draft.join(entry.file_name());
+        // Not every file system has links.
+        fs::hard_link(entry.path(), &link)
+            .or_else(|_| fs::copy(entry.path(), &link).map(drop))
+            .map_err(io_error("create", &link))?;
+    }
+    sync_folder(&draft)?;
+    rename(&draft, &to.folder.join(name))
 }
 
 /// The name that a folder had before it was set aside.

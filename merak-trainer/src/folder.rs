@@ -5,7 +5,8 @@
 //!   .lock                    the process that writes; gone when it ends
 //!   checkpoints/ ..          the run
 //!   replaced-run/            the run that it replaces, until its first save
-//!   earlier-run-1/ ..        runs without a checkpoint to go on from, kept for good
+//!   earlier-run-1/ ..        runs without a checkpoint to go on from, and the later steps of a run
+//!                            that went on from an earlier one; kept for good
 //!   .tmp-replaced-run/       a run on its way there; put back after a crash
 //!   .tmp-removed-run/        a run on its way out; removed after a crash
 //! ```
@@ -38,7 +39,8 @@ const LOCK: &str = ".lock";
 /// Folder of a replaced run, until the run that replaces it saves.
 const ASIDE: &str = "replaced-run";
 
-/// Folder of a run without a checkpoint to resume from; a number follows.
+/// Folder of a run without a checkpoint to resume from, or of a run's later steps; a number
+/// follows.
 const EARLIER: &str = "earlier-run-";
 
 /// Folder of a run on its way to one of these.
@@ -52,8 +54,9 @@ const REMOVED: &str = ".tmp-removed-run";
 /// A run may write a folder without a run, or go on from a checkpoint of the folder's run. With
 /// `overwrite_output_dir` it may begin where another run is: that run is set aside, and removed
 /// after the first save. With `resume_from_checkpoint` set to `auto` it may begin where another run
-/// has no checkpoint to go on from: that run is set aside for good. Files in the folder under other
-/// names than a run's belong to others and stay in place.
+/// has no checkpoint to go on from: that run is set aside for good. A run that goes on from an
+/// earlier checkpoint of the folder sets the later ones aside for good. Files in the folder under
+/// other names than a run's belong to others and stay in place.
 #[derive(Debug)]
 pub struct RunFolder {
     path: PathBuf,
@@ -63,6 +66,8 @@ pub struct RunFolder {
     /// The name of the adapter that the run trains, if it trains one.
     adapter: Option<String>,
     lock: Mutex<HeldFile>,
+    /// Comes behind the lock, whose file goes first.
+    _made: MadeFolders,
     /// Whether this run has set another aside that is still there.
     has_aside: AtomicBool,
     has_lost: AtomicBool,
@@ -97,6 +102,7 @@ impl RunFolder {
     /// As [`RunFolder::take`]; [`Error::MissingKey`] without `output_dir`.
     pub fn check(args: &CheckedArguments) -> Result<()> {
         let path = args.run_folder()?;
+        check_link(&path)?;
         check_place(&path)?;
         HeldFile::check(&path.join(LOCK)).map_err(|error| not_held(&path, error))?;
         check_names(&path)?;
@@ -117,31 +123,41 @@ impl RunFolder {
             path: path.clone(),
             source,
         };
-        fs::create_dir_all(&path).map_err(failed)?;
+        check_link(&path)?;
+        let made = MadeFolders::make(&path).map_err(failed)?;
         let lock = lock(&path)?;
         let start = Start::of(args, &path);
         check_names(&path)?;
         recover(&path).map_err(failed)?;
         start.check(&path, adapter_of(args))?;
+        let from = args.resume_from_checkpoint.as_deref();
+        // With `auto` it counts where there is no checkpoint.
+        if start == (Start::GoesOn { overwrites: true }) && from != Some("auto") {
+            tracing::warn!(
+                "\"overwrite_output_dir\" is not used: the run goes on from its checkpoint"
+            );
+        }
         Ok(Arc::new(Self {
             resolved,
             start,
             adapter: adapter_of(args).map(ToOwned::to_owned),
             lock: Mutex::new(lock),
+            _made: made,
             has_aside: AtomicBool::new(false),
             has_lost: AtomicBool::new(false),
             path,
         }))
     }
 
-    /// Begins to write: sets aside the run that makes way, and writes the configuration. `goes_on`
-    /// says whether there was a checkpoint to go on from. Call it once everything needed of the
-    /// earlier run has been read.
+    /// Begins to write: sets aside the run that makes way, and writes the configuration. `from` is
+    /// the step of the checkpoint to go on from, if there was one; later checkpoints of the run,
+    /// and a copy of its records, are set aside. Call it once everything needed of the earlier run
+    /// has been read.
     ///
     /// # Errors
     /// When the folder cannot be changed.
-    pub fn begin(&self, goes_on: bool) -> Result<()> {
-        self.make_room(goes_on)
+    pub fn begin(&self, from: Option<u64>) -> Result<()> {
+        self.make_room(from)
             .and_then(|()| write_regular(&self.path.join(RESOLVED), self.resolved.as_bytes()))
             .map_err(|source| Error::OutputDir {
                 path: self.path.clone(),
@@ -149,14 +165,18 @@ impl RunFolder {
             })
     }
 
-    fn make_room(&self, goes_on: bool) -> io::Result<()> {
-        match self.start {
-            Start::GoesOn { overwrites: false } if !goes_on => self.keep_all()?,
-            Start::GoesOn { overwrites: true } if !goes_on => self.replace()?,
-            Start::Replaces => self.replace()?,
-            // Left by a crash between a first save and the removal.
-            Start::GoesOn { .. } if self.found()?.aside.is_some() => remove_aside(&self.path)?,
-            Start::Fresh | Start::GoesOn { .. } => {}
+    fn make_room(&self, from: Option<u64>) -> io::Result<()> {
+        match (self.start, from) {
+            (Start::GoesOn { overwrites: false }, None) => self.keep_all()?,
+            (Start::GoesOn { overwrites: true }, None) | (Start::Replaces, _) => self.replace()?,
+            (Start::GoesOn { .. }, Some(step)) => {
+                // Left by a crash between a first save and the removal.
+                if self.found()?.aside.is_some() {
+                    remove_aside(&self.path)?;
+                }
+                self.keep_later(step)?;
+            }
+            (Start::Fresh, _) => {}
         }
         let has_aside = self.found()?.aside.is_some();
         self.has_aside.store(has_aside, Ordering::Relaxed);
@@ -212,6 +232,44 @@ impl RunFolder {
         Ok(())
     }
 
+    /// Sets aside the checkpoints after `step`, the adapter of the last of them, the configuration
+    /// and a copy of the records.
+    fn keep_later(&self, step: u64) -> io::Result<()> {
+        if self
+            .found()?
+            .newest_step
+            .is_none_or(|newest| newest <= step)
+        {
+            return Ok(());
+        }
+        let (moving, kept) = (self.path.join(MOVING), self.next_earlier());
+        fs::create_dir(&moving)?;
+        let adapter = self.adapter.is_some().then_some(ADAPTER);
+        for name in adapter.into_iter().chain([RESOLVED]) {
+            if self.path.join(name).exists() {
+                fs::rename(self.path.join(name), moving.join(name))?;
+            }
+        }
+        let metrics = self.path.join(METRICS_FILE);
+        if metrics.exists() {
+            // After a crash the copy is put back, so that it must be whole.
+            let copy = self.path.join(format!("{METRICS_FILE}.new"));
+            write_regular(&copy, &merak_ckpt::read_regular(&metrics, u64::MAX)?)?;
+            fs::rename(copy, moving.join(METRICS_FILE))?;
+        }
+        Store::in_output_dir(&self.path)
+            .move_later(step, &Store::in_output_dir(&moving))
+            .map_err(io::Error::other)?;
+        fs::rename(moving, &kept)?;
+        let path = file(&kept);
+        tracing::warn!(
+            %path,
+            step,
+            "the run goes on from an earlier step: its later checkpoints and a copy of its metrics are kept there"
+        );
+        Ok(())
+    }
+
     /// The first free name for a run that is kept.
     fn next_earlier(&self) -> PathBuf {
         let mut names = (1_u64..).map(|number| self.path.join(format!("{EARLIER}{number}")));
@@ -250,10 +308,23 @@ impl RunFolder {
         }
     }
 
-    /// Makes the folder anew if it was removed.
+    /// Makes the folder anew if it was removed, and the configuration alone if that was removed.
     fn renew(&self) {
         let mut lock = self.lock();
-        if lock.is_in_place() || self.has_lost.load(Ordering::Relaxed) {
+        let resolved = self.path.join(RESOLVED);
+        let is_whole = lock.is_in_place() && resolved.exists();
+        if is_whole || self.has_lost.load(Ordering::Relaxed) {
+            return;
+        }
+        if lock.is_in_place() {
+            let path = file(&resolved);
+            match write_regular(&resolved, self.resolved.as_bytes()) {
+                Ok(()) => tracing::warn!(%path, "the file was removed: it is made anew"),
+                Err(error) => {
+                    self.has_lost.store(true, Ordering::Relaxed);
+                    tracing::error!(%path, %error, "the file is gone and cannot be made anew");
+                }
+            }
             return;
         }
         let renewed = fs::create_dir_all(&self.path)
@@ -378,6 +449,46 @@ fn is_of(from: &str, folder: &Path) -> bool {
     };
     let is_inside = |folder: PathBuf| from == folder || from.starts_with(folder.join(CHECKPOINTS));
     folder.canonicalize().is_ok_and(is_inside)
+}
+
+/// Folders that a run has made, innermost first. Those that are still empty at its end are removed.
+#[derive(Debug)]
+struct MadeFolders(Vec<PathBuf>);
+
+impl MadeFolders {
+    /// Makes a folder and those above it.
+    fn make(path: &Path) -> io::Result<Self> {
+        let missing = path
+            .ancestors()
+            .take_while(|path| !path.as_os_str().is_empty() && !path.exists());
+        let made = Self(missing.map(ToOwned::to_owned).collect());
+        fs::create_dir_all(path)?;
+        Ok(made)
+    }
+}
+
+impl Drop for MadeFolders {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|path| remove_if_empty(path));
+    }
+}
+
+/// Refuses a path with a link that leads nowhere.
+fn check_link(path: &Path) -> Result<()> {
+    let entry = path
+        .ancestors()
+        .find(|path| path.symlink_metadata().is_ok());
+    match entry {
+        Some(entry) if entry.is_symlink() && !entry.exists() => {
+            let to = fs::read_link(entry).unwrap_or_default();
+            let reason = format!("it is a link to {}, and nothing is there", file(&to));
+            Err(Error::OutputDir {
+                path: entry.to_owned(),
+                source: io::Error::new(io::ErrorKind::NotFound, reason),
+            })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Checks that the output folder can be made, without making it.
@@ -514,6 +625,13 @@ fn move_run(from: &Path, to: &Path, run: Vec<PathBuf>, has_adapter: bool) -> io:
 /// Removes the run that was set aside.
 fn remove_aside(folder: &Path) -> io::Result<()> {
     let removed = folder.join(REMOVED);
+    let checkpoints = folder.join(ASIDE).join(CHECKPOINTS);
+    if checkpoints.is_symlink()
+        && let Ok(path) = checkpoints.canonicalize()
+    {
+        let path = file(&path);
+        tracing::warn!(%path, "the checkpoints of the run that was replaced lie behind a link, and stay there");
+    }
     fs::rename(folder.join(ASIDE), &removed)?;
     fs::remove_dir_all(removed)
 }
@@ -633,7 +751,7 @@ mod tests {
         fs::write(path.join("notes.txt"), "mine").unwrap();
         fs::write(path.join(RESOLVED), "tp = 1\n").unwrap();
         fs::write(path.join(METRICS_FILE), "").unwrap();
-        take(&fresh).unwrap().begin(false).unwrap();
+        take(&fresh).unwrap().begin(None).unwrap();
         run(&path, 7);
         let refused = take(&fresh).unwrap_err();
         assert!(refused.is_user_error());
@@ -679,7 +797,7 @@ mod tests {
         fs::write(path.join("notes.txt"), "mine").unwrap();
         let mut new = take(&replacing(path)).unwrap();
         assert_eq!(steps(path), [7], "nothing moves before the run begins");
-        new.begin(false).unwrap();
+        new.begin(None).unwrap();
         let aside = new.replaced().expect("it lies aside");
         assert_eq!((steps(path), steps(&aside)), (vec![], vec![7]));
         assert_eq!(names(&aside), ["checkpoints", METRICS_FILE]);
@@ -701,7 +819,7 @@ mod tests {
         let path = folder.path();
         run(path, 7);
         let new = take(&replacing(path)).unwrap();
-        new.begin(false).unwrap();
+        new.begin(None).unwrap();
         drop(new);
         fs::write(path.join(METRICS_FILE), "{\"step\":1}\n").unwrap();
         let refused = take(&args(path, |_| ())).unwrap_err().to_string();
@@ -711,14 +829,14 @@ mod tests {
         );
         // Once more: the run that saved nothing goes, the one before it stays.
         let again = take(&replacing(path)).unwrap();
-        again.begin(false).unwrap();
+        again.begin(None).unwrap();
         assert_eq!(steps(&again.replaced().unwrap()), [7]);
         assert!(!path.join(METRICS_FILE).exists());
         drop(again);
         // A crash between the first save and the removal.
         run(path, 2);
         let next = take(&resuming(path, "auto")).unwrap();
-        next.begin(true).unwrap();
+        next.begin(Some(2)).unwrap();
         assert_eq!((next.replaced(), steps(path)), (None, vec![2]));
         assert!(!path.join(ASIDE).exists());
     }
@@ -749,14 +867,14 @@ mod tests {
         let path = folder.path();
         run(path, 7);
         let new = take(&replacing(path)).unwrap();
-        new.begin(false).unwrap();
+        new.begin(None).unwrap();
         fs::create_dir_all(path.join(CHECKPOINTS).join(".tmp-step-00000001")).unwrap();
         new.withdraw();
         assert_eq!(new.replaced(), None);
         drop(new);
         assert_eq!(steps(path), [7]);
         let new = take(&replacing(path)).unwrap();
-        new.begin(false).unwrap();
+        new.begin(None).unwrap();
         fs::write(path.join(METRICS_FILE), "{\"step\":1}\n").unwrap();
         new.withdraw();
         assert_eq!(steps(&new.replaced().unwrap()), [7], "its records are kept");
@@ -772,7 +890,7 @@ mod tests {
             args.save = Some(false);
         }));
         let new = new.unwrap();
-        new.begin(false).unwrap();
+        new.begin(None).unwrap();
         let aside = new.replaced().expect("it is set aside");
         drop(new);
         assert_eq!(steps(&aside), [7]);
@@ -783,39 +901,100 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
         let metrics = |step: u64| format!("{{\"step\":{step}}}\n");
-        let auto = |goes_on| {
+        let auto = |from: Option<u64>| {
             let mut auto = take(&resuming(path, "auto")).unwrap();
-            auto.begin(goes_on).unwrap();
+            auto.begin(from).unwrap();
             auto.on_save(Path::new("step"));
         };
         // A run that has recorded nothing is not kept.
         fs::write(path.join(RESOLVED), "tp = 1\n").unwrap();
-        auto(false);
+        auto(None);
         assert_eq!(names(path), [RESOLVED]);
         for (step, kept) in [(1, "earlier-run-1"), (2, "earlier-run-2")] {
             fs::write(path.join(METRICS_FILE), metrics(step)).unwrap();
-            auto(false);
+            auto(None);
             let kept = fs::read_to_string(path.join(kept).join(METRICS_FILE));
             assert_eq!(kept.unwrap(), metrics(step));
             assert!(!path.join(METRICS_FILE).exists());
         }
         // Checkpoints that cannot be resumed from are kept as well.
         run(path, 7);
-        auto(true);
+        auto(Some(7));
         assert_eq!(steps(path), [7]);
-        auto(false);
+        auto(None);
         assert_eq!(
             (steps(path), steps(&path.join("earlier-run-3"))),
             (vec![], vec![7])
         );
         // And so is a run that another one was to replace.
         run(path, 8);
-        take(&replacing(path)).unwrap().begin(false).unwrap();
+        take(&replacing(path)).unwrap().begin(None).unwrap();
         fs::write(path.join(METRICS_FILE), metrics(9)).unwrap();
-        auto(false);
+        auto(None);
         assert_eq!(steps(&path.join("earlier-run-4")), [8]);
         assert!(path.join("earlier-run-5").join(METRICS_FILE).exists());
         assert!(!path.join(ASIDE).exists());
+    }
+
+    #[test]
+    fn going_on_from_an_earlier_step_sets_the_later_ones_aside_with_the_records() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path();
+        run(path, 5);
+        run(path, 10);
+        let on_from = |step: u64| {
+            fs::write(path.join(RESOLVED), "tp = 9\n").unwrap();
+            let from = Store::in_output_dir(path).path_of(step);
+            let new = take(&resuming(path, from.to_str().unwrap())).unwrap();
+            new.begin(Some(step)).unwrap();
+        };
+        on_from(10);
+        assert!(!path.join("earlier-run-1").exists(), "nothing is later");
+        on_from(5);
+        let (store, kept) = (Store::in_output_dir(path), path.join("earlier-run-1"));
+        assert_eq!((steps(path), steps(&kept)), (vec![5], vec![10]));
+        assert_eq!(store.latest().unwrap(), Some(store.path_of(5)));
+        let other = Store::in_output_dir(&kept);
+        assert_eq!(other.latest().unwrap(), Some(other.path_of(10)));
+        for folder in [path, &kept] {
+            let records = fs::read_to_string(folder.join(METRICS_FILE)).unwrap();
+            assert_eq!(records, "{\"step\":10}\n");
+        }
+        let config = |folder: &Path| fs::read_to_string(folder.join(RESOLVED)).unwrap();
+        assert_eq!([config(path), config(&kept)], ["tp = 1\n", "tp = 9\n"]);
+        // A crash on the way puts everything back.
+        run(path, 20);
+        fs::rename(&kept, path.join(MOVING)).unwrap();
+        take(&resuming(path, "auto")).unwrap();
+        assert_eq!(steps(path), [5, 10, 20]);
+    }
+
+    #[test]
+    fn a_refused_run_leaves_no_empty_folder_and_a_link_to_nowhere_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a/run");
+        drop(take(&args(&path, |_| ())).unwrap());
+        assert!(names(folder.path()).is_empty());
+        let new = take(&args(&path, |_| ())).unwrap();
+        new.begin(None).unwrap();
+        drop(new);
+        assert_eq!(names(&path), [RESOLVED]);
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink("nowhere", &link).unwrap();
+        for path in [link.clone(), link.join("run")] {
+            let args = args(&path, |_| ());
+            for refused in [
+                take(&args).unwrap_err(),
+                RunFolder::check(&args).unwrap_err(),
+            ] {
+                assert!(refused.is_user_error(), "{refused}");
+                let text = crate::chain(&refused);
+                assert!(
+                    text.contains("a link to nowhere, and nothing is there"),
+                    "{text}"
+                );
+            }
+        }
     }
 
     #[test]
@@ -828,7 +1007,7 @@ mod tests {
             args.overwrite_output_dir = true;
         });
         let mut auto = take(&both).unwrap();
-        auto.begin(false).unwrap();
+        auto.begin(None).unwrap();
         assert!(auto.replaced().unwrap().join(METRICS_FILE).exists());
         auto.on_save(Path::new("step"));
         drop(auto);
@@ -847,13 +1026,13 @@ mod tests {
         fs::write(&notes, "mine").unwrap();
         fs::write(&draft, "mine").unwrap();
         let mut new = take(&replacing(path)).unwrap();
-        new.begin(false).unwrap();
+        new.begin(None).unwrap();
         assert_eq!(steps(&new.replaced().unwrap()), [7]);
         assert_eq!(names(&path.join(CHECKPOINTS)), [".tmp-notes", "notes.txt"]);
         // Puts the checkpoint back among the files of others.
         new.withdraw();
         assert_eq!(steps(path), [7]);
-        new.begin(false).unwrap();
+        new.begin(None).unwrap();
         run(path, 1);
         new.on_save(Path::new("step"));
         assert!(notes.exists() && draft.exists());
@@ -920,12 +1099,12 @@ mod tests {
         take(&training("other", None)).unwrap();
         // A run without an adapter leaves it in place.
         run(path, 7);
-        take(&replacing(path)).unwrap().begin(false).unwrap();
+        take(&replacing(path)).unwrap().begin(None).unwrap();
         assert!(own.exists());
         // `auto` keeps it aside instead of asking.
         take(&training("default", Some("auto")))
             .unwrap()
-            .begin(false)
+            .begin(None)
             .unwrap();
         assert!(
             path.join("earlier-run-2/adapter")
@@ -940,7 +1119,7 @@ mod tests {
         fs::write(&own, "{}").unwrap();
         take(&training("default", None)).unwrap();
         let new = take(&replacing(path)).unwrap();
-        new.begin(false).unwrap();
+        new.begin(None).unwrap();
         assert!(new.replaced().unwrap().join(ADAPTER).exists() && !own.exists());
     }
 
@@ -971,8 +1150,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run");
         let first = take(&args(&path, |_| ())).unwrap();
-        first.begin(false).unwrap();
+        first.begin(None).unwrap();
         fs::remove_dir_all(&path).unwrap();
+        first.renew();
+        assert_eq!(names(&path), [".lock", RESOLVED]);
+        fs::remove_file(path.join(RESOLVED)).unwrap();
         first.renew();
         assert_eq!(names(&path), [".lock", RESOLVED]);
         assert!(matches!(

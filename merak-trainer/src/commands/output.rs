@@ -25,7 +25,10 @@ pub(crate) fn print_as_is(text: impl AsRef<[u8]>) -> io::Result<()> {
     });
     match written.and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        outcome => outcome,
+        outcome => outcome.map_err(|error| {
+            let reason = format!("cannot write to standard output: {error}");
+            io::Error::new(error.kind(), reason)
+        }),
     }
 }
 

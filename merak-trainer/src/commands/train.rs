@@ -193,7 +193,8 @@ impl Run<'_> {
             return Ok(Ended::HadNothingLeft(checkpoint.clone()));
         }
         if let Some(reporter) = &reporter {
-            folder.begin(trainer.resumed_from().is_some())?;
+            let from = trainer.resumed_from();
+            folder.begin(from.map(|from| from.global_step as u64))?;
             if let Some(path) = folder.replaced() {
                 let path = file(&path);
                 tracing::warn!(%path, "the run that is replaced lies there until the first checkpoint");

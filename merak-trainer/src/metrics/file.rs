@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use merak_ckpt::{lies_at, open_to_write, write_regular};
+use merak_ckpt::{lies_at, open_to_write, words, write_regular};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -115,11 +115,26 @@ impl MetricsFile {
         })
     }
 
-    /// Makes the file anew, with its records, if it or its folder was removed.
-    fn renew(&mut self) -> io::Result<()> {
+    /// Makes the file anew, with its records, if it or its folder was removed, and warns of that.
+    /// Two looks at the file system where nothing has changed.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be made, as where something else lies in its place.
+    pub fn renew(&mut self) -> Result<()> {
         if lies_at(&self.file, &self.path) {
             return Ok(());
         }
+        self.renew_file().map_err(|source| Error::Write {
+            path: self.path.clone(),
+            source,
+        })?;
+        let path = words::file(&self.path);
+        tracing::warn!(%path, "the file was removed or replaced: records go on in the one there now");
+        Ok(())
+    }
+
+    fn renew_file(&mut self) -> io::Result<()> {
         if let Some(folder) = self.path.parent() {
             fs::create_dir_all(folder)?;
         }
@@ -141,7 +156,8 @@ impl MetricsFile {
     ///
     /// # Errors
     ///
-    /// When the line cannot be written.
+    /// When the line cannot be written. Where something else lies in the file's place, a later call
+    /// that finds the place free makes the file anew with this record too.
     pub fn append(&mut self, record: &impl Serialize) -> Result<()> {
         let path = self.path.clone();
         let failed = |source| Error::Write {
@@ -150,9 +166,10 @@ impl MetricsFile {
         };
         let mut line = serde_json::to_vec(record).map_err(|error| failed(error.into()))?;
         line.push(b'\n');
-        self.renew().map_err(failed)?;
+        let renewed = self.renew();
         // One unbuffered write per line: a run that is killed leaves whole lines.
-        self.file.write_all(&line).map_err(failed)
+        self.file.write_all(&line).map_err(failed)?;
+        renewed
     }
 }
 
@@ -251,6 +268,22 @@ mod tests {
         file.append(&record(2)).unwrap();
         file.append(&record(3)).unwrap();
         assert_eq!(steps(&path), [1, 2, 3]);
+    }
+
+    #[test]
+    fn records_wait_while_something_else_lies_in_the_place_of_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut file = MetricsFile::open(&path, 0).unwrap();
+        file.append(&record(1)).unwrap();
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        let error = file.append(&record(2)).unwrap_err().to_string();
+        assert!(error.contains("metrics.jsonl"), "{error}");
+        file.renew().unwrap_err();
+        fs::remove_dir(&path).unwrap();
+        file.renew().unwrap();
+        assert_eq!(steps(&path), [1, 2]);
     }
 
     #[test]

@@ -33,7 +33,7 @@ struct Report {
     earlier_s: f64,
     start: Instant,
     window: Window,
-    /// Whether the file could not be written.
+    /// Whether it was reported that the file cannot be written.
     has_failed: bool,
 }
 
@@ -92,13 +92,15 @@ impl Reporter {
 
     /// Ends the progress; records are still written.
     pub fn finish(&self) {
-        if let Some(progress) = self
-            .lock()
-            .as_mut()
-            .and_then(|report| report.progress.take())
-        {
+        let mut report = self.lock();
+        let Some(report) = report.as_mut() else {
+            return;
+        };
+        if let Some(progress) = report.progress.take() {
             progress.finish();
         }
+        let renewed = report.file.renew();
+        report.note(renewed);
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Report>> {
@@ -120,6 +122,9 @@ impl Report {
             let _ = progress.step(report.step, report.loss, tokens, report.time, is_logged);
         }
         if !is_logged {
+            // A file that is removed is back before the next record, which may never come.
+            let renewed = self.file.renew();
+            self.note(renewed);
             return;
         }
         let Window { tokens, time } = std::mem::take(&mut self.window);
@@ -139,15 +144,17 @@ impl Report {
         });
     }
 
-    /// A record that cannot be written does not stop the run, and is reported once.
     fn record(&mut self, record: &impl Serialize) {
-        if self.has_failed {
-            return;
-        }
-        if let Err(error) = self.file.append(record) {
-            self.has_failed = true;
+        let appended = self.file.append(record);
+        self.note(appended);
+    }
+
+    /// A file that cannot be written does not stop the run, and is reported once until it can be.
+    fn note(&mut self, written: Result<()>) {
+        let had_failed = std::mem::replace(&mut self.has_failed, written.is_err());
+        if let (Err(error), false) = (written, had_failed) {
             let error: &dyn std::error::Error = &error;
-            tracing::error!(error, "metrics are no longer written");
+            tracing::error!(error, "metrics cannot be written");
         }
     }
 
