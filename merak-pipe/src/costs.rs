@@ -352,9 +352,10 @@ impl fmt::Display for Figure {
         let digits = if power < 0.0 { 3.0 - power } else { 4.0 };
         let digits = if number == 0.0 { 0 } else { digits as usize };
         let text = format!("{number:.digits$}");
-        match text.contains('.') {
-            true => f.write_str(text.trim_end_matches('0').trim_end_matches('.')),
-            false => f.write_str(&text),
+        if text.contains('.') {
+            f.write_str(text.trim_end_matches('0').trim_end_matches('.'))
+        } else {
+            f.write_str(&text)
         }
     }
 }
@@ -426,12 +427,15 @@ pub(crate) fn by_stage<T: FromStr>(
         };
         let mut entries = whole.unwrap_or(line).split(',').map(str::trim);
         let outcome = entries.try_for_each(&mut read);
-        outcome.map_err(|source| match has_lines {
-            true => Error::Line {
-                line: index + 1,
-                source: Box::new(source),
-            },
-            false => source,
+        outcome.map_err(|source| {
+            if has_lines {
+                Error::Line {
+                    line: index + 1,
+                    source: Box::new(source),
+                }
+            } else {
+                source
+            }
         })?;
     }
     Ok(())

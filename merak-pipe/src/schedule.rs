@@ -282,8 +282,8 @@ impl Schedule {
     /// blank, and as many stages and microbatches as the largest numbers in it tell.
     ///
     /// # Errors
-    /// As [`Schedule::from_csv`], and [`Error::EmptyFile`], [`Error::StageWithoutLine`] and [`Error::UnevenStages`] where
-    /// lines are missing.
+    /// As [`Schedule::from_csv`], and [`Error::EmptyFile`], [`Error::StageWithoutLine`] and
+    /// [`Error::UnevenStages`] where lines are missing.
     ///
     /// ```
     /// use merak_pipe::{Schedule, Size};

@@ -140,7 +140,8 @@ impl<'a> Beginning<'a> {
         }
     }
 
-    /// Adds the beginning that each choice of the next action gives, if its bound is below [`Beam::below`].
+    /// Adds the beginning that each choice of the next action gives, if its bound is below
+    /// [`Beam::below`].
     fn go_on(&self, guide: &Guide<'_>, next: &mut Vec<Self>) {
         let mut held = self.held.clone();
         let mut seen: Vec<Action> = Vec::new();
