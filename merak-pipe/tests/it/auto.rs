@@ -133,7 +133,7 @@ fn limits_that_no_schedule_keeps_are_named() {
     };
     insta::assert_snapshot!(refusal(&[2.0, 0.5]), @"every rank keeps the activations of at least 1 microbatch, found a limit of 0.5 for rank 1");
     insta::assert_snapshot!(refusal(&[f64::NAN, 2.0]), @"every rank keeps the activations of at least 1 microbatch, found a limit of NaN for rank 0");
-    insta::assert_snapshot!(refusal(&[-1.0, 2.0]), @"every rank keeps the activations of at least 1 microbatch, found a limit of -1.0 for rank 0");
+    insta::assert_snapshot!(refusal(&[-1.0, 2.0]), @"every rank keeps the activations of at least 1 microbatch, found a limit of -1 for rank 0");
     insta::assert_snapshot!(refusal(&[2.0]), @"expected a limit of memory for each of 2 ranks, found 1");
 }
 

@@ -1,7 +1,7 @@
 //! Ranks that share cores: no core idles while an action could run.
 
 use crate::played::played;
-use merak_pipe::{Costs, ScheduleKind, Size, UnitCosts, simulate, simulate_on};
+use merak_pipe::{Costs, Figure, ScheduleKind, Size, UnitCosts, simulate, simulate_on};
 use proptest::prelude::*;
 
 /// The worst that rounding does to a sum of a few hundred costs.
@@ -84,7 +84,10 @@ fn a_number_of_cores_is_more_than_next_to_none() {
         let error = simulate_on(&schedule, &costs, found).unwrap_err();
         assert_eq!(
             error.to_string(),
-            format!("ranks share 0.000001 cores or more, found {found:?}")
+            format!(
+                "ranks share 0.000001 cores or more, found {}",
+                Figure(found)
+            )
         );
     }
 }

@@ -360,7 +360,7 @@ fn a_wrong_type_names_the_expected_one() {
     assert_snapshot!(message(load_file("merak.json", r#"{"save": "yes"}"#)), @r#""save" expects true or false or none, found "yes" (merak.json:1)"#);
     assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table, found 3 (merak.toml:1)"#);
     assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 0, found "many" (environment MERAK_PP)"#);
-    assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam or sgd, found "adamw" (command line --optim); did you mean "adam"?"#);
+    assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam or sgd, found "adamw" (command line --optim); did you mean "adamw_torch"?"#);
     assert_snapshot!(message(load_line("--train-schedule 1f1")), @r#""train_schedule" expects gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v or auto, found "1f1" (command line --train-schedule); did you mean "1f1b"?"#);
 }
 

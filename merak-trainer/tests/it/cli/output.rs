@@ -112,7 +112,10 @@ fn limits_of_memory_are_microbatches_or_bytes_and_the_page_shows_them_with_uneve
 
     for command in ["auto", "1f1b --format html"] {
         let message = message(&format!("schedule {command} -p 2 -m 4 --memory 0"));
-        assert_snapshot!(message, @"error: every rank keeps the activations of at least 1 microbatch, found a limit of 0 for rank 0");
+        assert_eq!(
+            message.trim_end(),
+            "error: every rank keeps the activations of at least 1 microbatch, found a limit of 0 for rank 0"
+        );
     }
 
     let page = "schedule 1f1b -p 4 -m 8 --costs F=1:1:2:1 --bytes I=300,W=100 --memory 4:3:2:1 --format html";
