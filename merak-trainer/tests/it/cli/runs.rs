@@ -216,7 +216,7 @@ fn a_full_disk_ends_the_run_with_status_1_and_leaves_no_draft() {
             "{said}"
         );
         let left = fs::read_dir(place.path(&folder.to_string()).join("checkpoints"));
-        assert!(left.is_err(), "{keys}: {left:?}");
+        assert_eq!(left.map_or(0, Iterator::count), 0, "{keys}");
     }
 }
 
