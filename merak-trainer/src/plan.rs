@@ -69,6 +69,9 @@ pub struct Plan {
     trace: TraceOptions,
 }
 
+/// The field of an adapter's description that names its base.
+pub(crate) const BASE_NAME: &str = "base_model_name_or_path";
+
 /// An adapter of a model.
 #[derive(Debug, Clone)]
 pub struct Lora {

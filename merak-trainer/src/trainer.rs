@@ -165,6 +165,8 @@ pub struct MerakTrainer {
     base_values: BTreeMap<usize, Vec<u8>>,
     /// The saved base with the parameters that are not trained, once there is one.
     shared_base: Option<merak_ckpt::Base>,
+    /// The name of the base in a resumed run's adapter, on rank 0.
+    adapter_base: Option<serde_json::Value>,
 }
 
 impl fmt::Debug for MerakTrainer {
@@ -236,6 +238,7 @@ impl MerakTrainer {
             rotation: None,
             base_values: BTreeMap::new(),
             shared_base: None,
+            adapter_base: None,
         };
         let resumed = match &args.resume_from_checkpoint {
             Some(from) => trainer.resume(from)?,

@@ -1,6 +1,9 @@
 //! The part of a plan that does not depend on costs: the graph of a rank, in segments.
 
-use crate::{Backend, CheckedArguments, Error, InputPath, Result, SplitMethod, plan::Lora};
+use crate::{
+    Backend, CheckedArguments, Error, InputPath, Result, SplitMethod,
+    plan::{BASE_NAME, Lora},
+};
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
 use merak_partition::{Partition, SegmentOptions, Segments, recompute_plan, segment};
@@ -165,11 +168,10 @@ fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
             source: Box::new(other.into()),
         },
     })?;
-    let base = "base_model_name_or_path";
     let config = match &args.model.hf_dir {
-        Some(folder) if config.to_json()[base].is_null() => {
+        Some(folder) if config.to_json()[BASE_NAME].is_null() => {
             let folder = folder.0.to_string_lossy();
-            let named = config.with(base, serde_json::json!(folder));
+            let named = config.with(BASE_NAME, serde_json::json!(folder));
             named.expect("a path is a legal name of a base")
         }
         _ => config,

@@ -8,6 +8,7 @@ use super::{
 use crate::{
     CheckedArguments, Error, Result, StepPart,
     data::{DataFingerprint, DataPosition, TrainingOrder},
+    plan::BASE_NAME,
 };
 use merak_ckpt::{
     Adapter, Checkpoint, DType, Draft, Header, Kind, Layout, Piece, Region, Shard, Store, Topology,
@@ -203,8 +204,13 @@ impl MerakTrainer {
         let path = store.path_of(draft.step());
         let shards = self.gather_shards(shards)?;
         if mpu.is_rank_0() {
-            let adapter = self.stages.plan.lora.as_ref();
-            let adapter = adapter.map(|lora| format!("{:#}\n", lora.config.to_json()));
+            let adapter = self.stages.plan.lora.as_ref().map(|lora| {
+                let mut config = lora.config.to_json();
+                if let Some(base) = &self.adapter_base {
+                    config[BASE_NAME] = base.clone();
+                }
+                format!("{config:#}\n")
+            });
             let files = self.parts.model_files.iter();
             let files = files.map(|(name, content)| (name.as_str(), content.as_slice()));
             let adapter_file = adapter.iter().map(|json| (ADAPTER_CONFIG, json.as_bytes()));
@@ -454,6 +460,7 @@ impl MerakTrainer {
             if self.stages.mpu.is_rank_0() {
                 resume::warn_of_data(&self.stages.plan, &self.parts, state, checkpoint);
                 resume::warn_of_optimizer(&self.args, checkpoint);
+                self.adapter_base = resume::adapter_base(&self.stages.plan, checkpoint);
             }
             self.restore_position(state)?;
             self.restore_best(state.best, checkpoint.path())?;

@@ -5,7 +5,7 @@ use super::{
     TrainerParts,
     checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint, RunState},
 };
-use crate::{CheckedArguments, Error, Plan, Result, config::nearest};
+use crate::{CheckedArguments, Error, Plan, Result, config::nearest, plan::BASE_NAME};
 use merak_ckpt::{Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, Store, TensorEntry};
 use serde_json::Value;
 use std::{
@@ -155,6 +155,7 @@ fn find_from(
             if let Some(state) = state.as_ref().filter(|_| !args.finetune) {
                 warn_of_data(plan, parts, state, &checkpoint);
                 warn_of_optimizer(args, &checkpoint);
+                adapter_base(plan, &checkpoint);
             }
             return Ok(Some(LoadedCheckpoint::of(&checkpoint, state.as_ref())));
         };
@@ -512,6 +513,23 @@ pub(super) fn warn_of_data(
             "the same data make another number of training samples: training goes on behind as many of them"
         );
     }
+}
+
+/// The name of the base in a checkpoint's adapter, which a resumed run keeps: its weights are those
+/// of the checkpoint. Warns where the run names another base.
+pub(super) fn adapter_base(plan: &Plan, checkpoint: &Checkpoint) -> Option<Value> {
+    let lora = plan.lora.as_ref()?;
+    let saved = LoraConfig::read(&checkpoint.path().join(ADAPTER_CONFIG)).ok()?;
+    let saved = saved.to_json()[BASE_NAME].clone();
+    let named = &lora.config.to_json()[BASE_NAME];
+    if !named.is_null() && *named != saved {
+        tracing::warn!(
+            %named,
+            %saved,
+            "the adapter's base is that of the checkpoint; the one named here is not used"
+        );
+    }
+    Some(saved)
 }
 
 /// Warns where a run that another program began goes on with other numbers of the optimizer.

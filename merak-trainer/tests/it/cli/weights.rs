@@ -338,6 +338,25 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     }
     insta::assert_snapshot!(place.mistake("train hf.toml --lora_config lora.json --adapter_name a.b"), @r#"error: `adapter_name` is "a.b", expected 1 to 100 letters, digits, `-` and `_` ("adapter_name", command line --adapter_name)"#);
     insta::assert_snapshot!(place.mistake("train hf.toml --lora_config nowhere.json"), @r#"error: cannot read nowhere.json: the file is missing ("lora_config", command line --lora_config)"#);
+    // A run that goes on keeps the weights of its base, and so the name.
+    fs::create_dir(place.path("elsewhere")).expect("a folder");
+    for (name, content) in super::files(&place.path("hf")) {
+        fs::write(place.path("elsewhere").join(name), content).expect("a copy");
+    }
+    let more = "train hf.toml --lora_config lora.json --tp 2 --resume latest --max_steps 9";
+    let more = place.merak(&format!("{more} --model.hf_dir elsewhere"));
+    assert_eq!(more.status, Some(0), "{}", more.stderr);
+    assert!(
+        more.stderr.contains("the one named here is not used"),
+        "{}",
+        more.stderr
+    );
+    let kept = fs::read(place.path("tuned/adapter/adapter_config.json")).expect("a file");
+    let kept: Value = serde_json::from_slice(&kept).expect("it is JSON");
+    assert_eq!(
+        kept["base_model_name_or_path"],
+        config["base_model_name_or_path"]
+    );
 }
 
 #[test]
