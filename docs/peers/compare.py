@@ -1,12 +1,14 @@
-"""Alternates `merak bench gpt` and gpt_peer.py and prints the median ratio of each mode, as a Markdown table.
+"""Alternates `merak bench gpt` and gpt_peer.py and prints the median ratio of each mode, as a
+Markdown table.
 
     cargo build --release
     python compare.py [single compile dp tp pp] [--pairs 5] [-- --layers 8 --hidden 512 ..]
 
-The modes tch, bf16 and bf16-compile run one rank on libtorch (build with `--features tch`), in f32 against eager and
-in bf16 against autocast; `-- --device cuda` runs them on a GPU. What stands behind `--` goes to both. Runs of a pair
-follow each other, and the order changes from pair to pair, so that a slow minute of the machine falls on both. Run it
-with a Python that has torch, on an idle machine.
+The modes tch, bf16 and bf16-compile run one rank on libtorch (build with `--features tch`), in f32
+against eager and in bf16 against autocast; `-- --device cuda` runs them on a GPU. What stands
+behind `--` goes to both. Runs of a pair follow each other, and the order changes from pair to pair,
+so that a slow minute of the machine falls on both. Run it with a Python that has torch, on an idle
+machine.
 """
 
 import argparse

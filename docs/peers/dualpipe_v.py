@@ -1,4 +1,7 @@
-"""PyTorch's own order of DualPipeV as CSV, for `merak schedule --check FILE`. usage: dualpipe_v.py RANKS MICROBATCHES"""
+"""PyTorch's own order of DualPipeV as CSV, for `merak schedule --check FILE`.
+
+usage: dualpipe_v.py RANKS MICROBATCHES
+"""
 import sys
 
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV

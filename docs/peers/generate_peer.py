@@ -1,6 +1,8 @@
-"""What `merak bench generate` does, on transformers: greedy decoding of a GPT-2 with random weights.
+"""What `merak bench generate` does, on transformers: greedy decoding of a GPT-2 with random
+weights.
 
-Run with torch 2.13 and transformers 5.23: `python generate_peer.py --batch 8`. Prints the same JSON line.
+Run with torch 2.13 and transformers 5.23: `python generate_peer.py --batch 8`. Prints the same JSON
+line.
 """
 
 import argparse

@@ -3,10 +3,11 @@
     python gpt_peer.py single [--compile] [--threads 2] [--bf16] [--device cuda]
     python gpt_peer.py dp|tp|pp [--ranks 2]
 
-dp is DistributedDataParallel, tp is DTensor with column and row layers, pp is torch.distributed.pipelining
-with 1F1B; each starts one gloo process per rank with one compute thread. --batch and --microbatches count over
-all replicas. --bf16 runs forward and loss under autocast, with f32 weights. Prints one JSON line with the keys of `merak bench gpt`; peak_bytes is summed over the processes.
-Needs torch 2.13 and nothing else.
+dp is DistributedDataParallel, tp is DTensor with column and row layers, pp is
+torch.distributed.pipelining with 1F1B; each starts one gloo process per rank with one compute
+thread. --batch and --microbatches count over all replicas. --bf16 runs forward and loss under
+autocast, with f32 weights. Prints one JSON line with the keys of `merak bench gpt`; peak_bytes is
+summed over the processes. Needs torch 2.13 and nothing else.
 """
 
 import argparse

@@ -1,19 +1,21 @@
-"""Reshards a checkpoint of a made-up GPT-2 from tp = 4 to tp = 2, pp = 2: `merak-ckpt reshard`, torch.distributed.checkpoint
-and a copy of the files, by turns. Prints a line per run and the medians.
+"""Reshards a checkpoint of a made-up GPT-2 from tp = 4 to tp = 2, pp = 2: `merak-ckpt reshard`,
+torch.distributed.checkpoint and a copy of the files, by turns. Prints a line per run and the
+medians.
 
     cargo build --release -p merak-ckpt && cargo build --release -p merak-ckpt --example made_up
     python reshard_peer.py FOLDER --layers 14 --hidden 2048 --runs 3 [--only copy ours torch]
 
-FOLDER is on the disk that is measured and needs room for twice the state, and as much again for PyTorch's. Both sides
-have the same tensors: parameters in f32 and two moments. PyTorch's ranks are processes over gloo that hold DTensors, cut
-as ours are (rows of row layers, columns of column layers and embeddings by tokens); four save, and four others of a mesh
-of tp = 2 by pp = 2, with half of the layers each, load them with `dcp.load` into zeroed tensors and write them with
-`dcp.save`, which syncs its files as we do. Its time begins when all ranks stand ready and ends when the last is
-done, without imports. The copy is `cp --reflink=never` and an fsync of each file. Before each run the files that it reads
-leave the page cache, or with `--warm` enter it.
+FOLDER is on the disk that is measured and needs room for twice the state, and as much again for
+PyTorch's. Both sides have the same tensors: parameters in f32 and two moments. PyTorch's ranks are
+processes over gloo that hold DTensors, cut as ours are (rows of row layers, columns of column
+layers and embeddings by tokens); four save, and four others of a mesh of tp = 2 by pp = 2, with
+half of the layers each, load them with `dcp.load` into zeroed tensors and write them with
+`dcp.save`, which syncs its files as we do. Its time begins when all ranks stand ready and ends when
+the last is done, without imports. The copy is `cp --reflink=never` and an fsync of each file.
+Before each run the files that it reads leave the page cache, or with `--warm` enter it.
 
-`--work import` and `--work export` measure `merak-ckpt import-hf` and `export-hf` of the weights alone beside the copy,
-`--source-tp` and `--to` other degrees:
+`--work import` and `--work export` measure `merak-ckpt import-hf` and `export-hf` of the weights
+alone beside the copy, `--source-tp` and `--to` other degrees:
 
     python reshard_peer.py FOLDER --hidden 1024 --warm --runs 6 --only copy ours --source-tp 1 --to tp=3
     python reshard_peer.py FOLDER --hidden 2048 --layers 10 --warm --runs 6 --only copy ours --work import --to tp=3

@@ -3,8 +3,9 @@
 usage: python optima.py SECONDS > optima.jsonl      (ortools 9.15; SECONDS for each placement)
        python optima.py SECONDS 0 SEED COUNT        (COUNT more cases of random sizes and limits)
 
-A case is solved for every given placement of the stages; `optimum` is the shortest makespan of all, `bound` what no
-schedule of these placements is shorter than. Both are the same where the solver came to its end.
+A case is solved for every given placement of the stages; `optimum` is the shortest makespan of all,
+`bound` what no schedule of these placements is shorter than. Both are the same where the solver
+came to its end.
 """
 import json, random, sys
 from ortools.sat.python import cp_model

@@ -1,8 +1,8 @@
 """Writes torch_optim.txt: parameters after each step of PyTorch's optimizers.
 
-Made with torch 2.13.0 (CPU), Python 3.11: python torch_optim.py > torch_optim.txt
-Each line: case, step, then the values of one parameter of four elements. The gradient of step t, element i,
-is (t + 1) * [0.5, -1.25, 0.03125, 3.0][i] / 4 for even t and that times -0.75 for odd t.
+Made with torch 2.13.0 (CPU), Python 3.11: python torch_optim.py > torch_optim.txt Each line: case,
+step, then the values of one parameter of four elements. The gradient of step t, element i, is
+(t + 1) * [0.5, -1.25, 0.03125, 3.0][i] / 4 for even t and that times -0.75 for odd t.
 """
 
 import torch

@@ -19,8 +19,8 @@ Written with torch 2.13.0, transformers 5.23.0, Python 3.11:
 - parts   what HuggingFaceStorageWriter writes: each process's part of each tensor as safetensors
 - safetensors  what FileSystemWriter writes that was told to write safetensors
 
-expected.json has, for each folder, the sums of each tensor's values by kind and name, and for gpt2 the losses of five more
-steps on the first batches of `batch`.
+expected.json has, for each folder, the sums of each tensor's values by kind and name, and for gpt2
+the losses of five more steps on the first batches of `batch`.
 """
 
 import json

@@ -2,7 +2,8 @@
 
     python check.py ORIGINAL EXPORTED [ORIGINAL EXPORTED ...]
 
-Each pair must load in transformers without a missing or unexpected key and give the same logits, bit for bit, in f32.
+Each pair must load in transformers without a missing or unexpected key and give the same logits,
+bit for bit, in f32.
 """
 
 import sys

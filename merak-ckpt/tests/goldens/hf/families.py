@@ -1,10 +1,11 @@
-"""Takes a tiny model of every family through `merak-ckpt import-hf` and `export-hf` and loads both ends in transformers.
+"""Takes a tiny model of every family through `merak-ckpt import-hf` and `export-hf` and loads both
+ends in transformers.
 
     python families.py MERAK_CKPT
 
-MERAK_CKPT is the command. What it exports must load without a missing or unexpected key, have the same names of tensors
-as what transformers saved, and give the same logits, bit for bit.
-Ran with torch 2.13.0 and transformers 5.23.0.
+MERAK_CKPT is the command. What it exports must load without a missing or unexpected key, have the
+same names of tensors as what transformers saved, and give the same logits, bit for bit. Ran with
+torch 2.13.0 and transformers 5.23.0.
 """
 
 import os

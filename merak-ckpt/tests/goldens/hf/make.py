@@ -71,7 +71,8 @@ for name, new in [("gpt2-zip", True), ("gpt2-old", False)]:
 strided = {}
 for name, value in bare.items():
     if value.dim() == 2:
-        # Column by column where rows are even, and every second column of a larger tensor elsewhere.
+        # Column by column where rows are even, and every second column of a larger tensor
+        # elsewhere.
         wide = torch.zeros(value.shape[0], 2 * value.shape[1])
         wide[:, ::2] = value
         value = value.t().contiguous().t() if value.shape[0] % 8 == 0 else wide[:, ::2]

@@ -1,4 +1,5 @@
-"""Writes shapes.json: configuration and shapes of what transformers saves of a tiny model of every family.
+"""Writes shapes.json: configuration and shapes of what transformers saves of a tiny model of every
+family.
 
     python shapes.py
 

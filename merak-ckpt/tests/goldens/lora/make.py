@@ -1,8 +1,8 @@
 """Makes the adapters beside this script, and what peft makes of their bases with them merged in.
 
-Written with peft 0.21.2, torch 2.13.0, transformers 5.23.0, Python 3.11; the bases are folders of ../hf. Those on
-../hf/vit were written with transformers 4.57.1: in transformers 5 the modules of ViT have other names in memory than in
-files, and so in adapters.
+Written with peft 0.21.2, torch 2.13.0, transformers 5.23.0, Python 3.11; the bases are folders of
+../hf. Those on ../hf/vit were written with transformers 4.57.1: in transformers 5 the modules of
+ViT have other names in memory than in files, and so in adapters.
 
     python make.py [CASE ...]
 
@@ -14,8 +14,8 @@ files, and so in adapters.
 - vit        on ../hf/vit: linear layers and the convolution of patches, its rank its own, their biases, the classifier
 - vit-dora   on ../hf/vit: the same layers with magnitudes
 
-Each has the adapter as peft saves it, and merged.safetensors, with a head of its own where the adapter changes head or
-embedding.
+Each has the adapter as peft saves it, and merged.safetensors, with a head of its own where the
+adapter changes head or embedding.
 """
 
 import pathlib

@@ -1,8 +1,9 @@
 """The distributions from which transformers draws a token.
 
-Run with torch 2.13 and transformers 5.23: `python make.py`. Writes distributions.json beside this file: for each case
-the logits, the tokens so far, the options, and the ids that remain with their probabilities, likeliest first. The
-processors are made by `generate` itself, so their order is the library's.
+Run with torch 2.13 and transformers 5.23: `python make.py`. Writes distributions.json beside this
+file: for each case the logits, the tokens so far, the options, and the ids that remain with their
+probabilities, likeliest first. The processors are made by `generate` itself, so their order is the
+library's.
 """
 
 import json

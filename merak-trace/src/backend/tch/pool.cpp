@@ -1,7 +1,8 @@
 // Memory of large tensors on the processor is kept when they are freed, and handed out again.
 //
-// A training step makes tensors of the same sizes over and over. Without this each of them is mapped, cleared page
-// by page and unmapped by the operating system, which costs as much as much of the arithmetic.
+// A training step makes tensors of the same sizes over and over. Without this each of them is
+// mapped, cleared page by page and unmapped by the operating system, which costs as much as much of
+// the arithmetic.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>

@@ -1,7 +1,7 @@
 // Kernels of ATen that the tch crate does not bind, over libtorch's own headers.
 //
-// Every function returns null, or a message that `merak_tch_free` frees. Results are new tensors, which
-// the caller owns.
+// Every function returns null, or a message that `merak_tch_free` frees. Results are new tensors,
+// which the caller owns.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_adam.h>
@@ -57,7 +57,8 @@ char* merak_tch_load_cuda() {
     return dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) ? nullptr : strdup(dlerror());
 }
 
-// grad, input: [.., n]; mean, rstd: [.., 1]; weight: [n]. Writes dx, or dw and db: null where not asked for.
+// grad, input: [.., n]; mean, rstd: [.., 1]; weight: [n]. Writes dx, or dw and db: null where not
+// asked for.
 char* merak_tch_layer_norm_backward(
     const at::Tensor* grad,
     const at::Tensor* input,
@@ -77,8 +78,8 @@ char* merak_tch_layer_norm_backward(
     });
 }
 
-// Adds a^T b to c, where a [k, m] and b [k, n] are bf16 and c [m, n] is f32, all without gaps in host memory.
-// Writes whether there is a kernel for it.
+// Adds a^T b to c, where a [k, m] and b [k, n] are bf16 and c [m, n] is f32, all without gaps in
+// host memory. Writes whether there is a kernel for it.
 char* merak_tch_add_product(
     const at::Tensor* a, const at::Tensor* b, at::Tensor* c, bool* done) {
     return guarded([&] {
@@ -95,7 +96,8 @@ char* merak_tch_add_product(
     });
 }
 
-// A step of Adam or AdamW on lists of `count` parameters, gradients and first and second moments, in this order.
+// A step of Adam or AdamW on lists of `count` parameters, gradients and first and second moments,
+// in this order.
 char* merak_tch_adam(
     const at::Tensor* const* tensors,
     size_t count,

@@ -1,8 +1,9 @@
 """Configurations of every family as transformers writes them.
 
-Run once with transformers 4 and once with transformers 5: `python make.py`. Each run becomes transformers-4.json or
-transformers-5.json beside this file: by family what `save_pretrained` writes and all that the configuration holds,
-and the version. Made with 4.57.3 and 5.23.0; torch is not needed.
+Run once with transformers 4 and once with transformers 5: `python make.py`. Each run becomes
+transformers-4.json or transformers-5.json beside this file: by family what `save_pretrained` writes
+and all that the configuration holds, and the version. Made with 4.57.3 and 5.23.0; torch is not
+needed.
 """
 
 import json

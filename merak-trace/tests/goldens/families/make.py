@@ -1,9 +1,10 @@
 """Logits and training losses of tiny models, by torch and transformers.
 
-Run with torch 2.13 and transformers 5.23: `python make.py [CASE ...]`. Each case becomes CASE.json beside this file:
-the configuration as transformers saves it, names and shapes of the parameters as they stand in model.safetensors
-(with a head of its own where the weights differ, though config.json ties it to the embedding),
-logits of the first batch, the losses of ten training steps, and the versions of the libraries.
+Run with torch 2.13 and transformers 5.23: `python make.py [CASE ...]`. Each case becomes CASE.json
+beside this file: the configuration as transformers saves it, names and shapes of the parameters as
+they stand in model.safetensors (with a head of its own where the weights differ, though config.json
+ties it to the embedding), logits of the first batch, the losses of ten training steps, and the
+versions of the libraries.
 
 Weights (`../formula.py`) and data are formulas that `tests/it/parity/formula.rs` computes too.
 """

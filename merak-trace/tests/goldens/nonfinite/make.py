@@ -1,8 +1,9 @@
 """What PyTorch makes of NaN and infinity: results and gradients of operations, in f32 on the CPU.
 
-`python make.py` writes pytorch.json beside this file, with torch 2.13. A case has the operands (one after the other,
-shapes and numbers), integers where there are any, the gradient of the result, the result, and the gradients of
-the operands. Numbers that are not finite are the strings nan, inf and -inf.
+`python make.py` writes pytorch.json beside this file, with torch 2.13. A case has the operands (one
+after the other, shapes and numbers), integers where there are any, the gradient of the result, the
+result, and the gradients of the operands. Numbers that are not finite are the strings nan, inf and
+-inf.
 """
 
 import json
@@ -36,7 +37,8 @@ def attend(hidden):
         seen = torch.tensor([0.0 if key not in hidden else -INF for key in range(k.shape[1])])
         scores = heads[0] @ heads[1].transpose(2, 3) * 0.7 + seen
         if table is not None:
-            # The buckets of T5, 8 in both directions for distances up to 4: one for each distance here.
+            # The buckets of T5, 8 in both directions for distances up to 4: one for each distance
+            # here.
             ahead = torch.arange(4) - torch.arange(4).unsqueeze(1)
             scores = scores + table[torch.where(ahead > 0, 4 + ahead, -ahead)].permute(2, 0, 1)
         return (scores.softmax(-1) @ heads[2]).transpose(1, 2).reshape(1, -1, 6)

@@ -1,10 +1,12 @@
-"""Evaluates tiny models of transformers by `merak evaluate`, from their own folders, tokenizers and data.
+"""Evaluates tiny models of transformers by `merak evaluate`, from their own folders, tokenizers and
+data.
 
     python check.py MERAK
 
-MERAK is the command. The losses of labelled texts and pairs of texts (BERT), of pairs of sequences (T5), of sequences with
-padding before their tokens (GPT-2, Llama) and of images of bytes (ViT) must equal those of transformers, on one rank and
-on several. Ran with torch 2.13.0, transformers 5.23.0 and tokenizers 0.23.3.
+MERAK is the command. The losses of labelled texts and pairs of texts (BERT), of pairs of sequences
+(T5), of sequences with padding before their tokens (GPT-2, Llama) and of images of bytes (ViT) must
+equal those of transformers, on one rank and on several. Ran with torch 2.13.0, transformers 5.23.0
+and tokenizers 0.23.3.
 """
 
 import json

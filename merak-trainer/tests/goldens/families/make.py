@@ -1,10 +1,12 @@
 """Logits and training losses of tiny models, by torch and transformers.
 
-Run with torch 2.13 and transformers 5.23: `python make.py [CASE ...]`. Each case becomes CASE.json beside this file:
-the configuration as transformers saves it, names and shapes of the parameters as they stand in model.safetensors,
-logits of the first batch, the losses of ten training steps, and the versions of the libraries.
+Run with torch 2.13 and transformers 5.23: `python make.py [CASE ...]`. Each case becomes CASE.json
+beside this file: the configuration as transformers saves it, names and shapes of the parameters as
+they stand in model.safetensors, logits of the first batch, the losses of ten training steps, and
+the versions of the libraries.
 
-Weights (`formula.py` of merak-trace) and data are formulas that `tests/it/parity/formula.rs` computes too.
+Weights (`formula.py` of merak-trace) and data are formulas that `tests/it/parity/formula.rs`
+computes too.
 """
 
 import json

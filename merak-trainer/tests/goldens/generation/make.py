@@ -1,8 +1,9 @@
 """Greedy tokens of tiny models for prompts of several lengths in one batch, padded on the left.
 
-Run with torch 2.13 and transformers 5.23: `python make.py [CASE ...]`. Each case, one of ../families, becomes CASE.json
-beside this file: prompts, the tokens that follow them, those with a repetition penalty, and the versions of the
-libraries. Weights are the formula that ../families has. A prompt alone must give the same, or nothing is written.
+Run with torch 2.13 and transformers 5.23: `python make.py [CASE ...]`. Each case, one of
+../families, becomes CASE.json beside this file: prompts, the tokens that follow them, those with a
+repetition penalty, and the versions of the libraries. Weights are the formula that ../families has.
+A prompt alone must give the same, or nothing is written.
 """
 
 import json

@@ -1,9 +1,10 @@
 """Where transformers ends texts because of `stop_strings`.
 
-Run with transformers 5.23 and tokenizers 0.22 or later: `python make.py`. Beside this file come tokenizer.json, a
-byte-level BPE of 320 tokens, and stops.json: sequences of tokens, strings, and for each sequence and string the lengths
-at which `StopStringCriteria` says that the text has come to its end. The sequences are the tokens of texts, and tokens
-at random, which begin and end strings anywhere.
+Run with transformers 5.23 and tokenizers 0.22 or later: `python make.py`. Beside this file come
+tokenizer.json, a byte-level BPE of 320 tokens, and stops.json: sequences of tokens, strings, and
+for each sequence and string the lengths at which `StopStringCriteria` says that the text has come
+to its end. The sequences are the tokens of texts, and tokens at random, which begin and end strings
+anywhere.
 """
 
 import json
