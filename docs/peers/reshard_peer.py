@@ -17,8 +17,8 @@ Before each run the files that it reads leave the page cache, or with `--warm` e
 `--work import` and `--work export` measure `merak-ckpt import-hf` and `export-hf` of the weights
 alone beside the copy, `--source-tp` and `--to` other degrees:
 
-    python reshard_peer.py FOLDER --hidden 1024 --warm --runs 6 --only copy ours --source-tp 1 --to tp=3
-    python reshard_peer.py FOLDER --hidden 2048 --layers 10 --warm --runs 6 --only copy ours --work import --to tp=3
+    python reshard_peer.py FOLDER --hidden 1024 --warm --runs 3 --only copy ours --source-tp 1 --to tp=3
+    python reshard_peer.py FOLDER --hidden 2048 --layers 10 --warm --runs 3 --only copy ours --work import --to tp=3
 """
 
 import argparse

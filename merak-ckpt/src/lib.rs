@@ -6,8 +6,8 @@
 //! slices of them that each file holds, so nothing in it depends on the topology that wrote it, and
 //! a rank of any other topology reads the byte ranges that it needs.
 //!
-//! The crate stands on nothing else of Merak and on no tensor library: its seams are names, shapes
-//! and bytes.
+//! Without the feature `graph` the crate stands on nothing else of Merak; it never needs a tensor
+//! library: its seams are names, shapes and bytes.
 //!
 //! # Example
 //!
