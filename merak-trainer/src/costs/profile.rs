@@ -193,7 +193,8 @@ impl Profile {
         let bytes = || graph.ty(node.outputs[0]).size_bytes();
         match &node.op {
             Op::Identity | Op::CopyTo { .. } => self.per_node,
-            Op::AllReduce { .. } | Op::AllGather { .. } | Op::Scatter { .. } => {
+            // A gather moves the result once, and counts as the reduction of as many bytes.
+            Op::AllReduce { .. } | Op::AllGather { .. } => {
                 self.network.all_reduce.seconds(bytes())
             }
             _ => {
