@@ -47,10 +47,10 @@ pub(super) fn place_checkpoints(folder: &Path, name: &str) -> io::Result<()> {
     symlink(within, folder.join(MOVING).join(CHECKPOINTS))
 }
 
-/// Whether a path leads to a folder among the checkpoints of an output folder.
-pub(super) fn lies_within(path: &Path, folder: &Path) -> bool {
+/// Whether a path is that of a folder among the checkpoints of an output folder.
+fn lies_within(path: &Path, folder: &Path) -> bool {
     let checkpoints = folder.join(CHECKPOINTS).canonicalize();
-    checkpoints.is_ok_and(|checkpoints| path.starts_with(checkpoints))
+    checkpoints.is_ok_and(|checkpoints| path.parent() == Some(&checkpoints))
 }
 
 /// The free names for runs that are kept.
@@ -72,12 +72,7 @@ pub(super) fn set_aside(folder: &Path, aside: &Path, has_adapter: bool) -> io::R
 }
 
 /// Moves the entries of a run, and removes what lies in their new places.
-pub(super) fn move_run(
-    from: &Path,
-    to: &Path,
-    run: Vec<PathBuf>,
-    has_adapter: bool,
-) -> io::Result<()> {
+fn move_run(from: &Path, to: &Path, run: Vec<PathBuf>, has_adapter: bool) -> io::Result<()> {
     for entry in run {
         if entry == Path::new(ADAPTER) && !has_adapter {
             continue;
@@ -118,7 +113,7 @@ pub(super) fn remove_run(folder: &Path, has_adapter: bool) -> io::Result<()> {
     Ok(())
 }
 
-pub(super) fn remove_entry(path: &Path) -> io::Result<()> {
+fn remove_entry(path: &Path) -> io::Result<()> {
     match path.symlink_metadata() {
         Ok(found) if found.is_dir() => fs::remove_dir_all(path),
         Ok(_) => fs::remove_file(path),
@@ -134,7 +129,7 @@ pub(super) fn remove_if_empty(folder: &Path) {
 
 /// Whether files of others lie among the checkpoints. Behind a link they do not matter, since the
 /// link alone is moved.
-pub(super) fn has_other_checkpoints(folder: &Path) -> io::Result<bool> {
+fn has_other_checkpoints(folder: &Path) -> io::Result<bool> {
     let store = Store::in_output_dir(folder);
     let (_, others) = store.entries().map_err(io::Error::other)?;
     Ok(!others.is_empty() && !store.folder().is_symlink())
