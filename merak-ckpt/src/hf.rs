@@ -80,9 +80,9 @@ const COMPANIONS: [&str; 18] = [
 ///
 /// A `pytorch_model.bin` since PyTorch 1.6 is a zip archive with a CRC32 for each storage, which
 /// torch does not check. Here it is checked while a storage is read: once all of its bytes have
-/// passed through this handle, in parts of any order. An import, and the merging of an adapter, read
-/// what no tensor wanted of such a storage at their end, so that they check each storage that they
-/// touch. Not checked are a storage of which a caller of [`HfFolder::read_as`] reads only some
+/// passed through this handle, in parts of any order. An import, and the merging of an adapter,
+/// read what no tensor wanted of such a storage at their end, so that they check each storage that
+/// they touch. Not checked are a storage of which a caller of [`HfFolder::read_as`] reads only some
 /// bytes, as a rank of several under tensor parallelism does, and what has no checksums: files of
 /// before 1.6, archives that `torch.save` wrote without computing any, and safetensors.
 ///

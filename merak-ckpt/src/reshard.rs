@@ -46,8 +46,8 @@ impl Default for ReshardOptions {
 ///   local tensors, in order of their names, are one flat sequence that is dealt out in even
 ///   ranges. Otherwise the first replica writes everything.
 ///
-/// Degrees that no run of the model has, such as a `tp` that does not divide its attention heads, and
-/// stages without tensors get a warning in the log.
+/// Degrees that no run of the model has, such as a `tp` that does not divide its attention heads,
+/// and stages without tensors get a warning in the log.
 ///
 /// So the result depends on the tensors, the notes and the options only, not on the topology of the
 /// source: from one rank's checkpoint there and back gives the same bytes.
