@@ -268,6 +268,19 @@ impl Checkpoint {
         self
     }
 
+    /// Checks the stretches of files with checksums of their own that were read in part, by reading
+    /// the rest of them.
+    pub(crate) fn check_rest(&self) -> Result<()> {
+        for (open, file) in self.files.iter().zip(&self.manifest.files) {
+            // Of a file that was never opened, nothing was read.
+            if let (Some(sums), Some(opened)) = (&open.sums, open.file.get()) {
+                let checked = sums.finish(opened);
+                checked.map_err(|reason| foreign(&self.folder.join(&file.name), reason))?;
+            }
+        }
+        Ok(())
+    }
+
     /// A handle on some of the parameters under other names; `names` maps each new name to the
     /// parameter's own.
     ///

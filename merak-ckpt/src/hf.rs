@@ -23,6 +23,7 @@ pub use import::{ImportOptions, import_hf};
 pub use merak::import_merak;
 pub use named::what_it_is;
 pub(crate) use named::what_of_others;
+pub(crate) use parts::Heads;
 pub use safe::stored_tensors;
 
 use crate::disk::{MAX_CONFIG_BYTES, not_read, open_regular, read_small};
@@ -79,9 +80,11 @@ const COMPANIONS: [&str; 18] = [
 ///
 /// A `pytorch_model.bin` since PyTorch 1.6 is a zip archive with a CRC32 for each storage, which
 /// torch does not check. Here it is checked while a storage is read: once all of its bytes have
-/// passed through this handle, in parts of any order. Not checked are a storage of which only some
-/// bytes are read, as by a rank of several under tensor parallelism, one that is read in more than
-/// a thousand scattered parts, files of before 1.6 and safetensors, which have no checksums.
+/// passed through this handle, in parts of any order. An import, and the merging of an adapter,
+/// read what no tensor wanted of such a storage at their end, so that they check each storage that
+/// they touch. Not checked are a storage of which a caller of [`HfFolder::read_as`] reads only some
+/// bytes, as a rank of several under tensor parallelism does, and what has no checksums: files of
+/// before 1.6, archives that `torch.save` wrote without computing any, and safetensors.
 ///
 /// Names are those of the model with its head: where a folder holds the bare model (`wte.weight`),
 /// the prefix of its `model_type` is added (`transformer.wte.weight`). Causal masks and other

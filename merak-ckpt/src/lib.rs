@@ -135,6 +135,7 @@ pub mod cli;
 mod convert;
 mod copy;
 mod cut;
+mod degrees;
 mod diff;
 mod disk;
 mod draft;

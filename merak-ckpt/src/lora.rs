@@ -244,6 +244,11 @@ impl Adapter {
         self.untied.map(|[_, embedding]| embedding)
     }
 
+    /// Checks the storages of an `adapter_model.bin` that were read in part.
+    pub(crate) fn check_rest(&self) -> Result<()> {
+        self.tensors.check_rest()
+    }
+
     /// Measures the weights of the base that the adapter gives magnitudes to (`use_dora`), which
     /// [`Adapter::merge`] needs; reads nothing for other adapters.
     ///

@@ -287,7 +287,9 @@ fn read(slice: &SliceReader<'_>, at: usize, out: &mut [u8]) -> Result<(), Proble
         .map_err(|error: io::Error| Problem::Unreadable {
             reason: error.to_string(),
         })?;
-    let passed = slice.sums.map_or(Ok(()), |sums| sums.pass(offset, out));
+    let passed = slice
+        .sums
+        .map_or(Ok(()), |sums| sums.pass(slice.file, offset, out));
     passed.map_err(|reason| Problem::Malformed { reason })
 }
 

@@ -1,6 +1,8 @@
 //! Rewriting a checkpoint for another topology.
 
+use crate::degrees;
 use crate::error::WithCauses;
+use crate::hf::{CONFIG, read_json};
 use crate::plan::plan;
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, copy_other_files, write_planned};
 use crate::{Checkpoint, Draft, Error, Header, Result, Shard, Stages, Store, Topology, format};
@@ -43,6 +45,9 @@ impl Default for ReshardOptions {
 /// - along **dp**, ZeRO 1 and 2 divide the optimizer state, ZeRO 3 the parameters as well: the
 ///   local tensors, in order of their names, are one flat sequence that is dealt out in even
 ///   ranges. Otherwise the first replica writes everything.
+///
+/// Degrees that no run of the model has, such as a `tp` that does not divide its attention heads,
+/// and stages without tensors get a warning in the log.
 ///
 /// So the result depends on the tensors, the notes and the options only, not on the topology of the
 /// source: from one rank's checkpoint there and back gives the same bytes.
@@ -95,6 +100,8 @@ pub fn reshard(
     check_outside(source, destination.as_ref())?;
     let tensors = &source.manifest().tensors;
     let planned = plan(tensors, options.topology, &options.stages)?;
+    let config = read_json(&source.path().join(CONFIG)).ok();
+    degrees::warn(config.as_ref(), tensors, options.topology, &planned);
     let files: Vec<_> = planned
         .iter()
         .map(|file| (file.kind.file_name(file.rank), file))

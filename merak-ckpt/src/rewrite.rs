@@ -71,11 +71,18 @@ impl Budget {
 pub(crate) trait Values: Sync {
     /// Reads a piece, in the type that it is to be written in.
     fn read_as(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<()>;
+
+    /// Checks what can be checked only once everything that is wanted has been read.
+    fn check_rest(&self) -> Result<()>;
 }
 
 impl Values for Checkpoint {
     fn read_as(&self, piece: &Piece<'_>, out: &mut [u8]) -> Result<()> {
         Checkpoint::read_as(self, piece, out)
+    }
+
+    fn check_rest(&self) -> Result<()> {
+        Checkpoint::check_rest(self)
     }
 }
 
@@ -125,7 +132,10 @@ pub(crate) fn write_planned(
     });
     let mut results = results.into_inner().expect("the threads have ended");
     results.sort_by_key(|(name, _)| *name);
-    results.into_iter().map(|(_, result)| result).collect()
+    let shards: Result<_> = results.into_iter().map(|(_, result)| result).collect();
+    let shards = shards?;
+    source.check_rest()?;
+    Ok(shards)
 }
 
 /// Supplies slices from an open checkpoint: a thread reads them while those before are written.
@@ -355,6 +365,10 @@ mod tests {
             out.iter_mut()
                 .zip(values)
                 .for_each(|(out, value)| *out = value);
+            Ok(())
+        }
+
+        fn check_rest(&self) -> Result<()> {
             Ok(())
         }
     }

@@ -260,6 +260,10 @@ impl Values for Twinned<'_> {
             _ => self.values.read_as(piece, out),
         }
     }
+
+    fn check_rest(&self) -> Result<()> {
+        self.values.check_rest()
+    }
 }
 
 /// Deals the tensors out to files, in order.

@@ -1,6 +1,7 @@
 //! Making a checkpoint of a Hugging Face folder.
 
 use super::{CONFIG, HfFolder, check_float, family_of, whole};
+use crate::degrees;
 use crate::manifest::FileEntry;
 use crate::plan::plan;
 use crate::reshard::{finish, start};
@@ -138,6 +139,7 @@ pub(super) fn import(
         tensor.dtype = options.dtype.unwrap_or(tensor.dtype);
     }
     let planned = plan(&tensors, options.topology, &options.stages)?;
+    degrees::warn(Some(origin.config), &tensors, options.topology, &planned);
     let files: Vec<_> = planned
         .iter()
         .map(|file| (file.kind.file_name(file.rank), file))

@@ -239,6 +239,10 @@ impl Values for Changed<'_> {
         pick(change, whole, piece, out);
         Ok(())
     }
+
+    fn check_rest(&self) -> Result<()> {
+        self.source.check_rest()
+    }
 }
 
 /// Fills a piece with the elements of a stored tensor.

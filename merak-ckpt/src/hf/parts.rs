@@ -95,7 +95,7 @@ pub(super) const EMBEDDING: &[Size] = &[VOCAB, Embedding];
 
 const WIDTH: [&str; 3] = ["n_embd", "hidden_size", "d_model"];
 const INNER: [&str; 4] = ["n_inner", "intermediate_size", "ffn_dim", "d_ff"];
-const HEADS: [&str; 2] = ["num_attention_heads", "num_heads"];
+const HEADS: [&str; 3] = ["num_attention_heads", "num_heads", "n_head"];
 const HEAD: [&str; 2] = ["head_dim", "d_kv"];
 const KEY_HEADS: [&str; 1] = ["num_key_value_heads"];
 
@@ -443,6 +443,29 @@ impl Size {
             Head | Queries => [&WIDTH[..], &HEADS, &HEAD].concat(),
             Keys => [&WIDTH[..], &HEADS, &KEY_HEADS, &HEAD].concat(),
         }
+    }
+}
+
+/// The attention of a configuration's model.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Heads {
+    pub(crate) queries: usize,
+    /// Heads of keys and values.
+    pub(crate) keys: usize,
+    /// Outputs of a layer that makes the keys, or the values, where the configuration tells.
+    pub(crate) key_size: Option<usize>,
+}
+
+impl Heads {
+    /// The heads that a configuration states.
+    pub(crate) fn of(config: &Value) -> Option<Self> {
+        let stated = |names| number(config, names).ok().flatten();
+        let queries = stated(&HEADS)?;
+        Some(Self {
+            queries,
+            keys: stated(&KEY_HEADS).unwrap_or(queries),
+            key_size: Keys.of(config).ok().flatten(),
+        })
     }
 }
 

@@ -242,8 +242,16 @@ pub(super) fn view<'a>(
     let view = &heap.views[view];
     let storage = &heap.storages[view.storage];
     let place = places.get(storage.key).ok_or("has no storage")?;
-    let bytes = stretch(view, storage.dtype, *place)
-        .ok_or("lies beyond its storage, or repeats elements of it")?;
+    if let Some(dim) = repeated(view) {
+        let (shape, strides) = (&view.shape, &view.strides);
+        return Err(format!(
+            "is expanded: dim {dim} of shape {shape:?} repeats the same elements (strides {strides:?}); \
+             save it anew as `tensor.contiguous()`"
+        ));
+    }
+    let bytes = stretch(view, storage.dtype, *place).ok_or(
+        "lies beyond its storage, or repeats elements of it: save it anew as `tensor.contiguous()`",
+    )?;
     Ok(StoredTensor {
         name: name.to_owned(),
         dtype: storage.dtype,
@@ -253,13 +261,16 @@ pub(super) fn view<'a>(
     })
 }
 
+/// The first dim whose indices all stand for the same elements, as `tensor.expand` makes it.
+fn repeated(view: &View) -> Option<usize> {
+    let mut dims = view.shape.iter().zip(&view.strides);
+    dims.position(|(size, stride)| *size > 1 && *stride == 0)
+}
+
 /// The bytes of the file from the first element of a view to its last, within those of the storage.
 fn stretch(view: &View, dtype: DType, place: [u64; 2]) -> Option<[u64; 2]> {
     checked_bytes(dtype, &view.shape)?;
     let mut dims = view.shape.iter().zip(&view.strides);
-    if dims.clone().any(|(size, stride)| *size > 1 && *stride == 0) {
-        return None;
-    }
     let last = dims
         .by_ref()
         .filter(|(size, _)| **size > 0)

@@ -18,6 +18,11 @@ impl Values for Merged<'_> {
         self.base.read_as(piece, out)?;
         self.adapter.merge(piece, out)
     }
+
+    fn check_rest(&self) -> Result<()> {
+        self.base.check_rest()?;
+        self.adapter.check_rest()
+    }
 }
 
 /// Writes a Hugging Face folder of a base model with the PEFT adapter in `adapter` folded into its

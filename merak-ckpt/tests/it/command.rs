@@ -362,6 +362,51 @@ fn warnings_are_shown_unless_they_are_not_asked_for() {
 }
 
 #[test]
+fn degrees_that_no_run_has_are_written_with_a_warning() {
+    let folder = tempfile::tempdir().unwrap();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens");
+    let [gpt2, llama, config] = ["hf/gpt2-safetensors", "dcp/llama", "dcp/llama.json"];
+    let place = |name: &str| golden.join(name).display().to_string();
+    let (gpt2, llama, config) = (place(gpt2), place(llama), place(config));
+    let dcp = [
+        "import-dcp",
+        &llama,
+        "c",
+        "--config",
+        &config,
+        "--prefix",
+        "app.net",
+    ];
+    let mut told = Vec::new();
+    let mut warned = |arguments: &[&str], degrees: &[&str]| {
+        let arguments = [arguments, degrees].concat();
+        let (status, _, errors) = run(folder.path(), &arguments);
+        assert_eq!(status, 0, "{errors}");
+        let lines = errors
+            .lines()
+            .filter_map(|line| line.split_once("degrees: "));
+        let lines = lines.map(|(_, line)| format!("{}: {line}", arguments[0]));
+        told.extend(lines);
+    };
+    let hf = ["import-hf", &gpt2];
+    let tp = |tp| ["--dp", "1", "--tp", tp, "--pp", "1"];
+    warned(&[&hf[..], &["a"]].concat(), &tp("2"));
+    warned(&["reshard", "a", "b"], &tp("3"));
+    warned(
+        &["reshard", "a", "d"],
+        &["--dp", "1", "--tp", "1", "--pp", "64"],
+    );
+    warned(&[&hf[..], &["e"]].concat(), &tp("4"));
+    warned(&dcp, &tp("2"));
+    insta::assert_snapshot!(told.join("\n"), @r#"
+    reshard: no run has this tensor-parallel degree; a run of any other reads the checkpoint tp=3 reason="it does not divide 2 attention heads" possible="1, 2"
+    reshard: pipeline stages without tensors get no files: tensors are dealt out whole, evenly by their bytes; a run of any degree reads the checkpoint pp=64 num_stages=43 first=1
+    import-hf: no run has this tensor-parallel degree; a run of any other reads the checkpoint tp=4 reason="it does not divide 2 attention heads" possible="1, 2"
+    import-dcp: no run has this tensor-parallel degree; a run of any other reads the checkpoint tp=2 reason="it does not divide 3 attention heads" possible="1, 3"
+    "#);
+}
+
+#[test]
 fn what_an_import_does_without_is_said_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/dcp/tensors");

@@ -245,17 +245,25 @@ impl Run<'_> {
         let mut text = String::new();
         let checkpoint = MerakTrainer::check_checkpoint(&self.plan, &self.args, &self.parts())
             .map_err(|error| config.locate(error))?;
+        let from = checkpoint.as_ref().map(|from| from.global_step as u64);
+        let mut begins = true;
         if let Some(checkpoint) = checkpoint {
             let _ = writeln!(text, "resumes   {}", file(&checkpoint.path));
             if !self.args.finetune && checkpoint.global_step >= self.total_steps {
                 text += &self.nothing_left(&checkpoint);
+                begins = false;
             }
         }
         match RunFolder::check(&self.args) {
             Err(error @ (Error::RunExists { .. } | Error::RunInUse { .. })) => {
                 let _ = writeln!(text, "warning: {error}");
             }
-            other => other?,
+            other => {
+                other?;
+                if begins {
+                    text += &RunFolder::foresee(&self.args, from)?;
+                }
+            }
         }
         match memory {
             Err(error @ Error::Memory(_)) => {

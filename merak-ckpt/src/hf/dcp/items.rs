@@ -134,7 +134,10 @@ impl<'a> Reader<'a> {
         let wrong = |reason: String| in_item(&path, place, &reason);
         let (saved, file) = self.open(place)?;
         let found = match saved.run() {
-            Ok((value, heap)) => numbers(value, &heap, &saved, file).map_err(wrong)?,
+            Ok((value, heap)) => {
+                let (heap, saved) = (&heap, &saved);
+                Item { heap, saved, file }.numbers(value).map_err(wrong)?
+            }
             // A pickle that mentions other names is no number.
             Err(reason) => Found::Other(reason.trim_start_matches("it ").to_owned()),
         };
@@ -239,68 +242,69 @@ fn in_item(path: &Path, place: &Place, reason: &str) -> Error {
     foreign(path, reason)
 }
 
-/// The number, or list of numbers, that the value of an item is.
-fn numbers<'a>(
-    value: Value<'a>,
-    heap: &Heap<'a>,
-    saved: &Saved<'_>,
-    file: &File,
-) -> Result<Found, String> {
-    let Some(items) = heap.items(value) else {
-        return number(value, heap, saved, file);
-    };
-    if items.len() > MAX_MEMBERS {
-        // The names or numbers of a group's parameters.
-        return Ok(Found::NoNumber);
-    }
-    let mut members = Vec::with_capacity(items.len());
-    for &item in items {
-        match number(item, heap, saved, file)? {
-            Found::Number(member) => members.push(member),
-            other => return Ok(other),
-        }
-    }
-    Ok(match &members[..] {
-        [] => Found::NoNumber,
-        _ => Found::Number(json!(members)),
-    })
+/// What the table of an item has made, and where its tensors lie.
+struct Item<'a, 'b> {
+    heap: &'b Heap<'a>,
+    saved: &'b Saved<'b>,
+    file: &'b File,
 }
 
-/// The number that a single value is: a tensor of one element is that number.
-fn number<'a>(
-    value: Value<'a>,
-    heap: &Heap<'a>,
-    saved: &Saved<'_>,
-    file: &File,
-) -> Result<Found, String> {
-    let number = match value {
-        Value::Bool(value) => json!(value),
-        Value::Int(value) => json!(value),
-        Value::Float(value) => json!(value),
-        Value::None | Value::Text(_) => return Ok(Found::NoNumber),
-        Value::Tensor(_) => {
-            let members = saved.members(heap)?;
-            let tensor = view("", value, heap, &places(&members));
-            let tensor = tensor.map_err(|reason| format!("it {reason}"))?;
-            if num_elements(&tensor.shape) != Some(1) {
-                let shape = tensor.shape;
-                return Ok(Found::Other(format!("is a tensor of shape {shape:?}")));
-            }
-            let mut bytes = [0; 8];
-            let bytes = &mut bytes[..tensor.dtype.size_bytes()];
-            let read = file.read_exact_at(bytes, tensor.bytes[0]);
-            read.map_err(|error| format!("it cannot be read: {error}"))?;
-            Sums::new(members.into_values().collect()).pass(tensor.bytes[0], bytes)?;
-            element(tensor.dtype, bytes)
+impl<'a> Item<'a, '_> {
+    /// The number, or list of numbers, that the item's value is.
+    fn numbers(&self, value: Value<'a>) -> Result<Found, String> {
+        let Some(items) = self.heap.items(value) else {
+            return self.number(value);
+        };
+        if items.len() > MAX_MEMBERS {
+            // The names or numbers of a group's parameters.
+            return Ok(Found::NoNumber);
         }
-        _ => return Ok(Found::Other("is no number".to_owned())),
-    };
-    // JSON has finite numbers only.
-    Ok(if number.is_null() {
-        Found::Other("is no finite number".to_owned())
-    } else {
-        Found::Number(number)
-    })
+        let mut members = Vec::with_capacity(items.len());
+        for &item in items {
+            match self.number(item)? {
+                Found::Number(member) => members.push(member),
+                other => return Ok(other),
+            }
+        }
+        Ok(match &members[..] {
+            [] => Found::NoNumber,
+            _ => Found::Number(json!(members)),
+        })
+    }
+
+    /// The number that a single value is: a tensor of one element is that number.
+    fn number(&self, value: Value<'a>) -> Result<Found, String> {
+        let number = match value {
+            Value::Bool(value) => json!(value),
+            Value::Int(value) => json!(value),
+            Value::Float(value) => json!(value),
+            Value::None | Value::Text(_) => return Ok(Found::NoNumber),
+            Value::Tensor(_) => {
+                let members = self.saved.members(self.heap)?;
+                let tensor = view("", value, self.heap, &places(&members));
+                let tensor = tensor.map_err(|reason| format!("it {reason}"))?;
+                if num_elements(&tensor.shape) != Some(1) {
+                    let shape = tensor.shape;
+                    return Ok(Found::Other(format!("is a tensor of shape {shape:?}")));
+                }
+                let mut bytes = [0; 8];
+                let bytes = &mut bytes[..tensor.dtype.size_bytes()];
+                let read = self.file.read_exact_at(bytes, tensor.bytes[0]);
+                read.map_err(|error| format!("it cannot be read: {error}"))?;
+                let sums = Sums::new(members.into_values().collect());
+                sums.pass(self.file, tensor.bytes[0], bytes)?;
+                sums.finish(self.file)?;
+                element(tensor.dtype, bytes)
+            }
+            _ => return Ok(Found::Other("is no number".to_owned())),
+        };
+        // JSON has finite numbers only.
+        Ok(if number.is_null() {
+            Found::Other("is no finite number".to_owned())
+        } else {
+            Found::Number(number)
+        })
+    }
 }
 
 /// The number in the bytes of one element.

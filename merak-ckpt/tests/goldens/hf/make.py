@@ -8,6 +8,8 @@ Written with torch 2.13.0, transformers 5.23.0, safetensors 0.8.0, Python 3.11:
 - gpt2-zip          the bare model (no `transformer.` prefix) as pytorch_model.bin, a zip archive, with causal masks
 - gpt2-old          the same in the format before PyTorch 1.6
 - gpt2-strided      the same as a zip archive whose tensors lie column by column, or are parts of larger ones
+- expanded          one tensor whose rows are one row of its storage, which is refused
+- parted            one tensor that is the middle of its storage
 - llama-indexed     Llama in bf16, head of its own, several files and an index
 - vit               ViT with three classes: a convolution makes its patches
 - evil              a pytorch_model.bin that would run a command
@@ -81,6 +83,14 @@ path = folder("gpt2-strided")
 config.save_pretrained(path)
 torch.save(strided, path / "pytorch_model.bin")
 expected["gpt2-strided"] = described(state)
+
+for name, value in [
+    ("expanded", torch.ones(1, 4).expand(3, 4)),
+    ("parted", torch.arange(256.0).view(16, 16)[2:6, 4:8]),
+]:
+    path = folder(name)
+    (path / "config.json").write_text('{"model_type": "novel"}\n')
+    torch.save({"w": value}, path / "pytorch_model.bin")
 
 config = LlamaConfig(
     hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,

@@ -175,6 +175,30 @@ fn auto_without_a_checkpoint_keeps_the_metrics_and_says_where() {
 }
 
 #[test]
+fn a_dry_run_says_what_becomes_of_the_run_in_the_folder() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --save_steps 2");
+    let before = files(&place.path("run"));
+    let told = |keys: &str| {
+        let said = place.succeed(&format!("train merak.toml --dry-run {keys}"));
+        let lines = said.lines().filter(|line| line.contains("run/"));
+        lines.collect::<Vec<_>>().join("\n")
+    };
+    let lines = [
+        told("--resume run/checkpoints/step-00000002"),
+        told("--overwrite_output_dir"),
+        told("--resume latest --max_steps 9"),
+    ];
+    assert_snapshot!(lines.join("\n"), @"
+    resumes   run/checkpoints/step-00000002
+    keeps     the checkpoints after step 2 and a copy of the metrics in run/earlier-run-1
+    replaces  the run in run, which lies in run/replaced-run until the first checkpoint
+    resumes   run/checkpoints/step-00000005
+    ");
+    assert!(files(&place.path("run")) == before);
+}
+
+#[test]
 fn two_requests_at_once_are_one_and_the_run_saves() {
     let place = Workplace::new();
     let run = Running::of(place.command(&format!("{ENDLESS} --tp 2")));

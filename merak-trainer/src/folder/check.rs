@@ -1,0 +1,90 @@
+//! Whether an output folder, and what lies in it, can be a run's. Nothing here changes a folder.
+
+use super::{ASIDE, FILES, MOVING, REMOVED, start::Found};
+use crate::{Error, Result};
+use merak_ckpt::{Store, format::CHECKPOINTS, words::file};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+/// Refuses a path with a link that leads nowhere.
+pub(super) fn check_link(path: &Path) -> Result<()> {
+    let entry = path
+        .ancestors()
+        .find(|path| path.symlink_metadata().is_ok());
+    match entry {
+        Some(entry) if entry.is_symlink() && !entry.exists() => {
+            let to = fs::read_link(entry).unwrap_or_default();
+            let reason = format!("it is a link to {}, and nothing is there", file(&to));
+            Err(Error::OutputDir {
+                path: entry.to_owned(),
+                source: io::Error::new(io::ErrorKind::NotFound, reason),
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Checks that the output folder can be made, without making it.
+pub(super) fn check_place(output_dir: &Path) -> Result<()> {
+    let refused = |path: &Path, source| Error::OutputDir {
+        path: path.to_owned(),
+        source,
+    };
+    // Such as an illegal name, or a parent folder that may not be read.
+    if let Err(error) = fs::metadata(output_dir)
+        && !matches!(
+            error.kind(),
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+        )
+    {
+        return Err(refused(output_dir, error));
+    }
+    // The nearest thing that is there already; a relative path starts from the current folder.
+    let there = output_dir
+        .ancestors()
+        .filter(|path| !path.as_os_str().is_empty())
+        .find_map(|path| Some((path, fs::metadata(path).ok()?)));
+    match there {
+        Some((path, found)) if !found.is_dir() => {
+            Err(refused(path, io::ErrorKind::NotADirectory.into()))
+        }
+        Some((path, found)) if found.permissions().readonly() => {
+            Err(refused(path, io::ErrorKind::PermissionDenied.into()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Checks that entries under the names of a run's files and folders can be a run's.
+pub(super) fn check_names(folder: &Path) -> Result<()> {
+    let refused = |path: PathBuf, source| Error::OutputDir { path, source };
+    for name in FILES {
+        let path = folder.join(name);
+        match merak_ckpt::open_regular(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(refused(path, error));
+            }
+            _ => {}
+        }
+    }
+    for name in [CHECKPOINTS, ASIDE, MOVING, REMOVED] {
+        let path = folder.join(name);
+        // Checkpoints may lie elsewhere, behind a link.
+        let found = if name == CHECKPOINTS {
+            fs::metadata(&path)
+        } else {
+            path.symlink_metadata()
+        };
+        if found.is_ok_and(|found| !found.is_dir()) {
+            return Err(refused(path, io::ErrorKind::NotADirectory.into()));
+        }
+    }
+    let aside = folder.join(ASIDE);
+    let is_empty = |mut entries: fs::ReadDir| entries.next().is_none();
+    if Found::look(folder)?.aside.is_none() && !fs::read_dir(&aside).map_or(true, is_empty) {
+        return Err(refused(aside, io::ErrorKind::DirectoryNotEmpty.into()));
+    }
+    Ok(Store::in_output_dir(folder).check()?)
+}

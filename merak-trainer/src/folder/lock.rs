@@ -1,0 +1,56 @@
+//! The lock of a folder, and the folders that are made for a run.
+
+use super::{LOCK, moves::remove_if_empty};
+use crate::{Error, Result};
+use merak_ckpt::{Error as CkptError, HeldFile};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+/// Takes the lock of a folder.
+pub(super) fn lock(folder: &Path) -> Result<HeldFile> {
+    let process = std::process::id();
+    let process = match sysinfo::System::host_name() {
+        Ok(host) => format!("{process} on {host}"),
+        Err(_) => process.to_string(),
+    };
+    HeldFile::take(&folder.join(LOCK), &process).map_err(|error| not_held(folder, error))
+}
+
+/// The error of a lock that cannot be taken.
+pub(super) fn not_held(folder: &Path, error: CkptError) -> Error {
+    match error {
+        CkptError::InUse { path, holder } => Error::RunInUse {
+            folder: path,
+            holder,
+        },
+        CkptError::Io { source, .. } => Error::OutputDir {
+            path: folder.to_owned(),
+            source,
+        },
+        other => other.into(),
+    }
+}
+
+/// Folders that a run has made, innermost first. Those that are still empty at its end are removed.
+#[derive(Debug)]
+pub(super) struct MadeFolders(Vec<PathBuf>);
+
+impl MadeFolders {
+    /// Makes a folder and those above it.
+    pub(super) fn make(path: &Path) -> io::Result<Self> {
+        let missing = path
+            .ancestors()
+            .take_while(|path| !path.as_os_str().is_empty() && !path.exists());
+        let made = Self(missing.map(ToOwned::to_owned).collect());
+        fs::create_dir_all(path)?;
+        Ok(made)
+    }
+}
+
+impl Drop for MadeFolders {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|path| remove_if_empty(path));
+    }
+}
