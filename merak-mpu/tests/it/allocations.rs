@@ -85,10 +85,8 @@ fn parts_are_not_padded_to_the_longest() {
             world.start_reduce_scatter_parts(Box::new(whole), lengths.clone(), ReduceOp::Sum)?;
         let own = merak_mpu::into_vec::<u8>(own.wait()?)?;
         assert_eq!(own, vec![16; lengths[member.rank().0]]);
-        assert_eq!(
-            world.all_gather_parts_vec(own, lengths)?,
-            [16; LONGEST + 15]
-        );
+        let all = world.all_gather_parts_vec(own, lengths)?;
+        assert!(all.len() == LONGEST + 15 && all.iter().all(|x| *x == 16));
         Ok::<_, merak_mpu::Error>(asked_bytes() - before)
     });
     let asked = asked.expect("no rank fails");
