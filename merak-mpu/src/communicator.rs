@@ -1,6 +1,6 @@
 //! What every engine offers to the members of a group.
 
-use crate::{Buffer, DType, Result};
+use crate::{Buffer, DType, Rank, Result};
 use std::fmt;
 
 /// How the elements of several ranks become one.
@@ -140,8 +140,13 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// This member's rank within the group.
     fn rank(&self) -> usize;
 
+    /// The members as world ranks, ascending.
+    fn members(&self) -> &[Rank];
+
     /// The number of members.
-    fn world_size(&self) -> usize;
+    fn world_size(&self) -> usize {
+        self.members().len()
+    }
 
     /// Reduces `[L]` element by element; every member gets the `[L]` result in its own buffer.
     ///
@@ -163,11 +168,37 @@ pub trait Communicator: Send + Sync + fmt::Debug {
         op: ReduceOp,
     ) -> Result<Pending<Box<dyn Buffer>>>;
 
+    /// Reduces `[L]`, which is cut into parts of `lengths`; member `r` gets the `r`-th part.
+    ///
+    /// A part may be empty. No part is padded to the length of another.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_reduce`]; also when there is not one length for each member, or
+    /// they do not add up to `L`.
+    fn start_reduce_scatter_parts(
+        &self,
+        buffer: Box<dyn Buffer>,
+        lengths: Vec<usize>,
+        op: ReduceOp,
+    ) -> Result<Pending<Box<dyn Buffer>>>;
+
     /// Joins one `[L]` of each member, in rank order, to `[N * L]` on every member.
     ///
     /// # Errors
     /// As [`Communicator::start_all_reduce`].
     fn start_all_gather(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>>;
+
+    /// Joins one part of each member, in rank order, on every member; that of member `r` has
+    /// `lengths[r]` elements.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_reduce`]; also when there is not one length for each member, or
+    /// this member's is not that of its buffer.
+    fn start_all_gather_parts(
+        &self,
+        buffer: Box<dyn Buffer>,
+        lengths: Vec<usize>,
+    ) -> Result<Pending<Box<dyn Buffer>>>;
 
     /// Copies the `[L]` of member `root` to every member.
     ///

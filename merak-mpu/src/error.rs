@@ -118,6 +118,16 @@ pub enum Error {
         /// The number of members.
         parts: usize,
     },
+    /// The lengths of the members' parts do not fit their group or a buffer.
+    #[error("{op} cannot cut the parts of {members} ranks: {reason}")]
+    BadParts {
+        /// The operation.
+        op: &'static str,
+        /// The number of members.
+        members: usize,
+        /// What is wrong with the lengths.
+        reason: String,
+    },
     /// A tied group was asked for that does not exist.
     #[error("no tied group is named {key:?}; there are {known:?}")]
     UnknownTiedGroup {

@@ -1,9 +1,13 @@
 //! A group of ranks as its members use it.
 
 use crate::{
-    Buffer, Communicator, Element, Error, Message, Pending, Rank, ReduceOp, Result, Turn, into_vec,
+    Buffer, Communicator, Element, Error, Message, Packet, Pending, Rank, ReduceOp, Result, Turn,
+    into_vec,
 };
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
+
+/// The tag of the messages of [`Group::gather_bytes`].
+const GATHER_TAG: u64 = u64::MAX;
 
 /// One rank's handle on a group: its members, and every collective in blocking and pending form.
 ///
@@ -27,15 +31,13 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct Group {
     name: Arc<str>,
-    members: Arc<[Rank]>,
     communicator: Arc<dyn Communicator>,
 }
 
 impl Group {
-    pub(crate) fn new(name: &str, members: &[Rank], communicator: Arc<dyn Communicator>) -> Self {
+    pub(crate) fn new(name: &str, communicator: Arc<dyn Communicator>) -> Self {
         Self {
             name: name.into(),
-            members: members.into(),
             communicator,
         }
     }
@@ -47,7 +49,7 @@ impl Group {
 
     /// The members as world ranks, ascending; a group rank is an index into them.
     pub fn members(&self) -> &[Rank] {
-        &self.members
+        self.communicator.members()
     }
 
     /// This member's rank within the group.
@@ -57,17 +59,17 @@ impl Group {
 
     /// The number of members.
     pub fn world_size(&self) -> usize {
-        self.members.len()
+        self.members().len()
     }
 
     /// Whether this rank is alone in the group.
     pub fn is_single(&self) -> bool {
-        self.members.len() == 1
+        self.world_size() == 1
     }
 
     /// The group rank of a world rank, if it is a member.
     pub fn rank_of(&self, rank: Rank) -> Option<usize> {
-        self.members.binary_search(&rank).ok()
+        self.members().binary_search(&rank).ok()
     }
 
     /// Reduces `[L]` element by element; every member gets the `[L]` result in its own buffer.
@@ -159,26 +161,67 @@ impl Group {
         into_vec(self.all_to_all(Box::new(data))?)
     }
 
+    /// [`Communicator::start_all_gather_parts`] of a `Vec`, and the wait for it.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_gather_parts`] and [`Pending::wait`].
+    pub fn all_gather_parts_vec<T: Element>(
+        &self,
+        data: Vec<T>,
+        lengths: Vec<usize>,
+    ) -> Result<Vec<T>> {
+        into_vec(
+            self.start_all_gather_parts(Box::new(data), lengths)?
+                .wait()?,
+        )
+    }
+
     /// Gathers one byte string of any length from each member, in rank order, on every member.
     ///
     /// # Communication
-    /// An all-gather of the lengths, then one of the strings padded to the longest.
+    /// An all-gather of the lengths, then one of the strings.
     ///
     /// # Errors
     /// As [`Group::all_gather`].
-    pub fn all_gather_bytes(&self, mut bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+    pub fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         let lengths = self.all_gather_vec(vec![length(&bytes)])?;
-        let longest = lengths.iter().copied().max().unwrap_or(0) as usize;
-        if longest == 0 {
-            return Ok(vec![Vec::new(); self.world_size()]);
-        }
-        bytes.resize(longest, 0);
-        let joined = self.all_gather_vec(bytes)?;
-        Ok(joined
-            .chunks(longest)
-            .zip(lengths)
-            .map(|(part, length)| part[..length as usize].to_vec())
-            .collect())
+        let lengths: Vec<_> = lengths.into_iter().map(|length| length as usize).collect();
+        let joined = self.all_gather_parts_vec(bytes, lengths.clone())?;
+        let mut rest = joined.as_slice();
+        let strings = lengths.into_iter().map(|length| {
+            let (string, behind) = rest.split_at(length);
+            rest = behind;
+            string.to_vec()
+        });
+        Ok(strings.collect())
+    }
+
+    /// Gathers one byte string of any length from each member, in rank order, on member `root`
+    /// alone; the others get none.
+    ///
+    /// # Communication
+    /// A message from each member to `root`, under a tag of its own.
+    ///
+    /// # Errors
+    /// As [`Group::send`] and [`Group::recv`].
+    pub fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<Vec<u8>>> {
+        self.check_rank(root)?;
+        let packet = Packet {
+            shape: vec![bytes.len()],
+            data: Box::new(bytes),
+        };
+        self.send(root, GATHER_TAG, vec![packet])?;
+        let senders = 0..if self.rank() == root {
+            self.world_size()
+        } else {
+            0
+        };
+        let strings = senders.map(|from| {
+            let packets = self.recv(from, GATHER_TAG)?.into_iter();
+            let strings = packets.map(|packet| into_vec(packet.data));
+            Ok(strings.collect::<Result<Vec<_>>>()?.concat())
+        });
+        strings.collect()
     }
 
     /// Copies the byte string of member `root`, whose length the others need not know, to every
@@ -232,8 +275,35 @@ impl Group {
         }
         Err(Error::NoSuchRank {
             rank,
-            group: describe(&self.name, &self.members),
+            group: describe(&self.name, self.members()),
             size: self.world_size(),
+        })
+    }
+
+    /// Checks that there is one length for each member, and that they add up to `len` over
+    /// `members`.
+    fn check_parts(
+        &self,
+        op: &'static str,
+        lengths: &[usize],
+        (members, len): (Range<usize>, usize),
+    ) -> Result<()> {
+        let sum = |parts: &[usize]| parts.iter().try_fold(0_usize, |sum, &x| sum.checked_add(x));
+        let reason = if lengths.len() != self.world_size() {
+            format!("there are {} lengths", lengths.len())
+        } else if sum(lengths).is_none() {
+            "the sum of their lengths is too large".to_owned()
+        } else {
+            let expected = sum(&lengths[members]).unwrap_or_default();
+            if expected == len {
+                return Ok(());
+            }
+            format!("their lengths ask for a buffer of {expected} elements, found {len}")
+        };
+        Err(Error::BadParts {
+            op,
+            members: self.world_size(),
+            reason,
         })
     }
 
@@ -255,8 +325,8 @@ impl Communicator for Group {
         self.communicator.rank()
     }
 
-    fn world_size(&self) -> usize {
-        self.members.len()
+    fn members(&self) -> &[Rank] {
+        self.communicator.members()
     }
 
     fn start_all_reduce(
@@ -282,11 +352,39 @@ impl Communicator for Group {
         self.communicator.start_reduce_scatter(buffer, op)
     }
 
+    fn start_reduce_scatter_parts(
+        &self,
+        buffer: Box<dyn Buffer>,
+        lengths: Vec<usize>,
+        op: ReduceOp,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        let whole = (0..lengths.len(), buffer.len());
+        self.check_parts("reduce_scatter", &lengths, whole)?;
+        if self.is_single() {
+            return Ok(Pending::ready(buffer));
+        }
+        self.communicator
+            .start_reduce_scatter_parts(buffer, lengths, op)
+    }
+
     fn start_all_gather(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
         if self.is_single() {
             return Ok(Pending::ready(buffer));
         }
         self.communicator.start_all_gather(buffer)
+    }
+
+    fn start_all_gather_parts(
+        &self,
+        buffer: Box<dyn Buffer>,
+        lengths: Vec<usize>,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        let own = (self.rank()..self.rank() + 1, buffer.len());
+        self.check_parts("all_gather", &lengths, own)?;
+        if self.is_single() {
+            return Ok(Pending::ready(buffer));
+        }
+        self.communicator.start_all_gather_parts(buffer, lengths)
     }
 
     fn start_broadcast(

@@ -99,7 +99,7 @@ impl Member {
             return Err(bad(&format!("rank {} is not among them", self.rank())));
         }
         let communicator = self.engine.communicator(name, members)?;
-        Ok(Group::new(name, members, communicator))
+        Ok(Group::new(name, communicator))
     }
 
     /// Joins a group of all ranks, named `world`.

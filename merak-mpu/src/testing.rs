@@ -4,6 +4,7 @@
     reason = "a test helper reports a failed test by panicking"
 )]
 
+pub mod allocations;
 pub mod suite;
 
 use crate::{Member, threads};

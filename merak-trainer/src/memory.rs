@@ -9,7 +9,10 @@ use merak_mpu::{DType, threads::WorldOptions};
 use merak_pipe::{Action, Kind};
 use merak_trace::{Graph, LiveBytes, Op, Param, Port, StageProgram};
 use merak_zero::ZeroStage;
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
 use sysinfo::{MemoryRefreshKind, Process, ProcessRefreshKind, ProcessesToUpdate, System};
 
 /// What a run does with its model.
@@ -62,32 +65,84 @@ impl MemoryNeed {
     }
 }
 
-/// Why a run does not fit: the bytes that all ranks of this process need at least.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "the run needs at least {} of {what}, but this process may use {}: of all ranks ({ranks}) weights take {}, \
-     gradients {}, optimizer state {}, activations {} and threads {}, the data {}; choose {advice}",
-    Bytes(*needed), Bytes(*available), Bytes(*weights), Bytes(*gradients),
-    Bytes(*optimizer), Bytes(*activations), Bytes(*threads), Bytes(*data)
-)]
-pub struct MemoryShortage {
+/// The bytes that all ranks of this process need at least, by what they are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RunMemory {
     /// The ranks.
     pub ranks: usize,
-    /// Bytes that they need together.
-    pub needed: u64,
-    /// Of that, parameters.
+    /// Parameters.
     pub weights: u64,
-    /// Of that, gradients.
+    /// Gradients.
     pub gradients: u64,
-    /// Of that, what the optimizer keeps.
+    /// What the optimizer keeps.
     pub optimizer: u64,
-    /// Of that, values of the graph, and the memory of freed ones that is kept for the next.
+    /// Values of the graph, and the memory of freed ones that is kept for the next.
     pub activations: u64,
-    /// Of that, the stacks of threads: whole stacks where addresses are short, otherwise the
-    /// touched part.
+    /// Stacks of threads, and what each rank holds beside its tensors: scratch memory of kernels,
+    /// programs, layouts and mailboxes.
     pub threads: u64,
-    /// Of that, the data that are held in memory.
+    /// The data that are held in memory.
     pub data: u64,
+}
+
+impl RunMemory {
+    /// The sum of all parts.
+    pub fn total(&self) -> u64 {
+        [
+            self.weights,
+            self.gradients,
+            self.optimizer,
+            self.activations,
+            self.threads,
+            self.data,
+        ]
+        .into_iter()
+        .fold(0, u64::saturating_add)
+    }
+
+    /// What needs most, and what would need less.
+    fn advice(&self, largest: Option<Workload>) -> &'static str {
+        let half = self.total() / 2;
+        match largest {
+            _ if self.data > half => "less data",
+            _ if self.threads > half => "fewer ranks on this machine",
+            _ if self.activations <= half => "a smaller model or fewer ranks on this machine",
+            Some(Workload::Evaluation { .. }) => {
+                "a smaller \"per_device_eval_batch_size\" or \"seq_length\""
+            }
+            Some(Workload::Training) => {
+                "a smaller \"per_device_train_batch_size\" or \"seq_length\""
+            }
+            Some(Workload::Generation { .. }) => "fewer or shorter prompts",
+            None => "a smaller model",
+        }
+    }
+}
+
+impl fmt::Display for RunMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [weights, gradients, optimizer] =
+            [self.weights, self.gradients, self.optimizer].map(Bytes);
+        let [activations, threads, data] = [self.activations, self.threads, self.data].map(Bytes);
+        write!(
+            f,
+            "of all ranks ({}) weights take {weights}, gradients {gradients}, optimizer state {optimizer}, \
+             activations {activations}, threads and programs {threads}, the data {data}",
+            self.ranks
+        )
+    }
+}
+
+/// Why a run does not fit.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the run needs at least {} of {what}, but this process may use {}: {needed}; choose {advice}",
+    Bytes(needed.total()), Bytes(*available)
+)]
+pub struct MemoryShortage {
+    /// What it needs; of threads their whole stacks where addresses are short, otherwise the touched
+    /// part.
+    pub needed: RunMemory,
     /// The resource that is short: `memory` or `addresses`.
     pub what: &'static str,
     /// Bytes that the process may use.
@@ -235,6 +290,21 @@ impl Plan {
         self.check_memory_of(args, workloads, (data, Room::of_process()))
     }
 
+    /// The least memory of all ranks in this process, beside `data` bytes of data that are held in
+    /// memory.
+    ///
+    /// # Errors
+    /// As [`Plan::memory`].
+    pub fn run_memory(
+        &self,
+        args: &CheckedArguments,
+        workloads: &[Workload],
+        data: u64,
+    ) -> Result<RunMemory> {
+        let (ranks, touched) = (self.memory(args, workloads)?, thread_bytes(args).0);
+        Ok(of_ranks(&ranks, args, touched, data))
+    }
+
     fn check_memory_of(
         &self,
         args: &CheckedArguments,
@@ -242,60 +312,48 @@ impl Plan {
         (data, room): (u64, Room),
     ) -> Result<()> {
         let ranks = self.memory(args, workloads)?;
-        let slices = (args.dp as u64).saturating_mul(args.tp as u64);
-        let of_all = |part: fn(&MemoryNeed) -> usize| {
-            let sum = ranks
-                .iter()
-                .fold(0_u64, |sum, need| sum.saturating_add(part(need) as u64));
-            sum.saturating_mul(slices)
-        };
         let (touched, mapped) = thread_bytes(args);
-        let held = of_all(MemoryNeed::total).saturating_add(data);
-        let in_memory = held.saturating_add(touched);
-        let short = if in_memory > room.memory {
-            (in_memory, touched, room.memory, "memory")
+        let in_memory = of_ranks(&ranks, args, touched, data);
+        let (needed, available, what) = if in_memory.total() > room.memory {
+            (in_memory, room.memory, "memory")
         } else {
-            (
-                held.saturating_add(mapped),
-                mapped,
-                room.addresses,
-                "addresses",
-            )
+            let reserved = of_ranks(&ranks, args, mapped, data);
+            (reserved, room.addresses, "addresses")
         };
-        let (needed, threads, available, what) = short;
-        if needed <= available {
+        if needed.total() <= available {
             return Ok(());
         }
-        let activations = of_all(|need| need.activations.saturating_add(need.pool));
         let largest = ranks.iter().max_by_key(|need| need.activations);
-        let workload = largest.and_then(|need| need.largest);
-        let advice = match workload {
-            _ if data > needed / 2 => "less data",
-            _ if activations < needed - activations => {
-                "a smaller model or fewer ranks on this machine"
-            }
-            Some(Workload::Evaluation { .. }) => {
-                "a smaller \"per_device_eval_batch_size\" or \"seq_length\""
-            }
-            Some(Workload::Training) => {
-                "a smaller \"per_device_train_batch_size\" or \"seq_length\""
-            }
-            Some(Workload::Generation { .. }) => "fewer or shorter prompts",
-            None => "a smaller model",
-        };
+        let advice = needed.advice(largest.and_then(|need| need.largest));
         Err(Error::Memory(Box::new(MemoryShortage {
-            ranks: args.world_size(),
-            weights: of_all(|need| need.weights),
-            gradients: of_all(|need| need.gradients),
-            optimizer: of_all(|need| need.optimizer),
-            activations,
-            threads,
-            data,
-            what,
             needed,
+            what,
             available,
             advice,
         })))
+    }
+}
+
+/// The needs of one replica's pipeline for all of them, with threads and data.
+fn of_ranks(
+    pipeline: &[MemoryNeed],
+    args: &CheckedArguments,
+    threads: u64,
+    data: u64,
+) -> RunMemory {
+    let slices = (args.dp as u64).saturating_mul(args.tp as u64);
+    let of_all = |part: fn(&MemoryNeed) -> usize| {
+        let parts = pipeline.iter().map(|need| part(need) as u64);
+        parts.fold(0, u64::saturating_add).saturating_mul(slices)
+    };
+    RunMemory {
+        ranks: args.world_size(),
+        weights: of_all(|need| need.weights),
+        gradients: of_all(|need| need.gradients),
+        optimizer: of_all(|need| need.optimizer),
+        activations: of_all(|need| need.activations.saturating_add(need.pool)),
+        threads,
+        data,
     }
 }
 
@@ -388,19 +446,36 @@ fn input_bytes<'a>(programs: impl Iterator<Item = &'a StageProgram>) -> usize {
 /// Bytes that a thread touches of its stack, and of the system's memory for it.
 const TOUCHED_BYTES: u64 = 64 << 10;
 
+/// Scratch memory that kernels keep for a compute thread: tiles of scores, packed operands.
+const SCRATCH_BYTES: u64 = 256 << 10;
+
+/// What a rank holds beside its tensors and threads: programs, layouts, groups and mailboxes.
+const RANK_BYTES: u64 = 128 << 10;
+
+/// What a rank holds for each other one: its name among those of whom a wait tells.
+const PAIR_BYTES: u64 = 16;
+
 /// The stack of a thread that is no rank: the default of the standard library.
 const STACK_BYTES: u64 = 2 << 20;
 
-/// Bytes that the threads of all ranks touch, and addresses that their stacks take.
+/// Bytes that the threads of all ranks touch and the ranks hold beside their tensors; and addresses
+/// that they take, with whole stacks.
 fn thread_bytes(args: &CheckedArguments) -> (u64, u64) {
     let ranks = args.world_size() as u64;
-    let beside = (threads_per_rank(args) - 1).saturating_add(args.dataloader_num_workers) as u64;
-    let count = ranks.saturating_mul(beside.saturating_add(1));
-    let stack = WorldOptions::default().stack_bytes as u64;
-    let stacks = stack.saturating_add(beside.saturating_mul(STACK_BYTES));
+    let compute = threads_per_rank(args) as u64;
+    let beside = (compute - 1).saturating_add(args.dataloader_num_workers as u64);
+    let of_all = |bytes: u64| ranks.saturating_mul(bytes);
+    let own = compute
+        .saturating_mul(SCRATCH_BYTES)
+        .saturating_add(RANK_BYTES)
+        .saturating_add(of_all(PAIR_BYTES));
+    let touched = beside.saturating_add(1).saturating_mul(TOUCHED_BYTES);
+    let stacks = beside
+        .saturating_mul(STACK_BYTES)
+        .saturating_add(WorldOptions::default().stack_bytes as u64);
     (
-        count.saturating_mul(TOUCHED_BYTES),
-        ranks.saturating_mul(stacks),
+        of_all(own.saturating_add(touched)),
+        of_all(own.saturating_add(stacks)),
     )
 }
 
@@ -565,14 +640,42 @@ mod tests {
         let enough = 1 << 30;
         check(0, enough, enough).unwrap();
         check(enough, enough, enough).unwrap_err();
-        // Four stacks of 8 MiB, and three of 2 MiB beside each.
+        // Four stacks of 8 MiB, three of 2 MiB beside each, and 384 KiB beside the tensors.
         let text = check(0, enough, 50 << 20).unwrap_err().to_string();
-        let figures = [" of addresses, but ", " threads 56.0 MiB, the data 0 B"];
+        let figures = [
+            " of addresses, but ",
+            " threads and programs 57.5 MiB, the data 0 B",
+        ];
         assert!(figures.iter().all(|part| text.contains(part)), "{text}");
         let text = check(enough, 100 << 20, enough).unwrap_err().to_string();
-        let figures = [" of memory, but ", " threads 1.00 MiB, the data 1.00 GiB"];
+        let figures = [
+            " of memory, but ",
+            " threads and programs 2.50 MiB, the data 1.00 GiB",
+        ];
         assert!(figures.iter().all(|part| text.contains(part)), "{text}");
         assert!(text.ends_with("; choose less data"), "{text}");
+    }
+
+    #[test]
+    fn too_many_ranks_for_a_machine_are_refused() {
+        let check = |dp: &str| {
+            let keys = [
+                dp,
+                "compute.threads_per_rank=1",
+                "per_device_train_batch_size=1",
+            ];
+            let (plan, args) = plan(&keys);
+            let (memory, addresses) = (200 << 20, u64::MAX);
+            let room = Room { memory, addresses };
+            plan.check_memory_of(&args, &[Workload::Training], (0, room))
+        };
+        check("dp=100").unwrap();
+        let text = check("dp=1000").unwrap_err().to_string();
+        assert!(text.contains(": of all ranks (1000) "), "{text}");
+        assert!(
+            text.ends_with("; choose fewer ranks on this machine"),
+            "{text}"
+        );
     }
 
     #[test]

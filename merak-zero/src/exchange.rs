@@ -1,6 +1,6 @@
 //! The collectives of one step: gradients are reduced bucket by bucket, parameters gathered.
 
-use crate::{Bucket, Error, FlatLayout, Result, ZeroConfig, ZeroStage};
+use crate::{Bucket, Error, FlatLayout, Part, Result, ZeroConfig, ZeroStage};
 use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp, into_vec};
 use std::ops::Range;
 
@@ -60,22 +60,18 @@ impl Exchange {
     pub(crate) fn start_reduce(
         &mut self,
         index: usize,
-        bucket: &Bucket,
+        layout: &FlatLayout,
         grads: &[f32],
     ) -> Result<()> {
+        let bucket = &layout.buckets()[index];
         let mut copy = self.spare.pop().unwrap_or_default();
         copy.clear();
-        let scale = self.scale_before;
+        append_scaled(&mut copy, &grads[bucket.flat.clone()], self.scale_before);
         let pending = if self.sharded {
-            let capacity = bucket.part_capacity();
-            for (rank, part) in bucket.parts.iter().enumerate() {
-                append_scaled(&mut copy, &grads[part.flat.clone()], scale);
-                copy.resize((rank + 1) * capacity, 0.0);
-            }
+            let lengths = layout.parts(bucket).map(|part| part.flat.len()).collect();
             self.group
-                .start_reduce_scatter(Box::new(copy), ReduceOp::Sum)
+                .start_reduce_scatter_parts(Box::new(copy), lengths, ReduceOp::Sum)
         } else {
-            append_scaled(&mut copy, &grads[bucket.flat.clone()], scale);
             self.group.start_all_reduce(Box::new(copy), ReduceOp::Sum)
         };
         self.in_flight[index] = Some(pending.map_err(Error::communication("gradient reduction"))?);
@@ -93,21 +89,23 @@ impl Exchange {
     }
 
     /// Writes the average of what this rank owns of the bucket into its gradients.
-    pub(crate) fn finish_reduce(&mut self, bucket: &Bucket, sum: Vec<f32>, grads: &mut [f32]) {
-        let owned = self.owned(bucket);
+    pub(crate) fn finish_reduce(
+        &mut self,
+        index: usize,
+        layout: &FlatLayout,
+        sum: Vec<f32>,
+        grads: &mut [f32],
+    ) {
+        let bucket = &layout.buckets()[index];
+        let owned = if self.sharded {
+            layout.part(bucket, self.group.rank()).flat
+        } else {
+            bucket.flat.clone()
+        };
         for (g, &x) in grads[owned].iter_mut().zip(&sum) {
             *g = x * self.scale_after;
         }
         self.spare.push(sum);
-    }
-
-    /// What this rank owns of a bucket.
-    fn owned(&self, bucket: &Bucket) -> Range<usize> {
-        if self.sharded {
-            bucket.parts[self.group.rank()].flat.clone()
-        } else {
-            bucket.flat.clone()
-        }
     }
 
     /// Copies each rank's parts of the parameters to all the others.
@@ -117,37 +115,40 @@ impl Exchange {
         }
         let chunk = (self.allgather_bucket_size / self.group.world_size()).max(1);
         for bucket in layout.buckets() {
-            let capacity = bucket.part_capacity();
-            for start in (0..capacity).step_by(chunk) {
-                self.gather_chunk(bucket, start..capacity.min(start + chunk), params)?;
+            let lengths = layout.parts(bucket).map(|part| part.flat.len());
+            let longest = lengths.max().unwrap_or(0);
+            for start in (0..longest).step_by(chunk) {
+                self.gather_chunk(layout, bucket, start..start + chunk, params)?;
             }
         }
         Ok(())
     }
 
-    /// Gathers the elements `chunk` of every part.
+    /// Gathers the elements `chunk` of every part, as far as it has them.
     fn gather_chunk(
         &self,
+        layout: &FlatLayout,
         bucket: &Bucket,
         chunk: Range<usize>,
         params: &mut dyn Buffer,
     ) -> Result<()> {
-        let piece_of = |rank: usize| {
-            let part = &bucket.parts[rank].flat;
-            let at = |offset: usize| part.end.min(part.start + offset);
+        let piece = |part: Part| {
+            let at = |offset: usize| part.flat.end.min(part.flat.start + offset);
             at(chunk.start)..at(chunk.end)
         };
-        let mut own = crate::flat::read(params, |p| p[piece_of(self.group.rank())].to_vec());
-        own.resize(chunk.len(), 0.0);
+        let own = piece(layout.part(bucket, self.group.rank()));
+        let own = crate::flat::read(params, |p| p[own].to_vec());
+        let lengths = layout.parts(bucket).map(|part| piece(part).len());
         let all = self
             .group
-            .all_gather_vec(own)
+            .all_gather_parts_vec(own, lengths.collect())
             .map_err(Error::communication("gathering of parameters"))?;
         crate::flat::write(params, |p| {
-            for (rank, values) in all.chunks_exact(chunk.len()).enumerate() {
-                let piece = piece_of(rank);
-                let len = piece.len();
-                p[piece].copy_from_slice(&values[..len]);
+            let mut rest = all.as_slice();
+            for piece in layout.parts(bucket).map(piece) {
+                let (values, behind) = rest.split_at(piece.len());
+                p[piece].copy_from_slice(values);
+                rest = behind;
             }
         });
         Ok(())

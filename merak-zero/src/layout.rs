@@ -19,14 +19,15 @@ const OVERLAP_BUCKETS: usize = 8;
 ///
 /// Every border lies on a norm-block border. A bucket is the most norm blocks within the bucket
 /// size and an eighth of the buffer (or 1 Mi elements, when that is more), but at least one block.
-/// Its parts are as equal as whole blocks allow; a collective pads each to the longest, so that its
-/// length is a multiple of the group's world size while the buffer itself stays free of holes.
+/// Its parts are as equal as whole blocks allow, and follow from the bucket and the rank, so that
+/// the layout holds no list of ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FlatLayout {
     params: Vec<ParamSpec>,
     offsets: Vec<usize>,
     blocks: Vec<Block>,
     buckets: Vec<Bucket>,
+    num_parts: usize,
 }
 
 /// A stretch of the flat buffer that one collective reduces.
@@ -34,8 +35,8 @@ pub struct FlatLayout {
 pub struct Bucket {
     /// Elements of the flat buffer.
     pub flat: Range<usize>,
-    /// What each rank of the group owns: ascending, adjacent, together `flat`, some may be empty.
-    pub parts: Vec<Part>,
+    /// Positions in [`FlatLayout::blocks`].
+    pub blocks: Range<usize>,
 }
 
 /// What one rank owns of a bucket.
@@ -45,13 +46,6 @@ pub struct Part {
     pub flat: Range<usize>,
     /// Positions in [`FlatLayout::blocks`].
     pub blocks: Range<usize>,
-}
-
-impl Bucket {
-    /// The length of the longest part, to which a collective pads all.
-    pub fn part_capacity(&self) -> usize {
-        self.parts.iter().map(|p| p.flat.len()).max().unwrap_or(0)
-    }
 }
 
 impl FlatLayout {
@@ -79,15 +73,13 @@ impl FlatLayout {
         let blocks = blocks(&params, &offsets);
         let len = offsets[params.len()];
         let max_len = bucket_size.min((len / OVERLAP_BUCKETS).max(MIN_OVERLAP_BUCKET));
-        let buckets = cut_into_buckets(&blocks, max_len)
-            .into_iter()
-            .map(|range| cut_into_parts(&blocks, range, num_parts))
-            .collect();
+        let buckets = cut_into_buckets(&blocks, max_len);
         Ok(Self {
             params,
             offsets,
             blocks,
             buckets,
+            num_parts,
         })
     }
 
@@ -123,6 +115,30 @@ impl FlatLayout {
     pub fn buckets(&self) -> &[Bucket] {
         &self.buckets
     }
+
+    /// What one rank of the group owns of a bucket: the blocks whose middle would lie in its part
+    /// if all parts were exactly equal. Parts of successive ranks are adjacent, together they are
+    /// the bucket, and some may be empty.
+    pub fn part(&self, bucket: &Bucket, rank: usize) -> Part {
+        let own = &self.blocks[bucket.blocks.clone()];
+        let first_of = |part: usize| {
+            own.partition_point(|b| {
+                let twice_middle = b.flat.start + b.flat.end - 2 * bucket.flat.start;
+                twice_middle * self.num_parts < 2 * part * bucket.flat.len()
+            })
+        };
+        let start_of = |block: usize| own.get(block).map_or(bucket.flat.end, |b| b.flat.start);
+        let (first, end) = (first_of(rank), first_of(rank + 1));
+        Part {
+            flat: start_of(first)..start_of(end),
+            blocks: bucket.blocks.start + first..bucket.blocks.start + end,
+        }
+    }
+
+    /// What each rank of the group owns of a bucket, in rank order.
+    pub fn parts(&self, bucket: &Bucket) -> impl ExactSizeIterator<Item = Part> {
+        (0..self.num_parts).map(|rank| self.part(bucket, rank))
+    }
 }
 
 /// The running sum of the lengths, from 0 to the total.
@@ -151,41 +167,22 @@ fn blocks(params: &[ParamSpec], offsets: &[usize]) -> Vec<Block> {
     blocks
 }
 
-/// Ranges of blocks with at most `max_len` elements each, but at least one block.
-fn cut_into_buckets(blocks: &[Block], max_len: usize) -> Vec<Range<usize>> {
+/// Stretches of blocks with at most `max_len` elements each, but at least one block.
+fn cut_into_buckets(blocks: &[Block], max_len: usize) -> Vec<Bucket> {
+    let bucket = |range: Range<usize>| Bucket {
+        flat: blocks[range.start].flat.start..blocks[range.end - 1].flat.end,
+        blocks: range,
+    };
     let mut buckets = Vec::new();
     let mut first = 0;
     for (i, block) in blocks.iter().enumerate() {
         if i > first && block.flat.end - blocks[first].flat.start > max_len {
-            buckets.push(first..i);
+            buckets.push(bucket(first..i));
             first = i;
         }
     }
     if first < blocks.len() {
-        buckets.push(first..blocks.len());
+        buckets.push(bucket(first..blocks.len()));
     }
     buckets
-}
-
-/// Gives each block to the part in which its middle would lie if the parts were exactly equal.
-fn cut_into_parts(blocks: &[Block], bucket: Range<usize>, num_parts: usize) -> Bucket {
-    let own = &blocks[bucket.clone()];
-    let flat = own[0].flat.start..own[own.len() - 1].flat.end;
-    let first_of = |part: usize| {
-        own.partition_point(|b| {
-            let twice_middle = b.flat.start + b.flat.end - 2 * flat.start;
-            twice_middle * num_parts < 2 * part * flat.len()
-        })
-    };
-    let start_of = |block: usize| own.get(block).map_or(flat.end, |b| b.flat.start);
-    let parts = (0..num_parts)
-        .map(|part| {
-            let (first, end) = (first_of(part), first_of(part + 1));
-            Part {
-                flat: start_of(first)..start_of(end),
-                blocks: bucket.start + first..bucket.start + end,
-            }
-        })
-        .collect();
-    Bucket { flat, parts }
 }

@@ -176,8 +176,9 @@ impl ZeroOptimizer {
         if self.exchange.is_alone() {
             return Ok(());
         }
-        let range = &self.layout.buckets()[bucket];
-        flat::read(grads, |g| self.exchange.start_reduce(bucket, range, g))
+        flat::read(grads, |g| {
+            self.exchange.start_reduce(bucket, &self.layout, g)
+        })
     }
 
     /// Replaces the gradients of what this rank owns by their average over the data x sequence
@@ -208,8 +209,9 @@ impl ZeroOptimizer {
                     }
                 }
                 let sum = self.exchange.wait(bucket)?;
-                let range = &self.layout.buckets()[bucket];
-                flat::write(grads, |g| self.exchange.finish_reduce(range, sum, g));
+                flat::write(grads, |g| {
+                    self.exchange.finish_reduce(bucket, &self.layout, sum, g);
+                });
             }
         }
         self.reduced = true;
@@ -326,11 +328,9 @@ impl ZeroOptimizer {
 
 /// The blocks in this rank's part of each bucket.
 fn owned_blocks(layout: &FlatLayout, rank: usize) -> Vec<Block> {
-    let parts = layout
-        .buckets()
-        .iter()
-        .map(|b| b.parts[rank].blocks.clone());
-    parts
+    let buckets = layout.buckets().iter();
+    buckets
+        .map(|bucket| layout.part(bucket, rank).blocks)
         .flat_map(|range| layout.blocks()[range].iter().cloned())
         .collect()
 }

@@ -64,15 +64,15 @@ impl Collective {
     }
 
     /// The member that came first, and what it called.
-    pub(super) fn first(&self) -> (usize, Fingerprint) {
-        (self.first, self.fingerprint)
+    pub(super) fn first(&self) -> (usize, &Fingerprint) {
+        (self.first, &self.fingerprint)
     }
 
     /// Leaves the buffer of member `rank`, whose fingerprint is that of the first. Returns whether
     /// all have come.
     pub(super) fn deposit(&self, rank: usize, input: Box<dyn Buffer>) -> bool {
         let mut deposits = lock(&self.deposits);
-        let output = Plan::output_len(self.fingerprint, deposits.len())
+        let output = Plan::output_len(&self.fingerprint, rank, deposits.len())
             .map(|len| zeros(self.fingerprint.dtype, len));
         deposits[rank] = Some(Deposit { input, output });
         let full = deposits.iter().all(Option::is_some);
@@ -119,7 +119,7 @@ impl Collective {
             .into_iter()
             .flatten()
             .collect();
-        let plan = Plan::new(self.fingerprint, deposits.len());
+        let plan = Plan::new(self.fingerprint.clone(), deposits.len());
         let mut buffers = Vec::with_capacity(2 * deposits.len());
         let mut outputs = Vec::new();
         for deposit in deposits {

@@ -3,7 +3,7 @@
 use super::{
     collective::Collective,
     mailbox::Mailbox,
-    plan::{Call, Fingerprint},
+    plan::{Call, Fingerprint, Parts},
     wait::{self, Bell},
     world::{World, lock},
 };
@@ -46,6 +46,11 @@ impl GroupState {
         }
     }
 
+    /// Its place among the groups of the world.
+    pub(super) fn number(&self) -> usize {
+        self.number
+    }
+
     /// Wakes every sleeping member.
     pub(super) fn wake_all(&self) {
         self.bell.ring();
@@ -83,23 +88,33 @@ impl Handle {
 
     /// Deposits the buffer; the wait does the work.
     fn start(&self, call: Call, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
+        let parts = Parts::Equal(buffer.len());
+        self.start_of(call, buffer, parts)
+    }
+
+    fn start_of(
+        &self,
+        call: Call,
+        buffer: Box<dyn Buffer>,
+        parts: Parts,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
         let Seat { world, group, rank } = &*self.seat;
         world.check()?;
         let sequence = self.started.fetch_add(1, Ordering::Relaxed);
         let fingerprint = Fingerprint {
             call,
             dtype: buffer.dtype(),
-            len: buffer.len(),
+            parts,
         };
         let collective = {
             let mut gathering = lock(&group.gathering);
             let collective = gathering.entry(sequence).or_insert_with(|| {
                 let n = group.members.len();
-                Arc::new(Collective::new(fingerprint, *rank, n))
+                Arc::new(Collective::new(fingerprint.clone(), *rank, n))
             });
             Arc::clone(collective)
         };
-        self.seat.compare(&collective, sequence, fingerprint)?;
+        self.seat.compare(&collective, sequence, &fingerprint)?;
         if collective.deposit(*rank, buffer) {
             lock(&group.gathering).remove(&sequence);
             group.bell.ring();
@@ -119,7 +134,7 @@ impl Seat {
     }
 
     /// Fails the world when this member calls something else than the first did.
-    fn compare(&self, collective: &Collective, sequence: u64, own: Fingerprint) -> Result<()> {
+    fn compare(&self, collective: &Collective, sequence: u64, own: &Fingerprint) -> Result<()> {
         let (first, expected) = collective.first();
         if own == expected {
             return Ok(());
@@ -250,8 +265,8 @@ impl Communicator for Handle {
         self.seat.rank
     }
 
-    fn world_size(&self) -> usize {
-        self.seat.group.members.len()
+    fn members(&self) -> &[Rank] {
+        &self.seat.group.members
     }
 
     fn start_all_reduce(
@@ -270,8 +285,29 @@ impl Communicator for Handle {
         self.start(Call::ReduceScatter(op), buffer)
     }
 
+    fn start_reduce_scatter_parts(
+        &self,
+        buffer: Box<dyn Buffer>,
+        lengths: Vec<usize>,
+        op: ReduceOp,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        self.start_of(
+            Call::ReduceScatter(op),
+            buffer,
+            Parts::Listed(lengths.into()),
+        )
+    }
+
     fn start_all_gather(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
         self.start(Call::AllGather, buffer)
+    }
+
+    fn start_all_gather_parts(
+        &self,
+        buffer: Box<dyn Buffer>,
+        lengths: Vec<usize>,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        self.start_of(Call::AllGather, buffer, Parts::Listed(lengths.into()))
     }
 
     fn start_broadcast(

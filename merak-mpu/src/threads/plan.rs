@@ -2,7 +2,7 @@
 
 use super::kernel;
 use crate::{DType, ReduceOp};
-use std::{fmt, ops::Range};
+use std::{fmt, ops::Range, sync::Arc};
 
 /// Bytes of one chunk in each buffer: small enough that a few of them stay in a core's cache.
 const CHUNK_BYTES: usize = 32 << 10;
@@ -31,17 +31,30 @@ impl Call {
     }
 }
 
-/// What all members of a group must agree on. `len` is the length of each member's buffer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The lengths of what the members bring or get.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Parts {
+    /// Each member's buffer is of this length, and where it is cut, it is cut evenly.
+    Equal(usize),
+    /// By member, the length of its part: of its input where parts are joined, of its output where
+    /// a buffer is cut.
+    Listed(Arc<[usize]>),
+}
+
+/// What all members of a group must agree on.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Fingerprint {
     pub(super) call: Call,
     pub(super) dtype: DType,
-    pub(super) len: usize,
+    pub(super) parts: Parts,
 }
+
+/// Most lengths of parts that a message lists.
+const MOST_LISTED: usize = 16;
 
 impl fmt::Display for Fingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { call, dtype, len } = self;
+        let Self { call, dtype, parts } = self;
         f.write_str(call.name())?;
         match call {
             Call::AllReduce(op) | Call::ReduceScatter(op) => write!(f, "({op})")?,
@@ -49,7 +62,21 @@ impl fmt::Display for Fingerprint {
             Call::Barrier => return Ok(()),
             Call::AllGather | Call::AllToAll => {}
         }
-        write!(f, " of {len} {dtype}")
+        match parts {
+            Parts::Equal(len) => write!(f, " of {len} {dtype}"),
+            Parts::Listed(lengths) => {
+                let listed = &lengths[..lengths.len().min(MOST_LISTED)];
+                let more = if listed.len() < lengths.len() {
+                    ", .."
+                } else {
+                    ""
+                };
+                let whole: usize = lengths.iter().sum();
+                let listed: Vec<_> = listed.iter().map(usize::to_string).collect();
+                let listed = listed.join(", ");
+                write!(f, " of {whole} {dtype} in parts of {listed}{more}")
+            }
+        }
     }
 }
 
@@ -62,10 +89,38 @@ impl fmt::Display for Fingerprint {
 pub(super) struct Plan {
     fingerprint: Fingerprint,
     n: usize,
-    /// Bytes of one block in each buffer.
-    block_bytes: usize,
-    chunks_per_block: usize,
+    blocks: Blocks,
     num_chunks: usize,
+}
+
+/// The blocks of a plan.
+#[derive(Debug)]
+enum Blocks {
+    /// Each block has this many bytes in each buffer.
+    Equal { bytes: usize, chunks: usize },
+    /// By block, its first chunk, and its bytes in a buffer that has all blocks.
+    Listed(Vec<(usize, Range<usize>)>),
+}
+
+impl Blocks {
+    /// The block of a chunk, its bytes in a buffer that has all blocks, and the chunk's within them.
+    fn find(&self, chunk: usize) -> (usize, Range<usize>, Range<usize>) {
+        let (block, first, bytes) = match self {
+            Self::Equal { bytes, chunks } => {
+                let block = chunk / chunks;
+                (block, block * chunks, block * bytes..(block + 1) * bytes)
+            }
+            Self::Listed(blocks) => {
+                // Blocks without a chunk share their first one with the block behind them.
+                let block = blocks.partition_point(|(first, _)| *first <= chunk) - 1;
+                let (first, bytes) = &blocks[block];
+                (block, *first, bytes.clone())
+            }
+        };
+        let start = (chunk - first) * CHUNK_BYTES;
+        let range = start..(start + CHUNK_BYTES).min(bytes.len());
+        (block, bytes, range)
+    }
 }
 
 /// The memory that a chunk touches, as a buffer number and a range of its bytes.
@@ -73,31 +128,49 @@ pub(super) type Footprint = Vec<(usize, Range<usize>)>;
 
 impl Plan {
     pub(super) fn new(fingerprint: Fingerprint, n: usize) -> Self {
-        let Fingerprint { call, dtype, len } = fingerprint;
-        let (blocks, block_len) = match call {
-            Call::AllReduce(_) | Call::Broadcast { .. } => (1, len),
-            Call::ReduceScatter(_) => (n, len / n),
-            Call::AllGather => (n, len),
-            Call::AllToAll => (n * (n - 1) / 2, len / n),
-            Call::Barrier => (0, 0),
+        let size = fingerprint.dtype.size_bytes();
+        let (blocks, num_chunks) = match &fingerprint.parts {
+            Parts::Equal(len) => {
+                let (blocks, block_len) = match fingerprint.call {
+                    Call::AllReduce(_) | Call::Broadcast { .. } => (1, *len),
+                    Call::ReduceScatter(_) => (n, len / n),
+                    Call::AllGather => (n, *len),
+                    Call::AllToAll => (n * (n - 1) / 2, len / n),
+                    Call::Barrier => (0, 0),
+                };
+                let bytes = block_len * size;
+                let chunks = bytes.div_ceil(CHUNK_BYTES);
+                (Blocks::Equal { bytes, chunks }, blocks * chunks)
+            }
+            Parts::Listed(lengths) => {
+                let (mut chunks, mut end) = (0, 0);
+                let blocks = lengths.iter().map(|len| {
+                    let (first, start) = (chunks, end);
+                    end += len * size;
+                    chunks += (len * size).div_ceil(CHUNK_BYTES);
+                    (first, start..end)
+                });
+                (Blocks::Listed(blocks.collect()), chunks)
+            }
         };
-        let block_bytes = block_len * dtype.size_bytes();
-        let chunks_per_block = block_bytes.div_ceil(CHUNK_BYTES);
         Self {
             fingerprint,
             n,
-            block_bytes,
-            chunks_per_block,
-            num_chunks: blocks * chunks_per_block,
+            blocks,
+            num_chunks,
         }
     }
 
-    /// The length of each member's output, when the call does not work in place.
-    pub(super) fn output_len(fingerprint: Fingerprint, n: usize) -> Option<usize> {
-        match fingerprint.call {
-            Call::ReduceScatter(_) => Some(fingerprint.len / n),
-            Call::AllGather => Some(fingerprint.len * n),
-            Call::AllReduce(_) | Call::Broadcast { .. } | Call::AllToAll | Call::Barrier => None,
+    /// The length of the output of member `rank`, when the call does not work in place.
+    pub(super) fn output_len(fingerprint: &Fingerprint, rank: usize, n: usize) -> Option<usize> {
+        match (fingerprint.call, &fingerprint.parts) {
+            (Call::ReduceScatter(_), Parts::Equal(len)) => Some(len / n),
+            (Call::ReduceScatter(_), Parts::Listed(lengths)) => Some(lengths[rank]),
+            (Call::AllGather, Parts::Equal(len)) => Some(len * n),
+            (Call::AllGather, Parts::Listed(lengths)) => Some(lengths.iter().sum()),
+            (Call::AllReduce(_) | Call::Broadcast { .. } | Call::AllToAll | Call::Barrier, _) => {
+                None
+            }
         }
     }
 
@@ -108,33 +181,29 @@ impl Plan {
     /// The memory of a chunk. Footprints of two chunks never overlap, nor do the parts of one.
     pub(super) fn footprint(&self, chunk: usize) -> Footprint {
         let n = self.n;
-        let block = chunk / self.chunks_per_block;
-        let start = chunk % self.chunks_per_block * CHUNK_BYTES;
-        let range = start..(start + CHUNK_BYTES).min(self.block_bytes);
-        let part = |number: usize| {
-            let offset = number * self.block_bytes;
-            offset + range.start..offset + range.end
-        };
+        let (block, bytes, range) = self.blocks.find(chunk);
+        let at = |offset: usize| offset + range.start..offset + range.end;
         match self.fingerprint.call {
-            Call::AllReduce(_) => (0..n).map(|rank| (rank, part(0))).collect(),
+            Call::AllReduce(_) => (0..n).map(|rank| (rank, at(0))).collect(),
             Call::ReduceScatter(_) => {
-                let inputs = (0..n).map(|rank| (rank, part(block)));
-                inputs.chain([(n + block, part(0))]).collect()
+                let inputs = (0..n).map(|rank| (rank, at(bytes.start)));
+                inputs.chain([(n + block, at(0))]).collect()
             }
             Call::AllGather => {
-                let outputs = (0..n).map(|rank| (n + rank, part(block)));
-                [(block, part(0))].into_iter().chain(outputs).collect()
+                let outputs = (0..n).map(|rank| (n + rank, at(bytes.start)));
+                [(block, at(0))].into_iter().chain(outputs).collect()
             }
             Call::Broadcast { root } => {
                 let others = (0..n).filter(|&rank| rank != root);
                 [root]
                     .into_iter()
                     .chain(others)
-                    .map(|rank| (rank, part(0)))
+                    .map(|rank| (rank, at(0)))
                     .collect()
             }
             Call::AllToAll => {
                 let (low, high) = pair(block, n);
+                let part = |number: usize| at(number * bytes.len());
                 vec![(low, part(high)), (high, part(low))]
             }
             Call::Barrier => Footprint::new(),
@@ -201,14 +270,25 @@ mod tests {
         fn chunks_lie_within_their_buffers_and_never_overlap(
             (n, call) in (2..6_usize).prop_flat_map(|n| (Just(n), calls(n))),
             part in 0..60_000_usize,
+            uneven: bool,
             dtype in prop::sample::select(DType::ALL.as_slice()),
         ) {
-            let len = if matches!(call, Call::ReduceScatter(_) | Call::AllToAll) { part * n } else { part };
-            let fingerprint = Fingerprint { call, dtype, len };
-            let plan = Plan::new(fingerprint, n);
-            let bytes = |len: usize| len * dtype.size_bytes();
-            let mut sizes = vec![bytes(len); n];
-            sizes.extend(Plan::output_len(fingerprint, n).map(|len| vec![bytes(len); n]).unwrap_or_default());
+            let (cuts, joins) = (matches!(call, Call::ReduceScatter(_)), matches!(call, Call::AllGather));
+            let len = if cuts || call == Call::AllToAll { part * n } else { part };
+            let lengths: Vec<usize> = (0..n).map(|rank| rank % 3 * part / 2).collect();
+            let (parts, inputs) = match uneven && (cuts || joins) {
+                false => (Parts::Equal(len), vec![len; n]),
+                true if cuts => (Parts::Listed(lengths.as_slice().into()), vec![lengths.iter().sum(); n]),
+                true => (Parts::Listed(lengths.as_slice().into()), lengths),
+            };
+            let fingerprint = Fingerprint { call, dtype, parts };
+            let plan = Plan::new(fingerprint.clone(), n);
+            let outputs = (0..n).filter_map(|rank| Plan::output_len(&fingerprint, rank, n));
+            let sizes: Vec<_> = inputs.into_iter().chain(outputs).map(|len| len * dtype.size_bytes()).collect();
+            let touched: usize = (0..plan.num_chunks()).flat_map(|chunk| plan.footprint(chunk)).map(|(_, range)| range.len()).sum();
+            if call != Call::Barrier && call != Call::AllToAll {
+                prop_assert_eq!(touched, sizes.iter().sum::<usize>());
+            }
             let mut used: Vec<(usize, Range<usize>)> = (0..plan.num_chunks()).flat_map(|chunk| plan.footprint(chunk)).collect();
             for (buffer, range) in &used {
                 prop_assert!(range.end <= sizes[*buffer] && range.start < range.end);

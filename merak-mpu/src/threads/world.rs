@@ -122,8 +122,8 @@ impl World {
 pub(super) struct Rank {
     world: Arc<World>,
     number: usize,
-    /// How many groups of a name and members this rank has made.
-    made: Mutex<BTreeMap<(String, Vec<WorldRank>), usize>>,
+    /// How many groups of a name and members this rank has made, by the number of the first one.
+    made: Mutex<BTreeMap<usize, usize>>,
 }
 
 impl Rank {
@@ -161,19 +161,24 @@ impl Engine for Rank {
                 group: crate::group::describe(name, members),
                 size: members.len(),
             })?;
+        let mut groups = lock(&self.world.groups);
+        let mut join = |nth| {
+            let number = groups.len();
+            let state = groups
+                .entry((name.to_owned(), members.to_vec(), nth))
+                .or_insert_with(|| Arc::new(GroupState::new(number, name, members)));
+            Arc::clone(state)
+        };
+        let mut state = join(0);
         let nth = {
             let mut made = lock(&self.made);
-            let count = made.entry((name.to_owned(), members.to_vec())).or_default();
+            let count = made.entry(state.number()).or_default();
             *count += 1;
             *count - 1
         };
-        let key = (name.to_owned(), members.to_vec(), nth);
-        let mut groups = lock(&self.world.groups);
-        let number = groups.len();
-        let state = groups
-            .entry(key)
-            .or_insert_with(|| Arc::new(GroupState::new(number, name, members)));
-        let state = Arc::clone(state);
+        if nth > 0 {
+            state = join(nth);
+        }
         drop(groups);
         Ok(Arc::new(Handle::new(Arc::clone(&self.world), state, place)))
     }

@@ -130,6 +130,21 @@ fn arguments_are_checked_before_anything_is_sent() {
                     .into()
             )
         );
+        let parts = |len, lengths: &[usize]| {
+            let parts = world.all_gather_parts_vec(vec![0_u8; len], lengths.to_vec());
+            parts.map_err(text).unwrap_err()
+        };
+        let what = "all_gather cannot cut the parts of 2 ranks: ";
+        for (lengths, why) in [
+            (&[2][..], "there are 1 lengths"),
+            (
+                &[3, 3],
+                "their lengths ask for a buffer of 3 elements, found 2",
+            ),
+            (&[2, usize::MAX], "the sum of their lengths is too large"),
+        ] {
+            assert_eq!(parts(2, lengths), format!("{what}{why}"));
+        }
         assert_eq!(
             world.broadcast_vec(vec![0_u8; 7], 2).map_err(text),
             Err("rank 2 does not exist in world [0, 1], which has 2 ranks".into())

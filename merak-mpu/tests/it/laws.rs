@@ -123,6 +123,8 @@ proptest! {
             let (group, rank) = (member.world_group().unwrap(), member.rank().0);
             assert_eq!(group.all_gather_bytes(texts[rank].clone()).unwrap(), texts);
             let root = texts.len() - 1;
+            let taken = if rank == root { texts.as_slice() } else { &[] };
+            assert_eq!(group.gather_bytes(texts[rank].clone(), root).unwrap(), taken);
             assert_eq!(group.broadcast_bytes(texts[rank].clone(), root).unwrap(), texts[root]);
         });
     }

@@ -34,8 +34,6 @@ pub(crate) struct Prepared {
     faster: Option<FasterSchedule>,
     description: String,
     datasets: Datasets,
-    /// Bytes of the tokens that the samples are cut from.
-    held_bytes: u64,
     fingerprint: Option<DataFingerprint>,
     /// Steps of the whole training.
     pub(crate) total_steps: usize,
@@ -145,10 +143,7 @@ impl Prepared {
             model_files.push(("tokenizer.json".to_owned(), json));
         }
         model_files.extend(companions(&args)?);
-        let held = corpus.as_ref();
-        let held = held.map_or(0, |corpus| corpus.train.len() + corpus.validation.len());
         Ok(Self {
-            held_bytes: (held * size_of::<u32>()) as u64,
             args,
             corpus: corpus.filter(|_| plan.model.objective() == Objective::CausalLm),
             model,
@@ -191,8 +186,20 @@ impl Prepared {
 
     /// Refuses what this machine's memory cannot hold.
     pub(crate) fn check_memory(&self) -> Result<()> {
-        self.plan
-            .check_memory_beside(&self.args, &self.workloads(), self.held_bytes)
+        self.plan.check_memory_beside(
+            &self.args,
+            &self.workloads(),
+            self.datasets.held_bytes as u64,
+        )
+    }
+
+    /// The least memory of the run, for people.
+    pub(crate) fn describe_memory(&self) -> Result<String> {
+        let data = self.datasets.held_bytes as u64;
+        let memory = self.plan.run_memory(&self.args, &self.workloads(), data)?;
+        let total = Bytes(memory.total());
+        let text = format!("memory    at least {total}: {memory}\n");
+        Ok(output::fitted(&text))
     }
 
     /// The activation bytes that the plan predicts of each rank of the pipeline.
@@ -202,7 +209,9 @@ impl Prepared {
     }
 
     fn workloads(&self) -> Vec<Workload> {
-        let Datasets { train, validation } = &self.datasets;
+        let Datasets {
+            train, validation, ..
+        } = &self.datasets;
         let training = train.as_ref().map(|_| Workload::Training);
         let evaluation = validation.as_ref().map(|data| Workload::Evaluation {
             samples: data.len(),
@@ -227,7 +236,9 @@ impl Prepared {
         if let Some(corpus) = &self.corpus {
             return (corpus.train.len(), corpus.validation.len(), "tokens");
         }
-        let Datasets { train, validation } = &self.datasets;
+        let Datasets {
+            train, validation, ..
+        } = &self.datasets;
         let len = |data: &Option<Arc<dyn Dataset>>| data.as_ref().map_or(0, |data| data.len());
         (len(train), len(validation), "samples")
     }
@@ -401,7 +412,9 @@ fn check_unused(config: &Config, model: &dyn Model) -> Result<()> {
 /// Checks the number of the samples, and the first one of each part: the others have the same
 /// tensors. Returns the steps of the whole training.
 fn check_data(args: &CheckedArguments, inputs: &ModelInputs, datasets: &Datasets) -> Result<usize> {
-    let Datasets { train, validation } = datasets;
+    let Datasets {
+        train, validation, ..
+    } = datasets;
     let parts = TrainerParts {
         train_data: train.clone(),
         eval_data: validation.clone(),

@@ -269,7 +269,10 @@ impl Run<'_> {
             Err(error @ Error::Memory(_)) => {
                 let _ = writeln!(text, "warning: {error}");
             }
-            other => other?,
+            other => {
+                other?;
+                text += &self.describe_memory()?;
+            }
         }
         if !text.is_empty() {
             output::print(&text)?;

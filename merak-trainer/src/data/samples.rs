@@ -36,9 +36,13 @@ const ALLOCATION_BYTES: usize = 16;
 /// Memory of a text with a class, beside its tokens.
 pub(super) const TEXT_BYTES: usize = size_of::<LabelledText>() + 2 * ALLOCATION_BYTES;
 
-/// Memory of a pair of sequences, and of their lengths before they are cut, beside their tokens.
-pub(super) const PAIR_BYTES: usize =
-    size_of::<[Vec<u32>; 2]>() + 2 * size_of::<usize>() + 2 * ALLOCATION_BYTES;
+/// Memory of a pair of sequences beside their tokens.
+pub(super) const PAIR_BYTES: usize = size_of::<[Vec<u32>; 2]>() + 2 * ALLOCATION_BYTES;
+
+/// Bytes of the memory in which tokens lie.
+fn token_bytes(tokens: &Vec<u32>) -> usize {
+    tokens.capacity() * size_of::<u32>()
+}
 
 /// How many sequences were longer than a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -129,12 +133,12 @@ impl Maker<'_> {
         })
     }
 
-    /// Samples of records.
+    /// Samples of records, and the bytes of memory that they take.
     pub(super) fn records(
         &self,
         records: &Records,
         tokenizer: &Tokenizer,
-    ) -> Result<Arc<dyn Dataset>> {
+    ) -> Result<(Arc<dyn Dataset>, usize)> {
         if self.model.objective == Objective::SequenceClassification {
             self.classes(records, tokenizer)
         } else {
@@ -142,7 +146,11 @@ impl Maker<'_> {
         }
     }
 
-    fn classes(&self, records: &Records, tokenizer: &Tokenizer) -> Result<Arc<dyn Dataset>> {
+    fn classes(
+        &self,
+        records: &Records,
+        tokenizer: &Tokenizer,
+    ) -> Result<(Arc<dyn Dataset>, usize)> {
         let needs =
             "of sequence classification need \"text\" and \"label\" and may have \"text_pair\"";
         let labels = self.model.get(LABELS);
@@ -158,11 +166,17 @@ impl Maker<'_> {
             texts.extend(encoded.into_iter().map(|text| LabelledText { text, label }));
         }
         Cuts::of(texts.iter().map(|text| text.text.uncut), seq).tell("text");
+        let held = texts
+            .iter()
+            .map(|LabelledText { text, .. }| {
+                TEXT_BYTES + token_bytes(&text.ids) + token_bytes(&text.types)
+            })
+            .sum();
         let data = ClassDataset::new(texts, seq, self.tokens.pad);
-        Ok(Arc::new(data))
+        Ok((Arc::new(data), held))
     }
 
-    fn pairs(&self, records: &Records, tokenizer: &Tokenizer) -> Result<Arc<dyn Dataset>> {
+    fn pairs(&self, records: &Records, tokenizer: &Tokenizer) -> Result<(Arc<dyn Dataset>, usize)> {
         let needs = "of sequence-to-sequence learning need \"source\" and \"target\", or \"text\" for span corruption";
         let (shape, end) = (self.pair_shape(), self.end(tokenizer)?);
         let limits = [("source", shape.input), ("target", shape.target)];
@@ -184,7 +198,11 @@ impl Maker<'_> {
             let lengths = uncut.iter().skip(part).step_by(2);
             Cuts::of(lengths.copied(), limit).tell(field);
         }
-        Ok(Arc::new(PairDataset::new(pairs, shape)))
+        let held = pairs
+            .iter()
+            .map(|[source, target]| PAIR_BYTES + token_bytes(source) + token_bytes(target))
+            .sum();
+        Ok((Arc::new(PairDataset::new(pairs, shape)), held))
     }
 
     fn pair_shape(&self) -> PairShape {

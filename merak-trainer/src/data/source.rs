@@ -68,6 +68,9 @@ pub struct Datasets {
     pub train: Option<Arc<dyn Dataset>>,
     /// Samples to evaluate on.
     pub validation: Option<Arc<dyn Dataset>>,
+    /// Bytes of memory that the samples, or the tokens that they are cut from, take; none where
+    /// they are read from files as they are asked for.
+    pub held_bytes: usize,
 }
 
 impl Source {
@@ -237,7 +240,7 @@ impl Source {
         };
         let fraction = args.data.validation_fraction;
         let wants_validation = !trains || args.do_eval;
-        let whole: Arc<dyn Dataset> = match self.content {
+        let (whole, held_bytes): (Arc<dyn Dataset>, _) = match self.content {
             Content::Stream(corpus) => {
                 let make = |tokens: &Arc<[u32]>, part| {
                     maker.stream(Arc::clone(tokens), part, &corpus.tokenizer)
@@ -249,21 +252,26 @@ impl Source {
                 let validation = validates
                     .then(|| make(&corpus.validation, "validation"))
                     .transpose()?;
-                return Ok((Datasets { train, validation }, Some(corpus)));
+                let held = size_of_val(&*corpus.train) + size_of_val(&*corpus.validation);
+                let datasets = Datasets {
+                    train,
+                    validation,
+                    held_bytes: held,
+                };
+                return Ok((datasets, Some(corpus)));
             }
             Content::Records(records, tokenizer) => maker.records(&records, &tokenizer)?,
-            Content::Tensors(files) => Arc::new(TensorDataset::new(
-                files,
-                model,
-                tokens.decoder_start,
-                tokens.pad,
-            )?),
+            Content::Tensors(files) => {
+                let data = TensorDataset::new(files, model, tokens.decoder_start, tokens.pad)?;
+                (Arc::new(data), 0)
+            }
         };
         let [train, validation] = Subset::split(&whole, fraction);
         let validates = wants_validation || !validation.is_empty();
         let datasets = Datasets {
             train: trains.then(|| Arc::new(train) as Arc<dyn Dataset>),
             validation: validates.then(|| Arc::new(validation) as Arc<dyn Dataset>),
+            held_bytes,
         };
         Ok((datasets, None))
     }
@@ -294,7 +302,8 @@ fn check_kind(format: DataFormat, model: &dyn Model) -> Result<()> {
 fn record_need(tokenizer: &Tokenizer, objective: Objective) -> Need {
     let per_line = match objective {
         Objective::SequenceClassification => TEXT_BYTES,
-        Objective::SequenceToSequence => PAIR_BYTES,
+        // With the lengths of both sequences before they are cut.
+        Objective::SequenceToSequence => PAIR_BYTES + 2 * size_of::<usize>(),
         // The token behind a text, which takes less than the text's own line end.
         _ => 0,
     };

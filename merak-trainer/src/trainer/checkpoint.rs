@@ -182,13 +182,11 @@ impl MerakTrainer {
     /// The shards that all ranks have written, on rank 0; none elsewhere.
     pub(super) fn gather_shards(&self, own: &[Shard]) -> Result<Vec<Shard>> {
         let encoded = serde_json::to_vec(own).expect("a table of slices is plain data");
-        let gathered = self.stages.mpu.world_group().all_gather_bytes(encoded)?;
+        let gathered = self.stages.mpu.world_group().gather_bytes(encoded, 0)?;
         let decode = |bytes: &Vec<u8>| {
             serde_json::from_slice::<Vec<Shard>>(bytes).expect("a rank's own table")
         };
-        let is_taken = self.stages.mpu.is_rank_0();
-        let taken = gathered.iter().filter(|_| is_taken);
-        Ok(taken.flat_map(decode).collect())
+        Ok(gathered.iter().flat_map(decode).collect())
     }
 
     /// Makes a checkpoint of the shards that all ranks have written.

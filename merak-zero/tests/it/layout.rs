@@ -52,8 +52,8 @@ proptest! {
         let (mut end, mut end_block) = (0, 0);
         for bucket in layout.buckets() {
             prop_assert_eq!(bucket.flat.start, end);
-            prop_assert_eq!(bucket.parts.len(), num_parts);
-            for part in &bucket.parts {
+            prop_assert_eq!(layout.parts(bucket).len(), num_parts);
+            for part in layout.parts(bucket) {
                 prop_assert_eq!((part.flat.start, part.blocks.start), (end, end_block));
                 prop_assert!(borders.contains(&part.flat.end));
                 let blocks = &layout.blocks()[part.blocks.clone()];
@@ -72,9 +72,10 @@ proptest! {
         let layout = FlatLayout::new(specs(&numels), bucket_size, num_parts)?;
         let most = bucket_size.min((layout.len() / 8).max(1 << 20));
         for bucket in layout.buckets() {
-            let num_blocks: usize = bucket.parts.iter().map(|p| p.blocks.len()).sum();
-            prop_assert!(bucket.flat.len() <= most || num_blocks == 1);
-            prop_assert!(bucket.part_capacity() <= bucket.flat.len() / num_parts + NORM_BLOCK);
+            prop_assert!(bucket.flat.len() <= most || bucket.blocks.len() == 1);
+            for part in layout.parts(bucket) {
+                prop_assert!(part.flat.len() <= bucket.flat.len() / num_parts + NORM_BLOCK);
+            }
         }
     }
 }

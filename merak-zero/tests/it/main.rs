@@ -7,8 +7,10 @@
 //! - `norms`: the global norm under tensor and pipeline splits; clipping; skipped steps
 //! - `resume`: state out and in again, on another number of ranks too
 //! - `device`: steps in the memory of a device
+//! - `allocations`: what a step asks of the allocator does not grow with the ranks
 //! - `errors`: what a wrong setting or buffer says
 
+mod allocations;
 mod device;
 mod errors;
 mod fixture;

@@ -71,6 +71,25 @@ fn collectives_of<T: Element + PartialEq>(
             group.all_gather_vec(row(rank, len, make)),
             rows(len).flatten().collect(),
         );
+        // Members get or bring 0, 1, 2, .. times as much as the first of two of them.
+        let lengths: Vec<usize> = (0..n).map(|rank| rank * len).collect();
+        let (start, whole): (usize, usize) = (lengths[..rank].iter().sum(), lengths.iter().sum());
+        let parts = group
+            .start_reduce_scatter_parts(Box::new(row(rank, whole, make)), lengths.clone(), OPS[0])
+            .and_then(|pending| into_vec(pending.wait()?));
+        let sums = fold(OPS[0], rows(whole), value).map(make);
+        same(
+            "reduce_scatter of parts",
+            parts,
+            sums.skip(start).take(lengths[rank]).collect(),
+        );
+        same(
+            "all_gather of parts",
+            group.all_gather_parts_vec(row(rank, lengths[rank], make), lengths.clone()),
+            (0..n)
+                .flat_map(|rank| row(rank, lengths[rank], make))
+                .collect(),
+        );
         let root = n / 2;
         same(
             "broadcast",

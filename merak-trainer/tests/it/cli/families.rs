@@ -212,6 +212,19 @@ fn bert_tells_texts_apart() {
 }
 
 #[test]
+fn samples_of_records_count_in_the_memory_of_a_run() {
+    let classes = bert("BertForSequenceClassification");
+    let pair = |_: usize, phrase: &str| json!({ "source": phrase, "target": phrase });
+    for (model, records) in [(classes, lines(labelled)), (t5(), lines(pair))] {
+        let place = place(&model, "jsonl", "records.jsonl");
+        place.write("records.jsonl", &records);
+        let plan = place.succeed("train merak.toml --dry-run");
+        let (_, data) = plan.rsplit_once(", the data ").expect("the memory's line");
+        assert_ne!(data.trim(), "0 B", "{plan}");
+    }
+}
+
+#[test]
 fn t5_writes_what_is_left_out_of_a_text() {
     let place = place(&t5(), "text", "text");
     let losses = same_everywhere(&place);
