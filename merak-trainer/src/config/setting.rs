@@ -108,7 +108,9 @@ macro_rules! integer_setting {
             }
 
             fn outside(&self, range: Range) -> Option<String> {
-                (!range.contains(*self as f64)).then(|| self.to_string())
+                let number = self.to_value().as_f64();
+                let is_inside = number.is_some_and(|number| range.contains(number));
+                (!is_inside).then(|| self.to_string())
             }
 
             fn from_value(value: &Value) -> Result<Self, Refusal> {
