@@ -75,6 +75,12 @@ fn no_text(words: &[OsString]) -> Option<String> {
     ))
 }
 
+/// The columns of the terminal that standard output goes to, if it goes to one.
+pub fn columns() -> Option<usize> {
+    let (width, _) = terminal_size::terminal_size_of(io::stdout())?;
+    Some(usize::from(width.0))
+}
+
 /// Makes a write beyond the limit on file sizes (`ulimit -f`) an error that names the file, which
 /// the signal SIGXFSZ would end the process without.
 ///

@@ -90,6 +90,68 @@ pub fn plain(text: &str) -> Cow<'_, str> {
     }
 }
 
+/// A text with its lines folded to this many columns. A line goes on as far to the right as it
+/// begins, at least past the word that it begins with. A list without blanks that is longer than a
+/// line is folded behind its commas and colons.
+///
+/// ```
+/// let text = merak_ckpt::words::folded("time      12.5 ms a step, predicted 11.9\n", Some(30));
+/// assert_eq!(text, "time      12.5 ms a step,\n          predicted 11.9\n");
+/// ```
+pub fn folded(text: &str, columns: Option<usize>) -> String {
+    const INDENT: usize = 10;
+    let columns = columns.unwrap_or(usize::MAX);
+    let mut folded = String::with_capacity(text.len());
+    for line in text.lines() {
+        let begin = line.chars().take_while(|c| *c == ' ').count();
+        let indent = begin.max(INDENT);
+        let mut used = 0;
+        for word in line
+            .split_inclusive(' ')
+            .flat_map(|word| pieces(word, columns.saturating_sub(indent)))
+        {
+            let length = word.trim_end().chars().count();
+            if used > indent && used + length > columns {
+                folded.truncate(folded.trim_end().len());
+                folded.push('\n');
+                folded.push_str(&" ".repeat(indent));
+                used = indent;
+            }
+            folded.push_str(word);
+            used += word.chars().count();
+        }
+        folded.push('\n');
+    }
+    folded
+}
+
+/// The word, or the parts of a list that has no room.
+fn pieces(word: &str, room: usize) -> Vec<&str> {
+    if word.chars().count() > room {
+        word.split_inclusive([',', ':']).collect()
+    } else {
+        vec![word]
+    }
+}
+
+/// A row of a table whose first two columns have these widths. Where the row exceeds `columns`, its
+/// last cell stands on a line of its own, below the second.
+///
+/// ```
+/// use merak_ckpt::words::row;
+/// assert_eq!(row(["tp", "2", "a.toml:1"], [4, 3], Some(80)), "tp    2    a.toml:1");
+/// assert_eq!(row(["tp", "2", "a.toml:1"], [4, 3], Some(12)), "tp    2\n      a.toml:1");
+/// ```
+pub fn row(cells: [&str; 3], widths: [usize; 2], columns: Option<usize>) -> String {
+    let ([first, second, last], [one, two]) = (cells, widths);
+    let row = format!("{first:one$}  {second:two$}  {last}");
+    if columns.is_some_and(|columns| row.chars().count() > columns) {
+        format!("{first:one$}  {second}\n{:one$}  {last}", "")
+    } else {
+        row
+    }
+}
+
 /// Whether a terminal would do something else than show the character: control characters, and
 /// those that turn the direction of a text.
 fn acts(c: char) -> bool {
@@ -145,6 +207,23 @@ mod tests {
         ];
         assert_eq!(shown, expected);
         assert_eq!(format!("{:>10}", Bytes(512)), "     512 B");
+    }
+
+    #[test]
+    fn lines_and_lists_without_blanks_are_folded_to_the_columns() {
+        let list = vec!["1.25"; 64].join(":");
+        let indented = format!("{:20}{}", "", "word ".repeat(30).trim_end());
+        let text = format!(
+            "costs F={list},I=1\n{}\n{indented}\n",
+            "word ".repeat(40).trim_end()
+        );
+        let short = folded(&text, Some(80));
+        assert!(short.lines().all(|line| line.len() <= 80), "{short}");
+        let joined: String = short.split_whitespace().collect();
+        assert_eq!(joined, text.split_whitespace().collect::<String>());
+        let last = short.lines().last().unwrap();
+        assert!(last.starts_with(&format!("{:20}word", "")), "{short}");
+        assert_eq!(folded(&text, None), text);
     }
 
     #[test]

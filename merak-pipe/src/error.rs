@@ -193,11 +193,11 @@ pub enum Error {
         stage: StageId,
     },
     /// An action breaks a rule.
-    #[error("rank {rank}, position {position}: {action} {rule}")]
+    #[error("rank {rank}, position {}: {action} {rule}", position + 1)]
     Invalid {
         /// The rank.
         rank: usize,
-        /// Index in its list of actions.
+        /// Index in its list of actions, from 0; the message counts from 1.
         position: usize,
         /// The action.
         action: Action,
@@ -213,11 +213,11 @@ pub enum Error {
         action: Action,
     },
     /// The lists of actions wait for each other in a circle.
-    #[error("deadlock: rank {rank} waits at position {position} ({action}) for the {needs}")]
+    #[error("deadlock: rank {rank} waits at position {} ({action}) for the {needs}", position + 1)]
     Deadlock {
         /// The first rank that waits for ever.
         rank: usize,
-        /// Index of the action in its list.
+        /// Index of the action in its list, from 0; the message counts from 1.
         position: usize,
         /// The action it cannot begin.
         action: Action,
@@ -226,12 +226,13 @@ pub enum Error {
     },
     /// The instruction streams wait for each other when a send waits for its receiver.
     #[error(
-        "deadlock with blocking sends: rank {rank} waits at instruction {position} ({instruction}) to exchange the {needs}"
+        "deadlock with blocking sends: rank {rank} waits at instruction {} ({instruction}) to exchange the {needs}",
+        position + 1
     )]
     BlockingDeadlock {
         /// The first rank that waits for ever.
         rank: usize,
-        /// Index of the instruction in its stream.
+        /// Index of the instruction in its stream, from 0; the message counts from 1.
         position: usize,
         /// Name of the instruction it cannot pass.
         instruction: &'static str,

@@ -28,7 +28,7 @@ impl Schedule {
     /// use merak_pipe::{Schedule, Size};
     /// let csv = "0F0,0F1,0B0,0B1\n1F0,1B0,1B1,1F1\n";
     /// let error = Schedule::from_csv("mine", csv, Size::new(2, 2))?.validate().unwrap_err();
-    /// assert_eq!(error.to_string(), "rank 1, position 2: 1B1 comes before 1F1");
+    /// assert_eq!(error.to_string(), "rank 1, position 3: 1B1 comes before 1F1");
     /// # Ok::<(), merak_pipe::Error>(())
     /// ```
     pub fn validate(&self) -> Result<()> {

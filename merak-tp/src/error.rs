@@ -61,7 +61,9 @@ pub enum Error {
         legal: Vec<usize>,
     },
     /// A module is to be split both ways.
-    #[error("{module} is matched as col ({col}) and as row ({row})")]
+    #[error(
+        "{module} is to be column-parallel ({col}) and row-parallel ({row}): take it out of one list"
+    )]
     BothKinds {
         /// Path of the module.
         module: String,

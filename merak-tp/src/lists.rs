@@ -69,6 +69,16 @@ pub enum SplitKind {
     Row,
 }
 
+impl SplitKind {
+    /// The kind before `-parallel`.
+    pub(crate) const fn in_words(self) -> &'static str {
+        match self {
+            Self::Col => "column",
+            Self::Row => "row",
+        }
+    }
+}
+
 impl LayerLists {
     /// Lists of column and row layers.
     pub fn col_row<S: Into<String>>(

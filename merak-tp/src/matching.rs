@@ -91,11 +91,14 @@ pub(crate) fn find(model: &Graph, lists: &LayerLists, degree: usize) -> Result<M
 fn entries(lists: &LayerLists) -> Vec<Entry<'_>> {
     let mut entries = named(SplitKind::Col, "col_para_list", &lists.col_para_list);
     entries.extend(named(SplitKind::Row, "row_para_list", &lists.row_para_list));
-    entries.extend(lists.input_output_mapping.iter().map(|mapping| Entry {
+    let ratios = (1..).zip(&lists.input_output_mapping);
+    entries.extend(ratios.map(|(number, mapping)| Entry {
         kind: mapping.kind,
         shown: format!(
-            "input_output_mapping ({}, {}, {})",
-            mapping.input, mapping.output, mapping.kind
+            "input_output_mapping, entry {number}: inputs to outputs {}:{}, {}-parallel",
+            mapping.input,
+            mapping.output,
+            mapping.kind.in_words()
         ),
         test: Test::Ratio {
             input: mapping.input,

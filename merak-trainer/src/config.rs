@@ -20,6 +20,7 @@ mod layer;
 mod lines;
 mod nearest;
 mod origin;
+mod range;
 mod reserved;
 mod schedule;
 mod setting;
@@ -32,7 +33,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use merak_ckpt::words::{brief, file};
+use merak_ckpt::words::{brief, file, row};
 use serde_json::Value;
 
 pub(crate) use self::nearest::nearest;
@@ -51,6 +52,7 @@ pub use self::{
     key::Key,
     layer::{Given, VARIABLES},
     origin::Origin,
+    range::Range,
     schedule::TrainSchedule,
     setting::InputPath,
     special::{Boundaries, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenizerSource},
@@ -221,12 +223,8 @@ impl Config {
         let values = width(|row| row.1.chars().count().min(40)).unwrap_or(0);
         let mut text = String::new();
         for (name, value, origin) in rows {
-            let row = format!("{name:names$}  {value:values$}  {origin}");
-            if columns.is_some_and(|columns| row.chars().count() > columns) {
-                let _ = writeln!(text, "{name:names$}  {value}\n{:names$}  {origin}", "");
-            } else {
-                let _ = writeln!(text, "{row}");
-            }
+            let row = row([name, &value, &origin], [names, values], columns);
+            let _ = writeln!(text, "{row}");
         }
         text
     }
@@ -245,9 +243,17 @@ impl Config {
     }
 
     fn apply(&mut self, entries: Vec<Entry>) -> Result<()> {
-        entries
-            .into_iter()
-            .try_for_each(|entry| self.apply_one(&entry))
+        let mut unknown = Vec::new();
+        for entry in entries {
+            match self.apply_one(&entry) {
+                Err(error @ Error::UnknownKey { .. }) => unknown.push(error),
+                outcome => outcome?,
+            }
+        }
+        match unknown.len() {
+            0 | 1 => unknown.pop().map_or(Ok(()), Err),
+            _ => Err(Error::UnknownKeys(unknown)),
+        }
     }
 
     fn apply_one(&mut self, entry: &Entry) -> Result<()> {

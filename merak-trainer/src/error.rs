@@ -5,8 +5,8 @@ mod words;
 
 pub use self::words::StepPart;
 use self::words::{
-    blamed, by_auto, did_you_mean, of, of_model_file, other_length, other_share, passed_over,
-    purpose, records_of, replaced_run, saved_with, stages_of,
+    all_of, blamed, by_auto, did_you_mean, of, of_model_file, other_length, other_share,
+    passed_over, purpose, records_of, replaced_run, saved_with, stages_of,
 };
 use crate::{config::DataFormat, data::DataFingerprint};
 use merak_ckpt::words::{Bytes, brief, file, sentence};
@@ -30,6 +30,9 @@ pub enum Error {
         /// The most similar known key.
         nearest: Option<String>,
     },
+    /// Several keys of a layer that no version knows, each an [`Error::UnknownKey`].
+    #[error("{}", all_of(.0))]
+    UnknownKeys(Vec<Self>),
     /// A value of another type than its key's.
     #[error(
         "\"{}\" expects {expected}, found {} ({place})",

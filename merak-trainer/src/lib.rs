@@ -83,8 +83,8 @@ mod world;
 pub use config::{
     AutopipeArguments, Backend, BestMetric, Boundaries, CheckedArguments, ComputeArguments, Config,
     CostSource, DataArguments, DataFormat, Device, DistributedArguments, Engine, Given, InputPath,
-    Key, MerakArguments, ModelArguments, Origin, PartitionMethod, Ratios, Recompute, RecomputeOp,
-    ReportTo, SeqLength, SplitMethod, Temperature, ThreadsPerRank, TokenizerSource,
+    Key, MerakArguments, ModelArguments, Origin, PartitionMethod, Range, Ratios, Recompute,
+    RecomputeOp, ReportTo, SeqLength, SplitMethod, Temperature, ThreadsPerRank, TokenizerSource,
     TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES, key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};

@@ -22,14 +22,23 @@ fn every_rule_has_its_message() {
         .unwrap();
     insta::assert_snapshot!(refusal("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", two), @"rank 0 never runs 0B1");
     insta::assert_snapshot!(refusal("0F0,0F1,0I0,0W0,0I1\n1F0,1B0,1F1,1B1\n", two), @"rank 0 never runs 0W1");
-    insta::assert_snapshot!(refusal("0F0,0F1,0B0,0B1,0B0\n1F0,1B0,1F1,1B1\n", two), @"rank 0, position 4: 0B0 comes a second time");
-    insta::assert_snapshot!(refusal("0F0,0F1,0B0,0I0\n1F0,1B0,1F1,1B1\n", two), @"rank 0, position 3: 0I0 repeats a part of 0B0: a full backward is an input and a weight gradient");
-    insta::assert_snapshot!(refusal("0F0,0W0,0I0,0F1,0B1\n1F0,1B0,1F1,1B1\n", two), @"rank 0, position 1: 0W0 comes before 0I0");
-    insta::assert_snapshot!(refusal("0F0,0F1,0B0,0R0,0B1\n1F0,1B0,1F1,1B1\n", two), @"rank 0, position 3: 0R0 comes after 0B0, which needs it");
-    insta::assert_snapshot!(refusal("0F0,0F1,0I0,0I1,0W1,0W0\n1F0,1B0,1F1,1B1\n", two), @"rank 0, position 5: 0W0 adds its weight gradients after those of microbatch 1; the order must ascend");
-    insta::assert_snapshot!(refusal("0F1,0F0,0B0,0B1\n1F0,1B0,1F1,1B1\n", two), @"rank 1, position 0: 1F0 takes the activation of microbatch 0 from stage 0 to stage 1 where the other end sends the activation of microbatch 1 from stage 0 to stage 1");
-    insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", two), @"deadlock: rank 0 waits at position 1 (0B0) for the gradient of microbatch 0 from stage 1 to stage 0");
-    insta::assert_snapshot!(refusal("0F0,0F1,1F0,1B0,0B0,1F1,1B1,0B1\n2F0,2B0,2F1,2B1,3F0,3B0,3F1,3B1\n", two.with_chunks(2)), @"deadlock: rank 0 waits at position 3 (1B0) for the gradient of microbatch 0 from stage 2 to stage 1");
+    insta::assert_snapshot!(refusal("0F0,0F1,0B0,0B1,0B0\n1F0,1B0,1F1,1B1\n", two), @"rank 0, position 5: 0B0 comes a second time");
+    insta::assert_snapshot!(refusal("0F0,0F1,0B0,0I0\n1F0,1B0,1F1,1B1\n", two), @"rank 0, position 4: 0I0 repeats a part of 0B0: a full backward is an input and a weight gradient");
+    insta::assert_snapshot!(refusal("0F0,0W0,0I0,0F1,0B1\n1F0,1B0,1F1,1B1\n", two), @"rank 0, position 2: 0W0 comes before 0I0");
+    insta::assert_snapshot!(refusal("0F0,0F1,0B0,0R0,0B1\n1F0,1B0,1F1,1B1\n", two), @"rank 0, position 4: 0R0 comes after 0B0, which needs it");
+    insta::assert_snapshot!(refusal("0F0,0F1,0I0,0I1,0W1,0W0\n1F0,1B0,1F1,1B1\n", two), @"rank 0, position 6: 0W0 adds its weight gradients after those of microbatch 1; the order must ascend");
+    insta::assert_snapshot!(refusal("0F1,0F0,0B0,0B1\n1F0,1B0,1F1,1B1\n", two), @"rank 1, position 1: 1F0 takes the activation of microbatch 0 from stage 0 to stage 1 where the other end sends the activation of microbatch 1 from stage 0 to stage 1");
+    insta::assert_snapshot!(refusal("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", two), @"deadlock: rank 0 waits at position 2 (0B0) for the gradient of microbatch 0 from stage 1 to stage 0");
+    insta::assert_snapshot!(refusal("0F0,0F1,1F0,1B0,0B0,1F1,1B1,0B1\n2F0,2B0,2F1,2B1,3F0,3B0,3F1,3B1\n", two.with_chunks(2)), @"deadlock: rank 0 waits at position 4 (1B0) for the gradient of microbatch 0 from stage 2 to stage 1");
+}
+
+#[test]
+fn the_first_action_of_a_rank_stands_at_position_1() {
+    let size = Size::new(1, 1);
+    assert_eq!(
+        refusal("0B0,0F0\n", size),
+        "rank 0, position 1: 0B0 comes before 0F0"
+    );
 }
 
 #[test]
@@ -39,9 +48,9 @@ fn what_lies_outside_the_size_is_refused_when_read() {
             .unwrap_err()
             .to_string()
     };
-    insta::assert_snapshot!(read("0F0,0B0\n2F0,2B0\n"), @"rank 1, position 0: 2F0 names a stage beyond the 2 of the schedule");
-    insta::assert_snapshot!(read("0F0,0B0\n1F0,1B1\n"), @"rank 1, position 1: 1B1 names a microbatch beyond the 1 of the schedule");
-    insta::assert_snapshot!(read("0F0,0B0\n0F0,1F0,1B0\n"), @"rank 1, position 0: 0F0 belongs to a stage that rank 0 runs");
+    insta::assert_snapshot!(read("0F0,0B0\n2F0,2B0\n"), @"rank 1, position 1: 2F0 names a stage beyond the 2 of the schedule");
+    insta::assert_snapshot!(read("0F0,0B0\n1F0,1B1\n"), @"rank 1, position 2: 1B1 names a microbatch beyond the 1 of the schedule");
+    insta::assert_snapshot!(read("0F0,0B0\n0F0,1F0,1B0\n"), @"rank 1, position 1: 0F0 belongs to a stage that rank 0 runs");
     insta::assert_snapshot!(read("0F0,0B0\n1F0,1B0\n\n0F0"), @"expected one list of actions for each of 2 ranks, found 3");
     insta::assert_snapshot!(read("0F0,0B0\n,\n"), @"no rank runs stage 1");
 }
@@ -50,14 +59,14 @@ fn what_lies_outside_the_size_is_refused_when_read() {
 fn buffers_and_recomputation_are_the_schedules_own_promises() {
     let mut schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 4)).unwrap();
     schedule.buffers[0] = 1;
-    insta::assert_snapshot!(schedule.validate().unwrap_err(), @"rank 0, position 1: 0F1 overwrites microbatch 0 in buffer 0 of 1");
+    insta::assert_snapshot!(schedule.validate().unwrap_err(), @"rank 0, position 2: 0F1 overwrites microbatch 0 in buffer 0 of 1");
     schedule.buffers.clear();
-    insta::assert_snapshot!(schedule.validate().unwrap_err(), @"rank 0, position 0: 0F0 runs on a stage without buffers");
+    insta::assert_snapshot!(schedule.validate().unwrap_err(), @"rank 0, position 1: 0F0 runs on a stage without buffers");
     let mut schedule = ScheduleKind::ShiftedCriticalPath
         .generate(Size::new(2, 4))
         .unwrap();
     schedule.actions[1].insert(1, "1R0".parse().unwrap());
-    insta::assert_snapshot!(schedule.validate().unwrap_err(), @"rank 1, position 1: 1R0 recomputes on a stage that keeps its activations in this schedule");
+    insta::assert_snapshot!(schedule.validate().unwrap_err(), @"rank 1, position 2: 1R0 recomputes on a stage that keeps its activations in this schedule");
 }
 
 #[test]

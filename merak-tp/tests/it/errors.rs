@@ -44,8 +44,12 @@ fn features_that_do_not_divide() {
         Ok(())
     });
     insta::assert_snapshot!(refusal(&graph, &lists, 4), @r#"row: 10 input features cannot be split over tp = 4 (row_para_list "row"): choose "tp" among 1, 2"#);
+}
+
+#[test]
+fn a_layer_of_a_ratio_is_refused_with_its_entry_in_words() {
     insta::assert_snapshot!(refusal(&gpt2_of(10, 2), &default_lists("gpt2").unwrap(), 4),
-        @r#"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (input_output_mapping (1, 3, col)): choose "tp" among 1, 2"#);
+        @r#"transformer.h.0.attn.c_attn: 10 output features cannot be split over tp = 4 (input_output_mapping, entry 1: inputs to outputs 1:3, column-parallel): choose "tp" among 1, 2"#);
 }
 
 #[test]
@@ -77,7 +81,7 @@ fn heads_that_do_not_divide() {
 #[test]
 fn a_module_in_both_lists() {
     let lists = LayerLists::col_row(["col", "ro"], ["row"]);
-    insta::assert_snapshot!(refusal(&mlp(8), &lists, 2), @r#"row is matched as col (col_para_list "ro") and as row (row_para_list "row")"#);
+    insta::assert_snapshot!(refusal(&mlp(8), &lists, 2), @r#"row is to be column-parallel (col_para_list "ro") and row-parallel (row_para_list "row"): take it out of one list"#);
     let mapped = LayerLists {
         input_output_mapping: vec![Mapping {
             input: 1,
@@ -87,7 +91,7 @@ fn a_module_in_both_lists() {
         ..lists
     };
     insta::assert_snapshot!(refusal(&mlp(16), &mapped, 2),
-        @r#"col is matched as col (col_para_list "col") and as row (input_output_mapping (1, 2, row))"#);
+        @r#"col is to be column-parallel (col_para_list "col") and row-parallel (input_output_mapping, entry 1: inputs to outputs 1:2, row-parallel): take it out of one list"#);
 }
 
 #[test]

@@ -44,10 +44,10 @@ fn a_gpt2_block_has_one_all_reduce_per_half() {
     ");
     insta::assert_snapshot!(split.report.to_string(), @"
     tensor parallel over 2 ranks: 4 layers split
-      col transformer.h.0.attn.c_attn  16 -> 48 in 3 parts  (input_output_mapping (1, 3, col))
-      row transformer.h.0.attn.c_proj  16 -> 16  (input_output_mapping (1, 1, row))
-      col transformer.h.0.mlp.c_fc     16 -> 64  (input_output_mapping (1, 4, col))
-      row transformer.h.0.mlp.c_proj   64 -> 16  (input_output_mapping (4, 1, row))
+      col transformer.h.0.attn.c_attn  16 -> 48 in 3 parts  (input_output_mapping, entry 1: inputs to outputs 1:3, column-parallel)
+      row transformer.h.0.attn.c_proj  16 -> 16  (input_output_mapping, entry 2: inputs to outputs 1:1, row-parallel)
+      col transformer.h.0.mlp.c_fc     16 -> 64  (input_output_mapping, entry 3: inputs to outputs 1:4, column-parallel)
+      row transformer.h.0.mlp.c_proj   64 -> 16  (input_output_mapping, entry 4: inputs to outputs 4:1, row-parallel)
       forward all_reduce: 2 per microbatch, 2048 bytes
       backward all_reduce: 2 per microbatch, 2048 bytes
     ");

@@ -16,6 +16,9 @@ pub(crate) struct Keys {
         value_name = "KEYS"
     )]
     words: Vec<String>,
+    /// The command's own options that were looked for among the words.
+    #[arg(skip)]
+    options: Vec<&'static str>,
     /// What the command gives by itself.
     #[arg(skip)]
     given: Vec<Given>,
@@ -24,14 +27,16 @@ pub(crate) struct Keys {
 impl Keys {
     /// Removes a flag of the command and says whether it was there. All words after the first key
     /// are among these words.
-    pub(crate) fn take_flag(&mut self, flag: &str) -> bool {
+    pub(crate) fn take_flag(&mut self, flag: &'static str) -> bool {
+        self.options.push(flag);
         let before = self.words.len();
         self.words.retain(|word| dashed(word) != flag);
         self.words.len() < before
     }
 
     /// Removes an option of the command and its value, as `--name VALUE` or `--name=VALUE`.
-    pub(crate) fn take_option(&mut self, name: &str) -> Option<String> {
+    pub(crate) fn take_option(&mut self, name: &'static str) -> Option<String> {
+        self.options.push(name);
         let is_option = |word: &String| {
             let word = dashed(word);
             let rest = word.strip_prefix(name);
@@ -59,7 +64,9 @@ impl Keys {
     /// Resolves the environment and these keys, over a file if there is one.
     pub(crate) fn resolve(&self, file: Option<&Path>) -> Result<Config> {
         let given = self.given.iter().cloned();
+        let options = [&self.options[..], &["--log"]].concat();
         Config::load_with(file, environment::variables()?, &self.words, given)
+            .map_err(|error| error.or_option(&options))
     }
 }
 

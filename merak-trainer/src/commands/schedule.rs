@@ -2,11 +2,11 @@
 
 use super::{Failure, Outcome, output};
 use clap::{Args as ClapArgs, ValueEnum};
-use merak_ckpt::words::{Bytes, brief, file};
+use merak_ckpt::words::{Bytes, brief, file, folded};
 use merak_pipe::{
     ActivationBytes, AutoLimits, ByteLimits, Costs, Figure, GridStyle, PageOptions, PeakBytes,
-    Schedule, ScheduleKind, Simulation, Size, UnitCosts, auto, grid, html, json, json_with_bytes,
-    simulate_on, svg, trace,
+    Schedule, ScheduleKind, Simulation, Size, StageId, UnitCosts, auto, grid, html, json,
+    json_with_bytes, simulate_on, svg, trace,
 };
 use merak_trainer::chain;
 use std::{
@@ -74,8 +74,8 @@ pub(crate) struct Args {
     #[arg(short = 'o', long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Checks the schedule in this CSV file instead: one line per rank, cells such as 0F3. The file
-    /// holds neither the cost R of its schedule, 0 where --costs does not name it, nor the stages
-    /// that never recompute, so that its times may be others.
+    /// holds no costs: R, what a stage recomputes, is 0 where --costs does not name it. Writing a
+    /// schedule as CSV says which --costs give its times again.
     #[arg(long, value_name = "FILE")]
     check: Option<PathBuf>,
 }
@@ -164,7 +164,15 @@ pub(crate) fn run(args: &Args) -> Outcome {
     args.format.check(&schedule)?;
     let simulate = || simulate_on(&schedule, &costs, args.cores.unwrap_or(f64::INFINITY));
     let text = match args.format {
-        Format::Csv => schedule.to_csv(),
+        Format::Csv => {
+            if let Some(lost) = lost_in_csv(&schedule, &costs) {
+                tracing::warn!(
+                    "CSV holds no cost of recomputation: the times of {} need --check FILE --costs {lost}",
+                    schedule.name
+                );
+            }
+            schedule.to_csv()
+        }
         Format::Json => match bytes {
             None => format!("{:#}", json(&schedule, &costs)?),
             Some(bytes) => format!("{:#}", json_with_bytes(&schedule, &costs, bytes)?),
@@ -203,7 +211,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
             if let Some(bytes) = bytes {
                 told.push_str(&byte_figures(&schedule, bytes)?);
             }
-            format!("{drawn}\n{}", output::fitted_to(&told, columns))
+            format!("{drawn}\n{}", folded(&told, columns))
         }
     };
     match &args.output {
@@ -274,6 +282,24 @@ impl Entries {
             None => error.into(),
         }
     }
+}
+
+/// The costs of recomputation, as `--costs` takes them, that a schedule has and its CSV does not
+/// hold: PyTorch's format, whose readers refuse cells that are no action.
+fn lost_in_csv(schedule: &Schedule, costs: &Costs) -> Option<String> {
+    let stages = (0..).zip(&costs.recompute);
+    let of_stage = |(stage, cost): (usize, &f64)| {
+        let keeps = schedule.no_recompute.contains(&StageId(stage));
+        if keeps { 0.0 } else { *cost }
+    };
+    let lost: Vec<_> = stages.map(of_stage).collect();
+    let text = |cost: &f64| Figure(*cost).to_string();
+    let (first, rest) = lost.split_first()?;
+    if rest.iter().any(|cost| cost.total_cmp(first).is_ne()) {
+        let each: Vec<_> = lost.iter().map(text).collect();
+        return Some(format!("R={}", each.join(":")));
+    }
+    (*first > 0.0).then(|| format!("R={}", text(first)))
 }
 
 /// Whether costs such as `F=1,R=0.5` say what a recompute costs.

@@ -67,7 +67,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let folder = RunFolder::take(&prepared.args, config.to_toml()).map_err(located)?;
     output::print(&prepared.describe()?)?;
     if !prepared.args.saves() {
-        output::print(KEEPS_NOTHING)?;
+        output::print(output::fitted(KEEPS_NOTHING))?;
     }
     let stop = Arc::new(AtomicI64::new(0));
     signals::watch(&stop)?;
@@ -256,7 +256,7 @@ impl Run<'_> {
         }
         match RunFolder::check(&self.args) {
             Err(error @ (Error::RunExists { .. } | Error::RunInUse { .. })) => {
-                let _ = writeln!(text, "warning: {error}");
+                text += &output::fitted(&format!("warning: {error}"));
             }
             other => {
                 other?;
@@ -267,7 +267,7 @@ impl Run<'_> {
         }
         match memory {
             Err(error @ Error::Memory(_)) => {
-                let _ = writeln!(text, "warning: {error}");
+                text += &output::fitted(&format!("warning: {error}"));
             }
             other => {
                 other?;
@@ -292,11 +292,11 @@ impl Run<'_> {
         } else {
             "num_train_epochs"
         };
-        let mut text = format!(
+        let mut text = output::fitted(&format!(
             "nothing left to do: {path} is at step {step}, and \"{key}\" ends the run at step {total}\n\
              go on     with a larger \"{key}\", for example --max_steps {}\n",
             step + total
-        );
+        ));
         self.advise_to_generate(&checkpoint.path, &mut text);
         text
     }
@@ -334,7 +334,8 @@ impl Run<'_> {
         Ok(trainer.generate(&[prompt], &options)?.into_iter().next())
     }
 
-    /// The summary of the run.
+    /// The summary of the run: figures in lines that fit the terminal; the sample, paths and
+    /// commands as they are.
     fn summary(&self, ranks: &[Finished], output_dir: &Path) -> String {
         let finished = &ranks[0];
         let mut text = String::new();
@@ -393,6 +394,7 @@ impl Run<'_> {
             None => writeln!(text),
         };
         self.compare_times(ranks, &mut text);
+        text = output::fitted(&text);
         if let Some((sample, tokenizer)) = finished.sample.as_ref().zip(self.tokenizer.as_ref()) {
             let Completion {
                 prompt_ids, ids, ..
@@ -421,7 +423,7 @@ impl Run<'_> {
             let best = output.best.map(|best| store.path_of(best.step as u64));
             self.advise_to_generate(&best.unwrap_or(last), &mut text);
         } else {
-            text += KEEPS_NOTHING;
+            text += &output::fitted(KEEPS_NOTHING);
         }
         text
     }

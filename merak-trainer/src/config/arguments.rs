@@ -16,6 +16,19 @@ use super::{
     special::{Boundaries, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenizerSource},
 };
 
+/// Upper bound on prefetch threads: more than any machine has cores is a typing mistake.
+const MAX_WORKERS: i64 = 1024;
+
+/// About thirty years: adding it to a clock cannot overflow.
+const MAX_TIMEOUT_S: i64 = 1_000_000_000;
+
+/// Most microbatches of the step that a search for stages simulates; more would not change its
+/// result.
+const MAX_SIMULATED: i64 = 100_000;
+
+/// Upper bound on the time of a message, as of the other costs of a search.
+const MAX_COMM_COST: i64 = 1_000_000_000_000_000;
+
 settings! {
     /// The arguments of a run: what a configuration file holds, as values.
     ///
@@ -29,16 +42,16 @@ settings! {
         /// first save.
         overwrite_output_dir: bool = false,
         /// Data-parallel replicas.
-        dp: usize = 1,
+        dp: usize [at_least 1] = 1,
         /// Tensor-parallel ranks per replica and stage.
-        tp: usize = 1,
+        tp: usize [at_least 1] = 1,
         /// Ranks of the pipeline.
-        pp: usize = 1,
+        pp: usize [at_least 1] = 1,
         /// Order of the microbatches' forwards and backwards on each rank.
         train_schedule: TrainSchedule = TrainSchedule::Named(ScheduleKind::OneFOneB),
         /// Stages per rank, for the schedules that run several; those in the shape of a V always
         /// run two.
-        virtual_stages: usize = 1,
+        virtual_stages: usize [at_least 1] = 1,
         /// Rule that gives shards to stages.
         partition_method: PartitionMethod = PartitionMethod::Uniform,
         /// Boundaries of `partition_method = "custom"`: pp + 1 of them, from 0 to the number of
@@ -54,11 +67,11 @@ settings! {
         /// Module or parameter names that start a shard; only with `split_method = "layer_split"`.
         custom_split_points: Option<Vec<String>> = None,
         /// Shards that `farthest_min_deps` aims at; unset: twice the layers.
-        shard_count: Option<usize> = None,
+        shard_count: Option<usize> [at_least 1] = None,
         /// How the model becomes a graph.
         trace_method: TraceMethod = TraceMethod::Fx,
         /// Standard deviation of the normal that initialises weight matrices.
-        init_method_std: f64 = 0.02,
+        init_method_std: f64 [more_than 0] = 0.02,
         /// Whether activations are recomputed in the backward.
         activation_checkpointing: bool = true,
         /// Shards per recomputed chunk; 0 is off.
@@ -67,21 +80,21 @@ settings! {
         recompute: Recompute = Recompute::Full,
         /// Part of the first stage's shards that is recomputed, or a list with one value per stage;
         /// unset: all.
-        activation_checkpoint_ratio: Option<Ratios> = None,
+        activation_checkpoint_ratio: Option<Ratios> [at_least 0, at_most 1] = None,
         /// Operations whose results `recompute = "selective"` drops; unset: attention, activation
         /// and norm.
         recompute_ops: Option<Vec<RecomputeOp>> = None,
         /// Bytes of activations per rank under `recompute = "budget"`.
         activation_memory_budget: Option<usize> = None,
         /// Layers; unset: from the model's config.
-        num_layers: Option<usize> = None,
+        num_layers: Option<usize> [at_least 1] = None,
         /// Longest sequence, in tokens, or a pair for encoder and decoder; unset: from the data's
         /// tensors or the model's config.
-        seq_length: Option<SeqLength> = None,
+        seq_length: Option<SeqLength> [at_least 1] = None,
         /// Width of hidden states; unset: from the model's config.
-        hidden_size: Option<usize> = None,
+        hidden_size: Option<usize> [at_least 1] = None,
         /// Attention heads; unset: from the model's config.
-        num_heads: Option<usize> = None,
+        num_heads: Option<usize> [at_least 1] = None,
         /// Whether weights and activations are bf16, with f32 masters and gradients; on the default
         /// backend the frozen weights under `lora_config` alone.
         bf16: bool = false,
@@ -90,19 +103,19 @@ settings! {
         /// What ZeRO shards over the replicas: 0 nothing, 1 optimizer state.
         zero_stage: ZeroStage = ZeroStage::OptimizerState,
         /// Elements per all-gather of updated parameters.
-        zero_allgather_bucket_size: usize = 500_000_000,
+        zero_allgather_bucket_size: usize [at_least 1] = 500_000_000,
         /// Elements per reduction of gradients.
-        zero_reduce_bucket_size: usize = 500_000_000,
+        zero_reduce_bucket_size: usize [at_least 1] = 500_000_000,
         /// Whether gradients are divided before their reduction.
         prescale_gradients: bool = false,
         /// Part of that division done before the reduction; 1: all of it.
-        gradient_predivide_factor: f64 = 1.0,
+        gradient_predivide_factor: f64 [more_than 0] = 1.0,
         /// Whether checkpoints are written; unset: where `output_dir` is given or `lora_config`
         /// trains an adapter.
         save: Option<bool> = None,
         /// Steps between checkpoints, and then none at epochs' ends; unset: 500, and each epoch's
         /// end.
-        save_steps: Option<usize> = None,
+        save_steps: Option<usize> [at_least 1] = None,
         /// Whether training goes on while a checkpoint is written, from a copy of the tensors.
         async_save: bool = false,
         /// Newest checkpoints kept; 0 or less keeps all.
@@ -137,50 +150,50 @@ settings! {
         /// Whether to evaluate, during training too.
         do_eval: bool = false,
         /// Steps between evaluations; unset: at each epoch's end.
-        eval_steps: Option<usize> = None,
+        eval_steps: Option<usize> [at_least 1] = None,
         /// Evaluation iterations, each of `gradient_accumulation_steps` microbatches per replica;
         /// unset: the whole set.
-        eval_iters: Option<usize> = None,
+        eval_iters: Option<usize> [at_least 1] = None,
         /// Seed of all randomness.
         seed: u64 = 42,
         /// Seed of the order of samples; unset: `seed`.
         data_seed: Option<u64> = None,
         /// Samples per microbatch and replica in training.
-        per_device_train_batch_size: usize = 8,
+        per_device_train_batch_size: usize [at_least 1] = 8,
         /// Samples per microbatch and replica in evaluation.
-        per_device_eval_batch_size: usize = 8,
+        per_device_eval_batch_size: usize [at_least 1] = 8,
         /// Microbatches per step and replica.
-        gradient_accumulation_steps: usize = 1,
+        gradient_accumulation_steps: usize [at_least 1] = 1,
         /// Prefetch threads for samples; 0: samples are read when they are needed.
-        dataloader_num_workers: usize = 0,
+        dataloader_num_workers: usize [at_least 0, at_most MAX_WORKERS] = 0,
         /// Whether evaluation drops its last partial batch.
         dataloader_drop_last: bool = false,
-        /// Passes over the training data; may be a fraction.
+        /// Passes over the training data, or a fraction of one; more than 0 unless `max_steps` is.
         num_train_epochs: f64 = 3.0,
         /// Steps to train; more than 0 wins over `num_train_epochs`.
         max_steps: i64 = -1,
         /// Optimizer.
         optim: OptimizerKind = OptimizerKind::AdamW,
         /// Learning rate after warmup.
-        learning_rate: f64 = 5e-5,
+        learning_rate: f64 [at_least 0] = 5e-5,
         /// Weight decay, decoupled under `adamw_torch` and added to the gradient under `adam` and
         /// `sgd`; none on norm weights and on what has "bias" in its name.
-        weight_decay: f64 = 0.0,
+        weight_decay: f64 [at_least 0] = 0.0,
         /// Decay of Adam's first moment.
-        adam_beta1: f64 = 0.9,
+        adam_beta1: f64 [at_least 0, less_than 1] = 0.9,
         /// Decay of Adam's second moment.
-        adam_beta2: f64 = 0.999,
+        adam_beta2: f64 [at_least 0, less_than 1] = 0.999,
         /// Adam's denominator offset.
-        adam_epsilon: f64 = 1e-8,
+        adam_epsilon: f64 [more_than 0] = 1e-8,
         /// Momentum of `optim = "sgd"`.
-        sgd_momentum: f64 = 0.0,
+        sgd_momentum: f64 [at_least 0] = 0.0,
         /// Whether that momentum is Nesterov's.
         nesterov: bool = false,
         /// Largest global gradient norm; 0 or less switches clipping off.
         max_grad_norm: f64 = 1.0,
         /// Steps in a row without finite gradients after which a run ends; each of them changes
         /// nothing.
-        max_skipped_steps: usize = 50,
+        max_skipped_steps: usize [at_least 1] = 50,
         /// Shape of the learning rate over the run.
         lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
         /// Parameters of that shape.
@@ -188,33 +201,33 @@ settings! {
         /// Steps of warmup; more than 0 wins over `warmup_ratio`.
         warmup_steps: usize = 0,
         /// Warmup as a share of all steps.
-        warmup_ratio: f64 = 0.0,
+        warmup_ratio: f64 [at_least 0, at_most 1] = 0.0,
         /// Share of the target spread over all tokens in the training loss; evaluation reports the
         /// loss without it.
-        label_smoothing_factor: f64 = 0.0,
+        label_smoothing_factor: f64 [at_least 0, less_than 1] = 0.0,
         /// Steps between log lines.
-        logging_steps: usize = 500,
+        logging_steps: usize [at_least 1] = 500,
         /// Where metrics go besides `metrics.jsonl`.
         report_to: ReportTo = ReportTo::None,
         /// Continues prompts from standard input instead of training.
         text_generation: bool = false,
         /// Most new tokens per prompt in generation.
-        out_seq_length: usize = 1024,
+        out_seq_length: usize [at_least 1] = 1024,
         /// The same under its Hugging Face name; unset: `out_seq_length`.
-        max_new_tokens: Option<usize> = None,
+        max_new_tokens: Option<usize> [at_least 1] = None,
         /// Sampling temperature; 0 or `greedy` takes the likeliest token.
-        temperature: Temperature = Temperature(0.9),
+        temperature: Temperature [at_least 0] = Temperature(0.9),
         /// Sampling keeps the k likeliest tokens; 0 keeps all.
         top_k: usize = 0,
         /// Sampling keeps the likeliest tokens up to this probability.
-        top_p: f64 = 0.9,
+        top_p: f64 [more_than 0, at_most 1] = 0.9,
         /// Sampling drops tokens less likely than this share of the likeliest.
-        min_p: f64 = 0.0,
+        min_p: f64 [at_least 0, at_most 1] = 0.0,
         /// Whether generation keeps keys and values between tokens; changes no token, only the
         /// time.
         use_cache: bool = true,
         /// Divisor of the positive logits of tokens already present; 1 is off.
-        repetition_penalty: f64 = 1.0,
+        repetition_penalty: f64 [more_than 0] = 1.0,
         /// Strings that end a generated text, behind the token in which they end.
         stop_strings: Option<Vec<String>> = None,
         /// Token that ends a generated row; unset: those of the model's config and the tokenizer's.
@@ -260,21 +273,21 @@ settings! {
         /// How text becomes tokens: `bytes`, or the path of a tokenizer.json.
         tokenizer: TokenizerSource = TokenizerSource::Bytes,
         /// Share of the tokens or samples, at the end, that validation takes.
-        validation_fraction: f64 = 0.05,
+        validation_fraction: f64 [at_least 0, less_than 1] = 0.05,
         /// Most bytes of text that are read; unset: all of `path`, or 8 MiB of the crates' sources.
-        max_bytes: Option<usize> = None,
+        max_bytes: Option<usize> [at_least 1] = None,
         /// Whether files that are no text (binary, or not UTF-8 where the tokenizer needs that) are
         /// passed over and counted, not refused.
         skip_binary: bool = false,
         /// Share of a text's tokens that masked language modelling hides and span corruption leaves
         /// out.
-        mlm_probability: f64 = 0.15,
+        mlm_probability: f64 [more_than 0, less_than 1] = 0.15,
         /// Share of the hidden tokens that the mask token replaces.
-        mask_replace_prob: f64 = 0.8,
+        mask_replace_prob: f64 [at_least 0, at_most 1] = 0.8,
         /// Share of the hidden tokens that any token replaces; the rest stay as they are.
-        random_replace_prob: f64 = 0.1,
+        random_replace_prob: f64 [at_least 0, at_most 1] = 0.1,
         /// Mean length of the pieces that span corruption leaves out.
-        mean_noise_span_length: f64 = 3.0,
+        mean_noise_span_length: f64 [at_least 1] = 3.0,
     }
 }
 
@@ -284,7 +297,7 @@ settings! {
         /// How ranks reach each other.
         engine: Engine = Engine::Auto,
         /// Seconds after which a wait for a peer ends as an error.
-        timeout_s: f64 = 600.0,
+        timeout_s: f64 [more_than 0, at_most MAX_TIMEOUT_S] = 600.0,
     }
 }
 
@@ -304,13 +317,13 @@ settings! {
     /// Section `[autopipe]`.
     AutopipeArguments under "autopipe." {
         /// Microbatches of the simulated step; unset: those of the run.
-        micro_batches: Option<usize> = None,
+        micro_batches: Option<usize> [at_least 1, at_most MAX_SIMULATED] = None,
         /// Time of a message between stages: seconds, or billions of operations where these are
         /// counted; unset: as measured, or 0.
-        comm_cost: Option<f64> = None,
+        comm_cost: Option<f64> [at_least 0, at_most MAX_COMM_COST] = None,
         /// Most bytes of weights, gradients, optimizer state and activations that the search gives
         /// a rank; unset: no limit.
-        memory_limit: Option<usize> = None,
+        memory_limit: Option<usize> [at_least 1] = None,
     }
 }
 

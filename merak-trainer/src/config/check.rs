@@ -1,7 +1,7 @@
 //! Whether the values of the keys are legal, each by itself and beside the others.
 
 use std::{
-    fmt::{self, Display},
+    fmt::Display,
     path::{Path, PathBuf},
 };
 
@@ -10,27 +10,14 @@ use merak_pipe::Size;
 use merak_zero::LrSchedule;
 
 use super::{
-    arguments::MerakArguments,
+    arguments::{MerakArguments, keys},
     checked::CheckedArguments,
     choice::{Backend, CostSource, DataFormat, Device, PartitionMethod, Recompute, SplitMethod},
+    range::Number,
     schedule::TrainSchedule,
     special::Ratios,
 };
 use crate::error::{Error, Result};
-
-/// A number for messages; very large and very small ones get an exponent.
-struct Number(f64);
-
-impl Display for Number {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(number) = self;
-        if *number == 0.0 || (1e-6..1e15).contains(&number.abs()) {
-            write!(f, "{number}")
-        } else {
-            write!(f, "{number:e}")
-        }
-    }
-}
 
 /// The checks, with the places of keys for their messages.
 struct Checker<'a> {
@@ -55,43 +42,6 @@ impl Checker<'_> {
             expected: expected.to_string(),
         })
     }
-
-    fn at_least_1(&self, values: &[(&'static str, usize)]) -> Result<()> {
-        values
-            .iter()
-            .try_for_each(|&(key, value)| self.require(value >= 1, key, value, "at least 1"))
-    }
-
-    fn at_least_1_if_set(&self, values: &[(&'static str, Option<usize>)]) -> Result<()> {
-        values
-            .iter()
-            .filter_map(|&(key, value)| Some((key, value?)))
-            .try_for_each(|(key, value)| self.require(value >= 1, key, value, "at least 1"))
-    }
-
-    fn not_negative(&self, values: &[(&'static str, f64)]) -> Result<()> {
-        values.iter().try_for_each(|&(key, value)| {
-            self.require(value >= 0.0, key, Number(value), "at least 0")
-        })
-    }
-
-    fn positive(&self, values: &[(&'static str, f64)]) -> Result<()> {
-        values.iter().try_for_each(|&(key, value)| {
-            self.require(value > 0.0, key, Number(value), "more than 0")
-        })
-    }
-
-    /// Fractions in 0..1, the end excluded.
-    fn fraction(&self, values: &[(&'static str, f64)]) -> Result<()> {
-        values.iter().try_for_each(|&(key, value)| {
-            self.require(
-                (0.0..1.0).contains(&value),
-                key,
-                Number(value),
-                "at least 0 and less than 1",
-            )
-        })
-    }
 }
 
 /// Checks the arguments; `place` tells where a key was set.
@@ -100,6 +50,7 @@ pub(crate) fn check(
     place: &dyn Fn(&str) -> String,
 ) -> Result<CheckedArguments> {
     let checker = Checker { place };
+    check_ranges(arguments, &checker)?;
     check_degrees(arguments, &checker)?;
     check_folders(arguments, &checker)?;
     check_graph(arguments, &checker)?;
@@ -108,21 +59,20 @@ pub(crate) fn check(
     check_recompute(arguments, &checker)?;
     check_intervals(arguments, &checker)?;
     check_generation(arguments, &checker)?;
-    check_machine(arguments, &checker)?;
     check_compute(arguments, &checker)?;
     check_data(arguments, &checker)?;
     Ok(CheckedArguments::of(arguments.clone()))
 }
 
+/// The numbers of each key lie in the key's range.
+fn check_ranges(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    keys().try_for_each(|key| match a.outside(key) {
+        Some(found) => checker.require(false, key.name, found, key.range),
+        None => Ok(()),
+    })
+}
+
 fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
-    checker.at_least_1(&[
-        ("dp", a.dp),
-        ("tp", a.tp),
-        ("pp", a.pp),
-        ("per_device_train_batch_size", a.per_device_train_batch_size),
-        ("per_device_eval_batch_size", a.per_device_eval_batch_size),
-        ("gradient_accumulation_steps", a.gradient_accumulation_steps),
-    ])?;
     let product = |factors: &[usize]| {
         let mut factors = factors.iter();
         factors.try_fold(1_usize, |product, factor| product.checked_mul(*factor))
@@ -168,28 +118,6 @@ fn check_degrees(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Upper bound on prefetch threads: more than any machine has cores is a typing mistake.
-const MAX_WORKERS: usize = 1024;
-
-/// About thirty years: adding it to a clock cannot overflow.
-const MAX_TIMEOUT_S: f64 = 1e9;
-
-fn check_machine(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
-    let timeout = a.distributed.timeout_s;
-    checker.require(
-        timeout > 0.0 && timeout <= MAX_TIMEOUT_S,
-        "distributed.timeout_s",
-        Number(timeout),
-        format_args!("more than 0 and at most {MAX_TIMEOUT_S:e}"),
-    )?;
-    checker.require(
-        a.dataloader_num_workers <= MAX_WORKERS,
-        "dataloader_num_workers",
-        a.dataloader_num_workers,
-        format_args!("at most {MAX_WORKERS}"),
-    )
-}
-
 fn check_folders(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let is_named = |folder: &PathBuf| !folder.as_os_str().is_empty();
     checker.require(
@@ -215,19 +143,6 @@ fn check_folders(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 }
 
 fn check_graph(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
-    checker.at_least_1_if_set(&[
-        ("num_layers", a.num_layers),
-        ("seq_length", a.seq_length.map(|lengths| lengths.input)),
-        (
-            "seq_length",
-            a.seq_length.and_then(|lengths| lengths.target),
-        ),
-        ("hidden_size", a.hidden_size),
-        ("num_heads", a.num_heads),
-        ("shard_count", a.shard_count),
-    ])?;
-    checker.positive(&[("init_method_std", a.init_method_std)])?;
-    checker.positive(&[("adam_epsilon", a.adam_epsilon)])?;
     checker.require(
         !a.finetune || a.resume_from_checkpoint.is_some(),
         "finetune",
@@ -260,22 +175,8 @@ fn check_graph(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     check_autopipe(a, checker)
 }
 
-/// Most microbatches of the step that a search for stages simulates; more would not change its
-/// result.
-const MOST_SIMULATED: usize = 100_000;
-
 fn check_autopipe(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let options = &a.autopipe;
-    if let Some(found) = options.micro_batches {
-        let legal = (1..=MOST_SIMULATED).contains(&found);
-        let expected = format!("from 1 to {MOST_SIMULATED}");
-        checker.require(legal, "autopipe.micro_batches", found, expected)?;
-    }
-    if let Some(found) = options.comm_cost {
-        let legal = (0.0..=1e15).contains(&found);
-        checker.require(legal, "autopipe.comm_cost", Number(found), "from 0 to 1e15")?;
-    }
-    checker.at_least_1_if_set(&[("autopipe.memory_limit", options.memory_limit)])?;
     let searches =
         [PartitionMethod::Autopipe, PartitionMethod::Exact].contains(&a.partition_method);
     let expected = "unset unless \"partition_method\" is \"autopipe\" or \"exact\"";
@@ -374,7 +275,6 @@ fn check_compute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 
 fn check_schedule(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let (schedule, chunks) = (a.train_schedule, a.virtual_stages);
-    checker.at_least_1(&[("virtual_stages", chunks)])?;
     let fixed = schedule.fixed_chunks().unwrap_or(chunks);
     checker.require(
         chunks == 1 || chunks == fixed,
@@ -422,8 +322,12 @@ fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
             &found,
             unset_unless(Recompute::Full),
         )?;
-        let legal = !ratios.is_empty() && ratios.iter().all(|ratio| (0.0..=1.0).contains(ratio));
-        checker.require(legal, key, &found, "values from 0 to 1")?;
+        checker.require(
+            !ratios.is_empty(),
+            key,
+            &found,
+            "a list with a number in it",
+        )?;
         let stages = num_stages(a);
         let expected = format_args!(
             "at most {stages} values, because {} is {stages}",
@@ -461,33 +365,12 @@ fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 }
 
 fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
-    checker.at_least_1(&[
-        ("zero_allgather_bucket_size", a.zero_allgather_bucket_size),
-        ("zero_reduce_bucket_size", a.zero_reduce_bucket_size),
-    ])?;
-    checker.not_negative(&[
-        ("learning_rate", a.learning_rate),
-        ("weight_decay", a.weight_decay),
-        ("sgd_momentum", a.sgd_momentum),
-    ])?;
-    checker.fraction(&[
-        ("adam_beta1", a.adam_beta1),
-        ("adam_beta2", a.adam_beta2),
-        ("label_smoothing_factor", a.label_smoothing_factor),
-    ])?;
-    checker.require(
-        (0.0..=1.0).contains(&a.warmup_ratio),
-        "warmup_ratio",
-        Number(a.warmup_ratio),
-        "from 0 to 1",
-    )?;
     checker.require(
         !a.nesterov || a.sgd_momentum > 0.0,
         "nesterov",
         a.nesterov,
         "false unless \"sgd_momentum\" is more than 0",
     )?;
-    checker.positive(&[("gradient_predivide_factor", a.gradient_predivide_factor)])?;
     let undivided = (a.gradient_predivide_factor - 1.0).abs() < f64::EPSILON;
     checker.require(
         undivided || a.prescale_gradients,
@@ -499,12 +382,6 @@ fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 
 fn check_data(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let data = &a.data;
-    checker.fraction(&[
-        ("data.validation_fraction", data.validation_fraction),
-        ("data.mlm_probability", data.mlm_probability),
-    ])?;
-    checker.positive(&[("data.mlm_probability", data.mlm_probability)])?;
-    checker.at_least_1_if_set(&[("data.max_bytes", data.max_bytes)])?;
     let is_text = data.format == DataFormat::Text;
     checker.require(
         is_text || data.max_bytes.is_none(),
@@ -520,39 +397,20 @@ fn check_data(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     )?;
     let (masked, random) = (data.mask_replace_prob, data.random_replace_prob);
     checker.require(
-        (0.0..=1.0).contains(&masked),
-        "data.mask_replace_prob",
-        Number(masked),
-        "from 0 to 1",
-    )?;
-    checker.require(
-        random >= 0.0 && masked + random <= 1.0,
+        masked + random <= 1.0,
         "data.random_replace_prob",
         Number(random),
         format_args!("at least 0 and, with \"data.mask_replace_prob\" {masked}, at most 1"),
-    )?;
-    let span = data.mean_noise_span_length;
-    checker.require(
-        span >= 1.0,
-        "data.mean_noise_span_length",
-        Number(span),
-        "at least 1",
     )
 }
 
 fn check_intervals(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
-    checker.at_least_1(&[
-        ("logging_steps", a.logging_steps),
-        ("max_skipped_steps", a.max_skipped_steps),
-    ])?;
-    checker.at_least_1_if_set(&[
-        ("save_steps", a.save_steps),
-        ("eval_steps", a.eval_steps),
-        ("eval_iters", a.eval_iters),
-    ])?;
-    if a.max_steps <= 0 {
-        checker.positive(&[("num_train_epochs", a.num_train_epochs)])?;
-    }
+    checker.require(
+        a.max_steps > 0 || a.num_train_epochs > 0.0,
+        "num_train_epochs",
+        Number(a.num_train_epochs),
+        "more than 0 unless \"max_steps\" is",
+    )?;
     checker.require(
         !a.load_best_model_at_end || (a.saves() && a.do_eval),
         "load_best_model_at_end",
@@ -562,27 +420,11 @@ fn check_intervals(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 }
 
 fn check_generation(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
-    checker.at_least_1(&[("out_seq_length", a.out_seq_length)])?;
-    checker.at_least_1_if_set(&[("max_new_tokens", a.max_new_tokens)])?;
-    checker.not_negative(&[("temperature", a.temperature.0)])?;
-    checker.positive(&[("repetition_penalty", a.repetition_penalty)])?;
     let mut stops = a.stop_strings.iter().flatten();
     checker.require(
         stops.all(|stop| !stop.is_empty()),
         "stop_strings",
         "an empty string",
         "strings of at least one character: every text ends in an empty one",
-    )?;
-    checker.require(
-        a.top_p > 0.0 && a.top_p <= 1.0,
-        "top_p",
-        Number(a.top_p),
-        "more than 0 and at most 1",
-    )?;
-    checker.require(
-        (0.0..=1.0).contains(&a.min_p),
-        "min_p",
-        Number(a.min_p),
-        "from 0 to 1",
     )
 }

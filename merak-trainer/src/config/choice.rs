@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::{
     nearest::nearest,
+    range::Range,
     setting::{Refusal, Setting},
 };
 
@@ -43,7 +44,7 @@ macro_rules! choices {
         }
 
         impl Setting for $name {
-            fn expected() -> String {
+            fn expected(_: Range) -> String {
                 let names: Vec<_> = Self::BUILT.iter().map(|(name, _)| *name).collect();
                 one_of(&names)
             }

@@ -5,6 +5,7 @@ use serde_json::{Map, Value};
 
 use super::{
     choice::{one_of, refuse},
+    range::Range,
     schedule::TrainSchedule,
     setting::{Refusal, Setting, whole},
 };
@@ -13,7 +14,7 @@ use super::{
 macro_rules! named_setting {
     ($type:ty: $names:expr, $parse:expr, later $later:expr) => {
         impl Setting for $type {
-            fn expected() -> String {
+            fn expected(_: Range) -> String {
                 one_of(&$names)
             }
 
@@ -53,7 +54,7 @@ named_setting!(
 
 /// `none` is stage 0.
 impl Setting for ZeroStage {
-    fn expected() -> String {
+    fn expected(_: Range) -> String {
         "0 or 1".into()
     }
 
@@ -62,7 +63,7 @@ impl Setting for ZeroStage {
             None | Some(0) => Ok(Self::Replicated),
             Some(1) => Ok(Self::OptimizerState),
             Some(2 | 3) => Err(Refusal::NotAvailable {
-                instead: Self::expected(),
+                instead: Self::expected(Range::ANY),
             }),
             Some(_) => Err(Refusal::Type),
         }
@@ -92,7 +93,7 @@ const KWARGS: [&str; 7] = [
 const DECAYS: [&str; 3] = ["cosine", "linear", "1-sqrt"];
 
 impl Setting for LrSchedulerKwargs {
-    fn expected() -> String {
+    fn expected(_: Range) -> String {
         let (numbers, decays) = (KWARGS[..KWARGS.len() - 1].join(", "), one_of(&DECAYS));
         format!("a table of the numbers {numbers}, and decay_type, which is {decays}")
     }

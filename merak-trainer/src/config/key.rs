@@ -5,7 +5,10 @@ use std::{fmt, path::Path};
 
 use serde_json::Value;
 
-use super::setting::{Refusal, Setting};
+use super::{
+    range::Range,
+    setting::{Refusal, Setting},
+};
 
 /// One configuration key of this version.
 #[derive(Clone, Copy)]
@@ -14,7 +17,9 @@ pub struct Key {
     pub name: &'static str,
     /// What the key does, one sentence.
     pub doc: &'static str,
-    /// What the key accepts, such as `an integer of at least 0`.
+    /// The numbers that the key takes; of a list, each item.
+    pub range: Range,
+    /// What the key accepts, such as `an integer of at least 1`.
     pub expected: fn() -> String,
     /// The value when no layer sets the key.
     pub default: fn() -> Value,
@@ -41,13 +46,16 @@ pub(crate) enum Raw {
     Text(String),
 }
 
-/// Declares a struct of settings: `name: type = default`, each with documentation, under a prefix.
-/// Names, types, defaults and documentation of keys have no other source.
+/// Declares a struct of settings: `name: type [range] = default`, each with documentation, under a
+/// prefix. The range, such as `[at_least 0, less_than 1]`, names constructors of [`Range`]; without
+/// one a key takes all numbers of its type. Names, types, ranges, defaults and documentation of
+/// keys have no other source.
 macro_rules! settings {
     (
         $(#[$meta:meta])*
         $struct:ident under $prefix:literal {
-            $( $(#[doc = $doc:literal])+ $field:ident: $type:ty = $default:expr, )+
+            $( $(#[doc = $doc:literal])+ $field:ident: $type:ty $([$($bound:ident $limit:expr),+])?
+                = $default:expr, )+
         }
         $( sections { $( $(#[doc = $section_doc:literal])+ $section:ident: $section_type:ty, )+ } )?
     ) => {
@@ -75,7 +83,10 @@ macro_rules! settings {
                     name: concat!($prefix, stringify!($field)),
                     // Lines of a doc comment begin with a blank.
                     doc: concat!($($doc),+).trim_ascii(),
-                    expected: <$type as $crate::config::setting::Setting>::expected,
+                    range: $crate::config::range::Range::ANY$($(.$bound($limit))+)?,
+                    expected: || <$type as $crate::config::setting::Setting>::expected(
+                        $crate::config::range::Range::ANY$($(.$bound($limit))+)?,
+                    ),
                     default: || $crate::config::setting::Setting::to_value(&<$struct>::default().$field),
                     is_flag: <$type as $crate::config::setting::Setting>::IS_FLAG,
                 }, )+
@@ -96,6 +107,21 @@ macro_rules! settings {
                     _ => {
                         $( $( if let Some(result) = self.$section.set(name, raw, base) {
                             return Some(result);
+                        } )+ )?
+                        None
+                    }
+                }
+            }
+
+            /// The number of a key that lies outside the key's range, if there is one.
+            pub(crate) fn outside(&self, key: &$crate::config::key::Key) -> Option<String> {
+                match key.name {
+                    $( concat!($prefix, stringify!($field)) => {
+                        $crate::config::setting::Setting::outside(&self.$field, key.range)
+                    } )+
+                    _ => {
+                        $( $( if let Some(found) = self.$section.outside(key) {
+                            return Some(found);
                         } )+ )?
                         None
                     }

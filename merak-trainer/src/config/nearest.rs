@@ -4,6 +4,7 @@ use super::{
     arguments::{SECTIONS, keys},
     reserved::RESERVED,
 };
+use crate::error::Error;
 
 /// Names with less similarity than this are not suggested.
 const LEAST_SIMILARITY: f64 = 0.6;
@@ -133,14 +134,56 @@ pub(crate) fn nearest<'a>(
     }
     let mut best = None;
     let mut best_similarity = LEAST_SIMILARITY;
-    for candidate in candidates {
+    for &candidate in &candidates {
         let similarity = strsim::normalized_damerau_levenshtein(&name, &candidate.to_lowercase());
         if similarity > best_similarity {
             best = Some(candidate);
             best_similarity = similarity;
         }
     }
-    best
+    best.or_else(|| one_letter_off(&name, &candidates))
+}
+
+/// The only candidate as long as a name of two letters that differs in one: half of the name, which
+/// a similarity takes for another name.
+fn one_letter_off<'a>(name: &str, candidates: &[&'a str]) -> Option<&'a str> {
+    let is_off = |candidate: &&&str| {
+        let slips = strsim::hamming(name, &candidate.to_lowercase());
+        name.len() + 1 == SHORTEST_ABBREVIATION && slips == Ok(1)
+    };
+    let mut close = candidates.iter().filter(is_off);
+    close.next().filter(|_| close.next().is_none()).copied()
+}
+
+impl Error {
+    /// Adds to options of the command line that are no key, and resemble none, the option of the
+    /// command that they probably mean; `options` are spelled with dashes.
+    #[must_use]
+    pub fn or_option(self, options: &[&str]) -> Self {
+        let hint = |place: &str| {
+            // The word behind `--set` is a key and no option.
+            let written = place.strip_prefix("command line --")?;
+            let written = Some(written.replace('_', "-")).filter(|word| !word.contains(' '))?;
+            let names = options.iter().map(|option| option.trim_start_matches('-'));
+            nearest(&written, names).map(|name| format!("--{name}"))
+        };
+        match self {
+            Self::UnknownKey {
+                key,
+                place,
+                nearest,
+            } => Self::UnknownKey {
+                nearest: nearest.or_else(|| hint(&place)),
+                key,
+                place,
+            },
+            Self::UnknownKeys(keys) => {
+                let hinted = keys.into_iter().map(|key| key.or_option(options));
+                Self::UnknownKeys(hinted.collect())
+            }
+            other => other,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -156,9 +199,31 @@ mod tests {
         );
         assert_eq!(nearest("TP", names.into_iter()), Some("tp"));
         assert_eq!(nearest("zzz", names.into_iter()), None);
+        // Of two letters one is half of the name.
+        assert_eq!(nearest("tq", names.into_iter()), Some("tp"));
+        assert_eq!(nearest("xp", names.into_iter()), None);
+        assert_eq!(nearest("xy", names.into_iter()), None);
         let names = ["adam", "adamw_torch", "sgd"];
         assert_eq!(nearest("adamw", names.into_iter()), Some("adamw_torch"));
         assert_eq!(nearest("adm", names.into_iter()), Some("adam"));
+    }
+
+    #[test]
+    fn an_option_is_proposed_for_an_option_alone() {
+        let unknown = |place: &str| Error::UnknownKey {
+            key: "jsn".to_owned(),
+            place: place.to_owned(),
+            nearest: None,
+        };
+        let told = |place: &str| unknown(place).or_option(&["--json"]).to_string();
+        assert!(told("command line --jsn").ends_with("did you mean \"--json\"?"));
+        for place in [
+            "command line --set jsn",
+            "a.toml:1",
+            "environment MERAK_JSN",
+        ] {
+            assert!(!told(place).contains("did you mean"), "{place}");
+        }
     }
 
     #[test]

@@ -3,7 +3,10 @@
 
 use std::path::{Path, PathBuf};
 
-use super::strict;
+use super::{
+    range::{Number, Range},
+    strict,
+};
 use serde_json::Value;
 
 /// Why a value was refused; the caller adds the place and the key.
@@ -27,8 +30,14 @@ pub(crate) trait Setting: Sized {
     /// Whether a bare `--key` on the command line means true.
     const IS_FLAG: bool = false;
 
-    /// What the key accepts, with its article: `an integer of at least 0`.
-    fn expected() -> String;
+    /// What a key with this range accepts, with its article: `an integer of at least 1`.
+    fn expected(range: Range) -> String;
+
+    /// The number in the value that lies outside the range, if there is one, as messages show it.
+    fn outside(&self, range: Range) -> Option<String> {
+        let _ = range;
+        None
+    }
 
     /// Reads a typed value, as files give it.
     fn from_value(value: &Value) -> Result<Self, Refusal>;
@@ -51,7 +60,7 @@ pub(crate) trait Setting: Sized {
 impl Setting for bool {
     const IS_FLAG: bool = true;
 
-    fn expected() -> String {
+    fn expected(_: Range) -> String {
         "true or false".into()
     }
 
@@ -90,8 +99,18 @@ pub(crate) fn whole(value: &Value) -> Option<i128> {
 macro_rules! integer_setting {
     ($($type:ty: $expected:literal),+) => {$(
         impl Setting for $type {
-            fn expected() -> String {
-                $expected.into()
+            fn expected(range: Range) -> String {
+                if range == Range::ANY {
+                    $expected.into()
+                } else {
+                    range.of("an integer")
+                }
+            }
+
+            fn outside(&self, range: Range) -> Option<String> {
+                let number = self.to_value().as_f64();
+                let is_inside = number.is_some_and(|number| range.contains(number));
+                (!is_inside).then(|| self.to_string())
             }
 
             fn from_value(value: &Value) -> Result<Self, Refusal> {
@@ -113,7 +132,7 @@ integer_setting!(
 
 /// Seeds are limited to what a TOML file can hold.
 impl Setting for u64 {
-    fn expected() -> String {
+    fn expected(_: Range) -> String {
         format!("an integer from 0 to {}", i64::MAX)
     }
 
@@ -129,8 +148,12 @@ impl Setting for u64 {
 }
 
 impl Setting for f64 {
-    fn expected() -> String {
-        "a number".into()
+    fn expected(range: Range) -> String {
+        range.of("a number")
+    }
+
+    fn outside(&self, range: Range) -> Option<String> {
+        (!range.contains(*self)).then(|| Number(*self).to_string())
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {
@@ -150,7 +173,7 @@ impl Setting for f64 {
 }
 
 impl Setting for String {
-    fn expected() -> String {
+    fn expected(_: Range) -> String {
         "a string".into()
     }
 
@@ -168,7 +191,7 @@ impl Setting for String {
 }
 
 impl Setting for PathBuf {
-    fn expected() -> String {
+    fn expected(_: Range) -> String {
         "a path".into()
     }
 
@@ -191,8 +214,8 @@ impl Setting for PathBuf {
 pub struct InputPath(pub PathBuf);
 
 impl Setting for InputPath {
-    fn expected() -> String {
-        PathBuf::expected()
+    fn expected(range: Range) -> String {
+        PathBuf::expected(range)
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {
@@ -229,8 +252,12 @@ fn is_none(text: &str) -> bool {
 impl<T: Setting> Setting for Option<T> {
     const IS_FLAG: bool = T::IS_FLAG;
 
-    fn expected() -> String {
-        format!("{} or none", T::expected())
+    fn expected(range: Range) -> String {
+        format!("{} or none", T::expected(range))
+    }
+
+    fn outside(&self, range: Range) -> Option<String> {
+        self.as_ref().and_then(|value| value.outside(range))
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {
@@ -262,8 +289,12 @@ impl<T: Setting> Setting for Option<T> {
 
 /// Text may give a list as JSON (`["a", "b"]`, `[1, 2]`) or separated by commas (`a,b`).
 impl<T: Setting> Setting for Vec<T> {
-    fn expected() -> String {
-        format!("a list whose items are each {}", T::expected())
+    fn expected(range: Range) -> String {
+        format!("a list whose items are each {}", T::expected(range))
+    }
+
+    fn outside(&self, range: Range) -> Option<String> {
+        self.iter().find_map(|item| item.outside(range))
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {

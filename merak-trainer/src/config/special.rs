@@ -8,6 +8,7 @@ use std::{
 use serde_json::Value;
 
 use super::{
+    range::Range,
     setting::{Refusal, Setting, absolute},
     strict,
 };
@@ -23,7 +24,7 @@ pub enum TokenizerSource {
 }
 
 impl Setting for TokenizerSource {
-    fn expected() -> String {
+    fn expected(_: Range) -> String {
         r#""bytes" or the path of a tokenizer.json"#.into()
     }
 
@@ -31,7 +32,7 @@ impl Setting for TokenizerSource {
         match value {
             Value::String(text) => Self::from_text(text),
             Value::Object(table) if table.contains_key("train_bpe") => Err(Refusal::NotAvailable {
-                instead: Self::expected(),
+                instead: Self::expected(Range::ANY),
             }),
             _ => Err(Refusal::Type),
         }
@@ -68,8 +69,12 @@ pub struct Temperature(pub f64);
 const GREEDY: &str = "greedy";
 
 impl Setting for Temperature {
-    fn expected() -> String {
-        format!(r#"a number or "{GREEDY}""#)
+    fn expected(range: Range) -> String {
+        format!(r#"{} or "{GREEDY}""#, f64::expected(range))
+    }
+
+    fn outside(&self, range: Range) -> Option<String> {
+        self.0.outside(range)
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {
@@ -104,7 +109,7 @@ pub enum ThreadsPerRank {
 const MAX_THREADS: usize = 1024;
 
 impl Setting for ThreadsPerRank {
-    fn expected() -> String {
+    fn expected(_: Range) -> String {
         format!(r#""auto" or an integer of 1 to {MAX_THREADS}"#)
     }
 
@@ -139,7 +144,7 @@ impl Setting for ThreadsPerRank {
 pub struct Boundaries(pub Vec<usize>);
 
 impl Setting for Boundaries {
-    fn expected() -> String {
+    fn expected(_: Range) -> String {
         r#"a list of integers, such as [0, 6, 12] or "0,6,12""#.into()
     }
 
@@ -187,8 +192,14 @@ impl From<usize> for SeqLength {
 }
 
 impl Setting for SeqLength {
-    fn expected() -> String {
-        "an integer of at least 0 or a pair of them, such as [512, 114]".into()
+    fn expected(range: Range) -> String {
+        let one = usize::expected(range);
+        format!("{one} or a pair of them, such as [512, 114]")
+    }
+
+    fn outside(&self, range: Range) -> Option<String> {
+        let target = || self.target.outside(range);
+        self.input.outside(range).or_else(target)
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {
@@ -229,8 +240,13 @@ impl Setting for SeqLength {
 pub struct Ratios(pub Vec<f64>);
 
 impl Setting for Ratios {
-    fn expected() -> String {
-        "a number or a list of numbers, such as 0.6 or [0.6, 0.4]".into()
+    fn expected(range: Range) -> String {
+        let one = f64::expected(range);
+        format!("{one} or a list of such numbers, such as 0.6 or [0.6, 0.4]")
+    }
+
+    fn outside(&self, range: Range) -> Option<String> {
+        self.0.outside(range)
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {

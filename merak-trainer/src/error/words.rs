@@ -122,6 +122,12 @@ pub(super) fn did_you_mean(nearest: Option<&str>) -> String {
         .unwrap_or_default()
 }
 
+/// Messages one after the other.
+pub(super) fn all_of(errors: &[Error]) -> String {
+    let messages: Vec<_> = errors.iter().map(ToString::to_string).collect();
+    messages.join(" and ")
+}
+
 /// The key and its place, to follow a message. A key that the message names already is not
 /// repeated.
 pub(super) fn blamed(key: &str, place: Option<&str>, error: &Error) -> String {

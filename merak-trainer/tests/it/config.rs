@@ -3,7 +3,7 @@
 use std::{fs, path::PathBuf};
 
 use insta::assert_snapshot;
-use merak_trainer::{Config, Error, MerakArguments, TokenizerSource, keys};
+use merak_trainer::{Config, Error, MerakArguments, Range, TokenizerSource, key_help, keys};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -354,12 +354,12 @@ fn an_unknown_key_names_its_place_and_the_nearest_key() {
 
 #[test]
 fn a_wrong_type_names_the_expected_one() {
-    assert_snapshot!(message(load_file("merak.toml", "tp = 'two'\n")), @r#""tp" expects an integer of at least 0, found "two" (merak.toml:1)"#);
-    assert_snapshot!(message(load_file("merak.toml", "tp = 1.5\n")), @r#""tp" expects an integer of at least 0, found 1.5 (merak.toml:1)"#);
-    assert_snapshot!(message(load_file("merak.toml", "learning_rate = inf\n")), @r#""learning_rate" expects a number, found "inf" (merak.toml:1)"#);
+    assert_snapshot!(message(load_file("merak.toml", "tp = 'two'\n")), @r#""tp" expects an integer of at least 1, found "two" (merak.toml:1)"#);
+    assert_snapshot!(message(load_file("merak.toml", "tp = 1.5\n")), @r#""tp" expects an integer of at least 1, found 1.5 (merak.toml:1)"#);
+    assert_snapshot!(message(load_file("merak.toml", "learning_rate = inf\n")), @r#""learning_rate" expects a number of at least 0, found "inf" (merak.toml:1)"#);
     assert_snapshot!(message(load_file("merak.json", r#"{"save": "yes"}"#)), @r#""save" expects true or false or none, found "yes" (merak.json:1)"#);
     assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table, found 3 (merak.toml:1)"#);
-    assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 0, found "many" (environment MERAK_PP)"#);
+    assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 1, found "many" (environment MERAK_PP)"#);
     assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam or sgd, found "adamw" (command line --optim); did you mean "adamw_torch"?"#);
     assert_snapshot!(message(load_line("--train-schedule 1f1")), @r#""train_schedule" expects gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v or auto, found "1f1" (command line --train-schedule); did you mean "1f1b"?"#);
 }
@@ -432,6 +432,37 @@ fn a_damaged_command_line_or_file_is_one_clear_message() {
 }
 
 #[test]
+fn the_range_of_a_key_is_what_the_check_the_help_and_the_message_say() {
+    let help = key_help(None);
+    let numbers = ["-1", "0", "1", "2", "1025", "100001", "2e15"];
+    let with_range = keys().filter(|key| key.range != Range::ANY);
+    for key in with_range {
+        let (name, words) = (key.name, key.range.to_string());
+        let expected = (key.expected)();
+        assert!(expected.contains(&words), "{name}: {expected}, not {words}");
+        let entry = help
+            .split(&format!("\n{name} = "))
+            .nth(1)
+            .expect("an entry");
+        let says = entry.lines().nth(2).expect("what it expects");
+        assert_eq!(says, format!("    Expects {expected}."));
+        for number in numbers {
+            let told = message(load_line(&format!("--{name}={number}")));
+            let is_inside = key.range.contains(number.parse().expect("a number"));
+            let beyond = format!("but must be {words}");
+            let is_refused =
+                told.ends_with(&beyond) || told.contains(&format!("expects {expected}"));
+            assert_eq!(is_refused, !is_inside, "{name} = {number}: {told}");
+        }
+    }
+    assert!(keys().filter(|key| key.range != Range::ANY).count() > 40);
+    let mut broken = MerakArguments::default();
+    broken.learning_rate = f64::NAN;
+    let told = broken.check().expect_err("it is no number").to_string();
+    assert_snapshot!(told, @r#""learning_rate" is NaN (set in code), but must be at least 0"#);
+}
+
+#[test]
 fn an_illegal_value_names_the_legal_ones() {
     assert_snapshot!(message(load_file("merak.toml", "\ntp = 0\n")), @r#""tp" is 0 (merak.toml:2), but must be at least 1"#);
     assert_snapshot!(message(load_line("--init_method_std 0")), @r#""init_method_std" is 0 (command line --init_method_std), but must be more than 0"#);
@@ -450,7 +481,7 @@ fn an_illegal_value_names_the_legal_ones() {
     assert_snapshot!(custom("--custom_partition 0,2"), @r#""custom_partition" is [0, 2] (command line --custom_partition), but must be 3 boundaries, because "pp" is 2"#);
     assert_snapshot!(custom("--custom_partition 0,4,2"), @r#""custom_partition" is [0, 4, 2] (command line --custom_partition), but must be strictly rising from 0"#);
     assert_snapshot!(custom("--custom_partition 0,2,4"), @"no error");
-    assert_snapshot!(message(load_line("--pp 2 --activation_checkpoint_ratio 1.5")), @r#""activation_checkpoint_ratio" is [1.5] (command line --activation_checkpoint_ratio), but must be values from 0 to 1"#);
+    assert_snapshot!(message(load_line("--pp 2 --activation_checkpoint_ratio 1.5")), @r#""activation_checkpoint_ratio" is 1.5 (command line --activation_checkpoint_ratio), but must be from 0 to 1"#);
     assert_snapshot!(message(load_line("--pp 2 --activation_checkpoint_ratio 0.5,0.4,0.3")), @r#""activation_checkpoint_ratio" is [0.5, 0.4, 0.3] (command line --activation_checkpoint_ratio), but must be at most 2 values, because "pp" is 2"#);
     assert_snapshot!(message(load_line("--recompute selective --recompute_ops atention")), @r#""recompute_ops" expects attention, activation, norm or dropout, found "atention" (command line --recompute_ops); did you mean "attention"?"#);
     assert_snapshot!(message(load_line("--recompute_ops norm")), @r#""recompute_ops" is ["norm"] (command line --recompute_ops), but must be unset unless "recompute" is "selective""#);
@@ -464,7 +495,7 @@ fn an_illegal_value_names_the_legal_ones() {
     assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"power\":2}")), @r#"`lr_scheduler_kwargs` has `power`, but the linear schedule takes none ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
     assert_snapshot!(message(load_line("--lr_scheduler_type polynomial --lr_scheduler_kwargs={\"power\":0}")), @r#"`power` is 0, expected more than 0 ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
     assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"cycles\":2}")), @r#""lr_scheduler_kwargs" expects num_cycles, power, lr_end, timescale, num_decay_steps, min_lr_ratio or decay_type, found "{"cycles":2}" (command line --lr_scheduler_kwargs)"#);
-    assert_snapshot!(message(load_line("--num_train_epochs 0")), @r#""num_train_epochs" is 0 (command line --num_train_epochs), but must be more than 0"#);
+    assert_snapshot!(message(load_line("--num_train_epochs 0")), @r#""num_train_epochs" is 0 (command line --num_train_epochs), but must be more than 0 unless "max_steps" is"#);
     assert_snapshot!(message(load_line("--num_train_epochs 0 --max_steps 5")), @"no error");
     assert_snapshot!(message(load_line("--top_p 0")), @r#""top_p" is 0 (command line --top_p), but must be more than 0 and at most 1"#);
     assert_snapshot!(message(load_line("--adam_beta2 1")), @r#""adam_beta2" is 1 (command line --adam_beta2), but must be at least 0 and less than 1"#);

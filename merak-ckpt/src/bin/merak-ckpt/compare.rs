@@ -1,11 +1,16 @@
 //! How two checkpoints differ, for people and as JSON.
 
 use crate::line;
-use merak_ckpt::{Checkpoint, DiffReport, DiffSummary, Difference, TensorDiff};
+use merak_ckpt::{
+    DiffReport, DiffSummary, Difference, TensorDiff,
+    words::{file, folded, row},
+};
 use serde_json::json;
+use std::path::Path;
 
-/// A summary, and a table of the tensors that differ below it.
-pub(crate) fn text(a: &Checkpoint, b: &Checkpoint, report: &DiffReport) -> String {
+/// A summary, and a table of the tensors that differ below it, in lines of at most `columns`
+/// characters if given; a longer name or path stays whole.
+pub(crate) fn text(a: &Path, b: &Path, report: &DiffReport, columns: Option<usize>) -> String {
     let DiffSummary {
         equal,
         different,
@@ -32,39 +37,41 @@ pub(crate) fn text(a: &Checkpoint, b: &Checkpoint, report: &DiffReport) -> Strin
             ),
         );
     }
-    line(&mut text, format_args!("A  {}", a.path().display()));
-    line(&mut text, format_args!("B  {}\n", b.path().display()));
-    table(&mut text, &report.different);
-    text
+    let mut text = folded(&text, columns);
+    line(&mut text, format_args!("A  {}", file(a)));
+    line(&mut text, format_args!("B  {}\n", file(b)));
+    text + &folded(&table(&report.different, columns), columns)
 }
 
 /// One document.
-pub(crate) fn json(a: &Checkpoint, b: &Checkpoint, report: &DiffReport) -> String {
+pub(crate) fn json(a: &Path, b: &Path, report: &DiffReport) -> String {
     let document = json!({
-        "first": a.path(),
-        "second": b.path(),
+        "first": a,
+        "second": b,
         "summary": report.summary(),
         "tensors": report.different,
     });
     format!("{document:#}\n")
 }
 
-fn table(text: &mut String, tensors: &[TensorDiff]) {
+fn table(tensors: &[TensorDiff], columns: Option<usize>) -> String {
+    let mut text = String::new();
     let width = |cell: fn(&TensorDiff) -> usize, title: &str| {
         let widest = tensors.iter().map(cell).max().unwrap_or(0);
         widest.max(title.len())
     };
     let kinds = width(|tensor| tensor.kind.to_string().chars().count(), "kind");
     let names = width(|tensor| tensor.name.chars().count(), "name");
-    line(
-        text,
-        format_args!("{:<kinds$}  {:<names$}  difference", "kind", "name"),
-    );
+    let mut add = |cells: [&str; 3]| {
+        let row = row(cells, [kinds, names], columns);
+        line(&mut text, format_args!("{row}"));
+    };
+    add(["kind", "name", "difference"]);
     for tensor in tensors {
-        let (kind, name) = (tensor.kind.to_string(), &tensor.name);
         let what = in_words(&tensor.difference);
-        line(text, format_args!("{kind:<kinds$}  {name:<names$}  {what}"));
+        add([&tensor.kind.to_string(), &tensor.name, &what]);
     }
+    text
 }
 
 fn in_words(difference: &Difference) -> String {
@@ -78,5 +85,53 @@ fn in_words(difference: &Difference) -> String {
             values.beyond, values.elements, values.max_absolute, values.max_relative
         ),
         other => format!("{other:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use merak_ckpt::{Kind, Largest, ValueDiff};
+
+    #[test]
+    fn a_comparison_of_long_names_fits_80_columns_and_loses_no_word() {
+        let name = "transformer.encoder.layers.11.cross_attention.query_key_value.weight";
+        let index = vec![30_000, 12_287];
+        let tensor = |kind: &Kind, difference| TensorDiff {
+            kind: kind.clone(),
+            name: name.to_owned(),
+            difference,
+        };
+        let values = ValueDiff {
+            elements: 377_487_360,
+            beyond: 377_487_359,
+            max_absolute: 1.25,
+            at: 7,
+            max_relative: 0.5,
+        };
+        let kind = Kind::optimizer("adamw.exp_avg_sq");
+        let report = DiffReport {
+            equal: 3,
+            different: vec![
+                tensor(&Kind::Parameter, Difference::OnlyInSecond),
+                tensor(&kind, Difference::Values(values)),
+            ],
+            largest: Some(Largest {
+                kind,
+                name: name.to_owned(),
+                index,
+                absolute: 1.25,
+            }),
+        };
+        let (a, b) = (Path::new("a"), Path::new("b"));
+        let narrow = text(a, b, &report, Some(80));
+        let too_long = |line: &&str| line.chars().count() > 80 && !line.ends_with(name);
+        assert_eq!(narrow.lines().find(too_long), None, "{narrow}");
+        let words = |text: &str| {
+            text.split_whitespace()
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(words(&narrow), words(&text(a, b, &report, None)));
     }
 }

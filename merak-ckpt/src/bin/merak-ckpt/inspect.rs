@@ -3,12 +3,13 @@
 use crate::line;
 use merak_ckpt::{
     Checkpoint, Kind, Manifest, TensorEntry,
-    words::{Bytes, file},
+    words::{Bytes, file, row},
 };
 use serde_json::{Value, json};
 
-/// A table of the tensors below a few lines about the whole.
-pub(crate) fn text(checkpoint: &Checkpoint) -> String {
+/// A table of the tensors below a few lines about the whole. Where a row exceeds `columns`, its
+/// figures stand on a line of their own.
+pub(crate) fn text(checkpoint: &Checkpoint, columns: Option<usize>) -> String {
     let manifest = checkpoint.manifest();
     let header = &manifest.header;
     let topology = header.topology;
@@ -69,13 +70,14 @@ pub(crate) fn text(checkpoint: &Checkpoint) -> String {
     let width = longest(|tensor| tensor.name.clone());
     let kinds = longest(|tensor| tensor.kind.to_string()).max("kind".len());
     let shapes = longest(|tensor| format!("{:?}", tensor.shape)).max("shape".len());
-    line(
-        &mut text,
-        format_args!(
-            "\n{:<kinds$}  {:<width$}  {:<5} {:<shapes$} {:>6} {:>8}",
-            "kind", "name", "type", "shape", "slices", "size"
-        ),
-    );
+    text.push('\n');
+    let mut add = |kind: &str, name: &str, figures: [&str; 4]| {
+        let [dtype, shape, slices, size] = figures;
+        let figures = format!("{dtype:<5} {shape:<shapes$} {slices:>6} {size:>8}");
+        let row = row([kind, name, &figures], [kinds, width], columns);
+        line(&mut text, format_args!("{row}"));
+    };
+    add("kind", "name", ["type", "shape", "slices", "size"]);
     for tensor in &manifest.tensors {
         let TensorEntry {
             kind,
@@ -84,16 +86,11 @@ pub(crate) fn text(checkpoint: &Checkpoint) -> String {
             slices,
             ..
         } = tensor;
-        let kind = kind.to_string();
+        let [kind, dtype] = [kind.to_string(), dtype.to_string()];
         let shape = format!("{:?}", tensor.shape);
-        let size = Bytes(tensor.num_bytes() as u64);
-        line(
-            &mut text,
-            format_args!(
-                "{kind:<kinds$}  {name:<width$}  {dtype:<5} {shape:<shapes$} {:>6} {size:>8}",
-                slices.len()
-            ),
-        );
+        let slices = slices.len().to_string();
+        let size = Bytes(tensor.num_bytes() as u64).to_string();
+        add(&kind, name, [&dtype, &shape, &slices, &size]);
     }
     text
 }

@@ -174,7 +174,7 @@ fn inspect(path: &PathBuf, json: bool) -> Result<Outcome> {
     let text = if json {
         inspect::json(&checkpoint)
     } else {
-        inspect::text(&checkpoint)
+        inspect::text(&checkpoint, cli::columns())
     };
     Ok(Outcome { text, status: 0 })
 }
@@ -211,9 +211,9 @@ fn compare(a: &PathBuf, b: &PathBuf, tolerance: Tolerance, json: bool) -> Result
     let (a, b) = (Checkpoint::open(a)?, Checkpoint::open(b)?);
     let report = diff(&a, &b, tolerance)?;
     let text = if json {
-        compare::json(&a, &b, &report)
+        compare::json(a.path(), b.path(), &report)
     } else {
-        compare::text(&a, &b, &report)
+        compare::text(a.path(), b.path(), &report, cli::columns())
     };
     Ok(Outcome {
         text,

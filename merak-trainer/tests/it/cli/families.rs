@@ -475,7 +475,7 @@ fn a_family_fed_with_another_kind_of_data_says_what_it_learns() {
     let mut narrow = t5();
     narrow["vocab_size"] = 259.into();
     assert_snapshot!(refused(&narrow, "text", "--data.mean_noise_span_length 1"), @r#"error: the tokenizer has no tokens for 3 left-out pieces, <extra_id_0> and so on, and the model's vocabulary of 259 leaves no room behind its 257 tokens: use a tokenizer that has them, or a "vocab_size" of at least 260 ("model.config", merak.toml:12)"#);
-    assert_snapshot!(refused(&t5(), "text", "--data.mlm_probability 1"), @r#"error: "data.mlm_probability" is 1 (command line --data.mlm_probability), but must be at least 0 and less than 1"#);
+    assert_snapshot!(refused(&t5(), "text", "--data.mlm_probability 1"), @r#"error: "data.mlm_probability" is 1 (command line --data.mlm_probability), but must be more than 0 and less than 1"#);
     assert_snapshot!(refused(&t5(), "text", "--data.random_replace_prob 0.3"), @r#"error: "data.random_replace_prob" is 0.3 (command line --data.random_replace_prob), but must be at least 0 and, with "data.mask_replace_prob" 0.8, at most 1"#);
     assert_snapshot!(refused(&gpt2(), "text", "--data.mlm_probability 0.2"), @r#"error: "data.mlm_probability" is 0.2 (command line --data.mlm_probability), but must be 0.15, its default: it does nothing for this gpt2 model for causal language modelling on such data"#);
     assert_snapshot!(refused(&t5(), "tensors", "--data.mean_noise_span_length 2"), @r#"error: "data.mean_noise_span_length" is 2.0 (command line --data.mean_noise_span_length), but must be 3.0, its default: it does nothing for this t5 model for sequence-to-sequence learning on such data"#);

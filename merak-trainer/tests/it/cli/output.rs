@@ -223,6 +223,86 @@ fn a_schedule_is_printed_in_every_format_and_checked() {
 }
 
 #[test]
+fn writing_csv_says_which_costs_give_its_times_again() {
+    let place = Workplace::new();
+    let makespan =
+        |line: &str| place.document(&format!("{line} --format json"))["makespan"].clone();
+    for (schedule, costs) in [
+        ("1f1b -p 2 -m 4", Some("R=1")),
+        ("gpipe -p 2 -m 4 --costs R=0.5", Some("R=0.5")),
+        // The last stage never recomputes.
+        ("shifted_critical_path -p 3 -m 6", Some("R=1:1:0")),
+        ("zb_h1 -p 2 -m 4", None),
+        ("1f1b -p 2 -m 4 --costs R=0", None),
+    ] {
+        let line = format!("schedule {schedule}");
+        let written = place.merak(&format!("{line} --format csv -o given.csv"));
+        let advice = costs.map(|costs| format!("need --check FILE --costs {costs}\n"));
+        match &advice {
+            Some(advice) => assert!(written.stderr.ends_with(advice), "{}", written.stderr),
+            None => assert_eq!(written.stderr, ""),
+        }
+        let given = format!("--costs {}", costs.unwrap_or("R=0"));
+        let checked = makespan(&format!("schedule --check given.csv {given}"));
+        assert_eq!(checked, makespan(&line), "{schedule}");
+    }
+}
+
+#[test]
+fn lines_of_plans_and_summaries_fit_a_terminal_of_80_columns() {
+    let place = Workplace::new();
+    let long = "model.hf_dir";
+    let lines = [
+        "train merak.toml --max_steps 3 --pp 2 --dp 2 --tp 2 --train_schedule auto",
+        "train merak.toml --max_steps 3 --resume latest --save false",
+        "config merak.toml --model.config model.json --data.path text --tp 2",
+    ];
+    for line in lines {
+        let shown = on_terminal(&place, line, 80);
+        // Paths and commands stay whole.
+        let is_too_long = |line: &&str| line.chars().count() > 80 && !line.contains('/');
+        assert_eq!(shown.lines().find(is_too_long), None, "{line}: {shown}");
+        assert!(
+            shown.contains("ranks     ") || shown.contains(long),
+            "{shown}"
+        );
+    }
+}
+
+/// What a command that succeeds writes to a terminal of so many columns.
+fn on_terminal(place: &Workplace, line: &str, columns: u16) -> String {
+    use rustix::{pty, termios};
+    use std::{fs::File, io::Read, os::unix::ffi::OsStringExt, process::Stdio};
+    let ours = pty::openpt(pty::OpenptFlags::RDWR | pty::OpenptFlags::NOCTTY).expect("a terminal");
+    pty::unlockpt(&ours).expect("it can be opened");
+    let name = pty::ptsname(&ours, Vec::new()).expect("it has a name");
+    let name = std::ffi::OsString::from_vec(name.into_bytes());
+    let theirs = File::options().read(true).write(true).open(name);
+    let theirs = theirs.expect("it can be opened");
+    let size = termios::Winsize {
+        ws_row: 24,
+        ws_col: columns,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    termios::tcsetwinsize(&theirs, size).expect("it has a size");
+    let mut command = place.command(line);
+    let mut running = command
+        .stdout(theirs)
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("the command starts");
+    // The command holds the terminal's last other end, whose closing ends the text.
+    drop(command);
+    let mut shown = Vec::new();
+    let _ = File::from(ours).read_to_end(&mut shown);
+    let ended = running.wait().expect("the command ends");
+    let shown = String::from_utf8_lossy(&shown).replace("\r\n", "\n");
+    assert!(ended.success(), "merak {line}: {shown}");
+    shown
+}
+
+#[test]
 fn a_schedule_has_its_own_defaults_and_prints_the_costs_in_use() {
     let place = Workplace::new();
     let costs = |line: &str| {

@@ -56,7 +56,7 @@ fn batches_and_degrees_beyond_the_data_are_counted_not_allocated() {
 #[test]
 fn threads_and_times_beyond_any_machine_are_refused() {
     let place = Workplace::new();
-    assert_snapshot!(refusal(&place, "train merak.toml --dataloader_num_workers 1000000000000"), @r#"error: "dataloader_num_workers" is 1000000000000 (command line --dataloader_num_workers), but must be at most 1024"#);
+    assert_snapshot!(refusal(&place, "train merak.toml --dataloader_num_workers 1000000000000"), @r#"error: "dataloader_num_workers" is 1000000000000 (command line --dataloader_num_workers), but must be from 0 to 1024"#);
     assert_snapshot!(refusal(&place, "train merak.toml --distributed.timeout_s 1e300 --dry-run"), @r#"error: "distributed.timeout_s" is 1e300 (command line --distributed.timeout_s), but must be more than 0 and at most 1e9"#);
     refusal(
         &place,
