@@ -27,7 +27,8 @@ impl FasterSchedule {
 
 impl Plan {
     /// The named schedule with as many stages per rank that shortens a step most, and by more than
-    /// 5 %. The simulator compares them with the same stages and recomputation on the same cores.
+    /// 5 %. Schedules with another number of stages per rank need another cut of the model, and are
+    /// not compared. The simulator compares them with the same stages and recomputation on the same cores.
     /// The fullest rank needs at most [a tenth](FasterSchedule::MORE_MEMORY) more memory than now.
     ///
     /// # Errors
