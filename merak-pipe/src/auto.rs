@@ -24,6 +24,10 @@
 //! beginnings. It finds what moves of single actions do not lead to: where memory is short, which
 //! of its stages a rank begins a microbatch on decides what other ranks can do long before.
 //!
+//! Where memory is limited in bytes, a whole backward may need less than its halves: between them,
+//! gradients and recomputed values wait for `W`. Then all searches also choose, microbatch by
+//! microbatch, between `B` and the two halves.
+//!
 //! The budget counts timed orders and the draws come from a fixed seed, so the same input always
 //! gives the same schedule.
 
@@ -35,7 +39,9 @@ mod shop;
 
 use crate::{
     Action, ActivationBytes, Costs, Error, Kind, Result, Schedule, ScheduleKind, Simulation, Size,
-    StageId, simulate,
+    StageBytes, StageId,
+    memory::{check_count, sum},
+    simulate,
 };
 use beam::{Beam, beam};
 use bound::{Bounds, all_placements};
@@ -67,47 +73,155 @@ impl Default for AutoLimits {
     }
 }
 
-/// Limits of memory in bytes, as in [`Schedule::peak_bytes`]: bytes that only the input gradient
-/// needs are free when it ends, before the weight gradients.
+/// Limits of memory in bytes, as in [`Schedule::peak_bytes_of`].
+///
+/// ```
+/// use merak_pipe::{ActivationBytes, ByteLimits};
+/// let limits = ByteLimits::new(&ActivationBytes::parse("I=300,W=100", 2)?, vec![800; 2]);
+/// assert_eq!((limits.stages[1].kept, limits.stages[1].between_halves), (400, 100));
+/// # Ok::<(), merak_pipe::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ByteLimits {
-    /// The bytes that a microbatch keeps on each stage.
-    pub kept: ActivationBytes,
-    /// For each rank the most bytes that it may keep.
+    /// By stage: the bytes of a microbatch.
+    pub stages: Vec<StageBytes>,
+    /// The same under schedules whose [`Schedule::no_recompute`] names the stage; empty if stages
+    /// recompute nothing.
+    pub without_recompute: Vec<StageBytes>,
+    /// By stage: the bytes that its rank needs all the time, such as those of its weights; empty
+    /// for none.
+    pub fixed: Vec<u64>,
+    /// For each rank the most bytes that its stages may take.
     pub peaks: Vec<u64>,
 }
 
 impl ByteLimits {
+    /// Limits for stages that keep these bytes and need nothing besides.
+    pub fn new(kept: &ActivationBytes, peaks: Vec<u64>) -> Self {
+        Self {
+            stages: kept.by_stage(),
+            without_recompute: Vec::new(),
+            fixed: Vec::new(),
+            peaks,
+        }
+    }
+
     fn check(&self, size: Size) -> Result<()> {
-        self.kept.check(size)?;
+        check_count(self.stages.len(), size)?;
+        for list in [self.without_recompute.len(), self.fixed.len()] {
+            if list > 0 {
+                check_count(list, size)?;
+            }
+        }
         if self.peaks.len() != size.ranks {
             return Err(Error::LimitCount {
                 expected: size.ranks,
                 found: self.peaks.len(),
             });
         }
+        let all = self.stages.iter().chain(&self.without_recompute);
+        let most = sum(all.map(StageBytes::most)).saturating_mul(size.microbatches as u64);
+        if sum(self.fixed.iter().copied()).saturating_add(most) == u64::MAX {
+            return Err(Error::TooManyBytes);
+        }
         Ok(())
+    }
+
+    /// The limits for schedules that never recompute on some stages.
+    fn keeping(&self, no_recompute: &[StageId]) -> Bytes {
+        let stages = self.stages.iter().enumerate();
+        let of = |(stage, bytes): (usize, &StageBytes)| {
+            let instead = self.without_recompute.get(stage);
+            let instead = instead.filter(|_| no_recompute.contains(&StageId(stage)));
+            *instead.unwrap_or(bytes)
+        };
+        let stages: Vec<_> = stages.map(of).collect();
+        Bytes {
+            fuses: stages.iter().any(|stage| stage.backward < stage.halves()),
+            stages,
+            fixed: self.fixed.clone(),
+            peaks: self.peaks.clone(),
+        }
+    }
+
+    /// Whether a schedule keeps the limits.
+    fn fit(&self, schedule: &Schedule) -> Result<bool> {
+        let bytes = self.keeping(&schedule.no_recompute);
+        let fixed = bytes.fixed_on(&schedule.placement()?);
+        let peaks = schedule.peak_bytes_of(&bytes.stages)?.into_iter();
+        let needed = peaks
+            .zip(fixed)
+            .map(|(peak, fixed)| peak.saturating_add(fixed));
+        Ok(needed
+            .zip(&self.peaks)
+            .all(|(needed, limit)| needed <= *limit))
+    }
+}
+
+/// The limits that every schedule of a search keeps.
+#[derive(Debug, Clone)]
+struct Memory {
+    /// For each rank the most activations of stages.
+    activations: Vec<usize>,
+    bytes: Option<Bytes>,
+}
+
+/// Limits of bytes for schedules that recompute on the same stages.
+#[derive(Debug, Clone, PartialEq)]
+struct Bytes {
+    /// By stage: the bytes of a microbatch, and those that its rank needs all the time (or empty).
+    stages: Vec<StageBytes>,
+    fixed: Vec<u64>,
+    /// For each rank its limit.
+    peaks: Vec<u64>,
+    /// Whether a whole backward needs less than its halves on some stage.
+    fuses: bool,
+}
+
+impl Bytes {
+    /// For each rank the bytes that its stages need all the time.
+    fn fixed_on(&self, placement: &[usize]) -> Vec<u64> {
+        let mut fixed = vec![0_u64; self.peaks.len()];
+        for (&rank, bytes) in placement.iter().zip(&self.fixed) {
+            fixed[rank] = fixed[rank].saturating_add(*bytes);
+        }
+        fixed
+    }
+
+    /// For each rank the bytes that it has for microbatches.
+    fn room(&self, placement: &[usize]) -> Vec<u64> {
+        let fixed = self.fixed_on(placement).into_iter();
+        let ranks = fixed.zip(&self.peaks);
+        ranks
+            .map(|(fixed, peak)| peak.saturating_sub(fixed))
+            .collect()
     }
 
     /// An upper bound on the microbatches that wait for an input gradient on one stage, and on the
     /// activations of stages on one rank that do, for any placement.
     fn most_before_input(&self) -> usize {
-        let stages = 0..self.kept.until_input_grad.len();
-        let least = stages.map(|stage| self.kept.of_stage(stage)).min();
+        let least = self
+            .stages
+            .iter()
+            .map(|stage| stage.kept.min(stage.recomputed));
         let most = self.peaks.iter().max();
-        let count = most.and_then(|most| most.checked_div(least?));
+        let count = most.and_then(|most| most.checked_div(least.min()?));
         count.map_or(usize::MAX, |count| {
             usize::try_from(count).unwrap_or(usize::MAX)
         })
     }
 
-    /// The first rank that has no room for one microbatch on all of its stages.
+    /// The first rank that has no room for one microbatch on all of its stages, and what it needs.
     fn without_room(&self, placement: &[usize]) -> Option<Error> {
-        let mut needed = vec![0_u64; self.peaks.len()];
-        for (stage, &rank) in placement.iter().enumerate() {
-            needed[rank] = needed[rank].saturating_add(self.kept.of_stage(stage));
+        let mut kept = self.fixed_on(placement);
+        let mut besides = vec![0_u64; self.peaks.len()];
+        for (&rank, stage) in placement.iter().zip(&self.stages) {
+            kept[rank] = kept[rank].saturating_add(stage.kept);
+            besides[rank] = besides[rank].max(stage.besides());
         }
-        let mut ranks = needed.into_iter().zip(&self.peaks).enumerate();
+        let needed = kept.iter().zip(besides);
+        let needed = needed.map(|(kept, besides)| kept.saturating_add(besides));
+        let mut ranks = needed.zip(&self.peaks).enumerate();
         ranks.find_map(|(rank, (expected, &found))| {
             (found < expected).then_some(Error::ByteLimit {
                 rank,
@@ -116,14 +230,6 @@ impl ByteLimits {
             })
         })
     }
-}
-
-/// The limits that every schedule of a search keeps.
-#[derive(Debug, Clone)]
-struct Memory<'a> {
-    /// For each rank the most activations of stages.
-    activations: Vec<usize>,
-    bytes: Option<&'a ByteLimits>,
 }
 
 /// The most actions that moves may time: one or two seconds.
@@ -210,7 +316,8 @@ impl std::fmt::Display for Stopped {
 /// Searches for a short schedule within the limits, for the given costs. The result is at least as
 /// short as every named training schedule of the same size within the limits when no two actions
 /// run at once: the search makes no pairs, and gains nothing by [`Costs::overlap`]. Every limit of
-/// one microbatch or more has a schedule.
+/// one microbatch or more has a schedule. So has every limit of bytes into which a microbatch fits
+/// on all stages of a rank, with the most that any one of these stages needs besides.
 ///
 /// # Errors
 /// When the size, the costs or the limits are not legal, and [`Error::ByteLimit`] when no
@@ -233,11 +340,9 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
         overlap: 1.0,
         ..costs.clone()
     };
-    let memory = Memory {
-        activations: limits.activations(size)?,
-        bytes: limits.bytes.as_ref(),
-    };
-    memory.bytes.map_or(Ok(()), |bytes| bytes.check(size))?;
+    let activations = limits.activations(size)?;
+    let bytes = limits.bytes.as_ref();
+    bytes.map_or(Ok(()), |bytes| bytes.check(size))?;
     let named = best_named(size, costs, limits)?;
     let start = named
         .as_ref()
@@ -245,6 +350,10 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
     let no_recompute = named
         .as_ref()
         .map_or_else(Vec::new, |(_, schedule, _)| schedule.no_recompute.clone());
+    let memory = Memory {
+        activations,
+        bytes: bytes.map(|bytes| bytes.keeping(&no_recompute)),
+    };
     let costs_kept = without_recompute(costs, &no_recompute);
     let (bound, best_placements) = all_placements(
         Bounds {
@@ -253,7 +362,8 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
             limit: memory.activations.iter().copied().max().unwrap_or(0),
             before_input: memory
                 .bytes
-                .map_or(usize::MAX, ByteLimits::most_before_input),
+                .as_ref()
+                .map_or(usize::MAX, Bytes::most_before_input),
         },
         MOST_PLACEMENTS.min(LISTED_ACTIONS / (3 * size.stages() * size.microbatches)),
     );
@@ -268,11 +378,12 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
     };
     if let Some((_, schedule, _)) = &named {
         search.offer(split_backwards(schedule))?;
+        search.offer(rebuilt(schedule, schedule.actions.clone()))?;
     }
     let placements = placements(size, best_placements);
     let problems = placements.iter();
     let problems: Vec<_> = problems
-        .map(|placement| Problem::new(size, placement, &costs_kept))
+        .map(|placement| Problem::new(size, placement, &costs_kept, &memory))
         .collect();
     for problem in &problems {
         for rule in rules(size, &memory) {
@@ -312,8 +423,8 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
 
 /// The error when no schedule was found. Legal counts always have room for one microbatch after the
 /// other, so some rank has too few bytes.
-fn without_room(memory: &Memory<'_>, placements: &[Vec<usize>]) -> Error {
-    let bytes = memory.bytes.zip(placements.first());
+fn without_room(memory: &Memory, placements: &[Vec<usize>]) -> Error {
+    let bytes = memory.bytes.as_ref().zip(placements.first());
     let short = bytes.and_then(|(bytes, in_turn)| bytes.without_room(in_turn));
     short.expect("list scheduling keeps every legal limit")
 }
@@ -371,16 +482,8 @@ fn best_named(
             .is_none_or(|(_, _, b)| simulation.makespan < b.makespan);
         let peaks = simulation.peak_activations.iter();
         let mut pairs = peaks.zip(&limits.peak_activations);
-        let fits = match &limits.bytes {
-            None => true,
-            Some(limits) => {
-                let peaks = schedule.peak_bytes(&limits.kept)?;
-                peaks
-                    .iter()
-                    .zip(&limits.peaks)
-                    .all(|(peak, limit)| peak <= limit)
-            }
-        };
+        let fits = limits.bytes.as_ref().map(|bytes| bytes.fit(&schedule));
+        let fits = fits.unwrap_or(Ok(true))?;
         if shorter && fits && pairs.all(|(peak, limit)| *peak <= *limit + ROUNDING) {
             best = Some((kind, schedule, simulation));
         }
@@ -390,7 +493,7 @@ fn best_named(
 
 /// The rules of list scheduling: within the limits of memory, and with fewer live microbatches than
 /// they allow.
-fn rules<'a>(size: Size, memory: &Memory<'a>) -> Vec<Rule<'a>> {
+fn rules(size: Size, memory: &Memory) -> Vec<Rule<'_>> {
     let ranks = size.ranks;
     let most = size.microbatches.saturating_mul(size.chunks);
     let caps = [ranks / 2, 3 * ranks / 4, ranks, 3 * ranks / 2, 2 * ranks];
@@ -404,14 +507,22 @@ fn rules<'a>(size: Size, memory: &Memory<'a>) -> Vec<Rule<'a>> {
                     .iter()
                     .map(|kept| cap.min(*kept))
                     .collect(),
-                bytes: memory.bytes,
+                bytes: memory.bytes.as_ref(),
                 forward_first: choice % 2 == 1,
                 oldest_first: choice / 2 % 2 == 1 && size.chunks > 1,
                 patience: f64::from(choice / 4) / 3.0,
+                whole_first: false,
             };
-            if !rules.contains(&rule) {
-                rules.push(rule);
+            if rules.contains(&rule) {
+                continue;
             }
+            if rule.bytes.is_some_and(|bytes| bytes.fuses) {
+                rules.push(Rule {
+                    whole_first: true,
+                    ..rule.clone()
+                });
+            }
+            rules.push(rule);
         }
     }
     rules
@@ -444,7 +555,7 @@ fn rebuilt(schedule: &Schedule, actions: Vec<Vec<Action>>) -> Schedule {
     }
 }
 
-/// A schedule with split backwards, and for each stage its rank.
+/// A schedule, and for each stage its rank.
 #[derive(Debug, Clone)]
 struct Candidate {
     schedule: Schedule,
@@ -457,11 +568,11 @@ impl Candidate {
     fn improve(
         &mut self,
         costs: &Costs,
-        memory: &Memory<'_>,
+        memory: &Memory,
         effort: Effort,
         mut draws: Draws,
     ) -> usize {
-        let shop = Shop::new(self, costs);
+        let shop = Shop::new(self, costs, memory);
         let lists = shop.numbers(&self.schedule);
         let Some(found) = descend(&shop, lists, memory, effort, &mut draws) else {
             return 0;
@@ -497,7 +608,7 @@ const USUAL_PLACEMENTS: usize = 2;
 /// The shortest schedules so far.
 struct Search<'a> {
     costs: &'a Costs,
-    memory: &'a Memory<'a>,
+    memory: &'a Memory,
     bound: f64,
     /// Orders that may be timed.
     moves: usize,
@@ -506,15 +617,19 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Keeps a schedule that is shorter than those with the same placement.
+    /// Keeps a schedule within the limits that is shorter than those with the same placement.
     fn offer(&mut self, schedule: Schedule) -> Result<()> {
         let mut candidate = Candidate {
             placement: schedule.placement()?,
             schedule,
             makespan: f64::INFINITY,
         };
-        let shop = Shop::new(&candidate, self.costs);
+        let shop = Shop::new(&candidate, self.costs, self.memory);
         let lists = shop.numbers(&candidate.schedule);
+        let mut ranks = lists.iter().enumerate();
+        if !ranks.all(|(rank, list)| shop.keeps(rank, list, self.memory)) {
+            return Ok(());
+        }
         let Some(length) = shop.time(&lists, &mut shop.times(lists.len())) else {
             return Ok(());
         };
@@ -539,7 +654,7 @@ impl Search<'_> {
             self.sort();
             let looked = self.looked_at(problems, most);
             for problem in &looked {
-                let size = problem.num_actions().saturating_mul(problem.num_actions());
+                let size = problem.num_halves().saturating_mul(problem.num_halves());
                 let width = (BEAMS / size / looked.len()).min(MOST_WIDTH);
                 let below = match round {
                     0 => self.makespan(|placement| *placement == *problem.placement),

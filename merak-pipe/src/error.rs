@@ -145,12 +145,12 @@ pub enum Error {
     },
     /// No microbatch fits into the limit of memory.
     #[error(
-        "a microbatch keeps {expected} bytes on the stages of rank {rank}, found a limit of {found} bytes"
+        "for one microbatch the stages of rank {rank} need {expected} bytes, found a limit of {found} bytes"
     )]
     ByteLimit {
         /// The first rank with such a limit.
         rank: usize,
-        /// What a microbatch keeps there, on stages that are placed in turn.
+        /// What its stages need there for one microbatch, if stages are placed in turn.
         expected: u64,
         /// Its limit.
         found: u64,

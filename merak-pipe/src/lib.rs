@@ -33,7 +33,8 @@
 //! - [`simulate`](fn@simulate): [`Costs`] in, makespan, bubble, memory and critical path out;
 //!   [`simulate_on`]: the same for ranks that take turns on fewer cores.
 //! - [`ActivationBytes`]: what a microbatch keeps for its input and for its weight gradients;
-//!   [`Schedule::peak_bytes`] makes it the memory of each rank.
+//!   [`Schedule::peak_bytes`] makes it the memory of each rank. [`StageBytes`]: the same where it
+//!   is known action by action.
 //! - [`auto`](fn@auto): a schedule searched for given costs and memory; [`Costs::measured`] takes
 //!   them from a recorded timeline.
 //! - [`Engine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`];
@@ -105,7 +106,7 @@ pub use engine::{
 pub use error::{BoxError, Error, Result, Violation};
 pub use instruction::{Instruction, Slot};
 pub use kind::ScheduleKind;
-pub use memory::{ActivationBytes, PeakBytes};
+pub use memory::{ActivationBytes, PeakBytes, StageBytes, rank_peak_bytes};
 pub use render::{GridStyle, PageOptions, grid, html, json, json_with_bytes, svg, trace};
 pub use rounds::{Rounds, Visit};
 pub use schedule::{Exchanges, Schedule, Size};

@@ -6,13 +6,10 @@ use crate::{
 };
 use merak_ckpt::words::Bytes;
 use merak_mpu::{DType, threads::WorldOptions};
-use merak_pipe::{Action, Kind};
+use merak_pipe::{Action, StageBytes, StageId, rank_peak_bytes};
 use merak_trace::{Graph, LiveBytes, Op, Param, Port, StageProgram};
 use merak_zero::ZeroStage;
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt,
-};
+use std::{collections::BTreeMap, fmt};
 use sysinfo::{MemoryRefreshKind, Process, ProcessRefreshKind, ProcessesToUpdate, System};
 
 /// What a run does with its model.
@@ -177,35 +174,12 @@ impl Plan {
         rank: usize,
     ) -> Result<MemoryNeed> {
         let programs = RankPrograms::new(self, rank)?;
-        let params = &programs.params;
-        let weights = params.iter().map(weight_bytes);
-        let weights = weights.fold(0, usize::saturating_add);
-        let trained = params.iter().filter(|param| param.trainable);
-        let trained = trained.map(trained_bytes).fold(0, usize::saturating_add);
-        let config = args.zero_config(1);
-        let replicas = if config.zero_stage == ZeroStage::Replicated {
-            1
-        } else {
-            args.dp
-        };
-        let state = trained.saturating_mul(config.optimizer.state_names().len()) / replicas;
-        let further = programs.uses().into_iter().filter(|of| !of.is_first);
-        let further = further.map(|of| trained_bytes(&params[of.param]));
-        let mut need = MemoryNeed {
-            weights,
-            gradients: further.fold(trained, usize::saturating_add),
-            optimizer: state,
-            ..MemoryNeed::default()
-        };
+        let mut need = held_throughout(args, &programs);
         for &workload in workloads {
             let (activations, pool) = match workload {
                 Workload::Training => {
-                    let stages = programs.stages.iter();
-                    let pools = stages.map(|(_, program)| program.kept_free_bytes());
-                    (
-                        self.training_bytes(&programs, rank),
-                        pools.max().unwrap_or(0),
-                    )
+                    let microbatches = self.schedule.size.microbatches;
+                    training_bytes(&programs, &self.schedule.actions[rank], microbatches)
                 }
                 Workload::Evaluation { samples } => {
                     let batch = evaluation::batch(args, samples);
@@ -230,17 +204,6 @@ impl Plan {
             }
         }
         Ok(need)
-    }
-
-    /// Batches of a step, and the values of the microbatches that the schedule has under way at the
-    /// worst moment.
-    fn training_bytes(&self, programs: &RankPrograms, rank: usize) -> usize {
-        let held = programs.stages.iter();
-        let held = held.map(|(stage, program)| (*stage, program.live_bytes()));
-        let peak = activation_bytes(&self.schedule.actions[rank], &held.collect());
-        let inputs = programs.stages.iter().map(|(_, program)| &**program);
-        let batches = input_bytes(inputs).saturating_mul(self.schedule.size.microbatches);
-        batches.saturating_add(peak)
     }
 
     /// Bytes that a rank's caches keep of the positions of a forward.
@@ -357,6 +320,62 @@ fn of_ranks(
     }
 }
 
+/// What a rank with these programs needs all the time: weights, gradients and optimizer state.
+fn held_throughout(args: &CheckedArguments, programs: &RankPrograms) -> MemoryNeed {
+    let params = &programs.params;
+    let weights = params.iter().map(weight_bytes);
+    let weights = weights.fold(0, usize::saturating_add);
+    let trained = params.iter().filter(|param| param.trainable);
+    let trained = trained.map(trained_bytes).fold(0, usize::saturating_add);
+    let config = args.zero_config(1);
+    let replicas = if config.zero_stage == ZeroStage::Replicated {
+        1
+    } else {
+        args.dp
+    };
+    let state = trained.saturating_mul(config.optimizer.state_names().len()) / replicas;
+    let further = programs.uses().into_iter().filter(|of| !of.is_first);
+    let further = further.map(|of| trained_bytes(&params[of.param]));
+    MemoryNeed {
+        weights,
+        gradients: further.fold(trained, usize::saturating_add),
+        optimizer: state,
+        ..MemoryNeed::default()
+    }
+}
+
+/// What a rank with these programs needs to train by these actions. Without actions it is what it
+/// needs beside the values of microbatches.
+pub(crate) fn training_need(
+    args: &CheckedArguments,
+    programs: &RankPrograms,
+    actions: &[Action],
+    microbatches: usize,
+) -> MemoryNeed {
+    let (activations, pool) = training_bytes(programs, actions, microbatches);
+    MemoryNeed {
+        activations,
+        pool,
+        ..held_throughout(args, programs)
+    }
+}
+
+/// Batches of a step with the values of the microbatches that these actions have under way at the
+/// worst moment, and the memory of freed values that is kept.
+fn training_bytes(
+    programs: &RankPrograms,
+    actions: &[Action],
+    microbatches: usize,
+) -> (usize, usize) {
+    let stages = || programs.stages.iter();
+    let held = stages().map(|(stage, program)| (*stage, program.live_bytes()));
+    let peak = activation_bytes(actions, &held.collect());
+    let batches = input_bytes(stages().map(|(_, program)| &**program));
+    let batches = batches.saturating_mul(microbatches);
+    let pools = stages().map(|(_, program)| program.kept_free_bytes());
+    (batches.saturating_add(peak), pools.max().unwrap_or(0))
+}
+
 /// Bytes of the gradient of a parameter, of a moment of it, or of its master, all of which are
 /// `f32`.
 fn trained_bytes(param: &Param) -> usize {
@@ -400,36 +419,24 @@ pub(crate) fn held_at_most(program: &StageProgram, microbatches: usize) -> LiveB
 /// The peak of the bytes of values under a rank's actions; `held` has the bytes of a microbatch on
 /// each stage.
 pub(crate) fn activation_bytes(actions: &[Action], held: &BTreeMap<usize, LiveBytes>) -> usize {
-    let (mut total, mut peak) = (0_usize, 0);
-    // Microbatches that were recomputed ahead of their backward.
-    let mut ahead = BTreeSet::new();
-    for action in actions {
-        let Some(held) = held.get(&action.stage.0) else {
-            continue;
-        };
-        let microbatch = (action.stage, action.microbatch);
-        let is_ahead = action.kind.moves_gradient() && ahead.remove(&microbatch);
-        let (before, during, after) = match (action.kind, is_ahead) {
-            (Kind::Forward, _) => (0, held.forward, held.kept),
-            (Kind::Recompute, _) => {
-                ahead.insert(microbatch);
-                (held.kept, held.recompute, held.recomputed)
-            }
-            (Kind::Backward, false) => (held.kept, held.backward, 0),
-            (Kind::Backward, true) => (held.recomputed, held.backward_after_recompute, 0),
-            (Kind::InputGrad, false) => (held.kept, held.input_half, held.between_halves),
-            (Kind::InputGrad, true) => (
-                held.recomputed,
-                held.input_half_after_recompute,
-                held.between_halves,
-            ),
-            (Kind::WeightGrad, _) => (held.between_halves, held.weight_half, 0),
-        };
-        let others = total.saturating_sub(before);
-        peak = peak.max(others.saturating_add(during));
-        total = others.saturating_add(after);
+    let bytes = |stage: StageId| held.get(&stage.0).map(stage_bytes);
+    usize::try_from(rank_peak_bytes(actions, bytes)).unwrap_or(usize::MAX)
+}
+
+/// The bytes of a microbatch on a stage, for the simulator.
+pub(crate) fn stage_bytes(live: &LiveBytes) -> StageBytes {
+    StageBytes {
+        forward: live.forward as u64,
+        kept: live.kept as u64,
+        backward: live.backward as u64,
+        input_half: live.input_half as u64,
+        between_halves: live.between_halves as u64,
+        weight_half: live.weight_half as u64,
+        recompute: live.recompute as u64,
+        recomputed: live.recomputed as u64,
+        backward_after_recompute: live.backward_after_recompute as u64,
+        input_half_after_recompute: live.input_half_after_recompute as u64,
     }
-    peak
 }
 
 /// Bytes of a microbatch as a rank loads it for its stages.

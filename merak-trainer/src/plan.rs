@@ -153,7 +153,7 @@ impl Plan {
                     cuts: &cuts,
                     costs,
                 };
-                let found = search::search(&stages, size, recompute_under)?;
+                let found = search::search(&stages, args, recompute_under)?;
                 (found.schedule, found.recompute, found.search)
             }
         };

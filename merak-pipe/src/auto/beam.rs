@@ -1,7 +1,7 @@
 //! Beam search: the lists of all ranks grow side by side. Each step extends the beginnings by every
 //! choice and keeps the most promising ones.
 
-use super::greedy::{Board, FORWARD, INPUT, Problem, Rule};
+use super::greedy::{Board, FORWARD, INPUT, Problem, Rule, halves};
 use crate::{Action, Kind, Schedule};
 use std::collections::BTreeSet;
 
@@ -28,7 +28,9 @@ pub(super) fn beam(problem: &Problem<'_>, rule: &Rule<'_>, beam: Beam) -> Option
     let guide = Guide::new(problem, beam);
     let mut beginnings = vec![Beginning::new(problem, rule)];
     let mut path: Vec<(Action, Option<usize>)> = Vec::new();
-    for _ in 0..problem.num_actions() {
+    // The shortest schedule that is complete: its makespan, and its last action.
+    let mut shortest: Option<(f64, Option<usize>)> = None;
+    for _ in 0..problem.num_halves() {
         let mut next = Vec::new();
         for beginning in &beginnings {
             beginning.go_on(&guide, &mut next);
@@ -43,10 +45,16 @@ pub(super) fn beam(problem: &Problem<'_>, rule: &Rule<'_>, beam: Beam) -> Option
             path.extend(beginning.done.map(|action| (action, beginning.last)));
             beginning.last = path.len().checked_sub(1);
         }
+        for complete in next.extract_if(.., |beginning| beginning.to_do == 0) {
+            let makespan = complete.board.free.iter().copied().fold(0.0, f64::max);
+            if shortest.is_none_or(|(least, _)| makespan < least) {
+                shortest = Some((makespan, complete.last));
+            }
+        }
         beginnings = next;
     }
     let mut actions = vec![Vec::new(); problem.size.ranks];
-    let mut last = beginnings.first()?.last;
+    let (_, mut last) = shortest?;
     while let Some(at) = last {
         let (action, before) = path[at];
         actions[problem.placement[action.stage.0]].push(action);
@@ -98,6 +106,8 @@ struct Beginning<'a> {
     board: Board<'a>,
     /// By rank: the time of the actions that are still to do.
     left: Vec<f64>,
+    /// Actions that are still to do on all ranks, a whole backward as its two halves.
+    to_do: usize,
     /// By stage: whether its rank puts off its forward until it has done something else.
     held: Vec<bool>,
     /// The last action, and the index of the one before it in the path.
@@ -105,7 +115,8 @@ struct Beginning<'a> {
     last: Option<usize>,
     /// An estimate of the makespan with this beginning; less is better.
     value: f64,
-    /// A hash, equal for beginnings with the same number of actions of each stage and kind.
+    /// A hash, equal for beginnings with the same number of actions of each stage and kind, a whole
+    /// backward as its two halves.
     shape: u64,
 }
 
@@ -132,6 +143,7 @@ impl<'a> Beginning<'a> {
         Self {
             board: Board::new(problem, rule),
             left: left.collect(),
+            to_do: problem.num_halves(),
             held: vec![false; problem.placement.len()],
             done: None,
             last: None,
@@ -192,7 +204,9 @@ impl<'a> Beginning<'a> {
                     add(Kind::Forward, stage, ready[FORWARD]);
                 }
                 if ready[INPUT].is_finite() {
-                    add(Kind::InputGrad, stage, ready[INPUT]);
+                    for kind in board.backwards(rank, stage).into_iter().flatten() {
+                        add(kind, stage, ready[INPUT]);
+                    }
                 }
                 if weights < inputs {
                     add(Kind::WeightGrad, stage, free);
@@ -212,6 +226,7 @@ impl<'a> Beginning<'a> {
         let mut after = self.clone();
         after.board.carry_out(rank, action, start);
         after.left[rank] -= end - start;
+        after.to_do -= halves(action.kind);
         after.held.copy_from_slice(held);
         for &stage in &guide.problem.stages[rank] {
             after.held[stage] = false;
@@ -219,9 +234,15 @@ impl<'a> Beginning<'a> {
         after.done = Some(action);
         let (bound, mean) = after.bound(guide);
         after.value = bound + guide.beam.mean * mean;
-        let row = (action.stage.0 * Kind::ALL.len() + action.kind as usize) as u64;
-        let mixed = (row + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        after.shape = self.shape.wrapping_add(mixed ^ (mixed >> 29));
+        let kinds = match action.kind {
+            Kind::Backward => &[Kind::InputGrad, Kind::WeightGrad][..],
+            ref kind => std::slice::from_ref(kind),
+        };
+        for kind in kinds {
+            let row = (action.stage.0 * Kind::ALL.len() + *kind as usize) as u64;
+            let mixed = (row + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            after.shape = after.shape.wrapping_add(mixed ^ (mixed >> 29));
+        }
         (bound < guide.beam.below).then_some(after)
     }
 

@@ -63,7 +63,7 @@ const ENDS: f64 = 0.02;
 pub(super) fn descend(
     shop: &Shop,
     mut lists: Vec<Vec<u32>>,
-    memory: &Memory<'_>,
+    memory: &Memory,
     effort: Effort,
     draws: &mut Draws,
 ) -> Option<Descended> {
@@ -83,21 +83,27 @@ pub(super) fn descend(
     while best.moves < effort.moves && best.makespan > effort.bound * (1.0 + 1e-12) {
         let share = 1.0 - best.moves as f64 / effort.moves as f64;
         best.moves += 1;
-        let Some(step) = draw(shop, &lists, &critical, draws) else {
+        let rejoins = shop.fuses && draws.below(REJOINED) == 0;
+        let step = if rejoins {
+            draw_joint(shop, &lists, draws)
+        } else {
+            draw(shop, &lists, &critical, draws).map(Move::Shift)
+        };
+        let Some(step) = step else {
             continue;
         };
         let tolerance = TOLERANCE * share * share * mean * draws.share();
-        step.apply(&mut lists);
-        let mut allowed = shop.keeps(step.rank, &lists[step.rank], memory);
+        step.apply(shop, &mut lists);
+        let rank = step.rank();
+        let mut allowed = shop.keeps(rank, &lists[rank], memory);
         // A forward without room may fit behind a weight gradient.
-        let freeing = if allowed {
-            None
-        } else {
-            step.freeing(shop, &lists[step.rank])
+        let freeing = match step {
+            Move::Shift(step) if !allowed => step.freeing(shop, &lists[rank]),
+            _ => None,
         };
         if let Some(freeing) = freeing {
             freeing.apply(&mut lists);
-            allowed = shop.keeps(step.rank, &lists[step.rank], memory);
+            allowed = shop.keeps(rank, &lists[rank], memory);
         }
         let length = if allowed {
             shop.time(&lists, &mut times)
@@ -108,7 +114,7 @@ pub(super) fn descend(
             if let Some(freeing) = freeing {
                 freeing.undo(&mut lists);
             }
-            step.undo(&mut lists);
+            step.undo(shop, &mut lists);
             continue;
         };
         present = value(length);
@@ -119,6 +125,65 @@ pub(super) fn descend(
         }
     }
     Some(best)
+}
+
+/// Where whole backwards save memory, one of so many moves joins two halves, or parts them.
+const REJOINED: usize = 4;
+
+/// A change of an order.
+#[derive(Debug, Clone, Copy)]
+enum Move {
+    Shift(Step),
+    /// The two halves at this place of a rank's list, one right after the other, become one.
+    Fuse {
+        rank: usize,
+        at: usize,
+    },
+    /// The backward at this place becomes two halves.
+    Split {
+        rank: usize,
+        at: usize,
+    },
+}
+
+impl Move {
+    fn rank(self) -> usize {
+        match self {
+            Self::Shift(Step { rank, .. }) | Self::Fuse { rank, .. } | Self::Split { rank, .. } => {
+                rank
+            }
+        }
+    }
+
+    fn apply(self, shop: &Shop, lists: &mut [Vec<u32>]) {
+        match self {
+            Self::Shift(step) => step.apply(lists),
+            Self::Fuse { rank, at } => shop.fuse(&mut lists[rank], at),
+            Self::Split { rank, at } => shop.split(&mut lists[rank], at),
+        }
+    }
+
+    fn undo(self, shop: &Shop, lists: &mut [Vec<u32>]) {
+        match self {
+            Self::Shift(step) => step.undo(lists),
+            Self::Fuse { rank, at } => shop.split(&mut lists[rank], at),
+            Self::Split { rank, at } => shop.fuse(&mut lists[rank], at),
+        }
+    }
+}
+
+/// Draws a backward to join or to part: the first one from some place of a rank on.
+fn draw_joint(shop: &Shop, lists: &[Vec<u32>], draws: &mut Draws) -> Option<Move> {
+    let rank = draws.below(lists.len());
+    let list = &lists[rank];
+    let from = draws.below(list.len());
+    let mut found = (from..list.len()).filter_map(|at| Some((at, shop.is_whole(list, at)?)));
+    let (at, is_whole) = found.next()?;
+    Some(if is_whole {
+        Move::Split { rank, at }
+    } else {
+        Move::Fuse { rank, at }
+    })
 }
 
 /// One action of a rank goes to another place.

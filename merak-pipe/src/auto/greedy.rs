@@ -1,7 +1,7 @@
 //! List scheduling: a free rank takes the ready action that its rule puts first.
 
-use super::{ByteLimits, Memory};
-use crate::{Action, Costs, Kind, MicrobatchId, PeakBytes, Schedule, Size, StageId};
+use super::{Bytes, Memory};
+use crate::{Action, Costs, Kind, MicrobatchId, Schedule, Size, StageId};
 use std::{cmp::Reverse, collections::BinaryHeap};
 
 /// What a free rank prefers.
@@ -10,7 +10,7 @@ pub(super) struct Rule<'a> {
     /// For each rank the most activations of stages that it keeps.
     pub(super) limits: Vec<usize>,
     /// The limits of their bytes, if there are any.
-    pub(super) bytes: Option<&'a ByteLimits>,
+    pub(super) bytes: Option<&'a Bytes>,
     /// Whether forwards go before input gradients.
     pub(super) forward_first: bool,
     /// Whether, among the stages of a rank, the forward of the oldest microbatch goes first instead
@@ -18,14 +18,18 @@ pub(super) struct Rule<'a> {
     pub(super) oldest_first: bool,
     /// A weight gradient waits if a message comes before this share of it would be done.
     pub(super) patience: f64,
+    /// Whether backwards are whole wherever that saves memory, and not only where there is no room
+    /// for the halves.
+    pub(super) whole_first: bool,
 }
 
 impl<'a> Rule<'a> {
     /// The full limits of memory, for a search that chooses the actions itself.
-    pub(super) fn within(memory: &Memory<'a>) -> Self {
+    pub(super) fn within(memory: &'a Memory) -> Self {
         Self {
             limits: memory.activations.clone(),
-            bytes: memory.bytes,
+            bytes: memory.bytes.as_ref(),
+            whole_first: false,
             forward_first: false,
             oldest_first: false,
             patience: 0.0,
@@ -42,19 +46,38 @@ pub(super) struct Problem<'a> {
     pub(super) costs: &'a Costs,
     /// For each rank its stages.
     pub(super) stages: Vec<Vec<usize>>,
+    /// For each rank the bytes that it has for microbatches, and the part of them that stays free
+    /// for what a microbatch needs besides while it runs; empty without limits of bytes.
+    room: Vec<u64>,
+    besides: Vec<u64>,
 }
 
 impl<'a> Problem<'a> {
-    pub(super) fn new(size: Size, placement: &'a [usize], costs: &'a Costs) -> Self {
+    pub(super) fn new(
+        size: Size,
+        placement: &'a [usize],
+        costs: &'a Costs,
+        memory: &Memory,
+    ) -> Self {
         let mut stages = vec![Vec::new(); size.ranks];
         for (stage, &rank) in placement.iter().enumerate() {
             stages[rank].push(stage);
+        }
+        let (mut room, mut besides) = (Vec::new(), Vec::new());
+        if let Some(bytes) = &memory.bytes {
+            let most = |stages: &Vec<usize>| {
+                let besides = stages.iter().map(|&stage| bytes.stages[stage].besides());
+                besides.max().unwrap_or(0)
+            };
+            (room, besides) = (bytes.room(placement), stages.iter().map(most).collect());
         }
         Self {
             size,
             placement,
             costs,
             stages,
+            room,
+            besides,
         }
     }
 
@@ -67,10 +90,15 @@ impl<'a> Problem<'a> {
         }
     }
 
-    /// Actions of all ranks.
-    pub(super) fn num_actions(&self) -> usize {
+    /// Actions of all ranks if all backwards are in halves.
+    pub(super) fn num_halves(&self) -> usize {
         3 * self.placement.len() * self.size.microbatches
     }
+}
+
+/// How many actions an action is if backwards are in halves.
+pub(super) fn halves(kind: Kind) -> usize {
+    if kind == Kind::Backward { 2 } else { 1 }
 }
 
 /// The schedule that a rule gives, or `None` where its limits let no microbatch through.
@@ -91,10 +119,10 @@ pub(super) fn greedy(problem: &Problem<'_>, rule: &Rule<'_>) -> Option<Schedule>
             events.push(Reverse((board.free[rank].to_bits(), rank)));
             events.extend(message.map(|(at, receiver)| Reverse((at.to_bits(), receiver))));
             actions[rank].push(action);
-            done += 1;
+            done += halves(action.kind);
         }
     }
-    (done == problem.num_actions()).then(|| Schedule::new("auto", problem.size, actions))
+    (done == problem.num_halves()).then(|| Schedule::new("auto", problem.size, actions))
 }
 
 /// How far the ranks have come.
@@ -108,7 +136,7 @@ pub(super) struct Board<'a> {
     ready: Vec<f64>,
     /// By rank: activations that are kept, their bytes, and when the rank is free.
     live: Vec<u64>,
-    live_bytes: Vec<PeakBytes>,
+    live_bytes: Vec<u64>,
     pub(super) free: Vec<f64>,
 }
 
@@ -129,7 +157,7 @@ impl<'a> Board<'a> {
             next: vec![[0; 3]; stages],
             ready,
             live: vec![0; size.ranks],
-            live_bytes: vec![PeakBytes::default(); size.ranks],
+            live_bytes: vec![0; size.ranks],
             free: vec![0.0; size.ranks],
         }
     }
@@ -150,10 +178,11 @@ impl<'a> Board<'a> {
         let input = || {
             let open = self.problem.stages[rank]
                 .iter()
-                .filter(|stage| self.is_ready(INPUT, **stage, now));
+                .filter(|stage| self.is_ready(INPUT, **stage, now))
+                .filter_map(|stage| Some((*stage, self.backward(rank, *stage)?)));
             // The oldest microbatch; among its stages the one with the longest way back.
-            let first = open.min_by_key(|stage| (self.next[**stage][INPUT], Reverse(**stage)));
-            first.map(|stage| self.action(Kind::InputGrad, *stage))
+            let first = open.min_by_key(|(stage, _)| (self.next[*stage][INPUT], Reverse(*stage)));
+            first.map(|(stage, kind)| self.action(kind, stage))
         };
         let wanted = if self.rule.forward_first {
             forward().or_else(input)
@@ -172,7 +201,10 @@ impl<'a> Board<'a> {
         let comes = |kind| {
             let mut stages = self.problem.stages[rank].iter().enumerate();
             stages.any(|(chunk, &stage)| {
-                let fits = kind == INPUT || self.has_room(rank, chunk);
+                let fits = match kind {
+                    INPUT => self.backward(rank, stage).is_some(),
+                    _ => self.has_room(rank, chunk),
+                };
                 fits && self.is_ready(kind, stage, soon)
             })
         };
@@ -195,17 +227,67 @@ impl<'a> Board<'a> {
         }
     }
 
+    /// The kind of the next backward of a stage that its rank prefers and has room for.
+    fn backward(&self, rank: usize, stage: usize) -> Option<Kind> {
+        let [halves, whole] = self.backwards(rank, stage);
+        if self.rule.whole_first {
+            whole.or(halves)
+        } else {
+            halves.or(whole)
+        }
+    }
+
+    /// The input gradient and the whole backward that a stage can do next, each if its rank has
+    /// room for it; the whole one only where it can save memory.
+    pub(super) fn backwards(&self, rank: usize, stage: usize) -> [Option<Kind>; 2] {
+        let Some(bytes) = self.rule.bytes else {
+            return [Some(Kind::InputGrad), None];
+        };
+        let allowed = |kind| Some(kind).filter(|kind| self.allows(bytes, rank, stage, *kind));
+        // Weight gradients keep the order of the microbatches.
+        let [_, inputs, weights] = self.next[stage];
+        let whole = bytes.fuses && inputs == weights;
+        let whole = whole.then(|| allowed(Kind::Backward)).flatten();
+        [allowed(Kind::InputGrad), whole]
+    }
+
+    /// Whether a rank has room for an action, and behind it for each weight gradient that waits.
+    fn allows(&self, bytes: &Bytes, rank: usize, stage: usize, kind: Kind) -> bool {
+        let room = self.problem.room[rank];
+        let change = bytes.stages[stage].change(kind, false);
+        let (during, after) = change.apply(self.live_bytes[rank]);
+        let fits = |&other: &usize| {
+            let [_, inputs, weights] = self.next[other];
+            let waits = weights < inputs || (other == stage && kind == Kind::InputGrad);
+            let weight = bytes.stages[other].change(Kind::WeightGrad, false);
+            !waits || weight.apply(after).0 <= room
+        };
+        during <= room && self.problem.stages[rank].iter().all(fits)
+    }
+
     /// Whether another activation fits such that every microbatch that was begun can still end.
     ///
     /// A microbatch needs room on all stages of a rank at once. The oldest microbatch that has not
     /// reached the rank's last stage therefore has its room on all stages reserved. Younger ones
     /// share what is left; older ones only have to fit.
+    ///
+    /// Weight gradients that wait can always run, so bytes that wait for them do not count here.
+    /// What a microbatch needs besides while it runs stays free.
     pub(super) fn has_room(&self, rank: usize, chunk: usize) -> bool {
         let limit = self.rule.limits[rank] as u64;
         self.fits(rank, chunk, (self.live[rank], limit), |_| 1)
             && self.rule.bytes.is_none_or(|bytes| {
-                let live = (self.live_bytes[rank].total(), bytes.peaks[rank]);
-                self.fits(rank, chunk, live, |stage| bytes.kept.of_stage(stage))
+                let stages = &self.problem.stages[rank];
+                let kept = |stage: usize| bytes.stages[stage].kept;
+                let waiting = stages.iter().map(|&stage| {
+                    let [entered, inputs, _] = self.next[stage];
+                    kept(stage).saturating_mul((entered - inputs) as u64)
+                });
+                let waiting = waiting.fold(0, u64::saturating_add);
+                let limit = self.problem.room[rank].checked_sub(self.problem.besides[rank]);
+                let stage = stages[chunk];
+                limit.is_some_and(|limit| self.fits(rank, chunk, (waiting, limit), kept))
+                    && self.allows(bytes, rank, stage, Kind::Forward)
             })
     }
 
@@ -262,9 +344,9 @@ impl<'a> Board<'a> {
         let (stage, microbatch) = (action.stage.0, action.microbatch.0);
         let end = now + self.problem.costs.of(action, true);
         self.free[rank] = end;
-        if let Some(limits) = self.rule.bytes {
-            self.live_bytes[rank].begin(&limits.kept, stage, action.kind);
-            self.live_bytes[rank].end(&limits.kept, stage, action.kind);
+        if let Some(bytes) = self.rule.bytes {
+            let change = bytes.stages[stage].change(action.kind, false);
+            self.live_bytes[rank] = change.apply(self.live_bytes[rank]).1;
         }
         match action.kind {
             Kind::Forward => {
@@ -284,6 +366,10 @@ impl<'a> Board<'a> {
             }
             Kind::InputGrad | Kind::Backward | Kind::Recompute => {
                 self.next[stage][INPUT] += 1;
+                if action.kind == Kind::Backward {
+                    self.next[stage][WEIGHT] += 1;
+                    self.live[rank] -= 1;
+                }
                 (stage > 0).then(|| self.send(INPUT, (stage, stage - 1), microbatch, end))
             }
         }

@@ -1,24 +1,34 @@
 //! Orders of actions as lists of numbers, for a search that times thousands of them.
 
 use super::{Candidate, Memory};
-use crate::{Action, Costs, Kind, MicrobatchId, PeakBytes, Schedule, StageId};
+use crate::{Action, Costs, Kind, MicrobatchId, Schedule, StageId, memory::Change};
 
 /// No action.
 const NONE: u32 = u32::MAX;
 
 /// The actions of a candidate, what each costs, and which message it waits for.
+///
+/// A backward is there whole and in halves, and lists hold one or the other. Messages name the
+/// number of the input gradient for both, the action's [key](Shop::key).
 #[derive(Debug)]
 pub(super) struct Shop {
     stages: usize,
     microbatches: usize,
-    /// By action: its time; the action that makes its message, with the time of that message; the
-    /// action that takes its own message.
+    /// By action: its time; the key of the action that makes its message, with the time of that
+    /// message.
     cost: Vec<f64>,
     before: Vec<u32>,
     lag: Vec<f64>,
+    /// By key: that of the action that takes its message.
     behind: Vec<u32>,
     /// By stage: its rank.
     placement: Vec<usize>,
+    /// By action: the bytes of its microbatch; empty without limits of bytes.
+    changes: Vec<Change>,
+    /// By rank: the bytes that it has for microbatches; empty without limits of bytes.
+    room: Vec<u64>,
+    /// Whether whole backwards save memory.
+    pub(super) fuses: bool,
 }
 
 /// The length of an order.
@@ -33,7 +43,8 @@ pub(super) struct Length {
 /// When the actions of an order end.
 #[derive(Debug)]
 pub(super) struct Times {
-    /// By action: when it ends (NaN while it is still to come), and its place in its rank's list.
+    /// By key: when the action ends (NaN while it is still to come), and its place in its rank's
+    /// list.
     ends: Vec<f64>,
     places: Vec<u32>,
     /// By rank: how far it has come, and when it is free.
@@ -44,11 +55,12 @@ pub(super) struct Times {
 }
 
 impl Shop {
-    /// The actions of a candidate, whose backwards are all split.
-    pub(super) fn new(candidate: &Candidate, costs: &Costs) -> Self {
+    /// The actions of a candidate.
+    pub(super) fn new(candidate: &Candidate, costs: &Costs, memory: &Memory) -> Self {
         let size = candidate.schedule.size;
         let (stages, microbatches) = (size.stages(), size.microbatches);
         let count = Kind::ALL.len() * stages * microbatches;
+        let bytes = memory.bytes.as_ref();
         let mut shop = Self {
             stages,
             microbatches,
@@ -57,31 +69,89 @@ impl Shop {
             lag: vec![0.0; count],
             behind: vec![NONE; count],
             placement: candidate.placement.clone(),
+            changes: vec![Change::default(); bytes.map_or(0, |_| count)],
+            room: bytes.map_or_else(Vec::new, |bytes| bytes.room(&candidate.placement)),
+            fuses: bytes.is_some_and(|bytes| bytes.fuses),
         };
         let lists = candidate.schedule.actions.iter().flatten();
-        let mut explicit = vec![false; stages * microbatches];
-        for action in lists.clone().filter(|a| a.kind == Kind::Recompute) {
-            explicit[action.stage.0 * microbatches + action.microbatch.0] = true;
+        let mut ahead = vec![false; stages * microbatches];
+        for action in lists.filter(|a| a.kind == Kind::Recompute) {
+            ahead[action.stage.0 * microbatches + action.microbatch.0] = true;
         }
-        for &action in lists {
-            let recomputes = !explicit[action.stage.0 * microbatches + action.microbatch.0]
-                && !candidate.schedule.no_recompute.contains(&action.stage);
-            let this = shop.number(action);
-            shop.cost[this as usize] = costs.of(action, recomputes);
-            let Some(tag) = action.input(stages) else {
-                continue;
-            };
-            let before = shop.number(Action {
-                stage: tag.from,
-                ..action
-            });
-            shop.before[this as usize] = before;
-            shop.behind[before as usize] = this;
-            if shop.placement[tag.from.0] != shop.placement[tag.to.0] {
-                shop.lag[this as usize] = costs.hop[tag.from.0.min(tag.to.0)];
+        for (pair, &is_ahead) in ahead.iter().enumerate() {
+            let (stage, microbatch) = (StageId(pair / microbatches), pair % microbatches);
+            let recomputes = !is_ahead && !candidate.schedule.no_recompute.contains(&stage);
+            for kind in Kind::ALL {
+                let action = Action::new(stage, kind, MicrobatchId(microbatch));
+                let this = shop.number(action);
+                shop.cost[this as usize] = costs.of(action, recomputes);
+                if let Some(bytes) = bytes {
+                    shop.changes[this as usize] = bytes.stages[stage.0].change(kind, is_ahead);
+                }
+                shop.link(this, action, costs);
             }
         }
         shop
+    }
+
+    /// Enters the message that an action waits for.
+    fn link(&mut self, this: u32, action: Action, costs: &Costs) {
+        let Some(tag) = action.input(self.stages) else {
+            return;
+        };
+        let before = self.key(self.number(Action {
+            stage: tag.from,
+            ..action
+        }));
+        self.before[this as usize] = before;
+        self.behind[before as usize] = self.key(this);
+        if self.placement[tag.from.0] != self.placement[tag.to.0] {
+            self.lag[this as usize] = costs.hop[tag.from.0.min(tag.to.0)];
+        }
+    }
+
+    /// The number of an action, and for a whole backward that of its input gradient.
+    fn key(&self, number: u32) -> u32 {
+        let of_kind = (self.stages * self.microbatches) as u32;
+        let first = Kind::Backward as u32 * of_kind;
+        if (first..first + of_kind).contains(&number) {
+            number + (Kind::InputGrad as u32 - Kind::Backward as u32) * of_kind
+        } else {
+            number
+        }
+    }
+
+    /// Makes one backward of the halves that stand at a place and behind it.
+    pub(super) fn fuse(&self, list: &mut Vec<u32>, at: usize) {
+        let kind = Kind::Backward;
+        list[at] = self.number(Action {
+            kind,
+            ..self.action(list[at])
+        });
+        list.remove(at + 1);
+    }
+
+    /// Makes halves of the backward at a place.
+    pub(super) fn split(&self, list: &mut Vec<u32>, at: usize) {
+        let whole = self.action(list[at]);
+        let half = |kind| self.number(Action { kind, ..whole });
+        list[at] = half(Kind::InputGrad);
+        list.insert(at + 1, half(Kind::WeightGrad));
+    }
+
+    /// Whether a backward stands at a place in halves, one right after the other (`Some(false)`),
+    /// or whole (`Some(true)`).
+    pub(super) fn is_whole(&self, list: &[u32], at: usize) -> Option<bool> {
+        let action = self.action(*list.get(at)?);
+        match action.kind {
+            Kind::Backward => Some(true),
+            Kind::InputGrad => {
+                let next = self.action(*list.get(at + 1)?);
+                let kind = Kind::WeightGrad;
+                (next == Action { kind, ..action }).then_some(false)
+            }
+            _ => None,
+        }
     }
 
     /// The lists of a schedule as numbers.
@@ -146,14 +216,16 @@ impl Shop {
                     start = start.max(arrival);
                 }
                 let end = start + self.cost[this];
-                times.ends[this] = end;
+                let key = self.key(number) as usize;
+                times.ends[key] = end;
                 times.free[rank] = end;
-                times.places[this] = times.cursors[rank] as u32;
+                times.places[key] = times.cursors[rank] as u32;
                 times.cursors[rank] += 1;
-                let behind = self.behind[this];
+                let behind = self.behind[key];
                 if behind != NONE {
                     let other = self.placement[behind as usize / self.microbatches % self.stages];
-                    if other != rank && lists[other].get(times.cursors[other]) == Some(&behind) {
+                    let next = lists[other].get(times.cursors[other]);
+                    if other != rank && next.is_some_and(|next| self.key(*next) == behind) {
                         times.open.push(other);
                     }
                 }
@@ -192,7 +264,7 @@ impl Shop {
         loop {
             let this = lists[rank][place] as usize;
             let free = place.checked_sub(1);
-            let free_at = free.map_or(0.0, |p| times.ends[lists[rank][p] as usize]);
+            let free_at = free.map_or(0.0, |p| times.ends[self.key(lists[rank][p]) as usize]);
             let before = self.before[this];
             if before != NONE {
                 let arrival = times.ends[before as usize] + self.lag[this];
@@ -213,8 +285,12 @@ impl Shop {
     pub(super) fn may_pass(&self, moved: u32, passed: &[u32]) -> bool {
         let moved = self.action(moved);
         !passed.iter().map(|other| self.action(*other)).any(|other| {
+            let both = |is: fn(Kind) -> bool| is(moved.kind) && is(other.kind);
             other.stage == moved.stage
-                && (other.kind == moved.kind || other.microbatch == moved.microbatch)
+                && (other.kind == moved.kind
+                    || other.microbatch == moved.microbatch
+                    || both(Kind::moves_gradient)
+                    || both(Kind::ends_microbatch))
         })
     }
 
@@ -229,26 +305,24 @@ impl Shop {
     }
 
     /// Whether a rank with this list keeps its limits.
-    pub(super) fn keeps(&self, rank: usize, list: &[u32], memory: &Memory<'_>) -> bool {
+    pub(super) fn keeps(&self, rank: usize, list: &[u32], memory: &Memory) -> bool {
         let limit = memory.activations[rank];
         let mut live = 0;
         let kind = |number: &u32| Kind::ALL[*number as usize / self.microbatches / self.stages];
         let few = list.iter().map(kind).all(|kind| {
             match kind {
                 Kind::Forward => live += 1,
-                Kind::WeightGrad => live -= 1,
+                Kind::WeightGrad | Kind::Backward => live -= 1,
                 _ => {}
             }
             live <= limit
         });
-        few && memory.bytes.is_none_or(|limits| {
-            let mut live = PeakBytes::default();
-            let mut actions = list.iter().map(|number| self.action(*number));
-            actions.all(|Action { stage, kind, .. }| {
-                live.begin(&limits.kept, stage.0, kind);
-                let fits = live.total() <= limits.peaks[rank];
-                live.end(&limits.kept, stage.0, kind);
-                fits
+        let mut total = 0;
+        few && self.room.get(rank).is_none_or(|room| {
+            list.iter().all(|number| {
+                let (during, after) = self.changes[*number as usize].apply(total);
+                total = after;
+                during <= *room
             })
         })
     }

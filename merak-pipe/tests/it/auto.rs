@@ -1,7 +1,8 @@
 //! The searched schedule against the named ones.
 
 use merak_pipe::{
-    ActivationBytes, AutoLimits, ByteLimits, Costs, ScheduleKind, Size, Stopped, auto, simulate,
+    Action, ActivationBytes, AutoLimits, ByteLimits, Costs, Kind, ScheduleKind, Size, StageBytes,
+    Stopped, auto, simulate,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -441,19 +442,14 @@ fn limits_in_bytes_are_kept_and_what_only_input_gradients_need_is_free_behind_th
     let size = Size::new(4, 8);
     let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), 4);
     let search = |bytes: &str, peaks: &[u64]| {
+        let kept = ActivationBytes::parse(bytes, 4).unwrap();
         let limits = AutoLimits {
-            bytes: Some(ByteLimits {
-                kept: ActivationBytes::parse(bytes, 4).unwrap(),
-                peaks: peaks.to_vec(),
-            }),
+            bytes: Some(ByteLimits::new(&kept, peaks.to_vec())),
             moves: 20_000,
             ..AutoLimits::default()
         };
         let found = auto(size, &costs, &limits).unwrap();
-        let kept = found
-            .schedule
-            .peak_bytes(&limits.bytes.unwrap().kept)
-            .unwrap();
+        let kept = found.schedule.peak_bytes(&kept).unwrap();
         assert!(
             kept.iter().zip(peaks).all(|(kept, limit)| kept <= limit),
             "{kept:?}"
@@ -500,7 +496,7 @@ proptest! {
             own.map(|stage| bytes[stage] + bytes[12 + stage]).sum()
         };
         let peaks: Vec<_> = (0..ranks).map(|rank| needed(rank) + more[rank]).collect();
-        let limits = ByteLimits { kept: kept.clone(), peaks: peaks.clone() };
+        let limits = ByteLimits::new(&kept, peaks.clone());
         let limits = AutoLimits { bytes: Some(limits), moves: 200, ..AutoLimits::default() };
         let found = auto(size, &costs, &limits).unwrap();
         let found_peaks = found.schedule.peak_bytes(&kept).unwrap();
@@ -514,16 +510,202 @@ fn bytes_into_which_no_microbatch_fits_are_named() {
     let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), 2);
     let refusal = |peaks: &[u64]| {
         let limits = AutoLimits {
-            bytes: Some(ByteLimits {
-                kept: ActivationBytes::parse("I=3:4,W=1", 2).unwrap(),
-                peaks: peaks.to_vec(),
-            }),
+            bytes: Some(ByteLimits::new(
+                &ActivationBytes::parse("I=3:4,W=1", 2).unwrap(),
+                peaks.to_vec(),
+            )),
             ..AutoLimits::default()
         };
         auto(Size::new(2, 4), &costs, &limits)
             .unwrap_err()
             .to_string()
     };
-    insta::assert_snapshot!(refusal(&[9, 4]), @"a microbatch keeps 5 bytes on the stages of rank 1, found a limit of 4 bytes");
+    insta::assert_snapshot!(refusal(&[9, 4]), @"for one microbatch the stages of rank 1 need 5 bytes, found a limit of 4 bytes");
     insta::assert_snapshot!(refusal(&[9]), @"expected a limit of memory for each of 2 ranks, found 1");
+}
+
+/// Bytes of a stage whose whole backward needs less than its halves.
+fn recomputing() -> StageBytes {
+    StageBytes {
+        forward: 11,
+        kept: 10,
+        backward: 18,
+        input_half: 24,
+        between_halves: 22,
+        weight_half: 22,
+        recompute: 20,
+        recomputed: 20,
+        backward_after_recompute: 22,
+        input_half_after_recompute: 24,
+    }
+}
+
+fn within_bytes(bytes: ByteLimits, moves: usize) -> AutoLimits {
+    AutoLimits {
+        bytes: Some(bytes),
+        moves,
+        ..AutoLimits::default()
+    }
+}
+
+#[test]
+fn whole_backwards_and_halves_share_the_bytes_that_whole_backwards_need() {
+    let size = Size::new(4, 8);
+    let costs = Costs::uniform("F=1,I=1,W=1,R=0.5".parse().unwrap(), 4);
+    let usual = ScheduleKind::OneFOneB.generate(size).unwrap();
+    let bytes = vec![recomputing(); 4];
+    let most = usual.peak_bytes_of(&bytes).unwrap()[0];
+    let limits = ByteLimits {
+        stages: bytes.clone(),
+        without_recompute: Vec::new(),
+        fixed: Vec::new(),
+        peaks: vec![most; 4],
+    };
+    let found = auto(size, &costs, &within_bytes(limits, 20_000)).unwrap();
+    let peaks = found.schedule.peak_bytes_of(&bytes).unwrap();
+    assert!(peaks.iter().all(|peak| *peak <= most), "{peaks:?}");
+    // No schedule of halves alone keeps as many microbatches, and whole backwards alone are slower.
+    let has = |kind| {
+        let mut actions = found.schedule.actions.iter().flatten();
+        actions.any(|action| action.kind == kind)
+    };
+    assert!(has(Kind::Backward) && has(Kind::WeightGrad));
+    found.schedule.validate().unwrap();
+    let named = simulate(&usual, &costs).unwrap().makespan;
+    assert!(
+        found.simulation.makespan < 0.95 * named,
+        "{} {named}",
+        found.simulation.makespan
+    );
+    let halves = ByteLimits {
+        stages: vec![
+            StageBytes {
+                backward: 24,
+                ..recomputing()
+            };
+            4
+        ],
+        without_recompute: Vec::new(),
+        fixed: Vec::new(),
+        peaks: vec![most; 4],
+    };
+    let halves = auto(size, &costs, &within_bytes(halves, 20_000)).unwrap();
+    assert!(found.simulation.makespan < halves.simulation.makespan - 0.1);
+}
+
+#[test]
+fn with_room_for_all_halves_the_search_is_not_slower_than_zb_h2() {
+    let size = Size::new(4, 8);
+    let costs = Costs::uniform("F=1,I=1,W=1,R=0".parse().unwrap(), 4);
+    let zb_h2 = ScheduleKind::ZbH2.generate(size).unwrap();
+    let bytes = vec![recomputing(); 4];
+    let limits = ByteLimits {
+        peaks: zb_h2.peak_bytes_of(&bytes).unwrap(),
+        stages: bytes,
+        without_recompute: Vec::new(),
+        fixed: Vec::new(),
+    };
+    let found = auto(size, &costs, &within_bytes(limits, 20_000)).unwrap();
+    let named = simulate(&zb_h2, &costs).unwrap().makespan;
+    assert!(found.simulation.makespan <= named);
+}
+
+#[test]
+fn fixed_bytes_and_stages_that_recompute_nothing_count_against_the_limit() {
+    let size = Size::new(2, 4);
+    let costs = Costs::uniform("F=1,I=1,W=1,R=1".parse().unwrap(), 2);
+    let search = |fixed: Vec<u64>, peak: u64| {
+        let plain = StageBytes {
+            kept: 20,
+            forward: 20,
+            backward: 20,
+            ..recomputing()
+        };
+        let limits = ByteLimits {
+            stages: vec![recomputing(); 2],
+            without_recompute: vec![plain; 2],
+            fixed,
+            peaks: vec![peak; 2],
+        };
+        auto(size, &costs, &within_bytes(limits, 2_000))
+    };
+    let whole = search(Vec::new(), 28).unwrap();
+    let same = search(vec![5, 3], 33).unwrap();
+    assert_eq!(whole.schedule.actions, same.schedule.actions);
+    // 18 bytes hold one microbatch, in which the last stage recomputes like the first.
+    let one = search(Vec::new(), 18).unwrap();
+    assert_eq!(one.simulation.peak_activations, [1.0, 1.0]);
+    assert!(one.schedule.no_recompute.is_empty());
+    insta::assert_snapshot!(search(vec![5, 3], 22).unwrap_err(), @"for one microbatch the stages of rank 0 need 23 bytes, found a limit of 22 bytes");
+}
+
+/// The peak of a rank, walked with one entry for each microbatch and stage.
+fn walked_peak(actions: &[Action], stages: &[StageBytes]) -> u64 {
+    let mut held = BTreeMap::new();
+    let mut peak = 0;
+    for action in actions {
+        let bytes = &stages[action.stage.0];
+        let place = (action.stage, action.microbatch);
+        let is_ahead = held.get(&place).is_some_and(|(_, recomputed)| *recomputed);
+        held.remove(&place);
+        let others: u64 = held.values().map(|(bytes, _)| *bytes).sum();
+        let (during, left) = match action.kind {
+            Kind::Forward => (bytes.forward, bytes.kept),
+            Kind::Recompute => (bytes.recompute, bytes.recomputed),
+            Kind::Backward if is_ahead => (bytes.backward_after_recompute, 0),
+            Kind::Backward => (bytes.backward, 0),
+            Kind::InputGrad if is_ahead => (bytes.input_half_after_recompute, bytes.between_halves),
+            Kind::InputGrad => (bytes.input_half, bytes.between_halves),
+            Kind::WeightGrad => (bytes.weight_half, 0),
+        };
+        peak = peak.max(others + during);
+        held.insert(place, (left, action.kind == Kind::Recompute));
+    }
+    peak
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn measured_bytes_of_each_action_stay_below_the_limits(
+        ranks in 1_usize..=4, microbatches in 1_usize..=6, chunks in 1_usize..=2,
+        bytes in proptest::collection::vec(proptest::collection::vec(0_u64..20, 7), 8),
+        more in proptest::collection::vec(0_u64..100, 4),
+    ) {
+        let size = Size::new(ranks, microbatches).with_chunks(chunks);
+        let of = |more: &Vec<u64>| StageBytes {
+            kept: more[0],
+            forward: more[0] + more[1],
+            backward: more[0] + more[2],
+            between_halves: more[3],
+            input_half: more[0].max(more[3]) + more[4],
+            weight_half: more[3] + more[5],
+            recompute: more[0] + more[6],
+            recomputed: more[0] + more[6],
+            backward_after_recompute: more[0] + more[2].max(more[6]),
+            input_half_after_recompute: more[0].max(more[3]) + more[4].max(more[6]),
+        };
+        let stages: Vec<_> = bytes[..size.stages()].iter().map(of).collect();
+        let besides = |stage: &StageBytes| {
+            let halves = stage.input_half.max(stage.weight_half);
+            stage.forward.max(stage.backward.min(halves)) - stage.kept
+        };
+        let needed = |rank: usize| {
+            let own = || stages.iter().skip(rank).step_by(ranks);
+            own().map(|stage| stage.kept).sum::<u64>() + own().map(besides).max().unwrap_or(0)
+        };
+        let peaks: Vec<_> = (0..ranks).map(|rank| needed(rank) + more[rank]).collect();
+        let limits = ByteLimits {
+            stages: stages.clone(), without_recompute: Vec::new(), fixed: Vec::new(), peaks: peaks.clone(),
+        };
+        let costs = Costs::uniform("F=1,I=1,W=1,R=1".parse().unwrap(), size.stages());
+        let found = auto(size, &costs, &within_bytes(limits, 400)).unwrap();
+        found.schedule.validate().unwrap();
+        prop_assert!(found.bound <= found.simulation.makespan + 1e-9);
+        let found_peaks = found.schedule.peak_bytes_of(&stages).unwrap();
+        prop_assert!(found_peaks.iter().zip(&peaks).all(|(found, limit)| found <= limit));
+        for (actions, peak) in found.schedule.actions.iter().zip(found_peaks) {
+            prop_assert_eq!(walked_peak(actions, &stages), peak);
+        }
+    }
 }

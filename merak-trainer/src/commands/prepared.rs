@@ -303,7 +303,7 @@ impl Prepared {
             let _ = writeln!(
                 text,
                 "\nfaster    {kind} would shorten a step by {:.0} %, by {}, in at most {:.0} % more memory ({then} on the fullest rank, now \
-                 {now}): set \"train_schedule\" to \"{kind}\"",
+                 {now}): set \"train_schedule\" to \"{kind}\" (schedules with other numbers of stages per rank are not compared)",
                 100.0 * gain,
                 self.costs.unit(),
                 100.0 * FasterSchedule::MORE_MEMORY,

@@ -567,10 +567,7 @@ fn searched(size: Size, costs: &Costs, memory: &PageOptions) -> Result<Schedule,
         .filter(|_| !memory.peak_bytes.is_empty());
     let limits = AutoLimits {
         peak_activations: memory.peak_activations.clone(),
-        bytes: kept.map(|kept| ByteLimits {
-            kept,
-            peaks: memory.peak_bytes.clone(),
-        }),
+        bytes: kept.map(|kept| ByteLimits::new(&kept, memory.peak_bytes.clone())),
         ..AutoLimits::default()
     };
     let found = auto(size, costs, &limits)?;

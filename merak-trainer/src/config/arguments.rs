@@ -321,8 +321,9 @@ settings! {
         /// Time of a message between stages: seconds, or billions of operations where these are
         /// counted; unset: as measured, or 0.
         comm_cost: Option<f64> [at_least 0, at_most MAX_COMM_COST] = None,
-        /// Most bytes of weights, gradients, optimizer state and activations that the search gives
-        /// a rank; unset: no limit.
+        /// Most bytes of weights, gradients, optimizer state and activations that the search for
+        /// stages, or for a schedule, gives a rank; unset: no limit for stages, and for a schedule
+        /// what the fullest rank needs under `interleaved_1f1b`.
         memory_limit: Option<usize> [at_least 1] = None,
     }
 }

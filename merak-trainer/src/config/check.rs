@@ -184,6 +184,8 @@ fn check_autopipe(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         checker.require(searches, "autopipe.micro_batches", found, expected)?;
     }
     if let Some(found) = options.memory_limit {
+        let searches = searches || a.train_schedule == TrainSchedule::Auto;
+        let expected = format!("{expected}, or \"train_schedule\" is \"auto\"");
         checker.require(searches, "autopipe.memory_limit", found, expected)?;
     }
     if let Some(found) = options.comm_cost {

@@ -27,8 +27,10 @@ impl FasterSchedule {
 
 impl Plan {
     /// The named schedule with as many stages per rank that shortens a step most, and by more than
-    /// 5 %. The simulator compares them with the same stages and recomputation on the same cores.
-    /// The fullest rank needs at most [a tenth](FasterSchedule::MORE_MEMORY) more memory than now.
+    /// 5 %. The simulator compares them with the same stages and recomputation on the same cores;
+    /// other numbers of stages per rank need another cut of the model, and are not compared. The
+    /// fullest rank needs at most [a tenth](FasterSchedule::MORE_MEMORY) more memory than now, and
+    /// than under a searched schedule, which keeps a limit of bytes, no more.
     ///
     /// # Errors
     /// When an operation has no gradient.
@@ -62,9 +64,13 @@ impl Plan {
         // Equal gains stay in the order of the names.
         shorter.sort_by(|(one, ..), (other, ..)| other.total_cmp(one));
         let now = self.fullest_rank(args)?;
+        let more = match args.train_schedule {
+            TrainSchedule::Named(_) => FasterSchedule::MORE_MEMORY,
+            TrainSchedule::Auto => 0.0,
+        };
         for (gain, kind, schedule) in shorter {
             let then = self.with_schedule(schedule)?.fullest_rank(args)?;
-            if then as f64 <= now as f64 * (1.0 + FasterSchedule::MORE_MEMORY) {
+            if then as f64 <= now as f64 * (1.0 + more) {
                 let memory = [now, then];
                 return Ok(Some(FasterSchedule { kind, gain, memory }));
             }

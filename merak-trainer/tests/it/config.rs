@@ -383,6 +383,9 @@ fn what_only_a_search_for_stages_reads_is_refused_elsewhere() {
     assert_snapshot!(message(load_file("merak.toml", "autopipe.comm_cost = 1.5\n")), @r#""autopipe.comm_cost" is 1.5 (merak.toml:1), but must be unset unless "partition_method" is "autopipe" or "exact""#);
     assert_snapshot!(message(load_file("merak.toml", "[autopipe]\nmicrobatches = 4\n")), @r#"unknown key "autopipe.microbatches" (merak.toml:2); did you mean "autopipe.micro_batches"?"#);
     assert_snapshot!(message(load_line("--partition-method autopipe --autopipe.micro-batches 4")), @"no error");
+    // A schedule is searched within the same limit.
+    assert_snapshot!(message(load_line("--autopipe.memory-limit 9")), @r#""autopipe.memory_limit" is 9 (command line --autopipe.memory-limit), but must be unset unless "partition_method" is "autopipe" or "exact", or "train_schedule" is "auto""#);
+    assert_snapshot!(message(load_line("--pp 2 --train-schedule auto --autopipe.memory-limit 9")), @"no error");
 }
 
 #[test]

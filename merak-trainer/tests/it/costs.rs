@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use merak_pipe::ScheduleKind;
+use merak_pipe::{Action, Kind, ScheduleKind};
 use merak_trace::models::{self, Model};
 use merak_trainer::{
     Callback, CostCache, CostModel, Error, FirstSteps, Measurement, Plan, Prediction, Result,
@@ -333,4 +333,122 @@ fn a_faster_schedule_that_keeps_more_is_not_told() {
         .plan()
         .faster_schedule(&own.arguments(), &CostModel::Counted);
     assert_eq!(found.expect("the stages have costs"), None);
+}
+
+/// The bytes that each rank of a plan's pipeline needs to train, and those of them for activations.
+fn needs(case: &Case, plan: &Plan) -> Vec<(usize, usize)> {
+    let needs = plan.memory(&case.arguments(), &[Workload::Training]);
+    let needs = needs.expect("the stages have programs").into_iter();
+    needs.map(|need| (need.total(), need.activations)).collect()
+}
+
+fn fullest(case: &Case) -> usize {
+    let needs = needs(case, &case.plan()).into_iter();
+    needs.map(|(total, _)| total).max().expect("a rank")
+}
+
+/// The schedules and the recomputation of the tests of memory, on 16 sequences at once.
+fn large(schedule: &str, recomputes: bool, (pp, chunks): (usize, usize)) -> Case {
+    let case = Case::gpt2().on((1, 1, pp)).with_microbatches(6);
+    case.with("train_schedule", schedule)
+        .with("virtual_stages", chunks)
+        .with("activation_checkpointing", recomputes)
+        .with("per_device_train_batch_size", 16)
+}
+
+/// The makespan that a search found, and that of the best named schedule in the same memory.
+fn searched(case: &Case) -> (f64, f64) {
+    let plan = case.plan();
+    let search = plan.search.as_ref().expect("a schedule is searched");
+    let (_, named) = search
+        .start
+        .expect("the usual schedule keeps its own memory");
+    (search.simulation.makespan, named)
+}
+
+#[test]
+fn a_searched_schedule_needs_no_more_bytes_than_the_usual_one() {
+    for recomputes in [true, false] {
+        for size in [(2, 1), (4, 1), (2, 2)] {
+            let case = |schedule| large(schedule, recomputes, size);
+            let [own, most] = ["auto", "interleaved_1f1b"].map(|schedule| fullest(&case(schedule)));
+            let what = format!("{size:?} recomputes {recomputes}");
+            assert!(own <= most, "{what}: {own} of {most}");
+            if size.1 == 1 {
+                let (found, named) = searched(&case("auto"));
+                assert!(found <= named, "{what}");
+            }
+        }
+    }
+    // There is room for some halves between whole backwards, and so less waiting.
+    let (found, named) = searched(&large("auto", true, (4, 1)));
+    assert!(found < 0.99 * named, "{found} {named}");
+    let plan = large("auto", true, (4, 1)).plan();
+    let actions = &plan.schedule.actions;
+    let has = |kind| actions.iter().flatten().any(|action| action.kind == kind);
+    assert!(has(Kind::Backward) && has(Kind::WeightGrad));
+}
+
+#[test]
+fn a_searched_schedule_uses_the_limit_of_memory_that_is_given() {
+    let case = large("auto", true, (4, 1));
+    let (usual, _) = searched(&case);
+    let least = fullest(&case);
+    let mut before = usual;
+    for percent in [110, 130, 1000] {
+        let limit = least * percent / 100;
+        let case = case.clone().with("autopipe.memory_limit", limit);
+        assert!(fullest(&case) <= limit);
+        let (found, named) = searched(&case);
+        assert!(
+            found <= named && found <= 1.01 * before,
+            "{percent} %: {found}"
+        );
+        before = found;
+    }
+    // Then it is as short as zb_h2, which needs more than the usual schedule.
+    assert!(before < 0.99 * usual, "{before} {usual}");
+    assert!(fullest(&large("zb_h2", true, (4, 1))) > least);
+    // A limit that not even the usual schedule keeps does not stop the plan, as without a search.
+    let plan = case.with("autopipe.memory_limit", 1000).plan();
+    assert!(plan.search.is_none());
+    assert_eq!(plan.schedule.name, "interleaved_1f1b");
+}
+
+/// The peak of a rank's values, microbatch by microbatch.
+fn walked(plan: &Plan, actions: &[Action]) -> usize {
+    let mut held = std::collections::BTreeMap::new();
+    let mut peak = 0;
+    for action in actions {
+        let program = plan.training_program(action.stage.0);
+        let live = program.expect("operations have gradients").live_bytes();
+        held.remove(&(action.stage, action.microbatch));
+        let others: usize = held.values().sum();
+        let (during, left) = match action.kind {
+            Kind::Forward => (live.forward, live.kept),
+            Kind::Backward => (live.backward, 0),
+            Kind::InputGrad => (live.input_half, live.between_halves),
+            Kind::WeightGrad => (live.weight_half, 0),
+            Kind::Recompute => unreachable!("these schedules recompute within the backward"),
+        };
+        peak = peak.max(others + during);
+        held.insert((action.stage, action.microbatch), left);
+    }
+    peak
+}
+
+#[test]
+fn the_bytes_of_a_schedule_are_those_of_its_values_one_by_one() {
+    for recomputes in [true, false] {
+        // Batches, which are the same under all schedules, come on top.
+        let mut batches = None;
+        for schedule in ["1f1b", "zb_h2", "auto"] {
+            let case = large(schedule, recomputes, (2, 1));
+            let plan = case.plan();
+            let ranks = plan.schedule.actions.iter().zip(needs(&case, &plan));
+            let rest = ranks.map(|(actions, (_, bytes))| bytes - walked(&plan, actions));
+            let rest: Vec<_> = rest.collect();
+            assert_eq!(*batches.get_or_insert(rest.clone()), rest, "{schedule}");
+        }
+    }
 }

@@ -109,7 +109,7 @@ fn limits_of_memory_are_microbatches_or_bytes_and_the_page_shows_them_with_uneve
     let message = |command: &str| place.mistake(command);
     assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 8MiB"), @"error: --memory 8MiB limits bytes: say with --bytes what a microbatch keeps on a stage, as in --bytes I=1MiB,W=512KiB");
     assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 8MiB:4 --bytes I=1"), @r#"error: --memory expects numbers of microbatches such as 4 or 4:3:2:1, or sizes of whole units such as 96MiB:64MiB, found "8MiB:4""#);
-    assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 7B --bytes I=8"), @"error: a microbatch keeps 8 bytes on the stages of rank 0, found a limit of 7 bytes");
+    assert_snapshot!(message("schedule auto -p 2 -m 4 --memory 7B --bytes I=8"), @"error: for one microbatch the stages of rank 0 need 8 bytes, found a limit of 7 bytes");
 
     for command in ["auto", "1f1b --format html"] {
         let message = message(&format!("schedule {command} -p 2 -m 4 --memory 0"));
