@@ -1,6 +1,5 @@
 //! Graph to segments: pieces between two cuts.
 
-mod families;
 mod farthest;
 mod layers;
 mod nearest;

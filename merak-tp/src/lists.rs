@@ -1,11 +1,9 @@
 //! The lists of layers that a user wants split.
 
-use crate::{Error, Result, default_lists, defaults::families};
+use crate::{Error, Result, default_lists, defaults};
+pub use merak_trace::models::SplitKind;
 use serde::{Deserialize, Serialize};
-use std::{
-    fmt,
-    sync::{Mutex, PoisonError},
-};
+use std::sync::{Mutex, PoisonError};
 
 /// Which linear layers are split over the tensor axis, and how.
 ///
@@ -59,26 +57,6 @@ pub struct Mapping {
     pub kind: SplitKind,
 }
 
-/// The two ways to split a linear layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum SplitKind {
-    /// By output features.
-    Col,
-    /// By input features.
-    Row,
-}
-
-impl SplitKind {
-    /// The kind before `-parallel`.
-    pub(crate) const fn in_words(self) -> &'static str {
-        match self {
-            Self::Col => "column",
-            Self::Row => "row",
-        }
-    }
-}
-
 impl LayerLists {
     /// Lists of column and row layers.
     pub fn col_row<S: Into<String>>(
@@ -106,7 +84,7 @@ impl LayerLists {
             None => Err(Error::NoLists {
                 degree,
                 family: family.to_owned(),
-                known: families().collect::<Vec<_>>().join(", "),
+                known: defaults::known(),
             }),
         }
     }
@@ -155,15 +133,6 @@ impl From<(usize, usize, SplitKind)> for Mapping {
 impl From<Mapping> for (usize, usize, SplitKind) {
     fn from(mapping: Mapping) -> Self {
         (mapping.input, mapping.output, mapping.kind)
-    }
-}
-
-impl fmt::Display for SplitKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Col => "col",
-            Self::Row => "row",
-        })
     }
 }
 

@@ -7,7 +7,7 @@ use crate::{
     report::SplitModule,
     rules::{self, Need, Site},
 };
-use merak_trace::{Axis, Graph, Node, NodeId, Op, Placement, Shard, Source, ValueId};
+use merak_trace::{Axis, Graph, Node, NodeId, Op, Placement, Shard, ValueId};
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -138,8 +138,6 @@ pub(crate) struct Rewriter<'a> {
     pub(crate) placed: BTreeMap<ValueId, Placed>,
     /// Values of the model that are used.
     used: BTreeSet<ValueId>,
-    /// Names of all nodes, old and new.
-    names: BTreeSet<Arc<str>>,
 }
 
 impl<'a> Rewriter<'a> {
@@ -150,19 +148,15 @@ impl<'a> Rewriter<'a> {
             .flat_map(|node| node.inputs.iter().copied())
             .collect();
         used.extend(model.outputs().iter().map(|port| port.value));
-        let names = model
-            .nodes()
-            .iter()
-            .map(|node| Arc::clone(&node.name))
-            .collect();
+        let mut graph = Graph::new();
+        graph.reserve_names(model.nodes().iter().map(|node| &node.name));
         let mut rewriter = Self {
             model,
             degree,
-            graph: Graph::new(),
+            graph,
             report,
             placed: BTreeMap::new(),
             used,
-            names,
         };
         rewriter.copy_sources()?;
         Ok(rewriter)
@@ -172,16 +166,10 @@ impl<'a> Rewriter<'a> {
     fn copy_sources(&mut self) -> Result<()> {
         let count = u32::try_from(self.model.num_values()).expect("value ids are u32");
         for id in (0..count).map(ValueId) {
-            let value = match self.model.value(id).source {
-                Source::Input(index) => self.graph.add_input(
-                    self.model.inputs()[index].name.clone(),
-                    self.model.ty(id).clone(),
-                ),
-                Source::Param(param) => self.graph.add_param(self.model.param(param).clone())?,
-                Source::Node { .. } => continue,
-            };
-            self.placed
-                .insert(id, Placed::new(value, Placement::Replicate));
+            if let Some(value) = self.graph.add_source(self.model, id)? {
+                let placed = Placed::new(value, Placement::Replicate);
+                self.placed.insert(id, placed);
+            }
         }
         Ok(())
     }
@@ -199,12 +187,7 @@ impl<'a> Rewriter<'a> {
             inputs.push(self.convert(input, need, &node.scope, &node.name)?);
         }
         let last = if plan.adds_last { inputs.pop() } else { None };
-        let values = self.graph.add_named_node(
-            Arc::clone(&node.name),
-            &node.scope,
-            plan.op.clone(),
-            inputs,
-        )?;
+        let values = self.graph.add_counterpart(node, plan.op.clone(), inputs)?;
         for ((&result, value), placement) in node.outputs.iter().zip(values).zip(&plan.results) {
             self.check_local(node, result, value, placement)?;
             let (value, placement) = match placement {
@@ -268,18 +251,7 @@ impl<'a> Rewriter<'a> {
         op: Op,
         inputs: Vec<ValueId>,
     ) -> Result<Vec<ValueId>> {
-        let base = if scope.is_empty() {
-            op.name().to_owned()
-        } else {
-            format!("{scope}.{}", op.name())
-        };
-        let numbered = (2..).map(|number| format!("{base}_{number}"));
-        let free = std::iter::once(base.clone())
-            .chain(numbered)
-            .find(|name| !self.names.contains(name.as_str()));
-        let name: Arc<str> = free.expect("numbers do not end").into();
-        self.names.insert(Arc::clone(&name));
-        Ok(self.graph.add_named_node(name, scope, op, inputs)?)
+        Ok(self.graph.add_node(scope, op, inputs)?)
     }
 
     /// Checks that a rule's operation makes the type of its placement.

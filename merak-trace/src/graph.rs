@@ -313,8 +313,8 @@ impl Graph {
         self.add_named_node(name, scope, op, inputs)
     }
 
-    /// Reserves names for nodes that are added under them later.
-    pub(crate) fn reserve_names<'a>(&mut self, names: impl Iterator<Item = &'a Arc<str>>) {
+    /// Reserves names for nodes that are added under them later, as in a copy of another graph.
+    pub fn reserve_names<'a>(&mut self, names: impl Iterator<Item = &'a Arc<str>>) {
         self.names.extend(names.cloned());
     }
 
@@ -371,7 +371,7 @@ impl Graph {
     ///
     /// # Errors
     /// As [`Graph::add_node`].
-    pub fn add_named_node(
+    pub(crate) fn add_named_node(
         &mut self,
         name: Arc<str>,
         scope: &Arc<str>,
@@ -402,6 +402,34 @@ impl Graph {
             outputs: outputs.clone(),
         });
         Ok(outputs)
+    }
+
+    /// Adds the counterpart of another graph's node, under the same name and with this operation.
+    ///
+    /// # Errors
+    /// As [`Graph::add_node`].
+    pub fn add_counterpart(
+        &mut self,
+        node: &Node,
+        op: Op,
+        inputs: Vec<ValueId>,
+    ) -> Result<Vec<ValueId>> {
+        self.add_named_node(Arc::clone(&node.name), &node.scope, op, inputs)
+    }
+
+    /// Adds the counterpart of another graph's input or parameter; `None` for the result of a node.
+    ///
+    /// # Errors
+    /// As [`Graph::add_param`].
+    pub fn add_source(&mut self, from: &Graph, value: ValueId) -> Result<Option<ValueId>> {
+        Ok(match from.value(value).source {
+            Source::Input(index) => {
+                let name = from.inputs[index].name.clone();
+                Some(self.add_input(name, from.ty(value).clone()))
+            }
+            Source::Param(id) => Some(self.add_param(from.param(id).clone())?),
+            Source::Node { .. } => None,
+        })
     }
 
     /// Replaces the operands of a node by others of the same types.

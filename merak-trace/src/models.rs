@@ -1,8 +1,12 @@
 //! Model definitions, read from Hugging Face `config.json`, with Hugging Face parameter names.
+//!
+//! A family is a file with the graph of its models and its other facts ([`Family`]), and a row of
+//! the table here.
 
 mod bert;
 mod causal;
 mod encoder;
+mod family;
 mod fields;
 mod gpt;
 mod gpt2;
@@ -10,6 +14,7 @@ mod gpt_neox;
 mod inert;
 mod llama;
 mod opt;
+mod others;
 mod rope;
 mod t5;
 mod vit;
@@ -22,6 +27,10 @@ use std::{fmt, sync::Arc};
 
 pub use bert::Bert;
 pub use causal::{finish, input_ids, labels, lm_head};
+pub use family::{
+    Family, SizeFields, SplitKind, SplitLayers, family, known_families, model_types_with,
+    size_fields,
+};
 pub use gpt::Gpt;
 pub use gpt_neox::GptNeoX;
 pub use gpt2::Gpt2;
@@ -212,122 +221,20 @@ impl Model for Masked {
     }
 }
 
-/// A family of models: one row of [`FAMILIES`], and nothing else to register.
-struct Family {
-    /// `model_type` in `config.json`.
-    model_type: &'static str,
-    /// Its configuration's names of the sizes that a run may override.
-    sizes: SizeFields,
-    /// Reads the configuration.
-    build: fn(&Fields<'_>) -> Result<Box<dyn Model>>,
-}
-
-/// Names that configurations of a family have for the same size, the family's own first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SizeFields {
-    /// Transformer layers.
-    pub layers: &'static [&'static str],
-    /// Width of the hidden states.
-    pub hidden: &'static [&'static str],
-    /// Attention heads.
-    pub heads: &'static [&'static str],
-}
-
-/// The names that most families use.
-const USUAL: SizeFields = SizeFields {
-    layers: &["num_hidden_layers"],
-    hidden: &["hidden_size"],
-    heads: &["num_attention_heads"],
-};
-
-/// The names of GPT-2, which accepts the usual ones too.
-const OF_GPT2: SizeFields = SizeFields {
-    layers: &["n_layer", "num_hidden_layers"],
-    hidden: &["n_embd", "hidden_size"],
-    heads: &["n_head", "num_attention_heads"],
-};
-
-/// The names of T5.
-const OF_T5: SizeFields = SizeFields {
-    layers: &["num_layers"],
-    hidden: &["d_model"],
-    heads: &["num_heads"],
-};
-
-/// Every family that can be traced.
+/// Every family that can be traced: one row, and nothing else to register.
 const FAMILIES: &[Family] = &[
-    Family {
-        model_type: "bert",
-        sizes: USUAL,
-        build: |f| Ok(Box::new(Bert::from_fields(f)?)),
-    },
-    Family {
-        model_type: "gpt",
-        sizes: USUAL,
-        build: |f| Ok(Box::new(Gpt::from_fields(f)?)),
-    },
-    Family {
-        model_type: "gpt2",
-        sizes: OF_GPT2,
-        build: |f| Ok(Box::new(Gpt2::from_fields(f)?)),
-    },
-    Family {
-        model_type: "gpt_neox",
-        sizes: USUAL,
-        build: |f| Ok(Box::new(GptNeoX::from_fields(f)?)),
-    },
-    Family {
-        model_type: "llama",
-        sizes: USUAL,
-        build: |f| Ok(Box::new(Llama::from_fields(f, &llama::LLAMA)?)),
-    },
-    Family {
-        model_type: "mistral",
-        sizes: USUAL,
-        build: |f| Ok(Box::new(Llama::from_fields(f, &llama::MISTRAL)?)),
-    },
-    Family {
-        model_type: "opt",
-        sizes: USUAL,
-        build: |f| Ok(Box::new(Opt::from_fields(f)?)),
-    },
-    Family {
-        model_type: "qwen2",
-        sizes: USUAL,
-        build: |f| Ok(Box::new(Llama::from_fields(f, &llama::QWEN2)?)),
-    },
-    Family {
-        model_type: "qwen3",
-        sizes: USUAL,
-        build: |f| Ok(Box::new(Llama::from_fields(f, &llama::QWEN3)?)),
-    },
-    Family {
-        model_type: "t5",
-        sizes: OF_T5,
-        build: |f| Ok(Box::new(T5::from_fields(f)?)),
-    },
-    Family {
-        model_type: "vit",
-        sizes: USUAL,
-        build: |f| Ok(Box::new(Vit::from_fields(f)?)),
-    },
+    bert::FAMILY,
+    gpt::FAMILY,
+    gpt2::FAMILY,
+    gpt_neox::FAMILY,
+    llama::LLAMA,
+    llama::MISTRAL,
+    opt::FAMILY,
+    llama::QWEN2,
+    llama::QWEN3,
+    t5::FAMILY,
+    vit::FAMILY,
 ];
-
-/// The model types that [`from_config`] knows.
-pub fn known_families() -> impl Iterator<Item = &'static str> {
-    FAMILIES.iter().map(|family| family.model_type)
-}
-
-/// The names of sizes in configurations of this `model_type`; `None` for an unknown one.
-pub fn size_fields(model_type: &str) -> Option<SizeFields> {
-    family(model_type).map(|family| family.sizes)
-}
-
-fn family(model_type: &str) -> Option<&'static Family> {
-    FAMILIES
-        .iter()
-        .find(|family| family.model_type == model_type)
-}
 
 /// Builds a model from the contents of a Hugging Face `config.json`, as `transformers` 4 and 5
 /// write it.
@@ -351,15 +258,16 @@ fn family(model_type: &str) -> Option<&'static Family> {
 pub fn from_config(config: &Json) -> Result<Box<dyn Model>> {
     let fields = Fields::new(config)?;
     let model_type = fields.string("model_type")?;
-    let family = family(&model_type).ok_or_else(|| Error::UnknownModel {
-        known: known_families().collect::<Vec<_>>().join(", "),
+    let source = family(&model_type).and_then(|family| family.source);
+    let source = source.ok_or_else(|| Error::UnknownModel {
+        known: model_types_with(|family| family.source.is_some()),
         found: model_type,
     })?;
     fields.check_common()?;
-    let model = (family.build)(&fields)?;
+    let model = (source.build)(&fields)?;
     fields.finish()?;
     let layers = model.info().num_layers;
-    fields.bounded(family.sizes.layers[0], layers, (MAX_LAYERS, "layers"))?;
+    fields.bounded(source.sizes.layers[0], layers, (MAX_LAYERS, "layers"))?;
     Ok(model)
 }
 

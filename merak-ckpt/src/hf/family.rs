@@ -23,8 +23,10 @@ pub(crate) struct Family {
     /// a layer's number, and the parts of a layer; each first in memory, then in files.
     in_memory: Option<[&'static str; 2]>,
     memory_parts: &'static [(&'static str, &'static str)],
-    /// Linear layers whose outputs tensor parallelism cuts, and the number of equal parts of each.
-    columns: &'static [(&'static str, usize)],
+    /// Linear layers whose outputs tensor parallelism cuts.
+    columns: &'static [&'static str],
+    /// The one of them that has several equal parts, and their number.
+    fused: Option<(&'static str, usize)>,
     /// Linear layers whose inputs it cuts.
     rows: &'static [&'static str],
     /// Tables whose columns it cuts.
@@ -62,6 +64,7 @@ const PLAIN: Family = Family {
     in_memory: None,
     memory_parts: &[],
     columns: &[],
+    fused: None,
     rows: &[],
     tables: &[],
     unused: &[],
@@ -69,15 +72,7 @@ const PLAIN: Family = Family {
 
 /// The layers of BERT, by which those of ViT are named.
 const ENCODER: Family = Family {
-    columns: &[
-        ("attention.self.query", 1),
-        ("attention.self.key", 1),
-        ("attention.self.value", 1),
-        ("attention.attention.query", 1),
-        ("attention.attention.key", 1),
-        ("attention.attention.value", 1),
-        ("intermediate.dense", 1),
-    ],
+    columns: &["query", "key", "value", "intermediate.dense"],
     rows: &["output.dense"],
     ..PLAIN
 };
@@ -107,15 +102,10 @@ const FAMILIES: [Family; 7] = [
         model_types: &["gpt2"],
         prefix: "transformer.",
         parts: &parts::GPT2,
-        tie: Some(Tie {
-            head: "lm_head.weight",
-            embedding: "transformer.wte.weight",
-            is_default: true,
-            twin: None,
-            follower: None,
-        }),
+        tie: Some(Tie::new("lm_head.weight", "transformer.wte.weight", true)),
         is_transposed: true,
-        columns: &[("attn.c_attn", 3), ("mlp.c_fc", 1)],
+        columns: &["attn.c_attn", "mlp.c_fc"],
+        fused: Some(("attn.c_attn", 3)),
         rows: &["attn.c_proj", "mlp.c_proj"],
         ..PLAIN
     },
@@ -123,21 +113,12 @@ const FAMILIES: [Family; 7] = [
         model_types: &["llama", "mistral", "qwen2", "qwen3"],
         prefix: "model.",
         parts: &parts::LLAMA,
-        tie: Some(Tie {
-            head: "lm_head.weight",
-            embedding: "model.embed_tokens.weight",
-            is_default: false,
-            twin: None,
-            follower: None,
-        }),
-        is_transposed: false,
-        columns: &[
-            ("q_proj", 1),
-            ("k_proj", 1),
-            ("v_proj", 1),
-            ("gate_proj", 1),
-            ("up_proj", 1),
-        ],
+        tie: Some(Tie::new(
+            "lm_head.weight",
+            "model.embed_tokens.weight",
+            false,
+        )),
+        columns: &["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
         rows: &["o_proj", "down_proj"],
         ..PLAIN
     },
@@ -145,15 +126,12 @@ const FAMILIES: [Family; 7] = [
         model_types: &["opt"],
         prefix: "model.",
         parts: &parts::OPT,
-        tie: Some(Tie {
-            head: "lm_head.weight",
-            embedding: "model.decoder.embed_tokens.weight",
-            is_default: true,
-            twin: None,
-            follower: None,
-        }),
-        is_transposed: false,
-        columns: &[("q_proj", 1), ("k_proj", 1), ("v_proj", 1), ("fc1", 1)],
+        tie: Some(Tie::new(
+            "lm_head.weight",
+            "model.decoder.embed_tokens.weight",
+            true,
+        )),
+        columns: &["q_proj", "k_proj", "v_proj", "fc1"],
         rows: &["out_proj", "fc2"],
         ..PLAIN
     },
@@ -162,16 +140,13 @@ const FAMILIES: [Family; 7] = [
         model_types: &["gpt_neox"],
         prefix: "gpt_neox.",
         parts: &parts::GPT_NEOX,
-        tie: Some(Tie {
-            head: "embed_out.weight",
-            embedding: "gpt_neox.embed_in.weight",
-            is_default: false,
-            twin: None,
-            follower: None,
-        }),
-        is_transposed: false,
+        tie: Some(Tie::new(
+            "embed_out.weight",
+            "gpt_neox.embed_in.weight",
+            false,
+        )),
         aliases: &[("lm_head.weight", "embed_out.weight")],
-        columns: &[("query_key_value", 1), ("dense_h_to_4h", 1)],
+        columns: &["query_key_value", "dense_h_to_4h"],
         rows: &["attention.dense", "dense_4h_to_h"],
         ..PLAIN
     },
@@ -180,11 +155,12 @@ const FAMILIES: [Family; 7] = [
         prefix: "bert.",
         parts: &parts::BERT,
         tie: Some(Tie {
-            head: "cls.predictions.decoder.weight",
-            embedding: "bert.embeddings.word_embeddings.weight",
-            is_default: true,
             twin: Some(["cls.predictions.bias", "cls.predictions.decoder.bias"]),
-            follower: None,
+            ..Tie::new(
+                "cls.predictions.decoder.weight",
+                "bert.embeddings.word_embeddings.weight",
+                true,
+            )
         }),
         // Positions from 0 on, and the head for pairs of sentences.
         unused: &[
@@ -217,19 +193,16 @@ const FAMILIES: [Family; 7] = [
         model_types: &["t5"],
         parts: &parts::T5,
         tie: Some(Tie {
-            head: "lm_head.weight",
-            embedding: "shared.weight",
-            is_default: true,
-            twin: None,
             follower: Some("scale_decoder_outputs"),
+            ..Tie::new("lm_head.weight", "shared.weight", true)
         }),
         columns: &[
-            ("Attention.q", 1),
-            ("Attention.k", 1),
-            ("Attention.v", 1),
-            ("DenseReluDense.wi", 1),
-            ("DenseReluDense.wi_0", 1),
-            ("DenseReluDense.wi_1", 1),
+            "Attention.q",
+            "Attention.k",
+            "Attention.v",
+            "DenseReluDense.wi",
+            "DenseReluDense.wi_0",
+            "DenseReluDense.wi_1",
         ],
         rows: &["Attention.o", "DenseReluDense.wo"],
         tables: &["relative_attention_bias"],
@@ -301,8 +274,9 @@ impl Family {
 
     /// The parts of a layer whose outputs are cut.
     fn column(&self, module: &str) -> Option<usize> {
-        let found = self.columns.iter().find(|(end, _)| module.ends_with(end));
-        found.map(|(_, parts)| *parts)
+        let is_one = self.columns.iter().any(|end| module.ends_with(end));
+        let fused = self.fused.filter(|(end, _)| module.ends_with(end));
+        is_one.then(|| fused.map_or(1, |(_, parts)| parts))
     }
 
     fn is_row(&self, module: &str) -> bool {
@@ -462,6 +436,16 @@ pub fn set_tie(config: &mut Value, is_one: bool) {
 }
 
 impl Tie {
+    const fn new(head: &'static str, embedding: &'static str, is_default: bool) -> Self {
+        Self {
+            head,
+            embedding,
+            is_default,
+            twin: None,
+            follower: None,
+        }
+    }
+
     /// The name of the twin that is not in use. Where a file has only that one, as version 4 of
     /// transformers writes a head of its own, the tensor gets the name in use.
     fn unused_twin(

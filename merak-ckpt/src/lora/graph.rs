@@ -14,63 +14,10 @@ use super::LoraConfig;
 use super::config::{InitWeights, Names, ends_with};
 use merak_trace::fx::{Copied, Module, Symbol, extend};
 use merak_trace::op::WeightLayout;
-use merak_trace::{Beside, DType, Graph, Init, Node, Op, Param, ParamRole};
+use merak_trace::{Beside, DType, Graph, Init, Node, Op, Param, ParamRole, models};
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-
-/// Targets where a configuration names none, by the model's `model_type`.
-const DEFAULT_TARGETS: &[(&[&str], &[&str])] = &[
-    (&["t5", "mt5"], &["q", "v"]),
-    (
-        &[
-            "bart", "opt", "gptj", "gpt_neo", "llama", "mistral", "mixtral", "stablelm", "gemma",
-            "qwen2", "qwen3",
-        ],
-        &["q_proj", "v_proj"],
-    ),
-    (&["gpt2", "gpt_bigcode"], &["c_attn"]),
-    (
-        &[
-            "bloom",
-            "gpt_neox",
-            "chatglm",
-            "falcon",
-            "RefinedWeb",
-            "RefinedWebModel",
-        ],
-        &["query_key_value"],
-    ),
-    (
-        &[
-            "bert",
-            "roberta",
-            "xlm-roberta",
-            "electra",
-            "layoutlm",
-            "vit",
-        ],
-        &["query", "value"],
-    ),
-    (&["deberta-v2"], &["query_proj", "value_proj"]),
-    (&["deberta"], &["in_proj"]),
-    (&["mpt"], &["Wqkv"]),
-    (&["codegen"], &["qkv_proj"]),
-    (&["btlm"], &["c_proj", "c_attn"]),
-    (&["phi"], &["q_proj", "v_proj", "fc1", "fc2"]),
-    (&["blip-2"], &["q", "v", "q_proj", "v_proj"]),
-];
-
-/// Modules that can have no adapter in PEFT, by `model_type`: T5's encoder and decoder have tables
-/// of their own there beside the one that files hold, and GPT-NeoX's head has another name there
-/// than in files.
-const NO_LAYERS: &[(&str, &[&str])] = &[
-    (
-        "t5",
-        &["shared", "encoder.embed_tokens", "decoder.embed_tokens"],
-    ),
-    ("gpt_neox", &["embed_out", "lm_head"]),
-];
 
 /// A model with an adapter.
 #[derive(Debug, Clone)]
@@ -326,8 +273,7 @@ fn is_named(config: &LoraConfig, layer: &Layer<'_>) -> bool {
 }
 
 fn no_layers(model_type: &str) -> &'static [&'static str] {
-    let found = NO_LAYERS.iter().find(|(family, _)| *family == model_type);
-    found.map_or(&[], |(_, modules)| modules)
+    models::family(model_type).map_or(&[], |family| family.without_adapter)
 }
 
 /// Checks that there are targets, and that every named module can be one.
@@ -405,13 +351,11 @@ fn with_defaults(config: &LoraConfig, model_type: &str) -> Result<LoraConfig, Ad
     if config.targets.is_some() {
         return Ok(config.clone());
     }
-    let default = DEFAULT_TARGETS
-        .iter()
-        .find(|(families, _)| families.contains(&model_type));
-    let Some((_, targets)) = default else {
+    let targets = models::family(model_type).map_or(&[][..], |family| family.adapter_targets);
+    if targets.is_empty() {
         let model_type = model_type.to_owned();
         return Err(AdaptError::NoDefault { model_type });
-    };
+    }
     Ok(config
         .with("target_modules", json!(targets))
         .expect("a list of names is legal"))

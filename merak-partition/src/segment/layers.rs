@@ -1,8 +1,11 @@
 //! `layer_split`: cut before the first node of each layer.
 
-use super::{SegmentOptions, SplitRule, families};
+use super::{SegmentOptions, SplitRule};
 use crate::{Error, Result, borders::Borders, method::nearest};
-use merak_trace::{Graph, Node};
+use merak_trace::{
+    Graph, Node,
+    models::{self, Family},
+};
 use std::collections::BTreeSet;
 
 /// The bounds of the segments and the rule that made them.
@@ -30,9 +33,12 @@ pub(super) fn cut(
 
 fn by_family(graph: &Graph, options: &SegmentOptions) -> Result<BTreeSet<usize>> {
     let family = options.family.as_deref().unwrap_or_default();
-    let points = families::split_points(family).ok_or_else(|| Error::UnknownFamily {
+    let has_points = |family: &Family| !family.split_points.is_empty();
+    let known = models::family(family).filter(|family| has_points(family));
+    let points = known.map(|family| family.split_points);
+    let points = points.ok_or_else(|| Error::UnknownFamily {
         found: family.to_owned(),
-        known: families::known().collect::<Vec<_>>().join(", "),
+        known: models::model_types_with(has_points),
     })?;
     let found: BTreeSet<_> = points
         .iter()

@@ -70,7 +70,7 @@ fn a_family_without_split_points_is_refused() {
         family: Some(family.to_owned()),
         ..options.clone()
     };
-    assert_snapshot!(message(&with("rwkv"), &StageMethod::Uniform), @r#"layer_split has no split points for model type "rwkv"; set custom_split_points, or use one of gpt, gpt2, gptj, llama, mistral, qwen2, qwen3, opt, trocr, bert, distilbert, mobilebert, deberta, t5, mt5, gpt_neox, m2m100, m2m_100, pegasus, marian, vit, dinov2, swin, resnet, clip, altclip, lxmert, wav2vec2"#);
+    assert_snapshot!(message(&with("rwkv"), &StageMethod::Uniform), @r#"layer_split has no split points for model type "rwkv"; set custom_split_points, or use one of altclip, bert, clip, deberta, dinov2, distilbert, gpt, gpt2, gpt_neox, gptj, llama, lxmert, m2m100, m2m_100, marian, mistral, mobilebert, mt5, opt, pegasus, qwen2, qwen3, resnet, swin, t5, trocr, vit, wav2vec2"#);
     assert_snapshot!(message(&with("llama"), &StageMethod::Uniform), @r#"none of the split points of model type "llama" (model.layers.{i}) is in this model; set custom_split_points"#);
 }
 

@@ -97,8 +97,7 @@ impl<'a, D: Fn(&mut Param)> Copy<'a, D> {
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
         let ids = inputs.iter().map(|symbol| symbol.id).collect();
         let mut new = self.new.borrow_mut();
-        let name = Arc::clone(&node.name);
-        let outputs = new.add_named_node(name, &node.scope, node.op.clone(), ids)?;
+        let outputs = new.add_counterpart(node, node.op.clone(), ids)?;
         let symbol = |id| Symbol {
             id,
             ty: new.ty(id).clone(),

@@ -5,7 +5,8 @@ use super::{
     Model, ModelInfo, Objective, TraceOptions,
     causal::{finish_with, padding},
     check_seq,
-    encoder::{Encoder, linear},
+    encoder::{Encoder, SPLIT_LAYERS, linear},
+    family::{Family, USUAL_SIZES},
     fields::Fields,
 };
 use crate::{
@@ -15,6 +16,16 @@ use crate::{
 };
 use merak_mpu::DType;
 use serde_json::json;
+
+/// The facts of the family.
+pub(super) const FAMILY: Family = Family {
+    split_layers: SPLIT_LAYERS,
+    split_points: &["bert.encoder.layer.{i}"],
+    adapter_targets: &["query", "value"],
+    ..Family::traced(&["bert"], USUAL_SIZES, |f| {
+        Ok(Box::new(Bert::from_fields(f)?))
+    })
+};
 
 /// The head on the encoder.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -40,7 +51,7 @@ pub struct Bert {
 impl Bert {
     /// Reads the configuration; absent fields have the defaults of `transformers`. The first of
     /// `architectures` selects filling in tokens (also the default) or classifying sequences.
-    pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
+    fn from_fields(f: &Fields<'_>) -> Result<Self> {
         // Written by early checkpoints and never read.
         f.ignore(&[
             "directionality",

@@ -2,6 +2,7 @@
 
 use super::{
     ModelInfo, TraceOptions,
+    family::SplitLayers,
     fields::{Fields, head_dim},
 };
 use crate::{
@@ -10,6 +11,13 @@ use crate::{
     op::{Activation, Attention, WeightLayout},
 };
 use serde_json::json;
+
+/// Its layers that tensor parallelism splits.
+pub(super) const SPLIT_LAYERS: SplitLayers = SplitLayers::new(
+    &["query", "key", "value", "intermediate.dense"],
+    &["output.dense"],
+    &["num_attention_heads", "all_head_size"],
+);
 
 /// Sizes and choices of an encoder's layers.
 #[derive(Debug, Clone, PartialEq)]

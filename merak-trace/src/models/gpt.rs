@@ -5,6 +5,7 @@ use super::{
     Model, ModelInfo, TraceOptions,
     causal::{finish, input_ids, lm_head},
     check_seq,
+    family::{Family, SplitLayers, USUAL_SIZES},
     fields::{Fields, head_dim},
 };
 use crate::{
@@ -13,6 +14,19 @@ use crate::{
     op::{Activation, Attention, WeightLayout},
 };
 use serde_json::json;
+
+/// The facts of the family.
+pub(super) const FAMILY: Family = Family {
+    split_layers: SplitLayers::new(
+        &["attn.q", "attn.k", "attn.v", "mlp.fc"],
+        &["attn.proj", "mlp.proj"],
+        &["num_heads"],
+    ),
+    split_points: &["h.{i}", "ln_f"],
+    ..Family::traced(&["gpt"], USUAL_SIZES, |f| {
+        Ok(Box::new(Gpt::from_fields(f)?))
+    })
+};
 
 /// The configuration of a plain GPT.
 #[derive(Debug, Clone, PartialEq)]
@@ -30,7 +44,7 @@ pub struct Gpt {
 impl Gpt {
     /// Reads `vocab_size`, `max_position_embeddings`, `hidden_size`, `num_hidden_layers`,
     /// `num_attention_heads`, `dropout`, `tie_word_embeddings` and `initializer_range`.
-    pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
+    fn from_fields(f: &Fields<'_>) -> Result<Self> {
         f.refuse("is_encoder_decoder", &[json!(false)])?;
         let hidden = f.size("hidden_size")?;
         let heads = f.size("num_attention_heads")?;

@@ -4,12 +4,31 @@ use super::{
     Model, ModelInfo, TraceOptions,
     causal::{check_architecture, finish, input_ids, lm_head},
     check_seq,
+    family::{Family, SizeFields, SplitKind::Col, SplitKind::Row, SplitLayers},
     fields::{Fields, head_dim},
 };
 use crate::{
     Graph, Init, Result,
     fx::{self, Module, Symbol},
     op::{Activation, Attention, WeightLayout},
+};
+
+/// Its names of the sizes; the usual ones are accepted too.
+const SIZES: SizeFields = SizeFields {
+    layers: &["n_layer", "num_hidden_layers"],
+    hidden: &["n_embd", "hidden_size"],
+    heads: &["n_head", "num_attention_heads"],
+};
+
+/// The facts of the family.
+pub(super) const FAMILY: Family = Family {
+    split_layers: SplitLayers {
+        ratios: &[(1, 3, Col), (1, 1, Row), (1, 4, Col), (4, 1, Row)],
+        ..SplitLayers::new(&[], &[], &["num_heads", "split_size"])
+    },
+    split_points: &["transformer.h.{i}", "transformer.ln_f"],
+    adapter_targets: &["c_attn"],
+    ..Family::traced(&["gpt2"], SIZES, |f| Ok(Box::new(Gpt2::from_fields(f)?)))
 };
 
 /// The configuration of a GPT-2 language model.
@@ -35,7 +54,7 @@ pub struct Gpt2 {
 
 impl Gpt2 {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
-    pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
+    fn from_fields(f: &Fields<'_>) -> Result<Self> {
         check_architecture(f, "GPT2")?;
         // Fields that repeat the length, belong to other heads or to GPT, or order products (exact
         // in any order).

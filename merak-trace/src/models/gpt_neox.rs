@@ -6,6 +6,7 @@ use super::{
     Model, ModelInfo, TraceOptions,
     causal::{check_architecture, finish, input_ids, lm_head},
     check_seq,
+    family::{Family, SplitLayers, USUAL_SIZES},
     fields::{Fields, head_dim},
     rope::{Rotary, RotaryFields},
 };
@@ -13,6 +14,22 @@ use crate::{
     Graph, Init, Result,
     fx::{self, Module, Symbol},
     op::{Activation, Attention, Rope, WeightLayout},
+};
+
+/// The facts of the family.
+pub(super) const FAMILY: Family = Family {
+    split_layers: SplitLayers::new(
+        &["query_key_value", "dense_h_to_4h"],
+        &["attention.dense", "dense_4h_to_h"],
+        &["num_attention_heads"],
+    ),
+    split_points: &["gpt_neox.layers.{i}", "embed_out"],
+    adapter_targets: &["query_key_value"],
+    // The head has another name in memory than in files.
+    without_adapter: &["embed_out", "lm_head"],
+    ..Family::traced(&["gpt_neox"], USUAL_SIZES, |f| {
+        Ok(Box::new(GptNeoX::from_fields(f)?))
+    })
 };
 
 /// The configuration of a GPT-NeoX language model.
@@ -39,7 +56,7 @@ pub struct GptNeoX {
 
 impl GptNeoX {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
-    pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
+    fn from_fields(f: &Fields<'_>) -> Result<Self> {
         check_architecture(f, "GPTNeoX")?;
         // A field of another head.
         f.ignore(&["classifier_dropout"]);

@@ -18,6 +18,8 @@ use super::{
     Model, ModelInfo, TraceOptions,
     causal::{finish, input_ids, lm_head},
     check_seq,
+    family::{Family, SplitLayers, USUAL_SIZES},
+    fields::Fields,
     rope::Rotary,
 };
 use crate::{
@@ -26,7 +28,48 @@ use crate::{
     op::{Attention, Rope, WeightLayout},
 };
 
-pub(super) use config::{LLAMA, MISTRAL, QWEN2, QWEN3};
+/// The facts of Llama.
+pub(super) const LLAMA: Family = family(&["llama"], |f| Llama::boxed(f, &config::LLAMA));
+
+/// The facts of Mistral.
+pub(super) const MISTRAL: Family = family(&["mistral"], |f| Llama::boxed(f, &config::MISTRAL));
+
+/// The facts of Qwen 2.
+pub(super) const QWEN2: Family = Family {
+    split_points: WITH_HEAD,
+    ..family(&["qwen2"], |f| Llama::boxed(f, &config::QWEN2))
+};
+
+/// The facts of Qwen 3.
+pub(super) const QWEN3: Family = Family {
+    split_points: WITH_HEAD,
+    ..family(&["qwen3"], |f| Llama::boxed(f, &config::QWEN3))
+};
+
+const WITH_HEAD: &[&str] = &["model.layers.{i}", "lm_head"];
+
+/// The facts that all have in common.
+const fn family(
+    model_types: &'static [&'static str],
+    build: fn(&Fields<'_>) -> Result<Box<dyn Model>>,
+) -> Family {
+    Family {
+        split_layers: SplitLayers::new(
+            &[
+                "self_attn.q_proj",
+                "self_attn.k_proj",
+                "self_attn.v_proj",
+                "gate_proj",
+                "up_proj",
+            ],
+            &["self_attn.o_proj", "down_proj"],
+            &["num_heads", "num_key_value_heads"],
+        ),
+        split_points: &["model.layers.{i}"],
+        adapter_targets: &["q_proj", "v_proj"],
+        ..Family::traced(model_types, USUAL_SIZES, build)
+    }
+}
 
 /// The configuration of a language model of the Llama kind.
 #[derive(Debug, Clone, PartialEq)]
@@ -64,6 +107,10 @@ struct Biases {
 }
 
 impl Llama {
+    fn boxed(f: &Fields<'_>, variant: &config::Variant) -> Result<Box<dyn Model>> {
+        Ok(Box::new(Self::from_fields(f, variant)?))
+    }
+
     fn linear(module: &Module, x: &Symbol, out: usize, bias: bool, std: f64) -> Result<Symbol> {
         module.linear(x, out, WeightLayout::OutIn, bias, Init::Normal(std))
     }

@@ -5,6 +5,7 @@ use super::{
     Model, ModelInfo, TraceOptions,
     causal::{check_architecture, finish, input_ids, lm_head, padding},
     check_seq,
+    family::{Family, SplitLayers, USUAL_SIZES},
     fields::{Fields, head_dim},
 };
 use crate::{
@@ -13,6 +14,20 @@ use crate::{
     op::{Activation, Attention, WeightLayout},
 };
 use serde_json::json;
+
+/// The facts of the family.
+pub(super) const FAMILY: Family = Family {
+    split_layers: SplitLayers::new(
+        &["q_proj", "k_proj", "v_proj", "fc1"],
+        &["out_proj", "fc2"],
+        &["num_heads"],
+    ),
+    split_points: &["model.decoder.layers.{i}"],
+    adapter_targets: &["q_proj", "v_proj"],
+    ..Family::traced(&["opt"], USUAL_SIZES, |f| {
+        Ok(Box::new(Opt::from_fields(f)?))
+    })
+};
 
 /// Rows of the position table before that of the first position.
 const FIRST_POSITION: usize = 2;
@@ -55,7 +70,7 @@ enum Norms {
 
 impl Opt {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
-    pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
+    fn from_fields(f: &Fields<'_>) -> Result<Self> {
         check_architecture(f, "OPT")?;
         f.refuse_unless_zero("layerdrop")?;
         f.refuse_unless_zero("activation_dropout")?;

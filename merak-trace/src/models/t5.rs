@@ -9,6 +9,7 @@ use super::{
     Model, ModelInfo, Objective, TraceOptions,
     causal::{finish_with, lm_head, token},
     check_seq,
+    family::{Family, SizeFields, SplitLayers},
     fields::{Fields, error},
 };
 use crate::{
@@ -18,6 +19,32 @@ use crate::{
 };
 use merak_mpu::DType;
 use serde_json::json;
+
+/// Its names of the sizes.
+const SIZES: SizeFields = SizeFields {
+    layers: &["num_layers"],
+    hidden: &["d_model"],
+    heads: &["num_heads"],
+};
+
+/// The facts of the family.
+pub(super) const FAMILY: Family = Family {
+    split_layers: SplitLayers::new(
+        &[
+            "Attention.q",
+            "Attention.k",
+            "Attention.v",
+            "DenseReluDense.wi",
+        ],
+        &["Attention.o", "DenseReluDense.wo"],
+        &["n_heads", "inner_dim"],
+    ),
+    split_points: &["encoder.block.{i}", "decoder.block.{i}", "lm_head"],
+    adapter_targets: &["q", "v"],
+    // In PEFT encoder and decoder have tables of their own beside the one that files hold.
+    without_adapter: &["shared", "encoder.embed_tokens", "decoder.embed_tokens"],
+    ..Family::traced(&["t5"], SIZES, |f| Ok(Box::new(T5::from_fields(f)?)))
+};
 
 /// The configuration of a T5 model.
 #[derive(Debug, Clone, PartialEq)]
@@ -59,7 +86,7 @@ impl T5 {
     ///
     /// `tie_word_embeddings: false`, which version 1.1 has, makes the head a weight of its own and
     /// leaves its input unscaled.
-    pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
+    fn from_fields(f: &Fields<'_>) -> Result<Self> {
         f.architecture(&["T5ForConditionalGeneration"])?;
         f.refuse("is_encoder_decoder", &[json!(true)])?;
         f.refuse("is_decoder", &[json!(false)])?;

@@ -4,13 +4,24 @@
 use super::{
     Model, ModelInfo, Objective, TraceOptions,
     causal::finish_with,
-    encoder::{Encoder, linear},
+    encoder::{Encoder, SPLIT_LAYERS, linear},
+    family::{Family, USUAL_SIZES},
     fields::{Fields, error},
 };
 use crate::{
     Graph, Init, Op, ParamRole, Result, TensorType,
     fx::{self, Module, Symbol},
     op::WeightLayout,
+};
+
+/// The facts of the family.
+pub(super) const FAMILY: Family = Family {
+    split_layers: SPLIT_LAYERS,
+    split_points: &["vit.encoder.layer.{i}", "vit.layernorm"],
+    adapter_targets: &["query", "value"],
+    ..Family::traced(&["vit"], USUAL_SIZES, |f| {
+        Ok(Box::new(Vit::from_fields(f)?))
+    })
 };
 
 /// The configuration of a vision transformer.
@@ -28,7 +39,7 @@ pub struct Vit {
 impl Vit {
     /// Reads the configuration of a `ViTForImageClassification`; absent fields have the defaults of
     /// `transformers`.
-    pub(super) fn from_fields(f: &Fields<'_>) -> Result<Self> {
+    fn from_fields(f: &Fields<'_>) -> Result<Self> {
         f.architecture(&["ViTForImageClassification"])?;
         // Fields of the decoder of masked images, of the pooler, which the classifier lacks, and of
         // words.

@@ -8,7 +8,6 @@ use crate::{
 use std::{
     collections::{BTreeMap, BTreeSet},
     ops::Range,
-    sync::Arc,
 };
 
 /// Where a model is cut: stage `s` has nodes `bounds[s]..bounds[s + 1]`.
@@ -226,10 +225,7 @@ impl Build<'_> {
     fn copy(&mut self, node: &Node) -> Result<()> {
         let inputs = node.inputs.iter().map(|&input| self.operand(input));
         let inputs = inputs.collect::<Result<_>>()?;
-        let name = Arc::clone(&node.name);
-        let outputs = self
-            .graph
-            .add_named_node(name, &node.scope, node.op.clone(), inputs)?;
+        let outputs = self.graph.add_counterpart(node, node.op.clone(), inputs)?;
         self.local.extend(node.outputs.iter().copied().zip(outputs));
         Ok(())
     }
@@ -258,25 +254,14 @@ impl Build<'_> {
         if let Some(&local) = self.local.get(&value) {
             return Ok(local);
         }
-        let local = match self.model.value(value).source {
-            Source::Param(id) => self.graph.add_param(self.model.param(id).clone())?,
-            Source::Input(index) => {
-                let name = &self.model.inputs()[index].name;
-                let local = self
-                    .graph
-                    .add_input(name.clone(), self.model.ty(value).clone());
-                self.inputs.push(Port {
-                    name: name.clone(),
-                    value: local,
-                });
-                local
-            }
-            Source::Node { .. } => {
-                return Err(Error::Order {
-                    value: hop_name(self.model, value),
-                });
-            }
-        };
+        let local = self.graph.add_source(self.model, value)?;
+        let local = local.ok_or_else(|| Error::Order {
+            value: hop_name(self.model, value),
+        })?;
+        if let Source::Input(index) = self.model.value(value).source {
+            let name = self.model.inputs()[index].name.clone();
+            self.inputs.push(Port { name, value: local });
+        }
         self.local.insert(value, local);
         Ok(local)
     }

@@ -5,6 +5,7 @@ mod config; // layers, keys, messages, checks
 mod costs; // measured times, predictions, limits of memory
 mod data; // text sources, corpora, loaders
 mod faults; // failing ranks, damaged files
+mod files; // graphs and files have the same parameters
 mod laws; // what no topology, schedule or interruption may change
 mod parity; // numbers of transformers
 mod soak; // memory that long runs hold

@@ -13,7 +13,7 @@ use serde_json::json;
 
 /// The defaults of a family's configuration, as in `transformers`.
 #[derive(Debug)]
-pub(in crate::models) struct Variant {
+pub(super) struct Variant {
     family: &'static str,
     /// Prefix of the names of its classes.
     class: &'static str,
@@ -54,7 +54,7 @@ enum Windows {
     },
 }
 
-pub(in crate::models) const LLAMA: Variant = Variant {
+pub(super) const LLAMA: Variant = Variant {
     family: "llama",
     class: "Llama",
     vocab_size: 32_000,
@@ -67,7 +67,7 @@ pub(in crate::models) const LLAMA: Variant = Variant {
     qk_norm: false,
 };
 
-pub(in crate::models) const MISTRAL: Variant = Variant {
+pub(super) const MISTRAL: Variant = Variant {
     family: "mistral",
     class: "Mistral",
     intermediate_size: 14_336,
@@ -78,7 +78,7 @@ pub(in crate::models) const MISTRAL: Variant = Variant {
     ..LLAMA
 };
 
-pub(in crate::models) const QWEN2: Variant = Variant {
+pub(super) const QWEN2: Variant = Variant {
     family: "qwen2",
     class: "Qwen2",
     vocab_size: 151_936,
@@ -93,7 +93,7 @@ pub(in crate::models) const QWEN2: Variant = Variant {
     ..LLAMA
 };
 
-pub(in crate::models) const QWEN3: Variant = Variant {
+pub(super) const QWEN3: Variant = Variant {
     family: "qwen3",
     class: "Qwen3",
     head_dim: Some(128),
@@ -104,7 +104,7 @@ pub(in crate::models) const QWEN3: Variant = Variant {
 
 impl Llama {
     /// Reads the configuration; absent fields have the defaults of `transformers`.
-    pub(in crate::models) fn from_fields(f: &Fields<'_>, variant: &Variant) -> Result<Self> {
+    pub(super) fn from_fields(f: &Fields<'_>, variant: &Variant) -> Result<Self> {
         check_architecture(f, variant.class)?;
         // Fields of slices that a layer was trained in, and of other programs.
         f.ignore(&["is_llama_config", "max_sequence_length", "pretraining_tp"]);

@@ -1,0 +1,200 @@
+//! What the crates know of a family of models besides its graph.
+
+use super::{Model, fields::Fields, others};
+use crate::Result;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The facts of a family of models. Names, shapes and ties of its parameters are those of its
+/// graph.
+///
+/// Each family with a graph here states its facts beside it. Facts of other families serve graphs
+/// that a caller traces.
+///
+/// ```
+/// let family = merak_trace::models::family("llama").expect("the family is known");
+/// assert_eq!(family.split_layers.rows, ["self_attn.o_proj", "down_proj"]);
+/// assert_eq!(family.split_points, ["model.layers.{i}"]);
+/// assert_eq!(family.adapter_targets, ["q_proj", "v_proj"]);
+/// ```
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Family {
+    /// Its names: `model_type` in `config.json`.
+    pub model_types: &'static [&'static str],
+    /// Linear layers that tensor parallelism splits.
+    pub split_layers: SplitLayers,
+    /// Modules or parameters before which a segment begins; `{i}` and `{j}` stand for any number.
+    pub split_points: &'static [&'static str],
+    /// Last components of the layers that have a LoRA adapter by default.
+    pub adapter_targets: &'static [&'static str],
+    /// Modules that can have no adapter in PEFT.
+    pub without_adapter: &'static [&'static str],
+    /// How its models are made, where they can be traced here.
+    pub(super) source: Option<Source>,
+}
+
+/// How models of a family are made of a configuration.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Source {
+    /// The configuration's names of the sizes that a run may override.
+    pub(super) sizes: SizeFields,
+    pub(super) build: fn(&Fields<'_>) -> Result<Box<dyn Model>>,
+}
+
+/// Names that configurations of a family have for the same size, the family's own first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SizeFields {
+    /// Transformer layers.
+    pub layers: &'static [&'static str],
+    /// Width of the hidden states.
+    pub hidden: &'static [&'static str],
+    /// Attention heads.
+    pub heads: &'static [&'static str],
+}
+
+/// The linear layers of a family that tensor parallelism splits. A name is any part of a layer's
+/// path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SplitLayers {
+    /// Layers whose output features are split.
+    pub columns: &'static [&'static str],
+    /// Layers whose input features are split.
+    pub rows: &'static [&'static str],
+    /// Layers by the ratio of their input to their output features, in place of names.
+    pub ratios: &'static [(usize, usize, SplitKind)],
+    /// Size attributes of opaque modules that are divided by the degree.
+    pub attributes: &'static [&'static str],
+}
+
+/// The two ways to split a linear layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SplitKind {
+    /// By output features.
+    Col,
+    /// By input features.
+    Row,
+}
+
+impl SplitKind {
+    /// The kind before `-parallel`.
+    pub const fn in_words(self) -> &'static str {
+        match self {
+            Self::Col => "column",
+            Self::Row => "row",
+        }
+    }
+}
+
+impl fmt::Display for SplitKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Col => "col",
+            Self::Row => "row",
+        })
+    }
+}
+
+/// The names of sizes in most families.
+pub(super) const USUAL_SIZES: SizeFields = SizeFields {
+    layers: &["num_hidden_layers"],
+    hidden: &["hidden_size"],
+    heads: &["num_attention_heads"],
+};
+
+impl Family {
+    /// A family of which nothing else is known.
+    pub(super) const fn named(model_types: &'static [&'static str]) -> Self {
+        Self {
+            model_types,
+            split_layers: SplitLayers::new(&[], &[], &[]),
+            split_points: &[],
+            adapter_targets: &[],
+            without_adapter: &[],
+            source: None,
+        }
+    }
+
+    /// A family whose models can be traced.
+    pub(super) const fn traced(
+        model_types: &'static [&'static str],
+        sizes: SizeFields,
+        build: fn(&Fields<'_>) -> Result<Box<dyn Model>>,
+    ) -> Self {
+        Self {
+            source: Some(Source { sizes, build }),
+            ..Self::named(model_types)
+        }
+    }
+}
+
+impl SplitLayers {
+    /// Lists by names.
+    pub(super) const fn new(
+        columns: &'static [&'static str],
+        rows: &'static [&'static str],
+        attributes: &'static [&'static str],
+    ) -> Self {
+        Self {
+            columns,
+            rows,
+            ratios: &[],
+            attributes,
+        }
+    }
+}
+
+/// The families with a graph here, then the others.
+fn families() -> impl Iterator<Item = &'static Family> {
+    super::FAMILIES.iter().chain(others::FAMILIES)
+}
+
+/// The family of this `model_type`, if anything is known of it.
+pub fn family(model_type: &str) -> Option<&'static Family> {
+    families().find(|family| family.model_types.contains(&model_type))
+}
+
+/// The model types of the families of which a fact is known, sorted and separated by commas.
+pub fn model_types_with(has_fact: impl Fn(&Family) -> bool) -> String {
+    let found = families().filter(|family| has_fact(family));
+    let mut names: Vec<_> = found
+        .flat_map(|family| family.model_types)
+        .copied()
+        .collect();
+    names.sort_unstable();
+    names.join(", ")
+}
+
+/// The model types that [`from_config`](super::from_config) knows.
+pub fn known_families() -> impl Iterator<Item = &'static str> {
+    super::FAMILIES
+        .iter()
+        .flat_map(|family| family.model_types)
+        .copied()
+}
+
+/// The names of sizes in configurations of this `model_type`; `None` where its models cannot be
+/// traced here.
+pub fn size_fields(model_type: &str) -> Option<SizeFields> {
+    family(model_type)?.source.map(|source| source.sizes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_model_type_is_of_one_family_and_every_traced_family_states_its_facts() {
+        let mut names: Vec<_> = families().flat_map(|family| family.model_types).collect();
+        let count = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), count);
+        for family in super::super::FAMILIES {
+            assert!(family.source.is_some(), "{family:?}");
+            assert_ne!(family.split_layers.attributes, [""; 0], "{family:?}");
+            assert!(!family.split_points.is_empty(), "{family:?}");
+        }
+    }
+}

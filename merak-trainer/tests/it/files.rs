@@ -1,0 +1,128 @@
+//! The graph of a family and `merak-ckpt`'s table of its files have the same parameters, cut in the
+//! same way.
+//!
+//! `merak-ckpt/tests/goldens/hf/shapes.json` has what transformers saves of each family; tests of
+//! merak-ckpt hold its table against the same.
+
+use std::{collections::BTreeMap, fs, path::Path};
+
+use merak_ckpt::{Cut, HfFolder, ImportOptions, import_hf};
+use merak_trace::{Graph, models};
+use safetensors::{Dtype, tensor::TensorView};
+use serde_json::Value;
+
+/// What transformers saves of a model: names and shapes.
+type Saved = BTreeMap<String, Vec<usize>>;
+
+/// The graph of a configuration's model, where it can be traced: classifiers of tokens and the like
+/// cannot.
+fn graph(config: &Value) -> Option<Graph> {
+    let model = models::from_config(config).ok()?;
+    let seq = match model.objective() {
+        models::Objective::ImageClassification => model.info().max_seq,
+        _ => 8,
+    };
+    let graph = model.trace(&models::TraceOptions::training(1, seq));
+    Some(graph.expect("the sizes fit"))
+}
+
+/// The parameters of a graph: names and shapes.
+fn parameters(graph: &Graph) -> Saved {
+    let params = graph.params().iter();
+    params
+        .map(|param| (param.name.clone(), param.full.shape.clone()))
+        .collect()
+}
+
+/// The graph of each model that can be traced, with its configuration and what transformers saves.
+fn models() -> Vec<(Value, Graph, Saved)> {
+    let path =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../merak-ckpt/tests/goldens/hf/shapes.json");
+    let text = fs::read(path).expect("the golden is there");
+    let cases: BTreeMap<String, Value> = serde_json::from_slice(&text).expect("it is JSON");
+    let mut all = Vec::new();
+    for case in cases.into_values() {
+        let mut config = case["config"].clone();
+        if config.get("ffn_dim").is_some() {
+            // The golden's script gives OPT a field of other families too.
+            let fields = config.as_object_mut().expect("an object");
+            fields.remove("intermediate_size");
+        }
+        if let Some(graph) = graph(&config) {
+            let saved = serde_json::from_value(case["tensors"].clone());
+            all.push((config, graph, saved.expect("names and shapes")));
+        }
+    }
+    all
+}
+
+/// A folder of these tensors of zeros.
+fn folder(config: &Value, tensors: &Saved) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let size = |shape: &[usize]| 4 * shape.iter().product::<usize>();
+    let zeros = vec![0; tensors.values().map(|shape| size(shape)).max().unwrap_or(0)];
+    let views = tensors.iter().map(|(name, shape)| {
+        let view = TensorView::new(Dtype::F32, shape.clone(), &zeros[..size(shape)]);
+        (name, view.expect("as many bytes as the shape says"))
+    });
+    let file = folder.path().join("model.safetensors");
+    safetensors::serialize_to_file(views, None, &file).expect("it can be written");
+    fs::write(folder.path().join("config.json"), config.to_string()).expect("it can be written");
+    folder
+}
+
+#[test]
+fn the_graph_of_every_family_has_the_parameters_of_its_files() {
+    let models = models();
+    let is_there = |family: &str| {
+        let mut configs = models.iter().map(|(config, ..)| config);
+        configs.any(|config| config["model_type"] == family)
+    };
+    // `gpt` is no model of transformers.
+    for family in models::known_families().filter(|family| *family != "gpt") {
+        assert!(is_there(family), "{family}");
+    }
+    for (config, graph, mut saved) in models {
+        let own = "cls.predictions.decoder.bias";
+        if saved.contains_key(own) {
+            // Where the head is no embedding, transformers saves a bias that it does not use.
+            saved.remove("cls.predictions.bias");
+        }
+        assert_eq!(parameters(&graph), saved, "{config}");
+    }
+}
+
+#[test]
+fn tensor_parallelism_cuts_files_as_it_cuts_the_graph() {
+    for (config, graph, saved) in models() {
+        let family = config["model_type"].as_str().expect("a name");
+        let lists = merak_tp::default_lists(family).expect("every family has lists");
+        let cuts = merak_tp::cuts(&graph, &lists).expect("the lists fit");
+        let cuts = cuts.into_iter();
+        let expected: BTreeMap<_, _> = cuts
+            .map(|(name, shard)| (name, Cut::new(shard.dim, shard.parts)))
+            .collect();
+        let folder = folder(&config, &saved);
+        let files = HfFolder::open(folder.path()).expect("it opens");
+        let found = files.tensors().iter();
+        let found = found.filter_map(|tensor| Some((tensor.name.clone(), tensor.cut.clone()?)));
+        assert_eq!(found.collect::<BTreeMap<_, _>>(), expected, "{config}");
+    }
+}
+
+#[test]
+fn where_a_configuration_does_not_say_it_files_tie_the_head_as_the_graph_does() {
+    for (mut config, ..) in models() {
+        let fields = config.as_object_mut().expect("an object");
+        fields.remove("tie_word_embeddings");
+        let graph = graph(&config).expect("it has a default");
+        let params = parameters(&graph);
+        let folder = folder(&config, &params);
+        let files = HfFolder::open(folder.path()).expect("it opens");
+        let found = files.tensors().iter();
+        let found = found.map(|tensor| (tensor.name.clone(), tensor.shape.clone()));
+        assert_eq!(found.collect::<Saved>(), params, "{config}");
+        let into = folder.path().join("imported");
+        import_hf(&files, into, &ImportOptions::default()).expect("nothing is missing");
+    }
+}
