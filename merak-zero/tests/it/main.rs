@@ -7,8 +7,10 @@
 //! - `norms`: the global norm under tensor and pipeline splits; clipping; skipped steps
 //! - `resume`: state out and in again, on another number of ranks too
 //! - `device`: steps in the memory of a device
+//! - `candle`: variables of a candle `VarMap`, beside candle-nn's AdamW
 //! - `errors`: what a wrong setting or buffer says
 
+mod candle;
 mod device;
 mod errors;
 mod fixture;
