@@ -43,7 +43,8 @@ use std::{
 /// ```
 #[expect(
     clippy::disallowed_types,
-    reason = "candle's `VarMap` is a hash map, whose order ends here"
+    clippy::implicit_hasher,
+    reason = "candle's `VarMap` is this hash map, whose order ends here"
 )]
 pub fn vars_by_name(vars: &Mutex<std::collections::HashMap<String, Var>>) -> BTreeMap<String, Var> {
     let vars = vars.lock().unwrap_or_else(PoisonError::into_inner);

@@ -16,9 +16,13 @@ const COLUMNS: usize = 6;
 fn vars(start: f32, dtype: DType) -> Vars {
     let var = |shape: &[usize]| {
         let end = start + shape.iter().product::<usize>() as f32;
-        let tensor = Tensor::arange(start, end, &Device::Cpu).unwrap();
-        let tensor = tensor.reshape(shape).unwrap().to_dtype(dtype).unwrap();
-        Var::from_tensor(&tensor).unwrap()
+        let tensor = Tensor::arange(start, end, &Device::Cpu).expect("the numbers of a test fit");
+        let tensor = tensor
+            .reshape(shape)
+            .expect("the numbers of a test fit")
+            .to_dtype(dtype)
+            .expect("the numbers of a test fit");
+        Var::from_tensor(&tensor).expect("the numbers of a test fit")
     };
     let shapes = [
         ("up.weight", vec![ROWS, COLUMNS]),
@@ -31,17 +35,26 @@ fn vars(start: f32, dtype: DType) -> Vars {
 
 fn values(vars: &Vars) -> Vec<Vec<f32>> {
     let flat = |var: &Var| var.to_dtype(DType::F32)?.flatten_all()?.to_vec1();
-    vars.values().map(|var| flat(var).unwrap()).collect()
+    vars.values()
+        .map(|var| flat(var).expect("the numbers of a test fit"))
+        .collect()
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "the shape of a layout's function")]
 fn whole(_: &str, sizes: &[usize]) -> merak_ckpt::Result<Layout> {
     Ok(Layout::whole(sizes))
 }
 
 fn save(folder: &Path, vars: &Vars) -> PathBuf {
-    let draft = Store::in_output_dir(folder).begin(1).unwrap();
-    let shard = draft.write_tensors(0, vars, whole).unwrap();
-    draft.commit(vec![shard], Header::default(), &[]).unwrap()
+    let draft = Store::in_output_dir(folder)
+        .begin(1)
+        .expect("the numbers of a test fit");
+    let shard = draft
+        .write_tensors(0, vars, whole)
+        .expect("the numbers of a test fit");
+    draft
+        .commit(vec![shard], Header::default(), &[])
+        .expect("the numbers of a test fit")
 }
 
 #[test]

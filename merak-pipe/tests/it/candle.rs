@@ -68,12 +68,18 @@ fn stages(own: &[StageId], schedule: &Schedule) -> Result<CandleStages<Chain>> {
 
 fn schedule(kind: ScheduleKind) -> Schedule {
     let size = Size::new(2, 4).with_chunks(kind.default_chunks());
-    kind.generate(size).unwrap()
+    kind.generate(size).expect("the numbers of a test fit")
 }
 
 /// The stages of all ranks.
 fn ranks(schedule: &Schedule) -> Vec<CandleStages<Chain>> {
-    let make = |rank| stages(&schedule.stages_of(rank).unwrap(), schedule).unwrap();
+    let make = |rank| {
+        stages(
+            &schedule.stages_of(rank).expect("the numbers of a test fit"),
+            schedule,
+        )
+        .expect("the numbers of a test fit")
+    };
     (0..schedule.size.ranks).map(make).collect()
 }
 

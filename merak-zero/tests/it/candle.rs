@@ -13,7 +13,7 @@ const INPUTS: usize = 3;
 fn numbers(seed: f32, shape: &[usize]) -> Tensor {
     let count = shape.iter().product();
     let values = (0..count).map(|i: usize| (seed + 1.7 * i as f32).sin());
-    Tensor::from_vec(values.collect(), shape, &Device::Cpu).unwrap()
+    Tensor::from_vec(values.collect(), shape, &Device::Cpu).expect("the numbers of a test fit")
 }
 
 /// A model in a `VarMap`, with weights that depend on their names.
@@ -26,12 +26,13 @@ impl Model {
     fn new() -> Self {
         let weights = VarMap::new();
         let vb = VarBuilder::from_varmap(&weights, DType::F32, &Device::Cpu);
-        let up = linear(INPUTS, 5, vb.pp("up")).unwrap();
-        let down = linear(5, 1, vb.pp("down")).unwrap();
+        let up = linear(INPUTS, 5, vb.pp("up")).expect("the numbers of a test fit");
+        let down = linear(5, 1, vb.pp("down")).expect("the numbers of a test fit");
         let vars = vars_by_name(weights.data());
         for (name, var) in &vars {
             let seed: f32 = name.bytes().map(f32::from).sum();
-            var.set(&numbers(seed, var.dims())).unwrap();
+            var.set(&numbers(seed, var.dims()))
+                .expect("the numbers of a test fit");
         }
         Self {
             layers: [up, down],
@@ -49,15 +50,22 @@ impl Model {
     }
 
     fn values(&self) -> Vec<f32> {
-        let values = |var: &Var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let values = |var: &Var| {
+            var.flatten_all()
+                .expect("the numbers of a test fit")
+                .to_vec1::<f32>()
+                .expect("the numbers of a test fit")
+        };
         self.vars.values().flat_map(values).collect()
     }
 }
 
 fn groups(member: &Member) -> ZeroGroups {
     ZeroGroups {
-        data_sequence: member.world_group().unwrap(),
-        model: member.group("model", &[member.rank()]).unwrap(),
+        data_sequence: member.world_group().expect("the numbers of a test fit"),
+        model: member
+            .group("model", &[member.rank()])
+            .expect("the numbers of a test fit"),
     }
 }
 
@@ -79,12 +87,16 @@ fn train(ranks: usize, stage: ZeroStage) -> Vec<Vec<f32>> {
         let model = Model::new();
         let params = model.vars.clone();
         let optimizer = TensorOptimizer::new(params, config(stage), groups(&member), |spec| spec);
-        let mut optimizer = optimizer.unwrap();
+        let mut optimizer = optimizer.expect("the numbers of a test fit");
         let share = ROWS / ranks;
         let first = share * member.rank().0;
         for step in 0..STEPS {
-            let loss = model.loss(step, first..first + share).unwrap();
-            optimizer.step(&loss.backward().unwrap(), 1e-2).unwrap();
+            let loss = model
+                .loss(step, first..first + share)
+                .expect("the numbers of a test fit");
+            optimizer
+                .step(&loss.backward().expect("the numbers of a test fit"), 1e-2)
+                .expect("the numbers of a test fit");
         }
         model.values()
     })
