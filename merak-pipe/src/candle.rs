@@ -242,7 +242,7 @@ fn message_of(tensor: &Tensor) -> merak_mpu::Result<Message> {
     Ok(vec![Packet::of_tensor(tensor)?])
 }
 
-/// The input of a stage as a variable of its own, so that autograd ends here and gives its gradient.
+/// The input of a stage as a variable of its own: autograd ends here and gives its gradient.
 fn variable_of(message: Message) -> Result<Var, BoxError> {
     Ok(Var::from_tensor(&tensor_of(message)?)?)
 }

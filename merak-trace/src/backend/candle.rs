@@ -55,8 +55,8 @@ impl Candle {
     /// The tensor of a value of this backend, over the value's own memory.
     ///
     /// It stays as it is for as long as it is kept: the backend neither overwrites the memory nor
-    /// takes it for other values. A parameter's tensor shows each update. A frozen parameter that is
-    /// [kept](Param::kept) in bf16 is copied.
+    /// takes it for other values. A parameter's tensor shows each update. A frozen parameter that
+    /// is [kept](Param::kept) in bf16 is copied.
     ///
     /// # Errors
     /// When the value is of another backend.
