@@ -28,6 +28,14 @@ pub enum Error {
         /// The operating system's reason.
         source: io::Error,
     },
+    /// A tensor of another library can be neither read into nor written.
+    #[error("tensor `{}` cannot be used", brief(name))]
+    Tensor {
+        /// The tensor's name.
+        name: String,
+        /// Why not.
+        source: BoxError,
+    },
     /// Nothing lies at the path.
     #[error("no checkpoint at {}: the path {}", file(path), if path.as_os_str().is_empty() { "is empty" } else { "does not exist" })]
     NotFound {
@@ -266,6 +274,7 @@ impl Error {
             Self::IncompleteShards { .. }
             | Self::BufferLength { .. }
             | Self::InvalidLayout { .. }
+            | Self::Tensor { .. }
             | Self::BadLogits { .. }
             | Self::SourceLength { .. }
             | Self::Source(_) => false,

@@ -114,6 +114,7 @@
 //! # Features
 //!
 //! - `cli` (default): the `merak-ckpt` command, and how it reads its line.
+//! - `candle`: `Checkpoint::read_tensors` and `Draft::write_tensors`, over candle's tensors.
 //! - `graph`: `adapt`, which puts an adapter into a graph of `merak-trace`, so that it is trained.
 //!
 //! # Papers
@@ -163,6 +164,8 @@ mod sampler;
 mod shard;
 mod store;
 mod sums;
+#[cfg(feature = "candle")]
+mod tensors;
 mod verify;
 pub mod words;
 

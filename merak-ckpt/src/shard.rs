@@ -72,7 +72,7 @@ pub struct Shard {
 /// A slice on its way into a file.
 pub(crate) struct Outgoing<'a> {
     /// Position of the piece.
-    index: usize,
+    pub(crate) index: usize,
     pub(crate) piece: &'a Piece<'a>,
     pub(crate) part: PartRange<'a>,
     slice: SliceEntry,
@@ -394,19 +394,16 @@ impl SliceChecksums {
 impl Supply for Buffers<'_> {
     fn supply(&self, slices: &[Outgoing<'_>], sink: &mut Sink<'_>) -> Result<()> {
         let mut each = slices.iter().enumerate();
-        each.try_for_each(|(index, slice)| sink(index, &self.gathered(slice)))
+        each.try_for_each(|(index, slice)| sink(index, &slice.gathered(self.0[slice.index])))
     }
 }
 
-impl Buffers<'_> {
-    /// The bytes of a slice, copied only where they lie apart.
-    fn gathered(&self, slice: &Outgoing<'_>) -> Cow<'_, [u8]> {
-        let Outgoing {
-            index, piece, part, ..
-        } = slice;
+impl Outgoing<'_> {
+    /// The bytes of the slice in those of its piece, copied only where they lie apart.
+    pub(crate) fn gathered<'a>(&self, bytes: &'a [u8]) -> Cow<'a, [u8]> {
+        let Self { piece, part, .. } = self;
         let width = piece.dtype.size_bytes();
         let total = part.range.len() * width;
-        let bytes = self.0[*index];
         let mut gathered = Vec::new();
         let mut single = None;
         part.for_each_run(

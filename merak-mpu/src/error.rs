@@ -154,6 +154,22 @@ pub enum Error {
         /// The number of bytes that makes.
         expected: usize,
     },
+    /// A tensor of another library cannot take part in a collective or a message.
+    #[error("a tensor of shape {shape:?} cannot be used here: {reason}")]
+    BadTensor {
+        /// Its shape.
+        shape: Vec<usize>,
+        /// What was found and what was expected.
+        reason: String,
+    },
+    /// A message has another number of packets than its receiver expects.
+    #[error("expected a message of {expected} packets, found {found}")]
+    PacketCount {
+        /// The number that the receiver expects.
+        expected: usize,
+        /// The number that came.
+        found: usize,
+    },
     /// A launcher's environment variable cannot be read.
     #[error("{variable} is {value:?}, but should be {expected}")]
     BadVariable {

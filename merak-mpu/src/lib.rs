@@ -26,6 +26,7 @@
 //! - [`Mpu`]: one rank's place, its neighbours and all its groups. [`init`] makes it for a process.
 //! - [`Group`]: collectives and messages among some ranks, blocking or [`Pending`].
 //! - [`Buffer`]: memory of a [`DType`] that a collective reads and writes where it lies.
+//! - [`HostTensor`]: a tensor of another library, for the `*_tensor` methods of a [`Group`].
 //! - [`threads`]: the engine whose ranks are threads. Others implement [`Engine`] and
 //!   [`Communicator`].
 //!
@@ -51,6 +52,7 @@
 //!   [`Launch::from_env`] (under [`init`]) reads the environment.
 //!
 //! # Features
+//! - `candle`: collectives and messages of candle's tensors, in the module `candle`.
 //! - `testing`: worlds with deadlines, tolerances, and the suite that every engine must pass.
 //!
 //! # Papers
@@ -60,6 +62,8 @@
 
 mod axis;
 mod buffer;
+#[cfg(feature = "candle")]
+pub mod candle;
 mod communicator;
 mod degrees;
 mod dtype;
@@ -70,6 +74,7 @@ mod member;
 mod mpu;
 mod rank;
 mod run;
+mod tensor;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod threads;
@@ -87,6 +92,7 @@ pub use member::{Engine, Member};
 pub use mpu::{EMBEDDING, Mpu};
 pub use rank::{Rank, Wait};
 pub use run::{RunError, run_members};
+pub use tensor::HostTensor;
 pub use topology::{GroupKind, Topology};
 
 #[cfg(doctest)]

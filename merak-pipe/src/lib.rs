@@ -62,6 +62,7 @@
 //!   deadline. A [`Cancel`] ends a run from outside.
 //!
 //! # Features
+//! - `candle`: `candle::CandleStages`, stages of a model that is written for candle.
 //! - `mpu`: `GroupLink`, a link over the process groups of `merak-mpu`.
 //! - `testing`: `testing::check_links`, the checks that a link of one's own must pass.
 //!
@@ -75,6 +76,8 @@
 
 mod action;
 mod auto;
+#[cfg(feature = "candle")]
+pub mod candle;
 mod costs;
 mod dataflow;
 mod engine;

@@ -214,6 +214,16 @@ impl Schedule {
         peak
     }
 
+    /// The stages that a rank runs, in model order.
+    ///
+    /// # Errors
+    /// As [`Schedule::placement`].
+    pub fn stages_of(&self, rank: usize) -> Result<Vec<StageId>> {
+        let placement = self.placement()?.into_iter().enumerate();
+        let own = placement.filter(|&(_, owner)| owner == rank);
+        Ok(own.map(|(stage, _)| StageId(stage)).collect())
+    }
+
     /// For each stage the rank that runs it.
     ///
     /// # Errors

@@ -92,6 +92,24 @@ pub enum Error {
         /// Name of the parameter.
         param: String,
     },
+    /// A tensor of another library cannot be stepped.
+    #[error("parameter `{param}` cannot be stepped")]
+    Tensor {
+        /// Name of the parameter.
+        param: String,
+        /// Why not.
+        source: merak_mpu::Error,
+    },
+    /// A gradient has another number of elements than its parameter.
+    #[error("the gradient of `{param}` has {found} elements, expected {expected}")]
+    GradientLength {
+        /// Name of the parameter.
+        param: String,
+        /// Number of elements of the parameter.
+        expected: usize,
+        /// Number of elements of the gradient.
+        found: usize,
+    },
     /// A flat buffer has another length than the layout.
     #[error("the {what} buffer has {found} elements, the layout has {expected}")]
     BufferLength {

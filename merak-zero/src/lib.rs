@@ -38,6 +38,7 @@
 //! - [`FlatLayout`] says where each [`ParamSpec`] lies, and cuts buckets and parts;
 //!   [`GlobalParams`] lists the parameters of the whole model, so that every rank adds the norm in
 //!   one order.
+//! - [`TensorOptimizer`]: the same over the tensors of another library, each by its name.
 //! - [`OptimizerConfig`] chooses the rule; [`adam_update`] and [`sgd_update`] are the rules
 //!   themselves, over plain slices.
 //! - [`StepDevice`] steps buffers in the memory of a device, where the state then lies too.
@@ -75,6 +76,9 @@
 //! This version steps f32 parameters with f32 gradients in stages 0 and 1; asking for more is an
 //! error.
 //!
+//! # Features
+//! - `candle`: `TensorOptimizer::step` takes the gradients of candle's variables.
+//!
 //! # Papers
 //! [ZeRO](https://arxiv.org/abs/1910.02054) (the stages, section 5),
 //! [AdamW](https://arxiv.org/abs/1711.05101), [Adam](https://arxiv.org/abs/1412.6980),
@@ -83,6 +87,8 @@
 //! norm-block borders, so that the norm of divided gradients has the bits of the undivided ones.
 
 mod blocks;
+#[cfg(feature = "candle")]
+mod candle;
 mod device;
 mod error;
 mod exchange;
@@ -94,6 +100,7 @@ mod params;
 mod schedule;
 mod stage;
 mod state;
+mod tensors;
 mod zero_config;
 mod zero_optimizer;
 
@@ -107,6 +114,7 @@ pub use params::{GlobalParams, ParamSpec};
 pub use schedule::{DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, warmup_steps};
 pub use stage::ZeroStage;
 pub use state::{OwnedState, StateSlice};
+pub use tensors::TensorOptimizer;
 pub use zero_config::{ZeroConfig, ZeroGroups};
 pub use zero_optimizer::{Progress, StepReport, ZeroOptimizer};
 

@@ -10,6 +10,7 @@
 //! - `merak`: weights of the original Merak, imported
 //! - `reshard`: files rewritten for other topologies, there and back
 //! - `store`: names, `latest`, rotation, leftovers
+//! - `candle`: parameters in and out of candle's tensors
 //! - `command`: what `merak-ckpt` prints, and its exit status
 //! - `crash`: killed processes and full disks lose nothing
 //! - `dcp`: folders of torch.distributed.checkpoint
@@ -18,6 +19,8 @@
 //! - `forged`: hostile manifests and headers with right checksums
 //! - `generation`: the decode loop over toy models
 
+#[cfg(feature = "candle")]
+mod candle;
 #[cfg(feature = "cli")]
 mod command;
 #[cfg(feature = "cli")]

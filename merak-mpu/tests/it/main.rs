@@ -2,6 +2,9 @@
 
 /// Waits allocate little, however many ranks wait.
 mod allocations;
+/// candle's tensors in collectives and messages.
+#[cfg(feature = "candle")]
+mod candle;
 /// Failures of ranks and what the others hear.
 mod faults;
 /// Collectives equal their serial definition, for random types, lengths and values.

@@ -9,11 +9,14 @@
 //! - `auto`: the searched schedule against the named ones.
 //! - `engine`: every schedule gives the bits of a plain sequential run, and a fault ends all ranks.
 //! - `compare`: the comparison with a step without a pipeline, and the modules that it finds wrong.
+//! - `candle`: stages of a candle model.
 //! - `pairs`: forwards and backwards that run at once.
 //! - `groups`: the same over process groups of merak-mpu.
 //! - `played`: random schedules of any shape, for the laws of the others.
 
 mod auto;
+#[cfg(feature = "candle")]
+mod candle;
 mod compare;
 mod engine;
 mod groups;

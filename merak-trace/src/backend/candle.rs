@@ -52,6 +52,41 @@ impl Candle {
         })
     }
 
+    /// The tensor of a value of this backend, over the value's own memory.
+    ///
+    /// It stays as it is for as long as it is kept: the backend neither overwrites the memory nor
+    /// takes it for other values. A parameter's tensor shows each update. A frozen parameter that
+    /// is [kept](Param::kept) in bf16 is copied.
+    ///
+    /// # Errors
+    /// When the value is of another backend.
+    ///
+    /// # Examples
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use merak_trace::backend::candle::Candle;
+    ///
+    /// let backend = Candle::new(1)?;
+    /// let value = backend.value_of(&Tensor::new(&[[1.0_f32, 2.0]], &Device::Cpu)?)?;
+    /// assert_eq!(value.ty().to_string(), "f32[1, 2]");
+    /// assert_eq!(Candle::tensor_of(&value)?.to_vec2::<f32>()?, [[1.0, 2.0]]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn tensor_of(value: &Value) -> Result<Tensor> {
+        storage::tensor_of(value)
+    }
+
+    /// A value over the memory of a tensor, which must not be changed in place any more. A strided
+    /// tensor is copied; a tensor of a graph of candle's leaves it.
+    ///
+    /// # Errors
+    /// When the tensor is not on the CPU, or of another type than a [`DType`].
+    pub fn value_of(&self, tensor: &Tensor) -> Result<Value> {
+        let (ty, tensor) = storage::admitted(tensor)?;
+        let lease = self.memory.lease(ty.size_bytes());
+        Ok(Handle::new(tensor, None, Some(lease)).into_value(ty))
+    }
+
     /// Wraps memory that the pool gets back.
     fn wrap<T: Pooled>(&self, ty: &TensorType, data: Vec<T>) -> Result<Value> {
         let lease = self.memory.lease(ty.size_bytes());
@@ -196,6 +231,74 @@ mod tests {
 
     fn ty<const N: usize>(shape: [usize; N], dtype: DType) -> TensorType {
         TensorType::new(shape, dtype)
+    }
+
+    #[test]
+    fn a_tensor_that_is_kept_outlives_its_value() {
+        let backend = Candle::new(1).unwrap();
+        let four = ty([4], DType::F32);
+        let counted = [1.0_f32, 2.0, 3.0, 4.0];
+        let value = || {
+            let buffer = Box::new(counted.to_vec());
+            backend.from_buffer(&four, buffer).unwrap()
+        };
+        let call = Call {
+            name: "sum",
+            op: &Op::Add,
+            results: std::slice::from_ref(&four),
+            context: &RunContext::default(),
+        };
+        let add = |a: Value| backend.run(call, vec![a, value()]).unwrap().remove(0);
+
+        // The operation would overwrite its first operand.
+        let overwritten = value();
+        let kept = Candle::tensor_of(&overwritten).unwrap();
+        let sum = add(overwritten);
+        assert_eq!(&*elements::<f32>(&sum).unwrap(), [2.0, 4.0, 6.0, 8.0]);
+        assert_eq!(kept.to_vec1::<f32>().unwrap(), counted);
+
+        // The pool would give the memory to the next value.
+        let dropped = value();
+        let also_kept = Candle::tensor_of(&dropped).unwrap();
+        let before = backend.pool.kept();
+        drop(dropped);
+        assert_eq!(backend.pool.kept(), before);
+        let next = add(add(value()));
+        assert_eq!(next.ty(), &four);
+        assert_eq!(also_kept.to_vec1::<f32>().unwrap(), counted);
+    }
+
+    #[test]
+    fn values_and_tensors_share_their_memory() {
+        let backend = Candle::new(1).unwrap();
+        let place = |tensor: &Tensor| {
+            let mut place = 0;
+            let buffer = merak_mpu::candle::TensorBuffer::new(tensor).unwrap();
+            buffer.read(&mut |bytes| place = bytes.as_ptr().addr());
+            place
+        };
+        for dtype in DType::ALL {
+            let tensor = Tensor::ones((2, 3), dtype.into(), &Device::Cpu).unwrap();
+            let value = backend.value_of(&tensor).unwrap();
+            assert_eq!(value.ty(), &ty([2, 3], dtype));
+            let back = Candle::tensor_of(&value).unwrap();
+            assert_eq!((place(&back), back.dims()), (place(&tensor), &[2, 3][..]));
+            // What is not ours is neither overwritten nor taken for the pool.
+            drop((value, back));
+            assert_eq!(backend.pool.kept(), (0, 0));
+            assert_eq!(tensor.elem_count(), 6);
+        }
+        assert_eq!(backend.memory().live_bytes(), 0);
+        let strided = Tensor::arange(0.0_f32, 6.0, &Device::Cpu).unwrap();
+        let strided = strided.reshape((2, 3)).unwrap().t().unwrap();
+        let value = backend.value_of(&strided).unwrap();
+        assert_eq!(
+            &*elements::<f32>(&value).unwrap(),
+            [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
+        );
+        let shorts = Tensor::zeros(2, candle_core::DType::I16, &Device::Cpu).unwrap();
+        let error = backend.value_of(&shorts).unwrap_err().to_string();
+        assert!(error.contains("its elements are I16"), "{error}");
     }
 
     #[test]

@@ -8,9 +8,11 @@
 //! - `resume`: state out and in again, on another number of ranks too
 //! - `device`: steps in the memory of a device
 //! - `allocations`: what a step asks of the allocator does not grow with the ranks
+//! - `candle`: variables of a candle `VarMap`, beside candle-nn's AdamW
 //! - `errors`: what a wrong setting or buffer says
 
 mod allocations;
+mod candle;
 mod device;
 mod errors;
 mod fixture;

@@ -56,11 +56,7 @@ impl Node<'_> {
         if x.ty().dtype == dtype {
             return Ok(vec![x.clone()]);
         }
-        self.wrap_candle(
-            Handle::of(x)?
-                .tensor
-                .to_dtype(super::storage::candle_dtype(dtype)),
-        )
+        self.wrap_candle(Handle::of(x)?.tensor.to_dtype(dtype.into()))
     }
 
     /// Wraps the result of an operation of candle's own, in its own memory.

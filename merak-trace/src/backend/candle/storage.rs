@@ -2,32 +2,24 @@
 
 use super::pool::Pool;
 use crate::{Error, Param, ParamStore, Result, TensorType, Value, kernels::widen, value::Lease};
-use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Storage, Tensor, WithDType};
+use candle_core::{CpuStorage, Device, Storage, Tensor, WithDType};
 use half::bf16;
-use merak_mpu::{Buffer, DType, Element};
+use merak_mpu::{
+    Buffer, DType, Element,
+    candle::{TensorBuffer, replace_storage},
+};
 use std::{
-    any::Any,
     marker::PhantomData,
     ops::{Deref, Range},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 /// An element type of both candle and this crate.
 pub(super) trait Scalar: Element + WithDType {}
 impl<T: Element + WithDType> Scalar for T {}
-
-/// The candle name of an element type.
-pub(super) fn candle_dtype(dtype: DType) -> candle_core::DType {
-    match dtype {
-        DType::F64 => candle_core::DType::F64,
-        DType::F32 => candle_core::DType::F32,
-        DType::BF16 => candle_core::DType::BF16,
-        DType::F16 => candle_core::DType::F16,
-        DType::I64 => candle_core::DType::I64,
-        DType::U32 => candle_core::DType::U32,
-        DType::U8 => candle_core::DType::U8,
-    }
-}
 
 /// A value of this backend: a contiguous tensor, and the allocation that it is a view of.
 ///
@@ -48,12 +40,22 @@ struct Root {
     pool: Option<Pool>,
     /// Memory for reading the elements in a wider type.
     wide: Option<Pool>,
+    /// Whether a tensor over the memory was handed out, so that its end is not known here.
+    is_handed_out: AtomicBool,
     _lease: Option<Arc<Lease>>,
+}
+
+impl Root {
+    /// The pool that the memory goes back to.
+    fn pool(&self) -> Option<&Pool> {
+        let is_handed_out = self.is_handed_out.load(Ordering::Relaxed);
+        self.pool.as_ref().filter(|_| !is_handed_out)
+    }
 }
 
 impl Drop for Root {
     fn drop(&mut self) {
-        if let Some(pool) = &self.pool {
+        if let Some(pool) = self.pool() {
             pool.put(take_storage(&self.tensor));
         }
     }
@@ -61,24 +63,9 @@ impl Drop for Root {
 
 /// Takes the storage of a tensor that is not read again.
 fn take_storage(tensor: &Tensor) -> CpuStorage {
-    struct Take(Mutex<CpuStorage>);
-    impl InplaceOp1 for Take {
-        fn name(&self) -> &'static str {
-            "take"
-        }
-        fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
-            std::mem::swap(
-                storage,
-                &mut self.0.lock().unwrap_or_else(PoisonError::into_inner),
-            );
-            Ok(())
-        }
-    }
-    let take = Take(Mutex::new(CpuStorage::F32(Vec::new())));
-    // A tensor of the CPU always accepts an operation for the CPU; if not, its memory is simply
-    // freed.
-    let _ = tensor.inplace_op1(&take);
-    take.0.into_inner().unwrap_or_else(PoisonError::into_inner)
+    let none = || CpuStorage::F32(Vec::new());
+    // A tensor of the CPU always gives its storage; if not, its memory is simply freed.
+    replace_storage(tensor, none()).unwrap_or_else(|_| none())
 }
 
 impl Handle {
@@ -107,6 +94,7 @@ impl Handle {
             tensor: tensor.clone(),
             pool,
             wide,
+            is_handed_out: AtomicBool::new(false),
             _lease: lease,
         });
         Self { tensor, root }
@@ -123,6 +111,30 @@ impl Handle {
     pub(super) fn into_value(self, ty: TensorType) -> Value {
         Value::new(ty, Arc::new(self))
     }
+
+    /// The tensor for other code, which may keep it: from now on the memory is candle's to free.
+    fn hand_out(&self) -> Tensor {
+        self.root.is_handed_out.store(true, Ordering::Relaxed);
+        self.tensor.clone()
+    }
+}
+
+/// The tensor of a value; narrower elements are copied.
+pub(super) fn tensor_of(value: &Value) -> Result<Tensor> {
+    let handle = Handle::of(value)?;
+    if narrow_pool(value).is_some() {
+        let wide = handle.tensor.to_dtype(value.ty().dtype.into());
+        return wide.map_err(at("tensor"));
+    }
+    Ok(handle.hand_out())
+}
+
+/// The type of a tensor, and the tensor as values have it: contiguous, on the CPU and outside of
+/// candle's graphs.
+pub(super) fn admitted(tensor: &Tensor) -> Result<(TensorType, Tensor)> {
+    let own = tensor.detach().contiguous().map_err(at("tensor"))?;
+    let buffer = TensorBuffer::new(&own).map_err(at("tensor"))?;
+    Ok((TensorType::new(own.dims(), buffer.dtype()), own))
 }
 
 /// The elements of a value while it is borrowed.
@@ -213,7 +225,7 @@ fn own_elements<'a, T: Scalar>(
     value: &'a Value,
     handle: &'a Handle,
 ) -> Result<Elements<impl Deref<Target = Storage> + 'a, T>> {
-    if handle.tensor.dtype() != candle_dtype(<T as Element>::DTYPE) {
+    if handle.tensor.dtype() != <T as Element>::DTYPE.into() {
         return Err(foreign(value.ty()));
     }
     let (guard, layout) = handle.tensor.storage_and_layout();
@@ -228,7 +240,7 @@ fn own_elements<'a, T: Scalar>(
 /// The pool for widening the elements of a value, if they are narrower than its type.
 fn narrow_pool(value: &Value) -> Option<&Pool> {
     let handle = value.data::<Handle>()?;
-    let is_narrow = handle.tensor.dtype() != candle_dtype(value.ty().dtype);
+    let is_narrow = handle.tensor.dtype() != value.ty().dtype.into();
     handle.root.wide.as_ref().filter(|_| is_narrow)
 }
 
@@ -236,7 +248,7 @@ fn narrow_pool(value: &Value) -> Option<&Pool> {
 pub(super) fn steal<T: Scalar>(value: Value) -> Result<Vec<T>, Value> {
     let stealable = value.ty().dtype == <T as Element>::DTYPE
         && value.data::<Handle>().is_some_and(|handle| {
-            Arc::strong_count(&handle.root) == 1 && handle.root.pool.is_some()
+            Arc::strong_count(&handle.root) == 1 && handle.root.pool().is_some()
         });
     if !stealable {
         return Err(value);
@@ -262,64 +274,10 @@ fn foreign(ty: &TensorType) -> Error {
 }
 
 /// An error of candle, at a node.
-pub(super) fn at(node: &str) -> impl Fn(candle_core::Error) -> Error + '_ {
+pub(super) fn at<E: ToString>(node: &str) -> impl Fn(E) -> Error + '_ {
     move |error| Error::Backend {
         node: node.to_owned(),
         reason: error.to_string(),
-    }
-}
-
-/// The flat memory of parameters; its views are parameters.
-#[derive(Debug)]
-struct FlatParams {
-    tensor: Tensor,
-    dtype: DType,
-}
-
-impl Buffer for FlatParams {
-    fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    fn len(&self) -> usize {
-        self.tensor.elem_count()
-    }
-
-    fn read(&self, f: &mut dyn FnMut(&[u8])) {
-        let (guard, _) = self.tensor.storage_and_layout();
-        match &*guard {
-            Storage::Cpu(CpuStorage::F32(data)) => f(bytemuck::cast_slice(data)),
-            Storage::Cpu(CpuStorage::F64(data)) => f(bytemuck::cast_slice(data)),
-            Storage::Cpu(CpuStorage::BF16(data)) => f(bytemuck::cast_slice(data)),
-            _ => f(&[]),
-        }
-    }
-
-    fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
-        type Writer<'a> = &'a mut dyn FnMut(&mut [u8]);
-        struct Write<'a>(Mutex<Writer<'a>>);
-        impl InplaceOp1 for Write<'_> {
-            fn name(&self) -> &'static str {
-                "write"
-            }
-            fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
-                let mut f = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-                match storage {
-                    CpuStorage::F32(data) => f(bytemuck::cast_slice_mut(data)),
-                    CpuStorage::F64(data) => f(bytemuck::cast_slice_mut(data)),
-                    CpuStorage::BF16(data) => f(bytemuck::cast_slice_mut(data)),
-                    _ => f(&mut []),
-                }
-                Ok(())
-            }
-        }
-        self.tensor
-            .inplace_op1(&Write(Mutex::new(f)))
-            .expect("flat parameters lie in memory of the CPU");
-    }
-
-    fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {
-        self
     }
 }
 
@@ -358,7 +316,8 @@ pub(super) fn param_store(
             ),
         ));
     }
-    let flat = Tensor::zeros(len, candle_dtype(kept), &Device::Cpu).map_err(at("parameters"))?;
+    let flat = Tensor::zeros(len, kept.into(), &Device::Cpu).map_err(at("parameters"))?;
+    let flat_buffer = TensorBuffer::new(&flat).map_err(at("parameters"))?;
     let whole = if kept == dtype {
         Handle::new(flat.clone(), None, None)
     } else {
@@ -384,10 +343,7 @@ pub(super) fn param_store(
         );
     }
     Ok(ParamStore {
-        flat: Box::new(FlatParams {
-            tensor: flat,
-            dtype: kept,
-        }),
+        flat: Box::new(flat_buffer),
         views,
     })
 }
