@@ -17,7 +17,7 @@ use super::{
 use crate::layout::Part;
 use crate::rewrite::{MIN_MEMORY, Values};
 use crate::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, TensorEntry};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
@@ -59,9 +59,9 @@ pub fn import_merak(
         let (entry, change) =
             changed(stored, &name, ranks, family).map_err(|reason| foreign(folder, reason))?;
         // A tied weight is there again.
-        if !tensors.contains_key(&name) {
-            changes.insert(name.clone(), change);
-            tensors.insert(name, entry);
+        if let Entry::Vacant(place) = tensors.entry(name) {
+            changes.insert(place.key().clone(), change);
+            place.insert(entry);
         }
     }
     let tie = family.and_then(|family| family.tie(source.config()));
