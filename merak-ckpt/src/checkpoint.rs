@@ -83,7 +83,7 @@ impl Checkpoint {
     }
 
     /// Opens the newest complete checkpoint of an output folder or its `checkpoints` folder, or
-    /// returns `None` where there is none: what `resume_from_checkpoint = "auto"` asks for.
+    /// returns `None` where there is none.
     ///
     /// Completeness is that of [`Store::newest_complete`](crate::Store::newest_complete). Where
     /// reading the result uncovers damage, [`Checkpoint::older`] goes on.

@@ -102,6 +102,15 @@ pub enum Error {
         /// Why not.
         reason: String,
     },
+    /// A checkpoint of this crate, or a folder of checkpoints, lies where a model's folder was to be
+    /// read.
+    #[error("cannot read {}: {what}", file(path))]
+    OwnFormat {
+        /// The folder.
+        path: PathBuf,
+        /// What it is, and how a model's folder is made of it.
+        what: &'static str,
+    },
     /// The shards that were to be committed do not make a checkpoint.
     #[error("the shards of step {step} make no complete checkpoint: {damage}")]
     IncompleteShards {
@@ -264,6 +273,7 @@ impl Error {
             | Self::NewerVersion { .. }
             | Self::Damaged { .. }
             | Self::Foreign { .. }
+            | Self::OwnFormat { .. }
             | Self::MissingTensor { .. }
             | Self::ShapeMismatch { .. }
             | Self::DTypeMismatch { .. }

@@ -431,18 +431,3 @@ pub fn generate_with(
         }
     }
 }
-
-/// The new tokens as rows of equal length, shorter ones filled up with `pad_token_id`.
-pub fn pad_completions(completions: &[Completion], pad_token_id: u32) -> Vec<Vec<u32>> {
-    let length = completions
-        .iter()
-        .map(|completion| completion.ids.len())
-        .max()
-        .unwrap_or(0);
-    let pad = |completion: &Completion| {
-        let mut ids = completion.ids.clone();
-        ids.resize(length, pad_token_id);
-        ids
-    };
-    completions.iter().map(pad).collect()
-}

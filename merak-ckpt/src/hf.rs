@@ -18,6 +18,7 @@ pub use dcp::import_dcp;
 use export::is_same;
 pub(crate) use export::{Content, exported, make};
 pub use export::{ExportOptions, export_hf};
+pub(crate) use family::Family;
 pub use family::set_tie;
 pub use import::{ImportOptions, import_hf};
 pub use merak::import_merak;
@@ -31,11 +32,11 @@ use crate::error::io_error;
 use crate::manifest::{FileEntry, check_file_name, check_tensor_name};
 use crate::region::num_elements;
 use crate::rewrite::DEFAULT_MAX_MEMORY;
+use crate::sums::Stretch;
 use crate::{
     Checkpoint, Checksum, DType, Error, Header, Kind, Manifest, Piece, Result, SliceEntry,
     TensorEntry, format,
 };
-use family::Family;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::Value;
@@ -134,12 +135,56 @@ enum FileKind {
     Torch,
 }
 
+/// The weights of a folder, as its files have them.
+#[derive(Default)]
+struct Stored {
+    files: Vec<FileEntry>,
+    /// Each tensor with the name of its file.
+    tensors: Vec<(String, StoredTensor)>,
+    /// The parts of archives that have checksums, by file.
+    stretches: BTreeMap<String, Vec<Stretch>>,
+}
+
+impl Stored {
+    /// Reads the headers of files; the table of a pickle takes `max_memory` bytes at most.
+    fn read(folder: &Path, files: Vec<WeightFile>, max_memory: usize) -> Result<Self> {
+        let mut stored = Self::default();
+        for (name, kind, wanted) in files {
+            let file = folder.join(&name);
+            let mut tensors = match kind {
+                FileKind::Safetensors => stored_tensors(&file)?,
+                FileKind::Torch => {
+                    let (tensors, stretches) = torch::tensors(&file, max_memory)?;
+                    stored.stretches.insert(name.clone(), stretches);
+                    tensors
+                }
+            };
+            if let Some(wanted) = wanted {
+                tensors.retain(|tensor| wanted.contains(&tensor.name));
+                let there: BTreeSet<_> = tensors.iter().map(|t| t.name.as_str()).collect();
+                let missing = wanted.iter().find(|name| !there.contains(name.as_str()));
+                if let Some(missing) = missing {
+                    let reason = format!("it lacks tensor `{missing}` of the index");
+                    return Err(foreign(&file, reason));
+                }
+            }
+            stored.files.push(file_entry(folder, &file)?);
+            let tensors = tensors.into_iter().map(|tensor| (name.clone(), tensor));
+            stored.tensors.extend(tensors);
+        }
+        if stored.tensors.is_empty() {
+            return Err(foreign(folder, "its weights hold no tensors"));
+        }
+        Ok(stored)
+    }
+}
+
 impl HfFolder {
     /// Opens a folder: reads its `config.json` and the headers of its weights.
     ///
     /// # Errors
     /// [`Error::Foreign`] where the folder does not exist, lacks `config.json` or weights, or a
-    /// file is not what it should be.
+    /// file is not what it should be; [`Error::OwnFormat`] for a checkpoint.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_within(path, DEFAULT_MAX_MEMORY)
     }
@@ -152,8 +197,8 @@ impl HfFolder {
     pub fn open_within(path: impl AsRef<Path>, max_memory: usize) -> Result<Self> {
         let path = path.as_ref();
         check_is_folder(path)?;
-        if let Some(reason) = what_it_is(path).filter(|_| !has_weights(path)) {
-            return Err(foreign(path, reason));
+        if !has_weights(path) {
+            Self::refuse_others(path)?;
         }
         let files_of_weights = weight_files(path);
         let mut config = read_json(&path.join(CONFIG))?;
@@ -164,36 +209,12 @@ impl HfFolder {
         })?;
         check_is_plain(&config).map_err(|reason| foreign(&path.join(CONFIG), reason))?;
         let family = family::of(model_type);
-        let (mut files, mut found, mut left_out) = (Vec::new(), Vec::new(), Vec::new());
-        let mut members = BTreeMap::new();
-        for (name, kind, wanted) in files_of_weights? {
-            let file = path.join(&name);
-            let mut tensors = match kind {
-                FileKind::Safetensors => stored_tensors(&file)?,
-                FileKind::Torch => {
-                    let (tensors, of_file) = torch::tensors(&file, max_memory)?;
-                    members.insert(name.clone(), of_file);
-                    tensors
-                }
-            };
-            if let Some(wanted) = wanted {
-                tensors.retain(|tensor| wanted.contains(&tensor.name));
-                let there: BTreeSet<_> = tensors.iter().map(|t| t.name.as_str()).collect();
-                let missing = wanted.iter().find(|name| !there.contains(name.as_str()));
-                if let Some(missing) = missing {
-                    return Err(foreign(
-                        &file,
-                        format!("it lacks tensor `{missing}` of the index"),
-                    ));
-                }
-            }
-            files.push(file_entry(path, &file)?);
-            found.extend(tensors.into_iter().map(|tensor| (name.clone(), tensor)));
-        }
-        if found.is_empty() {
-            return Err(foreign(path, "its weights hold no tensors"));
-        }
-        let mut is_untied = false;
+        let Stored {
+            mut files,
+            tensors: mut found,
+            stretches,
+        } = Stored::read(path, files_of_weights?, max_memory)?;
+        let (mut left_out, mut is_untied) = (Vec::new(), false);
         if let Some(family) = family {
             family.rename(&config, &mut found);
             if let Some(tie) = family.tie(&config).filter(|tie| tie.is_one(&config)) {
@@ -212,7 +233,7 @@ impl HfFolder {
             tensors: table(path, found, family)?,
         };
         Ok(Self {
-            weights: Checkpoint::over(path, manifest, true).with_sums(members),
+            weights: Checkpoint::over(path, manifest, true).with_sums(stretches),
             config,
             is_untied,
             left_out,
@@ -231,10 +252,15 @@ impl HfFolder {
     /// folder of Merak. The error says what it is and how to use it.
     ///
     /// # Errors
-    /// [`Error::Foreign`] for such a folder or file.
+    /// [`Error::OwnFormat`] for a checkpoint or output folder, [`Error::Foreign`] for another
+    /// program's folder or file.
     pub fn refuse_others(path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        what_it_is(path).map_or(Ok(()), |reason| Err(foreign(path, reason)))
+        if let Some(what) = named::own(path) {
+            let path = path.to_owned();
+            return Err(Error::OwnFormat { path, what });
+        }
+        what_of_others(path).map_or(Ok(()), |reason| Err(foreign(path, reason)))
     }
 
     /// The folder.
@@ -310,10 +336,10 @@ fn check_is_folder(path: &Path) -> Result<()> {
 
 /// Refuses a folder of another program that lacks the needed file, with what the folder is.
 fn check_is_none_of_others(needed: &Path, folder: &Path) -> Result<()> {
-    match what_it_is(folder).filter(|_| !needed.exists()) {
-        Some(reason) => Err(foreign(folder, reason)),
-        None => Ok(()),
+    if needed.exists() {
+        return Ok(());
     }
+    HfFolder::refuse_others(folder)
 }
 
 /// The family of a configuration's model, where it is known.

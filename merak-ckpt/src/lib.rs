@@ -185,7 +185,7 @@ pub use dtype::{DType, UnknownDType};
 pub use error::{BoxError, Damage, Error, Problem, Result};
 pub use generate::{
     Completion, Decoding, GenerateOptions, LogitsSource, NewToken, Reason, Row, TokenSource,
-    generate, generate_with, pad_completions,
+    generate, generate_with,
 };
 pub use held::{HeldFile, lies_at};
 pub use hf::{
@@ -196,7 +196,10 @@ pub use kind::Kind;
 pub use layout::{Layout, Part};
 #[cfg(feature = "graph")]
 pub use lora::{AdaptError, Adapted, adapt};
-pub use lora::{Adapter, LoraConfig, extract_lora, has_lora, merge_lora, replace_lora};
+pub use lora::{
+    Adapter, FactorName, FactorRole, LoraConfig, extract_lora, has_lora, merge_lora, replace_lora,
+    squares_of_outputs,
+};
 pub use manifest::{FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};
 pub use pending::{Look, PendingShard, Staging};
 pub use plan::Stages;

@@ -7,7 +7,7 @@ pub(crate) use check::check_coverage;
 pub(crate) use text::Refused;
 
 use crate::format;
-use crate::lora::is_factor;
+use crate::lora::FactorName;
 use crate::region::num_elements;
 use crate::{Base, Checksum, Cut, DType, Error, Kind, Region};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -195,7 +195,7 @@ impl TensorEntry {
 
     /// Whether it is a parameter of a LoRA adapter, and not of the model beside it.
     pub fn is_of_adapter(&self) -> bool {
-        self.kind == Kind::Parameter && is_factor(&self.name)
+        self.kind == Kind::Parameter && FactorName::parse(&self.name).is_some()
     }
 
     /// Bytes of all elements.

@@ -202,7 +202,7 @@ impl Store {
         Draft::new(self.clone(), step)
     }
 
-    /// Deletes checkpoints beyond the newest `save_total_limit` by number, and returns their steps;
+    /// Deletes checkpoints beyond the newest `limit` by number, and returns their steps;
     /// a limit of zero or less keeps all. Steps in `keep` (the best one, the one being loaded) and
     /// the one that `latest` names are never deleted. Where the one that `best` names is deleted,
     /// so is that file. Bases that no checkpoint of the folder names are deleted too. One rank
@@ -210,8 +210,8 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Io`] where the folder cannot be listed or changed.
-    pub fn rotate(&self, save_total_limit: i64, keep: &[u64]) -> Result<Vec<u64>> {
-        let limit = usize::try_from(save_total_limit).ok();
+    pub fn rotate(&self, limit: i64, keep: &[u64]) -> Result<Vec<u64>> {
+        let limit = usize::try_from(limit).ok();
         let limit = limit.filter(|&limit| limit > 0).unwrap_or(usize::MAX);
         let steps = self.steps()?;
         if steps.len() <= limit && self.bases()?.is_empty() {

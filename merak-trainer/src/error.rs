@@ -734,6 +734,9 @@ pub enum Error {
     /// A checkpoint could not be read or written, or generation failed.
     #[error(transparent)]
     Checkpoint(Box<merak_ckpt::Error>),
+    /// A checkpoint, or the output folder of a run, where a model's folder was to be.
+    #[error("{0}, and `merak train --resume DIR` goes on from it")]
+    OwnFolder(Box<merak_ckpt::Error>),
     /// A model that cannot take the requested adapter.
     #[error(transparent)]
     Adapter(Box<merak_ckpt::AdaptError>),
@@ -857,6 +860,15 @@ impl From<merak_pipe::Error> for Error {
     }
 }
 
+impl From<merak_ckpt::Error> for Error {
+    fn from(error: merak_ckpt::Error) -> Self {
+        match error {
+            merak_ckpt::Error::OwnFormat { .. } => Self::OwnFolder(Box::new(error)),
+            other => Self::Checkpoint(Box::new(other)),
+        }
+    }
+}
+
 /// Errors of the crates below are boxed, so that the results of this one stay small.
 macro_rules! from_crates {
     ($($variant:ident: $error:ty),* $(,)?) => {$(
@@ -872,7 +884,6 @@ from_crates!(
     Model: merak_trace::Error,
     TensorParallel: merak_tp::Error,
     Partition: merak_partition::Error,
-    Checkpoint: merak_ckpt::Error,
     Group: merak_mpu::Error,
     Adapter: merak_ckpt::AdaptError,
 );

@@ -253,10 +253,17 @@ impl Plan {
                 read.is_some_and(|read| self.graph.param(read).name == param)
             })
         };
-        // Magnitudes beside a layer read its weight too.
-        let is_layer = |node: &&Node| !node.scope.contains(".lora_");
-        let layers = self.graph.nodes().iter().filter(is_layer).filter(reads);
-        let layers: Vec<_> = layers.map(|node| node.scope.to_string()).collect();
+        let mut layers: Vec<&str> = Vec::new();
+        for node in self.graph.nodes().iter().filter(reads) {
+            // What stands beside a layer, in a scope within its own, may read its weight too.
+            let is_within = |layer: &&str| {
+                let rest = node.scope.strip_prefix(*layer);
+                rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+            };
+            if !layers.iter().any(is_within) {
+                layers.push(&node.scope);
+            }
+        }
         (layers.len() > 1).then(|| (param.to_owned(), layers.join(" and ")))
     }
 

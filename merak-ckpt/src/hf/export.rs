@@ -3,7 +3,7 @@
 use super::{CONFIG, check_float, family::set_tie, family_of, foreign, read_json, whole};
 use crate::beside::DraftBeside;
 use crate::disk::{sync_folder, write_synced};
-use crate::lora::{copy_companions, has_adapter, is_factor, merge_own};
+use crate::lora::{copy_companions, has_adapter, merge_own};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
 use crate::reshard::check_outside;
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, Values, write_planned};
@@ -114,7 +114,7 @@ pub(crate) fn exported(
     let mut tensors: Vec<_> = source
         .manifest()
         .tensors_of(&Kind::Parameter)
-        .filter(|tensor| !is_factor(&tensor.name))
+        .filter(|tensor| !tensor.is_of_adapter())
         .cloned()
         .collect();
     if let Some(tie) = family_of(config).and_then(|family| family.tie(config))

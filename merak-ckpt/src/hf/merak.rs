@@ -11,11 +11,13 @@
 //! | fused outputs `q0 k0 v0 q1 k1 v1` of two ranks | `q0 q1 k0 k1 v0 v1` |
 
 use super::import::import_folder;
-use super::{HfFolder, ImportOptions, check_is_none_of_others, family_of, foreign, read_index};
+use super::{
+    Family, HfFolder, ImportOptions, check_is_none_of_others, family_of, foreign, read_index,
+};
 use crate::layout::Part;
 use crate::rewrite::{MIN_MEMORY, Values};
 use crate::{Checkpoint, DType, Error, Kind, Layout, Piece, Result, TensorEntry};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
@@ -51,51 +53,16 @@ pub fn import_merak(
     let family = family_of(source.config());
     let mut tensors: BTreeMap<String, TensorEntry> = BTreeMap::new();
     let mut changes = BTreeMap::new();
-    for entry in source.tensors() {
-        let name = plain(&entry.name);
-        let is_split = split.contains(&name);
-        let transposed = is_split
-            && family.is_some_and(|family| family.is_transposed(&name))
-            && entry.shape.len() == 2;
-        let mut shape = entry.shape.clone();
-        if transposed {
-            shape.reverse();
+    for stored in source.tensors() {
+        let name = plain(&stored.name);
+        let ranks = split.contains(&name).then_some(tp);
+        let (entry, change) =
+            changed(stored, &name, ranks, family).map_err(|reason| foreign(folder, reason))?;
+        // A tied weight is there again.
+        if let Entry::Vacant(place) = tensors.entry(name) {
+            changes.insert(place.key().clone(), change);
+            place.insert(entry);
         }
-        let cut = family.and_then(|family| family.cut(&name, &shape));
-        let fused = cut
-            .as_ref()
-            .filter(|cut| is_split && tp > 1 && cut.parts.len() > 1);
-        let fused = fused.map(|cut| Fused {
-            dim: cut.dim,
-            parts: cut.parts.len(),
-            ranks: tp,
-        });
-        if let Some(fused) = &fused
-            && !shape[fused.dim].is_multiple_of(fused.parts * tp)
-        {
-            let (parts, size) = (fused.parts, shape[fused.dim]);
-            let reason = format!(
-                "`{name}` has {parts} parts in {size} outputs, which {tp} ranks cannot have shared"
-            );
-            return Err(foreign(folder, reason));
-        }
-        let change = Change {
-            stored: entry.clone(),
-            transposed,
-            fused,
-        };
-        let is_tied_again = tensors.contains_key(&name);
-        if is_tied_again {
-            continue;
-        }
-        changes.insert(name.clone(), change);
-        let entry = TensorEntry {
-            name: name.clone(),
-            shape,
-            cut,
-            ..entry.clone()
-        };
-        tensors.insert(name, entry);
     }
     let tie = family.and_then(|family| family.tie(source.config()));
     if let Some(tie) = tie.filter(|tie| tie.is_one(source.config())) {
@@ -114,6 +81,50 @@ pub fn import_merak(
     };
     let tensors = tensors.into_values().collect();
     import_folder(&source, &values, tensors, destination.as_ref(), &options)
+}
+
+/// The model's tensor `name`, and how the stored one becomes it; `ranks` had slices of it, where it
+/// was put together. The error says why they cannot have had any.
+fn changed(
+    stored: &TensorEntry,
+    name: &str,
+    ranks: Option<usize>,
+    family: Option<&Family>,
+) -> Result<(TensorEntry, Change), String> {
+    let mut shape = stored.shape.clone();
+    let is_turned = family.is_some_and(|family| family.is_transposed(name)) && shape.len() == 2;
+    let transposed = ranks.is_some() && is_turned;
+    if transposed {
+        shape.reverse();
+    }
+    let cut = family.and_then(|family| family.cut(name, &shape));
+    let fused = ranks.filter(|&ranks| ranks > 1).zip(cut.as_ref());
+    let fused = fused.map(|(ranks, cut)| Fused {
+        dim: cut.dim,
+        parts: cut.parts.len(),
+        ranks,
+    });
+    let fused = fused.filter(|fused| fused.parts > 1);
+    if let Some(Fused { dim, parts, ranks }) = fused
+        && !shape[dim].is_multiple_of(parts * ranks)
+    {
+        let size = shape[dim];
+        return Err(format!(
+            "`{name}` has {parts} parts in {size} outputs, which {ranks} ranks cannot have shared"
+        ));
+    }
+    let change = Change {
+        stored: stored.clone(),
+        transposed,
+        fused,
+    };
+    let entry = TensorEntry {
+        name: name.to_owned(),
+        shape,
+        cut,
+        ..stored.clone()
+    };
+    Ok((entry, change))
 }
 
 /// The options with the memory that remains beside a tensor of this size.
@@ -163,7 +174,7 @@ struct Change {
 }
 
 /// Parts of a dimension; every rank had a slice of each part.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 struct Fused {
     dim: usize,
     parts: usize,

@@ -29,10 +29,9 @@ const GGUF: &str = "it is GGUF, the format of llama.cpp, which cannot be read: u
      it with transformers (`from_pretrained(DIR, gguf_file=FILE)`) and save it with `save_pretrained`";
 const TORCH: &str = "it is a lone file of torch.save: put it into a folder as pytorch_model.bin beside the model's config.json, and use \
      that; it should hold the state_dict of the model";
-const CHECKPOINT: &str = "it is a checkpoint of Merak: `merak train --resume DIR` goes on from it, and `merak-ckpt export-hf DIR HF_DIR` \
-     makes a Hugging Face folder of it";
-const RUN: &str = "it is the output folder of a run of Merak: `merak train --resume DIR` goes on from its latest checkpoint, and \
-     `merak-ckpt export-hf DIR HF_DIR` makes a Hugging Face folder of that";
+const CHECKPOINT: &str = "it is a checkpoint of Merak: `merak-ckpt export-hf DIR HF_DIR` makes a Hugging Face folder of it";
+const RUN: &str = "it is the output folder of a run of Merak: `merak-ckpt export-hf DIR HF_DIR` makes a Hugging Face folder \
+     of its latest checkpoint";
 /// Maximum number of a folder's names that are looked at.
 const MAX_NAMES: usize = 4096;
 /// Largest index in which names of torchtitan are looked for.
@@ -58,7 +57,7 @@ pub fn what_it_is(path: &Path) -> Option<&'static str> {
 }
 
 /// What this folder of a checkpoint or run of Merak is. Weights beside a manifest are a model's.
-fn own(path: &Path) -> Option<&'static str> {
+pub(super) fn own(path: &Path) -> Option<&'static str> {
     if has_weights(path) {
         return None;
     }

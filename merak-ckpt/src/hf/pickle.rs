@@ -86,6 +86,30 @@ impl<'a> Machine<'a> {
                 Ok(())
             }
             b'0' => self.pop().map(drop),
+            b'q' => {
+                let index = self.byte()?;
+                self.remember(index.into())
+            }
+            b'r' => {
+                let index = u32::from_le_bytes(self.array()?);
+                self.remember(index)
+            }
+            0x94 => self.remember(self.memo.len() as u32),
+            b'h' => {
+                let index = self.byte()?;
+                self.recall(index.into())
+            }
+            b'j' => {
+                let index = u32::from_le_bytes(self.array()?);
+                self.recall(index)
+            }
+            _ => self.container(opcode),
+        }
+    }
+
+    /// Opcodes that make or fill a dictionary, a list or a tuple, or the others.
+    fn container(&mut self, opcode: u8) -> Outcome<()> {
+        match opcode {
             b'}' => self.new_dict(),
             b']' | b')' => self.new_items(Vec::new()),
             b't' => {
@@ -113,23 +137,13 @@ impl<'a> Machine<'a> {
                 let items = self.pop_to_mark()?;
                 self.insert(&items)
             }
-            b'q' => {
-                let index = self.byte()?;
-                self.remember(index.into())
-            }
-            b'r' => {
-                let index = u32::from_le_bytes(self.array()?);
-                self.remember(index)
-            }
-            0x94 => self.remember(self.memo.len() as u32),
-            b'h' => {
-                let index = self.byte()?;
-                self.recall(index.into())
-            }
-            b'j' => {
-                let index = u32::from_le_bytes(self.array()?);
-                self.recall(index)
-            }
+            _ => self.object(opcode),
+        }
+    }
+
+    /// Opcodes that name something of a module, call it or make an object of it, or the others.
+    fn object(&mut self, opcode: u8) -> Outcome<()> {
+        match opcode {
             b'c' => {
                 let (module, name) = (self.line()?, self.line()?);
                 self.push(callable(self.purpose, module, name)?)

@@ -218,90 +218,33 @@ impl LoraConfig {
     }
 
     fn set(&mut self, name: &str, value: &Value) -> Result<(), String> {
-        let wrong = |expected: &str| format!("`{name}` is {value}, expected {expected}");
-        let number = || value.as_f64().ok_or_else(|| wrong("a number"));
-        let flag = || value.as_bool().ok_or_else(|| wrong("true or false"));
+        let flag = || {
+            value
+                .as_bool()
+                .ok_or_else(|| wrong(name, value, "true or false"))
+        };
         match name {
-            "peft_type" if value == "LORA" => {}
-            "peft_type" => return Err(wrong("`LORA`, the one kind of adapter that is read")),
-            "r" => {
-                let rank = value.as_u64().and_then(|rank| usize::try_from(rank).ok());
-                let rank = rank.filter(|rank| *rank > 0);
-                self.rank = rank.ok_or_else(|| wrong("a whole number from 1 on"))?;
-            }
-            "lora_alpha" => {
-                self.alpha = number()?;
-                if !is_alpha(self.alpha) {
-                    return Err(wrong(ALPHA));
-                }
-            }
-            "lora_dropout" => {
-                self.dropout = number()?;
-                if !(0.0..1.0).contains(&self.dropout) {
-                    return Err(wrong("a number from 0 to less than 1"));
-                }
-            }
+            "peft_type" => check_type(name, value)?,
+            "r" => self.rank = rank(name, value)?,
+            "lora_alpha" => self.alpha = alpha(name, value)?,
+            "lora_dropout" => self.dropout = dropout(name, value)?,
             "use_rslora" => self.use_rslora = flag()?,
             "use_dora" => self.use_dora = flag()?,
             "inference_mode" => self.is_frozen = flag()?,
             "fan_in_fan_out" => self.fan_in_fan_out = flag()?,
-            "rank_pattern" => {
-                self.rank_pattern = patterns(name, value)?;
-                let is_rank = |(_, rank): &(_, f64)| *rank >= 1.0 && rank.fract() == 0.0;
-                if !self.rank_pattern.iter().all(is_rank) {
-                    return Err(wrong("patterns and whole numbers from 1 on"));
-                }
-            }
-            "alpha_pattern" => {
-                self.alpha_pattern = patterns(name, value)?;
-                if !self.alpha_pattern.iter().all(|(_, alpha)| is_alpha(*alpha)) {
-                    return Err(wrong(&format!("patterns, and for each {ALPHA}")));
-                }
-            }
+            "rank_pattern" => self.rank_pattern = ranks(name, value)?,
+            "alpha_pattern" => self.alpha_pattern = alphas(name, value)?,
             "target_modules" => self.targets = names(name, value)?,
             "exclude_modules" => self.excluded = names(name, value)?,
             "modules_to_save" => self.saved_modules = strings(name, value)?,
-            "layers_to_transform" => {
-                self.layers = layers(value)
-                    .map_err(|()| wrong("a layer's number or a list of them, counted from 0"))?;
-            }
-            "layers_pattern" => {
-                let patterns = strings(name, value)?.into_iter();
-                let patterns = patterns.filter(|text| !text.is_empty());
-                let pattern =
-                    |text: String| regex(name, &text, &format!(r"(?:^|\.)(?:{text})\.(\d+)\."));
-                self.layers_patterns = patterns.map(pattern).collect::<Result<_, _>>()?;
-            }
-            "bias" => {
-                self.bias = match value.as_str() {
-                    Some("none") => TrainedBias::None,
-                    Some("all") => TrainedBias::All,
-                    Some("lora_only") => TrainedBias::Adapted,
-                    _ => return Err(wrong("none, all or lora_only")),
-                }
-            }
-            "init_lora_weights" => {
-                self.init = match (value, value.as_str()) {
-                    (Value::Bool(true), _) => InitWeights::Standard,
-                    (Value::Bool(false), _) => InitWeights::Random,
-                    (_, Some("gaussian")) => InitWeights::Gaussian,
-                    (_, Some(name @ ("eva" | "orthogonal"))) => InitWeights::Other(name.to_owned()),
-                    _ => {
-                        return Err(wrong(
-                            "true, false, gaussian, eva or orthogonal: others change the base weights",
-                        ));
-                    }
-                }
-            }
-            "task_type" => {
-                let known = value.as_str().is_some_and(|task| TASKS.contains(&task));
-                if !value.is_null() && !known {
-                    return Err(wrong(&format!("none or one of {}", TASKS.join(", "))));
-                }
-            }
+            "layers_to_transform" => self.layers = layers(name, value)?,
+            "layers_pattern" => self.layers_patterns = layers_patterns(name, value)?,
+            "bias" => self.bias = trained_bias(name, value)?,
+            "init_lora_weights" => self.init = init_weights(name, value)?,
+            "task_type" => check_task(name, value)?,
             "base_model_name_or_path" | "revision" => {
                 if !value.is_null() && !value.is_string() {
-                    return Err(wrong("a text"));
+                    return Err(wrong(name, value, "a text"));
                 }
             }
             name if OTHERS.contains(&name) || is_inactive(value) => {}
@@ -477,6 +420,93 @@ impl LoraConfig {
     }
 }
 
+/// The message about a field with a value of the wrong kind.
+fn wrong(name: &str, value: &Value, expected: &str) -> String {
+    format!("`{name}` is {value}, expected {expected}")
+}
+
+fn check_type(name: &str, value: &Value) -> Result<(), String> {
+    if value == "LORA" {
+        return Ok(());
+    }
+    let expected = "`LORA`, the one kind of adapter that is read";
+    Err(wrong(name, value, expected))
+}
+
+fn check_task(name: &str, value: &Value) -> Result<(), String> {
+    let known = value.as_str().is_some_and(|task| TASKS.contains(&task));
+    if value.is_null() || known {
+        return Ok(());
+    }
+    let expected = format!("none or one of {}", TASKS.join(", "));
+    Err(wrong(name, value, &expected))
+}
+
+fn rank(name: &str, value: &Value) -> Result<usize, String> {
+    let rank = value.as_u64().and_then(|rank| usize::try_from(rank).ok());
+    let rank = rank.filter(|rank| *rank > 0);
+    rank.ok_or_else(|| wrong(name, value, "a whole number from 1 on"))
+}
+
+fn number(name: &str, value: &Value) -> Result<f64, String> {
+    let number = value.as_f64();
+    number.ok_or_else(|| wrong(name, value, "a number"))
+}
+
+fn alpha(name: &str, value: &Value) -> Result<f64, String> {
+    let alpha = number(name, value)?;
+    let alpha = Some(alpha).filter(|alpha| is_alpha(*alpha));
+    alpha.ok_or_else(|| wrong(name, value, ALPHA))
+}
+
+fn dropout(name: &str, value: &Value) -> Result<f64, String> {
+    let dropout = Some(number(name, value)?).filter(|dropout| (0.0..1.0).contains(dropout));
+    dropout.ok_or_else(|| wrong(name, value, "a number from 0 to less than 1"))
+}
+
+/// Ranks of modules by patterns.
+fn ranks(name: &str, value: &Value) -> Result<Vec<(Regex, f64)>, String> {
+    let ranks = patterns(name, value)?;
+    let is_rank = |(_, rank): &(_, f64)| *rank >= 1.0 && rank.fract() == 0.0;
+    if ranks.iter().all(is_rank) {
+        return Ok(ranks);
+    }
+    Err(wrong(name, value, "patterns and whole numbers from 1 on"))
+}
+
+/// Alphas of modules by patterns.
+fn alphas(name: &str, value: &Value) -> Result<Vec<(Regex, f64)>, String> {
+    let alphas = patterns(name, value)?;
+    if alphas.iter().all(|(_, alpha)| is_alpha(*alpha)) {
+        return Ok(alphas);
+    }
+    let expected = format!("patterns, and for each {ALPHA}");
+    Err(wrong(name, value, &expected))
+}
+
+fn trained_bias(name: &str, value: &Value) -> Result<TrainedBias, String> {
+    match value.as_str() {
+        Some("none") => Ok(TrainedBias::None),
+        Some("all") => Ok(TrainedBias::All),
+        Some("lora_only") => Ok(TrainedBias::Adapted),
+        _ => Err(wrong(name, value, "none, all or lora_only")),
+    }
+}
+
+fn init_weights(name: &str, value: &Value) -> Result<InitWeights, String> {
+    match (value, value.as_str()) {
+        (Value::Bool(true), _) => Ok(InitWeights::Standard),
+        (Value::Bool(false), _) => Ok(InitWeights::Random),
+        (_, Some("gaussian")) => Ok(InitWeights::Gaussian),
+        (_, Some(other @ ("eva" | "orthogonal"))) => Ok(InitWeights::Other(other.to_owned())),
+        _ => {
+            let expected =
+                "true, false, gaussian, eva or orthogonal: others change the base weights";
+            Err(wrong(name, value, expected))
+        }
+    }
+}
+
 /// A name or a list of names; null is none.
 fn strings(name: &str, value: &Value) -> Result<Vec<String>, String> {
     let text = |item: &Value| item.as_str().map(str::to_owned);
@@ -485,7 +515,7 @@ fn strings(name: &str, value: &Value) -> Result<Vec<String>, String> {
         Value::Array(items) => items.iter().map(text).collect(),
         one => text(one).map(|one| vec![one]),
     };
-    found.ok_or_else(|| format!("`{name}` is {value}, expected a name or a list of names"))
+    found.ok_or_else(|| wrong(name, value, "a name or a list of names"))
 }
 
 /// Modules: a list of ends, a pattern, or `all-linear`; null leaves them to the family.
@@ -508,17 +538,26 @@ fn regex(name: &str, text: &str, whole: &str) -> Result<Regex, String> {
 }
 
 /// A layer or a list of layers; null is all of them.
-fn layers(value: &Value) -> Result<Option<Vec<usize>>, ()> {
-    let number = |value: &Value| {
-        let number = value.as_u64().ok_or(())?;
-        usize::try_from(number).map_err(drop)
+fn layers(name: &str, value: &Value) -> Result<Option<Vec<usize>>, String> {
+    let number = |value: &Value| usize::try_from(value.as_u64()?).ok();
+    let numbers: Option<_> = match value {
+        Value::Null => return Ok(None),
+        Value::Array(items) if items.is_empty() => return Ok(None),
+        Value::Array(items) => items.iter().map(number).collect(),
+        one => number(one).map(|one| vec![one]),
     };
-    match value {
-        Value::Null => Ok(None),
-        Value::Array(items) if items.is_empty() => Ok(None),
-        Value::Array(items) => items.iter().map(number).collect::<Result<_, _>>().map(Some),
-        one => number(one).map(|one| Some(vec![one])),
-    }
+    let expected = "a layer's number or a list of them, counted from 0";
+    numbers
+        .map(Some)
+        .ok_or_else(|| wrong(name, value, expected))
+}
+
+/// Patterns of the names that layers' numbers stand behind.
+fn layers_patterns(name: &str, value: &Value) -> Result<Vec<Regex>, String> {
+    let patterns = strings(name, value)?.into_iter();
+    let patterns = patterns.filter(|text| !text.is_empty());
+    let pattern = |text: String| regex(name, &text, &format!(r"(?:^|\.)(?:{text})\.(\d+)\."));
+    patterns.map(pattern).collect()
 }
 
 /// Patterns that match the end of a module's name, from a dot or the start, with their numbers.
@@ -526,7 +565,7 @@ fn patterns(name: &str, value: &Value) -> Result<Vec<(Regex, f64)>, String> {
     if value.is_null() {
         return Ok(Vec::new());
     }
-    let wrong = || format!("`{name}` is {value}, expected patterns and numbers");
+    let wrong = || wrong(name, value, "patterns and numbers");
     let pattern = |(pattern, number): (&String, &Value)| {
         let number = number.as_f64().ok_or_else(wrong)?;
         let whole = format!(r"^(?:.*\.)?(?:{pattern})$");

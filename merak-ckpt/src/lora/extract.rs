@@ -1,6 +1,7 @@
 //! Writing the adapter of a checkpoint as a PEFT folder.
 
-use super::{LoraConfig, PREFIX, config};
+use super::factor::{FactorName, PREFIX};
+use super::{LoraConfig, config};
 use crate::beside::{DraftBeside, beside};
 use crate::disk::{remove, rename, sync_folder, write_synced};
 use crate::error::io_error;
@@ -8,14 +9,12 @@ use crate::hf::{CONFIG, family_of, foreign, read_json};
 use crate::plan::{PlannedFile, PlannedPiece, natural_order};
 use crate::rewrite::{Budget, DEFAULT_MAX_MEMORY, write_planned};
 use crate::{Checkpoint, Error, Kind, Layout, Result, ShardKind, TensorEntry};
-use regex::Regex;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::ErrorKind;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::sync::LazyLock;
 
 /// Name of the file of an adapter's tensors.
 const WEIGHTS: &str = "adapter_model.safetensors";
@@ -159,22 +158,10 @@ fn place_of(folder: &Path, name: &str) -> PathBuf {
 /// The names that tensors have in PEFT's file, with those that they have in the checkpoint.
 type Tensors = BTreeMap<String, String>;
 
-/// The names of an adapter's own parameters in a checkpoint: module, half, adapter.
-static FACTOR: LazyLock<Regex> = LazyLock::new(|| {
-    let pattern =
-        r"^(.+)\.(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.([^.]+?)(\.weight)?$";
-    Regex::new(pattern).expect("the pattern is sound")
-});
-
-/// Whether a parameter is an adapter's own, and not the model's.
-pub(crate) fn is_factor(name: &str) -> bool {
-    FACTOR.is_match(name)
-}
-
 /// Whether a checkpoint holds an adapter beside its base.
 pub(crate) fn has_adapter(source: &Checkpoint) -> bool {
     let mut parameters = source.manifest().tensors_of(&Kind::Parameter);
-    parameters.any(|tensor| is_factor(&tensor.name))
+    parameters.any(TensorEntry::is_of_adapter)
 }
 
 /// The one adapter of a checkpoint, under the names of PEFT.
@@ -198,17 +185,10 @@ fn adapters(source: &Checkpoint) -> Result<BTreeMap<String, Tensors>> {
     let mut modules = Vec::new();
     let entries: Vec<_> = source.manifest().tensors_of(&Kind::Parameter).collect();
     for entry in &entries {
-        if let Some(found) = FACTOR.captures(&entry.name) {
-            let (module, half, name) = (&found[1], &found[2], &found[3]);
-            let end = if matches!(half, "lora_A" | "lora_B") {
-                ".weight"
-            } else {
-                ""
-            };
-            let key = format!("{PREFIX}{module}.{half}{end}");
-            let tensors = adapters.entry(name.to_owned()).or_default();
-            tensors.insert(key, entry.name.clone());
-            modules.push(module.to_owned());
+        if let Some(factor) = FactorName::parse(&entry.name) {
+            let tensors = adapters.entry(factor.adapter.to_owned()).or_default();
+            tensors.insert(factor.in_file(), entry.name.clone());
+            modules.push(factor.layer.to_owned());
         }
     }
     if adapters.is_empty() {
@@ -220,7 +200,7 @@ fn adapters(source: &Checkpoint) -> Result<BTreeMap<String, Tensors>> {
     let is_adapted = |module: &str| modules.iter().any(|adapted| adapted == module);
     for entry in entries {
         let name = &entry.name;
-        if is_factor(name) || !config.trains_whole(name, is_adapted) {
+        if entry.is_of_adapter() || !config.trains_whole(name, is_adapted) {
             continue;
         }
         // PEFT wraps a layer that it adapts.

@@ -12,6 +12,7 @@
 
 use super::LoraConfig;
 use super::config::{InitWeights, Names, ends_with};
+use super::factor::FactorRole;
 use merak_trace::fx::{Copied, Module, Symbol, extend};
 use merak_trace::op::WeightLayout;
 use merak_trace::{Beside, DType, Graph, Init, Node, Op, Param, ParamRole, models};
@@ -36,7 +37,7 @@ pub struct Adapted {
 #[non_exhaustive]
 pub enum AdaptError {
     /// A name that cannot be part of a parameter's name.
-    #[error("`adapter_name` is \"{name}\", expected 1 to 100 letters, digits, `-` and `_`")]
+    #[error("the adapter's name is \"{name}\", expected 1 to 100 letters, digits, `-` and `_`")]
     Name {
         /// The name.
         name: String,
@@ -135,12 +136,7 @@ pub fn adapt(
     name: &str,
     model_type: &str,
 ) -> Result<Adapted, AdaptError> {
-    // It becomes part of the names of tensors and of a folder.
-    let is_plain = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_');
-    if name.is_empty() || name.len() > 100 || !name.chars().all(is_plain) {
-        let name = name.to_owned();
-        return Err(AdaptError::Name { name });
-    }
+    check_name(name)?;
     if let InitWeights::Other(init) = &config.init {
         let init = init.clone();
         return Err(AdaptError::Init { init });
@@ -171,13 +167,7 @@ pub fn adapt(
     };
     let is_adapted = |module: &str| modules.iter().any(|adapted| adapted == module);
     check_whole(graph, &config, &layers, is_adapted)?;
-    let params = graph.params().iter().map(|param| param.name.as_str());
-    let lacking = config.saved_without(&params.collect::<Vec<_>>());
-    let mut unknown = no_layers(model_type).iter().copied();
-    if let Some(module) = lacking.or_else(|| unknown.find(|module| config.saves(module))) {
-        let module = module.to_owned();
-        return Err(AdaptError::NoModule { module });
-    }
+    check_saved(graph, &config, no_layers(model_type))?;
     let extended = extend(
         graph,
         |param| {
@@ -322,6 +312,30 @@ fn check_targets(
     )
 }
 
+/// Checks the name of an adapter, which becomes part of the names of tensors and of a folder.
+fn check_name(name: &str) -> Result<(), AdaptError> {
+    let is_plain = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_');
+    if !name.is_empty() && name.len() <= 100 && name.chars().all(is_plain) {
+        return Ok(());
+    }
+    let name = name.to_owned();
+    Err(AdaptError::Name { name })
+}
+
+/// Checks that each module that is to be trained whole has a parameter, and is none of the
+/// `no_layers` of the family.
+fn check_saved(graph: &Graph, config: &LoraConfig, no_layers: &[&str]) -> Result<(), AdaptError> {
+    let params = graph.params().iter().map(|param| param.name.as_str());
+    let lacking = config.saved_without(&params.collect::<Vec<_>>());
+    let mut unknown = no_layers.iter().copied();
+    match lacking.or_else(|| unknown.find(|module| config.saves(module))) {
+        Some(module) => Err(AdaptError::NoModule {
+            module: module.to_owned(),
+        }),
+        None => Ok(()),
+    }
+}
+
 /// Checks that each tensor that is trained whole belongs to one layer: PEFT trains a copy for the
 /// named module.
 fn check_whole(
@@ -399,7 +413,7 @@ struct Adapter<'a> {
 
 /// A factor that is to be declared.
 struct Factor<'a> {
-    name: String,
+    role: FactorRole,
     shape: Vec<usize>,
     init: Init,
     /// The layer's weight, and the dims of factor and weight that hold the same features.
@@ -504,20 +518,20 @@ impl Adapter<'_> {
             WeightUse::Kernel => ([&[rank], &weight[1..]].concat(), vec![outputs, rank, 1, 1]),
             _ => (vec![rank, inputs], vec![outputs, rank]),
         };
-        let factor = |half: &Module, shape, init, (dim, of): (usize, usize)| {
+        let factor = |role, shape, init, (dim, of): (usize, usize)| {
             let factor = Factor {
-                name: "weight".to_owned(),
+                role,
                 shape,
                 init,
                 shares: (&layer.weight.name, dim, of),
             };
-            self.factor(half, &factor)
+            self.factor(module, &factor)
         };
-        let half = |half: &str| module.sub(&format!("{half}.{}", self.name));
-        let (to_rank, from_rank) = (half("lora_A"), half("lora_B"));
-        let a = factor(&to_rank, first_shape, first, (1, layout.in_dim()))?;
+        let half = |role: FactorRole| module.sub(&role.module(self.name));
+        let (to_rank, from_rank) = (half(FactorRole::A), half(FactorRole::B));
+        let a = factor(FactorRole::A, first_shape, first, (1, layout.in_dim()))?;
         let a = reshaped(&to_rank, &a, &[rank, inputs])?;
-        let b = factor(&from_rank, second_shape, second, (0, layout.out_dim()))?;
+        let b = factor(FactorRole::B, second_shape, second, (0, layout.out_dim()))?;
         let b = reshaped(&from_rank, &b, &[outputs, rank])?;
         let low = to_rank.linear_with(&dropped, &a, WeightLayout::OutIn)?;
         let value = from_rank.linear_with(&low, &b, WeightLayout::OutIn)?;
@@ -547,13 +561,13 @@ impl Adapter<'_> {
             _ => (vec![outputs], 0),
         };
         let magnitude = Factor {
-            name: "weight".to_owned(),
+            role: FactorRole::Magnitude,
             shape,
             init: Init::Constant(1.0),
             shares: (&layer.weight.name, dim, layout.out_dim()),
         };
-        let own = module.sub(&format!("lora_magnitude_vector.{}", self.name));
-        let magnitude = self.factor(&own, &magnitude)?;
+        let own = module.sub(&magnitude.role.module(self.name));
+        let magnitude = self.factor(module, &magnitude)?;
         let magnitude = reshaped(&own, &magnitude, &[outputs])?;
         let norms = inverse_norms(&own, matrix, layout, scale, &update.factors)?;
         let factor = own.mul(&magnitude, &norms)?;
@@ -603,13 +617,13 @@ impl Adapter<'_> {
             _ => Init::Constant(0.0),
         };
         let a = Factor {
-            name: format!("lora_embedding_A.{}", self.name),
+            role: FactorRole::EmbeddingA,
             shape: vec![rank, rows],
             init: first,
             shares: (weight, 1, 0),
         };
         let b = Factor {
-            name: format!("lora_embedding_B.{}", self.name),
+            role: FactorRole::EmbeddingB,
             shape: vec![width, rank],
             init: Init::Normal(1.0),
             shares: (weight, 0, 1),
@@ -620,8 +634,10 @@ impl Adapter<'_> {
         Ok(module.linear_with(&looked_up[0], &b, WeightLayout::OutIn)?)
     }
 
+    /// Declares a factor beside a layer.
     fn factor(&self, module: &Module, factor: &Factor<'_>) -> Result<Symbol, AdaptError> {
-        let symbol = module.param(&factor.name, &factor.shape, factor.init, ParamRole::Weight)?;
+        let name = factor.role.in_layer(self.name);
+        let symbol = module.param(&name, &factor.shape, factor.init, ParamRole::Weight)?;
         module.declare(&symbol, |param| {
             param.trainable = !self.config.is_frozen;
             let (weight, dim, of) = factor.shares;

@@ -133,6 +133,25 @@ fn a_checkpoint_is_whole_beside_its_base_and_refused_with_the_way_out_elsewhere(
     assert_eq!(status, 0, "{errors}");
 }
 
+/// Saves step 9 with two vectors of these values, `w` and another.
+fn save_vectors(store: &Store, values: &[f32], other: &str) {
+    let draft = store.begin(9).expect("it begins");
+    let layout = Layout::whole(&[values.len()]);
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    let piece = |name| Piece {
+        kind: &Kind::Parameter,
+        name,
+        dtype: DType::F32,
+        layout: &layout,
+        range: None,
+    };
+    let pieces = [(piece("w"), bytes.as_slice()), (piece(other), &bytes)];
+    let shard = draft.write_shard(ShardKind::Model, 0, &pieces);
+    let shards = vec![shard.expect("it is written")];
+    let committed = draft.commit(shards, Header::default(), &[]);
+    committed.expect("it is whole");
+}
+
 #[test]
 fn diff_begins_with_a_summary_and_compares_values_whatever_the_topology() {
     let folder = tempfile::tempdir().unwrap();
@@ -147,25 +166,9 @@ fn diff_begins_with_a_summary_and_compares_values_whatever_the_topology() {
             "24 tensors equal, 0 different, 0 only in A, 0 only in B\n"
         )
     );
-
-    let small = |store: &Store, values: &[f32], extra: &str| {
-        let draft = store.begin(9).unwrap();
-        let layout = Layout::whole(&[values.len()]);
-        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let piece = |name| Piece {
-            kind: &Kind::Parameter,
-            name,
-            dtype: DType::F32,
-            layout: &layout,
-            range: None,
-        };
-        let pieces = [(piece("w"), bytes.as_slice()), (piece(extra), &bytes)];
-        let shard = draft.write_shard(ShardKind::Model, 0, &pieces).unwrap();
-        draft.commit(vec![shard], Header::default(), &[]).unwrap();
-    };
-    small(&stores[0], &[1.0, 2.0, 3.0], "old");
-    small(&stores[1], &[1.0, 2.5, 3.0], "new");
-    small(&stores[2], &[1.0], "old");
+    save_vectors(&stores[0], &[1.0, 2.0, 3.0], "old");
+    save_vectors(&stores[1], &[1.0, 2.5, 3.0], "new");
+    save_vectors(&stores[2], &[1.0], "old");
     let (status, text, _) = run(folder.path(), &["diff", "a", "b"]);
     assert_eq!(status, 1);
     insta::assert_snapshot!(text, @"

@@ -337,7 +337,7 @@ fn missing_truncated_grown_and_swapped_files_are_named() {
 fn a_checkpoint_of_another_model_is_refused_by_name() {
     let (folder, path) = victim();
     let checkpoint = Checkpoint::open(&path).unwrap();
-    let read = |kind: Kind, name: &str, dtype: DType, shape: &[usize], bytes: usize| {
+    let refusal = |kind: Kind, name: &str, dtype: DType, shape: &[usize], bytes: usize| {
         let layout = Layout::whole(shape);
         let piece = Piece {
             kind: &kind,
@@ -346,49 +346,20 @@ fn a_checkpoint_of_another_model_is_refused_by_name() {
             layout: &layout,
             range: None,
         };
-        checkpoint.read(&piece, &mut vec![0; bytes]).unwrap_err()
+        let error = checkpoint.read(&piece, &mut vec![0; bytes]).unwrap_err();
+        let text = error.to_string();
+        text.replace(&folder.path().display().to_string(), "OUT")
     };
-    let text = |error: Error| {
-        error
-            .to_string()
-            .replace(&folder.path().display().to_string(), "OUT")
+    let weight = |dtype: DType, shape: &[usize], bytes: usize| {
+        refusal(Kind::Parameter, "wte.weight", dtype, shape, bytes)
     };
+    let unknown = Kind::optimizer("sgd.momentum");
     let messages = [
-        text(read(
-            Kind::Parameter,
-            "h.1.cov.weight",
-            DType::F32,
-            &[8, 6],
-            192,
-        )),
-        text(read(
-            Kind::optimizer("sgd.momentum"),
-            "wte.weight",
-            DType::F32,
-            &[8, 6],
-            192,
-        )),
-        text(read(
-            Kind::Parameter,
-            "wte.weight",
-            DType::F32,
-            &[8, 7],
-            224,
-        )),
-        text(read(
-            Kind::Parameter,
-            "wte.weight",
-            DType::BF16,
-            &[8, 6],
-            96,
-        )),
-        text(read(
-            Kind::Parameter,
-            "wte.weight",
-            DType::F32,
-            &[8, 6],
-            191,
-        )),
+        refusal(Kind::Parameter, "h.1.cov.weight", DType::F32, &[8, 6], 192),
+        refusal(unknown, "wte.weight", DType::F32, &[8, 6], 192),
+        weight(DType::F32, &[8, 7], 224),
+        weight(DType::BF16, &[8, 6], 96),
+        weight(DType::F32, &[8, 6], 191),
     ];
     insta::assert_snapshot!(messages.join("\n"), @"
     checkpoint OUT/step-00000002 has no parameter `h.1.cov.weight`; the nearest name is `h.1.conv.weight`

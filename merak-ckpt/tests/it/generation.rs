@@ -2,7 +2,7 @@
 
 use merak_ckpt::{
     BoxError, Completion, Error, GenerateOptions, LogitsSource, Reason, Row, Sampler, TokenSource,
-    generate, generate_with, pad_completions,
+    generate, generate_with,
 };
 use std::ops::ControlFlow;
 
@@ -115,9 +115,6 @@ fn rows_end_one_by_one_and_the_others_go_on() {
         toy.calls.iter().sum::<usize>(),
         completions.iter().map(|c| c.ids.len()).sum::<usize>()
     );
-    let padded = pad_completions(&completions, 99);
-    assert!(padded.iter().all(|row| row.len() == padded[0].len()));
-    assert_eq!(padded[2][1..], vec![99; padded[0].len() - 1]);
 }
 
 #[test]

@@ -169,9 +169,53 @@ fn every_truncation_and_many_flipped_bits_give_an_error_or_tensors() {
     }
 }
 
+/// Headers that say what is not so, with the bytes of data behind them.
+const LYING: [(&str, usize); 10] = [
+    (
+        r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#,
+        4,
+    ),
+    (
+        r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}}"#,
+        8,
+    ),
+    (
+        r#"{"w":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}"#,
+        0,
+    ),
+    (
+        r#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"v":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}"#,
+        6,
+    ),
+    (
+        r#"{"w":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}"#,
+        4,
+    ),
+    (
+        r#"{"a/b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#,
+        4,
+    ),
+    (
+        r#"{"w":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}}"#,
+        8,
+    ),
+    (
+        r#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#,
+        4,
+    ),
+    (
+        r#"{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#,
+        8,
+    ),
+    (
+        r#"{"w":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}}"#,
+        1,
+    ),
+];
+
 #[test]
 fn headers_that_lie_are_refused() {
-    let file = |header: &str, data: usize| {
+    let file = |(header, data): (&str, usize)| {
         let length = (header.len() as u64).to_le_bytes();
         [&length[..], header.as_bytes(), &vec![0; data]].concat()
     };
@@ -179,49 +223,8 @@ fn headers_that_lie_are_refused() {
     let path = folder.path();
     fs::write(path.join("config.json"), "{\"model_type\": \"gpt2\"}").unwrap();
     let mut messages = Vec::new();
-    for bytes in [
-        u64::MAX.to_le_bytes().to_vec(),
-        file(
-            r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#,
-            4,
-        ),
-        file(
-            r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}}"#,
-            8,
-        ),
-        file(
-            r#"{"w":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}"#,
-            0,
-        ),
-        file(
-            r#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"v":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}"#,
-            6,
-        ),
-        file(
-            r#"{"w":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}"#,
-            4,
-        ),
-        file(
-            r#"{"a/b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#,
-            4,
-        ),
-        file(
-            r#"{"w":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}}"#,
-            8,
-        ),
-        file(
-            r#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#,
-            4,
-        ),
-        file(
-            r#"{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#,
-            8,
-        ),
-        file(
-            r#"{"w":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}}"#,
-            1,
-        ),
-    ] {
+    let endless = u64::MAX.to_le_bytes().to_vec();
+    for bytes in std::iter::once(endless).chain(LYING.map(file)) {
         fs::write(path.join("model.safetensors"), bytes).unwrap();
         messages.push(refusal(path));
     }

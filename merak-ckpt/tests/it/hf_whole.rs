@@ -148,14 +148,9 @@ fn every_size_that_a_configuration_states_counts() {
     }
 }
 
-#[test]
-fn a_refusal_says_what_is_there_and_what_the_configuration_says() {
-    let (gpt2, llama) = (whole("gpt2"), whole("llama"));
-    let (k_proj, norm) = (
-        "model.layers.0.self_attn.k_proj.weight",
-        "model.layers.0.input_layernorm.weight",
-    );
-    let without_layers = Whole {
+/// GPT-2 without any of its layers.
+fn without_layers() -> Whole {
+    Whole {
         config: json!({ "model_type": "gpt2" }),
         tensors: BTreeMap::from([
             ("wte.weight".to_owned(), vec![31, 16]),
@@ -163,13 +158,28 @@ fn a_refusal_says_what_is_there_and_what_the_configuration_says() {
             ("ln_f.weight".to_owned(), vec![16]),
             ("ln_f.bias".to_owned(), vec![16]),
         ]),
-    };
-    let mut uneven = llama.with_field("num_hidden_layers", json!(2));
+    }
+}
+
+/// Llama with a second layer like the first.
+fn of_two_layers() -> Whole {
+    let llama = whole("llama");
+    let mut longer = llama.with_field("num_hidden_layers", json!(2));
     for (name, shape) in llama.tensors {
         let second = name.replace(".0.", ".1.");
-        uneven.tensors.insert(second, shape);
+        longer.tensors.insert(second, shape);
     }
-    let llama = whole("llama");
+    longer
+}
+
+#[test]
+fn a_refusal_says_what_is_there_and_what_the_configuration_says() {
+    let (gpt2, llama) = (whole("gpt2"), whole("llama"));
+    let (k_proj, norm) = (
+        "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.0.input_layernorm.weight",
+    );
+    let (without_layers, uneven) = (without_layers(), of_two_layers());
     let bias = |layer: usize| format!("model.layers.{layer}.self_attn.bonus");
     let messages = [
         gpt2.without("transformer.wpe.weight").refusal(),

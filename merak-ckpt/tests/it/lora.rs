@@ -5,9 +5,7 @@ use merak_ckpt::{
     merge_lora,
 };
 use proptest::prelude::*;
-use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -172,6 +170,22 @@ fn changed(adapter: &str, change: impl FnOnce(&mut Value)) -> tempfile::TempDir 
     folder
 }
 
+/// The weights of an adapter.
+fn weights(folder: &tempfile::TempDir) -> PathBuf {
+    folder.path().join("adapter_model.safetensors")
+}
+
+/// A copy of an adapter without the tensors that have this in their names.
+fn without(part: &str) -> tempfile::TempDir {
+    let folder = changed("gpt2", |_| ());
+    let bytes = fs::read(weights(&folder)).expect("it is there");
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("it is sound");
+    let mut tensors = tensors.tensors();
+    tensors.retain(|(name, _)| !name.contains(part));
+    safetensors::serialize_to_file(tensors, None, &weights(&folder)).expect("it can be written");
+    folder
+}
+
 #[test]
 fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -187,29 +201,14 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
     let enormous = changed("gpt2", |config| config["lora_alpha"] = json!(3e38));
     let beyond = changed("gpt2", |config| config["lora_alpha"] = json!(1e39));
     let lost = changed("gpt2", |_| ());
-    fs::remove_file(lost.path().join("adapter_model.safetensors")).unwrap();
+    fs::remove_file(weights(&lost)).unwrap();
     let cut = changed("gpt2", |_| ());
-    let file = cut.path().join("adapter_model.safetensors");
-    let bytes = fs::read(&file).unwrap();
-    fs::write(&file, &bytes[..bytes.len() - 1]).unwrap();
+    let bytes = fs::read(weights(&cut)).unwrap();
+    fs::write(weights(&cut), &bytes[..bytes.len() - 1]).unwrap();
     let unnamed = changed("gpt2", |config| config["target_modules"] = json!(["c_fc"]));
     let of_rank_7 = changed("gpt2", |config| config["r"] = json!(7));
     let without_magnitudes = changed("gpt2", |config| config["use_dora"] = json!(true));
-    let empty = changed("gpt2", |_| ());
-    let no_tensors = BTreeMap::<String, TensorView<'_>>::new();
-    let file = empty.path().join("adapter_model.safetensors");
-    safetensors::serialize_to_file(no_tensors, None, &file).unwrap();
-    let without = |part: &str| {
-        let folder = changed("gpt2", |_| ());
-        let file = folder.path().join("adapter_model.safetensors");
-        let bytes = fs::read(&file).unwrap();
-        let mut tensors = safetensors::SafeTensors::deserialize(&bytes)
-            .unwrap()
-            .tensors();
-        tensors.retain(|(name, _)| !name.contains(part));
-        safetensors::serialize_to_file(tensors, None, &file).unwrap();
-        folder
-    };
+    let empty = without("");
     let parts = ["h.1.attn.c_attn.lora", "ln_f.weight", "h.0.ln_1.bias"].map(without);
     let messages = [
         refusal(gpt2, &folder.path().join("nowhere")),
@@ -243,6 +242,12 @@ fn adapters_that_do_not_fit_are_refused_and_leave_nothing() {
     cannot read LORA/adapter_model.safetensors: it has no `transformer.ln_f.weight`, which it has by its configuration
     cannot read LORA/adapter_model.safetensors: it has no `transformer.h.0.ln_1.bias`, which it has by its configuration
     ");
+}
+
+#[test]
+fn a_folder_with_content_is_not_merged_into() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("merged");
     fs::create_dir(&out).unwrap();
     fs::write(out.join("mine"), "").unwrap();
     let taken = merge_lora(

@@ -58,6 +58,26 @@ fn interleaved(rows: &[Vec<f32>], parts: usize) -> Vec<Vec<f32>> {
 /// Shape and bytes of a tensor.
 type Stored = (Vec<usize>, Vec<u8>);
 
+/// A tensor of a layer of this kind as the converter stores it.
+fn as_stored(flat: Vec<f32>, shape: &[usize], kind: &str, parts: usize) -> (Vec<usize>, Vec<f32>) {
+    match (kind, shape) {
+        ("", _) => (shape.to_vec(), flat),
+        (_, &[inputs, outputs]) => {
+            let row = |o: usize| (0..inputs).map(|i| flat[i * outputs + o]).collect();
+            let mut rows: Vec<Vec<f32>> = (0..outputs).map(row).collect();
+            if kind == "col_linear" {
+                rows = interleaved(&rows, parts);
+            }
+            (vec![outputs, inputs], rows.concat())
+        }
+        ("col_linear", _) => {
+            let rows: Vec<Vec<f32>> = flat.iter().map(|&x| vec![x]).collect();
+            (shape.to_vec(), interleaved(&rows, parts).concat())
+        }
+        _ => (shape.to_vec(), flat),
+    }
+}
+
 /// Writes the model as the converter does with `RANKS` tensor-parallel ranks and two stages.
 fn write(folder: &Path) {
     let source = HfFolder::open(golden()).expect("it opens");
@@ -70,24 +90,9 @@ fn write(folder: &Path) {
             _ if name.contains("c_proj") => "row_linear",
             _ => "",
         };
-        let mut flat = values(&source, name, shape);
-        let mut stored = shape.clone();
         let parts = if name.contains("c_attn") { 3 } else { 1 };
-        if kind.is_empty() {
-        } else if let [inputs, outputs] = shape[..] {
-            let row = |o: usize| (0..inputs).map(|i| flat[i * outputs + o]).collect();
-            let rows: Vec<Vec<f32>> = (0..outputs).map(row).collect();
-            let rows = if kind == "col_linear" {
-                interleaved(&rows, parts)
-            } else {
-                rows
-            };
-            flat = rows.concat();
-            stored = vec![outputs, inputs];
-        } else if kind == "col_linear" {
-            let rows: Vec<Vec<f32>> = flat.iter().map(|&x| vec![x]).collect();
-            flat = interleaved(&rows, parts).concat();
-        }
+        let flat = values(&source, name, shape);
+        let (stored, flat) = as_stored(flat, shape, kind, parts);
         let (module, end) = name.rsplit_once('.').expect("a module's parameter");
         let is_whole = kind.is_empty() || kind == "row_linear" && end == "bias";
         if !is_whole {

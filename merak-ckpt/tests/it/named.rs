@@ -1,6 +1,6 @@
 //! Folders and files of other programs are named for what they are.
 
-use merak_ckpt::{Checkpoint, HfFolder, ImportOptions, import_dcp, import_merak};
+use merak_ckpt::{Checkpoint, Error, HfFolder, ImportOptions, import_dcp, import_merak};
 use std::fs;
 use std::path::Path;
 
@@ -17,47 +17,50 @@ fn make(folder: &Path, names: &[&str]) {
     }
 }
 
+/// What other programs write, by names, and the path that is opened.
+const WRITTEN: [(&[&str], &str); 13] = [
+    (&[".metadata", "__0_0.distcp"], ""),
+    (&[".metadata", "__0_0.distcp"], "__0_0.distcp"),
+    (&["step-500/.metadata", "step-1000/.metadata"], ""),
+    (
+        &[
+            "latest_checkpointed_iteration.txt",
+            "iter_0000001/mp_rank_00/",
+        ],
+        "",
+    ),
+    (&["mp_rank_00/model_optim_rng.pt"], ""),
+    (&[".metadata", "common.pt", "__0_0.distcp"], ""),
+    (
+        &[
+            "latest",
+            "global_step5/mp_rank_00_model_states.pt",
+            "zero_to_fp32.py",
+        ],
+        "",
+    ),
+    (
+        &[
+            "mp_rank_00_model_states.pt",
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        ],
+        "",
+    ),
+    (&["model-q4.gguf"], ""),
+    (&["model-q4.gguf"], "model-q4.gguf"),
+    (&["latest", "global_step5/"], "latest"),
+    (&["weights.pth"], ""),
+    (&["consolidated.00.pt"], "consolidated.00.pt"),
+];
+
 #[test]
 fn what_other_programs_wrote_is_said_with_the_way_in() {
     let mut messages = Vec::new();
-    for (names, path) in [
-        (&[".metadata", "__0_0.distcp"][..], ""),
-        (&[".metadata", "__0_0.distcp"], "__0_0.distcp"),
-        (&["step-500/.metadata", "step-1000/.metadata"], ""),
-        (
-            &[
-                "latest_checkpointed_iteration.txt",
-                "iter_0000001/mp_rank_00/",
-            ],
-            "",
-        ),
-        (&["mp_rank_00/model_optim_rng.pt"], ""),
-        (&[".metadata", "common.pt", "__0_0.distcp"], ""),
-        (
-            &[
-                "latest",
-                "global_step5/mp_rank_00_model_states.pt",
-                "zero_to_fp32.py",
-            ],
-            "",
-        ),
-        (
-            &[
-                "mp_rank_00_model_states.pt",
-                "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-            ],
-            "",
-        ),
-        (&["model-q4.gguf"], ""),
-        (&["model-q4.gguf"], "model-q4.gguf"),
-        (&["latest", "global_step5/"], "latest"),
-        (&["weights.pth"], ""),
-        (&["consolidated.00.pt"], "consolidated.00.pt"),
-    ] {
+    for (names, path) in WRITTEN {
         let folder = tempfile::tempdir().unwrap();
         make(folder.path(), names);
         let path = folder.path().join(path);
-        let message = |error: merak_ckpt::Error| {
+        let message = |error: Error| {
             assert!(error.is_user_error(), "{error}");
             error
                 .to_string()
@@ -204,8 +207,9 @@ fn folders_of_merak_are_named_where_a_model_is_asked_for() {
             import_merak(path, &to, 1, &options).unwrap_err(),
         ] {
             let message = error.to_string();
-            let is_named = message.contains(what) && message.contains("export-hf");
-            assert!(is_named && message.contains("--resume"), "{message}");
+            assert!(matches!(error, Error::OwnFormat { .. }), "{message}");
+            assert!(message.contains(what), "{message}");
+            assert!(message.contains("export-hf"), "{message}");
         }
     }
     fs::remove_file(store.folder().join("latest")).unwrap();

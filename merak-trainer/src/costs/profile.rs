@@ -194,9 +194,7 @@ impl Profile {
         match &node.op {
             Op::Identity | Op::CopyTo { .. } => self.per_node,
             // A gather moves the result once, and counts as the reduction of as many bytes.
-            Op::AllReduce { .. } | Op::AllGather { .. } => {
-                self.network.all_reduce.seconds(bytes())
-            }
+            Op::AllReduce { .. } | Op::AllGather { .. } => self.network.all_reduce.seconds(bytes()),
             _ => {
                 let timed = self.nodes.get(&of_node(graph, node)).copied();
                 self.per_node + timed.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)))

@@ -59,6 +59,7 @@ impl Error {
                 vec!["data.tokenizer", "model.config", "model.hf_dir"]
             }
             Self::OutputDir { .. } => vec!["output_dir"],
+            Self::OwnFolder(_) => vec!["model.hf_dir"],
             Self::FewerLayers { .. } => vec!["pp"],
             Self::TooManyRanks { .. } => vec!["dp", "tp", "pp"],
             Self::TwoLengths { .. } | Self::ShortSpans { .. } | Self::ShortTarget { .. } => {

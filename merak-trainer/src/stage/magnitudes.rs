@@ -4,12 +4,10 @@
 use super::RankStages;
 use super::params::Floats;
 use crate::Result;
+use merak_ckpt::{FactorName, FactorRole};
 use merak_mpu::ReduceOp;
-use merak_trace::{Param, Placement};
+use merak_trace::{Beside, Param, Placement};
 use std::collections::BTreeMap;
-
-/// The part of a parameter's name that marks a magnitude.
-const MAGNITUDE: &str = ".lora_magnitude_vector.";
 
 /// The local values of a parameter by its name.
 type Values<'a> = BTreeMap<&'a str, Floats<'a>>;
@@ -23,7 +21,7 @@ impl RankStages {
     /// per output.
     pub(crate) fn start_magnitudes(&mut self) -> Result<()> {
         let params = &self.table;
-        if !params.iter().any(|param| param.name.contains(MAGNITUDE)) {
+        if !params.iter().any(|param| magnitude(param).is_some()) {
             return Ok(());
         }
         let mut sums = BTreeMap::new();
@@ -64,29 +62,25 @@ impl RankStages {
 
     /// For a magnitude, the sum of squares of each output's updated weights, over this rank's
     /// inputs.
-    fn squares(&self, magnitude: &Param, values: &Values<'_>) -> Option<Vec<f64>> {
-        let (module, adapter) = magnitude.name.split_once(MAGNITUDE)?;
-        let beside = magnitude.beside.as_ref()?;
+    fn squares(&self, param: &Param, values: &Values<'_>) -> Option<Vec<f64>> {
+        let (name, beside) = magnitude(param)?;
         let of = |name: &str| values.get(name).map(|floats| floats.values());
-        let weights = of(&beside.param)?;
-        let factor = |half: &str| of(&format!("{module}.{half}.{adapter}"));
-        let (a, b) = (factor("lora_A")?, factor("lora_B")?);
-        let scale = self.plan.lora.as_ref()?.config.scale_of(module);
-        let outputs = magnitude.local.numel();
-        let (inputs, rank) = (weights.len() / outputs, b.len() / outputs);
-        let (of_output, of_input) = match beside.of {
-            0 => (inputs, 1),
-            _ => (1, outputs),
-        };
-        let square = |output: usize| {
-            let weight = |input: usize| {
-                let product = (0..rank).map(|k| b[output * rank + k] * a[k * inputs + input]);
-                let product: f32 = product.sum();
-                let weight = weights[output * of_output + input * of_input];
-                (f64::from(weight) + scale * f64::from(product)).powi(2)
-            };
-            (0..inputs).map(weight).sum::<f64>()
-        };
-        Some((0..outputs).map(square).collect())
+        let factor = |role| of(&FactorName { role, ..name }.to_string());
+        let (a, b) = (factor(FactorRole::A)?, factor(FactorRole::B)?);
+        let scale = self.plan.lora.as_ref()?.config.scale_of(name.layer);
+        Some(merak_ckpt::squares_of_outputs(
+            &of(&beside.param)?,
+            [&a, &b],
+            param.local.numel(),
+            scale,
+            beside.of != 0,
+        ))
     }
+}
+
+/// The name of a magnitude, and the weight that it stands beside; `None` for other parameters.
+fn magnitude(param: &Param) -> Option<(FactorName<'_>, &Beside)> {
+    let beside = param.beside.as_ref()?;
+    let name = FactorName::parse(&param.name)?;
+    (name.role == FactorRole::Magnitude).then_some((name, beside))
 }

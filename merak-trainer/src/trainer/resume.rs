@@ -266,7 +266,7 @@ fn check_adapter(
     };
     let saved_factors = manifest
         .tensors_of(&Kind::Parameter)
-        .filter(|entry| is_factor(&entry.name));
+        .filter(|entry| entry.is_of_adapter());
     let has_same = factors.clone().count() == saved_factors.count() && { factors }.all(is_there);
     let fields: &[&'static str] = match (has_same, is_base) {
         (false, _) => &SHAPE,
@@ -359,11 +359,7 @@ fn check_model(
 /// Whether a checkpoint has no parameters of adapters.
 pub(super) fn lacks_adapter(manifest: &Manifest) -> bool {
     let mut params = manifest.tensors_of(&Kind::Parameter);
-    !params.any(|entry| is_factor(&entry.name))
-}
-
-fn is_factor(name: &str) -> bool {
-    name.contains(".lora_")
+    !params.any(TensorEntry::is_of_adapter)
 }
 
 /// The name that a parameter has in a checkpoint. Only releases may leave the model's base prefix

@@ -10,24 +10,30 @@ use serde_json::{Value, json};
 /// A table of the tensors below a few lines about the whole. Where a row exceeds `columns`, its
 /// figures stand on a line of their own.
 pub(crate) fn text(checkpoint: &Checkpoint, columns: Option<usize>) -> String {
+    let mut text = String::new();
+    add_summary(&mut text, checkpoint);
+    add_table(&mut text, &checkpoint.manifest().tensors, columns);
+    text
+}
+
+fn add_summary(text: &mut String, checkpoint: &Checkpoint) {
     let manifest = checkpoint.manifest();
     let header = &manifest.header;
     let topology = header.topology;
-    let mut text = String::new();
     line(
-        &mut text,
+        text,
         format_args!("checkpoint  {}", file(checkpoint.path())),
     );
-    line(&mut text, format_args!("step        {}", header.step));
+    line(text, format_args!("step        {}", header.step));
     line(
-        &mut text,
+        text,
         format_args!(
             "written by  dp={} tp={} pp={} sp={} zero_stage={}",
             topology.dp, topology.tp, topology.pp, topology.sp, topology.zero_stage
         ),
     );
     line(
-        &mut text,
+        text,
         format_args!(
             "files       {}, {}",
             manifest.files.len(),
@@ -35,36 +41,29 @@ pub(crate) fn text(checkpoint: &Checkpoint, columns: Option<usize>) -> String {
         ),
     );
     if let Some(base) = &manifest.base {
-        line(&mut text, format_args!("base        ../{}", base.folder));
+        line(text, format_args!("base        ../{}", base.folder));
     }
-    let factors = || {
-        manifest
-            .tensors_of(&Kind::Parameter)
-            .filter(|entry| entry.is_of_adapter())
-    };
-    if factors().next().is_some() {
-        let (count, elements, size) = sums(factors());
-        let of = "of an adapter";
-        line(
-            &mut text,
-            format_args!(
-                "{of:<24}{count:>6} tensors {elements:>14} elements  {}",
-                Bytes(size)
-            ),
-        );
+    let factors: Vec<_> = factors(manifest).collect();
+    if !factors.is_empty() {
+        add_sums(text, "of an adapter", factors.into_iter());
     }
     for kind in manifest.kinds() {
-        let (count, elements, size) = sums(manifest.tensors_of(kind));
-        line(
-            &mut text,
-            format_args!(
-                "{kind:<24}{count:>6} tensors {elements:>14} elements  {}",
-                Bytes(size)
-            ),
-        );
+        add_sums(text, &kind.to_string(), manifest.tensors_of(kind));
     }
+}
+
+fn add_sums<'a>(text: &mut String, of: &str, tensors: impl Iterator<Item = &'a TensorEntry>) {
+    let (count, elements, size) = sums(tensors);
+    let size = Bytes(size);
+    line(
+        text,
+        format_args!("{of:<24}{count:>6} tensors {elements:>14} elements  {size}"),
+    );
+}
+
+fn add_table(text: &mut String, tensors: &[TensorEntry], columns: Option<usize>) {
     let longest = |column: fn(&TensorEntry) -> String| {
-        let cells = manifest.tensors.iter().map(column);
+        let cells = tensors.iter().map(column);
         cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
     };
     let width = longest(|tensor| tensor.name.clone());
@@ -75,10 +74,10 @@ pub(crate) fn text(checkpoint: &Checkpoint, columns: Option<usize>) -> String {
         let [dtype, shape, slices, size] = figures;
         let figures = format!("{dtype:<5} {shape:<shapes$} {slices:>6} {size:>8}");
         let row = row([kind, name, &figures], [kinds, width], columns);
-        line(&mut text, format_args!("{row}"));
+        line(text, format_args!("{row}"));
     };
     add("kind", "name", ["type", "shape", "slices", "size"]);
-    for tensor in &manifest.tensors {
+    for tensor in tensors {
         let TensorEntry {
             kind,
             name,
@@ -92,7 +91,12 @@ pub(crate) fn text(checkpoint: &Checkpoint, columns: Option<usize>) -> String {
         let size = Bytes(tensor.num_bytes() as u64).to_string();
         add(&kind, name, [&dtype, &shape, &slices, &size]);
     }
-    text
+}
+
+/// The parameters of an adapter.
+fn factors(manifest: &Manifest) -> impl Iterator<Item = &TensorEntry> {
+    let parameters = manifest.tensors_of(&Kind::Parameter);
+    parameters.filter(|entry| entry.is_of_adapter())
 }
 
 /// One document: the manifest without checksums and places, with sums.
@@ -124,7 +128,7 @@ pub(crate) fn json(checkpoint: &Checkpoint) -> String {
         "state": header.state,
         "base": manifest.base,
         "bytes": total_bytes(manifest),
-        "adapter_elements": sums(manifest.tensors_of(&Kind::Parameter).filter(|entry| entry.is_of_adapter())).1,
+        "adapter_elements": sums(factors(manifest)).1,
         "kinds": manifest.kinds().into_iter().map(kind).collect::<serde_json::Map<String, Value>>(),
         "files": manifest.files,
         "tensors": manifest.tensors.iter().map(tensor).collect::<Vec<_>>(),

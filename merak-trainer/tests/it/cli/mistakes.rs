@@ -411,7 +411,7 @@ fn what_does_not_fit_names_the_key_the_place_and_the_file() {
     assert_snapshot!(train("--model.hf_dir text"), @r#"error: "model.config" is model.json (merak.toml:12), but must be unset while "model.hf_dir" (command line --model.hf_dir) is set, whose folder has a config.json of its own"#);
     assert_snapshot!(train("--lora_config rank.json"), @r#"error: cannot read rank.json: `rank` is 4, which is not supported ("lora_config", command line --lora_config)"#);
     assert_snapshot!(train("--lora_config target.json"), @r#"error: target.json: no layer is one of the `target_modules` ["nothing"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte ("lora_config", command line --lora_config)"#);
-    assert_snapshot!(train("--lora_config target.json --adapter_name a.b"), @r#"error: `adapter_name` is "a.b", expected 1 to 100 letters, digits, `-` and `_` ("adapter_name", command line --adapter_name)"#);
+    assert_snapshot!(train("--lora_config target.json --adapter_name a.b"), @r#"error: the adapter's name is "a.b", expected 1 to 100 letters, digits, `-` and `_` ("adapter_name", command line --adapter_name)"#);
     let wsd = |kwargs: &str| {
         train(&format!(
             "--lr_scheduler_type wsd --lr_scheduler_kwargs {kwargs}"

@@ -42,6 +42,24 @@ fn records(place: &Workplace, folder: &str) -> Vec<(u64, f64)> {
 }
 
 #[test]
+fn the_folder_of_a_run_in_place_of_a_model_is_named_with_the_ways_to_use_it() {
+    let place = Workplace::new();
+    fs::create_dir_all(place.path("run/checkpoints/step-00000001")).expect("a folder");
+    fs::write(
+        place.path("run/checkpoints/step-00000001/manifest.json"),
+        "{}",
+    )
+    .expect("a file");
+    let config = fs::read_to_string(place.path("merak.toml")).expect("it is there");
+    let config = config.replace("config = \"model.json\"", "hf_dir = \"run\"");
+    place.write("hf.toml", &config);
+    insta::assert_snapshot!(place.mistake("train hf.toml"), @r#"error: cannot read run: it is the output folder of a run of Merak: `merak-ckpt export-hf DIR HF_DIR` makes a Hugging Face folder of its latest checkpoint, and `merak train --resume DIR` goes on from it ("model.hf_dir", hf.toml:12)"#);
+    let step = "hf_dir = \"run/checkpoints/step-00000001\"";
+    place.write("hf.toml", &config.replace("hf_dir = \"run\"", step));
+    insta::assert_snapshot!(place.mistake("train hf.toml"), @r#"error: cannot read run/checkpoints/step-00000001: it is a checkpoint of Merak: `merak-ckpt export-hf DIR HF_DIR` makes a Hugging Face folder of it, and `merak train --resume DIR` goes on from it ("model.hf_dir", hf.toml:12)"#);
+}
+
+#[test]
 fn training_starts_from_a_hugging_face_folder_on_any_topology() {
     let place = with_folder(None);
     let trained = records(&place, "run").last().expect("a record").1;
@@ -336,7 +354,7 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
         let folder = place.path("other/adapter").join(name);
         assert!(folder.join("adapter_config.json").is_file(), "{name}");
     }
-    insta::assert_snapshot!(place.mistake("train hf.toml --lora_config lora.json --adapter_name a.b"), @r#"error: `adapter_name` is "a.b", expected 1 to 100 letters, digits, `-` and `_` ("adapter_name", command line --adapter_name)"#);
+    insta::assert_snapshot!(place.mistake("train hf.toml --lora_config lora.json --adapter_name a.b"), @r#"error: the adapter's name is "a.b", expected 1 to 100 letters, digits, `-` and `_` ("adapter_name", command line --adapter_name)"#);
     insta::assert_snapshot!(place.mistake("train hf.toml --lora_config nowhere.json"), @r#"error: cannot read nowhere.json: the file is missing ("lora_config", command line --lora_config)"#);
     // A run that goes on keeps the weights of its base, and so the name.
     fs::create_dir(place.path("elsewhere")).expect("a folder");
