@@ -68,21 +68,32 @@
 //! [Chen et al. 2016](https://arxiv.org/abs/1604.06174) (recomputation by segments).
 
 mod borders;
+mod costs;
 mod error;
+mod memory;
 mod method;
 mod partition;
+mod pipeline;
+mod rank;
 mod report;
 mod search;
 mod segment;
 mod stages;
 
+pub use costs::{Counted, PhaseCosts, StepCosts};
 pub use error::{Error, Result};
+pub use memory::{ParamBytes, ParamSums, Share, TrainingBytes, input_bytes};
 pub use method::{SplitMethod, StageMethod};
 pub use partition::{Partition, recompute_plan};
+pub use pipeline::{
+    FasterSchedule, Layout, Pipeline, PipelineOptions, Prediction, Recompute, RecomputeOp,
+    ScheduleChoice, StageTimes,
+};
+pub use rank::{ParamUse, RankPrograms};
 pub use report::{PartitionReport, ReportOptions, StageReport, TiedReport, Traffic, report};
 pub use search::{
-    ExactOptions, Found, OneFOneB, RankMemory, Scheduled, SegmentCosts, StageLoad, StepTime,
-    Stopped, autopipe, exact, lay_out,
+    ExactOptions, Found, OneFOneB, RankMemory, Scheduled, SegmentBytes, SegmentCosts, StageLoad,
+    StepTime, Stopped, autopipe, exact, lay_out,
 };
 pub use segment::{SegmentOptions, Segments, SplitRule, segment};
 pub use stages::stages;

@@ -107,7 +107,7 @@ pub use params::{GlobalParams, ParamSpec};
 pub use schedule::{DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, warmup_steps};
 pub use stage::ZeroStage;
 pub use state::{OwnedState, StateSlice};
-pub use zero_config::{ZeroConfig, ZeroGroups};
+pub use zero_config::{ElementBytes, KeptBytes, ZeroConfig, ZeroGroups};
 pub use zero_optimizer::{Progress, StepReport, ZeroOptimizer};
 
 #[cfg(doctest)]

@@ -1,9 +1,12 @@
 //! Measured times, by kind of node.
 
 use super::{AGREEMENT, CostCache, Doubt, Measurement, cache, measure};
-use crate::{CheckedArguments, Result, available_bytes, network::Network, plan::Draft};
+use crate::{
+    CheckedArguments, Result, available_bytes,
+    network::Network,
+    plan::{Draft, param_bytes},
+};
 use merak_trace::{Graph, Node, Op, StageProgram, TensorType, models::Model, op::Cost};
-use merak_zero::ZeroStage;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
@@ -66,7 +69,7 @@ impl Profile {
         cache: Option<&CostCache>,
     ) -> Result<Option<Self>> {
         let draft = Draft::new(Arc::clone(model), args)?;
-        let programs = draft.segment_programs(&[])?;
+        let programs = draft.segments.programs(&draft.graph, &[])?;
         let mut known = cache
             .map(|cache| cache::read(&cache.file))
             .unwrap_or_default();
@@ -194,9 +197,7 @@ impl Profile {
         match &node.op {
             Op::Identity | Op::CopyTo { .. } => self.per_node,
             // A gather moves the result once, and counts as the reduction of as many bytes.
-            Op::AllReduce { .. } | Op::AllGather { .. } => {
-                self.network.all_reduce.seconds(bytes())
-            }
+            Op::AllReduce { .. } | Op::AllGather { .. } => self.network.all_reduce.seconds(bytes()),
             _ => {
                 let timed = self.nodes.get(&of_node(graph, node)).copied();
                 self.per_node + timed.unwrap_or_else(|| Self::estimate(Cost::of(graph, node)))
@@ -214,10 +215,8 @@ impl Profile {
     /// pipeline use `tied` of them too. Ranks that share cores all update at the same time.
     pub(super) fn update(&self, args: &CheckedArguments, trained: usize, tied: usize) -> f64 {
         let bytes = size_of::<f32>();
-        let owned = match args.zero_stage {
-            ZeroStage::Replicated => trained,
-            ZeroStage::OptimizerState => trained.div_ceil(args.dp),
-        };
+        // A rank updates the elements whose state it keeps.
+        let owned = trained.div_ceil(param_bytes(args, args.dp).state.ranks);
         let sum = |count: usize| {
             if count == 0 {
                 0.0
