@@ -33,7 +33,12 @@
 //!   the times of segments, and a [`StepTime`] such as [`OneFOneB`] gives the time of a step.
 //! - [`lay_out`] does so for the schedules of merak-pipe, those with several stages per rank
 //!   included, within the [memory](RankMemory) of each rank.
-//! - [`Partition`] is both together, and gives the cuts from which stage programs are made.
+//! - [`Pipeline`] decides all of it for a graph in segments: stages, schedule, recomputation. It
+//!   tells the memory of a rank ([`TrainingBytes`]), the time of a step ([`Prediction`]) and a
+//!   shorter schedule ([`FasterSchedule`]). [`StepCosts`] says what nodes and messages cost,
+//!   [`ParamBytes`] what a rank keeps for each element of its parameters.
+//! - [`Partition`] is segments and stages together, and gives the cuts from which stage programs
+//!   are made.
 //! - [`recompute_plan`] selects the values that a stage recomputes instead of keeping.
 //! - [`report()`] describes each stage: modules, parameters, work, traffic, memory.
 //!   [`Cost`](merak_trace::op::Cost) is its model of work.

@@ -301,7 +301,7 @@ impl Plan {
 
 /// What the arguments say about the pipeline.
 fn pipeline_options(args: &CheckedArguments) -> Result<PipelineOptions> {
-    let method = |method| Layout::Method(method);
+    let method = Layout::Method;
     Ok(PipelineOptions {
         size: args.pipeline_size(),
         virtual_stages: args.virtual_stages,

@@ -176,8 +176,8 @@ impl RecomputeOp {
 }
 
 /// The part of each stage's segments that is recomputed, by [`Recompute::Full`]. Under
-/// `shifted_critical_path` the last stage but one, which holds a microbatch more, takes the value of
-/// the stage before it.
+/// `shifted_critical_path` the last stage but one, which holds a microbatch more, takes the value
+/// of the stage before it.
 fn ratios(given: &[f64], schedule: ScheduleChoice, stages: usize) -> Vec<f64> {
     let last = stages - 1;
     let mut ratios: Vec<f64> = match given {

@@ -6,7 +6,7 @@ use crate::{
     StepCosts, costs::hop, exact, lay_out, recompute_plan, stages,
 };
 use merak_pipe::{ScheduleKind, Size};
-use merak_trace::Graph;
+use merak_trace::{Graph, StageProgram};
 
 /// Lays the segments of a graph out over stages.
 ///
@@ -75,7 +75,7 @@ fn step(
     let phases = programs
         .iter()
         .map(|program| PhaseCosts::of(program, costs));
-    let into = |program: &merak_trace::StageProgram| {
+    let into = |program: &StageProgram| {
         let given = options.comm_cost;
         given.unwrap_or_else(|| hop(&program.recv, costs))
     };

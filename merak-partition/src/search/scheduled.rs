@@ -189,15 +189,20 @@ impl StepTime for Scheduled {
 /// elsewhere.
 ///
 /// # Errors
-/// As [`autopipe`](fn@autopipe), and [`Error::PerSegment`] for lists of messages or bytes of another
-/// length.
+/// As [`autopipe`](fn@autopipe), [`Error::PerSegment`] for lists of messages or bytes of another
+/// length, and [`Error::Schedule`] for times that the simulator refuses.
 ///
 /// ```
 /// use merak_partition::{PhaseCosts, Scheduled, lay_out};
 /// use merak_pipe::{ScheduleKind, Size};
 ///
 /// // Rank 0 runs the first and the last stage of a V, and so the embeddings and the head.
-/// let cost = |forward| PhaseCosts { forward, input_grad: forward, weight_grad: forward, recompute: 0.0 };
+/// let cost = |forward| PhaseCosts {
+///     forward,
+///     input_grad: forward,
+///     weight_grad: forward,
+///     recompute: 0.0,
+/// };
 /// let mut segments = vec![cost(1.0); 10];
 /// segments[9] = cost(3.0);
 /// let schedule = ScheduleKind::ZbV.generate(Size::new(2, 8).with_chunks(2))?;

@@ -430,7 +430,8 @@ fn a_limit_of_memory_that_no_schedule_keeps_is_refused_with_what_would_do() {
             unreachable!("no schedule fits into a thousand bytes: {text}");
         };
         assert_eq!(told, needed);
-        let start = "\"autopipe.memory_limit\" is 1000 B, but no schedule that was tried keeps it";
+        let start =
+            "\"autopipe.memory_limit\" is 0.98 KiB, but no schedule that was tried keeps it";
         assert!(text.starts_with(start), "{text}");
         limited(needed).unwrap();
     }
