@@ -84,7 +84,7 @@ fn main() -> Result<()> {
     });
     // The plan is data, the same on every rank: the split graph, the stages, the schedule.
     let plan = Arc::new(Plan::new(models::from_config(&config)?.into(), &args)?);
-    println!("{}", plan.partition_report(&args)?);
+    println!("{}", plan.partition_report()?);
 
     let outputs = run_world(&args, |member| {
         let mpu = Mpu::new(member, plan.degrees)?;

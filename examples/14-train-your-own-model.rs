@@ -129,7 +129,7 @@ fn train(dp: usize, tp: usize, pp: usize) -> Result<f64> {
     args.tp_layer_lists.row_para_list = list(&["out", "down"]);
     let args = args.check()?;
     let plan = Arc::new(Plan::new(Arc::new(SideBySide), &args)?);
-    println!("{}", plan.partition_report(&args)?.to_text(Some(100)));
+    println!("{}", plan.partition_report()?.to_text(Some(100)));
     let losses = run_world(&args, |member| {
         let parts = TrainerParts {
             train_data: Some(Arc::new(Counting)),

@@ -115,24 +115,6 @@ pub enum Error {
         /// The time.
         found: f64,
     },
-    /// A share outside 0 to 1.
-    #[error(
-        "the share of weight gradients in a backward is {found:?}, expected a number from 0 to 1"
-    )]
-    NotAShare {
-        /// The share.
-        found: f64,
-    },
-    /// A list does not have an entry per rank.
-    #[error("expected {expected} {what}, one per rank, found {found}")]
-    PerRank {
-        /// What the list holds.
-        what: &'static str,
-        /// Ranks.
-        expected: usize,
-        /// Entries.
-        found: usize,
-    },
     /// There is no such schedule.
     #[error("no step can be simulated")]
     Schedule(#[from] merak_pipe::Error),
@@ -141,6 +123,39 @@ pub enum Error {
     NoPartition {
         /// Their number.
         tried: usize,
+    },
+    /// No partition that was tried leaves every rank within its memory.
+    #[error(
+        "a rank has {limit} bytes, but under every partition that was tried some rank needs at least {least}"
+    )]
+    StageMemory {
+        /// The bytes that a rank has.
+        limit: usize,
+        /// The fewest bytes that the fullest rank needs.
+        least: usize,
+    },
+    /// No schedule that was tried leaves every rank within its memory.
+    #[error(
+        "a rank has {limit} bytes, but the fullest one needs {needed} under interleaved_1f1b, and no schedule that \
+         was tried keeps the limit"
+    )]
+    ScheduleMemory {
+        /// The bytes that a rank has.
+        limit: usize,
+        /// The bytes that the fullest rank needs under `interleaved_1f1b`.
+        needed: usize,
+    },
+    /// Activations that need more than their budget, even with everything recomputed.
+    #[error(
+        "activations have {budget} bytes, but those of rank {rank} need at least {least}, with everything recomputed"
+    )]
+    ActivationBudget {
+        /// The rank of the pipeline.
+        rank: usize,
+        /// The bytes that it may use.
+        budget: usize,
+        /// The fewest bytes that it needs.
+        least: usize,
     },
     /// Given boundaries do not form a partition.
     #[error("custom_partition {bounds:?} should be {} boundaries that rise strictly from 0 to {segments}", num_stages + 1)]

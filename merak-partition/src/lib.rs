@@ -33,7 +33,12 @@
 //!   the times of segments, and a [`StepTime`] such as [`OneFOneB`] gives the time of a step.
 //! - [`lay_out`] does so for the schedules of merak-pipe, those with several stages per rank
 //!   included, within the [memory](RankMemory) of each rank.
-//! - [`Partition`] is both together, and gives the cuts from which stage programs are made.
+//! - [`Pipeline`] decides all of it for a graph in segments: stages, schedule, recomputation. It
+//!   tells the memory of a rank ([`TrainingBytes`]), the time of a step ([`Prediction`]) and a
+//!   shorter schedule ([`FasterSchedule`]). [`StepCosts`] says what nodes and messages cost,
+//!   [`ParamBytes`] what a rank keeps for each element of its parameters.
+//! - [`Partition`] is segments and stages together, and gives the cuts from which stage programs
+//!   are made.
 //! - [`recompute_plan`] selects the values that a stage recomputes instead of keeping.
 //! - [`report()`] describes each stage: modules, parameters, work, traffic, memory.
 //!   [`Cost`](merak_trace::op::Cost) is its model of work.
@@ -68,21 +73,32 @@
 //! [Chen et al. 2016](https://arxiv.org/abs/1604.06174) (recomputation by segments).
 
 mod borders;
+mod costs;
 mod error;
+mod memory;
 mod method;
 mod partition;
+mod pipeline;
+mod rank;
 mod report;
 mod search;
 mod segment;
 mod stages;
 
+pub use costs::{Counted, PhaseCosts, StepCosts};
 pub use error::{Error, Result};
+pub use memory::{ParamBytes, ParamSums, Share, TrainingBytes, input_bytes};
 pub use method::{SplitMethod, StageMethod};
 pub use partition::{Partition, recompute_plan};
+pub use pipeline::{
+    FasterSchedule, Layout, Pipeline, PipelineOptions, Prediction, Recompute, RecomputeOp,
+    ScheduleChoice, StageTimes,
+};
+pub use rank::{ParamUse, RankPrograms};
 pub use report::{PartitionReport, ReportOptions, StageReport, TiedReport, Traffic, report};
 pub use search::{
-    ExactOptions, Found, OneFOneB, RankMemory, Scheduled, SegmentCosts, StageLoad, StepTime,
-    Stopped, autopipe, exact, lay_out,
+    ExactOptions, Found, OneFOneB, RankMemory, Scheduled, SegmentBytes, SegmentCosts, StageLoad,
+    StepTime, Stopped, autopipe, exact, lay_out,
 };
 pub use segment::{SegmentOptions, Segments, SplitRule, segment};
 pub use stages::stages;

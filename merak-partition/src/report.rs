@@ -3,13 +3,13 @@
 mod modules;
 mod table;
 
-use crate::{Error, Partition, Result};
+use crate::{Error, ParamBytes, Partition, RankPrograms, Result, memory::total};
 use merak_trace::{
-    Graph, Hop, Param, Phase, RecomputePlan, Source, StageProgram, TiedParam, ValueId, op::Cost,
+    Graph, Hop, Phase, RecomputePlan, Source, StageProgram, TiedParam, ValueId, op::Cost,
 };
 use modules::ModuleRanges;
 use serde::Serialize;
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, sync::Arc};
 
 /// Facts of a run that the report needs.
 #[derive(Debug, Clone, PartialEq)]
@@ -20,10 +20,8 @@ pub struct ReportOptions {
     pub recompute: Vec<RecomputePlan>,
     /// For each stage the rank that runs it; empty where each rank runs the stage of its number.
     pub placement: Vec<usize>,
-    /// Bytes of gradient per element of a parameter on the rank.
-    pub grad_bytes_per_param: f64,
-    /// Bytes of optimizer state per element of a parameter on the rank, master weights included.
-    pub optimizer_bytes_per_param: f64,
+    /// What a rank keeps for each element of its parameters.
+    pub param_bytes: ParamBytes,
 }
 
 impl ReportOptions {
@@ -36,8 +34,7 @@ impl ReportOptions {
                 .collect(),
             recompute: Vec::new(),
             placement: Vec::new(),
-            grad_bytes_per_param: 4.0,
-            optimizer_bytes_per_param: 8.0,
+            param_bytes: ParamBytes::default(),
         }
     }
 }
@@ -81,7 +78,9 @@ pub struct StageReport {
     pub kept_bytes: usize,
     /// Most microbatches whose values it keeps at once.
     pub live_microbatches: usize,
-    /// Bytes of weights, gradients, optimizer state and kept values, without temporaries.
+    /// Bytes of weights, gradients, optimizer state and kept values. Left out are batches and
+    /// values that live within a phase, which [`RankPrograms::training_bytes`] counts for a rank,
+    /// and what stages on one rank share counts on each.
     pub memory_bytes: usize,
     /// Names of the data that it loads.
     pub inputs: Vec<String>,
@@ -144,12 +143,11 @@ pub fn report(
     let mut stages = Vec::with_capacity(num_stages);
     for stage in 0..num_stages {
         let recompute = options.recompute.get(stage).unwrap_or(&nothing);
-        let program = StageProgram::training(graph, &cuts, stage, recompute).map_err(|source| {
-            Error::Program {
-                stage,
-                source: Box::new(source),
-            }
-        })?;
+        let program = StageProgram::training(graph, &cuts, stage, recompute);
+        let program = Arc::new(program.map_err(|source| Error::Program {
+            stage,
+            source: Box::new(source),
+        })?);
         let mut entry = of_program(&program, options, options.live_microbatches[stage]);
         entry.stage = stage;
         entry.rank = rank(stage);
@@ -185,7 +183,7 @@ fn check_length(what: &'static str, found: usize, expected: usize) -> Result<()>
 
 /// The entries that follow from a stage's program.
 fn of_program(
-    program: &StageProgram,
+    program: &Arc<StageProgram>,
     options: &ReportOptions,
     live_microbatches: usize,
 ) -> StageReport {
@@ -201,15 +199,8 @@ fn of_program(
         .iter()
         .map(|param| param.local.numel())
         .sum();
-    let weight_bytes = total(program.params().iter().map(Param::kept_bytes));
-    let trained: usize = program
-        .params()
-        .iter()
-        .filter(|param| param.trainable)
-        .map(|param| param.local.numel())
-        .sum();
-    let state_bytes =
-        trained as f64 * (options.grad_bytes_per_param + options.optimizer_bytes_per_param);
+    let alone = RankPrograms::of(vec![(0, Arc::clone(program))]);
+    let held = options.param_bytes.held(alone.sums());
     let kept_bytes = kept_bytes(program);
     StageReport {
         stage: 0,
@@ -231,22 +222,15 @@ fn of_program(
         },
         kept_bytes,
         live_microbatches,
-        memory_bytes: total([
-            weight_bytes,
-            state_bytes.round() as usize,
-            kept_bytes.saturating_mul(live_microbatches),
-        ]),
+        memory_bytes: held
+            .total()
+            .saturating_add(kept_bytes.saturating_mul(live_microbatches)),
         inputs: program
             .inputs
             .iter()
             .map(|port| port.name.clone())
             .collect(),
     }
-}
-
-/// The saturating sum of sizes.
-fn total(sizes: impl IntoIterator<Item = usize>) -> usize {
-    sizes.into_iter().fold(0, usize::saturating_add)
 }
 
 fn activation_bytes(hops: &[Hop]) -> usize {

@@ -3,13 +3,15 @@
 mod autopipe;
 mod exact;
 mod loads;
+mod room;
 mod scheduled;
 mod step_time;
 
 pub use autopipe::autopipe;
 pub use exact::{ExactOptions, exact};
 pub use loads::{SegmentCosts, StageLoad};
-pub use scheduled::{RankMemory, Scheduled, lay_out};
+pub use room::{RankMemory, SegmentBytes};
+pub use scheduled::{Scheduled, lay_out};
 pub use step_time::{OneFOneB, StepTime};
 
 use crate::{Error, Result};

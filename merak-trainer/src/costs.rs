@@ -27,10 +27,10 @@ pub use profile::Profile;
 
 use crate::{CheckedArguments, CostSource, Device, Result, threads_per_rank, world::num_cores};
 use indicatif::HumanDuration;
-use merak_trace::{Graph, Hop, Node, Phase, StageProgram, models::Model, op::Cost};
+use merak_partition::{Counted, StepCosts};
+use merak_trace::{Graph, Node, models::Model};
 use serde::{Deserialize, Serialize};
 use std::{
-    ops::Add,
     path::PathBuf,
     sync::Arc,
     time::{Duration, SystemTime},
@@ -46,91 +46,55 @@ pub enum CostModel {
     Measured(Arc<Profile>),
 }
 
-/// What the phases of one microbatch cost on a part of the model.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
-pub(crate) struct PhaseCosts {
-    pub(crate) forward: f64,
-    pub(crate) recompute: f64,
-    pub(crate) input_grad: f64,
-    pub(crate) weight_grad: f64,
+/// The costs of a run: a model of them under the run's arguments.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RunCosts<'a> {
+    model: &'a CostModel,
+    args: &'a CheckedArguments,
 }
 
-impl PhaseCosts {
-    /// The whole backward, recomputation included.
-    pub(crate) fn backward(self) -> f64 {
-        self.recompute + self.input_grad + self.weight_grad
-    }
-}
-
-impl Add for PhaseCosts {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self {
-            forward: self.forward + other.forward,
-            recompute: self.recompute + other.recompute,
-            input_grad: self.input_grad + other.input_grad,
-            weight_grad: self.weight_grad + other.weight_grad,
-        }
-    }
-}
-
-impl CostModel {
-    /// The costs of a program's phases.
-    pub(crate) fn phases(&self, program: &StageProgram) -> PhaseCosts {
-        let mut costs = PhaseCosts::default();
-        let nodes = program.graph.nodes().iter().zip(&program.phases);
-        for (node, phase) in nodes {
-            let place = match phase {
-                Phase::Forward => &mut costs.forward,
-                Phase::Recompute => &mut costs.recompute,
-                Phase::BackwardInput => &mut costs.input_grad,
-                Phase::BackwardWeight => &mut costs.weight_grad,
-            };
-            *place += self.node(&program.graph, node);
-        }
-        costs
-    }
-
+impl StepCosts for RunCosts<'_> {
     fn node(&self, graph: &Graph, node: &Node) -> f64 {
-        match self {
-            Self::Counted => Cost::of(graph, node).flops as f64 * 1e-9,
-            Self::Measured(profile) => profile.node(graph, node),
+        match self.model {
+            CostModel::Counted => Counted.node(graph, node),
+            CostModel::Measured(profile) => profile.node(graph, node),
         }
     }
 
-    /// A message between stages with these values.
-    pub(crate) fn hop(&self, values: &[Hop]) -> f64 {
-        let bytes = values.iter().map(|hop| hop.ty.size_bytes());
-        match self {
-            Self::Counted => 0.0,
-            Self::Measured(profile) => profile.network.send.seconds(bytes.sum()),
+    fn message(&self, bytes: usize) -> f64 {
+        match self.model {
+            CostModel::Counted => Counted.message(bytes),
+            CostModel::Measured(profile) => profile.network.send.seconds(bytes),
         }
     }
 
-    /// How many ranks of one pipeline the machine has cores for; a rank needs a core per thread.
-    pub(crate) fn cores(&self, args: &CheckedArguments) -> f64 {
-        match self {
-            Self::Counted => f64::INFINITY,
-            Self::Measured(_) => {
-                let beside = args.dp * args.tp * threads_per_rank(args);
+    /// A rank needs a core per thread.
+    fn cores(&self) -> f64 {
+        match self.model {
+            CostModel::Counted => Counted.cores(),
+            CostModel::Measured(_) => {
+                let beside = self.args.dp * self.args.tp * threads_per_rank(self.args);
                 num_cores() as f64 / beside as f64
             }
         }
     }
 
-    /// The seconds of an optimizer step on a rank, reduction of gradients included; `None` where
-    /// nothing was measured.
-    pub(crate) fn update(
-        &self,
-        args: &CheckedArguments,
-        trained: usize,
-        tied: usize,
-    ) -> Option<f64> {
-        match self {
-            Self::Counted => None,
-            Self::Measured(profile) => Some(profile.update(args, trained, tied)),
+    fn update(&self, trained: usize, tied: usize) -> Option<f64> {
+        match self.model {
+            CostModel::Counted => Counted.update(trained, tied),
+            CostModel::Measured(profile) => Some(profile.update(self.args, trained, tied)),
         }
+    }
+
+    fn unit(&self) -> &'static str {
+        self.model.unit()
+    }
+}
+
+impl CostModel {
+    /// The costs of a run with these arguments.
+    pub(crate) fn under<'a>(&'a self, args: &'a CheckedArguments) -> RunCosts<'a> {
+        RunCosts { model: self, args }
     }
 
     /// When and how steadily times were measured; `None` where they are counted.
@@ -144,7 +108,7 @@ impl CostModel {
     /// The unit of the costs, for people.
     pub fn unit(&self) -> &'static str {
         match self {
-            Self::Counted => "operation counts",
+            Self::Counted => Counted.unit(),
             Self::Measured(_) => "measured times",
         }
     }

@@ -130,20 +130,6 @@ pub enum Error {
     /// An optimizer or learning-rate setting that is not legal.
     #[error(transparent)]
     Optimizer(Box<merak_zero::Error>),
-    /// Degrees whose product is not the number of ranks.
-    #[error("dp {dp} x tp {tp} x pp {pp} x sp 1 = {product}, but the world has {world} ranks")]
-    WorldSize {
-        /// Data-parallel degree.
-        dp: usize,
-        /// Tensor-parallel degree.
-        tp: usize,
-        /// Pipeline degree.
-        pp: usize,
-        /// Their product.
-        product: usize,
-        /// Ranks of the world.
-        world: usize,
-    },
     /// Fewer layers than pipeline stages.
     #[error(
         "the model has {layers} layers, fewer than the {stages} stages that \"pp\" asks for: choose at most {layers}"
@@ -709,6 +695,19 @@ pub enum Error {
         /// The fewest bytes that the fullest rank needs.
         least: usize,
     },
+    /// A limit of memory that no schedule keeps.
+    #[error(
+        "\"autopipe.memory_limit\" is {}, but no schedule that was tried keeps it, and under interleaved_1f1b the \
+         fullest rank needs {} ({needed} bytes): raise it, or choose more ranks or a smaller \
+         \"per_device_train_batch_size\"",
+        Bytes::from(*limit), Bytes::from(*needed)
+    )]
+    ScheduleMemory {
+        /// The bytes that a rank may use.
+        limit: usize,
+        /// The bytes that the fullest rank needs under `interleaved_1f1b`.
+        needed: usize,
+    },
     /// An error that a key is to blame for.
     #[error("{source}{}", blamed(key, place.as_deref(), source))]
     Blamed {
@@ -869,6 +868,29 @@ impl From<merak_ckpt::Error> for Error {
     }
 }
 
+impl From<merak_partition::Error> for Error {
+    /// Errors of planning that name no keys become those that do.
+    fn from(error: merak_partition::Error) -> Self {
+        use merak_partition::Error as E;
+        match error {
+            E::StageMemory { limit, least } => Self::StageMemory { limit, least },
+            E::ScheduleMemory { limit, needed } => Self::ScheduleMemory { limit, needed },
+            E::ActivationBudget {
+                rank,
+                budget,
+                least,
+            } => Self::ActivationBudget {
+                rank,
+                budget,
+                least,
+            },
+            E::Schedule(error) => error.into(),
+            E::Program { source, .. } => Self::Model(source),
+            other => Self::Partition(Box::new(other)),
+        }
+    }
+}
+
 /// Errors of the crates below are boxed, so that the results of this one stay small.
 macro_rules! from_crates {
     ($($variant:ident: $error:ty),* $(,)?) => {$(
@@ -883,7 +905,6 @@ from_crates!(
     Optimizer: merak_zero::Error,
     Model: merak_trace::Error,
     TensorParallel: merak_tp::Error,
-    Partition: merak_partition::Error,
     Group: merak_mpu::Error,
     Adapter: merak_ckpt::AdaptError,
 );

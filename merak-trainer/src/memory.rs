@@ -1,15 +1,13 @@
 //! Whether a run fits into this machine, told before anything is allocated.
 
 use crate::{
-    CheckedArguments, Error, Forward, Plan, Result, plan::RankPrograms, threads_per_rank,
-    trainer::evaluation,
+    CheckedArguments, Error, Forward, Plan, Result, threads_per_rank, trainer::evaluation,
 };
 use merak_ckpt::words::Bytes;
-use merak_mpu::{DType, threads::WorldOptions};
-use merak_pipe::{Action, StageBytes, StageId, rank_peak_bytes};
-use merak_trace::{Graph, LiveBytes, Op, Param, Port, StageProgram};
-use merak_zero::ZeroStage;
-use std::{collections::BTreeMap, fmt};
+use merak_mpu::threads::WorldOptions;
+use merak_partition::input_bytes;
+use merak_trace::{Graph, Op, StageProgram};
+use std::fmt;
 use sysinfo::{MemoryRefreshKind, Process, ProcessRefreshKind, ProcessesToUpdate, System};
 
 /// What a run does with its model.
@@ -173,14 +171,16 @@ impl Plan {
         workloads: &[Workload],
         rank: usize,
     ) -> Result<MemoryNeed> {
-        let programs = RankPrograms::new(self, rank)?;
-        let mut need = held_throughout(args, &programs);
+        let training = self.training_bytes(rank)?;
+        let mut need = MemoryNeed {
+            weights: training.weights,
+            gradients: training.gradients,
+            optimizer: training.optimizer,
+            ..MemoryNeed::default()
+        };
         for &workload in workloads {
             let (activations, pool) = match workload {
-                Workload::Training => {
-                    let microbatches = self.schedule.size.microbatches;
-                    training_bytes(&programs, &self.schedule.actions[rank], microbatches)
-                }
+                Workload::Training => (training.activations, training.pool),
                 Workload::Evaluation { samples } => {
                     let batch = evaluation::batch(args, samples);
                     self.forward_bytes(rank, Forward::loss(batch, self.seq_length))?
@@ -318,136 +318,6 @@ fn of_ranks(
         threads,
         data,
     }
-}
-
-/// What a rank with these programs needs all the time: weights, gradients and optimizer state.
-fn held_throughout(args: &CheckedArguments, programs: &RankPrograms) -> MemoryNeed {
-    let params = &programs.params;
-    let weights = params.iter().map(weight_bytes);
-    let weights = weights.fold(0, usize::saturating_add);
-    let trained = params.iter().filter(|param| param.trainable);
-    let trained = trained.map(trained_bytes).fold(0, usize::saturating_add);
-    let config = args.zero_config(1);
-    let replicas = if config.zero_stage == ZeroStage::Replicated {
-        1
-    } else {
-        args.dp
-    };
-    let state = trained.saturating_mul(config.optimizer.state_names().len()) / replicas;
-    let further = programs.uses().into_iter().filter(|of| !of.is_first);
-    let further = further.map(|of| trained_bytes(&params[of.param]));
-    MemoryNeed {
-        weights,
-        gradients: further.fold(trained, usize::saturating_add),
-        optimizer: state,
-        ..MemoryNeed::default()
-    }
-}
-
-/// What a rank with these programs needs to train by these actions. Without actions it is what it
-/// needs beside the values of microbatches.
-pub(crate) fn training_need(
-    args: &CheckedArguments,
-    programs: &RankPrograms,
-    actions: &[Action],
-    microbatches: usize,
-) -> MemoryNeed {
-    let (activations, pool) = training_bytes(programs, actions, microbatches);
-    MemoryNeed {
-        activations,
-        pool,
-        ..held_throughout(args, programs)
-    }
-}
-
-/// Batches of a step with the values of the microbatches that these actions have under way at the
-/// worst moment, and the memory of freed values that is kept.
-fn training_bytes(
-    programs: &RankPrograms,
-    actions: &[Action],
-    microbatches: usize,
-) -> (usize, usize) {
-    let stages = || programs.stages.iter();
-    let held = stages().map(|(stage, program)| (*stage, program.live_bytes()));
-    let peak = activation_bytes(actions, &held.collect());
-    let batches = input_bytes(stages().map(|(_, program)| &**program));
-    let batches = batches.saturating_mul(microbatches);
-    let pools = stages().map(|(_, program)| program.kept_free_bytes());
-    (batches.saturating_add(peak), pools.max().unwrap_or(0))
-}
-
-/// Bytes of the gradient of a parameter, of a moment of it, or of its master, all of which are
-/// `f32`.
-fn trained_bytes(param: &Param) -> usize {
-    param.local.numel().saturating_mul(size_of::<f32>())
-}
-
-/// Bytes of a parameter: a 16-bit one that is trained has a master beside it.
-fn weight_bytes(param: &Param) -> usize {
-    let is_narrow = matches!(param.local.dtype, DType::BF16 | DType::F16);
-    let master = if param.trainable && is_narrow {
-        trained_bytes(param)
-    } else {
-        0
-    };
-    param.kept_bytes().saturating_add(master)
-}
-
-/// Upper bound on the bytes of a microbatch on a stage, on a backend without scratch memory.
-/// Batches are held until their forward ends, the model's outputs until the step of `microbatches`
-/// microbatches ends.
-pub(crate) fn held_at_most(program: &StageProgram, microbatches: usize) -> LiveBytes {
-    let size = |value| program.graph.ty(value).size_bytes();
-    let bytes = |ports: &[Port]| ports.iter().map(|port| size(port.value)).sum::<usize>();
-    let outputs = bytes(&program.outputs).saturating_mul(microbatches);
-    let mut live = program.live_bytes_without_reuse();
-    for peak in [
-        &mut live.forward,
-        &mut live.backward,
-        &mut live.input_half,
-        &mut live.weight_half,
-        &mut live.recompute,
-        &mut live.backward_after_recompute,
-        &mut live.input_half_after_recompute,
-    ] {
-        *peak = peak.saturating_add(outputs);
-    }
-    live.forward = live.forward.saturating_add(bytes(&program.inputs));
-    live
-}
-
-/// The peak of the bytes of values under a rank's actions; `held` has the bytes of a microbatch on
-/// each stage.
-pub(crate) fn activation_bytes(actions: &[Action], held: &BTreeMap<usize, LiveBytes>) -> usize {
-    let bytes = |stage: StageId| held.get(&stage.0).map(stage_bytes);
-    usize::try_from(rank_peak_bytes(actions, bytes)).unwrap_or(usize::MAX)
-}
-
-/// The bytes of a microbatch on a stage, for the simulator.
-pub(crate) fn stage_bytes(live: &LiveBytes) -> StageBytes {
-    StageBytes {
-        forward: live.forward as u64,
-        kept: live.kept as u64,
-        backward: live.backward as u64,
-        input_half: live.input_half as u64,
-        between_halves: live.between_halves as u64,
-        weight_half: live.weight_half as u64,
-        recompute: live.recompute as u64,
-        recomputed: live.recomputed as u64,
-        backward_after_recompute: live.backward_after_recompute as u64,
-        input_half_after_recompute: live.input_half_after_recompute as u64,
-    }
-}
-
-/// Bytes of a microbatch as a rank loads it for its stages.
-fn input_bytes<'a>(programs: impl Iterator<Item = &'a StageProgram>) -> usize {
-    let ports = programs.flat_map(|program| {
-        let size = |value| program.graph.ty(value).size_bytes();
-        let sized = program.inputs.iter();
-        sized.map(move |port| (port.name.as_str(), size(port.value)))
-    });
-    let sizes: BTreeMap<_, _> = ports.collect();
-    sizes.into_values().fold(0, usize::saturating_add)
 }
 
 /// Bytes that a thread touches of its stack, and of the system's memory for it.
@@ -591,6 +461,20 @@ mod tests {
         );
         let plain = total(&["optim=sgd", "zero_stage=0"]);
         assert_eq!(plain.optimizer, 0);
+    }
+
+    #[test]
+    fn the_table_of_stages_counts_what_the_optimizer_keeps() {
+        let memory = |keys: &[&str]| {
+            let report = plan(keys).0.partition_report().unwrap();
+            report.stages[0].memory_bytes
+        };
+        let params = plan(&[]).0.graph.num_elements();
+        let adam = memory(&["zero_stage=0"]);
+        assert_eq!(adam - memory(&["optim=sgd", "zero_stage=0"]), 8 * params);
+        let momentum = memory(&["optim=sgd", "sgd_momentum=0.9", "zero_stage=0"]);
+        assert_eq!(adam - momentum, 4 * params);
+        assert_eq!(adam - memory(&["dp=2", "zero_stage=1"]), 4 * params);
     }
 
     #[test]

@@ -2,32 +2,29 @@
 //! before anything runs.
 
 mod draft;
-mod faster;
-mod prediction;
-mod rank;
-mod recompute;
-mod room;
-mod search;
-mod stages;
 
 pub(crate) use draft::Draft;
-pub use faster::FasterSchedule;
-pub use prediction::{Prediction, StageTimes};
-pub(crate) use rank::{ParamUse, RankPrograms};
+pub use merak_partition::{FasterSchedule, Prediction, StageTimes};
 
-use crate::{CheckedArguments, CostModel, Error, Result, TrainSchedule};
+use crate::{
+    CheckedArguments, CostModel, Error, PartitionMethod, Recompute, RecomputeOp, Result,
+    TrainSchedule,
+};
 use draft::with_adapter;
 use merak_ckpt::LoraConfig;
 use merak_mpu::{DType, Degrees};
-use merak_partition::{Partition, PartitionReport, ReportOptions};
-use merak_pipe::{Auto, Schedule};
+use merak_partition::{
+    Layout, ParamBytes, PartitionReport, Pipeline, PipelineOptions, ScheduleChoice, Share,
+    StageMethod,
+};
+use merak_pipe::Timeline;
 use merak_tp::{LayerLists, rewrite};
 use merak_trace::{
-    Graph, Node, Op, Param, Placement, RecomputePlan, Shard, StageCuts, StageProgram, TiedParam,
+    Node, Op, Param, Placement, Shard, StageCuts, StageProgram,
     models::{Head, Model, ModelInfo, Objective, TraceOptions},
 };
-use merak_zero::ZeroStage;
-use std::{collections::BTreeMap, sync::Arc};
+use merak_zero::KeptBytes;
+use std::{collections::BTreeMap, ops::Deref, sync::Arc};
 
 /// A model, cut over the ranks of a run.
 ///
@@ -45,28 +42,24 @@ pub struct Plan {
     pub seq_length: usize,
     /// Length of the decoder's sequences, where it differs.
     pub target_length: Option<usize>,
-    /// The graph that one rank of the tensor axis computes for a microbatch.
-    pub graph: Graph,
     /// How tensor parallelism split it.
     pub tensor: merak_tp::Report,
-    /// Which part of it runs on which stage.
-    pub partition: Partition,
-    /// The partition in the form that programs are made from.
-    pub cuts: StageCuts,
-    /// The order of the microbatches on each rank.
-    pub schedule: Schedule,
     /// The adapter that is trained in place of the model, if any.
     pub lora: Option<Lora>,
-    /// How the schedule was found, where it was searched.
-    pub search: Option<Auto>,
-    /// For each stage the rank of the pipeline that runs it.
-    placement: Vec<usize>,
+    /// The graph of a rank of the tensor axis, laid out over the ranks of the pipeline.
+    pipeline: Pipeline,
     lists: LayerLists,
     /// The element type in which frozen weights are kept, where nodes read another.
     frozen: Option<DType>,
-    /// What each stage recomputes.
-    recompute: Vec<RecomputePlan>,
     trace: TraceOptions,
+}
+
+impl Deref for Plan {
+    type Target = Pipeline;
+
+    fn deref(&self) -> &Pipeline {
+        &self.pipeline
+    }
 }
 
 /// The field of an adapter's description that names its base.
@@ -128,71 +121,21 @@ impl Plan {
         costs: &CostModel,
     ) -> Result<Self> {
         let draft = Draft::new(model, args)?;
-        let size = args.pipeline_size();
-        let partition = stages::partition(&draft, args, costs)?;
-        let cuts = partition.cuts(&draft.graph)?;
-        let recompute_under = |schedule: &Schedule| {
-            let pipeline = recompute::Pipeline {
-                graph: &draft.graph,
-                partition: &partition,
-                cuts: &cuts,
-                schedule,
-                placement: &schedule.placement()?,
-            };
-            pipeline.recompute(args)
-        };
-        let (schedule, recompute, search) = match args.train_schedule {
-            TrainSchedule::Named(kind) => {
-                let schedule = kind.generate(size)?;
-                let recompute = recompute_under(&schedule)?;
-                (schedule, recompute, None)
-            }
-            TrainSchedule::Auto => {
-                let stages = search::Stages {
-                    graph: &draft.graph,
-                    cuts: &cuts,
-                    costs,
-                };
-                let found = search::search(&stages, args, recompute_under)?;
-                (found.schedule, found.recompute, found.search)
-            }
-        };
+        let (graph, segments) = (draft.graph, draft.segments);
+        let costs = costs.under(args);
         Ok(Self {
-            placement: schedule.placement()?,
+            pipeline: Pipeline::new(graph, segments, pipeline_options(args)?, &costs)?,
             model: draft.model,
             info: draft.info,
             degrees: draft.degrees,
             seq_length: draft.seq_length,
             target_length: draft.target_length,
-            graph: draft.graph,
             tensor: draft.tensor,
-            partition,
-            cuts,
-            schedule,
             lora: draft.lora,
-            search,
             lists: draft.lists,
             frozen: draft.frozen,
-            recompute,
             trace: draft.trace,
         })
-    }
-
-    /// The name of the schedule, for people; for a searched schedule, also the named one that it
-    /// equals or started from.
-    pub fn schedule_name(&self) -> String {
-        let name = &self.schedule.name;
-        let Some((start, _)) = self.search.as_ref().and_then(|found| found.start) else {
-            return name.clone();
-        };
-        let is_start = start
-            .generate(self.schedule.size)
-            .is_ok_and(|start| start.actions == self.schedule.actions);
-        if is_start {
-            format!("{name} ({start})")
-        } else {
-            format!("{name} (from {start})")
-        }
     }
 
     /// The same plan for a run that trains nothing: no rank keeps gradients, optimizer state or
@@ -203,36 +146,10 @@ impl Plan {
         let names: Vec<_> = params.map(|param| param.name.clone()).collect();
         for name in names {
             if let Some(id) = self.graph.find_param(&name) {
-                self.graph.param_mut(id).trainable = false;
+                self.pipeline.graph.param_mut(id).trainable = false;
             }
         }
         self
-    }
-
-    /// The stages that a rank of the pipeline runs, in model order.
-    pub fn stages_of(&self, rank: usize) -> impl Iterator<Item = usize> {
-        let stages = self.placement.iter().enumerate();
-        stages
-            .filter(move |(_, owner)| **owner == rank)
-            .map(|(stage, _)| stage)
-    }
-
-    /// The rank of the pipeline that runs a stage.
-    ///
-    /// # Panics
-    /// When there is no such stage.
-    pub fn rank_of(&self, stage: usize) -> usize {
-        self.placement[stage]
-    }
-
-    /// For each stage the rank of the pipeline that runs it.
-    pub(crate) fn placement(&self) -> &[usize] {
-        &self.placement
-    }
-
-    /// The rank of the pipeline that runs the last stage, which has losses and logits.
-    pub fn last_rank(&self) -> usize {
-        self.rank_of(self.placement.len() - 1)
     }
 
     /// The stage with the model's last attention; after it, positions do not depend on each other.
@@ -265,19 +182,6 @@ impl Plan {
             }
         }
         (layers.len() > 1).then(|| (param.to_owned(), layers.join(" and ")))
-    }
-
-    /// The program that a stage trains with.
-    ///
-    /// # Errors
-    /// When an operation has no gradient.
-    pub fn training_program(&self, stage: usize) -> Result<StageProgram> {
-        Ok(StageProgram::training(
-            &self.graph,
-            &self.cuts,
-            stage,
-            &self.recompute[stage],
-        )?)
     }
 
     /// The forwards of stages alone, for other sizes, with their parameters as in training.
@@ -320,30 +224,44 @@ impl Plan {
     ///
     /// # Errors
     /// When a stage cannot be differentiated.
-    pub fn partition_report(&self, args: &CheckedArguments) -> Result<PartitionReport> {
-        let stages = self.cuts.num_stages();
-        let divided = if args.zero_stage == ZeroStage::Replicated {
-            1
-        } else {
-            args.dp
-        };
-        let options = ReportOptions {
-            live_microbatches: self.schedule.live_microbatches(),
-            recompute: self.recompute.clone(),
-            placement: self.placement.clone(),
-            optimizer_bytes_per_param: 8.0 / divided as f64,
-            ..ReportOptions::one_f_one_b(stages, self.schedule.size.microbatches)
-        };
-        Ok(merak_partition::report(
-            &self.graph,
-            &self.partition,
-            &options,
-        )?)
+    pub fn partition_report(&self) -> Result<PartitionReport> {
+        Ok(self.report()?)
     }
 
-    /// Whether every stage keeps all values that its backward reads.
-    pub fn recomputes_nothing(&self) -> bool {
-        self.recompute.iter().all(RecomputePlan::is_empty)
+    /// How long a step will take by these costs; `None` where nothing was measured.
+    ///
+    /// # Errors
+    /// When an operation has no gradient.
+    pub fn predict(
+        &self,
+        args: &CheckedArguments,
+        costs: &CostModel,
+    ) -> Result<Option<Prediction>> {
+        Ok(self.pipeline.predict(&costs.under(args))?)
+    }
+
+    /// The schedule that [`Pipeline::faster_schedule`] finds by these costs.
+    ///
+    /// # Errors
+    /// When an operation has no gradient.
+    pub fn faster_schedule(
+        &self,
+        args: &CheckedArguments,
+        costs: &CostModel,
+    ) -> Result<Option<FasterSchedule>> {
+        Ok(self.pipeline.faster_schedule(&costs.under(args))?)
+    }
+
+    /// A table of the times of each stage's phases in a run, per microbatch, beside the prediction.
+    ///
+    /// # Errors
+    /// When the timeline is of another schedule.
+    pub fn compare_stages(
+        &self,
+        prediction: &Prediction,
+        ran: &Timeline,
+    ) -> Result<Vec<StageTimes>> {
+        Ok(self.pipeline.compare_stages(prediction, ran)?)
     }
 
     /// How tensor parallelism cuts parameters, also with one tensor-parallel rank.
@@ -374,18 +292,6 @@ impl Plan {
         }
     }
 
-    /// The weights that several ranks of the pipeline use, and these ranks, ascending.
-    pub(crate) fn tied_across_ranks(&self) -> Vec<(TiedParam, Vec<usize>)> {
-        let tied = self.cuts.tied(&self.graph).into_iter();
-        let with_ranks = tied.map(|weight| {
-            let mut ranks: Vec<_> = weight.stages.iter().map(|&s| self.rank_of(s)).collect();
-            ranks.sort_unstable();
-            ranks.dedup();
-            (weight, ranks)
-        });
-        with_ranks.filter(|(_, ranks)| ranks.len() > 1).collect()
-    }
-
     /// The parameters that are trained, in the order of the graph.
     pub fn trained_params(&self) -> impl Iterator<Item = &Param> {
         let params = self.graph.params().iter();
@@ -397,5 +303,84 @@ impl Plan {
     pub fn flops_per_token(&self) -> f64 {
         let trained: usize = self.trained_params().map(|param| param.full.numel()).sum();
         4.0 * self.graph.num_elements() as f64 + 2.0 * trained as f64
+    }
+}
+
+/// What the arguments say about the pipeline.
+fn pipeline_options(args: &CheckedArguments) -> Result<PipelineOptions> {
+    let method = Layout::Method;
+    Ok(PipelineOptions {
+        size: args.pipeline_size(),
+        virtual_stages: args.virtual_stages,
+        schedule: match args.train_schedule {
+            TrainSchedule::Named(kind) => ScheduleChoice::Named(kind),
+            TrainSchedule::Auto => ScheduleChoice::Searched,
+        },
+        layout: match args.partition_method {
+            PartitionMethod::Uniform => method(StageMethod::Uniform),
+            PartitionMethod::UniformFloor => method(StageMethod::UniformFloor),
+            PartitionMethod::Parameters => method(StageMethod::Parameters),
+            PartitionMethod::Custom => {
+                let missing = || Error::MissingKey {
+                    key: "custom_partition",
+                    advice: "partition_method = \"custom\" needs its boundaries".to_owned(),
+                };
+                let bounds = args.custom_partition.clone().ok_or_else(missing)?;
+                method(StageMethod::Custom(bounds.0))
+            }
+            PartitionMethod::Autopipe => Layout::Autopipe,
+            PartitionMethod::Exact => Layout::Exact,
+        },
+        search_microbatches: args.autopipe.micro_batches,
+        comm_cost: args.autopipe.comm_cost,
+        memory_limit: args.autopipe.memory_limit,
+        param_bytes: param_bytes(args, args.dp),
+        recompute: recompute(args),
+    })
+}
+
+/// What each of `replicas` ranks with the same parameters keeps for an element of them.
+pub(crate) fn param_bytes(args: &CheckedArguments, replicas: usize) -> ParamBytes {
+    let kept = args.zero_config(1).element_bytes(replicas);
+    let share = |kept: KeptBytes| Share {
+        bytes: kept.bytes,
+        ranks: kept.ranks,
+    };
+    ParamBytes {
+        weight_ranks: kept.weight_ranks,
+        master: share(kept.master),
+        gradient: share(kept.gradient),
+        state: share(kept.state),
+    }
+}
+
+fn recompute(args: &CheckedArguments) -> merak_partition::Recompute {
+    use merak_partition::{Recompute as R, RecomputeOp as Op};
+    let chunk = args.checkpoint_num_layers;
+    let op = |op: &RecomputeOp| match op {
+        RecomputeOp::Attention => Op::Attention,
+        RecomputeOp::Activation => Op::Activation,
+        RecomputeOp::Norm => Op::Norm,
+        RecomputeOp::Dropout => Op::Dropout,
+    };
+    match args.recompute {
+        _ if !args.activation_checkpointing => R::Nothing,
+        Recompute::Full => R::Full {
+            chunk,
+            ratios: args
+                .activation_checkpoint_ratio
+                .as_ref()
+                .map_or_else(Vec::new, |ratios| ratios.0.clone()),
+        },
+        Recompute::Selective => R::Selective {
+            ops: match &args.recompute_ops {
+                Some(ops) => ops.iter().map(op).collect(),
+                None => Op::USUAL.to_vec(),
+            },
+        },
+        Recompute::Budget => R::Budget {
+            chunk,
+            bytes: args.activation_memory_budget.unwrap_or(usize::MAX),
+        },
     }
 }

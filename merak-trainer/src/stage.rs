@@ -10,12 +10,9 @@ mod tied;
 pub(crate) use self::params::{ParamMemory, StageParams};
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
 
-use crate::{
-    Backend, CheckedArguments, Device, MemoryNeed, Plan, Result,
-    plan::{ParamUse, RankPrograms},
-    trainer::NamedTensors,
-};
+use crate::{Backend, CheckedArguments, Device, MemoryNeed, Plan, Result, trainer::NamedTensors};
 use merak_mpu::{Buffer, DType, Mpu, Rank};
+use merak_partition::{ParamUse, RankPrograms};
 use merak_pipe::Engine;
 use merak_trace::{
     GradSlot, GradStore, Interpreter, Param, Placement, RunContext, SharedBackend, StageProgram,
@@ -68,7 +65,7 @@ impl RankStages {
             backend,
             optimizer_device,
         } = Executor::new(args, mpu.rank(), num_threads)?;
-        let programs = RankPrograms::new(&plan, mpu.pipeline_parallel_rank())?;
+        let programs = plan.rank_programs(mpu.pipeline_parallel_rank())?;
         let groups = ZeroGroups {
             data_sequence: mpu.data_sequence_parallel_group().clone(),
             model: mpu.model_parallel_group().clone(),

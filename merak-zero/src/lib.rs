@@ -115,7 +115,7 @@ pub use schedule::{DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, wa
 pub use stage::ZeroStage;
 pub use state::{OwnedState, StateSlice};
 pub use tensors::TensorOptimizer;
-pub use zero_config::{ZeroConfig, ZeroGroups};
+pub use zero_config::{ElementBytes, KeptBytes, ZeroConfig, ZeroGroups};
 pub use zero_optimizer::{Progress, StepReport, ZeroOptimizer};
 
 #[cfg(doctest)]

@@ -104,6 +104,60 @@ impl ZeroConfig {
     }
 }
 
+/// Bytes for each element, and the ranks that divide the elements among themselves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KeptBytes {
+    /// Bytes for each element.
+    pub bytes: usize,
+    /// The ranks that divide the elements; 1 where each rank keeps all of them.
+    pub ranks: usize,
+}
+
+/// What a rank keeps for each element of a trained parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ElementBytes {
+    /// The ranks that divide the weights, whose bytes are those of their own type.
+    pub weight_ranks: usize,
+    /// The `f32` master beside a weight of another type.
+    pub master: KeptBytes,
+    /// The gradient.
+    pub gradient: KeptBytes,
+    /// The state of the update rule.
+    pub state: KeptBytes,
+}
+
+impl ZeroConfig {
+    /// What each of `replicas` ranks with the same parameters keeps for an element of them.
+    ///
+    /// ```
+    /// use merak_zero::{ZeroConfig, ZeroStage};
+    /// let mut config = ZeroConfig::default();
+    /// let state = config.element_bytes(4).state;
+    /// assert_eq!((state.bytes, state.ranks), (8, 4));
+    /// config.zero_stage = ZeroStage::Replicated;
+    /// assert_eq!(config.element_bytes(4).state.ranks, 1);
+    /// ```
+    pub fn element_bytes(&self, replicas: usize) -> ElementBytes {
+        let float = size_of::<f32>();
+        let whole = KeptBytes {
+            bytes: float,
+            ranks: 1,
+        };
+        ElementBytes {
+            weight_ranks: 1,
+            master: whole,
+            gradient: whole,
+            state: KeptBytes {
+                bytes: float * self.optimizer.state_names().len(),
+                ranks: match self.zero_stage {
+                    ZeroStage::Replicated => 1,
+                    ZeroStage::OptimizerState => replicas,
+                },
+            },
+        }
+    }
+}
+
 /// The groups that an optimizer speaks to.
 #[derive(Debug, Clone)]
 pub struct ZeroGroups {

@@ -49,8 +49,7 @@ pub fn autopipe(
     if num_partitions(costs.len(), num_stages) <= EXHAUSTIVE {
         return exact(costs, num_stages, objective, &ExactOptions::default());
     }
-    let simulated = num_stages.saturating_mul(2 * objective.micro_batches());
-    let limit = (BUDGET / simulated.max(1)).max(2 * num_stages);
+    let limit = most_tried(num_stages, objective);
     let weights = costs.weights();
     let mut search = Search {
         costs,
@@ -75,6 +74,12 @@ pub fn autopipe(
         return Err(Error::NoPartition { tried: best.tried });
     }
     Ok(best.found(stopped))
+}
+
+/// The most partitions that a search tries that cannot try all.
+pub(super) fn most_tried(num_stages: usize, objective: &impl StepTime) -> usize {
+    let simulated = num_stages.saturating_mul(2 * objective.micro_batches());
+    (BUDGET / simulated.max(1)).max(2 * num_stages)
 }
 
 /// Number of ways to choose the inner borders, saturating.

@@ -1,72 +1,68 @@
 //! Stages for any schedule: one per rank, several in turn, or two in a V.
 
-use super::{Found, SegmentCosts, StageLoad, StepTime, Stopped, autopipe, is_cost};
-use crate::{Error, Result};
-use merak_pipe::{ActivationBytes, Costs, Schedule, ScheduleKind, Size, simulate};
+use super::{
+    Found, RankMemory, SegmentCosts, StageLoad, StepTime, Stopped, autopipe, autopipe::most_tried,
+    is_cost,
+};
+use crate::{
+    Error, Result,
+    costs::{PhaseCosts, of_stages},
+};
+use merak_pipe::{Costs, Schedule, simulate_on};
 
 /// The simulated step of a schedule, whose ranks may run several stages, with a limit of memory for
 /// each rank.
 ///
-/// Stages are those of the model in order, `P * v` of them; the schedule's
-/// [placement](Scheduled::placement) says which rank runs which. The work of ranks has to be even,
-/// not that of stages: [`lay_out`] searches for that.
+/// Stages are those of the model in order; the schedule's [placement](Scheduled::placement) says
+/// which rank runs which. The work of ranks has to be even, not that of stages: [`lay_out`]
+/// searches for that.
 #[derive(Debug, Clone)]
 pub struct Scheduled {
     schedule: Schedule,
     placement: Vec<usize>,
-    weight_share: f64,
-    comm_cost: f64,
+    segments: Vec<PhaseCosts>,
+    /// Costs of the segments before each border.
+    sums: Vec<PhaseCosts>,
+    /// For each segment a message into it.
+    hops: Vec<f64>,
+    cores: f64,
     memory: Option<RankMemory>,
 }
 
-/// Memory that segments keep, and memory of each rank, in bytes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RankMemory {
-    /// For each segment, the bytes that a microbatch keeps until its input gradient is computed.
-    pub until_input_grad: Vec<u64>,
-    /// For each segment, the bytes that a microbatch keeps until its weight gradients are computed.
-    pub until_weight_grad: Vec<u64>,
-    /// For each segment, the bytes of its weights, gradients and optimizer state.
-    pub fixed: Vec<u64>,
-    /// For each rank, its memory.
-    pub limits: Vec<u64>,
-}
-
 impl Scheduled {
-    /// The step of a named schedule.
+    /// The step of a schedule over segments with these costs, with free messages, on ranks that
+    /// each have a core.
     ///
     /// # Errors
-    /// [`Error::Schedule`] when there is none of this size.
-    pub fn new(kind: ScheduleKind, size: Size) -> Result<Self> {
-        Self::of(kind.generate(size)?)
-    }
-
-    /// The step of any schedule.
-    ///
-    /// # Errors
-    /// [`Error::Schedule`] when it is not valid.
-    pub fn of(schedule: Schedule) -> Result<Self> {
+    /// [`Error::Schedule`] when the schedule is not valid.
+    pub fn new(schedule: Schedule, segments: Vec<PhaseCosts>) -> Result<Self> {
         schedule.validate()?;
+        let mut sums = vec![PhaseCosts::default()];
+        for costs in &segments {
+            sums.push(sums[sums.len() - 1] + *costs);
+        }
         Ok(Self {
             placement: schedule.placement()?,
             schedule,
-            weight_share: 0.5,
-            comm_cost: 0.0,
+            hops: vec![0.0; segments.len()],
+            segments,
+            sums,
+            cores: f64::INFINITY,
             memory: None,
         })
     }
 
-    /// The time of a message between two ranks, in the unit of the costs; 0 by default.
+    /// For each segment the time of a message into it, in the unit of the costs.
     #[must_use]
-    pub fn with_comm_cost(mut self, cost: f64) -> Self {
-        self.comm_cost = cost;
+    pub fn with_hops(mut self, hops: Vec<f64>) -> Self {
+        self.hops = hops;
         self
     }
 
-    /// The share of a backward that computes weight gradients, from 0 to 1; a half by default.
+    /// The number of ranks that compute at once.
     #[must_use]
-    pub fn with_weight_share(mut self, share: f64) -> Self {
-        self.weight_share = share;
+    pub fn on_cores(mut self, cores: f64) -> Self {
+        self.cores = cores;
         self
     }
 
@@ -82,6 +78,27 @@ impl Scheduled {
         &self.placement
     }
 
+    /// The times of the segments, for a search. Where some stages may keep what others recompute, a
+    /// backward counts only the work that all do.
+    ///
+    /// # Errors
+    /// [`Error::NotACost`].
+    pub fn segment_costs(&self) -> Result<SegmentCosts> {
+        let keeps_all = self.schedule.no_recompute.is_empty();
+        let backward = |costs: &PhaseCosts| {
+            if keeps_all {
+                costs.backward()
+            } else {
+                costs.input_grad + costs.weight_grad
+            }
+        };
+        let segments = self.segments.iter();
+        SegmentCosts::new(
+            segments.clone().map(|costs| costs.forward).collect(),
+            segments.map(backward).collect(),
+        )
+    }
+
     /// The time of each rank for one microbatch, all its stages together.
     ///
     /// # Panics
@@ -94,98 +111,43 @@ impl Scheduled {
         loads
     }
 
-    /// Whether every rank has the memory for its stages.
-    fn fits(&self, stages: &[StageLoad]) -> bool {
-        let Some(memory) = &self.memory else {
-            return true;
-        };
-        let sums = |bytes: &[u64]| -> Vec<u64> {
-            let of_stage = |load: &StageLoad| bytes.get(load.segments.clone());
-            let sum = |bytes: &[u64]| {
-                bytes
-                    .iter()
-                    .fold(0_u64, |sum, more| sum.saturating_add(*more))
-            };
-            // Lists are checked before a search begins; a missing entry fits nowhere.
-            stages
-                .iter()
-                .map(|load| of_stage(load).map_or(u64::MAX, sum))
-                .collect()
-        };
-        let kept = ActivationBytes {
-            until_input_grad: sums(&memory.until_input_grad),
-            until_weight_grad: sums(&memory.until_weight_grad),
-        };
-        let Ok(mut needed) = self.schedule.peak_bytes(&kept) else {
-            return false;
-        };
-        for (stage, fixed) in sums(&memory.fixed).into_iter().enumerate() {
-            let needed = &mut needed[self.placement[stage]];
-            *needed = needed.saturating_add(fixed);
-        }
-        needed
-            .iter()
-            .zip(&memory.limits)
-            .all(|(needed, limit)| needed <= limit)
+    /// The costs of stages with these segments.
+    fn costs(&self, stages: &[StageLoad]) -> Costs {
+        let phases = stages.iter().map(|stage| {
+            let [before, behind] =
+                [stage.segments.start, stage.segments.end].map(|border| self.sums[border]);
+            // Sums of positive numbers ascend, but for rounding.
+            let part = |behind: f64, before: f64| (behind - before).max(0.0);
+            PhaseCosts {
+                forward: part(behind.forward, before.forward),
+                recompute: part(behind.recompute, before.recompute),
+                input_grad: part(behind.input_grad, before.input_grad),
+                weight_grad: part(behind.weight_grad, before.weight_grad),
+            }
+        });
+        let borders = stages.iter().skip(1).map(|stage| stage.segments.start);
+        let hops = borders.map(|border| self.hops[border]);
+        of_stages(&phases.collect::<Vec<_>>(), hops.collect())
     }
 
-    fn check_memory(&self, num_segments: usize) -> Result<()> {
-        let Some(memory) = &self.memory else {
-            return Ok(());
-        };
-        let lists = [
-            ("bytes until the input gradient", &memory.until_input_grad),
-            (
-                "bytes until the weight gradients",
-                &memory.until_weight_grad,
-            ),
-            ("fixed bytes", &memory.fixed),
-        ];
-        for (what, list) in lists {
-            if list.len() != num_segments {
-                return Err(Error::PerSegment {
-                    what,
-                    expected: num_segments,
-                    found: list.len(),
-                });
-            }
+    /// Names the needed memory where no partition was allowed.
+    pub(crate) fn explain(&self, error: Error) -> Error {
+        match (error, &self.memory) {
+            (Error::NoPartition { .. }, Some(memory)) => memory.refusal(),
+            (error, _) => error,
         }
-        let (expected, found) = (self.schedule.size.ranks, memory.limits.len());
-        if expected != found {
-            return Err(Error::PerRank {
-                what: "limits of memory",
-                expected,
-                found,
-            });
-        }
-        Ok(())
     }
 }
 
 impl StepTime for Scheduled {
     fn step_time(&self, stages: &[StageLoad]) -> Option<f64> {
-        if stages.len() != self.placement.len() || !self.fits(stages) {
+        let memory = self.memory.as_ref();
+        let fits = memory.is_none_or(|of| of.holds(&self.schedule, &self.placement, stages));
+        if stages.len() != self.placement.len() || !fits {
             return None;
         }
-        // Costs in counted operations may exceed the simulator's largest time.
-        let longest = stages
-            .iter()
-            .map(StageLoad::total)
-            .fold(self.comm_cost, f64::max);
-        let unit = if longest > 1e12 { longest } else { 1.0 };
-        let backward = |share: f64| {
-            let parts = stages.iter().map(|load| share * load.backward / unit);
-            parts.collect()
-        };
-        let costs = Costs {
-            forward: stages.iter().map(|load| load.forward / unit).collect(),
-            input_grad: backward(1.0 - self.weight_share),
-            weight_grad: backward(self.weight_share),
-            recompute: vec![0.0; stages.len()],
-            overlap: 1.0,
-            hop: vec![self.comm_cost / unit; stages.len().saturating_sub(1)],
-        };
-        Some(simulate(&self.schedule, &costs).ok()?.makespan * unit)
+        let simulation = simulate_on(&self.schedule, &self.costs(stages), self.cores);
+        Some(simulation.ok()?.makespan)
     }
 
     fn micro_batches(&self) -> usize {
@@ -193,50 +155,73 @@ impl StepTime for Scheduled {
     }
 
     fn check(&self) -> Result<()> {
-        if !is_cost(self.comm_cost) {
-            return Err(Error::NotACommCost {
-                found: self.comm_cost,
+        let expected = self.segments.len();
+        let lists = [
+            ("messages", self.hops.len()),
+            (
+                "bytes",
+                self.memory.as_ref().map_or(expected, RankMemory::len),
+            ),
+        ];
+        if let Some((what, found)) = lists.into_iter().find(|(_, found)| *found != expected) {
+            return Err(Error::PerSegment {
+                what,
+                expected,
+                found,
             });
         }
-        if !(0.0..=1.0).contains(&self.weight_share) {
-            return Err(Error::NotAShare {
-                found: self.weight_share,
-            });
+        if let Some(&found) = self.hops.iter().find(|hop| !is_cost(**hop)) {
+            return Err(Error::NotACommCost { found });
         }
+        // Times that the simulator refuses.
+        let stages = vec![self.sums[expected]; self.placement.len()];
+        let hop = self.hops.iter().copied().fold(0.0, f64::max);
+        let hops = vec![hop; stages.len() - 1];
+        simulate_on(&self.schedule, &of_stages(&stages, hops), self.cores)?;
         Ok(())
     }
 }
 
 /// The partition with the shortest simulated step into the stages of a schedule, several per rank
 /// included. The search starts from the result of [`autopipe`](fn@autopipe) and, if that could not
-/// try all partitions, improves it by further moves. A move shifts neighbouring borders by one
-/// segment, so that work goes from one rank to another whose stages lie elsewhere.
+/// try all partitions and ranks run several stages, improves it by further moves. A move shifts
+/// neighbouring borders by one segment, so that work goes from one rank to another whose stages lie
+/// elsewhere.
 ///
 /// # Errors
-/// As [`autopipe`](fn@autopipe), [`Error::PerSegment`] and [`Error::PerRank`] for lists of bytes of
-/// another length, and [`Error::NotAShare`].
+/// As [`autopipe`](fn@autopipe), [`Error::PerSegment`] for lists of messages or bytes of another
+/// length, and [`Error::Schedule`] for times that the simulator refuses.
 ///
 /// ```
-/// use merak_partition::{Scheduled, SegmentCosts, lay_out};
+/// use merak_partition::{PhaseCosts, Scheduled, lay_out};
 /// use merak_pipe::{ScheduleKind, Size};
 ///
 /// // Rank 0 runs the first and the last stage of a V, and so the embeddings and the head.
-/// let (mut forward, mut backward) = (vec![1.0; 10], vec![2.0; 10]);
-/// (forward[9], backward[9]) = (3.0, 6.0);
-/// let costs = SegmentCosts::new(forward, backward)?;
-/// let step = Scheduled::new(ScheduleKind::ZbV, Size::new(2, 8).with_chunks(2))?;
-/// let found = lay_out(&costs, &step)?;
+/// let cost = |forward| PhaseCosts {
+///     forward,
+///     input_grad: forward,
+///     weight_grad: forward,
+///     recompute: 0.0,
+/// };
+/// let mut segments = vec![cost(1.0); 10];
+/// segments[9] = cost(3.0);
+/// let schedule = ScheduleKind::ZbV.generate(Size::new(2, 8).with_chunks(2))?;
+/// let step = Scheduled::new(schedule, segments)?;
+/// let found = lay_out(&step)?;
 /// assert_eq!(step.placement(), [0, 1, 1, 0]);
-/// assert_eq!(step.rank_loads(&costs.loads(&found.bounds)), [18.0, 18.0]);
-/// # Ok::<(), merak_partition::Error>(())
+/// let loads = step.segment_costs()?.loads(&found.bounds);
+/// assert_eq!(step.rank_loads(&loads), [18.0, 18.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn lay_out(costs: &SegmentCosts, step: &Scheduled) -> Result<Found> {
-    step.check_memory(costs.len())?;
-    let mut best = autopipe(costs, step.placement.len(), step)?;
-    if best.stopped == Stopped::Proven {
+pub fn lay_out(step: &Scheduled) -> Result<Found> {
+    let costs = step.segment_costs()?;
+    let num_stages = step.placement.len();
+    let mut best = autopipe(&costs, num_stages, step)?;
+    if best.stopped == Stopped::Proven || num_stages == step.schedule.size.ranks {
         return Ok(best);
     }
-    for _ in 0..MOST_ROUNDS {
+    let limit = best.tried + most_tried(num_stages, step);
+    loop {
         let before = best.step_time;
         for bounds in shifted(&best.bounds) {
             best.tried += 1;
@@ -245,17 +230,16 @@ pub fn lay_out(costs: &SegmentCosts, step: &Scheduled) -> Result<Found> {
                 (best.bounds, best.step_time) = (bounds, time);
             }
         }
-        if best.step_time >= before {
-            best.stopped = Stopped::NoMoves;
-            return Ok(best);
-        }
+        best.stopped = if best.step_time >= before {
+            Stopped::NoMoves
+        } else if best.tried >= limit {
+            Stopped::Limit
+        } else {
+            continue;
+        };
+        return Ok(best);
     }
-    best.stopped = Stopped::Limit;
-    Ok(best)
 }
-
-/// Most rounds of moves.
-const MOST_ROUNDS: usize = 50;
 
 /// The partitions in which some neighbouring borders are one segment further on, or back.
 fn shifted(bounds: &[usize]) -> Vec<Vec<usize>> {

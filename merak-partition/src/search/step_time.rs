@@ -28,6 +28,9 @@ pub trait StepTime {
 /// The step of the 1F1B schedule ([PipeDream](https://arxiv.org/abs/1806.03377), section 3.2): an
 /// operation starts when the one before on its stage has ended and its input has come.
 ///
+/// It is a path beside [`simulate`](fn@merak_pipe::simulate) that needs no schedule. A property
+/// test holds it equal to the simulator's makespan.
+///
 /// Its step time is `None` if a cost is negative or not a number, or there is no microbatch; a
 /// search refuses such options.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -2,8 +2,8 @@
 
 use insta::assert_snapshot;
 use merak_partition::{
-    Error, Partition, PartitionReport, ReportOptions, SegmentOptions, SplitMethod, StageMethod,
-    recompute_plan, report,
+    Error, ParamBytes, Partition, PartitionReport, ReportOptions, SegmentOptions, Share,
+    SplitMethod, StageMethod, recompute_plan, report,
 };
 use merak_trace::{
     Graph,
@@ -183,8 +183,11 @@ fn memory_follows_the_bytes_per_parameter_and_the_live_microbatches() {
     let (graph, partition) = partition(SplitMethod::LayerSplit, 2);
     let base = ReportOptions {
         live_microbatches: vec![0; 2],
-        grad_bytes_per_param: 0.0,
-        optimizer_bytes_per_param: 0.0,
+        param_bytes: ParamBytes {
+            gradient: Share::whole(0),
+            state: Share::whole(0),
+            ..ParamBytes::default()
+        },
         recompute: vec![],
         placement: vec![],
     };
@@ -195,8 +198,11 @@ fn memory_follows_the_bytes_per_parameter_and_the_live_microbatches() {
     let weights = 4 * stage.local_parameters;
     assert_eq!(memory(&base), weights);
     let options = ReportOptions {
-        grad_bytes_per_param: 2.0,
-        optimizer_bytes_per_param: 1.5,
+        param_bytes: ParamBytes {
+            gradient: Share::whole(2),
+            state: Share { bytes: 3, ranks: 2 },
+            ..ParamBytes::default()
+        },
         ..base.clone()
     };
     assert_eq!(memory(&options), weights + stage.local_parameters * 7 / 2);

@@ -6,10 +6,11 @@
 
 use insta::assert_snapshot;
 use merak_partition::{
-    ExactOptions, OneFOneB, Partition, RankMemory, Scheduled, SegmentCosts, SegmentOptions,
-    StageLoad, StepTime, Stopped, autopipe, exact, lay_out, segment,
+    ExactOptions, OneFOneB, ParamBytes, ParamSums, Partition, PhaseCosts, RankMemory, Scheduled,
+    SegmentBytes, SegmentCosts, SegmentOptions, StageLoad, StepTime, Stopped, autopipe, exact,
+    lay_out, segment,
 };
-use merak_pipe::{Costs, ScheduleKind, Size, simulate};
+use merak_pipe::{ActivationBytes, Costs, ScheduleKind, Size, simulate};
 use merak_trace::models::{self, TraceOptions};
 use proptest::prelude::*;
 use serde_json::json;
@@ -232,18 +233,14 @@ proptest! {
         times in prop::collection::vec((1_u32..9, 1_u32..9), 6..11),
         kind in prop::sample::select(vec![ScheduleKind::Interleaved, ScheduleKind::ZbV, ScheduleKind::VHalf]),
         micro_batches in 1_usize..6,
-        limit in 4_u64..40,
+        limit in 4_usize..40,
     ) {
         let size = Size::new(2, micro_batches).with_chunks(2);
-        let costs = costs(&times);
-        let memory = RankMemory {
-            until_input_grad: vec![1; times.len()],
-            until_weight_grad: vec![1; times.len()],
-            fixed: vec![1; times.len()],
-            limits: vec![limit, limit + 4],
-        };
-        let step = Scheduled::new(kind, size).unwrap().with_comm_cost(0.5).with_memory(memory);
-        let found = lay_out(&costs, &step);
+        let step = scheduled(&times, kind, size)
+            .with_hops(vec![0.5; times.len()])
+            .with_memory(RankMemory::new(limit, ParamBytes::default(), small(times.len())));
+        let found = lay_out(&step);
+        let costs = step.segment_costs().unwrap();
         if let Some(shortest) = shortest(&costs, size.stages(), &step) { prop_assert_eq!(found.unwrap().step_time, shortest) } else {
             let refused = matches!(found, Err(merak_partition::Error::NoPartition { .. }));
             prop_assert!(refused, "a partition was found where none fits");
@@ -251,15 +248,46 @@ proptest! {
     }
 }
 
+/// The step of a schedule over segments with these forwards and backwards, half of which are weight
+/// gradients.
+fn scheduled(times: &[(u32, u32)], kind: ScheduleKind, size: Size) -> Scheduled {
+    let phases = times.iter().map(|&(forward, backward)| PhaseCosts {
+        forward: f64::from(forward),
+        recompute: 0.0,
+        input_grad: f64::from(backward) / 2.0,
+        weight_grad: f64::from(backward) / 2.0,
+    });
+    let schedule = kind.generate(size).expect("the size is legal");
+    Scheduled::new(schedule, phases.collect()).expect("the schedule is valid")
+}
+
+/// Segments that each have a byte of weights, and two for each microbatch, one of which waits for
+/// the weight gradients.
+fn small(segments: usize) -> Vec<SegmentBytes> {
+    let kept = ActivationBytes {
+        until_input_grad: vec![1],
+        until_weight_grad: vec![1],
+    };
+    let segment = SegmentBytes {
+        params: ParamSums {
+            weight_bytes: 1,
+            ..ParamSums::default()
+        },
+        values: kept.by_stage()[0],
+        ..SegmentBytes::default()
+    };
+    vec![segment; segments]
+}
+
 #[test]
 fn stages_of_a_v_are_laid_so_that_ranks_have_even_work() {
     // Too many partitions to try all; the output head takes as long as eight layers.
     let mut times = vec![(2, 4); 66];
     times[65] = (16, 32);
-    let costs = costs(&times);
     for kind in [ScheduleKind::ZbV, ScheduleKind::Interleaved] {
-        let step = Scheduled::new(kind, Size::new(4, 8).with_chunks(2)).unwrap();
-        let found = lay_out(&costs, &step).unwrap();
+        let step = scheduled(&times, kind, Size::new(4, 8).with_chunks(2));
+        let costs = step.segment_costs().unwrap();
+        let found = lay_out(&step).unwrap();
         let loads = step.rank_loads(&costs.loads(&found.bounds));
         let (longest, mean) = (
             loads.iter().copied().fold(0.0, f64::max),
@@ -272,20 +300,27 @@ fn stages_of_a_v_are_laid_so_that_ranks_have_even_work() {
 }
 
 #[test]
-fn what_does_not_fit_the_segments_or_ranks_of_a_schedule_is_named() {
-    let six = costs(&[(1, 2); 6]);
-    let step = || Scheduled::new(ScheduleKind::ZbV, Size::new(2, 4).with_chunks(2)).unwrap();
-    let memory = |segments: usize, ranks: usize| RankMemory {
-        until_input_grad: vec![1; 6],
-        until_weight_grad: vec![1; segments],
-        fixed: vec![1; 6],
-        limits: vec![100; ranks],
+fn what_does_not_fit_the_segments_of_a_schedule_is_named() {
+    let size = Size::new(2, 4).with_chunks(2);
+    let step = || scheduled(&[(1, 2); 6], ScheduleKind::ZbV, size);
+    let memory = |segments| RankMemory::new(100, ParamBytes::default(), small(segments));
+    let message = |step: Scheduled| lay_out(&step).unwrap_err().to_string();
+    assert_snapshot!(message(step().with_memory(memory(5))), @"expected 6 bytes, one per segment, found 5");
+    assert_snapshot!(message(step().with_hops(vec![0.0; 7])), @"expected 6 messages, one per segment, found 7");
+    assert_snapshot!(message(step().with_hops(vec![f64::NAN; 6])), @"the communication cost is NaN, expected a number from 0 to 1e100");
+}
+
+#[test]
+fn times_that_no_step_can_have_are_refused_and_not_taken_for_a_lack_of_memory() {
+    let costs = PhaseCosts {
+        forward: 1e20,
+        ..PhaseCosts::default()
     };
-    let message = |step: Scheduled| lay_out(&six, &step).unwrap_err().to_string();
-    assert_snapshot!(message(step().with_memory(memory(5, 2))), @"expected 6 bytes until the weight gradients, one per segment, found 5");
-    assert_snapshot!(message(step().with_memory(memory(6, 4))), @"expected 2 limits of memory, one per rank, found 4");
-    assert_snapshot!(message(step().with_comm_cost(f64::NAN)), @"the communication cost is NaN, expected a number from 0 to 1e100");
-    assert_snapshot!(message(step().with_weight_share(1.5)), @"the share of weight gradients in a backward is 1.5, expected a number from 0 to 1");
-    let none = Scheduled::new(ScheduleKind::ZbV, Size::new(2, 4)).unwrap_err();
-    assert_snapshot!(std::error::Error::source(&none).unwrap(), @"zb_v runs 2 chunks per rank, found 1");
+    let schedule = ScheduleKind::OneFOneB.generate(Size::new(2, 4)).unwrap();
+    let step = Scheduled::new(schedule, vec![costs; 4]).unwrap();
+    let refused = lay_out(&step).unwrap_err();
+    assert!(
+        matches!(refused, merak_partition::Error::Schedule(_)),
+        "{refused}"
+    );
 }

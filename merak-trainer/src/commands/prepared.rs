@@ -296,7 +296,7 @@ impl Prepared {
         self.describe_schedule(&mut text);
         let _ = writeln!(text);
         self.warn_in(&mut text)?;
-        text += &plan.partition_report(args)?.to_text(output::columns());
+        text += &plan.partition_report()?.to_text(output::columns());
         if let Some(faster) = self.faster {
             let FasterSchedule { kind, gain, .. } = faster;
             let [now, then] = faster.memory.map(|bytes| Bytes(bytes as u64));

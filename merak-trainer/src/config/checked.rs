@@ -2,6 +2,7 @@
 
 use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
 
+use merak_mpu::Degrees;
 use merak_pipe::Size;
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
@@ -38,28 +39,28 @@ impl CheckedArguments {
         self.0
     }
 
-    /// Ranks that the degrees ask for: dp · tp · pp.
+    /// The parallel degrees.
+    pub fn degrees(&self) -> Degrees {
+        Degrees {
+            dp: self.dp,
+            tp: self.tp,
+            pp: self.pp,
+            ..Degrees::default()
+        }
+    }
+
+    /// Ranks that the degrees ask for: their product.
     pub fn world_size(&self) -> usize {
-        self.dp * self.tp * self.pp
+        self.degrees().world_size()
     }
 
     /// Checks that the degrees fill a world of `world` ranks.
     ///
     /// # Errors
     ///
-    /// [`Error::WorldSize`] where they do not.
+    /// [`Error::Group`] where they do not, with the nearest degrees that do.
     pub fn check_world(&self, world: usize) -> Result<()> {
-        let product = self.world_size();
-        if product == world {
-            return Ok(());
-        }
-        Err(Error::WorldSize {
-            dp: self.dp,
-            tp: self.tp,
-            pp: self.pp,
-            product,
-            world,
-        })
+        Ok(self.degrees().check_world(world)?)
     }
 
     /// Ranks, microbatches and stages per rank of the pipeline.

@@ -9,12 +9,13 @@ use crate::{
     CheckedArguments, Error, Result,
     data::integer_limit,
     network::Network,
-    plan::{Draft, RankPrograms},
+    plan::{Draft, param_bytes},
     stage::{Executor, Stage, StageParams, grad_store, stages},
     threads_per_rank,
     world::{num_cores, ranks_at_once, run_ranks},
 };
 use merak_mpu::{Communicator, DType, Degrees, Member, Mpu, ReduceOp};
+use merak_partition::RankPrograms;
 use merak_trace::{
     Batch, GradStore, Graph, RunContext, SharedBackend, StageProgram, TensorType, Value,
 };
@@ -94,7 +95,7 @@ pub(super) fn profile(
         dp: 1,
         tp: args.tp,
         pp: (args.world_size() / args.tp).max(1),
-        sp: 1,
+        ..args.degrees()
     };
     let world = degrees.world_size();
     let measure = || {
@@ -461,12 +462,12 @@ fn median(mut times: Vec<f64>) -> f64 {
     times.get(times.len() / 2).copied().unwrap_or_default()
 }
 
-/// Bytes that a profiling run needs: weights, gradients and two moments of one segment of each
+/// Bytes that a profiling run needs: weights, gradients and optimizer state of one segment of each
 /// kind, and the values of some microbatches, on every rank that takes part.
 pub(super) fn needed_bytes(programs: &[StageProgram], args: &CheckedArguments) -> u64 {
     let kinds = Kinds::of(programs).programs;
-    let params = kinds.params.iter();
-    let params: u64 = params.map(|param| 16 * param.local.numel() as u64).sum();
+    // Each rank is a replica of its own.
+    let params = param_bytes(args, 1).held(kinds.sums()).total() as u64;
     let live = kinds.stages.iter();
     let live = live.map(|(_, program)| program.live_bytes_without_reuse().input_half as u64);
     let ranks = args.world_size() as u64;

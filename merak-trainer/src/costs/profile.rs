@@ -1,9 +1,12 @@
 //! Measured times, by kind of node.
 
 use super::{AGREEMENT, CostCache, Doubt, Measurement, cache, measure};
-use crate::{CheckedArguments, Result, available_bytes, network::Network, plan::Draft};
+use crate::{
+    CheckedArguments, Result, available_bytes,
+    network::Network,
+    plan::{Draft, param_bytes},
+};
 use merak_trace::{Graph, Node, Op, StageProgram, TensorType, models::Model, op::Cost};
-use merak_zero::ZeroStage;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
@@ -66,7 +69,7 @@ impl Profile {
         cache: Option<&CostCache>,
     ) -> Result<Option<Self>> {
         let draft = Draft::new(Arc::clone(model), args)?;
-        let programs = draft.segment_programs(&[])?;
+        let programs = draft.segments.programs(&draft.graph, &[])?;
         let mut known = cache
             .map(|cache| cache::read(&cache.file))
             .unwrap_or_default();
@@ -212,10 +215,8 @@ impl Profile {
     /// pipeline use `tied` of them too. Ranks that share cores all update at the same time.
     pub(super) fn update(&self, args: &CheckedArguments, trained: usize, tied: usize) -> f64 {
         let bytes = size_of::<f32>();
-        let owned = match args.zero_stage {
-            ZeroStage::Replicated => trained,
-            ZeroStage::OptimizerState => trained.div_ceil(args.dp),
-        };
+        // A rank updates the elements whose state it keeps.
+        let owned = trained.div_ceil(param_bytes(args, args.dp).state.ranks);
         let sum = |count: usize| {
             if count == 0 {
                 0.0

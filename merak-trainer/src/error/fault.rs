@@ -81,7 +81,9 @@ impl Error {
             ],
             Self::DataKind { .. } => vec!["data.format"],
             Self::ActivationBudget { .. } => vec!["activation_memory_budget"],
-            Self::StageMemory { .. } => vec!["autopipe.memory_limit"],
+            Self::StageMemory { .. } | Self::ScheduleMemory { .. } => {
+                vec!["autopipe.memory_limit"]
+            }
             Self::Adapter(error) => match **error {
                 merak_ckpt::AdaptError::Name { .. } => vec!["adapter_name"],
                 _ => vec!["lora_config"],
@@ -144,7 +146,6 @@ fn of_partition(error: &merak_partition::Error) -> Vec<&'static str> {
         E::NotACommCost { .. } => vec!["autopipe.comm_cost"],
         E::Microbatches { .. } => vec!["autopipe.micro_batches", "gradient_accumulation_steps"],
         E::NoPartition { .. } => vec!["autopipe.memory_limit"],
-        E::Schedule(error) => of_schedule(error),
         _ => Vec::new(),
     }
 }

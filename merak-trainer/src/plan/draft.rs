@@ -6,10 +6,10 @@ use crate::{
 };
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
 use merak_mpu::{DType, Degrees};
-use merak_partition::{Partition, SegmentOptions, Segments, recompute_plan, segment};
+use merak_partition::{SegmentOptions, Segments, segment};
 use merak_tp::{LayerLists, rewrite};
 use merak_trace::{
-    Graph, RecomputePlan, StageCuts, StageProgram,
+    Graph,
     models::{Head, Model, ModelInfo, TraceOptions},
 };
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub(crate) struct Draft {
     pub(super) frozen: Option<DType>,
     pub(crate) graph: Graph,
     pub(super) tensor: merak_tp::Report,
-    pub(super) segments: Segments,
+    pub(crate) segments: Segments,
 }
 
 impl Draft {
@@ -78,12 +78,7 @@ impl Draft {
         Ok(Self {
             model,
             info,
-            degrees: Degrees {
-                dp: args.dp,
-                tp: args.tp,
-                pp: args.pp,
-                sp: 1,
-            },
+            degrees: args.degrees(),
             seq_length: lengths.input,
             target_length: lengths.target,
             trace,
@@ -94,35 +89,6 @@ impl Draft {
             tensor: rewritten.report,
             segments,
         })
-    }
-
-    /// The program of each segment, as if it were a stage, with what it recomputes; `[]` is
-    /// nothing.
-    ///
-    /// # Errors
-    /// When an operation has no gradient.
-    pub(crate) fn segment_programs(
-        &self,
-        recompute: &[RecomputePlan],
-    ) -> Result<Vec<StageProgram>> {
-        let cuts = StageCuts::new(&self.graph, self.segments.bounds.clone())?;
-        let nothing = RecomputePlan::default();
-        let program = |segment| {
-            let plan = recompute.get(segment).unwrap_or(&nothing);
-            Ok(StageProgram::training(&self.graph, &cuts, segment, plan)?)
-        };
-        (0..self.segments.len()).map(program).collect()
-    }
-
-    /// What each segment recomputes under full recomputation.
-    pub(super) fn full_recomputation(&self) -> Vec<RecomputePlan> {
-        let apart = Partition {
-            stage_bounds: (0..=self.segments.len()).collect(),
-            segments: self.segments.clone(),
-            method: String::new(),
-        };
-        let plan = |segment| recompute_plan(&self.graph, &apart, segment, 1, 1);
-        (0..self.segments.len()).map(plan).collect()
     }
 }
 

@@ -256,7 +256,7 @@ impl MerakTrainer {
                 dp: args.dp,
                 tp: args.tp,
                 pp: args.pp,
-                sp: 1,
+                sp: args.degrees().sp,
                 zero_stage: u8::from(args.zero_stage).into(),
             },
             model: serde_json::json!({

@@ -7,7 +7,7 @@ use merak_ckpt::{
     ShardKind, Staging,
 };
 use merak_trace::Param;
-use merak_zero::{OwnedState, ZeroStage};
+use merak_zero::OwnedState;
 
 /// Elements that are compared at once.
 const BLOCK_ELEMENTS: usize = 1 << 18;
@@ -125,8 +125,8 @@ impl MerakTrainer {
         let mut sources = vec![self.parameters_source(&layouts, is_saved)];
         // Undivided state is the same on all replicas; of divided state every replica writes its
         // own.
-        let divided =
-            self.stages.optimizer.config().zero_stage != ZeroStage::Replicated && self.args.dp > 1;
+        let kept = self.stages.optimizer.config().element_bytes(self.args.dp);
+        let divided = kept.state.ranks > 1;
         if !self.args.no_save_optim && (divided || self.is_first_replica()) {
             sources.push(self.state_source(&layouts));
         }

@@ -510,7 +510,7 @@ fn an_illegal_value_names_the_legal_ones() {
 fn degrees_that_do_not_fill_the_world_are_refused() {
     let checked = load_line("--dp 2 --tp 2 --pp 2").unwrap().check().unwrap();
     checked.check_world(8).unwrap();
-    assert_snapshot!(checked.check_world(4).unwrap_err(), @"dp 2 x tp 2 x pp 2 x sp 1 = 8, but the world has 4 ranks");
+    assert_snapshot!(checked.check_world(4).unwrap_err(), @"dp 2 x tp 2 x pp 2 x sp 1 = 8, but the world has 4 ranks; nearest that fits: dp 1 x tp 2 x pp 2 x sp 1");
 }
 
 #[test]

@@ -409,10 +409,32 @@ fn a_searched_schedule_uses_the_limit_of_memory_that_is_given() {
     // Then it is as short as zb_h2, which needs more than the usual schedule.
     assert!(before < 0.99 * usual, "{before} {usual}");
     assert!(fullest(&large("zb_h2", true, (4, 1))) > least);
-    // A limit that not even the usual schedule keeps does not stop the plan, as without a search.
-    let plan = case.with("autopipe.memory_limit", 1000).plan();
-    assert!(plan.search.is_none());
-    assert_eq!(plan.schedule.name, "interleaved_1f1b");
+}
+
+#[test]
+fn a_limit_of_memory_that_no_schedule_keeps_is_refused_with_what_would_do() {
+    for recompute in ["full", "budget"] {
+        let mut case = large("auto", true, (4, 1)).with("recompute", recompute);
+        if recompute == "budget" {
+            case = case.with("activation_memory_budget", 1 << 30);
+        }
+        let usual = case.clone().with("train_schedule", "interleaved_1f1b");
+        let needed = fullest(&usual);
+        let limited = |limit: usize| {
+            let case = case.clone().with("autopipe.memory_limit", limit);
+            Plan::new(model(&case), &case.arguments())
+        };
+        let error = limited(1000).unwrap_err();
+        let text = error.to_string();
+        let Error::ScheduleMemory { needed: told, .. } = error else {
+            unreachable!("no schedule fits into a thousand bytes: {text}");
+        };
+        assert_eq!(told, needed);
+        let start =
+            "\"autopipe.memory_limit\" is 0.98 KiB, but no schedule that was tried keeps it";
+        assert!(text.starts_with(start), "{text}");
+        limited(needed).unwrap();
+    }
 }
 
 /// The peak of a rank's values, microbatch by microbatch.

@@ -1,11 +1,11 @@
 //! How long a step will take.
 
-use super::{Plan, RankPrograms};
-use crate::{CheckedArguments, CostModel, Result};
+use super::Pipeline;
+use crate::{Result, StepCosts};
 use merak_pipe::{Costs, Simulation, Timeline, simulate_on};
 use std::fmt;
 
-/// A step as the cost model foresees it.
+/// A step as its costs foretell it.
 #[derive(Debug, Clone)]
 pub struct Prediction {
     /// Seconds of each stage's phases on a core of their own, and of messages between stages.
@@ -39,31 +39,27 @@ impl fmt::Display for Prediction {
     }
 }
 
-impl Plan {
+impl Pipeline {
     /// How long a step will take by these costs; `None` where nothing was measured.
     ///
     /// # Errors
     /// When an operation has no gradient.
-    pub fn predict(
-        &self,
-        args: &CheckedArguments,
-        costs: &CostModel,
-    ) -> Result<Option<Prediction>> {
+    pub fn predict(&self, costs: &dyn StepCosts) -> Result<Option<Prediction>> {
         let mut updates = Vec::new();
         let tied = self.tied_across_ranks();
-        for rank in 0..self.degrees.pp {
-            let params = RankPrograms::new(self, rank)?.params;
+        for rank in 0..self.schedule.size.ranks {
+            let params = self.rank_programs(rank)?.params;
             let trained = params.iter().filter(|param| param.trainable);
             let numel = trained.clone().map(|param| param.local.numel()).sum();
             let shared = trained.filter(|param| tied.iter().any(|(t, _)| t.name == param.name));
             let shared = shared.map(|param| param.local.numel()).sum();
-            updates.extend(costs.update(args, numel, shared));
+            updates.extend(costs.update(numel, shared));
         }
         if updates.is_empty() {
             return Ok(None);
         }
         let by_stage = self.stage_costs(costs)?;
-        let cores = costs.cores(args);
+        let cores = costs.cores();
         // All ranks update at once, each at most at the speed of a core of its own.
         let longest = updates.iter().copied().fold(0.0, f64::max);
         let update = longest.max(updates.iter().sum::<f64>() / cores);

@@ -1,0 +1,243 @@
+//! The memory that a rank of the pipeline needs: what it holds from step to step, and the values of
+//! the microbatches that are under way.
+
+use crate::RankPrograms;
+use merak_pipe::{Action, StageBytes, StageId, rank_peak_bytes};
+use merak_trace::{DType, LiveBytes, Param, Port, StageProgram};
+use std::collections::BTreeMap;
+
+/// Bytes for each element, and the ranks that divide the elements among themselves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Share {
+    /// Bytes for each element.
+    pub bytes: usize,
+    /// The ranks that divide the elements; 1 where each rank keeps all of them.
+    pub ranks: usize,
+}
+
+impl Share {
+    /// Bytes that every rank keeps for each of its elements.
+    pub const fn whole(bytes: usize) -> Self {
+        Self { bytes, ranks: 1 }
+    }
+
+    /// The bytes of a rank's part of some elements.
+    pub fn of(self, elements: usize) -> usize {
+        elements.saturating_mul(self.bytes) / self.ranks.max(1)
+    }
+}
+
+/// What a rank keeps for each element of its parameters. Frozen parameters have a weight alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ParamBytes {
+    /// The ranks that divide the weights, whose bytes are those of the type that they are kept in.
+    pub weight_ranks: usize,
+    /// The master beside a weight that is kept in 16 bits.
+    pub master: Share,
+    /// The gradient, once for each use.
+    pub gradient: Share,
+    /// The state of the optimizer.
+    pub state: Share,
+}
+
+impl Default for ParamBytes {
+    /// `f32` masters, gradients and two moments, whole on every rank.
+    fn default() -> Self {
+        Self {
+            weight_ranks: 1,
+            master: Share::whole(4),
+            gradient: Share::whole(4),
+            state: Share::whole(8),
+        }
+    }
+}
+
+/// Sums over some parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ParamSums {
+    /// Bytes of the weights, in the types that they are kept in.
+    pub weight_bytes: usize,
+    /// Elements of trained weights that are kept in 16 bits.
+    pub narrow: usize,
+    /// Elements of trained weights.
+    pub trained: usize,
+    /// The same with a weight counted once for each use.
+    pub uses: usize,
+}
+
+impl ParamSums {
+    /// One parameter with this number of uses.
+    pub fn of(param: &Param, uses: usize) -> Self {
+        let trained = if param.trainable {
+            param.local.numel()
+        } else {
+            0
+        };
+        Self {
+            weight_bytes: param.kept_bytes(),
+            narrow: if matches!(param.local.dtype, DType::BF16 | DType::F16) {
+                trained
+            } else {
+                0
+            },
+            trained,
+            uses: trained.saturating_mul(uses),
+        }
+    }
+
+    /// The same uses of parameters that the rank holds already.
+    #[must_use]
+    pub fn further(self) -> Self {
+        Self {
+            uses: self.uses,
+            ..Self::default()
+        }
+    }
+
+    /// Both sums together.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            weight_bytes: self.weight_bytes.saturating_add(other.weight_bytes),
+            narrow: self.narrow.saturating_add(other.narrow),
+            trained: self.trained.saturating_add(other.trained),
+            uses: self.uses.saturating_add(other.uses),
+        }
+    }
+}
+
+/// The bytes that a rank needs to train.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TrainingBytes {
+    /// Parameters, with the masters of narrow ones.
+    pub weights: usize,
+    /// Their gradients, one for each use.
+    pub gradients: usize,
+    /// The state of the optimizer.
+    pub optimizer: usize,
+    /// Batches of the step, and values of the microbatches that are under way at the worst moment.
+    pub activations: usize,
+    /// Memory of freed values that is kept for later values of the same length.
+    pub pool: usize,
+}
+
+impl TrainingBytes {
+    /// The sum of all parts.
+    pub fn total(&self) -> usize {
+        total([
+            self.weights,
+            self.gradients,
+            self.optimizer,
+            self.activations,
+            self.pool,
+        ])
+    }
+}
+
+impl ParamBytes {
+    /// What a rank with these parameters holds from step to step; no activations.
+    pub fn held(&self, params: ParamSums) -> TrainingBytes {
+        let weights = params.weight_bytes / self.weight_ranks.max(1);
+        TrainingBytes {
+            weights: weights.saturating_add(self.master.of(params.narrow)),
+            gradients: self.gradient.of(params.uses),
+            optimizer: self.state.of(params.trained),
+            ..TrainingBytes::default()
+        }
+    }
+}
+
+impl RankPrograms {
+    /// The rank's parameters, each held once.
+    pub fn sums(&self) -> ParamSums {
+        // A parameter that nothing uses has a gradient all the same.
+        let held = self.params.iter().map(|param| ParamSums::of(param, 1));
+        let uses = self.uses().into_iter().filter(|of| !of.is_first);
+        let further = uses.map(|of| ParamSums::of(&self.params[of.param], 1).further());
+        held.chain(further)
+            .fold(ParamSums::default(), ParamSums::and)
+    }
+
+    /// What the rank needs to train by these actions. Without actions it is what it needs beside
+    /// the values of microbatches.
+    pub fn training_bytes(
+        &self,
+        bytes: &ParamBytes,
+        actions: &[Action],
+        microbatches: usize,
+    ) -> TrainingBytes {
+        let programs = || self.stages.iter().map(|(_, program)| &**program);
+        let stages = self.stages.iter();
+        let live = stages.map(|(stage, program)| (*stage, stage_bytes(&program.live_bytes())));
+        let peak = activation_bytes(actions, &live.collect());
+        let batches = input_bytes(programs()).saturating_mul(microbatches);
+        let pools = programs().map(StageProgram::kept_free_bytes);
+        TrainingBytes {
+            activations: batches.saturating_add(peak),
+            pool: pools.max().unwrap_or(0),
+            ..bytes.held(self.sums())
+        }
+    }
+}
+
+/// Upper bound on the bytes of a microbatch on a stage, on a backend without scratch memory.
+/// Batches are held until their forward ends, the model's outputs until the step of `microbatches`
+/// microbatches ends.
+pub(crate) fn held_at_most(program: &StageProgram, microbatches: usize) -> StageBytes {
+    let size = |value| program.graph.ty(value).size_bytes() as u64;
+    let bytes = |ports: &[Port]| ports.iter().map(|port| size(port.value)).sum::<u64>();
+    let outputs = bytes(&program.outputs).saturating_mul(microbatches as u64);
+    let mut live = stage_bytes(&program.live_bytes_without_reuse());
+    for peak in [
+        &mut live.forward,
+        &mut live.backward,
+        &mut live.input_half,
+        &mut live.weight_half,
+        &mut live.recompute,
+        &mut live.backward_after_recompute,
+        &mut live.input_half_after_recompute,
+    ] {
+        *peak = peak.saturating_add(outputs);
+    }
+    live.forward = live.forward.saturating_add(bytes(&program.inputs));
+    live
+}
+
+/// The peak of the bytes of values under a rank's actions; `live` has the bytes of a microbatch on
+/// each stage.
+pub(crate) fn activation_bytes(actions: &[Action], live: &BTreeMap<usize, StageBytes>) -> usize {
+    let bytes = |stage: StageId| live.get(&stage.0).copied();
+    usize::try_from(rank_peak_bytes(actions, bytes)).unwrap_or(usize::MAX)
+}
+
+/// The bytes of a microbatch on a stage, for the simulator.
+pub(crate) fn stage_bytes(live: &LiveBytes) -> StageBytes {
+    StageBytes {
+        forward: live.forward as u64,
+        kept: live.kept as u64,
+        backward: live.backward as u64,
+        input_half: live.input_half as u64,
+        between_halves: live.between_halves as u64,
+        weight_half: live.weight_half as u64,
+        recompute: live.recompute as u64,
+        recomputed: live.recomputed as u64,
+        backward_after_recompute: live.backward_after_recompute as u64,
+        input_half_after_recompute: live.input_half_after_recompute as u64,
+    }
+}
+
+/// Bytes of a microbatch as a rank loads it for its stages.
+pub fn input_bytes<'a>(programs: impl Iterator<Item = &'a StageProgram>) -> usize {
+    let ports = programs.flat_map(|program| {
+        let size = |value| program.graph.ty(value).size_bytes();
+        let sized = program.inputs.iter();
+        sized.map(move |port| (port.name.as_str(), size(port.value)))
+    });
+    let sizes: BTreeMap<_, _> = ports.collect();
+    total(sizes.into_values())
+}
+
+/// The saturating sum of sizes.
+pub(crate) fn total(sizes: impl IntoIterator<Item = usize>) -> usize {
+    sizes.into_iter().fold(0, usize::saturating_add)
+}
