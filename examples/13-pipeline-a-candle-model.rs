@@ -11,7 +11,7 @@ use merak_ckpt::Layout;
 use merak_examples::{ROWS, compare_with_one_rank, save, starting_weight, wave};
 use merak_mpu::{Degrees, Mpu, ReduceOp, candle::vars_by_name};
 use merak_pipe::{
-    Engine, GroupLink, MicrobatchId, ScheduleKind, Size, StageId,
+    GroupLink, MicrobatchId, PipelineEngine, ScheduleKind, Size, StageId,
     candle::{CandleModel, CandleStages},
 };
 use merak_zero::{TensorOptimizer, ZeroConfig, ZeroGroups};
@@ -89,7 +89,7 @@ fn train(mpu: &Mpu, folder: &Path) -> Result<Vec<f64>> {
     let mut optimizer = TensorOptimizer::new(vars.clone(), config, groups, |spec| spec)?;
     let mut module = CandleStages::new(net, stages, vars.clone());
     let mut link = GroupLink::new(mpu.pipeline_parallel_group().clone());
-    let engine = Engine::new(&schedule, rank)?;
+    let engine = PipelineEngine::new(&schedule, rank)?;
     let mut losses = Vec::new();
     for _ in 0..STEPS {
         engine.run(&mut module, &mut link)?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 /// Which engine connects the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Backend {
+pub enum EngineKind {
     /// The one that fits the launch: threads within one process.
     #[default]
     Auto,
@@ -117,7 +117,7 @@ pub struct InitOptions {
     /// Sequence parallel degree.
     pub sp: usize,
     /// The engine.
-    pub backend: Backend,
+    pub backend: EngineKind,
     /// Tied weights by key, with the stages that own a copy.
     pub tied: Vec<(String, Vec<usize>)>,
     /// Longest wait for a peer.
@@ -131,7 +131,7 @@ impl Default for InitOptions {
             tp: 1,
             pp: 1,
             sp: 1,
-            backend: Backend::Auto,
+            backend: EngineKind::Auto,
             tied: Vec::new(),
             timeout: threads::WorldOptions::default().timeout,
         }
@@ -164,7 +164,7 @@ impl InitOptions {
             ..threads::WorldOptions::default()
         };
         let member = match self.backend {
-            Backend::Auto | Backend::Threads => threads::world(1, options).remove(0),
+            EngineKind::Auto | EngineKind::Threads => threads::world(1, options).remove(0),
         };
         self.init_member(member)
     }

@@ -87,7 +87,7 @@ pub use degrees::Degrees;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use group::Group;
-pub use launch::{Backend, InitOptions, Launch, init};
+pub use launch::{EngineKind, InitOptions, Launch, init};
 pub use member::{Engine, Member};
 pub use mpu::{EMBEDDING, Mpu};
 pub use rank::{Rank, Wait};

@@ -95,7 +95,7 @@ pub use pipeline::{
     ScheduleChoice, StageTimes,
 };
 pub use rank::{ParamUse, RankPrograms};
-pub use report::{PartitionReport, ReportOptions, StageReport, TiedReport, Traffic, report};
+pub use report::{HopBytes, PartitionReport, ReportOptions, StageReport, TiedReport, report};
 pub use search::{
     ExactOptions, Found, OneFOneB, RankMemory, Scheduled, SegmentBytes, SegmentCosts, StageLoad,
     StepTime, Stopped, autopipe, exact, lay_out,

@@ -41,7 +41,7 @@ impl ReportOptions {
 
 /// Bytes that pass between two stages for each microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
-pub struct Traffic {
+pub struct HopBytes {
     /// Values of the forward.
     pub activation_bytes: usize,
     /// Their gradients, which pass the other way.
@@ -71,9 +71,9 @@ pub struct StageReport {
     /// Work of the recomputation.
     pub recompute: Cost,
     /// What it sends: activations to the next stage, gradients to the one before.
-    pub sent: Traffic,
+    pub sent: HopBytes,
     /// What it receives: activations from the stage before, gradients from the next.
-    pub received: Traffic,
+    pub received: HopBytes,
     /// Bytes of the forward's values that its backward uses.
     pub kept_bytes: usize,
     /// Most microbatches whose values it keeps at once.
@@ -212,11 +212,11 @@ fn of_program(
         forward: in_phases(&[Phase::Forward]),
         backward: in_phases(&[Phase::BackwardInput, Phase::BackwardWeight]),
         recompute: in_phases(&[Phase::Recompute]),
-        sent: Traffic {
+        sent: HopBytes {
             activation_bytes: activation_bytes(&program.send),
             gradient_bytes: gradient_bytes(&program.recv),
         },
-        received: Traffic {
+        received: HopBytes {
             activation_bytes: activation_bytes(&program.recv),
             gradient_bytes: gradient_bytes(&program.send),
         },

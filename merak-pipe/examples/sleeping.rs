@@ -11,8 +11,8 @@
 
 use merak_mpu::{Message, Packet, threads};
 use merak_pipe::{
-    Action, Costs, Engine, GroupLink, Kind, MicrobatchId, Result, Schedule, ScheduleKind, Size,
-    StageId, StageModule, Timeline, run_threads, simulate,
+    Action, Costs, GroupLink, Kind, MicrobatchId, PipelineEngine, Result, Schedule, ScheduleKind,
+    Size, StageId, StageModule, Timeline, run_threads, simulate,
 };
 use std::{
     collections::BTreeSet,
@@ -130,7 +130,7 @@ fn over_groups(schedule: &Schedule, unit: Duration) -> Result<Timeline, Box<dyn 
     let options = threads::WorldOptions::default();
     let ranks = threads::run(schedule.size.ranks, options, |member| {
         let mut link = GroupLink::new(member.world_group()?);
-        let engine = Engine::new(schedule, member.rank().0)?.with_epoch(epoch);
+        let engine = PipelineEngine::new(schedule, member.rank().0)?.with_epoch(epoch);
         let spans = engine.run(&mut sleeper(schedule, unit), &mut link)?;
         Ok::<_, Box<dyn Error + Send + Sync>>(spans)
     })?;

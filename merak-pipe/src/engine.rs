@@ -40,7 +40,7 @@ const POSTED_AHEAD: usize = 2;
 /// # Communication
 /// One message for each microbatch, direction and pair of neighbouring stages on different ranks.
 #[derive(Debug, Clone)]
-pub struct Engine {
+pub struct PipelineEngine {
     rank: usize,
     steps: Vec<Step>,
     /// The messages from other ranks, in the order in which the actions take them.
@@ -66,7 +66,7 @@ struct Route {
     peer: usize,
 }
 
-impl Engine {
+impl PipelineEngine {
     /// Prepares the actions of `rank`.
     ///
     /// # Errors
@@ -171,10 +171,10 @@ impl Engine {
     }
 }
 
-/// Runs one rank of a schedule once; [`Engine`] is cheaper for many steps.
+/// Runs one rank of a schedule once; [`PipelineEngine`] is cheaper for many steps.
 ///
 /// # Errors
-/// As [`Engine::new`] and [`Engine::run`].
+/// As [`PipelineEngine::new`] and [`PipelineEngine::run`].
 pub fn run<M, L>(
     schedule: &Schedule,
     rank: usize,
@@ -185,12 +185,12 @@ where
     M: StageModule,
     L: Link<M::Payload>,
 {
-    Engine::new(schedule, rank)?.run(module, link)
+    PipelineEngine::new(schedule, rank)?.run(module, link)
 }
 
 /// The state of one run.
 struct Run<'a, P> {
-    engine: &'a Engine,
+    engine: &'a PipelineEngine,
     /// Messages between two stages of this rank.
     local: BTreeMap<Tag, P>,
     /// Receives that were posted and taken so far.

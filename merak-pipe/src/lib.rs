@@ -37,7 +37,7 @@
 //!   is known action by action.
 //! - [`auto`](fn@auto): a schedule searched for given costs and memory; [`Costs::measured`] takes
 //!   them from a recorded timeline.
-//! - [`Engine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`];
+//! - [`PipelineEngine`]: carries out one rank's actions over a [`StageModule`] and a [`Link`];
 //!   [`run_threads`] runs a whole pipeline in one process.
 //! - [`compare_with_unpipelined`]: the check for a module of one's own; it runs a step with and
 //!   without the pipeline.
@@ -103,7 +103,7 @@ pub use costs::{Costs, Figure, UnitCosts};
 #[cfg(feature = "mpu")]
 pub use engine::GroupLink;
 pub use engine::{
-    Cancel, Comparison, Engine, Interrupter, Link, StageModule, ThreadLink,
+    Cancel, Comparison, Interrupter, Link, PipelineEngine, StageModule, ThreadLink,
     compare_with_unpipelined, panic_message, run, run_threads, run_threads_until, threads,
 };
 pub use error::{BoxError, Error, Result, Violation};

@@ -68,7 +68,7 @@ mod rules;
 pub use defaults::default_lists;
 pub use error::{Error, Result};
 pub use lists::{LayerLists, Mapping, SplitKind, set_tp_layer_lists, tp_layer_lists};
-pub use report::{Gather, KeptWhole, Report, SplitModule, Traffic};
+pub use report::{CollectiveBytes, Gather, KeptWhole, Report, SplitModule};
 pub use rewriter::{Rewritten, cuts, rewrite};
 
 #[cfg(doctest)]

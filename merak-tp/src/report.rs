@@ -20,7 +20,7 @@ pub struct Report {
     /// Entries of the lists that match no layer: worth a warning.
     pub unmatched: Vec<String>,
     /// What one microbatch communicates over the tensor axis, by collective and direction.
-    pub traffic: Vec<Traffic>,
+    pub traffic: Vec<CollectiveBytes>,
 }
 
 /// A layer that is split.
@@ -63,7 +63,7 @@ pub struct Gather {
 
 /// The collectives of one kind and direction in one microbatch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Traffic {
+pub struct CollectiveBytes {
     /// Name of the collective.
     pub collective: &'static str,
     /// Whether they run in the backward.
@@ -117,7 +117,7 @@ impl Report {
             .iter()
             .position(|traffic| traffic.collective == collective && traffic.backward == backward);
         let index = known.unwrap_or_else(|| {
-            self.traffic.push(Traffic {
+            self.traffic.push(CollectiveBytes {
                 collective,
                 backward,
                 count: 0,
@@ -181,7 +181,7 @@ impl fmt::Display for Report {
                 "  gather {value}: {needed_by} needs it whole, {bytes} bytes"
             )?;
         }
-        for Traffic {
+        for CollectiveBytes {
             collective,
             backward,
             count,

@@ -1,7 +1,7 @@
 //! What each operation does with operands that are split.
 //!
 //! A rule reads the whole types and the placements of a node's operands and answers with a
-//! [`Plan`]: how it needs each operand, the operation that a rank runs on its part, and how the
+//! [`NodePlacement`]: how it needs each operand, the operation that a rank runs on its part, and how the
 //! results lie. It does not choose the conversion from a placement to a need.
 
 mod attention;
@@ -45,7 +45,7 @@ pub(crate) struct Site<'a> {
 
 /// How a node is placed.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Plan {
+pub(crate) struct NodePlacement {
     pub(crate) needs: Vec<Need>,
     /// What a rank runs.
     pub(crate) op: Op,
@@ -55,7 +55,7 @@ pub(crate) struct Plan {
     pub(crate) adds_last: bool,
 }
 
-impl Plan {
+impl NodePlacement {
     fn new(needs: impl Into<Vec<Need>>, op: Op, results: impl Into<Vec<Placement>>) -> Self {
         Self {
             needs: needs.into(),
@@ -76,9 +76,9 @@ impl Site<'_> {
     }
 
     /// Every rank computes the same from whole operands.
-    fn whole(&self) -> Plan {
+    fn whole(&self) -> NodePlacement {
         let needs = vec![Need::Whole; self.types.len()];
-        Plan::new(
+        NodePlacement::new(
             needs,
             self.node.op.clone(),
             vec![Placement::Replicate; self.results.len()],
@@ -90,7 +90,7 @@ impl Site<'_> {
 ///
 /// # Errors
 /// When a size cannot be split as the lists ask for.
-pub(crate) fn plan(site: &Site<'_>) -> Result<Plan> {
+pub(crate) fn plan(site: &Site<'_>) -> Result<NodePlacement> {
     let all_whole = (0..site.types.len()).all(|operand| site.shard(operand).is_none());
     if all_whole && site.role.is_none() {
         return Ok(site.whole());

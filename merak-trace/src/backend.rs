@@ -46,7 +46,7 @@ impl RunContext {
 
     /// The mask of a dropout in this step.
     #[cfg(feature = "cpu")]
-    pub(crate) fn dropout(&self, spec: &op::Dropout) -> DropoutMask {
+    pub(crate) fn dropout(&self, spec: &op::DropoutSpec) -> DropoutMask {
         DropoutMask {
             key: MaskKey {
                 seed: self.seed,
@@ -59,7 +59,7 @@ impl RunContext {
 
     /// Where a value of that shape lies in the logical tensor of its samples (dimension 0).
     #[cfg(feature = "cpu")]
-    pub(crate) fn sample_slice(&self, spec: &op::Dropout, shape: &[usize]) -> SampleSlice {
+    pub(crate) fn sample_slice(&self, spec: &op::DropoutSpec, shape: &[usize]) -> SampleSlice {
         let first_sample = self.sample_base;
         let Some(slice) = spec.slice else {
             return SampleSlice::whole(first_sample, shape[1..].iter().product());

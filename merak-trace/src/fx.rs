@@ -20,7 +20,7 @@
 
 use crate::{
     Graph, Init, Op, Param, ParamRole, Result, TensorType, ValueId,
-    op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
+    op::{Activation, Attention, DropoutSpec, RelativeBuckets, Rope, WeightLayout},
 };
 use merak_mpu::DType;
 use std::{
@@ -232,7 +232,7 @@ impl Module {
     /// Adds an operation that draws a dropout mask; the mask's key is the hash of the node's name.
     fn apply_random(
         &self,
-        op: impl Fn(Option<Dropout>) -> Op,
+        op: impl Fn(Option<DropoutSpec>) -> Op,
         p: f64,
         inputs: &[&Symbol],
     ) -> Result<Symbol> {
@@ -242,7 +242,7 @@ impl Module {
         }
         let mut graph = self.graph.borrow_mut();
         let name = graph.unique_name(&self.path, plain.name());
-        let op = op(Some(Dropout {
+        let op = op(Some(DropoutSpec {
             p,
             key: name_hash(&name),
             slice: None,
@@ -483,7 +483,7 @@ impl Module {
         }
         self.apply_random(
             |spec| {
-                Op::Dropout(spec.unwrap_or(Dropout {
+                Op::Dropout(spec.unwrap_or(DropoutSpec {
                     p,
                     key: 0,
                     slice: None,

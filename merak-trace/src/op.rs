@@ -75,7 +75,7 @@ pub struct AxisSlice {
 /// Random zeroing with rescaling; the mask is a function of the run's seed, the step, the global
 /// sample index (dimension 0), this node's key and the logical element index within the sample.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Dropout {
+pub struct DropoutSpec {
     /// Probability that an element becomes zero.
     pub p: f64,
     /// Hash of the name of the node that drew the mask; its gradient uses the same.
@@ -100,7 +100,7 @@ pub struct Attention {
     /// With a sliding window, how many keys a query sees, its own included.
     pub window: Option<usize>,
     /// Dropout of the probabilities; `slice` refers to the heads (dimension 1 of `[B, H, S, S]`).
-    pub dropout: Option<Dropout>,
+    pub dropout: Option<DropoutSpec>,
 }
 
 /// Positions of an attention's optional operands, where present.
@@ -327,7 +327,7 @@ pub enum Op {
     /// `x -> 1/√x`, elementwise. No gradient passes: it counts as a constant.
     InverseRoot,
     /// `x -> y`; its gradient is the same operation. The identity outside training.
-    Dropout(Dropout),
+    Dropout(DropoutSpec),
 
     /// `logits [.., V], labels [..] i64 -> sum of token losses [] f64, lse [rows]`;
     /// [`IGNORED_LABEL`] does not count.

@@ -45,8 +45,8 @@ pub use self::{
     },
     checked::CheckedArguments,
     choice::{
-        Backend, BestMetric, CostSource, DataFormat, Device, Engine, PartitionMethod, Recompute,
-        RecomputeOp, ReportTo, SplitMethod, TraceMethod,
+        BackendChoice, BestMetric, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
+        Recompute, RecomputeOp, ReportTo, SplitMethod, TraceMethod,
     },
     help::{key_help, key_page},
     key::Key,

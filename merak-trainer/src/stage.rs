@@ -10,10 +10,12 @@ mod tied;
 pub(crate) use self::params::{ParamMemory, StageParams};
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
 
-use crate::{Backend, CheckedArguments, Device, MemoryNeed, Plan, Result, trainer::NamedTensors};
+use crate::{
+    BackendChoice, CheckedArguments, Device, MemoryNeed, Plan, Result, trainer::NamedTensors,
+};
 use merak_mpu::{Buffer, DType, Mpu, Rank};
 use merak_partition::{ParamUse, RankPrograms};
-use merak_pipe::Engine;
+use merak_pipe::PipelineEngine;
 use merak_trace::{
     GradSlot, GradStore, Interpreter, Param, Placement, RunContext, SharedBackend, StageProgram,
     Threads, Value, backend::candle::Candle, each_initial_values,
@@ -114,9 +116,12 @@ impl RankStages {
     }
 
     /// The engine of this rank for forwards of some microbatches.
-    pub(crate) fn forward_engine(&self, microbatches: usize) -> Result<Engine> {
+    pub(crate) fn forward_engine(&self, microbatches: usize) -> Result<PipelineEngine> {
         let schedule = self.plan.schedule.forwards(microbatches)?;
-        Ok(Engine::new(&schedule, self.mpu.pipeline_parallel_rank())?)
+        Ok(PipelineEngine::new(
+            &schedule,
+            self.mpu.pipeline_parallel_rank(),
+        )?)
     }
 
     /// Draws the starting values of the parameters that `draws` selects, and no others: drawing a
@@ -145,7 +150,7 @@ impl RankStages {
 
     /// Adds up the uses of tied weights, then reduces, clips and applies the gradients, and clears
     /// them.
-    pub(crate) fn update(&mut self, lr: f64) -> Result<merak_zero::StepReport> {
+    pub(crate) fn update(&mut self, lr: f64) -> Result<merak_zero::UpdateReport> {
         self.tied.sum(&*self.backend, &mut self.grads)?;
         let (optimizer, grads) = (&mut self.optimizer, &mut self.grads.buffers[0]);
         let step = |params: &mut dyn Buffer| optimizer.step(params, &mut **grads, lr);
@@ -255,11 +260,11 @@ impl Executor {
         num_threads: usize,
     ) -> Result<Self, merak_trace::Error> {
         match args.compute.backend {
-            Backend::Candle => Ok(Self {
+            BackendChoice::Candle => Ok(Self {
                 backend: Arc::new(Candle::new(num_threads)?),
                 optimizer_device: None,
             }),
-            Backend::Tch => Self::on_tch(args.compute.device, rank, num_threads),
+            BackendChoice::Tch => Self::on_tch(args.compute.device, rank, num_threads),
         }
     }
 

@@ -25,7 +25,7 @@ use crate::{
     threads_per_rank,
 };
 use merak_mpu::{Mpu, ReduceOp};
-use merak_pipe::{Engine, GroupLink, Span};
+use merak_pipe::{GroupLink, PipelineEngine, Span};
 use merak_zero::LrSchedule;
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -140,7 +140,7 @@ pub struct TrainOutput {
 pub struct MerakTrainer {
     args: CheckedArguments,
     stages: RankStages,
-    engine: Engine,
+    engine: PipelineEngine,
     link: GroupLink,
     schedule: LrSchedule,
     order: Option<TrainingOrder>,
@@ -199,7 +199,7 @@ impl MerakTrainer {
             parts.num_threads = threads_per_rank(args);
         }
         let mpu = Arc::new(tie(mpu, &plan)?);
-        let mut engine = Engine::new(&plan.schedule, mpu.pipeline_parallel_rank())?;
+        let mut engine = PipelineEngine::new(&plan.schedule, mpu.pipeline_parallel_rank())?;
         if let Some(epoch) = parts.epoch {
             engine = engine.with_epoch(epoch);
         }

@@ -1,6 +1,6 @@
 //! Steps of candle's variables (feature `candle`).
 
-use crate::{Result, StepReport, TensorOptimizer};
+use crate::{Result, TensorOptimizer, UpdateReport};
 use candle_core::{Var, backprop::GradStore};
 
 /// An optimizer over candle's variables: those of a `VarMap` are
@@ -39,7 +39,7 @@ impl TensorOptimizer<Var> {
     ///
     /// # Errors
     /// As [`TensorOptimizer::step_with`].
-    pub fn step(&mut self, grads: &GradStore, lr: f64) -> Result<StepReport> {
+    pub fn step(&mut self, grads: &GradStore, lr: f64) -> Result<UpdateReport> {
         self.step_with(lr, |_, var| grads.get(var).cloned())
     }
 }

@@ -38,7 +38,7 @@ pub trait StepDevice: fmt::Debug + Send + Sync {
         params: &mut dyn Buffer,
         grads: &dyn Buffer,
         state: &mut [Box<dyn Buffer>],
-        pieces: &[Piece],
+        pieces: &[StepRange],
     ) -> Result<(), DeviceError>;
 }
 
@@ -57,7 +57,7 @@ pub struct Step<'a> {
 
 /// Adjacent elements that decay alike.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Piece {
+pub struct StepRange {
     /// Where they lie in the parameters and gradients.
     pub flat: Range<usize>,
     /// Where they lie in the state.
@@ -71,7 +71,7 @@ pub struct Piece {
 pub(crate) struct DeviceState {
     device: Arc<dyn StepDevice>,
     values: Vec<Box<dyn Buffer>>,
-    pieces: Vec<Piece>,
+    pieces: Vec<StepRange>,
 }
 
 impl DeviceState {
@@ -127,8 +127,8 @@ impl DeviceState {
 }
 
 /// The elements that the rank owns, in as few pieces as possible.
-fn pieces(layout: &FlatLayout, state: &OwnedState) -> Vec<Piece> {
-    let mut pieces: Vec<Piece> = Vec::new();
+fn pieces(layout: &FlatLayout, state: &OwnedState) -> Vec<StepRange> {
+    let mut pieces: Vec<StepRange> = Vec::new();
     let blocks = state.blocks();
     for (block, packed) in blocks.iter().zip(crate::flat::packed(blocks)) {
         let decays = layout.params()[block.param].decay;
@@ -137,7 +137,7 @@ fn pieces(layout: &FlatLayout, state: &OwnedState) -> Vec<Piece> {
                 last.flat.end = block.flat.end;
                 last.state.end = packed.end;
             }
-            _ => pieces.push(Piece {
+            _ => pieces.push(StepRange {
                 flat: block.flat.clone(),
                 state: packed,
                 decays,

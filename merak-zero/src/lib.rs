@@ -105,7 +105,7 @@ mod zero_config;
 mod zero_optimizer;
 
 pub use blocks::{Block, NORM_BLOCK, sum_of_squares};
-pub use device::{DeviceError, Piece, Step, StepDevice};
+pub use device::{DeviceError, Step, StepDevice, StepRange};
 pub use error::{Error, Result};
 pub use layout::{Bucket, FlatLayout, Part};
 pub use norm::{GradNorm, sums_of_squares};
@@ -116,7 +116,7 @@ pub use stage::ZeroStage;
 pub use state::{OwnedState, StateSlice};
 pub use tensors::TensorOptimizer;
 pub use zero_config::{ElementBytes, KeptBytes, ZeroConfig, ZeroGroups};
-pub use zero_optimizer::{Progress, StepReport, ZeroOptimizer};
+pub use zero_optimizer::{Progress, UpdateReport, ZeroOptimizer};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

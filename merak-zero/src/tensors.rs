@@ -1,7 +1,8 @@
 //! An optimizer over the tensors of another library.
 
 use crate::{
-    Error, GlobalParams, ParamSpec, Result, StepReport, ZeroConfig, ZeroGroups, ZeroOptimizer, flat,
+    Error, GlobalParams, ParamSpec, Result, UpdateReport, ZeroConfig, ZeroGroups, ZeroOptimizer,
+    flat,
 };
 use merak_mpu::{Buffer, DType, Group, HostTensor};
 use std::collections::BTreeMap;
@@ -77,7 +78,7 @@ impl<T: HostTensor> TensorOptimizer<T> {
         &mut self,
         lr: f64,
         mut grad: impl FnMut(&str, &T) -> Option<G>,
-    ) -> Result<StepReport> {
+    ) -> Result<UpdateReport> {
         let layout = self.optimizer.layout();
         for (index, tensor) in self.tensors.iter().enumerate() {
             let (name, range) = (&layout.params()[index].name, layout.range(index));

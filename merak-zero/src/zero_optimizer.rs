@@ -22,7 +22,7 @@ pub struct Progress {
 
 /// The outcome of a step, the same on every rank.
 #[derive(Debug, Clone, PartialEq)]
-pub struct StepReport {
+pub struct UpdateReport {
     /// The global norm of the averaged gradients, before clipping.
     pub grad_norm: f64,
     /// The factor that gradients were multiplied by.
@@ -264,7 +264,7 @@ impl ZeroOptimizer {
         params: &mut dyn Buffer,
         grads: &mut dyn Buffer,
         lr: f64,
-    ) -> Result<StepReport> {
+    ) -> Result<UpdateReport> {
         flat::check("parameter", params, self.layout.len())?;
         if lr < 0.0 || !lr.is_finite() {
             return Err(Error::OutOfRange {
@@ -302,7 +302,7 @@ impl ZeroOptimizer {
             }
             self.exchange.gather_params(&self.layout, params)?;
         }
-        Ok(StepReport {
+        Ok(UpdateReport {
             grad_norm: norm.norm,
             clip_factor,
             skipped: norm.non_finite,

@@ -5,7 +5,7 @@
 )]
 
 use super::{
-    plan::{Fingerprint, Footprint, Plan},
+    plan::{ChunkPlan, Fingerprint, Footprint},
     world::lock,
 };
 use crate::{Buffer, DType, zeros};
@@ -72,7 +72,7 @@ impl Collective {
     /// all have come.
     pub(super) fn deposit(&self, rank: usize, input: Box<dyn Buffer>) -> bool {
         let mut deposits = lock(&self.deposits);
-        let output = Plan::output_len(&self.fingerprint, rank, deposits.len())
+        let output = ChunkPlan::output_len(&self.fingerprint, rank, deposits.len())
             .map(|len| zeros(self.fingerprint.dtype, len));
         deposits[rank] = Some(Deposit { input, output });
         let full = deposits.iter().all(Option::is_some);
@@ -119,7 +119,7 @@ impl Collective {
             .into_iter()
             .flatten()
             .collect();
-        let plan = Plan::new(self.fingerprint.clone(), deposits.len());
+        let plan = ChunkPlan::new(self.fingerprint.clone(), deposits.len());
         let mut buffers = Vec::with_capacity(2 * deposits.len());
         let mut outputs = Vec::new();
         for deposit in deposits {
@@ -156,7 +156,7 @@ impl Collective {
     }
 
     /// Returns the number of the first buffer that did not open.
-    fn work_on(&self, plan: Plan, buffers: &mut [Box<dyn Buffer>]) -> Result<(), usize> {
+    fn work_on(&self, plan: ChunkPlan, buffers: &mut [Box<dyn Buffer>]) -> Result<(), usize> {
         let mut regions = Vec::with_capacity(buffers.len());
         let expected: Vec<(usize, DType)> = buffers
             .iter()
@@ -240,14 +240,14 @@ impl Region {
 /// chunk and as many chunks are `finished` as were claimed. [`Closing`] keeps the buffers open
 /// until then.
 struct Work {
-    plan: Plan,
+    plan: ChunkPlan,
     regions: Vec<Region>,
     next: AtomicUsize,
     finished: AtomicUsize,
 }
 
 impl Work {
-    fn new(plan: Plan, regions: Vec<Region>) -> Self {
+    fn new(plan: ChunkPlan, regions: Vec<Region>) -> Self {
         Self {
             plan,
             regions,

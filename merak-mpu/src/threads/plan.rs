@@ -86,7 +86,7 @@ impl fmt::Display for Fingerprint {
 /// has them. Memory falls into blocks (the part of one rank, or the exchange of two), and these
 /// into chunks.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(super) struct ChunkPlan {
     fingerprint: Fingerprint,
     n: usize,
     blocks: Blocks,
@@ -126,7 +126,7 @@ impl Blocks {
 /// The memory that a chunk touches, as a buffer number and a range of its bytes.
 pub(super) type Footprint = Vec<(usize, Range<usize>)>;
 
-impl Plan {
+impl ChunkPlan {
     pub(super) fn new(fingerprint: Fingerprint, n: usize) -> Self {
         let size = fingerprint.dtype.size_bytes();
         let (blocks, num_chunks) = match &fingerprint.parts {
@@ -282,8 +282,8 @@ mod tests {
                 true => (Parts::Listed(lengths.as_slice().into()), lengths),
             };
             let fingerprint = Fingerprint { call, dtype, parts };
-            let plan = Plan::new(fingerprint.clone(), n);
-            let outputs = (0..n).filter_map(|rank| Plan::output_len(&fingerprint, rank, n));
+            let plan = ChunkPlan::new(fingerprint.clone(), n);
+            let outputs = (0..n).filter_map(|rank| ChunkPlan::output_len(&fingerprint, rank, n));
             let sizes: Vec<_> = inputs.into_iter().chain(outputs).map(|len| len * dtype.size_bytes()).collect();
             let touched: usize = (0..plan.num_chunks()).flat_map(|chunk| plan.footprint(chunk)).map(|(_, range)| range.len()).sum();
             if call != Call::Barrier && call != Call::AllToAll {

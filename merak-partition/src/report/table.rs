@@ -1,6 +1,6 @@
 //! The report as text.
 
-use super::{PartitionReport, StageReport, Traffic};
+use super::{HopBytes, PartitionReport, StageReport};
 use std::fmt::{self, Write as _};
 
 const HEADER: [&str; 13] = [
@@ -154,7 +154,7 @@ fn cells(stage: &StageReport) -> [String; HEADER.len()] {
     ]
 }
 
-fn traffic(traffic: Traffic) -> String {
+fn traffic(traffic: HopBytes) -> String {
     match (traffic.activation_bytes, traffic.gradient_bytes) {
         (0, 0) => "-".to_owned(),
         (activation, gradient) => format!("{} + {}", bytes(activation), bytes(gradient)),

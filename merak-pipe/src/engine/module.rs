@@ -2,7 +2,7 @@
 
 use crate::{Action, BoxError};
 
-/// The stages of one rank, as the [`Engine`](crate::Engine) drives them.
+/// The stages of one rank, as the [`PipelineEngine`](crate::PipelineEngine) drives them.
 ///
 /// Each call gets the [`Action`], whose `stage` tells the stages of an interleaved schedule apart
 /// and whose `microbatch` tells which kept activations belong to it. Calls come in the order of the

@@ -1,6 +1,6 @@
 //! Links between threads of one process.
 
-use super::{Cancel, Engine, Interrupter, Link, StageModule, panic_message};
+use super::{Cancel, Interrupter, Link, PipelineEngine, StageModule, panic_message};
 use crate::{Error, Result, Schedule, Tag, Timeline};
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -244,9 +244,9 @@ where
         });
     }
     let epoch = Instant::now();
-    let engines: Vec<Engine> = (0..ranks)
+    let engines: Vec<PipelineEngine> = (0..ranks)
         .map(|rank| {
-            let engine = Engine::new(schedule, rank)?;
+            let engine = PipelineEngine::new(schedule, rank)?;
             Ok(engine.with_epoch(epoch).with_cancel(cancel.clone()))
         })
         .collect::<Result<_>>()?;

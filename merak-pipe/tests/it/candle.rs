@@ -4,7 +4,7 @@ use crate::engine::DEADLINE;
 use candle_core::{Device, Result, Tensor, Var};
 use merak_mpu::testing;
 use merak_pipe::{
-    Engine, GroupLink, MicrobatchId, Schedule, ScheduleKind, Size, StageId,
+    GroupLink, MicrobatchId, PipelineEngine, Schedule, ScheduleKind, Size, StageId,
     candle::{CandleModel, CandleStages},
     compare_with_unpipelined, run_threads,
 };
@@ -107,7 +107,7 @@ fn a_candle_model_runs_over_process_groups() {
     let found = testing::world(2, |member| {
         let mut module = ranks(&schedule).swap_remove(member.rank().0);
         let mut link = GroupLink::new(member.world_group().unwrap());
-        let engine = Engine::new(&schedule, member.rank().0).unwrap();
+        let engine = PipelineEngine::new(&schedule, member.rank().0).unwrap();
         engine.run(&mut module, &mut link).unwrap();
         module.results().unwrap()
     });

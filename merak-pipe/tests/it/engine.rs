@@ -1,7 +1,8 @@
 //! Every schedule gives the bits of a plain sequential run, and a fault ends all ranks.
 
 use merak_pipe::{
-    Action, Engine, Error, Kind, Schedule, ScheduleKind, Size, StageModule, run_threads, threads,
+    Action, Error, Kind, PipelineEngine, Schedule, ScheduleKind, Size, StageModule, run_threads,
+    threads,
 };
 use proptest::prelude::*;
 use std::{collections::BTreeMap, thread, time::Duration};
@@ -240,7 +241,7 @@ fn an_engine_runs_step_after_step_over_the_same_links() {
     let links = threads(3, DEADLINE);
     thread::scope(|scope| {
         for ((rank, module), mut link) in twice.iter_mut().enumerate().zip(links) {
-            let engine = Engine::new(&schedule, rank).unwrap();
+            let engine = PipelineEngine::new(&schedule, rank).unwrap();
             scope.spawn(move || {
                 engine.run(module, &mut link).unwrap();
                 engine.run(module, &mut link).unwrap();

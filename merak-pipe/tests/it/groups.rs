@@ -2,7 +2,7 @@
 
 use crate::engine::{Stages, modules, results, sequential, v_shape};
 use merak_mpu::{Message, Packet, into_vec, testing};
-use merak_pipe::{Action, Engine, GroupLink, Schedule, ScheduleKind, Size, StageModule};
+use merak_pipe::{Action, GroupLink, PipelineEngine, Schedule, ScheduleKind, Size, StageModule};
 
 /// A payload of one number that travels as a message of a process group.
 #[derive(Debug)]
@@ -73,7 +73,7 @@ fn run_over_groups(
         let mut module = OverGroups(modules(schedule).swap_remove(rank));
         module.0.fault = fault;
         let mut link = GroupLink::new(member.world_group().map_err(|e| e.to_string())?);
-        let engine = Engine::new(schedule, rank).map_err(|e| e.to_string())?;
+        let engine = PipelineEngine::new(schedule, rank).map_err(|e| e.to_string())?;
         for _ in 0..steps {
             engine
                 .run(&mut module, &mut link)

@@ -1,10 +1,10 @@
 //! Operations on packed heads.
 
-use super::{Need, Plan, Site};
+use super::{Need, NodePlacement, Site};
 use crate::{Error, Result, error::divisors};
 use merak_trace::{
     Axis, Op, Placement, Shard,
-    op::{Attention, AttentionOptions, AxisSlice, Dropout, Rope},
+    op::{Attention, AttentionOptions, AxisSlice, DropoutSpec, Rope},
 };
 
 /// Dimension of the heads in `[B, S, heads * D]`.
@@ -14,7 +14,7 @@ const PACKED: usize = 2;
 ///
 /// Key and value heads are shared out likewise; if there are fewer than ranks, neighbouring ranks
 /// get the head that their query heads share.
-pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<Plan> {
+pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlacement> {
     let degree = site.degree;
     let by_heads =
         (0..3).any(|operand| site.shard(operand).is_some_and(|shard| shard.dim == PACKED));
@@ -55,7 +55,7 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<Plan> {
         dim: 1,
         full: spec.heads,
     });
-    let dropout = spec.dropout.map(|dropout| Dropout { slice, ..dropout });
+    let dropout = spec.dropout.map(|dropout| DropoutSpec { slice, ..dropout });
     let op = Op::Attention(Attention {
         heads: spec.heads / degree,
         kv_heads,
@@ -78,11 +78,11 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<Plan> {
         };
         needs.extend([Need::Cut(table), Need::Whole]);
     }
-    Ok(Plan::new(needs, op, results))
+    Ok(NodePlacement::new(needs, op, results))
 }
 
 /// Turns whole heads, each rank its own.
-pub(super) fn rope(site: &Site<'_>, rope: &Rope) -> Plan {
+pub(super) fn rope(site: &Site<'_>, rope: &Rope) -> NodePlacement {
     let Some(shard) = site.shard(0) else {
         return site.whole();
     };
@@ -93,7 +93,7 @@ pub(super) fn rope(site: &Site<'_>, rope: &Rope) -> Plan {
     if shard.dim != PACKED || !whole_heads {
         return site.whole();
     }
-    Plan::new(
+    NodePlacement::new(
         [Need::Cut(shard.clone()), Need::Whole],
         site.node.op.clone(),
         [Placement::Shard(shard.clone())],

@@ -1,15 +1,15 @@
 //! Operations that treat every element alike.
 
-use super::{Need, Plan, Site};
+use super::{Need, NodePlacement, Site};
 use merak_trace::{
     Axis, Op, Placement, Shard,
-    op::{AxisSlice, Dropout},
+    op::{AxisSlice, DropoutSpec},
 };
 
 /// Keeps the split of the operand.
-pub(super) fn unary(site: &Site<'_>) -> Plan {
+pub(super) fn unary(site: &Site<'_>) -> NodePlacement {
     match site.shard(0) {
-        Some(shard) => Plan::new(
+        Some(shard) => NodePlacement::new(
             [Need::Cut(shard.clone())],
             site.node.op.clone(),
             [Placement::Shard(shard.clone())],
@@ -22,7 +22,7 @@ pub(super) fn unary(site: &Site<'_>) -> Plan {
 ///
 /// The mask is a function of one global sample index per row, so samples stay together, and a slice
 /// is contiguous, so fused parts are joined first.
-pub(super) fn dropout(site: &Site<'_>, dropout: &Dropout) -> Plan {
+pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
     let Some(shard) = site.shard(0) else {
         return site.whole();
     };
@@ -34,8 +34,8 @@ pub(super) fn dropout(site: &Site<'_>, dropout: &Dropout) -> Plan {
         dim: shard.dim,
         full: shard.parts[0],
     });
-    let op = Op::Dropout(Dropout { slice, ..*dropout });
-    Plan::new(
+    let op = Op::Dropout(DropoutSpec { slice, ..*dropout });
+    NodePlacement::new(
         [Need::Cut(shard.clone())],
         op,
         [Placement::Shard(shard.clone())],
@@ -43,7 +43,7 @@ pub(super) fn dropout(site: &Site<'_>, dropout: &Dropout) -> Plan {
 }
 
 /// Cuts both operands alike; the second may lack leading dimensions.
-pub(super) fn binary(site: &Site<'_>) -> Plan {
+pub(super) fn binary(site: &Site<'_>) -> NodePlacement {
     let missing = site.types[0].ndim() - site.types[1].ndim();
     let shard = match (site.shard(0), site.shard(1)) {
         (Some(shard), _) => shard.clone(),
@@ -60,7 +60,7 @@ pub(super) fn binary(site: &Site<'_>) -> Plan {
         }),
         None => Need::Copied,
     };
-    Plan::new(
+    NodePlacement::new(
         [Need::Cut(shard.clone()), second],
         site.node.op.clone(),
         [Placement::Shard(shard)],

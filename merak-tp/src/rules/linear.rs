@@ -1,11 +1,11 @@
 //! Matrix products: column and row layers after
 //! [Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053), section 3.
 
-use super::{Need, Plan, Site};
+use super::{Need, NodePlacement, Site};
 use crate::{Error, Result, SplitKind, error::divisors, matching::Role};
 use merak_trace::{Op, Placement, Shard, op::WeightLayout};
 
-pub(super) fn linear(site: &Site<'_>, layout: WeightLayout, bias: bool) -> Result<Plan> {
+pub(super) fn linear(site: &Site<'_>, layout: WeightLayout, bias: bool) -> Result<NodePlacement> {
     match site.role {
         Some(role) if role.kind == SplitKind::Col => column(site, role, layout, bias),
         Some(role) => row(site, role, layout, bias),
@@ -14,7 +14,7 @@ pub(super) fn linear(site: &Site<'_>, layout: WeightLayout, bias: bool) -> Resul
 }
 
 /// `y_r = x W_r + b_r`: the output features are split part by part.
-fn column(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Result<Plan> {
+fn column(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Result<NodePlacement> {
     for &part in &role.parts {
         divides(site, role, part, "output features")?;
     }
@@ -27,7 +27,7 @@ fn column(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Res
         needs.push(Need::Cut(cut(0)));
     }
     let last = site.results[0].ndim() - 1;
-    Ok(Plan::new(
+    Ok(NodePlacement::new(
         needs,
         site.node.op.clone(),
         [Placement::Shard(cut(last))],
@@ -36,7 +36,7 @@ fn column(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Res
 
 /// `y = Σ x_r W_r + b`: the input features are split as they come, the bias is added once, after
 /// the sum.
-fn row(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Result<Plan> {
+fn row(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Result<NodePlacement> {
     let last = site.types[0].ndim() - 1;
     let parts = match site.shard(0) {
         Some(shard) if shard.dim == last => shard.parts.clone(),
@@ -59,20 +59,20 @@ fn row(site: &Site<'_>, role: &Role, layout: WeightLayout, bias: bool) -> Result
         layout,
         bias: false,
     };
-    Ok(Plan {
+    Ok(NodePlacement {
         adds_last: bias,
-        ..Plan::new(needs, op, [Placement::Partial])
+        ..NodePlacement::new(needs, op, [Placement::Partial])
     })
 }
 
 /// A layer that no list names: it needs whole rows, but each rank may have some of them.
-fn unmatched(site: &Site<'_>, bias: bool) -> Plan {
+fn unmatched(site: &Site<'_>, bias: bool) -> NodePlacement {
     let last = site.types[0].ndim() - 1;
     match site.shard(0) {
         Some(shard) if shard.dim < last => {
             let mut needs = vec![Need::Cut(shard.clone()), Need::Copied];
             needs.extend(bias.then_some(Need::Copied));
-            Plan::new(
+            NodePlacement::new(
                 needs,
                 site.node.op.clone(),
                 [Placement::Shard(shard.clone())],
@@ -98,7 +98,7 @@ fn divides(site: &Site<'_>, role: &Role, size: usize, what: &'static str) -> Res
 
 /// `a [.., m, k] b [.., k, n]`: batches and outer dimensions stay split, a split `k` makes partial
 /// sums.
-pub(super) fn matmul(site: &Site<'_>, transpose_a: bool, transpose_b: bool) -> Plan {
+pub(super) fn matmul(site: &Site<'_>, transpose_a: bool, transpose_b: bool) -> NodePlacement {
     let n = site.types[0].ndim();
     let dims = |transposed| {
         if transposed {
@@ -135,5 +135,5 @@ pub(super) fn matmul(site: &Site<'_>, transpose_a: bool, transpose_b: bool) -> P
     } else {
         [other, own_need]
     };
-    Plan::new(needs, site.node.op.clone(), [result])
+    NodePlacement::new(needs, site.node.op.clone(), [result])
 }

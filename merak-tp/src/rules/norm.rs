@@ -1,6 +1,6 @@
 //! Operations that need the whole of the last dimension.
 
-use super::{Need, Plan, Site};
+use super::{Need, NodePlacement, Site};
 use merak_trace::Placement;
 
 /// Layer norm, RMS norm, softmax: other dimensions may be split, and parameters then get a part of
@@ -8,7 +8,7 @@ use merak_trace::Placement;
 ///
 /// Further results (statistics per row) have no split form unless whole leading dimensions are cut,
 /// so they may then not be used outside the gradient.
-pub(super) fn over_last_dim(site: &Site<'_>) -> Plan {
+pub(super) fn over_last_dim(site: &Site<'_>) -> NodePlacement {
     let last = site.types[0].ndim() - 1;
     let statistics_used = site.used[1..].contains(&true);
     match site.shard(0) {
@@ -21,7 +21,7 @@ pub(super) fn over_last_dim(site: &Site<'_>) -> Plan {
             let results: Vec<_> = std::iter::once(Placement::Shard(shard.clone()))
                 .chain(statistics)
                 .collect();
-            Plan::new(needs, site.node.op.clone(), results)
+            NodePlacement::new(needs, site.node.op.clone(), results)
         }
         _ => site.whole(),
     }

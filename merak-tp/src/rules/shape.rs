@@ -1,10 +1,10 @@
 //! Operations that rearrange or sum dimensions.
 
-use super::{Need, Plan, Site};
+use super::{Need, NodePlacement, Site};
 use merak_trace::{Op, Placement, Shard};
 
 /// Keeps a split dimension that leads its group of merged or divided dimensions, as heads do.
-pub(super) fn reshape(site: &Site<'_>, to: &[usize]) -> Plan {
+pub(super) fn reshape(site: &Site<'_>, to: &[usize]) -> NodePlacement {
     let from = &site.types[0].shape;
     match site
         .shard(0)
@@ -13,7 +13,7 @@ pub(super) fn reshape(site: &Site<'_>, to: &[usize]) -> Plan {
         Some((shard, moved)) => {
             let mut shape = to.to_vec();
             shape[moved.dim] /= site.degree;
-            Plan::new(
+            NodePlacement::new(
                 [Need::Cut(shard.clone())],
                 Op::Reshape { shape },
                 [Placement::Shard(moved)],
@@ -46,7 +46,7 @@ fn reshaped(shard: &Shard, from: &[usize], to: &[usize], degree: usize) -> Optio
     (parts.iter().sum::<usize>() == to[dim]).then_some(Shard { dim, parts })
 }
 
-pub(super) fn transpose(site: &Site<'_>, perm: &[usize]) -> Plan {
+pub(super) fn transpose(site: &Site<'_>, perm: &[usize]) -> NodePlacement {
     let Some(shard) = site.shard(0) else {
         return site.whole();
     };
@@ -58,7 +58,7 @@ pub(super) fn transpose(site: &Site<'_>, perm: &[usize]) -> Plan {
         dim: moved,
         parts: shard.parts.clone(),
     };
-    Plan::new(
+    NodePlacement::new(
         [Need::Cut(shard.clone())],
         site.node.op.clone(),
         [Placement::Shard(result)],
@@ -66,13 +66,13 @@ pub(super) fn transpose(site: &Site<'_>, perm: &[usize]) -> Plan {
 }
 
 /// Takes pieces that consist of whole parts; a piece across a part needs the whole operand.
-pub(super) fn split(site: &Site<'_>, dim: usize, sizes: &[usize]) -> Plan {
+pub(super) fn split(site: &Site<'_>, dim: usize, sizes: &[usize]) -> NodePlacement {
     let Some(shard) = site.shard(0) else {
         return site.whole();
     };
     let need = Need::Cut(shard.clone());
     if shard.dim != dim {
-        return Plan::new(
+        return NodePlacement::new(
             [need],
             site.node.op.clone(),
             vec![Placement::Shard(shard.clone()); sizes.len()],
@@ -86,7 +86,7 @@ pub(super) fn split(site: &Site<'_>, dim: usize, sizes: &[usize]) -> Plan {
         .into_iter()
         .map(|parts| Placement::Shard(Shard { dim, parts }))
         .collect();
-    Plan::new([need], Op::Split { dim, sizes: local }, results)
+    NodePlacement::new([need], Op::Split { dim, sizes: local }, results)
 }
 
 /// The parts that make up each piece, if pieces end where parts end.
@@ -107,13 +107,13 @@ fn grouped(parts: &[usize], sizes: &[usize]) -> Option<Vec<Vec<usize>>> {
 }
 
 /// Joins split operands part after part, or as slices of a dimension that all of them share.
-pub(super) fn concat(site: &Site<'_>, dim: usize) -> Plan {
+pub(super) fn concat(site: &Site<'_>, dim: usize) -> NodePlacement {
     let Some(first) = (0..site.types.len()).find_map(|operand| site.shard(operand)) else {
         return site.whole();
     };
     if first.dim != dim {
         let needs = vec![Need::Cut(first.clone()); site.types.len()];
-        return Plan::new(
+        return NodePlacement::new(
             needs,
             site.node.op.clone(),
             [Placement::Shard(first.clone())],
@@ -133,7 +133,7 @@ pub(super) fn concat(site: &Site<'_>, dim: usize) -> Plan {
         parts.extend(&own.parts);
         needs.push(Need::Cut(own));
     }
-    Plan::new(
+    NodePlacement::new(
         needs,
         site.node.op.clone(),
         [Placement::Shard(Shard { dim, parts })],
@@ -141,7 +141,7 @@ pub(super) fn concat(site: &Site<'_>, dim: usize) -> Plan {
 }
 
 /// A split dimension that is summed away leaves partial sums.
-pub(super) fn sum_leading(site: &Site<'_>) -> Plan {
+pub(super) fn sum_leading(site: &Site<'_>) -> NodePlacement {
     let Some(shard) = site.shard(0) else {
         return site.whole();
     };
@@ -157,16 +157,18 @@ pub(super) fn sum_leading(site: &Site<'_>) -> Plan {
             })
         }
     };
-    Plan::new(
+    NodePlacement::new(
         [Need::Cut(shard.clone())],
         Op::SumLeading { shape },
         [result],
     )
 }
 
-pub(super) fn sum_all(site: &Site<'_>) -> Plan {
+pub(super) fn sum_all(site: &Site<'_>) -> NodePlacement {
     match site.shard(0) {
-        Some(shard) => Plan::new([Need::Cut(shard.clone())], Op::SumAll, [Placement::Partial]),
+        Some(shard) => {
+            NodePlacement::new([Need::Cut(shard.clone())], Op::SumAll, [Placement::Partial])
+        }
         None => site.whole(),
     }
 }

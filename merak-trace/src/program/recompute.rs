@@ -30,7 +30,7 @@ pub(super) fn rewrite(
     if again.chunks.is_empty() && again.single.is_empty() {
         return Ok(backward);
     }
-    let mut plan = Plan {
+    let mut plan = Rewrite {
         graph,
         phases,
         kept: again.pinned.iter().copied().collect(),
@@ -51,7 +51,7 @@ pub(super) fn rewrite(
     Ok(plan.order)
 }
 
-struct Plan<'a> {
+struct Rewrite<'a> {
     graph: &'a mut Graph,
     phases: &'a mut Vec<Phase>,
     /// Results of forward nodes that are kept.
@@ -62,7 +62,7 @@ struct Plan<'a> {
     order: Vec<NodeId>,
 }
 
-impl Plan<'_> {
+impl Rewrite<'_> {
     fn chunk_of(&self, node: NodeId) -> Option<usize> {
         self.again
             .chunks

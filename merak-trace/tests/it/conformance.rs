@@ -13,7 +13,7 @@ use merak_trace::{
     AxisGroups, Batch, DType, Graph, Init, Op, ParamRole, Result, SharedBackend, SingleRank,
     TensorType,
     fx::{self, AttentionTerms, Module, Symbol},
-    op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
+    op::{Activation, Attention, DropoutSpec, RelativeBuckets, Rope, WeightLayout},
 };
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
@@ -371,7 +371,7 @@ fn odd_sizes_agree_for_rows() {
             );
         }
         check("silu_mul", &[x.clone(), x.clone()], &[], &Op::SiluMul);
-        let dropout = Dropout {
+        let dropout = DropoutSpec {
             p: 0.3,
             key: 7,
             slice: None,
@@ -405,7 +405,7 @@ fn odd_sizes_agree_for_attention_and_lookups() {
         (35, 8, 2, false, None, 0.0),
         (21, 6, 1, true, None, 0.25),
     ] {
-        let dropout = (p > 0.0).then_some(Dropout {
+        let dropout = (p > 0.0).then_some(DropoutSpec {
             p,
             key: 3,
             slice: None,

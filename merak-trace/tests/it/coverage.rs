@@ -8,7 +8,7 @@ use merak_mpu::{Axis, Group, testing::world};
 use merak_trace::{
     AxisGroups, DType, Init, Op, ParamRole, Result, Shard, TensorType,
     fx::{AttentionTerms, Module, Symbol},
-    op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
+    op::{Activation, Attention, DropoutSpec, RelativeBuckets, Rope, WeightLayout},
 };
 use serde::Deserialize;
 use serde_json::{Value as Json, json};
@@ -159,7 +159,7 @@ impl Cases {
             let op = Op::RmsNorm { eps: 1e-5 };
             Ok(vec![one(module, op, &[&x[0], &x[1]])?])
         });
-        let dropout = Dropout {
+        let dropout = DropoutSpec {
             p: 0.3,
             key: 7,
             slice: None,

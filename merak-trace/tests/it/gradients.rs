@@ -9,7 +9,7 @@ use crate::{
 use merak_trace::{
     Batch, DType, Init, Op, ParamRole, Result, TensorType,
     fx::{self, AttentionTerms, Module, Symbol},
-    op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
+    op::{Activation, Attention, DropoutSpec, RelativeBuckets, Rope, WeightLayout},
 };
 
 const STEP: f64 = 1e-5;
@@ -270,7 +270,7 @@ fn elementwise_functions() {
         "dropout",
         &[t(&[3, 7])],
         &[],
-        apply(Op::Dropout(Dropout {
+        apply(Op::Dropout(DropoutSpec {
             p: 0.3,
             key: 99,
             slice: None,
@@ -382,7 +382,7 @@ fn attention() {
         (2, 1, false, None, 0.0),
         (2, 2, true, Some(3), 0.1),
     ] {
-        let dropout = (dropout > 0.0).then_some(Dropout {
+        let dropout = (dropout > 0.0).then_some(DropoutSpec {
             p: dropout,
             key: 5,
             slice: None,

@@ -8,7 +8,7 @@ use crate::support::{
 use merak_trace::{
     Batch, DType, Graph, Init, Op, ParamRole, SharedBackend, TensorType,
     fx::{self, AttentionTerms, Module, Symbol},
-    op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
+    op::{Activation, Attention, DropoutSpec, RelativeBuckets, Rope, WeightLayout},
 };
 use serde::Deserialize;
 
@@ -88,7 +88,7 @@ impl Case {
     fn op(&self) -> (Op, bool) {
         let op = match self.op.as_str() {
             "add" => Op::Add,
-            "dropout" | "dropout half" => Op::Dropout(Dropout {
+            "dropout" | "dropout half" => Op::Dropout(DropoutSpec {
                 p: if self.op == "dropout" { 1.0 } else { 0.5 },
                 key: 3,
                 slice: None,

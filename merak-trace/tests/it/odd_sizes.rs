@@ -5,7 +5,7 @@ use crate::gradients::{apply, check, ids, t};
 use merak_trace::{
     Op, TensorType,
     fx::AttentionTerms,
-    op::{Activation, Attention, Dropout, RelativeBuckets, Rope, WeightLayout},
+    op::{Activation, Attention, DropoutSpec, RelativeBuckets, Rope, WeightLayout},
 };
 
 /// Around the widths of vector registers and their multiples.
@@ -31,7 +31,7 @@ fn rows_of_any_width() {
             check(&named("activation"), one, &[], apply(Op::Activation(kind)));
         }
         for p in [0.0, 0.4] {
-            let dropout = Dropout {
+            let dropout = DropoutSpec {
                 p,
                 key: 99,
                 slice: None,
@@ -288,7 +288,7 @@ fn attentions_with_dropout_of_any_shape() {
             scale: 0.7,
             causal: true,
             window: None,
-            dropout: Some(Dropout {
+            dropout: Some(DropoutSpec {
                 p,
                 key: 5,
                 slice: None,

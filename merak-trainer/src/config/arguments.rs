@@ -7,8 +7,8 @@ use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
 
 use super::{
     choice::{
-        Backend, BestMetric, CostSource, DataFormat, Device, Engine, PartitionMethod, Recompute,
-        RecomputeOp, ReportTo, SplitMethod, TraceMethod,
+        BackendChoice, BestMetric, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
+        Recompute, RecomputeOp, ReportTo, SplitMethod, TraceMethod,
     },
     key::{Key, settings},
     schedule::TrainSchedule,
@@ -295,7 +295,7 @@ settings! {
     /// Section `[distributed]`.
     DistributedArguments under "distributed." {
         /// How ranks reach each other.
-        engine: Engine = Engine::Auto,
+        engine: EngineChoice = EngineChoice::Auto,
         /// Seconds after which a wait for a peer ends as an error.
         timeout_s: f64 [more_than 0, at_most MAX_TIMEOUT_S] = 600.0,
     }
@@ -305,7 +305,7 @@ settings! {
     /// Section `[compute]`.
     ComputeArguments under "compute." {
         /// Library that executes the graph's nodes.
-        backend: Backend = Backend::Candle,
+        backend: BackendChoice = BackendChoice::Candle,
         /// What they are executed on.
         device: Device = Device::Cpu,
         /// Compute threads of each rank: `auto` divides the cores.

@@ -12,7 +12,9 @@ use merak_zero::LrSchedule;
 use super::{
     arguments::{MerakArguments, keys},
     checked::CheckedArguments,
-    choice::{Backend, CostSource, DataFormat, Device, PartitionMethod, Recompute, SplitMethod},
+    choice::{
+        BackendChoice, CostSource, DataFormat, Device, PartitionMethod, Recompute, SplitMethod,
+    },
     range::Number,
     schedule::TrainSchedule,
     special::Ratios,
@@ -250,7 +252,7 @@ fn stages_key(a: &MerakArguments) -> String {
 
 fn check_compute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let compute = &a.compute;
-    if compute.backend == Backend::Tch && !cfg!(feature = "tch") {
+    if compute.backend == BackendChoice::Tch && !cfg!(feature = "tch") {
         let key = "compute.backend";
         return Err(Error::NotBuilt {
             key,
@@ -261,13 +263,13 @@ fn check_compute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         });
     }
     checker.require(
-        compute.device == Device::Cpu || compute.backend == Backend::Tch,
+        compute.device == Device::Cpu || compute.backend == BackendChoice::Tch,
         "compute.device",
         compute.device,
         "cpu unless \"compute.backend\" is \"tch\"",
     )?;
     checker.require(
-        !a.bf16 || compute.backend == Backend::Tch || a.lora_config.is_some(),
+        !a.bf16 || compute.backend == BackendChoice::Tch || a.lora_config.is_some(),
         "bf16",
         a.bf16,
         "false unless \"compute.backend\" is \"tch\", or \"lora_config\" describes an adapter, beside which frozen \

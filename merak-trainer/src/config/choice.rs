@@ -185,7 +185,7 @@ choices! {
 
 choices! {
     /// How ranks reach each other.
-    Engine {
+    EngineChoice {
         /// The best engine for the way the run was started.
         Auto = "auto",
         /// Ranks are threads of one process.
@@ -196,7 +196,7 @@ choices! {
 
 choices! {
     /// Which library executes the graph's nodes.
-    Backend {
+    BackendChoice {
         /// candle-core tensors with kernels of our own.
         Candle = "candle",
         /// libtorch, in builds with the feature `tch`.

@@ -1,7 +1,7 @@
 //! The part of a plan that does not depend on costs: the graph of a rank, in segments.
 
 use crate::{
-    Backend, CheckedArguments, Error, InputPath, Result, SplitMethod,
+    BackendChoice, CheckedArguments, Error, InputPath, Result, SplitMethod,
     plan::{BASE_NAME, Lora},
 };
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
@@ -44,8 +44,8 @@ impl Draft {
         // type.
         let (dtype, frozen) = match (args.bf16, args.compute.backend) {
             (false, _) => (DType::F32, None),
-            (true, Backend::Tch) => (DType::BF16, None),
-            (true, Backend::Candle) => (DType::F32, Some(DType::BF16)),
+            (true, BackendChoice::Tch) => (DType::BF16, None),
+            (true, BackendChoice::Candle) => (DType::F32, Some(DType::BF16)),
         };
         let trace = TraceOptions {
             head: Head::Loss {

@@ -4,7 +4,7 @@ use crate::Device;
 use merak_mpu::{Buffer, DType, Rank};
 use merak_trace::{
     Backend, Error,
-    backend::tch::{AdamStep, SgdStep, StepPiece, Tch, TchDevice},
+    backend::tch::{AdamStep, SgdStep, StepRange, Tch, TchDevice},
 };
 use merak_zero::{DeviceError, OptimizerKind, Piece, Step, StepDevice, sums_of_squares};
 use std::{ops::Range, sync::Arc};
@@ -104,8 +104,8 @@ impl StepDevice for Steps {
     }
 }
 
-fn piece(piece: &Piece) -> StepPiece {
-    StepPiece {
+fn piece(piece: &Piece) -> StepRange {
+    StepRange {
         flat: piece.flat.clone(),
         state: piece.state.clone(),
         decays: piece.decays,

@@ -3,7 +3,7 @@
 use crate::fixture::{config, data_parallel, grads, len, lr, noises};
 use merak_mpu::{Buffer, testing::world};
 use merak_zero::{
-    AdamStep, DeviceError, Piece, Step, StepDevice, ZeroStage, adam_update, sums_of_squares,
+    AdamStep, DeviceError, Step, StepDevice, StepRange, ZeroStage, adam_update, sums_of_squares,
 };
 use std::{ops::Range, sync::Arc};
 
@@ -38,7 +38,7 @@ impl StepDevice for Mirror {
         params: &mut dyn Buffer,
         grads: &dyn Buffer,
         state: &mut [Box<dyn Buffer>],
-        pieces: &[Piece],
+        pieces: &[StepRange],
     ) -> Result<(), DeviceError> {
         let [first, second] = state else {
             return Err(format!("{} kinds of state", state.len()).into());
@@ -121,7 +121,7 @@ impl StepDevice for Broken {
         _: &mut dyn Buffer,
         _: &dyn Buffer,
         _: &mut [Box<dyn Buffer>],
-        _: &[Piece],
+        _: &[StepRange],
     ) -> Result<(), DeviceError> {
         Err("unplugged".into())
     }

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     Op, Result, Value,
     kernels::{self, Float, Turn},
-    op::{Dropout, Rope},
+    op::{DropoutSpec, Rope},
 };
 
 impl Node<'_> {
@@ -49,7 +49,7 @@ impl Node<'_> {
     pub(super) fn dropout<T: Number>(
         &self,
         inputs: Vec<Value>,
-        spec: &Dropout,
+        spec: &DropoutSpec,
     ) -> Result<Vec<Value>> {
         let context = self.call.context;
         if !context.training {

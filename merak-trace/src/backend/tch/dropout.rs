@@ -16,7 +16,7 @@ use tch::{Device, Kind, Tensor};
 
 impl Node<'_> {
     /// Zeroes elements of `x` and rescales the others.
-    pub(super) fn dropout(&self, spec: &op::Dropout, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn dropout(&self, spec: &op::DropoutSpec, x: &Tensor) -> Result<Tensor> {
         let slice = self.call.context.sample_slice(spec, &self.ty(0).shape);
         if self.backend.is_cpu() && x.kind() == Kind::Float {
             let x = self.at(x.f_contiguous())?;
@@ -32,7 +32,7 @@ impl Node<'_> {
     /// The factors of a dropout, 0 or `1 / (1 - p)`, as `f64` or `f32`.
     pub(super) fn mask(
         &self,
-        spec: &op::Dropout,
+        spec: &op::DropoutSpec,
         slice: SampleSlice,
         shape: &[usize],
         kind: Kind,
@@ -49,7 +49,7 @@ impl Node<'_> {
 
     fn draw<T: Float + Element>(
         &self,
-        spec: &op::Dropout,
+        spec: &op::DropoutSpec,
         slice: SampleSlice,
         x: &Tensor,
         y: &mut Tensor,

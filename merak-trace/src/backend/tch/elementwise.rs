@@ -26,6 +26,11 @@ pub(super) fn activation_grad(kind: Activation, x: &Tensor, dy: &Tensor) -> Outc
     }
 }
 
+/// `gate, up -> silu(gate) * up`.
+pub(super) fn silu_mul(gate: &Tensor, up: &Tensor) -> Outcome {
+    gate.f_silu()?.f_mul(up)
+}
+
 /// `gate, up, dy -> dgate, dup`.
 pub(super) fn silu_mul_grad([gate, up, dy]: [&Tensor; 3]) -> Outcome<Vec<Tensor>> {
     let dgate = gate.f_silu_backward(&dy.f_mul(up)?)?;

@@ -46,7 +46,7 @@ pub struct SgdStep {
 
 /// Adjacent elements with the same update rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StepPiece {
+pub struct StepRange {
     /// Their range in parameters and gradients.
     pub flat: Range<usize>,
     /// Their range in the state.
@@ -103,13 +103,13 @@ impl Tch {
         params: &mut dyn Buffer,
         grads: &dyn Buffer,
         [exp_avg, exp_avg_sq]: [&mut dyn Buffer; 2],
-        pieces: &[StepPiece],
+        pieces: &[StepRange],
     ) -> Result<()> {
         self.enter();
         let params = own_mut(params)?;
         let (grads, state) = (own(grads)?, [own(exp_avg)?, own(exp_avg_sq)?]);
         for decays in [true, false] {
-            let views = |buffer: &TchBuffer, of: fn(&StepPiece) -> &Range<usize>| {
+            let views = |buffer: &TchBuffer, of: fn(&StepRange) -> &Range<usize>| {
                 views(
                     buffer,
                     pieces.iter().filter(|piece| piece.decays == decays).map(of),
@@ -143,7 +143,7 @@ impl Tch {
         params: &mut dyn Buffer,
         grads: &dyn Buffer,
         momentum: Option<&mut dyn Buffer>,
-        pieces: &[StepPiece],
+        pieces: &[StepRange],
     ) -> Result<()> {
         self.enter();
         let params = own_mut(params)?;
@@ -235,8 +235,8 @@ mod tests {
     }
 
     /// Two pieces with a gap between them; the state is packed.
-    fn pieces() -> [StepPiece; 2] {
-        let piece = |flat: Range<usize>, start, decays| StepPiece {
+    fn pieces() -> [StepRange; 2] {
+        let piece = |flat: Range<usize>, start, decays| StepRange {
             state: start..start + flat.len(),
             flat,
             decays,

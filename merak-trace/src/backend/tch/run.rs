@@ -17,20 +17,100 @@ pub(super) fn run(backend: &Tch, call: Call<'_>, inputs: Vec<Value>) -> Result<V
     if call.results.iter().any(|ty| kind(ty.dtype).is_none()) {
         return Err(node.unsupported(&inputs));
     }
-    match call.op {
+    let x = |i: usize| tensor(&inputs[i]);
+    let one = |outcome: Outcome| Ok(vec![node.at(outcome)?]);
+    let device = backend.device;
+    // Arms that return give results that share memory with operands; other results are fresh.
+    let results: Result<Vec<Tensor>> = match call.op {
         Op::Identity | Op::CopyTo { .. } => return Ok(inputs),
         Op::Dropout(_) if !call.context.training => return Ok(inputs),
         Op::Cast { dtype } if inputs[0].ty().dtype == *dtype => return Ok(inputs),
         Op::Add => return node.add(inputs),
-        Op::Reshape { .. } | Op::Transpose { .. } | Op::Split { .. } => return node.views(&inputs),
-        _ => {}
-    }
-    let results = node.compute(&inputs)?;
+        Op::Reshape { shape } => return node.reshape(&inputs[0], shape),
+        Op::Transpose { perm } => {
+            let view = x(0)?.f_permute(ints(perm));
+            return node.views(&inputs[0], view.map(|view| vec![view]));
+        }
+        Op::Split { dim, sizes } => {
+            let views = x(0)?.f_split_with_sizes(ints(sizes), int(*dim));
+            return node.views(&inputs[0], views);
+        }
+        Op::Positions { len, first } => {
+            let (start, end) = (int(*first), int(first + len));
+            one(Tensor::f_arange_start(start, end, (Kind::Int64, device)))
+        }
+        Op::SeenPositions { first } => one(seen_positions(x(0)?, *first)),
+        Op::RelativeBuckets(spec) => one(Tensor::from_slice(&spec.indices()).f_to_device(device)),
+        Op::Linear { .. }
+        | Op::LinearGradInput { .. }
+        | Op::LinearGradWeight { .. }
+        | Op::MatMul { .. } => one(node.product(&inputs)?),
+        Op::Zeros { .. } => {
+            let ty = node.ty(0);
+            one(Tensor::f_zeros(shape_of(ty), (kind_of(ty)?, device)))
+        }
+        Op::Embedding { .. } => one(Tensor::f_embedding(x(1)?, x(0)?, -1, false, false)),
+        Op::EmbeddingGrad { rows, padding } => {
+            // No row has number -1.
+            let (rows, padding) = (int(*rows), padding.map_or(-1, int));
+            let (dy, ids) = (x(1)?, x(0)?);
+            one(Tensor::f_embedding_dense_backward(
+                dy, ids, rows, padding, false,
+            ))
+        }
+        Op::LayerNorm { eps } => node.layer_norm([x(0)?, x(1)?, x(2)?], *eps),
+        Op::LayerNormGradInput => node.layer_norm_grad_input([x(0)?, x(1)?, x(2)?, x(3)?, x(4)?]),
+        Op::LayerNormGradParams => node.layer_norm_grad_params([x(0)?, x(1)?, x(2)?, x(3)?]),
+        Op::RmsNorm { eps } => node.at(norm::rms_norm([x(0)?, x(1)?], *eps)),
+        Op::RmsNormGradInput => one(norm::rms_norm_grad_input([x(0)?, x(1)?, x(2)?, x(3)?])),
+        Op::RmsNormGradParams => one(norm::rms_norm_grad_params([x(0)?, x(1)?, x(2)?])),
+        Op::Attention(spec) => node.attention(spec, &inputs),
+        Op::AttentionGrad(spec) => node.attention_grad(spec, &inputs),
+        Op::Rope(spec) => one(elementwise::rope(spec, x(0)?, x(1)?)),
+        Op::Activation(kind) => one(elementwise::activation(*kind, x(0)?)),
+        Op::ActivationGrad(kind) => one(elementwise::activation_grad(*kind, x(0)?, x(1)?)),
+        Op::SiluMul => one(elementwise::silu_mul(x(0)?, x(1)?)),
+        Op::SiluMulGrad => node.at(elementwise::silu_mul_grad([x(0)?, x(1)?, x(2)?])),
+        Op::InverseRoot => one(x(0)?.f_rsqrt()),
+        Op::Softmax => one(x(0)?.f_softmax(-1, None)),
+        Op::SoftmaxGrad => {
+            let (y, dy) = (x(0)?, x(1)?);
+            one(Tensor::f_internal_softmax_backward_data(
+                dy,
+                y,
+                -1,
+                y.kind(),
+            ))
+        }
+        Op::Dropout(spec) => Ok(vec![node.dropout(spec, x(0)?)?]),
+        Op::CrossEntropy { label_smoothing } => {
+            node.at(loss::cross_entropy(x(0)?, x(1)?, *label_smoothing))
+        }
+        Op::CrossEntropyGrad { label_smoothing } => {
+            let operands = [x(0)?, x(1)?, x(3)?];
+            one(loss::cross_entropy_grad(operands, *label_smoothing))
+        }
+        Op::Mul => one(x(0)?.f_mul(x(1)?)),
+        Op::Scale { factor } => one(x(0)?.f_mul_scalar(*factor)),
+        Op::SumLeading { shape } => one(sum_leading(x(0)?, shape)),
+        Op::SumAll => one(x(0)?.f_sum(Kind::Double)),
+        Op::SumAllGrad => one(filled_like(x(0)?, x(1)?)),
+        Op::Cast { .. } => one(x(0)?.f_to_kind(kind_of(node.ty(0))?)),
+        Op::Concat { dim } => {
+            let pieces = inputs.iter().map(tensor).collect::<Result<Vec<_>>>()?;
+            one(Tensor::f_cat(&pieces, int(*dim)))
+        }
+        // The interpreter runs these itself if the axis has more than one rank.
+        Op::AllReduce { .. } | Op::AllGather { .. } | Op::Scatter { .. } => {
+            return Err(node.unsupported(&inputs));
+        }
+    };
+    let results = results?;
     drop(inputs);
     let wrapped = results.into_iter().zip(call.results);
     wrapped
         .map(|(tensor, ty)| {
-            let shaped = tensor.f_reshape(shape_of(ty)).map_err(at(call.name))?;
+            let shaped = node.at(tensor.f_reshape(shape_of(ty)))?;
             Ok(backend.wrap(ty, shaped))
         })
         .collect()
@@ -62,125 +142,21 @@ impl Node<'_> {
         outcome.map_err(at(self.call.name))
     }
 
-    /// The results of an operation that allocates them; nothing else shares their memory.
-    pub(super) fn compute(&self, inputs: &[Value]) -> Result<Vec<Tensor>> {
-        let x = |i: usize| tensor(&inputs[i]);
-        let one = |outcome: Outcome| Ok(vec![self.at(outcome)?]);
-        match self.call.op {
-            Op::Positions { .. } | Op::SeenPositions { .. } | Op::RelativeBuckets(_) => {
-                one(self.numbers(inputs)?)
-            }
-            Op::Linear { .. }
-            | Op::LinearGradInput { .. }
-            | Op::LinearGradWeight { .. }
-            | Op::MatMul { .. } => one(self.product(inputs)?),
-            Op::Zeros { .. } => {
-                let ty = self.ty(0);
-                let options = (kind_of(ty)?, self.backend.device);
-                one(Tensor::f_zeros(shape_of(ty), options))
-            }
-            Op::Embedding { .. } => one(Tensor::f_embedding(x(1)?, x(0)?, -1, false, false)),
-            Op::EmbeddingGrad { rows, padding } => {
-                // No row has number -1.
-                let padding = padding.map_or(-1, int);
-                let (dy, ids, rows) = (x(1)?, x(0)?, int(*rows));
-                one(Tensor::f_embedding_dense_backward(
-                    dy, ids, rows, padding, false,
-                ))
-            }
-            Op::LayerNorm { eps } => self.layer_norm([x(0)?, x(1)?, x(2)?], *eps),
-            Op::LayerNormGradInput => {
-                self.layer_norm_grad_input([x(0)?, x(1)?, x(2)?, x(3)?, x(4)?])
-            }
-            Op::LayerNormGradParams => self.layer_norm_grad_params([x(0)?, x(1)?, x(2)?, x(3)?]),
-            Op::RmsNorm { eps } => self.at(norm::rms_norm([x(0)?, x(1)?], *eps)),
-            Op::RmsNormGradInput => one(norm::rms_norm_grad_input([x(0)?, x(1)?, x(2)?, x(3)?])),
-            Op::RmsNormGradParams => one(norm::rms_norm_grad_params([x(0)?, x(1)?, x(2)?])),
-            Op::Attention(spec) => self.attention(spec, inputs),
-            Op::AttentionGrad(spec) => self.attention_grad(spec, inputs),
-            Op::Rope(spec) => one(elementwise::rope(spec, x(0)?, x(1)?)),
-            Op::Activation(kind) => one(elementwise::activation(*kind, x(0)?)),
-            Op::ActivationGrad(kind) => one(elementwise::activation_grad(*kind, x(0)?, x(1)?)),
-            Op::SiluMul => {
-                let up = x(1)?;
-                one(x(0)?.f_silu().and_then(|gate| gate.f_mul(up)))
-            }
-            Op::SiluMulGrad => self.at(elementwise::silu_mul_grad([x(0)?, x(1)?, x(2)?])),
-            Op::InverseRoot => one(x(0)?.f_rsqrt()),
-            Op::Softmax => one(x(0)?.f_softmax(-1, None)),
-            Op::SoftmaxGrad => {
-                let (y, dy) = (x(0)?, x(1)?);
-                one(Tensor::f_internal_softmax_backward_data(
-                    dy,
-                    y,
-                    -1,
-                    y.kind(),
-                ))
-            }
-            Op::Dropout(spec) => Ok(vec![self.dropout(spec, x(0)?)?]),
-            Op::CrossEntropy { label_smoothing } => {
-                self.at(loss::cross_entropy(x(0)?, x(1)?, *label_smoothing))
-            }
-            Op::CrossEntropyGrad { label_smoothing } => one(loss::cross_entropy_grad(
-                [x(0)?, x(1)?, x(3)?],
-                *label_smoothing,
-            )),
-            Op::Mul => one(x(0)?.f_mul(x(1)?)),
-            Op::Scale { factor } => one(x(0)?.f_mul_scalar(*factor)),
-            Op::SumLeading { shape } => one(sum_leading(x(0)?, shape)),
-            Op::SumAll => one(x(0)?.f_sum(Kind::Double)),
-            Op::SumAllGrad => {
-                let (x, dy) = (x(0)?, x(1)?);
-                one(x.f_empty_like().and_then(|mut dx| {
-                    dx.f_copy_(dy)?;
-                    Ok(dx)
-                }))
-            }
-            Op::Cast { .. } => one(x(0)?.f_to_kind(kind_of(self.ty(0))?)),
-            Op::Concat { dim } => {
-                let pieces = inputs.iter().map(tensor).collect::<Result<Vec<_>>>()?;
-                one(Tensor::f_cat(&pieces, int(*dim)))
-            }
-            _ => Err(self.unsupported(inputs)),
+    /// A view of the operand where its strides allow the shape, else a copy.
+    fn reshape(&self, input: &Value, shape: &[usize]) -> Result<Vec<Value>> {
+        let x = tensor(input)?;
+        let shaped = self.at(x.f_reshape(ints(shape)))?;
+        if shaped.data_ptr() == x.data_ptr() {
+            self.views(input, Ok(vec![shaped]))
+        } else {
+            Ok(vec![self.backend.wrap(self.ty(0), shaped)])
         }
     }
 
-    /// Positions and their buckets.
-    fn numbers(&self, inputs: &[Value]) -> Result<Outcome> {
-        let device = self.backend.device;
-        Ok(match self.call.op {
-            Op::Positions { len, first } => {
-                let (start, end) = (int(*first), int(first + len));
-                Tensor::f_arange_start(start, end, (Kind::Int64, device))
-            }
-            Op::SeenPositions { first } => {
-                let seen = self.at(tensor(&inputs[0])?.f_ne(0))?;
-                let numbers = self.at(seen.f_cumsum(1, Kind::Int64))?;
-                let numbers = self.at(numbers.f_mul(&seen))?;
-                numbers.f_add_scalar(int(*first) - 1)
-            }
-            Op::RelativeBuckets(spec) => Tensor::from_slice(&spec.indices()).f_to_device(device),
-            _ => return Err(self.unsupported(inputs)),
-        })
-    }
-
-    /// Operations whose results are views of their operand.
-    fn views(&self, inputs: &[Value]) -> Result<Vec<Value>> {
-        let handle = Handle::of(&inputs[0])?;
-        let x = tensor(&inputs[0])?;
-        let views = match self.call.op {
-            Op::Reshape { shape } => {
-                let shaped = self.at(x.f_reshape(ints(shape)))?;
-                if shaped.data_ptr() != x.data_ptr() {
-                    return Ok(vec![self.backend.wrap(self.ty(0), shaped)]);
-                }
-                vec![shaped]
-            }
-            Op::Transpose { perm } => vec![self.at(x.f_permute(ints(perm)))?],
-            Op::Split { dim, sizes } => self.at(x.f_split_with_sizes(ints(sizes), int(*dim)))?,
-            _ => return Err(self.unsupported(inputs)),
-        };
-        let views = views.into_iter().zip(self.call.results);
+    /// Results that are views of the operand.
+    fn views(&self, input: &Value, views: Outcome<Vec<Tensor>>) -> Result<Vec<Value>> {
+        let handle = Handle::of(input)?;
+        let views = self.at(views)?.into_iter().zip(self.call.results);
         Ok(views
             .map(|(view, ty)| handle.view(view).into_value(ty.clone()))
             .collect())
@@ -195,6 +171,20 @@ impl Node<'_> {
         };
         Ok(vec![self.backend.wrap(self.ty(0), sum)])
     }
+}
+
+/// The number of each position among those that the mask shows, from `first` on.
+fn seen_positions(mask: &Tensor, first: usize) -> Outcome {
+    let seen = mask.f_ne(0)?;
+    let numbers = seen.f_cumsum(1, Kind::Int64)?.f_mul(&seen)?;
+    numbers.f_add_scalar(int(first) - 1)
+}
+
+/// A tensor of `x`'s shape whose elements are all `value`.
+fn filled_like(x: &Tensor, value: &Tensor) -> Outcome {
+    let mut filled = x.f_empty_like()?;
+    filled.f_copy_(value)?;
+    Ok(filled)
 }
 
 /// `x` summed over its leading dimensions until `shape` is left.

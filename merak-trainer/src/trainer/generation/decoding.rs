@@ -8,7 +8,7 @@ use crate::{
 };
 use merak_ckpt::{Completion, Decoding, NewToken, Row, Sampler};
 use merak_mpu::{DType, Packet, into_vec};
-use merak_pipe::{Action, Engine, Kind, MicrobatchId, Rounds, Span, StageId, Visit};
+use merak_pipe::{Action, Kind, MicrobatchId, PipelineEngine, Rounds, Span, StageId, Visit};
 use merak_trace::{KvCache, Value};
 use std::{collections::BTreeMap, ops::ControlFlow, time::Instant};
 
@@ -162,7 +162,8 @@ impl<'a> Generation<'a> {
         let actions: Vec<_> = visit.stages.clone().map(action).collect();
         let placement = self.trainer.stages.plan.placement();
         let is_last = visit.stages.end == placement.len();
-        let engine = Engine::of_actions(&actions, placement, visit.rank).with_epoch(self.epoch);
+        let engine =
+            PipelineEngine::of_actions(&actions, placement, visit.rank).with_epoch(self.epoch);
         let mut tokens = Vec::with_capacity(group.prompts.len());
         for pass in &group.passes {
             tokens.extend(self.pass(&engine, pass, decoding)?);
@@ -249,7 +250,12 @@ impl<'a> Generation<'a> {
     }
 
     /// Passes positions through stages of this rank; the last stage returns the tokens that follow.
-    fn pass(&mut self, engine: &Engine, pass: &Pass, decoding: &Decoding) -> Result<Vec<u32>> {
+    fn pass(
+        &mut self,
+        engine: &PipelineEngine,
+        pass: &Pass,
+        decoding: &Decoding,
+    ) -> Result<Vec<u32>> {
         let forward = Forward {
             batch: 1,
             seq: pass.ids.len(),
