@@ -1,8 +1,8 @@
 //! What each operation does with operands that are split.
 //!
 //! A rule reads the whole types and the placements of a node's operands and answers with a
-//! [`NodePlacement`]: how it needs each operand, the operation that a rank runs on its part, and how the
-//! results lie. It does not choose the conversion from a placement to a need.
+//! [`NodePlacement`]: how it needs each operand, the operation that a rank runs on its part, and
+//! how the results lie. It does not choose the conversion from a placement to a need.
 
 mod attention;
 mod elementwise;

@@ -135,8 +135,8 @@ impl fmt::Display for RunMemory {
     Bytes(needed.total()), Bytes(*available)
 )]
 pub struct MemoryShortage {
-    /// What it needs; of threads their whole stacks where addresses are short, otherwise the touched
-    /// part.
+    /// What it needs; of threads their whole stacks where addresses are short, otherwise the
+    /// touched part.
     pub needed: RunMemory,
     /// The resource that is short: `memory` or `addresses`.
     pub what: &'static str,

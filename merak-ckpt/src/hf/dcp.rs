@@ -51,8 +51,9 @@ const MAX_LISTED: usize = 12;
 ///
 /// Its step is that of the optimizer, 0 without one. The state of the run is
 /// `{"imported": {"step": …, "optimizer": …, "param_groups": …}}`, from which a run goes on with
-/// seeds and data of its own; without optimizer state it is `null`. Names that the model has no place for are left out with a warning that lists them. Files
-/// of tokenizers beside `config` come along. Otherwise as [`import_hf`](crate::import_hf).
+/// seeds and data of its own; without optimizer state it is `null`. Names that the model has no
+/// place for are left out with a warning that lists them. Files of tokenizers beside `config` come
+/// along. Otherwise as [`import_hf`](crate::import_hf).
 ///
 /// # Errors
 /// As [`import_hf`](crate::import_hf); [`Error::Foreign`](crate::Error::Foreign) where the index or

@@ -103,7 +103,8 @@ enum Blocks {
 }
 
 impl Blocks {
-    /// The block of a chunk, its bytes in a buffer that has all blocks, and the chunk's within them.
+    /// The block of a chunk, its bytes in a buffer that has all blocks, and the chunk's within
+    /// them.
     fn find(&self, chunk: usize) -> (usize, Range<usize>, Range<usize>) {
         let (block, first, bytes) = match self {
             Self::Equal { bytes, chunks } => {

@@ -13,11 +13,11 @@ pub type Interrupter = Box<dyn Fn(&str) + Send + Sync>;
 
 /// A handle that ends runs from outside: from another thread, after a signal, at a time limit.
 ///
-/// Clones are the same handle. An [`PipelineEngine`](crate::PipelineEngine) that [has
-/// one](crate::PipelineEngine::with_cancel) ends with [`Error::Cancelled`] before its next action, or at
-/// once where it waits for a message over a link that can be interrupted, as those of this crate
-/// can. The other ranks of its pipeline end with it. A handle that was used stays so: what runs
-/// next needs a new one, and new links.
+/// Clones are the same handle. A [`PipelineEngine`](crate::PipelineEngine) that [has
+/// one](crate::PipelineEngine::with_cancel) ends with [`Error::Cancelled`] before its next action,
+/// or at once where it waits for a message over a link that can be interrupted, as those of this
+/// crate can. The other ranks of its pipeline end with it. A handle that was used stays so: what
+/// runs next needs a new one, and new links.
 ///
 /// ```
 /// use merak_pipe::{Cancel, Error};
