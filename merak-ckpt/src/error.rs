@@ -102,8 +102,8 @@ pub enum Error {
         /// Why not.
         reason: String,
     },
-    /// A checkpoint of this crate, or a folder of checkpoints, lies where a model's folder was to be
-    /// read.
+    /// A checkpoint of this crate, or a folder of checkpoints, lies where a model's folder was to
+    /// be read.
     #[error("cannot read {}: {what}", file(path))]
     OwnFormat {
         /// The folder.
