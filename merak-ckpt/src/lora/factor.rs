@@ -102,6 +102,11 @@ impl FactorRole {
         Self::Magnitude,
     ];
 
+    /// Whether PEFT calls a factor's module so, in every adapter.
+    pub(super) fn is_name(name: &str) -> bool {
+        Self::ALL.into_iter().any(|role| role.as_str() == name)
+    }
+
     const fn as_str(self) -> &'static str {
         match self {
             Self::A => "lora_A",

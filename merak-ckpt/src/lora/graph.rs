@@ -37,10 +37,12 @@ pub struct Adapted {
 #[non_exhaustive]
 pub enum AdaptError {
     /// A name that cannot be part of a parameter's name.
-    #[error("the adapter's name is \"{name}\", expected 1 to 100 letters, digits, `-` and `_`")]
+    #[error("the adapter's name is \"{name}\", {reason}")]
     Name {
         /// The name.
         name: String,
+        /// Why not.
+        reason: &'static str,
     },
     /// A family without default targets.
     #[error(
@@ -315,11 +317,15 @@ fn check_targets(
 /// Checks the name of an adapter, which becomes part of the names of tensors and of a folder.
 fn check_name(name: &str) -> Result<(), AdaptError> {
     let is_plain = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_');
-    if !name.is_empty() && name.len() <= 100 && name.chars().all(is_plain) {
+    let reason = if name.is_empty() || name.len() > 100 || !name.chars().all(is_plain) {
+        "expected 1 to 100 letters, digits, `-` and `_`"
+    } else if name == "weight" || FactorRole::is_name(name) {
+        "which every adapter has as the name of a part: choose another"
+    } else {
         return Ok(());
-    }
+    };
     let name = name.to_owned();
-    Err(AdaptError::Name { name })
+    Err(AdaptError::Name { name, reason })
 }
 
 /// Checks that each module that is to be trained whole has a parameter, and is none of the

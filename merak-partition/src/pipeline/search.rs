@@ -43,8 +43,8 @@ type Programs = Vec<Arc<StageProgram>>;
 /// counts where it is set.
 ///
 /// What is recomputed decides costs and bytes, and may in turn depend on the schedule: it is chosen
-/// under `interleaved_1f1b`, and again under the schedule that was found. `interleaved_1f1b` stays
-/// where only it keeps the limits, or nothing shorter was found.
+/// under `interleaved_1f1b`, and again under the schedule that was found. The shortest named
+/// schedule within the limits stays where the search finds none, or none that is shorter.
 ///
 /// # Errors
 /// When the size is not legal, an operation has no gradient, `interleaved_1f1b` does not keep the
@@ -68,16 +68,6 @@ pub(super) fn search(stages: LaidOut<'_>, costs: &dyn StepCosts) -> Result<Found
         (None, Some(_)) => usize::MAX,
         (None, None) => needed,
     };
-    let unchanged = || {
-        if needed > limit {
-            return Err(Error::ScheduleMemory { limit, needed });
-        }
-        Ok(Found {
-            schedule: usual.clone(),
-            recompute: recompute.clone(),
-            search: None,
-        })
-    };
     let bytes = match budget {
         Some(budget) => budget_limits(size, budget, [&programs, &keeping]),
         None => all_limits(options, limit, [&programs, &keeping]),
@@ -88,12 +78,12 @@ pub(super) fn search(stages: LaidOut<'_>, costs: &dyn StepCosts) -> Result<Found
     };
     let found = match auto(size, &by_stage, &limits) {
         Ok(found) => found,
-        Err(merak_pipe::Error::ByteLimit { .. }) => return unchanged(),
+        Err(merak_pipe::Error::ByteLimit { .. }) => return stages.named(costs, limit),
         Err(error) => return Err(error.into()),
     };
     let chosen = match stages.recompute(&found.schedule) {
         Ok(chosen) => chosen,
-        Err(Error::ActivationBudget { .. }) => return unchanged(),
+        Err(Error::ActivationBudget { .. }) => return stages.named(costs, limit),
         Err(error) => return Err(error),
     };
     let programs = stages.programs(&chosen)?;
@@ -101,13 +91,50 @@ pub(super) fn search(stages: LaidOut<'_>, costs: &dyn StepCosts) -> Result<Found
     // A limit that the usual schedule does not keep is worth a longer step.
     let is_short = found.simulation.makespan <= as_usual || needed > limit;
     if !(keeps && is_short) {
-        return unchanged();
+        return stages.named(costs, limit);
     }
     Ok(Found {
         schedule: found.schedule.clone(),
         recompute: chosen,
         search: Some(found),
     })
+}
+
+impl LaidOut<'_> {
+    /// The shortest named schedule with as many stages per rank under which no rank needs more
+    /// bytes.
+    fn named(&self, costs: &dyn StepCosts, limit: usize) -> Result<Found> {
+        let options = self.options;
+        let (mut shortest, mut least) = (None, usize::MAX);
+        for kind in ScheduleKind::ALL {
+            let schedule = match kind.generate(options.size) {
+                Ok(schedule) if kind.is_training() => schedule,
+                _ => continue,
+            };
+            let recompute = match self.recompute(&schedule) {
+                Err(Error::ActivationBudget { .. }) => continue,
+                chosen => chosen?,
+            };
+            let programs = self.programs(&recompute)?;
+            let needed = fullest(options, &schedule, &programs)?;
+            least = least.min(needed);
+            let makespan = simulate(&schedule, &stage_costs(&programs, costs))?.makespan;
+            let is_shorter = shortest.as_ref().is_none_or(|(time, _)| makespan < *time);
+            if needed <= limit && is_shorter {
+                let found = Found {
+                    schedule,
+                    recompute,
+                    search: None,
+                };
+                shortest = Some((makespan, found));
+            }
+        }
+        let none = Error::ScheduleMemory {
+            limit,
+            needed: least,
+        };
+        shortest.map(|(_, found)| found).ok_or(none)
+    }
 }
 
 /// The bytes that the fullest rank needs to train under a schedule.

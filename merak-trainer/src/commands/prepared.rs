@@ -334,7 +334,7 @@ impl Prepared {
         if plan.search.is_none() && args.train_schedule == TrainSchedule::Auto {
             let _ = writeln!(
                 text,
-                "          auto: the schedule that was searched would exceed \"activation_memory_budget\""
+                "          auto: no shorter schedule was found within the memory"
             );
         }
         if let Some(prediction) = &self.prediction {

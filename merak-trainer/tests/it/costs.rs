@@ -429,11 +429,11 @@ fn a_limit_of_memory_that_no_schedule_keeps_is_refused_with_what_would_do() {
         let Error::ScheduleMemory { needed: told, .. } = error else {
             unreachable!("no schedule fits into a thousand bytes: {text}");
         };
-        assert_eq!(told, needed);
+        assert!(told <= needed, "{text}");
         let start =
             "\"autopipe.memory_limit\" is 0.98 KiB, but no schedule that was tried keeps it";
         assert!(text.starts_with(start), "{text}");
-        limited(needed).unwrap();
+        limited(told).unwrap();
     }
 }
 

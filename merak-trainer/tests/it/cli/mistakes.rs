@@ -412,6 +412,11 @@ fn what_does_not_fit_names_the_key_the_place_and_the_file() {
     assert_snapshot!(train("--lora_config rank.json"), @r#"error: cannot read rank.json: `rank` is 4, which is not supported ("lora_config", command line --lora_config)"#);
     assert_snapshot!(train("--lora_config target.json"), @r#"error: target.json: no layer is one of the `target_modules` ["nothing"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte ("lora_config", command line --lora_config)"#);
     assert_snapshot!(train("--lora_config target.json --adapter_name a.b"), @r#"error: the adapter's name is "a.b", expected 1 to 100 letters, digits, `-` and `_` ("adapter_name", command line --adapter_name)"#);
+    for part in ["lora_A", "weight"] {
+        let message = train(&format!("--lora_config target.json --adapter_name {part}"));
+        let reason = "which every adapter has as the name of a part: choose another";
+        assert!(message.contains(reason), "{message}");
+    }
     let wsd = |kwargs: &str| {
         train(&format!(
             "--lr_scheduler_type wsd --lr_scheduler_kwargs {kwargs}"
