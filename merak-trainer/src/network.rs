@@ -128,15 +128,24 @@ pub(crate) struct Line {
     per_byte: f64,
 }
 
-/// Sizes, in bytes, between which a [`Line`] is drawn, and how often each is timed.
+/// Sizes, in bytes, between which a [`Line`] is drawn for few ranks, and how often each is timed.
 const SIZES: [usize; 2] = [4 << 10, 4 << 20];
 const STEPS: usize = 7;
 
+/// Most bytes that all ranks hand in together, unless there are thousands of ranks.
+const MOST_TOGETHER: usize = 64 << 20;
+
+/// The sizes for some ranks, with a whole number of elements for every rank.
+fn sizes(world: usize) -> [usize; 2] {
+    let unit = world * size_of::<f32>();
+    let small = SIZES[0].next_multiple_of(unit);
+    let large = SIZES[1].min(MOST_TOGETHER / world).max(2 * small);
+    [small, large.next_multiple_of(unit)]
+}
+
 impl Line {
     fn of(exchange: &Exchange, world: usize) -> Result<Self> {
-        // A whole number of elements for every rank.
-        let unit = world * size_of::<f32>();
-        let [small, large] = SIZES.map(|bytes| bytes.next_multiple_of(unit));
+        let [small, large] = sizes(world);
         let seconds = |bytes| Ok::<_, Error>(exchange.median(world, bytes, STEPS)?.as_secs_f64());
         let (short, long) = (seconds(small)?, seconds(large)?);
         let per_byte = ((long - short) / (large - small) as f64).max(0.0);
@@ -176,5 +185,28 @@ impl Network {
             send: Line::of(&HAND_OVER, 2)?,
             all_reduce: Line::of(&ALL_REDUCE, group.max(2))?,
         })
+    }
+
+    /// Bytes that [`Network::measure`] needs.
+    pub(crate) fn needed_bytes(group: usize) -> u64 {
+        let bytes = |world: usize| (world as u64).saturating_mul(sizes(world)[1] as u64);
+        bytes(2).max(bytes(group.max(2)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_ranks_are_timed_with_little_memory_together() {
+        for world in [2, 3, 16, 64, 129, 512, 5000] {
+            let [small, large] = sizes(world);
+            assert!(small < large && large <= SIZES[1] + 4 * world, "{world}");
+            assert!([small, large].iter().all(|bytes| bytes % (4 * world) == 0));
+        }
+        assert_eq!(sizes(2), SIZES);
+        let [few, many] = [16, 512].map(Network::needed_bytes);
+        assert!(many <= few + (4 * 512 * 512), "{few} {many}");
     }
 }

@@ -463,7 +463,8 @@ fn median(mut times: Vec<f64>) -> f64 {
 }
 
 /// Bytes that a profiling run needs: weights, gradients and optimizer state of one segment of each
-/// kind, and the values of some microbatches, on every rank that takes part.
+/// kind, and the values of some microbatches, on every rank that takes part; or what exchanges
+/// between ranks need afterwards.
 pub(super) fn needed_bytes(programs: &[StageProgram], args: &CheckedArguments) -> u64 {
     let kinds = Kinds::of(programs).programs;
     // Each rank is a replica of its own.
@@ -471,7 +472,8 @@ pub(super) fn needed_bytes(programs: &[StageProgram], args: &CheckedArguments) -
     let live = kinds.stages.iter();
     let live = live.map(|(_, program)| program.live_bytes_without_reuse().input_half as u64);
     let ranks = args.world_size() as u64;
-    ranks.saturating_mul(params.saturating_add(4 * live.sum::<u64>()))
+    let nodes = ranks.saturating_mul(params.saturating_add(4 * live.sum::<u64>()));
+    nodes.max(Network::needed_bytes(args.tp.max(args.dp)))
 }
 
 #[cfg(test)]
