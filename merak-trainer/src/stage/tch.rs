@@ -6,7 +6,7 @@ use merak_trace::{
     Backend, Error,
     backend::tch::{AdamStep, SgdStep, StepRange, Tch, TchDevice},
 };
-use merak_zero::{DeviceError, OptimizerKind, Piece, Step, StepDevice, sums_of_squares};
+use merak_zero::{DeviceError, OptimizerKind, Step, StepDevice, sums_of_squares};
 use std::{ops::Range, sync::Arc};
 
 /// The backend of a rank.
@@ -62,7 +62,7 @@ impl StepDevice for Steps {
         params: &mut dyn Buffer,
         grads: &dyn Buffer,
         state: &mut [Box<dyn Buffer>],
-        pieces: &[Piece],
+        pieces: &[merak_zero::StepRange],
     ) -> Result<(), DeviceError> {
         let Step {
             config,
@@ -104,7 +104,7 @@ impl StepDevice for Steps {
     }
 }
 
-fn piece(piece: &Piece) -> StepRange {
+fn piece(piece: &merak_zero::StepRange) -> StepRange {
     StepRange {
         flat: piece.flat.clone(),
         state: piece.state.clone(),
