@@ -231,7 +231,7 @@ fn a_dry_run_refuses_what_the_run_would_refuse() {
     );
     let plan = place.succeed("train merak.toml --dry-run --resume auto");
     assert!(
-        plan.ends_with("resumes   run/checkpoints/step-00000001\n"),
+        plan.contains("\nresumes   run/checkpoints/step-00000001\n"),
         "{plan}"
     );
 }
