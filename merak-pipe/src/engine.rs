@@ -135,9 +135,9 @@ impl PipelineEngine {
     /// Runs every action once and returns when each one started and ended, in seconds.
     ///
     /// # Errors
-    /// When the stage or the link fails, or the run is [cancelled](Engine::with_cancel). The link's
-    /// other ranks are then made to fail too, and the module is [reset](StageModule::reset), so
-    /// that it can begin a step anew over another link.
+    /// When the stage or the link fails, or the run is [cancelled](PipelineEngine::with_cancel).
+    /// The link's other ranks are then made to fail too, and the module is
+    /// [reset](StageModule::reset), so that it can begin a step anew over another link.
     pub fn run<M, L>(&self, module: &mut M, link: &mut L) -> Result<Vec<Span>>
     where
         M: StageModule,

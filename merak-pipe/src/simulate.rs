@@ -65,8 +65,9 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Simulation> {
 }
 
 /// [`simulate`] for ranks that share `cores` cores: an action that finds none free waits in a
-/// queue, first come, first served, and then runs to its end, as under the [engine](crate::Engine)
-/// with a link that has turns. Costs are times on a core of one's own; hops need no core.
+/// queue, first come, first served, and then runs to its end, as under the
+/// [engine](crate::PipelineEngine) with a link that has turns. Costs are times on a core of one's
+/// own; hops need no core.
 ///
 /// Where every rank has a core, the result is that of [`simulate`]; otherwise time grows by the
 /// logarithm of the number of ranks. A fraction is a share: two pipelines side by side on three
