@@ -103,6 +103,7 @@ impl FactorRole {
     ];
 
     /// Whether PEFT calls a factor's module so, in every adapter.
+    #[cfg(feature = "graph")]
     pub(super) fn is_name(name: &str) -> bool {
         Self::ALL.into_iter().any(|role| role.as_str() == name)
     }
