@@ -49,7 +49,8 @@
 //!   get [`Error::Mismatch`] with both sides.
 //! - **A started operation owns its buffer** until [`Pending::wait`] gives it back, once.
 //! - **No hidden state.** Worlds are values: two of them fit in one process. Only
-//!   [`Launch::from_env`] (under [`init`]) reads the environment.
+//!   [`Launch::from_env`] (under [`init`]) reads the environment. With the feature `candle` the
+//!   process has one table, of the storages that are lent at the moment.
 //!
 //! # Features
 //! - `candle`: collectives and messages of candle's tensors, in the module `candle`.

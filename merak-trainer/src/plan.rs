@@ -28,8 +28,9 @@ use std::{collections::BTreeMap, ops::Deref, sync::Arc};
 
 /// A model, cut over the ranks of a run.
 ///
-/// Making a plan is pure: no clock, no environment, no storage for weights. Every rank makes the
-/// same one.
+/// Making a plan reads no clock and no environment, and stores no weights: every rank makes the
+/// same one. Besides the arguments it reads the file of `lora_config`, and the layer lists of
+/// [`set_tp_layer_lists`](merak_tp::set_tp_layer_lists).
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// The model.

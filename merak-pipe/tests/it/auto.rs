@@ -1,5 +1,6 @@
 //! The searched schedule against the named ones.
 
+use crate::solved::Solved;
 use merak_pipe::{
     Action, ActivationBytes, AutoLimits, ByteLimits, Costs, Kind, ScheduleKind, Size, StageBytes,
     Stopped, auto, simulate,
@@ -297,24 +298,6 @@ proptest! {
 }
 
 /// A small pipeline whose shortest makespan is known; see `tests/goldens/README.md`.
-#[derive(serde::Deserialize)]
-struct Solved {
-    ranks: usize,
-    microbatches: usize,
-    chunks: usize,
-    limit: Option<f64>,
-    #[serde(rename = "F")]
-    forward: Vec<f64>,
-    #[serde(rename = "I")]
-    input_grad: Vec<f64>,
-    #[serde(rename = "W")]
-    weight_grad: Vec<f64>,
-    #[serde(rename = "C")]
-    hop: Vec<f64>,
-    optimum: f64,
-    bound: f64,
-}
-
 #[test]
 fn searched_schedules_are_within_a_percent_of_the_shortest_that_a_solver_finds() {
     let lines = include_str!("../goldens/optima.jsonl").lines();
@@ -323,22 +306,7 @@ fn searched_schedules_are_within_a_percent_of_the_shortest_that_a_solver_finds()
     let mut worst = BTreeMap::<(usize, usize), (f64, usize, usize)>::default();
     for line in lines {
         let case: Solved = serde_json::from_str(line).unwrap();
-        let size = Size::new(case.ranks, case.microbatches).with_chunks(case.chunks);
-        let costs = Costs {
-            recompute: vec![0.0; size.stages()],
-            overlap: 1.0,
-            forward: case.forward,
-            input_grad: case.input_grad,
-            weight_grad: case.weight_grad,
-            hop: case.hop,
-        };
-        let limits = AutoLimits {
-            peak_activations: case
-                .limit
-                .map_or_else(Vec::new, |limit| vec![limit; case.ranks]),
-            ..AutoLimits::default()
-        };
-        let found = auto(size, &costs, &limits).unwrap();
+        let (size, found) = (case.size(), case.search().unwrap());
         let makespan = found.simulation.makespan;
         assert!(
             found.bound <= case.optimum + 1e-6,

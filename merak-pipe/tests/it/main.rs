@@ -12,6 +12,7 @@
 //! - `candle`: stages of a candle model.
 //! - `pairs`: forwards and backwards that run at once.
 //! - `groups`: the same over process groups of merak-mpu.
+//! - `solved`: small pipelines whose shortest schedules a solver has found.
 //! - `played`: random schedules of any shape, for the laws of the others.
 
 mod auto;
@@ -27,4 +28,5 @@ mod render;
 mod schedules;
 mod shapes;
 mod shared;
+mod solved;
 mod validator;
