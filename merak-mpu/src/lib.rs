@@ -88,7 +88,10 @@ pub use degrees::Degrees;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use group::Group;
-pub use launch::{EngineKind, InitOptions, Launch, init};
+pub use launch::{
+    BadHostList, Built, ChosenEngine, EngineKind, HostList, InitOptions, Launch, LaunchVariables,
+    Launcher, init,
+};
 pub use member::{Engine, Member};
 pub use mpu::{EMBEDDING, Mpu};
 pub use rank::{Rank, Wait};
