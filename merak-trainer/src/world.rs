@@ -165,6 +165,15 @@ impl World {
     }
 }
 
+/// The end of the process's part in the world; the peers of one that ends too early fail at once.
+impl Drop for World {
+    fn drop(&mut self) {
+        if let Ranks::Process { member, .. } = &self.0 {
+            member.end();
+        }
+    }
+}
+
 fn everybody(member: &Member) -> Vec<Rank> {
     (0..member.world_size()).map(Rank).collect()
 }
