@@ -279,3 +279,106 @@ pub fn chain(error: &dyn StdError) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MerakArguments;
+    use merak_mpu::testing;
+
+    /// What `body` returns in each of some processes, played by threads.
+    fn processes<T: Send>(num: usize, body: impl Fn(&World, usize) -> T + Sync) -> Vec<T> {
+        testing::world(num, |member| {
+            let rank = member.rank().0;
+            body(&World::of_process(member).unwrap(), rank)
+        })
+    }
+
+    fn no_key(key: &'static str) -> Error {
+        Error::MissingKey {
+            key,
+            advice: "set it".to_owned(),
+        }
+    }
+
+    #[test]
+    fn an_error_of_all_processes_is_told_by_the_first() {
+        let errors = processes(3, |world, _| {
+            world.agree::<()>(Err(no_key("data.path"))).unwrap_err()
+        });
+        assert!(matches!(errors[0], Error::MissingKey { .. }));
+        for error in &errors[1..] {
+            assert!(matches!(error, Error::Told(_)), "{error:?}");
+            assert_eq!(error.is_user_error(), errors[0].is_user_error());
+        }
+    }
+
+    #[test]
+    fn processes_without_an_error_hear_the_first_one_of_the_others() {
+        let outcomes = processes(4, |world, rank| {
+            let prepared = match rank {
+                2 => Err(no_key("data.path")),
+                3 => Err(no_key("output_dir")),
+                rank => Ok(rank),
+            };
+            world.agree(prepared).unwrap_err()
+        });
+        let own: Vec<_> = outcomes.iter().map(|error| chain(error)).collect();
+        assert!(matches!(outcomes[2], Error::MissingKey { .. }));
+        assert!(matches!(outcomes[3], Error::MissingKey { .. }));
+        assert_eq!(own[0], format!("rank 2 failed: {}", own[2]));
+        assert_eq!(own[0], own[1]);
+        assert!(matches!(outcomes[0], Error::OtherRank { rank: 2, .. }));
+    }
+
+    #[test]
+    fn all_processes_have_what_the_first_one_makes() {
+        let shared = processes(3, |world, rank| {
+            let made = world.share(|| Ok(format!("made by {rank}").into_bytes()));
+            String::from_utf8(made.unwrap()).unwrap()
+        });
+        assert_eq!(shared, ["made by 0"; 3]);
+    }
+
+    #[test]
+    fn a_process_with_another_text_names_the_line() {
+        let told = processes(3, |world, rank| {
+            let tp = if rank == 1 { 2 } else { 1 };
+            let text = format!("dp = 4\ntp = {tp}\n");
+            let same = world.check_same("the configuration", &text);
+            chain(&same.unwrap_err())
+        });
+        let differs =
+            "the configuration differs from that of rank 0: here \"tp = 2\", there \"tp = 1\"";
+        let heard = format!("rank 1 failed: {differs}");
+        assert_eq!(told, [heard.as_str(), differs, heard.as_str()]);
+    }
+
+    #[test]
+    fn a_rank_that_fails_has_its_own_error_and_the_others_name_it() {
+        let mut arguments = MerakArguments {
+            dp: 3,
+            ..MerakArguments::default()
+        };
+        arguments.distributed.timeout_s = 20.0;
+        let args = arguments.check().unwrap();
+        let told = processes(3, |world, _| {
+            let outcome = world.run(&args, |member| {
+                let group = member.world_group()?;
+                if member.rank().0 == 1 {
+                    return Err(no_key("data.path"));
+                }
+                Ok(group.barrier()?)
+            });
+            outcome.unwrap_err()
+        });
+        assert!(matches!(told[1], Error::MissingKey { .. }));
+        for survivor in [&told[0], &told[2]] {
+            assert_eq!(
+                chain(survivor),
+                format!("rank 1 failed: {}", chain(&told[1]))
+            );
+            assert!(matches!(survivor, Error::OtherRank { rank: 1, .. }));
+        }
+    }
+}
