@@ -170,7 +170,7 @@ impl Run<'_> {
         stop: &Arc<AtomicI64>,
     ) -> Result<Ended> {
         let is_first = member.rank().0 == 0;
-        let mpu = merak_mpu::Mpu::new(member, self.plan.degrees)?;
+        let mpu = merak_mpu::Mpu::new(member, self.plan.draft.degrees)?;
         let reporter = is_first.then(Reporter::default);
         let mut callbacks: Vec<Box<dyn Callback>> = Vec::new();
         if let Some(reporter) = &reporter {
@@ -303,7 +303,7 @@ impl Run<'_> {
 
     /// Adds how to use a saved model.
     fn advise_to_generate(&self, checkpoint: &Path, text: &mut String) {
-        if self.plan.model.objective() == Objective::CausalLm {
+        if self.plan.draft.model.objective() == Objective::CausalLm {
             let _ = writeln!(
                 text,
                 "continue  merak generate {} --prompt TEXT",
@@ -317,7 +317,7 @@ impl Run<'_> {
         let Some(corpus) = &self.corpus else {
             return Ok(None);
         };
-        let room = self.plan.info.max_seq;
+        let room = self.plan.draft.info.max_seq;
         let prompt_len = (room / 4).min(32).min(corpus.validation.len());
         if prompt_len == 0 || room < 2 {
             return Ok(None);

@@ -6,15 +6,14 @@ use std::{
 };
 
 use merak_ckpt::words::file;
+use merak_partition::SplitMethod;
 use merak_pipe::Size;
 use merak_zero::LrSchedule;
 
 use super::{
     arguments::{MerakArguments, keys},
     checked::CheckedArguments,
-    choice::{
-        BackendChoice, CostSource, DataFormat, Device, PartitionMethod, Recompute, SplitMethod,
-    },
+    choice::{BackendChoice, CostSource, DataFormat, Device, PartitionMethod, RecomputeMode},
     range::Number,
     schedule::TrainSchedule,
     special::Ratios,
@@ -306,11 +305,12 @@ fn check_schedule(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 
 fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let mode = a.recompute;
-    let unset_unless = |needed: Recompute| format!("unset unless \"recompute\" is \"{needed}\"");
+    let unset_unless =
+        |needed: RecomputeMode| format!("unset unless \"recompute\" is \"{needed}\"");
     if !a.activation_checkpointing {
         let only = "\"activation_checkpointing\" is true";
         let expected = format!("\"full\" unless {only}");
-        checker.require(mode == Recompute::Full, "recompute", mode, expected)?;
+        checker.require(mode == RecomputeMode::Full, "recompute", mode, expected)?;
         if let Some(Ratios(ratios)) = &a.activation_checkpoint_ratio {
             let expected = format!("unset unless {only}");
             let key = "activation_checkpoint_ratio";
@@ -321,10 +321,10 @@ fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         let key = "activation_checkpoint_ratio";
         let found = format!("{ratios:?}");
         checker.require(
-            mode == Recompute::Full,
+            mode == RecomputeMode::Full,
             key,
             &found,
-            unset_unless(Recompute::Full),
+            unset_unless(RecomputeMode::Full),
         )?;
         checker.require(
             !ratios.is_empty(),
@@ -342,9 +342,14 @@ fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     if let Some(ops) = &a.recompute_ops {
         let names: Vec<_> = ops.iter().map(|op| op.as_str()).collect();
         let found = format!("{names:?}");
-        let selective = mode == Recompute::Selective;
+        let selective = mode == RecomputeMode::Selective;
         let key = "recompute_ops";
-        checker.require(selective, key, &found, unset_unless(Recompute::Selective))?;
+        checker.require(
+            selective,
+            key,
+            &found,
+            unset_unless(RecomputeMode::Selective),
+        )?;
         checker.require(
             !ops.is_empty(),
             key,
@@ -354,12 +359,12 @@ fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     }
     match a.activation_memory_budget {
         Some(budget) => checker.require(
-            mode == Recompute::Budget,
+            mode == RecomputeMode::Budget,
             "activation_memory_budget",
             budget,
-            unset_unless(Recompute::Budget),
+            unset_unless(RecomputeMode::Budget),
         ),
-        None if mode == Recompute::Budget => Err(Error::MissingKey {
+        None if mode == RecomputeMode::Budget => Err(Error::MissingKey {
             key: "activation_memory_budget",
             advice: "\"recompute\" budget needs the bytes that a rank's activations may take"
                 .into(),

@@ -230,7 +230,7 @@ fn check_adapter(
     let saved_name = manifest.header.model["adapter_name"]
         .as_str()
         .unwrap_or("default");
-    let lora = match (&plan.lora, lacks_adapter(manifest)) {
+    let lora = match (&plan.draft.lora, lacks_adapter(manifest)) {
         (Some(lora), false) => lora,
         (Some(_), true) if !is_release && !is_base => {
             return other(
@@ -469,7 +469,7 @@ fn check_position(
 /// The lengths of a checkpoint's sequences and of the run's, where they differ.
 fn other_length(plan: &Plan, checkpoint: &Checkpoint) -> Option<[u64; 2]> {
     let saved = checkpoint.manifest().header.model["seq_length"].as_u64()?;
-    let now = plan.seq_length as u64;
+    let now = plan.draft.seq_length as u64;
     (saved != now).then_some([saved, now])
 }
 
@@ -514,7 +514,7 @@ pub(super) fn warn_of_data(
 /// The name of the base in a checkpoint's adapter, which a resumed run keeps: its weights are those
 /// of the checkpoint. Warns where the run names another base.
 pub(super) fn adapter_base(plan: &Plan, checkpoint: &Checkpoint) -> Option<Value> {
-    let lora = plan.lora.as_ref()?;
+    let lora = plan.draft.lora.as_ref()?;
     let saved = LoraConfig::read(&checkpoint.path().join(ADAPTER_CONFIG)).ok()?;
     let saved = saved.to_json()[BASE_NAME].clone();
     let named = &lora.config.to_json()[BASE_NAME];

@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, path::Path};
 
 use merak_ckpt::{Adapter, Checkpoint, GenerateOptions, Kind, Store};
-use merak_trainer::{MerakTrainer, Workload};
+use merak_trainer::{MerakTrainer, Plan, PlanInputs, Workload};
 use serde_json::{Value, json};
 
 use super::encoders;
@@ -434,7 +434,13 @@ fn what_is_saved_whole_has_no_factors_and_is_what_peft_finds() {
     let mut expected: Vec<_> = layers.chain(["model.norm.weight".to_owned()]).collect();
     expected.sort();
     assert_eq!(trained, expected);
-    let config = plan.lora.as_ref().expect("there is one").config.to_json();
+    let config = plan
+        .draft
+        .lora
+        .as_ref()
+        .expect("there is one")
+        .config
+        .to_json();
     assert_eq!(config["modules_to_save"], lora["modules_to_save"]);
 }
 
@@ -595,7 +601,10 @@ fn targets_that_no_layer_has_are_told() {
     let refusal_of = |case: &Case, config: Value| {
         let case = case.clone().with_lora(folder.path(), &config);
         let model = merak_trace::models::from_config(&case.model).unwrap();
-        let error = merak_trainer::Plan::new(model.into(), &case.arguments()).unwrap_err();
+        let args = case.arguments();
+        let planned =
+            PlanInputs::read(model.into(), &args).and_then(|inputs| Plan::new(&inputs, &args));
+        let error = planned.unwrap_err();
         let place = folder.path().display().to_string();
         merak_trainer::chain(&error).replace(&place, "FOLDER")
     };

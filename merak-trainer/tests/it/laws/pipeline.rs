@@ -1,7 +1,7 @@
 //! L1: schedule, cut, recomputation and compute threads change no bit.
 
 use merak_pipe::{Action, Kind};
-use merak_trainer::{Error, NamedTensors, Plan};
+use merak_trainer::{Error, NamedTensors, Plan, PlanInputs};
 
 use crate::support::{Case, Run, assert_same_bits};
 
@@ -305,7 +305,9 @@ fn within(case: &Case, budget: usize) -> Result<Case, usize> {
         .with("recompute", "budget")
         .with("activation_memory_budget", budget);
     let model = merak_trace::models::from_config(&case.model).expect("a legal model");
-    match Plan::new(model.into(), &case.arguments()) {
+    let args = case.arguments();
+    let inputs = PlanInputs::read(model.into(), &args).expect("there is no adapter");
+    match Plan::new(&inputs, &args) {
         Err(Error::ActivationBudget { least, .. }) => Err(least),
         _ => Ok(case),
     }
