@@ -3,6 +3,21 @@
 use crate::{DType, Element, Error, Result};
 use std::{any::Any, fmt};
 
+/// Where the elements of a [`Buffer`] lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Memory {
+    /// Host memory that begins here.
+    Host(*mut u8),
+    /// Memory of a device that begins here.
+    Device {
+        /// The number of the device on its host.
+        ordinal: usize,
+        /// The address in the device's memory.
+        address: u64,
+    },
+}
+
 /// Flat memory of one element type that a collective can read and write.
 ///
 /// The trait is what this crate, `merak-zero` and the tensor backends share: a backend implements
@@ -41,6 +56,19 @@ pub trait Buffer: Any + Send + Sync + fmt::Debug {
     /// Calls `f` once with the bytes of the buffer for writing, aligned for the element type.
     fn write(&mut self, f: &mut dyn FnMut(&mut [u8]));
 
+    /// Where the elements lie until the buffer is dropped or turned into another type, wherever
+    /// the box is moved. An engine gives this address to a library that works on while the engine
+    /// does other things; meanwhile it calls no other method of the buffer.
+    fn memory(&mut self) -> Memory;
+
+    /// Called after the elements were written through [`Buffer::memory`].
+    fn written(&mut self) {}
+
+    /// A zeroed buffer of `len` elements of this type, on this buffer's device.
+    fn zeros_like(&self, len: usize) -> Box<dyn Buffer> {
+        zeros(self.dtype(), len)
+    }
+
     /// Sets every element to zero, where the memory lies.
     fn clear(&mut self) {
         self.write(&mut |bytes| bytes.fill(0));
@@ -65,6 +93,10 @@ impl<T: Element> Buffer for Vec<T> {
 
     fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
         f(bytemuck::cast_slice_mut(self));
+    }
+
+    fn memory(&mut self) -> Memory {
+        Memory::Host(self.as_mut_ptr().cast())
     }
 
     fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {

@@ -19,7 +19,7 @@
 //! # Ok::<(), Box<dyn Error>>(())
 //! ```
 
-use crate::{Buffer, DType, Element, Error, HostTensor, Result, into_vec};
+use crate::{Buffer, DType, Element, Error, HostTensor, Memory, Result, into_vec};
 use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Storage, Tensor, Var, WithDType};
 use std::{
     any::Any,
@@ -181,6 +181,12 @@ impl Buffer for TensorBuffer {
         };
         with_storage(&self.tensor, &mut write)
             .expect("a contiguous tensor of the CPU has storage to write");
+    }
+
+    fn memory(&mut self) -> Memory {
+        let mut start = std::ptr::null_mut();
+        self.write(&mut |bytes| start = bytes.as_mut_ptr());
+        Memory::Host(start)
     }
 
     fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {

@@ -57,13 +57,24 @@ pub type Message = Vec<Packet>;
 /// ```
 #[must_use = "a started operation must be waited for"]
 pub struct Pending<T> {
+    is_done: Box<dyn Fn() -> bool + Send>,
     finish: Box<dyn FnOnce() -> Result<T> + Send>,
 }
 
 impl<T> Pending<T> {
-    /// Wraps the blocking half of an operation.
+    /// Wraps the blocking half of an operation that is never known to be done before it is waited
+    /// for.
     pub fn new(finish: impl FnOnce() -> Result<T> + Send + 'static) -> Self {
+        Self::polled(|| false, finish)
+    }
+
+    /// Wraps the blocking half of an operation, and what tells whether it would still block.
+    pub fn polled(
+        is_done: impl Fn() -> bool + Send + 'static,
+        finish: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Self {
         Self {
+            is_done: Box::new(is_done),
             finish: Box::new(finish),
         }
     }
@@ -73,7 +84,13 @@ impl<T> Pending<T> {
     where
         T: Send + 'static,
     {
-        Self::new(move || Ok(value))
+        Self::polled(|| true, move || Ok(value))
+    }
+
+    /// Whether [`Pending::wait`] waits for no other rank any more: the peers have done their part,
+    /// or the operation has failed.
+    pub fn is_done(&self) -> bool {
+        (self.is_done)()
     }
 
     /// Applies `f` to the result, on the thread that waits.
@@ -81,7 +98,11 @@ impl<T> Pending<T> {
     where
         T: 'static,
     {
-        Pending::new(move || f(self.wait()?))
+        let Self { is_done, finish } = self;
+        Pending {
+            is_done,
+            finish: Box::new(move || f(finish()?)),
+        }
     }
 
     /// Blocks until the operation is complete and returns its result.
@@ -200,6 +221,17 @@ pub trait Communicator: Send + Sync + fmt::Debug {
         lengths: Vec<usize>,
     ) -> Result<Pending<Box<dyn Buffer>>>;
 
+    /// Joins one `[L]` of each member, in rank order, to `[N * L]` on member `root`; the others get
+    /// an empty buffer.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_reduce`]; also when `root` is not a member.
+    fn start_gather(
+        &self,
+        buffer: Box<dyn Buffer>,
+        root: usize,
+    ) -> Result<Pending<Box<dyn Buffer>>>;
+
     /// Copies the `[L]` of member `root` to every member.
     ///
     /// # Errors
@@ -216,6 +248,18 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// # Errors
     /// As [`Communicator::start_all_reduce`]; also when the length is no multiple of `N`.
     fn start_all_to_all(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>>;
+
+    /// Cuts this member's buffer into one part for each member, sends them, and joins the parts
+    /// that come, both in rank order. Member `p` sends `lengths[p * N + q]` elements to member `q`.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_reduce`]; also when there are not `N * N` lengths, or those of
+    /// this member do not add up to its buffer's.
+    fn start_all_to_all_parts(
+        &self,
+        buffer: Box<dyn Buffer>,
+        lengths: Vec<usize>,
+    ) -> Result<Pending<Box<dyn Buffer>>>;
 
     /// Waits until every member has come here.
     ///

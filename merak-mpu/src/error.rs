@@ -180,6 +180,30 @@ pub enum Error {
         /// What it should be.
         expected: String,
     },
+    /// Only some of the variables are set that a launcher sets.
+    #[error("{found} is set, but {variable} is not: set both or neither")]
+    MissingVariable {
+        /// The name of the missing variable.
+        variable: &'static str,
+        /// The name of one that is set.
+        found: &'static str,
+    },
+    /// An engine that this build does not have.
+    #[error("the engine {engine} is not in this build: {}", other_engine(engine, .instead))]
+    EngineNotBuilt {
+        /// Its name, which is that of its feature.
+        engine: &'static str,
+        /// The engines that are built in.
+        instead: Vec<&'static str>,
+    },
+    /// An engine that cannot connect the processes that were launched.
+    #[error("the engine {engine} does not fit: {reason}")]
+    UnfitEngine {
+        /// Its name.
+        engine: &'static str,
+        /// Why not, and what does.
+        reason: String,
+    },
     /// The environment asks for one process per rank, which no engine of this build can connect.
     #[error(
         "{variable} asks for {world_size} processes, but this build has no engine between processes: \
@@ -200,6 +224,20 @@ fn also(others: &[Wait]) -> String {
         text.push_str(&wait.to_string());
     }
     text
+}
+
+fn other_engine(engine: &str, instead: &[&str]) -> String {
+    let instead = match instead {
+        [] => "none".to_owned(),
+        [only] => (*only).to_owned(),
+        [head @ .., last] => format!("{} or {last}", head.join(", ")),
+    };
+    // The engine of processes that every build with one has is behind no feature.
+    if engine == "tcp" {
+        format!("choose {instead}")
+    } else {
+        format!("build with --features {engine}, or choose {instead}")
+    }
 }
 
 fn fitting(nearest: Option<&Degrees>) -> String {

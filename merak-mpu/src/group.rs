@@ -1,8 +1,8 @@
 //! A group of ranks as its members use it.
 
 use crate::{
-    Buffer, Communicator, Element, Error, Message, Packet, Pending, Rank, ReduceOp, Result, Turn,
-    into_vec,
+    Buffer, Communicator, Element, Engine, Error, Message, Packet, Pending, Rank, ReduceOp, Result,
+    Turn, into_vec, member::join_group,
 };
 use std::{ops::Range, sync::Arc};
 
@@ -32,13 +32,19 @@ const GATHER_TAG: u64 = u64::MAX;
 pub struct Group {
     name: Arc<str>,
     communicator: Arc<dyn Communicator>,
+    engine: Arc<dyn Engine>,
 }
 
 impl Group {
-    pub(crate) fn new(name: &str, communicator: Arc<dyn Communicator>) -> Self {
+    pub(crate) fn new(
+        name: &str,
+        communicator: Arc<dyn Communicator>,
+        engine: Arc<dyn Engine>,
+    ) -> Self {
         Self {
             name: name.into(),
             communicator,
+            engine,
         }
     }
 
@@ -70,6 +76,24 @@ impl Group {
     /// The group rank of a world rank, if it is a member.
     pub fn rank_of(&self, rank: Rank) -> Option<usize> {
         self.members().binary_search(&rank).ok()
+    }
+
+    /// Splits the group into one group for each color: that of the members that gave this one. It
+    /// is named after both, as in `world/3`.
+    ///
+    /// # Communication
+    /// An all-gather of the colors.
+    ///
+    /// # Errors
+    /// As [`Group::all_gather`].
+    pub fn split(&self, color: u32) -> Result<Self> {
+        let colors = self.all_gather_vec(vec![color])?;
+        let chosen = self.members().iter().zip(colors);
+        let members: Vec<Rank> = chosen
+            .filter(|(_, other)| *other == color)
+            .map(|(rank, _)| *rank)
+            .collect();
+        join_group(&self.engine, &format!("{}/{color}", self.name), &members)
     }
 
     /// Reduces `[L]` element by element; every member gets the `[L]` result in its own buffer.
@@ -128,6 +152,15 @@ impl Group {
         into_vec(self.all_gather(Box::new(data))?)
     }
 
+    /// Joins one `[L]` of each member, in rank order, to `[N * L]` on member `root`; the others get
+    /// an empty `Vec`.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_gather`] and [`Pending::wait`].
+    pub fn gather_vec<T: Element>(&self, data: Vec<T>, root: usize) -> Result<Vec<T>> {
+        into_vec(self.start_gather(Box::new(data), root)?.wait()?)
+    }
+
     /// Copies the `[L]` of member `root` to every member.
     ///
     /// # Errors
@@ -161,6 +194,36 @@ impl Group {
         into_vec(self.all_to_all(Box::new(data))?)
     }
 
+    /// Sends the `p`-th part of the data, which has `lengths[p]` elements, to member `p`, and gets
+    /// one part from each, by member. The receivers need not know the lengths.
+    ///
+    /// # Communication
+    /// An all-gather of the lengths, then an exchange of the parts.
+    ///
+    /// # Errors
+    /// As [`Communicator::start_all_to_all_parts`] and [`Pending::wait`].
+    pub fn all_to_all_parts_vec<T: Element>(
+        &self,
+        data: Vec<T>,
+        lengths: &[usize],
+    ) -> Result<Vec<Vec<T>>> {
+        let n = self.world_size();
+        self.check_parts("all_to_all", lengths, (0..lengths.len(), data.len()))?;
+        let own = lengths.iter().map(|&length| signed(length)).collect();
+        let all = self.all_gather_vec::<i64>(own)?;
+        let all: Vec<_> = all.into_iter().map(|length| length as usize).collect();
+        let parts: Vec<_> = all.iter().skip(self.rank()).step_by(n).copied().collect();
+        let pending = self.start_all_to_all_parts(Box::new(data), all)?;
+        let joined: Vec<T> = into_vec(pending.wait()?)?;
+        let mut rest = joined.as_slice();
+        let parts = parts.into_iter().map(|length| {
+            let (part, behind) = rest.split_at(length);
+            rest = behind;
+            part.to_vec()
+        });
+        Ok(parts.collect())
+    }
+
     /// [`Communicator::start_all_gather_parts`] of a `Vec`, and the wait for it.
     ///
     /// # Errors
@@ -184,7 +247,7 @@ impl Group {
     /// # Errors
     /// As [`Group::all_gather`].
     pub fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        let lengths = self.all_gather_vec(vec![length(&bytes)])?;
+        let lengths = self.all_gather_vec(vec![signed(bytes.len())])?;
         let lengths: Vec<_> = lengths.into_iter().map(|length| length as usize).collect();
         let joined = self.all_gather_parts_vec(bytes, lengths.clone())?;
         let mut rest = joined.as_slice();
@@ -233,7 +296,7 @@ impl Group {
     /// # Errors
     /// As [`Group::broadcast`].
     pub fn broadcast_bytes(&self, mut bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
-        let length = self.broadcast_vec(vec![length(&bytes)], root)?[0];
+        let length = self.broadcast_vec(vec![signed(bytes.len())], root)?[0];
         if self.rank() != root {
             bytes.resize(length as usize, 0);
         }
@@ -387,6 +450,18 @@ impl Communicator for Group {
         self.communicator.start_all_gather_parts(buffer, lengths)
     }
 
+    fn start_gather(
+        &self,
+        buffer: Box<dyn Buffer>,
+        root: usize,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        self.check_rank(root)?;
+        if self.is_single() {
+            return Ok(Pending::ready(buffer));
+        }
+        self.communicator.start_gather(buffer, root)
+    }
+
     fn start_broadcast(
         &self,
         buffer: Box<dyn Buffer>,
@@ -405,6 +480,37 @@ impl Communicator for Group {
         }
         self.check_even("all_to_all", buffer.len())?;
         self.communicator.start_all_to_all(buffer)
+    }
+
+    fn start_all_to_all_parts(
+        &self,
+        buffer: Box<dyn Buffer>,
+        lengths: Vec<usize>,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        let n = self.world_size();
+        if lengths.len() != n * n {
+            return Err(Error::BadParts {
+                op: "all_to_all",
+                members: n,
+                reason: format!("there are {} lengths, expected {}", lengths.len(), n * n),
+            });
+        }
+        let whole = lengths
+            .iter()
+            .try_fold(0_usize, |sum, &length| sum.checked_add(length));
+        if whole.is_none() {
+            return Err(Error::BadParts {
+                op: "all_to_all",
+                members: n,
+                reason: "the sum of their lengths is too large".to_owned(),
+            });
+        }
+        let own = &lengths[self.rank() * n..(self.rank() + 1) * n];
+        self.check_parts("all_to_all", own, (0..n, buffer.len()))?;
+        if self.is_single() {
+            return Ok(Pending::ready(buffer));
+        }
+        self.communicator.start_all_to_all_parts(buffer, lengths)
     }
 
     fn barrier(&self) -> Result<()> {
@@ -441,8 +547,8 @@ impl Drop for Group {
     }
 }
 
-fn length(bytes: &[u8]) -> i64 {
-    i64::try_from(bytes.len()).expect("memory is shorter than i64::MAX bytes")
+fn signed(length: usize) -> i64 {
+    i64::try_from(length).expect("memory is shorter than i64::MAX bytes")
 }
 
 /// A group as messages name it: `tensor [0, 1]`.

@@ -1,101 +1,17 @@
 //! How a process finds its world: the launcher's environment, and `init`.
 
+mod engine;
+mod environment;
+mod hosts;
+#[cfg(test)]
+mod tests;
+
+pub use engine::{Built, ChosenEngine, EngineKind};
+pub use environment::{Launch, LaunchVariables, Launcher};
+pub use hosts::{BadHostList, HostList};
+
 use crate::{Degrees, Error, Member, Mpu, Result, threads};
-use serde::{Deserialize, Serialize};
 use std::time::Duration;
-
-/// Which engine connects the ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum EngineKind {
-    /// The one that fits the launch: threads within one process.
-    #[default]
-    Auto,
-    /// Ranks as threads of one process.
-    Threads,
-}
-
-/// What a launcher told this process about its world.
-///
-/// Read from `RANK` and `WORLD_SIZE`, or the SLURM equivalents `SLURM_PROCID` and `SLURM_NTASKS`;
-/// without them a world of one.
-///
-/// ```
-/// use merak_mpu::Launch;
-/// let launch = Launch::from_lookup(|name| (name == "WORLD_SIZE").then(|| "1".to_owned()))?;
-/// assert_eq!((launch.rank, launch.world_size), (0, 1));
-/// let lookup = |name: &str| (name == "RANK").then(|| "first".to_owned());
-/// let error = Launch::from_lookup(lookup).unwrap_err();
-/// assert_eq!(error.to_string(), r#"RANK is "first", but should be a number"#);
-/// # Ok::<(), merak_mpu::Error>(())
-/// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Launch {
-    /// This process's number.
-    pub rank: usize,
-    /// The number of processes.
-    pub world_size: usize,
-    /// The variable that gave the number of processes, if one did.
-    pub source: Option<&'static str>,
-}
-
-impl Launch {
-    /// Reads the variables of the process environment.
-    ///
-    /// # Errors
-    /// As [`Launch::from_lookup`].
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "the launch is where the environment is read"
-    )]
-    pub fn from_env() -> Result<Self> {
-        Self::from_lookup(|name| std::env::var(name).ok())
-    }
-
-    /// Reads the variables through a function, as from a table in a test.
-    ///
-    /// # Errors
-    /// [`Error::BadVariable`] for a value that is no number, a world of 0 or a rank outside the
-    /// world.
-    pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let first_of = |names: [&'static str; 2]| {
-            names
-                .into_iter()
-                .find_map(|name| Some((name, lookup(name)?)))
-        };
-        let size = first_of(["WORLD_SIZE", "SLURM_NTASKS"]);
-        let (source, world_size) = match size {
-            None => (None, 1),
-            Some((name, value)) => (Some(name), number(name, &value)?),
-        };
-        if let (Some(variable), 0) = (source, world_size) {
-            return Err(Error::BadVariable {
-                variable,
-                value: "0".into(),
-                expected: "at least 1".into(),
-            });
-        }
-        let rank = match first_of(["RANK", "SLURM_PROCID"]) {
-            None => 0,
-            Some((name, value)) => {
-                let rank = number(name, &value)?;
-                if rank >= world_size {
-                    return Err(Error::BadVariable {
-                        variable: name,
-                        value,
-                        expected: format!("below the world size of {world_size}"),
-                    });
-                }
-                rank
-            }
-        };
-        Ok(Self {
-            rank,
-            world_size,
-            source,
-        })
-    }
-}
 
 /// The long form of [`init`].
 ///
@@ -150,21 +66,21 @@ impl InitOptions {
     /// Joins the world that `launch` describes.
     ///
     /// # Errors
-    /// [`Error::NoProcessEngine`] when that has several processes: both backends of this build
-    /// connect threads. Else as [`InitOptions::init_member`].
+    /// [`Error::NoProcessEngine`] when that has several processes, which no engine of this build
+    /// connects. Else as [`EngineKind::choose`] and [`InitOptions::init_member`].
     pub fn init_launched(&self, launch: &Launch) -> Result<Mpu> {
-        if let (Some(variable), 2..) = (launch.source, launch.world_size) {
-            return Err(Error::NoProcessEngine {
-                variable,
-                world_size: launch.world_size,
-            });
-        }
         let options = threads::WorldOptions {
             timeout: self.timeout,
             ..threads::WorldOptions::default()
         };
-        let member = match self.backend {
-            EngineKind::Auto | EngineKind::Threads => threads::world(1, options).remove(0),
+        let member = match self.backend.choose(launch, Built::here(), false)? {
+            ChosenEngine::Threads => threads::world(1, options).remove(0),
+            other => {
+                return Err(Error::EngineNotBuilt {
+                    engine: other.as_str(),
+                    instead: vec![ChosenEngine::Threads.as_str()],
+                });
+            }
         };
         self.init_member(member)
     }
@@ -190,7 +106,7 @@ impl InitOptions {
 ///
 /// # Errors
 /// [`Error::WorldSize`] when the degrees do not multiply to the world size,
-/// [`Error::NoProcessEngine`], [`Error::BadVariable`].
+/// [`Error::NoProcessEngine`], [`Error::BadVariable`], [`Error::MissingVariable`].
 ///
 /// ```
 /// assert_eq!(merak_mpu::init(1, 1, 1)?.world_size(), 1);
@@ -209,12 +125,4 @@ pub fn init(dp: usize, tp: usize, pp: usize) -> Result<Mpu> {
         ..InitOptions::default()
     };
     options.init()
-}
-
-fn number(variable: &'static str, value: &str) -> Result<usize> {
-    value.trim().parse().map_err(|_| Error::BadVariable {
-        variable,
-        value: value.to_owned(),
-        expected: "a number".into(),
-    })
 }

@@ -62,7 +62,9 @@
 //! section 3.
 
 mod axis;
+mod bell;
 mod buffer;
+mod call;
 #[cfg(feature = "candle")]
 pub mod candle;
 mod communicator;
@@ -70,7 +72,9 @@ mod degrees;
 mod dtype;
 mod error;
 mod group;
+mod kernel;
 mod launch;
+mod mailbox;
 mod member;
 mod mpu;
 mod rank;
@@ -82,14 +86,17 @@ pub mod threads;
 mod topology;
 
 pub use axis::{Axis, Coord};
-pub use buffer::{Buffer, into_vec, zeros};
+pub use buffer::{Buffer, Memory, into_vec, zeros};
 pub use communicator::{Communicator, Message, Packet, Pending, ReduceOp, Turn};
 pub use degrees::Degrees;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use group::Group;
-pub use launch::{EngineKind, InitOptions, Launch, init};
-pub use member::{Engine, Member};
+pub use launch::{
+    BadHostList, Built, ChosenEngine, EngineKind, HostList, InitOptions, Launch, LaunchVariables,
+    Launcher, init,
+};
+pub use member::{Engine, Failure, Locality, Member};
 pub use mpu::{EMBEDDING, Mpu};
 pub use rank::{Rank, Wait};
 pub use run::{RunError, run_members};

@@ -1,9 +1,11 @@
 //! One rank's membership of a world, for any engine.
 
 use crate::{Communicator, Degrees, Error, Group, Rank, Result};
+use serde::{Deserialize, Serialize};
 use std::{
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Instant,
 };
 
 /// What an engine (threads, later sockets, MPI, NCCL) offers to one rank of a world.
@@ -26,12 +28,42 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// Poisons the world: each pending and later call on any rank returns [`Error::Aborted`].
     fn abort(&self, reason: &str);
 
-    /// States that this rank will start nothing more, so that peers that wait for it fail at once.
-    /// What it has started or sent before is still completed.
+    /// States that this rank will start nothing more, so that peers that wait for it fail at once,
+    /// and returns when the peers need its process no more to complete what it has started or sent.
+    /// A world that has failed, or the longest wait, ends this too.
     fn end(&self);
 
-    /// The rank whose call poisoned the world, if it is poisoned.
-    fn first_failure(&self) -> Option<Rank>;
+    /// What poisoned the world, if it is poisoned.
+    fn failure(&self) -> Option<Failure>;
+
+    /// Where this rank runs.
+    fn locality(&self) -> Locality;
+
+    /// One moment, the same on every rank, from which the timelines of the ranks count. Between
+    /// processes it is as exact as half the time that a message takes there and back.
+    fn epoch(&self) -> Instant;
+}
+
+/// Why a world is poisoned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// The rank that is to blame. It may be one that never came.
+    pub culprit: Rank,
+    /// The rank that noticed.
+    pub reporter: Rank,
+    /// What happened.
+    pub reason: String,
+}
+
+/// Where a rank runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Locality {
+    /// The number of the host, from 0 in the order of the hosts' first ranks.
+    pub host: usize,
+    /// The place of the rank among those of its host, in ascending rank.
+    pub local_rank: usize,
+    /// The number of ranks on its host.
+    pub local_size: usize,
 }
 
 /// One rank's handle on its world: its number, and how it joins groups.
@@ -81,25 +113,7 @@ impl Member {
     /// [`Error::BadGroup`] unless `members` ascend, exist and include this rank;
     /// [`Error::Aborted`].
     pub fn group(&self, name: &str, members: &[Rank]) -> Result<Group> {
-        let bad = |reason: &str| Error::BadGroup {
-            name: name.to_owned(),
-            members: members.iter().map(|rank| rank.0).collect(),
-            reason: reason.to_owned(),
-        };
-        if !members.is_sorted_by(|a, b| a < b) {
-            return Err(bad("members must ascend"));
-        }
-        if members
-            .last()
-            .is_some_and(|last| last.0 >= self.world_size())
-        {
-            return Err(bad(&format!("the world has {} ranks", self.world_size())));
-        }
-        if !members.contains(&self.rank()) {
-            return Err(bad(&format!("rank {} is not among them", self.rank())));
-        }
-        let communicator = self.engine.communicator(name, members)?;
-        Ok(Group::new(name, communicator))
+        join_group(&self.engine, name, members)
     }
 
     /// Joins a group of all ranks, named `world`.
@@ -109,6 +123,26 @@ impl Member {
     pub fn world_group(&self) -> Result<Group> {
         let everybody: Vec<Rank> = (0..self.world_size()).map(Rank).collect();
         self.group("world", &everybody)
+    }
+
+    /// Where this rank runs.
+    pub fn locality(&self) -> Locality {
+        self.engine.locality()
+    }
+
+    /// One moment, the same on every rank; see [`Engine::epoch`].
+    pub fn epoch(&self) -> Instant {
+        self.engine.epoch()
+    }
+
+    /// What poisoned the world, if it is poisoned.
+    pub fn failure(&self) -> Option<Failure> {
+        self.engine.failure()
+    }
+
+    /// Ends this rank's part in the world; see [`Engine::end`].
+    pub fn end(&self) {
+        self.engine.end();
     }
 
     /// Poisons the world with this rank as the culprit.
@@ -132,4 +166,27 @@ impl Drop for Member {
             self.engine.abort("panicked");
         }
     }
+}
+
+/// Joins a group through an engine's handle, after a check of the members.
+pub(crate) fn join_group(engine: &Arc<dyn Engine>, name: &str, members: &[Rank]) -> Result<Group> {
+    let bad = |reason: &str| Error::BadGroup {
+        name: name.to_owned(),
+        members: members.iter().map(|rank| rank.0).collect(),
+        reason: reason.to_owned(),
+    };
+    if !members.is_sorted_by(|a, b| a < b) {
+        return Err(bad("members must ascend"));
+    }
+    if members
+        .last()
+        .is_some_and(|last| last.0 >= engine.world_size())
+    {
+        return Err(bad(&format!("the world has {} ranks", engine.world_size())));
+    }
+    if !members.contains(&engine.rank()) {
+        return Err(bad(&format!("rank {} is not among them", engine.rank())));
+    }
+    let communicator = engine.communicator(name, members)?;
+    Ok(Group::new(name, communicator, Arc::clone(engine)))
 }

@@ -92,9 +92,9 @@ where
             })
             .collect()
     });
-    let first = engines.iter().find_map(|engine| engine.first_failure());
-    if let Some(first) = first.filter(|first| results[first.0].is_err()) {
-        results.swap(0, first.0);
+    let first = engines.iter().find_map(|engine| engine.failure());
+    if let Some(first) = first.filter(|first| results[first.reporter.0].is_err()) {
+        results.swap(0, first.reporter.0);
     }
     results.into_iter().collect()
 }

@@ -23,8 +23,6 @@
 mod affinity;
 mod collective;
 mod communicator;
-mod kernel;
-mod mailbox;
 mod plan;
 mod turns;
 mod wait;

@@ -1,11 +1,11 @@
 //! What ran when, planned or recorded.
 
 use crate::Action;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
 /// One action and its time: seconds when it was recorded, units of the costs when it was simulated.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Span {
     /// The action.
     pub action: Action,
@@ -19,7 +19,7 @@ pub struct Span {
 ///
 /// The simulator and the engine both make it, so that plan and fact can be drawn one above the
 /// other.
-#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Timeline {
     /// For each rank its spans, first to last.
     pub ranks: Vec<Vec<Span>>,

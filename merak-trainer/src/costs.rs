@@ -39,13 +39,29 @@ use std::{
 };
 
 /// What decides how long the parts of a step take.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(from = "Option<Profile>", into = "Option<Profile>")]
 pub enum CostModel {
     /// Floating-point operations, in billions, on ranks that each have a core; messages are free.
     #[default]
     Counted,
     /// Seconds on this machine, whose cores the ranks share.
     Measured(Arc<Profile>),
+}
+
+impl From<Option<Profile>> for CostModel {
+    fn from(measured: Option<Profile>) -> Self {
+        measured.map_or(Self::Counted, |profile| Self::Measured(Arc::new(profile)))
+    }
+}
+
+impl From<CostModel> for Option<Profile> {
+    fn from(costs: CostModel) -> Self {
+        match costs {
+            CostModel::Counted => None,
+            CostModel::Measured(profile) => Some(Arc::unwrap_or_clone(profile)),
+        }
+    }
 }
 
 /// The costs of a run: a model of them under the run's arguments.
@@ -129,8 +145,7 @@ impl CostModel {
         if args.cost_model == CostSource::Counted || args.compute.device != Device::Cpu {
             return Ok(Self::Counted);
         }
-        let profile = Profile::of(inputs, args, cache)?;
-        Ok(profile.map_or(Self::Counted, |profile| Self::Measured(Arc::new(profile))))
+        Ok(Profile::of(inputs, args, cache)?.into())
     }
 }
 

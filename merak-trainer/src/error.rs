@@ -773,6 +773,30 @@ pub enum Error {
         /// What happened there, with its causes.
         cause: String,
     },
+    /// A rank in another process failed, and the run with it.
+    #[error("rank {rank} failed: {cause}")]
+    OtherRank {
+        /// The rank that failed first.
+        rank: usize,
+        /// What happened there, with its causes.
+        cause: String,
+    },
+    /// Options of a command do not fit together, or lead nowhere.
+    #[error("{0}")]
+    CommandLine(String),
+    /// An error that a lower rank has too, and tells.
+    #[error(transparent)]
+    Told(Box<Error>),
+    /// The processes of a run were started with different things.
+    #[error("{what} differs from that of rank 0: here \"{here}\", there \"{there}\"")]
+    OtherRun {
+        /// What differs.
+        what: &'static str,
+        /// Its first line that differs.
+        here: String,
+        /// The line of rank 0.
+        there: String,
+    },
     /// A rank failed in a training step, or in what belongs to it.
     #[error("rank {rank} ({}) failed {part} step {step}", stages_of(stages))]
     Step {

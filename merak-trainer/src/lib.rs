@@ -100,7 +100,7 @@ pub use trainer::{
     ADAPTER_CONFIG, BestModel, Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepRecord,
     StepReport, TrainOutput, TrainerParts,
 };
-pub use world::{chain, run_world, threads_per_rank};
+pub use world::{World, chain, run_world, threads_per_rank};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

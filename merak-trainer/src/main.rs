@@ -79,7 +79,7 @@ fn main() -> ExitCode {
         Command::Trace(args) => commands::trace::run(args),
         Command::Schedule(args) => commands::schedule::run(&args),
         Command::Config(args) => commands::config::run(args),
-        Command::Generate(args) => commands::generate::run(&args),
+        Command::Generate(args) => commands::generate::run(&args, &screen),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::Bench(bench) => commands::bench::run(&bench),
         Command::Completions { shell } => {

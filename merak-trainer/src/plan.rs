@@ -200,6 +200,15 @@ impl Plan {
         Ok(self.report()?)
     }
 
+    /// What the plan decides, as text: plans that run alike have the same text.
+    ///
+    /// # Errors
+    /// As [`Plan::partition_report`].
+    pub fn digest(&self) -> Result<String> {
+        let report = self.partition_report()?.to_text(None);
+        Ok(format!("{report}\n{}", self.schedule.to_csv()))
+    }
+
     /// How long a step will take by these costs; `None` where nothing was measured.
     ///
     /// # Errors

@@ -31,7 +31,7 @@ use crate::{
     threads_per_rank,
 };
 use merak_mpu::{Mpu, ReduceOp};
-use merak_pipe::{GroupLink, PipelineEngine, Span};
+use merak_pipe::{GroupLink, PipelineEngine, Span, Timeline};
 use std::{
     collections::BTreeMap,
     fmt,
@@ -281,6 +281,34 @@ impl MerakTrainer {
     /// in which memory is touched and threads wake up, is left out once there is another.
     pub fn records(&self) -> impl ExactSizeIterator<Item = &StepRecord> {
         self.records.steps()
+    }
+
+    /// What every rank of this rank's pipeline ran in these steps, on the pipeline's first rank; an
+    /// empty timeline elsewhere.
+    ///
+    /// # Communication
+    /// A gathering of the spans over the pipeline.
+    ///
+    /// # Errors
+    /// When a rank fails meanwhile.
+    pub fn gather_timeline(&self) -> Result<Timeline> {
+        let spans: Vec<Span> = self
+            .records
+            .steps()
+            .flat_map(|record| record.spans.iter().copied())
+            .collect();
+        let spans = serde_json::to_vec(&spans).expect("spans are plain data");
+        let ranks = self
+            .stages
+            .mpu
+            .pipeline_parallel_group()
+            .gather_bytes(spans, 0)?;
+        let ranks = ranks.iter().map(|spans| serde_json::from_slice(spans));
+        Ok(Timeline {
+            ranks: ranks
+                .collect::<serde_json::Result<_>>()
+                .expect("a rank's own spans"),
+        })
     }
 
     /// The most bytes of activations that were alive at once on this rank.

@@ -2,12 +2,181 @@
 
 use crate::{CheckedArguments, Error, Result, ThreadsPerRank};
 use merak_ckpt::words::sentence;
-use merak_mpu::{Member, RunError, threads};
+use merak_mpu::{Group, Member, Rank, RunError, run_members, threads};
 use std::{error::Error as StdError, fmt, time::Duration};
 
 /// Upper bound on ranks as threads of one process: beyond it a system runs out of threads, and no
 /// machine has the cores.
 const MAX_RANKS: usize = 1024;
+
+/// The ranks of a run, as this process sees them.
+///
+/// They are threads of this process, or processes of which this is one. The first rank prints, and
+/// writes the files that all share.
+#[derive(Debug)]
+pub struct World(Ranks);
+
+#[derive(Debug)]
+enum Ranks {
+    Threads,
+    Process { member: Member, group: Group },
+}
+
+impl World {
+    /// Ranks that are threads of this process.
+    pub fn of_threads() -> Self {
+        Self(Ranks::Threads)
+    }
+
+    /// Ranks that are processes, of which this one is `member`.
+    ///
+    /// # Errors
+    /// [`Error::Group`] when the world has failed already.
+    pub fn of_process(member: Member) -> Result<Self> {
+        let group = member.group("run", &everybody(&member))?;
+        Ok(Self(Ranks::Process { member, group }))
+    }
+
+    /// Whether the first rank is one of this process.
+    pub fn has_first(&self) -> bool {
+        match &self.0 {
+            Ranks::Threads => true,
+            Ranks::Process { member, .. } => member.rank().0 == 0,
+        }
+    }
+
+    /// The value of `prepared` where every process has one.
+    ///
+    /// # Communication
+    /// Between processes, an all-gather of the errors' texts.
+    ///
+    /// # Errors
+    /// This process's own error; [`Error::Told`] with it where a lower rank has the same error;
+    /// [`Error::OtherRank`] with the first rank that has one where this process has none.
+    pub fn agree<T>(&self, prepared: Result<T>) -> Result<T> {
+        let Ranks::Process { member, group } = &self.0 else {
+            return prepared;
+        };
+        let own = prepared.as_ref().err().map(|error| chain(error));
+        let texts = group.all_gather_bytes(own.clone().unwrap_or_default().into_bytes())?;
+        let first_with = |text: &dyn Fn(&[u8]) -> bool| texts.iter().position(|found| text(found));
+        match (prepared, own) {
+            (Err(error), Some(own)) => {
+                let told = first_with(&|text| text == own.as_bytes());
+                Err(if told.is_some_and(|rank| rank < member.rank().0) {
+                    Error::Told(Box::new(error))
+                } else {
+                    error
+                })
+            }
+            (prepared, _) => match first_with(&|text| !text.is_empty()) {
+                None => prepared,
+                Some(rank) => Err(Error::OtherRank {
+                    rank,
+                    cause: String::from_utf8_lossy(&texts[rank]).into_owned(),
+                }),
+            },
+        }
+    }
+
+    /// What the first rank makes, on every process. A process that makes it nowhere else reads the
+    /// same bytes as the first rank does.
+    ///
+    /// # Communication
+    /// Between processes, as [`World::agree`], and a broadcast of the bytes.
+    ///
+    /// # Errors
+    /// As [`World::agree`], where `make` fails.
+    pub fn share(&self, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+        let made = if self.has_first() {
+            make()
+        } else {
+            Ok(Vec::new())
+        };
+        let made = self.agree(made)?;
+        match &self.0 {
+            Ranks::Threads => Ok(made),
+            Ranks::Process { group, .. } => Ok(group.broadcast_bytes(made, 0)?),
+        }
+    }
+
+    /// Checks that every process has the first rank's text, which says `what`.
+    ///
+    /// # Communication
+    /// As [`World::share`].
+    ///
+    /// # Errors
+    /// [`Error::OtherRun`] on the ranks with another text, with the first line that differs;
+    /// [`Error::OtherRank`] on the others.
+    pub fn check_same(&self, what: &'static str, text: &str) -> Result<()> {
+        let first = self.share(|| Ok(text.as_bytes().to_vec()))?;
+        let first = String::from_utf8_lossy(&first);
+        let mut lines = first.lines();
+        let mut own = text.lines();
+        let difference = loop {
+            match (lines.next(), own.next()) {
+                (None, None) => break None,
+                (there, here) if there != here => break Some((there, here)),
+                _ => {}
+            }
+        };
+        let line = |line: Option<&str>| line.unwrap_or("its end").to_owned();
+        self.agree(difference.map_or(Ok(()), |(there, here)| {
+            Err(Error::OtherRun {
+                what,
+                here: line(here),
+                there: line(there),
+            })
+        }))
+    }
+
+    /// Runs `body` on every rank; returns the result of the lowest rank of this process.
+    ///
+    /// # Errors
+    /// As [`run_world`]; [`Error::OtherRank`] in the processes of the ranks that did not fail.
+    pub fn run<T: Send>(
+        &self,
+        args: &CheckedArguments,
+        body: impl Fn(Member) -> Result<T> + Sync,
+    ) -> Result<T> {
+        let results = match &self.0 {
+            Ranks::Threads => run_world(args, body)?,
+            Ranks::Process { member, .. } => {
+                let (rank, world) = (member.rank(), member.world_size());
+                args.check_world(world)?;
+                let stack = threads::WorldOptions::default().stack_bytes;
+                let outcome = run_members(vec![member.clone()], stack, |member| {
+                    body(member).map_err(Cause)
+                });
+                match member.failure() {
+                    // What this rank met follows from what another did.
+                    Some(failure) if outcome.is_err() && failure.culprit != rank => {
+                        return Err(Error::OtherRank {
+                            rank: failure.culprit.0,
+                            cause: failure.reason,
+                        });
+                    }
+                    _ => of_ranks(world, outcome)?,
+                }
+            }
+        };
+        let lowest = results.into_iter().next();
+        Ok(lowest.expect("a process has a rank"))
+    }
+}
+
+/// The end of the process's part in the world; the peers of one that ends too early fail at once.
+impl Drop for World {
+    fn drop(&mut self) {
+        if let Ranks::Process { member, .. } = &self.0 {
+            member.end();
+        }
+    }
+}
+
+fn everybody(member: &Member) -> Vec<Rank> {
+    (0..member.world_size()).map(Rank).collect()
+}
 
 /// Runs `body` on every rank of the arguments' world, as threads of this process, and returns the
 /// results by rank.
@@ -39,6 +208,11 @@ pub(crate) fn run_ranks<T: Send>(
         ..Default::default()
     };
     let outcome = threads::run(world, options, |member| body(member).map_err(Cause));
+    of_ranks(world, outcome)
+}
+
+/// The results of ranks, with the failure of one as an error of this crate.
+fn of_ranks<T>(world: usize, outcome: Result<Vec<T>, RunError<Cause>>) -> Result<Vec<T>> {
     outcome.map_err(|error| match error {
         // The rank is left out where it is the only one, where the error concerns all ranks, and
         // where the error names its rank.

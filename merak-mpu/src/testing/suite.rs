@@ -15,14 +15,17 @@
 mod collectives;
 mod faults;
 mod messages;
+mod places;
 
 use crate::Member;
 
 pub use collectives::{
-    collectives_of_all_types, groups_side_by_side, single_groups, waits_in_any_order,
+    collectives_of_all_types, exchanges_of_parts, groups_side_by_side, single_groups, splits,
+    waits_in_any_order,
 };
 pub use faults::faults;
-pub use messages::{message_order, ring_exchange};
+pub use messages::{message_order, receipts_are_polled, ring_exchange};
+pub use places::{localities, memory_stays_put};
 
 /// A check that all ranks of a world run together.
 pub type Check = fn(&Member);
@@ -31,8 +34,13 @@ pub type Check = fn(&Member);
 pub const CHECKS: &[(&str, Check)] = &[
     ("collectives_of_all_types", collectives_of_all_types),
     ("waits_in_any_order", waits_in_any_order),
+    ("exchanges_of_parts", exchanges_of_parts),
     ("groups_side_by_side", groups_side_by_side),
+    ("splits", splits),
     ("single_groups", single_groups),
     ("ring_exchange", ring_exchange),
     ("message_order", message_order),
+    ("receipts_are_polled", receipts_are_polled),
+    ("localities", localities),
+    ("memory_stays_put", memory_stays_put),
 ];

@@ -4,11 +4,8 @@
     reason = "threads work on disjoint chunks of buffers that one of them holds open"
 )]
 
-use super::{
-    plan::{ChunkPlan, Fingerprint, Footprint},
-    world::lock,
-};
-use crate::{Buffer, DType, zeros};
+use super::plan::{ChunkPlan, Footprint};
+use crate::{Buffer, DType, bell::lock, call::Fingerprint};
 use std::{
     hint, mem,
     sync::{
@@ -73,7 +70,7 @@ impl Collective {
     pub(super) fn deposit(&self, rank: usize, input: Box<dyn Buffer>) -> bool {
         let mut deposits = lock(&self.deposits);
         let output = ChunkPlan::output_len(&self.fingerprint, rank, deposits.len())
-            .map(|len| zeros(self.fingerprint.dtype, len));
+            .map(|len| input.zeros_like(len));
         deposits[rank] = Some(Deposit { input, output });
         let full = deposits.iter().all(Option::is_some);
         if full {

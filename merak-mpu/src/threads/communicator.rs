@@ -1,15 +1,12 @@
 //! The communicator of a group of threads.
 
-use super::{
-    collective::Collective,
-    mailbox::Mailbox,
-    plan::{Call, Fingerprint, Parts},
-    wait::{self, Bell},
-    world::{World, lock},
-};
+use super::{collective::Collective, wait, world::World};
 use crate::{
     Buffer, Communicator, Error, Message, Pending, Rank, ReduceOp, Result, Turn, Wait,
+    bell::{Bell, lock},
+    call::{Call, Fingerprint, Parts},
     group::describe,
+    mailbox::Mailbox,
 };
 use std::{
     collections::BTreeMap,
@@ -119,8 +116,12 @@ impl Handle {
             lock(&group.gathering).remove(&sequence);
             group.bell.ring();
         }
-        let seat = Arc::clone(&self.seat);
-        Ok(Pending::new(move || seat.finish(&collective, sequence)))
+        let (seat, other) = (Arc::clone(&self.seat), Arc::clone(&self.seat));
+        let watched = Arc::clone(&collective);
+        Ok(Pending::polled(
+            move || watched.is_full() || other.world.check().is_err(),
+            move || seat.finish(&collective, sequence),
+        ))
     }
 }
 
@@ -310,6 +311,15 @@ impl Communicator for Handle {
         self.start_of(Call::AllGather, buffer, Parts::Listed(lengths.into()))
     }
 
+    fn start_gather(
+        &self,
+        buffer: Box<dyn Buffer>,
+        root: usize,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        self.seat.check_peer(root)?;
+        self.start(Call::Gather { root }, buffer)
+    }
+
     fn start_broadcast(
         &self,
         buffer: Box<dyn Buffer>,
@@ -321,6 +331,14 @@ impl Communicator for Handle {
 
     fn start_all_to_all(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
         self.start(Call::AllToAll, buffer)
+    }
+
+    fn start_all_to_all_parts(
+        &self,
+        buffer: Box<dyn Buffer>,
+        lengths: Vec<usize>,
+    ) -> Result<Pending<Box<dyn Buffer>>> {
+        self.start_of(Call::AllToAll, buffer, Parts::Listed(lengths.into()))
     }
 
     fn barrier(&self) -> Result<()> {
@@ -339,8 +357,14 @@ impl Communicator for Handle {
         self.seat.world.check()?;
         self.seat.check_peer(from)?;
         let number = self.seat.group.mailboxes[self.seat.rank].post(from, tag);
-        let seat = Arc::clone(&self.seat);
-        Ok(Pending::new(move || seat.receive(from, tag, number)))
+        let (seat, other) = (Arc::clone(&self.seat), Arc::clone(&self.seat));
+        let has_come = move || {
+            let mailbox = &other.group.mailboxes[other.rank];
+            mailbox.has(from, tag, number) || other.world.check().is_err()
+        };
+        Ok(Pending::polled(has_come, move || {
+            seat.receive(from, tag, number)
+        }))
     }
 
     fn turn(&self) -> Result<Turn> {

@@ -1,84 +1,13 @@
 //! What a collective does, cut into chunks that touch different memory.
 
-use super::kernel;
-use crate::{DType, ReduceOp};
-use std::{fmt, ops::Range, sync::Arc};
+use crate::{
+    call::{Call, Fingerprint, Parts},
+    kernel,
+};
+use std::ops::Range;
 
 /// Bytes of one chunk in each buffer: small enough that a few of them stay in a core's cache.
 const CHUNK_BYTES: usize = 32 << 10;
-
-/// Which collective was called.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Call {
-    AllReduce(ReduceOp),
-    ReduceScatter(ReduceOp),
-    AllGather,
-    Broadcast { root: usize },
-    AllToAll,
-    Barrier,
-}
-
-impl Call {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::AllReduce(_) => "all_reduce",
-            Self::ReduceScatter(_) => "reduce_scatter",
-            Self::AllGather => "all_gather",
-            Self::Broadcast { .. } => "broadcast",
-            Self::AllToAll => "all_to_all",
-            Self::Barrier => "barrier",
-        }
-    }
-}
-
-/// The lengths of what the members bring or get.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Parts {
-    /// Each member's buffer is of this length, and where it is cut, it is cut evenly.
-    Equal(usize),
-    /// By member, the length of its part: of its input where parts are joined, of its output where
-    /// a buffer is cut.
-    Listed(Arc<[usize]>),
-}
-
-/// What all members of a group must agree on.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Fingerprint {
-    pub(super) call: Call,
-    pub(super) dtype: DType,
-    pub(super) parts: Parts,
-}
-
-/// Most lengths of parts that a message lists.
-const MOST_LISTED: usize = 16;
-
-impl fmt::Display for Fingerprint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { call, dtype, parts } = self;
-        f.write_str(call.name())?;
-        match call {
-            Call::AllReduce(op) | Call::ReduceScatter(op) => write!(f, "({op})")?,
-            Call::Broadcast { root } => write!(f, "(root {root})")?,
-            Call::Barrier => return Ok(()),
-            Call::AllGather | Call::AllToAll => {}
-        }
-        match parts {
-            Parts::Equal(len) => write!(f, " of {len} {dtype}"),
-            Parts::Listed(lengths) => {
-                let listed = &lengths[..lengths.len().min(MOST_LISTED)];
-                let more = if listed.len() < lengths.len() {
-                    ", .."
-                } else {
-                    ""
-                };
-                let whole: usize = lengths.iter().sum();
-                let listed: Vec<_> = listed.iter().map(usize::to_string).collect();
-                let listed = listed.join(", ");
-                write!(f, " of {whole} {dtype} in parts of {listed}{more}")
-            }
-        }
-    }
-}
 
 /// The chunks of one collective over `n` members.
 ///
@@ -98,29 +27,54 @@ pub(super) struct ChunkPlan {
 enum Blocks {
     /// Each block has this many bytes in each buffer.
     Equal { bytes: usize, chunks: usize },
-    /// By block, its first chunk, and its bytes in a buffer that has all blocks.
-    Listed(Vec<(usize, Range<usize>)>),
+    /// In the order of their chunks.
+    Listed(Vec<Block>),
+}
+
+/// A block of a length of its own.
+#[derive(Debug)]
+struct Block {
+    /// Its first chunk.
+    first: usize,
+    /// Its bytes in the buffer where it is cut out, or where a buffer has all blocks.
+    bytes: Range<usize>,
+    /// Where it begins in the buffer that it goes to.
+    target: usize,
 }
 
 impl Blocks {
-    /// The block of a chunk, its bytes in a buffer that has all blocks, and the chunk's within
-    /// them.
-    fn find(&self, chunk: usize) -> (usize, Range<usize>, Range<usize>) {
-        let (block, first, bytes) = match self {
+    /// The number of a chunk's block, the block, and the chunk's bytes within it.
+    fn find(&self, chunk: usize) -> (usize, Block, Range<usize>) {
+        let (number, block) = match self {
             Self::Equal { bytes, chunks } => {
-                let block = chunk / chunks;
-                (block, block * chunks, block * bytes..(block + 1) * bytes)
+                let number = chunk / chunks;
+                let block = Block {
+                    first: number * chunks,
+                    bytes: number * bytes..(number + 1) * bytes,
+                    target: number * bytes,
+                };
+                (number, block)
             }
             Self::Listed(blocks) => {
                 // Blocks without a chunk share their first one with the block behind them.
-                let block = blocks.partition_point(|(first, _)| *first <= chunk) - 1;
-                let (first, bytes) = &blocks[block];
-                (block, *first, bytes.clone())
+                let number = blocks.partition_point(|block| block.first <= chunk) - 1;
+                let Block {
+                    first,
+                    ref bytes,
+                    target,
+                } = blocks[number];
+                let bytes = bytes.clone();
+                let block = Block {
+                    first,
+                    bytes,
+                    target,
+                };
+                (number, block)
             }
         };
-        let start = (chunk - first) * CHUNK_BYTES;
-        let range = start..(start + CHUNK_BYTES).min(bytes.len());
-        (block, bytes, range)
+        let start = (chunk - block.first) * CHUNK_BYTES;
+        let range = start..(start + CHUNK_BYTES).min(block.bytes.len());
+        (number, block, range)
     }
 }
 
@@ -135,7 +89,7 @@ impl ChunkPlan {
                 let (blocks, block_len) = match fingerprint.call {
                     Call::AllReduce(_) | Call::Broadcast { .. } => (1, *len),
                     Call::ReduceScatter(_) => (n, len / n),
-                    Call::AllGather => (n, *len),
+                    Call::AllGather | Call::Gather { .. } => (n, *len),
                     Call::AllToAll => (n * (n - 1) / 2, len / n),
                     Call::Barrier => (0, 0),
                 };
@@ -144,12 +98,28 @@ impl ChunkPlan {
                 (Blocks::Equal { bytes, chunks }, blocks * chunks)
             }
             Parts::Listed(lengths) => {
+                let exchange = fingerprint.call == Call::AllToAll;
                 let (mut chunks, mut end) = (0, 0);
-                let blocks = lengths.iter().map(|len| {
-                    let (first, start) = (chunks, end);
-                    end += len * size;
-                    chunks += (len * size).div_ceil(CHUNK_BYTES);
-                    (first, start..end)
+                // By receiver, where in its buffer the next part from a sender lies.
+                let mut targets = vec![0; n];
+                let blocks = lengths.iter().enumerate().map(|(number, len)| {
+                    if exchange && number.is_multiple_of(n) {
+                        end = 0;
+                    }
+                    let (first, start, bytes) = (chunks, end, len * size);
+                    end += bytes;
+                    chunks += bytes.div_ceil(CHUNK_BYTES);
+                    let target = if exchange {
+                        targets[number % n] += bytes;
+                        targets[number % n] - bytes
+                    } else {
+                        start
+                    };
+                    Block {
+                        first,
+                        bytes: start..end,
+                        target,
+                    }
                 });
                 (Blocks::Listed(blocks.collect()), chunks)
             }
@@ -167,8 +137,14 @@ impl ChunkPlan {
         match (fingerprint.call, &fingerprint.parts) {
             (Call::ReduceScatter(_), Parts::Equal(len)) => Some(len / n),
             (Call::ReduceScatter(_), Parts::Listed(lengths)) => Some(lengths[rank]),
-            (Call::AllGather, Parts::Equal(len)) => Some(len * n),
-            (Call::AllGather, Parts::Listed(lengths)) => Some(lengths.iter().sum()),
+            (Call::Gather { root }, _) if root != rank => Some(0),
+            (Call::AllGather | Call::Gather { .. }, Parts::Equal(len)) => Some(len * n),
+            (Call::AllGather | Call::Gather { .. }, Parts::Listed(lengths)) => {
+                Some(lengths.iter().sum())
+            }
+            (Call::AllToAll, Parts::Listed(lengths)) => {
+                Some(lengths.iter().skip(rank).step_by(n).sum())
+            }
             (Call::AllReduce(_) | Call::Broadcast { .. } | Call::AllToAll | Call::Barrier, _) => {
                 None
             }
@@ -182,18 +158,19 @@ impl ChunkPlan {
     /// The memory of a chunk. Footprints of two chunks never overlap, nor do the parts of one.
     pub(super) fn footprint(&self, chunk: usize) -> Footprint {
         let n = self.n;
-        let (block, bytes, range) = self.blocks.find(chunk);
+        let (number, Block { bytes, target, .. }, range) = self.blocks.find(chunk);
         let at = |offset: usize| offset + range.start..offset + range.end;
         match self.fingerprint.call {
             Call::AllReduce(_) => (0..n).map(|rank| (rank, at(0))).collect(),
             Call::ReduceScatter(_) => {
                 let inputs = (0..n).map(|rank| (rank, at(bytes.start)));
-                inputs.chain([(n + block, at(0))]).collect()
+                inputs.chain([(n + number, at(0))]).collect()
             }
             Call::AllGather => {
                 let outputs = (0..n).map(|rank| (n + rank, at(bytes.start)));
-                [(block, at(0))].into_iter().chain(outputs).collect()
+                [(number, at(0))].into_iter().chain(outputs).collect()
             }
+            Call::Gather { root } => vec![(number, at(0)), (n + root, at(bytes.start))],
             Call::Broadcast { root } => {
                 let others = (0..n).filter(|&rank| rank != root);
                 [root]
@@ -202,8 +179,12 @@ impl ChunkPlan {
                     .map(|rank| (rank, at(0)))
                     .collect()
             }
+            Call::AllToAll if self.exchanges_parts() => {
+                let (from, to) = (number / n, number % n);
+                vec![(from, at(bytes.start)), (n + to, at(target))]
+            }
             Call::AllToAll => {
-                let (low, high) = pair(block, n);
+                let (low, high) = pair(number, n);
                 let part = |number: usize| at(number * bytes.len());
                 vec![(low, part(high)), (high, part(low))]
             }
@@ -219,20 +200,25 @@ impl ChunkPlan {
             Call::ReduceScatter(op) => {
                 kernel::reduce(dtype, op, self.n, memory, self.n..self.n + 1);
             }
-            Call::AllGather | Call::Broadcast { .. } => {
+            Call::AllToAll if !self.exchanges_parts() => {
+                if let [low, high] = memory {
+                    low.swap_with_slice(high);
+                }
+            }
+            Call::AllGather | Call::Gather { .. } | Call::Broadcast { .. } | Call::AllToAll => {
                 if let Some((source, targets)) = memory.split_first_mut() {
                     for target in targets {
                         target.copy_from_slice(source);
                     }
                 }
             }
-            Call::AllToAll => {
-                if let [low, high] = memory {
-                    low.swap_with_slice(high);
-                }
-            }
             Call::Barrier => {}
         }
+    }
+
+    /// Whether the parts of an exchange have lengths of their own, so that it needs room for them.
+    fn exchanges_parts(&self) -> bool {
+        matches!(self.fingerprint.parts, Parts::Listed(_))
     }
 }
 
@@ -252,6 +238,7 @@ fn pair(index: usize, n: usize) -> (usize, usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{DType, ReduceOp};
     use proptest::prelude::*;
 
     fn calls(n: usize) -> impl Strategy<Value = Call> {
@@ -259,6 +246,7 @@ mod tests {
             Just(Call::AllReduce(ReduceOp::Sum)),
             Just(Call::ReduceScatter(ReduceOp::Max)),
             Just(Call::AllGather),
+            (0..n).prop_map(|root| Call::Gather { root }),
             (0..n).prop_map(|root| Call::Broadcast { root }),
             Just(Call::AllToAll),
             Just(Call::Barrier),
@@ -274,10 +262,17 @@ mod tests {
             uneven: bool,
             dtype in prop::sample::select(DType::ALL.as_slice()),
         ) {
-            let (cuts, joins) = (matches!(call, Call::ReduceScatter(_)), matches!(call, Call::AllGather));
+            let cuts = matches!(call, Call::ReduceScatter(_));
+            let joins = matches!(call, Call::AllGather | Call::Gather { .. });
+            let exchanges = call == Call::AllToAll;
             let len = if cuts || call == Call::AllToAll { part * n } else { part };
             let lengths: Vec<usize> = (0..n).map(|rank| rank % 3 * part / 2).collect();
-            let (parts, inputs) = match uneven && (cuts || joins) {
+            let matrix: Vec<usize> = (0..n * n).map(|pair| pair % 5 * part / 3).collect();
+            let (parts, inputs) = match uneven && (cuts || joins || exchanges) {
+                true if exchanges => {
+                    let inputs = matrix.chunks(n).map(|row| row.iter().sum());
+                    (Parts::Listed(matrix.as_slice().into()), inputs.collect())
+                }
                 false => (Parts::Equal(len), vec![len; n]),
                 true if cuts => (Parts::Listed(lengths.as_slice().into()), vec![lengths.iter().sum(); n]),
                 true => (Parts::Listed(lengths.as_slice().into()), lengths),
@@ -287,7 +282,7 @@ mod tests {
             let outputs = (0..n).filter_map(|rank| ChunkPlan::output_len(&fingerprint, rank, n));
             let sizes: Vec<_> = inputs.into_iter().chain(outputs).map(|len| len * dtype.size_bytes()).collect();
             let touched: usize = (0..plan.num_chunks()).flat_map(|chunk| plan.footprint(chunk)).map(|(_, range)| range.len()).sum();
-            if call != Call::Barrier && call != Call::AllToAll {
+            if call != Call::Barrier && (uneven || !exchanges) {
                 prop_assert_eq!(touched, sizes.iter().sum::<usize>());
             }
             let mut used: Vec<(usize, Range<usize>)> = (0..plan.num_chunks()).flat_map(|chunk| plan.footprint(chunk)).collect();

@@ -13,12 +13,11 @@
 //! Left to itself, an operating system wakes a thread now and then on a core where another one
 //! computes, and lets both share it for some milliseconds while the other core idles.
 
-use super::{
-    affinity::{Thread, processors},
-    wait::Bell,
-    world::lock,
+use super::affinity::{Thread, processors};
+use crate::{
+    Rank,
+    bell::{Bell, lock},
 };
-use crate::Rank;
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{

@@ -1,11 +1,13 @@
 //! Waiting: spin, where the rank has a core of its own, then sleep, until ready, poisoned, deserted
 //! or late.
 
-use super::world::{World, lock};
-use crate::{Error, Rank, Result, Wait};
+use super::world::World;
+use crate::{
+    Error, Rank, Result, Wait,
+    bell::{Bell, culprit},
+};
 use std::{
     hint,
-    sync::{Condvar, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -13,45 +15,6 @@ use std::{
 /// ranks share cores, all waits sleep: a rank that spins takes a core from those it waits for, and
 /// a rank that yields its core again and again is the last to get one when its wait is over.
 const SPIN: Duration = Duration::from_micros(40);
-
-/// Wakes the sleeping members of a group.
-///
-/// A thread that changes what others wait for does so before it rings; a sleeper looks again
-/// between taking the lock and sleeping. So either the sleeper sees the change or the ringer sees
-/// the sleeper.
-#[derive(Debug, Default)]
-pub(super) struct Bell {
-    sleepers: Mutex<usize>,
-    condvar: Condvar,
-}
-
-impl Bell {
-    /// Wakes all sleepers.
-    pub(super) fn ring(&self) {
-        let sleepers = *lock(&self.sleepers);
-        if sleepers > 0 {
-            self.condvar.notify_all();
-        }
-    }
-
-    /// Sleeps until `awake`, or the deadline.
-    fn sleep(&self, deadline: Instant, awake: &dyn Fn() -> bool) {
-        let mut sleepers = lock(&self.sleepers);
-        *sleepers += 1;
-        while !awake() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            sleepers = self
-                .condvar
-                .wait_timeout(sleepers, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-        *sleepers -= 1;
-    }
-}
 
 /// Waits until `ready`, at most as long as the world allows, on a thread of `rank`.
 ///
@@ -130,48 +93,4 @@ fn spin(world: &World, ready: &dyn Fn() -> bool) -> bool {
         }
     }
     false
-}
-
-/// Follows the waits to a rank that waits for no other; in a circle, returns the rank that reports
-/// it.
-fn culprit(wait: &Wait, others: &[Wait]) -> Rank {
-    let mut seen = vec![wait.rank];
-    let mut missing = &wait.missing;
-    while let Some(rank) = missing.iter().find(|rank| !seen.contains(rank)) {
-        match others.iter().find(|other| other.rank == *rank) {
-            None => return *rank,
-            Some(other) => {
-                seen.push(*rank);
-                missing = &other.missing;
-            }
-        }
-    }
-    wait.rank
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn waits(rank: usize, missing: &[usize]) -> Wait {
-        Wait {
-            rank: Rank(rank),
-            op: "barrier".into(),
-            group: "world".into(),
-            sequence: 0,
-            missing: missing.iter().copied().map(Rank).collect(),
-        }
-    }
-
-    #[test]
-    fn the_culprit_is_the_rank_at_the_end_of_the_chain() {
-        let others = [waits(0, &[1]), waits(1, &[2])];
-        assert_eq!(culprit(&others[0], &others), Rank(2));
-    }
-
-    #[test]
-    fn in_a_circle_the_reporter_is_named() {
-        let others = [waits(0, &[1]), waits(1, &[0])];
-        assert_eq!(culprit(&others[0], &others), Rank(0));
-    }
 }

@@ -5,34 +5,29 @@ use super::{
     communicator::{GroupState, Handle},
     turns::Turns,
 };
-use crate::{Communicator, Engine, Error, Rank as WorldRank, Result, Wait};
+use crate::{
+    Communicator, Engine, Error, Failure, Locality, Rank as WorldRank, Result, Wait, bell::lock,
+};
 use std::{
     collections::BTreeMap,
     fmt,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// Name, members, and how many groups of this name and members the member made before.
 type GroupKey = (String, Vec<WorldRank>, usize);
 
-/// The first failure. The culprit may be a rank that never came, named by the one that missed it.
-#[derive(Debug)]
-struct Poison {
-    culprit: usize,
-    reporter: usize,
-    reason: String,
-}
-
 /// Shared by all ranks.
 pub(super) struct World {
     size: usize,
     timeout: Duration,
+    epoch: Instant,
     turns: Turns,
-    poison: OnceLock<Poison>,
+    poison: OnceLock<Failure>,
     groups: Mutex<BTreeMap<GroupKey, Arc<GroupState>>>,
     ended: Vec<AtomicBool>,
     waits: Mutex<BTreeMap<usize, Wait>>,
@@ -44,6 +39,7 @@ impl World {
         Self {
             size,
             timeout: options.timeout,
+            epoch: Instant::now(),
             turns: Turns::new(size, options.cores),
             poison: OnceLock::new(),
             groups: Mutex::default(),
@@ -66,7 +62,7 @@ impl World {
         match self.poison.get() {
             None => Ok(()),
             Some(poison) => Err(Error::Aborted {
-                by: poison.culprit,
+                by: poison.culprit.0,
                 reason: poison.reason.clone(),
             }),
         }
@@ -74,9 +70,9 @@ impl World {
 
     /// Fails the world for good, unless it has failed before, and wakes all ranks.
     pub(super) fn fail(&self, culprit: usize, reporter: usize, reason: &str) {
-        let poison = Poison {
-            culprit,
-            reporter,
+        let poison = Failure {
+            culprit: WorldRank(culprit),
+            reporter: WorldRank(reporter),
             reason: reason.to_owned(),
         };
         if self.poison.set(poison).is_ok() {
@@ -192,15 +188,19 @@ impl Engine for Rank {
         self.world.wake_all();
     }
 
-    fn first_failure(&self) -> Option<WorldRank> {
-        self.world
-            .poison
-            .get()
-            .map(|poison| WorldRank(poison.reporter))
+    fn failure(&self) -> Option<Failure> {
+        self.world.poison.get().cloned()
     }
-}
 
-/// Locks state that stays consistent when a holder panics: each critical section is one update.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    fn locality(&self) -> Locality {
+        Locality {
+            host: 0,
+            local_rank: self.number,
+            local_size: self.world.size,
+        }
+    }
+
+    fn epoch(&self) -> Instant {
+        self.world.epoch
+    }
 }

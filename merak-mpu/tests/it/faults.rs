@@ -1,5 +1,5 @@
 use merak_mpu::{
-    Buffer, Communicator, DType, Error, Group, Member, Rank, ReduceOp, RunError,
+    Buffer, Communicator, DType, Error, Group, Member, Memory, Rank, ReduceOp, RunError,
     testing::world,
     threads::{self, WorldOptions},
 };
@@ -191,6 +191,10 @@ impl Buffer for Short {
 
     fn write(&mut self, f: &mut dyn FnMut(&mut [u8])) {
         f(&mut []);
+    }
+
+    fn memory(&mut self) -> Memory {
+        Memory::Host(std::ptr::NonNull::<f32>::dangling().as_ptr().cast())
     }
 
     fn into_any(self: Box<Self>) -> Box<dyn Any + Send + Sync> {

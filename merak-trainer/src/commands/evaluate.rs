@@ -1,12 +1,11 @@
 //! `merak evaluate`: the loss of a checkpoint on held-out data.
 
-use super::{Outcome, keys::Keys, output, prepared::Prepared};
+use super::{Outcome, environment, keys::Keys, output, prepared::Prepared};
 use clap::Args as ClapArgs;
 use merak_trainer::{
     Error, Given, MerakTrainer,
     data::bigram_loss,
     metrics::{EvaluationMetrics, EvaluationProgress, Screen},
-    run_world,
 };
 use serde_json::{Value, json};
 use std::{fmt::Write as _, path::PathBuf, process::ExitCode, sync::Arc};
@@ -32,27 +31,33 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     args.keys.give(Given::by("CHECKPOINT", name, checkpoint));
     args.keys.give(Given::always("finetune", "true"));
     args.keys.give(Given::always("do_eval", "true"));
-    let config = args.keys.load(&args.config)?;
-    let prepared = Prepared::to_evaluate(&config)?;
-    prepared.check_memory()?;
-    let results = run_world(&prepared.args, |member| {
-        let mpu = merak_mpu::Mpu::new(member, prepared.plan.draft.degrees)?;
-        let plan = Arc::clone(&prepared.plan);
-        let mut parts = prepared.parts();
-        if mpu.is_rank_0() {
-            let progress = EvaluationProgress::on(screen);
-            parts.callbacks.push(Box::new(progress));
-        }
-        MerakTrainer::new(plan, mpu, &prepared.args, parts)?.evaluate()
-    })
-    .map_err(|error| config.locate(error))?;
-    let document = figures(&results[0], &prepared);
+    let config = args.keys.load(&args.config);
+    let world = environment::world(config.as_ref().ok(), screen)?;
+    let config = world.agree(config)?;
+    let prepared = Prepared::to_evaluate(&config, &world)?;
+    world.agree(prepared.check_memory())?;
+    let metrics = world
+        .run(&prepared.args, |member| {
+            let mpu = merak_mpu::Mpu::new(member, prepared.plan.draft.degrees)?;
+            let plan = Arc::clone(&prepared.plan);
+            let mut parts = prepared.parts();
+            if mpu.is_rank_0() {
+                let progress = EvaluationProgress::on(screen);
+                parts.callbacks.push(Box::new(progress));
+            }
+            MerakTrainer::new(plan, mpu, &prepared.args, parts)?.evaluate()
+        })
+        .map_err(|error| config.locate(error))?;
+    if !world.has_first() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let document = figures(&metrics, &prepared);
     output::print(&if json {
         format!("{document:#}")
     } else {
         table(&document)
     })?;
-    let loss = results[0].eval_loss;
+    let loss = metrics.eval_loss;
     if !loss.is_finite() {
         return Err(Error::EvaluationLoss { loss }.into());
     }

@@ -7,7 +7,7 @@
 //! ```
 
 use super::prepared::Prepared;
-use merak_trainer::{Config, MerakTrainer, Result, chain, keys};
+use merak_trainer::{Config, MerakTrainer, Result, World, chain, keys};
 use serde_json::{Map, Value, json};
 use std::{
     fs,
@@ -300,7 +300,7 @@ fn make(folder: &Path, models: &[Map<String, Value>], random: &mut Random) -> Ca
 fn dry_run(case: &Case) -> Result<String> {
     let config = Config::load(Some(&case.file), case.environment.clone(), &case.line)?;
     config.explain(Some(80));
-    let prepared = Prepared::to_train(&config, true)?;
+    let prepared = Prepared::to_train(&config, true, &World::of_threads())?;
     let text = prepared.describe()?;
     MerakTrainer::check_checkpoint(&prepared.plan, &prepared.args, &prepared.parts())?;
     Ok(text)

@@ -8,7 +8,9 @@ use super::{
 };
 use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
 use merak_ckpt::{Adapter, Checkpoint, Completion, words::file};
-use merak_trainer::{Config, Error, Given, Origin, Result, data::Tokenizer};
+use merak_trainer::{
+    Config, Error, Given, MerakTrainer, Origin, Result, data::Tokenizer, metrics::Screen,
+};
 use serde_json::json;
 use std::{path::PathBuf, process::ExitCode};
 
@@ -85,49 +87,89 @@ const NEW_TOKENS: usize = 128;
 /// Name that `--adapter` has for the base model.
 const BASE: &str = "none";
 
-pub(crate) fn run(args: &Args) -> Outcome {
-    let checkpoint = Checkpoint::open_weights(&args.checkpoint)?;
-    let tokenizer_file = checkpoint.path().join("tokenizer.json");
-    let tokenizer = if tokenizer_file.exists() {
-        Some(Tokenizer::from_file(&tokenizer_file)?)
-    } else {
-        None
-    };
-    let prompts = prompts(args, tokenizer.as_ref())?;
-    let streams = args.stream;
-    if streams && (prompts.len() != 1 || args.adapter.len() > 1 || tokenizer.is_none()) {
-        return Err("--stream prints the text of one prompt, and needs a tokenizer".into());
+pub(crate) fn run(args: &Args, screen: &Screen) -> Outcome {
+    let world = environment::world(None, screen)?;
+    let ready = world.agree(Ready::new(args))?;
+    let session = &ready.session;
+    let results = session.on_ranks(&world, |trainer| {
+        ready.continue_prompts(trainer, args.stream)
+    });
+    let results = results.map_err(|error| ready.config.locate(error))?;
+    if !world.has_first() {
+        return Ok(ExitCode::SUCCESS);
     }
-    let config = args.configuration(&checkpoint)?;
-    let checked = config.check()?;
-    let loaded = Loaded::of(&checked).map_err(|error| config.locate(error))?;
-    let checked = loaded
-        .complete_to_generate(checked, &config)
-        .map_err(|error| config.locate(error))?;
-    let adapters = adapters(args, &checkpoint, &loaded)?;
-    let positions = prompts.iter().map(Vec::len).sum();
-    let session = Session::new(checked, loaded, tokenizer, positions)
-        .map_err(|error| config.locate(error))?;
-    let results = session.on_ranks(|trainer| {
+    if args.stream {
+        output::print("")?;
+    } else {
+        output::print(args.show(&results, session)?)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+/// Everything that the options name, read and checked.
+struct Ready {
+    config: Config,
+    session: Session,
+    prompts: Vec<Vec<u32>>,
+    /// The adapters, each of which continues the prompts.
+    adapters: Vec<Option<Adapter>>,
+}
+
+impl Ready {
+    fn new(args: &Args) -> Result<Self> {
+        let checkpoint = Checkpoint::open_weights(&args.checkpoint)?;
+        let tokenizer_file = checkpoint.path().join("tokenizer.json");
+        let tokenizer = if tokenizer_file.exists() {
+            Some(Tokenizer::from_file(&tokenizer_file)?)
+        } else {
+            None
+        };
+        let prompts = prompts(args, tokenizer.as_ref())?;
+        let can_stream = prompts.len() == 1 && args.adapter.len() <= 1 && tokenizer.is_some();
+        if args.stream && !can_stream {
+            return Err(Error::CommandLine(
+                "--stream prints the text of one prompt, and needs a tokenizer".to_owned(),
+            ));
+        }
+        let config = args.configuration(&checkpoint)?;
+        let ready = || {
+            let checked = config.check()?;
+            let loaded = Loaded::of(&checked)?;
+            let checked = loaded.complete_to_generate(checked, &config)?;
+            let adapters = adapters(args, &checkpoint, &loaded)?;
+            let positions = prompts.iter().map(Vec::len).sum();
+            let session = Session::new(checked, loaded, tokenizer, positions)?;
+            Ok((session, adapters))
+        };
+        let (session, adapters) = ready().map_err(|error| config.locate(error))?;
+        Ok(Self {
+            config,
+            session,
+            prompts,
+            adapters,
+        })
+    }
+
+    /// Continues the prompts on a rank, with each adapter.
+    fn continue_prompts(
+        &self,
+        trainer: &mut MerakTrainer,
+        streams: bool,
+    ) -> Result<Vec<Vec<Completion>>> {
+        let Self {
+            session, prompts, ..
+        } = self;
         if streams && trainer.mpu().is_rank_0() {
             output::stream(session.text(&prompts[0])?);
         }
-        if adapters.is_empty() {
-            return Ok(vec![session.generate(trainer, &prompts, streams)?]);
+        if self.adapters.is_empty() {
+            return Ok(vec![session.generate(trainer, prompts, streams)?]);
         }
         let continued = |adapter: &Option<Adapter>| {
             trainer.set_adapter(adapter.as_ref())?;
-            session.generate(trainer, &prompts, streams)
+            session.generate(trainer, prompts, streams)
         };
-        adapters.iter().map(continued).collect::<Result<Vec<_>>>()
-    });
-    let results = results.map_err(|error| config.locate(error))?;
-    if streams {
-        output::print("")?;
-    } else {
-        output::print(args.show(&results, &session)?)?;
+        self.adapters.iter().map(continued).collect()
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 /// The requested adapters, in the order in which they continue the prompts; `None` is the base.
@@ -254,16 +296,9 @@ impl Args {
 const MAX_PROMPT_BYTES: u64 = 64 << 20;
 
 /// The prompts as token ids.
-fn prompts(
-    args: &Args,
-    tokenizer: Option<&Tokenizer>,
-) -> Result<Vec<Vec<u32>>, Box<dyn std::error::Error + Send + Sync>> {
+fn prompts(args: &Args, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<u32>>> {
     if !args.prompt_ids.is_empty() {
-        return Ok(args
-            .prompt_ids
-            .iter()
-            .map(|ids| parse_ids(ids))
-            .collect::<Result<_>>()?);
+        return args.prompt_ids.iter().map(|ids| parse_ids(ids)).collect();
     }
     let mut texts: Vec<_> = args
         .prompt
@@ -280,13 +315,16 @@ fn prompts(
         let lines = lines.map(|line| line.strip_suffix(b"\r").unwrap_or(line));
         texts.extend(lines.filter(|line| !line.is_empty()).map(<[u8]>::to_vec));
         if texts.is_empty() {
-            return Err(format!("no prompt in {}: write one prompt per line", file(path)).into());
+            let text = format!("no prompt in {}: write one prompt per line", file(path));
+            return Err(Error::CommandLine(text));
         }
     }
-    let tokenizer =
-        tokenizer.ok_or("the checkpoint has no tokenizer.json: give --prompt-ids instead")?;
-    Ok(texts
+    let tokenizer = tokenizer.ok_or_else(|| {
+        let text = "the checkpoint has no tokenizer.json: give --prompt-ids instead";
+        Error::CommandLine(text.to_owned())
+    })?;
+    texts
         .iter()
         .map(|text| tokenizer.encode_prompt(text))
-        .collect::<Result<_>>()?)
+        .collect()
 }

@@ -11,7 +11,7 @@ use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
     CheckedArguments, Config, CostCache, CostModel, DataFormat, Error, FasterSchedule, FirstSteps,
     MerakTrainer, Plan, PlanInputs, Prediction, Result, RunFolder, SeqLength, TrainSchedule,
-    TrainerParts, Workload,
+    TrainerParts, Workload, World,
     data::{Corpus, DataFingerprint, Dataset, Datasets, ModelInputs, Source, Tokenizer},
     keys, threads_per_rank,
 };
@@ -44,31 +44,48 @@ pub(crate) struct Prepared {
 
 impl Prepared {
     /// Prepares a training, with validation where the data have a part for it.
-    pub(crate) fn to_train(config: &Config, dry_run: bool) -> Result<Self> {
+    ///
+    /// # Communication
+    /// Between processes, what agrees on failures, and shares the measured costs.
+    pub(crate) fn to_train(config: &Config, dry_run: bool, world: &World) -> Result<Self> {
         let prepare = || {
-            let mut prepared = Self::new(config, true)?;
+            let prepared = Self::new(config, true)?;
             // Checked before costs are measured, which takes a while. A dry run reports another run
             // below its plan.
-            match RunFolder::check(&prepared.args) {
-                Err(Error::RunExists { .. } | Error::RunInUse { .. }) if dry_run => {}
-                other => other?,
+            if world.has_first() {
+                match RunFolder::check(&prepared.args) {
+                    Err(Error::RunExists { .. } | Error::RunInUse { .. }) if dry_run => {}
+                    other => other?,
+                }
             }
-            prepared.measure(!dry_run)?;
             Ok(prepared)
         };
-        prepare().map_err(|error| config.locate(error))
+        let located = |error| config.locate(error);
+        let mut prepared = prepared_alike(prepare().map_err(located), config, world)?;
+        prepared.measure(!dry_run, world).map_err(located)?;
+        world.check_same("the plan", &prepared.plan.digest()?)?;
+        Ok(prepared)
     }
 
-    /// Measures the costs of the work, and plans again where the plan depends on them. Does nothing
-    /// for a run that does not fit into this machine's memory.
-    fn measure(&mut self, keeps: bool) -> Result<()> {
-        if self.check_memory().is_err() {
-            return Ok(());
-        }
+    /// Measures the costs of the work in the process of the first rank, and plans again where the
+    /// plan depends on them. Does nothing for a run that does not fit into that machine's memory.
+    fn measure(&mut self, keeps: bool, world: &World) -> Result<()> {
         let args = &self.args;
         let file = args.cost_cache.clone().or_else(environment::cost_cache);
         let cache = file.map(|file| CostCache { file, keeps });
-        self.costs = CostModel::of(&self.inputs, args, cache.as_ref())?;
+        let costs = world.share(|| {
+            let fits = self.check_memory().is_ok();
+            let costs = fits.then(|| CostModel::of(&self.inputs, args, cache.as_ref()));
+            // A list of one, or of none: counted costs are nothing as JSON.
+            let costs: Vec<_> = costs.transpose()?.into_iter().collect();
+            Ok(serde_json::to_vec(&costs).expect("costs are plain numbers"))
+        })?;
+        let costs: Vec<CostModel> =
+            serde_json::from_slice(&costs).expect("the first rank wrote costs");
+        let Some(costs) = costs.into_iter().next() else {
+            return Ok(());
+        };
+        self.costs = costs;
         if args.searches() {
             self.plan = Arc::new(Plan::with_costs(&self.inputs, args, &self.costs)?);
         }
@@ -110,8 +127,12 @@ impl Prepared {
     }
 
     /// Prepares an evaluation of the validation part alone.
-    pub(crate) fn to_evaluate(config: &Config) -> Result<Self> {
-        Self::new(config, false).map_err(|error| config.locate(error))
+    ///
+    /// # Communication
+    /// Between processes, what agrees on failures.
+    pub(crate) fn to_evaluate(config: &Config, world: &World) -> Result<Self> {
+        let prepared = Self::new(config, false).map_err(|error| config.locate(error));
+        prepared_alike(prepared, config, world)
     }
 
     fn new(config: &Config, trains: bool) -> Result<Self> {
@@ -375,6 +396,14 @@ impl Prepared {
         }
         Ok(())
     }
+}
+
+/// What this process has prepared, if all processes have prepared the same.
+fn prepared_alike(prepared: Result<Prepared>, config: &Config, world: &World) -> Result<Prepared> {
+    let prepared = world.agree(prepared)?;
+    world.check_same("the configuration", &config.to_toml())?;
+    world.check_same("the data", &format!("{:?}", prepared.fingerprint))?;
+    Ok(prepared)
 }
 
 /// Keys about the tokens of a text that are hidden or left out, and the models that use them.

@@ -9,7 +9,7 @@ use super::{
 };
 use merak_ckpt::Checkpoint;
 use merak_trainer::{
-    Config, Error, InputPath, MerakArguments, MerakTrainer, Origin, Result, data::Tokenizer,
+    Config, Error, InputPath, MerakArguments, MerakTrainer, Origin, Result, World, data::Tokenizer,
 };
 use std::{
     io::{self, BufRead, IsTerminal, Read as _},
@@ -22,11 +22,16 @@ const STOP: &str = "stop";
 
 /// Continues one line of standard input after the other, until one says `stop` or there are no
 /// more.
-pub(crate) fn run(config: &Config) -> Outcome {
-    Ok(continue_lines(config).map_err(|error| config.locate(error))?)
+pub(crate) fn run(config: &Config, world: &World) -> Outcome {
+    let located = |error| config.locate(error);
+    let session = world.agree(session(config).map_err(located))?;
+    let refused = continue_lines(&session, world).map_err(located)?;
+    // The same status as for other faulty inputs.
+    Ok(ExitCode::from(if refused > 0 { 2 } else { 0 }))
 }
 
-fn continue_lines(config: &Config) -> Result<ExitCode> {
+/// The model of the configuration, ready to continue prompts.
+fn session(config: &Config) -> Result<Session> {
     let mut arguments = config.check()?.into_arguments();
     // Only the weights of a checkpoint are loaded.
     arguments.finetune = arguments.resume_from_checkpoint.is_some();
@@ -43,8 +48,12 @@ fn continue_lines(config: &Config) -> Result<ExitCode> {
         );
     }
     let tokenizer = tokenizer(config)?;
-    let session = Session::new(args, loaded, tokenizer, 1)?;
-    let refused = session.on_ranks(|trainer| {
+    Session::new(args, loaded, tokenizer, 1)
+}
+
+/// Continues the lines; returns how many were refused.
+fn continue_lines(session: &Session, world: &World) -> Result<usize> {
+    session.on_ranks(world, |trainer| {
         let mut refused = 0;
         while let Some(line) = next_line(trainer)? {
             let prompt = session.tokens(&line);
@@ -75,9 +84,7 @@ fn continue_lines(config: &Config) -> Result<ExitCode> {
             }
         }
         Ok(refused)
-    })?;
-    // The same status as for other faulty inputs.
-    Ok(ExitCode::from(if refused > 0 { 2 } else { 0 }))
+    })
 }
 
 /// The checkpoint's own adapter. A checkpoint that cannot be opened is reported where its weights

@@ -4,9 +4,8 @@ use super::{model::Loaded, output};
 use merak_ckpt::{Checkpoint, Completion, GenerateOptions, NewToken};
 use merak_trainer::{
     ADAPTER_CONFIG, CheckedArguments, Error, MerakTrainer, Plan, PlanInputs, Result, TrainerParts,
-    Workload,
+    Workload, World,
     data::{StopStrings, Tokenizer},
-    run_world,
 };
 use std::{collections::BTreeMap, ops::ControlFlow, path::PathBuf, sync::Arc};
 
@@ -61,19 +60,18 @@ impl Session {
         })
     }
 
-    /// Calls `body` with each rank's trainer, and returns the first rank's result.
+    /// Calls `body` with each rank's trainer, and returns the result of this process's lowest rank.
     pub(crate) fn on_ranks<T: Send>(
         &self,
+        world: &World,
         body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
     ) -> Result<T> {
-        let results = run_world(&self.args, |member| {
+        world.run(&self.args, |member| {
             let mpu = merak_mpu::Mpu::new(member, self.plan.draft.degrees)?;
             let plan = Arc::clone(&self.plan);
             let mut trainer = MerakTrainer::new(plan, mpu, &self.args, TrainerParts::default())?;
             body(&mut trainer)
-        })?;
-        let first = results.into_iter().next();
-        Ok(first.expect("a world has a first rank"))
+        })
     }
 
     /// Refuses the prompts that [`Session::generate`] would refuse, alike on every rank.

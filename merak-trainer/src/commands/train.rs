@@ -1,6 +1,6 @@
 //! `merak train`: the whole way from a configuration to a trained model.
 
-use super::{Outcome, keys::Keys, output, prepared::Prepared, signals};
+use super::{Outcome, environment, keys::Keys, output, prepared::Prepared, signals};
 use clap::Args as ClapArgs;
 use merak_ckpt::{
     Completion, GenerateOptions, Store,
@@ -11,16 +11,16 @@ use merak_pipe::Timeline;
 use merak_trace::models::Objective;
 use merak_trainer::{
     Callback, Config, Error, Given, LoadedCheckpoint, MerakTrainer, Origin, Result, RunFolder,
-    StepRecord, TrainOutput, TrainerParts, chain,
+    TrainOutput, TrainerParts, World, chain,
     data::bigram_loss,
     metrics::{EvaluationMetrics, Progress, Reporter, Screen},
-    run_world,
 };
 use std::{
     fmt::Write as _,
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{Arc, atomic::AtomicI64},
+    time::Duration,
 };
 
 /// Tokens of the sample text that a trained model writes at the end.
@@ -50,48 +50,56 @@ pub(crate) struct Args {
 
 pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let dry_run = args.keys.take_flag("--dry-run") || args.dry_run;
-    let config = load(&mut args)?;
+    let config = load(&mut args);
+    let world = environment::world(config.as_ref().ok(), screen)?;
+    let config = world.agree(config)?;
     if config.arguments().text_generation && !dry_run {
-        return super::prompts::run(&config);
+        return super::prompts::run(&config, &world);
     }
-    let prepared = Prepared::to_train(&config, dry_run)?;
-    let output_dir = prepared.args.run_folder()?;
-    let located = |error| config.locate(error);
-    let memory = prepared.check_memory();
+    let prepared = Prepared::to_train(&config, dry_run, &world)?;
     let run = Run(&prepared);
+    let memory = world.agree(prepared.check_memory());
     if dry_run {
-        output::print(&prepared.describe()?)?;
-        return run.foresee(&config, memory);
+        if world.has_first() {
+            output::print(&prepared.describe()?)?;
+            return run.foresee(&config, memory);
+        }
+        return Ok(ExitCode::SUCCESS);
     }
     memory?;
-    let folder = RunFolder::take(&prepared.args, config.to_toml()).map_err(located)?;
-    output::print(&prepared.describe()?)?;
-    if !prepared.args.saves() {
-        output::print(output::fitted(KEEPS_NOTHING))?;
+    let folder = run.take_folder(&config, &world)?;
+    if world.has_first() {
+        output::print(&prepared.describe()?)?;
+        if !prepared.args.saves() {
+            output::print(output::fitted(KEEPS_NOTHING))?;
+        }
     }
     let stop = Arc::new(AtomicI64::new(0));
     signals::watch(&stop)?;
-    let outcome = run_world(&prepared.args, |member| {
-        run.on_rank(member, &folder, screen, &stop)
+    let outcome = world.run(&prepared.args, |member| {
+        run.on_rank(member, folder.as_ref(), screen, &stop)
     });
+    let located = |error| config.locate(error);
+    let Some(folder) = folder else {
+        return Ok(exit_code(outcome.map_err(located)?.stopped_by()));
+    };
+    let output_dir = prepared.args.run_folder()?;
     let ended = settle(outcome, &folder, &output_dir).map_err(located)?;
-    let mut finished = Vec::with_capacity(ended.len());
-    for rank in ended {
-        match rank {
-            Ended::Trained(rank) => finished.push(*rank),
-            // All ranks are at the same step.
-            Ended::HadNothingLeft(checkpoint) => {
-                output::print(run.nothing_left(&checkpoint))?;
-                return Ok(ExitCode::SUCCESS);
-            }
+    match &ended {
+        Ended::Trained(finished) => {
+            output::print(run.summary(finished, &output_dir))?;
+            tell_of_replaced(&folder);
         }
+        Ended::HadNothingLeft(checkpoint) => output::print(run.nothing_left(checkpoint))?,
     }
-    output::print(run.summary(&finished, &output_dir))?;
-    let stopped_by = finished[0].output.stopped_by;
-    tell_of_replaced(&folder);
-    Ok(stopped_by.map_or(ExitCode::SUCCESS, |signal| {
+    Ok(exit_code(ended.stopped_by()))
+}
+
+/// The exit status of a run: that of the signal which ended it, if one did.
+fn exit_code(stopped_by: Option<i64>) -> ExitCode {
+    stopped_by.map_or(ExitCode::SUCCESS, |signal| {
         ExitCode::from((128 + signal) as u8)
-    }))
+    })
 }
 
 /// The configuration of a training.
@@ -139,6 +147,16 @@ enum Ended {
     HadNothingLeft(LoadedCheckpoint),
 }
 
+impl Ended {
+    /// The signal that ended training early.
+    fn stopped_by(&self) -> Option<i64> {
+        match self {
+            Self::Trained(finished) => finished.output.stopped_by,
+            Self::HadNothingLeft(_) => None,
+        }
+    }
+}
+
 /// A prepared run that trains.
 struct Run<'a>(&'a Prepared);
 
@@ -156,29 +174,38 @@ struct Finished {
     evaluation: Option<EvaluationMetrics>,
     sample: Option<Completion>,
     peak_activation_bytes: usize,
-    /// The last steps, on the ranks of the first pipeline.
-    records: Vec<StepRecord>,
+    /// The times of the last steps.
+    times: Vec<Duration>,
+    /// What the ranks of the first pipeline ran in them, on the first rank.
+    ran: Timeline,
 }
 
 impl Run<'_> {
+    /// Takes the folder of the run, in the process of the first rank.
+    fn take_folder(&self, config: &Config, world: &World) -> Result<Option<Arc<RunFolder>>> {
+        let take = || RunFolder::take(&self.args, config.to_toml());
+        let taken = world.has_first().then(take).transpose();
+        world.agree(taken.map_err(|error| config.locate(error)))
+    }
+
     /// The whole run of one rank.
     fn on_rank(
         &self,
         member: Member,
-        folder: &Arc<RunFolder>,
+        folder: Option<&Arc<RunFolder>>,
         screen: &Screen,
         stop: &Arc<AtomicI64>,
     ) -> Result<Ended> {
-        let is_first = member.rank().0 == 0;
+        let first = folder.filter(|_| member.rank().0 == 0);
+        let reporter = first.map(|folder| (Reporter::default(), folder));
         let mpu = merak_mpu::Mpu::new(member, self.plan.draft.degrees)?;
-        let reporter = is_first.then(Reporter::default);
         let mut callbacks: Vec<Box<dyn Callback>> = Vec::new();
-        if let Some(reporter) = &reporter {
+        if let Some((reporter, folder)) = &reporter {
             // The folder comes first, since records are written into it.
             callbacks.push(Box::new(Arc::clone(folder)));
             callbacks.push(Box::new(reporter.clone()));
         }
-        if let Some(first_steps) = self.first_steps().filter(|_| is_first) {
+        if let Some(first_steps) = self.first_steps().filter(|_| reporter.is_some()) {
             callbacks.push(Box::new(first_steps));
         }
         let parts = TrainerParts {
@@ -192,7 +219,7 @@ impl Run<'_> {
         {
             return Ok(Ended::HadNothingLeft(checkpoint.clone()));
         }
-        if let Some(reporter) = &reporter {
+        if let Some((reporter, folder)) = &reporter {
             let from = trainer.resumed_from();
             folder.begin(from.map(|from| from.global_step as u64))?;
             if let Some(path) = folder.replaced() {
@@ -212,7 +239,7 @@ impl Run<'_> {
         } else {
             output.evaluation.clone()
         };
-        if let Some(reporter) = &reporter {
+        if let Some((reporter, _)) = &reporter {
             reporter.finish();
         }
         // A model whose loss is not finite has no likeliest token; the best one has a finite loss.
@@ -224,18 +251,13 @@ impl Run<'_> {
             None
         };
         let peak_activation_bytes = trainer.peak_activation_bytes();
-        let mpu = trainer.mpu();
-        let records = if mpu.data_parallel_rank() == 0 && mpu.tensor_parallel_rank() == 0 {
-            trainer.records().cloned().collect()
-        } else {
-            Vec::new()
-        };
         Ok(Ended::Trained(Box::new(Finished {
             output,
             evaluation,
             sample,
             peak_activation_bytes,
-            records,
+            times: trainer.records().map(|record| record.time).collect(),
+            ran: trainer.gather_timeline()?,
         })))
     }
 
@@ -336,8 +358,7 @@ impl Run<'_> {
 
     /// The summary of the run: figures in lines that fit the terminal; the sample, paths and
     /// commands as they are.
-    fn summary(&self, ranks: &[Finished], output_dir: &Path) -> String {
-        let finished = &ranks[0];
+    fn summary(&self, finished: &Finished, output_dir: &Path) -> String {
         let mut text = String::new();
         let output = &finished.output;
         let seconds = output.train_runtime.as_secs_f64();
@@ -393,7 +414,7 @@ impl Run<'_> {
             Some(&predicted) => writeln!(text, ", predicted {}", Bytes::from(predicted)),
             None => writeln!(text),
         };
-        self.compare_times(ranks, &mut text);
+        self.compare_times(finished, &mut text);
         text = output::fitted(&text);
         if let Some((sample, tokenizer)) = finished.sample.as_ref().zip(self.tokenizer.as_ref()) {
             let Completion {
@@ -429,15 +450,14 @@ impl Run<'_> {
     }
 
     /// Adds the measured times of the steps beside the prediction.
-    fn compare_times(&self, ranks: &[Finished], text: &mut String) {
-        let pipeline = ranks.iter().filter(|rank| !rank.records.is_empty());
-        let Some((prediction, first)) = self.prediction.as_ref().zip(pipeline.clone().next())
+    fn compare_times(&self, finished: &Finished, text: &mut String) {
+        let mut steps = finished.times.clone();
+        steps.sort_unstable();
+        let Some((prediction, step)) = self.prediction.as_ref().zip(steps.get(steps.len() / 2))
         else {
             return;
         };
-        let mut steps: Vec<_> = first.records.iter().map(|record| record.time).collect();
-        steps.sort_unstable();
-        let step = steps[steps.len() / 2].as_secs_f64();
+        let step = step.as_secs_f64();
         let _ = writeln!(
             text,
             "time      {:.1} ms a step (median of the last {}), predicted {:.1}: measured by predicted {:.2}",
@@ -446,16 +466,9 @@ impl Run<'_> {
             1e3 * prediction.step(),
             step / prediction.step(),
         );
-        let spans = pipeline.map(|rank| {
-            let spans = rank.records.iter().flat_map(|record| &record.spans);
-            spans.copied().collect()
-        });
-        let ran = Timeline {
-            ranks: spans.collect(),
-        };
         for stage in self
             .plan
-            .compare_stages(prediction, &ran)
+            .compare_stages(prediction, &finished.ran)
             .unwrap_or_default()
         {
             let _ = writeln!(text, "          {stage}");

@@ -15,10 +15,11 @@ impl Error {
             | Self::SkippedSteps { .. }
             | Self::EvaluationLoss { .. }
             | Self::Rank { .. }
+            | Self::OtherRank { .. }
             | Self::Step { .. }
             | Self::Panicked { .. }
             | Self::Stage { .. } => false,
-            Self::Blamed { source, .. } => source.is_user_error(),
+            Self::Blamed { source, .. } | Self::Told(source) => source.is_user_error(),
             Self::Schedule(error) => !pipeline_failed(error),
             Self::Optimizer(error) => !matches!(**error, merak_zero::Error::Communication { .. }),
             Self::Model(error) => !node_failed(error),

@@ -3,7 +3,10 @@
 use crate::Callback;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use std::{
+    fs::{self, File},
     io::{self, Write},
+    path::Path,
+    sync::{Arc, Mutex, OnceLock, PoisonError},
     time::Duration,
 };
 
@@ -12,30 +15,76 @@ const TICK: Duration = Duration::from_millis(120);
 
 /// Standard error with bars at its end: text written to it stands above them. Clones share it.
 ///
-/// Where standard error is not a terminal, no bar is shown, and text is written unchanged.
+/// Where standard error is not a terminal, no bar is shown, and text is written unchanged. In a
+/// process of another rank than the first, lines begin with the rank and stand in a log file too.
 #[derive(Debug, Clone, Default)]
-pub struct Screen(MultiProgress);
+pub struct Screen {
+    bars: MultiProgress,
+    log: Arc<OnceLock<RankLog>>,
+}
+
+/// Where the lines of a rank in a process of its own go.
+#[derive(Debug)]
+struct RankLog {
+    rank: usize,
+    file: Mutex<Option<File>>,
+}
 
 impl Screen {
+    /// Says that this process runs a rank alone, and not the first. Only the first call counts.
+    pub fn of_rank(&self, rank: usize) {
+        let _ = self.log.set(RankLog {
+            rank,
+            file: Mutex::new(None),
+        });
+    }
+
+    /// Keeps the lines of this process in `rank-N.log` of a folder, which is made if need be. Does
+    /// nothing without [`Screen::of_rank`].
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn keep_log(&self, folder: &Path) -> io::Result<()> {
+        let Some(log) = self.log.get() else {
+            return Ok(());
+        };
+        fs::create_dir_all(folder)?;
+        let path = folder.join(format!("rank-{}.log", log.rank));
+        let file = File::options().append(true).create(true).open(path)?;
+        *log.file.lock().unwrap_or_else(PoisonError::into_inner) = Some(file);
+        Ok(())
+    }
+
+    /// Writes a line that only the log of this rank needs to have; nothing in the process of the
+    /// first rank.
+    pub fn note(&self, line: &str) {
+        if let Some(log) = self.log.get() {
+            log.keep(format!("{line}\n").as_bytes());
+        }
+    }
+
     #[cfg(test)]
     fn of(terminal: impl indicatif::TermLike + 'static) -> Self {
         let target = indicatif::ProgressDrawTarget::term_like(Box::new(terminal));
-        Self(MultiProgress::with_draw_target(target))
+        Self {
+            bars: MultiProgress::with_draw_target(target),
+            ..Self::default()
+        }
     }
 
     /// Whether bars are shown.
     pub(crate) fn has_bars(&self) -> bool {
-        !self.0.is_hidden()
+        !self.bars.is_hidden()
     }
 
     /// Does `work` while the bars are off the screen.
     fn above<T>(&self, work: impl FnOnce() -> T) -> T {
-        self.0.suspend(work)
+        self.bars.suspend(work)
     }
 
     /// A new bar of `steps` steps below the others.
     pub(super) fn bar(&self, steps: u64, template: &str) -> ProgressBar {
-        let bar = self.0.add(ProgressBar::new(steps));
+        let bar = self.bars.add(ProgressBar::new(steps));
         // Templates are constants of ours; without one a bar keeps its default style.
         if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style);
@@ -57,9 +106,33 @@ impl Screen {
     }
 }
 
+impl RankLog {
+    /// The rank before each line.
+    fn marked(&self, text: &[u8]) -> Vec<u8> {
+        let mark = format!("[rank {}] ", self.rank).into_bytes();
+        let lines = text.split_inclusive(|byte| *byte == b'\n');
+        lines
+            .flat_map(|line| [mark.as_slice(), line].concat())
+            .collect()
+    }
+
+    /// Adds text to the file. A file that cannot be written does not stop a rank.
+    fn keep(&self, text: &[u8]) {
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = file.as_mut() {
+            let _ = file.write_all(text);
+        }
+    }
+}
+
 /// Each call writes to standard error, above the bars.
 impl Write for Screen {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if let Some(log) = self.log.get() {
+            log.keep(bytes);
+            io::stderr().write_all(&log.marked(bytes))?;
+            return Ok(bytes.len());
+        }
         // All bytes at once, as bars would be drawn over a partial line.
         self.above(|| io::stderr().write_all(bytes))?;
         Ok(bytes.len())

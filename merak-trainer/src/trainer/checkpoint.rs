@@ -360,17 +360,28 @@ impl MerakTrainer {
     /// Resumes as `resume_from_checkpoint` says. Only `auto` goes on to another checkpoint where
     /// the one that `latest` names is damaged, and to a fresh start where there is none. Returns
     /// whether there was one.
+    ///
+    /// # Communication
+    /// For each checkpoint that is tried, a broadcast of its path from the first rank, which looks
+    /// for it, and an all-reduce of 8 bytes over the world.
     pub(super) fn resume(&mut self, from: &str) -> Result<bool> {
-        let tells = self.stages.mpu.is_rank_0();
-        let mut candidates = Candidates::new(from, || self.args.run_folder(), tells)?;
+        let candidates = || Candidates::new(from, || self.args.run_folder());
+        let mut candidates = self.stages.mpu.is_rank_0().then(candidates).transpose()?;
         let words = |error| resume::with_words(error, from);
-        while let Some(checkpoint) = candidates.next().transpose().map_err(words)? {
-            let checkpoint = resume::untied(checkpoint, &self.args)?;
-            let state = resume::check(&checkpoint, &self.stages.plan, &self.args, &self.parts)?;
-            let read = self.read(&checkpoint, state);
+        while let Some(opened) = self.next_candidate(candidates.as_mut()).map_err(words)? {
+            let read = match opened {
+                Ok(checkpoint) => {
+                    let checkpoint = resume::untied(checkpoint, &self.args)?;
+                    let (plan, parts) = (&self.stages.plan, &self.parts);
+                    let state = resume::check(&checkpoint, plan, &self.args, parts)?;
+                    let read = self.read(&checkpoint, state);
+                    read.map(|read| (checkpoint, read))
+                }
+                Err(error) => Err(error),
+            };
             let failed = self.first_failed(&read)?;
-            if failed.is_none() || !candidates.is_auto() {
-                let read = self.on_all_ranks(read)?;
+            if failed.is_none() || from != resume::AUTO {
+                let (checkpoint, read) = self.on_all_ranks(read)?;
                 self.resumed_from = Some(self.apply(&checkpoint, read)?);
                 return Ok(true);
             }
@@ -379,6 +390,25 @@ impl MerakTrainer {
             }
         }
         Ok(false)
+    }
+
+    /// The checkpoint that the first rank tries next, opened on every rank.
+    fn next_candidate(
+        &self,
+        candidates: Option<&mut Candidates>,
+    ) -> Result<Option<Result<Checkpoint>>> {
+        let world = self.stages.mpu.world_group();
+        let found = candidates.and_then(Iterator::next).transpose()?;
+        let path = found.as_ref().map_or(Path::new(""), Checkpoint::path);
+        let path = world.broadcast_bytes(path.as_os_str().as_encoded_bytes().to_vec(), 0)?;
+        if path.is_empty() {
+            return Ok(None);
+        }
+        let open = || {
+            let path = String::from_utf8_lossy(&path);
+            Ok(Checkpoint::open_weights(path.as_ref())?)
+        };
+        Ok(Some(found.map_or_else(open, Ok)))
     }
 
     /// Loads a checkpoint of any topology, or a Hugging Face folder; each rank reads its slices

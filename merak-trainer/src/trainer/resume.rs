@@ -22,26 +22,17 @@ pub(super) enum Candidates {
     Named(Option<PathBuf>),
     /// `auto`: the one that `latest` names, then the others from the highest step down; damaged
     /// ones are passed over.
-    Auto {
-        paths: VecDeque<PathBuf>,
-        /// Whether this rank logs which ones.
-        tells: bool,
-    },
+    Auto(VecDeque<PathBuf>),
 }
 
+/// The word for the best checkpoint of the run, or a fresh start.
+pub(super) const AUTO: &str = "auto";
+
 impl Candidates {
-    /// `tells` says whether this rank warns of a file `latest` that cannot be followed and of
-    /// damaged checkpoints.
-    pub(super) fn new(
-        from: &str,
-        output_dir: impl FnOnce() -> Result<PathBuf>,
-        tells: bool,
-    ) -> Result<Self> {
+    /// Warns of a file `latest` that cannot be followed and, as they come, of damaged checkpoints.
+    pub(super) fn new(from: &str, output_dir: impl FnOnce() -> Result<PathBuf>) -> Result<Self> {
         Ok(match from {
-            "auto" => Self::Auto {
-                paths: by_preference(&Store::in_output_dir(output_dir()?), tells)?,
-                tells,
-            },
+            AUTO => Self::Auto(by_preference(&Store::in_output_dir(output_dir()?))?),
             "latest" => Self::Named(Some(output_dir()?)),
             path => Self::Named(Some(path.into())),
         })
@@ -49,7 +40,7 @@ impl Candidates {
 
     /// Whether damaged checkpoints are passed over.
     pub(super) fn is_auto(&self) -> bool {
-        matches!(self, Self::Auto { .. })
+        matches!(self, Self::Auto(_))
     }
 }
 
@@ -62,11 +53,10 @@ impl Iterator for Candidates {
                 let path = path.take()?;
                 Some(Checkpoint::open_weights(path).map_err(Into::into))
             }
-            Self::Auto { paths, tells } => loop {
+            Self::Auto(paths) => loop {
                 match Checkpoint::open(paths.pop_front()?) {
                     Ok(checkpoint) => return Some(Ok(checkpoint)),
-                    Err(error) if *tells => pass_over(&error),
-                    Err(_) => {}
+                    Err(error) => pass_over(&error),
                 }
             },
         }
@@ -78,7 +68,7 @@ pub(super) fn pass_over(error: &dyn std::error::Error) {
     tracing::warn!(error = crate::world::chain(error), "checkpoint passed over");
 }
 
-fn by_preference(store: &Store, tells: bool) -> Result<VecDeque<PathBuf>> {
+fn by_preference(store: &Store) -> Result<VecDeque<PathBuf>> {
     let steps = store.steps()?;
     let mut paths: VecDeque<_> = steps
         .iter()
@@ -94,7 +84,7 @@ fn by_preference(store: &Store, tells: bool) -> Result<VecDeque<PathBuf>> {
         Ok(None) => "it is missing".to_owned(),
         Err(error) => error.to_string(),
     };
-    if tells && !paths.is_empty() {
+    if !paths.is_empty() {
         let folder = store.folder().display();
         tracing::warn!(%folder, reason, "the file `latest` cannot be followed: the highest step counts");
     }
@@ -126,7 +116,7 @@ pub(super) fn find(
 }
 
 /// The words that stand for a checkpoint of the run itself.
-const WORDS: [&str; 2] = ["latest", "auto"];
+const WORDS: [&str; 2] = ["latest", AUTO];
 
 /// Adds the nearest of these words to an error that a path does not exist.
 pub(super) fn with_words(error: Error, from: &str) -> Error {
@@ -147,7 +137,7 @@ fn find_from(
     args: &CheckedArguments,
     parts: &TrainerParts,
 ) -> Result<Option<LoadedCheckpoint>> {
-    let mut candidates = Candidates::new(from, || args.run_folder(), true)?;
+    let mut candidates = Candidates::new(from, || args.run_folder())?;
     while let Some(checkpoint) = candidates.next().transpose()? {
         let checkpoint = untied(checkpoint, args)?;
         let state = check(&checkpoint, plan, args, parts)?;

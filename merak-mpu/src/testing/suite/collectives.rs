@@ -4,6 +4,10 @@ use crate::{
     Buffer, Communicator, DType, Element, Group, Member, Pending, Rank, ReduceOp, into_vec,
 };
 use half::{bf16, f16};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 /// Empty, one, odd, a whole number of cache lines, and more than one chunk of work.
 const LENGTHS: [usize; 5] = [0, 1, 7, 64, 40_001];
@@ -96,6 +100,16 @@ fn collectives_of<T: Element + PartialEq>(
             group.broadcast_vec(row(rank, len, make), root),
             row(root, len, make),
         );
+        let joined = if rank == root {
+            rows(len).flatten().collect()
+        } else {
+            Vec::new()
+        };
+        same(
+            "gather",
+            group.gather_vec(row(rank, len, make), root),
+            joined,
+        );
         let columns = rows(len * n).flat_map(|row| row.into_iter().skip(rank * len).take(len));
         same(
             "all_to_all",
@@ -125,6 +139,50 @@ fn fold<T>(
     folded.unwrap_or_default().into_iter()
 }
 
+/// Members exchange parts of lengths of their own, empty ones among them.
+///
+/// # Panics
+/// When the engine is wrong.
+pub fn exchanges_of_parts(member: &Member) {
+    let group = member.world_group().expect("the world is healthy");
+    let (n, rank) = (group.world_size(), group.rank());
+    for most in [1, 3, 20_000] {
+        let length = |from: usize, to: usize| (from + 2 * to) % 3 * most;
+        let part = |from: usize, to: usize| vec![(from * n + to) as u32; length(from, to)];
+        let lengths: Vec<_> = (0..n).map(|to| length(rank, to)).collect();
+        let own: Vec<u32> = (0..n).flat_map(|to| part(rank, to)).collect();
+        let received = group
+            .all_to_all_parts_vec(own, &lengths)
+            .expect("all ranks take part");
+        let expected: Vec<_> = (0..n).map(|from| part(from, rank)).collect();
+        assert!(received == expected, "parts of up to {} elements", 2 * most);
+    }
+}
+
+/// Members that give one color become a group, and the groups do not mix.
+///
+/// # Panics
+/// When the engine is wrong.
+pub fn splits(member: &Member) {
+    let world = member.world_group().expect("the world is healthy");
+    let color = (world.rank() % 3) as u32;
+    let group = world.split(color).expect("all ranks take part");
+    let expected: Vec<_> = (0..world.world_size())
+        .map(Rank)
+        .filter(|rank| (rank.0 % 3) as u32 == color)
+        .collect();
+    assert_eq!(group.members(), expected);
+    assert_eq!(group.name(), format!("world/{color}"));
+    let ranks = group.all_gather_vec(vec![member.rank().0 as u32]);
+    let ranks = ranks.expect("all members take part");
+    assert!(
+        ranks
+            .iter()
+            .map(|rank| *rank as usize)
+            .eq(expected.iter().map(|rank| rank.0))
+    );
+}
+
 /// Operations that are started in one order may be waited for in another on each rank, or dropped.
 ///
 /// # Panics
@@ -149,6 +207,12 @@ pub fn waits_in_any_order(member: &Member) {
         drop(pending.pop());
     }
     for (number, pending) in pending {
+        // A poll says that the wait is short, or nothing.
+        let start = Instant::now();
+        while !pending.is_done() && start.elapsed() < Duration::from_secs(5) {
+            thread::yield_now();
+        }
+        assert!(pending.is_done(), "all ranks have started it");
         let buffer = pending.wait().expect("all ranks have started it");
         let sum: Vec<f32> = into_vec(buffer).expect("the type is kept");
         assert_eq!(sum, vec![(number * n) as f32; 1000]);

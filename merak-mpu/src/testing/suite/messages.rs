@@ -1,6 +1,10 @@
 //! Point-to-point messages.
 
 use crate::{Communicator, Group, Member, Message, Packet, into_vec};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 /// Every rank sends two tensors of different types to the next one, before it receives.
 ///
@@ -60,6 +64,27 @@ pub fn message_order(member: &Member) {
         .collect();
     numbers.reverse();
     assert_eq!(numbers, [8, 7, 17, 18, 28, 27]);
+}
+
+/// A receipt is done once its message has come.
+///
+/// # Panics
+/// When the engine is wrong.
+pub fn receipts_are_polled(member: &Member) {
+    let group = member.world_group().expect("the world is healthy");
+    let (n, rank) = (group.world_size(), group.rank());
+    let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
+    let receipt = group.start_recv(previous, 9).expect("the world is healthy");
+    assert!(!receipt.is_done(), "nobody has sent it yet");
+    group.barrier().expect("all ranks come to the barrier");
+    send_number(&group, next, 9, rank as u32);
+    let start = Instant::now();
+    while !receipt.is_done() && start.elapsed() < Duration::from_secs(5) {
+        thread::yield_now();
+    }
+    assert!(receipt.is_done(), "the previous rank has sent it");
+    let message = receipt.wait().expect("the previous rank has sent it");
+    assert_eq!(number_in(message), previous as u32);
 }
 
 fn send_number(group: &Group, to: usize, tag: u64, number: u32) {

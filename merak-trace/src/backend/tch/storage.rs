@@ -6,7 +6,7 @@
 
 use super::at;
 use crate::{Error, Param, ParamStore, Result, TensorType, Value, value::Lease};
-use merak_mpu::{Buffer, DType, Element};
+use merak_mpu::{Buffer, DType, Element, Memory};
 use std::{any::Any, sync::Arc};
 use tch::{Device, Kind, Tensor};
 
@@ -258,6 +258,33 @@ impl Buffer for TchBuffer {
         if let Some(copy) = &mut self.copy {
             copy.copy_(&self.flat);
         }
+    }
+
+    fn memory(&mut self) -> Memory {
+        let start = self.flat.data_ptr();
+        match self.flat.device() {
+            Device::Cuda(ordinal) => Memory::Device {
+                ordinal,
+                address: start.addr() as u64,
+            },
+            _ => Memory::Host(start.cast()),
+        }
+    }
+
+    fn written(&mut self) {
+        if let Some(copy) = &mut self.copy {
+            copy.copy_(&self.flat);
+        }
+    }
+
+    fn zeros_like(&self, len: usize) -> Box<dyn Buffer> {
+        let (kind, device) = (self.flat.kind(), self.flat.device());
+        let len = i64::try_from(len).expect("memory is shorter than i64::MAX bytes");
+        Box::new(Self {
+            flat: Tensor::zeros([len], (kind, device)),
+            dtype: self.dtype,
+            copy: None,
+        })
     }
 
     fn clear(&mut self) {

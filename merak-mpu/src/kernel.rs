@@ -9,7 +9,7 @@ const BLOCK: usize = 1024;
 
 /// Folds `memory[0]`, `memory[1]`, .. `memory[inputs - 1]` in this order and writes the result to
 /// `memory[targets]`. All slices are of one length and aligned for `dtype`.
-pub(super) fn reduce(
+pub(crate) fn reduce(
     dtype: DType,
     op: ReduceOp,
     inputs: usize,

@@ -1,7 +1,9 @@
 //! Messages that were sent to one rank, until it takes them.
 
-use super::{wait::Bell, world::lock};
-use crate::Message;
+use crate::{
+    Message,
+    bell::{Bell, lock},
+};
 use std::{collections::BTreeMap, sync::Mutex};
 
 /// The messages of one sender and tag.
@@ -16,15 +18,15 @@ struct Channel {
 
 /// All channels to one member of a group, by (sender, tag).
 #[derive(Debug, Default)]
-pub(super) struct Mailbox {
+pub(crate) struct Mailbox {
     /// Rings for each message that comes.
-    pub(super) bell: Bell,
+    pub(crate) bell: Bell,
     channels: Mutex<BTreeMap<(usize, u64), Channel>>,
 }
 
 impl Mailbox {
     /// Adds a message to its channel.
-    pub(super) fn put(&self, from: usize, tag: u64, message: Message) {
+    pub(crate) fn put(&self, from: usize, tag: u64, message: Message) {
         {
             let mut channels = lock(&self.channels);
             let channel = channels.entry((from, tag)).or_default();
@@ -35,7 +37,7 @@ impl Mailbox {
     }
 
     /// Posts a receipt and returns the number of the message that it will get.
-    pub(super) fn post(&self, from: usize, tag: u64) -> u64 {
+    pub(crate) fn post(&self, from: usize, tag: u64) -> u64 {
         let mut channels = lock(&self.channels);
         let channel = channels.entry((from, tag)).or_default();
         channel.posted += 1;
@@ -43,14 +45,14 @@ impl Mailbox {
     }
 
     /// Whether a message is there.
-    pub(super) fn has(&self, from: usize, tag: u64, number: u64) -> bool {
+    pub(crate) fn has(&self, from: usize, tag: u64, number: u64) -> bool {
         lock(&self.channels)
             .get(&(from, tag))
             .is_some_and(|channel| channel.messages.contains_key(&number))
     }
 
     /// Takes a message out, and forgets a channel on which nothing is under way.
-    pub(super) fn take(&self, from: usize, tag: u64, number: u64) -> Option<Message> {
+    pub(crate) fn take(&self, from: usize, tag: u64, number: u64) -> Option<Message> {
         let mut channels = lock(&self.channels);
         let channel = channels.get_mut(&(from, tag))?;
         let message = channel.messages.remove(&number)?;

@@ -1,0 +1,79 @@
+//! What the members of a group must agree on when they call a collective.
+
+use crate::{DType, ReduceOp};
+use std::{fmt, sync::Arc};
+
+/// Which collective was called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Call {
+    AllReduce(ReduceOp),
+    ReduceScatter(ReduceOp),
+    AllGather,
+    Gather { root: usize },
+    Broadcast { root: usize },
+    AllToAll,
+    Barrier,
+}
+
+impl Call {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce(_) => "all_reduce",
+            Self::ReduceScatter(_) => "reduce_scatter",
+            Self::AllGather => "all_gather",
+            Self::Gather { .. } => "gather",
+            Self::Broadcast { .. } => "broadcast",
+            Self::AllToAll => "all_to_all",
+            Self::Barrier => "barrier",
+        }
+    }
+}
+
+/// The lengths of what the members bring or get.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Parts {
+    /// Each member's buffer is of this length, and where it is cut, it is cut evenly.
+    Equal(usize),
+    /// By member, the length of its part: of its input where parts are joined, of its output where
+    /// a buffer is cut. Of an exchange, by sender and then by receiver, the length of the part.
+    Listed(Arc<[usize]>),
+}
+
+/// What all members of a group must agree on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Fingerprint {
+    pub(crate) call: Call,
+    pub(crate) dtype: DType,
+    pub(crate) parts: Parts,
+}
+
+/// Most lengths of parts that a message lists.
+const MOST_LISTED: usize = 16;
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { call, dtype, parts } = self;
+        f.write_str(call.name())?;
+        match call {
+            Call::AllReduce(op) | Call::ReduceScatter(op) => write!(f, "({op})")?,
+            Call::Broadcast { root } | Call::Gather { root } => write!(f, "(root {root})")?,
+            Call::Barrier => return Ok(()),
+            Call::AllGather | Call::AllToAll => {}
+        }
+        match parts {
+            Parts::Equal(len) => write!(f, " of {len} {dtype}"),
+            Parts::Listed(lengths) => {
+                let listed = &lengths[..lengths.len().min(MOST_LISTED)];
+                let more = if listed.len() < lengths.len() {
+                    ", .."
+                } else {
+                    ""
+                };
+                let whole: usize = lengths.iter().sum();
+                let listed: Vec<_> = listed.iter().map(usize::to_string).collect();
+                let listed = listed.join(", ");
+                write!(f, " of {whole} {dtype} in parts of {listed}{more}")
+            }
+        }
+    }
+}

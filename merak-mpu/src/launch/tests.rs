@@ -1,0 +1,308 @@
+//! Environments of launchers, as tables.
+
+use super::*;
+
+type Table<'a> = &'a [(&'a str, &'a str)];
+
+fn launch(table: Table<'_>) -> Result<Launch> {
+    Launch::from_lookup(|name| {
+        let found = table.iter().find(|(known, _)| *known == name);
+        found.map(|(_, value)| (*value).to_owned())
+    })
+}
+
+/// The table with some values replaced, and without those whose new value is `-`.
+fn with<'a>(table: Table<'a>, changes: Table<'a>) -> Vec<(&'a str, &'a str)> {
+    let is_changed = |name: &str| changes.iter().any(|(changed, _)| *changed == name);
+    let kept = table.iter().filter(|(name, _)| !is_changed(name));
+    let new = changes.iter().filter(|(_, value)| *value != "-");
+    kept.chain(new).copied().collect()
+}
+
+fn told(table: Table<'_>) -> String {
+    launch(table).unwrap_err().to_string()
+}
+
+const TORCHRUN: Table<'_> = &[
+    ("RANK", "5"),
+    ("WORLD_SIZE", "8"),
+    ("LOCAL_RANK", "1"),
+    ("LOCAL_WORLD_SIZE", "4"),
+    ("MASTER_ADDR", "n1.cluster"),
+    ("MASTER_PORT", "29500"),
+    ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+    ("TORCHELASTIC_RUN_ID", "none"),
+    ("TORCHELASTIC_RESTART_COUNT", "2"),
+];
+
+const SLURM: Table<'_> = &[
+    ("SLURM_STEP_ID", "3"),
+    ("SLURM_JOB_ID", "4711"),
+    ("SLURM_PROCID", "6"),
+    ("SLURM_NTASKS", "64"),
+    ("SLURM_STEP_NUM_TASKS", "7"),
+    ("SLURM_LOCALID", "2"),
+    ("SLURM_NODEID", "1"),
+    ("SLURM_STEP_TASKS_PER_NODE", "4,3"),
+    ("SLURM_STEP_NODELIST", "n[08,10]"),
+    ("SLURM_JOB_NODELIST", "n[07-10]"),
+];
+
+const OPEN_MPI: Table<'_> = &[
+    ("OMPI_COMM_WORLD_RANK", "1"),
+    ("OMPI_COMM_WORLD_SIZE", "4"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "4"),
+    ("PMIX_NAMESPACE", "prterun-n1-4711@1"),
+];
+
+const INTEL: Table<'_> = &[
+    ("PMI_RANK", "3"),
+    ("PMI_SIZE", "4"),
+    ("MPI_LOCALRANKID", "1"),
+    ("MPI_LOCALNRANKS", "2"),
+];
+
+#[test]
+fn torchrun_says_everything() {
+    let found = launch(TORCHRUN).unwrap();
+    let expected = Launch {
+        launcher: Some(Launcher::Torchrun),
+        rank: 5,
+        world_size: 8,
+        local_rank: Some(1),
+        local_size: Some(4),
+        address: Some("n1.cluster".to_owned()),
+        port: Some(29_500),
+        port_is_taken: true,
+        job: Some("none.2".to_owned()),
+        has_mpi: false,
+        variables: LaunchVariables {
+            rank: Some("RANK"),
+            world_size: Some("WORLD_SIZE"),
+            local_rank: Some("LOCAL_RANK"),
+            local_size: Some("LOCAL_WORLD_SIZE"),
+            address: Some("MASTER_ADDR"),
+            port: Some("MASTER_PORT"),
+            job: Some("TORCHELASTIC_RUN_ID"),
+        },
+    };
+    assert_eq!(found, expected);
+    // Its own agent aside, the port is rank 0's.
+    let script = with(TORCHRUN, &[("TORCHELASTIC_USE_AGENT_STORE", "False")]);
+    assert!(!launch(&script).unwrap().port_is_taken);
+    // One process needs no meeting place.
+    let alone = launch(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap();
+    assert_eq!((alone.world_size, alone.address), (1, None));
+}
+
+#[test]
+fn a_slurm_step_says_where_its_first_host_is_and_its_job_which_port() {
+    let found = launch(SLURM).unwrap();
+    assert_eq!(found.launcher, Some(Launcher::Slurm));
+    assert_eq!((found.rank, found.world_size), (6, 7));
+    assert_eq!((found.local_rank, found.local_size), (Some(2), Some(3)));
+    assert_eq!(found.address.as_deref(), Some("n08"));
+    assert_eq!(found.variables.address, Some("SLURM_STEP_NODELIST"));
+    assert_eq!(found.variables.world_size, Some("SLURM_STEP_NUM_TASKS"));
+    assert_eq!(found.job.as_deref(), Some("4711.3"));
+    let port = found.port.unwrap();
+    assert!((20_000..32_000).contains(&port));
+    let port_of = |changes| launch(&with(SLURM, changes)).unwrap().port.unwrap();
+    assert_eq!(
+        port_of(&[("SLURM_PROCID", "0")]),
+        port,
+        "all ranks find the same one"
+    );
+    assert_ne!(port_of(&[("SLURM_STEP_ID", "4")]), port);
+    assert_eq!(port_of(&[("MASTER_PORT", "29500")]), 29_500);
+    let elsewhere = with(SLURM, &[("MASTER_ADDR", "fe80::1%eth0")]);
+    let elsewhere = launch(&elsewhere).unwrap().address;
+    assert_eq!(elsewhere.as_deref(), Some("fe80::1%eth0"));
+}
+
+#[test]
+fn slurm_counts_inside_a_step_only() {
+    for step in [
+        "-",
+        "batch",
+        "interactive",
+        "4294967291",
+        "4294967290",
+        "4294967294",
+    ] {
+        let changes = [("SLURM_STEP_ID", step)];
+        let changed = with(SLURM, &changes);
+        assert_eq!(launch(&changed).unwrap(), Launch::default(), "{step}");
+    }
+    let empty = with(SLURM, &[("SLURM_STEP_ID", "")]);
+    assert_eq!(
+        told(&empty),
+        r#"SLURM_STEP_ID is "", but should be the number of a step"#
+    );
+}
+
+#[test]
+fn older_slurm_says_it_with_the_variables_of_the_job() {
+    let older = with(
+        SLURM,
+        &[
+            ("SLURM_STEP_NUM_TASKS", "-"),
+            ("SLURM_STEP_TASKS_PER_NODE", "-"),
+            ("SLURM_STEP_NODELIST", "-"),
+        ],
+    );
+    let found = launch(&older).unwrap();
+    assert_eq!((found.world_size, found.local_size), (64, None));
+    assert_eq!(found.address.as_deref(), Some("n07"));
+    let one_host = with(&older, &[("SLURM_JOB_NODELIST", "gpu1")]);
+    let found = launch(&one_host).unwrap();
+    assert_eq!(found.local_size, Some(64));
+    assert_eq!(found.address.as_deref(), Some("127.0.0.1"));
+}
+
+#[test]
+fn mpirun_says_where_rank_0_is_on_one_host_only() {
+    let found = launch(OPEN_MPI).unwrap();
+    assert_eq!(found.launcher, Some(Launcher::OpenMpi));
+    assert!(found.has_mpi && found.is_on_one_host());
+    assert_eq!(found.address.as_deref(), Some("127.0.0.1"));
+    assert_eq!(found.variables.port, Some("PMIX_NAMESPACE"));
+    let found = launch(INTEL).unwrap();
+    assert_eq!(found.launcher, Some(Launcher::Pmi));
+    assert_eq!((found.rank, found.local_rank), (3, Some(1)));
+    assert_eq!((found.address, found.port), (None, None));
+    let told = with(INTEL, &[("MASTER_ADDR", "n1")]);
+    let told = launch(&told).unwrap();
+    assert_eq!(told.address.as_deref(), Some("n1"));
+    assert!(told.port.is_some());
+}
+
+#[test]
+fn the_launcher_that_started_the_process_itself_counts() {
+    let both = |a: Table<'_>, b: Table<'_>| launch(&[a, b].concat()).unwrap();
+    assert_eq!(both(TORCHRUN, SLURM).rank, 5);
+    assert_eq!(both(TORCHRUN, OPEN_MPI).rank, 5);
+    assert_eq!(both(SLURM, OPEN_MPI).launcher, Some(Launcher::OpenMpi));
+    assert_eq!(both(SLURM, INTEL).launcher, Some(Launcher::Pmi));
+    let by_srun = both(SLURM, &[("PMI_RANK", "6"), ("PMI_SIZE", "7")]);
+    assert_eq!(by_srun.launcher, Some(Launcher::Slurm));
+    assert!(both(TORCHRUN, SLURM).port.is_some());
+}
+
+#[test]
+fn half_an_environment_is_refused_by_the_missing_variable() {
+    let missing = |table, name| told(&with(table, &[(name, "-")]));
+    let without =
+        |found, variable| format!("{found} is set, but {variable} is not: set both or neither");
+    for (table, found, variable) in [
+        (TORCHRUN, "RANK", "WORLD_SIZE"),
+        (TORCHRUN, "WORLD_SIZE", "RANK"),
+        (TORCHRUN, "WORLD_SIZE", "MASTER_ADDR"),
+        (TORCHRUN, "WORLD_SIZE", "MASTER_PORT"),
+        (SLURM, "SLURM_STEP_ID", "SLURM_PROCID"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        (INTEL, "PMI_SIZE", "PMI_RANK"),
+        (INTEL, "PMI_RANK", "PMI_SIZE"),
+    ] {
+        assert_eq!(missing(table, variable), without(found, variable));
+    }
+    assert_eq!(told(&[("LOCAL_RANK", "0")]), without("LOCAL_RANK", "RANK"));
+    let neither = with(
+        SLURM,
+        &[("SLURM_STEP_NUM_TASKS", "-"), ("SLURM_NTASKS", "-")],
+    );
+    assert_eq!(
+        told(&neither),
+        without("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")
+    );
+}
+
+#[test]
+fn a_copy_of_another_launchers_number_must_agree() {
+    let found = launch(&with(SLURM, &[("WORLD_SIZE", "7")])).unwrap();
+    assert_eq!(found.launcher, Some(Launcher::Slurm));
+    assert_eq!(
+        told(&with(SLURM, &[("WORLD_SIZE", "64")])),
+        r#"WORLD_SIZE is "64", but should be 7, as SLURM_STEP_NUM_TASKS says"#
+    );
+    assert_eq!(
+        told(&with(OPEN_MPI, &[("RANK", "0")])),
+        r#"RANK is "0", but should be 1, as OMPI_COMM_WORLD_RANK says"#
+    );
+}
+
+#[test]
+fn a_value_that_cannot_be_is_refused_with_what_it_should_be() {
+    for (table, name, value, expected) in [
+        (TORCHRUN, "RANK", "", "a number"),
+        (TORCHRUN, "RANK", "-1", "a number"),
+        (TORCHRUN, "RANK", "8", "below the world size of 8"),
+        (TORCHRUN, "WORLD_SIZE", "0", "at least 1"),
+        (TORCHRUN, "WORLD_SIZE", "99999999999999999999", "a number"),
+        (
+            TORCHRUN,
+            "LOCAL_RANK",
+            "4",
+            "below 4, the number of processes on this host",
+        ),
+        (TORCHRUN, "LOCAL_RANK", "first", "a number"),
+        (
+            TORCHRUN,
+            "LOCAL_WORLD_SIZE",
+            "9",
+            "from 1 to the world size of 8",
+        ),
+        (
+            TORCHRUN,
+            "LOCAL_WORLD_SIZE",
+            "0",
+            "from 1 to the world size of 8",
+        ),
+        (TORCHRUN, "MASTER_ADDR", "", "the name or address of a host"),
+        (
+            TORCHRUN,
+            "MASTER_ADDR",
+            "n1 n2",
+            "the name or address of a host",
+        ),
+        (TORCHRUN, "MASTER_PORT", "0", "a port from 1 to 65535"),
+        (TORCHRUN, "MASTER_PORT", "65536", "a port from 1 to 65535"),
+        (TORCHRUN, "MASTER_PORT", "", "a port from 1 to 65535"),
+        (SLURM, "SLURM_PROCID", "7", "below the world size of 7"),
+        (
+            SLURM,
+            "SLURM_LOCALID",
+            "3",
+            "below 3, the number of processes on this host",
+        ),
+        (SLURM, "SLURM_NODEID", "x", "a number"),
+        (
+            SLURM,
+            "SLURM_STEP_TASKS_PER_NODE",
+            "7",
+            "the tasks of each node such as 4(x2),3, up to node 1",
+        ),
+        (
+            SLURM,
+            "SLURM_STEP_NODELIST",
+            "n[08,10",
+            "a list of hosts such as n[01-03,7],gpu1: a bracket is not closed",
+        ),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "four", "a number"),
+        (INTEL, "PMI_RANK", "4", "below the world size of 4"),
+    ] {
+        let message = format!("{name} is {value:?}, but should be {expected}");
+        assert_eq!(told(&with(table, &[(name, value)])), message);
+    }
+}
+
+#[test]
+fn a_list_of_a_billion_hosts_is_no_bomb_and_a_long_value_is_cut() {
+    let many = with(SLURM, &[("SLURM_STEP_NODELIST", "n[0-999999999]")]);
+    assert_eq!(launch(&many).unwrap().address.as_deref(), Some("n0"));
+    let long = "n[".repeat(50_000);
+    let told = told(&with(SLURM, &[("SLURM_STEP_NODELIST", &long)]));
+    assert!(told.len() < 300, "{}", told.len());
+}
