@@ -305,51 +305,17 @@ fn check_schedule(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 
 fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let mode = a.recompute;
-    let unset_unless =
-        |needed: RecomputeMode| format!("unset unless \"recompute\" is \"{needed}\"");
     if !a.activation_checkpointing {
-        let only = "\"activation_checkpointing\" is true";
-        let expected = format!("\"full\" unless {only}");
+        let expected = "\"full\" unless \"activation_checkpointing\" is true";
         checker.require(mode == RecomputeMode::Full, "recompute", mode, expected)?;
-        if let Some(Ratios(ratios)) = &a.activation_checkpoint_ratio {
-            let expected = format!("unset unless {only}");
-            let key = "activation_checkpoint_ratio";
-            checker.require(false, key, format_args!("{ratios:?}"), expected)?;
-        }
     }
-    if let Some(Ratios(ratios)) = &a.activation_checkpoint_ratio {
-        let key = "activation_checkpoint_ratio";
-        let found = format!("{ratios:?}");
-        checker.require(
-            mode == RecomputeMode::Full,
-            key,
-            &found,
-            unset_unless(RecomputeMode::Full),
-        )?;
-        checker.require(
-            !ratios.is_empty(),
-            key,
-            &found,
-            "a list with a number in it",
-        )?;
-        let stages = num_stages(a);
-        let expected = format_args!(
-            "at most {stages} values, because {} is {stages}",
-            stages_key(a)
-        );
-        checker.require(ratios.len() <= stages, key, &found, expected)?;
-    }
+    check_recompute_ratios(a, checker)?;
     if let Some(ops) = &a.recompute_ops {
         let names: Vec<_> = ops.iter().map(|op| op.as_str()).collect();
         let found = format!("{names:?}");
-        let selective = mode == RecomputeMode::Selective;
+        let needed = RecomputeMode::Selective;
         let key = "recompute_ops";
-        checker.require(
-            selective,
-            key,
-            &found,
-            unset_unless(RecomputeMode::Selective),
-        )?;
+        checker.require(mode == needed, key, &found, unset_unless(needed))?;
         checker.require(
             !ops.is_empty(),
             key,
@@ -371,6 +337,35 @@ fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         }),
         None => Ok(()),
     }
+}
+
+fn check_recompute_ratios(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let Some(Ratios(ratios)) = &a.activation_checkpoint_ratio else {
+        return Ok(());
+    };
+    let found = format!("{ratios:?}");
+    let require = |legal, expected: &dyn Display| {
+        checker.require(legal, "activation_checkpoint_ratio", &found, expected)
+    };
+    require(
+        a.activation_checkpointing,
+        &"unset unless \"activation_checkpointing\" is true",
+    )?;
+    let needed = RecomputeMode::Full;
+    require(a.recompute == needed, &unset_unless(needed))?;
+    require(!ratios.is_empty(), &"a list with a number in it")?;
+    let stages = num_stages(a);
+    require(
+        ratios.len() <= stages,
+        &format_args!(
+            "at most {stages} values, because {} is {stages}",
+            stages_key(a)
+        ),
+    )
+}
+
+fn unset_unless(needed: RecomputeMode) -> String {
+    format!("unset unless \"recompute\" is \"{needed}\"")
 }
 
 fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {

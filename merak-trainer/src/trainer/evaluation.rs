@@ -119,7 +119,7 @@ impl MerakTrainer {
                 mean = loss / labels as f64;
             }
         }
-        self.from_last_stage(mean)
+        self.of_last_stage(mean)
     }
 
     fn tell_evaluation(&mut self, done: usize, total: usize) {

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{CheckedArguments, Error, Plan, Result, config::nearest, plan::BASE_NAME};
 use merak_ckpt::{Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, Store, TensorEntry};
+use merak_trace::Param;
 use serde_json::Value;
 use std::{
     borrow::Cow,
@@ -245,19 +246,7 @@ fn check_adapter(
     if !file.is_file() {
         return Ok(());
     }
-    let factors = plan
-        .graph
-        .params()
-        .iter()
-        .filter(|param| param.beside.is_some());
-    let is_there = |param: &merak_trace::Param| {
-        let entry = manifest.tensor(&Kind::Parameter, &param.name);
-        entry.is_some_and(|entry| entry.shape == param.full.shape)
-    };
-    let saved_factors = manifest
-        .tensors_of(&Kind::Parameter)
-        .filter(|entry| entry.is_of_adapter());
-    let has_same = factors.clone().count() == saved_factors.count() && { factors }.all(is_there);
+    let has_same = has_same_factors(manifest, plan);
     let fields: &[&'static str] = match (has_same, is_base) {
         (false, _) => &SHAPE,
         (true, false) => &MEANING,
@@ -272,6 +261,19 @@ fn check_adapter(
          the weights with `merak-ckpt export-hf` and start another on them",
         file.display()
     ))
+}
+
+/// Whether a checkpoint has the factors of the plan's adapter, and no others.
+fn has_same_factors(manifest: &Manifest, plan: &Plan) -> bool {
+    let params = plan.graph.params().iter();
+    let factors: Vec<_> = params.filter(|param| param.beside.is_some()).collect();
+    let saved = manifest.tensors_of(&Kind::Parameter);
+    let saved = saved.filter(|entry| entry.is_of_adapter());
+    let is_there = |param: &&Param| {
+        let entry = manifest.tensor(&Kind::Parameter, &param.name);
+        entry.is_some_and(|entry| entry.shape == param.full.shape)
+    };
+    factors.len() == saved.count() && factors.iter().all(is_there)
 }
 
 /// Fields of an adapter that decide which factors it has.

@@ -235,11 +235,11 @@ impl MerakTrainer {
                 .all_reduce_scalar(sum, ReduceOp::Sum)?;
             loss = if labels == 0.0 { 0.0 } else { sum / labels };
         }
-        self.from_last_stage(loss)
+        self.of_last_stage(loss)
     }
 
     /// A number of the rank with the last stage, on every rank of the pipeline.
-    pub(super) fn from_last_stage(&self, number: f64) -> Result<f64> {
+    pub(super) fn of_last_stage(&self, number: f64) -> Result<f64> {
         let last = self.stages.plan.last_rank();
         let group = self.stages.mpu.pipeline_parallel_group();
         Ok(group.broadcast_vec(vec![number], last)?[0])

@@ -143,7 +143,7 @@ fn a_limit_of_memory_moves_the_stages_or_says_what_would_do() {
         .on((1, 1, 2))
         .with("partition_method", "exact")
         .with("activation_checkpointing", false);
-    let plan = |case: &Case| Plan::new(&case.inputs(), &case.arguments());
+    let plan = |case: &Case| case.try_plan();
     let free = plan(&case).unwrap();
     let limited = |limit: usize| plan(&case.clone().with("autopipe.memory_limit", limit));
     let roomy = limited(1 << 30).unwrap();
@@ -415,7 +415,7 @@ fn a_limit_of_memory_that_no_schedule_keeps_is_refused_with_what_would_do() {
         let needed = fullest(&usual);
         let limited = |limit: usize| {
             let case = case.clone().with("autopipe.memory_limit", limit);
-            Plan::new(&case.inputs(), &case.arguments())
+            case.try_plan()
         };
         let error = limited(1000).unwrap_err();
         let text = error.to_string();

@@ -223,14 +223,23 @@ impl Case {
 
     /// The plan.
     pub(crate) fn plan(&self) -> Arc<Plan> {
-        let plan = Plan::new(&self.inputs(), &self.arguments());
-        Arc::new(plan.expect("the case can be planned"))
+        Arc::new(self.try_plan().expect("the case can be planned"))
+    }
+
+    /// The plan, or why there is none.
+    pub(crate) fn try_plan(&self) -> Result<Plan> {
+        let args = self.arguments();
+        Plan::new(&self.try_inputs()?, &args)
     }
 
     /// What the plan is made from.
     pub(crate) fn inputs(&self) -> PlanInputs {
+        self.try_inputs().expect("its adapter can be read")
+    }
+
+    fn try_inputs(&self) -> Result<PlanInputs> {
         let model = models::from_config(&self.model).expect("the model of a test is legal");
-        PlanInputs::read(model.into(), &self.arguments()).expect("its adapter can be read")
+        PlanInputs::read(model.into(), &self.arguments())
     }
 
     /// Runs `body` with every rank's trainer.

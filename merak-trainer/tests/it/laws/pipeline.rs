@@ -1,7 +1,7 @@
 //! L1: schedule, cut, recomputation and compute threads change no bit.
 
 use merak_pipe::{Action, Kind};
-use merak_trainer::{Error, NamedTensors, Plan, PlanInputs};
+use merak_trainer::{Error, NamedTensors};
 
 use crate::support::{Case, Run, assert_same_bits};
 
@@ -304,10 +304,7 @@ fn within(case: &Case, budget: usize) -> Result<Case, usize> {
         .clone()
         .with("recompute", "budget")
         .with("activation_memory_budget", budget);
-    let model = merak_trace::models::from_config(&case.model).expect("a legal model");
-    let args = case.arguments();
-    let inputs = PlanInputs::read(model.into(), &args).expect("there is no adapter");
-    match Plan::new(&inputs, &args) {
+    match case.try_plan() {
         Err(Error::ActivationBudget { least, .. }) => Err(least),
         _ => Ok(case),
     }
