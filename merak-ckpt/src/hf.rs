@@ -7,6 +7,7 @@ mod family;
 mod import;
 mod merak;
 mod named;
+mod nan;
 mod parts;
 mod pickle;
 mod safe;

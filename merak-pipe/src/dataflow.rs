@@ -91,8 +91,9 @@ pub(crate) fn walk_with(
         {
             return Err(Error::Deadlock {
                 rank,
-                position,
+                position: schedule.cell_index(rank, position),
                 action,
+                pair: schedule.pair(rank, position),
                 needs,
             });
         }

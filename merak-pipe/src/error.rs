@@ -1,6 +1,6 @@
 //! What can go wrong with a schedule and while one runs.
 
-use crate::{Action, MicrobatchId, StageId, Tag, costs::exact};
+use crate::{Action, MicrobatchId, Pair, StageId, Tag, costs::exact};
 use std::time::Duration;
 
 /// The result of an operation of this crate.
@@ -165,8 +165,8 @@ pub enum Error {
     },
     /// A file leaves out a stage.
     #[error(
-        "no line runs stage {stage}, and of the {lines} that have actions (one for each rank) some line runs stage {last}: a line is missing, or \
-         stages are numbered wrongly"
+        "the file names stage {last} but not stage {stage}: a line is missing (it has {lines} with actions, one for each rank), or stages are \
+         numbered wrongly"
     )]
     StageWithoutLine {
         /// The first stage that is missing.
@@ -197,7 +197,8 @@ pub enum Error {
     Invalid {
         /// The rank.
         rank: usize,
-        /// Index in its list of actions, from 0; the message counts from 1.
+        /// Index of its cell in the rank's list, from 0, where a pair is one cell; the message
+        /// counts from 1.
         position: usize,
         /// The action.
         action: Action,
@@ -213,14 +214,21 @@ pub enum Error {
         action: Action,
     },
     /// The lists of actions wait for each other in a circle.
-    #[error("deadlock: rank {rank} waits at position {} ({action}) for the {needs}", position + 1)]
+    #[error(
+        "deadlock: rank {rank} waits at position {} ({}) for the {needs}",
+        position + 1,
+        pair.map_or_else(|| action.to_string(), |pair| pair.to_string())
+    )]
     Deadlock {
         /// The first rank that waits for ever.
         rank: usize,
-        /// Index of the action in its list, from 0; the message counts from 1.
+        /// Index of the action's cell in the rank's list, from 0, where a pair is one cell; the
+        /// message counts from 1.
         position: usize,
         /// The action it cannot begin.
         action: Action,
+        /// The pair that the action belongs to.
+        pair: Option<Pair>,
         /// What never comes.
         needs: Tag,
     },

@@ -155,6 +155,15 @@ impl Schedule {
         self.pair(rank, position).map(Cell::Paired).or_else(alone)
     }
 
+    /// The number of cells before the one that the action at a position lies in.
+    pub(crate) fn cell_index(&self, rank: usize, position: usize) -> usize {
+        let pairs = self.pairs.iter();
+        position
+            - pairs
+                .filter(|pair| pair.0 == rank && pair.1 < position)
+                .count()
+    }
+
     /// The cells of a rank's list, each an action or a pair.
     pub(crate) fn cells(&self, rank: usize) -> impl Iterator<Item = Cell> {
         let mut position = 0;
@@ -244,7 +253,7 @@ impl Schedule {
             for (position, &action) in actions.iter().enumerate() {
                 let invalid = |rule| Error::Invalid {
                     rank,
-                    position,
+                    position: self.cell_index(rank, position),
                     action,
                     rule,
                 };
@@ -473,7 +482,7 @@ mod tests {
         assert_eq!(spaced.to_csv(), "0F0,0B0\n1F0,1B0\n");
         let message = |csv: &str| read(csv).unwrap_err().to_string();
         assert_eq!(message("\n0F0,oops\n"), "line 2, cell 2 is no action");
-        insta::assert_snapshot!(message("0F0,0B0\n2F0,2B0\n"), @"no line runs stage 1, and of the 2 that have actions (one for each rank) some line runs stage 2: a line is missing, or stages are numbered wrongly");
+        insta::assert_snapshot!(message("0F0,0B0\n2F0,2B0\n"), @"the file names stage 2 but not stage 1: a line is missing (it has 2 with actions, one for each rank), or stages are numbered wrongly");
         insta::assert_snapshot!(message("0F0,0B0\n1F0,2F0,2B0,1B0\n"), @"3 stages on 2 lines: every line is a rank, and all ranks run as many stages");
         // A line of blank cells is a rank with nothing to do.
         insta::assert_snapshot!(message("0F0,0B0\n,,\n1F0,1B0\n"), @"2 stages on 3 lines: every line is a rank, and all ranks run as many stages");
@@ -490,6 +499,19 @@ mod tests {
             "(0F2;0B0)OVERLAP_F_B"
         );
         assert_eq!((schedule.pair(0, 1), schedule.pair(7, 0)), (None, None));
+    }
+
+    #[test]
+    fn a_position_counts_a_pair_as_the_one_cell_that_it_is() {
+        let message = |csv: &str| {
+            let schedule = Schedule::from_sized_csv("mine", csv).unwrap();
+            schedule.validate().unwrap_err().to_string()
+        };
+        let weights = message("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B2,0B2,0B1\n");
+        assert!(weights.starts_with("rank 0, position 5: 0B2 "), "{weights}");
+        let circle = message("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1\n");
+        let start = "deadlock: rank 0 waits at position 2 ((0F1;0B0)OVERLAP_F_B) for the ";
+        assert!(circle.starts_with(start), "{circle}");
     }
 
     #[test]

@@ -79,7 +79,7 @@ pub(crate) fn check_actions(schedule: &Schedule, placement: &[usize]) -> Result<
             let outcome = stages[action.stage.0].take(action);
             outcome.map_err(|rule| Error::Invalid {
                 rank,
-                position,
+                position: schedule.cell_index(rank, position),
                 action,
                 rule,
             })?;
@@ -115,7 +115,7 @@ fn check_pairs(schedule: &Schedule) -> Result<()> {
         };
         return Err(Error::Invalid {
             rank,
-            position,
+            position: schedule.cell_index(rank, position),
             action,
             rule,
         });
@@ -259,7 +259,7 @@ fn check_message_order(schedule: &Schedule) -> Result<()> {
             if let Some((expected, found)) = tags.filter(|(sent, taken)| sent != taken) {
                 return Err(Error::Invalid {
                     rank,
-                    position,
+                    position: schedule.cell_index(rank, position),
                     action,
                     rule: Violation::MessageOrder { expected, found },
                 });

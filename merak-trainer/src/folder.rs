@@ -6,13 +6,16 @@
 //!   checkpoints/ ..          the run
 //!   replaced-run/            the run that it replaces, until its first save
 //!   earlier-run-1/ ..        runs without a checkpoint to go on from, and the later steps of a run
-//!                            that went on from an earlier one; kept for good. Where checkpoints/
-//!                            is a link, its checkpoints/ is one too, to a folder of its name there
+//!                            that went on from an earlier one; kept for good
 //!   .tmp-replaced-run/       a run on its way there; put back after a crash
 //!   .tmp-removed-run/        a run on its way out; removed after a crash
 //! ```
+//!
+//! Where `checkpoints` is a link or a mount, it stays. The checkpoints of a run that is set aside
+//! then lie behind it, in a folder with that run's name, and `checkpoints` of that run is a link.
 
 mod check;
+mod contents;
 mod lock;
 mod moves;
 mod room;
@@ -20,6 +23,7 @@ mod start;
 
 use crate::{Callback, CheckedArguments, Error, Result, StepReport, metrics::METRICS_FILE};
 use check::{check_link, check_names, check_place};
+pub(crate) use contents::Contents;
 use lock::{MadeFolders, lock, not_held};
 use merak_ckpt::{HeldFile, words::file, write_regular};
 use moves::{recover, remove_aside};

@@ -7,6 +7,7 @@ mod reporter;
 mod screen;
 mod times;
 
+pub(crate) use self::file::METRICS_DRAFT;
 pub use self::{
     file::{EvaluationMetrics, METRICS_FILE, MetricsFile, StepMetrics},
     memory::{peak_resident_bytes, resident_bytes},

@@ -1,6 +1,6 @@
 //! Making a checkpoint of a Hugging Face folder.
 
-use super::{CONFIG, HfFolder, check_float, family_of, whole};
+use super::{CONFIG, HfFolder, check_float, family_of, nan::Watched, whole};
 use crate::degrees;
 use crate::manifest::FileEntry;
 use crate::plan::plan;
@@ -147,7 +147,9 @@ pub(super) fn import(
     let draft = start(destination, origin.header.step)?;
     finish(&draft, || {
         let folder = draft.path();
-        let mut shards = write_planned(values, &tensors, &files, &folder, budget)?;
+        let watched = Watched::new(values);
+        let mut shards = write_planned(&watched, &tensors, &files, &folder, budget)?;
+        watched.warn();
         let mut files = Vec::with_capacity(origin.companions.len() + 1);
         files.push(if let Some(file) = &origin.config_file {
             copy_beside(file, &folder)?

@@ -183,7 +183,7 @@ pub(crate) fn written(config: &Value, tensors: &[(&str, &[usize])]) -> tempfile:
 }
 
 /// A folder with these tensors, of zeros but for the last element.
-fn filled(config: &Value, tensors: &[(&str, &[usize], f32)]) -> tempfile::TempDir {
+pub(crate) fn filled(config: &Value, tensors: &[(&str, &[usize], f32)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let bytes: Vec<Vec<u8>> = tensors
         .iter()

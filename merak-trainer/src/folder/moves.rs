@@ -1,7 +1,7 @@
 //! The entries of a run as they are moved, put back and removed.
 
-use super::{ASIDE, EARLIER, FILES, MOVING, REMOVED};
-use crate::trainer::ADAPTER;
+use super::{ASIDE, Contents, EARLIER, FILES, MOVING, REMOVED};
+use crate::{metrics::METRICS_DRAFT, trainer::ADAPTER};
 use merak_ckpt::{Store, format::CHECKPOINTS, words::file};
 use std::{
     fs, io,
@@ -11,54 +11,95 @@ use std::{
 
 /// Finishes what a crash has interrupted.
 pub(super) fn recover(folder: &Path) -> io::Result<()> {
-    let (moving, removed) = (folder.join(MOVING), folder.join(REMOVED));
-    if moving.is_dir() {
-        let link = moving.join(CHECKPOINTS);
-        let within = fs::read_link(&link)
-            .ok()
-            .filter(|to| lies_within(to, folder));
-        let has_others =
-            folder.join(CHECKPOINTS).is_dir() && (within.is_some() || !link.is_symlink());
-        move_run(&moving, folder, run_in(&moving, has_others)?, true)?;
-        if let Some(within) = within {
-            fs::remove_file(link)?;
+    if let Some(back) = Contents::look(folder)?.back {
+        let moving = folder.join(MOVING);
+        move_run(&moving, folder, back.entries, true)?;
+        if let Some(within) = back.within {
             remove_if_empty(&within);
+            fs::remove_file(moving.join(CHECKPOINTS))?;
         }
         fs::remove_dir(&moving)?;
         let path = folder.display();
         tracing::warn!(%path, "a run that was set aside is back in its place");
     }
-    if removed.is_dir() {
-        fs::remove_dir_all(&removed)?;
+    remove_removed(folder)?;
+    let draft = folder.join(METRICS_DRAFT);
+    if draft.is_file() {
+        fs::remove_file(draft)?;
     }
     Ok(())
 }
 
-/// Gives the run on its way out a folder for checkpoints among those of the output folder, where
-/// these lie behind a link or on another file system: they cannot leave it then without a copy.
-pub(super) fn place_checkpoints(folder: &Path, name: &str) -> io::Result<()> {
-    let checkpoints = folder.join(CHECKPOINTS);
-    let device = |path: &Path| fs::metadata(path).map(|found| found.dev());
-    if !checkpoints.is_symlink() && device(&checkpoints)? == device(folder)? {
-        return Ok(());
+/// Where the checkpoints of a folder lie if a rename cannot take them out of it to where a run is
+/// set aside, or would take the place along that was chosen for them: behind a link, or on another
+/// mount.
+pub(super) fn elsewhere(folder: &Path) -> io::Result<Option<PathBuf>> {
+    let checkpoints = Contents::look(folder)?.place(CHECKPOINTS);
+    if !checkpoints.is_dir()
+        || (!checkpoints.is_symlink() && mount(&checkpoints)? == mount(folder)?)
+    {
+        return Ok(None);
     }
-    let within = checkpoints.canonicalize()?.join(name);
+    checkpoints.canonicalize().map(Some)
+}
+
+/// The device of a folder and the mount that it is seen through. A rename works within both.
+fn mount(folder: &Path) -> io::Result<(u64, u64)> {
+    let device = fs::metadata(folder)?.dev();
+    #[cfg(target_os = "linux")]
+    let mount = {
+        use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+        statx(CWD, folder, AtFlags::empty(), StatxFlags::MNT_ID)?.stx_mnt_id
+    };
+    #[cfg(not(target_os = "linux"))]
+    let mount = 0;
+    Ok((device, mount))
+}
+
+/// The first free path for a run's checkpoints among those of another.
+pub(super) fn free_within(there: &Path, name: &str, contents: &Contents) -> PathBuf {
+    let leaving = contents.back.as_ref().and_then(|back| back.within.as_ref());
+    let others = (2_u64..).map(|number| there.join(format!("{name}-{number}")));
+    let mut paths = std::iter::once(there.join(name)).chain(others);
+    let free = paths.find(|path| leaving == Some(path) || path.symlink_metadata().is_err());
+    free.expect("no folder has so many entries")
+}
+
+/// Gives the run on its way out a folder for checkpoints among those of the output folder, where
+/// these lie elsewhere: they cannot leave it then without a copy.
+pub(super) fn place_checkpoints(folder: &Path, name: &str) -> io::Result<()> {
+    let Some(there) = elsewhere(folder)? else {
+        return Ok(());
+    };
+    let within = free_within(&there, name, &Contents::look(folder)?);
+    symlink(&within, folder.join(MOVING).join(CHECKPOINTS))?;
     fs::create_dir(&within)?;
-    symlink(within, folder.join(MOVING).join(CHECKPOINTS))
+    let path = file(&within);
+    tracing::warn!(%path, "the checkpoints set aside lie there, on the file system that has them");
+    Ok(())
 }
 
 /// Whether a path is that of a folder among the checkpoints of an output folder.
-fn lies_within(path: &Path, folder: &Path) -> bool {
+pub(super) fn lies_within(path: &Path, folder: &Path) -> bool {
     let checkpoints = folder.join(CHECKPOINTS).canonicalize();
     checkpoints.is_ok_and(|checkpoints| path.parent() == Some(&checkpoints))
 }
 
 /// The free names for runs that are kept.
-pub(super) fn free_names(folder: &Path) -> impl Iterator<Item = String> {
+pub(super) fn free_names<'a>(
+    folder: &'a Path,
+    contents: &Contents,
+) -> impl Iterator<Item = String> + use<'a> {
     let names = (1_u64..).map(|number| format!("{EARLIER}{number}"));
+    let leaving = contents.back.as_ref().and_then(|back| back.within.clone());
     names.filter(move |name| {
-        let mut places = [folder.join(name), folder.join(CHECKPOINTS).join(name)].into_iter();
-        places.all(|place| place.symlink_metadata().is_err())
+        let is_free = |place: PathBuf| place.symlink_metadata().is_err();
+        let is_leaving = || {
+            leaving
+                .as_ref()
+                .is_some_and(|within| within.ends_with(name))
+        };
+        is_free(folder.join(name)) && (is_leaving() || is_free(folder.join(CHECKPOINTS).join(name)))
     })
 }
 
@@ -66,7 +107,12 @@ pub(super) fn free_names(folder: &Path) -> impl Iterator<Item = String> {
 pub(super) fn set_aside(folder: &Path, aside: &Path, has_adapter: bool) -> io::Result<()> {
     let moving = folder.join(MOVING);
     fs::create_dir(&moving)?;
-    let run = run_in(folder, has_other_checkpoints(folder)?)?;
+    let stay = elsewhere(folder)?.is_some();
+    if stay && has_checkpoints(folder)? {
+        let name = aside.file_name().unwrap_or_default().to_string_lossy();
+        place_checkpoints(folder, &name)?;
+    }
+    let run = run_in(folder, stay || has_other_checkpoints(folder)?)?;
     move_run(folder, &moving, run, has_adapter)?;
     fs::rename(moving, aside)
 }
@@ -90,16 +136,23 @@ fn move_run(from: &Path, to: &Path, run: Vec<PathBuf>, has_adapter: bool) -> io:
 
 /// Removes the run that was set aside.
 pub(super) fn remove_aside(folder: &Path) -> io::Result<()> {
+    fs::rename(folder.join(ASIDE), folder.join(REMOVED))?;
+    remove_removed(folder)
+}
+
+/// Removes the run on its way out for good, with its folder among the checkpoints of the output
+/// folder.
+fn remove_removed(folder: &Path) -> io::Result<()> {
     let removed = folder.join(REMOVED);
-    let checkpoints = folder.join(ASIDE).join(CHECKPOINTS);
-    if checkpoints.is_symlink()
-        && let Ok(path) = checkpoints.canonicalize()
-    {
-        let path = file(&path);
-        tracing::warn!(%path, "the checkpoints of the run that was replaced lie behind a link, and stay there");
+    if let Ok(there) = fs::read_link(removed.join(CHECKPOINTS)) {
+        if lies_within(&there, folder) {
+            remove_entry(&there)?;
+        } else if let Ok(path) = there.canonicalize() {
+            let path = file(&path);
+            tracing::warn!(%path, "the checkpoints of the run that was replaced lie behind a link, and stay there");
+        }
     }
-    fs::rename(folder.join(ASIDE), &removed)?;
-    fs::remove_dir_all(removed)
+    remove_entry(&removed)
 }
 
 /// Removes what a run has left, with its adapter or without.
@@ -127,12 +180,16 @@ pub(super) fn remove_if_empty(folder: &Path) {
     let _ = fs::remove_dir(folder);
 }
 
-/// Whether files of others lie among the checkpoints. Behind a link they do not matter, since the
-/// link alone is moved.
+/// Whether a run has entries among the checkpoints of a folder.
+fn has_checkpoints(folder: &Path) -> io::Result<bool> {
+    let entries = Store::in_output_dir(folder).entries();
+    Ok(!entries.map_err(io::Error::other)?.0.is_empty())
+}
+
+/// Whether files of others lie among the checkpoints.
 fn has_other_checkpoints(folder: &Path) -> io::Result<bool> {
-    let store = Store::in_output_dir(folder);
-    let (_, others) = store.entries().map_err(io::Error::other)?;
-    Ok(!others.is_empty() && !store.folder().is_symlink())
+    let entries = Store::in_output_dir(folder).entries();
+    Ok(!entries.map_err(io::Error::other)?.1.is_empty())
 }
 
 /// The paths of a run's entries in a folder. The folder of checkpoints is one of them, or with

@@ -1,11 +1,17 @@
 //! How a run makes room for itself in a folder that has one.
 
 use super::{
-    ASIDE, MOVING, RESOLVED, RunFolder,
-    moves::{free_names, place_checkpoints, remove_aside, remove_run, set_aside},
+    ASIDE, Contents, MOVING, RESOLVED, RunFolder,
+    moves::{
+        elsewhere, free_names, free_within, place_checkpoints, remove_aside, remove_run, set_aside,
+    },
     start::{Found, Start, adapter_of, has_trained_adapter},
 };
-use crate::{CheckedArguments, Result, metrics::METRICS_FILE, trainer::ADAPTER};
+use crate::{
+    CheckedArguments, Error, Result,
+    metrics::{METRICS_DRAFT, METRICS_FILE},
+    trainer::ADAPTER,
+};
 use merak_ckpt::{Store, words::file, write_regular};
 use std::{fmt::Write as _, fs, io, path::Path, sync::atomic::Ordering};
 
@@ -87,42 +93,69 @@ impl RunFolder {
     /// When the folder cannot be read.
     pub fn foresee(args: &CheckedArguments, from: Option<u64>) -> Result<String> {
         let path = args.run_folder()?;
-        let trains_adapter = adapter_of(args).is_some();
-        let has_adapter = has_adapter_to_keep(&path, trains_adapter);
-        let room = Room::of(
-            Start::of(args, &path),
-            from,
-            &Found::look(&path)?,
-            has_adapter,
-        );
-        let mut names = free_names(&path).map(|name| path.join(name));
-        let mut next = || names.next().map(|name| file(&name)).unwrap_or_default();
+        let contents = Contents::of(&path)?;
+        let found = Found::look(&path)?;
+        let has_adapter = has_adapter_to_keep(&path, adapter_of(args).is_some());
+        let room = Room::of(Start::of(args, &path), from, &found, has_adapter);
+        let mut names = free_names(&path, &contents);
+        let mut next = || names.next().unwrap_or_default();
         let (run, aside) = (file(&path), file(&path.join(ASIDE)));
         let mut text = String::new();
-        if room.replaced == Fate::Kept {
-            let _ = writeln!(text, "keeps     the run in {aside} as {}", next());
+        if contents.back.is_some() {
+            let _ = writeln!(
+                text,
+                "puts back the run in {run}, which a process that was killed had begun to move"
+            );
         }
-        let _ = match room.own {
-            Fate::Stays => Ok(()),
-            Fate::Aside => writeln!(
-                text,
-                "replaces  the run in {run}, which lies in {aside} until the first checkpoint"
+        if room.replaced == Fate::Kept {
+            let kept = file(&path.join(next()));
+            let _ = writeln!(text, "keeps     the run in {aside} as {kept}");
+        }
+        let (name, what) = match room.own {
+            Fate::Stays => return Ok(text),
+            Fate::Aside => (
+                ASIDE.to_owned(),
+                format!(
+                    "replaces  the run in {run}, which lies in {aside} until the first checkpoint"
+                ),
             ),
-            Fate::Kept => writeln!(
-                text,
-                "keeps     the run in {run}, which has no checkpoint to go on from, as {}",
-                next()
-            ),
-            Fate::LaterKept(step) => writeln!(
-                text,
-                "keeps     the checkpoints after step {step} and a copy of the metrics in {}",
-                next()
-            ),
-            Fate::Removed => writeln!(
-                text,
-                "removes   the run in {run}, which has saved nothing; the one before it stays in {aside}"
-            ),
+            Fate::Kept => {
+                let name = next();
+                let kept = file(&path.join(&name));
+                let what = format!(
+                    "keeps     the run in {run}, which has no checkpoint to go on from, as {kept}"
+                );
+                (name, what)
+            }
+            Fate::LaterKept(step) => {
+                let name = next();
+                let kept = file(&path.join(&name));
+                let what = format!(
+                    "keeps     the checkpoints after step {step} and a copy of the metrics in {kept}"
+                );
+                (name, what)
+            }
+            Fate::Removed => {
+                let _ = writeln!(
+                    text,
+                    "removes   the run in {run}, which has saved nothing; the one before it stays in {aside}"
+                );
+                return Ok(text);
+            }
         };
+        let _ = writeln!(text, "{what}");
+        let there = elsewhere(&path).map_err(|source| Error::OutputDir {
+            path: path.clone(),
+            source,
+        })?;
+        if let Some(there) = there.filter(|_| found.newest_step.is_some()) {
+            let within = file(&free_within(&there, &name, &contents));
+            let _ = writeln!(
+                text,
+                "          its checkpoints lie in {within} then, and the new ones in {}",
+                file(&there)
+            );
+        }
         Ok(text)
     }
 
@@ -136,7 +169,7 @@ impl RunFolder {
         match room.replaced {
             Fate::Removed => remove_aside(&self.path)?,
             Fate::Kept => {
-                let kept = self.path.join(self.next_earlier());
+                let kept = self.path.join(self.next_earlier()?);
                 fs::rename(self.path.join(ASIDE), &kept)?;
                 let path = file(&kept);
                 tracing::warn!(%path, "the run that was to be replaced is kept there");
@@ -147,7 +180,7 @@ impl RunFolder {
             Fate::Stays => {}
             Fate::Aside => set_aside(&self.path, &self.path.join(ASIDE), takes_adapter)?,
             Fate::Kept => {
-                let kept = self.path.join(self.next_earlier());
+                let kept = self.path.join(self.next_earlier()?);
                 set_aside(&self.path, &kept, has_adapter)?;
                 let path = file(&kept);
                 tracing::warn!(
@@ -170,7 +203,7 @@ impl RunFolder {
     /// Sets aside the checkpoints after `step`, the adapter of the last of them, the configuration
     /// and a copy of the records.
     fn keep_later(&self, step: u64) -> io::Result<()> {
-        let (moving, name) = (self.path.join(MOVING), self.next_earlier());
+        let (moving, name) = (self.path.join(MOVING), self.next_earlier()?);
         fs::create_dir(&moving)?;
         let adapter = self.adapter.is_some().then_some(ADAPTER);
         for name in adapter.into_iter().chain([RESOLVED]) {
@@ -181,7 +214,7 @@ impl RunFolder {
         let metrics = self.path.join(METRICS_FILE);
         if metrics.exists() {
             // After a crash the copy is put back, so that it must be whole.
-            let copy = self.path.join(format!("{METRICS_FILE}.new"));
+            let copy = self.path.join(METRICS_DRAFT);
             write_regular(&copy, &merak_ckpt::read_regular(&metrics, u64::MAX)?)?;
             fs::rename(copy, moving.join(METRICS_FILE))?;
         }
@@ -201,13 +234,15 @@ impl RunFolder {
     }
 
     /// The first free name for a run that is kept.
-    fn next_earlier(&self) -> String {
-        let mut names = free_names(&self.path);
-        names.next().expect("no folder has so many entries")
+    fn next_earlier(&self) -> io::Result<String> {
+        let contents = Contents::look(&self.path)?;
+        let mut names = free_names(&self.path, &contents);
+        Ok(names.next().expect("no folder has so many entries"))
     }
 }
 
 /// Whether a folder has an adapter that goes with its run when that is kept.
 fn has_adapter_to_keep(folder: &Path, trains_adapter: bool) -> bool {
-    (trains_adapter || has_trained_adapter(folder)) && folder.join(ADAPTER).exists()
+    let lies_there = |contents: Contents| contents.place(ADAPTER).exists();
+    (trains_adapter || has_trained_adapter(folder)) && Contents::of(folder).is_ok_and(lies_there)
 }

@@ -1,10 +1,10 @@
 //! How a run takes its folder, and what it finds there.
 
-use super::{ASIDE, EARLIER, moves::run_in};
+use super::{ASIDE, Contents, EARLIER, moves::run_in};
 use crate::{
     ADAPTER_CONFIG, CheckedArguments, Error, Result, metrics::METRICS_FILE, trainer::ADAPTER,
 };
-use merak_ckpt::{Store, format::CHECKPOINTS, has_lora};
+use merak_ckpt::{format::CHECKPOINTS, has_lora};
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -66,7 +66,7 @@ impl Start {
     }
 }
 
-/// The state of a folder.
+/// The state of a folder, once what a crash has interrupted is put back.
 #[derive(Debug, Default)]
 pub(super) struct Found {
     pub(super) newest_step: Option<u64>,
@@ -76,11 +76,12 @@ pub(super) struct Found {
 
 impl Found {
     pub(super) fn look(folder: &Path) -> Result<Self> {
-        let metrics = fs::metadata(folder.join(METRICS_FILE));
+        let contents = Contents::of(folder)?;
+        let metrics = fs::metadata(contents.place(METRICS_FILE));
         let aside = folder.join(ASIDE);
         let has_run = |aside: &PathBuf| run_in(aside, false).is_ok_and(|run| !run.is_empty());
         Ok(Self {
-            newest_step: Store::in_output_dir(folder).steps()?.last().copied(),
+            newest_step: contents.steps()?.last().copied(),
             has_metrics: metrics.is_ok_and(|metrics| metrics.len() > 0),
             aside: Some(aside).filter(has_run),
         })
@@ -101,9 +102,11 @@ pub(super) fn adapter_of(args: &CheckedArguments) -> Option<&str> {
 
 /// Whether the run of a folder has trained an adapter, as its checkpoints tell.
 pub(super) fn has_trained_adapter(folder: &Path) -> bool {
-    let store = Store::in_output_dir(folder);
-    let steps = store.steps().unwrap_or_default();
-    let mut steps = steps.into_iter().map(|step| store.path_of(step));
+    let Ok(contents) = Contents::of(folder) else {
+        return false;
+    };
+    let steps = contents.steps().unwrap_or_default();
+    let mut steps = steps.into_iter().map(|step| contents.path_of(step));
     steps.any(|step| step.join(ADAPTER_CONFIG).is_file())
 }
 
@@ -116,9 +119,17 @@ fn is_of(from: &str, folder: &Path) -> bool {
     let Ok(from) = Path::new(from).canonicalize() else {
         return true;
     };
-    // Checkpoints may lie elsewhere, behind a link, and beside them those of earlier runs.
-    let is_own = |entry: &Path| !entry.to_string_lossy().starts_with(EARLIER);
+    // Checkpoints may lie elsewhere, behind a link, and among them those of other runs.
+    let is_own = |entry: &Path| {
+        let entry = entry.to_string_lossy();
+        !(entry.starts_with(EARLIER) || entry.starts_with(ASIDE))
+    };
     let is_inside = |folder: PathBuf| from.strip_prefix(folder).is_ok_and(is_own);
-    let checkpoints = folder.join(CHECKPOINTS).canonicalize();
+    let contents = Contents::of(folder);
+    let checkpoints = contents.map_or_else(
+        |_| folder.join(CHECKPOINTS),
+        |found| found.place(CHECKPOINTS),
+    );
+    let checkpoints = checkpoints.canonicalize();
     folder.canonicalize().is_ok_and(|folder| from == folder) || checkpoints.is_ok_and(is_inside)
 }

@@ -1,6 +1,7 @@
 //! What happens to the run in a folder, whatever begins or goes on there.
 
 use super::{moves::run_in, *};
+use crate::metrics::METRICS_DRAFT;
 use crate::{ADAPTER_CONFIG, MerakArguments, trainer::ADAPTER};
 use merak_ckpt::{Header, Store, format::CHECKPOINTS};
 use std::io;
@@ -165,8 +166,117 @@ fn a_crash_while_a_run_is_set_aside_puts_it_back() {
     }
     let folder = tempfile::tempdir().unwrap();
     run(&folder.path().join(REMOVED), 7);
+    fs::write(folder.path().join(METRICS_DRAFT), "{\"step\":1}\n").unwrap();
     take(&args(folder.path(), |_| ())).unwrap();
     assert!(names(folder.path()).is_empty());
+}
+
+/// Makes `checkpoints` a link to a folder.
+fn link_checkpoints(folder: &Path, there: &Path) {
+    fs::create_dir(there).unwrap();
+    std::os::unix::fs::symlink(there, folder.join(CHECKPOINTS)).unwrap();
+}
+
+#[test]
+fn after_a_crash_the_next_start_is_foretold_as_if_the_run_were_back_already() {
+    for (is_linked, later) in [(false, false), (false, true), (true, false), (true, true)] {
+        let (folder, place) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let path = folder.path();
+        if is_linked {
+            link_checkpoints(path, &place.path().join("there"));
+        }
+        run(path, 5);
+        run(path, 10);
+        let auto = resuming(path, "auto");
+        let told = || {
+            let foresee = |args: &CheckedArguments, from| RunFolder::foresee(args, from).unwrap();
+            let refused = RunFolder::check(&args(path, |_| ())).unwrap_err();
+            let lines = [
+                foresee(&replacing(path), None),
+                foresee(&auto, Some(5)),
+                foresee(&auto, Some(10)),
+                foresee(&auto, None),
+                refused.to_string(),
+            ];
+            let lines = lines.iter().flat_map(|text| text.lines());
+            let lines = lines.filter(|line| !line.starts_with("puts back "));
+            lines.map(ToOwned::to_owned).collect::<Vec<_>>()
+        };
+        let before = told();
+        let (new, from, aside) = if later {
+            (resuming(path, "auto"), Some(5), "earlier-run-1")
+        } else {
+            (replacing(path), None, ASIDE)
+        };
+        take(&new).unwrap().begin(from).unwrap();
+        fs::rename(path.join(aside), path.join(MOVING)).unwrap();
+        let moving = path.join(MOVING);
+        for entry in run_in(&moving, true).unwrap() {
+            let case = format!("linked {is_linked}, later {later}, {}", entry.display());
+            let text = RunFolder::foresee(&auto, Some(10)).unwrap();
+            assert!(text.starts_with("puts back the run in "), "{case}: {text}");
+            assert_eq!(told(), before, "{case}");
+            let contents = Contents::of(path).unwrap();
+            assert_eq!(contents.steps().unwrap(), [5, 10], "{case}");
+            let latest = contents.latest().unwrap().unwrap();
+            let own = Store::in_output_dir(path).folder().join("step-00000010");
+            assert_eq!(contents.named(&latest), own, "{case}");
+            assert_eq!(contents.locate(&own), Some(latest), "{case}");
+            fs::create_dir_all(path.join(CHECKPOINTS)).unwrap();
+            fs::rename(moving.join(&entry), path.join(&entry)).unwrap();
+        }
+        take(&auto).unwrap();
+        assert_eq!(told(), before);
+        let left = names(path).into_iter().filter(|name| name != RESOLVED);
+        assert_eq!(left.collect::<Vec<_>>(), ["checkpoints", METRICS_FILE]);
+        assert_eq!(path.join(CHECKPOINTS).is_symlink(), is_linked);
+    }
+}
+
+#[test]
+fn checkpoints_behind_a_link_are_replaced_there_and_the_new_ones_go_there_too() {
+    let (folder, place) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (path, there) = (folder.path(), place.path().join("there"));
+    link_checkpoints(path, &there);
+    run(path, 7);
+    fs::create_dir(there.join(ASIDE)).unwrap();
+    let told = |args: &CheckedArguments, from: Option<u64>| {
+        let text = RunFolder::foresee(args, from).unwrap();
+        let text = text.replace(&path.display().to_string(), "run");
+        text.replace(&place.path().display().to_string(), "disk")
+    };
+    let auto = resuming(path, "auto");
+    let text = told(&replacing(path), None) + &told(&auto, None) + &told(&auto, Some(3));
+    insta::assert_snapshot!(text, @"
+    replaces  the run in run, which lies in run/replaced-run until the first checkpoint
+              its checkpoints lie in disk/there/replaced-run-2 then, and the new ones in disk/there
+    keeps     the run in run, which has no checkpoint to go on from, as run/earlier-run-1
+              its checkpoints lie in disk/there/earlier-run-1 then, and the new ones in disk/there
+    keeps     the checkpoints after step 3 and a copy of the metrics in run/earlier-run-1
+              its checkpoints lie in disk/there/earlier-run-1 then, and the new ones in disk/there
+    ");
+    let mut new = take(&replacing(path)).unwrap();
+    new.begin(None).unwrap();
+    let aside = new.replaced().unwrap();
+    assert_eq!((steps(path), steps(&aside)), (vec![], vec![7]));
+    // What was set aside is a run of its own.
+    let old = there.join("replaced-run-2/step-00000007");
+    let other = Start::of(&resuming(path, old.to_str().unwrap()), path);
+    assert_eq!(other, Start::Fresh);
+    new.withdraw();
+    assert_eq!(steps(path), [7]);
+    new.begin(None).unwrap();
+    run(path, 1);
+    assert!(there.join("step-00000001").is_dir() && old.is_dir());
+    new.on_save(Path::new("step"));
+    assert_eq!(names(&there), ["latest", ASIDE, "step-00000001"]);
+    assert!(path.join(CHECKPOINTS).is_symlink() && !path.join(ASIDE).exists());
+    drop(new);
+    // And so are those of a run that is kept for good.
+    take(&auto).unwrap().begin(None).unwrap();
+    let kept = path.join("earlier-run-1");
+    assert_eq!((steps(path), steps(&kept)), (vec![], vec![1]));
+    assert!(path.join(CHECKPOINTS).is_symlink());
 }
 
 #[test]
@@ -285,9 +395,8 @@ fn later_checkpoints_behind_a_link_are_set_aside_where_they_lie() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
         let there = place.path().join("checkpoints of run");
-        fs::create_dir(&there).unwrap();
+        link_checkpoints(path, &there);
         let link = path.join(CHECKPOINTS);
-        std::os::unix::fs::symlink(&there, &link).unwrap();
         run(path, 5);
         run(path, 10);
         let on_from = |from: PathBuf, step: u64| {

@@ -15,6 +15,9 @@ use crate::error::{Error, Result};
 /// Where a run's records are in its folder.
 pub const METRICS_FILE: &str = "metrics.jsonl";
 
+/// Its name while it is written anew or copied.
+pub(crate) const METRICS_DRAFT: &str = "metrics.jsonl.new";
+
 /// What a logged step reports: every `logging_steps` steps, the first step of a run or of its
 /// resumed part, and the last one. A number that is not finite is written as `null`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
@@ -202,7 +205,7 @@ fn last_time_s(text: &str) -> f64 {
 
 /// Replaces a file's content at once, so that a crash leaves the old or the new one.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
-    let temporary = path.with_extension("jsonl.new");
+    let temporary = path.with_file_name(METRICS_DRAFT);
     write_regular(&temporary, text.as_bytes())?;
     fs::rename(&temporary, path)
 }

@@ -5,8 +5,12 @@ use super::{
     TrainerParts,
     checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint, RunState},
 };
-use crate::{CheckedArguments, Error, Plan, Result, config::nearest, plan::BASE_NAME};
-use merak_ckpt::{Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, Store, TensorEntry};
+use crate::{
+    CheckedArguments, Error, Plan, Result, config::nearest, folder::Contents, plan::BASE_NAME,
+};
+use merak_ckpt::{
+    Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, TensorEntry, format::CHECKPOINTS,
+};
 use merak_trace::Param;
 use serde_json::Value;
 use std::{
@@ -33,10 +37,28 @@ impl Candidates {
     /// Warns of a file `latest` that cannot be followed and, as they come, of damaged checkpoints.
     pub(super) fn new(from: &str, output_dir: impl FnOnce() -> Result<PathBuf>) -> Result<Self> {
         Ok(match from {
-            AUTO => Self::Auto(by_preference(&Store::in_output_dir(output_dir()?))?),
-            "latest" => Self::Named(Some(output_dir()?)),
-            path => Self::Named(Some(path.into())),
+            AUTO => Self::Auto(by_preference(&output_dir()?, true)?),
+            "latest" => {
+                let folder = output_dir()?;
+                Self::named(&folder, Ok(folder.clone()))?
+            }
+            path => Self::named(Path::new(path), output_dir())?,
         })
+    }
+
+    /// The checkpoint at a path, or that of the run whose folder the path names; `output_dir` is
+    /// the folder of the run that goes on.
+    fn named(path: &Path, output_dir: Result<PathBuf>) -> Result<Self> {
+        let mut now = path.to_owned();
+        if let Ok(folder) = output_dir {
+            let contents = Contents::of(&folder)?;
+            if let Some(place) = contents.locate(path) {
+                let is_run = place == folder || place.file_name() == Some(CHECKPOINTS.as_ref());
+                let newest = by_preference(&folder, false)?.pop_front();
+                now = newest.filter(|_| is_run).unwrap_or(place);
+            }
+        }
+        Ok(Self::Named(Some(now)))
     }
 
     /// Whether damaged checkpoints are passed over.
@@ -69,14 +91,13 @@ pub(super) fn pass_over(error: &dyn std::error::Error) {
     tracing::warn!(error = crate::world::chain(error), "checkpoint passed over");
 }
 
-fn by_preference(store: &Store) -> Result<VecDeque<PathBuf>> {
-    let steps = store.steps()?;
-    let mut paths: VecDeque<_> = steps
-        .iter()
-        .rev()
-        .map(|&step| store.path_of(step))
-        .collect();
-    let reason = match store.latest() {
+/// The checkpoints of a run's folder, best first. `tells` says whether to warn of a file `latest`
+/// that cannot be followed.
+fn by_preference(folder: &Path, tells: bool) -> Result<VecDeque<PathBuf>> {
+    let run = Contents::of(folder)?;
+    let steps = run.steps()?.into_iter().rev();
+    let mut paths: VecDeque<_> = steps.map(|step| run.path_of(step)).collect();
+    let reason = match run.latest() {
         Ok(Some(latest)) => {
             paths.retain(|path| *path != latest);
             paths.push_front(latest);
@@ -85,8 +106,9 @@ fn by_preference(store: &Store) -> Result<VecDeque<PathBuf>> {
         Ok(None) => "it is missing".to_owned(),
         Err(error) => error.to_string(),
     };
-    if !paths.is_empty() {
-        let folder = store.folder().display();
+    if tells && !paths.is_empty() {
+        let folder = run.place(CHECKPOINTS);
+        let folder = folder.display();
         tracing::warn!(%folder, reason, "the file `latest` cannot be followed: the highest step counts");
     }
     Ok(paths)
@@ -148,7 +170,11 @@ fn find_from(
                 warn_of_optimizer(args, &checkpoint);
                 adapter_base(plan, &checkpoint);
             }
-            return Ok(Some(LoadedCheckpoint::of(&checkpoint, state.as_ref())));
+            let mut found = LoadedCheckpoint::of(&checkpoint, state.as_ref());
+            if let Ok(folder) = args.run_folder() {
+                found.path = Contents::of(&folder)?.named(&found.path);
+            }
+            return Ok(Some(found));
         };
         let error = CkptError::Damaged {
             path: checkpoint.path().to_owned(),

@@ -199,6 +199,50 @@ fn a_dry_run_says_what_becomes_of_the_run_in_the_folder() {
 }
 
 #[test]
+fn a_dry_run_after_a_crash_says_what_the_start_then_does() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --save_steps 2");
+    let moving = place.path("run/.tmp-replaced-run");
+    let move_out = |names: &[&str]| {
+        for name in names {
+            let to = moving.join(name);
+            fs::create_dir_all(to.parent().expect("a parent")).expect("a folder");
+            fs::rename(place.path("run").join(name), to).expect("it moves");
+        }
+    };
+    // The later steps on their way out, then the whole run.
+    let later = [
+        "checkpoints/latest",
+        "checkpoints/step-00000004",
+        "checkpoints/step-00000005",
+    ];
+    for names in [&later[..], &["metrics.jsonl", "checkpoints"]] {
+        move_out(names);
+        let before = files(&place.path("run"));
+        for from in ["auto", "latest", "run", "run/checkpoints/step-00000005"] {
+            let line = format!("train merak.toml --max_steps 9 --dry-run --resume {from}");
+            let said = place.succeed(&line);
+            let lines = said.lines().filter(|line| line.contains("run"));
+            let lines: Vec<_> = lines.filter(|line| line.contains(" run")).collect();
+            assert_eq!(
+                lines[..2],
+                [
+                    "resumes   run/checkpoints/step-00000005",
+                    "puts back the run in run, which a process that was killed had begun to move"
+                ],
+                "{said}"
+            );
+        }
+        let refused = place.merak("train merak.toml");
+        let text = refusal(&refused);
+        assert!(text.contains("(checkpoints up to step 5)"), "{text}");
+        assert!(files(&place.path("run")) == before);
+        place.succeed("train merak.toml --resume auto");
+        assert_eq!(steps(&place, "run"), [2, 4, 5]);
+    }
+}
+
+#[test]
 fn two_requests_at_once_are_one_and_the_run_saves() {
     let place = Workplace::new();
     let run = Running::of(place.command(&format!("{ENDLESS} --tp 2")));
