@@ -86,7 +86,7 @@ fn train(member: &Member, stage: ZeroStage) -> Result<Trained> {
     ];
     let model = GlobalParams::new([("weight", OUTPUTS * INPUTS), ("bias", OUTPUTS)]);
     let config = ZeroConfig {
-        zero_stage: stage,
+        stage,
         optimizer: OptimizerConfig {
             weight_decay: 0.01,
             ..OptimizerConfig::default()

@@ -11,7 +11,8 @@ use merak_examples::count;
 use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
-    Callback, MerakArguments, MerakTrainer, Plan, StepReport, TrainOutput, TrainerParts,
+    Callback, MerakArguments, MerakTrainer, Plan, PlanInputs, StepReport, TrainOutput,
+    TrainerParts,
     data::{Dataset, LABELS, Sample, SampleTensor},
     run_world, threads_per_rank,
 };
@@ -83,11 +84,12 @@ fn main() -> Result<()> {
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     });
     // The plan is data, the same on every rank: the split graph, the stages, the schedule.
-    let plan = Arc::new(Plan::new(models::from_config(&config)?.into(), &args)?);
+    let model = models::from_config(&config)?;
+    let plan = Arc::new(Plan::new(&PlanInputs::read(model.into(), &args)?, &args)?);
     println!("{}", plan.partition_report()?);
 
     let outputs = run_world(&args, |member| {
-        let mpu = Mpu::new(member, plan.degrees)?;
+        let mpu = Mpu::new(member, args.degrees())?;
         let mut parts = TrainerParts {
             train_data: Some(Arc::new(Counting)),
             num_threads: threads_per_rank(&args),

@@ -9,8 +9,8 @@ use merak_examples::count;
 use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
-    CheckedArguments, MerakArguments, MerakTrainer, Plan, TrainerParts, data::TokenDataset,
-    run_world, threads_per_rank,
+    CheckedArguments, MerakArguments, MerakTrainer, Plan, PlanInputs, TrainerParts,
+    data::TokenDataset, run_world, threads_per_rank,
 };
 use std::{path::Path, sync::Arc};
 
@@ -79,11 +79,12 @@ fn losses(args: &CheckedArguments) -> Result<Vec<f64>> {
         "model_type": "gpt2", "vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4,
         "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
     });
-    let plan = Arc::new(Plan::new(models::from_config(&config)?.into(), args)?);
+    let model = models::from_config(&config)?;
+    let plan = Arc::new(Plan::new(&PlanInputs::read(model.into(), args)?, args)?);
     let tokens: Arc<[u32]> = (0..2000_u32).map(|i| i * i / 7 % 32).collect();
     let data = Arc::new(TokenDataset::new(tokens, 16, "training")?);
     let by_rank = run_world(args, |member| {
-        let mpu = Mpu::new(member, plan.degrees)?;
+        let mpu = Mpu::new(member, args.degrees())?;
         let data = Arc::clone(&data);
         let parts = TrainerParts {
             train_data: Some(data),

@@ -14,7 +14,7 @@ use merak_trace::{
     op::{Activation, Attention, WeightLayout},
 };
 use merak_trainer::{
-    MerakArguments, MerakTrainer, Plan, TrainerParts,
+    MerakArguments, MerakTrainer, Plan, PlanInputs, TrainerParts,
     data::{Dataset, LABELS, Sample, SampleTensor},
     run_world,
 };
@@ -128,14 +128,17 @@ fn train(dp: usize, tp: usize, pp: usize) -> Result<f64> {
     args.tp_layer_lists.col_para_list = list(&["q", "k", "v", "up"]);
     args.tp_layer_lists.row_para_list = list(&["out", "down"]);
     let args = args.check()?;
-    let plan = Arc::new(Plan::new(Arc::new(SideBySide), &args)?);
+    let plan = Arc::new(Plan::new(
+        &PlanInputs::read(Arc::new(SideBySide), &args)?,
+        &args,
+    )?);
     println!("{}", plan.partition_report()?.to_text(Some(100)));
     let losses = run_world(&args, |member| {
         let parts = TrainerParts {
             train_data: Some(Arc::new(Counting)),
             ..TrainerParts::default()
         };
-        let mpu = Mpu::new(member, plan.degrees)?;
+        let mpu = Mpu::new(member, args.degrees())?;
         let trained = MerakTrainer::new(Arc::clone(&plan), mpu, &args, parts)?.train()?;
         Ok(trained.training_loss)
     })?;

@@ -14,7 +14,7 @@ fn autopipe_on_64_stages(bencher: Bencher<'_, '_>, blocks: usize) {
     let backward = forward.iter().map(|f| 2.0 * f).collect();
     let costs = SegmentCosts::new(forward, backward).expect("the costs are positive");
     let step = OneFOneB {
-        micro_batches: 128,
+        num_microbatches: 128,
         comm_cost: 1.0,
     };
     bencher.bench_local(|| autopipe(black_box(&costs), 64, &step));

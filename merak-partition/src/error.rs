@@ -14,8 +14,10 @@ pub enum Error {
     #[error("a pipeline has at least 1 stage, found 0")]
     NoStages,
     /// The requested number of segments is below the number of stages.
-    #[error("shard_count is {found}, expected at least {num_stages} for {num_stages} stages")]
-    ShardCount {
+    #[error(
+        "the target of {found} segments is below the {num_stages} stages, each of which takes at least one"
+    )]
+    TargetSegments {
         /// The requested number.
         found: usize,
         /// Stages of the pipeline.
@@ -44,9 +46,7 @@ pub enum Error {
         num_stages: usize,
     },
     /// `layer_split` knows no split points of this family.
-    #[error(
-        "layer_split has no split points for model type \"{found}\"; set custom_split_points, or use one of {known}"
-    )]
+    #[error("layer_split has no split points for model type \"{found}\", only for {known}")]
     UnknownFamily {
         /// The model type, empty when it is not known.
         found: String,
@@ -62,9 +62,7 @@ pub enum Error {
         nearest: String,
     },
     /// None of a family's split points is in the model.
-    #[error(
-        "none of the split points of model type \"{family}\" ({points}) is in this model; set custom_split_points"
-    )]
+    #[error("none of the split points of model type \"{family}\" ({points}) is in this model")]
     NoSplitPoint {
         /// The model type.
         family: String,
@@ -158,26 +156,14 @@ pub enum Error {
         least: usize,
     },
     /// Given boundaries do not form a partition.
-    #[error("custom_partition {bounds:?} should be {} boundaries that rise strictly from 0 to {segments}", num_stages + 1)]
-    CustomPartition {
+    #[error("the boundaries {bounds:?} should be {} numbers that rise strictly from 0 to {segments}", num_stages + 1)]
+    Boundaries {
         /// The boundaries.
         bounds: Vec<usize>,
         /// Segments of the model.
         segments: usize,
         /// Stages of the pipeline.
         num_stages: usize,
-    },
-    /// No method has this name.
-    #[error("unknown {what} \"{found}\"; did you mean \"{nearest}\"? (one of {known})")]
-    UnknownMethod {
-        /// The kind of method.
-        what: &'static str,
-        /// The name that was asked for.
-        found: String,
-        /// The most similar name.
-        nearest: &'static str,
-        /// All names.
-        known: String,
     },
     /// A list with one entry per stage has another length.
     #[error("expected one entry of {what} for each of {expected} stages, found {found}")]

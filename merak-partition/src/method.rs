@@ -1,8 +1,7 @@
 //! The names of the methods.
 
-use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
-use std::{fmt, str::FromStr};
+use std::fmt;
 
 /// How a graph is cut into segments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -42,18 +41,6 @@ impl fmt::Display for SplitMethod {
     }
 }
 
-impl FromStr for SplitMethod {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        let unknown = || unknown_method("split method", name, &Self::ALL.map(Self::as_str));
-        Self::ALL
-            .into_iter()
-            .find(|method| method.as_str() == name)
-            .ok_or_else(unknown)
-    }
-}
-
 /// How segments are laid out over stages.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -86,27 +73,4 @@ impl fmt::Display for StageMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.as_str())
     }
-}
-
-fn unknown_method(what: &'static str, found: &str, names: &[&'static str]) -> Error {
-    let nearest = nearest(found, names.iter().copied()).unwrap_or_default();
-    Error::UnknownMethod {
-        what,
-        found: found.to_owned(),
-        nearest,
-        known: names.join(", "),
-    }
-}
-
-/// The most similar of some names, the first among equals; the end of a path is more similar than
-/// anything else.
-pub(crate) fn nearest<'a>(found: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let is_end = |name: &str| {
-        let head = name.strip_suffix(found);
-        head.is_some_and(|head| head.ends_with('.'))
-    };
-    let scored = names.map(|name| ((!is_end(name), strsim::osa_distance(found, name)), name));
-    scored
-        .reduce(|best, next| if next.0 < best.0 { next } else { best })
-        .map(|(_, name)| name)
 }

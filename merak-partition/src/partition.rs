@@ -79,28 +79,28 @@ impl Partition {
     }
 }
 
-/// The chunks that a stage recomputes in its backward: `checkpoint_num_layers` segments each,
-/// counted from the stage's first. Only the values that enter a chunk are kept ([Chen et al.
+/// The chunks that a stage recomputes in its backward: `chunk` segments each, counted from
+/// the stage's first. Only the values that enter a chunk are kept ([Chen et al.
 /// 2016](https://arxiv.org/abs/1604.06174)).
 ///
 /// Not recomputed: a chunk without parameters, a chunk with an embedding lookup, and the last chunk
 /// of the last stage, whose backward starts at once. Of the other segments the first `most` are
-/// recomputed, or none when `checkpoint_num_layers` is 0.
+/// recomputed, or none when `chunk` is 0.
 ///
 /// `graph` is the graph that `partition` was made for.
 pub fn recompute_plan(
     graph: &Graph,
     partition: &Partition,
     stage: usize,
-    checkpoint_num_layers: usize,
+    chunk: usize,
     most: usize,
 ) -> RecomputePlan {
-    if checkpoint_num_layers == 0 {
+    if chunk == 0 {
         return RecomputePlan::default();
     }
     let segments: Vec<_> = partition.segments_of(stage).collect();
     let bounds = &partition.segments.bounds;
-    let mut chunks: Vec<_> = segments.chunks(checkpoint_num_layers).collect();
+    let mut chunks: Vec<_> = segments.chunks(chunk).collect();
     if stage + 1 == partition.num_stages() {
         chunks.pop();
     }

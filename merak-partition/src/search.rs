@@ -29,7 +29,7 @@ const MAX_MICROBATCHES_TIMES_STAGES: usize = 1 << 26;
 /// # Errors
 /// [`Error::Microbatches`], and those of [`StepTime::check`].
 fn check_objective(objective: &impl StepTime, num_stages: usize) -> Result<()> {
-    let found = objective.micro_batches();
+    let found = objective.num_microbatches();
     let most = MAX_MICROBATCHES_TIMES_STAGES / num_stages.max(1);
     if !(1..=most).contains(&found) {
         return Err(Error::Microbatches {

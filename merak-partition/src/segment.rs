@@ -17,11 +17,11 @@ pub struct SegmentOptions {
     pub method: SplitMethod,
     /// Segments that `farthest_min_deps` aims at; unset: twice the layers, or
     /// `max(3, 2 num_stages)`.
-    pub shard_count: Option<usize>,
+    pub target_segments: Option<usize>,
     /// For `layer_split`: module or parameter paths before which to cut, instead of the family's.
     ///
     /// `{i}` stands for any number. Empty: the family's table.
-    pub custom_split_points: Vec<String>,
+    pub split_points: Vec<String>,
     /// The model type, for the table of `layer_split`.
     pub family: Option<String>,
     /// Transformer layers, where they are known.
@@ -49,16 +49,16 @@ impl SegmentOptions {
     }
 
     fn target(&self) -> usize {
-        self.shard_count
+        self.target_segments
             .or(self.num_layers.map(|layers| 2 * layers))
             .unwrap_or((2 * self.num_stages).max(3))
             .max(1)
     }
 
     fn check(&self) -> Result<()> {
-        match self.shard_count {
+        match self.target_segments {
             _ if self.num_stages == 0 => Err(Error::NoStages),
-            Some(found) if found < self.num_stages => Err(Error::ShardCount {
+            Some(found) if found < self.num_stages => Err(Error::TargetSegments {
                 found,
                 num_stages: self.num_stages,
             }),
@@ -114,7 +114,7 @@ pub enum SplitRule {
     /// `farthest_min_deps`.
     FarthestMinDeps {
         /// Segments that were aimed at.
-        shard_count: usize,
+        target: usize,
         /// Elements of parameters per segment.
         budget: usize,
         /// Places where one counted value crosses.
@@ -136,13 +136,13 @@ impl fmt::Display for SplitRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::FarthestMinDeps {
-                shard_count,
+                target,
                 budget,
                 candidates,
             } => {
                 write!(
                     f,
-                    "farthest_min_deps: {budget} parameters a segment for {shard_count} segments, {candidates} candidate cuts"
+                    "farthest_min_deps: {budget} parameters a segment for {target} segments, {candidates} candidate cuts"
                 )
             }
             Self::NearestMinDeps { valleys } => {
@@ -159,7 +159,7 @@ impl fmt::Display for SplitRule {
 /// from the all-reduce that completes it.
 ///
 /// # Errors
-/// - [`Error::EmptyModel`], [`Error::NoStages`] and [`Error::ShardCount`] for sizes that make no
+/// - [`Error::EmptyModel`], [`Error::NoStages`] and [`Error::TargetSegments`] for sizes that make no
 ///   sense;
 /// - [`Error::NoLegalCut`] or [`Error::TooFewSegments`] when there are fewer segments than stages;
 /// - for `layer_split`, [`Error::UnknownFamily`], [`Error::NoSplitPoint`] and

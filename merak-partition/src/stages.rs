@@ -14,7 +14,7 @@ use crate::{Error, Result, Segments, StageMethod};
 /// | `custom` | as given | | |
 ///
 /// # Errors
-/// [`Error::NoStages`], [`Error::TooFewSegments`], and [`Error::CustomPartition`] for given
+/// [`Error::NoStages`], [`Error::TooFewSegments`], and [`Error::Boundaries`] for given
 /// boundaries that are no partition.
 pub fn stages(segments: &Segments, method: &StageMethod, num_stages: usize) -> Result<Vec<usize>> {
     let found = segments.len();
@@ -27,7 +27,7 @@ pub fn stages(segments: &Segments, method: &StageMethod, num_stages: usize) -> R
             let spans =
                 bounds.len() == num_stages + 1 && bounds[0] == 0 && bounds[num_stages] == found;
             if !spans || !bounds.is_sorted_by(|a, b| a < b) {
-                return Err(Error::CustomPartition {
+                return Err(Error::Boundaries {
                     bounds: bounds.clone(),
                     segments: found,
                     num_stages,

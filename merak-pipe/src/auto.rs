@@ -344,9 +344,6 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
     let bytes = limits.bytes.as_ref();
     bytes.map_or(Ok(()), |bytes| bytes.check(size))?;
     let named = best_named(size, costs, limits)?;
-    let start = named
-        .as_ref()
-        .map(|(kind, _, simulation)| (*kind, simulation.makespan));
     let no_recompute = named
         .as_ref()
         .map_or_else(Vec::new, |(_, schedule, _)| schedule.no_recompute.clone());
@@ -355,57 +352,29 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
         bytes: bytes.map(|bytes| bytes.keeping(&no_recompute)),
     };
     let costs_kept = without_recompute(costs, &no_recompute);
-    let (bound, best_placements) = all_placements(
-        Bounds {
-            size,
-            costs: &costs_kept,
-            limit: memory.activations.iter().copied().max().unwrap_or(0),
-            before_input: memory
-                .bytes
-                .as_ref()
-                .map_or(usize::MAX, Bytes::most_before_input),
-        },
-        MOST_PLACEMENTS.min(LISTED_ACTIONS / (3 * size.stages() * size.microbatches)),
-    );
-    let mut search = Search {
-        costs,
-        memory: &memory,
-        bound,
-        moves: limits
-            .moves
-            .min(TIMED_ACTIONS / (3 * size.stages() * size.microbatches)),
-        found: Vec::new(),
-    };
-    if let Some((_, schedule, _)) = &named {
-        search.offer(split_backwards(schedule))?;
-        search.offer(rebuilt(schedule, schedule.actions.clone()))?;
-    }
+    let (bound, best_placements) = least_bound(size, &costs_kept, &memory);
     let placements = placements(size, best_placements);
     let problems = placements.iter();
     let problems: Vec<_> = problems
         .map(|placement| Problem::new(size, placement, &costs_kept, &memory))
         .collect();
-    for problem in &problems {
-        for rule in rules(size, &memory) {
-            if let Some(mut schedule) = greedy(problem, &rule) {
-                schedule.no_recompute.clone_from(&no_recompute);
-                search.offer(schedule)?;
-            }
-        }
-    }
+    let mut search = Search {
+        costs,
+        memory: &memory,
+        bound,
+        moves: limits.moves.min(TIMED_ACTIONS / most_actions(size)),
+        found: Vec::new(),
+    };
+    search.begin(named.as_ref(), &problems, &no_recompute)?;
     if search.found.is_empty() {
         return Err(without_room(&memory, &placements));
     }
     search.look_ahead(&problems, &no_recompute)?;
     let moves = search.improve();
-    let (mut schedule, mut simulation) = search.shortest()?;
-    // Backwards are split only where that makes the schedule shorter.
-    if let Some((_, whole, as_named)) = named
-        && as_named.makespan <= simulation.makespan * (1.0 + 1e-12)
-    {
-        (schedule, simulation) = (whole, as_named);
-        schedule.name = "auto".into();
-    }
+    let start = named
+        .as_ref()
+        .map(|(kind, _, simulation)| (*kind, simulation.makespan));
+    let (schedule, simulation) = or_whole(search.shortest()?, named);
     let stopped = if is_optimal(simulation.makespan, bound) {
         Stopped::Optimal
     } else {
@@ -419,6 +388,39 @@ pub fn auto(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Auto> {
         moves,
         stopped,
     })
+}
+
+/// Upper bound on the actions of a schedule: the forwards and both halves of the backwards.
+fn most_actions(size: Size) -> usize {
+    3 * size.stages() * size.microbatches
+}
+
+/// A lower bound on every makespan, and the placements of the stages with the lowest bounds.
+fn least_bound(size: Size, costs: &Costs, memory: &Memory) -> (f64, Vec<Vec<usize>>) {
+    let bounds = Bounds {
+        size,
+        costs,
+        limit: memory.activations.iter().copied().max().unwrap_or(0),
+        before_input: memory
+            .bytes
+            .as_ref()
+            .map_or(usize::MAX, Bytes::most_before_input),
+    };
+    let wanted = MOST_PLACEMENTS.min(LISTED_ACTIONS / most_actions(size));
+    all_placements(bounds, wanted)
+}
+
+/// The schedule that was found, or the named one where splitting its backwards gained nothing.
+fn or_whole(found: (Schedule, Simulation), named: Option<Named>) -> (Schedule, Simulation) {
+    match named {
+        Some((_, mut schedule, simulation))
+            if simulation.makespan <= found.1.makespan * (1.0 + 1e-12) =>
+        {
+            schedule.name = "auto".into();
+            (schedule, simulation)
+        }
+        _ => found,
+    }
 }
 
 /// The error when no schedule was found. Legal counts always have room for one microbatch after the
@@ -461,13 +463,12 @@ fn without_recompute(costs: &Costs, stages: &[StageId]) -> Costs {
     costs
 }
 
+/// A named schedule, and its step by the costs of the search.
+type Named = (ScheduleKind, Schedule, Simulation);
+
 /// The shortest named schedule that keeps the limits, if there is one.
-fn best_named(
-    size: Size,
-    costs: &Costs,
-    limits: &AutoLimits,
-) -> Result<Option<(ScheduleKind, Schedule, Simulation)>> {
-    let mut best: Option<(ScheduleKind, Schedule, Simulation)> = None;
+fn best_named(size: Size, costs: &Costs, limits: &AutoLimits) -> Result<Option<Named>> {
+    let mut best: Option<Named> = None;
     let kinds = ScheduleKind::ALL.into_iter().filter(|kind| {
         let chunks = kind.fixed_chunks().unwrap_or(size.chunks);
         kind.is_training()
@@ -617,6 +618,28 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
+    /// Offers the named schedule, and those of list scheduling for every placement.
+    fn begin(
+        &mut self,
+        named: Option<&Named>,
+        problems: &[Problem<'_>],
+        no_recompute: &[StageId],
+    ) -> Result<()> {
+        if let Some((_, schedule, _)) = named {
+            self.offer(split_backwards(schedule))?;
+            self.offer(rebuilt(schedule, schedule.actions.clone()))?;
+        }
+        for problem in problems {
+            for rule in rules(problem.size, self.memory) {
+                if let Some(mut schedule) = greedy(problem, &rule) {
+                    schedule.no_recompute = no_recompute.to_vec();
+                    self.offer(schedule)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Keeps a schedule within the limits that is shorter than those with the same placement.
     fn offer(&mut self, schedule: Schedule) -> Result<()> {
         let mut candidate = Candidate {

@@ -1,6 +1,6 @@
 //! What actions and messages cost.
 
-use crate::{Action, Error, Kind, Result, Schedule, Size, Timeline};
+use crate::{Action, Error, Kind, Result, Schedule, Size, Span, Timeline};
 use serde::{Serialize, Serializer, ser::SerializeMap};
 use std::{collections::BTreeSet, fmt, str::FromStr};
 
@@ -138,65 +138,16 @@ impl Costs {
     /// ```
     pub fn measured(schedule: &Schedule, timeline: &Timeline) -> Result<Self> {
         let stages = schedule.placement()?.len();
-        let lists = schedule.actions.iter().flatten();
-        let separate: BTreeSet<Action> = lists
-            .filter(|a| a.kind == Kind::Recompute)
-            .copied()
-            .collect();
-        let has_separate: BTreeSet<_> = separate.iter().map(|action| action.stage).collect();
-        let mut sums = vec![[(0.0, 0.0); Kind::ALL.len()]; stages];
         let groups: Vec<_> = timeline.groups().collect();
-        for &(span, _) in groups.iter().filter(|(_, other)| other.is_none()) {
-            let Action { stage, kind, .. } = span.action;
-            let of_stage = sums.get_mut(stage.0).ok_or(Error::CostCount {
-                list: "costs".into(),
-                what: "stages",
-                expected: stages,
-                found: stage.0 + 1,
-            })?;
-            let recompute = Action {
-                kind: Kind::Recompute,
-                ..span.action
-            };
-            // A backward with its recompute inside says nothing about the backward alone.
-            let is_mixed = kind.moves_gradient()
-                && has_separate.contains(&stage)
-                && !separate.contains(&recompute);
-            if !is_mixed {
-                let (sum, count) = &mut of_stage[kind as usize];
-                *sum += span.end - span.start;
-                *count += 1.0;
-            }
-        }
-        let mean = |stage: usize, kind: Kind| {
-            let (sum, count) = sums[stage][kind as usize];
-            if count > 0.0 { sum / count } else { 0.0 }
-        };
-        // A pair that ran at once shows what running at once saves, and nothing about its parts.
-        let (mut together, mut apart) = (0.0, 0.0);
-        for &(forward, backward) in &groups {
-            let Some(backward) = backward else { continue };
-            let (first, second) = (forward.action.stage.0, backward.action.stage.0);
-            if first.max(second) < stages {
-                let whole = mean(second, Kind::InputGrad) + mean(second, Kind::WeightGrad);
-                let whole = if whole > 0.0 {
-                    whole
-                } else {
-                    mean(second, Kind::Backward)
-                };
-                together += forward.end.max(backward.end) - forward.start;
-                apart += mean(first, Kind::Forward) + whole;
-            }
-        }
-        let of = |kind| (0..stages).map(|stage| mean(stage, kind)).collect();
-        let splits = |stage: usize| sums[stage][Kind::InputGrad as usize].1 > 0.0;
+        let means = Means::of(schedule, stages, &groups)?;
+        let of = |kind| (0..stages).map(|stage| means.mean(stage, kind)).collect();
         let input_grad = |stage| {
-            let kind = if splits(stage) {
+            let kind = if means.has(stage, Kind::InputGrad) {
                 Kind::InputGrad
             } else {
                 Kind::Backward
             };
-            mean(stage, kind)
+            means.mean(stage, kind)
         };
         Ok(Self {
             forward: of(Kind::Forward),
@@ -204,11 +155,7 @@ impl Costs {
             weight_grad: of(Kind::WeightGrad),
             recompute: of(Kind::Recompute),
             hop: vec![0.0; stages - 1],
-            overlap: if apart > 0.0 {
-                (together / apart).min(1.0)
-            } else {
-                1.0
-            },
+            overlap: means.overlap(&groups),
         })
     }
 
@@ -304,6 +251,84 @@ impl Costs {
             Kind::Backward => recompute + self.input_grad[stage] + self.weight_grad[stage],
             Kind::InputGrad => recompute + self.input_grad[stage],
             Kind::WeightGrad => self.weight_grad[stage],
+        }
+    }
+}
+
+/// For each stage and kind the sum of the times of its actions, and their number.
+struct Means(Vec<[(f64, f64); Kind::ALL.len()]>);
+
+/// An action that ran, with the one that ran at once with it.
+type Group = (Span, Option<Span>);
+
+impl Means {
+    /// Of the actions that ran alone.
+    fn of(schedule: &Schedule, stages: usize, groups: &[Group]) -> Result<Self> {
+        let lists = schedule.actions.iter().flatten();
+        let separate: BTreeSet<Action> = lists
+            .filter(|a| a.kind == Kind::Recompute)
+            .copied()
+            .collect();
+        let has_separate: BTreeSet<_> = separate.iter().map(|action| action.stage).collect();
+        let mut sums = vec![[(0.0, 0.0); Kind::ALL.len()]; stages];
+        for &(span, _) in groups.iter().filter(|(_, other)| other.is_none()) {
+            let Action { stage, kind, .. } = span.action;
+            let of_stage = sums.get_mut(stage.0).ok_or(Error::CostCount {
+                list: "costs".into(),
+                what: "stages",
+                expected: stages,
+                found: stage.0 + 1,
+            })?;
+            let recompute = Action {
+                kind: Kind::Recompute,
+                ..span.action
+            };
+            // A backward with its recompute inside says nothing about the backward alone.
+            let is_mixed = kind.moves_gradient()
+                && has_separate.contains(&stage)
+                && !separate.contains(&recompute);
+            if !is_mixed {
+                let (sum, count) = &mut of_stage[kind as usize];
+                *sum += span.end - span.start;
+                *count += 1.0;
+            }
+        }
+        Ok(Self(sums))
+    }
+
+    fn has(&self, stage: usize, kind: Kind) -> bool {
+        self.0[stage][kind as usize].1 > 0.0
+    }
+
+    /// The mean time of an action, 0 where none ran.
+    fn mean(&self, stage: usize, kind: Kind) -> f64 {
+        let (sum, count) = self.0[stage][kind as usize];
+        if count > 0.0 { sum / count } else { 0.0 }
+    }
+
+    /// The time of the pairs that ran at once, as a share of the times of their parts alone. Such a
+    /// pair says nothing about its parts.
+    fn overlap(&self, groups: &[Group]) -> f64 {
+        let (mut together, mut apart) = (0.0, 0.0);
+        for &(forward, backward) in groups {
+            let Some(backward) = backward else { continue };
+            let (first, second) = (forward.action.stage.0, backward.action.stage.0);
+            if first.max(second) < self.0.len() {
+                let halves =
+                    self.mean(second, Kind::InputGrad) + self.mean(second, Kind::WeightGrad);
+                let whole = if halves > 0.0 {
+                    halves
+                } else {
+                    self.mean(second, Kind::Backward)
+                };
+                together += forward.end.max(backward.end) - forward.start;
+                apart += self.mean(first, Kind::Forward) + whole;
+            }
+        }
+        if apart > 0.0 {
+            (together / apart).min(1.0)
+        } else {
+            1.0
         }
     }
 }

@@ -107,7 +107,7 @@ pub enum Error {
         found: usize,
     },
     /// A schedule was asked for fewer microbatches than it needs.
-    #[error("{name} needs gradient_accumulation_steps >= {needed} ({why}), got {found}")]
+    #[error("{name} needs at least {needed} microbatches ({why}), found {found}")]
     TooFewMicrobatches {
         /// The schedule.
         name: &'static str,

@@ -310,11 +310,11 @@ mod tests {
         let few = ScheduleKind::ShiftedCriticalPath
             .generate(Size::new(2, 3))
             .unwrap_err();
-        insta::assert_snapshot!(few, @"shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 2 and 4), got 3");
+        insta::assert_snapshot!(few, @"shifted_critical_path needs at least 4 microbatches (max of pp 2 and 4), found 3");
         let few = ScheduleKind::PreRecompute
             .generate(Size::new(4, 3))
             .unwrap_err();
-        insta::assert_snapshot!(few, @"pre_recompute_1f1b needs gradient_accumulation_steps >= 4 (pp 4), got 3");
+        insta::assert_snapshot!(few, @"pre_recompute_1f1b needs at least 4 microbatches (pp 4), found 3");
         let chunks = ScheduleKind::OneFOneB
             .generate(Size::new(4, 8).with_chunks(2))
             .unwrap_err();

@@ -138,30 +138,10 @@ impl fmt::Display for Report {
             self.degree,
             self.modules.len()
         )?;
-        let width = self
-            .modules
-            .iter()
-            .map(|module| module.module.len())
-            .max()
-            .unwrap_or(0);
-        for SplitModule {
-            module,
-            kind,
-            matched_by,
-            in_features,
-            out_features,
-            parts,
-        } in &self.modules
-        {
-            let parts = if *parts > 1 {
-                format!(" in {parts} parts")
-            } else {
-                String::new()
-            };
-            writeln!(
-                f,
-                "  {kind} {module:width$}  {in_features} -> {out_features}{parts}  ({matched_by})"
-            )?;
+        let names = self.modules.iter().map(|module| module.module.len());
+        let width = names.max().unwrap_or(0);
+        for module in &self.modules {
+            writeln!(f, "  {module:width$}")?;
         }
         for KeptWhole { module, kv_heads } in &self.kept_whole {
             writeln!(
@@ -170,33 +150,56 @@ impl fmt::Display for Report {
                 self.degree
             )?;
         }
-        for Gather {
-            value,
-            needed_by,
-            bytes,
-        } in &self.gathers
-        {
-            writeln!(
-                f,
-                "  gather {value}: {needed_by} needs it whole, {bytes} bytes"
-            )?;
+        for gather in &self.gathers {
+            writeln!(f, "  {gather}")?;
         }
-        for CollectiveBytes {
-            collective,
-            backward,
-            count,
-            bytes,
-        } in &self.traffic
-        {
-            let direction = if *backward { "backward" } else { "forward" };
-            writeln!(
-                f,
-                "  {direction} {collective}: {count} per microbatch, {bytes} bytes"
-            )?;
+        for traffic in &self.traffic {
+            writeln!(f, "  {traffic}")?;
         }
         for entry in &self.unmatched {
             writeln!(f, "  warning: {entry} matches no linear layer")?;
         }
         Ok(())
+    }
+}
+
+impl fmt::Display for SplitModule {
+    /// The width is that of the module's name.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = f.width().unwrap_or(0);
+        write!(
+            f,
+            "{} {:width$}  {} -> {}",
+            self.kind, self.module, self.in_features, self.out_features
+        )?;
+        if self.parts > 1 {
+            write!(f, " in {} parts", self.parts)?;
+        }
+        write!(f, "  ({})", self.matched_by)
+    }
+}
+
+impl fmt::Display for Gather {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            value,
+            needed_by,
+            bytes,
+        } = self;
+        write!(
+            f,
+            "gather {value}: {needed_by} needs it whole, {bytes} bytes"
+        )
+    }
+}
+
+impl fmt::Display for CollectiveBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let direction = if self.backward { "backward" } else { "forward" };
+        let (collective, count, bytes) = (self.collective, self.count, self.bytes);
+        write!(
+            f,
+            "{direction} {collective}: {count} per microbatch, {bytes} bytes"
+        )
     }
 }

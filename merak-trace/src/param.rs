@@ -1,7 +1,7 @@
 //! Parameters as proxies: names, types, initialisers and placements, never storage.
 
 use crate::TensorType;
-use merak_mpu::{Axis, DType};
+use merak_mpu::DType;
 use serde::{Deserialize, Serialize};
 
 /// The starting values of a parameter. A value depends only on the seed, the name of the parameter
@@ -169,9 +169,6 @@ fn yes() -> bool {
 }
 
 impl Param {
-    /// The mesh axis that parameter placements refer to.
-    pub const AXIS: Axis = Axis::Tensor;
-
     /// Makes an unplaced parameter.
     pub fn new(name: impl Into<String>, full: TensorType, init: Init, role: ParamRole) -> Self {
         let local = full.clone();

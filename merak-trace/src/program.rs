@@ -5,14 +5,8 @@ mod cut;
 mod live;
 mod recompute;
 
-use crate::{
-    Graph, NodeId, Param, ParamId, Port, Result, TensorType, ValueId,
-    autodiff::{Phase, differentiate},
-};
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    ops::Range,
-};
+use crate::{Graph, NodeId, Param, ParamId, Port, Result, TensorType, ValueId, autodiff::Phase};
+use std::{collections::BTreeSet, ops::Range};
 
 pub use cut::{StageCuts, TiedParam};
 pub use live::LiveBytes;
@@ -130,43 +124,7 @@ impl StageProgram {
     ) -> Result<Self> {
         let mut part = cut::extract(model, cuts, stage)?;
         let num_forward = part.graph.nodes().len();
-
-        let mut seeds = Vec::new();
-        for hop in part
-            .send
-            .iter_mut()
-            .filter(|hop| part.flows.contains(&hop.value))
-        {
-            let grad = part
-                .graph
-                .add_input(format!("grad({})", hop.name), hop.ty.clone());
-            hop.grad = Some(grad);
-            seeds.push((hop.value, grad));
-        }
-        let loss_grad = part
-            .outputs
-            .iter()
-            .find(|port| port.name == "loss")
-            .map(|port| port.value)
-            .map(|loss| {
-                let ty = part.graph.ty(loss).clone();
-                let grad = part.graph.add_input("grad(loss)", ty);
-                seeds.push((loss, grad));
-                grad
-            });
-        let wanted: Vec<_> = part
-            .recv
-            .iter()
-            .map(|hop| hop.value)
-            .filter(|value| part.flows.contains(value))
-            .collect();
-        let found = differentiate(&mut part.graph, &seeds, &wanted)?;
-        let of_recv: BTreeMap<_, _> = wanted.iter().copied().zip(found.wanted).collect();
-        for hop in &mut part.recv {
-            hop.grad = of_recv.get(&hop.value).copied();
-        }
-
-        let mut phases = found.phases;
+        let (loss_grad, mut found) = part.differentiate()?;
         let backward = (num_forward..part.graph.nodes().len())
             .map(NodeId::at)
             .collect();
@@ -187,12 +145,12 @@ impl StageProgram {
             single: &single,
             pinned: &pinned,
         };
-        let backward = recompute::rewrite(&mut part.graph, &mut phases, backward, &again)?;
+        let backward = recompute::rewrite(&mut part.graph, &mut found.phases, backward, &again)?;
         Ok(Self {
             forward: (0..num_forward).map(NodeId::at).collect(),
             backward,
             grads: cut::grad_ports(&part.uses_before, &found.params),
-            phases,
+            phases: found.phases,
             inputs: part.inputs,
             recv: part.recv,
             send: part.send,

@@ -75,11 +75,6 @@ impl MemoryMeter {
     pub fn peak_bytes(&self) -> usize {
         self.0.peak.load(Ordering::Relaxed)
     }
-
-    /// Starts a new measurement of the peak.
-    pub fn reset_peak(&self) {
-        self.0.peak.store(self.live_bytes(), Ordering::Relaxed);
-    }
 }
 
 /// The account of one allocation.

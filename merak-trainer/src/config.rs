@@ -46,7 +46,7 @@ pub use self::{
     checked::CheckedArguments,
     choice::{
         BackendChoice, BestMetric, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
-        Recompute, RecomputeOp, ReportTo, SplitMethod, TraceMethod,
+        RecomputeMode, ReportTo, TraceMethod,
     },
     help::{key_help, key_page},
     key::Key,

@@ -25,10 +25,12 @@ mod timed;
 pub use first_steps::FirstSteps;
 pub use profile::Profile;
 
-use crate::{CheckedArguments, CostSource, Device, Result, threads_per_rank, world::num_cores};
+use crate::{
+    CheckedArguments, CostSource, Device, PlanInputs, Result, threads_per_rank, world::num_cores,
+};
 use indicatif::HumanDuration;
 use merak_partition::{Counted, StepCosts};
-use merak_trace::{Graph, Node, models::Model};
+use merak_trace::{Graph, Node};
 use serde::{Deserialize, Serialize};
 use std::{
     path::PathBuf,
@@ -136,14 +138,14 @@ impl CostModel {
     /// # Errors
     /// When the work cannot be planned, or a measurement fails.
     pub fn of(
-        model: &Arc<dyn Model>,
+        inputs: &PlanInputs,
         args: &CheckedArguments,
         cache: Option<&CostCache>,
     ) -> Result<Self> {
         if args.cost_model == CostSource::Counted || args.compute.device != Device::Cpu {
             return Ok(Self::Counted);
         }
-        Ok(Profile::of(model, args, cache)?.into())
+        Ok(Profile::of(inputs, args, cache)?.into())
     }
 }
 

@@ -124,6 +124,18 @@ pub enum Error {
         /// How to set it.
         advice: String,
     },
+    /// A schedule with fewer microbatches than it needs.
+    #[error("{name} needs gradient_accumulation_steps >= {needed} ({why}), got {found}")]
+    FewMicrobatches {
+        /// The schedule.
+        name: &'static str,
+        /// The smallest legal number.
+        needed: usize,
+        /// Where the number comes from.
+        why: String,
+        /// The number that was asked for.
+        found: usize,
+    },
     /// A schedule that does not fit the microbatches or stages.
     #[error(transparent)]
     Schedule(Box<merak_pipe::Error>),
@@ -730,6 +742,9 @@ pub enum Error {
     /// The model cannot be cut as asked.
     #[error(transparent)]
     Partition(Box<merak_partition::Error>),
+    /// A model that has none of the split points of its family.
+    #[error("{0}: set \"custom_split_points\", or choose another \"split_method\"")]
+    NoSplitPoints(Box<merak_partition::Error>),
     /// A checkpoint could not be read or written, or generation failed.
     #[error(transparent)]
     Checkpoint(Box<merak_ckpt::Error>),
@@ -878,6 +893,17 @@ impl From<merak_pipe::Error> for Error {
             // The caller that runs the world adds the rank; the pipeline's own numbers count
             // stages.
             merak_pipe::Error::Stage { action, source, .. } => Self::Stage { action, source },
+            merak_pipe::Error::TooFewMicrobatches {
+                name,
+                needed,
+                why,
+                found,
+            } => Self::FewMicrobatches {
+                name,
+                needed,
+                why,
+                found,
+            },
             other => Self::Schedule(Box::new(other)),
         }
     }
@@ -910,6 +936,9 @@ impl From<merak_partition::Error> for Error {
             },
             E::Schedule(error) => error.into(),
             E::Program { source, .. } => Self::Model(source),
+            E::UnknownFamily { .. } | E::NoSplitPoint { .. } => {
+                Self::NoSplitPoints(Box::new(error))
+            }
             other => Self::Partition(Box::new(other)),
         }
     }

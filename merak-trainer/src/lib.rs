@@ -10,7 +10,9 @@
 //! Four ranks, as threads: two pipeline stages of two tensor-parallel ranks each.
 //!
 //! ```
-//! use merak_trainer::{Config, MerakTrainer, Plan, TrainerParts, data::TokenDataset, run_world};
+//! use merak_trainer::{
+//!     Config, MerakTrainer, Plan, PlanInputs, TrainerParts, data::TokenDataset, run_world,
+//! };
 //! use std::sync::Arc;
 //!
 //! let line = [
@@ -27,12 +29,13 @@
 //!     "model_type": "gpt2", "vocab_size": 32,
 //!     "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2,
 //! }))?;
-//! let plan = Arc::new(Plan::new(model.into(), &args)?);
+//! let inputs = PlanInputs::read(model.into(), &args)?;
+//! let plan = Arc::new(Plan::new(&inputs, &args)?);
 //! let tokens: Arc<[u32]> = (0..200).map(|i| i % 32).collect();
-//! let data = Arc::new(TokenDataset::new(tokens, plan.seq_length, "training")?);
+//! let data = Arc::new(TokenDataset::new(tokens, plan.draft.seq_length, "training")?);
 //!
 //! let losses = run_world(&args, |member| {
-//!     let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
+//!     let mpu = merak_mpu::Mpu::new(member, args.degrees())?;
 //!     let parts = TrainerParts {
 //!         train_data: Some(data.clone()),
 //!         num_threads: 1,
@@ -48,7 +51,8 @@
 //!
 //! - [`Config`], [`MerakArguments`], [`CheckedArguments`]: layers of configuration, the values, and
 //!   values that agree with each other.
-//! - [`Plan`]: the decisions that every rank makes alone and alike before anything runs.
+//! - [`Plan`]: the decisions that every rank makes alone and alike before anything runs, made from
+//!   [`PlanInputs`].
 //! - [`MerakTrainer`]: one rank's trainer; [`run_world`] starts the ranks. [`Callback`]s are told
 //!   of its events.
 //! - [`data`]: data sets, their order, tokenizers. [`metrics`]: records and progress.
@@ -84,15 +88,14 @@ pub use config::{
     AutopipeArguments, BackendChoice, BestMetric, Boundaries, CheckedArguments, ComputeArguments,
     Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments, EngineChoice,
     Given, InputPath, Key, MerakArguments, ModelArguments, Origin, PartitionMethod, Range, Ratios,
-    Recompute, RecomputeOp, ReportTo, SeqLength, SplitMethod, Temperature, ThreadsPerRank,
-    TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES, key_help,
-    key_page, keys,
+    RecomputeMode, ReportTo, SeqLength, Temperature, ThreadsPerRank, TokenizerSource,
+    TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES, key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{Error, Result, StepPart};
 pub use folder::RunFolder;
 pub use memory::{MemoryNeed, MemoryShortage, RunMemory, Workload, available_bytes};
-pub use plan::{FasterSchedule, Forward, Lora, Plan, Prediction, StageTimes};
+pub use plan::{Draft, FasterSchedule, Forward, Lora, Plan, PlanInputs, Prediction, StageTimes};
 pub use trainer::{
     ADAPTER_CONFIG, BestModel, Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepRecord,
     StepReport, TrainOutput, TrainerParts,

@@ -160,7 +160,7 @@ impl Plan {
         args: &CheckedArguments,
         workloads: &[Workload],
     ) -> Result<Vec<MemoryNeed>> {
-        (0..self.degrees.pp)
+        (0..self.draft.degrees.pp)
             .map(|rank| self.rank_memory(args, workloads, rank))
             .collect()
     }
@@ -183,7 +183,7 @@ impl Plan {
                 Workload::Training => (training.activations, training.pool),
                 Workload::Evaluation { samples } => {
                     let batch = evaluation::batch(args, samples);
-                    self.forward_bytes(rank, Forward::loss(batch, self.seq_length))?
+                    self.forward_bytes(rank, Forward::loss(batch, self.draft.seq_length))?
                 }
                 Workload::Generation { positions } => {
                     let first = Forward {
@@ -422,7 +422,7 @@ fn address_space() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Config;
+    use crate::{Config, PlanInputs};
     use serde_json::json;
 
     fn plan(keys: &[&str]) -> (Plan, CheckedArguments) {
@@ -431,7 +431,8 @@ mod tests {
         let model =
             merak_trace::models::from_config(&json!({ "model_type": "gpt2", "vocab_size": 32,
             "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2 }));
-        (Plan::new(model.unwrap().into(), &args).unwrap(), args)
+        let inputs = PlanInputs::read(model.unwrap().into(), &args).unwrap();
+        (Plan::new(&inputs, &args).unwrap(), args)
     }
 
     #[test]

@@ -3,56 +3,38 @@
 
 mod draft;
 
-pub(crate) use draft::Draft;
+pub(crate) use draft::SegmentedGraph;
+pub use draft::{Draft, PlanInputs};
 pub use merak_partition::{FasterSchedule, Prediction, StageTimes};
 
 use crate::{
-    CheckedArguments, CostModel, Error, PartitionMethod, Recompute, RecomputeOp, Result,
-    TrainSchedule,
+    CheckedArguments, CostModel, Error, PartitionMethod, RecomputeMode, Result, TrainSchedule,
 };
 use draft::with_adapter;
 use merak_ckpt::LoraConfig;
-use merak_mpu::{DType, Degrees};
 use merak_partition::{
-    Layout, ParamBytes, PartitionReport, Pipeline, PipelineOptions, ScheduleChoice, Share,
-    StageMethod,
+    Layout, ParamBytes, PartitionReport, Pipeline, PipelineOptions, Recompute, RecomputeOp,
+    ScheduleChoice, Share, StageMethod,
 };
 use merak_pipe::Timeline;
-use merak_tp::{LayerLists, rewrite};
+use merak_tp::rewrite;
 use merak_trace::{
     Node, Op, Param, Placement, Shard, StageCuts, StageProgram,
-    models::{Head, Model, ModelInfo, Objective, TraceOptions},
+    models::{Head, Objective, TraceOptions},
 };
 use merak_zero::KeptBytes;
-use std::{collections::BTreeMap, ops::Deref, sync::Arc};
+use std::{collections::BTreeMap, ops::Deref};
 
 /// A model, cut over the ranks of a run.
 ///
-/// Making a plan reads no clock and no environment, and stores no weights: every rank makes the
-/// same one. Besides the arguments it reads the file of `lora_config`, and the layer lists of
-/// [`set_tp_layer_lists`](merak_tp::set_tp_layer_lists).
+/// Making a plan reads no clock, no environment and no file, and stores no weights: every rank makes
+/// the same one.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// The model.
-    pub model: Arc<dyn Model>,
-    /// Its sizes.
-    pub info: ModelInfo,
-    /// The degrees.
-    pub degrees: Degrees,
-    /// Length of the training sequences.
-    pub seq_length: usize,
-    /// Length of the decoder's sequences, where it differs.
-    pub target_length: Option<usize>,
-    /// How tensor parallelism split it.
-    pub tensor: merak_tp::Report,
-    /// The adapter that is trained in place of the model, if any.
-    pub lora: Option<Lora>,
+    /// The model, rewritten for the tensor axis.
+    pub draft: Draft,
     /// The graph of a rank of the tensor axis, laid out over the ranks of the pipeline.
     pipeline: Pipeline,
-    lists: LayerLists,
-    /// The element type in which frozen weights are kept, where nodes read another.
-    frozen: Option<DType>,
-    trace: TraceOptions,
 }
 
 impl Deref for Plan {
@@ -102,13 +84,12 @@ impl Forward {
 }
 
 impl Plan {
-    /// Traces, rewrites and cuts a model as the arguments say, with the adapter that `lora_config`
-    /// describes. Searches count operations.
+    /// Traces, rewrites and cuts a model as the arguments say. Searches count operations.
     ///
     /// # Errors
     /// When the model cannot be split or cut that way, or the schedule needs other sizes.
-    pub fn new(model: Arc<dyn Model>, args: &CheckedArguments) -> Result<Self> {
-        Self::with_costs(model, args, &CostModel::Counted)
+    pub fn new(inputs: &PlanInputs, args: &CheckedArguments) -> Result<Self> {
+        Self::with_costs(inputs, args, &CostModel::Counted)
     }
 
     /// The same with searches by `costs`. All ranks of a run take one plan, as their measurements
@@ -117,26 +98,14 @@ impl Plan {
     /// # Errors
     /// As [`Plan::new`].
     pub fn with_costs(
-        model: Arc<dyn Model>,
+        inputs: &PlanInputs,
         args: &CheckedArguments,
         costs: &CostModel,
     ) -> Result<Self> {
-        let draft = Draft::new(model, args)?;
-        let (graph, segments) = (draft.graph, draft.segments);
+        let (draft, SegmentedGraph { graph, segments }) = Draft::new(inputs, args)?;
         let costs = costs.under(args);
-        Ok(Self {
-            pipeline: Pipeline::new(graph, segments, pipeline_options(args)?, &costs)?,
-            model: draft.model,
-            info: draft.info,
-            degrees: draft.degrees,
-            seq_length: draft.seq_length,
-            target_length: draft.target_length,
-            tensor: draft.tensor,
-            lora: draft.lora,
-            lists: draft.lists,
-            frozen: draft.frozen,
-            trace: draft.trace,
-        })
+        let pipeline = Pipeline::new(graph, segments, pipeline_options(args)?, &costs)?;
+        Ok(Self { draft, pipeline })
     }
 
     /// The same plan for a run that trains nothing: no rank keeps gradients, optimizer state or
@@ -205,11 +174,13 @@ impl Plan {
             batch: forward.batch,
             seq: forward.seq,
             context: Some(forward.context),
-            ..self.trace.clone().with_head(head)
+            ..self.draft.trace.clone().with_head(head)
         };
-        let model = self.model.trace(&options)?;
-        let (model, _) = with_adapter(model, self.lora.clone(), self.info.family, self.frozen)?;
-        let graph = rewrite(&model, &self.lists, self.degrees.tp)?.graph;
+        let draft = &self.draft;
+        let traced = draft.model.trace(&options)?;
+        let (family, lora) = (draft.info.family, draft.lora.clone());
+        let (adapted, _) = with_adapter(traced, lora, family, draft.frozen)?;
+        let graph = rewrite(&adapted, &draft.lists, draft.degrees.tp)?.graph;
         // The same nodes in the same order, but for the loss at the end.
         let last = self.cuts.num_stages() - 1;
         let mut bounds: Vec<_> = (0..=last)
@@ -276,8 +247,8 @@ impl Plan {
 
     /// How tensor parallelism cuts parameters, also with one tensor-parallel rank.
     pub(crate) fn param_cuts(&self) -> Result<BTreeMap<String, Shard>> {
-        if self.degrees.tp == 1 {
-            return Ok(merak_tp::cuts(&self.graph, &self.lists)?);
+        if self.draft.degrees.tp == 1 {
+            return Ok(merak_tp::cuts(&self.graph, &self.draft.lists)?);
         }
         let params = self.graph.params().iter();
         let cuts = params.filter_map(|param| match &param.placement {
@@ -292,11 +263,11 @@ impl Plan {
     /// # Errors
     /// [`Error::OtherObjective`] for a model that learns something else.
     pub fn expect_causal(&self, what: &'static str) -> Result<()> {
-        match self.model.objective() {
+        match self.draft.model.objective() {
             Objective::CausalLm => Ok(()),
             objective => Err(Error::OtherObjective {
                 what,
-                family: self.info.family,
+                family: self.draft.info.family,
                 objective: objective.to_string(),
             }),
         }
@@ -364,31 +335,24 @@ pub(crate) fn param_bytes(args: &CheckedArguments, replicas: usize) -> ParamByte
     }
 }
 
-fn recompute(args: &CheckedArguments) -> merak_partition::Recompute {
-    use merak_partition::{Recompute as R, RecomputeOp as Op};
+fn recompute(args: &CheckedArguments) -> Recompute {
     let chunk = args.checkpoint_num_layers;
-    let op = |op: &RecomputeOp| match op {
-        RecomputeOp::Attention => Op::Attention,
-        RecomputeOp::Activation => Op::Activation,
-        RecomputeOp::Norm => Op::Norm,
-        RecomputeOp::Dropout => Op::Dropout,
-    };
     match args.recompute {
-        _ if !args.activation_checkpointing => R::Nothing,
-        Recompute::Full => R::Full {
+        _ if !args.activation_checkpointing => Recompute::Nothing,
+        RecomputeMode::Full => Recompute::Full {
             chunk,
             ratios: args
                 .activation_checkpoint_ratio
                 .as_ref()
                 .map_or_else(Vec::new, |ratios| ratios.0.clone()),
         },
-        Recompute::Selective => R::Selective {
+        RecomputeMode::Selective => Recompute::Selective {
             ops: match &args.recompute_ops {
-                Some(ops) => ops.iter().map(op).collect(),
-                None => Op::USUAL.to_vec(),
+                Some(ops) => ops.clone(),
+                None => RecomputeOp::USUAL.to_vec(),
             },
         },
-        Recompute::Budget => R::Budget {
+        RecomputeMode::Budget => Recompute::Budget {
             chunk,
             bytes: args.activation_memory_budget.unwrap_or(usize::MAX),
         },

@@ -6,36 +6,40 @@ mod checkpoint;
 mod course;
 pub(crate) mod evaluation;
 mod generation;
+mod progress;
 mod resume;
 mod saving;
 mod shards;
 mod step;
 
-use self::course::{Course, batch_shape};
+use self::{
+    course::{Course, batch_shape},
+    progress::{Records, RunProgress},
+    saving::Saving,
+};
 pub use best::BestModel;
 pub(crate) use checkpoint::ADAPTER;
 pub use checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint};
+pub use progress::StepRecord;
 pub use step::{NamedTensors, StepReport};
 
 use crate::{
     CheckedArguments, Device, Error, MemoryNeed, Plan, Result, StepPart,
-    data::{DataFingerprint, DataPosition, Dataset, Loader, TrainingOrder},
+    data::{DataFingerprint, Dataset, Loader},
     metrics::EvaluationMetrics,
     stage::RankStages,
     threads_per_rank,
 };
 use merak_mpu::{Mpu, ReduceOp};
 use merak_pipe::{GroupLink, PipelineEngine, Span, Timeline};
-use merak_zero::LrSchedule;
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
     fmt,
     path::Path,
     sync::{
         Arc,
         atomic::{AtomicI64, Ordering},
     },
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -98,18 +102,6 @@ impl fmt::Debug for TrainerParts {
     }
 }
 
-/// What a rank ran in one step, and how long the step took, update included.
-#[derive(Debug, Clone, PartialEq)]
-pub struct StepRecord {
-    /// What ran when, in seconds since the start of the step, or since [`TrainerParts::epoch`].
-    pub spans: Vec<Span>,
-    /// The whole step.
-    pub time: Duration,
-}
-
-/// Steps whose records are kept.
-const RECORDS: usize = 32;
-
 /// What [`MerakTrainer::train`] returns, the same on every rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TrainOutput {
@@ -142,31 +134,16 @@ pub struct MerakTrainer {
     stages: RankStages,
     engine: PipelineEngine,
     link: GroupLink,
-    schedule: LrSchedule,
-    order: Option<TrainingOrder>,
     loader: Option<Loader>,
     parts: TrainerParts,
-    global_step: usize,
-    tokens: u64,
-    total_steps: usize,
+    progress: RunProgress,
+    records: Records,
+    saving: Saving,
     programs: generation::Programs,
-    timeline: Vec<Span>,
-    records: VecDeque<StepRecord>,
-    has_dropped_first: bool,
-    last_saved: Option<usize>,
     resumed_from: Option<LoadedCheckpoint>,
     best: Option<BestModel>,
-    pending_save: Option<saving::PendingSave>,
-    save_stall: Duration,
-    staging: shards::StagingMemory,
-    /// Deletes older checkpoints.
-    rotation: Option<JoinHandle<merak_ckpt::Result<Vec<u64>>>>,
     /// The base's values of parameters into which an adapter is merged, by parameter.
     base_values: BTreeMap<usize, Vec<u8>>,
-    /// The saved base with the parameters that are not trained, once there is one.
-    shared_base: Option<merak_ckpt::Base>,
-    /// The name of the base in a resumed run's adapter, on rank 0.
-    adapter_base: Option<serde_json::Value>,
 }
 
 impl fmt::Debug for MerakTrainer {
@@ -174,7 +151,7 @@ impl fmt::Debug for MerakTrainer {
         let rank = self.stages.mpu.rank();
         f.debug_struct("MerakTrainer")
             .field("rank", &rank)
-            .field("global_step", &self.global_step)
+            .field("global_step", &self.progress.global_step)
             .finish_non_exhaustive()
     }
 }
@@ -199,61 +176,44 @@ impl MerakTrainer {
             parts.num_threads = threads_per_rank(args);
         }
         let mpu = Arc::new(tie(mpu, &plan)?);
-        let mut engine = PipelineEngine::new(&plan.schedule, mpu.pipeline_parallel_rank())?;
-        if let Some(epoch) = parts.epoch {
-            engine = engine.with_epoch(epoch);
-        }
-        let mut link = GroupLink::new(mpu.pipeline_parallel_group().clone());
-        if args.compute.device == Device::Cpu {
-            link = link.with_turns(mpu.tensor_parallel_group().clone());
-        }
-        let Course {
-            order,
-            total_steps,
-            schedule,
-        } = Course::new(args, &parts)?;
-        let stages = RankStages::new(plan, mpu, args, parts.num_threads)?;
+        let (engine, link) = pipeline(&plan, &mpu, args, parts.epoch)?;
+        let progress = RunProgress::new(Course::new(args, &parts)?);
         let mut trainer = Self {
             args: args.clone(),
-            stages,
+            stages: RankStages::new(plan, mpu, args, parts.num_threads)?,
             engine,
             link,
-            schedule,
-            order,
             loader: None,
             parts,
-            global_step: 0,
-            tokens: 0,
-            total_steps,
+            progress,
+            records: Records::default(),
+            saving: Saving::default(),
             programs: generation::Programs::default(),
-            timeline: Vec::new(),
-            records: VecDeque::new(),
-            has_dropped_first: false,
-            last_saved: None,
             resumed_from: None,
             best: None,
-            pending_save: None,
-            save_stall: Duration::ZERO,
-            staging: shards::StagingMemory::default(),
-            rotation: None,
             base_values: BTreeMap::new(),
-            shared_base: None,
-            adapter_base: None,
         };
-        let resumed = match &args.resume_from_checkpoint {
-            Some(from) => trainer.resume(from)?,
+        trainer.start()?;
+        Ok(trainer)
+    }
+
+    /// Takes the weights that the run starts with: those of a checkpoint, of `model.hf_dir`, or
+    /// fresh ones.
+    fn start(&mut self) -> Result<()> {
+        let resumed = match self.args.resume_from_checkpoint.clone() {
+            Some(from) => self.resume(&from)?,
             None => false,
         };
-        if let Some(folder) = &args.model.hf_dir
+        if let Some(folder) = self.args.model.hf_dir.clone()
             && !resumed
         {
-            trainer.load_checkpoint(&folder.0)?;
+            self.load_checkpoint(&folder.0)?;
         }
-        if trainer.stages.is_blank {
-            trainer.stages.draw(trainer.parts.num_threads, |_| true)?;
-            trainer.stages.start_magnitudes()?;
+        if self.stages.is_blank {
+            self.stages.draw(self.parts.num_threads, |_| true)?;
+            self.stages.start_magnitudes()?;
         }
-        Ok(trainer)
+        Ok(())
     }
 
     /// Checks the data as [`MerakTrainer::new`] does: their number, and the course of the learning
@@ -299,28 +259,28 @@ impl MerakTrainer {
 
     /// Optimizer steps done, skipped ones included.
     pub fn global_step(&self) -> usize {
-        self.global_step
+        self.progress.global_step
     }
 
     /// Tokens of the global batches of these steps, each at its own size.
     pub fn tokens(&self) -> u64 {
-        self.tokens
+        self.progress.tokens
     }
 
     /// Steps that the whole run makes.
     pub fn total_steps(&self) -> usize {
-        self.total_steps
+        self.progress.course.total_steps
     }
 
     /// What this rank ran in its last step or generation, and when, in seconds since its start.
     pub fn timeline(&self) -> &[Span] {
-        &self.timeline
+        &self.records.timeline
     }
 
     /// What this rank ran in the last steps that it trained, 32 at most. The first step of a run,
     /// in which memory is touched and threads wake up, is left out once there is another.
     pub fn records(&self) -> impl ExactSizeIterator<Item = &StepRecord> {
-        self.records.iter()
+        self.records.steps()
     }
 
     /// What every rank of this rank's pipeline ran in these steps, on the pipeline's first rank; an
@@ -334,7 +294,7 @@ impl MerakTrainer {
     pub fn gather_timeline(&self) -> Result<Timeline> {
         let spans: Vec<Span> = self
             .records
-            .iter()
+            .steps()
             .flat_map(|record| record.spans.iter().copied())
             .collect();
         let spans = serde_json::to_vec(&spans).expect("spans are plain data");
@@ -377,66 +337,53 @@ impl MerakTrainer {
             self.args.run_folder()?;
         }
         let start = Instant::now();
-        let first_step = self.global_step;
+        let first_step = self.progress.global_step;
         let skipped_before = self.stages.optimizer.progress().skipped;
-        let (mut loss_sum, mut updates, mut tokens, mut stopped_by) = (0.0, 0, 0, None);
-        let mut evaluation = None;
-        while self.global_step < self.total_steps {
+        let mut tally = Tally::default();
+        let (mut evaluation, mut stopped_by) = (None, None);
+        while stopped_by.is_none() && !self.progress.is_done() {
             let report = self.train_step()?;
-            if report.skipped.is_none() {
-                loss_sum += report.loss;
-                updates += 1;
-            }
-            tokens += report.tokens;
-            let done = self.global_step;
-            self.within(StepPart::Train, done, |trainer| {
-                for callback in &mut trainer.parts.callbacks {
-                    callback.on_step(&report);
-                }
-                Ok(())
-            })?;
-            self.check_skipped(report, updates)?;
-            self.within(StepPart::Save, done, |trainer| {
-                trainer.finish_save_if_written().map(drop)
-            })?;
-            evaluation = self.after_step()?;
+            tally.add(&report);
+            evaluation = self.end_step(report, tally.updates)?;
             let agreed = self.agreed_stop();
-            stopped_by = self.placed(StepPart::Train, self.global_step, agreed)?;
-            if stopped_by.is_some() {
-                break;
-            }
+            stopped_by = self.placed(StepPart::Train, self.progress.global_step, agreed)?;
         }
-        self.finish_save()?;
         // A run without steps left does not replace the checkpoint that it came from.
-        let made_steps = self.global_step > first_step;
-        if self.args.saves() && made_steps && self.last_saved != Some(self.global_step) {
-            self.save_checkpoint()?;
-        }
-        self.finish_rotation()?;
+        self.end_saving(self.progress.global_step > first_step)?;
         let best = if self.args.load_best_model_at_end && stopped_by.is_none() {
             self.load_best()?
         } else {
             None
         };
         Ok(TrainOutput {
-            global_step: self.global_step,
-            steps: self.global_step - first_step,
-            training_loss: if updates == 0 {
-                0.0
-            } else {
-                loss_sum / f64::from(updates)
-            },
+            global_step: self.progress.global_step,
+            steps: self.progress.global_step - first_step,
+            training_loss: tally.mean_loss(),
             skipped_steps: self.stages.optimizer.progress().skipped - skipped_before,
-            epoch: self
-                .order
-                .as_ref()
-                .map_or(0.0, |order| order.epochs_after(self.global_step)),
+            epoch: self.progress.epochs(),
             train_runtime: start.elapsed(),
-            tokens,
+            tokens: tally.tokens,
             stopped_by,
-            evaluation: evaluation.filter(|_| self.global_step == self.total_steps),
+            evaluation: evaluation.filter(|_| self.progress.is_done()),
             best,
         })
+    }
+
+    /// What follows a step: its report, the end of a save under way, its evaluation and checkpoint.
+    /// `updates` counts the steps that were not skipped.
+    fn end_step(&mut self, report: StepReport, updates: u32) -> Result<Option<EvaluationMetrics>> {
+        let done = self.progress.global_step;
+        self.within(StepPart::Train, done, |trainer| {
+            for callback in &mut trainer.parts.callbacks {
+                callback.on_step(&report);
+            }
+            Ok(())
+        })?;
+        self.check_skipped(report, updates)?;
+        self.within(StepPart::Save, done, |trainer| {
+            trainer.finish_save_if_written().map(drop)
+        })?;
+        self.after_step()
     }
 
     /// Ends a run that skips too many steps: as many in a row as the arguments allow, or all of
@@ -446,7 +393,7 @@ impl MerakTrainer {
             self.stages.optimizer.progress().skipped_in_a_row,
             self.args.max_skipped_steps,
         );
-        let is_over = self.global_step == self.total_steps && updates == 0;
+        let is_over = self.progress.is_done() && updates == 0;
         match report.skipped {
             Some(param) if is_over || steps >= limit as u64 => {
                 // The checkpoint that is being written is of an earlier step.
@@ -466,12 +413,9 @@ impl MerakTrainer {
     /// evaluation. Where the best model is loaded in the end, a step with a new best evaluation is
     /// saved too.
     fn after_step(&mut self) -> Result<Option<EvaluationMetrics>> {
-        let done = self.global_step;
-        let ends_epoch = self
-            .order
-            .as_ref()
-            .is_some_and(|order| order.ends_epoch(done - 1));
-        let is_last = done == self.total_steps;
+        let done = self.progress.global_step;
+        let ends_epoch = self.progress.ends_epoch();
+        let is_last = self.progress.is_done();
         let evaluates = match self.args.eval_steps {
             Some(steps) => done.is_multiple_of(steps),
             None => ends_epoch,
@@ -504,22 +448,51 @@ impl MerakTrainer {
             .all_reduce_scalar(seen, ReduceOp::Max)?;
         Ok((agreed != 0).then_some(agreed))
     }
+}
 
-    /// How far the run has come in its data.
-    fn position(&self) -> DataPosition {
-        self.order
-            .as_ref()
-            .map(|order| order.position_after(self.global_step))
-            .unwrap_or_default()
+/// Sums over the steps of a call of [`MerakTrainer::train`].
+#[derive(Debug, Default)]
+struct Tally {
+    loss: f64,
+    /// Steps that were not skipped.
+    updates: u32,
+    tokens: u64,
+}
+
+impl Tally {
+    fn add(&mut self, report: &StepReport) {
+        if report.skipped.is_none() {
+            self.loss += report.loss;
+            self.updates += 1;
+        }
+        self.tokens += report.tokens;
     }
 
-    /// The order of training; an error without training data.
-    fn order(&self) -> Result<&TrainingOrder> {
-        self.order.as_ref().ok_or(Error::MissingKey {
-            key: "data.path",
-            advice: "training needs data".to_owned(),
-        })
+    fn mean_loss(&self) -> f64 {
+        if self.updates == 0 {
+            0.0
+        } else {
+            self.loss / f64::from(self.updates)
+        }
     }
+}
+
+/// The rank's part of the pipeline, and its link to the others.
+fn pipeline(
+    plan: &Plan,
+    mpu: &Mpu,
+    args: &CheckedArguments,
+    epoch: Option<Instant>,
+) -> Result<(PipelineEngine, GroupLink)> {
+    let mut engine = PipelineEngine::new(&plan.schedule, mpu.pipeline_parallel_rank())?;
+    if let Some(epoch) = epoch {
+        engine = engine.with_epoch(epoch);
+    }
+    let mut link = GroupLink::new(mpu.pipeline_parallel_group().clone());
+    if args.compute.device == Device::Cpu {
+        link = link.with_turns(mpu.tensor_parallel_group().clone());
+    }
+    Ok((engine, link))
 }
 
 /// Joins the group of every weight that several ranks of the pipeline use.

@@ -11,30 +11,30 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// A number outside its legal range.
-    #[error("`{key}` is {found}, expected {expected}")]
+    #[error("`{setting}` is {found}, expected {expected}")]
     OutOfRange {
         /// The setting.
-        key: &'static str,
+        setting: &'static str,
         /// The value that was given.
         found: String,
         /// The legal values, in words.
         expected: &'static str,
     },
     /// A legal choice that this version does not have.
-    #[error("`{key}` {found} is not available in this version: choose {available}")]
+    #[error("`{setting}` {found} is not available in this version: choose {available}")]
     NotAvailable {
         /// The setting.
-        key: &'static str,
+        setting: &'static str,
         /// The value that was given.
         found: String,
         /// The values that can be used.
         available: &'static str,
     },
     /// A name that is not one of the known ones.
-    #[error("`{key}` has no value \"{found}\": choose one of {known}")]
+    #[error("`{setting}` has no value \"{found}\": choose one of {known}")]
     UnknownName {
         /// The setting.
-        key: &'static str,
+        setting: &'static str,
         /// The name that was given.
         found: String,
         /// Every known name.
@@ -49,7 +49,7 @@ pub enum Error {
         total: u64,
     },
     /// A schedule was given a keyword argument that it does not take.
-    #[error("`lr_scheduler_kwargs` has `{kwarg}`, but the {schedule} schedule takes {takes}")]
+    #[error("the {schedule} schedule takes {takes}, found `{kwarg}`")]
     ForeignKwarg {
         /// The keyword argument.
         kwarg: &'static str,

@@ -28,11 +28,11 @@ impl Exchange {
             factor => (1.0 / factor, factor / n),
         };
         Self {
-            sharded: config.zero_stage == ZeroStage::OptimizerState && group.world_size() > 1,
+            sharded: config.stage == ZeroStage::OptimizerState && group.world_size() > 1,
             group,
             scale_before: before as f32,
             scale_after: after as f32,
-            allgather_bucket_size: config.zero_allgather_bucket_size,
+            allgather_bucket_size: config.gather_bucket_size,
             in_flight: (0..num_buckets).map(|_| None).collect(),
             spare: Vec::new(),
         }

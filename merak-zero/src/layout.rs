@@ -54,10 +54,10 @@ impl FlatLayout {
     /// # Errors
     /// When a parameter is listed twice, or `bucket_size` or `num_parts` is 0.
     pub fn new(params: Vec<ParamSpec>, bucket_size: usize, num_parts: usize) -> Result<Self> {
-        for (key, found) in [("bucket size", bucket_size), ("number of parts", num_parts)] {
+        for (setting, found) in [("bucket size", bucket_size), ("number of parts", num_parts)] {
             if found == 0 {
                 return Err(Error::OutOfRange {
-                    key,
+                    setting,
                     found: found.to_string(),
                     expected: "at least 1",
                 });

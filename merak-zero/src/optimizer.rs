@@ -58,13 +58,13 @@ impl FromStr for OptimizerKind {
         }
         if Self::PLANNED.contains(&name) {
             return Err(Error::NotAvailable {
-                key: "optim",
+                setting: "optimizer",
                 found: name.to_owned(),
                 available: "adamw_torch, adam or sgd",
             });
         }
         Err(Error::UnknownName {
-            key: "optim",
+            setting: "optimizer",
             found: name.to_owned(),
             known: Self::ALL.map(Self::as_str).join(", "),
         })
@@ -122,7 +122,7 @@ impl OptimizerConfig {
         let below_one = |x: f64| (0.0..1.0).contains(&x);
         let not_negative = |x: f64| x >= 0.0 && x.is_finite();
         let (unit, positive) = ("a number in [0, 1)", "a finite number of at least 0");
-        for (key, found, legal, expected) in [
+        for (setting, found, legal, expected) in [
             (
                 "weight_decay",
                 self.weight_decay,
@@ -156,7 +156,7 @@ impl OptimizerConfig {
         ] {
             if !legal {
                 return Err(Error::OutOfRange {
-                    key,
+                    setting,
                     found: found.to_string(),
                     expected,
                 });
@@ -164,7 +164,7 @@ impl OptimizerConfig {
         }
         if self.nesterov && self.sgd_momentum == 0.0 {
             return Err(Error::OutOfRange {
-                key: "sgd_momentum",
+                setting: "sgd_momentum",
                 found: "0".to_owned(),
                 expected: "more than 0 with `nesterov`",
             });

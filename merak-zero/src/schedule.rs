@@ -190,7 +190,7 @@ impl LrSchedule {
         warmup: u64,
         total: u64,
     ) -> Result<Self> {
-        in_range("learning_rate", lr, lr >= 0.0, "at least 0")?;
+        in_range("lr", lr, lr >= 0.0, "at least 0")?;
         refuse_foreign_kwargs(kind, kwargs)?;
         let warmup = if kind == LrSchedulerType::Constant {
             0
@@ -288,7 +288,12 @@ impl Shape {
                 in_range("power", power, power > 0.0, "more than 0")?;
                 let end = kwargs.lr_end.unwrap_or(1e-7);
                 let legal = (0.0..lr).contains(&end);
-                in_range("lr_end", end, legal, "at least 0 and below `learning_rate`")?;
+                in_range(
+                    "lr_end",
+                    end,
+                    legal,
+                    "at least 0 and below the learning rate",
+                )?;
                 let end_ratio = end / lr;
                 Self::Polynomial { power, end_ratio }
             }
@@ -340,12 +345,12 @@ fn half_cosine(x: f64) -> f64 {
     0.5 * (1.0 + (PI * x).cos())
 }
 
-fn in_range(key: &'static str, found: f64, legal: bool, expected: &'static str) -> Result<()> {
+fn in_range(setting: &'static str, found: f64, legal: bool, expected: &'static str) -> Result<()> {
     if legal && found.is_finite() {
         return Ok(());
     }
     Err(Error::OutOfRange {
-        key,
+        setting,
         found: found.to_string(),
         expected,
     })

@@ -27,12 +27,12 @@ impl TryFrom<u8> for ZeroStage {
             0 => Ok(Self::Replicated),
             1 => Ok(Self::OptimizerState),
             2 | 3 => Err(Error::NotAvailable {
-                key: "zero_stage",
+                setting: "stage",
                 found: stage.to_string(),
                 available: "0 or 1",
             }),
             _ => Err(Error::OutOfRange {
-                key: "zero_stage",
+                setting: "stage",
                 found: stage.to_string(),
                 expected: "0, 1, 2 or 3",
             }),

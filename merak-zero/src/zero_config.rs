@@ -3,19 +3,19 @@
 use crate::{Error, OptimizerConfig, Result, ZeroStage};
 use merak_mpu::Group;
 
-/// How an optimizer reduces, clips and steps, under the names of a configuration.
+/// How an optimizer reduces, clips and steps.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ZeroConfig {
     /// What the data x sequence group divides.
-    pub zero_stage: ZeroStage,
+    pub stage: ZeroStage,
     /// The update rule.
     pub optimizer: OptimizerConfig,
     /// Largest global norm of the gradients; 0 or less switches clipping off.
     pub max_grad_norm: f64,
     /// Most elements of one gradient reduction.
-    pub zero_reduce_bucket_size: usize,
+    pub reduce_bucket_size: usize,
     /// Most elements of one gathering of parameters.
-    pub zero_allgather_bucket_size: usize,
+    pub gather_bucket_size: usize,
     /// Whether gradients are divided before the sum over ranks, not only after it.
     pub prescale_gradients: bool,
     /// The divisor before the sum; 1 stands for the number of ranks.
@@ -27,11 +27,11 @@ pub struct ZeroConfig {
 impl Default for ZeroConfig {
     fn default() -> Self {
         Self {
-            zero_stage: ZeroStage::OptimizerState,
+            stage: ZeroStage::OptimizerState,
             optimizer: OptimizerConfig::default(),
             max_grad_norm: 1.0,
-            zero_reduce_bucket_size: 500_000_000,
-            zero_allgather_bucket_size: 500_000_000,
+            reduce_bucket_size: 500_000_000,
+            gather_bucket_size: 500_000_000,
             prescale_gradients: false,
             gradient_predivide_factor: 1.0,
             threads: 1,
@@ -50,19 +50,16 @@ impl ZeroConfig {
         let factor = self.gradient_predivide_factor;
         let factor_legal = factor > 0.0 && factor.is_finite();
         let factor_used = self.prescale_gradients || factor == 1.0;
-        let (reduce, gather) = (
-            self.zero_reduce_bucket_size,
-            self.zero_allgather_bucket_size,
-        );
-        for (key, found, legal, expected) in [
+        let (reduce, gather) = (self.reduce_bucket_size, self.gather_bucket_size);
+        for (setting, found, legal, expected) in [
             (
-                "zero_reduce_bucket_size",
+                "reduce_bucket_size",
                 reduce as f64,
                 reduce > 0,
                 "at least 1",
             ),
             (
-                "zero_allgather_bucket_size",
+                "gather_bucket_size",
                 gather as f64,
                 gather > 0,
                 "at least 1",
@@ -94,7 +91,7 @@ impl ZeroConfig {
         ] {
             if !legal {
                 return Err(Error::OutOfRange {
-                    key,
+                    setting,
                     found: found.to_string(),
                     expected,
                 });
@@ -134,7 +131,7 @@ impl ZeroConfig {
     /// let mut config = ZeroConfig::default();
     /// let state = config.element_bytes(4).state;
     /// assert_eq!((state.bytes, state.ranks), (8, 4));
-    /// config.zero_stage = ZeroStage::Replicated;
+    /// config.stage = ZeroStage::Replicated;
     /// assert_eq!(config.element_bytes(4).state.ranks, 1);
     /// ```
     pub fn element_bytes(&self, replicas: usize) -> ElementBytes {
@@ -149,7 +146,7 @@ impl ZeroConfig {
             gradient: whole,
             state: KeptBytes {
                 bytes: float * self.optimizer.state_names().len(),
-                ranks: match self.zero_stage {
+                ranks: match self.stage {
                     ZeroStage::Replicated => 1,
                     ZeroStage::OptimizerState => replicas,
                 },

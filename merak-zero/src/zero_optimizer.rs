@@ -73,7 +73,7 @@ impl ZeroOptimizer {
             model: model_group,
         } = groups;
         let num_ranks = data_sequence.world_size();
-        let layout = FlatLayout::new(params, config.zero_reduce_bucket_size, num_ranks)?;
+        let layout = FlatLayout::new(params, config.reduce_bucket_size, num_ranks)?;
         let exchange = Exchange::new(data_sequence, &config, layout.buckets().len());
         let blocks = if exchange.is_sharded() {
             owned_blocks(&layout, exchange.group().rank())
@@ -268,7 +268,7 @@ impl ZeroOptimizer {
         flat::check("parameter", params, self.layout.len())?;
         if lr < 0.0 || !lr.is_finite() {
             return Err(Error::OutOfRange {
-                key: "learning_rate",
+                setting: "lr",
                 found: lr.to_string(),
                 expected: "a finite number of at least 0",
             });

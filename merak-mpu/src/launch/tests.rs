@@ -234,6 +234,7 @@ fn a_copy_of_another_launchers_number_must_agree() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "an entry per value")]
 fn a_value_that_cannot_be_is_refused_with_what_it_should_be() {
     for (table, name, value, expected) in [
         (TORCHRUN, "RANK", "", "a number"),

@@ -161,8 +161,20 @@ impl Choice<'_> {
 }
 
 impl RecomputeOp {
+    /// Every kind.
+    pub const ALL: [Self; 4] = [Self::Attention, Self::Activation, Self::Norm, Self::Dropout];
     /// Those with large results that are cheap to compute.
     pub const USUAL: [Self; 3] = [Self::Attention, Self::Activation, Self::Norm];
+
+    /// The name that users write.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Attention => "attention",
+            Self::Activation => "activation",
+            Self::Norm => "norm",
+            Self::Dropout => "dropout",
+        }
+    }
 
     /// Whether an operation is of this kind.
     fn is(self, op: &Op) -> bool {

@@ -35,7 +35,7 @@ const BUDGET: usize = 4_000_000;
 /// let forward = vec![1.0, 1.0, 1.0, 1.0, 1.0, 4.0];
 /// let backward = vec![2.0, 2.0, 2.0, 2.0, 2.0, 8.0];
 /// let costs = SegmentCosts::new(forward, backward)?;
-/// let step = OneFOneB { micro_batches: 8, comm_cost: 0.0 };
+/// let step = OneFOneB { num_microbatches: 8, comm_cost: 0.0 };
 /// assert_eq!(autopipe(&costs, 2, &step)?.bounds, [0, 5, 6]);
 /// # Ok::<(), merak_partition::Error>(())
 /// ```
@@ -78,7 +78,7 @@ pub fn autopipe(
 
 /// The most partitions that a search tries that cannot try all.
 pub(super) fn most_tried(num_stages: usize, objective: &impl StepTime) -> usize {
-    let simulated = num_stages.saturating_mul(2 * objective.micro_batches());
+    let simulated = num_stages.saturating_mul(2 * objective.num_microbatches());
     (BUDGET / simulated.max(1)).max(2 * num_stages)
 }
 

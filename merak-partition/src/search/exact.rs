@@ -43,13 +43,13 @@ impl Default for ExactOptions {
 ///         fits.then(|| self.0.step_time(stages)).flatten()
 ///     }
 ///
-///     fn micro_batches(&self) -> usize {
-///         self.0.micro_batches()
+///     fn num_microbatches(&self) -> usize {
+///         self.0.num_microbatches()
 ///     }
 /// }
 ///
 /// let costs = SegmentCosts::new(vec![1.0, 1.0, 1.0, 1.0, 4.0], vec![2.0, 2.0, 2.0, 2.0, 8.0])?;
-/// let step = Small(OneFOneB { micro_batches: 8, comm_cost: 0.0 });
+/// let step = Small(OneFOneB { num_microbatches: 8, comm_cost: 0.0 });
 /// let found = exact(&costs, 2, &step, &ExactOptions::default())?;
 /// assert_eq!(found.bounds, [0, 3, 5]);
 /// # Ok::<(), merak_partition::Error>(())
@@ -146,6 +146,6 @@ impl<O: StepTime> Search<'_, O> {
 
     /// The time of all microbatches that take `work` each.
     fn all(&self, work: f64) -> f64 {
-        work * self.objective.micro_batches() as f64
+        work * self.objective.num_microbatches() as f64
     }
 }

@@ -150,7 +150,7 @@ impl StepTime for Scheduled {
         Some(simulation.ok()?.makespan)
     }
 
-    fn micro_batches(&self) -> usize {
+    fn num_microbatches(&self) -> usize {
         self.schedule.size.microbatches
     }
 

@@ -14,7 +14,7 @@ pub trait StepTime {
     fn step_time(&self, stages: &[StageLoad]) -> Option<f64>;
 
     /// Microbatches of a step, 1 or more.
-    fn micro_batches(&self) -> usize;
+    fn num_microbatches(&self) -> usize;
 
     /// Checks the objective's own options before a search begins; nothing by default.
     ///
@@ -36,7 +36,7 @@ pub trait StepTime {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OneFOneB {
     /// Microbatches of a step.
-    pub micro_batches: usize,
+    pub num_microbatches: usize,
     /// Time of a message between neighbours, in the unit of the costs.
     pub comm_cost: f64,
 }
@@ -47,12 +47,12 @@ impl StepTime for OneFOneB {
         let legal = loads
             .chain([self.comm_cost])
             .all(|cost| cost.is_finite() && cost >= 0.0);
-        let any = legal && self.micro_batches > 0 && !stages.is_empty();
+        let any = legal && self.num_microbatches > 0 && !stages.is_empty();
         any.then(|| Clock::new(self, stages).run())
     }
 
-    fn micro_batches(&self) -> usize {
-        self.micro_batches
+    fn num_microbatches(&self) -> usize {
+        self.num_microbatches
     }
 
     fn check(&self) -> Result<()> {
@@ -79,7 +79,7 @@ struct Clock<'a> {
 
 impl<'a> Clock<'a> {
     fn new(options: &'a OneFOneB, stages: &'a [StageLoad]) -> Self {
-        let ends = vec![f64::NAN; stages.len() * options.micro_batches];
+        let ends = vec![f64::NAN; stages.len() * options.num_microbatches];
         Self {
             options,
             stages,
@@ -90,7 +90,7 @@ impl<'a> Clock<'a> {
     }
 
     fn run(mut self) -> f64 {
-        let operations = 2 * self.options.micro_batches;
+        let operations = 2 * self.options.num_microbatches;
         // Forwards become ready from first to last stage and backwards from last to first.
         while self.done.iter().any(|&(done, _)| done < operations) {
             (0..self.stages.len()).for_each(|stage| self.advance(stage));
@@ -103,11 +103,11 @@ impl<'a> Clock<'a> {
 
     /// Runs operations of a stage as long as their input is there.
     fn advance(&mut self, stage: usize) {
-        let (micro_batches, last) = (self.options.micro_batches, self.stages.len() - 1);
-        let at = |stage: usize, microbatch: usize| stage * micro_batches + microbatch;
-        while self.done[stage].0 < 2 * micro_batches {
+        let (num_microbatches, last) = (self.options.num_microbatches, self.stages.len() - 1);
+        let at = |stage: usize, microbatch: usize| stage * num_microbatches + microbatch;
+        while self.done[stage].0 < 2 * num_microbatches {
             let (position, free) = self.done[stage];
-            let (forward, microbatch) = operation(position, last - stage, micro_batches);
+            let (forward, microbatch) = operation(position, last - stage, num_microbatches);
             let here = at(stage, microbatch);
             let input = match (forward, stage) {
                 (true, 0) => 0.0,
@@ -132,14 +132,14 @@ impl<'a> Clock<'a> {
 
 /// The operation at a position of a stage with `behind` stages behind it: whether it is a forward,
 /// and its microbatch.
-fn operation(position: usize, behind: usize, micro_batches: usize) -> (bool, usize) {
-    let warmup = behind.min(micro_batches);
+fn operation(position: usize, behind: usize, num_microbatches: usize) -> (bool, usize) {
+    let warmup = behind.min(num_microbatches);
     let steady = position - position.min(warmup);
-    let alternating = 2 * (micro_batches - warmup);
+    let alternating = 2 * (num_microbatches - warmup);
     if position < warmup {
         (true, position)
     } else if steady >= alternating {
-        (false, steady - alternating + micro_batches - warmup)
+        (false, steady - alternating + num_microbatches - warmup)
     } else if steady.is_multiple_of(2) {
         (true, warmup + steady / 2)
     } else {

@@ -13,8 +13,8 @@ struct Candidate {
 }
 
 /// The bounds of the segments and the rule that made them.
-pub(super) fn cut(graph: &Graph, borders: &Borders, shard_count: usize) -> (Vec<usize>, SplitRule) {
-    let (weights, budget) = weights(graph, borders, shard_count);
+pub(super) fn cut(graph: &Graph, borders: &Borders, target: usize) -> (Vec<usize>, SplitRule) {
+    let (weights, budget) = weights(graph, borders, target);
     let (candidates, total) = candidates(borders, &weights);
     let mut cuts = choose(&candidates, budget);
     let rest_is_empty = cuts.last().is_some_and(|last| last.weight == total);
@@ -27,7 +27,7 @@ pub(super) fn cut(graph: &Graph, borders: &Borders, shard_count: usize) -> (Vec<
     (
         bounds,
         SplitRule::FarthestMinDeps {
-            shard_count,
+            target,
             budget,
             candidates: candidates.len(),
         },
@@ -36,7 +36,7 @@ pub(super) fn cut(graph: &Graph, borders: &Borders, shard_count: usize) -> (Vec<
 
 /// The weight of each node, and the budget of a segment. Lookups and the output head exceed any
 /// budget.
-fn weights(graph: &Graph, borders: &Borders, shard_count: usize) -> (Vec<usize>, usize) {
+fn weights(graph: &Graph, borders: &Borders, target: usize) -> (Vec<usize>, usize) {
     let heads = output_heads(graph);
     let stands_apart: Vec<_> = graph
         .node_ids()
@@ -57,7 +57,7 @@ fn weights(graph: &Graph, borders: &Borders, shard_count: usize) -> (Vec<usize>,
     }
     let elements_apart: usize = apart.iter().map(|&id| graph.param(id).full.numel()).sum();
     let total: usize = borders.params.iter().sum();
-    let budget = (total - elements_apart) / shard_count;
+    let budget = (total - elements_apart) / target;
     let weights = stands_apart
         .iter()
         .zip(&borders.params)

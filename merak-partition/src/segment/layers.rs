@@ -1,7 +1,7 @@
 //! `layer_split`: cut before the first node of each layer.
 
 use super::{SegmentOptions, SplitRule};
-use crate::{Error, Result, borders::Borders, method::nearest};
+use crate::{Error, Result, borders::Borders};
 use merak_trace::{
     Graph, Node,
     models::{self, Family},
@@ -14,10 +14,10 @@ pub(super) fn cut(
     borders: &Borders,
     options: &SegmentOptions,
 ) -> Result<(Vec<usize>, SplitRule)> {
-    let found = if options.custom_split_points.is_empty() {
+    let found = if options.split_points.is_empty() {
         by_family(graph, options)?
     } else {
-        by_custom_points(graph, options)?
+        by_given_points(graph, options)?
     };
     let num_nodes = borders.num_nodes();
     let mut bounds = vec![0];
@@ -53,9 +53,9 @@ fn by_family(graph: &Graph, options: &SegmentOptions) -> Result<BTreeSet<usize>>
     Ok(found)
 }
 
-fn by_custom_points(graph: &Graph, options: &SegmentOptions) -> Result<BTreeSet<usize>> {
+fn by_given_points(graph: &Graph, options: &SegmentOptions) -> Result<BTreeSet<usize>> {
     let mut found = BTreeSet::new();
-    for point in &options.custom_split_points {
+    for point in &options.split_points {
         let nodes = first_nodes(graph, point);
         if nodes.is_empty() {
             return Err(unknown_point(graph, point));
@@ -144,6 +144,19 @@ fn unknown_point(graph: &Graph, point: &str) -> Error {
         point: point.to_owned(),
         nearest,
     }
+}
+
+/// The most similar of some names, the first among equals; the end of a path is more similar than
+/// anything else.
+fn nearest<'a>(found: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let is_end = |name: &str| {
+        let head = name.strip_suffix(found);
+        head.is_some_and(|head| head.ends_with('.'))
+    };
+    let scored = names.map(|name| ((!is_end(name), strsim::osa_distance(found, name)), name));
+    scored
+        .reduce(|best, next| if next.0 < best.0 { next } else { best })
+        .map(|(_, name)| name)
 }
 
 #[cfg(test)]

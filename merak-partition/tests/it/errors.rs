@@ -33,10 +33,10 @@ fn too_few_segments_say_how_many_there_are() {
     };
     assert_snapshot!(message(&options, &StageMethod::Uniform), @"the model has legal cuts for 31 segments only, which is fewer than the 40 stages; use at most 31 stages");
     let options = SegmentOptions {
-        shard_count: Some(4),
+        target_segments: Some(4),
         ..options
     };
-    assert_snapshot!(message(&options, &StageMethod::Uniform), @"shard_count is 4, expected at least 40 for 40 stages");
+    assert_snapshot!(message(&options, &StageMethod::Uniform), @"the target of 4 segments is below the 40 stages, each of which takes at least one");
     let options = SegmentOptions {
         num_stages: 5,
         ..gpt2().1
@@ -54,7 +54,7 @@ fn too_few_segments_say_how_many_there_are() {
 fn an_unknown_split_point_names_the_nearest_path() {
     let options = gpt2().1.with_method(SplitMethod::LayerSplit);
     let with = |point: &str| SegmentOptions {
-        custom_split_points: vec![point.to_owned()],
+        split_points: vec![point.to_owned()],
         ..options.clone()
     };
     assert_snapshot!(message(&with("transformers.h.1"), &StageMethod::Uniform), @r#"split point "transformers.h.1" matches no module or parameter; the nearest is "transformer.h.1""#);
@@ -70,22 +70,17 @@ fn a_family_without_split_points_is_refused() {
         family: Some(family.to_owned()),
         ..options.clone()
     };
-    assert_snapshot!(message(&with("rwkv"), &StageMethod::Uniform), @r#"layer_split has no split points for model type "rwkv"; set custom_split_points, or use one of altclip, bert, clip, deberta, dinov2, distilbert, gpt, gpt2, gpt_neox, gptj, llama, lxmert, m2m100, m2m_100, marian, mistral, mobilebert, mt5, opt, pegasus, qwen2, qwen3, resnet, swin, t5, trocr, vit, wav2vec2"#);
-    assert_snapshot!(message(&with("llama"), &StageMethod::Uniform), @r#"none of the split points of model type "llama" (model.layers.{i}) is in this model; set custom_split_points"#);
+    assert_snapshot!(message(&with("rwkv"), &StageMethod::Uniform), @r#"layer_split has no split points for model type "rwkv", only for altclip, bert, clip, deberta, dinov2, distilbert, gpt, gpt2, gpt_neox, gptj, llama, lxmert, m2m100, m2m_100, marian, mistral, mobilebert, mt5, opt, pegasus, qwen2, qwen3, resnet, swin, t5, trocr, vit, wav2vec2"#);
+    assert_snapshot!(message(&with("llama"), &StageMethod::Uniform), @r#"none of the split points of model type "llama" (model.layers.{i}) is in this model"#);
 }
 
 #[test]
-fn a_custom_partition_says_what_it_should_be() {
+fn given_boundaries_that_are_no_partition_say_what_it_should_be() {
     let custom = |bounds: &[usize]| message(&gpt2().1, &StageMethod::Custom(bounds.to_vec()));
-    assert_snapshot!(custom(&[0, 3]), @"custom_partition [0, 3] should be 3 boundaries that rise strictly from 0 to 6");
-    assert_snapshot!(custom(&[0, 3, 7]), @"custom_partition [0, 3, 7] should be 3 boundaries that rise strictly from 0 to 6");
-    assert_snapshot!(custom(&[0, 0, 6]), @"custom_partition [0, 0, 6] should be 3 boundaries that rise strictly from 0 to 6");
-    assert_snapshot!(custom(&[]), @"custom_partition [] should be 3 boundaries that rise strictly from 0 to 6");
-}
-
-#[test]
-fn an_unknown_split_method_names_the_nearest() {
-    assert_snapshot!("farthest_min_dep".parse::<SplitMethod>().unwrap_err(), @r#"unknown split method "farthest_min_dep"; did you mean "farthest_min_deps"? (one of farthest_min_deps, nearest_min_deps, layer_split)"#);
+    assert_snapshot!(custom(&[0, 3]), @"the boundaries [0, 3] should be 3 numbers that rise strictly from 0 to 6");
+    assert_snapshot!(custom(&[0, 3, 7]), @"the boundaries [0, 3, 7] should be 3 numbers that rise strictly from 0 to 6");
+    assert_snapshot!(custom(&[0, 0, 6]), @"the boundaries [0, 0, 6] should be 3 numbers that rise strictly from 0 to 6");
+    assert_snapshot!(custom(&[]), @"the boundaries [] should be 3 numbers that rise strictly from 0 to 6");
 }
 
 #[test]

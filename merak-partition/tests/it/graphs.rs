@@ -74,12 +74,12 @@ fn method() -> impl Strategy<Value = SplitMethod> {
     prop::sample::select(SplitMethod::ALL.to_vec())
 }
 
-fn options(method: SplitMethod, num_stages: usize, shard_count: usize) -> SegmentOptions {
+fn options(method: SplitMethod, num_stages: usize, target: usize) -> SegmentOptions {
     SegmentOptions {
         method,
         num_stages,
-        shard_count: Some(shard_count.max(num_stages)),
-        custom_split_points: vec!["m.{i}".to_owned()],
+        target_segments: Some(target.max(num_stages)),
+        split_points: vec!["m.{i}".to_owned()],
         ..SegmentOptions::default()
     }
 }

@@ -53,7 +53,7 @@ fn gpt2_small_has_26_segments_of_the_known_sizes() {
         matches!(
             segments.rule,
             SplitRule::FarthestMinDeps {
-                shard_count: 24,
+                target: 24,
                 budget: 3_544_000,
                 ..
             }
@@ -167,12 +167,12 @@ fn layer_split_follows_the_table_of_the_family() {
 }
 
 #[test]
-fn custom_split_points_are_modules_or_parameters() {
+fn split_points_are_modules_or_parameters() {
     let model = gpt2(3);
     let graph = trace(&*model);
     let mut options =
         SegmentOptions::for_model(&model.info(), 2).with_method(SplitMethod::LayerSplit);
-    options.custom_split_points = ["transformer.h.1.mlp.c_fc.weight", "lm_head.weight"]
+    options.split_points = ["transformer.h.1.mlp.c_fc.weight", "lm_head.weight"]
         .map(str::to_owned)
         .to_vec();
     let segments = segment(&graph, &options).unwrap();

@@ -30,9 +30,9 @@ fn all_partitions(num_segments: usize, num_stages: usize) -> Vec<Vec<usize>> {
         .collect()
 }
 
-fn step(micro_batches: usize, comm_cost: f64) -> OneFOneB {
+fn step(num_microbatches: usize, comm_cost: f64) -> OneFOneB {
     OneFOneB {
-        micro_batches,
+        num_microbatches,
         comm_cost,
     }
 }
@@ -61,8 +61,8 @@ impl StepTime for Limited {
         fits.then(|| self.0.step_time(stages)).flatten()
     }
 
-    fn micro_batches(&self) -> usize {
-        self.0.micro_batches
+    fn num_microbatches(&self) -> usize {
+        self.0.num_microbatches
     }
 }
 
@@ -71,11 +71,11 @@ proptest! {
     fn autopipe_equals_trying_all_partitions(
         times in prop::collection::vec((0_u32..9, 0_u32..9), 1..10),
         num_stages in 1_usize..6,
-        micro_batches in 1_usize..9,
+        num_microbatches in 1_usize..9,
         comm in 0_u32..4,
     ) {
         prop_assume!(times.len() >= num_stages);
-        let (costs, step) = (costs(&times), step(micro_batches, f64::from(comm)));
+        let (costs, step) = (costs(&times), step(num_microbatches, f64::from(comm)));
         let found = autopipe(&costs, num_stages, &step).unwrap();
         prop_assert_eq!(Some(found.step_time), shortest(&costs, num_stages, &step));
         prop_assert_eq!(step.step_time(&costs.loads(&found.bounds)), Some(found.step_time));
@@ -102,11 +102,11 @@ proptest! {
     #[test]
     fn the_step_of_1f1b_is_that_of_the_simulator(
         times in prop::collection::vec((0_u32..9, 0_u32..9), 1..7),
-        micro_batches in 1_usize..12,
+        num_microbatches in 1_usize..12,
         comm in 0_u32..4,
     ) {
         let stages = times.len();
-        let schedule = ScheduleKind::OneFOneB.generate(Size::new(stages, micro_batches)).unwrap();
+        let schedule = ScheduleKind::OneFOneB.generate(Size::new(stages, num_microbatches)).unwrap();
         let backward = |&(_, b): &(u32, u32)| f64::from(b);
         let expected = simulate(&schedule, &Costs {
             forward: times.iter().map(|&(f, _)| f64::from(f)).collect(),
@@ -118,7 +118,7 @@ proptest! {
         });
         let each: Vec<_> = (0..=stages).collect();
         let loads = costs(&times).loads(&each);
-        let found = step(micro_batches, f64::from(comm)).step_time(&loads);
+        let found = step(num_microbatches, f64::from(comm)).step_time(&loads);
         prop_assert_eq!(found, Some(expected.unwrap().makespan));
     }
 }
@@ -201,7 +201,7 @@ impl StepTime for Says {
         Some(self.0)
     }
 
-    fn micro_batches(&self) -> usize {
+    fn num_microbatches(&self) -> usize {
         4
     }
 }
@@ -232,10 +232,10 @@ proptest! {
     fn laying_out_several_stages_per_rank_equals_trying_all_partitions_that_fit(
         times in prop::collection::vec((1_u32..9, 1_u32..9), 6..11),
         kind in prop::sample::select(vec![ScheduleKind::Interleaved, ScheduleKind::ZbV, ScheduleKind::VHalf]),
-        micro_batches in 1_usize..6,
+        num_microbatches in 1_usize..6,
         limit in 4_usize..40,
     ) {
-        let size = Size::new(2, micro_batches).with_chunks(2);
+        let size = Size::new(2, num_microbatches).with_chunks(2);
         let step = scheduled(&times, kind, size)
             .with_hops(vec![0.5; times.len()])
             .with_memory(RankMemory::new(limit, ParamBytes::default(), small(times.len())));

@@ -62,7 +62,7 @@ fn a_partial_sum_stays_with_its_all_reduce_and_a_copy_with_its_users() {
             let options = SegmentOptions {
                 method,
                 num_stages,
-                shard_count: Some(100),
+                target_segments: Some(100),
                 ..SegmentOptions::default()
             };
             let segments = segment(&graph, &options)
@@ -83,7 +83,7 @@ fn a_partial_sum_stays_with_its_all_reduce_and_a_copy_with_its_users() {
 fn parameters_count_in_full_whatever_a_rank_holds() {
     let options = SegmentOptions {
         num_stages: 1,
-        shard_count: Some(1),
+        target_segments: Some(1),
         ..SegmentOptions::default()
     };
     let segments = segment(&chain(1), &options).unwrap();
@@ -122,7 +122,7 @@ fn a_layer_that_begins_inside_an_open_sum_begins_behind_it() {
     let points = ["h.1", "h.2"].map(str::to_owned).to_vec();
     let options = SegmentOptions {
         method: SplitMethod::LayerSplit,
-        custom_split_points: points,
+        split_points: points,
         num_stages: 2,
         ..SegmentOptions::default()
     };

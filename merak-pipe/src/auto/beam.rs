@@ -248,66 +248,79 @@ impl<'a> Beginning<'a> {
 
     /// A lower bound on the makespan with this beginning, and the mean of the bounds of its ranks.
     fn bound(&self, guide: &Guide<'_>) -> (f64, f64) {
-        let Self { board, left, .. } = self;
-        let problem = guide.problem;
-        let (costs, placement) = (problem.costs, problem.placement);
+        let (forward, by_forwards) = self.next_forwards(guide);
+        let (input, by_inputs) = self.next_inputs(guide, &forward);
+        let (by_ranks, mean) = self.ends(guide, &forward, &input);
+        (by_forwards.max(by_inputs).max(by_ranks), mean)
+    }
+
+    /// When the next forward of each stage can begin, infinite where all are done, and the bound
+    /// on the makespan that follows from the forwards that are left.
+    fn next_forwards(&self, guide: &Guide<'_>) -> (Vec<f64>, f64) {
+        let (board, problem) = (&self.board, guide.problem);
+        let (cost, placement) = (&problem.costs.forward, problem.placement);
         let microbatches = problem.size.microbatches;
-        let last = placement.len() - 1;
-        // When the next forward and the next input gradient of a stage can begin.
-        let mut forward = vec![f64::INFINITY; last + 1];
-        let mut input = forward.clone();
+        let mut begins = vec![f64::INFINITY; placement.len()];
         let mut longest = 0.0_f64;
-        let after = |begin: f64, from: usize, to: usize, cost: f64| {
-            begin + (to + 1).saturating_sub(from) as f64 * cost
-        };
-        for stage in 0..=last {
+        for stage in 0..placement.len() {
             let [entered, ..] = board.next[stage];
             if entered == microbatches {
                 continue;
             }
             let mut ready = board.ready_at(FORWARD, stage);
             if ready.is_infinite() && stage > 0 {
-                let before = after(
-                    forward[stage - 1],
-                    board.next[stage - 1][FORWARD],
-                    entered,
-                    costs.forward[stage - 1],
-                );
+                let next = board.next[stage - 1][FORWARD];
+                let before = after(begins[stage - 1], next, entered, cost[stage - 1]);
                 ready = before + problem.hop(stage - 1);
             }
-            forward[stage] = ready.max(board.free[placement[stage]]);
-            let all = (microbatches - entered) as f64 * costs.forward[stage];
-            longest = longest.max(forward[stage] + all + guide.back[stage] + guide.tail[stage]);
+            begins[stage] = ready.max(board.free[placement[stage]]);
+            let all = (microbatches - entered) as f64 * cost[stage];
+            longest = longest.max(begins[stage] + all + guide.back[stage] + guide.tail[stage]);
         }
+        (begins, longest)
+    }
+
+    /// The same for input gradients, given when the next forwards can begin.
+    fn next_inputs(&self, guide: &Guide<'_>, forward: &[f64]) -> (Vec<f64>, f64) {
+        let (board, problem) = (&self.board, guide.problem);
+        let (costs, placement) = (problem.costs, problem.placement);
+        let microbatches = problem.size.microbatches;
+        let cost = |stage: usize| costs.recompute[stage] + costs.input_grad[stage];
+        let last = placement.len() - 1;
+        let mut begins = vec![f64::INFINITY; last + 1];
+        let mut longest = 0.0_f64;
         for stage in (0..=last).rev() {
             let [entered, left, _] = board.next[stage];
             if left == microbatches {
                 continue;
             }
-            let cost = |stage: usize| costs.recompute[stage] + costs.input_grad[stage];
             let mut ready = board.ready_at(INPUT, stage);
             if ready.is_infinite() {
                 ready = if stage == last {
                     after(forward[last], entered, left, costs.forward[last])
                 } else {
-                    let behind = after(
-                        input[stage + 1],
-                        board.next[stage + 1][INPUT],
-                        left,
-                        cost(stage + 1),
-                    );
+                    let next = board.next[stage + 1][INPUT];
+                    let behind = after(begins[stage + 1], next, left, cost(stage + 1));
                     behind + problem.hop(stage)
                 };
             }
-            input[stage] = ready.max(board.free[placement[stage]]);
+            begins[stage] = ready.max(board.free[placement[stage]]);
             let all = (microbatches - left) as f64 * cost(stage);
-            longest = longest.max(input[stage] + all + guide.tail[stage]);
+            longest = longest.max(begins[stage] + all + guide.tail[stage]);
         }
-        let mut sum = 0.0;
+        (begins, longest)
+    }
+
+    /// The latest end of the ranks and the mean of their ends: a rank idles until its next forward
+    /// or input gradient can begin, but for the weight gradients that it owes.
+    fn ends(&self, guide: &Guide<'_>, forward: &[f64], input: &[f64]) -> (f64, f64) {
+        let Self { board, left, .. } = self;
+        let problem = guide.problem;
+        let (mut latest, mut sum) = (0.0_f64, 0.0);
         for (rank, stages) in problem.stages.iter().enumerate() {
             let owed = |&stage: &usize| {
                 let [_, left, over] = board.next[stage];
-                (left - over) as f64 * costs.weight_grad[stage]
+                (left - over) as f64 * problem.costs.weight_grad[stage]
             };
             let owed: f64 = stages.iter().map(owed).sum();
             let begins = stages.iter().map(|&stage| forward[stage].min(input[stage]));
@@ -318,9 +331,14 @@ impl<'a> Beginning<'a> {
                 0.0
             };
             let end = board.free[rank] + idle + left[rank];
-            longest = longest.max(end);
+            latest = latest.max(end);
             sum += end;
         }
-        (longest, sum / left.len() as f64)
+        (latest, sum / left.len() as f64)
     }
+}
+
+/// When microbatch `to` is done on a stage whose microbatch `from` begins then.
+fn after(begin: f64, from: usize, to: usize, cost: f64) -> f64 {
+    begin + (to + 1).saturating_sub(from) as f64 * cost
 }

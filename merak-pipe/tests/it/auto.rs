@@ -139,104 +139,104 @@ fn limits_that_no_schedule_keeps_are_named() {
     insta::assert_snapshot!(refusal(&[2.0]), @"expected a limit of memory for each of 2 ranks, found 1");
 }
 
-/// Every order of actions of a small pipeline under a placement: the shortest makespan, by trying
-/// all.
-fn shortest(placement: &[usize], microbatches: usize, costs: &Costs) -> f64 {
-    struct All<'a> {
-        placement: &'a [usize],
-        microbatches: usize,
-        costs: &'a Costs,
-        done: Vec<[usize; 3]>,
-        /// When forwards and input gradients end, by stage and microbatch.
-        ends: Vec<[Vec<f64>; 2]>,
-        free: Vec<f64>,
-        best: f64,
+/// A walk over every order of actions of a small pipeline under a placement.
+struct All<'a> {
+    placement: &'a [usize],
+    microbatches: usize,
+    costs: &'a Costs,
+    done: Vec<[usize; 3]>,
+    /// When forwards and input gradients end, by stage and microbatch.
+    ends: Vec<[Vec<f64>; 2]>,
+    free: Vec<f64>,
+    best: f64,
+}
+
+impl All<'_> {
+    fn cost(&self, stage: usize, kind: usize) -> f64 {
+        let lists = [
+            &self.costs.forward,
+            &self.costs.input_grad,
+            &self.costs.weight_grad,
+        ];
+        lists[kind][stage]
     }
-    impl All<'_> {
-        fn cost(&self, stage: usize, kind: usize) -> f64 {
-            let lists = [
-                &self.costs.forward,
-                &self.costs.input_grad,
-                &self.costs.weight_grad,
-            ];
-            lists[kind][stage]
-        }
 
-        /// When the next action of a kind can begin on a stage, as far as messages go.
-        fn ready(&self, stage: usize, kind: usize) -> Option<f64> {
-            let m = self.done[stage][kind];
-            let last = self.placement.len() - 1;
-            let hop = |other: usize| {
-                if self.placement[other] == self.placement[stage] {
-                    0.0
-                } else {
-                    self.costs.hop[stage.min(other)]
-                }
-            };
-            (m < self.microbatches).then_some(())?;
-            match kind {
-                0 if stage == 0 => Some(0.0),
-                0 => self.ends[stage - 1][0]
-                    .get(m)
-                    .map(|end| end + hop(stage - 1)),
-                1 if stage == last => self.ends[last][0].get(m).copied(),
-                1 => self.ends[stage + 1][1]
-                    .get(m)
-                    .map(|end| end + hop(stage + 1)),
-                _ => self.ends[stage][1].get(m).copied(),
+    /// When the next action of a kind can begin on a stage, as far as messages go.
+    fn ready(&self, stage: usize, kind: usize) -> Option<f64> {
+        let m = self.done[stage][kind];
+        let last = self.placement.len() - 1;
+        let hop = |other: usize| {
+            if self.placement[other] == self.placement[stage] {
+                0.0
+            } else {
+                self.costs.hop[stage.min(other)]
             }
+        };
+        (m < self.microbatches).then_some(())?;
+        match kind {
+            0 if stage == 0 => Some(0.0),
+            0 => self.ends[stage - 1][0]
+                .get(m)
+                .map(|end| end + hop(stage - 1)),
+            1 if stage == last => self.ends[last][0].get(m).copied(),
+            1 => self.ends[stage + 1][1]
+                .get(m)
+                .map(|end| end + hop(stage + 1)),
+            _ => self.ends[stage][1].get(m).copied(),
         }
+    }
 
-        /// Among the actions that can come next, the one that could end first decides on a rank;
-        /// every order worth trying goes on with one of this rank's actions that can begin before
-        /// that.
-        fn descend(&mut self) {
-            let stages = self.placement.len();
-            let mut bound: f64 = 0.0;
-            for rank in 0..self.free.len() {
-                let own = (0..stages).filter(|s| self.placement[*s] == rank);
-                let left: f64 = own
-                    .flat_map(|s| (0..3).map(move |k| (s, k)))
-                    .map(|(s, k)| (self.microbatches - self.done[s][k]) as f64 * self.cost(s, k))
-                    .sum();
-                bound = bound.max(self.free[rank] + left);
-            }
-            if bound >= self.best - 1e-9 {
-                return;
-            }
-            let open: Vec<_> = (0..stages)
+    /// Among the actions that can come next, the one that could end first decides on a rank;
+    /// every order worth trying goes on with one of this rank's actions that can begin before
+    /// that.
+    fn descend(&mut self) {
+        let stages = self.placement.len();
+        let mut bound: f64 = 0.0;
+        for rank in 0..self.free.len() {
+            let own = (0..stages).filter(|s| self.placement[*s] == rank);
+            let left: f64 = own
                 .flat_map(|s| (0..3).map(move |k| (s, k)))
-                .filter_map(|(s, k)| {
-                    Some((s, k, self.ready(s, k)?.max(self.free[self.placement[s]])))
-                })
-                .collect();
-            let first = open
-                .iter()
-                .min_by(|a, b| (a.2 + self.cost(a.0, a.1)).total_cmp(&(b.2 + self.cost(b.0, b.1))));
-            let Some(&(stage, kind, start)) = first else {
-                self.best = self.best.min(bound);
-                return;
-            };
-            let (rank, by) = (self.placement[stage], start + self.cost(stage, kind));
-            for (s, k, start) in open {
-                if self.placement[s] != rank || start >= by {
-                    continue;
-                }
-                let (end, before) = (start + self.cost(s, k), self.free[rank]);
-                self.done[s][k] += 1;
-                self.free[rank] = end;
-                if k < 2 {
-                    self.ends[s][k].push(end);
-                }
-                self.descend();
-                if k < 2 {
-                    self.ends[s][k].pop();
-                }
-                self.free[rank] = before;
-                self.done[s][k] -= 1;
+                .map(|(s, k)| (self.microbatches - self.done[s][k]) as f64 * self.cost(s, k))
+                .sum();
+            bound = bound.max(self.free[rank] + left);
+        }
+        if bound >= self.best - 1e-9 {
+            return;
+        }
+        let open: Vec<_> = (0..stages)
+            .flat_map(|s| (0..3).map(move |k| (s, k)))
+            .filter_map(|(s, k)| Some((s, k, self.ready(s, k)?.max(self.free[self.placement[s]]))))
+            .collect();
+        let first = open
+            .iter()
+            .min_by(|a, b| (a.2 + self.cost(a.0, a.1)).total_cmp(&(b.2 + self.cost(b.0, b.1))));
+        let Some(&(stage, kind, start)) = first else {
+            self.best = self.best.min(bound);
+            return;
+        };
+        let (rank, by) = (self.placement[stage], start + self.cost(stage, kind));
+        for (s, k, start) in open {
+            if self.placement[s] != rank || start >= by {
+                continue;
             }
+            let (end, before) = (start + self.cost(s, k), self.free[rank]);
+            self.done[s][k] += 1;
+            self.free[rank] = end;
+            if k < 2 {
+                self.ends[s][k].push(end);
+            }
+            self.descend();
+            if k < 2 {
+                self.ends[s][k].pop();
+            }
+            self.free[rank] = before;
+            self.done[s][k] -= 1;
         }
     }
+}
+
+/// The shortest makespan of all orders of a small pipeline under a placement.
+fn shortest(placement: &[usize], microbatches: usize, costs: &Costs) -> f64 {
     let stages = placement.len();
     let mut all = All {
         placement,

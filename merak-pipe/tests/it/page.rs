@@ -1,7 +1,8 @@
 //! The figures of the HTML page are those of the simulator.
 
 use merak_pipe::{
-    ActivationBytes, Costs, PageOptions, Schedule, ScheduleKind, Size, UnitCosts, html, simulate,
+    ActivationBytes, Costs, PageOptions, Schedule, ScheduleKind, Simulation, Size, UnitCosts, html,
+    simulate,
 };
 use std::{
     io::Write as _,
@@ -79,18 +80,12 @@ fn the_page_shows_the_figures_of_the_simulator() {
         }
     }
     let asked = cases.iter().map(|(schedule, name, costs)| {
-        let entries = costs
-            .split(',')
-            .map(|entry| entry.split_once('=').expect("a cost"));
-        let costs: serde_json::Map<_, _> = entries
-            .map(|(key, value)| {
-                (
-                    key.to_owned(),
-                    value.parse::<f64>().expect("a number").into(),
-                )
-            })
-            .collect();
-        serde_json::json!([name, schedule.size.ranks, schedule.size.microbatches, costs])
+        let Size {
+            ranks,
+            microbatches,
+            ..
+        } = schedule.size;
+        serde_json::json!([name, ranks, microbatches, as_json(costs)])
     });
     let asked = serde_json::Value::Array(asked.collect());
     let Some(shown) = figures(&page, &asked) else {
@@ -100,35 +95,39 @@ fn the_page_shows_the_figures_of_the_simulator() {
     for ((schedule, name, costs), shown) in cases.iter().zip(shown.as_array().unwrap()) {
         let at = format!("{name} {:?} {costs}", schedule.size);
         let costs = Costs::uniform(costs.parse().unwrap(), schedule.size.stages());
-        let expected = simulate(schedule, &costs).unwrap();
-        let single = serde_json::json!([
-            shown["makespan"],
-            shown["bubble"],
-            shown["longest_rank_time"]
-        ]);
-        let figures = [
-            expected.makespan,
-            expected.bubble(),
-            expected.longest_rank_time(),
-        ];
-        assert!(close(&single, &figures), "{at}: {single} {figures:?}");
-        assert!(
-            close(
-                &shown["bubble_by_rank"],
-                &expected.timeline.bubble_by_rank()
-            ),
-            "{at}"
-        );
-        assert!(
-            close(&shown["peak_activations"], &expected.peak_activations),
-            "{at}"
-        );
-        assert_eq!(
-            shown["critical_path"],
-            serde_json::json!(expected.critical_path),
-            "{at}"
-        );
+        assert_shown(shown, &simulate(schedule, &costs).unwrap(), &at);
     }
+}
+
+/// Costs as the page's script takes them.
+fn as_json(costs: &str) -> serde_json::Map<String, serde_json::Value> {
+    let cost = |entry: &str| {
+        let (name, value) = entry.split_once('=').expect("a cost");
+        let value: f64 = value.parse().expect("a number");
+        (name.to_owned(), value.into())
+    };
+    costs.split(',').map(cost).collect()
+}
+
+/// The figures of the page are those of a simulation.
+fn assert_shown(shown: &serde_json::Value, expected: &Simulation, at: &str) {
+    let single = serde_json::json!([
+        shown["makespan"],
+        shown["bubble"],
+        shown["longest_rank_time"]
+    ]);
+    let figures = [
+        expected.makespan,
+        expected.bubble(),
+        expected.longest_rank_time(),
+    ];
+    assert!(close(&single, &figures), "{at}: {single} {figures:?}");
+    let idle = expected.timeline.bubble_by_rank();
+    assert!(close(&shown["bubble_by_rank"], &idle), "{at}");
+    let peaks = &expected.peak_activations;
+    assert!(close(&shown["peak_activations"], peaks), "{at}");
+    let path = serde_json::json!(expected.critical_path);
+    assert_eq!(shown["critical_path"], path, "{at}");
 }
 
 /// Moves the page's own controls for each case and notes what its table then says.
@@ -355,6 +354,31 @@ fn bars_of_one_width_all_have_a_label_or_none() {
     assert_eq!((counts[0][1], counts[3][1]), (0, 144), "{counts:?}");
 }
 
+/// Costs and bytes that differ from stage to stage.
+fn uneven(stages: usize) -> (Costs, ActivationBytes) {
+    let varied = |stages: usize, step: usize| -> Vec<f64> {
+        let of = |stage: usize| 0.5 + (stage * step % 7) as f64 / 4.0;
+        (0..stages).map(of).collect()
+    };
+    let bytes = |step: u64| -> Vec<u64> {
+        let of = |stage| 100 + stage * step % 70;
+        (0..stages as u64).map(of).collect()
+    };
+    let costs = Costs {
+        forward: varied(stages, 3),
+        input_grad: varied(stages, 5),
+        weight_grad: varied(stages, 2),
+        recompute: varied(stages, 4),
+        hop: varied(stages - 1, 6),
+        overlap: 0.8,
+    };
+    let bytes = ActivationBytes {
+        until_input_grad: bytes(30),
+        until_weight_grad: bytes(50),
+    };
+    (costs, bytes)
+}
+
 #[test]
 fn the_page_uses_the_costs_and_the_bytes_of_each_stage() {
     let mut cases = Vec::new();
@@ -365,33 +389,8 @@ fn the_page_uses_the_costs_and_the_bytes_of_each_stage() {
             cases.push((kind, kind.generate(size).unwrap()));
         }
     }
-    let varied = |stages: usize, step: usize| -> Vec<f64> {
-        let of = |stage: usize| 0.5 + (stage * step % 7) as f64 / 4.0;
-        (0..stages).map(of).collect()
-    };
-    let bytes_of = |stages: usize, step: usize| -> Vec<u64> {
-        (0..stages as u64)
-            .map(|stage| 100 + stage * step as u64 % 70)
-            .collect()
-    };
-    let uneven = |schedule: &Schedule| {
-        let stages = schedule.size.stages();
-        let costs = Costs {
-            forward: varied(stages, 3),
-            input_grad: varied(stages, 5),
-            weight_grad: varied(stages, 2),
-            recompute: varied(stages, 4),
-            hop: varied(stages - 1, 6),
-            overlap: 0.8,
-        };
-        let bytes = ActivationBytes {
-            until_input_grad: bytes_of(stages, 30),
-            until_weight_grad: bytes_of(stages, 50),
-        };
-        (costs, bytes)
-    };
     let asked = cases.iter().map(|(kind, schedule)| {
-        let (costs, bytes) = uneven(schedule);
+        let (costs, bytes) = uneven(schedule.size.stages());
         let costs = serde_json::json!({
             "F": costs.forward, "I": costs.input_grad, "W": costs.weight_grad, "R": costs.recompute, "C": costs.hop,
             "O": costs.overlap,
@@ -406,7 +405,7 @@ fn the_page_uses_the_costs_and_the_bytes_of_each_stage() {
         return;
     };
     for ((kind, schedule), shown) in cases.iter().zip(shown.as_array().unwrap()) {
-        let (costs, bytes) = uneven(schedule);
+        let (costs, bytes) = uneven(schedule.size.stages());
         let expected = simulate(schedule, &costs).unwrap();
         let at = format!("{kind} {:?}", schedule.size);
         let makespan = serde_json::json!([shown["makespan"]]);

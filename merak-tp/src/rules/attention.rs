@@ -21,35 +21,7 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
     if !by_heads || spec.dropout.is_some_and(|dropout| dropout.slice.is_some()) {
         return Ok(site.whole());
     }
-    let module = || site.node.scope.to_string();
-    let shares_keys = |degree: usize| {
-        spec.kv_heads.is_multiple_of(degree) || degree.is_multiple_of(spec.kv_heads)
-    };
-    let legal = || {
-        let mut degrees = divisors(spec.heads);
-        degrees.retain(|&degree| shares_keys(degree));
-        degrees
-    };
-    if !spec.heads.is_multiple_of(degree) {
-        return Err(Error::Heads {
-            module: module(),
-            heads: spec.heads,
-            degree,
-            legal: legal(),
-        });
-    }
-    let (keys, kv_heads) = if spec.kv_heads.is_multiple_of(degree) {
-        (cut(site.types[1].last_dim()), spec.kv_heads / degree)
-    } else if degree.is_multiple_of(spec.kv_heads) {
-        (Need::Spread(spec.kv_heads), 1)
-    } else {
-        return Err(Error::KvHeads {
-            module: module(),
-            kv_heads: spec.kv_heads,
-            degree,
-            legal: legal(),
-        });
-    };
+    let (keys, kv_heads) = key_share(site, spec)?;
     let slice = Some(AxisSlice {
         axis: Axis::Tensor,
         dim: 1,
@@ -79,6 +51,38 @@ pub(super) fn attention(site: &Site<'_>, spec: &Attention) -> Result<NodePlaceme
         needs.extend([Need::Cut(table), Need::Whole]);
     }
     Ok(NodePlacement::new(needs, op, results))
+}
+
+/// The need of keys and values, and their heads on each rank.
+fn key_share(site: &Site<'_>, spec: &Attention) -> Result<(Need, usize)> {
+    let shares_keys = |degree: usize| {
+        spec.kv_heads.is_multiple_of(degree) || degree.is_multiple_of(spec.kv_heads)
+    };
+    let (degree, module) = (site.degree, || site.node.scope.to_string());
+    let legal = || {
+        let mut degrees = divisors(spec.heads);
+        degrees.retain(|&degree| shares_keys(degree));
+        degrees
+    };
+    if !spec.heads.is_multiple_of(degree) {
+        Err(Error::Heads {
+            module: module(),
+            heads: spec.heads,
+            degree,
+            legal: legal(),
+        })
+    } else if spec.kv_heads.is_multiple_of(degree) {
+        Ok((cut(site.types[1].last_dim()), spec.kv_heads / degree))
+    } else if shares_keys(degree) {
+        Ok((Need::Spread(spec.kv_heads), 1))
+    } else {
+        Err(Error::KvHeads {
+            module: module(),
+            kv_heads: spec.kv_heads,
+            degree,
+            legal: legal(),
+        })
+    }
 }
 
 /// Turns whole heads, each rank its own.

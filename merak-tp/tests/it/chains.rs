@@ -87,15 +87,7 @@ impl Link {
                 let turned = turn(module, &module.reshape(&rows, &[2, 3, 8])?)?;
                 turn(module, &apply(module, Op::Softmax, &[&turned])?)
             }
-            Self::Scores => {
-                let op = |transpose_b: bool| Op::MatMul {
-                    transpose_a: !transpose_b,
-                    transpose_b,
-                };
-                let scores = apply(module, op(true), &[x, x])?;
-                let scores = apply(module, Op::Softmax, &[&scores])?;
-                apply(module, op(false), &[&scores, x])
-            }
+            Self::Scores => scores(module, x),
             Self::HeadNorm => {
                 let heads = module.reshape(&linear(module, "col", x, 16)?, &[2, 3, 4, 4])?;
                 let heads = module.sub("norm").rms_norm(&heads, 1e-5)?;
@@ -103,18 +95,7 @@ impl Link {
                 let heads = linear(module, "plain", &module.add(&heads, &shift)?, 4)?;
                 linear(module, "row", &module.reshape(&heads, &[2, 3, 16])?, 8)
             }
-            Self::Tied(whole_first) => {
-                let weight =
-                    module.param("weight", &[8, 8], Init::Normal(0.5), ParamRole::Weight)?;
-                let names = if whole_first {
-                    ["plain", "col"]
-                } else {
-                    ["col", "plain"]
-                };
-                let [first, second] = names.map(|name| module.sub(name));
-                let hidden = first.linear_with(x, &weight, WeightLayout::OutIn)?;
-                second.linear_with(&hidden, &weight, WeightLayout::OutIn)
-            }
+            Self::Tied(whole_first) => tied_layers(module, x, whole_first),
             Self::Attention(kv_heads) => separate_attention(module, x, kv_heads),
             Self::FusedAttention => {
                 let pieces = module.split(&linear(module, "col", x, 16)?, 2, &[8, 4, 4])?;
@@ -122,6 +103,30 @@ impl Link {
             }
         }
     }
+}
+
+/// A product with itself on both sides, as attention without heads has it.
+fn scores(module: &Module, x: &Symbol) -> Result<Symbol> {
+    let op = |transpose_b: bool| Op::MatMul {
+        transpose_a: !transpose_b,
+        transpose_b,
+    };
+    let scores = apply(module, op(true), &[x, x])?;
+    let scores = apply(module, Op::Softmax, &[&scores])?;
+    apply(module, op(false), &[&scores, x])
+}
+
+/// Two layers with one weight, of which the lists split one.
+fn tied_layers(module: &Module, x: &Symbol, whole_first: bool) -> Result<Symbol> {
+    let weight = module.param("weight", &[8, 8], Init::Normal(0.5), ParamRole::Weight)?;
+    let names = if whole_first {
+        ["plain", "col"]
+    } else {
+        ["col", "plain"]
+    };
+    let [first, second] = names.map(|name| module.sub(name));
+    let hidden = first.linear_with(x, &weight, WeightLayout::OutIn)?;
+    second.linear_with(&hidden, &weight, WeightLayout::OutIn)
 }
 
 fn separate_attention(module: &Module, x: &Symbol, kv_heads: usize) -> Result<Symbol> {

@@ -3,7 +3,7 @@
 use super::{GradPort, Hop};
 use crate::{
     Error, Graph, Node, NodeId, Param, ParamId, Port, Result, Source, ValueId,
-    autodiff::{ParamGrad, needs_grad},
+    autodiff::{Gradients, ParamGrad, differentiate, needs_grad},
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -108,6 +108,37 @@ impl Part {
     pub(super) fn local_range(&self, range: &Range<usize>) -> Range<usize> {
         let clamp = |index: usize| index.clamp(self.range.start, self.range.end) - self.range.start;
         clamp(range.start)..clamp(range.end)
+    }
+
+    /// Adds the backward to the graph, with inputs for the gradients of the loss and of the values
+    /// that are sent. Returns the input for the loss, if it is computed here, and the gradients.
+    pub(super) fn differentiate(&mut self) -> Result<(Option<ValueId>, Gradients)> {
+        let mut seeds = Vec::new();
+        for hop in &mut self.send {
+            if self.flows.contains(&hop.value) {
+                let name = format!("grad({})", hop.name);
+                let grad = self.graph.add_input(name, hop.ty.clone());
+                hop.grad = Some(grad);
+                seeds.push((hop.value, grad));
+            }
+        }
+        let loss = self.outputs.iter().find(|port| port.name == "loss");
+        let loss_grad = loss.map(|port| {
+            let ty = self.graph.ty(port.value).clone();
+            let grad = self.graph.add_input("grad(loss)", ty);
+            seeds.push((port.value, grad));
+            grad
+        });
+        let received = self.recv.iter().map(|hop| hop.value);
+        let wanted: Vec<_> = received
+            .filter(|value| self.flows.contains(value))
+            .collect();
+        let found = differentiate(&mut self.graph, &seeds, &wanted)?;
+        let of_recv: BTreeMap<_, _> = wanted.iter().zip(&found.wanted).collect();
+        for hop in &mut self.recv {
+            hop.grad = of_recv.get(&hop.value).map(|grad| **grad);
+        }
+        Ok((loss_grad, found))
     }
 }
 

@@ -33,6 +33,18 @@ impl Case<'_> {
     pub(crate) fn graph(&self, dtype: DType) -> Graph {
         fx::trace(dtype, |module| trace(module, self)).expect(self.name)
     }
+
+    /// The integers, as the inputs of its graph.
+    pub(crate) fn batch(&self, graph: &Graph, backend: &SharedBackend) -> Batch {
+        let mut batch = Batch::new();
+        for port in graph.inputs() {
+            let ids = self.ids.iter().find(|(name, _, _)| *name == port.name);
+            let (_, ty, ids) = ids.expect("integers are the only inputs");
+            let ids: Vec<_> = ids.iter().map(|&x| x as f64).collect();
+            batch.insert(port.name.clone(), value(backend, ty, &ids));
+        }
+        batch
+    }
 }
 
 /// Checks that every backend gives the reference's results and gradients, in each of its element
@@ -185,14 +197,7 @@ pub(crate) fn measure(case: &Case<'_>, run: &Run<'_>) -> BTreeMap<String, Vec<f6
         data.push(numbers);
     }
     let views = views(backend, params, &data);
-
-    let mut batch = Batch::new();
-    for port in graph.inputs() {
-        let ids = case.ids.iter().find(|(name, _, _)| *name == port.name);
-        let (_, ty, ids) = ids.expect("integers are the only inputs");
-        let ids: Vec<_> = ids.iter().map(|&x| x as f64).collect();
-        batch.insert(port.name.clone(), value(backend, ty, &ids));
-    }
+    let batch = case.batch(&graph, backend);
     let mut grads = grad_store(backend, runner.program());
     let out = runner.forward(&views, &batch, Vec::new(), context());
     let mut out = out.expect(case.name);
@@ -520,35 +525,34 @@ fn positions_are_counted_where_a_mask_shows_them() {
 fn what_is_no_number_spreads_alike() {
     for poison in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
         let x = t(&[3, 9]);
-        let one = std::slice::from_ref(&x);
+        let (one, two) = ([x.clone()], [x.clone(), x.clone()]);
+        let norm = |weights: usize| [vec![x.clone()], vec![t(&[9]); weights]].concat();
         let poisoned = |name: &str, operands: &[TensorType], op: &Op| {
-            with(
-                &format!("{name} of {poison}"),
-                operands,
-                &[],
-                op,
-                (Some(poison), &backends(2)),
-            );
+            let name = format!("{name} of {poison}");
+            with(&name, operands, &[], op, (Some(poison), &backends(2)));
         };
         for kind in ACTIVATIONS {
-            poisoned(&format!("{kind:?}"), one, &Op::Activation(kind));
+            poisoned(&format!("{kind:?}"), &one, &Op::Activation(kind));
         }
-        poisoned("softmax", one, &Op::Softmax);
-        poisoned("scale", one, &Op::Scale { factor: -2.0 });
-        poisoned("sum_leading", one, &Op::SumLeading { shape: vec![9] });
-        poisoned(
-            "layer_norm",
-            &[x.clone(), t(&[9]), t(&[9])],
-            &Op::LayerNorm { eps: 1e-5 },
-        );
-        poisoned(
-            "rms_norm",
-            &[x.clone(), t(&[9])],
-            &Op::RmsNorm { eps: 1e-5 },
-        );
-        poisoned("add", &[x.clone(), x.clone()], &Op::Add);
-        poisoned("mul", &[x.clone(), x.clone()], &Op::Mul);
-        poisoned("silu_mul", &[x.clone(), x.clone()], &Op::SiluMul);
+        poisoned("softmax", &one, &Op::Softmax);
+        poisoned("scale", &one, &Op::Scale { factor: -2.0 });
+        poisoned("sum_leading", &one, &Op::SumLeading { shape: vec![9] });
+        poisoned("layer_norm", &norm(2), &Op::LayerNorm { eps: 1e-5 });
+        poisoned("rms_norm", &norm(1), &Op::RmsNorm { eps: 1e-5 });
+        poisoned("add", &two, &Op::Add);
+        poisoned("mul", &two, &Op::Mul);
+        poisoned("silu_mul", &two, &Op::SiluMul);
+        let linear = Op::Linear {
+            layout: WeightLayout::OutIn,
+            bias: false,
+        };
+        poisoned("linear", &[x.clone(), t(&[4, 9])], &linear);
+    }
+}
+
+#[test]
+fn what_is_no_number_spreads_alike_in_attention_and_losses() {
+    for poison in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
         let attention = Attention {
             heads: 1,
             kv_heads: 1,
@@ -568,22 +572,14 @@ fn what_is_no_number_spreads_alike() {
             &Op::Attention(attention),
             (Some(poison), &[backend(2)]),
         );
-        let linear = Op::Linear {
-            layout: WeightLayout::OutIn,
-            bias: false,
-        };
-        poisoned("linear", &[x.clone(), t(&[4, 9])], &linear);
-        let labels = [(
-            "labels",
-            TensorType::new([3], DType::I64),
-            &[0, 5, -100][..],
-        )];
+        let ids = TensorType::new([3], DType::I64);
+        let labels = [("labels", ids, &[0, 5, -100][..])];
         let op = Op::CrossEntropy {
             label_smoothing: 0.0,
         };
         with(
             "cross_entropy",
-            one,
+            &[t(&[3, 9])],
             &labels,
             &op,
             (Some(poison), &backends(2)),

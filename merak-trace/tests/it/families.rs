@@ -223,9 +223,8 @@ fn refusals(cases: &[(&str, Json)]) -> String {
 }
 
 #[test]
-fn what_is_not_supported_is_named() {
+fn scalings_of_positions_that_are_not_supported_are_named() {
     let cases = [
-        ("llama", json!({ "hidden_act": "gelu" })),
         (
             "llama",
             json!({ "rope_scaling": { "rope_type": "longrope", "factor": 2.0 } }),
@@ -257,6 +256,24 @@ fn what_is_not_supported_is_named() {
             json!({ "rope_theta": 10.0, "rope_parameters": { "rope_theta": 20.0 } }),
         ),
         ("llama", json!({ "partial_rotary_factor": 0.5 })),
+    ];
+    insta::assert_snapshot!(refusals(&cases), @r#"
+    model configuration: rope_scaling.short_factor: is missing
+    model configuration: rope_scaling.short_factor: is no list of positive numbers
+    model configuration: rope_scaling.long_factor: has 1 entries, but a head has 4 rotated pairs
+    model configuration: original_max_position_embeddings: is 1, expected more than 1
+    model configuration: rope_scaling.rope_type: is "proportional", expected default, linear, dynamic, llama3, yarn or longrope
+    model configuration: rope_scaling.factor: is missing
+    model configuration: rope_scaling.facter: is 3.0, but this model has no such field; the nearest known field is "factor"
+    model configuration: rope_theta: is 10, but 20 in the rope parameters
+    model configuration: partial_rotary_factor: is 0.5, expected 1
+    "#);
+}
+
+#[test]
+fn what_is_not_supported_is_named() {
+    let cases = [
+        ("llama", json!({ "hidden_act": "gelu" })),
         ("llama", json!({ "head_dim": 7 })),
         ("llama", json!({ "quantization_config": { "bits": 4 } })),
         ("llama", json!({ "torch_dtype": "float8_e4m3fn" })),
@@ -284,15 +301,6 @@ fn what_is_not_supported_is_named() {
     let messages = refusals(&cases);
     insta::assert_snapshot!(messages, @r#"
     model configuration: hidden_act: is "gelu", which is not supported
-    model configuration: rope_scaling.short_factor: is missing
-    model configuration: rope_scaling.short_factor: is no list of positive numbers
-    model configuration: rope_scaling.long_factor: has 1 entries, but a head has 4 rotated pairs
-    model configuration: original_max_position_embeddings: is 1, expected more than 1
-    model configuration: rope_scaling.rope_type: is "proportional", expected default, linear, dynamic, llama3, yarn or longrope
-    model configuration: rope_scaling.factor: is missing
-    model configuration: rope_scaling.facter: is 3.0, but this model has no such field; the nearest known field is "factor"
-    model configuration: rope_theta: is 10, but 20 in the rope parameters
-    model configuration: partial_rotary_factor: is 0.5, expected 1
     model configuration: head_dim: is 7, expected an even number
     model configuration: quantization_config: is {"bits":4}, but this model has no such field
     model configuration: torch_dtype: is "float8_e4m3fn", expected one of float32, float16, bfloat16, float64, auto

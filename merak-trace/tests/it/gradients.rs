@@ -3,12 +3,12 @@
 use crate::{
     conformance::{Case, agree},
     support::{
-        backend, context, floats, grad_store, interpreter, noise, numbers, params, value, write,
+        backend, context, floats, grad_store, interpreter, numbers, params as param_store, write,
     },
 };
 use merak_trace::{
-    Batch, DType, Init, Op, ParamRole, Result, TensorType,
-    fx::{self, AttentionTerms, Module, Symbol},
+    DType, Op, ParamStore, Result, TensorType,
+    fx::{AttentionTerms, Module, Symbol},
     op::{Activation, Attention, DropoutSpec, RelativeBuckets, Rope, WeightLayout},
 };
 
@@ -21,120 +21,65 @@ pub(crate) fn check(
     ids: &[(&str, TensorType, &[i64])],
     build: impl Fn(&Module, &[Symbol], &[Symbol]) -> Result<Vec<Symbol>>,
 ) {
-    check_by_differences(name, operands, ids, &build);
-    agree(&Case {
+    let case = Case {
         name,
         operands,
         ids,
         build: &build,
-    });
+    };
+    check_by_differences(&case);
+    agree(&case);
 }
 
-/// Checks the gradients of `sum(weights * op(operands))`, every float operand being a parameter.
-fn check_by_differences(
-    name: &str,
-    operands: &[TensorType],
-    ids: &[(&str, TensorType, &[i64])],
-    build: impl Fn(&Module, &[Symbol], &[Symbol]) -> Result<Vec<Symbol>>,
-) {
-    let graph = fx::trace(DType::F64, |module| {
-        let params: Vec<_> = operands
-            .iter()
-            .enumerate()
-            .map(|(i, ty)| {
-                module.param(
-                    &format!("operand{i}"),
-                    &ty.shape,
-                    Init::Normal(1.0),
-                    ParamRole::Weight,
-                )
-            })
-            .collect::<Result<_>>()?;
-        let ids: Vec<_> = ids
-            .iter()
-            .map(|(name, ty, _)| module.input(name, ty.clone()))
-            .collect();
-        let mut total = None;
-        for (i, y) in build(module, &params, &ids)?.into_iter().enumerate() {
-            // A weight for each element, so that no gradient is hidden by symmetry.
-            let loss = if y.ty() == &TensorType::scalar(DType::F64) {
-                y
-            } else {
-                let weights = module.input(&format!("weights{i}"), y.ty().clone());
-                let weighted = module.mul(&y, &weights)?;
-                module.apply(Op::SumAll, &[&weighted])?.swap_remove(0)
-            };
-            total = Some(match total {
-                None => loss,
-                Some(sum) => module.add(&sum, &loss)?,
-            });
-        }
-        module.output("loss", &total.expect("an operation has a result"));
-        Ok(())
-    })
-    .expect(name);
-
+/// Checks the gradients of `sum(weights * op(operands))` by the operands.
+fn check_by_differences(case: &Case<'_>) {
     let backend = backend(1);
+    let graph = case.graph(DType::F64);
     let runner = interpreter(&backend, &graph);
-    let mut store = params(&backend, &runner.program().graph);
-    let mut batch = Batch::new();
-    for port in graph.inputs() {
-        let ty = graph.ty(port.value);
-        let data = ids
-            .iter()
-            .find(|(name, _, _)| *name == port.name)
-            .map_or_else(
-                || noise(17 + u64::from(port.value.0), ty.numel()),
-                |(_, _, data)| data.iter().map(|&x| x as f64).collect(),
-            );
-        batch.insert(port.name.clone(), value(&backend, ty, &data));
-    }
-    let loss = |store: &merak_trace::ParamStore| {
-        let out = runner
-            .forward(&store.views, &batch, Vec::new(), context())
-            .expect(name);
-        numbers(&backend, &out.outputs[0])[0]
+    let params = runner.program().graph.params();
+    let mut store = param_store(&backend, &runner.program().graph);
+    let batch = case.batch(&graph, &backend);
+    let forward = |store: &ParamStore| {
+        let out = runner.forward(&store.views, &batch, Vec::new(), context());
+        out.expect(case.name)
     };
     let mut grads = grad_store(&backend, runner.program());
-    let mut out = runner
-        .forward(&store.views, &batch, Vec::new(), context())
-        .expect("runs as above");
+    let mut frame = forward(&store).frame;
     runner
-        .backward(&mut out.frame, &store.views, Vec::new(), 1.0, &mut grads)
-        .expect(name);
+        .backward(&mut frame, &store.views, Vec::new(), 1.0, &mut grads)
+        .expect(case.name);
 
     let base = floats(DType::F64, &*store.flat);
     let mut offset = 0;
-    for (index, param) in runner.program().graph.params().iter().enumerate() {
+    for (index, param) in params.iter().enumerate() {
+        let elements = param.local.numel();
         // Uses of one parameter accumulate apart.
-        let mut analytic = vec![0.0; param.local.numel()];
+        let mut analytic = vec![0.0; elements];
         for (grad, buffer) in runner.program().grads.iter().zip(&grads.buffers) {
             if grad.param.index() == index {
-                analytic
-                    .iter_mut()
-                    .zip(floats(DType::F64, &**buffer))
-                    .for_each(|(sum, x)| *sum += x);
+                let values = floats(DType::F64, &**buffer);
+                let pairs = analytic.iter_mut().zip(values);
+                pairs.for_each(|(sum, x)| *sum += x);
             }
         }
         let scale = analytic.iter().fold(1e-3_f64, |max, x| max.max(x.abs()));
-        for i in 0..param.local.numel() {
-            let mut shifted = base.clone();
-            shifted[offset + i] = base[offset + i] + STEP;
-            write(&mut *store.flat, &shifted);
-            let above = loss(&store);
-            shifted[offset + i] = base[offset + i] - STEP;
-            write(&mut *store.flat, &shifted);
-            let below = loss(&store);
+        let is_operand = param.name.starts_with("operand");
+        for (i, analytic) in analytic.iter().enumerate().filter(|_| is_operand) {
+            let [above, below] = [STEP, -STEP].map(|step| {
+                let mut shifted = base.clone();
+                shifted[offset + i] += step;
+                write(&mut *store.flat, &shifted);
+                numbers(&backend, &forward(&store).outputs[0])[0]
+            });
             let numeric = (above - below) / (2.0 * STEP);
             assert!(
-                (numeric - analytic[i]).abs() <= 2e-6 * scale.max(numeric.abs()),
-                "{name}: {} element {i}: {} by the graph, {numeric} by differences",
-                param.name,
-                analytic[i]
+                (numeric - analytic).abs() <= 2e-6 * scale.max(numeric.abs()),
+                "{}: {} element {i}: {analytic} by the graph, {numeric} by differences",
+                case.name,
+                param.name
             );
         }
-        write(&mut *store.flat, &base);
-        offset += param.local.numel();
+        offset += elements;
     }
 }
 

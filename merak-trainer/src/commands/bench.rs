@@ -9,7 +9,8 @@ use super::{Outcome, output};
 use clap::{Args as ClapArgs, Subcommand};
 use merak_trace::models;
 use merak_trainer::{
-    CheckedArguments, Config, Error, Given, MerakTrainer, Plan, Result, TrainerParts, Workload,
+    CheckedArguments, Config, Error, Given, MerakTrainer, Plan, PlanInputs, Result, TrainerParts,
+    Workload,
     data::{Dataset, LABELS, Sample, SampleTensor},
     metrics::peak_resident_bytes,
     run_world,
@@ -129,7 +130,7 @@ impl Gpt {
         model: Box<dyn models::Model>,
         args: &CheckedArguments,
     ) -> Result<serde_json::Value, super::Failure> {
-        let plan = Arc::new(Plan::new(model.into(), args)?);
+        let plan = Arc::new(Plan::new(&PlanInputs::read(model.into(), args)?, args)?);
         plan.check_memory(args, &[Workload::Training])?;
         let samples = self
             .steps
@@ -142,7 +143,7 @@ impl Gpt {
             vocab: self.vocab,
         });
         let results = run_world(args, |member| {
-            let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
+            let mpu = merak_mpu::Mpu::new(member, plan.draft.degrees)?;
             let parts = TrainerParts {
                 train_data: Some(Arc::clone(&data)),
                 ..TrainerParts::default()

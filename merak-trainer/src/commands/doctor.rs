@@ -6,7 +6,7 @@ use merak_ckpt::words::Bytes;
 use merak_pipe::ScheduleKind;
 use merak_trace::models;
 use merak_trainer::{
-    Config, MerakTrainer, Plan, Result, TrainerParts, available_bytes, chain,
+    Config, MerakTrainer, Plan, PlanInputs, Result, TrainerParts, available_bytes, chain,
     data::{Dataset, TokenDataset},
     keys, run_world,
 };
@@ -142,11 +142,15 @@ fn trial() -> Result<()> {
         &json!({ "model_type": "gpt2", "vocab_size": 8, "n_positions": 4,
         "n_embd": 4, "n_layer": 2, "n_head": 2 }),
     )?;
-    let plan = Arc::new(Plan::new(model.into(), &args)?);
+    let plan = Arc::new(Plan::new(&PlanInputs::read(model.into(), &args)?, &args)?);
     let tokens: Arc<[u32]> = (0..64).map(|token| token % 8).collect();
-    let data: Arc<dyn Dataset> = Arc::new(TokenDataset::new(tokens, plan.seq_length, "training")?);
+    let data: Arc<dyn Dataset> = Arc::new(TokenDataset::new(
+        tokens,
+        plan.draft.seq_length,
+        "training",
+    )?);
     run_world(&args, |member| {
-        let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
+        let mpu = merak_mpu::Mpu::new(member, plan.draft.degrees)?;
         let parts = TrainerParts {
             train_data: Some(Arc::clone(&data)),
             ..TrainerParts::default()

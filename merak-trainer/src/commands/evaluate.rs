@@ -38,7 +38,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     world.agree(prepared.check_memory())?;
     let metrics = world
         .run(&prepared.args, |member| {
-            let mpu = merak_mpu::Mpu::new(member, prepared.plan.degrees)?;
+            let mpu = merak_mpu::Mpu::new(member, prepared.plan.draft.degrees)?;
             let plan = Arc::clone(&prepared.plan);
             let mut parts = prepared.parts();
             if mpu.is_rank_0() {

@@ -236,20 +236,11 @@ fn make(folder: &Path, models: &[Map<String, Value>], random: &mut Random) -> Ca
         "output_dir": "run", "seq_length": 8, "max_steps": 2, "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 4, "model": {"config": "model.json"}, "data": {"path": "text"},
     });
-    let known: Vec<_> = keys().map(|key| key.name).collect();
-    let mut environment = Vec::new();
-    let mut line = Vec::new();
+    let (mut environment, mut line) = (Vec::new(), Vec::new());
     for _ in 0..random.below(7) {
-        let name = *random.of(&known);
-        // Keys that would read or write outside the folder of the test.
-        if matches!(
-            name,
-            "cost_model" | "resume_from_checkpoint" | "lora_config"
-        ) {
+        let Some((name, value)) = setting(random) else {
             continue;
-        }
-        let key = keys().find(|key| key.name == name).unwrap();
-        let value = like(&(key.default)(), random);
+        };
         let text = value
             .as_str()
             .map_or_else(|| value.to_string(), str::to_owned);
@@ -294,6 +285,18 @@ fn make(folder: &Path, models: &[Map<String, Value>], random: &mut Random) -> Ca
         environment,
         line,
     }
+}
+
+/// A key and a value for it; `None` for keys that would read or write outside the folder of the
+/// test.
+fn setting(random: &mut Random) -> Option<(&'static str, Value)> {
+    let known: Vec<_> = keys().collect();
+    let key = *random.of(&known);
+    let is_outside = matches!(
+        key.name,
+        "cost_model" | "resume_from_checkpoint" | "lora_config"
+    );
+    (!is_outside).then(|| (key.name, like(&(key.default)(), random)))
 }
 
 /// Does the work of `merak train --dry-run` and returns its text.

@@ -10,8 +10,8 @@ use merak_ckpt::words::{Bytes, plain};
 use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
     CheckedArguments, Config, CostCache, CostModel, DataFormat, Error, FasterSchedule, FirstSteps,
-    MerakTrainer, Plan, Prediction, Result, RunFolder, SeqLength, TrainSchedule, TrainerParts,
-    Workload, World,
+    MerakTrainer, Plan, PlanInputs, Prediction, Result, RunFolder, SeqLength, TrainSchedule,
+    TrainerParts, Workload, World,
     data::{Corpus, DataFingerprint, Dataset, Datasets, ModelInputs, Source, Tokenizer},
     keys, threads_per_rank,
 };
@@ -21,6 +21,8 @@ use std::{fmt::Write as _, sync::Arc};
 pub(crate) struct Prepared {
     pub(crate) args: CheckedArguments,
     pub(crate) model: Loaded,
+    /// What the plan is made from.
+    inputs: PlanInputs,
     pub(crate) plan: Arc<Plan>,
     /// The tokenizer, where there is text.
     pub(crate) tokenizer: Option<Tokenizer>,
@@ -68,12 +70,12 @@ impl Prepared {
     /// Measures the costs of the work in the process of the first rank, and plans again where the
     /// plan depends on them. Does nothing for a run that does not fit into that machine's memory.
     fn measure(&mut self, keeps: bool, world: &World) -> Result<()> {
-        let (model, args) = (&self.model.model, &self.args);
+        let args = &self.args;
         let file = args.cost_cache.clone().or_else(environment::cost_cache);
         let cache = file.map(|file| CostCache { file, keeps });
         let costs = world.share(|| {
             let fits = self.check_memory().is_ok();
-            let costs = fits.then(|| CostModel::of(model, args, cache.as_ref()));
+            let costs = fits.then(|| CostModel::of(&self.inputs, args, cache.as_ref()));
             // A list of one, or of none: counted costs are nothing as JSON.
             let costs: Vec<_> = costs.transpose()?.into_iter().collect();
             Ok(serde_json::to_vec(&costs).expect("costs are plain numbers"))
@@ -85,7 +87,7 @@ impl Prepared {
         };
         self.costs = costs;
         if args.searches() {
-            self.plan = Arc::new(Plan::with_costs(Arc::clone(model), args, &self.costs)?);
+            self.plan = Arc::new(Plan::with_costs(&self.inputs, args, &self.costs)?);
         }
         self.prediction = self.plan.predict(args, &self.costs)?;
         self.faster = self.plan.faster_schedule(args, &self.costs)?;
@@ -153,7 +155,8 @@ impl Prepared {
         let samples = datasets.train.as_ref().map(|data| data.len());
         let print = |samples| DataFingerprint::of(&args.data, &crates, tokenizer.as_ref(), samples);
         let fingerprint = samples.map(print).transpose()?;
-        let plan = Plan::new(Arc::clone(&model.model), &args)?;
+        let inputs = PlanInputs::read(Arc::clone(&model.model), &args)?;
+        let plan = Plan::new(&inputs, &args)?;
         let plan = Arc::new(if trains { plan } else { plan.frozen() });
         // The configuration in use, overrides included, so that a checkpoint alone makes the model
         // again.
@@ -166,8 +169,9 @@ impl Prepared {
         model_files.extend(companions(&args)?);
         Ok(Self {
             args,
-            corpus: corpus.filter(|_| plan.model.objective() == Objective::CausalLm),
+            corpus: corpus.filter(|_| plan.draft.model.objective() == Objective::CausalLm),
             model,
+            inputs,
             plan,
             tokenizer,
             prediction: None,
@@ -196,7 +200,7 @@ impl Prepared {
     /// Whether the loss is one per token of text.
     pub(crate) fn is_language_model(&self) -> bool {
         use Objective as O;
-        let objective = self.plan.model.objective();
+        let objective = self.plan.draft.model.objective();
         matches!(objective, O::CausalLm | O::MaskedLm | O::SequenceToSequence)
     }
 
@@ -267,10 +271,10 @@ impl Prepared {
     /// What a sample is, for people.
     fn sample_size(&self) -> String {
         let plan = &self.plan;
-        match (plan.model.objective(), plan.target_length) {
+        match (plan.draft.model.objective(), plan.draft.target_length) {
             (Objective::ImageClassification, _) => "an image".to_owned(),
-            (_, Some(target)) => format!("{} tokens and {target} to write", plan.seq_length),
-            _ => format!("{} tokens", plan.seq_length),
+            (_, Some(target)) => format!("{} tokens and {target} to write", plan.draft.seq_length),
+            _ => format!("{} tokens", plan.draft.seq_length),
         }
     }
 
@@ -288,7 +292,7 @@ impl Prepared {
         let _ = writeln!(
             text,
             "model     {}: {all} parameters{trained}, {} layers",
-            plan.info.family, plan.info.num_layers
+            plan.draft.info.family, plan.draft.info.num_layers
         );
         let (train, validation, what) = self.amounts();
         let _ = writeln!(
@@ -369,7 +373,7 @@ impl Prepared {
     /// Warns of settings that do nothing, or not what they seem to.
     fn warn_in(&self, text: &mut String) -> Result<()> {
         let (args, plan) = (&self.args, &self.plan);
-        for unmatched in &plan.tensor.unmatched {
+        for unmatched in &plan.draft.tensor.unmatched {
             let _ = writeln!(
                 text,
                 "warning: the tensor-parallel pattern \"{unmatched}\" matches nothing"

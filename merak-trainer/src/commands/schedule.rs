@@ -143,29 +143,53 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let named_costs = named_costs.transpose()?.unwrap_or_default();
     let costs = order.costs(&named_costs.text, size);
     let costs = costs.map_err(|error| named_costs.failure(error))?;
-    let bytes = args.bytes.as_deref().map(|text| {
-        let entries = Entries::read("--bytes", text)?;
-        let bytes = ActivationBytes::parse(&in_bytes(&entries.text), size.stages());
-        bytes.map_err(|error| entries.failure(error))
-    });
-    let bytes = bytes.transpose()?;
-    let limits = args.memory.as_deref();
-    let limits = limits.map(|text| MemoryLimits::parse(text, size.ranks, bytes.is_some()));
     let memory = PageOptions {
         is_recompute_named: names_recompute(&named_costs.text),
-        ..page_memory(bytes, limits.transpose()?)
+        ..args.memory_of(size)?
     };
-    let bytes = &memory.bytes;
-    let shows_bytes = matches!(args.format, Format::Grid | Format::Json | Format::Html);
-    if bytes.is_some() && memory.peak_bytes.is_empty() && !shows_bytes {
-        return Err("--bytes adds peaks of memory, which --format grid, json and html show".into());
-    }
     let schedule = order.schedule(size, &costs, &memory)?;
     args.format.check(&schedule)?;
-    let simulate = || simulate_on(&schedule, &costs, args.cores.unwrap_or(f64::INFINITY));
-    let text = match args.format {
+    let text = shown(args, &schedule, &costs, &memory)?;
+    match &args.output {
+        None => output::print_as_is(&text)?,
+        Some(path) => fs::write(path, text).map_err(|source| not_written(path, source))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Args {
+    /// The bytes of microbatches and the limits of memory that the options give.
+    fn memory_of(&self, size: Size) -> Result<PageOptions, Failure> {
+        let bytes = self.bytes.as_deref().map(|text| {
+            let entries = Entries::read("--bytes", text)?;
+            let bytes = ActivationBytes::parse(&in_bytes(&entries.text), size.stages());
+            bytes.map_err(|error| entries.failure(error))
+        });
+        let bytes = bytes.transpose()?;
+        let limits = self.memory.as_deref();
+        let limits = limits.map(|text| MemoryLimits::parse(text, size.ranks, bytes.is_some()));
+        let memory = page_memory(bytes, limits.transpose()?);
+        let shows_bytes = matches!(self.format, Format::Grid | Format::Json | Format::Html);
+        if memory.bytes.is_some() && memory.peak_bytes.is_empty() && !shows_bytes {
+            return Err(
+                "--bytes adds peaks of memory, which --format grid, json and html show".into(),
+            );
+        }
+        Ok(memory)
+    }
+}
+
+/// The schedule in the format that was asked for.
+fn shown(
+    args: &Args,
+    schedule: &Schedule,
+    costs: &Costs,
+    memory: &PageOptions,
+) -> Result<String, Failure> {
+    let simulate = || simulate_on(schedule, costs, args.cores.unwrap_or(f64::INFINITY));
+    Ok(match args.format {
         Format::Csv => {
-            if let Some(lost) = lost_in_csv(&schedule, &costs) {
+            if let Some(lost) = lost_in_csv(schedule, costs) {
                 tracing::warn!(
                     "CSV holds no cost of recomputation: the times of {} need --check FILE --costs {lost}",
                     schedule.name
@@ -173,52 +197,51 @@ pub(crate) fn run(args: &Args) -> Outcome {
             }
             schedule.to_csv()
         }
-        Format::Json => match bytes {
-            None => format!("{:#}", json(&schedule, &costs)?),
-            Some(bytes) => format!("{:#}", json_with_bytes(&schedule, &costs, bytes)?),
+        Format::Json => match &memory.bytes {
+            None => format!("{:#}", json(schedule, costs)?),
+            Some(bytes) => format!("{:#}", json_with_bytes(schedule, costs, bytes)?),
         },
-        Format::Html => html(&schedule, &costs, &memory)?,
+        Format::Html => html(schedule, costs, memory)?,
         Format::Svg => {
             let simulation = simulate()?;
-            let name = format!("{} under {costs}", schedule.name);
-            svg(
-                &Schedule {
-                    name,
-                    ..schedule.clone()
-                },
-                &simulation,
-            )
+            let named = Schedule {
+                name: format!("{} under {costs}", schedule.name),
+                ..schedule.clone()
+            };
+            svg(&named, &simulation)
         }
         Format::Trace => trace(&simulate()?.timeline),
         Format::Grid => {
             let simulation = simulate()?;
-            let columns = output::columns().filter(|_| args.output.is_none());
-            let colour = args.output.is_none()
-                && io::stdout().is_terminal()
-                && std::env::var_os("NO_COLOR").is_none();
-            let style = GridStyle {
-                colour,
-                columns,
-                ..GridStyle::default()
-            };
-            let drawn = match num_actions(&schedule) {
-                0..=MOST_DRAWN => grid(&simulation.timeline, style),
-                more => format!(
-                    "(a grid shows at most {MOST_DRAWN} actions, this schedule has {more})\n"
-                ),
-            };
-            let mut told = format!("{}\ncosts {costs}\n", figures(&schedule, &simulation));
-            if let Some(bytes) = bytes {
-                told.push_str(&byte_figures(&schedule, bytes)?);
+            let is_file = args.output.is_some();
+            let columns = output::columns().filter(|_| !is_file);
+            let drawn = drawn(schedule, &simulation, columns, is_file);
+            let mut told = format!("{}\ncosts {costs}\n", figures(schedule, &simulation));
+            if let Some(bytes) = &memory.bytes {
+                told.push_str(&byte_figures(schedule, bytes)?);
             }
             format!("{drawn}\n{}", folded(&told, columns))
         }
+    })
+}
+
+/// The picture of a step in characters.
+fn drawn(
+    schedule: &Schedule,
+    simulation: &Simulation,
+    columns: Option<usize>,
+    is_file: bool,
+) -> String {
+    let colour = !is_file && io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let style = GridStyle {
+        colour,
+        columns,
+        ..GridStyle::default()
     };
-    match &args.output {
-        None => output::print_as_is(&text)?,
-        Some(path) => fs::write(path, text).map_err(|source| not_written(path, source))?,
+    match num_actions(schedule) {
+        0..=MOST_DRAWN => grid(&simulation.timeline, style),
+        more => format!("(a grid shows at most {MOST_DRAWN} actions, this schedule has {more})\n"),
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 /// The failure of a file that cannot be written. Where the path is at fault, it names the option.

@@ -3,8 +3,8 @@
 use super::{model::Loaded, output};
 use merak_ckpt::{Checkpoint, Completion, GenerateOptions, NewToken};
 use merak_trainer::{
-    ADAPTER_CONFIG, CheckedArguments, Error, MerakTrainer, Plan, Result, TrainerParts, Workload,
-    World,
+    ADAPTER_CONFIG, CheckedArguments, Error, MerakTrainer, Plan, PlanInputs, Result, TrainerParts,
+    Workload, World,
     data::{StopStrings, Tokenizer},
 };
 use std::{collections::BTreeMap, ops::ControlFlow, path::PathBuf, sync::Arc};
@@ -48,7 +48,8 @@ impl Session {
             });
         }
         let options = loaded.generate_options(&args, tokenizer.as_ref());
-        let plan = Arc::new(Plan::new(loaded.model, &args)?.frozen());
+        let inputs = PlanInputs::read(loaded.model, &args)?;
+        let plan = Arc::new(Plan::new(&inputs, &args)?.frozen());
         plan.check_memory(&args, &[Workload::Generation { positions }])?;
         plan.expect_causal("text generation")?;
         Ok(Self {
@@ -66,7 +67,7 @@ impl Session {
         body: impl Fn(&mut MerakTrainer) -> Result<T> + Sync,
     ) -> Result<T> {
         world.run(&self.args, |member| {
-            let mpu = merak_mpu::Mpu::new(member, self.plan.degrees)?;
+            let mpu = merak_mpu::Mpu::new(member, self.plan.draft.degrees)?;
             let plan = Arc::clone(&self.plan);
             let mut trainer = MerakTrainer::new(plan, mpu, &self.args, TrainerParts::default())?;
             body(&mut trainer)

@@ -9,7 +9,7 @@ use super::{
 use clap::{Args as ClapArgs, ValueEnum};
 use merak_ckpt::words::brief;
 use merak_trace::{StageCuts, StageProgram, render};
-use merak_trainer::{Config, Given, Origin, Plan};
+use merak_trainer::{Config, Given, Origin, Plan, PlanInputs};
 use std::{path::PathBuf, process::ExitCode};
 
 /// Prints the graph of a model, as one rank runs it.
@@ -62,7 +62,8 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         )
         .into());
     }
-    let plan = Loaded::of(&checked).and_then(|loaded| Plan::new(loaded.model, &checked));
+    let plan = Loaded::of(&checked)
+        .and_then(|loaded| Plan::new(&PlanInputs::read(loaded.model, &checked)?, &checked));
     let plan = plan.map_err(|error| config.locate(error))?;
     let program: StageProgram;
     let graph = match args.stage {

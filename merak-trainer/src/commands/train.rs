@@ -168,6 +168,28 @@ impl std::ops::Deref for Run<'_> {
     }
 }
 
+/// Adds what was trained.
+fn tell_steps(output: &TrainOutput, text: &mut String) {
+    let seconds = output.train_runtime.as_secs_f64();
+    let speed = output.tokens as f64 / seconds.max(f64::MIN_POSITIVE);
+    let steps = match (output.steps, output.global_step) {
+        (steps, all) if steps == all => format!("{all} steps"),
+        (steps, all) => format!("{steps} steps up to step {all}"),
+    };
+    let _ = writeln!(
+        text,
+        "\ntrained   {steps} ({:.2} epochs) in {seconds:.1} s, {speed:.0} tokens/s, mean loss {:.4}",
+        output.epoch, output.training_loss
+    );
+    if output.skipped_steps > 0 {
+        let _ = writeln!(
+            text,
+            "skipped   {} steps with gradients that were not finite",
+            output.skipped_steps
+        );
+    }
+}
+
 /// What a rank returns.
 struct Finished {
     output: TrainOutput,
@@ -188,6 +210,36 @@ impl Run<'_> {
         world.agree(taken.map_err(|error| config.locate(error)))
     }
 
+    /// The observers of the first rank.
+    fn observers(&self, reporter: &Reporter, folder: &Arc<RunFolder>) -> Vec<Box<dyn Callback>> {
+        // The folder comes first, since records are written into it.
+        let mut observers: Vec<Box<dyn Callback>> =
+            vec![Box::new(Arc::clone(folder)), Box::new(reporter.clone())];
+        if let Some(first_steps) = self.first_steps() {
+            observers.push(Box::new(first_steps));
+        }
+        observers
+    }
+
+    /// Gives the folder to the run that is about to train, and starts its report.
+    fn begin(
+        &self,
+        trainer: &MerakTrainer,
+        reporter: &Reporter,
+        folder: &RunFolder,
+        screen: &Screen,
+    ) -> Result<()> {
+        let from = trainer.resumed_from();
+        folder.begin(from.map(|from| from.global_step as u64))?;
+        if let Some(path) = folder.replaced() {
+            let path = file(&path);
+            tracing::warn!(%path, "the run that is replaced lies there until the first checkpoint");
+        }
+        let (total, done) = (trainer.total_steps(), trainer.global_step());
+        let progress = Progress::on(screen, total, done);
+        reporter.start(trainer, &self.args, &self.args.run_folder()?, progress)
+    }
+
     /// The whole run of one rank.
     fn on_rank(
         &self,
@@ -198,19 +250,14 @@ impl Run<'_> {
     ) -> Result<Ended> {
         let first = folder.filter(|_| member.rank().0 == 0);
         let reporter = first.map(|folder| (Reporter::default(), folder));
-        let mpu = merak_mpu::Mpu::new(member, self.plan.degrees)?;
-        let mut callbacks: Vec<Box<dyn Callback>> = Vec::new();
-        if let Some((reporter, folder)) = &reporter {
-            // The folder comes first, since records are written into it.
-            callbacks.push(Box::new(Arc::clone(folder)));
-            callbacks.push(Box::new(reporter.clone()));
-        }
-        if let Some(first_steps) = self.first_steps().filter(|_| reporter.is_some()) {
-            callbacks.push(Box::new(first_steps));
-        }
+        let mpu = merak_mpu::Mpu::new(member, self.plan.draft.degrees)?;
         let parts = TrainerParts {
             stop: Arc::clone(stop),
-            callbacks,
+            callbacks: reporter
+                .as_ref()
+                .map_or_else(Vec::new, |(reporter, folder)| {
+                    self.observers(reporter, folder)
+                }),
             ..self.parts()
         };
         let mut trainer = MerakTrainer::new(Arc::clone(&self.plan), mpu, &self.args, parts)?;
@@ -220,15 +267,7 @@ impl Run<'_> {
             return Ok(Ended::HadNothingLeft(checkpoint.clone()));
         }
         if let Some((reporter, folder)) = &reporter {
-            let from = trainer.resumed_from();
-            folder.begin(from.map(|from| from.global_step as u64))?;
-            if let Some(path) = folder.replaced() {
-                let path = file(&path);
-                tracing::warn!(%path, "the run that is replaced lies there until the first checkpoint");
-            }
-            let (total, done) = (trainer.total_steps(), trainer.global_step());
-            let progress = Progress::on(screen, total, done);
-            reporter.start(&trainer, &self.args, &self.args.run_folder()?, progress)?;
+            self.begin(&trainer, reporter, folder, screen)?;
         }
         let output = trainer.train()?;
         // After a signal there may be no time left.
@@ -325,7 +364,7 @@ impl Run<'_> {
 
     /// Adds how to use a saved model.
     fn advise_to_generate(&self, checkpoint: &Path, text: &mut String) {
-        if self.plan.model.objective() == Objective::CausalLm {
+        if self.plan.draft.model.objective() == Objective::CausalLm {
             let _ = writeln!(
                 text,
                 "continue  merak generate {} --prompt TEXT",
@@ -339,7 +378,7 @@ impl Run<'_> {
         let Some(corpus) = &self.corpus else {
             return Ok(None);
         };
-        let room = self.plan.info.max_seq;
+        let room = self.plan.draft.info.max_seq;
         let prompt_len = (room / 4).min(32).min(corpus.validation.len());
         if prompt_len == 0 || room < 2 {
             return Ok(None);
@@ -360,31 +399,32 @@ impl Run<'_> {
     /// commands as they are.
     fn summary(&self, finished: &Finished, output_dir: &Path) -> String {
         let mut text = String::new();
-        let output = &finished.output;
-        let seconds = output.train_runtime.as_secs_f64();
-        let speed = output.tokens as f64 / seconds.max(f64::MIN_POSITIVE);
-        let steps = match (output.steps, output.global_step) {
-            (steps, all) if steps == all => format!("{all} steps"),
-            (steps, all) => format!("{steps} steps up to step {all}"),
-        };
-        let _ = writeln!(
-            text,
-            "\ntrained   {steps} ({:.2} epochs) in {seconds:.1} s, {speed:.0} tokens/s, mean loss {:.4}",
-            output.epoch, output.training_loss
-        );
-        if output.skipped_steps > 0 {
-            let _ = writeln!(
-                text,
-                "skipped   {} steps with gradients that were not finite",
-                output.skipped_steps
-            );
+        tell_steps(&finished.output, &mut text);
+        self.tell_evaluation(finished, &mut text);
+        self.tell_memory(finished, &mut text);
+        self.compare_times(finished, &mut text);
+        text = output::fitted(&text);
+        self.tell_sample(finished, &mut text);
+        let metrics = file(&output_dir.join("metrics.jsonl"));
+        let _ = writeln!(text, "metrics   {metrics}");
+        if self.args.saves() {
+            let store = Store::in_output_dir(output_dir);
+            let last = store.path_of(finished.output.global_step as u64);
+            let _ = writeln!(text, "saved     {}", file(&last));
+            let best = finished.output.best;
+            let best = best.map(|best| store.path_of(best.step as u64));
+            self.advise_to_generate(&best.unwrap_or(last), &mut text);
+        } else {
+            text += &output::fitted(KEEPS_NOTHING);
         }
+        text
+    }
+
+    /// Adds the losses on held-out samples.
+    fn tell_evaluation(&self, finished: &Finished, text: &mut String) {
         if let Some(evaluation) = &finished.evaluation {
-            let _ = writeln!(
-                text,
-                "validated loss {:.4} over {} samples",
-                evaluation.eval_loss, evaluation.eval_samples
-            );
+            let (loss, samples) = (evaluation.eval_loss, evaluation.eval_samples);
+            let _ = writeln!(text, "validated loss {loss:.4} over {samples} samples");
             let bigram = self.corpus.as_ref().and_then(|corpus| {
                 let vocab = corpus.tokenizer.vocab_size();
                 bigram_loss(&corpus.train, &corpus.validation, vocab)
@@ -396,57 +436,47 @@ impl Run<'_> {
                 );
             }
         }
-        if let Some(best) = output.best {
+        if let Some(best) = finished.output.best {
             let _ = writeln!(
                 text,
                 "best      loss {:.4} at step {}, whose weights the model has now",
                 best.score, best.step
             );
         }
-        let measured = finished.peak_activation_bytes;
+    }
+
+    /// Adds the activations of the first rank beside their prediction.
+    fn tell_memory(&self, finished: &Finished, text: &mut String) {
+        let measured = Bytes::from(finished.peak_activation_bytes);
         let _ = write!(
             text,
-            "memory    {} of activations at most on rank 0",
-            Bytes::from(measured)
+            "memory    {measured} of activations at most on rank 0"
         );
         let predicted = self.predicted_activation_bytes().unwrap_or_default();
         let _ = match predicted.first() {
             Some(&predicted) => writeln!(text, ", predicted {}", Bytes::from(predicted)),
             None => writeln!(text),
         };
-        self.compare_times(finished, &mut text);
-        text = output::fitted(&text);
-        if let Some((sample, tokenizer)) = finished.sample.as_ref().zip(self.tokenizer.as_ref()) {
-            let Completion {
-                prompt_ids, ids, ..
-            } = sample;
-            let all = [&prompt_ids[..], ids].concat();
-            let _ = writeln!(
-                text,
-                "\nsample    the model continues >>>\n{}>>>{}<<<\n",
-                plain(&tokenizer.decode(prompt_ids).unwrap_or_default()),
-                plain(
-                    &tokenizer
-                        .decode_after(prompt_ids.len(), &all)
-                        .unwrap_or_default()
-                )
-            );
-        }
+    }
+
+    /// Adds the text that the model makes.
+    fn tell_sample(&self, finished: &Finished, text: &mut String) {
+        let Some((sample, tokenizer)) = finished.sample.as_ref().zip(self.tokenizer.as_ref())
+        else {
+            return;
+        };
+        let prompt = &sample.prompt_ids;
+        let all = [&prompt[..], &sample.ids].concat();
         let _ = writeln!(
             text,
-            "metrics   {}",
-            file(&output_dir.join("metrics.jsonl"))
+            "\nsample    the model continues >>>\n{}>>>{}<<<\n",
+            plain(&tokenizer.decode(prompt).unwrap_or_default()),
+            plain(
+                &tokenizer
+                    .decode_after(prompt.len(), &all)
+                    .unwrap_or_default()
+            )
         );
-        if self.args.saves() {
-            let store = Store::in_output_dir(output_dir);
-            let last = store.path_of(output.global_step as u64);
-            let _ = writeln!(text, "saved     {}", file(&last));
-            let best = output.best.map(|best| store.path_of(best.step as u64));
-            self.advise_to_generate(&best.unwrap_or(last), &mut text);
-        } else {
-            text += &output::fitted(KEEPS_NOTHING);
-        }
-        text
     }
 
     /// Adds the measured times of the steps beside the prediction.

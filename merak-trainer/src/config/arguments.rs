@@ -2,13 +2,14 @@
 
 use std::path::PathBuf;
 
+use merak_partition::{RecomputeOp, SplitMethod};
 use merak_pipe::ScheduleKind;
 use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
 
 use super::{
     choice::{
         BackendChoice, BestMetric, CostSource, DataFormat, Device, EngineChoice, PartitionMethod,
-        Recompute, RecomputeOp, ReportTo, SplitMethod, TraceMethod,
+        RecomputeMode, ReportTo, TraceMethod,
     },
     key::{Key, settings},
     schedule::TrainSchedule,
@@ -77,7 +78,7 @@ settings! {
         /// Shards per recomputed chunk; 0 is off.
         checkpoint_num_layers: usize = 1,
         /// What recomputation drops.
-        recompute: Recompute = Recompute::Full,
+        recompute: RecomputeMode = RecomputeMode::Full,
         /// Part of the first stage's shards that is recomputed, or a list with one value per stage;
         /// unset: all.
         activation_checkpoint_ratio: Option<Ratios> [at_least 0, at_most 1] = None,

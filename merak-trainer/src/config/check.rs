@@ -6,15 +6,14 @@ use std::{
 };
 
 use merak_ckpt::words::file;
+use merak_partition::SplitMethod;
 use merak_pipe::Size;
 use merak_zero::LrSchedule;
 
 use super::{
     arguments::{MerakArguments, keys},
     checked::CheckedArguments,
-    choice::{
-        BackendChoice, CostSource, DataFormat, Device, PartitionMethod, Recompute, SplitMethod,
-    },
+    choice::{BackendChoice, CostSource, DataFormat, Device, PartitionMethod, RecomputeMode},
     range::Number,
     schedule::TrainSchedule,
     special::Ratios,
@@ -306,45 +305,17 @@ fn check_schedule(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
 
 fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let mode = a.recompute;
-    let unset_unless = |needed: Recompute| format!("unset unless \"recompute\" is \"{needed}\"");
     if !a.activation_checkpointing {
-        let only = "\"activation_checkpointing\" is true";
-        let expected = format!("\"full\" unless {only}");
-        checker.require(mode == Recompute::Full, "recompute", mode, expected)?;
-        if let Some(Ratios(ratios)) = &a.activation_checkpoint_ratio {
-            let expected = format!("unset unless {only}");
-            let key = "activation_checkpoint_ratio";
-            checker.require(false, key, format_args!("{ratios:?}"), expected)?;
-        }
+        let expected = "\"full\" unless \"activation_checkpointing\" is true";
+        checker.require(mode == RecomputeMode::Full, "recompute", mode, expected)?;
     }
-    if let Some(Ratios(ratios)) = &a.activation_checkpoint_ratio {
-        let key = "activation_checkpoint_ratio";
-        let found = format!("{ratios:?}");
-        checker.require(
-            mode == Recompute::Full,
-            key,
-            &found,
-            unset_unless(Recompute::Full),
-        )?;
-        checker.require(
-            !ratios.is_empty(),
-            key,
-            &found,
-            "a list with a number in it",
-        )?;
-        let stages = num_stages(a);
-        let expected = format_args!(
-            "at most {stages} values, because {} is {stages}",
-            stages_key(a)
-        );
-        checker.require(ratios.len() <= stages, key, &found, expected)?;
-    }
+    check_recompute_ratios(a, checker)?;
     if let Some(ops) = &a.recompute_ops {
         let names: Vec<_> = ops.iter().map(|op| op.as_str()).collect();
         let found = format!("{names:?}");
-        let selective = mode == Recompute::Selective;
+        let needed = RecomputeMode::Selective;
         let key = "recompute_ops";
-        checker.require(selective, key, &found, unset_unless(Recompute::Selective))?;
+        checker.require(mode == needed, key, &found, unset_unless(needed))?;
         checker.require(
             !ops.is_empty(),
             key,
@@ -354,18 +325,47 @@ fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     }
     match a.activation_memory_budget {
         Some(budget) => checker.require(
-            mode == Recompute::Budget,
+            mode == RecomputeMode::Budget,
             "activation_memory_budget",
             budget,
-            unset_unless(Recompute::Budget),
+            unset_unless(RecomputeMode::Budget),
         ),
-        None if mode == Recompute::Budget => Err(Error::MissingKey {
+        None if mode == RecomputeMode::Budget => Err(Error::MissingKey {
             key: "activation_memory_budget",
             advice: "\"recompute\" budget needs the bytes that a rank's activations may take"
                 .into(),
         }),
         None => Ok(()),
     }
+}
+
+fn check_recompute_ratios(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let Some(Ratios(ratios)) = &a.activation_checkpoint_ratio else {
+        return Ok(());
+    };
+    let found = format!("{ratios:?}");
+    let require = |legal, expected: &dyn Display| {
+        checker.require(legal, "activation_checkpoint_ratio", &found, expected)
+    };
+    require(
+        a.activation_checkpointing,
+        &"unset unless \"activation_checkpointing\" is true",
+    )?;
+    let needed = RecomputeMode::Full;
+    require(a.recompute == needed, &unset_unless(needed))?;
+    require(!ratios.is_empty(), &"a list with a number in it")?;
+    let stages = num_stages(a);
+    require(
+        ratios.len() <= stages,
+        &format_args!(
+            "at most {stages} values, because {} is {stages}",
+            stages_key(a)
+        ),
+    )
+}
+
+fn unset_unless(needed: RecomputeMode) -> String {
+    format!("unset unless \"recompute\" is \"{needed}\"")
 }
 
 fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {

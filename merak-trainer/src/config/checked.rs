@@ -8,7 +8,7 @@ use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
 use super::{
     arguments::MerakArguments,
-    choice::{PartitionMethod, Recompute},
+    choice::{PartitionMethod, RecomputeMode},
     schedule::TrainSchedule,
 };
 use crate::error::{Error, Result};
@@ -95,7 +95,7 @@ impl CheckedArguments {
         let is_part = |ratio: &f64| *ratio > 0.0;
         let ratios = self.activation_checkpoint_ratio.as_ref();
         let by_ratio = ratios.is_some_and(|ratios| ratios.0.iter().any(is_part));
-        self.activation_checkpointing && (by_ratio || self.recompute == Recompute::Selective)
+        self.activation_checkpointing && (by_ratio || self.recompute == RecomputeMode::Selective)
     }
 
     /// Whether planning uses the costs of the work.
@@ -139,7 +139,7 @@ impl CheckedArguments {
     /// How gradients are reduced and weights updated, with `threads` compute threads on each rank.
     pub fn zero_config(&self, threads: usize) -> ZeroConfig {
         ZeroConfig {
-            zero_stage: self.zero_stage,
+            stage: self.zero_stage,
             optimizer: OptimizerConfig {
                 optim: self.optim,
                 weight_decay: self.weight_decay,
@@ -150,8 +150,8 @@ impl CheckedArguments {
                 nesterov: self.nesterov,
             },
             max_grad_norm: self.max_grad_norm,
-            zero_reduce_bucket_size: self.zero_reduce_bucket_size,
-            zero_allgather_bucket_size: self.zero_allgather_bucket_size,
+            reduce_bucket_size: self.zero_reduce_bucket_size,
+            gather_bucket_size: self.zero_allgather_bucket_size,
             prescale_gradients: self.prescale_gradients,
             gradient_predivide_factor: self.gradient_predivide_factor,
             threads,

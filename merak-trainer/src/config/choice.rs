@@ -98,19 +98,6 @@ choices! {
 }
 
 choices! {
-    /// Which rule cuts the graph into shards.
-    SplitMethod {
-        /// Cut where one value crosses, as far on as a parameter budget allows.
-        FarthestMinDeps = "farthest_min_deps",
-        /// Cut wherever the number of crossing values is lowest in its neighbourhood.
-        NearestMinDeps = "nearest_min_deps",
-        /// Cut at named modules.
-        LayerSplit = "layer_split",
-    }
-    later []
-}
-
-choices! {
     /// How the model becomes a graph.
     TraceMethod {
         /// The model's forward runs once on symbolic tensors.
@@ -121,28 +108,13 @@ choices! {
 
 choices! {
     /// What recomputation drops and runs again in the backward.
-    Recompute {
+    RecomputeMode {
         /// Everything inside chunks of `checkpoint_num_layers` shards.
         Full = "full",
         /// The results of the operations in `recompute_ops`.
         Selective = "selective",
         /// As few chunks on each rank as keep `activation_memory_budget`.
         Budget = "budget",
-    }
-    later []
-}
-
-choices! {
-    /// What selective recomputation may drop.
-    RecomputeOp {
-        /// The core of attention: scores, softmax and their product with the values.
-        Attention = "attention",
-        /// Activation functions, gated ones included.
-        Activation = "activation",
-        /// Layer and RMS norms.
-        Norm = "norm",
-        /// Dropout.
-        Dropout = "dropout",
     }
     later []
 }

@@ -1,5 +1,6 @@
 //! Keys whose type belongs to the crate that acts on it.
 
+use merak_partition::{RecomputeOp, SplitMethod};
 use merak_zero::{LrSchedulerKwargs, LrSchedulerType, OptimizerKind, ZeroStage};
 use serde_json::{Map, Value};
 
@@ -37,6 +38,18 @@ macro_rules! named_setting {
 named_setting!(
     TrainSchedule: TrainSchedule::all().map(Self::as_str).collect::<Vec<_>>(),
     TrainSchedule::from_name,
+    later &[]
+);
+
+named_setting!(
+    SplitMethod: SplitMethod::ALL.map(Self::as_str),
+    |text: &str| SplitMethod::ALL.into_iter().find(|method| method.as_str() == text),
+    later &[]
+);
+
+named_setting!(
+    RecomputeOp: RecomputeOp::ALL.map(Self::as_str),
+    |text: &str| RecomputeOp::ALL.into_iter().find(|op| op.as_str() == text),
     later &[]
 );
 

@@ -9,7 +9,7 @@ use crate::{
     CheckedArguments, Error, Result,
     data::integer_limit,
     network::Network,
-    plan::{Draft, param_bytes},
+    plan::param_bytes,
     stage::{Executor, Stage, StageParams, grad_store, stages},
     threads_per_rank,
     world::{num_cores, ranks_at_once, run_ranks},
@@ -84,7 +84,7 @@ pub(super) fn conditions(args: &CheckedArguments) -> String {
 /// # Errors
 /// When a node or an exchange fails.
 pub(super) fn profile(
-    draft: &Draft,
+    graph: &Graph,
     programs: &[StageProgram],
     args: &CheckedArguments,
 ) -> Result<Profile> {
@@ -100,7 +100,7 @@ pub(super) fn profile(
     let world = degrees.world_size();
     let measure = || {
         let ranks = run_ranks(world, args, |member| {
-            Rank::new(member, degrees, draft, &kinds, args, threads)?.measured()
+            Rank::new(member, degrees, graph, &kinds, args, threads)?.measured()
         })?;
         Ok::<_, Error>(mean(&ranks))
     };
@@ -195,7 +195,7 @@ impl<'a> Rank<'a> {
     fn new(
         member: Member,
         degrees: Degrees,
-        draft: &Draft,
+        graph: &Graph,
         kinds: &'a Kinds,
         args: &CheckedArguments,
         threads: usize,
@@ -229,7 +229,7 @@ impl<'a> Rank<'a> {
         });
         Ok(Self {
             grads: grad_store(&kinds.programs, optimizer.layout(), &*backend),
-            batch: batch(&draft.graph),
+            batch: batch(graph),
             context: RunContext {
                 training: true,
                 tensor_rank: mpu.tensor_parallel_rank(),

@@ -4,13 +4,12 @@ use super::{AGREEMENT, CostCache, Doubt, Measurement, cache, measure};
 use crate::{
     CheckedArguments, Result, available_bytes,
     network::Network,
-    plan::{Draft, param_bytes},
+    plan::{Draft, PlanInputs, SegmentedGraph, param_bytes},
 };
-use merak_trace::{Graph, Node, Op, StageProgram, TensorType, models::Model, op::Cost};
+use merak_trace::{Graph, Node, Op, StageProgram, TensorType, op::Cost};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
-    sync::Arc,
     time::{Duration, SystemTime},
 };
 
@@ -64,12 +63,12 @@ impl Profile {
     /// The profile of a model's work under the arguments: from the file that keeps it, or measured
     /// now, unless that needs more memory than there is.
     pub(super) fn of(
-        model: &Arc<dyn Model>,
+        inputs: &PlanInputs,
         args: &CheckedArguments,
         cache: Option<&CostCache>,
     ) -> Result<Option<Self>> {
-        let draft = Draft::new(Arc::clone(model), args)?;
-        let programs = draft.segments.programs(&draft.graph, &[])?;
+        let (_, SegmentedGraph { graph, segments }) = Draft::new(inputs, args)?;
+        let programs = segments.programs(&graph, &[])?;
         let mut known = cache
             .map(|cache| cache::read(&cache.file))
             .unwrap_or_default();
@@ -82,7 +81,7 @@ impl Profile {
         if measure::needed_bytes(&programs, args) > available_bytes() {
             return Ok(found);
         }
-        let mut profile = measure::profile(&draft, &programs, args)?;
+        let mut profile = measure::profile(&graph, &programs, args)?;
         profile.doubt = match found {
             Some(doubted)
                 if agree(

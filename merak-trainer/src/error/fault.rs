@@ -90,6 +90,10 @@ impl Error {
                 _ => vec!["lora_config"],
             },
             Self::AdapterFile { .. } | Self::NothingTrained => vec!["lora_config"],
+            Self::FewMicrobatches { .. } => {
+                vec!["gradient_accumulation_steps", "train_schedule"]
+            }
+            Self::NoSplitPoints(_) => vec!["split_method"],
             Self::Model(error) => of_model(error),
             Self::Optimizer(error) => of_optimizer(error),
             Self::Schedule(error) => of_schedule(error),
@@ -113,19 +117,34 @@ fn of_optimizer(error: &merak_zero::Error) -> Vec<&'static str> {
     use merak_zero::Error as E;
     match error {
         E::ForeignKwarg { .. } | E::LongDecay { .. } => vec!["lr_scheduler_kwargs"],
-        E::OutOfRange { key, .. } | E::NotAvailable { key, .. } | E::UnknownName { key, .. } => {
-            // A name that is not a key is a parameter of the learning-rate schedule.
-            let known = keys().find(|known| known.name == *key);
-            vec![known.map_or("lr_scheduler_kwargs", |known| known.name)]
-        }
+        E::OutOfRange { setting, .. }
+        | E::NotAvailable { setting, .. }
+        | E::UnknownName { setting, .. } => vec![of_setting(setting)],
         _ => Vec::new(),
     }
+}
+
+/// Settings of merak-zero, and the keys that give them where their names differ.
+const SETTINGS: [(&str, &str); 5] = [
+    ("stage", "zero_stage"),
+    ("optimizer", "optim"),
+    ("reduce_bucket_size", "zero_reduce_bucket_size"),
+    ("gather_bucket_size", "zero_allgather_bucket_size"),
+    ("lr", "learning_rate"),
+];
+
+/// The key that gives a setting of merak-zero. A setting without one is a parameter of the
+/// learning-rate schedule.
+fn of_setting(setting: &str) -> &'static str {
+    let renamed = SETTINGS.iter().find(|(name, _)| *name == setting);
+    let name = renamed.map_or(setting, |(_, key)| key);
+    let key = keys().find(|key| key.name == name);
+    key.map_or("lr_scheduler_kwargs", |key| key.name)
 }
 
 fn of_schedule(error: &merak_pipe::Error) -> Vec<&'static str> {
     use merak_pipe::Error as E;
     match error {
-        E::TooFewMicrobatches { .. } => vec!["gradient_accumulation_steps", "train_schedule"],
         E::Chunks { .. } => vec!["virtual_stages", "train_schedule"],
         E::Count { what, .. } if what.starts_with("microbatch") => {
             vec!["gradient_accumulation_steps"]
@@ -138,12 +157,10 @@ fn of_schedule(error: &merak_pipe::Error) -> Vec<&'static str> {
 fn of_partition(error: &merak_partition::Error) -> Vec<&'static str> {
     use merak_partition::Error as E;
     match error {
-        E::ShardCount { .. } => vec!["shard_count", "pp"],
+        E::TargetSegments { .. } => vec!["shard_count", "pp"],
         E::TooFewSegments { .. } | E::NoLegalCut { .. } => vec!["pp", "virtual_stages"],
-        E::UnknownSplitPoint { .. } | E::NoSplitPoint { .. } | E::UnknownFamily { .. } => {
-            vec!["custom_split_points", "split_method"]
-        }
-        E::CustomPartition { .. } => vec!["custom_partition"],
+        E::UnknownSplitPoint { .. } => vec!["custom_split_points", "split_method"],
+        E::Boundaries { .. } => vec!["custom_partition"],
         E::NotACommCost { .. } => vec!["autopipe.comm_cost"],
         E::Microbatches { .. } => vec!["autopipe.micro_batches", "gradient_accumulation_steps"],
         E::NoPartition { .. } => vec!["autopipe.memory_limit"],

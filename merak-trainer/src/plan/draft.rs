@@ -1,7 +1,7 @@
 //! The part of a plan that does not depend on costs: the graph of a rank, in segments.
 
 use crate::{
-    BackendChoice, CheckedArguments, Error, InputPath, Result, SplitMethod,
+    BackendChoice, CheckedArguments, Error, InputPath, Result,
     plan::{BASE_NAME, Lora},
 };
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
@@ -14,29 +14,73 @@ use merak_trace::{
 };
 use std::sync::Arc;
 
-/// A model that was traced, adapted, rewritten for the tensor axis and cut into segments.
-#[derive(Debug)]
-pub(crate) struct Draft {
-    pub(super) model: Arc<dyn Model>,
-    pub(super) info: ModelInfo,
-    pub(super) degrees: Degrees,
-    pub(super) seq_length: usize,
-    pub(super) target_length: Option<usize>,
-    pub(super) trace: TraceOptions,
+/// What a plan is made from besides the arguments. It is resolved beforehand, so that planning
+/// itself reads no file and no setting of the process.
+#[derive(Debug, Clone)]
+pub struct PlanInputs {
+    /// The model.
+    pub model: Arc<dyn Model>,
+    /// The adapter that is trained in place of the model, if any.
+    pub lora: Option<Lora>,
+    /// The layers that tensor parallelism splits; `None` takes the lists of the model's family.
+    pub lists: Option<LayerLists>,
+}
+
+impl PlanInputs {
+    /// Reads the file of `lora_config`, if it is set. Takes the lists of `tp_layer_lists`, else
+    /// those of [`set_tp_layer_lists`](merak_tp::set_tp_layer_lists).
+    ///
+    /// # Errors
+    /// When the file cannot be read, or describes no adapter.
+    pub fn read(model: Arc<dyn Model>, args: &CheckedArguments) -> Result<Self> {
+        Ok(Self {
+            model,
+            lora: lora(args)?,
+            lists: given_lists(args).or_else(merak_tp::tp_layer_lists),
+        })
+    }
+}
+
+/// A model that was traced, adapted and rewritten for the tensor axis.
+#[derive(Debug, Clone)]
+pub struct Draft {
+    /// The model.
+    pub model: Arc<dyn Model>,
+    /// Its sizes.
+    pub info: ModelInfo,
+    /// The degrees.
+    pub degrees: Degrees,
+    /// Length of the training sequences.
+    pub seq_length: usize,
+    /// Length of the decoder's sequences, where it differs.
+    pub target_length: Option<usize>,
+    /// How tensor parallelism split it.
+    pub tensor: merak_tp::Report,
+    /// The adapter that is trained in place of the model, if any.
+    pub lora: Option<Lora>,
     pub(super) lists: LayerLists,
-    pub(super) lora: Option<Lora>,
+    /// The element type in which frozen weights are kept, where nodes read another.
     pub(super) frozen: Option<DType>,
+    pub(super) trace: TraceOptions,
+}
+
+/// The graph of a rank of the tensor axis, in segments.
+#[derive(Debug)]
+pub(crate) struct SegmentedGraph {
     pub(crate) graph: Graph,
-    pub(super) tensor: merak_tp::Report,
     pub(crate) segments: Segments,
 }
 
 impl Draft {
-    /// Traces, rewrites and segments a model as the arguments say.
+    /// Traces, adapts, rewrites and segments a model as the arguments say.
     ///
     /// # Errors
     /// When the model cannot be split or cut that way.
-    pub(crate) fn new(model: Arc<dyn Model>, args: &CheckedArguments) -> Result<Self> {
+    pub(crate) fn new(
+        inputs: &PlanInputs,
+        args: &CheckedArguments,
+    ) -> Result<(Self, SegmentedGraph)> {
+        let model = Arc::clone(&inputs.model);
         let info = model.info();
         check(&info, args)?;
         let lengths = args.seq_length.unwrap_or_else(|| info.max_seq.into());
@@ -57,38 +101,35 @@ impl Draft {
             target_seq: lengths.target,
             ..TraceOptions::training(args.per_device_train_batch_size, lengths.input)
         };
-        let lists = layer_lists(args, info.family)?;
-        let adapted = with_adapter(model.trace(&trace)?, lora(args)?, info.family, frozen);
-        let (graph, lora) = adapted.map_err(|error| match (error, &args.lora_config) {
-            (Error::Adapter(reason), Some(InputPath(path))) if !is_of_name(&reason) => {
-                let path = path.clone();
-                Error::AdapterFile { path, reason }
-            }
-            (error, _) => error,
-        })?;
+        let lists = LayerLists::resolve(inputs.lists.as_ref(), info.family, args.tp)?;
+        let traced = model.trace(&trace)?;
+        let adapted = with_adapter(traced, inputs.lora.clone(), info.family, frozen);
+        let (graph, lora) = adapted.map_err(|error| of_file(error, args))?;
         let rewritten = rewrite(&graph, &lists, args.tp)?;
         let options = SegmentOptions {
-            method: split_method(args.split_method),
-            shard_count: args.shard_count,
-            custom_split_points: args.custom_split_points.clone().unwrap_or_default(),
+            method: args.split_method,
+            target_segments: args.shard_count,
+            split_points: args.custom_split_points.clone().unwrap_or_default(),
             num_layers: args.num_layers.or(Some(info.num_layers)),
             ..SegmentOptions::for_model(&info, args.num_stages())
         };
-        let segments = segment(&rewritten.graph, &options)?;
-        Ok(Self {
+        let segmented = SegmentedGraph {
+            segments: segment(&rewritten.graph, &options)?,
+            graph: rewritten.graph,
+        };
+        let draft = Self {
             model,
             info,
             degrees: args.degrees(),
             seq_length: lengths.input,
             target_length: lengths.target,
-            trace,
-            lists,
-            lora,
-            frozen,
-            graph: rewritten.graph,
             tensor: rewritten.report,
-            segments,
-        })
+            lora,
+            lists,
+            frozen,
+            trace,
+        };
+        Ok((draft, segmented))
     }
 }
 
@@ -112,9 +153,17 @@ fn check(info: &ModelInfo, args: &CheckedArguments) -> Result<()> {
     Ok(())
 }
 
-/// Whether the adapter's name is at fault, which is no part of its description.
-fn is_of_name(error: &AdaptError) -> bool {
-    matches!(error, AdaptError::Name { .. })
+/// Adds the file to an error of the adapter's description. The adapter's name is no part of it.
+fn of_file(error: Error, args: &CheckedArguments) -> Error {
+    match (error, &args.lora_config) {
+        (Error::Adapter(reason), Some(InputPath(path)))
+            if !matches!(*reason, AdaptError::Name { .. }) =>
+        {
+            let path = path.clone();
+            Error::AdapterFile { path, reason }
+        }
+        (error, _) => error,
+    }
 }
 
 /// The adapter that `lora_config` asks for.
@@ -172,23 +221,12 @@ pub(super) fn with_adapter(
     Ok((graph, Some(Lora { name, config })))
 }
 
-fn layer_lists(args: &CheckedArguments, family: &str) -> Result<LayerLists> {
+/// The lists of `tp_layer_lists`, if one of them is set.
+fn given_lists(args: &CheckedArguments) -> Option<LayerLists> {
     let given = &args.tp_layer_lists;
-    let set = (given.col_para_list.is_some() || given.row_para_list.is_some()).then(|| {
+    let is_set = given.col_para_list.is_some() || given.row_para_list.is_some();
+    is_set.then(|| {
         let list = |list: &Option<Vec<String>>| list.clone().unwrap_or_default();
         LayerLists::col_row(list(&given.col_para_list), list(&given.row_para_list))
-    });
-    Ok(LayerLists::resolve(
-        set.or_else(merak_tp::tp_layer_lists).as_ref(),
-        family,
-        args.tp,
-    )?)
-}
-
-fn split_method(method: SplitMethod) -> merak_partition::SplitMethod {
-    match method {
-        SplitMethod::FarthestMinDeps => merak_partition::SplitMethod::FarthestMinDeps,
-        SplitMethod::NearestMinDeps => merak_partition::SplitMethod::NearestMinDeps,
-        SplitMethod::LayerSplit => merak_partition::SplitMethod::LayerSplit,
-    }
+    })
 }

@@ -67,7 +67,7 @@ impl RankStages {
         let of = |name: &str| values.get(name).map(|floats| floats.values());
         let factor = |role| of(&FactorName { role, ..name }.to_string());
         let (a, b) = (factor(FactorRole::A)?, factor(FactorRole::B)?);
-        let scale = self.plan.lora.as_ref()?.config.scale_of(name.layer);
+        let scale = self.plan.draft.lora.as_ref()?.config.scale_of(name.layer);
         Some(merak_ckpt::squares_of_outputs(
             &of(&beside.param)?,
             [&a, &b],

@@ -147,7 +147,7 @@ impl<'a> StepModule<'a> {
             return Ok(BTreeMap::new());
         };
         let backend = &self.stages.backend;
-        let optional = self.stages.plan.model.optional_inputs();
+        let optional = self.stages.plan.draft.model.optional_inputs();
         let input = |port: &Port| {
             let wanted = program.graph.ty(port.value);
             let value = if let Some(tensor) = batch.tensors.get(&port.name) {

@@ -18,7 +18,7 @@ impl MerakTrainer {
     /// the shards' tables.
     pub(super) fn settle_base(&mut self) -> Result<Option<Base>> {
         let frozen = self.frozen_names();
-        if self.stages.plan.lora.is_none() || frozen.is_empty() {
+        if self.stages.plan.draft.lora.is_none() || frozen.is_empty() {
             return Ok(None);
         }
         if self.largest(i64::from(!self.base_values.is_empty()))? == 1 {
@@ -26,12 +26,12 @@ impl MerakTrainer {
         }
         let store = Store::in_output_dir(self.args.run_folder()?);
         if !self.has_base(&store)? {
-            self.shared_base = Some(match self.find_base(&store, &frozen)? {
+            self.saving.base = Some(match self.find_base(&store, &frozen)? {
                 Some(base) => base,
                 None => self.write_base(&store)?,
             });
         }
-        Ok(self.shared_base.clone())
+        Ok(self.saving.base.clone())
     }
 
     /// The names of the parameters that are not trained, on any rank.
@@ -43,7 +43,7 @@ impl MerakTrainer {
 
     /// Whether the base in use is known and still there: its folder may have been removed.
     fn has_base(&self, store: &Store) -> Result<bool> {
-        let Some(base) = &self.shared_base else {
+        let Some(base) = &self.saving.base else {
             return Ok(false);
         };
         let is_there = || {
@@ -72,7 +72,10 @@ impl MerakTrainer {
 
     fn write_base(&self, store: &Store) -> Result<Base> {
         let mpu = &self.stages.mpu;
-        let (number, step) = (self.last_base(store)? as u64 + 1, self.global_step as u64);
+        let (number, step) = (
+            self.last_base(store)? as u64 + 1,
+            self.progress.global_step as u64,
+        );
         let begun = mpu.is_rank_0().then(|| store.begin_base(number, step));
         let begun = begun.transpose()?;
         mpu.world_group().barrier()?;

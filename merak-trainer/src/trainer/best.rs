@@ -50,7 +50,7 @@ impl MerakTrainer {
     pub(super) fn judge(&self, metrics: &EvaluationMetrics) -> Option<BestModel> {
         let score = self.args.metric_for_best_model.of(metrics);
         let greater_is_better = self.args.greater_is_better.unwrap_or(false);
-        let step = self.global_step;
+        let step = self.progress.global_step;
         BestModel::is_surpassed(self.best, score, greater_is_better)
             .then_some(BestModel { step, score })
     }
@@ -106,11 +106,11 @@ impl MerakTrainer {
             }
             return Ok(None);
         };
-        if best.step != self.global_step {
+        if best.step != self.progress.global_step {
             let loaded = self.load_step(best);
             loaded.map_err(|source| Error::BestModel {
                 step: best.step,
-                last: self.global_step,
+                last: self.progress.global_step,
                 source: Box::new(source),
             })?;
         }
@@ -133,7 +133,7 @@ impl MerakTrainer {
             });
         let (checkpoint, weights) = self.on_all_ranks(read)?;
         self.set_weights(&weights)?;
-        if self.stages.mpu.is_rank_0() && self.stages.plan.lora.is_some() {
+        if self.stages.mpu.is_rank_0() && self.stages.plan.draft.lora.is_some() {
             replace_lora(&checkpoint, folder.join(ADAPTER))?;
         }
         Ok(())

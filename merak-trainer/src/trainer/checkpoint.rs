@@ -138,7 +138,7 @@ impl MerakTrainer {
     /// # Panics
     /// Never: the tables of slices are plain data.
     pub fn save_checkpoint(&mut self) -> Result<PathBuf> {
-        self.within(StepPart::Save, self.global_step, Self::save_now)
+        self.within(StepPart::Save, self.progress.global_step, Self::save_now)
     }
 
     fn save_now(&mut self) -> Result<PathBuf> {
@@ -157,7 +157,7 @@ impl MerakTrainer {
         self.finish_save()?;
         self.finish_rotation()?;
         for callback in &mut self.parts.callbacks {
-            callback.on_save_start(self.global_step);
+            callback.on_save_start(self.progress.global_step);
         }
         let base = self.settle_base()?;
         let sources = self.shard_sources(base.is_some())?.into_iter();
@@ -172,7 +172,7 @@ impl MerakTrainer {
     /// A draft of this step's checkpoint, on every rank.
     fn begin_draft(&self) -> Result<Draft> {
         let store = Store::in_output_dir(self.args.run_folder()?);
-        let step = self.global_step as u64;
+        let step = self.progress.global_step as u64;
         let begun = self.stages.mpu.is_rank_0().then(|| store.begin(step));
         let begun = begun.transpose()?;
         self.stages.mpu.world_group().barrier()?;
@@ -202,9 +202,9 @@ impl MerakTrainer {
         let path = store.path_of(draft.step());
         let shards = self.gather_shards(shards)?;
         if mpu.is_rank_0() {
-            let adapter = self.stages.plan.lora.as_ref().map(|lora| {
+            let adapter = self.stages.plan.draft.lora.as_ref().map(|lora| {
                 let mut config = lora.config.to_json();
-                if let Some(base) = &self.adapter_base {
+                if let Some(base) = &self.saving.adapter_base {
                     config[BASE_NAME] = base.clone();
                 }
                 format!("{config:#}\n")
@@ -215,14 +215,17 @@ impl MerakTrainer {
             let files: Vec<_> = files.chain(adapter_file).collect();
             draft.commit(shards, header, &files)?;
             self.name_best(&store)?;
-            self.start_rotation(store)?;
+            let best = self.best.filter(|_| self.args.load_best_model_at_end);
+            let keep = best.map(|best| best.step as u64);
+            self.saving
+                .start_rotation(store, self.args.save_total_limit, keep)?;
             if adapter.is_some() {
                 let saved = Checkpoint::open(&path)?;
                 replace_lora(&saved, self.args.run_folder()?.join(ADAPTER))?;
             }
         }
         world.barrier()?;
-        self.last_saved = Some(draft.step() as usize);
+        self.saving.last_step = Some(draft.step() as usize);
         for callback in &mut self.parts.callbacks {
             callback.on_save(&path);
         }
@@ -232,13 +235,15 @@ impl MerakTrainer {
     pub(super) fn header(&self) -> Header {
         let args = &self.args;
         let state = RunState {
-            global_step: self.global_step,
-            tokens: self.tokens,
+            global_step: self.progress.global_step,
+            tokens: self.progress.tokens,
             progress: self.stages.optimizer.progress(),
-            position: self.position(),
+            position: self.progress.position(),
             // The seeds in use: a resumed run goes on with the seeds that it began with.
             seed: self.stages.seed,
             data_seed: self
+                .progress
+                .course
                 .order
                 .as_ref()
                 .map_or_else(|| args.data_seed(), TrainingOrder::seed),
@@ -249,9 +254,9 @@ impl MerakTrainer {
             best: self.best,
             data: self.parts.fingerprint,
         };
-        let info = &self.stages.plan.info;
+        let info = &self.stages.plan.draft.info;
         Header {
-            step: self.global_step as u64,
+            step: self.progress.global_step as u64,
             topology: Topology {
                 dp: args.dp,
                 tp: args.tp,
@@ -262,8 +267,8 @@ impl MerakTrainer {
             model: serde_json::json!({
                 "family": info.family, "num_layers": info.num_layers, "hidden_size": info.hidden_size,
                 "num_heads": info.num_heads, "vocab_size": info.vocab_size, "max_seq": info.max_seq,
-                "seq_length": self.stages.plan.seq_length,
-                "adapter_name": self.stages.plan.lora.as_ref().map(|lora| &lora.name),
+                "seq_length": self.stages.plan.draft.seq_length,
+                "adapter_name": self.stages.plan.draft.lora.as_ref().map(|lora| &lora.name),
             }),
             state: serde_json::to_value(state).expect("plain numbers"),
         }
@@ -488,7 +493,7 @@ impl MerakTrainer {
             if self.stages.mpu.is_rank_0() {
                 resume::warn_of_data(&self.stages.plan, &self.parts, state, checkpoint);
                 resume::warn_of_optimizer(&self.args, checkpoint);
-                self.adapter_base = resume::adapter_base(&self.stages.plan, checkpoint);
+                self.saving.adapter_base = resume::adapter_base(&self.stages.plan, checkpoint);
             }
             self.restore_position(state)?;
             self.restore_best(state.best, checkpoint.path())?;
@@ -501,7 +506,7 @@ impl MerakTrainer {
     /// they are.
     pub(super) fn set_weights(&mut self, weights: &[Option<Vec<u8>>]) -> Result<()> {
         // The weights may differ from those of the base.
-        self.shared_base = None;
+        self.saving.base = None;
         if self.stages.is_blank {
             let lacks = |index: usize| weights[index].is_none();
             self.stages.draw(self.parts.num_threads, lacks)?;
@@ -520,8 +525,8 @@ impl MerakTrainer {
     /// Restores step, seeds and the place in the data.
     fn restore_position(&mut self, state: &RunState) -> Result<()> {
         self.stages.optimizer.set_progress(state.progress);
-        self.global_step = state.global_step;
-        self.tokens = state.tokens;
+        self.progress.global_step = state.global_step;
+        self.progress.tokens = state.tokens;
         if !self.args.no_load_rng {
             self.stages.seed = state.seed;
         }
@@ -545,7 +550,7 @@ impl MerakTrainer {
                 "the global batch changed: training goes on at the next whole one"
             );
         }
-        self.order = Some(order);
+        self.progress.course.order = Some(order);
         Ok(())
     }
 

@@ -8,9 +8,13 @@ use crate::{
 use merak_zero::LrSchedule;
 
 /// What the data decide about a run.
+#[derive(Debug)]
 pub(super) struct Course {
+    /// The order of training; `None` without training data.
     pub(super) order: Option<TrainingOrder>,
+    /// Steps that the whole run makes.
     pub(super) total_steps: usize,
+    /// The learning rate over them.
     pub(super) schedule: LrSchedule,
 }
 

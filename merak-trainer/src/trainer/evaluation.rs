@@ -3,11 +3,12 @@
 use super::MerakTrainer;
 use crate::{
     CheckedArguments, Forward, Result, StepPart,
-    data::{Batch, BatchShape, EvaluationOrder, collate},
+    data::{BatchShape, Dataset, EvaluationOrder, collate},
     metrics::EvaluationMetrics,
     stage::{StepInputs, StepModule, count_labels},
 };
 use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp};
+use merak_trace::Interpreter;
 use std::{collections::VecDeque, sync::Arc, time::Instant};
 
 impl MerakTrainer {
@@ -22,7 +23,11 @@ impl MerakTrainer {
     /// # Errors
     /// When there are no samples to evaluate or a rank fails.
     pub fn evaluate(&mut self) -> Result<EvaluationMetrics> {
-        self.within(StepPart::Evaluate, self.global_step, Self::evaluate_all)
+        self.within(
+            StepPart::Evaluate,
+            self.progress.global_step,
+            Self::evaluate_all,
+        )
     }
 
     fn evaluate_all(&mut self) -> Result<EvaluationMetrics> {
@@ -35,70 +40,21 @@ impl MerakTrainer {
         };
         let order = order(&self.args, data.len())?;
         let batch = batch(&self.args, data.len());
-        let seq = self.stages.plan.seq_length;
-        let programs = self.programs.get(&self.stages, Forward::loss(batch, seq))?;
-        let (mpu, mut sums) = (Arc::clone(&self.stages.mpu), (0.0, 0_i64));
-        let mut is_finite = true;
+        let forward = Forward::loss(batch, self.stages.plan.draft.seq_length);
+        let programs = self.programs.get(&self.stages, forward)?;
+        let mpu = Arc::clone(&self.stages.mpu);
         let mut pace = Pace::new(mpu.pipeline_parallel_group());
+        let mut sums = Sums::default();
         self.tell_evaluation(0, order.iterations());
         for iteration in 0..order.iterations() {
-            let microbatches = order.microbatches(iteration);
-            let engine = self.stages.forward_engine(microbatches)?;
-            let mut batches = Vec::new();
-            if self.stages.reads_data() {
-                for microbatch in 0..microbatches {
-                    batches.push(collate(
-                        &*data,
-                        order.microbatch(iteration, mpu.data_parallel_rank(), microbatch),
-                    )?);
-                }
-            }
-            let contexts = vec![self.stages.context(0, 0, false); microbatches];
-            sums.1 += batches
-                .iter()
-                .map(|batch: &Batch| count_labels(batch))
-                .sum::<i64>();
-            let inputs = StepInputs {
-                contexts,
-                batches,
-                loss_grad: 0.0,
-            };
-            let mut module = StepModule::inference(&mut self.stages, &programs, inputs);
-            engine.run(&mut module, &mut self.link)?;
-            let result = module.finish();
+            self.evaluate_iteration(&*data, &order, &programs, iteration, &mut sums)?;
             pace.ended()?;
-            for (microbatch, loss) in self.losses(&result)?.into_iter().enumerate() {
-                sums.0 += loss;
-                if is_finite && !loss.is_finite() && mpu.tensor_parallel_rank() == 0 {
-                    is_finite = false;
-                    let samples = order
-                        .microbatch(iteration, mpu.data_parallel_rank(), microbatch)
-                        .indices;
-                    tracing::warn!(?samples, loss, "the loss of these samples is not finite");
-                }
-            }
             self.tell_evaluation(iteration + 1, order.iterations());
         }
         pace.finish()?;
-        let mut eval_loss = 0.0;
-        if self.stages.has_last() {
-            let group = mpu.data_sequence_parallel_group();
-            let loss = group.all_reduce_scalar(sums.0, ReduceOp::Sum)?;
-            let labels = group.all_reduce_scalar(sums.1, ReduceOp::Sum)?;
-            eval_loss = if labels == 0 {
-                tracing::warn!("no sample of the evaluation has a label: its loss is 0");
-                0.0
-            } else {
-                loss / labels as f64
-            };
-        }
-        let last = self.stages.plan.last_rank();
-        let eval_loss = mpu
-            .pipeline_parallel_group()
-            .broadcast_vec(vec![eval_loss], last)?[0];
         let metrics = EvaluationMetrics {
-            step: self.global_step,
-            eval_loss,
+            step: self.progress.global_step,
+            eval_loss: self.mean_over_ranks(&sums)?,
             eval_samples: order.samples(),
             eval_runtime: start.elapsed().as_secs_f64(),
         };
@@ -108,11 +64,78 @@ impl MerakTrainer {
         Ok(metrics)
     }
 
+    /// Adds the losses and labels of this rank's microbatches of an iteration.
+    fn evaluate_iteration(
+        &mut self,
+        data: &dyn Dataset,
+        order: &EvaluationOrder,
+        programs: &[Interpreter],
+        iteration: usize,
+        sums: &mut Sums,
+    ) -> Result<()> {
+        let (dp_rank, microbatches) = (
+            self.stages.mpu.data_parallel_rank(),
+            order.microbatches(iteration),
+        );
+        let taken = |microbatch| order.microbatch(iteration, dp_rank, microbatch);
+        let engine = self.stages.forward_engine(microbatches)?;
+        let batches = if self.stages.reads_data() {
+            let read = |microbatch| collate(data, taken(microbatch));
+            (0..microbatches).map(read).collect::<Result<Vec<_>>>()?
+        } else {
+            Vec::new()
+        };
+        sums.labels += batches.iter().map(count_labels).sum::<i64>();
+        let inputs = StepInputs {
+            contexts: vec![self.stages.context(0, 0, false); microbatches],
+            batches,
+            loss_grad: 0.0,
+        };
+        let mut module = StepModule::inference(&mut self.stages, programs, inputs);
+        engine.run(&mut module, &mut self.link)?;
+        let result = module.finish();
+        for (microbatch, loss) in self.losses(&result)?.into_iter().enumerate() {
+            sums.loss += loss;
+            let is_first = !sums.has_infinite && !loss.is_finite();
+            if is_first && self.stages.mpu.tensor_parallel_rank() == 0 {
+                sums.has_infinite = true;
+                let samples = taken(microbatch).indices;
+                tracing::warn!(?samples, loss, "the loss of these samples is not finite");
+            }
+        }
+        Ok(())
+    }
+
+    /// The mean loss over the labels of all ranks, on every rank.
+    fn mean_over_ranks(&self, sums: &Sums) -> Result<f64> {
+        let mut mean = 0.0;
+        if self.stages.has_last() {
+            let group = self.stages.mpu.data_sequence_parallel_group();
+            let loss = group.all_reduce_scalar(sums.loss, ReduceOp::Sum)?;
+            let labels = group.all_reduce_scalar(sums.labels, ReduceOp::Sum)?;
+            if labels == 0 {
+                tracing::warn!("no sample of the evaluation has a label: its loss is 0");
+            } else {
+                mean = loss / labels as f64;
+            }
+        }
+        self.of_last_stage(mean)
+    }
+
     fn tell_evaluation(&mut self, done: usize, total: usize) {
         for callback in &mut self.parts.callbacks {
             callback.on_evaluation_step(done, total);
         }
     }
+}
+
+/// Sums over the microbatches of an evaluation on one rank.
+#[derive(Debug, Default)]
+struct Sums {
+    loss: f64,
+    labels: i64,
+    /// Whether the log has named samples whose loss is not finite.
+    has_infinite: bool,
 }
 
 /// Keeps the first stages of a pipeline from running ahead of the last ones, which would have to

@@ -45,7 +45,7 @@ impl MerakTrainer {
     /// token.
     pub fn check_prompts(&self, prompts: &[Vec<u32>], options: &GenerateOptions) -> Result<()> {
         self.stages.plan.expect_causal("text generation")?;
-        let vocab = self.stages.plan.info.vocab_size;
+        let vocab = self.stages.plan.draft.info.vocab_size;
         for (prompt, tokens) in prompts.iter().enumerate() {
             if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocab) {
                 return Err(Error::PromptToken {
@@ -61,7 +61,7 @@ impl MerakTrainer {
 
     /// The options with their length limited to the model's.
     fn limited(&self, options: &GenerateOptions) -> GenerateOptions {
-        let longest = self.stages.plan.info.max_seq;
+        let longest = self.stages.plan.draft.info.max_seq;
         let limit = options.seq_length.unwrap_or(longest);
         GenerateOptions {
             seq_length: Some(limit.min(longest)),

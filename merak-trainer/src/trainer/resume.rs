@@ -11,6 +11,7 @@ use crate::{
 use merak_ckpt::{
     Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, TensorEntry, format::CHECKPOINTS,
 };
+use merak_trace::Param;
 use serde_json::Value;
 use std::{
     borrow::Cow,
@@ -246,7 +247,7 @@ fn check_adapter(
     let saved_name = manifest.header.model["adapter_name"]
         .as_str()
         .unwrap_or("default");
-    let lora = match (&plan.lora, lacks_adapter(manifest)) {
+    let lora = match (&plan.draft.lora, lacks_adapter(manifest)) {
         (Some(lora), false) => lora,
         (Some(_), true) if !is_release && !is_base => {
             return other(
@@ -271,19 +272,7 @@ fn check_adapter(
     if !file.is_file() {
         return Ok(());
     }
-    let factors = plan
-        .graph
-        .params()
-        .iter()
-        .filter(|param| param.beside.is_some());
-    let is_there = |param: &merak_trace::Param| {
-        let entry = manifest.tensor(&Kind::Parameter, &param.name);
-        entry.is_some_and(|entry| entry.shape == param.full.shape)
-    };
-    let saved_factors = manifest
-        .tensors_of(&Kind::Parameter)
-        .filter(|entry| entry.is_of_adapter());
-    let has_same = factors.clone().count() == saved_factors.count() && { factors }.all(is_there);
+    let has_same = has_same_factors(manifest, plan);
     let fields: &[&'static str] = match (has_same, is_base) {
         (false, _) => &SHAPE,
         (true, false) => &MEANING,
@@ -298,6 +287,19 @@ fn check_adapter(
          the weights with `merak-ckpt export-hf` and start another on them",
         file.display()
     ))
+}
+
+/// Whether a checkpoint has the factors of the plan's adapter, and no others.
+fn has_same_factors(manifest: &Manifest, plan: &Plan) -> bool {
+    let params = plan.graph.params().iter();
+    let factors: Vec<_> = params.filter(|param| param.beside.is_some()).collect();
+    let saved = manifest.tensors_of(&Kind::Parameter);
+    let saved = saved.filter(|entry| entry.is_of_adapter());
+    let is_there = |param: &&Param| {
+        let entry = manifest.tensor(&Kind::Parameter, &param.name);
+        entry.is_some_and(|entry| entry.shape == param.full.shape)
+    };
+    factors.len() == saved.count() && factors.iter().all(is_there)
 }
 
 /// Fields of an adapter that decide which factors it has.
@@ -485,7 +487,7 @@ fn check_position(
 /// The lengths of a checkpoint's sequences and of the run's, where they differ.
 fn other_length(plan: &Plan, checkpoint: &Checkpoint) -> Option<[u64; 2]> {
     let saved = checkpoint.manifest().header.model["seq_length"].as_u64()?;
-    let now = plan.seq_length as u64;
+    let now = plan.draft.seq_length as u64;
     (saved != now).then_some([saved, now])
 }
 
@@ -530,7 +532,7 @@ pub(super) fn warn_of_data(
 /// The name of the base in a checkpoint's adapter, which a resumed run keeps: its weights are those
 /// of the checkpoint. Warns where the run names another base.
 pub(super) fn adapter_base(plan: &Plan, checkpoint: &Checkpoint) -> Option<Value> {
-    let lora = plan.lora.as_ref()?;
+    let lora = plan.draft.lora.as_ref()?;
     let saved = LoraConfig::read(&checkpoint.path().join(ADAPTER_CONFIG)).ok()?;
     let saved = saved.to_json()[BASE_NAME].clone();
     let named = &lora.config.to_json()[BASE_NAME];

@@ -1,12 +1,16 @@
 //! Saving while training goes on: threads copy the tensors beside the next forward and backward
 //! passes, and write the copies. The ranks complete the checkpoint together when all have written.
 
-use super::{MerakTrainer, shards::ShardSource};
+use super::{
+    MerakTrainer,
+    shards::{ShardSource, StagingMemory},
+};
 use crate::{Result, StepPart, error::no_thread};
-use merak_ckpt::{Draft, Header, PendingShard, Store};
+use merak_ckpt::{Base, Draft, Header, PendingShard, Store};
 use merak_mpu::ReduceOp;
+use serde_json::Value;
 use std::{
-    thread,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -17,6 +21,66 @@ pub(super) struct PendingSave {
     shards: Vec<PendingShard>,
     draft: Draft,
     header: Header,
+}
+
+/// The saves of a run on this rank.
+#[derive(Debug, Default)]
+pub(super) struct Saving {
+    /// The save that is under way.
+    pending: Option<PendingSave>,
+    /// How long the last save has kept the rank from training.
+    stall: Duration,
+    /// Memory of the copies, from save to save.
+    staging: StagingMemory,
+    /// Deletes older checkpoints.
+    rotation: Option<JoinHandle<merak_ckpt::Result<Vec<u64>>>>,
+    /// The step of the last complete checkpoint.
+    pub(super) last_step: Option<usize>,
+    /// The saved base with the parameters that are not trained, once there is one.
+    pub(super) base: Option<Base>,
+    /// The name of the base in a resumed run's adapter, on rank 0.
+    pub(super) adapter_base: Option<Value>,
+}
+
+impl Saving {
+    /// Whether threads of this rank still write the save that is under way; `None` without one.
+    fn is_writing(&self) -> Option<bool> {
+        let pending = self.pending.as_ref()?;
+        Some(!pending.shards.iter().all(PendingShard::is_finished))
+    }
+
+    /// Waits until the tensors of a save are copied, before an update changes them.
+    pub(super) fn wait_copied(&mut self) {
+        let start = Instant::now();
+        if let Some(pending) = &self.pending {
+            pending.shards.iter().for_each(PendingShard::wait_copied);
+            self.stall += start.elapsed();
+        }
+    }
+
+    /// Starts a thread that deletes the checkpoints beyond the limit but for that of the step
+    /// `keep`: freeing gigabytes takes a while.
+    pub(super) fn start_rotation(
+        &mut self,
+        store: Store,
+        limit: i64,
+        keep: Option<u64>,
+    ) -> Result<()> {
+        let rotate = move || store.rotate(limit, keep.as_slice());
+        let thread = thread::Builder::new().name("merak-rotation".to_owned());
+        let spawned = thread.spawn(rotate);
+        self.rotation = Some(spawned.map_err(no_thread("delete checkpoints"))?);
+        Ok(())
+    }
+
+    /// Waits for the deletion of checkpoints to end.
+    fn finish_rotation(&mut self) -> Result<()> {
+        if let Some(rotation) = self.rotation.take() {
+            let deleted = rotation.join();
+            deleted.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        }
+        Ok(())
+    }
 }
 
 impl MerakTrainer {
@@ -33,12 +97,12 @@ impl MerakTrainer {
     /// When the folder cannot be written, or an earlier save failed.
     pub fn save_later(&mut self) -> Result<()> {
         self.finish_save()?;
-        self.save_stall = Duration::ZERO;
-        self.stalled(self.global_step, |trainer| {
-            let staging = trainer.staging.clone();
+        self.saving.stall = Duration::ZERO;
+        self.stalled(self.progress.global_step, |trainer| {
+            let staging = trainer.saving.staging.clone();
             let write = |source: ShardSource, draft: &Draft| source.write_later(draft, &staging);
             let (draft, shards, header) = trainer.draft_of(write)?;
-            trainer.pending_save = Some(PendingSave {
+            trainer.saving.pending = Some(PendingSave {
                 shards,
                 draft,
                 header,
@@ -55,7 +119,7 @@ impl MerakTrainer {
     /// # Errors
     /// When a rank could not write its part.
     pub fn finish_save(&mut self) -> Result<()> {
-        let Some(pending) = self.pending_save.take() else {
+        let Some(pending) = self.saving.pending.take() else {
             return Ok(());
         };
         let PendingSave {
@@ -80,65 +144,46 @@ impl MerakTrainer {
     /// # Errors
     /// As [`MerakTrainer::finish_save`].
     pub fn finish_save_if_written(&mut self) -> Result<bool> {
-        let Some(pending) = &self.pending_save else {
+        let Some(is_writing) = self.saving.is_writing() else {
             return Ok(false);
         };
-        let is_written = pending.shards.iter().all(PendingShard::is_finished);
         let world = self.stages.mpu.world_group();
-        if world.all_reduce_scalar(i64::from(is_written), ReduceOp::Min)? == 1 {
-            self.finish_save()?;
+        if world.all_reduce_scalar(i64::from(is_writing), ReduceOp::Max)? == 1 {
+            return Ok(true);
         }
-        Ok(self.pending_save.is_some())
+        self.finish_save()?;
+        Ok(false)
     }
 
     /// How long the last [`MerakTrainer::save_later`] has kept this rank from training, all told:
     /// the call, the wait for the copy before an update, and the completion.
     pub fn save_stall(&self) -> Duration {
-        self.save_stall
+        self.saving.stall
     }
 
-    /// Starts a thread that deletes the checkpoints beyond the limit: freeing gigabytes takes a
-    /// while.
-    pub(super) fn start_rotation(&mut self, store: Store) -> Result<()> {
-        let limit = self.args.save_total_limit;
-        let best = self.best.filter(|_| self.args.load_best_model_at_end);
-        let keep = best.map(|best| best.step as u64);
-        let rotate = move || store.rotate(limit, keep.as_slice());
-        let thread = thread::Builder::new().name("merak-rotation".to_owned());
-        self.rotation = Some(
-            thread
-                .spawn(rotate)
-                .map_err(no_thread("delete checkpoints"))?,
-        );
-        Ok(())
-    }
-
-    /// Waits for the deletion of checkpoints to end.
+    /// Waits for the deletion of older checkpoints to end.
     pub(super) fn finish_rotation(&mut self) -> Result<()> {
-        let Some(rotation) = self.rotation.take() else {
-            return Ok(());
-        };
-        self.within(StepPart::Save, self.global_step, |_| {
-            let deleted = rotation.join();
-            deleted.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-            Ok(())
+        self.within(StepPart::Save, self.progress.global_step, |trainer| {
+            trainer.saving.finish_rotation()
         })
     }
 
-    /// Waits until the tensors of a save are copied, before an update changes them.
-    pub(super) fn wait_copied(&mut self) {
-        let start = Instant::now();
-        if let Some(pending) = &self.pending_save {
-            pending.shards.iter().for_each(PendingShard::wait_copied);
-            self.save_stall += start.elapsed();
+    /// Completes the save that is under way. Saves the last step too, where the arguments ask for
+    /// checkpoints and steps were made.
+    pub(super) fn end_saving(&mut self, made_steps: bool) -> Result<()> {
+        self.finish_save()?;
+        let is_saved = self.saving.last_step == Some(self.progress.global_step);
+        if self.args.saves() && made_steps && !is_saved {
+            self.save_checkpoint()?;
         }
+        self.finish_rotation()
     }
 
     /// Runs a part of the save of a step, and adds its time to that lost for training.
     fn stalled(&mut self, step: usize, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let start = Instant::now();
         let outcome = self.within(StepPart::Save, step, work);
-        self.save_stall += start.elapsed();
+        self.saving.stall += start.elapsed();
         outcome
     }
 

@@ -1,6 +1,6 @@
 //! One optimizer step.
 
-use super::{MerakTrainer, RECORDS, StepRecord};
+use super::MerakTrainer;
 use crate::{
     Error, Result, StepPart,
     data::{Batch, Loader, Requests},
@@ -49,8 +49,8 @@ impl MerakTrainer {
     /// # Errors
     /// When a rank fails.
     pub fn train_step(&mut self) -> Result<StepReport> {
-        self.order()?;
-        let step = self.global_step + 1;
+        self.progress.order()?;
+        let step = self.progress.global_step + 1;
         self.within(StepPart::Train, step, Self::step)
     }
 
@@ -93,16 +93,16 @@ impl MerakTrainer {
 
     fn step(&mut self) -> Result<StepReport> {
         let start = Instant::now();
-        let (loss, tokens) = self.backward_step(self.global_step)?;
-        self.wait_copied();
-        let lr = self.schedule.lr(self.stages.optimizer.progress().steps);
+        let (loss, tokens) = self.backward_step(self.progress.global_step)?;
+        self.saving.wait_copied();
+        let updates = self.stages.optimizer.progress().steps;
+        let lr = self.progress.course.schedule.lr(updates);
         let update = self.stages.update(lr)?;
-        self.global_step += 1;
-        self.tokens += tokens;
+        self.progress.advance(tokens);
         let time = start.elapsed();
-        self.note(time);
+        self.records.note(time);
         Ok(StepReport {
-            step: self.global_step,
+            step: self.progress.global_step,
             loss,
             grad_norm: update.grad_norm,
             lr,
@@ -112,20 +112,6 @@ impl MerakTrainer {
         })
     }
 
-    /// Records what the last step ran.
-    fn note(&mut self, time: Duration) {
-        let is_full = self.records.len() == RECORDS;
-        let only_has_first = self.records.len() == 1 && !self.has_dropped_first;
-        if is_full || only_has_first {
-            self.records.pop_front();
-            self.has_dropped_first = true;
-        }
-        self.records.push_back(StepRecord {
-            spans: self.timeline.clone(),
-            time,
-        });
-    }
-
     /// The gradients of the next step's global batch, summed over the uses of tied weights and not
     /// yet reduced over replicas; the loss beside them. The run then stands where it stood before.
     /// For tests and tools.
@@ -133,7 +119,7 @@ impl MerakTrainer {
     /// # Errors
     /// When a rank fails.
     pub fn gradients(&mut self) -> Result<(f64, NamedTensors)> {
-        let (loss, _) = self.backward_step(self.global_step)?;
+        let (loss, _) = self.backward_step(self.progress.global_step)?;
         let gradients = self.stages.gradients()?;
         // The step itself is still to come: its batches are read again, its gradients start from
         // zero.
@@ -154,7 +140,7 @@ impl MerakTrainer {
         let (labels, loss_grad) = self.loss_scale(&batches)?;
         self.warn_of_no_labels(step, &batches, labels);
         let dp_rank = self.stages.mpu.data_parallel_rank();
-        let order = self.order()?;
+        let order = self.progress.order()?;
         let first_samples = (0..self.args.gradient_accumulation_steps)
             .map(|m| order.microbatch(step, dp_rank, m).first_position);
         let contexts = first_samples
@@ -166,10 +152,10 @@ impl MerakTrainer {
             loss_grad,
         };
         let mut module = StepModule::training(&mut self.stages, inputs);
-        self.timeline = self.engine.run(&mut module, &mut self.link)?;
+        self.records.timeline = self.engine.run(&mut module, &mut self.link)?;
         let result = module.finish();
         let loss = self.mean_loss(&result, labels)?;
-        let tokens = self.args.global_batch() * self.stages.plan.seq_length;
+        let tokens = self.args.global_batch() * self.stages.plan.draft.seq_length;
         Ok((loss, tokens as u64))
     }
 
@@ -180,8 +166,9 @@ impl MerakTrainer {
         }
         let microbatches = self.args.gradient_accumulation_steps;
         if self.loader.is_none() {
-            let (order, dp_rank) = (self.order()?.clone(), self.stages.mpu.data_parallel_rank());
-            let total = self.total_steps;
+            let order = self.progress.order()?.clone();
+            let dp_rank = self.stages.mpu.data_parallel_rank();
+            let total = self.progress.course.total_steps;
             let request = move |n: usize| {
                 let step = step + n / microbatches;
                 (step < total).then(|| order.microbatch(step, dp_rank, n % microbatches))
@@ -248,10 +235,14 @@ impl MerakTrainer {
                 .all_reduce_scalar(sum, ReduceOp::Sum)?;
             loss = if labels == 0.0 { 0.0 } else { sum / labels };
         }
+        self.of_last_stage(loss)
+    }
+
+    /// A number of the rank with the last stage, on every rank of the pipeline.
+    pub(super) fn of_last_stage(&self, number: f64) -> Result<f64> {
         let last = self.stages.plan.last_rank();
-        Ok(mpu
-            .pipeline_parallel_group()
-            .broadcast_vec(vec![loss], last)?[0])
+        let group = self.stages.mpu.pipeline_parallel_group();
+        Ok(group.broadcast_vec(vec![number], last)?[0])
     }
 
     /// The losses of this rank's microbatches, in their order.

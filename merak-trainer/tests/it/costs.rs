@@ -1,9 +1,8 @@
 //! What decides how long a step takes: measured, kept, and used.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 use merak_pipe::{Action, Kind, ScheduleKind};
-use merak_trace::models::{self, Model};
 use merak_trainer::{
     Callback, CostCache, CostModel, Error, FirstSteps, Measurement, Plan, Prediction, Result,
     StepReport, Workload,
@@ -12,15 +11,9 @@ use tempfile::tempdir;
 
 use crate::support::Case;
 
-fn model(case: &Case) -> Arc<dyn Model> {
-    models::from_config(&case.model)
-        .expect("the model of a test is legal")
-        .into()
-}
-
 fn predicted(case: &Case, costs: &CostModel) -> Prediction {
     let args = case.arguments();
-    let plan = Plan::with_costs(model(case), &args, costs).expect("the case can be planned");
+    let plan = Plan::with_costs(&case.inputs(), &args, costs).expect("the case can be planned");
     let prediction = plan
         .predict(&args, costs)
         .expect("its stages have programs");
@@ -36,7 +29,7 @@ fn measured_times_are_kept_under_what_changes_them() {
     };
     let case = Case::gpt2().on((1, 1, 2));
     let measure = |case: &Case| {
-        let costs = CostModel::of(&model(case), &case.arguments(), Some(&cache));
+        let costs = CostModel::of(&case.inputs(), &case.arguments(), Some(&cache));
         let costs = costs.expect("the nodes of a small model run");
         let file = std::fs::read_to_string(&cache.file).expect("the times are kept");
         (predicted(case, &costs).costs, file)
@@ -56,7 +49,7 @@ fn measured_times_are_kept_under_what_changes_them() {
         ..cache.clone()
     };
     let other = case.with("per_device_train_batch_size", 3);
-    CostModel::of(&model(&other), &other.arguments(), Some(&looked)).expect("the nodes run");
+    CostModel::of(&other.inputs(), &other.arguments(), Some(&looked)).expect("the nodes run");
     let unchanged = std::fs::read_to_string(&cache.file).expect("the times are kept");
     assert_eq!(unchanged, alone);
 }
@@ -70,7 +63,7 @@ fn every_family_is_measured_on_any_degrees() {
     for (family, case) in cases.into_iter().chain(Case::relatives()) {
         for degrees in [(1, 1, 2), (2, 2, 1)] {
             let case = case.clone().on(degrees);
-            let costs = CostModel::of(&model(&case), &case.arguments(), None);
+            let costs = CostModel::of(&case.inputs(), &case.arguments(), None);
             let costs = costs.expect("the nodes of a small model run");
             let prediction = predicted(&case, &costs);
             let what = format!("{family} {degrees:?}");
@@ -95,7 +88,7 @@ fn every_family_is_measured_on_any_degrees() {
 #[test]
 fn operations_are_counted_where_nothing_is_to_be_measured() {
     let case = Case::gpt2().with("cost_model", "counted");
-    let costs = CostModel::of(&model(&case), &case.arguments(), None).unwrap();
+    let costs = CostModel::of(&case.inputs(), &case.arguments(), None).unwrap();
     assert!(matches!(costs, CostModel::Counted));
     let plan = case.plan();
     assert!(plan.predict(&case.arguments(), &costs).unwrap().is_none());
@@ -107,8 +100,8 @@ fn searches_go_by_measured_times_and_predictions_by_what_they_found() {
         .on((1, 1, 2))
         .with("partition_method", "exact")
         .with("train_schedule", "auto");
-    let costs = CostModel::of(&model(&case), &case.arguments(), None).unwrap();
-    let plan = Plan::with_costs(model(&case), &case.arguments(), &costs).unwrap();
+    let costs = CostModel::of(&case.inputs(), &case.arguments(), None).unwrap();
+    let plan = Plan::with_costs(&case.inputs(), &case.arguments(), &costs).unwrap();
     assert!(plan.partition.method.starts_with("exact by measured times"));
     assert!(plan.search.is_some());
     let counted = case.plan();
@@ -123,7 +116,7 @@ fn searches_go_by_measured_times_and_predictions_by_what_they_found() {
 #[test]
 fn what_ran_stands_beside_what_was_predicted() -> Result<()> {
     let case = Case::gpt2().on((1, 1, 2));
-    let costs = CostModel::of(&model(&case), &case.arguments(), None)?;
+    let costs = CostModel::of(&case.inputs(), &case.arguments(), None)?;
     let prediction = predicted(&case, &costs);
     let ranks = case.on_ranks(|trainer| {
         (0..4).try_for_each(|_| trainer.train_step().map(drop))?;
@@ -150,7 +143,7 @@ fn a_limit_of_memory_moves_the_stages_or_says_what_would_do() {
         .on((1, 1, 2))
         .with("partition_method", "exact")
         .with("activation_checkpointing", false);
-    let plan = |case: &Case| Plan::new(model(case), &case.arguments());
+    let plan = |case: &Case| case.try_plan();
     let free = plan(&case).unwrap();
     let limited = |limit: usize| plan(&case.clone().with("autopipe.memory_limit", limit));
     let roomy = limited(1 << 30).unwrap();
@@ -186,7 +179,7 @@ fn times_that_the_first_steps_contradict_are_measured_again_by_the_next_run() {
     };
     let (case, args) = (Case::gpt2(), Case::gpt2().arguments());
     let measured = || {
-        let costs = CostModel::of(&model(&case), &args, Some(&cache));
+        let costs = CostModel::of(&case.inputs(), &args, Some(&cache));
         costs.expect("the nodes of a small model run")
     };
     let kept = || std::fs::read_to_string(&cache.file).expect("the times are kept");
@@ -248,7 +241,7 @@ fn settled_times_that_are_old_or_unsteady_are_doubted_again() {
     };
     let (case, args) = (Case::gpt2(), Case::gpt2().arguments());
     let costs = || {
-        let costs = CostModel::of(&model(&case), &args, Some(&cache));
+        let costs = CostModel::of(&case.inputs(), &args, Some(&cache));
         costs.expect("the nodes of a small model run")
     };
     costs();
@@ -422,7 +415,7 @@ fn a_limit_of_memory_that_no_schedule_keeps_is_refused_with_what_would_do() {
         let needed = fullest(&usual);
         let limited = |limit: usize| {
             let case = case.clone().with("autopipe.memory_limit", limit);
-            Plan::new(model(&case), &case.arguments())
+            case.try_plan()
         };
         let error = limited(1000).unwrap_err();
         let text = error.to_string();

@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, path::Path, sync::Arc};
 use merak_mpu::Mpu;
 use merak_trace::models;
 use merak_trainer::{
-    Callback, CheckedArguments, Config, Error, MerakTrainer, Plan, Result, StepReport,
+    Callback, CheckedArguments, Config, Error, MerakTrainer, Plan, PlanInputs, Result, StepReport,
     TrainerParts,
     data::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
     run_world,
@@ -223,8 +223,23 @@ impl Case {
 
     /// The plan.
     pub(crate) fn plan(&self) -> Arc<Plan> {
+        Arc::new(self.try_plan().expect("the case can be planned"))
+    }
+
+    /// The plan, or why there is none.
+    pub(crate) fn try_plan(&self) -> Result<Plan> {
+        let args = self.arguments();
+        Plan::new(&self.try_inputs()?, &args)
+    }
+
+    /// What the plan is made from.
+    pub(crate) fn inputs(&self) -> PlanInputs {
+        self.try_inputs().expect("its adapter can be read")
+    }
+
+    fn try_inputs(&self) -> Result<PlanInputs> {
         let model = models::from_config(&self.model).expect("the model of a test is legal");
-        Arc::new(Plan::new(model.into(), &self.arguments()).expect("the case can be planned"))
+        PlanInputs::read(model.into(), &self.arguments())
     }
 
     /// Runs `body` with every rank's trainer.
@@ -244,7 +259,7 @@ impl Case {
         let (plan, args) = (self.plan(), self.arguments());
         run_world(&args, |member| {
             let callbacks = told(member.rank().0).into_iter().collect();
-            let mpu = Mpu::new(member, plan.degrees)?;
+            let mpu = Mpu::new(member, plan.draft.degrees)?;
             let parts = TrainerParts {
                 train_data: Some(Arc::clone(&self.data)),
                 eval_data: Some(Arc::clone(&self.data)),
@@ -287,7 +302,7 @@ impl Case {
             let (_, gradients) = trainer.gradients()?;
             Ok((reports, place, weights, gradients))
         });
-        let dp = u8::try_from(plan.degrees.dp).expect("few replicas");
+        let dp = u8::try_from(plan.draft.degrees.dp).expect("few replicas");
         let weights = whole(&plan, ranks.iter().map(|rank| (rank.1, &rank.2)), None);
         let gradients = whole(&plan, ranks.iter().map(|rank| (rank.1, &rank.3)), Some(dp));
         for (reports, ..) in &ranks {

@@ -69,9 +69,9 @@ fn groups(member: &Member) -> ZeroGroups {
     }
 }
 
-fn config(zero_stage: ZeroStage) -> ZeroConfig {
+fn config(stage: ZeroStage) -> ZeroConfig {
     ZeroConfig {
-        zero_stage,
+        stage,
         max_grad_norm: 0.0,
         optimizer: OptimizerConfig {
             weight_decay: 0.01,

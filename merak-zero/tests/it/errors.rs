@@ -15,19 +15,19 @@ fn message<T>(result: Result<T, Error>) -> String {
 fn stages_and_rules_of_later_versions_are_named_and_refused() {
     assert_eq!(
         message(ZeroStage::try_from(2)),
-        "`zero_stage` 2 is not available in this version: choose 0 or 1"
+        "`stage` 2 is not available in this version: choose 0 or 1"
     );
     assert_eq!(
         message(ZeroStage::try_from(4)),
-        "`zero_stage` is 4, expected 0, 1, 2 or 3"
+        "`stage` is 4, expected 0, 1, 2 or 3"
     );
     assert_eq!(
         message("lion".parse::<OptimizerKind>()),
-        "`optim` lion is not available in this version: choose adamw_torch, adam or sgd"
+        "`optimizer` lion is not available in this version: choose adamw_torch, adam or sgd"
     );
     assert_eq!(
         message("adamw".parse::<OptimizerKind>()),
-        "`optim` has no value \"adamw\": choose one of adamw_torch, adam, sgd"
+        "`optimizer` has no value \"adamw\": choose one of adamw_torch, adam, sgd"
     );
     for stage in [0, 1] {
         assert_eq!(u8::from(ZeroStage::try_from(stage).unwrap()), stage);
@@ -56,10 +56,10 @@ fn numbers_out_of_range_are_named() {
         ),
         (
             ZeroConfig {
-                zero_allgather_bucket_size: 0,
+                gather_bucket_size: 0,
                 ..ok()
             },
-            "`zero_allgather_bucket_size` is 0, expected at least 1",
+            "`gather_bucket_size` is 0, expected at least 1",
         ),
         (
             ZeroConfig {
@@ -138,7 +138,7 @@ fn buffers_that_do_not_fit_the_layout_are_refused() {
         );
         assert_eq!(
             message(optimizer.step(&mut weights, &mut grads(0, 0), f64::NAN)),
-            "`learning_rate` is NaN, expected a finite number of at least 0"
+            "`lr` is NaN, expected a finite number of at least 0"
         );
         assert_eq!(optimizer.progress().steps, 0);
     });

@@ -48,15 +48,15 @@ pub(crate) fn lr(step: u64) -> f64 {
     0.01 / (step + 1) as f64
 }
 
-pub(crate) fn config(zero_stage: ZeroStage) -> ZeroConfig {
+pub(crate) fn config(stage: ZeroStage) -> ZeroConfig {
     ZeroConfig {
-        zero_stage,
+        stage,
         optimizer: OptimizerConfig {
             weight_decay: 0.1,
             ..OptimizerConfig::default()
         },
         max_grad_norm: 3.0,
-        zero_reduce_bucket_size: 25_000,
+        reduce_bucket_size: 25_000,
         ..ZeroConfig::default()
     }
 }

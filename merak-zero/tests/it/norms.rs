@@ -72,7 +72,7 @@ fn slices(tp: usize, pp: usize, rank: usize) -> (Vec<ParamSpec>, Vec<f32>) {
 }
 
 /// The norm that every rank of `dp * tp * pp` sees, as bits.
-fn norm_bits(dp: usize, tp: usize, pp: usize, zero_stage: ZeroStage) -> Vec<u64> {
+fn norm_bits(dp: usize, tp: usize, pp: usize, stage: ZeroStage) -> Vec<u64> {
     world(dp * tp * pp, |member| {
         // Data ranks are the slowest axis here.
         let (replica, within) = (member.rank().0 / (tp * pp), member.rank().0 % (tp * pp));
@@ -87,7 +87,7 @@ fn norm_bits(dp: usize, tp: usize, pp: usize, zero_stage: ZeroStage) -> Vec<u64>
             (logical.name, logical.rows * COLS / parts)
         }));
         let (specs, mut grads) = slices(tp, pp, within);
-        let config = config(zero_stage);
+        let config = config(stage);
         let mut optimizer =
             ZeroOptimizer::new(specs, model, config, groups).expect("a legal configuration");
         optimizer

@@ -124,11 +124,11 @@ fn a_keyword_argument_of_another_schedule_is_refused() {
     };
     assert_eq!(
         message(LrSchedulerType::Cosine),
-        "`lr_scheduler_kwargs` has `power`, but the cosine schedule takes `num_cycles`"
+        "the cosine schedule takes `num_cycles`, found `power`"
     );
     assert_eq!(
         message(LrSchedulerType::Linear),
-        "`lr_scheduler_kwargs` has `power`, but the linear schedule takes none"
+        "the linear schedule takes none, found `power`"
     );
 }
 
@@ -147,7 +147,7 @@ fn numbers_out_of_range_are_refused() {
     let error = LrSchedule::new(LrSchedulerType::Polynomial, &none, 1e-8, 0, 10);
     assert_eq!(
         error.unwrap_err().to_string(),
-        "`lr_end` is 0.0000001, expected at least 0 and below `learning_rate`"
+        "`lr_end` is 0.0000001, expected at least 0 and below the learning rate"
     );
     let error = LrSchedule::new(LrSchedulerType::Linear, &none, f64::NAN, 0, 10);
     assert!(error.is_err());

@@ -38,12 +38,12 @@ fn every_rank_of_both_stages_has_the_bits_of_a_serial_run() {
 fn bucket_sizes_and_threads_change_no_bit() {
     let expected = serial(4, STEPS, &config(ZeroStage::Replicated));
     for (reduce, gather, threads) in [(1, 1 << 20, 1), (1 << 20, 9_999, 1), (40_000, 40_000, 3)] {
-        for zero_stage in STAGES {
+        for stage in STAGES {
             let config = ZeroConfig {
-                zero_reduce_bucket_size: reduce,
-                zero_allgather_bucket_size: gather,
+                reduce_bucket_size: reduce,
+                gather_bucket_size: gather,
                 threads,
-                ..config(zero_stage)
+                ..config(stage)
             };
             assert!(train(4, &config)[3] == expected, "{config:?}");
         }

@@ -46,56 +46,19 @@ fn collectives_of<T: Element + PartialEq>(
     value: impl Fn(T) -> f64 + Copy,
 ) {
     let (n, rank) = (group.world_size(), group.rank());
-    let same = |what: &str, actual: crate::Result<Vec<T>>, expected: Vec<T>| {
-        let actual = actual.unwrap_or_else(|error| panic!("{what}: {error}"));
-        assert!(
-            actual == expected,
-            "{what} of {} {} over {n} ranks is wrong on rank {rank}",
-            expected.len(),
-            T::DTYPE
-        );
-    };
     let rows = |len: usize| (0..n).map(move |rank| row(rank, len, make));
     for len in LENGTHS {
-        for op in OPS {
-            same(
-                "all_reduce",
-                group.all_reduce_vec(row(rank, len, make), op),
-                fold(op, rows(len), value).map(make).collect(),
-            );
-            let whole = fold(op, rows(len * n), value).map(make);
-            same(
-                "reduce_scatter",
-                group.reduce_scatter_vec(row(rank, len * n, make), op),
-                whole.skip(rank * len).take(len).collect(),
-            );
-        }
+        reductions_of(group, len, make, value);
         same(
+            group,
             "all_gather",
             group.all_gather_vec(row(rank, len, make)),
-            rows(len).flatten().collect(),
+            rows(len).flatten(),
         );
-        // Members get or bring 0, 1, 2, .. times as much as the first of two of them.
-        let lengths: Vec<usize> = (0..n).map(|rank| rank * len).collect();
-        let (start, whole): (usize, usize) = (lengths[..rank].iter().sum(), lengths.iter().sum());
-        let parts = group
-            .start_reduce_scatter_parts(Box::new(row(rank, whole, make)), lengths.clone(), OPS[0])
-            .and_then(|pending| into_vec(pending.wait()?));
-        let sums = fold(OPS[0], rows(whole), value).map(make);
-        same(
-            "reduce_scatter of parts",
-            parts,
-            sums.skip(start).take(lengths[rank]).collect(),
-        );
-        same(
-            "all_gather of parts",
-            group.all_gather_parts_vec(row(rank, lengths[rank], make), lengths.clone()),
-            (0..n)
-                .flat_map(|rank| row(rank, lengths[rank], make))
-                .collect(),
-        );
+        parts_of(group, len, make, value);
         let root = n / 2;
         same(
+            group,
             "broadcast",
             group.broadcast_vec(row(rank, len, make), root),
             row(root, len, make),
@@ -106,18 +69,92 @@ fn collectives_of<T: Element + PartialEq>(
             Vec::new()
         };
         same(
+            group,
             "gather",
             group.gather_vec(row(rank, len, make), root),
             joined,
         );
         let columns = rows(len * n).flat_map(|row| row.into_iter().skip(rank * len).take(len));
         same(
+            group,
             "all_to_all",
             group.all_to_all_vec(row(rank, len * n, make)),
-            columns.collect(),
+            columns,
         );
         group.barrier().expect("all ranks come to the barrier");
     }
+}
+
+/// Sums, maxima and minima of whole buffers.
+fn reductions_of<T: Element + PartialEq>(
+    group: &Group,
+    len: usize,
+    make: impl Fn(f64) -> T + Copy,
+    value: impl Fn(T) -> f64 + Copy,
+) {
+    let (n, rank) = (group.world_size(), group.rank());
+    let rows = |len: usize| (0..n).map(move |rank| row(rank, len, make));
+    for op in OPS {
+        same(
+            group,
+            "all_reduce",
+            group.all_reduce_vec(row(rank, len, make), op),
+            fold(op, rows(len), value).map(make),
+        );
+        let whole = fold(op, rows(len * n), value).map(make);
+        same(
+            group,
+            "reduce_scatter",
+            group.reduce_scatter_vec(row(rank, len * n, make), op),
+            whole.skip(rank * len).take(len),
+        );
+    }
+}
+
+/// Members get or bring 0, 1, 2, .. times as much as the first of two of them.
+fn parts_of<T: Element + PartialEq>(
+    group: &Group,
+    len: usize,
+    make: impl Fn(f64) -> T + Copy,
+    value: impl Fn(T) -> f64 + Copy,
+) {
+    let (n, rank) = (group.world_size(), group.rank());
+    let lengths: Vec<usize> = (0..n).map(|rank| rank * len).collect();
+    let (start, whole): (usize, usize) = (lengths[..rank].iter().sum(), lengths.iter().sum());
+    let parts = group
+        .start_reduce_scatter_parts(Box::new(row(rank, whole, make)), lengths.clone(), OPS[0])
+        .and_then(|pending| into_vec(pending.wait()?));
+    let rows = (0..n).map(|rank| row(rank, whole, make));
+    let sums = fold(OPS[0], rows, value).map(make);
+    same(
+        group,
+        "reduce_scatter of parts",
+        parts,
+        sums.skip(start).take(lengths[rank]),
+    );
+    same(
+        group,
+        "all_gather of parts",
+        group.all_gather_parts_vec(row(rank, lengths[rank], make), lengths.clone()),
+        (0..n).flat_map(|rank| row(rank, lengths[rank], make)),
+    );
+}
+
+fn same<T: Element + PartialEq>(
+    group: &Group,
+    what: &str,
+    actual: crate::Result<Vec<T>>,
+    expected: impl IntoIterator<Item = T>,
+) {
+    let expected: Vec<_> = expected.into_iter().collect();
+    let (n, rank) = (group.world_size(), group.rank());
+    let actual = actual.unwrap_or_else(|error| panic!("{what}: {error}"));
+    assert!(
+        actual == expected,
+        "{what} of {} {} over {n} ranks is wrong on rank {rank}",
+        expected.len(),
+        T::DTYPE
+    );
 }
 
 fn fold<T>(

@@ -10,8 +10,8 @@ use super::super::gemm::{Write, gemm_inline};
 use super::super::simd::{dot, vectorize};
 use super::forward::finite_or_zero;
 use super::{
-    AttentionDropout, AttentionSpec, Float, KEYS, Mask, MatMut, MatRef, QUERIES, Strided, clip,
-    padded, per_head,
+    AttentionDropout, AttentionShape, AttentionSpec, Float, KEYS, Mask, MatMut, MatRef, QUERIES,
+    Strided, clip, padded, per_head,
 };
 use crate::kernels::Threads;
 
@@ -50,26 +50,8 @@ pub fn attention_grad<T: Float>(
     lse: &[T],
     grads: AttentionGrads<'_, T>,
 ) {
-    let shape = spec.shape;
-    shape.check();
-    let AttentionGrads { dq, dk, dv, dbias } = grads;
-    let expected = [
-        (shape.batch * shape.q_len, shape.q_width()),
-        (shape.batch * shape.k_len, shape.kv_width()),
-        (shape.batch * shape.k_len, shape.kv_width()),
-    ];
-    let found = [&dq, &dk, &dv].map(|grad| (grad.rows(), grad.cols()));
-    assert_eq!(
-        found, expected,
-        "gradients have the shapes of their tensors"
-    );
-    assert_eq!(
-        lse.len(),
-        shape.batch * shape.q_heads * shape.q_len,
-        "one sum per query and head"
-    );
+    check(spec.shape, lse, &grads);
     let dropout = spec.mask_draw();
-    let group_width = shape.q_heads / shape.kv_heads * shape.head_dim;
     let inputs = Inputs {
         spec,
         dropout: dropout.as_ref(),
@@ -80,46 +62,85 @@ pub fn attention_grad<T: Float>(
         dout,
         lse,
     };
+    let AttentionGrads { dq, dk, dv, dbias } = grads;
+    let heads = kv_heads(spec.shape, [dq, dk, dv]);
+    match dbias.filter(|dbias| !dbias.is_empty()) {
+        None => threads.for_each(heads, |head| {
+            Scratch::with(threads, |scratch| head.compute(&inputs, &mut [], scratch));
+        }),
+        Some(dbias) => {
+            dbias.fill(T::ZERO);
+            threads.for_each(by_bias(spec.shape, heads, dbias), |(samples, dbias)| {
+                Scratch::with(threads, |scratch| {
+                    for head in samples {
+                        head.compute(&inputs, dbias, scratch);
+                    }
+                });
+            });
+        }
+    }
+}
+
+/// Panics where the outputs do not have the shapes of the tensors.
+fn check<T: Float>(shape: AttentionShape, lse: &[T], grads: &AttentionGrads<'_, T>) {
+    shape.check();
+    let expected = [
+        (shape.batch * shape.q_len, shape.q_width()),
+        (shape.batch * shape.k_len, shape.kv_width()),
+        (shape.batch * shape.k_len, shape.kv_width()),
+    ];
+    let found = [&grads.dq, &grads.dk, &grads.dv].map(|grad| (grad.rows(), grad.cols()));
+    assert_eq!(
+        found, expected,
+        "gradients have the shapes of their tensors"
+    );
+    assert_eq!(
+        lse.len(),
+        shape.batch * shape.q_heads * shape.q_len,
+        "one sum per query and head"
+    );
+    if let Some(dbias) = &grads.dbias {
+        assert_eq!(
+            dbias.len(),
+            shape.q_heads * shape.q_len * shape.k_len,
+            "one gradient per head, query and key"
+        );
+    }
+}
+
+/// The key-value heads of all samples, each with its part of the gradients.
+fn kv_heads<T: Float>(
+    shape: AttentionShape,
+    [dq, dk, dv]: [MatMut<'_, T>; 3],
+) -> impl Iterator<Item = KvHead<'_, T>> {
+    let group_width = shape.q_heads / shape.kv_heads * shape.head_dim;
     // Without queries (or keys), `dq` (or `dk` and `dv`) has no blocks.
     let mut dq = per_head(dq, shape.q_len, group_width);
     let mut dk = per_head(dk, shape.k_len, shape.head_dim);
     let mut dv = per_head(dv, shape.k_len, shape.head_dim);
-    let items = (0..shape.batch * shape.kv_heads).map(|i| KvHead {
+    (0..shape.batch * shape.kv_heads).map(move |i| KvHead {
         batch: i / shape.kv_heads,
         index: i % shape.kv_heads,
         dq: dq.next(),
         dkv: dk.next().zip(dv.next()),
-    });
-    let scores = shape.q_len * shape.k_len;
-    if let Some(dbias) = &dbias {
-        assert_eq!(
-            dbias.len(),
-            shape.q_heads * scores,
-            "one gradient per head, query and key"
-        );
-    }
-    let Some(dbias) = dbias.filter(|dbias| !dbias.is_empty()) else {
-        threads.for_each(items, |head| {
-            Scratch::with(threads, |scratch| head.compute(&inputs, &mut [], scratch));
-        });
-        return;
-    };
-    dbias.fill(T::ZERO);
-    // All samples of a key-value head, with the bias gradients of its query heads.
-    let mut heads: Vec<(Vec<KvHead<'_, T>>, &mut [T])> = dbias
-        .chunks_mut(shape.q_heads / shape.kv_heads * scores)
+    })
+}
+
+/// For each key-value head all samples, with the bias gradients of its query heads.
+fn by_bias<'a, T>(
+    shape: AttentionShape,
+    heads: impl Iterator<Item = KvHead<'a, T>>,
+    dbias: &'a mut [T],
+) -> Vec<(Vec<KvHead<'a, T>>, &'a mut [T])> {
+    let elements = shape.q_heads / shape.kv_heads * shape.q_len * shape.k_len;
+    let mut samples: Vec<_> = dbias
+        .chunks_mut(elements)
         .map(|dbias| (Vec::with_capacity(shape.batch), dbias))
         .collect();
-    for item in items {
-        heads[item.index].0.push(item);
+    for head in heads {
+        samples[head.index].0.push(head);
     }
-    threads.for_each(heads, |(samples, dbias)| {
-        Scratch::with(threads, |scratch| {
-            for head in samples {
-                head.compute(&inputs, dbias, scratch);
-            }
-        });
-    });
+    samples
 }
 
 /// Inputs that all heads read.

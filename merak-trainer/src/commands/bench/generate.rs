@@ -4,7 +4,7 @@ use clap::Args as ClapArgs;
 use merak_ckpt::GenerateOptions;
 use merak_trace::{Param, models::Model};
 use merak_trainer::{
-    CheckedArguments, Config, MerakTrainer, Plan, Result, TrainerParts, Workload,
+    CheckedArguments, Config, MerakTrainer, Plan, PlanInputs, Result, TrainerParts, Workload,
     metrics::peak_resident_bytes, run_world,
 };
 use serde_json::{Value, json};
@@ -85,14 +85,15 @@ impl Generate {
         length: usize,
         args: &CheckedArguments,
     ) -> Result<Value, super::super::Failure> {
-        let plan = Arc::new(Plan::new(model.into(), args)?.frozen());
+        let inputs = PlanInputs::read(model.into(), args)?;
+        let plan = Arc::new(Plan::new(&inputs, args)?.frozen());
         let positions = self.batch.saturating_mul(length);
         plan.check_memory(args, &[Workload::Generation { positions }])?;
         let prompts: Vec<Vec<u32>> = (0..self.batch)
             .map(|row| (0..self.prompt).map(|at| self.token(row, at)).collect())
             .collect();
         let times = run_world(args, |member| {
-            let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
+            let mpu = merak_mpu::Mpu::new(member, plan.draft.degrees)?;
             let parts = TrainerParts::default();
             let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, args, parts)?;
             self.timed(&mut trainer, &prompts, 2)?;

@@ -6,8 +6,8 @@ use merak_mpu::Mpu;
 use merak_pipe::{Costs, ScheduleKind, Timeline, simulate_on};
 use merak_trace::models::{self, Model};
 use merak_trainer::{
-    CheckedArguments, Config, CostModel, MerakTrainer, Plan, Prediction, Result, StageTimes,
-    StepRecord, TrainerParts, Workload, data::Dataset, run_world,
+    CheckedArguments, Config, CostModel, MerakTrainer, Plan, PlanInputs, Prediction, Result,
+    StageTimes, StepRecord, TrainerParts, Workload, data::Dataset, run_world,
 };
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Instant};
@@ -157,9 +157,10 @@ impl Pipeline {
         found: &mut Found,
     ) -> Result<(), Failure> {
         // The memory is looked at first, as a measurement needs some too.
-        Plan::new(Arc::clone(model), args)?.check_memory(args, &[Workload::Training])?;
-        let costs = CostModel::of(model, args, None)?;
-        let plan = Arc::new(Plan::with_costs(Arc::clone(model), args, &costs)?);
+        let inputs = PlanInputs::read(Arc::clone(model), args)?;
+        Plan::new(&inputs, args)?.check_memory(args, &[Workload::Training])?;
+        let costs = CostModel::of(&inputs, args, None)?;
+        let plan = Arc::new(Plan::with_costs(&inputs, args, &costs)?);
         let prediction = plan.predict(args, &costs)?;
         let ranks = self.records(&plan, args)?;
         let cores = prediction
@@ -194,7 +195,7 @@ impl Pipeline {
         });
         let epoch = Instant::now();
         run_world(args, |member| {
-            let mpu = Mpu::new(member, plan.degrees)?;
+            let mpu = Mpu::new(member, plan.draft.degrees)?;
             let parts = TrainerParts {
                 train_data: Some(Arc::clone(&data)),
                 epoch: Some(epoch),

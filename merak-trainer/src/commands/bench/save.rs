@@ -3,8 +3,8 @@
 use clap::Args as ClapArgs;
 use merak_trace::models::Model;
 use merak_trainer::{
-    CheckedArguments, Config, MerakTrainer, Plan, Result, TrainerParts, Workload, data::Dataset,
-    run_world,
+    CheckedArguments, Config, MerakTrainer, Plan, PlanInputs, Result, TrainerParts, Workload,
+    data::Dataset, run_world,
 };
 use serde_json::{Value, json};
 use std::{
@@ -68,7 +68,7 @@ impl Save {
         model: Box<dyn Model>,
         args: &CheckedArguments,
     ) -> Result<Value, super::super::Failure> {
-        let plan = Arc::new(Plan::new(model.into(), args)?);
+        let plan = Arc::new(Plan::new(&PlanInputs::read(model.into(), args)?, args)?);
         plan.check_memory(args, &[Workload::Training])?;
         let data: Arc<dyn Dataset> = Arc::new(MadeUp {
             samples: 64 * self.dp,
@@ -76,7 +76,7 @@ impl Save {
             vocab: self.shape.vocab,
         });
         let rounds = run_world(args, |member| {
-            let mpu = merak_mpu::Mpu::new(member, plan.degrees)?;
+            let mpu = merak_mpu::Mpu::new(member, plan.draft.degrees)?;
             let parts = TrainerParts {
                 train_data: Some(Arc::clone(&data)),
                 ..TrainerParts::default()

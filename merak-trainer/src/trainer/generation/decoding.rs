@@ -114,7 +114,7 @@ impl<'a> Generation<'a> {
             }
             self.visit(&visit, group, &decoding)?;
         }
-        self.trainer.timeline = self.spans;
+        self.trainer.records.timeline = self.spans;
         Ok(decoding.finish())
     }
 
@@ -213,7 +213,12 @@ impl<'a> Generation<'a> {
 
     /// The length by which positions of a sequence are scaled.
     fn context(&self, positions: usize) -> usize {
-        self.trainer.stages.plan.model.scaling_length(positions)
+        self.trainer
+            .stages
+            .plan
+            .draft
+            .model
+            .scaling_length(positions)
     }
 
     /// Forgets the keys of a sequence when its next positions are scaled in another way, or without
@@ -233,7 +238,14 @@ impl<'a> Generation<'a> {
     /// How many rows pass together: those whose next positions fit into one sequence of the model
     /// and are scaled alike.
     fn fitting(&self, rows: &[Row<'_>]) -> usize {
-        let limit = self.trainer.stages.plan.info.max_seq.min(MAX_POSITIONS);
+        let limit = self
+            .trainer
+            .stages
+            .plan
+            .draft
+            .info
+            .max_seq
+            .min(MAX_POSITIONS);
         let context = |row: &Row<'_>| self.context(row.tokens.len());
         let mut positions = 0;
         let fits = |row: &&Row<'_>| {

@@ -157,7 +157,7 @@ fn other_commands_check_their_arguments() {
     assert_snapshot!(place.mistake("trace model.json --num_layers 2 --stage x"), @r#"error: --stage expects a number, found "x""#);
     assert_snapshot!(place.mistake("trace model.json --num_layer 2"), @r#"error: unknown key "num_layer" (command line --num_layer); did you mean "num_layers"?"#);
     assert_snapshot!(place.mistake("schedule 1f1b -p 0 -m 4"), @"error: a schedule has 1 to 16777216 ranks, found 0");
-    assert_snapshot!(place.mistake("schedule shifted_critical_path -p 4 -m 3"), @"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 4 and 4), got 3");
+    assert_snapshot!(place.mistake("schedule shifted_critical_path -p 4 -m 3"), @"error: shifted_critical_path needs at least 4 microbatches (max of pp 4 and 4), found 3");
     assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=x"), @r#"error: expected costs such as F=1,I=1,W=1,R=1,C=0,O=1, found "F=x""#);
     assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=1,F=2"), @"error: the cost F is given twice");
     assert_snapshot!(place.mistake("schedule --check nowhere.csv -p 2 -m 4"), @"error: cannot read nowhere.csv: No such file or directory (os error 2)");
@@ -417,15 +417,6 @@ fn what_does_not_fit_names_the_key_the_place_and_the_file() {
         let reason = "which every adapter has as the name of a part: choose another";
         assert!(message.contains(reason), "{message}");
     }
-    let wsd = |kwargs: &str| {
-        train(&format!(
-            "--lr_scheduler_type wsd --lr_scheduler_kwargs {kwargs}"
-        ))
-    };
-    assert_snapshot!(wsd("{\"num_decay_steps\":99}"), @r#"error: `num_decay_steps` is 99, expected at most the 5 steps of the run ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
-    assert_snapshot!(wsd("{\"num_decay_step\":9}"), @r#"error: "lr_scheduler_kwargs" expects num_cycles, power, lr_end, timescale, num_decay_steps, min_lr_ratio or decay_type, found "{"num_decay_step":9}" (command line --lr_scheduler_kwargs); did you mean "num_decay_steps"?"#);
-    assert_snapshot!(wsd("{\"decay_type\":\"lineal\"}"), @r#"error: "lr_scheduler_kwargs" expects cosine, linear or 1-sqrt, found "{"decay_type":"lineal"}" (command line --lr_scheduler_kwargs); did you mean "linear"?"#);
-    assert_snapshot!(wsd("{\"power\":9}"), @r#"error: `lr_scheduler_kwargs` has `power`, but the wsd schedule takes `num_decay_steps`, `min_lr_ratio` and `decay_type` ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
     assert_snapshot!(train("--split_method layer_split --custom_split_points transformer.h.9"), @r#"error: split point "transformer.h.9" matches no module or parameter; the nearest is "transformer.h.0" ("custom_split_points", command line --custom_split_points)"#);
     assert_snapshot!(train("--tp 1000000000000 --pp 2"), @r#"error: "tp" is 1000000000000 (command line --tp), but must be so small that "dp" x "tp" x "pp", the ranks, is at most 4294967295"#);
     assert_snapshot!(train("--gradient_accumulation_steps 9000000000000000000 --dp 2"), @r#"error: "gradient_accumulation_steps" is 9000000000000000000 (command line --gradient_accumulation_steps), but must be so small that the samples of a step, microbatch x microbatches x "dp", can be counted"#);
@@ -450,6 +441,21 @@ fn what_does_not_fit_names_the_key_the_place_and_the_file() {
             "{message}"
         );
     }
+}
+
+#[test]
+fn parameters_of_the_learning_rate_are_named_with_their_key() {
+    let place = Workplace::new();
+    let train = |keys: &str| place.mistake(&format!("train merak.toml --dry-run {keys}"));
+    let wsd = |kwargs: &str| {
+        train(&format!(
+            "--lr_scheduler_type wsd --lr_scheduler_kwargs {kwargs}"
+        ))
+    };
+    assert_snapshot!(wsd("{\"num_decay_steps\":99}"), @r#"error: `num_decay_steps` is 99, expected at most the 5 steps of the run ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
+    assert_snapshot!(wsd("{\"num_decay_step\":9}"), @r#"error: "lr_scheduler_kwargs" expects num_cycles, power, lr_end, timescale, num_decay_steps, min_lr_ratio or decay_type, found "{"num_decay_step":9}" (command line --lr_scheduler_kwargs); did you mean "num_decay_steps"?"#);
+    assert_snapshot!(wsd("{\"decay_type\":\"lineal\"}"), @r#"error: "lr_scheduler_kwargs" expects cosine, linear or 1-sqrt, found "{"decay_type":"lineal"}" (command line --lr_scheduler_kwargs); did you mean "linear"?"#);
+    assert_snapshot!(wsd("{\"power\":9}"), @r#"error: the wsd schedule takes `num_decay_steps`, `min_lr_ratio` and `decay_type`, found `power` ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
 }
 
 #[test]

@@ -303,23 +303,7 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     let ended = settings::answered(&place, options, "every\n");
     assert_eq!(ended.stdout, format!("{text}\n"), "{}", ended.stderr);
     let saved = Checkpoint::open(place.path("tuned")).expect("it opens");
-    // An unrelated hidden folder is kept, and the folder that a crash has left aside comes back.
-    place.write(".old-extracted/mine", "");
-    place.write(".merak-old-extracted/notes", "");
-    replace_lora(&saved, place.path("extracted")).expect("it has an adapter");
-    for kept in [".old-extracted/mine", "extracted/notes"] {
-        assert!(place.path(kept).exists(), "{kept}");
-    }
-    fs::remove_dir_all(place.path("extracted")).expect("it was written");
-    extract_lora(&saved, place.path("extracted")).expect("it has an adapter");
-    let extracted = super::files(&place.path("extracted"));
-    assert_eq!(extracted, super::files(&place.path("tuned/adapter")));
-    let names: Vec<_> = extracted.iter().map(|(name, _)| name.as_str()).collect();
-    assert_eq!(names, ["adapter_config.json", "adapter_model.safetensors"]);
-    let config: Value = serde_json::from_slice(&extracted[0].1).expect("it is JSON");
-    assert_eq!(config["fan_in_fan_out"], true);
-    let base = config["base_model_name_or_path"].as_str().expect("a path");
-    assert_eq!(Path::new(base).file_name(), Some("hf".as_ref()));
+    let config = assert_extracted(&place, &saved);
     let plan = place.succeed("train hf.toml --lora_config lora.json --dry-run");
     let model = plan.lines().next().expect("the model comes first");
     let numbers: Vec<usize> = model
@@ -331,19 +315,7 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
         "{model}"
     );
     assert!(numbers[1] * 10 < numbers[0], "{model}");
-    // As a Hugging Face folder, the model has the adapter in its weights and no trace of it
-    // besides.
-    export_hf(&saved, place.path("whole"), &ExportOptions::default()).expect("it merges");
-    let open = |folder: &str| HfFolder::open(place.path(folder)).expect("it opens");
-    let names = |folder: &str| {
-        let tensors = open(folder).tensors().to_vec();
-        tensors
-            .into_iter()
-            .map(|tensor| tensor.name)
-            .collect::<Vec<_>>()
-    };
-    assert_eq!(names("whole"), names("hf"));
-    assert!(!place.path("whole/adapter_config.json").exists());
+    assert_folded(&place, &saved);
     assert_eq!(own, place.document(&format!("generate whole {line}")));
     // Resumed, it goes on; under another name it is another adapter.
     place.succeed("train hf.toml --lora_config lora.json --max_steps 7 --resume auto");
@@ -356,7 +328,48 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
     }
     insta::assert_snapshot!(place.mistake("train hf.toml --lora_config lora.json --adapter_name a.b"), @r#"error: the adapter's name is "a.b", expected 1 to 100 letters, digits, `-` and `_` ("adapter_name", command line --adapter_name)"#);
     insta::assert_snapshot!(place.mistake("train hf.toml --lora_config nowhere.json"), @r#"error: cannot read nowhere.json: the file is missing ("lora_config", command line --lora_config)"#);
-    // A run that goes on keeps the weights of its base, and so the name.
+    assert_base_is_kept(&place, &config);
+}
+
+/// The adapter of a checkpoint is that of the run's folder. Returns its description.
+fn assert_extracted(place: &Workplace, saved: &Checkpoint) -> Value {
+    // An unrelated hidden folder is kept, and the folder that a crash has left aside comes back.
+    place.write(".old-extracted/mine", "");
+    place.write(".merak-old-extracted/notes", "");
+    replace_lora(saved, place.path("extracted")).expect("it has an adapter");
+    for kept in [".old-extracted/mine", "extracted/notes"] {
+        assert!(place.path(kept).exists(), "{kept}");
+    }
+    fs::remove_dir_all(place.path("extracted")).expect("it was written");
+    extract_lora(saved, place.path("extracted")).expect("it has an adapter");
+    let extracted = super::files(&place.path("extracted"));
+    assert_eq!(extracted, super::files(&place.path("tuned/adapter")));
+    let names: Vec<_> = extracted.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["adapter_config.json", "adapter_model.safetensors"]);
+    let config: Value = serde_json::from_slice(&extracted[0].1).expect("it is JSON");
+    assert_eq!(config["fan_in_fan_out"], true);
+    let base = config["base_model_name_or_path"].as_str().expect("a path");
+    assert_eq!(Path::new(base).file_name(), Some("hf".as_ref()));
+    config
+}
+
+/// As a Hugging Face folder, the model has the adapter in its weights and no trace of it besides.
+fn assert_folded(place: &Workplace, saved: &Checkpoint) {
+    export_hf(saved, place.path("whole"), &ExportOptions::default()).expect("it merges");
+    let open = |folder: &str| HfFolder::open(place.path(folder)).expect("it opens");
+    let names = |folder: &str| {
+        let tensors = open(folder).tensors().to_vec();
+        tensors
+            .into_iter()
+            .map(|tensor| tensor.name)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(names("whole"), names("hf"));
+    assert!(!place.path("whole/adapter_config.json").exists());
+}
+
+/// A run that goes on keeps the weights of its base, and so the name.
+fn assert_base_is_kept(place: &Workplace, config: &Value) {
     fs::create_dir(place.path("elsewhere")).expect("a folder");
     for (name, content) in super::files(&place.path("hf")) {
         fs::write(place.path("elsewhere").join(name), content).expect("a copy");

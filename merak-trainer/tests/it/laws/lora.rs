@@ -215,6 +215,20 @@ fn a_resumed_adapter_goes_on_where_it_stood() {
     );
 }
 
+/// A checkpoint has the trained parameters in files of its own, and refers to a base for the others.
+fn assert_stands_on_base(saved: &Checkpoint, trained: &[String], all: usize) {
+    let tensors = saved.manifest().tensors_of(&Kind::Parameter);
+    let (own, shared): (Vec<_>, Vec<_>) =
+        tensors.partition(|tensor| trained.contains(&tensor.name));
+    let counts = (own.len(), shared.len());
+    assert_eq!(counts, (trained.len(), all - trained.len()));
+    let is_in_base = |file: &str| file.starts_with("../base-00001/");
+    let mut own = own.iter().flat_map(|tensor| &tensor.slices);
+    assert!(own.all(|slice| !is_in_base(&slice.file)));
+    let mut shared = shared.iter().flat_map(|tensor| &tensor.slices);
+    assert!(shared.all(|slice| is_in_base(&slice.file)));
+}
+
 #[test]
 fn checkpoints_of_an_adapter_keep_what_is_not_trained_once() {
     let folder = tempfile::tempdir().unwrap();
@@ -249,26 +263,7 @@ fn checkpoints_of_an_adapter_keep_what_is_not_trained_once() {
     assert_eq!(base.manifest().tensors.len(), all - trained.len());
     for step in 2..=4 {
         let saved = Checkpoint::open(store.path_of(step)).unwrap();
-        let (own, shared): (Vec<_>, Vec<_>) = saved
-            .manifest()
-            .tensors_of(&Kind::Parameter)
-            .partition(|tensor| trained.contains(&tensor.name));
-        assert_eq!(
-            (own.len(), shared.len()),
-            (trained.len(), all - trained.len())
-        );
-        let is_in_base = |file: &str| file.starts_with("../base-00001/");
-        assert!(
-            own.iter()
-                .flat_map(|tensor| &tensor.slices)
-                .all(|slice| !is_in_base(&slice.file))
-        );
-        assert!(
-            shared
-                .iter()
-                .flat_map(|tensor| &tensor.slices)
-                .all(|slice| is_in_base(&slice.file))
-        );
+        assert_stands_on_base(&saved, &trained, all);
     }
 
     // Other weights below the same adapter do not stand on this base.
@@ -434,7 +429,13 @@ fn what_is_saved_whole_has_no_factors_and_is_what_peft_finds() {
     let mut expected: Vec<_> = layers.chain(["model.norm.weight".to_owned()]).collect();
     expected.sort();
     assert_eq!(trained, expected);
-    let config = plan.lora.as_ref().expect("there is one").config.to_json();
+    let config = plan
+        .draft
+        .lora
+        .as_ref()
+        .expect("there is one")
+        .config
+        .to_json();
     assert_eq!(config["modules_to_save"], lora["modules_to_save"]);
 }
 
@@ -594,8 +595,7 @@ fn targets_that_no_layer_has_are_told() {
     }));
     let refusal_of = |case: &Case, config: Value| {
         let case = case.clone().with_lora(folder.path(), &config);
-        let model = merak_trace::models::from_config(&case.model).unwrap();
-        let error = merak_trainer::Plan::new(model.into(), &case.arguments()).unwrap_err();
+        let error = case.try_plan().unwrap_err();
         let place = folder.path().display().to_string();
         merak_trainer::chain(&error).replace(&place, "FOLDER")
     };

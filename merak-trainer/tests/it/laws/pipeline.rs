@@ -1,7 +1,7 @@
 //! L1: schedule, cut, recomputation and compute threads change no bit.
 
 use merak_pipe::{Action, Kind};
-use merak_trainer::{Error, NamedTensors, Plan};
+use merak_trainer::{Error, NamedTensors};
 
 use crate::support::{Case, Run, assert_same_bits};
 
@@ -304,8 +304,7 @@ fn within(case: &Case, budget: usize) -> Result<Case, usize> {
         .clone()
         .with("recompute", "budget")
         .with("activation_memory_budget", budget);
-    let model = merak_trace::models::from_config(&case.model).expect("a legal model");
-    match Plan::new(model.into(), &case.arguments()) {
+    match case.try_plan() {
         Err(Error::ActivationBudget { least, .. }) => Err(least),
         _ => Ok(case),
     }

@@ -117,22 +117,10 @@ fn check(name: &str) {
     gaps.extend(loss_gaps(name, &case, &golden.losses));
     assert!(gaps.is_empty(), "{}", gaps.join("\n"));
 
-    // The file that peft would have saved.
     let adapter = folder.path().join("adapter");
     let checkpoint = Checkpoint::open(&start).expect("it was just written");
     extract_lora(&checkpoint, &adapter).expect("it has an adapter");
-    let bytes = fs::read(adapter.join("adapter_model.safetensors")).expect("it was written");
-    let file = safetensors::SafeTensors::deserialize(&bytes).expect("it is sound");
-    let saved = file.tensors().into_iter();
-    let saved: BTreeMap<_, _> = saved
-        .map(|(name, view)| (name, view.shape().to_vec()))
-        .collect();
-    // peft saves the biases of a module that it trains whole twice more.
-    let is_copy =
-        |name: &str| name.contains(".modules_to_save.") || name.contains(".original_module.");
-    let mut expected = golden.saved.clone();
-    expected.retain(|name, _| !is_copy(name));
-    assert_eq!(saved, expected);
+    assert_saved_as_by_peft(&adapter, &golden);
 
     // Beside the layers, merged into them, and without.
     let hf = folder.path().join("hf");
@@ -151,28 +139,48 @@ fn check(name: &str) {
         assert_eq!(tokens(&case, &golden.prompts, None), golden.tokens);
         let merged = tokens(&plain, &golden.prompts, Some(&adapter));
         assert_eq!(merged, golden.tokens, "merged");
-        // One after the other, in one process.
-        let mut switched = plain.on_ranks(|trainer| {
-            let adapters = [None, Some(&adapter), None, Some(&adapter)].into_iter();
-            let tokens = adapters.map(|adapter| {
-                trainer.set_adapter(adapter)?;
-                let completions = trainer.generate(&golden.prompts, &greedy())?.into_iter();
-                let ids: Vec<_> = completions.map(|completion| completion.ids).collect();
-                Ok((ids, trainer.parameters()))
-            });
-            tokens.collect::<merak_trainer::Result<Vec<_>>>()
+        assert_switches(&plain, &golden, &adapter);
+    }
+}
+
+/// The file that peft would have saved.
+fn assert_saved_as_by_peft(adapter: &Path, golden: &LoraGolden) {
+    let bytes = fs::read(adapter.join("adapter_model.safetensors")).expect("it was written");
+    let file = safetensors::SafeTensors::deserialize(&bytes).expect("it is sound");
+    let saved = file.tensors().into_iter();
+    let saved: BTreeMap<_, _> = saved
+        .map(|(name, view)| (name, view.shape().to_vec()))
+        .collect();
+    // peft saves the biases of a module that it trains whole twice more.
+    let is_copy =
+        |name: &str| name.contains(".modules_to_save.") || name.contains(".original_module.");
+    let mut expected = golden.saved.clone();
+    expected.retain(|name, _| !is_copy(name));
+    assert_eq!(saved, expected);
+}
+
+/// Adapters are merged and removed one after the other, in one process.
+fn assert_switches(plain: &Case, golden: &LoraGolden, adapter: &Adapter) {
+    let mut switched = plain.on_ranks(|trainer| {
+        let adapters = [None, Some(adapter), None, Some(adapter)].into_iter();
+        let tokens = adapters.map(|adapter| {
+            trainer.set_adapter(adapter)?;
+            let completions = trainer.generate(&golden.prompts, &greedy())?.into_iter();
+            let ids: Vec<_> = completions.map(|completion| completion.ids).collect();
+            Ok((ids, trainer.parameters()))
         });
-        let switched = switched.swap_remove(0);
-        for (turn, (tokens, parameters)) in switched.iter().enumerate() {
-            let (is_adapted, first) = (turn % 2 == 1, turn % 2);
-            let expected = if is_adapted {
-                &golden.tokens
-            } else {
-                &golden.tokens_without
-            };
-            assert_eq!(tokens, expected, "turn {turn}");
-            assert_eq!(*parameters, switched[first].1, "the same bits again");
-        }
+        tokens.collect::<merak_trainer::Result<Vec<_>>>()
+    });
+    let switched = switched.swap_remove(0);
+    for (turn, (tokens, parameters)) in switched.iter().enumerate() {
+        let (is_adapted, first) = (turn % 2 == 1, turn % 2);
+        let expected = if is_adapted {
+            &golden.tokens
+        } else {
+            &golden.tokens_without
+        };
+        assert_eq!(tokens, expected, "turn {turn}");
+        assert_eq!(*parameters, switched[first].1, "the same bits again");
     }
 }
 

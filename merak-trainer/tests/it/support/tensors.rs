@@ -40,7 +40,7 @@ pub(super) fn whole<'a>(
                 .or_insert_with(|| vec![0.0; param.full.numel()]);
             for piece in param
                 .placement
-                .local_boxes(&param.full, place.tp, plan.degrees.tp)
+                .local_boxes(&param.full, place.tp, plan.draft.degrees.tp)
             {
                 let local = box_rows(
                     &param.local.shape,

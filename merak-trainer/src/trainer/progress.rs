@@ -1,0 +1,113 @@
+//! How far a run has come, and what its last steps ran.
+
+use super::course::Course;
+use crate::{
+    Error, Result,
+    data::{DataPosition, TrainingOrder},
+};
+use merak_pipe::Span;
+use std::{collections::VecDeque, time::Duration};
+
+/// A run's course, and the steps that are done of it.
+#[derive(Debug)]
+pub(super) struct RunProgress {
+    pub(super) course: Course,
+    /// Optimizer steps done, skipped ones included.
+    pub(super) global_step: usize,
+    /// Tokens of the global batches of these steps, each at its own size.
+    pub(super) tokens: u64,
+}
+
+impl RunProgress {
+    /// The start of a run.
+    pub(super) fn new(course: Course) -> Self {
+        Self {
+            course,
+            global_step: 0,
+            tokens: 0,
+        }
+    }
+
+    /// Counts a step.
+    pub(super) fn advance(&mut self, tokens: u64) {
+        self.global_step += 1;
+        self.tokens += tokens;
+    }
+
+    /// Whether all steps are done.
+    pub(super) fn is_done(&self) -> bool {
+        self.global_step >= self.course.total_steps
+    }
+
+    /// The order of training; an error without training data.
+    pub(super) fn order(&self) -> Result<&TrainingOrder> {
+        self.course.order.as_ref().ok_or(Error::MissingKey {
+            key: "data.path",
+            advice: "training needs data".to_owned(),
+        })
+    }
+
+    /// How far the run has come in its data.
+    pub(super) fn position(&self) -> DataPosition {
+        let order = self.course.order.as_ref();
+        order
+            .map(|order| order.position_after(self.global_step))
+            .unwrap_or_default()
+    }
+
+    /// Passes over the data, the last one as a fraction.
+    pub(super) fn epochs(&self) -> f64 {
+        let order = self.course.order.as_ref();
+        order.map_or(0.0, |order| order.epochs_after(self.global_step))
+    }
+
+    /// Whether the last step done was the last of a pass over the data.
+    pub(super) fn ends_epoch(&self) -> bool {
+        let order = self.course.order.as_ref();
+        order.is_some_and(|order| order.ends_epoch(self.global_step - 1))
+    }
+}
+
+/// What a rank ran in one step, and how long the step took, update included.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepRecord {
+    /// What ran when, in seconds since the start of the step, or since [`TrainerParts::epoch`].
+    ///
+    /// [`TrainerParts::epoch`]: crate::TrainerParts::epoch
+    pub spans: Vec<Span>,
+    /// The whole step.
+    pub time: Duration,
+}
+
+/// Steps whose records are kept.
+const KEPT: usize = 32;
+
+/// What a rank ran last, and in its last steps.
+#[derive(Debug, Default)]
+pub(super) struct Records {
+    /// The last step or generation.
+    pub(super) timeline: Vec<Span>,
+    steps: VecDeque<StepRecord>,
+    has_dropped_first: bool,
+}
+
+impl Records {
+    /// Keeps the timeline as that of a step. The first step is dropped once there is another.
+    pub(super) fn note(&mut self, time: Duration) {
+        let is_full = self.steps.len() == KEPT;
+        let only_has_first = self.steps.len() == 1 && !self.has_dropped_first;
+        if is_full || only_has_first {
+            self.steps.pop_front();
+            self.has_dropped_first = true;
+        }
+        self.steps.push_back(StepRecord {
+            spans: self.timeline.clone(),
+            time,
+        });
+    }
+
+    /// The last steps.
+    pub(super) fn steps(&self) -> impl ExactSizeIterator<Item = &StepRecord> {
+        self.steps.iter()
+    }
+}
