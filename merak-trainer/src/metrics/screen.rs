@@ -2,6 +2,7 @@
 
 use crate::Callback;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use merak_ckpt::cli::StandardError;
 use std::{
     io::{self, Write},
     time::Duration,
@@ -12,7 +13,8 @@ const TICK: Duration = Duration::from_millis(120);
 
 /// Standard error with bars at its end: text written to it stands above them. Clones share it.
 ///
-/// Where standard error is not a terminal, no bar is shown, and text is written unchanged.
+/// On a terminal text is folded to the columns. Where standard error is none, no bar is shown, and
+/// text is written unchanged.
 #[derive(Debug, Clone, Default)]
 pub struct Screen(MultiProgress);
 
@@ -61,12 +63,12 @@ impl Screen {
 impl Write for Screen {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         // All bytes at once, as bars would be drawn over a partial line.
-        self.above(|| io::stderr().write_all(bytes))?;
+        self.above(|| StandardError.write_all(bytes))?;
         Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        io::stderr().flush()
+        StandardError.flush()
     }
 }
 
