@@ -152,17 +152,15 @@ fn split_pair(pair: Option<String>) -> Result<(String, String)> {
             example: "--set tp=2".into(),
         });
     };
-    match pair.split_once('=') {
-        Some((key, value)) => Ok((key.to_owned(), value.to_owned())),
-        None => {
-            let example = match pair.split_once(':') {
-                Some((key, value)) => format!("--set {key}={value}"),
-                None => format!("--set {pair}=VALUE"),
-            };
-            let option = format!("--set {pair}");
-            Err(Error::MissingValue { option, example })
-        }
+    if let Some((key, value)) = pair.split_once('=') {
+        return Ok((key.to_owned(), value.to_owned()));
     }
+    let example = match pair.split_once(':') {
+        Some((key, value)) => format!("--set {key}={value}"),
+        None => format!("--set {pair}=VALUE"),
+    };
+    let option = format!("--set {pair}");
+    Err(Error::MissingValue { option, example })
 }
 
 /// Short names that keys have on the command line.

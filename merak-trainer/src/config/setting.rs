@@ -126,7 +126,8 @@ macro_rules! integer_setting {
 
             fn from_value(value: &Value) -> Result<Self, Refusal> {
                 let number = whole(value).and_then(|number| Self::try_from(number).ok());
-                let is_beyond = || value.as_f64().is_some_and(|number| number >= Self::MAX as f64);
+                // A value that is no number is less than every number.
+                let is_beyond = || value.as_f64() >= Self::MAX.to_value().as_f64();
                 number.ok_or_else(|| if is_beyond() { $beyond } else { Refusal::Type })
             }
 
