@@ -1,16 +1,21 @@
-//! What the commands `merak` and `merak-ckpt` have in common: how a line is read.
+//! What the commands `merak` and `merak-ckpt` have in common: how a line is read, and how messages
+//! reach the terminal.
 
-use crate::words::brief;
+use crate::words::{brief, folded, message, pasted_dash};
 use clap::{
     Command, CommandFactory, FromArgMatches,
     error::{ContextKind, ContextValue, Error, ErrorKind},
 };
 use signal_hook::{consts::SIGXFSZ, flag};
 use std::{
+    borrow::Cow,
+    env,
     error::Error as _,
     ffi::OsString,
-    io,
-    num::{IntErrorKind, ParseFloatError, ParseIntError},
+    io::{self, IsTerminal, Write},
+    num::{IntErrorKind, NonZeroUsize, ParseFloatError, ParseIntError},
+    os::fd::AsFd,
+    process::ExitCode,
     sync::Arc,
 };
 
@@ -34,6 +39,82 @@ pub fn parse<C: CommandFactory + FromArgMatches>(
         .map_err(|error| harmless(error.format(&mut command), &mut command, &words))
 }
 
+/// What is expected in place of a number that is too large to be read.
+const BEYOND: &str = "a whole number below 2^64";
+
+/// Reads the value of an option that counts what there is at least one of.
+///
+/// # Errors
+/// The numbers that are expected, for any other text.
+pub fn at_least_one(text: &str) -> Result<usize, String> {
+    let number = text.parse().map(NonZeroUsize::get);
+    number.map_err(|error: ParseIntError| {
+        let expected = match error.kind() {
+            IntErrorKind::PosOverflow => BEYOND,
+            _ => "a whole number of at least 1",
+        };
+        format!("expected {expected}")
+    })
+}
+
+/// Prints what [`parse`] returned in place of a command, and returns the exit status: 0 for a help
+/// text, 2 for an error.
+pub fn refused(error: &Error) -> ExitCode {
+    // As for every message, a reader that went away is no failure.
+    if !error.use_stderr() {
+        let _ = error.print();
+        return ExitCode::SUCCESS;
+    }
+    let text = error.render();
+    let text = if has_colours() {
+        text.ansi().to_string()
+    } else {
+        text.to_string()
+    };
+    let _ = StandardError.write_all(text.as_bytes());
+    ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
+}
+
+/// Standard error, for log lines and messages. On a terminal lines are folded to its columns; in
+/// files and pipes they stay whole.
+///
+/// A line is written by one call, as `write_all` does.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct StandardError;
+
+impl Write for StandardError {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let mut out = io::stderr();
+        let columns = columns_of(&out);
+        // A text without an end of line goes on: where its last line ends is not known.
+        let text = str::from_utf8(bytes)
+            .ok()
+            .filter(|text| text.ends_with('\n'));
+        let shown = match text.filter(|_| columns.is_some()) {
+            Some(text) => Cow::Owned(folded(text, columns).into_bytes()),
+            None => Cow::Borrowed(bytes),
+        };
+        out.write_all(&shown)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
+}
+
+/// Writes a message to standard error, with words that a terminal can show safely. A closed one is
+/// not an error.
+pub fn report(text: &str) {
+    let line = message(text) + "\n";
+    let _ = StandardError.write_all(line.as_bytes());
+}
+
+/// Whether what goes to standard error may have colours.
+pub fn has_colours() -> bool {
+    io::stderr().is_terminal() && env::var_os("NO_COLOR").is_none()
+}
+
 /// Adds the expected number to the error of an option with another value; leaves other errors as
 /// they are.
 fn expecting(error: Error, command: &mut Command) -> Error {
@@ -42,7 +123,7 @@ fn expecting(error: Error, command: &mut Command) -> Error {
         let float = float.map(|_| "a number such as 0.5");
         let integer = source.downcast_ref::<ParseIntError>();
         let integer = integer.map(|error| match error.kind() {
-            IntErrorKind::PosOverflow => "a whole number below 2^64",
+            IntErrorKind::PosOverflow => BEYOND,
             _ => "a whole number of at least 0",
         });
         float.or(integer)
@@ -77,7 +158,12 @@ fn no_text(words: &[OsString]) -> Option<String> {
 
 /// The columns of the terminal that standard output goes to, if it goes to one.
 pub fn columns() -> Option<usize> {
-    let (width, _) = terminal_size::terminal_size_of(io::stdout())?;
+    columns_of(&io::stdout())
+}
+
+/// The columns of a terminal.
+fn columns_of(output: &impl AsFd) -> Option<usize> {
+    let (width, _) = terminal_size::terminal_size_of(output)?;
     Some(usize::from(width.0))
 }
 
@@ -123,11 +209,22 @@ fn without_file(error: &Error, command: &Command, words: &[OsString]) -> Option<
     ))
 }
 
+/// The message about an option that was pasted with another dash.
+fn with_other_dash(error: &Error) -> Option<String> {
+    match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(word)) => pasted_dash(word),
+        _ => None,
+    }
+}
+
 /// The error with the words of the line escaped for a terminal. Clap's tip to put `--` before a
 /// word is left out: it is wrong for an option's value, and quotes the word as it is.
 fn harmless(mut error: Error, command: &mut Command, words: &[OsString]) -> Error {
     if let Some(message) = without_file(&error, command, words) {
         return command.error(ErrorKind::MissingRequiredArgument, message);
+    }
+    if let Some(message) = with_other_dash(&error) {
+        return command.error(ErrorKind::UnknownArgument, message);
     }
     error.remove(ContextKind::Suggested);
     let shown: Vec<_> = error
@@ -135,7 +232,11 @@ fn harmless(mut error: Error, command: &mut Command, words: &[OsString]) -> Erro
         .filter_map(|(kind, value)| match value {
             ContextValue::String(text) => Some((kind, ContextValue::String(brief(text)))),
             ContextValue::Strings(texts) => {
-                let texts = texts.iter().map(|text| brief(text)).collect();
+                let mut texts: Vec<_> = texts.iter().map(|text| brief(text)).collect();
+                if kind == ContextKind::SuggestedSubcommand {
+                    // Clap has the nearest one last.
+                    texts.reverse();
+                }
                 Some((kind, ContextValue::Strings(texts)))
             }
             _ => None,
@@ -158,7 +259,13 @@ mod tests {
         Go {
             #[arg(long)]
             max_size: usize,
+            #[arg(long, value_parser = at_least_one, allow_negative_numbers = true)]
+            ranks: Option<usize>,
         },
+        /// A folder.
+        ImportHf,
+        /// To a folder.
+        ExportHf,
         /// A file, and keys behind it.
         Keys {
             config: Option<String>,
@@ -171,7 +278,7 @@ mod tests {
     fn an_option_has_one_meaning_with_dashes_and_with_underscores() {
         for option in ["--max-size=2", "--max_size=2"] {
             let line = parse(["x", "go", option].map(OsString::from)).unwrap();
-            assert!(matches!(line, Line::Go { max_size: 2 }));
+            assert!(matches!(line, Line::Go { max_size: 2, .. }));
         }
     }
 
@@ -191,6 +298,36 @@ mod tests {
             );
             assert!(error.starts_with(&start), "{error}");
         }
+    }
+
+    #[test]
+    fn an_option_that_counts_from_one_says_so() {
+        for (value, expected) in [
+            ("four", "a whole number of at least 1"),
+            ("0", "a whole number of at least 1"),
+            ("-1", "a whole number of at least 1"),
+            ("99999999999999999999", "a whole number below 2^64"),
+        ] {
+            let words = ["x", "go", "--max-size=1", &format!("--ranks={value}")];
+            let error = parse::<Line>(words.map(OsString::from)).unwrap_err();
+            let start = format!(
+                "error: invalid value '{value}' for '--ranks <RANKS>': expected {expected}"
+            );
+            assert!(error.to_string().starts_with(&start), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_nearest_command_is_proposed_first_and_another_dash_is_named() {
+        let told = |words: [&str; 3]| {
+            let error = parse::<Line>(words.map(OsString::from)).unwrap_err();
+            error.to_string()
+        };
+        let text = told(["x", "import-hg", "a"]);
+        assert!(text.contains("exist: 'import-hf', 'export-hf'"), "{text}");
+        let text = told(["x", "import-hf", "\u{2014}max-size"]);
+        let expected = "error: \"\u{2014}max-size\" begins with an em dash: write \"--max-size\"";
+        assert!(text.starts_with(expected), "{text}");
     }
 
     #[cfg(unix)]

@@ -195,7 +195,7 @@ pub use hf::{
 pub use kind::Kind;
 pub use layout::{Layout, Part};
 #[cfg(feature = "graph")]
-pub use lora::{AdaptError, Adapted, adapt};
+pub use lora::{ADAPTER_NAMES, AdaptError, Adapted, adapt, is_adapter_name};
 pub use lora::{
     Adapter, FactorName, FactorRole, LoraConfig, extract_lora, has_lora, merge_lora, replace_lora,
     squares_of_outputs,

@@ -25,7 +25,7 @@ pub(crate) use extract::has_adapter;
 pub use extract::{extract_lora, has_lora, replace_lora};
 pub use factor::{FactorName, FactorRole};
 #[cfg(feature = "graph")]
-pub use graph::{AdaptError, Adapted, adapt};
+pub use graph::{ADAPTER_NAMES, AdaptError, Adapted, adapt, is_adapter_name};
 pub use merge::merge_lora;
 pub(crate) use merge::{copy_companions, merge_own};
 pub use product::squares_of_outputs;

@@ -110,7 +110,7 @@ pub fn folded(text: &str, columns: Option<usize>) -> String {
             .split_inclusive(' ')
             .flat_map(|word| pieces(word, columns.saturating_sub(indent)))
         {
-            let length = word.trim_end().chars().count();
+            let length = width(word.trim_end());
             if used > indent && used + length > columns {
                 folded.truncate(folded.trim_end().len());
                 folded.push('\n');
@@ -118,16 +118,28 @@ pub fn folded(text: &str, columns: Option<usize>) -> String {
                 used = indent;
             }
             folded.push_str(word);
-            used += word.chars().count();
+            used += width(word);
         }
         folded.push('\n');
     }
     folded
 }
 
+/// The columns that a text takes. Sequences that set colours take none.
+fn width(text: &str) -> usize {
+    let mut is_within = false;
+    let is_shown = |c: &char| {
+        let starts = *c == '\u{1b}';
+        let is_hidden = is_within || starts;
+        is_within = starts || (is_within && !c.is_ascii_alphabetic());
+        !is_hidden
+    };
+    text.chars().filter(is_shown).count()
+}
+
 /// The word, or the parts of a list that has no room.
 fn pieces(word: &str, room: usize) -> Vec<&str> {
-    if word.chars().count() > room {
+    if width(word) > room {
         word.split_inclusive([',', ':']).collect()
     } else {
         vec![word]
@@ -135,21 +147,50 @@ fn pieces(word: &str, room: usize) -> Vec<&str> {
 }
 
 /// A row of a table whose first two columns have these widths. Where the row exceeds `columns`, its
-/// last cell stands on a line of its own, below the second.
+/// last cell stands on a line of its own, below the second, or further to the left where there is
+/// no room for it; so does the second cell, if it has no room beside the first.
 ///
 /// ```
 /// use merak_ckpt::words::row;
 /// assert_eq!(row(["tp", "2", "a.toml:1"], [4, 3], Some(80)), "tp    2    a.toml:1");
-/// assert_eq!(row(["tp", "2", "a.toml:1"], [4, 3], Some(12)), "tp    2\n      a.toml:1");
+/// assert_eq!(row(["tp", "2", "a.toml:1"], [4, 3], Some(14)), "tp    2\n      a.toml:1");
 /// ```
 pub fn row(cells: [&str; 3], widths: [usize; 2], columns: Option<usize>) -> String {
     let ([first, second, last], [one, two]) = (cells, widths);
     let row = format!("{first:one$}  {second:two$}  {last}");
-    if columns.is_some_and(|columns| row.chars().count() > columns) {
-        format!("{first:one$}  {second}\n{:one$}  {last}", "")
+    let Some(columns) = columns.filter(|columns| width(&row) > *columns) else {
+        return row;
+    };
+    let below = |cell: &str| {
+        let indent = columns.saturating_sub(width(cell)).min(one + 2);
+        format!("\n{:indent$}{cell}", "")
+    };
+    let begin = format!("{first:one$}  {second}");
+    if width(&begin) > columns {
+        first.to_owned() + &below(second) + &below(last)
     } else {
-        row
+        begin + &below(last)
     }
+}
+
+/// What to say about an option that begins with another dash than `-`, as text that was pasted may.
+///
+/// ```
+/// let told = merak_ckpt::words::pasted_dash("\u{2014}tp");
+/// assert_eq!(told.unwrap(), "\"\u{2014}tp\" begins with an em dash: write \"--tp\"");
+/// assert_eq!(merak_ckpt::words::pasted_dash("--tp"), None);
+/// ```
+pub fn pasted_dash(word: &str) -> Option<String> {
+    let is_other = |c: char| matches!(c, '\u{2010}'..='\u{2015}' | '\u{2212}');
+    let name = word.trim_start_matches(|c| c == '-' || is_other(c));
+    let dashes = &word[..word.len() - name.len()];
+    let dash = match dashes.chars().find(|c| is_other(*c))? {
+        '\u{2013}' => "an en dash",
+        '\u{2014}' => "an em dash",
+        _ => "another dash than `-`",
+    };
+    let (word, name) = (brief(word), brief(name));
+    Some(format!("\"{word}\" begins with {dash}: write \"--{name}\""))
 }
 
 /// Whether a terminal would do something else than show the character: control characters, and
@@ -224,6 +265,30 @@ mod tests {
         let last = short.lines().last().unwrap();
         assert!(last.starts_with(&format!("{:20}word", "")), "{short}");
         assert_eq!(folded(&text, None), text);
+    }
+
+    #[test]
+    fn colours_take_no_columns_of_a_folded_line() {
+        let plain = "2026-11-23 WARN merak_ckpt: a degree is odd and fits no layer\n";
+        let coloured = plain.replace("WARN", "\u{1b}[33mWARN\u{1b}[0m");
+        let folded = folded(&coloured, Some(40));
+        let shown = folded.replace("\u{1b}[33m", "").replace("\u{1b}[0m", "");
+        assert_eq!(shown, super::folded(plain, Some(40)));
+        assert!(shown.lines().count() == 2 && folded != shown, "{folded}");
+    }
+
+    #[test]
+    fn cells_of_a_row_stay_within_the_columns() {
+        for columns in [24, 40, 60] {
+            let cells = [
+                "a_long_name_of_a_key",
+                "a_value_of_20_letters",
+                "environment MERAK_X",
+            ];
+            let row = row(cells, [20, 40], Some(columns));
+            assert!(row.lines().all(|line| line.len() <= columns), "{row}");
+            assert_eq!(row.split_whitespace().count(), 4, "{row}");
+        }
     }
 
     #[test]

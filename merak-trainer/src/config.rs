@@ -33,7 +33,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use merak_ckpt::words::{brief, file, row};
+use merak_ckpt::words::{brief, file, folded, row};
 use serde_json::Value;
 
 pub(crate) use self::nearest::nearest;
@@ -55,7 +55,9 @@ pub use self::{
     range::Range,
     schedule::TrainSchedule,
     setting::InputPath,
-    special::{Boundaries, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenizerSource},
+    special::{
+        AdapterName, Boundaries, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenizerSource,
+    },
 };
 use self::{
     key::Raw,
@@ -226,6 +228,8 @@ impl Config {
             let row = row([name, &value, &origin], [names, values], columns);
             let _ = writeln!(text, "{row}");
         }
+        // A value may be longer than a line.
+        text = folded(&text, columns);
         text
     }
 
@@ -309,7 +313,7 @@ fn refused(key: &'static str, refusal: Refusal, expected: String, entry: &Entry)
         Raw::Typed(value) => shown(value),
         // Text is quoted unless it is a number or a flag.
         Raw::Text(text) => match serde_json::from_str(text) {
-            Ok(value @ (Value::Number(_) | Value::Bool(_))) => shown(&value),
+            Ok(Value::Number(_) | Value::Bool(_)) => text.trim().to_owned(),
             _ => format!("\"{text}\""),
         },
     };
@@ -319,6 +323,22 @@ fn refused(key: &'static str, refusal: Refusal, expected: String, entry: &Entry)
             key: key.to_owned(),
             expected,
             found,
+            place,
+        },
+        Refusal::Beyond { most } => Error::WrongType {
+            key: key.to_owned(),
+            expected,
+            found: format!("{}, which is beyond the largest, {most}", brief(&found)),
+            place,
+        },
+        Refusal::Entry {
+            name,
+            expected,
+            found,
+        } => Error::WrongType {
+            key: format!("{key}.{name}"),
+            expected,
+            found: shown(&found),
             place,
         },
         Refusal::Syntax { reason } => Error::WrongType {

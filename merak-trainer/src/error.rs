@@ -179,6 +179,12 @@ pub enum Error {
         /// The word.
         argument: String,
     },
+    /// An option that begins with another dash than `-`.
+    #[error("{message}")]
+    PastedDash {
+        /// The option, its dash, and how it is written.
+        message: String,
+    },
     /// A configuration file whose name tells no format.
     #[error(
         "cannot tell the format of the configuration {}: name it .toml, .yaml, .yml or .json",

@@ -85,11 +85,12 @@ mod trainer;
 mod world;
 
 pub use config::{
-    AutopipeArguments, BackendChoice, BestMetric, Boundaries, CheckedArguments, ComputeArguments,
-    Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments, EngineChoice,
-    Given, InputPath, Key, MerakArguments, ModelArguments, Origin, PartitionMethod, Range, Ratios,
-    RecomputeMode, ReportTo, SeqLength, Temperature, ThreadsPerRank, TokenizerSource,
-    TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES, key_help, key_page, keys,
+    AdapterName, AutopipeArguments, BackendChoice, BestMetric, Boundaries, CheckedArguments,
+    ComputeArguments, Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments,
+    EngineChoice, Given, InputPath, Key, MerakArguments, ModelArguments, Origin, PartitionMethod,
+    Range, Ratios, RecomputeMode, ReportTo, SeqLength, Temperature, ThreadsPerRank,
+    TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES, key_help,
+    key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{Error, Result, StepPart};

@@ -3,13 +3,9 @@
 mod commands;
 
 use clap::{CommandFactory, Parser, Subcommand};
-use merak_ckpt::{cli, words::message};
+use merak_ckpt::cli;
 use merak_trainer::{chain, metrics::Screen};
-use std::{
-    ffi::OsString,
-    io::{IsTerminal, Write as _},
-    process::ExitCode,
-};
+use std::{ffi::OsString, process::ExitCode};
 use tracing_subscriber::EnvFilter;
 
 /// Trains and fine-tunes transformer models with data, tensor and pipeline parallelism.
@@ -49,7 +45,10 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli: Cli = cli::parse(arguments()).unwrap_or_else(|error| error.exit());
+    let cli: Cli = match cli::parse(arguments()) {
+        Ok(cli) => cli,
+        Err(error) => return cli::refused(&error),
+    };
     let screen = Screen::default();
     let filter = EnvFilter::try_from_env("RUST_LOG").or_else(|_| EnvFilter::try_new(&cli.log));
     let filter = match filter {
@@ -61,13 +60,13 @@ fn main() -> ExitCode {
             } else {
                 "MERAK_LOG"
             };
-            eprint_line(&format!("error: {source} \"{}\": {error}", cli.log));
+            cli::report(&format!("error: {source} \"{}\": {error}", cli.log));
             return ExitCode::from(2);
         }
     };
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
+        .with_ansi(cli::has_colours())
         .with_writer({
             let screen = screen.clone();
             move || screen.clone()
@@ -89,7 +88,7 @@ fn main() -> ExitCode {
         }
     };
     outcome.unwrap_or_else(|failure| {
-        eprint_line(&format!("error: {}", chain(failure.0.as_ref())));
+        cli::report(&format!("error: {}", chain(failure.0.as_ref())));
         ExitCode::from(failure.exit_status())
     })
 }
@@ -105,9 +104,4 @@ fn arguments() -> Vec<OsString> {
         words.splice(1..1, log);
     }
     words
-}
-
-/// Writes a message to standard error; a closed one is not an error.
-fn eprint_line(line: &str) {
-    let _ = writeln!(std::io::stderr(), "{}", message(line));
 }

@@ -111,7 +111,9 @@ pub use layout::{Bucket, FlatLayout, Part};
 pub use norm::{GradNorm, sums_of_squares};
 pub use optimizer::{AdamStep, OptimizerConfig, OptimizerKind, SgdStep, adam_update, sgd_update};
 pub use params::{GlobalParams, ParamSpec};
-pub use schedule::{DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, warmup_steps};
+pub use schedule::{
+    DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, NumberKwarg, warmup_steps,
+};
 pub use stage::ZeroStage;
 pub use state::{OwnedState, StateSlice};
 pub use tensors::TensorOptimizer;

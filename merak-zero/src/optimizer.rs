@@ -121,7 +121,10 @@ impl OptimizerConfig {
     pub fn validate(&self) -> Result<()> {
         let below_one = |x: f64| (0.0..1.0).contains(&x);
         let not_negative = |x: f64| x >= 0.0 && x.is_finite();
-        let (unit, positive) = ("a number in [0, 1)", "a finite number of at least 0");
+        let (unit, positive) = (
+            "at least 0 and less than 1",
+            "a finite number of at least 0",
+        );
         for (setting, found, legal, expected) in [
             (
                 "weight_decay",

@@ -130,6 +130,81 @@ pub struct LrSchedulerKwargs {
     pub decay_type: Option<DecayType>,
 }
 
+/// A keyword argument that is a number, and what it may be.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct NumberKwarg {
+    /// Its name.
+    pub name: &'static str,
+    /// The legal numbers, in words. The words also say what the other settings must allow.
+    pub expected: &'static str,
+    /// Whether it counts something.
+    pub is_whole: bool,
+    /// Whether a number is in range by itself.
+    contains: fn(f64) -> bool,
+}
+
+impl NumberKwarg {
+    /// Whether a number is legal, other settings apart.
+    pub fn allows(&self, number: f64) -> bool {
+        let is_of_kind = !self.is_whole || number.fract() == 0.0;
+        number.is_finite() && is_of_kind && (self.contains)(number)
+    }
+
+    fn check(&self, found: f64) -> Result<()> {
+        in_range(self.name, found, self.allows(found), self.expected)
+    }
+}
+
+const NUM_CYCLES: NumberKwarg = NumberKwarg {
+    name: "num_cycles",
+    expected: "a number of more than 0, under cosine_with_restarts a whole one",
+    is_whole: false,
+    contains: |number| number > 0.0,
+};
+const POWER: NumberKwarg = NumberKwarg {
+    name: "power",
+    expected: "a number of more than 0",
+    is_whole: false,
+    contains: |number| number > 0.0,
+};
+const LR_END: NumberKwarg = NumberKwarg {
+    name: "lr_end",
+    expected: "a number of at least 0 and below the learning rate",
+    is_whole: false,
+    contains: |number| number >= 0.0,
+};
+const TIMESCALE: NumberKwarg = NumberKwarg {
+    name: "timescale",
+    expected: "an integer of at least 1",
+    is_whole: true,
+    contains: |number| number >= 1.0,
+};
+const NUM_DECAY_STEPS: NumberKwarg = NumberKwarg {
+    name: "num_decay_steps",
+    expected: "an integer of at least 0",
+    is_whole: true,
+    contains: |number| number >= 0.0,
+};
+const MIN_LR_RATIO: NumberKwarg = NumberKwarg {
+    name: "min_lr_ratio",
+    expected: "a number from 0 to 1",
+    is_whole: false,
+    contains: |number| (0.0..=1.0).contains(&number),
+};
+
+impl LrSchedulerKwargs {
+    /// Every keyword argument that is a number; `decay_type` is the one that is none.
+    pub const NUMBERS: [NumberKwarg; 6] = [
+        NUM_CYCLES,
+        POWER,
+        LR_END,
+        TIMESCALE,
+        NUM_DECAY_STEPS,
+        MIN_LR_RATIO,
+    ];
+}
+
 /// A learning-rate schedule with every number filled in.
 ///
 /// It holds no position: the caller counts the steps done, and steps that were skipped are not
@@ -274,33 +349,28 @@ impl Shape {
             LrSchedulerType::Constant | LrSchedulerType::ConstantWithWarmup => Self::Constant,
             LrSchedulerType::Cosine => {
                 let cycles = kwargs.num_cycles.unwrap_or(0.5);
-                in_range("num_cycles", cycles, cycles > 0.0, "more than 0")?;
+                NUM_CYCLES.check(cycles)?;
                 Self::Cosine { cycles }
             }
             LrSchedulerType::CosineWithRestarts => {
                 let cycles = kwargs.num_cycles.unwrap_or(1.0);
-                let whole = cycles >= 1.0 && cycles.fract() == 0.0;
-                in_range("num_cycles", cycles, whole, "a whole number of at least 1")?;
+                let legal = NUM_CYCLES.allows(cycles) && cycles.fract() == 0.0;
+                in_range(NUM_CYCLES.name, cycles, legal, NUM_CYCLES.expected)?;
                 Self::Restarts { cycles }
             }
             LrSchedulerType::Polynomial => {
                 let power = kwargs.power.unwrap_or(1.0);
-                in_range("power", power, power > 0.0, "more than 0")?;
+                POWER.check(power)?;
                 let end = kwargs.lr_end.unwrap_or(1e-7);
-                let legal = (0.0..lr).contains(&end);
-                in_range(
-                    "lr_end",
-                    end,
-                    legal,
-                    "at least 0 and below the learning rate",
-                )?;
+                let legal = LR_END.allows(end) && end < lr;
+                in_range(LR_END.name, end, legal, LR_END.expected)?;
                 let end_ratio = end / lr;
                 Self::Polynomial { power, end_ratio }
             }
             LrSchedulerType::InverseSqrt => {
                 let default = if warmup > 0 { warmup } else { 10_000 };
                 let timescale = kwargs.timescale.unwrap_or(default) as f64;
-                in_range("timescale", timescale, timescale > 0.0, "at least 1")?;
+                TIMESCALE.check(timescale)?;
                 Self::InverseSqrt { timescale }
             }
             LrSchedulerType::Wsd => {
@@ -309,12 +379,7 @@ impl Shape {
                     return Err(Error::LongDecay { decay_steps, total });
                 }
                 let min_ratio = kwargs.min_lr_ratio.unwrap_or(0.0);
-                in_range(
-                    "min_lr_ratio",
-                    min_ratio,
-                    (0.0..=1.0).contains(&min_ratio),
-                    "in [0, 1]",
-                )?;
+                MIN_LR_RATIO.check(min_ratio)?;
                 let decay = kwargs.decay_type.unwrap_or_default();
                 Self::Wsd {
                     decay_steps,

@@ -48,7 +48,8 @@ impl ZeroConfig {
     pub fn validate(&self) -> Result<()> {
         self.optimizer.validate()?;
         let factor = self.gradient_predivide_factor;
-        let factor_legal = factor > 0.0 && factor.is_finite();
+        // Gradients are scaled by it and by its inverse, both of which must be numbers of `f32`.
+        let factor_legal = (1.0..=1e9).contains(&factor);
         let factor_used = self.prescale_gradients || factor == 1.0;
         let (reduce, gather) = (self.reduce_bucket_size, self.gather_bucket_size);
         for (setting, found, legal, expected) in [
@@ -80,7 +81,7 @@ impl ZeroConfig {
                 "gradient_predivide_factor",
                 factor,
                 factor_legal,
-                "a finite number above 0",
+                "from 1 to 1e9",
             ),
             (
                 "gradient_predivide_factor",

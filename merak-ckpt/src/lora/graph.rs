@@ -37,12 +37,10 @@ pub struct Adapted {
 #[non_exhaustive]
 pub enum AdaptError {
     /// A name that cannot be part of a parameter's name.
-    #[error("the adapter's name is \"{name}\", {reason}")]
+    #[error("the adapter's name is \"{name}\", expected {ADAPTER_NAMES}")]
     Name {
         /// The name.
         name: String,
-        /// Why not.
-        reason: &'static str,
     },
     /// A family without default targets.
     #[error(
@@ -314,18 +312,23 @@ fn check_targets(
     )
 }
 
-/// Checks the name of an adapter, which becomes part of the names of tensors and of a folder.
-fn check_name(name: &str) -> Result<(), AdaptError> {
+/// What an adapter's name may be, in words.
+pub const ADAPTER_NAMES: &str = "1 to 100 letters, digits, `-` and `_` that are no name of an adapter's own parts, such as `weight` and `lora_A`";
+
+/// Whether an adapter may have this name, which becomes part of the names of tensors and of a
+/// folder; [`ADAPTER_NAMES`] says which may be.
+pub fn is_adapter_name(name: &str) -> bool {
     let is_plain = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_');
-    let reason = if name.is_empty() || name.len() > 100 || !name.chars().all(is_plain) {
-        "expected 1 to 100 letters, digits, `-` and `_`"
-    } else if name == "weight" || FactorRole::is_name(name) {
-        "which every adapter has as the name of a part: choose another"
-    } else {
+    let is_of_parts = name == "weight" || FactorRole::is_name(name);
+    (1..=100).contains(&name.len()) && name.chars().all(is_plain) && !is_of_parts
+}
+
+fn check_name(name: &str) -> Result<(), AdaptError> {
+    if is_adapter_name(name) {
         return Ok(());
-    };
+    }
     let name = name.to_owned();
-    Err(AdaptError::Name { name, reason })
+    Err(AdaptError::Name { name })
 }
 
 /// Checks that each module that is to be trained whole has a parameter, and is none of the

@@ -1,6 +1,7 @@
 //! The `merak-ckpt` command: what it prints and its exit status.
 
 use crate::support::{save, topology};
+use crate::terminal;
 use merak_ckpt::{DType, Header, Kind, Layout, Piece, ShardKind, Store};
 use std::fs;
 use std::path::Path;
@@ -131,6 +132,67 @@ fn a_checkpoint_is_whole_beside_its_base_and_refused_with_the_way_out_elsewhere(
     // The checkpoint that was resharded beside the base needs no base.
     let (status, _, errors) = run(folder.path(), &reshard("alone", "again"));
     assert_eq!(status, 0, "{errors}");
+}
+
+#[test]
+fn log_lines_and_errors_are_folded_on_a_terminal_and_whole_elsewhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/hf/gpt2-safetensors");
+    let (status, _, _) = run(
+        folder.path(),
+        &["import-hf", golden.to_str().unwrap(), "run"],
+    );
+    assert_eq!(status, 0);
+    let reshard = |to| vec!["reshard", "run", to, "--tp", "3", "--pp", "64"];
+    let lone = || {
+        vec![
+            "export-hf",
+            "run",
+            "run/checkpoints/step-00000000/model-00000.safetensors",
+        ]
+    };
+    for (arguments, again) in [(reshard("a"), reshard("b")), (lone(), lone())] {
+        let (status, output, whole) = run(folder.path(), &arguments);
+        assert!(whole.lines().any(|line| line.len() > 80), "{whole}");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_merak-ckpt"));
+        command.current_dir(folder.path()).args(again);
+        let (ended, shown) = terminal::shown(command, 80, true);
+        assert_eq!(ended.code(), Some(status));
+        // Colours take no columns.
+        let shown: Vec<&str> = shown.split('\u{1b}').collect();
+        let shown: String = shown
+            .iter()
+            .enumerate()
+            .map(|(at, part)| {
+                if at == 0 {
+                    part
+                } else {
+                    part.split_once('m').unwrap().1
+                }
+            })
+            .collect();
+        assert_eq!(shown.lines().find(|line| line.chars().count() > 80), None);
+        assert!(shown.contains(&format!("\n{:10}", "")), "{shown}");
+        let words = |text: &str| text.split_whitespace().count();
+        assert_eq!(words(&shown), words(&whole) + words(&output));
+    }
+}
+
+#[test]
+fn an_import_says_which_weights_are_nan() {
+    let folder = tempfile::tempdir().unwrap();
+    let names = ["a", "b", "c", "d"];
+    let weights = names.map(|name| (name, &[2, 3][..], f32::NAN));
+    let weights = [&weights[..], &[("e", &[4], 1.0)]].concat();
+    let source = crate::hf::filled(&serde_json::json!({"model_type": "grid"}), &weights);
+    let source = source.path().to_str().unwrap();
+    for dtype in ["f32", "bf16"] {
+        let arguments = ["import-hf", source, dtype, "--dtype", dtype];
+        let (status, _, errors) = run(folder.path(), &arguments);
+        assert_eq!(status, 0, "{errors}");
+        let expected = "weights are NaN: 1 in a, 1 in b, 1 in c, .. tensors=4\n";
+        assert!(errors.ends_with(expected), "{errors}");
+    }
 }
 
 /// Saves step 9 with two vectors of these values, `w` and another.

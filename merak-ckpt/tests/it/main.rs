@@ -12,6 +12,7 @@
 //! - `store`: names, `latest`, rotation, leftovers
 //! - `candle`: parameters in and out of candle's tensors
 //! - `command`: what `merak-ckpt` prints, and its exit status
+//! - `terminal`: what a command writes to a terminal
 //! - `crash`: killed processes and full disks lose nothing
 //! - `dcp`: folders of torch.distributed.checkpoint
 //! - `dcp_hostile`: indexes of such folders that are made to cost time and memory
@@ -39,4 +40,6 @@ mod named;
 mod reshard;
 mod store;
 mod support;
+#[cfg(feature = "cli")]
+mod terminal;
 mod topologies;

@@ -7,6 +7,7 @@ mod save;
 
 use super::{Outcome, output};
 use clap::{Args as ClapArgs, Subcommand};
+use merak_ckpt::cli::at_least_one;
 use merak_trace::models;
 use merak_trainer::{
     CheckedArguments, Config, Error, Given, MerakTrainer, Plan, PlanInputs, Result, TrainerParts,
@@ -31,13 +32,13 @@ pub(crate) enum Bench {
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Gpt {
     /// Data-parallel replicas.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     dp: usize,
     /// Tensor-parallel ranks.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     tp: usize,
     /// Pipeline stages.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     pp: usize,
     /// ZeRO stage.
     #[arg(long, default_value_t = 0)]

@@ -2,6 +2,7 @@
 
 use super::{Outcome, environment, keys::Keys, output, prepared::Prepared};
 use clap::Args as ClapArgs;
+use merak_ckpt::words::file;
 use merak_trainer::{
     Error, Given, MerakTrainer,
     data::bigram_loss,
@@ -26,6 +27,13 @@ pub(crate) struct Args {
 
 pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let json = args.keys.take_flag("--json") || args.json;
+    if args.config.is_dir() && args.checkpoint.is_file() {
+        let [folder, config] = [&args.config, &args.checkpoint].map(|path| file(path));
+        return Err(format!(
+            "{folder} is a folder and stands where CONFIG belongs: write merak evaluate {config} {folder}"
+        )
+        .into());
+    }
     let checkpoint = args.checkpoint.display().to_string();
     let name = "resume_from_checkpoint";
     args.keys.give(Given::by("CHECKPOINT", name, checkpoint));

@@ -7,7 +7,7 @@ use super::{
     session::{Session, own_adapter, parse_ids},
 };
 use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
-use merak_ckpt::{Adapter, Checkpoint, Completion, words::file};
+use merak_ckpt::{Adapter, Checkpoint, Completion, cli::at_least_one, words::file};
 use merak_trainer::{
     Config, Error, Given, MerakTrainer, Origin, Result, data::Tokenizer, metrics::Screen,
 };
@@ -68,13 +68,13 @@ pub(crate) struct Args {
     #[arg(long, allow_negative_numbers = true)]
     seed: Option<u64>,
     /// Replicas, which share out the prompts.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     dp: usize,
     /// Tensor-parallel ranks.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     tp: usize,
     /// Pipeline stages.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     pp: usize,
     /// Prints one JSON document, a prompt to a line.
     #[arg(long)]

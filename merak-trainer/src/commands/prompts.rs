@@ -37,7 +37,7 @@ fn session(config: &Config) -> Result<Session> {
     arguments.finetune = arguments.resume_from_checkpoint.is_some();
     if let (None, Some((file, name))) = (&arguments.lora_config, resumed_adapter(&arguments)) {
         arguments.lora_config = Some(InputPath(file));
-        arguments.adapter_name = name;
+        arguments.adapter_name.0 = name;
     }
     let checked = arguments.check()?;
     let loaded = Loaded::of(&checked)?;

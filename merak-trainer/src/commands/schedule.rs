@@ -2,7 +2,10 @@
 
 use super::{Failure, Outcome, output};
 use clap::{Args as ClapArgs, ValueEnum};
-use merak_ckpt::words::{Bytes, brief, file, folded};
+use merak_ckpt::{
+    cli::at_least_one,
+    words::{Bytes, brief, file, folded},
+};
 use merak_pipe::{
     ActivationBytes, AutoLimits, ByteLimits, Costs, Figure, GridStyle, PageOptions, PeakBytes,
     Schedule, ScheduleKind, Simulation, Size, StageId, UnitCosts, auto, grid, html, json,
@@ -31,6 +34,7 @@ pub(crate) struct Args {
         long,
         visible_alias = "pp",
         value_name = "RANKS",
+        value_parser = at_least_one,
         required_unless_present = "check"
     )]
     ranks: Option<usize>,
@@ -39,12 +43,13 @@ pub(crate) struct Args {
         short = 'm',
         long,
         value_name = "MICROBATCHES",
+        value_parser = at_least_one,
         required_unless_present = "check"
     )]
     microbatches: Option<usize>,
     /// Stages per rank; unset: as many as the schedule needs or the file names, 2 for
     /// `interleaved_1f1b`.
-    #[arg(short = 'v', long, value_name = "CHUNKS")]
+    #[arg(short = 'v', long, value_name = "CHUNKS", value_parser = at_least_one)]
     chunks: Option<usize>,
     /// Time of each kind of action of one stage, of a hop (C), and of a forward and a backward at
     /// once as a share of their sum (O): one number for all stages, or one for each with colons in

@@ -7,7 +7,7 @@ use super::{
     output,
 };
 use clap::{Args as ClapArgs, ValueEnum};
-use merak_ckpt::words::brief;
+use merak_ckpt::{cli::at_least_one, words::brief};
 use merak_trace::{StageCuts, StageProgram, render};
 use merak_trainer::{Config, Given, Origin, Plan, PlanInputs};
 use std::{path::PathBuf, process::ExitCode};
@@ -25,10 +25,10 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
     /// Tensor-parallel ranks.
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one)]
     tp: Option<usize>,
     /// Pipeline stages.
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one)]
     pp: Option<usize>,
     /// Prints one stage's program, forward and backward.
     #[arg(long, value_name = "K")]
@@ -74,12 +74,11 @@ pub(crate) fn run(mut args: Args) -> Outcome {
             &program.graph
         }
     };
-    let format = match args.format {
-        Format::Text => render::Format::Text,
-        Format::Dot => render::Format::Dot,
-        Format::Json => render::Format::Json,
-    };
-    output::print(render::graph(graph, format))?;
+    output::print(match args.format {
+        Format::Text => output::fitted(&render::graph(graph, render::Format::Text)),
+        Format::Dot => render::graph(graph, render::Format::Dot),
+        Format::Json => render::graph(graph, render::Format::Json),
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 

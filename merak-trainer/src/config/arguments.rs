@@ -14,7 +14,9 @@ use super::{
     key::{Key, settings},
     schedule::TrainSchedule,
     setting::InputPath,
-    special::{Boundaries, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenizerSource},
+    special::{
+        AdapterName, Boundaries, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenizerSource,
+    },
 };
 
 /// Upper bound on prefetch threads: more than any machine has cores is a typing mistake.
@@ -26,6 +28,9 @@ const MAX_TIMEOUT_S: i64 = 1_000_000_000;
 /// Most microbatches of the step that a search for stages simulates; more would not change its
 /// result.
 const MAX_SIMULATED: i64 = 100_000;
+
+/// Upper bound on a factor of gradients: they are scaled by its inverse too, in `f32`.
+const MAX_PREDIVIDE: i64 = 1_000_000_000;
 
 /// Upper bound on the time of a message, as of the other costs of a search.
 const MAX_COMM_COST: i64 = 1_000_000_000_000_000;
@@ -110,7 +115,7 @@ settings! {
         /// Whether gradients are divided before their reduction.
         prescale_gradients: bool = false,
         /// Part of that division done before the reduction; 1: all of it.
-        gradient_predivide_factor: f64 [more_than 0] = 1.0,
+        gradient_predivide_factor: f64 [at_least 1, at_most MAX_PREDIVIDE] = 1.0,
         /// Whether checkpoints are written; unset: where `output_dir` is given or `lora_config`
         /// trains an adapter.
         save: Option<bool> = None,
@@ -145,7 +150,7 @@ settings! {
         /// JSON file with PEFT's fields of a LoRA adapter, which is trained in place of the model.
         lora_config: Option<InputPath> = None,
         /// Name of that adapter.
-        adapter_name: String = "default".to_owned(),
+        adapter_name: AdapterName = AdapterName("default".to_owned()),
         /// Whether to train; the command `train` implies it.
         do_train: bool = false,
         /// Whether to evaluate, during training too.
@@ -187,7 +192,7 @@ settings! {
         /// Adam's denominator offset.
         adam_epsilon: f64 [more_than 0] = 1e-8,
         /// Momentum of `optim = "sgd"`.
-        sgd_momentum: f64 [at_least 0] = 0.0,
+        sgd_momentum: f64 [at_least 0, less_than 1] = 0.0,
         /// Whether that momentum is Nesterov's.
         nesterov: bool = false,
         /// Largest global gradient norm; 0 or less switches clipping off.
@@ -197,7 +202,7 @@ settings! {
         max_skipped_steps: usize [at_least 1] = 50,
         /// Shape of the learning rate over the run.
         lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
-        /// Parameters of that shape.
+        /// Parameters of that shape; one that it does not take is refused.
         lr_scheduler_kwargs: LrSchedulerKwargs = LrSchedulerKwargs::default(),
         /// Steps of warmup; more than 0 wins over `warmup_ratio`.
         warmup_steps: usize = 0,
@@ -317,10 +322,12 @@ settings! {
 settings! {
     /// Section `[autopipe]`.
     AutopipeArguments under "autopipe." {
-        /// Microbatches of the simulated step; unset: those of the run.
+        /// Microbatches of the simulated step, read under `partition_method` "autopipe" or "exact"
+        /// alone; unset: those of the run.
         micro_batches: Option<usize> [at_least 1, at_most MAX_SIMULATED] = None,
-        /// Time of a message between stages: seconds, or billions of operations where these are
-        /// counted; unset: as measured, or 0.
+        /// Time of a message between stages, read under `partition_method` "autopipe" or "exact"
+        /// alone: seconds, or billions of operations where these are counted; unset: as measured,
+        /// or 0.
         comm_cost: Option<f64> [at_least 0, at_most MAX_COMM_COST] = None,
         /// Most bytes of weights, gradients, optimizer state and activations that the search for
         /// stages, or for a schedule, gives a rank; unset: no limit for stages, and for a schedule

@@ -91,44 +91,54 @@ impl Setting for ZeroStage {
     }
 }
 
-/// The parameters of learning-rate schedules; all but the last are numbers.
-const KWARGS: [&str; 7] = [
-    "num_cycles",
-    "power",
-    "lr_end",
-    "timescale",
-    "num_decay_steps",
-    "min_lr_ratio",
-    "decay_type",
-];
-
-/// What the last of them may be.
+/// The one parameter of learning-rate schedules that is no number, and what it may be.
+const DECAY: &str = "decay_type";
 const DECAYS: [&str; 3] = ["cosine", "linear", "1-sqrt"];
 
 impl Setting for LrSchedulerKwargs {
     fn expected(_: Range) -> String {
-        let (numbers, decays) = (KWARGS[..KWARGS.len() - 1].join(", "), one_of(&DECAYS));
-        format!("a table of the numbers {numbers}, and decay_type, which is {decays}")
+        let entries = Self::NUMBERS.map(|entry| format!("`{}` ({})", entry.name, entry.expected));
+        let entries = entries.join(", ");
+        format!("a table of {entries}, `{DECAY}` ({})", one_of(&DECAYS))
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {
         let table = value.as_object().ok_or(Refusal::Type)?;
-        if let Some(unknown) = table.keys().find(|name| !KWARGS.contains(&name.as_str())) {
-            return Err(refuse(unknown, KWARGS.into_iter(), &[]));
+        let names = || Self::NUMBERS.iter().map(|entry| entry.name).chain([DECAY]);
+        if let Some(unknown) = table
+            .keys()
+            .find(|name| !names().any(|known| known == *name))
+        {
+            return Err(refuse(unknown, names(), &[]));
         }
-        let decay = table.get("decay_type").and_then(Value::as_str);
-        if let Some(unknown) = decay.filter(|name| !DECAYS.contains(name)) {
-            return Err(refuse(unknown, DECAYS.into_iter(), &[]));
+        let mut numbers = Map::new();
+        for entry in Self::NUMBERS {
+            let Some(value) = table.get(entry.name).filter(|value| !value.is_null()) else {
+                continue;
+            };
+            let integer = whole(value).and_then(|number| u64::try_from(number).ok());
+            let is_legal = value.as_f64().is_some_and(|number| entry.allows(number));
+            let number = integer.map(Value::from).filter(|_| entry.is_whole);
+            let number = number.or_else(|| (!entry.is_whole).then(|| value.clone()));
+            let number = number.filter(|_| is_legal).ok_or_else(|| Refusal::Entry {
+                name: entry.name,
+                expected: entry.expected.into(),
+                found: value.clone(),
+            })?;
+            numbers.insert(entry.name.into(), number);
         }
-        let integral = |value: &Value| match whole(value) {
-            Some(number) => i64::try_from(number).map_or_else(|_| value.clone(), Value::from),
-            None => value.clone(),
-        };
-        let table: Map<_, _> = table
-            .iter()
-            .map(|(name, value)| (name.clone(), integral(value)))
-            .collect();
-        serde_json::from_value(Value::Object(table)).map_err(|_| Refusal::Type)
+        if let Some(decay) = table.get(DECAY).filter(|value| !value.is_null()) {
+            let name = decay.as_str().ok_or_else(|| Refusal::Entry {
+                name: DECAY,
+                expected: one_of(&DECAYS),
+                found: decay.clone(),
+            })?;
+            if !DECAYS.contains(&name) {
+                return Err(refuse(name, DECAYS.into_iter(), &[]));
+            }
+            numbers.insert(DECAY.into(), decay.clone());
+        }
+        serde_json::from_value(Value::Object(numbers)).map_err(|_| Refusal::Type)
     }
 
     fn to_value(&self) -> Value {
@@ -191,13 +201,17 @@ mod tests {
             let nearest = |refusal: &Refusal| matches!(refusal, Refusal::Choice { nearest, .. } if nearest.as_deref() == Some(name));
             assert!(refused.as_ref().is_err_and(nearest), "{refused:?}");
         }
-        for name in KWARGS {
-            let value = if name == "decay_type" {
-                json!("linear")
-            } else {
-                json!(1)
-            };
-            assert!(LrSchedulerKwargs::from_value(&json!({ name: value })).is_ok());
+        assert!(LrSchedulerKwargs::from_value(&json!({ "decay_type": "linear" })).is_ok());
+        for entry in LrSchedulerKwargs::NUMBERS {
+            let name = entry.name;
+            assert!(LrSchedulerKwargs::from_value(&json!({ name: 1 })).is_ok());
+            for wrong in [json!(-2), json!("x"), json!([1])] {
+                let refused = LrSchedulerKwargs::from_value(&json!({ name: wrong }));
+                let is_named = |refusal: &Refusal| matches!(refusal, Refusal::Entry { name, .. } if *name == entry.name);
+                assert!(refused.as_ref().is_err_and(is_named), "{refused:?}");
+            }
+            let half = LrSchedulerKwargs::from_value(&json!({ name: 0.5 }));
+            assert_eq!(half.is_ok(), !entry.is_whole, "{name}");
         }
     }
 }

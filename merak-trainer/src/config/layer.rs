@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use merak_ckpt::words::pasted_dash;
 use serde_json::Value;
 
 use super::{
@@ -106,8 +107,11 @@ pub(crate) fn from_command_line(arguments: &[String]) -> Result<Vec<Entry>> {
             .strip_prefix("--")
             .filter(|option| !option.is_empty())
         else {
-            return Err(Error::UnexpectedArgument {
-                argument: argument.clone(),
+            return Err(match pasted_dash(argument) {
+                Some(message) => Error::PastedDash { message },
+                None => Error::UnexpectedArgument {
+                    argument: argument.clone(),
+                },
             });
         };
         let (key, attached) = match option.split_once('=') {
@@ -148,13 +152,15 @@ fn split_pair(pair: Option<String>) -> Result<(String, String)> {
             example: "--set tp=2".into(),
         });
     };
-    match pair.split_once('=') {
-        Some((key, value)) => Ok((key.to_owned(), value.to_owned())),
-        None => Err(Error::MissingValue {
-            option: format!("--set {pair}"),
-            example: format!("--set {pair}=VALUE"),
-        }),
+    if let Some((key, value)) = pair.split_once('=') {
+        return Ok((key.to_owned(), value.to_owned()));
     }
+    let example = match pair.split_once(':') {
+        Some((key, value)) => format!("--set {key}={value}"),
+        None => format!("--set {pair}=VALUE"),
+    };
+    let option = format!("--set {pair}");
+    Err(Error::MissingValue { option, example })
 }
 
 /// Short names that keys have on the command line.
@@ -217,7 +223,7 @@ fn push_section(entries: &mut Vec<Entry>, name: &str, value: Value, origin: &Ori
     let Value::Object(table) = value else {
         return Err(Error::WrongType {
             key: name.to_owned(),
-            expected: "a table".into(),
+            expected: table_of(name),
             found: value.to_string(),
             place: origin.to_string(),
         });
@@ -231,6 +237,16 @@ fn push_section(entries: &mut Vec<Entry>, name: &str, value: Value, origin: &Ori
         });
     }
     Ok(())
+}
+
+/// A section, with the keys that it begins with.
+fn table_of(section: &str) -> String {
+    const NAMES: usize = 2;
+    let is_within = |name: &&str| name.rsplit_once('.').is_some_and(|(of, _)| of == section);
+    let mut names = keys().map(|key| key.name).filter(is_within);
+    let first: Vec<_> = names.by_ref().take(NAMES).collect();
+    let rest = names.next().map_or("", |_| ", ..");
+    format!("a table of \"{}\"{rest}", first.join("\", \""))
 }
 
 /// The full name of a key: the tensor-parallel lists may stand outside their table.

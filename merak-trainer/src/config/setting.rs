@@ -1,7 +1,10 @@
 //! What a configuration value may be: the types of keys, and how each is read from a file or from
 //! text.
 
-use std::path::{Path, PathBuf};
+use std::{
+    fmt::Display,
+    path::{Path, PathBuf},
+};
 
 use super::{
     range::{Number, Range},
@@ -14,6 +17,14 @@ use serde_json::Value;
 pub(crate) enum Refusal {
     /// The value has another type than the key, or lies outside the type's range.
     Type,
+    /// The value is a number beyond the largest that the type holds.
+    Beyond { most: String },
+    /// An entry of the table has another type than it may have, or lies outside its range.
+    Entry {
+        name: &'static str,
+        expected: String,
+        found: Value,
+    },
     /// The text of a table or list cannot be read.
     Syntax { reason: String },
     /// The value is not one of the names that the key knows.
@@ -97,7 +108,7 @@ pub(crate) fn whole(value: &Value) -> Option<i128> {
 }
 
 macro_rules! integer_setting {
-    ($($type:ty: $expected:literal),+) => {$(
+    ($($type:ty: $expected:literal, $beyond:expr;)+) => {$(
         impl Setting for $type {
             fn expected(range: Range) -> String {
                 if range == Range::ANY {
@@ -114,7 +125,10 @@ macro_rules! integer_setting {
             }
 
             fn from_value(value: &Value) -> Result<Self, Refusal> {
-                whole(value).and_then(|number| Self::try_from(number).ok()).ok_or(Refusal::Type)
+                let number = whole(value).and_then(|number| Self::try_from(number).ok());
+                // A value that is no number is less than every number.
+                let is_beyond = || value.as_f64() >= Self::MAX.to_value().as_f64();
+                number.ok_or_else(|| if is_beyond() { $beyond } else { Refusal::Type })
             }
 
             fn to_value(&self) -> Value {
@@ -125,10 +139,16 @@ macro_rules! integer_setting {
 }
 
 integer_setting!(
-    usize: "an integer of at least 0",
-    u32: "an integer from 0 to 4294967295",
-    i64: "an integer"
+    usize: "an integer of at least 0", beyond(usize::MAX);
+    // What is expected has the largest number.
+    u32: "an integer from 0 to 4294967295", Refusal::Type;
+    i64: "an integer", beyond(i64::MAX);
 );
+
+fn beyond(most: impl Display) -> Refusal {
+    let most = most.to_string();
+    Refusal::Beyond { most }
+}
 
 /// Seeds are limited to what a TOML file can hold.
 impl Setting for u64 {
@@ -137,9 +157,9 @@ impl Setting for u64 {
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {
-        i64::from_value(value)?
-            .try_into()
-            .map_err(|_| Refusal::Type)
+        // What is expected has the largest number.
+        let number = i64::from_value(value).map_err(|_| Refusal::Type)?;
+        number.try_into().map_err(|_| Refusal::Type)
     }
 
     fn to_value(&self) -> Value {
@@ -339,7 +359,9 @@ mod tests {
         assert_eq!(usize::from_value(&json!("2")), Err(Refusal::Type));
         assert_eq!(u64::from_value(&json!(i64::MAX)), Ok(i64::MAX as u64));
         assert_eq!(u64::from_value(&json!(u64::MAX)), Err(Refusal::Type));
-        assert_eq!(usize::from_value(&json!(1e300)), Err(Refusal::Type));
+        assert_eq!(usize::from_value(&json!(1e300)), Err(beyond(usize::MAX)));
+        assert_eq!(i64::from_value(&json!(u64::MAX)), Err(beyond(i64::MAX)));
+        assert_eq!(i64::from_value(&json!(-1e300)), Err(Refusal::Type));
     }
 
     #[test]

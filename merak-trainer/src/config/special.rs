@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use merak_ckpt::{ADAPTER_NAMES, is_adapter_name};
 use serde_json::Value;
 
 use super::{
@@ -12,6 +13,29 @@ use super::{
     setting::{Refusal, Setting, absolute},
     strict,
 };
+
+/// Name of an adapter, which becomes part of the names of tensors and of a folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AdapterName(pub String);
+
+impl Setting for AdapterName {
+    fn expected(_: Range) -> String {
+        ADAPTER_NAMES.into()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        Self::from_text(value.as_str().ok_or(Refusal::Type)?)
+    }
+
+    fn from_text(text: &str) -> Result<Self, Refusal> {
+        let name = Some(text).filter(|text| is_adapter_name(text));
+        name.map(|name| Self(name.into())).ok_or(Refusal::Type)
+    }
+
+    fn to_value(&self) -> Value {
+        Value::from(self.0.as_str())
+    }
+}
 
 /// How text becomes token ids.
 #[derive(Debug, Clone, PartialEq, Eq)]

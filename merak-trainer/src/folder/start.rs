@@ -97,7 +97,7 @@ impl Found {
 pub(super) fn adapter_of(args: &CheckedArguments) -> Option<&str> {
     args.lora_config
         .as_ref()
-        .map(|_| args.adapter_name.as_str())
+        .map(|_| args.adapter_name.0.as_str())
 }
 
 /// Whether the run of a folder has trained an adapter, as its checkpoints tell.

@@ -567,7 +567,7 @@ fn an_adapter_of_no_run_is_neither_replaced_nor_set_aside() {
     let training = |name: &str, resume: Option<&str>| {
         args(path, |args| {
             args.lora_config = Some(crate::InputPath(lora.clone()));
-            args.adapter_name = name.to_owned();
+            args.adapter_name.0 = name.to_owned();
             args.resume_from_checkpoint = resume.map(ToOwned::to_owned);
             args.overwrite_output_dir = resume.is_none();
         })

@@ -2,6 +2,7 @@
 
 use crate::Callback;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use merak_ckpt::cli::StandardError;
 use std::{
     fs::{self, File},
     io::{self, Write},
@@ -15,8 +16,9 @@ const TICK: Duration = Duration::from_millis(120);
 
 /// Standard error with bars at its end: text written to it stands above them. Clones share it.
 ///
-/// Where standard error is not a terminal, no bar is shown, and text is written unchanged. In a
-/// process of another rank than the first, lines begin with the rank and stand in a log file too.
+/// On a terminal text is folded to the columns. Where standard error is none, no bar is shown, and
+/// text is written unchanged. In a process of another rank than the first, lines begin with the
+/// rank and stand in a log file too.
 #[derive(Debug, Clone, Default)]
 pub struct Screen {
     bars: MultiProgress,
@@ -134,12 +136,12 @@ impl Write for Screen {
             return Ok(bytes.len());
         }
         // All bytes at once, as bars would be drawn over a partial line.
-        self.above(|| io::stderr().write_all(bytes))?;
+        self.above(|| StandardError.write_all(bytes))?;
         Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        io::stderr().flush()
+        StandardError.flush()
     }
 }
 

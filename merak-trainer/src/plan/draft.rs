@@ -192,7 +192,7 @@ fn lora(args: &CheckedArguments) -> Result<Option<Lora>> {
         _ => config,
     };
     Ok(Some(Lora {
-        name: args.adapter_name.clone(),
+        name: args.adapter_name.0.clone(),
         config,
     }))
 }

@@ -10,6 +10,8 @@ mod runs; // one run per folder, signals, full disks
 mod samples; // data of which nothing can be learned
 mod settings; // every setting counts
 mod sizes; // sizes that no machine can hold
+#[path = "../../../merak-ckpt/tests/it/terminal.rs"]
+mod terminal; // what a command writes to a terminal
 mod training; // train, resume, generate, signals
 mod weights; // starting from Hugging Face folders
 

@@ -358,7 +358,7 @@ fn a_wrong_type_names_the_expected_one() {
     assert_snapshot!(message(load_file("merak.toml", "tp = 1.5\n")), @r#""tp" expects an integer of at least 1, found 1.5 (merak.toml:1)"#);
     assert_snapshot!(message(load_file("merak.toml", "learning_rate = inf\n")), @r#""learning_rate" expects a number of at least 0, found "inf" (merak.toml:1)"#);
     assert_snapshot!(message(load_file("merak.json", r#"{"save": "yes"}"#)), @r#""save" expects true or false or none, found "yes" (merak.json:1)"#);
-    assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table, found 3 (merak.toml:1)"#);
+    assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table of "data.path", "data.format", .., found 3 (merak.toml:1)"#);
     assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 1, found "many" (environment MERAK_PP)"#);
     assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam or sgd, found "adamw" (command line --optim); did you mean "adamw_torch"?"#);
     assert_snapshot!(message(load_line("--train-schedule 1f1")), @r#""train_schedule" expects gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v or auto, found "1f1" (command line --train-schedule); did you mean "1f1b"?"#);
@@ -495,8 +495,8 @@ fn an_illegal_value_names_the_legal_ones() {
     assert_snapshot!(message(load_line("--train_schedule zb_v --pp 2 --shard_count 3")), @r#""shard_count" is 3 (command line --shard_count), but must be at least "pp" times 2 stages per rank, which is 4"#);
     assert_snapshot!(message(load_line("--train_schedule zb_v --pp 2 --partition_method custom --custom_partition 0,4,8")), @r#""custom_partition" is [0, 4, 8] (command line --custom_partition), but must be 5 boundaries, because "pp" times 2 stages per rank is 4"#);
     assert_snapshot!(message(load_line("--train_schedule shifted_critical_path --pp 2 --gradient_accumulation_steps 3")), @r#"shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 2 and 4), got 3 ("gradient_accumulation_steps", command line --gradient_accumulation_steps)"#);
-    assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"power\":2}")), @r#"the linear schedule takes none, found `power` ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
-    assert_snapshot!(message(load_line("--lr_scheduler_type polynomial --lr_scheduler_kwargs={\"power\":0}")), @r#"`power` is 0, expected more than 0 ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
+    assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"power\":2}")), @r#"`lr_scheduler_kwargs` has `power`, but the linear schedule takes none ("lr_scheduler_kwargs", command line --lr_scheduler_kwargs)"#);
+    assert_snapshot!(message(load_line("--lr_scheduler_type polynomial --lr_scheduler_kwargs={\"power\":0}")), @r#""lr_scheduler_kwargs.power" expects a number of more than 0, found 0 (command line --lr_scheduler_kwargs)"#);
     assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"cycles\":2}")), @r#""lr_scheduler_kwargs" expects num_cycles, power, lr_end, timescale, num_decay_steps, min_lr_ratio or decay_type, found "{"cycles":2}" (command line --lr_scheduler_kwargs)"#);
     assert_snapshot!(message(load_line("--num_train_epochs 0")), @r#""num_train_epochs" is 0 (command line --num_train_epochs), but must be more than 0 unless "max_steps" is"#);
     assert_snapshot!(message(load_line("--num_train_epochs 0 --max_steps 5")), @"no error");
@@ -543,7 +543,7 @@ fn a_key_that_a_file_has_twice_is_named_with_its_line() {
     assert_snapshot!(message(load_file("merak.yaml", "data:\n  path: a\n  path: b\n")), @r#"cannot parse the configuration merak.yaml: duplicate key "path" at line 3"#);
     assert_snapshot!(message(load_file("merak.yaml", "lr_scheduler_kwargs: {power: 1, power: 2}\n")), @r#"cannot parse the configuration merak.yaml: duplicate key "power" at line 1"#);
     assert_snapshot!(message(load_file("merak.toml", "[data]\npath = 'a'\npath = 'b'\n")), @r#"cannot parse the configuration merak.toml: line 3: duplicate key "path""#);
-    assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"power\":1,\"power\":2}")), @r#""lr_scheduler_kwargs" expects a table of the numbers num_cycles, power, lr_end, timescale, num_decay_steps, min_lr_ratio, and decay_type, which is cosine, linear or 1-sqrt, found "{"power":1,"power":2}" (duplicate key "power" at line 1 column 18) (command line --lr_scheduler_kwargs)"#);
+    assert_snapshot!(message(load_line("--lr_scheduler_kwargs={\"power\":1,\"power\":2}")), @r#""lr_scheduler_kwargs" expects a table of `num_cycles` (a number of more than 0, under cosine_with_restarts a whole one), `power` (a number of more than 0), `lr_end` (a number of at least 0 and below `learning_rate`), `timescale` (an integer of at least 1), `num_decay_steps` (an integer of at least 0), `min_lr_ratio` (a number from 0 to 1), `decay_type` (cosine, linear or 1-sqrt), found "{"power":1,"power":2}" (duplicate key "power" at line 1 column 18) (command line --lr_scheduler_kwargs)"#);
     assert_snapshot!(message(load_line("--tp 1 --tp 2")), @"no error");
 }
 

@@ -52,7 +52,7 @@ fn numbers_out_of_range_are_named() {
                 prescale_gradients: true,
                 ..ok()
             },
-            "`gradient_predivide_factor` is 0, expected a finite number above 0",
+            "`gradient_predivide_factor` is 0, expected from 1 to 1e9",
         ),
         (
             ZeroConfig {
@@ -69,7 +69,7 @@ fn numbers_out_of_range_are_named() {
                 },
                 ..ok()
             },
-            "`adam_beta2` is 1, expected a number in [0, 1)",
+            "`adam_beta2` is 1, expected at least 0 and less than 1",
         ),
         (
             ZeroConfig {

@@ -1,5 +1,4 @@
 //! The `merak-ckpt` command: looks at checkpoints, checks, compares and rewrites them.
-#![expect(clippy::print_stderr, reason = "a command reports its errors")]
 
 mod compare;
 mod inspect;
@@ -8,7 +7,7 @@ mod rewrite;
 use clap::{CommandFactory, Parser, Subcommand};
 use merak_ckpt::{
     Checkpoint, Error, Result, Tolerance, cli, diff,
-    words::{Bytes, brief, file, message, plain},
+    words::{Bytes, brief, file, folded, plain},
 };
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write as _};
@@ -96,21 +95,24 @@ struct Outcome {
 }
 
 fn main() -> ExitCode {
-    let arguments: Arguments = cli::parse(std::env::args_os()).unwrap_or_else(|error| error.exit());
+    let arguments: Arguments = match cli::parse(std::env::args_os()) {
+        Ok(arguments) => arguments,
+        Err(error) => return cli::refused(&error),
+    };
     let filter =
         EnvFilter::try_from_env("RUST_LOG").or_else(|_| EnvFilter::try_new(&arguments.log));
     let filter = match filter {
         Ok(filter) => filter,
         Err(error) => {
-            let text = format!("merak-ckpt: --log \"{}\": {error}", arguments.log);
-            eprintln!("{}", message(&text));
+            let log = arguments.log;
+            cli::report(&format!("merak-ckpt: --log \"{log}\": {error}"));
             return ExitCode::from(2);
         }
     };
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_ansi(io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
-        .with_writer(io::stderr)
+        .with_ansi(cli::has_colours())
+        .with_writer(|| cli::StandardError)
         .init();
     if let Err(error) = cli::survive_size_limit() {
         tracing::warn!(%error, "a write beyond the limit on file sizes ends the process");
@@ -138,13 +140,13 @@ fn main() -> ExitCode {
         Ok(Outcome { text, status }) => match print(&text) {
             // A closed pipe (`| head`) is the reader's choice.
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-                eprintln!("merak-ckpt: cannot write the output: {error}");
+                cli::report(&format!("merak-ckpt: cannot write the output: {error}"));
                 ExitCode::from(1)
             }
             _ => ExitCode::from(status),
         },
         Err(error) => {
-            eprintln!("merak-ckpt: {}", message(&with_sources(&error)));
+            cli::report(&format!("merak-ckpt: {}", with_sources(&error)));
             ExitCode::from(if error.is_user_error() { 2 } else { 1 })
         }
     }
@@ -184,13 +186,14 @@ fn verify(path: &PathBuf) -> Result<Outcome> {
     let report = checkpoint.verify();
     if report.damage.is_empty() {
         let text = format!(
-            "{}: good; {} files, {} tensors, {} slices, {}\n",
+            "{}: good; {} files, {} tensors, {} slices, {}",
             file(checkpoint.path()),
             report.files,
             report.tensors,
             report.slices,
             Bytes(report.bytes)
         );
+        let text = folded(&text, cli::columns());
         return Ok(Outcome { text, status: 0 });
     }
     let mut text = format!("{}: damaged\n", file(checkpoint.path()));
@@ -204,6 +207,7 @@ fn verify(path: &PathBuf) -> Result<Outcome> {
         ),
         None => line(&mut text, format_args!("there is no complete older one")),
     }
+    let text = folded(&text, cli::columns());
     Ok(Outcome { text, status: 2 })
 }
 

@@ -4,7 +4,7 @@ use crate::Outcome;
 use clap::Args;
 use merak_ckpt::{
     Checkpoint, DType, ExportOptions, HfFolder, ImportOptions, ReshardOptions, Result, Stages,
-    Topology, export_hf, extract_lora, import_dcp, import_hf, import_merak, merge_lora,
+    Topology, cli, export_hf, extract_lora, import_dcp, import_hf, import_merak, merge_lora,
     parse_byte_size, reshard,
 };
 use std::path::{Path, PathBuf};
@@ -13,13 +13,13 @@ use std::path::{Path, PathBuf};
 #[derive(Args)]
 pub(crate) struct Degrees {
     /// Data parallel degree
-    #[arg(long, allow_negative_numbers = true, default_value_t = 1)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 1, value_parser = cli::at_least_one)]
     dp: usize,
     /// Tensor parallel degree
-    #[arg(long, allow_negative_numbers = true, default_value_t = 1)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 1, value_parser = cli::at_least_one)]
     tp: usize,
     /// Pipeline parallel degree
-    #[arg(long, allow_negative_numbers = true, default_value_t = 1)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 1, value_parser = cli::at_least_one)]
     pp: usize,
 }
 

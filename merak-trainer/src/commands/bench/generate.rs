@@ -1,7 +1,7 @@
 //! `merak bench generate`: how fast a model continues prompts.
 
 use clap::Args as ClapArgs;
-use merak_ckpt::GenerateOptions;
+use merak_ckpt::{GenerateOptions, cli::at_least_one};
 use merak_trace::{Param, models::Model};
 use merak_trainer::{
     CheckedArguments, Config, MerakTrainer, Plan, PlanInputs, Result, TrainerParts, Workload,
@@ -28,13 +28,13 @@ struct Times {
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Generate {
     /// Replicas, which share out the prompts.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     dp: usize,
     /// Tensor-parallel ranks.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     tp: usize,
     /// Pipeline stages.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     pp: usize,
     #[command(flatten)]
     shape: Gpt2Shape,

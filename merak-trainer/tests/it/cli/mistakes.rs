@@ -54,6 +54,31 @@ fn unknown_and_ill_typed_keys_name_the_nearest_in_every_layer() {
 }
 
 #[test]
+fn slips_of_spelling_are_told_with_what_to_write() {
+    let place = Workplace::new();
+    let train = |keys: &str| place.mistake(&format!("train merak.toml {keys}"));
+    assert_snapshot!(train("--set tp:2"), @"error: the option --set tp:2 has no value: write --set tp=2");
+    assert_snapshot!(train("--model gpt2"), @r#"error: "model" expects a table of "model.config", "model.hf_dir", found "gpt2" (command line --model)"#);
+    assert_snapshot!(train("--gpu 4"), @r#"error: unknown key "gpu" (command line --gpu); did you mean "compute.device"?"#);
+    assert_snapshot!(train("-\u{2013}tp 2"), @r#"error: "-–tp" begins with an en dash: write "--tp""#);
+    assert_snapshot!(train("\u{2014}tp 2"), @r#"error: "—tp" begins with an em dash: write "--tp""#);
+}
+
+#[test]
+fn numbers_outside_of_their_range_blame_the_key_or_its_entry() {
+    let place = Workplace::new();
+    let config = |keys: &str| place.mistake(&format!("config merak.toml {keys}"));
+    assert_snapshot!(config("--sgd_momentum 1"), @r#"error: "sgd_momentum" is 1 (command line --sgd_momentum), but must be at least 0 and less than 1"#);
+    assert_snapshot!(config("--prescale_gradients --gradient_predivide_factor 1e-300"), @r#"error: "gradient_predivide_factor" is 1e-300 (command line --gradient_predivide_factor), but must be from 1 to 1e9"#);
+    assert_snapshot!(config("--save_total_limit 9223372036854775808"), @r#"error: "save_total_limit" expects an integer, found 9223372036854775808, which is beyond the largest, 9223372036854775807 (command line --save_total_limit)"#);
+    assert_snapshot!(config("--activation_memory_budget 18446744073709551616"), @r#"error: "activation_memory_budget" expects an integer of at least 0 or none, found 18446744073709551616, which is beyond the largest, 18446744073709551615 (command line --activation_memory_budget)"#);
+    let kwargs = |kwargs: &str| config(&format!("--lr_scheduler_kwargs {kwargs}"));
+    assert_snapshot!(kwargs(r#"{"timescale":-5}"#), @r#"error: "lr_scheduler_kwargs.timescale" expects an integer of at least 1, found -5 (command line --lr_scheduler_kwargs)"#);
+    assert_snapshot!(kwargs(r#"{"num_decay_steps":2.5}"#), @r#"error: "lr_scheduler_kwargs.num_decay_steps" expects an integer of at least 0, found 2.5 (command line --lr_scheduler_kwargs)"#);
+    assert_snapshot!(kwargs(r#"{"min_lr_ratio":2}"#), @r#"error: "lr_scheduler_kwargs.min_lr_ratio" expects a number from 0 to 1, found 2 (command line --lr_scheduler_kwargs)"#);
+}
+
+#[test]
 fn missing_and_unusable_files_are_named() {
     let place = Workplace::new();
     place.write("empty/a.txt", "");
@@ -156,7 +181,15 @@ fn other_commands_check_their_arguments() {
     assert_snapshot!(place.mistake("schedule 1f1b -p 4 -m 8 --cores 2 --format csv"), @"error: --cores changes times, which --format grid, svg and trace show");
     assert_snapshot!(place.mistake("trace model.json --num_layers 2 --stage x"), @r#"error: --stage expects a number, found "x""#);
     assert_snapshot!(place.mistake("trace model.json --num_layer 2"), @r#"error: unknown key "num_layer" (command line --num_layer); did you mean "num_layers"?"#);
-    assert_snapshot!(place.mistake("schedule 1f1b -p 0 -m 4"), @"error: a schedule has 1 to 16777216 ranks, found 0");
+    for (options, name) in [("-p 0 -m 4", "ranks"), ("-p 2 -m four", "microbatches")] {
+        let told = place.mistake(&format!("schedule 1f1b {options}"));
+        let start = format!(
+            "--{name} <{}>': expected a whole number of at least 1\n",
+            name.to_uppercase()
+        );
+        assert!(told.contains(&start), "{told}");
+    }
+    assert_snapshot!(place.mistake("evaluate text merak.toml"), @"error: text is a folder and stands where CONFIG belongs: write merak evaluate merak.toml text");
     assert_snapshot!(place.mistake("schedule shifted_critical_path -p 4 -m 3"), @"error: shifted_critical_path needs at least 4 microbatches (max of pp 4 and 4), found 3");
     assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=x"), @r#"error: expected costs such as F=1,I=1,W=1,R=1,C=0,O=1, found "F=x""#);
     assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --costs F=1,F=2"), @"error: the cost F is given twice");
@@ -411,11 +444,14 @@ fn what_does_not_fit_names_the_key_the_place_and_the_file() {
     assert_snapshot!(train("--model.hf_dir text"), @r#"error: "model.config" is model.json (merak.toml:12), but must be unset while "model.hf_dir" (command line --model.hf_dir) is set, whose folder has a config.json of its own"#);
     assert_snapshot!(train("--lora_config rank.json"), @r#"error: cannot read rank.json: `rank` is 4, which is not supported ("lora_config", command line --lora_config)"#);
     assert_snapshot!(train("--lora_config target.json"), @r#"error: target.json: no layer is one of the `target_modules` ["nothing"]: the model's layers are c_attn, c_fc, c_proj, lm_head, wpe, wte ("lora_config", command line --lora_config)"#);
-    assert_snapshot!(train("--lora_config target.json --adapter_name a.b"), @r#"error: the adapter's name is "a.b", expected 1 to 100 letters, digits, `-` and `_` ("adapter_name", command line --adapter_name)"#);
-    for part in ["lora_A", "weight"] {
-        let message = train(&format!("--lora_config target.json --adapter_name {part}"));
-        let reason = "which every adapter has as the name of a part: choose another";
-        assert!(message.contains(reason), "{message}");
+    // An adapter's name is checked whether or not there is an adapter.
+    for name in ["lora_A", "weight", "a.b", ""] {
+        let message = train(&format!("--adapter_name={name}"));
+        let expected = format!(
+            "error: \"adapter_name\" expects {}, found \"{name}\" (command line --adapter_name)",
+            merak_ckpt::ADAPTER_NAMES
+        );
+        assert_eq!(message, expected);
     }
     assert_snapshot!(train("--split_method layer_split --custom_split_points transformer.h.9"), @r#"error: split point "transformer.h.9" matches no module or parameter; the nearest is "transformer.h.0" ("custom_split_points", command line --custom_split_points)"#);
     assert_snapshot!(train("--tp 1000000000000 --pp 2"), @r#"error: "tp" is 1000000000000 (command line --tp), but must be so small that "dp" x "tp" x "pp", the ranks, is at most 4294967295"#);

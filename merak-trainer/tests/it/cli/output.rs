@@ -3,7 +3,7 @@
 use insta::assert_snapshot;
 use serde_json::{Value, json};
 
-use super::Workplace;
+use super::{Workplace, terminal};
 
 fn keys(value: &Value) -> Vec<&str> {
     let object = value.as_object().expect("an object");
@@ -135,7 +135,7 @@ fn lines_that_are_blank_or_missing_bytes_beyond_counting_and_tiny_costs_do_not_m
     place.write("spaced.csv", "0F0,0B0\n\n1F0,1B0\n");
     place.succeed("schedule --check spaced.csv");
     place.write("short.csv", "0F0,0B0\n2F0,2B0\n");
-    assert_snapshot!(place.mistake("schedule --check short.csv"), @"error: short.csv: no line runs stage 1, and of the 2 that have actions (one for each rank) some line runs stage 2: a line is missing, or stages are numbered wrongly");
+    assert_snapshot!(place.mistake("schedule --check short.csv"), @"error: short.csv: the file names stage 2 but not stage 1: a line is missing (it has 2 with actions, one for each rank), or stages are numbered wrongly");
     assert_snapshot!(place.mistake("schedule 1f1b -p 2 -m 4 --bytes I=18446744073709551615"), @"error: the activations of all stages and microbatches together are more than 18446744073709551615 bytes");
     let tiny = place.succeed("schedule 1f1b -p 1 -m 1 --costs F=1e-320,I=0,W=0,R=0");
     assert!(
@@ -271,35 +271,49 @@ fn lines_of_plans_and_summaries_fit_a_terminal_of_80_columns() {
 
 /// What a command that succeeds writes to a terminal of so many columns.
 fn on_terminal(place: &Workplace, line: &str, columns: u16) -> String {
-    use rustix::{pty, termios};
-    use std::{fs::File, io::Read, os::unix::ffi::OsStringExt, process::Stdio};
-    let ours = pty::openpt(pty::OpenptFlags::RDWR | pty::OpenptFlags::NOCTTY).expect("a terminal");
-    pty::unlockpt(&ours).expect("it can be opened");
-    let name = pty::ptsname(&ours, Vec::new()).expect("it has a name");
-    let name = std::ffi::OsString::from_vec(name.into_bytes());
-    let theirs = File::options().read(true).write(true).open(name);
-    let theirs = theirs.expect("it can be opened");
-    let size = termios::Winsize {
-        ws_row: 24,
-        ws_col: columns,
-        ws_xpixel: 0,
-        ws_ypixel: 0,
-    };
-    termios::tcsetwinsize(&theirs, size).expect("it has a size");
-    let mut command = place.command(line);
-    let mut running = command
-        .stdout(theirs)
-        .stderr(Stdio::null())
-        .spawn()
-        .expect("the command starts");
-    // The command holds the terminal's last other end, whose closing ends the text.
-    drop(command);
-    let mut shown = Vec::new();
-    let _ = File::from(ours).read_to_end(&mut shown);
-    let ended = running.wait().expect("the command ends");
-    let shown = String::from_utf8_lossy(&shown).replace("\r\n", "\n");
+    let (ended, shown) = terminal::shown(place.command(line), columns, false);
     assert!(ended.success(), "merak {line}: {shown}");
     shown
+}
+
+#[test]
+fn messages_are_folded_on_a_terminal_and_whole_elsewhere() {
+    let place = Workplace::new();
+    for line in [
+        "train merak.toml --dry-run --sgd_momentum 5 --set learning_rate=0.1 --adapter_name a.b",
+        "train merak.toml --dry-run --warmup_steps 9 --max_grad_norm -1 --tp 4",
+        "schedule 1f1b -p 4 -m 4 --format neither-of-the-formats-that-are-known-to-it",
+    ] {
+        let whole = place.merak(line).stderr;
+        assert!(whole.lines().any(|line| line.len() > 80), "{whole}");
+        let mut command = place.command(line);
+        command.env("NO_COLOR", "1");
+        let (ended, shown) = terminal::shown(command, 80, true);
+        assert_eq!(ended.code(), Some(2), "{shown}");
+        assert_eq!(shown.lines().find(|line| line.chars().count() > 80), None);
+        assert!(shown.contains(&format!("\n{:10}", "")), "{shown}");
+        let words = |text: &str| {
+            let words = text
+                .split_whitespace()
+                .filter(|word| !word.starts_with("20"));
+            words.map(str::to_owned).collect::<Vec<_>>()
+        };
+        assert_eq!(words(&shown), words(&whole));
+    }
+}
+
+#[test]
+fn graphs_and_configurations_fit_a_terminal() {
+    let place = Workplace::new();
+    for (line, columns) in [
+        ("trace merak.toml --tp 2 --pp 2 --stage 1", 80),
+        ("config merak.toml --tp 2", 40),
+    ] {
+        let shown = on_terminal(&place, line, columns);
+        let is_too_long =
+            |line: &&str| line.chars().count() > columns.into() && !line.contains('/');
+        assert_eq!(shown.lines().find(is_too_long), None, "{line}");
+    }
 }
 
 #[test]

@@ -326,7 +326,7 @@ fn an_adapter_is_trained_saved_and_used_without_a_word_about_it() {
         let folder = place.path("other/adapter").join(name);
         assert!(folder.join("adapter_config.json").is_file(), "{name}");
     }
-    insta::assert_snapshot!(place.mistake("train hf.toml --lora_config lora.json --adapter_name a.b"), @r#"error: the adapter's name is "a.b", expected 1 to 100 letters, digits, `-` and `_` ("adapter_name", command line --adapter_name)"#);
+    insta::assert_snapshot!(place.mistake("train hf.toml --lora_config lora.json --adapter_name a.b"), @r#"error: "adapter_name" expects 1 to 100 letters, digits, `-` and `_` that are no name of an adapter's own parts, such as `weight` and `lora_A`, found "a.b" (command line --adapter_name)"#);
     insta::assert_snapshot!(place.mistake("train hf.toml --lora_config nowhere.json"), @r#"error: cannot read nowhere.json: the file is missing ("lora_config", command line --lora_config)"#);
     assert_base_is_kept(&place, &config);
 }
