@@ -5,6 +5,7 @@ pub(crate) mod config;
 pub(crate) mod doctor;
 pub(crate) mod evaluate;
 pub(crate) mod generate;
+pub(crate) mod launch;
 pub(crate) mod schedule;
 mod session;
 pub(crate) mod trace;
@@ -20,8 +21,10 @@ mod output;
 mod prepared;
 mod prompts;
 mod signals;
+mod world;
 
 pub(crate) use failure::{Failure, Outcome};
+pub(crate) use world::launched;
 
 /// Writes a generated file to standard output.
 pub(crate) fn print_bytes(bytes: &[u8]) -> Outcome {

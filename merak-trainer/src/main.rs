@@ -3,8 +3,9 @@
 mod commands;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use commands::Outcome;
 use merak_ckpt::{cli, words::message};
-use merak_trainer::{chain, metrics::Screen};
+use merak_trainer::metrics::Screen;
 use std::{
     ffi::OsString,
     io::{IsTerminal, Write as _},
@@ -32,6 +33,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Train(commands::train::Args),
+    Launch(commands::launch::Args),
     Evaluate(commands::evaluate::Args),
     Trace(commands::trace::Args),
     Schedule(commands::schedule::Args),
@@ -73,9 +75,26 @@ fn main() -> ExitCode {
             move || screen.clone()
         })
         .init();
-    let outcome = match cli.command {
-        Command::Train(args) => commands::train::run(args, &screen),
-        Command::Evaluate(args) => commands::evaluate::run(args, &screen),
+    let mut rank = None;
+    let outcome = run(cli, &screen, &mut rank);
+    outcome.unwrap_or_else(|failure| {
+        if let Some(message) = failure.message(rank) {
+            eprint_line(&format!("error: {message}"));
+        }
+        ExitCode::from(failure.exit_status(rank))
+    })
+}
+
+/// Runs the command; notes the rank of this process where it is one of several.
+fn run(cli: Cli, screen: &Screen, rank: &mut Option<usize>) -> Outcome {
+    if cli.command.runs_ranks() {
+        let launch = commands::launched()?;
+        *rank = (launch.world_size > 1).then_some(launch.rank);
+    }
+    match cli.command {
+        Command::Train(args) => commands::train::run(args, screen),
+        Command::Launch(args) => commands::launch::run(args, &cli.log),
+        Command::Evaluate(args) => commands::evaluate::run(args, screen),
         Command::Trace(args) => commands::trace::run(args),
         Command::Schedule(args) => commands::schedule::run(&args),
         Command::Config(args) => commands::config::run(args),
@@ -87,19 +106,32 @@ fn main() -> ExitCode {
             clap_complete::generate(shell, &mut Cli::command(), "merak", &mut script);
             commands::print_bytes(&script)
         }
-    };
-    outcome.unwrap_or_else(|failure| {
-        eprint_line(&format!("error: {}", chain(failure.0.as_ref())));
-        ExitCode::from(failure.exit_status())
-    })
+    }
+}
+
+impl Command {
+    /// Whether the ranks of a launcher are to run it together.
+    fn runs_ranks(&self) -> bool {
+        match self {
+            Self::Train(_) | Self::Evaluate(_) | Self::Generate(_) | Self::Bench(_) => true,
+            Self::Launch(_)
+            | Self::Trace(_)
+            | Self::Schedule(_)
+            | Self::Config(_)
+            | Self::Doctor(_)
+            | Self::Completions { .. } => false,
+        }
+    }
 }
 
 /// The command line with `--log FILTER` moved to the front, since every option behind CONFIG is a
-/// configuration key.
+/// configuration key. Behind `--`, which parts a command from what it launches, words stay.
 fn arguments() -> Vec<OsString> {
     let mut words: Vec<OsString> = std::env::args_os().collect();
-    if let Some(at) = words.iter().position(|word| word == "--log")
-        && at + 1 < words.len()
+    let end = words.iter().position(|word| word == "--");
+    let end = end.unwrap_or(words.len());
+    if let Some(at) = words[..end].iter().position(|word| word == "--log")
+        && at + 1 < end
     {
         let log: Vec<_> = words.drain(at..at + 2).collect();
         words.splice(1..1, log);

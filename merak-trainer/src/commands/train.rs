@@ -10,8 +10,8 @@ use merak_mpu::Member;
 use merak_pipe::Timeline;
 use merak_trace::models::Objective;
 use merak_trainer::{
-    Callback, Config, Error, Given, LoadedCheckpoint, MerakTrainer, Origin, Result, RunFolder,
-    StepRecord, TrainOutput, TrainerParts, chain,
+    Callback, CheckedArguments, Config, Error, Given, LoadedCheckpoint, MerakTrainer, Origin,
+    Result, RunFolder, StepRecord, TrainOutput, TrainerParts, chain,
     data::bigram_loss,
     metrics::{EvaluationMetrics, Progress, Reporter, Screen},
     run_world,
@@ -92,6 +92,13 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     Ok(stopped_by.map_or(ExitCode::SUCCESS, |signal| {
         ExitCode::from((128 + signal) as u8)
     }))
+}
+
+/// The arguments of a training.
+pub(super) fn arguments(mut args: Args) -> Result<CheckedArguments> {
+    args.keys.take_flag("--dry-run");
+    args.keys.give(Given::always("do_train", "true"));
+    args.keys.load(&args.config)?.check()
 }
 
 /// The configuration of a training.

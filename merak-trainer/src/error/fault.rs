@@ -2,6 +2,8 @@
 
 use super::Error;
 use crate::config::keys;
+use merak_ckpt::words::sentence;
+use std::error::Error as StdError;
 
 impl Error {
     /// Whether the command line, the configuration or an input is at fault (exit status 2), and not
@@ -24,7 +26,13 @@ impl Error {
             Self::Model(error) => !node_failed(error),
             Self::Group(error) => matches!(
                 **error,
-                merak_mpu::Error::WorldSize { .. } | merak_mpu::Error::ZeroDegree { .. }
+                merak_mpu::Error::WorldSize { .. }
+                    | merak_mpu::Error::ZeroDegree { .. }
+                    | merak_mpu::Error::BadVariable { .. }
+                    | merak_mpu::Error::MissingVariable { .. }
+                    | merak_mpu::Error::NoProcessEngine { .. }
+                    | merak_mpu::Error::EngineNotBuilt { .. }
+                    | merak_mpu::Error::UnfitEngine { .. }
             ),
             Self::Checkpoint(error) => error.is_user_error(),
             _ => true,
@@ -34,7 +42,45 @@ impl Error {
     /// Whether the rank need not be added: every rank ends with the same error, or the error names
     /// its rank.
     pub(crate) fn says_whose(&self) -> bool {
-        self.is_user_error() || matches!(self, Self::SkippedSteps { .. } | Self::Step { .. })
+        let names_rank = matches!(self, Self::SkippedSteps { .. } | Self::Step { .. });
+        names_rank || self.is_user_error() || self.aborted().is_some()
+    }
+
+    /// The message about the failure of a rank other than this one, where that has ended this one.
+    /// Processes that survive a failure say so with an exit status of their own.
+    pub fn aborted_by_other(&self, this: usize) -> Option<String> {
+        let (by, reason) = self.aborted().filter(|(by, _)| *by != this)?;
+        Some(format!("rank {by} failed: {}", sentence(reason)))
+    }
+
+    /// The rank whose failure has ended this one, and what happened there.
+    fn aborted(&self) -> Option<(usize, &str)> {
+        let mut cause: Option<&(dyn StdError + 'static)> = Some(self);
+        while let Some(error) = cause {
+            if let Some(merak_mpu::Error::Aborted { by, reason }) = error.downcast_ref() {
+                return Some((*by, reason));
+            }
+            if let Some(merak_pipe::Error::Aborted { by, reason }) = error.downcast_ref() {
+                return Some((*by, reason));
+            }
+            cause = below(error);
+        }
+        None
+    }
+}
+
+/// The cause of an error, those that print like their cause included.
+fn below<'e>(error: &'e (dyn StdError + 'static)) -> Option<&'e (dyn StdError + 'static)> {
+    let boxed = || error.downcast_ref::<Box<Error>>().map(|error| &**error);
+    let Some(ours) = error.downcast_ref::<Error>().or_else(boxed) else {
+        return error.source();
+    };
+    match ours {
+        Error::Group(error) => Some(&**error),
+        Error::Schedule(error) => Some(&**error),
+        Error::Optimizer(error) => Some(&**error),
+        Error::Model(error) => Some(&**error),
+        other => other.source(),
     }
 }
 
@@ -189,4 +235,58 @@ fn node_failed(error: &merak_trace::Error) -> bool {
         error,
         E::Collective { .. } | E::Kernel { .. } | E::Backend { .. }
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::StepPart;
+
+    #[test]
+    fn the_failure_of_another_rank_is_found_below_whatever_it_has_ended() {
+        let aborted = || merak_mpu::Error::Aborted {
+            by: 2,
+            reason: "no space left".to_owned(),
+        };
+        let node = "loss".to_owned();
+        let in_node = merak_trace::Error::Collective {
+            node,
+            source: aborted(),
+        };
+        let in_optimizer = merak_zero::Error::Communication {
+            during: "the norm",
+            source: aborted(),
+        };
+        let in_pipeline = merak_pipe::Error::Aborted {
+            by: 2,
+            reason: "no space left".to_owned(),
+        };
+        let of_stage = |source: Error| Error::Stage {
+            action: "0F3".parse().unwrap(),
+            source: source.into(),
+        };
+        let of_step = |source: Error| Error::Step {
+            rank: 0,
+            stages: vec![0],
+            part: StepPart::Train,
+            step: 7,
+            source: Box::new(source),
+        };
+        for error in [
+            Error::from(aborted()),
+            in_node.into(),
+            in_optimizer.into(),
+            in_pipeline.into(),
+        ] {
+            for error in [of_step(of_stage(error)), of_stage(aborted().into())] {
+                assert!(error.says_whose());
+                let told = error.aborted_by_other(0).unwrap();
+                assert_eq!(told, "rank 2 failed: no space left");
+                // The rank itself has its own error.
+                assert_eq!(error.aborted_by_other(2), None);
+            }
+        }
+        let own = of_step(Error::DataThread);
+        assert_eq!(own.aborted_by_other(0), None);
+    }
 }
