@@ -5,6 +5,7 @@ pub(crate) mod config;
 pub(crate) mod doctor;
 pub(crate) mod evaluate;
 pub(crate) mod generate;
+pub(crate) mod launch;
 pub(crate) mod schedule;
 mod session;
 pub(crate) mod trace;
@@ -20,6 +21,7 @@ mod output;
 mod prepared;
 mod prompts;
 mod signals;
+mod world;
 
 pub(crate) use failure::{Failure, Outcome};
 

@@ -3,8 +3,9 @@
 mod commands;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use commands::Outcome;
 use merak_ckpt::cli;
-use merak_trainer::{chain, metrics::Screen};
+use merak_trainer::metrics::Screen;
 use std::{ffi::OsString, process::ExitCode};
 use tracing_subscriber::EnvFilter;
 
@@ -28,6 +29,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Train(commands::train::Args),
+    Launch(commands::launch::Args),
     Evaluate(commands::evaluate::Args),
     Trace(commands::trace::Args),
     Schedule(commands::schedule::Args),
@@ -72,13 +74,21 @@ fn main() -> ExitCode {
             move || screen.clone()
         })
         .init();
-    let outcome = match cli.command {
-        Command::Train(args) => commands::train::run(args, &screen),
-        Command::Evaluate(args) => commands::evaluate::run(args, &screen),
+    run(cli, &screen).unwrap_or_else(|failure| {
+        failure.tell(&screen);
+        ExitCode::from(failure.exit_status())
+    })
+}
+
+fn run(cli: Cli, screen: &Screen) -> Outcome {
+    match cli.command {
+        Command::Train(args) => commands::train::run(args, screen),
+        Command::Launch(args) => commands::launch::run(args, &cli.log),
+        Command::Evaluate(args) => commands::evaluate::run(args, screen),
         Command::Trace(args) => commands::trace::run(args),
         Command::Schedule(args) => commands::schedule::run(&args),
         Command::Config(args) => commands::config::run(args),
-        Command::Generate(args) => commands::generate::run(&args, &screen),
+        Command::Generate(args) => commands::generate::run(&args, screen),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::Bench(bench) => commands::bench::run(&bench),
         Command::Completions { shell } => {
@@ -86,19 +96,17 @@ fn main() -> ExitCode {
             clap_complete::generate(shell, &mut Cli::command(), "merak", &mut script);
             commands::print_bytes(&script)
         }
-    };
-    outcome.unwrap_or_else(|failure| {
-        cli::report(&format!("error: {}", chain(failure.0.as_ref())));
-        ExitCode::from(failure.exit_status())
-    })
+    }
 }
 
 /// The command line with `--log FILTER` moved to the front, since every option behind CONFIG is a
-/// configuration key.
+/// configuration key. Behind `--`, which parts a command from what it launches, words stay.
 fn arguments() -> Vec<OsString> {
     let mut words: Vec<OsString> = std::env::args_os().collect();
-    if let Some(at) = words.iter().position(|word| word == "--log")
-        && at + 1 < words.len()
+    let end = words.iter().position(|word| word == "--");
+    let end = end.unwrap_or(words.len());
+    if let Some(at) = words[..end].iter().position(|word| word == "--log")
+        && at + 1 < end
     {
         let log: Vec<_> = words.drain(at..at + 2).collect();
         words.splice(1..1, log);

@@ -98,6 +98,7 @@ pub(crate) struct Gpt {
 }
 
 pub(crate) fn run(bench: &Bench) -> Outcome {
+    world::expect_one("merak bench")?;
     let lines = match bench {
         Bench::Gpt(gpt) => vec![gpt.run()?],
         Bench::Collectives(collectives) => collectives.run()?,

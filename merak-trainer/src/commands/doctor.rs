@@ -1,6 +1,6 @@
 //! `merak doctor`: what this machine and this build can do.
 
-use super::{Outcome, environment, output};
+use super::{Outcome, environment, output, world};
 use clap::Args as ClapArgs;
 use merak_ckpt::words::Bytes;
 use merak_pipe::ScheduleKind;
@@ -51,6 +51,7 @@ fn examine() -> Value {
         "vector_instructions": vector_instructions(),
         "memory_bytes": available_bytes(),
         "engines": choices("distributed.engine"),
+        "launcher": world::describe(),
         "backends": usable("compute.backend"),
         "devices": usable("compute.device"),
         "optimizers": choices("optim"),

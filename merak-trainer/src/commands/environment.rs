@@ -36,13 +36,6 @@ fn of_ours(
     ours.map(pair).collect()
 }
 
-/// The ranks of the command's run, as the launcher and `distributed.engine` say. Where the
-/// configuration cannot be read, the launcher decides alone.
-pub(crate) fn world(config: Option<&Config>, screen: &Screen) -> Result<World> {
-    let _ = (config, screen);
-    Ok(World::of_threads())
-}
-
 /// Where measured times are kept: in the user's folder for caches, where there is one.
 pub(crate) fn cost_cache() -> Option<PathBuf> {
     let given = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);

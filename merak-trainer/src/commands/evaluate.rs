@@ -1,6 +1,6 @@
 //! `merak evaluate`: the loss of a checkpoint on held-out data.
 
-use super::{Outcome, environment, keys::Keys, output, prepared::Prepared};
+use super::{Outcome, keys::Keys, output, prepared::Prepared, world};
 use clap::Args as ClapArgs;
 use merak_ckpt::words::file;
 use merak_trainer::{
@@ -40,7 +40,7 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     args.keys.give(Given::always("finetune", "true"));
     args.keys.give(Given::always("do_eval", "true"));
     let config = args.keys.load(&args.config);
-    let world = environment::world(config.as_ref().ok(), screen)?;
+    let world = world::join(config.as_ref().ok(), screen)?;
     let config = world.agree(config)?;
     let prepared = Prepared::to_evaluate(&config, &world)?;
     world.agree(prepared.check_memory())?;

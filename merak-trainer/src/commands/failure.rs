@@ -1,6 +1,9 @@
 //! How a command ends when it does not succeed.
 
-use std::{error::Error, process::ExitCode};
+use super::launch::RankFailed;
+use merak_ckpt::cli;
+use merak_trainer::{Error as RunError, chain, metrics::Screen};
+use std::{error::Error, io, process::ExitCode};
 
 /// Why a command failed.
 #[derive(Debug)]
@@ -10,16 +13,36 @@ pub(crate) struct Failure(pub(crate) Box<dyn Error + Send + Sync>);
 pub(crate) type Outcome = Result<ExitCode, Failure>;
 
 impl Failure {
-    /// 2 where the command line, the configuration or an input is at fault, 1 where the run failed.
+    /// 2 where the command line, the configuration or an input is at fault, 1 where the run failed,
+    /// 3 where another of several processes did; of launched ranks, that of the one that failed.
     pub(crate) fn exit_status(&self) -> u8 {
-        let run_failed = match (
-            self.0.downcast_ref::<merak_trainer::Error>(),
-            self.0.downcast_ref::<std::io::Error>(),
-        ) {
-            (Some(error), _) => !error.is_user_error(),
-            (None, io) => io.is_some(),
-        };
-        if run_failed { 1 } else { 2 }
+        if let Some(failed) = self.0.downcast_ref::<RankFailed>() {
+            return failed.exit_status();
+        }
+        match (self.run_error(), self.0.downcast_ref::<io::Error>()) {
+            (Some(RunError::OtherRank { .. }), _) => 3,
+            (Some(error), _) if !error.is_user_error() => 1,
+            (None, Some(_)) => 1,
+            _ => 2,
+        }
+    }
+
+    /// Says what happened. What another process tells stands in this rank's log alone.
+    pub(crate) fn tell(&self, screen: &Screen) {
+        let line = format!("error: {}", chain(self.0.as_ref()));
+        match self.run_error() {
+            Some(RunError::OtherRank { .. } | RunError::Told(_)) if screen.is_of_rank() => {
+                screen.note(&line);
+            }
+            _ => {
+                screen.note(&line);
+                cli::report(&screen.marked(&line));
+            }
+        }
+    }
+
+    fn run_error(&self) -> Option<&RunError> {
+        self.0.downcast_ref()
     }
 }
 

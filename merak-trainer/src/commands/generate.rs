@@ -5,6 +5,7 @@ use super::{
     model::Loaded,
     output,
     session::{Session, own_adapter, parse_ids},
+    world,
 };
 use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
 use merak_ckpt::{Adapter, Checkpoint, Completion, cli::at_least_one, words::file};
@@ -88,7 +89,7 @@ const NEW_TOKENS: usize = 128;
 const BASE: &str = "none";
 
 pub(crate) fn run(args: &Args, screen: &Screen) -> Outcome {
-    let world = environment::world(None, screen)?;
+    let world = world::join(None, screen)?;
     let ready = world.agree(Ready::new(args))?;
     let session = &ready.session;
     let results = session.on_ranks(&world, |trainer| {

@@ -60,7 +60,7 @@ fn listen(stop: &Arc<AtomicI64>) -> io::Result<()> {
 }
 
 /// Whether this process was started with a signal ignored; false where the system does not tell.
-fn is_ignored(signal: i32) -> bool {
+pub(super) fn is_ignored(signal: i32) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     is_in_mask(&status, signal)
 }

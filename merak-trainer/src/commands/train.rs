@@ -1,6 +1,6 @@
 //! `merak train`: the whole way from a configuration to a trained model.
 
-use super::{Outcome, environment, keys::Keys, output, prepared::Prepared, signals};
+use super::{Outcome, keys::Keys, output, prepared::Prepared, signals, world};
 use clap::Args as ClapArgs;
 use merak_ckpt::{
     Completion, GenerateOptions, Store,
@@ -10,8 +10,8 @@ use merak_mpu::Member;
 use merak_pipe::Timeline;
 use merak_trace::models::Objective;
 use merak_trainer::{
-    Callback, Config, Error, Given, LoadedCheckpoint, MerakTrainer, Origin, Result, RunFolder,
-    TrainOutput, TrainerParts, World, chain,
+    Callback, CheckedArguments, Config, Error, Given, LoadedCheckpoint, MerakTrainer, Origin,
+    Result, RunFolder, TrainOutput, TrainerParts, World, chain,
     data::bigram_loss,
     metrics::{EvaluationMetrics, Progress, Reporter, Screen},
 };
@@ -51,7 +51,7 @@ pub(crate) struct Args {
 pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let dry_run = args.keys.take_flag("--dry-run") || args.dry_run;
     let config = load(&mut args);
-    let world = environment::world(config.as_ref().ok(), screen)?;
+    let world = world::join(config.as_ref().ok(), screen)?;
     let config = world.agree(config)?;
     if config.arguments().text_generation && !dry_run {
         return super::prompts::run(&config, &world);
@@ -100,6 +100,13 @@ fn exit_code(stopped_by: Option<i64>) -> ExitCode {
     stopped_by.map_or(ExitCode::SUCCESS, |signal| {
         ExitCode::from((128 + signal) as u8)
     })
+}
+
+/// The arguments of a training.
+pub(super) fn arguments(mut args: Args) -> Result<CheckedArguments> {
+    args.keys.take_flag("--dry-run");
+    args.keys.give(Given::always("do_train", "true"));
+    args.keys.load(&args.config)?.check()
 }
 
 /// The configuration of a training.

@@ -162,8 +162,20 @@ choices! {
         Auto = "auto",
         /// Ranks are threads of one process.
         Threads = "threads",
+        /// Ranks are processes, over shared memory and sockets.
+        Tcp = "tcp",
     }
-    later ["tcp", "mpi", "nccl"]
+    later ["mpi", "nccl"]
+}
+
+impl From<EngineChoice> for EngineKind {
+    fn from(choice: EngineChoice) -> Self {
+        match choice {
+            EngineChoice::Auto => Self::Auto,
+            EngineChoice::Threads => Self::Threads,
+            EngineChoice::Tcp => Self::Tcp,
+        }
+    }
 }
 
 choices! {

@@ -25,7 +25,13 @@ impl Error {
             Self::Model(error) => !node_failed(error),
             Self::Group(error) => matches!(
                 **error,
-                merak_mpu::Error::WorldSize { .. } | merak_mpu::Error::ZeroDegree { .. }
+                merak_mpu::Error::WorldSize { .. }
+                    | merak_mpu::Error::ZeroDegree { .. }
+                    | merak_mpu::Error::BadVariable { .. }
+                    | merak_mpu::Error::MissingVariable { .. }
+                    | merak_mpu::Error::NoProcessEngine { .. }
+                    | merak_mpu::Error::EngineNotBuilt { .. }
+                    | merak_mpu::Error::UnfitEngine { .. }
             ),
             Self::Checkpoint(error) => error.is_user_error(),
             _ => true,

@@ -57,6 +57,17 @@ impl Screen {
         Ok(())
     }
 
+    /// Whether this process runs a rank alone, and not the first.
+    pub fn is_of_rank(&self) -> bool {
+        self.log.get().is_some()
+    }
+
+    /// A line as it stands on standard error.
+    pub fn marked(&self, line: &str) -> String {
+        let mark = self.log.get().map(RankLog::mark);
+        format!("{}{line}", mark.unwrap_or_default())
+    }
+
     /// Writes a line that only the log of this rank needs to have; nothing in the process of the
     /// first rank.
     pub fn note(&self, line: &str) {
@@ -109,9 +120,14 @@ impl Screen {
 }
 
 impl RankLog {
+    /// What stands before a line of this rank.
+    fn mark(&self) -> String {
+        format!("[rank {}] ", self.rank)
+    }
+
     /// The rank before each line.
     fn marked(&self, text: &[u8]) -> Vec<u8> {
-        let mark = format!("[rank {}] ", self.rank).into_bytes();
+        let mark = self.mark().into_bytes();
         let lines = text.split_inclusive(|byte| *byte == b'\n');
         lines
             .flat_map(|line| [mark.as_slice(), line].concat())

@@ -3,6 +3,7 @@
 mod checkpoints; // damaged files
 mod families; // every family on data of its kind
 mod files; // pipes, devices, files without end
+mod launch; // ranks as processes
 mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it
 mod output; // documents and formats

@@ -608,6 +608,17 @@ fn the_doctor_tells_what_there_is_and_tries_it() {
     ] {
         assert!(names(key).contains(&name.to_owned()), "{key}: {found}");
     }
+    assert_eq!(found["launcher"], "none: ranks are threads of this process");
+    let mut launched = place.command("doctor");
+    launched.envs([("PMI_RANK", "1"), ("PMI_SIZE", "2")]);
+    let launched = place.ended(&launched.output().expect("the command starts"));
+    assert!(
+        launched
+            .stdout
+            .contains("MPICH or Intel MPI, process 1 of 2: PMI_SIZE asks for 2 processes"),
+        "{}",
+        launched.stdout
+    );
     // Abilities of other builds are not listed.
     let has_tch = cfg!(feature = "tch");
     assert_eq!(names("backends").contains(&"tch".to_owned()), has_tch);
@@ -713,6 +724,7 @@ fn completions_and_help_are_printed() {
 
     Commands:
       train        Trains a model
+      launch       Starts a command as several processes of this machine, one for each rank
       evaluate     Evaluates a checkpoint on the validation part of the data
       trace        Prints the graph of a model, as one rank runs it
       schedule     Prints a schedule and its figures, or checks one that is given as CSV

@@ -1,0 +1,225 @@
+//! `merak launch`: the ranks of a command as processes of this machine.
+
+mod lines;
+mod program;
+mod ranks;
+mod restart;
+mod verdict;
+
+use self::{
+    program::Program,
+    ranks::{Event, Start},
+    verdict::{End, Verdict},
+};
+use super::{Failure, Outcome, signals::is_ignored};
+use clap::Args as ClapArgs;
+use merak_mpu::Launch;
+use signal_hook::{
+    consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2},
+    iterator::Signals,
+};
+use std::{
+    ffi::OsString,
+    io::{self, ErrorKind},
+    net::{Ipv4Addr, TcpListener},
+    process::{self, ExitCode},
+    sync::mpsc::{self, Sender},
+    thread,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+/// Starts a command as several processes of this machine, one for each rank.
+#[derive(Debug, ClapArgs)]
+#[command(
+    after_help = "COMMAND is a command of merak, as in `merak launch -n 4 -- train CONFIG`, or a program that reads \
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.\n\
+    Lines are printed behind their rank, as in `[rank 2] `; the results of a command of merak, which rank 0 has, as they \
+    are. Signals are passed on. When a rank fails, the others are ended, and its exit status is the command's."
+)]
+pub(crate) struct Args {
+    /// Processes, which are the ranks.
+    #[arg(
+        short = 'n',
+        long,
+        alias = "nproc-per-node",
+        value_name = "N",
+        value_parser = clap::value_parser!(u16).range(1..=1024)
+    )]
+    processes: u16,
+    /// How often all ranks are started again after one has failed; a training goes on from its last
+    /// checkpoint.
+    #[arg(long, value_name = "R", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=10_000))]
+    max_restarts: u32,
+    /// The port where rank 0 is found, and the next higher one after each restart; unset: a free
+    /// one.
+    #[arg(long, value_name = "P", value_parser = clap::value_parser!(u16).range(1..))]
+    master_port: Option<u16>,
+    /// Seconds that the other ranks have to end after one has failed, before they are killed.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = seconds)]
+    grace_s: f64,
+    /// The command and its arguments.
+    #[arg(trailing_var_arg = true, required = true, value_name = "COMMAND")]
+    command: Vec<OsString>,
+}
+
+/// A rank that has ended the run.
+#[derive(Debug, thiserror::Error)]
+#[error("rank {} {}{}", .end.rank, .end.how, after(*.restarts))]
+pub(crate) struct RankFailed {
+    end: End,
+    restarts: u32,
+}
+
+impl RankFailed {
+    /// The status of the rank, which is the command's.
+    pub(crate) fn exit_status(&self) -> u8 {
+        self.end.how.exit_status()
+    }
+}
+
+fn after(restarts: u32) -> String {
+    match restarts {
+        0 => String::new(),
+        1 => ", after 1 restart".to_owned(),
+        restarts => format!(", after {restarts} restarts"),
+    }
+}
+
+pub(crate) fn run(args: Args, log: &str) -> Outcome {
+    let program = Program::of(args.command)?;
+    expect_no_launcher()?;
+    let (sender, events) = mpsc::channel();
+    listen(sender.clone())?;
+    // Of this command alone, on this machine at this time.
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let run_id = format!(
+        "merak-{}-{}",
+        process::id(),
+        now.unwrap_or_default().as_nanos()
+    );
+    let mut last_port = None;
+    let mut restart = 0;
+    loop {
+        let port = match args.master_port {
+            Some(first) => given_port(first, restart)?,
+            None => free_port(last_port)?,
+        };
+        last_port = Some(port);
+        let start = Start {
+            program: &program,
+            processes: args.processes.into(),
+            port,
+            restart,
+            max_restarts: args.max_restarts,
+            run_id: &run_id,
+            grace: Duration::from_secs_f64(args.grace_s),
+            log,
+        };
+        let outcome = start.run(&events, &sender).map_err(of_start)?;
+        let (verdict, is_stopped) = outcome;
+        match verdict {
+            Verdict::Done => return Ok(ExitCode::SUCCESS),
+            Verdict::Stopped(status) => return Ok(ExitCode::from(status)),
+            Verdict::Failed(end) => {
+                let status = end.how.exit_status();
+                if restart == args.max_restarts || is_stopped || !program.may_recover_from(status) {
+                    let restarts = restart;
+                    return Err(RankFailed { end, restarts }.into());
+                }
+                restart += 1;
+                tracing::warn!(
+                    "rank {} {}: all ranks are started again, restart {restart} of {}",
+                    end.rank,
+                    end.how,
+                    args.max_restarts
+                );
+            }
+        }
+    }
+}
+
+/// Refuses to be one of several processes itself, each of which would start all ranks.
+fn expect_no_launcher() -> Result<(), Failure> {
+    let launch = Launch::from_env()?;
+    match launch.launcher {
+        Some(launcher) if launch.world_size > 1 => Err(format!(
+            "`merak launch` starts all ranks itself, but {} says that {launcher} has started {} processes: launch the \
+             command by {launcher} alone, without `merak launch`",
+            launch.variables.world_size.unwrap_or_default(),
+            launch.world_size
+        )
+        .into()),
+        _ => Ok(()),
+    }
+}
+
+/// A program that cannot be started is the command line's fault, another failure the run's.
+fn of_start(error: io::Error) -> Failure {
+    match error.kind() {
+        ErrorKind::NotFound | ErrorKind::PermissionDenied => error.to_string().into(),
+        _ => error.into(),
+    }
+}
+
+/// Has signals sent as events, but for those that were ignored at the start, as under `nohup`.
+fn listen(events: Sender<Event>) -> io::Result<()> {
+    let in_words = |error: io::Error| {
+        io::Error::new(error.kind(), format!("cannot listen for signals: {error}"))
+    };
+    let all = [
+        SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGCONT,
+    ];
+    let heard = all.into_iter().filter(|&signal| !is_ignored(signal));
+    let mut signals = Signals::new(heard).map_err(in_words)?;
+    let forward = move || {
+        for signal in signals.forever() {
+            if events.send(Event::Signal(signal)).is_err() {
+                return;
+            }
+        }
+    };
+    let spawned = thread::Builder::new()
+        .name("merak-signals".to_owned())
+        .spawn(forward);
+    spawned.map(drop).map_err(in_words)
+}
+
+/// A port that nobody listens at, other than the last one.
+fn free_port(last: Option<u16>) -> io::Result<u16> {
+    loop {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|error| {
+            let reason = format!("no port of 127.0.0.1 is free: {error}");
+            io::Error::new(error.kind(), reason)
+        })?;
+        let port = listener.local_addr()?.port();
+        if Some(port) != last {
+            return Ok(port);
+        }
+    }
+}
+
+/// The port that was asked for, moved on by one at each restart, if nobody listens there.
+fn given_port(first: u16, restart: u32) -> Result<u16, Failure> {
+    let port = u32::from(first) + restart;
+    let Ok(port) = u16::try_from(port) else {
+        return Err(format!(
+            "--master-port {first} leaves no port for restart {restart}: the last is 65535"
+        )
+        .into());
+    };
+    match TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
+        Ok(_) => Ok(port),
+        Err(error) => Err(format!(
+            "--master-port {first}: port {port} of 127.0.0.1 cannot be taken ({error}): choose \
+             another, or leave the option out for a free one"
+        )
+        .into()),
+    }
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    const MOST: f64 = 86_400.0;
+    let number = text.parse::<f64>().ok();
+    let legal = number.filter(|number| (0.0..=MOST).contains(number));
+    legal.ok_or_else(|| "expected seconds from 0 to 86400".to_owned())
+}

@@ -1,0 +1,429 @@
+//! Ranks as processes: what they are told, how their output comes, how they end.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    io::{BufRead, BufReader, Lines},
+    process::{Child, ChildStdout, Command, Stdio},
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use insta::assert_snapshot;
+use serde_json::Value;
+
+use super::{Ended, Workplace};
+
+/// No launch of these tests takes so long.
+const DEADLINE: Duration = Duration::from_secs(40);
+
+/// `merak launch` with options, and a script of the shell as the program.
+fn launch(place: &Workplace, options: &str, script: &str) -> Command {
+    let mut command = place.command(&format!("launch {options} -- sh -c"));
+    command.arg(script);
+    command
+}
+
+/// Runs a command to its end, which must come before the deadline.
+fn end(place: &Workplace, mut command: Command) -> Ended {
+    let child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command starts");
+    let (pid, (sender, ended)) = (child.id(), mpsc::channel());
+    thread::spawn(move || sender.send(child.wait_with_output()));
+    let output = ended.recv_timeout(DEADLINE);
+    if output.is_err() {
+        kill("KILL", pid);
+    }
+    let output = output.expect("the command ends before the deadline");
+    place.ended(&output.expect("its output is read"))
+}
+
+fn kill(signal: &str, pid: u32) {
+    let script = format!("kill -{signal} {pid}");
+    let sent = Command::new("sh").arg("-c").arg(script).status();
+    assert!(sent.expect("a shell").success());
+}
+
+/// A launch under way, whose standard output is read.
+struct Running {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+impl Running {
+    fn of(mut command: Command) -> Self {
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the command starts");
+        let lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+        Self { child, lines }
+    }
+
+    /// The next lines, as many as there are ranks, sorted.
+    fn lines(&mut self, count: usize) -> Vec<String> {
+        let lines = self.lines.by_ref().take(count);
+        let mut lines: Vec<_> = lines.map_while(Result::ok).collect();
+        assert_eq!(lines.len(), count, "{lines:?}");
+        lines.sort();
+        lines
+    }
+
+    fn end(mut self) -> (Option<i32>, Vec<String>) {
+        let rest = self.lines.map_while(Result::ok).collect();
+        let status = self.child.wait().expect("it ends");
+        (status.code(), rest)
+    }
+}
+
+/// Whether a process runs; one that nobody has asked how it ended does not.
+fn runs(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat
+        .rsplit(") ")
+        .next()
+        .and_then(|rest| rest.chars().next());
+    state.is_some_and(|state| !"ZX".contains(state))
+}
+
+fn expect_none_runs(pids: impl IntoIterator<Item = u32>) {
+    let start = Instant::now();
+    for pid in pids {
+        while runs(pid) {
+            assert!(start.elapsed() < DEADLINE, "process {pid} is left over");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// The numbers at the ends of lines.
+fn numbers(lines: &[String]) -> Vec<u32> {
+    let last = |line: &String| line.rsplit(' ').next()?.parse().ok();
+    lines.iter().filter_map(last).collect()
+}
+
+#[test]
+fn every_rank_is_told_its_place_and_prints_behind_its_number() {
+    let place = Workplace::new();
+    let script = "echo $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT; \
+                  echo of $RANK >&2; printf unfinished";
+    let ended = end(&place, launch(&place, "-n 3 --master-port 29876", script));
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    let sorted = |text: &str| {
+        let mut lines: Vec<_> = text.lines().map(str::to_owned).collect();
+        lines.sort();
+        lines.join("\n")
+    };
+    assert_snapshot!(sorted(&ended.stdout), @r"
+    [rank 0] 3 0 3 127.0.0.1 29876
+    [rank 0] unfinished
+    [rank 1] 3 1 3 127.0.0.1 29876
+    [rank 1] unfinished
+    [rank 2] 3 2 3 127.0.0.1 29876
+    [rank 2] unfinished
+    ");
+    assert_snapshot!(sorted(&ended.stderr), @r"
+    [rank 0] of 0
+    [rank 1] of 1
+    [rank 2] of 2
+    ");
+}
+
+#[test]
+fn a_result_of_a_command_of_merak_comes_as_it_is() {
+    let place = Workplace::new();
+    for name in ["", "merak "] {
+        let line = format!("launch -n 1 -- {name}schedule 1f1b -p 2 -m 2 --format json");
+        let ended = end(&place, place.command(&line));
+        let document: Value = serde_json::from_str(&ended.stdout).expect("one document");
+        assert_eq!(document["ranks"], 2);
+    }
+    // Nothing but `--` parts the options.
+    let bare = end(&place, place.command("launch -n 1 schedule 1f1b -p 2 -m 2"));
+    assert_eq!(bare.status, Some(0), "{}", bare.stderr);
+}
+
+#[test]
+fn the_status_is_that_of_the_rank_that_failed_first_and_the_others_are_ended() {
+    let place = Workplace::new();
+    let script = "if [ $RANK = 1 ]; then echo no >&2; exit 7; fi; sleep 60";
+    let start = Instant::now();
+    let ended = end(&place, launch(&place, "-n 3", script));
+    assert_eq!(ended.status, Some(7));
+    assert_eq!(
+        ended.stderr,
+        "[rank 1] no\nerror: rank 1 ended with status 7\n"
+    );
+    assert!(start.elapsed() < DEADLINE / 2);
+    // A survivor of merak's ends with 3, maybe before the rank that failed.
+    let script = "if [ $RANK = 1 ]; then sleep 0.3; kill -SEGV $$; fi; exit 3";
+    let ended = end(&place, launch(&place, "-n 3", script));
+    assert_eq!(ended.status, Some(139));
+    assert_eq!(ended.stderr, "error: rank 1 was ended by SIGSEGV\n");
+}
+
+#[test]
+fn a_rank_that_does_not_end_when_told_is_killed_with_what_it_has_started() {
+    let place = Workplace::new();
+    let script = "if [ $RANK = 1 ]; then sleep 0.5; exit 1; fi; \
+                  trap '' TERM; sleep 60 & echo $!; echo $$; wait; sleep 60";
+    let command = launch(&place, "-n 2 --grace-s 0.3", script);
+    let start = Instant::now();
+    let ended = end(&place, command);
+    assert_eq!(ended.status, Some(1), "{}", ended.stderr);
+    assert!(start.elapsed() < DEADLINE / 2);
+    let lines: Vec<_> = ended.stdout.lines().map(str::to_owned).collect();
+    assert_eq!(lines.len(), 2, "{lines:?}");
+    expect_none_runs(numbers(&lines));
+}
+
+#[test]
+fn signals_reach_every_rank_once() {
+    let place = Workplace::new();
+    for (signal, status) in [("INT", 130), ("TERM", 143), ("USR1", 138)] {
+        let script = format!(
+            "trap 'echo got; exit {status}' {signal}; echo ready; while :; do sleep 0.05; done"
+        );
+        let mut running = Running::of(launch(&place, "-n 2 --max-restarts 5", &script));
+        assert_eq!(running.lines(2), ["[rank 0] ready", "[rank 1] ready"]);
+        kill(signal, running.child.id());
+        let (ended, mut rest) = running.end();
+        rest.sort();
+        assert_eq!(
+            (ended, &rest[..]),
+            (
+                Some(status),
+                &["[rank 0] got".to_owned(), "[rank 1] got".to_owned()][..]
+            )
+        );
+    }
+    // A rank that stops cleanly has not failed.
+    let script = "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done";
+    let mut running = Running::of(launch(&place, "-n 2", script));
+    running.lines(2);
+    kill("TERM", running.child.id());
+    assert_eq!(running.end().0, Some(0));
+}
+
+#[test]
+fn ranks_that_ignore_every_request_are_ended_by_the_third() {
+    let place = Workplace::new();
+    let script = "trap '' INT TERM; echo $$; while :; do sleep 0.05; done";
+    let mut running = Running::of(launch(&place, "-n 2 --grace-s 0.2", script));
+    let pids = numbers(&running.lines(2));
+    for _ in 0..3 {
+        kill("INT", running.child.id());
+        // Signals of a kind that come at once are one.
+        thread::sleep(Duration::from_millis(100));
+    }
+    assert_eq!(running.end().0, Some(137));
+    expect_none_runs(pids);
+}
+
+#[test]
+fn no_rank_is_left_over_when_the_launch_is_killed() {
+    let place = Workplace::new();
+    let script = "trap '' TERM HUP; echo $$; while :; do sleep 0.05; done";
+    let mut running = Running::of(launch(&place, "-n 3", script));
+    let pids = numbers(&running.lines(3));
+    assert!(pids.iter().all(|&pid| runs(pid)));
+    running.child.kill().expect("it is a child of ours");
+    expect_none_runs(pids);
+    assert_eq!(running.end().0, None);
+}
+
+#[test]
+fn ranks_start_again_on_a_new_port_until_they_succeed_or_the_restarts_are_used() {
+    let place = Workplace::new();
+    let script = "echo $MASTER_PORT $TORCHELASTIC_RESTART_COUNT; \
+                  if [ $TORCHELASTIC_RESTART_COUNT != 2 ]; then exit 5; fi";
+    let ended = end(&place, launch(&place, "-n 1 --max-restarts 3", script));
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.stdout.lines().count(), 3);
+    let ports: Vec<_> = ended.stdout.split_whitespace().skip(2).step_by(4).collect();
+    assert!(ports[0] != ports[1] && ports[1] != ports[2], "{ports:?}");
+    let told: Vec<_> = ended
+        .stderr
+        .lines()
+        .map(|line| line.rsplit(": ").next())
+        .collect();
+    assert_eq!(
+        told,
+        [
+            Some("all ranks are started again, restart 1 of 3"),
+            Some("all ranks are started again, restart 2 of 3")
+        ]
+    );
+    let ended = end(
+        &place,
+        launch(&place, "-n 2 --max-restarts 1", "sleep 0.1; exit 5"),
+    );
+    assert_eq!(ended.status, Some(5));
+    let last = ended.stderr.lines().last().expect("an error");
+    assert!(
+        last.ends_with("ended with status 5, after 1 restart"),
+        "{last}"
+    );
+    let script = "echo $MASTER_PORT; exit 1";
+    let ended = end(
+        &place,
+        launch(&place, "-n 1 --max-restarts 2 --master-port 29770", script),
+    );
+    let ports: Vec<_> = ended.stdout.lines().map(str::to_owned).collect();
+    assert_eq!(numbers(&ports), [29_770, 29_771, 29_772]);
+}
+
+#[test]
+fn a_training_that_is_killed_goes_on_from_its_last_checkpoint() {
+    let place = Workplace::new();
+    let line = "launch -n 1 --max-restarts 1 -- train merak.toml --max_steps 100000 --save_steps 5 --save_total_limit 2";
+    let mut child = place
+        .command(line)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command starts");
+    let launch = child.id();
+    let mut lines = BufReader::new(child.stderr.take().expect("a pipe")).lines();
+    let mut read_until = |text: &str| {
+        let mut seen = Vec::new();
+        for line in lines.by_ref().map_while(Result::ok) {
+            let found = line.contains(text);
+            seen.push(line);
+            if found {
+                return seen;
+            }
+        }
+        panic!("no line has {text}: {seen:?}");
+    };
+    read_until("[rank 0] step 12");
+    let children = format!("/proc/{launch}/task/{launch}/children");
+    let rank = fs::read_to_string(children).expect("Linux lists children");
+    kill("KILL", rank.trim().parse().expect("one rank"));
+    let told = read_until("all ranks are started again");
+    assert!(
+        told.last()
+            .expect("a line")
+            .contains("rank 0 was ended by SIGKILL")
+    );
+    let first = read_until("[rank 0] step ").pop().expect("a line");
+    let words: Vec<_> = first.split_whitespace().collect();
+    let step: u32 = words[3]
+        .trim_end_matches(|c: char| !c.is_ascii_digit())
+        .split('/')
+        .next()
+        .expect("a step")
+        .parse()
+        .expect("a number");
+    assert!(step > 10, "it goes on: {first}");
+    kill("TERM", launch);
+    drop(lines);
+    assert_eq!(child.wait().expect("it ends").code(), Some(143));
+    assert!(!place.path("run/earlier-run-1").exists());
+}
+
+#[test]
+fn a_command_that_cannot_be_launched_is_refused_with_what_can() {
+    let place = Workplace::new();
+    let told = |line: &str| place.mistake(&format!("launch {line}"));
+    assert_snapshot!(told("-n 2 -- trian merak.toml"), @r#"error: "trian" is neither a command of merak nor a program that is found: did you mean "train"?"#);
+    assert_snapshot!(told("-n 2 -- ./no-program"), @r#"error: "./no-program" is neither a command of merak nor a program that is found"#);
+    assert_snapshot!(told("-n 2 -- launch -n 2 -- train"), @"error: `merak launch` starts other commands, not itself");
+    assert_snapshot!(told("-n 2 -- merak"), @"error: no command behind the options: write merak launch -n 2 -- train CONFIG");
+    assert_snapshot!(told("-n 2 -- ./merak.toml"), @r#"error: cannot start rank 0 as ./merak.toml: Permission denied (os error 13)"#);
+    let taken = std::net::TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    let port = taken.local_addr().expect("an address").port();
+    let in_use =
+        told(&format!("-n 2 --master-port {port} -- doctor")).replace(&port.to_string(), "PORT");
+    assert_snapshot!(in_use, @"error: --master-port PORT: port PORT of 127.0.0.1 cannot be taken (Address already in use (os error 98)): choose another, or leave the option out for a free one");
+    for line in [
+        "-n 0 -- doctor",
+        "-n 1025 -- doctor",
+        "-n x -- doctor",
+        "-n 2",
+        "-- doctor",
+        "-n 2 --grace-s -1 -- doctor",
+    ] {
+        told(line);
+    }
+}
+
+#[test]
+fn a_world_of_processes_is_refused_once_and_by_the_variable() {
+    let place = Workplace::new();
+    for line in [
+        "train merak.toml",
+        "evaluate merak.toml run",
+        "generate run --prompt-ids 1",
+        "bench gpt",
+    ] {
+        let ended = end(&place, place.command(&format!("launch -n 3 -- {line}")));
+        assert_eq!(ended.status, Some(2), "{}", ended.stderr);
+        assert_eq!(
+            ended.stderr,
+            "[rank 0] error: WORLD_SIZE asks for 3 processes, but this build has no engine between \
+             processes: start one process, whose ranks are threads, and unset WORLD_SIZE\n\
+             error: rank 0 ended with status 2\n"
+        );
+    }
+    assert!(!place.path("run").exists());
+    let half = |variables: &[(&str, &str)]| {
+        let mut command = place.command("train merak.toml --max_steps 1");
+        command.envs(variables.iter().copied());
+        end(&place, command)
+    };
+    // Half an environment is this process's own.
+    let ended = half(&[("RANK", "3"), ("WORLD_SIZE", "4")]);
+    assert_eq!(ended.status, Some(2));
+    assert_eq!(
+        ended.stderr,
+        "error: WORLD_SIZE is set, but MASTER_ADDR is not: set both or neither\n"
+    );
+    let ended = half(&[("RANK", "3")]);
+    assert_eq!(
+        ended.stderr,
+        "error: RANK is set, but WORLD_SIZE is not: set both or neither\n"
+    );
+    // A world of one is a process with ranks of its own, and so is a job's script.
+    assert_eq!(half(&[("RANK", "0"), ("WORLD_SIZE", "1")]).status, Some(0));
+    let mut command = place.command("launch -n 2 -- train merak.toml");
+    command.envs([
+        ("SLURM_STEP_ID", "0"),
+        ("SLURM_PROCID", "1"),
+        ("SLURM_NTASKS", "2"),
+    ]);
+    let nested = end(&place, command);
+    assert_eq!(nested.status, Some(2));
+    assert!(
+        nested.stderr.contains("SLURM has started 2 processes"),
+        "{}",
+        nested.stderr
+    );
+}
+
+#[test]
+fn ranks_have_a_run_of_their_own_name_and_no_agent() {
+    let place = Workplace::new();
+    let script = "echo $TORCHELASTIC_RUN_ID $TORCHELASTIC_USE_AGENT_STORE $GROUP_RANK";
+    let ids = || {
+        let mut command = launch(&place, "-n 2", script);
+        command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
+        let ended = end(&place, command);
+        let ids = ended
+            .stdout
+            .lines()
+            .map(|line| line["[rank 0] ".len()..].to_owned());
+        ids.collect::<BTreeSet<_>>()
+    };
+    let (first, second) = (ids(), ids());
+    assert_eq!((first.len(), second.len()), (1, 1));
+    assert_ne!(first, second);
+    assert!(first.iter().all(|words| words.split(' ').count() == 2));
+}
