@@ -49,6 +49,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    merak_trainer::keep_to_one_heap();
     let cli: Cli = cli::parse(arguments()).unwrap_or_else(|error| error.exit());
     let screen = Screen::default();
     let filter = EnvFilter::try_from_env("RUST_LOG").or_else(|_| EnvFilter::try_new(&cli.log));
