@@ -95,7 +95,9 @@ pub use config::{
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{Error, Result, StepPart};
 pub use folder::RunFolder;
-pub use memory::{MemoryNeed, MemoryShortage, RunMemory, Workload, available_bytes};
+pub use memory::{
+    MemoryNeed, MemoryShortage, RunMemory, Workload, available_bytes, keep_to_one_heap,
+};
 pub use plan::{Draft, FasterSchedule, Forward, Lora, Plan, PlanInputs, Prediction, StageTimes};
 pub use trainer::{
     ADAPTER_CONFIG, BestModel, Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepRecord,

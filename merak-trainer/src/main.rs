@@ -47,6 +47,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    merak_trainer::keep_to_one_heap();
     let cli: Cli = match cli::parse(arguments()) {
         Ok(cli) => cli,
         Err(error) => return cli::refused(&error),

@@ -138,7 +138,7 @@ pub struct MemoryShortage {
     /// What it needs; of threads their whole stacks where addresses are short, otherwise the
     /// touched part.
     pub needed: RunMemory,
-    /// The resource that is short: `memory` or `addresses`.
+    /// The resource that is short: `memory`, or `addresses` under a limit of the process.
     pub what: &'static str,
     /// Bytes that the process may use.
     pub available: u64,
@@ -223,7 +223,10 @@ impl Plan {
     /// The values of a forward, and the memory of freed ones that is kept.
     fn forward_bytes(&self, rank: usize, forward: Forward) -> Result<(usize, usize)> {
         let programs = self.inference_programs(self.stages_of(rank), forward)?;
-        let forwards = programs.iter().map(|program| program.live_bytes().forward);
+        // Without a backward nothing is kept, and the peak lies where an operation reads one large
+        // value and writes another: backends overwrite operands in additions alone.
+        let live = |program: &StageProgram| program.live_bytes_without_reuse();
+        let forwards = programs.iter().map(|program| live(program).forward);
         let pools = programs.iter().map(StageProgram::kept_free_bytes);
         let inputs = input_bytes(programs.iter());
         Ok((
@@ -281,7 +284,11 @@ impl Plan {
             (in_memory, room.memory, "memory")
         } else {
             let reserved = of_ranks(&ranks, args, mapped, data);
-            (reserved, room.addresses, "addresses")
+            (
+                reserved,
+                room.addresses.saturating_add(data),
+                "addresses (RLIMIT_AS, `ulimit -v`)",
+            )
         };
         if needed.total() <= available {
             return Ok(());
@@ -335,6 +342,10 @@ const PAIR_BYTES: u64 = 16;
 /// The stack of a thread that is no rank: the default of the standard library.
 const STACK_BYTES: u64 = 2 << 20;
 
+/// Threads of a process beside those of its ranks: those that watch for signals, show progress and
+/// delete checkpoints.
+const OTHER_THREADS: u64 = 3;
+
 /// Bytes that the threads of all ranks touch and the ranks hold beside their tensors; and addresses
 /// that they take, with whole stacks.
 fn thread_bytes(args: &CheckedArguments) -> (u64, u64) {
@@ -347,13 +358,34 @@ fn thread_bytes(args: &CheckedArguments) -> (u64, u64) {
         .saturating_add(RANK_BYTES)
         .saturating_add(of_all(PAIR_BYTES));
     let touched = beside.saturating_add(1).saturating_mul(TOUCHED_BYTES);
+    // A rank saves on a thread of its own.
     let stacks = beside
+        .saturating_add(u64::from(args.saves()))
         .saturating_mul(STACK_BYTES)
         .saturating_add(WorldOptions::default().stack_bytes as u64);
+    let others = OTHER_THREADS.saturating_mul(STACK_BYTES);
     (
         of_all(own.saturating_add(touched)),
-        of_all(own.saturating_add(stacks)),
+        of_all(own.saturating_add(stacks)).saturating_add(others),
     )
+}
+
+/// Keeps the allocator to one heap for all threads where the address space of this process is
+/// limited: glibc gives threads heaps of their own, each of which reserves 64 MiB of addresses
+/// whatever is allocated there. Call it before threads start.
+pub fn keep_to_one_heap() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    if address_space() != u64::MAX {
+        #[expect(unsafe_code, reason = "only C offers the setting")]
+        // SAFETY: it takes two numbers, and may be called at any time.
+        let _ = unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+    }
+}
+
+/// Whether this process may use so many bytes beside the threads of its ranks.
+pub(crate) fn fits_beside_threads(args: &CheckedArguments, bytes: u64) -> bool {
+    let (room, (touched, mapped)) = (Room::of_process(), thread_bytes(args));
+    bytes.saturating_add(touched) <= room.memory && bytes.saturating_add(mapped) <= room.addresses
 }
 
 /// The memory that this process may use.
@@ -369,7 +401,7 @@ impl Room {
     fn of_process() -> Self {
         Self {
             memory: memory_bytes(),
-            addresses: address_space(),
+            addresses: free_addresses(),
         }
     }
 }
@@ -377,7 +409,7 @@ impl Room {
 /// Bytes that this process may fill: memory and swap of the machine, or less under a control group
 /// or a limit on the address space.
 pub fn available_bytes() -> u64 {
-    memory_bytes().min(address_space())
+    memory_bytes().min(free_addresses())
 }
 
 /// Memory and swap of the machine, or the memory of a control group where that has less than the
@@ -407,6 +439,21 @@ fn within_group(machine: u64, memory: u64, group: Option<u64>) -> u64 {
         Some(group) => group,
         None => machine,
     }
+}
+
+/// Addresses that this process may still reserve: those that it has already, of its program and
+/// what it has read, count towards the limit.
+fn free_addresses() -> u64 {
+    let limit = address_space();
+    if limit == u64::MAX {
+        return limit;
+    }
+    let sizes = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let size = sizes
+        .lines()
+        .find_map(|line| line.strip_prefix("VmSize:"))
+        .and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    limit.saturating_sub(size.unwrap_or_default().saturating_mul(1 << 10))
 }
 
 /// The limit on this process's address space, where the system has one and tells.
@@ -532,11 +579,13 @@ mod tests {
         let enough = 1 << 30;
         check(0, enough, enough).unwrap();
         check(enough, enough, enough).unwrap_err();
-        // Four stacks of 8 MiB, three of 2 MiB beside each, and 384 KiB beside the tensors.
+        // Four stacks of 8 MiB, three of 2 MiB beside each, and 384 KiB beside the tensors; and
+        // three stacks of other threads.
+        let threads = (115 << 19) + 4 * 4 * PAIR_BYTES + OTHER_THREADS * STACK_BYTES;
         let text = check(0, enough, 50 << 20).unwrap_err().to_string();
         let figures = [
-            " of addresses, but ",
-            " threads and programs 57.5 MiB, the data 0 B",
+            " of addresses (RLIMIT_AS, `ulimit -v`), but ".to_owned(),
+            format!(" threads and programs {}, the data 0 B", Bytes(threads)),
         ];
         assert!(figures.iter().all(|part| text.contains(part)), "{text}");
         let text = check(enough, 100 << 20, enough).unwrap_err().to_string();

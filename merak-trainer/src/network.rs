@@ -155,6 +155,16 @@ impl Line {
         })
     }
 
+    /// The part of it that each of some ranks works on a core of its own, where `at_once` of them
+    /// have cores at a time: the rest of the time it waits for others.
+    fn of_each(self, ranks: usize, at_once: usize) -> Self {
+        let part = at_once.min(ranks) as f64 / ranks as f64;
+        Self {
+            latency: part * self.latency,
+            per_byte: part * self.per_byte,
+        }
+    }
+
     pub(crate) fn seconds(self, bytes: usize) -> f64 {
         self.latency + self.per_byte * bytes as f64
     }
@@ -165,7 +175,7 @@ impl Line {
 pub(crate) struct Network {
     /// A message from stage to stage.
     pub(crate) send: Line,
-    /// A sum over the ranks of a group.
+    /// A sum over the ranks of a group, on a core for each.
     pub(crate) all_reduce: Line,
 }
 
@@ -179,11 +189,13 @@ impl Network {
         })
     }
 
-    /// Times messages between two ranks, and sums over `group` of them.
-    pub(crate) fn measure(group: usize) -> Result<Self> {
+    /// Times messages between two ranks, and sums over `group` of them, `at_once` of which have
+    /// cores at a time.
+    pub(crate) fn measure(group: usize, at_once: usize) -> Result<Self> {
+        let group = group.max(2);
         Ok(Self {
             send: Line::of(&HAND_OVER, 2)?,
-            all_reduce: Line::of(&ALL_REDUCE, group.max(2))?,
+            all_reduce: Line::of(&ALL_REDUCE, group)?.of_each(group, at_once),
         })
     }
 
@@ -197,6 +209,17 @@ impl Network {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_sum_of_more_ranks_than_cores_counts_no_waiting_as_work() {
+        let whole = Line {
+            latency: 64.0,
+            per_byte: 32.0,
+        };
+        let part = whole.of_each(64, 2);
+        assert_eq!((part.latency, part.per_byte), (2.0, 1.0));
+        assert_eq!(whole.of_each(2, 8), whole, "each has a core");
+    }
 
     #[test]
     fn many_ranks_are_timed_with_little_memory_together() {

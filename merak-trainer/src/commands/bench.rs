@@ -5,7 +5,7 @@ mod generate;
 mod pipeline;
 mod save;
 
-use super::{Outcome, output};
+use super::{Outcome, output, world};
 use clap::{Args as ClapArgs, Subcommand};
 use merak_ckpt::cli::at_least_one;
 use merak_trace::models;

@@ -1,7 +1,7 @@
 //! What the command takes from the process around it.
 
 use merak_ckpt::words::brief;
-use merak_trainer::{Config, Error, Result, VARIABLES, World, data::CrateSources, metrics::Screen};
+use merak_trainer::{Error, Result, VARIABLES, data::CrateSources};
 use std::{
     ffi::OsString,
     path::{Path, PathBuf},

@@ -152,8 +152,16 @@ pub(crate) fn run(args: &Args) -> Outcome {
         is_recompute_named: names_recompute(&named_costs.text),
         ..args.memory_of(size)?
     };
+    // A forward and a backward of each microbatch on each stage, at least.
+    let least = size
+        .stages()
+        .saturating_mul(2 * size.microbatches.min(usize::MAX / 2));
+    check_room(least, ACTION_BYTES)?;
     let schedule = order.schedule(size, &costs, &memory)?;
     args.format.check(&schedule)?;
+    if args.format.shows_times() {
+        check_room(num_actions(&schedule), SIMULATED_BYTES)?;
+    }
     let text = shown(args, &schedule, &costs, &memory)?;
     match &args.output {
         None => output::print_as_is(&text)?,
@@ -429,6 +437,26 @@ fn page_memory(bytes: Option<ActivationBytes>, limits: Option<MemoryLimits>) -> 
             ..memory
         },
     }
+}
+
+/// Bytes that an action takes in a schedule and its text.
+const ACTION_BYTES: u64 = 48;
+
+/// Bytes that an action takes while it is simulated, beside those.
+const SIMULATED_BYTES: u64 = 72;
+
+/// Refuses so many actions where the memory of this process does not hold them.
+fn check_room(actions: usize, bytes_each: u64) -> Result<(), Failure> {
+    let needed = (actions as u64).saturating_mul(bytes_each);
+    let available = merak_trainer::available_bytes();
+    if needed <= available {
+        return Ok(());
+    }
+    let [needed, available] = [needed, available].map(Bytes);
+    Err(format!(
+        "a schedule of {actions} actions takes {needed}, but this process may use {available}: choose fewer microbatches or ranks"
+    )
+    .into())
 }
 
 fn num_actions(schedule: &Schedule) -> usize {

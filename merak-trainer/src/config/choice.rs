@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use merak_mpu::EngineKind;
 use serde_json::Value;
 
 use super::{

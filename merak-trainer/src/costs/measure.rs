@@ -116,8 +116,9 @@ pub(super) fn profile(
         }
     }
     // All ranks updated at once, without turns.
-    profile.per_param *= ranks_at_once(args).min(world) as f64 / world as f64;
-    profile.network = Network::measure(args.tp.max(args.dp))?;
+    let at_once = ranks_at_once(args);
+    profile.per_param *= at_once.min(world) as f64 / world as f64;
+    profile.network = Network::measure(args.tp.max(args.dp), at_once)?;
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     profile.measured_at = since.map_or(0, |since| since.as_secs());
     Ok(profile)

@@ -2,7 +2,8 @@
 
 use super::{AGREEMENT, CostCache, Doubt, Measurement, cache, measure};
 use crate::{
-    CheckedArguments, Result, available_bytes,
+    CheckedArguments, Result,
+    memory::fits_beside_threads,
     network::Network,
     plan::{Draft, PlanInputs, SegmentedGraph, param_bytes},
 };
@@ -78,7 +79,7 @@ impl Profile {
         if let Some(found) = found.as_ref().filter(|found| found.doubt != Doubt::Open) {
             return Ok(Some(found.clone()));
         }
-        if measure::needed_bytes(&programs, args) > available_bytes() {
+        if !fits_beside_threads(args, measure::needed_bytes(&programs, args)) {
             return Ok(found);
         }
         let mut profile = measure::profile(&graph, &programs, args)?;

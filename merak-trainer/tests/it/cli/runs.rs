@@ -289,6 +289,47 @@ fn a_full_disk_ends_the_run_with_status_1_and_leaves_no_draft() {
 }
 
 #[test]
+fn a_limit_of_addresses_ends_no_process_by_a_signal() {
+    let place = Workplace::new();
+    let line = "train merak.toml --dp 8 --gradient_accumulation_steps 1 --max_steps 1 --save false --output_dir";
+    for kibibytes in [100_000, 200_000, 400_000, 600_000, 4_000_000] {
+        let line = format!("{line} at-{kibibytes}");
+        let output = under(&place, &format!("ulimit -v {kibibytes}"), &line).output();
+        let ended = place.ended(&output.expect("the command starts"));
+        let is_refused = ended.status == Some(2) && ended.stderr.contains("RLIMIT_AS");
+        let trains = ended.status == Some(0);
+        assert!(is_refused || trains, "{kibibytes} KiB: {}", ended.stderr);
+        assert!(trains || kibibytes < 4_000_000, "{}", ended.stderr);
+    }
+    let line = "schedule 1f1b -p 512 -m 4096";
+    let output = under(&place, "ulimit -v 120000", line).output();
+    let ended = place.ended(&output.expect("the command starts"));
+    let text = refusal(&ended);
+    let start = "error: a schedule of 4194304 actions takes 192 MiB, but this process may use ";
+    assert!(text.starts_with(start), "{text}");
+}
+
+#[test]
+fn the_end_compares_its_memory_with_the_larger_of_training_and_evaluation() {
+    let place = Workplace::new();
+    for keys in ["--pp 1", "--pp 2", "--per_device_eval_batch_size 1"] {
+        let said = place.succeed(&format!("train merak.toml --overwrite_output_dir {keys}"));
+        let line = said.lines().find(|line| line.starts_with("memory "));
+        let words: Vec<_> = line.expect("it is told").split_whitespace().collect();
+        let [measured, predicted] = [1, words.len() - 2].map(|at| {
+            let unit = if words[at + 1].starts_with("MiB") {
+                1024.0
+            } else {
+                1.0
+            };
+            unit * words[at].parse::<f64>().expect("a number")
+        });
+        let ratio = measured / predicted;
+        assert!((0.9..1.02).contains(&ratio), "{keys}: {line:?}");
+    }
+}
+
+#[test]
 fn a_file_that_cannot_be_opened_is_named() {
     let place = Workplace::new();
     for limit in 6..12 {
