@@ -68,6 +68,8 @@ mod call;
 #[cfg(feature = "candle")]
 pub mod candle;
 mod communicator;
+#[cfg(unix)]
+mod control;
 mod degrees;
 mod dtype;
 mod error;
@@ -79,6 +81,8 @@ mod member;
 mod mpu;
 mod rank;
 mod run;
+#[cfg(unix)]
+pub mod tcp;
 mod tensor;
 #[cfg(feature = "testing")]
 pub mod testing;
