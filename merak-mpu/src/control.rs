@@ -50,7 +50,7 @@ use note::Note;
 use poll::Waker;
 use rendezvous::Lines;
 use std::{
-    io,
+    fmt, io,
     sync::{Arc, Mutex, atomic::Ordering},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -171,16 +171,16 @@ impl Control {
         }
     }
 
-    /// The error of a poisoned world. Where a rank was lost, it names what this one waits in.
-    pub(crate) fn explain(&self, wait: Option<&Wait>) -> Error {
+    /// The error of a poisoned world. Where a rank was lost, it names what this one does.
+    pub(crate) fn explain(&self, doing: Option<&dyn fmt::Display>) -> Error {
         let Some(Verdict { failure, lost, .. }) = self.state.verdict() else {
             return Error::Aborted {
                 by: self.state.rank.0,
                 reason: "the world has ended".into(),
             };
         };
-        let reason = match wait {
-            Some(wait) if *lost => format!("{} ({wait})", failure.reason),
+        let reason = match doing {
+            Some(doing) if *lost => format!("{} ({doing})", failure.reason),
             _ => failure.reason.clone(),
         };
         Error::Aborted {

@@ -46,9 +46,12 @@ impl Handle {
         parts: Parts,
     ) -> Result<Pending<Box<dyn Buffer>>> {
         let session = &self.session;
-        session.check()?;
-        self.check_buffer(&*buffer)?;
         let sequence = self.started.fetch_add(1, Ordering::Relaxed);
+        session.check_start(&|| {
+            let group = self.group.describe();
+            format!("{} {sequence} of group {group}", call.name())
+        })?;
+        self.check_buffer(&*buffer)?;
         let fingerprint = Fingerprint {
             call,
             dtype: buffer.dtype(),
@@ -99,6 +102,14 @@ impl Handle {
         };
         self.abort(&error.to_string());
         Err(error)
+    }
+
+    fn check_message(&self, op: &str, peer: usize, tag: u64) -> Result<()> {
+        self.check_peer(peer)?;
+        self.session.check_start(&|| {
+            let (rank, group) = (self.group.members()[peer], self.group.describe());
+            format!("{op}(tag {tag}) of group {group} with rank {rank}")
+        })
     }
 
     fn check_peer(&self, rank: usize) -> Result<()> {
@@ -256,8 +267,7 @@ impl Communicator for Handle {
     }
 
     fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {
-        self.session.check()?;
-        self.check_peer(to)?;
+        self.check_message("send", to, tag)?;
         for packet in &message {
             self.check_buffer(&*packet.data)?;
         }
@@ -276,8 +286,7 @@ impl Communicator for Handle {
     }
 
     fn start_recv(&self, from: usize, tag: u64) -> Result<Pending<Message>> {
-        self.session.check()?;
-        self.check_peer(from)?;
+        self.check_message("recv", from, tag)?;
         let awaited = AwaitedMessage {
             group: Arc::clone(&self.group),
             from,

@@ -91,6 +91,15 @@ impl Session {
         self.state.check()
     }
 
+    /// The error of a poisoned world for a rank that starts an operation.
+    pub(super) fn check_start(&self, op: &dyn Fn() -> String) -> Result<()> {
+        if self.state.verdict().is_none() {
+            return Ok(());
+        }
+        let doing = format!("rank {} calls {}", self.state.rank, op());
+        Err(self.control.explain(Some(&doing)))
+    }
+
     pub(super) fn fail(&self, culprit: Rank, reason: &str) {
         self.control.fail(culprit, reason);
     }
