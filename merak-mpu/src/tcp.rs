@@ -17,7 +17,7 @@
 //!
 //! A second line to rank 0 carries heartbeats and failures: a process that is killed is missed at
 //! once, one that is stopped or cut off after [`JoinOptions::beat_timeout`], and every other rank
-//! gets [`Error::Aborted`](crate::Error::Aborted) with the culprit's rank and its own operation.
+//! gets [`Error::Aborted`] with the culprit's rank and its own operation.
 //!
 //! A process that ends its part ([`Member::end`], or when its last handle is dropped) waits until
 //! its peers have what it sent; rank 0 leaves last. A process that ends otherwise counts as failed.
