@@ -46,6 +46,16 @@ impl DType {
         }
     }
 
+    /// The alignment of one element in memory.
+    pub(crate) const fn align(self) -> usize {
+        match self {
+            Self::F64 | Self::I64 => align_of::<u64>(),
+            Self::F32 | Self::U32 => align_of::<u32>(),
+            Self::BF16 | Self::F16 => align_of::<u16>(),
+            Self::U8 => 1,
+        }
+    }
+
     /// Whether the elements are floating-point numbers.
     pub const fn is_float(self) -> bool {
         matches!(self, Self::F64 | Self::F32 | Self::BF16 | Self::F16)

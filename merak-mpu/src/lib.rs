@@ -27,21 +27,32 @@
 //! - [`Group`]: collectives and messages among some ranks, blocking or [`Pending`].
 //! - [`Buffer`]: memory of a [`DType`] that a collective reads and writes where it lies.
 //! - [`HostTensor`]: a tensor of another library, for the `*_tensor` methods of a [`Group`].
-//! - [`threads`]: the engine whose ranks are threads. Others implement [`Engine`] and
-//!   [`Communicator`].
+//! - [`threads`]: the engine whose ranks are threads of one process. `tcp`: the one whose ranks are
+//!   processes, on Unix. Others implement [`Engine`] and [`Communicator`].
 //!
 //! # How it fits together
 //! ```text
 //!      Degrees ─────> Topology            places of the ranks (pure)
 //!                        │
-//! threads::run ─> Member ─> Mpu ─> Group ─> dyn Communicator     one rank's handles
-//!                   │                           │
-//!              dyn Engine ──────────────────────┘                threads | your own
+//! threads::run ┬> Member ─> Mpu ─> Group ─> dyn Communicator     one rank's handles
+//! tcp::join    ┘    │                           │
+//!              dyn Engine ──────────────────────┘                threads | tcp | your own
 //! ```
+//!
+//! # Engines and their order of summation
+//! | engine | ranks | order of summation |
+//! |---|---|---|
+//! | `threads` | threads of one process | ascending group rank, in f32 for 16-bit floats |
+//! | `tcp` | processes, on one host or several | the same, hence the same bits |
+//!
+//! Processes have a control plane beside the connections that carry data: a star of sockets to
+//! rank 0, over which they find each other, compare versions and digests, beat, tell what they wait
+//! for, and hear who is to blame for a failure. A process that dies is named at once, one that is
+//! stopped or cut off when its heart has been silent for some seconds.
 //!
 //! # Guarantees
 //! - **Fixed order.** A sum runs in ascending group rank, in f32 for 16-bit floats, for any number
-//!   of threads, so every member and every run gets the same bits.
+//!   of threads, so every member, every run and both engines give the same bits.
 //! - **No rank waits for ever.** An error or a panic on one rank poisons the world: every pending
 //!   or later call on the others returns [`Error::Aborted`], which names the culprit. A peer that
 //!   never comes is an [`Error::Timeout`], which names the waiting and the missing ranks.
@@ -68,6 +79,8 @@ mod call;
 #[cfg(feature = "candle")]
 pub mod candle;
 mod communicator;
+#[cfg(unix)]
+mod control;
 mod degrees;
 mod dtype;
 mod error;
@@ -79,6 +92,8 @@ mod member;
 mod mpu;
 mod rank;
 mod run;
+#[cfg(unix)]
+pub mod tcp;
 mod tensor;
 #[cfg(feature = "testing")]
 pub mod testing;

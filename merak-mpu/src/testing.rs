@@ -50,6 +50,25 @@ pub fn world_within<T: Send>(
     }
 }
 
+/// [`world`] of the same process whose ranks are connected by sockets.
+///
+/// # Panics
+/// As [`world`], and when the system gives no socket.
+#[cfg(unix)]
+pub fn tcp_world<T: Send>(n: usize, body: impl Fn(Member) -> T + Sync) -> Vec<T> {
+    let members = match crate::tcp::world(n, DEADLINE) {
+        Ok(members) => members,
+        Err(error) => panic!("{error}"),
+    };
+    let stack_bytes = threads::WorldOptions::default().stack_bytes;
+    match crate::run_members(members, stack_bytes, |member| {
+        Ok::<_, Infallible>(body(member))
+    }) {
+        Ok(results) => results,
+        Err(failure) => panic!("{failure}"),
+    }
+}
+
 /// Asserts that each `|actual - expected| <= atol + rtol * |expected|`; NaN equals NaN.
 ///
 /// # Panics

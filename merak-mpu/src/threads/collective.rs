@@ -221,13 +221,7 @@ unsafe impl Sync for Region {}
 
 impl Region {
     fn holds(&self, len: usize, dtype: DType) -> bool {
-        let align = match dtype {
-            DType::F64 | DType::I64 => align_of::<u64>(),
-            DType::F32 | DType::U32 => align_of::<u32>(),
-            DType::BF16 | DType::F16 => align_of::<u16>(),
-            DType::U8 => 1,
-        };
-        self.len == len * dtype.size_bytes() && self.start.addr().is_multiple_of(align)
+        self.len == len * dtype.size_bytes() && self.start.addr().is_multiple_of(dtype.align())
     }
 }
 

@@ -1,6 +1,17 @@
 use half::{bf16, f16};
-use merak_mpu::{Buffer, Communicator, Element, Packet, ReduceOp, into_vec, testing::world};
+#[cfg(unix)]
+use merak_mpu::testing::tcp_world;
+use merak_mpu::{
+    Buffer, Communicator, DType, Element, Member, Packet, Rank, ReduceOp, into_vec, testing::world,
+};
 use proptest::prelude::*;
+
+/// Runs `body` in a world of every engine that this process can have.
+fn everywhere(n: usize, body: impl Fn(Member) + Sync) {
+    world(n, &body);
+    #[cfg(unix)]
+    tcp_world(n, &body);
+}
 
 /// One row of `len` elements for each of 1 to 4 ranks; the length is a multiple of the rank count.
 fn rows<T: Element>(
@@ -47,7 +58,7 @@ fn bytes<T: Element>(data: &[T]) -> Vec<u8> {
 fn check_reductions<T: Element>(rows: &[Vec<T>], op: ReduceOp, folded: &[T]) {
     let n = rows.len();
     let part = folded.len() / n;
-    world(n, |member| {
+    everywhere(n, |member| {
         let (group, rank) = (
             member.world_group().expect("the world is new"),
             member.rank().0,
@@ -63,8 +74,122 @@ fn check_reductions<T: Element>(rows: &[Vec<T>], op: ReduceOp, folded: &[T]) {
     });
 }
 
+/// One step of a program that all members of a group run.
+#[derive(Debug, Clone)]
+struct Step {
+    /// Bit `r` is set where rank `r` takes part.
+    members: usize,
+    kind: usize,
+    dtype: DType,
+    op: ReduceOp,
+    len: usize,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let len = prop_oneof![Just(0), Just(1), 1..50_usize, 5_000..30_000_usize];
+    let dtype = prop::sample::select(DType::ALL.as_slice());
+    let step = (1..16_usize, 0..8_usize, dtype, ops(), len);
+    let step = step.prop_map(|(members, kind, dtype, op, len)| Step {
+        members,
+        kind,
+        dtype,
+        op,
+        len,
+    });
+    prop::collection::vec(step, 1..8)
+}
+
+/// Starts all steps that this rank takes part in, waits for them in another order, and returns the
+/// bytes of the results.
+fn results_of(steps: &[Step], member: &Member) -> Vec<Vec<u8>> {
+    let mut started = Vec::new();
+    for (number, step) in steps.iter().enumerate() {
+        let members: Vec<_> = (0..4)
+            .filter(|rank| step.members >> rank & 1 == 1)
+            .map(Rank)
+            .collect();
+        if !members.contains(&member.rank()) {
+            continue;
+        }
+        let group = member.group("some", &members).expect("the members ascend");
+        let (n, rank) = (group.world_size(), group.rank());
+        let whole = step.len * if matches!(step.kind, 1 | 6) { n } else { 1 };
+        let mut buffer = merak_mpu::zeros(step.dtype, whole);
+        fill(&mut *buffer, member.rank().0 * 31 + number);
+        let pending = match step.kind {
+            0 => group.start_all_reduce(buffer, step.op),
+            1 => group.start_reduce_scatter(buffer, step.op),
+            2 => group.start_all_gather(buffer),
+            3 => group.start_gather(buffer, n - 1),
+            4 => group.start_broadcast(buffer, n / 2),
+            5 => {
+                let lengths = (0..n).map(|from| if from == n - 1 { step.len } else { 0 });
+                let lengths: Vec<_> = lengths.collect();
+                let own = if rank == n - 1 { step.len } else { 0 };
+                let mut part = merak_mpu::zeros(step.dtype, own);
+                fill(&mut *part, number);
+                group.start_all_gather_parts(part, lengths)
+            }
+            6 => group.start_all_to_all(buffer),
+            _ => {
+                let lengths: Vec<_> = (0..n).map(|to| (to * 7 + step.len) % 11).collect();
+                let own = lengths.iter().sum();
+                let mut parts = merak_mpu::zeros(step.dtype, own);
+                fill(&mut *parts, member.rank().0 + number);
+                group.start_all_to_all_parts(parts, lengths.repeat(n))
+            }
+        };
+        started.push(pending.expect("the world is healthy"));
+    }
+    if member.rank().0.is_multiple_of(2) {
+        started.reverse();
+    }
+    let mut results: Vec<_> = started
+        .into_iter()
+        .map(|pending| {
+            let buffer = pending.wait().expect("all members have started it");
+            let mut out = Vec::new();
+            buffer.read(&mut |bytes| out = bytes.to_vec());
+            out
+        })
+        .collect();
+    if member.rank().0.is_multiple_of(2) {
+        results.reverse();
+    }
+    results
+}
+
+/// Fills a buffer with small numbers whose sums depend on the order of the terms.
+fn fill(buffer: &mut dyn Buffer, seed: usize) {
+    let value = |index: usize| ((index * 7 + seed) % 97) as f32 * 0.37 + 1.0;
+    let dtype = buffer.dtype();
+    buffer.write(&mut |bytes| {
+        let elements = bytes.chunks_exact_mut(dtype.size_bytes()).enumerate();
+        for (index, element) in elements {
+            let x = value(index);
+            match dtype {
+                DType::F64 => element.copy_from_slice(&f64::from(x).to_le_bytes()),
+                DType::F32 => element.copy_from_slice(&x.to_le_bytes()),
+                DType::BF16 => element.copy_from_slice(&bf16::from_f32(x).to_le_bytes()),
+                DType::F16 => element.copy_from_slice(&f16::from_f32(x).to_le_bytes()),
+                DType::I64 => element.copy_from_slice(&(x as i64).to_le_bytes()),
+                DType::U32 => element.copy_from_slice(&(x as u32).to_le_bytes()),
+                DType::U8 => element.copy_from_slice(&[x as u8]),
+            }
+        }
+    });
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[cfg(unix)]
+    #[test]
+    fn any_program_of_collectives_gives_equal_bits_on_every_engine(steps in steps()) {
+        let threads = world(4, |member| results_of(&steps, &member));
+        let processes = tcp_world(4, |member| results_of(&steps, &member));
+        prop_assert!(threads == processes);
+    }
 
     #[test]
     fn reductions_of_f32_are_serial_folds(rows in rows(any::<f32>()), op in ops()) {
@@ -105,7 +230,7 @@ proptest! {
         let n = rows.len();
         let part = rows[0].len() / n;
         let root = root % n;
-        world(n, |member| {
+        everywhere(n, |member| {
             let (group, rank) = (member.world_group().unwrap(), member.rank().0);
             let own = || rows[rank].clone();
             assert_eq!(group.all_gather_vec(own()).unwrap(), rows.concat());
@@ -119,7 +244,7 @@ proptest! {
 
     #[test]
     fn byte_strings_of_any_length_are_gathered(texts in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..30), 1..5)) {
-        world(texts.len(), |member| {
+        everywhere(texts.len(), |member| {
             let (group, rank) = (member.world_group().unwrap(), member.rank().0);
             assert_eq!(group.all_gather_bytes(texts[rank].clone()).unwrap(), texts);
             let root = texts.len() - 1;

@@ -11,7 +11,13 @@ mod faults;
 mod laws;
 /// Places, neighbours and groups of every rank of a 2 x 2 x 2 x 2 world.
 mod mpu;
-/// The threads engine passes the suite of all engines.
+/// Ranks that are processes: what the others hear when one is killed, stopped or wrong.
+#[cfg(unix)]
+mod processes;
+/// How processes find each other, and whom they do not let in.
+#[cfg(unix)]
+mod rendezvous;
+/// Every engine passes the suite of all engines.
 mod suite;
 /// Ranks that share cores compute by turns.
 mod turns;

@@ -1,3 +1,5 @@
+#[cfg(unix)]
+use merak_mpu::{tcp, testing::tcp_world};
 use merak_mpu::{
     testing::{suite, world},
     threads,
@@ -21,6 +23,28 @@ fn threads_survive_every_fault() {
                 ..threads::WorldOptions::default()
             };
             threads::world(n, options)
+        });
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn tcp_passes_every_check_in_worlds_of_one_to_five() {
+    for n in 1..=5 {
+        tcp_world(n, |member| {
+            for (_, check) in suite::CHECKS {
+                check(&member);
+            }
+        });
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn tcp_survives_every_fault() {
+    for n in [2, 4] {
+        suite::faults(n, |n, timeout| {
+            tcp::world(n, timeout).expect("there are sockets")
         });
     }
 }

@@ -1,0 +1,222 @@
+//! Where rank 0 lets the other ranks in, and keeps strangers out.
+
+use super::wire::{Channel, Decoder, Encoder, Malformed};
+use crate::Rank;
+use std::{
+    io::{self, ErrorKind},
+    mem,
+    net::{SocketAddr, TcpListener, TcpStream},
+    os::fd::{AsFd, BorrowedFd},
+    time::{Duration, Instant},
+};
+
+/// First bytes of every connection, in both directions.
+pub(super) const MAGIC: &[u8; 8] = b"merakmpu";
+
+/// Longest first frame of a stranger.
+pub(super) const MOST_GREETING: usize = 4 << 10;
+
+/// Longest first frame of a rank, with its digests.
+const MOST_HELLO: usize = 64 << 10;
+
+/// How long a connection may take to say who it is.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Most connections that have not yet said who they are; further ones wait in the system's queue.
+const MOST_GUESTS: usize = 256;
+
+/// Says who listens here: the first frame of rank 0.
+pub(super) fn greeting(run: &str) -> Vec<u8> {
+    let mut frame = Encoder(MAGIC.to_vec());
+    frame.text(env!("CARGO_PKG_VERSION")).text(run);
+    frame.0
+}
+
+/// The version and the run of a greeting.
+pub(super) fn read_greeting(frame: &[u8]) -> Result<(String, String), Malformed> {
+    let mut decoder = Decoder(frame);
+    if decoder.take(MAGIC.len())? != MAGIC {
+        return Err(Malformed);
+    }
+    let greeting = (decoder.text()?, decoder.text()?);
+    decoder.end()?;
+    Ok(greeting)
+}
+
+/// What a rank says of itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Hello {
+    pub(super) rank: Rank,
+    pub(super) world_size: usize,
+    pub(super) run: String,
+    pub(super) process: u32,
+    /// Names the host.
+    pub(super) host: String,
+    /// Where the rank takes connections of the others.
+    pub(super) data_port: u16,
+    pub(super) digests: Vec<(String, Vec<u8>)>,
+}
+
+impl Hello {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut frame = Encoder(MAGIC.to_vec());
+        frame
+            .size(self.rank.0)
+            .size(self.world_size)
+            .text(&self.run)
+            .number(self.process.into())
+            .text(&self.host)
+            .number(self.data_port.into())
+            .size(self.digests.len());
+        for (name, value) in &self.digests {
+            frame.text(name).bytes(value);
+        }
+        frame.0
+    }
+
+    fn decode(frame: &[u8]) -> Result<Self, Malformed> {
+        let mut decoder = Decoder(frame);
+        if decoder.take(MAGIC.len())? != MAGIC {
+            return Err(Malformed);
+        }
+        let hello = Self {
+            rank: decoder.rank()?,
+            world_size: decoder.size()?,
+            run: decoder.text()?,
+            process: u32::try_from(decoder.number()?).map_err(|_| Malformed)?,
+            host: decoder.text()?,
+            data_port: u16::try_from(decoder.number()?).map_err(|_| Malformed)?,
+            digests: decoder.list(|item| Ok((item.text()?, item.bytes()?.to_vec())))?,
+        };
+        decoder.end()?;
+        Ok(hello)
+    }
+}
+
+/// A connection that has said who it is.
+#[derive(Debug)]
+pub(super) struct Visitor {
+    pub(super) channel: Channel,
+    pub(super) hello: Hello,
+    /// Where it comes from, and which address of this host it found.
+    pub(super) from: SocketAddr,
+    pub(super) to: SocketAddr,
+    /// It has no more questions.
+    pub(super) is_ready: bool,
+}
+
+/// A connection that has not said who it is.
+#[derive(Debug)]
+struct Guest {
+    channel: Channel,
+    from: SocketAddr,
+    to: SocketAddr,
+    since: Instant,
+}
+
+/// The listener of rank 0 and the connections that have come.
+#[derive(Debug)]
+pub(super) struct Door {
+    listener: TcpListener,
+    greeting: Vec<u8>,
+    guests: Vec<Guest>,
+}
+
+impl Door {
+    pub(super) fn new(listener: TcpListener, run: &str) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        Ok(Self {
+            listener,
+            greeting: greeting(run),
+            guests: Vec::new(),
+        })
+    }
+
+    /// What to poll before [`Door::turn`].
+    pub(super) fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let listener = (self.guests.len() < MOST_GUESTS).then(|| self.listener.as_fd());
+        let guests = self.guests.iter().map(|guest| guest.channel.as_fd());
+        listener.into_iter().chain(guests)
+    }
+
+    /// Greets those that come, and returns those that have said who they are. A stranger is sent
+    /// away after one short frame or some seconds.
+    pub(super) fn turn(&mut self) -> Vec<Visitor> {
+        while self.guests.len() < MOST_GUESTS {
+            match self.listener.accept() {
+                Ok((stream, from)) => self.guests.extend(self.greet(stream, from)),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                // Nobody is waiting, or the one that did has left.
+                Err(_) => break,
+            }
+        }
+        let mut visitors = Vec::new();
+        for mut guest in mem::take(&mut self.guests) {
+            let open = guest.channel.read().unwrap_or(false);
+            match guest.channel.next(MOST_HELLO) {
+                Ok(Some(frame)) => {
+                    if let Ok(hello) = Hello::decode(&frame) {
+                        let Guest {
+                            channel, from, to, ..
+                        } = guest;
+                        visitors.push(Visitor {
+                            channel,
+                            hello,
+                            from,
+                            to,
+                            is_ready: false,
+                        });
+                    }
+                }
+                Ok(None) if open && guest.since.elapsed() < PATIENCE => self.guests.push(guest),
+                Ok(None) | Err(Malformed) => {}
+            }
+        }
+        visitors
+    }
+
+    fn greet(&self, stream: TcpStream, from: SocketAddr) -> Option<Guest> {
+        let to = stream.local_addr().ok()?;
+        let mut channel = Channel::new(stream).ok()?;
+        channel.send(&self.greeting).ok()?;
+        Some(Guest {
+            channel,
+            from,
+            to,
+            since: Instant::now(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_hello_comes_out_as_it_went_in() {
+        let hello = Hello {
+            rank: Rank(3),
+            world_size: 4,
+            run: "job 7".into(),
+            process: 99,
+            host: "a".into(),
+            data_port: 4000,
+            digests: vec![("plan".into(), vec![1, 2])],
+        };
+        assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
+        let (version, run) = read_greeting(&greeting("job 7")).unwrap();
+        assert_eq!(
+            (version.as_str(), run.as_str()),
+            (env!("CARGO_PKG_VERSION"), "job 7")
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn bytes_of_a_stranger_are_no_hello(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+            let _ = Hello::decode(&[MAGIC.as_slice(), &bytes].concat());
+            let _ = read_greeting(&[MAGIC.as_slice(), &bytes].concat());
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! What the threads of one process know of their world.
+
+use super::note::Verdict;
+use crate::{
+    Error, Rank, Result, Wait,
+    bell::{Bell, lock},
+};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Mutex, OnceLock,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// Most waits of one rank that its heartbeat lists.
+const MOST_WAITS: usize = 16;
+
+/// Whether the world is poisoned, who has ended, and who waits in this process.
+pub(crate) struct State {
+    pub(crate) rank: Rank,
+    pub(crate) size: usize,
+    pub(crate) timeout: Duration,
+    pub(crate) epoch: Instant,
+    /// Rings for everything that a wait of this process may wait for.
+    pub(crate) bell: Bell,
+    poison: OnceLock<Verdict>,
+    ended: Vec<AtomicBool>,
+    waits: Mutex<BTreeMap<usize, Wait>>,
+    next_wait: AtomicUsize,
+    /// Called when the world is poisoned.
+    alarms: Mutex<Vec<Box<dyn Fn() + Send>>>,
+}
+
+impl State {
+    pub(crate) fn new(rank: Rank, size: usize, timeout: Duration, epoch: Instant) -> Self {
+        Self {
+            rank,
+            size,
+            timeout,
+            epoch,
+            bell: Bell::default(),
+            poison: OnceLock::new(),
+            ended: (0..size).map(|_| AtomicBool::new(false)).collect(),
+            waits: Mutex::default(),
+            next_wait: AtomicUsize::new(0),
+            alarms: Mutex::default(),
+        }
+    }
+
+    /// What poisoned the world.
+    pub(crate) fn verdict(&self) -> Option<&Verdict> {
+        self.poison.get()
+    }
+
+    /// The error that every call returns once the world is poisoned.
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.verdict() {
+            None => Ok(()),
+            Some(Verdict { failure, .. }) => Err(Error::Aborted {
+                by: failure.culprit.0,
+                reason: failure.reason.clone(),
+            }),
+        }
+    }
+
+    /// Fails the world of this process for good, unless it has failed before, and wakes all its
+    /// threads.
+    pub(crate) fn poison(&self, verdict: Verdict) {
+        let failure = verdict.failure.clone();
+        if self.poison.set(verdict).is_ok() {
+            let (culprit, reason) = (failure.culprit.0, failure.reason.as_str());
+            tracing::warn!(rank = self.rank.0, culprit, reason, "world poisoned");
+            self.bell.ring();
+            for alarm in lock(&self.alarms).iter() {
+                alarm();
+            }
+        }
+    }
+
+    /// Has `alarm` called when the world is poisoned.
+    pub(crate) fn on_poison(&self, alarm: impl Fn() + Send + 'static) {
+        lock(&self.alarms).push(Box::new(alarm));
+        if let (Some(_), Some(alarm)) = (self.verdict(), lock(&self.alarms).last()) {
+            alarm();
+        }
+    }
+
+    /// Notes that a rank will start nothing more, and that all it has sent is here.
+    pub(crate) fn note_end(&self, rank: Rank) {
+        self.ended[rank.0].store(true, Ordering::Release);
+        self.bell.ring();
+    }
+
+    pub(crate) fn has_ended(&self, rank: Rank) -> bool {
+        self.ended[rank.0].load(Ordering::Acquire)
+    }
+
+    /// Notes that a thread sleeps; the number takes the note back.
+    pub(crate) fn note_wait(&self, wait: Wait) -> usize {
+        let number = self.next_wait.fetch_add(1, Ordering::Relaxed);
+        lock(&self.waits).insert(number, wait);
+        number
+    }
+
+    pub(crate) fn forget_wait(&self, number: usize) {
+        lock(&self.waits).remove(&number);
+    }
+
+    /// What the threads of this process wait for, oldest first.
+    pub(super) fn waits(&self) -> Vec<Wait> {
+        let waits = lock(&self.waits);
+        waits.values().take(MOST_WAITS).cloned().collect()
+    }
+}

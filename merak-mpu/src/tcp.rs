@@ -1,0 +1,113 @@
+//! Ranks as processes that are connected by sockets, on one host or several.
+//!
+//! The processes meet at the address of rank 0, connect each with every other, and check in every
+//! build, before data move, that all members call the same collective. One thread of a process
+//! makes progress for all its operations, so a rank that computes holds up no peer.
+//!
+//! A reduction moves what a ring moves, and gives the bits of the [threads](crate::threads) engine:
+//!
+//! ```text
+//!           buffer of rank 0      of rank 1      of rank 2
+//! first     part r of each ─────> rank r, which folds them in ascending rank as they come
+//! second    the sum of part r ──> everyone
+//! ```
+//!
+//! Up to 16 KiB travel with the call itself; more wait until the receiver has called too, so that
+//! they go straight from buffer to buffer, and nobody has to store them.
+//!
+//! A second line to rank 0 carries heartbeats and failures: a process that is killed is missed at
+//! once, one that is stopped or cut off after [`JoinOptions::beat_timeout`], and every other rank
+//! gets [`Error::Aborted`] with the culprit's rank and its own operation.
+//!
+//! A process that ends its part ([`Member::end`], or when its last handle is dropped) waits until
+//! its peers have what it sent; rank 0 leaves last. A process that ends otherwise counts as failed.
+
+mod communicator;
+mod frame;
+mod groups;
+mod link;
+mod mesh;
+mod mill;
+mod moves;
+mod op;
+mod session;
+
+pub use crate::control::JoinOptions;
+
+use crate::{Error, Member, Result, control::meet};
+use session::{Session, TcpRank};
+use std::{
+    net::{Ipv4Addr, TcpListener},
+    sync::Arc,
+    thread,
+    time::Duration,
+};
+
+/// Joins the world of these options with this process, and returns when all ranks have come.
+///
+/// # Errors
+/// [`Error::Rendezvous`] or [`Error::Refused`] with what kept the processes from meeting;
+/// [`Error::Timeout`] on rank 0 when a rank did not come.
+///
+/// ```
+/// use merak_mpu::{ReduceOp, tcp};
+/// // Another process joins with rank 1 and so on; this world has one rank.
+/// let member = tcp::join(&tcp::JoinOptions::new(0, 1, "127.0.0.1", 29_500))?;
+/// let sum = member.world_group()?.all_reduce_vec(vec![1.0_f32], ReduceOp::Sum)?;
+/// assert_eq!(sum, [1.0]);
+/// # Ok::<(), merak_mpu::Error>(())
+/// ```
+pub fn join(options: &JoinOptions) -> Result<Member> {
+    join_at(options, None)
+}
+
+fn join_at(options: &JoinOptions, listener: Option<TcpListener>) -> Result<Member> {
+    let meeting = meet(options, listener)?;
+    let session = Session::start(options, meeting)?;
+    Ok(Member::new(Arc::new(TcpRank(Arc::new(session)))))
+}
+
+/// Makes a world of `n` ranks of this process that are connected by real sockets, as tests need
+/// them. `timeout` is the longest wait for a peer.
+///
+/// # Errors
+/// When the system gives no socket or thread.
+///
+/// ```
+/// use merak_mpu::{run_members, tcp};
+/// use std::time::Duration;
+/// let members = tcp::world(2, Duration::from_secs(20))?;
+/// let ranks = run_members(members, 2 << 20, |member| {
+///     member.world_group()?.all_gather_vec(vec![member.rank().0 as u32])
+/// })?;
+/// assert_eq!(ranks, [[0, 1], [0, 1]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn world(n: usize, timeout: Duration) -> Result<Vec<Member>> {
+    let lacks = |rank, error: std::io::Error| Error::NoResource {
+        rank,
+        what: "socket",
+        reason: error.to_string(),
+    };
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
+    let listener = listener.map_err(|error| lacks(0, error))?;
+    let address = listener.local_addr().map_err(|error| lacks(0, error))?;
+    let options =
+        |rank| JoinOptions::new(rank, n, "127.0.0.1", address.port()).with_timeout(timeout);
+    thread::scope(|scope| {
+        let mut listener = Some(listener);
+        let joins: Vec<_> = (0..n)
+            .map(|rank| {
+                let listener = listener.take();
+                scope.spawn(move || join_at(&options(rank), listener))
+            })
+            .collect();
+        let joined = joins.into_iter().zip(0..).map(|(join, rank)| {
+            join.join().unwrap_or_else(|_| {
+                let error = std::io::Error::other("the thread that joined panicked");
+                Err(lacks(rank, error))
+            })
+        });
+        joined.collect()
+    })
+}

@@ -1,0 +1,167 @@
+//! Connecting every process with every other.
+
+use super::link::{Link, read};
+use crate::{
+    Error, Rank, Result, Wait,
+    control::{Control, State, poll},
+};
+use std::{
+    io::{self, ErrorKind, Write},
+    net::{SocketAddr, TcpListener, TcpStream},
+    os::fd::AsFd,
+    time::{Duration, Instant},
+};
+
+const MAGIC: &[u8; 8] = b"merakmpd";
+
+/// Bytes with which a connection begins, in both directions: magic word, nonce and rank.
+const CARD_BYTES: usize = 24;
+
+/// How long a connection may take to say who it is.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Most connections that have not yet said who they are.
+const MOST_GUESTS: usize = 1024;
+
+fn card(nonce: u64, rank: Rank) -> [u8; CARD_BYTES] {
+    let mut card = [0; CARD_BYTES];
+    card[..8].copy_from_slice(MAGIC);
+    card[8..16].copy_from_slice(&nonce.to_le_bytes());
+    card[16..].copy_from_slice(&(rank.0 as u64).to_le_bytes());
+    card
+}
+
+/// A connection that has not said who it is.
+struct Guest {
+    stream: TcpStream,
+    card: [u8; CARD_BYTES],
+    got: usize,
+    since: Instant,
+}
+
+impl Guest {
+    fn new(stream: TcpStream) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        Ok(Self {
+            stream,
+            card: [0; CARD_BYTES],
+            got: 0,
+            since: Instant::now(),
+        })
+    }
+
+    /// Reads on; whether the card is complete.
+    fn read(&mut self) -> io::Result<bool> {
+        match read(&self.stream, &mut self.card[self.got..])? {
+            None => Err(ErrorKind::UnexpectedEof.into()),
+            Some(read) => {
+                self.got += read;
+                Ok(self.got == CARD_BYTES)
+            }
+        }
+    }
+}
+
+/// Connects to all lower ranks, and takes the connections of all higher ones. A stranger is sent
+/// away.
+///
+/// # Errors
+/// [`Error::Aborted`] when the world fails meanwhile; [`Error::Timeout`] with the missing ranks.
+pub(super) fn connect(
+    state: &State,
+    control: &Control,
+    nonce: u64,
+    peers: &[SocketAddr],
+    listener: &TcpListener,
+) -> Result<Vec<Option<Link>>> {
+    let (own, n) = (state.rank, state.size);
+    let deadline = Instant::now() + state.timeout;
+    let lost = |rank: usize, error: &io::Error| {
+        let reason = format!(
+            "rank {own} cannot connect to it at {}: {error}",
+            peers[rank]
+        );
+        control.fail(Rank(rank), &reason);
+        control.explain(None)
+    };
+    let lacks = |error: io::Error| Error::NoResource {
+        rank: own.0,
+        what: "socket",
+        reason: error.to_string(),
+    };
+    let mut links: Vec<Option<Link>> = (0..n).map(|_| None).collect();
+    let mut calls = Vec::new();
+    for (rank, address) in peers.iter().enumerate().take(own.0) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = left.max(Duration::from_millis(1));
+        let call = TcpStream::connect_timeout(address, left).and_then(|mut stream| {
+            stream.write_all(&card(nonce, own))?;
+            Guest::new(stream)
+        });
+        calls.push((rank, call.map_err(|error| lost(rank, &error))?));
+    }
+    listener.set_nonblocking(true).map_err(lacks)?;
+    let mut guests: Vec<Guest> = Vec::new();
+    while links.iter().flatten().count() + 1 < n {
+        state.check()?;
+        if Instant::now() >= deadline {
+            let has_none = |rank: &usize| *rank != own.0 && links[*rank].is_none();
+            let missing = (0..n).filter(has_none).map(Rank).collect();
+            return Err(control.late(Wait {
+                rank: own,
+                op: "connect".into(),
+                group: format!("world of {n}"),
+                sequence: 0,
+                missing,
+            }));
+        }
+        let streams = calls.iter().map(|(_, call)| &call.stream);
+        let streams = streams.chain(guests.iter().map(|guest| &guest.stream));
+        let sockets: Vec<_> = [listener.as_fd()]
+            .into_iter()
+            .chain(streams.map(AsFd::as_fd))
+            .collect();
+        poll::readable(&sockets, Duration::from_millis(100)).map_err(lacks)?;
+        let mut waiting = Vec::new();
+        for (rank, mut call) in calls {
+            match call.read() {
+                Ok(true) if call.card == card(nonce, Rank(rank)) => {
+                    links[rank] = Some(Link::new(call.stream).map_err(lacks)?);
+                }
+                Ok(true) => return Err(lost(rank, &io::Error::other("another program answers"))),
+                Ok(false) => waiting.push((rank, call)),
+                Err(error) => return Err(lost(rank, &error)),
+            }
+        }
+        calls = waiting;
+        accept(listener, &mut guests);
+        let mut waiting = Vec::new();
+        for mut guest in guests {
+            match guest.read() {
+                Ok(true) => {
+                    let known = (own.0 + 1..n).find(|rank| guest.card == card(nonce, Rank(*rank)));
+                    if let Some(rank) = known.filter(|rank| links[*rank].is_none()) {
+                        let sent = (&guest.stream).write_all(&card(nonce, own));
+                        sent.map_err(|error| lost(rank, &error))?;
+                        links[rank] = Some(Link::new(guest.stream).map_err(lacks)?);
+                    }
+                }
+                Ok(false) if guest.since.elapsed() < PATIENCE => waiting.push(guest),
+                Ok(false) | Err(_) => {}
+            }
+        }
+        guests = waiting;
+    }
+    Ok(links)
+}
+
+fn accept(listener: &TcpListener, guests: &mut Vec<Guest>) {
+    while guests.len() < MOST_GUESTS {
+        match listener.accept() {
+            Ok((stream, _)) => guests.extend(Guest::new(stream)),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            // Nobody is waiting, or the one that did has left.
+            Err(_) => break,
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! What a member sends and receives in a collective, as data.
+
+use crate::call::{Call, Fingerprint, Parts};
+use std::ops::Range;
+
+/// Most bytes that travel with the call itself, before the receiver has called.
+pub(super) const EAGER_BYTES: usize = 16 << 10;
+
+/// Most bytes that all members together receive where a reduction sends every element to everyone.
+const MOST_AT_ONCE: usize = 64 << 10;
+
+/// Memory of a member in a collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Area {
+    Input,
+    Output,
+    /// Where the others' elements wait to be folded, or one's own to be sent.
+    Stage,
+}
+
+/// A part of an area, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) area: Area,
+    pub(super) start: usize,
+    pub(super) len: usize,
+}
+
+impl Piece {
+    fn new(area: Area, range: &Range<usize>) -> Self {
+        Self {
+            area,
+            start: range.start,
+            len: range.len(),
+        }
+    }
+
+    fn none() -> Self {
+        Self::new(Area::Input, &(0..0))
+    }
+}
+
+/// The sum that a member computes between the moves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Fold {
+    /// Its own elements of the sum.
+    pub(super) own: Piece,
+    /// Where the sum goes.
+    pub(super) target: Piece,
+}
+
+/// What one member does in a collective over `n` members.
+///
+/// ```text
+/// reductions   first: own part r of member p ──> stage of r   fold in ascending rank   second: the sum ──> all
+/// the others   first: straight into the buffer where it belongs
+/// ```
+///
+/// Each reduction moves what a ring moves: `2 (n - 1) / n` of the buffer for an all-reduce.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Moves {
+    /// By member, what goes to it at first.
+    pub(super) sends: Vec<Piece>,
+    /// By member, where what comes from it at first goes.
+    pub(super) receives: Vec<Piece>,
+    pub(super) fold: Option<Fold>,
+    /// By member, where its sum goes; empty where a member keeps its own.
+    pub(super) sums: Vec<Piece>,
+    /// What the member copies by itself: from its input, and to where.
+    pub(super) copies: Vec<(Range<usize>, Piece)>,
+    /// The elements of the output, where the collective does not work in place.
+    pub(super) output_len: Option<usize>,
+    pub(super) stage_bytes: usize,
+}
+
+impl Moves {
+    /// The moves of member `me`, whose buffer fits the call.
+    pub(super) fn new(fingerprint: &Fingerprint, me: usize, n: usize) -> Self {
+        let size = fingerprint.dtype.size_bytes();
+        let cuts = |lengths: &[usize]| {
+            let mut end = 0;
+            let cuts = lengths.iter().map(|len| {
+                end += len * size;
+                end - len * size..end
+            });
+            cuts.collect::<Vec<_>>()
+        };
+        let equal = |len: usize| cuts(&vec![len; n]);
+        match (fingerprint.call, &fingerprint.parts) {
+            (Call::AllReduce(_), Parts::Equal(len)) => {
+                let bytes = len * size;
+                if bytes <= EAGER_BYTES && bytes * n <= MOST_AT_ONCE {
+                    return Self::reduction(&vec![0..bytes; n], me, n, Area::Input, false);
+                }
+                let lengths: Vec<_> = (0..n)
+                    .map(|rank| len * (rank + 1) / n - len * rank / n)
+                    .collect();
+                Self::reduction(&cuts(&lengths), me, n, Area::Input, true)
+            }
+            (Call::ReduceScatter(_), Parts::Equal(len)) => {
+                let mut moves = Self::reduction(&equal(len / n), me, n, Area::Output, false);
+                moves.output_len = Some(len / n);
+                moves
+            }
+            (Call::ReduceScatter(_), Parts::Listed(lengths)) => {
+                let mut moves = Self::reduction(&cuts(lengths), me, n, Area::Output, false);
+                moves.output_len = Some(lengths[me]);
+                moves
+            }
+            (Call::AllGather, Parts::Equal(len)) => Self::gather(&equal(*len), me, size, None),
+            (Call::AllGather, Parts::Listed(lengths)) => {
+                Self::gather(&cuts(lengths), me, size, None)
+            }
+            (Call::Gather { root }, Parts::Equal(len)) => {
+                Self::gather(&equal(*len), me, size, Some(root))
+            }
+            (Call::Broadcast { root }, Parts::Equal(len)) => {
+                let whole = Piece::new(Area::Input, &(0..len * size));
+                let mut moves = Self::still(n);
+                if me == root {
+                    moves.sends = vec![whole; n];
+                } else {
+                    moves.receives[root] = whole;
+                }
+                moves
+            }
+            (Call::AllToAll, Parts::Equal(len)) => {
+                let cuts = equal(len / n);
+                let mut moves = Self::still(n);
+                // What is sent has left its place before the others' parts come there.
+                moves.stage_bytes = len * size;
+                moves.copies = vec![(0..len * size, Piece::new(Area::Stage, &(0..len * size)))];
+                for (rank, range) in cuts.iter().enumerate().filter(|(rank, _)| *rank != me) {
+                    moves.sends[rank] = Piece::new(Area::Stage, range);
+                    moves.receives[rank] = Piece::new(Area::Input, range);
+                }
+                moves
+            }
+            (Call::AllToAll, Parts::Listed(lengths)) => {
+                let sends = cuts(&lengths[me * n..(me + 1) * n]);
+                let column: Vec<_> = lengths.iter().skip(me).step_by(n).copied().collect();
+                let receives = cuts(&column);
+                let mut moves = Self::still(n);
+                moves.output_len = Some(column.iter().sum());
+                moves.copies = vec![(sends[me].clone(), Piece::new(Area::Output, &receives[me]))];
+                for rank in (0..n).filter(|rank| *rank != me) {
+                    moves.sends[rank] = Piece::new(Area::Input, &sends[rank]);
+                    moves.receives[rank] = Piece::new(Area::Output, &receives[rank]);
+                }
+                moves
+            }
+            // No other call has parts of lengths of their own.
+            (Call::Barrier, _)
+            | (
+                Call::AllReduce(_) | Call::Gather { .. } | Call::Broadcast { .. },
+                Parts::Listed(_),
+            ) => Self::still(n),
+        }
+    }
+
+    /// Nothing moves.
+    fn still(n: usize) -> Self {
+        Self {
+            sends: vec![Piece::none(); n],
+            receives: vec![Piece::none(); n],
+            fold: None,
+            sums: Vec::new(),
+            copies: Vec::new(),
+            output_len: None,
+            stage_bytes: 0,
+        }
+    }
+
+    /// Member `r` sums up the `r`-th of `parts`; then, if `shared`, each sum goes to everyone.
+    fn reduction(parts: &[Range<usize>], me: usize, n: usize, target: Area, shared: bool) -> Self {
+        let mut moves = Self::still(n);
+        let own = parts[me].clone();
+        // The elements of each member begin at a multiple of the largest element.
+        let stride = own.len().next_multiple_of(size_of::<u64>());
+        for rank in (0..n).filter(|rank| *rank != me) {
+            let place = rank - usize::from(rank > me);
+            let stage = place * stride..place * stride + own.len();
+            moves.sends[rank] = Piece::new(Area::Input, &parts[rank]);
+            moves.receives[rank] = Piece::new(Area::Stage, &stage);
+        }
+        let start = if target == Area::Input { own.start } else { 0 };
+        moves.fold = Some(Fold {
+            own: Piece::new(Area::Input, &own),
+            target: Piece::new(target, &(start..start + own.len())),
+        });
+        moves.stage_bytes = stride * (n - 1);
+        if shared {
+            moves.sums = parts
+                .iter()
+                .map(|part| Piece::new(Area::Input, part))
+                .collect();
+            moves.sums[me] = Piece::none();
+        }
+        moves
+    }
+
+    /// The parts of all members are joined, on each of them or on the root alone.
+    fn gather(parts: &[Range<usize>], me: usize, size: usize, root: Option<usize>) -> Self {
+        let n = parts.len();
+        let mut moves = Self::still(n);
+        let whole = 0..parts[me].len();
+        moves.output_len = Some(0);
+        if root.is_none_or(|root| root == me) {
+            moves.output_len = Some(parts[n - 1].end / size);
+            moves.copies = vec![(whole.clone(), Piece::new(Area::Output, &parts[me]))];
+        }
+        for rank in (0..n).filter(|rank| *rank != me) {
+            if root.is_none_or(|root| root == rank) {
+                moves.sends[rank] = Piece::new(Area::Input, &whole);
+            }
+            if root.is_none_or(|root| root == me) {
+                moves.receives[rank] = Piece::new(Area::Output, &parts[rank]);
+            }
+        }
+        moves
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, ReduceOp};
+
+    fn moves(call: Call, parts: &Parts, n: usize) -> Vec<Moves> {
+        let fingerprint = Fingerprint {
+            call,
+            dtype: DType::F32,
+            parts: parts.clone(),
+        };
+        (0..n).map(|me| Moves::new(&fingerprint, me, n)).collect()
+    }
+
+    #[test]
+    fn what_one_member_sends_is_what_the_other_receives() {
+        let sum = ReduceOp::Sum;
+        let uneven = Parts::Listed([3, 0, 7].into());
+        let matrix = Parts::Listed((0..9).collect());
+        for (call, parts) in [
+            (Call::AllReduce(sum), Parts::Equal(2)),
+            (Call::AllReduce(sum), Parts::Equal(100_001)),
+            (Call::ReduceScatter(sum), Parts::Equal(12)),
+            (Call::ReduceScatter(sum), uneven.clone()),
+            (Call::AllGather, Parts::Equal(5)),
+            (Call::AllGather, uneven),
+            (Call::Gather { root: 1 }, Parts::Equal(5)),
+            (Call::Broadcast { root: 2 }, Parts::Equal(5)),
+            (Call::AllToAll, Parts::Equal(9)),
+            (Call::AllToAll, matrix),
+            (Call::Barrier, Parts::Equal(0)),
+        ] {
+            let all = moves(call, &parts, 3);
+            for (from, to) in [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)] {
+                assert_eq!(
+                    all[from].sends[to].len, all[to].receives[from].len,
+                    "{call:?} from {from} to {to}"
+                );
+                if let (Some(fold), Some(sum)) = (all[from].fold, all[to].sums.get(from)) {
+                    assert_eq!(fold.target.len, sum.len);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_all_reduce_moves_what_a_ring_moves() {
+        let len = 1 << 20;
+        for moves in moves(Call::AllReduce(ReduceOp::Sum), &Parts::Equal(len), 4) {
+            let first: usize = moves.sends.iter().map(|piece| piece.len).sum();
+            let second = 3 * moves.fold.unwrap().target.len;
+            assert_eq!(first + second, 2 * 3 * len);
+        }
+    }
+}

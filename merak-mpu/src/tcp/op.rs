@@ -1,0 +1,374 @@
+//! A collective of this process from its call to its result.
+
+use super::{
+    frame::GroupKey,
+    moves::{Area, Fold, Moves, Piece},
+};
+use crate::{
+    Buffer, Error, Rank, ReduceOp, Result,
+    bell::lock,
+    call::{Call, Fingerprint},
+    group::describe,
+    kernel,
+    mailbox::Mailbox,
+};
+use std::{
+    ops::Range,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU8, Ordering},
+    },
+};
+
+/// Bytes that are folded at once while more arrive.
+const SEGMENT_BYTES: usize = 256 << 10;
+
+/// A group of this process.
+#[derive(Debug)]
+pub(super) struct GroupState {
+    /// Its place among the groups of this process.
+    pub(super) number: u32,
+    pub(super) key: GroupKey,
+    /// This process's rank in it.
+    pub(super) me: usize,
+    pub(super) mailbox: Mailbox,
+}
+
+impl GroupState {
+    pub(super) fn members(&self) -> &[Rank] {
+        &self.key.1
+    }
+
+    pub(super) fn describe(&self) -> String {
+        describe(&self.key.0, self.members())
+    }
+
+    /// The group rank of a world rank.
+    pub(super) fn rank_of(&self, rank: Rank) -> Option<usize> {
+        self.members().binary_search(&rank).ok()
+    }
+}
+
+/// Where the thread that waits finds the result.
+#[derive(Debug)]
+pub(super) struct Slot {
+    result: Mutex<Option<Result<Box<dyn Buffer>>>>,
+    is_done: AtomicBool,
+    /// By member, how far it has come.
+    progress: Vec<AtomicU8>,
+}
+
+const CALLED: u8 = 1;
+const ARRIVED: u8 = 2;
+
+impl Slot {
+    pub(super) fn new(me: usize, n: usize) -> Self {
+        let progress = |rank| AtomicU8::new(if rank == me { ARRIVED } else { 0 });
+        Self {
+            result: Mutex::default(),
+            is_done: AtomicBool::new(false),
+            progress: (0..n).map(progress).collect(),
+        }
+    }
+
+    pub(super) fn finish(&self, result: Result<Box<dyn Buffer>>) {
+        lock(&self.result).get_or_insert(result);
+        self.is_done.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.is_done.load(Ordering::Acquire)
+    }
+
+    pub(super) fn take(&self) -> Option<Result<Box<dyn Buffer>>> {
+        lock(&self.result).take()
+    }
+
+    /// The members that have not called.
+    pub(super) fn absent(&self) -> Vec<usize> {
+        self.below(CALLED)
+    }
+
+    /// The members that have not called, or whose data have not come.
+    pub(super) fn missing(&self) -> Vec<usize> {
+        self.below(ARRIVED)
+    }
+
+    fn below(&self, level: u8) -> Vec<usize> {
+        let members = self.progress.iter().enumerate();
+        let members = members.filter(|(_, found)| found.load(Ordering::Acquire) < level);
+        members.map(|(rank, _)| rank).collect()
+    }
+}
+
+/// A collective that this process has called.
+#[derive(Debug)]
+pub(super) struct Op {
+    pub(super) group: Arc<GroupState>,
+    pub(super) sequence: u64,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) moves: Moves,
+    pub(super) slot: Arc<Slot>,
+    input: Box<dyn Buffer>,
+    output: Option<Box<dyn Buffer>>,
+    /// Words, so that every element type is aligned.
+    stage: Vec<u64>,
+    called: Vec<bool>,
+    /// By member, the bytes of its first and its second move that have come.
+    first: Vec<usize>,
+    second: Vec<usize>,
+    folded: usize,
+    /// Frames of this collective on their way to a socket.
+    pub(super) unsent: usize,
+}
+
+impl Op {
+    pub(super) fn new(
+        group: Arc<GroupState>,
+        sequence: u64,
+        fingerprint: Fingerprint,
+        input: Box<dyn Buffer>,
+        slot: Arc<Slot>,
+    ) -> Result<Self, Error> {
+        let n = group.members().len();
+        let moves = Moves::new(&fingerprint, group.me, n);
+        let mut op = Self {
+            output: moves.output_len.map(|len| input.zeros_like(len)),
+            stage: vec![0; moves.stage_bytes.div_ceil(size_of::<u64>())],
+            called: vec![false; n],
+            first: vec![0; n],
+            second: vec![0; n],
+            folded: 0,
+            unsent: 0,
+            group,
+            sequence,
+            fingerprint,
+            moves,
+            slot,
+            input,
+        };
+        op.called[op.group.me] = true;
+        for (source, target) in std::mem::take(&mut op.moves.copies) {
+            op.copy(&source, target)?;
+        }
+        Ok(op)
+    }
+
+    /// Calls `f` with some bytes of a piece.
+    pub(super) fn read(
+        &self,
+        area: Area,
+        range: Range<usize>,
+        f: &mut dyn FnMut(&[u8]),
+    ) -> Result<()> {
+        let mut outcome = Err(());
+        let mut part = |bytes: &[u8]| {
+            if let Some(bytes) = bytes.get(range.clone()) {
+                f(bytes);
+                outcome = Ok(());
+            }
+        };
+        match (area, &self.output) {
+            (Area::Input, _) => self.input.read(&mut part),
+            (Area::Output, Some(output)) => output.read(&mut part),
+            (Area::Output, None) => {}
+            (Area::Stage, _) => part(bytemuck::cast_slice(&self.stage)),
+        }
+        outcome.map_err(|()| self.unopened())
+    }
+
+    /// Calls `f` with some bytes of a piece for writing.
+    pub(super) fn write(
+        &mut self,
+        area: Area,
+        range: Range<usize>,
+        f: &mut dyn FnMut(&mut [u8]),
+    ) -> Result<()> {
+        let mut outcome = Err(());
+        let mut part = |bytes: &mut [u8]| {
+            if let Some(bytes) = bytes.get_mut(range.clone()) {
+                f(bytes);
+                outcome = Ok(());
+            }
+        };
+        match (area, &mut self.output) {
+            (Area::Input, _) => self.input.write(&mut part),
+            (Area::Output, Some(output)) => output.write(&mut part),
+            (Area::Output, None) => {}
+            (Area::Stage, _) => part(bytemuck::cast_slice_mut(&mut self.stage)),
+        }
+        outcome.map_err(|()| self.unopened())
+    }
+
+    fn unopened(&self) -> Error {
+        Error::BadBuffer {
+            rank: self.group.members()[self.group.me].0,
+            len: self.input.len(),
+            dtype: self.input.dtype(),
+            expected: self.input.len() * self.input.dtype().size_bytes(),
+        }
+    }
+
+    fn copy(&mut self, source: &Range<usize>, target: Piece) -> Result<()> {
+        let Self {
+            input,
+            output,
+            stage,
+            ..
+        } = self;
+        let mut outcome = Err(());
+        let range = target.start..target.start + target.len;
+        input.read(&mut |from| {
+            let mut put = |to: &mut [u8]| {
+                if let (Some(from), Some(to)) =
+                    (from.get(source.clone()), to.get_mut(range.clone()))
+                {
+                    to.copy_from_slice(from);
+                    outcome = Ok(());
+                }
+            };
+            match (target.area, &mut *output) {
+                (Area::Output, Some(output)) => output.write(&mut put),
+                (Area::Stage, _) => put(bytemuck::cast_slice_mut(stage)),
+                _ => {}
+            }
+        });
+        outcome.map_err(|()| self.unopened())
+    }
+
+    pub(super) fn has_called(&self, member: usize) -> bool {
+        self.called[member]
+    }
+
+    /// Notes that a member has called the same.
+    pub(super) fn note_call(&mut self, member: usize) {
+        self.called[member] = true;
+        self.slot.progress[member].fetch_max(CALLED, Ordering::Release);
+        self.note_arrival(member);
+    }
+
+    /// Where the next `len` bytes of a member's first or second move go.
+    pub(super) fn place(
+        &self,
+        member: usize,
+        second: bool,
+        start: usize,
+        len: usize,
+    ) -> Option<Piece> {
+        let (piece, got) = if second {
+            (self.moves.sums.get(member)?, self.second[member])
+        } else {
+            (&self.moves.receives[member], self.first[member])
+        };
+        let end = start.checked_add(len)?;
+        (start == got && end <= piece.len).then(|| Piece {
+            area: piece.area,
+            start: piece.start + start,
+            len,
+        })
+    }
+
+    /// Notes that bytes of a member have come.
+    pub(super) fn note_bytes(&mut self, member: usize, second: bool, len: usize) {
+        let got = if second {
+            &mut self.second
+        } else {
+            &mut self.first
+        };
+        got[member] += len;
+        self.note_arrival(member);
+    }
+
+    fn note_arrival(&self, member: usize) {
+        let sum = self.moves.sums.get(member).map_or(0, |piece| piece.len);
+        if self.called[member]
+            && self.first[member] == self.moves.receives[member].len
+            && self.second[member] == sum
+        {
+            self.slot.progress[member].fetch_max(ARRIVED, Ordering::Release);
+        }
+    }
+
+    /// Folds what has come of all members. Returns the bytes of the sum that are new.
+    pub(super) fn fold(&mut self) -> Result<Range<usize>> {
+        let none = self.folded..self.folded;
+        let (Some(Fold { own, target }), Call::AllReduce(op) | Call::ReduceScatter(op)) =
+            (self.moves.fold, self.fingerprint.call)
+        else {
+            return Ok(none);
+        };
+        let others = (0..self.first.len()).filter(|rank| *rank != self.group.me);
+        let come = others.map(|rank| self.first[rank]).min().unwrap_or(own.len);
+        let come = come - come % self.fingerprint.dtype.size_bytes();
+        if come == self.folded || (come < own.len && come - self.folded < SEGMENT_BYTES) {
+            return Ok(none);
+        }
+        let range = self.folded..come;
+        self.fold_range(op, own, target, &range)?;
+        self.folded = come;
+        Ok(range)
+    }
+
+    fn fold_range(
+        &mut self,
+        op: ReduceOp,
+        own: Piece,
+        target: Piece,
+        range: &Range<usize>,
+    ) -> Result<()> {
+        let (n, me, dtype) = (self.first.len(), self.group.me, self.fingerprint.dtype);
+        let Self {
+            input,
+            output,
+            stage,
+            moves,
+            ..
+        } = self;
+        let part = |start: usize| start + range.start..start + range.end;
+        let stride = moves.stage_bytes.checked_div(n - 1).unwrap_or(0).max(1);
+        let mut outcome = Err(());
+        let mut fold = |input: &mut [u8], output: Option<&mut [u8]>| {
+            let stage: &mut [u8] = bytemuck::cast_slice_mut(stage);
+            let Some(own) = input.get_mut(part(own.start)) else {
+                return;
+            };
+            let others = stage.chunks_mut(stride).map(|one| &mut one[range.clone()]);
+            let mut memory: Vec<&mut [u8]> = others.take(n - 1).collect();
+            memory.insert(me, own);
+            match output {
+                None => kernel::reduce(dtype, op, n, &mut memory, me..me + 1),
+                Some(output) => {
+                    let Some(output) = output.get_mut(part(target.start)) else {
+                        return;
+                    };
+                    memory.push(output);
+                    kernel::reduce(dtype, op, n, &mut memory, n..n + 1);
+                }
+            }
+            outcome = Ok(());
+        };
+        input.write(&mut |input| match output {
+            None => fold(input, None),
+            Some(output) => output.write(&mut |output| fold(input, Some(output))),
+        });
+        outcome.map_err(|()| self.unopened())
+    }
+
+    /// Whether all has come, is computed and is sent.
+    pub(super) fn is_complete(&self) -> bool {
+        let others = (0..self.called.len()).filter(|rank| *rank != self.group.me);
+        let mut arrived = others.map(|rank| self.slot.progress[rank].load(Ordering::Relaxed));
+        self.unsent == 0
+            && arrived.all(|progress| progress == ARRIVED)
+            && self
+                .moves
+                .fold
+                .is_none_or(|fold| self.folded == fold.own.len)
+    }
+
+    /// Gives the result to the thread that waits.
+    pub(super) fn finish(self) {
+        let result = self.output.unwrap_or(self.input);
+        self.slot.finish(Ok(result));
+    }
+}

@@ -1,0 +1,186 @@
+use merak_mpu::{Member, ReduceOp, Result, tcp};
+use std::{
+    io::{Read, Write},
+    net::{Ipv4Addr, TcpListener, TcpStream},
+    thread,
+    time::Duration,
+};
+
+const HOST: &str = "127.0.0.1";
+
+/// Options of one test's world; its name keeps it apart from those of other tests.
+fn options(test: &str, rank: usize, n: usize, port: u16) -> tcp::JoinOptions {
+    tcp::JoinOptions {
+        run: format!("{test}-{}", std::process::id()),
+        ..tcp::JoinOptions::new(rank, n, HOST, port).with_timeout(Duration::from_secs(15))
+    }
+}
+
+/// Joins with all options at once, and uses the members while all of them live.
+fn join_all(options: &[tcp::JoinOptions]) -> Vec<Result<f32>> {
+    let use_it = |member: Member| {
+        let sum = member.world_group()?.all_reduce_scalar(1.0, ReduceOp::Sum);
+        member.end();
+        sum
+    };
+    thread::scope(|scope| {
+        let joins: Vec<_> = options
+            .iter()
+            .map(|options| scope.spawn(move || tcp::join(options).and_then(use_it)))
+            .collect();
+        joins
+            .into_iter()
+            .map(|join| join.join().expect("nothing panics"))
+            .collect()
+    })
+}
+
+fn free_port() -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("there is a port");
+    listener.local_addr().expect("it is bound").port()
+}
+
+fn texts(results: Vec<Result<f32>>) -> Vec<String> {
+    let text =
+        |result: Result<f32>| result.map_or_else(|error| error.to_string(), |x| x.to_string());
+    results.into_iter().map(text).collect()
+}
+
+#[test]
+fn strangers_at_the_door_disturb_nobody() {
+    let port = free_port();
+    let first = options("strangers", 0, 3, port);
+    let world = thread::spawn(move || join_all(&[first]));
+    let mut strangers = Vec::new();
+    for word in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 9000], b""] {
+        let stranger = loop {
+            if let Ok(stream) = TcpStream::connect((HOST, port)) {
+                break stream;
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
+        // It may be sent away while it still speaks.
+        let _ = (&stranger).write_all(word);
+        strangers.push(stranger);
+    }
+    let others = [1, 2].map(|rank| options("strangers", rank, 3, port));
+    let mut sums = join_all(&others);
+    sums.extend(world.join().unwrap());
+    assert_eq!(texts(sums), ["3"; 3]);
+    let mut greeting = Vec::new();
+    let _ = strangers[0].read_to_end(&mut greeting);
+    assert!(greeting.len() < 200, "a stranger learns little");
+}
+
+#[test]
+fn digests_that_differ_name_the_odd_rank() {
+    let port = free_port();
+    let with = |rank: usize, plan: &[u8]| tcp::JoinOptions {
+        digests: vec![
+            ("configuration".into(), vec![7]),
+            ("plan".into(), plan.to_vec()),
+        ],
+        ..options("digests", rank, 3, port)
+    };
+    let said = texts(join_all(&[with(0, b"a"), with(1, b"b"), with(2, b"a")]));
+    let reason = format!(
+        "rank 0 cannot meet the others at {HOST}:{port}: rank 1 has another plan than ranks [0, 2]"
+    );
+    assert_eq!(said[0], reason);
+    for rank in [1, 2] {
+        assert_eq!(
+            said[rank],
+            format!("rank 0 sent rank {rank} away: {reason}")
+        );
+    }
+}
+
+#[test]
+fn two_processes_of_one_rank_and_another_world_size_are_one_clear_error() {
+    let port = free_port();
+    let ranks = [0, 1, 1].map(|rank| options("twice", rank, 3, port));
+    for said in texts(join_all(&ranks)) {
+        assert!(said.contains("two processes are rank 1 ("), "{said}");
+    }
+    let port = free_port();
+    let sizes = [(0, 3), (1, 3), (2, 4)].map(|(rank, n)| options("size", rank, n, port));
+    for said in texts(join_all(&sizes)) {
+        let found = "says that the world has 4 ranks, rank 0 that it has 3";
+        assert!(
+            said.contains("rank 2 (process ") && said.contains(found),
+            "{said}"
+        );
+    }
+    let outside = texts(join_all(&[options("outside", 4, 4, port)]));
+    assert!(
+        outside[0].ends_with("rank 4 does not exist in a world of 4 ranks"),
+        "{outside:?}"
+    );
+}
+
+#[test]
+fn a_second_run_on_a_port_is_refused_and_the_first_one_lives() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    drop(listener);
+    let first = thread::spawn(move || {
+        let ranks = [0, 1].map(|rank| options("again", rank, 2, port));
+        thread::scope(|scope| {
+            let joins = ranks
+                .iter()
+                .map(|options| scope.spawn(|| tcp::join(options)));
+            let joins: Vec<_> = joins.collect();
+            let members = joins.into_iter().map(|join| join.join().unwrap());
+            members.collect::<Result<Vec<_>>>().unwrap()
+        })
+    });
+    let members = first.join().unwrap();
+    let said = texts(join_all(&[options("again", 0, 2, port)]));
+    assert!(
+        said[0].contains(&format!(
+            "holds port {port}: give each run a port of its own"
+        )),
+        "{said:?}"
+    );
+    let said = texts(join_all(&[options("again", 1, 2, port)]));
+    assert!(
+        said[0].contains("have met, so rank 1 cannot join them"),
+        "{said:?}"
+    );
+    // A run of another name takes the next port.
+    let others = [0, 1].map(|rank| options("other", rank, 2, port));
+    assert_eq!(texts(join_all(&others)), ["2", "2"]);
+    let sums = merak_mpu::run_members(members, 1 << 20, |member| {
+        member
+            .world_group()?
+            .all_reduce_scalar(1.0_f32, ReduceOp::Sum)
+    });
+    assert_eq!(sums.unwrap(), [2.0, 2.0]);
+}
+
+#[test]
+fn where_there_is_no_rank_0_the_error_says_what_was_found() {
+    let port = free_port();
+    let alone = tcp::JoinOptions {
+        timeout: Duration::from_millis(300),
+        ..options("nobody", 1, 2, port)
+    };
+    let said = texts(join_all(&[alone]));
+    let expected = format!(
+        "rank 1 cannot meet the others at {HOST}:{port}: no rank 0 was found on this port or the \
+         next 15 within 300ms: "
+    );
+    assert!(said[0].starts_with(&expected), "{said:?}");
+}
+
+#[test]
+fn the_clocks_of_all_ranks_count_from_one_moment() {
+    let members = tcp::world(3, Duration::from_secs(15)).unwrap();
+    let epochs: Vec<_> = members.iter().map(Member::epoch).collect();
+    for epoch in &epochs {
+        let apart = epoch.max(&epochs[0]).duration_since(*epoch.min(&epochs[0]));
+        assert!(apart < Duration::from_millis(50), "{apart:?}");
+    }
+    let ended = merak_mpu::run_members(members, 1 << 20, |_| Ok::<_, merak_mpu::Error>(()));
+    assert!(ended.is_ok());
+}
