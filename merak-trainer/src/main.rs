@@ -10,8 +10,14 @@ use std::{
     ffi::OsString,
     io::{IsTerminal, Write as _},
     process::ExitCode,
+    thread,
+    time::Duration,
 };
 use tracing_subscriber::EnvFilter;
+
+/// How long a rank that leaves a message to rank 0 goes on: a launcher ends all ranks as soon as one
+/// has ended.
+const HEAD_START: Duration = Duration::from_secs(1);
 
 /// Trains and fine-tunes transformer models with data, tensor and pipeline parallelism.
 #[derive(Debug, Parser)]
@@ -78,8 +84,9 @@ fn main() -> ExitCode {
     let mut rank = None;
     let outcome = run(cli, &screen, &mut rank);
     outcome.unwrap_or_else(|failure| {
-        if let Some(message) = failure.message(rank) {
-            eprint_line(&format!("error: {message}"));
+        match failure.message(rank) {
+            Some(message) => eprint_line(&format!("error: {message}")),
+            None => thread::sleep(HEAD_START),
         }
         ExitCode::from(failure.exit_status(rank))
     })

@@ -60,3 +60,48 @@ impl<E: Into<Box<dyn Error + Send + Sync>>> From<E> for Failure {
         Self(error.into())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_another_ranks_failure_ends_says_whose_with_a_status_of_its_own() {
+        let aborted = || merak_mpu::Error::Aborted {
+            by: 2,
+            reason: "no space left".to_owned(),
+        };
+        let failure = Failure::from(RunError::Step {
+            rank: 0,
+            stages: vec![0],
+            part: merak_trainer::StepPart::Save,
+            step: 7,
+            source: Box::new(aborted().into()),
+        });
+        assert_eq!(failure.exit_status(Some(0)), 3);
+        let told = failure.message(Some(0));
+        assert_eq!(told.as_deref(), Some("rank 2 failed: no space left"));
+        // The rank itself, and a process whose ranks are threads, have the failure.
+        for rank in [Some(2), None] {
+            assert_eq!(failure.exit_status(rank), 1);
+            let told = failure.message(rank).unwrap();
+            assert!(
+                told.starts_with("rank 0 (stage 0) failed to save step 7"),
+                "{told}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_all_ranks_meet_is_told_by_rank_0_alone() {
+        let refused = || {
+            RunError::from(merak_mpu::Error::NoProcessEngine {
+                variable: "WORLD_SIZE",
+                world_size: 2,
+            })
+        };
+        let (first, other) = (Failure::from(refused()), Failure::from(ByRank0(refused())));
+        assert!(first.message(None).is_some() && other.message(None).is_none());
+        assert_eq!((first.exit_status(None), other.exit_status(None)), (2, 2));
+    }
+}

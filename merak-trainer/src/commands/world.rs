@@ -14,7 +14,10 @@ pub(crate) fn launched() -> Result<Launch, Failure> {
     let chosen = EngineKind::Auto.choose(&launch, Built::here(), false);
     match chosen.map_err(Error::from) {
         Ok(_) => Ok(launch),
-        Err(error) if launch.rank > 0 => Err(ByRank0(error).into()),
+        Err(error) if launch.rank > 0 => {
+            tracing::info!(rank = launch.rank, "{error}");
+            Err(ByRank0(error).into())
+        }
         Err(error) => Err(error.into()),
     }
 }
