@@ -10,7 +10,7 @@ pub use engine::{Built, ChosenEngine, EngineKind};
 pub use environment::{Launch, LaunchVariables, Launcher};
 pub use hosts::{BadHostList, HostList};
 
-use crate::{Degrees, Error, Member, Mpu, Result, threads};
+use crate::{Degrees, Member, Mpu, Result, tcp, threads};
 use std::time::Duration;
 
 /// The long form of [`init`].
@@ -66,8 +66,7 @@ impl InitOptions {
     /// Joins the world that `launch` describes.
     ///
     /// # Errors
-    /// [`Error::NoProcessEngine`] when that has several processes, which no engine of this build
-    /// connects. Else as [`EngineKind::choose`] and [`InitOptions::init_member`].
+    /// As [`EngineKind::choose`], [`Launch::join`] and [`InitOptions::init_member`].
     pub fn init_launched(&self, launch: &Launch) -> Result<Mpu> {
         let options = threads::WorldOptions {
             timeout: self.timeout,
@@ -75,12 +74,7 @@ impl InitOptions {
         };
         let member = match self.backend.choose(launch, Built::here(), false)? {
             ChosenEngine::Threads => threads::world(1, options).remove(0),
-            other => {
-                return Err(Error::EngineNotBuilt {
-                    engine: other.as_str(),
-                    instead: vec![ChosenEngine::Threads.as_str()],
-                });
-            }
+            _ => launch.join(self.timeout)?,
         };
         self.init_member(member)
     }
@@ -96,6 +90,24 @@ impl InitOptions {
             mpu = mpu.with_tied(key, stages)?;
         }
         Ok(mpu)
+    }
+}
+
+impl Launch {
+    /// Joins the processes of this launch over sockets, as [`tcp::join`] does, with `timeout` as
+    /// the longest wait for a peer.
+    ///
+    /// # Errors
+    /// [`Error::UnfitEngine`] where nothing says on which host rank 0 is; as [`tcp::join`].
+    pub fn join(&self, timeout: Duration) -> Result<Member> {
+        EngineKind::Tcp.choose(self, Built::here(), false)?;
+        let host = self.address.as_deref().unwrap_or("127.0.0.1");
+        let port = self.port.unwrap_or_default();
+        let options = tcp::JoinOptions {
+            run: self.job.clone().unwrap_or_default(),
+            ..tcp::JoinOptions::new(self.rank, self.world_size, host, port)
+        };
+        tcp::join(&options.with_timeout(timeout))
     }
 }
 

@@ -52,7 +52,7 @@ impl Built {
     /// The engines of this build.
     pub const fn here() -> Self {
         Self {
-            tcp: false,
+            tcp: true,
             mpi: false,
             nccl: false,
         }

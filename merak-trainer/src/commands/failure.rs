@@ -3,7 +3,7 @@
 use super::launch::RankFailed;
 use merak_ckpt::cli;
 use merak_trainer::{Error as RunError, chain, metrics::Screen};
-use std::{error::Error, io, process::ExitCode};
+use std::{error::Error, io, process::ExitCode, thread, time::Duration};
 
 /// Why a command failed.
 #[derive(Debug)]
@@ -11,6 +11,10 @@ pub(crate) struct Failure(pub(crate) Box<dyn Error + Send + Sync>);
 
 /// How a command ended.
 pub(crate) type Outcome = Result<ExitCode, Failure>;
+
+/// How long a rank that leaves a message to another goes on: a launcher ends all ranks as soon as
+/// one has ended.
+const HEAD_START: Duration = Duration::from_secs(1);
 
 impl Failure {
     /// 2 where the command line, the configuration or an input is at fault, 1 where the run failed,
@@ -31,8 +35,10 @@ impl Failure {
     pub(crate) fn tell(&self, screen: &Screen) {
         let line = format!("error: {}", chain(self.0.as_ref()));
         match self.run_error() {
-            Some(RunError::OtherRank { .. } | RunError::Told(_)) if screen.is_of_rank() => {
+            Some(RunError::OtherRank { .. }) if screen.is_of_rank() => screen.note(&line),
+            Some(RunError::Told(_)) => {
                 screen.note(&line);
+                thread::sleep(HEAD_START);
             }
             _ => {
                 screen.note(&line);
@@ -49,5 +55,34 @@ impl Failure {
 impl<E: Into<Box<dyn Error + Send + Sync>>> From<E> for Failure {
     fn from(error: E) -> Self {
         Self(error.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_another_rank_has_ended_has_an_exit_status_of_its_own() {
+        let failed = |error: RunError| Failure::from(error).exit_status();
+        let cause = || "no space left".to_owned();
+        let (rank, cause) = (2, cause);
+        assert_eq!(
+            failed(RunError::OtherRank {
+                rank,
+                cause: cause()
+            }),
+            3
+        );
+        assert_eq!(
+            failed(RunError::Rank {
+                rank,
+                cause: cause()
+            }),
+            1
+        );
+        let usage = || RunError::CommandLine("--stream needs a tokenizer".to_owned());
+        assert_eq!(failed(usage()), 2);
+        assert_eq!(failed(RunError::Told(Box::new(usage()))), 2);
     }
 }

@@ -2,6 +2,10 @@
 
 use merak_mpu::{Built, ChosenEngine, EngineKind, Launch};
 use merak_trainer::{Config, Device, EngineChoice, Error, Result, World, metrics::Screen};
+use std::time::Duration;
+
+/// Longest wait for the other processes where the configuration cannot be read.
+const RENDEZVOUS: Duration = Duration::from_mins(1);
 
 /// The ranks of a command, as the launcher and `distributed.engine` say. Where the configuration
 /// cannot be read, the launcher decides alone.
@@ -21,10 +25,12 @@ pub(crate) fn join(config: Option<&Config>, screen: &Screen) -> Result<World> {
     });
     match EngineKind::from(engine).choose(&launch, Built::here(), on_cuda) {
         Ok(ChosenEngine::Threads) => Ok(World::of_threads()),
-        Ok(other) => Err(Error::from(merak_mpu::Error::EngineNotBuilt {
-            engine: other.as_str(),
-            instead: vec![ChosenEngine::Threads.as_str()],
-        })),
+        Ok(_) => {
+            let timeout = config.map_or(RENDEZVOUS, |config| {
+                Duration::from_secs_f64(config.arguments().distributed.timeout_s)
+            });
+            World::of_process(launch.join(timeout)?)
+        }
         // All processes meet this alike, and rank 0 tells it.
         Err(error) if launch.rank > 0 => Err(Error::Told(Box::new(error.into()))),
         Err(error) => Err(error.into()),

@@ -32,6 +32,8 @@ impl Error {
                     | merak_mpu::Error::NoProcessEngine { .. }
                     | merak_mpu::Error::EngineNotBuilt { .. }
                     | merak_mpu::Error::UnfitEngine { .. }
+                    | merak_mpu::Error::Rendezvous { .. }
+                    | merak_mpu::Error::Refused { .. }
             ),
             Self::Checkpoint(error) => error.is_user_error(),
             _ => true,

@@ -227,12 +227,9 @@ fn whole_characters(bytes: &[u8]) -> usize {
     let Some(at) = tail.iter().rposition(begins) else {
         return bytes.len();
     };
-    let is_cut = std::str::from_utf8(&tail[at..]).is_err_and(|error| error.error_len().is_none());
-    if is_cut && tail.len() - at < bytes.len() {
-        bytes.len() - (tail.len() - at)
-    } else {
-        bytes.len()
-    }
+    let error = std::str::from_utf8(&tail[at..]).err();
+    let is_cut = error.is_some_and(|error| error.error_len().is_none());
+    bytes.len() - if is_cut { tail.len() - at } else { 0 }
 }
 
 #[cfg(test)]

@@ -77,3 +77,67 @@ pub(super) fn words_of_restart(words: &[OsString], saved: &Saved) -> Vec<OsStrin
     let keys = keys.into_iter().map(OsString::from);
     words.iter().cloned().chain(keys).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tempfile::TempDir;
+
+    /// What a restart adds to a training's line with these keys, without and with a checkpoint of
+    /// its own.
+    fn added(keys: &str) -> [String; 2] {
+        let place = TempDir::new().unwrap();
+        let (config, run) = (place.path().join("c.json"), place.path().join("run"));
+        fs::write(&config, "{}").unwrap();
+        let checkpoint = |step: u64| {
+            let folder = Store::in_output_dir(&run).path_of(step);
+            fs::create_dir_all(&folder).unwrap();
+            fs::write(folder.join(merak_ckpt::format::MANIFEST), "{}").unwrap();
+        };
+        checkpoint(5);
+        let line = format!(
+            "train {} --output_dir {} {keys}",
+            config.display(),
+            run.display()
+        );
+        let words: Vec<_> = line.split_whitespace().map(OsString::from).collect();
+        let saved = Saved::by(&words).expect("a training");
+        let added = || {
+            let all = words_of_restart(&words, &saved);
+            assert_eq!(all[..words.len()], words);
+            let new: Vec<_> = all[words.len()..]
+                .iter()
+                .filter_map(|word| word.to_str())
+                .collect();
+            new.join(" ")
+        };
+        let before = added();
+        checkpoint(10);
+        [before, added()]
+    }
+
+    #[test]
+    fn a_restart_goes_on_from_a_checkpoint_of_its_own_and_else_as_it_began() {
+        for (keys, before, after) in [
+            ("", "--resume auto", "--resume auto"),
+            ("--resume auto", "", "--resume auto"),
+            ("--resume other --dry-run", "", "--resume auto"),
+            ("--overwrite_output_dir", "", "--resume auto"),
+            (
+                "--resume other --finetune --no_load_optim",
+                "",
+                "--resume auto --finetune false --no_load_optim false",
+            ),
+        ] {
+            assert_eq!(added(keys), [before, after], "{keys}");
+        }
+    }
+
+    #[test]
+    fn other_commands_and_wrong_lines_are_started_again_as_they_are() {
+        for line in ["evaluate c.toml run", "train", "train no-such.toml", "x"] {
+            let words: Vec<_> = line.split_whitespace().map(OsString::from).collect();
+            assert!(Saved::by(&words).is_none(), "{line}");
+        }
+    }
+}
