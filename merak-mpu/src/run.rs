@@ -93,8 +93,12 @@ where
             .collect()
     });
     let first = engines.iter().find_map(|engine| engine.failure());
-    if let Some(first) = first.filter(|first| results[first.reporter.0].is_err()) {
-        results.swap(0, first.reporter.0);
+    let place = first.and_then(|first| {
+        let mut ranks = engines.iter().map(|engine| engine.rank());
+        ranks.position(|rank| rank == first.reporter)
+    });
+    if let Some(place) = place.filter(|&place| results[place].is_err()) {
+        results.swap(0, place);
     }
     results.into_iter().collect()
 }

@@ -492,13 +492,14 @@ mod tests {
             )
             .unwrap()[0]
         };
-        let one = total(&["per_device_train_batch_size=2", "zero_stage=0"]);
+        let small = "per_device_eval_batch_size=1";
+        let one = total(&["per_device_train_batch_size=2", "zero_stage=0", small]);
         let params = plan(&[]).0.graph.num_elements();
         assert_eq!(one.weights, 4 * params);
         assert_eq!(one.optimizer, 8 * params);
         // The tied embedding is used twice.
         assert_eq!(one.gradients, 4 * (params + 32 * 16));
-        let more = total(&["per_device_train_batch_size=20", "zero_stage=0"]);
+        let more = total(&["per_device_train_batch_size=20", "zero_stage=0", small]);
         assert!(more.activations > 9 * one.activations, "{one:?} {more:?}");
         let divided = total(&["dp=2", "zero_stage=1", "per_device_train_batch_size=2"]);
         assert_eq!(2 * divided.optimizer, one.optimizer);

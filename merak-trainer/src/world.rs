@@ -45,6 +45,17 @@ impl World {
         }
     }
 
+    /// Checks that the degrees of the arguments fill the world. Threads are as many as these say.
+    ///
+    /// # Errors
+    /// [`Error::Group`] with the nearest degrees that do.
+    pub fn check_size(&self, args: &CheckedArguments) -> Result<()> {
+        match &self.0 {
+            Ranks::Threads => Ok(()),
+            Ranks::Process { member, .. } => args.check_world(member.world_size()),
+        }
+    }
+
     /// The value of `prepared` where every process has one.
     ///
     /// # Communication
@@ -143,7 +154,7 @@ impl World {
             Ranks::Threads => run_world(args, body)?,
             Ranks::Process { member, .. } => {
                 let (rank, world) = (member.rank(), member.world_size());
-                args.check_world(world)?;
+                self.agree(self.check_size(args))?;
                 let stack = threads::WorldOptions::default().stack_bytes;
                 let outcome = run_members(vec![member.clone()], stack, |member| {
                     body(member).map_err(Cause)

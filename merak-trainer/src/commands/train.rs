@@ -26,6 +26,9 @@ use std::{
 /// Tokens of the sample text that a trained model writes at the end.
 const SAMPLE_TOKENS: usize = 120;
 
+/// Folder, within a run's, of the logs of the ranks in processes of their own.
+const LOGS: &str = "logs";
+
 /// Message of a run that leaves no model, at its start and its end.
 const KEEPS_NOTHING: &str =
     "saved     nothing: \"save\" is false, so that the run leaves its metrics and no model\n";
@@ -50,9 +53,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     let dry_run = args.keys.take_flag("--dry-run") || args.dry_run;
-    let config = load(&mut args);
-    let world = world::join(config.as_ref().ok(), screen)?;
-    let config = world.agree(config)?;
+    let (config, world) = world::join_with(load(&mut args), screen)?;
     if config.arguments().text_generation && !dry_run {
         return super::prompts::run(&config, &world);
     }
@@ -68,6 +69,9 @@ pub(crate) fn run(mut args: Args, screen: &Screen) -> Outcome {
     }
     memory?;
     let folder = run.take_folder(&config, &world)?;
+    if let Err(error) = screen.keep_log(&prepared.args.run_folder()?.join(LOGS)) {
+        tracing::warn!(%error, "this rank's log cannot be kept");
+    }
     if world.has_first() {
         output::print(&prepared.describe()?)?;
         if !prepared.args.saves() {

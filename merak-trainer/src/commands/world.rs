@@ -37,6 +37,21 @@ pub(crate) fn join(config: Option<&Config>, screen: &Screen) -> Result<World> {
     }
 }
 
+/// The configuration of a command and its ranks, whose number fits the degrees.
+///
+/// # Errors
+/// As [`join`]; where a process cannot read its configuration.
+pub(crate) fn join_with(config: Result<Config>, screen: &Screen) -> Result<(Config, World)> {
+    let world = join(config.as_ref().ok(), screen)?;
+    let checked = config.and_then(|config| {
+        let args = config.check()?;
+        let located = |error| config.locate(error);
+        world.check_size(&args).map_err(located)?;
+        Ok(config)
+    });
+    Ok((world.agree(checked)?, world))
+}
+
 /// Refuses to run as one of several processes.
 ///
 /// # Errors

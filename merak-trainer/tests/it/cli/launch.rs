@@ -356,22 +356,33 @@ fn a_command_that_cannot_be_launched_is_refused_with_what_can() {
 }
 
 #[test]
-fn a_world_of_processes_is_refused_once_and_by_the_variable() {
+fn what_all_processes_meet_is_told_once() {
     let place = Workplace::new();
-    for line in [
-        "train merak.toml",
-        "evaluate merak.toml run",
-        "generate run --prompt-ids 1",
-        "bench gpt",
+    for (line, told) in [
+        (
+            "train merak.toml --dp 2",
+            "dp 2 x tp 1 x pp 1 x sp 1 = 2, but the world has 3 ranks; nearest that fits: \
+             dp 3 x tp 1 x pp 1 x sp 1",
+        ),
+        (
+            "train merak.toml --dp 3 --hidden 4",
+            "unknown key \"hidden\" (command line --hidden)",
+        ),
+        (
+            "train merak.toml --dp 3 --distributed.engine threads",
+            "the engine threads does not fit: its ranks are threads of one process, but WORLD_SIZE \
+             asks for 3 processes: choose auto, or start one process",
+        ),
+        (
+            "bench gpt",
+            "merak bench runs its ranks as threads of one process, but 3 processes were started: \
+             start one",
+        ),
     ] {
         let ended = end(&place, place.command(&format!("launch -n 3 -- {line}")));
         assert_eq!(ended.status, Some(2), "{}", ended.stderr);
-        assert_eq!(
-            ended.stderr,
-            "[rank 0] error: WORLD_SIZE asks for 3 processes, but this build has no engine between \
-             processes: start one process, whose ranks are threads, and unset WORLD_SIZE\n\
-             error: rank 0 ended with status 2\n"
-        );
+        let expected = format!("[rank 0] error: {told}\nerror: rank 0 ended with status 2\n");
+        assert_eq!(ended.stderr, expected);
     }
     assert!(!place.path("run").exists());
     let half = |variables: &[(&str, &str)]| {
