@@ -11,7 +11,7 @@
 #![expect(clippy::print_stdout, reason = "an example reports on standard output")]
 
 use merak_mpu::{Group, Member, Message, Packet, ReduceOp, Result, run_members, tcp, threads};
-use std::{env, error::Error, hint::black_box, process::Command, time::Instant};
+use std::{env, error::Error, process::Command, time::Instant};
 
 const PORT: u16 = 29_700;
 
@@ -56,10 +56,9 @@ fn measure(member: &Member) -> Result<()> {
         })?;
         time("all_to_all", &|data| world.all_to_all_vec(data))?;
         time("broadcast", &|data| world.broadcast_vec(data, 0))?;
-        time("all_gather", &|data| {
-            let half = data[..data.len() / 2].to_vec();
-            black_box(world.all_gather_vec(half)?);
-            Ok(data)
+        time("all_gather", &|mut data| {
+            data.truncate(bytes / 8);
+            world.all_gather_vec(data)
         })?;
         let packet = Packet {
             shape: vec![data.len()],
