@@ -5,8 +5,8 @@
 //! ```
 //!
 //! The program starts itself four times, as a launcher does on each host of a cluster, and tells
-//! each process its rank and where rank 0 is. Everything behind [`tcp::join`] is what a rank that is
-//! a thread would do too.
+//! each process its rank and where rank 0 is. Everything behind [`tcp::join`] is what a rank that
+//! is a thread would do too.
 #![expect(clippy::print_stdout, reason = "an example reports on standard output")]
 
 use merak_mpu::{ReduceOp, tcp};

@@ -1,6 +1,6 @@
 //! The memory that collectives and sends move.
 
-use crate::{DType, Element, Error, Result};
+use crate::{DType, Element, Error, Result, pages::zeroed};
 use std::{any::Any, fmt};
 
 /// Where the elements of a [`Buffer`] lie.
@@ -131,12 +131,12 @@ pub fn into_vec<T: Element>(buffer: Box<dyn Buffer>) -> Result<Vec<T>> {
 /// Makes a zeroed host buffer of `len` elements.
 pub fn zeros(dtype: DType, len: usize) -> Box<dyn Buffer> {
     match dtype {
-        DType::F64 => Box::new(vec![0.0_f64; len]),
-        DType::F32 => Box::new(vec![0.0_f32; len]),
-        DType::BF16 => Box::new(vec![half::bf16::ZERO; len]),
-        DType::F16 => Box::new(vec![half::f16::ZERO; len]),
-        DType::I64 => Box::new(vec![0_i64; len]),
-        DType::U32 => Box::new(vec![0_u32; len]),
-        DType::U8 => Box::new(vec![0_u8; len]),
+        DType::F64 => Box::new(zeroed::<f64>(len)),
+        DType::F32 => Box::new(zeroed::<f32>(len)),
+        DType::BF16 => Box::new(zeroed::<half::bf16>(len)),
+        DType::F16 => Box::new(zeroed::<half::f16>(len)),
+        DType::I64 => Box::new(zeroed::<i64>(len)),
+        DType::U32 => Box::new(zeroed::<u32>(len)),
+        DType::U8 => Box::new(zeroed::<u8>(len)),
     }
 }

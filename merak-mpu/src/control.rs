@@ -2,9 +2,9 @@
 //! them hear that one has failed.
 //!
 //! ```text
-//!           rank 1        rank 2        rank 3       each: a thread of its own that beats, tells what
-//!              \            |             /          the rank waits for, and hears the verdict
-//!               `-------  rank 0  -------'           the hub: judges, alone, who is to blame
+//!      rank 1        rank 2        rank 3      each: a thread of its own that beats, tells what
+//!         \            |             /         the rank waits for, and hears the verdict
+//!          `-------  rank 0  -------'          the hub: judges, alone, who is to blame
 //! ```
 //!
 //! **Rendezvous.** Rank 0 listens on the port of the launch, or on the next free one where another

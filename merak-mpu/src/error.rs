@@ -54,6 +54,34 @@ pub enum Error {
         /// Its operation.
         second_call: String,
     },
+    /// The processes of a world did not find each other.
+    #[error("rank {rank} cannot meet the others at {address}: {reason}")]
+    Rendezvous {
+        /// The rank that could not.
+        rank: usize,
+        /// Host and port of rank 0, as given.
+        address: String,
+        /// What was found and what was expected.
+        reason: String,
+    },
+    /// Rank 0 sent this rank away, for the reason that ended the rendezvous.
+    #[error("rank 0 sent rank {rank} away: {reason}")]
+    Refused {
+        /// The rank that was sent away.
+        rank: usize,
+        /// What rank 0 reported.
+        reason: String,
+    },
+    /// The system refused what an engine needs.
+    #[error("rank {rank} has no {what}: {reason}")]
+    NoResource {
+        /// The rank.
+        rank: usize,
+        /// A thread, a socket or the like.
+        what: &'static str,
+        /// The system's message.
+        reason: String,
+    },
     /// The degrees do not multiply to the number of ranks.
     #[error("{degrees} = {}, but the world has {world_size} ranks{}", .degrees.world_size(), fitting(.nearest.as_ref()))]
     WorldSize {
@@ -202,34 +230,6 @@ pub enum Error {
         /// Its name.
         engine: &'static str,
         /// Why not, and what does.
-        reason: String,
-    },
-    /// The processes of a world did not find each other.
-    #[error("rank {rank} cannot meet the others at {address}: {reason}")]
-    Rendezvous {
-        /// The rank that could not.
-        rank: usize,
-        /// Host and port of rank 0, as given.
-        address: String,
-        /// What was found and what was expected.
-        reason: String,
-    },
-    /// Rank 0 sent this rank away, for the reason that ended the rendezvous.
-    #[error("rank 0 sent rank {rank} away: {reason}")]
-    Refused {
-        /// The rank that was sent away.
-        rank: usize,
-        /// What rank 0 reported.
-        reason: String,
-    },
-    /// The system refused what an engine needs.
-    #[error("rank {rank} has no {what}: {reason}")]
-    NoResource {
-        /// The rank.
-        rank: usize,
-        /// A thread, a socket or the like.
-        what: &'static str,
-        /// The system's message.
         reason: String,
     },
     /// The environment asks for one process per rank, which no engine of this build can connect.

@@ -90,6 +90,7 @@ mod launch;
 mod mailbox;
 mod member;
 mod mpu;
+mod pages;
 mod rank;
 mod run;
 #[cfg(unix)]

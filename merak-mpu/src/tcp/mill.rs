@@ -5,7 +5,7 @@ use super::{
     groups::Groups,
     link::{Body, Link, OpKey, Reading, read},
     moves::{EAGER_BYTES, Piece},
-    op::{GroupState, Op, Slot},
+    op::{GroupState, Op, Slot, Spares},
 };
 use crate::{
     Buffer, Error, Message, Rank, Result,
@@ -89,6 +89,7 @@ pub(super) struct Mill {
     links: Vec<Option<Link>>,
     ops: BTreeMap<OpKey, Op>,
     early: BTreeMap<(OpKey, usize), Early>,
+    spares: Spares,
     has_ended: bool,
 }
 
@@ -108,6 +109,7 @@ impl Mill {
             links,
             ops: BTreeMap::new(),
             early: BTreeMap::new(),
+            spares: Spares::default(),
             has_ended: false,
         }
     }
@@ -120,7 +122,7 @@ impl Mill {
 
     /// Does what can be done, after a sleep until there is something, of at most `sleep`.
     fn turn(&mut self, sleep: Duration) {
-        self.poll(sleep);
+        let readable = self.poll(sleep);
         self.counter.waker.rest();
         if self.state.verdict().is_some() {
             self.forget_all();
@@ -131,31 +133,49 @@ impl Mill {
         }
         for rank in 0..self.links.len() {
             self.write(rank);
-            self.read(rank);
+        }
+        for (rank, readable) in readable.into_iter().enumerate() {
+            let has_bytes = |link: &mut Link| !link.buffered().is_empty();
+            if readable || self.links[rank].as_mut().is_some_and(has_bytes) {
+                self.read(rank);
+            }
+        }
+        for rank in 0..self.links.len() {
+            self.write(rank);
         }
         if self.has_ended {
             self.look_whether_drained();
         }
     }
 
-    fn poll(&self, sleep: Duration) {
+    /// Returns by rank whether bytes have come.
+    fn poll(&self, sleep: Duration) -> Vec<bool> {
         let waker = Interest {
             read: true,
             write: false,
         };
-        let links = self.links.iter().flatten().filter(|link| link.is_open);
-        let links = links.map(|link| {
-            let interest = Interest {
-                read: true,
-                write: link.has_unsent(),
-            };
-            (link.stream.as_fd(), interest)
-        });
-        let waker = (self.counter.waker.as_fd(), waker);
-        let sockets: Vec<_> = [waker].into_iter().chain(links).collect();
-        if poll::wait(&sockets, sleep).is_err() {
-            std::thread::sleep(Duration::from_millis(1));
+        let mut sockets = vec![(self.counter.waker.as_fd(), waker)];
+        let mut ranks = Vec::new();
+        for (rank, link) in self.links.iter().enumerate() {
+            if let Some(link) = link.as_ref().filter(|link| link.is_open) {
+                let interest = Interest {
+                    read: true,
+                    write: link.has_unsent(),
+                };
+                sockets.push((link.stream.as_fd(), interest));
+                ranks.push(rank);
+            }
         }
+        let mut readable = vec![false; self.links.len()];
+        match poll::wait(&sockets, sleep) {
+            Ok(found) => {
+                for (rank, found) in ranks.into_iter().zip(&found[1..]) {
+                    readable[rank] = found.read;
+                }
+            }
+            Err(_) => std::thread::sleep(Duration::from_millis(1)),
+        }
+        readable
     }
 
     /// A poisoned world moves nothing more.
@@ -180,7 +200,9 @@ impl Mill {
                 buffer,
                 slot,
             } => {
-                let op = Op::new(group, sequence, fingerprint, buffer, Arc::clone(&slot));
+                let waiting = Arc::clone(&slot);
+                let spares = &mut self.spares;
+                let op = Op::new(group, sequence, fingerprint, buffer, waiting, spares);
                 match op {
                     Ok(op) => self.start(op),
                     Err(error) => self.fail_op(&slot, error),
@@ -334,7 +356,7 @@ impl Mill {
         if self.ops.get(&key).is_some_and(Op::is_complete)
             && let Some(op) = self.ops.remove(&key)
         {
-            op.finish();
+            op.finish(&mut self.spares);
             self.state.bell.ring();
         }
     }

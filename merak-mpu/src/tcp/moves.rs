@@ -52,8 +52,9 @@ pub(super) struct Fold {
 /// What one member does in a collective over `n` members.
 ///
 /// ```text
-/// reductions   first: own part r of member p ──> stage of r   fold in ascending rank   second: the sum ──> all
-/// the others   first: straight into the buffer where it belongs
+/// reductions  first: part r of member p ──> stage of r   fold in ascending rank
+///             second: the sum of part r ──> all
+/// the others  first: straight into the buffer where it belongs
 /// ```
 ///
 /// Each reduction moves what a ring moves: `2 (n - 1) / n` of the buffer for an all-reduce.

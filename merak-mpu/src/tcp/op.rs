@@ -11,6 +11,7 @@ use crate::{
     group::describe,
     kernel,
     mailbox::Mailbox,
+    pages::zeroed,
 };
 use std::{
     ops::Range,
@@ -46,6 +47,40 @@ impl GroupState {
     /// The group rank of a world rank.
     pub(super) fn rank_of(&self, rank: Rank) -> Option<usize> {
         self.members().binary_search(&rank).ok()
+    }
+}
+
+/// Most bytes that are kept for later collectives.
+const SPARE_BYTES: usize = 256 << 20;
+
+/// Memory of collectives that are over, for those that come: fresh memory costs as much as what is
+/// done in it.
+#[derive(Debug, Default)]
+pub(super) struct Spares(Vec<Vec<i64>>);
+
+impl Spares {
+    /// At least so many words, with any content.
+    fn take(&mut self, words: usize) -> Vec<i64> {
+        if words == 0 {
+            return Vec::new();
+        }
+        let fitting = self
+            .0
+            .iter()
+            .enumerate()
+            .filter(|(_, one)| one.len() >= words);
+        let best = fitting.min_by_key(|(_, one)| one.len());
+        match best.map(|(place, _)| place) {
+            Some(place) => self.0.swap_remove(place),
+            None => zeroed(words),
+        }
+    }
+
+    fn put(&mut self, words: Vec<i64>) {
+        let kept: usize = self.0.iter().map(Vec::len).sum();
+        if !words.is_empty() && (kept + words.len()) * size_of::<i64>() <= SPARE_BYTES {
+            self.0.push(words);
+        }
     }
 }
 
@@ -111,8 +146,8 @@ pub(super) struct Op {
     pub(super) slot: Arc<Slot>,
     input: Box<dyn Buffer>,
     output: Option<Box<dyn Buffer>>,
-    /// Words, so that every element type is aligned.
-    stage: Vec<u64>,
+    /// Words, so that every element type is aligned; at least as many as the moves need.
+    stage: Vec<i64>,
     called: Vec<bool>,
     /// By member, the bytes of its first and its second move that have come.
     first: Vec<usize>,
@@ -129,12 +164,13 @@ impl Op {
         fingerprint: Fingerprint,
         input: Box<dyn Buffer>,
         slot: Arc<Slot>,
-    ) -> Result<Self, Error> {
+        spares: &mut Spares,
+    ) -> Result<Self> {
         let n = group.members().len();
         let moves = Moves::new(&fingerprint, group.me, n);
         let mut op = Self {
             output: moves.output_len.map(|len| input.zeros_like(len)),
-            stage: vec![0; moves.stage_bytes.div_ceil(size_of::<u64>())],
+            stage: spares.take(moves.stage_bytes.div_ceil(size_of::<i64>())),
             called: vec![false; n],
             first: vec![0; n],
             second: vec![0; n],
@@ -367,8 +403,9 @@ impl Op {
     }
 
     /// Gives the result to the thread that waits.
-    pub(super) fn finish(self) {
+    pub(super) fn finish(self, spares: &mut Spares) {
         let result = self.output.unwrap_or(self.input);
         self.slot.finish(Ok(result));
+        spares.put(self.stage);
     }
 }

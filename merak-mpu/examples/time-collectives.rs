@@ -1,0 +1,118 @@
+//! Times collectives and messages between two ranks, as processes or as threads.
+//!
+//! ```text
+//! cargo run --release -p merak-mpu --example time-collectives -- tcp
+//! ```
+//!
+//! prints one line for each operation and size: its name, bytes and seconds, where the seconds are
+//! the median of some batches of operations that follow each other without a pause. A message is
+//! timed there and back, and half of it counts. `docs/peers/collectives_peer.py` runs this beside
+//! gloo.
+#![expect(clippy::print_stdout, reason = "an example reports on standard output")]
+
+use merak_mpu::{Group, Member, Message, Packet, ReduceOp, Result, run_members, tcp, threads};
+use std::{env, error::Error, process::Command, time::Instant};
+
+const PORT: u16 = 29_700;
+
+/// Batches of each operation and size.
+const BATCHES: usize = 7;
+
+/// Bytes that a batch moves, about.
+const BATCH_BYTES: usize = 64 << 20;
+
+fn main() -> std::result::Result<(), Box<dyn Error>> {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["tcp"] => {
+            let mut other = Command::new(env::current_exe()?).arg("1").spawn()?;
+            measure(&join(0)?)?;
+            other.wait()?;
+        }
+        ["1"] => measure(&join(1)?)?,
+        ["threads"] => {
+            let options = threads::WorldOptions::default();
+            let members = threads::world(2, options);
+            run_members(members, options.stack_bytes, |member| measure(&member))?;
+        }
+        _ => return Err("choose tcp or threads".into()),
+    }
+    Ok(())
+}
+
+fn join(rank: usize) -> Result<Member> {
+    tcp::join(&tcp::JoinOptions::new(rank, 2, "127.0.0.1", PORT))
+}
+
+fn measure(member: &Member) -> Result<()> {
+    let world = member.world_group()?;
+    for bytes in [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20] {
+        let data = vec![1.0_f32; bytes / 4];
+        let time = |name: &str, op: &dyn Fn(Vec<f32>) -> Result<Vec<f32>>| {
+            timed(&world, name, bytes, data.clone(), op)
+        };
+        time("all_reduce", &|data| {
+            world.all_reduce_vec(data, ReduceOp::Max)
+        })?;
+        time("all_to_all", &|data| world.all_to_all_vec(data))?;
+        time("broadcast", &|data| world.broadcast_vec(data, 0))?;
+        time("all_gather", &|mut data| {
+            data.truncate(bytes / 8);
+            world.all_gather_vec(data)
+        })?;
+        let packet = Packet {
+            shape: vec![data.len()],
+            data: Box::new(data),
+        };
+        timed(&world, "message", bytes, vec![packet], |message| {
+            there_and_back(&world, message)
+        })?;
+    }
+    member.end();
+    Ok(())
+}
+
+/// Sends a message from rank 0 to rank 1 and back.
+fn there_and_back(world: &Group, message: Message) -> Result<Message> {
+    if world.rank() == 0 {
+        world.send(1, 0, message)?;
+        world.recv(1, 0)
+    } else {
+        drop(message);
+        let message = world.recv(0, 0)?;
+        let shape = message[0].shape.clone();
+        world.send(0, 0, message)?;
+        // Rank 1 keeps nothing between the rounds.
+        Ok(vec![Packet {
+            shape,
+            data: Box::new(Vec::<f32>::new()),
+        }])
+    }
+}
+
+fn timed<T>(
+    world: &Group,
+    name: &str,
+    bytes: usize,
+    mut value: T,
+    op: impl Fn(T) -> Result<T>,
+) -> Result<()> {
+    let count = (BATCH_BYTES / bytes).clamp(3, 500);
+    let mut times = Vec::new();
+    for _ in 0..=BATCHES {
+        world.barrier()?;
+        let start = Instant::now();
+        for _ in 0..count {
+            value = op(value)?;
+        }
+        times.push(start.elapsed().as_secs_f64() / count as f64);
+    }
+    // The first batch only warms up.
+    times.remove(0);
+    times.sort_by(f64::total_cmp);
+    if world.rank() == 0 {
+        let halves = if name == "message" { 2.0 } else { 1.0 };
+        println!("{name} {bytes} {:.9}", times[BATCHES / 2] / halves);
+    }
+    Ok(())
+}
