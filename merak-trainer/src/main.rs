@@ -15,8 +15,8 @@ use std::{
 };
 use tracing_subscriber::EnvFilter;
 
-/// How long a rank that leaves a message to rank 0 goes on: a launcher ends all ranks as soon as one
-/// has ended.
+/// How long a rank that leaves a message to rank 0 goes on: a launcher ends all ranks as soon as
+/// one has ended.
 const HEAD_START: Duration = Duration::from_secs(1);
 
 /// Trains and fine-tunes transformer models with data, tensor and pipeline parallelism.
@@ -49,6 +49,9 @@ enum Command {
     /// Measures this machine.
     #[command(subcommand)]
     Bench(commands::bench::Bench),
+    /// Ends what the ranks of a launch have started, once the launch is gone.
+    #[command(name = commands::launch::guard::NAME, hide = true)]
+    GuardRanks,
     /// Prints a completion script.
     Completions {
         /// The shell.
@@ -108,6 +111,7 @@ fn run(cli: Cli, screen: &Screen, rank: &mut Option<usize>) -> Outcome {
         Command::Generate(args) => commands::generate::run(&args),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::Bench(bench) => commands::bench::run(&bench),
+        Command::GuardRanks => Ok(commands::launch::guard::run()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "merak", &mut script);
@@ -126,6 +130,7 @@ impl Command {
             | Self::Schedule(_)
             | Self::Config(_)
             | Self::Doctor(_)
+            | Self::GuardRanks
             | Self::Completions { .. } => false,
         }
     }
