@@ -39,6 +39,9 @@ enum Command {
     /// Measures this machine.
     #[command(subcommand)]
     Bench(commands::bench::Bench),
+    /// Ends what the ranks of a launch have started, once the launch is gone.
+    #[command(name = commands::launch::guard::NAME, hide = true)]
+    GuardRanks,
     /// Prints a completion script.
     Completions {
         /// The shell.
@@ -92,6 +95,7 @@ fn run(cli: Cli, screen: &Screen) -> Outcome {
         Command::Generate(args) => commands::generate::run(&args, screen),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::Bench(bench) => commands::bench::run(&bench),
+        Command::GuardRanks => Ok(commands::launch::guard::run()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "merak", &mut script);

@@ -110,7 +110,8 @@ impl EngineKind {
     /// let error = EngineKind::Mpi.choose(&Launch::default(), built, false).unwrap_err();
     /// assert_eq!(
     ///     error.to_string(),
-    ///     "the engine mpi is not in this build: build with --features mpi, or choose threads or tcp",
+    ///     "the engine mpi is not in this build: \
+    ///      build with --features mpi, or choose threads or tcp",
     /// );
     /// # Ok::<(), merak_mpu::Error>(())
     /// ```

@@ -31,14 +31,15 @@ impl fmt::Display for Launcher {
 
 /// What a launcher told this process about its world.
 ///
-/// | launcher | variables |
-/// |---|---|
-/// | torchrun, `merak launch` | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT` |
-/// | Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK`, `_LOCAL_SIZE` |
-/// | SLURM, inside a step | `SLURM_STEP_ID`, `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID`, `SLURM_NODEID`, `SLURM_STEP_TASKS_PER_NODE`, `SLURM_STEP_NODELIST` or `SLURM_JOB_NODELIST`, `SLURM_JOB_ID` |
-/// | MPICH, Intel MPI | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
+/// - torchrun and `merak launch`: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`,
+///   `MASTER_ADDR` and `MASTER_PORT`;
+/// - Open MPI: `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK` and `_LOCAL_SIZE`;
+/// - SLURM, inside a step that `SLURM_STEP_ID` names: `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or
+///   `SLURM_NTASKS`, `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` at `SLURM_NODEID`,
+///   `SLURM_STEP_NODELIST` or `SLURM_JOB_NODELIST`, and `SLURM_JOB_ID`;
+/// - MPICH and Intel MPI: `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID` and `MPI_LOCALNRANKS`.
 ///
-/// The first launcher of this table that is seen counts, since a later one may have started an
+/// The first launcher of this list that is seen counts, since a later one may have started an
 /// earlier one; a SLURM step counts behind another `mpirun` where the two differ. `MASTER_ADDR` and
 /// `MASTER_PORT` count under every launcher. Without them the host of rank 0 is the first one of
 /// SLURM's list, or this one where all processes are on it, and its port follows from the job's

@@ -1,5 +1,6 @@
 //! `merak launch`: the ranks of a command as processes of this machine.
 
+pub(crate) mod guard;
 mod lines;
 mod program;
 mod ranks;
@@ -7,6 +8,7 @@ mod restart;
 mod verdict;
 
 use self::{
+    guard::Guard,
     program::Program,
     ranks::{Event, Start},
     verdict::{End, Verdict},
@@ -90,6 +92,10 @@ pub(crate) fn run(args: Args, log: &str) -> Outcome {
     expect_no_launcher()?;
     let (sender, events) = mpsc::channel();
     listen(sender.clone())?;
+    let guard = Guard::start().map_err(|error| {
+        let reason = format!("cannot start a guard of the ranks: {error}");
+        io::Error::new(error.kind(), reason)
+    })?;
     // Of this command alone, on this machine at this time.
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let run_id = format!(
@@ -107,6 +113,7 @@ pub(crate) fn run(args: Args, log: &str) -> Outcome {
         last_port = Some(port);
         let start = Start {
             program: &program,
+            guard: &guard,
             processes: args.processes.into(),
             port,
             restart,

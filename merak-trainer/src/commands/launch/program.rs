@@ -43,7 +43,8 @@ impl Program {
         let commands = Cli::command();
         let known = |word: &OsString| {
             let word = word.to_str()?;
-            commands.find_subcommand(word)
+            let command = commands.find_subcommand(word)?;
+            (!command.is_hide_set()).then_some(command)
         };
         if words.first().is_some_and(|word| word == "merak")
             && words.get(1).is_none_or(|word| known(word).is_some())

@@ -1,6 +1,7 @@
 //! The processes of one start: begun together, watched, ended together.
 
 use super::{
+    guard::Guard,
     lines::{self, Form, Out},
     program::Program,
     verdict::{End, How, Verdict, verdict},
@@ -50,6 +51,7 @@ pub(super) enum Event {
 /// One start of all ranks.
 pub(super) struct Start<'a> {
     pub(super) program: &'a Program,
+    pub(super) guard: &'a Guard,
     pub(super) processes: usize,
     pub(super) port: u16,
     /// How often ranks were started before, and how often that may be.
@@ -182,6 +184,7 @@ impl Ranks<'_> {
         // The ends of the pipes that belong to the rank.
         drop(command);
         let pid = Pid::from_child(&child);
+        self.start.guard.begin(&child);
         self.running.push(Some(child));
         let sender = events.clone();
         start_thread("wait for a rank", move || {
@@ -242,6 +245,7 @@ impl Ranks<'_> {
         };
         // The process is not forgotten yet, so that its group's number is no other's.
         signal_group(&child, Signal::KILL);
+        self.start.guard.end(&child);
         let how = child.wait().map_or(How::Status(1), How::from);
         let end = End {
             rank,

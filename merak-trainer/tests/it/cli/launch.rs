@@ -228,12 +228,13 @@ fn ranks_that_ignore_every_request_are_ended_by_the_third() {
 }
 
 #[test]
-fn no_rank_is_left_over_when_the_launch_is_killed() {
+fn nothing_is_left_over_when_the_launch_is_killed() {
     let place = Workplace::new();
-    let script = "trap '' TERM HUP; echo $$; while :; do sleep 0.05; done";
+    // A rank, and a process that it has started and waits for.
+    let script = "trap '' TERM HUP; sleep 300 & echo $$; echo $!; wait; sleep 300";
     let mut running = Running::of(launch(&place, "-n 3", script));
-    let pids = numbers(&running.lines(3));
-    assert!(pids.iter().all(|&pid| runs(pid)));
+    let pids = numbers(&running.lines(6));
+    assert!(pids.len() == 6 && pids.iter().all(|&pid| runs(pid)));
     running.child.kill().expect("it is a child of ours");
     expect_none_runs(pids);
     assert_eq!(running.end().0, None);
@@ -306,7 +307,9 @@ fn a_training_that_is_killed_goes_on_from_its_last_checkpoint() {
     read_until("[rank 0] step 12");
     let children = format!("/proc/{launch}/task/{launch}/children");
     let rank = fs::read_to_string(children).expect("Linux lists children");
-    kill("KILL", rank.trim().parse().expect("one rank"));
+    // The guard comes first.
+    let rank = rank.split_whitespace().last().map(str::parse);
+    kill("KILL", rank.expect("a rank").expect("a number"));
     let told = read_until("all ranks are started again");
     assert!(
         told.last()
