@@ -8,7 +8,6 @@ use self::words::{
     all_of, blamed, by_auto, did_you_mean, of, of_model_file, other_length, other_share,
     passed_over, purpose, records_of, replaced_run, saved_with, stages_of,
 };
-use crate::{config::DataFormat, data::DataFingerprint};
 use merak_ckpt::words::{Bytes, brief, file, sentence};
 use merak_pipe::Action;
 use std::{io, path::PathBuf};
@@ -291,7 +290,7 @@ pub enum Error {
         /// The lengths of its sequences and of those now, where they differ.
         length: Option<[u64; 2]>,
         /// The data that it was saved with, where it says so.
-        saved: Option<Box<DataFingerprint>>,
+        saved: Option<String>,
     },
     /// An output folder that cannot be written.
     #[error("cannot write into {}, which \"output_dir\" names", file(path))]
@@ -326,23 +325,25 @@ pub enum Error {
         instead: &'static str,
     },
     /// A data path without a record.
-    #[error("no records in {}: {format} needs {}", file(path), records_of(*format))]
+    #[error("no records in {}: {format} needs {}", file(path), records_of(format))]
     NoRecords {
         /// The path.
         path: PathBuf,
         /// The format that the files should have.
-        format: DataFormat,
+        format: &'static str,
     },
     /// Samples that a model cannot learn from.
     #[error(
         "none of the {samples} {part} samples{} has a label other than {}: there is nothing to {}",
-        of(path.as_deref()), crate::data::IGNORED_LABEL, purpose(part)
+        of(path.as_deref()), ignored, purpose(part)
     )]
     NoLabels {
         /// `training` or `evaluation`.
         part: &'static str,
         /// How many there are.
         samples: usize,
+        /// The label that counts as none.
+        ignored: i64,
         /// Where the data are.
         path: Option<PathBuf>,
     },
@@ -442,7 +443,7 @@ pub enum Error {
         /// What it learns.
         objective: String,
         /// What the files hold.
-        format: DataFormat,
+        format: &'static str,
         /// The formats that would do.
         expected: &'static str,
     },
@@ -732,7 +733,7 @@ pub enum Error {
     },
     /// A run that this machine's memory cannot hold.
     #[error(transparent)]
-    Memory(Box<crate::MemoryShortage>),
+    Memory(Box<dyn std::error::Error + Send + Sync>),
     /// The model or its configuration cannot be used, or a node failed.
     #[error(transparent)]
     Model(Box<merak_trace::Error>),
@@ -942,6 +943,23 @@ impl From<merak_partition::Error> for Error {
             other => Self::Partition(Box::new(other)),
         }
     }
+}
+
+/// An error and its causes, outermost first, separated by colons: one line of readable length,
+/// without characters that act on a terminal.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = sentence(&error.to_string());
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = sentence(&cause.to_string());
+        // A transparent error repeats its source, and one with a place begins with it.
+        if !text.ends_with(&cause_text) && !text.starts_with(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        source = cause.source();
+    }
+    text
 }
 
 /// Errors of the crates below are boxed, so that the results of this one stay small.

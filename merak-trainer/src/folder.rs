@@ -21,7 +21,10 @@ mod moves;
 mod room;
 mod start;
 
-use crate::{Callback, CheckedArguments, Error, Result, StepReport, metrics::METRICS_FILE};
+use crate::{
+    config::CheckedArguments,
+    error::{Error, Result, chain},
+};
 use check::{check_link, check_names, check_place};
 pub(crate) use contents::Contents;
 use lock::{MadeFolders, lock, not_held};
@@ -30,7 +33,7 @@ use moves::{recover, remove_aside};
 use start::{Found, Start, adapter_of};
 use std::{
     fs,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -39,6 +42,18 @@ use std::{
 
 /// The configuration in use.
 const RESOLVED: &str = "config.resolved.toml";
+
+/// Where a run's records are in its folder.
+pub const METRICS_FILE: &str = "metrics.jsonl";
+
+/// Its name while it is written anew or copied.
+pub(crate) const METRICS_DRAFT: &str = "metrics.jsonl.new";
+
+/// The folder of a run's adapter in PEFT's format.
+pub(crate) const ADAPTER: &str = "adapter";
+
+/// The name under which a checkpoint has the description of its adapter.
+pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 
 /// The files that a run writes beside its checkpoints.
 const FILES: [&str; 2] = [RESOLVED, METRICS_FILE];
@@ -174,7 +189,7 @@ impl RunFolder {
     }
 
     /// Removes the run that this one replaces.
-    fn drop_replaced(&self) {
+    pub(crate) fn drop_replaced(&self) {
         if !self.has_aside.swap(false, Ordering::Relaxed) {
             return;
         }
@@ -185,7 +200,7 @@ impl RunFolder {
     }
 
     /// Makes the folder anew if it was removed, and the configuration alone if that was removed.
-    fn renew(&self) {
+    pub(crate) fn renew(&self) {
         let mut lock = self.lock();
         let resolved = self.path.join(RESOLVED);
         let is_whole = lock.is_in_place() && resolved.exists();
@@ -218,7 +233,7 @@ impl RunFolder {
             }
             Err(error) => {
                 self.has_lost.store(true, Ordering::Relaxed);
-                let error = crate::chain(&error);
+                let error = chain(&error);
                 tracing::error!(%path, error, "the output folder is gone and cannot be made anew");
             }
         }
@@ -226,16 +241,6 @@ impl RunFolder {
 
     fn lock(&self) -> MutexGuard<'_, HeldFile> {
         self.lock.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Callback for Arc<RunFolder> {
-    fn on_step(&mut self, _: &StepReport) {
-        self.renew();
-    }
-
-    fn on_save(&mut self, _: &Path) {
-        self.drop_replaced();
     }
 }
 

@@ -1,9 +1,12 @@
 //! Starting the ranks of a run.
 
-use crate::{CheckedArguments, Error, Result, ThreadsPerRank};
-use merak_ckpt::words::sentence;
+use crate::{
+    config::{CheckedArguments, ThreadsPerRank},
+    error::{Error, Result, chain},
+    machine::num_cores,
+};
 use merak_mpu::{Group, Member, Rank, RunError, run_members, threads};
-use std::{error::Error as StdError, fmt, time::Duration};
+use std::{fmt, time::Duration};
 
 /// Upper bound on ranks as threads of one process: beyond it a system runs out of threads, and no
 /// machine has the cores.
@@ -248,11 +251,6 @@ pub(crate) fn ranks_at_once(args: &CheckedArguments) -> usize {
     (num_cores() / threads_per_rank(args)).max(1)
 }
 
-/// Cores that this process may use.
-pub(crate) fn num_cores() -> usize {
-    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
-}
-
 /// An error with its causes in one line, as other ranks will read it.
 #[derive(Debug)]
 struct Cause(Error);
@@ -261,21 +259,4 @@ impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&chain(&self.0))
     }
-}
-
-/// An error and its causes, outermost first, separated by colons: one line of readable length,
-/// without characters that act on a terminal.
-pub fn chain(error: &dyn StdError) -> String {
-    let mut text = sentence(&error.to_string());
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = sentence(&cause.to_string());
-        // A transparent error repeats its source, and one with a place begins with it.
-        if !text.ends_with(&cause_text) && !text.starts_with(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
-        }
-        source = cause.source();
-    }
-    text
 }

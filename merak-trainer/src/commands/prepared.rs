@@ -87,10 +87,14 @@ impl Prepared {
         };
         self.costs = costs;
         if args.searches() {
-            self.plan = Arc::new(Plan::with_costs(&self.inputs, args, &self.costs)?);
+            self.plan = Arc::new(Plan::with_costs(
+                &self.inputs,
+                args,
+                &self.costs.under(args),
+            )?);
         }
-        self.prediction = self.plan.predict(args, &self.costs)?;
-        self.faster = self.plan.faster_schedule(args, &self.costs)?;
+        self.prediction = self.plan.predict(&self.costs.under(args))?;
+        self.faster = self.plan.faster_schedule(&self.costs.under(args))?;
         self.cost_cache = cache;
         Ok(())
     }

@@ -2,7 +2,9 @@
 
 use super::{AGREEMENT, CostCache, Doubt, Measurement, cache, measure};
 use crate::{
-    CheckedArguments, Result, available_bytes,
+    config::CheckedArguments,
+    error::Result,
+    machine::available_bytes,
     network::Network,
     plan::{Draft, PlanInputs, SegmentedGraph, param_bytes},
 };

@@ -51,7 +51,7 @@ pub(crate) fn read(
 ) -> Result<(Records, String)> {
     let none = || Error::NoRecords {
         path: path.to_path_buf(),
-        format,
+        format: format.as_str(),
     };
     let kind = TextKind::Records;
     let found = text::read(path, None, Reading { kind, skips }, room);

@@ -17,8 +17,7 @@ use super::{
     translation::{PairDataset, PairShape},
 };
 use crate::{
-    CheckedArguments,
-    config::DataArguments,
+    config::{CheckedArguments, DataArguments},
     error::{Error, Result},
 };
 

@@ -17,9 +17,9 @@ use super::{
     tokenizer::Tokenizer,
 };
 use crate::{
-    CheckedArguments, available_bytes,
-    config::{DataArguments, DataFormat, SeqLength, TokenizerSource},
+    config::{CheckedArguments, DataArguments, DataFormat, SeqLength, TokenizerSource},
     error::{Error, Result},
+    machine::available_bytes,
 };
 
 /// What a model's configuration says about data besides its sizes.
@@ -293,7 +293,7 @@ fn check_kind(format: DataFormat, model: &dyn Model) -> Result<()> {
     Err(Error::DataKind {
         family: model.info().family,
         objective: objective.to_string(),
-        format,
+        format: format.as_str(),
         expected,
     })
 }

@@ -335,7 +335,7 @@ mod tests {
     fn devices_and_pipes_are_no_text() {
         let error = read(Path::new("/dev/zero"), None, ANY, (NEED, 1 << 40)).unwrap_err();
         assert_eq!(
-            crate::chain(&error),
+            crate::error::chain(&error),
             "cannot read /dev/zero, which \"data.path\" names: it is no regular file"
         );
     }

@@ -1,7 +1,6 @@
 //! Whether the user or the run is at fault, and which keys may be.
 
 use super::Error;
-use crate::config::keys;
 
 impl Error {
     /// Whether the command line, the configuration or an input is at fault (exit status 2), and not
@@ -124,8 +123,9 @@ fn of_optimizer(error: &merak_zero::Error) -> Vec<&'static str> {
     }
 }
 
-/// Settings of merak-zero, and the keys that give them where their names differ.
-const SETTINGS: [(&str, &str); 5] = [
+/// The keys that give the settings of merak-zero, where their names differ.
+const RENAMED: [(&str, &str); 6] = [
+    ("threads", "compute.threads_per_rank"),
     ("stage", "zero_stage"),
     ("optimizer", "optim"),
     ("reduce_bucket_size", "zero_reduce_bucket_size"),
@@ -133,13 +133,17 @@ const SETTINGS: [(&str, &str); 5] = [
     ("lr", "learning_rate"),
 ];
 
-/// The key that gives a setting of merak-zero. A setting without one is a parameter of the
-/// learning-rate schedule.
-fn of_setting(setting: &str) -> &'static str {
-    let renamed = SETTINGS.iter().find(|(name, _)| *name == setting);
-    let name = renamed.map_or(setting, |(_, key)| key);
-    let key = keys().find(|key| key.name == name);
-    key.map_or("lr_scheduler_kwargs", |key| key.name)
+/// The parameters of the learning-rate schedules, which have one key together.
+const OF_SCHEDULE: [&str; 5] = ["num_cycles", "power", "lr_end", "timescale", "min_lr_ratio"];
+
+/// The key that gives a setting of merak-zero.
+fn of_setting(setting: &'static str) -> &'static str {
+    let renamed = RENAMED.iter().find(|(name, _)| *name == setting);
+    match renamed {
+        Some((_, key)) => key,
+        None if OF_SCHEDULE.contains(&setting) => "lr_scheduler_kwargs",
+        None => setting,
+    }
 }
 
 fn of_schedule(error: &merak_pipe::Error) -> Vec<&'static str> {
@@ -207,4 +211,60 @@ fn node_failed(error: &merak_trace::Error) -> bool {
         error,
         E::Collective { .. } | E::Kernel { .. } | E::Backend { .. }
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use merak_zero::{LrSchedule, LrSchedulerKwargs, LrSchedulerType, ZeroConfig, ZeroStage};
+
+    #[test]
+    fn a_setting_of_the_optimizer_is_told_with_the_key_that_gives_it() {
+        let configs = [
+            ZeroConfig {
+                reduce_bucket_size: 0,
+                ..ZeroConfig::default()
+            },
+            ZeroConfig {
+                gather_bucket_size: 0,
+                ..ZeroConfig::default()
+            },
+            ZeroConfig {
+                threads: 0,
+                ..ZeroConfig::default()
+            },
+            ZeroConfig {
+                max_grad_norm: f64::NAN,
+                ..ZeroConfig::default()
+            },
+        ];
+        let mut errors: Vec<_> = configs.map(|config| config.validate().unwrap_err()).into();
+        errors.push(ZeroStage::try_from(2).unwrap_err());
+        errors.push("lion".parse::<merak_zero::OptimizerKind>().unwrap_err());
+        let kwargs = LrSchedulerKwargs {
+            power: Some(-1.0),
+            ..LrSchedulerKwargs::default()
+        };
+        for (kwargs, lr) in [(kwargs, 0.1), (LrSchedulerKwargs::default(), -1.0)] {
+            let made = LrSchedule::new(LrSchedulerType::Polynomial, &kwargs, lr, 0, 9);
+            errors.push(made.unwrap_err());
+        }
+        let found: Vec<_> = errors
+            .into_iter()
+            .flat_map(|error| Error::from(error).keys())
+            .collect();
+        let expected = [
+            "zero_reduce_bucket_size",
+            "zero_allgather_bucket_size",
+            "compute.threads_per_rank",
+            "max_grad_norm",
+            "zero_stage",
+            "optim",
+            "lr_scheduler_kwargs",
+            "learning_rate",
+        ];
+        assert_eq!(found, expected);
+        let known: Vec<_> = crate::config::keys().map(|key| key.name).collect();
+        assert!(found.iter().all(|key| known.contains(key)));
+    }
 }

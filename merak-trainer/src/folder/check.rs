@@ -1,7 +1,7 @@
 //! Whether an output folder, and what lies in it, can be a run's. Nothing here changes a folder.
 
 use super::{ASIDE, FILES, MOVING, REMOVED, start::Found};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 use merak_ckpt::{Store, format::CHECKPOINTS, words::file};
 use std::{
     fs, io,

@@ -4,7 +4,7 @@ use super::{
     MOVING,
     moves::{lies_within, run_in},
 };
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 use merak_ckpt::{
     Store,
     format::{CHECKPOINTS, parse_step_name},

@@ -1,7 +1,7 @@
 //! The lock of a folder, and the folders that are made for a run.
 
 use super::{LOCK, moves::remove_if_empty};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 use merak_ckpt::{Error as CkptError, HeldFile};
 use std::{
     fs, io,

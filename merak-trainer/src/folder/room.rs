@@ -1,16 +1,15 @@
 //! How a run makes room for itself in a folder that has one.
 
 use super::{
-    ASIDE, Contents, MOVING, RESOLVED, RunFolder,
+    ADAPTER, ASIDE, Contents, METRICS_DRAFT, METRICS_FILE, MOVING, RESOLVED, RunFolder,
     moves::{
         elsewhere, free_names, free_within, place_checkpoints, remove_aside, remove_run, set_aside,
     },
     start::{Found, Start, adapter_of, has_trained_adapter},
 };
 use crate::{
-    CheckedArguments, Error, Result,
-    metrics::{METRICS_DRAFT, METRICS_FILE},
-    trainer::ADAPTER,
+    config::CheckedArguments,
+    error::{Error, Result},
 };
 use merak_ckpt::{Store, words::file, write_regular};
 use std::{fmt::Write as _, fs, io, path::Path, sync::atomic::Ordering};

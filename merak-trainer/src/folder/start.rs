@@ -1,8 +1,9 @@
 //! How a run takes its folder, and what it finds there.
 
-use super::{ASIDE, Contents, EARLIER, moves::run_in};
+use super::{ADAPTER, ADAPTER_CONFIG, ASIDE, Contents, EARLIER, METRICS_FILE, moves::run_in};
 use crate::{
-    ADAPTER_CONFIG, CheckedArguments, Error, Result, metrics::METRICS_FILE, trainer::ADAPTER,
+    config::CheckedArguments,
+    error::{Error, Result},
 };
 use merak_ckpt::{format::CHECKPOINTS, has_lora};
 use std::{

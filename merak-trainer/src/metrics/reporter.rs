@@ -10,7 +10,11 @@ use merak_ckpt::words;
 use serde::Serialize;
 
 use super::{EvaluationMetrics, METRICS_FILE, MetricsFile, Progress, StepMetrics, resident_bytes};
-use crate::{Callback, CheckedArguments, Error, MerakTrainer, Result, StepReport};
+use crate::{
+    config::CheckedArguments,
+    error::{Error, Result},
+    trainer::{Callback, MerakTrainer, StepReport},
+};
 
 /// Writes `metrics.jsonl` and shows progress, on the rank that it is given to.
 ///

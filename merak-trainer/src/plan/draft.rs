@@ -1,7 +1,8 @@
 //! The part of a plan that does not depend on costs: the graph of a rank, in segments.
 
 use crate::{
-    BackendChoice, CheckedArguments, Error, InputPath, Result,
+    config::{BackendChoice, CheckedArguments, InputPath},
+    error::{Error, Result},
     plan::{BASE_NAME, Lora},
 };
 use merak_ckpt::{AdaptError, LoraConfig, adapt};

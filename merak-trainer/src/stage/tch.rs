@@ -1,6 +1,6 @@
 //! libtorch as the device of a rank's optimizer.
 
-use crate::Device;
+use crate::config::Device;
 use merak_mpu::{Buffer, DType, Rank};
 use merak_trace::{
     Backend, Error,

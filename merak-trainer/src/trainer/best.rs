@@ -1,7 +1,11 @@
 //! Which checkpoint of a run has the best evaluation.
 
-use super::{MerakTrainer, checkpoint::ADAPTER};
-use crate::{BestMetric, Error, Result, metrics::EvaluationMetrics};
+use super::{EvaluationMetrics, MerakTrainer};
+use crate::{
+    config::BestMetric,
+    error::{Error, Result},
+    folder::ADAPTER,
+};
 use merak_ckpt::{Checkpoint, Store, replace_lora};
 use merak_mpu::ReduceOp;
 use serde::{Deserialize, Serialize};

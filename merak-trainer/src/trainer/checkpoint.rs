@@ -6,8 +6,10 @@ use super::{
     shards::ShardSource,
 };
 use crate::{
-    CheckedArguments, Error, Result, StepPart,
+    config::CheckedArguments,
     data::{DataFingerprint, DataPosition, TrainingOrder},
+    error::{Error, Result, StepPart},
+    folder::{ADAPTER, ADAPTER_CONFIG},
     plan::BASE_NAME,
 };
 use merak_ckpt::{
@@ -22,12 +24,6 @@ use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
 };
-
-/// The name under which a checkpoint has the description of its adapter.
-pub const ADAPTER_CONFIG: &str = "adapter_config.json";
-
-/// The folder, within a run's, of its adapter in PEFT's format.
-pub(crate) const ADAPTER: &str = "adapter";
 
 /// What a resumed run needs besides tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

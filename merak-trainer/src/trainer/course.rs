@@ -2,8 +2,9 @@
 
 use super::{TrainerParts, evaluation};
 use crate::{
-    CheckedArguments, Error, Result,
-    data::{BatchShape, Dataset, TrainingOrder, has_labels},
+    config::CheckedArguments,
+    data::{BatchShape, Dataset, IGNORED_LABEL, TrainingOrder, has_labels},
+    error::{Error, Result},
 };
 use merak_zero::LrSchedule;
 
@@ -80,6 +81,7 @@ fn check_part(
     Err(Error::NoLabels {
         part,
         samples,
+        ignored: IGNORED_LABEL,
         path: args.data.path.as_ref().map(|path| path.0.clone()),
     })
 }

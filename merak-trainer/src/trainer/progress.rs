@@ -2,8 +2,8 @@
 
 use super::course::Course;
 use crate::{
-    Error, Result,
     data::{DataPosition, TrainingOrder},
+    error::{Error, Result},
 };
 use merak_pipe::Span;
 use std::{collections::VecDeque, time::Duration};

@@ -3,10 +3,13 @@
 
 use super::{
     TrainerParts,
-    checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint, RunState},
+    checkpoint::{LoadedCheckpoint, RunState},
 };
 use crate::{
-    CheckedArguments, Error, Plan, Result, config::nearest, folder::Contents, plan::BASE_NAME,
+    config::{CheckedArguments, nearest},
+    error::{Error, Result, chain},
+    folder::{ADAPTER_CONFIG, Contents},
+    plan::{BASE_NAME, Plan},
 };
 use merak_ckpt::{
     Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, TensorEntry, format::CHECKPOINTS,
@@ -88,7 +91,7 @@ impl Iterator for Candidates {
 
 /// Warns that `auto` passes over a damaged checkpoint.
 pub(super) fn pass_over(error: &dyn std::error::Error) {
-    tracing::warn!(error = crate::world::chain(error), "checkpoint passed over");
+    tracing::warn!(error = chain(error), "checkpoint passed over");
 }
 
 /// The checkpoints of a run's folder, best first. `tells` says whether to warn of a file `latest`
@@ -477,7 +480,7 @@ fn check_position(
                 position,
                 samples: data.len(),
                 length: other_length(plan, checkpoint),
-                saved: saved.data.map(Box::new),
+                saved: saved.data.map(|data| data.to_string()),
             })
         }
         _ => Ok(()),
