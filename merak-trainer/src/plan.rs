@@ -27,8 +27,8 @@ use std::{collections::BTreeMap, ops::Deref};
 
 /// A model, cut over the ranks of a run.
 ///
-/// Making a plan reads no clock, no environment and no file, and stores no weights: every rank makes
-/// the same one.
+/// Making a plan reads no clock, no environment and no file, and stores no weights: every rank
+/// makes the same one.
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// The model, rewritten for the tensor axis.

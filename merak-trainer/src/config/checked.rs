@@ -78,9 +78,9 @@ impl CheckedArguments {
         self.per_device_train_batch_size * self.gradient_accumulation_steps * self.dp
     }
 
-    /// Rows of a microbatch of an evaluation: at most the samples of a replica, as the rest would be
-    /// padding. With `dataloader_drop_last` the configured size stays, as it decides which samples
-    /// are dropped.
+    /// Rows of a microbatch of an evaluation: at most the samples of a replica, as the rest would
+    /// be padding. With `dataloader_drop_last` the configured size stays, as it decides which
+    /// samples are dropped.
     pub(crate) fn evaluation_batch(&self, samples: usize) -> usize {
         if self.dataloader_drop_last {
             return self.per_device_eval_batch_size;
