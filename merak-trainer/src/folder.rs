@@ -23,7 +23,7 @@ mod start;
 
 use crate::{
     config::CheckedArguments,
-    error::{Error, Result, chain},
+    error::{Error, FolderError, Result, chain},
 };
 use check::{check_link, check_names, check_place};
 pub(crate) use contents::Contents;
@@ -102,7 +102,8 @@ impl RunFolder {
     /// Checks what [`RunFolder::take`] would refuse. Changes nothing.
     ///
     /// # Errors
-    /// As [`RunFolder::take`]; [`Error::MissingKey`] without `output_dir`.
+    /// As [`RunFolder::take`]; [`ConfigError::MissingKey`](crate::ConfigError::MissingKey) without
+    /// `output_dir`.
     pub fn check(args: &CheckedArguments) -> Result<()> {
         let path = args.run_folder()?;
         check_link(&path)?;
@@ -116,15 +117,17 @@ impl RunFolder {
     /// `resolved`. A run that is there stays as it is until [`RunFolder::begin`].
     ///
     /// # Errors
-    /// [`Error::RunInUse`] where another process writes it, [`Error::RunExists`] where it has a run
-    /// that this one neither goes on with nor replaces, [`Error::AdapterExists`] where it has an
-    /// adapter of no run; when something else lies where the run writes, or the folder cannot be
-    /// changed.
+    /// [`FolderError::RunInUse`] where another process writes it, [`FolderError::RunExists`] where
+    /// it has a run that this one neither goes on with nor replaces, [`FolderError::AdapterExists`]
+    /// where it has an adapter of no run; when something else lies where the run writes, or the
+    /// folder cannot be changed.
     pub fn take(args: &CheckedArguments, resolved: String) -> Result<Arc<Self>> {
         let path = args.run_folder()?;
-        let failed = |source| Error::OutputDir {
-            path: path.clone(),
-            source,
+        let failed = |source| {
+            Error::Folder(FolderError::OutputDir {
+                path: path.clone(),
+                source,
+            })
         };
         check_link(&path)?;
         let made = MadeFolders::make(&path).map_err(failed)?;
@@ -162,9 +165,11 @@ impl RunFolder {
     pub fn begin(&self, from: Option<u64>) -> Result<()> {
         self.make_room(from)
             .and_then(|()| write_regular(&self.path.join(RESOLVED), self.resolved.as_bytes()))
-            .map_err(|source| Error::OutputDir {
-                path: self.path.clone(),
-                source,
+            .map_err(|source| {
+                Error::Folder(FolderError::OutputDir {
+                    path: self.path.clone(),
+                    source,
+                })
             })
     }
 
@@ -220,9 +225,11 @@ impl RunFolder {
         }
         let renewed = fs::create_dir_all(&self.path)
             .and_then(|()| write_regular(&self.path.join(RESOLVED), self.resolved.as_bytes()))
-            .map_err(|source| Error::OutputDir {
-                path: self.path.clone(),
-                source,
+            .map_err(|source| {
+                Error::Folder(FolderError::OutputDir {
+                    path: self.path.clone(),
+                    source,
+                })
             })
             .and_then(|()| self::lock(&self.path));
         let path = self.path.display();

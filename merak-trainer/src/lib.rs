@@ -93,7 +93,9 @@ pub use config::{
     TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES, key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
-pub use error::{Error, Result, StepPart, chain};
+pub use error::{
+    ConfigError, DataError, Error, FolderError, PlanError, Result, ResumeError, StepPart, chain,
+};
 pub use folder::{ADAPTER_CONFIG, RunFolder};
 pub use machine::available_bytes;
 pub use memory::{MemoryNeed, MemoryShortage, RunMemory, Workload};

@@ -9,7 +9,7 @@ pub use merak_partition::{FasterSchedule, Prediction, StageTimes};
 
 use crate::{
     config::{CheckedArguments, PartitionMethod, RecomputeMode, TrainSchedule},
-    error::{Error, Result},
+    error::{ConfigError, Error, PlanError, Result},
 };
 use draft::with_adapter;
 use merak_ckpt::LoraConfig;
@@ -224,15 +224,15 @@ impl Plan {
     /// Checks that the model continues texts, which `what` needs.
     ///
     /// # Errors
-    /// [`Error::OtherObjective`] for a model that learns something else.
+    /// [`PlanError::OtherObjective`] for a model that learns something else.
     pub fn expect_causal(&self, what: &'static str) -> Result<()> {
         match self.draft.model.objective() {
             Objective::CausalLm => Ok(()),
-            objective => Err(Error::OtherObjective {
+            objective => Err(Error::Plan(PlanError::OtherObjective {
                 what,
                 family: self.draft.info.family,
                 objective: objective.to_string(),
-            }),
+            })),
         }
     }
 
@@ -265,9 +265,11 @@ fn pipeline_options(args: &CheckedArguments) -> Result<PipelineOptions> {
             PartitionMethod::UniformFloor => method(StageMethod::UniformFloor),
             PartitionMethod::Parameters => method(StageMethod::Parameters),
             PartitionMethod::Custom => {
-                let missing = || Error::MissingKey {
-                    key: "custom_partition",
-                    advice: "partition_method = \"custom\" needs its boundaries".to_owned(),
+                let missing = || {
+                    Error::Config(ConfigError::MissingKey {
+                        key: "custom_partition",
+                        advice: "partition_method = \"custom\" needs its boundaries".to_owned(),
+                    })
                 };
                 let bounds = args.custom_partition.clone().ok_or_else(missing)?;
                 method(StageMethod::Custom(bounds.0))

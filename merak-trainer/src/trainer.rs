@@ -26,7 +26,7 @@ pub use step::StepReport;
 use crate::{
     config::{CheckedArguments, Device},
     data::{DataFingerprint, Dataset, Loader},
-    error::{Error, Result, StepPart},
+    error::{Error, PlanError, Result, StepPart},
     folder::RunFolder,
     memory::MemoryNeed,
     plan::Plan,
@@ -344,7 +344,7 @@ impl MerakTrainer {
     /// call.
     pub fn train(&mut self) -> Result<TrainOutput> {
         if self.stages.plan.trained_params().next().is_none() {
-            return Err(Error::NothingTrained);
+            return Err(Error::Plan(PlanError::NothingTrained));
         }
         if self.args.saves() {
             self.args.run_folder()?;

@@ -11,7 +11,7 @@ use super::{
     choice::{PartitionMethod, RecomputeMode},
     schedule::TrainSchedule,
 };
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 
 /// Arguments whose values agree with each other.
 ///
@@ -93,11 +93,13 @@ impl CheckedArguments {
     ///
     /// # Errors
     ///
-    /// [`Error::MissingKey`] where `output_dir` is not set.
+    /// [`ConfigError::MissingKey`] where `output_dir` is not set.
     pub fn run_folder(&self) -> Result<PathBuf> {
-        self.output_dir.clone().ok_or_else(|| Error::MissingKey {
-            key: "output_dir",
-            advice: "name the folder that the run writes".to_owned(),
+        self.output_dir.clone().ok_or_else(|| {
+            Error::Config(ConfigError::MissingKey {
+                key: "output_dir",
+                advice: "name the folder that the run writes".to_owned(),
+            })
         })
     }
 

@@ -13,7 +13,7 @@ use super::{
     setting::Setting,
     strict,
 };
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 
 /// One key with its value, not yet looked up.
 #[derive(Debug, Clone)]
@@ -106,9 +106,9 @@ pub(crate) fn from_command_line(arguments: &[String]) -> Result<Vec<Entry>> {
             .strip_prefix("--")
             .filter(|option| !option.is_empty())
         else {
-            return Err(Error::UnexpectedArgument {
+            return Err(Error::Config(ConfigError::UnexpectedArgument {
                 argument: argument.clone(),
-            });
+            }));
         };
         let (key, attached) = match option.split_once('=') {
             Some((key, value)) => (key, Some(value.to_owned())),
@@ -131,7 +131,7 @@ pub(crate) fn from_command_line(arguments: &[String]) -> Result<Vec<Entry>> {
             Some(text) => text,
             None if needs_value(&name) => {
                 let example = format!("{option} VALUE");
-                return Err(Error::MissingValue { option, example });
+                return Err(Error::Config(ConfigError::MissingValue { option, example }));
             }
             None => "true".into(),
         };
@@ -143,17 +143,17 @@ pub(crate) fn from_command_line(arguments: &[String]) -> Result<Vec<Entry>> {
 /// Key and value of the word after `--set`.
 fn split_pair(pair: Option<String>) -> Result<(String, String)> {
     let Some(pair) = pair else {
-        return Err(Error::MissingValue {
+        return Err(Error::Config(ConfigError::MissingValue {
             option: "--set".into(),
             example: "--set tp=2".into(),
-        });
+        }));
     };
     match pair.split_once('=') {
         Some((key, value)) => Ok((key.to_owned(), value.to_owned())),
-        None => Err(Error::MissingValue {
+        None => Err(Error::Config(ConfigError::MissingValue {
             option: format!("--set {pair}"),
             example: format!("--set {pair}=VALUE"),
-        }),
+        })),
     }
 }
 
@@ -215,12 +215,12 @@ pub(crate) fn push_value(
 
 fn push_section(entries: &mut Vec<Entry>, name: &str, value: Value, origin: &Origin) -> Result<()> {
     let Value::Object(table) = value else {
-        return Err(Error::WrongType {
+        return Err(Error::Config(ConfigError::WrongType {
             key: name.to_owned(),
             expected: "a table".into(),
             found: value.to_string(),
             place: origin.to_string(),
-        });
+        }));
     };
     for (key, value) in table {
         let name = format!("{name}.{key}");

@@ -1,6 +1,6 @@
 //! Whether the user or the run is at fault, and which keys may be.
 
-use super::Error;
+use super::{DataError, Error, FolderError, PlanError, ResumeError};
 
 impl Error {
     /// Whether the command line, the configuration or an input is at fault (exit status 2), and not
@@ -8,8 +8,8 @@ impl Error {
     pub fn is_user_error(&self) -> bool {
         match self {
             Self::Write { .. }
-            | Self::BestModel { .. }
-            | Self::DataThread
+            | Self::Resume(ResumeError::BestModel { .. })
+            | Self::Data(DataError::DataThread)
             | Self::NoThread { .. }
             | Self::SkippedSteps { .. }
             | Self::EvaluationLoss { .. }
@@ -44,24 +44,42 @@ impl Error {
     pub(crate) fn keys(&self) -> Vec<&'static str> {
         match self {
             Self::ReadInput { key, .. }
-            | Self::UnknownToken { key, .. }
             | Self::Blamed {
                 key, place: None, ..
             } => vec![key],
+            Self::OwnFolder(_) => vec!["model.hf_dir"],
+            Self::TooManyRanks { .. } => vec!["dp", "tp", "pp"],
+            Self::Adapter(error) => match **error {
+                merak_ckpt::AdaptError::Name { .. } => vec!["adapter_name"],
+                _ => vec!["lora_config"],
+            },
+            Self::Folder(FolderError::OutputDir { .. }) => vec!["output_dir"],
+            Self::Resume(ResumeError::NoCheckpoint { .. }) => vec!["resume_from_checkpoint"],
+            Self::Data(error) => error.keys(),
+            Self::Plan(error) => error.keys(),
+            Self::Model(error) => of_model(error),
+            Self::Optimizer(error) => of_optimizer(error),
+            Self::Schedule(error) => of_schedule(error),
+            Self::Partition(error) => of_partition(error),
+            Self::TensorParallel(error) => of_tensor_parallel(error),
+            _ => Vec::new(),
+        }
+    }
+}
+
+impl DataError {
+    fn keys(&self) -> Vec<&'static str> {
+        match self {
             Self::NoRecords { .. } | Self::Record { .. } => vec!["data.path", "data.format"],
-            Self::NoCheckpoint { .. } => vec!["resume_from_checkpoint"],
             Self::NoText { .. }
             | Self::TensorFile { .. }
             | Self::NotText { .. }
             | Self::DataTooLarge { .. } => vec!["data.path"],
+            Self::DataKind { .. } => vec!["data.format"],
             Self::Tokenizer { .. } => vec!["data.tokenizer"],
             Self::Vocabulary { .. } | Self::SpareTokens { .. } => {
                 vec!["data.tokenizer", "model.config", "model.hf_dir"]
             }
-            Self::OutputDir { .. } => vec!["output_dir"],
-            Self::OwnFolder(_) => vec!["model.hf_dir"],
-            Self::FewerLayers { .. } => vec!["pp"],
-            Self::TooManyRanks { .. } => vec!["dp", "tp", "pp"],
             Self::TwoLengths { .. } | Self::ShortSpans { .. } | Self::ShortTarget { .. } => {
                 vec!["seq_length"]
             }
@@ -79,25 +97,23 @@ impl Error {
                 "dp",
                 "data.path",
             ],
-            Self::DataKind { .. } => vec!["data.format"],
+            _ => Vec::new(),
+        }
+    }
+}
+
+impl PlanError {
+    fn keys(&self) -> Vec<&'static str> {
+        match self {
+            Self::UnknownToken { key, .. } => vec![key],
+            Self::FewerLayers { .. } => vec!["pp"],
+            Self::FewMicrobatches { .. } => vec!["gradient_accumulation_steps", "train_schedule"],
+            Self::NoSplitPoints(_) => vec!["split_method"],
             Self::ActivationBudget { .. } => vec!["activation_memory_budget"],
             Self::StageMemory { .. } | Self::ScheduleMemory { .. } => {
                 vec!["autopipe.memory_limit"]
             }
-            Self::Adapter(error) => match **error {
-                merak_ckpt::AdaptError::Name { .. } => vec!["adapter_name"],
-                _ => vec!["lora_config"],
-            },
             Self::AdapterFile { .. } | Self::NothingTrained => vec!["lora_config"],
-            Self::FewMicrobatches { .. } => {
-                vec!["gradient_accumulation_steps", "train_schedule"]
-            }
-            Self::NoSplitPoints(_) => vec!["split_method"],
-            Self::Model(error) => of_model(error),
-            Self::Optimizer(error) => of_optimizer(error),
-            Self::Schedule(error) => of_schedule(error),
-            Self::Partition(error) => of_partition(error),
-            Self::TensorParallel(error) => of_tensor_parallel(error),
             _ => Vec::new(),
         }
     }

@@ -1,6 +1,6 @@
 //! Parts of messages.
 
-use super::Error;
+use super::{ConfigError, Error};
 use merak_ckpt::words::{file, sentence};
 use std::{fmt, path::Path};
 
@@ -122,7 +122,7 @@ pub(super) fn did_you_mean(nearest: Option<&str>) -> String {
 }
 
 /// Messages one after the other.
-pub(super) fn all_of(errors: &[Error]) -> String {
+pub(super) fn all_of(errors: &[ConfigError]) -> String {
     let messages: Vec<_> = errors.iter().map(ToString::to_string).collect();
     messages.join(" and ")
 }

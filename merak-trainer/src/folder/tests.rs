@@ -1,7 +1,10 @@
 //! What happens to the run in a folder, whatever begins or goes on there.
 
 use super::{moves::run_in, *};
-use crate::config::{InputPath, MerakArguments};
+use crate::{
+    config::{InputPath, MerakArguments},
+    error::FolderError,
+};
 use merak_ckpt::{Header, Store, format::CHECKPOINTS};
 use std::{io, path::Path};
 
@@ -410,7 +413,10 @@ fn later_checkpoints_behind_a_link_are_set_aside_where_they_lie() {
         assert_eq!(latest, Some(Store::in_output_dir(&kept).path_of(10)));
         // What was set aside is a run of its own.
         let other = on_from(kept.join("checkpoints/step-00000010"), 10).unwrap_err();
-        assert!(matches!(other, Error::RunExists { .. }), "{other}");
+        assert!(
+            matches!(other, Error::Folder(FolderError::RunExists { .. })),
+            "{other}"
+        );
         run(path, 20);
         on_from(link.clone(), 5).unwrap();
         assert_eq!(steps(&path.join("earlier-run-2")), [20]);
@@ -643,6 +649,6 @@ fn a_removed_folder_is_made_anew_and_held() {
     assert_eq!(names(&path), [".lock", RESOLVED]);
     assert!(matches!(
         take(&resuming(&path, "auto")),
-        Err(Error::RunInUse { .. })
+        Err(Error::Folder(FolderError::RunInUse { .. }))
     ));
 }

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     config::CheckedArguments,
     data::{DataFingerprint, DataPosition, TrainingOrder},
-    error::{Error, Result, StepPart},
+    error::{Error, PlanError, Result, StepPart},
     folder::{ADAPTER, ADAPTER_CONFIG},
     plan::BASE_NAME,
 };
@@ -286,7 +286,7 @@ impl MerakTrainer {
         let tied = adapter.and_then(Adapter::tied_target);
         if let Some((param, layers)) = tied.and_then(|name| self.stages.plan.shared_layers(name)) {
             self.set_adapter(None)?;
-            return Err(Error::SharedTarget { param, layers });
+            return Err(Error::Plan(PlanError::SharedTarget { param, layers }));
         }
         let params = &self.stages.table;
         let layouts = params

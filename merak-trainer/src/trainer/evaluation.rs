@@ -4,7 +4,7 @@ use super::MerakTrainer;
 use crate::{
     config::CheckedArguments,
     data::{BatchShape, Dataset, EvaluationOrder, collate},
-    error::{Result, StepPart},
+    error::{ConfigError, Result, StepPart},
     plan::Forward,
     stage::{StepInputs, StepModule, count_labels},
 };
@@ -48,10 +48,10 @@ impl MerakTrainer {
     fn evaluate_all(&mut self) -> Result<EvaluationMetrics> {
         let start = Instant::now();
         let Some(data) = self.parts.eval_data.clone() else {
-            return Err(crate::error::Error::MissingKey {
+            return Err(crate::error::Error::Config(ConfigError::MissingKey {
                 key: "data.path",
                 advice: "evaluation needs data".to_owned(),
-            });
+            }));
         };
         let order = order(&self.args, data.len())?;
         let batch = self.args.evaluation_batch(data.len());

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use merak_pipe::{Action, Kind, ScheduleKind};
 use merak_trainer::{
-    Callback, CostCache, CostModel, Error, FirstSteps, Measurement, Plan, Prediction, Result,
-    StepReport, Workload,
+    Callback, CostCache, CostModel, Error, FirstSteps, Measurement, Plan, PlanError, Prediction,
+    Result, StepReport, Workload,
 };
 use tempfile::tempdir;
 
@@ -154,11 +154,14 @@ fn a_limit_of_memory_moves_the_stages_or_says_what_would_do() {
     let limited = |limit: usize| plan(&case.clone().with("autopipe.memory_limit", limit));
     let roomy = limited(1 << 30).unwrap();
     assert_eq!(roomy.partition.stage_bounds, free.partition.stage_bounds);
-    let Err(Error::StageMemory { least, .. }) = limited(1000) else {
+    let Err(Error::Plan(PlanError::StageMemory { least, .. })) = limited(1000) else {
         unreachable!("no stage fits into a thousand bytes");
     };
     let tight = limited(least).unwrap();
-    assert!(matches!(limited(least - 1), Err(Error::StageMemory { .. })));
+    assert!(matches!(
+        limited(least - 1),
+        Err(Error::Plan(PlanError::StageMemory { .. }))
+    ));
     // The fastest stages keep more than the smallest.
     assert_ne!(tight.partition.stage_bounds, free.partition.stage_bounds);
 }
@@ -425,7 +428,7 @@ fn a_limit_of_memory_that_no_schedule_keeps_is_refused_with_what_would_do() {
         };
         let error = limited(1000).unwrap_err();
         let text = error.to_string();
-        let Error::ScheduleMemory { needed: told, .. } = error else {
+        let Error::Plan(PlanError::ScheduleMemory { needed: told, .. }) = error else {
             unreachable!("no schedule fits into a thousand bytes: {text}");
         };
         assert!(told <= needed, "{text}");
