@@ -159,8 +159,8 @@ impl fmt::Display for SplitRule {
 /// from the all-reduce that completes it.
 ///
 /// # Errors
-/// - [`Error::EmptyModel`], [`Error::NoStages`] and [`Error::TargetSegments`] for sizes that make no
-///   sense;
+/// - [`Error::EmptyModel`], [`Error::NoStages`] and [`Error::TargetSegments`] for sizes that make
+///   no sense;
 /// - [`Error::NoLegalCut`] or [`Error::TooFewSegments`] when there are fewer segments than stages;
 /// - for `layer_split`, [`Error::UnknownFamily`], [`Error::NoSplitPoint`] and
 ///   [`Error::UnknownSplitPoint`].

@@ -65,7 +65,7 @@ use self::{
     reserved::{NO_EFFECT, RESERVED, sets_nothing},
     setting::Refusal,
 };
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 
 /// The arguments of a run, and where each value came from.
 ///
@@ -250,13 +250,13 @@ impl Config {
         let mut unknown = Vec::new();
         for entry in entries {
             match self.apply_one(&entry) {
-                Err(error @ Error::UnknownKey { .. }) => unknown.push(error),
+                Err(Error::Config(error @ ConfigError::UnknownKey { .. })) => unknown.push(error),
                 outcome => outcome?,
             }
         }
         match unknown.len() {
-            0 | 1 => unknown.pop().map_or(Ok(()), Err),
-            _ => Err(Error::UnknownKeys(unknown)),
+            0 | 1 => unknown.pop().map_or(Ok(()), |error| Err(error.into())),
+            _ => Err(Error::Config(ConfigError::UnknownKeys(unknown))),
         }
     }
 
@@ -282,17 +282,17 @@ impl Config {
                 "" => "remove it".to_owned(),
                 instead => format!("see {instead}"),
             };
-            return Err(Error::WithoutEffect {
+            return Err(Error::Config(ConfigError::WithoutEffect {
                 key,
                 place: place(),
                 advice,
-            });
+            }));
         }
-        Err(Error::UnknownKey {
+        Err(Error::Config(ConfigError::UnknownKey {
             key: entry.name.clone(),
             place: place(),
             nearest: nearest_key(&entry.name).map(Into::into),
-        })
+        }))
     }
 }
 
@@ -319,47 +319,47 @@ fn refused(key: &'static str, refusal: Refusal, expected: String, entry: &Entry)
     };
     let place = entry.origin.to_string();
     match refusal {
-        Refusal::Type => Error::WrongType {
+        Refusal::Type => Error::Config(ConfigError::WrongType {
             key: key.to_owned(),
             expected,
             found,
             place,
-        },
-        Refusal::Beyond { most } => Error::WrongType {
+        }),
+        Refusal::Beyond { most } => Error::Config(ConfigError::WrongType {
             key: key.to_owned(),
             expected,
             found: format!("{}, which is beyond the largest, {most}", brief(&found)),
             place,
-        },
+        }),
         Refusal::Entry {
             name,
             expected,
             found,
-        } => Error::WrongType {
+        } => Error::Config(ConfigError::WrongType {
             key: format!("{key}.{name}"),
             expected,
             found: shown(&found),
             place,
-        },
-        Refusal::Syntax { reason } => Error::WrongType {
+        }),
+        Refusal::Syntax { reason } => Error::Config(ConfigError::WrongType {
             key: key.to_owned(),
             expected,
             found: format!("{} ({})", brief(&found), brief(&reason)),
             place,
-        },
-        Refusal::Choice { choices, nearest } => Error::UnknownChoice {
+        }),
+        Refusal::Choice { choices, nearest } => Error::Config(ConfigError::UnknownChoice {
             key,
             choices,
             found,
             place,
             nearest,
-        },
-        Refusal::NotAvailable { instead } => Error::NotAvailable {
+        }),
+        Refusal::NotAvailable { instead } => Error::Config(ConfigError::NotAvailable {
             key,
             found,
             place,
             instead,
-        },
+        }),
     }
 }
 

@@ -26,7 +26,11 @@ pub use first_steps::FirstSteps;
 pub use profile::Profile;
 
 use crate::{
-    CheckedArguments, CostSource, Device, PlanInputs, Result, threads_per_rank, world::num_cores,
+    config::{CheckedArguments, CostSource, Device},
+    error::Result,
+    machine::num_cores,
+    plan::PlanInputs,
+    world::threads_per_rank,
 };
 use indicatif::HumanDuration;
 use merak_partition::{Counted, StepCosts};
@@ -66,7 +70,7 @@ impl From<CostModel> for Option<Profile> {
 
 /// The costs of a run: a model of them under the run's arguments.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct RunCosts<'a> {
+struct RunCosts<'a> {
     model: &'a CostModel,
     args: &'a CheckedArguments,
 }
@@ -111,7 +115,7 @@ impl StepCosts for RunCosts<'_> {
 
 impl CostModel {
     /// The costs of a run with these arguments.
-    pub(crate) fn under<'a>(&'a self, args: &'a CheckedArguments) -> RunCosts<'a> {
+    pub fn under<'a>(&'a self, args: &'a CheckedArguments) -> impl StepCosts + use<'a> {
         RunCosts { model: self, args }
     }
 

@@ -21,7 +21,10 @@ mod moves;
 mod room;
 mod start;
 
-use crate::{Callback, CheckedArguments, Error, Result, StepReport, metrics::METRICS_FILE};
+use crate::{
+    config::CheckedArguments,
+    error::{Error, FolderError, Result, chain},
+};
 use check::{check_link, check_names, check_place};
 pub(crate) use contents::Contents;
 use lock::{MadeFolders, lock, not_held};
@@ -30,7 +33,7 @@ use moves::{recover, remove_aside};
 use start::{Found, Start, adapter_of};
 use std::{
     fs,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -39,6 +42,18 @@ use std::{
 
 /// The configuration in use.
 const RESOLVED: &str = "config.resolved.toml";
+
+/// Where a run's records are in its folder.
+pub const METRICS_FILE: &str = "metrics.jsonl";
+
+/// Its name while it is written anew or copied.
+pub(crate) const METRICS_DRAFT: &str = "metrics.jsonl.new";
+
+/// The folder of a run's adapter in PEFT's format.
+pub(crate) const ADAPTER: &str = "adapter";
+
+/// The name under which a checkpoint has the description of its adapter.
+pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 
 /// The files that a run writes beside its checkpoints.
 const FILES: [&str; 2] = [RESOLVED, METRICS_FILE];
@@ -87,7 +102,8 @@ impl RunFolder {
     /// Checks what [`RunFolder::take`] would refuse. Changes nothing.
     ///
     /// # Errors
-    /// As [`RunFolder::take`]; [`Error::MissingKey`] without `output_dir`.
+    /// As [`RunFolder::take`]; [`ConfigError::MissingKey`](crate::ConfigError::MissingKey) without
+    /// `output_dir`.
     pub fn check(args: &CheckedArguments) -> Result<()> {
         let path = args.run_folder()?;
         check_link(&path)?;
@@ -101,15 +117,17 @@ impl RunFolder {
     /// `resolved`. A run that is there stays as it is until [`RunFolder::begin`].
     ///
     /// # Errors
-    /// [`Error::RunInUse`] where another process writes it, [`Error::RunExists`] where it has a run
-    /// that this one neither goes on with nor replaces, [`Error::AdapterExists`] where it has an
-    /// adapter of no run; when something else lies where the run writes, or the folder cannot be
-    /// changed.
+    /// [`FolderError::RunInUse`] where another process writes it, [`FolderError::RunExists`] where
+    /// it has a run that this one neither goes on with nor replaces, [`FolderError::AdapterExists`]
+    /// where it has an adapter of no run; when something else lies where the run writes, or the
+    /// folder cannot be changed.
     pub fn take(args: &CheckedArguments, resolved: String) -> Result<Arc<Self>> {
         let path = args.run_folder()?;
-        let failed = |source| Error::OutputDir {
-            path: path.clone(),
-            source,
+        let failed = |source| {
+            Error::Folder(FolderError::OutputDir {
+                path: path.clone(),
+                source,
+            })
         };
         check_link(&path)?;
         let made = MadeFolders::make(&path).map_err(failed)?;
@@ -147,9 +165,11 @@ impl RunFolder {
     pub fn begin(&self, from: Option<u64>) -> Result<()> {
         self.make_room(from)
             .and_then(|()| write_regular(&self.path.join(RESOLVED), self.resolved.as_bytes()))
-            .map_err(|source| Error::OutputDir {
-                path: self.path.clone(),
-                source,
+            .map_err(|source| {
+                Error::Folder(FolderError::OutputDir {
+                    path: self.path.clone(),
+                    source,
+                })
             })
     }
 
@@ -174,7 +194,7 @@ impl RunFolder {
     }
 
     /// Removes the run that this one replaces.
-    fn drop_replaced(&self) {
+    pub(crate) fn drop_replaced(&self) {
         if !self.has_aside.swap(false, Ordering::Relaxed) {
             return;
         }
@@ -185,7 +205,7 @@ impl RunFolder {
     }
 
     /// Makes the folder anew if it was removed, and the configuration alone if that was removed.
-    fn renew(&self) {
+    pub(crate) fn renew(&self) {
         let mut lock = self.lock();
         let resolved = self.path.join(RESOLVED);
         let is_whole = lock.is_in_place() && resolved.exists();
@@ -205,9 +225,11 @@ impl RunFolder {
         }
         let renewed = fs::create_dir_all(&self.path)
             .and_then(|()| write_regular(&self.path.join(RESOLVED), self.resolved.as_bytes()))
-            .map_err(|source| Error::OutputDir {
-                path: self.path.clone(),
-                source,
+            .map_err(|source| {
+                Error::Folder(FolderError::OutputDir {
+                    path: self.path.clone(),
+                    source,
+                })
             })
             .and_then(|()| self::lock(&self.path));
         let path = self.path.display();
@@ -218,7 +240,7 @@ impl RunFolder {
             }
             Err(error) => {
                 self.has_lost.store(true, Ordering::Relaxed);
-                let error = crate::chain(&error);
+                let error = chain(&error);
                 tracing::error!(%path, error, "the output folder is gone and cannot be made anew");
             }
         }
@@ -226,16 +248,6 @@ impl RunFolder {
 
     fn lock(&self) -> MutexGuard<'_, HeldFile> {
         self.lock.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Callback for Arc<RunFolder> {
-    fn on_step(&mut self, _: &StepReport) {
-        self.renew();
-    }
-
-    fn on_save(&mut self, _: &Path) {
-        self.drop_replaced();
     }
 }
 

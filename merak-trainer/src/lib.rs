@@ -76,6 +76,7 @@ mod costs;
 pub mod data;
 mod error;
 mod folder;
+mod machine;
 mod memory;
 pub mod metrics;
 pub mod network;
@@ -93,17 +94,19 @@ pub use config::{
     key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
-pub use error::{Error, Result, StepPart};
-pub use folder::RunFolder;
-pub use memory::{
-    MemoryNeed, MemoryShortage, RunMemory, Workload, available_bytes, keep_to_one_heap,
+pub use error::{
+    ConfigError, DataError, Error, FolderError, PlanError, Result, ResumeError, StepPart, chain,
 };
+pub use folder::{ADAPTER_CONFIG, RunFolder};
+pub use machine::{available_bytes, keep_to_one_heap};
+pub use memory::{MemoryNeed, MemoryShortage, RunMemory, Workload};
 pub use plan::{Draft, FasterSchedule, Forward, Lora, Plan, PlanInputs, Prediction, StageTimes};
+pub use stage::NamedTensors;
 pub use trainer::{
-    ADAPTER_CONFIG, BestModel, Callback, LoadedCheckpoint, MerakTrainer, NamedTensors, StepRecord,
-    StepReport, TrainOutput, TrainerParts,
+    BestModel, Callback, LoadedCheckpoint, MerakTrainer, StepRecord, StepReport, TrainOutput,
+    TrainerParts,
 };
-pub use world::{World, chain, run_world, threads_per_rank};
+pub use world::{World, run_world, threads_per_rank};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -7,12 +7,12 @@ mod reporter;
 mod screen;
 mod times;
 
-pub(crate) use self::file::METRICS_DRAFT;
 pub use self::{
-    file::{EvaluationMetrics, METRICS_FILE, MetricsFile, StepMetrics},
+    file::{MetricsFile, StepMetrics},
     memory::{peak_resident_bytes, resident_bytes},
     progress::Progress,
     reporter::Reporter,
     screen::{EvaluationProgress, Screen},
     times::{Readable, StepTimes},
 };
+pub use crate::{folder::METRICS_FILE, trainer::EvaluationMetrics};

@@ -1,7 +1,7 @@
 //! How fast the ranks of this machine exchange data: for `merak bench collectives` and the cost
 //! model.
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 use merak_mpu::{Group, Packet, ReduceOp, threads};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};

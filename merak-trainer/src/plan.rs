@@ -8,15 +8,15 @@ pub use draft::{Draft, PlanInputs};
 pub use merak_partition::{FasterSchedule, Prediction, StageTimes};
 
 use crate::{
-    CheckedArguments, CostModel, Error, PartitionMethod, RecomputeMode, Result, TrainSchedule,
+    config::{CheckedArguments, PartitionMethod, RecomputeMode, TrainSchedule},
+    error::{ConfigError, Error, PlanError, Result},
 };
 use draft::with_adapter;
 use merak_ckpt::LoraConfig;
 use merak_partition::{
-    Layout, ParamBytes, PartitionReport, Pipeline, PipelineOptions, Recompute, RecomputeOp,
-    ScheduleChoice, Share, StageMethod,
+    Counted, Layout, ParamBytes, PartitionReport, Pipeline, PipelineOptions, Recompute,
+    RecomputeOp, ScheduleChoice, Share, StageMethod, StepCosts,
 };
-use merak_pipe::Timeline;
 use merak_tp::rewrite;
 use merak_trace::{
     Node, Op, Param, Placement, Shard, StageCuts, StageProgram,
@@ -27,8 +27,8 @@ use std::{collections::BTreeMap, ops::Deref};
 
 /// A model, cut over the ranks of a run.
 ///
-/// Making a plan reads no clock, no environment and no file, and stores no weights: every rank makes
-/// the same one.
+/// Making a plan reads no clock, no environment and no file, and stores no weights: every rank
+/// makes the same one.
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// The model, rewritten for the tensor axis.
@@ -89,7 +89,7 @@ impl Plan {
     /// # Errors
     /// When the model cannot be split or cut that way, or the schedule needs other sizes.
     pub fn new(inputs: &PlanInputs, args: &CheckedArguments) -> Result<Self> {
-        Self::with_costs(inputs, args, &CostModel::Counted)
+        Self::with_costs(inputs, args, &Counted)
     }
 
     /// The same with searches by `costs`. All ranks of a run take one plan, as their measurements
@@ -100,11 +100,10 @@ impl Plan {
     pub fn with_costs(
         inputs: &PlanInputs,
         args: &CheckedArguments,
-        costs: &CostModel,
+        costs: &dyn StepCosts,
     ) -> Result<Self> {
         let (draft, SegmentedGraph { graph, segments }) = Draft::new(inputs, args)?;
-        let costs = costs.under(args);
-        let pipeline = Pipeline::new(graph, segments, pipeline_options(args)?, &costs)?;
+        let pipeline = Pipeline::new(graph, segments, pipeline_options(args)?, costs)?;
         Ok(Self { draft, pipeline })
     }
 
@@ -209,42 +208,6 @@ impl Plan {
         Ok(format!("{report}\n{}", self.schedule.to_csv()))
     }
 
-    /// How long a step will take by these costs; `None` where nothing was measured.
-    ///
-    /// # Errors
-    /// When an operation has no gradient.
-    pub fn predict(
-        &self,
-        args: &CheckedArguments,
-        costs: &CostModel,
-    ) -> Result<Option<Prediction>> {
-        Ok(self.pipeline.predict(&costs.under(args))?)
-    }
-
-    /// The schedule that [`Pipeline::faster_schedule`] finds by these costs.
-    ///
-    /// # Errors
-    /// When an operation has no gradient.
-    pub fn faster_schedule(
-        &self,
-        args: &CheckedArguments,
-        costs: &CostModel,
-    ) -> Result<Option<FasterSchedule>> {
-        Ok(self.pipeline.faster_schedule(&costs.under(args))?)
-    }
-
-    /// A table of the times of each stage's phases in a run, per microbatch, beside the prediction.
-    ///
-    /// # Errors
-    /// When the timeline is of another schedule.
-    pub fn compare_stages(
-        &self,
-        prediction: &Prediction,
-        ran: &Timeline,
-    ) -> Result<Vec<StageTimes>> {
-        Ok(self.pipeline.compare_stages(prediction, ran)?)
-    }
-
     /// How tensor parallelism cuts parameters, also with one tensor-parallel rank.
     pub(crate) fn param_cuts(&self) -> Result<BTreeMap<String, Shard>> {
         if self.draft.degrees.tp == 1 {
@@ -261,15 +224,15 @@ impl Plan {
     /// Checks that the model continues texts, which `what` needs.
     ///
     /// # Errors
-    /// [`Error::OtherObjective`] for a model that learns something else.
+    /// [`PlanError::OtherObjective`] for a model that learns something else.
     pub fn expect_causal(&self, what: &'static str) -> Result<()> {
         match self.draft.model.objective() {
             Objective::CausalLm => Ok(()),
-            objective => Err(Error::OtherObjective {
+            objective => Err(Error::Plan(PlanError::OtherObjective {
                 what,
                 family: self.draft.info.family,
                 objective: objective.to_string(),
-            }),
+            })),
         }
     }
 
@@ -302,9 +265,11 @@ fn pipeline_options(args: &CheckedArguments) -> Result<PipelineOptions> {
             PartitionMethod::UniformFloor => method(StageMethod::UniformFloor),
             PartitionMethod::Parameters => method(StageMethod::Parameters),
             PartitionMethod::Custom => {
-                let missing = || Error::MissingKey {
-                    key: "custom_partition",
-                    advice: "partition_method = \"custom\" needs its boundaries".to_owned(),
+                let missing = || {
+                    Error::Config(ConfigError::MissingKey {
+                        key: "custom_partition",
+                        advice: "partition_method = \"custom\" needs its boundaries".to_owned(),
+                    })
                 };
                 let bounds = args.custom_partition.clone().ok_or_else(missing)?;
                 method(StageMethod::Custom(bounds.0))

@@ -11,7 +11,10 @@ pub(crate) use self::params::{ParamMemory, StageParams};
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
 
 use crate::{
-    BackendChoice, CheckedArguments, Device, MemoryNeed, Plan, Result, trainer::NamedTensors,
+    config::{BackendChoice, CheckedArguments, Device},
+    error::Result,
+    memory::MemoryNeed,
+    plan::Plan,
 };
 use merak_mpu::{Buffer, DType, Mpu, Rank};
 use merak_partition::{ParamUse, RankPrograms};
@@ -22,6 +25,9 @@ use merak_trace::{
 };
 use merak_zero::{FlatLayout, GlobalParams, ParamSpec, StepDevice, ZeroGroups, ZeroOptimizer};
 use std::sync::Arc;
+
+/// This rank's slices of parameters, or their gradients, by the parameters' names.
+pub type NamedTensors = Vec<(String, Vec<f32>)>;
 
 /// What a rank holds and runs.
 #[derive(Debug)]

@@ -4,7 +4,7 @@ mod base;
 mod best;
 mod checkpoint;
 mod course;
-pub(crate) mod evaluation;
+mod evaluation;
 mod generation;
 mod progress;
 mod resume;
@@ -18,17 +18,20 @@ use self::{
     saving::Saving,
 };
 pub use best::BestModel;
-pub(crate) use checkpoint::ADAPTER;
-pub use checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint};
+pub use checkpoint::LoadedCheckpoint;
+pub use evaluation::EvaluationMetrics;
 pub use progress::StepRecord;
-pub use step::{NamedTensors, StepReport};
+pub use step::StepReport;
 
 use crate::{
-    CheckedArguments, Device, Error, MemoryNeed, Plan, Result, StepPart,
+    config::{CheckedArguments, Device},
     data::{DataFingerprint, Dataset, Loader},
-    metrics::EvaluationMetrics,
+    error::{Error, PlanError, Result, StepPart},
+    folder::RunFolder,
+    memory::MemoryNeed,
+    plan::Plan,
     stage::RankStages,
-    threads_per_rank,
+    world::threads_per_rank,
 };
 use merak_mpu::{Mpu, ReduceOp};
 use merak_pipe::{GroupLink, PipelineEngine, Span, Timeline};
@@ -69,6 +72,16 @@ pub trait Callback: Send {
     /// A checkpoint was written.
     fn on_save(&mut self, path: &Path) {
         let _ = path;
+    }
+}
+
+impl Callback for Arc<RunFolder> {
+    fn on_step(&mut self, _: &StepReport) {
+        self.renew();
+    }
+
+    fn on_save(&mut self, _: &Path) {
+        self.drop_replaced();
     }
 }
 
@@ -331,7 +344,7 @@ impl MerakTrainer {
     /// call.
     pub fn train(&mut self) -> Result<TrainOutput> {
         if self.stages.plan.trained_params().next().is_none() {
-            return Err(Error::NothingTrained);
+            return Err(Error::Plan(PlanError::NothingTrained));
         }
         if self.args.saves() {
             self.args.run_folder()?;

@@ -1,9 +1,12 @@
 //! Starting the ranks of a run.
 
-use crate::{CheckedArguments, Error, Result, ThreadsPerRank};
-use merak_ckpt::words::sentence;
+use crate::{
+    config::{CheckedArguments, ThreadsPerRank},
+    error::{Error, Result, chain},
+    machine::num_cores,
+};
 use merak_mpu::{Group, Member, Rank, RunError, run_members, threads};
-use std::{error::Error as StdError, fmt, time::Duration};
+use std::{fmt, time::Duration};
 
 /// Upper bound on ranks as threads of one process: beyond it a system runs out of threads, and no
 /// machine has the cores.
@@ -259,11 +262,6 @@ pub(crate) fn ranks_at_once(args: &CheckedArguments) -> usize {
     (num_cores() / threads_per_rank(args)).max(1)
 }
 
-/// Cores that this process may use.
-pub(crate) fn num_cores() -> usize {
-    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
-}
-
 /// An error with its causes in one line, as other ranks will read it.
 #[derive(Debug)]
 struct Cause(Error);
@@ -274,27 +272,10 @@ impl fmt::Display for Cause {
     }
 }
 
-/// An error and its causes, outermost first, separated by colons: one line of readable length,
-/// without characters that act on a terminal.
-pub fn chain(error: &dyn StdError) -> String {
-    let mut text = sentence(&error.to_string());
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = sentence(&cause.to_string());
-        // A transparent error repeats its source, and one with a place begins with it.
-        if !text.ends_with(&cause_text) && !text.starts_with(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
-        }
-        source = cause.source();
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::MerakArguments;
+    use crate::{config::MerakArguments, error::ConfigError};
     use merak_mpu::testing;
 
     /// What `body` returns in each of some processes, played by threads.
@@ -306,10 +287,10 @@ mod tests {
     }
 
     fn no_key(key: &'static str) -> Error {
-        Error::MissingKey {
+        Error::Config(ConfigError::MissingKey {
             key,
             advice: "set it".to_owned(),
-        }
+        })
     }
 
     #[test]
@@ -317,7 +298,10 @@ mod tests {
         let errors = processes(3, |world, _| {
             world.agree::<()>(Err(no_key("data.path"))).unwrap_err()
         });
-        assert!(matches!(errors[0], Error::MissingKey { .. }));
+        assert!(matches!(
+            errors[0],
+            Error::Config(ConfigError::MissingKey { .. })
+        ));
         for error in &errors[1..] {
             assert!(matches!(error, Error::Told(_)), "{error:?}");
             assert_eq!(error.is_user_error(), errors[0].is_user_error());
@@ -335,8 +319,14 @@ mod tests {
             world.agree(prepared).unwrap_err()
         });
         let own: Vec<_> = outcomes.iter().map(|error| chain(error)).collect();
-        assert!(matches!(outcomes[2], Error::MissingKey { .. }));
-        assert!(matches!(outcomes[3], Error::MissingKey { .. }));
+        assert!(matches!(
+            outcomes[2],
+            Error::Config(ConfigError::MissingKey { .. })
+        ));
+        assert!(matches!(
+            outcomes[3],
+            Error::Config(ConfigError::MissingKey { .. })
+        ));
         assert_eq!(own[0], format!("rank 2 failed: {}", own[2]));
         assert_eq!(own[0], own[1]);
         assert!(matches!(outcomes[0], Error::OtherRank { rank: 2, .. }));
@@ -383,7 +373,10 @@ mod tests {
             });
             outcome.unwrap_err()
         });
-        assert!(matches!(told[1], Error::MissingKey { .. }));
+        assert!(matches!(
+            told[1],
+            Error::Config(ConfigError::MissingKey { .. })
+        ));
         for survivor in [&told[0], &told[2]] {
             assert_eq!(
                 chain(survivor),

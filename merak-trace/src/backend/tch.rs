@@ -40,7 +40,7 @@ use crate::{
     kernels::Threads, value::MemoryMeter,
 };
 use merak_mpu::{Buffer, DType};
-pub use optimizer::{AdamStep, SgdStep, StepRange};
+pub use optimizer::{AdamScalars, SgdScalars, StepRange};
 use std::{any::Any, cell::Cell};
 use storage::{Handle, TchBuffer, kind_of, shape_of};
 use tch::{Cuda, Device, Tensor};

@@ -1,7 +1,7 @@
 //! What the command takes from the process around it.
 
 use merak_ckpt::words::brief;
-use merak_trainer::{Error, Result, VARIABLES, data::CrateSources};
+use merak_trainer::{ConfigError, Error, Result, VARIABLES, data::CrateSources};
 use std::{
     ffi::OsString,
     path::{Path, PathBuf},
@@ -10,7 +10,7 @@ use std::{
 /// The environment's variables that set keys.
 ///
 /// # Errors
-/// [`Error::NotUtf8`] for the first of them that is not UTF-8.
+/// [`ConfigError::NotUtf8`] for the first of them that is not UTF-8.
 pub(crate) fn variables() -> Result<Vec<(String, String)>> {
     of_ours(std::env::vars_os())
 }
@@ -23,9 +23,11 @@ fn of_ours(
         name.starts_with(VARIABLES.as_bytes())
     });
     let text = |text: OsString, place: String| {
-        text.into_string().map_err(|text| Error::NotUtf8 {
-            place,
-            found: text.to_string_lossy().into_owned(),
+        text.into_string().map_err(|text| {
+            Error::Config(ConfigError::NotUtf8 {
+                place,
+                found: text.to_string_lossy().into_owned(),
+            })
         })
     };
     let pair = |(name, value): (OsString, OsString)| {

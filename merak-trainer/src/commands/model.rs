@@ -4,7 +4,7 @@ use super::session::options_of;
 use merak_ckpt::{GenerateOptions, HfFolder};
 use merak_trace::models::{self, Model, SizeFields};
 use merak_trainer::{
-    CheckedArguments, Config, Error, Origin, Result,
+    CheckedArguments, Config, ConfigError, Error, Origin, PlanError, Result,
     data::{DataTokens, Tokenizer},
 };
 use serde_json::{Map, Value};
@@ -61,10 +61,10 @@ impl Loaded {
                     Some(key) => blamed(key, error),
                     None => blamed(
                         key,
-                        Error::ModelContent {
+                        Error::Plan(PlanError::ModelContent {
                             path: file,
                             reason: Box::new(error),
-                        },
+                        }),
                     ),
                 })?
                 .into(),
@@ -247,10 +247,10 @@ fn check_ends(config: &Value, key: &'static str, path: &Path) -> Result<()> {
     if is_legal {
         return Ok(());
     }
-    let error = Error::ModelSyntax {
+    let error = Error::Plan(PlanError::ModelSyntax {
         path: path.to_owned(),
         message: format!("`{NAME}` is {stated}, expected a token's number or a list of them"),
-    };
+    });
     Err(blamed(key, error))
 }
 
@@ -319,10 +319,10 @@ fn config_file(args: &CheckedArguments) -> Result<(&'static str, PathBuf)> {
         // At most one of them is set.
         (Some(file), _) => Ok((CONFIG, file.0.clone())),
         (None, Some(folder)) => Ok(("model.hf_dir", folder.0.join("config.json"))),
-        (None, None) => Err(Error::MissingKey {
+        (None, None) => Err(Error::Config(ConfigError::MissingKey {
             key: CONFIG,
             advice: "name a Hugging Face config.json".to_owned(),
-        }),
+        })),
     }
 }
 
@@ -362,6 +362,6 @@ pub(crate) fn read(key: &'static str, path: &Path) -> Result<Value> {
     serde_json::from_str(&text).map_err(|error| {
         let message = error.to_string();
         let path = path.to_owned();
-        blamed(key, Error::ModelSyntax { path, message })
+        blamed(key, Error::Plan(PlanError::ModelSyntax { path, message }))
     })
 }

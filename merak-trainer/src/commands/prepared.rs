@@ -9,9 +9,9 @@ use super::{
 use merak_ckpt::words::{Bytes, plain};
 use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
-    CheckedArguments, Config, CostCache, CostModel, DataFormat, Error, FasterSchedule, FirstSteps,
-    MerakTrainer, Plan, PlanInputs, Prediction, Result, RunFolder, SeqLength, TrainSchedule,
-    TrainerParts, Workload, World,
+    CheckedArguments, Config, ConfigError, CostCache, CostModel, DataFormat, Error, FasterSchedule,
+    FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result, RunFolder,
+    SeqLength, TrainSchedule, TrainerParts, Workload, World,
     data::{Corpus, DataFingerprint, Dataset, Datasets, ModelInputs, Source, Tokenizer},
     keys, threads_per_rank,
 };
@@ -54,7 +54,9 @@ impl Prepared {
             // below its plan.
             if world.has_first() {
                 match RunFolder::check(&prepared.args) {
-                    Err(Error::RunExists { .. } | Error::RunInUse { .. }) if dry_run => {}
+                    Err(Error::Folder(
+                        FolderError::RunExists { .. } | FolderError::RunInUse { .. },
+                    )) if dry_run => {}
                     other => other?,
                 }
             }
@@ -87,10 +89,14 @@ impl Prepared {
         };
         self.costs = costs;
         if args.searches() {
-            self.plan = Arc::new(Plan::with_costs(&self.inputs, args, &self.costs)?);
+            self.plan = Arc::new(Plan::with_costs(
+                &self.inputs,
+                args,
+                &self.costs.under(args),
+            )?);
         }
-        self.prediction = self.plan.predict(args, &self.costs)?;
-        self.faster = self.plan.faster_schedule(args, &self.costs)?;
+        self.prediction = self.plan.predict(&self.costs.under(args))?;
+        self.faster = self.plan.faster_schedule(&self.costs.under(args))?;
         self.cost_cache = cache;
         Ok(())
     }
@@ -429,14 +435,14 @@ fn check_unused(config: &Config, model: &dyn Model) -> Result<()> {
         let is_used = has_text && users.contains(&model.objective());
         if !is_used && *value != default {
             let (family, objective) = (model.info().family, model.objective());
-            return Err(Error::IllegalValue {
+            return Err(Error::Config(ConfigError::IllegalValue {
                 key: key.name,
                 found: value.to_string(),
                 place: config.origin(name).to_string(),
                 expected: format!(
                     "{default}, its default: it does nothing for this {family} model for {objective} on such data"
                 ),
-            });
+            }));
         }
     }
     Ok(())

@@ -3,8 +3,8 @@
 use super::{model::Loaded, output};
 use merak_ckpt::{Checkpoint, Completion, GenerateOptions, NewToken};
 use merak_trainer::{
-    ADAPTER_CONFIG, CheckedArguments, Error, MerakTrainer, Plan, PlanInputs, Result, TrainerParts,
-    Workload, World,
+    ADAPTER_CONFIG, CheckedArguments, ConfigError, Error, MerakTrainer, Plan, PlanInputs, Result,
+    TrainerParts, Workload, World,
     data::{StopStrings, Tokenizer},
 };
 use std::{collections::BTreeMap, ops::ControlFlow, path::PathBuf, sync::Arc};
@@ -41,11 +41,11 @@ impl Session {
         positions: usize,
     ) -> Result<Self> {
         if tokenizer.is_none() && args.stop_strings.is_some() {
-            return Err(Error::MissingKey {
+            return Err(Error::Config(ConfigError::MissingKey {
                 key: "data.tokenizer",
                 advice: "stop_strings are looked for in text, and the model has no tokenizer.json"
                     .to_owned(),
-            });
+            }));
         }
         let options = loaded.generate_options(&args, tokenizer.as_ref());
         let inputs = PlanInputs::read(loaded.model, &args)?;

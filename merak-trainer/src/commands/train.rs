@@ -10,8 +10,8 @@ use merak_mpu::Member;
 use merak_pipe::Timeline;
 use merak_trace::models::Objective;
 use merak_trainer::{
-    Callback, CheckedArguments, Config, Error, Given, LoadedCheckpoint, MerakTrainer, Origin,
-    Result, RunFolder, TrainOutput, TrainerParts, World, chain,
+    Callback, CheckedArguments, Config, Error, FolderError, Given, LoadedCheckpoint, MerakTrainer,
+    Origin, Result, RunFolder, TrainOutput, TrainerParts, World, chain,
     data::bigram_loss,
     metrics::{EvaluationMetrics, Progress, Reporter, Screen},
 };
@@ -327,7 +327,9 @@ impl Run<'_> {
             }
         }
         match RunFolder::check(&self.args) {
-            Err(error @ (Error::RunExists { .. } | Error::RunInUse { .. })) => {
+            Err(
+                error @ Error::Folder(FolderError::RunExists { .. } | FolderError::RunInUse { .. }),
+            ) => {
                 text += &output::fitted(&format!("warning: {error}"));
             }
             other => {

@@ -18,7 +18,7 @@ use super::{
     schedule::TrainSchedule,
     special::Ratios,
 };
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 
 /// The checks, with the places of keys for their messages.
 struct Checker<'a> {
@@ -36,12 +36,12 @@ impl Checker<'_> {
         if legal {
             return Ok(());
         }
-        Err(Error::IllegalValue {
+        Err(Error::Config(ConfigError::IllegalValue {
             key,
             found: found.to_string(),
             place: (self.place)(key),
             expected: expected.to_string(),
-        })
+        }))
     }
 }
 
@@ -206,10 +206,10 @@ fn check_boundaries(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         if wants_custom {
             let advice =
                 "\"partition_method\" custom needs the boundaries, such as [0, 6, 12]".into();
-            return Err(Error::MissingKey {
+            return Err(Error::Config(ConfigError::MissingKey {
                 key: "custom_partition",
                 advice,
-            });
+            }));
         }
         return Ok(());
     };
@@ -253,13 +253,13 @@ fn check_compute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let compute = &a.compute;
     if compute.backend == BackendChoice::Tch && !cfg!(feature = "tch") {
         let key = "compute.backend";
-        return Err(Error::NotBuilt {
+        return Err(Error::Config(ConfigError::NotBuilt {
             key,
             found: format!("\"{}\"", compute.backend),
             place: (checker.place)(key),
             feature: "tch",
             instead: "candle",
-        });
+        }));
     }
     checker.require(
         compute.device == Device::Cpu || compute.backend == BackendChoice::Tch,
@@ -330,11 +330,11 @@ fn check_recompute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
             budget,
             unset_unless(RecomputeMode::Budget),
         ),
-        None if mode == RecomputeMode::Budget => Err(Error::MissingKey {
+        None if mode == RecomputeMode::Budget => Err(Error::Config(ConfigError::MissingKey {
             key: "activation_memory_budget",
             advice: "\"recompute\" budget needs the bytes that a rank's activations may take"
                 .into(),
-        }),
+        })),
         None => Ok(()),
     }
 }

@@ -11,7 +11,7 @@ use super::{
     choice::{PartitionMethod, RecomputeMode},
     schedule::TrainSchedule,
 };
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 
 /// Arguments whose values agree with each other.
 ///
@@ -78,15 +78,28 @@ impl CheckedArguments {
         self.per_device_train_batch_size * self.gradient_accumulation_steps * self.dp
     }
 
+    /// Rows of a microbatch of an evaluation: at most the samples of a replica, as the rest would
+    /// be padding. With `dataloader_drop_last` the configured size stays, as it decides which
+    /// samples are dropped.
+    pub(crate) fn evaluation_batch(&self, samples: usize) -> usize {
+        if self.dataloader_drop_last {
+            return self.per_device_eval_batch_size;
+        }
+        let most = samples.div_ceil(self.dp).max(1);
+        self.per_device_eval_batch_size.min(most)
+    }
+
     /// The folder that the run writes.
     ///
     /// # Errors
     ///
-    /// [`Error::MissingKey`] where `output_dir` is not set.
+    /// [`ConfigError::MissingKey`] where `output_dir` is not set.
     pub fn run_folder(&self) -> Result<PathBuf> {
-        self.output_dir.clone().ok_or_else(|| Error::MissingKey {
-            key: "output_dir",
-            advice: "name the folder that the run writes".to_owned(),
+        self.output_dir.clone().ok_or_else(|| {
+            Error::Config(ConfigError::MissingKey {
+                key: "output_dir",
+                advice: "name the folder that the run writes".to_owned(),
+            })
         })
     }
 

@@ -17,7 +17,7 @@ use super::{
     origin::Origin,
     strict,
 };
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 
 /// The entries of a file, in the file's order where its format keeps one.
 pub(crate) fn read(path: &Path) -> Result<Vec<Entry>> {
@@ -73,17 +73,17 @@ fn parse(path: &Path, text: &str) -> Result<Vec<Entry>> {
             // JSON is YAML, with rare exceptions.
             entries_of(path, value, &key_lines(text).unwrap_or_default())
         }
-        _ => Err(Error::ConfigFormat {
+        _ => Err(Error::Config(ConfigError::ConfigFormat {
             path: path.to_path_buf(),
-        }),
+        })),
     }
 }
 
 fn syntax(path: &Path, message: &dyn std::fmt::Display) -> Error {
-    Error::ConfigSyntax {
+    Error::Config(ConfigError::ConfigSyntax {
         path: path.to_path_buf(),
         message: message.to_string(),
-    }
+    })
 }
 
 fn entries_of(path: &Path, value: Value, lines: &Lines) -> Result<Vec<Entry>> {

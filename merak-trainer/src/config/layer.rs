@@ -14,7 +14,7 @@ use super::{
     setting::Setting,
     strict,
 };
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 
 /// One key with its value, not yet looked up.
 #[derive(Debug, Clone)]
@@ -107,12 +107,12 @@ pub(crate) fn from_command_line(arguments: &[String]) -> Result<Vec<Entry>> {
             .strip_prefix("--")
             .filter(|option| !option.is_empty())
         else {
-            return Err(match pasted_dash(argument) {
-                Some(message) => Error::PastedDash { message },
-                None => Error::UnexpectedArgument {
+            return Err(Error::Config(match pasted_dash(argument) {
+                Some(message) => ConfigError::PastedDash { message },
+                None => ConfigError::UnexpectedArgument {
                     argument: argument.clone(),
                 },
-            });
+            }));
         };
         let (key, attached) = match option.split_once('=') {
             Some((key, value)) => (key, Some(value.to_owned())),
@@ -135,7 +135,7 @@ pub(crate) fn from_command_line(arguments: &[String]) -> Result<Vec<Entry>> {
             Some(text) => text,
             None if needs_value(&name) => {
                 let example = format!("{option} VALUE");
-                return Err(Error::MissingValue { option, example });
+                return Err(Error::Config(ConfigError::MissingValue { option, example }));
             }
             None => "true".into(),
         };
@@ -147,10 +147,10 @@ pub(crate) fn from_command_line(arguments: &[String]) -> Result<Vec<Entry>> {
 /// Key and value of the word after `--set`.
 fn split_pair(pair: Option<String>) -> Result<(String, String)> {
     let Some(pair) = pair else {
-        return Err(Error::MissingValue {
+        return Err(Error::Config(ConfigError::MissingValue {
             option: "--set".into(),
             example: "--set tp=2".into(),
-        });
+        }));
     };
     if let Some((key, value)) = pair.split_once('=') {
         return Ok((key.to_owned(), value.to_owned()));
@@ -160,7 +160,7 @@ fn split_pair(pair: Option<String>) -> Result<(String, String)> {
         None => format!("--set {pair}=VALUE"),
     };
     let option = format!("--set {pair}");
-    Err(Error::MissingValue { option, example })
+    Err(Error::Config(ConfigError::MissingValue { option, example }))
 }
 
 /// Short names that keys have on the command line.
@@ -221,12 +221,12 @@ pub(crate) fn push_value(
 
 fn push_section(entries: &mut Vec<Entry>, name: &str, value: Value, origin: &Origin) -> Result<()> {
     let Value::Object(table) = value else {
-        return Err(Error::WrongType {
+        return Err(Error::Config(ConfigError::WrongType {
             key: name.to_owned(),
             expected: table_of(name),
             found: value.to_string(),
             place: origin.to_string(),
-        });
+        }));
     };
     for (key, value) in table {
         let name = format!("{name}.{key}");

@@ -4,7 +4,7 @@ use super::{
     arguments::{SECTIONS, keys},
     reserved::RESERVED,
 };
-use crate::error::Error;
+use crate::error::{ConfigError, Error};
 
 /// Names with less similarity than this are not suggested.
 const LEAST_SIMILARITY: f64 = 0.6;
@@ -164,6 +164,15 @@ impl Error {
     /// command that they probably mean; `options` are spelled with dashes.
     #[must_use]
     pub fn or_option(self, options: &[&str]) -> Self {
+        match self {
+            Self::Config(error) => Self::Config(error.or_option(options)),
+            other => other,
+        }
+    }
+}
+
+impl ConfigError {
+    fn or_option(self, options: &[&str]) -> Self {
         let hint = |place: &str| {
             // The word behind `--set` is a key and no option.
             let written = place.strip_prefix("command line --")?;
@@ -214,10 +223,12 @@ mod tests {
 
     #[test]
     fn an_option_is_proposed_for_an_option_alone() {
-        let unknown = |place: &str| Error::UnknownKey {
-            key: "jsn".to_owned(),
-            place: place.to_owned(),
-            nearest: None,
+        let unknown = |place: &str| {
+            Error::Config(ConfigError::UnknownKey {
+                key: "jsn".to_owned(),
+                place: place.to_owned(),
+                nearest: None,
+            })
         };
         let told = |place: &str| unknown(place).or_option(&["--json"]).to_string();
         assert!(told("command line --jsn").ends_with("did you mean \"--json\"?"));

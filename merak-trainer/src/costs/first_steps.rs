@@ -1,7 +1,10 @@
 //! The first steps of a run beside their prediction.
 
 use super::{CostCache, CostModel, profile::Verdict};
-use crate::{Callback, CheckedArguments, StepReport};
+use crate::{
+    config::CheckedArguments,
+    trainer::{Callback, StepReport},
+};
 use std::time::Duration;
 
 /// Steps that are compared, after the first step of the run, which touches memory.

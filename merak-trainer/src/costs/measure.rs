@@ -6,13 +6,14 @@ use super::{
     timed::Timed,
 };
 use crate::{
-    CheckedArguments, Error, Result,
+    config::CheckedArguments,
     data::integer_limit,
+    error::{Error, Result},
+    machine::num_cores,
     network::Network,
     plan::param_bytes,
     stage::{Executor, Stage, StageParams, grad_store, stages},
-    threads_per_rank,
-    world::{num_cores, ranks_at_once, run_ranks},
+    world::{ranks_at_once, run_ranks, threads_per_rank},
 };
 use merak_mpu::{Communicator, DType, Degrees, Member, Mpu, ReduceOp};
 use merak_partition::RankPrograms;

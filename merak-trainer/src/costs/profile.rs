@@ -2,7 +2,8 @@
 
 use super::{AGREEMENT, CostCache, Doubt, Measurement, cache, measure};
 use crate::{
-    CheckedArguments, Result,
+    config::CheckedArguments,
+    error::Result,
     memory::fits_beside_threads,
     network::Network,
     plan::{Draft, PlanInputs, SegmentedGraph, param_bytes},

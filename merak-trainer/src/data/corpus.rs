@@ -7,7 +7,7 @@ use super::{
     text::{self, Need, Reading},
     tokenizer::Tokenizer,
 };
-use crate::{available_bytes, config::DataArguments, error::Result};
+use crate::{config::DataArguments, error::Result, machine::available_bytes};
 use merak_ckpt::words::Bytes;
 
 /// Tokens for training and validation.

@@ -11,7 +11,7 @@ use super::{
     plain::TextKind,
     text::{Candidate, Documents, Reading, cannot_read, list, read_up_to},
 };
-use crate::error::{Error, Result};
+use crate::error::{DataError, Error, Result};
 
 /// Default limit on the bytes that are read.
 const DEFAULT_MAX_BYTES: usize = 8 << 20;
@@ -63,7 +63,7 @@ impl CrateSources {
     ///
     /// # Errors
     ///
-    /// [`Error::NoDefaultText`] without `Cargo.lock`, without a registry, or when none of the
+    /// [`DataError::NoDefaultText`] without `Cargo.lock`, without a registry, or when none of the
     /// crates is in it.
     pub(crate) fn read(&self, max_bytes: Option<usize>, kind: TextKind) -> Result<Documents> {
         let files = self.files(max_bytes)?;
@@ -73,7 +73,7 @@ impl CrateSources {
     }
 
     fn files(&self, max_bytes: Option<usize>) -> Result<Vec<Candidate>> {
-        let missing = |reason: String| Error::NoDefaultText { reason };
+        let missing = |reason: String| Error::Data(DataError::NoDefaultText { reason });
         let lock = self
             .lock_file()
             .ok_or_else(|| missing("there is no Cargo.lock".into()))?;
@@ -120,8 +120,10 @@ impl CrateSources {
 fn packages(lock: &Path) -> Result<BTreeSet<String>> {
     let text =
         merak_ckpt::read_text(lock, MAX_LOCK_BYTES).map_err(|source| cannot_read(lock, source))?;
-    let damaged = |reason: &str| Error::NoDefaultText {
-        reason: format!("{}: {reason}", lock.display()),
+    let damaged = |reason: &str| {
+        Error::Data(DataError::NoDefaultText {
+            reason: format!("{}: {reason}", lock.display()),
+        })
     };
     let table: toml::Table = text.parse().map_err(|_| damaged("it is no TOML file"))?;
     let packages = table.get("package").and_then(toml::Value::as_array);

@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use merak_mpu::DType;
 
 use super::order::Microbatch;
-use crate::error::{Error, Result};
+use crate::error::{DataError, Error, Result};
 
 /// The name of the tensor with the targets; padding is [`IGNORED_LABEL`] there.
 pub const LABELS: &str = "labels";
@@ -258,12 +258,12 @@ pub fn collate(dataset: &dyn Dataset, microbatch: Microbatch) -> Result<Batch> {
     for (sample, index) in samples.iter().zip(&microbatch.indices) {
         if let Some(name) = sample.keys().find(|name| !pattern.contains_key(*name)) {
             let found = sample[name].describe();
-            return Err(Error::UnlikeSamples {
+            return Err(Error::Data(DataError::UnlikeSamples {
                 name: name.clone(),
                 sample: *index,
                 found,
                 expected: "absent".into(),
-            });
+            }));
         }
     }
     Ok(Batch {
@@ -283,12 +283,12 @@ fn matching<'a>(
         |tensor: &SampleTensor| tensor.shape == like.shape && tensor.dtype() == like.dtype();
     match tensor {
         Some(tensor) if is_like(tensor) => Ok(tensor),
-        _ => Err(Error::UnlikeSamples {
+        _ => Err(Error::Data(DataError::UnlikeSamples {
             name: name.to_owned(),
             sample: index,
             found: tensor.map_or("absent".into(), SampleTensor::describe),
             expected: like.describe(),
-        }),
+        })),
     }
 }
 

@@ -21,7 +21,7 @@ impl EvaluationOrder {
     ///
     /// # Errors
     ///
-    /// [`TooFewSamples`](crate::Error::TooFewSamples) when nothing is left to evaluate.
+    /// [`TooFewSamples`](crate::DataError::TooFewSamples) when nothing is left to evaluate.
     pub fn new(
         samples: usize,
         shape: BatchShape,

@@ -9,7 +9,7 @@ use merak_trace::{
 use super::dataset::{IGNORED_LABEL, LABELS, Sample};
 use crate::{
     config::SeqLength,
-    error::{Error, Result},
+    error::{DataError, Error, Result},
 };
 
 /// The name of the tensor that tells tokens (1) from padding (0).
@@ -125,7 +125,8 @@ impl ModelInputs {
     /// Checks that a sample has what the model reads, and nothing that the model cannot take.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`], [`Error::TensorType`] or [`Error::TensorValue`] naming the tensor.
+    /// [`DataError::MissingTensor`], [`DataError::TensorType`] or [`DataError::TensorValue`] naming
+    /// the tensor.
     pub fn check(&self, index: usize, sample: &Sample) -> Result<()> {
         for input in &self.inputs {
             let Some(tensor) = sample.get(&input.name) else {
@@ -153,33 +154,33 @@ impl ModelInputs {
     ) -> Result<()> {
         match input.misfit(values) {
             None => Ok(()),
-            Some(found) => Err(Error::TensorValue {
+            Some(found) => Err(Error::Data(DataError::TensorValue {
                 name: input.name.clone(),
                 sample,
                 found,
                 family: self.family,
                 expected: input.range(),
-            }),
+            })),
         }
     }
 
     pub(crate) fn missing(&self, input: &ModelInput, given: &[&str]) -> Error {
-        Error::MissingTensor {
+        Error::Data(DataError::MissingTensor {
             family: self.family,
             objective: self.objective.to_string(),
             name: input.name.clone(),
             expected: input.describe(),
             given: given.join(", "),
-        }
+        })
     }
 
     pub(crate) fn mistyped(&self, input: &ModelInput, found: String) -> Error {
-        Error::TensorType {
+        Error::Data(DataError::TensorType {
             family: self.family,
             name: input.name.clone(),
             expected: input.describe(),
             found,
-        }
+        })
     }
 }
 

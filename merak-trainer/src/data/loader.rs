@@ -13,7 +13,7 @@ use super::{
     dataset::{Batch, Dataset, collate},
     order::Microbatch,
 };
-use crate::error::{Error, Result, no_thread};
+use crate::error::{DataError, Error, Result, no_thread};
 
 /// The n-th microbatch to read; `None` after the last.
 pub type Requests = Arc<dyn Fn(usize) -> Option<Microbatch> + Send + Sync>;
@@ -74,7 +74,9 @@ impl Iterator for Loader {
             collate(self.dataset.as_ref(), microbatch)
         } else {
             let worker = &self.workers[self.next % self.workers.len()];
-            worker.recv().unwrap_or(Err(Error::DataThread))
+            worker
+                .recv()
+                .unwrap_or(Err(Error::Data(DataError::DataThread)))
         };
         self.next += 1;
         Some(batch)

@@ -6,7 +6,7 @@ use super::{
     dataset::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
     rng::{below, hash, unit},
 };
-use crate::error::{Error, Result};
+use crate::error::{DataError, Error, Result};
 
 /// Keeps these draws apart from those of other data sets with the same seed.
 const STREAM: u64 = 0x006D_6173_6B65_6400;
@@ -67,7 +67,7 @@ impl MaskedDataset {
     ///
     /// # Errors
     ///
-    /// [`Error::TooFewTokens`] when they do not make one sample.
+    /// [`DataError::TooFewTokens`] when they do not make one sample.
     pub fn new(
         tokens: Arc<[u32]>,
         seq_length: usize,
@@ -76,11 +76,11 @@ impl MaskedDataset {
         part: &'static str,
     ) -> Result<Self> {
         if seq_length == 0 || tokens.len() < seq_length {
-            return Err(Error::TooFewTokens {
+            return Err(Error::Data(DataError::TooFewTokens {
                 part,
                 tokens: tokens.len(),
                 needed: seq_length.max(1),
-            });
+            }));
         }
         Ok(Self {
             tokens,
@@ -210,6 +210,9 @@ mod tests {
     fn a_stream_shorter_than_a_sample_is_refused() {
         let masking = data(1).masking;
         let error = MaskedDataset::new((0..3).collect(), 4, masking, 1, "training").unwrap_err();
-        assert!(matches!(error, Error::TooFewTokens { needed: 4, .. }));
+        assert!(matches!(
+            error,
+            Error::Data(DataError::TooFewTokens { needed: 4, .. })
+        ));
     }
 }

@@ -1,7 +1,7 @@
 //! Which sample goes where in training.
 
 use super::permutation::Permutation;
-use crate::error::{Error, Result};
+use crate::error::{DataError, Error, Result};
 
 /// How a global batch is cut: `batch` samples x `microbatches` x `dp` replicas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,14 +29,14 @@ impl BatchShape {
             dp,
         } = *self;
         let global_batch = self.global_batch();
-        Error::TooFewSamples {
+        Error::Data(DataError::TooFewSamples {
             split,
             samples,
             global_batch,
             batch,
             microbatches,
             dp,
-        }
+        })
     }
 }
 
@@ -103,7 +103,7 @@ impl TrainingOrder {
     ///
     /// # Errors
     ///
-    /// [`Error::TooFewSamples`] when they do not fill one global batch.
+    /// [`DataError::TooFewSamples`] when they do not fill one global batch.
     pub fn new(samples: usize, shape: BatchShape, seed: u64) -> Result<Self> {
         if samples < shape.global_batch() {
             return Err(shape.too_few("training", samples));

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::error::{Error, Result};
+use crate::error::{DataError, Error, Result};
 
 /// The text that files are to hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,12 +138,12 @@ impl NotText {
             }
             (..) => "convert it to UTF-8",
         };
-        Error::NotText {
+        Error::Data(DataError::NotText {
             path: path.to_path_buf(),
             offset,
             found,
             instead,
-        }
+        })
     }
 }
 

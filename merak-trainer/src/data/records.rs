@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     config::DataFormat,
-    error::{Error, Result},
+    error::{DataError, Error, Result},
 };
 
 /// Records as text, of which each is parsed where it is used: parsed ones take several times the
@@ -49,14 +49,16 @@ pub(crate) fn read(
     skips: bool,
     room: (Need, u64),
 ) -> Result<(Records, String)> {
-    let none = || Error::NoRecords {
-        path: path.to_path_buf(),
-        format,
+    let none = || {
+        Error::Data(DataError::NoRecords {
+            path: path.to_path_buf(),
+            format: format.as_str(),
+        })
     };
     let kind = TextKind::Records;
     let found = text::read(path, None, Reading { kind, skips }, room);
     let found = found.map_err(|error| match error {
-        Error::NoText { skipped: 0, .. } => none(),
+        Error::Data(DataError::NoText { skipped: 0, .. }) => none(),
         error => error,
     })?;
     let files = found.files();
@@ -150,11 +152,11 @@ fn table(document: &Document, delimiter: u8) -> Result<Parsed<'_>> {
 }
 
 fn wrong(path: &Path, line: u64, reason: String) -> Error {
-    Error::Record {
+    Error::Data(DataError::Record {
         path: path.to_path_buf(),
         line,
         reason,
-    }
+    })
 }
 
 impl Record {
@@ -269,7 +271,7 @@ mod tests {
         let all = 9 * (5 + 4 * 999 + 1) + 100 * 1001;
         for (available, is_refused) in [(all - 1, true), (all, false)] {
             let error = read(&path, DataFormat::Csv, false, (need, available)).unwrap_err();
-            let refused = matches!(error, Error::DataTooLarge { needed, .. } if needed == all);
+            let refused = matches!(error, Error::Data(DataError::DataTooLarge { needed, .. }) if needed == all);
             assert_eq!(refused, is_refused, "{error}");
             assert!(error.is_user_error());
         }

@@ -17,9 +17,8 @@ use super::{
     translation::{PairDataset, PairShape},
 };
 use crate::{
-    CheckedArguments,
-    config::DataArguments,
-    error::{Error, Result},
+    config::{CheckedArguments, DataArguments},
+    error::{ConfigError, DataError, Error, Result},
 };
 
 /// How much of a text span corruption leaves out.
@@ -114,13 +113,14 @@ impl Maker<'_> {
             Objective::SequenceToSequence => {
                 let shape = self.pair_shape();
                 let counts = corruption(&self.args.data).longest(shape.input);
-                let counts = counts.ok_or(Error::ShortSpans { input: shape.input })?;
+                let counts =
+                    counts.ok_or(Error::Data(DataError::ShortSpans { input: shape.input }))?;
                 if counts.target() > shape.target {
-                    return Err(Error::ShortTarget {
+                    return Err(Error::Data(DataError::ShortTarget {
                         target: shape.target,
                         needed: counts.target(),
                         input: shape.input,
-                    });
+                    }));
                 }
                 let special = SpanTokens {
                     sentinels: self.sentinels(tokenizer, counts.spans)?,
@@ -244,12 +244,12 @@ impl Maker<'_> {
     fn spare(&self, tokenizer: &Tokenizer, count: usize, what: &str) -> Result<Vec<u32>> {
         let (tokens, vocab) = (tokenizer.vocab_size(), self.model.vocab_size);
         if vocab < tokens.saturating_add(count) {
-            return Err(Error::SpareTokens {
+            return Err(Error::Data(DataError::SpareTokens {
                 what: what.to_owned(),
                 tokens,
                 vocab,
                 needed: tokens.saturating_add(count),
-            });
+            }));
         }
         Ok((vocab - count..vocab)
             .rev()
@@ -264,9 +264,9 @@ impl Maker<'_> {
             let end = self.args.eos_token_id.or(self.model.eos_token_id)?;
             ((end as usize) < tokenizer.vocab_size()).then_some(end)
         });
-        end.ok_or(Error::MissingKey {
+        end.ok_or(Error::Config(ConfigError::MissingKey {
             key: "eos_token_id",
             advice: "the tokenizer has no token that ends a text".to_owned(),
-        })
+        }))
     }
 }

@@ -17,9 +17,9 @@ use super::{
     tokenizer::Tokenizer,
 };
 use crate::{
-    CheckedArguments, available_bytes,
-    config::{DataArguments, DataFormat, SeqLength, TokenizerSource},
-    error::{Error, Result},
+    config::{CheckedArguments, DataArguments, DataFormat, SeqLength, TokenizerSource},
+    error::{ConfigError, DataError, Error, Result},
+    machine::available_bytes,
 };
 
 /// What a model's configuration says about data besides its sizes.
@@ -90,10 +90,10 @@ impl Source {
         let source = match (&arguments.path, format) {
             (_, DataFormat::Text) => Self::of_stream(Corpus::load(arguments, crates)?),
             (None, _) => {
-                return Err(Error::MissingKey {
+                return Err(Error::Config(ConfigError::MissingKey {
                     key: "data.path",
                     advice: format!("\"data.format\" {format} needs a file or folder"),
-                });
+                }));
             }
             (Some(path), DataFormat::Tensors) => Self::of_tensors(&path.0, &arguments.tokenizer)?,
             (Some(path), _) => Self::of_records(&path.0, arguments, model.objective())?,
@@ -158,11 +158,13 @@ impl Source {
     fn check_vocabulary(&self, model: &dyn Model) -> Result<()> {
         let vocab = model.info().vocab_size;
         match &self.tokenizer {
-            Some(tokenizer) if tokenizer.vocab_size() > vocab => Err(Error::Vocabulary {
-                tokenizer: tokenizer.name(),
-                tokens: tokenizer.vocab_size(),
-                vocab,
-            }),
+            Some(tokenizer) if tokenizer.vocab_size() > vocab => {
+                Err(Error::Data(DataError::Vocabulary {
+                    tokenizer: tokenizer.name(),
+                    tokens: tokenizer.vocab_size(),
+                    vocab,
+                }))
+            }
             _ => Ok(()),
         }
     }
@@ -193,9 +195,9 @@ impl Source {
         }) = given
             && !has_two
         {
-            return Err(Error::TwoLengths {
+            return Err(Error::Data(DataError::TwoLengths {
                 family: model.info().family,
-            });
+            }));
         }
         let stored = |name: &str| match &self.content {
             Content::Tensors(files) => files.shape(name)?.first().copied(),
@@ -211,7 +213,7 @@ impl Source {
                 (Some(target), _) => Some(target),
                 (None, Content::Stream(_)) => {
                     let counts = corruption(&args.data).longest(input);
-                    let counts = counts.ok_or(Error::ShortSpans { input })?;
+                    let counts = counts.ok_or(Error::Data(DataError::ShortSpans { input }))?;
                     Some(counts.target())
                 }
                 (None, _) => stored("labels").or(Some(input)),
@@ -290,12 +292,12 @@ fn check_kind(format: DataFormat, model: &dyn Model) -> Result<()> {
         (Objective::SequenceClassification, _) => "jsonl, csv, tsv or tensors",
         _ => "tensors",
     };
-    Err(Error::DataKind {
+    Err(Error::Data(DataError::DataKind {
         family: model.info().family,
         objective: objective.to_string(),
-        format,
+        format: format.as_str(),
         expected,
-    })
+    }))
 }
 
 /// The memory of records: their text, and what is made of it meanwhile, a stream or samples.

@@ -7,7 +7,7 @@ use super::{
     rng::{below, hash},
     translation::PairShape,
 };
-use crate::error::{Error, Result};
+use crate::error::{DataError, Error, Result};
 
 /// Keeps these draws apart from those of other data sets with the same seed.
 const STREAM: u64 = 0x0073_7061_6E73_0000;
@@ -110,7 +110,7 @@ impl SpanDataset {
     ///
     /// # Errors
     ///
-    /// [`Error::TooFewTokens`] when they do not make one sample.
+    /// [`DataError::TooFewTokens`] when they do not make one sample.
     pub fn new(
         tokens: Arc<[u32]>,
         counts: SpanCounts,
@@ -120,11 +120,11 @@ impl SpanDataset {
         part: &'static str,
     ) -> Result<Self> {
         if tokens.len() < counts.tokens {
-            return Err(Error::TooFewTokens {
+            return Err(Error::Data(DataError::TooFewTokens {
                 part,
                 tokens: tokens.len(),
                 needed: counts.tokens,
-            });
+            }));
         }
         Ok(Self {
             tokens,

@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use merak_ckpt::{DType, StoredTensor, stored_tensors};
 
 use super::{dataset::SampleTensor, text};
-use crate::error::{Error, Result};
+use crate::error::{DataError, Error, Result};
 
 /// Named tensors `[N, ..]` in one or several files, each with a part of the N samples.
 #[derive(Debug)]
@@ -206,10 +206,10 @@ impl Part {
 }
 
 fn unusable(path: &Path, reason: impl Into<String>) -> Error {
-    Error::TensorFile {
+    Error::Data(DataError::TensorFile {
         path: path.to_path_buf(),
         reason: reason.into(),
-    }
+    })
 }
 
 /// The elements of little-endian bytes, converted one by one.

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     config::nearest,
-    error::{Error, Result},
+    error::{DataError, Error, Result},
 };
 
 /// A tensor that samples lack and that is made from their others.
@@ -131,9 +131,9 @@ impl TensorDataset {
         let is_labelled = labels.ints().iter().any(|&label| label != IGNORED_LABEL);
         if is_labelled && ids.ints().len() > 1 && ids.ints().iter().zip(labels.ints()).all(repeats)
         {
-            return Err(Error::UnshiftedLabels {
+            return Err(Error::Data(DataError::UnshiftedLabels {
                 family: model.family,
-            });
+            }));
         }
         Ok(())
     }
@@ -191,12 +191,12 @@ fn check_names(files: &TensorFiles, model: &ModelInputs) -> Result<()> {
     }
     match files.names().find(|name| !read.contains(name)) {
         None => Ok(()),
-        Some(name) => Err(Error::UnreadTensor {
+        Some(name) => Err(Error::Data(DataError::UnreadTensor {
             name: name.to_owned(),
             family: model.family,
             read: read.join(", "),
             nearest: nearest(name, read.into_iter()).map(str::to_owned),
-        }),
+        })),
     }
 }
 

@@ -10,7 +10,7 @@ use super::{
     plain::{TextKind, text_of},
     source::count,
 };
-use crate::error::{Error, Result};
+use crate::error::{DataError, Error, Result};
 
 /// The text of one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -98,10 +98,10 @@ pub(crate) fn read(
         tracing::warn!(files = found.skipped, path = %path.display(), "files that are no text are passed over");
     }
     if found.documents.is_empty() {
-        return Err(Error::NoText {
+        return Err(Error::Data(DataError::NoText {
             path: path.to_path_buf(),
             skipped: found.skipped,
-        });
+        }));
     }
     Ok(found)
 }
@@ -153,12 +153,12 @@ fn check_room(path: &Path, (found, needed): (u64, u64), available: u64) -> Resul
     if needed <= available {
         return Ok(());
     }
-    Err(Error::DataTooLarge {
+    Err(Error::Data(DataError::DataTooLarge {
         path: path.to_path_buf(),
         found,
         needed,
         available,
-    })
+    }))
 }
 
 /// A file, or the files under a folder that `accept` takes by their path, sorted by path.
@@ -289,7 +289,7 @@ mod tests {
         let all = 2 * 300_000 + 100 * 100_001;
         read(all).unwrap();
         let error = read(all - 1).unwrap_err();
-        let Error::DataTooLarge { found, needed, .. } = error else {
+        let Error::Data(DataError::DataTooLarge { found, needed, .. }) = error else {
             panic!("{error}");
         };
         assert_eq!((found, needed), (300_000, all));
@@ -313,7 +313,10 @@ mod tests {
         // Not all file systems have room for such a length.
         if file.set_len(1 << 43).is_ok() {
             let error = read(&path, None, ANY, (NEED, 1 << 40)).unwrap_err();
-            assert!(matches!(error, Error::DataTooLarge { .. }), "{error}");
+            assert!(
+                matches!(error, Error::Data(DataError::DataTooLarge { .. })),
+                "{error}"
+            );
             let part = read(&path, Some(10), ANY, (NEED, 1 << 40)).unwrap();
             assert_eq!(part.documents[0].text, b"0123456789");
         }
@@ -335,7 +338,7 @@ mod tests {
     fn devices_and_pipes_are_no_text() {
         let error = read(Path::new("/dev/zero"), None, ANY, (NEED, 1 << 40)).unwrap_err();
         assert_eq!(
-            crate::chain(&error),
+            crate::error::chain(&error),
             "cannot read /dev/zero, which \"data.path\" names: it is no regular file"
         );
     }

@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 use super::plain::TextKind;
 use crate::{
     config::TokenizerSource,
-    error::{Error, Result},
+    error::{DataError, Error, Result},
 };
 
 /// Id of the token that ends a document in the byte vocabulary, after the 256 bytes.
@@ -409,10 +409,10 @@ fn is_of_bytes(json: &[u8]) -> bool {
 }
 
 fn failure(path: &Path, error: &dyn fmt::Display) -> Error {
-    Error::Tokenizer {
+    Error::Data(DataError::Tokenizer {
         path: path.to_path_buf(),
         message: error.to_string(),
-    }
+    })
 }
 
 /// The characters that byte-level BPE writes for bytes: visible Latin-1 characters stand for

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::dataset::{Dataset, LABELS, Sample, SampleTensor};
-use crate::error::{Error, Result};
+use crate::error::{DataError, Error, Result};
 
 /// Consecutive windows of a token stream.
 ///
@@ -25,14 +25,14 @@ impl TokenDataset {
     ///
     /// # Errors
     ///
-    /// [`Error::TooFewTokens`] when they do not make one sample.
+    /// [`DataError::TooFewTokens`] when they do not make one sample.
     pub fn new(tokens: Arc<[u32]>, seq_length: usize, part: &'static str) -> Result<Self> {
         if seq_length == 0 || tokens.len() <= seq_length {
-            return Err(Error::TooFewTokens {
+            return Err(Error::Data(DataError::TooFewTokens {
                 part,
                 tokens: tokens.len(),
                 needed: seq_length + 1,
-            });
+            }));
         }
         Ok(Self { tokens, seq_length })
     }

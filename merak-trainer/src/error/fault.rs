@@ -1,7 +1,6 @@
 //! Whether the user or the run is at fault, and which keys may be.
 
-use super::Error;
-use crate::config::keys;
+use super::{DataError, Error, FolderError, PlanError, ResumeError};
 
 impl Error {
     /// Whether the command line, the configuration or an input is at fault (exit status 2), and not
@@ -9,8 +8,8 @@ impl Error {
     pub fn is_user_error(&self) -> bool {
         match self {
             Self::Write { .. }
-            | Self::BestModel { .. }
-            | Self::DataThread
+            | Self::Resume(ResumeError::BestModel { .. })
+            | Self::Data(DataError::DataThread)
             | Self::NoThread { .. }
             | Self::SkippedSteps { .. }
             | Self::EvaluationLoss { .. }
@@ -53,24 +52,42 @@ impl Error {
     pub(crate) fn keys(&self) -> Vec<&'static str> {
         match self {
             Self::ReadInput { key, .. }
-            | Self::UnknownToken { key, .. }
             | Self::Blamed {
                 key, place: None, ..
             } => vec![key],
+            Self::OwnFolder(_) => vec!["model.hf_dir"],
+            Self::TooManyRanks { .. } => vec!["dp", "tp", "pp"],
+            Self::Adapter(error) => match **error {
+                merak_ckpt::AdaptError::Name { .. } => vec!["adapter_name"],
+                _ => vec!["lora_config"],
+            },
+            Self::Folder(FolderError::OutputDir { .. }) => vec!["output_dir"],
+            Self::Resume(ResumeError::NoCheckpoint { .. }) => vec!["resume_from_checkpoint"],
+            Self::Data(error) => error.keys(),
+            Self::Plan(error) => error.keys(),
+            Self::Model(error) => of_model(error),
+            Self::Optimizer(error) => of_optimizer(error),
+            Self::Schedule(error) => of_schedule(error),
+            Self::Partition(error) => of_partition(error),
+            Self::TensorParallel(error) => of_tensor_parallel(error),
+            _ => Vec::new(),
+        }
+    }
+}
+
+impl DataError {
+    fn keys(&self) -> Vec<&'static str> {
+        match self {
             Self::NoRecords { .. } | Self::Record { .. } => vec!["data.path", "data.format"],
-            Self::NoCheckpoint { .. } => vec!["resume_from_checkpoint"],
             Self::NoText { .. }
             | Self::TensorFile { .. }
             | Self::NotText { .. }
             | Self::DataTooLarge { .. } => vec!["data.path"],
+            Self::DataKind { .. } => vec!["data.format"],
             Self::Tokenizer { .. } => vec!["data.tokenizer"],
             Self::Vocabulary { .. } | Self::SpareTokens { .. } => {
                 vec!["data.tokenizer", "model.config", "model.hf_dir"]
             }
-            Self::OutputDir { .. } => vec!["output_dir"],
-            Self::OwnFolder(_) => vec!["model.hf_dir"],
-            Self::FewerLayers { .. } => vec!["pp"],
-            Self::TooManyRanks { .. } => vec!["dp", "tp", "pp"],
             Self::TwoLengths { .. } | Self::ShortSpans { .. } | Self::ShortTarget { .. } => {
                 vec!["seq_length"]
             }
@@ -88,25 +105,23 @@ impl Error {
                 "dp",
                 "data.path",
             ],
-            Self::DataKind { .. } => vec!["data.format"],
+            _ => Vec::new(),
+        }
+    }
+}
+
+impl PlanError {
+    fn keys(&self) -> Vec<&'static str> {
+        match self {
+            Self::UnknownToken { key, .. } => vec![key],
+            Self::FewerLayers { .. } => vec!["pp"],
+            Self::FewMicrobatches { .. } => vec!["gradient_accumulation_steps", "train_schedule"],
+            Self::NoSplitPoints(_) => vec!["split_method"],
             Self::ActivationBudget { .. } => vec!["activation_memory_budget"],
             Self::StageMemory { .. } | Self::ScheduleMemory { .. } => {
                 vec!["autopipe.memory_limit"]
             }
-            Self::Adapter(error) => match **error {
-                merak_ckpt::AdaptError::Name { .. } => vec!["adapter_name"],
-                _ => vec!["lora_config"],
-            },
             Self::AdapterFile { .. } | Self::NothingTrained => vec!["lora_config"],
-            Self::FewMicrobatches { .. } => {
-                vec!["gradient_accumulation_steps", "train_schedule"]
-            }
-            Self::NoSplitPoints(_) => vec!["split_method"],
-            Self::Model(error) => of_model(error),
-            Self::Optimizer(error) => of_optimizer(error),
-            Self::Schedule(error) => of_schedule(error),
-            Self::Partition(error) => of_partition(error),
-            Self::TensorParallel(error) => of_tensor_parallel(error),
             _ => Vec::new(),
         }
     }
@@ -132,8 +147,9 @@ fn of_optimizer(error: &merak_zero::Error) -> Vec<&'static str> {
     }
 }
 
-/// Settings of merak-zero, and the keys that give them where their names differ.
-const SETTINGS: [(&str, &str); 5] = [
+/// The keys that give the settings of merak-zero, where their names differ.
+const RENAMED: [(&str, &str); 6] = [
+    ("threads", "compute.threads_per_rank"),
     ("stage", "zero_stage"),
     ("optimizer", "optim"),
     ("reduce_bucket_size", "zero_reduce_bucket_size"),
@@ -141,13 +157,17 @@ const SETTINGS: [(&str, &str); 5] = [
     ("lr", "learning_rate"),
 ];
 
-/// The key that gives a setting of merak-zero. A setting without one is a parameter of the
-/// learning-rate schedule.
-fn of_setting(setting: &str) -> &'static str {
-    let renamed = SETTINGS.iter().find(|(name, _)| *name == setting);
-    let name = renamed.map_or(setting, |(_, key)| key);
-    let key = keys().find(|key| key.name == name);
-    key.map_or("lr_scheduler_kwargs", |key| key.name)
+/// The parameters of the learning-rate schedules, which have one key together.
+const OF_SCHEDULE: [&str; 5] = ["num_cycles", "power", "lr_end", "timescale", "min_lr_ratio"];
+
+/// The key that gives a setting of merak-zero.
+fn of_setting(setting: &'static str) -> &'static str {
+    let renamed = RENAMED.iter().find(|(name, _)| *name == setting);
+    match renamed {
+        Some((_, key)) => key,
+        None if OF_SCHEDULE.contains(&setting) => "lr_scheduler_kwargs",
+        None => setting,
+    }
 }
 
 fn of_schedule(error: &merak_pipe::Error) -> Vec<&'static str> {
@@ -215,4 +235,60 @@ fn node_failed(error: &merak_trace::Error) -> bool {
         error,
         E::Collective { .. } | E::Kernel { .. } | E::Backend { .. }
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use merak_zero::{LrSchedule, LrSchedulerKwargs, LrSchedulerType, ZeroConfig, ZeroStage};
+
+    #[test]
+    fn a_setting_of_the_optimizer_is_told_with_the_key_that_gives_it() {
+        let configs = [
+            ZeroConfig {
+                reduce_bucket_size: 0,
+                ..ZeroConfig::default()
+            },
+            ZeroConfig {
+                gather_bucket_size: 0,
+                ..ZeroConfig::default()
+            },
+            ZeroConfig {
+                threads: 0,
+                ..ZeroConfig::default()
+            },
+            ZeroConfig {
+                max_grad_norm: f64::NAN,
+                ..ZeroConfig::default()
+            },
+        ];
+        let mut errors: Vec<_> = configs.map(|config| config.validate().unwrap_err()).into();
+        errors.push(ZeroStage::try_from(2).unwrap_err());
+        errors.push("lion".parse::<merak_zero::OptimizerKind>().unwrap_err());
+        let kwargs = LrSchedulerKwargs {
+            power: Some(-1.0),
+            ..LrSchedulerKwargs::default()
+        };
+        for (kwargs, lr) in [(kwargs, 0.1), (LrSchedulerKwargs::default(), -1.0)] {
+            let made = LrSchedule::new(LrSchedulerType::Polynomial, &kwargs, lr, 0, 9);
+            errors.push(made.unwrap_err());
+        }
+        let found: Vec<_> = errors
+            .into_iter()
+            .flat_map(|error| Error::from(error).keys())
+            .collect();
+        let expected = [
+            "zero_reduce_bucket_size",
+            "zero_allgather_bucket_size",
+            "compute.threads_per_rank",
+            "max_grad_norm",
+            "zero_stage",
+            "optim",
+            "lr_scheduler_kwargs",
+            "learning_rate",
+        ];
+        assert_eq!(found, expected);
+        let known: Vec<_> = crate::config::keys().map(|key| key.name).collect();
+        assert!(found.iter().all(|key| known.contains(key)));
+    }
 }

@@ -1,7 +1,6 @@
 //! Parts of messages.
 
-use super::Error;
-use crate::{config::DataFormat, data::DataFingerprint};
+use super::{ConfigError, Error};
 use merak_ckpt::words::{file, sentence};
 use std::{fmt, path::Path};
 
@@ -60,7 +59,7 @@ pub(super) fn other_length(lengths: Option<[u64; 2]>) -> String {
 }
 
 /// The data of a checkpoint.
-pub(super) fn saved_with(data: Option<&DataFingerprint>) -> String {
+pub(super) fn saved_with(data: Option<&str>) -> String {
     data.map(|data| format!(" ({data})")).unwrap_or_default()
 }
 
@@ -73,9 +72,9 @@ pub(super) fn other_share(part: &str) -> &'static str {
 }
 
 /// The content that a file of records needs.
-pub(super) fn records_of(format: DataFormat) -> &'static str {
+pub(super) fn records_of(format: &str) -> &'static str {
     match format {
-        DataFormat::Jsonl => "a JSON object in each line",
+        "jsonl" => "a JSON object in each line",
         _ => "a line with the names of the columns and a line for each record",
     }
 }
@@ -123,7 +122,7 @@ pub(super) fn did_you_mean(nearest: Option<&str>) -> String {
 }
 
 /// Messages one after the other.
-pub(super) fn all_of(errors: &[Error]) -> String {
+pub(super) fn all_of(errors: &[ConfigError]) -> String {
     let messages: Vec<_> = errors.iter().map(ToString::to_string).collect();
     messages.join(" and ")
 }

@@ -1,7 +1,7 @@
 //! Whether an output folder, and what lies in it, can be a run's. Nothing here changes a folder.
 
 use super::{ASIDE, FILES, MOVING, REMOVED, start::Found};
-use crate::{Error, Result};
+use crate::error::{Error, FolderError, Result};
 use merak_ckpt::{Store, format::CHECKPOINTS, words::file};
 use std::{
     fs, io,
@@ -17,10 +17,10 @@ pub(super) fn check_link(path: &Path) -> Result<()> {
         Some(entry) if entry.is_symlink() && !entry.exists() => {
             let to = fs::read_link(entry).unwrap_or_default();
             let reason = format!("it is a link to {}, and nothing is there", file(&to));
-            Err(Error::OutputDir {
+            Err(Error::Folder(FolderError::OutputDir {
                 path: entry.to_owned(),
                 source: io::Error::new(io::ErrorKind::NotFound, reason),
-            })
+            }))
         }
         _ => Ok(()),
     }
@@ -28,9 +28,11 @@ pub(super) fn check_link(path: &Path) -> Result<()> {
 
 /// Checks that the output folder can be made, without making it.
 pub(super) fn check_place(output_dir: &Path) -> Result<()> {
-    let refused = |path: &Path, source| Error::OutputDir {
-        path: path.to_owned(),
-        source,
+    let refused = |path: &Path, source| {
+        Error::Folder(FolderError::OutputDir {
+            path: path.to_owned(),
+            source,
+        })
     };
     // Such as an illegal name, or a parent folder that may not be read.
     if let Err(error) = fs::metadata(output_dir)
@@ -59,7 +61,7 @@ pub(super) fn check_place(output_dir: &Path) -> Result<()> {
 
 /// Checks that entries under the names of a run's files and folders can be a run's.
 pub(super) fn check_names(folder: &Path) -> Result<()> {
-    let refused = |path: PathBuf, source| Error::OutputDir { path, source };
+    let refused = |path: PathBuf, source| Error::Folder(FolderError::OutputDir { path, source });
     for name in FILES {
         let path = folder.join(name);
         match merak_ckpt::open_regular(&path) {

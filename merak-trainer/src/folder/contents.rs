@@ -4,7 +4,7 @@ use super::{
     MOVING,
     moves::{lies_within, run_in},
 };
-use crate::{Error, Result};
+use crate::error::{Error, FolderError, Result};
 use merak_ckpt::{
     Store,
     format::{CHECKPOINTS, parse_step_name},
@@ -37,11 +37,13 @@ impl Contents {
     /// Looks at a folder, which need not exist.
     ///
     /// # Errors
-    /// [`Error::OutputDir`] where the folder cannot be read.
+    /// [`FolderError::OutputDir`] where the folder cannot be read.
     pub(crate) fn of(folder: &Path) -> Result<Self> {
-        Self::look(folder).map_err(|source| Error::OutputDir {
-            path: folder.to_owned(),
-            source,
+        Self::look(folder).map_err(|source| {
+            Error::Folder(FolderError::OutputDir {
+                path: folder.to_owned(),
+                source,
+            })
         })
     }
 
@@ -106,9 +108,9 @@ impl Contents {
     /// Where the checkpoint of a step lies now.
     pub(crate) fn path_of(&self, step: u64) -> PathBuf {
         let stores = self.stores();
-        let paths = stores.iter().map(|store| store.path_of(step));
+        let mut paths = stores.iter().map(|store| store.path_of(step));
         let there = paths.clone().find(|path| path.exists());
-        there.or_else(|| paths.last()).unwrap_or_default()
+        there.or_else(|| paths.next_back()).unwrap_or_default()
     }
 
     /// Where the checkpoint lies now that the file `latest` names.

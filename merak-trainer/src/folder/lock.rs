@@ -1,7 +1,7 @@
 //! The lock of a folder, and the folders that are made for a run.
 
 use super::{LOCK, moves::remove_if_empty};
-use crate::{Error, Result};
+use crate::error::{Error, FolderError, Result};
 use merak_ckpt::{Error as CkptError, HeldFile};
 use std::{
     fs, io,
@@ -21,14 +21,14 @@ pub(super) fn lock(folder: &Path) -> Result<HeldFile> {
 /// The error of a lock that cannot be taken.
 pub(super) fn not_held(folder: &Path, error: CkptError) -> Error {
     match error {
-        CkptError::InUse { path, holder } => Error::RunInUse {
+        CkptError::InUse { path, holder } => Error::Folder(FolderError::RunInUse {
             folder: path,
             holder,
-        },
-        CkptError::Io { source, .. } => Error::OutputDir {
+        }),
+        CkptError::Io { source, .. } => Error::Folder(FolderError::OutputDir {
             path: folder.to_owned(),
             source,
-        },
+        }),
         other => other.into(),
     }
 }

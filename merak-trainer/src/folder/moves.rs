@@ -1,7 +1,6 @@
 //! The entries of a run as they are moved, put back and removed.
 
-use super::{ASIDE, Contents, EARLIER, FILES, MOVING, REMOVED};
-use crate::{metrics::METRICS_DRAFT, trainer::ADAPTER};
+use super::{ADAPTER, ASIDE, Contents, EARLIER, FILES, METRICS_DRAFT, MOVING, REMOVED};
 use merak_ckpt::{Store, format::CHECKPOINTS, words::file};
 use std::{
     fs, io,

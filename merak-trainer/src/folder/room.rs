@@ -1,16 +1,15 @@
 //! How a run makes room for itself in a folder that has one.
 
 use super::{
-    ASIDE, Contents, MOVING, RESOLVED, RunFolder,
+    ADAPTER, ASIDE, Contents, METRICS_DRAFT, METRICS_FILE, MOVING, RESOLVED, RunFolder,
     moves::{
         elsewhere, free_names, free_within, place_checkpoints, remove_aside, remove_run, set_aside,
     },
     start::{Found, Start, adapter_of, has_trained_adapter},
 };
 use crate::{
-    CheckedArguments, Error, Result,
-    metrics::{METRICS_DRAFT, METRICS_FILE},
-    trainer::ADAPTER,
+    config::CheckedArguments,
+    error::{Error, FolderError, Result},
 };
 use merak_ckpt::{Store, words::file, write_regular};
 use std::{fmt::Write as _, fs, io, path::Path, sync::atomic::Ordering};
@@ -85,6 +84,23 @@ impl Room {
     }
 }
 
+/// The line about a run that is moved to a place.
+fn told_move(fate: Fate, run: &str, place: &str) -> String {
+    match fate {
+        Fate::Aside => {
+            format!("replaces  the run in {run}, which lies in {place} until the first checkpoint")
+        }
+        Fate::LaterKept(step) => {
+            format!(
+                "keeps     the checkpoints after step {step} and a copy of the metrics in {place}"
+            )
+        }
+        Fate::Kept | Fate::Stays | Fate::Removed => {
+            format!("keeps     the run in {run}, which has no checkpoint to go on from, as {place}")
+        }
+    }
+}
+
 impl RunFolder {
     /// What [`RunFolder::begin`] would do to the run that is in the folder, as lines to print.
     /// Changes nothing.
@@ -111,30 +127,8 @@ impl RunFolder {
             let kept = file(&path.join(next()));
             let _ = writeln!(text, "keeps     the run in {aside} as {kept}");
         }
-        let (name, what) = match room.own {
+        let name = match room.own {
             Fate::Stays => return Ok(text),
-            Fate::Aside => (
-                ASIDE.to_owned(),
-                format!(
-                    "replaces  the run in {run}, which lies in {aside} until the first checkpoint"
-                ),
-            ),
-            Fate::Kept => {
-                let name = next();
-                let kept = file(&path.join(&name));
-                let what = format!(
-                    "keeps     the run in {run}, which has no checkpoint to go on from, as {kept}"
-                );
-                (name, what)
-            }
-            Fate::LaterKept(step) => {
-                let name = next();
-                let kept = file(&path.join(&name));
-                let what = format!(
-                    "keeps     the checkpoints after step {step} and a copy of the metrics in {kept}"
-                );
-                (name, what)
-            }
             Fate::Removed => {
                 let _ = writeln!(
                     text,
@@ -142,11 +136,16 @@ impl RunFolder {
                 );
                 return Ok(text);
             }
+            Fate::Aside => ASIDE.to_owned(),
+            Fate::Kept | Fate::LaterKept(_) => next(),
         };
-        let _ = writeln!(text, "{what}");
-        let there = elsewhere(&path).map_err(|source| Error::OutputDir {
-            path: path.clone(),
-            source,
+        let moved = told_move(room.own, &run, &file(&path.join(&name)));
+        let _ = writeln!(text, "{moved}");
+        let there = elsewhere(&path).map_err(|source| {
+            Error::Folder(FolderError::OutputDir {
+                path: path.clone(),
+                source,
+            })
         })?;
         if let Some(there) = there.filter(|_| found.newest_step.is_some()) {
             let within = file(&free_within(&there, &name, &contents));

@@ -1,8 +1,9 @@
 //! How a run takes its folder, and what it finds there.
 
-use super::{ASIDE, Contents, EARLIER, moves::run_in};
+use super::{ADAPTER, ADAPTER_CONFIG, ASIDE, Contents, EARLIER, METRICS_FILE, moves::run_in};
 use crate::{
-    ADAPTER_CONFIG, CheckedArguments, Error, Result, metrics::METRICS_FILE, trainer::ADAPTER,
+    config::CheckedArguments,
+    error::{Error, FolderError, Result},
 };
 use merak_ckpt::{format::CHECKPOINTS, has_lora};
 use std::{
@@ -45,7 +46,7 @@ impl Start {
                 runs.iter().any(|run| has_trained_adapter(run))
             };
             if has_lora(&path, name)? && !matches!(self, Self::GoesOn { .. }) && !is_of_run() {
-                return Err(Error::AdapterExists { path });
+                return Err(Error::Folder(FolderError::AdapterExists { path }));
             }
         }
         let found = Found::look(folder)?;
@@ -57,12 +58,12 @@ impl Start {
             None if found.has_metrics => format!("{METRICS_FILE}, and no checkpoint"),
             None => "it has recorded nothing".to_owned(),
         };
-        Err(Error::RunExists {
+        Err(Error::Folder(FolderError::RunExists {
             folder: folder.to_owned(),
             found: what,
             has_checkpoint: found.newest_step.is_some(),
             aside: found.aside.filter(|_| found.newest_step.is_none()),
-        })
+        }))
     }
 }
 

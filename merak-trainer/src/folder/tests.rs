@@ -1,10 +1,12 @@
 //! What happens to the run in a folder, whatever begins or goes on there.
 
 use super::{moves::run_in, *};
-use crate::metrics::METRICS_DRAFT;
-use crate::{ADAPTER_CONFIG, MerakArguments, trainer::ADAPTER};
+use crate::{
+    config::{InputPath, MerakArguments},
+    error::FolderError,
+};
 use merak_ckpt::{Header, Store, format::CHECKPOINTS};
-use std::io;
+use std::{io, path::Path};
 
 fn args(folder: &Path, change: impl FnOnce(&mut MerakArguments)) -> CheckedArguments {
     let mut args = MerakArguments {
@@ -104,7 +106,7 @@ fn the_replaced_run_lies_aside_until_the_first_save() {
     let path = folder.path();
     run(path, 7);
     fs::write(path.join("notes.txt"), "mine").unwrap();
-    let mut new = take(&replacing(path)).unwrap();
+    let new = take(&replacing(path)).unwrap();
     assert_eq!(steps(path), [7], "nothing moves before the run begins");
     new.begin(None).unwrap();
     let aside = new.replaced().expect("it lies aside");
@@ -112,7 +114,7 @@ fn the_replaced_run_lies_aside_until_the_first_save() {
     assert_eq!(names(&aside), ["checkpoints", METRICS_FILE]);
     assert_eq!(names(path), [".lock", RESOLVED, "notes.txt", ASIDE]);
     run(path, 1);
-    new.on_save(Path::new("step"));
+    new.drop_replaced();
     assert_eq!(new.replaced(), None);
     drop(new);
     assert_eq!(
@@ -255,7 +257,7 @@ fn checkpoints_behind_a_link_are_replaced_there_and_the_new_ones_go_there_too() 
     keeps     the checkpoints after step 3 and a copy of the metrics in run/earlier-run-1
               its checkpoints lie in disk/there/earlier-run-1 then, and the new ones in disk/there
     ");
-    let mut new = take(&replacing(path)).unwrap();
+    let new = take(&replacing(path)).unwrap();
     new.begin(None).unwrap();
     let aside = new.replaced().unwrap();
     assert_eq!((steps(path), steps(&aside)), (vec![], vec![7]));
@@ -268,7 +270,7 @@ fn checkpoints_behind_a_link_are_replaced_there_and_the_new_ones_go_there_too() 
     new.begin(None).unwrap();
     run(path, 1);
     assert!(there.join("step-00000001").is_dir() && old.is_dir());
-    new.on_save(Path::new("step"));
+    new.drop_replaced();
     assert_eq!(names(&there), ["latest", ASIDE, "step-00000001"]);
     assert!(path.join(CHECKPOINTS).is_symlink() && !path.join(ASIDE).exists());
     drop(new);
@@ -320,9 +322,9 @@ fn auto_without_a_checkpoint_begins_anew_and_keeps_what_was_there() {
     let path = folder.path();
     let metrics = |step: u64| format!("{{\"step\":{step}}}\n");
     let auto = |from: Option<u64>| {
-        let mut auto = take(&resuming(path, "auto")).unwrap();
+        let auto = take(&resuming(path, "auto")).unwrap();
         auto.begin(from).unwrap();
-        auto.on_save(Path::new("step"));
+        auto.drop_replaced();
     };
     // A run that has recorded nothing is not kept.
     fs::write(path.join(RESOLVED), "tp = 1\n").unwrap();
@@ -411,7 +413,10 @@ fn later_checkpoints_behind_a_link_are_set_aside_where_they_lie() {
         assert_eq!(latest, Some(Store::in_output_dir(&kept).path_of(10)));
         // What was set aside is a run of its own.
         let other = on_from(kept.join("checkpoints/step-00000010"), 10).unwrap_err();
-        assert!(matches!(other, Error::RunExists { .. }), "{other}");
+        assert!(
+            matches!(other, Error::Folder(FolderError::RunExists { .. })),
+            "{other}"
+        );
         run(path, 20);
         on_from(link.clone(), 5).unwrap();
         assert_eq!(steps(&path.join("earlier-run-2")), [20]);
@@ -443,7 +448,7 @@ fn a_refused_run_leaves_no_empty_folder_and_a_link_to_nowhere_is_named() {
             RunFolder::check(&args).unwrap_err(),
         ] {
             assert!(refused.is_user_error(), "{refused}");
-            let text = crate::chain(&refused);
+            let text = chain(&refused);
             assert!(
                 text.contains("a link to nowhere, and nothing is there"),
                 "{text}"
@@ -461,10 +466,10 @@ fn auto_with_leave_to_overwrite_replaces_a_run_without_a_checkpoint() {
         args.resume_from_checkpoint = Some("auto".to_owned());
         args.overwrite_output_dir = true;
     });
-    let mut auto = take(&both).unwrap();
+    let auto = take(&both).unwrap();
     auto.begin(None).unwrap();
     assert!(auto.replaced().unwrap().join(METRICS_FILE).exists());
-    auto.on_save(Path::new("step"));
+    auto.drop_replaced();
     drop(auto);
     assert_eq!(names(path), [RESOLVED]);
 }
@@ -510,7 +515,7 @@ fn what_others_have_among_the_checkpoints_stays_there() {
     );
     fs::write(&notes, "mine").unwrap();
     fs::write(&draft, "mine").unwrap();
-    let mut new = take(&replacing(path)).unwrap();
+    let new = take(&replacing(path)).unwrap();
     new.begin(None).unwrap();
     assert_eq!(steps(&new.replaced().unwrap()), [7]);
     assert_eq!(names(&path.join(CHECKPOINTS)), [".tmp-notes", "notes.txt"]);
@@ -519,7 +524,7 @@ fn what_others_have_among_the_checkpoints_stays_there() {
     assert_eq!(steps(path), [7]);
     new.begin(None).unwrap();
     run(path, 1);
-    new.on_save(Path::new("step"));
+    new.drop_replaced();
     assert!(notes.exists() && draft.exists());
     assert_eq!(steps(path), [1]);
     assert!(!path.join(ASIDE).exists());
@@ -566,7 +571,7 @@ fn an_adapter_of_no_run_is_neither_replaced_nor_set_aside() {
     let lora = folder.path().join("lora.json");
     let training = |name: &str, resume: Option<&str>| {
         args(path, |args| {
-            args.lora_config = Some(crate::InputPath(lora.clone()));
+            args.lora_config = Some(InputPath(lora.clone()));
             args.adapter_name.0 = name.to_owned();
             args.resume_from_checkpoint = resume.map(ToOwned::to_owned);
             args.overwrite_output_dir = resume.is_none();
@@ -644,6 +649,6 @@ fn a_removed_folder_is_made_anew_and_held() {
     assert_eq!(names(&path), [".lock", RESOLVED]);
     assert!(matches!(
         take(&resuming(&path, "auto")),
-        Err(Error::RunInUse { .. })
+        Err(Error::Folder(FolderError::RunInUse { .. }))
     ));
 }

@@ -10,13 +10,10 @@ use merak_ckpt::{lies_at, open_to_write, words, write_regular};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::error::{Error, Result};
-
-/// Where a run's records are in its folder.
-pub const METRICS_FILE: &str = "metrics.jsonl";
-
-/// Its name while it is written anew or copied.
-pub(crate) const METRICS_DRAFT: &str = "metrics.jsonl.new";
+use crate::{
+    error::{Error, Result},
+    folder::METRICS_DRAFT,
+};
 
 /// What a logged step reports: every `logging_steps` steps, the first step of a run or of its
 /// resumed part, and the last one. A number that is not finite is written as `null`.
@@ -50,19 +47,6 @@ pub struct StepMetrics {
     /// Seconds since training started, evaluating and saving included. A resumed run goes on from
     /// the last record that it keeps.
     pub time_s: f64,
-}
-
-/// What an evaluation reports.
-#[derive(Debug, Clone, PartialEq, Default, Serialize)]
-pub struct EvaluationMetrics {
-    /// Optimizer steps done.
-    pub step: usize,
-    /// Validation loss in nats per token.
-    pub eval_loss: f64,
-    /// Samples evaluated.
-    pub eval_samples: usize,
-    /// Seconds that the evaluation took.
-    pub eval_runtime: f64,
 }
 
 /// Records appended to a file, each handed to the operating system before the next step starts.
@@ -213,6 +197,7 @@ fn replace(path: &Path, text: &str) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::trainer::EvaluationMetrics;
 
     fn record(step: usize) -> StepMetrics {
         StepMetrics {

@@ -10,7 +10,11 @@ use merak_ckpt::words;
 use serde::Serialize;
 
 use super::{EvaluationMetrics, METRICS_FILE, MetricsFile, Progress, StepMetrics, resident_bytes};
-use crate::{Callback, CheckedArguments, Error, MerakTrainer, Result, StepReport};
+use crate::{
+    config::CheckedArguments,
+    error::{Error, FolderError, Result},
+    trainer::{Callback, MerakTrainer, StepReport},
+};
 
 /// Writes `metrics.jsonl` and shows progress, on the rank that it is given to.
 ///
@@ -50,7 +54,7 @@ impl Reporter {
     ///
     /// # Errors
     ///
-    /// [`Error::OutputDir`] when the file cannot be read or written.
+    /// [`FolderError::OutputDir`] when the file cannot be read or written.
     pub fn start(
         &self,
         trainer: &MerakTrainer,
@@ -62,7 +66,7 @@ impl Reporter {
         let file = MetricsFile::open(&output_dir.join(METRICS_FILE), first_step);
         // Nothing has run yet: the folder is at fault.
         let file = file.map_err(|error| match error {
-            Error::Write { path, source } => Error::OutputDir { path, source },
+            Error::Write { path, source } => Error::Folder(FolderError::OutputDir { path, source }),
             other => other,
         })?;
         let mut report = Report {

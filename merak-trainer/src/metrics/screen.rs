@@ -1,6 +1,6 @@
 //! The terminal that bars and lines share.
 
-use crate::Callback;
+use crate::trainer::Callback;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use merak_ckpt::cli::StandardError;
 use std::{

@@ -1,7 +1,8 @@
 //! The part of a plan that does not depend on costs: the graph of a rank, in segments.
 
 use crate::{
-    BackendChoice, CheckedArguments, Error, InputPath, Result,
+    config::{BackendChoice, CheckedArguments, InputPath},
+    error::{Error, PlanError, Result},
     plan::{BASE_NAME, Lora},
 };
 use merak_ckpt::{AdaptError, LoraConfig, adapt};
@@ -136,10 +137,10 @@ impl Draft {
 /// Checks what the arguments say about the model.
 fn check(info: &ModelInfo, args: &CheckedArguments) -> Result<()> {
     if args.pp > info.num_layers {
-        return Err(Error::FewerLayers {
+        return Err(Error::Plan(PlanError::FewerLayers {
             layers: info.num_layers,
             stages: args.pp,
-        });
+        }));
     }
     for (key, token) in [
         ("eos_token_id", args.eos_token_id),
@@ -147,7 +148,7 @@ fn check(info: &ModelInfo, args: &CheckedArguments) -> Result<()> {
     ] {
         let vocab = info.vocab_size;
         if let Some(token) = token.filter(|&token| token as usize >= vocab) {
-            return Err(Error::UnknownToken { key, token, vocab });
+            return Err(Error::Plan(PlanError::UnknownToken { key, token, vocab }));
         }
     }
     Ok(())
@@ -160,7 +161,7 @@ fn of_file(error: Error, args: &CheckedArguments) -> Error {
             if !matches!(*reason, AdaptError::Name { .. }) =>
         {
             let path = path.clone();
-            Error::AdapterFile { path, reason }
+            Error::Plan(PlanError::AdapterFile { path, reason })
         }
         (error, _) => error,
     }

@@ -3,7 +3,7 @@
 
 use super::RankStages;
 use super::params::Floats;
-use crate::Result;
+use crate::error::Result;
 use merak_ckpt::{FactorName, FactorRole};
 use merak_mpu::ReduceOp;
 use merak_trace::{Beside, Param, Placement};

@@ -2,8 +2,8 @@
 
 use super::RankStages;
 use crate::{
-    Result,
     data::{Batch, IGNORED_LABEL, LABELS, SampleTensor},
+    error::Result,
 };
 use merak_mpu::{DType, Message, Packet};
 use merak_pipe::{Action, StageModule};

@@ -1,7 +1,7 @@
 //! The parameters of a rank's stages: those that are trained, as the optimizer lays them out, and
 //! the frozen ones.
 
-use crate::Result;
+use crate::error::Result;
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use merak_mpu::{Buffer, DType};
 use merak_trace::{Backend, Param, Value};

@@ -1,10 +1,10 @@
 //! libtorch as the device of a rank's optimizer.
 
-use crate::Device;
+use crate::config::Device;
 use merak_mpu::{Buffer, DType, Rank};
 use merak_trace::{
     Backend, Error,
-    backend::tch::{AdamStep, SgdStep, StepRange, Tch, TchDevice},
+    backend::tch::{AdamScalars, SgdScalars, StepRange, Tch, TchDevice},
 };
 use merak_zero::{DeviceError, OptimizerKind, Step, StepDevice, sums_of_squares};
 use std::{ops::Range, sync::Arc};
@@ -76,7 +76,7 @@ impl StepDevice for Steps {
                 let [exp_avg, exp_avg_sq] = state else {
                     return Err("Adam keeps two moments".into());
                 };
-                let step = AdamStep {
+                let step = AdamScalars {
                     lr,
                     betas: [config.adam_beta1, config.adam_beta2],
                     epsilon: config.adam_epsilon,
@@ -89,7 +89,7 @@ impl StepDevice for Steps {
                 self.backend.adam(&step, params, grads, moments, &pieces)?;
             }
             OptimizerKind::Sgd => {
-                let step = SgdStep {
+                let step = SgdScalars {
                     lr,
                     momentum: config.sgd_momentum,
                     nesterov: config.nesterov,

@@ -3,7 +3,7 @@
 //! Each use accumulates apart, and the uses are added in model order at the end of a step, on one
 //! rank as on many: so neither the cut into stages nor the schedule changes a bit of the sum.
 
-use crate::{Plan, Result};
+use crate::{error::Result, plan::Plan};
 use merak_mpu::{Buffer, Group, Mpu, ReduceOp};
 use merak_partition::RankPrograms;
 use merak_trace::{Backend, Call, GradStore, Op, RunContext, TensorType, TiedParam};

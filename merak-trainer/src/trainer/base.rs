@@ -2,7 +2,7 @@
 //! the run's checkpoints, which all refer to them.
 
 use super::MerakTrainer;
-use crate::Result;
+use crate::error::Result;
 use merak_ckpt::{Base, Checkpoint, Header, Kind, Store};
 use merak_mpu::ReduceOp;
 use std::collections::BTreeSet;

@@ -1,7 +1,11 @@
 //! Which checkpoint of a run has the best evaluation.
 
-use super::{MerakTrainer, checkpoint::ADAPTER};
-use crate::{BestMetric, Error, Result, metrics::EvaluationMetrics};
+use super::{EvaluationMetrics, MerakTrainer};
+use crate::{
+    config::BestMetric,
+    error::{Error, Result, ResumeError},
+    folder::ADAPTER,
+};
 use merak_ckpt::{Checkpoint, Store, replace_lora};
 use merak_mpu::ReduceOp;
 use serde::{Deserialize, Serialize};
@@ -108,10 +112,12 @@ impl MerakTrainer {
         };
         if best.step != self.progress.global_step {
             let loaded = self.load_step(best);
-            loaded.map_err(|source| Error::BestModel {
-                step: best.step,
-                last: self.progress.global_step,
-                source: Box::new(source),
+            loaded.map_err(|source| {
+                Error::Resume(ResumeError::BestModel {
+                    step: best.step,
+                    last: self.progress.global_step,
+                    source: Box::new(source),
+                })
             })?;
         }
         Ok(Some(best))
@@ -126,7 +132,7 @@ impl MerakTrainer {
                 if !best.is_of(&checkpoint) {
                     let path = checkpoint.path().to_owned();
                     let difference = format!("it is not the one that was judged: {}", best.score);
-                    return Err(Error::OtherModel { path, difference });
+                    return Err(Error::Resume(ResumeError::OtherModel { path, difference }));
                 }
                 let weights = self.read_weights(&checkpoint, false)?;
                 Ok((checkpoint, weights))

@@ -6,8 +6,10 @@ use super::{
     shards::ShardSource,
 };
 use crate::{
-    CheckedArguments, Error, Result, StepPart,
+    config::CheckedArguments,
     data::{DataFingerprint, DataPosition, TrainingOrder},
+    error::{Error, PlanError, Result, StepPart},
+    folder::{ADAPTER, ADAPTER_CONFIG},
     plan::BASE_NAME,
 };
 use merak_ckpt::{
@@ -22,12 +24,6 @@ use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
 };
-
-/// The name under which a checkpoint has the description of its adapter.
-pub const ADAPTER_CONFIG: &str = "adapter_config.json";
-
-/// The folder, within a run's, of its adapter in PEFT's format.
-pub(crate) const ADAPTER: &str = "adapter";
 
 /// What a resumed run needs besides tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -290,7 +286,7 @@ impl MerakTrainer {
         let tied = adapter.and_then(Adapter::tied_target);
         if let Some((param, layers)) = tied.and_then(|name| self.stages.plan.shared_layers(name)) {
             self.set_adapter(None)?;
-            return Err(Error::SharedTarget { param, layers });
+            return Err(Error::Plan(PlanError::SharedTarget { param, layers }));
         }
         let params = &self.stages.table;
         let layouts = params

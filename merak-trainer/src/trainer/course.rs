@@ -2,8 +2,9 @@
 
 use super::{TrainerParts, evaluation};
 use crate::{
-    CheckedArguments, Error, Result,
-    data::{BatchShape, Dataset, TrainingOrder, has_labels},
+    config::CheckedArguments,
+    data::{BatchShape, Dataset, IGNORED_LABEL, TrainingOrder, has_labels},
+    error::{ConfigError, DataError, Error, Result},
 };
 use merak_zero::LrSchedule;
 
@@ -38,10 +39,10 @@ impl Course {
                 evaluation::order(args, data.len())?;
             }
             None if args.load_best_model_at_end && order.is_some() => {
-                return Err(Error::MissingKey {
+                return Err(Error::Config(ConfigError::MissingKey {
                     key: "data.path",
                     advice: "\"load_best_model_at_end\" needs data to evaluate".to_owned(),
-                });
+                }));
             }
             None => {}
         }
@@ -56,7 +57,7 @@ impl Course {
 /// Refuses data of which nothing can be learned: no sample has a label.
 ///
 /// # Errors
-/// [`Error::NoLabels`], or when a sample cannot be read.
+/// [`DataError::NoLabels`], or when a sample cannot be read.
 pub(super) fn check_labels(args: &CheckedArguments, parts: &TrainerParts) -> Result<()> {
     if let Some(data) = &parts.train_data {
         check_part(args, "training", &**data, data.len())?;
@@ -77,11 +78,12 @@ fn check_part(
     if has_labels(data, samples)? {
         return Ok(());
     }
-    Err(Error::NoLabels {
+    Err(Error::Data(DataError::NoLabels {
         part,
         samples,
+        ignored: IGNORED_LABEL,
         path: args.data.path.as_ref().map(|path| path.0.clone()),
-    })
+    }))
 }
 
 /// How the arguments cut a global batch.

@@ -2,14 +2,29 @@
 
 use super::MerakTrainer;
 use crate::{
-    CheckedArguments, Forward, Result, StepPart,
+    config::CheckedArguments,
     data::{BatchShape, Dataset, EvaluationOrder, collate},
-    metrics::EvaluationMetrics,
+    error::{ConfigError, Result, StepPart},
+    plan::Forward,
     stage::{StepInputs, StepModule, count_labels},
 };
 use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp};
 use merak_trace::Interpreter;
+use serde::Serialize;
 use std::{collections::VecDeque, sync::Arc, time::Instant};
+
+/// What an evaluation reports.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub struct EvaluationMetrics {
+    /// Optimizer steps done.
+    pub step: usize,
+    /// Validation loss in nats per token.
+    pub eval_loss: f64,
+    /// Samples evaluated.
+    pub eval_samples: usize,
+    /// Seconds that the evaluation took.
+    pub eval_runtime: f64,
+}
 
 impl MerakTrainer {
     /// The mean loss over the evaluation data, each sample once; the same on every rank. Where it
@@ -33,13 +48,13 @@ impl MerakTrainer {
     fn evaluate_all(&mut self) -> Result<EvaluationMetrics> {
         let start = Instant::now();
         let Some(data) = self.parts.eval_data.clone() else {
-            return Err(crate::Error::MissingKey {
+            return Err(crate::error::Error::Config(ConfigError::MissingKey {
                 key: "data.path",
                 advice: "evaluation needs data".to_owned(),
-            });
+            }));
         };
         let order = order(&self.args, data.len())?;
-        let batch = batch(&self.args, data.len());
+        let batch = self.args.evaluation_batch(data.len());
         let forward = Forward::loss(batch, self.stages.plan.draft.seq_length);
         let programs = self.programs.get(&self.stages, forward)?;
         let mpu = Arc::clone(&self.stages.mpu);
@@ -176,20 +191,10 @@ impl<'a> Pace<'a> {
     }
 }
 
-/// Rows of a microbatch: at most the samples of a replica, as the rest would be padding. With
-/// `dataloader_drop_last` the configured size stays, as it decides which samples are dropped.
-pub(crate) fn batch(args: &CheckedArguments, samples: usize) -> usize {
-    if args.dataloader_drop_last {
-        return args.per_device_eval_batch_size;
-    }
-    let most = samples.div_ceil(args.dp).max(1);
-    args.per_device_eval_batch_size.min(most)
-}
-
 /// The order of the samples.
 pub(super) fn order(args: &CheckedArguments, samples: usize) -> Result<EvaluationOrder> {
     let shape = BatchShape {
-        batch: batch(args, samples),
+        batch: args.evaluation_batch(samples),
         microbatches: args.gradient_accumulation_steps,
         dp: args.dp,
     };

@@ -6,7 +6,7 @@ mod programs;
 use self::decoding::Generation;
 pub(super) use self::programs::Programs;
 use super::MerakTrainer;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 use merak_ckpt::{Completion, Decoding, GenerateOptions, NewToken, Sampler};
 use std::ops::{ControlFlow, Range};
 

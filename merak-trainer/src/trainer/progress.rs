@@ -2,8 +2,8 @@
 
 use super::course::Course;
 use crate::{
-    Error, Result,
     data::{DataPosition, TrainingOrder},
+    error::{ConfigError, Error, Result},
 };
 use merak_pipe::Span;
 use std::{collections::VecDeque, time::Duration};
@@ -41,10 +41,13 @@ impl RunProgress {
 
     /// The order of training; an error without training data.
     pub(super) fn order(&self) -> Result<&TrainingOrder> {
-        self.course.order.as_ref().ok_or(Error::MissingKey {
-            key: "data.path",
-            advice: "training needs data".to_owned(),
-        })
+        self.course
+            .order
+            .as_ref()
+            .ok_or(Error::Config(ConfigError::MissingKey {
+                key: "data.path",
+                advice: "training needs data".to_owned(),
+            }))
     }
 
     /// How far the run has come in its data.

@@ -3,10 +3,13 @@
 
 use super::{
     TrainerParts,
-    checkpoint::{ADAPTER_CONFIG, LoadedCheckpoint, RunState},
+    checkpoint::{LoadedCheckpoint, RunState},
 };
 use crate::{
-    CheckedArguments, Error, Plan, Result, config::nearest, folder::Contents, plan::BASE_NAME,
+    config::{CheckedArguments, nearest},
+    error::{Error, Result, ResumeError, chain},
+    folder::{ADAPTER_CONFIG, Contents},
+    plan::{BASE_NAME, Plan},
 };
 use merak_ckpt::{
     Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, TensorEntry, format::CHECKPOINTS,
@@ -88,7 +91,7 @@ impl Iterator for Candidates {
 
 /// Warns that `auto` passes over a damaged checkpoint.
 pub(super) fn pass_over(error: &dyn std::error::Error) {
-    tracing::warn!(error = crate::world::chain(error), "checkpoint passed over");
+    tracing::warn!(error = chain(error), "checkpoint passed over");
 }
 
 /// The checkpoints of a run's folder, best first. `tells` says whether to warn of a file `latest`
@@ -148,7 +151,7 @@ pub(super) fn with_words(error: Error, from: &str) -> Error {
             if matches!(*reason, CkptError::NotFound { .. }) && !WORDS.contains(&from) =>
         {
             let nearest = nearest(from, WORDS.into_iter()).map(Into::into);
-            Error::NoCheckpoint { reason, nearest }
+            Error::Resume(ResumeError::NoCheckpoint { reason, nearest })
         }
         other => other,
     }
@@ -208,19 +211,21 @@ pub(super) fn check(
 ) -> Result<Option<RunState>> {
     let path = || checkpoint.path().to_owned();
     let header = &checkpoint.manifest().header;
-    let state = RunState::read(&header.state, args).map_err(|error| Error::OtherModel {
-        path: path(),
-        difference: format!("its run state cannot be read: {error}"),
+    let state = RunState::read(&header.state, args).map_err(|error| {
+        Error::Resume(ResumeError::OtherModel {
+            path: path(),
+            difference: format!("its run state cannot be read: {error}"),
+        })
     })?;
     check_adapter(checkpoint, plan, state.is_none(), args.finetune)?;
     check_model(checkpoint, plan, state.is_none(), args.finetune)?;
     if let Some(state) = state.as_ref().filter(|_| !args.finetune) {
         if !args.no_load_rng && !state.has_rng {
-            return Err(Error::MissingPart {
+            return Err(Error::Resume(ResumeError::MissingPart {
                 path: path(),
                 part: "random state".to_owned(),
                 flag: "no_load_rng",
-            });
+            }));
         }
         if !args.no_load_optim {
             check_optimizer(checkpoint, plan, args, state)?;
@@ -241,7 +246,7 @@ fn check_adapter(
     let path = checkpoint.path();
     let other = |difference: String| {
         let path = path.to_owned();
-        Err(Error::OtherModel { path, difference })
+        Err(Error::Resume(ResumeError::OtherModel { path, difference }))
     };
     let manifest = checkpoint.manifest();
     let saved_name = manifest.header.model["adapter_name"]
@@ -331,9 +336,11 @@ fn check_model(
     is_release: bool,
     is_base: bool,
 ) -> Result<()> {
-    let other = |difference: String| Error::OtherModel {
-        path: checkpoint.path().to_owned(),
-        difference,
+    let other = |difference: String| {
+        Error::Resume(ResumeError::OtherModel {
+            path: checkpoint.path().to_owned(),
+            difference,
+        })
     };
     let manifest = checkpoint.manifest();
     let params = plan.graph.params();
@@ -411,11 +418,11 @@ fn check_optimizer(
     let path = || checkpoint.path().to_owned();
     let names = args.zero_config(1).optimizer.state_names();
     let lacks = |part: String| {
-        Err(Error::MissingPart {
+        Err(Error::Resume(ResumeError::MissingPart {
             path: path(),
             part,
             flag: "no_load_optim",
-        })
+        }))
     };
     if !saved.has_optimizer {
         if names.is_empty() {
@@ -454,11 +461,11 @@ fn check_optimizer(
     let saved = saved
         .optim
         .map_or("another optimizer", |optim| optim.as_str());
-    Err(Error::OtherOptimizer {
+    Err(Error::Resume(ResumeError::OtherOptimizer {
         path: path(),
         found: described(saved, &found),
         expected: described(args.optim.as_str(), names),
-    })
+    }))
 }
 
 /// Checks that the data reach the position at which the run goes on.
@@ -472,13 +479,13 @@ fn check_position(
     let position = saved.position.samples;
     match &parts.train_data {
         Some(data) if position > data.len() && !args.ignore_data_skip => {
-            Err(Error::PositionBehindEnd {
+            Err(Error::Resume(ResumeError::PositionBehindEnd {
                 path: checkpoint.path().to_owned(),
                 position,
                 samples: data.len(),
                 length: other_length(plan, checkpoint),
-                saved: saved.data.map(Box::new),
-            })
+                saved: saved.data.map(|data| data.to_string()),
+            }))
         }
         _ => Ok(()),
     }

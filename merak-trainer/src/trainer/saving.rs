@@ -5,7 +5,7 @@ use super::{
     MerakTrainer,
     shards::{ShardSource, StagingMemory},
 };
-use crate::{Result, StepPart, error::no_thread};
+use crate::error::{Result, StepPart, no_thread};
 use merak_ckpt::{Base, Draft, Header, PendingShard, Store};
 use merak_mpu::ReduceOp;
 use serde_json::Value;

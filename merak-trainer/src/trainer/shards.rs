@@ -1,7 +1,7 @@
 //! What a rank writes of a checkpoint: which pieces of which tensors, and where their values are.
 
 use super::MerakTrainer;
-use crate::{Result, stage::ParamMemory};
+use crate::{error::Result, stage::ParamMemory};
 use merak_ckpt::{
     Checkpoint, Cut, DType, Draft, Kind, Layout, Look, OwnedPiece, PendingShard, Piece, Shard,
     ShardKind, Staging,

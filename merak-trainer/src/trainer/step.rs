@@ -2,9 +2,9 @@
 
 use super::MerakTrainer;
 use crate::{
-    Error, Result, StepPart,
     data::{Batch, Loader, Requests},
-    stage::{StepInputs, StepModule, StepResult, count_labels},
+    error::{Error, Result, StepPart},
+    stage::{NamedTensors, StepInputs, StepModule, StepResult, count_labels},
 };
 use merak_mpu::{ReduceOp, into_vec};
 use merak_pipe::panic_message;
@@ -14,9 +14,6 @@ use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
-
-/// This rank's slices of parameters, or their gradients, by the parameters' names.
-pub type NamedTensors = Vec<(String, Vec<f32>)>;
 
 /// What a step did, the same on every rank but for the times.
 #[derive(Debug, Clone, PartialEq)]

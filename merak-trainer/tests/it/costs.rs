@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use merak_pipe::{Action, Kind, ScheduleKind};
 use merak_trainer::{
-    Callback, CostCache, CostModel, Error, FirstSteps, Measurement, Plan, Prediction, Result,
-    StepReport, Workload,
+    Callback, CostCache, CostModel, Error, FirstSteps, Measurement, Plan, PlanError, Prediction,
+    Result, StepReport, Workload,
 };
 use tempfile::tempdir;
 
@@ -13,9 +13,10 @@ use crate::support::Case;
 
 fn predicted(case: &Case, costs: &CostModel) -> Prediction {
     let args = case.arguments();
-    let plan = Plan::with_costs(&case.inputs(), &args, costs).expect("the case can be planned");
+    let plan = Plan::with_costs(&case.inputs(), &args, &costs.under(&args))
+        .expect("the case can be planned");
     let prediction = plan
-        .predict(&args, costs)
+        .predict(&costs.under(&args))
         .expect("its stages have programs");
     prediction.expect("times were measured")
 }
@@ -91,7 +92,11 @@ fn operations_are_counted_where_nothing_is_to_be_measured() {
     let costs = CostModel::of(&case.inputs(), &case.arguments(), None).unwrap();
     assert!(matches!(costs, CostModel::Counted));
     let plan = case.plan();
-    assert!(plan.predict(&case.arguments(), &costs).unwrap().is_none());
+    assert!(
+        plan.predict(&costs.under(&case.arguments()))
+            .unwrap()
+            .is_none()
+    );
 }
 
 #[test]
@@ -101,7 +106,8 @@ fn searches_go_by_measured_times_and_predictions_by_what_they_found() {
         .with("partition_method", "exact")
         .with("train_schedule", "auto");
     let costs = CostModel::of(&case.inputs(), &case.arguments(), None).unwrap();
-    let plan = Plan::with_costs(&case.inputs(), &case.arguments(), &costs).unwrap();
+    let args = case.arguments();
+    let plan = Plan::with_costs(&case.inputs(), &args, &costs.under(&args)).unwrap();
     assert!(plan.partition.method.starts_with("exact by measured times"));
     assert!(plan.search.is_some());
     let counted = case.plan();
@@ -148,11 +154,14 @@ fn a_limit_of_memory_moves_the_stages_or_says_what_would_do() {
     let limited = |limit: usize| plan(&case.clone().with("autopipe.memory_limit", limit));
     let roomy = limited(1 << 30).unwrap();
     assert_eq!(roomy.partition.stage_bounds, free.partition.stage_bounds);
-    let Err(Error::StageMemory { least, .. }) = limited(1000) else {
+    let Err(Error::Plan(PlanError::StageMemory { least, .. })) = limited(1000) else {
         unreachable!("no stage fits into a thousand bytes");
     };
     let tight = limited(least).unwrap();
-    assert!(matches!(limited(least - 1), Err(Error::StageMemory { .. })));
+    assert!(matches!(
+        limited(least - 1),
+        Err(Error::Plan(PlanError::StageMemory { .. }))
+    ));
     // The fastest stages keep more than the smallest.
     assert_ne!(tight.partition.stage_bounds, free.partition.stage_bounds);
 }
@@ -289,7 +298,7 @@ fn a_faster_schedule_in_the_same_memory_is_told() {
             .with("per_device_train_batch_size", 1)
             .with("train_schedule", schedule)
             .with_microbatches(microbatches);
-        let found = case.plan().faster_schedule(&case.arguments(), &costs);
+        let found = case.plan().faster_schedule(&costs.under(&case.arguments()));
         found.expect("the stages have costs")
     };
     // Few microbatches: weight gradients fill the gaps, and 1f1b keeps as many activations on its
@@ -324,7 +333,7 @@ fn a_faster_schedule_that_keeps_more_is_not_told() {
     assert!(fullest(&other) * 10 > fullest(&own) * 11);
     let found = own
         .plan()
-        .faster_schedule(&own.arguments(), &CostModel::Counted);
+        .faster_schedule(&CostModel::Counted.under(&own.arguments()));
     assert_eq!(found.expect("the stages have costs"), None);
 }
 
@@ -419,7 +428,7 @@ fn a_limit_of_memory_that_no_schedule_keeps_is_refused_with_what_would_do() {
         };
         let error = limited(1000).unwrap_err();
         let text = error.to_string();
-        let Error::ScheduleMemory { needed: told, .. } = error else {
+        let Error::Plan(PlanError::ScheduleMemory { needed: told, .. }) = error else {
             unreachable!("no schedule fits into a thousand bytes: {text}");
         };
         assert!(told <= needed, "{text}");

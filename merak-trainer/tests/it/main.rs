@@ -7,6 +7,7 @@ mod data; // text sources, corpora, loaders
 mod faults; // failing ranks, damaged files
 mod files; // graphs and files have the same parameters
 mod laws; // what no topology, schedule or interruption may change
+mod layers; // no circles between modules
 mod parity; // numbers of transformers
 mod soak; // memory that long runs hold
 mod support; // small trainings on any topology

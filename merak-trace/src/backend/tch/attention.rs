@@ -92,6 +92,33 @@ enum Kernel {
     Composed,
 }
 
+/// The gradients of queries, keys and values by the device's blockwise kernel.
+fn flash_backward(
+    [dout, q, k, v, out, lse]: [&Tensor; 6],
+    sizes: &Sizes,
+    spec: &op::Attention,
+) -> Outcome<(Tensor, Tensor, Tensor)> {
+    // The operands for samples of unequal lengths and for dropout stay undefined.
+    let none = Tensor::new();
+    Tensor::f_internal_scaled_dot_product_flash_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        &none,
+        &none,
+        sizes.q_len,
+        sizes.k_len,
+        0.0,
+        spec.causal,
+        &none,
+        &none,
+        spec.scale,
+    )
+}
+
 impl Node<'_> {
     /// `q, k, v, (seen), (table, index) -> out, lse`. The `lse` of a query that sees no key is 0,
     /// and its result too.
@@ -156,27 +183,8 @@ impl Node<'_> {
                 self.at(outcome())?
             }
             Kernel::Device => {
-                // The operands for samples of unequal lengths and for dropout stay undefined.
-                let none = Tensor::new();
-                self.at(
-                    Tensor::f_internal_scaled_dot_product_flash_attention_backward(
-                        &dout,
-                        &q,
-                        &k,
-                        &v,
-                        &out,
-                        lse,
-                        &none,
-                        &none,
-                        sizes.q_len,
-                        sizes.k_len,
-                        0.0,
-                        spec.causal,
-                        &none,
-                        &none,
-                        spec.scale,
-                    ),
-                )?
+                let operands = [&dout, &q, &k, &v, &out, lse];
+                self.at(flash_backward(operands, &sizes, spec))?
             }
             Kernel::Composed => {
                 let mut outcome = || {

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 /// The scalars of a step of [Adam](https://arxiv.org/abs/1412.6980), algorithm 1, or of
 /// [AdamW](https://arxiv.org/abs/1711.05101), algorithm 2.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AdamStep {
+pub struct AdamScalars {
     /// Learning rate.
     pub lr: f64,
     /// Decay of the two moments.
@@ -31,7 +31,7 @@ pub struct AdamStep {
 
 /// The scalars of a step of stochastic gradient descent.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SgdStep {
+pub struct SgdScalars {
     /// Learning rate.
     pub lr: f64,
     /// Momentum; 0 keeps none.
@@ -99,7 +99,7 @@ impl Tch {
     /// When a buffer is another backend's, or libtorch fails.
     pub fn adam(
         &self,
-        step: &AdamStep,
+        step: &AdamScalars,
         params: &mut dyn Buffer,
         grads: &dyn Buffer,
         [exp_avg, exp_avg_sq]: [&mut dyn Buffer; 2],
@@ -123,7 +123,7 @@ impl Tch {
             ];
             let weight_decay = if decays { step.weight_decay } else { 0.0 };
             shim::adam(
-                &AdamStep {
+                &AdamScalars {
                     weight_decay,
                     ..*step
                 },
@@ -139,7 +139,7 @@ impl Tch {
     /// When a buffer is another backend's, or libtorch fails.
     pub fn sgd(
         &self,
-        step: &SgdStep,
+        step: &SgdScalars,
         params: &mut dyn Buffer,
         grads: &dyn Buffer,
         momentum: Option<&mut dyn Buffer>,
@@ -287,7 +287,7 @@ mod tests {
             let mut moments = [buffer(&tch, &[0.0; 37]), buffer(&tch, &[0.0; 37])];
             let (mut expected, mut state) = (noise(1), [[0.0_f64; 2]; 37]);
             for time in 1..4_u64 {
-                let step = AdamStep {
+                let step = AdamScalars {
                     lr: 0.1,
                     betas: [0.9, 0.99],
                     epsilon: 1e-8,
@@ -336,7 +336,7 @@ mod tests {
             let mut state = buffer(&tch, &[0.0; 37]);
             let (mut expected, mut carried) = (noise(1), [0.0_f64; 37]);
             for _ in 0..3 {
-                let step = SgdStep {
+                let step = SgdScalars {
                     lr: 0.1,
                     momentum,
                     nesterov,

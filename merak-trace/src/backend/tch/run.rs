@@ -12,6 +12,10 @@ use tch::{Kind, TchError, Tensor};
 pub(super) type Outcome<T = Tensor> = Result<T, TchError>;
 
 /// Runs a node.
+#[expect(
+    clippy::too_many_lines,
+    reason = "a table with one entry per operation"
+)]
 pub(super) fn run(backend: &Tch, call: Call<'_>, inputs: Vec<Value>) -> Result<Vec<Value>> {
     let node = Node { backend, call };
     if call.results.iter().any(|ty| kind(ty.dtype).is_none()) {

@@ -1,7 +1,7 @@
 //! Kernels of ATen that the tch crate does not bind.
 #![expect(unsafe_code, reason = "calls into C++")]
 
-use super::optimizer::AdamStep;
+use super::optimizer::AdamScalars;
 use crate::{Error, Result};
 use std::{
     ffi::{CStr, c_char},
@@ -161,7 +161,7 @@ pub(super) fn add_product(node: &str, a: &Tensor, b: &Tensor, sum: &mut Tensor) 
 }
 
 /// A fused step on lists of parameters, gradients and both moments, all of one length.
-pub(super) fn adam(step: &AdamStep, lists: &[Vec<Tensor>; 4]) -> Result<()> {
+pub(super) fn adam(step: &AdamScalars, lists: &[Vec<Tensor>; 4]) -> Result<()> {
     let count = lists[0].len();
     assert!(
         lists.iter().all(|list| list.len() == count),

@@ -160,8 +160,8 @@ impl Pipeline {
         let inputs = PlanInputs::read(Arc::clone(model), args)?;
         Plan::new(&inputs, args)?.check_memory(args, &[Workload::Training])?;
         let costs = CostModel::of(&inputs, args, None)?;
-        let plan = Arc::new(Plan::with_costs(&inputs, args, &costs)?);
-        let prediction = plan.predict(args, &costs)?;
+        let plan = Arc::new(Plan::with_costs(&inputs, args, &costs.under(args))?);
+        let prediction = plan.predict(&costs.under(args))?;
         let ranks = self.records(&plan, args)?;
         let cores = prediction
             .as_ref()
@@ -261,7 +261,7 @@ fn compared(
     let ran = Timeline {
         ranks: spans.collect(),
     };
-    plan.compare_stages(prediction, &ran)
+    Ok(plan.compare_stages(prediction, &ran)?)
 }
 
 /// The medians of each stage over the rounds.

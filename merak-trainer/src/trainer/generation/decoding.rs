@@ -1,8 +1,9 @@
 //! The decode loop of one replica: groups of prompts go round the pipeline.
 
 use crate::{
-    Forward, Result,
     data::{Batch, Microbatch, SampleTensor},
+    error::Result,
+    plan::Forward,
     stage::{Decoded, StepInputs, StepModule},
     trainer::MerakTrainer,
 };

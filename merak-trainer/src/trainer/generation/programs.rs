@@ -1,6 +1,6 @@
 //! Forward programs, by size.
 
-use crate::{Forward, Result, stage::RankStages};
+use crate::{error::Result, plan::Forward, stage::RankStages};
 use merak_trace::Interpreter;
 use std::{collections::BTreeMap, sync::Arc};
 

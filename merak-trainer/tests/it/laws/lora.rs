@@ -215,7 +215,7 @@ fn a_resumed_adapter_goes_on_where_it_stood() {
     );
 }
 
-/// A checkpoint has the trained parameters in files of its own, and refers to a base for the others.
+/// A checkpoint has the trained parameters in files of its own, and refers to a base for the rest.
 fn assert_stands_on_base(saved: &Checkpoint, trained: &[String], all: usize) {
     let tensors = saved.manifest().tensors_of(&Kind::Parameter);
     let (own, shared): (Vec<_>, Vec<_>) =

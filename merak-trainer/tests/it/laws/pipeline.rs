@@ -1,7 +1,7 @@
 //! L1: schedule, cut, recomputation and compute threads change no bit.
 
 use merak_pipe::{Action, Kind};
-use merak_trainer::{Error, NamedTensors};
+use merak_trainer::{Error, NamedTensors, PlanError};
 
 use crate::support::{Case, Run, assert_same_bits};
 
@@ -305,7 +305,7 @@ fn within(case: &Case, budget: usize) -> Result<Case, usize> {
         .with("recompute", "budget")
         .with("activation_memory_budget", budget);
     match case.try_plan() {
-        Err(Error::ActivationBudget { least, .. }) => Err(least),
+        Err(Error::Plan(PlanError::ActivationBudget { least, .. })) => Err(least),
         _ => Ok(case),
     }
 }

@@ -1,0 +1,56 @@
+//! Errors of a run's folder.
+
+use super::words::{by_auto, replaced_run};
+use merak_ckpt::words::file;
+use std::{io, path::PathBuf};
+
+/// What is wrong with the folder of a run.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FolderError {
+    /// A folder that has a run already.
+    #[error(
+        "{}, which \"output_dir\" names, has a run already ({found}): {}, replace it by --overwrite_output_dir, or name \
+         another folder{}",
+        file(folder), by_auto(*has_checkpoint), replaced_run(aside.as_deref())
+    )]
+    RunExists {
+        /// The folder.
+        folder: PathBuf,
+        /// The signs of the run.
+        found: String,
+        /// Whether there is a checkpoint to go on from.
+        has_checkpoint: bool,
+        /// Where the run to be replaced lies, while this one has saved nothing.
+        aside: Option<PathBuf>,
+    },
+    /// An adapter where a run is to write its own.
+    #[error(
+        "{} has an adapter already, which no run of this folder has trained: move it away, or name another \
+         \"output_dir\" or \"adapter_name\"",
+        file(path)
+    )]
+    AdapterExists {
+        /// The folder of the adapter.
+        path: PathBuf,
+    },
+    /// A folder that another process writes.
+    #[error(
+        "{}, which \"output_dir\" names, is in use by {holder}: wait until that has ended, or name another folder",
+        file(folder)
+    )]
+    RunInUse {
+        /// The folder.
+        folder: PathBuf,
+        /// The process.
+        holder: String,
+    },
+    /// An output folder that cannot be written.
+    #[error("cannot write into {}, which \"output_dir\" names", file(path))]
+    OutputDir {
+        /// The folder, or what stands in its way.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+}
