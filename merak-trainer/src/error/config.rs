@@ -18,7 +18,7 @@ pub enum ConfigError {
         /// The most similar known key.
         nearest: Option<String>,
     },
-    /// Several keys of a layer that no version knows, each an [`Error::UnknownKey`].
+    /// Several keys of a layer that no version knows, each an [`ConfigError::UnknownKey`].
     #[error("{}", all_of(.0))]
     UnknownKeys(Vec<Self>),
     /// A value of another type than its key's.

@@ -2,10 +2,11 @@
 
 use std::{fs, path::Path};
 
-/// The modules, each of which imports from those before it.
-const ORDER: [&str; 14] = [
+/// The modules of the library, each of which imports from those before it. The commands are a
+/// crate of their own above it.
+const ORDER: [&str; 13] = [
     "error", "machine", "config", "folder", "world", "network", "data", "plan", "memory", "stage",
-    "trainer", "metrics", "costs", "commands",
+    "trainer", "metrics", "costs",
 ];
 
 /// Every file of a folder, with its text.
