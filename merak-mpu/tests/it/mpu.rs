@@ -165,7 +165,7 @@ fn options_of_init_each_have_an_effect() {
 }
 
 #[test]
-fn several_processes_are_refused_with_the_variable_that_asked_for_them() {
+fn processes_that_cannot_find_rank_0_are_refused_with_the_variable_that_asked_for_them() {
     let launch = |variables: &'static [(&str, &str)]| {
         Launch::from_lookup(|name| {
             let found = variables.iter().find(|(key, _)| *key == name);
@@ -182,8 +182,8 @@ fn several_processes_are_refused_with_the_variable_that_asked_for_them() {
     let error = InitOptions::default().init_launched(&four).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "SLURM_NTASKS asks for 4 processes, but this build has no engine between processes: \
-         start one process, whose ranks are threads, and unset SLURM_NTASKS"
+        "the engine tcp does not fit: SLURM_NTASKS asks for 4 processes on several hosts, and \
+         nothing says on which host rank 0 is: set MASTER_ADDR to it, or build with --features mpi"
     );
     // Outside of a step, SLURM's variables speak of the job and start nothing.
     let script = launch(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0")]).unwrap();

@@ -204,7 +204,11 @@ impl Lines {
     }
 
     fn show(&mut self, out: &mut Vec<u8>, is_line: bool) {
-        out.extend_from_slice(self.form.prefix.as_deref().unwrap_or_default().as_bytes());
+        let prefix = self.form.prefix.as_deref().unwrap_or_default().as_bytes();
+        // The lines of our own commands have it.
+        if !self.begun.starts_with(prefix) {
+            out.extend_from_slice(prefix);
+        }
         if self.form.escapes {
             let text = String::from_utf8_lossy(&self.begun);
             out.extend_from_slice(plain(&text).as_bytes());
@@ -266,6 +270,7 @@ mod tests {
         let bytes: Vec<&[u8]> = b"one\ntwo\n\nfour".chunks(1).collect();
         assert_eq!(prefixed(&bytes), whole);
         assert_eq!(prefixed(&[]), "");
+        assert_eq!(prefixed(&[whole.as_bytes()]), whole);
     }
 
     #[test]

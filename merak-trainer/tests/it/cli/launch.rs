@@ -26,7 +26,7 @@ fn launch(place: &Workplace, options: &str, script: &str) -> Command {
 }
 
 /// Runs a command to its end, which must come before the deadline.
-fn end(place: &Workplace, mut command: Command) -> Ended {
+pub(super) fn end(place: &Workplace, mut command: Command) -> Ended {
     let child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -43,7 +43,7 @@ fn end(place: &Workplace, mut command: Command) -> Ended {
     place.ended(&output.expect("its output is read"))
 }
 
-fn kill(signal: &str, pid: u32) {
+pub(super) fn kill(signal: &str, pid: u32) {
     let script = format!("kill -{signal} {pid}");
     let sent = Command::new("sh").arg("-c").arg(script).status();
     assert!(sent.expect("a shell").success());
