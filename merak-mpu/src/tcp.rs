@@ -25,12 +25,17 @@
 mod communicator;
 mod frame;
 mod groups;
+#[cfg(target_os = "linux")]
+mod handover;
 mod link;
 mod mesh;
 mod mill;
 mod moves;
 mod op;
 mod session;
+#[cfg(target_os = "linux")]
+mod shared;
+mod wire;
 
 pub use crate::control::JoinOptions;
 
@@ -84,6 +89,15 @@ fn join_at(options: &JoinOptions, listener: Option<TcpListener>) -> Result<Membe
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn world(n: usize, timeout: Duration) -> Result<Vec<Member>> {
+    world_of(&JoinOptions::new(0, n, "127.0.0.1", 0).with_timeout(timeout))
+}
+
+/// [`world`] of the size of some options; the rank, the host and the port are this function's.
+///
+/// # Errors
+/// As [`world`].
+pub fn world_of(options: &JoinOptions) -> Result<Vec<Member>> {
+    let n = options.world_size;
     let lacks = |rank, error: std::io::Error| Error::NoResource {
         rank,
         what: "socket",
@@ -92,8 +106,12 @@ pub fn world(n: usize, timeout: Duration) -> Result<Vec<Member>> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
     let listener = listener.map_err(|error| lacks(0, error))?;
     let address = listener.local_addr().map_err(|error| lacks(0, error))?;
-    let options =
-        |rank| JoinOptions::new(rank, n, "127.0.0.1", address.port()).with_timeout(timeout);
+    let options = |rank| JoinOptions {
+        rank,
+        host: "127.0.0.1".to_owned(),
+        port: address.port(),
+        ..options.clone()
+    };
     thread::scope(|scope| {
         let mut listener = Some(listener);
         let joins: Vec<_> = (0..n)
