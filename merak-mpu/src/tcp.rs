@@ -1,4 +1,4 @@
-//! Ranks as processes that are connected by sockets, on one host or several.
+//! Ranks as processes, on one host or several.
 //!
 //! The processes meet at the address of rank 0, connect each with every other, and check in every
 //! build, before data move, that all members call the same collective. One thread of a process
@@ -14,6 +14,12 @@
 //!
 //! Up to 16 KiB travel with the call itself; more wait until the receiver has called too, so that
 //! they go straight from buffer to buffer, and nobody has to store them.
+//!
+//! Processes of one Linux host move bytes through memory that both map, unless
+//! [`JoinOptions::shared_memory`] says otherwise; a socket beside it wakes a process that sleeps.
+//! Its thread looks for bytes for some microseconds before it sleeps where the host has a core for
+//! each of its ranks. All others move bytes through sockets. Up to 256 MiB that collectives have
+//! needed for themselves are kept for the next ones.
 //!
 //! A second line to rank 0 carries heartbeats and failures: a process that is killed is missed at
 //! once, one that is stopped or cut off after [`JoinOptions::beat_timeout`], and every other rank
