@@ -15,7 +15,7 @@ import time
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 BATCHES = 7
 BATCH_BYTES = 64 << 20
-ROUNDS = 5
+ROUNDS = 3
 PORT = 29_800
 
 

@@ -1,4 +1,4 @@
-//! Ranks as processes that are connected by sockets, on one host or several.
+//! Ranks as processes, on one host or several.
 //!
 //! The processes meet at the address of rank 0, connect each with every other, and check in every
 //! build, before data move, that all members call the same collective. One thread of a process
@@ -15,6 +15,12 @@
 //! Up to 16 KiB travel with the call itself; more wait until the receiver has called too, so that
 //! they go straight from buffer to buffer, and nobody has to store them.
 //!
+//! Processes of one Linux host move bytes through memory that both map, unless
+//! [`JoinOptions::shared_memory`] says otherwise; a socket beside it wakes a process that sleeps.
+//! Its thread looks for bytes for some microseconds before it sleeps where the host has a core for
+//! each of its ranks. All others move bytes through sockets. Up to 256 MiB that collectives have
+//! needed for themselves are kept for the next ones.
+//!
 //! A second line to rank 0 carries heartbeats and failures: a process that is killed is missed at
 //! once, one that is stopped or cut off after [`JoinOptions::beat_timeout`], and every other rank
 //! gets [`Error::Aborted`] with the culprit's rank and its own operation.
@@ -25,12 +31,17 @@
 mod communicator;
 mod frame;
 mod groups;
+#[cfg(target_os = "linux")]
+mod handover;
 mod link;
 mod mesh;
 mod mill;
 mod moves;
 mod op;
 mod session;
+#[cfg(target_os = "linux")]
+mod shared;
+mod wire;
 
 pub use crate::control::JoinOptions;
 
@@ -84,6 +95,15 @@ fn join_at(options: &JoinOptions, listener: Option<TcpListener>) -> Result<Membe
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn world(n: usize, timeout: Duration) -> Result<Vec<Member>> {
+    world_of(&JoinOptions::new(0, n, "127.0.0.1", 0).with_timeout(timeout))
+}
+
+/// [`world`] of the size of some options; the rank, the host and the port are this function's.
+///
+/// # Errors
+/// As [`world`].
+pub fn world_of(options: &JoinOptions) -> Result<Vec<Member>> {
+    let n = options.world_size;
     let lacks = |rank, error: std::io::Error| Error::NoResource {
         rank,
         what: "socket",
@@ -92,8 +112,12 @@ pub fn world(n: usize, timeout: Duration) -> Result<Vec<Member>> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
     let listener = listener.map_err(|error| lacks(0, error))?;
     let address = listener.local_addr().map_err(|error| lacks(0, error))?;
-    let options =
-        |rank| JoinOptions::new(rank, n, "127.0.0.1", address.port()).with_timeout(timeout);
+    let options = |rank| JoinOptions {
+        rank,
+        host: "127.0.0.1".to_owned(),
+        port: address.port(),
+        ..options.clone()
+    };
     thread::scope(|scope| {
         let mut listener = Some(listener);
         let joins: Vec<_> = (0..n)

@@ -92,6 +92,11 @@ impl Desk {
 
 const GONE: &str = "its process ended without a goodbye";
 
+const STRANGE: &str = "it sent bytes that no rank sends";
+
+/// Most waits of other ranks that a verdict lists, so that it fits a frame in any world.
+const MOST_OTHERS: usize = 64;
+
 /// What the hub knows of another rank.
 struct Spoke {
     channel: Channel,
@@ -211,7 +216,7 @@ impl Hub {
                 self.handle(rank, note);
             } else {
                 spoke.has_left = true;
-                self.decide(rank, rank, "it sent bytes that no rank sends", true);
+                self.decide(rank, Rank(0), STRANGE, true);
                 return;
             }
         }
@@ -261,8 +266,9 @@ impl Hub {
         let all = own
             .into_iter()
             .chain(self.spokes.iter().flat_map(|spoke| spoke.waits.clone()));
-        let others: Vec<Wait> = all.filter(|other| other.rank != from).collect();
+        let mut others: Vec<Wait> = all.filter(|other| other.rank != from).collect();
         let culprit = culprit(&wait, &others);
+        others.truncate(MOST_OTHERS);
         let error = Error::Timeout {
             after,
             wait: Box::new(wait),
@@ -401,10 +407,20 @@ impl Ray {
 
     fn listen(&mut self) {
         let open = self.channel.read().unwrap_or(false);
-        while let Ok(Some(frame)) = self.channel.next(MOST_BYTES) {
+        loop {
+            let note = match self.channel.next(MOST_BYTES) {
+                Ok(Some(frame)) => Note::decode(&frame),
+                Ok(None) => break,
+                Err(malformed) => Err(malformed),
+            };
             self.last_beat = Instant::now();
-            if let Ok(Note::Poison(verdict)) = Note::decode(&frame) {
-                self.desk.state.poison(verdict);
+            match note {
+                Ok(Note::Poison(verdict)) => self.desk.state.poison(verdict),
+                Ok(_) => {}
+                Err(_) => {
+                    self.open = false;
+                    return self.lose(STRANGE.to_owned());
+                }
             }
         }
         if !open {

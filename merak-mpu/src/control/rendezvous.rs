@@ -41,6 +41,9 @@ pub struct JoinOptions {
     pub timeout: Duration,
     /// Longest silence of a process before the others count it as lost.
     pub beat_timeout: Duration,
+    /// Whether processes of one host share memory, the same on every rank. They do where the system
+    /// is Linux; without it they use sockets as processes of several hosts do.
+    pub shared_memory: bool,
     /// A name of the run, the same on every rank. Runs of different names may use one port.
     pub run: String,
     /// What must be equal on every rank, by name, as `("configuration", bytes)`.
@@ -58,6 +61,7 @@ impl JoinOptions {
             port,
             timeout,
             beat_timeout: default_beat(timeout),
+            shared_memory: true,
             run: String::new(),
             digests: Vec::new(),
         }
@@ -108,7 +112,8 @@ pub(crate) struct Meeting {
     pub(crate) hosts: Vec<usize>,
     /// Takes the connections of this process.
     pub(crate) data: TcpListener,
-    pub(crate) star: Star,
+    /// Taken by the control plane.
+    pub(crate) star: Option<Star>,
 }
 
 /// This process's connections of the control plane.
@@ -255,10 +260,10 @@ fn host(options: &JoinOptions, listener: TcpListener) -> Result<Meeting> {
         peers,
         hosts,
         data,
-        star: Star(Lines::Center {
+        star: Some(Star(Lines::Center {
             door,
             channels: channels.collect(),
-        }),
+        })),
     })
 }
 
@@ -511,7 +516,7 @@ fn visit(options: &JoinOptions) -> Result<Meeting> {
         peers,
         hosts,
         data,
-        star: Star(Lines::Ray(channel)),
+        star: Some(Star(Lines::Ray(channel))),
     })
 }
 

@@ -11,7 +11,7 @@ use crate::{
 pub(super) const HEADER_BYTES: usize = 32;
 
 /// Longest payload behind a header that is read before anything is done with it.
-pub(super) const MOST_PAYLOAD: usize = 2 << 20;
+pub(super) const MOST_PAYLOAD: usize = 64 << 20;
 
 /// What a frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

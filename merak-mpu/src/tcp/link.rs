@@ -4,11 +4,12 @@ use super::{
     frame::{HEADER_BYTES, Header, Kind},
     moves::Area,
     op::{GroupState, Op},
+    wire::Wire,
 };
 use crate::{Buffer, Message, control::wire::Malformed};
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
-    io::{self, ErrorKind, Read, Write},
+    io::{self, ErrorKind},
     net::TcpStream,
     sync::Arc,
 };
@@ -78,7 +79,7 @@ pub(super) enum Reading {
 /// The connection to one other process.
 #[derive(Debug)]
 pub(super) struct Link {
-    pub(super) stream: TcpStream,
+    pub(super) wire: Wire,
     queue: VecDeque<Frame>,
     pub(super) reading: Reading,
     incoming: Vec<u8>,
@@ -96,11 +97,9 @@ pub(super) struct Link {
 }
 
 impl Link {
-    pub(super) fn new(stream: TcpStream) -> io::Result<Self> {
-        stream.set_nonblocking(true)?;
-        stream.set_nodelay(true)?;
+    pub(super) fn new(socket: TcpStream) -> io::Result<Self> {
         Ok(Self {
-            stream,
+            wire: Wire::new(socket)?,
             queue: VecDeque::new(),
             reading: Reading::Frame,
             incoming: Vec::new(),
@@ -149,9 +148,9 @@ impl Link {
         while let Some(frame) = self.queue.front_mut() {
             let head = frame.head.len();
             let (written, len) = match &frame.body {
-                Body::None => (write(&self.stream, &frame.head[frame.sent..])?, 0),
+                Body::None => (self.wire.write(&frame.head[frame.sent..])?, 0),
                 body if frame.sent < head => {
-                    (write(&self.stream, &frame.head[frame.sent..])?, body.len())
+                    (self.wire.write(&frame.head[frame.sent..])?, body.len())
                 }
                 Body::Piece {
                     op,
@@ -164,7 +163,7 @@ impl Link {
                     let mut written = Ok(None);
                     let op = ops.get(op).ok_or(ErrorKind::NotFound)?;
                     op.read(*area, range, &mut |bytes| {
-                        written = write(&self.stream, bytes);
+                        written = self.wire.write(bytes);
                     })
                     .map_err(io::Error::other)?;
                     (written?, *len)
@@ -174,7 +173,7 @@ impl Link {
                     let mut written = Ok(None);
                     data.read(&mut |bytes| {
                         written = match bytes.get(done..) {
-                            Some(bytes) => write(&self.stream, bytes),
+                            Some(bytes) => self.wire.write(bytes),
                             None => Err(ErrorKind::InvalidInput.into()),
                         };
                     });
@@ -239,7 +238,7 @@ impl Link {
         self.used = 0;
         let len = self.incoming.len();
         self.incoming.resize(len + READ_BYTES, 0);
-        let read = read(&self.stream, &mut self.incoming[len..]);
+        let read = self.wire.read(&mut self.incoming[len..]);
         let got = match &read {
             Ok(Some(got)) => *got,
             Ok(None) | Err(_) => 0,
@@ -255,32 +254,6 @@ impl Body {
             Self::None => 0,
             Self::Piece { len, .. } => *len,
             Self::Packet(data) => data.len() * data.dtype().size_bytes(),
-        }
-    }
-}
-
-/// Writes some bytes; none where the socket takes none now.
-fn write(mut stream: &TcpStream, bytes: &[u8]) -> io::Result<Option<usize>> {
-    loop {
-        match stream.write(bytes) {
-            Ok(0) if !bytes.is_empty() => return Err(ErrorKind::WriteZero.into()),
-            Ok(written) => return Ok(Some(written)),
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
-            Err(error) => return Err(error),
-        }
-    }
-}
-
-/// Reads some bytes: 0 where none are there now, and none at the end of the stream.
-pub(super) fn read(mut stream: &TcpStream, bytes: &mut [u8]) -> io::Result<Option<usize>> {
-    loop {
-        match stream.read(bytes) {
-            Ok(0) => return Ok(None),
-            Ok(read) => return Ok(Some(read)),
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Some(0)),
-            Err(error) => return Err(error),
         }
     }
 }

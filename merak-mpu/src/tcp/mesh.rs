@@ -1,6 +1,6 @@
 //! Connecting every process with every other.
 
-use super::link::{Link, read};
+use super::{link::Link, wire::read};
 use crate::{
     Error, Rank, Result, Wait,
     control::{Control, State, poll},

@@ -3,7 +3,7 @@
 use super::{
     frame::{self, GroupKey, Header, Kind},
     groups::Groups,
-    link::{Body, Link, OpKey, Reading, read},
+    link::{Body, Link, OpKey, Reading},
     moves::{EAGER_BYTES, Piece},
     op::{GroupState, Op, Slot, Spares},
 };
@@ -26,11 +26,14 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// Longest sleep of the thread: it looks whether it should stop.
 const SLEEP: Duration = Duration::from_millis(500);
+
+/// How long the thread looks for bytes in shared memory before it sleeps.
+const SPIN: Duration = Duration::from_micros(20);
 
 /// What a thread of this process asks for.
 pub(super) enum Command {
@@ -90,6 +93,8 @@ pub(super) struct Mill {
     ops: BTreeMap<OpKey, Op>,
     early: BTreeMap<(OpKey, usize), Early>,
     spares: Spares,
+    /// There is a core for each rank of this host.
+    spins: bool,
     has_ended: bool,
 }
 
@@ -100,8 +105,10 @@ impl Mill {
         groups: Arc<Groups>,
         counter: Arc<Counter>,
         links: Vec<Option<Link>>,
+        spins: bool,
     ) -> Self {
         Self {
+            spins,
             state,
             control,
             groups,
@@ -112,6 +119,14 @@ impl Mill {
             spares: Spares::default(),
             has_ended: false,
         }
+    }
+
+    pub(super) fn control(&self) -> &Arc<Control> {
+        &self.control
+    }
+
+    pub(super) fn rank(&self) -> Rank {
+        self.state.rank
     }
 
     pub(super) fn run(mut self) {
@@ -135,7 +150,7 @@ impl Mill {
             self.write(rank);
         }
         for (rank, readable) in readable.into_iter().enumerate() {
-            let has_bytes = |link: &mut Link| !link.buffered().is_empty();
+            let has_bytes = |link: &mut Link| link.wire.has_bytes() || !link.buffered().is_empty();
             if readable || self.links[rank].as_mut().is_some_and(has_bytes) {
                 self.read(rank);
             }
@@ -148,21 +163,46 @@ impl Mill {
         }
     }
 
+    /// Looks for some time whether shared memory moves on, before a sleep that costs more.
+    fn spin(&self) {
+        let start = Instant::now();
+        while start.elapsed() < SPIN {
+            let mut links = self.links.iter().flatten().filter(|link| link.is_open);
+            if links.any(|link| link.wire.can_move(link.has_unsent()))
+                || self
+                    .counter
+                    .commands
+                    .try_lock()
+                    .is_ok_and(|asked| !asked.is_empty())
+            {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+    }
+
     /// Returns by rank whether bytes have come.
-    fn poll(&self, sleep: Duration) -> Vec<bool> {
+    fn poll(&self, mut sleep: Duration) -> Vec<bool> {
         let waker = Interest {
             read: true,
             write: false,
         };
+        if self.spins {
+            self.spin();
+        }
         let mut sockets = vec![(self.counter.waker.as_fd(), waker)];
         let mut ranks = Vec::new();
         for (rank, link) in self.links.iter().enumerate() {
             if let Some(link) = link.as_ref().filter(|link| link.is_open) {
+                let unsent = link.has_unsent();
+                if link.wire.begin_sleep(unsent) {
+                    sleep = Duration::ZERO;
+                }
                 let interest = Interest {
                     read: true,
-                    write: link.has_unsent(),
+                    write: unsent && link.wire.is_socket(),
                 };
-                sockets.push((link.stream.as_fd(), interest));
+                sockets.push((link.wire.as_fd(), interest));
                 ranks.push(rank);
             }
         }
@@ -635,7 +675,7 @@ impl Mill {
             0 => {
                 let mut got = Ok(Some(0));
                 op.write(area, start..start + left, &mut |bytes| {
-                    got = read(&link.stream, bytes);
+                    got = link.wire.read(bytes);
                 })
                 .map_err(io::Error::other)?;
                 match got? {
@@ -802,7 +842,7 @@ fn read_packets(link: &mut Link, reading: &mut Reading) -> io::Result<bool> {
                 if buffered > 0 {
                     bytes[..buffered].copy_from_slice(&link.buffered()[..buffered]);
                 } else {
-                    came = read(&link.stream, bytes);
+                    came = link.wire.read(bytes);
                 }
             });
             link.use_up(buffered);

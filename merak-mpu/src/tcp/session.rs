@@ -1,5 +1,7 @@
 //! One process's membership of a world over sockets.
 
+#[cfg(target_os = "linux")]
+use super::handover::Desk;
 use super::{
     communicator::Handle,
     groups::Groups,
@@ -12,7 +14,7 @@ use crate::{
     control::{Control, JoinOptions, Meeting, State},
 };
 use std::{
-    fmt,
+    fmt, panic,
     sync::{Arc, Mutex, atomic::Ordering},
     thread::{self, JoinHandle},
     time::Instant,
@@ -40,7 +42,33 @@ pub(super) struct Session {
 
 impl Session {
     /// Connects to the others that were met, and starts the threads.
-    pub(super) fn start(options: &JoinOptions, meeting: Meeting) -> Result<Self> {
+    pub(super) fn start(options: &JoinOptions, mut meeting: Meeting) -> Result<Self> {
+        let rank = Rank(options.rank);
+        let state = State::new(rank, options.world_size, options.timeout, meeting.epoch);
+        let state = Arc::new(state);
+        let star = meeting.star.take().expect("it is taken once");
+        let control = Control::start(&state, star, options.beat_timeout);
+        let control = control.map_err(|error| Error::NoResource {
+            rank: rank.0,
+            what: "control thread",
+            reason: error.to_string(),
+        })?;
+        let control = Arc::new(control);
+        let session = Self::connect(options, meeting, &state, &control);
+        if let Err(error) = &session {
+            // The others hear of it, and the control thread ends.
+            control.fail(rank, &error.to_string());
+            control.leave();
+        }
+        session
+    }
+
+    fn connect(
+        options: &JoinOptions,
+        meeting: Meeting,
+        state: &Arc<State>,
+        control: &Arc<Control>,
+    ) -> Result<Self> {
         let lacks = |what, error: &std::io::Error| Error::NoResource {
             rank: options.rank,
             what,
@@ -48,39 +76,55 @@ impl Session {
         };
         let Meeting {
             nonce,
-            epoch,
             peers,
             hosts,
             data,
-            star,
+            ..
         } = meeting;
-        let rank = Rank(options.rank);
-        let state = State::new(rank, options.world_size, options.timeout, epoch);
-        let state = Arc::new(state);
-        let control = Control::start(&state, star, options.beat_timeout);
-        let control = Arc::new(control.map_err(|error| lacks("control thread", &error))?);
+        let rank = state.rank;
         let counter = Counter::new().map_err(|error| lacks("socket", &error))?;
         let counter = Arc::new(counter);
         let groups = Arc::<Groups>::default();
-        let links = mesh::connect(&state, &control, nonce, &peers, &data)?;
+        #[cfg(target_os = "linux")]
+        let desk = Desk::open(nonce, rank).map_err(|error| lacks("Unix socket", &error))?;
+        #[cfg_attr(
+            not(target_os = "linux"),
+            expect(unused_mut, reason = "this system has no memory to share")
+        )]
+        let mut links = mesh::connect(state, control, nonce, &peers, &data)?;
+        #[cfg(target_os = "linux")]
+        if options.shared_memory {
+            desk.share(state, nonce, &hosts, &mut links)
+                .map_err(|error| lacks("shared memory", &error))?;
+        }
+        let here = hosts.iter().filter(|host| **host == hosts[rank.0]).count();
+        let cores = thread::available_parallelism().map_or(1, usize::from);
         let alarm = Arc::clone(&counter);
         state.on_poison(move || alarm.waker.wake());
         let mill = Mill::new(
-            Arc::clone(&state),
-            Arc::clone(&control),
+            Arc::clone(state),
+            Arc::clone(control),
             Arc::clone(&groups),
             Arc::clone(&counter),
             links,
+            options.shared_memory && here <= cores,
         );
         let builder = thread::Builder::new().name(format!("mill-{rank}"));
         let mill = builder
-            .spawn(move || mill.run())
+            .spawn(move || {
+                let (control, rank) = (Arc::clone(mill.control()), mill.rank());
+                // The world fails with its progress, so no broken invariant is seen.
+                let run = panic::AssertUnwindSafe(|| mill.run());
+                if panic::catch_unwind(run).is_err() {
+                    control.fail_soon(rank, "its progress thread panicked");
+                }
+            })
             .map_err(|error| lacks("progress thread", &error))?;
         Ok(Self {
-            state,
+            state: Arc::clone(state),
             groups,
             counter,
-            control,
+            control: Arc::clone(control),
             mill: Mutex::new(Some(mill)),
             hosts,
         })

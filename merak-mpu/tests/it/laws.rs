@@ -311,11 +311,39 @@ fn sums_are_the_same_bits_in_every_run() {
 
 #[test]
 fn a_started_collective_keeps_its_buffer_alive_when_the_rank_leaves() {
-    let sums = world(2, |member| {
+    let leave = |member: Member| {
         let group = member.world_group().unwrap();
         let buffer: Box<dyn Buffer> = Box::new(vec![1.0_f64; 10_000]);
         let pending = group.start_all_reduce(buffer, ReduceOp::Sum).unwrap();
         (member.rank() == 1).then(|| into_vec::<f64>(pending.wait().unwrap()).unwrap())
+    };
+    let expected = [None, Some(vec![2.0; 10_000])];
+    assert_eq!(world(2, leave), expected);
+    #[cfg(unix)]
+    assert_eq!(tcp_world(2, leave), expected);
+}
+
+#[cfg(unix)]
+#[test]
+fn what_a_process_sent_arrives_after_it_has_ended_its_part() {
+    const LEN: usize = 3 << 20;
+    let sums = tcp_world(3, |member| {
+        let group = member.world_group().unwrap();
+        if member.rank() == 2 {
+            let packet = Packet {
+                shape: vec![LEN],
+                data: Box::new(vec![3_u32; LEN]),
+            };
+            group.send(0, 5, vec![packet]).unwrap();
+            return 0;
+        }
+        if member.rank() == 1 {
+            return 0;
+        }
+        // Both others have ended meanwhile.
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        let packet = group.recv(2, 5).unwrap().remove(0);
+        into_vec::<u32>(packet.data).unwrap().iter().sum::<u32>()
     });
-    assert_eq!(sums, [None, Some(vec![2.0; 10_000])]);
+    assert_eq!(sums[0], 3 * LEN as u32);
 }

@@ -1,9 +1,14 @@
 #[cfg(unix)]
-use merak_mpu::{tcp, testing::tcp_world};
+use merak_mpu::{
+    Error, Member, run_members, tcp,
+    testing::{DEADLINE, tcp_world},
+};
 use merak_mpu::{
     testing::{suite, world},
     threads,
 };
+#[cfg(unix)]
+use std::time::Duration;
 
 #[test]
 fn threads_pass_every_check_in_worlds_of_one_to_five() {
@@ -46,5 +51,30 @@ fn tcp_survives_every_fault() {
         suite::faults(n, |n, timeout| {
             tcp::world(n, timeout).expect("there are sockets")
         });
+        suite::faults(n, over_sockets);
+    }
+}
+
+/// A world whose ranks do not share memory, as those of several hosts.
+#[cfg(unix)]
+fn over_sockets(n: usize, timeout: Duration) -> Vec<Member> {
+    let options = tcp::JoinOptions {
+        shared_memory: false,
+        ..tcp::JoinOptions::new(0, n, "127.0.0.1", 0).with_timeout(timeout)
+    };
+    tcp::world_of(&options).expect("there are sockets")
+}
+
+#[cfg(unix)]
+#[test]
+fn tcp_without_shared_memory_passes_every_check() {
+    for n in 1..=4 {
+        let checked = run_members(over_sockets(n, DEADLINE), 2 << 20, |member| {
+            for (_, check) in suite::CHECKS {
+                check(&member);
+            }
+            Ok::<_, Error>(())
+        });
+        checked.expect("every check passes");
     }
 }
