@@ -217,9 +217,9 @@ pub enum Error {
         found: &'static str,
     },
     /// An engine that this build does not have.
-    #[error("the engine {engine} is not in this build: {}", other_engine(engine, .instead))]
+    #[error("the engine {engine} is not in this build: choose {}", one_of(.instead))]
     EngineNotBuilt {
-        /// Its name, which is that of its feature.
+        /// Its name.
         engine: &'static str,
         /// The engines that are built in.
         instead: Vec<&'static str>,
@@ -232,17 +232,6 @@ pub enum Error {
         /// Why not, and what does.
         reason: String,
     },
-    /// The environment asks for one process per rank, which no engine of this build can connect.
-    #[error(
-        "{variable} asks for {world_size} processes, but this build has no engine between processes: \
-         start one process, whose ranks are threads, and unset {variable}"
-    )]
-    NoProcessEngine {
-        /// The variable that gave the world size.
-        variable: &'static str,
-        /// The number of processes.
-        world_size: usize,
-    },
 }
 
 fn also(others: &[Wait]) -> String {
@@ -254,17 +243,11 @@ fn also(others: &[Wait]) -> String {
     text
 }
 
-fn other_engine(engine: &str, instead: &[&str]) -> String {
-    let instead = match instead {
+fn one_of(names: &[&str]) -> String {
+    match names {
         [] => "none".to_owned(),
         [only] => (*only).to_owned(),
         [head @ .., last] => format!("{} or {last}", head.join(", ")),
-    };
-    // The engine of processes that every build with one has is behind no feature.
-    if engine == "tcp" {
-        format!("choose {instead}")
-    } else {
-        format!("build with --features {engine}, or choose {instead}")
     }
 }
 

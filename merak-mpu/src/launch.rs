@@ -118,7 +118,7 @@ impl Launch {
 ///
 /// # Errors
 /// [`Error::WorldSize`] when the degrees do not multiply to the world size,
-/// [`Error::NoProcessEngine`], [`Error::BadVariable`], [`Error::MissingVariable`].
+/// [`Error::UnfitEngine`], [`Error::BadVariable`], [`Error::MissingVariable`].
 ///
 /// ```
 /// assert_eq!(merak_mpu::init(1, 1, 1)?.world_size(), 1);

@@ -304,6 +304,9 @@ impl MerakTrainer {
     ///
     /// # Errors
     /// When a rank fails meanwhile.
+    ///
+    /// # Panics
+    /// Never: spans are plain data.
     pub fn gather_timeline(&self) -> Result<Timeline> {
         let spans: Vec<Span> = self
             .records

@@ -148,6 +148,9 @@ impl World {
     ///
     /// # Errors
     /// As [`run_world`]; [`Error::OtherRank`] in the processes of the ranks that did not fail.
+    ///
+    /// # Panics
+    /// Never: a process has a rank.
     pub fn run<T: Send>(
         &self,
         args: &CheckedArguments,

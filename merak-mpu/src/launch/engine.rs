@@ -37,14 +37,12 @@ pub enum ChosenEngine {
     Nccl,
 }
 
-/// The engines between processes that a build has.
+/// The engines between processes that a build has besides `tcp`, which every build has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Built {
-    /// The engine `tcp`.
-    pub tcp: bool,
-    /// The engine `mpi`, of the feature with that name.
+    /// The engine `mpi`.
     pub mpi: bool,
-    /// The engine `nccl`, of the feature with that name.
+    /// The engine `nccl`.
     pub nccl: bool,
 }
 
@@ -52,7 +50,6 @@ impl Built {
     /// The engines of this build.
     pub const fn here() -> Self {
         Self {
-            tcp: true,
             mpi: false,
             nccl: false,
         }
@@ -60,8 +57,7 @@ impl Built {
 
     fn has(self, engine: ChosenEngine) -> bool {
         match engine {
-            ChosenEngine::Threads => true,
-            ChosenEngine::Tcp => self.tcp,
+            ChosenEngine::Threads | ChosenEngine::Tcp => true,
             ChosenEngine::Mpi => self.mpi,
             ChosenEngine::Nccl => self.nccl,
         }
@@ -97,21 +93,19 @@ impl EngineKind {
     /// `Tcp`, each where it is built in.
     ///
     /// # Errors
-    /// [`Error::NoProcessEngine`] where the build has no engine for several processes,
     /// [`Error::EngineNotBuilt`], and [`Error::UnfitEngine`] for an engine that cannot connect what
     /// was launched.
     ///
     /// ```
     /// use merak_mpu::{Built, ChosenEngine, EngineKind, Launch};
-    /// let built = Built { tcp: true, ..Built::default() };
+    /// let built = Built::here();
     /// let alone = EngineKind::Auto.choose(&Launch::default(), built, false)?;
     /// assert_eq!(alone, ChosenEngine::Threads);
     ///
     /// let error = EngineKind::Mpi.choose(&Launch::default(), built, false).unwrap_err();
     /// assert_eq!(
     ///     error.to_string(),
-    ///     "the engine mpi is not in this build: \
-    ///      build with --features mpi, or choose threads or tcp",
+    ///     "the engine mpi is not in this build: choose threads or tcp",
     /// );
     /// # Ok::<(), merak_mpu::Error>(())
     /// ```
@@ -120,15 +114,8 @@ impl EngineKind {
             Self::Auto if launch.world_size == 1 => ChosenEngine::Threads,
             Self::Auto if on_cuda && built.nccl => ChosenEngine::Nccl,
             Self::Auto if launch.is_by_mpirun() && built.mpi => ChosenEngine::Mpi,
-            Self::Auto if built.tcp => ChosenEngine::Tcp,
-            Self::Auto => {
-                return Err(Error::NoProcessEngine {
-                    variable: launch.world_variable(),
-                    world_size: launch.world_size,
-                });
-            }
             Self::Threads => ChosenEngine::Threads,
-            Self::Tcp => ChosenEngine::Tcp,
+            Self::Auto | Self::Tcp => ChosenEngine::Tcp,
             Self::Mpi => ChosenEngine::Mpi,
             Self::Nccl => ChosenEngine::Nccl,
         };
@@ -166,13 +153,13 @@ fn unfit(engine: ChosenEngine, launch: &Launch, built: Built) -> Option<String> 
         )),
         ChosenEngine::Tcp | ChosenEngine::Nccl if launch.address.is_none() => {
             let mpi = if built.mpi {
-                "choose the engine mpi"
+                ", or choose the engine mpi"
             } else {
-                "build with --features mpi"
+                ""
             };
             Some(format!(
                 "{variable} asks for {processes} processes on several hosts, and nothing says on \
-                 which host rank 0 is: set MASTER_ADDR to it, or {mpi}"
+                 which host rank 0 is: set MASTER_ADDR to it{mpi}"
             ))
         }
         _ => None,
@@ -195,12 +182,10 @@ mod tests {
     use super::*;
 
     const ALL: Built = Built {
-        tcp: true,
         mpi: true,
         nccl: true,
     };
     const TCP: Built = Built {
-        tcp: true,
         mpi: false,
         nccl: false,
     };
@@ -232,7 +217,7 @@ mod tests {
             world_size: 1,
             ..four(Slurm)
         };
-        for built in [Built::default(), TCP, ALL] {
+        for built in [TCP, ALL] {
             assert_eq!(auto(&Launch::default(), built, true).unwrap(), Threads);
             assert_eq!(auto(&one, built, false).unwrap(), Threads);
         }
@@ -243,8 +228,6 @@ mod tests {
             assert_eq!(auto(&launch, ALL, false).unwrap(), on_cpu, "{launcher}");
             assert_eq!(auto(&launch, ALL, true).unwrap(), Nccl, "{launcher}");
             assert_eq!(auto(&launch, TCP, true).unwrap(), Tcp, "{launcher}");
-            let error = auto(&launch, Built::default(), false).unwrap_err();
-            assert!(matches!(error, Error::NoProcessEngine { .. }), "{error}");
         }
     }
 
@@ -256,13 +239,7 @@ mod tests {
         let missing = told(EngineKind::Nccl, &launch, ALL_BUT_NCCL);
         assert_eq!(
             missing,
-            "the engine nccl is not in this build: build with --features nccl, or choose threads, \
-             tcp or mpi"
-        );
-        let missing = told(EngineKind::Tcp, &launch, Built::default());
-        assert_eq!(
-            missing,
-            "the engine tcp is not in this build: choose threads"
+            "the engine nccl is not in this build: choose threads, tcp or mpi"
         );
         assert_eq!(
             told(EngineKind::Threads, &launch, ALL),
@@ -277,7 +254,6 @@ mod tests {
     }
 
     const ALL_BUT_NCCL: Built = Built {
-        tcp: true,
         mpi: true,
         nccl: false,
     };
@@ -293,7 +269,7 @@ mod tests {
         assert_eq!(
             told(EngineKind::Auto, &launch, TCP),
             "the engine tcp does not fit: WORLD_SIZE asks for 4 processes on several hosts, and \
-             nothing says on which host rank 0 is: set MASTER_ADDR to it, or build with --features mpi"
+             nothing says on which host rank 0 is: set MASTER_ADDR to it"
         );
     }
 }

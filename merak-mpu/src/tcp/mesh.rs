@@ -74,46 +74,24 @@ pub(super) fn connect(
     peers: &[SocketAddr],
     listener: &TcpListener,
 ) -> Result<Vec<Option<Link>>> {
-    let (own, n) = (state.rank, state.size);
+    let mesh = Mesh {
+        state,
+        control,
+        nonce,
+        peers,
+    };
+    let n = state.size;
     let deadline = Instant::now() + state.timeout;
-    let lost = |rank: usize, error: &io::Error| {
-        let reason = format!(
-            "rank {own} cannot connect to it at {}: {error}",
-            peers[rank]
-        );
-        control.fail(Rank(rank), &reason);
-        control.explain(None)
-    };
-    let lacks = |error: io::Error| Error::NoResource {
-        rank: own.0,
-        what: "socket",
-        reason: error.to_string(),
-    };
     let mut links: Vec<Option<Link>> = (0..n).map(|_| None).collect();
-    let mut calls = Vec::new();
-    for (rank, address) in peers.iter().enumerate().take(own.0) {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = left.max(Duration::from_millis(1));
-        let call = TcpStream::connect_timeout(address, left).and_then(|mut stream| {
-            stream.write_all(&card(nonce, own))?;
-            Guest::new(stream)
-        });
-        calls.push((rank, call.map_err(|error| lost(rank, &error))?));
-    }
-    listener.set_nonblocking(true).map_err(lacks)?;
+    let mut calls = mesh.call(deadline)?;
+    listener
+        .set_nonblocking(true)
+        .map_err(|error| mesh.lacks(&error))?;
     let mut guests: Vec<Guest> = Vec::new();
     while links.iter().flatten().count() + 1 < n {
         state.check()?;
         if Instant::now() >= deadline {
-            let has_none = |rank: &usize| *rank != own.0 && links[*rank].is_none();
-            let missing = (0..n).filter(has_none).map(Rank).collect();
-            return Err(control.late(Wait {
-                rank: own,
-                op: "connect".into(),
-                group: format!("world of {n}"),
-                sequence: 0,
-                missing,
-            }));
+            return Err(mesh.late(&links));
         }
         let streams = calls.iter().map(|(_, call)| &call.stream);
         let streams = streams.chain(guests.iter().map(|guest| &guest.stream));
@@ -121,38 +99,116 @@ pub(super) fn connect(
             .into_iter()
             .chain(streams.map(AsFd::as_fd))
             .collect();
-        poll::readable(&sockets, Duration::from_millis(100)).map_err(lacks)?;
+        poll::readable(&sockets, Duration::from_millis(100)).map_err(|error| mesh.lacks(&error))?;
+        calls = mesh.hear(calls, &mut links)?;
+        accept(listener, &mut guests);
+        guests = mesh.welcome(guests, &mut links)?;
+    }
+    Ok(links)
+}
+
+/// What a rank needs to connect.
+struct Mesh<'a> {
+    state: &'a State,
+    control: &'a Control,
+    nonce: u64,
+    peers: &'a [SocketAddr],
+}
+
+impl Mesh<'_> {
+    /// Calls every lower rank, and shows this rank's card.
+    fn call(&self, deadline: Instant) -> Result<Vec<(usize, Guest)>> {
+        let own = self.state.rank;
+        let call = |(rank, address): (usize, &SocketAddr)| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = left.max(Duration::from_millis(1));
+            let call = TcpStream::connect_timeout(address, left).and_then(|mut stream| {
+                stream.write_all(&card(self.nonce, own))?;
+                Guest::new(stream)
+            });
+            Ok((rank, call.map_err(|error| self.lost(rank, &error))?))
+        };
+        let lower = self.peers.iter().enumerate().take(own.0);
+        lower.map(call).collect()
+    }
+
+    /// Reads the answers to calls. Returns the calls that still wait for theirs.
+    fn hear(
+        &self,
+        calls: Vec<(usize, Guest)>,
+        links: &mut [Option<Link>],
+    ) -> Result<Vec<(usize, Guest)>> {
         let mut waiting = Vec::new();
         for (rank, mut call) in calls {
             match call.read() {
-                Ok(true) if call.card == card(nonce, Rank(rank)) => {
-                    links[rank] = Some(Link::new(call.stream).map_err(lacks)?);
+                Ok(true) if call.card == card(self.nonce, Rank(rank)) => {
+                    links[rank] = Some(self.link(call.stream)?);
                 }
-                Ok(true) => return Err(lost(rank, &io::Error::other("another program answers"))),
+                Ok(true) => {
+                    return Err(self.lost(rank, &io::Error::other("another program answers")));
+                }
                 Ok(false) => waiting.push((rank, call)),
-                Err(error) => return Err(lost(rank, &error)),
+                Err(error) => return Err(self.lost(rank, &error)),
             }
         }
-        calls = waiting;
-        accept(listener, &mut guests);
+        Ok(waiting)
+    }
+
+    /// Answers the higher ranks that have shown their cards. Returns the guests that may still show
+    /// theirs.
+    fn welcome(&self, guests: Vec<Guest>, links: &mut [Option<Link>]) -> Result<Vec<Guest>> {
+        let (own, n) = (self.state.rank, self.state.size);
         let mut waiting = Vec::new();
         for mut guest in guests {
             match guest.read() {
                 Ok(true) => {
-                    let known = (own.0 + 1..n).find(|rank| guest.card == card(nonce, Rank(*rank)));
+                    let is_of = |rank: &usize| guest.card == card(self.nonce, Rank(*rank));
+                    let known = (own.0 + 1..n).find(is_of);
                     if let Some(rank) = known.filter(|rank| links[*rank].is_none()) {
-                        let sent = (&guest.stream).write_all(&card(nonce, own));
-                        sent.map_err(|error| lost(rank, &error))?;
-                        links[rank] = Some(Link::new(guest.stream).map_err(lacks)?);
+                        let sent = (&guest.stream).write_all(&card(self.nonce, own));
+                        sent.map_err(|error| self.lost(rank, &error))?;
+                        links[rank] = Some(self.link(guest.stream)?);
                     }
                 }
                 Ok(false) if guest.since.elapsed() < PATIENCE => waiting.push(guest),
                 Ok(false) | Err(_) => {}
             }
         }
-        guests = waiting;
+        Ok(waiting)
     }
-    Ok(links)
+
+    fn link(&self, stream: TcpStream) -> Result<Link> {
+        Link::new(stream).map_err(|error| self.lacks(&error))
+    }
+
+    /// The end of the world for a rank that cannot be reached.
+    fn lost(&self, rank: usize, error: &io::Error) -> Error {
+        let (own, address) = (self.state.rank, self.peers[rank]);
+        let reason = format!("rank {own} cannot connect to it at {address}: {error}");
+        self.control.fail(Rank(rank), &reason);
+        self.control.explain(None)
+    }
+
+    fn lacks(&self, error: &io::Error) -> Error {
+        Error::NoResource {
+            rank: self.state.rank.0,
+            what: "socket",
+            reason: error.to_string(),
+        }
+    }
+
+    /// The end of the world for the ranks that have not connected.
+    fn late(&self, links: &[Option<Link>]) -> Error {
+        let (own, n) = (self.state.rank, self.state.size);
+        let has_none = |rank: &usize| *rank != own.0 && links[*rank].is_none();
+        self.control.late(Wait {
+            rank: own,
+            op: "connect".into(),
+            group: format!("world of {n}"),
+            sequence: 0,
+            missing: (0..n).filter(has_none).map(Rank).collect(),
+        })
+    }
 }
 
 fn accept(listener: &TcpListener, guests: &mut Vec<Guest>) {

@@ -116,38 +116,14 @@ impl Moves {
                 Self::gather(&equal(*len), me, size, Some(root))
             }
             (Call::Broadcast { root }, Parts::Equal(len)) => {
-                let whole = Piece::new(Area::Input, &(0..len * size));
-                let mut moves = Self::still(n);
-                if me == root {
-                    moves.sends = vec![whole; n];
-                } else {
-                    moves.receives[root] = whole;
-                }
-                moves
+                Self::broadcast(len * size, me, n, root)
             }
-            (Call::AllToAll, Parts::Equal(len)) => {
-                let cuts = equal(len / n);
-                let mut moves = Self::still(n);
-                // What is sent has left its place before the others' parts come there.
-                moves.stage_bytes = len * size;
-                moves.copies = vec![(0..len * size, Piece::new(Area::Stage, &(0..len * size)))];
-                for (rank, range) in cuts.iter().enumerate().filter(|(rank, _)| *rank != me) {
-                    moves.sends[rank] = Piece::new(Area::Stage, range);
-                    moves.receives[rank] = Piece::new(Area::Input, range);
-                }
-                moves
-            }
+            (Call::AllToAll, Parts::Equal(len)) => Self::exchange(&equal(len / n), me),
             (Call::AllToAll, Parts::Listed(lengths)) => {
                 let sends = cuts(&lengths[me * n..(me + 1) * n]);
                 let column: Vec<_> = lengths.iter().skip(me).step_by(n).copied().collect();
-                let receives = cuts(&column);
-                let mut moves = Self::still(n);
+                let mut moves = Self::exchange_parts(&sends, &cuts(&column), me);
                 moves.output_len = Some(column.iter().sum());
-                moves.copies = vec![(sends[me].clone(), Piece::new(Area::Output, &receives[me]))];
-                for rank in (0..n).filter(|rank| *rank != me) {
-                    moves.sends[rank] = Piece::new(Area::Input, &sends[rank]);
-                    moves.receives[rank] = Piece::new(Area::Output, &receives[rank]);
-                }
                 moves
             }
             // No other call has parts of lengths of their own.
@@ -157,6 +133,45 @@ impl Moves {
                 Parts::Listed(_),
             ) => Self::still(n),
         }
+    }
+
+    /// The input of `root` goes to everyone.
+    fn broadcast(bytes: usize, me: usize, n: usize, root: usize) -> Self {
+        let whole = Piece::new(Area::Input, &(0..bytes));
+        let mut moves = Self::still(n);
+        if me == root {
+            moves.sends = vec![whole; n];
+        } else {
+            moves.receives[root] = whole;
+        }
+        moves
+    }
+
+    /// Each member's part at `cuts` goes to it, and its own comes in its place.
+    fn exchange(cuts: &[Range<usize>], me: usize) -> Self {
+        let mut moves = Self::still(cuts.len());
+        // What is sent has left its place before the others' parts come there.
+        let bytes = cuts.last().map_or(0, |last| last.end);
+        moves.stage_bytes = bytes;
+        moves.copies = vec![(0..bytes, Piece::new(Area::Stage, &(0..bytes)))];
+        for (rank, range) in cuts.iter().enumerate().filter(|(rank, _)| *rank != me) {
+            moves.sends[rank] = Piece::new(Area::Stage, range);
+            moves.receives[rank] = Piece::new(Area::Input, range);
+        }
+        moves
+    }
+
+    /// Each member's part of the input at `sends` goes to it, and its own to `receives` of the
+    /// output.
+    fn exchange_parts(sends: &[Range<usize>], receives: &[Range<usize>], me: usize) -> Self {
+        let n = sends.len();
+        let mut moves = Self::still(n);
+        moves.copies = vec![(sends[me].clone(), Piece::new(Area::Output, &receives[me]))];
+        for rank in (0..n).filter(|rank| *rank != me) {
+            moves.sends[rank] = Piece::new(Area::Input, &sends[rank]);
+            moves.receives[rank] = Piece::new(Area::Output, &receives[rank]);
+        }
+        moves
     }
 
     /// Nothing moves.

@@ -28,7 +28,6 @@ impl Error {
                     | merak_mpu::Error::ZeroDegree { .. }
                     | merak_mpu::Error::BadVariable { .. }
                     | merak_mpu::Error::MissingVariable { .. }
-                    | merak_mpu::Error::NoProcessEngine { .. }
                     | merak_mpu::Error::EngineNotBuilt { .. }
                     | merak_mpu::Error::UnfitEngine { .. }
                     | merak_mpu::Error::Rendezvous { .. }

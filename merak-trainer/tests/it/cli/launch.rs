@@ -369,7 +369,7 @@ fn what_all_processes_meet_is_told_once() {
         ),
         (
             "train merak.toml --dp 3 --hidden 4",
-            "unknown key \"hidden\" (command line --hidden)",
+            "unknown key \"hidden\" (command line --hidden); did you mean \"hidden_size\"?",
         ),
         (
             "train merak.toml --dp 3 --distributed.engine threads",

@@ -74,7 +74,9 @@ fn rank_in(folder: &Path, rank: usize) -> u32 {
     };
     let processes = fs::read_dir("/proc").expect("processes");
     let mut paths = processes.map(|entry| entry.expect("an entry").path());
-    let found = paths.find(|path| is_it(path)).expect("a process of the rank");
+    let found = paths
+        .find(|path| is_it(path))
+        .expect("a process of the rank");
     let name = found.file_name().expect("its number").to_string_lossy();
     name.parse().expect("a number")
 }
