@@ -244,8 +244,15 @@ impl Channel {
                 return Ok(None);
             }
             poll::readable(&[self.as_fd()], left)?;
-            if !self.read()? {
-                return self.next(most).map_err(io::Error::other);
+            // What came before the end, or before an error, still counts.
+            let open = self.read();
+            if !matches!(open, Ok(true)) {
+                let last = self.next(most).map_err(io::Error::other)?;
+                return if last.is_some() {
+                    Ok(last)
+                } else {
+                    open.map(|_| None)
+                };
             }
         }
     }
