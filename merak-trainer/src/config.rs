@@ -36,6 +36,7 @@ use std::{
 use merak_ckpt::words::{brief, file, folded, row};
 use serde_json::Value;
 
+pub(crate) use self::checked::Host;
 pub(crate) use self::nearest::nearest;
 use self::nearest::nearest_key;
 pub use self::{

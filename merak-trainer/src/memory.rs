@@ -259,7 +259,7 @@ impl Plan {
         self.check_memory_of(args, workloads, (data, Room::of_process()))
     }
 
-    /// The least memory of all ranks in this process, beside `data` bytes of data that are held in
+    /// The least memory of all ranks on this host, beside `data` bytes of data that are held in
     /// memory.
     ///
     /// # Errors
@@ -307,26 +307,28 @@ impl Plan {
     }
 }
 
-/// The needs of one replica's pipeline for all of them, with threads and data.
+/// The needs of a pipeline's ranks for all ranks on this host, with threads and data. Each process
+/// holds the data.
 fn of_ranks(
     pipeline: &[MemoryNeed],
     args: &CheckedArguments,
     threads: u64,
     data: u64,
 ) -> RunMemory {
-    let slices = (args.dp as u64).saturating_mul(args.tp as u64);
+    let ranks = args.pipeline_ranks_here();
     let of_all = |part: fn(&MemoryNeed) -> usize| {
-        let parts = pipeline.iter().map(|need| part(need) as u64);
-        parts.fold(0, u64::saturating_add).saturating_mul(slices)
+        let parts = pipeline.iter().zip(&ranks);
+        let parts = parts.map(|(need, &ranks)| (part(need) as u64).saturating_mul(ranks as u64));
+        parts.fold(0, u64::saturating_add)
     };
     RunMemory {
-        ranks: args.world_size(),
+        ranks: args.ranks_here(),
         weights: of_all(|need| need.weights),
         gradients: of_all(|need| need.gradients),
         optimizer: of_all(|need| need.optimizer),
         activations: of_all(|need| need.activations.saturating_add(need.pool)),
         threads,
-        data,
+        data: data.saturating_mul(args.processes_here() as u64),
     }
 }
 
@@ -352,7 +354,7 @@ const OTHER_THREADS: u64 = 3;
 /// Bytes that the threads of all ranks touch and the ranks hold beside their tensors; and addresses
 /// that they take, with whole stacks.
 fn thread_bytes(args: &CheckedArguments) -> (u64, u64) {
-    let ranks = args.world_size() as u64;
+    let ranks = args.ranks_here() as u64;
     let compute = threads_per_rank(args) as u64;
     let beside = (compute - 1).saturating_add(args.dataloader_num_workers as u64);
     let of_all = |bytes: u64| ranks.saturating_mul(bytes);

@@ -1,7 +1,7 @@
 //! Starting the ranks of a run.
 
 use crate::{
-    config::{CheckedArguments, ThreadsPerRank},
+    config::{CheckedArguments, Host, ThreadsPerRank},
     error::{Error, Result, chain},
     machine::num_cores,
 };
@@ -22,7 +22,11 @@ pub struct World(Ranks);
 #[derive(Debug)]
 enum Ranks {
     Threads,
-    Process { member: Member, group: Group },
+    Process {
+        member: Member,
+        group: Group,
+        host: Host,
+    },
 }
 
 impl World {
@@ -33,11 +37,34 @@ impl World {
 
     /// Ranks that are processes, of which this one is `member`.
     ///
+    /// # Communication
+    /// An all-gather of the hosts' numbers.
+    ///
     /// # Errors
     /// [`Error::Group`] when the world has failed already.
     pub fn of_process(member: Member) -> Result<Self> {
         let group = member.group("run", &everybody(&member))?;
-        Ok(Self(Ranks::Process { member, group }))
+        let own = member.locality().host as u32;
+        let hosts = group.all_gather_vec(vec![own])?.into_iter().enumerate();
+        let here = hosts.filter(|&(_, host)| host == own);
+        let host = Host {
+            ranks: here.map(|(rank, _)| rank).collect(),
+        };
+        Ok(Self(Ranks::Process {
+            member,
+            group,
+            host,
+        }))
+    }
+
+    /// The arguments of a run of these ranks, which share this host's cores and memory with those
+    /// that are here alone.
+    #[must_use]
+    pub fn place(&self, args: CheckedArguments) -> CheckedArguments {
+        match &self.0 {
+            Ranks::Threads => args,
+            Ranks::Process { host, .. } => args.on(host.clone()),
+        }
     }
 
     /// Whether the first rank is one of this process.
@@ -68,7 +95,7 @@ impl World {
     /// This process's own error; [`Error::Told`] with it where a lower rank has the same error;
     /// [`Error::OtherRank`] with the first rank that has one where this process has none.
     pub fn agree<T>(&self, prepared: Result<T>) -> Result<T> {
-        let Ranks::Process { member, group } = &self.0 else {
+        let Ranks::Process { member, group, .. } = &self.0 else {
             return prepared;
         };
         let own = prepared.as_ref().err().map(|error| chain(error));
@@ -256,7 +283,7 @@ fn of_ranks<T>(world: usize, outcome: Result<Vec<T>, RunError<Cause>>) -> Result
 pub fn threads_per_rank(args: &CheckedArguments) -> usize {
     match args.compute.threads_per_rank {
         ThreadsPerRank::Count(count) => count.get(),
-        ThreadsPerRank::Auto => (num_cores() / args.world_size()).max(1),
+        ThreadsPerRank::Auto => (num_cores() / args.ranks_here()).max(1),
     }
 }
 

@@ -216,8 +216,12 @@ fn a_failure_leaves_a_tensor_as_it_was() {
     world(2, |member| {
         let group = member.world_group().unwrap();
         let own = counted(member.rank().0, 2);
+        // Both ranks have the group before one fails.
         if member.rank().0 == 1 {
+            group.recv(0, 0).unwrap();
             group.abort("out of data");
+        } else {
+            group.send(1, 0, Vec::new()).unwrap();
         }
         let failed = group.all_reduce_tensor(&own, ReduceOp::Sum);
         assert!(failed.unwrap_err().to_string().contains("out of data"));

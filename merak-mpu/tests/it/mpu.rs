@@ -165,6 +165,38 @@ fn options_of_init_each_have_an_effect() {
 }
 
 #[test]
+fn launched_processes_join_over_tcp() {
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    drop(listener);
+    let options = InitOptions {
+        dp: 3,
+        timeout: std::time::Duration::from_secs(20),
+        ..InitOptions::default()
+    };
+    let options = &options;
+    let sum = move |rank: usize| {
+        let launch = Launch {
+            rank,
+            world_size: 3,
+            address: Some("127.0.0.1".into()),
+            port: Some(port),
+            job: Some(format!("launched-{}", std::process::id())),
+            ..Launch::default()
+        };
+        let mpu = options.init_launched(&launch)?;
+        mpu.world_group()
+            .all_reduce_scalar(mpu.rank().0 as f32, ReduceOp::Sum)
+    };
+    let sums = std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..3).map(|rank| scope.spawn(move || sum(rank))).collect();
+        let sums = ranks.into_iter().map(|rank| rank.join().unwrap());
+        sums.collect::<Result<Vec<_>, _>>()
+    });
+    assert_eq!(sums.unwrap(), [3.0; 3]);
+}
+
+#[test]
 fn processes_that_cannot_find_rank_0_are_refused_with_the_variable_that_asked_for_them() {
     let launch = |variables: &'static [(&str, &str)]| {
         Launch::from_lookup(|name| {

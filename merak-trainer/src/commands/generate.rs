@@ -10,7 +10,7 @@ use super::{
 use clap::{Args as ClapArgs, builder::NonEmptyStringValueParser};
 use merak_ckpt::{Adapter, Checkpoint, Completion, cli::at_least_one, words::file};
 use merak_trainer::{
-    Config, Error, Given, MerakTrainer, Origin, Result, data::Tokenizer, metrics::Screen,
+    Config, Error, Given, MerakTrainer, Origin, Result, World, data::Tokenizer, metrics::Screen,
 };
 use serde_json::json;
 use std::{path::PathBuf, process::ExitCode};
@@ -90,7 +90,7 @@ const BASE: &str = "none";
 
 pub(crate) fn run(args: &Args, screen: &Screen) -> Outcome {
     let world = world::join(None, screen)?;
-    let ready = world.agree(Ready::new(args))?;
+    let ready = world.agree(Ready::new(args, &world))?;
     let session = &ready.session;
     let results = session.on_ranks(&world, |trainer| {
         ready.continue_prompts(trainer, args.stream)
@@ -116,7 +116,7 @@ struct Ready {
 }
 
 impl Ready {
-    fn new(args: &Args) -> Result<Self> {
+    fn new(args: &Args, world: &World) -> Result<Self> {
         let checkpoint = Checkpoint::open_weights(&args.checkpoint)?;
         let tokenizer_file = checkpoint.path().join("tokenizer.json");
         let tokenizer = if tokenizer_file.exists() {
@@ -138,7 +138,7 @@ impl Ready {
             let checked = loaded.complete_to_generate(checked, &config)?;
             let adapters = adapters(args, &checkpoint, &loaded)?;
             let positions = prompts.iter().map(Vec::len).sum();
-            let session = Session::new(checked, loaded, tokenizer, positions)?;
+            let session = Session::new(world.place(checked), loaded, tokenizer, positions)?;
             Ok((session, adapters))
         };
         let (session, adapters) = ready().map_err(|error| config.locate(error))?;

@@ -49,7 +49,7 @@ impl Prepared {
     /// Between processes, what agrees on failures, and shares the measured costs.
     pub(crate) fn to_train(config: &Config, dry_run: bool, world: &World) -> Result<Self> {
         let prepare = || {
-            let prepared = Self::new(config, true)?;
+            let prepared = Self::new(config, true, world)?;
             // Checked before costs are measured, which takes a while. A dry run reports another run
             // below its plan.
             if world.has_first() {
@@ -137,11 +137,11 @@ impl Prepared {
     /// # Communication
     /// Between processes, what agrees on failures.
     pub(crate) fn to_evaluate(config: &Config, world: &World) -> Result<Self> {
-        let prepared = Self::new(config, false).map_err(|error| config.locate(error));
+        let prepared = Self::new(config, false, world).map_err(|error| config.locate(error));
         prepared_alike(prepared, config, world)
     }
 
-    fn new(config: &Config, trains: bool) -> Result<Self> {
+    fn new(config: &Config, trains: bool, world: &World) -> Result<Self> {
         let checked = config.check()?;
         let mut model = Loaded::of(&checked)?;
         let args = model.complete(checked)?;
@@ -152,7 +152,7 @@ impl Prepared {
             model.model = models::with_attention_mask(model.model);
         }
         let lengths = source.lengths(&args, &*model.model)?;
-        let args = with_lengths(args, lengths)?;
+        let args = world.place(with_lengths(args, lengths)?);
         let inputs = ModelInputs::of(&*model.model, lengths)?;
         let (tokenizer, description) = (source.tokenizer.clone(), source.description.clone());
         let tokens = model.data_tokens(&args);

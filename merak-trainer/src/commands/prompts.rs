@@ -24,14 +24,14 @@ const STOP: &str = "stop";
 /// more.
 pub(crate) fn run(config: &Config, world: &World) -> Outcome {
     let located = |error| config.locate(error);
-    let session = world.agree(session(config).map_err(located))?;
+    let session = world.agree(session(config, world).map_err(located))?;
     let refused = continue_lines(&session, world).map_err(located)?;
     // The same status as for other faulty inputs.
     Ok(ExitCode::from(if refused > 0 { 2 } else { 0 }))
 }
 
 /// The model of the configuration, ready to continue prompts.
-fn session(config: &Config) -> Result<Session> {
+fn session(config: &Config, world: &World) -> Result<Session> {
     let mut arguments = config.check()?.into_arguments();
     // Only the weights of a checkpoint are loaded.
     arguments.finetune = arguments.resume_from_checkpoint.is_some();
@@ -48,7 +48,7 @@ fn session(config: &Config) -> Result<Session> {
         );
     }
     let tokenizer = tokenizer(config)?;
-    Session::new(args, loaded, tokenizer, 1)
+    Session::new(world.place(args), loaded, tokenizer, 1)
 }
 
 /// Continues the lines; returns how many were refused.

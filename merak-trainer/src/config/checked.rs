@@ -2,7 +2,7 @@
 
 use std::{num::NonZeroUsize, ops::Deref, path::PathBuf};
 
-use merak_mpu::Degrees;
+use merak_mpu::{Degrees, Rank, Topology};
 use merak_pipe::Size;
 use merak_zero::{LrSchedule, OptimizerConfig, ZeroConfig, warmup_steps};
 
@@ -18,25 +18,78 @@ use crate::error::{ConfigError, Error, Result};
 /// They are read like [`MerakArguments`] and cannot be changed. Conditions on the model, the data
 /// or the world are checked where those are known.
 #[derive(Debug, Clone, PartialEq)]
-pub struct CheckedArguments(MerakArguments);
+pub struct CheckedArguments {
+    arguments: MerakArguments,
+    /// Where not all ranks are threads of this process.
+    host: Option<Host>,
+}
+
+/// The host of a process that runs one of several ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Host {
+    /// The ranks there, ascending; each is a process.
+    pub(crate) ranks: Vec<usize>,
+}
 
 impl Deref for CheckedArguments {
     type Target = MerakArguments;
 
     fn deref(&self) -> &MerakArguments {
-        &self.0
+        &self.arguments
     }
 }
 
 impl CheckedArguments {
     /// Wraps arguments that passed the checks.
     pub(crate) fn of(arguments: MerakArguments) -> Self {
-        Self(arguments)
+        Self {
+            arguments,
+            host: None,
+        }
     }
 
     /// The arguments as they were given.
     pub fn into_arguments(self) -> MerakArguments {
-        self.0
+        self.arguments
+    }
+
+    /// The same arguments in a process on a host.
+    pub(crate) fn on(self, host: Host) -> Self {
+        Self {
+            host: Some(host),
+            ..self
+        }
+    }
+
+    /// The number of ranks on this host.
+    pub(crate) fn ranks_here(&self) -> usize {
+        self.host
+            .as_ref()
+            .map_or_else(|| self.world_size(), |host| host.ranks.len())
+    }
+
+    /// The number of processes on this host that run these ranks.
+    pub(crate) fn processes_here(&self) -> usize {
+        self.host.as_ref().map_or(1, |host| host.ranks.len())
+    }
+
+    /// By place in the pipeline, how many of its ranks are on this host.
+    pub(crate) fn pipeline_ranks_here(&self) -> Vec<usize> {
+        let degrees = self.degrees();
+        let Some(host) = &self.host else {
+            return vec![degrees.world_size() / degrees.pp; degrees.pp];
+        };
+        let mut counts = vec![0; degrees.pp];
+        let topology = Topology::new(degrees);
+        for &rank in &host.ranks {
+            let place = topology
+                .as_ref()
+                .map(|topology| topology.coord_of(Rank(rank)));
+            if let Ok(Ok(place)) = place {
+                counts[place.pp] += 1;
+            }
+        }
+        counts
     }
 
     /// The parallel degrees.
@@ -181,5 +234,30 @@ impl CheckedArguments {
     /// Most new tokens per prompt.
     pub fn new_token_limit(&self) -> usize {
         self.max_new_tokens.unwrap_or(self.out_seq_length)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_counts_the_ranks_of_its_host_alone() {
+        let arguments = MerakArguments {
+            dp: 2,
+            tp: 2,
+            pp: 2,
+            ..MerakArguments::default()
+        };
+        let here = |args: &CheckedArguments| {
+            let by_place = args.pipeline_ranks_here();
+            (args.ranks_here(), args.processes_here(), by_place)
+        };
+        let threads = CheckedArguments::of(arguments);
+        assert_eq!(here(&threads), (8, 1, vec![4, 4]));
+        // The ranks of a stage stand side by side.
+        let ranks = vec![0, 1, 2, 5];
+        let processes = threads.on(Host { ranks });
+        assert_eq!(here(&processes), (4, 4, vec![3, 1]));
     }
 }
