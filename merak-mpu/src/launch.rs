@@ -98,7 +98,8 @@ impl Launch {
     /// the longest wait for a peer.
     ///
     /// # Errors
-    /// [`Error::UnfitEngine`] where nothing says on which host rank 0 is; as [`tcp::join`].
+    /// [`Error::UnfitEngine`](crate::Error::UnfitEngine) where nothing says on which host rank 0
+    /// is; as [`tcp::join`].
     pub fn join(&self, timeout: Duration) -> Result<Member> {
         EngineKind::Tcp.choose(self, Built::here(), false)?;
         let host = self.address.as_deref().unwrap_or("127.0.0.1");
@@ -117,8 +118,8 @@ impl Launch {
 /// [`threads::run`](crate::threads::run) gives each its [`Member`], for [`Mpu::new`].
 ///
 /// # Errors
-/// [`Error::WorldSize`] when the degrees do not multiply to the world size,
-/// [`Error::UnfitEngine`], [`Error::BadVariable`], [`Error::MissingVariable`].
+/// [`WorldSize`](crate::Error::WorldSize) when the degrees do not multiply to the world size; as
+/// [`InitOptions::init`].
 ///
 /// ```
 /// assert_eq!(merak_mpu::init(1, 1, 1)?.world_size(), 1);
