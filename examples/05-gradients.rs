@@ -7,7 +7,7 @@
 use anyhow::{Context, Result, ensure};
 use merak_mpu::into_vec;
 use merak_trace::{
-    Backend, Batch, DType, GradSlot, GradStore, Graph, Init, Interpreter, RecomputePlan,
+    Backend, Batch, Coord, DType, GradSlot, GradStore, Graph, Init, Interpreter, RecomputePlan,
     RunContext, SingleRank, StageCuts, StageProgram, TensorType, Threads, Value,
     backend::candle::Candle,
     fx, initial_values,
@@ -88,7 +88,7 @@ fn model() -> merak_trace::Result<Graph> {
 fn start(graph: &Graph) -> Vec<Vec<f64>> {
     let values = |param: &merak_trace::Param| {
         let mut values = vec![0.0; param.local.numel()];
-        initial_values(&Threads::one(), 42, param, 0, 1, &mut values);
+        initial_values(&Threads::one(), 42, param, Coord::default(), &mut values);
         values
     };
     graph.params().iter().map(values).collect()

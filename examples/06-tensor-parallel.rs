@@ -9,8 +9,8 @@ use merak_examples::count;
 use merak_mpu::{Degrees, Mpu, into_vec, threads};
 use merak_tp::{LayerLists, default_lists, rewrite};
 use merak_trace::{
-    AxisGroups, Backend, Batch, DType, Graph, Interpreter, RunContext, SingleRank, StageCuts,
-    StageProgram, TensorType, Threads, Value,
+    Axis, AxisGroups, Backend, Batch, Coord, DType, Graph, Interpreter, RunContext, SingleRank,
+    StageCuts, StageProgram, TensorType, Threads, Value,
     backend::candle::Candle,
     initial_values,
     models::{self, TraceOptions},
@@ -39,7 +39,7 @@ fn main() -> Result<()> {
     ensure!(rewrite(&graph, &known, tp)?.graph.params() == split.graph.params());
     println!("{}", split.report);
 
-    let expected = loss(&graph, Arc::new(SingleRank), 0, 1)?;
+    let expected = loss(&graph, Arc::new(SingleRank), 0)?;
     let degrees = Degrees {
         tp,
         ..Degrees::default()
@@ -47,7 +47,7 @@ fn main() -> Result<()> {
     let losses = threads::run(tp, threads::WorldOptions::default(), |member| {
         let mpu = Mpu::new(member, degrees)?;
         let rank = mpu.tensor_parallel_rank();
-        loss(&split.graph, Arc::new(mpu), rank, tp)
+        loss(&split.graph, Arc::new(mpu), rank)
     })?;
     println!("loss on one rank {expected}, on {tp} {losses:?}");
     for loss in losses {
@@ -59,11 +59,12 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The loss that rank `rank` of `tp` computes, from its own slices of the parameters.
-fn loss(graph: &Graph, groups: Arc<dyn AxisGroups>, rank: usize, tp: usize) -> Result<f64> {
+/// The loss that rank `rank` of the tensor axis computes, from its own slices of the parameters.
+fn loss(graph: &Graph, groups: Arc<dyn AxisGroups>, rank: usize) -> Result<f64> {
     let backend = Arc::new(Candle::new(1)?);
     let program = StageProgram::inference(graph, &StageCuts::whole(graph), 0)?;
-    let params = slices(&program, &backend, rank, tp)?;
+    let place = Coord::default().with(Axis::Tensor, rank);
+    let params = slices(&program, &backend, place)?;
     let ids = |shift: i64| -> Result<Value> {
         let ids = (shift..).take(BATCH * SEQ).map(|i| i * 37 % 101);
         let ty = TensorType::new([BATCH, SEQ], DType::I64);
@@ -74,7 +75,7 @@ fn loss(graph: &Graph, groups: Arc<dyn AxisGroups>, rank: usize, tp: usize) -> R
         ("labels".to_owned(), ids(1)?),
     ]);
     let context = RunContext {
-        tensor_rank: rank,
+        place,
         ..RunContext::default()
     };
     let runner = Interpreter::new(Arc::new(program), Arc::clone(&backend) as _, groups);
@@ -84,10 +85,10 @@ fn loss(graph: &Graph, groups: Arc<dyn AxisGroups>, rank: usize, tp: usize) -> R
 }
 
 /// This rank's part of every parameter. No rank makes a whole one.
-fn slices(program: &StageProgram, backend: &Candle, rank: usize, tp: usize) -> Result<Vec<Value>> {
+fn slices(program: &StageProgram, backend: &Candle, place: Coord) -> Result<Vec<Value>> {
     let slice = |param: &merak_trace::Param| -> Result<Value> {
         let mut values = vec![0.0_f64; param.local.numel()];
-        initial_values(&Threads::one(), 42, param, rank, tp, &mut values);
+        initial_values(&Threads::one(), 42, param, place, &mut values);
         Ok(backend.from_buffer(&param.local, Box::new(values))?)
     };
     program.params().iter().map(slice).collect()

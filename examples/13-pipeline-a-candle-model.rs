@@ -1,18 +1,18 @@
 //! Trains a model written for candle-nn over data x pipeline ranks, with its layers and its
-//! autograd, and saves it (merak-mpu, merak-pipe, merak-zero, merak-ckpt).
+//! autograd, and saves it (merak-mpu, merak-pipe, merak-zero, merak-ckpt). Example 15 is the same
+//! for libtorch.
 //!
 //! `cargo run -p merak-examples --example 13-pipeline-a-candle-model [PP [DP]]`, 2 by default.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
-use anyhow::{Context, Result, ensure};
-use candle_core::{DType, Device, Result as CandleResult, Tensor};
+use anyhow::{Result, ensure};
+use candle_core::{DType, Device, Error, Result as CandleResult, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, VarMap, linear, loss::mse};
 use merak_ckpt::Layout;
 use merak_examples::{ROWS, compare_with_one_rank, save, starting_weight, wave};
 use merak_mpu::{Degrees, Mpu, ReduceOp, candle::vars_by_name};
 use merak_pipe::{
-    GroupLink, MicrobatchId, PipelineEngine, ScheduleKind, Size, StageId,
-    candle::{CandleModel, CandleStages},
+    GroupLink, MicrobatchId, PipelineEngine, ScheduleKind, Size, StageId, TensorModel, TensorStages,
 };
 use merak_zero::{TensorOptimizer, ZeroConfig, ZeroGroups};
 use std::{collections::BTreeMap, path::Path};
@@ -29,7 +29,10 @@ struct Net {
     microbatches: usize,
 }
 
-impl CandleModel for Net {
+impl TensorModel for Net {
+    type Tensor = Tensor;
+    type Error = Error;
+
     fn input(&self, microbatch: MicrobatchId) -> CandleResult<Tensor> {
         let (points, _) = wave(self.first + microbatch.0);
         Tensor::from_vec(points, (ROWS, 2), &Device::Cpu)
@@ -56,7 +59,7 @@ fn layers(stage: usize, stages: usize, vb: &VarBuilder) -> CandleResult<Vec<Line
 }
 
 /// Trains on one rank of a world and saves the weights; returns the losses of the steps.
-fn train(mpu: &Mpu, folder: &Path) -> Result<Vec<f64>> {
+pub(crate) fn train(mpu: &Mpu, folder: &Path) -> Result<Vec<f64>> {
     let Degrees { pp, dp, .. } = mpu.degrees();
     let (rank, microbatches) = (mpu.pipeline_parallel_rank(), MICROBATCHES / dp);
     let schedule = ScheduleKind::ZbV.generate(Size::new(pp, microbatches).with_chunks(2))?;
@@ -87,14 +90,14 @@ fn train(mpu: &Mpu, folder: &Path) -> Result<Vec<f64>> {
     };
     let config = ZeroConfig::default();
     let mut optimizer = TensorOptimizer::new(vars.clone(), config, groups, |spec| spec)?;
-    let mut module = CandleStages::new(net, stages, vars.clone());
+    let mut module = TensorStages::new(net, stages, vars.clone());
     let mut link = GroupLink::new(mpu.pipeline_parallel_group().clone());
     let engine = PipelineEngine::new(&schedule, rank)?;
     let mut losses = Vec::new();
     for _ in 0..STEPS {
         engine.run(&mut module, &mut link)?;
-        let grads = module.take_grads().context("a step has gradients")?;
-        optimizer.step(&grads, 3e-3)?;
+        let mut grads = module.take_grads();
+        optimizer.step_with(3e-3, |name, _| grads.remove(name))?;
         let loss = module.take_loss() / dp as f64;
         losses.push(mpu.world_group().all_reduce_scalar(loss, ReduceOp::Sum)?);
     }

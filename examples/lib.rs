@@ -65,10 +65,33 @@ pub fn save(
     Ok(world.barrier()?)
 }
 
+/// Trains on `pp x dp` ranks; returns the losses of the steps and the checkpoint.
+///
+/// `train` runs on every rank, saves into the folder and returns the losses.
+///
+/// # Errors
+/// Those of `train`.
+pub fn train_on(
+    pp: usize,
+    dp: usize,
+    folder: &Path,
+    train: impl Fn(&Mpu, &Path) -> Result<Vec<f64>> + Sync,
+) -> Result<(Vec<f64>, Checkpoint)> {
+    let degrees = Degrees {
+        pp,
+        dp,
+        ..Degrees::default()
+    };
+    let options = threads::WorldOptions::default();
+    let train = |member| train(&Mpu::new(member, degrees)?, folder);
+    let mut losses = threads::run(degrees.world_size(), options, train)?;
+    Ok((losses.remove(0), Checkpoint::open(folder)?))
+}
+
 /// Trains on one rank and on `PP x DP` ranks, which the command line has, and compares the losses
 /// and the checkpoints; returns a line for the reader.
 ///
-/// `train` runs on every rank, saves into the folder and returns the losses of the steps.
+/// `train` is as for [`train_on`].
 ///
 /// # Errors
 /// Those of `train`; also where the model does not learn, or one rank gives other numbers.
@@ -77,17 +100,7 @@ pub fn compare_with_one_rank(
 ) -> Result<String> {
     let (pp, dp) = (count(1, "PP", 2)?, count(2, "DP", 2)?);
     let folder = tempfile::tempdir()?;
-    let run = |pp, dp, name| -> Result<(Vec<f64>, Checkpoint)> {
-        let degrees = Degrees {
-            pp,
-            dp,
-            ..Degrees::default()
-        };
-        let (options, folder) = (threads::WorldOptions::default(), folder.path().join(name));
-        let train = |member| train(&Mpu::new(member, degrees)?, &folder);
-        let mut losses = threads::run(degrees.world_size(), options, train)?;
-        Ok((losses.remove(0), Checkpoint::open(folder)?))
-    };
+    let run = |pp, dp, name| train_on(pp, dp, &folder.path().join(name), &train);
     let (one, many) = (run(1, 1, "one")?, run(pp, dp, "many")?);
     let close = |(a, b): (&f64, &f64)| (a - b).abs() < 1e-4;
     ensure!(

@@ -4,7 +4,6 @@
 use std::{env, path::PathBuf};
 
 fn main() {
-    println!("cargo::rerun-if-changed=build.rs");
     // Set by torch-sys, a dependency with that feature only.
     println!("cargo::rerun-if-env-changed=DEP_TCH_LIBTORCH_LIB");
     if let Some(lib) = env::var_os("DEP_TCH_LIBTORCH_LIB") {

@@ -111,7 +111,7 @@ pub(crate) fn joined(folder: &Path, mut manifest: Manifest) -> Result<Manifest> 
         error => error,
     })?;
     if shared.base.is_some() {
-        let reason = "a base stands on no other".to_owned();
+        let reason = "a base depends on no other base".to_owned();
         return Err(in_base(Problem::Malformed { reason }));
     }
     let outside = |name: &str| format!("{place}/{name}");
@@ -279,13 +279,13 @@ mod tests {
         commit(&store.begin(3).unwrap(), &[("frozen", 1), ("z", 3)]);
         for keeps_all in [0, 2] {
             store.rotate(keeps_all, &[]).unwrap();
-            assert_eq!(store.bases().unwrap(), [1], "step 2 stands on it");
+            assert_eq!(store.bases().unwrap(), [1], "step 2 depends on it");
         }
         let manifest = store.path_of(2).join(format::MANIFEST);
         let text = fs::read(&manifest).unwrap();
         fs::write(&manifest, "{").unwrap();
         store.rotate(0, &[]).unwrap();
-        assert_eq!(store.bases().unwrap(), [1], "it may stand on it");
+        assert_eq!(store.bases().unwrap(), [1], "it may depend on it");
         fs::write(&manifest, text).unwrap();
 
         // A checkpoint that is being written may use the base before a manifest says so.

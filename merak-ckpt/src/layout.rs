@@ -170,6 +170,56 @@ impl Layout {
         })
     }
 
+    /// How values lie that belong to this tensor, one for all along `dim`: the same parts and the
+    /// same cut without that dim. Where the tensor is cut along `dim` itself, every rank has all
+    /// of them.
+    ///
+    /// ```
+    /// use merak_ckpt::{Cut, Layout};
+    ///
+    /// # fn main() -> Result<(), merak_ckpt::Error> {
+    /// // Rank 1 of tp = 2 of a fused weight [12, 8], cut along its rows.
+    /// let weight = Cut::new(0, [4, 4, 4]).layout(&[12, 8], 1, 2)?;
+    /// let of_rows = weight.without_dim(1)?;
+    /// assert_eq!((of_rows.shape(), of_rows.local_shape()), (&[12][..], &[6][..]));
+    /// assert_eq!(of_rows.parts().len(), 3);
+    /// assert_eq!(weight.without_dim(0)?, Layout::whole(&[8]));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidLayout`] where the tensor has no such dim, or parts of different boxes along
+    /// it would lie at one place.
+    pub fn without_dim(&self, dim: usize) -> Result<Self> {
+        if dim >= self.shape.len() {
+            return Err(invalid(&self.shape, format!("it has no dim {dim}")));
+        }
+        let without = |sizes: &[usize]| {
+            let mut sizes = sizes.to_vec();
+            sizes.remove(dim);
+            sizes
+        };
+        let mut parts: Vec<Part> = Vec::new();
+        for part in &self.parts {
+            let left = Part {
+                region: Region::new(without(&part.region.offset), without(&part.region.size)),
+                local_offset: without(&part.local_offset),
+            };
+            if !parts.contains(&left) {
+                parts.push(left);
+            }
+        }
+        let left = Self::new(&without(&self.shape), &without(&self.local_shape), parts)?;
+        match &self.cut {
+            Some(cut) if cut.dim != dim => {
+                let moved = cut.dim - usize::from(cut.dim > dim);
+                left.with_cut(Cut::new(moved, cut.parts.clone()))
+            }
+            _ => Ok(left),
+        }
+    }
+
     /// How tensor parallelism cuts the tensor, where that was noted.
     pub fn cut(&self) -> Option<&Cut> {
         self.cut.as_ref()

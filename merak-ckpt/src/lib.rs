@@ -6,7 +6,7 @@
 //! slices of them that each file holds, so nothing in it depends on the topology that wrote it, and
 //! a rank of any other topology reads the byte ranges that it needs.
 //!
-//! Without the feature `graph` the crate stands on nothing else of Merak; it never needs a tensor
+//! Without the feature `graph` the crate depends on nothing else of Merak; it never needs a tensor
 //! library: its seams are names, shapes and bytes.
 //!
 //! # Example
@@ -116,6 +116,7 @@
 //! - `cli` (default): the `merak-ckpt` command, and how it reads its line.
 //! - `candle`: `Checkpoint::read_tensors` and `Draft::write_tensors`, over candle's tensors.
 //! - `graph`: `adapt`, which puts an adapter into a graph of `merak-trace`, so that it is trained.
+//! - `tch`: as `candle`, over libtorch's tensors; needs libtorch 2.11.
 //!
 //! # Papers
 //!
@@ -128,7 +129,6 @@
 
 mod base;
 mod beside;
-mod byte_size;
 mod checkpoint;
 mod checksum;
 #[cfg(feature = "cli")]
@@ -153,6 +153,7 @@ mod locate;
 mod lora;
 mod manifest;
 mod output;
+mod parse_bytes;
 mod pending;
 mod philox;
 mod plan;
@@ -164,13 +165,12 @@ mod sampler;
 mod shard;
 mod store;
 mod sums;
-#[cfg(feature = "candle")]
+#[cfg(any(feature = "candle", feature = "tch"))]
 mod tensors;
 mod verify;
 pub mod words;
 
 pub use base::Base;
-pub use byte_size::{BadByteSize, parse_byte_size};
 pub use checkpoint::Checkpoint;
 pub use checksum::Checksum;
 pub use cut::Cut;
@@ -201,6 +201,7 @@ pub use lora::{
     squares_of_outputs,
 };
 pub use manifest::{FileEntry, Header, Manifest, SliceEntry, TensorEntry, Topology};
+pub use parse_bytes::{BadByteSize, parse_byte_size};
 pub use pending::{Look, PendingShard, Staging};
 pub use plan::Stages;
 pub use region::Region;

@@ -81,7 +81,7 @@ pub(crate) fn store_of(path: &Path) -> Store {
 }
 
 /// The newest complete checkpoint of a lower step beside this one that has none of these damaged
-/// files of it: checkpoints may stand on the same base.
+/// files of it: checkpoints may depend on the same base.
 pub(crate) fn older_than(folder: &Path, damage: &[Damage]) -> Result<Option<Checkpoint>> {
     // A path like `.` has no name of its own.
     let folder = match folder.file_name() {

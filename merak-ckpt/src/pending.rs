@@ -109,7 +109,7 @@ impl Draft {
                     .iter()
                     .try_for_each(|(piece, bytes)| piece.check_buffer(bytes.len()));
                 let is_sound = checked.is_ok();
-                // Only the caller receives; if it is gone, the copy is made all the same.
+                // Only the caller receives; if it is gone, the copy is made nevertheless.
                 let _ = shown.send(checked);
                 if is_sound {
                     memory.reserve_exact(pieces.iter().map(|(_, bytes)| bytes.len()).sum());
@@ -229,7 +229,7 @@ mod tests {
         };
         let error = later(vec![0; 3]).unwrap_err();
         assert!(matches!(error, Error::BufferLength { .. }), "{error}");
-        // Dropped: the file is there all the same when the next statement runs.
+        // Dropped: the file is there nevertheless when the next statement runs.
         drop(later(vec![0; 4]).unwrap());
         assert!(draft.path().join("model-00000.safetensors").exists());
         let error = later(vec![0; 4]).unwrap().wait().unwrap_err();

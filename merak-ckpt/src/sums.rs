@@ -1,8 +1,8 @@
 //! CRC32 of stretches of a file, summed while the file is read.
 //!
 //! Readers pass on what they read, in any order and in parts of any size. A stretch is checked as
-//! soon as each of its bytes has passed. What nobody wanted of a stretch that was read in part is
-//! read at the end, by [`Sums::finish`], so that no byte is read twice for the check.
+//! soon as each of its bytes has passed. The rest of a stretch that was read in part is read at the
+//! end, by [`Sums::finish`], so that no byte is read twice for the check.
 //!
 //! The parts that have passed are held apart until they meet. Where there are too many of them, the
 //! shortest gaps between them are read at once.

@@ -31,7 +31,8 @@ impl Checkpoint {
     /// [`Error::Tensor`] where a tensor is not in host memory, and as [`Checkpoint::read_as`].
     ///
     /// # Examples
-    /// ```
+    #[cfg_attr(feature = "candle", doc = "```")]
+    #[cfg_attr(not(feature = "candle"), doc = "```ignore")]
     /// use candle_core::{Device, Var};
     /// use merak_ckpt::{Checkpoint, Header, Layout, Store};
     /// use std::collections::BTreeMap;

@@ -147,7 +147,7 @@ fn pieces(word: &str, room: usize) -> Vec<&str> {
 }
 
 /// A row of a table whose first two columns have these widths. Where the row exceeds `columns`, its
-/// last cell stands on a line of its own, below the second, or further to the left where there is
+/// last cell gets a line of its own, below the second, or further to the left where there is
 /// no room for it; so does the second cell, if it has no room beside the first.
 ///
 /// ```

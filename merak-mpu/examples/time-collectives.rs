@@ -1,7 +1,10 @@
-//! Times collectives and messages between two ranks, as processes or as threads.
+//! Times collectives and messages between ranks, as processes or as threads: two, or the number
+//! behind the engine.
 //!
 //! ```text
-//! cargo run --release -p merak-mpu --example time-collectives -- tcp
+//! cargo run --release -p merak-mpu --example time-collectives -- tcp 4
+//! cargo build --release -p merak-mpu --features mpi --example time-collectives
+//! mpirun -n 2 target/release/examples/time-collectives mpi
 //! ```
 //!
 //! prints one line for each operation and size: its name, bytes and seconds, where the seconds are
@@ -11,6 +14,8 @@
 #![expect(clippy::print_stdout, reason = "an example reports on standard output")]
 
 use merak_mpu::{Group, Member, Message, Packet, ReduceOp, Result, run_members, tcp, threads};
+#[cfg(feature = "mpi")]
+use std::time::Duration;
 use std::{env, error::Error, process::Command, time::Instant};
 
 const PORT: u16 = 29_700;
@@ -23,25 +28,44 @@ const BATCH_BYTES: usize = 64 << 20;
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = env::args().skip(1).collect();
-    match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["tcp"] => {
-            let mut other = Command::new(env::current_exe()?).arg("1").spawn()?;
-            measure(&join(0)?)?;
-            other.wait()?;
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let (engine, ranks) = match words[..] {
+        [engine] => (engine, 2),
+        [engine, ranks] => (engine, ranks.parse()?),
+        ["rank", rank, ranks] => return Ok(measure(&join(rank.parse()?, ranks.parse()?)?)?),
+        _ => return Err("choose tcp or threads, and how many ranks".into()),
+    };
+    match engine {
+        "tcp" => {
+            let own = env::current_exe()?;
+            let start = |rank: usize| {
+                let [rank, ranks] = [rank, ranks].map(|number| number.to_string());
+                Command::new(&own).args(["rank", &rank, &ranks]).spawn()
+            };
+            let others: Vec<_> = (1..ranks).map(start).collect();
+            measure(&join(0, ranks)?)?;
+            for other in others {
+                other?.wait()?;
+            }
         }
-        ["1"] => measure(&join(1)?)?,
-        ["threads"] => {
+        "threads" => {
             let options = threads::WorldOptions::default();
-            let members = threads::world(2, options);
+            let members = threads::world(ranks, options);
             run_members(members, options.stack_bytes, |member| measure(&member))?;
         }
-        _ => return Err("choose tcp or threads".into()),
+        #[cfg(feature = "mpi")]
+        "mpi" => {
+            let launch = merak_mpu::Launch::from_env()?;
+            let member = launch.join(merak_mpu::ChosenEngine::Mpi, Duration::from_mins(1))?;
+            measure(&member)?;
+        }
+        _ => return Err("choose tcp, threads or, in builds with it, mpi".into()),
     }
     Ok(())
 }
 
-fn join(rank: usize) -> Result<Member> {
-    tcp::join(&tcp::JoinOptions::new(rank, 2, "127.0.0.1", PORT))
+fn join(rank: usize, ranks: usize) -> Result<Member> {
+    tcp::join(&tcp::JoinOptions::new(rank, ranks, "127.0.0.1", PORT))
 }
 
 fn measure(member: &Member) -> Result<()> {
@@ -57,7 +81,7 @@ fn measure(member: &Member) -> Result<()> {
         time("all_to_all", &|data| world.all_to_all_vec(data))?;
         time("broadcast", &|data| world.broadcast_vec(data, 0))?;
         time("all_gather", &|mut data| {
-            data.truncate(bytes / 8);
+            data.truncate(bytes / 4 / world.world_size());
             world.all_gather_vec(data)
         })?;
         let packet = Packet {
@@ -77,6 +101,8 @@ fn there_and_back(world: &Group, message: Message) -> Result<Message> {
     if world.rank() == 0 {
         world.send(1, 0, message)?;
         world.recv(1, 0)
+    } else if world.rank() > 1 {
+        Ok(message)
     } else {
         drop(message);
         let message = world.recv(0, 0)?;

@@ -72,7 +72,7 @@ impl Coord {
         }
     }
 
-    /// The same place but for the index along one axis.
+    /// The same place with another index along one axis.
     #[must_use]
     pub fn with(mut self, axis: Axis, index: usize) -> Self {
         match axis {

@@ -61,6 +61,12 @@ pub trait Buffer: Any + Send + Sync + fmt::Debug {
     /// does other things; meanwhile it calls no other method of the buffer.
     fn memory(&mut self) -> Memory;
 
+    /// The queue of the device, by its address as CUDA's `CUstream`, in which work on the elements
+    /// was put last; 0 is the default one. An engine for devices begins behind that work.
+    fn stream(&self) -> u64 {
+        0
+    }
+
     /// Called after the elements were written through [`Buffer::memory`].
     fn written(&mut self) {}
 

@@ -1,22 +1,36 @@
 //! What the members of a group must agree on when they call a collective.
 
-use crate::{DType, ReduceOp};
+use crate::{Buffer, DType, ReduceOp};
 use std::{fmt, sync::Arc};
 
-/// Which collective was called.
+/// Which collective is called.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Call {
+pub enum Call {
+    /// The buffers of all members become one, which every member gets.
     AllReduce(ReduceOp),
+    /// The same, cut into a part for each member.
     ReduceScatter(ReduceOp),
+    /// The buffers of all members are joined on every member.
     AllGather,
-    Gather { root: usize },
-    Broadcast { root: usize },
+    /// The buffers of all members are joined on one.
+    Gather {
+        /// The group rank of that member.
+        root: usize,
+    },
+    /// The buffer of one member is copied to all.
+    Broadcast {
+        /// The group rank of that member.
+        root: usize,
+    },
+    /// Each member sends a part of its buffer to each.
     AllToAll,
+    /// Each member waits until all have come.
     Barrier,
 }
 
 impl Call {
-    pub(crate) fn name(self) -> &'static str {
+    /// Its name, as in `all_reduce`.
+    pub fn name(self) -> &'static str {
         match self {
             Self::AllReduce(_) => "all_reduce",
             Self::ReduceScatter(_) => "reduce_scatter",
@@ -45,6 +59,17 @@ pub(crate) struct Fingerprint {
     pub(crate) call: Call,
     pub(crate) dtype: DType,
     pub(crate) parts: Parts,
+}
+
+impl Fingerprint {
+    /// That of a call with a buffer, and with the lengths of the parts where they are listed.
+    pub(crate) fn new(call: Call, buffer: &dyn Buffer, lengths: Option<Arc<[usize]>>) -> Self {
+        Self {
+            call,
+            dtype: buffer.dtype(),
+            parts: lengths.map_or_else(|| Parts::Equal(buffer.len()), Parts::Listed),
+        }
+    }
 }
 
 /// Most lengths of parts that a message lists.

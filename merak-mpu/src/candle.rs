@@ -19,12 +19,14 @@
 //! # Ok::<(), Box<dyn Error>>(())
 //! ```
 
+use crate::lent::Lent;
+use crate::tensor::{check_sizes, not_in_host_memory, unknown_elements};
 use crate::{Buffer, DType, Element, Error, HostTensor, Memory, Result, into_vec};
 use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Storage, Tensor, Var, WithDType};
 use std::{
     any::Any,
     cell::RefCell,
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     mem,
     ops::Range,
     sync::{Mutex, PoisonError},
@@ -70,30 +72,6 @@ pub struct TensorBuffer {
     written: bool,
 }
 
-/// Addresses of the storages that are lent. An engine holds the locks of all members at once, so
-/// two of them may not be the same.
-static LENT: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
-
-/// The address of a storage that is lent, until this is dropped.
-#[derive(Debug)]
-struct Lent(usize);
-
-impl Lent {
-    /// Notes that the storage of a tensor is lent, unless it is already.
-    fn new(tensor: &Tensor) -> Option<Self> {
-        let key = std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
-        let mut lent = LENT.lock().unwrap_or_else(PoisonError::into_inner);
-        lent.insert(key).then(|| Self(key))
-    }
-}
-
-impl Drop for Lent {
-    fn drop(&mut self) {
-        let mut lent = LENT.lock().unwrap_or_else(PoisonError::into_inner);
-        lent.remove(&self.0);
-    }
-}
-
 impl TensorBuffer {
     /// Makes a buffer of a tensor.
     ///
@@ -102,13 +80,10 @@ impl TensorBuffer {
     /// than a [`DType`].
     pub fn new(tensor: &Tensor) -> Result<Self> {
         if !tensor.device().is_cpu() {
-            let found = tensor.device().location();
-            return Err(bad(tensor, &format!("it lies on {found:?}, expected Cpu")));
+            return Err(bad(tensor, &not_in_host_memory(tensor.device().location())));
         }
         let Some(dtype) = dtype_of(tensor.dtype()) else {
-            let (found, known) = (tensor.dtype(), DType::ALL.map(DType::as_str).join(", "));
-            let reason = format!("its elements are {found:?}, expected one of {known}");
-            return Err(bad(tensor, &reason));
+            return Err(bad(tensor, &unknown_elements(tensor.dtype())));
         };
         let Some((start, end)) = tensor.layout().contiguous_offsets() else {
             return Err(bad(tensor, "it is strided, expected a contiguous one"));
@@ -137,12 +112,8 @@ impl TensorBuffer {
             buffer
         };
         if !buffer.is_empty() {
-            buffer.lent = Lent::new(tensor);
-            if buffer.lent.is_none() {
-                let reason = "its memory is lent to another operation, on this rank or another: \
-                              copy the tensor before one of the two";
-                return Err(bad(tensor, reason));
-            }
+            let storage = std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
+            buffer.lent = Some(Lent::new(storage).map_err(|reason| bad(tensor, reason))?);
         }
         Ok(buffer)
     }
@@ -214,6 +185,7 @@ impl HostTensor for Tensor {
     }
 
     fn from_buffer(sizes: &[usize], buffer: Box<dyn Buffer>) -> Result<Self> {
+        check_sizes(sizes, &*buffer)?;
         let any: &dyn Any = &*buffer;
         if any.is::<TensorBuffer>() {
             let own = buffer.into_any().downcast::<TensorBuffer>();

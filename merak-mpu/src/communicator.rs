@@ -1,7 +1,7 @@
 //! What every engine offers to the members of a group.
 
-use crate::{Buffer, DType, Rank, Result};
-use std::fmt;
+use crate::{Buffer, Call, DType, Rank, Result};
+use std::{fmt, sync::Arc};
 
 /// How the elements of several ranks become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -121,6 +121,9 @@ impl<T> fmt::Debug for Pending<T> {
     }
 }
 
+/// What a collective that is started gives: its result to come.
+pub type Started = Result<Pending<Box<dyn Buffer>>>;
+
 /// A rank's turn at computing, which ends when it is dropped; see [`Communicator::turn`].
 #[must_use = "a turn ends when it is dropped"]
 #[derive(Default)]
@@ -169,103 +172,111 @@ pub trait Communicator: Send + Sync + fmt::Debug {
         self.members().len()
     }
 
+    /// Starts a collective, which [`Group`](crate::Group) has checked: each of the methods below is
+    /// this one with a call of its own.
+    ///
+    /// `lengths` are those of the parts where the caller lists them, as in
+    /// [`Communicator::start_all_gather_parts`]; without them all members bring buffers of one
+    /// length, which are cut evenly.
+    ///
+    /// # Errors
+    /// When the group is poisoned, or the members call different operations.
+    fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started;
+
     /// Reduces `[L]` element by element; every member gets the `[L]` result in its own buffer.
     ///
     /// # Errors
-    /// When the group is poisoned, or (debug builds) the members call different operations.
-    fn start_all_reduce(
-        &self,
-        buffer: Box<dyn Buffer>,
-        op: ReduceOp,
-    ) -> Result<Pending<Box<dyn Buffer>>>;
+    /// As [`Communicator::start`].
+    fn start_all_reduce(&self, buffer: Box<dyn Buffer>, op: ReduceOp) -> Started {
+        self.start(Call::AllReduce(op), buffer, None)
+    }
 
     /// Reduces `[N * L]`; member `r` gets the `r`-th `[L]`.
     ///
     /// # Errors
-    /// As [`Communicator::start_all_reduce`]; also when the length is no multiple of `N`.
-    fn start_reduce_scatter(
-        &self,
-        buffer: Box<dyn Buffer>,
-        op: ReduceOp,
-    ) -> Result<Pending<Box<dyn Buffer>>>;
+    /// As [`Communicator::start`]; also when the length is no multiple of `N`.
+    fn start_reduce_scatter(&self, buffer: Box<dyn Buffer>, op: ReduceOp) -> Started {
+        self.start(Call::ReduceScatter(op), buffer, None)
+    }
 
     /// Reduces `[L]`, which is cut into parts of `lengths`; member `r` gets the `r`-th part.
     ///
     /// A part may be empty. No part is padded to the length of another.
     ///
     /// # Errors
-    /// As [`Communicator::start_all_reduce`]; also when there is not one length for each member, or
-    /// they do not add up to `L`.
+    /// As [`Communicator::start`]; also when there is not one length for each member, or they do
+    /// not add up to `L`.
     fn start_reduce_scatter_parts(
         &self,
         buffer: Box<dyn Buffer>,
         lengths: Vec<usize>,
         op: ReduceOp,
-    ) -> Result<Pending<Box<dyn Buffer>>>;
+    ) -> Started {
+        self.start(Call::ReduceScatter(op), buffer, Some(lengths.into()))
+    }
 
     /// Joins one `[L]` of each member, in rank order, to `[N * L]` on every member.
     ///
     /// # Errors
-    /// As [`Communicator::start_all_reduce`].
-    fn start_all_gather(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>>;
+    /// As [`Communicator::start`].
+    fn start_all_gather(&self, buffer: Box<dyn Buffer>) -> Started {
+        self.start(Call::AllGather, buffer, None)
+    }
 
     /// Joins one part of each member, in rank order, on every member; that of member `r` has
     /// `lengths[r]` elements.
     ///
     /// # Errors
-    /// As [`Communicator::start_all_reduce`]; also when there is not one length for each member, or
-    /// this member's is not that of its buffer.
-    fn start_all_gather_parts(
-        &self,
-        buffer: Box<dyn Buffer>,
-        lengths: Vec<usize>,
-    ) -> Result<Pending<Box<dyn Buffer>>>;
+    /// As [`Communicator::start`]; also when there is not one length for each member, or this
+    /// member's is not that of its buffer.
+    fn start_all_gather_parts(&self, buffer: Box<dyn Buffer>, lengths: Vec<usize>) -> Started {
+        self.start(Call::AllGather, buffer, Some(lengths.into()))
+    }
 
     /// Joins one `[L]` of each member, in rank order, to `[N * L]` on member `root`; the others get
     /// an empty buffer.
     ///
     /// # Errors
-    /// As [`Communicator::start_all_reduce`]; also when `root` is not a member.
-    fn start_gather(
-        &self,
-        buffer: Box<dyn Buffer>,
-        root: usize,
-    ) -> Result<Pending<Box<dyn Buffer>>>;
+    /// As [`Communicator::start`]; also when `root` is not a member.
+    fn start_gather(&self, buffer: Box<dyn Buffer>, root: usize) -> Started {
+        self.start(Call::Gather { root }, buffer, None)
+    }
 
     /// Copies the `[L]` of member `root` to every member.
     ///
     /// # Errors
-    /// As [`Communicator::start_all_reduce`]; also when `root` is not a member.
-    fn start_broadcast(
-        &self,
-        buffer: Box<dyn Buffer>,
-        root: usize,
-    ) -> Result<Pending<Box<dyn Buffer>>>;
+    /// As [`Communicator::start`]; also when `root` is not a member.
+    fn start_broadcast(&self, buffer: Box<dyn Buffer>, root: usize) -> Started {
+        self.start(Call::Broadcast { root }, buffer, None)
+    }
 
     /// Sends the `p`-th `[L]` of `[N * L]` to member `p`, and gets `[N * L]` with one `[L]` from
     /// each.
     ///
     /// # Errors
-    /// As [`Communicator::start_all_reduce`]; also when the length is no multiple of `N`.
-    fn start_all_to_all(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>>;
+    /// As [`Communicator::start`]; also when the length is no multiple of `N`.
+    fn start_all_to_all(&self, buffer: Box<dyn Buffer>) -> Started {
+        self.start(Call::AllToAll, buffer, None)
+    }
 
     /// Cuts this member's buffer into one part for each member, sends them, and joins the parts
     /// that come, both in rank order. Member `p` sends `lengths[p * N + q]` elements to member `q`.
     ///
     /// # Errors
-    /// As [`Communicator::start_all_reduce`]; also when there are not `N * N` lengths, or those of
-    /// this member do not add up to its buffer's.
-    fn start_all_to_all_parts(
-        &self,
-        buffer: Box<dyn Buffer>,
-        lengths: Vec<usize>,
-    ) -> Result<Pending<Box<dyn Buffer>>>;
+    /// As [`Communicator::start`]; also when there are not `N * N` lengths, or those of this member
+    /// do not add up to its buffer's.
+    fn start_all_to_all_parts(&self, buffer: Box<dyn Buffer>, lengths: Vec<usize>) -> Started {
+        self.start(Call::AllToAll, buffer, Some(lengths.into()))
+    }
 
     /// Waits until every member has come here.
     ///
     /// # Errors
-    /// As [`Communicator::start_all_reduce`].
-    fn barrier(&self) -> Result<()>;
+    /// As [`Communicator::start`].
+    fn barrier(&self) -> Result<()> {
+        let nothing: Box<dyn Buffer> = Box::new(Vec::<u8>::new());
+        self.start(Call::Barrier, nothing, None)?.wait().map(drop)
+    }
 
     /// Sends a message to member `to`; never waits for the receiver. Messages with one
     /// `(from, to, tag)` arrive in the order in which they were sent.

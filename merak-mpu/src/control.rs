@@ -41,6 +41,8 @@ pub(crate) mod wire;
 pub use rendezvous::JoinOptions;
 
 pub(crate) use note::Verdict;
+#[cfg(feature = "mpi")]
+pub(crate) use rendezvous::this_host;
 pub(crate) use rendezvous::{Meeting, Star, meet};
 pub(crate) use state::State;
 

@@ -216,8 +216,42 @@ pub enum Error {
         /// The name of one that is set.
         found: &'static str,
     },
+    /// A library that an engine loads was not found.
+    #[error("no {library} library: {}", .tried.join("; "))]
+    NoLibrary {
+        /// What was looked for, as `NCCL`.
+        library: &'static str,
+        /// Each file that was tried, with what the system said.
+        tried: Vec<String>,
+    },
+    /// A library that was found is not one that an engine can use.
+    #[error("{path} is no {library} library that fits: {reason}")]
+    UnfitLibrary {
+        /// What was looked for, as `NCCL`.
+        library: &'static str,
+        /// The file as it was asked for.
+        path: String,
+        /// What was found and what is needed.
+        reason: String,
+    },
+    /// A call of a device's library failed.
+    #[error("{call} failed: {reason}")]
+    Device {
+        /// The function of the library.
+        call: &'static str,
+        /// What the library says.
+        reason: String,
+    },
+    /// A buffer lies on another device than the one that its rank uses.
+    #[error("a buffer lies on CUDA device {found}, but this rank uses device {expected}")]
+    OtherDevice {
+        /// The device of the rank, by its number on the host.
+        expected: usize,
+        /// The device of the buffer.
+        found: usize,
+    },
     /// An engine that this build does not have.
-    #[error("the engine {engine} is not in this build: choose {}", one_of(.instead))]
+    #[error("the engine {engine} is not in this build: build with --features {engine}, or choose {}", one_of(.instead))]
     EngineNotBuilt {
         /// Its name.
         engine: &'static str,

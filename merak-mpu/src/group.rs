@@ -1,8 +1,8 @@
 //! A group of ranks as its members use it.
 
 use crate::{
-    Buffer, Communicator, Element, Engine, Error, Message, Packet, Pending, Rank, ReduceOp, Result,
-    Turn, into_vec, member::join_group,
+    Buffer, Call, Communicator, Element, Engine, Error, Message, Packet, Pending, Rank, ReduceOp,
+    Result, Started, Turn, into_vec, member::join_group,
 };
 use std::{ops::Range, sync::Arc};
 
@@ -343,6 +343,50 @@ impl Group {
         })
     }
 
+    /// Checks the root of a call, and that its buffer of `len` elements is cut as it says.
+    fn check_call(&self, call: Call, len: usize, lengths: Option<&[usize]>) -> Result<()> {
+        let (n, me) = (self.world_size(), self.rank());
+        match (call, lengths) {
+            (Call::Gather { root } | Call::Broadcast { root }, None) => self.check_rank(root),
+            (Call::ReduceScatter(_) | Call::AllToAll, None) => self.check_even(call.name(), len),
+            (Call::AllReduce(_) | Call::AllGather | Call::Barrier, None) => Ok(()),
+            (Call::ReduceScatter(_), Some(lengths)) => {
+                self.check_parts(call.name(), lengths, (0..lengths.len(), len))
+            }
+            (Call::AllGather, Some(lengths)) => {
+                self.check_parts(call.name(), lengths, (me..me + 1, len))
+            }
+            (Call::AllToAll, Some(lengths)) => self.check_exchange(lengths, len),
+            (
+                Call::AllReduce(_) | Call::Gather { .. } | Call::Broadcast { .. } | Call::Barrier,
+                Some(_),
+            ) => Err(Error::BadParts {
+                op: call.name(),
+                members: n,
+                reason: "it takes none of lengths of their own".to_owned(),
+            }),
+        }
+    }
+
+    /// Checks the lengths of an exchange, by sender and then by receiver.
+    fn check_exchange(&self, lengths: &[usize], len: usize) -> Result<()> {
+        let n = self.world_size();
+        let op = Call::AllToAll.name();
+        let reason = if lengths.len() != n * n {
+            format!("there are {} lengths, expected {}", lengths.len(), n * n)
+        } else if checked_sum(lengths).is_none() {
+            "the sum of their lengths is too large".to_owned()
+        } else {
+            let own = &lengths[self.rank() * n..(self.rank() + 1) * n];
+            return self.check_parts(op, own, (0..n, len));
+        };
+        Err(Error::BadParts {
+            op,
+            members: n,
+            reason,
+        })
+    }
+
     /// Checks that there is one length for each member, and that they add up to `len` over
     /// `members`.
     fn check_parts(
@@ -351,13 +395,12 @@ impl Group {
         lengths: &[usize],
         (members, len): (Range<usize>, usize),
     ) -> Result<()> {
-        let sum = |parts: &[usize]| parts.iter().try_fold(0_usize, |sum, &x| sum.checked_add(x));
         let reason = if lengths.len() != self.world_size() {
             format!("there are {} lengths", lengths.len())
-        } else if sum(lengths).is_none() {
+        } else if checked_sum(lengths).is_none() {
             "the sum of their lengths is too large".to_owned()
         } else {
-            let expected = sum(&lengths[members]).unwrap_or_default();
+            let expected = checked_sum(&lengths[members]).unwrap_or_default();
             if expected == len {
                 return Ok(());
             }
@@ -392,132 +435,12 @@ impl Communicator for Group {
         self.communicator.members()
     }
 
-    fn start_all_reduce(
-        &self,
-        buffer: Box<dyn Buffer>,
-        op: ReduceOp,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
+    fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
+        self.check_call(call, buffer.len(), lengths.as_deref())?;
         if self.is_single() {
             return Ok(Pending::ready(buffer));
         }
-        self.communicator.start_all_reduce(buffer, op)
-    }
-
-    fn start_reduce_scatter(
-        &self,
-        buffer: Box<dyn Buffer>,
-        op: ReduceOp,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        if self.is_single() {
-            return Ok(Pending::ready(buffer));
-        }
-        self.check_even("reduce_scatter", buffer.len())?;
-        self.communicator.start_reduce_scatter(buffer, op)
-    }
-
-    fn start_reduce_scatter_parts(
-        &self,
-        buffer: Box<dyn Buffer>,
-        lengths: Vec<usize>,
-        op: ReduceOp,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        let whole = (0..lengths.len(), buffer.len());
-        self.check_parts("reduce_scatter", &lengths, whole)?;
-        if self.is_single() {
-            return Ok(Pending::ready(buffer));
-        }
-        self.communicator
-            .start_reduce_scatter_parts(buffer, lengths, op)
-    }
-
-    fn start_all_gather(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
-        if self.is_single() {
-            return Ok(Pending::ready(buffer));
-        }
-        self.communicator.start_all_gather(buffer)
-    }
-
-    fn start_all_gather_parts(
-        &self,
-        buffer: Box<dyn Buffer>,
-        lengths: Vec<usize>,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        let own = (self.rank()..self.rank() + 1, buffer.len());
-        self.check_parts("all_gather", &lengths, own)?;
-        if self.is_single() {
-            return Ok(Pending::ready(buffer));
-        }
-        self.communicator.start_all_gather_parts(buffer, lengths)
-    }
-
-    fn start_gather(
-        &self,
-        buffer: Box<dyn Buffer>,
-        root: usize,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.check_rank(root)?;
-        if self.is_single() {
-            return Ok(Pending::ready(buffer));
-        }
-        self.communicator.start_gather(buffer, root)
-    }
-
-    fn start_broadcast(
-        &self,
-        buffer: Box<dyn Buffer>,
-        root: usize,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.check_rank(root)?;
-        if self.is_single() {
-            return Ok(Pending::ready(buffer));
-        }
-        self.communicator.start_broadcast(buffer, root)
-    }
-
-    fn start_all_to_all(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
-        if self.is_single() {
-            return Ok(Pending::ready(buffer));
-        }
-        self.check_even("all_to_all", buffer.len())?;
-        self.communicator.start_all_to_all(buffer)
-    }
-
-    fn start_all_to_all_parts(
-        &self,
-        buffer: Box<dyn Buffer>,
-        lengths: Vec<usize>,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        let n = self.world_size();
-        if lengths.len() != n * n {
-            return Err(Error::BadParts {
-                op: "all_to_all",
-                members: n,
-                reason: format!("there are {} lengths, expected {}", lengths.len(), n * n),
-            });
-        }
-        let whole = lengths
-            .iter()
-            .try_fold(0_usize, |sum, &length| sum.checked_add(length));
-        if whole.is_none() {
-            return Err(Error::BadParts {
-                op: "all_to_all",
-                members: n,
-                reason: "the sum of their lengths is too large".to_owned(),
-            });
-        }
-        let own = &lengths[self.rank() * n..(self.rank() + 1) * n];
-        self.check_parts("all_to_all", own, (0..n, buffer.len()))?;
-        if self.is_single() {
-            return Ok(Pending::ready(buffer));
-        }
-        self.communicator.start_all_to_all_parts(buffer, lengths)
-    }
-
-    fn barrier(&self) -> Result<()> {
-        if self.is_single() {
-            return Ok(());
-        }
-        self.communicator.barrier()
+        self.communicator.start(call, buffer, lengths)
     }
 
     fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {
@@ -545,6 +468,11 @@ impl Drop for Group {
             self.communicator.abort("panicked");
         }
     }
+}
+
+fn checked_sum(lengths: &[usize]) -> Option<usize> {
+    let mut lengths = lengths.iter();
+    lengths.try_fold(0, |sum: usize, &length| sum.checked_add(length))
 }
 
 fn signed(length: usize) -> i64 {

@@ -3,6 +3,7 @@
 mod engine;
 mod environment;
 mod hosts;
+mod hydra;
 #[cfg(test)]
 mod tests;
 
@@ -74,7 +75,7 @@ impl InitOptions {
         };
         let member = match self.backend.choose(launch, Built::here(), false)? {
             ChosenEngine::Threads => threads::world(1, options).remove(0),
-            _ => launch.join(self.timeout)?,
+            engine => launch.join(engine, self.timeout)?,
         };
         self.init_member(member)
     }
@@ -94,21 +95,54 @@ impl InitOptions {
 }
 
 impl Launch {
-    /// Joins the processes of this launch over sockets, as [`tcp::join`] does, with `timeout` as
-    /// the longest wait for a peer.
+    /// Joins the processes of this launch over an engine, with `timeout` as the longest wait for a
+    /// peer: over MPI as `mpi::join` does, and over sockets as [`tcp::join`] does.
+    ///
+    /// # Errors
+    /// [`Error::EngineNotBuilt`](crate::Error::EngineNotBuilt);
+    /// [`Error::UnfitEngine`](crate::Error::UnfitEngine) where nothing says on which host rank 0
+    /// is, and the engine needs it; as [`tcp::join`].
+    pub fn join(&self, engine: ChosenEngine, timeout: Duration) -> Result<Member> {
+        match engine {
+            ChosenEngine::Mpi => {
+                EngineKind::Mpi.choose(self, Built::here(), false)?;
+                #[cfg(all(unix, feature = "mpi"))]
+                {
+                    let host = self.address.as_deref().filter(|_| !self.is_on_one_host());
+                    return crate::mpi::join(&self.options(host.unwrap_or_default(), timeout));
+                }
+            }
+            ChosenEngine::Nccl => {
+                EngineKind::Nccl.choose(self, Built::here(), true)?;
+                #[cfg(all(unix, feature = "nccl"))]
+                {
+                    let meeting = self.meeting(timeout)?;
+                    return crate::nccl::join(&crate::nccl::JoinOptions::new(meeting));
+                }
+            }
+            ChosenEngine::Threads | ChosenEngine::Tcp => {}
+        }
+        tcp::join(&self.meeting(timeout)?)
+    }
+
+    /// How the processes of this launch find each other, for the engines that bring no way of
+    /// their own.
     ///
     /// # Errors
     /// [`Error::UnfitEngine`](crate::Error::UnfitEngine) where nothing says on which host rank 0
-    /// is; as [`tcp::join`].
-    pub fn join(&self, timeout: Duration) -> Result<Member> {
+    /// is.
+    pub fn meeting(&self, timeout: Duration) -> Result<tcp::JoinOptions> {
         EngineKind::Tcp.choose(self, Built::here(), false)?;
-        let host = self.address.as_deref().unwrap_or("127.0.0.1");
+        Ok(self.options(self.address.as_deref().unwrap_or("127.0.0.1"), timeout))
+    }
+
+    fn options(&self, host: &str, timeout: Duration) -> tcp::JoinOptions {
         let port = self.port.unwrap_or_default();
         let options = tcp::JoinOptions {
             run: self.job.clone().unwrap_or_default(),
             ..tcp::JoinOptions::new(self.rank, self.world_size, host, port)
         };
-        tcp::join(&options.with_timeout(timeout))
+        options.with_timeout(timeout)
     }
 }
 

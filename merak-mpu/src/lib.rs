@@ -2,9 +2,9 @@
 //!
 //! A training run splits its work along four axes: copies of the model that see different samples
 //! (data), parts of each layer (tensor), consecutive stages of layers (pipeline) and parts of each
-//! sample (sequence). This crate says which rank stands where, which ranks form a group, and
-//! carries what the members of a group tell each other. It knows nothing of models, so any Rust
-//! program can use it.
+//! sample (sequence). This crate gives each rank its place on these axes, forms groups of ranks,
+//! and carries their collectives and messages. It knows nothing of models, so any Rust program can
+//! use it.
 //!
 //! ```
 //! use merak_mpu::{Degrees, Mpu, ReduceOp, threads};
@@ -27,16 +27,17 @@
 //! - [`Group`]: collectives and messages among some ranks, blocking or [`Pending`].
 //! - [`Buffer`]: memory of a [`DType`] that a collective reads and writes where it lies.
 //! - [`HostTensor`]: a tensor of another library, for the `*_tensor` methods of a [`Group`].
-//! - [`threads`]: the engine whose ranks are threads of one process. `tcp`: the one whose ranks are
-//!   processes, on Unix. Others implement [`Engine`] and [`Communicator`].
+//! - [`threads`]: the engine whose ranks are threads of one process. `tcp` and `mpi`: those whose
+//!   ranks are processes, on Unix. `nccl`: the same with CUDA devices. Others implement [`Engine`]
+//!   and [`Communicator`].
 //!
 //! # How it fits together
 //! ```text
 //!      Degrees ─────> Topology            places of the ranks (pure)
 //!                        │
 //! threads::run ┬> Member ─> Mpu ─> Group ─> dyn Communicator     one rank's handles
-//! tcp::join    ┘    │                           │
-//!              dyn Engine ──────────────────────┘                threads | tcp | your own
+//! tcp::join    ┤    │                           │
+//! mpi::join    ┘ dyn Engine ────────────────────┘                threads | tcp | mpi | your own
 //! ```
 //!
 //! # Engines and their order of summation
@@ -44,15 +45,18 @@
 //! |---|---|---|
 //! | `threads` | threads of one process | ascending group rank, in f32 for 16-bit floats |
 //! | `tcp` | processes, on one host or several | the same, hence the same bits |
+//! | `mpi` (a feature) | processes that `mpirun` or `srun` started | the same, so the same bits |
+//! | `nccl` (a feature) | processes with a CUDA device each | NCCL's own on devices: other bits |
 //!
 //! Processes have a control plane beside the connections that carry data: a star of sockets to
-//! rank 0, over which they find each other, compare versions and digests, beat, tell what they wait
-//! for, and hear who is to blame for a failure. A process that dies is named at once, one that is
-//! stopped or cut off when its heart has been silent for some seconds.
+//! rank 0. Over it they find each other, compare versions and digests, send heartbeats, report
+//! what they wait for, and learn which rank caused a failure. A process that dies is named at once;
+//! a process that is stopped or cut off is named when its heartbeats have been absent for some
+//! seconds.
 //!
 //! # Guarantees
 //! - **Fixed order.** A sum runs in ascending group rank, in f32 for 16-bit floats, for any number
-//!   of threads, so every member, every run and both engines give the same bits.
+//!   of threads, so every member, every run and every engine but `nccl` give the same bits.
 //! - **No rank waits for ever.** An error or a panic on one rank poisons the world: every pending
 //!   or later call on the others returns [`Error::Aborted`], which names the culprit. A peer that
 //!   never comes is an [`Error::Timeout`], which names the waiting and the missing ranks.
@@ -60,11 +64,15 @@
 //!   get [`Error::Mismatch`] with both sides.
 //! - **A started operation owns its buffer** until [`Pending::wait`] gives it back, once.
 //! - **No hidden state.** Worlds are values: two of them fit in one process. Only
-//!   [`Launch::from_env`] (under [`init`]) reads the environment. With the feature `candle` the
-//!   process has one table, of the storages that are lent at the moment.
+//!   [`Launch::from_env`] (under [`init`]) reads the environment. With the features `candle`
+//!   and `tch` the process has one table, of the storages that are lent at the moment.
 //!
 //! # Features
 //! - `candle`: collectives and messages of candle's tensors, in the module `candle`.
+//! - `tch`: the same for tensors of libtorch, in the module `tch`; needs libtorch 2.11.
+//! - `mpi`: the engine of that name, over Open MPI, MPICH or another MPI library; the build needs
+//!   its `mpicc`, and libclang.
+//! - `nccl`: the engine of that name; needs no CUDA to build.
 //! - `testing`: worlds with deadlines, tolerances, and the suite that every engine must pass.
 //!
 //! # Papers
@@ -72,6 +80,7 @@
 //! 3; the sequence axis is that of [DeepSpeed-Ulysses](https://arxiv.org/abs/2309.14509),
 //! section 3.
 
+mod affinity;
 mod axis;
 mod bell;
 mod buffer;
@@ -85,14 +94,25 @@ mod degrees;
 mod dtype;
 mod error;
 mod group;
+mod hash;
 mod kernel;
 mod launch;
+#[cfg(any(feature = "candle", feature = "tch"))]
+mod lent;
 mod mailbox;
 mod member;
+#[cfg(unix)]
+mod mill;
+#[cfg(all(unix, feature = "mpi"))]
+pub mod mpi;
 mod mpu;
+#[cfg(all(unix, feature = "nccl"))]
+pub mod nccl;
 mod pages;
 mod rank;
 mod run;
+#[cfg(feature = "tch")]
+pub mod tch;
 #[cfg(unix)]
 pub mod tcp;
 mod tensor;
@@ -103,7 +123,8 @@ mod topology;
 
 pub use axis::{Axis, Coord};
 pub use buffer::{Buffer, Memory, into_vec, zeros};
-pub use communicator::{Communicator, Message, Packet, Pending, ReduceOp, Turn};
+pub use call::Call;
+pub use communicator::{Communicator, Message, Packet, Pending, ReduceOp, Started, Turn};
 pub use degrees::Degrees;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};

@@ -8,7 +8,7 @@ use std::{
     time::Instant,
 };
 
-/// What an engine (threads, later sockets, MPI, NCCL) offers to one rank of a world.
+/// What an engine (threads, sockets, MPI or NCCL) offers to one rank of a world.
 pub trait Engine: Send + Sync + fmt::Debug {
     /// The rank that this handle belongs to.
     fn rank(&self) -> Rank;
@@ -64,6 +64,17 @@ pub struct Locality {
     pub local_rank: usize,
     /// The number of ranks on its host.
     pub local_size: usize,
+    /// The number of those, itself included, that may run on a core that it may run on: all of
+    /// them, unless a launcher binds processes to cores.
+    pub core_sharers: usize,
+}
+
+impl Locality {
+    /// The device of a rank here, among `num_devices` on its host. Ranks share devices where there
+    /// are fewer devices than ranks.
+    pub fn device(&self, num_devices: usize) -> usize {
+        self.local_rank % num_devices.max(1)
+    }
 }
 
 /// One rank's handle on its world: its number, and how it joins groups.

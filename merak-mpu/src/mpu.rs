@@ -1,6 +1,8 @@
 //! The model parallel unit: one rank's place on the axes and its groups.
 
-use crate::{Axis, Coord, Degrees, Error, Group, GroupKind, Member, Rank, Result, Topology};
+use crate::{
+    Axis, Coord, Degrees, Error, Group, GroupKind, Locality, Member, Rank, Result, Topology,
+};
 use std::collections::BTreeMap;
 
 /// The key of the tied group that [`Mpu::embedding_group`] returns.
@@ -99,6 +101,11 @@ impl Mpu {
     /// This rank of the world.
     pub fn rank(&self) -> Rank {
         self.member.rank()
+    }
+
+    /// Where this rank runs.
+    pub fn locality(&self) -> Locality {
+        self.member.locality()
     }
 
     /// The number of ranks.

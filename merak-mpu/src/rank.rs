@@ -83,7 +83,32 @@ impl fmt::Display for Wait {
         match missing.as_slice() {
             [] => f.write_str("the result"),
             [one] => write!(f, "rank {one}"),
-            many => write!(f, "ranks {many:?}"),
+            many if many.len() <= MOST_NAMED => write!(f, "ranks {many:?}"),
+            many => {
+                let (named, more) = many.split_at(MOST_NAMED);
+                write!(f, "ranks {named:?} and {} more", more.len())
+            }
         }
+    }
+}
+
+/// The most missing ranks that a message lists.
+const MOST_NAMED: usize = 32;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_lists_the_first_of_many_missing_ranks() {
+        let wait = Wait {
+            rank: Rank(0),
+            op: "join".into(),
+            group: "world".into(),
+            sequence: 0,
+            missing: (1..1000).map(Rank).collect(),
+        };
+        let shown = wait.to_string();
+        assert!(shown.ends_with("31, 32] and 967 more"), "{shown}");
     }
 }

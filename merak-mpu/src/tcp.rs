@@ -19,7 +19,8 @@
 //! [`JoinOptions::shared_memory`] says otherwise; a socket beside it wakes a process that sleeps.
 //! Its thread looks for bytes for some microseconds before it sleeps where the host has a core for
 //! each of its ranks. All others move bytes through sockets. Up to 256 MiB that collectives have
-//! needed for themselves are kept for the next ones.
+//! needed for themselves are kept for the next ones, and as much of vectors that were sent for
+//! messages that come.
 //!
 //! A second line to rank 0 carries heartbeats and failures: a process that is killed is missed at
 //! once, one that is stopped or cut off after [`JoinOptions::beat_timeout`], and every other rank
@@ -28,25 +29,20 @@
 //! A process that ends its part ([`Member::end`], or when its last handle is dropped) waits until
 //! its peers have what it sent; rank 0 leaves last. A process that ends otherwise counts as failed.
 
-mod communicator;
-mod frame;
-mod groups;
 #[cfg(target_os = "linux")]
 mod handover;
-mod link;
 mod mesh;
-mod mill;
-mod moves;
-mod op;
-mod session;
 #[cfg(target_os = "linux")]
 mod shared;
-mod wire;
+mod stream;
 
 pub use crate::control::JoinOptions;
 
-use crate::{Error, Member, Result, control::meet};
-use session::{Session, TcpRank};
+use crate::{
+    Error, Member, Result,
+    control::{Control, Meeting, State, meet},
+    mill::{Grind, Link, NoPort, ProcessRank, Session, Start, Woven},
+};
 use std::{
     net::{Ipv4Addr, TcpListener},
     sync::Arc,
@@ -74,8 +70,62 @@ pub fn join(options: &JoinOptions) -> Result<Member> {
 
 fn join_at(options: &JoinOptions, listener: Option<TcpListener>) -> Result<Member> {
     let meeting = meet(options, listener)?;
-    let session = Session::start(options, meeting)?;
-    Ok(Member::new(Arc::new(TcpRank(Arc::new(session)))))
+    let session = Session::start("tcp", options, meeting, |meeting, state, control| {
+        weave(options, meeting, state, control)
+    })?;
+    Ok(Member::new(Arc::new(ProcessRank(Arc::new(session)))))
+}
+
+/// Connects with the other processes, over shared memory where they are on this host.
+fn weave(
+    options: &JoinOptions,
+    meeting: &Meeting,
+    state: &State,
+    control: &Control,
+) -> Result<(Woven, Start)> {
+    let Meeting {
+        nonce,
+        peers,
+        hosts,
+        data,
+        ..
+    } = meeting;
+    let rank = state.rank;
+    #[cfg(target_os = "linux")]
+    let (lacks, desk) = {
+        let lacks = |what| {
+            move |error: std::io::Error| Error::NoResource {
+                rank: rank.0,
+                what,
+                reason: error.to_string(),
+            }
+        };
+        let desk = handover::Desk::open(*nonce, rank);
+        (lacks, desk.map_err(lacks("Unix socket"))?)
+    };
+    #[cfg_attr(
+        not(target_os = "linux"),
+        expect(unused_mut, reason = "this system has no memory to share")
+    )]
+    let mut streams = mesh::connect(state, control, *nonce, peers, data)?;
+    #[cfg(target_os = "linux")]
+    if options.shared_memory {
+        desk.share(state, *nonce, hosts, &mut streams)
+            .map_err(lacks("shared memory"))?;
+    }
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let woven = Woven {
+        links: streams.into_iter().map(|one| one.map(Link::new)).collect(),
+        spins: options.shared_memory && meeting.locality(rank).core_sharers <= cores,
+        ends_together: false,
+    };
+    let start = move |grind: Grind| {
+        let builder = thread::Builder::new().name(format!("mill-{rank}"));
+        builder.spawn(move || {
+            grind(&mut NoPort);
+        })
+    };
+    Ok((woven, Box::new(start)))
 }
 
 /// Makes a world of `n` ranks of this process that are connected by real sockets, as tests need

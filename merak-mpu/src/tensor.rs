@@ -1,5 +1,7 @@
 //! Tensors of other libraries in collectives and messages.
 
+#[cfg(any(feature = "candle", feature = "tch"))]
+use crate::DType;
 use crate::{Buffer, Error, Group, Packet, ReduceOp, Result};
 
 /// A tensor of a tensor library, as collectives and messages see it.
@@ -30,9 +32,9 @@ pub trait HostTensor: Sized {
     /// [`DType`](crate::DType).
     fn share(&self) -> Result<Box<dyn Buffer>>;
 
-    /// A tensor of these sizes over the elements of a buffer. A `Vec`, and what
-    /// [`HostTensor::lend`] or [`HostTensor::share`] gave, become the tensor's memory without a
-    /// copy.
+    /// A tensor of these sizes over the elements of a buffer. What [`HostTensor::lend`] or
+    /// [`HostTensor::share`] gave becomes the tensor's memory without a copy, and so does a `Vec`
+    /// in candle; libtorch copies it.
     ///
     /// # Errors
     /// [`Error::BadTensor`] where the library has no such elements, or another number of them.
@@ -158,4 +160,31 @@ impl Group {
         }
         Ok(sizes)
     }
+}
+
+/// Refuses sizes of another number of elements than a buffer has; a peer may send any.
+#[cfg(any(feature = "candle", feature = "tch"))]
+pub(crate) fn check_sizes(sizes: &[usize], buffer: &dyn Buffer) -> Result<()> {
+    let times = |numel: usize, &size: &usize| numel.checked_mul(size);
+    let numel = sizes.iter().try_fold(1, times);
+    if numel == Some(buffer.len()) {
+        return Ok(());
+    }
+    Err(Error::BadTensor {
+        shape: sizes.to_vec(),
+        reason: format!("it is made of a buffer of {} elements", buffer.len()),
+    })
+}
+
+/// Why a tensor of another device is not lent.
+#[cfg(any(feature = "candle", feature = "tch"))]
+pub(crate) fn not_in_host_memory(found: impl std::fmt::Debug) -> String {
+    format!("it lies on {found:?}, expected Cpu")
+}
+
+/// Why a tensor of other elements is not lent.
+#[cfg(any(feature = "candle", feature = "tch"))]
+pub(crate) fn unknown_elements(found: impl std::fmt::Debug) -> String {
+    let known = DType::ALL.map(DType::as_str).join(", ");
+    format!("its elements are {found:?}, expected one of {known}")
 }

@@ -5,6 +5,8 @@
 )]
 
 pub mod allocations;
+#[cfg(target_os = "linux")]
+pub mod hosts;
 pub mod suite;
 
 use crate::{Member, threads};

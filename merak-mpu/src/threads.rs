@@ -20,7 +20,6 @@
 //! [`Error::Timeout`](crate::Error::Timeout), which names the missing ranks. Every build checks
 //! that all members call the same operation, since here this costs one comparison.
 
-mod affinity;
 mod collective;
 mod communicator;
 mod plan;

@@ -1,6 +1,6 @@
 //! What crosses each border between two nodes, and which borders may be cut.
 
-use merak_trace::{Graph, Node, Op, Placement, Source, ValueId};
+use merak_trace::{Axis, Graph, Node, Op, Source, ValueId};
 
 /// A value with more users than this is not counted: stages hand it along.
 const MAX_COUNTED_USERS: usize = 5;
@@ -181,10 +181,9 @@ fn makes_partial_sum(graph: &Graph, node: &Node) -> bool {
         Op::Embedding { .. } => 0,
         _ => return false,
     };
-    let table = graph
-        .param_of(node.inputs[1])
-        .map(|id| &graph.param(id).placement);
-    matches!(table, Some(Placement::Shard(shard)) if shard.dim == summed)
+    let table = graph.param_of(node.inputs[1]).map(|id| graph.param(id));
+    let cut = table.and_then(|table| table.placements.on(Axis::Tensor).as_shard());
+    cut.is_some_and(|shard| shard.dim == summed)
 }
 
 fn params_of_nodes(graph: &Graph) -> (Vec<usize>, Vec<bool>) {

@@ -134,13 +134,13 @@ pub enum Error {
     },
     /// No schedule that was tried leaves every rank within its memory.
     #[error(
-        "a rank has {limit} bytes, but the fullest one needs {needed} under interleaved_1f1b, and no schedule that \
-         was tried keeps the limit"
+        "a rank has {limit} bytes, but no schedule that was tried keeps the limit, and of those with a name the least needs \
+         {needed} on its fullest rank"
     )]
     ScheduleMemory {
         /// The bytes that a rank has.
         limit: usize,
-        /// The bytes that the fullest rank needs under `interleaved_1f1b`.
+        /// The fewest bytes that the fullest rank needs under a schedule with a name.
         needed: usize,
     },
     /// Activations that need more than their budget, even with everything recomputed.

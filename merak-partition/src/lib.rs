@@ -31,8 +31,8 @@
 //!   [`StageMethod`].
 //! - [`autopipe`] and [`exact`] search for the stages with the shortest step: [`SegmentCosts`] hold
 //!   the times of segments, and a [`StepTime`] such as [`OneFOneB`] gives the time of a step.
-//! - [`lay_out`] does so for the schedules of merak-pipe, those with several stages per rank
-//!   included, within the [memory](RankMemory) of each rank.
+//! - [`lay_out`] searches for the stages of any schedule of merak-pipe, including schedules with
+//!   several stages per rank, within the [memory](RankMemory) of each rank.
 //! - [`Pipeline`] decides all of it for a graph in segments: stages, schedule, recomputation. It
 //!   tells the memory of a rank ([`TrainingBytes`]), the time of a step ([`Prediction`]) and a
 //!   shorter schedule ([`FasterSchedule`]). [`StepCosts`] says what nodes and messages cost,
@@ -54,8 +54,8 @@
 //! one that a single value crosses. Of these it takes the ones nearest to a budget of parameters
 //! per segment. Two kinds of values are not counted, because every stage can have them at little
 //! cost: functions of the model's inputs alone, such as position tables, and values with more than
-//! five users. Embeddings and the output head stand apart, since their size says nothing of their
-//! work. Everything is linear in the number of nodes.
+//! five users. Embeddings and the output head get segments of their own, since their number of
+//! parameters does not tell their work. Everything is linear in the number of nodes.
 //!
 //! # Guarantees
 //! - Segments cover each node once, in order; no segment and no stage is empty.
@@ -100,7 +100,7 @@ pub use search::{
     ExactOptions, Found, OneFOneB, RankMemory, Scheduled, SegmentBytes, SegmentCosts, StageLoad,
     StepTime, Stopped, autopipe, exact, lay_out,
 };
-pub use segment::{SegmentOptions, Segments, SplitRule, segment};
+pub use segment::{SegmentOptions, Segments, SplitRule, head_params, segment};
 pub use stages::stages;
 
 #[cfg(doctest)]

@@ -150,7 +150,7 @@ impl ParamBytes {
 impl RankPrograms {
     /// The rank's parameters, each held once.
     pub fn sums(&self) -> ParamSums {
-        // A parameter that nothing uses has a gradient all the same.
+        // A parameter that nothing uses has a gradient too.
         let held = self.params.iter().map(|param| ParamSums::of(param, 1));
         let uses = self.uses().into_iter().filter(|of| !of.is_first);
         let further = uses.map(|of| ParamSums::of(&self.params[of.param], 1).further());

@@ -45,7 +45,7 @@ pub struct PipelineOptions {
     /// Ranks, microbatches and stages per rank.
     pub size: Size,
     /// The stages per rank that were asked for: those of the size, or 1 where the schedule is a V,
-    /// whose ranks run two all the same.
+    /// although its ranks run two.
     pub virtual_stages: usize,
     /// The order of the work.
     pub schedule: ScheduleChoice,
@@ -62,6 +62,9 @@ pub struct PipelineOptions {
     /// What backwards recompute.
     pub recompute: Recompute,
 }
+
+/// Searches for stages under a limit of memory, before those that need least are taken.
+const SEARCHES: usize = 3;
 
 /// A graph that is laid out over the ranks of a pipeline.
 #[derive(Debug, Clone)]
@@ -85,7 +88,7 @@ pub struct Pipeline {
 
 impl Pipeline {
     /// Lays the segments of a graph out over stages, orders the work of each rank, and chooses what
-    /// is recomputed. Searches go by `costs`.
+    /// is recomputed. Searches use `costs`.
     ///
     /// # Errors
     /// When the segments cannot be laid out that way, the schedule needs another size, a limit of
@@ -96,7 +99,54 @@ impl Pipeline {
         options: PipelineOptions,
         costs: &dyn StepCosts,
     ) -> Result<Self> {
-        let partition = stages::partition(&graph, segments, &options, costs)?;
+        match (&options.layout, options.memory_limit) {
+            (Layout::Autopipe | Layout::Exact, Some(limit)) => Self::within(limit, &|allowed| {
+                let (graph, segments) = (graph.clone(), segments.clone());
+                Self::laid(graph, segments, options.clone(), Some(allowed), costs)
+            }),
+            _ => Self::laid(graph, segments, options, None, costs),
+        }
+    }
+
+    /// The pipeline by a search for stages under which no rank needs more bytes than the limit.
+    /// `search` gives the stages a number of bytes, and counts those of each segment alone, so the
+    /// programs of whole stages have the last word. Where no stages keep the limit, those that need
+    /// least are looked at: another schedule may keep it on them.
+    ///
+    /// # Errors
+    /// Those of `search`, with the bytes that the limit would have to be.
+    fn within(limit: usize, search: &dyn Fn(usize) -> Result<Self>) -> Result<Self> {
+        let mut allowed = limit;
+        for _ in 0..SEARCHES {
+            match search(allowed) {
+                Ok(found) => match found.fullest_rank()?.saturating_sub(limit) {
+                    0 => return Ok(found),
+                    beyond => allowed = allowed.saturating_sub(beyond),
+                },
+                Err(Error::StageMemory { .. } | Error::ScheduleMemory { .. }) => break,
+                Err(error) => return Err(error),
+            }
+        }
+        let smallest = match search(0) {
+            Err(Error::StageMemory { least, .. }) => search(least)?,
+            other => other?,
+        };
+        let least = smallest.fullest_rank()?;
+        if least > limit {
+            return Err(Error::StageMemory { limit, least });
+        }
+        Ok(smallest)
+    }
+
+    /// The same with stages of at most `allowed` bytes, as a search for them counts.
+    fn laid(
+        graph: Graph,
+        segments: Segments,
+        options: PipelineOptions,
+        allowed: Option<usize>,
+        costs: &dyn StepCosts,
+    ) -> Result<Self> {
+        let partition = stages::partition(&graph, segments, &options, allowed, costs)?;
         let cuts = partition.cuts(&graph)?;
         let laid_out = LaidOut {
             graph: &graph,

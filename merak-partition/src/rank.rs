@@ -36,7 +36,7 @@ impl RankPrograms {
     /// Where each parameter of a program stands among the rank's.
     ///
     /// # Panics
-    /// The program is not one of the rank's.
+    /// If the program is not one of the rank's.
     pub fn places(&self, program: &StageProgram) -> Vec<usize> {
         let place = |param: &Param| {
             let mut known = self.params.iter();

@@ -5,6 +5,8 @@ mod layers;
 mod nearest;
 mod refine;
 
+pub use farthest::head_params;
+
 use crate::{Error, Result, SplitMethod, borders::Borders, borders::crossing};
 use merak_trace::{Graph, ValueId, models::ModelInfo};
 use serde::Serialize;

@@ -8,8 +8,8 @@ use crate::{Error, Result, Segments, StageMethod};
 ///
 /// | method | rule | 26 segments, 4 stages | 10 segments, 4 stages |
 /// |---|---|---|---|
-/// | `uniform` | what is left over goes to the first stages | 0, 7, 14, 20, 26 | 0, 3, 6, 8, 10 |
-/// | `uniform_floor` | it goes after stage 0 (embeddings) | 0, 6, 13, 20, 26 | 0, 2, 5, 8, 10 |
+/// | `uniform` | equal counts; the first stages take one more | 0, 7, 14, 20, 26 | 0, 3, 6, 8, 10 |
+/// | `uniform_floor` | the same, from stage 1 on | 0, 6, 13, 20, 26 | 0, 2, 5, 8, 10 |
 /// | `parameters` | smallest maximum of [`Segments::params`], then lexicographic order | | |
 /// | `custom` | as given | | |
 ///
@@ -87,8 +87,9 @@ pub(crate) fn min_max(weights: &[usize], num_stages: usize) -> Vec<usize> {
     let mut bounds = vec![0];
     for stages_left in (1..num_stages).rev() {
         let first = bounds[bounds.len() - 1] + 1;
-        // Weights are not negative, so the earliest bound that the rest can be cut behind is within
-        // the maximum.
+        // The earliest bound behind which the stages that are left can take all segments. Weights
+        // are not negative, so no later bound makes this stage lighter, and it is within the
+        // maximum.
         let bound = (first..num_segments)
             .find(|&bound| needed[bound] <= stages_left)
             .unwrap_or(first);

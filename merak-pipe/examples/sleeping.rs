@@ -1,4 +1,4 @@
-//! How well the simulator foretells the engine: stages that sleep for a known time, under every
+//! How well the simulator predicts the engine: stages that sleep for a known time, under every
 //! schedule.
 //!
 //! `cargo run --release -p merak-pipe --example sleeping [RANKS] [MILLISECONDS]`, 4 ranks and 4 ms
@@ -143,7 +143,7 @@ fn makespan(timeline: &Timeline) -> f64 {
     timeline.makespan() - starts.map(|span| span.start).fold(f64::INFINITY, f64::min)
 }
 
-/// Executed and foretold makespan of the best run, in seconds.
+/// Executed and predicted makespan of the best run, in seconds.
 fn measure(
     schedule: &Schedule,
     run: impl Fn() -> Result<Timeline, Box<dyn Error>>,

@@ -62,8 +62,10 @@
 //!   deadline. A [`Cancel`] ends a run from outside.
 //!
 //! # Features
-//! - `candle`: `candle::CandleStages`, stages of a model that is written for candle.
-//! - `mpu`: `GroupLink`, a link over the process groups of `merak-mpu`.
+//! - `candle`: `TensorStages` of a model that is written for candle.
+//! - `mpu`: `GroupLink`, a link over the process groups of `merak-mpu`, and `TensorStages` over the
+//!   tensors of any library with autograd.
+//! - `tch`: `TensorStages` of a model that is written for libtorch; needs libtorch 2.11.
 //! - `testing`: `testing::check_links`, the checks that a link of one's own must pass.
 //!
 //! # Papers
@@ -76,8 +78,9 @@
 
 mod action;
 mod auto;
+mod blocking_sends;
 #[cfg(feature = "candle")]
-pub mod candle;
+mod candle;
 mod costs;
 mod dataflow;
 mod engine;
@@ -88,10 +91,13 @@ mod kind;
 mod lower;
 mod memory;
 mod render;
-mod rendezvous;
 mod rounds;
 mod schedule;
 mod simulate;
+#[cfg(feature = "tch")]
+mod tch;
+#[cfg(feature = "mpu")]
+mod tensors;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod timeline;
@@ -114,6 +120,8 @@ pub use render::{GridStyle, PageOptions, grid, html, json, json_with_bytes, svg,
 pub use rounds::{Rounds, Visit};
 pub use schedule::{Exchanges, Schedule, Size};
 pub use simulate::{Simulation, simulate, simulate_on};
+#[cfg(feature = "mpu")]
+pub use tensors::{Autograd, TensorModel, TensorStages};
 pub use timeline::{Span, Timeline};
 
 #[cfg(doctest)]

@@ -1,8 +1,8 @@
 //! The proof that a schedule can be carried out and gives the right result.
 
 use crate::{
-    Action, Error, Kind, MicrobatchId, Pair, Result, Schedule, StageId, Violation, dataflow, lower,
-    rendezvous,
+    Action, Error, Kind, MicrobatchId, Pair, Result, Schedule, StageId, Violation, blocking_sends,
+    dataflow, lower,
 };
 
 impl Schedule {
@@ -38,7 +38,7 @@ impl Schedule {
         check_message_order(self)?;
         dataflow::walk(self, &placement, |_| ())?;
         let streams = lower::lower(self, &placement, &[])?;
-        rendezvous::check(self, &placement, &streams)
+        blocking_sends::check(self, &placement, &streams)
     }
 }
 

@@ -39,8 +39,9 @@ impl Rewriter<'_> {
                 .graph
                 .param_of(placed.value)
                 .expect("parameters of the model are parameters here");
+            let placement = placed.placement.clone();
             self.graph
-                .place_param(id, placed.placement.clone(), self.degree);
+                .place_param(id, Axis::Tensor, placement, self.degree);
         }
         let as_it_lies = match (&placed.placement, need) {
             (Placement::Replicate, Need::Whole) => true,
@@ -93,7 +94,7 @@ impl Rewriter<'_> {
 
     fn gather(&mut self, value: ValueId, scope: &Arc<str>, user: &str) -> Result<ValueId> {
         let placed = &self.placed[&value];
-        let Placement::Shard(shard) = placed.placement.clone() else {
+        let Some(shard) = placed.placement.as_shard().cloned() else {
             return Ok(placed.value);
         };
         let local = self.not_param(placed.value, scope)?;

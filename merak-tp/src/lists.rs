@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 /// Which linear layers are split over the tensor axis, and how.
 ///
 /// Names match when they occur anywhere in the qualified name of a linear layer, case-sensitively.
-/// An empty list is an unset one.
+/// An empty list counts as not set.
 ///
 /// ```
 /// use merak_tp::LayerLists;
@@ -34,8 +34,9 @@ pub struct LayerLists {
     /// Parameters to slice by name and dimension. Not available yet: setting it is an error.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub weight_change_list: Vec<(String, usize)>,
-    /// Size attributes of opaque modules. Head counts and split sizes of a traced graph follow from
-    /// the placements, so the list changes nothing there.
+    /// Attributes with a size, such as a number of heads, of modules that a tracer keeps whole
+    /// instead of recording their operations. Merak records every operation, and the sizes in its
+    /// graph follow from the placements, so the list changes nothing.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tp_attr_list: Vec<String>,
     /// Convolutions whose input channels are split. Not available yet: setting it is an error.
@@ -43,7 +44,7 @@ pub struct LayerLists {
     pub conv_para_list: Vec<String>,
 }
 
-/// Splits every linear layer with `in * output = out * input` features, but for the output head.
+/// Splits every linear layer with `in * output = out * input` features, except the output head.
 ///
 /// In files it is a triple, as `[1, 3, "col"]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -99,9 +99,9 @@ pub fn cuts(model: &Graph, lists: &LayerLists) -> Result<BTreeMap<String, Shard>
     }
     let params = rewriter.graph.params().iter();
     Ok(params
-        .filter_map(|param| match &param.placement {
-            Placement::Shard(shard) => Some((param.name.clone(), shard.clone())),
-            Placement::Replicate | Placement::Partial => None,
+        .filter_map(|param| {
+            let shard = param.placements.on(Axis::Tensor).as_shard()?;
+            Some((param.name.clone(), shard.clone()))
         })
         .collect())
 }
@@ -315,7 +315,7 @@ fn refuse_rewritten(model: &Graph) -> Result<()> {
     let param = model
         .params()
         .iter()
-        .find(|param| param.placement != Placement::Replicate)
+        .find(|param| *param.placements.on(Axis::Tensor) != Placement::Replicate)
         .map(|param| param.name.clone());
     let node = model.nodes().iter().find(|node| match &node.op {
         Op::CopyTo { axis }

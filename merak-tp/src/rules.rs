@@ -69,10 +69,7 @@ impl NodePlacement {
 impl Site<'_> {
     /// How an operand is cut, if it is.
     fn shard(&self, operand: usize) -> Option<&Shard> {
-        match self.placements[operand] {
-            Placement::Shard(shard) => Some(shard),
-            Placement::Replicate | Placement::Partial => None,
-        }
+        self.placements[operand].as_shard()
     }
 
     /// Every rank computes the same from whole operands.

@@ -12,7 +12,7 @@ use crate::{
     kernels::{DropoutMask, MaskKey, SampleSlice},
     op,
 };
-use merak_mpu::{Axis, Buffer, DType};
+use merak_mpu::{Buffer, Coord, DType};
 use std::{fmt, sync::Arc};
 
 pub use past::{Following, Past};
@@ -24,26 +24,16 @@ pub struct RunContext {
     pub seed: u64,
     /// The optimizer step; masks differ from step to step.
     pub step: u64,
-    /// Global index of the microbatch's first sample; sample `i` is `sample_base + i`.
+    /// Number of the microbatch's first sample, equal on every topology; sample `i` of the
+    /// microbatch has the number `sample_base + i`. Dropout masks depend on it.
     pub sample_base: u64,
     /// Whether dropout is active.
     pub training: bool,
-    /// This rank's coordinate on the tensor axis.
-    pub tensor_rank: usize,
-    /// This rank's coordinate on the sequence axis.
-    pub sequence_rank: usize,
+    /// This rank's place on the mesh.
+    pub place: Coord,
 }
 
 impl RunContext {
-    /// This rank's coordinate on an axis along which tensors are cut.
-    pub fn coordinate(&self, axis: Axis) -> usize {
-        match axis {
-            Axis::Tensor => self.tensor_rank,
-            Axis::Sequence => self.sequence_rank,
-            Axis::Pipeline | Axis::Data => 0,
-        }
-    }
-
     /// The mask of a dropout in this step.
     #[cfg(feature = "cpu")]
     pub(crate) fn dropout(&self, spec: &op::DropoutSpec) -> DropoutMask {
@@ -69,7 +59,7 @@ impl RunContext {
             first_sample,
             outer: shape[1..slice.dim].iter().product(),
             dim_full: slice.full,
-            dim_start: self.coordinate(slice.axis) * local,
+            dim_start: self.place.get(slice.axis) * local,
             dim_local: local,
             inner: shape[slice.dim + 1..].iter().product(),
         }
@@ -99,6 +89,30 @@ pub struct GradStore {
     /// several programs follow one another
     /// ([`Interpreter::with_first_slot`](crate::Interpreter::with_first_slot)).
     pub slots: Vec<GradSlot>,
+}
+
+/// Takes the gradients of a backward: a [`GradStore`], or what watches one to act on gradients as
+/// soon as they are complete.
+pub trait GradSink: fmt::Debug {
+    /// The store that the nodes add to.
+    fn store(&mut self) -> &mut GradStore;
+
+    /// Follows the last addition of a microbatch to a slot. A program adds to each slot once per
+    /// microbatch.
+    ///
+    /// # Errors
+    /// When what acts on the gradient fails; the backward ends with this error.
+    fn written(&mut self, slot: usize) -> Result<()>;
+}
+
+impl GradSink for GradStore {
+    fn store(&mut self) -> &mut GradStore {
+        self
+    }
+
+    fn written(&mut self, _: usize) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// A range of a flat gradient buffer.

@@ -139,6 +139,9 @@ pub enum Error {
         /// The type that was given.
         found: String,
     },
+    /// What acts on complete gradients failed.
+    #[error("the gradients of a backward could not be passed on")]
+    Sink(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// A collective failed.
     #[error("{node}: {source}")]
     Collective {

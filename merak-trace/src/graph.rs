@@ -1,6 +1,6 @@
 //! The graph of a model: typed values in single-assignment form, parameters by name.
 
-use crate::{Error, Op, Param, ParamRole, Placement, Result, TensorType, infer::infer};
+use crate::{Axis, Error, Op, Param, ParamRole, Placement, Result, TensorType, infer::infer};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -285,16 +285,16 @@ impl Graph {
         Ok(value)
     }
 
-    /// Places a parameter on `degree` ranks, before any node uses it, and gives its value the local
-    /// type.
-    pub fn place_param(&mut self, id: ParamId, placement: Placement, degree: usize) {
+    /// Places a parameter on the `degree` ranks of an axis, before any node uses it, and gives its
+    /// value the local type.
+    pub fn place_param(&mut self, id: ParamId, axis: Axis, placement: Placement, degree: usize) {
         let value = self.param_values[id.index()];
         debug_assert!(
             self.nodes.iter().all(|node| !node.inputs.contains(&value)),
             "the types of its users are inferred"
         );
         let param = &mut self.params[id.index()];
-        param.place(placement, degree);
+        param.place(axis, placement, degree);
         self.values[value.index()].ty = param.local.clone();
     }
 

@@ -3,7 +3,7 @@
 use crate::{
     Op, TensorType,
     op::{Attention, AttentionOptions, WeightLayout},
-    param::Shard,
+    placement::Shard,
 };
 use merak_mpu::DType;
 

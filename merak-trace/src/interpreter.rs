@@ -7,8 +7,8 @@ pub use cache::{Continuation, KvCache, Tail};
 use crate::{
     Error, NodeId, Op, Result, SharedBackend, Source, StageProgram, TensorType, Value, ValueId,
     autodiff::Phase,
-    backend::{Call, GradStore, RunContext},
-    param::Shard,
+    backend::{Call, GradSink, RunContext},
+    placement::Shard,
 };
 use merak_mpu::{Axis, Group, Mpu, ReduceOp};
 use std::{collections::BTreeMap, fmt, sync::Arc};
@@ -201,7 +201,7 @@ impl Interpreter {
         params: &[Value],
         grads: Vec<Value>,
         loss_grad: f64,
-        store: &mut GradStore,
+        store: &mut dyn GradSink,
     ) -> Result<Vec<Value>> {
         self.bind_grads(frame, grads, loss_grad)?;
         let phases = [
@@ -242,7 +242,7 @@ impl Interpreter {
         &self,
         frame: &mut Frame,
         params: &[Value],
-        store: &mut GradStore,
+        store: &mut dyn GradSink,
     ) -> Result<()> {
         self.run_phases(frame, params, &[Phase::BackwardWeight], Some(store))
     }
@@ -252,7 +252,7 @@ impl Interpreter {
         frame: &mut Frame,
         params: &[Value],
         phases: &[Phase],
-        mut store: Option<&mut GradStore>,
+        mut store: Option<&mut dyn GradSink>,
     ) -> Result<()> {
         for &node in &self.program.backward {
             let phase = self.program.phases[node.index()];
@@ -348,7 +348,7 @@ impl Interpreter {
         frame: &mut Frame,
         params: &[Value],
         id: NodeId,
-        store: &mut GradStore,
+        store: &mut dyn GradSink,
     ) -> Result<()> {
         let node = self.program.graph.node(id);
         let inputs = self.operands(frame, params, id)?;
@@ -358,20 +358,21 @@ impl Interpreter {
             .filter_map(|output| self.grad_slots.get(output).copied())
             .collect();
         let call = self.call(id, &frame.context);
-        if !node.op.is_region() {
-            return self.backend.accumulate(call, inputs, store, &slots);
-        }
-        // Sharded work used the whole parameter: its gradient crosses the region's border first.
-        let summed = self.execute(call, inputs)?;
-        self.backend.accumulate(
-            Call {
+        if node.op.is_region() {
+            // Sharded work used the whole parameter: its gradient crosses the region's border
+            // first.
+            let summed = self.execute(call, inputs)?;
+            let add = Call {
                 op: &Op::Identity,
                 ..call
-            },
-            summed,
-            store,
-            &slots,
-        )
+            };
+            self.backend
+                .accumulate(add, summed, store.store(), &slots)?;
+        } else {
+            self.backend
+                .accumulate(call, inputs, store.store(), &slots)?;
+        }
+        slots.into_iter().try_for_each(|slot| store.written(slot))
     }
 
     /// Reads the operands of a node.

@@ -76,7 +76,9 @@ pub use dropout::{DropoutMask, MaskKey, SampleSlice, dropout};
 pub use elementwise::{add, add_assign, add_suffix, mul, scale};
 pub use embedding::{TableRows, embedding, embedding_grad};
 pub use float::Float;
-pub use gemm::{Operand, Write, gemm, gemm_batched, gemm_bias, widen};
+pub use gemm::{
+    Factor, Operand, Write, gemm, gemm_batched, gemm_bias, multiply, take_product_scratch, widen,
+};
 pub use init::{Distribution, InitKey, TensorBox, init};
 pub use layer_norm::{layer_norm, layer_norm_grad_input, layer_norm_grad_params};
 pub use mat::{MatMut, MatRef};

@@ -111,6 +111,7 @@ mod materialise;
 pub mod models;
 pub mod op;
 mod param;
+mod placement;
 mod program;
 pub mod render;
 mod types;
@@ -118,7 +119,8 @@ mod value;
 
 pub use autodiff::{Phase, needs_grad};
 pub use backend::{
-    Backend, Call, Following, GradSlot, GradStore, ParamStore, Past, RunContext, SharedBackend,
+    Backend, Call, Following, GradSink, GradSlot, GradStore, ParamStore, Past, RunContext,
+    SharedBackend,
 };
 pub use error::{Error, KernelError, Result};
 pub use graph::{Graph, Node, NodeId, ParamId, Port, Source, ValueId, ValueInfo};
@@ -126,12 +128,13 @@ pub use interpreter::{
     AxisGroups, Batch, Continuation, Forwarded, Frame, Interpreter, KvCache, SingleRank, Tail,
 };
 #[cfg(feature = "cpu")]
-pub use kernels::Threads;
+pub use kernels::{Factor, Threads, multiply, take_product_scratch};
 #[cfg(feature = "cpu")]
 pub use materialise::{each_initial_values, initial_values};
-pub use merak_mpu::{Axis, DType};
+pub use merak_mpu::{Axis, Coord, DType};
 pub use op::Op;
-pub use param::{Beside, Init, LocalBox, Param, ParamRole, Placement, Shard};
+pub use param::{Beside, Init, Param, ParamRole};
+pub use placement::{LocalBox, Placement, Placements, Shard};
 pub use program::{GradPort, Hop, LiveBytes, RecomputePlan, StageCuts, StageProgram, TiedParam};
 pub use types::TensorType;
 pub use value::{Lease, MemoryMeter, Value};

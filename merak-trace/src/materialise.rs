@@ -5,27 +5,28 @@ use crate::{
     hash::name_hash,
     kernels::{self, Distribution, Float, InitKey, TensorBox, Threads},
 };
-use merak_mpu::{DType, Element};
+use merak_mpu::{Coord, DType, Element};
 
 /// Most elements that are drawn at a time, unless one row is longer.
 const BLOCK: usize = 1 << 20;
 
-/// Fills `out` with the starting values of a parameter's slice on rank `rank` of `degree`.
+/// Fills `out` with the starting values of a parameter's slice on the rank at `place`.
 ///
 /// A value depends only on the seed, the parameter's name and the index of the element in the full
 /// tensor.
 ///
 /// ```
 /// use merak_trace::{
-///     DType, Init, Param, ParamRole, Placement, TensorType, Threads, initial_values,
+///     Axis, Coord, DType, Init, Param, ParamRole, Placement, TensorType, Threads, initial_values,
 /// };
 /// let full = TensorType::new([4, 6], DType::F32);
 /// let mut param = Param::new("w", full, Init::Normal(0.02), ParamRole::Weight);
 /// let mut whole = vec![0.0_f32; 24];
-/// initial_values(&Threads::one(), 42, &param, 0, 1, &mut whole);
-/// param.place(Placement::shard(0, 4), 2);
+/// initial_values(&Threads::one(), 42, &param, Coord::default(), &mut whole);
+/// param.place(Axis::Tensor, Placement::shard(0, 4), 2);
 /// let mut half = vec![0.0_f32; 12];
-/// initial_values(&Threads::one(), 42, &param, 1, 2, &mut half);
+/// let second = Coord::default().with(Axis::Tensor, 1);
+/// initial_values(&Threads::one(), 42, &param, second, &mut half);
 /// assert_eq!(whole[12..], half);
 /// ```
 ///
@@ -35,8 +36,7 @@ pub fn initial_values<T: Element>(
     threads: &Threads,
     seed: u64,
     param: &Param,
-    rank: usize,
-    degree: usize,
+    place: Coord,
     out: &mut [T],
 ) {
     assert_eq!(
@@ -45,7 +45,7 @@ pub fn initial_values<T: Element>(
         "one value per element of {}",
         param.name
     );
-    each_initial_values(threads, seed, param, rank, degree, &mut |first, values| {
+    each_initial_values(threads, seed, param, place, &mut |first, values| {
         out[first..][..values.len()].copy_from_slice(values);
     });
 }
@@ -59,11 +59,9 @@ pub fn each_initial_values<T: Element>(
     threads: &Threads,
     seed: u64,
     param: &Param,
-    rank: usize,
-    degree: usize,
+    place: Coord,
     show: &mut dyn FnMut(usize, &[T]),
 ) {
-    let place = (rank, degree);
     match T::DTYPE {
         DType::F32 => draw::<f32>(threads, seed, param, place, &mut |first, values| {
             show(first, bytemuck::cast_slice(values));
@@ -75,12 +73,12 @@ pub fn each_initial_values<T: Element>(
     }
 }
 
-/// [`each_initial_values`] in one of the types of the kernels; `rank` of `degree` holds them.
+/// [`each_initial_values`] in one of the types of the kernels.
 fn draw<T: Float>(
     threads: &Threads,
     seed: u64,
     param: &Param,
-    (rank, degree): (usize, usize),
+    place: Coord,
     show: &mut dyn FnMut(usize, &[T]),
 ) {
     let distribution = match param.init {
@@ -96,12 +94,8 @@ fn draw<T: Float>(
         name: name_hash(&param.name),
     };
     let mut values = Vec::new();
-    for (piece, row) in param
-        .placement
-        .local_boxes(&param.full, rank, degree)
-        .into_iter()
-        .flat_map(blocks)
-    {
+    let boxes = param.placements.local_boxes(&param.full, place);
+    for piece in boxes.into_iter().flat_map(blocks) {
         values.clear();
         values.resize(piece.size.iter().product(), T::ZERO);
         let place = TensorBox {
@@ -110,70 +104,48 @@ fn draw<T: Float>(
             local: &piece.size,
         };
         kernels::init(threads, key, distribution, place, &mut values);
-        put(&piece, row, &param.local.shape, &values, show);
+        let mut rest = values.as_slice();
+        for range in piece.local_ranges(&param.local.shape) {
+            let (run, after) = rest.split_at(range.len());
+            show(range.start, run);
+            rest = after;
+        }
     }
 }
 
-/// Cuts a box along dimension 0 into blocks, each with its first row in the box.
-fn blocks(piece: LocalBox) -> impl Iterator<Item = (LocalBox, usize)> {
+/// Cuts a box along dimension 0 into blocks.
+fn blocks(piece: LocalBox) -> impl Iterator<Item = LocalBox> {
     let rows = piece.size.first().copied().unwrap_or(1);
     let width: usize = piece.size.iter().skip(1).product();
     let step = (BLOCK / width.max(1)).max(1);
     (0..rows).step_by(step).map(move |row| {
         let mut block = piece.clone();
-        if let (Some(offset), Some(size)) = (block.offset.first_mut(), block.size.first_mut()) {
-            *offset += row;
+        if let Some(size) = block.size.first_mut() {
+            block.offset[0] += row;
+            block.local[0] += row;
             *size = step.min(rows - row);
         }
-        (block, row)
+        block
     })
-}
-
-/// Passes the elements of a block to `show` with their index in the local tensor; `row` is the
-/// block's first row in its box.
-fn put<T>(
-    block: &LocalBox,
-    row: usize,
-    local: &[usize],
-    values: &[T],
-    show: &mut dyn FnMut(usize, &[T]),
-) {
-    if values.is_empty() {
-        return;
-    }
-    let inner: usize = local.iter().skip(block.dim + 1).product();
-    let (run, stride) = if local.is_empty() {
-        (1, 1)
-    } else {
-        (block.size[block.dim] * inner, local[block.dim] * inner)
-    };
-    let before = row * local.iter().skip(1).product::<usize>();
-    for (index, values) in values.chunks_exact(run).enumerate() {
-        show(before + index * stride + block.local_start * inner, values);
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{ParamRole, Placement, Shard, TensorType};
+    use crate::{Axis, ParamRole, Placement, Shard, TensorType};
 
     #[test]
     fn slices_of_a_fused_projection_join_to_the_whole() {
         let full = TensorType::new([3, 8], DType::F32);
         let mut param = Param::new("c_attn.weight", full, Init::Normal(1.0), ParamRole::Weight);
         let mut whole = vec![0.0_f64; 24];
-        initial_values(&Threads::one(), 1, &param, 0, 1, &mut whole);
-        param.place(
-            Placement::Shard(Shard {
-                dim: 1,
-                parts: vec![4, 2, 2],
-            }),
-            2,
-        );
+        initial_values(&Threads::one(), 1, &param, Coord::default(), &mut whole);
+        let parts = vec![4, 2, 2];
+        param.place(Axis::Tensor, Placement::Shard(Shard { dim: 1, parts }), 2);
         for rank in 0..2 {
             let mut local = vec![0.0_f64; 12];
-            initial_values(&Threads::one(), 1, &param, rank, 2, &mut local);
+            let place = Coord::default().with(Axis::Tensor, rank);
+            initial_values(&Threads::one(), 1, &param, place, &mut local);
             let columns = [[0, 1, 4, 6], [2, 3, 5, 7]][rank];
             for row in 0..3 {
                 for (i, column) in columns.into_iter().enumerate() {

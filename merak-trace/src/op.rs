@@ -4,7 +4,7 @@ mod cost;
 
 pub use cost::Cost;
 
-use crate::{TensorType, param::Shard};
+use crate::{TensorType, placement::Shard};
 use merak_mpu::{Axis, DType};
 use serde::{Deserialize, Serialize};
 
@@ -72,8 +72,8 @@ pub struct AxisSlice {
     pub full: usize,
 }
 
-/// Random zeroing with rescaling; the mask is a function of the run's seed, the step, the global
-/// sample index (dimension 0), this node's key and the logical element index within the sample.
+/// Random zeroing with rescaling; the mask is a function of the run's seed, the step, the number of
+/// the sample (dimension 0), this node's key and the logical element index within the sample.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct DropoutSpec {
     /// Probability that an element becomes zero.

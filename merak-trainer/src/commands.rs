@@ -23,7 +23,7 @@ mod prompts;
 mod signals;
 mod world;
 
-pub(crate) use failure::{Failure, Outcome};
+pub(crate) use failure::{Failure, Outcome, rank_0_tells};
 
 /// Writes a generated file to standard output.
 pub(crate) fn print_bytes(bytes: &[u8]) -> Outcome {

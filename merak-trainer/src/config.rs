@@ -37,6 +37,7 @@ use merak_ckpt::words::{brief, file, folded, row};
 use serde_json::Value;
 
 pub(crate) use self::checked::Host;
+pub(crate) use self::folders::RESOLVED;
 pub(crate) use self::nearest::nearest;
 use self::nearest::nearest_key;
 pub use self::{
@@ -57,7 +58,8 @@ pub use self::{
     schedule::TrainSchedule,
     setting::InputPath,
     special::{
-        AdapterName, Boundaries, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenizerSource,
+        AdapterName, Boundaries, LrScales, Ratios, SeqLength, Temperature, ThreadsPerRank,
+        TokenizerSource,
     },
 };
 use self::{
@@ -86,6 +88,10 @@ pub struct Config {
     origins: BTreeMap<&'static str, Origin>,
     file: Option<PathBuf>,
 }
+
+/// Keys that name a file which only one host reads, and which changes no result: a library that is
+/// installed elsewhere on another host, and what the first rank knows of its machine's speed.
+const OF_A_HOST: [&str; 2] = ["cost_cache", "distributed.nccl_library"];
 
 impl Config {
     /// Resolves the layers: defaults, then `file`, then the `MERAK_*` of `environment`, then the
@@ -194,9 +200,19 @@ impl Config {
     /// The content of `config.resolved.toml`: every key that has a value. Loading it gives the same
     /// arguments.
     pub fn to_toml(&self) -> String {
+        self.toml_of(keys())
+    }
+
+    /// The part of [`Config::to_toml`] that the processes of a run must have alike: without the
+    /// keys that name a file of one host.
+    pub fn to_common_toml(&self) -> String {
+        self.toml_of(keys().filter(|key| !OF_A_HOST.contains(&key.name)))
+    }
+
+    fn toml_of(&self, keys: impl Iterator<Item = &'static Key>) -> String {
         let mut text = String::new();
         let mut section = "";
-        for key in keys() {
+        for key in keys {
             let value = self.arguments.get(key.name).unwrap_or_default();
             let (prefix, name) = key.name.rsplit_once('.').unwrap_or(("", key.name));
             let Some(value) = toml_of_json(&value) else {
@@ -212,7 +228,7 @@ impl Config {
     }
 
     /// The resolved configuration as a table for people: key, value, origin. Where a row exceeds
-    /// `columns`, its origin stands on a line of its own.
+    /// `columns`, its origin gets a line of its own.
     pub fn explain(&self, columns: Option<usize>) -> String {
         let rows: Vec<_> = keys()
             .map(|key| {

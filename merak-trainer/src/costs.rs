@@ -28,9 +28,8 @@ pub use profile::Profile;
 use crate::{
     config::{CheckedArguments, CostSource, Device},
     error::Result,
-    machine::num_cores,
     plan::PlanInputs,
-    world::threads_per_rank,
+    world::{cores_here, threads_per_rank},
 };
 use indicatif::HumanDuration;
 use merak_partition::{Counted, StepCosts};
@@ -96,7 +95,7 @@ impl StepCosts for RunCosts<'_> {
             CostModel::Counted => Counted.cores(),
             CostModel::Measured(_) => {
                 let beside = self.args.dp * self.args.tp * threads_per_rank(self.args);
-                num_cores() as f64 / beside as f64
+                cores_here(self.args) as f64 / beside as f64
             }
         }
     }

@@ -8,7 +8,7 @@ mod plan;
 mod resume;
 mod words;
 
-use self::words::{blamed, stages_of};
+use self::words::{stages_of, with_key_and_place};
 pub use self::{
     config::ConfigError, data::DataError, folder::FolderError, plan::PlanError,
     resume::ResumeError, words::StepPart,
@@ -106,7 +106,7 @@ pub enum Error {
         loss: f64,
     },
     /// An error that a key is to blame for.
-    #[error("{source}{}", blamed(key, place.as_deref(), source))]
+    #[error("{source}{}", with_key_and_place(key, place.as_deref(), source))]
     Blamed {
         /// The key.
         key: &'static str,
@@ -154,6 +154,8 @@ pub enum Error {
         rank: usize,
         /// What happened there, with its causes.
         cause: String,
+        /// Whether another process tells it too: that of the rank, or the first one.
+        is_told: bool,
     },
     /// Options of a command do not fit together, or lead nowhere.
     #[error("{0}")]

@@ -22,7 +22,7 @@ mod room;
 mod start;
 
 use crate::{
-    config::CheckedArguments,
+    config::{CheckedArguments, RESOLVED},
     error::{Error, FolderError, Result, chain},
 };
 use check::{check_link, check_names, check_place};
@@ -40,8 +40,12 @@ use std::{
     },
 };
 
-/// The configuration in use.
-const RESOLVED: &str = "config.resolved.toml";
+/// The value of `resume_from_checkpoint` for the newest sound checkpoint of the run, or a fresh
+/// start.
+pub(crate) const AUTO: &str = "auto";
+
+/// The values of `resume_from_checkpoint` that name a checkpoint of the run itself.
+pub(crate) const OWN_CHECKPOINTS: [&str; 2] = ["latest", AUTO];
 
 /// Where a run's records are in its folder.
 pub const METRICS_FILE: &str = "metrics.jsonl";
@@ -137,8 +141,8 @@ impl RunFolder {
         recover(&path).map_err(failed)?;
         start.check(&path, adapter_of(args))?;
         let from = args.resume_from_checkpoint.as_deref();
-        // With `auto` it counts where there is no checkpoint.
-        if start == (Start::GoesOn { overwrites: true }) && from != Some("auto") {
+        // With `auto` the key counts where there is no checkpoint.
+        if start == (Start::GoesOn { overwrites: true }) && from != Some(AUTO) {
             tracing::warn!(
                 "\"overwrite_output_dir\" is not used: the run goes on from its checkpoint"
             );

@@ -88,10 +88,10 @@ mod world;
 pub use config::{
     AdapterName, AutopipeArguments, BackendChoice, BestMetric, Boundaries, CheckedArguments,
     ComputeArguments, Config, CostSource, DataArguments, DataFormat, Device, DistributedArguments,
-    EngineChoice, Given, InputPath, Key, MerakArguments, ModelArguments, Origin, PartitionMethod,
-    Range, Ratios, RecomputeMode, ReportTo, SeqLength, Temperature, ThreadsPerRank,
-    TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES, key_help,
-    key_page, keys,
+    EngineChoice, Given, InputPath, Key, LrScales, MerakArguments, ModelArguments, Origin,
+    PartitionMethod, Range, Ratios, RecomputeMode, ReportTo, SeqLength, Temperature,
+    ThreadsPerRank, TokenizerSource, TpLayerListArguments, TraceMethod, TrainSchedule, VARIABLES,
+    key_help, key_page, keys,
 };
 pub use costs::{CostCache, CostModel, FirstSteps, Measurement, Profile};
 pub use error::{
@@ -99,14 +99,14 @@ pub use error::{
 };
 pub use folder::{ADAPTER_CONFIG, RunFolder};
 pub use machine::{available_bytes, keep_to_one_heap};
-pub use memory::{MemoryNeed, MemoryShortage, RunMemory, Workload};
+pub use memory::{MemoryNeed, MemoryShortage, Room, RunMemory, Workload};
 pub use plan::{Draft, FasterSchedule, Forward, Lora, Plan, PlanInputs, Prediction, StageTimes};
 pub use stage::NamedTensors;
 pub use trainer::{
     BestModel, Callback, LoadedCheckpoint, MerakTrainer, StepRecord, StepReport, TrainOutput,
     TrainerParts,
 };
-pub use world::{World, run_world, threads_per_rank};
+pub use world::{World, run_on, run_world, threads_per_rank};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -53,6 +53,7 @@ fn main() -> ExitCode {
     merak_trainer::keep_to_one_heap();
     let cli: Cli = match cli::parse(arguments()) {
         Ok(cli) => cli,
+        Err(error) if error.use_stderr() && commands::rank_0_tells() => return ExitCode::from(2),
         Err(error) => return cli::refused(&error),
     };
     let screen = Screen::default();
@@ -66,7 +67,9 @@ fn main() -> ExitCode {
             } else {
                 "MERAK_LOG"
             };
-            cli::report(&format!("error: {source} \"{}\": {error}", cli.log));
+            if !commands::rank_0_tells() {
+                cli::report(&format!("error: {source} \"{}\": {error}", cli.log));
+            }
             return ExitCode::from(2);
         }
     };
@@ -94,7 +97,7 @@ fn run(cli: Cli, screen: &Screen) -> Outcome {
         Command::Config(args) => commands::config::run(args),
         Command::Generate(args) => commands::generate::run(&args, screen),
         Command::Doctor(args) => commands::doctor::run(&args),
-        Command::Bench(bench) => commands::bench::run(&bench),
+        Command::Bench(bench) => commands::bench::run(&bench, screen),
         Command::GuardRanks => Ok(commands::launch::guard::run()),
         Command::Completions { shell } => {
             let mut script = Vec::new();

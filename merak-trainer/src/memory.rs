@@ -1,17 +1,18 @@
 //! Whether a run fits into this machine, told before anything is allocated.
 
+mod threads;
+
 use crate::{
     config::CheckedArguments,
     error::{Error, Result},
-    machine::{free_addresses, memory_bytes},
+    machine::{free_addresses, memory_bytes, product_addresses},
     plan::{Forward, Plan},
-    world::threads_per_rank,
 };
 use merak_ckpt::words::Bytes;
-use merak_mpu::threads::WorldOptions;
 use merak_partition::input_bytes;
 use merak_trace::{Graph, Op, StageProgram};
-use std::fmt;
+use std::{fmt, iter};
+use threads::{mapped_bytes, touched_bytes};
 
 /// What a run does with its model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -256,7 +257,7 @@ impl Plan {
         workloads: &[Workload],
         data: u64,
     ) -> Result<()> {
-        self.check_memory_of(args, workloads, (data, Room::of_process()))
+        self.check_memory_in(args, workloads, data, Room::of_process())
     }
 
     /// The least memory of all ranks on this host, beside `data` bytes of data that are held in
@@ -270,32 +271,35 @@ impl Plan {
         workloads: &[Workload],
         data: u64,
     ) -> Result<RunMemory> {
-        let (ranks, touched) = (self.memory(args, workloads)?, thread_bytes(args).0);
+        let (ranks, touched) = (self.memory(args, workloads)?, touched_bytes(args));
         Ok(of_ranks(&ranks, args, touched, data))
     }
 
-    fn check_memory_of(
+    /// As [`Plan::check_memory_beside`], in the room that there was once the data were read: the
+    /// run takes what an earlier use of the process has left reserved.
+    ///
+    /// # Errors
+    /// As [`Plan::check_memory`].
+    pub fn check_memory_in(
         &self,
         args: &CheckedArguments,
         workloads: &[Workload],
-        (data, room): (u64, Room),
+        data: u64,
+        room: Room,
     ) -> Result<()> {
         let ranks = self.memory(args, workloads)?;
-        let (touched, mapped) = thread_bytes(args);
-        let in_memory = of_ranks(&ranks, args, touched, data);
-        let (needed, available, what) = if in_memory.total() > room.memory {
-            (in_memory, room.memory, "memory")
-        } else {
-            let reserved = of_ranks(&ranks, args, mapped, data);
-            (
-                reserved,
-                room.addresses.saturating_add(data),
-                "addresses (RLIMIT_AS, `ulimit -v`)",
-            )
-        };
-        if needed.total() <= available {
+        let in_memory = of_ranks(&ranks, args, touched_bytes(args), data);
+        let values = of_ranks(&ranks, args, 0, 0);
+        let reserved = room.products.map(|products| {
+            let threads = mapped_bytes(args, values.total(), products);
+            let needed = of_ranks(&ranks, args, threads, data);
+            (needed, ADDRESSES, room.addresses.saturating_add(data))
+        });
+        let needs = iter::once((in_memory, MEMORY, room.memory)).chain(reserved);
+        let mut shortages = needs.filter(|(needed, _, available)| needed.total() > *available);
+        let Some((needed, what, available)) = shortages.next() else {
             return Ok(());
-        }
+        };
         let largest = ranks.iter().max_by_key(|need| need.activations);
         let advice = needed.advice(largest.and_then(|need| need.largest));
         Err(Error::Memory(Box::new(MemoryShortage {
@@ -332,69 +336,56 @@ fn of_ranks(
     }
 }
 
-/// Bytes that a thread touches of its stack, and of the system's memory for it.
-const TOUCHED_BYTES: u64 = 64 << 10;
+/// Names of the resource that is short.
+const MEMORY: &str = "memory";
+const ADDRESSES: &str = "addresses (RLIMIT_AS, `ulimit -v`)";
 
-/// Scratch memory that kernels keep for a compute thread: tiles of scores, packed operands.
-const SCRATCH_BYTES: u64 = 256 << 10;
-
-/// What a rank holds beside its tensors and threads: programs, layouts, groups and mailboxes.
-const RANK_BYTES: u64 = 128 << 10;
-
-/// What a rank holds for each other one: its name among those of whom a wait tells.
-const PAIR_BYTES: u64 = 16;
-
-/// The stack of a thread that is no rank: the default of the standard library.
-const STACK_BYTES: u64 = 2 << 20;
-
-/// Threads of a process beside those of its ranks: those that watch for signals, show progress and
-/// delete checkpoints.
-const OTHER_THREADS: u64 = 3;
-
-/// Bytes that the threads of all ranks touch and the ranks hold beside their tensors; and addresses
-/// that they take, with whole stacks.
-fn thread_bytes(args: &CheckedArguments) -> (u64, u64) {
-    let ranks = args.ranks_here() as u64;
-    let compute = threads_per_rank(args) as u64;
-    let beside = (compute - 1).saturating_add(args.dataloader_num_workers as u64);
-    let of_all = |bytes: u64| ranks.saturating_mul(bytes);
-    let own = compute
-        .saturating_mul(SCRATCH_BYTES)
-        .saturating_add(RANK_BYTES)
-        .saturating_add(of_all(PAIR_BYTES));
-    let touched = beside.saturating_add(1).saturating_mul(TOUCHED_BYTES);
-    // A rank saves on a thread of its own.
-    let stacks = beside
-        .saturating_add(u64::from(args.saves()))
-        .saturating_mul(STACK_BYTES)
-        .saturating_add(WorldOptions::default().stack_bytes as u64);
-    let others = OTHER_THREADS.saturating_mul(STACK_BYTES);
-    (
-        of_all(own.saturating_add(touched)),
-        of_all(own.saturating_add(stacks)).saturating_add(others),
-    )
+/// What the ranks would need to do something else than to train, of a resource that is short.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Shortage {
+    /// Bytes that they need.
+    pub(crate) needed: u64,
+    /// The resource, for people.
+    pub(crate) what: &'static str,
+    /// Bytes that this process may use.
+    pub(crate) available: u64,
 }
 
-/// Whether this process may use so many bytes beside the threads of its ranks.
-pub(crate) fn fits_beside_threads(args: &CheckedArguments, bytes: u64) -> bool {
-    let (room, (touched, mapped)) = (Room::of_process(), thread_bytes(args));
-    bytes.saturating_add(touched) <= room.memory && bytes.saturating_add(mapped) <= room.addresses
+/// What this process lacks where it may not use `bytes` bytes of values beside the threads of its
+/// ranks.
+pub(crate) fn shortage_beside_threads(args: &CheckedArguments, bytes: u64) -> Option<Shortage> {
+    let room = Room::of_process();
+    let reserved = room.products.map(|products| {
+        let threads = mapped_bytes(args, bytes, products);
+        (threads, ADDRESSES, room.addresses)
+    });
+    let needs = iter::once((touched_bytes(args), MEMORY, room.memory)).chain(reserved);
+    let mut shortages = needs.map(|(beside, what, available)| Shortage {
+        needed: bytes.saturating_add(beside),
+        what,
+        available,
+    });
+    shortages.find(|shortage| shortage.needed > shortage.available)
 }
 
 /// The memory that this process may use.
 #[derive(Debug, Clone, Copy)]
-struct Room {
+pub struct Room {
     /// Bytes that it may fill.
     memory: u64,
     /// Bytes that it may reserve.
     addresses: u64,
+    /// Least and most bytes that a thread reserves for products.
+    products: [u64; 2],
 }
 
 impl Room {
-    fn of_process() -> Self {
+    /// The room at this moment.
+    pub fn of_process() -> Self {
         Self {
             memory: memory_bytes(),
             addresses: free_addresses(),
+            products: product_addresses(),
         }
     }
 }
@@ -404,6 +395,9 @@ mod tests {
     use super::*;
     use crate::{config::Config, plan::PlanInputs};
     use serde_json::json;
+    use threads::{
+        GAPS, GUARD_BYTES, HEAP_BYTES, OTHER_THREADS, PAIR_BYTES, PROCESS_BYTES, STACK_BYTES,
+    };
 
     fn plan(keys: &[&str]) -> (Plan, CheckedArguments) {
         let line: Vec<_> = keys.iter().map(|key| format!("--{key}")).collect();
@@ -413,6 +407,14 @@ mod tests {
             "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2 }));
         let inputs = PlanInputs::read(model.unwrap().into(), &args).unwrap();
         (Plan::new(&inputs, &args).unwrap(), args)
+    }
+
+    fn room(memory: u64, addresses: u64) -> Room {
+        Room {
+            memory,
+            addresses,
+            products: [4 << 20, 8 << 20],
+        }
     }
 
     #[test]
@@ -483,9 +485,8 @@ mod tests {
     fn what_cannot_fit_is_refused_with_the_figures() {
         let (plan, args) = plan(&["dp=2", "per_device_train_batch_size=640"]);
         let check = |memory| {
-            let addresses = u64::MAX;
-            let room = Room { memory, addresses };
-            plan.check_memory_of(&args, &[Workload::Training], (0, room))
+            let room = room(memory, u64::MAX);
+            plan.check_memory_in(&args, &[Workload::Training], 0, room)
         };
         assert!(check(1 << 40).is_ok());
         let text = check(1 << 20).unwrap_err().to_string();
@@ -507,15 +508,20 @@ mod tests {
             "compute.threads_per_rank=1",
         ]);
         let check = |data, memory, addresses| {
-            let room = Room { memory, addresses };
-            plan.check_memory_of(&args, &[Workload::Training], (data, room))
+            plan.check_memory_in(&args, &[Workload::Training], data, room(memory, addresses))
         };
         let enough = 1 << 30;
         check(0, enough, enough).unwrap();
         check(enough, enough, enough).unwrap_err();
-        // Four stacks of 8 MiB, three of 2 MiB beside each, and 384 KiB beside the tensors; and
-        // three stacks of other threads.
-        let threads = (115 << 19) + 4 * 4 * PAIR_BYTES + OTHER_THREADS * STACK_BYTES;
+        // Four stacks of 8 MiB, three of 2 MiB beside each, the memory of products, and 384 KiB
+        // beside the tensors; three stacks of other threads; and what lies around stacks and in the
+        // heap.
+        let stacks = (115 << 19) + 4 * (4 << 20) + OTHER_THREADS * STACK_BYTES;
+        let guards = (4 * 4 + OTHER_THREADS) * GUARD_BYTES;
+        let values = plan.run_memory(&args, &[Workload::Training], 0).unwrap();
+        let values = values.total() - values.threads;
+        let heap = 4 * HEAP_BYTES + PROCESS_BYTES + values / GAPS;
+        let threads = stacks + guards + heap + 4 * 4 * PAIR_BYTES;
         let text = check(0, enough, 50 << 20).unwrap_err().to_string();
         let figures = [
             " of addresses (RLIMIT_AS, `ulimit -v`), but ".to_owned(),
@@ -540,9 +546,8 @@ mod tests {
                 "per_device_train_batch_size=1",
             ];
             let (plan, args) = plan(&keys);
-            let (memory, addresses) = (200 << 20, u64::MAX);
-            let room = Room { memory, addresses };
-            plan.check_memory_of(&args, &[Workload::Training], (0, room))
+            let room = room(200 << 20, u64::MAX);
+            plan.check_memory_in(&args, &[Workload::Training], 0, room)
         };
         check("dp=100").unwrap();
         let text = check("dp=1000").unwrap_err().to_string();

@@ -1,7 +1,8 @@
 //! How fast the ranks of this machine exchange data: for `merak bench collectives` and the cost
 //! model.
 
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::world::run_on;
 use merak_mpu::{Group, Packet, ReduceOp, threads};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
@@ -78,35 +79,65 @@ impl Exchange {
         (self.share)(world as f64)
     }
 
-    /// The median time of `steps` runs on rank 0, all ranks starting together. Each rank hands in
-    /// `bytes` bytes, with the same whole number of elements for each rank.
+    /// The median time of `steps` runs on this rank, all ranks of the group starting together. Each
+    /// hands in `bytes` bytes, with the same whole number of elements for each rank.
+    ///
+    /// # Communication
+    /// The runs and one more, each behind a barrier.
     ///
     /// # Errors
     /// When a rank fails.
-    pub fn median(&self, world: usize, bytes: usize, steps: usize) -> Result<Duration> {
-        let results = threads::run(world, threads::WorldOptions::default(), |member| {
-            let group = member.world_group()?;
-            let len = bytes / size_of::<f32>();
-            let mut times = Vec::with_capacity(steps);
-            let (mut data, mut own) = (vec![1.0_f32; len], Vec::new());
-            // The first run wakes threads and touches memory.
-            for _ in 0..=steps {
-                data.resize(len, 1.0);
-                group.barrier()?;
-                let start = Instant::now();
-                data = (self.run)(&group, data, &mut own)?;
-                times.push(start.elapsed());
-            }
-            times.remove(0);
-            times.sort_unstable();
-            Ok::<_, merak_mpu::Error>(times[times.len() / 2])
-        });
-        let failed = |error: merak_mpu::RunError<merak_mpu::Error>| Error::Rank {
-            rank: error.rank().0,
-            cause: error.to_string(),
-        };
-        Ok(results.map_err(failed)?[0])
+    pub fn median(&self, group: &Group, bytes: usize, steps: usize) -> Result<Duration> {
+        Ok(median(self.times(group, bytes, steps)?))
     }
+
+    /// The median over the runs of the time of the slowest rank, the same on every rank: a sender
+    /// may be done before its bytes have arrived.
+    ///
+    /// # Communication
+    /// As [`Exchange::median`], and an all-reduce of 8 bytes for each run.
+    ///
+    /// # Errors
+    /// When a rank fails.
+    pub fn median_of_slowest(&self, group: &Group, bytes: usize, steps: usize) -> Result<Duration> {
+        let own = self.times(group, bytes, steps)?;
+        let own = own.iter().map(Duration::as_secs_f64).collect();
+        let slowest = group.all_reduce_vec(own, ReduceOp::Max)?;
+        Ok(median(
+            slowest.into_iter().map(Duration::from_secs_f64).collect(),
+        ))
+    }
+
+    /// The times of the runs on this rank.
+    fn times(&self, group: &Group, bytes: usize, steps: usize) -> Result<Vec<Duration>> {
+        let len = bytes / size_of::<f32>();
+        let mut times = Vec::with_capacity(steps);
+        let (mut data, mut own) = (vec![1.0_f32; len], Vec::new());
+        // The first run wakes threads and touches memory.
+        for _ in 0..=steps {
+            data.resize(len, 1.0);
+            group.barrier()?;
+            let start = Instant::now();
+            data = (self.run)(group, data, &mut own)?;
+            times.push(start.elapsed());
+        }
+        times.remove(0);
+        Ok(times)
+    }
+
+    /// [`Exchange::median`] on the first of `world` ranks that are threads of this process.
+    fn median_of_threads(&self, world: usize, bytes: usize, steps: usize) -> Result<Duration> {
+        let members = threads::world(world, threads::WorldOptions::default());
+        let times = run_on(members, |member| {
+            self.median(&member.world_group()?, bytes, steps)
+        })?;
+        Ok(times[0])
+    }
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
 }
 
 fn hand_over(group: &Group, data: Vec<f32>) -> merak_mpu::Result<Vec<f32>> {
@@ -146,7 +177,10 @@ fn sizes(world: usize) -> [usize; 2] {
 impl Line {
     fn of(exchange: &Exchange, world: usize) -> Result<Self> {
         let [small, large] = sizes(world);
-        let seconds = |bytes| Ok::<_, Error>(exchange.median(world, bytes, STEPS)?.as_secs_f64());
+        let seconds = |bytes| -> Result<f64> {
+            let time = exchange.median_of_threads(world, bytes, STEPS)?;
+            Ok(time.as_secs_f64())
+        };
         let (short, long) = (seconds(small)?, seconds(large)?);
         let per_byte = ((long - short) / (large - small) as f64).max(0.0);
         Ok(Self {

@@ -2,9 +2,11 @@
 //! before anything runs.
 
 mod draft;
+mod groups;
 
 pub(crate) use draft::SegmentedGraph;
 pub use draft::{Draft, PlanInputs};
+pub(crate) use groups::ParamGroups;
 pub use merak_partition::{FasterSchedule, Prediction, StageTimes};
 
 use crate::{
@@ -19,7 +21,7 @@ use merak_partition::{
 };
 use merak_tp::rewrite;
 use merak_trace::{
-    Node, Op, Param, Placement, Shard, StageCuts, StageProgram,
+    Axis, Node, Op, Param, Shard, StageCuts, StageProgram,
     models::{Head, Objective, TraceOptions},
 };
 use merak_zero::KeptBytes;
@@ -180,7 +182,7 @@ impl Plan {
         let (family, lora) = (draft.info.family, draft.lora.clone());
         let (adapted, _) = with_adapter(traced, lora, family, draft.frozen)?;
         let graph = rewrite(&adapted, &draft.lists, draft.degrees.tp)?.graph;
-        // The same nodes in the same order, but for the loss at the end.
+        // The same nodes in the same order, except for the loss at the end.
         let last = self.cuts.num_stages() - 1;
         let mut bounds: Vec<_> = (0..=last)
             .map(|stage| self.cuts.nodes(stage).start)
@@ -214,9 +216,9 @@ impl Plan {
             return Ok(merak_tp::cuts(&self.graph, &self.draft.lists)?);
         }
         let params = self.graph.params().iter();
-        let cuts = params.filter_map(|param| match &param.placement {
-            Placement::Shard(shard) => Some((param.name.clone(), shard.clone())),
-            Placement::Replicate | Placement::Partial => None,
+        let cuts = params.filter_map(|param| {
+            let shard = param.placements.on(Axis::Tensor).as_shard()?;
+            Some((param.name.clone(), shard.clone()))
         });
         Ok(cuts.collect())
     }

@@ -3,6 +3,8 @@
 mod magnitudes;
 mod module;
 mod params;
+mod products;
+mod reduction;
 #[cfg(feature = "tch")]
 mod tch;
 mod tied;
@@ -14,16 +16,19 @@ use crate::{
     config::{BackendChoice, CheckedArguments, Device},
     error::Result,
     memory::MemoryNeed,
-    plan::Plan,
+    plan::{ParamGroups, Plan},
 };
-use merak_mpu::{Buffer, DType, Mpu, Rank};
+use merak_mpu::{Buffer, DType, Locality, Memory, Mpu};
 use merak_partition::{ParamUse, RankPrograms};
 use merak_pipe::PipelineEngine;
 use merak_trace::{
-    GradSlot, GradStore, Interpreter, Param, Placement, RunContext, SharedBackend, StageProgram,
+    Axis, GradSlot, GradStore, Interpreter, Param, RunContext, SharedBackend, StageProgram,
     Threads, Value, backend::candle::Candle, each_initial_values,
 };
-use merak_zero::{FlatLayout, GlobalParams, ParamSpec, StepDevice, ZeroGroups, ZeroOptimizer};
+use merak_zero::{
+    FlatLayout, GlobalParams, OptimizerKind, ParamSpec, StepDevice, TensorCut, ZeroGroups,
+    ZeroOptimizer,
+};
 use std::sync::Arc;
 
 /// This rank's slices of parameters, or their gradients, by the parameters' names.
@@ -45,6 +50,8 @@ pub(crate) struct RankStages {
     pub(crate) optimizer: ZeroOptimizer,
     grads: GradStore,
     tied: tied::TiedGrads,
+    /// Where buckets are reduced during the backward: what completes each.
+    completion: Option<reduction::Completion>,
     pub(crate) seed: u64,
     /// Whether no parameter has values yet.
     pub(crate) is_blank: bool,
@@ -72,7 +79,7 @@ impl RankStages {
         let Executor {
             backend,
             optimizer_device,
-        } = Executor::new(args, mpu.rank(), num_threads)?;
+        } = Executor::new(args, mpu.locality(), num_threads)?;
         let programs = plan.rank_programs(mpu.pipeline_parallel_rank())?;
         let groups = ZeroGroups {
             data_sequence: mpu.data_sequence_parallel_group().clone(),
@@ -80,20 +87,23 @@ impl RankStages {
         };
         let tied = tied::TiedGrads::new(&plan, &programs, &mpu)?;
         let owned = owned(&programs.params, &mpu, &tied);
-        let specs = param_specs(&plan, &programs.params, &owned);
+        let specs = param_specs(args, &plan, &programs.params, &owned);
         let trained = plan.trained_params();
         let model =
             GlobalParams::new(trained.map(|param| (param.name.clone(), param.local.numel())));
-        let mut optimizer =
-            ZeroOptimizer::new(specs, model, args.zero_config(num_threads), groups)?;
-        if let Some(device) = optimizer_device {
-            optimizer = optimizer.on_device(device)?;
-        }
+        let optimizer = ZeroOptimizer::new(specs, model, args.zero_config(num_threads), groups)?;
+        let optimizer = equipped(optimizer, optimizer_device, num_threads)?
+            .in_tensor_group(mpu.tensor_parallel_group().clone());
 
         let layout = optimizer.layout();
         let params = StageParams::new(&*backend, &programs.params, layout)?;
-        let grads = grad_store(&programs, layout, &*backend);
+        let mut grads = grad_store(&programs, layout, &*backend);
         let stages = stages(&programs, &params, &backend, &mpu);
+        // A reduction of a device's memory goes through the host, and would stop the backward.
+        let on_host = matches!(grads.buffers[0].memory(), Memory::Host(_));
+        let replicas = mpu.data_sequence_parallel_group().world_size();
+        let completion = (on_host && replicas > 1)
+            .then(|| reduction::Completion::new(layout, &grads.slots, &tied.slots()));
         Ok(Self {
             plan,
             mpu,
@@ -105,6 +115,7 @@ impl RankStages {
             optimizer,
             grads,
             tied,
+            completion,
             seed: args.seed,
             is_blank: true,
         })
@@ -141,23 +152,26 @@ impl RankStages {
             node: "initialisation".into(),
             source,
         })?;
-        let (tp_rank, tp) = (
-            self.mpu.tensor_parallel_rank(),
-            self.mpu.tensor_parallel_world_size(),
-        );
+        let place = self.mpu.coord();
         let params = &self.table;
         self.params.fill(&mut |index, put| {
             if draws(index) {
-                each_initial_values(&threads, self.seed, &params[index], tp_rank, tp, put);
+                each_initial_values(&threads, self.seed, &params[index], place, put);
             }
         });
         Ok(())
     }
 
-    /// Adds up the uses of tied weights, then reduces, clips and applies the gradients, and clears
-    /// them.
-    pub(crate) fn update(&mut self, lr: f64) -> Result<merak_zero::UpdateReport> {
+    /// Adds up the uses of tied weights, and ends the reduction of all gradients. It comes before
+    /// anything else in the group of replicas, since buckets may still wait for their start.
+    pub(crate) fn reduce_gradients(&mut self) -> Result<()> {
         self.tied.sum(&*self.backend, &mut self.grads)?;
+        let grads = &mut *self.grads.buffers[0];
+        Ok(self.optimizer.reduce_gradients(grads)?)
+    }
+
+    /// Clips and applies the reduced gradients, and clears them.
+    pub(crate) fn update(&mut self, lr: f64) -> Result<merak_zero::UpdateReport> {
         let (optimizer, grads) = (&mut self.optimizer, &mut self.grads.buffers[0]);
         let step = |params: &mut dyn Buffer| optimizer.step(params, &mut **grads, lr);
         let report = self.params.update(step)?;
@@ -165,15 +179,15 @@ impl RankStages {
         Ok(report)
     }
 
-    /// What the nodes of a microbatch may ask about the run.
-    pub(crate) fn context(&self, step: usize, first_sample: usize, training: bool) -> RunContext {
+    /// What the nodes of a microbatch may ask about the run; `first_position` is the place of its
+    /// first sample in the epoch's order.
+    pub(crate) fn context(&self, step: usize, first_position: usize, training: bool) -> RunContext {
         RunContext {
             seed: self.seed,
             step: step as u64,
-            sample_base: first_sample as u64,
+            sample_base: first_position as u64,
             training,
-            tensor_rank: self.mpu.tensor_parallel_rank(),
-            sequence_rank: self.mpu.sequence_parallel_rank(),
+            place: self.mpu.coord(),
         }
     }
 
@@ -244,6 +258,21 @@ impl RankStages {
             .collect()
     }
 
+    /// The stages, and what takes their gradients; `missing` are the additions that each bucket
+    /// waits for before its reduction starts.
+    fn with_sink<'a>(
+        &'a mut self,
+        missing: &'a mut [Option<usize>],
+    ) -> (&'a [Stage], reduction::Reduction<'a>) {
+        let reduction = reduction::Reduction {
+            grads: &mut self.grads,
+            optimizer: &mut self.optimizer,
+            completion: self.completion.as_ref(),
+            missing,
+        };
+        (&self.stages, reduction)
+    }
+
     /// Makes the next step start from zero.
     pub(crate) fn clear_gradients(&mut self) {
         for buffer in &mut self.grads.buffers {
@@ -262,7 +291,7 @@ pub(crate) struct Executor {
 impl Executor {
     pub(crate) fn new(
         args: &CheckedArguments,
-        rank: Rank,
+        place: Locality,
         num_threads: usize,
     ) -> Result<Self, merak_trace::Error> {
         match args.compute.backend {
@@ -270,13 +299,17 @@ impl Executor {
                 backend: Arc::new(Candle::new(num_threads)?),
                 optimizer_device: None,
             }),
-            BackendChoice::Tch => Self::on_tch(args.compute.device, rank, num_threads),
+            BackendChoice::Tch => Self::on_tch(args.compute.device, place, num_threads),
         }
     }
 
     #[cfg(feature = "tch")]
-    fn on_tch(device: Device, rank: Rank, num_threads: usize) -> Result<Self, merak_trace::Error> {
-        let backend = tch::backend(device, rank, num_threads)?;
+    fn on_tch(
+        device: Device,
+        place: Locality,
+        num_threads: usize,
+    ) -> Result<Self, merak_trace::Error> {
+        let backend = tch::backend(device, place, num_threads)?;
         Ok(Self {
             optimizer_device: Some(Arc::new(tch::Steps::new(Arc::clone(&backend), num_threads))),
             backend,
@@ -284,11 +317,30 @@ impl Executor {
     }
 
     #[cfg(not(feature = "tch"))]
-    fn on_tch(device: Device, _: Rank, _: usize) -> Result<Self, merak_trace::Error> {
+    fn on_tch(device: Device, _: Locality, _: usize) -> Result<Self, merak_trace::Error> {
         Err(merak_trace::Error::NoDevice {
             device: device.to_string(),
             reason: "this build is without the feature tch".to_owned(),
         })
+    }
+}
+
+/// The optimizer with what a rank has for its arithmetic.
+pub(crate) fn equipped(
+    mut optimizer: ZeroOptimizer,
+    device: Option<Arc<dyn StepDevice>>,
+    num_threads: usize,
+) -> Result<ZeroOptimizer> {
+    if optimizer.config().optimizer.optim == OptimizerKind::Muon {
+        let threads = Threads::new(num_threads).map_err(|source| merak_trace::Error::Kernel {
+            node: "optimizer".into(),
+            source,
+        })?;
+        optimizer = optimizer.with_products(Arc::new(products::KernelProducts(threads)));
+    }
+    match device {
+        Some(device) => Ok(optimizer.on_device(device)?),
+        None => Ok(optimizer),
     }
 }
 
@@ -359,14 +411,20 @@ fn trained_positions(table: &[Param]) -> Vec<usize> {
 /// counts it and writes it.
 fn owned(table: &[Param], mpu: &Mpu, tied: &tied::TiedGrads) -> Vec<bool> {
     let is_owned = |param: &Param| {
-        let is_sharded = matches!(param.placement, Placement::Shard(_));
+        let is_sharded = param.placements.on(Axis::Tensor).as_shard().is_some();
         (is_sharded || mpu.tensor_parallel_rank() == 0) && tied.owns(&param.name)
     };
     table.iter().map(is_owned).collect()
 }
 
 /// The optimizer's view of the stage's parameters: those that are trained.
-fn param_specs(plan: &Plan, table: &[Param], owned: &[bool]) -> Vec<ParamSpec> {
+fn param_specs(
+    args: &CheckedArguments,
+    plan: &Plan,
+    table: &[Param],
+    owned: &[bool],
+) -> Vec<ParamSpec> {
+    let groups = ParamGroups::new(args, &plan.graph);
     let trained = table.iter().zip(owned);
     let trained = trained.filter(|(param, _)| param.trainable);
     let specs = trained.map(|(param, &counts)| {
@@ -374,12 +432,13 @@ fn param_specs(plan: &Plan, table: &[Param], owned: &[bool]) -> Vec<ParamSpec> {
             .trained_params()
             .position(|other| other.name == param.name)
             .expect("a stage's parameters are the model's");
-        let spec = ParamSpec::new(param.name.clone(), &param.local.shape, global).with_norm(counts);
-        if param.decays() {
-            spec
-        } else {
-            spec.without_decay()
-        }
+        let mut spec = groups.spec(param, global).with_norm(counts);
+        let shard = param.placements.on(Axis::Tensor).as_shard();
+        spec.cut = shard.map(|shard| TensorCut {
+            dim: shard.dim,
+            parts: shard.parts.clone(),
+        });
+        spec
     });
     specs.collect()
 }

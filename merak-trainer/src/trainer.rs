@@ -446,7 +446,7 @@ impl MerakTrainer {
             // A save under way records the best of its own step, so it ends first.
             self.finish_save()?;
             self.best = best.or(self.best);
-            self.save_on_the_way()?;
+            self.save_during_training()?;
         }
         Ok(evaluation)
     }

@@ -44,11 +44,13 @@ impl World {
     /// [`Error::Group`] when the world has failed already.
     pub fn of_process(member: Member) -> Result<Self> {
         let group = member.group("run", &everybody(&member))?;
-        let own = member.locality().host as u32;
+        let place = member.locality();
+        let own = place.host as u32;
         let hosts = group.all_gather_vec(vec![own])?.into_iter().enumerate();
         let here = hosts.filter(|&(_, host)| host == own);
         let host = Host {
             ranks: here.map(|(rank, _)| rank).collect(),
+            core_sharers: place.core_sharers,
         };
         Ok(Self(Ranks::Process {
             member,
@@ -99,7 +101,8 @@ impl World {
             return prepared;
         };
         let own = prepared.as_ref().err().map(|error| chain(error));
-        let texts = group.all_gather_bytes(own.clone().unwrap_or_default().into_bytes())?;
+        let texts = group.all_gather_bytes(own.clone().unwrap_or_default().into_bytes());
+        let texts = texts.map_err(|error| of_other(member, error))?;
         let first_with = |text: &dyn Fn(&[u8]) -> bool| texts.iter().position(|found| text(found));
         match (prepared, own) {
             (Err(error), Some(own)) => {
@@ -115,6 +118,7 @@ impl World {
                 Some(rank) => Err(Error::OtherRank {
                     rank,
                     cause: String::from_utf8_lossy(&texts[rank]).into_owned(),
+                    is_told: true,
                 }),
             },
         }
@@ -137,7 +141,10 @@ impl World {
         let made = self.agree(made)?;
         match &self.0 {
             Ranks::Threads => Ok(made),
-            Ranks::Process { group, .. } => Ok(group.broadcast_bytes(made, 0)?),
+            Ranks::Process { member, group, .. } => {
+                let made = group.broadcast_bytes(made, 0);
+                made.map_err(|error| of_other(member, error))
+            }
         }
     }
 
@@ -186,22 +193,8 @@ impl World {
         let results = match &self.0 {
             Ranks::Threads => run_world(args, body)?,
             Ranks::Process { member, .. } => {
-                let (rank, world) = (member.rank(), member.world_size());
                 self.agree(self.check_size(args))?;
-                let stack = threads::WorldOptions::default().stack_bytes;
-                let outcome = run_members(vec![member.clone()], stack, |member| {
-                    body(member).map_err(Cause)
-                });
-                match member.failure() {
-                    // What this rank met follows from what another did.
-                    Some(failure) if outcome.is_err() && failure.culprit != rank => {
-                        return Err(Error::OtherRank {
-                            rank: failure.culprit.0,
-                            cause: failure.reason,
-                        });
-                    }
-                    _ => of_ranks(world, outcome)?,
-                }
+                run_on(vec![member.clone()], body)?
             }
         };
         let lowest = results.into_iter().next();
@@ -255,6 +248,43 @@ pub(crate) fn run_ranks<T: Send>(
     of_ranks(world, outcome)
 }
 
+/// Runs `body` on the ranks of this process, and returns the results in their order.
+///
+/// # Errors
+/// As [`run_world`]; [`Error::OtherRank`] where a rank of another process failed.
+pub fn run_on<T: Send>(
+    members: Vec<Member>,
+    body: impl Fn(Member) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let Some(first) = members.first().cloned() else {
+        return Ok(Vec::new());
+    };
+    let here: Vec<Rank> = members.iter().map(Member::rank).collect();
+    let stack = threads::WorldOptions::default().stack_bytes;
+    let outcome = run_members(members, stack, |member| body(member).map_err(Cause));
+    match failure_of_other(&first, &here) {
+        // What the ranks of this process met follows from what another did.
+        Some(error) if outcome.is_err() => Err(error),
+        _ => of_ranks(first.world_size(), outcome),
+    }
+}
+
+/// The error of a call of the engine, or the failure of another process that ended it.
+fn of_other(member: &Member, error: merak_mpu::Error) -> Error {
+    failure_of_other(member, &[member.rank()]).unwrap_or_else(|| error.into())
+}
+
+/// [`Error::OtherRank`] where a rank that is not `here` failed the world of a member.
+fn failure_of_other(member: &Member, here: &[Rank]) -> Option<Error> {
+    let failure = member.failure()?;
+    (!here.contains(&failure.culprit)).then(|| Error::OtherRank {
+        rank: failure.culprit.0,
+        // A first rank that is lost tells nothing.
+        is_told: failure.culprit.0 != 0 || failure.reporter == failure.culprit,
+        cause: failure.reason,
+    })
+}
+
 /// The results of ranks, with the failure of one as an error of this crate.
 fn of_ranks<T>(world: usize, outcome: Result<Vec<T>, RunError<Cause>>) -> Result<Vec<T>> {
     outcome.map_err(|error| match error {
@@ -279,15 +309,21 @@ fn of_ranks<T>(world: usize, outcome: Result<Vec<T>, RunError<Cause>>) -> Result
     })
 }
 
-/// Compute threads of each rank: as configured, or the machine's cores shared out.
+/// Compute threads of each rank: as configured, or the cores of this process divided among the
+/// ranks that share them.
 pub fn threads_per_rank(args: &CheckedArguments) -> usize {
     match args.compute.threads_per_rank {
         ThreadsPerRank::Count(count) => count.get(),
-        ThreadsPerRank::Auto => (num_cores() / args.ranks_here()).max(1),
+        ThreadsPerRank::Auto => (num_cores() / args.core_sharers()).max(1),
     }
 }
 
-/// How many ranks the machine has cores for.
+/// Cores of all ranks on this host together, where the others are bound as this process is.
+pub(crate) fn cores_here(args: &CheckedArguments) -> usize {
+    num_cores() * args.ranks_here() / args.core_sharers()
+}
+
+/// How many ranks this process has cores for.
 pub(crate) fn ranks_at_once(args: &CheckedArguments) -> usize {
     (num_cores() / threads_per_rank(args)).max(1)
 }
@@ -383,6 +419,28 @@ mod tests {
             "the configuration differs from that of rank 0: here \"tp = 2\", there \"tp = 1\"";
         let heard = format!("rank 1 failed: {differs}");
         assert_eq!(told, [heard.as_str(), differs, heard.as_str()]);
+    }
+
+    #[test]
+    fn a_process_that_is_bound_to_cores_has_them_for_itself() {
+        let args = MerakArguments {
+            dp: 3,
+            ..MerakArguments::default()
+        };
+        let args = args.check().unwrap();
+        let bound = |core_sharers| {
+            let ranks = vec![0, 1, 2];
+            args.clone().on(Host {
+                ranks,
+                core_sharers,
+            })
+        };
+        let cores = num_cores();
+        assert_eq!(threads_per_rank(&bound(1)), cores);
+        assert_eq!(cores_here(&bound(1)), 3 * cores);
+        assert_eq!(threads_per_rank(&bound(3)), (cores / 3).max(1));
+        assert_eq!(cores_here(&bound(3)), cores);
+        assert_eq!(cores_here(&args), cores);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Steps on buffers in the memory of a device, without a detour through host memory.
 
-use crate::{Error, FlatLayout, OptimizerConfig, Result, state::OwnedState};
+use crate::{Error, FlatLayout, OptimizerConfig, OptimizerKind, Result, state::OwnedState};
 use merak_mpu::Buffer;
 use std::{fmt, ops::Range, sync::Arc};
 
@@ -11,6 +11,9 @@ pub type DeviceError = Box<dyn std::error::Error + Send + Sync>;
 ///
 /// A [`ZeroOptimizer`](crate::ZeroOptimizer) that has one keeps its state there. Buffers are f32.
 pub trait StepDevice: fmt::Debug + Send + Sync {
+    /// Whether [`StepDevice::update`] has a rule. Other rules step in host memory.
+    fn has(&self, rule: OptimizerKind) -> bool;
+
     /// A zeroed buffer in the memory of the device.
     ///
     /// # Errors
@@ -28,7 +31,7 @@ pub trait StepDevice: fmt::Debug + Send + Sync {
     ) -> Result<Vec<f64>, DeviceError>;
 
     /// Updates pieces of the parameters and of the state, one buffer per name of
-    /// [`OptimizerConfig::state_names`]. The gradients may be overwritten.
+    /// [`OptimizerConfig::state_names`]. The gradients of the pieces may be overwritten.
     ///
     /// # Errors
     /// When the device fails.
@@ -71,7 +74,8 @@ pub struct StepRange {
 pub(crate) struct DeviceState {
     device: Arc<dyn StepDevice>,
     values: Vec<Box<dyn Buffer>>,
-    pieces: Vec<StepRange>,
+    /// With the factor of their learning rate.
+    pieces: Vec<(f64, Vec<StepRange>)>,
 }
 
 impl DeviceState {
@@ -107,9 +111,17 @@ impl DeviceState {
         params: &mut dyn Buffer,
         grads: &dyn Buffer,
     ) -> Result<()> {
-        let Self { values, pieces, .. } = self;
-        let updated = self.device.update(step, params, grads, values, pieces);
-        updated.map_err(Error::device("update"))
+        for (lr_scale, pieces) in &self.pieces {
+            let step = Step {
+                lr: step.lr * lr_scale,
+                ..*step
+            };
+            let updated = self
+                .device
+                .update(&step, params, grads, &mut self.values, pieces);
+            updated.map_err(Error::device("update"))?;
+        }
+        Ok(())
     }
 
     /// A copy of the state in host memory.
@@ -126,23 +138,30 @@ impl DeviceState {
     }
 }
 
-/// The elements that the rank owns, in as few pieces as possible.
-fn pieces(layout: &FlatLayout, state: &OwnedState) -> Vec<StepRange> {
-    let mut pieces: Vec<StepRange> = Vec::new();
+/// The elements that the rank owns, in as few pieces as possible, by the factor of their learning
+/// rate.
+fn pieces(layout: &FlatLayout, state: &OwnedState) -> Vec<(f64, Vec<StepRange>)> {
+    let mut groups: Vec<(f64, Vec<StepRange>)> = Vec::new();
     let blocks = state.blocks();
     for (block, packed) in blocks.iter().zip(crate::flat::packed(blocks)) {
-        let decays = layout.params()[block.param].decay;
+        let spec = &layout.params()[block.param];
+        let is_own = |group: &(f64, _)| group.0.to_bits() == spec.lr_scale.to_bits();
+        let index = groups.iter().position(is_own).unwrap_or_else(|| {
+            groups.push((spec.lr_scale, Vec::new()));
+            groups.len() - 1
+        });
+        let pieces = &mut groups[index].1;
         match pieces.last_mut() {
-            Some(last) if last.decays == decays && last.flat.end == block.flat.start => {
+            Some(last) if last.decays == spec.decay && last.flat.end == block.flat.start => {
                 last.flat.end = block.flat.end;
                 last.state.end = packed.end;
             }
             _ => pieces.push(StepRange {
                 flat: block.flat.clone(),
                 state: packed,
-                decays,
+                decays: spec.decay,
             }),
         }
     }
-    pieces
+    groups
 }

@@ -92,6 +92,16 @@ pub enum Error {
         /// Name of the parameter.
         param: String,
     },
+    /// A rule needs all of a parameter, but the ranks that it may ask do not hold all pieces.
+    #[error(
+        "`{param}` is not cut into {num_ranks} piece(s): the rule needs the group of the ranks that hold its pieces"
+    )]
+    OtherPieces {
+        /// Name of the parameter.
+        param: String,
+        /// The ranks of the tensor group.
+        num_ranks: usize,
+    },
     /// A tensor of another library cannot be stepped.
     #[error("parameter `{param}` cannot be stepped")]
     Tensor {

@@ -1,8 +1,11 @@
 //! The collectives of one step: gradients are reduced bucket by bucket, parameters gathered.
 
-use crate::{Bucket, Error, FlatLayout, Part, Result, ZeroConfig, ZeroStage};
+use crate::{Bucket, Error, FlatLayout, Part, Result, ZeroConfig, ZeroStage, flat};
 use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp, into_vec};
-use std::ops::Range;
+use std::{collections::VecDeque, ops::Range};
+
+/// Most buckets whose sums are under way at once: each has a copy of its gradients.
+const MOST_IN_FLIGHT: usize = 4;
 
 /// Reduces gradients and gathers parameters over the data x sequence group.
 ///
@@ -14,7 +17,12 @@ pub(crate) struct Exchange {
     scale_before: f32,
     scale_after: f32,
     allgather_bucket_size: usize,
-    in_flight: Vec<Option<Pending<Box<dyn Buffer>>>>,
+    /// Sums under way, in the order in which they were started.
+    in_flight: VecDeque<(usize, Pending<Box<dyn Buffer>>)>,
+    /// Buckets that wait for their start, in the order in which all ranks start them.
+    ready: VecDeque<usize>,
+    /// The buckets that were given to start in this step.
+    given: Vec<bool>,
     /// Memory of finished collectives, for the next ones.
     spare: Vec<Vec<f32>>,
 }
@@ -33,7 +41,9 @@ impl Exchange {
             scale_before: before as f32,
             scale_after: after as f32,
             allgather_bucket_size: config.gather_bucket_size,
-            in_flight: (0..num_buckets).map(|_| None).collect(),
+            in_flight: VecDeque::new(),
+            ready: VecDeque::new(),
+            given: vec![false; num_buckets],
             spare: Vec::new(),
         }
     }
@@ -52,17 +62,49 @@ impl Exchange {
         &self.group
     }
 
-    pub(crate) fn is_started(&self, bucket: usize) -> bool {
-        self.in_flight[bucket].is_some()
+    /// Whether a bucket was given to start in this step.
+    pub(crate) fn is_given(&self, bucket: usize) -> bool {
+        self.given[bucket]
+    }
+
+    /// Lets a bucket start behind those that were given before.
+    pub(crate) fn give(&mut self, bucket: usize) {
+        self.given[bucket] = true;
+        self.ready.push_back(bucket);
+    }
+
+    /// Starts the sums of given buckets. With `waits`, one that finds too many under way waits for
+    /// the oldest, and none is under way in the end. Without it nothing waits. Either way the ranks
+    /// start the buckets in one order.
+    pub(crate) fn advance(
+        &mut self,
+        layout: &FlatLayout,
+        grads: &mut dyn Buffer,
+        waits: bool,
+    ) -> Result<()> {
+        while let Some(&bucket) = self.ready.front() {
+            if self.in_flight.len() < MOST_IN_FLIGHT {
+                self.ready.pop_front();
+                flat::read(grads, |g| self.start_reduce(bucket, layout, g))?;
+            } else if waits || self.in_flight[0].1.is_done() {
+                self.finish_oldest(layout, grads)?;
+            } else {
+                return Ok(());
+            }
+        }
+        while waits && !self.in_flight.is_empty() {
+            self.finish_oldest(layout, grads)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the next step begin with no bucket given.
+    pub(crate) fn end_step(&mut self) {
+        self.given.fill(false);
     }
 
     /// Starts the sum of one bucket.
-    pub(crate) fn start_reduce(
-        &mut self,
-        index: usize,
-        layout: &FlatLayout,
-        grads: &[f32],
-    ) -> Result<()> {
+    fn start_reduce(&mut self, index: usize, layout: &FlatLayout, grads: &[f32]) -> Result<()> {
         let bucket = &layout.buckets()[index];
         let mut copy = self.spare.pop().unwrap_or_default();
         copy.clear();
@@ -74,22 +116,24 @@ impl Exchange {
         } else {
             self.group.start_all_reduce(Box::new(copy), ReduceOp::Sum)
         };
-        self.in_flight[index] = Some(pending.map_err(Error::communication("gradient reduction"))?);
+        let pending = pending.map_err(Error::communication("gradient reduction"))?;
+        self.in_flight.push_back((index, pending));
         Ok(())
     }
 
-    /// Waits for the sum of a started bucket.
-    pub(crate) fn wait(&mut self, bucket: usize) -> Result<Vec<f32>> {
-        let pending = self.in_flight[bucket].take();
-        pending
-            .expect("the bucket was started")
-            .wait()
-            .and_then(into_vec)
-            .map_err(Error::communication("gradient reduction"))
+    /// Waits for the sum that was started first, and writes its average.
+    fn finish_oldest(&mut self, layout: &FlatLayout, grads: &mut dyn Buffer) -> Result<()> {
+        let Some((bucket, pending)) = self.in_flight.pop_front() else {
+            return Ok(());
+        };
+        let sum = pending.wait().and_then(into_vec);
+        let sum = sum.map_err(Error::communication("gradient reduction"))?;
+        flat::write(grads, |g| self.finish_reduce(bucket, layout, sum, g));
+        Ok(())
     }
 
     /// Writes the average of what this rank owns of the bucket into its gradients.
-    pub(crate) fn finish_reduce(
+    fn finish_reduce(
         &mut self,
         index: usize,
         layout: &FlatLayout,
@@ -137,13 +181,13 @@ impl Exchange {
             at(chunk.start)..at(chunk.end)
         };
         let own = piece(layout.part(bucket, self.group.rank()));
-        let own = crate::flat::read(params, |p| p[own].to_vec());
+        let own = flat::read(params, |p| p[own].to_vec());
         let lengths = layout.parts(bucket).map(|part| piece(part).len());
         let all = self
             .group
             .all_gather_parts_vec(own, lengths.collect())
             .map_err(Error::communication("gathering of parameters"))?;
-        crate::flat::write(params, |p| {
+        flat::write(params, |p| {
             let mut rest = all.as_slice();
             for piece in layout.parts(bucket).map(piece) {
                 let (values, behind) = rest.split_at(piece.len());

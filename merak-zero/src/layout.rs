@@ -17,15 +17,18 @@ const OVERLAP_BUCKETS: usize = 8;
 /// parts     | rank 0       | rank 1     | rank 0       | rank 1        | ..  one for each rank
 /// ```
 ///
-/// Every border lies on a norm-block border. A bucket is the most norm blocks within the bucket
-/// size and an eighth of the buffer (or 1 Mi elements, when that is more), but at least one block.
-/// Its parts are as equal as whole blocks allow, and follow from the bucket and the rank, so that
-/// the layout holds no list of ranks.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Every border lies on a norm-block border, and inside no parameter that must stay whole. Between
+/// such borders lies a unit: a norm block or a whole parameter. A bucket is the most units within
+/// the bucket size and an eighth of the buffer (or 1 Mi elements, when that is more), but at least
+/// one. Its parts are as equal as units allow, and follow from the bucket and the rank, so that the
+/// layout holds no list of ranks.
+#[derive(Debug, Clone, PartialEq)]
 pub struct FlatLayout {
     params: Vec<ParamSpec>,
     offsets: Vec<usize>,
     blocks: Vec<Block>,
+    /// Positions of the blocks of each unit.
+    units: Vec<Range<usize>>,
     buckets: Vec<Bucket>,
     num_parts: usize,
 }
@@ -54,6 +57,20 @@ impl FlatLayout {
     /// # Errors
     /// When a parameter is listed twice, or `bucket_size` or `num_parts` is 0.
     pub fn new(params: Vec<ParamSpec>, bucket_size: usize, num_parts: usize) -> Result<Self> {
+        Self::with_whole(params, bucket_size, num_parts, |_| false)
+    }
+
+    /// The same, where the parameters that `is_whole` selects stay whole: one bucket and one part
+    /// has all of such a parameter.
+    ///
+    /// # Errors
+    /// As [`FlatLayout::new`].
+    pub fn with_whole(
+        params: Vec<ParamSpec>,
+        bucket_size: usize,
+        num_parts: usize,
+        is_whole: impl Fn(&ParamSpec) -> bool,
+    ) -> Result<Self> {
         for (setting, found) in [("bucket size", bucket_size), ("number of parts", num_parts)] {
             if found == 0 {
                 return Err(Error::OutOfRange {
@@ -73,11 +90,13 @@ impl FlatLayout {
         let blocks = blocks(&params, &offsets);
         let len = offsets[params.len()];
         let max_len = bucket_size.min((len / OVERLAP_BUCKETS).max(MIN_OVERLAP_BUCKET));
-        let buckets = cut_into_buckets(&blocks, max_len);
+        let units = units(&blocks, |param| is_whole(&params[param]));
+        let buckets = cut_into_buckets(&blocks, &units, max_len);
         Ok(Self {
             params,
             offsets,
             blocks,
+            units,
             buckets,
             num_parts,
         })
@@ -116,22 +135,28 @@ impl FlatLayout {
         &self.buckets
     }
 
-    /// What one rank of the group owns of a bucket: the blocks whose middle would lie in its part
-    /// if all parts were exactly equal. Parts of successive ranks are adjacent, together they are
-    /// the bucket, and some may be empty.
+    /// What one rank of the group owns of a bucket: the units whose middle would lie in its part if
+    /// all parts were exactly equal. Parts of successive ranks are adjacent, together they are the
+    /// bucket, and some may be empty.
     pub fn part(&self, bucket: &Bucket, rank: usize) -> Part {
-        let own = &self.blocks[bucket.blocks.clone()];
+        let unit_of = |block: usize| self.units.partition_point(|unit| unit.start < block);
+        let own = &self.units[unit_of(bucket.blocks.start)..unit_of(bucket.blocks.end)];
         let first_of = |part: usize| {
-            own.partition_point(|b| {
-                let twice_middle = b.flat.start + b.flat.end - 2 * bucket.flat.start;
+            own.partition_point(|unit| {
+                let flat = flat(&self.blocks, unit);
+                let twice_middle = flat.start + flat.end - 2 * bucket.flat.start;
                 twice_middle * self.num_parts < 2 * part * bucket.flat.len()
             })
         };
-        let start_of = |block: usize| own.get(block).map_or(bucket.flat.end, |b| b.flat.start);
+        let block_of = |unit: usize| own.get(unit).map_or(bucket.blocks.end, |u| u.start);
+        let start_of = |unit: usize| match own.get(unit) {
+            Some(unit) => flat(&self.blocks, unit).start,
+            None => bucket.flat.end,
+        };
         let (first, end) = (first_of(rank), first_of(rank + 1));
         Part {
             flat: start_of(first)..start_of(end),
-            blocks: bucket.blocks.start + first..bucket.blocks.start + end,
+            blocks: block_of(first)..block_of(end),
         }
     }
 
@@ -167,18 +192,35 @@ fn blocks(params: &[ParamSpec], offsets: &[usize]) -> Vec<Block> {
     blocks
 }
 
-/// Stretches of blocks with at most `max_len` elements each, but at least one block.
-fn cut_into_buckets(blocks: &[Block], max_len: usize) -> Vec<Bucket> {
+/// The blocks of each unit.
+fn units(blocks: &[Block], is_whole: impl Fn(usize) -> bool) -> Vec<Range<usize>> {
+    let mut units: Vec<Range<usize>> = Vec::new();
+    for (index, block) in blocks.iter().enumerate() {
+        match units.last_mut() {
+            Some(unit) if block.local.start > 0 && is_whole(block.param) => unit.end = index + 1,
+            _ => units.push(index..index + 1),
+        }
+    }
+    units
+}
+
+/// The elements of adjacent blocks, of which there is one at least.
+fn flat(blocks: &[Block], range: &Range<usize>) -> Range<usize> {
+    blocks[range.start].flat.start..blocks[range.end - 1].flat.end
+}
+
+/// Stretches of units with at most `max_len` elements each, but at least one unit.
+fn cut_into_buckets(blocks: &[Block], units: &[Range<usize>], max_len: usize) -> Vec<Bucket> {
     let bucket = |range: Range<usize>| Bucket {
-        flat: blocks[range.start].flat.start..blocks[range.end - 1].flat.end,
+        flat: flat(blocks, &range),
         blocks: range,
     };
     let mut buckets = Vec::new();
     let mut first = 0;
-    for (i, block) in blocks.iter().enumerate() {
-        if i > first && block.flat.end - blocks[first].flat.start > max_len {
-            buckets.push(bucket(first..i));
-            first = i;
+    for unit in units {
+        if unit.start > first && flat(blocks, &(first..unit.end)).len() > max_len {
+            buckets.push(bucket(first..unit.start));
+            first = unit.start;
         }
     }
     if first < blocks.len() {

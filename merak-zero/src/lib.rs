@@ -39,8 +39,8 @@
 //!   [`GlobalParams`] lists the parameters of the whole model, so that every rank adds the norm in
 //!   one order.
 //! - [`TensorOptimizer`]: the same over the tensors of another library, each by its name.
-//! - [`OptimizerConfig`] chooses the rule; [`adam_update`] and [`sgd_update`] are the rules
-//!   themselves, over plain slices.
+//! - [`OptimizerConfig`] chooses the rule; [`adam_update`], [`sgd_update`] and [`lion_update`] are
+//!   rules themselves, over plain slices. [`MatrixProducts`] multiplies the matrices of Muon.
 //! - [`StepDevice`] steps buffers in the memory of a device, where the state then lies too.
 //! - [`OwnedState`] is what a checkpoint saves, [`Progress`] how far the optimizer has come.
 //! - [`LrSchedule`] turns the number of steps done into a learning rate.
@@ -64,11 +64,24 @@
 //! | 0 | `4 k L` bytes | `8 L (N - 1) / N`: an all-reduce |
 //! | 1 | `4 k L / N` bytes | the same: a reduce-scatter and an all-gather |
 //!
+//! # Rules
+//! | rule | asks of a parameter | state |
+//! |---|---|---|
+//! | AdamW, Adam, SGD, Lion | one element after the other | 2, 2, 0 or 1, 1 values per element |
+//! | LAMB | norms of the weight and of its update: sums over norm blocks | 2 per element |
+//! | Adafactor | means of rows and columns, root mean square of its update | 1 per row and column |
+//! | Muon, on hidden matrices | all of the matrix | 1 per element |
+//!
+//! Under the last two, stage 1 gives a parameter to one rank as a whole, so parts are less equal.
+//! Where tensor ranks hold pieces of it ([`ParamSpec::cut`], [`ZeroOptimizer::in_tensor_group`]),
+//! they add up their sums in f64; a matrix of Muon is put together on one of them, a different one
+//! for each matrix, which makes the step orthogonal and returns the pieces.
+//!
 //! # Guarantees
 //! - Stage 1 gives the same bits as stage 0 where the group reduces in a fixed order, as the
 //!   threads engine does.
 //! - The norm does not depend on where the pipeline is cut, nor on the stage, bucket sizes or
-//!   thread count, in any bit; nor does the update.
+//!   thread count, in any bit; nor does the update, by any rule.
 //! - The norm counts each logical element once: slices of all tensor ranks, replicated parameters
 //!   on one, tied weights on one stage.
 //! - Either all ranks of the model update or none does.
@@ -78,10 +91,13 @@
 //!
 //! # Features
 //! - `candle`: `TensorOptimizer::step` takes the gradients of candle's variables.
+//! - `tch`: `TensorOptimizer::step` takes those of libtorch's; needs libtorch 2.11.
 //!
 //! # Papers
 //! [ZeRO](https://arxiv.org/abs/1910.02054) (the stages, section 5),
 //! [AdamW](https://arxiv.org/abs/1711.05101), [Adam](https://arxiv.org/abs/1412.6980),
+//! [Adafactor](https://arxiv.org/abs/1804.04235), [LAMB](https://arxiv.org/abs/1904.00962),
+//! [Lion](https://arxiv.org/abs/2302.06675), [Muon](https://kellerjordan.github.io/posts/muon/),
 //! [clipping](https://arxiv.org/abs/1211.5063), [SGDR](https://arxiv.org/abs/1608.03983) (cosine
 //! schedules), [WSD](https://arxiv.org/abs/2404.06395). Unlike ZeRO's own code, part borders lie on
 //! norm-block borders, so that the norm of divided gradients has the bits of the undivided ones.
@@ -97,10 +113,15 @@ mod layout;
 mod norm;
 mod optimizer;
 mod params;
+mod products;
 mod schedule;
 mod stage;
 mod state;
+#[cfg(feature = "tch")]
+mod tch;
 mod tensors;
+mod update;
+mod whole;
 mod zero_config;
 mod zero_optimizer;
 
@@ -109,8 +130,12 @@ pub use device::{DeviceError, Step, StepDevice, StepRange};
 pub use error::{Error, Result};
 pub use layout::{Bucket, FlatLayout, Part};
 pub use norm::{GradNorm, sums_of_squares};
-pub use optimizer::{AdamStep, OptimizerConfig, OptimizerKind, SgdStep, adam_update, sgd_update};
-pub use params::{GlobalParams, ParamSpec};
+pub use optimizer::{
+    AdamStep, LionStep, OptimizerConfig, OptimizerKind, SgdStep, StateKind, adam_update,
+    lion_update, sgd_update,
+};
+pub use params::{GlobalParams, ParamSpec, TensorCut};
+pub use products::{Matrix, MatrixProducts, PlainProducts};
 pub use schedule::{
     DecayType, LrSchedule, LrSchedulerKwargs, LrSchedulerType, NumberKwarg, warmup_steps,
 };

@@ -1,6 +1,8 @@
 //! The global gradient norm.
 
-use crate::{Block, Error, FlatLayout, GlobalParams, Result, flat, sum_of_squares};
+use crate::{
+    Block, Error, FlatLayout, GlobalParams, Result, exchange::Exchange, flat, sum_of_squares,
+};
 use merak_mpu::{Group, ReduceOp};
 use std::ops::Range;
 
@@ -62,11 +64,23 @@ pub(crate) fn in_model_order(
     all
 }
 
-/// Adds the vectors of block sums of all members; places that one member alone fills stay exact.
-pub(crate) fn sum_over(group: &Group, sums: Vec<f64>) -> Result<Vec<f64>> {
+/// Adds the vectors of block sums of all ranks of the model; places that one rank alone fills stay
+/// exact.
+pub(crate) fn sum_over_ranks(
+    exchange: &Exchange,
+    model_group: &Group,
+    mut sums: Vec<f64>,
+) -> Result<Vec<f64>> {
+    if exchange.is_sharded() {
+        sums = sum_over(exchange.group(), sums)?;
+    }
+    sum_over(model_group, sums)
+}
+
+fn sum_over(group: &Group, sums: Vec<f64>) -> Result<Vec<f64>> {
     group
         .all_reduce_vec(sums, ReduceOp::Sum)
-        .map_err(Error::communication("sum of the gradient norm"))
+        .map_err(Error::communication("sum of a norm"))
 }
 
 /// Adds the blocks of each parameter, then the parameters, in model order.

@@ -1,6 +1,7 @@
 //! What the optimizer knows of a parameter, on this rank and in the whole model.
 
 use crate::{Error, Result, blocks::num_norm_blocks};
+use std::ops::Range;
 
 /// One trainable parameter as this rank holds it.
 ///
@@ -14,7 +15,7 @@ use crate::{Error, Result, blocks::num_norm_blocks};
 ///     .with_norm(false);
 /// assert_eq!(bias.numel(), 64);
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ParamSpec {
     /// Name of the logical parameter in the whole model.
     pub name: String,
@@ -28,6 +29,54 @@ pub struct ParamSpec {
     /// a tensor-parallel slice; for a parameter that all tensor ranks hold whole, on tensor rank 0
     /// alone; for a tied weight, on the first stage that owns it alone.
     pub counts_in_norm: bool,
+    /// How the tensor group cuts the parameter; `None`: each of its ranks holds all of it.
+    pub cut: Option<TensorCut>,
+    /// Whether it is a matrix between embeddings and head, which Muon makes orthogonal steps of.
+    pub hidden_matrix: bool,
+    /// Factor of the learning rate.
+    pub lr_scale: f64,
+}
+
+/// How a tensor-parallel group cuts a parameter.
+///
+/// The dimension of the whole parameter consists of `parts`, each of which is cut into equal
+/// pieces, one for each rank: a fused projection has a part for each of its projections.
+///
+/// ```
+/// use merak_zero::TensorCut;
+/// let fused = TensorCut { dim: 0, parts: vec![4, 4, 4] };
+/// assert_eq!(fused.whole(&[6, 5]), [12, 5]);
+/// // What rank 1 of 2 holds of that dimension.
+/// assert_eq!(fused.ranges(1, 2), [2..4, 6..8, 10..12]);
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorCut {
+    /// The dimension that is cut.
+    pub dim: usize,
+    /// The lengths of its parts in the whole parameter.
+    pub parts: Vec<usize>,
+}
+
+impl TensorCut {
+    /// The shape of the whole parameter of which `local` is the shape of a piece.
+    pub fn whole(&self, local: &[usize]) -> Vec<usize> {
+        let mut shape = local.to_vec();
+        shape[self.dim] = self.parts.iter().sum();
+        shape
+    }
+
+    /// Where the pieces that a rank of `num_ranks` holds lie in the whole dimension, in the order
+    /// of its local tensor.
+    pub fn ranges(&self, rank: usize, num_ranks: usize) -> Vec<Range<usize>> {
+        let mut part_start = 0;
+        let range = |part: &usize| {
+            let len = part / num_ranks;
+            let start = part_start + rank * len;
+            part_start += part;
+            start..start + len
+        };
+        self.parts.iter().map(range).collect()
+    }
 }
 
 impl ParamSpec {
@@ -39,6 +88,9 @@ impl ParamSpec {
             global_index,
             decay: true,
             counts_in_norm: true,
+            cut: None,
+            hidden_matrix: false,
+            lr_scale: 1.0,
         }
     }
 
@@ -56,9 +108,41 @@ impl ParamSpec {
         self
     }
 
+    /// Says how the tensor group cuts the parameter.
+    #[must_use]
+    pub fn with_cut(mut self, cut: TensorCut) -> Self {
+        self.cut = Some(cut);
+        self
+    }
+
+    /// Says that Muon makes orthogonal steps of the parameter.
+    #[must_use]
+    pub fn as_hidden_matrix(mut self) -> Self {
+        self.hidden_matrix = true;
+        self
+    }
+
+    /// Sets the factor of the learning rate.
+    #[must_use]
+    pub fn with_lr_scale(mut self, lr_scale: f64) -> Self {
+        self.lr_scale = lr_scale;
+        self
+    }
+
     /// The number of local elements.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// Shape of the whole parameter, of which the tensor group may hold pieces.
+    pub fn whole_shape(&self) -> Vec<usize> {
+        let cut = self.cut.as_ref();
+        cut.map_or_else(|| self.shape.clone(), |cut| cut.whole(&self.shape))
+    }
+
+    /// The number of elements of the whole parameter.
+    pub(crate) fn whole_numel(&self) -> usize {
+        self.whole_shape().iter().product()
     }
 }
 
@@ -131,11 +215,15 @@ impl GlobalParams {
         &self.entries[after - 1].name
     }
 
+    /// The places of a parameter's norm blocks; the parameter was checked before.
+    pub(crate) fn blocks_of(&self, global_index: usize) -> Range<usize> {
+        let param = &self.entries[global_index];
+        param.first_block..param.first_block + num_norm_blocks(param.local_numel)
+    }
+
     /// The places of each parameter's norm blocks, in model order.
-    pub(crate) fn block_ranges(&self) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
-        self.entries
-            .iter()
-            .map(|p| p.first_block..p.first_block + num_norm_blocks(p.local_numel))
+    pub(crate) fn block_ranges(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        (0..self.len()).map(|index| self.blocks_of(index))
     }
 
     /// Checks that a rank's parameter is the one in the table.

@@ -1,11 +1,15 @@
 //! What an optimizer keeps for the elements that its rank owns.
 
-use crate::{Block, flat, optimizer::MAX_STATES};
+use crate::{
+    Block, FlatLayout, OptimizerConfig, flat,
+    optimizer::{MAX_STATES, StateKind},
+};
 use std::{ops::Range, sync::Arc};
 
-/// The optimizer state of one rank: a value of each kind for each element that the rank owns.
+/// The optimizer state of one rank: the values that the rule keeps for what the rank owns.
 ///
-/// Checkpoints see it as slices of logical parameters, which do not depend on the topology.
+/// Checkpoints see it as slices of logical tensors beside the parameters, which do not depend on
+/// the topology.
 ///
 /// A clone shares the values until one of the two changes, so that a snapshot for a writer costs
 /// nothing. A change of values that are still shared copies them first.
@@ -18,11 +22,23 @@ pub struct OwnedState {
     values: Vec<Arc<Vec<f32>>>,
 }
 
-/// Adjacent blocks of one parameter.
+/// Adjacent blocks of one parameter, and what is kept for them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Run {
-    param: usize,
+pub(crate) struct Run {
+    pub(crate) param: usize,
+    pub(crate) flat: Range<usize>,
     local: Range<usize>,
+    /// In the order of [`OptimizerConfig::state_of`].
+    kept: Vec<Kept>,
+}
+
+/// Where the values of one kind lie.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Kept {
+    kind: StateKind,
+    /// Elements of the local tensor of these values.
+    local: Range<usize>,
+    /// Elements of the vector of the kind's name.
     packed: Range<usize>,
 }
 
@@ -33,18 +49,43 @@ pub struct StateSlice<V> {
     pub param: usize,
     /// Which of the kept values, as in `exp_avg`.
     pub name: &'static str,
-    /// Elements of the local tensor, in row-major order.
+    /// The dimension of the parameter that the tensor of these values lacks, as it has one value
+    /// for all along it.
+    pub without: Option<usize>,
+    /// Elements of the local tensor of these values, in row-major order.
     pub local: Range<usize>,
     /// Their values.
     pub values: V,
 }
 
 impl OwnedState {
-    pub(crate) fn new(blocks: Vec<Block>, names: &'static [&'static str]) -> Self {
-        let runs = join(&blocks);
-        let len = runs.last().map_or(0, |run| run.packed.end);
+    /// Zeroed state for what lies in `blocks`.
+    pub(crate) fn new(blocks: Vec<Block>, layout: &FlatLayout, config: &OptimizerConfig) -> Self {
+        let (mut runs, names) = (join(&blocks), config.state_names());
+        let mut ends = vec![0; names.len()];
+        for run in &mut runs {
+            let spec = &layout.params()[run.param];
+            let is_whole = run.local == (0..spec.numel());
+            let kept = |kind: StateKind| {
+                debug_assert!(is_whole || kind.without.is_none());
+                let name = names.iter().position(|name| *name == kind.name);
+                let end = &mut ends[name.expect("`state_names` has every name of `state_of`")];
+                let local = match kind.without {
+                    None => run.local.clone(),
+                    Some(_) => 0..kind.numel(&spec.shape),
+                };
+                let start = *end;
+                *end += local.len();
+                Kept {
+                    kind,
+                    local,
+                    packed: start..*end,
+                }
+            };
+            run.kept = config.state_of(spec).into_iter().map(kept).collect();
+        }
         Self {
-            values: names.iter().map(|_| Arc::new(vec![0.0; len])).collect(),
+            values: ends.iter().map(|&len| Arc::new(vec![0.0; len])).collect(),
             blocks,
             runs,
             names,
@@ -83,7 +124,7 @@ impl OwnedState {
 
     /// The number of elements that this rank owns.
     pub fn num_owned(&self) -> usize {
-        self.runs.last().map_or(0, |run| run.packed.end)
+        self.runs.iter().map(|run| run.local.len()).sum()
     }
 
     /// The owned pieces of the layout's parameters, as (position in the layout, elements of the
@@ -95,13 +136,9 @@ impl OwnedState {
     /// Every piece of the state, one kind of value after the other, in flat order.
     pub fn slices(&self) -> impl Iterator<Item = StateSlice<&[f32]>> + '_ {
         let kinds = self.names.iter().zip(&self.values);
-        kinds.flat_map(|(&name, values)| {
-            self.runs.iter().map(move |run| StateSlice {
-                param: run.param,
-                name,
-                local: run.local.clone(),
-                values: &values[run.packed.clone()],
-            })
+        kinds.flat_map(|(name, values)| {
+            let kept = kept_as(&self.runs, name);
+            kept.map(|(run, kept)| kept.slice(run, &values[kept.packed.clone()]))
         })
     }
 
@@ -109,49 +146,72 @@ impl OwnedState {
     pub fn slices_mut(&mut self) -> impl Iterator<Item = StateSlice<&mut [f32]>> + '_ {
         let runs = &self.runs;
         let kinds = self.names.iter().zip(&mut self.values);
-        kinds.flat_map(move |(&name, values)| {
-            let values = Arc::make_mut(values);
-            let pieces = flat::carve(values, runs.iter().map(|run| run.packed.clone()));
-            runs.iter()
-                .zip(pieces)
-                .map(move |(run, values)| StateSlice {
-                    param: run.param,
-                    name,
-                    local: run.local.clone(),
-                    values,
-                })
+        kinds.flat_map(move |(name, values)| {
+            let ranges = kept_as(runs, name).map(|(_, kept)| kept.packed.clone());
+            let values: &mut Vec<f32> = Arc::make_mut(values);
+            let pieces = flat::carve(values, ranges);
+            let kept = kept_as(runs, name).zip(pieces);
+            kept.map(|((run, kept), values)| kept.slice(run, values))
         })
     }
 
-    /// The blocks beside the values of each; kinds that the rule does not keep are empty.
-    pub(crate) fn blocks_and_values(&mut self) -> (&[Block], Vec<[&mut [f32]; MAX_STATES]>) {
-        let blocks = &self.blocks;
-        let mut values: Vec<[&mut [f32]; MAX_STATES]> =
-            blocks.iter().map(|_| Default::default()).collect();
-        for (kind, kept) in self.values.iter_mut().enumerate() {
-            let kept = Arc::make_mut(kept);
-            let pieces = flat::carve(kept, flat::packed(blocks));
-            for (slots, piece) in values.iter_mut().zip(pieces) {
-                slots[kind] = piece;
+    /// The owned runs beside the values of each, in the order of [`OptimizerConfig::state_of`];
+    /// kinds that its rule does not keep are empty.
+    pub(crate) fn runs_and_values(
+        &mut self,
+    ) -> impl Iterator<Item = (&Run, [&mut [f32]; MAX_STATES])> {
+        let runs = &self.runs;
+        let mut all: Vec<[&mut [f32]; MAX_STATES]> =
+            runs.iter().map(|_| Default::default()).collect();
+        for (name, values) in self.names.iter().zip(&mut self.values) {
+            let slot_of = |run: &Run| run.kept.iter().position(|kept| kept.kind.name == *name);
+            let ranges = kept_as(runs, name).map(|(_, kept)| kept.packed.clone());
+            let values: &mut Vec<f32> = Arc::make_mut(values);
+            let mut pieces = flat::carve(values, ranges).into_iter();
+            for (run, slots) in runs.iter().zip(&mut all) {
+                if let Some(slot) = slot_of(run) {
+                    slots[slot] = pieces.next().expect("a piece for each run with the name");
+                }
             }
         }
-        (blocks, values)
+        runs.iter().zip(all)
     }
+}
+
+impl Kept {
+    fn slice<V>(&self, run: &Run, values: V) -> StateSlice<V> {
+        StateSlice {
+            param: run.param,
+            name: self.kind.name,
+            without: self.kind.without,
+            local: self.local.clone(),
+            values,
+        }
+    }
+}
+
+/// The runs that keep values of this name.
+fn kept_as<'a>(runs: &'a [Run], name: &'a str) -> impl Iterator<Item = (&'a Run, &'a Kept)> {
+    runs.iter().filter_map(move |run| {
+        let kept = run.kept.iter().find(|kept| kept.kind.name == name)?;
+        Some((run, kept))
+    })
 }
 
 /// Joins adjacent blocks of one parameter.
 fn join(blocks: &[Block]) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
-    for (block, packed) in blocks.iter().zip(flat::packed(blocks)) {
+    for block in blocks {
         match runs.last_mut() {
             Some(run) if run.param == block.param && run.local.end == block.local.start => {
                 run.local.end = block.local.end;
-                run.packed.end = packed.end;
+                run.flat.end = block.flat.end;
             }
             _ => runs.push(Run {
                 param: block.param,
+                flat: block.flat.clone(),
                 local: block.local.clone(),
-                packed,
+                kept: Vec::new(),
             }),
         }
     }
@@ -161,20 +221,21 @@ fn join(blocks: &[Block]) -> Vec<Run> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{OptimizerKind, ParamSpec};
 
     #[test]
     fn a_clone_keeps_its_values_when_the_original_goes_on() {
-        let block = Block {
-            param: 0,
-            flat: 0..4,
-            local: 0..4,
+        let layout = FlatLayout::new(vec![ParamSpec::new("w", &[4], 0)], 1, 1).unwrap();
+        let config = OptimizerConfig {
+            optim: OptimizerKind::Lion,
+            ..OptimizerConfig::default()
         };
-        let mut state = OwnedState::new(vec![block], &["exp_avg"]);
+        let mut state = OwnedState::new(layout.blocks().to_vec(), &layout, &config);
         let shared = |a: &OwnedState, b: &OwnedState| Arc::ptr_eq(&a.values[0], &b.values[0]);
         let snapshot = state.clone();
         assert!(shared(&state, &snapshot));
-        let (_, mut values) = state.blocks_and_values();
-        values[0][0].fill(1.0);
+        let (_, [values, _]) = state.runs_and_values().next().unwrap();
+        values.fill(1.0);
         assert!(!shared(&state, &snapshot));
         let first = |state: &OwnedState| state.slices().next().unwrap().values.to_vec();
         assert_eq!(

@@ -106,6 +106,11 @@ impl<T: HostTensor> TensorOptimizer<T> {
         Ok(report)
     }
 
+    #[cfg(feature = "tch")]
+    pub(crate) fn tensors_mut(&mut self) -> &mut [T] {
+        &mut self.tensors
+    }
+
     /// The optimizer over the flat buffers: its layout, settings, state and progress.
     pub fn optimizer(&self) -> &ZeroOptimizer {
         &self.optimizer

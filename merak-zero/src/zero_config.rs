@@ -120,7 +120,7 @@ pub struct ElementBytes {
     pub master: KeptBytes,
     /// The gradient.
     pub gradient: KeptBytes,
-    /// The state of the update rule.
+    /// The state of the update rule; the most that it keeps for an element of any parameter.
     pub state: KeptBytes,
 }
 
@@ -146,7 +146,7 @@ impl ZeroConfig {
             master: whole,
             gradient: whole,
             state: KeptBytes {
-                bytes: float * self.optimizer.state_names().len(),
+                bytes: float * self.optimizer.most_kept_per_element(),
                 ranks: match self.stage {
                     ZeroStage::Replicated => 1,
                     ZeroStage::OptimizerState => replicas,

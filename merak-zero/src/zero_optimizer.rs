@@ -1,9 +1,9 @@
 //! The optimizer of one rank.
 
 use crate::{
-    Block, Error, FlatLayout, GlobalParams, GradNorm, ParamSpec, Result, Step, StepDevice,
-    ZeroConfig, ZeroGroups, device::DeviceState, exchange::Exchange, flat, norm, optimizer::Rule,
-    state::OwnedState,
+    Block, Error, FlatLayout, GlobalParams, GradNorm, MatrixProducts, OptimizerKind, ParamSpec,
+    PlainProducts, Result, Step, StepDevice, ZeroConfig, ZeroGroups, device::DeviceState,
+    exchange::Exchange, flat, norm, state::OwnedState, update, whole::PieceHolders,
 };
 use merak_mpu::{Buffer, Group};
 use serde::{Deserialize, Serialize};
@@ -43,6 +43,9 @@ pub struct ZeroOptimizer {
     model: GlobalParams,
     config: ZeroConfig,
     model_group: Group,
+    /// The ranks that hold the pieces of the same parameters, if any is cut.
+    tensor_group: Option<Group>,
+    products: Arc<dyn MatrixProducts>,
     exchange: Exchange,
     state: OwnedState,
     /// Where the values of the state are instead, if the flat buffers are on a device.
@@ -73,7 +76,9 @@ impl ZeroOptimizer {
             model: model_group,
         } = groups;
         let num_ranks = data_sequence.world_size();
-        let layout = FlatLayout::new(params, config.reduce_bucket_size, num_ranks)?;
+        let is_whole = |spec: &ParamSpec| config.optimizer.needs_whole(spec);
+        let bucket_size = config.reduce_bucket_size;
+        let layout = FlatLayout::with_whole(params, bucket_size, num_ranks, is_whole)?;
         let exchange = Exchange::new(data_sequence, &config, layout.buckets().len());
         let blocks = if exchange.is_sharded() {
             owned_blocks(&layout, exchange.group().rank())
@@ -81,11 +86,15 @@ impl ZeroOptimizer {
             layout.blocks().to_vec()
         };
         Ok(Self {
-            state: OwnedState::new(blocks, config.optimizer.state_names()),
+            state: OwnedState::new(blocks, &layout, &config.optimizer),
+            products: Arc::new(PlainProducts {
+                threads: config.threads,
+            }),
             layout,
             model,
             config,
             model_group,
+            tensor_group: None,
             exchange,
             on_device: None,
             progress: Progress::default(),
@@ -93,14 +102,33 @@ impl ZeroOptimizer {
         })
     }
 
+    /// The same among the ranks that hold the pieces of its parameters ([`ParamSpec::cut`]), in the
+    /// order of the pieces; rules that need whole tensors speak to them.
+    #[must_use]
+    pub fn in_tensor_group(mut self, group: Group) -> Self {
+        self.tensor_group = Some(group).filter(|group| !group.is_single());
+        self
+    }
+
+    /// The same with products of matrices by `products`, which Muon takes most of its time for.
+    #[must_use]
+    pub fn with_products(mut self, products: Arc<dyn MatrixProducts>) -> Self {
+        self.products = products;
+        self
+    }
+
     /// The same with zeroed state in the memory of a device, which then steps buffers that lie
     /// there.
     ///
-    /// Reductions over several ranks go through host memory.
+    /// Reductions over several ranks go through host memory. So does a step by a rule that the
+    /// device does not have, whose state stays in host memory.
     ///
     /// # Errors
     /// When the memory of the device does not suffice.
     pub fn on_device(mut self, device: Arc<dyn StepDevice>) -> Result<Self> {
+        if !device.has(self.config.optimizer.optim) {
+            return Ok(self);
+        }
         self.on_device = Some(DeviceState::new(device, &self.layout, &self.state)?);
         self.state = self.state.without_values();
         Ok(self)
@@ -148,22 +176,24 @@ impl ZeroOptimizer {
 
     /// Starts the reduction of one bucket while the backward pass works on others.
     ///
-    /// The gradients of the bucket must be complete: later changes are lost. Every rank of the data
-    /// x sequence group starts the same buckets in the same order;
-    /// [`ZeroOptimizer::reduce_gradients`] starts the rest.
+    /// The gradients of the bucket must be complete, and stay as they are until
+    /// [`ZeroOptimizer::reduce_gradients`], which starts the other buckets. Every rank of the data
+    /// x sequence group gives the same buckets in the same order. Four are under way at most: a
+    /// further one starts with the next call that finds the oldest done. Nothing waits here, so the
+    /// group is used for nothing else until [`ZeroOptimizer::reduce_gradients`].
     ///
     /// # Communication
     /// As [`ZeroOptimizer::reduce_gradients`], for one bucket.
     ///
     /// # Errors
     /// When the bucket was started before, `grads` does not fit the layout, or the group fails.
-    pub fn start_bucket(&mut self, bucket: usize, grads: &dyn Buffer) -> Result<()> {
+    pub fn start_bucket(&mut self, bucket: usize, grads: &mut dyn Buffer) -> Result<()> {
         flat::check("gradient", grads, self.layout.len())?;
         let num_buckets = self.layout.buckets().len();
         let reason = match bucket {
             _ if self.reduced => Some("the gradients of this step are reduced already"),
             _ if bucket >= num_buckets => Some("there is no such bucket"),
-            _ if self.exchange.is_started(bucket) => Some("it was started before"),
+            _ if self.exchange.is_given(bucket) => Some("it was started before"),
             _ => None,
         };
         if let Some(reason) = reason {
@@ -176,9 +206,16 @@ impl ZeroOptimizer {
         if self.exchange.is_alone() {
             return Ok(());
         }
-        flat::read(grads, |g| {
-            self.exchange.start_reduce(bucket, &self.layout, g)
-        })
+        self.exchange.give(bucket);
+        self.exchange.advance(&self.layout, grads, false)
+    }
+
+    /// Whether [`ZeroOptimizer::start_bucket`] was called for a bucket in this step.
+    ///
+    /// # Panics
+    /// When the layout has no such bucket.
+    pub fn is_started(&self, bucket: usize) -> bool {
+        self.exchange.is_given(bucket)
     }
 
     /// Replaces the gradients of what this rank owns by their average over the data x sequence
@@ -189,8 +226,7 @@ impl ZeroOptimizer {
     ///
     /// # Communication
     /// With `L` elements over `N` ranks: an all-reduce of `4 L` bytes in stage 0, a reduce-scatter
-    /// of `4 L` bytes in stage 1, bucket by bucket from the last, one bucket ahead of the copy
-    /// back.
+    /// of `4 L` bytes in stage 1, bucket by bucket from the last, up to four under way.
     ///
     /// # Errors
     /// When the gradients of this step were reduced before, `grads` does not fit the layout, or the
@@ -201,18 +237,13 @@ impl ZeroOptimizer {
             return Err(Error::ReducedTwice);
         }
         if !self.exchange.is_alone() {
-            let num_buckets = self.layout.buckets().len();
-            for bucket in (0..num_buckets).rev() {
-                for ahead in [Some(bucket), bucket.checked_sub(1)].into_iter().flatten() {
-                    if !self.exchange.is_started(ahead) {
-                        self.start_bucket(ahead, grads)?;
-                    }
+            for bucket in (0..self.layout.buckets().len()).rev() {
+                if !self.exchange.is_given(bucket) {
+                    self.exchange.give(bucket);
                 }
-                let sum = self.exchange.wait(bucket)?;
-                flat::write(grads, |g| {
-                    self.exchange.finish_reduce(bucket, &self.layout, sum, g);
-                });
             }
+            self.exchange.advance(&self.layout, grads, true)?;
+            self.exchange.end_step();
         }
         self.reduced = true;
         Ok(())
@@ -239,11 +270,8 @@ impl ZeroOptimizer {
             }),
             Some(device) => device.block_sums(grads, &self.state)?,
         };
-        let mut sums = norm::in_model_order(&self.layout, &self.model, blocks, own);
-        if self.exchange.is_sharded() {
-            sums = norm::sum_over(self.exchange.group(), sums)?;
-        }
-        sums = norm::sum_over(&self.model_group, sums)?;
+        let sums = norm::in_model_order(&self.layout, &self.model, blocks, own);
+        let sums = norm::sum_over_ranks(&self.exchange, &self.model_group, sums)?;
         Ok(norm::combine(&self.model, &sums))
     }
 
@@ -258,7 +286,8 @@ impl ZeroOptimizer {
     /// stage 1 an all-gather of `4 L / N` bytes from each of the `N` ranks.
     ///
     /// # Errors
-    /// When a buffer does not fit the layout, `lr` is negative or not finite, or a group fails.
+    /// When a buffer does not fit the layout, `lr` is negative or not finite, the tensor group does
+    /// not hold all of a parameter whose rule needs that, or a group fails.
     pub fn step(
         &mut self,
         params: &mut dyn Buffer,
@@ -273,6 +302,15 @@ impl ZeroOptimizer {
                 expected: "a finite number of at least 0",
             });
         }
+        let optimizer = &self.config.optimizer;
+        let mut specs = self.layout.params().iter();
+        specs.try_for_each(|spec| {
+            if optimizer.needs_whole(spec) {
+                self.holders().check(spec)
+            } else {
+                Ok(())
+            }
+        })?;
         if !self.reduced {
             self.reduce_gradients(grads)?;
         }
@@ -297,8 +335,8 @@ impl ZeroOptimizer {
                 };
                 device.update(&step, params, grads)?;
             } else {
-                let rule = config.rule(lr, time, clip_factor);
-                flat::write(params, |p| flat::read(grads, |g| self.update(&rule, p, g)));
+                let mut step = |p: &mut [f32], g: &[f32]| self.update(lr, clip_factor, p, g);
+                flat::write(params, |p| flat::read(grads, |g| step(p, g)))?;
             }
             self.exchange.gather_params(&self.layout, params)?;
         }
@@ -309,20 +347,46 @@ impl ZeroOptimizer {
         })
     }
 
-    /// Applies the rule to every block that this rank owns.
-    fn update(&mut self, rule: &Rule, params: &mut [f32], grads: &[f32]) {
+    fn holders(&self) -> PieceHolders<'_> {
+        PieceHolders {
+            group: self.tensor_group.as_ref(),
+        }
+    }
+
+    /// Applies the rules to what this rank owns.
+    fn update(
+        &mut self,
+        lr: f64,
+        grad_scale: f64,
+        params: &mut [f32],
+        grads: &[f32],
+    ) -> Result<()> {
         let specs = self.layout.params();
-        let (blocks, state) = self.state.blocks_and_values();
-        let params = flat::carve(params, blocks.iter().map(|b| b.flat.clone()));
-        let jobs = blocks.iter().zip(params).zip(state).collect();
-        flat::for_each(
-            self.config.threads,
-            jobs,
-            |((block, param), state): ((&Block, &mut [f32]), _)| {
-                let grad = &grads[block.flat.clone()];
-                rule.apply(specs[block.param].decay, param, grad, state);
-            },
-        );
+        let (config, time) = (&self.config.optimizer, self.progress.steps);
+        let threads = self.config.threads;
+        let rule = |spec: &ParamSpec| config.rule(spec, lr, time, grad_scale);
+        let rules: Vec<_> = specs.iter().map(rule).collect();
+        let blocks = self.state.blocks().to_vec();
+        let mut owned = update::owned(specs, &rules, &mut self.state, params, grads);
+        update::step_elements(&mut owned, threads);
+        if config.optim == OptimizerKind::Lamb {
+            let sums = update::lamb_moments(&mut owned, threads);
+            let all = sums
+                .into_iter()
+                .map(|kind| norm::in_model_order(&self.layout, &self.model, &blocks, kind));
+            let all = all.collect::<Vec<_>>().concat();
+            let all = norm::sum_over_ranks(&self.exchange, &self.model_group, all)?;
+            let kinds = all.split_at(self.model.num_blocks());
+            let sums_of = |spec: &ParamSpec| {
+                let places = self.model.blocks_of(spec.global_index);
+                <[_; 2]>::from(kinds).map(|sums| sums[places.clone()].iter().sum())
+            };
+            update::step_lamb(&mut owned, sums_of, threads);
+        }
+        let holders = PieceHolders {
+            group: self.tensor_group.as_ref(),
+        };
+        update::step_tensors(owned, holders, &*self.products, threads)
     }
 }
 

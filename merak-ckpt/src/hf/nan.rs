@@ -9,8 +9,7 @@ use std::sync::Mutex;
 /// Names that the warning has at most.
 const NAMES: usize = 3;
 
-/// Values whose NaN are counted while they pass, since no checksum of a file tells them from the
-/// values that were meant.
+/// Counts NaN while values are read: a checksum cannot show that a NaN was not intended.
 pub(super) struct Watched<'a> {
     values: &'a dyn Values,
     /// For each weight that has some, how many.
@@ -73,20 +72,17 @@ fn count_nan(dtype: DType, bytes: &[u8]) -> usize {
     }
 }
 
-/// How many elements of `N` bytes are such.
-fn count<const N: usize>(bytes: &[u8], is_such: impl Fn([u8; N]) -> bool) -> usize {
+/// How many elements of `N` bytes are NaN by `is_nan`, which reads their bytes.
+fn count<const N: usize>(bytes: &[u8], is_nan: impl Fn([u8; N]) -> bool) -> usize {
     let (elements, _) = bytes.as_chunks();
     // Without a branch for each element the compiler looks at several at once.
     let has_some = |block: &&[[u8; N]]| {
         block
             .iter()
-            .fold(false, |found, element| found | is_such(*element))
+            .fold(false, |found, element| found | is_nan(*element))
     };
     let blocks = elements.chunks(4096).filter(has_some);
-    blocks
-        .flatten()
-        .filter(|element| is_such(**element))
-        .count()
+    blocks.flatten().filter(|element| is_nan(**element)).count()
 }
 
 #[cfg(test)]

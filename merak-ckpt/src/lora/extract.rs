@@ -48,7 +48,7 @@ pub fn extract_lora(source: &Checkpoint, folder: impl AsRef<Path>) -> Result<()>
 /// Writes as [`extract_lora`] does, and replaces these adapters in the folder; others stay.
 ///
 /// # Errors
-/// As [`extract_lora`], but for a folder with content.
+/// As [`extract_lora`], except that the folder may have content.
 pub fn replace_lora(source: &Checkpoint, folder: impl AsRef<Path>) -> Result<()> {
     write(source, folder.as_ref())
 }

@@ -182,7 +182,7 @@ pub(crate) fn written(config: &Value, tensors: &[(&str, &[usize])]) -> tempfile:
     filled(config, &zeros.collect::<Vec<_>>())
 }
 
-/// A folder with these tensors, of zeros but for the last element.
+/// A folder with these tensors, of zeros except for the last element.
 pub(crate) fn filled(config: &Value, tensors: &[(&str, &[usize], f32)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let bytes: Vec<Vec<u8>> = tensors

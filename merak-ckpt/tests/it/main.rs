@@ -10,7 +10,7 @@
 //! - `merak`: weights of the original Merak, imported
 //! - `reshard`: files rewritten for other topologies, there and back
 //! - `store`: names, `latest`, rotation, leftovers
-//! - `candle`: parameters in and out of candle's tensors
+//! - `tensors`: parameters in and out of other libraries' variables: `candle`, `tch`
 //! - `command`: what `merak-ckpt` prints, and its exit status
 //! - `terminal`: what a command writes to a terminal
 //! - `crash`: killed processes and full disks lose nothing
@@ -40,6 +40,12 @@ mod named;
 mod reshard;
 mod store;
 mod support;
+#[cfg(feature = "tch")]
+mod tch;
+// `cfg(test)` tells clippy that its functions are bodies of tests.
+#[cfg(test)]
+#[cfg(any(feature = "candle", feature = "tch"))]
+mod tensors;
 #[cfg(feature = "cli")]
 mod terminal;
 mod topologies;

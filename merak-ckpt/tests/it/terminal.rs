@@ -9,8 +9,8 @@ use std::{
     process::{Command, ExitStatus, Stdio},
 };
 
-/// How a command ends, and what it writes to a terminal of so many columns: its output, with or
-/// without its messages.
+/// How a command ends, and what it writes to a terminal with that number of columns: its output,
+/// with or without its messages.
 pub(crate) fn shown(mut command: Command, columns: u16, has_errors: bool) -> (ExitStatus, String) {
     let ours = pty::openpt(pty::OpenptFlags::RDWR | pty::OpenptFlags::NOCTTY).expect("a terminal");
     pty::unlockpt(&ours).expect("it can be opened");

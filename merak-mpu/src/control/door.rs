@@ -1,6 +1,9 @@
 //! Where rank 0 lets the other ranks in, and keeps strangers out.
 
-use super::wire::{Channel, Decoder, Encoder, Malformed};
+use super::{
+    poll,
+    wire::{Channel, Decoder, Encoder, Malformed},
+};
 use crate::Rank;
 use std::{
     io::{self, ErrorKind},
@@ -22,7 +25,11 @@ const MOST_HELLO: usize = 64 << 10;
 /// How long a connection may take to say who it is.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Most connections that have not yet said who they are; further ones wait in the system's queue.
+/// First byte of the frame that sends a rank away, before the reason.
+pub(super) const REFUSED: u8 = 4;
+
+/// Most connections that have not yet said who they are, or have been sent away; further ones wait
+/// in the system's queue.
 const MOST_GUESTS: usize = 256;
 
 /// Says who listens here: the first frame of rank 0.
@@ -52,6 +59,8 @@ pub(super) struct Hello {
     pub(super) process: u32,
     /// Names the host.
     pub(super) host: String,
+    /// The processors on which the rank may run.
+    pub(super) processors: Vec<usize>,
     /// Where the rank takes connections of the others.
     pub(super) data_port: u16,
     pub(super) digests: Vec<(String, Vec<u8>)>,
@@ -66,6 +75,7 @@ impl Hello {
             .text(&self.run)
             .number(self.process.into())
             .text(&self.host)
+            .bytes(&bits(&self.processors))
             .number(self.data_port.into())
             .size(self.digests.len());
         for (name, value) in &self.digests {
@@ -85,12 +95,28 @@ impl Hello {
             run: decoder.text()?,
             process: u32::try_from(decoder.number()?).map_err(|_| Malformed)?,
             host: decoder.text()?,
+            processors: numbers(decoder.bytes()?),
             data_port: u16::try_from(decoder.number()?).map_err(|_| Malformed)?,
             digests: decoder.list(|item| Ok((item.text()?, item.bytes()?.to_vec())))?,
         };
         decoder.end()?;
         Ok(hello)
     }
+}
+
+/// Numbers as the bits of a string that are set: a greeting is short.
+fn bits(numbers: &[usize]) -> Vec<u8> {
+    let mut bits = vec![0; numbers.iter().max().map_or(0, |most| most / 8 + 1)];
+    for number in numbers {
+        bits[number / 8] |= 1 << (number % 8);
+    }
+    bits
+}
+
+fn numbers(bits: &[u8]) -> Vec<usize> {
+    let all = 0..8 * bits.len();
+    all.filter(|number| bits[number / 8] >> (number % 8) & 1 == 1)
+        .collect()
 }
 
 /// A connection that has said who it is.
@@ -114,12 +140,22 @@ struct Guest {
     since: Instant,
 }
 
+/// A connection that was sent away, until it closes. What it still sends is read, since a close
+/// before would have the system take back what it was told.
+#[derive(Debug)]
+struct Leaver {
+    channel: Channel,
+    since: Instant,
+}
+
 /// The listener of rank 0 and the connections that have come.
 #[derive(Debug)]
 pub(super) struct Door {
     listener: TcpListener,
     greeting: Vec<u8>,
     guests: Vec<Guest>,
+    leavers: Vec<Leaver>,
+    num_sent_away: usize,
 }
 
 impl Door {
@@ -129,20 +165,29 @@ impl Door {
             listener,
             greeting: greeting(run),
             guests: Vec::new(),
+            leavers: Vec::new(),
+            num_sent_away: 0,
         })
     }
 
     /// What to poll before [`Door::turn`].
     pub(super) fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let listener = (self.guests.len() < MOST_GUESTS).then(|| self.listener.as_fd());
+        let listener = self.has_room().then(|| self.listener.as_fd());
         let guests = self.guests.iter().map(|guest| guest.channel.as_fd());
-        listener.into_iter().chain(guests)
+        let leavers = self.leavers.iter().map(|leaver| leaver.channel.as_fd());
+        listener.into_iter().chain(guests).chain(leavers)
+    }
+
+    fn has_room(&self) -> bool {
+        self.guests.len() + self.leavers.len() < MOST_GUESTS
     }
 
     /// Greets those that come, and returns those that have said who they are. A stranger is sent
     /// away after one short frame or some seconds.
     pub(super) fn turn(&mut self) -> Vec<Visitor> {
-        while self.guests.len() < MOST_GUESTS {
+        self.leavers
+            .retain_mut(|leaver| leaver.channel.discard() && leaver.since.elapsed() < PATIENCE);
+        while self.has_room() {
             match self.listener.accept() {
                 Ok((stream, from)) => self.guests.extend(self.greet(stream, from)),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -175,6 +220,36 @@ impl Door {
         visitors
     }
 
+    /// Tells a rank that it cannot join, and why.
+    pub(super) fn send_away(&mut self, mut channel: Channel, reason: &str) {
+        let mut frame = Encoder::of(REFUSED);
+        frame.text(reason);
+        // One that has left needs no word.
+        let _ = channel.send(&frame.0);
+        channel.finish();
+        self.num_sent_away += 1;
+        self.leavers.push(Leaver {
+            channel,
+            since: Instant::now(),
+        });
+    }
+
+    /// Tells the reason to those that still come, until `most` ranks in all have been sent away and
+    /// have left, for at most `patience`.
+    pub(super) fn see_off(mut self, most: usize, reason: &str, patience: Duration) {
+        let deadline = Instant::now() + patience;
+        while self.num_sent_away < most || !self.leavers.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let sockets: Vec<_> = self.sockets().collect();
+            if left.is_zero() || poll::readable(&sockets, left).is_err() {
+                return;
+            }
+            for visitor in self.turn() {
+                self.send_away(visitor.channel, reason);
+            }
+        }
+    }
+
     fn greet(&self, stream: TcpStream, from: SocketAddr) -> Option<Guest> {
         let to = stream.local_addr().ok()?;
         let mut channel = Channel::new(stream).ok()?;
@@ -192,24 +267,54 @@ impl Door {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::thread;
 
-    #[test]
-    fn a_hello_comes_out_as_it_went_in() {
-        let hello = Hello {
+    fn hello() -> Hello {
+        Hello {
             rank: Rank(3),
             world_size: 4,
             run: "job 7".into(),
             process: 99,
             host: "a".into(),
+            processors: vec![0, 7, 8, 130],
             data_port: 4000,
             digests: vec![("plan".into(), vec![1, 2])],
-        };
+        }
+    }
+
+    #[test]
+    fn a_hello_comes_out_as_it_went_in() {
+        let hello = hello();
         assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
         let (version, run) = read_greeting(&greeting("job 7")).unwrap();
         assert_eq!(
             (version.as_str(), run.as_str()),
             (env!("CARGO_PKG_VERSION"), "job 7")
         );
+    }
+
+    #[test]
+    fn a_rank_that_comes_when_the_others_are_sent_away_hears_the_reason() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let door = Door::new(listener, "job").unwrap();
+        let late = thread::spawn(move || {
+            let mut channel = Channel::new(TcpStream::connect(address).unwrap()).unwrap();
+            let deadline = Instant::now() + Duration::from_secs(20);
+            channel.wait(MOST_GREETING, deadline).unwrap().unwrap();
+            // Rank 0 has refused the others by now, and this rank asks on before it listens.
+            channel.send(&hello().encode()).unwrap();
+            for _ in 0..100 {
+                channel.send(&[1]).unwrap();
+                thread::sleep(Duration::from_millis(1));
+            }
+            channel.wait(MOST_GREETING, deadline).unwrap()
+        });
+        door.see_off(1, "the world has 4 ranks", Duration::from_secs(20));
+        let told = late.join().unwrap().unwrap();
+        let mut expected = Encoder::of(REFUSED);
+        expected.text("the world has 4 ranks");
+        assert_eq!(told, expected.0);
     }
 
     proptest! {

@@ -4,7 +4,6 @@ use super::{
     door::Door,
     note::{Note, Verdict},
     poll::{self, Waker},
-    rendezvous::refuse,
     state::State,
     wire::{Channel, MOST_BYTES},
 };
@@ -185,13 +184,13 @@ impl Hub {
         }
         self.desk.outbox.note_sent();
         let size = self.desk.state.size;
-        for mut visitor in self.door.turn() {
+        for visitor in self.door.turn() {
             let rank = visitor.hello.rank;
             let reason = format!(
                 "the {size} ranks of the world on this port have met, so rank {rank} cannot join \
                  them: give each run a port of its own"
             );
-            refuse(&mut visitor.channel, &reason);
+            self.door.send_away(visitor.channel, &reason);
         }
         self.judge();
     }

@@ -1,11 +1,14 @@
 //! How the processes of a world find each other: all of them come to rank 0.
 
 use super::{
-    door::{Door, Hello, MOST_GREETING, Visitor, read_greeting},
+    door::{Door, Hello, MOST_GREETING, REFUSED, Visitor, read_greeting},
     poll,
     wire::{Channel, Decoder, Encoder, MOST_BYTES, Malformed},
 };
-use crate::{Error, Rank, Result, Wait};
+use crate::{
+    Error, Locality, Rank, Result, Wait,
+    affinity::{num_sharers, processors},
+};
 use std::{
     collections::BTreeMap,
     fs,
@@ -32,7 +35,8 @@ pub struct JoinOptions {
     pub rank: usize,
     /// The number of processes.
     pub world_size: usize,
-    /// The name or address of the host of rank 0.
+    /// The name or address of the host of rank 0, or several with commas between them, of which
+    /// each rank takes one that answers.
     pub host: String,
     /// The port where rank 0 takes connections. It takes one of the next where another program,
     /// as `torchrun`'s agent, holds it, and the other ranks find it there.
@@ -110,10 +114,26 @@ pub(crate) struct Meeting {
     pub(crate) peers: Vec<SocketAddr>,
     /// The number of each rank's host.
     pub(crate) hosts: Vec<usize>,
+    /// By rank, how many ranks of its host share its processors; see [`num_sharers`].
+    sharers: Vec<usize>,
     /// Takes the connections of this process.
     pub(crate) data: TcpListener,
     /// Taken by the control plane.
     pub(crate) star: Option<Star>,
+}
+
+impl Meeting {
+    /// Where a rank runs.
+    pub(crate) fn locality(&self, rank: Rank) -> Locality {
+        let host = self.hosts[rank.0];
+        let count = |hosts: &[usize]| hosts.iter().filter(|other| **other == host).count();
+        Locality {
+            host,
+            local_rank: count(&self.hosts[..rank.0]),
+            local_size: count(&self.hosts),
+            core_sharers: self.sharers[rank.0],
+        }
+    }
 }
 
 /// This process's connections of the control plane.
@@ -197,7 +217,18 @@ fn loopback(ip: IpAddr) -> IpAddr {
 }
 
 fn resolve(options: &JoinOptions, port: u16) -> io::Result<Vec<SocketAddr>> {
-    Ok((options.host.as_str(), port).to_socket_addrs()?.collect())
+    let mut addresses = Vec::new();
+    let mut failure = None;
+    for host in options.host.split(',') {
+        match (host, port).to_socket_addrs() {
+            Ok(found) => addresses.extend(found),
+            Err(error) => failure = Some(error),
+        }
+    }
+    match failure {
+        Some(error) if addresses.is_empty() => Err(error),
+        _ => Ok(addresses),
+    }
 }
 
 fn at(options: &JoinOptions, error: &dyn std::error::Error) -> Error {
@@ -207,11 +238,21 @@ fn at(options: &JoinOptions, error: &dyn std::error::Error) -> Error {
 /// Connects and hears who listens there: none where that is no rank of this crate.
 fn connect(address: SocketAddr) -> io::Result<Option<(Channel, String, String)>> {
     let mut channel = Channel::new(TcpStream::connect_timeout(&address, TRY)?)?;
-    let Ok(Some(frame)) = channel.wait(MOST_GREETING, Instant::now() + TRY) else {
-        return Ok(None);
+    let frame = match channel.wait(MOST_GREETING, Instant::now() + TRY) {
+        Ok(Some(frame)) => frame,
+        Err(error) if is_gone(&error) => return Err(ErrorKind::ConnectionRefused.into()),
+        Ok(None) | Err(_) => return Ok(None),
     };
     let greeting = read_greeting(&frame).ok();
     Ok(greeting.map(|(version, run)| (channel, version, run)))
+}
+
+/// Whether the process on the other side has closed a connection or has ended.
+fn is_gone(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::ConnectionReset | ErrorKind::BrokenPipe
+    )
 }
 
 /// Rank 0: waits until all others have come, and tells each where the others are.
@@ -225,7 +266,7 @@ fn host(options: &JoinOptions, listener: TcpListener) -> Result<Meeting> {
     let outcome = gather(options, &own, epoch, &mut door, &mut visitors);
     let outcome = outcome.and_then(|()| compare(options, &own, &visitors));
     if let Err(error) = outcome {
-        refuse_all(visitors.values_mut(), &error.to_string());
+        send_all_away(door, visitors, options, &error);
         return Err(error);
     }
     let mut names: Vec<&str> = Vec::new();
@@ -240,14 +281,18 @@ fn host(options: &JoinOptions, listener: TcpListener) -> Result<Meeting> {
             names.push(host);
         }
     }
+    let others = visitors.values().map(|visitor| &visitor.hello);
+    let processors = std::iter::once(&own).chain(others);
+    let processors: Vec<_> = processors.map(|hello| &*hello.processors).collect();
+    let sharers = num_sharers(&hosts, &processors);
     let nonce = RandomState::new().build_hasher().finish();
     for number in visitors.keys().copied().collect::<Vec<_>>() {
         let table = table_for(&own, &visitors, &visitors[&number]);
-        let frame = welcome(nonce, &table, &hosts);
+        let frame = welcome(nonce, &table, (&hosts, &sharers));
         let visitor = visitors.get_mut(&number).expect("its number was just read");
         if let Err(error) = visitor.channel.send(&frame) {
             let error = options.refuse(format!("rank {number} left while the ranks met: {error}"));
-            refuse_all(visitors.values_mut(), &error.to_string());
+            send_all_away(door, visitors, options, &error);
             return Err(error);
         }
     }
@@ -259,6 +304,7 @@ fn host(options: &JoinOptions, listener: TcpListener) -> Result<Meeting> {
         epoch,
         peers,
         hosts,
+        sharers,
         data,
         star: Some(Star(Lines::Center {
             door,
@@ -303,7 +349,7 @@ fn gather(
         visitors.retain(|_, visitor| answer(visitor, epoch));
         for mut visitor in door.turn() {
             if let Err(error) = admit(options, own, &visitor.hello, visitors) {
-                refuse_all([&mut visitor].into_iter(), &error.to_string());
+                door.send_away(visitor.channel, &error.to_string());
                 return Err(error);
             }
             answer(&mut visitor, epoch);
@@ -418,19 +464,18 @@ fn ranks_have(ranks: &[Rank]) -> String {
     format!("{} {verb}", list_ranks(ranks))
 }
 
-fn refuse_all<'a>(visitors: impl Iterator<Item = &'a mut Visitor>, reason: &str) {
-    for visitor in visitors {
-        refuse(&mut visitor.channel, reason);
+/// Tells all ranks that have come, and those that do meanwhile, why they cannot meet.
+fn send_all_away(
+    mut door: Door,
+    visitors: BTreeMap<usize, Visitor>,
+    options: &JoinOptions,
+    error: &Error,
+) {
+    let reason = error.to_string();
+    for visitor in visitors.into_values() {
+        door.send_away(visitor.channel, &reason);
     }
-}
-
-/// Sends a visitor away.
-pub(super) fn refuse(channel: &mut Channel, reason: &str) {
-    let mut frame = Encoder::of(REFUSED);
-    frame.text(reason);
-    // One that has left needs no word.
-    let _ = channel.send(&frame.0);
-    channel.finish();
+    door.see_off(options.world_size - 1, &reason, TRY);
 }
 
 /// Where a visitor takes connections, as rank 0 sees it.
@@ -463,25 +508,24 @@ fn table_for(
 const PING: u8 = 1;
 const PONG: u8 = 2;
 const WELCOME: u8 = 3;
-const REFUSED: u8 = 4;
 const READY: u8 = 5;
 
-fn welcome(nonce: u64, table: &[SocketAddr], hosts: &[usize]) -> Vec<u8> {
+fn welcome(nonce: u64, table: &[SocketAddr], (hosts, sharers): (&[usize], &[usize])) -> Vec<u8> {
     let mut frame = Encoder::of(WELCOME);
     frame.number(nonce).size(table.len());
-    for (address, host) in table.iter().zip(hosts) {
-        frame.text(&address.to_string()).size(*host);
+    for ((address, host), sharers) in table.iter().zip(hosts).zip(sharers) {
+        frame.text(&address.to_string()).size(*host).size(*sharers);
     }
     frame.0
 }
 
-type Welcome = (u64, Vec<(SocketAddr, usize)>);
+type Welcome = (u64, Vec<(SocketAddr, (usize, usize))>);
 
 fn read_welcome(decoder: &mut Decoder<'_>) -> Result<Welcome, Malformed> {
     let nonce = decoder.number()?;
     let table = decoder.list(|item| {
         let address = item.text()?.parse().map_err(|_| Malformed)?;
-        Ok((address, item.size()?))
+        Ok((address, (item.size()?, item.size()?)))
     })?;
     decoder.end()?;
     Ok((nonce, table))
@@ -495,7 +539,8 @@ fn visit(options: &JoinOptions) -> Result<Meeting> {
     let local = channel.stream().local_addr().map_err(failed)?;
     let data = open_data(options, local.ip()).map_err(failed)?;
     let hello = hello(options, &data).map_err(failed)?;
-    channel.send(&hello.encode()).map_err(failed)?;
+    // Where rank 0 has ended, its last word says more than a broken connection.
+    let _ = channel.send(&hello.encode());
     let epoch = read_clock(options, &mut channel)?;
     let _ = channel.send(&[READY]);
     // Rank 0 knows who is missing, so it has the first word at the deadline.
@@ -509,12 +554,14 @@ fn visit(options: &JoinOptions) -> Result<Meeting> {
     if table.len() != options.world_size {
         return Err(strange(Malformed));
     }
-    let (peers, hosts) = table.into_iter().unzip();
+    let (peers, places): (_, Vec<_>) = table.into_iter().unzip();
+    let (hosts, sharers) = places.into_iter().unzip();
     Ok(Meeting {
         nonce,
         epoch,
         peers,
         hosts,
+        sharers,
         data,
         star: Some(Star(Lines::Ray(channel))),
     })
@@ -590,8 +637,11 @@ fn read_clock(options: &JoinOptions, channel: &mut Channel) -> Result<Instant> {
 
 /// The next frame of rank 0, unless it sends this rank away.
 fn reply(options: &JoinOptions, channel: &mut Channel, deadline: Instant) -> Result<Vec<u8>> {
-    let frame = channel.wait(MOST_BYTES, deadline);
-    let frame = frame.map_err(|error| at(options, &error))?;
+    let frame = match channel.wait(MOST_BYTES, deadline) {
+        Ok(frame) => frame,
+        Err(error) if is_gone(&error) => None,
+        Err(error) => return Err(at(options, &error)),
+    };
     let Some(frame) = frame else {
         let reason = if Instant::now() < deadline {
             "rank 0 ended before all ranks had come"
@@ -630,13 +680,14 @@ fn hello(options: &JoinOptions, data: &TcpListener) -> io::Result<Hello> {
         run: options.run.clone(),
         process: process::id(),
         host: this_host(),
+        processors: processors(),
         data_port: data.local_addr()?.port(),
         digests: options.digests.clone(),
     })
 }
 
 /// Tells hosts apart, and containers that cannot reach each other's sockets.
-fn this_host() -> String {
+pub(crate) fn this_host() -> String {
     let name = rustix::system::uname();
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let network = fs::read_link("/proc/self/ns/net").unwrap_or_default();

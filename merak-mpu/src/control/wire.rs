@@ -216,6 +216,13 @@ impl Channel {
         Ok(true)
     }
 
+    /// Reads what has come and forgets it; false at the end of the stream.
+    pub(super) fn discard(&mut self) -> bool {
+        let open = self.read().unwrap_or(false);
+        self.incoming.clear();
+        open
+    }
+
     /// The next whole frame of at most `most` bytes that was read.
     pub(super) fn next(&mut self, most: usize) -> Result<Option<Vec<u8>>, Malformed> {
         let Some(len) = self.incoming.first_chunk() else {

@@ -1,7 +1,10 @@
 //! What launchers tell their processes in the environment.
 
-use super::hosts::{HostList, tasks_on};
-use crate::{Error, Result};
+use super::{
+    hosts::{HostList, tasks_on},
+    hydra,
+};
+use crate::{Error, Result, hash::fnv1a};
 use std::fmt;
 
 /// What started this process.
@@ -141,7 +144,10 @@ impl Launch {
     pub fn from_env() -> Result<Self> {
         // A value that is no text stays a value, so that it is refused and not overlooked.
         let text = |value: std::ffi::OsString| value.to_string_lossy().into_owned();
-        Self::from_lookup(|name| std::env::var_os(name).map(text))
+        Self::from_lookup(|name| match name {
+            hydra::JOB => hydra::job(),
+            name => std::env::var_os(name).map(text),
+        })
     }
 
     /// Reads the variables through a function, as from a table in a test.
@@ -179,7 +185,10 @@ impl Launch {
             rank, world_size, ..
         } = *self;
         let names = &self.variables;
-        variables.require(names.world_size, world_size >= 1, || "at least 1".into())?;
+        let legal = (1..=MOST_RANKS).contains(&world_size);
+        variables.require(names.world_size, legal, || {
+            format!("from 1 to {MOST_RANKS}")
+        })?;
         variables.require(names.rank, rank < world_size, || {
             format!("below the world size of {world_size}")
         })?;
@@ -240,6 +249,9 @@ impl Launch {
     }
 }
 
+/// The largest world: a larger number is a mistake, and rank 0 keeps an entry for every rank.
+const MOST_RANKS: usize = 1 << 16;
+
 /// Variables that an MPI library's process management sets, besides SLURM's.
 const MPI: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"];
 
@@ -298,6 +310,7 @@ fn pmi(variables: &Variables<'_>) -> Result<Option<Launch>> {
     let locals = ["MPI_LOCALRANKID", "MPI_LOCALNRANKS"];
     let all = [&names[..1], &names[1..], &locals[..1], &locals[1..]];
     let mut launch = numbers(Launcher::Pmi, variables, found, all)?;
+    launch.name_job(variables, &[hydra::JOB]);
     launch.is_here();
     Ok(Some(launch))
 }
@@ -427,11 +440,7 @@ fn numbers(
 fn port_of(job: &str) -> u16 {
     const FIRST: u16 = 20_000;
     const NUM_PORTS: u64 = 12_000;
-    // FNV-1a: any hash would do, as long as it never changes.
-    let hash = job.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    });
-    FIRST + (hash % NUM_PORTS) as u16
+    FIRST + (fnv1a(job.bytes()) % NUM_PORTS) as u16
 }
 
 /// Access to the environment.

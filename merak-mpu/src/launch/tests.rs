@@ -240,7 +240,8 @@ fn a_value_that_cannot_be_is_refused_with_what_it_should_be() {
         (TORCHRUN, "RANK", "", "a number"),
         (TORCHRUN, "RANK", "-1", "a number"),
         (TORCHRUN, "RANK", "8", "below the world size of 8"),
-        (TORCHRUN, "WORLD_SIZE", "0", "at least 1"),
+        (TORCHRUN, "WORLD_SIZE", "0", "from 1 to 65536"),
+        (TORCHRUN, "WORLD_SIZE", "65537", "from 1 to 65536"),
         (TORCHRUN, "WORLD_SIZE", "99999999999999999999", "a number"),
         (
             TORCHRUN,

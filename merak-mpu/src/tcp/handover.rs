@@ -1,7 +1,10 @@
 //! Handing shared memory from process to process of one host.
+//!
+//! Processes that seem to be on one host, and that do not reach each other's Unix sockets, go on
+//! with sockets: the higher rank says so on the connection that both have already.
 
-use super::{link::Link, shared::Shared};
-use crate::{Rank, control::State};
+use super::{shared::Shared, stream::Stream};
+use crate::{Rank, control::State, mill::Wire};
 use rustix::{
     fd::OwnedFd,
     net::{
@@ -24,6 +27,9 @@ use std::{
 /// Longest wait for a process of the same host, which has connected by socket already.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// What a rank says that cannot reach the socket of another one.
+const NO_MEMORY: u8 = 0;
+
 /// Takes the connections of the higher ranks of this host.
 pub(super) struct Desk(UnixListener);
 
@@ -38,27 +44,41 @@ impl Desk {
         Ok(Self(listener))
     }
 
-    /// Shares memory with every other process of this host.
+    /// Shares memory with every other process of this host that is within reach.
     pub(super) fn share(
         &self,
         state: &State,
         nonce: u64,
         hosts: &[usize],
-        links: &mut [Option<Link>],
+        streams: &mut [Option<Stream>],
     ) -> io::Result<()> {
         let own = state.rank;
         let here = |rank: &usize| hosts[*rank] == hosts[own.0];
         for rank in (0..own.0).filter(here) {
-            let mut stream = UnixStream::connect_addr(&name(nonce, Rank(rank))?)?;
-            stream.set_read_timeout(Some(PATIENCE))?;
-            let (shared, file) = Shared::create()?;
-            send_file(&stream, own, &file)?;
-            stream.read_exact(&mut [0])?;
-            if let Some(link) = &mut links[rank] {
-                link.wire.share(shared);
+            let Some(other) = &mut streams[rank] else {
+                continue;
+            };
+            match UnixStream::connect_addr(&name(nonce, Rank(rank))?) {
+                Ok(stream) => other.share(hand_over(stream, own)?),
+                // A rank listens before it takes connections, so this one never will.
+                Err(error) => {
+                    let error = error.to_string();
+                    tracing::debug!(rank = own.0, peer = rank, error, "no memory is shared");
+                    other.write(&[NO_MEMORY])?;
+                }
             }
         }
-        let mut missing: Vec<usize> = (own.0 + 1..hosts.len()).filter(here).collect();
+        let missing = (own.0 + 1..hosts.len()).filter(here).collect();
+        self.take_over(state, missing, streams)
+    }
+
+    /// Takes the memory of the missing ranks, or their word that there is none.
+    fn take_over(
+        &self,
+        state: &State,
+        mut missing: Vec<usize>,
+        streams: &mut [Option<Stream>],
+    ) -> io::Result<()> {
         let deadline = Instant::now() + PATIENCE;
         while !missing.is_empty() && state.verdict().is_none() {
             let mut stream = match self.0.accept() {
@@ -66,6 +86,7 @@ impl Desk {
                 Err(error)
                     if error.kind() == ErrorKind::WouldBlock && Instant::now() < deadline =>
                 {
+                    missing.retain(|rank| !streams[*rank].as_mut().is_some_and(has_no_memory));
                     thread::sleep(Duration::from_millis(1));
                     continue;
                 }
@@ -78,14 +99,30 @@ impl Desk {
             };
             if let Some(place) = missing.iter().position(|other| *other == rank.0) {
                 missing.swap_remove(place);
-                if let Some(link) = &mut links[rank.0] {
-                    link.wire.share(Shared::open(&file)?);
+                if let Some(other) = &mut streams[rank.0] {
+                    other.share(Shared::open(&file)?);
                 }
                 stream.write_all(&[1])?;
             }
         }
         Ok(())
     }
+}
+
+/// Makes memory and gives it to the process on the other side.
+fn hand_over(mut stream: UnixStream, own: Rank) -> io::Result<Shared> {
+    stream.set_read_timeout(Some(PATIENCE))?;
+    let (shared, file) = Shared::create()?;
+    send_file(&stream, own, &file)?;
+    stream.read_exact(&mut [0])?;
+    Ok(shared)
+}
+
+/// Whether the process on the other side says that it shares no memory. It says nothing else before
+/// it does.
+fn has_no_memory(stream: &mut Stream) -> bool {
+    // An end or an error is the world's, which the control plane tells.
+    matches!(stream.read(&mut [0]), Ok(Some(1)))
 }
 
 fn send_file(stream: &UnixStream, own: Rank, file: &OwnedFd) -> io::Result<()> {

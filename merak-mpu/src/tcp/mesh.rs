@@ -1,6 +1,6 @@
 //! Connecting every process with every other.
 
-use super::{link::Link, wire::read};
+use super::stream::{Stream, read};
 use crate::{
     Error, Rank, Result, Wait,
     control::{Control, State, poll},
@@ -73,7 +73,7 @@ pub(super) fn connect(
     nonce: u64,
     peers: &[SocketAddr],
     listener: &TcpListener,
-) -> Result<Vec<Option<Link>>> {
+) -> Result<Vec<Option<Stream>>> {
     let mesh = Mesh {
         state,
         control,
@@ -82,29 +82,29 @@ pub(super) fn connect(
     };
     let n = state.size;
     let deadline = Instant::now() + state.timeout;
-    let mut links: Vec<Option<Link>> = (0..n).map(|_| None).collect();
+    let mut streams: Vec<Option<Stream>> = (0..n).map(|_| None).collect();
     let mut calls = mesh.call(deadline)?;
     listener
         .set_nonblocking(true)
         .map_err(|error| mesh.lacks(&error))?;
     let mut guests: Vec<Guest> = Vec::new();
-    while links.iter().flatten().count() + 1 < n {
+    while streams.iter().flatten().count() + 1 < n {
         state.check()?;
         if Instant::now() >= deadline {
-            return Err(mesh.late(&links));
+            return Err(mesh.late(&streams));
         }
-        let streams = calls.iter().map(|(_, call)| &call.stream);
-        let streams = streams.chain(guests.iter().map(|guest| &guest.stream));
+        let waiting = calls.iter().map(|(_, call)| &call.stream);
+        let waiting = waiting.chain(guests.iter().map(|guest| &guest.stream));
         let sockets: Vec<_> = [listener.as_fd()]
             .into_iter()
-            .chain(streams.map(AsFd::as_fd))
+            .chain(waiting.map(AsFd::as_fd))
             .collect();
         poll::readable(&sockets, Duration::from_millis(100)).map_err(|error| mesh.lacks(&error))?;
-        calls = mesh.hear(calls, &mut links)?;
+        calls = mesh.hear(calls, &mut streams)?;
         accept(listener, &mut guests);
-        guests = mesh.welcome(guests, &mut links)?;
+        guests = mesh.welcome(guests, &mut streams)?;
     }
-    Ok(links)
+    Ok(streams)
 }
 
 /// What a rank needs to connect.
@@ -136,13 +136,13 @@ impl Mesh<'_> {
     fn hear(
         &self,
         calls: Vec<(usize, Guest)>,
-        links: &mut [Option<Link>],
+        streams: &mut [Option<Stream>],
     ) -> Result<Vec<(usize, Guest)>> {
         let mut waiting = Vec::new();
         for (rank, mut call) in calls {
             match call.read() {
                 Ok(true) if call.card == card(self.nonce, Rank(rank)) => {
-                    links[rank] = Some(self.link(call.stream)?);
+                    streams[rank] = Some(self.stream(call.stream)?);
                 }
                 Ok(true) => {
                     return Err(self.lost(rank, &io::Error::other("another program answers")));
@@ -156,7 +156,7 @@ impl Mesh<'_> {
 
     /// Answers the higher ranks that have shown their cards. Returns the guests that may still show
     /// theirs.
-    fn welcome(&self, guests: Vec<Guest>, links: &mut [Option<Link>]) -> Result<Vec<Guest>> {
+    fn welcome(&self, guests: Vec<Guest>, streams: &mut [Option<Stream>]) -> Result<Vec<Guest>> {
         let (own, n) = (self.state.rank, self.state.size);
         let mut waiting = Vec::new();
         for mut guest in guests {
@@ -164,10 +164,10 @@ impl Mesh<'_> {
                 Ok(true) => {
                     let is_of = |rank: &usize| guest.card == card(self.nonce, Rank(*rank));
                     let known = (own.0 + 1..n).find(is_of);
-                    if let Some(rank) = known.filter(|rank| links[*rank].is_none()) {
+                    if let Some(rank) = known.filter(|rank| streams[*rank].is_none()) {
                         let sent = (&guest.stream).write_all(&card(self.nonce, own));
                         sent.map_err(|error| self.lost(rank, &error))?;
-                        links[rank] = Some(self.link(guest.stream)?);
+                        streams[rank] = Some(self.stream(guest.stream)?);
                     }
                 }
                 Ok(false) if guest.since.elapsed() < PATIENCE => waiting.push(guest),
@@ -177,8 +177,8 @@ impl Mesh<'_> {
         Ok(waiting)
     }
 
-    fn link(&self, stream: TcpStream) -> Result<Link> {
-        Link::new(stream).map_err(|error| self.lacks(&error))
+    fn stream(&self, stream: TcpStream) -> Result<Stream> {
+        Stream::new(stream).map_err(|error| self.lacks(&error))
     }
 
     /// The end of the world for a rank that cannot be reached.
@@ -198,9 +198,9 @@ impl Mesh<'_> {
     }
 
     /// The end of the world for the ranks that have not connected.
-    fn late(&self, links: &[Option<Link>]) -> Error {
+    fn late(&self, streams: &[Option<Stream>]) -> Error {
         let (own, n) = (self.state.rank, self.state.size);
-        let has_none = |rank: &usize| *rank != own.0 && links[*rank].is_none();
+        let has_none = |rank: &usize| *rank != own.0 && streams[*rank].is_none();
         self.control.late(Wait {
             rank: own,
             op: "connect".into(),

@@ -20,8 +20,8 @@ mod places;
 use crate::Member;
 
 pub use collectives::{
-    collectives_of_all_types, exchanges_of_parts, groups_side_by_side, single_groups, splits,
-    waits_in_any_order,
+    collectives_of_all_types, exchanges_of_parts, groups_side_by_side, late_calls_of_broadcasts,
+    single_groups, splits, waits_in_any_order,
 };
 pub use faults::faults;
 pub use messages::{message_order, receipts_are_polled, ring_exchange};
@@ -35,6 +35,7 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("collectives_of_all_types", collectives_of_all_types),
     ("waits_in_any_order", waits_in_any_order),
     ("exchanges_of_parts", exchanges_of_parts),
+    ("late_calls_of_broadcasts", late_calls_of_broadcasts),
     ("groups_side_by_side", groups_side_by_side),
     ("splits", splits),
     ("single_groups", single_groups),

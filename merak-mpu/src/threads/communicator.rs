@@ -2,9 +2,9 @@
 
 use super::{collective::Collective, wait, world::World};
 use crate::{
-    Buffer, Communicator, Error, Message, Pending, Rank, ReduceOp, Result, Turn, Wait,
+    Buffer, Communicator, Error, Message, Pending, Rank, Result, Started, Turn, Wait,
     bell::{Bell, lock},
-    call::{Call, Fingerprint, Parts},
+    call::{Call, Fingerprint},
     group::describe,
     mailbox::Mailbox,
 };
@@ -81,47 +81,6 @@ impl Handle {
             started: AtomicU64::new(0),
             turns: AtomicU64::new(0),
         }
-    }
-
-    /// Deposits the buffer; the wait does the work.
-    fn start(&self, call: Call, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
-        let parts = Parts::Equal(buffer.len());
-        self.start_of(call, buffer, parts)
-    }
-
-    fn start_of(
-        &self,
-        call: Call,
-        buffer: Box<dyn Buffer>,
-        parts: Parts,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        let Seat { world, group, rank } = &*self.seat;
-        world.check()?;
-        let sequence = self.started.fetch_add(1, Ordering::Relaxed);
-        let fingerprint = Fingerprint {
-            call,
-            dtype: buffer.dtype(),
-            parts,
-        };
-        let collective = {
-            let mut gathering = lock(&group.gathering);
-            let collective = gathering.entry(sequence).or_insert_with(|| {
-                let n = group.members.len();
-                Arc::new(Collective::new(fingerprint.clone(), *rank, n))
-            });
-            Arc::clone(collective)
-        };
-        self.seat.compare(&collective, sequence, &fingerprint)?;
-        if collective.deposit(*rank, buffer) {
-            lock(&group.gathering).remove(&sequence);
-            group.bell.ring();
-        }
-        let (seat, other) = (Arc::clone(&self.seat), Arc::clone(&self.seat));
-        let watched = Arc::clone(&collective);
-        Ok(Pending::polled(
-            move || watched.is_full() || other.world.check().is_err(),
-            move || seat.finish(&collective, sequence),
-        ))
     }
 }
 
@@ -248,17 +207,6 @@ impl Seat {
         turns.begin(key, self.world_rank());
         Ok(turn)
     }
-
-    fn check_peer(&self, rank: usize) -> Result<()> {
-        if rank < self.group.members.len() {
-            return Ok(());
-        }
-        Err(Error::NoSuchRank {
-            rank,
-            group: self.describe_group(),
-            size: self.group.members.len(),
-        })
-    }
 }
 
 impl Communicator for Handle {
@@ -270,92 +218,41 @@ impl Communicator for Handle {
         &self.seat.group.members
     }
 
-    fn start_all_reduce(
-        &self,
-        buffer: Box<dyn Buffer>,
-        op: ReduceOp,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start(Call::AllReduce(op), buffer)
-    }
-
-    fn start_reduce_scatter(
-        &self,
-        buffer: Box<dyn Buffer>,
-        op: ReduceOp,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start(Call::ReduceScatter(op), buffer)
-    }
-
-    fn start_reduce_scatter_parts(
-        &self,
-        buffer: Box<dyn Buffer>,
-        lengths: Vec<usize>,
-        op: ReduceOp,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start_of(
-            Call::ReduceScatter(op),
-            buffer,
-            Parts::Listed(lengths.into()),
-        )
-    }
-
-    fn start_all_gather(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start(Call::AllGather, buffer)
-    }
-
-    fn start_all_gather_parts(
-        &self,
-        buffer: Box<dyn Buffer>,
-        lengths: Vec<usize>,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start_of(Call::AllGather, buffer, Parts::Listed(lengths.into()))
-    }
-
-    fn start_gather(
-        &self,
-        buffer: Box<dyn Buffer>,
-        root: usize,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.seat.check_peer(root)?;
-        self.start(Call::Gather { root }, buffer)
-    }
-
-    fn start_broadcast(
-        &self,
-        buffer: Box<dyn Buffer>,
-        root: usize,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.seat.check_peer(root)?;
-        self.start(Call::Broadcast { root }, buffer)
-    }
-
-    fn start_all_to_all(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start(Call::AllToAll, buffer)
-    }
-
-    fn start_all_to_all_parts(
-        &self,
-        buffer: Box<dyn Buffer>,
-        lengths: Vec<usize>,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start_of(Call::AllToAll, buffer, Parts::Listed(lengths.into()))
-    }
-
-    fn barrier(&self) -> Result<()> {
-        let nothing: Box<dyn Buffer> = Box::new(Vec::<u8>::new());
-        self.start(Call::Barrier, nothing)?.wait().map(drop)
+    /// Deposits the buffer; the wait does the work.
+    fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
+        let Seat { world, group, rank } = &*self.seat;
+        world.check()?;
+        let sequence = self.started.fetch_add(1, Ordering::Relaxed);
+        let fingerprint = Fingerprint::new(call, &*buffer, lengths);
+        let collective = {
+            let mut gathering = lock(&group.gathering);
+            let collective = gathering.entry(sequence).or_insert_with(|| {
+                let n = group.members.len();
+                Arc::new(Collective::new(fingerprint.clone(), *rank, n))
+            });
+            Arc::clone(collective)
+        };
+        self.seat.compare(&collective, sequence, &fingerprint)?;
+        if collective.deposit(*rank, buffer) {
+            lock(&group.gathering).remove(&sequence);
+            group.bell.ring();
+        }
+        let (seat, other) = (Arc::clone(&self.seat), Arc::clone(&self.seat));
+        let watched = Arc::clone(&collective);
+        Ok(Pending::polled(
+            move || watched.is_full() || other.world.check().is_err(),
+            move || seat.finish(&collective, sequence),
+        ))
     }
 
     fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {
         self.seat.world.check()?;
-        self.seat.check_peer(to)?;
         self.seat.group.mailboxes[to].put(self.seat.rank, tag, message);
         Ok(Pending::ready(()))
     }
 
     fn start_recv(&self, from: usize, tag: u64) -> Result<Pending<Message>> {
         self.seat.world.check()?;
-        self.seat.check_peer(from)?;
         let number = self.seat.group.mailboxes[self.seat.rank].post(from, tag);
         let (seat, other) = (Arc::clone(&self.seat), Arc::clone(&self.seat));
         let has_come = move || {

@@ -13,7 +13,7 @@
 //! Left to itself, an operating system wakes a thread now and then on a core where another one
 //! computes, and lets both share it for some milliseconds while the other core idles.
 
-use super::affinity::{Thread, processors};
+use crate::affinity::{Thread, processors};
 use crate::{
     Rank,
     bell::{Bell, lock},

@@ -197,6 +197,7 @@ impl Engine for Rank {
             host: 0,
             local_rank: self.number,
             local_size: self.world.size,
+            core_sharers: self.world.size,
         }
     }
 

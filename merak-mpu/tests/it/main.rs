@@ -7,6 +7,9 @@ mod allocations;
 mod candle;
 /// Failures of ranks and what the others hear.
 mod faults;
+/// Processes of two hosts, and a cable that is cut.
+#[cfg(target_os = "linux")]
+mod hosts;
 /// Collectives equal their serial definition, for random types, lengths and values.
 mod laws;
 /// Places, neighbours and groups of every rank of a 2 x 2 x 2 x 2 world.
@@ -19,6 +22,13 @@ mod processes;
 mod rendezvous;
 /// Every engine passes the suite of all engines.
 mod suite;
+/// libtorch's tensors in collectives and messages.
+#[cfg(feature = "tch")]
+mod tch;
+/// The laws that hold for tensors of every library; bodies of tests, as `cfg(test)` tells clippy.
+#[cfg(test)]
+#[cfg(any(feature = "candle", feature = "tch"))]
+mod tensors;
 /// Ranks that share cores compute by turns.
 mod turns;
 /// Which types may cross threads, and which traits are dyn-safe.

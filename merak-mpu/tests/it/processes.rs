@@ -1,10 +1,14 @@
 //! Each test starts this test binary again, once for each rank; the child runs `a_rank_of_a_test`.
 
-use merak_mpu::{Member, Rank, ReduceOp, Result, tcp};
+use merak_mpu::{Locality, Member, Rank, ReduceOp, Result, tcp};
 use rustix::process::{Signal, getpid, kill_process};
+#[cfg(target_os = "linux")]
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::{
-    io::Read,
+    convert::Infallible,
+    io::{self, Read, Write},
     net::{Ipv4Addr, TcpListener},
+    path::Path,
     process::{Child, Command, Stdio},
     thread,
     time::{Duration, Instant},
@@ -23,8 +27,11 @@ const DEADLINE: Duration = Duration::from_secs(25);
 const SCENARIO: &str = "MERAK_TEST_SCENARIO";
 const PLACE: &str = "MERAK_TEST_PLACE";
 
+/// What rank 0 says when sums go on.
+const SUMMING: &str = "SUMMING\n";
+
 /// Processes that end with the test, however it ends.
-struct Ranks(Vec<(usize, Child)>);
+pub(crate) struct Ranks(Vec<(usize, Child)>);
 
 impl Drop for Ranks {
     fn drop(&mut self) {
@@ -39,10 +46,24 @@ impl Drop for Ranks {
 impl Ranks {
     /// Starts some ranks of a world of `n` for a scenario.
     fn start(scenario: &str, n: usize, ranks: impl IntoIterator<Item = usize>, port: u16) -> Self {
+        Self::start_at(scenario, n, ranks, ("127.0.0.1", port), |_, own| {
+            Command::new(own)
+        })
+    }
+
+    /// [`Ranks::start`], where rank 0 is at an address and `command` makes the command of a rank
+    /// that runs this binary.
+    pub(crate) fn start_at(
+        scenario: &str,
+        n: usize,
+        ranks: impl IntoIterator<Item = usize>,
+        (host, port): (&str, u16),
+        command: impl Fn(usize, &Path) -> Command,
+    ) -> Self {
         let own = std::env::current_exe().expect("a test has a binary");
         let run = format!("{scenario}-{}", std::process::id());
         let start = |rank| {
-            let child = Command::new(&own)
+            let child = command(rank, &own)
                 .args([
                     "processes::a_rank_of_a_test",
                     "--exact",
@@ -50,7 +71,7 @@ impl Ranks {
                     "--nocapture",
                 ])
                 .env(SCENARIO, scenario)
-                .env(PLACE, format!("{rank} {n} {port} {run}"))
+                .env(PLACE, format!("{rank} {n} {host} {port} {run}"))
                 .stdout(Stdio::piped())
                 .stderr(Stdio::null())
                 .spawn();
@@ -59,8 +80,19 @@ impl Ranks {
         Self(ranks.into_iter().map(start).collect())
     }
 
+    /// Waits until rank 0 says that it has summed for a while.
+    pub(crate) fn wait_for_sums(&mut self) {
+        let stdout = self.0[0].1.stdout.as_mut().expect("it is piped");
+        let mut said = Vec::new();
+        while !said.ends_with(SUMMING.as_bytes()) {
+            let mut byte = [0];
+            assert_eq!(stdout.read(&mut byte).ok(), Some(1), "rank 0 has ended");
+            said.push(byte[0]);
+        }
+    }
+
     /// What each rank has said, by rank, once all but `stopped` have ended.
-    fn results(mut self, stopped: Option<usize>) -> Vec<(usize, String)> {
+    pub(crate) fn results(mut self, stopped: Option<usize>) -> Vec<(usize, String)> {
         let start = Instant::now();
         let mut results = Vec::new();
         for (rank, child) in &mut self.0 {
@@ -84,7 +116,7 @@ impl Ranks {
     }
 }
 
-fn free_port() -> u16 {
+pub(crate) fn free_port() -> u16 {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("there is a port");
     listener.local_addr().expect("it is bound").port()
 }
@@ -100,10 +132,10 @@ fn a_rank_of_a_test() {
         return;
     };
     let place: Vec<&str> = place.split(' ').collect();
-    let [rank, n, port] = [0, 1, 2].map(|index| place[index].parse::<usize>().unwrap());
+    let [rank, n, port] = [0, 1, 3].map(|index| place[index].parse::<usize>().unwrap());
     let options = tcp::JoinOptions {
-        run: place[3].to_owned(),
-        beat_timeout: if scenario.starts_with("stop") {
+        run: place[4].to_owned(),
+        beat_timeout: if ["stop", "stop0", "cut"].contains(&&*scenario) {
             SILENCE
         } else {
             TIMEOUT / 2
@@ -113,23 +145,34 @@ fn a_rank_of_a_test() {
         } else {
             TIMEOUT
         },
-        ..tcp::JoinOptions::new(rank, n, "127.0.0.1", port as u16)
+        ..tcp::JoinOptions::new(rank, n, place[2], port as u16)
     };
+    if scenario == "bound" {
+        bind(rank);
+    }
     let start = Instant::now();
     let outcome = tcp::join(&options).and_then(|member| {
         let culprit = usize::from(!scenario.ends_with('0'));
-        play(&scenario, &member, culprit)
+        match &*scenario {
+            "cut" => sum_until_it_fails(&member).map(|never| match never {}),
+            "where" | "bound" => place_and_sum(&member),
+            _ => play(&scenario, &member, culprit).map(|sum| format!("sum {sum}")),
+        }
     });
     assert!(start.elapsed() < DEADLINE);
     match outcome {
-        Ok(sum) => println!("RESULT sum {sum}"),
+        Ok(said) => println!("RESULT {said}"),
         Err(error) => println!("RESULT {error}"),
     }
 }
 
-/// Sends this process a signal.
-fn signal(signal: Signal) {
+/// Sends this process a signal that ends or stops it.
+fn signal(signal: Signal) -> ! {
     kill_process(getpid(), signal).expect("a process may signal itself");
+    // The system may give the signal to another thread, so this one can run for a while.
+    loop {
+        thread::park();
+    }
 }
 
 /// Sums, until the culprit does its deed.
@@ -170,16 +213,65 @@ fn play(scenario: &str, member: &Member, culprit: usize) -> Result<f32> {
     Ok(sum)
 }
 
-/// Runs a scenario on three ranks, and checks what the survivors say.
-fn survivors_say(scenario: &str, culprit: usize, words: &[&str]) {
+/// Sums without end.
+fn sum_until_it_fails(member: &Member) -> Result<Infallible> {
+    let world = member.world_group()?;
+    for step in 0.. {
+        if step == 20 && member.rank() == 0 {
+            let said = io::stdout().write_all(SUMMING.as_bytes());
+            said.expect("the test reads it");
+        }
+        world.all_reduce_vec(vec![1.0_f32; 30_000], ReduceOp::Sum)?;
+    }
+    unreachable!("numbers have no end")
+}
+
+/// Two processors on which this thread may run, if there are as many.
+#[cfg(target_os = "linux")]
+fn two_processors() -> Option<[usize; 2]> {
+    let set = sched_getaffinity(None).ok()?;
+    let mut own = (0..CpuSet::MAX_CPU).filter(|number| set.is_set(*number));
+    Some([own.next()?, own.next()?])
+}
+
+/// Binds this thread, and those that it starts, to one processor, as a launcher does.
+#[cfg(target_os = "linux")]
+fn bind(rank: usize) {
+    let mut set = CpuSet::new();
+    let processors = two_processors().expect("the test has looked");
+    set.set(processors[rank % 2]);
+    sched_setaffinity(None, &set).expect("a thread may leave a processor");
+}
+
+#[cfg(not(target_os = "linux"))]
+fn bind(_: usize) {}
+
+/// Says where the rank is, and sums.
+fn place_and_sum(member: &Member) -> Result<String> {
+    let Locality {
+        host,
+        local_rank,
+        local_size,
+        core_sharers,
+    } = member.locality();
+    let sum = play("where", member, usize::MAX)?;
+    Ok(format!(
+        "host {host}, place {local_rank} of {local_size}, cores of {core_sharers}, sum {sum}"
+    ))
+}
+
+/// Runs a scenario on three ranks, checks what the survivors say, and returns it by rank.
+fn survivors_say(scenario: &str, culprit: usize, words: &[&str]) -> Vec<(usize, String)> {
     let stopped = scenario.starts_with("stop").then_some(culprit);
     let ranks = Ranks::start(scenario, 3, 0..3, free_port());
-    let results = ranks.results(stopped);
-    for (rank, said) in results.into_iter().filter(|(rank, _)| *rank != culprit) {
+    let mut results = ranks.results(stopped);
+    results.retain(|(rank, _)| *rank != culprit);
+    for (rank, said) in &results {
         for word in words {
             assert!(said.contains(word), "{scenario}: rank {rank} says: {said}");
         }
     }
+    results
 }
 
 #[test]
@@ -188,30 +280,51 @@ fn processes_sum_and_end() {
     assert_eq!(results, [0, 1, 2].map(|rank| (rank, "sum 12".to_owned())));
 }
 
-/// A survivor names what it waits in: the sum, or the barrier before it where the news comes early.
-const ANY_WAIT: &str = "waits in ";
+#[test]
+#[cfg(target_os = "linux")]
+fn processes_share_the_cores_that_they_are_bound_to() {
+    if two_processors().is_none() {
+        return println!("skipped: there is one processor");
+    }
+    let results = Ranks::start("bound", 3, 0..3, free_port()).results(None);
+    let expected = [2, 1, 2].into_iter().enumerate().map(|(rank, sharers)| {
+        let said = format!("host 0, place {rank} of 3, cores of {sharers}, sum 12");
+        (rank, said)
+    });
+    assert_eq!(results, expected.collect::<Vec<_>>());
+}
+
+/// [`survivors_say`], where the culprit is lost in the middle of the sums: each survivor names
+/// itself and the sum that it waits in, or is about to call where the news is faster.
+fn survivors_of_a_loss_say(scenario: &str, culprit: usize, words: &[&str]) {
+    for (rank, said) in survivors_say(scenario, culprit, words) {
+        let names_a_sum = ["waits in", "calls"].iter().any(|doing| {
+            let sum = format!("(rank {rank} {doing} all_reduce ");
+            let rest = said.split_once(&sum).map(|(_, rest)| rest);
+            rest.is_some_and(|rest| rest[1..].starts_with(" of group world [0, 1, 2]"))
+        });
+        assert!(names_a_sum, "{scenario}: rank {rank} says: {said}");
+    }
+}
 
 #[test]
 fn a_killed_process_is_missed_at_once() {
-    let waits = ANY_WAIT;
     let gone = "its process ended without a goodbye";
-    survivors_say("kill", 1, &["rank 1 failed", gone, waits]);
-    survivors_say("kill0", 0, &["rank 0 failed", gone, waits]);
+    survivors_of_a_loss_say("kill", 1, &["rank 1 failed", gone]);
+    survivors_of_a_loss_say("kill0", 0, &["rank 0 failed", gone]);
 }
 
 #[test]
 fn a_stopped_process_is_missed_when_its_heart_is_silent() {
-    let waits = ANY_WAIT;
     let silent = "no heartbeat within 2s";
-    survivors_say("stop", 1, &["rank 1 failed", silent, waits]);
-    survivors_say("stop0", 0, &["rank 0 failed", silent, waits]);
+    survivors_of_a_loss_say("stop", 1, &["rank 1 failed", silent]);
+    survivors_of_a_loss_say("stop0", 0, &["rank 0 failed", silent]);
 }
 
 #[test]
 fn a_process_that_exits_in_the_middle_is_missed_at_once() {
-    let waits = ANY_WAIT;
     let gone = "its process ended without a goodbye";
-    survivors_say("exit", 1, &["rank 1 failed", gone, waits]);
+    survivors_of_a_loss_say("exit", 1, &["rank 1 failed", gone]);
 }
 
 #[test]

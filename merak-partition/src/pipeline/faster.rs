@@ -112,7 +112,7 @@ impl Pipeline {
     }
 
     /// Bytes of the rank that needs most.
-    fn fullest_rank(&self) -> Result<usize> {
+    pub(super) fn fullest_rank(&self) -> Result<usize> {
         let ranks = 0..self.schedule.size.ranks;
         let mut totals = ranks.map(|rank| Ok(self.training_bytes(rank)?.total()));
         totals.try_fold(0, |most, total: Result<usize>| Ok(most.max(total?)))

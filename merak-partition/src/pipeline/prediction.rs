@@ -5,7 +5,7 @@ use crate::{Result, StepCosts};
 use merak_pipe::{Costs, Simulation, Timeline, simulate_on};
 use std::fmt;
 
-/// A step as its costs foretell it.
+/// The time of a step that its costs predict.
 #[derive(Debug, Clone)]
 pub struct Prediction {
     /// Seconds of each stage's phases on a core of their own, and of messages between stages.

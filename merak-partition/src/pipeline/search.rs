@@ -38,9 +38,9 @@ type Programs = Vec<Arc<StageProgram>>;
 /// Searches a schedule for the stages.
 ///
 /// No rank needs more bytes than the limit of memory, or where that is unset, than the fullest rank
-/// under `interleaved_1f1b` (with one stage per rank that is `1f1b`). Under recomputation by a
-/// budget that budget is the limit of each rank's activations instead, and the limit of memory
-/// counts where it is set.
+/// under `interleaved_1f1b` (which with one stage per rank keeps more microbatches than `1f1b`).
+/// Under recomputation by a budget that budget is the limit of each rank's activations instead, and
+/// the limit of memory counts where it is set.
 ///
 /// What is recomputed decides costs and bytes, and may in turn depend on the schedule: it is chosen
 /// under `interleaved_1f1b`, and again under the schedule that was found. The shortest named

@@ -8,7 +8,8 @@ use crate::{
 use merak_pipe::{ScheduleKind, Size};
 use merak_trace::{Graph, StageProgram};
 
-/// Lays the segments of a graph out over stages.
+/// Lays the segments of a graph out over stages. A search gives no rank more than `limit` bytes, as
+/// it counts them.
 ///
 /// # Errors
 /// Those of [`stages`] and of the searches.
@@ -16,6 +17,7 @@ pub(super) fn partition(
     graph: &Graph,
     segments: Segments,
     options: &PipelineOptions,
+    limit: Option<usize>,
     costs: &dyn StepCosts,
 ) -> Result<Partition> {
     let search = match &options.layout {
@@ -29,7 +31,7 @@ pub(super) fn partition(
         Layout::Autopipe => "autopipe",
         Layout::Exact => "exact",
     };
-    let step = step(graph, &segments, options, costs)?;
+    let step = step(graph, &segments, options, limit, costs)?;
     let found = match options.layout {
         Layout::Exact => exact(
             &step.segment_costs()?,
@@ -49,6 +51,7 @@ fn step(
     graph: &Graph,
     segments: &Segments,
     options: &PipelineOptions,
+    limit: Option<usize>,
     costs: &dyn StepCosts,
 ) -> Result<Scheduled> {
     let microbatches = options.search_microbatches;
@@ -57,9 +60,10 @@ fn step(
         ..options.size
     };
     // The search for a schedule needs stages, so they are laid out for the schedule that it starts
-    // from.
+    // from, or within a limit for one that needs less.
     let kind = match options.schedule {
         ScheduleChoice::Named(kind) => kind,
+        ScheduleChoice::Searched if limit.is_some() && size.chunks == 1 => ScheduleKind::OneFOneB,
         ScheduleChoice::Searched => ScheduleKind::Interleaved,
     };
     // Other kinds of recomputation cost about as much as none.
@@ -82,7 +86,7 @@ fn step(
     let step = Scheduled::new(kind.generate(size)?, phases.collect())?
         .with_hops(programs.iter().map(into).collect())
         .on_cores(costs.cores());
-    Ok(match options.memory_limit {
+    Ok(match limit {
         Some(limit) => {
             let segments = SegmentBytes::of(&programs);
             step.with_memory(RankMemory::new(limit, options.param_bytes, segments))

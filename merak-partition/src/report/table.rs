@@ -19,6 +19,10 @@ const HEADER: [&str; 13] = [
     "modules",
 ];
 
+/// What the column of memory counts.
+const MEMORY: &str = "memory: weights, gradients, optimizer state and kept values; batches and values within a \
+    phase come on top";
+
 /// The column that is left out where each rank runs the stage of its number.
 const RANK: usize = 1;
 
@@ -45,7 +49,7 @@ impl PartitionReport {
         }
         let _ = writeln!(
             text,
-            "segments by {}\nstages by {}",
+            "{MEMORY}\nsegments by {}\nstages by {}",
             self.split, self.layout
         );
         for tied in &self.tied {

@@ -87,7 +87,7 @@ impl SegmentCosts {
     /// The times of a partition's stages.
     ///
     /// # Panics
-    /// A border is past the last segment.
+    /// If a border is past the last segment.
     pub fn loads(&self, bounds: &[usize]) -> Vec<StageLoad> {
         let stages = bounds.windows(2);
         stages.map(|pair| self.load(pair[0]..pair[1])).collect()

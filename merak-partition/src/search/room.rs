@@ -3,7 +3,7 @@
 use super::StageLoad;
 use crate::{
     ParamBytes,
-    memory::{ParamSums, activation_bytes, stage_bytes},
+    memory::{ParamSums, activation_bytes, stage_bytes, total},
 };
 use merak_pipe::{Schedule, StageBytes};
 use merak_trace::StageProgram;
@@ -21,6 +21,10 @@ pub struct SegmentBytes {
     pub shared: Vec<(usize, ParamSums)>,
     /// The values of a microbatch.
     pub values: StageBytes,
+    /// The data of a microbatch that it reads, by number. A rank loads each once.
+    pub inputs: Vec<(usize, usize)>,
+    /// Memory of freed values that is kept for later values of the same length.
+    pub pool: usize,
 }
 
 impl SegmentBytes {
@@ -30,14 +34,22 @@ impl SegmentBytes {
         for param in programs.iter().flat_map(StageProgram::params) {
             *users.entry(&param.name).or_default() += 1;
         }
-        let numbers: BTreeMap<_, _> = users
-            .keys()
-            .enumerate()
-            .map(|(at, name)| (*name, at))
-            .collect();
+        let numbers = numbered(users.keys().copied());
+        let ports = programs.iter().flat_map(|program| &program.inputs);
+        let inputs = numbered(
+            ports
+                .map(|port| port.name.as_str())
+                .collect::<BTreeSet<_>>(),
+        );
         let segment = |program: &StageProgram| {
+            let size = |value| program.graph.ty(value).size_bytes();
+            let ports = program.inputs.iter();
             let mut segment = Self {
                 values: stage_bytes(&program.live_bytes()),
+                inputs: ports
+                    .map(|port| (inputs[port.name.as_str()], size(port.value)))
+                    .collect(),
+                pool: program.kept_free_bytes(),
                 ..Self::default()
             };
             for (id, param) in program.params().iter().enumerate() {
@@ -55,8 +67,14 @@ impl SegmentBytes {
     }
 }
 
-/// The bytes of segments, and those that each rank has for weights, gradients, optimizer state and
-/// values.
+/// The place of each name among them.
+fn numbered<'a>(names: impl IntoIterator<Item = &'a str>) -> BTreeMap<&'a str, usize> {
+    let names = names.into_iter().enumerate();
+    names.map(|(at, name)| (name, at)).collect()
+}
+
+/// The bytes of segments, and those that each rank has for weights, gradients, optimizer state,
+/// batches and values.
 #[derive(Debug, Clone)]
 pub struct RankMemory {
     limit: usize,
@@ -98,10 +116,15 @@ impl RankMemory {
             let own = stages.filter(|(_, (_, owner))| **owner == rank);
             let own = own.map(|(stage, (load, _))| (stage, &self.segments[load.segments.clone()]));
             let own: BTreeMap<_, _> = own.collect();
-            let held = self.bytes.held(sums(own.values().copied().flatten()));
+            let all = || own.values().copied().flatten();
+            let batches = batch(all()).saturating_mul(schedule.size.microbatches);
             let values: BTreeMap<_, _> = own.iter().map(|(at, own)| (*at, together(own))).collect();
-            held.total()
-                .saturating_add(activation_bytes(actions, &values))
+            total([
+                self.bytes.held(sums(all())).total(),
+                batches,
+                activation_bytes(actions, &values),
+                all().map(|segment| segment.pool).max().unwrap_or(0),
+            ])
         });
         let fullest = needs.max().unwrap_or(0);
         self.least.set(self.least.get().min(fullest));
@@ -120,6 +143,12 @@ fn sums<'a>(segments: impl Iterator<Item = &'a SegmentBytes>) -> ParamSums {
         }
     }
     sums
+}
+
+/// The data of a microbatch that a rank with these segments loads.
+fn batch<'a>(segments: impl Iterator<Item = &'a SegmentBytes>) -> usize {
+    let inputs = segments.flat_map(|segment| segment.inputs.iter().copied());
+    total(inputs.collect::<BTreeMap<_, _>>().into_values())
 }
 
 /// The bytes of a stage of these segments, one running after the other.

@@ -102,7 +102,7 @@ impl Scheduled {
     /// The time of each rank for one microbatch, all its stages together.
     ///
     /// # Panics
-    /// There are more loads than stages.
+    /// If there are more loads than stages.
     pub fn rank_loads(&self, stages: &[StageLoad]) -> Vec<f64> {
         let mut loads = vec![0.0; self.schedule.size.ranks];
         for (stage, load) in stages.iter().enumerate() {
@@ -116,7 +116,7 @@ impl Scheduled {
         let phases = stages.iter().map(|stage| {
             let [before, behind] =
                 [stage.segments.start, stage.segments.end].map(|border| self.sums[border]);
-            // Sums of positive numbers ascend, but for rounding.
+            // Sums of positive numbers ascend, except for rounding.
             let part = |behind: f64, before: f64| (behind - before).max(0.0);
             PhaseCosts {
                 forward: part(behind.forward, before.forward),

@@ -1,4 +1,5 @@
-//! `farthest_min_deps`: cut where one counted value crosses, as far on as the budget allows.
+//! `farthest_min_deps`: cut where one counted value crosses, at the border that is nearest to the
+//! budget of parameters.
 
 use super::SplitRule;
 use crate::borders::Borders;
@@ -105,6 +106,25 @@ fn choose(candidates: &[Candidate], budget: usize) -> Vec<Candidate> {
         earlier = Some(here);
     }
     cuts
+}
+
+/// The names of the weights of the linear layers that produce the graph's outputs, directly or as
+/// the logits of a loss.
+///
+/// ```
+/// use merak_partition::head_params;
+/// use merak_trace::models::{self, TraceOptions};
+///
+/// let config = serde_json::json!({ "model_type": "gpt2", "vocab_size": 101, "n_positions": 32,
+///     "n_embd": 16, "n_layer": 1, "n_head": 2, "tie_word_embeddings": false });
+/// let graph = models::from_config(&config)?.trace(&TraceOptions::training(2, 32))?;
+/// assert_eq!(head_params(&graph).into_iter().collect::<Vec<_>>(), ["lm_head.weight"]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn head_params(graph: &Graph) -> BTreeSet<&str> {
+    let heads = output_heads(graph).into_iter();
+    let weights = heads.filter_map(|id| graph.weight_of(graph.node(id)));
+    weights.map(|id| graph.param(id).name.as_str()).collect()
 }
 
 /// The linear layers that produce the graph's outputs, directly or as the logits of a loss.

@@ -16,7 +16,7 @@ fn chain(blocks: usize) -> Graph {
     let half = |name: String, shape: [usize; 2], dim: usize| {
         let full = TensorType::new(shape, DType::F32);
         let mut param = Param::new(name, full, Init::Normal(1.0), ParamRole::Weight);
-        param.place(Placement::shard(dim, shape[dim]), 2);
+        param.place(Axis::Tensor, Placement::shard(dim, shape[dim]), 2);
         param
     };
     let mut graph = Graph::new();
@@ -117,7 +117,8 @@ fn a_layer_that_begins_inside_an_open_sum_begins_behind_it() {
     let mut graph = graph.expect("the types fit");
     for name in ["h.0.weight", "h.1.weight"] {
         let id = graph.find_param(name).expect("it was traced");
-        graph.param_mut(id).placement = Placement::shard(1, 2 * WIDTH);
+        let cut = Placement::shard(1, WIDTH);
+        graph.param_mut(id).place(Axis::Tensor, cut, 1);
     }
     let points = ["h.1", "h.2"].map(str::to_owned).to_vec();
     let options = SegmentOptions {

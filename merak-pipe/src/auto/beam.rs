@@ -3,7 +3,7 @@
 
 use super::greedy::{Board, FORWARD, INPUT, Problem, Rule, halves};
 use crate::{Action, Kind, Schedule};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 /// What a beam search keeps.
 #[derive(Debug, Clone, Copy)]
@@ -15,6 +15,8 @@ pub(super) struct Beam {
     /// Weight of the mean over ranks of their earliest ends, beside the latest of these ends, in
     /// the estimate of a beginning.
     pub(super) mean: f64,
+    /// The beginnings with the same number of actions of each stage and kind that stay.
+    pub(super) alike: usize,
 }
 
 /// The shortest schedule that goes on from the most promising beginnings of each length, or `None`
@@ -35,12 +37,7 @@ pub(super) fn beam(problem: &Problem<'_>, rule: &Rule<'_>, beam: Beam) -> Option
         for beginning in &beginnings {
             beginning.go_on(&guide, &mut next);
         }
-        next.sort_by(|one, other| one.value.total_cmp(&other.value));
-        // Of the beginnings with the same number of actions of each stage and kind, only the best
-        // stays.
-        let mut shapes = BTreeSet::new();
-        next.retain(|beginning| shapes.insert(beginning.shape));
-        next.truncate(beam.width);
+        let mut next = best_of(next, beam);
         for beginning in &mut next {
             path.extend(beginning.done.map(|action| (action, beginning.last)));
             beginning.last = path.len().checked_sub(1);
@@ -64,6 +61,27 @@ pub(super) fn beam(problem: &Problem<'_>, rule: &Rule<'_>, beam: Beam) -> Option
         list.reverse();
     }
     Some(Schedule::new("auto", problem.size, actions))
+}
+
+/// The most promising beginnings, without those that another one with the same number of actions of
+/// each stage and kind makes needless.
+fn best_of(mut next: Vec<Beginning<'_>>, beam: Beam) -> Vec<Beginning<'_>> {
+    next.sort_by(|one, other| one.value.total_cmp(&other.value));
+    // By shape: where its beginnings stand among the best.
+    let mut shapes = BTreeMap::<u64, Vec<usize>>::new();
+    let mut best: Vec<Beginning<'_>> = Vec::new();
+    for beginning in next {
+        if best.len() == beam.width {
+            break;
+        }
+        let alike = shapes.entry(beginning.shape).or_default();
+        let needless = |&at: &usize| best[at].is_as_good_as(&beginning);
+        if alike.len() < beam.alike && !alike.iter().any(needless) {
+            alike.push(best.len());
+            best.push(beginning);
+        }
+    }
+    best
 }
 
 /// Lower bounds on the time after an action, for any beginning.
@@ -181,6 +199,13 @@ impl<'a> Beginning<'a> {
                 return;
             }
         }
+    }
+
+    /// Whether whatever can follow on another beginning of the same shape can follow on this one,
+    /// no later.
+    fn is_as_good_as(&self, other: &Self) -> bool {
+        let mut held = self.held.iter().zip(&other.held);
+        held.all(|(own, others)| own <= others) && self.board.is_no_later_than(&other.board)
     }
 
     fn choices(&self, problem: &Problem<'_>, held: &[bool]) -> Vec<Choice> {
@@ -312,7 +337,7 @@ impl<'a> Beginning<'a> {
     }
 
     /// The latest end of the ranks and the mean of their ends: a rank idles until its next forward
-    /// or input gradient can begin, but for the weight gradients that it owes.
+    /// or input gradient can begin, except while it runs the weight gradients that it owes.
     fn ends(&self, guide: &Guide<'_>, forward: &[f64], input: &[f64]) -> (f64, f64) {
         let Self { board, left, .. } = self;
         let problem = guide.problem;

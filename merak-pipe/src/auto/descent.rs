@@ -127,7 +127,7 @@ pub(super) fn descend(
     Some(best)
 }
 
-/// Where whole backwards save memory, one of so many moves joins two halves, or parts them.
+/// Where whole backwards save memory, one move in this number joins two halves, or parts them.
 const REJOINED: usize = 4;
 
 /// A change of an order.

@@ -291,6 +291,22 @@ impl<'a> Board<'a> {
             })
     }
 
+    /// Whether all ranks are free, and all messages for what is to come there, no later than on a
+    /// board with the same number of actions of each stage and kind.
+    pub(super) fn is_no_later_than(&self, other: &Self) -> bool {
+        let no_later = |own: &[f64], others: &[f64]| own.iter().zip(others).all(|(a, b)| a <= b);
+        let last = self.problem.size.microbatches - 1;
+        let mut stages = self.next.iter().enumerate();
+        no_later(&self.free, &other.free)
+            && stages.all(|(stage, next)| {
+                [FORWARD, INPUT].into_iter().all(|kind| {
+                    let first = self.index(kind, stage, next[kind]);
+                    let open = first..=self.index(kind, stage, last);
+                    no_later(&self.ready[open.clone()], &other.ready[open])
+                })
+            })
+    }
+
     /// Whether stages of a rank compete for its memory.
     pub(super) fn is_short(&self, rank: usize) -> bool {
         let stages = self.problem.stages[rank].len();

@@ -1,6 +1,6 @@
 //! Orders of actions as lists of numbers, for a search that times thousands of them.
 
-use super::{Candidate, Memory};
+use super::{Memory, search::Candidate};
 use crate::{Action, Costs, Kind, MicrobatchId, Schedule, StageId, memory::Change};
 
 /// No action.

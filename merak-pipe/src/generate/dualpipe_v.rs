@@ -68,7 +68,7 @@ impl Order {
             o.weight_grad();
             o.forward(BACK);
         });
-        // A forward at once with every backward, but for the first on the rank where the V turns:
+        // A forward at once with every backward except the first on the rank where the V turns:
         // the backward has its message at once, while others wait for the forward.
         for turn in 0..microbatches - ranks - behind {
             if turn == 0 && behind == 0 {

@@ -1,11 +1,12 @@
 //! Streams of ranks that run several stages.
 //!
-//! A rank then talks to a neighbour for several hops at once, and the natural places of sends and
-//! receives can wait for each other. Here all ranks agree on one order of everything instead:
-//! actions by the time at which they start when each takes one unit, and each message directly
-//! before the action that takes it. Both ends put the message at that place, so the first thing
-//! that is not yet done in the common order can always be done. Two actions that run at once take
-//! their messages at one place, the forward's first.
+//! Such a rank exchanges messages of several stages with the same neighbour. With sends and
+//! receives beside their actions, as in `natural.rs`, two ranks could wait for each other. Here
+//! all ranks use one common order instead: actions by the time at which they start when each
+//! takes one unit, and each message directly before the action that reads it. Sender and receiver
+//! put a message at the same place, so the first instruction of the common order that is not yet
+//! done can always run. Two actions that run at once read their messages at one place, first that
+//! of the forward.
 
 use super::Lowering;
 use crate::{
@@ -102,8 +103,8 @@ impl Lowering<'_> {
         Ok(times)
     }
 
-    /// The message from another rank that comes with an action: an `R` directly before its backward
-    /// takes that of the backward.
+    /// The message from another rank that an action reads. A recomputation directly before its
+    /// backward reads the message of the backward.
     fn taken(&self, action: Action) -> Option<Tag> {
         if action.kind != Kind::Recompute {
             return self.received(action);

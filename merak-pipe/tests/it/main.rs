@@ -9,7 +9,7 @@
 //! - `auto`: the searched schedule against the named ones.
 //! - `engine`: every schedule gives the bits of a plain sequential run, and a fault ends all ranks.
 //! - `compare`: the comparison with a step without a pipeline, and the modules that it finds wrong.
-//! - `candle`: stages of a candle model.
+//! - `tensors`: stages of a model over any library with autograd: `candle`, `tch`.
 //! - `pairs`: forwards and backwards that run at once.
 //! - `groups`: the same over process groups of merak-mpu.
 //! - `solved`: small pipelines whose shortest schedules a solver has found.
@@ -29,4 +29,10 @@ mod schedules;
 mod shapes;
 mod shared;
 mod solved;
+#[cfg(feature = "tch")]
+mod tch;
+// `cfg(test)` tells clippy that its functions are bodies of tests.
+#[cfg(test)]
+#[cfg(any(feature = "candle", feature = "tch"))]
+mod tensors;
 mod validator;

@@ -20,7 +20,7 @@ pub(super) fn unary(site: &Site<'_>) -> NodePlacement {
 
 /// Keeps the split and draws this rank's part of the whole mask.
 ///
-/// The mask is a function of one global sample index per row, so samples stay together, and a slice
+/// The mask is a function of one sample number per row, so samples stay together, and a slice
 /// is contiguous, so fused parts are joined first.
 pub(super) fn dropout(site: &Site<'_>, dropout: &DropoutSpec) -> NodePlacement {
     let Some(shard) = site.shard(0) else {

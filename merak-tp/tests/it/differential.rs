@@ -5,7 +5,7 @@ use crate::{
     support::{gpt2, llama, model},
 };
 use merak_tp::{LayerLists, default_lists, rewrite};
-use merak_trace::{DType, models::TraceOptions};
+use merak_trace::{Axis, DType, Placement, models::TraceOptions};
 use serde_json::{Value as Json, json};
 
 fn options() -> TraceOptions {
@@ -126,8 +126,8 @@ fn t5_whose_table_of_relative_positions_is_cut_by_heads() {
     let table = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
     let table = split.graph.find_param(table).unwrap();
     assert_eq!(
-        split.graph.param(table).placement,
-        merak_trace::Placement::shard(1, 4)
+        *split.graph.param(table).placements.on(Axis::Tensor),
+        Placement::shard(1, 4)
     );
 }
 

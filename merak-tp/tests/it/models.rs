@@ -3,7 +3,7 @@
 use crate::support::{gpt2, llama, model, shapes, split_model};
 use merak_tp::{LayerLists, cuts, default_lists, rewrite};
 use merak_trace::{
-    Graph, Op, Placement,
+    Axis, Graph, Op, Placement,
     models::TraceOptions,
     op::AxisSlice,
     render::{self, Format},
@@ -104,7 +104,7 @@ fn a_fused_projection_is_placed_in_three_parts() {
     let split = split_model(&gpt2(1, 0.0, true), &TraceOptions::training(2, 8), 2);
     let placement = |name: &str| {
         let id = split.graph.find_param(name).unwrap();
-        split.graph.param(id).placement.clone()
+        split.graph.param(id).placements.on(Axis::Tensor).clone()
     };
     let Placement::Shard(weight) = placement("transformer.h.0.attn.c_attn.weight") else {
         panic!("it is split")
@@ -150,7 +150,7 @@ fn split_heads_draw_their_part_of_the_mask_under_the_same_key() {
     );
     let slices: Vec<_> = after.iter().map(|(_, dropout)| dropout.slice).collect();
     let heads = Some(AxisSlice {
-        axis: merak_trace::Axis::Tensor,
+        axis: Axis::Tensor,
         dim: 1,
         full: 4,
     });
@@ -248,10 +248,7 @@ fn the_cuts_of_one_rank_are_those_of_several() {
         let cuts = cuts(&graph, &lists).unwrap();
         assert!(!cuts.is_empty());
         for param in rewrite(&graph, &lists, 2).unwrap().graph.params() {
-            let expected = match &param.placement {
-                Placement::Shard(shard) => Some(shard),
-                _ => None,
-            };
+            let expected = param.placements.on(Axis::Tensor).as_shard();
             assert_eq!(cuts.get(&param.name), expected, "{}", param.name);
         }
     }

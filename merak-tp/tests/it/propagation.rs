@@ -3,10 +3,14 @@
 use crate::support::{apply, input, linear, lists, shapes, split, trace};
 use merak_tp::{Rewritten, rewrite};
 use merak_trace::{
-    Graph, Init, Op, ParamRole, Placement,
+    Axis, Graph, Init, Op, ParamId, ParamRole, Placement,
     fx::{Module, Symbol},
     op::{Activation, Attention, AxisSlice, Rope, WeightLayout},
 };
+
+fn placement(split: &Rewritten, param: ParamId) -> Placement {
+    split.graph.param(param).placements.on(Axis::Tensor).clone()
+}
 
 /// The operations after a column layer of 16 features over `[2, 3, 8]`, split in two, and before a
 /// row layer.
@@ -93,7 +97,7 @@ fn a_row_layer_adds_its_bias_once_after_the_sum() {
         ["linear [2, 8]", "all_reduce [2, 8]"]
     );
     let weight = split.graph.find_param("row.weight").unwrap();
-    assert_eq!(split.graph.param(weight).placement, Placement::shard(0, 16));
+    assert_eq!(placement(&split, weight), Placement::shard(0, 16));
 }
 
 #[test]
@@ -155,7 +159,7 @@ fn a_vector_added_to_split_features_is_split_with_them() {
     });
     assert_eq!(lines, ["add [2, 3, 8]"]);
     let shift = split.graph.find_param("shift").unwrap();
-    assert_eq!(split.graph.param(shift).placement, Placement::shard(0, 16));
+    assert_eq!(placement(&split, shift), Placement::shard(0, 16));
 }
 
 #[test]
@@ -190,7 +194,7 @@ fn dropout_draws_a_slice_of_the_whole_mask() {
     assert_eq!(
         slice,
         Some(AxisSlice {
-            axis: merak_trace::Axis::Tensor,
+            axis: Axis::Tensor,
             dim: 2,
             full: 16
         })
@@ -285,14 +289,9 @@ fn pieces_of_a_fused_layer_are_split_one_by_one() {
     assert_eq!(lines, ["split [2, 3, 2]", "concat [2, 3, 8]"]);
     assert_eq!(split.report.modules[0].parts, 2);
     // The row layer's matrix is cut in the order in which the pieces arrive.
-    let Placement::Shard(shard) = &split
-        .graph
-        .param(split.graph.find_param("row.weight").unwrap())
-        .placement
-    else {
-        panic!("it is split")
-    };
-    assert_eq!(shard.parts, [12, 4]);
+    let weight = split.graph.find_param("row.weight").unwrap();
+    let shard = placement(&split, weight);
+    assert_eq!(shard.as_shard().unwrap().parts, [12, 4]);
 }
 
 #[test]
@@ -562,5 +561,6 @@ fn a_tied_matrix_that_is_whole_elsewhere_is_sliced_where_it_is_split() {
         "all_gather [2, 3, 12]",
     ];
     assert_eq!(shapes(&split.graph), expected);
-    assert_eq!(split.graph.params()[0].placement, Placement::Replicate);
+    let placements = &split.graph.params()[0].placements;
+    assert_eq!(*placements.on(Axis::Tensor), Placement::Replicate);
 }

@@ -2,7 +2,7 @@
 
 use merak_mpu::{Group, into_vec, testing::world};
 use merak_trace::{
-    Axis, AxisGroups, Batch, DType, GradSlot, GradStore, Graph, Init, Interpreter, Param,
+    Axis, AxisGroups, Batch, Coord, DType, GradSlot, GradStore, Graph, Init, Interpreter, Param,
     RecomputePlan, RunContext, SharedBackend, SingleRank, StageCuts, StageProgram, TensorType,
     backend::candle::Candle,
 };
@@ -18,14 +18,14 @@ pub(crate) struct Step {
 
 /// Runs a graph that nothing is split in.
 pub(crate) fn on_one_rank(graph: &Graph) -> Step {
-    step(graph, 0, 1, Arc::new(SingleRank))
+    step(graph, 0, Arc::new(SingleRank))
 }
 
 /// Runs a split graph on `degree` ranks.
 pub(crate) fn on_ranks(graph: &Graph, degree: usize) -> Vec<Step> {
     world(degree, |member| {
         let group = member.world_group().expect("every rank is in the world");
-        step(graph, group.rank(), degree, Arc::new(TensorGroup(group)))
+        step(graph, group.rank(), Arc::new(TensorGroup(group)))
     })
 }
 
@@ -48,7 +48,7 @@ pub(crate) fn assert_same(whole: &Graph, split: &Graph, degree: usize) {
             expected.loss
         );
         for param in split.params() {
-            let wanted = slice(param, &expected.grads[&param.name], rank, degree);
+            let wanted = slice(param, &expected.grads[&param.name], rank);
             let found = &step.grads[&param.name];
             let difference: Vec<_> = found.iter().zip(&wanted).map(|(a, b)| a - b).collect();
             let off = norm(&difference) / norm(&wanted).max(floor);
@@ -71,7 +71,7 @@ impl AxisGroups for TensorGroup {
     }
 }
 
-fn step(graph: &Graph, rank: usize, degree: usize, groups: Arc<dyn AxisGroups>) -> Step {
+fn step(graph: &Graph, rank: usize, groups: Arc<dyn AxisGroups>) -> Step {
     let backend: SharedBackend = Arc::new(Candle::new(1).expect("threads start"));
     let program = StageProgram::training(
         graph,
@@ -89,7 +89,7 @@ fn step(graph: &Graph, rank: usize, degree: usize, groups: Arc<dyn AxisGroups>) 
         .params()
         .iter()
         .map(|param| {
-            let data = slice(param, &start(param), rank, degree);
+            let data = slice(param, &start(param), rank);
             backend
                 .from_bytes(&param.local, &bytes_of(&data))
                 .expect("as many as the type needs")
@@ -110,8 +110,7 @@ fn step(graph: &Graph, rank: usize, degree: usize, groups: Arc<dyn AxisGroups>) 
         step: 3,
         sample_base: 4,
         training: true,
-        tensor_rank: rank,
-        ..RunContext::default()
+        place: Coord::default().with(Axis::Tensor, rank),
     };
     let mut forwarded = runner
         .forward(&params, &batch(&backend, graph), Vec::new(), context)
@@ -152,18 +151,13 @@ fn start(param: &Param) -> Vec<f64> {
 }
 
 /// A rank's slice of a whole parameter, or of its gradient.
-fn slice(param: &Param, whole: &[f64], rank: usize, degree: usize) -> Vec<f64> {
+fn slice(param: &Param, whole: &[f64], rank: usize) -> Vec<f64> {
     let mut local = vec![0.0; param.local.numel()];
-    for part in param.placement.local_boxes(&param.full, rank, degree) {
-        let (outer, inner) = (param.full.outer(part.dim), param.full.inner(part.dim));
-        let (from_size, to_size) = (param.full.shape[part.dim], param.local.shape[part.dim]);
-        for row in 0..outer {
-            for index in 0..part.size[part.dim] {
-                let from = (row * from_size + part.offset[part.dim] + index) * inner;
-                let to = (row * to_size + part.local_start + index) * inner;
-                local[to..to + inner].copy_from_slice(&whole[from..from + inner]);
-            }
-        }
+    let place = Coord::default().with(Axis::Tensor, rank);
+    for part in param.placements.local_boxes(&param.full, place) {
+        let from = part.full_ranges(&param.full.shape).flatten();
+        let to = part.local_ranges(&param.local.shape).flatten();
+        to.zip(from).for_each(|(to, from)| local[to] = whole[from]);
     }
     local
 }

@@ -15,7 +15,7 @@ impl Past {
     /// The backend's own store of these, empty at first.
     ///
     /// # Panics
-    /// The store holds another type: one backend uses one type.
+    /// If the store holds another type: one backend uses one type.
     pub fn store<S: Default + Send + Sync + 'static>(&mut self) -> &mut S {
         let store = self.store.get_or_insert_with(|| Box::new(S::default()));
         store

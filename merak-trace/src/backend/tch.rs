@@ -3,8 +3,8 @@
 //! Values are libtorch tensors, which may be strided: a transpose, a split or a reshape is a view
 //! of its operand. Operations of the graph map to ATen's fused kernels, forward and backward
 //! (attention, layer norm, gelu, softmax, embeddings); an operation without a kernel in libtorch is
-//! composed of ATen operations. Dropout masks are drawn on the host by this crate's own generator,
-//! so they are the masks of every backend.
+//! composed of ATen operations. This crate's own generator draws dropout masks on the host, so all
+//! backends have the same masks.
 //!
 //! | element type | parameters | gradients, statistics of norms, sums |
 //! |---|---|---|
@@ -39,7 +39,7 @@ use crate::{
     Backend, Call, Error, GradStore, Param, ParamStore, Result, TensorType, Value,
     kernels::Threads, value::MemoryMeter,
 };
-use merak_mpu::{Buffer, DType};
+use merak_mpu::{Buffer, DType, tch::reason_of};
 pub use optimizer::{AdamScalars, SgdScalars, StepRange};
 use std::{any::Any, cell::Cell};
 use storage::{Handle, TchBuffer, kind_of, shape_of};
@@ -101,7 +101,8 @@ impl Tch {
         self.device == Device::Cpu
     }
 
-    /// Sets the calling thread's share of compute threads; OpenMP keeps the number per thread.
+    /// Sets the number of compute threads for calls from this thread. OpenMP keeps that number for
+    /// each calling thread.
     fn enter(&self) {
         thread_local! {
             static NUM_THREADS: Cell<usize> = const { Cell::new(0) };
@@ -141,21 +142,9 @@ fn cuda(index: usize) -> Result<Device> {
 
 /// An error of libtorch, at a node.
 fn at(node: &str) -> impl Fn(tch::TchError) -> Error + '_ {
-    move |error| {
-        let text = match error {
-            tch::TchError::Torch(text) => text,
-            other => other.to_string(),
-        };
-        // The rest is a stack trace.
-        let reason = text.lines().next().unwrap_or_default();
-        let reason = reason
-            .split("Exception raised from")
-            .next()
-            .unwrap_or(reason);
-        Error::Backend {
-            node: node.to_owned(),
-            reason: reason.trim_end().to_owned(),
-        }
+    move |error| Error::Backend {
+        node: node.to_owned(),
+        reason: reason_of(&error),
     }
 }
 

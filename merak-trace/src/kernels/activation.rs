@@ -12,7 +12,7 @@ use super::{Activation, Float, Threads};
 ///
 /// # Panics
 ///
-/// The lengths differ.
+/// If the lengths differ.
 pub fn activation<T: Float>(threads: &Threads, kind: Activation, x: &[T], y: &mut [T]) {
     match kind {
         Activation::Relu => map(threads, x, y, |x| if x < T::ZERO { T::ZERO } else { x }),
@@ -27,7 +27,7 @@ pub fn activation<T: Float>(threads: &Threads, kind: Activation, x: &[T], y: &mu
 ///
 /// # Panics
 ///
-/// The lengths differ.
+/// If the lengths differ.
 pub fn activation_grad<T: Float>(
     threads: &Threads,
     kind: Activation,
@@ -66,7 +66,7 @@ pub fn activation_grad<T: Float>(
 ///
 /// # Panics
 ///
-/// The lengths differ.
+/// If the lengths differ.
 pub fn silu_mul<T: Float>(threads: &Threads, gate: &[T], up: &[T], y: &mut [T]) {
     map2(threads, gate, up, y, |gate, up| gate * gate.sigmoid() * up);
 }
@@ -75,7 +75,7 @@ pub fn silu_mul<T: Float>(threads: &Threads, gate: &[T], up: &[T], y: &mut [T]) 
 ///
 /// # Panics
 ///
-/// The lengths differ.
+/// If the lengths differ.
 pub fn silu_mul_grad<T: Float>(
     threads: &Threads,
     gate: &[T],
@@ -121,7 +121,8 @@ fn gelu_argument<T: Float>(x: T) -> (T, T) {
     )
 }
 
-/// The sigmoid and its derivative, which loses no digits where the sigmoid is nearly one.
+/// The sigmoid `s` and its derivative. The derivative is not computed as `s (1 - s)`, which loses
+/// digits where `s` is nearly one.
 #[inline(always)]
 fn sigmoid_and_slope<T: Float>(x: T) -> (T, T) {
     let small = Float::exp(if x > T::ZERO { -x } else { x });

@@ -26,7 +26,7 @@ const CHUNK: usize = 32 * 1024;
 ///
 /// # Panics
 ///
-/// The lengths do not fit.
+/// If the lengths do not fit.
 pub fn cross_entropy<T: Float>(
     threads: &Threads,
     logits: &[T],
@@ -80,7 +80,7 @@ pub fn cross_entropy<T: Float>(
 ///
 /// # Panics
 ///
-/// The lengths do not fit.
+/// If the lengths do not fit.
 pub fn cross_entropy_grad<T: Float>(
     threads: &Threads,
     logits: &[T],
@@ -107,7 +107,7 @@ pub fn cross_entropy_grad<T: Float>(
 ///
 /// # Panics
 ///
-/// The lengths do not fit.
+/// If the lengths do not fit.
 pub fn cross_entropy_grad_in_place<T: Float>(
     threads: &Threads,
     labels: &[i64],

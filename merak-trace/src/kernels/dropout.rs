@@ -92,7 +92,7 @@ impl SampleSlice {
 ///
 /// # Panics
 ///
-/// The lengths differ or are not a whole number of samples.
+/// If the lengths differ or are not a whole number of samples.
 pub fn dropout<T: Float>(
     threads: &Threads,
     dropout: DropoutMask,

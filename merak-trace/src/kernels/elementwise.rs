@@ -14,7 +14,7 @@ pub(super) const CHUNK: usize = 16 * 1024;
 ///
 /// # Panics
 ///
-/// The lengths differ.
+/// If the lengths differ.
 pub fn add<T: Float>(threads: &Threads, x: &[T], y: &[T], out: &mut [T]) {
     map2(threads, x, y, out, |x, y| x + y);
 }
@@ -23,7 +23,7 @@ pub fn add<T: Float>(threads: &Threads, x: &[T], y: &[T], out: &mut [T]) {
 ///
 /// # Panics
 ///
-/// The lengths differ.
+/// If the lengths differ.
 pub fn add_assign<T: Float>(threads: &Threads, x: &[T], out: &mut [T]) {
     update(threads, x, out, |out, x| out + x);
 }
@@ -32,7 +32,7 @@ pub fn add_assign<T: Float>(threads: &Threads, x: &[T], out: &mut [T]) {
 ///
 /// # Panics
 ///
-/// The lengths differ.
+/// If the lengths differ.
 pub fn mul<T: Float>(threads: &Threads, x: &[T], y: &[T], out: &mut [T]) {
     map2(threads, x, y, out, |x, y| x * y);
 }
@@ -41,7 +41,7 @@ pub fn mul<T: Float>(threads: &Threads, x: &[T], y: &[T], out: &mut [T]) {
 ///
 /// # Panics
 ///
-/// The lengths differ.
+/// If the lengths differ.
 pub fn scale<T: Float>(threads: &Threads, factor: T, x: &[T], out: &mut [T]) {
     map(threads, x, out, |x| factor * x);
 }
@@ -54,7 +54,7 @@ pub fn scale<T: Float>(threads: &Threads, factor: T, x: &[T], out: &mut [T]) {
 ///
 /// # Panics
 ///
-/// The lengths differ or are not a whole number of blocks.
+/// If the lengths differ or are not a whole number of blocks.
 pub fn add_suffix<T: Float>(threads: &Threads, x: &[T], rhs: &[T], out: &mut [T]) {
     assert_eq!(x.len(), out.len(), "sums have the length of their terms");
     let Some(block) = (!rhs.is_empty()).then_some(rhs.len()) else {

@@ -69,7 +69,7 @@ impl TableRows {
 ///
 /// # Panics
 ///
-/// The lengths do not fit.
+/// If the lengths do not fit.
 pub fn embedding<T: Float, W: Operand<T>>(
     threads: &Threads,
     rows: &TableRows,
@@ -108,7 +108,7 @@ pub fn embedding<T: Float, W: Operand<T>>(
 ///
 /// # Panics
 ///
-/// The lengths do not fit.
+/// If the lengths do not fit.
 pub fn embedding_grad<T: Float>(
     threads: &Threads,
     rows: &TableRows,

@@ -93,7 +93,7 @@ impl<T> Start<'_, T> {
 ///
 /// # Panics
 ///
-/// The shapes do not fit each other.
+/// If the shapes do not fit each other.
 pub fn gemm<T: Float, W: Operand<T>>(
     threads: &Threads,
     alpha: T,
@@ -106,6 +106,59 @@ pub fn gemm<T: Float, W: Operand<T>>(
     product(threads, alpha, a, b, write.into(), c);
 }
 
+/// A factor of [`multiply`].
+#[derive(Debug, Clone, Copy)]
+pub struct Factor<'a> {
+    /// The elements, row by row.
+    pub values: &'a [f32],
+    /// Whether they lie column by column instead.
+    pub is_transposed: bool,
+}
+
+impl<'a> Factor<'a> {
+    fn view(self, rows: usize, cols: usize) -> MatRef<'a, f32> {
+        if self.is_transposed {
+            MatRef::new(self.values, cols, rows).transposed()
+        } else {
+            MatRef::new(self.values, rows, cols)
+        }
+    }
+}
+
+/// Computes `c = a b` in `f32`.
+///
+/// Each element is one sum, in an order that depends on the shapes alone.
+///
+/// # Shapes
+///
+/// `sides` are `[M, K, N]`; `a: [M, K]`, `b: [K, N]`, `c: [M, N]`.
+///
+/// # Panics
+///
+/// A slice has fewer elements.
+///
+/// # Examples
+///
+/// ```
+/// use merak_trace::{Factor, Threads, multiply};
+///
+/// let rows = Factor { values: &[1.0, 2.0, 3.0, 4.0], is_transposed: false };
+/// let columns = Factor { is_transposed: true, ..rows };
+/// let mut c = [0.0; 4];
+/// multiply(&Threads::one(), [2, 2, 2], rows, columns, &mut c);
+/// assert_eq!(c, [5.0, 11.0, 11.0, 25.0]);
+/// ```
+pub fn multiply(
+    threads: &Threads,
+    [m, k, n]: [usize; 3],
+    a: Factor<'_>,
+    b: Factor<'_>,
+    c: &mut [f32],
+) {
+    let (a, b) = (a.view(m, k), b.view(k, n));
+    gemm(threads, 1.0, a, b, Write::Replace, MatMut::new(c, m, n));
+}
+
 /// Computes `c = a b + bias` with the bias added to every row.
 ///
 /// # Shapes
@@ -114,7 +167,7 @@ pub fn gemm<T: Float, W: Operand<T>>(
 ///
 /// # Panics
 ///
-/// The shapes do not fit each other.
+/// If the shapes do not fit each other.
 pub fn gemm_bias<T: Float, W: Operand<T>>(
     threads: &Threads,
     a: MatRef<'_, T>,
@@ -184,7 +237,7 @@ fn on_registers<'c, T: Float, W: Operand<T>>(
 ///
 /// # Panics
 ///
-/// The shapes do not fit each other.
+/// If the shapes do not fit each other.
 pub fn gemm_batched<'a, T: Float>(
     threads: &Threads,
     alpha: T,
@@ -225,6 +278,19 @@ pub(super) fn gemm_inline<T: Float>(
         alpha,
         Par::Seq,
     );
+}
+
+/// Computes a small product, so that the calling thread has the scratch memory that faer keeps for
+/// each thread until it ends. Its size follows from the caches that faer finds, and goes from 4 MiB
+/// up to twice the caches of the machine; products touch a small part of it.
+pub fn take_product_scratch() {
+    // Products of fewer elements need none.
+    const SIDE: usize = 64;
+    let ones = vec![1.0_f32; SIDE * SIDE];
+    let mut out = vec![0.0_f32; SIDE * SIDE];
+    let operand = MatRef::new(&ones, SIDE, SIDE);
+    let out = MatMut::new(&mut out, SIDE, SIDE);
+    gemm_inline(1.0, operand, operand, Write::Replace, out);
 }
 
 /// A piece of the output with its place.

@@ -90,7 +90,7 @@ impl TensorBox<'_> {
 ///
 /// # Panics
 ///
-/// The box is not part of the tensor, or `out` has another length.
+/// If the box is not part of the tensor, or `out` has another length.
 pub fn init<T: Float>(
     threads: &Threads,
     key: InitKey,

@@ -15,7 +15,7 @@ use super::{Float, Threads};
 ///
 /// # Panics
 ///
-/// The lengths do not fit.
+/// If the lengths do not fit.
 #[expect(clippy::too_many_arguments, reason = "three inputs, three outputs")]
 pub fn layer_norm<T: Float>(
     threads: &Threads,
@@ -84,7 +84,7 @@ pub fn layer_norm<T: Float>(
 ///
 /// # Panics
 ///
-/// The lengths do not fit.
+/// If the lengths do not fit.
 pub fn layer_norm_grad_input<T: Float>(
     threads: &Threads,
     dy: &[T],
@@ -135,7 +135,7 @@ pub fn layer_norm_grad_input<T: Float>(
 ///
 /// # Panics
 ///
-/// The lengths do not fit.
+/// If the lengths do not fit.
 pub fn layer_norm_grad_params<T: Float>(
     threads: &Threads,
     dy: &[T],

@@ -14,7 +14,7 @@ impl<'a, T: Copy> MatRef<'a, T> {
     ///
     /// # Panics
     ///
-    /// The rows overlap or `data` ends before the last one does.
+    /// If the rows overlap or `data` ends before the last one does.
     pub fn with_row_stride(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         Self {
             view: column_major(data, cols, rows, row_stride).transpose(),
@@ -25,7 +25,7 @@ impl<'a, T: Copy> MatRef<'a, T> {
     ///
     /// # Panics
     ///
-    /// `data` has fewer than `rows * cols` elements.
+    /// If `data` has fewer than `rows * cols` elements.
     pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
         Self::with_row_stride(data, rows, cols, cols)
     }
@@ -52,7 +52,7 @@ impl<'a, T: Copy> MatRef<'a, T> {
     ///
     /// # Panics
     ///
-    /// The matrix has fewer rows.
+    /// If the matrix has fewer rows.
     #[must_use]
     pub fn sub_rows(self, start: usize, len: usize) -> Self {
         Self {
@@ -64,7 +64,7 @@ impl<'a, T: Copy> MatRef<'a, T> {
     ///
     /// # Panics
     ///
-    /// The matrix has fewer columns.
+    /// If the matrix has fewer columns.
     #[must_use]
     pub fn sub_cols(self, start: usize, len: usize) -> Self {
         Self {
@@ -108,7 +108,7 @@ impl<'a, T: Float> MatMut<'a, T> {
     ///
     /// # Panics
     ///
-    /// The rows overlap or `data` ends before the last one does.
+    /// If the rows overlap or `data` ends before the last one does.
     pub fn with_row_stride(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         let columns = if rows <= 1 {
             faer::MatMut::from_column_major_slice_mut(&mut data[..rows * cols], cols, rows)
@@ -124,7 +124,7 @@ impl<'a, T: Float> MatMut<'a, T> {
     ///
     /// # Panics
     ///
-    /// `data` has fewer than `rows * cols` elements.
+    /// If `data` has fewer than `rows * cols` elements.
     pub fn new(data: &'a mut [T], rows: usize, cols: usize) -> Self {
         Self::with_row_stride(data, rows, cols, cols)
     }
@@ -143,7 +143,7 @@ impl<'a, T: Float> MatMut<'a, T> {
     ///
     /// # Panics
     ///
-    /// `at` is past the last row.
+    /// If `at` is past the last row.
     pub fn split_rows(self, at: usize) -> (Self, Self) {
         let (top, bottom) = self.view.split_at_row_mut(at);
         (Self { view: top }, Self { view: bottom })
@@ -153,7 +153,7 @@ impl<'a, T: Float> MatMut<'a, T> {
     ///
     /// # Panics
     ///
-    /// `at` is past the last column.
+    /// If `at` is past the last column.
     pub fn split_cols(self, at: usize) -> (Self, Self) {
         let (left, right) = self.view.split_at_col_mut(at);
         (Self { view: left }, Self { view: right })
@@ -187,7 +187,7 @@ impl<'a, T: Float> MatMut<'a, T> {
     ///
     /// # Panics
     ///
-    /// There is no such row.
+    /// If there is no such row.
     pub fn row_mut(&mut self, row: usize) -> &mut [T] {
         self.view
             .as_mut()

@@ -14,7 +14,7 @@ use super::{Float, KernelError, Threads};
 ///
 /// # Panics
 ///
-/// The shapes do not fit.
+/// If the shapes do not fit.
 pub fn relative_bias<T: Float>(
     threads: &Threads,
     heads: usize,
@@ -50,7 +50,7 @@ pub fn relative_bias<T: Float>(
 ///
 /// # Panics
 ///
-/// The shapes do not fit.
+/// If the shapes do not fit.
 pub fn relative_bias_grad<T: Float>(
     threads: &Threads,
     (heads, k_len): (usize, usize),

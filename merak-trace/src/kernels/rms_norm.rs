@@ -15,7 +15,7 @@ use super::{Float, Threads};
 ///
 /// # Panics
 ///
-/// The lengths do not fit.
+/// If the lengths do not fit.
 pub fn rms_norm<T: Float>(
     threads: &Threads,
     x: &[T],
@@ -58,7 +58,7 @@ pub fn rms_norm<T: Float>(
 ///
 /// # Panics
 ///
-/// The lengths do not fit.
+/// If the lengths do not fit.
 pub fn rms_norm_grad_input<T: Float>(
     threads: &Threads,
     dy: &[T],
@@ -104,7 +104,7 @@ pub fn rms_norm_grad_input<T: Float>(
 ///
 /// # Panics
 ///
-/// The lengths do not fit.
+/// If the lengths do not fit.
 pub fn rms_norm_grad_params<T: Float>(
     threads: &Threads,
     dy: &[T],

@@ -38,7 +38,7 @@ pub struct Turn<'a> {
 ///
 /// # Panics
 ///
-/// The lengths do not fit.
+/// If the lengths do not fit.
 pub fn rope<T: Float>(
     threads: &Threads,
     head_dim: usize,

@@ -17,7 +17,7 @@ const ROWS: usize = 64;
 ///
 /// # Panics
 ///
-/// The length of `x` is not a whole number of rows.
+/// If the length of `x` is not a whole number of rows.
 pub fn sum_rows<T: Float>(threads: &Threads, x: &[T], out: &mut [T]) {
     let cols = out.len();
     if cols == 0 {

@@ -22,8 +22,8 @@ pub(super) fn vectorize<R>(body: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(body)
 }
 
-/// Folds the elements of slices of one length: lane `j` takes the elements j, j + 64, ..
-/// and the lanes are then combined pairwise, in an order that depends on the length alone.
+/// Folds slices of equal length. Lane `j` folds the elements j, j + 64, j + 128 and so on; pairs of
+/// lanes are then combined until one is left. The order depends on the length alone.
 #[inline(always)]
 fn fold<T: Float, const N: usize>(
     slices: [&[T]; N],
@@ -47,7 +47,7 @@ fn fold<T: Float, const N: usize>(
             |lane| step(body[lane], array::from_fn(|s| blocks[s][lane])),
         );
     }
-    // A copy, so that the lanes of the loop above stay in registers.
+    // A copy of the lanes, so that the compiler can keep those of the loop above in registers.
     let mut lanes = body;
     for (lane, i) in lanes.iter_mut().zip(full..len) {
         *lane = step(*lane, array::from_fn(|s| slices[s][i]));

@@ -16,7 +16,7 @@ const CHUNK: usize = 16 * 1024;
 ///
 /// # Panics
 ///
-/// The lengths differ or are not a whole number of rows.
+/// If the lengths differ or are not a whole number of rows.
 pub fn softmax<T: Float>(threads: &Threads, cols: usize, x: &[T], y: &mut [T]) {
     let chunk = chunk_len(cols, x.len(), y.len());
     threads.for_each(x.chunks(chunk).zip(y.chunks_mut(chunk)), |(x, y)| {
@@ -46,7 +46,7 @@ pub fn softmax<T: Float>(threads: &Threads, cols: usize, x: &[T], y: &mut [T]) {
 ///
 /// # Panics
 ///
-/// The lengths differ or are not a whole number of rows.
+/// If the lengths differ or are not a whole number of rows.
 pub fn softmax_grad<T: Float>(threads: &Threads, cols: usize, y: &[T], dy: &[T], dx: &mut [T]) {
     let chunk = chunk_len(cols, y.len(), dx.len());
     assert_eq!(y.len(), dy.len(), "one gradient per element");

@@ -63,7 +63,8 @@ pub struct SplitLayers {
     pub rows: &'static [&'static str],
     /// Layers by the ratio of their input to their output features, in place of names.
     pub ratios: &'static [(usize, usize, SplitKind)],
-    /// Size attributes of opaque modules that are divided by the degree.
+    /// Attributes that the degree divides in modules that a tracer keeps whole, such as a number of
+    /// heads. Merak records every operation, so they change nothing in its graphs.
     pub attributes: &'static [&'static str],
 }
 

@@ -84,7 +84,7 @@ mod tests {
     use super::INERT;
 
     #[test]
-    fn the_names_are_sorted_and_each_stands_once() {
+    fn the_names_are_sorted_and_each_occurs_once() {
         assert!(INERT.windows(2).all(|pair| pair[0] < pair[1]));
     }
 }

@@ -13,7 +13,7 @@ use merak_trainer::{
     CheckedArguments, Config, Error, Given, MerakTrainer, Plan, PlanInputs, Result, TrainerParts,
     Workload,
     data::{Dataset, LABELS, Sample, SampleTensor},
-    metrics::peak_resident_bytes,
+    metrics::{Screen, peak_resident_bytes},
     run_world,
 };
 use serde_json::json;
@@ -97,17 +97,22 @@ pub(crate) struct Gpt {
     lora_config: Option<String>,
 }
 
-pub(crate) fn run(bench: &Bench) -> Outcome {
-    world::expect_one("merak bench")?;
+pub(crate) fn run(bench: &Bench, screen: &Screen) -> Outcome {
+    if !matches!(bench, Bench::Collectives(_)) {
+        world::expect_one("merak bench")?;
+    }
     let lines = match bench {
         Bench::Gpt(gpt) => vec![gpt.run()?],
-        Bench::Collectives(collectives) => collectives.run()?,
+        Bench::Collectives(collectives) => collectives.run(screen)?,
         Bench::Generate(generate) => vec![generate.run()?],
         Bench::Pipeline(pipeline) => pipeline.run()?,
         Bench::Save(save) => vec![save.run()?],
     };
     let lines: Vec<_> = lines.iter().map(ToString::to_string).collect();
-    output::print(lines.join("\n"))?;
+    // Only the first of several processes has any.
+    if !lines.is_empty() {
+        output::print(lines.join("\n"))?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 

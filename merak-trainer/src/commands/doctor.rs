@@ -43,15 +43,14 @@ fn examine() -> Value {
     };
     let schedules = ScheduleKind::ALL.iter().map(|kind| kind.as_str());
     let schedules: Vec<_> = schedules.chain(["auto"]).collect();
-    json!({
+    let mut document = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "build": build,
         "system": format!("{} {}", consts::OS, consts::ARCH),
         "cores": thread::available_parallelism().map_or(1, std::num::NonZero::get),
         "vector_instructions": vector_instructions(),
         "memory_bytes": available_bytes(),
-        "engines": choices("distributed.engine"),
-        "launcher": world::describe(),
+        "engines": usable("distributed.engine"),
         "backends": usable("compute.backend"),
         "devices": usable("compute.device"),
         "optimizers": choices("optim"),
@@ -59,8 +58,14 @@ fn examine() -> Value {
         "model_types": models::known_families().collect::<Vec<_>>(),
         "checkpoint_format": merak_ckpt::format::VERSION,
         "default_text": default_text(),
-        "trial": trial().map_or_else(|error| chain(&error), |()| "passed".to_owned()),
-    })
+    });
+    let mut add = |name: &str, value| document[name] = value;
+    for (name, value) in world::describe() {
+        add(name, value);
+    }
+    let trial = trial().map_or_else(|error| chain(&error), |()| "passed".to_owned());
+    add("trial", trial.into());
+    document
 }
 
 /// The names that a key of this build takes.

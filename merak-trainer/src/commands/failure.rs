@@ -2,6 +2,7 @@
 
 use super::launch::RankFailed;
 use merak_ckpt::cli;
+use merak_mpu::Launch;
 use merak_trainer::{Error as RunError, chain, metrics::Screen};
 use std::{error::Error, io, process::ExitCode, thread, time::Duration};
 
@@ -15,6 +16,16 @@ pub(crate) type Outcome = Result<ExitCode, Failure>;
 /// How long a rank that leaves a message to another goes on: a launcher ends all ranks as soon as
 /// one has ended.
 const HEAD_START: Duration = Duration::from_secs(1);
+
+/// Whether another process tells what all processes of a launch meet alike, before any of them
+/// knows what it is to do. It has then had the time to.
+pub(crate) fn rank_0_tells() -> bool {
+    let tells = Launch::from_env().is_ok_and(|launch| launch.rank > 0);
+    if tells {
+        thread::sleep(HEAD_START);
+    }
+    tells
+}
 
 impl Failure {
     /// 2 where the command line, the configuration or an input is at fault, 1 where the run failed,
@@ -35,7 +46,9 @@ impl Failure {
     pub(crate) fn tell(&self, screen: &Screen) {
         let line = format!("error: {}", chain(self.0.as_ref()));
         match self.run_error() {
-            Some(RunError::OtherRank { .. }) if screen.is_of_rank() => screen.note(&line),
+            Some(RunError::OtherRank { is_told: true, .. }) if screen.is_of_rank() => {
+                screen.note(&line);
+            }
             Some(RunError::Told(_)) => {
                 screen.note(&line);
                 thread::sleep(HEAD_START);
@@ -70,7 +83,8 @@ mod tests {
         assert_eq!(
             failed(RunError::OtherRank {
                 rank,
-                cause: cause()
+                cause: cause(),
+                is_told: true,
             }),
             3
         );

@@ -168,7 +168,7 @@ fn of_start(error: io::Error) -> Failure {
     }
 }
 
-/// Has signals sent as events, but for those that were ignored at the start, as under `nohup`.
+/// Has signals sent as events, except those that were ignored at the start, as under `nohup`.
 fn listen(events: Sender<Event>) -> io::Result<()> {
     let in_words = |error: io::Error| {
         io::Error::new(error.kind(), format!("cannot listen for signals: {error}"))

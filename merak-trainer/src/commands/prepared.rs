@@ -10,7 +10,7 @@ use merak_ckpt::words::{Bytes, plain};
 use merak_trace::models::{self, Model, Objective};
 use merak_trainer::{
     CheckedArguments, Config, ConfigError, CostCache, CostModel, DataFormat, Error, FasterSchedule,
-    FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result, RunFolder,
+    FirstSteps, FolderError, MerakTrainer, Plan, PlanInputs, Prediction, Result, Room, RunFolder,
     SeqLength, TrainSchedule, TrainerParts, Workload, World,
     data::{Corpus, DataFingerprint, Dataset, Datasets, ModelInputs, Source, Tokenizer},
     keys, threads_per_rank,
@@ -36,6 +36,9 @@ pub(crate) struct Prepared {
     faster: Option<FasterSchedule>,
     description: String,
     datasets: Datasets,
+    /// What the process may use beside the data. Measuring costs leaves memory reserved, which the
+    /// run takes.
+    room: Room,
     fingerprint: Option<DataFingerprint>,
     /// Steps of the whole training.
     pub(crate) total_steps: usize,
@@ -186,6 +189,7 @@ impl Prepared {
             faster: None,
             description,
             datasets,
+            room: Room::of_process(),
             fingerprint,
             total_steps,
             model_files,
@@ -217,11 +221,10 @@ impl Prepared {
 
     /// Refuses what this machine's memory cannot hold.
     pub(crate) fn check_memory(&self) -> Result<()> {
-        self.plan.check_memory_beside(
-            &self.args,
-            &self.workloads(),
-            self.datasets.held_bytes as u64,
-        )
+        let data = self.datasets.held_bytes as u64;
+        let workloads = self.workloads();
+        self.plan
+            .check_memory_in(&self.args, &workloads, data, self.room)
     }
 
     /// The least memory of the run, for people.
@@ -407,7 +410,7 @@ impl Prepared {
 /// What this process has prepared, if all processes have prepared the same.
 fn prepared_alike(prepared: Result<Prepared>, config: &Config, world: &World) -> Result<Prepared> {
     let prepared = world.agree(prepared)?;
-    world.check_same("the configuration", &config.to_toml())?;
+    world.check_same("the configuration", &config.to_common_toml())?;
     world.check_same("the data", &format!("{:?}", prepared.fingerprint))?;
     Ok(prepared)
 }

@@ -445,7 +445,7 @@ const ACTION_BYTES: u64 = 48;
 /// Bytes that an action takes while it is simulated, beside those.
 const SIMULATED_BYTES: u64 = 72;
 
-/// Refuses so many actions where the memory of this process does not hold them.
+/// Refuses a number of actions that the memory of this process does not hold.
 fn check_room(actions: usize, bytes_each: u64) -> Result<(), Failure> {
     let needed = (actions as u64).saturating_mul(bytes_each);
     let available = merak_trainer::available_bytes();

@@ -1,7 +1,11 @@
 //! The processes that a launcher has started together with this one.
 
-use merak_mpu::{Built, ChosenEngine, EngineKind, Launch};
+#[cfg(feature = "nccl")]
+mod nccl;
+
+use merak_mpu::{Built, ChosenEngine, EngineKind, Launch, Member, tcp, threads};
 use merak_trainer::{Config, Device, EngineChoice, Error, Result, World, metrics::Screen};
+use serde_json::{Value, json};
 use std::time::Duration;
 
 /// Longest wait for the other processes where the configuration cannot be read.
@@ -14,27 +18,85 @@ const RENDEZVOUS: Duration = Duration::from_mins(1);
 /// Where the environment cannot be read, asks for what this build has no engine for, or the ranks
 /// do not come together.
 pub(crate) fn join(config: Option<&Config>, screen: &Screen) -> Result<World> {
-    let launch = Launch::from_env()?;
-    if launch.rank > 0 {
-        screen.of_rank(launch.rank);
-    }
+    let launch = launch(screen)?;
     let (engine, on_cuda) = config.map_or((EngineChoice::Auto, false), |config| {
         let arguments = config.arguments();
         let on_cuda = arguments.compute.device == Device::Cuda;
         (arguments.distributed.engine, on_cuda)
     });
-    match EngineKind::from(engine).choose(&launch, Built::here(), on_cuda) {
-        Ok(ChosenEngine::Threads) => Ok(World::of_threads()),
-        Ok(_) => {
-            let timeout = config.map_or(RENDEZVOUS, |config| {
-                Duration::from_secs_f64(config.arguments().distributed.timeout_s)
-            });
-            World::of_process(launch.join(timeout)?)
+    match choose(engine.into(), &launch, on_cuda)? {
+        ChosenEngine::Threads => Ok(World::of_threads()),
+        engine => {
+            let timeout = config.map(|config| config.arguments().distributed.timeout_s);
+            // A wait that is none is refused when the processes have met, once for all.
+            let timeout = timeout.and_then(|wait| Duration::try_from_secs_f64(wait).ok());
+            let timeout = timeout.filter(|wait| !wait.is_zero()).unwrap_or(RENDEZVOUS);
+            World::of_process(join_by(engine, &launch, timeout, config)?)
         }
-        // All processes meet this alike, and rank 0 tells it.
-        Err(error) if launch.rank > 0 => Err(Error::Told(Box::new(error.into()))),
-        Err(error) => Err(error.into()),
     }
+}
+
+/// What the launcher says; lines of another rank than the first are marked from here on.
+///
+/// # Errors
+/// Where the environment cannot be read.
+pub(crate) fn launch(screen: &Screen) -> Result<Launch> {
+    let launch = Launch::from_env()?;
+    if launch.rank > 0 {
+        screen.of_rank(launch.rank);
+    }
+    Ok(launch)
+}
+
+/// The engine for a launch in this build.
+fn choose(kind: EngineKind, launch: &Launch, on_cuda: bool) -> Result<ChosenEngine> {
+    let chosen = kind.choose(launch, Built::here(), on_cuda);
+    told_once(launch, chosen.map_err(Error::from))
+}
+
+/// What all processes meet alike; rank 0 tells it.
+pub(crate) fn told_once<T>(launch: &Launch, outcome: Result<T>) -> Result<T> {
+    outcome.map_err(|error| {
+        if launch.rank > 0 {
+            Error::Told(Box::new(error))
+        } else {
+            error
+        }
+    })
+}
+
+/// The ranks of this process in a world of `ranks` ranks, and their engine: all of them where it
+/// was started alone, else the one that the launcher says.
+///
+/// # Errors
+/// As [`join`].
+pub(crate) fn members(
+    kind: EngineKind,
+    launch: &Launch,
+    ranks: usize,
+) -> Result<(ChosenEngine, Vec<Member>)> {
+    let engine = choose(kind, launch, false)?;
+    let members = match engine {
+        ChosenEngine::Threads => threads::world(ranks, threads::WorldOptions::default()),
+        ChosenEngine::Tcp if launch.world_size == 1 => tcp::world(ranks, RENDEZVOUS)?,
+        engine => vec![launch.join(engine, RENDEZVOUS)?],
+    };
+    Ok((engine, members))
+}
+
+/// Joins the processes of a launch by the engine that was chosen.
+fn join_by(
+    engine: ChosenEngine,
+    launch: &Launch,
+    timeout: Duration,
+    config: Option<&Config>,
+) -> Result<Member> {
+    #[cfg(feature = "nccl")]
+    if engine == ChosenEngine::Nccl {
+        return nccl::join(launch, timeout, config);
+    }
+    let _ = config;
+    Ok(launch.join(engine, timeout)?)
 }
 
 /// The configuration of a command and its ranks, whose number fits the degrees.
@@ -65,28 +127,39 @@ pub(crate) fn expect_one(command: &str) -> Result<()> {
         "{command} runs its ranks as threads of one process, but {} processes were started: start one",
         launch.world_size
     ));
-    Err(if launch.rank > 0 {
-        Error::Told(Box::new(error))
-    } else {
-        error
-    })
+    told_once(&launch, Err(error))
 }
 
-/// What the launcher says, in a line for people.
-pub(crate) fn describe() -> String {
+/// What the launcher says, and the engine that a run would have, by name. What cannot be read or
+/// does not fit says so in its place.
+pub(crate) fn describe() -> Vec<(&'static str, Value)> {
     let launch = match Launch::from_env() {
         Ok(launch) => launch,
-        Err(error) => return error.to_string(),
+        Err(error) => return vec![("launcher", json!(error.to_string()))],
     };
-    let Some(launcher) = launch.launcher else {
-        return "none: ranks are threads of this process".to_owned();
-    };
-    let process = format!(
-        "{launcher}, process {} of {}",
-        launch.rank, launch.world_size
+    let launcher = launch.launcher.map(|launcher| launcher.to_string());
+    let none = "none: ranks are threads of this process".to_owned();
+    let chosen = EngineKind::Auto.choose(&launch, Built::here(), false);
+    let engine = chosen.map_or_else(|error| error.to_string(), |engine| engine.to_string());
+    let address = launch.address.as_deref().map_or_else(
+        || "none".to_owned(),
+        |host| match launch.port {
+            Some(port) => format!("{host}:{port}"),
+            None => host.to_owned(),
+        },
     );
-    match EngineKind::Auto.choose(&launch, Built::here(), false) {
-        Ok(engine) => format!("{process}, engine {engine}"),
-        Err(error) => format!("{process}: {error}"),
-    }
+    #[cfg_attr(
+        not(feature = "nccl"),
+        expect(unused_mut, reason = "no library is looked for")
+    )]
+    let mut found = vec![
+        ("engine", json!(engine)),
+        ("launcher", json!(launcher.unwrap_or(none))),
+        ("rank", json!(launch.rank)),
+        ("world_size", json!(launch.world_size)),
+        ("address_of_rank_0", json!(address)),
+    ];
+    #[cfg(feature = "nccl")]
+    found.push(("nccl", json!(nccl::describe())));
+    found
 }

@@ -15,12 +15,16 @@ use super::{
     schedule::TrainSchedule,
     setting::InputPath,
     special::{
-        AdapterName, Boundaries, Ratios, SeqLength, Temperature, ThreadsPerRank, TokenizerSource,
+        AdapterName, Boundaries, LrScales, Ratios, SeqLength, Temperature, ThreadsPerRank,
+        TokenizerSource,
     },
 };
 
 /// Upper bound on prefetch threads: more than any machine has cores is a typing mistake.
 const MAX_WORKERS: i64 = 1024;
+
+/// Upper bound on the repetitions of Muon's polynomial: each costs three products of matrices.
+const MAX_NS_STEPS: i64 = 100;
 
 /// About thirty years: adding it to a clock cannot overflow.
 const MAX_TIMEOUT_S: i64 = 1_000_000_000;
@@ -63,7 +67,7 @@ settings! {
         /// Boundaries of `partition_method = "custom"`: pp + 1 of them, from 0 to the number of
         /// shards.
         custom_partition: Option<Boundaries> = None,
-        /// What searches for stages and schedules, and predictions of step times, go by.
+        /// The costs that searches for stages and schedules, and predictions of step times, use.
         cost_model: CostSource = CostSource::Measured,
         /// File that keeps measured times; unset: `merak/costs.json` in the user's folder for
         /// caches.
@@ -180,21 +184,50 @@ settings! {
         max_steps: i64 = -1,
         /// Optimizer.
         optim: OptimizerKind = OptimizerKind::AdamW,
+        /// Short form of `optim = "adafactor"`.
+        adafactor: bool = false,
         /// Learning rate after warmup.
         learning_rate: f64 [at_least 0] = 5e-5,
-        /// Weight decay, decoupled under `adamw_torch` and added to the gradient under `adam` and
-        /// `sgd`; none on norm weights and on what has "bias" in its name.
+        /// Weight decay, added to the gradient under `adam` and `sgd` and decoupled under all other
+        /// rules; none on norm weights and on what has "bias" in its name.
         weight_decay: f64 [at_least 0] = 0.0,
-        /// Decay of Adam's first moment.
+        /// Parts of names: what has one of them in its name does not decay either.
+        no_decay_names: Option<Vec<String>> = None,
+        /// Factors of the learning rate by parts of names; of several parts that are in a
+        /// parameter's name, the longest counts.
+        lr_scales: LrScales = LrScales::default(),
+        /// Factor of the learning rate from a layer to the one below it; the head has 1, what lies
+        /// below all layers the least.
+        layerwise_lr_decay: f64 [more_than 0, at_most 1] = 1.0,
+        /// Decay of the first moment of Adam and LAMB.
         adam_beta1: f64 [at_least 0, less_than 1] = 0.9,
-        /// Decay of Adam's second moment.
+        /// Decay of their second moment.
         adam_beta2: f64 [at_least 0, less_than 1] = 0.999,
-        /// Adam's denominator offset.
+        /// Offset of their denominator.
         adam_epsilon: f64 [more_than 0] = 1e-8,
         /// Momentum of `optim = "sgd"`.
         sgd_momentum: f64 [at_least 0, less_than 1] = 0.0,
         /// Whether that momentum is Nesterov's.
         nesterov: bool = false,
+        /// Share of the momentum in the direction of `optim = "lion"`.
+        lion_beta1: f64 [at_least 0, less_than 1] = 0.9,
+        /// Decay of that momentum.
+        lion_beta2: f64 [at_least 0, less_than 1] = 0.99,
+        /// Under `optim = "adafactor"`, the power of the step that is the share of new squares in
+        /// the means of second moments.
+        adafactor_decay_rate: f64 [less_than 0] = -0.8,
+        /// Root mean square of an update above which Adafactor scales it down.
+        adafactor_clip_threshold: f64 [more_than 0] = 1.0,
+        /// What Adafactor adds to squares of gradients.
+        adafactor_epsilon: f64 [more_than 0] = 1e-30,
+        /// Momentum of `optim = "muon"`, which steps hidden matrices; all else takes AdamW.
+        muon_momentum: f64 [at_least 0, less_than 1] = 0.95,
+        /// Whether that momentum is Nesterov's.
+        muon_nesterov: bool = true,
+        /// Repetitions of the polynomial that makes Muon's steps orthogonal.
+        muon_ns_steps: usize [at_least 1, at_most MAX_NS_STEPS] = 5,
+        /// Smallest norm by which Muon divides a step.
+        muon_epsilon: f64 [more_than 0] = 1e-7,
         /// Largest global gradient norm; 0 or less switches clipping off.
         max_grad_norm: f64 = 1.0,
         /// Steps in a row without finite gradients after which a run ends; each of them changes
@@ -302,6 +335,9 @@ settings! {
     DistributedArguments under "distributed." {
         /// How ranks reach each other.
         engine: EngineChoice = EngineChoice::Auto,
+        /// File of NCCL's library, for the engine `nccl`; unset: `libnccl.so.2` or `libnccl.so`,
+        /// where the system finds libraries.
+        nccl_library: Option<PathBuf> = None,
         /// Seconds after which a wait for a peer ends as an error.
         timeout_s: f64 [more_than 0, at_most MAX_TIMEOUT_S] = 600.0,
     }
@@ -399,4 +435,16 @@ pub fn keys() -> impl Iterator<Item = &'static Key> {
     ]
     .into_iter()
     .flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_of_save_steps_names_its_default() {
+        let save_steps = keys().find(|key| key.name == "save_steps").unwrap();
+        let default = format!("unset: {SAVE_STEPS},");
+        assert!(save_steps.doc.contains(&default), "{}", save_steps.doc);
+    }
 }

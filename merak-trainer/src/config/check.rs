@@ -6,14 +6,17 @@ use std::{
 };
 
 use merak_ckpt::words::file;
+use merak_mpu::Built;
 use merak_partition::SplitMethod;
 use merak_pipe::Size;
-use merak_zero::LrSchedule;
+use merak_zero::{LrSchedule, OptimizerKind};
 
 use super::{
     arguments::{MerakArguments, keys},
     checked::CheckedArguments,
-    choice::{BackendChoice, CostSource, DataFormat, Device, PartitionMethod, RecomputeMode},
+    choice::{
+        BackendChoice, CostSource, DataFormat, Device, EngineChoice, PartitionMethod, RecomputeMode,
+    },
     range::Number,
     schedule::TrainSchedule,
     special::Ratios,
@@ -60,9 +63,14 @@ pub(crate) fn check(
     check_recompute(arguments, &checker)?;
     check_intervals(arguments, &checker)?;
     check_generation(arguments, &checker)?;
+    check_engine(arguments, &checker)?;
     check_compute(arguments, &checker)?;
     check_data(arguments, &checker)?;
-    Ok(CheckedArguments::of(arguments.clone()))
+    let mut arguments = arguments.clone();
+    if arguments.adafactor {
+        arguments.optim = OptimizerKind::Adafactor;
+    }
+    Ok(CheckedArguments::of(arguments))
 }
 
 /// The numbers of each key lie in the key's range.
@@ -249,6 +257,23 @@ fn stages_key(a: &MerakArguments) -> String {
     }
 }
 
+fn check_engine(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
+    let (engine, built) = (a.distributed.engine, Built::here());
+    let feature = match engine {
+        EngineChoice::Mpi if !built.mpi => "mpi",
+        EngineChoice::Nccl if !built.nccl => "nccl",
+        _ => return Ok(()),
+    };
+    let key = "distributed.engine";
+    Err(Error::Config(ConfigError::NotBuilt {
+        key,
+        found: format!("\"{engine}\""),
+        place: (checker.place)(key),
+        feature,
+        instead: "tcp",
+    }))
+}
+
 fn check_compute(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
     let compute = &a.compute;
     if compute.backend == BackendChoice::Tch && !cfg!(feature = "tch") {
@@ -374,6 +399,13 @@ fn check_optimization(a: &MerakArguments, checker: &Checker<'_>) -> Result<()> {
         "nesterov",
         a.nesterov,
         "false unless \"sgd_momentum\" is more than 0",
+    )?;
+    let is_free = matches!(a.optim, OptimizerKind::AdamW | OptimizerKind::Adafactor);
+    checker.require(
+        !a.adafactor || is_free,
+        "adafactor",
+        a.adafactor,
+        format_args!("false while \"optim\" is {}", a.optim),
     )?;
     let undivided = (a.gradient_predivide_factor - 1.0).abs() < f64::EPSILON;
     checker.require(

@@ -29,6 +29,8 @@ pub struct CheckedArguments {
 pub(crate) struct Host {
     /// The ranks there, ascending; each is a process.
     pub(crate) ranks: Vec<usize>,
+    /// How many of them may run on the cores of this process, its own included.
+    pub(crate) core_sharers: usize,
 }
 
 impl Deref for CheckedArguments {
@@ -66,6 +68,13 @@ impl CheckedArguments {
         self.host
             .as_ref()
             .map_or_else(|| self.world_size(), |host| host.ranks.len())
+    }
+
+    /// The number of ranks that the cores of this process are divided among.
+    pub(crate) fn core_sharers(&self) -> usize {
+        self.host
+            .as_ref()
+            .map_or_else(|| self.world_size(), |host| host.core_sharers)
     }
 
     /// The number of processes on this host that run these ranks.
@@ -214,6 +223,15 @@ impl CheckedArguments {
                 adam_epsilon: self.adam_epsilon,
                 sgd_momentum: self.sgd_momentum,
                 nesterov: self.nesterov,
+                lion_beta1: self.lion_beta1,
+                lion_beta2: self.lion_beta2,
+                adafactor_decay_rate: self.adafactor_decay_rate,
+                adafactor_clip_threshold: self.adafactor_clip_threshold,
+                adafactor_epsilon: self.adafactor_epsilon,
+                muon_momentum: self.muon_momentum,
+                muon_nesterov: self.muon_nesterov,
+                muon_ns_steps: self.muon_ns_steps,
+                muon_epsilon: self.muon_epsilon,
             },
             max_grad_norm: self.max_grad_norm,
             reduce_bucket_size: self.zero_reduce_bucket_size,
@@ -251,13 +269,21 @@ mod tests {
         };
         let here = |args: &CheckedArguments| {
             let by_place = args.pipeline_ranks_here();
-            (args.ranks_here(), args.processes_here(), by_place)
+            let counts = [
+                args.ranks_here(),
+                args.processes_here(),
+                args.core_sharers(),
+            ];
+            (counts, by_place)
         };
         let threads = CheckedArguments::of(arguments);
-        assert_eq!(here(&threads), (8, 1, vec![4, 4]));
+        assert_eq!(here(&threads), ([8, 1, 8], vec![4, 4]));
         // The ranks of a stage stand side by side.
         let ranks = vec![0, 1, 2, 5];
-        let processes = threads.on(Host { ranks });
-        assert_eq!(here(&processes), (4, 4, vec![3, 1]));
+        let processes = threads.on(Host {
+            ranks,
+            core_sharers: 2,
+        });
+        assert_eq!(here(&processes), ([4, 4, 2], vec![3, 1]));
     }
 }

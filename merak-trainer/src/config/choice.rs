@@ -88,7 +88,7 @@ choices! {
 }
 
 choices! {
-    /// What searches and predictions of step times go by.
+    /// The costs that searches and predictions of step times use.
     CostSource {
         /// Times of this machine, from a short run that is made once and kept.
         Measured = "measured",
@@ -165,8 +165,12 @@ choices! {
         Threads = "threads",
         /// Ranks are processes, over shared memory and sockets.
         Tcp = "tcp",
+        /// Ranks are processes, over an MPI library, in builds with the feature `mpi`.
+        Mpi = "mpi",
+        /// Ranks are processes with a CUDA device each, in builds with the feature `nccl`.
+        Nccl = "nccl",
     }
-    later ["mpi", "nccl"]
+    later []
 }
 
 impl From<EngineChoice> for EngineKind {
@@ -175,6 +179,8 @@ impl From<EngineChoice> for EngineKind {
             EngineChoice::Auto => Self::Auto,
             EngineChoice::Threads => Self::Threads,
             EngineChoice::Tcp => Self::Tcp,
+            EngineChoice::Mpi => Self::Mpi,
+            EngineChoice::Nccl => Self::Nccl,
         }
     }
 }

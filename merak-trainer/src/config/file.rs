@@ -12,6 +12,7 @@ use yaml_rust2::{Yaml, YamlLoader};
 
 use super::{
     arguments::SECTIONS,
+    folders::no_configuration,
     layer::{Entry, push_value},
     lines::{Lines, key_lines},
     origin::Origin,
@@ -21,6 +22,9 @@ use crate::error::{ConfigError, Error, Result};
 
 /// The entries of a file, in the file's order where its format keeps one.
 pub(crate) fn read(path: &Path) -> Result<Vec<Entry>> {
+    if path.is_dir() {
+        return Err(no_configuration(path).into());
+    }
     let text = read_text(path, MAX_CONFIG_BYTES).map_err(|source| Error::Read {
         path: path.to_path_buf(),
         source,

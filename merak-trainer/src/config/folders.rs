@@ -1,7 +1,15 @@
 //! Folders given in place of a file in them.
 
 use super::{Config, Origin, special::TokenizerSource};
-use std::path::{Path, PathBuf};
+use crate::error::ConfigError;
+use merak_ckpt::words::file;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// The configuration in use, in the folder of a run.
+pub(crate) const RESOLVED: &str = "config.resolved.toml";
 
 /// File name of the tokenizer in a model's folder.
 const TOKENIZER: &str = "tokenizer.json";
@@ -26,6 +34,47 @@ impl Config {
             let origin = self.origin("model.hf_dir").clone();
             self.origins.insert("data.tokenizer", origin);
         }
+    }
+}
+
+/// The error of a folder given in place of a configuration file, with the way on.
+pub(super) fn no_configuration(folder: &Path) -> ConfigError {
+    ConfigError::ConfigFolder {
+        path: folder.to_owned(),
+        advice: way_on(folder),
+    }
+}
+
+/// What a folder has that a configuration could be, or that one could name.
+fn way_on(folder: &Path) -> String {
+    // A checkpoint lies two levels below its run, and the folder of all checkpoints one.
+    let runs = folder.ancestors().take(3);
+    let mut resolved = runs.map(|run| run.join(RESOLVED));
+    if let Some(resolved) = resolved.find(|resolved| resolved.is_file()) {
+        let from = if resolved.parent() == Some(folder) {
+            "latest".to_owned()
+        } else {
+            file(folder)
+        };
+        let resolved = file(&resolved);
+        return format!(
+            "its run has {resolved}, and `merak train {resolved} --resume {from}` goes on with it"
+        );
+    }
+    if folder.join("config.json").is_file() {
+        return "it is that of a model: name it in a configuration file, as \"model.hf_dir\" to start from its weights, \
+            or as \"model.config\""
+            .to_owned();
+    }
+    let is_configuration = |path: &PathBuf| {
+        let extension = path.extension().and_then(|extension| extension.to_str());
+        matches!(extension, Some("toml" | "yaml" | "yml")) && path.is_file()
+    };
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let files = entries.map(|entry| entry.path()).filter(is_configuration);
+    match files.min() {
+        Some(first) => format!("name a file, for example {}", file(&first)),
+        None => "name a file (.toml, .yaml or .json)".to_owned(),
     }
 }
 

@@ -56,7 +56,7 @@ named_setting!(
 named_setting!(
     OptimizerKind: OptimizerKind::ALL.map(Self::as_str),
     |text: &str| text.parse().ok(),
-    later &["adafactor", "lion", "lamb", "muon"]
+    later &[]
 );
 
 named_setting!(

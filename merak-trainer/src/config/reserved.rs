@@ -53,8 +53,6 @@ pub(crate) const RESERVED: &[Reserved] = &[
     reserved("hysteresis", &["2"]),
     reserved("min_loss_scale", &["1"]),
     reserved("do_predict", FALSE),
-    reserved("adafactor", FALSE),
-    reserved("muon_momentum", &["0.95"]),
     reserved("logging_dir", NONE),
     Reserved {
         advice: ", or \"bf16\" for 16 bits",

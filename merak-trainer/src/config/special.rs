@@ -1,6 +1,7 @@
 //! Keys whose values have a shape of their own.
 
 use std::{
+    collections::BTreeMap,
     num::NonZeroUsize,
     path::{Path, PathBuf},
 };
@@ -293,10 +294,66 @@ impl Setting for Ratios {
     }
 }
 
+/// Factors of the learning rate by parts of parameters' names.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct LrScales(pub BTreeMap<String, f64>);
+
+impl LrScales {
+    /// The factor of a parameter.
+    pub(crate) fn of(&self, param: &str) -> f64 {
+        let named = self
+            .0
+            .iter()
+            .filter(|(part, _)| param.contains(part.as_str()));
+        named
+            .max_by_key(|(part, _)| part.len())
+            .map_or(1.0, |(_, scale)| *scale)
+    }
+}
+
+impl Setting for LrScales {
+    fn expected(_: Range) -> String {
+        "a table of numbers from 0 to 1e6 by parts of names".to_owned()
+    }
+
+    fn from_value(value: &Value) -> Result<Self, Refusal> {
+        let table = value.as_object().ok_or(Refusal::Type)?;
+        let scale = |(part, value): (&String, &Value)| {
+            let scale = f64::from_value(value)?;
+            if (0.0..=1e6).contains(&scale) {
+                Ok((part.clone(), scale))
+            } else {
+                Err(Refusal::Type)
+            }
+        };
+        table.iter().map(scale).collect::<Result<_, _>>().map(Self)
+    }
+
+    fn to_value(&self) -> Value {
+        let scales = self.0.iter();
+        Value::Object(
+            scales
+                .map(|(part, scale)| (part.clone(), scale.to_value()))
+                .collect(),
+        )
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn the_longest_part_of_a_name_gives_the_learning_rate() {
+        let scales = LrScales::from_text(r#"{"h": 2, "h.1": 0.5}"#).unwrap();
+        assert_eq!(scales.to_value(), json!({"h": 2.0, "h.1": 0.5}));
+        let of = ["h.1.w", "h.0.w", "wte"].map(|name| scales.of(name).to_bits());
+        assert_eq!(of, [0.5_f64, 2.0, 1.0].map(f64::to_bits));
+        for wrong in [r#"{"h": -1}"#, r#"{"h": "fast"}"#, "2", r#"{"h": 1e7}"#] {
+            assert_eq!(LrScales::from_text(wrong), Err(Refusal::Type), "{wrong}");
+        }
+    }
 
     #[test]
     fn ratios_are_one_or_many() {

@@ -11,8 +11,8 @@ use crate::{
     error::{Error, Result},
     machine::num_cores,
     network::Network,
-    plan::param_bytes,
-    stage::{Executor, Stage, StageParams, grad_store, stages},
+    plan::{ParamGroups, param_bytes},
+    stage::{Executor, Stage, StageParams, equipped, grad_store, stages},
     world::{ranks_at_once, run_ranks, threads_per_rank},
 };
 use merak_mpu::{Communicator, DType, Degrees, Member, Mpu, ReduceOp};
@@ -20,7 +20,7 @@ use merak_partition::RankPrograms;
 use merak_trace::{
     Batch, GradStore, Graph, RunContext, SharedBackend, StageProgram, TensorType, Value,
 };
-use merak_zero::{GlobalParams, ParamSpec, ZeroGroups, ZeroOptimizer};
+use merak_zero::{GlobalParams, ZeroGroups, ZeroOptimizer};
 use std::{
     collections::BTreeMap,
     ops::RangeInclusive,
@@ -206,24 +206,23 @@ impl<'a> Rank<'a> {
         let Executor {
             backend,
             optimizer_device,
-        } = Executor::new(args, mpu.rank(), threads)?;
+        } = Executor::new(args, mpu.locality(), threads)?;
         let table = &kinds.programs.params;
         let trained: Vec<_> = table.iter().filter(|param| param.trainable).collect();
         let sizes = trained.iter();
         let model = GlobalParams::new(sizes.map(|param| (param.name.clone(), param.local.numel())));
+        let groups = ParamGroups::new(args, graph);
         let specs = trained
             .iter()
             .enumerate()
-            .map(|(index, param)| ParamSpec::new(param.name.clone(), &param.local.shape, index));
+            .map(|(index, param)| groups.spec(param, index));
         let groups = ZeroGroups {
             data_sequence: mpu.data_sequence_parallel_group().clone(),
             model: mpu.model_parallel_group().clone(),
         };
-        let mut optimizer =
+        let optimizer =
             ZeroOptimizer::new(specs.collect(), model, args.zero_config(threads), groups)?;
-        if let Some(device) = optimizer_device {
-            optimizer = optimizer.on_device(device)?;
-        }
+        let optimizer = equipped(optimizer, optimizer_device, threads)?;
         let mut params = StageParams::new(&*backend, table, optimizer.layout())?;
         params.write_floats(&mut |_, values| {
             let values = values.iter_mut().enumerate();
@@ -234,7 +233,7 @@ impl<'a> Rank<'a> {
             batch: batch(graph),
             context: RunContext {
                 training: true,
-                tensor_rank: mpu.tensor_parallel_rank(),
+                place: mpu.coord(),
                 ..RunContext::default()
             },
             mpu,

@@ -4,10 +4,11 @@ use super::{AGREEMENT, CostCache, Doubt, Measurement, cache, measure};
 use crate::{
     config::CheckedArguments,
     error::Result,
-    memory::fits_beside_threads,
+    memory::{Shortage, shortage_beside_threads},
     network::Network,
     plan::{Draft, PlanInputs, SegmentedGraph, param_bytes},
 };
+use merak_ckpt::words::Bytes;
 use merak_trace::{Graph, Node, Op, StageProgram, TensorType, op::Cost};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -80,7 +81,22 @@ impl Profile {
         if let Some(found) = found.as_ref().filter(|found| found.doubt != Doubt::Open) {
             return Ok(Some(found.clone()));
         }
-        if !fits_beside_threads(args, measure::needed_bytes(&programs, args)) {
+        let needed = measure::needed_bytes(&programs, args);
+        if let Some(Shortage {
+            needed,
+            what,
+            available,
+        }) = shortage_beside_threads(args, needed)
+        {
+            let [needed, available] = [needed, available].map(Bytes);
+            let instead = match found {
+                Some(_) => "times that a run contradicted",
+                None => "counted operations",
+            };
+            tracing::warn!(
+                %needed, of = what, %available, instead,
+                "costs are not measured, as that needs more than this process may use"
+            );
             return Ok(found);
         }
         let mut profile = measure::profile(&graph, &programs, args)?;

@@ -178,7 +178,7 @@ impl Part {
         })
     }
 
-    /// Checks that another file has the same tensors but for their number of samples.
+    /// Checks that another file has the same tensors, whatever their number of samples.
     fn check_like(&self, other: &Self) -> Result<()> {
         let describe = |part: &Self, name: &String| {
             let tensor = part.tensors.get(name);

@@ -135,6 +135,14 @@ pub enum ConfigError {
         /// The option, its dash, and how it is written.
         message: String,
     },
+    /// A folder given in place of a configuration file.
+    #[error("the configuration {} is a folder: {advice}", file(path))]
+    ConfigFolder {
+        /// The folder.
+        path: PathBuf,
+        /// The way on.
+        advice: String,
+    },
     /// A configuration file whose name tells no format.
     #[error(
         "cannot tell the format of the configuration {}: name it .toml, .yaml, .yml or .json",

@@ -1,6 +1,8 @@
 //! Errors of data.
 
-use super::words::{did_you_mean, of, other_share, passed_over, purpose, records_of};
+use super::words::{
+    did_you_mean, of_path, other_share, passed_over, purpose_of_samples, records_of,
+};
 use merak_ckpt::words::{Bytes, brief, file, sentence};
 use std::path::PathBuf;
 
@@ -59,7 +61,7 @@ pub enum DataError {
     /// Samples that a model cannot learn from.
     #[error(
         "none of the {samples} {part} samples{} has a label other than {}: there is nothing to {}",
-        of(path.as_deref()), ignored, purpose(part)
+        of_path(path.as_deref()), ignored, purpose_of_samples(part)
     )]
     NoLabels {
         /// `training` or `evaluation`.

@@ -30,6 +30,8 @@ impl Error {
                     | merak_mpu::Error::MissingVariable { .. }
                     | merak_mpu::Error::EngineNotBuilt { .. }
                     | merak_mpu::Error::UnfitEngine { .. }
+                    | merak_mpu::Error::NoLibrary { .. }
+                    | merak_mpu::Error::UnfitLibrary { .. }
                     | merak_mpu::Error::Rendezvous { .. }
                     | merak_mpu::Error::Refused { .. }
             ),
@@ -232,7 +234,7 @@ fn node_failed(error: &merak_trace::Error) -> bool {
     use merak_trace::Error as E;
     matches!(
         error,
-        E::Collective { .. } | E::Kernel { .. } | E::Backend { .. }
+        E::Collective { .. } | E::Kernel { .. } | E::Backend { .. } | E::Sink(_)
     )
 }
 
@@ -263,7 +265,7 @@ mod tests {
         ];
         let mut errors: Vec<_> = configs.map(|config| config.validate().unwrap_err()).into();
         errors.push(ZeroStage::try_from(2).unwrap_err());
-        errors.push("lion".parse::<merak_zero::OptimizerKind>().unwrap_err());
+        errors.push("sdg".parse::<merak_zero::OptimizerKind>().unwrap_err());
         let kwargs = LrSchedulerKwargs {
             power: Some(-1.0),
             ..LrSchedulerKwargs::default()

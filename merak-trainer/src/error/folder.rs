@@ -1,6 +1,6 @@
 //! Errors of a run's folder.
 
-use super::words::{by_auto, replaced_run};
+use super::words::{replaced_run, resume_auto_advice};
 use merak_ckpt::words::file;
 use std::{io, path::PathBuf};
 
@@ -12,7 +12,7 @@ pub enum FolderError {
     #[error(
         "{}, which \"output_dir\" names, has a run already ({found}): {}, replace it by --overwrite_output_dir, or name \
          another folder{}",
-        file(folder), by_auto(*has_checkpoint), replaced_run(aside.as_deref())
+        file(folder), resume_auto_advice(*has_checkpoint), replaced_run(aside.as_deref())
     )]
     RunExists {
         /// The folder.

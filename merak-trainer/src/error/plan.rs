@@ -89,15 +89,15 @@ pub enum PlanError {
     },
     /// A limit of memory that no schedule keeps.
     #[error(
-        "\"autopipe.memory_limit\" is {}, but no schedule that was tried keeps it, and under interleaved_1f1b the \
-         fullest rank needs {} ({needed} bytes): raise it, or choose more ranks or a smaller \
+        "\"autopipe.memory_limit\" is {}, but no schedule that was tried keeps it, and of those with a name the least \
+         needs {} ({needed} bytes) on its fullest rank: raise it, or choose more ranks or a smaller \
          \"per_device_train_batch_size\"",
         Bytes::from(*limit), Bytes::from(*needed)
     )]
     ScheduleMemory {
         /// The bytes that a rank may use.
         limit: usize,
-        /// The bytes that the fullest rank needs under `interleaved_1f1b`.
+        /// The fewest bytes that the fullest rank needs under a schedule with a name.
         needed: usize,
     },
     /// A model that has none of the split points of its family.

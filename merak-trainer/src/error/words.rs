@@ -32,8 +32,8 @@ pub(super) fn stages_of(stages: &[usize]) -> String {
     format!("stage{plural} {}", numbers.join(", "))
 }
 
-/// What `--resume auto` does with a run.
-pub(super) fn by_auto(has_checkpoint: bool) -> &'static str {
+/// The advice to resume a run by `--resume auto`.
+pub(super) fn resume_auto_advice(has_checkpoint: bool) -> &'static str {
     if has_checkpoint {
         "go on with it by --resume auto"
     } else {
@@ -63,7 +63,7 @@ pub(super) fn saved_with(data: Option<&str>) -> String {
     data.map(|data| format!(" ({data})")).unwrap_or_default()
 }
 
-/// Another way to give a part of the data more tokens.
+/// Advice, as the end of a message: another way to give a part of the data more tokens.
 pub(super) fn other_share(part: &str) -> &'static str {
     match part {
         "validation" => ", or choose another \"data.validation_fraction\" (0 for no validation)",
@@ -88,14 +88,14 @@ pub(super) fn passed_over(files: usize) -> String {
     }
 }
 
-/// The place of the data.
-pub(super) fn of(path: Option<&Path>) -> String {
+/// The place of the data, as the end of a noun.
+pub(super) fn of_path(path: Option<&Path>) -> String {
     path.map(|path| format!(" of {}", file(path)))
         .unwrap_or_default()
 }
 
-/// The purpose of a part's samples.
-pub(super) fn purpose(part: &str) -> &'static str {
+/// The use of a part's samples, and advice where evaluation needs others.
+pub(super) fn purpose_of_samples(part: &str) -> &'static str {
     match part {
         "evaluation" => {
             "measure: choose another \"data.validation_fraction\" (0 for no validation)"
@@ -127,9 +127,9 @@ pub(super) fn all_of(errors: &[ConfigError]) -> String {
     messages.join(" and ")
 }
 
-/// The key and its place, to follow a message. A key that the message names already is not
+/// The key and its place, as the end of a message. A key that the message names already is not
 /// repeated.
-pub(super) fn blamed(key: &str, place: Option<&str>, error: &Error) -> String {
+pub(super) fn with_key_and_place(key: &str, place: Option<&str>, error: &Error) -> String {
     let key = format!("\"{key}\"");
     let is_named = error.to_string().contains(&key);
     match (is_named, place) {

@@ -1,6 +1,8 @@
 //! How a run takes its folder, and what it finds there.
 
-use super::{ADAPTER, ADAPTER_CONFIG, ASIDE, Contents, EARLIER, METRICS_FILE, moves::run_in};
+use super::{
+    ADAPTER, ADAPTER_CONFIG, ASIDE, Contents, EARLIER, METRICS_FILE, OWN_CHECKPOINTS, moves::run_in,
+};
 use crate::{
     config::CheckedArguments,
     error::{Error, FolderError, Result},
@@ -113,7 +115,7 @@ pub(super) fn has_trained_adapter(folder: &Path) -> bool {
 
 /// Whether `resume_from_checkpoint` names a checkpoint of the run in a folder.
 fn is_of(from: &str, folder: &Path) -> bool {
-    if matches!(from, "auto" | "latest") {
+    if OWN_CHECKPOINTS.contains(&from) {
         return true;
     }
     // A path that leads nowhere gets its own error later, which says more.

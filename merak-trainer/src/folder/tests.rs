@@ -180,7 +180,7 @@ fn link_checkpoints(folder: &Path, there: &Path) {
 }
 
 #[test]
-fn after_a_crash_the_next_start_is_foretold_as_if_the_run_were_back_already() {
+fn after_a_crash_the_next_start_is_predicted_as_if_the_run_were_back_already() {
     for (is_linked, later) in [(false, false), (false, true), (true, false), (true, true)] {
         let (folder, place) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let path = folder.path();

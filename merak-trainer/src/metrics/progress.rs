@@ -42,10 +42,10 @@ enum Output {
 
 impl Progress {
     /// Bars on a screen, for a run of `total` steps of which `done` are done already; where it
-    /// shows none, lines on standard error.
+    /// shows none, lines.
     pub fn on(screen: &Screen, total: usize, done: usize) -> Self {
         if !screen.has_bars() {
-            return Self::lines(total, Box::new(io::stderr()));
+            return Self::lines(total, Box::new(screen.clone()));
         }
         let steps = screen.bar(total as u64, "{bar:24} {pos}/{len}  {msg}");
         steps.set_position(done as u64);
@@ -105,8 +105,7 @@ impl Progress {
                 steps.set_message(text);
             }
             Output::Lines(output) if is_logged => {
-                writeln!(output, "step {step}/{}  {text}", self.total)?;
-                output.flush()?;
+                write_line(output, &format!("step {step}/{}  {text}", self.total))?;
             }
             Output::Lines(_) => {}
         }
@@ -120,12 +119,8 @@ impl Progress {
     /// When the line cannot be written.
     pub fn say(&mut self, line: &str) -> io::Result<()> {
         match &mut self.output {
-            // In one write, as the bars are drawn again after each.
-            Output::Bars { screen, .. } => screen.write_all(format!("{line}\n").as_bytes()),
-            Output::Lines(output) => {
-                writeln!(output, "{line}")?;
-                output.flush()
-            }
+            Output::Bars { screen, .. } => write_line(screen, line),
+            Output::Lines(output) => write_line(output, line),
         }
     }
 
@@ -179,6 +174,12 @@ impl Progress {
             steps.abandon();
         }
     }
+}
+
+/// Writes a line at once: a screen folds whole lines, and draws its bars again after each write.
+fn write_line(output: &mut impl Write, line: &str) -> io::Result<()> {
+    output.write_all(format!("{line}\n").as_bytes())?;
+    output.flush()
 }
 
 /// Takes a bar off the screen.

@@ -62,7 +62,7 @@ impl Screen {
         self.log.get().is_some()
     }
 
-    /// A line as it stands on standard error.
+    /// A line as it is written to standard error.
     pub fn marked(&self, line: &str) -> String {
         let mark = self.log.get().map(RankLog::mark);
         format!("{}{line}", mark.unwrap_or_default())

@@ -6,7 +6,7 @@ use super::params::Floats;
 use crate::error::Result;
 use merak_ckpt::{FactorName, FactorRole};
 use merak_mpu::ReduceOp;
-use merak_trace::{Beside, Param, Placement};
+use merak_trace::{Axis, Beside, Param};
 use std::collections::BTreeMap;
 
 /// The local values of a parameter by its name.
@@ -45,8 +45,8 @@ impl RankStages {
             let (Some(beside), Some(matrix)) = (beside, matrix) else {
                 continue;
             };
-            let is_cut = |shard: &merak_trace::Shard| shard.dim != beside.of;
-            if matches!(&matrix.placement, Placement::Shard(shard) if is_cut(shard)) {
+            let cut = matrix.placements.on(Axis::Tensor).as_shard();
+            if cut.is_some_and(|shard| shard.dim != beside.of) {
                 *squares = group.all_reduce_vec(std::mem::take(squares), ReduceOp::Sum)?;
             }
         }

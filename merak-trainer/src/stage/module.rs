@@ -82,6 +82,9 @@ pub(crate) struct StepModule<'a> {
     inputs: StepInputs,
     /// By index of the stage and microbatch.
     frames: BTreeMap<(usize, usize), Frame>,
+    /// The additions that each bucket of gradients waits for; empty where none is reduced during
+    /// the backward.
+    missing: Vec<Option<usize>>,
     result: StepResult,
 }
 
@@ -94,8 +97,23 @@ impl<'a> StepModule<'a> {
             decoded: None,
             inputs,
             frames: BTreeMap::new(),
+            missing: Vec::new(),
             result: StepResult::default(),
         }
+    }
+
+    /// Starts the reduction of each bucket of gradients when it is complete.
+    ///
+    /// # Communication
+    /// That of [`merak_zero::ZeroOptimizer::start_bucket`], in the order in which the backward
+    /// completes them.
+    pub(crate) fn reducing_early(mut self) -> Self {
+        let completion = self.stages.completion.iter();
+        let microbatches = self.inputs.contexts.len();
+        self.missing = completion
+            .flat_map(|completion| completion.additions(microbatches))
+            .collect();
+        self
     }
 
     /// Forwards of other programs over the same parameters.
@@ -299,11 +317,11 @@ impl StageModule for StepModule<'_> {
     fn backward_weight(&mut self, action: Action) -> Result<(), TraceError> {
         let key = self.key(action);
         let mut frame = self.frame(key)?;
-        let RankStages { stages, grads, .. } = &mut *self.stages;
+        let (stages, mut reduction) = self.stages.with_sink(&mut self.missing);
         let stage = &stages[key.0];
         stage
             .interpreter
-            .backward_weight(&mut frame, &stage.views, grads)
+            .backward_weight(&mut frame, &stage.views, &mut reduction)
     }
 
     fn backward(
@@ -316,12 +334,15 @@ impl StageModule for StepModule<'_> {
         let sent = &self.stages.stages[key.0].interpreter.program().send;
         let received = self.unpack(grad, with_grads(sent))?;
         let loss_grad = self.inputs.loss_grad;
-        let RankStages { stages, grads, .. } = &mut *self.stages;
+        let (stages, mut reduction) = self.stages.with_sink(&mut self.missing);
         let stage = &stages[key.0];
-        let back =
-            stage
-                .interpreter
-                .backward(&mut frame, &stage.views, received, loss_grad, grads)?;
+        let back = stage.interpreter.backward(
+            &mut frame,
+            &stage.views,
+            received,
+            loss_grad,
+            &mut reduction,
+        )?;
         self.pack_back(key.0, back)
     }
 }

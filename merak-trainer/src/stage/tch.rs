@@ -1,7 +1,7 @@
 //! libtorch as the device of a rank's optimizer.
 
 use crate::config::Device;
-use merak_mpu::{Buffer, DType, Rank};
+use merak_mpu::{Buffer, DType, Locality};
 use merak_trace::{
     Backend, Error,
     backend::tch::{AdamScalars, SgdScalars, StepRange, Tch, TchDevice},
@@ -10,11 +10,14 @@ use merak_zero::{DeviceError, OptimizerKind, Step, StepDevice, sums_of_squares};
 use std::{ops::Range, sync::Arc};
 
 /// The backend of a rank.
-pub(super) fn backend(device: Device, rank: Rank, num_threads: usize) -> Result<Arc<Tch>, Error> {
+pub(super) fn backend(
+    device: Device,
+    place: Locality,
+    num_threads: usize,
+) -> Result<Arc<Tch>, Error> {
     let device = match device {
         Device::Cpu => TchDevice::Cpu,
-        // Neighbouring ranks share a device where there are fewer devices than ranks.
-        Device::Cuda => TchDevice::Cuda(rank.0 % Tch::num_cuda_devices().max(1)),
+        Device::Cuda => TchDevice::Cuda(place.device(Tch::num_cuda_devices())),
     };
     Ok(Arc::new(Tch::new(device, num_threads)?))
 }
@@ -36,6 +39,11 @@ impl Steps {
 }
 
 impl StepDevice for Steps {
+    fn has(&self, rule: OptimizerKind) -> bool {
+        use OptimizerKind::{Adam, AdamW, Sgd};
+        matches!(rule, AdamW | Adam | Sgd)
+    }
+
     fn zeros(&self, len: usize) -> Result<Box<dyn Buffer>, DeviceError> {
         Ok(self.backend.grad_buffer(DType::F32, len))
     }
@@ -99,6 +107,7 @@ impl StepDevice for Steps {
                 let momentum = state.first_mut().map(|buffer| &mut **buffer);
                 self.backend.sgd(&step, params, grads, momentum, &pieces)?;
             }
+            other => return Err(format!("{other} is not among its rules").into()),
         }
         Ok(())
     }

@@ -70,6 +70,14 @@ impl TiedGrads {
         !self.borrowed.iter().any(|borrowed| borrowed == name)
     }
 
+    /// The slots of weights with several uses, which are complete with [`TiedGrads::sum`].
+    pub(super) fn slots(&self) -> Vec<usize> {
+        let weights = self.weights.iter();
+        weights
+            .flat_map(|weight| weight.slots.iter().copied())
+            .collect()
+    }
+
     /// Leaves the sum over all uses in the flat buffer, on every rank with a use.
     ///
     /// # Communication

@@ -3,21 +3,21 @@
 use super::{
     BestModel, MerakTrainer, batch_shape,
     resume::{self, Candidates},
-    shards::ShardSource,
+    shards::{ShardSource, state_layout},
 };
 use crate::{
     config::CheckedArguments,
     data::{DataFingerprint, DataPosition, TrainingOrder},
     error::{Error, PlanError, Result, StepPart},
-    folder::{ADAPTER, ADAPTER_CONFIG},
+    folder::{ADAPTER, ADAPTER_CONFIG, AUTO},
     plan::BASE_NAME,
 };
 use merak_ckpt::{
-    Adapter, Checkpoint, DType, Draft, Header, Kind, Layout, Piece, Region, Shard, Store, Topology,
-    replace_lora,
+    Adapter, Checkpoint, DType, Draft, Header, Kind, Layout, Part, Piece, Region, Shard, Store,
+    Topology, replace_lora,
 };
 use merak_mpu::{Rank, ReduceOp};
-use merak_trace::{Param, Placement};
+use merak_trace::Param;
 use merak_zero::{OptimizerKind, Progress};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -276,7 +276,7 @@ impl MerakTrainer {
     /// Modules and biases that it trained themselves keep their trained values.
     ///
     /// # Communication
-    /// None, but for the norms of layers with magnitudes (`use_dora`) in `lora_config`: for each
+    /// None, except for the norms of layers with magnitudes (`use_dora`) in `lora_config`: for each
     /// whose inputs are cut over tensor-parallel ranks, an all-reduce of a number per output.
     ///
     /// # Errors
@@ -335,22 +335,17 @@ impl MerakTrainer {
 
     /// How this rank's slice of a parameter lies in the whole.
     pub(super) fn layout(&self, param: &Param) -> Result<Layout> {
-        let (rank, degree) = (
-            self.stages.mpu.tensor_parallel_rank(),
-            self.stages.mpu.tensor_parallel_world_size(),
-        );
-        let boxes = param.placement.local_boxes(&param.full, rank, degree);
-        let Placement::Shard(shard) = &param.placement else {
-            return Ok(Layout::region(
-                &param.full.shape,
-                Region::whole(&param.full.shape),
-            )?);
-        };
-        let ranges: Vec<_> = boxes
-            .iter()
-            .map(|piece| piece.offset[shard.dim]..piece.offset[shard.dim] + piece.size[shard.dim])
-            .collect();
-        Ok(Layout::along(&param.full.shape, shard.dim, &ranges)?)
+        let place = self.stages.mpu.coord();
+        let boxes = param.placements.local_boxes(&param.full, place).into_iter();
+        let parts = boxes.map(|piece| Part {
+            region: Region {
+                offset: piece.offset,
+                size: piece.size,
+            },
+            local_offset: piece.local,
+        });
+        let (full, local) = (&param.full.shape, &param.local.shape);
+        Ok(Layout::new(full, local, parts.collect())?)
     }
 
     /// Resumes as `resume_from_checkpoint` says. Only `auto` goes on to another checkpoint where
@@ -376,7 +371,7 @@ impl MerakTrainer {
                 Err(error) => Err(error),
             };
             let failed = self.first_failed(&read)?;
-            if failed.is_none() || from != resume::AUTO {
+            if failed.is_none() || from != AUTO {
                 let (checkpoint, read) = self.on_all_ranks(read)?;
                 self.resumed_from = Some(self.apply(&checkpoint, read)?);
                 return Ok(true);
@@ -583,7 +578,7 @@ impl MerakTrainer {
         let trained = self.stages.trained();
         let read = |slice: merak_zero::StateSlice<&[f32]>| {
             let param = &params[trained[slice.param]];
-            let place = self.layout(param)?;
+            let place = state_layout(&self.layout(param)?, slice.without)?;
             let kind = Kind::optimizer(slice.name);
             let mut values = vec![0.0_f32; slice.values.len()];
             checkpoint.read(

@@ -8,8 +8,8 @@ use super::{
 use crate::{
     config::{CheckedArguments, nearest},
     error::{Error, Result, ResumeError, chain},
-    folder::{ADAPTER_CONFIG, Contents},
-    plan::{BASE_NAME, Plan},
+    folder::{ADAPTER_CONFIG, AUTO, Contents, OWN_CHECKPOINTS},
+    plan::{BASE_NAME, ParamGroups, Plan},
 };
 use merak_ckpt::{
     Checkpoint, Error as CkptError, Kind, LoraConfig, Manifest, TensorEntry, format::CHECKPOINTS,
@@ -18,7 +18,7 @@ use merak_trace::Param;
 use serde_json::Value;
 use std::{
     borrow::Cow,
-    collections::VecDeque,
+    collections::{BTreeSet, VecDeque},
     path::{Path, PathBuf},
 };
 
@@ -32,9 +32,6 @@ pub(super) enum Candidates {
     /// ones are passed over.
     Auto(VecDeque<PathBuf>),
 }
-
-/// The word for the best checkpoint of the run, or a fresh start.
-pub(super) const AUTO: &str = "auto";
 
 impl Candidates {
     /// Warns of a file `latest` that cannot be followed and, as they come, of damaged checkpoints.
@@ -141,16 +138,14 @@ pub(super) fn find(
     Ok(None)
 }
 
-/// The words that stand for a checkpoint of the run itself.
-const WORDS: [&str; 2] = ["latest", AUTO];
-
 /// Adds the nearest of these words to an error that a path does not exist.
 pub(super) fn with_words(error: Error, from: &str) -> Error {
     match error {
         Error::Checkpoint(reason)
-            if matches!(*reason, CkptError::NotFound { .. }) && !WORDS.contains(&from) =>
+            if matches!(*reason, CkptError::NotFound { .. })
+                && !OWN_CHECKPOINTS.contains(&from) =>
         {
-            let nearest = nearest(from, WORDS.into_iter()).map(Into::into);
+            let nearest = nearest(from, OWN_CHECKPOINTS.into_iter()).map(Into::into);
             Error::Resume(ResumeError::NoCheckpoint { reason, nearest })
         }
         other => other,
@@ -416,7 +411,15 @@ fn check_optimizer(
     saved: &RunState,
 ) -> Result<()> {
     let path = || checkpoint.path().to_owned();
-    let names = args.zero_config(1).optimizer.state_names();
+    let optimizer = args.zero_config(1).optimizer;
+    let groups = ParamGroups::new(args, &plan.graph);
+    let kept = |param: &Param| {
+        let kinds = optimizer.state_of(&groups.spec(param, 0)).into_iter();
+        kinds.map(|kind| kind.name)
+    };
+    // As a checkpoint lists them.
+    let names: BTreeSet<_> = plan.trained_params().flat_map(kept).collect();
+    let names: Vec<_> = names.into_iter().collect();
     let lacks = |part: String| {
         Err(Error::Resume(ResumeError::MissingPart {
             path: path(),
@@ -443,11 +446,11 @@ fn check_optimizer(
         let manifest = checkpoint.manifest();
         let mut params = plan.trained_params();
         let missing = params.find_map(|param| {
-            let is_missing = |name: &&&str| {
-                let kind = Kind::optimizer(**name);
+            let is_missing = |name: &&str| {
+                let kind = Kind::optimizer(*name);
                 manifest.tensor(&kind, &param.name).is_none()
             };
-            Some((&param.name, names.iter().find(is_missing)?))
+            Some((&param.name, kept(param).find(is_missing)?))
         });
         return match missing {
             Some((param, name)) => lacks(format!("optimizer state `{name}` of `{param}`")),
@@ -464,7 +467,7 @@ fn check_optimizer(
     Err(Error::Resume(ResumeError::OtherOptimizer {
         path: path(),
         found: described(saved, &found),
-        expected: described(args.optim.as_str(), names),
+        expected: described(args.optim.as_str(), &names),
     }))
 }
 

@@ -28,7 +28,7 @@ pub(super) struct PendingSave {
 pub(super) struct Saving {
     /// The save that is under way.
     pending: Option<PendingSave>,
-    /// How long the last save has kept the rank from training.
+    /// The time that the last save took from training.
     stall: Duration,
     /// Memory of the copies, from save to save.
     staging: StagingMemory,
@@ -58,8 +58,8 @@ impl Saving {
         }
     }
 
-    /// Starts a thread that deletes the checkpoints beyond the limit but for that of the step
-    /// `keep`: freeing gigabytes takes a while.
+    /// Starts a thread that deletes the checkpoints beyond the limit, except that of the step
+    /// `keep`: to free gigabytes takes a while.
     pub(super) fn start_rotation(
         &mut self,
         store: Store,
@@ -135,8 +135,8 @@ impl MerakTrainer {
         })
     }
 
-    /// Completes the save that is under way if every rank has written its part. Returns whether one
-    /// is under way still.
+    /// Completes the save that is under way, if every rank has written its part. Returns whether a
+    /// save is still under way.
     ///
     /// # Communication
     /// An all-reduce of 8 bytes over the world, where one is under way.
@@ -155,8 +155,8 @@ impl MerakTrainer {
         Ok(false)
     }
 
-    /// How long the last [`MerakTrainer::save_later`] has kept this rank from training, all told:
-    /// the call, the wait for the copy before an update, and the completion.
+    /// The time that the last [`MerakTrainer::save_later`] took from this rank's training: the
+    /// call, the wait for the copy before an update, and the completion.
     pub fn save_stall(&self) -> Duration {
         self.saving.stall
     }
@@ -179,7 +179,7 @@ impl MerakTrainer {
         self.finish_rotation()
     }
 
-    /// Runs a part of the save of a step, and adds its time to that lost for training.
+    /// Runs a part of a step's save, and adds its time to [`MerakTrainer::save_stall`].
     fn stalled(&mut self, step: usize, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let start = Instant::now();
         let outcome = self.within(StepPart::Save, step, work);
@@ -187,8 +187,8 @@ impl MerakTrainer {
         outcome
     }
 
-    /// Saves as the arguments say: now, or while training goes on.
-    pub(super) fn save_on_the_way(&mut self) -> Result<()> {
+    /// Saves before the next step, or with `async_save` while training goes on.
+    pub(super) fn save_during_training(&mut self) -> Result<()> {
         if self.args.async_save {
             return self.save_later();
         }

@@ -6,7 +6,7 @@ use merak_ckpt::{
     Checkpoint, Cut, DType, Draft, Kind, Layout, Look, OwnedPiece, PendingShard, Piece, Shard,
     ShardKind, Staging,
 };
-use merak_trace::Param;
+use merak_trace::{Axis, Param};
 use merak_zero::OwnedState;
 
 /// Elements that are compared at once.
@@ -116,6 +116,14 @@ fn holds(checkpoint: &Checkpoint, piece: &Piece<'_>, bytes: &[u8]) -> bool {
     })
 }
 
+/// How the state of a parameter lies that is laid out so.
+pub(super) fn state_layout(param: &Layout, without: Option<usize>) -> Result<Layout> {
+    Ok(match without {
+        None => param.clone(),
+        Some(dim) => param.without_dim(dim)?,
+    })
+}
+
 impl MerakTrainer {
     /// The files that this rank writes of a checkpoint of the run as it stands. With a base, they
     /// leave out what lies in it.
@@ -128,7 +136,7 @@ impl MerakTrainer {
         let kept = self.stages.optimizer.config().element_bytes(self.args.dp);
         let divided = kept.state.ranks > 1;
         if !self.args.no_save_optim && (divided || self.is_first_replica()) {
-            sources.push(self.state_source(&layouts));
+            sources.push(self.state_source(&layouts)?);
         }
         Ok(sources)
     }
@@ -185,28 +193,36 @@ impl MerakTrainer {
         }
     }
 
-    fn state_source(&self, layouts: &[Layout]) -> ShardSource {
+    fn state_source(&self, layouts: &[Layout]) -> Result<ShardSource> {
         let (table, trained) = (&self.stages.table, self.stages.trained());
         let state = self.stages.optimizer.state().into_owned();
         let (mut pieces, mut slices) = (Vec::new(), Vec::new());
         for (number, slice) in state.slices().enumerate() {
             let index = trained[slice.param];
-            if self.stages.owned[index] {
+            if self.writes_state(&table[index], slice.without) && self.stages.owned[index] {
                 slices.push(number);
                 pieces.push(OwnedPiece {
                     kind: Kind::optimizer(slice.name),
                     name: table[index].name.clone(),
                     dtype: DType::F32,
-                    layout: layouts[index].clone(),
+                    layout: state_layout(&layouts[index], slice.without)?,
                     range: Some(slice.local),
                 });
             }
         }
-        ShardSource {
+        Ok(ShardSource {
             kind: ShardKind::Optimizer,
             rank: self.stages.mpu.rank().0,
             pieces,
             values: Values::State { state, slices },
-        }
+        })
+    }
+
+    /// Whether this rank writes what is kept for a parameter that it owns: where the parameter is
+    /// cut along the dimension that its state lacks, every tensor rank has the same state.
+    fn writes_state(&self, param: &Param, without: Option<usize>) -> bool {
+        let shard = param.placements.on(Axis::Tensor).as_shard();
+        let is_shared = shard.is_some_and(|shard| Some(shard.dim) == without);
+        !is_shared || self.stages.mpu.tensor_parallel_rank() == 0
     }
 }

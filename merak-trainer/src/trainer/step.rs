@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What a step did, the same on every rank but for the times.
+/// What a step did, the same on every rank except for the times.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepReport {
     /// Steps done with this one.
@@ -90,7 +90,7 @@ impl MerakTrainer {
 
     fn step(&mut self) -> Result<StepReport> {
         let start = Instant::now();
-        let (loss, tokens) = self.backward_step(self.progress.global_step)?;
+        let (loss, tokens) = self.backward_step(self.progress.global_step, true)?;
         self.saving.wait_copied();
         let updates = self.stages.optimizer.progress().steps;
         let lr = self.progress.course.schedule.lr(updates);
@@ -116,7 +116,7 @@ impl MerakTrainer {
     /// # Errors
     /// When a rank fails.
     pub fn gradients(&mut self) -> Result<(f64, NamedTensors)> {
-        let (loss, _) = self.backward_step(self.progress.global_step)?;
+        let (loss, _) = self.backward_step(self.progress.global_step, false)?;
         let gradients = self.stages.gradients()?;
         // The step itself is still to come: its batches are read again, its gradients start from
         // zero.
@@ -131,8 +131,8 @@ impl MerakTrainer {
     }
 
     /// Runs the schedule over a global batch. Returns loss and tokens; the gradients stay in the
-    /// store.
-    fn backward_step(&mut self, step: usize) -> Result<(f64, u64)> {
+    /// store, averaged over the replicas if `reduces`.
+    fn backward_step(&mut self, step: usize, reduces: bool) -> Result<(f64, u64)> {
         let batches = self.next_batches(step)?;
         let (labels, loss_grad) = self.loss_scale(&batches)?;
         self.warn_of_no_labels(step, &batches, labels);
@@ -149,8 +149,14 @@ impl MerakTrainer {
             loss_grad,
         };
         let mut module = StepModule::training(&mut self.stages, inputs);
+        if reduces {
+            module = module.reducing_early();
+        }
         self.records.timeline = self.engine.run(&mut module, &mut self.link)?;
         let result = module.finish();
+        if reduces {
+            self.stages.reduce_gradients()?;
+        }
         let loss = self.mean_loss(&result, labels)?;
         let tokens = self.args.global_batch() * self.stages.plan.draft.seq_length;
         Ok((loss, tokens as u64))

@@ -3,6 +3,8 @@
 mod checkpoints; // damaged files
 mod families; // every family on data of its kind
 mod files; // pipes, devices, files without end
+#[cfg(target_os = "linux")]
+mod hosts; // ranks on two hosts
 mod launch; // ranks as processes
 mod metrics; // the fields of metrics.jsonl
 mod mistakes; // status 2 and what to do about it
@@ -10,6 +12,8 @@ mod output; // documents and formats
 mod processes; // ranks in processes of their own
 mod runs; // one run per folder, signals, full disks
 mod samples; // data of which nothing can be learned
+#[cfg(unix)]
+mod scripts; // the scripts of docs/launch
 mod settings; // every setting counts
 mod sizes; // sizes that no machine can hold
 #[path = "../../../merak-ckpt/tests/it/terminal.rs"]
@@ -27,6 +31,8 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::support::without_checksums;
+
+const MERAK: &str = env!("CARGO_BIN_EXE_merak");
 
 /// A folder with a small model, a text and a configuration of two steps.
 struct Workplace {
@@ -71,7 +77,11 @@ impl Workplace {
     /// environment. Costs are counted where nothing else is said, so that plans are the same in
     /// every run.
     fn command(&self, line: &str) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_merak"));
+        self.with(Command::new(MERAK), line)
+    }
+
+    /// [`Workplace::command`] of a command that runs ours.
+    fn with(&self, mut command: Command, line: &str) -> Command {
         command
             .args(line.split_whitespace())
             .current_dir(self.folder.path())

@@ -62,6 +62,9 @@ fn other_value(name: &str) -> Value {
         "recompute_ops" => json!(["norm"]),
         "optim" => json!("sgd"),
         "zero_stage" => json!(0),
+        "no_decay_names" => json!(["wpe"]),
+        "lr_scales" => json!({"wte": 0.5}),
+        "adafactor_decay_rate" => json!(-0.5),
         "lr_scheduler_type" => json!("constant"),
         "lr_scheduler_kwargs" => json!({"num_cycles": 1.5}),
         "resume_from_checkpoint" => json!("latest"),
@@ -69,8 +72,13 @@ fn other_value(name: &str) -> Value {
         "data.tokenizer" => json!("/data/tokenizer.json"),
         "cost_model" => json!("counted"),
         "autopipe.comm_cost" => json!(0.25),
-        "output_dir" | "cost_cache" | "data.path" | "model.config" | "model.hf_dir"
-        | "lora_config" => {
+        "output_dir"
+        | "cost_cache"
+        | "data.path"
+        | "model.config"
+        | "model.hf_dir"
+        | "lora_config"
+        | "distributed.nccl_library" => {
             json!("/data/some")
         }
         "adapter_name" => json!("mine"),
@@ -130,6 +138,20 @@ fn every_key_is_reached_from_file_environment_and_command_line() {
             );
         }
     }
+}
+
+#[test]
+fn processes_compare_all_keys_but_those_of_one_host() {
+    let common = Config::load(None, [], &[]).unwrap().to_common_toml();
+    let ignored = keys().filter(|key| !SINGLE_CHOICE.contains(&key.name));
+    let ignored = ignored.filter(|key| {
+        let value = other_value(key.name);
+        let text = value.as_str().map_or_else(|| value.to_string(), Into::into);
+        let other = Config::load(None, [], &[format!("--{}", key.name), text]);
+        other.unwrap().to_common_toml() == common
+    });
+    let ignored: Vec<_> = ignored.map(|key| key.name).collect();
+    assert_eq!(ignored, ["cost_cache", "distributed.nccl_library"]);
 }
 
 #[test]
@@ -216,13 +238,26 @@ dataloader_drop_last = false
 num_train_epochs = 3.0
 max_steps = -1
 optim = "adamw_torch"
+adafactor = false
 learning_rate = 0.00005
 weight_decay = 0.0
+no_decay_names = null
+lr_scales = {}
+layerwise_lr_decay = 1.0
 adam_beta1 = 0.9
 adam_beta2 = 0.999
 adam_epsilon = 1e-8
 sgd_momentum = 0.0
 nesterov = false
+lion_beta1 = 0.9
+lion_beta2 = 0.99
+adafactor_decay_rate = -0.8
+adafactor_clip_threshold = 1.0
+adafactor_epsilon = 1e-30
+muon_momentum = 0.95
+muon_nesterov = true
+muon_ns_steps = 5
+muon_epsilon = 1e-7
 max_grad_norm = 1.0
 max_skipped_steps = 50
 lr_scheduler_type = "linear"
@@ -257,6 +292,7 @@ data.mask_replace_prob = 0.8
 data.random_replace_prob = 0.1
 data.mean_noise_span_length = 3.0
 distributed.engine = "auto"
+distributed.nccl_library = null
 distributed.timeout_s = 600.0
 compute.backend = "candle"
 compute.device = "cpu"
@@ -360,8 +396,15 @@ fn a_wrong_type_names_the_expected_one() {
     assert_snapshot!(message(load_file("merak.json", r#"{"save": "yes"}"#)), @r#""save" expects true or false or none, found "yes" (merak.json:1)"#);
     assert_snapshot!(message(load_file("merak.toml", "data = 3\n")), @r#""data" expects a table of "data.path", "data.format", .., found 3 (merak.toml:1)"#);
     assert_snapshot!(message(load_environment("MERAK_PP", "many")), @r#""pp" expects an integer of at least 1, found "many" (environment MERAK_PP)"#);
-    assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam or sgd, found "adamw" (command line --optim); did you mean "adamw_torch"?"#);
+    assert_snapshot!(message(load_line("--optim adamw")), @r#""optim" expects adamw_torch, adam, sgd, adafactor, lamb, lion or muon, found "adamw" (command line --optim); did you mean "adamw_torch"?"#);
     assert_snapshot!(message(load_line("--train-schedule 1f1")), @r#""train_schedule" expects gpipe, 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, shifted_critical_path, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v or auto, found "1f1" (command line --train-schedule); did you mean "1f1b"?"#);
+}
+
+#[test]
+fn adafactor_has_a_short_form() {
+    let args = load_line("--adafactor").unwrap().check().unwrap();
+    assert_eq!(args.optim.as_str(), "adafactor");
+    assert_snapshot!(message(load_line("--adafactor --optim lion")), @r#""adafactor" is true (command line --adafactor), but must be false while "optim" is lion"#);
 }
 
 #[test]

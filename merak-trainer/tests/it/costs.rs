@@ -79,7 +79,7 @@ fn every_family_is_measured_on_any_degrees() {
                 all.into_iter().flatten().all(|seconds| *seconds > 0.0),
                 "{what}"
             );
-            // Ranks recompute, but for the last stage's last chunk.
+            // Ranks recompute all but the last stage's last chunk.
             assert!(per_stage.recompute[0] > 0.0, "{what}");
             assert!(prediction.step() > prediction.simulation.makespan, "{what}");
         }
@@ -436,6 +436,32 @@ fn a_limit_of_memory_that_no_schedule_keeps_is_refused_with_what_would_do() {
             "\"autopipe.memory_limit\" is 0.98 KiB, but no schedule that was tried keeps it";
         assert!(text.starts_with(start), "{text}");
         limited(told).unwrap();
+    }
+}
+
+#[test]
+fn the_searches_for_stages_and_for_a_schedule_say_the_same_of_one_limit() {
+    for (method, recomputes) in [("autopipe", false), ("exact", true)] {
+        let case = |schedule| large(schedule, recomputes, (4, 1)).with("partition_method", method);
+        let told = ["1f1b", "auto"].map(|schedule| {
+            let limited = |limit: usize| case(schedule).with("autopipe.memory_limit", limit);
+            let told = match limited(1000).try_plan() {
+                Err(Error::Plan(PlanError::StageMemory { least, .. })) => least,
+                Err(Error::Plan(PlanError::ScheduleMemory { needed, .. })) => needed,
+                _ => unreachable!("nothing fits into a thousand bytes"),
+            };
+            // What is told is what the ranks of the plan need, and what keeps them is no less.
+            for limit in [told, told + 1, told + told / 50, told + told / 10, 2 * told] {
+                let needed = fullest(&limited(limit));
+                assert!(needed <= limit, "{method} {schedule}: {needed} of {limit}");
+            }
+            // A schedule without a name may need less.
+            let is_refused = limited(told - 1).try_plan().is_err();
+            assert!(is_refused || schedule == "auto", "{method} {schedule}");
+            told
+        });
+        let [named, searched] = told;
+        assert!(searched <= named, "{method}: {told:?}");
     }
 }
 

@@ -15,7 +15,7 @@ use merak_trainer::{
 };
 use tempfile::{TempDir, tempdir};
 
-use crate::support::{Case, Tokens, VOCAB, numbers, without_checksums};
+use crate::support::{Case, Tokens, VOCAB, alone, numbers, without_checksums};
 
 const TOKENS: Tokens = Tokens { samples: 37 };
 
@@ -445,5 +445,48 @@ fn an_output_folder_that_cannot_be_written_is_named() {
         } else {
             assert!(text.contains("OUT/file/run"), "{text}");
         }
+    }
+}
+
+#[test]
+fn a_thread_that_does_not_start_is_an_error() {
+    // The ranks' own threads have stacks of a size of their own.
+    let no_room = (usize::MAX / 4).to_string();
+    alone("faults::without_threads", &[("RUST_MIN_STACK", &no_room)]);
+}
+
+#[test]
+#[ignore = "no thread can start: alone in a process, which the test above starts"]
+fn without_threads() {
+    let folder = tempdir().expect("a temporary folder");
+    let case = || Case::gpt2().writing(folder.path()).on((1, 1, 2));
+    let failure = |case: Case, body: fn(&mut MerakTrainer) -> Result<()>| {
+        let error = case.try_on_ranks(body).expect_err("it needs a thread");
+        chain(&error)
+    };
+    let read = failure(case().with("dataloader_num_workers", 1), |trainer| {
+        trainer.train_step().map(drop)
+    });
+    let write = failure(case(), MerakTrainer::save_later);
+    let delete = failure(case().with("save_total_limit", 1), |trainer| {
+        for _ in 0..3 {
+            trainer.train_step()?;
+            trainer.save_checkpoint()?;
+        }
+        Ok(())
+    });
+    let compute = failure(case().with_threads(2), |trainer| {
+        trainer.train_step().map(drop)
+    });
+    for (text, refused) in [
+        (read, "cannot start a thread to read data ahead: "),
+        (write, "cannot start a thread to write "),
+        (delete, "cannot start a thread to delete checkpoints: "),
+        (compute, "could not start 2 compute threads: "),
+    ] {
+        assert!(
+            text.contains(refused) && text.contains("(os error "),
+            "{text}"
+        );
     }
 }

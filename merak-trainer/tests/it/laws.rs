@@ -6,6 +6,7 @@ pub(crate) mod encoders; // L1, L2: masked tokens, classes, translations, images
 pub(crate) mod generation; // N20: the same tokens from every topology
 pub(crate) mod lora;
 pub(crate) mod narrow; // adapters beside weights in bf16
+mod optimizers; // L2, L3: every rule of the optimizer
 mod pipeline; // L1: the pipeline changes no bit
 mod resume; // L3, L5: resumed runs and equal bytes
 mod stages; // L1, L3: several stages per rank

@@ -1,4 +1,4 @@
-//! The modules of the crate stand on each other without circles.
+//! The modules of the crate depend on each other without circles.
 
 use std::{fs, path::Path};
 

@@ -129,7 +129,7 @@ impl Golden {
         fs::write(to.join("config.json"), self.config.to_string()).expect("it can be written");
     }
 
-    /// A checkpoint of step 0 with these weights: what a fresh run writes, but for the tensors.
+    /// A checkpoint of step 0 with these weights: what a fresh run writes, with other tensors.
     fn start(&self, folder: &Path) -> PathBuf {
         let fresh = folder.join("fresh");
         let case = self.case().writing(&fresh).with("no_save_optim", true);

@@ -2,7 +2,7 @@
 
 mod tensors;
 
-use std::{collections::BTreeMap, path::Path, sync::Arc};
+use std::{collections::BTreeMap, path::Path, process::Command, sync::Arc};
 
 use merak_mpu::Mpu;
 use merak_trace::models;
@@ -297,7 +297,7 @@ impl Case {
             let reports = (0..steps)
                 .map(|_| trainer.train_step())
                 .collect::<Result<Vec<_>>>()?;
-            let place = Place::of(trainer);
+            let place = trainer.mpu().coord();
             let weights = trainer.parameters();
             let (_, gradients) = trainer.gradients()?;
             Ok((reports, place, weights, gradients))
@@ -317,25 +317,6 @@ impl Case {
             reports,
             weights,
             gradients,
-        }
-    }
-}
-
-/// A rank's coordinates.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
-    pub(crate) dp: usize,
-    pub(crate) tp: usize,
-    pub(crate) pp: usize,
-}
-
-impl Place {
-    pub(crate) fn of(trainer: &MerakTrainer) -> Self {
-        let mpu = trainer.mpu();
-        Self {
-            dp: mpu.data_parallel_rank(),
-            tp: mpu.tensor_parallel_rank(),
-            pp: mpu.pipeline_parallel_rank(),
         }
     }
 }
@@ -369,6 +350,19 @@ impl Dataset for Tokens {
             (LABELS.to_owned(), SampleTensor::vector(labels)),
         ]))
     }
+}
+
+/// Runs an ignored test alone in a process, with these variables of the environment and memory and
+/// threads of its own.
+pub(crate) fn alone(name: &str, environment: &[(&str, &str)]) {
+    let mut own = Command::new(std::env::current_exe().expect("it runs"));
+    own.args(["--ignored", "--exact", name, "--nocapture"]);
+    own.envs(environment.iter().copied());
+    let output = own.output().expect("it runs again");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let failure = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{text}{failure}");
+    assert!(text.contains("1 passed"), "{text}");
 }
 
 /// A message without its checksums: those of trained weights differ between processors.

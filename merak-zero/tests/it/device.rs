@@ -3,7 +3,8 @@
 use crate::fixture::{config, data_parallel, grads, len, lr, noises};
 use merak_mpu::{Buffer, testing::world};
 use merak_zero::{
-    AdamStep, DeviceError, Step, StepDevice, StepRange, ZeroStage, adam_update, sums_of_squares,
+    AdamStep, DeviceError, OptimizerKind, Step, StepDevice, StepRange, ZeroStage, adam_update,
+    sums_of_squares,
 };
 use std::{ops::Range, sync::Arc};
 
@@ -18,6 +19,10 @@ fn read<T>(buffer: &dyn Buffer, f: impl FnOnce(&[f32]) -> T) -> T {
 }
 
 impl StepDevice for Mirror {
+    fn has(&self, rule: OptimizerKind) -> bool {
+        rule == OptimizerKind::AdamW
+    }
+
     fn zeros(&self, len: usize) -> Result<Box<dyn Buffer>, DeviceError> {
         Ok(Box::new(vec![0.0_f32; len]))
     }
@@ -103,10 +108,30 @@ fn a_device_steps_as_the_host_does_and_gives_its_state_back() {
     }
 }
 
+#[test]
+fn a_rule_that_the_device_lacks_steps_in_host_memory() {
+    world(1, |member| {
+        let mut config = config(ZeroStage::Replicated);
+        config.optimizer.optim = OptimizerKind::Lion;
+        let mut host = data_parallel(&member, config.clone());
+        let mut device = data_parallel(&member, config)
+            .on_device(Arc::new(Mirror))
+            .unwrap();
+        let (mut expected, mut found) = (noises(1, len()), noises(1, len()));
+        host.step(&mut expected, &mut grads(0, 0), lr(0)).unwrap();
+        device.step(&mut found, &mut grads(0, 0), lr(0)).unwrap();
+        assert!(found == expected && device.state() == host.state());
+    });
+}
+
 #[derive(Debug)]
 struct Broken;
 
 impl StepDevice for Broken {
+    fn has(&self, _: OptimizerKind) -> bool {
+        true
+    }
+
     fn zeros(&self, _: usize) -> Result<Box<dyn Buffer>, DeviceError> {
         Err("out of memory".into())
     }

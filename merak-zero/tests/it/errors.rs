@@ -12,7 +12,7 @@ fn message<T>(result: Result<T, Error>) -> String {
 }
 
 #[test]
-fn stages_and_rules_of_later_versions_are_named_and_refused() {
+fn stages_of_later_versions_and_unknown_rules_are_refused() {
     assert_eq!(
         message(ZeroStage::try_from(2)),
         "`stage` 2 is not available in this version: choose 0 or 1"
@@ -22,12 +22,8 @@ fn stages_and_rules_of_later_versions_are_named_and_refused() {
         "`stage` is 4, expected 0, 1, 2 or 3"
     );
     assert_eq!(
-        message("lion".parse::<OptimizerKind>()),
-        "`optimizer` lion is not available in this version: choose adamw_torch, adam or sgd"
-    );
-    assert_eq!(
         message("adamw".parse::<OptimizerKind>()),
-        "`optimizer` has no value \"adamw\": choose one of adamw_torch, adam, sgd"
+        "`optimizer` has no value \"adamw\": choose one of adamw_torch, adam, sgd, adafactor, lamb, lion, muon"
     );
     for stage in [0, 1] {
         assert_eq!(u8::from(ZeroStage::try_from(stage).unwrap()), stage);
@@ -86,6 +82,43 @@ fn numbers_out_of_range_are_named() {
         assert_eq!(message(config.validate()), expected);
     }
     assert!(ok().validate().is_ok());
+}
+
+#[test]
+fn hyperparameters_out_of_range_are_named() {
+    let ok = OptimizerConfig::default;
+    for (config, expected) in [
+        (
+            OptimizerConfig {
+                adafactor_decay_rate: 0.8,
+                ..ok()
+            },
+            "`adafactor_decay_rate` is 0.8, expected a finite number below 0",
+        ),
+        (
+            OptimizerConfig {
+                lion_beta2: f64::NAN,
+                ..ok()
+            },
+            "`lion_beta2` is NaN, expected at least 0 and less than 1",
+        ),
+        (
+            OptimizerConfig {
+                muon_epsilon: 0.0,
+                ..ok()
+            },
+            "`muon_epsilon` is 0, expected a finite number of at least 1e-37",
+        ),
+        (
+            OptimizerConfig {
+                muon_ns_steps: 0,
+                ..ok()
+            },
+            "`muon_ns_steps` is 0, expected at least 1",
+        ),
+    ] {
+        assert_eq!(message(config.validate()), expected);
+    }
 }
 
 #[test]
@@ -156,7 +189,7 @@ fn a_second_reduction_of_the_same_gradients_is_refused() {
         );
         let num_buckets = optimizer.layout().buckets().len();
         assert_eq!(
-            message(optimizer.start_bucket(0, &grads)),
+            message(optimizer.start_bucket(0, &mut grads)),
             format!(
                 "bucket 0 of {num_buckets} cannot be started now: the gradients of this step are reduced already"
             )

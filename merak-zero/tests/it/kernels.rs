@@ -22,6 +22,7 @@ fn golden_config(case: &str) -> OptimizerConfig {
         adam_epsilon: 1e-6,
         sgd_momentum: if case == "sgd" { 0.0 } else { 0.9 },
         nesterov: case == "sgd_nesterov",
+        ..OptimizerConfig::default()
     }
 }
 

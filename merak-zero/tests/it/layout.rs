@@ -81,6 +81,30 @@ proptest! {
 }
 
 #[test]
+fn a_parameter_that_stays_whole_lies_in_one_part() {
+    let params = specs(&[3 * NORM_BLOCK + 1, 5 * NORM_BLOCK, 7, 2 * NORM_BLOCK]);
+    let is_whole = |spec: &ParamSpec| spec.global_index == 1;
+    for (bucket_size, num_parts) in [(1, 1), (NORM_BLOCK, 3), (4 * NORM_BLOCK, 2), (1 << 20, 4)] {
+        let layout = FlatLayout::with_whole(params.clone(), bucket_size, num_parts, is_whole);
+        let layout = layout.unwrap();
+        let (mut end, mut holders) = (0, 0);
+        for part in layout
+            .buckets()
+            .iter()
+            .flat_map(|bucket| layout.parts(bucket))
+        {
+            assert_eq!(part.flat.start, end);
+            let blocks = &layout.blocks()[part.blocks];
+            let of_whole = blocks.iter().filter(|block| block.param == 1).count();
+            assert!(of_whole == 0 || of_whole == 5);
+            holders += usize::from(of_whole == 5);
+            end = part.flat.end;
+        }
+        assert_eq!((end, holders), (layout.len(), 1));
+    }
+}
+
+#[test]
 fn a_large_group_is_cut_into_eighths_and_a_small_one_is_left_whole() {
     let large = FlatLayout::new(specs(&[16 << 20]), 500_000_000, 2).unwrap();
     assert_eq!(large.buckets().len(), 8);

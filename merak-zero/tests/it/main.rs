@@ -2,13 +2,14 @@
 //!
 //! - `layout`: the laws of offsets, buckets and parts, over random models
 //! - `kernels`: update rules against PyTorch's numbers, an f64 reference and themselves in pieces
+//! - `rules`: fifty steps of every rule against PyTorch's numbers; divisions of the model
 //! - `schedules`: learning-rate factors against Hugging Face's numbers
 //! - `stages`: worlds of 1, 2 and 4 ranks; stage 1, stage 0 and one serial rank give the same bits
 //! - `norms`: the global norm under tensor and pipeline splits; clipping; skipped steps
 //! - `resume`: state out and in again, on another number of ranks too
 //! - `device`: steps in the memory of a device
 //! - `allocations`: what a step asks of the allocator does not grow with the ranks
-//! - `candle`: variables of a candle `VarMap`, beside candle-nn's AdamW
+//! - `tensors`: variables of other libraries, beside the libraries' own AdamW: `candle`, `tch`
 //! - `errors`: what a wrong setting or buffer says
 
 mod allocations;
@@ -20,5 +21,11 @@ mod kernels;
 mod layout;
 mod norms;
 mod resume;
+mod rules;
 mod schedules;
 mod stages;
+#[cfg(feature = "tch")]
+mod tch;
+// `cfg(test)` tells clippy that its functions are bodies of tests.
+#[cfg(test)]
+mod tensors;

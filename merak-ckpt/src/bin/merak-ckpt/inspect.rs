@@ -8,7 +8,7 @@ use merak_ckpt::{
 use serde_json::{Value, json};
 
 /// A table of the tensors below a few lines about the whole. Where a row exceeds `columns`, its
-/// figures stand on a line of their own.
+/// figures get a line of their own.
 pub(crate) fn text(checkpoint: &Checkpoint, columns: Option<usize>) -> String {
     let mut text = String::new();
     add_summary(&mut text, checkpoint);

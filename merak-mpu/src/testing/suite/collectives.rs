@@ -176,6 +176,27 @@ fn fold<T>(
     folded.unwrap_or_default().into_iter()
 }
 
+/// A long broadcast reaches a member that calls when the others have exchanged their parts.
+///
+/// # Panics
+/// When the engine is wrong.
+pub fn late_calls_of_broadcasts(member: &Member) {
+    let group = member.world_group().expect("the world is healthy");
+    let (n, rank) = (group.world_size(), group.rank());
+    for (root, late) in (0..n).flat_map(|root| (0..n).map(move |late| (root, late))) {
+        if rank == late {
+            thread::sleep(Duration::from_millis(3));
+        }
+        let row = |rank: usize| row(rank, 300_001, |x| x as f32);
+        same(
+            &group,
+            "broadcast",
+            group.broadcast_vec(row(rank), root),
+            row(root),
+        );
+    }
+}
+
 /// Members exchange parts of lengths of their own, empty ones among them.
 ///
 /// # Panics

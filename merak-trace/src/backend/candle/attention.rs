@@ -232,7 +232,7 @@ impl Node<'_> {
                 dropout: context.dropout(&dropout),
                 first_sample: context.sample_base,
                 first_head: dropout.slice.map_or(0, |slice| {
-                    (context.coordinate(slice.axis) * spec.heads) as u64
+                    (context.place.get(slice.axis) * spec.heads) as u64
                 }),
             });
         let mask = terms.hidden.as_ref().map(|hidden| AttentionMask {

@@ -254,7 +254,7 @@ impl Node<'_> {
             dim_full: dropout.slice.map_or(spec.heads, |slice| slice.full),
             dim_start: dropout
                 .slice
-                .map_or(0, |slice| context.coordinate(slice.axis) * spec.heads),
+                .map_or(0, |slice| context.place.get(slice.axis) * spec.heads),
             dim_local: spec.heads,
             inner: shape[2] * shape[3],
         };

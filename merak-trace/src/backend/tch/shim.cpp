@@ -9,10 +9,12 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/native_layer_norm_backward.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
 #include <climits>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
@@ -55,6 +57,16 @@ void merak_tch_free(char* message) {
 // Loads the CUDA half of libtorch, which nothing links to, so that its kernels register themselves.
 char* merak_tch_load_cuda() {
     return dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) ? nullptr : strdup(dlerror());
+}
+
+// Writes the queue of a CUDA device, as a CUstream, into which the calling thread puts its kernels.
+char* merak_tch_current_stream(int device, uint64_t* stream) {
+    return guarded([&] {
+        const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+        const c10::Device place(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device));
+        void* handle = guard.getStreamNativeHandle(guard.getStream(place));
+        *stream = reinterpret_cast<uintptr_t>(handle);
+    });
 }
 
 // grad, input: [.., n]; mean, rstd: [.., 1]; weight: [n]. Writes dx, or dw and db: null where not

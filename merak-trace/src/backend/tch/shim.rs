@@ -4,7 +4,7 @@
 use super::optimizer::AdamScalars;
 use crate::{Error, Result};
 use std::{
-    ffi::{CStr, c_char},
+    ffi::{CStr, c_char, c_int},
     sync::Once,
 };
 use tch::{Device, Kind, Tensor};
@@ -14,6 +14,7 @@ unsafe extern "C" {
     fn merak_tch_free(message: *mut c_char);
     fn merak_tch_load_cuda() -> *mut c_char;
     fn merak_tch_pool_memory();
+    fn merak_tch_current_stream(device: c_int, stream: *mut u64) -> *mut c_char;
     fn merak_tch_layer_norm_backward(
         grad: *const C_tensor,
         input: *const C_tensor,
@@ -65,6 +66,16 @@ pub(super) fn load_cuda() -> Result<(), String> {
     // SAFETY: the function takes nothing and returns null or a message of its own.
     let message = unsafe { merak_tch_load_cuda() };
     message_of(message).map_or(Ok(()), Err)
+}
+
+/// The queue of a CUDA device into which this thread puts its kernels, as CUDA's `CUstream`; none
+/// where libtorch has no such device.
+pub(super) fn current_stream(device: usize) -> Option<u64> {
+    let mut stream = 0;
+    let device = c_int::try_from(device).ok()?;
+    // SAFETY: the function writes one number there, and returns null or a message of its own.
+    let message = unsafe { merak_tch_current_stream(device, &raw mut stream) };
+    message_of(message).is_none().then_some(stream)
 }
 
 /// Operands of the backward of a layer norm, over rows of the last dimension.

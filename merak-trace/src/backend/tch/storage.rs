@@ -4,8 +4,9 @@
     reason = "reads and writes the memory of libtorch tensors as slices"
 )]
 
-use super::at;
+use super::{at, shim};
 use crate::{Error, Param, ParamStore, Result, TensorType, Value, value::Lease};
+pub(super) use merak_mpu::tch::kind_of as kind;
 use merak_mpu::{Buffer, DType, Element, Memory};
 use std::{any::Any, sync::Arc};
 use tch::{Device, Kind, Tensor};
@@ -16,18 +17,6 @@ pub(super) fn kind_of(ty: &TensorType) -> Result<Kind> {
         node: ty.to_string(),
         reason: format!("libtorch has no element type {}", ty.dtype),
     })
-}
-
-pub(super) fn kind(dtype: DType) -> Option<Kind> {
-    match dtype {
-        DType::F64 => Some(Kind::Double),
-        DType::F32 => Some(Kind::Float),
-        DType::BF16 => Some(Kind::BFloat16),
-        DType::F16 => Some(Kind::Half),
-        DType::I64 => Some(Kind::Int64),
-        DType::U8 => Some(Kind::Uint8),
-        DType::U32 => None,
-    }
 }
 
 /// A size as libtorch counts.
@@ -261,6 +250,10 @@ impl Buffer for TchBuffer {
     }
 
     fn memory(&mut self) -> Memory {
+        // Who uses the address knows nothing of strides.
+        if !self.flat.is_contiguous() {
+            self.flat = self.flat.contiguous();
+        }
         let start = self.flat.data_ptr();
         match self.flat.device() {
             Device::Cuda(ordinal) => Memory::Device {
@@ -268,6 +261,13 @@ impl Buffer for TchBuffer {
                 address: start.addr() as u64,
             },
             _ => Memory::Host(start.cast()),
+        }
+    }
+
+    fn stream(&self) -> u64 {
+        match self.flat.device() {
+            Device::Cuda(ordinal) => shim::current_stream(ordinal).unwrap_or_default(),
+            _ => 0,
         }
     }
 

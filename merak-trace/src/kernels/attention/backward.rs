@@ -41,7 +41,7 @@ pub struct AttentionGrads<'a, T> {
 ///
 /// # Panics
 ///
-/// The shapes do not fit.
+/// If the shapes do not fit.
 pub fn attention_grad<T: Float>(
     threads: &Threads,
     spec: &AttentionSpec<'_, T>,

@@ -26,7 +26,7 @@ use crate::kernels::Threads;
 ///
 /// # Panics
 ///
-/// The shapes do not fit.
+/// If the shapes do not fit.
 pub fn attention<T: Float>(
     threads: &Threads,
     spec: &AttentionSpec<'_, T>,

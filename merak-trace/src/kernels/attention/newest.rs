@@ -35,7 +35,7 @@ pub struct Newest<'a, T> {
 ///
 /// # Panics
 ///
-/// The lengths do not fit, or the spec has a mask, a bias or dropout.
+/// If the lengths do not fit, or the spec has a mask, a bias or dropout.
 pub fn attention_newest<T: Float>(
     threads: &Threads,
     spec: &AttentionSpec<'_, T>,

@@ -1,22 +1,36 @@
 //! `merak bench collectives`: how fast ranks exchange.
 
+use super::{super::Failure, world};
 use clap::Args as ClapArgs;
 use merak_ckpt::{parse_byte_size, words::Bytes};
-use merak_trainer::{Result, network::EXCHANGES};
+use merak_mpu::{EngineKind, Launch, Member};
+use merak_trainer::{
+    Error, Result,
+    metrics::Screen,
+    network::{EXCHANGES, Exchange},
+    run_on,
+};
 use serde_json::{Value, json};
+use std::time::Duration;
 
 /// Times collectives and messages between ranks; prints one JSON line per operation and size.
 /// `send_recv` ends when the receiver has copied the message into a buffer of its own.
+///
+/// Started alone, it runs all ranks; started by a launcher, each process is one, and the first
+/// prints.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Collectives {
-    /// Ranks.
-    #[arg(long, default_value_t = 2)]
-    world: usize,
+    /// What connects the ranks: auto, threads, tcp, mpi or nccl.
+    #[arg(long, default_value = "auto", value_parser = engine)]
+    engine: EngineKind,
+    /// Ranks; unset: as many as there are processes, and 2 where there is one.
+    #[arg(long)]
+    world: Option<usize>,
     /// Bytes that each rank hands in, as in 4096, 64KiB or 1M, rounded down to whole numbers for
     /// each rank.
     #[arg(long, value_delimiter = ',', default_value = "4KiB,256KiB,16MiB", value_parser = parse_byte_size)]
     bytes: Vec<u64>,
-    /// Times that each is run; the median counts.
+    /// Times that each is run, behind a barrier; the median of the slowest rank's times counts.
     #[arg(long, default_value_t = 21)]
     steps: usize,
 }
@@ -25,49 +39,91 @@ pub(crate) struct Collectives {
 const MAX_WORLD: usize = 256;
 const MAX_BYTES: u64 = 1 << 32;
 
+fn engine(name: &str) -> Result<EngineKind, String> {
+    serde_json::from_value(json!(name)).map_err(|error| error.to_string())
+}
+
+/// An exchange, and the bytes that each rank hands in.
+type Case = (Exchange, usize);
+
 impl Collectives {
-    /// One object per operation and size.
-    pub(super) fn run(&self) -> Result<Vec<Value>, super::super::Failure> {
-        if !(2..=MAX_WORLD).contains(&self.world) {
-            let found = self.world;
-            return Err(format!("--world is {found}, expected 2 to {MAX_WORLD} ranks").into());
+    /// One object per operation and size, in the process of the first rank.
+    pub(super) fn run(&self, screen: &Screen) -> Result<Vec<Value>, Failure> {
+        let launch = world::launch(screen)?;
+        let checked = self.check(&launch).map_err(Error::CommandLine);
+        let (ranks, cases) = world::told_once(&launch, checked)?;
+        let (engine, members) = world::members(self.engine, &launch, ranks)?;
+        let has_first = members.first().is_some_and(|first| first.rank().0 == 0);
+        let times = run_on(members, |member| self.times(&member, &cases))?;
+        let first = times.into_iter().next().filter(|_| has_first);
+        let line = |((exchange, bytes), time): (Case, Duration)| {
+            let time = time.as_secs_f64();
+            let passed = exchange.share(ranks) * bytes as f64;
+            json!({
+                "engine": engine.as_str(),
+                "world": ranks,
+                "op": exchange.name,
+                "bytes": bytes,
+                "us": time * 1e6,
+                "bus_bytes_per_s": passed / time.max(f64::MIN_POSITIVE),
+            })
+        };
+        let timed = cases.into_iter().zip(first.unwrap_or_default());
+        Ok(timed.map(line).collect())
+    }
+
+    fn times(&self, member: &Member, cases: &[Case]) -> Result<Vec<Duration>> {
+        let group = member.world_group()?;
+        let time =
+            |(exchange, bytes): &Case| exchange.median_of_slowest(&group, *bytes, self.steps);
+        cases.iter().map(time).collect()
+    }
+
+    /// The number of ranks, and what they exchange.
+    fn check(&self, launch: &Launch) -> Result<(usize, Vec<Case>), String> {
+        let processes = launch.world_size;
+        let ranks = match self.world {
+            None => processes.max(2),
+            Some(world) if processes > 1 && world != processes => {
+                return Err(format!(
+                    "--world is {world}, but {processes} processes were started: leave it out"
+                ));
+            }
+            Some(world) => world,
+        };
+        if !(2..=MAX_WORLD).contains(&ranks) {
+            return Err(format!(
+                "--world is {ranks}, expected 2 to {MAX_WORLD} ranks"
+            ));
         }
         if self.steps == 0 {
-            return Err("--steps is 0, expected at least 1".into());
+            return Err("--steps is 0, expected at least 1".to_owned());
         }
-        let unit = (self.world * size_of::<f32>()) as u64;
-        let mut lines = Vec::new();
+        let here = if processes > 1 {
+            launch.local_size.unwrap_or(processes)
+        } else {
+            ranks
+        };
+        let unit = (ranks * size_of::<f32>()) as u64;
+        let mut cases = Vec::new();
         for &bytes in &self.bytes {
             if !(unit..=MAX_BYTES).contains(&bytes) {
                 let [found, least, most] = [bytes, unit, MAX_BYTES].map(Bytes);
-                return Err(format!("--bytes has {found}, expected {least} to {most}").into());
+                return Err(format!("--bytes has {found}, expected {least} to {most}"));
             }
-            let needed = bytes.saturating_mul(4 * self.world as u64);
+            let needed = bytes.saturating_mul(4 * here as u64);
             if needed > merak_trainer::available_bytes() {
                 let [found, needed, most] =
                     [bytes, needed, merak_trainer::available_bytes()].map(Bytes);
                 return Err(format!(
-                    "--bytes has {found}, which take {needed} on {} ranks, but this process may use {most}: choose fewer \
-                     bytes or a smaller --world",
-                    self.world
-                )
-                .into());
+                    "--bytes has {found}, which take {needed} on {here} ranks, but this process may use {most}: choose fewer \
+                     bytes or a smaller --world"
+                ));
             }
             // Whole numbers for every rank.
-            let bytes = bytes / unit * unit;
-            for exchange in EXCHANGES {
-                let time = exchange
-                    .median(self.world, bytes as usize, self.steps)?
-                    .as_secs_f64();
-                let passed = exchange.share(self.world) * bytes as f64;
-                lines.push(json!({
-                    "op": exchange.name,
-                    "bytes": bytes,
-                    "us": time * 1e6,
-                    "bus_bytes_per_s": passed / time.max(f64::MIN_POSITIVE),
-                }));
-            }
+            let bytes = (bytes / unit * unit) as usize;
+            cases.extend(EXCHANGES.map(|exchange| (exchange, bytes)));
         }
-        Ok(lines)
+        Ok((ranks, cases))
     }
 }

@@ -29,7 +29,7 @@ use std::{
 /// How long ranks may end by themselves after one that has found wrong input, or has survived.
 const BY_THEMSELVES: Duration = Duration::from_secs(3);
 
-/// A request to stop that comes so many times ends ranks that do not follow.
+/// Requests to stop after which ranks that do not follow are ended.
 const MOST_REQUESTS: usize = 3;
 
 /// Stack of a thread that waits or copies.

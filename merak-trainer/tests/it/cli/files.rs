@@ -30,6 +30,25 @@ fn refusal(place: &Workplace, line: &str) -> String {
 }
 
 #[test]
+fn a_folder_in_place_of_a_configuration_is_told_with_the_way_on() {
+    let place = Workplace::new();
+    place.succeed("train merak.toml --max_steps 1");
+    let train = |folder: &str| refusal(&place, &format!("train {folder}"));
+    assert_snapshot!(train("run"), @"error: the configuration run is a folder: its run has run/config.resolved.toml, and `merak train run/config.resolved.toml --resume latest` goes on with it");
+    assert_snapshot!(train("run/checkpoints/step-00000001"), @"error: the configuration run/checkpoints/step-00000001 is a folder: its run has run/config.resolved.toml, and `merak train run/config.resolved.toml --resume run/checkpoints/step-00000001` goes on with it");
+    assert_snapshot!(refusal(&place, "config ."), @"error: the configuration . is a folder: name a file, for example ./merak.toml");
+    assert_snapshot!(train("text"), @"error: the configuration text is a folder: name a file (.toml, .yaml or .json)");
+    place.write("hf/config.json", "{}");
+    assert_snapshot!(refusal(&place, "config hf"), @r#"error: the configuration hf is a folder: it is that of a model: name it in a configuration file, as "model.hf_dir" to start from its weights, or as "model.config""#);
+    for from in ["latest", "run/checkpoints/step-00000001"] {
+        let line = format!("train run/config.resolved.toml --resume {from} --max_steps 2");
+        let said = place.succeed(&line);
+        assert!(said.contains("1 steps up to step 2"), "{said}");
+        place.succeed(&format!("{line} --dry-run"));
+    }
+}
+
+#[test]
 fn pipes_and_devices_are_no_files_to_read() {
     let place = Workplace::new();
     let made = Command::new("mkfifo")

@@ -381,6 +381,15 @@ fn what_all_processes_meet_is_told_once() {
             "merak bench runs its ranks as threads of one process, but 3 processes were started: \
              start one",
         ),
+        (
+            "train merak.toml --dp 3 --distributed.timeout_s 0",
+            "\"distributed.timeout_s\" is 0 (command line --distributed.timeout_s), but must be \
+             more than 0 and at most 1e9",
+        ),
+        (
+            "train merak.toml --dp 3 --log =",
+            "--log \"=\": invalid filter directive",
+        ),
     ] {
         let ended = end(&place, place.command(&format!("launch -n 3 -- {line}")));
         assert_eq!(ended.status, Some(2), "{}", ended.stderr);
@@ -388,12 +397,16 @@ fn what_all_processes_meet_is_told_once() {
         assert_eq!(ended.stderr, expected);
     }
     assert!(!place.path("run").exists());
+}
+
+#[test]
+fn half_an_environment_is_told_and_a_world_of_one_is_a_process() {
+    let place = Workplace::new();
     let half = |variables: &[(&str, &str)]| {
         let mut command = place.command("train merak.toml --max_steps 1");
         command.envs(variables.iter().copied());
         end(&place, command)
     };
-    // Half an environment is this process's own.
     let ended = half(&[("RANK", "3"), ("WORLD_SIZE", "4")]);
     assert_eq!(ended.status, Some(2));
     assert_eq!(

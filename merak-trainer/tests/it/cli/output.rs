@@ -3,7 +3,7 @@
 use insta::assert_snapshot;
 use serde_json::{Value, json};
 
-use super::{Workplace, terminal};
+use super::{Workplace, launch::end, terminal};
 
 fn keys(value: &Value) -> Vec<&str> {
     let object = value.as_object().expect("an object");
@@ -24,6 +24,7 @@ fn a_dry_run_prints_the_plan_and_writes_nothing() {
     stage  segments  parameters    forward   backward  sent (act + grad)  received (act + grad)      kept  live   memory  inputs     modules
         0         5      11.2 k  133 kFLOP  352 kFLOP     1.00 KiB + 0 B         0 B + 1.00 KiB  4.25 KiB     2  134 KiB  input_ids  transformer.wte, transformer.wpe, transformer.h.0-1
         1         5      6.59 k  283 kFLOP  635 kFLOP     0 B + 1.00 KiB         1.00 KiB + 0 B  22.4 KiB     1  140 KiB  labels     transformer.h.2-3, transformer.ln_f, lm_head, loss
+    memory: weights, gradients, optimizer state and kept values; batches and values within a phase come on top
     segments by farthest_min_deps: 1644 parameters a segment for 8 segments, 11 candidate cuts
     stages by uniform: 10 segments as 5 + 5; the longest forward is 1.36 times the mean
     tied transformer.wte.weight: stage 0 owns it, copies on 1
@@ -269,11 +270,39 @@ fn lines_of_plans_and_summaries_fit_a_terminal_of_80_columns() {
     }
 }
 
-/// What a command that succeeds writes to a terminal of so many columns.
+/// What a command that succeeds writes to a terminal with that number of columns.
 fn on_terminal(place: &Workplace, line: &str, columns: u16) -> String {
     let (ended, shown) = terminal::shown(place.command(line), columns, false);
     assert!(ended.success(), "merak {line}: {shown}");
     shown
+}
+
+#[test]
+fn lines_of_progress_fit_a_terminal_without_bars() {
+    let place = Workplace::new();
+    let mut command = place.command("train merak.toml --max_steps 2 --save_steps 1");
+    command.env("TERM", "dumb");
+    let (ended, shown) = terminal::shown(command, 40, true);
+    assert!(ended.success(), "{shown}");
+    let is_whole = |line: &str| line.starts_with("step 2/2  loss ") && line.ends_with(" left");
+    assert!(!shown.lines().any(is_whole), "{shown}");
+    let lines = || {
+        shown
+            .lines()
+            .skip_while(|line| !line.starts_with("step 2/2  loss "))
+    };
+    assert!(
+        lines()
+            .next()
+            .is_some_and(|line| line.chars().count() <= 40),
+        "{shown}"
+    );
+    assert!(
+        lines()
+            .nth(1)
+            .is_some_and(|line| line.starts_with("          ")),
+        "{shown}"
+    );
 }
 
 #[test]
@@ -530,7 +559,10 @@ fn the_bench_of_collectives_prints_a_line_per_operation_and_size() {
         ]
     );
     for line in &lines {
-        assert_eq!(keys(line), ["op", "bytes", "us", "bus_bytes_per_s"]);
+        assert_eq!(
+            keys(line),
+            ["engine", "world", "op", "bytes", "us", "bus_bytes_per_s"]
+        );
         assert!(line["us"].as_f64() > Some(0.0) && line["bus_bytes_per_s"].as_f64() > Some(0.0));
     }
     assert_snapshot!(place.mistake("bench collectives --world 1"), @"error: --world is 1, expected 2 to 256 ranks");
@@ -538,6 +570,48 @@ fn the_bench_of_collectives_prints_a_line_per_operation_and_size() {
     let message = place.mistake("bench collectives --bytes 1.5M");
     let expected = "expected a whole number of bytes below 2^64 as in 1000000, 64KiB, 256M or 5GB, found `1.5M`";
     assert!(message.contains(expected), "{message}");
+}
+
+#[test]
+fn the_bench_of_collectives_times_the_engine_that_is_asked_for() {
+    let place = Workplace::new();
+    let expect = |text: &str, engine: &str| {
+        assert_eq!(text.lines().count(), 6, "{text}");
+        for line in text.lines() {
+            let line: Value = serde_json::from_str(line).expect("one object a line");
+            assert_eq!(
+                (&line["engine"], &line["world"]),
+                (&json!(engine), &json!(3))
+            );
+        }
+    };
+    let line = "bench collectives --bytes 48 --steps 1";
+    for engine in ["threads", "tcp"] {
+        let text = place.succeed(&format!("{line} --world 3 --engine {engine}"));
+        expect(&text, engine);
+    }
+    // Each process is a rank, and the first prints.
+    let launched = |line: &str| end(&place, place.command(&format!("launch -n 3 -- {line}")));
+    let ended = launched(line);
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    expect(&ended.stdout, "tcp");
+    let ended = launched(&format!("{line} --world 2"));
+    assert_eq!(ended.status, Some(2));
+    assert_eq!(
+        ended
+            .stderr
+            .matches("error: --world is 2, but 3 processes were started: leave it out")
+            .count(),
+        1,
+        "{}",
+        ended.stderr
+    );
+    assert_snapshot!(place.mistake("bench collectives --engine nccl"), @"error: the engine nccl is not in this build: build with --features nccl, or choose threads or tcp");
+    let unknown = place.mistake("bench collectives --engine gloo");
+    assert!(
+        unknown.contains("expected one of `auto`, `threads`, `tcp`, `mpi`, `nccl`"),
+        "{unknown}"
+    );
 }
 
 #[test]
@@ -609,17 +683,11 @@ fn the_doctor_tells_what_there_is_and_tries_it() {
         assert!(names(key).contains(&name.to_owned()), "{key}: {found}");
     }
     assert_eq!(found["launcher"], "none: ranks are threads of this process");
-    let mut launched = place.command("doctor");
-    launched.envs([("PMI_RANK", "1"), ("PMI_SIZE", "2")]);
-    let launched = place.ended(&launched.output().expect("the command starts"));
-    assert!(
-        launched.stdout.contains(
-            "MPICH or Intel MPI, process 1 of 2: the engine tcp does not fit: PMI_SIZE asks"
-        ),
-        "{}",
-        launched.stdout
-    );
+    assert_eq!(found["engine"], "threads");
     // Abilities of other builds are not listed.
+    let has_nccl = cfg!(feature = "nccl");
+    assert_eq!(names("engines").contains(&"nccl".to_owned()), has_nccl);
+    assert_eq!(found.get("nccl").is_some(), has_nccl);
     let has_tch = cfg!(feature = "tch");
     assert_eq!(names("backends").contains(&"tch".to_owned()), has_tch);
     assert!(has_tch || !names("devices").contains(&"cuda".to_owned()));
@@ -632,6 +700,39 @@ fn the_doctor_tells_what_there_is_and_tries_it() {
         table
             .lines()
             .any(|line| line.starts_with("trial") && line.ends_with("passed"))
+    );
+}
+
+#[test]
+fn the_doctor_tells_what_a_launcher_has_told() {
+    let place = Workplace::new();
+    let launched = |variables: &[(&str, &str)]| {
+        let mut command = place.command("doctor --json");
+        command.envs(variables.iter().copied());
+        let ended = place.ended(&command.output().expect("the command starts"));
+        let found: Value = serde_json::from_str(&ended.stdout).expect("one document");
+        let of = |name: &str| found[name].to_string().replace('"', "");
+        let names = [
+            "launcher",
+            "engine",
+            "rank",
+            "world_size",
+            "address_of_rank_0",
+        ];
+        names.map(of).join("; ")
+    };
+    let torchrun = [
+        ("RANK", "1"),
+        ("WORLD_SIZE", "4"),
+        ("MASTER_ADDR", "n1"),
+        ("MASTER_PORT", "29500"),
+    ];
+    assert_eq!(launched(&torchrun), "torchrun; tcp; 1; 4; n1:29500");
+    let pmi = launched(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]);
+    assert!(
+        pmi.starts_with("MPICH or Intel MPI; the engine tcp does not fit: PMI_SIZE asks")
+            && pmi.ends_with("; 1; 2; none"),
+        "{pmi}"
     );
 }
 

@@ -60,7 +60,8 @@ impl Running {
     }
 }
 
-/// The command, started by a shell that prepares what it inherits.
+/// The command, started by a shell that prepares what it inherits; of our environment it sees
+/// nothing, and so no times that were measured before.
 fn under(place: &Workplace, preparation: &str, line: &str) -> Command {
     let merak = place.command(line);
     let mut shell = Command::new("sh");
@@ -70,6 +71,7 @@ fn under(place: &Workplace, preparation: &str, line: &str) -> Command {
         .arg(merak.get_program())
         .args(merak.get_args())
         .current_dir(place.folder.path())
+        .env_clear()
         .env("MERAK_COST_MODEL", "counted");
     shell
 }
@@ -307,6 +309,73 @@ fn a_limit_of_addresses_ends_no_process_by_a_signal() {
     let text = refusal(&ended);
     let start = "error: a schedule of 4194304 actions takes 192 MiB, but this process may use ";
     assert!(text.starts_with(start), "{text}");
+}
+
+/// The limit on addresses, in KiB, under which a run would begin, as its refusal under a lower one
+/// tells.
+fn told_limit(text: &str, low: f64) -> f64 {
+    let figure = |before: &str| {
+        let mut words = text.split(before).nth(1).expect(before).split_whitespace();
+        let number = words.next().and_then(|word| word.parse::<f64>().ok());
+        let unit = match words.next().expect(before).trim_end_matches(':') {
+            "GiB" => 1_048_576.0,
+            "MiB" => 1024.0,
+            _ => unreachable!("{text}"),
+        };
+        number.expect(before) * unit
+    };
+    low + figure(" at least ") - figure(" may use ")
+}
+
+#[test]
+fn a_run_that_is_not_refused_for_its_addresses_ends_well_and_tells_of_costs_not_measured() {
+    let place = Workplace::new();
+    let mut unmeasured = 0;
+    for (dp, keys) in [
+        (1, "--max_steps 3"),
+        (8, "--max_steps 2 --async_save true"),
+        (32, "--max_steps 1 --dataloader_num_workers 1"),
+        (64, "--max_steps 1 --save false"),
+    ] {
+        let line = format!("train merak.toml --dp {dp} --gradient_accumulation_steps 1 {keys}");
+        // What the run said, or where it was refused the limit that it asks for.
+        let runs = |limit: f64, costs: &str| {
+            let line = format!("{line} --output_dir {dp}-{limit}");
+            let mut run = under(&place, &format!("ulimit -v {limit}"), &line);
+            run.env("MERAK_COST_MODEL", costs);
+            let ended = place.ended(&run.output().expect("the command starts"));
+            let is_refused = ended.status == Some(2) && ended.stderr.contains("RLIMIT_AS");
+            let what = format!("dp {dp}, {limit} KiB: {:?} {}", ended.status, ended.stderr);
+            assert!(ended.status == Some(0) || is_refused, "{what}");
+            if is_refused {
+                Err(told_limit(&ended.stderr, limit))
+            } else {
+                Ok(ended.stderr)
+            }
+        };
+        let (mut limit, mut refusals) = (60_000.0, 0);
+        // What a thread takes for products is known where there is room to try.
+        while let Err(told) = runs(limit, "counted") {
+            refusals += 1;
+            assert!(
+                told > limit && refusals < 6,
+                "dp {dp}: {told} after {limit}"
+            );
+            // The message has three digits.
+            limit = (1.006 * told).round();
+        }
+        let [told, _, with_room] = [102.0, 110.0, 200.0].map(|percent| {
+            let limit = (limit * percent / 100.0).round();
+            let said = runs(limit, "measured").expect("it begins");
+            said.contains("costs are not measured")
+        });
+        assert!(!with_room, "dp {dp}: {limit}");
+        unmeasured += usize::from(told);
+    }
+    assert!(
+        unmeasured > 0,
+        "no run had too little room to measure costs"
+    );
 }
 
 #[test]

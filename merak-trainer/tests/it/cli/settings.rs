@@ -122,7 +122,7 @@ fn generation_follows_the_models_folder_or_says_what_it_leaves_out() {
     assert!(ended.stderr.contains(told), "{}", ended.stderr);
     place.write("hf/generation_config.json", r#"{ "eos_token_id": "5" }"#);
     insta::assert_snapshot!(place.mistake(line), @r#"error: cannot parse the model configuration hf/generation_config.json: `eos_token_id` is "5", expected a token's number or a list of them ("model.config", command line CHECKPOINT)"#);
-    // Without its configuration, it is a folder of a model all the same.
+    // Without its configuration, it is nevertheless a folder of a model.
     std::fs::remove_file(place.path("hf/config.json")).expect("a removable file");
     insta::assert_snapshot!(place.mistake(line), @"error: cannot read hf/config.json: the file is missing");
 }

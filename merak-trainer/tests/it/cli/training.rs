@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use super::{Workplace, files};
 
-/// The files that a run leaves, but for the records of its times.
+/// The files that a run leaves, without the records of its times.
 fn artefacts(place: &Workplace) -> Vec<(String, Vec<u8>)> {
     let mut found = files(&place.path("run"));
     found.retain(|(name, _)| name != "metrics.jsonl");

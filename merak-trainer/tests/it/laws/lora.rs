@@ -216,7 +216,7 @@ fn a_resumed_adapter_goes_on_where_it_stood() {
 }
 
 /// A checkpoint has the trained parameters in files of its own, and refers to a base for the rest.
-fn assert_stands_on_base(saved: &Checkpoint, trained: &[String], all: usize) {
+fn assert_depends_on_base(saved: &Checkpoint, trained: &[String], all: usize) {
     let tensors = saved.manifest().tensors_of(&Kind::Parameter);
     let (own, shared): (Vec<_>, Vec<_>) =
         tensors.partition(|tensor| trained.contains(&tensor.name));
@@ -263,10 +263,10 @@ fn checkpoints_of_an_adapter_keep_what_is_not_trained_once() {
     assert_eq!(base.manifest().tensors.len(), all - trained.len());
     for step in 2..=4 {
         let saved = Checkpoint::open(store.path_of(step)).unwrap();
-        assert_stands_on_base(&saved, &trained, all);
+        assert_depends_on_base(&saved, &trained, all);
     }
 
-    // Other weights below the same adapter do not stand on this base.
+    // Other weights below the same adapter do not use this base.
     let other = case.clone().with("seed", 4321);
     other.on_ranks(|trainer| {
         trainer.train_step()?;
@@ -327,7 +327,7 @@ fn a_base_outlives_a_crash_before_its_first_checkpoint_and_not_its_last_one() {
     assert_eq!(saved.manifest().base.as_ref(), Some(&base));
     assert!(saved.verify().damage.is_empty());
 
-    // The checkpoint that takes the last one's place stands on other weights.
+    // The checkpoint that takes the last one's place has another base.
     save(case.with("seed", 4321));
     assert_eq!(names(), ["base-00002", "latest", "step-00000001"]);
 }

@@ -5,7 +5,7 @@ use merak_trainer::{
     data::{Dataset, IGNORED_LABEL, LABELS, Sample, SampleTensor},
 };
 
-use crate::support::{Case, Place, Tokens, assert_same_tensors};
+use crate::support::{Case, Tokens, assert_same_tensors};
 
 /// Samples in which no position has a label: the gradient is zero, so only decay moves a weight.
 #[derive(Debug)]
@@ -76,7 +76,7 @@ fn a_step_without_finite_gradients_leaves_weights_and_schedule_alone() {
             let weights = trainer.parameters();
             let reports = [trainer.train_step()?, trainer.train_step()?];
             Ok((
-                Place::of(trainer),
+                trainer.mpu().coord(),
                 first,
                 reports,
                 weights,

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use merak_mpu::Coord;
 use merak_trainer::{NamedTensors, Plan, StepReport};
 
-use super::{Place, Run, Tensors};
+use super::{Run, Tensors};
 
 /// Losses and norms of steps, as bits.
 pub(crate) fn numbers(reports: &[StepReport]) -> Vec<(u64, u64, u64)> {
@@ -22,7 +23,7 @@ pub(crate) fn numbers(reports: &[StepReport]) -> Vec<(u64, u64, u64)> {
 /// be equal otherwise.
 pub(super) fn whole<'a>(
     plan: &Plan,
-    ranks: impl Iterator<Item = (Place, &'a NamedTensors)>,
+    ranks: impl Iterator<Item = (Coord, &'a NamedTensors)>,
     replicas: Option<u8>,
 ) -> Tensors {
     let divisor = f32::from(replicas.unwrap_or(1));
@@ -38,22 +39,9 @@ pub(super) fn whole<'a>(
             let tensor = tensors
                 .entry(name.clone())
                 .or_insert_with(|| vec![0.0; param.full.numel()]);
-            for piece in param
-                .placement
-                .local_boxes(&param.full, place.tp, plan.draft.degrees.tp)
-            {
-                let local = box_rows(
-                    &param.local.shape,
-                    piece.dim,
-                    piece.local_start,
-                    piece.size.get(piece.dim).copied(),
-                );
-                let full = box_rows(
-                    &param.full.shape,
-                    piece.dim,
-                    piece.offset.get(piece.dim).copied().unwrap_or(0),
-                    piece.size.get(piece.dim).copied(),
-                );
+            for piece in param.placements.local_boxes(&param.full, place) {
+                let local = piece.local_ranges(&param.local.shape);
+                let full = piece.full_ranges(&param.full.shape);
                 let part: Vec<f32> = local.flat_map(|range| &values[range]).copied().collect();
                 // Ranks of one replica that hold the same box hold the same bits, on any stage.
                 let key = (name.clone(), piece.offset.clone(), place.dp);
@@ -84,23 +72,6 @@ pub(super) fn whole<'a>(
     };
     assert_eq!(tensors.len(), expected, "every parameter lies on some rank");
     tensors
-}
-
-/// The contiguous ranges of the elements `start..start + len` of dimension `dim`.
-fn box_rows(
-    shape: &[usize],
-    dim: usize,
-    start: usize,
-    len: Option<usize>,
-) -> impl Iterator<Item = std::ops::Range<usize>> {
-    let inner: usize = shape.iter().skip(dim + 1).product();
-    let size = shape.get(dim).copied().unwrap_or(1);
-    let outer: usize = shape.iter().take(dim).product();
-    let len = len.unwrap_or(1);
-    (0..outer).map(move |row| {
-        let from = (row * size + start) * inner;
-        from..from + len * inner
-    })
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {

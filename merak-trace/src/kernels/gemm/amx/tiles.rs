@@ -120,7 +120,7 @@ pub(super) struct Tiles {
 impl Tiles {
     /// # Panics
     ///
-    /// The units are not [`available`].
+    /// If the units are not [`available`].
     pub(super) fn configure() -> Self {
         assert!(available(), "the caller asks for tiles where there are any");
         // SAFETY: the instruction exists, as was asserted, and the configuration is 64 bytes of
@@ -140,7 +140,7 @@ impl Tiles {
     ///
     /// # Panics
     ///
-    /// The operands differ in their number of groups, or one has a partial group.
+    /// If the operands differ in their number of groups, or one has a partial group.
     #[expect(
         clippy::unused_self,
         reason = "holding it shows that the tiles are configured"

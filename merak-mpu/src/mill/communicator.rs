@@ -1,13 +1,13 @@
 //! The communicator of a group of processes.
 
 use super::{
-    mill::Command,
+    Command,
     op::{GroupState, Slot},
     session::{Awaited, Session},
 };
 use crate::{
-    Buffer, Communicator, Error, Message, Pending, Rank, ReduceOp, Result, Wait,
-    call::{Call, Fingerprint, Parts},
+    Buffer, Communicator, Error, Message, Pending, Rank, Result, Started, Wait,
+    call::{Call, Fingerprint},
 };
 use std::{
     fmt,
@@ -34,54 +34,6 @@ impl Handle {
         }
     }
 
-    fn start(&self, call: Call, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
-        let parts = Parts::Equal(buffer.len());
-        self.start_of(call, buffer, parts)
-    }
-
-    fn start_of(
-        &self,
-        call: Call,
-        buffer: Box<dyn Buffer>,
-        parts: Parts,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        let session = &self.session;
-        let sequence = self.started.fetch_add(1, Ordering::Relaxed);
-        session.check_start(&|| {
-            let group = self.group.describe();
-            format!("{} {sequence} of group {group}", call.name())
-        })?;
-        self.check_buffer(&*buffer)?;
-        let fingerprint = Fingerprint {
-            call,
-            dtype: buffer.dtype(),
-            parts,
-        };
-        let slot = Arc::new(Slot::new(self.group.me, self.group.members().len()));
-        session.counter.ask(Command::Start {
-            group: Arc::clone(&self.group),
-            sequence,
-            fingerprint,
-            buffer,
-            slot: Arc::clone(&slot),
-        });
-        let awaited = AwaitedOp {
-            call,
-            group: Arc::clone(&self.group),
-            sequence,
-            slot: Arc::clone(&slot),
-        };
-        let (session, watching) = (Arc::clone(session), Arc::clone(session));
-        Ok(Pending::polled(
-            move || slot.is_done() || watching.state.verdict().is_some(),
-            move || {
-                session.wait(&awaited)?;
-                let result = awaited.slot.take();
-                result.expect("a pending value is waited for once, and the result is there")
-            },
-        ))
-    }
-
     /// Checks that a buffer opens as the bytes that it promises.
     fn check_buffer(&self, buffer: &dyn Buffer) -> Result<()> {
         let (len, dtype) = (buffer.len(), buffer.dtype());
@@ -105,22 +57,9 @@ impl Handle {
     }
 
     fn check_message(&self, op: &str, peer: usize, tag: u64) -> Result<()> {
-        self.check_peer(peer)?;
         self.session.check_start(&|| {
             let (rank, group) = (self.group.members()[peer], self.group.describe());
             format!("{op}(tag {tag}) of group {group} with rank {rank}")
-        })
-    }
-
-    fn check_peer(&self, rank: usize) -> Result<()> {
-        let size = self.group.members().len();
-        if rank < size {
-            return Ok(());
-        }
-        Err(Error::NoSuchRank {
-            rank,
-            group: self.group.describe(),
-            size,
         })
     }
 }
@@ -193,77 +132,38 @@ impl Communicator for Handle {
         self.group.members()
     }
 
-    fn start_all_reduce(
-        &self,
-        buffer: Box<dyn Buffer>,
-        op: ReduceOp,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start(Call::AllReduce(op), buffer)
-    }
-
-    fn start_reduce_scatter(
-        &self,
-        buffer: Box<dyn Buffer>,
-        op: ReduceOp,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start(Call::ReduceScatter(op), buffer)
-    }
-
-    fn start_reduce_scatter_parts(
-        &self,
-        buffer: Box<dyn Buffer>,
-        lengths: Vec<usize>,
-        op: ReduceOp,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        let parts = Parts::Listed(lengths.into());
-        self.start_of(Call::ReduceScatter(op), buffer, parts)
-    }
-
-    fn start_all_gather(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start(Call::AllGather, buffer)
-    }
-
-    fn start_all_gather_parts(
-        &self,
-        buffer: Box<dyn Buffer>,
-        lengths: Vec<usize>,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start_of(Call::AllGather, buffer, Parts::Listed(lengths.into()))
-    }
-
-    fn start_gather(
-        &self,
-        buffer: Box<dyn Buffer>,
-        root: usize,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.check_peer(root)?;
-        self.start(Call::Gather { root }, buffer)
-    }
-
-    fn start_broadcast(
-        &self,
-        buffer: Box<dyn Buffer>,
-        root: usize,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.check_peer(root)?;
-        self.start(Call::Broadcast { root }, buffer)
-    }
-
-    fn start_all_to_all(&self, buffer: Box<dyn Buffer>) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start(Call::AllToAll, buffer)
-    }
-
-    fn start_all_to_all_parts(
-        &self,
-        buffer: Box<dyn Buffer>,
-        lengths: Vec<usize>,
-    ) -> Result<Pending<Box<dyn Buffer>>> {
-        self.start_of(Call::AllToAll, buffer, Parts::Listed(lengths.into()))
-    }
-
-    fn barrier(&self) -> Result<()> {
-        let nothing: Box<dyn Buffer> = Box::new(Vec::<u8>::new());
-        self.start(Call::Barrier, nothing)?.wait().map(drop)
+    fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
+        let session = &self.session;
+        let sequence = self.started.fetch_add(1, Ordering::Relaxed);
+        session.check_start(&|| {
+            let group = self.group.describe();
+            format!("{} {sequence} of group {group}", call.name())
+        })?;
+        self.check_buffer(&*buffer)?;
+        let fingerprint = Fingerprint::new(call, &*buffer, lengths);
+        let slot = Arc::new(Slot::new(self.group.me, self.group.members().len()));
+        session.counter.ask(Command::Start {
+            group: Arc::clone(&self.group),
+            sequence,
+            fingerprint,
+            buffer,
+            slot: Arc::clone(&slot),
+        });
+        let awaited = AwaitedOp {
+            call,
+            group: Arc::clone(&self.group),
+            sequence,
+            slot: Arc::clone(&slot),
+        };
+        let (session, watching) = (Arc::clone(session), Arc::clone(session));
+        Ok(Pending::polled(
+            move || slot.is_done() || watching.state.verdict().is_some(),
+            move || {
+                session.wait(&awaited)?;
+                let result = awaited.slot.take();
+                result.expect("a pending value is waited for once, and the result is there")
+            },
+        ))
     }
 
     fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {

@@ -10,7 +10,6 @@ use crate::{Buffer, Message, control::wire::Malformed};
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     io::{self, ErrorKind},
-    net::TcpStream,
     sync::Arc,
 };
 
@@ -78,8 +77,8 @@ pub(super) enum Reading {
 
 /// The connection to one other process.
 #[derive(Debug)]
-pub(super) struct Link {
-    pub(super) wire: Wire,
+pub(crate) struct Link {
+    pub(super) wire: Box<dyn Wire>,
     queue: VecDeque<Frame>,
     pub(super) reading: Reading,
     incoming: Vec<u8>,
@@ -94,12 +93,14 @@ pub(super) struct Link {
     /// The peer has read all that was sent before this process's end.
     pub(super) has_acked: bool,
     pub(super) is_open: bool,
+    /// Packets that have left.
+    pub(super) sent: Vec<Box<dyn Buffer>>,
 }
 
 impl Link {
-    pub(super) fn new(socket: TcpStream) -> io::Result<Self> {
-        Ok(Self {
-            wire: Wire::new(socket)?,
+    pub(crate) fn new(wire: impl Wire + 'static) -> Self {
+        Self {
+            wire: Box::new(wire),
             queue: VecDeque::new(),
             reading: Reading::Frame,
             incoming: Vec::new(),
@@ -109,7 +110,8 @@ impl Link {
             has_ended: false,
             has_acked: false,
             is_open: true,
-        })
+            sent: Vec::new(),
+        }
     }
 
     /// Queues a frame; `payload` travels with the header.
@@ -141,7 +143,7 @@ impl Link {
         ops.collect()
     }
 
-    /// Writes what the socket takes. Returns the collectives one of whose frames has left.
+    /// Writes what the wire takes. Returns the collectives one of whose frames has left.
     pub(super) fn write(&mut self, ops: &BTreeMap<OpKey, Op>) -> io::Result<Vec<OpKey>> {
         let mut left = Vec::new();
         let mut moved = 0;
@@ -185,18 +187,18 @@ impl Link {
             };
             frame.sent += written;
             moved += written;
-            if frame.sent == head + len
-                && let Some(Frame {
-                    body: Body::Piece { op, .. },
-                    ..
-                }) = self.queue.pop_front()
-            {
-                left.push(op);
+            if frame.sent == head + len {
+                match self.queue.pop_front().map(|frame| frame.body) {
+                    Some(Body::Piece { op, .. }) => left.push(op),
+                    Some(Body::Packet(data)) => self.sent.push(data),
+                    Some(Body::None) | None => {}
+                }
             }
             if moved > TURN_BYTES {
                 break;
             }
         }
+        self.wire.flush();
         Ok(left)
     }
 

@@ -1,7 +1,7 @@
 //! What processes send each other on the connections between them.
 
 use crate::{
-    DType, Message, Packet, Rank, ReduceOp,
+    Buffer, DType, Message, Packet, Rank, ReduceOp,
     call::{Call, Fingerprint, Parts},
     control::wire::{Decoder, Encoder, Malformed},
     zeros,
@@ -183,13 +183,20 @@ pub(super) fn encode_shapes(message: &Message) -> Vec<u8> {
     encoder.0
 }
 
-/// The packets that a message will have, with zeros for elements.
-pub(super) fn decode_shapes(bytes: &[u8]) -> Result<Message, Malformed> {
+/// The packets that a message will have, in memory with any content that `kept` has for a type and
+/// a number of elements, else with zeros for elements.
+pub(super) fn decode_shapes(
+    bytes: &[u8],
+    mut kept: impl FnMut(DType, usize) -> Option<Box<dyn Buffer>>,
+) -> Result<Message, Malformed> {
     let mut decoder = Decoder(bytes);
     let message = decoder.list(|item| {
         let dtype = dtype(item.byte()?)?;
         let shape = item.sizes()?;
         let len = item.size()?;
+        if let Some(data) = kept(dtype, len) {
+            return Ok(Packet { shape, data });
+        }
         let bytes = len.checked_mul(dtype.size_bytes()).ok_or(Malformed)?;
         // Memory that is not there is an error and no abort.
         let mut room = Vec::<u8>::new();
@@ -266,7 +273,7 @@ mod tests {
             shape: vec![2, 3],
             data: zeros(DType::BF16, 6),
         }];
-        let found = decode_shapes(&encode_shapes(&message)).unwrap();
+        let found = decode_shapes(&encode_shapes(&message), |_, _| None).unwrap();
         assert_eq!((found[0].dtype(), found[0].data.len()), (DType::BF16, 6));
         assert_eq!(found[0].shape, [2, 3]);
     }
@@ -276,7 +283,7 @@ mod tests {
         let mut frame = Encoder::default();
         frame.size(1).0.push(of_dtype(DType::F64));
         frame.sizes([0].into_iter()).size(usize::MAX / 16);
-        assert!(decode_shapes(&frame.0).is_err());
+        assert!(decode_shapes(&frame.0, |_, _| None).is_err());
     }
 
     proptest! {
@@ -285,7 +292,7 @@ mod tests {
             let _ = Header::decode(&bytes);
             let _ = decode_group(&bytes);
             let _ = decode_call(&bytes);
-            let _ = decode_shapes(&bytes[..bytes.len().min(24)]);
+            let _ = decode_shapes(&bytes[..bytes.len().min(24)], |_, _| None);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{
     frame::GroupKey,
-    moves::{Area, Fold, Moves, Piece},
+    moves::{Area, Fold, Moves, Piece, Relay},
 };
 use crate::{
     Buffer, Error, Rank, ReduceOp, Result,
@@ -59,7 +59,7 @@ const SPARE_BYTES: usize = 256 << 20;
 pub(super) struct Spares(Vec<Vec<i64>>);
 
 impl Spares {
-    /// At least so many words, with any content.
+    /// At least `words` words, with any content.
     fn take(&mut self, words: usize) -> Vec<i64> {
         if words == 0 {
             return Vec::new();
@@ -152,7 +152,10 @@ pub(super) struct Op {
     /// By member, the bytes of its first and its second move that have come.
     first: Vec<usize>,
     second: Vec<usize>,
+    /// Bytes of this member's part that are there for all.
     folded: usize,
+    /// By member, how many of them are on their way to it.
+    shared: Vec<usize>,
     /// Frames of this collective on their way to a socket.
     pub(super) unsent: usize,
 }
@@ -175,6 +178,7 @@ impl Op {
             first: vec![0; n],
             second: vec![0; n],
             folded: 0,
+            shared: vec![0; n],
             unsent: 0,
             group,
             sequence,
@@ -325,24 +329,51 @@ impl Op {
         }
     }
 
-    /// Folds what has come of all members. Returns the bytes of the sum that are new.
-    pub(super) fn fold(&mut self) -> Result<Range<usize>> {
-        let none = self.folded..self.folded;
-        let (Some(Fold { own, target }), Call::AllReduce(op) | Call::ReduceScatter(op)) =
-            (self.moves.fold, self.fingerprint.call)
-        else {
-            return Ok(none);
+    /// Folds what has come of all members, or takes what is to be passed on.
+    pub(super) fn fold(&mut self) -> Result<()> {
+        let me = self.group.me;
+        let (come, whole) = match (self.moves.fold, self.moves.relay) {
+            (Some(Fold { own, .. }), _) => {
+                let others = (0..self.first.len()).filter(|rank| *rank != me);
+                let come = others.map(|rank| self.first[rank]).min();
+                (come.unwrap_or(own.len), own.len)
+            }
+            (None, Some(Relay { root, part })) if root == me => (part.len, part.len),
+            (None, Some(Relay { root, part })) => (self.first[root], part.len),
+            (None, None) => return Ok(()),
         };
-        let others = (0..self.first.len()).filter(|rank| *rank != self.group.me);
-        let come = others.map(|rank| self.first[rank]).min().unwrap_or(own.len);
         let come = come - come % self.fingerprint.dtype.size_bytes();
-        if come == self.folded || (come < own.len && come - self.folded < SEGMENT_BYTES) {
-            return Ok(none);
+        if come == self.folded || (come < whole && come - self.folded < SEGMENT_BYTES) {
+            return Ok(());
         }
-        let range = self.folded..come;
-        self.fold_range(op, own, target, &range)?;
+        if let (Some(Fold { own, target }), Call::AllReduce(op) | Call::ReduceScatter(op)) =
+            (self.moves.fold, self.fingerprint.call)
+        {
+            self.fold_range(op, own, target, &(self.folded..come))?;
+        }
         self.folded = come;
-        Ok(range)
+        Ok(())
+    }
+
+    /// Takes what goes to a member now, of what is there for all: where it begins in this member's
+    /// part, and the bytes. A member that has not called has no place for it yet.
+    pub(super) fn share_with(&mut self, member: usize) -> Option<(usize, Piece)> {
+        let part = match (self.moves.fold, self.moves.relay) {
+            (Some(fold), _) if !self.moves.sums.is_empty() => fold.target,
+            (None, Some(relay)) if relay.root != member => relay.part,
+            _ => return None,
+        };
+        let start = self.shared[member];
+        if !self.called[member] || start == self.folded {
+            return None;
+        }
+        self.shared[member] = self.folded;
+        let piece = Piece {
+            start: part.start + start,
+            len: self.folded - start,
+            ..part
+        };
+        Some((start, piece))
     }
 
     fn fold_range(
@@ -394,12 +425,11 @@ impl Op {
     pub(super) fn is_complete(&self) -> bool {
         let others = (0..self.called.len()).filter(|rank| *rank != self.group.me);
         let mut arrived = others.map(|rank| self.slot.progress[rank].load(Ordering::Relaxed));
+        let Moves { fold, relay, .. } = &self.moves;
         self.unsent == 0
             && arrived.all(|progress| progress == ARRIVED)
-            && self
-                .moves
-                .fold
-                .is_none_or(|fold| self.folded == fold.own.len)
+            && fold.is_none_or(|fold| self.folded == fold.own.len)
+            && relay.is_none_or(|relay| self.folded == relay.part.len)
     }
 
     /// Gives the result to the thread that waits.

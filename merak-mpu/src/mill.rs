@@ -1,12 +1,33 @@
-//! What makes progress: one thread of a process moves the bytes of all its operations.
+//! What makes progress where ranks are processes: one thread of a process moves the bytes of all
+//! its operations.
+//!
+//! ```text
+//! Handle ──> Command ──> Mill ──> Link ──> dyn Wire      socket or shared memory (tcp), MPI (mpi)
+//!                         │                    │
+//!                         └───── dyn Port ─────┘         moves the bytes of wires that do not
+//! ```
+//!
+//! An engine brings a wire to each other process: a stream of bytes in both directions. All the
+//! rest is here and alike for every engine: how calls are compared before data move, what goes
+//! where, the fold in ascending rank, messages, and who is told when a wire breaks.
 
-use super::{
-    frame::{self, GroupKey, Header, Kind},
-    groups::Groups,
-    link::{Body, Link, OpKey, Reading},
-    moves::{EAGER_BYTES, Piece},
-    op::{GroupState, Op, Slot, Spares},
-};
+mod communicator;
+mod frame;
+mod groups;
+mod link;
+mod moves;
+mod op;
+mod packets;
+mod receive;
+mod session;
+mod wire;
+
+pub(crate) use link::Link;
+#[cfg(feature = "mpi")]
+pub(crate) use session::Outcome;
+pub(crate) use session::{Grind, ProcessRank, Session, Start, Woven};
+pub(crate) use wire::{NoPort, Port, Unreachable, Wire};
+
 use crate::{
     Buffer, Error, Message, Rank, Result,
     bell::lock,
@@ -14,13 +35,17 @@ use crate::{
     control::{
         Control, State,
         poll::{self, Interest, Waker},
-        wire::Malformed,
     },
 };
+use frame::{Header, Kind};
+use groups::Groups;
+use link::{Body, OpKey};
+use moves::{EAGER_BYTES, Piece};
+use op::{GroupState, Op, Slot, Spares};
+use packets::Packets;
 use std::{
     collections::BTreeMap,
-    io::{self, ErrorKind},
-    mem,
+    io, mem,
     os::fd::AsFd,
     sync::{
         Arc, Mutex,
@@ -36,7 +61,7 @@ const SLEEP: Duration = Duration::from_millis(500);
 const SPIN: Duration = Duration::from_micros(20);
 
 /// What a thread of this process asks for.
-pub(super) enum Command {
+enum Command {
     Start {
         group: Arc<GroupState>,
         sequence: u64,
@@ -55,16 +80,16 @@ pub(super) enum Command {
 }
 
 /// Commands on their way, and what the mill says of its work.
-pub(super) struct Counter {
+struct Counter {
     commands: Mutex<Vec<Command>>,
-    pub(super) waker: Waker,
-    pub(super) stop: AtomicBool,
+    waker: Waker,
+    stop: AtomicBool,
     /// After the end: nothing that this process has started or sent needs it any more.
-    pub(super) is_drained: AtomicBool,
+    is_drained: AtomicBool,
 }
 
 impl Counter {
-    pub(super) fn new() -> io::Result<Self> {
+    fn new() -> io::Result<Self> {
         Ok(Self {
             commands: Mutex::default(),
             waker: Waker::new()?,
@@ -73,7 +98,7 @@ impl Counter {
         })
     }
 
-    pub(super) fn ask(&self, command: Command) {
+    fn ask(&self, command: Command) {
         lock(&self.commands).push(command);
         self.waker.wake();
     }
@@ -83,7 +108,7 @@ impl Counter {
 type Early = (Fingerprint, Vec<u8>);
 
 /// All connections of a process and all its collectives.
-pub(super) struct Mill {
+struct Mill {
     state: Arc<State>,
     control: Arc<Control>,
     groups: Arc<Groups>,
@@ -93,51 +118,45 @@ pub(super) struct Mill {
     ops: BTreeMap<OpKey, Op>,
     early: BTreeMap<(OpKey, usize), Early>,
     spares: Spares,
-    /// There is a core for each rank of this host.
+    packets: Packets,
     spins: bool,
+    ends_together: bool,
     has_ended: bool,
 }
 
 impl Mill {
-    pub(super) fn new(
-        state: Arc<State>,
-        control: Arc<Control>,
-        groups: Arc<Groups>,
-        counter: Arc<Counter>,
-        links: Vec<Option<Link>>,
-        spins: bool,
+    fn new(
+        state: &Arc<State>,
+        control: &Arc<Control>,
+        groups: &Arc<Groups>,
+        counter: &Arc<Counter>,
+        woven: Woven,
     ) -> Self {
         Self {
-            spins,
-            state,
-            control,
-            groups,
-            counter,
-            links,
+            state: Arc::clone(state),
+            control: Arc::clone(control),
+            groups: Arc::clone(groups),
+            counter: Arc::clone(counter),
+            links: woven.links,
+            spins: woven.spins,
+            ends_together: woven.ends_together,
             ops: BTreeMap::new(),
             early: BTreeMap::new(),
             spares: Spares::default(),
+            packets: Packets::default(),
             has_ended: false,
         }
     }
 
-    pub(super) fn control(&self) -> &Arc<Control> {
-        &self.control
-    }
-
-    pub(super) fn rank(&self) -> Rank {
-        self.state.rank
-    }
-
-    pub(super) fn run(mut self) {
+    fn run(mut self, port: &mut dyn Port) {
         while !self.counter.stop.load(Ordering::Acquire) {
-            self.turn(SLEEP);
+            self.turn(port);
         }
     }
 
-    /// Does what can be done, after a sleep until there is something, of at most `sleep`.
-    fn turn(&mut self, sleep: Duration) {
-        let readable = self.poll(sleep);
+    /// Does what can be done, after a sleep until there is something.
+    fn turn(&mut self, port: &mut dyn Port) {
+        let readable = self.poll(port.longest_sleep().unwrap_or(SLEEP));
         self.counter.waker.rest();
         if self.state.verdict().is_some() {
             self.forget_all();
@@ -148,6 +167,17 @@ impl Mill {
         }
         for rank in 0..self.links.len() {
             self.write(rank);
+        }
+        if self.state.verdict().is_none()
+            && let Err(Unreachable { rank, error }) = port.turn()
+        {
+            let reason = error.to_string();
+            if self.links[rank.0].is_some() {
+                self.lose(rank.0, &reason);
+            } else {
+                // All of it has failed here.
+                self.control.fail_soon(rank, &reason);
+            }
         }
         for (rank, readable) in readable.into_iter().enumerate() {
             let has_bytes = |link: &mut Link| link.wire.has_bytes() || !link.buffered().is_empty();
@@ -198,12 +228,14 @@ impl Mill {
                 if link.wire.begin_sleep(unsent) {
                     sleep = Duration::ZERO;
                 }
-                let interest = Interest {
-                    read: true,
-                    write: unsent && link.wire.is_socket(),
-                };
-                sockets.push((link.wire.as_fd(), interest));
-                ranks.push(rank);
+                if let Some((socket, tells_of_room)) = link.wire.socket() {
+                    let interest = Interest {
+                        read: true,
+                        write: unsent && tells_of_room,
+                    };
+                    sockets.push((socket, interest));
+                    ranks.push(rank);
+                }
             }
         }
         let mut readable = vec![false; self.links.len()];
@@ -371,26 +403,20 @@ impl Mill {
         }
     }
 
-    /// Folds what has come, sends the sums, and ends what is complete.
+    /// Folds what has come, sends what is there for all, and ends what is complete.
     fn advance(&mut self, key: OpKey) {
         let Some(op) = self.ops.get_mut(&key) else {
             return;
         };
-        let folded = op.fold();
-        let (group, slot) = (Arc::clone(&op.group), Arc::clone(&op.slot));
-        let (fold, shares) = (op.moves.fold, !op.moves.sums.is_empty());
-        let folded = match folded {
-            Ok(folded) => folded,
-            Err(error) => return self.fail_op(&slot, error),
-        };
-        if let Some(fold) = fold.filter(|_| shares && !folded.is_empty()) {
-            let piece = Piece {
-                start: fold.target.start + folded.start,
-                len: folded.len(),
-                ..fold.target
-            };
-            for (member, _) in others(&group) {
-                self.push_piece(key, &group, member, Kind::Second, folded.start, piece);
+        if let Err(error) = op.fold() {
+            let slot = Arc::clone(&op.slot);
+            return self.fail_op(&slot, error);
+        }
+        let group = Arc::clone(&op.group);
+        for (member, _) in others(&group) {
+            let op = self.ops.get_mut(&key);
+            if let Some((start, piece)) = op.and_then(|op| op.share_with(member)) {
+                self.push_piece(key, &group, member, Kind::Second, start, piece);
             }
         }
         if self.ops.get(&key).is_some_and(Op::is_complete)
@@ -451,7 +477,11 @@ impl Mill {
         if !link.is_open || !link.has_unsent() {
             return;
         }
-        match link.write(&self.ops) {
+        let written = link.write(&self.ops);
+        for data in link.sent.drain(..) {
+            self.packets.keep(data);
+        }
+        match written {
             Ok(left) => self.note_left(left),
             Err(error) => self.lose(rank, &error.to_string()),
         }
@@ -464,272 +494,6 @@ impl Mill {
             }
             self.advance(key);
         }
-    }
-
-    fn read(&mut self, rank: usize) {
-        // So that a peer that never stops sending does not keep the others out.
-        for _ in 0..64 {
-            let Some(link) = self.links[rank].as_ref().filter(|link| link.is_open) else {
-                return;
-            };
-            let outcome = match link.reading {
-                Reading::Frame => self.read_frames(rank),
-                Reading::Data { .. } => self.read_data(rank),
-                Reading::Packets { .. } => self.read_packets(rank),
-            };
-            match outcome {
-                Ok(true) => {}
-                Ok(false) => return,
-                Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
-                    return self.lose(rank, "it was closed");
-                }
-                Err(error) => return self.lose(rank, &error.to_string()),
-            }
-        }
-        // More may be there, and no poll would say so of bytes that are buffered.
-        self.counter.waker.wake();
-    }
-
-    /// Handles the frames that are buffered, and reads more. False where nothing more is there.
-    fn read_frames(&mut self, rank: usize) -> io::Result<bool> {
-        loop {
-            let Some(link) = self.links[rank].as_mut() else {
-                return Ok(false);
-            };
-            if !link.is_open {
-                return Ok(false);
-            }
-            if !matches!(link.reading, Reading::Frame) {
-                return Ok(true);
-            }
-            let Some((header, payload)) = link.next_frame().map_err(io::Error::other)? else {
-                break;
-            };
-            self.receive(rank, header, &payload)
-                .map_err(io::Error::other)?;
-        }
-        let Some(link) = self.links[rank].as_mut() else {
-            return Ok(false);
-        };
-        match link.fill()? {
-            None => Err(ErrorKind::UnexpectedEof.into()),
-            Some(read) => Ok(read > 0),
-        }
-    }
-
-    fn receive(&mut self, rank: usize, header: Header, payload: &[u8]) -> Result<(), Malformed> {
-        match header.kind {
-            Kind::Group => {
-                let key = frame::decode_group(payload)?;
-                let group = self.join(rank, &key)?;
-                self.link(rank)?.groups.insert(header.group, group);
-            }
-            Kind::Call => {
-                let (call, data) = payload.split_at(header.start);
-                let fingerprint = frame::decode_call(call)?;
-                let (group, member) = self.place(rank, header)?;
-                let key = (group.number, header.number);
-                let early = (fingerprint, data.to_vec());
-                match self.ops.get(&key) {
-                    Some(op) if op.has_called(member) => return Err(Malformed),
-                    Some(_) => {
-                        self.meet(key, member, early);
-                        self.advance(key);
-                    }
-                    None => {
-                        self.early.insert((key, member), early);
-                    }
-                }
-            }
-            Kind::First | Kind::Second => {
-                let (group, member) = self.place(rank, header)?;
-                let op = (group.number, header.number);
-                let second = header.kind == Kind::Second;
-                let place = self
-                    .ops
-                    .get(&op)
-                    .and_then(|found| found.place(member, second, header.start, header.len));
-                let Some(Piece { area, start, len }) = place else {
-                    // A poisoned world has forgotten its collectives.
-                    return if self.state.verdict().is_some() {
-                        Ok(())
-                    } else {
-                        Err(Malformed)
-                    };
-                };
-                self.link(rank)?.reading = Reading::Data {
-                    op,
-                    member,
-                    second,
-                    area,
-                    start,
-                    left: len,
-                };
-            }
-            Kind::Message => self.receive_message(rank, header, payload)?,
-            // It follows its message alone.
-            Kind::Packet => return Err(Malformed),
-            Kind::End => {
-                let link = self.link(rank)?;
-                link.has_ended = true;
-                link.push(Header::of(Kind::Ack), &[], Body::None);
-                self.state.note_end(Rank(rank));
-            }
-            Kind::Ack => self.link(rank)?.has_acked = true,
-        }
-        Ok(())
-    }
-
-    fn link(&mut self, rank: usize) -> Result<&mut Link, Malformed> {
-        self.links[rank].as_mut().ok_or(Malformed)
-    }
-
-    /// The group that a peer speaks of, with this process's state of it.
-    fn join(&self, rank: usize, key: &GroupKey) -> Result<Arc<GroupState>, Malformed> {
-        let members = &key.1;
-        let is_group = members.is_sorted_by(|a, b| a < b)
-            && members.last().is_some_and(|last| last.0 < self.links.len())
-            && members.contains(&Rank(rank));
-        if !is_group {
-            return Err(Malformed);
-        }
-        self.groups.join(key, self.state.rank).ok_or(Malformed)
-    }
-
-    /// The group of a frame and its sender's rank there.
-    fn place(
-        &mut self,
-        rank: usize,
-        header: Header,
-    ) -> Result<(Arc<GroupState>, usize), Malformed> {
-        let group = self
-            .link(rank)?
-            .groups
-            .get(&header.group)
-            .ok_or(Malformed)?;
-        let member = group.rank_of(Rank(rank)).ok_or(Malformed)?;
-        Ok((Arc::clone(group), member))
-    }
-
-    fn receive_message(
-        &mut self,
-        rank: usize,
-        header: Header,
-        payload: &[u8],
-    ) -> Result<(), Malformed> {
-        let (group, member) = self.place(rank, header)?;
-        let (shapes, mut data) = payload.split_at(header.start);
-        let mut message = frame::decode_shapes(shapes)?;
-        let bytes = |data: &dyn Buffer| data.len() * data.dtype().size_bytes();
-        let whole: usize = message.iter().map(|packet| bytes(&*packet.data)).sum();
-        if whole > EAGER_BYTES {
-            self.link(rank)?.reading = Reading::Packets {
-                group,
-                member,
-                tag: header.number,
-                message,
-                packet: 0,
-                got: 0,
-                begun: false,
-            };
-            return Ok(());
-        }
-        if data.len() != whole {
-            return Err(Malformed);
-        }
-        for packet in &mut message {
-            let (own, rest) = data.split_at(bytes(&*packet.data));
-            packet.data.write(&mut |bytes| bytes.copy_from_slice(own));
-            data = rest;
-        }
-        self.deliver(&group, member, header.number, message);
-        Ok(())
-    }
-
-    fn deliver(&self, group: &GroupState, member: usize, tag: u64, message: Message) {
-        group.mailbox.put(member, tag, message);
-        self.state.bell.ring();
-    }
-
-    /// Reads bytes into a collective's memory. False where none are there.
-    fn read_data(&mut self, rank: usize) -> io::Result<bool> {
-        let Some(link) = self.links[rank].as_mut() else {
-            return Ok(false);
-        };
-        let Reading::Data {
-            op: key,
-            member,
-            second,
-            area,
-            start,
-            left,
-        } = link.reading
-        else {
-            return Ok(false);
-        };
-        let Some(op) = self.ops.get_mut(&key) else {
-            return Err(io::Error::other(Malformed));
-        };
-        let got = match link.buffered().len().min(left) {
-            0 if left == 0 => 0,
-            0 => {
-                let mut got = Ok(Some(0));
-                op.write(area, start..start + left, &mut |bytes| {
-                    got = link.wire.read(bytes);
-                })
-                .map_err(io::Error::other)?;
-                match got? {
-                    Some(0) => return Ok(false),
-                    Some(got) => got,
-                    None => return Err(ErrorKind::UnexpectedEof.into()),
-                }
-            }
-            got => {
-                let source = &link.buffered()[..got];
-                op.write(area, start..start + got, &mut |bytes| {
-                    bytes.copy_from_slice(source);
-                })
-                .map_err(io::Error::other)?;
-                link.use_up(got);
-                got
-            }
-        };
-        link.reading = if got == left {
-            Reading::Frame
-        } else {
-            Reading::Data {
-                op: key,
-                member,
-                second,
-                area,
-                start: start + got,
-                left: left - got,
-            }
-        };
-        op.note_bytes(member, second, got);
-        self.advance(key);
-        Ok(true)
-    }
-
-    /// Reads the elements of a message. False where none are there.
-    fn read_packets(&mut self, rank: usize) -> io::Result<bool> {
-        let Some(link) = self.links[rank].as_mut() else {
-            return Ok(false);
-        };
-        let mut reading = mem::replace(&mut link.reading, Reading::Frame);
-        let more = read_packets(link, &mut reading)?;
-        match reading {
-            Reading::Packets {
-                group,
-                member,
-                tag,
-                message,
-                packet,
-                ..
-            } if packet == message.len() => self.deliver(&group, member, tag, message),
-            reading => link.reading = reading,
-        }
-        Ok(more)
     }
 
     /// The connection to a rank is gone, which is no failure once the rank has ended.
@@ -748,7 +512,7 @@ impl Mill {
     }
 
     /// What this process has started is over, or a member that it needs will never come, and the
-    /// peers have read all that was sent.
+    /// peers have read all that was sent; where processes end together, they have ended too.
     fn look_whether_drained(&self) {
         let is_hopeless = |op: &Op| {
             let absent = op.slot.absent();
@@ -757,7 +521,9 @@ impl Mill {
         };
         let mut links = self.links.iter().flatten().filter(|link| link.is_open);
         if self.ops.values().all(is_hopeless)
-            && links.all(|link| link.has_acked && !link.has_unsent())
+            && links.all(|link| {
+                link.has_acked && !link.has_unsent() && (link.has_ended || !self.ends_together)
+            })
             && !self.counter.is_drained.swap(true, Ordering::AcqRel)
         {
             self.state.bell.ring();
@@ -805,56 +571,4 @@ fn mismatch(op: &Op, member: usize, other: &Fingerprint) -> Error {
         second,
         second_call,
     }
-}
-
-/// Reads elements of the packets of a message, until all have come or none are there. Returns
-/// whether more may be there.
-fn read_packets(link: &mut Link, reading: &mut Reading) -> io::Result<bool> {
-    let Reading::Packets {
-        message,
-        packet,
-        got,
-        begun,
-        ..
-    } = reading
-    else {
-        return Ok(false);
-    };
-    while let Some(current) = message.get_mut(*packet) {
-        let len = current.data.len() * current.data.dtype().size_bytes();
-        if !*begun {
-            let Some((header, _)) = link.next_frame().map_err(io::Error::other)? else {
-                return match link.fill()? {
-                    None => Err(ErrorKind::UnexpectedEof.into()),
-                    Some(read) => Ok(read > 0),
-                };
-            };
-            if header.kind != Kind::Packet || header.len != len {
-                return Err(io::Error::other(Malformed));
-            }
-            *begun = true;
-        }
-        if *got < len {
-            let buffered = link.buffered().len().min(len - *got);
-            let mut came = Ok(Some(buffered));
-            current.data.write(&mut |bytes| {
-                let bytes = &mut bytes[*got..];
-                if buffered > 0 {
-                    bytes[..buffered].copy_from_slice(&link.buffered()[..buffered]);
-                } else {
-                    came = link.wire.read(bytes);
-                }
-            });
-            link.use_up(buffered);
-            match came? {
-                None => return Err(ErrorKind::UnexpectedEof.into()),
-                Some(0) => return Ok(false),
-                Some(came) => *got += came,
-            }
-        }
-        if *got == len {
-            (*packet, *got, *begun) = (*packet + 1, 0, false);
-        }
-    }
-    Ok(true)
 }

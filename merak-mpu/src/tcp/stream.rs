@@ -2,6 +2,7 @@
 
 #[cfg(target_os = "linux")]
 use super::shared::Shared;
+use crate::mill::Wire;
 use std::{
     io::{self, ErrorKind, Read, Write},
     net::TcpStream,
@@ -10,14 +11,14 @@ use std::{
 
 /// A stream of bytes in both directions.
 #[derive(Debug)]
-pub(super) struct Wire {
+pub(super) struct Stream {
     /// Carries the bytes; beside shared memory, the calls that wake a process, and the end.
     socket: TcpStream,
     #[cfg(target_os = "linux")]
     shared: Option<Shared>,
 }
 
-impl Wire {
+impl Stream {
     pub(super) fn new(socket: TcpStream) -> io::Result<Self> {
         socket.set_nonblocking(true)?;
         socket.set_nodelay(true)?;
@@ -33,17 +34,18 @@ impl Wire {
     pub(super) fn share(&mut self, shared: Shared) {
         self.shared = Some(shared);
     }
+}
 
-    /// Whether a poll of the socket says when bytes can be written.
-    pub(super) fn is_socket(&self) -> bool {
+impl Wire for Stream {
+    fn socket(&self) -> Option<(BorrowedFd<'_>, bool)> {
         #[cfg(target_os = "linux")]
-        return self.shared.is_none();
+        let tells_of_room = self.shared.is_none();
         #[cfg(not(target_os = "linux"))]
-        true
+        let tells_of_room = true;
+        Some((self.socket.as_fd(), tells_of_room))
     }
 
-    /// Whether shared memory has something to read, or room to write where `writes`.
-    pub(super) fn can_move(&self, writes: bool) -> bool {
+    fn can_move(&self, writes: bool) -> bool {
         #[cfg(target_os = "linux")]
         if let Some(shared) = &self.shared {
             return shared.can_move(writes);
@@ -52,9 +54,7 @@ impl Wire {
         false
     }
 
-    /// Has the peer wake this process, which is about to sleep, when there is something to read, or
-    /// room to write where `writes`. Says whether there is already.
-    pub(super) fn begin_sleep(&self, writes: bool) -> bool {
+    fn begin_sleep(&self, writes: bool) -> bool {
         #[cfg(target_os = "linux")]
         if let Some(shared) = &self.shared {
             return shared.begin_sleep(writes);
@@ -63,8 +63,7 @@ impl Wire {
         false
     }
 
-    /// Whether bytes are there that no poll of the socket tells of.
-    pub(super) fn has_bytes(&self) -> bool {
+    fn has_bytes(&self) -> bool {
         #[cfg(target_os = "linux")]
         if let Some(shared) = &self.shared {
             shared.end_sleep();
@@ -73,8 +72,7 @@ impl Wire {
         false
     }
 
-    /// Writes some bytes; none where there is no room now.
-    pub(super) fn write(&mut self, bytes: &[u8]) -> io::Result<Option<usize>> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<Option<usize>> {
         #[cfg(target_os = "linux")]
         if let Some(shared) = &mut self.shared {
             if bytes.is_empty() {
@@ -89,8 +87,7 @@ impl Wire {
         write(&self.socket, bytes)
     }
 
-    /// Reads some bytes: 0 where none are there now, and none at the end of the stream.
-    pub(super) fn read(&mut self, bytes: &mut [u8]) -> io::Result<Option<usize>> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<Option<usize>> {
         #[cfg(target_os = "linux")]
         if let Some(shared) = &mut self.shared {
             let (mut got, mut sleeps) = shared.read(bytes)?;
@@ -106,12 +103,6 @@ impl Wire {
             return Ok((is_open || got > 0).then_some(got));
         }
         read(&self.socket, bytes)
-    }
-}
-
-impl AsFd for Wire {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
     }
 }
 

@@ -1,22 +1,15 @@
-//! One process's membership of a world over sockets.
+//! One process's membership of a world.
 
-#[cfg(target_os = "linux")]
-use super::handover::Desk;
-use super::{
-    communicator::Handle,
-    groups::Groups,
-    mesh,
-    mill::{Command, Counter, Mill},
-};
+use super::{Command, Counter, Link, Mill, Port, communicator::Handle, groups::Groups};
 use crate::{
     Communicator, Engine, Error, Failure, Locality, Rank, Result, Wait,
     bell::lock,
     control::{Control, JoinOptions, Meeting, State},
 };
 use std::{
-    fmt, panic,
+    fmt, io, panic,
     sync::{Arc, Mutex, atomic::Ordering},
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
     time::Instant,
 };
 
@@ -30,31 +23,69 @@ pub(super) trait Awaited {
     fn describe(&self) -> Wait;
 }
 
+/// The wires of a process to all others, and how its mill is to run.
+pub(crate) struct Woven {
+    /// By world rank; none for this process itself.
+    pub(crate) links: Vec<Option<Link>>,
+    /// Whether the thread looks for bytes for a moment before it sleeps: there is a core for each
+    /// rank that shares this one's cores, and wires that have bytes no socket tells of.
+    pub(crate) spins: bool,
+    /// Whether no process may leave before all have ended.
+    pub(crate) ends_together: bool,
+}
+
+/// Starts a thread that runs a mill, or has one that there is run it.
+pub(crate) type Start = Box<dyn FnOnce(Grind) -> io::Result<JoinHandle<()>>>;
+
+/// All work of a mill, on the thread that calls it.
+pub(crate) type Grind = Box<dyn FnOnce(&mut dyn Port) -> Outcome + Send>;
+
+/// How the work of a mill has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// All is done that this process and its peers have started.
+    Drained,
+    /// The world has failed, by this rank's fault or another's, or its end was not waited for.
+    Failed {
+        /// This rank is to blame.
+        here: bool,
+    },
+}
+
 /// The threads and connections of this process. They end with it.
-pub(super) struct Session {
+pub(crate) struct Session {
+    engine: &'static str,
     pub(super) state: Arc<State>,
     pub(super) groups: Arc<Groups>,
     pub(super) counter: Arc<Counter>,
     control: Arc<Control>,
     mill: Mutex<Option<JoinHandle<()>>>,
-    hosts: Vec<usize>,
+    ends_together: bool,
+    locality: Locality,
 }
 
 impl Session {
-    /// Connects to the others that were met, and starts the threads.
-    pub(super) fn start(options: &JoinOptions, mut meeting: Meeting) -> Result<Self> {
+    /// Connects to the others that were met, as `weave` says, and starts the threads.
+    ///
+    /// # Errors
+    /// Where the system has no thread or socket, and those of `weave`, of which the others hear.
+    pub(crate) fn start(
+        engine: &'static str,
+        options: &JoinOptions,
+        mut meeting: Meeting,
+        weave: impl FnOnce(&Meeting, &State, &Control) -> Result<(Woven, Start)>,
+    ) -> Result<Self> {
         let rank = Rank(options.rank);
         let state = State::new(rank, options.world_size, options.timeout, meeting.epoch);
         let state = Arc::new(state);
         let star = meeting.star.take().expect("it is taken once");
         let control = Control::start(&state, star, options.beat_timeout);
-        let control = control.map_err(|error| Error::NoResource {
-            rank: rank.0,
-            what: "control thread",
-            reason: error.to_string(),
-        })?;
-        let control = Arc::new(control);
-        let session = Self::connect(options, meeting, &state, &control);
+        let control = Arc::new(control.map_err(|error| lacks(rank, "control thread", &error))?);
+        let woven = weave(&meeting, &state, &control);
+        let session = woven.and_then(|(woven, start)| {
+            let place = meeting.locality(rank);
+            Self::run((engine, place), woven, start, &state, &control)
+        });
         if let Err(error) = &session {
             // The others hear of it, and the control thread ends.
             control.fail(rank, &error.to_string());
@@ -63,70 +94,46 @@ impl Session {
         session
     }
 
-    fn connect(
-        options: &JoinOptions,
-        meeting: Meeting,
+    fn run(
+        (engine, locality): (&'static str, Locality),
+        woven: Woven,
+        start: Start,
         state: &Arc<State>,
         control: &Arc<Control>,
     ) -> Result<Self> {
-        let lacks = |what, error: &std::io::Error| Error::NoResource {
-            rank: options.rank,
-            what,
-            reason: error.to_string(),
-        };
-        let Meeting {
-            nonce,
-            peers,
-            hosts,
-            data,
-            ..
-        } = meeting;
         let rank = state.rank;
-        let counter = Counter::new().map_err(|error| lacks("socket", &error))?;
-        let counter = Arc::new(counter);
-        let groups = Arc::<Groups>::default();
-        #[cfg(target_os = "linux")]
-        let desk = Desk::open(nonce, rank).map_err(|error| lacks("Unix socket", &error))?;
-        #[cfg_attr(
-            not(target_os = "linux"),
-            expect(unused_mut, reason = "this system has no memory to share")
-        )]
-        let mut links = mesh::connect(state, control, nonce, &peers, &data)?;
-        #[cfg(target_os = "linux")]
-        if options.shared_memory {
-            desk.share(state, nonce, &hosts, &mut links)
-                .map_err(|error| lacks("shared memory", &error))?;
-        }
-        let here = hosts.iter().filter(|host| **host == hosts[rank.0]).count();
-        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let counter = Counter::new().map_err(|error| lacks(rank, "socket", &error))?;
+        let (counter, groups) = (Arc::new(counter), Arc::<Groups>::default());
         let alarm = Arc::clone(&counter);
         state.on_poison(move || alarm.waker.wake());
-        let mill = Mill::new(
-            Arc::clone(state),
-            Arc::clone(control),
-            Arc::clone(&groups),
-            Arc::clone(&counter),
-            links,
-            options.shared_memory && here <= cores,
-        );
-        let builder = thread::Builder::new().name(format!("mill-{rank}"));
-        let mill = builder
-            .spawn(move || {
-                let (control, rank) = (Arc::clone(mill.control()), mill.rank());
-                // The world fails with its progress, so no broken invariant is seen.
-                let run = panic::AssertUnwindSafe(|| mill.run());
-                if panic::catch_unwind(run).is_err() {
-                    control.fail_soon(rank, "its progress thread panicked");
-                }
-            })
-            .map_err(|error| lacks("progress thread", &error))?;
+        let ends_together = woven.ends_together;
+        let mill = Mill::new(state, control, &groups, &counter, woven);
+        let (of_state, of_control) = (Arc::clone(state), Arc::clone(control));
+        let drained = Arc::clone(&counter);
+        let mill = start(Box::new(move |port| {
+            // The world fails with its progress, so no broken invariant is seen.
+            let run = panic::AssertUnwindSafe(|| mill.run(port));
+            if panic::catch_unwind(run).is_err() {
+                of_control.fail_soon(rank, "its progress thread panicked");
+            }
+            match of_state.verdict() {
+                None if drained.is_drained.load(Ordering::Acquire) => Outcome::Drained,
+                verdict => Outcome::Failed {
+                    here: verdict.is_none_or(|verdict| verdict.failure.culprit == rank),
+                },
+            }
+        }));
         Ok(Self {
+            engine,
             state: Arc::clone(state),
             groups,
             counter,
             control: Arc::clone(control),
-            mill: Mutex::new(Some(mill)),
-            hosts,
+            mill: Mutex::new(Some(
+                mill.map_err(|error| lacks(rank, "progress thread", &error))?,
+            )),
+            ends_together,
+            locality,
         })
     }
 
@@ -193,16 +200,23 @@ impl Session {
             || self.counter.is_drained.load(Ordering::Acquire) || self.state.verdict().is_some();
         if !is_over() {
             self.counter.ask(Command::End);
-            let deadline = Instant::now() + self.state.timeout;
-            self.state.bell.sleep(deadline, &is_over);
+            loop {
+                let deadline = Instant::now() + self.state.timeout;
+                self.state.bell.sleep(deadline, &is_over);
+                // One that ends far earlier than another waits for it, as rank 0 does elsewhere. A
+                // rank that is lost meanwhile ends the wait.
+                if is_over() || !self.ends_together {
+                    break;
+                }
+            }
         }
         self.control.leave();
+        if self.ends_together {
+            self.stop();
+        }
     }
-}
 
-impl Drop for Session {
-    fn drop(&mut self) {
-        self.end();
+    fn stop(&self) {
         self.counter.stop.store(true, Ordering::Release);
         self.counter.waker.wake();
         if let Some(mill) = lock(&self.mill).take() {
@@ -212,17 +226,32 @@ impl Drop for Session {
     }
 }
 
-/// One rank's handle on its world.
-pub(super) struct TcpRank(pub(super) Arc<Session>);
-
-impl fmt::Debug for TcpRank {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let State { rank, size, .. } = &*self.0.state;
-        write!(f, "tcp rank {rank} of {size}")
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.end();
+        self.stop();
     }
 }
 
-impl Engine for TcpRank {
+fn lacks(rank: Rank, what: &'static str, error: &io::Error) -> Error {
+    Error::NoResource {
+        rank: rank.0,
+        what,
+        reason: error.to_string(),
+    }
+}
+
+/// One rank's handle on its world.
+pub(crate) struct ProcessRank(pub(crate) Arc<Session>);
+
+impl fmt::Debug for ProcessRank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let State { rank, size, .. } = &*self.0.state;
+        write!(f, "{} rank {rank} of {size}", self.0.engine)
+    }
+}
+
+impl Engine for ProcessRank {
     fn rank(&self) -> Rank {
         self.0.state.rank
     }
@@ -258,15 +287,7 @@ impl Engine for TcpRank {
     }
 
     fn locality(&self) -> Locality {
-        let hosts = &self.0.hosts;
-        let own = self.rank().0;
-        let host = hosts[own];
-        let place = |hosts: &[usize]| hosts.iter().filter(|other| **other == host).count();
-        Locality {
-            host,
-            local_rank: place(&hosts[..own]),
-            local_size: place(hosts),
-        }
+        self.0.locality
     }
 
     fn epoch(&self) -> Instant {

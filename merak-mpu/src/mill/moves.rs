@@ -9,6 +9,9 @@ pub(super) const EAGER_BYTES: usize = 16 << 10;
 /// Most bytes that all members together receive where a reduction sends every element to everyone.
 const MOST_AT_ONCE: usize = 64 << 10;
 
+/// Least bytes of a broadcast that goes in parts over all members.
+const LEAST_SPREAD: usize = 256 << 10;
+
 /// Memory of a member in a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Area {
@@ -49,15 +52,26 @@ pub(super) struct Fold {
     pub(super) target: Piece,
 }
 
+/// The part that a member passes on to all others as it comes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Relay {
+    /// The member that it comes from, and needs nothing.
+    pub(super) root: usize,
+    pub(super) part: Piece,
+}
+
 /// What one member does in a collective over `n` members.
 ///
 /// ```text
-/// reductions  first: part r of member p ──> stage of r   fold in ascending rank
-///             second: the sum of part r ──> all
-/// the others  first: straight into the buffer where it belongs
+/// reductions      first: part r of member p ──> stage of r   fold in ascending rank
+///                 second: the sum of part r ──> all
+/// long broadcast  first: part r of the root ──> r
+///                 second: part r of r ──> all
+/// the others      first: straight into the buffer where it belongs
 /// ```
 ///
-/// Each reduction moves what a ring moves: `2 (n - 1) / n` of the buffer for an all-reduce.
+/// Each reduction moves what a ring moves: `2 (n - 1) / n` of the buffer for an all-reduce. A long
+/// broadcast takes no more of any member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Moves {
     /// By member, what goes to it at first.
@@ -65,7 +79,8 @@ pub(super) struct Moves {
     /// By member, where what comes from it at first goes.
     pub(super) receives: Vec<Piece>,
     pub(super) fold: Option<Fold>,
-    /// By member, where its sum goes; empty where a member keeps its own.
+    pub(super) relay: Option<Relay>,
+    /// By member, where its sum or part goes; empty where a member keeps its own.
     pub(super) sums: Vec<Piece>,
     /// What the member copies by itself: from its input, and to where.
     pub(super) copies: Vec<(Range<usize>, Piece)>,
@@ -93,10 +108,7 @@ impl Moves {
                 if bytes <= EAGER_BYTES && bytes * n <= MOST_AT_ONCE {
                     return Self::reduction(&vec![0..bytes; n], me, n, Area::Input, false);
                 }
-                let lengths: Vec<_> = (0..n)
-                    .map(|rank| len * (rank + 1) / n - len * rank / n)
-                    .collect();
-                Self::reduction(&cuts(&lengths), me, n, Area::Input, true)
+                Self::reduction(&cuts(&shares(*len, n)), me, n, Area::Input, true)
             }
             (Call::ReduceScatter(_), Parts::Equal(len)) => {
                 let mut moves = Self::reduction(&equal(len / n), me, n, Area::Output, false);
@@ -116,7 +128,11 @@ impl Moves {
                 Self::gather(&equal(*len), me, size, Some(root))
             }
             (Call::Broadcast { root }, Parts::Equal(len)) => {
-                Self::broadcast(len * size, me, n, root)
+                let bytes = len * size;
+                if n == 2 || bytes < LEAST_SPREAD {
+                    return Self::broadcast(bytes, me, n, root);
+                }
+                Self::spread(&cuts(&shares(*len, n)), me, root)
             }
             (Call::AllToAll, Parts::Equal(len)) => Self::exchange(&equal(len / n), me),
             (Call::AllToAll, Parts::Listed(lengths)) => {
@@ -143,6 +159,26 @@ impl Moves {
             moves.sends = vec![whole; n];
         } else {
             moves.receives[root] = whole;
+        }
+        moves
+    }
+
+    /// Part `r` of the input of `root` goes to member `r`, and from there to all others.
+    fn spread(parts: &[Range<usize>], me: usize, root: usize) -> Self {
+        let n = parts.len();
+        let pieces = || parts.iter().map(|part| Piece::new(Area::Input, part));
+        let mut moves = Self::still(n);
+        moves.relay = Some(Relay {
+            root,
+            part: Piece::new(Area::Input, &parts[me]),
+        });
+        moves.sums = vec![Piece::none(); n];
+        if me == root {
+            moves.sends = pieces().collect();
+        } else {
+            moves.receives[root] = Piece::new(Area::Input, &parts[me]);
+            moves.sums = pieces().collect();
+            moves.sums[me] = Piece::none();
         }
         moves
     }
@@ -180,6 +216,7 @@ impl Moves {
             sends: vec![Piece::none(); n],
             receives: vec![Piece::none(); n],
             fold: None,
+            relay: None,
             sums: Vec::new(),
             copies: Vec::new(),
             output_len: None,
@@ -237,6 +274,12 @@ impl Moves {
     }
 }
 
+/// The elements of each of `n` members, as even as can be.
+fn shares(len: usize, n: usize) -> Vec<usize> {
+    let end = |rank: usize| len * rank / n;
+    (0..n).map(|rank| end(rank + 1) - end(rank)).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -265,6 +308,7 @@ mod tests {
             (Call::AllGather, uneven),
             (Call::Gather { root: 1 }, Parts::Equal(5)),
             (Call::Broadcast { root: 2 }, Parts::Equal(5)),
+            (Call::Broadcast { root: 1 }, Parts::Equal(100_001)),
             (Call::AllToAll, Parts::Equal(9)),
             (Call::AllToAll, matrix),
             (Call::Barrier, Parts::Equal(0)),
@@ -277,6 +321,10 @@ mod tests {
                 );
                 if let (Some(fold), Some(sum)) = (all[from].fold, all[to].sums.get(from)) {
                     assert_eq!(fold.target.len, sum.len);
+                }
+                if let Some(Relay { root, part }) = all[from].relay {
+                    let len = if to == root { 0 } else { part.len };
+                    assert_eq!(all[to].sums[from].len, len);
                 }
             }
         }

@@ -1,0 +1,29 @@
+#!/bin/bash
+# Trains on the hosts of a list without any launcher, over ssh:
+#     HOSTS="n1 n2" RANKS_PER_HOST=2 docs/launch/ssh.sh CONFIG --dp 2 --tp 2
+# The degrees multiply to the number of ranks. All hosts have merak, and share this folder.
+set -u
+: "${1:?usage: HOSTS=\"n1 n2\" ssh.sh CONFIG [OPTIONS]}"
+read -ra hosts <<<"${HOSTS:?the hosts, parted by blanks}"
+each=${RANKS_PER_HOST:-1}
+
+# Variables as torchrun sets them; rank 0 is on the first host.
+pids=()
+for ((rank = 0; rank < ${#hosts[@]} * each; rank++)); do
+    line="cd $(printf %q "$PWD") && RANK=$rank WORLD_SIZE=$((${#hosts[@]} * each)) \
+LOCAL_RANK=$((rank % each)) LOCAL_WORLD_SIZE=$each \
+MASTER_ADDR=${hosts[0]} MASTER_PORT=${MASTER_PORT:-29500} exec merak train $(printf '%q ' "$@")"
+    ${REMOTE:-ssh -tt} "${hosts[rank / each]}" "$line" </dev/null &
+    pids+=($!)
+done
+
+# Ranks end by themselves when one fails: it has its own status, the others have 3.
+worst=0
+for pid in "${pids[@]}"; do
+    wait "$pid"
+    status=$?
+    if [[ $status -ne 0 && ($worst -eq 0 || $worst -eq 3) ]]; then
+        worst=$status
+    fi
+done
+exit "$worst"

@@ -1,0 +1,60 @@
+//! Processes with a CUDA device each.
+
+use merak_mpu::{
+    Error as Met, Launch, Member,
+    nccl::{JoinOptions, Library},
+};
+use merak_trainer::{Config, Error, Result};
+use std::time::Duration;
+
+/// Joins the processes of a launch. What comes from other devices comes into memory of the backend.
+pub(super) fn join(launch: &Launch, timeout: Duration, config: Option<&Config>) -> Result<Member> {
+    let mut options = JoinOptions::new(launch.meeting(timeout)?);
+    options.library = config.and_then(|config| config.arguments().distributed.nccl_library.clone());
+    #[cfg(feature = "tch")]
+    {
+        options.allocate = Some(device_memory());
+    }
+    merak_mpu::nccl::join(&options).map_err(|met| match met {
+        Met::Aborted { by, reason } if by != launch.rank => Error::OtherRank {
+            rank: by,
+            cause: reason,
+            is_told: true,
+        },
+        // All processes meet this alike, or hear of it; rank 0 tells it.
+        Met::NoLibrary { .. } | Met::UnfitLibrary { .. } | Met::UnfitEngine { .. }
+            if launch.rank > 0 =>
+        {
+            Error::Told(Box::new(met.into()))
+        }
+        met => met.into(),
+    })
+}
+
+/// The library that a run would use, in a line for people.
+pub(super) fn describe() -> String {
+    let found = Library::find(None);
+    found.map_or_else(|error| error.to_string(), |library| library.to_string())
+}
+
+/// Memory of libtorch; no other backend has memory on a device.
+#[cfg(feature = "tch")]
+fn device_memory() -> merak_mpu::nccl::Allocate {
+    use merak_mpu::Buffer;
+    use merak_trace::{
+        Backend,
+        backend::tch::{Tch, TchDevice},
+    };
+    use std::sync::{Arc, OnceLock};
+    let backend = OnceLock::new();
+    let allocate = move |ordinal, dtype, len| -> merak_mpu::Result<Box<dyn Buffer>> {
+        let open = || Tch::new(TchDevice::Cuda(ordinal), 1).map_err(|error| error.to_string());
+        let backend = backend.get_or_init(open).as_ref();
+        let backend = backend.map_err(|reason| Met::Device {
+            call: "libtorch",
+            reason: reason.clone(),
+        })?;
+        Ok(backend.grad_buffer(dtype, len))
+    };
+    Arc::new(allocate)
+}

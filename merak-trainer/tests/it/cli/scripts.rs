@@ -1,0 +1,134 @@
+//! The scripts of `docs/launch`, with stand-ins for the programs that only clusters have.
+
+use std::{
+    fs::{self, Permissions},
+    os::unix::fs::PermissionsExt,
+    path::Path,
+    process::{self, Command},
+    thread,
+    time::Duration,
+};
+
+use super::{Ended, MERAK, Workplace, files, launch};
+
+/// Starts the tasks of one host as `srun` does.
+const SRUN: &str = r#"#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=$SLURM_NTASKS SLURM_NODEID=0
+export SLURM_STEP_TASKS_PER_NODE=$SLURM_NTASKS SLURM_STEP_NODELIST=n7
+tasks=()
+for ((task = 0; task < SLURM_NTASKS; task++)); do
+    SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
+    tasks+=($!)
+done
+echo "${tasks[@]}" >tasks
+most=0
+for task in "${tasks[@]}"; do
+    wait "$task"
+    status=$?
+    most=$((status > most ? status : most))
+done
+exit "$most"
+"#;
+
+const SCONTROL: &str = "#!/bin/bash\necho \"$@\" >requeued\n";
+
+/// Runs a line on a host, as `ssh` does.
+const REMOTE: &str = "#!/bin/bash\nhost=$1\nshift\necho \"$host\" >>reached\nexec bash -c \"$*\"\n";
+
+/// A workplace whose folder `bin` has the command and the stand-ins.
+fn workplace() -> Workplace {
+    let place = Workplace::new();
+    for (name, script) in [("srun", SRUN), ("scontrol", SCONTROL), ("remote", REMOTE)] {
+        let name = format!("bin/{name}");
+        place.write(&name, script);
+        let path = place.path(&name);
+        fs::set_permissions(path, Permissions::from_mode(0o755)).expect("our file");
+    }
+    std::os::unix::fs::symlink(MERAK, place.path("bin/merak")).expect("a link");
+    place
+}
+
+/// A script of the documentation with its arguments.
+fn script(place: &Workplace, name: &str, line: &str) -> Command {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/launch");
+    let mut command = place.with(Command::new("bash"), "");
+    let bin = place.path("bin");
+    command
+        .arg(folder.join(name))
+        .args(line.split_whitespace())
+        .env("PATH", format!("{}:/usr/bin:/bin", bin.display()))
+        .env("SLURM_JOB_ID", process::id().to_string());
+    command
+}
+
+fn succeed(ended: &Ended) {
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+}
+
+const DEGREES: &str = "--dp 2 --tp 2 --gradient_accumulation_steps 2";
+
+fn expect_checkpoints_of_threads(place: &Workplace, run: &str) {
+    place.succeed(&format!("train merak.toml {DEGREES} --output_dir threads"));
+    let checkpoints = |run: &str| files(&place.path(run).join("checkpoints"));
+    assert_eq!(checkpoints(run), checkpoints("threads"));
+}
+
+#[test]
+fn tasks_of_slurm_train_as_ranks() {
+    let place = workplace();
+    let mut command = script(&place, "slurm.sh", &format!("merak.toml {DEGREES}"));
+    command.env("SLURM_NTASKS", "4");
+    succeed(&launch::end(&place, command));
+    expect_checkpoints_of_threads(&place, "run");
+}
+
+#[test]
+fn a_job_whose_time_is_up_saves_and_queues_again() {
+    let place = workplace();
+    for (name, tasks) in [("slurm.sh", 2), ("slurm-threads.sh", 1)] {
+        let output = format!("of-{tasks}");
+        let line = format!("merak.toml --dp 2 --max_steps 100000 --output_dir {output}");
+        let mut command = script(&place, name, &line);
+        command.env("SLURM_NTASKS", tasks.to_string());
+        let ended = thread::scope(|scope| {
+            scope.spawn(|| {
+                let records = place.path(&format!("{output}/metrics.jsonl"));
+                while !fs::read(&records).is_ok_and(|records| !records.is_empty()) {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                // SLURM signals the tasks of the step.
+                let tasks = fs::read_to_string(place.path("tasks")).expect("numbers");
+                for task in tasks.split_whitespace() {
+                    launch::kill("USR1", task.parse().expect("a number"));
+                }
+            });
+            launch::end(&place, command)
+        });
+        assert_eq!(ended.status, Some(138), "{name}: {}", ended.stderr);
+        let requeued = fs::read_to_string(place.path("requeued")).expect("a call");
+        assert_eq!(requeued, format!("requeue {}\n", process::id()));
+        assert!(place.path(&format!("{output}/checkpoints")).is_dir());
+        fs::remove_file(place.path("requeued")).expect("our file");
+    }
+}
+
+#[test]
+fn hosts_without_a_launcher_train_over_ssh() {
+    let place = workplace();
+    let mut command = script(&place, "ssh.sh", &format!("merak.toml {DEGREES}"));
+    command
+        .env("HOSTS", "127.0.0.1 127.0.0.2")
+        .env("RANKS_PER_HOST", "2")
+        .env("MASTER_PORT", (20_000 + process::id() % 10_000).to_string())
+        .env("REMOTE", "remote");
+    succeed(&launch::end(&place, command));
+    let reached = fs::read_to_string(place.path("reached")).expect("calls");
+    let mut reached: Vec<_> = reached.lines().collect();
+    reached.sort_unstable();
+    assert_eq!(
+        reached,
+        ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2"]
+    );
+    expect_checkpoints_of_threads(&place, "run");
+}
