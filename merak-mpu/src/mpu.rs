@@ -158,6 +158,11 @@ impl Mpu {
         self.group(GroupKind::Replica)
     }
 
+    /// The ranks of the same stage: tensor x data x sequence.
+    pub fn stage_group(&self) -> &Group {
+        self.group(GroupKind::Stage)
+    }
+
     /// All ranks.
     pub fn world_group(&self) -> &Group {
         self.group(GroupKind::World)

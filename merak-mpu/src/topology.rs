@@ -14,6 +14,7 @@ use std::fmt;
 /// | `DataSequence` | dp, sp | gradient reduction, ZeRO, evaluation sums |
 /// | `Model` | tp, pp | global norm, overflow |
 /// | `Replica` | tp, pp, sp | generated tokens, stop flags |
+/// | `Stage` | tp, dp, sp | turns at computing where replicas wait for each other |
 /// | `World` | all | start, checkpoints |
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum GroupKind {
@@ -31,13 +32,15 @@ pub enum GroupKind {
     Model,
     /// All ranks that work on the same samples.
     Replica,
+    /// All ranks of the same stage.
+    Stage,
     /// All ranks.
     World,
 }
 
 impl GroupKind {
     /// All kinds, in the order in which every rank creates them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Tensor,
         Self::Sequence,
         Self::Data,
@@ -45,6 +48,7 @@ impl GroupKind {
         Self::DataSequence,
         Self::Model,
         Self::Replica,
+        Self::Stage,
         Self::World,
     ];
 
@@ -58,6 +62,7 @@ impl GroupKind {
             Self::DataSequence => &[Axis::Data, Axis::Sequence],
             Self::Model => &[Axis::Pipeline, Axis::Tensor],
             Self::Replica => &[Axis::Pipeline, Axis::Sequence, Axis::Tensor],
+            Self::Stage => &[Axis::Data, Axis::Sequence, Axis::Tensor],
             Self::World => &Axis::ALL,
         }
     }
@@ -72,6 +77,7 @@ impl GroupKind {
             Self::DataSequence => "data_sequence",
             Self::Model => "model",
             Self::Replica => "replica",
+            Self::Stage => "stage",
             Self::World => "world",
         }
     }

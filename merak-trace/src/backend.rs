@@ -97,6 +97,12 @@ pub trait GradSink: fmt::Debug {
     /// The store that the nodes add to.
     fn store(&mut self) -> &mut GradStore;
 
+    /// Comes before an addition to a slot, whose buffer must then have the slot's elements.
+    ///
+    /// # Errors
+    /// When there is no memory for them; the backward ends with this error.
+    fn open(&mut self, slot: usize) -> Result<()>;
+
     /// Follows the last addition of a microbatch to a slot. A program adds to each slot once per
     /// microbatch.
     ///
@@ -108,6 +114,10 @@ pub trait GradSink: fmt::Debug {
 impl GradSink for GradStore {
     fn store(&mut self) -> &mut GradStore {
         self
+    }
+
+    fn open(&mut self, _: usize) -> Result<()> {
+        Ok(())
     }
 
     fn written(&mut self, _: usize) -> Result<()> {

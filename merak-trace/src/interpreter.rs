@@ -357,6 +357,7 @@ impl Interpreter {
             .iter()
             .filter_map(|output| self.grad_slots.get(output).copied())
             .collect();
+        slots.iter().try_for_each(|&slot| store.open(slot))?;
         let call = self.call(id, &frame.context);
         if node.op.is_region() {
             // Sharded work used the whole parameter: its gradient crosses the region's border

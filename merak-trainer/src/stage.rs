@@ -9,7 +9,10 @@ mod reduction;
 mod tch;
 mod tied;
 
-pub(crate) use self::params::{ParamMemory, StageParams};
+pub(crate) use self::{
+    params::{ParamMemory, StageParams},
+    reduction::grad_store,
+};
 pub(crate) use module::{Decoded, StepInputs, StepModule, StepResult, count_labels};
 
 use crate::{
@@ -19,15 +22,14 @@ use crate::{
     plan::{ParamGroups, Plan},
 };
 use merak_mpu::{Buffer, DType, Locality, Memory, Mpu};
-use merak_partition::{ParamUse, RankPrograms};
+use merak_partition::RankPrograms;
 use merak_pipe::PipelineEngine;
 use merak_trace::{
-    Axis, GradSlot, GradStore, Interpreter, Param, RunContext, SharedBackend, StageProgram,
-    Threads, Value, backend::candle::Candle, each_initial_values,
+    Axis, GradStore, Interpreter, Param, RunContext, SharedBackend, StageProgram, Threads, Value,
+    backend::candle::Candle, each_initial_values,
 };
 use merak_zero::{
-    FlatLayout, GlobalParams, OptimizerKind, ParamSpec, StepDevice, TensorCut, ZeroGroups,
-    ZeroOptimizer,
+    GlobalParams, OptimizerKind, ParamSpec, StepDevice, TensorCut, ZeroGroups, ZeroOptimizer,
 };
 use std::sync::Arc;
 
@@ -50,8 +52,10 @@ pub(crate) struct RankStages {
     pub(crate) optimizer: ZeroOptimizer,
     grads: GradStore,
     tied: tied::TiedGrads,
-    /// Where buckets are reduced during the backward: what completes each.
-    completion: Option<reduction::Completion>,
+    /// What completes each bucket of gradients.
+    completion: reduction::Completion,
+    /// Whether complete buckets are reduced during the backward.
+    reduces_early: bool,
     pub(crate) seed: u64,
     /// Whether no parameter has values yet.
     pub(crate) is_blank: bool,
@@ -97,14 +101,15 @@ impl RankStages {
 
         let layout = optimizer.layout();
         let params = StageParams::new(&*backend, &programs.params, layout)?;
-        let mut grads = grad_store(&programs, layout, &*backend);
+        let grads = grad_store(&programs, &optimizer, &*backend);
         let stages = stages(&programs, &params, &backend, &mpu);
         // A reduction of a device's memory goes through the host, and would stop the backward.
         let on_host = matches!(grads.buffers[0].memory(), Memory::Host(_));
         let replicas = mpu.data_sequence_parallel_group().world_size();
-        let completion = (on_host && replicas > 1)
-            .then(|| reduction::Completion::new(layout, &grads.slots, &tied.slots()));
+        let reduces_early = replicas > 1 && (on_host || optimizer.divides_gradients());
         Ok(Self {
+            completion: reduction::Completion::new(&optimizer, &grads.slots, &tied.slots()),
+            reduces_early,
             plan,
             mpu,
             backend,
@@ -115,7 +120,6 @@ impl RankStages {
             optimizer,
             grads,
             tied,
-            completion,
             seed: args.seed,
             is_blank: true,
         })
@@ -166,8 +170,8 @@ impl RankStages {
     /// anything else in the group of replicas, since buckets may still wait for their start.
     pub(crate) fn reduce_gradients(&mut self) -> Result<()> {
         self.tied.sum(&*self.backend, &mut self.grads)?;
-        let grads = &mut *self.grads.buffers[0];
-        Ok(self.optimizer.reduce_gradients(grads)?)
+        let (grads, optimizer) = (&mut self.grads, &mut self.optimizer);
+        Ok(self.completion.end_step(grads, optimizer)?)
     }
 
     /// Clips and applies the reduced gradients, and clears them.
@@ -223,16 +227,12 @@ impl RankStages {
     /// A copy of the gradients of this rank's trained parameters, by name, before they are reduced.
     pub(crate) fn gradients(&mut self) -> Result<NamedTensors> {
         self.tied.sum(&*self.backend, &mut self.grads)?;
-        let layout = self.optimizer.layout();
-        let mut out = Vec::new();
-        self.grads.buffers[0].read(&mut |bytes| {
-            let flat = bytemuck::cast_slice::<u8, f32>(bytes);
-            let params = layout.params().iter().enumerate();
-            out = params
-                .map(|(index, param)| (param.name.clone(), flat[layout.range(index)].to_vec()))
-                .collect();
-        });
-        Ok(out)
+        let params = self.optimizer.layout().params().iter().enumerate();
+        let gradient = |(index, param): (usize, &ParamSpec)| {
+            let values = reduction::read_gradient(&self.grads, &self.optimizer, index);
+            (param.name.clone(), values)
+        };
+        Ok(params.map(gradient).collect())
     }
 
     /// A copy of this rank's parameters, by name.
@@ -267,7 +267,8 @@ impl RankStages {
         let reduction = reduction::Reduction {
             grads: &mut self.grads,
             optimizer: &mut self.optimizer,
-            completion: self.completion.as_ref(),
+            backend: &*self.backend,
+            completion: &self.completion,
             missing,
         };
         (&self.stages, reduction)
@@ -275,9 +276,7 @@ impl RankStages {
 
     /// Makes the next step start from zero.
     pub(crate) fn clear_gradients(&mut self) {
-        for buffer in &mut self.grads.buffers {
-            buffer.clear();
-        }
+        reduction::clear(&mut self.grads, &self.optimizer);
     }
 }
 
@@ -344,35 +343,6 @@ pub(crate) fn equipped(
     }
 }
 
-/// Memory for the gradients of all uses: the first use of a parameter accumulates in the flat
-/// buffer, further ones apart.
-pub(crate) fn grad_store(
-    programs: &RankPrograms,
-    layout: &FlatLayout,
-    backend: &dyn merak_trace::Backend,
-) -> GradStore {
-    let mut grads = GradStore {
-        buffers: vec![backend.grad_buffer(DType::F32, layout.len())],
-        slots: Vec::new(),
-    };
-    let positions = trained_positions(&programs.params);
-    for ParamUse { param, is_first } in programs.uses() {
-        let len = programs.params[param].local.numel();
-        let (buffer, offset) = if is_first {
-            (0, layout.range(positions[param]).start)
-        } else {
-            grads.buffers.push(backend.grad_buffer(DType::F32, len));
-            (grads.buffers.len() - 1, 0)
-        };
-        grads.slots.push(GradSlot {
-            buffer,
-            offset,
-            len,
-        });
-    }
-    grads
-}
-
 /// The stages over the rank's parameters and gradients.
 pub(crate) fn stages(
     programs: &RankPrograms,
@@ -394,17 +364,6 @@ pub(crate) fn stages(
         }
     };
     programs.stages.iter().map(stage).collect()
-}
-
-/// For each parameter of a rank, how many trained parameters precede it.
-fn trained_positions(table: &[Param]) -> Vec<usize> {
-    let mut next = 0;
-    let position = |param: &Param| {
-        let position = next;
-        next += usize::from(param.trainable);
-        position
-    };
-    table.iter().map(position).collect()
 }
 
 /// Which parameters this rank owns. Of the ranks of one replica that hold the same slice, one

@@ -33,8 +33,9 @@ use crate::{
     stage::RankStages,
     world::threads_per_rank,
 };
-use merak_mpu::{Mpu, ReduceOp};
+use merak_mpu::{Group, Mpu, ReduceOp};
 use merak_pipe::{GroupLink, PipelineEngine, Span, Timeline};
+use merak_zero::ZeroStage;
 use std::{
     collections::BTreeMap,
     fmt,
@@ -506,9 +507,18 @@ fn pipeline(
     }
     let mut link = GroupLink::new(mpu.pipeline_parallel_group().clone());
     if args.compute.device == Device::Cpu {
-        link = link.with_turns(mpu.tensor_parallel_group().clone());
+        link = link.with_turns(turns(mpu, args).clone());
     }
     Ok((engine, link))
+}
+
+/// The ranks that compute an action together: those that may wait for each other within it.
+fn turns<'a>(mpu: &'a Mpu, args: &CheckedArguments) -> &'a Group {
+    if args.zero_stage >= ZeroStage::Gradients {
+        mpu.stage_group()
+    } else {
+        mpu.tensor_parallel_group()
+    }
 }
 
 /// Joins the group of every weight that several ranks of the pipeline use.

@@ -1,6 +1,8 @@
 //! Steps on buffers in the memory of a device, without a detour through host memory.
 
-use crate::{Error, FlatLayout, OptimizerConfig, OptimizerKind, Result, state::OwnedState};
+use crate::{
+    Error, FlatLayout, OptimizerConfig, OptimizerKind, Result, layout::Extent, state::OwnedState,
+};
 use merak_mpu::Buffer;
 use std::{fmt, ops::Range, sync::Arc};
 
@@ -61,8 +63,10 @@ pub struct Step<'a> {
 /// Adjacent elements that decay alike.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepRange {
-    /// Where they lie in the parameters and gradients.
-    pub flat: Range<usize>,
+    /// Where they lie in the parameters.
+    pub params: Range<usize>,
+    /// Where they lie in the gradients.
+    pub grads: Range<usize>,
     /// Where they lie in the state.
     pub state: Range<usize>,
     /// Whether weight decay applies to them.
@@ -84,6 +88,7 @@ impl DeviceState {
         device: Arc<dyn StepDevice>,
         layout: &FlatLayout,
         state: &OwnedState,
+        grads: Extent,
     ) -> Result<Self> {
         let names = state.names().iter();
         let values = names.map(|_| {
@@ -93,15 +98,18 @@ impl DeviceState {
         });
         Ok(Self {
             values: values.collect::<Result<_>>()?,
-            pieces: pieces(layout, state),
+            pieces: pieces(layout, state, grads),
             device,
         })
     }
 
     /// The sum of squares of each of the rank's blocks.
-    pub(crate) fn block_sums(&self, grads: &dyn Buffer, state: &OwnedState) -> Result<Vec<f64>> {
-        let ranges: Vec<_> = state.blocks().iter().map(|b| b.flat.clone()).collect();
-        let sums = self.device.sums_of_squares(grads, &ranges);
+    pub(crate) fn block_sums(
+        &self,
+        grads: &dyn Buffer,
+        blocks: &[Range<usize>],
+    ) -> Result<Vec<f64>> {
+        let sums = self.device.sums_of_squares(grads, blocks);
         sums.map_err(Error::device("gradient norm"))
     }
 
@@ -140,10 +148,12 @@ impl DeviceState {
 
 /// The elements that the rank owns, in as few pieces as possible, by the factor of their learning
 /// rate.
-fn pieces(layout: &FlatLayout, state: &OwnedState) -> Vec<(f64, Vec<StepRange>)> {
+fn pieces(layout: &FlatLayout, state: &OwnedState, grads: Extent) -> Vec<(f64, Vec<StepRange>)> {
     let mut groups: Vec<(f64, Vec<StepRange>)> = Vec::new();
     let blocks = state.blocks();
-    for (block, packed) in blocks.iter().zip(crate::flat::packed(blocks)) {
+    let places = [Extent::All, grads, Extent::Owned].map(|extent| state.places(extent));
+    for (number, block) in blocks.iter().enumerate() {
+        let [params, grads, state] = [0, 1, 2].map(|buffer: usize| places[buffer][number].clone());
         let spec = &layout.params()[block.param];
         let is_own = |group: &(f64, _)| group.0.to_bits() == spec.lr_scale.to_bits();
         let index = groups.iter().position(is_own).unwrap_or_else(|| {
@@ -152,13 +162,15 @@ fn pieces(layout: &FlatLayout, state: &OwnedState) -> Vec<(f64, Vec<StepRange>)>
         });
         let pieces = &mut groups[index].1;
         match pieces.last_mut() {
-            Some(last) if last.decays == spec.decay && last.flat.end == block.flat.start => {
-                last.flat.end = block.flat.end;
-                last.state.end = packed.end;
+            Some(last) if last.decays == spec.decay && last.params.end == params.start => {
+                last.params.end = params.end;
+                last.grads.end = grads.end;
+                last.state.end = state.end;
             }
             _ => pieces.push(StepRange {
-                flat: block.flat.clone(),
-                state: packed,
+                params,
+                grads,
+                state,
                 decays: spec.decay,
             }),
         }

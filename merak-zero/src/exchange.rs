@@ -1,11 +1,13 @@
 //! The collectives of one step: gradients are reduced bucket by bucket, parameters gathered.
 
-use crate::{Bucket, Error, FlatLayout, Part, Result, ZeroConfig, ZeroStage, flat};
+use crate::{Bucket, Error, FlatLayout, Part, Result, ZeroConfig, ZeroStage, flat, layout::Extent};
 use merak_mpu::{Buffer, Communicator, Group, Pending, ReduceOp, into_vec};
 use std::{collections::VecDeque, ops::Range};
 
 /// Most buckets whose sums are under way at once: each has a copy of its gradients.
 const MOST_IN_FLIGHT: usize = 4;
+/// The same where gradients are divided, whose buckets are the most that a rank has of them.
+const MOST_APART: usize = 2;
 
 /// Reduces gradients and gathers parameters over the data x sequence group.
 ///
@@ -14,6 +16,10 @@ const MOST_IN_FLIGHT: usize = 4;
 pub(crate) struct Exchange {
     group: Group,
     sharded: bool,
+    /// Which elements the buffer of gradients has.
+    extent: Extent,
+    /// Where the own part of each bucket begins among the elements that this rank owns.
+    owned_starts: Vec<usize>,
     scale_before: f32,
     scale_after: f32,
     allgather_bucket_size: usize,
@@ -28,22 +34,35 @@ pub(crate) struct Exchange {
 }
 
 impl Exchange {
-    pub(crate) fn new(group: Group, config: &ZeroConfig, num_buckets: usize) -> Self {
+    pub(crate) fn new(group: Group, config: &ZeroConfig, layout: &FlatLayout) -> Self {
         let n = group.world_size() as f64;
         let (before, after) = match config.gradient_predivide_factor {
             _ if !config.prescale_gradients => (1.0, 1.0 / n),
             1.0 => (1.0 / n, 1.0),
             factor => (1.0 / factor, factor / n),
         };
+        let is_divided = |from: ZeroStage| config.stage >= from && group.world_size() > 1;
+        let mut end = 0;
+        let start = |bucket: &Bucket| {
+            let start = end;
+            end += layout.part(bucket, group.rank()).flat.len();
+            start
+        };
         Self {
-            sharded: config.stage == ZeroStage::OptimizerState && group.world_size() > 1,
+            owned_starts: layout.buckets().iter().map(start).collect(),
+            sharded: is_divided(ZeroStage::OptimizerState),
+            extent: if is_divided(ZeroStage::Gradients) {
+                Extent::Owned
+            } else {
+                Extent::All
+            },
             group,
             scale_before: before as f32,
             scale_after: after as f32,
             allgather_bucket_size: config.gather_bucket_size,
             in_flight: VecDeque::new(),
             ready: VecDeque::new(),
-            given: vec![false; num_buckets],
+            given: vec![false; layout.buckets().len()],
             spare: Vec::new(),
         }
     }
@@ -51,6 +70,11 @@ impl Exchange {
     /// Whether each rank owns one part of each bucket, instead of every rank owning all.
     pub(crate) fn is_sharded(&self) -> bool {
         self.sharded
+    }
+
+    /// Which elements the buffer of gradients has.
+    pub(crate) fn extent(&self) -> Extent {
+        self.extent
     }
 
     /// Whether the group has a single rank, so that nothing needs to be sent.
@@ -98,6 +122,23 @@ impl Exchange {
         Ok(())
     }
 
+    /// Starts the sum of a bucket's gradients, which are added to those that this rank keeps. Of
+    /// those under way, waits for the oldest.
+    pub(crate) fn add(
+        &mut self,
+        bucket: usize,
+        layout: &FlatLayout,
+        all: Box<dyn Buffer>,
+        kept: &mut dyn Buffer,
+    ) -> Result<()> {
+        if self.in_flight.len() >= MOST_APART {
+            self.finish_oldest(layout, kept)?;
+        }
+        let mut all = into_vec(all).map_err(Error::communication("gradient reduction"))?;
+        scale(&mut all, self.scale_before);
+        self.start_sum(bucket, layout, all)
+    }
+
     /// Makes the next step begin with no bucket given.
     pub(crate) fn end_step(&mut self) {
         self.given.fill(false);
@@ -108,7 +149,13 @@ impl Exchange {
         let bucket = &layout.buckets()[index];
         let mut copy = self.spare.pop().unwrap_or_default();
         copy.clear();
-        append_scaled(&mut copy, &grads[bucket.flat.clone()], self.scale_before);
+        copy.extend_from_slice(&grads[bucket.flat.clone()]);
+        scale(&mut copy, self.scale_before);
+        self.start_sum(index, layout, copy)
+    }
+
+    fn start_sum(&mut self, index: usize, layout: &FlatLayout, copy: Vec<f32>) -> Result<()> {
+        let bucket = &layout.buckets()[index];
         let pending = if self.sharded {
             let lengths = layout.parts(bucket).map(|part| part.flat.len()).collect();
             self.group
@@ -132,7 +179,8 @@ impl Exchange {
         Ok(())
     }
 
-    /// Writes the average of what this rank owns of the bucket into its gradients.
+    /// Writes the average of what this rank owns of the bucket into its gradients, or adds it to
+    /// them.
     fn finish_reduce(
         &mut self,
         index: usize,
@@ -141,14 +189,22 @@ impl Exchange {
         grads: &mut [f32],
     ) {
         let bucket = &layout.buckets()[index];
+        let scale = self.scale_after;
+        if self.extent == Extent::Owned {
+            let owned = &mut grads[self.owned_starts[index]..][..sum.len()];
+            owned
+                .iter_mut()
+                .zip(&sum)
+                .for_each(|(g, x)| *g += x * scale);
+            return;
+        }
         let owned = if self.sharded {
             layout.part(bucket, self.group.rank()).flat
         } else {
             bucket.flat.clone()
         };
-        for (g, &x) in grads[owned].iter_mut().zip(&sum) {
-            *g = x * self.scale_after;
-        }
+        let owned = grads[owned].iter_mut().zip(&sum);
+        owned.for_each(|(g, x)| *g = x * scale);
         self.spare.push(sum);
     }
 
@@ -199,14 +255,12 @@ impl Exchange {
     }
 }
 
-fn append_scaled(copy: &mut Vec<f32>, values: &[f32], scale: f32) {
+fn scale(values: &mut [f32], scale: f32) {
     #[expect(
         clippy::float_cmp,
         reason = "the exact factor of an unscaled reduction"
     )]
-    if scale == 1.0 {
-        copy.extend_from_slice(values);
-    } else {
-        copy.extend(values.iter().map(|x| x * scale));
+    if scale != 1.0 {
+        values.iter_mut().for_each(|x| *x *= scale);
     }
 }

@@ -20,7 +20,7 @@ const OVERLAP_BUCKETS: usize = 8;
 /// Every border lies on a norm-block border, and inside no parameter that must stay whole. Between
 /// such borders lies a unit: a norm block or a whole parameter. A bucket is the most units within
 /// the bucket size and an eighth of the buffer (or 1 Mi elements, when that is more), but at least
-/// one. Its parts are as equal as units allow, and follow from the bucket and the rank, so that the
+/// one; with [`FlatLayout::with_whole_buckets`] it is as many whole parameters. Its parts are as equal as units allow, and follow from the bucket and the rank, so that the
 /// layout holds no list of ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FlatLayout {
@@ -71,6 +71,31 @@ impl FlatLayout {
         num_parts: usize,
         is_whole: impl Fn(&ParamSpec) -> bool,
     ) -> Result<Self> {
+        Self::laid_out(params, (bucket_size, num_parts), is_whole, |_| false)
+    }
+
+    /// The same, where one bucket has all of each parameter, so that a bucket can come and go as a
+    /// whole.
+    ///
+    /// # Errors
+    /// As [`FlatLayout::new`].
+    pub fn with_whole_buckets(
+        params: Vec<ParamSpec>,
+        bucket_size: usize,
+        num_parts: usize,
+        is_whole: impl Fn(&ParamSpec) -> bool,
+    ) -> Result<Self> {
+        Self::laid_out(params, (bucket_size, num_parts), is_whole, |_| true)
+    }
+
+    /// `is_whole` selects the parameters that one part has all of, `in_one_bucket` those that one
+    /// bucket has all of.
+    fn laid_out(
+        params: Vec<ParamSpec>,
+        (bucket_size, num_parts): (usize, usize),
+        is_whole: impl Fn(&ParamSpec) -> bool,
+        in_one_bucket: impl Fn(&ParamSpec) -> bool,
+    ) -> Result<Self> {
         for (setting, found) in [("bucket size", bucket_size), ("number of parts", num_parts)] {
             if found == 0 {
                 return Err(Error::OutOfRange {
@@ -91,7 +116,10 @@ impl FlatLayout {
         let len = offsets[params.len()];
         let max_len = bucket_size.min((len / OVERLAP_BUCKETS).max(MIN_OVERLAP_BUCKET));
         let units = units(&blocks, |param| is_whole(&params[param]));
-        let buckets = cut_into_buckets(&blocks, &units, max_len);
+        let lumps = self::units(&blocks, |param| {
+            is_whole(&params[param]) || in_one_bucket(&params[param])
+        });
+        let buckets = cut_into_buckets(&blocks, &lumps, max_len);
         Ok(Self {
             params,
             offsets,
@@ -164,6 +192,15 @@ impl FlatLayout {
     pub fn parts(&self, bucket: &Bucket) -> impl ExactSizeIterator<Item = Part> {
         (0..self.num_parts).map(|rank| self.part(bucket, rank))
     }
+}
+
+/// Which elements of a layout a flat buffer has, in flat order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Extent {
+    /// All of them.
+    All,
+    /// Those that the rank owns.
+    Owned,
 }
 
 /// The running sum of the lengths, from 0 to the total.

@@ -6,9 +6,11 @@ use serde::{Deserialize, Serialize};
 /// What the ranks of the data x sequence group divide among themselves, as a number in a
 /// configuration.
 ///
-/// Stage numbers are those of [ZeRO](https://arxiv.org/abs/1910.02054), section 5. Stages 2 and 3,
-/// which also divide gradients and parameters, are legal choices that this version refuses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+/// Stage numbers are those of [ZeRO](https://arxiv.org/abs/1910.02054), section 5. Each stage
+/// divides what the ones before it divide, and more.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
+)]
 #[serde(try_from = "u8", into = "u8")]
 pub enum ZeroStage {
     /// Stage 0: nothing; gradients are all-reduced once per step.
@@ -17,6 +19,9 @@ pub enum ZeroStage {
     /// once per step.
     #[default]
     OptimizerState,
+    /// Stage 2: the gradients too; each microbatch reduce-scatters every bucket as soon as it is
+    /// complete, and a rank keeps the sum for what it owns.
+    Gradients,
 }
 
 impl TryFrom<u8> for ZeroStage {
@@ -26,10 +31,11 @@ impl TryFrom<u8> for ZeroStage {
         match stage {
             0 => Ok(Self::Replicated),
             1 => Ok(Self::OptimizerState),
-            2 | 3 => Err(Error::NotAvailable {
+            2 => Ok(Self::Gradients),
+            3 => Err(Error::NotAvailable {
                 setting: "stage",
                 found: stage.to_string(),
-                available: "0 or 1",
+                available: "0, 1 or 2",
             }),
             _ => Err(Error::OutOfRange {
                 setting: "stage",
@@ -45,6 +51,7 @@ impl From<ZeroStage> for u8 {
         match stage {
             ZeroStage::Replicated => 0,
             ZeroStage::OptimizerState => 1,
+            ZeroStage::Gradients => 2,
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::{
     Block, FlatLayout, OptimizerConfig, flat,
+    layout::Extent,
     optimizer::{MAX_STATES, StateKind},
 };
 use std::{ops::Range, sync::Arc};
@@ -26,7 +27,9 @@ pub struct OwnedState {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Run {
     pub(crate) param: usize,
-    pub(crate) flat: Range<usize>,
+    flat: Range<usize>,
+    /// Its place among the elements that the rank owns.
+    packed: Range<usize>,
     local: Range<usize>,
     /// In the order of [`OptimizerConfig::state_of`].
     kept: Vec<Kept>,
@@ -133,6 +136,14 @@ impl OwnedState {
         self.runs.iter().map(|run| (run.param, run.local.clone()))
     }
 
+    /// Where the blocks lie in a flat buffer.
+    pub(crate) fn places(&self, extent: Extent) -> Vec<Range<usize>> {
+        match extent {
+            Extent::All => self.blocks.iter().map(|block| block.flat.clone()).collect(),
+            Extent::Owned => flat::packed(&self.blocks).collect(),
+        }
+    }
+
     /// Every piece of the state, one kind of value after the other, in flat order.
     pub fn slices(&self) -> impl Iterator<Item = StateSlice<&[f32]>> + '_ {
         let kinds = self.names.iter().zip(&self.values);
@@ -178,6 +189,16 @@ impl OwnedState {
     }
 }
 
+impl Run {
+    /// Where it lies in a flat buffer.
+    pub(crate) fn place(&self, extent: Extent) -> Range<usize> {
+        match extent {
+            Extent::All => self.flat.clone(),
+            Extent::Owned => self.packed.clone(),
+        }
+    }
+}
+
 impl Kept {
     fn slice<V>(&self, run: &Run, values: V) -> StateSlice<V> {
         StateSlice {
@@ -201,15 +222,17 @@ fn kept_as<'a>(runs: &'a [Run], name: &'a str) -> impl Iterator<Item = (&'a Run,
 /// Joins adjacent blocks of one parameter.
 fn join(blocks: &[Block]) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
-    for block in blocks {
+    for (block, packed) in blocks.iter().zip(flat::packed(blocks)) {
         match runs.last_mut() {
             Some(run) if run.param == block.param && run.local.end == block.local.start => {
                 run.local.end = block.local.end;
                 run.flat.end = block.flat.end;
+                run.packed.end = packed.end;
             }
             _ => runs.push(Run {
                 param: block.param,
                 flat: block.flat.clone(),
+                packed,
                 local: block.local.clone(),
                 kept: Vec::new(),
             }),

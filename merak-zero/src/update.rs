@@ -1,7 +1,9 @@
 //! One update of what a rank owns.
 
 use crate::{
-    MatrixProducts, NORM_BLOCK, OwnedState, ParamSpec, Result, adam_update, flat, lion_update,
+    MatrixProducts, NORM_BLOCK, OwnedState, ParamSpec, Result, adam_update, flat,
+    layout::Extent,
+    lion_update,
     optimizer::{LambStep, MAX_STATES, Rule, Tensor, adafactor, muon},
     sgd_update,
     whole::PieceHolders,
@@ -19,15 +21,16 @@ pub(crate) fn owned<'a>(
     rules: &[Rule],
     state: &'a mut OwnedState,
     params: &'a mut [f32],
-    grads: &'a [f32],
+    (grads, extent): (&'a [f32], Extent),
 ) -> Vec<Owned<'a>> {
     let runs: Vec<_> = state.runs_and_values().collect();
-    let params = flat::carve(params, runs.iter().map(|(run, _)| run.flat.clone()));
+    let places = runs.iter().map(|(run, _)| run.place(Extent::All));
+    let params = flat::carve(params, places);
     let runs = runs.into_iter().zip(params);
     let tensor = |((run, state), param): ((&crate::state::Run, _), _)| Tensor {
         spec: &specs[run.param],
         param,
-        grad: &grads[run.flat.clone()],
+        grad: &grads[run.place(extent)],
         state,
     };
     runs.map(|(run, param)| (rules[run.0.param], tensor((run, param))))

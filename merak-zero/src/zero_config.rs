@@ -137,6 +137,7 @@ impl ZeroConfig {
     /// ```
     pub fn element_bytes(&self, replicas: usize) -> ElementBytes {
         let float = size_of::<f32>();
+        let divided_from = |first| if self.stage >= first { replicas } else { 1 };
         let whole = KeptBytes {
             bytes: float,
             ranks: 1,
@@ -144,13 +145,13 @@ impl ZeroConfig {
         ElementBytes {
             weight_ranks: 1,
             master: whole,
-            gradient: whole,
+            gradient: KeptBytes {
+                bytes: float,
+                ranks: divided_from(ZeroStage::Gradients),
+            },
             state: KeptBytes {
                 bytes: float * self.optimizer.most_kept_per_element(),
-                ranks: match self.stage {
-                    ZeroStage::Replicated => 1,
-                    ZeroStage::OptimizerState => replicas,
-                },
+                ranks: divided_from(ZeroStage::OptimizerState),
             },
         }
     }

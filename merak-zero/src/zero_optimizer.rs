@@ -2,8 +2,9 @@
 
 use crate::{
     Block, Error, FlatLayout, GlobalParams, GradNorm, MatrixProducts, OptimizerKind, ParamSpec,
-    PlainProducts, Result, Step, StepDevice, ZeroConfig, ZeroGroups, device::DeviceState,
-    exchange::Exchange, flat, norm, state::OwnedState, update, whole::PieceHolders,
+    PlainProducts, Result, Step, StepDevice, ZeroConfig, ZeroGroups, ZeroStage,
+    device::DeviceState, exchange::Exchange, flat, layout::Extent, norm, state::OwnedState, update,
+    whole::PieceHolders,
 };
 use merak_mpu::{Buffer, Group};
 use serde::{Deserialize, Serialize};
@@ -35,8 +36,12 @@ pub struct UpdateReport {
 ///
 /// The caller owns two flat f32 buffers, parameters and gradients, laid out by
 /// [`ZeroOptimizer::layout`]; the optimizer owns its state, for the blocks that this rank owns
-/// alone: all of them in stage 0, one part of each bucket in stage 1. Every rank of the model
+/// alone: all of them in stage 0, one part of each bucket from stage 1 on. Every rank of the model
 /// builds one and steps it at the same time.
+///
+/// Where gradients [are divided](ZeroOptimizer::divides_gradients), in stage 2 with several
+/// replicas, their buffer has the [owned](OwnedState::blocks) elements alone, in flat order, and
+/// starts from zero in each step; [`ZeroOptimizer::add_bucket`] adds to it.
 #[derive(Debug)]
 pub struct ZeroOptimizer {
     layout: FlatLayout,
@@ -78,8 +83,12 @@ impl ZeroOptimizer {
         let num_ranks = data_sequence.world_size();
         let is_whole = |spec: &ParamSpec| config.optimizer.needs_whole(spec);
         let bucket_size = config.reduce_bucket_size;
-        let layout = FlatLayout::with_whole(params, bucket_size, num_ranks, is_whole)?;
-        let exchange = Exchange::new(data_sequence, &config, layout.buckets().len());
+        let layout = if config.stage >= ZeroStage::Gradients && num_ranks > 1 {
+            FlatLayout::with_whole_buckets(params, bucket_size, num_ranks, is_whole)?
+        } else {
+            FlatLayout::with_whole(params, bucket_size, num_ranks, is_whole)?
+        };
+        let exchange = Exchange::new(data_sequence, &config, &layout);
         let blocks = if exchange.is_sharded() {
             owned_blocks(&layout, exchange.group().rank())
         } else {
@@ -129,7 +138,8 @@ impl ZeroOptimizer {
         if !device.has(self.config.optimizer.optim) {
             return Ok(self);
         }
-        self.on_device = Some(DeviceState::new(device, &self.layout, &self.state)?);
+        let extent = self.exchange.extent();
+        self.on_device = Some(DeviceState::new(device, &self.layout, &self.state, extent)?);
         self.state = self.state.without_values();
         Ok(self)
     }
@@ -137,6 +147,19 @@ impl ZeroOptimizer {
     /// Where each parameter lies in the flat buffers.
     pub fn layout(&self) -> &FlatLayout {
         &self.layout
+    }
+
+    /// Whether each rank keeps gradients for what it owns alone.
+    pub fn divides_gradients(&self) -> bool {
+        self.exchange.extent() == Extent::Owned
+    }
+
+    /// The elements of the buffer of gradients.
+    pub fn num_gradients(&self) -> usize {
+        match self.exchange.extent() {
+            Extent::All => self.layout.len(),
+            Extent::Owned => self.state.num_owned(),
+        }
     }
 
     /// The settings in use.
@@ -188,26 +211,72 @@ impl ZeroOptimizer {
     /// # Errors
     /// When the bucket was started before, `grads` does not fit the layout, or the group fails.
     pub fn start_bucket(&mut self, bucket: usize, grads: &mut dyn Buffer) -> Result<()> {
-        flat::check("gradient", grads, self.layout.len())?;
-        let num_buckets = self.layout.buckets().len();
-        let reason = match bucket {
-            _ if self.reduced => Some("the gradients of this step are reduced already"),
-            _ if bucket >= num_buckets => Some("there is no such bucket"),
-            _ if self.exchange.is_given(bucket) => Some("it was started before"),
-            _ => None,
-        };
-        if let Some(reason) = reason {
-            return Err(Error::BucketOrder {
-                bucket,
-                num_buckets,
-                reason,
-            });
-        }
+        flat::check("gradient", grads, self.num_gradients())?;
+        self.check_bucket(bucket, |this| {
+            if this.divides_gradients() {
+                Some("gradients are divided: `add_bucket` takes them")
+            } else if this.exchange.is_given(bucket) {
+                Some("it was started before")
+            } else {
+                None
+            }
+        })?;
         if self.exchange.is_alone() {
             return Ok(());
         }
         self.exchange.give(bucket);
         self.exchange.advance(&self.layout, grads, false)
+    }
+
+    /// Starts the reduction of a bucket's gradients of one or more microbatches where gradients are
+    /// divided; what this rank owns of the average is added to `kept`.
+    ///
+    /// The gradients are those of all elements of the bucket. Each further bucket of a step is
+    /// complete in `kept` no later than with [`ZeroOptimizer::reduce_gradients`]. Every rank of the
+    /// data x sequence group gives the same buckets in the same order; two are under way at most,
+    /// so the caller may have to wait for the others.
+    ///
+    /// # Communication
+    /// A reduce-scatter of 4 bytes for each element of the bucket.
+    ///
+    /// # Errors
+    /// When gradients are not divided or reduced already, a buffer is of another length, or the
+    /// group fails.
+    pub fn add_bucket(
+        &mut self,
+        bucket: usize,
+        gradients: Box<dyn Buffer>,
+        kept: &mut dyn Buffer,
+    ) -> Result<()> {
+        flat::check("gradient", kept, self.num_gradients())?;
+        self.check_bucket(bucket, |this| {
+            let is_whole = !this.divides_gradients();
+            is_whole.then_some("gradients are not divided: `start_bucket` takes them")
+        })?;
+        let expected = self.layout.buckets()[bucket].flat.len();
+        flat::check("bucket of gradients", &*gradients, expected)?;
+        self.exchange.add(bucket, &self.layout, gradients, kept)
+    }
+
+    /// Refuses a bucket that cannot be reduced now, or for what `refusal` says.
+    fn check_bucket(
+        &self,
+        bucket: usize,
+        refusal: impl FnOnce(&Self) -> Option<&'static str>,
+    ) -> Result<()> {
+        let num_buckets = self.layout.buckets().len();
+        let reason = match bucket {
+            _ if self.reduced => Some("the gradients of this step are reduced already"),
+            _ if bucket >= num_buckets => Some("there is no such bucket"),
+            _ => refusal(self),
+        };
+        reason.map_or(Ok(()), |reason| {
+            Err(Error::BucketOrder {
+                bucket,
+                num_buckets,
+                reason,
+            })
+        })
     }
 
     /// Whether [`ZeroOptimizer::start_bucket`] was called for a bucket in this step.
@@ -226,17 +295,20 @@ impl ZeroOptimizer {
     ///
     /// # Communication
     /// With `L` elements over `N` ranks: an all-reduce of `4 L` bytes in stage 0, a reduce-scatter
-    /// of `4 L` bytes in stage 1, bucket by bucket from the last, up to four under way.
+    /// of `4 L` bytes in stage 1, bucket by bucket from the last, up to four under way. None where
+    /// gradients are divided, whose reductions this waits for.
     ///
     /// # Errors
     /// When the gradients of this step were reduced before, `grads` does not fit the layout, or the
     /// group fails.
     pub fn reduce_gradients(&mut self, grads: &mut dyn Buffer) -> Result<()> {
-        flat::check("gradient", grads, self.layout.len())?;
+        flat::check("gradient", grads, self.num_gradients())?;
         if self.reduced {
             return Err(Error::ReducedTwice);
         }
-        if !self.exchange.is_alone() {
+        if self.divides_gradients() {
+            self.exchange.advance(&self.layout, grads, true)?;
+        } else if !self.exchange.is_alone() {
             for bucket in (0..self.layout.buckets().len()).rev() {
                 if !self.exchange.is_given(bucket) {
                     self.exchange.give(bucket);
@@ -255,20 +327,20 @@ impl ZeroOptimizer {
     /// in model order, so the cut into pipeline stages and the ZeRO stage change no bit of it.
     ///
     /// # Communication
-    /// An all-reduce of 8 bytes per norm block of the whole model over the model group, in stage 1
-    /// also over the data x sequence group.
+    /// An all-reduce of 8 bytes per norm block of the whole model over the model group, from stage 1
+    /// on also over the data x sequence group.
     ///
     /// # Errors
     /// When `grads` does not fit the layout or a group fails.
     pub fn grad_norm(&self, grads: &dyn Buffer) -> Result<GradNorm> {
-        flat::check("gradient", grads, self.layout.len())?;
+        flat::check("gradient", grads, self.num_gradients())?;
         let (blocks, threads) = (self.state.blocks(), self.config.threads);
+        let places = self.state.places(self.exchange.extent());
         let own = match &self.on_device {
             None => flat::read(grads, |g| {
-                let ranges = blocks.iter().map(|block| block.flat.clone());
-                norm::sums_of_squares(g, ranges, threads)
+                norm::sums_of_squares(g, places.into_iter(), threads)
             }),
-            Some(device) => device.block_sums(grads, &self.state)?,
+            Some(device) => device.block_sums(grads, &places)?,
         };
         let sums = norm::in_model_order(&self.layout, &self.model, blocks, own);
         let sums = norm::sum_over_ranks(&self.exchange, &self.model_group, sums)?;
@@ -282,8 +354,8 @@ impl ZeroOptimizer {
     /// step count stay as they were.
     ///
     /// # Communication
-    /// [`ZeroOptimizer::reduce_gradients`] unless done before, [`ZeroOptimizer::grad_norm`], and in
-    /// stage 1 an all-gather of `4 L / N` bytes from each of the `N` ranks.
+    /// [`ZeroOptimizer::reduce_gradients`] unless done before, [`ZeroOptimizer::grad_norm`], and
+    /// from stage 1 on an all-gather of `4 L / N` bytes from each of the `N` ranks.
     ///
     /// # Errors
     /// When a buffer does not fit the layout, `lr` is negative or not finite, the tensor group does
@@ -367,6 +439,7 @@ impl ZeroOptimizer {
         let rule = |spec: &ParamSpec| config.rule(spec, lr, time, grad_scale);
         let rules: Vec<_> = specs.iter().map(rule).collect();
         let blocks = self.state.blocks().to_vec();
+        let grads = (grads, self.exchange.extent());
         let mut owned = update::owned(specs, &rules, &mut self.state, params, grads);
         update::step_elements(&mut owned, threads);
         if config.optim == OptimizerKind::Lamb {

@@ -68,14 +68,15 @@ named_setting!(
 /// `none` is stage 0.
 impl Setting for ZeroStage {
     fn expected(_: Range) -> String {
-        "0 or 1".into()
+        "0, 1 or 2".into()
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {
         match Option::<usize>::from_value(value)? {
             None | Some(0) => Ok(Self::Replicated),
             Some(1) => Ok(Self::OptimizerState),
-            Some(2 | 3) => Err(Refusal::NotAvailable {
+            Some(2) => Ok(Self::Gradients),
+            Some(3) => Err(Refusal::NotAvailable {
                 instead: Self::expected(Range::ANY),
             }),
             Some(_) => Err(Refusal::Type),
@@ -163,7 +164,7 @@ mod tests {
             Ok(ZeroStage::OptimizerState)
         );
         assert!(matches!(
-            ZeroStage::from_text("2"),
+            ZeroStage::from_text("3"),
             Err(Refusal::NotAvailable { .. })
         ));
         assert_eq!(ZeroStage::from_text("4"), Err(Refusal::Type));

@@ -264,7 +264,7 @@ mod tests {
             },
         ];
         let mut errors: Vec<_> = configs.map(|config| config.validate().unwrap_err()).into();
-        errors.push(ZeroStage::try_from(2).unwrap_err());
+        errors.push(ZeroStage::try_from(3).unwrap_err());
         errors.push("sdg".parse::<merak_zero::OptimizerKind>().unwrap_err());
         let kwargs = LrSchedulerKwargs {
             power: Some(-1.0),

@@ -108,11 +108,10 @@ impl<'a> StepModule<'a> {
     /// That of [`merak_zero::ZeroOptimizer::start_bucket`], in the order in which the backward
     /// completes them.
     pub(crate) fn reducing_early(mut self) -> Self {
-        let completion = self.stages.completion.iter();
-        let microbatches = self.inputs.contexts.len();
-        self.missing = completion
-            .flat_map(|completion| completion.additions(microbatches))
-            .collect();
+        if self.stages.reduces_early {
+            let microbatches = self.inputs.contexts.len();
+            self.missing = self.stages.completion.additions(microbatches);
+        }
         self
     }
 

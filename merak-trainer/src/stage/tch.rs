@@ -115,7 +115,8 @@ impl StepDevice for Steps {
 
 fn piece(piece: &merak_zero::StepRange) -> StepRange {
     StepRange {
-        flat: piece.flat.clone(),
+        params: piece.params.clone(),
+        grads: piece.grads.clone(),
         state: piece.state.clone(),
         decays: piece.decays,
     }

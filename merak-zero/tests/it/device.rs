@@ -1,6 +1,6 @@
 //! A device steps as the host does, and its state goes out and in again.
 
-use crate::fixture::{config, data_parallel, grads, len, lr, noises};
+use crate::fixture::{config, data_parallel, grads, len, lr, noises, step};
 use merak_mpu::{Buffer, testing::world};
 use merak_zero::{
     AdamStep, DeviceError, OptimizerKind, Step, StepDevice, StepRange, ZeroStage, adam_update,
@@ -54,15 +54,15 @@ impl StepDevice for Mirror {
             first.write(&mut |m| {
                 second.write(&mut |v| {
                     for piece in pieces {
-                        let (flat, state) = (piece.flat.clone(), piece.state.clone());
+                        let state = piece.state.clone();
                         let step = if piece.decays {
                             decaying
                         } else {
                             decaying.without_decay()
                         };
                         adam_update(
-                            &mut bytemuck::cast_slice_mut(p)[flat.clone()],
-                            &grads[flat],
+                            &mut bytemuck::cast_slice_mut(p)[piece.params.clone()],
+                            &grads[piece.grads.clone()],
                             &mut bytemuck::cast_slice_mut(m)[state.clone()],
                             &mut bytemuck::cast_slice_mut(v)[state],
                             &step,
@@ -77,7 +77,12 @@ impl StepDevice for Mirror {
 
 #[test]
 fn a_device_steps_as_the_host_does_and_gives_its_state_back() {
-    for stage in [ZeroStage::Replicated, ZeroStage::OptimizerState] {
+    let stages = [
+        ZeroStage::Replicated,
+        ZeroStage::OptimizerState,
+        ZeroStage::Gradients,
+    ];
+    for stage in stages {
         world(2, |member| {
             let mut host = data_parallel(&member, config(stage));
             let mut device = data_parallel(&member, config(stage))
@@ -86,8 +91,9 @@ fn a_device_steps_as_the_host_does_and_gives_its_state_back() {
             let (mut expected, mut found) = (noises(1, len()), noises(1, len()));
             for t in 0..3 {
                 let own = || grads(t, member.rank().0);
-                let report = host.step(&mut expected, &mut own(), lr(t)).unwrap();
-                assert_eq!(device.step(&mut found, &mut own(), lr(t)).unwrap(), report);
+                let report = step(&mut host, &mut expected, own(), lr(t)).unwrap();
+                let on_device = step(&mut device, &mut found, own(), lr(t));
+                assert_eq!(on_device.unwrap(), report);
                 if t == 1 {
                     let state = device.state().into_owned();
                     device.edit_state(|on_device| {

@@ -2,8 +2,8 @@
 
 use merak_mpu::{Group, Member, Rank};
 use merak_zero::{
-    AdamStep, FlatLayout, GlobalParams, OptimizerConfig, ParamSpec, ZeroConfig, ZeroGroups,
-    ZeroOptimizer, ZeroStage, adam_update,
+    AdamStep, FlatLayout, GlobalParams, OptimizerConfig, ParamSpec, Result, UpdateReport,
+    ZeroConfig, ZeroGroups, ZeroOptimizer, ZeroStage, adam_update,
 };
 
 /// Parameters of one and of several norm blocks, of odd sizes, with and without decay.
@@ -80,6 +80,32 @@ pub(crate) fn data_parallel(member: &Member, config: ZeroConfig) -> ZeroOptimize
         model: alone(member),
     };
     ZeroOptimizer::new(params(), model(), config, groups).expect("a legal configuration")
+}
+
+/// Reduces the gradients of a step, given bucket by bucket where they are divided; what this rank
+/// keeps of them.
+pub(crate) fn reduced(optimizer: &mut ZeroOptimizer, mut grads: Vec<f32>) -> Result<Vec<f32>> {
+    if optimizer.divides_gradients() {
+        let mut kept = vec![0.0_f32; optimizer.num_gradients()];
+        for bucket in (0..optimizer.layout().buckets().len()).rev() {
+            let own = grads[optimizer.layout().buckets()[bucket].flat.clone()].to_vec();
+            optimizer.add_bucket(bucket, Box::new(own), &mut kept)?;
+        }
+        grads = kept;
+    }
+    optimizer.reduce_gradients(&mut grads)?;
+    Ok(grads)
+}
+
+/// A step on the gradients of this rank.
+pub(crate) fn step(
+    optimizer: &mut ZeroOptimizer,
+    weights: &mut Vec<f32>,
+    grads: Vec<f32>,
+    lr: f64,
+) -> Result<UpdateReport> {
+    let mut grads = reduced(optimizer, grads)?;
+    optimizer.step(weights, &mut grads, lr)
 }
 
 /// What `num_ranks` data-parallel ranks come to after `steps` steps, computed on one thread from

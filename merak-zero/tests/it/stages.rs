@@ -1,10 +1,14 @@
-//! Stage 1, stage 0 and one serial rank give the same bits.
+//! All stages and one serial rank give the same bits.
 
-use crate::fixture::{config, data_parallel, grads, len, lr, noises, serial};
+use crate::fixture::{config, data_parallel, grads, len, lr, noises, reduced, serial, step};
 use merak_mpu::testing::world;
 use merak_zero::{ZeroConfig, ZeroOptimizer, ZeroStage};
 
-const STAGES: [ZeroStage; 2] = [ZeroStage::Replicated, ZeroStage::OptimizerState];
+const STAGES: [ZeroStage; 3] = [
+    ZeroStage::Replicated,
+    ZeroStage::OptimizerState,
+    ZeroStage::Gradients,
+];
 const STEPS: u64 = 3;
 
 /// Steps a data-parallel world; the weights of every rank.
@@ -13,8 +17,8 @@ fn train(num_ranks: usize, config: &ZeroConfig) -> Vec<Vec<f32>> {
         let mut optimizer = data_parallel(&member, config.clone());
         let mut weights = noises(1, len());
         for t in 0..STEPS {
-            let mut grads = grads(t, member.rank().0);
-            let report = optimizer.step(&mut weights, &mut grads, lr(t));
+            let grads = grads(t, member.rank().0);
+            let report = step(&mut optimizer, &mut weights, grads, lr(t));
             assert!(report.is_ok_and(|r| r.skipped.is_none() && r.clip_factor < 1.0));
         }
         assert_eq!(optimizer.progress().steps, STEPS);
@@ -23,7 +27,7 @@ fn train(num_ranks: usize, config: &ZeroConfig) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn every_rank_of_both_stages_has_the_bits_of_a_serial_run() {
+fn every_rank_of_all_stages_has_the_bits_of_a_serial_run() {
     for num_ranks in [1, 2, 4] {
         let expected = serial(num_ranks, STEPS, &config(ZeroStage::Replicated));
         for stage in STAGES {
@@ -82,13 +86,16 @@ fn a_rank_keeps_state_for_its_parts_alone() {
     let held = world(4, |member| {
         STAGES.map(|stage| data_parallel(&member, config(stage)).state().num_owned())
     });
-    assert!(held.iter().all(|[all, _]| *all == len()));
-    assert_eq!(held.iter().map(|[_, part]| part).sum::<usize>(), len());
+    assert!(held.iter().all(|[all, ..]| *all == len()));
+    for stage in [1, 2] {
+        let parts = held.iter().map(|held| held[stage]);
+        assert_eq!(parts.sum::<usize>(), len());
+    }
 }
 
 #[test]
 fn buckets_started_during_the_backward_give_the_same_averages() {
-    for stage in STAGES {
+    for stage in [ZeroStage::Replicated, ZeroStage::OptimizerState] {
         let equal = world(2, |member| {
             let mut early = data_parallel(&member, config(stage));
             let mut late = data_parallel(&member, config(stage));
@@ -106,6 +113,48 @@ fn buckets_started_during_the_backward_give_the_same_averages() {
         });
         assert_eq!(equal, [true, true]);
     }
+}
+
+#[test]
+fn gradients_of_several_microbatches_add_up_to_what_a_rank_owns() {
+    let mean = world(2, |member| {
+        let mut apart = data_parallel(&member, config(ZeroStage::Gradients));
+        let mut whole = data_parallel(&member, config(ZeroStage::Replicated));
+        let microbatches = [0, 1, 2].map(|m| grads(m, member.rank().0));
+        let mut kept = vec![0.0_f32; apart.num_gradients()];
+        let buckets = apart.layout().buckets().to_vec();
+        assert!(kept.len() < len() && buckets.len() > 2);
+        for all in &microbatches {
+            for (number, bucket) in buckets.iter().enumerate().rev() {
+                let own = Box::new(all[bucket.flat.clone()].to_vec());
+                apart.add_bucket(number, own, &mut kept).unwrap();
+            }
+        }
+        apart.reduce_gradients(&mut kept).unwrap();
+        let sum = |i: usize| microbatches.iter().map(|all| all[i]).sum();
+        let sum = reduced(&mut whole, (0..len()).map(sum).collect()).unwrap();
+        let norms = [apart.grad_norm(&kept), whole.grad_norm(&sum)].map(|norm| norm.unwrap().norm);
+        assert!((norms[0] - norms[1]).abs() < 1e-6 * norms[1]);
+        let owned: Vec<_> = owned_ranges(&apart).into_iter().flatten().collect();
+        assert_eq!(owned.len(), kept.len());
+        owned.into_iter().zip(kept).for_each(|(i, kept)| {
+            assert!((sum[i] - kept).abs() < 1e-6, "{i}");
+        });
+    });
+    assert_eq!(mean.len(), 2);
+}
+
+#[test]
+fn a_bucket_has_all_of_each_parameter_where_gradients_are_divided() {
+    world(2, |member| {
+        let optimizer = data_parallel(&member, config(ZeroStage::Gradients));
+        let layout = optimizer.layout();
+        let starts: Vec<_> = (0..layout.params().len())
+            .map(|param| layout.range(param).start)
+            .collect();
+        let mut buckets = layout.buckets().iter();
+        assert!(buckets.all(|bucket| starts.contains(&bucket.flat.start)));
+    });
 }
 
 fn owned_ranges(optimizer: &ZeroOptimizer) -> Vec<std::ops::Range<usize>> {

@@ -47,8 +47,10 @@ pub struct SgdScalars {
 /// Adjacent elements with the same update rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepRange {
-    /// Their range in parameters and gradients.
-    pub flat: Range<usize>,
+    /// Their range in the parameters.
+    pub params: Range<usize>,
+    /// Their range in the gradients.
+    pub grads: Range<usize>,
     /// Their range in the state.
     pub state: Range<usize>,
     /// Whether weight decay applies to them.
@@ -116,8 +118,8 @@ impl Tch {
                 )
             };
             let lists = [
-                views(params, |piece| &piece.flat)?,
-                views(grads, |piece| &piece.flat)?,
+                views(params, |piece| &piece.params)?,
+                views(grads, |piece| &piece.grads)?,
                 views(state[0], |piece| &piece.state)?,
                 views(state[1], |piece| &piece.state)?,
             ];
@@ -154,8 +156,8 @@ impl Tch {
                 buffer.flat.f_narrow(0, int(range.start), int(range.len()))
             };
             let update = || {
-                let mut param = view(params, &piece.flat)?;
-                let mut grad = view(grads, &piece.flat)?.f_mul_scalar(step.grad_scale)?;
+                let mut param = view(params, &piece.params)?;
+                let mut grad = view(grads, &piece.grads)?.f_mul_scalar(step.grad_scale)?;
                 if piece.decays && step.weight_decay != 0.0 {
                     let _ = grad.f_add_(&param.f_mul_scalar(step.weight_decay)?)?;
                 }
@@ -238,7 +240,8 @@ mod tests {
     fn pieces() -> [StepRange; 2] {
         let piece = |flat: Range<usize>, start, decays| StepRange {
             state: start..start + flat.len(),
-            flat,
+            grads: flat.clone(),
+            params: flat,
             decays,
         };
         [piece(0..17, 0, true), piece(20..LEN, 17, false)]
@@ -248,7 +251,7 @@ mod tests {
     fn by_hand(params: &mut [f32], mut update: impl FnMut(f64, f64, bool, usize) -> f64) {
         let grads = noise(2);
         for piece in pieces() {
-            for (i, state) in piece.flat.clone().zip(piece.state) {
+            for (i, state) in piece.params.clone().zip(piece.state) {
                 let (param, grad) = (f64::from(params[i]), f64::from(grads[i]));
                 params[i] = update(param, grad, piece.decays, state) as f32;
             }
