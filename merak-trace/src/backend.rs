@@ -223,6 +223,18 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// # Errors
     /// When a parameter does not fit the buffer or element types are mixed.
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore>;
+
+    /// Parameters whose elements lie at the given offsets of a buffer, which is theirs from now on.
+    /// Where the buffer has another element type than a parameter, its elements are converted.
+    ///
+    /// # Errors
+    /// When a parameter does not fit the buffer or cannot be of its type.
+    fn param_values(
+        &self,
+        params: &[Param],
+        offsets: &[usize],
+        buffer: Box<dyn Buffer>,
+    ) -> Result<Vec<Value>>;
 }
 
 /// A shared backend.

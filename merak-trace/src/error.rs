@@ -142,6 +142,9 @@ pub enum Error {
     /// What acts on complete gradients failed.
     #[error("the gradients of a backward could not be passed on")]
     Sink(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// What gives a program its parameters failed.
+    #[error("the parameters of a stage could not be had")]
+    Params(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// A collective failed.
     #[error("{node}: {source}")]
     Collective {

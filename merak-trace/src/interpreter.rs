@@ -29,6 +29,23 @@ impl AxisGroups for SingleRank {
     }
 }
 
+/// The parameters of a program, by their position in it. Nodes read them in the order of
+/// [`StageProgram::param_reads`].
+pub trait Params: fmt::Debug {
+    /// The value of a parameter.
+    ///
+    /// # Errors
+    /// When it cannot be had; the pass ends with this error.
+    fn value(&self, param: usize) -> Result<Value>;
+}
+
+/// Parameters that lie in memory.
+impl Params for Vec<Value> {
+    fn value(&self, param: usize) -> Result<Value> {
+        Ok(self[param].clone())
+    }
+}
+
 /// Named tensors of one microbatch.
 pub type Batch = BTreeMap<String, Value>;
 
@@ -116,14 +133,14 @@ impl Interpreter {
 
     /// Runs the forward of one microbatch.
     ///
-    /// `params` are the stage's parameters in their order, `batch` holds the stage's inputs by name
+    /// `params` are the stage's parameters, `batch` holds the stage's inputs by name
     /// (others are ignored), `received` the values of [`StageProgram::recv`].
     ///
     /// # Errors
     /// When an input is missing or of another type, or a node fails.
     pub fn forward(
         &self,
-        params: &[Value],
+        params: &dyn Params,
         batch: &Batch,
         received: Vec<Value>,
         context: RunContext,
@@ -157,7 +174,7 @@ impl Interpreter {
     }
 
     /// The result of a forward that has run.
-    fn end(&self, mut frame: Frame, params: &[Value]) -> Result<Forwarded> {
+    fn end(&self, mut frame: Frame, params: &dyn Params) -> Result<Forwarded> {
         let send = self
             .program
             .send
@@ -181,9 +198,11 @@ impl Interpreter {
     ///
     /// # Errors
     /// When a node fails.
-    pub fn recompute(&self, frame: &mut Frame, params: &[Value]) -> Result<()> {
-        self.run_phases(frame, params, &[Phase::Recompute], None)?;
-        frame.recomputed = true;
+    pub fn recompute(&self, frame: &mut Frame, params: &dyn Params) -> Result<()> {
+        if !frame.recomputed {
+            self.run_phases(frame, params, &[Phase::Recompute], None)?;
+            frame.recomputed = true;
+        }
         Ok(())
     }
 
@@ -198,18 +217,14 @@ impl Interpreter {
     pub fn backward(
         &self,
         frame: &mut Frame,
-        params: &[Value],
+        params: &dyn Params,
         grads: Vec<Value>,
         loss_grad: f64,
         store: &mut dyn GradSink,
     ) -> Result<Vec<Value>> {
         self.bind_grads(frame, grads, loss_grad)?;
-        let phases = [
-            Phase::Recompute,
-            Phase::BackwardInput,
-            Phase::BackwardWeight,
-        ];
-        self.run_phases(frame, params, &phases, Some(store))?;
+        let phases = frame.backward_phases();
+        self.run_phases(frame, params, phases, Some(store))?;
         self.take_input_grads(frame, params)
     }
 
@@ -220,17 +235,13 @@ impl Interpreter {
     pub fn backward_input(
         &self,
         frame: &mut Frame,
-        params: &[Value],
+        params: &dyn Params,
         grads: Vec<Value>,
         loss_grad: f64,
     ) -> Result<Vec<Value>> {
         self.bind_grads(frame, grads, loss_grad)?;
-        self.run_phases(
-            frame,
-            params,
-            &[Phase::Recompute, Phase::BackwardInput],
-            None,
-        )?;
+        let phases = frame.input_phases();
+        self.run_phases(frame, params, phases, None)?;
         self.take_input_grads(frame, params)
     }
 
@@ -241,7 +252,7 @@ impl Interpreter {
     pub fn backward_weight(
         &self,
         frame: &mut Frame,
-        params: &[Value],
+        params: &dyn Params,
         store: &mut dyn GradSink,
     ) -> Result<()> {
         self.run_phases(frame, params, &[Phase::BackwardWeight], Some(store))
@@ -250,13 +261,13 @@ impl Interpreter {
     fn run_phases(
         &self,
         frame: &mut Frame,
-        params: &[Value],
+        params: &dyn Params,
         phases: &[Phase],
         mut store: Option<&mut dyn GradSink>,
     ) -> Result<()> {
         for &node in &self.program.backward {
             let phase = self.program.phases[node.index()];
-            if !phases.contains(&phase) || (phase == Phase::Recompute && frame.recomputed) {
+            if !phases.contains(&phase) {
                 continue;
             }
             match (phase, store.as_deref_mut()) {
@@ -286,7 +297,7 @@ impl Interpreter {
         Ok(())
     }
 
-    fn take_input_grads(&self, frame: &mut Frame, params: &[Value]) -> Result<Vec<Value>> {
+    fn take_input_grads(&self, frame: &mut Frame, params: &dyn Params) -> Result<Vec<Value>> {
         self.program
             .recv
             .iter()
@@ -311,9 +322,9 @@ impl Interpreter {
     }
 
     /// Reads a value; the last read takes it out of the frame.
-    fn take(&self, frame: &mut Frame, params: &[Value], id: ValueId) -> Result<Value> {
+    fn take(&self, frame: &mut Frame, params: &dyn Params, id: ValueId) -> Result<Value> {
         if let Source::Param(param) = self.program.graph.value(id).source {
-            return Ok(params[param.index()].clone());
+            return params.value(param.index());
         }
         let remaining = &mut frame.remaining[id.index()];
         *remaining = remaining.saturating_sub(1);
@@ -335,7 +346,7 @@ impl Interpreter {
         )
     }
 
-    fn step(&self, frame: &mut Frame, params: &[Value], id: NodeId) -> Result<()> {
+    fn step(&self, frame: &mut Frame, params: &dyn Params, id: NodeId) -> Result<()> {
         let inputs = self.operands(frame, params, id)?;
         let context = frame.context;
         let values = self.execute(self.call(id, &context), inputs)?;
@@ -346,7 +357,7 @@ impl Interpreter {
     fn accumulate(
         &self,
         frame: &mut Frame,
-        params: &[Value],
+        params: &dyn Params,
         id: NodeId,
         store: &mut dyn GradSink,
     ) -> Result<()> {
@@ -377,7 +388,7 @@ impl Interpreter {
     }
 
     /// Reads the operands of a node.
-    fn operands(&self, frame: &mut Frame, params: &[Value], id: NodeId) -> Result<Vec<Value>> {
+    fn operands(&self, frame: &mut Frame, params: &dyn Params, id: NodeId) -> Result<Vec<Value>> {
         let inputs = self.program.graph.node(id).inputs.iter();
         inputs
             .map(|&input| self.take(frame, params, input))
@@ -547,6 +558,26 @@ impl Interpreter {
 }
 
 impl Frame {
+    /// The phases that the input half of the backward runs: the recomputation unless it has run.
+    pub fn input_phases(&self) -> &'static [Phase] {
+        let phases = self.backward_phases();
+        &phases[..phases.len() - 1]
+    }
+
+    /// The phases that the whole backward runs.
+    pub fn backward_phases(&self) -> &'static [Phase] {
+        let phases = &[
+            Phase::Recompute,
+            Phase::BackwardInput,
+            Phase::BackwardWeight,
+        ];
+        if self.recomputed {
+            &phases[1..]
+        } else {
+            phases
+        }
+    }
+
     /// Bytes of the values that are alive, each storage counted for every value that shares it.
     pub fn live_bytes(&self) -> usize {
         self.slots

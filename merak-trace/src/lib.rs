@@ -125,7 +125,8 @@ pub use backend::{
 pub use error::{Error, KernelError, Result};
 pub use graph::{Graph, Node, NodeId, ParamId, Port, Source, ValueId, ValueInfo};
 pub use interpreter::{
-    AxisGroups, Batch, Continuation, Forwarded, Frame, Interpreter, KvCache, SingleRank, Tail,
+    AxisGroups, Batch, Continuation, Forwarded, Frame, Interpreter, KvCache, Params, SingleRank,
+    Tail,
 };
 #[cfg(feature = "cpu")]
 pub use kernels::{Factor, Threads, multiply, take_product_scratch};

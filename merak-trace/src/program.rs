@@ -165,6 +165,17 @@ impl StageProgram {
         self.graph.params()
     }
 
+    /// The parameters that a pass reads, in order: that of the forward, or that of some phases of
+    /// the backward.
+    pub fn param_reads(&self, phases: &[Phase]) -> Vec<ParamId> {
+        let nodes = self.forward.iter().chain(&self.backward);
+        let nodes = nodes.filter(|node| phases.contains(&self.phases[node.index()]));
+        let operands = nodes.flat_map(|&node| &self.graph.node(node).inputs);
+        operands
+            .filter_map(|&value| self.graph.param_of(value))
+            .collect()
+    }
+
     /// How often each value is read: by nodes, by sends and as an output.
     pub fn use_counts(&self) -> Vec<u32> {
         let mut uses = vec![0; self.graph.num_values()];

@@ -1,5 +1,6 @@
 //! One rank's stages: their programs, their parameters, their gradients, their optimizer.
 
+mod gathered;
 mod magnitudes;
 mod module;
 mod params;
@@ -10,6 +11,7 @@ mod tch;
 mod tied;
 
 pub(crate) use self::{
+    gathered::StageValues,
     params::{ParamMemory, StageParams},
     reduction::grad_store,
 };
@@ -47,6 +49,8 @@ pub(crate) struct RankStages {
     /// The parameters of all stages, each once.
     pub(crate) table: Vec<Param>,
     pub(crate) params: StageParams,
+    /// The trained parameters where replicas divide them.
+    buckets: Option<Arc<gathered::Buckets>>,
     /// Which of these parameters this rank owns, among the ranks that hold the same slice.
     pub(crate) owned: Vec<bool>,
     pub(crate) optimizer: ZeroOptimizer,
@@ -68,7 +72,7 @@ pub(crate) struct Stage {
     pub(crate) number: usize,
     pub(crate) interpreter: Interpreter,
     /// Its parameters, in the order of its program.
-    pub(crate) views: Vec<Value>,
+    pub(crate) values: StageValues,
 }
 
 impl RankStages {
@@ -99,10 +103,11 @@ impl RankStages {
         let optimizer = equipped(optimizer, optimizer_device, num_threads)?
             .in_tensor_group(mpu.tensor_parallel_group().clone());
 
-        let layout = optimizer.layout();
-        let params = StageParams::new(&*backend, &programs.params, layout)?;
+        let params = StageParams::new(&*backend, &programs.params, &optimizer)?;
+        let memory = params.memory();
+        let buckets = gathered::Buckets::new(&programs.params, &optimizer, memory, &backend);
         let grads = grad_store(&programs, &optimizer, &*backend);
-        let stages = stages(&programs, &params, &backend, &mpu);
+        let stages = stages(&programs, (&params, buckets.as_ref()), &backend, &mpu);
         // A reduction of a device's memory goes through the host, and would stop the backward.
         let on_host = matches!(grads.buffers[0].memory(), Memory::Host(_));
         let replicas = mpu.data_sequence_parallel_group().world_size();
@@ -116,6 +121,7 @@ impl RankStages {
             stages,
             table: programs.params,
             params,
+            buckets,
             owned,
             optimizer,
             grads,
@@ -236,16 +242,44 @@ impl RankStages {
     }
 
     /// A copy of this rank's parameters, by name.
-    pub(crate) fn parameters(&self) -> NamedTensors {
+    ///
+    /// # Communication
+    /// That of [`RankStages::read_floats`].
+    pub(crate) fn parameters(&self) -> Result<NamedTensors> {
         let params = &self.table;
         let mut out = Vec::new();
-        self.params.read_floats(&mut |all| {
+        self.read_floats(&mut |all| {
             let named = params.iter().zip(all);
             out = named
                 .map(|(param, values)| (param.name.clone(), values.values().into_owned()))
                 .collect();
-        });
-        out
+        })?;
+        Ok(out)
+    }
+
+    /// Shows the values of every parameter in `f32`, in the order of the table.
+    ///
+    /// # Communication
+    /// Where replicas divide the parameters, an all-gather of each bucket, together with all
+    /// replicas.
+    fn read_floats(&self, look: &mut dyn FnMut(&[params::Floats<'_>])) -> Result<()> {
+        let divided = match &self.buckets {
+            Some(buckets) => buckets.values()?,
+            None => Vec::new(),
+        };
+        self.params.read_floats(&divided, look);
+        Ok(())
+    }
+
+    /// Keeps all parameters in memory, for passes of which each replica makes a number of its own.
+    ///
+    /// # Communication
+    /// As [`RankStages::read_floats`].
+    pub(crate) fn hold_params(&self) -> Result<HeldParams> {
+        if let Some(buckets) = &self.buckets {
+            buckets.pin()?;
+        }
+        Ok(HeldParams(self.buckets.clone()))
     }
 
     /// The positions in the table of the parameters that are trained, in the order of the
@@ -277,6 +311,18 @@ impl RankStages {
     /// Makes the next step start from zero.
     pub(crate) fn clear_gradients(&mut self) {
         reduction::clear(&mut self.grads, &self.optimizer);
+    }
+}
+
+/// Keeps divided parameters in memory until it is dropped.
+#[must_use = "the parameters are freed when it is dropped"]
+pub(crate) struct HeldParams(Option<Arc<gathered::Buckets>>);
+
+impl Drop for HeldParams {
+    fn drop(&mut self) {
+        if let Some(buckets) = &self.0 {
+            buckets.unpin();
+        }
     }
 }
 
@@ -346,7 +392,7 @@ pub(crate) fn equipped(
 /// The stages over the rank's parameters and gradients.
 pub(crate) fn stages(
     programs: &RankPrograms,
-    params: &StageParams,
+    (params, buckets): (&StageParams, Option<&Arc<gathered::Buckets>>),
     backend: &SharedBackend,
     mpu: &Arc<Mpu>,
 ) -> Vec<Stage> {
@@ -356,11 +402,11 @@ pub(crate) fn stages(
         let interpreter = Interpreter::new(Arc::clone(program), Arc::clone(backend), groups)
             .with_first_slot(first_slot);
         first_slot += program.grads.len();
-        let places = programs.places(program).into_iter();
+        let places = programs.places(program);
         Stage {
             number: *number,
             interpreter,
-            views: places.map(|place| params.views[place].clone()).collect(),
+            values: StageValues::new(program, &places, &params.views, buckets),
         }
     };
     programs.stages.iter().map(stage).collect()

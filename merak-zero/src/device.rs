@@ -88,7 +88,7 @@ impl DeviceState {
         device: Arc<dyn StepDevice>,
         layout: &FlatLayout,
         state: &OwnedState,
-        grads: Extent,
+        [params, grads]: [Extent; 2],
     ) -> Result<Self> {
         let names = state.names().iter();
         let values = names.map(|_| {
@@ -98,7 +98,7 @@ impl DeviceState {
         });
         Ok(Self {
             values: values.collect::<Result<_>>()?,
-            pieces: pieces(layout, state, grads),
+            pieces: pieces(layout, state, [params, grads, Extent::Owned]),
             device,
         })
     }
@@ -147,11 +147,15 @@ impl DeviceState {
 }
 
 /// The elements that the rank owns, in as few pieces as possible, by the factor of their learning
-/// rate.
-fn pieces(layout: &FlatLayout, state: &OwnedState, grads: Extent) -> Vec<(f64, Vec<StepRange>)> {
+/// rate; the extents are those of the buffers of parameters, gradients and state.
+fn pieces(
+    layout: &FlatLayout,
+    state: &OwnedState,
+    extents: [Extent; 3],
+) -> Vec<(f64, Vec<StepRange>)> {
     let mut groups: Vec<(f64, Vec<StepRange>)> = Vec::new();
     let blocks = state.blocks();
-    let places = [Extent::All, grads, Extent::Owned].map(|extent| state.places(extent));
+    let places = extents.map(|extent| state.places(extent));
     for (number, block) in blocks.iter().enumerate() {
         let [params, grads, state] = [0, 1, 2].map(|buffer: usize| places[buffer][number].clone());
         let spec = &layout.params()[block.param];

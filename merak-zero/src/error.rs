@@ -20,16 +20,6 @@ pub enum Error {
         /// The legal values, in words.
         expected: &'static str,
     },
-    /// A legal choice that this version does not have.
-    #[error("`{setting}` {found} is not available in this version: choose {available}")]
-    NotAvailable {
-        /// The setting.
-        setting: &'static str,
-        /// The value that was given.
-        found: String,
-        /// The values that can be used.
-        available: &'static str,
-    },
     /// A name that is not one of the known ones.
     #[error("`{setting}` has no value \"{found}\": choose one of {known}")]
     UnknownName {

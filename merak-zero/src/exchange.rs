@@ -9,6 +9,61 @@ const MOST_IN_FLIGHT: usize = 4;
 /// The same where gradients are divided, whose buckets are the most that a rank has of them.
 const MOST_APART: usize = 2;
 
+/// Gathers buckets of parameters that the ranks of a data x sequence group divide among themselves.
+///
+/// Every rank of the group gathers the same buckets in the same order.
+#[derive(Debug, Clone)]
+pub struct Gatherer {
+    group: Group,
+    /// For each bucket, this rank's part among the elements that it owns, and the lengths of all
+    /// ranks' parts.
+    buckets: Vec<(Range<usize>, Vec<usize>)>,
+}
+
+impl Gatherer {
+    /// Where this rank's part of a bucket lies among the elements that it owns.
+    ///
+    /// # Panics
+    /// When the layout has no such bucket.
+    pub fn own_part(&self, bucket: usize) -> Range<usize> {
+        self.buckets[bucket].0.clone()
+    }
+
+    /// Starts to gather a bucket; `own` are the values of this rank's part, of any element type.
+    /// The result has those of all elements of the bucket, in flat order.
+    ///
+    /// # Communication
+    /// An all-gather of the parts.
+    ///
+    /// # Errors
+    /// When `own` has another length or the group fails.
+    ///
+    /// # Panics
+    /// When the layout has no such bucket.
+    pub fn start(&self, bucket: usize, own: Box<dyn Buffer>) -> Result<PendingBucket> {
+        let lengths = self.buckets[bucket].1.clone();
+        let pending = self.group.start_all_gather_parts(own, lengths);
+        pending
+            .map(PendingBucket)
+            .map_err(Error::communication("gathering of parameters"))
+    }
+}
+
+/// A bucket of parameters that is being gathered.
+#[derive(Debug)]
+pub struct PendingBucket(Pending<Box<dyn Buffer>>);
+
+impl PendingBucket {
+    /// Waits for the values of all elements of the bucket.
+    ///
+    /// # Errors
+    /// When the group fails.
+    pub fn wait(self) -> Result<Box<dyn Buffer>> {
+        let gathered = self.0.wait();
+        gathered.map_err(Error::communication("gathering of parameters"))
+    }
+}
+
 /// Reduces gradients and gathers parameters over the data x sequence group.
 ///
 /// A collective works on a copy of its bucket, so the backward pass may go on writing the others.
@@ -17,7 +72,9 @@ pub(crate) struct Exchange {
     group: Group,
     sharded: bool,
     /// Which elements the buffer of gradients has.
-    extent: Extent,
+    grads: Extent,
+    /// Which elements the buffer of parameters has.
+    params: Extent,
     /// Where the own part of each bucket begins among the elements that this rank owns.
     owned_starts: Vec<usize>,
     scale_before: f32,
@@ -42,6 +99,13 @@ impl Exchange {
             factor => (1.0 / factor, factor / n),
         };
         let is_divided = |from: ZeroStage| config.stage >= from && group.world_size() > 1;
+        let extent = |from| {
+            if is_divided(from) {
+                Extent::Owned
+            } else {
+                Extent::All
+            }
+        };
         let mut end = 0;
         let start = |bucket: &Bucket| {
             let start = end;
@@ -51,11 +115,8 @@ impl Exchange {
         Self {
             owned_starts: layout.buckets().iter().map(start).collect(),
             sharded: is_divided(ZeroStage::OptimizerState),
-            extent: if is_divided(ZeroStage::Gradients) {
-                Extent::Owned
-            } else {
-                Extent::All
-            },
+            grads: extent(ZeroStage::Gradients),
+            params: extent(ZeroStage::Parameters),
             group,
             scale_before: before as f32,
             scale_after: after as f32,
@@ -73,8 +134,27 @@ impl Exchange {
     }
 
     /// Which elements the buffer of gradients has.
-    pub(crate) fn extent(&self) -> Extent {
-        self.extent
+    pub(crate) fn grads(&self) -> Extent {
+        self.grads
+    }
+
+    /// Which elements the buffer of parameters has.
+    pub(crate) fn params(&self) -> Extent {
+        self.params
+    }
+
+    /// Gathers buckets of divided parameters.
+    pub(crate) fn gatherer(&self, layout: &FlatLayout) -> Gatherer {
+        let bucket = |(bucket, &start): (&Bucket, &usize)| {
+            let lengths: Vec<_> = layout.parts(bucket).map(|part| part.flat.len()).collect();
+            let own = start..start + lengths[self.group.rank()];
+            (own, lengths)
+        };
+        let buckets = layout.buckets().iter().zip(&self.owned_starts);
+        Gatherer {
+            group: self.group.clone(),
+            buckets: buckets.map(bucket).collect(),
+        }
     }
 
     /// Whether the group has a single rank, so that nothing needs to be sent.
@@ -190,7 +270,7 @@ impl Exchange {
     ) {
         let bucket = &layout.buckets()[index];
         let scale = self.scale_after;
-        if self.extent == Extent::Owned {
+        if self.grads == Extent::Owned {
             let owned = &mut grads[self.owned_starts[index]..][..sum.len()];
             owned
                 .iter_mut()
@@ -210,7 +290,7 @@ impl Exchange {
 
     /// Copies each rank's parts of the parameters to all the others.
     pub(crate) fn gather_params(&self, layout: &FlatLayout, params: &mut dyn Buffer) -> Result<()> {
-        if !self.sharded {
+        if !self.sharded || self.params == Extent::Owned {
             return Ok(());
         }
         let chunk = (self.allgather_bucket_size / self.group.world_size()).max(1);

@@ -128,6 +128,7 @@ mod zero_optimizer;
 pub use blocks::{Block, NORM_BLOCK, sum_of_squares};
 pub use device::{DeviceError, Step, StepDevice, StepRange};
 pub use error::{Error, Result};
+pub use exchange::{Gatherer, PendingBucket};
 pub use layout::{Bucket, FlatLayout, Part};
 pub use norm::{GradNorm, sums_of_squares};
 pub use optimizer::{

@@ -22,6 +22,9 @@ pub enum ZeroStage {
     /// Stage 2: the gradients too; each microbatch reduce-scatters every bucket as soon as it is
     /// complete, and a rank keeps the sum for what it owns.
     Gradients,
+    /// Stage 3: the parameters too; each bucket of them is gathered before its use and freed after
+    /// it.
+    Parameters,
 }
 
 impl TryFrom<u8> for ZeroStage {
@@ -32,11 +35,7 @@ impl TryFrom<u8> for ZeroStage {
             0 => Ok(Self::Replicated),
             1 => Ok(Self::OptimizerState),
             2 => Ok(Self::Gradients),
-            3 => Err(Error::NotAvailable {
-                setting: "stage",
-                found: stage.to_string(),
-                available: "0, 1 or 2",
-            }),
+            3 => Ok(Self::Parameters),
             _ => Err(Error::OutOfRange {
                 setting: "stage",
                 found: stage.to_string(),
@@ -52,6 +51,7 @@ impl From<ZeroStage> for u8 {
             ZeroStage::Replicated => 0,
             ZeroStage::OptimizerState => 1,
             ZeroStage::Gradients => 2,
+            ZeroStage::Parameters => 3,
         }
     }
 }

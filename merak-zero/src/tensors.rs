@@ -1,16 +1,17 @@
 //! An optimizer over the tensors of another library.
 
 use crate::{
-    Error, GlobalParams, ParamSpec, Result, UpdateReport, ZeroConfig, ZeroGroups, ZeroOptimizer,
-    flat,
+    Error, FlatLayout, GlobalParams, ParamSpec, Result, UpdateReport, ZeroConfig, ZeroGroups,
+    ZeroOptimizer, ZeroStage, flat,
 };
 use merak_mpu::{Buffer, DType, Group, HostTensor};
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ops::Range};
 
 /// A [`ZeroOptimizer`] over named tensors of a tensor library, which are changed where they lie.
 ///
 /// The parameters lie in the flat buffers in the order of their names, so all ranks agree on it
-/// without a word. A step reads the tensors, so what was loaded into them meanwhile counts.
+/// without a word. A step reads the tensors, so what was loaded into them meanwhile counts. Stage 3
+/// is refused, as each rank holds whole tensors.
 #[derive(Debug)]
 pub struct TensorOptimizer<T> {
     /// In the order of the layout.
@@ -52,13 +53,20 @@ impl<T: HostTensor> TensorOptimizer<T> {
             .iter()
             .map(|(name, tensor)| adapt(ParamSpec::new(name, &tensor.sizes(), places[name])));
         let specs = specs.collect();
+        if config.stage > ZeroStage::Gradients {
+            return Err(Error::OutOfRange {
+                setting: "stage",
+                found: u8::from(config.stage).to_string(),
+                expected: "at most 2 for whole tensors",
+            });
+        }
         let optimizer = ZeroOptimizer::new(specs, GlobalParams::new(all), config, groups)?;
         let len = optimizer.layout().len();
         Ok(Self {
             tensors: params.into_values().collect(),
-            optimizer,
             params: vec![0.0; len],
-            grads: vec![0.0; len],
+            grads: vec![0.0; optimizer.num_gradients()],
+            optimizer,
         })
     }
 
@@ -77,22 +85,15 @@ impl<T: HostTensor> TensorOptimizer<T> {
     pub fn step_with<G: HostTensor>(
         &mut self,
         lr: f64,
-        mut grad: impl FnMut(&str, &T) -> Option<G>,
+        grad: impl FnMut(&str, &T) -> Option<G>,
     ) -> Result<UpdateReport> {
         let layout = self.optimizer.layout();
         for (index, tensor) in self.tensors.iter().enumerate() {
             let (name, range) = (&layout.params()[index].name, layout.range(index));
             let own = tensor.lend().map_err(at(name))?;
-            copy(name, &*own, &mut self.params[range.clone()])?;
-            drop(own);
-            match grad(name, tensor) {
-                Some(grad) => {
-                    let grad = grad.share().map_err(at(name))?;
-                    copy(name, &*grad, &mut self.grads[range])?;
-                }
-                None => self.grads[range].fill(0.0),
-            }
+            copy(name, &*own, &mut self.params[range])?;
         }
+        self.take_gradients(grad)?;
         let report = self.optimizer.step(&mut self.params, &mut self.grads, lr)?;
         if report.skipped.is_some() {
             return Ok(report);
@@ -104,6 +105,43 @@ impl<T: HostTensor> TensorOptimizer<T> {
             flat::write(&mut *own, |to| to.copy_from_slice(&self.params[range]));
         }
         Ok(report)
+    }
+
+    /// Copies the gradients into their buffer, or gives them to the optimizer bucket by bucket where
+    /// they are divided.
+    fn take_gradients<G: HostTensor>(
+        &mut self,
+        mut grad: impl FnMut(&str, &T) -> Option<G>,
+    ) -> Result<()> {
+        let mut copy_of = |layout: &FlatLayout, flat: Range<usize>, out: &mut [f32]| {
+            out.fill(0.0);
+            for (index, tensor) in self.tensors.iter().enumerate() {
+                let (name, range) = (&layout.params()[index].name, layout.range(index));
+                if range.is_empty() || !flat.contains(&range.start) {
+                    continue;
+                }
+                if let Some(grad) = grad(name, tensor) {
+                    let grad = grad.share().map_err(at(name))?;
+                    let place = range.start - flat.start..range.end - flat.start;
+                    copy(name, &*grad, &mut out[place])?;
+                }
+            }
+            Ok(())
+        };
+        if !self.optimizer.divides_gradients() {
+            let layout = self.optimizer.layout();
+            return copy_of(layout, 0..layout.len(), &mut self.grads);
+        }
+        self.grads.fill(0.0);
+        for bucket in (0..self.optimizer.layout().buckets().len()).rev() {
+            let layout = self.optimizer.layout();
+            let flat = layout.buckets()[bucket].flat.clone();
+            let mut own = vec![0.0; flat.len()];
+            copy_of(layout, flat, &mut own)?;
+            let kept = &mut self.grads;
+            self.optimizer.add_bucket(bucket, Box::new(own), kept)?;
+        }
+        Ok(())
     }
 
     #[cfg(feature = "tch")]

@@ -15,22 +15,23 @@ pub(crate) type Owned<'a> = (Rule, Tensor<'a>);
 /// A block of a parameter with its gradient and its state.
 type BlockOf<'a> = (&'a mut [f32], &'a [f32], [&'a mut [f32]; MAX_STATES]);
 
-/// What `state` says that the rank owns; `rules` and `specs` are those of all parameters.
+/// What `state` says that the rank owns, in buffers of such extents; `rules` and `specs` are those
+/// of all parameters.
 pub(crate) fn owned<'a>(
     specs: &'a [ParamSpec],
     rules: &[Rule],
     state: &'a mut OwnedState,
-    params: &'a mut [f32],
-    (grads, extent): (&'a [f32], Extent),
+    (params, held): (&'a mut [f32], Extent),
+    (grads, kept): (&'a [f32], Extent),
 ) -> Vec<Owned<'a>> {
     let runs: Vec<_> = state.runs_and_values().collect();
-    let places = runs.iter().map(|(run, _)| run.place(Extent::All));
+    let places = runs.iter().map(|(run, _)| run.place(held));
     let params = flat::carve(params, places);
     let runs = runs.into_iter().zip(params);
     let tensor = |((run, state), param): ((&crate::state::Run, _), _)| Tensor {
         spec: &specs[run.param],
         param,
-        grad: &grads[run.place(extent)],
+        grad: &grads[run.place(kept)],
         state,
     };
     runs.map(|(run, param)| (rules[run.0.param], tensor((run, param))))

@@ -138,13 +138,12 @@ impl ZeroConfig {
     pub fn element_bytes(&self, replicas: usize) -> ElementBytes {
         let float = size_of::<f32>();
         let divided_from = |first| if self.stage >= first { replicas } else { 1 };
-        let whole = KeptBytes {
-            bytes: float,
-            ranks: 1,
-        };
         ElementBytes {
-            weight_ranks: 1,
-            master: whole,
+            weight_ranks: divided_from(ZeroStage::Parameters),
+            master: KeptBytes {
+                bytes: float,
+                ranks: divided_from(ZeroStage::Parameters),
+            },
             gradient: KeptBytes {
                 bytes: float,
                 ranks: divided_from(ZeroStage::Gradients),

@@ -3,7 +3,13 @@
 use crate::{
     Block, Error, FlatLayout, GlobalParams, GradNorm, MatrixProducts, OptimizerKind, ParamSpec,
     PlainProducts, Result, Step, StepDevice, ZeroConfig, ZeroGroups, ZeroStage,
-    device::DeviceState, exchange::Exchange, flat, layout::Extent, norm, state::OwnedState, update,
+    device::DeviceState,
+    exchange::{Exchange, Gatherer},
+    flat,
+    layout::Extent,
+    norm,
+    state::OwnedState,
+    update,
     whole::PieceHolders,
 };
 use merak_mpu::{Buffer, Group};
@@ -39,9 +45,10 @@ pub struct UpdateReport {
 /// alone: all of them in stage 0, one part of each bucket from stage 1 on. Every rank of the model
 /// builds one and steps it at the same time.
 ///
-/// Where gradients [are divided](ZeroOptimizer::divides_gradients), in stage 2 with several
+/// Where gradients [are divided](ZeroOptimizer::divides_gradients), from stage 2 on with several
 /// replicas, their buffer has the [owned](OwnedState::blocks) elements alone, in flat order, and
-/// starts from zero in each step; [`ZeroOptimizer::add_bucket`] adds to it.
+/// starts from zero in each step; [`ZeroOptimizer::add_bucket`] adds to it. In stage 3 the buffer
+/// of parameters has these elements alone too, and [`ZeroOptimizer::gatherer`] gathers the others.
 #[derive(Debug)]
 pub struct ZeroOptimizer {
     layout: FlatLayout,
@@ -138,8 +145,9 @@ impl ZeroOptimizer {
         if !device.has(self.config.optimizer.optim) {
             return Ok(self);
         }
-        let extent = self.exchange.extent();
-        self.on_device = Some(DeviceState::new(device, &self.layout, &self.state, extent)?);
+        let extents = [self.exchange.params(), self.exchange.grads()];
+        let state = DeviceState::new(device, &self.layout, &self.state, extents)?;
+        self.on_device = Some(state);
         self.state = self.state.without_values();
         Ok(self)
     }
@@ -151,15 +159,34 @@ impl ZeroOptimizer {
 
     /// Whether each rank keeps gradients for what it owns alone.
     pub fn divides_gradients(&self) -> bool {
-        self.exchange.extent() == Extent::Owned
+        self.exchange.grads() == Extent::Owned
+    }
+
+    /// Whether each rank keeps the parameters that it owns alone.
+    pub fn divides_params(&self) -> bool {
+        self.exchange.params() == Extent::Owned
     }
 
     /// The elements of the buffer of gradients.
     pub fn num_gradients(&self) -> usize {
-        match self.exchange.extent() {
+        self.elements(self.exchange.grads())
+    }
+
+    /// The elements of the buffer of parameters.
+    pub fn num_params(&self) -> usize {
+        self.elements(self.exchange.params())
+    }
+
+    fn elements(&self, extent: Extent) -> usize {
+        match extent {
             Extent::All => self.layout.len(),
             Extent::Owned => self.state.num_owned(),
         }
+    }
+
+    /// Gathers buckets of parameters where these are divided.
+    pub fn gatherer(&self) -> Gatherer {
+        self.exchange.gatherer(&self.layout)
     }
 
     /// The settings in use.
@@ -335,7 +362,7 @@ impl ZeroOptimizer {
     pub fn grad_norm(&self, grads: &dyn Buffer) -> Result<GradNorm> {
         flat::check("gradient", grads, self.num_gradients())?;
         let (blocks, threads) = (self.state.blocks(), self.config.threads);
-        let places = self.state.places(self.exchange.extent());
+        let places = self.state.places(self.exchange.grads());
         let own = match &self.on_device {
             None => flat::read(grads, |g| {
                 norm::sums_of_squares(g, places.into_iter(), threads)
@@ -355,7 +382,7 @@ impl ZeroOptimizer {
     ///
     /// # Communication
     /// [`ZeroOptimizer::reduce_gradients`] unless done before, [`ZeroOptimizer::grad_norm`], and
-    /// from stage 1 on an all-gather of `4 L / N` bytes from each of the `N` ranks.
+    /// in stages 1 and 2 an all-gather of `4 L / N` bytes from each of the `N` ranks.
     ///
     /// # Errors
     /// When a buffer does not fit the layout, `lr` is negative or not finite, the tensor group does
@@ -366,7 +393,7 @@ impl ZeroOptimizer {
         grads: &mut dyn Buffer,
         lr: f64,
     ) -> Result<UpdateReport> {
-        flat::check("parameter", params, self.layout.len())?;
+        flat::check("parameter", params, self.num_params())?;
         if lr < 0.0 || !lr.is_finite() {
             return Err(Error::OutOfRange {
                 setting: "lr",
@@ -439,7 +466,10 @@ impl ZeroOptimizer {
         let rule = |spec: &ParamSpec| config.rule(spec, lr, time, grad_scale);
         let rules: Vec<_> = specs.iter().map(rule).collect();
         let blocks = self.state.blocks().to_vec();
-        let grads = (grads, self.exchange.extent());
+        let (params, grads) = (
+            (params, self.exchange.params()),
+            (grads, self.exchange.grads()),
+        );
         let mut owned = update::owned(specs, &rules, &mut self.state, params, grads);
         update::step_elements(&mut owned, threads);
         if config.optim == OptimizerKind::Lamb {

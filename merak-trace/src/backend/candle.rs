@@ -222,6 +222,21 @@ impl Backend for Candle {
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
         storage::param_store(params, offsets, len, &self.pool)
     }
+
+    fn param_values(
+        &self,
+        params: &[Param],
+        offsets: &[usize],
+        buffer: Box<dyn Buffer>,
+    ) -> Result<Vec<Value>> {
+        let ty = TensorType::new([buffer.len()], buffer.dtype());
+        // Its memory is not for the pool: a value that nothing else shares is no whole of it.
+        let value = match ty.dtype {
+            DType::F64 => self.wrap_once::<f64>(&ty, into_vec(buffer).map_err(at("parameters"))?),
+            _ => self.wrap_once::<f32>(&ty, into_vec(buffer).map_err(at("parameters"))?),
+        };
+        storage::param_values(params, offsets, &value?)
+    }
 }
 
 #[cfg(test)]

@@ -223,4 +223,14 @@ impl Backend for Tch {
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
         storage::param_store(self.device, params, offsets, len)
     }
+
+    fn param_values(
+        &self,
+        params: &[Param],
+        offsets: &[usize],
+        buffer: Box<dyn Buffer>,
+    ) -> Result<Vec<Value>> {
+        let ty = TensorType::new([buffer.len()], buffer.dtype());
+        storage::param_values(params, offsets, &self.from_buffer(&ty, buffer)?)
+    }
 }

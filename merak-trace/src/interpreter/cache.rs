@@ -1,6 +1,6 @@
 //! Sequences that pass piece by piece, with the keys and values of their attentions.
 
-use super::{Batch, Forwarded, Frame, Interpreter};
+use super::{Batch, Forwarded, Frame, Interpreter, Params};
 use crate::{
     Call, Error, Following, NodeId, Op, Past, Result, RunContext, TensorType, Value, ValueId,
 };
@@ -82,7 +82,7 @@ impl Interpreter {
     /// keys; the cache then loses the sequences.
     pub fn forward_cached(
         &self,
-        params: &[Value],
+        params: &dyn Params,
         batch: &Batch,
         received: Vec<Value>,
         context: RunContext,
@@ -170,7 +170,7 @@ impl Interpreter {
     fn attend(
         &self,
         frame: &mut Frame,
-        params: &[Value],
+        params: &dyn Params,
         id: NodeId,
         (attention, sequences, passed): (usize, &[(u64, usize)], &mut [Passed]),
     ) -> Result<()> {

@@ -68,7 +68,7 @@ named_setting!(
 /// `none` is stage 0.
 impl Setting for ZeroStage {
     fn expected(_: Range) -> String {
-        "0, 1 or 2".into()
+        "0, 1, 2 or 3".into()
     }
 
     fn from_value(value: &Value) -> Result<Self, Refusal> {
@@ -76,9 +76,7 @@ impl Setting for ZeroStage {
             None | Some(0) => Ok(Self::Replicated),
             Some(1) => Ok(Self::OptimizerState),
             Some(2) => Ok(Self::Gradients),
-            Some(3) => Err(Refusal::NotAvailable {
-                instead: Self::expected(Range::ANY),
-            }),
+            Some(3) => Ok(Self::Parameters),
             Some(_) => Err(Refusal::Type),
         }
     }
@@ -163,10 +161,7 @@ mod tests {
             ZeroStage::from_value(&json!(1.0)),
             Ok(ZeroStage::OptimizerState)
         );
-        assert!(matches!(
-            ZeroStage::from_text("3"),
-            Err(Refusal::NotAvailable { .. })
-        ));
+        assert_eq!(ZeroStage::from_text("3"), Ok(ZeroStage::Parameters));
         assert_eq!(ZeroStage::from_text("4"), Err(Refusal::Type));
     }
 

@@ -223,7 +223,7 @@ impl<'a> Rank<'a> {
         let optimizer =
             ZeroOptimizer::new(specs.collect(), model, args.zero_config(threads), groups)?;
         let optimizer = equipped(optimizer, optimizer_device, threads)?;
-        let mut params = StageParams::new(&*backend, table, optimizer.layout())?;
+        let mut params = StageParams::new(&*backend, table, &optimizer)?;
         params.write_floats(&mut |_, values| {
             let values = values.iter_mut().enumerate();
             values.for_each(|(index, value)| *value = small(index));
@@ -249,8 +249,8 @@ impl<'a> Rank<'a> {
         let timed = Arc::new(Timed::new(Arc::clone(&self.backend)));
         let programs = &self.kinds.programs;
         let noted = Arc::clone(&timed) as SharedBackend;
-        let noted = stages(programs, &self.params, &noted, &self.mpu);
-        let plain = stages(programs, &self.params, &self.backend, &self.mpu);
+        let noted = stages(programs, (&self.params, None), &noted, &self.mpu);
+        let plain = stages(programs, (&self.params, None), &self.backend, &self.mpu);
         let given = self.given(&plain)?;
         // The first round touches memory; the length of the second tells how many there can be.
         self.round(&noted, &given)?;
@@ -293,7 +293,7 @@ impl<'a> Rank<'a> {
                 let out =
                     stage
                         .interpreter
-                        .forward(&stage.views, &inputs, received, self.context)?;
+                        .forward(&stage.values, &inputs, received, self.context)?;
                 let values = out.send.into_iter().map(|value| self.bytes(value));
                 sent[kind] = values.collect::<Result<_>>()?;
                 given[kind] = Some(last.clone());
@@ -318,7 +318,7 @@ impl<'a> Rank<'a> {
                 let forwarded =
                     stage
                         .interpreter
-                        .forward(&stage.views, &inputs, received, self.context)?;
+                        .forward(&stage.values, &inputs, received, self.context)?;
                 time += start.elapsed();
                 frames.push((stage, forwarded.frame));
             }
@@ -333,7 +333,7 @@ impl<'a> Rank<'a> {
                     .map(|hop| (hop.ty.clone(), pattern(&hop.ty, None)))
                     .collect();
                 let back = self.fresh(&back)?;
-                let (interpreter, views) = (&stage.interpreter, &stage.views);
+                let (interpreter, views) = (&stage.interpreter, &stage.values);
                 let start = Instant::now();
                 interpreter.backward_input(&mut frame, views, back, 1e-3)?;
                 interpreter.backward_weight(&mut frame, views, &mut self.grads)?;

@@ -105,4 +105,13 @@ impl Backend for Timed {
     fn param_store(&self, params: &[Param], offsets: &[usize], len: usize) -> Result<ParamStore> {
         self.inner.param_store(params, offsets, len)
     }
+
+    fn param_values(
+        &self,
+        params: &[Param],
+        offsets: &[usize],
+        buffer: Box<dyn Buffer>,
+    ) -> Result<Vec<Value>> {
+        self.inner.param_values(params, offsets, buffer)
+    }
 }

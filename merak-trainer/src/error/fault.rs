@@ -141,9 +141,9 @@ fn of_optimizer(error: &merak_zero::Error) -> Vec<&'static str> {
     use merak_zero::Error as E;
     match error {
         E::ForeignKwarg { .. } | E::LongDecay { .. } => vec!["lr_scheduler_kwargs"],
-        E::OutOfRange { setting, .. }
-        | E::NotAvailable { setting, .. }
-        | E::UnknownName { setting, .. } => vec![of_setting(setting)],
+        E::OutOfRange { setting, .. } | E::UnknownName { setting, .. } => {
+            vec![of_setting(setting)]
+        }
         _ => Vec::new(),
     }
 }
@@ -264,7 +264,7 @@ mod tests {
             },
         ];
         let mut errors: Vec<_> = configs.map(|config| config.validate().unwrap_err()).into();
-        errors.push(ZeroStage::try_from(3).unwrap_err());
+        errors.push(ZeroStage::try_from(4).unwrap_err());
         errors.push("sdg".parse::<merak_zero::OptimizerKind>().unwrap_err());
         let kwargs = LrSchedulerKwargs {
             power: Some(-1.0),

@@ -18,14 +18,14 @@ impl RankStages {
     ///
     /// # Communication
     /// For each layer whose inputs are cut over tensor-parallel ranks, an all-reduce of a number
-    /// per output.
+    /// per output; that of [`RankStages::read_floats`].
     pub(crate) fn start_magnitudes(&mut self) -> Result<()> {
         let params = &self.table;
         if !params.iter().any(|param| magnitude(param).is_some()) {
             return Ok(());
         }
         let mut sums = BTreeMap::new();
-        self.params.read_floats(&mut |all| {
+        self.read_floats(&mut |all| {
             let named = params.iter().zip(all);
             let values: Values<'_> = named
                 .map(|(param, values)| (param.name.as_str(), *values))
@@ -35,7 +35,7 @@ impl RankStages {
                     sums.insert(index, squares);
                 }
             }
-        });
+        })?;
         let group = self.mpu.tensor_parallel_group();
         for (&index, squares) in &mut sums {
             let beside = params[index].beside.as_ref();

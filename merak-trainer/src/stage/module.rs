@@ -8,7 +8,7 @@ use crate::{
 use merak_mpu::{DType, Message, Packet};
 use merak_pipe::{Action, StageModule};
 use merak_trace::{
-    Continuation, Error as TraceError, Forwarded, Frame, Hop, Interpreter, KvCache, Port,
+    Continuation, Error as TraceError, Forwarded, Frame, Hop, Interpreter, KvCache, Phase, Port,
     RunContext, StageProgram, Tail, TensorType, Value,
 };
 use std::{collections::BTreeMap, sync::Arc};
@@ -265,15 +265,16 @@ impl StageModule for StepModule<'_> {
         let is_last = program.send.is_empty();
         let batch = self.batch(program, microbatch)?;
         let context = self.inputs.contexts[microbatch];
+        stage.values.begin(&[Phase::Forward]);
         let Forwarded {
             frame,
             send,
             outputs,
         } = if let Some(decoded) = &mut self.decoded {
             let next = decoded.continuation(place);
-            interpreter.forward_cached(&stage.views, &batch, received, context, next)
+            interpreter.forward_cached(&stage.values, &batch, received, context, next)
         } else {
-            interpreter.forward(&stage.views, &batch, received, context)
+            interpreter.forward(&stage.values, &batch, received, context)
         }?;
         if self.forward_only.is_none() && self.decoded.is_none() {
             self.frames.insert((index, microbatch), frame);
@@ -288,7 +289,8 @@ impl StageModule for StepModule<'_> {
         let key = self.key(action);
         let mut frame = self.frame(key)?;
         let stage = &self.stages.stages[key.0];
-        stage.interpreter.recompute(&mut frame, &stage.views)?;
+        stage.values.begin(&[Phase::Recompute]);
+        stage.interpreter.recompute(&mut frame, &stage.values)?;
         self.frames.insert(key, frame);
         Ok(())
     }
@@ -303,9 +305,10 @@ impl StageModule for StepModule<'_> {
         let stage = &self.stages.stages[key.0];
         let sent = &stage.interpreter.program().send;
         let grads = self.unpack(grad, with_grads(sent))?;
+        stage.values.begin(frame.input_phases());
         let back = stage.interpreter.backward_input(
             &mut frame,
-            &stage.views,
+            &stage.values,
             grads,
             self.inputs.loss_grad,
         )?;
@@ -318,9 +321,10 @@ impl StageModule for StepModule<'_> {
         let mut frame = self.frame(key)?;
         let (stages, mut reduction) = self.stages.with_sink(&mut self.missing);
         let stage = &stages[key.0];
+        stage.values.begin(&[Phase::BackwardWeight]);
         stage
             .interpreter
-            .backward_weight(&mut frame, &stage.views, &mut reduction)
+            .backward_weight(&mut frame, &stage.values, &mut reduction)
     }
 
     fn backward(
@@ -335,9 +339,10 @@ impl StageModule for StepModule<'_> {
         let loss_grad = self.inputs.loss_grad;
         let (stages, mut reduction) = self.stages.with_sink(&mut self.missing);
         let stage = &stages[key.0];
+        stage.values.begin(frame.backward_phases());
         let back = stage.interpreter.backward(
             &mut frame,
-            &stage.views,
+            &stage.values,
             received,
             loss_grad,
             &mut reduction,

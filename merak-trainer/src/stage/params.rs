@@ -5,7 +5,7 @@ use crate::error::Result;
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use merak_mpu::{Buffer, DType};
 use merak_trace::{Backend, Param, Value};
-use merak_zero::FlatLayout;
+use merak_zero::ZeroOptimizer;
 use std::{
     borrow::Cow,
     ops::Range,
@@ -16,8 +16,9 @@ use std::{
 #[derive(Debug)]
 pub(crate) struct StageParams {
     memory: ParamMemory,
-    /// One value per parameter, in the order in which they were given.
-    pub(crate) views: Vec<Value>,
+    /// One value per parameter, in the order in which they were given; none where replicas divide
+    /// the parameter.
+    pub(crate) views: Vec<Option<Value>>,
 }
 
 /// A handle with which other threads read the memory of parameters; writers wait for its readers.
@@ -25,8 +26,8 @@ pub(crate) struct StageParams {
 /// Frozen parameters lie apart: no optimizer, gradient or collective touches them.
 #[derive(Debug, Clone)]
 pub(crate) struct ParamMemory {
-    /// First the trained parameters, end to end, with `f32` masters for 16-bit ones; then the
-    /// frozen parameters, a buffer per element type.
+    /// First the trained parameters, end to end, or what the rank owns of them, with `f32` masters
+    /// for 16-bit ones; then the frozen parameters, a buffer per element type.
     buffers: Arc<RwLock<Vec<Box<dyn Buffer>>>>,
     places: Arc<[Place]>,
 }
@@ -58,38 +59,81 @@ struct Place {
     buffer: usize,
     /// The type of the buffer's elements.
     dtype: DType,
+    /// The number of the parameter's elements.
+    numel: usize,
+    /// What the rank keeps of them.
+    pieces: Vec<KeptPiece>,
+}
+
+/// Adjacent elements of a parameter.
+#[derive(Debug, Clone)]
+struct KeptPiece {
+    /// Elements of the parameter.
+    local: Range<usize>,
     /// Elements of the buffer.
     range: Range<usize>,
 }
 
 impl Place {
-    /// The parameter's bytes.
-    fn bytes(&self) -> Range<usize> {
+    /// A parameter that is kept whole.
+    fn whole(buffer: usize, dtype: DType, range: Range<usize>) -> Self {
+        Self {
+            buffer,
+            dtype,
+            numel: range.len(),
+            pieces: vec![KeptPiece {
+                local: 0..range.len(),
+                range,
+            }],
+        }
+    }
+
+    /// Where bytes lie of which these are the elements.
+    fn bytes(&self, elements: &Range<usize>) -> Range<usize> {
         let size = self.dtype.size_bytes();
-        self.range.start * size..self.range.end * size
+        elements.start * size..elements.end * size
+    }
+
+    /// Lets `change` see and change all of the parameter, whose kept pieces lie in `bytes`. What is
+    /// not kept is zero, and its changes are lost.
+    fn change(&self, bytes: &mut [u8], change: impl FnOnce(&mut [u8])) {
+        if let [piece] = &*self.pieces
+            && piece.local.len() == self.numel
+        {
+            return change(&mut bytes[self.bytes(&piece.range)]);
+        }
+        let mut whole = vec![0; self.numel * self.dtype.size_bytes()];
+        for piece in &self.pieces {
+            let kept = &bytes[self.bytes(&piece.range)];
+            whole[self.bytes(&piece.local)].copy_from_slice(kept);
+        }
+        change(&mut whole);
+        for piece in &self.pieces {
+            let kept = &mut bytes[self.bytes(&piece.range)];
+            kept.copy_from_slice(&whole[self.bytes(&piece.local)]);
+        }
     }
 }
 
 impl StageParams {
-    /// Makes room for parameters; `layout` is that of the trained ones among them.
+    /// Makes room for parameters; `optimizer` is that of the trained ones among them.
     pub(crate) fn new(
         backend: &dyn Backend,
         params: &[Param],
-        layout: &FlatLayout,
+        optimizer: &ZeroOptimizer,
     ) -> Result<Self> {
         // Elements of each buffer; frozen parameters have a buffer per element type.
-        let mut lens = vec![layout.len()];
+        let mut lens = vec![optimizer.num_params()];
+        let mut trained = trained_pieces(optimizer).into_iter();
         let mut frozen: Vec<DType> = Vec::new();
-        let mut next_trained = 0;
         let place = |param: &Param| {
             let dtype = param.kept_dtype();
             if param.trainable {
-                next_trained += 1;
-                let range = layout.range(next_trained - 1);
                 return Place {
                     buffer: TRAINED,
                     dtype,
-                    range,
+                    numel: param.local.numel(),
+                    pieces: trained.next().expect("the optimizer has all trained ones"),
                 };
             }
             let known = frozen.iter().position(|known| *known == dtype);
@@ -101,20 +145,23 @@ impl StageParams {
             let buffer = TRAINED + 1 + index;
             let start = lens[buffer];
             lens[buffer] += param.local.numel();
-            Place {
-                buffer,
-                dtype,
-                range: start..lens[buffer],
-            }
+            Place::whole(buffer, dtype, start..lens[buffer])
         };
         let mut places: Vec<_> = params.iter().map(place).collect();
         let mut views = vec![None; params.len()];
         let mut buffers = Vec::with_capacity(lens.len());
         for (buffer, len) in lens.into_iter().enumerate() {
+            if buffer == TRAINED && optimizer.divides_params() {
+                let trained = places.iter_mut().filter(|place| place.buffer == TRAINED);
+                trained.for_each(|place| place.dtype = DType::F32);
+                buffers.push(backend.grad_buffer(DType::F32, len));
+                continue;
+            }
             let own = (0..params.len()).filter(|&index| places[index].buffer == buffer);
             let own: Vec<_> = own.collect();
             let of_buffer: Vec<_> = own.iter().map(|&i| params[i].clone()).collect();
-            let offsets: Vec<_> = own.iter().map(|&i| places[i].range.start).collect();
+            let offsets = own.iter().map(|&i| places[i].pieces[0].range.start);
+            let offsets: Vec<_> = offsets.collect();
             let store = backend.param_store(&of_buffer, &offsets, len)?;
             for (index, view) in own.into_iter().zip(store.views) {
                 views[index] = Some(view);
@@ -123,10 +170,7 @@ impl StageParams {
             buffers.push(store.flat);
         }
         Ok(Self {
-            views: views
-                .into_iter()
-                .collect::<Option<_>>()
-                .expect("a store has a view for each parameter"),
+            views,
             memory: ParamMemory {
                 buffers: Arc::new(RwLock::new(buffers)),
                 places: places.into(),
@@ -137,6 +181,11 @@ impl StageParams {
     /// A handle for reading the parameters on another thread.
     pub(crate) fn memory(&self) -> ParamMemory {
         self.memory.clone()
+    }
+
+    /// Whether replicas divide a parameter.
+    pub(crate) fn is_divided(&self, index: usize) -> bool {
+        self.views[index].is_none()
     }
 
     /// The element type in which a parameter is kept: `f32` for a trained one, even if nodes read
@@ -154,28 +203,38 @@ impl StageParams {
             .map(|b| b.len() * b.dtype().size_bytes())
             .sum();
         let mut seen = self.memory.places.iter().zip(&self.views);
-        let copied =
-            seen.find(|(place, view)| place.buffer == TRAINED && view.ty().dtype != place.dtype);
-        let copy = copied.map_or(0, |(place, view)| {
-            buffers[place.buffer].len() * view.ty().dtype.size_bytes()
+        let copied = seen.find_map(|(place, view)| {
+            let dtype = view.as_ref()?.ty().dtype;
+            (place.buffer == TRAINED && dtype != place.dtype).then_some(dtype)
         });
+        let copy = copied.map_or(0, |dtype| buffers[TRAINED].len() * dtype.size_bytes());
         kept + copy
     }
 
-    /// Shows the values of every parameter in `f32`, in the program's order.
-    pub(crate) fn read_floats(&self, look: &mut dyn FnMut(&[Floats<'_>])) {
-        self.memory.read(&mut |all| {
-            let all = all.iter().zip(&*self.memory.places);
-            let all = all.map(|(bytes, place)| Floats {
-                dtype: place.dtype,
-                bytes,
+    /// Shows the values of every parameter in `f32`, in the program's order; `divided` are those of
+    /// the trained ones where replicas divide them.
+    pub(crate) fn read_floats(&self, divided: &[Vec<f32>], look: &mut dyn FnMut(&[Floats<'_>])) {
+        self.memory.read(&mut |kept| {
+            let (mut kept, mut divided) = (kept.iter(), divided.iter());
+            let places = self.memory.places.iter().zip(&self.views);
+            let floats = places.map(|(place, view)| {
+                let own = place.pieces.iter().map(|_| kept.next());
+                let own = own.last().flatten();
+                let bytes = match view {
+                    Some(_) => own.copied(),
+                    None => divided.next().map(|values| bytemuck::cast_slice(values)),
+                };
+                Floats {
+                    dtype: place.dtype,
+                    bytes: bytes.unwrap_or_default(),
+                }
             });
-            look(&all.collect::<Vec<_>>());
+            look(&floats.collect::<Vec<_>>());
         });
     }
 
     /// Lets `change` see and change the bytes of each parameter as it is kept, given with its
-    /// position in the program.
+    /// position in the program. Of a divided parameter the rank takes the changes of what it owns.
     pub(crate) fn write(&mut self, change: &mut dyn FnMut(usize, &mut [u8])) {
         let places = Arc::clone(&self.memory.places);
         self.change(|buffers| {
@@ -183,7 +242,7 @@ impl StageParams {
                 buffer.write(&mut |bytes| {
                     let all = places.iter().enumerate();
                     for (index, place) in all.filter(|(_, place)| place.buffer == number) {
-                        change(index, &mut bytes[place.bytes()]);
+                        place.change(bytes, |bytes| change(index, bytes));
                     }
                 });
             }
@@ -232,16 +291,62 @@ impl StageParams {
 }
 
 impl ParamMemory {
-    /// Shows the bytes of every parameter as it is kept, in the program's order.
+    /// The pieces that the rank keeps, in the program's order: the position of the parameter, and
+    /// the elements.
+    pub(crate) fn pieces(&self) -> Vec<(usize, Range<usize>)> {
+        let places = self.places.iter().enumerate();
+        let pieces = places.flat_map(|(index, place)| {
+            let pieces = place.pieces.iter();
+            pieces.map(move |piece| (index, piece.local.clone()))
+        });
+        pieces.collect()
+    }
+
+    /// Shows the first buffer, which has the trained parameters.
+    pub(crate) fn read_trained(&self, look: &mut dyn FnMut(&[f32])) {
+        let buffers = self.buffers.read();
+        let buffers = buffers.unwrap_or_else(PoisonError::into_inner);
+        buffers[TRAINED].read(&mut |bytes| look(bytemuck::cast_slice(bytes)));
+    }
+
+    /// Shows the bytes of every piece as it is kept, in the order of [`ParamMemory::pieces`].
     pub(crate) fn read(&self, look: &mut dyn FnMut(&[&[u8]])) {
         let buffers = self.buffers.read();
         let buffers = buffers.unwrap_or_else(PoisonError::into_inner);
         read_together(&buffers, &[], &mut |bytes| {
-            let of = |place: &Place| &bytes[place.buffer][place.bytes()];
-            let all: Vec<_> = self.places.iter().map(of).collect();
-            look(&all);
+            let pieces = self.places.iter().flat_map(|place| {
+                let pieces = place.pieces.iter();
+                pieces.map(|piece| &bytes[place.buffer][place.bytes(&piece.range)])
+            });
+            look(&pieces.collect::<Vec<_>>());
         });
     }
+}
+
+/// What the rank keeps of each trained parameter, in the order of the layout.
+fn trained_pieces(optimizer: &ZeroOptimizer) -> Vec<Vec<KeptPiece>> {
+    let layout = optimizer.layout();
+    if !optimizer.divides_params() {
+        let whole = |index| {
+            let range = layout.range(index);
+            vec![KeptPiece {
+                local: 0..range.len(),
+                range,
+            }]
+        };
+        return (0..layout.params().len()).map(whole).collect();
+    }
+    let mut pieces = vec![Vec::new(); layout.params().len()];
+    let mut end = 0;
+    for (index, local) in optimizer.state().owned() {
+        let start = end;
+        end += local.len();
+        pieces[index].push(KeptPiece {
+            local,
+            range: start..end,
+        });
+    }
+    pieces
 }
 
 /// Shows the bytes of some buffers at once, after those that were `seen`.

@@ -24,7 +24,8 @@ impl MerakTrainer {
     ///
     /// # Communication
     /// Per token the pipeline's forward hops for each group of prompts, and the tokens from the
-    /// last stage to each other one; at the end the completions over the data group.
+    /// last stage to each other one; at the end the completions over the data group. In ZeRO stage 3
+    /// first an all-gather of the parameters, which stay in memory meanwhile.
     ///
     /// # Errors
     /// When an option is out of range, a prompt is empty, leaves no room or has an unknown token,
@@ -93,7 +94,9 @@ impl MerakTrainer {
             ..options
         };
         let decoding = Decoding::new(&prompts[own], &options)?;
+        let held = self.stages.hold_params()?;
         let completions = Generation::new(self, Sampler::new(&options)?).run(decoding, on_token)?;
+        drop(held);
         if data.world_size() == 1 {
             return Ok(completions);
         }

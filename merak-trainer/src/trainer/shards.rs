@@ -25,10 +25,10 @@ pub(super) struct ShardSource {
 /// Where the values of pieces are.
 #[derive(Debug)]
 enum Values {
-    /// Those of the parameters at these positions of the table; updates wait while they are shown.
+    /// The pieces of parameters with these numbers; updates wait while they are shown.
     Parameters {
         memory: ParamMemory,
-        positions: Vec<usize>,
+        numbers: Vec<usize>,
     },
     /// The slices with these numbers of a snapshot.
     State {
@@ -85,8 +85,8 @@ impl ShardSource {
             look(&pieces);
         };
         match &self.values {
-            Values::Parameters { memory, positions } => {
-                memory.read(&mut |all| show(all, positions, look));
+            Values::Parameters { memory, numbers } => {
+                memory.read(&mut |all| show(all, numbers, look));
             }
             Values::State { state, slices } => {
                 let all: Vec<_> = state
@@ -170,26 +170,28 @@ impl MerakTrainer {
         layouts: &[Layout],
         is_saved: impl Fn(&Param) -> bool,
     ) -> ShardSource {
-        let table = &self.stages.table;
-        let positions: Vec<_> = (0..table.len())
-            .filter(|&index| self.is_first_replica() && self.stages.owned[index])
-            .filter(|&index| is_saved(&table[index]))
-            .collect();
-        let piece = |&index: &usize| OwnedPiece {
-            kind: Kind::Parameter,
-            name: table[index].name.clone(),
-            dtype: self.stages.stored(index),
-            layout: layouts[index].clone(),
-            range: None,
-        };
+        let (table, memory) = (&self.stages.table, self.stages.params.memory());
+        let (mut pieces, mut numbers) = (Vec::new(), Vec::new());
+        for (number, (index, local)) in memory.pieces().into_iter().enumerate() {
+            // What is undivided is the same on all replicas.
+            let is_divided = self.stages.params.is_divided(index);
+            let writes = self.is_first_replica() || is_divided;
+            if writes && self.stages.owned[index] && is_saved(&table[index]) {
+                numbers.push(number);
+                pieces.push(OwnedPiece {
+                    kind: Kind::Parameter,
+                    name: table[index].name.clone(),
+                    dtype: self.stages.stored(index),
+                    layout: layouts[index].clone(),
+                    range: is_divided.then_some(local),
+                });
+            }
+        }
         ShardSource {
             kind: ShardKind::Model,
             rank: self.stages.mpu.rank().0,
-            pieces: positions.iter().map(piece).collect(),
-            values: Values::Parameters {
-                memory: self.stages.params.memory(),
-                positions,
-            },
+            pieces,
+            values: Values::Parameters { memory, numbers },
         }
     }
 

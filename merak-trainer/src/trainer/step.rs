@@ -126,7 +126,13 @@ impl MerakTrainer {
     }
 
     /// This rank's slices of the parameters. For tests and tools.
-    pub fn parameters(&self) -> NamedTensors {
+    ///
+    /// # Communication
+    /// In ZeRO stage 3 an all-gather over the replicas, which all call it together.
+    ///
+    /// # Errors
+    /// When a rank fails.
+    pub fn parameters(&self) -> Result<NamedTensors> {
         self.stages.parameters()
     }
 

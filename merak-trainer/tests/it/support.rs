@@ -298,7 +298,7 @@ impl Case {
                 .map(|_| trainer.train_step())
                 .collect::<Result<Vec<_>>>()?;
             let place = trainer.mpu().coord();
-            let weights = trainer.parameters();
+            let weights = trainer.parameters()?;
             let (_, gradients) = trainer.gradients()?;
             Ok((reports, place, weights, gradients))
         });

@@ -1,6 +1,6 @@
 //! A device steps as the host does, and its state goes out and in again.
 
-use crate::fixture::{config, data_parallel, grads, len, lr, noises, step};
+use crate::fixture::{config, data_parallel, grads, held, len, lr, noises, step};
 use merak_mpu::{Buffer, testing::world};
 use merak_zero::{
     AdamStep, DeviceError, OptimizerKind, Step, StepDevice, StepRange, ZeroStage, adam_update,
@@ -81,6 +81,7 @@ fn a_device_steps_as_the_host_does_and_gives_its_state_back() {
         ZeroStage::Replicated,
         ZeroStage::OptimizerState,
         ZeroStage::Gradients,
+        ZeroStage::Parameters,
     ];
     for stage in stages {
         world(2, |member| {
@@ -88,7 +89,8 @@ fn a_device_steps_as_the_host_does_and_gives_its_state_back() {
             let mut device = data_parallel(&member, config(stage))
                 .on_device(Arc::new(Mirror))
                 .unwrap();
-            let (mut expected, mut found) = (noises(1, len()), noises(1, len()));
+            let mut expected = held(&host, &noises(1, len()));
+            let mut found = expected.clone();
             for t in 0..3 {
                 let own = || grads(t, member.rank().0);
                 let report = step(&mut host, &mut expected, own(), lr(t)).unwrap();

@@ -1,9 +1,9 @@
 //! A small model, its numbers, and a naive optimizer to compare with.
 
-use merak_mpu::{Group, Member, Rank};
+use merak_mpu::{Group, Member, Rank, into_vec};
 use merak_zero::{
-    AdamStep, FlatLayout, GlobalParams, OptimizerConfig, ParamSpec, Result, UpdateReport,
-    ZeroConfig, ZeroGroups, ZeroOptimizer, ZeroStage, adam_update,
+    AdamStep, FlatLayout, GlobalParams, OptimizerConfig, ParamSpec, PendingBucket, Result,
+    UpdateReport, ZeroConfig, ZeroGroups, ZeroOptimizer, ZeroStage, adam_update,
 };
 
 /// Parameters of one and of several norm blocks, of odd sizes, with and without decay.
@@ -95,6 +95,32 @@ pub(crate) fn reduced(optimizer: &mut ZeroOptimizer, mut grads: Vec<f32>) -> Res
     }
     optimizer.reduce_gradients(&mut grads)?;
     Ok(grads)
+}
+
+/// What this rank keeps of parameters with these values.
+pub(crate) fn held(optimizer: &ZeroOptimizer, all: &[f32]) -> Vec<f32> {
+    if !optimizer.divides_params() {
+        return all.to_vec();
+    }
+    let state = optimizer.state();
+    let owned = state.blocks().iter().map(|block| block.flat.clone());
+    owned.flat_map(|range| all[range].to_vec()).collect()
+}
+
+/// All parameters, gathered where they are divided.
+pub(crate) fn whole(optimizer: &ZeroOptimizer, held: Vec<f32>) -> Vec<f32> {
+    if !optimizer.divides_params() {
+        return held;
+    }
+    let gatherer = optimizer.gatherer();
+    let bucket = |bucket: usize| {
+        let own = Box::new(held[gatherer.own_part(bucket)].to_vec());
+        let gathered = gatherer.start(bucket, own).and_then(PendingBucket::wait);
+        into_vec::<f32>(gathered.expect("all ranks gather")).expect("f32")
+    };
+    (0..optimizer.layout().buckets().len())
+        .flat_map(bucket)
+        .collect()
 }
 
 /// A step on the gradients of this rank.

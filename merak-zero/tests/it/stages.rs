@@ -1,13 +1,16 @@
 //! All stages and one serial rank give the same bits.
 
-use crate::fixture::{config, data_parallel, grads, len, lr, noises, reduced, serial, step};
+use crate::fixture::{
+    config, data_parallel, grads, held, len, lr, noises, reduced, serial, step, whole,
+};
 use merak_mpu::testing::world;
 use merak_zero::{ZeroConfig, ZeroOptimizer, ZeroStage};
 
-const STAGES: [ZeroStage; 3] = [
+const STAGES: [ZeroStage; 4] = [
     ZeroStage::Replicated,
     ZeroStage::OptimizerState,
     ZeroStage::Gradients,
+    ZeroStage::Parameters,
 ];
 const STEPS: u64 = 3;
 
@@ -15,14 +18,14 @@ const STEPS: u64 = 3;
 fn train(num_ranks: usize, config: &ZeroConfig) -> Vec<Vec<f32>> {
     world(num_ranks, |member| {
         let mut optimizer = data_parallel(&member, config.clone());
-        let mut weights = noises(1, len());
+        let mut weights = held(&optimizer, &noises(1, len()));
         for t in 0..STEPS {
             let grads = grads(t, member.rank().0);
             let report = step(&mut optimizer, &mut weights, grads, lr(t));
             assert!(report.is_ok_and(|r| r.skipped.is_none() && r.clip_factor < 1.0));
         }
         assert_eq!(optimizer.progress().steps, STEPS);
-        weights
+        whole(&optimizer, weights)
     })
 }
 
@@ -87,7 +90,7 @@ fn a_rank_keeps_state_for_its_parts_alone() {
         STAGES.map(|stage| data_parallel(&member, config(stage)).state().num_owned())
     });
     assert!(held.iter().all(|[all, ..]| *all == len()));
-    for stage in [1, 2] {
+    for stage in [1, 2, 3] {
         let parts = held.iter().map(|held| held[stage]);
         assert_eq!(parts.sum::<usize>(), len());
     }

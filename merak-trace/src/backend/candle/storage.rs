@@ -281,6 +281,30 @@ pub(super) fn at<E: ToString>(node: &str) -> impl Fn(E) -> Error + '_ {
     }
 }
 
+/// Parameters that are views of a flat value.
+pub(super) fn param_values(
+    params: &[Param],
+    offsets: &[usize],
+    flat: &Value,
+) -> Result<Vec<Value>> {
+    let (whole, len) = (Handle::of(flat)?, flat.ty().numel());
+    let value = |(param, &offset): (&Param, &usize)| {
+        let ty = &param.local;
+        if ty.dtype != flat.ty().dtype || offset + ty.numel() > len {
+            return Err(Error::Backend {
+                node: param.name.clone(),
+                reason: format!("of type {ty} at {offset} does not fit {}", flat.ty()),
+            });
+        }
+        let view = (whole.tensor)
+            .narrow(0, offset, ty.numel())
+            .and_then(|view| view.reshape(ty.shape.as_slice()));
+        let view = whole.view(view.map_err(at(&param.name))?);
+        Ok(view.into_value(ty.clone()))
+    };
+    params.iter().zip(offsets).map(value).collect()
+}
+
 /// Lays out parameters in one flat tensor. Frozen ones of f32 may be kept in bf16; `wide` provides
 /// memory for reading them in f32.
 pub(super) fn param_store(

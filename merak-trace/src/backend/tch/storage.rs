@@ -299,6 +299,31 @@ impl Buffer for TchBuffer {
     }
 }
 
+/// Parameters that are views of a flat value, or copies in another element type.
+pub(super) fn param_values(
+    params: &[Param],
+    offsets: &[usize],
+    flat: &Value,
+) -> Result<Vec<Value>> {
+    let (whole, len) = (Handle::of(flat)?, flat.ty().numel());
+    let value = |(param, &offset): (&Param, &usize)| {
+        let ty = &param.local;
+        if offset + ty.numel() > len {
+            return Err(Error::Backend {
+                node: param.name.clone(),
+                reason: format!("of type {ty} at {offset} does not fit {}", flat.ty()),
+            });
+        }
+        let kind = kind_of(ty)?;
+        let view = (whole.tensor)
+            .f_narrow(0, int(offset), int(ty.numel()))
+            .and_then(|view| view.f_reshape(shape_of(ty))?.f_to_kind(kind));
+        let view = whole.view(view.map_err(at(&param.name))?);
+        Ok(view.into_value(ty.clone()))
+    };
+    params.iter().zip(offsets).map(value).collect()
+}
+
 /// Lays out parameters in one flat tensor. 16-bit parameters are views of a 16-bit copy of `f32`
 /// masters. There are no masters if all parameters are frozen and of one type.
 pub(super) fn param_store(

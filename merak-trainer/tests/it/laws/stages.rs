@@ -91,7 +91,7 @@ fn a_tied_weight_lies_once_on_a_rank_that_has_both_its_stages() {
     // The first and the last stage of a V are on the first rank.
     let case = under(&Case::gpt2(), ("zb_v", 2, 2));
     let holders = case.on_ranks(|trainer| {
-        let parameters = trainer.parameters();
+        let parameters = trainer.parameters()?;
         let tied = parameters
             .iter()
             .filter(|(name, _)| name == "transformer.wte.weight");
@@ -102,7 +102,7 @@ fn a_tied_weight_lies_once_on_a_rank_that_has_both_its_stages() {
     let case = under(&Case::gpt2(), ("interleaved_1f1b", 2, 2));
     let copies = case.on_ranks(|trainer| {
         trainer.train_step()?;
-        let parameters = trainer.parameters().into_iter();
+        let parameters = trainer.parameters()?.into_iter();
         let tied = parameters.filter(|(name, _)| name == "transformer.wte.weight");
         Ok(tied.map(|(_, values)| values).collect::<Vec<_>>())
     });

@@ -73,14 +73,14 @@ fn a_step_without_finite_gradients_leaves_weights_and_schedule_alone() {
     for degrees in [(1, 1, 1), (2, 2, 2)] {
         let ranks = case.clone().on(degrees).on_ranks(|trainer| {
             let first = trainer.train_step()?;
-            let weights = trainer.parameters();
+            let weights = trainer.parameters()?;
             let reports = [trainer.train_step()?, trainer.train_step()?];
             Ok((
                 trainer.mpu().coord(),
                 first,
                 reports,
                 weights,
-                trainer.parameters(),
+                trainer.parameters()?,
             ))
         });
         for (place, first, reports, before, after) in &ranks {

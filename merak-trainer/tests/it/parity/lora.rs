@@ -167,7 +167,7 @@ fn assert_switches(plain: &Case, golden: &LoraGolden, adapter: &Adapter) {
             trainer.set_adapter(adapter)?;
             let completions = trainer.generate(&golden.prompts, &greedy())?.into_iter();
             let ids: Vec<_> = completions.map(|completion| completion.ids).collect();
-            Ok((ids, trainer.parameters()))
+            Ok((ids, trainer.parameters()?))
         });
         tokens.collect::<merak_trainer::Result<Vec<_>>>()
     });

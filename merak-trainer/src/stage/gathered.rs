@@ -1,0 +1,394 @@
+//! Parameters that replicas divide: a bucket of them is gathered before its use and freed after it.
+
+use super::ParamMemory;
+use crate::error::Result;
+use half::{bf16, f16, slice::HalfFloatSliceExt};
+use merak_mpu::{Buffer, DType, into_vec};
+use merak_partition::RankPrograms;
+use merak_trace::{
+    Error as TraceError, Param, Params, Phase, Result as TraceResult, SharedBackend, StageProgram,
+    Value,
+};
+use merak_zero::{Gatherer, PendingBucket, ZeroOptimizer};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+/// The parameters of one stage, as its nodes read them.
+#[derive(Debug)]
+pub(crate) struct StageValues {
+    /// For each parameter of the stage's program.
+    places: Vec<Place>,
+    buckets: Option<Arc<Buckets>>,
+    /// The visits of each kind of pass, by its phases.
+    courses: BTreeMap<Vec<Phase>, Arc<[Visit]>>,
+    pass: Mutex<Pass>,
+}
+
+/// Where a stage finds a parameter.
+#[derive(Debug, Clone)]
+enum Place {
+    /// It lies in memory.
+    Held(Value),
+    /// It is one of a bucket's parameters.
+    Gathered { bucket: usize, index: usize },
+}
+
+/// One read of a parameter that is gathered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Visit {
+    bucket: usize,
+    /// The bucket that is read next, whose gathering starts meanwhile.
+    next: Option<usize>,
+    /// Whether the bucket is not read again soon.
+    is_last: bool,
+}
+
+/// How far the pass in hand has come.
+#[derive(Debug, Default)]
+struct Pass {
+    course: Option<Arc<[Visit]>>,
+    visits: usize,
+}
+
+impl StageValues {
+    /// The parameters of a program; `held` are the values of those that lie in memory, `places` the
+    /// positions of the program's parameters in the rank's table.
+    pub(super) fn new(
+        program: &StageProgram,
+        places: &[usize],
+        held: &[Option<Value>],
+        buckets: Option<&Arc<Buckets>>,
+    ) -> Self {
+        let place = |&index: &usize| match (&held[index], buckets) {
+            (None, Some(buckets)) => buckets.place_of[&index].clone(),
+            (value, _) => Place::Held(
+                value
+                    .clone()
+                    .expect("an undivided parameter lies in memory"),
+            ),
+        };
+        let places: Vec<_> = places.iter().map(place).collect();
+        let mut courses = BTreeMap::new();
+        if buckets.is_some() {
+            for phases in PASSES {
+                let reads = program.param_reads(phases).into_iter();
+                let read = reads.filter_map(|param| match places[param.index()] {
+                    Place::Held(_) => None,
+                    Place::Gathered { bucket, .. } => Some(bucket),
+                });
+                courses.insert(phases.to_vec(), course(&read.collect::<Vec<_>>()).into());
+            }
+        }
+        Self {
+            places,
+            buckets: buckets.cloned(),
+            courses,
+            pass: Mutex::default(),
+        }
+    }
+
+    /// Begins a pass of these phases.
+    pub(super) fn begin(&self, phases: &[Phase]) {
+        *lock(&self.pass) = Pass {
+            course: self.courses.get(phases).cloned(),
+            visits: 0,
+        };
+    }
+
+    /// The next visit of the pass, if it is one to this bucket.
+    fn visit(&self, bucket: usize) -> Visit {
+        let mut pass = lock(&self.pass);
+        let number = pass.visits;
+        pass.visits += 1;
+        let course = pass.course.as_ref();
+        let visit = course.and_then(|course| course.get(number)).copied();
+        // A program that reads in another order than foreseen gathers for each read.
+        visit
+            .filter(|visit| visit.bucket == bucket)
+            .unwrap_or(Visit {
+                bucket,
+                next: None,
+                is_last: true,
+            })
+    }
+}
+
+impl Params for StageValues {
+    fn value(&self, param: usize) -> TraceResult<Value> {
+        let (bucket, index) = match &self.places[param] {
+            Place::Held(value) => return Ok(value.clone()),
+            Place::Gathered { bucket, index } => (*bucket, *index),
+        };
+        let buckets = self
+            .buckets
+            .as_ref()
+            .expect("places in buckets come with them");
+        buckets.read(self.visit(bucket), index)
+    }
+}
+
+/// The phases of every kind of pass: the forward, and the parts of the backward.
+const PASSES: [&[Phase]; 7] = [
+    &[Phase::Forward],
+    &[Phase::Recompute],
+    &[Phase::Recompute, Phase::BackwardInput],
+    &[Phase::BackwardInput],
+    &[Phase::BackwardWeight],
+    &[
+        Phase::Recompute,
+        Phase::BackwardInput,
+        Phase::BackwardWeight,
+    ],
+    &[Phase::BackwardInput, Phase::BackwardWeight],
+];
+
+/// A bucket stays while at most this number of other buckets is read before it is read again.
+const OTHERS_BEFORE_RETURN: usize = 1;
+
+/// The visits of a pass that reads buckets in this order.
+fn course(reads: &[usize]) -> Vec<Visit> {
+    let visit = |(at, &bucket): (usize, &usize)| {
+        let rest = &reads[at + 1..];
+        let until = rest.iter().position(|&read| read == bucket);
+        let others = until.map(|until| rest[..until].iter().collect::<BTreeSet<_>>().len());
+        Visit {
+            bucket,
+            next: rest.iter().copied().find(|&read| read != bucket),
+            is_last: others.is_none_or(|others| others > OTHERS_BEFORE_RETURN),
+        }
+    };
+    reads.iter().enumerate().map(visit).collect()
+}
+
+/// The buckets of a rank's divided parameters.
+#[derive(Debug)]
+pub(crate) struct Buckets {
+    gatherer: Gatherer,
+    memory: ParamMemory,
+    backend: SharedBackend,
+    contents: Vec<Contents>,
+    /// By position in the rank's table.
+    place_of: BTreeMap<usize, Place>,
+    states: Mutex<States>,
+}
+
+/// The parameters of a bucket.
+#[derive(Debug, Default)]
+struct Contents {
+    params: Vec<Param>,
+    offsets: Vec<usize>,
+}
+
+impl Contents {
+    /// The element type in which the bucket is gathered: that of its parameters if it is one.
+    fn dtype(&self) -> DType {
+        let mut dtypes = self.params.iter().map(|param| param.local.dtype);
+        let first = dtypes.next().unwrap_or(DType::F32);
+        if dtypes.all(|dtype| dtype == first) {
+            first
+        } else {
+            DType::F32
+        }
+    }
+}
+
+#[derive(Debug)]
+struct States {
+    buckets: Vec<State>,
+    /// Whether buckets stay.
+    pinned: bool,
+}
+
+/// What a rank has of a bucket beside its own part.
+#[derive(Debug, Default)]
+enum State {
+    #[default]
+    Freed,
+    UnderWay(PendingBucket),
+    Here(Vec<Value>),
+}
+
+impl Buckets {
+    /// The buckets of the trained parameters among `table`; `None` where they are not divided.
+    pub(super) fn new(
+        table: &[Param],
+        optimizer: &ZeroOptimizer,
+        memory: ParamMemory,
+        backend: &SharedBackend,
+    ) -> Option<Arc<Self>> {
+        if !optimizer.divides_params() {
+            return None;
+        }
+        let layout = optimizer.layout();
+        let mut contents: Vec<Contents> = Vec::new();
+        contents.resize_with(layout.buckets().len(), Contents::default);
+        let mut place_of = BTreeMap::new();
+        let trained = table
+            .iter()
+            .enumerate()
+            .filter(|(_, param)| param.trainable);
+        for (position, (index, param)) in trained.enumerate() {
+            let start = layout.range(position).start;
+            // A parameter without elements may lie behind the last bucket.
+            let buckets = layout.buckets();
+            let last = buckets.len().saturating_sub(1);
+            let bucket = buckets.partition_point(|b| b.flat.end <= start).min(last);
+            let of_bucket = &mut contents[bucket];
+            let place = Place::Gathered {
+                bucket,
+                index: of_bucket.params.len(),
+            };
+            of_bucket.params.push(param.clone());
+            of_bucket.offsets.push(start - buckets[bucket].flat.start);
+            place_of.insert(index, place);
+        }
+        Some(Arc::new(Self {
+            gatherer: optimizer.gatherer(),
+            memory,
+            backend: Arc::clone(backend),
+            states: Mutex::new(States {
+                buckets: contents.iter().map(|_| State::Freed).collect(),
+                pinned: false,
+            }),
+            contents,
+            place_of,
+        }))
+    }
+
+    /// Gathers all buckets, which stay until [`Buckets::unpin`]. All replicas call it together.
+    ///
+    /// # Communication
+    /// An all-gather of each bucket over the data x sequence group.
+    pub(super) fn pin(&self) -> Result<()> {
+        for bucket in 0..self.contents.len() {
+            let visit = Visit {
+                bucket,
+                next: (bucket + 1 < self.contents.len()).then_some(bucket + 1),
+                is_last: false,
+            };
+            self.visit(visit, |_| ())?;
+        }
+        lock(&self.states).pinned = true;
+        Ok(())
+    }
+
+    /// Frees all buckets.
+    pub(super) fn unpin(&self) {
+        let mut states = lock(&self.states);
+        states.pinned = false;
+        states.buckets.fill_with(State::default);
+    }
+
+    /// The values of all divided parameters in `f32`, in the order of the layout. All replicas call
+    /// it together.
+    ///
+    /// # Communication
+    /// An all-gather of each bucket over the data x sequence group.
+    pub(super) fn values(&self) -> Result<Vec<Vec<f32>>> {
+        let mut all = Vec::new();
+        for (bucket, contents) in self.contents.iter().enumerate() {
+            let gathered = self.start(bucket, DType::F32)?.wait()?;
+            let gathered: Vec<f32> = into_vec(gathered)?;
+            let params = contents.params.iter().zip(&contents.offsets);
+            all.extend(
+                params.map(|(param, &offset)| {
+                    gathered[offset..offset + param.local.numel()].to_vec()
+                }),
+            );
+        }
+        Ok(all)
+    }
+
+    /// Reads a parameter of a bucket.
+    fn read(&self, visit: Visit, index: usize) -> TraceResult<Value> {
+        self.visit(visit, |values| values[index].clone())
+    }
+
+    /// Shows the values of a bucket, which is gathered if it is not here, and freed if this is its
+    /// last visit.
+    fn visit<R>(&self, visit: Visit, look: impl FnOnce(&[Value]) -> R) -> TraceResult<R> {
+        let mut states = lock(&self.states);
+        let state = std::mem::take(&mut states.buckets[visit.bucket]);
+        let values = match state {
+            State::Here(values) => values,
+            State::UnderWay(pending) => self.arrived(visit.bucket, pending)?,
+            State::Freed => {
+                let dtype = self.contents[visit.bucket].dtype();
+                self.arrived(visit.bucket, self.start(visit.bucket, dtype)?)?
+            }
+        };
+        let seen = look(&values);
+        if states.pinned || !visit.is_last {
+            states.buckets[visit.bucket] = State::Here(values);
+        }
+        if let Some(next) = visit.next
+            && matches!(states.buckets[next], State::Freed)
+        {
+            let pending = self.start(next, self.contents[next].dtype())?;
+            states.buckets[next] = State::UnderWay(pending);
+        }
+        Ok(seen)
+    }
+
+    /// Starts to gather a bucket in an element type.
+    fn start(&self, bucket: usize, dtype: DType) -> TraceResult<PendingBucket> {
+        let mut own: Option<Box<dyn Buffer>> = None;
+        self.memory.read_trained(&mut |kept| {
+            let part = &kept[self.gatherer.own_part(bucket)];
+            own = Some(match dtype {
+                DType::BF16 => {
+                    let mut narrow = vec![bf16::ZERO; part.len()];
+                    narrow.convert_from_f32_slice(part);
+                    Box::new(narrow)
+                }
+                DType::F16 => {
+                    let mut narrow = vec![f16::ZERO; part.len()];
+                    narrow.convert_from_f32_slice(part);
+                    Box::new(narrow)
+                }
+                _ => Box::new(part.to_vec()),
+            });
+        });
+        let own = own.expect("a buffer calls back once");
+        self.gatherer.start(bucket, own).map_err(of_zero)
+    }
+
+    /// The values of a bucket that has been gathered.
+    fn arrived(&self, bucket: usize, pending: PendingBucket) -> TraceResult<Vec<Value>> {
+        let buffer = pending.wait().map_err(of_zero)?;
+        let Contents { params, offsets } = &self.contents[bucket];
+        self.backend.param_values(params, offsets, buffer)
+    }
+}
+
+fn of_zero(error: merak_zero::Error) -> TraceError {
+    TraceError::Params(Box::new(error))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pass_fetches_the_next_bucket_meanwhile_and_frees_one_that_it_does_not_need_soon() {
+        // Both ends of a model with tied embeddings read the first bucket.
+        let visits = course(&[0, 1, 1, 2, 1, 3, 0]);
+        let told: Vec<_> = visits.iter().map(|v| (v.next, v.is_last)).collect();
+        let expected = [
+            (Some(1), true),
+            (Some(2), false),
+            (Some(2), false),
+            (Some(1), true),
+            (Some(3), true),
+            (Some(0), true),
+            (None, true),
+        ];
+        assert_eq!(told, expected);
+    }
+}
