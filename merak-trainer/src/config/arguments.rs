@@ -110,7 +110,8 @@ settings! {
         bf16: bool = false,
         /// Whether tied weights become independent copies.
         no_tie_modules: bool = false,
-        /// What ZeRO shards over the replicas: 0 nothing, 1 optimizer state.
+        /// What ZeRO shards over the replicas: 0 nothing, 1 optimizer state, 2 gradients too, 3
+        /// parameters too.
         zero_stage: ZeroStage = ZeroStage::OptimizerState,
         /// Elements per all-gather of updated parameters.
         zero_allgather_bucket_size: usize [at_least 1] = 500_000_000,

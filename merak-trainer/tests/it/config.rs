@@ -433,7 +433,7 @@ fn what_only_a_search_for_stages_reads_is_refused_elsewhere() {
 
 #[test]
 fn a_feature_of_a_later_version_is_refused_by_name() {
-    assert_snapshot!(message(load_file("merak.toml", "zero_stage = 2\n")), @r#""zero_stage" 2 (merak.toml:1) is not available in this version: choose 0 or 1"#);
+    assert_snapshot!(message(load_file("merak.toml", "zero_stage = 4\n")), @r#""zero_stage" expects 0, 1, 2 or 3, found 4 (merak.toml:1)"#);
     assert_snapshot!(message(load_line("--fp16")), @r#""fp16" true (command line --fp16) is not available in this version: choose false, or "bf16" for 16 bits"#);
     assert_snapshot!(message(load_line("--sp 2")), @r#""sp" 2 (command line --sp) is not available in this version: choose 1"#);
     assert_snapshot!(message(load_line("--trace-method dynamo")), @r#""trace_method" "dynamo" (command line --trace-method) is not available in this version: choose fx"#);

@@ -499,7 +499,7 @@ fn a_benchmark_names_its_options_as_they_were_typed() {
     let place = Workplace::new();
     let bench = |line: &str| place.mistake(&format!("bench {line}"));
     assert_snapshot!(bench("gpt --partition evn"), @r#"error: "partition_method" expects uniform, uniform_floor, parameters, custom, autopipe or exact, found "evn" (command line --partition)"#);
-    assert_snapshot!(bench("gpt --zero 2"), @r#"error: "zero_stage" 2 (command line --zero) is not available in this version: choose 0 or 1"#);
+    assert_snapshot!(bench("gpt --zero 4"), @r#"error: "zero_stage" expects 0, 1, 2 or 3, found 4 (command line --zero)"#);
     assert_snapshot!(bench("gpt --threads 0"), @r#"error: "compute.threads_per_rank" expects "auto" or an integer of 1 to 1024, found 0 (command line --threads)"#);
     assert_snapshot!(bench("gpt --pp 4 --schedule shifted_critical_path --microbatches 2"), @r#"error: shifted_critical_path needs gradient_accumulation_steps >= 4 (max of pp 4 and 4), got 2 ("gradient_accumulation_steps", command line --microbatches)"#);
     assert_snapshot!(bench("gpt --virtual-stages 3"), @r#"error: "virtual_stages" is 3 (command line --virtual-stages), but must be 1 under "train_schedule" 1f1b"#);
@@ -508,7 +508,7 @@ fn a_benchmark_names_its_options_as_they_were_typed() {
     assert_snapshot!(bench("gpt --vocab 0"), @"error: --vocab is 0, expected a positive integer");
     assert_snapshot!(bench("generate --heads 7"), @"error: --heads is 7, which does not divide the width 768");
     assert_snapshot!(bench("pipeline --microbatches 1"), @r#"error: pre_recompute_1f1b needs gradient_accumulation_steps >= 2 (pp 2), got 1 ("gradient_accumulation_steps", command line --microbatches)"#);
-    assert_snapshot!(bench("save run --zero 7"), @r#"error: "zero_stage" expects 0 or 1, found 7 (command line --zero)"#);
+    assert_snapshot!(bench("save run --zero 7"), @r#"error: "zero_stage" expects 0, 1, 2 or 3, found 7 (command line --zero)"#);
     assert_snapshot!(bench("gpt --steps x"), @r"
     error: invalid value 'x' for '--steps <STEPS>': expected a whole number of at least 0
 

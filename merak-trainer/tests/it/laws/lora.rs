@@ -111,7 +111,12 @@ fn stages_recomputation_and_zero_change_no_bit_of_an_adapter() {
     }
     let replicas = case.on((2, 1, 2));
     let whole = replicas.clone().with("zero_stage", 0).run(4);
-    assert_same_bits(&replicas.with("zero_stage", 1).run(4), &whole, "zero 1");
+    let divided = |stage: u8| replicas.clone().with("zero_stage", stage).run(4);
+    assert_same_bits(&divided(1), &whole, "zero 1");
+    for stage in [2, 3] {
+        let what = format!("zero {stage}");
+        assert_close_losses(&divided(stage).reports, &whole.reports, 1e-5, &what);
+    }
 }
 
 #[test]

@@ -177,8 +177,13 @@ fn stages_recomputation_and_zero_change_no_bit_beside_a_bf16_base() {
         assert_same_bits(&in_turn.run(3), &alone, &format!("{name}: zb_v"));
         let replicas = case.clone().on((2, 1, 2));
         let whole = replicas.clone().with("zero_stage", 0).run(3);
-        let divided = replicas.with("zero_stage", 1);
+        let divided = replicas.clone().with("zero_stage", 1);
         assert_same_bits(&divided.run(3), &whole, &format!("{name}: zero 1"));
+        for stage in [2, 3] {
+            let divided = replicas.clone().with("zero_stage", stage).run(3);
+            let what = format!("{name}: zero {stage}");
+            assert_close_losses(&divided.reports, &whole.reports, 1e-5, &what);
+        }
     }
 }
 

@@ -71,6 +71,66 @@ fn zero_1_has_the_bits_of_zero_0() {
 }
 
 #[test]
+fn zero_2_and_3_have_the_bits_of_zero_0_with_one_microbatch() {
+    for degrees in [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)] {
+        for tied in [true, false] {
+            let case = Case::gpt2().with_dropout(0.1).with_tied(tied).on(degrees);
+            let case = case.with("gradient_accumulation_steps", 1);
+            let whole = case.clone().with("zero_stage", 0).run(4);
+            for (stage, bucket) in [(2, 1000), (2, 500_000_000), (3, 1000), (3, 500_000_000)] {
+                let case = case
+                    .clone()
+                    .with("zero_stage", stage)
+                    .with("zero_reduce_bucket_size", bucket);
+                let what = format!("{degrees:?} tied {tied} stage {stage} buckets of {bucket}");
+                assert_same_bits(&case.run(4), &whole, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn zero_2_and_3_sum_several_microbatches_like_one_rank() {
+    for (family, case) in [("gpt2", Case::gpt2()), ("llama", Case::llama())] {
+        let case = case.with_dropout(0.1);
+        let alone = case.run(8);
+        for degrees in [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)] {
+            for stage in [2, 3] {
+                let case = case.clone().on(degrees).with("zero_stage", stage);
+                let run = case.with("zero_reduce_bucket_size", 3000).run(8);
+                let what = format!("{family} {degrees:?} stage {stage}");
+                assert_close_losses(&run.reports, &alone.reports, 1e-4, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn every_schedule_divides_gradients_and_parameters() {
+    for schedule in [
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "zb_h1",
+        "zb_v",
+        "dualpipe_v",
+    ] {
+        for chunk in [0, 1] {
+            let case = Case::gpt2().with_dropout(0.1).on((2, 1, 2));
+            let case = case
+                .with("train_schedule", schedule)
+                .with("checkpoint_num_layers", chunk);
+            let whole = case.clone().with("zero_stage", 1).run(4);
+            for stage in [2, 3] {
+                let run = case.clone().with("zero_stage", stage).run(4);
+                let what = format!("{schedule} chunk {chunk} stage {stage}");
+                assert_close_losses(&run.reports, &whole.reports, 1e-5, &what);
+            }
+        }
+    }
+}
+
+#[test]
 fn clipping_uses_the_norm_of_the_whole_model() {
     for tied in [true, false] {
         let case = Case::gpt2()
@@ -137,7 +197,7 @@ proptest! {
     fn any_mixture_of_choices_trains_like_one_rank(
         degrees in (prop::sample::select(vec![1, 2, 4]), prop::sample::select(vec![1, 2]), prop::sample::select(vec![1, 2, 4])),
         (llama, tied, dropout) in (any::<bool>(), any::<bool>(), any::<bool>()),
-        (zero, recompute, workers) in (0..2, 0..3, 0..3),
+        (zero, recompute, workers) in (0..4, 0..3, 0..3),
         schedule in prop::sample::select(vec!["gpipe", "1f1b", "ds_default"]),
         method in prop::sample::select(vec!["uniform", "uniform_floor", "parameters"]),
         threads in 1..4_usize,
