@@ -27,7 +27,7 @@ use merak_mpu::{Buffer, DType, Locality, Memory, Mpu};
 use merak_partition::RankPrograms;
 use merak_pipe::PipelineEngine;
 use merak_trace::{
-    Axis, GradStore, Interpreter, Param, RunContext, SharedBackend, StageProgram, Threads, Value,
+    Axis, GradStore, Interpreter, Param, RunContext, SharedBackend, StageProgram, Threads,
     backend::candle::Candle, each_initial_values,
 };
 use merak_zero::{
@@ -106,7 +106,7 @@ impl RankStages {
         let params = StageParams::new(&*backend, &programs.params, &optimizer)?;
         let memory = params.memory();
         let buckets = gathered::Buckets::new(&programs.params, &optimizer, memory, &backend);
-        let grads = grad_store(&programs, &optimizer, &*backend);
+        let mut grads = grad_store(&programs, &optimizer, &*backend);
         let stages = stages(&programs, (&params, buckets.as_ref()), &backend, &mpu);
         // A reduction of a device's memory goes through the host, and would stop the backward.
         let on_host = matches!(grads.buffers[0].memory(), Memory::Host(_));

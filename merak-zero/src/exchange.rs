@@ -341,6 +341,8 @@ fn scale(values: &mut [f32], scale: f32) {
         reason = "the exact factor of an unscaled reduction"
     )]
     if scale != 1.0 {
-        values.iter_mut().for_each(|x| *x *= scale);
+        for x in values {
+            *x *= scale;
+        }
     }
 }

@@ -4,7 +4,6 @@ use super::ParamMemory;
 use crate::error::Result;
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use merak_mpu::{Buffer, DType, into_vec};
-use merak_partition::RankPrograms;
 use merak_trace::{
     Error as TraceError, Param, Params, Phase, Result as TraceResult, SharedBackend, StageProgram,
     Value,

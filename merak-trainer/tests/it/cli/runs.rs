@@ -258,7 +258,16 @@ fn two_requests_at_once_are_one_and_the_run_saves() {
 #[test]
 fn a_hangup_saves_unless_it_was_ignored_at_the_start() {
     let place = Workplace::new();
-    let run = Running::of(place.command(ENDLESS));
+    // A test that is itself started with hangups ignored hands that on to what it starts.
+    let mut heeding = Command::new("env");
+    let merak = place.command(ENDLESS);
+    heeding
+        .arg("--default-signal=HUP")
+        .arg(merak.get_program())
+        .args(merak.get_args())
+        .current_dir(place.folder.path())
+        .env("MERAK_COST_MODEL", "counted");
+    let run = Running::of(heeding);
     run.send("HUP");
     assert_eq!(run.end().0.code(), Some(129));
     assert_eq!(steps(&place, "run").len(), 1);
