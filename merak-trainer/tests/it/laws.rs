@@ -5,6 +5,7 @@ mod data; // samples: their order, their names, their evaluation
 pub(crate) mod encoders; // L1, L2: masked tokens, classes, translations, images
 pub(crate) mod generation; // N20: the same tokens from every topology
 pub(crate) mod lora;
+mod memory; // what each ZeRO stage holds
 pub(crate) mod narrow; // adapters beside weights in bf16
 mod optimizers; // L2, L3: every rule of the optimizer
 mod pipeline; // L1: the pipeline changes no bit
