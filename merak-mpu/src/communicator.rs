@@ -1,7 +1,7 @@
 //! What every engine offers to the members of a group.
 
 use crate::{Buffer, Call, DType, Rank, Result};
-use std::{fmt, sync::Arc};
+use std::{fmt, sync::Arc, thread, time::Instant};
 
 /// How the elements of several ranks become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -102,6 +102,22 @@ impl<T> Pending<T> {
         Pending {
             is_done,
             finish: Box::new(move || f(finish()?)),
+        }
+    }
+
+    /// The same operation, which takes at least until a moment.
+    pub(crate) fn delayed_until(self, moment: Instant) -> Self
+    where
+        T: 'static,
+    {
+        let Self { is_done, finish } = self;
+        Self {
+            is_done: Box::new(move || is_done() && Instant::now() >= moment),
+            finish: Box::new(move || {
+                let value = finish()?;
+                thread::sleep(moment.saturating_duration_since(Instant::now()));
+                Ok(value)
+            }),
         }
     }
 

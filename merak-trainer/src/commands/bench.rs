@@ -8,6 +8,7 @@ mod save;
 use super::{Outcome, output, world};
 use clap::{Args as ClapArgs, Subcommand};
 use merak_ckpt::cli::at_least_one;
+use merak_mpu::{GroupKind, LinkSpeed, SlowLink};
 use merak_trace::models;
 use merak_trainer::{
     CheckedArguments, Config, Error, Given, MerakTrainer, Plan, PlanInputs, Result, TrainerParts,
@@ -17,7 +18,7 @@ use merak_trainer::{
     run_world,
 };
 use serde_json::json;
-use std::{process::ExitCode, sync::Arc};
+use std::{process::ExitCode, sync::Arc, time::Duration};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Bench {
@@ -95,6 +96,22 @@ pub(crate) struct Gpt {
     /// Description of an adapter that is trained in place of the model, as PEFT writes it.
     #[arg(long, value_name = "FILE")]
     lora_config: Option<String>,
+    /// Gives the head a weight of its own instead of the embedding's.
+    #[arg(long)]
+    untied: bool,
+    /// Megabytes in a second that each rank exchanges with its replicas, as over a slower network.
+    #[arg(long, value_name = "MB", value_parser = speed)]
+    replica_link: Option<f64>,
+}
+
+/// A speed that can be waited for.
+fn speed(text: &str) -> Result<f64, String> {
+    let speed: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
+    if (0.001..=1e9).contains(&speed) {
+        Ok(speed)
+    } else {
+        Err("expected a number from 0.001 to 1e9".to_owned())
+    }
 }
 
 pub(crate) fn run(bench: &Bench, screen: &Screen) -> Outcome {
@@ -124,7 +141,7 @@ impl Gpt {
         let (config, args) = self.arguments()?;
         let model = models::from_config(&json!({
             "model_type": "gpt", "vocab_size": self.vocab, "max_position_embeddings": self.seq, "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "tie_word_embeddings": !self.untied,
         }));
         let model = model.map_err(|error| of_size(error, "--seq"))?;
         self.measure(model, &args)
@@ -150,23 +167,39 @@ impl Gpt {
             vocab: self.vocab,
         });
         let results = run_world(args, |member| {
+            let link = self.link();
+            let member = link
+                .as_ref()
+                .map_or(member.clone(), |link| link.joined_by(&member));
             let mpu = merak_mpu::Mpu::new(member, plan.draft.degrees)?;
             let parts = TrainerParts {
                 train_data: Some(Arc::clone(&data)),
                 ..TrainerParts::default()
             };
             let mut trainer = MerakTrainer::new(Arc::clone(&plan), mpu, args, parts)?;
-            (0..self.warmup + self.steps)
-                .map(|_| trainer.train_step())
-                .collect::<Result<Vec<_>>>()
+            let mut reports = Vec::new();
+            let mut before = Duration::ZERO;
+            for step in 0..self.warmup + self.steps {
+                if step == self.warmup {
+                    before = link.as_ref().map_or(before, SlowLink::busy);
+                }
+                reports.push(trainer.train_step()?);
+            }
+            let busy = link.map(|link| link.busy() - before);
+            let need = trainer.memory();
+            let state = need.weights + need.gradients + need.optimizer;
+            Ok((reports, busy, state))
         })?;
-        let reports = &results[0];
+        let (reports, busy, _) = &results[0];
         let mut times: Vec<_> = reports[self.warmup..]
             .iter()
             .map(|report| report.time.as_secs_f64())
             .collect();
         times.sort_by(f64::total_cmp);
         let median = times[times.len() / 2];
+        let planned = plan.memory(args, &[])?.into_iter();
+        let planned = planned.map(|need| need.weights + need.gradients + need.optimizer);
+        let link_ms = busy.map(|busy| busy.as_secs_f64() * 1e3 / self.steps as f64);
         Ok(json!({
             "mode": self.mode(),
             "schedule": plan.schedule_name(),
@@ -176,7 +209,19 @@ impl Gpt {
             "first_loss": reports[0].loss,
             "last_loss": reports[reports.len() - 1].loss,
             "peak_bytes": peak_resident_bytes(),
+            "state_bytes": results.iter().map(|(_, _, state)| state).max(),
+            "planned_state_bytes": planned.max(),
+            "replica_link_ms": link_ms,
         }))
+    }
+
+    /// The link to the replicas, if it is to be a slower one.
+    fn link(&self) -> Option<SlowLink> {
+        let speed = LinkSpeed {
+            latency: Duration::ZERO,
+            bytes_per_second: self.replica_link? * 1e6,
+        };
+        Some(SlowLink::new(speed, GroupKind::DataSequence.as_str()))
     }
 
     /// The run as a configuration.

@@ -9,7 +9,6 @@ fn case() -> Case {
         .with_model("n_embd", 128)
         .with_tied(false)
         .with("per_device_train_batch_size", 1)
-        .with("gradient_accumulation_steps", 1)
 }
 
 fn state(need: &MemoryNeed) -> usize {
@@ -22,7 +21,8 @@ fn model_state_takes_what_its_stage_says_and_the_plan_foretells_it() {
     for replicas in [1, 2, 4] {
         for (stage, [whole, divided]) in [[16, 0], [8, 8], [4, 12], [0, 16]].into_iter().enumerate()
         {
-            let case = case().on((replicas, 1, 1)).with("zero_stage", stage);
+            let case = case().on((replicas, 1, 1)).with_microbatches(4);
+            let case = case.with("zero_stage", stage);
             let held = case.on_ranks(|trainer| {
                 trainer.train_step()?;
                 Ok(state(&trainer.memory()))

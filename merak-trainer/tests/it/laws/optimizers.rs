@@ -44,7 +44,7 @@ fn every_rule_trains_on_every_topology_like_one_rank() {
 fn every_zero_stage_has_the_bits_of_stage_0_under_every_rule() {
     for (rule, case) in cases() {
         let case = case.on((2, 2, 1)).with("zero_reduce_bucket_size", 1000);
-        let case = case.with("gradient_accumulation_steps", 1);
+        let case = case.with_microbatches(2);
         let whole = case.clone().with("zero_stage", 0).run(4);
         for stage in [1, 2, 3] {
             let divided = case.clone().with("zero_stage", stage).run(4);

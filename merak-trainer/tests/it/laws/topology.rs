@@ -75,7 +75,7 @@ fn zero_2_and_3_have_the_bits_of_zero_0_with_one_microbatch() {
     for degrees in [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)] {
         for tied in [true, false] {
             let case = Case::gpt2().with_dropout(0.1).with_tied(tied).on(degrees);
-            let case = case.with("gradient_accumulation_steps", 1);
+            let case = case.with_microbatches(degrees.0);
             let whole = case.clone().with("zero_stage", 0).run(4);
             for (stage, bucket) in [(2, 1000), (2, 500_000_000), (3, 1000), (3, 500_000_000)] {
                 let case = case

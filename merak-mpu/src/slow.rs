@@ -1,0 +1,184 @@
+//! Links of a given speed, to measure what overlaps with computing.
+
+use crate::{
+    Buffer, Call, Communicator, Engine, Failure, Locality, Member, Message, Pending, Rank, Result,
+    Started, Turn,
+};
+use std::{
+    fmt,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// What a link adds to the time of a collective.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LinkSpeed {
+    /// From the start of a collective to its first byte.
+    pub latency: Duration,
+    /// Bytes of the member's buffer that pass in a second; collectives of a rank follow each other.
+    pub bytes_per_second: f64,
+}
+
+/// The link of one rank.
+///
+/// ```
+/// use merak_mpu::{LinkSpeed, ReduceOp, SlowLink, threads};
+/// use std::time::{Duration, Instant};
+///
+/// let speed = LinkSpeed { latency: Duration::from_millis(5), bytes_per_second: 1e9 };
+/// threads::run(2, threads::WorldOptions::default(), |member| {
+///     let link = SlowLink::new(speed, "world");
+///     let member = link.joined_by(&member);
+///     let start = Instant::now();
+///     member.world_group()?.all_reduce_vec(vec![1.0_f32], ReduceOp::Sum)?;
+///     assert!(start.elapsed() >= speed.latency && link.busy() > Duration::ZERO);
+///     Ok::<_, merak_mpu::Error>(())
+/// })?;
+/// # Ok::<(), merak_mpu::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct SlowLink {
+    speed: LinkSpeed,
+    group: &'static str,
+    wire: Arc<Mutex<Wire>>,
+}
+
+#[derive(Debug)]
+struct Wire {
+    free_at: Instant,
+    busy: Duration,
+}
+
+impl SlowLink {
+    /// A link for the collectives of the groups with a name.
+    pub fn new(speed: LinkSpeed, group: &'static str) -> Self {
+        let wire = Wire {
+            free_at: Instant::now(),
+            busy: Duration::ZERO,
+        };
+        Self {
+            speed,
+            group,
+            wire: Arc::new(Mutex::new(wire)),
+        }
+    }
+
+    /// The member with its groups on the link. What it computes does not change.
+    pub fn joined_by(&self, member: &Member) -> Member {
+        Member::new(Arc::new(SlowEngine {
+            engine: Arc::clone(member.engine()),
+            link: self.clone(),
+        }))
+    }
+
+    /// How long the wire was busy so far.
+    pub fn busy(&self) -> Duration {
+        self.wire().busy
+    }
+
+    /// Takes the wire for some bytes; the moment at which they have arrived.
+    fn send(&self, bytes: usize) -> Instant {
+        let time = Duration::from_secs_f64(bytes as f64 / self.speed.bytes_per_second);
+        let mut wire = self.wire();
+        wire.free_at = wire.free_at.max(Instant::now()) + time;
+        wire.busy += time;
+        wire.free_at + self.speed.latency
+    }
+
+    fn wire(&self) -> MutexGuard<'_, Wire> {
+        self.wire.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An engine whose groups are on a link.
+#[derive(Debug)]
+struct SlowEngine {
+    engine: Arc<dyn Engine>,
+    link: SlowLink,
+}
+
+impl Engine for SlowEngine {
+    fn rank(&self) -> Rank {
+        self.engine.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.engine.world_size()
+    }
+
+    fn communicator(&self, name: &str, members: &[Rank]) -> Result<Arc<dyn Communicator>> {
+        let communicator = self.engine.communicator(name, members)?;
+        if name != self.link.group {
+            return Ok(communicator);
+        }
+        Ok(Arc::new(SlowCommunicator {
+            communicator,
+            link: self.link.clone(),
+        }))
+    }
+
+    fn abort(&self, reason: &str) {
+        self.engine.abort(reason);
+    }
+
+    fn end(&self) {
+        self.engine.end();
+    }
+
+    fn failure(&self) -> Option<Failure> {
+        self.engine.failure()
+    }
+
+    fn locality(&self) -> Locality {
+        self.engine.locality()
+    }
+
+    fn epoch(&self) -> Instant {
+        self.engine.epoch()
+    }
+}
+
+/// A group on a link.
+struct SlowCommunicator {
+    communicator: Arc<dyn Communicator>,
+    link: SlowLink,
+}
+
+impl Communicator for SlowCommunicator {
+    fn rank(&self) -> usize {
+        self.communicator.rank()
+    }
+
+    fn members(&self) -> &[Rank] {
+        self.communicator.members()
+    }
+
+    fn start(&self, call: Call, buffer: Box<dyn Buffer>, lengths: Option<Arc<[usize]>>) -> Started {
+        let bytes = buffer.len() * buffer.dtype().size_bytes();
+        let pending = self.communicator.start(call, buffer, lengths)?;
+        let arrives = self.link.send(bytes);
+        Ok(pending.delayed_until(arrives))
+    }
+
+    fn start_send(&self, to: usize, tag: u64, message: Message) -> Result<Pending<()>> {
+        self.communicator.start_send(to, tag, message)
+    }
+
+    fn start_recv(&self, from: usize, tag: u64) -> Result<Pending<Message>> {
+        self.communicator.start_recv(from, tag)
+    }
+
+    fn turn(&self) -> Result<Turn> {
+        self.communicator.turn()
+    }
+
+    fn abort(&self, reason: &str) {
+        self.communicator.abort(reason);
+    }
+}
+
+impl fmt::Debug for SlowCommunicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlowCommunicator").finish_non_exhaustive()
+    }
+}
