@@ -111,6 +111,7 @@ pub mod nccl;
 mod pages;
 mod rank;
 mod run;
+mod sides;
 #[cfg(feature = "tch")]
 pub mod tch;
 #[cfg(unix)]
@@ -137,6 +138,7 @@ pub use member::{Engine, Failure, Locality, Member};
 pub use mpu::{EMBEDDING, Mpu};
 pub use rank::{Rank, Wait};
 pub use run::{RunError, run_members};
+pub use sides::{Sides, in_words};
 pub use tensor::HostTensor;
 pub use topology::{GroupKind, Topology};
 
